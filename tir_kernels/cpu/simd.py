@@ -1,0 +1,150 @@
+"""SIMD fragments: plain Python functions that emit TIR while a kernel is parsed.
+
+Rules that these fragments encode (each costs a factor when broken):
+
+* A register is its own small buffer in the default scope; LLVM turns it into an SSA value.
+  Scope "local" would become a heap workspace on the CPU.
+* Temporaries go through such buffers as well, never through chained lets: the code generator
+  substitutes bound variables into later ones, which is exponential.
+* Shuffle indices are Python constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm.script import tirx as T
+
+from ..spec import ITEMSIZE
+
+F32 = "float32"
+CACHE_LINE_BYTES = 64
+
+# Minimax-free Taylor coefficients of 2**f on [-0.5, 0.5]; relative error 3e-6.
+_EXP2_COEFFICIENTS = (
+    1.0,
+    0.6931471805599453,
+    0.2402265069591007,
+    0.05550410866482158,
+    0.009618129107628477,
+    0.0013333558146428443,
+)
+
+
+def vector_type(dtype: str, lanes: int) -> str:
+    """Name of the TIR type of `lanes` elements of `dtype`."""
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def ramp(start, lanes: int):
+    """Indices ``start .. start + lanes - 1``; legal on the last axis only."""
+    return start if lanes == 1 else T.ramp(start, 1, lanes)
+
+
+def broadcast(value, lanes: int):
+    """`value` in every lane."""
+    return value if lanes == 1 else T.broadcast(value, lanes)
+
+
+def constant(value: float, lanes: int):
+    """A float32 constant in every lane."""
+    return broadcast(T.float32(value), lanes)
+
+
+class Register:
+    """A mutable SIMD register of `lanes` elements of `dtype`."""
+
+    def __init__(self, lanes: int, dtype: str = F32, init=None):
+        self.lanes = lanes
+        self.buffer = T.alloc_buffer((lanes,), dtype)
+        if init is not None:
+            self.set(init)
+
+    def get(self):
+        """The current value."""
+        return self.buffer[ramp(0, self.lanes)]
+
+    def set(self, value) -> None:
+        """Replace the value."""
+        T.buffer_store(self.buffer, value, [ramp(0, self.lanes)])
+
+    def fma(self, a, b) -> None:
+        """Add ``a * b``; LLVM contracts it to a fused multiply-add."""
+        self.set(self.get() + a * b)
+
+
+def temp(value, lanes: int = 1, dtype: str = F32):
+    """Materialise `value`, so that later uses do not repeat its expression tree."""
+    return Register(lanes, dtype, init=value).get()
+
+
+def index_temp(value):
+    """Materialise an int32 scalar."""
+    return temp(value, 1, "int32")
+
+
+def load(buffer, index: Sequence, lanes: int, to: str = F32):
+    """Load `lanes` contiguous elements at `index` and widen them to `to`."""
+    *outer, last = index
+    value = buffer[(*outer, ramp(last, lanes))]
+    return value if str(buffer.dtype) == to else T.cast(value, vector_type(to, lanes))
+
+
+def store(buffer, index: Sequence, lanes: int, value, source: str = F32) -> None:
+    """Narrow `value` from `source` to the buffer's type and store it at `index`."""
+    *outer, last = index
+    dtype = str(buffer.dtype)
+    if dtype != source:
+        value = T.cast(value, vector_type(dtype, lanes))
+    T.buffer_store(buffer, value, [*outer, ramp(last, lanes)])
+
+
+def shuffle(vectors: Sequence, lanes: Sequence[int]):
+    """Pick `lanes` (Python ints) from the concatenation of `vectors`."""
+    return T.Shuffle(list(vectors), [T.int32(i) for i in lanes])
+
+
+def reduce_lanes(value, lanes: int, combine: Callable):
+    """Reduce a float32 vector to a scalar by halving."""
+    while lanes > 1:
+        value = temp(value, lanes)
+        half = lanes // 2
+        value = combine(shuffle([value], range(half)), shuffle([value], range(half, lanes)))
+        lanes = half
+    return temp(value)
+
+
+def add(a, b):
+    """Sum, as a combiner for `reduce_lanes`."""
+    return a + b
+
+
+def maximum(a, b):
+    """Maximum, as a combiner for `reduce_lanes`."""
+    return T.max(a, b)
+
+
+def exp2(x, lanes: int):
+    """``2 ** x`` for ``x <= 0``, clamped at -126; relative error 3e-6, about ten instructions."""
+    int_type, float_type = vector_type("int32", lanes), vector_type(F32, lanes)
+    x = temp(T.max(x, constant(-126.0, lanes)), lanes)
+    whole = temp(T.call_llvm_pure_intrin(float_type, "llvm.rint", x), lanes)
+    fraction = temp(x - whole, lanes)
+    power = constant(_EXP2_COEFFICIENTS[-1], lanes)
+    for c in reversed(_EXP2_COEFFICIENTS[:-1]):
+        power = power * fraction + constant(c, lanes)
+    exponent = T.shift_left(T.cast(whole, int_type), broadcast(T.int32(23), lanes))
+    return temp(T.reinterpret(float_type, T.reinterpret(int_type, power) + exponent), lanes)
+
+
+def prefetch(buffer, index: Sequence, locality: int = 3) -> None:
+    """Ask for the cache line that holds ``buffer[index]``."""
+    address = T.address_of(buffer[tuple(index)])
+    T.evaluate(
+        T.call_intrin("void", "tirx.prefetch", address, T.int32(0), T.int32(locality), T.int32(1))
+    )
+
+
+def elements_per_line(dtype: str) -> int:
+    """Elements of `dtype` in a cache line."""
+    return CACHE_LINE_BYTES // ITEMSIZE[dtype]

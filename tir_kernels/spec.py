@@ -1,0 +1,100 @@
+"""What a kernel is built for: frozen, hashable values that the builders close over."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class VectorTarget:
+    """The traits of a CPU that shape the generated code.
+
+    Parameters
+    ----------
+    lanes : int
+        float32 lanes of a SIMD register: 16 (AVX-512), 8 (AVX2), 4 (NEON, SSE).
+    registers : int
+        Number of SIMD registers.
+    has_bf16_dot : bool
+        Whether ``vdpbf16ps`` on 512-bit registers may be used.
+    has_f16_convert : bool
+        Whether float16 converts to and from float32 in hardware (F16C, AVX-512F, AArch64).
+    """
+
+    lanes: int = 16
+    registers: int = 32
+    has_bf16_dot: bool = False
+    has_f16_convert: bool = True
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding as a kernel sees it; the pair of dimension ``i`` is ``i + rotary_dim // 2``.
+
+    Parameters
+    ----------
+    theta : float
+        The base.
+    scale : float
+        Factor on the position (linear scaling by a factor f is ``scale = 1 / f``).
+    rotary_dim : int
+        Leading dimensions that are rotated; the rest pass through.
+    scaling : tuple of (str, value) pairs, or None
+        A Hugging Face ``rope_scaling`` dictionary in canonical (sorted, hashable) form.
+    """
+
+    theta: float = 10000.0
+    scale: float = 1.0
+    rotary_dim: int = 128
+    scaling: tuple | None = None
+
+    @property
+    def kind(self) -> str:
+        """The ``rope_type`` of the scaling, or "default"."""
+        return dict(self.scaling or ()).get("rope_type", "default")
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """All that decides the code of the kernels of one set of layers.
+
+    Parameters
+    ----------
+    num_qo_heads, num_kv_heads : int
+        Query heads and KV heads; the first is a multiple of the second.
+    qk_head_dim, v_head_dim : int
+        Width of a row of Q and K, and of V. Paged kernels need them to be equal.
+    dtype, kv_dtype : str
+        Type of Q, K, V and O in a step, and of the pages.
+    page_size : int
+        Slots of a page: a power of two from 1 to 256.
+    rope : RopeSpec
+        The rotation of `split_rotary`, `rope_append` and of attention with ``rotary_mode`` 1.
+    num_layers : int
+        Leading dimension of the arrays of `debug_get_kv`.
+    target : VectorTarget
+        CPU traits.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    dtype: str = "float32"
+    kv_dtype: str = "float32"
+    page_size: int = 16
+    rope: RopeSpec = field(default_factory=RopeSpec)
+    num_layers: int = 1
+    target: VectorTarget = field(default_factory=VectorTarget)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
+LOG2E = math.log2(math.e)

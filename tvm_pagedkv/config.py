@@ -1,0 +1,273 @@
+"""Frozen descriptions of a KV cache: validation, derived sizes, memory estimate."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+DTYPES = ("float32", "float16", "bfloat16")
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+LAYER_KINDS = ("mha", "mha_sliding", "mla")
+ROPE_MODES = ("none", "normal", "inline")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+MAX_HEAD_DIM = 576
+MAX_PAGE_SIZE = 256
+
+_REQUIRED_SCALING = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+
+
+def _check_int(name: str, value: Any, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{name} must be between {minimum} and {maximum}, got {value}")
+    return int(value)
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+    return value
+
+
+def _check_positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+    return float(value)
+
+
+def _check_head_dim(name: str, value: Any) -> int:
+    value = _check_int(name, value, 8, MAX_HEAD_DIM)
+    if value % 8:
+        raise ValueError(f"{name} must be a multiple of 8, got {value}")
+    return value
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(k), _freeze(v)) for k, v in value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(v) for v in value)
+    return value
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding of the cache's layers.
+
+    Parameters
+    ----------
+    mode : {"none", "normal", "inline"}
+        Rotate nothing; rotate Q and K before K is written; or keep K as it came and rotate Q and K
+        inside the attention kernels.
+    theta : float
+        The base.
+    scale : float
+        Factor on the position.
+    rotary_dim : int, optional
+        Leading dimensions of a head that are rotated (an even number); None for all.
+    scaling : mapping, optional
+        A Hugging Face ``rope_scaling`` / ``rope_parameters`` dictionary with ``rope_type`` (older
+        files: ``type``) "default", "linear", "llama3", "yarn" or "longrope".
+
+    Raises
+    ------
+    ValueError, TypeError
+        On values that no kernel can serve; the message names the field.
+    """
+
+    mode: str = "normal"
+    theta: float = 10000.0
+    scale: float = 1.0
+    rotary_dim: int | None = None
+    scaling: Mapping[str, Any] | tuple | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("rope.mode", self.mode, ROPE_MODES)
+        object.__setattr__(self, "theta", _check_positive("rope.theta", self.theta))
+        object.__setattr__(self, "scale", _check_positive("rope.scale", self.scale))
+        if self.rotary_dim is not None:
+            _check_int("rope.rotary_dim", self.rotary_dim, 2)
+            if self.rotary_dim % 2:
+                raise ValueError(f"rope.rotary_dim must be even, got {self.rotary_dim}")
+        object.__setattr__(self, "scaling", self._canonical_scaling())
+
+    def _canonical_scaling(self) -> tuple | None:
+        if self.scaling is None:
+            return None
+        if not isinstance(self.scaling, (Mapping, tuple)):
+            raise TypeError(f"rope.scaling must be a mapping, got {self.scaling!r}")
+        scaling = dict(self.scaling)
+        rope_type = scaling.pop("rope_type", None) or scaling.pop("type", "default")
+        scaling.pop("type", None)
+        _check_choice("rope.scaling['rope_type']", rope_type, ROPE_TYPES)
+        missing = [key for key in _REQUIRED_SCALING[rope_type] if key not in scaling]
+        if missing:
+            raise ValueError(f"rope.scaling of type {rope_type!r} needs {', '.join(missing)}")
+        if rope_type == "default":
+            return None
+        return _freeze(scaling | {"rope_type": rope_type})
+
+    @property
+    def scaling_dict(self) -> dict[str, Any]:
+        """The scaling as a dictionary, empty where there is none."""
+        return dict(self.scaling or ())
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer. Fields that are None take the value of the cache's configuration.
+
+    Parameters
+    ----------
+    kind : {"mha", "mha_sliding", "mla"}
+        Kind of attention; "mha" covers multi-query and grouped-query attention.
+    window : int, optional
+        Positions that a sliding layer sees, its own included. Needed by "mha_sliding" only.
+    num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim : int, optional
+    rope : RopeConfig, optional
+    """
+
+    kind: str = "mha"
+    window: int | None = None
+    num_qo_heads: int | None = None
+    num_kv_heads: int | None = None
+    qk_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rope: RopeConfig | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("layer.kind", self.kind, LAYER_KINDS)
+        if (self.kind == "mha_sliding") != (self.window is not None):
+            raise ValueError(
+                f"layer.window belongs to kind 'mha_sliding' and to no other; got kind "
+                f"{self.kind!r} with window {self.window!r}"
+            )
+        if self.window is not None:
+            _check_int("layer.window", self.window)
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """All that decides the memory and the kernels of a cache.
+
+    Parameters
+    ----------
+    num_layers : int
+    num_qo_heads, num_kv_heads : int
+        Query heads and KV heads; the first must be a multiple of the second.
+    qk_head_dim : int
+        Width of a row of Q and K: a multiple of 8 up to 576.
+    v_head_dim : int, optional
+        Width of a row of V; None: as `qk_head_dim`.
+    dtype : {"float32", "float16", "bfloat16"}
+        Type of Q, K, V and O in a step.
+    kv_dtype : str, optional
+        Type of the pages; None: as `dtype`.
+    page_size : int
+        Slots of a page: a power of two from 1 to 256.
+    max_num_sequences : int
+        Sequences that the cache may hold at a time.
+    max_total_tokens : int
+        Tokens that the pages hold (rounded up to whole pages).
+    prefill_chunk_size : int
+        Most rows of one forward step.
+    rope : RopeConfig
+    layers : sequence of LayerSpec, optional
+        One per layer; None: `num_layers` plain ones.
+    sliding_window : bool
+        Whether sequences may be given a sliding window with sinks.
+    logit_softcap : float, optional
+        Soft-cap of the attention logits.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On values that no cache can serve; the message names the field.
+    """
+
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    qk_head_dim: int
+    v_head_dim: int | None = None
+    dtype: str = "float16"
+    kv_dtype: str | None = None
+    page_size: int = 16
+    max_num_sequences: int = 32
+    max_total_tokens: int = 65536
+    prefill_chunk_size: int = 2048
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    layers: Sequence[LayerSpec] | None = None
+    sliding_window: bool = False
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "max_num_sequences", "max_total_tokens", "prefill_chunk_size"):
+            _check_int(name, getattr(self, name))
+        _check_choice("dtype", self.dtype, DTYPES)
+        object.__setattr__(self, "kv_dtype", self.kv_dtype or self.dtype)
+        _check_choice("kv_dtype", self.kv_dtype, DTYPES)
+        _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.qk_head_dim)
+        if not isinstance(self.rope, RopeConfig):
+            raise TypeError(f"rope must be a RopeConfig, got {self.rope!r}")
+        if self.logit_softcap is not None:
+            _check_positive("logit_softcap", self.logit_softcap)
+        layers = (LayerSpec(),) * self.num_layers if self.layers is None else tuple(self.layers)
+        if len(layers) != self.num_layers:
+            raise ValueError(f"layers has {len(layers)} entries for {self.num_layers} layers")
+        object.__setattr__(self, "layers", tuple(self._complete(i, s) for i, s in enumerate(layers)))
+
+    def _complete(self, index: int, layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer, LayerSpec):
+            raise TypeError(f"layers[{index}] must be a LayerSpec, got {layer!r}")
+        filled = {
+            name: getattr(self, name) if getattr(layer, name) is None else getattr(layer, name)
+            for name in ("num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim", "rope")
+        }
+        _check_int("num_qo_heads", filled["num_qo_heads"], 1, 4096)
+        _check_int("num_kv_heads", filled["num_kv_heads"], 1, 4096)
+        if filled["num_qo_heads"] % filled["num_kv_heads"]:
+            raise ValueError(
+                f"num_qo_heads ({filled['num_qo_heads']}) must be a multiple of num_kv_heads "
+                f"({filled['num_kv_heads']})"
+            )
+        _check_head_dim("qk_head_dim", filled["qk_head_dim"])
+        _check_head_dim("v_head_dim", filled["v_head_dim"])
+        if layer.kind != "mla" and filled["v_head_dim"] != filled["qk_head_dim"]:
+            raise ValueError(
+                f"layer {index}: a page keeps K and V rows of one width, so v_head_dim "
+                f"({filled['v_head_dim']}) must equal qk_head_dim ({filled['qk_head_dim']}); pad "
+                "the narrower one with zeros"
+            )
+        rotary_dim = filled["rope"].rotary_dim
+        if rotary_dim is not None and rotary_dim > filled["qk_head_dim"]:
+            raise ValueError(
+                f"rope.rotary_dim ({rotary_dim}) exceeds qk_head_dim ({filled['qk_head_dim']})"
+            )
+        return replace(layer, **filled)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each layer group's pool."""
+        return -(-self.max_total_tokens // self.page_size)

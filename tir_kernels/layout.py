@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only place that spells a page's shape and indexing."""
 
 from __future__ import annotations

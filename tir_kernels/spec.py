@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a kernel is built for: frozen, hashable values that the builders close over."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frozen descriptions of a KV cache: validation, derived sizes, memory estimate."""
 
 from __future__ import annotations
@@ -236,7 +237,9 @@ class KVCacheConfig:
         layers = (LayerSpec(),) * self.num_layers if self.layers is None else tuple(self.layers)
         if len(layers) != self.num_layers:
             raise ValueError(f"layers has {len(layers)} entries for {self.num_layers} layers")
-        object.__setattr__(self, "layers", tuple(self._complete(i, s) for i, s in enumerate(layers)))
+        object.__setattr__(
+            self, "layers", tuple(self._complete(i, s) for i, s in enumerate(layers))
+        )
 
     def _complete(self, index: int, layer: LayerSpec) -> LayerSpec:
         if not isinstance(layer, LayerSpec):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIMD fragments: plain Python functions that emit TIR while a kernel is parsed.
 
 Rules that these fragments encode (each costs a factor when broken):

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specification in plain NumPy: obviously right, slow, and what every test compares with.
+
+Tensors may be of any float type; sums run in float64. `lse` is base 2, as in the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# Largest acceptable error, relative to the largest magnitude that is compared (at least 1).
+# float32: sums over a few thousand terms and the kernels' polynomial exp2 (3e-6).
+# float16, bfloat16: one rounding of the result, and of P before it multiplies V.
+TOLERANCES = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+def assert_close(actual: Any, expected: Any, dtype: str, what: str = "result") -> None:
+    """Compare with the table of tolerances; infinities must match exactly, NaN never does."""
+    actual = np.asarray(actual, dtype=np.float64)
+    expected = np.asarray(expected, dtype=np.float64)
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape} != {expected.shape}"
+    if actual.size == 0:
+        return
+    infinite = np.isinf(expected)
+    np.testing.assert_array_equal(actual[infinite], expected[infinite], err_msg=what)
+    finite_actual, finite_expected = actual[~infinite], expected[~infinite]
+    assert np.isfinite(finite_actual).all(), f"{what}: {np.isnan(actual).sum()} NaN"
+    if finite_expected.size == 0:
+        return
+    scale = max(1.0, np.abs(finite_expected).max())
+    error = np.abs(finite_actual - finite_expected).max() / scale
+    assert error <= TOLERANCES[dtype], f"{what}: error {error:.2e} > {TOLERANCES[dtype]:.0e}"
+
+
+# --- rotary position embedding ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotation: base, factor on the position, rotated dims, Hugging Face scaling dictionary."""
+
+    theta: float = 10000.0
+    scale: float = 1.0
+    rotary_dim: int = 128
+    scaling: dict = field(default_factory=dict)
+
+
+def inverse_frequencies(rope: Rope, use_long: bool = False) -> tuple[np.ndarray, float]:
+    """Return float32 inverse frequencies ``[rotary_dim / 2]`` and the factor on cos and sin.
+
+    Sources: Su et al., RoFormer (2021); Llama 3.1 report; Peng et al., YaRN (2023); Ding et al.,
+    LongRoPE (2024); the field names are those of Hugging Face configurations.
+    """
+    dim, theta, scaling = rope.rotary_dim, rope.theta, dict(rope.scaling)
+    kind = scaling.get("rope_type", "default")
+    inverse = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    attention = 1.0
+    if kind == "linear":
+        inverse = inverse / scaling["factor"]
+    elif kind == "llama3":
+        low = scaling["original_max_position_embeddings"] / scaling["low_freq_factor"]
+        high = scaling["original_max_position_embeddings"] / scaling["high_freq_factor"]
+        for i, f in enumerate(inverse):
+            wavelength = 2 * math.pi / f
+            if wavelength > low:
+                inverse[i] = f / scaling["factor"]
+            elif wavelength > high:
+                smooth = (low / wavelength - 1) / (low / high - 1)
+                inverse[i] = (1 - smooth) * f / scaling["factor"] + smooth * f
+    elif kind == "yarn":
+        factor = scaling["factor"]
+        original = scaling["original_max_position_embeddings"]
+
+        def dimension_of(rotations: float) -> float:
+            return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = dimension_of(scaling.get("beta_fast") or 32)
+        high = dimension_of(scaling.get("beta_slow") or 1)
+        if scaling.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
+        inverse = inverse / factor * ramp + inverse * (1 - ramp)
+
+        def magnitude(m: float = 1.0) -> float:
+            return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        attention = scaling.get("attention_factor")
+        if attention is None:
+            mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+            both = mscale and mscale_all
+            attention = magnitude(mscale) / magnitude(mscale_all) if both else magnitude()
+    elif kind == "longrope":
+        original = scaling["original_max_position_embeddings"]
+        factors = scaling["long_factor" if use_long else "short_factor"]
+        inverse = inverse / np.asarray(factors, dtype=np.float64)
+        factor = (
+            scaling.get("factor") or scaling.get("max_position_embeddings", original) / original
+        )
+        attention = scaling.get("attention_factor")
+        if attention is None:
+            attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    elif kind != "default":
+        raise ValueError(f"no reference for rope_type {kind!r}")
+    return inverse.astype(np.float32), float(attention)
+
+
+def rotate(
+    x: np.ndarray, positions: np.ndarray, rope: Rope, total: int | None = None
+) -> np.ndarray:
+    """Rotate ``x [T, H, D]`` by ``positions [T]``; dimension i pairs with i + rotary_dim / 2.
+
+    `total` is the length of the sequence after the step; longrope chooses its factors by it (None:
+    the last position of `positions` plus one).
+    """
+    x = np.asarray(x, dtype=np.float64)
+    if len(x) == 0:
+        return x
+    total = int(positions.max()) + 1 if total is None else total
+    limit = rope.scaling.get("original_max_position_embeddings", math.inf)
+    inverse, attention = inverse_frequencies(rope, use_long=total > limit)
+    scaled = np.asarray(positions, dtype=np.float32) * np.float32(rope.scale)
+    angle = (scaled[:, None] * inverse[None, :]).astype(np.float64)  # float32, as models compute it
+    cos, sin = np.cos(angle)[:, None] * attention, np.sin(angle)[:, None] * attention
+    half = rope.rotary_dim // 2
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+def causal_mask(num_rows: int, kv_len: int) -> np.ndarray:
+    """``[num_rows, kv_len]``: row r, the last but ``num_rows - 1 - r``, sees what came before it."""
+    return np.arange(kv_len)[None, :] < kv_len - num_rows + np.arange(num_rows)[:, None] + 1
+
+
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, sm_scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention of one sequence.
+
+    Parameters
+    ----------
+    q : ``[T, Hq, Dqk]``; k : ``[S, Hk, Dqk]``; v : ``[S, Hk, Dv]``
+    mask : bool ``[T, S]``, True where row t sees position s.
+    sm_scale : float
+
+    Returns
+    -------
+    o : float64 ``[T, Hq, Dv]`` and lse : float64 ``[T, Hq]``, base 2. A row that sees nothing gives
+    ``o = 0`` and ``lse = -inf``.
+    """
+    q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
+    num_rows, num_qo_heads, _ = q.shape
+    o = np.zeros((num_rows, num_qo_heads, v.shape[-1]))
+    lse = np.full((num_rows, num_qo_heads), -np.inf)
+    group = num_qo_heads // k.shape[1]
+    for h in range(num_qo_heads):
+        scores = q[:, h] @ k[:, h // group].T * sm_scale * math.log2(math.e)
+        scores = np.where(mask, scores, -np.inf)
+        for t in range(num_rows):
+            if mask[t].any():
+                top = scores[t].max()
+                p = np.exp2(scores[t] - top)
+                lse[t, h] = top + math.log2(p.sum())
+                o[t, h] = p @ v[:, h // group] / p.sum()
+    return o, lse
+
+
+def merge(o: np.ndarray, lse: np.ndarray, o_other: np.ndarray, lse_other: np.ndarray):
+    """Combine two attention states ``o [T, H, D]``, ``lse [T, H]`` over disjoint positions."""
+    o, o_other = np.asarray(o, np.float64), np.asarray(o_other, np.float64)
+    lse, lse_other = np.asarray(lse, np.float64), np.asarray(lse_other, np.float64)
+    top = np.maximum(lse, lse_other)
+    safe = np.where(np.isinf(top), 0.0, top)
+    w, w_other = np.exp2(lse - safe), np.exp2(lse_other - safe)
+    total = w + w_other
+    with np.errstate(divide="ignore"):
+        merged_lse = np.where(total > 0, safe + np.log2(total), -np.inf)
+    total = np.where(total > 0, total, 1.0)
+    merged = (o * w[..., None] + o_other * w_other[..., None]) / total[..., None]
+    return merged, merged_lse
+
+
+# --- pages --------------------------------------------------------------------------------------
+
+
+def gather_slots(pages: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ``pages [P, 2, Hk, page, D]`` at ``slots [n]`` as K and V ``[n, Hk, D]``."""
+    page_size = pages.shape[3]
+    rows = pages[slots // page_size, :, :, slots % page_size]
+    return rows[:, 0], rows[:, 1]
+
+
+def append(pages: np.ndarray, k: np.ndarray, v: np.ndarray, position_map: np.ndarray) -> np.ndarray:
+    """A copy of `pages` with ``k, v [T, Hk, D]`` written at the slots of ``position_map [T]``."""
+    pages = pages.copy()
+    page_size = pages.shape[3]
+    for row, slot in enumerate(position_map):
+        if slot >= 0:
+            pages[slot // page_size, 0, :, slot % page_size] = k[row].astype(pages.dtype)
+            pages[slot // page_size, 1, :, slot % page_size] = v[row].astype(pages.dtype)
+    return pages
+
+
+def sequence_slots(page_ids: np.ndarray, last_page_len: int, page_size: int) -> np.ndarray:
+    """Slots of a sequence, in order of position."""
+    if len(page_ids) == 0:
+        return np.zeros(0, dtype=np.int64)
+    slots = (np.asarray(page_ids)[:, None] * page_size + np.arange(page_size)).reshape(-1)
+    return slots[: (len(page_ids) - 1) * page_size + last_page_len]
+
+
+def paged_attention(
+    q,
+    q_indptr,
+    pages,
+    page_indptr,
+    page_values,
+    last_page_len,
+    sm_scale,
+    *,
+    causal=True,
+    inline=None,
+):
+    """Attention of a batch over its pages.
+
+    Parameters
+    ----------
+    q : ``[T, Hq, D]``; q_indptr : ``[B + 1]``; pages : ``[P, 2, Hk, page, D]``
+    page_indptr, page_values, last_page_len : the page table, as the kernels take it.
+    causal : bool
+    inline : tuple (Rope, q_rope_position ``[T]``, k_rope_pos_offset ``[B]``), optional
+        Rotate Q and K here.
+    """
+    outputs, lses = [], []
+    for b in range(len(q_indptr) - 1):
+        rows = slice(q_indptr[b], q_indptr[b + 1])
+        page_ids = page_values[page_indptr[b] : page_indptr[b + 1]]
+        k, v = gather_slots(pages, sequence_slots(page_ids, last_page_len[b], pages.shape[3]))
+        q_rows = q[rows]
+        if inline is not None:
+            rope, q_positions, k_offsets = inline
+            q_rows = rotate(q_rows, q_positions[rows], rope)
+            k = rotate(k, k_offsets[b] + np.arange(len(k)), rope)
+        num_rows = len(q_rows)
+        mask = causal_mask(num_rows, len(k)) if causal else np.ones((num_rows, len(k)), bool)
+        o, lse = attention(q_rows, k, v, mask, sm_scale)
+        outputs.append(o)
+        lses.append(lse)
+    return np.concatenate(outputs), np.concatenate(lses)
+
+
+def ragged_attention(q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None):
+    """As `paged_attention`, with K and V ``[S, Hk, D]`` ragged by ``kv_indptr [B + 1]``."""
+    outputs, lses = [], []
+    for b in range(len(q_indptr) - 1):
+        rows, columns = slice(q_indptr[b], q_indptr[b + 1]), slice(kv_indptr[b], kv_indptr[b + 1])
+        q_rows, k_rows = q[rows], k[columns]
+        num_rows, kv_len = len(q_rows), len(k_rows)
+        if inline is not None:
+            rope, q_positions, k_offsets = inline
+            q_rows = rotate(q_rows, q_positions[rows], rope)
+            k_rows = rotate(k_rows, k_offsets[b] + np.arange(kv_len), rope)
+        mask = causal_mask(num_rows, kv_len) if causal else np.ones((num_rows, kv_len), bool)
+        o, lse = attention(q_rows, k_rows, v[columns], mask, sm_scale)
+        outputs.append(o)
+        lses.append(lse)
+    return np.concatenate(outputs), np.concatenate(lses)
+
+
+# --- the cache ----------------------------------------------------------------------------------
+
+
+class ReferenceCache:
+    """What a cache holds: per sequence and layer the K and V rows, rounded to the page type.
+
+    It has no pages and no capacity; tests that need those compute them from the lengths.
+
+    Parameters
+    ----------
+    num_layers : int
+    kv_dtype : numpy dtype of the pages.
+    rope : Rope or None
+    mode : {"none", "normal", "inline"}
+    """
+
+    def __init__(self, num_layers: int, kv_dtype, rope: Rope | None = None, mode: str = "none"):
+        self.num_layers, self.kv_dtype, self.rope, self.mode = num_layers, kv_dtype, rope, mode
+        self.sequences: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+
+    def add_sequence(self, seq_id: int) -> None:
+        self.sequences[seq_id] = [None] * self.num_layers
+
+    def remove_sequence(self, seq_id: int) -> None:
+        del self.sequences[seq_id]
+
+    def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
+        end = self.length(parent_id) if fork_pos == -1 else fork_pos
+        self.sequences[child_id] = [
+            None if kv is None else (kv[0][:end], kv[1][:end]) for kv in self.sequences[parent_id]
+        ]
+
+    def pop_n(self, seq_id: int, n: int) -> None:
+        end = self.length(seq_id) - n
+        self.sequences[seq_id] = [
+            None if kv is None else (kv[0][:end], kv[1][:end]) for kv in self.sequences[seq_id]
+        ]
+
+    def length(self, seq_id: int, layer: int = 0) -> int:
+        kv = self.sequences[seq_id][layer]
+        return 0 if kv is None else len(kv[0])
+
+    def kv(self, seq_id: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V ``[length, Hk, D]`` as the pages hold them."""
+        return self.sequences[seq_id][layer]
+
+    def attention(self, layer, seq_ids, append_lengths, qkv, num_kv_heads, sm_scale):
+        """Append this step's rows of ``qkv [T, Hq + 2 * Hk, D]`` and attend; returns o, lse."""
+        num_qo_heads = qkv.shape[1] - 2 * num_kv_heads
+        outputs, lses, start = [], [], 0
+        for seq_id, num_rows in zip(seq_ids, append_lengths, strict=True):
+            rows = np.asarray(qkv[start : start + num_rows])
+            start += num_rows
+            past = self.length(seq_id, layer)
+            positions, total = past + np.arange(num_rows), past + num_rows
+            q = rows[:, :num_qo_heads]
+            k = rows[:, num_qo_heads : num_qo_heads + num_kv_heads]
+            v = rows[:, num_qo_heads + num_kv_heads :]
+            if self.mode == "normal":
+                q = rotate(q, positions, self.rope, total).astype(qkv.dtype)
+                k = rotate(k, positions, self.rope, total)
+            k, v = k.astype(self.kv_dtype), v.astype(self.kv_dtype)
+            held = self.sequences[seq_id][layer]
+            if held is not None:
+                k, v = np.concatenate([held[0], k]), np.concatenate([held[1], v])
+            self.sequences[seq_id][layer] = (k, v)
+            if self.mode == "inline":
+                q = rotate(q, positions, self.rope)
+                k = rotate(k, np.arange(total), self.rope)
+            o, lse = attention(q, k, v, causal_mask(num_rows, total), sm_scale)
+            outputs.append(o)
+            lses.append(lse)
+        return np.concatenate(outputs), np.concatenate(lses)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PagedKVCache` for models written with ``tvm.relax.frontend.nn``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, RopeMode
+from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as _PagedKVCacheBase
+from tvm.target import Target
+
+from tir_kernels import build_kernel
+from tir_kernels.spec import KernelSpec, RopeSpec
+
+from .build import vector_target
+from .config import KVCacheConfig, LayerSpec, RopeConfig
+
+_RUNTIMES = ("pagedkv", "stock")
+
+
+class PagedKVCache(_PagedKVCacheBase):
+    """A paged KV cache inside a Relax model; takes the place of ``TIRPagedKVCache``.
+
+    A model switches with one import line: the constructor takes the same arguments, and all methods
+    of the base class work (`attention_with_fused_qkv`, `self_attention`, `cross_attention`,
+    `merge_attn_output_inplace`, `get_query_positions`, ...).
+
+    Parameters
+    ----------
+    attn_kind : str or list of str
+        "mha" for all layers, or one kind per layer.
+    max_batch_size, max_total_seq_len, prefill_chunk_size, support_sliding_window : tirx.Var or int
+        Capacities, given when the cache is created.
+    page_size : tirx.Var or int
+        Slots of a page, given when the cache is created; must be the one that the kernels were
+        built for.
+    layer_partition : relax.ShapeExpr
+        First layer of each pipeline stage.
+    num_hidden_layers, num_attention_heads, num_key_value_heads, qk_head_dim, v_head_dim : int
+    mla_original_qk_head_dim, mla_original_v_head_dim : int
+        Head dims before absorption; used by "mla" only.
+    rope_mode : RopeMode
+    rope_scale, rope_theta : float
+    rope_scaling : dict
+        Hugging Face rope scaling, may be empty.
+    rope_ext_factors : relax.Expr
+        longrope: float32 ``[rotary_dim]``, long factors, then short ones. Otherwise ignored.
+    rotary_dim : int
+    enable_disaggregation : bool
+    dtype : str
+    target : tvm.target.Target
+    name : str
+    layer_sliding_window_size : int
+        Window of the "mha_sliding" layers.
+    kernel_page_size : int
+        The page size that kernels are built for when `page_size` is symbolic.
+    runtime : {"pagedkv", "stock"}
+        "stock": emit a cache that also the runtime object inside apache-tvm can drive.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On dimensions that no kernel serves, as `KVCacheConfig` does.
+    NotImplementedError
+        On attention kinds and targets that have no kernels yet.
+    """
+
+    def __init__(
+        self,
+        attn_kind: str | list[str],
+        max_batch_size: tirx.Var,
+        max_total_seq_len: tirx.Var,
+        prefill_chunk_size: tirx.Var,
+        page_size: tirx.Var,
+        support_sliding_window: tirx.Var,
+        layer_partition: relax.ShapeExpr,
+        num_hidden_layers: int,
+        num_attention_heads: int,
+        num_key_value_heads: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        mla_original_qk_head_dim: int,
+        mla_original_v_head_dim: int,
+        rope_mode: RopeMode,
+        rope_scale: float,
+        rope_theta: float,
+        rope_scaling: dict[str, Any],
+        rope_ext_factors: relax.Expr,
+        rotary_dim: int,
+        enable_disaggregation: bool,
+        dtype: str,
+        target: Target,
+        name: str = "paged_kv_cache",
+        *,
+        layer_sliding_window_size: int = 1024,
+        kernel_page_size: int = 16,
+        runtime: str = "pagedkv",
+    ) -> None:
+        if runtime not in _RUNTIMES:
+            raise ValueError(f"runtime must be one of {', '.join(_RUNTIMES)}; got {runtime!r}")
+        kinds = _layer_kinds(attn_kind, num_hidden_layers)
+        if target.kind.name != "llvm":
+            raise NotImplementedError(f"kernels for target kind {target.kind.name!r}")
+        config = KVCacheConfig(  # validates; its capacities stay symbolic in the model
+            num_layers=num_hidden_layers,
+            num_qo_heads=num_attention_heads,
+            num_kv_heads=num_key_value_heads,
+            qk_head_dim=qk_head_dim,
+            v_head_dim=v_head_dim,
+            dtype=dtype,
+            page_size=page_size if isinstance(page_size, int) else kernel_page_size,
+            rope=RopeConfig(
+                mode=RopeMode(rope_mode).name.lower(),
+                theta=rope_theta,
+                scale=rope_scale,
+                rotary_dim=rotary_dim,
+                scaling=_with_placeholder_factors(rope_scaling, rotary_dim),
+            ),
+            layers=[LayerSpec(kind=kind) for kind in kinds],
+        )
+        kernels = _Kernels(_kernel_spec(config, target), "tirx" if runtime == "stock" else "pagedkv")
+        capacities = [
+            max_batch_size,
+            max_total_seq_len,
+            prefill_chunk_size,
+            page_size,
+            support_sliding_window,
+            layer_sliding_window_size,
+        ]
+        arguments = [
+            relax.ShapeExpr(capacities),
+            layer_partition,
+            relax.prim_value(num_attention_heads),
+            relax.prim_value(num_key_value_heads),
+            relax.prim_value(qk_head_dim),
+            relax.prim_value(v_head_dim),
+            relax.ShapeExpr([int(AttnKind[kind.upper()]) for kind in kinds]),
+            relax.prim_value(bool(enable_disaggregation)),
+            relax.prim_value(int(rope_mode)),
+            relax.prim_value(rope_scale),
+            relax.prim_value(rope_theta),
+            rope_ext_factors,
+            relax.op.zeros((), dtype),
+            *kernels.positional(),
+        ]
+        super().__init__(
+            _expr=relax.call_pure_packed(
+                "vm.builtin.paged_attention_kv_cache_create", *arguments, ty_args=relax.AnyType()
+            ),
+            _name=name,
+        )
+
+
+class _Kernels:
+    """Adds kernels to the module under construction and lists them as the constructor takes them."""
+
+    def __init__(self, spec: KernelSpec, tag: str):
+        self.spec, self.tag = spec, tag
+
+    def _function(self, name: str) -> relax.GlobalVar:
+        return relax.BlockBuilder.current().add_func(
+            build_kernel(name, self.spec), f"pagedkv_{name}"
+        )
+
+    def _tagged(self, name: str) -> relax.Tuple:
+        return relax.Tuple([tvm.ir.StringImm(self.tag), self._function(name)])
+
+    def positional(self) -> list[relax.Expr]:
+        """Arguments 13 to 27 of the positional constructor."""
+        return [
+            self._function("transpose_append"),
+            relax.prim_value(0),  # transpose_append_mla
+            self._tagged("prefill_ragged"),
+            self._tagged("prefill"),
+            self._tagged("decode"),
+            *(relax.Tuple([]) for _ in range(5)),  # sliding, tree, and MLA kernels
+            relax.Tuple([self._function("merge")]),
+            self._rotary(),
+            self._function("copy_single_page"),
+            self._function("debug_get_kv"),
+            self._function("compact_copy"),
+        ]
+
+    def _rotary(self) -> relax.Expr:
+        split_rotary = self._function("split_rotary")
+        if self.tag == "tirx":
+            return split_rotary
+        return relax.Tuple(
+            [
+                tvm.ir.StringImm(self.tag),
+                split_rotary,
+                self._function("rope_append"),
+                relax.prim_value(self.spec.page_size),
+            ]
+        )
+
+
+def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
+    kinds = [attn_kind] * num_layers if isinstance(attn_kind, str) else list(attn_kind)
+    if len(kinds) != num_layers:
+        raise ValueError(f"attn_kind has {len(kinds)} entries for {num_layers} layers")
+    for kind in kinds:
+        if kind in ("mha_sliding", "mla"):
+            raise NotImplementedError(f"attention kind {kind!r}")
+        if kind != "mha":
+            raise ValueError(f"attn_kind must be 'mha', 'mha_sliding' or 'mla'; got {kind!r}")
+    return kinds
+
+
+def _with_placeholder_factors(rope_scaling: dict[str, Any] | None, rotary_dim: int):
+    """longrope factors come as a tensor when the cache is created; the kernels do not bake them."""
+    if not rope_scaling or rope_scaling.get("rope_type", "default") == "default":
+        return None
+    scaling = dict(rope_scaling)
+    if scaling.get("rope_type") == "longrope":
+        for key in ("short_factor", "long_factor"):
+            scaling.setdefault(key, (1.0,) * (rotary_dim // 2))
+    return scaling
+
+
+def _kernel_spec(config: KVCacheConfig, target: Target) -> KernelSpec:
+    rope = config.rope
+    return KernelSpec(
+        num_qo_heads=config.num_qo_heads,
+        num_kv_heads=config.num_kv_heads,
+        qk_head_dim=config.qk_head_dim,
+        v_head_dim=config.v_head_dim,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        page_size=config.page_size,
+        rope=RopeSpec(rope.theta, rope.scale, rope.rotary_dim or config.qk_head_dim, rope.scaling),
+        num_layers=config.num_layers,
+        target=vector_target(target),
+    )

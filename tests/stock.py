@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels inside apache-tvm, and the positional constructor that both runtimes take."""
+
+from __future__ import annotations
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
+import numpy as np
+import tvm
+from tvm.relax.frontend.nn.llm import kv_cache as stock
+from tvm_ffi import Shape
+
+STOCK_PAGE_SIZE = 16
+
+
+def stock_kernels(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    *,
+    num_layers: int = 1,
+    rope_theta: float = 1e4,
+    rope_scaling: dict | None = None,
+    target: tvm.target.Target | str = "llvm",
+) -> dict[str, tvm.ffi.Function]:
+    """Build the stock CPU kernels, under the names that `pagedkv.create` uses."""
+    scaling = dict(rope_scaling or {})
+    heads = (num_kv_heads, num_qo_heads)
+    functions = {
+        "transpose_append": stock._kv_cache_transpose_append(num_kv_heads, head_dim, dtype),
+        "prefill_ragged": stock._attention_prefill_ragged_cpu(
+            *heads, head_dim, head_dim, dtype, scaling
+        ),
+        "prefill": stock._attention_prefill_cpu(*heads, head_dim, dtype, False, scaling),
+        "decode": stock._attention_decode_cpu(*heads, head_dim, dtype, False, scaling),
+        "merge": stock._merge_state_inplace_cpu(dtype),
+        "split_rotary": stock.llama_rope_with_position_map(
+            rope_theta, 1.0, head_dim, num_qo_heads, num_kv_heads, dtype, scaling, head_dim
+        ),
+        "copy_single_page": stock._copy_single_page_cpu(
+            num_kv_heads, STOCK_PAGE_SIZE, head_dim, dtype
+        ),
+        "debug_get_kv": stock._kv_cache_debug_get_kv(num_layers, num_kv_heads, head_dim, dtype),
+        "compact_copy": stock._compact_kv_copy_cpu(num_kv_heads, head_dim, dtype),
+    }
+    module = tvm.IRModule(
+        {
+            name: function.with_attr("global_symbol", f"stock_{name}")
+            for name, function in functions.items()
+        }
+    )
+    built = tvm.tirx.build(module, target=tvm.target.Target(target))
+    return {name: built[f"stock_{name}"] for name in functions}
+
+
+def create_positional(config, kernels: dict, tag: str):
+    """Create a cache through ``vm.builtin.paged_attention_kv_cache_create``.
+
+    Parameters
+    ----------
+    config : KVCacheConfig
+    kernels : name -> function
+    tag : {"tirx", "pagedkv"}
+    """
+    rope = config.rope
+    rope_mode = {"none": 0, "normal": 1, "inline": 2}[rope.mode]
+    create = tvm.get_global_func("vm.builtin.paged_attention_kv_cache_create")
+    numpy_dtype = np.dtype(config.dtype)
+    return create(
+        Shape(
+            [
+                config.max_num_sequences,
+                config.max_total_tokens,
+                config.prefill_chunk_size,
+                config.page_size,
+                0,
+            ]
+        ),
+        Shape([0, config.num_layers]),
+        config.num_qo_heads,
+        config.num_kv_heads,
+        config.qk_head_dim,
+        config.v_head_dim,
+        Shape([0] * config.num_layers),
+        False,
+        rope_mode,
+        rope.scale,
+        rope.theta,
+        None,
+        tvm.runtime.tensor(np.zeros((), numpy_dtype)),
+        kernels["transpose_append"],
+        None,
+        [tag, kernels["prefill_ragged"]],
+        [tag, kernels["prefill"]],
+        [tag, kernels["decode"]],
+        *([],) * 5,
+        [kernels["merge"]],
+        kernels["split_rotary"],
+        kernels["copy_single_page"],
+        kernels["debug_get_kv"],
+        kernels["compact_copy"],
+    )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both runtimes with both sets of kernels: all four mixes give what the reference gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm_ffi import Shape
+
+import tvm_pagedkv as pkv
+
+from . import reference
+from .stock import create_positional, stock_kernels
+
+HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "qk_head_dim": 64}
+NUM_LAYERS = 2
+SM_SCALE = 64**-0.5
+
+
+def _config(dtype: str, mode: str) -> pkv.KVCacheConfig:
+    return pkv.KVCacheConfig(
+        num_layers=NUM_LAYERS,
+        **HEADS,
+        dtype=dtype,
+        max_num_sequences=4,
+        max_total_tokens=1024,
+        prefill_chunk_size=128,
+        rope=pkv.RopeConfig(mode=mode),
+    )
+
+
+def _kernels(whose: str, config: pkv.KVCacheConfig) -> tuple[dict, str]:
+    if whose == "stock":
+        kernels = stock_kernels(
+            config.num_qo_heads,
+            config.num_kv_heads,
+            config.qk_head_dim,
+            config.dtype,
+            num_layers=NUM_LAYERS,
+        )
+        return kernels, "tirx"
+    return dict(pkv.build(config).kernels), "tirx"
+
+
+# Sequences that each step appends to, with how many rows; forks, pops and removals in between.
+STEPS = (
+    ("append", {0: 5, 1: 33}),
+    ("append", {0: 1, 1: 1}),
+    ("fork", (1, 2, -1)),
+    ("append", {2: 1, 1: 1, 0: 1}),
+    ("fork", (1, 3, 20)),
+    ("append", {3: 17, 0: 16}),
+    ("pop", (2, 7)),
+    ("append", {2: 3, 3: 1}),
+    ("remove", 1),
+    ("append", {3: 1, 2: 1, 0: 1}),
+)
+
+
+@pytest.mark.parametrize("mode", ["none", "normal", "inline"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kernels_of", ["stock", "pagedkv"])
+@pytest.mark.parametrize("runtime_of", ["stock", "pagedkv"])
+def test_mixes_agree_with_the_reference(runtime_of, kernels_of, dtype, mode):
+    config = _config(dtype, mode)
+    kernels, tag = _kernels(kernels_of, config)
+    if runtime_of == "stock":
+        pkv.use_stock_runtime()
+    try:
+        cache = create_positional(config, kernels, tag)
+    finally:
+        pkv.use_pagedkv_runtime()
+    assert isinstance(cache, pkv.KVCache) == (runtime_of == "pagedkv")
+    _run_scenario(cache, config)
+
+
+def test_pagedkv_tag_under_the_positional_constructor():
+    config = _config("float32", "normal")
+    _run_scenario(create_positional(config, dict(pkv.build(config).kernels), "pagedkv"), config)
+
+
+def _run_scenario(cache, config: pkv.KVCacheConfig) -> None:
+    state = {
+        name: tvm.get_global_func(f"vm.builtin.kv_state_{name}")
+        for name in (
+            "add_sequence",
+            "remove_sequence",
+            "fork_sequence",
+            "popn",
+            "begin_forward",
+            "end_forward",
+        )
+    }
+    attention = tvm.get_global_func("vm.builtin.attention_kv_cache_attention_with_fused_qkv")
+    length = tvm.get_global_func("vm.builtin.attention_kv_cache_get_sequence_length")
+    rope = reference.Rope(theta=config.rope.theta, rotary_dim=config.qk_head_dim)
+    expected = reference.ReferenceCache(
+        NUM_LAYERS, np.dtype(config.dtype), rope, mode=config.rope.mode
+    )
+    rng = np.random.default_rng(0)
+    for seq_id in (0, 1):
+        state["add_sequence"](cache, seq_id)
+        expected.add_sequence(seq_id)
+    for step, (action, what) in enumerate(STEPS):
+        if action == "fork":
+            state["fork_sequence"](cache, *what)
+            expected.fork_sequence(*what)
+        elif action == "pop":
+            state["popn"](cache, *what)
+            expected.pop_n(*what)
+        elif action == "remove":
+            state["remove_sequence"](cache, what)
+            expected.remove_sequence(what)
+        else:
+            state["begin_forward"](cache, Shape(list(what)), Shape(list(what.values())))
+            for layer in range(NUM_LAYERS):
+                num_rows = sum(what.values())
+                heads = config.num_qo_heads + 2 * config.num_kv_heads
+                qkv = rng.standard_normal((num_rows, heads, config.qk_head_dim))
+                qkv = qkv.astype(config.dtype)
+                out = tvm.runtime.empty(
+                    (num_rows, config.num_qo_heads, config.v_head_dim), config.dtype
+                )
+                attention(cache, layer, SM_SCALE, tvm.runtime.tensor(qkv), out)
+                o, _ = expected.attention(
+                    layer, list(what), list(what.values()), qkv, config.num_kv_heads, SM_SCALE
+                )
+                reference.assert_close(out.numpy(), o, config.dtype, f"step {step} layer {layer}")
+            state["end_forward"](cache)
+        for seq_id in expected.sequences:
+            assert length(cache, seq_id) == expected.length(seq_id)

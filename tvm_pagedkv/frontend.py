@@ -169,6 +169,7 @@ class _Kernels:
 
     def positional(self) -> list[relax.Expr]:
         """Arguments 13 to 27 of the positional constructor."""
+        merge = self._function("merge")
         return [
             self._function("transpose_append"),
             relax.prim_value(0),  # transpose_append_mla
@@ -176,7 +177,7 @@ class _Kernels:
             self._tagged("prefill"),
             self._tagged("decode"),
             *(relax.Tuple([]) for _ in range(5)),  # sliding, tree, and MLA kernels
-            relax.Tuple([self._function("merge")]),
+            relax.Tuple([merge, merge]),  # of a step's parts, and of the fine-grained API
             self._rotary(),
             self._function("copy_single_page"),
             self._function("debug_get_kv"),

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file forward_plan.cc
+ * \brief One batch: checked, laid out, committed.
+ */
+#include "forward_plan.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "error.h"
+
+namespace pagedkv {
+
+ForwardPlan::ForwardPlan(SequenceTable* table, int64_t max_num_rows)
+    : table_(table), max_num_rows_(max_num_rows), groups_(table->num_groups()) {
+  for (int32_t g = 0; g < table->num_groups(); ++g) {
+    groups_[g].leaving.assign(table->pool(g).num_pages(), 0);
+  }
+}
+
+void ForwardPlan::Prepare(IntSpan sequence_ids, IntSpan append_lengths) {
+  PrepareItems(sequence_ids, append_lengths);
+  for (int32_t g = 0; g < table_->num_groups(); ++g) CountPages(g);
+}
+
+void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
+  if (sequence_ids.size != append_lengths.size) {
+    Raise(kValueError, "a step needs one append length for each sequence, got ", sequence_ids.size,
+          " ids and ", append_lengths.size, " lengths");
+  }
+  if (sequence_ids.size == 0) Raise(kValueError, "a step needs at least one sequence, got none");
+  items_.clear();
+  num_rows_ = 0;
+  ++batch_mark_;
+  for (size_t i = 0; i < sequence_ids.size; ++i) {
+    Sequence& sequence = table_->At(sequence_ids.data[i]);
+    int64_t num_append = append_lengths.data[i];
+    if (sequence.batch_mark == batch_mark_) {
+      Raise(kValueError, "sequence ", sequence.id, " is twice in the step");
+    }
+    if (num_append < 1) {
+      Raise(kValueError, "the append length of sequence ", sequence.id, " must be at least 1, got ",
+            num_append);
+    }
+    if (num_append > max_num_rows_ - num_rows_) {
+      Raise(kValueError, "the step has more rows than prefill_chunk_size (", max_num_rows_,
+            "): sequence ", sequence.id, " appends ", num_append, " after ", num_rows_, " others");
+    }
+    sequence.batch_mark = batch_mark_;
+    num_rows_ += num_append;
+    items_.push_back({&sequence, num_append, sequence.length});
+  }
+}
+
+void ForwardPlan::CountPages(int32_t group) {
+  const PagePool& pool = table_->pool(group);
+  GroupPages& pages = groups_[group];
+  pages.kept.clear();
+  pages.offsets.assign(1, 0);
+  int64_t num_entries = 0;
+  for (const Item& item : items_) {
+    const std::vector<int32_t>& list = item.sequence->pages[group];
+    auto kept = static_cast<int64_t>(list.size());
+    // Only a partly filled last page is written to. The last owner of this batch that is left with
+    // it need not copy it.
+    if (item.past_length % table_->page_size() != 0) {
+      int32_t last = list.back();
+      if (pool.RefCount(last) - pages.leaving[last] > 1) {
+        ++pages.leaving[last];
+        --kept;
+      }
+    }
+    int64_t num_pages = table_->PagesFor(item.past_length + item.num_append);
+    num_entries += num_pages;
+    pages.kept.push_back(kept);
+    pages.offsets.push_back(pages.offsets.back() + num_pages - kept);
+  }
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const std::vector<int32_t>& list = items_[i].sequence->pages[group];
+    if (!list.empty()) pages.leaving[list.back()] = 0;
+  }
+  if (pages.offsets.back() > pool.num_free()) table_->RaiseFull(group, pages.offsets.back());
+  if (num_entries > std::numeric_limits<int32_t>::max()) {
+    Raise(kValueError, "the page table of the step would have ", num_entries,
+          " entries, more than 2^31 - 1");
+  }
+}
+
+void ForwardPlan::Acquire() {
+  // Grow every vector first: what follows cannot fail.
+  size_t num_copies = 0;
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    GroupPages& pages = groups_[g];
+    pages.acquired.reserve(pages.offsets.back());
+    for (size_t i = 0; i < items_.size(); ++i) {
+      std::vector<int32_t>& list = items_[i].sequence->pages[g];
+      size_t size = pages.kept[i] + pages.offsets[i + 1] - pages.offsets[i];
+      if (size > list.capacity()) list.reserve(std::max(size, 2 * list.capacity()));
+      num_copies += pages.kept[i] < static_cast<int64_t>(list.size());
+    }
+  }
+  copies_.clear();
+  copies_.reserve(num_copies);
+
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    GroupPages& pages = groups_[g];
+    pages.acquired.clear();
+    for (int64_t i = 0; i < pages.offsets.back(); ++i) {
+      pages.acquired.push_back(table_->pool(g).Allocate());
+    }
+    for (size_t i = 0; i < items_.size(); ++i) {
+      const Item& item = items_[i];
+      const std::vector<int32_t>& list = item.sequence->pages[g];
+      if (pages.kept[i] == static_cast<int64_t>(list.size())) continue;
+      copies_.push_back({item.sequence, g, pages.kept[i], list.back(),
+                         pages.acquired[pages.offsets[i]],
+                         static_cast<int32_t>(item.past_length % table_->page_size())});
+    }
+  }
+}
+
+void ForwardPlan::Release() noexcept {
+  for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
+    std::vector<int32_t>& acquired = groups_[g].acquired;
+    for (; !acquired.empty(); acquired.pop_back()) table_->pool(g).Release(acquired.back());
+  }
+  copies_.clear();
+}
+
+void ForwardPlan::Commit() noexcept {
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    const GroupPages& pages = groups_[g];
+    for (size_t i = 0; i < items_.size(); ++i) {
+      std::vector<int32_t>& list = items_[i].sequence->pages[g];
+      for (; static_cast<int64_t>(list.size()) > pages.kept[i]; list.pop_back()) {
+        table_->pool(g).Release(list.back());
+      }
+      list.insert(list.end(), pages.acquired.begin() + pages.offsets[i],
+                  pages.acquired.begin() + pages.offsets[i + 1]);
+    }
+  }
+  for (const Item& item : items_) table_->Grow(item.sequence, item.num_append);
+  copies_.clear();
+}
+
+int64_t ForwardPlan::NumPagesOf(int32_t group, size_t item, PageRange range) const {
+  if (range == PageRange::kPast) return table_->PagesFor(items_[item].past_length);
+  const GroupPages& pages = groups_[group];
+  return pages.kept[item] + pages.offsets[item + 1] - pages.offsets[item];
+}
+
+int64_t ForwardPlan::NumPages(int32_t group, PageRange range) const {
+  int64_t total = 0;
+  for (size_t i = 0; i < items_.size(); ++i) total += NumPagesOf(group, i, range);
+  return total;
+}
+
+void ForwardPlan::FillQueryIndptr(int32_t* out) const {
+  *out = 0;
+  for (const Item& item : items_) {
+    out[1] = out[0] + static_cast<int32_t>(item.num_append);
+    ++out;
+  }
+}
+
+void ForwardPlan::FillQueryPositions(int32_t* out) const {
+  for (const Item& item : items_) {
+    for (int64_t i = 0; i < item.num_append; ++i) {
+      *out++ = static_cast<int32_t>(item.past_length + i);
+    }
+  }
+}
+
+void ForwardPlan::FillPastLengths(int32_t* out) const {
+  for (const Item& item : items_) *out++ = static_cast<int32_t>(item.past_length);
+}
+
+void ForwardPlan::FillPageIndptr(int32_t group, PageRange range, int32_t* out) const {
+  *out = 0;
+  for (size_t i = 0; i < items_.size(); ++i) {
+    out[i + 1] = out[i] + static_cast<int32_t>(NumPagesOf(group, i, range));
+  }
+}
+
+void ForwardPlan::FillPageValues(int32_t group, PageRange range, int32_t* out) const {
+  const GroupPages& pages = groups_[group];
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const std::vector<int32_t>& list = items_[i].sequence->pages[group];
+    if (range == PageRange::kPast) {
+      out = std::copy_n(list.begin(), table_->PagesFor(items_[i].past_length), out);
+    } else {
+      out = std::copy_n(list.begin(), pages.kept[i], out);
+      out = std::copy(pages.acquired.begin() + pages.offsets[i],
+                      pages.acquired.begin() + pages.offsets[i + 1], out);
+    }
+  }
+}
+
+void ForwardPlan::FillLastPageLengths(PageRange range, int32_t* out) const {
+  for (const Item& item : items_) {
+    int64_t length = Length(item, range);
+    *out++ = static_cast<int32_t>(length == 0 ? 0 : (length - 1) % table_->page_size() + 1);
+  }
+}
+
+int32_t ForwardPlan::PageOf(int32_t group, size_t item, int64_t index) const {
+  const GroupPages& pages = groups_[group];
+  return index < pages.kept[item] ? items_[item].sequence->pages[group][index]
+                                  : pages.acquired[pages.offsets[item] + index - pages.kept[item]];
+}
+
+void ForwardPlan::FillSlots(int32_t group, int32_t* out) const {
+  const int64_t page_size = table_->page_size();
+  for (size_t i = 0; i < items_.size(); ++i) {
+    int64_t position = items_[i].past_length;
+    const int64_t end = position + items_[i].num_append;
+    while (position < end) {
+      int64_t page_end = std::min(end, (position / page_size + 1) * page_size);
+      auto slot = static_cast<int32_t>(PageOf(group, i, position / page_size) * page_size +
+                                       position % page_size);
+      for (; position < page_end; ++position) *out++ = slot++;
+    }
+  }
+}
+
+}  // namespace pagedkv

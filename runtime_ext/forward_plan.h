@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file forward_plan.h
+ * \brief One batch: checked first, then laid out as CSR arrays, then committed.
+ *
+ * Prepare (may throw, changes nothing) -> Acquire (takes the pages) -> the caller copies pages and
+ * uploads arrays -> Commit, or Release when that failed. A plan is kept from step to step: once its
+ * vectors have grown, a step allocates nothing.
+ */
+#ifndef TVM_PAGEDKV_FORWARD_PLAN_H_
+#define TVM_PAGEDKV_FORWARD_PLAN_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "sequence_table.h"
+
+namespace pagedkv {
+
+/*! \brief Integers that someone else owns. */
+struct IntSpan {
+  const int64_t* data;
+  size_t size;
+};
+
+/*! \brief Which pages of the batch: with the rows of this step, or what was there before it. */
+enum class PageRange { kWithStep, kPast };
+
+class ForwardPlan {
+ public:
+  ForwardPlan(SequenceTable* table, int64_t max_num_rows);
+
+  /*!
+   * \brief Checks the batch and counts its pages.
+   * \throws Error (ValueError, KeyError, CacheFullError).
+   */
+  void Prepare(IntSpan sequence_ids, IntSpan append_lengths);
+  /*! \brief Takes the pages that Prepare has counted. Throws std::bad_alloc at most. */
+  void Acquire();
+  /*! \brief Gives them back: the pools are as before Acquire. */
+  void Release() noexcept;
+  /*! \brief Hands the pages to the sequences and lets these grow. */
+  void Commit() noexcept;
+
+  int64_t num_sequences() const { return static_cast<int64_t>(items_.size()); }
+  int64_t num_rows() const { return num_rows_; }
+  /*! \brief Whether every sequence appends one row. */
+  bool is_decode() const { return num_rows_ == num_sequences(); }
+  /*! \brief Entries of the group's page table. */
+  int64_t NumPages(int32_t group, PageRange range) const;
+  /*! \brief Shared pages that this step writes to; valid between Acquire and Commit. */
+  const std::vector<PageCopy>& copies() const { return copies_; }
+
+  // The arrays. The first three are the same in every group.
+  void FillQueryIndptr(int32_t* out) const;                                 // [B + 1]
+  void FillQueryPositions(int32_t* out) const;                              // [T]
+  void FillPastLengths(int32_t* out) const;                                 // [B]
+  void FillPageIndptr(int32_t group, PageRange range, int32_t* out) const;  // [B + 1]
+  /*! \brief Page ids, [NumPages]: kWithStep between Acquire and Commit, kPast after Commit. */
+  void FillPageValues(int32_t group, PageRange range, int32_t* out) const;
+  void FillLastPageLengths(PageRange range, int32_t* out) const;  // [B]
+  /*! \brief The slot of every row, [T]; between Acquire and Commit. */
+  void FillSlots(int32_t group, int32_t* out) const;
+
+ private:
+  struct Item {
+    Sequence* sequence;
+    int64_t num_append;
+    int64_t past_length;
+  };
+  /*! \brief New pages of item i: acquired[offsets[i] : offsets[i + 1]], after kept[i] old ones. */
+  struct GroupPages {
+    std::vector<int64_t> kept;
+    std::vector<int64_t> offsets;
+    std::vector<int32_t> acquired;
+    std::vector<int32_t> leaving;  // [num_pages] owners that a page loses in this step; else 0
+  };
+
+  int64_t Length(const Item& item, PageRange range) const {
+    return item.past_length + (range == PageRange::kWithStep ? item.num_append : 0);
+  }
+  void PrepareItems(IntSpan sequence_ids, IntSpan append_lengths);
+  void CountPages(int32_t group);
+  int64_t NumPagesOf(int32_t group, size_t item, PageRange range) const;
+  int32_t PageOf(int32_t group, size_t item, int64_t index) const;
+
+  SequenceTable* table_;
+  int64_t max_num_rows_;
+  int64_t num_rows_ = 0;
+  uint64_t batch_mark_ = 0;
+  std::vector<Item> items_;
+  std::vector<GroupPages> groups_;
+  std::vector<PageCopy> copies_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_FORWARD_PLAN_H_

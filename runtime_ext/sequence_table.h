@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file sequence_table.h
+ * \brief Sequences: a length, and per layer group a list of page ids. Fork, pop, remove.
+ *
+ * Every call checks its arguments before it changes anything: one that throws has changed nothing.
+ */
+#ifndef TVM_PAGEDKV_SEQUENCE_TABLE_H_
+#define TVM_PAGEDKV_SEQUENCE_TABLE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "page_pool.h"
+
+namespace pagedkv {
+
+struct Sequence {
+  int64_t id = 0;
+  int64_t length = 0;
+  std::vector<std::vector<int32_t>> pages;  // [group][index]
+  uint64_t batch_mark = 0;  // scratch of ForwardPlan: finds a repeated id without a set
+};
+
+/*! \brief A page that must be copied before a sequence may write to it. */
+struct PageCopy {
+  Sequence* sequence;
+  int32_t group;
+  int64_t index;  // in the sequence's page list
+  int32_t source;
+  int32_t destination;
+  int32_t length;  // slots in use
+};
+
+class SequenceTable {
+ public:
+  /*! \brief A table whose groups have `num_pages[g]` pages each. */
+  SequenceTable(int64_t max_num_sequences, int32_t page_size,
+                const std::vector<int32_t>& num_pages);
+
+  int32_t page_size() const { return page_size_; }
+  int32_t num_groups() const { return static_cast<int32_t>(pools_.size()); }
+  int64_t num_sequences() const { return static_cast<int64_t>(sequences_.size()); }
+  /*! \brief Sum of the lengths; a position that sequences share counts once for each. */
+  int64_t total_length() const { return total_length_; }
+  PagePool& pool(int32_t group) { return pools_[group]; }
+  const PagePool& pool(int32_t group) const { return pools_[group]; }
+  const std::unordered_map<int64_t, Sequence>& sequences() const { return sequences_; }
+  int64_t PagesFor(int64_t length) const { return (length + page_size_ - 1) / page_size_; }
+
+  /*! \throws Error (KeyError) when there is no such sequence. */
+  Sequence& At(int64_t id);
+  const Sequence& At(int64_t id) const;
+
+  void Add(int64_t id);
+  void Remove(int64_t id);
+  /*! \brief Makes `child` share the first `position` positions of `parent` (-1: all). */
+  void Fork(int64_t parent, int64_t child, int64_t position);
+  /*! \brief Drops the last `count` positions. */
+  void Pop(int64_t id, int64_t count);
+  void Clear();
+  /*! \brief Called by ForwardPlan when it commits. */
+  void Grow(Sequence* sequence, int64_t count) {
+    sequence->length += count;
+    total_length_ += count;
+  }
+
+  /*!
+   * \brief Takes a page for every shared page that holds a position of [begin, end).
+   * \throws Error (CacheFullError).
+   */
+  std::vector<PageCopy> AcquireCopies(Sequence* sequence, int64_t begin, int64_t end);
+  void ReleaseCopies(const std::vector<PageCopy>& copies) noexcept;
+  /*! \brief Puts the copies in the place of their sources. */
+  void CommitCopies(const std::vector<PageCopy>& copies) noexcept;
+
+  /*! \throws Error (CacheFullError) that says who holds most of the group's pages. */
+  [[noreturn]] void RaiseFull(int32_t group, int64_t num_needed) const;
+
+  /*! \throws Error (RuntimeError) that says what is broken. */
+  void CheckIntegrity() const;
+
+ private:
+  Sequence* Insert(int64_t id);
+  void ReleasePages(Sequence* sequence, int32_t group, size_t keep) noexcept;
+
+  int64_t max_num_sequences_;
+  int32_t page_size_;
+  int64_t total_length_ = 0;
+  std::vector<PagePool> pools_;
+  std::unordered_map<int64_t, Sequence> sequences_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_SEQUENCE_TABLE_H_

@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file attention.cc
+ * \brief What a layer calls within a step: append first, then one attention over the pages.
+ */
+#include <algorithm>
+#include <string>
+
+#include "error.h"
+#include "paged_kv_cache.h"
+
+namespace pagedkv {
+
+namespace {
+
+constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+
+bool Equal(DLDataType a, DLDataType b) {
+  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+}
+
+template <typename Shape>
+std::string ToString(const Shape& shape) {
+  std::string text;
+  for (int64_t n : shape) text += (text.empty() ? "" : ", ") + std::to_string(n);
+  return "[" + text + "]";
+}
+
+}  // namespace
+
+void PagedKVCacheObj::RequireForward(const char* what) const {
+  if (phase_ != Phase::kForward) {
+    Raise(kValueError, what, " is possible within a step only; call begin_forward first");
+  }
+}
+
+const PagedKVCacheObj::Layer& PagedKVCacheObj::LayerAt(int64_t layer) const {
+  if (layer < 0 || layer >= static_cast<int64_t>(layers_.size())) {
+    Raise(kIndexError, "layer ", layer, " is not in [0, ", layers_.size(), ")");
+  }
+  return layers_[layer];
+}
+
+void PagedKVCacheObj::CheckTensor(const char* name, const ffi::Tensor& tensor,
+                                  std::initializer_list<int64_t> shape, DLDataType dtype) const {
+  if (!tensor.defined()) Raise(kTypeError, name, " must be a tensor, got None");
+  ffi::ShapeView actual = tensor.shape();
+  if (!std::equal(actual.begin(), actual.end(), shape.begin(), shape.end())) {
+    Raise(kValueError, name, " must have shape ", ToString(shape), ", got ", ToString(actual));
+  }
+  if (!Equal(tensor.dtype(), dtype)) {
+    Raise(kValueError, name, " must be ", ffi::DLDataTypeToString(dtype), ", got ",
+          ffi::DLDataTypeToString(tensor.dtype()));
+  }
+  DLDevice device = tensor.device();
+  if (device.device_type != config_.device.device_type ||
+      device.device_id != config_.device.device_id) {
+    Raise(kValueError, name, " must be on the cache's device (type ", config_.device.device_type,
+          ", id ", config_.device.device_id, "), got type ", device.device_type, ", id ",
+          device.device_id);
+  }
+  if (!tensor.IsContiguous()) Raise(kValueError, name, " must be contiguous");
+}
+
+void PagedKVCacheObj::CheckAlignment(const char* name, const ffi::Tensor& tensor) const {
+  constexpr size_t kStockAlignment = 64;
+  if (!tensor.IsAligned(kStockAlignment)) {
+    Raise(kValueError, name, " must start at a multiple of ", kStockAlignment,
+          " bytes: the stock kernels of this cache rely on it");
+  }
+}
+
+bool PagedKVCacheObj::HasStockKernel(const Layer& layer,
+                                     std::initializer_list<KernelName> names) const {
+  const KernelSet& kernels = KernelsOf(layer);
+  return std::any_of(names.begin(), names.end(),
+                     [&](KernelName name) { return kernels.IsStock(name); });
+}
+
+ffi::Tensor PagedKVCacheObj::QueryPositions() const {
+  RequireForward("get_query_positions");
+  return common(kQueryPositions);
+}
+
+void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
+                                            ffi::Tensor o) {
+  RequireForward("attention");
+  const Layer& layer = LayerAt(layer_id);
+  const LayerConfig& config = layer.config;
+  const int64_t num_rows = plan_.num_rows();
+  CheckTensor("qkv", qkv,
+              {num_rows, config.num_qo_heads + 2 * config.num_kv_heads, config.qk_head_dim},
+              config_.dtype);
+  CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
+  if (HasStockKernel(layer, {KernelName::kDecode, KernelName::kPrefill})) {
+    CheckAlignment("qkv", qkv);
+    CheckAlignment("o", o);
+  }
+  Append(layer, qkv);
+  const Group& group = groups_[layer.group];
+  PagedAttention(layer, StepPages(layer.group), /*is_causal=*/true, sm_scale, group.q.get(), o,
+                 group.lse.get());
+}
+
+void PagedKVCacheObj::Append(const Layer& layer, const ffi::Tensor& qkv) {
+  const KernelSet& kernels = KernelsOf(layer);
+  const Group& group = groups_[layer.group];
+  const ffi::Tensor& slots = aux_->view(ArrayIndex(layer.group, kSlots));
+  const ffi::Tensor& positions = common(kQueryPositions);
+  const ffi::Tensor& factors = config_.rope_ext_factors;
+  const int64_t apply_rope = config_.rope_mode == RopeMode::kNormal;
+  if (kernels.Has(KernelName::kRopeAppend)) {
+    const ffi::Function& rope_append = kernels.Get(KernelName::kRopeAppend);
+    const ffi::Tensor& indptr = common(kQueryIndptr);
+    if (factors.defined()) {
+      rope_append(qkv, indptr, positions, slots, group.q.get(), layer.pages, apply_rope, factors);
+    } else {
+      rope_append(qkv, indptr, positions, slots, group.q.get(), layer.pages, apply_rope);
+    }
+    return;
+  }
+  const ffi::Function& split_rotary = kernels.Get(KernelName::kSplitRotary);
+  if (factors.defined()) {
+    split_rotary(qkv, positions, group.q.get(), group.k.get(), group.v.get(), factors);
+  } else {
+    split_rotary(qkv, positions, group.q.get(), group.k.get(), group.v.get(), apply_rope);
+  }
+  kernels.Get(KernelName::kTransposeAppend)(layer.pages, group.k.get(), group.v.get(), slots);
+}
+
+void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages, bool is_causal,
+                                     double sm_scale, const ffi::Tensor& q, const ffi::Tensor& o,
+                                     const ffi::Tensor& lse) {
+  const KernelSet& kernels = KernelsOf(layer);
+  const LayerConfig& config = layer.config;
+  if (plan_.is_decode()) {
+    kernels.Get(KernelName::kDecode)(q, layer.pages, pages.indptr, pages.values,
+                                     pages.last_page_lengths, common(kZeros),
+                                     common(kQueryPositions), o, lse, rotary_mode(),
+                                     config.rope_scale, config.rope_theta, sm_scale);
+  } else {
+    kernels.Get(KernelName::kPrefill)(
+        q, common(kQueryIndptr), layer.pages, pages.indptr, pages.values, pages.last_page_lengths,
+        common(kZeros), common(kQueryPositions), o, lse, static_cast<int64_t>(is_causal),
+        rotary_mode(), config.rope_scale, config.rope_theta, sm_scale);
+  }
+}
+
+PagedKVCacheObj::PageArrays PagedKVCacheObj::StepPages(int32_t group) const {
+  return {aux_->view(ArrayIndex(group, kPageIndptr)), aux_->view(ArrayIndex(group, kPageValues)),
+          aux_->view(ArrayIndex(group, kLastPageLengths))};
+}
+
+PagedKVCacheObj::PageArrays PagedKVCacheObj::PastPages(int32_t group) {
+  constexpr size_t kNumArrays = 3;
+  if (!has_past_arrays_) {
+    std::vector<int64_t> sizes;
+    for (int32_t g = 0; g < table_.num_groups(); ++g) {
+      sizes.push_back(plan_.num_sequences() + 1);
+      sizes.push_back(plan_.NumPages(g, PageRange::kPast));
+      sizes.push_back(plan_.num_sequences());
+    }
+    if (past_aux_ == nullptr) {
+      past_aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, sizes,
+                                            allocated_bytes_);
+    }
+    past_aux_->Layout(sizes);
+    for (int32_t g = 0; g < table_.num_groups(); ++g) {
+      plan_.FillPageIndptr(g, PageRange::kPast, past_aux_->host(g * kNumArrays));
+      plan_.FillPageValues(g, PageRange::kPast, past_aux_->host(g * kNumArrays + 1));
+      plan_.FillLastPageLengths(PageRange::kPast, past_aux_->host(g * kNumArrays + 2));
+    }
+    past_aux_->Upload();
+    has_past_arrays_ = true;
+  }
+  return {past_aux_->view(group * kNumArrays), past_aux_->view(group * kNumArrays + 1),
+          past_aux_->view(group * kNumArrays + 2)};
+}
+
+void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor k,
+                                    ffi::Tensor v, ffi::Tensor o, ffi::Tensor lse) {
+  RequireForward("self_attention");
+  const Layer& layer = LayerAt(layer_id);
+  const LayerConfig& config = layer.config;
+  const int64_t num_rows = plan_.num_rows();
+  CheckTensor("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
+  CheckTensor("k", k, {num_rows, config.num_kv_heads, config.qk_head_dim}, config_.dtype);
+  CheckTensor("v", v, {num_rows, config.num_kv_heads, config.v_head_dim}, config_.dtype);
+  CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
+  CheckTensor("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
+  if (HasStockKernel(layer, {KernelName::kPrefillRagged})) {
+    for (const ffi::Tensor& each : {q, k, v, o, lse}) CheckAlignment("every tensor", each);
+  }
+  KernelsOf(layer).Get(KernelName::kPrefillRagged)(
+      q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
+      common(kPastLengths), o, lse, /*causal=*/int64_t{1}, rotary_mode(), config.rope_scale,
+      config.rope_theta, sm_scale);
+}
+
+void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Tensor q,
+                                     ffi::Tensor o, ffi::Tensor lse) {
+  RequireForward("cross_attention");
+  const Layer& layer = LayerAt(layer_id);
+  const LayerConfig& config = layer.config;
+  const int64_t num_rows = plan_.num_rows();
+  CheckTensor("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
+  CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
+  CheckTensor("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
+  if (HasStockKernel(layer, {KernelName::kDecode, KernelName::kPrefill})) {
+    for (const ffi::Tensor& each : {q, o, lse}) CheckAlignment("every tensor", each);
+  }
+  PagedAttention(layer, PastPages(layer.group), /*is_causal=*/false, sm_scale, q, o, lse);
+}
+
+ffi::Array<ffi::Tensor> PagedKVCacheObj::MergeAttention(ffi::Tensor o, ffi::Tensor lse,
+                                                        ffi::Tensor o_other,
+                                                        ffi::Tensor lse_other) {
+  if (!o.defined()) Raise(kTypeError, "o must be a tensor, got None");
+  if (o.ndim() != 3) {
+    Raise(kValueError, "o must have shape [rows, heads, dim], got ", ToString(o.shape()));
+  }
+  CheckTensor("o", o, {o.size(0), o.size(1), o.size(2)}, config_.dtype);
+  CheckTensor("lse", lse, {o.size(0), o.size(1)}, kFloat32);
+  CheckTensor("o_other", o_other, {o.size(0), o.size(1), o.size(2)}, config_.dtype);
+  CheckTensor("lse_other", lse_other, {o.size(0), o.size(1)}, kFloat32);
+  config_.kernel_sets[0].Get(KernelName::kMerge)(o, lse, o_other, lse_other);
+  return {o, lse};
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file aux_data.h
+ * \brief The int32 arrays of a step: written on the host, copied to the device at once.
+ *
+ * Merged: slices of one buffer, each at a multiple of 16 bytes, laid out anew in each step; one
+ * copy of exactly the bytes in use. Plain: a buffer and a copy for each array, for devices that
+ * cannot address into a buffer. On a CPU the tensors lie on the host memory; nothing is copied.
+ */
+#ifndef TVM_PAGEDKV_AUX_DATA_H_
+#define TVM_PAGEDKV_AUX_DATA_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "device_memory.h"
+
+namespace pagedkv {
+
+class AuxData {
+ public:
+  /*! \brief Room for arrays of `sizes` elements; more is made when a step needs it. */
+  AuxData(bool is_merged, DLDevice device, const std::vector<int64_t>& sizes, ByteCounter counter);
+  ~AuxData();
+  AuxData(const AuxData&) = delete;
+  AuxData& operator=(const AuxData&) = delete;
+
+  /*! \brief Lays out the arrays of the next step; their content is undefined until written. */
+  void Layout(const std::vector<int64_t>& sizes);
+  /*! \brief Where the host writes array `i`. */
+  int32_t* host(size_t i) { return arrays_[i].host; }
+  /*! \brief Copies what the host has written. Kernels that are launched after it see it. */
+  void Upload();
+  /*! \brief Array `i` as kernels take it. */
+  const ffi::Tensor& view(size_t i) const { return arrays_[i].view.get(); }
+
+  bool is_merged() const { return is_merged_; }
+  int64_t num_bytes_copied() const { return num_bytes_copied_; }
+  /*! \brief Bytes of the buffers on the device. */
+  int64_t num_bytes() const;
+
+ private:
+  struct Buffer {
+    int64_t capacity = 0;  // elements
+    int64_t size = 0;      // elements in use
+    ffi::Tensor host;      // the same tensor as `device` on a CPU
+    ffi::Tensor device;
+  };
+  struct Array {
+    size_t buffer;
+    int64_t offset;  // elements
+    int32_t* host;
+    StepView view;
+  };
+
+  void Reserve(Buffer* buffer, int64_t num_elements);
+  void WaitForCopy();
+
+  bool is_merged_;
+  DLDevice device_;
+  ByteCounter counter_;
+  void* copy_stream_ = nullptr;
+  bool is_copy_pending_ = false;
+  int64_t num_bytes_copied_ = 0;
+  std::vector<Array> arrays_;
+  std::vector<Buffer> buffers_;
+  std::vector<ffi::Tensor> retired_;  // grown out of, but maybe still read by queued kernels
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_AUX_DATA_H_

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file cache_config.h
+ * \brief What a cache is made from, read from named fields or from the positional form.
+ */
+#ifndef TVM_PAGEDKV_CACHE_CONFIG_H_
+#define TVM_PAGEDKV_CACHE_CONFIG_H_
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+
+namespace pagedkv {
+
+enum class RopeMode : int { kNone = 0, kNormal = 1, kInline = 2 };
+
+/*! \brief One layer: a multi-head attention with `num_kv_heads` heads of K and V. */
+struct LayerConfig {
+  int64_t num_qo_heads;
+  int64_t num_kv_heads;
+  int64_t qk_head_dim;
+  int64_t v_head_dim;
+  double rope_theta;
+  double rope_scale;
+  int64_t kernel_set;  // index into CacheConfig::kernel_sets
+
+  /*! \brief Layers of one shape have their pages in one group. */
+  bool SharesGroupWith(const LayerConfig& other) const {
+    return num_qo_heads == other.num_qo_heads && num_kv_heads == other.num_kv_heads &&
+           qk_head_dim == other.qk_head_dim && v_head_dim == other.v_head_dim;
+  }
+};
+
+struct CacheConfig {
+  int64_t max_num_sequences;
+  int64_t max_total_tokens;
+  int64_t prefill_chunk_size;
+  int64_t page_size;
+  DLDataType dtype;
+  DLDataType kv_dtype;
+  RopeMode rope_mode;
+  bool has_merged_aux;
+  ffi::Tensor rope_ext_factors;  // undefined where there are none
+  DLDevice device;
+  std::vector<LayerConfig> layers;
+  std::vector<KernelSet> kernel_sets;
+
+  int64_t num_pages() const { return (max_total_tokens + page_size - 1) / page_size; }
+
+  /*! \brief Reads the arguments of `pagedkv.create`. */
+  static CacheConfig FromNamed(const ffi::Map<ffi::String, ffi::Any>& config,
+                               const ffi::AnyView& kernels, DLDevice device);
+  /*! \brief Reads those of `vm.builtin.paged_attention_kv_cache_create`. */
+  static CacheConfig FromPositional(ffi::PackedArgs args);
+
+ private:
+  void Validate() const;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_CACHE_CONFIG_H_

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file device_memory.h
+ * \brief Tensors over DeviceAPI: counted allocations, and views whose first dimension changes.
+ */
+#ifndef TVM_PAGEDKV_DEVICE_MEMORY_H_
+#define TVM_PAGEDKV_DEVICE_MEMORY_H_
+
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/container/tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace pagedkv {
+
+namespace ffi = tvm::ffi;
+
+/*! \brief Bytes that are allocated now; shared with the tensors, which may outlive the cache. */
+using ByteCounter = std::shared_ptr<std::atomic<int64_t>>;
+
+/*! \brief A new tensor of which nothing is initialised; `counter` counts it until it is freed. */
+ffi::Tensor AllocateTensor(ffi::ShapeView shape, DLDataType dtype, DLDevice device,
+                           ByteCounter counter);
+
+/*! \brief Copies `num_bytes` from one place to the other; asynchronous where the device is. */
+void CopyBytes(const ffi::Tensor& source, int64_t source_offset, const ffi::Tensor& destination,
+               int64_t destination_offset, int64_t num_bytes, void* stream);
+
+/*!
+ * \brief A tensor over the first rows of a buffer, made once and moved from step to step.
+ *
+ * The tensor keeps the buffer alive. When someone else holds the tensor, a new one is made and
+ * theirs stays as it was.
+ */
+class StepView {
+ public:
+  /*! \brief Rows of shape `row_shape`. */
+  StepView(DLDataType dtype, std::vector<int64_t> row_shape);
+
+  const ffi::Tensor& Set(const ffi::Tensor& buffer, int64_t byte_offset, int64_t num_rows);
+  const ffi::Tensor& get() const { return view_; }
+
+ private:
+  DLDataType dtype_;
+  std::vector<int64_t> shape_;
+  ffi::Tensor buffer_;
+  ffi::Tensor view_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_DEVICE_MEMORY_H_

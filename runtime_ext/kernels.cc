@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file kernels.cc
+ * \brief The kernels of a set of layers, by name.
+ */
+#include "kernels.h"
+
+#include <optional>
+
+#include "error.h"
+
+namespace pagedkv {
+
+namespace {
+
+constexpr const char* kNames[] = {
+    "transpose_append",
+    "transpose_append_mla",
+    "split_rotary",
+    "rope_append",
+    "prefill_ragged",
+    "prefill",
+    "decode",
+    "prefill_sliding",
+    "decode_sliding",
+    "tree_paged",
+    "tree",
+    "mla_prefill",
+    "merge",
+    "copy_single_page",
+    "debug_get_kv",
+    "debug_get_kv_mla",
+    "compact_copy",
+};
+static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<int>(KernelName::kNumNames));
+
+std::string KnownNames() {
+  std::string names;
+  for (const char* name : kNames) names += (names.empty() ? "" : ", ") + std::string(name);
+  return names;
+}
+
+}  // namespace
+
+const char* ToString(KernelName name) { return kNames[static_cast<int>(name)]; }
+
+KernelSet KernelSet::FromMap(const ffi::Map<ffi::String, ffi::Any>& map) {
+  KernelSet kernels;
+  for (const auto& [key, value] : map) {
+    int i = 0;
+    while (i < static_cast<int>(KernelName::kNumNames) && key != kNames[i]) ++i;
+    if (i == static_cast<int>(KernelName::kNumNames)) {
+      Raise(kValueError, "unknown kernel '", std::string(key), "'; known: ", KnownNames());
+    }
+    kernels.Set(static_cast<KernelName>(i), value);
+  }
+  return kernels;
+}
+
+void KernelSet::Set(KernelName name, const ffi::AnyView& value) {
+  Entry& entry = entries_[static_cast<int>(name)];
+  if (value == nullptr) return;
+  if (std::optional<ffi::Function> function = value.as<ffi::Function>()) {
+    entry.function = *function;
+    return;
+  }
+  std::optional<ffi::Array<ffi::Any>> array = value.as<ffi::Array<ffi::Any>>();
+  if (array && array->empty()) return;
+  std::optional<ffi::String> tag;
+  if (array) tag = (*array)[0].try_cast<ffi::String>();
+  if (!tag) {
+    Raise(kTypeError, "kernel '", ToString(name), "' must be a function or [tag, function], got ",
+          value.GetTypeKey());
+  }
+  if (*tag == "flashinfer") Raise(kNotImplementedError, "FlashInfer kernels");
+  if (*tag != "tirx" && *tag != "pagedkv") {
+    Raise(kValueError, "kernel '", ToString(name), "' has tag '", std::string(*tag),
+          "'; known: tirx, pagedkv");
+  }
+  std::optional<ffi::Function> function;
+  if (array->size() == 2) function = (*array)[1].as<ffi::Function>();
+  if (!function) {
+    Raise(kTypeError, "kernel '", ToString(name), "' must have one function after its tag");
+  }
+  entry.function = *function;
+  entry.is_stock = *tag == "tirx";
+}
+
+const ffi::Function& KernelSet::Get(KernelName name) const {
+  if (!Has(name))
+    Raise(kValueError, "the cache was made without the kernel '", ToString(name), "'");
+  return entry(name).function;
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file kernels.h
+ * \brief The kernels of a set of layers, by name.
+ */
+#ifndef TVM_PAGEDKV_KERNELS_H_
+#define TVM_PAGEDKV_KERNELS_H_
+
+#include <tvm/ffi/any.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+
+#include <array>
+#include <string>
+
+namespace pagedkv {
+
+namespace ffi = tvm::ffi;
+
+enum class KernelName : int {
+  kTransposeAppend,
+  kTransposeAppendMLA,
+  kSplitRotary,
+  kRopeAppend,
+  kPrefillRagged,
+  kPrefill,
+  kDecode,
+  kPrefillSliding,
+  kDecodeSliding,
+  kTreePaged,
+  kTree,
+  kMLAPrefill,
+  kMerge,
+  kCopySinglePage,
+  kDebugGetKV,
+  kDebugGetKVMLA,
+  kCompactCopy,
+  kNumNames,
+};
+
+class KernelSet {
+ public:
+  /*!
+   * \brief Reads a map from kernel names to a function (ours) or to [tag, function].
+   * \throws Error (ValueError, TypeError, NotImplementedError).
+   */
+  static KernelSet FromMap(const ffi::Map<ffi::String, ffi::Any>& map);
+
+  /*!
+   * \brief Adds a kernel.
+   * \param value A function, [tag, function], or nothing (None or an empty array).
+   */
+  void Set(KernelName name, const ffi::AnyView& value);
+
+  bool Has(KernelName name) const { return entry(name).function != nullptr; }
+  /*! \brief Whether the kernel is one of the stock cache's, with its assumptions. */
+  bool IsStock(KernelName name) const { return entry(name).is_stock; }
+  /*! \throws Error (ValueError) that names the kernel when there is none. */
+  const ffi::Function& Get(KernelName name) const;
+
+ private:
+  struct Entry {
+    ffi::Function function{nullptr};
+    bool is_stock = false;
+  };
+  const Entry& entry(KernelName name) const { return entries_[static_cast<int>(name)]; }
+
+  std::array<Entry, static_cast<int>(KernelName::kNumNames)> entries_;
+};
+
+/*! \brief The name by which users know the kernel. */
+const char* ToString(KernelName name);
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_KERNELS_H_

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file paged_kv_cache.cc
+ * \brief The cache object: making, sequences, and the step.
+ */
+#include "paged_kv_cache.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "error.h"
+
+namespace pagedkv {
+
+namespace {
+
+constexpr DLDataType kByte{kDLUInt, 8, 1};
+constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+
+int64_t ItemSize(DLDataType dtype) { return dtype.bits / 8; }
+
+/*! \brief One pool size for each group of layers. */
+std::vector<int32_t> PoolSizes(const CacheConfig& config) {
+  std::vector<LayerConfig> shapes;
+  for (const LayerConfig& layer : config.layers) {
+    bool is_known = std::any_of(shapes.begin(), shapes.end(),
+                                [&](const LayerConfig& s) { return s.SharesGroupWith(layer); });
+    if (!is_known) shapes.push_back(layer);
+  }
+  return std::vector<int32_t>(shapes.size(), static_cast<int32_t>(config.num_pages()));
+}
+
+}  // namespace
+
+PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
+    : config_(std::move(config)),
+      allocated_bytes_(std::make_shared<std::atomic<int64_t>>(0)),
+      table_(config_.max_num_sequences, static_cast<int32_t>(config_.page_size),
+             PoolSizes(config_)),
+      plan_(&table_, config_.prefill_chunk_size) {
+  MakeGroups();
+  AllocatePages();
+  AllocateWorkspaces();
+  array_sizes_ = InitialArraySizes();
+  aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, array_sizes_,
+                                   allocated_bytes_);
+}
+
+void PagedKVCacheObj::MakeGroups() {
+  for (const LayerConfig& config : config_.layers) {
+    size_t g = 0;
+    while (g < groups_.size() && !groups_[g].shape.SharesGroupWith(config)) ++g;
+    if (g == groups_.size()) {
+      groups_.push_back({config,
+                         {},
+                         StepView(config_.dtype, {config.num_qo_heads, config.qk_head_dim}),
+                         StepView(config_.dtype, {config.num_kv_heads, config.qk_head_dim}),
+                         StepView(config_.dtype, {config.num_kv_heads, config.v_head_dim}),
+                         StepView(kFloat32, {config.num_qo_heads})});
+    }
+    groups_[g].layers.push_back(static_cast<int64_t>(layers_.size()));
+    layers_.push_back({config, static_cast<int32_t>(g), ffi::Tensor()});
+  }
+}
+
+void PagedKVCacheObj::AllocatePages() {
+  for (Layer& layer : layers_) {
+    layer.pages = AllocateTensor({config_.num_pages(), 2, layer.config.num_kv_heads,
+                                  config_.page_size, layer.config.qk_head_dim},
+                                 config_.kv_dtype, config_.device, allocated_bytes_);
+  }
+  page_pool_bytes_ = *allocated_bytes_;
+}
+
+void PagedKVCacheObj::AllocateWorkspaces() {
+  int64_t q_width = 0, kv_width = 0, num_qo_heads = 0;
+  for (const LayerConfig& layer : config_.layers) {
+    q_width = std::max(q_width, layer.num_qo_heads * layer.qk_head_dim);
+    kv_width = std::max(kv_width, layer.num_kv_heads * layer.qk_head_dim);
+    num_qo_heads = std::max(num_qo_heads, layer.num_qo_heads);
+  }
+  auto allocate = [&](int64_t row_bytes) {
+    return AllocateTensor({config_.prefill_chunk_size * row_bytes}, kByte, config_.device,
+                          allocated_bytes_);
+  };
+  q_workspace_ = allocate(q_width * ItemSize(config_.dtype));
+  k_workspace_ = allocate(kv_width * ItemSize(config_.dtype));
+  v_workspace_ = allocate(kv_width * ItemSize(config_.dtype));
+  lse_workspace_ = allocate(num_qo_heads * ItemSize(kFloat32));
+  workspace_bytes_ = *allocated_bytes_ - page_pool_bytes_;
+}
+
+std::vector<int64_t> PagedKVCacheObj::InitialArraySizes() const {
+  // Enough for every step of sequences that share nothing; KVCacheConfig.memory_bytes has the same.
+  const int64_t num_rows = config_.prefill_chunk_size;
+  const int64_t num_sequences = std::min(config_.max_num_sequences, num_rows);
+  std::vector<int64_t> sizes(kNumCommonArrays + groups_.size() * kNumGroupArrays);
+  sizes[kQueryIndptr] = num_sequences + 1;
+  sizes[kQueryPositions] = num_rows;
+  sizes[kZeros] = sizes[kPastLengths] = num_sequences;
+  for (int32_t g = 0; g < table_.num_groups(); ++g) {
+    sizes[ArrayIndex(g, kPageIndptr)] = num_sequences + 1;
+    sizes[ArrayIndex(g, kPageValues)] = config_.num_pages();
+    sizes[ArrayIndex(g, kLastPageLengths)] = num_sequences;
+    sizes[ArrayIndex(g, kSlots)] = num_rows;
+  }
+  return sizes;
+}
+
+void PagedKVCacheObj::RequireIdle(const char* what) const {
+  if (phase_ != Phase::kIdle) {
+    Raise(kValueError, what, " is not possible within a step; call end_forward first");
+  }
+}
+
+void PagedKVCacheObj::Clear() {
+  RequireIdle("clear");
+  table_.Clear();
+}
+
+void PagedKVCacheObj::AddSequence(int64_t sequence_id) {
+  RequireIdle("add_sequence");
+  table_.Add(sequence_id);
+}
+
+void PagedKVCacheObj::RemoveSequence(int64_t sequence_id) {
+  RequireIdle("remove_sequence");
+  table_.Remove(sequence_id);
+}
+
+void PagedKVCacheObj::ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_position) {
+  RequireIdle("fork_sequence");
+  table_.Fork(parent_id, child_id, fork_position);
+}
+
+void PagedKVCacheObj::PopN(int64_t sequence_id, int64_t count) {
+  RequireIdle("pop_n");
+  table_.Pop(sequence_id, count);
+}
+
+void PagedKVCacheObj::EnableSlidingWindow(int64_t, int64_t, int64_t) {
+  Raise(kNotImplementedError, "sliding windows of sequences");
+}
+
+void PagedKVCacheObj::CommitTree(ffi::Shape, ffi::Shape) {
+  Raise(kNotImplementedError, "token trees");
+}
+
+int64_t PagedKVCacheObj::NumAvailablePages() const {
+  int64_t num_free = config_.num_pages();
+  for (int32_t g = 0; g < table_.num_groups(); ++g) {
+    num_free = std::min<int64_t>(num_free, table_.pool(g).num_free());
+  }
+  return num_free;
+}
+
+void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_lengths,
+                                   ffi::Optional<ffi::Shape> token_tree_parents) {
+  RequireIdle("begin_forward");
+  if (token_tree_parents.has_value()) Raise(kNotImplementedError, "token trees");
+  // A kernel that calls back into the cache finds it busy.
+  phase_ = Phase::kPlanning;
+  try {
+    plan_.Prepare({sequence_ids.data(), sequence_ids.size()},
+                  {append_lengths.data(), append_lengths.size()});
+    LayOutArrays();
+    plan_.Acquire();
+    try {
+      CopyPages(plan_.copies());
+      FillArrays();
+      aux_->Upload();
+      SetWorkspaceViews();
+    } catch (...) {
+      plan_.Release();
+      throw;
+    }
+  } catch (...) {
+    phase_ = Phase::kIdle;
+    throw;
+  }
+  num_page_copies_ += static_cast<int64_t>(plan_.copies().size());
+  plan_.Commit();
+  ++num_forwards_;
+  has_past_arrays_ = false;
+  phase_ = Phase::kForward;
+}
+
+void PagedKVCacheObj::EndForward() {
+  if (phase_ != Phase::kForward) {
+    Raise(kValueError, "end_forward without begin_forward");
+  }
+  phase_ = Phase::kIdle;
+}
+
+void PagedKVCacheObj::CopyPages(const std::vector<PageCopy>& copies) {
+  for (const PageCopy& copy : copies) {
+    for (int64_t layer : groups_[copy.group].layers) {
+      const KernelSet& kernels = KernelsOf(layers_[layer]);
+      kernels.Get(KernelName::kCopySinglePage)(
+          layers_[layer].pages, static_cast<int64_t>(copy.source),
+          static_cast<int64_t>(copy.destination), static_cast<int64_t>(copy.length));
+    }
+  }
+}
+
+void PagedKVCacheObj::LayOutArrays() {
+  const int64_t num_sequences = plan_.num_sequences();
+  array_sizes_[kQueryIndptr] = num_sequences + 1;
+  array_sizes_[kQueryPositions] = plan_.num_rows();
+  array_sizes_[kZeros] = array_sizes_[kPastLengths] = num_sequences;
+  for (int32_t g = 0; g < table_.num_groups(); ++g) {
+    array_sizes_[ArrayIndex(g, kPageIndptr)] = num_sequences + 1;
+    array_sizes_[ArrayIndex(g, kPageValues)] = plan_.NumPages(g, PageRange::kWithStep);
+    array_sizes_[ArrayIndex(g, kLastPageLengths)] = num_sequences;
+    array_sizes_[ArrayIndex(g, kSlots)] = plan_.num_rows();
+  }
+  aux_->Layout(array_sizes_);
+}
+
+void PagedKVCacheObj::FillArrays() {
+  plan_.FillQueryIndptr(aux_->host(kQueryIndptr));
+  plan_.FillQueryPositions(aux_->host(kQueryPositions));
+  plan_.FillPastLengths(aux_->host(kPastLengths));
+  std::fill_n(aux_->host(kZeros), plan_.num_sequences(), 0);
+  for (int32_t g = 0; g < table_.num_groups(); ++g) {
+    auto host = [&](GroupArray array) { return aux_->host(ArrayIndex(g, array)); };
+    plan_.FillPageIndptr(g, PageRange::kWithStep, host(kPageIndptr));
+    plan_.FillPageValues(g, PageRange::kWithStep, host(kPageValues));
+    plan_.FillLastPageLengths(PageRange::kWithStep, host(kLastPageLengths));
+    plan_.FillSlots(g, host(kSlots));
+  }
+}
+
+void PagedKVCacheObj::SetWorkspaceViews() {
+  for (Group& group : groups_) {
+    group.q.Set(q_workspace_, 0, plan_.num_rows());
+    group.k.Set(k_workspace_, 0, plan_.num_rows());
+    group.v.Set(v_workspace_, 0, plan_.num_rows());
+    group.lse.Set(lse_workspace_, 0, plan_.num_rows());
+  }
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file paged_kv_cache.h
+ * \brief The cache object: composes table, plan, arrays and memory, and calls the kernels.
+ *
+ * paged_kv_cache.cc has its making, the sequences and the step; attention.cc what a layer calls
+ * within a step; inspect.cc what looks at a cache from outside.
+ */
+#ifndef TVM_PAGEDKV_PAGED_KV_CACHE_H_
+#define TVM_PAGEDKV_PAGED_KV_CACHE_H_
+
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/object.h>
+#include <tvm/ffi/optional.h>
+
+#include <initializer_list>
+#include <memory>
+#include <vector>
+
+#include "aux_data.h"
+#include "cache_config.h"
+#include "device_memory.h"
+#include "forward_plan.h"
+#include "kernels.h"
+#include "sequence_table.h"
+
+namespace pagedkv {
+
+class PagedKVCacheObj : public ffi::Object {
+ public:
+  explicit PagedKVCacheObj(CacheConfig config);
+
+  // Sequences. None of these may be called within a step.
+  void Clear();
+  void AddSequence(int64_t sequence_id);
+  void RemoveSequence(int64_t sequence_id);
+  void ForkSequence(int64_t parent_id, int64_t child_id, int64_t fork_position);
+  void PopN(int64_t sequence_id, int64_t count);
+  void EnableSlidingWindow(int64_t sequence_id, int64_t window, int64_t num_sinks);
+
+  // The step. A BeginForward that throws has changed nothing.
+  void BeginForward(ffi::Shape sequence_ids, ffi::Shape append_lengths,
+                    ffi::Optional<ffi::Shape> token_tree_parents);
+  void EndForward();
+  void CommitTree(ffi::Shape sequence_ids, ffi::Shape leaf_indices);
+  bool IsInForward() const { return phase_ == Phase::kForward; }
+
+  // Counters.
+  bool IsEmpty() const { return table_.num_sequences() == 0; }
+  int64_t NumAvailablePages() const;
+  int64_t TotalLength() const { return table_.total_length(); }
+  int64_t SequenceLength(int64_t sequence_id) const { return table_.At(sequence_id).length; }
+
+  // Attention, within a step.
+  ffi::Tensor QueryPositions() const;
+  void AttentionWithFusedQKV(int64_t layer, double sm_scale, ffi::Tensor qkv, ffi::Tensor o);
+  void SelfAttention(int64_t layer, double sm_scale, ffi::Tensor q, ffi::Tensor k, ffi::Tensor v,
+                     ffi::Tensor o, ffi::Tensor lse);
+  void CrossAttention(int64_t layer, double sm_scale, ffi::Tensor q, ffi::Tensor o,
+                      ffi::Tensor lse);
+  ffi::Array<ffi::Tensor> MergeAttention(ffi::Tensor o, ffi::Tensor lse, ffi::Tensor o_other,
+                                         ffi::Tensor lse_other);
+
+  // From outside.
+  void DebugGetKV(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor k, ffi::Tensor v);
+  void DebugSetKV(int64_t sequence_id, int64_t begin, ffi::Tensor k, ffi::Tensor v);
+  ffi::Map<ffi::String, ffi::Any> Stats() const;
+  ffi::Map<ffi::String, ffi::Any> Describe() const;
+  ffi::Shape PageTable(int64_t sequence_id, int64_t group) const;
+  void CheckIntegrity() const;
+  void PoisonFreePages();
+  void ShuffleFreePages(int64_t seed);
+
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("pagedkv.KVCache", PagedKVCacheObj, ffi::Object);
+
+ private:
+  enum class Phase { kIdle, kPlanning, kForward };
+
+  /*! \brief Arrays of a step: some for all groups, then as many again for each group. */
+  enum CommonArray { kQueryIndptr, kQueryPositions, kZeros, kPastLengths, kNumCommonArrays };
+  enum GroupArray { kPageIndptr, kPageValues, kLastPageLengths, kSlots, kNumGroupArrays };
+
+  /*! \brief Layers of one shape. */
+  struct Group {
+    LayerConfig shape;
+    std::vector<int64_t> layers;
+    // This step's rows of the workspaces.
+    StepView q, k, v, lse;
+  };
+  struct Layer {
+    LayerConfig config;
+    int32_t group;
+    ffi::Tensor pages;  // [num_pages, 2, num_kv_heads, page_size, head_dim]
+  };
+  /*! \brief The page table of a group, as a kernel takes it. */
+  struct PageArrays {
+    const ffi::Tensor& indptr;
+    const ffi::Tensor& values;
+    const ffi::Tensor& last_page_lengths;
+  };
+
+  void MakeGroups();
+  void AllocatePages();
+  void AllocateWorkspaces();
+  std::vector<int64_t> InitialArraySizes() const;
+  size_t ArrayIndex(int32_t group, GroupArray array) const {
+    return kNumCommonArrays + group * kNumGroupArrays + array;
+  }
+  const ffi::Tensor& common(CommonArray array) const { return aux_->view(array); }
+
+  void RequireIdle(const char* what) const;
+  void RequireForward(const char* what) const;
+  void CopyPages(const std::vector<PageCopy>& copies);
+  void LayOutArrays();
+  void FillArrays();
+  void SetWorkspaceViews();
+
+  const Layer& LayerAt(int64_t layer) const;
+  const KernelSet& KernelsOf(const Layer& layer) const {
+    return config_.kernel_sets[layer.config.kernel_set];
+  }
+  void CheckTensor(const char* name, const ffi::Tensor& tensor,
+                   std::initializer_list<int64_t> shape, DLDataType dtype) const;
+  void CheckAlignment(const char* name, const ffi::Tensor& tensor) const;
+  void Append(const Layer& layer, const ffi::Tensor& qkv);
+  void PagedAttention(const Layer& layer, const PageArrays& pages, bool is_causal, double sm_scale,
+                      const ffi::Tensor& q, const ffi::Tensor& o, const ffi::Tensor& lse);
+  PageArrays StepPages(int32_t group) const;
+  PageArrays PastPages(int32_t group);
+  bool HasStockKernel(const Layer& layer, std::initializer_list<KernelName> names) const;
+  int64_t rotary_mode() const { return config_.rope_mode == RopeMode::kInline; }
+
+  void CheckUniformLayers(const char* what) const;
+  template <typename Visitor>
+  void VisitRows(const Sequence& sequence, int64_t begin, int64_t end, Visitor visit) const;
+
+  CacheConfig config_;
+  ByteCounter allocated_bytes_;
+  std::vector<Group> groups_;
+  std::vector<Layer> layers_;
+  SequenceTable table_;
+  ForwardPlan plan_;
+  std::vector<int64_t> array_sizes_;
+  std::unique_ptr<AuxData> aux_;
+  /*! \brief Page tables without this step's rows; made when a step first asks for them. */
+  std::unique_ptr<AuxData> past_aux_;
+  bool has_past_arrays_ = false;
+  ffi::Tensor q_workspace_, k_workspace_, v_workspace_, lse_workspace_;  // bytes
+  int64_t page_pool_bytes_ = 0;
+  int64_t workspace_bytes_ = 0;
+  int64_t num_forwards_ = 0;
+  int64_t num_page_copies_ = 0;
+  Phase phase_ = Phase::kIdle;
+};
+
+class PagedKVCache : public ffi::ObjectRef {
+ public:
+  explicit PagedKVCache(CacheConfig config)
+      : ffi::ObjectRef(ffi::make_object<PagedKVCacheObj>(std::move(config))) {}
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NOTNULLABLE(PagedKVCache, ffi::ObjectRef, PagedKVCacheObj);
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_PAGED_KV_CACHE_H_

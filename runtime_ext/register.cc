@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file register.cc
+ * \brief Every registration: the stock names, which serve both kinds of cache, and our own.
+ */
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/reflection/registry.h>
+
+#include <atomic>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "error.h"
+#include "paged_kv_cache.h"
+
+namespace pagedkv {
+
+namespace {
+
+std::atomic<bool> use_stock_runtime{false};
+
+/*! \brief Calls f; an Error of ours leaves as the Python exception that it names. */
+template <typename F>
+auto Translate(F f) -> decltype(f()) {
+  try {
+    return f();
+  } catch (const Error& error) {
+    throw ffi::Error(error.kind(), error.message(), "");
+  }
+}
+
+/*! \brief A method as a function whose first argument is the cache. */
+template <typename R, typename... Args>
+ffi::Function FromMethod(R (PagedKVCacheObj::*method)(Args...)) {
+  return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) -> R {
+    return Translate([&]() -> R { return ((*cache.get()).*method)(std::move(args)...); });
+  });
+}
+
+template <typename R, typename... Args>
+ffi::Function FromMethod(R (PagedKVCacheObj::*method)(Args...) const) {
+  return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) -> R {
+    return Translate([&]() -> R { return ((*cache.get()).*method)(std::move(args)...); });
+  });
+}
+
+/*! \brief A function of the stock interface that this cache does not have yet. */
+ffi::Function NotImplemented(const char* feature) {
+  return ffi::Function::FromPacked([feature](ffi::PackedArgs, ffi::Any*) {
+    throw ffi::Error(kNotImplementedError, feature, "");
+  });
+}
+
+/*! \brief Takes over a stock name: `ours` serves our caches, the stock function all others. */
+void Override(const std::string& name, ffi::Function ours) {
+  std::optional<ffi::Function> stock = ffi::Function::GetGlobal(name);
+  auto dispatch = [name, stock, ours](ffi::PackedArgs args, ffi::Any* result) {
+    if (args.size() > 0 && args[0].as<PagedKVCacheObj>() != nullptr) {
+      ours.CallPacked(args, result);
+    } else if (args.size() == 0 || args[0] == nullptr || !stock) {
+      throw ffi::Error(kTypeError, name + " needs a KV cache as its first argument", "");
+    } else {
+      stock->CallPacked(args, result);
+    }
+  };
+  ffi::Function::SetGlobal(name, ffi::Function::FromPacked(dispatch), /*override=*/true);
+}
+
+template <typename Method>
+void OverrideMethod(const std::string& name, Method method) {
+  Override(name, FromMethod(method));
+}
+
+void OverrideBeginForward() {
+  ffi::Function with_tree = FromMethod(&PagedKVCacheObj::BeginForward);
+  Override("vm.builtin.kv_state_begin_forward",
+           ffi::Function::FromPacked([with_tree](ffi::PackedArgs args, ffi::Any* result) {
+             if (args.size() != 3) return with_tree.CallPacked(args, result);
+             ffi::AnyView padded[4] = {args[0], args[1], args[2], ffi::AnyView(nullptr)};
+             with_tree.CallPacked(ffi::PackedArgs(padded, 4), result);
+           }));
+}
+
+void OverrideCreate() {
+  const char* name = "vm.builtin.paged_attention_kv_cache_create";
+  std::optional<ffi::Function> stock = ffi::Function::GetGlobal(name);
+  auto create = [stock](ffi::PackedArgs args, ffi::Any* result) {
+    if (use_stock_runtime && stock) return stock->CallPacked(args, result);
+    Translate([&] { *result = PagedKVCache(CacheConfig::FromPositional(args)); });
+  };
+  ffi::Function::SetGlobal(name, ffi::Function::FromPacked(create), /*override=*/true);
+}
+
+void OverrideStockNames() {
+  using Cache = PagedKVCacheObj;
+  OverrideCreate();
+  OverrideBeginForward();
+
+  const std::string state = "vm.builtin.kv_state_";
+  OverrideMethod(state + "clear", &Cache::Clear);
+  OverrideMethod(state + "add_sequence", &Cache::AddSequence);
+  OverrideMethod(state + "remove_sequence", &Cache::RemoveSequence);
+  OverrideMethod(state + "fork_sequence", &Cache::ForkSequence);
+  OverrideMethod(state + "popn", &Cache::PopN);
+  OverrideMethod(state + "end_forward", &Cache::EndForward);
+
+  const std::string cache = "vm.builtin.attention_kv_cache_";
+  OverrideMethod(cache + "enable_sliding_window_for_seq", &Cache::EnableSlidingWindow);
+  OverrideMethod(cache + "commit_accepted_token_tree_nodes", &Cache::CommitTree);
+  OverrideMethod(cache + "empty", &Cache::IsEmpty);
+  OverrideMethod(cache + "get_num_available_pages", &Cache::NumAvailablePages);
+  OverrideMethod(cache + "get_total_sequence_length", &Cache::TotalLength);
+  OverrideMethod(cache + "get_sequence_length", &Cache::SequenceLength);
+  OverrideMethod(cache + "get_query_positions", &Cache::QueryPositions);
+  OverrideMethod(cache + "attention_with_fused_qkv", &Cache::AttentionWithFusedQKV);
+  OverrideMethod(cache + "self_attention", &Cache::SelfAttention);
+  OverrideMethod(cache + "cross_attention", &Cache::CrossAttention);
+  OverrideMethod(cache + "merge_attn_output_inplace", &Cache::MergeAttention);
+  OverrideMethod(cache + "debug_get_kv", &Cache::DebugGetKV);
+
+  Override(cache + "attention_with_shared_kv", NotImplemented("attention over shared K and V"));
+  Override(cache + "append_mla_kv", NotImplemented("MLA layers"));
+  Override(cache + "debug_get_kv_mla", NotImplemented("MLA layers"));
+  for (const char* name : {"get_checkpoint_metadata", "get_layout_hash", "export_page_group",
+                           "prepare_import", "import_page_group", "finish_import"}) {
+    Override(cache + name, NotImplemented("checkpoints of sequences"));
+  }
+  Override("vm.builtin.kv_cache_disagg_prepare_recv", NotImplemented("KV transfer"));
+  Override("vm.builtin.kv_cache_disagg_mark_send", NotImplemented("KV transfer"));
+}
+
+PagedKVCache Create(ffi::Map<ffi::String, ffi::Any> config, ffi::AnyView kernels, DLDevice device) {
+  return Translate([&] { return PagedKVCache(CacheConfig::FromNamed(config, kernels, device)); });
+}
+
+void DefineOwnNames() {
+  using Cache = PagedKVCacheObj;
+  tvm::ffi::reflection::GlobalDef()
+      .def("pagedkv.create", Create)
+      .def("pagedkv.use_stock_runtime", [] { use_stock_runtime = true; })
+      .def("pagedkv.use_pagedkv_runtime", [] { use_stock_runtime = false; });
+  auto define = [](const char* name, ffi::Function function) {
+    ffi::Function::SetGlobal(std::string("pagedkv.") + name, std::move(function));
+  };
+  define("is_in_forward", FromMethod(&Cache::IsInForward));
+  define("total_length", FromMethod(&Cache::TotalLength));
+  define("stats", FromMethod(&Cache::Stats));
+  define("describe", FromMethod(&Cache::Describe));
+  define("page_table", FromMethod(&Cache::PageTable));
+  define("check_integrity", FromMethod(&Cache::CheckIntegrity));
+  define("debug_set_kv", FromMethod(&Cache::DebugSetKV));
+  define("poison_free_pages", FromMethod(&Cache::PoisonFreePages));
+  define("shuffle_free_pages", FromMethod(&Cache::ShuffleFreePages));
+}
+
+TVM_FFI_STATIC_INIT_BLOCK() {
+  tvm::ffi::reflection::ObjectDef<PagedKVCacheObj>();
+  OverrideStockNames();
+  DefineOwnNames();
+}
+
+}  // namespace
+
+}  // namespace pagedkv

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A paged KV cache for language models built with Apache TVM."""
+
+from __future__ import annotations
+
+from . import _library
+
+_library.load()
+
+import tvm_ffi  # noqa: E402
+
+from ._library import CacheFullError  # noqa: E402
+from .cache import KVCache  # noqa: E402
+from .config import KVCacheConfig, LayerSpec, RopeConfig  # noqa: E402
+
+
+def use_stock_runtime() -> None:
+    """Let ``vm.builtin.paged_attention_kv_cache_create`` make the cache inside apache-tvm."""
+    tvm_ffi.get_global_func("pagedkv.use_stock_runtime")()
+
+
+def use_pagedkv_runtime() -> None:
+    """Let ``vm.builtin.paged_attention_kv_cache_create`` make our cache again (the default)."""
+    tvm_ffi.get_global_func("pagedkv.use_pagedkv_runtime")()
+
+
+__version__ = "0.1.0"
+__all__ = [
+    "CacheFullError",
+    "KVCache",
+    "KVCacheConfig",
+    "LayerSpec",
+    "RopeConfig",
+    "use_pagedkv_runtime",
+    "use_stock_runtime",
+]

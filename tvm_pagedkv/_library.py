@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads libtvm_pagedkv.so into a process that has a fitting apache-tvm."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+REQUIRED_TVM = "apache-tvm>=0.27,<0.28"
+
+
+class CacheFullError(RuntimeError):
+    """All pages are taken: says pages needed, free and total, and which sequences hold most."""
+
+
+def _check_tvm_version() -> None:
+    hint = f"install it with: pip install '{REQUIRED_TVM}'"
+    try:
+        version = importlib.metadata.version("apache-tvm")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(
+            f"tvm_pagedkv needs {REQUIRED_TVM}, which is not installed; {hint}"
+        ) from None
+    if version.split(".")[:2] != ["0", "27"]:
+        raise ImportError(f"tvm_pagedkv needs {REQUIRED_TVM}, found {version}; {hint}")
+
+
+def _use_all_cpus() -> None:
+    # TVM's pool starts with the first parallel kernel, with half of the CPUs unless told otherwise.
+    if "TVM_NUM_THREADS" not in os.environ:
+        has_affinity = hasattr(os, "sched_getaffinity")
+        count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        os.environ["TVM_NUM_THREADS"] = str(count)
+
+
+def load() -> None:
+    """Load the library; after it the global functions of the cache are registered.
+
+    Raises
+    ------
+    ImportError
+        When apache-tvm is missing or of another version, or the library was not built.
+    """
+    _check_tvm_version()
+    _use_all_cpus()
+    # tvm first: it registers the functions that the library takes over.
+    import tvm  # noqa: F401
+    import tvm_ffi
+
+    tvm_ffi.register_error("CacheFullError", CacheFullError)
+    try:
+        tvm_ffi.libinfo.load_lib_module(
+            "tvm-pagedkv", "tvm_pagedkv", extra_lib_paths=[Path(__file__).parent]
+        )
+    except RuntimeError as error:
+        raise ImportError(
+            "tvm_pagedkv was not built with its library; build and install it with: pip install ."
+        ) from error

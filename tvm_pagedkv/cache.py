@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KVCache`: the runtime object with keywords; each method is one global function."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi
+
+from ._tensors import as_tensor
+
+_STATE = "vm.builtin.kv_state_"
+_CACHE = "vm.builtin.attention_kv_cache_"
+
+
+@functools.cache
+def _function(name: str) -> tvm_ffi.Function:
+    return tvm_ffi.get_global_func(name)
+
+
+def _int(name: str, value: Any) -> int:
+    number = operator.index(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name} must fit into 64 bits, got {number}")
+    return number
+
+
+def _shape(name: str, values: Sequence[int]) -> tvm_ffi.Shape:
+    return tvm_ffi.Shape([_int(name, value) for value in values])
+
+
+@tvm_ffi.register_object("pagedkv.KVCache")
+class KVCache(tvm_ffi.Object):
+    """A paged KV cache.
+
+    Made by `tvm_pagedkv.create`, by ``pagedkv.create``, or by a Relax VM. It is a tvm object: every
+    ``vm.builtin.kv_state_*`` and ``vm.builtin.attention_kv_cache_*`` function takes it.
+
+    Tensor arguments are tvm tensors, NumPy arrays (bfloat16 by ml_dtypes) or anything with DLPack;
+    NumPy arrays and tensors that are not contiguous are copied. T is the number of rows of the
+    step: the sum of its append lengths. A call that raises has changed nothing.
+    """
+
+    __slots__ = ("__dict__",)
+
+    @functools.cached_property
+    def description(self) -> dict[str, Any]:
+        """What the cache was made from: sizes, dtypes, and a list of its layers."""
+        raw = dict(_function("pagedkv.describe")(self).items())
+        raw["layers"] = [dict(layer.items()) for layer in raw["layers"]]
+        return raw
+
+    # --- sequences ------------------------------------------------------------------------------
+
+    def add_sequence(self, seq_id: int) -> None:
+        """Add an empty sequence under any id that is not in use."""
+        _function(_STATE + "add_sequence")(self, _int("seq_id", seq_id))
+
+    def remove_sequence(self, seq_id: int) -> None:
+        """Remove a sequence; its forks keep what they share."""
+        _function(_STATE + "remove_sequence")(self, _int("seq_id", seq_id))
+
+    def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
+        """Add `child_id`, which shares the first `fork_pos` positions of its parent (-1: all)."""
+        ids = _int("parent_id", parent_id), _int("child_id", child_id)
+        _function(_STATE + "fork_sequence")(self, *ids, _int("fork_pos", fork_pos))
+
+    def pop_n(self, seq_id: int, n: int) -> None:
+        """Drop the last `n` positions of a sequence."""
+        _function(_STATE + "popn")(self, _int("seq_id", seq_id), _int("n", n))
+
+    def clear(self) -> None:
+        """Remove all sequences."""
+        _function(_STATE + "clear")(self)
+
+    def enable_sliding_window(self, seq_id: int, window: int, sink: int = 0) -> None:
+        """Let a sequence keep its last `window` positions and its first `sink` ones only."""
+        arguments = _int("seq_id", seq_id), _int("window", window), _int("sink", sink)
+        _function(_CACHE + "enable_sliding_window_for_seq")(self, *arguments)
+
+    # --- the step -------------------------------------------------------------------------------
+
+    def begin_forward(
+        self,
+        seq_ids: Sequence[int],
+        append_lengths: Sequence[int],
+        token_tree_parents: Sequence[int] | None = None,
+    ) -> None:
+        """Begin a step that appends `append_lengths[i]` rows to sequence `seq_ids[i]`.
+
+        Raises
+        ------
+        CacheFullError
+            When there are too few free pages.
+        """
+        ids, lengths = _shape("seq_ids", seq_ids), _shape("append_lengths", append_lengths)
+        tree = token_tree_parents
+        if tree is not None:
+            tree = _shape("token_tree_parents", tree)
+        _function(_STATE + "begin_forward")(self, ids, lengths, tree)
+
+    def end_forward(self) -> None:
+        """End the step."""
+        _function(_STATE + "end_forward")(self)
+
+    @contextlib.contextmanager
+    def forward(
+        self,
+        seq_ids: Sequence[int],
+        append_lengths: Sequence[int],
+        token_tree_parents: Sequence[int] | None = None,
+    ) -> Iterator[KVCache]:
+        """`begin_forward` and `end_forward` as a context manager."""
+        self.begin_forward(seq_ids, append_lengths, token_tree_parents)
+        try:
+            yield self
+        finally:
+            self.end_forward()
+
+    def commit_tree(self, seq_ids: Sequence[int], leaf_indices: Sequence[int]) -> None:
+        """Keep of each sequence's token tree the path to a leaf (-1: nothing)."""
+        leaves = _shape("leaf_indices", leaf_indices)
+        ids = _shape("seq_ids", seq_ids)
+        _function(_CACHE + "commit_accepted_token_tree_nodes")(self, ids, leaves)
+
+    # --- attention, within a step ---------------------------------------------------------------
+
+    def attention(
+        self, layer: int, qkv: Any, sm_scale: float | None = None, out: Any = None
+    ) -> tvm.runtime.Tensor:
+        """Append this step's K and V of a layer and attend with its Q.
+
+        Parameters
+        ----------
+        layer : int
+        qkv : ``[T, num_qo_heads + 2 * num_kv_heads, head_dim]``, the cache's dtype
+        sm_scale : float, optional
+            Factor on the logits; None: ``head_dim ** -0.5``.
+        out : tensor ``[T, num_qo_heads, head_dim]``, optional
+            Where to write the result; must be contiguous.
+
+        Returns
+        -------
+        o : tvm tensor ``[T, num_qo_heads, head_dim]``, or `out`
+        """
+        qkv = self._tensor("qkv", qkv)
+        out = self._empty(layer, qkv.shape[0]) if out is None else out
+        _function(_CACHE + "attention_with_fused_qkv")(
+            self, _int("layer", layer), self._scale(layer, sm_scale), qkv, out
+        )
+        return out
+
+    def self_attention(self, layer: int, q: Any, k: Any, v: Any, sm_scale: float | None = None):
+        """Causal attention among the rows of this step; appends nothing.
+
+        Parameters
+        ----------
+        q : ``[T, num_qo_heads, head_dim]``; k, v : ``[T, num_kv_heads, head_dim]``
+
+        Returns
+        -------
+        o : tvm tensor ``[T, num_qo_heads, head_dim]``
+        lse : tvm tensor float32 ``[T, num_qo_heads]``, base 2
+        """
+        q, k, v = (self._tensor(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        o, lse = self._empty(layer, q.shape[0]), self._empty_lse(layer, q.shape[0])
+        _function(_CACHE + "self_attention")(
+            self, _int("layer", layer), self._scale(layer, sm_scale), q, k, v, o, lse
+        )
+        return o, lse
+
+    def cross_attention(self, layer: int, q: Any, sm_scale: float | None = None):
+        """Attention of ``q [T, num_qo_heads, head_dim]`` to what the cache held before this step.
+
+        Returns
+        -------
+        o, lse : as `self_attention`; rows of a sequence that was empty give 0 and -inf.
+        """
+        q = self._tensor("q", q)
+        o, lse = self._empty(layer, q.shape[0]), self._empty_lse(layer, q.shape[0])
+        _function(_CACHE + "cross_attention")(
+            self, _int("layer", layer), self._scale(layer, sm_scale), q, o, lse
+        )
+        return o, lse
+
+    def merge_attention(self, o: Any, lse: Any, o_other: Any, lse_other: Any):
+        """Combine two attention states over disjoint positions, in place into the first pair.
+
+        Parameters
+        ----------
+        o, o_other : ``[T, num_heads, head_dim]``; lse, lse_other : float32 ``[T, num_heads]``
+            The first pair must be contiguous tensors, for they are written.
+        """
+        other = self._tensor("o_other", o_other), self._tensor("lse_other", lse_other)
+        merged = _function(_CACHE + "merge_attn_output_inplace")(self, o, lse, *other)
+        return merged[0], merged[1]
+
+    def attention_with_shared_kv(
+        self, source_layer: int, q: Any, current_k: Any, current_v: Any, sm_scale: float
+    ) -> tvm.runtime.Tensor:
+        """Attention of a layer without K and V of its own to those of `source_layer`."""
+        q = self._tensor("q", q)
+        k, v = self._tensor("current_k", current_k), self._tensor("current_v", current_v)
+        o = self._empty(source_layer, q.shape[0])
+        _function(_CACHE + "attention_with_shared_kv")(
+            self, _int("source_layer", source_layer), float(sm_scale), q, k, v, o
+        )
+        return o
+
+    def append_mla_kv(self, layer: int, kv: Any) -> KVCache:
+        """Append the compressed rows ``kv [T, head_dim]`` of an MLA layer."""
+        kv = self._tensor("kv", kv)
+        return _function(_CACHE + "append_mla_kv")(self, _int("layer", layer), kv)
+
+    def query_positions(self) -> tvm.runtime.Tensor:
+        """Position of each row in its sequence, int32 ``[T]``; valid until the next step."""
+        return _function(_CACHE + "get_query_positions")(self)
+
+    # --- counters -------------------------------------------------------------------------------
+
+    def sequence_length(self, seq_id: int) -> int:
+        """Positions of a sequence."""
+        return _function(_CACHE + "get_sequence_length")(self, _int("seq_id", seq_id))
+
+    def total_length(self) -> int:
+        """Sum of the lengths of all sequences."""
+        return _function(_CACHE + "get_total_sequence_length")(self)
+
+    def num_available_pages(self) -> int:
+        """Free pages, of the group of layers that has fewest."""
+        return _function(_CACHE + "get_num_available_pages")(self)
+
+    def is_empty(self) -> bool:
+        """Whether there is no sequence."""
+        return bool(_function(_CACHE + "empty")(self))
+
+    def is_in_forward(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return bool(_function("pagedkv.is_in_forward")(self))
+
+    # --- from outside ---------------------------------------------------------------------------
+
+    def debug_get_kv(
+        self, seq_id: int, begin: int = 0, end: int | None = None
+    ) -> tuple[tvm.runtime.Tensor, tvm.runtime.Tensor]:
+        """K and V of the positions ``[begin, end)`` of a sequence, as the pages hold them.
+
+        Returns
+        -------
+        k, v : tvm tensors ``[num_layers, end - begin, num_kv_heads, head_dim]``, the pages' dtype
+        """
+        end = self.sequence_length(seq_id) if end is None else _int("end", end)
+        begin = _int("begin", begin)
+        info, layer = self.description, self.description["layers"][0]
+        count = max(0, end - begin)
+        shape = (len(info["layers"]), count, layer["num_kv_heads"], layer["qk_head_dim"])
+        # A range that is too long must fail by its bounds, not by an attempt to allocate it.
+        shape = shape if end <= self.sequence_length(seq_id) else (0, 0, 0, 0)
+        k, v = (tvm.runtime.empty(shape, info["kv_dtype"], info["device"]) for _ in range(2))
+        _function(_CACHE + "debug_get_kv")(self, _int("seq_id", seq_id), begin, end, k, v)
+        return k, v
+
+    def debug_set_kv(self, seq_id: int, begin: int, k: Any, v: Any) -> None:
+        """Overwrite K and V of the positions from `begin`; forks keep what they have.
+
+        Parameters
+        ----------
+        k, v : ``[num_layers, n, num_kv_heads, head_dim]``, the pages' dtype
+        """
+        k, v = self._tensor("k", k), self._tensor("v", v)
+        ids = _int("seq_id", seq_id), _int("begin", begin)
+        _function("pagedkv.debug_set_kv")(self, *ids, k, v)
+
+    def save(self, seq_id: int) -> bytes:
+        """A checkpoint of a sequence."""
+        raise NotImplementedError("checkpoints of sequences")
+
+    def load(self, seq_id: int, checkpoint: bytes) -> None:
+        """Restore a sequence from a checkpoint."""
+        raise NotImplementedError("checkpoints of sequences")
+
+    def stats(self) -> dict[str, Any]:
+        """Pages, bytes and events: numbers by name, and a list of them by layer group."""
+        raw = dict(_function("pagedkv.stats")(self).items())
+        raw["groups"] = [dict(group.items()) for group in raw["groups"]]
+        return raw
+
+    def check_integrity(self) -> None:
+        """Prove the invariants of the state; raise a RuntimeError that says what is broken."""
+        _function("pagedkv.check_integrity")(self)
+
+    def page_table(self, seq_id: int, group: int = 0) -> list[int]:
+        """Page ids of a sequence in one group of layers, in order of position."""
+        ids = _int("seq_id", seq_id), _int("group", group)
+        return list(_function("pagedkv.page_table")(self, *ids))
+
+    # --- helpers --------------------------------------------------------------------------------
+
+    def _tensor(self, name: str, value: Any) -> tvm_ffi.Tensor:
+        return as_tensor(name, value, self.description["device"])
+
+    def _layer(self, layer: int) -> dict[str, Any]:
+        layers = self.description["layers"]
+        if not 0 <= layer < len(layers):
+            raise IndexError(f"layer {layer} is not in [0, {len(layers)})")
+        return layers[layer]
+
+    def _scale(self, layer: int, sm_scale: float | None) -> float:
+        return self._layer(layer)["qk_head_dim"] ** -0.5 if sm_scale is None else float(sm_scale)
+
+    def _empty(self, layer: int, num_rows: int) -> tvm.runtime.Tensor:
+        heads, dim = self._layer(layer)["num_qo_heads"], self._layer(layer)["v_head_dim"]
+        info = self.description
+        return tvm.runtime.empty((num_rows, heads, dim), info["dtype"], info["device"])
+
+    def _empty_lse(self, layer: int, num_rows: int) -> tvm.runtime.Tensor:
+        shape = (num_rows, self._layer(layer)["num_qo_heads"])
+        return tvm.runtime.empty(shape, "float32", self.description["device"])

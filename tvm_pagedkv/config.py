@@ -274,3 +274,27 @@ class KVCacheConfig:
     def num_pages(self) -> int:
         """Pages of each layer group's pool."""
         return -(-self.max_total_tokens // self.page_size)
+
+    def memory_bytes(self) -> int:
+        """Bytes on the device of a cache that was just made, without making it.
+
+        It is the ``allocated_bytes`` of `KVCache.stats`. Only the auxiliary arrays may grow later:
+        where sequences share pages, a step's page table can have more entries than there are pages.
+        """
+        num_rows, layers = self.prefill_chunk_size, self.layers
+        kv_rows = sum(2 * s.num_kv_heads * s.qk_head_dim for s in layers)
+        page_pool = self.num_pages * self.page_size * kv_rows * ITEMSIZE[self.kv_dtype]
+
+        # Rows of Q, K and V of the widest layer, and the lse of a row, which is float32.
+        q_width = max(s.num_qo_heads * s.qk_head_dim for s in layers)
+        kv_width = max(s.num_kv_heads * s.qk_head_dim for s in layers)
+        lse_bytes = max(s.num_qo_heads for s in layers) * ITEMSIZE["float32"]
+        workspace = num_rows * ((q_width + 2 * kv_width) * ITEMSIZE[self.dtype] + lse_bytes)
+
+        num_sequences = min(self.max_num_sequences, num_rows)
+        num_groups = len({(s.num_qo_heads, s.num_kv_heads, s.qk_head_dim) for s in layers})
+        common = [num_sequences + 1, num_rows, num_sequences, num_sequences]
+        per_group = [num_sequences + 1, self.num_pages, num_sequences, num_rows]
+        arrays = common + num_groups * per_group
+        aux = sum(-(-size // 4) * 16 for size in arrays)  # int32, in steps of 16 bytes
+        return page_pool + workspace + aux

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file forward_plan_test.cc
+ * \brief A batch is checked before it changes anything, laid out as CSR arrays, and undone exactly.
+ */
+#include "forward_plan.h"
+
+#include <limits>
+#include <vector>
+
+#include "check.h"
+
+namespace pagedkv {
+
+using Ids = std::vector<int64_t>;
+using Ints = std::vector<int32_t>;
+
+void Prepare(ForwardPlan* plan, const Ids& ids, const Ids& lengths) {
+  plan->Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()});
+}
+
+void Step(ForwardPlan* plan, const Ids& ids, const Ids& lengths) {
+  Prepare(plan, ids, lengths);
+  plan->Acquire();
+  plan->Commit();
+}
+
+void TestErrors() {
+  SequenceTable table(4, 4, {4});
+  ForwardPlan plan(&table, 12);
+  table.Add(0);
+  table.Add(1);
+  CHECK_RAISES("ValueError", "got 2 ids and 1 lengths", Prepare(&plan, {0, 1}, {1}));
+  CHECK_RAISES("ValueError", "at least one sequence", Prepare(&plan, {}, {}));
+  CHECK_RAISES("KeyError", "no sequence 2", Prepare(&plan, {0, 2}, {1, 1}));
+  CHECK_RAISES("ValueError", "sequence 0 is twice", Prepare(&plan, {0, 1, 0}, {1, 1, 1}));
+  CHECK_RAISES("ValueError", "at least 1, got 0", Prepare(&plan, {0}, {0}));
+  CHECK_RAISES("ValueError", "at least 1, got -1", Prepare(&plan, {0, 1}, {2, -1}));
+  CHECK_RAISES("ValueError", "prefill_chunk_size (12)", Prepare(&plan, {0, 1}, {6, 7}));
+  const int64_t huge = std::numeric_limits<int64_t>::max();
+  CHECK_RAISES("ValueError", "prefill_chunk_size (12)", Prepare(&plan, {0, 1}, {huge, huge}));
+  Step(&plan, {0}, {12});
+  CHECK_RAISES("CacheFullError",
+               "needs 2 pages, but 1 of 4 are free; most are held by sequence 0 (3)",
+               Prepare(&plan, {1}, {5}));
+  Step(&plan, {1}, {4});
+  table.CheckIntegrity();
+}
+
+void TestArrays() {
+  SequenceTable table(4, 4, {16});
+  ForwardPlan plan(&table, 64);
+  for (int64_t id : {0, 1, 2}) table.Add(id);
+  Step(&plan, {0, 1}, {6, 4});  // pages 0 1, 2
+  Prepare(&plan, {1, 2, 0}, {1, 5, 3});
+  plan.Acquire();  // 3, 4 5, 6
+  CHECK_EQUAL(plan.num_rows(), 9);
+  CHECK_TRUE(!plan.is_decode());
+  CHECK_EQUAL(plan.NumPages(0, PageRange::kWithStep), 7);
+  CHECK_EQUAL(plan.NumPages(0, PageRange::kPast), 3);
+
+  Ints indptr(4), positions(9), past(3), page_indptr(4), values(7), last(3), slots(9);
+  plan.FillQueryIndptr(indptr.data());
+  CHECK_EQUAL(indptr, (Ints{0, 1, 6, 9}));
+  plan.FillQueryPositions(positions.data());
+  CHECK_EQUAL(positions, (Ints{4, 0, 1, 2, 3, 4, 6, 7, 8}));
+  plan.FillPastLengths(past.data());
+  CHECK_EQUAL(past, (Ints{4, 0, 6}));
+  plan.FillPageIndptr(0, PageRange::kWithStep, page_indptr.data());
+  CHECK_EQUAL(page_indptr, (Ints{0, 2, 4, 7}));
+  plan.FillPageValues(0, PageRange::kWithStep, values.data());
+  CHECK_EQUAL(values, (Ints{2, 3, 4, 5, 0, 1, 6}));
+  plan.FillLastPageLengths(PageRange::kWithStep, last.data());
+  CHECK_EQUAL(last, (Ints{1, 1, 1}));
+  plan.FillSlots(0, slots.data());
+  CHECK_EQUAL(slots, (Ints{12, 16, 17, 18, 19, 20, 6, 7, 24}));
+
+  plan.Commit();
+  table.CheckIntegrity();
+  plan.FillPageIndptr(0, PageRange::kPast, page_indptr.data());
+  CHECK_EQUAL(page_indptr, (Ints{0, 1, 1, 3}));
+  values.resize(3);
+  plan.FillPageValues(0, PageRange::kPast, values.data());
+  CHECK_EQUAL(values, (Ints{2, 0, 1}));
+  plan.FillLastPageLengths(PageRange::kPast, last.data());
+  CHECK_EQUAL(last, (Ints{4, 0, 2}));
+}
+
+void TestCopyOnWrite() {
+  SequenceTable table(4, 4, {16, 16});
+  ForwardPlan plan(&table, 64);
+  table.Add(0);
+  Step(&plan, {0}, {6});
+  table.Fork(0, 1, -1);
+  table.Fork(0, 2, 5);
+
+  const Ints free_before = table.pool(1).free_pages();
+  Prepare(&plan, {1, 2}, {1, 1});  // page 1 keeps sequence 0 as its owner: both copy
+  plan.Acquire();
+  CHECK_EQUAL(plan.copies().size(), 4u);
+  CHECK_EQUAL(plan.copies()[0].source, 1);
+  CHECK_EQUAL(plan.copies()[0].length, 2);
+  CHECK_EQUAL(plan.copies()[1].length, 1);
+  plan.Release();
+  CHECK_TRUE(table.pool(1).free_pages() == free_before);
+  table.CheckIntegrity();
+
+  Prepare(&plan, {2, 0, 1}, {1, 1, 1});  // all owners write: the last of them need not copy
+  plan.Acquire();
+  CHECK_EQUAL(plan.copies().size(), 4u);
+  CHECK_EQUAL(plan.copies()[0].sequence->id, 2);
+  CHECK_EQUAL(plan.copies()[1].sequence->id, 0);
+  plan.Commit();
+  CHECK_EQUAL(table.At(1).pages[0], (Ints{0, 1}));
+  CHECK_EQUAL(table.pool(0).num_shared(), 1);
+  CHECK_EQUAL(table.At(2).length, 6);
+  table.CheckIntegrity();
+
+  table.Fork(0, 3, 4);  // at a page boundary nothing is written to a shared page
+  Prepare(&plan, {3}, {1});
+  plan.Acquire();
+  CHECK_TRUE(plan.copies().empty());
+  plan.Commit();
+  table.CheckIntegrity();
+}
+
+void TestWriteAfterPopIntoASharedPage() {
+  SequenceTable table(4, 4, {16});
+  ForwardPlan plan(&table, 64);
+  table.Add(0);
+  Step(&plan, {0}, {8});
+  table.Fork(0, 1, -1);
+  table.Pop(1, 3);
+  Prepare(&plan, {1}, {2});
+  plan.Acquire();
+  CHECK_EQUAL(plan.copies().size(), 1u);
+  CHECK_EQUAL(plan.copies()[0].length, 1);
+  plan.Commit();
+  CHECK_EQUAL(table.At(0).pages[0], (Ints{0, 1}));
+  CHECK_EQUAL(table.At(1).pages[0], (Ints{0, 2}));
+  table.CheckIntegrity();
+}
+
+}  // namespace pagedkv
+
+int main() {
+  pagedkv::TestErrors();
+  pagedkv::TestArrays();
+  pagedkv::TestCopyOnWrite();
+  pagedkv::TestWriteAfterPopIntoASharedPage();
+  return 0;
+}

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file sequence_table_test.cc
+ * \brief Add, remove, fork and pop; errors change nothing; copies before a write from outside.
+ */
+#include "sequence_table.h"
+
+#include "check.h"
+#include "forward_plan.h"
+
+namespace pagedkv {
+
+/*! \brief A step without kernels. */
+void Append(SequenceTable* table, std::vector<int64_t> ids, std::vector<int64_t> lengths) {
+  ForwardPlan plan(table, 1 << 20);
+  plan.Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()});
+  plan.Acquire();
+  plan.Commit();
+  table->CheckIntegrity();
+}
+
+void TestAddRemove() {
+  SequenceTable table(2, 4, {8, 8});
+  table.Add(-5);
+  CHECK_RAISES("ValueError", "sequence -5 is in the cache already", table.Add(-5));
+  table.Add(int64_t{1} << 40);
+  CHECK_RAISES("ValueError", "max_num_sequences (2)", table.Add(1));
+  CHECK_RAISES("KeyError", "no sequence 9", table.Remove(9));
+  Append(&table, {-5}, {9});
+  CHECK_EQUAL(table.pool(0).num_used(), 3);
+  CHECK_EQUAL(table.pool(1).num_used(), 3);
+  CHECK_EQUAL(table.total_length(), 9);
+  table.Remove(-5);
+  CHECK_EQUAL(table.pool(1).num_free(), 8);
+  CHECK_EQUAL(table.total_length(), 0);
+  table.CheckIntegrity();
+}
+
+void TestForkAnyDepthInAnyOrder() {
+  SequenceTable table(8, 4, {16});
+  table.Add(0);
+  Append(&table, {0}, {10});
+  table.Fork(0, 1, -1);
+  table.Fork(1, 2, 5);
+  table.Fork(2, 3, 4);
+  table.Fork(3, 4, 0);
+  CHECK_EQUAL(table.At(1).length, 10);
+  CHECK_EQUAL(table.At(2).length, 5);
+  CHECK_EQUAL(table.At(4).length, 0);
+  CHECK_EQUAL(table.pool(0).num_used(), 3);
+  CHECK_EQUAL(table.pool(0).RefCount(0), 4);
+  table.CheckIntegrity();
+  table.Remove(0);
+  table.Remove(2);
+  CHECK_EQUAL(table.pool(0).num_used(), 3);
+  table.Remove(1);
+  CHECK_EQUAL(table.pool(0).num_used(), 1);
+  table.Clear();
+  CHECK_EQUAL(table.pool(0).num_used(), 0);
+  CHECK_EQUAL(table.num_sequences(), 0);
+  table.CheckIntegrity();
+}
+
+void TestForkErrors() {
+  SequenceTable table(2, 4, {4});
+  table.Add(0);
+  Append(&table, {0}, {5});
+  CHECK_RAISES("ValueError", "fork position 6 of sequence 0", table.Fork(0, 1, 6));
+  CHECK_RAISES("ValueError", "fork position -2", table.Fork(0, 1, -2));
+  CHECK_RAISES("KeyError", "no sequence 7", table.Fork(7, 1, 0));
+  CHECK_RAISES("ValueError", "sequence 0 is in the cache", table.Fork(0, 0, 0));
+  table.Fork(0, 1, -1);
+  CHECK_RAISES("ValueError", "max_num_sequences", table.Fork(0, 2, -1));
+  CHECK_EQUAL(table.pool(0).RefCount(0), 2);
+  table.CheckIntegrity();
+}
+
+void TestPop() {
+  SequenceTable table(2, 4, {4});
+  table.Add(0);
+  Append(&table, {0}, {9});
+  table.Pop(0, 0);
+  table.Pop(0, 1);
+  CHECK_EQUAL(table.pool(0).num_used(), 2);
+  CHECK_RAISES("ValueError", "cannot pop 9 positions of sequence 0, which has 8", table.Pop(0, 9));
+  CHECK_RAISES("ValueError", "cannot pop -1", table.Pop(0, -1));
+  table.Pop(0, 8);
+  CHECK_EQUAL(table.pool(0).num_used(), 0);
+  table.CheckIntegrity();
+}
+
+void TestCopiesForAWriteFromOutside() {
+  SequenceTable table(4, 4, {6});
+  table.Add(0);
+  Append(&table, {0}, {10});
+  table.Fork(0, 1, 6);  // shares pages 0 and 1 of 3
+  std::vector<PageCopy> copies = table.AcquireCopies(&table.At(0), 5, 10);
+  CHECK_EQUAL(copies.size(), 1u);
+  CHECK_EQUAL(copies[0].index, 1);
+  CHECK_EQUAL(copies[0].length, 4);
+  table.ReleaseCopies(copies);
+  table.CheckIntegrity();
+  copies = table.AcquireCopies(&table.At(1), 0, 6);
+  CHECK_EQUAL(copies.size(), 2u);
+  CHECK_EQUAL(copies[1].length, 2);
+  table.CommitCopies(copies);
+  CHECK_EQUAL(table.pool(0).num_shared(), 0);
+  table.CheckIntegrity();
+  table.Fork(0, 2, -1);
+  CHECK_RAISES("CacheFullError", "needs 3 pages, but 1 of 6 are free; most are held by sequence",
+               table.AcquireCopies(&table.At(2), 0, 10));
+  table.CheckIntegrity();
+}
+
+}  // namespace pagedkv
+
+int main() {
+  pagedkv::TestAddRemove();
+  pagedkv::TestForkAnyDepthInAnyOrder();
+  pagedkv::TestForkErrors();
+  pagedkv::TestPop();
+  pagedkv::TestCopiesForAWriteFromOutside();
+  return 0;
+}

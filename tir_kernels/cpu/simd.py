@@ -138,6 +138,32 @@ def exp2(x, lanes: int):
     return temp(T.reinterpret(float_type, T.reinterpret(int_type, power) + exponent), lanes)
 
 
+def fused_multiply_add(a, b, c, lanes: int):
+    """``a * b + c`` rounded once, on every target (a library call where there is no instruction)."""
+    return T.call_llvm_pure_intrin(vector_type(F32, lanes), "llvm.fma", a, b, c)
+
+
+def literal(values: Sequence[float]):
+    """A vector of float32 constants."""
+    scalars = [T.float32(float(v)) for v in values]
+    return (
+        scalars[0]
+        if len(scalars) == 1
+        else T.Shuffle(scalars, [T.int32(i) for i in range(len(scalars))])
+    )
+
+
+def chunks(width: int, lanes: int) -> list[tuple[int, int]]:
+    """Cover ``range(width)`` with vectors: (start, lanes) of full ones, then narrower powers of two."""
+    covered, start = [], 0
+    while start < width:
+        while lanes > width - start:
+            lanes //= 2
+        covered.append((start, lanes))
+        start += lanes
+    return covered
+
+
 def prefetch(buffer, index: Sequence, locality: int = 3) -> None:
     """Ask for the cache line that holds ``buffer[index]``."""
     address = T.address_of(buffer[tuple(index)])

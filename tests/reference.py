@@ -99,7 +99,7 @@ def inverse_frequencies(rope: Rope, use_long: bool = False) -> tuple[np.ndarray,
     elif kind == "longrope":
         original = scaling["original_max_position_embeddings"]
         factors = scaling["long_factor" if use_long else "short_factor"]
-        inverse = inverse / np.asarray(factors, dtype=np.float64)
+        inverse = inverse / np.asarray(factors, dtype=np.float32).astype(np.float64)
         factor = (
             scaling.get("factor") or scaling.get("max_position_embeddings", original) / original
         )

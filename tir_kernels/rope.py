@@ -117,7 +117,7 @@ def _yarn(rope: RopeSpec, scaling: dict, use_long: bool):
 
 
 def _longrope(rope: RopeSpec, scaling: dict, use_long: bool):
-    factors = np.asarray(scaling["long_factor" if use_long else "short_factor"], np.float64)
+    factors = np.float32(scaling["long_factor" if use_long else "short_factor"])
     if factors.shape != (rope.rotary_dim // 2,):
         raise ValueError(
             f"longrope factors must be {rope.rotary_dim // 2} numbers (rotary_dim / 2), "
@@ -128,7 +128,7 @@ def _longrope(rope: RopeSpec, scaling: dict, use_long: bool):
     if attention_factor is None:
         grown = math.log(factor) / math.log(original) if factor > 1 else 0.0
         attention_factor = math.sqrt(1 + grown)
-    return base_inverse_frequencies(rope) / factors, attention_factor
+    return base_inverse_frequencies(rope) / factors.astype(np.float64), attention_factor
 
 
 def _length_factor(scaling: dict) -> float:

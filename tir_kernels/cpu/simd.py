@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tvm import tirx
 from tvm.script import tirx as T
 
 from ..spec import ITEMSIZE
@@ -143,14 +144,10 @@ def fused_multiply_add(a, b, c, lanes: int):
     return T.call_llvm_pure_intrin(vector_type(F32, lanes), "llvm.fma", a, b, c)
 
 
-def literal(values: Sequence[float]):
-    """A vector of float32 constants."""
-    scalars = [T.float32(float(v)) for v in values]
-    return (
-        scalars[0]
-        if len(scalars) == 1
-        else T.Shuffle(scalars, [T.int32(i) for i in range(len(scalars))])
-    )
+def literal(values: Sequence[float], dtype: str = F32):
+    """A vector of constants."""
+    scalars = [tirx.const(float(v), dtype) for v in values]
+    return scalars[0] if len(scalars) == 1 else shuffle(scalars, range(len(scalars)))
 
 
 def chunks(width: int, lanes: int) -> list[tuple[int, int]]:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels that move rows share: their buffers, their loops, and the copy of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm.script import tirx as T
+
+from ..layout import pages_shape, slot_offset, slot_page
+from ..spec import ITEMSIZE, KernelSpec
+from . import simd
+
+# Work below this many bytes moved (20 us or so) is not worth waking a thread.
+SERIAL_BELOW_BYTES = 512 * 1024
+
+
+def match(handle, shape: Sequence, dtype: str):
+    """Match a tensor that may start at any element of its allocation."""
+    align = ITEMSIZE.get(dtype, 4)
+    return T.match_buffer(handle, shape, dtype, elem_offset=T.int64(), align=align, offset_factor=1)
+
+
+def match_pages(handle, spec: KernelSpec):
+    """Match a layer's pool of any number of pages; sizes are int64, for pools beyond 2^31."""
+    return match(handle, pages_shape(T.int64(), spec), spec.kv_dtype)
+
+
+def for_each(count, bytes_each, body: Callable) -> None:
+    """Run ``body(i)`` for ``i < count``, on all threads where there is enough to move.
+
+    `bytes_each` (an int or an int64 expression) is what one call of `body` reads and writes. The
+    calls must not depend on each other; each thread takes a contiguous range.
+    """
+    with T.If(T.cast(count, "int64") * bytes_each < SERIAL_BELOW_BYTES):
+        with T.Then(), T.serial(count) as i:
+            body(i)
+        with T.Else(), T.parallel(count) as i:
+            body(i)
+
+
+def copy_row(
+    source, source_row: Sequence, sink, sink_row: Sequence, lanes: int, begin: int = 0
+) -> None:
+    """Copy elements `begin` to the end of a row; bit for bit where the types are the same.
+
+    Parameters
+    ----------
+    source, sink : buffers whose last axis is the row.
+    source_row, sink_row : indices of the leading axes.
+    lanes : float32 lanes of a vector.
+    """
+    width, dtype = int(source.shape[-1]), str(source.dtype)
+    same = dtype == str(sink.dtype)
+    through = dtype if same else simd.F32
+    for start, count in simd.chunks(width - begin, lanes * 4 // ITEMSIZE[through]):
+        dim = begin + start
+        value = simd.load(source, (*source_row, dim), count, to=through)
+        simd.store(sink, (*sink_row, dim), count, value, source=through)
+
+
+class Slot:
+    """Where a slot's rows lie: ``page`` and ``offset``, computed once."""
+
+    def __init__(self, slot, spec: KernelSpec):
+        self.page = simd.temp(T.cast(slot_page(slot, spec.page_size), "int64"), 1, "int64")
+        self.offset = simd.temp(T.cast(slot_offset(slot, spec.page_size), "int64"), 1, "int64")
+
+    def row(self, plane: int, head) -> tuple:
+        """Indices of the row of `head`, less the last axis."""
+        return (self.page, plane, head, self.offset)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A configuration and a target become compiled kernels, kept on disk for the next time."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import tvm
+from tvm.support import cc
+from tvm.target import Target, codegen
+
+import tir_kernels
+from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
+
+from .config import KVCacheConfig, LayerSpec
+from .disk_cache import cached_file
+
+_SYMBOL = "pagedkv_{}"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+# What the kernel calls the features of an x86 level; of the lower ones AVX2 implies all that matters.
+_X86_LEVELS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+}
+
+
+# --- targets ------------------------------------------------------------------------------------
+
+
+def resolve_target(target: Target | str | Mapping | None = None) -> Target:
+    """A TVM target for code that runs here.
+
+    Parameters
+    ----------
+    target : optional
+        None or "native": this machine. Otherwise the name of a CPU or level that LLVM knows
+        ("x86-64-v3", "x86-64-v4", "znver4"), a TVM target, or what makes one.
+
+    Raises
+    ------
+    NotImplementedError
+        For targets other than CPUs.
+    ValueError
+        For a string that names neither a CPU nor a target.
+    """
+    if target is None or target == "native":
+        target = _native_target()
+    elif isinstance(target, str) and codegen.llvm_is_valid_cpu(target, _host_triple()):
+        target = Target({"kind": "llvm", "mcpu": target})
+    elif not isinstance(target, Target):
+        try:
+            target = Target(target)
+        except Exception as error:
+            raise ValueError(
+                f'target must be "native", a CPU that LLVM knows, or a TVM target; got {target!r}'
+            ) from error
+    if target.kind.name != "llvm":
+        raise NotImplementedError(f"kernels for target kind {target.kind.name!r}")
+    return target
+
+
+def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
+    """The SIMD traits of a target, from the features that LLVM enables for it."""
+    target = resolve_target(target)
+    features = {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
+    if "avx512f" in features:
+        return VectorTarget(lanes=16, registers=32, has_bf16_dot="avx512bf16" in features)
+    if "avx2" in features:
+        return VectorTarget(lanes=8, registers=16, has_f16_convert="f16c" in features)
+    is_arm = "neon" in features
+    return VectorTarget(lanes=4, registers=32 if is_arm else 16, has_f16_convert=is_arm)
+
+
+def _host_triple() -> str:
+    return str(codegen.llvm_get_system_triple())
+
+
+@functools.cache
+def _native_target() -> Target:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return Target({"kind": "llvm", "mcpu": str(codegen.llvm_get_system_cpu())})
+    flags = _cpu_flags()
+    needed: set[str] = set().union(*_X86_LEVELS.values())
+    for level, own in _X86_LEVELS.items():
+        if needed <= flags:
+            attributes = ["+avx512bf16"] if "avx512_bf16" in flags and level == "x86-64-v4" else []
+            return Target({"kind": "llvm", "mcpu": level, "mattr": attributes})
+        needed -= own
+    return Target({"kind": "llvm", "mcpu": "x86-64"})
+
+
+def _cpu_flags() -> set[str]:
+    """Features as Linux names them; a hypervisor may hide some of what the CPU's name promises."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next(
+        (set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set()
+    )
+
+
+# --- kernel sets --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelSets:
+    """Compiled kernels of a cache: one set for all layers that are alike.
+
+    Parameters
+    ----------
+    sets : tuple of mappings
+        Kernel name -> function.
+    layer_sets : tuple of int
+        The set of each layer.
+    target : tvm.target.Target
+    """
+
+    sets: tuple[Mapping[str, tvm.ffi.Function], ...]
+    layer_sets: tuple[int, ...]
+    target: Target
+
+    @property
+    def kernels(self) -> Mapping[str, tvm.ffi.Function]:
+        """The set of a cache whose layers are all alike."""
+        if len(self.sets) != 1:
+            raise ValueError(f"the layers need {len(self.sets)} kernel sets; choose one of `sets`")
+        return self.sets[0]
+
+
+def kernel_spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> KernelSpec:
+    """What the kernels of a layer are built for; the same for layers that share kernels."""
+    rope = layer.rope
+    return KernelSpec(
+        num_qo_heads=layer.num_qo_heads,
+        num_kv_heads=layer.num_kv_heads,
+        qk_head_dim=layer.qk_head_dim,
+        v_head_dim=layer.v_head_dim,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        page_size=config.page_size,
+        rope=RopeSpec(rope.theta, rope.scale, rope.rotary_dim or layer.qk_head_dim, rope.scaling),
+        target=vector_target(target),
+    )
+
+
+def build_kernels(
+    config: KVCacheConfig,
+    target: Target | str | Mapping | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> KernelSets:
+    """Compile the kernels of a configuration, or load them from the disk.
+
+    Parameters
+    ----------
+    config : KVCacheConfig
+        Its capacities do not matter: caches of any size share kernels.
+    target : optional
+        As `resolve_target` takes it.
+    progress : callable, optional
+        Called with a line of text when something has to be compiled.
+
+    Raises
+    ------
+    NotImplementedError
+        For features that have no kernels yet.
+    RuntimeError
+        When the kernels cannot be linked; the message tells what is missing.
+    """
+    _check_supported(config)
+    target = resolve_target(target)
+    layer_specs = [kernel_spec(config, layer, target) for layer in config.layers]
+    specs = list(dict.fromkeys(layer_specs))
+    return KernelSets(
+        sets=tuple(_load_set(spec, target, progress or (lambda line: None)) for spec in specs),
+        layer_sets=tuple(specs.index(spec) for spec in layer_specs),
+        target=target,
+    )
+
+
+def _check_supported(config: KVCacheConfig) -> None:
+    missing = {f"layer kind {layer.kind!r}" for layer in config.layers if layer.kind != "mha"}
+    if config.sliding_window:
+        missing.add("sliding_window")
+    if config.logit_softcap is not None:
+        missing.add("logit_softcap")
+    if missing:
+        raise NotImplementedError(f"no kernels yet for {', '.join(sorted(missing))}")
+
+
+def _load_set(spec: KernelSpec, target: Target, progress: Callable) -> Mapping:
+    key = "\n".join([repr(spec), str(target), *_versions()])
+    path = cached_file(key, ".so", lambda at: _compile_set(spec, target, at, progress))
+    if not _is_whole(path):
+        path.unlink(missing_ok=True)
+        path = cached_file(key, ".so", lambda at: _compile_set(spec, target, at, progress))
+    module = tvm.runtime.load_module(str(path))
+    return MappingProxyType({name: module[_SYMBOL.format(name)] for name in tir_kernels.BUILDERS})
+
+
+def _compile_set(spec: KernelSpec, target: Target, path: Path, progress: Callable) -> None:
+    start = time.perf_counter()
+    progress(
+        f"compiling {len(tir_kernels.BUILDERS)} kernels: {spec.num_qo_heads}/{spec.num_kv_heads} "
+        f"heads of {spec.qk_head_dim}, {spec.dtype}, pages of {spec.page_size} {spec.kv_dtype}"
+    )
+    module = tvm.tirx.build(tvm.IRModule(dict(_named_kernels(spec))), target=target)
+    _link(module, path)
+    with path.open("r+b") as file:  # what follows the sections of a library is nobody's
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+    progress(f"compiled in {time.perf_counter() - start:.1f} s")
+
+
+def _named_kernels(spec: KernelSpec) -> Iterator:
+    for name in tir_kernels.BUILDERS:
+        symbol = _SYMBOL.format(name)
+        yield symbol, tir_kernels.build_kernel(name, spec).with_attr("global_symbol", symbol)
+
+
+def _link(module: tvm.runtime.Module, path: Path) -> None:
+    compiler = cc.get_cc()
+    if compiler is None:
+        raise RuntimeError(
+            "cannot link the kernels: no C++ compiler (g++, clang++) on PATH; install one or name "
+            "it in the environment variable CXX"
+        )
+    try:
+        module.export_library(str(path))
+    except OSError as error:
+        raise RuntimeError(f"cannot link the kernels: running {compiler!r} gave {error}") from error
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is as it was written; loading a cut one could crash the process."""
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    """Of the compiler, of this package, and of the sources that decide the code."""
+    try:
+        own = importlib.metadata.version("tvm_pagedkv")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        own = "source"
+    digest = hashlib.sha256()
+    kernels = Path(tir_kernels.__file__).parent
+    for source in [Path(__file__), *sorted(kernels.rglob("*.py"))]:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return tvm.__version__, own, digest.hexdigest()

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a configuration to a cache: build the kernels, spell the configuration as a map, create."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import tvm
+from tvm.target import Target
+
+from .build import KernelSets, build_kernels
+from .config import ROPE_MODES, KVCacheConfig, RopeConfig
+
+
+def create(
+    config: KVCacheConfig,
+    target: Target | str | Mapping | None = None,
+    device: tvm.runtime.Device | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
+):
+    """Compile the kernels of `config`, or load them from the disk, and make a cache.
+
+    Parameters
+    ----------
+    config : KVCacheConfig
+    target : optional
+        None or "native": this machine; or the name of a CPU, or a TVM target.
+    device : optional
+        Where the pages lie; None: the CPU.
+    progress : callable, optional
+        Called with a line of text when something has to be compiled.
+
+    Returns
+    -------
+    KVCache
+    """
+    kernels = build_kernels(config, target, progress)
+    device = tvm.cpu() if device is None else device
+    make = tvm.get_global_func("pagedkv.create")
+    return make(config_map(config, kernels, device), [dict(s) for s in kernels.sets], device)
+
+
+def config_map(config: KVCacheConfig, kernels: KernelSets, device: tvm.runtime.Device) -> dict:
+    """The first argument of the global function ``pagedkv.create``."""
+    mode = _common(config, "mode", lambda rope: rope.mode)
+    described = {
+        "max_num_sequences": config.max_num_sequences,
+        "max_total_tokens": config.max_total_tokens,
+        "prefill_chunk_size": config.prefill_chunk_size,
+        "page_size": config.page_size,
+        "dtype": config.dtype,
+        "kv_dtype": config.kv_dtype,
+        "rope_mode": ROPE_MODES.index(mode),
+        "aux_manager": "auto",
+        "layers": [
+            {
+                "kind": layer.kind,
+                "window": layer.window or 0,
+                "num_qo_heads": layer.num_qo_heads,
+                "num_kv_heads": layer.num_kv_heads,
+                "qk_head_dim": layer.qk_head_dim,
+                "v_head_dim": layer.v_head_dim,
+                "rope_theta": layer.rope.theta,
+                "rope_scale": layer.rope.scale,
+                "kernel_set": kernel_set,
+            }
+            for layer, kernel_set in zip(config.layers, kernels.layer_sets, strict=True)
+        ],
+    }
+    factors = _common(config, "longrope factors", _extension_factors)
+    if factors is not None:
+        values = np.array(factors, dtype=np.float32)
+        described["rope_ext_factors"] = tvm.runtime.tensor(values, device=device)
+    return described
+
+
+def _extension_factors(rope: RopeConfig) -> tuple | None:
+    """longrope: long factors, then short ones, in the order of the kernels' argument."""
+    scaling = rope.scaling_dict
+    if scaling.get("rope_type") != "longrope":
+        return None
+    return (*scaling["long_factor"], *scaling["short_factor"])
+
+
+def _common(config: KVCacheConfig, what: str, of: Callable):
+    """A property of the rotation that all layers must share."""
+    values = {of(layer.rope) for layer in config.layers}
+    if len(values) != 1:
+        raise NotImplementedError(f"layers with different rope {what}")
+    return values.pop()

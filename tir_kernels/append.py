@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from .cpu import rows, simd
+from .cpu import moves, simd
 from .layout import K_PLANE, V_PLANE
 from .rope import CosSin, base_inverse_frequencies
 from .spec import ITEMSIZE, KernelSpec
@@ -28,12 +28,12 @@ def transpose_append(spec: KernelSpec):
     def body(pages_handle, k_handle, v_handle, map_handle) -> None:
         num_rows = T.int64()
         shape = (num_rows, spec.num_kv_heads, spec.qk_head_dim)
-        pages = rows.match_pages(pages_handle, spec)
+        pages = moves.match_pages(pages_handle, spec)
         planes = (
-            (K_PLANE, rows.match(k_handle, shape, spec.dtype)),
-            (V_PLANE, rows.match(v_handle, shape, spec.dtype)),
+            (K_PLANE, moves.match(k_handle, shape, spec.dtype)),
+            (V_PLANE, moves.match(v_handle, shape, spec.dtype)),
         )
-        position_map = rows.match(map_handle, (num_rows,), "int32")
+        position_map = moves.match(map_handle, (num_rows,), "int32")
 
         def append_row(n) -> None:
             slot = simd.index_temp(position_map[n])
@@ -41,9 +41,11 @@ def transpose_append(spec: KernelSpec):
                 where = rows.Slot(slot, spec)
                 for plane, source in planes:
                     with T.serial(spec.num_kv_heads) as h:
-                        rows.copy_row(source, (n, h), pages, where.row(plane, h), spec.target.lanes)
+                        moves.copy_row(
+                            source, (n, h), pages, where.row(plane, h), spec.target.lanes
+                        )
 
-        rows.for_each(num_rows, row_bytes, append_row)
+        moves.for_each(num_rows, row_bytes, append_row)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(pages: T.handle, k: T.handle, v: T.handle, position_map: T.handle):
@@ -65,8 +67,8 @@ def split_rotary(spec: KernelSpec):
         num_rows = T.int64()
         step = _Step(spec, num_rows, qkv_handle, map_handle, q_handle)
         kv_shape = (num_rows, spec.num_kv_heads, spec.qk_head_dim)
-        k = rows.match(k_handle, kv_shape, spec.dtype)
-        v = rows.match(v_handle, kv_shape, spec.dtype)
+        k = moves.match(k_handle, kv_shape, spec.dtype)
+        v = moves.match(v_handle, kv_shape, spec.dtype)
         if spec.rope.kind == "longrope":
             step.match_factors(last)
             # Without a table of sequences the whole call is taken for one.
@@ -81,7 +83,7 @@ def split_rotary(spec: KernelSpec):
             rotation.write_k(lambda h: (k, (n, h)))
             rotation.write_v(lambda h: (v, (n, h)))
 
-        rows.for_each(num_rows, step.row_bytes, split_row)
+        moves.for_each(num_rows, step.row_bytes, split_row)
 
     if spec.rope.kind == "longrope":
 
@@ -125,10 +127,10 @@ def rope_append(spec: KernelSpec):
     def body(handles, apply_rope, factors_handle=None) -> None:
         qkv_handle, indptr_handle, positions_handle, map_handle, q_handle, pages_handle = handles
         num_rows, num_bounds = T.int64(), T.int64()
-        q_indptr = rows.match(indptr_handle, (num_bounds,), "int32")
+        q_indptr = moves.match(indptr_handle, (num_bounds,), "int32")
         step = _Step(spec, num_rows, qkv_handle, positions_handle, q_handle)
-        position_map = rows.match(map_handle, (num_rows,), "int32")
-        pages = rows.match_pages(pages_handle, spec)
+        position_map = moves.match(map_handle, (num_rows,), "int32")
+        pages = moves.match_pages(pages_handle, spec)
         step.apply_rope = apply_rope > 0
         if factors_handle is not None:
             step.match_factors(factors_handle)
@@ -148,7 +150,7 @@ def rope_append(spec: KernelSpec):
                 rotation.write_k(lambda h: (pages, where.row(K_PLANE, h)))
                 rotation.write_v(lambda h: (pages, where.row(V_PLANE, h)))
 
-        rows.for_each(num_rows, step.row_bytes, append_row)
+        moves.for_each(num_rows, step.row_bytes, append_row)
 
     if spec.rope.kind == "longrope":
 
@@ -194,17 +196,17 @@ class _Step:
         num_heads = spec.num_qo_heads + 2 * spec.num_kv_heads
         self.spec = spec
         self.row_bytes = num_heads * spec.qk_head_dim * _copy_bytes(spec)
-        self.qkv = rows.match(qkv_handle, (num_rows, num_heads, spec.qk_head_dim), spec.dtype)
-        self.positions = rows.match(positions_handle, (num_rows,), "int32")
+        self.qkv = moves.match(qkv_handle, (num_rows, num_heads, spec.qk_head_dim), spec.dtype)
+        self.positions = moves.match(positions_handle, (num_rows,), "int32")
         q_shape = (num_rows, spec.num_qo_heads, spec.qk_head_dim)
-        self.q = rows.match(q_handle, q_shape, spec.dtype)
+        self.q = moves.match(q_handle, q_shape, spec.dtype)
         self.apply_rope = None  # None: always
         self.use_long: Callable | None = None
         self.factors = None
 
     def match_factors(self, handle) -> None:
         """longrope: the factors that the caller gives."""
-        self.factors = rows.match(handle, (self.spec.rope.rotary_dim,), simd.F32)
+        self.factors = moves.match(handle, (self.spec.rope.rotary_dim,), simd.F32)
 
     def prepare(self, use_long: Callable) -> None:
         """longrope: ``use_long(n)`` tells whether row n takes the long factors."""
@@ -279,7 +281,7 @@ class _Rotation:
             buffer, row = sink(h)
             source_row = (self.n, first_head + h)
             lanes = self.step.spec.target.lanes
-            rows.copy_row(self.step.qkv, source_row, buffer, row, lanes, begin)
+            moves.copy_row(self.step.qkv, source_row, buffer, row, lanes, begin)
 
     def _rotate(self, num_heads: int, first_head: int, sink: Callable) -> None:
         spec, qkv = self.step.spec, self.step.qkv
@@ -290,7 +292,7 @@ class _Rotation:
                 lambda dim, lanes: simd.load(qkv, (*source_row, dim), lanes),
                 lambda dim, lanes, value: simd.store(buffer, (*row, dim), lanes, value),
             )
-            rows.copy_row(qkv, source_row, buffer, row, spec.target.lanes, spec.rope.rotary_dim)
+            moves.copy_row(qkv, source_row, buffer, row, spec.target.lanes, spec.rope.rotary_dim)
 
 
 def _maximum(values, count):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from .cpu import rows, simd
+from .cpu import moves, simd
 from .spec import ITEMSIZE, KernelSpec
 
 # 2 / ln 2 / (2 k + 1): log2(x) = sum of c_k t^(2 k + 1) with t = (x - 1) / (x + 1). On [1, 2], where
@@ -26,8 +26,8 @@ def merge(spec: KernelSpec):
         num_rows = T.int64()
         states = [
             (
-                rows.match(o, (num_rows, num_heads, head_dim), spec.dtype),
-                rows.match(lse, (num_rows, num_heads), simd.F32),
+                moves.match(o, (num_rows, num_heads, head_dim), spec.dtype),
+                moves.match(lse, (num_rows, num_heads), simd.F32),
             )
             for o, lse in ((o_handle, lse_handle), (o_other_handle, lse_other_handle))
         ]
@@ -49,7 +49,7 @@ def merge(spec: KernelSpec):
                     second = _weighted(o_other, (n, h, dim), w_other, lanes)
                     simd.store(o, (n, h, dim), lanes, first + second)
 
-        rows.for_each(num_rows, row_bytes, merge_row)
+        moves.for_each(num_rows, row_bytes, merge_row)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(o: T.handle, lse: T.handle, o_other: T.handle, lse_other: T.handle):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from .cpu import rows, simd
+from .cpu import moves, simd
 from .layout import K_PLANE, V_PLANE
 from .spec import ITEMSIZE, KernelSpec
 
@@ -23,12 +23,12 @@ def copy_single_page(spec: KernelSpec):
     num_heads = spec.num_kv_heads
 
     def body(pages_handle, source, destination, length) -> None:
-        pages = rows.match_pages(pages_handle, spec)
+        pages = moves.match_pages(pages_handle, spec)
 
         def copy_head(i) -> None:
             plane, h = simd.temp(i // num_heads, 1, "int32"), simd.temp(i % num_heads, 1, "int32")
             with T.serial(length) as offset:
-                rows.copy_row(
+                moves.copy_row(
                     pages,
                     (source, plane, h, offset),
                     pages,
@@ -37,7 +37,7 @@ def copy_single_page(spec: KernelSpec):
                 )
 
         bytes_each = length * _row_bytes(spec)
-        rows.for_each(T.int32(2 * num_heads), bytes_each, copy_head)
+        moves.for_each(T.int32(2 * num_heads), bytes_each, copy_head)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(pages: T.handle, source: T.int64, destination: T.int64, length: T.int64):
@@ -57,11 +57,11 @@ def debug_get_kv(spec: KernelSpec):
     def body(pages_handle, map_handle, k_handle, v_handle, layer) -> None:
         num_rows = T.int64()
         shape = (T.int64(), num_rows, spec.num_kv_heads, spec.qk_head_dim)
-        pages = rows.match_pages(pages_handle, spec)
-        position_map = rows.match(map_handle, (num_rows,), "int32")
+        pages = moves.match_pages(pages_handle, spec)
+        position_map = moves.match(map_handle, (num_rows,), "int32")
         planes = (
-            (K_PLANE, rows.match(k_handle, shape, spec.kv_dtype)),
-            (V_PLANE, rows.match(v_handle, shape, spec.kv_dtype)),
+            (K_PLANE, moves.match(k_handle, shape, spec.kv_dtype)),
+            (V_PLANE, moves.match(v_handle, shape, spec.kv_dtype)),
         )
 
         def read_row(n) -> None:
@@ -70,11 +70,11 @@ def debug_get_kv(spec: KernelSpec):
                 where = rows.Slot(slot, spec)
                 for plane, sink in planes:
                     with T.serial(spec.num_kv_heads) as h:
-                        rows.copy_row(
+                        moves.copy_row(
                             pages, where.row(plane, h), sink, (layer, n, h), spec.target.lanes
                         )
 
-        rows.for_each(num_rows, 2 * spec.num_kv_heads * _row_bytes(spec), read_row)
+        moves.for_each(num_rows, 2 * spec.num_kv_heads * _row_bytes(spec), read_row)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(pages: T.handle, position_map: T.handle, k: T.handle, v: T.handle, layer: T.int64):
@@ -94,9 +94,9 @@ def compact_copy(spec: KernelSpec):
     num_heads = spec.num_kv_heads
 
     def body(pages_handle, indptr_handle, slots_handle, batch_size) -> None:
-        pages = rows.match_pages(pages_handle, spec)
-        indptr = rows.match(indptr_handle, (T.cast(batch_size, "int64") + 1,), "int32")
-        slots = rows.match(slots_handle, (2, T.int64()), "int32")
+        pages = moves.match_pages(pages_handle, spec)
+        indptr = moves.match(indptr_handle, (T.cast(batch_size, "int64") + 1,), "int32")
+        slots = moves.match(slots_handle, (2, T.int64()), "int32")
         begin, end = simd.index_temp(indptr[0]), simd.index_temp(indptr[batch_size])
         count = simd.index_temp(end - begin)
 
@@ -105,7 +105,7 @@ def compact_copy(spec: KernelSpec):
             with T.serial(count) as c:
                 source = rows.Slot(slots[0, begin + c], spec)
                 destination = rows.Slot(slots[1, begin + c], spec)
-                rows.copy_row(
+                moves.copy_row(
                     pages,
                     source.row(plane, h),
                     pages,
@@ -114,7 +114,7 @@ def compact_copy(spec: KernelSpec):
                 )
 
         bytes_each = T.cast(count, "int64") * _row_bytes(spec)
-        rows.for_each(T.int32(2 * num_heads), bytes_each, copy_head)
+        moves.for_each(T.int32(2 * num_heads), bytes_each, copy_head)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(

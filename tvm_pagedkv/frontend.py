@@ -120,7 +120,9 @@ class PagedKVCache(_PagedKVCacheBase):
             ),
             layers=[LayerSpec(kind=kind) for kind in kinds],
         )
-        kernels = _Kernels(_kernel_spec(config, target), "tirx" if runtime == "stock" else "pagedkv")
+        kernels = _Kernels(
+            _kernel_spec(config, target), "tirx" if runtime == "stock" else "pagedkv"
+        )
         capacities = [
             max_batch_size,
             max_total_seq_len,

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the K and V rows of one sequence and one KV head lie: in pages, or in ragged arrays.
+
+The attention skeletons see tiles of consecutive positions only. A tile may start or end beyond
+the sequence: its rows are then some other row of that sequence, for the mask to hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from ..layout import K_PLANE, V_PLANE, row_index, slot_offset, slot_page
+from ..spec import ITEMSIZE, KernelSpec
+from .simd import index_temp, load, prefetch, temp
+
+
+def as_int64(value):
+    """Row numbers times row sizes may exceed 32 bits."""
+    return T.cast(value, "int64")
+
+
+class Tile:
+    """Some consecutive positions: `k` and `v` give ``(buffer, index)`` of an element."""
+
+    def __init__(self, k: Callable, v: Callable):
+        self.k, self.v = k, v
+
+    def load_k(self, row, column, lanes: int):
+        """`lanes` columns of K as float32."""
+        return load(*self.k(row, column), lanes)
+
+    def load_v(self, row, column, lanes: int):
+        """`lanes` columns of V as float32."""
+        return load(*self.v(row, column), lanes)
+
+    def prefetch_k(self, row, column) -> None:
+        """Ask for the cache line of K."""
+        prefetch(*self.k(row, column))
+
+    def prefetch_v(self, row, column) -> None:
+        """Ask for the cache line of V."""
+        prefetch(*self.v(row, column))
+
+
+class PagedRows:
+    """The rows that a page table gives a sequence.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    pages : Buffer ``[P, 2, Hk, page, D]``
+    values : int32 Buffer, the page table of the batch.
+    first_entry, last_entry : int32
+        Entries of the sequence's first and last page in `values`.
+    head : int32
+        The KV head.
+    slot_of : callable, optional
+        Maps a position to its slot in the sequence; None where they are the same.
+    """
+
+    def __init__(
+        self, spec: KernelSpec, pages, values, first_entry, last_entry, *, head, slot_of=None
+    ):
+        self.spec, self.pages, self.values = spec, pages, values
+        self.first_entry, self.last_entry = first_entry, last_entry
+        self.head, self.slot_of = head, slot_of
+
+    @property
+    def run(self) -> int:
+        """Aligned positions that share a page."""
+        return 1 if self.slot_of else self.spec.page_size
+
+    def tile(self, position, count: int) -> Tile:
+        """`count` positions, a power of two; `position` is aligned to ``min(count, run)``."""
+        run = min(self.run, count)
+        locations = [self._locate(position + i) for i in range(0, count, run)]
+
+        def element(plane, row, column):
+            page, offset = locations[row // run if len(locations) > 1 else 0]
+            within = row % run if len(locations) > 1 else row
+            return self.pages, row_index(page, plane, self.head, offset + within, column)
+
+        return Tile(
+            lambda row, column: element(K_PLANE, row, column),
+            lambda row, column: element(V_PLANE, row, column),
+        )
+
+    def _locate(self, position):
+        slot = self.slot_of(position) if self.slot_of else position
+        page_size = self.spec.page_size
+        entry = T.min(self.first_entry + slot_page(slot, page_size), self.last_entry)
+        page = temp(as_int64(self.values[entry]), 1, "int64")
+        # A run of a whole page starts at its slot 0.
+        whole = not self.slot_of and page_size == 1
+        return page, 0 if whole else index_temp(slot_offset(slot, page_size))
+
+
+class RaggedRows:
+    """Rows of ragged K and V.
+
+    Parameters
+    ----------
+    k, v : Buffers ``[S, Hk, Dqk]`` and ``[S, Hk, Dv]``
+    first_row, last_row : int32
+        The sequence's first and last row.
+    head : int32
+        The KV head.
+    """
+
+    def __init__(self, k, v, first_row, last_row, *, head):
+        self.k, self.v, self.head = k, v, head
+        self.first_row, self.last_row = first_row, last_row
+
+    def tile(self, position, count: int) -> Tile:
+        """`count` positions from `position`."""
+        rows = [
+            temp(as_int64(T.min(self.first_row + position + i, self.last_row)), 1, "int64")
+            for i in range(count)
+        ]
+        return Tile(
+            lambda row, column: (self.k, (rows[row], self.head, column)),
+            lambda row, column: (self.v, (rows[row], self.head, column)),
+        )
+
+
+def prefetch_distance(spec: KernelSpec, run: int) -> int:
+    """Rows to prefetch ahead: 8 KB of K, a power of two from `run` to 64."""
+    row_bytes = spec.qk_head_dim * ITEMSIZE[spec.kv_dtype]
+    rows = 1 << max(0, (8192 // row_bytes).bit_length() - 1)
+    return max(run, min(rows, 64))

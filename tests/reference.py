@@ -137,7 +137,7 @@ def rotate(
 
 
 def causal_mask(num_rows: int, kv_len: int) -> np.ndarray:
-    """``[num_rows, kv_len]``: row r, the last but ``num_rows - 1 - r``, sees what came before it."""
+    """``[num_rows, kv_len]``: the rows are the last positions; each sees itself and the past."""
     return np.arange(kv_len)[None, :] < kv_len - num_rows + np.arange(num_rows)[:, None] + 1
 
 

@@ -38,7 +38,7 @@ def transpose_append(spec: KernelSpec):
         def append_row(n) -> None:
             slot = simd.index_temp(position_map[n])
             with T.If(slot >= 0), T.Then():
-                where = rows.Slot(slot, spec)
+                where = moves.Slot(slot, spec)
                 for plane, source in planes:
                     with T.serial(spec.num_kv_heads) as h:
                         moves.copy_row(
@@ -146,7 +146,7 @@ def rope_append(spec: KernelSpec):
             rotation.write_q()
             slot = simd.index_temp(position_map[n])
             with T.If(slot >= 0), T.Then():
-                where = rows.Slot(slot, spec)
+                where = moves.Slot(slot, spec)
                 rotation.write_k(lambda h: (pages, where.row(K_PLANE, h)))
                 rotation.write_v(lambda h: (pages, where.row(V_PLANE, h)))
 

@@ -67,7 +67,7 @@ def debug_get_kv(spec: KernelSpec):
         def read_row(n) -> None:
             slot = simd.index_temp(position_map[n])
             with T.If(slot >= 0), T.Then():
-                where = rows.Slot(slot, spec)
+                where = moves.Slot(slot, spec)
                 for plane, sink in planes:
                     with T.serial(spec.num_kv_heads) as h:
                         moves.copy_row(
@@ -103,8 +103,8 @@ def compact_copy(spec: KernelSpec):
         def copy_head(i) -> None:
             plane, h = simd.temp(i // num_heads, 1, "int32"), simd.temp(i % num_heads, 1, "int32")
             with T.serial(count) as c:
-                source = rows.Slot(slots[0, begin + c], spec)
-                destination = rows.Slot(slots[1, begin + c], spec)
+                source = moves.Slot(slots[0, begin + c], spec)
+                destination = moves.Slot(slots[1, begin + c], spec)
                 moves.copy_row(
                     pages,
                     source.row(plane, h),

@@ -34,7 +34,9 @@ class VectorTarget:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding as a kernel sees it; the pair of dimension ``i`` is ``i + rotary_dim // 2``.
+    """Rotary position embedding as a kernel sees it.
+
+    The pair of dimension ``i`` is ``i + rotary_dim // 2``.
 
     Parameters
     ----------
@@ -75,8 +77,6 @@ class KernelSpec:
         Slots of a page: a power of two from 1 to 256.
     rope : RopeSpec
         The rotation of `split_rotary`, `rope_append` and of attention with ``rotary_mode`` 1.
-    num_layers : int
-        Leading dimension of the arrays of `debug_get_kv`.
     target : VectorTarget
         CPU traits.
     """
@@ -89,7 +89,6 @@ class KernelSpec:
     kv_dtype: str = "float32"
     page_size: int = 16
     rope: RopeSpec = field(default_factory=RopeSpec)
-    num_layers: int = 1
     target: VectorTarget = field(default_factory=VectorTarget)
 
     @property

@@ -10,8 +10,11 @@ _library.load()
 import tvm_ffi  # noqa: E402
 
 from ._library import CacheFullError  # noqa: E402
+from .build import build_kernels as build  # noqa: E402
 from .cache import KVCache  # noqa: E402
 from .config import KVCacheConfig, LayerSpec, RopeConfig  # noqa: E402
+from .create import create  # noqa: E402
+from .frontend import PagedKVCache  # noqa: E402
 
 
 def use_stock_runtime() -> None:
@@ -30,7 +33,10 @@ __all__ = [
     "KVCache",
     "KVCacheConfig",
     "LayerSpec",
+    "PagedKVCache",
     "RopeConfig",
+    "build",
+    "create",
     "use_pagedkv_runtime",
     "use_stock_runtime",
 ]

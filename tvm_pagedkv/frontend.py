@@ -12,9 +12,9 @@ from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as _PagedKVCacheBase
 from tvm.target import Target
 
 from tir_kernels import build_kernel
-from tir_kernels.spec import KernelSpec, RopeSpec
+from tir_kernels.spec import KernelSpec
 
-from .build import vector_target
+from .build import kernel_spec
 from .config import KVCacheConfig, LayerSpec, RopeConfig
 
 _RUNTIMES = ("pagedkv", "stock")
@@ -121,7 +121,8 @@ class PagedKVCache(_PagedKVCacheBase):
             layers=[LayerSpec(kind=kind) for kind in kinds],
         )
         kernels = _Kernels(
-            _kernel_spec(config, target), "tirx" if runtime == "stock" else "pagedkv"
+            kernel_spec(config, config.layers[0], target),
+            "tirx" if runtime == "stock" else "pagedkv",
         )
         capacities = [
             max_batch_size,
@@ -156,7 +157,7 @@ class PagedKVCache(_PagedKVCacheBase):
 
 
 class _Kernels:
-    """Adds kernels to the module under construction and lists them as the constructor takes them."""
+    """Adds kernels to the module under construction and lists them for the constructor."""
 
     def __init__(self, spec: KernelSpec, tag: str):
         self.spec, self.tag = spec, tag
@@ -221,19 +222,3 @@ def _with_placeholder_factors(rope_scaling: dict[str, Any] | None, rotary_dim: i
         for key in ("short_factor", "long_factor"):
             scaling.setdefault(key, (1.0,) * (rotary_dim // 2))
     return scaling
-
-
-def _kernel_spec(config: KVCacheConfig, target: Target) -> KernelSpec:
-    rope = config.rope
-    return KernelSpec(
-        num_qo_heads=config.num_qo_heads,
-        num_kv_heads=config.num_kv_heads,
-        qk_head_dim=config.qk_head_dim,
-        v_head_dim=config.v_head_dim,
-        dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
-        page_size=config.page_size,
-        rope=RopeSpec(rope.theta, rope.scale, rope.rotary_dim or config.qk_head_dim, rope.scaling),
-        num_layers=config.num_layers,
-        target=vector_target(target),
-    )

@@ -157,15 +157,19 @@ class Segment:
                 if c.start % line == 0:
                     for t in step:
                         ahead.prefetch_k(t, start + c.start)
-                q = [temp(load(self.q, (first_row + r, start + c.start), c.lanes), c.lanes)
-                     for r in rows]
+                q = [
+                    temp(load(self.q, (first_row + r, start + c.start), c.lanes), c.lanes)
+                    for r in rows
+                ]
                 for t in step:
                     k = temp(tile.load_k(t, start + c.start, c.lanes), c.lanes)
                     for r in rows:
                         if c.lanes == lanes:
                             total[r][t].fma(q[r], k)
                         else:
-                            total[r][t].set(total[r][t].get() + widen(temp(q[r] * k, c.lanes), c.lanes))
+                            total[r][t].set(
+                                total[r][t].get() + widen(temp(q[r] * k, c.lanes), c.lanes)
+                            )
 
         for_columns(spec.qk_head_dim, lanes, max(1, line // lanes), multiply)
         at_once = max(1, lanes // len(step))
@@ -184,8 +188,12 @@ class Segment:
             for c in chunks(BLOCK, lanes):
                 seen = T.ramp(c.start, 1, lanes) < broadcast(count, lanes)
                 score = load(self.weights, (row, c.start), lanes)
-                store(self.weights, (row, c.start), lanes,
-                      T.Select(seen, score, constant(HIDDEN, lanes)))
+                store(
+                    self.weights,
+                    (row, c.start),
+                    lanes,
+                    T.Select(seen, score, constant(HIDDEN, lanes)),
+                )
 
     def attend(self, rows: PagedRows, first, count, block, first_row) -> None:
         """Take a block of positions into the sums of a set of rows."""
@@ -215,7 +223,8 @@ class Segment:
                     init=load(self.o, (first_row + r, start + c.start), c.lanes)
                     * broadcast(self.state.decay[r], c.lanes),
                 )
-                for r in group for c in parts
+                for r in group
+                for c in parts
             }
             with T.serial((count + run - 1) // run) as i:
                 position = index_temp(first + i * run)
@@ -253,8 +262,9 @@ class Partials:
         """Keep the state of a segment."""
         with T.serial(self.spec.group_size) as row:
             for c in chunks(self.spec.v_head_dim, segment.lanes):
-                store(self.o, (slot, row, c.start), c.lanes,
-                      load(segment.o, (row, c.start), c.lanes))
+                store(
+                    self.o, (slot, row, c.start), c.lanes, load(segment.o, (row, c.start), c.lanes)
+                )
             state = segment.row_state(row)
             T.buffer_store(self.top, segment.state.top[state], [slot, row])
             T.buffer_store(self.total, segment.state.total[state], [slot, row])
@@ -359,18 +369,26 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
             last_page = index_temp(T.min(num_pages, first_page + end - current.get()))
             kv_len = a.lengths.kv_len(b, num_pages)
             rows = PagedRows(
-                spec, a.pages, a.page_values, first_entry, first_entry + num_pages - 1,
-                head=head, slot_of=a.lengths.slot_of,
+                spec,
+                a.pages,
+                a.page_values,
+                first_entry,
+                first_entry + num_pages - 1,
+                head=head,
+                slot_of=a.lengths.slot_of,
             )
             factor = temp(a.sm_scale * T.float32(LOG2E))
             segment.start(
-                lambda row, column, lanes: load(a.q, (b, head * spec.group_size + row, column), lanes)
-                * broadcast(factor, lanes)
+                lambda row, column, lanes: (
+                    load(a.q, (b, head * spec.group_size + row, column), lanes)
+                    * broadcast(factor, lanes)
+                )
             )
             page = spec.page_size
             segment.run(
                 rows,
-                index_temp(first_page * page), index_temp(T.min(last_page * page, kv_len)),
+                index_temp(first_page * page),
+                index_temp(T.min(last_page * page, kv_len)),
             )
             with T.If(last_page - first_page == num_pages):
                 with T.Then():

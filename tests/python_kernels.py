@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels in NumPy, called back from the runtime object, to test it apart from the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+
+import tvm_pagedkv as pkv
+
+from . import reference
+
+
+def view(tensor: tvm_ffi.Tensor) -> np.ndarray:
+    """A NumPy array on the memory of a tensor."""
+    return np.from_dlpack(tensor)
+
+
+def _rope(theta: float, dim: int, scale: float = 1.0) -> reference.Rope:
+    return reference.Rope(theta=theta, scale=scale, rotary_dim=dim)
+
+
+def _inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets):
+    if not rotary_mode:
+        return None
+    return _rope(rope_theta, dim, rope_scale), view(q_positions), view(k_offsets)
+
+
+def transpose_append(pages, k, v, position_map):
+    pages = view(pages)
+    pages[...] = reference.append(pages, view(k), view(v), view(position_map))
+
+
+def split_rotary(qkv, positions, q, k, v, apply_rope):
+    qkv, positions = view(qkv), view(positions)
+    q, k, v = view(q), view(k), view(v)
+    num_qo_heads, num_kv_heads = q.shape[1], k.shape[1]
+    rotate = (
+        (lambda x: reference.rotate(x, positions, _rope(1e4, x.shape[2])))
+        if apply_rope
+        else (lambda x: x)
+    )
+    q[...] = rotate(qkv[:, :num_qo_heads])
+    k[...] = rotate(qkv[:, num_qo_heads : num_qo_heads + num_kv_heads])
+    v[...] = qkv[:, num_qo_heads + num_kv_heads :]
+
+
+def rope_append(qkv, q_indptr, positions, position_map, q, pages, apply_rope):
+    qkv = view(qkv)
+    num_qo_heads, num_kv_heads = view(q).shape[1], view(pages).shape[2]
+    k = tvm.runtime.tensor(qkv[:, num_qo_heads : num_qo_heads + num_kv_heads].copy())
+    v = tvm.runtime.tensor(qkv[:, num_qo_heads + num_kv_heads :].copy())
+    assert view(q_indptr)[-1] == len(qkv)
+    split_rotary(tvm.runtime.tensor(qkv.copy()), positions, q, k, v, apply_rope)
+    transpose_append(pages, k, v, position_map)
+
+
+def prefill(
+    q, q_indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
+    causal, rotary_mode, rope_scale, rope_theta, sm_scale,
+):  # fmt: skip
+    dim = view(q).shape[2]
+    view(o)[...], view(lse)[...] = reference.paged_attention(
+        view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values),
+        view(length_info), sm_scale, causal=bool(causal),
+        inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
+    )  # fmt: skip
+
+
+def decode(
+    q, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
+    rotary_mode, rope_scale, rope_theta, sm_scale,
+):  # fmt: skip
+    indptr = tvm.runtime.tensor(np.arange(len(view(q)) + 1, dtype="int32"))
+    prefill(
+        q, indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
+        0, rotary_mode, rope_scale, rope_theta, sm_scale,
+    )  # fmt: skip
+
+
+def prefill_ragged(
+    q, q_indptr, k, v, kv_indptr, q_positions, k_offsets, o, lse,
+    causal, rotary_mode, rope_scale, rope_theta, sm_scale,
+):  # fmt: skip
+    dim = view(q).shape[2]
+    view(o)[...], view(lse)[...] = reference.ragged_attention(
+        view(q), view(q_indptr), view(k), view(v), view(kv_indptr), sm_scale,
+        causal=bool(causal),
+        inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
+    )  # fmt: skip
+
+
+def merge(o, lse, o_other, lse_other):
+    o, lse = view(o), view(lse)
+    o[...], lse[...] = reference.merge(o, lse, view(o_other), view(lse_other))
+
+
+def copy_single_page(pages, source, destination, length):
+    pages = view(pages)
+    pages[destination, :, :, :length] = pages[source, :, :, :length]
+
+
+KERNELS: dict[str, Callable] = {
+    "transpose_append": transpose_append,
+    "split_rotary": split_rotary,
+    "prefill": prefill,
+    "decode": decode,
+    "prefill_ragged": prefill_ragged,
+    "merge": merge,
+    "copy_single_page": copy_single_page,
+}
+
+LAYER = {"kind": "mha", "num_qo_heads": 4, "num_kv_heads": 2, "qk_head_dim": 8}
+
+
+def make_config(num_layers: int = 2, layers: list | None = None, **fields: Any) -> dict[str, Any]:
+    """Named fields of a small cache: 16 pages of 4 slots unless told otherwise."""
+    small = {
+        "max_num_sequences": 8,
+        "max_total_tokens": 64,
+        "prefill_chunk_size": 32,
+        "page_size": 4,
+        "dtype": "float32",
+        "rope_mode": 0,
+    }
+    return {**small, **fields, "layers": [LAYER] * num_layers if layers is None else layers}
+
+
+def make_cache(kernels: Any = None, **fields: Any) -> pkv.KVCache:
+    """A cache over the NumPy kernels; `kernels` replaces or adds some of them."""
+    create = tvm_ffi.get_global_func("pagedkv.create")
+    if not isinstance(kernels, list):
+        kernels = {**KERNELS, **(kernels or {})}
+    return create(make_config(**fields), kernels, tvm.cpu())
+
+
+def poison(cache: pkv.KVCache) -> None:
+    """NaN into every free page and every slot that is not in use."""
+    tvm_ffi.get_global_func("pagedkv.poison_free_pages")(cache)
+
+
+def shuffle(cache: pkv.KVCache, seed: int) -> None:
+    """Hand out the free pages in a random order."""
+    tvm_ffi.get_global_func("pagedkv.shuffle_free_pages")(cache, seed)
+
+
+def snapshot(cache: pkv.KVCache, seq_ids) -> dict[str, Any]:
+    """All that a failed call must leave alone."""
+    num_groups = len(cache.stats()["groups"])
+    state: dict[str, Any] = {"stats": cache.stats(), "in_forward": cache.is_in_forward()}
+    for seq_id in seq_ids:
+        tables = [cache.page_table(seq_id, group) for group in range(num_groups)]
+        rows = [x.numpy().tobytes() for x in cache.debug_get_kv(seq_id)] if num_groups == 1 else []
+        state[seq_id] = cache.sequence_length(seq_id), tables, rows
+    return state

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step: append and attend, forks, self and cross attention, groups, and failing copies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm_ffi
+
+import tvm_pagedkv as pkv
+
+from . import python_kernels, reference
+from .python_kernels import KERNELS, LAYER, make_cache, poison, shuffle, snapshot
+
+NUM_LAYERS, HEADS, DIM = 2, 4 + 2 * 2, 8
+ROPE = reference.Rope(rotary_dim=DIM)
+MODES = {"none": 0, "normal": 1, "inline": 2}
+
+
+class Pair:
+    """A cache and its reference, driven alike."""
+
+    def __init__(self, cache: pkv.KVCache, mode: str = "none", dtype: str = "float32", seed=0):
+        self.cache, self.dtype = cache, dtype
+        self.expected = reference.ReferenceCache(NUM_LAYERS, np.dtype(dtype), ROPE, mode)
+        self.rng = np.random.default_rng(seed)
+
+    def add(self, *seq_ids: int) -> None:
+        for seq_id in seq_ids:
+            self.cache.add_sequence(seq_id)
+            self.expected.add_sequence(seq_id)
+
+    def fork(self, parent: int, child: int, position: int = -1) -> None:
+        self.cache.fork_sequence(parent, child, position)
+        self.expected.fork_sequence(parent, child, position)
+
+    def step(self, seq_ids: list[int], lengths: list[int]) -> None:
+        with self.cache.forward(seq_ids, lengths):
+            for layer in range(NUM_LAYERS):
+                qkv = self.rng.standard_normal((sum(lengths), HEADS, DIM)).astype(self.dtype)
+                out = self.cache.attention(layer, qkv).numpy()
+                o, _ = self.expected.attention(layer, seq_ids, lengths, qkv, 2, DIM**-0.5)
+                reference.assert_close(out, o, self.dtype, f"layer {layer} of {seq_ids}")
+        self.cache.check_integrity()
+
+    def check_rows(self) -> None:
+        for seq_id in self.expected.sequences:
+            k, v = (x.numpy() for x in self.cache.debug_get_kv(seq_id))
+            for layer in range(NUM_LAYERS):
+                rows = self.expected.kv(seq_id, layer)
+                if rows is not None:
+                    reference.assert_close(k[layer], rows[0], self.dtype, f"K of {seq_id}")
+                    reference.assert_close(v[layer], rows[1], self.dtype, f"V of {seq_id}")
+
+
+@pytest.mark.parametrize("aux_manager", ["merged", "plain", "auto"])
+@pytest.mark.parametrize("mode", list(MODES))
+def test_steps_agree_with_the_reference(mode, aux_manager):
+    cache = make_cache(rope_mode=MODES[mode], aux_manager=aux_manager)
+    pair = Pair(cache, mode)
+    shuffle(cache, 3)
+    pair.add(0, 1, 2)
+    pair.step([0, 1], [5, 9])
+    poison(cache)
+    pair.step([1, 2, 0], [1, 7, 3])
+    pair.step([2, 0, 1], [1, 1, 1])
+    poison(cache)
+    pair.step([0], [1])
+    pair.check_rows()
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_page_sizes(page_size):
+    pair = Pair(make_cache(page_size=page_size))
+    pair.add(0, 1)
+    pair.step([0, 1], [3, 17])
+    pair.fork(1, 2, 5)
+    pair.step([2, 0], [4, 1])
+    pair.step([0, 1, 2], [1, 1, 1])
+    pair.check_rows()
+
+
+def test_rope_append_takes_the_place_of_split_and_append():
+    def fail(*args):
+        raise AssertionError("not needed")
+
+    kernels = {"rope_append": python_kernels.rope_append, "split_rotary": fail}
+    pair = Pair(make_cache(kernels, rope_mode=1), "normal")
+    pair.add(0, 1)
+    pair.step([0, 1], [5, 3])
+    pair.step([0, 1], [1, 1])
+    pair.check_rows()
+
+
+def test_half_precision_pages():
+    pair = Pair(make_cache(dtype="float16"), dtype="float16")
+    pair.add(0)
+    pair.step([0], [9])
+    pair.step([0], [1])
+    pair.check_rows()
+
+
+def test_pages_of_another_type_than_the_step():
+    cache = make_cache(kv_dtype="float16")
+    cache.add_sequence(0)
+    with cache.forward([0], [3]):
+        cache.attention(0, np.ones((3, HEADS, DIM), "float32"))
+    assert str(cache.debug_get_kv(0)[0].dtype) == "float16"
+
+
+def test_forks_share_pages_and_copy_before_a_write():
+    pair = Pair(make_cache())
+    pair.add(0)
+    pair.step([0], [10])
+    poison(pair.cache)
+    pair.fork(0, 1)
+    pair.fork(1, 2, 6)
+    pair.fork(2, 3, 0)
+    stats = pair.cache.stats()
+    assert (stats["num_used_pages"], stats["num_shared_pages"]) == (3, 3)
+    pair.step([2], [1])  # copies page 1 with 2 rows
+    pair.step([0, 1], [1, 3])  # one of them copies the last page, the other keeps it
+    assert pair.cache.stats()["cow_page_copies"] == 2
+    assert pair.cache.page_table(0)[:2] == pair.cache.page_table(1)[:2]
+    pair.step([3], [2])
+    pair.check_rows()
+    for seq_id in (0, 2, 1, 3):
+        pair.check_rows()
+        pair.cache.remove_sequence(seq_id)
+        pair.expected.remove_sequence(seq_id)
+        pair.cache.check_integrity()
+    assert pair.cache.num_available_pages() == 16
+
+
+def test_deep_forks():
+    pair = Pair(make_cache(max_num_sequences=40, max_total_tokens=512))
+    pair.add(0)
+    pair.step([0], [7])
+    for depth in range(30):
+        pair.fork(depth, depth + 1)
+        pair.step([depth + 1], [1])
+    pair.check_rows()
+    pair.step([0, 15, 30], [1, 2, 1])
+    pair.check_rows()
+
+
+def test_page_tables_larger_than_the_pool():
+    # 12 forks of 8 pages: 96 entries of a pool of 24 pages, so the merged buffer must grow.
+    pair = Pair(make_cache(max_num_sequences=16, max_total_tokens=96))
+    pair.add(0)
+    pair.step([0], [32])
+    before = pair.cache.stats()["aux_bytes"]
+    for child in range(1, 13):
+        pair.fork(0, child)
+    pair.step(list(range(13)), [1] * 13)
+    stats = pair.cache.stats()
+    assert stats["aux_bytes"] > before
+    parts = stats["page_pool_bytes"] + stats["workspace_bytes"] + stats["aux_bytes"]
+    assert stats["allocated_bytes"] == parts
+    pair.step(list(range(13)), [1] * 13)
+
+
+@pytest.mark.parametrize("num_calls_before", [0, 1, 3])
+def test_a_copy_that_fails_changes_nothing(num_calls_before):
+    calls = []
+
+    def copy(*args):
+        if len(calls) == num_calls_before:
+            raise RuntimeError("out of ink")
+        calls.append(args)
+        KERNELS["copy_single_page"](*args)
+
+    cache = make_cache({"copy_single_page": copy})
+    pair = Pair(cache)
+    pair.add(0)
+    pair.step([0], [6])
+    pair.fork(0, 1)
+    pair.fork(0, 2, 5)
+    before = snapshot(cache, [0, 1, 2])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of ink"):
+            cache.begin_forward([1, 2], [3, 1])
+        assert snapshot(cache, [0, 1, 2]) == before
+        cache.check_integrity()
+    rows = np.ones((NUM_LAYERS, 3, 2, DIM), "float32")
+    with pytest.raises(RuntimeError, match="out of ink"):
+        cache.debug_set_kv(1, 0, rows, rows)
+    assert snapshot(cache, [0, 1, 2]) == before
+    calls.extend([None] * 100)
+    pair.step([1, 2], [3, 1])
+    pair.check_rows()
+
+
+def test_a_kernel_that_calls_back_finds_the_cache_busy():
+    cache = None
+
+    def copy(*args):
+        cache.remove_sequence(0)
+
+    cache = make_cache({"copy_single_page": copy})
+    pair = Pair(cache)
+    pair.add(0)
+    pair.step([0], [6])
+    pair.fork(0, 1)
+    with pytest.raises(ValueError, match="within a step"):
+        cache.begin_forward([1], [1])
+    cache.check_integrity()
+    assert not cache.is_in_forward()
+
+
+@pytest.mark.parametrize("mode", ["none", "inline"])
+def test_self_and_cross_attention_merge_to_the_whole(mode):
+    pair = Pair(make_cache(rope_mode=MODES[mode]), mode)
+    pair.add(0, 1, 2)
+    pair.step([0, 1], [9, 4])
+    poison(pair.cache)
+    for seq_ids, lengths in (([1, 2, 0], [3, 2, 1]), ([0, 1], [1, 1])):
+        qkv = pair.rng.standard_normal((sum(lengths), HEADS, DIM)).astype("float32")
+        o, lse = pair.expected.attention(0, seq_ids, lengths, qkv, 2, DIM**-0.5)
+        cache = pair.cache
+        with cache.forward(seq_ids, lengths):
+            self_o, self_lse = cache.self_attention(0, qkv[:, :4], qkv[:, 4:6], qkv[:, 6:])
+            cross_o, cross_lse = cache.cross_attention(0, qkv[:, :4])
+            again, _ = cache.cross_attention(0, qkv[:, :4])
+            np.testing.assert_array_equal(again.numpy(), cross_o.numpy())
+            merged = cache.merge_attention(self_o, self_lse, cross_o, cross_lse)
+            assert merged[0].same_as(self_o) and merged[1].same_as(self_lse)
+            reference.assert_close(self_o.numpy(), o, "float32", "o")
+            reference.assert_close(self_lse.numpy(), lse, "float32", "lse")
+            if 2 in seq_ids:
+                assert (cross_o.numpy()[3:5] == 0).all()
+                assert np.isneginf(cross_lse.numpy()[3:5]).all()
+        for seq_id, n in zip(seq_ids, lengths, strict=True):  # nothing was appended: undo the step
+            cache.pop_n(seq_id, n)
+            pair.expected.sequences[seq_id][0] = tuple(
+                x[:-n] for x in pair.expected.sequences[seq_id][0]
+            )
+        cache.check_integrity()
+
+
+def test_layers_of_different_shapes_have_groups():
+    small = {**LAYER, "num_qo_heads": 2, "num_kv_heads": 1, "qk_head_dim": 16}
+    cache = make_cache(layers=[LAYER, small, LAYER])
+    stats = cache.stats()
+    assert [group["num_layers"] for group in stats["groups"]] == [2, 1]
+    assert stats["num_pages"] == 2 * 16
+    expected = [
+        reference.ReferenceCache(1, np.dtype("float32")),
+        reference.ReferenceCache(1, np.dtype("float32")),
+    ]
+    rng = np.random.default_rng(0)
+    cache.add_sequence(0)
+    for each in expected:
+        each.add_sequence(0)
+    for seq_ids, lengths in (([0], [6]), ([0, 1], [1, 2])):
+        with cache.forward(seq_ids, lengths):
+            for group, layer in ((0, 2), (1, 1)):
+                spec = cache.description["layers"][layer]
+                heads = spec["num_qo_heads"] + 2 * spec["num_kv_heads"]
+                dim = spec["qk_head_dim"]
+                qkv = rng.standard_normal((sum(lengths), heads, dim)).astype("float32")
+                out = cache.attention(layer, qkv).numpy()
+                o, _ = expected[group].attention(
+                    0, seq_ids, lengths, qkv, spec["num_kv_heads"], dim**-0.5
+                )
+                reference.assert_close(out, o, "float32", f"layer {layer}")
+        if not cache.stats()["num_shared_pages"]:
+            cache.fork_sequence(0, 1)
+            for each in expected:
+                each.fork_sequence(0, 1)
+    assert cache.stats()["cow_page_copies"] == 2
+    assert len(cache.page_table(0, 1)) == 2
+    cache.check_integrity()
+    with pytest.raises(ValueError, match="differ in their heads"):
+        cache.debug_get_kv(0)
+
+
+def test_kernel_sets_by_layer():
+    used = []
+
+    def named(name):
+        def decode(*args):
+            used.append(name)
+            KERNELS["decode"](*args)
+
+        return {**KERNELS, "decode": decode}
+
+    cache = make_cache(
+        [named("a"), named("b")], layers=[{**LAYER, "kernel_set": 1}, {**LAYER, "kernel_set": 0}]
+    )
+    assert len(cache.stats()["groups"]) == 1
+    cache.add_sequence(0)
+    with cache.forward([0], [1]):
+        for layer in range(2):
+            cache.attention(layer, np.ones((1, HEADS, DIM), "float32"))
+    assert used == ["b", "a"]
+
+
+def test_longrope_factors_reach_the_kernels():
+    seen = []
+
+    def split_rotary(qkv, positions, q, k, v, factors):
+        seen.append(factors)
+        python_kernels.split_rotary(qkv, positions, q, k, v, 0)
+
+    factors = tvm_ffi.from_dlpack(np.ones(DIM, "float32"))
+    cache = make_cache({"split_rotary": split_rotary}, rope_mode=1, rope_ext_factors=factors)
+    cache.add_sequence(0)
+    with cache.forward([0], [2]):
+        cache.attention(0, np.ones((2, HEADS, DIM), "float32"))
+    assert seen[0].same_as(factors)
+
+
+def test_query_positions():
+    cache = make_cache()
+    cache.add_sequence(0)
+    cache.add_sequence(1)
+    with cache.forward([1, 0], [2, 3]):
+        first = cache.query_positions()
+        assert str(first.dtype) == "int32"
+        assert first.numpy().tolist() == [0, 1, 0, 1, 2]
+    with cache.forward([0, 1], [1, 1]):
+        assert cache.query_positions().numpy().tolist() == [3, 2]
+    assert tuple(first.shape) == (5,)

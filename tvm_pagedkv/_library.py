@@ -49,6 +49,7 @@ def load() -> None:
     import tvm_ffi
 
     tvm_ffi.register_error("CacheFullError", CacheFullError)
+    tvm_ffi.register_error("NotImplementedError", NotImplementedError)
     try:
         tvm_ffi.libinfo.load_lib_module(
             "tvm-pagedkv", "tvm_pagedkv", extra_lib_paths=[Path(__file__).parent]

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong calls raise errors of the right kind that name what was wrong, and change nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm_ffi import Shape
+
+import tvm_pagedkv as pkv
+
+from .python_kernels import KERNELS, LAYER, make_cache, make_config, snapshot
+
+HEADS, DIM = 8, 8
+STATE, CACHE = "vm.builtin.kv_state_", "vm.builtin.attention_kv_cache_"
+
+
+def _call(name: str, *args):
+    return tvm_ffi.get_global_func(name)(*args)
+
+
+@pytest.fixture
+def cache():
+    cache = make_cache()
+    for seq_id, length in ((0, 6), (1, 4)):
+        cache.add_sequence(seq_id)
+        with cache.forward([seq_id], [length]):
+            for layer in range(2):
+                cache.attention(layer, np.ones((length, HEADS, DIM), "float32"))
+    cache.fork_sequence(0, 2)
+    return cache
+
+
+def _qkv(num_rows: int, dtype: str = "float32") -> np.ndarray:
+    return np.ones((num_rows, HEADS, DIM), dtype)
+
+
+OUTSIDE = {
+    "add_existing": (ValueError, "sequence 0 is in the cache", lambda c: c.add_sequence(0)),
+    "add_float": (TypeError, "", lambda c: c.add_sequence(1.5)),
+    "add_none": (TypeError, "", lambda c: c.add_sequence(None)),
+    "add_wide": (ValueError, "64 bits", lambda c: c.add_sequence(2**63)),
+    "remove_unknown": (KeyError, "no sequence 9", lambda c: c.remove_sequence(9)),
+    "fork_unknown": (KeyError, "no sequence 9", lambda c: c.fork_sequence(9, 3)),
+    "fork_existing": (ValueError, "sequence 1 is in", lambda c: c.fork_sequence(0, 1)),
+    "fork_far": (ValueError, r"not in \[0, 6\]", lambda c: c.fork_sequence(0, 3, 7)),
+    "fork_before": (ValueError, "fork position -2", lambda c: c.fork_sequence(0, 3, -2)),
+    "fork_min": (ValueError, "fork position", lambda c: c.fork_sequence(0, 3, -(2**63))),
+    "pop_many": (ValueError, "cannot pop 7", lambda c: c.pop_n(0, 7)),
+    "pop_negative": (ValueError, "cannot pop -1", lambda c: c.pop_n(0, -1)),
+    "pop_min": (ValueError, "cannot pop", lambda c: c.pop_n(0, -(2**63))),
+    "pop_unknown": (KeyError, "no sequence", lambda c: c.pop_n(5, 1)),
+    "length_unknown": (KeyError, "no sequence", lambda c: c.sequence_length(5)),
+    "begin_unknown": (KeyError, "no sequence 5", lambda c: c.begin_forward([0, 5], [1, 1])),
+    "begin_repeated": (ValueError, "twice", lambda c: c.begin_forward([0, 1, 0], [1, 1, 1])),
+    "begin_zero": (ValueError, "at least 1, got 0", lambda c: c.begin_forward([0, 1], [1, 0])),
+    "begin_negative": (ValueError, "at least 1", lambda c: c.begin_forward([0], [-3])),
+    "begin_counts": (ValueError, "2 ids and 1", lambda c: c.begin_forward([0, 1], [1])),
+    "begin_empty": (ValueError, "at least one", lambda c: c.begin_forward([], [])),
+    "begin_long": (ValueError, "prefill_chunk_size", lambda c: c.begin_forward([0], [33])),
+    "begin_sum": (ValueError, "prefill_chunk", lambda c: c.begin_forward([0, 1], [20, 20])),
+    "begin_overflow": (
+        ValueError,
+        "prefill_chunk_size",
+        lambda c: c.begin_forward([0, 1], [2**63 - 1, 2**63 - 1]),
+    ),
+    "begin_tree": (NotImplementedError, "tree", lambda c: c.begin_forward([0], [1], [-1])),
+    "begin_type": (TypeError, "", lambda c: c.begin_forward(["a"], [1])),
+    "end": (ValueError, "without begin_forward", lambda c: c.end_forward()),
+    "attention": (ValueError, "within a step only", lambda c: c.attention(0, _qkv(1))),
+    "positions": (ValueError, "within a step only", lambda c: c.query_positions()),
+    "cross": (ValueError, "within a step only", lambda c: c.cross_attention(0, _qkv(1)[:, :4])),
+    "get_far": (ValueError, "not within the 6", lambda c: c.debug_get_kv(0, 0, 7)),
+    "get_huge": (ValueError, "not within the 6", lambda c: c.debug_get_kv(0, 0, 2**62)),
+    "get_backward": (ValueError, "not within", lambda c: c.debug_get_kv(0, 3, 2)),
+    "get_negative": (ValueError, "not within", lambda c: c.debug_get_kv(0, -1, 2)),
+    "get_unknown": (KeyError, "no sequence", lambda c: c.debug_get_kv(7, 0, 1)),
+    "set_far": (
+        ValueError,
+        "3 positions from 4",
+        lambda c: c.debug_set_kv(0, 4, *np.ones((2, 2, 3, 2, DIM), "float32")),
+    ),
+    "set_max": (
+        ValueError,
+        "positions from",
+        lambda c: c.debug_set_kv(0, 2**63 - 1, *np.ones((2, 2, 3, 2, DIM), "float32")),
+    ),
+    "set_heads": (
+        ValueError,
+        "k must have shape",
+        lambda c: c.debug_set_kv(0, 0, *np.ones((2, 2, 3, 4, DIM), "float32")),
+    ),
+    "set_rank": (ValueError, "4 dim", lambda c: c.debug_set_kv(0, 0, *np.ones((2, 3), "float32"))),
+    "window": (NotImplementedError, "sliding", lambda c: c.enable_sliding_window(0, 8, 1)),
+    "commit": (NotImplementedError, "tree", lambda c: c.commit_tree([0], [0])),
+    "shared": (
+        NotImplementedError,
+        "shared",
+        lambda c: c.attention_with_shared_kv(0, *np.ones((3, 1, 4, DIM), "float32"), 1.0),
+    ),
+    "mla": (NotImplementedError, "MLA", lambda c: c.append_mla_kv(0, np.ones((1, 8), "float32"))),
+    "save": (NotImplementedError, "checkpoint", lambda c: c.save(0)),
+    "group": (IndexError, "group 1", lambda c: c.page_table(0, 1)),
+    "metadata": (
+        NotImplementedError,
+        "checkpoint",
+        lambda c: _call(CACHE + "get_checkpoint_metadata", c, 0),
+    ),
+    "send": (
+        NotImplementedError,
+        "KV transfer",
+        lambda c: _call("vm.builtin.kv_cache_disagg_prepare_recv", c, 0, 1),
+    ),
+    "raw_none": (TypeError, "", lambda c: _call(STATE + "begin_forward", c, None, None)),
+    "raw_few": (TypeError, "", lambda c: _call(STATE + "begin_forward", c, Shape([0]))),
+    "raw_many": (TypeError, "", lambda c: _call(STATE + "end_forward", c, 1)),
+    "raw_string": (TypeError, "", lambda c: _call(STATE + "add_sequence", c, "zero")),
+    "raw_swapped": (TypeError, "", lambda c: _call(STATE + "begin_forward", c, 0, 1)),
+    "get_none": (
+        TypeError,
+        "k must be a tensor",
+        lambda c: _call(CACHE + "debug_get_kv", c, 0, 0, 1, None, None),
+    ),
+    "set_none": (
+        ValueError,
+        "k must be a tensor",
+        lambda c: _call("pagedkv.debug_set_kv", c, 0, 0, None, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(OUTSIDE))
+def test_outside_a_step(cache, name):
+    error, text, call = OUTSIDE[name]
+    before = snapshot(cache, [0, 1, 2])
+    with pytest.raises(error, match=text or None):
+        call(cache)
+    assert snapshot(cache, [0, 1, 2]) == before
+    cache.check_integrity()
+
+
+def _raw_attention(cache, qkv, out):
+    return _call(CACHE + "attention_with_fused_qkv", cache, 0, 1.0, qkv, out)
+
+
+def _out(num_rows: int = 3, dtype: str = "float32"):
+    return tvm.runtime.empty((num_rows, 4, DIM), dtype)
+
+
+INSIDE = {
+    "begin": (ValueError, "within a step", lambda c: c.begin_forward([0], [1])),
+    "add": (ValueError, "within a step", lambda c: c.add_sequence(7)),
+    "remove": (ValueError, "within a step", lambda c: c.remove_sequence(0)),
+    "fork": (ValueError, "within a step", lambda c: c.fork_sequence(0, 7)),
+    "pop": (ValueError, "within a step", lambda c: c.pop_n(0, 1)),
+    "clear": (ValueError, "within a step", lambda c: c.clear()),
+    "set": (
+        ValueError,
+        "within a step",
+        lambda c: c.debug_set_kv(0, 0, *np.ones((2, 2, 1, 2, DIM), "float32")),
+    ),
+    "rows": (ValueError, r"\[3, 8, 8\], got \[4, 8, 8\]", lambda c: c.attention(0, _qkv(4))),
+    "rank": (ValueError, "qkv must have shape", lambda c: c.attention(0, np.ones((3, 64), "f4"))),
+    "dtype": (ValueError, "float32, got float64", lambda c: c.attention(0, _qkv(3, "float64"))),
+    "layer": (IndexError, "layer 2", lambda c: c.attention(2, _qkv(3))),
+    "layer_negative": (IndexError, "layer -1", lambda c: c.attention(-1, _qkv(3))),
+    "no_tensor": (TypeError, "qkv must be a tensor", lambda c: c.attention(0, "qkv")),
+    "none": (TypeError, "qkv must be a tensor", lambda c: _raw_attention(c, None, _out())),
+    "out_none": (
+        TypeError,
+        "o must be a tensor",
+        lambda c: _raw_attention(c, tvm.runtime.tensor(_qkv(3)), None),
+    ),
+    "out_rows": (ValueError, "o must have shape", lambda c: c.attention(0, _qkv(3), out=_out(2))),
+    "out_dtype": (
+        ValueError,
+        "o must be float32",
+        lambda c: c.attention(0, _qkv(3), out=_out(3, "float16")),
+    ),
+    "strided": (
+        ValueError,
+        "contiguous",
+        lambda c: _raw_attention(c, tvm_ffi.from_dlpack(_qkv(6)[::2]), _out()),
+    ),
+    "lse": (
+        ValueError,
+        "lse must be float32",
+        lambda c: _call(
+            CACHE + "cross_attention", c, 0, 1.0, _out(), _out(),
+            tvm.runtime.empty((3, 4), "float16"),
+        ),
+    ),
+    "kernel": (ValueError, "without the kernel 'merge'", lambda c: _merge(c, (3, 4, 8), (3, 4))),
+    "merge_rank": (ValueError, "o must have shape", lambda c: _merge(c, (3, 4), (3, 4))),
+    "merge_lse": (ValueError, "lse must have shape", lambda c: _merge(c, (3, 4, 8), (3, 5))),
+}  # fmt: skip
+
+
+def _merge(cache, shape, lse_shape):
+    o, lse = (tvm.runtime.empty(s, "float32") for s in (shape, lse_shape))
+    return cache.merge_attention(o, lse, o, lse)
+
+
+@pytest.mark.parametrize("name", list(INSIDE))
+def test_within_a_step(name):
+    cache = make_cache({"merge": None})
+    for seq_id in (0, 1):
+        cache.add_sequence(seq_id)
+    with cache.forward([0, 1], [2, 1]):
+        error, text, call = INSIDE[name]
+        before = snapshot(cache, [0, 1])
+        with pytest.raises(error, match=text):
+            call(cache)
+        assert snapshot(cache, [0, 1]) == before
+        cache.check_integrity()
+    assert not cache.is_in_forward()
+
+
+def test_end_forward_runs_when_the_body_raises(cache):
+    with pytest.raises(ZeroDivisionError), cache.forward([0], [1]):
+        raise ZeroDivisionError
+    assert not cache.is_in_forward()
+
+
+def test_too_many_sequences():
+    cache = make_cache(max_num_sequences=2)
+    cache.add_sequence(0)
+    cache.add_sequence(1)
+    with pytest.raises(ValueError, match=r"max_num_sequences \(2\)"):
+        cache.add_sequence(2)
+    with pytest.raises(ValueError, match=r"max_num_sequences \(2\)"):
+        cache.fork_sequence(0, 2)
+
+
+def test_cache_full(cache):
+    cache.add_sequence(3)
+    for _ in range(2):  # 64 slots, of which 3 pages are in use
+        with cache.forward([3], [24]):
+            pass
+    before = snapshot(cache, [0, 1, 2, 3])
+    message = (
+        r"needs 5 pages, but 1 of 16 are free; most are held by "
+        r"sequence 3 \(12\), 2 \(2\), 0 \(2\)"
+    )
+    with pytest.raises(pkv.CacheFullError, match=message):
+        cache.begin_forward([3, 1], [16, 1])
+    assert issubclass(pkv.CacheFullError, RuntimeError)
+    assert snapshot(cache, [0, 1, 2, 3]) == before
+    cache.check_integrity()
+    with cache.forward([1], [4]):
+        pass
+    with pytest.raises(pkv.CacheFullError):  # a copy needs a page too
+        cache.begin_forward([2], [1])
+    cache.remove_sequence(2)
+    with cache.forward([0], [2]):
+        pass
+
+
+CREATION = {
+    "unknown_field": (ValueError, "unknown field 'colour' in config; known: max", {"colour": 1}),
+    "page_size": (ValueError, "power of two, got 3", {"page_size": 3}),
+    "page_size_zero": (ValueError, "page_size must be between 1 and 256", {"page_size": 0}),
+    "page_size_huge": (ValueError, "page_size must be between", {"page_size": 2**40}),
+    "tokens": (ValueError, "max_total_tokens must be between", {"max_total_tokens": 2**31}),
+    "tokens_negative": (ValueError, "max_total_tokens", {"max_total_tokens": -1}),
+    "sequences": (ValueError, "max_num_sequences", {"max_num_sequences": 0}),
+    "chunk": (ValueError, "prefill_chunk_size", {"prefill_chunk_size": 0}),
+    "dtype": (ValueError, "dtype must be one of", {"dtype": "int8"}),
+    "dtype_type": (TypeError, "'dtype'.*wrong type", {"dtype": 3}),
+    "kv_dtype": (ValueError, "kv_dtype must be one of", {"kv_dtype": "complex"}),
+    "rope_mode": (ValueError, "rope_mode", {"rope_mode": 3}),
+    "aux": (ValueError, "aux_manager must be one of", {"aux_manager": "best"}),
+    "factors": (
+        ValueError,
+        "rope_ext_factors",
+        {"rope_ext_factors": tvm.runtime.tensor(np.ones(8, "float32"))},
+    ),
+    "no_layers": (ValueError, "at least one layer", {"layers": []}),
+    "layer_type": (TypeError, r"\['layers'\]\[0\] must be a map", {"layers": [3]}),
+    "sliding": (
+        NotImplementedError,
+        "sliding window",
+        {"layers": [{**LAYER, "kind": "mha_sliding", "window": 4}]},
+    ),
+    "mla": (NotImplementedError, "MLA", {"layers": [{**LAYER, "kind": "mla"}]}),
+    "kind": (ValueError, "must be one of mha", {"layers": [{**LAYER, "kind": "linear"}]}),
+    "window": (ValueError, "belongs to kind", {"layers": [{**LAYER, "window": 4}]}),
+    "heads": (ValueError, "multiple", {"layers": [{**LAYER, "num_kv_heads": 3}]}),
+    "heads_zero": (ValueError, "num_kv_heads", {"layers": [{**LAYER, "num_kv_heads": 0}]}),
+    "v_head_dim": (ValueError, "v_head_dim", {"layers": [{**LAYER, "v_head_dim": 4}]}),
+    "kernel_set": (ValueError, "kernel_set", {"layers": [{**LAYER, "kernel_set": 1}]}),
+    "theta": (ValueError, "rope_theta", {"layers": [{**LAYER, "rope_theta": 0.0}]}),
+    "layer_field": (ValueError, "unknown field 'size'", {"layers": [{**LAYER, "size": 1}]}),
+}
+
+
+@pytest.mark.parametrize("name", list(CREATION))
+def test_creation(name):
+    error, text, fields = CREATION[name]
+    with pytest.raises(error, match=text):
+        make_cache(**fields)
+
+
+def test_creation_lacks_a_field():
+    config = make_config()
+    del config["page_size"]
+    with pytest.raises(ValueError, match="config lacks the field 'page_size'"):
+        _call("pagedkv.create", config, KERNELS, tvm.cpu())
+
+
+KERNEL_ERRORS = {
+    "unknown": (ValueError, "unknown kernel 'attend'; known: transpose_append", {"attend": print}),
+    "missing": (ValueError, "missing: prefill, decode", {"prefill": None, "decode": None}),
+    "split": (ValueError, "missing: split_rotary", {"split_rotary": None}),
+    "type": (TypeError, "'decode' must be a function", {"decode": 3}),
+    "tag": (ValueError, "tag 'cuda'", {"decode": ["cuda", print]}),
+    "tag_only": (TypeError, "one function after its tag", {"decode": ["tirx"]}),
+    "flashinfer": (NotImplementedError, "FlashInfer", {"decode": ["flashinfer", print, print]}),
+    "no_tag": (TypeError, "'decode' must be a function", {"decode": [print]}),
+}
+
+
+@pytest.mark.parametrize("name", list(KERNEL_ERRORS))
+def test_kernels(name):
+    error, text, kernels = KERNEL_ERRORS[name]
+    with pytest.raises(error, match=text):
+        make_cache(kernels)
+
+
+def test_kernels_of_a_wrong_type():
+    with pytest.raises(TypeError, match="kernels must be a map"):
+        _call("pagedkv.create", make_config(), 3, tvm.cpu())
+    with pytest.raises(ValueError, match="at least one set of kernels"):
+        _call("pagedkv.create", make_config(), [], tvm.cpu())
+
+
+def test_stock_kernels_need_aligned_tensors():
+    tagged = {name: ["tirx", kernel] for name, kernel in KERNELS.items()}
+    cache = make_cache(tagged)
+    cache.add_sequence(0)
+    raw = np.zeros(2 * HEADS * DIM + 32, "float32")
+    start = (-raw.ctypes.data // 4) % 16 + 1  # 4 bytes past a multiple of 64
+    qkv = raw[start : start + HEADS * DIM].reshape(1, HEADS, DIM)
+    with cache.forward([0], [1]):
+        with pytest.raises(ValueError, match="multiple of 64 bytes"):
+            _raw_attention(cache, tvm_ffi.from_dlpack(qkv), _out(1))
+        cache.attention(0, qkv)  # NumPy arrays are copied to where they are aligned
+
+
+def test_kvcache_cannot_be_made_directly():
+    with pytest.raises(TypeError):
+        pkv.KVCache()

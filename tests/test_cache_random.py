@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random operations against the reference, with failing calls in between that change nothing."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+import tvm_pagedkv as pkv
+
+from . import reference
+from .python_kernels import KERNELS, LAYER, make_cache, poison, shuffle, snapshot
+
+NUM_LAYERS, DIM, CHUNK, NUM_PAGES, MAX_SEQUENCES = 2, 4, 12, 40, 6
+SHAPE = {**LAYER, "num_qo_heads": 2, "num_kv_heads": 1, "qk_head_dim": DIM}
+NUM_OPERATIONS = 600
+
+
+class Driver:
+    """Draws operations and applies each to the cache and to the reference."""
+
+    def __init__(self, seed: int, page_size: int, aux_manager: str):
+        self.rng = np.random.default_rng(seed)
+        self.page_size = page_size
+        self.copy_fails = False
+        self.cache = make_cache(
+            {"copy_single_page": self.copy_single_page},
+            layers=[SHAPE] * NUM_LAYERS,
+            max_num_sequences=MAX_SEQUENCES,
+            max_total_tokens=NUM_PAGES * page_size,
+            prefill_chunk_size=CHUNK,
+            page_size=page_size,
+            aux_manager=aux_manager,
+        )
+        self.expected = reference.ReferenceCache(NUM_LAYERS, np.dtype("float32"))
+        self.next_id = 0
+        self.counts: dict[str, int] = {}
+
+    def copy_single_page(self, *args) -> None:
+        if self.copy_fails:
+            raise RuntimeError("the copy fails")
+        KERNELS["copy_single_page"](*args)
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self.expected.sequences)
+
+    def pick(self) -> int:
+        return int(self.rng.choice(self.ids))
+
+    def new_id(self) -> int:
+        self.next_id += int(self.rng.integers(1, 4))
+        return self.next_id * (-1 if self.rng.random() < 0.2 else 1)
+
+    # Operations that succeed.
+
+    def add(self) -> None:
+        if len(self.ids) < MAX_SEQUENCES:
+            seq_id = self.new_id()
+            self.cache.add_sequence(seq_id)
+            self.expected.add_sequence(seq_id)
+
+    def fork(self) -> None:
+        if len(self.ids) < MAX_SEQUENCES and self.ids:
+            parent, child = self.pick(), self.new_id()
+            position = int(self.rng.integers(-1, self.expected.length(parent) + 1))
+            self.cache.fork_sequence(parent, child, position)
+            self.expected.fork_sequence(parent, child, position)
+
+    def pop(self) -> None:
+        if self.ids:
+            seq_id = self.pick()
+            n = int(self.rng.integers(0, self.expected.length(seq_id) + 1))
+            n = min(n, int(self.rng.integers(0, 8)))
+            self.cache.pop_n(seq_id, n)
+            self.expected.pop_n(seq_id, n)
+
+    def remove(self) -> None:
+        if len(self.ids) > 2:
+            seq_id = self.pick()
+            self.cache.remove_sequence(seq_id)
+            self.expected.remove_sequence(seq_id)
+
+    def step(self) -> None:
+        if not self.ids:
+            return
+        batch = self.draw_batch()
+        lengths = [1] * len(batch)
+        if self.rng.random() < 0.5:
+            share = CHUNK // len(batch)
+            lengths = [int(self.rng.integers(1, share + 1)) for _ in batch]
+        before = snapshot(self.cache, self.ids)
+        try:
+            self.cache.begin_forward(batch, lengths)
+        except pkv.CacheFullError:
+            self.counts["full"] = self.counts.get("full", 0) + 1
+            assert snapshot(self.cache, self.ids) == before
+            self.make_room()
+            return
+        for layer in range(NUM_LAYERS):
+            qkv = self.rng.standard_normal((sum(lengths), 4, DIM)).astype("float32")
+            out = self.cache.attention(layer, qkv).numpy()
+            o, _ = self.expected.attention(layer, batch, lengths, qkv, 1, DIM**-0.5)
+            reference.assert_close(out, o, "float32", f"{batch} {lengths} layer {layer}")
+        self.cache.end_forward()
+
+    def draw_batch(self) -> list[int]:
+        size = int(self.rng.integers(1, len(self.ids) + 1))
+        return [int(i) for i in self.rng.permutation(self.ids)[:size]]
+
+    def make_room(self) -> None:
+        longest = max(self.ids, key=self.expected.length)
+        self.cache.remove_sequence(longest)
+        self.expected.remove_sequence(longest)
+
+    def write(self) -> None:
+        """debug_set_kv into a range that forks may share."""
+        if not self.ids:
+            return
+        seq_id = self.pick()
+        length = self.expected.length(seq_id)
+        if length == 0:
+            return
+        begin = int(self.rng.integers(0, length))
+        end = int(self.rng.integers(begin, length + 1))
+        k, v = self.rng.standard_normal((2, NUM_LAYERS, end - begin, 1, DIM)).astype("float32")
+        with suppress(pkv.CacheFullError):
+            self.cache.debug_set_kv(seq_id, begin, k, v)
+            for layer in range(NUM_LAYERS):
+                rows = [x.copy() for x in self.expected.kv(seq_id, layer)]
+                rows[0][begin:end], rows[1][begin:end] = k[layer], v[layer]
+                self.expected.sequences[seq_id][layer] = tuple(rows)
+
+    # Calls that fail.
+
+    def fail(self) -> None:
+        before = snapshot(self.cache, self.ids)
+        cache, some, unknown = self.cache, self.ids[0] if self.ids else 10**6, 10**9
+        calls = [
+            (KeyError, lambda: cache.remove_sequence(unknown)),
+            (KeyError, lambda: cache.pop_n(unknown, 0)),
+            (KeyError, lambda: cache.fork_sequence(unknown, 10**8)),
+            (
+                KeyError,
+                lambda: cache.begin_forward([*self.ids, unknown], [1] * len(self.ids) + [1]),
+            ),
+            (ValueError, lambda: cache.begin_forward([], [])),
+            (ValueError, lambda: cache.end_forward()),
+            (NotImplementedError, lambda: cache.begin_forward([some], [1], [-1])),
+        ]
+        if self.ids:
+            length = self.expected.length(some)
+            calls += [
+                (ValueError, lambda: cache.add_sequence(some)),
+                (ValueError, lambda: cache.fork_sequence(some, some)),
+                (ValueError, lambda: cache.fork_sequence(some, 10**8, length + 1)),
+                (ValueError, lambda: cache.pop_n(some, length + 1)),
+                (ValueError, lambda: cache.pop_n(some, -1)),
+                (ValueError, lambda: cache.begin_forward([some, some], [1, 1])),
+                (ValueError, lambda: cache.begin_forward([some], [0])),
+                (ValueError, lambda: cache.begin_forward([some], [CHUNK + 1])),
+                (ValueError, lambda: cache.begin_forward([some], [1, 1])),
+            ]
+        error, call = calls[self.rng.integers(len(calls))]
+        with pytest.raises(error):
+            call()
+        assert snapshot(cache, self.ids) == before
+
+    def fail_copy(self) -> None:
+        """A step whose page copies fail, when it needs any."""
+        if not self.ids:
+            return
+        before = snapshot(self.cache, self.ids)
+        self.copy_fails = True
+        try:
+            batch = self.draw_batch()
+            self.cache.begin_forward(batch, [1] * len(batch))
+        except RuntimeError:  # the copy or CacheFullError
+            self.counts["failed copy"] = self.counts.get("failed copy", 0) + 1
+            assert snapshot(self.cache, self.ids) == before
+        else:
+            self.cache.end_forward()
+            for seq_id in batch:
+                self.cache.pop_n(seq_id, 1)
+        finally:
+            self.copy_fails = False
+
+    def run(self) -> None:
+        operations = {
+            self.step: 0.42, self.add: 0.1, self.fork: 0.14, self.pop: 0.06, self.remove: 0.05,
+            self.write: 0.05, self.fail: 0.1, self.fail_copy: 0.08,
+        }  # fmt: skip
+        for i in range(NUM_OPERATIONS):
+            operation = self.rng.choice(list(operations), p=list(operations.values()))
+            operation()
+            self.counts[operation.__name__] = self.counts.get(operation.__name__, 0) + 1
+            self.cache.check_integrity()
+            self.check_counters()
+            if i % 5 == 0:
+                shuffle(self.cache, i)
+                poison(self.cache)
+            if i % 20 == 0:
+                self.check_rows()
+
+    def check_counters(self) -> None:
+        lengths = {seq_id: self.expected.length(seq_id) for seq_id in self.ids}
+        stats = self.cache.stats()
+        assert {i: self.cache.sequence_length(i) for i in self.ids} == lengths
+        assert self.cache.total_length() == stats["total_tokens"] == sum(lengths.values())
+        assert stats["num_sequences"] == len(lengths)
+        used = {page for seq_id in self.ids for page in self.cache.page_table(seq_id)}
+        assert stats["num_used_pages"] == len(used)
+        assert self.cache.num_available_pages() == NUM_PAGES - len(used)
+
+    def check_rows(self) -> None:
+        for seq_id in self.ids:
+            k, v = (x.numpy() for x in self.cache.debug_get_kv(seq_id))
+            for layer in range(NUM_LAYERS):
+                rows = self.expected.kv(seq_id, layer)
+                if rows is not None:
+                    np.testing.assert_array_equal(k[layer], rows[0])
+                    np.testing.assert_array_equal(v[layer], rows[1])
+
+
+@pytest.mark.parametrize("aux_manager", ["merged", "plain"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations(seed, page_size, aux_manager):
+    driver = Driver(seed, page_size, aux_manager)
+    driver.run()
+    print(driver.counts, driver.cache.stats()["cow_page_copies"])
+    assert driver.counts["step"] > 100
+    assert page_size == 1 or driver.cache.stats()["cow_page_copies"] > 0

@@ -163,10 +163,10 @@ void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_le
   try {
     plan_.Prepare({sequence_ids.data(), sequence_ids.size()},
                   {append_lengths.data(), append_lengths.size()});
-    LayOutArrays();
     plan_.Acquire();
     try {
       CopyPages(plan_.copies());
+      LayOutArrays();
       FillArrays();
       aux_->Upload();
       SetWorkspaceViews();

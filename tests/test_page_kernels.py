@@ -105,7 +105,9 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray, what: str = "page
 def assert_pages(actual, expected, slots, dtype: str) -> None:
     """Written slots close to the reference, all others untouched."""
     assert np.isnan(np.asarray(actual, np.float32)).sum() == np.isnan(expected).sum()
-    for got, want in zip(*(reference.gather_slots(p, slots) for p in (actual, expected))):
+    for got, want in zip(
+        *(reference.gather_slots(p, slots) for p in (actual, expected)), strict=True
+    ):
         reference.assert_close(got, want, dtype)
 
 
@@ -244,7 +246,7 @@ def test_longrope_chooses_factors_by_sequence(name):
     # Ends one short of the limit, at it, beyond it, wholly beyond; empty ones in between.
     lengths = [0, 5, 6, 0, 0, 7, 20, 1, 1, 0]
     starts = [0, ORIGINAL - 6, ORIGINAL - 6, 0, 0, ORIGINAL - 6, 3 * ORIGINAL, 0, ORIGINAL, 9]
-    positions = np.concatenate([s + np.arange(n) for s, n in zip(starts, lengths)])
+    positions = np.concatenate([s + np.arange(n) for s, n in zip(starts, lengths, strict=True)])
     qkv, _, _ = _fused(np.random.default_rng(0), spec, len(positions))
     _check_rope_append(spec, expected, qkv, positions.astype(np.int32), lengths)
 
@@ -259,7 +261,7 @@ def test_longrope_split_rotary_takes_the_call_for_one_sequence(start):
     scaling = expected.scaling
     factors = np.array((*scaling["long_factor"], *scaling["short_factor"]), np.float32)
     compiled("split_rotary", spec)(tensor(qkv), tensor(positions), *outputs, tensor(factors))
-    for actual, want in zip(outputs, (q, k)):
+    for actual, want in zip(outputs[:2], (q, k), strict=True):
         rotated = reference.rotate(want, positions, expected)
         reference.assert_close(actual.numpy(), rotated, spec.dtype)
     assert_same_bits(outputs[2].numpy(), v)
@@ -323,7 +325,7 @@ def test_debug_get_kv(spec, num_rows, seed):
     shape = (num_layers, num_rows, spec.num_kv_heads, spec.qk_head_dim)
     k, v = (tensor(np.full(shape, np.nan, spec.kv_dtype)) for _ in range(2))
     compiled("debug_get_kv", spec)(tensor(pages), tensor(slots, 3), k, v, layer)
-    for actual, rows in zip((k, v), reference.gather_slots(pages, slots)):
+    for actual, rows in zip((k, v), reference.gather_slots(pages, slots), strict=True):
         want = np.full(shape, np.nan, spec.kv_dtype)
         want[layer] = rows
         assert_same_bits(actual.numpy(), want)

@@ -8,16 +8,16 @@ from tvm.script import tirx as T
 from .cpu import moves, simd
 from .spec import ITEMSIZE, KernelSpec
 
-# 2 / ln 2 / (2 k + 1): log2(x) = sum of c_k t^(2 k + 1) with t = (x - 1) / (x + 1). On [1, 2], where
-# t is at most 1/3, the error is 2e-7.
+# log2(x) is the sum of these times t, t^3, t^5, ... with t = (x - 1) / (x + 1). On [1, 2] t is
+# at most 1/3 and the error 2e-7.
 _LOG2 = tuple(2.8853900817779268 / n for n in (1, 3, 5, 7, 9, 11))
 
 
 def merge(spec: KernelSpec):
     """Build the kernel that merges a second state into the first.
 
-    Arguments: o ``[T, H, D]``, lse float32 ``[T, H]`` (base 2), o_other, lse_other. A part whose
-    lse is -inf counts for nothing, whatever its o holds; two of them give ``o = 0``, ``lse = -inf``.
+    Arguments: o ``[T, H, D]``, lse float32 ``[T, H]`` (base 2), o_other, lse_other. A part with an
+    lse of -inf counts for nothing, whatever its o holds; two of them give ``o = 0`` and -inf.
     """
     num_heads, head_dim = spec.num_qo_heads, spec.v_head_dim
     row_bytes = num_heads * (3 * head_dim * ITEMSIZE[spec.dtype] + 12)

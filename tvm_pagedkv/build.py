@@ -26,7 +26,7 @@ from .disk_cache import cached_file
 _SYMBOL = "pagedkv_{}"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
-# What the kernel calls the features of an x86 level; of the lower ones AVX2 implies all that matters.
+# Features of an x86 level, beyond those of the next one, as Linux names them.
 _X86_LEVELS = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},

@@ -140,7 +140,7 @@ def exp2(x, lanes: int):
 
 
 def fused_multiply_add(a, b, c, lanes: int):
-    """``a * b + c`` rounded once, on every target (a library call where there is no instruction)."""
+    """``a * b + c`` rounded once on every target, if need be by a library call."""
     return T.call_llvm_pure_intrin(vector_type(F32, lanes), "llvm.fma", a, b, c)
 
 
@@ -151,7 +151,7 @@ def literal(values: Sequence[float], dtype: str = F32):
 
 
 def chunks(width: int, lanes: int) -> list[tuple[int, int]]:
-    """Cover ``range(width)`` with vectors: (start, lanes) of full ones, then narrower powers of two."""
+    """Cover ``range(width)`` with vectors: (start, lanes) of full ones, then of narrower ones."""
     covered, start = [], 0
     while start < width:
         while lanes > width - start:

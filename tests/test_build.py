@@ -14,6 +14,7 @@ import pytest
 import tvm
 
 import tir_kernels
+import tvm_pagedkv
 from tvm_pagedkv.build import build_kernels, resolve_target, vector_target
 from tvm_pagedkv.config import KVCacheConfig, LayerSpec, RopeConfig
 from tvm_pagedkv.create import config_map
@@ -270,3 +271,15 @@ def test_what_layers_must_share(cache_dir):
     config = make_config(layers=layers)
     with pytest.raises(NotImplementedError, match="different rope mode"):
         config_map(config, build_kernels(config), tvm.cpu())
+
+
+def test_create(tmp_path, monkeypatch):
+    missing = {"prefill", "decode"} - set(tir_kernels.BUILDERS)
+    if missing:
+        pytest.skip(f"a cache needs kernels that are not there yet: {', '.join(missing)}")
+    monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
+    layers = [LayerSpec(), LayerSpec(rope=RopeConfig(theta=1e6))]
+    cache = tvm_pagedkv.create(make_config(layers=layers))
+    assert isinstance(cache, tvm_pagedkv.KVCache)
+    cache.add_sequence(0)
+    assert cache.sequence_length(0) == 0

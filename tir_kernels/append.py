@@ -70,10 +70,9 @@ def split_rotary(spec: KernelSpec):
         k = moves.match(k_handle, kv_shape, spec.dtype)
         v = moves.match(v_handle, kv_shape, spec.dtype)
         if spec.rope.kind == "longrope":
-            step.match_factors(last)
             # Without a table of sequences the whole call is taken for one.
-            use_long = step.is_long(_maximum(step.positions, num_rows))
-            step.prepare(lambda n: use_long)
+            first = step.first_factor(_maximum(step.positions, num_rows))
+            step.take_factors(last, lambda n: first)
         else:
             step.apply_rope = last > 0
 
@@ -133,13 +132,12 @@ def rope_append(spec: KernelSpec):
         pages = moves.match_pages(pages_handle, spec)
         step.apply_rope = apply_rope > 0
         if factors_handle is not None:
-            step.match_factors(factors_handle)
 
             def last_position(n):
                 end = simd.index_temp(q_indptr[_sequence_of(q_indptr, num_bounds, n) + 1])
                 return step.positions[T.cast(end - 1, "int64")]
 
-            step.prepare(lambda n: step.is_long(last_position(n)))
+            step.take_factors(factors_handle, lambda n: step.first_factor(last_position(n)))
 
         def append_row(n) -> None:
             rotation = step.rotation(n)
@@ -201,21 +199,18 @@ class _Step:
         q_shape = (num_rows, spec.num_qo_heads, spec.qk_head_dim)
         self.q = moves.match(q_handle, q_shape, spec.dtype)
         self.apply_rope = None  # None: always
-        self.use_long: Callable | None = None
-        self.factors = None
+        self.factors, self.first_factor_of = None, None
 
-    def match_factors(self, handle) -> None:
-        """longrope: the factors that the caller gives."""
+    def take_factors(self, handle, first_factor_of: Callable) -> None:
+        """longrope: the factors; those of row n begin at ``first_factor_of(n)``."""
         self.factors = moves.match(handle, (self.spec.rope.rotary_dim,), simd.F32)
+        self.first_factor_of = first_factor_of
 
-    def prepare(self, use_long: Callable) -> None:
-        """longrope: ``use_long(n)`` tells whether row n takes the long factors."""
-        self.use_long = use_long
-
-    def is_long(self, last_position):
-        """longrope: whether a sequence that ends at `last_position` takes the long factors."""
+    def first_factor(self, last_position):
+        """longrope: where the factors of a sequence that ends at `last_position` begin."""
         limit = dict(self.spec.rope.scaling)["original_max_position_embeddings"]
-        return simd.index_temp(T.Select(last_position >= limit, 1, 0)) > 0
+        half = self.spec.rope.rotary_dim // 2
+        return simd.index_temp(T.Select(last_position >= limit, 0, half))
 
     def rotation(self, n) -> _Rotation:
         """Row `n`, its cosines and sines computed for all heads."""
@@ -233,9 +228,8 @@ class _Step:
         return _Rotation(self, n, cos_sin)
 
     def _scaled_frequencies(self, n) -> Callable:
-        half = self.spec.rope.rotary_dim // 2
         base = base_inverse_frequencies(self.spec.rope)
-        first = simd.index_temp(T.Select(self.use_long(n), 0, half))
+        first = self.first_factor_of(n)
 
         def frequencies(start: int, lanes: int):
             wide, narrow = (simd.vector_type(t, lanes) for t in ("float64", simd.F32))

@@ -15,6 +15,10 @@ from ..layout import K_PLANE, V_PLANE, row_index, slot_offset, slot_page
 from ..spec import ITEMSIZE, KernelSpec
 from .simd import index_temp, load, prefetch, temp
 
+# Into L2: asking for L1 waits for its few miss buffers, and halves the rate of scattered pages.
+PREFETCH_LOCALITY = 2
+PREFETCH_BYTES = 8192  # how far ahead
+
 
 def as_int64(value):
     """Row numbers times row sizes may exceed 32 bits."""
@@ -37,11 +41,11 @@ class Tile:
 
     def prefetch_k(self, row, column) -> None:
         """Ask for the cache line of K."""
-        prefetch(*self.k(row, column))
+        prefetch(*self.k(row, column), PREFETCH_LOCALITY)
 
     def prefetch_v(self, row, column) -> None:
         """Ask for the cache line of V."""
-        prefetch(*self.v(row, column))
+        prefetch(*self.v(row, column), PREFETCH_LOCALITY)
 
 
 class PagedRows:
@@ -109,6 +113,8 @@ class RaggedRows:
         The KV head.
     """
 
+    run = 1  # positions that one lookup serves
+
     def __init__(self, k, v, first_row, last_row, *, head):
         self.k, self.v, self.head = k, v, head
         self.first_row, self.last_row = first_row, last_row
@@ -128,5 +134,5 @@ class RaggedRows:
 def prefetch_distance(spec: KernelSpec, run: int) -> int:
     """Rows to prefetch ahead: 8 KB of K, a power of two from `run` to 64."""
     row_bytes = spec.qk_head_dim * ITEMSIZE[spec.kv_dtype]
-    rows = 1 << max(0, (8192 // row_bytes).bit_length() - 1)
+    rows = 1 << max(0, (PREFETCH_BYTES // row_bytes).bit_length() - 1)
     return max(run, min(rows, 64))

@@ -74,3 +74,14 @@ def transpose(rows: Sequence, dtype: str = F32) -> list:
 def widen(value, lanes: int):
     """Append zeros to a float32 vector of `lanes` lanes: as many again."""
     return shuffle([value, constant(0.0, lanes)], range(2 * lanes))
+
+
+def concatenate(vectors: Sequence, lanes: int, dtype: str = F32):
+    """Join a power of two of vectors of `lanes` lanes."""
+    while len(vectors) > 1:
+        vectors = [
+            temp(shuffle([a, b], range(2 * lanes)), 2 * lanes, dtype)
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        lanes *= 2
+    return vectors[0]

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The register-blocked product that both multiplications of prefill consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm.script import tirx as T
+
+from .columns import Chunk
+from .simd import Register, broadcast, load, temp
+
+UNROLL = 2
+
+
+def multiply_tile(
+    a, b, depth: int, *, rows: int, parts: Sequence[Chunk], start: Callable, finish: Callable, ops
+) -> None:
+    """Emit ``start + a @ b`` for a few rows and a few vectors of columns.
+
+    Parameters
+    ----------
+    a : ``(row, k) -> scalar element``, of the operands' type.
+    b : ``(k, chunk) -> index`` into ``ops`` elements: a pair (buffer, index).
+    depth : int
+        Length of the sum in elements; even.
+    rows : int
+    parts : chunks of columns; ``rows * len(parts)`` accumulators have to fit the registers.
+    start : ``(row, chunk) -> float32 vector``
+    finish : ``(row, chunk, value)``
+    ops : operands object, which has `dtype` and `multiply_add(accumulator, a, b)`.
+    """
+    total = {(i, c): Register(c.lanes, init=start(i, c)) for i in range(rows) for c in parts}
+    with T.serial(depth // UNROLL) as step:
+        for u in range(UNROLL):
+            k = step * UNROLL + u
+            columns = {
+                c: temp(load(*b(k, c), c.lanes, ops.dtype), c.lanes, ops.dtype) for c in parts
+            }
+            for i in range(rows):
+                scalar = temp(a(i, k), 1, ops.dtype)
+                for c in parts:
+                    ops.multiply_add(total[i, c], broadcast(scalar, c.lanes), columns[c])
+    for (i, c), value in total.items():
+        finish(i, c, value.get())

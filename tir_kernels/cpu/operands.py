@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the operands of prefill's multiplications are packed: float32 elements, or bfloat16 pairs.
+
+Q, K and V may have any type: the float32 operands convert on the way. Both kinds keep
+
+* Q as rows ``[row, depth]``,
+* a tile of K transposed, ``[depth, position]``,
+* the weights as rows ``[row, position]``,
+* a tile of V as rows ``[position, column]``,
+
+where an element along a summed axis is one number, or two neighbours (`bf16.PairOperands`).
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from .columns import chunks, for_columns
+from .shuffles import concatenate, transpose
+from .simd import F32, Register, broadcast, constant, load, store, temp
+
+ROWS_AT_ONCE = 4  # of V
+
+
+class Float32Operands:
+    """One float32 number is one element."""
+
+    dtype = F32
+    numbers = 1  # of an element
+    scale_in_q = True  # the scores need no scaling any more
+
+    def __init__(self, lanes: int):
+        self.lanes = lanes
+
+    def multiply_add(self, total: Register, a, b) -> None:
+        """Add ``a * b``."""
+        total.fma(a, b)
+
+    def load_q(self, buffer, index, lanes: int, factor):
+        """`lanes` elements of Q."""
+        return load(buffer, index, lanes) * broadcast(factor, lanes)
+
+    def load_k(self, tile, row, element, lanes: int):
+        """`lanes` elements of a row of K."""
+        return tile.load_k(row, element, lanes)
+
+    def pack_v(self, rows, first, kv_len, packed, width: int, num_positions: int) -> None:
+        """Copy rows of V; those from `kv_len` on become zeros, whatever lies there."""
+        with T.serial(num_positions // ROWS_AT_ONCE) as i:
+            tile = rows.tile(first + i * ROWS_AT_ONCE, ROWS_AT_ONCE)
+
+            def columns(start, parts):
+                for t in range(ROWS_AT_ONCE):
+                    row = i * ROWS_AT_ONCE + t
+                    for c in parts:
+                        v = tile.load_v(t, start + c.start, c.lanes)
+                        seen = T.Select(first + row < kv_len, v, constant(0.0, c.lanes))
+                        store(packed, (row, start + c.start), c.lanes, seen)
+
+            for_columns(width, self.lanes, 1, columns)
+
+    def weight_sink(self, packed):
+        """Consumer of the weights of a row block, for `OnlineSoftmax.update`."""
+        lanes = self.lanes
+        return lambda i, v, weight: store(packed, (i, v * lanes), lanes, weight)
+
+
+def pack_k(ops, rows, first, packed, num_elements: int, column) -> None:
+    """Transpose as many rows of K as a vector has lanes into ``packed[:, column :]``."""
+    lanes = ops.lanes
+    tile = rows.tile(first, lanes)
+
+    def elements(start, parts):
+        for c in parts:
+            # A narrow chunk is several small squares, side by side.
+            squares = [
+                transpose(
+                    [ops.load_k(tile, s + i, start + c.start, c.lanes) for i in range(c.lanes)],
+                    ops.dtype,
+                )
+                for s in range(0, lanes, c.lanes)
+            ]
+            for d in range(c.lanes):
+                value = concatenate([square[d] for square in squares], c.lanes, ops.dtype)
+                store(packed, (start + c.start + d, column), lanes, value, ops.dtype)
+
+    for_columns(num_elements, lanes, 1, elements)

@@ -191,10 +191,13 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
   if (HasStockKernel(layer, {KernelName::kPrefillRagged})) {
     for (const ffi::Tensor& each : {q, k, v, o, lse}) CheckAlignment("every tensor", each);
   }
-  KernelsOf(layer).Get(KernelName::kPrefillRagged)(
-      q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
-      common(kPastLengths), o, lse, /*causal=*/int64_t{1}, rotary_mode(), config.rope_scale,
-      config.rope_theta, sm_scale);
+  // Kernels are found before anything is written.
+  const ffi::Function& prefill_ragged = KernelsOf(layer).Get(KernelName::kPrefillRagged);
+  KernelsOf(layer).Get(KernelName::kTransposeAppend)(layer.pages, k, v,
+                                                     aux_->view(ArrayIndex(layer.group, kSlots)));
+  prefill_ragged(q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
+                 common(kPastLengths), o, lse, /*causal=*/int64_t{1}, rotary_mode(),
+                 config.rope_scale, config.rope_theta, sm_scale);
 }
 
 void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Tensor q,

@@ -156,7 +156,10 @@ class KVCache(tvm_ffi.Object):
         return out
 
     def self_attention(self, layer: int, q: Any, k: Any, v: Any, sm_scale: float | None = None):
-        """Causal attention among the rows of this step; appends nothing.
+        """Causal attention among the rows of this step; appends K and V as they are.
+
+        With `cross_attention` and `merge_attention` it makes the whole of `attention` for models
+        that rotate Q and K themselves.
 
         Parameters
         ----------

@@ -7,7 +7,10 @@
 
 #include <tvm/runtime/device_api.h>
 
+#include <exception>
 #include <utility>
+
+#include "error.h"
 
 namespace pagedkv {
 
@@ -20,9 +23,13 @@ struct CountedAllocator {
 
   void AllocData(DLTensor* tensor) {
     auto num_bytes = static_cast<int64_t>(ffi::GetDataSize(*tensor));
-    tensor->data = DeviceAPI::Get(tensor->device)
-                       ->AllocDataSpace(tensor->device, num_bytes, tvm::runtime::kAllocAlignment,
-                                        tensor->dtype);
+    try {
+      tensor->data = DeviceAPI::Get(tensor->device)
+                         ->AllocDataSpace(tensor->device, num_bytes, tvm::runtime::kAllocAlignment,
+                                          tensor->dtype);
+    } catch (const std::exception& error) {
+      Raise(kMemoryError, "cannot allocate ", num_bytes, " bytes: ", error.what());
+    }
     *counter += num_bytes;
   }
   void FreeData(DLTensor* tensor) {

@@ -19,57 +19,54 @@ constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 
 int64_t ItemSize(DLDataType dtype) { return dtype.bits / 8; }
 
-/*! \brief One pool size for each group of layers. */
-std::vector<int32_t> PoolSizes(const CacheConfig& config) {
-  std::vector<LayerConfig> shapes;
-  for (const LayerConfig& layer : config.layers) {
-    bool is_known = std::any_of(shapes.begin(), shapes.end(),
-                                [&](const LayerConfig& s) { return s.SharesGroupWith(layer); });
-    if (!is_known) shapes.push_back(layer);
-  }
-  return std::vector<int32_t>(shapes.size(), static_cast<int32_t>(config.num_pages()));
-}
-
 }  // namespace
 
 PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
     : config_(std::move(config)),
       allocated_bytes_(std::make_shared<std::atomic<int64_t>>(0)),
+      groups_(MakeGroups(config_)),
+      layers_(MakeLayers()),
       table_(config_.max_num_sequences, static_cast<int32_t>(config_.page_size),
-             PoolSizes(config_)),
-      plan_(&table_, config_.prefill_chunk_size) {
-  MakeGroups();
-  AllocatePages();
+             std::vector<int32_t>(groups_.size(), static_cast<int32_t>(config_.num_pages()))),
+      plan_(&table_, config_.prefill_chunk_size),
+      page_pool_bytes_(*allocated_bytes_) {
   AllocateWorkspaces();
   array_sizes_ = InitialArraySizes();
   aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, array_sizes_,
                                    allocated_bytes_);
 }
 
-void PagedKVCacheObj::MakeGroups() {
-  for (const LayerConfig& config : config_.layers) {
+std::vector<PagedKVCacheObj::Group> PagedKVCacheObj::MakeGroups(const CacheConfig& config) {
+  std::vector<Group> groups;
+  for (size_t i = 0; i < config.layers.size(); ++i) {
+    const LayerConfig& layer = config.layers[i];
     size_t g = 0;
-    while (g < groups_.size() && !groups_[g].shape.SharesGroupWith(config)) ++g;
-    if (g == groups_.size()) {
-      groups_.push_back({config,
-                         {},
-                         StepView(config_.dtype, {config.num_qo_heads, config.qk_head_dim}),
-                         StepView(config_.dtype, {config.num_kv_heads, config.qk_head_dim}),
-                         StepView(config_.dtype, {config.num_kv_heads, config.v_head_dim}),
-                         StepView(kFloat32, {config.num_qo_heads})});
+    while (g < groups.size() && !groups[g].shape.SharesGroupWith(layer)) ++g;
+    if (g == groups.size()) {
+      groups.push_back({layer,
+                        {},
+                        StepView(config.dtype, {layer.num_qo_heads, layer.qk_head_dim}),
+                        StepView(config.dtype, {layer.num_kv_heads, layer.qk_head_dim}),
+                        StepView(config.dtype, {layer.num_kv_heads, layer.v_head_dim}),
+                        StepView(kFloat32, {layer.num_qo_heads})});
     }
-    groups_[g].layers.push_back(static_cast<int64_t>(layers_.size()));
-    layers_.push_back({config, static_cast<int32_t>(g), ffi::Tensor()});
+    groups[g].layers.push_back(static_cast<int64_t>(i));
   }
+  return groups;
 }
 
-void PagedKVCacheObj::AllocatePages() {
-  for (Layer& layer : layers_) {
-    layer.pages = AllocateTensor({config_.num_pages(), 2, layer.config.num_kv_heads,
-                                  config_.page_size, layer.config.qk_head_dim},
-                                 config_.kv_dtype, config_.device, allocated_bytes_);
+std::vector<PagedKVCacheObj::Layer> PagedKVCacheObj::MakeLayers() {
+  std::vector<Layer> layers(config_.layers.size());
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    for (int64_t i : groups_[g].layers) {
+      const LayerConfig& layer = config_.layers[i];
+      ffi::Tensor pages = AllocateTensor(
+          {config_.num_pages(), 2, layer.num_kv_heads, config_.page_size, layer.qk_head_dim},
+          config_.kv_dtype, config_.device, allocated_bytes_);
+      layers[i] = {layer, static_cast<int32_t>(g), std::move(pages)};
+    }
   }
-  page_pool_bytes_ = *allocated_bytes_;
+  return layers;
 }
 
 void PagedKVCacheObj::AllocateWorkspaces() {

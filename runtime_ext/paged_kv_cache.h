@@ -101,8 +101,8 @@ class PagedKVCacheObj : public ffi::Object {
     const ffi::Tensor& last_page_lengths;
   };
 
-  void MakeGroups();
-  void AllocatePages();
+  static std::vector<Group> MakeGroups(const CacheConfig& config);
+  std::vector<Layer> MakeLayers();
   void AllocateWorkspaces();
   std::vector<int64_t> InitialArraySizes() const;
   size_t ArrayIndex(int32_t group, GroupArray array) const {
@@ -139,16 +139,16 @@ class PagedKVCacheObj : public ffi::Object {
   CacheConfig config_;
   ByteCounter allocated_bytes_;
   std::vector<Group> groups_;
-  std::vector<Layer> layers_;
+  std::vector<Layer> layers_;  // before the table: what does not fit should fail here
   SequenceTable table_;
   ForwardPlan plan_;
+  int64_t page_pool_bytes_;
   std::vector<int64_t> array_sizes_;
   std::unique_ptr<AuxData> aux_;
   /*! \brief Page tables without this step's rows; made when a step first asks for them. */
   std::unique_ptr<AuxData> past_aux_;
   bool has_past_arrays_ = false;
   ffi::Tensor q_workspace_, k_workspace_, v_workspace_, lse_workspace_;  // bytes
-  int64_t page_pool_bytes_ = 0;
   int64_t workspace_bytes_ = 0;
   int64_t num_forwards_ = 0;
   int64_t num_page_copies_ = 0;

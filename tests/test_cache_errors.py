@@ -303,6 +303,12 @@ def test_creation(name):
         make_cache(**fields)
 
 
+def test_creation_beyond_all_memory():
+    wide = {**LAYER, "num_qo_heads": 4096, "num_kv_heads": 4096, "qk_head_dim": 4096}
+    with pytest.raises(MemoryError, match="cannot allocate [0-9]+ bytes"):
+        make_cache(layers=[wide], page_size=1, max_total_tokens=2**31 - 257)
+
+
 def test_creation_lacks_a_field():
     config = make_config()
     del config["page_size"]

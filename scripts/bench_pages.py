@@ -30,29 +30,32 @@ NUM_THREADS = len(os.sched_getaffinity(0))
 FUSED = HEADS + 2 * KV_HEADS
 
 
-def median_seconds(run: Callable, budget: float) -> float:
-    """Median of as many runs as fit in `budget` seconds, at least five."""
-    run()
-    times, end = [], time.perf_counter() + budget
-    while len(times) < 5 or (time.perf_counter() < end and len(times) < 2000):
-        start = time.perf_counter()
+def median_seconds(runs: list[Callable], budget: float) -> list[float]:
+    """Median of each over as many rounds as fit in `budget` seconds, at least five.
+
+    The runs of a round follow each other, so that a busy moment of the machine hits all of them.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    end = time.perf_counter() + budget
+    for run in runs:
         run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    while len(times[0]) < 5 or (time.perf_counter() < end and len(times[0]) < 2000):
+        for run, own in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            own.append(time.perf_counter() - start)
+    return [statistics.median(own) for own in times]
 
 
 def copy_bandwidth(budget: float) -> float:
     """Bytes read and written per second by memcpy of 256 MiB, on one thread or on all."""
     source, sink = np.ones(2**28, np.uint8), np.ones(2**28, np.uint8)
-    best = np.inf
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for parts in {1, NUM_THREADS}:
-            pairs = list(
-                zip(np.array_split(sink, parts), np.array_split(source, parts), strict=True)
-            )
-            run = functools.partial(_copy_all, pool, pairs)
-            best = min(best, median_seconds(run, budget))
-    return 2 * source.nbytes / best
+        runs = []
+        for parts in (1, NUM_THREADS):
+            halves = (np.array_split(x, parts) for x in (sink, source))
+            runs.append(functools.partial(_copy_all, pool, list(zip(*halves, strict=True))))
+        return 2 * source.nbytes / min(median_seconds(runs, budget))
 
 
 def _copy_all(pool: ThreadPoolExecutor, pairs: list) -> None:
@@ -149,11 +152,10 @@ def main() -> None:
         stock = {} if arguments.no_stock else stock_kernels(HEADS, KV_HEADS, DIM, dtype)
         for num_rows in arguments.rows:
             for name, num_bytes, run, run_stock in cases(dtype, num_rows, ours, stock):
-                seconds = median_seconds(run, arguments.budget)
+                runs = [run, run_stock] if stock else [run]
+                seconds, *of_stock = median_seconds(runs, arguments.budget)
                 rate = num_bytes / seconds
-                ratio = ""
-                if stock:
-                    ratio = f"{median_seconds(run_stock, arguments.budget) / seconds:6.1f}x"
+                ratio = f"{of_stock[0] / seconds:6.1f}x" if stock else ""
                 print(
                     f"{dtype:9} {num_rows:5} {name:15} {seconds * 1e6:9.1f} {rate / 1e9:6.1f} "
                     f"{rate / bandwidth:8.0%} {ratio:>7}"

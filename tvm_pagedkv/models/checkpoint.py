@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named tensors of a Hugging Face directory, read one at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors relies on
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from .config import read_json
+
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+
+
+class Checkpoint:
+    """The ``*.safetensors`` of a directory: one file, or shards with an index.
+
+    Parameters
+    ----------
+    directory : Path
+        The model's directory.
+
+    Raises
+    ------
+    FileNotFoundError
+        Where the tensors, or a shard that the index names, are not there.
+    ValueError
+        Where a file is damaged.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index} has no weight_map")
+            files = sorted(set(weight_map.values()))
+        else:
+            files = sorted(file.name for file in self.directory.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(
+                f"{self.directory} has no tensors; expected model.safetensors, or "
+                "model.safetensors.index.json and its shards"
+            )
+        self._readers = {}
+        for file in files:
+            reader = _open(self.directory / file)
+            self._readers.update(dict.fromkeys(reader.keys(), reader))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._readers
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The tensor of this name, in the type it is stored in.
+
+        Raises
+        ------
+        ValueError
+            Where it is missing, has another shape, or is not of a floating type.
+        """
+        if name not in self._readers:
+            raise ValueError(f"{self.directory} lacks tensor {name}; expected shape {list(shape)}")
+        reader = self._readers[name]
+        found = tuple(reader.get_slice(name).get_shape())
+        if found != tuple(shape):
+            raise ValueError(
+                f"{self.directory}: tensor {name} has shape {list(found)}; expected {list(shape)}"
+            )
+        tensor = reader.get_tensor(name)
+        if str(tensor.dtype) not in _FLOATS:
+            raise ValueError(
+                f"{self.directory}: tensor {name} has type {tensor.dtype}; expected one of "
+                f"{', '.join(_FLOATS)}"
+            )
+        return tensor
+
+
+def _open(file: Path):
+    if not file.is_file():
+        raise FileNotFoundError(f"{file.parent} lacks {file.name}, which its index names")
+    try:
+        return safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from None

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders of the Llama family from Hugging Face directories."""
+
+from .config import LlamaConfig
+from .model import LlamaModel
+
+__all__ = ["LlamaConfig", "LlamaModel"]

@@ -47,7 +47,10 @@ def _kernel(arguments: Callable, body: Callable) -> tirx.PrimFunc:
             ir.match_buffer(handle, shape, dtype, align=ITEMSIZE.get(dtype, 4))
             for handle, (_, shape, dtype) in zip(handles, described)
         ]
-        body(n, *buffers)
+        with T.sblock("root"):  # Relax asks every function for one
+            T.reads()
+            T.writes()
+            body(n, *buffers)
     return builder.get()
 
 
@@ -238,6 +241,26 @@ def embedding(vocab_size: int, features: int, dtype: str, target: VectorTarget) 
             ("ids", (n,), "int32"),
             ("weight", (blocks, depth, width), dtype),
             ("out", (n, features), dtype),
+        ]
+
+    return _kernel(arguments, body)
+
+
+def take_rows(features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
+    """``out = x[rows]`` for x [n, features], rows int32 [b], out [b, features]."""
+    lanes = math.gcd(features, target.lanes)
+
+    def body(n, x, rows, out):
+        with T.serial(rows.shape[0]) as i, T.serial(T.int64(features // lanes)) as j:
+            value = load(x, [T.cast(rows[i], "int64"), j * lanes], lanes)
+            store(out, [i, j * lanes], lanes, value)
+
+    def arguments(n):
+        b = T.int64()
+        return [
+            ("x", (n, features), dtype),
+            ("rows", (b,), "int32"),
+            ("out", (b, features), dtype),
         ]
 
     return _kernel(arguments, body)

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``tvm-pagedkv``: generate text, or tell about the installation."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EXIT_MISTAKE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; a mistake ends with one sentence on stderr and exit code 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of stdout has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, NotImplementedError, RuntimeError, MemoryError) as error:
+        print(f"tvm-pagedkv: error: {_sentence(error)}", file=sys.stderr)
+        return EXIT_MISTAKE
+    return 0
+
+
+def _sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tvm-pagedkv", description="A paged KV cache for Apache TVM, at work."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add = commands.add_parser(
+        "generate",
+        help="continue prompts with a Llama",
+        description="Continue prompts with a Llama, several at a time.",
+    )
+    add.set_defaults(run=_generate)
+    add.add_argument("text", nargs="*", metavar="PROMPT", help="a prompt")
+    add.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
+    add.add_argument("--file", action="append", default=[], help="a UTF-8 file that is a prompt")
+    add.add_argument(
+        "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
+    )
+    add.add_argument("--dtype", help="float32 (default), float16 or bfloat16")
+    add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
+    add.add_argument("--temperature", type=float, default=0.7, help="default 0.7; 0: most likely")
+    add.add_argument("--top-p", type=float, default=0.95, help="default 0.95")
+    add.add_argument("--seed", type=int, default=0)
+    add.add_argument("--max-tokens", type=int, default=200, help="per continuation (default 200)")
+    add.add_argument("--page-size", type=int, default=16, help="tokens of a page (default 16)")
+    add.add_argument(
+        "--max-total-tokens", type=int, help="capacity of the cache (default: what is needed)"
+    )
+    add.add_argument("--chunk", type=int, default=512, help="rows of a prefill step (default 512)")
+    add = commands.add_parser("info", help="versions, target, threads and folders in force")
+    add.set_defaults(run=_info)
+    return parser
+
+
+# --- generate -----------------------------------------------------------------------------------
+
+
+def _generate(options: argparse.Namespace) -> None:
+    prompts = _prompts(options)
+    try:
+        from .generation import FinishedEvent, SamplingParams, Statistics, generate
+        from .models import LlamaModel
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"{error.name} is not installed; install what this command needs with: "
+            "pip install 'tvm-pagedkv[demo]'"
+        ) from None
+    params = SamplingParams(
+        options.n, options.temperature, options.top_p, options.max_tokens, options.seed
+    )
+    with _Progress() as progress:
+        model = LlamaModel.from_pretrained(
+            options.model, options.dtype, page_size=options.page_size, progress=progress
+        )
+    events = generate(
+        model,
+        prompts,
+        params,
+        max_total_tokens=options.max_total_tokens,
+        prefill_chunk_size=options.chunk,
+    )
+    with _display(prompts, params.n) as display:
+        for event in events:
+            if isinstance(event, Statistics):
+                statistics = event
+            elif isinstance(event, FinishedEvent):
+                display.finished(event)
+            else:
+                display.text(event)
+    _print_statistics(statistics)
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    prompts = [*options.text, *options.prompt]
+    for name in options.file:
+        try:
+            prompts.append(Path(name).read_bytes().decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"prompt file {name} is not UTF-8 text: byte {error.object[error.start]:#04x} at "
+                f"offset {error.start}"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"cannot read prompt file {name}: {error.strerror}") from None
+    if not prompts:
+        raise ValueError('no prompt; say, for example: tvm-pagedkv generate "The with statement"')
+    return prompts
+
+
+def _print_statistics(s) -> None:
+    def rate(tokens: int, seconds: float) -> str:
+        return (
+            f"{tokens} tokens, {tokens / seconds:.0f} tokens/s" if seconds else f"{tokens} tokens"
+        )
+
+    print(
+        f"prefill {rate(s.prefill_tokens, s.prefill_seconds)}; "
+        f"decode {rate(s.decode_tokens, s.decode_seconds)}; "
+        f"pages {s.pages_used} of {s.pages_total} used, {s.pages_shared} shared "
+        f"({s.page_size} tokens each); cache {s.cache_bytes / 2**20:.1f} MiB",
+        file=sys.stderr,
+    )
+
+
+class _Progress:
+    """A spinner on a terminal, lines on stderr elsewhere."""
+
+    def __init__(self):
+        self._status = None
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def __call__(self, line: str) -> None:
+        if not sys.stderr.isatty():
+            print(line, file=sys.stderr, flush=True)
+            return
+        try:
+            from rich.console import Console
+        except ModuleNotFoundError:
+            print(line, file=sys.stderr, flush=True)
+            return
+        if self._status is None:
+            self._status = Console(stderr=True).status(line)
+            self._status.start()
+        self._status.update(line)
+
+
+def _display(prompts: list[str], n: int):
+    if len(prompts) * n == 1:
+        return _Stream(prompts[0])
+    if sys.stdout.isatty():
+        with contextlib.suppress(ModuleNotFoundError):
+            return _Live(prompts, n)
+    return _Blocks(prompts, n)
+
+
+class _Stream(contextlib.AbstractContextManager):
+    """One continuation: the prompt, then the text as it comes."""
+
+    def __init__(self, prompt: str):
+        print(prompt, end="", flush=True)
+
+    def __exit__(self, *_) -> None:
+        print(flush=True)
+
+    def text(self, event) -> None:
+        print(event.text, end="", flush=True)
+
+    def finished(self, event) -> None:
+        """Nothing is left to print."""
+
+
+class _Blocks(contextlib.AbstractContextManager):
+    """Several continuations: each under a header when it is finished."""
+
+    def __init__(self, prompts: list[str], n: int):
+        self.prompts, self.n = prompts, n
+
+    def __exit__(self, *_) -> None:
+        """Nothing to clean up."""
+
+    def text(self, event) -> None:
+        """Wait for the whole."""
+
+    def finished(self, event) -> None:
+        header = f"prompt {event.prompt + 1}" if len(self.prompts) > 1 else ""
+        if self.n > 1:
+            separator = ", " if header else ""
+            header += f"{separator}continuation {event.continuation + 1} of {self.n}"
+        print(f"--- {header} ---\n{self.prompts[event.prompt]}{event.text}\n", flush=True)
+
+
+class _Live(_Blocks):
+    """Several continuations on a terminal: all grow at a time, and stay when finished."""
+
+    def __init__(self, prompts: list[str], n: int):
+        super().__init__(prompts, n)
+        from rich.live import Live
+
+        self._texts = {(p, i): "" for p in range(len(prompts)) for i in range(n)}
+        self._live = Live(transient=True, refresh_per_second=10, get_renderable=self._render)
+
+    def __enter__(self) -> _Live:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._live.stop()
+
+    def text(self, event) -> None:
+        self._texts[event.prompt, event.continuation] += event.text
+
+    def finished(self, event) -> None:
+        del self._texts[event.prompt, event.continuation]
+        super().finished(event)
+
+    def _render(self):
+        from rich.text import Text
+
+        room = max(2, self._live.console.height // max(1, len(self._texts)) - 1)
+        out = Text()
+        for (prompt, index), text in self._texts.items():
+            lines = f"{self.prompts[prompt]}{text}".splitlines()[-room:]
+            out.append(f"prompt {prompt + 1}, continuation {index + 1}\n", style="bold")
+            out.append("\n".join(lines) + "\n")
+        return out
+
+
+# --- info ---------------------------------------------------------------------------------------
+
+
+def _info(_: argparse.Namespace) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from . import __version__
+    from .build import resolve_target, vector_target
+    from .disk_cache import cache_dir
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    target = resolve_target()
+    traits = vector_target(target)
+    files = [file for file in cache_dir().rglob("*") if file.is_file()]
+    megabytes = sum(file.stat().st_size for file in files) / 2**20
+    library = next(Path(__file__).parent.glob("*tvm_pagedkv*.so"), "not in the package's folder")
+    rows = {
+        "tvm-pagedkv": __version__,
+        "apache-tvm": installed("apache-tvm"),
+        "apache-tvm-ffi": installed("apache-tvm-ffi"),
+        "library": library,
+        "target": f"{target.kind.name}, {target.attrs.get('mcpu', 'generic CPU')}",
+        "CPU": f"{traits.lanes} float32 lanes, {traits.registers} registers, "
+        f"bfloat16 dot product: {'yes' if traits.has_bf16_dot else 'no'}, "
+        f"float16 conversion: {'yes' if traits.has_f16_convert else 'no'}",
+        "threads": os.environ.get("TVM_NUM_THREADS", "as TVM chooses"),
+        "compiled files": f"{cache_dir()} ({len(files)} files, {megabytes:.1f} MiB)",
+    }
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batched sampling: prompts in, a stream of events out.
+
+Prompts wait until their pages are surely enough, are prefilled in chunks, and are forked for further
+continuations; all running continuations then advance by one token a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from tokenizers.decoders import DecodeStream
+
+from .cache import KVCache
+from .models import LlamaModel
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt.
+
+    Parameters
+    ----------
+    n : int
+        Continuations of each prompt.
+    temperature : float
+        0 takes the most likely token.
+    top_p : float
+        Sample among the most likely tokens whose probabilities add up to this.
+    max_tokens : int
+        Most tokens of a continuation.
+    seed : int
+        Continuation i of any prompt draws from a generator made from (seed, i), so a result does
+        not depend on what else is in the batch.
+    """
+
+    n: int = 1
+    temperature: float = 0.7
+    top_p: float = 0.95
+    max_tokens: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}")
+        if not (self.temperature >= 0 and np.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be 0 or more, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class TextEvent:
+    """A continuation has grown: `text` is what `token` added, empty within a character."""
+
+    prompt: int
+    continuation: int
+    token: int
+    text: str
+
+
+@dataclass(frozen=True)
+class FinishedEvent:
+    """A continuation has ended: `reason` is "eos" or "length"."""
+
+    prompt: int
+    continuation: int
+    tokens: tuple[int, ...]
+    text: str
+    reason: str
+
+
+@dataclass
+class Statistics:
+    """What a run took. The last event of `generate`."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    pages_total: int = 0
+    pages_used: int = 0  # at the fullest moment
+    pages_shared: int = 0  # of these, pages with more than one owner
+    page_size: int = 0
+    cache_bytes: int = 0
+
+
+@dataclass
+class _Continuation:
+    prompt: int
+    index: int
+    seq_id: int
+    random: np.random.Generator
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    stream: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
+
+
+def generate(
+    model: LlamaModel,
+    prompts: Sequence[str | Sequence[int]],
+    params: SamplingParams | None = None,
+    *,
+    max_total_tokens: int | None = None,
+    prefill_chunk_size: int = 512,
+    max_num_sequences: int = 32,
+) -> Iterator[TextEvent | FinishedEvent | Statistics]:
+    """Continue prompts.
+
+    Parameters
+    ----------
+    model : LlamaModel
+    prompts : sequence of str or of token ids
+    params : SamplingParams, optional
+    max_total_tokens : int, optional
+        Capacity of the cache; None: room for all that can run at a time.
+    prefill_chunk_size : int
+        Most rows of a prefill step; longer prompts take several.
+    max_num_sequences : int
+        Continuations that run at a time, at least `params.n`.
+
+    Yields
+    ------
+    TextEvent, FinishedEvent, and at last one Statistics
+
+    Raises
+    ------
+    ValueError
+        Before anything is computed: for an empty prompt, one that is longer than the model's
+        context, or one that does not fit into the cache with its continuations.
+    """
+    return _Run(
+        model,
+        [_encode(model, i, prompt) for i, prompt in enumerate(prompts)],
+        params or SamplingParams(),
+        max_total_tokens,
+        prefill_chunk_size,
+        max_num_sequences,
+    ).events()
+
+
+def sample(logits: np.ndarray, params: SamplingParams, random: np.random.Generator) -> int:
+    """Draw a token from float32 logits [vocab_size]."""
+    if params.temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.astype("float64") / params.temperature
+    weights = np.exp(scaled - scaled.max())
+    weights /= weights.sum()
+    if params.top_p < 1:
+        # All tokens below this bound together miss the nucleus, so they need not be sorted.
+        likely = np.flatnonzero(weights >= (1 - params.top_p) / len(weights))
+        order = likely[np.argsort(-weights[likely], kind="stable")]
+        count = int(np.searchsorted(np.cumsum(weights[order]), params.top_p)) + 1
+        order = order[:count]
+    else:
+        order = np.arange(len(weights))
+    cumulative = np.cumsum(weights[order])
+    chosen = np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")
+    return int(order[min(chosen, len(order) - 1)])
+
+
+def _encode(model: LlamaModel, index: int, prompt: str | Sequence[int]) -> list[int]:
+    if isinstance(prompt, str):
+        tokens = model.tokenizer.encode(prompt).ids if prompt else []
+    else:
+        tokens = [int(token) for token in prompt]
+    if not tokens:
+        raise ValueError(f"prompt {index + 1} is empty")
+    vocab_size = model.config.vocab_size
+    if not all(0 <= token < vocab_size for token in tokens):
+        raise ValueError(f"prompt {index + 1} has a token outside [0, {vocab_size})")
+    if len(tokens) >= model.config.context_length:
+        raise ValueError(
+            f"prompt {index + 1} has {len(tokens)} tokens; the model's context holds "
+            f"{model.config.context_length} with at least one for the continuation"
+        )
+    return tokens
+
+
+class _Run:
+    """The state of one call of `generate`."""
+
+    def __init__(
+        self, model, prompts, params, max_total_tokens, prefill_chunk_size, max_num_sequences
+    ):
+        self.model, self.prompts, self.params = model, prompts, params
+        self.chunk, self.page_size = prefill_chunk_size, model.options.page_size
+        self.slots = max(max_num_sequences, params.n)
+        if prefill_chunk_size < 1:
+            raise ValueError(f"prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
+        if max_total_tokens is not None and max_total_tokens < 1:
+            raise ValueError(f"max_total_tokens must be at least 1, got {max_total_tokens}")
+        needs = [self._pages_needed(prompt) for prompt in prompts]
+        if max_total_tokens is None:
+            at_a_time = max(1, self.slots // params.n)
+            max_total_tokens = sum(sorted(needs)[-at_a_time:]) * self.page_size
+        self.num_pages = -(-max_total_tokens // self.page_size)
+        for index, (prompt, need) in enumerate(zip(prompts, needs)):
+            if need > self.num_pages:
+                raise ValueError(
+                    f"the cache is too small: prompt {index + 1} ({len(prompt)} tokens) with "
+                    f"{params.n} continuations of up to {self._limit(prompt)} tokens needs {need} "
+                    f"pages of {self.page_size}, and max_total_tokens {max_total_tokens} gives "
+                    f"{self.num_pages}"
+                )
+        rows = max(prefill_chunk_size, self.slots)
+        self.cache: KVCache = model.create_cache(self.slots, self.num_pages * self.page_size, rows)
+        self.statistics = Statistics(pages_total=self.num_pages, page_size=self.page_size)
+        self.waiting = deque(range(len(prompts)))
+        self.running: list[_Continuation] = []
+        self.reserved = 0
+        self.next_id = 0
+
+    def events(self) -> Iterator[TextEvent | FinishedEvent | Statistics]:
+        """Run to the end."""
+        while self.waiting or self.running:
+            started, logits = self._admit()
+            if not started:
+                started, logits = self.running, self._decode()
+            for continuation, row in zip(list(started), logits):
+                yield from self._advance(continuation, row)
+        yield self.statistics
+
+    # --- capacity -------------------------------------------------------------------------------
+
+    def _limit(self, prompt: list[int]) -> int:
+        """Most tokens of a continuation."""
+        return min(self.params.max_tokens, self.model.config.context_length - len(prompt))
+
+    def _pages_needed(self, prompt: list[int]) -> int:
+        """Most pages that a prompt and its continuations can take; full pages are shared."""
+        full = len(prompt) // self.page_size
+        # The last token of a continuation is never appended.
+        length = len(prompt) + self._limit(prompt) - 1
+        own = -(-length // self.page_size) - full
+        partial = 1 if len(prompt) % self.page_size and self.params.n > 1 else 0
+        return full + self.params.n * own + partial
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def _admit(self) -> tuple[list[_Continuation], list[np.ndarray]]:
+        """Start all waiting prompts that fit: prefill each once, then fork."""
+        batch: list[tuple[int, int]] = []
+        while self.waiting:
+            need = self._pages_needed(self.prompts[self.waiting[0]])
+            slots = len(self.running) + (len(batch) + 1) * self.params.n
+            if slots > self.slots or self.reserved + need > self.num_pages:
+                break
+            self.reserved += need
+            self.cache.add_sequence(self.next_id)
+            batch.append((self.waiting.popleft(), self.next_id))
+            self.next_id += 1
+        if not batch:
+            return [], []
+        rows = self._prefill(batch)
+        started, logits = [], []
+        for prompt, seq_id in batch:
+            for index in range(self.params.n):
+                child = seq_id
+                if index:
+                    child = self.next_id
+                    self.next_id += 1
+                    self.cache.fork_sequence(seq_id, child)
+                random = np.random.default_rng([self.params.seed, index])
+                started.append(_Continuation(prompt, index, child, random))
+                logits.append(rows[prompt])
+        self.running += started
+        self._note_pages()
+        return started, logits
+
+    def _prefill(self, batch: list[tuple[int, int]]) -> dict[int, np.ndarray]:
+        """Append the prompts in steps of at most `chunk` rows; logits after each prompt's last."""
+        start = time.perf_counter()
+        queue = deque((prompt, seq_id, 0) for prompt, seq_id in batch)
+        logits = {}
+        while queue:
+            step, room = [], self.chunk
+            while queue and room:
+                prompt, seq_id, begin = queue.popleft()
+                part = self.prompts[prompt][begin : begin + room]
+                room -= len(part)
+                step.append((prompt, seq_id, part))
+                if begin + len(part) < len(self.prompts[prompt]):
+                    queue.appendleft((prompt, seq_id, begin + len(part)))
+                    break
+            prompts, seq_ids, parts = zip(*step)
+            logits.update(zip(prompts, self.model.prefill(self.cache, seq_ids, parts)))
+            self.statistics.prefill_tokens += sum(len(part) for part in parts)
+        self.statistics.prefill_seconds += time.perf_counter() - start
+        return logits
+
+    def _decode(self) -> np.ndarray:
+        start = time.perf_counter()
+        seq_ids = [continuation.seq_id for continuation in self.running]
+        tokens = [continuation.tokens[-1] for continuation in self.running]
+        logits = self.model.decode(self.cache, seq_ids, tokens)
+        self.statistics.decode_seconds += time.perf_counter() - start
+        self.statistics.decode_tokens += len(tokens)
+        self._note_pages()
+        return logits
+
+    def _advance(self, c: _Continuation, logits: np.ndarray) -> Iterator[TextEvent | FinishedEvent]:
+        token = sample(logits, self.params, c.random)
+        reason = None
+        if token in self.model.config.eos_token_ids:
+            reason = "eos"
+        else:
+            c.tokens.append(token)
+            text = c.stream.step(self.model.tokenizer, token) or ""
+            c.text += text
+            yield TextEvent(c.prompt, c.index, token, text)
+            if len(c.tokens) == self._limit(self.prompts[c.prompt]):
+                reason = "length"
+        if reason:
+            self.cache.remove_sequence(c.seq_id)
+            self.running.remove(c)
+            if all(other.prompt != c.prompt for other in self.running):
+                self.reserved -= self._pages_needed(self.prompts[c.prompt])
+            yield FinishedEvent(c.prompt, c.index, tuple(c.tokens), c.text, reason)
+
+    def _note_pages(self) -> None:
+        stats = self.cache.stats()
+        self.statistics.cache_bytes = stats["page_pool_bytes"]
+        if stats["num_used_pages"] > self.statistics.pages_used:
+            self.statistics.pages_used = stats["num_used_pages"]
+            self.statistics.pages_shared = stats["num_shared_pages"]

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder of the Llama family in ``tvm.relax.frontend.nn`` over `PagedKVCache`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import op, spec
+from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as CacheObject
+from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
+from tvm.target import Target
+
+from tir_kernels.spec import VectorTarget
+
+from ..build import vector_target
+from ..frontend import PagedKVCache
+from . import kernels
+from .config import LlamaConfig
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What the code of a model depends on besides its configuration."""
+
+    dtype: str
+    page_size: int
+    target: Target
+
+    @property
+    def vector(self) -> VectorTarget:
+        """SIMD traits of the target."""
+        return vector_target(self.target)
+
+
+class Linear(nn.Module):
+    """``x @ weight.T (+ bias) (+ residual)`` over packed weights, for x [n, in_features]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        options: BuildOptions,
+        bias: bool = False,
+        out_dtype: str | None = None,
+    ):
+        self.in_features, self.out_features = in_features, out_features
+        self.options, self.out_dtype = options, out_dtype or options.dtype
+        shape = kernels.packed_shape(out_features, in_features, options.vector)
+        self.weight = nn.Parameter(shape, options.dtype)
+        self.bias = nn.Parameter((out_features,), options.dtype) if bias else None
+
+    def forward(self, x: nn.Tensor, residual: nn.Tensor | None = None) -> nn.Tensor:
+        kernel = kernels.linear(
+            self.in_features,
+            self.out_features,
+            self.options.dtype,
+            self.out_dtype,
+            self.options.vector,
+            bias=self.bias is not None,
+            residual=residual is not None,
+        )
+        inputs = [x, self.weight, self.bias, residual]
+        out = nn.Tensor.placeholder((x.shape[0], self.out_features), self.out_dtype)
+        return op.tensor_ir_op(kernel, "linear", [i for i in inputs if i is not None], out)
+
+
+class Norm(nn.Module):
+    """RMS norm of the rows of x [n, features]."""
+
+    def __init__(self, config: LlamaConfig, options: BuildOptions):
+        self.features, self.epsilon = config.hidden_size, config.rms_norm_eps
+        self.options = options
+        self.weight = nn.Parameter((self.features,), options.dtype)
+
+    def forward(self, x: nn.Tensor) -> nn.Tensor:
+        options = self.options
+        kernel = kernels.rms_norm(self.features, self.epsilon, options.dtype, options.vector)
+        out = nn.Tensor.placeholder(x.shape, options.dtype)
+        return op.tensor_ir_op(kernel, "rms_norm", [x, self.weight], out)
+
+
+class Attention(nn.Module):
+    """Projections around the attention of the cache, which rotates, appends and attends."""
+
+    def __init__(self, config: LlamaConfig, options: BuildOptions):
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.num_rows = config.num_heads + 2 * config.num_kv_heads
+        width, bias = config.hidden_size, config.attention_bias
+        self.qkv_proj = Linear(width, self.num_rows * self.head_dim, options, bias)
+        self.o_proj = Linear(self.num_heads * self.head_dim, width, options, bias)
+
+    def forward(
+        self, x: nn.Tensor, residual: nn.Tensor, cache: CacheObject, layer: int
+    ) -> nn.Tensor:
+        n = x.shape[0]
+        qkv = op.reshape(self.qkv_proj(x), (1, n, self.num_rows, self.head_dim))
+        scale = self.head_dim**-0.5
+        out = cache.attention_with_fused_qkv(layer, qkv, self.num_heads, scale)
+        return self.o_proj(op.reshape(out, (n, self.num_heads * self.head_dim)), residual)
+
+
+class Mlp(nn.Module):
+    """SwiGLU between two projections."""
+
+    def __init__(self, config: LlamaConfig, options: BuildOptions):
+        self.width, self.options = config.intermediate_size, options
+        bias = config.mlp_bias
+        self.gate_up_proj = Linear(config.hidden_size, 2 * self.width, options, bias)
+        self.down_proj = Linear(self.width, config.hidden_size, options, bias)
+
+    def forward(self, x: nn.Tensor, residual: nn.Tensor) -> nn.Tensor:
+        kernel = kernels.swiglu(self.width, self.options.dtype, self.options.vector)
+        out = nn.Tensor.placeholder((x.shape[0], self.width), self.options.dtype)
+        gated = op.tensor_ir_op(kernel, "swiglu", [self.gate_up_proj(x)], out)
+        return self.down_proj(gated, residual)
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, config: LlamaConfig, options: BuildOptions):
+        self.self_attn, self.mlp = Attention(config, options), Mlp(config, options)
+        self.input_layernorm = Norm(config, options)
+        self.post_attention_layernorm = Norm(config, options)
+
+    def forward(self, x: nn.Tensor, cache: CacheObject, layer: int) -> nn.Tensor:
+        x = self.self_attn(self.input_layernorm(x), x, cache, layer)
+        return self.mlp(self.post_attention_layernorm(x), x)
+
+
+class Llama(nn.Module):
+    """The functions of the compiled model; T is the number of rows of a step, over all sequences.
+
+    - ``create_kv_cache(max_num_sequences, max_total_tokens, prefill_chunk_size)`` -> cache
+    - ``embed(ids int32 [T])`` -> x [T, hidden_size]
+    - ``prefill(x, rows int32 [b], cache)`` -> logits float32 [b, vocab_size] of the chosen rows
+    - ``decode(x, cache)`` -> logits float32 [T, vocab_size] of every row
+    """
+
+    def __init__(self, config: LlamaConfig, options: BuildOptions):
+        self.config, self.options = config, options
+        self.layers = nn.ModuleList([Block(config, options) for _ in range(config.num_layers)])
+        self.norm = Norm(config, options)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, options, out_dtype="float32")
+        if not config.tied_embeddings:
+            shape = kernels.packed_shape(config.vocab_size, config.hidden_size, options.vector)
+            self.embed_tokens = nn.Parameter(shape, options.dtype)
+
+    def embed(self, ids: nn.Tensor) -> nn.Tensor:
+        config, options = self.config, self.options
+        kernel = kernels.embedding(
+            config.vocab_size, config.hidden_size, options.dtype, options.vector
+        )
+        out = nn.Tensor.placeholder((ids.shape[0], config.hidden_size), options.dtype)
+        weight = self.lm_head.weight if config.tied_embeddings else self.embed_tokens
+        return op.tensor_ir_op(kernel, "embedding", [ids, weight], out)
+
+    def hidden(self, x: nn.Tensor, cache: CacheObject) -> nn.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cache, index)
+        return x
+
+    def prefill(self, x: nn.Tensor, rows: nn.Tensor, cache: CacheObject) -> nn.Tensor:
+        options, width = self.options, self.config.hidden_size
+        kernel = kernels.take_rows(width, options.dtype, options.vector)
+        out = nn.Tensor.placeholder((rows.shape[0], width), options.dtype)
+        last = op.tensor_ir_op(kernel, "take_rows", [self.hidden(x, cache), rows], out)
+        return self.lm_head(self.norm(last))
+
+    def decode(self, x: nn.Tensor, cache: CacheObject) -> nn.Tensor:
+        return self.lm_head(self.norm(self.hidden(x, cache)))
+
+    def create_kv_cache(
+        self, max_num_sequences: tirx.Var, max_total_tokens: tirx.Var, prefill_chunk_size: tirx.Var
+    ) -> CacheObject:
+        config, options, rope = self.config, self.options, self.config.rope
+        scaling, factors = rope.scaling_dict, relax.prim_value(0)
+        if scaling.get("rope_type") == "longrope":
+            both = [*scaling["long_factor"], *scaling["short_factor"]]
+            factors = relax.const(np.array(both, "float32"))
+        return PagedKVCache(
+            attn_kind="mha",
+            max_batch_size=max_num_sequences,
+            max_total_seq_len=max_total_tokens,
+            prefill_chunk_size=prefill_chunk_size,
+            page_size=options.page_size,
+            support_sliding_window=0,
+            layer_partition=relax.ShapeExpr([0, config.num_layers]),
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            qk_head_dim=config.head_dim,
+            v_head_dim=config.head_dim,
+            mla_original_qk_head_dim=0,
+            mla_original_v_head_dim=0,
+            rope_mode=RopeMode.NORMAL,
+            rope_scale=1.0,
+            rope_theta=rope.theta,
+            rope_scaling=scaling,
+            rope_ext_factors=factors,
+            rotary_dim=rope.rotary_dim,
+            enable_disaggregation=False,
+            dtype=options.dtype,
+            target=options.target,
+        )
+
+
+def build_module(config: LlamaConfig, options: BuildOptions) -> tvm.IRModule:
+    """The model as an IRModule whose functions take the weights as one packed argument."""
+    packed = {"param_mode": "packed", "effect_mode": "none"}
+    x = spec.Tensor(["n", config.hidden_size], options.dtype)
+    cache = spec.Object(object_type=CacheObject)
+    capacities = ("max_num_sequences", "max_total_tokens", "prefill_chunk_size")
+    functions = {
+        "embed": {"ids": spec.Tensor(["n"], "int32"), "$": packed},
+        "prefill": {"x": x, "rows": spec.Tensor(["b"], "int32"), "cache": cache, "$": packed},
+        "decode": {"x": x, "cache": cache, "$": packed},
+        "create_kv_cache": dict.fromkeys(capacities, int)
+        | {"$": {"param_mode": "none", "effect_mode": "none"}},
+    }
+    module, _, _ = Llama(config, options).export_tvm(functions, allow_extern=True)
+    return module
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One packed argument of the model: its Hugging Face parts, stacked along the first axis.
+
+    Parameters
+    ----------
+    parts : tuple of (name, shape)
+    is_matrix : bool
+        Whether the stacked tensor is packed for the linear kernel.
+    """
+
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+    is_matrix: bool
+
+
+def weights(config: LlamaConfig) -> Iterator[tuple[str, Weight]]:
+    """Name in the model and source of every weight."""
+    c, hidden = config, config.hidden_size
+    q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+    def linear(ours: str, in_features: int, has_bias: bool, *parts: tuple[str, int]):
+        matrix = tuple((f"{name}.weight", (width, in_features)) for name, width in parts)
+        yield f"{ours}.weight", Weight(matrix, True)
+        if has_bias:
+            yield f"{ours}.bias", Weight(tuple((f"{n}.bias", (w,)) for n, w in parts), False)
+
+    embedding = Weight((("model.embed_tokens.weight", (c.vocab_size, hidden)),), True)
+    if c.tied_embeddings:
+        yield "lm_head.weight", embedding
+    else:
+        yield "embed_tokens", embedding
+        yield "lm_head.weight", Weight((("lm_head.weight", (c.vocab_size, hidden)),), True)
+    for i in range(c.num_layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        qkv = [("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width)]
+        qkv = [(f"{theirs}.self_attn.{name}", width) for name, width in qkv]
+        gate_up = [
+            (f"{theirs}.mlp.{name}", c.intermediate_size) for name in ("gate_proj", "up_proj")
+        ]
+        o_proj = (f"{theirs}.self_attn.o_proj", hidden)
+        down = (f"{theirs}.mlp.down_proj", hidden)
+        yield from linear(f"{ours}.self_attn.qkv_proj", hidden, c.attention_bias, *qkv)
+        yield from linear(f"{ours}.self_attn.o_proj", q_width, c.attention_bias, o_proj)
+        yield from linear(f"{ours}.mlp.gate_up_proj", hidden, c.mlp_bias, *gate_up)
+        yield from linear(f"{ours}.mlp.down_proj", c.intermediate_size, c.mlp_bias, down)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{ours}.{norm}.weight", Weight(((f"{theirs}.{norm}.weight", (hidden,)),), False)
+    yield "norm.weight", Weight((("model.norm.weight", (hidden,)),), False)

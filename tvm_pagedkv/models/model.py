@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LlamaModel`: a Hugging Face directory becomes compiled code, weights and a tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.target import Target
+
+from ..build import resolve_target
+from ..cache import KVCache
+from ..config import DTYPES
+from ..disk_cache import cached_file
+from . import kernels, llama
+from .checkpoint import Checkpoint
+from .config import LlamaConfig
+
+TINY = Path(__file__).parent / "tiny"
+
+
+class LlamaModel:
+    """A decoder ready to run on the CPU.
+
+    Parameters
+    ----------
+    config : LlamaConfig
+    options : BuildOptions
+    executable : tvm.runtime.Module
+        The compiled functions of `llama.Llama`.
+    parameters : list of tvm tensors
+        Weights, in the order of the executable's functions.
+    tokenizer : tokenizers.Tokenizer, optional
+    """
+
+    def __init__(self, config, options, executable, parameters, tokenizer=None):
+        self.config, self.options, self.tokenizer = config, options, tokenizer
+        self._parameters = parameters
+        self._vm = relax.VirtualMachine(executable, tvm.cpu())
+        names = ("embed", "prefill", "decode", "create_kv_cache")
+        self._embed, self._prefill, self._decode, self._create = (self._vm[name] for name in names)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path | None = None,
+        dtype: str | None = None,
+        *,
+        page_size: int = 16,
+        target: Target | str | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> LlamaModel:
+        """Load a Hugging Face directory; compiled code is kept on disk for the next time.
+
+        Parameters
+        ----------
+        directory : path, optional
+            Holds config.json, ``*.safetensors`` and tokenizer.json; None: the small model that
+            comes with the package.
+        dtype : {"float32", "float16", "bfloat16"}, optional
+            Of weights, activations and pages, whatever the files hold; None: float32.
+        page_size : int
+            Slots of a page of the caches that the model makes.
+        target : optional
+            None: this machine.
+        progress : callable, optional
+            Called with a line of text when something takes time.
+
+        Raises
+        ------
+        FileNotFoundError
+            Where the directory or one of its files is missing.
+        ValueError
+            Where the architecture is not known, or a tensor is missing or has the wrong shape.
+        """
+        directory = TINY if directory is None else Path(directory)
+        dtype = "float32" if dtype is None else dtype
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+        progress = progress or (lambda line: None)
+        config = LlamaConfig.from_directory(directory)
+        options = llama.BuildOptions(dtype, page_size, resolve_target(target))
+        parameters = load_parameters(config, options, Checkpoint(directory))
+        executable = _executable(config, options, progress)
+        return cls(config, options, executable, parameters, load_tokenizer(directory))
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def create_cache(
+        self, max_num_sequences: int, max_total_tokens: int, prefill_chunk_size: int = 512
+    ) -> KVCache:
+        """An empty cache for this model."""
+        sizes = (max_num_sequences, max_total_tokens, prefill_chunk_size)
+        return self._create(*(tvm_ffi.Shape([size]) for size in sizes))
+
+    def prefill(
+        self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> np.ndarray:
+        """Append ``tokens[i]`` to sequence ``seq_ids[i]``; logits of the last row of each.
+
+        Returns
+        -------
+        logits : float32 [len(seq_ids), vocab_size]
+        """
+        lengths = [len(part) for part in tokens]
+        rows = np.cumsum(lengths, dtype="int32") - 1
+        with cache.forward(seq_ids, lengths):
+            x = self._embed(_ids(np.concatenate(tokens)), self._parameters)
+            logits = self._prefill(x, tvm.runtime.tensor(rows), cache, self._parameters)
+        return logits.numpy()
+
+    def decode(self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Append one token to each sequence; logits float32 [len(seq_ids), vocab_size]."""
+        with cache.forward(seq_ids, [1] * len(seq_ids)):
+            x = self._embed(_ids(tokens), self._parameters)
+            logits = self._decode(x, cache, self._parameters)
+        return logits.numpy()
+
+    def logits(
+        self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> list[np.ndarray]:
+        """As `prefill`, with the logits of every row: float32 [len(tokens[i]), vocab_size] each."""
+        lengths = [len(part) for part in tokens]
+        with cache.forward(seq_ids, lengths):
+            x = self._embed(_ids(np.concatenate(tokens)), self._parameters)
+            logits = self._decode(x, cache, self._parameters)
+        return np.split(logits.numpy(), np.cumsum(lengths)[:-1])
+
+
+def _ids(tokens: Sequence[int]) -> tvm.runtime.Tensor:
+    return tvm.runtime.tensor(np.asarray(tokens, "int32"))
+
+
+def load_parameters(
+    config: LlamaConfig, options: llama.BuildOptions, checkpoint: Checkpoint
+) -> list[tvm.runtime.Tensor]:
+    """Weights in the order of the compiled functions, one read at a time."""
+    model = llama.Llama(config, options)
+    sources = dict(llama.weights(config))
+    dtype = np.dtype(options.dtype)
+    loaded = []
+    for name, _ in model.named_parameters():
+        source = sources[name]
+        parts = [checkpoint.read(theirs, shape) for theirs, shape in source.parts]
+        array = np.concatenate(parts).astype(dtype)
+        if source.is_matrix:
+            array = kernels.pack(array, options.vector)
+        loaded.append(tvm.runtime.tensor(array))
+    return loaded
+
+
+def load_tokenizer(directory: Path):
+    """The tokenizer of a Hugging Face directory."""
+    from tokenizers import Tokenizer
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{directory} has no tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{file} is not a readable tokenizer: {error}") from None
+
+
+def _executable(
+    config: LlamaConfig, options: llama.BuildOptions, progress: Callable[[str], None]
+) -> tvm.runtime.Module:
+    key = "\n".join([repr(config), options.dtype, str(options.page_size), str(options.target)])
+
+    def compile_to(path: Path) -> None:
+        progress(f"compiling the model ({config.num_layers} layers, {options.dtype})")
+        module = llama.build_module(config, options)
+        tvm.compile(module, target=options.target).export_library(str(path))
+
+    path = cached_file(f"{key}\n{_versions()}", ".so", compile_to)
+    return tvm.runtime.load_module(str(path))
+
+
+@functools.cache
+def _versions() -> str:
+    """Of the compiler, and of the sources that decide the code."""
+    import tir_kernels
+
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    folders = [Path(tir_kernels.__file__).parent, package / "models"]
+    for source in [package / "frontend.py", *(f for d in folders for f in sorted(d.rglob("*.py")))]:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return f"{tvm.__version__} {digest.hexdigest()}"

@@ -154,6 +154,7 @@ def save(model: Llama, folder: Path) -> None:
         for name, parameter in model.named_parameters()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     build_tokenizer().save(str(folder / "tokenizer.json"))
 
@@ -198,7 +199,7 @@ def main() -> None:
     for step in range(args.steps):
         progress = step / args.steps
         rate = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
-        for optimizer, peak in zip(optimizers, peaks):
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * rate
         begin = torch.randint(len(ids) - args.context, (args.batch, 1))
         rows = ids[begin + window]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batched sampling: prompts in, a stream of events out.
 
-Prompts wait until their pages are surely enough, are prefilled in chunks, and are forked for further
-continuations; all running continuations then advance by one token a step.
+Prompts wait until their pages are surely enough, are prefilled in chunks, and are forked for
+further continuations; all running continuations then advance by one token a step.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class _Run:
             at_a_time = max(1, self.slots // params.n)
             max_total_tokens = sum(sorted(needs)[-at_a_time:]) * self.page_size
         self.num_pages = -(-max_total_tokens // self.page_size)
-        for index, (prompt, need) in enumerate(zip(prompts, needs)):
+        for index, (prompt, need) in enumerate(zip(prompts, needs, strict=True)):
             if need > self.num_pages:
                 raise ValueError(
                     f"the cache is too small: prompt {index + 1} ({len(prompt)} tokens) with "
@@ -225,7 +225,7 @@ class _Run:
             started, logits = self._admit()
             if not started:
                 started, logits = self.running, self._decode()
-            for continuation, row in zip(list(started), logits):
+            for continuation, row in zip(list(started), logits, strict=True):
                 yield from self._advance(continuation, row)
         yield self.statistics
 
@@ -291,8 +291,8 @@ class _Run:
                 if begin + len(part) < len(self.prompts[prompt]):
                     queue.appendleft((prompt, seq_id, begin + len(part)))
                     break
-            prompts, seq_ids, parts = zip(*step)
-            logits.update(zip(prompts, self.model.prefill(self.cache, seq_ids, parts)))
+            prompts, seq_ids, parts = zip(*step, strict=True)
+            logits.update(zip(prompts, self.model.prefill(self.cache, seq_ids, parts), strict=True))
             self.statistics.prefill_tokens += sum(len(part) for part in parts)
         self.statistics.prefill_seconds += time.perf_counter() - start
         return logits

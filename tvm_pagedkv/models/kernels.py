@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU kernels of a decoder that are not attention: linear, RMS norm, SwiGLU, embedding.
 
-A weight matrix of `out_features` rows is kept packed as ``[blocks, in_features, width]``, so that one
-block is read once, in order, for up to six rows of activations held in registers.
+A weight matrix of `out_features` rows is kept packed as ``[blocks, in_features, width]``, so that
+one block is read once, in order, for up to six rows of activations held in registers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PARALLEL_ELEMENTS = 1 << 15
 
 
 def _kernel(arguments: Callable, body: Callable) -> tirx.PrimFunc:
-    """A PrimFunc over n rows: ``arguments(n)`` lists (name, shape, dtype), `body` gets the buffers."""
+    """A PrimFunc over n rows: ``arguments(n)`` lists (name, shape, dtype), `body` the rest."""
     with IRBuilder() as builder, ir.prim_func(s_tir=True, private=True):
         ir.func_name("kernel")
         ir.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
@@ -45,7 +45,7 @@ def _kernel(arguments: Callable, body: Callable) -> tirx.PrimFunc:
         handles = [ir.arg(name, T.handle()) for name, _, _ in described]
         buffers = [
             ir.match_buffer(handle, shape, dtype, align=ITEMSIZE.get(dtype, 4))
-            for handle, (_, shape, dtype) in zip(handles, described)
+            for handle, (_, shape, dtype) in zip(handles, described, strict=True)
         ]
         with T.sblock("root"):  # Relax asks every function for one
             T.reads()
@@ -126,7 +126,7 @@ def linear(
             weights = [temp(load(w, [block, k, v * lanes], lanes), lanes) for v in range(vectors)]
             for r, registers in enumerate(accumulators):
                 value = temp(broadcast(load(x, [row + r, k], 1), lanes), lanes)
-                for register, weight in zip(registers, weights):
+                for register, weight in zip(registers, weights, strict=True):
                     register.fma(value, weight)
         for r, registers in enumerate(accumulators):
             for v, register in enumerate(registers):

@@ -16,7 +16,7 @@ from tvm.target import Target
 
 from ..build import resolve_target
 from ..cache import KVCache
-from ..config import DTYPES
+from ..config import DTYPES, KVCacheConfig
 from ..disk_cache import cached_file
 from . import kernels, llama
 from .checkpoint import Checkpoint
@@ -85,6 +85,7 @@ class LlamaModel:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
         progress = progress or (lambda line: None)
         config = LlamaConfig.from_directory(directory)
+        _check_attention(directory, config, dtype, page_size)
         options = llama.BuildOptions(dtype, page_size, resolve_target(target))
         parameters = load_parameters(config, options, Checkpoint(directory))
         executable = _executable(config, options, progress)
@@ -131,6 +132,22 @@ class LlamaModel:
             x = self._embed(_ids(np.concatenate(tokens)), self._parameters)
             logits = self._decode(x, cache, self._parameters)
         return np.split(logits.numpy(), np.cumsum(lengths)[:-1])
+
+
+def _check_attention(directory: Path, config: LlamaConfig, dtype: str, page_size: int) -> None:
+    """Refuse heads and page sizes that have no kernels, before anything takes time."""
+    try:
+        KVCacheConfig(
+            num_layers=config.num_layers,
+            num_qo_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            qk_head_dim=config.head_dim,
+            dtype=dtype,
+            page_size=page_size,
+            rope=config.rope,
+        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"no cache for the model in {directory}: {error}") from None
 
 
 def _ids(tokens: Sequence[int]) -> tvm.runtime.Tensor:

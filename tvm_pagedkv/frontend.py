@@ -175,7 +175,7 @@ class _Kernels:
         merge = self._function("merge")
         return [
             self._function("transpose_append"),
-            relax.prim_value(0),  # transpose_append_mla
+            relax.op.null_value(),  # transpose_append_mla
             self._tagged("prefill_ragged"),
             self._tagged("prefill"),
             self._tagged("decode"),

@@ -38,6 +38,7 @@ from .simd import (
 from .tasks import cut, for_tasks, num_threads
 
 BLOCK = 64  # positions of a softmax step
+STRIP = 16  # rows of V that are read in all their columns before the next ones
 MOST_TASKS = 128
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
 
@@ -157,19 +158,15 @@ class Segment:
                 if c.start % line == 0:
                     for t in step:
                         ahead.prefetch_k(t, start + c.start)
-                q = [
-                    temp(load(self.q, (first_row + r, start + c.start), c.lanes), c.lanes)
-                    for r in rows
-                ]
+                q = [temp(load(self.q, (first_row + r, start + c.start), c.lanes), c.lanes)
+                     for r in rows]
                 for t in step:
                     k = temp(tile.load_k(t, start + c.start, c.lanes), c.lanes)
                     for r in rows:
                         if c.lanes == lanes:
                             total[r][t].fma(q[r], k)
                         else:
-                            total[r][t].set(
-                                total[r][t].get() + widen(temp(q[r] * k, c.lanes), c.lanes)
-                            )
+                            total[r][t].set(total[r][t].get() + widen(temp(q[r] * k, c.lanes), c.lanes))
 
         for_columns(spec.qk_head_dim, lanes, max(1, line // lanes), multiply)
         at_once = max(1, lanes // len(step))
@@ -188,12 +185,8 @@ class Segment:
             for c in chunks(BLOCK, lanes):
                 seen = T.ramp(c.start, 1, lanes) < broadcast(count, lanes)
                 score = load(self.weights, (row, c.start), lanes)
-                store(
-                    self.weights,
-                    (row, c.start),
-                    lanes,
-                    T.Select(seen, score, constant(HIDDEN, lanes)),
-                )
+                store(self.weights, (row, c.start), lanes,
+                      T.Select(seen, score, constant(HIDDEN, lanes)))
 
     def attend(self, rows: PagedRows, first, count, block, first_row) -> None:
         """Take a block of positions into the sums of a set of rows."""
@@ -211,37 +204,53 @@ class Segment:
         )
 
     def accumulate(self, rows: PagedRows, first, count, first_row) -> None:
-        """Add the weighted rows of V; rows beyond the sequence are not read."""
+        """Add the weighted rows of V; rows beyond the sequence are not read.
+
+        All columns of a few rows come before the next rows, so that memory is read in order.
+        """
         spec, group = self.spec, range(self.blocking.rows)
-        run = min(rows.run, 16)
-        line, distance = elements_per_line(spec.kv_dtype), prefetch_distance(spec, run)
+        distance = prefetch_distance(spec, STRIP)
+        with T.serial(self.blocking.rows) as r:
+            for c in chunks(spec.v_head_dim, self.lanes):
+                decay = broadcast(self.state.decay[r], c.lanes)
+                at = (first_row + r, c.start)
+                store(self.o, at, c.lanes, load(self.o, at, c.lanes) * decay)
 
-        def some_columns(start, parts):
+        def add_rows(total, start, parts, position, column, num_rows):
+            run = min(rows.run, STRIP)
+            tile, ahead = rows.tile(position, run), rows.tile(position + distance, run)
+            with T.serial(num_rows) as t:
+                for c in parts:
+                    if c.start % elements_per_line(spec.kv_dtype) == 0:
+                        ahead.prefetch_v(t, start + c.start)
+                weight = [temp(self.weights[first_row + r, column + t]) for r in group]
+                for c in parts:
+                    v = temp(tile.load_v(t, start + c.start, c.lanes), c.lanes)
+                    for r in group:
+                        total[r, c].fma(broadcast(weight[r], c.lanes), v)
+
+        def strip(start, parts, column, left):
+            at = {(r, c): (first_row + r, start + c.start) for r in group for c in parts}
             total = {
-                (r, c): Register(
-                    c.lanes,
-                    init=load(self.o, (first_row + r, start + c.start), c.lanes)
-                    * broadcast(self.state.decay[r], c.lanes),
-                )
-                for r in group
-                for c in parts
+                (r, c): Register(c.lanes, init=load(self.o, at[r, c], c.lanes)) for r, c in at
             }
-            with T.serial((count + run - 1) // run) as i:
-                position = index_temp(first + i * run)
-                tile, ahead = rows.tile(position, run), rows.tile(position + distance, run)
-                with T.serial(T.min(run, count - i * run)) as t:
-                    for c in parts:
-                        if c.start % line == 0:
-                            ahead.prefetch_v(t, start + c.start)
-                    weight = [temp(self.weights[first_row + r, i * run + t]) for r in group]
-                    for c in parts:
-                        v = temp(tile.load_v(t, start + c.start, c.lanes), c.lanes)
-                        for r in group:
-                            total[r, c].fma(broadcast(weight[r], c.lanes), v)
+            if rows.run >= STRIP:
+                add_rows(total, start, parts, first + column, column, left)
+            else:
+                run = rows.run
+                with T.serial((left + run - 1) // run) as j:
+                    within = index_temp(column + j * run)
+                    num_rows = T.min(run, left - j * run)
+                    add_rows(total, start, parts, first + within, within, num_rows)
             for (r, c), value in total.items():
-                store(self.o, (first_row + r, start + c.start), c.lanes, value.get())
+                store(self.o, at[r, c], c.lanes, value.get())
 
-        for_columns(spec.v_head_dim, self.lanes, self.blocking.vectors, some_columns)
+        with T.serial((count + STRIP - 1) // STRIP) as i:
+            left = index_temp(T.min(STRIP, count - i * STRIP))
+            for_columns(
+                spec.v_head_dim, self.lanes, self.blocking.vectors,
+                lambda start, parts: strip(start, parts, i * STRIP, left),
+            )
 
 
 class Partials:
@@ -262,9 +271,8 @@ class Partials:
         """Keep the state of a segment."""
         with T.serial(self.spec.group_size) as row:
             for c in chunks(self.spec.v_head_dim, segment.lanes):
-                store(
-                    self.o, (slot, row, c.start), c.lanes, load(segment.o, (row, c.start), c.lanes)
-                )
+                store(self.o, (slot, row, c.start), c.lanes,
+                      load(segment.o, (row, c.start), c.lanes))
             state = segment.row_state(row)
             T.buffer_store(self.top, segment.state.top[state], [slot, row])
             T.buffer_store(self.total, segment.state.total[state], [slot, row])
@@ -369,26 +377,18 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
             last_page = index_temp(T.min(num_pages, first_page + end - current.get()))
             kv_len = a.lengths.kv_len(b, num_pages)
             rows = PagedRows(
-                spec,
-                a.pages,
-                a.page_values,
-                first_entry,
-                first_entry + num_pages - 1,
-                head=head,
-                slot_of=a.lengths.slot_of,
+                spec, a.pages, a.page_values, first_entry, first_entry + num_pages - 1,
+                head=head, slot_of=a.lengths.slot_of,
             )
             factor = temp(a.sm_scale * T.float32(LOG2E))
             segment.start(
-                lambda row, column, lanes: (
-                    load(a.q, (b, head * spec.group_size + row, column), lanes)
-                    * broadcast(factor, lanes)
-                )
+                lambda row, column, lanes: load(a.q, (b, head * spec.group_size + row, column), lanes)
+                * broadcast(factor, lanes)
             )
             page = spec.page_size
             segment.run(
                 rows,
-                index_temp(first_page * page),
-                index_temp(T.min(last_page * page, kv_len)),
+                index_temp(first_page * page), index_temp(T.min(last_page * page, kv_len)),
             )
             with T.If(last_page - first_page == num_pages):
                 with T.Then():

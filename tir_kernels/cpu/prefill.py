@@ -349,3 +349,90 @@ def emit_paged(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
 
     a.kv_rows = kv_rows
     emit_prefill(spec, ops, a)
+
+
+def emit_ragged(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
+    """Emit `prefill_ragged` with rows from arrays."""
+
+    def kv_rows(sequence, head):
+        first = index_temp(a.kv_indptr[sequence])
+        kv_len = index_temp(a.kv_indptr[sequence + 1] - first)
+        return RaggedRows(a.k, a.v, first, first + kv_len - 1, head=head), kv_len
+
+    a.kv_rows = kv_rows
+    emit_prefill(spec, ops, a)
+
+
+def prefill_ragged(spec: KernelSpec):
+    """Build the kernel `prefill_ragged`: attention over K and V that are ragged arrays.
+
+    Its arguments are, with T rows of Q and S of K and V in B sequences
+
+    * q ``[T, Hq, Dqk]``, dtype; q_indptr ``[B + 1]``, int32;
+    * k ``[S, Hk, Dqk]``, v ``[S, Hk, Dv]``, dtype; kv_indptr ``[B + 1]``, int32;
+    * q_rope_position ``[T]``, k_rope_pos_offset ``[B]``, int32; int32 arrays may start at any
+      element;
+    * o ``[T, Hq, Dv]``, dtype, and lse ``[T, Hq]``, float32, which are written;
+    * causal, rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+
+    Returns
+    -------
+    tvm.tirx.PrimFunc
+
+    Raises
+    ------
+    ValueError
+        For float16 on a target that cannot convert it.
+    """
+    require_half_conversion(spec, spec.dtype)
+    num_qo_heads, num_kv_heads = spec.num_qo_heads, spec.num_kv_heads
+    ops = operands(spec, spec.dtype)
+
+    @T.prim_func(s_tir=True, private=True)
+    def attention_prefill_ragged(
+        q: T.handle,
+        q_indptr: T.handle,
+        k: T.handle,
+        v: T.handle,
+        kv_indptr: T.handle,
+        q_rope_position: T.handle,
+        k_rope_pos_offset: T.handle,
+        o: T.handle,
+        lse: T.handle,
+        causal: T.int32,
+        rotary_mode: T.int32,
+        rope_scale: T.float32,
+        rope_theta: T.float32,
+        sm_scale: T.float32,
+    ):
+        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
+        batch_size = T.int32()
+        num_rows = T.int32()
+        num_columns = T.int32()
+        emit_ragged(
+            spec,
+            ops,
+            SimpleNamespace(
+                batch_size=batch_size,
+                q=rows_array(q, (num_rows, num_qo_heads, spec.qk_head_dim), spec.dtype),
+                q_indptr=index_array(q_indptr, batch_size + 1),
+                k=rows_array(k, (num_columns, num_kv_heads, spec.qk_head_dim), spec.dtype),
+                v=rows_array(v, (num_columns, num_kv_heads, spec.v_head_dim), spec.dtype),
+                kv_indptr=index_array(kv_indptr, batch_size + 1),
+                q_rope_position=index_array(q_rope_position, num_rows),
+                k_rope_pos_offset=index_array(k_rope_pos_offset, batch_size),
+                o=rows_array(o, (num_rows, num_qo_heads, spec.v_head_dim), spec.dtype),
+                lse=rows_array(lse, (num_rows, num_qo_heads), F32),
+                mask=CausalMask(causal),
+                rotary_mode=rotary_mode,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                sm_scale=sm_scale,
+            ),
+        )
+
+    return attention_prefill_ragged

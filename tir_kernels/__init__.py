@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import append, merge, page_copy
+from .cpu import decode, prefill
 from .spec import KernelSpec
 
 BUILDERS: dict[str, Callable] = {
     "transpose_append": append.transpose_append,
     "split_rotary": append.split_rotary,
     "rope_append": append.rope_append,
+    "prefill_ragged": prefill.prefill_ragged,
+    "prefill": prefill.prefill,
+    "decode": decode.decode,
     "merge": merge.merge,
     "copy_single_page": page_copy.copy_single_page,
     "debug_get_kv": page_copy.debug_get_kv,

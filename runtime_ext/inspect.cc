@@ -163,6 +163,13 @@ StringMap PagedKVCacheObj::Describe() const {
           {"layers", layers}};
 }
 
+ffi::Shape PagedKVCacheObj::SequenceIds() const {
+  std::vector<int64_t> ids;
+  for (const auto& [id, sequence] : table_.sequences()) ids.push_back(id);
+  std::sort(ids.begin(), ids.end());
+  return ffi::Shape(ids);
+}
+
 ffi::Shape PagedKVCacheObj::PageTable(int64_t sequence_id, int64_t group) const {
   if (group < 0 || group >= table_.num_groups()) {
     Raise(kIndexError, "group ", group, " is not in [0, ", table_.num_groups(), ")");

@@ -67,6 +67,7 @@ class PagedKVCacheObj : public ffi::Object {
   void DebugSetKV(int64_t sequence_id, int64_t begin, ffi::Tensor k, ffi::Tensor v);
   ffi::Map<ffi::String, ffi::Any> Stats() const;
   ffi::Map<ffi::String, ffi::Any> Describe() const;
+  ffi::Shape SequenceIds() const;
   ffi::Shape PageTable(int64_t sequence_id, int64_t group) const;
   void CheckIntegrity() const;
   void PoisonFreePages();

@@ -147,6 +147,7 @@ void DefineOwnNames() {
   define("total_length", FromMethod(&Cache::TotalLength));
   define("stats", FromMethod(&Cache::Stats));
   define("describe", FromMethod(&Cache::Describe));
+  define("sequence_ids", FromMethod(&Cache::SequenceIds));
   define("page_table", FromMethod(&Cache::PageTable));
   define("check_integrity", FromMethod(&Cache::CheckIntegrity));
   define("debug_set_kv", FromMethod(&Cache::DebugSetKV));

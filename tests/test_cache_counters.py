@@ -24,6 +24,12 @@ def test_counters():
     assert (cache.total_length(), cache.num_available_pages()) == (16, 13)
     assert cache.page_table(5) == [0, 1, 2]
     assert cache.page_table(-6) == [0, 1]
+    assert cache.sequence_ids() == [-6, 5]
+    assert cache.draw().splitlines() == [
+        "group 0: 3 of 16 pages in use",
+        "  sequence -6 (7): 0* 1*",
+        "  sequence 5 (9): 0* 1* 2",
+    ]
     stats = cache.stats()
     assert stats["num_pages"] == stats["num_free_pages"] + stats["num_used_pages"] == 16
     assert stats["num_shared_pages"] == 2

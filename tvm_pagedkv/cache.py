@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -296,6 +297,23 @@ class KVCache(tvm_ffi.Object):
     def check_integrity(self) -> None:
         """Prove the invariants of the state; raise a RuntimeError that says what is broken."""
         _function("pagedkv.check_integrity")(self)
+
+    def sequence_ids(self) -> list[int]:
+        """Ids of all sequences, in ascending order."""
+        return list(_function("pagedkv.sequence_ids")(self))
+
+    def draw(self) -> str:
+        """The page table of every sequence as text, by group; ``*`` marks a shared page."""
+        lines = []
+        for group, stats in enumerate(self.stats()["groups"]):
+            used, total = stats["num_used_pages"], stats["num_pages"]
+            lines.append(f"group {group}: {used} of {total} pages in use")
+            tables = {seq_id: self.page_table(seq_id, group) for seq_id in self.sequence_ids()}
+            owners = Counter(page for table in tables.values() for page in table)
+            for seq_id, table in tables.items():
+                pages = " ".join(f"{page}{'*' if owners[page] > 1 else ''}" for page in table)
+                lines.append(f"  sequence {seq_id} ({self.sequence_length(seq_id)}): {pages}")
+        return "\n".join(lines)
 
     def page_table(self, seq_id: int, group: int = 0) -> list[int]:
         """Page ids of a sequence in one group of layers, in order of position."""

@@ -94,7 +94,7 @@ class LlamaConfig:
             raise ValueError(f"hidden_act {activation!r} is not supported; expected 'silu'")
         hidden_size = _positive(fields, "hidden_size")
         num_heads = _positive(fields, "num_attention_heads")
-        head_dim = fields.get("head_dim") or hidden_size // num_heads
+        head_dim = _positive(fields, "head_dim", hidden_size // num_heads)
         eos = fields.get("eos_token_id")
         return cls(
             vocab_size=_positive(fields, "vocab_size"),
@@ -102,9 +102,9 @@ class LlamaConfig:
             intermediate_size=_positive(fields, "intermediate_size"),
             num_layers=_positive(fields, "num_hidden_layers"),
             num_heads=num_heads,
-            num_kv_heads=fields.get("num_key_value_heads") or num_heads,
+            num_kv_heads=_positive(fields, "num_key_value_heads", num_heads),
             head_dim=head_dim,
-            context_length=fields.get("max_position_embeddings") or 2048,
+            context_length=_positive(fields, "max_position_embeddings", 2048),
             rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
             rope=_rope(fields, head_dim),
             attention_bias=bool(fields.get("attention_bias", False)),
@@ -125,8 +125,9 @@ def read_json(file: Path) -> dict[str, Any]:
     return fields
 
 
-def _positive(fields: Mapping[str, Any], name: str) -> int:
+def _positive(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = fields.get(name)
+    value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
     return value
@@ -134,7 +135,11 @@ def _positive(fields: Mapping[str, Any], name: str) -> int:
 
 def _rope(fields: Mapping[str, Any], head_dim: int) -> RopeConfig:
     """Newer files say it all in ``rope_parameters``, older ones in two other fields."""
-    scaling = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    scaling = fields.get(name) or {}
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"{name} must be an object, got {scaling!r}")
+    scaling = dict(scaling)
     theta = scaling.pop("rope_theta", None) or fields.get("rope_theta") or 10000.0
     partial = scaling.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor", 1.0)
     scaling = {name: value for name, value in scaling.items() if value is not None}

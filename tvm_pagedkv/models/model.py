@@ -87,9 +87,10 @@ class LlamaModel:
         config = LlamaConfig.from_directory(directory)
         _check_attention(directory, config, dtype, page_size)
         options = llama.BuildOptions(dtype, page_size, resolve_target(target))
+        tokenizer = load_tokenizer(directory)
         parameters = load_parameters(config, options, Checkpoint(directory))
         executable = _executable(config, options, progress)
-        return cls(config, options, executable, parameters, load_tokenizer(directory))
+        return cls(config, options, executable, parameters, tokenizer)
 
     # --- steps ----------------------------------------------------------------------------------
 

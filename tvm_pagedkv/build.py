@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.metadata
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,17 +12,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 import tvm
-from tvm.support import cc
 from tvm.target import Target, codegen
 
 import tir_kernels
 from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
 
 from .config import KVCacheConfig, LayerSpec
-from .disk_cache import cached_file
+from .disk_cache import cached_library, code_versions
 
 _SYMBOL = "pagedkv_{}"
-_DIGEST_BYTES = hashlib.sha256().digest_size
 
 # Features of an x86 level, beyond those of the next one, as Linux names them.
 _X86_LEVELS = {
@@ -198,63 +194,23 @@ def _check_supported(config: KVCacheConfig) -> None:
 
 
 def _load_set(spec: KernelSpec, target: Target, progress: Callable) -> Mapping:
-    key = "\n".join([repr(spec), str(target), *_versions()])
-    path = cached_file(key, ".so", lambda at: _compile_set(spec, target, at, progress))
-    if not _is_whole(path):
-        path.unlink(missing_ok=True)
-        path = cached_file(key, ".so", lambda at: _compile_set(spec, target, at, progress))
-    module = tvm.runtime.load_module(str(path))
+    def compile_set() -> tvm.runtime.Module:
+        start = time.perf_counter()
+        progress(
+            f"compiling {len(tir_kernels.BUILDERS)} kernels: {spec.num_qo_heads}/"
+            f"{spec.num_kv_heads} heads of {spec.qk_head_dim}, {spec.dtype}, pages of "
+            f"{spec.page_size} {spec.kv_dtype}"
+        )
+        built = tvm.tirx.build(tvm.IRModule(dict(_named_kernels(spec))), target=target)
+        progress(f"compiled in {time.perf_counter() - start:.1f} s")
+        return built
+
+    versions = code_versions(Path(__file__), Path(tir_kernels.__file__).parent)
+    module = cached_library([repr(spec), str(target), *versions], compile_set)
     return MappingProxyType({name: module[_SYMBOL.format(name)] for name in tir_kernels.BUILDERS})
-
-
-def _compile_set(spec: KernelSpec, target: Target, path: Path, progress: Callable) -> None:
-    start = time.perf_counter()
-    progress(
-        f"compiling {len(tir_kernels.BUILDERS)} kernels: {spec.num_qo_heads}/{spec.num_kv_heads} "
-        f"heads of {spec.qk_head_dim}, {spec.dtype}, pages of {spec.page_size} {spec.kv_dtype}"
-    )
-    module = tvm.tirx.build(tvm.IRModule(dict(_named_kernels(spec))), target=target)
-    _link(module, path)
-    with path.open("r+b") as file:  # what follows the sections of a library is nobody's
-        digest = hashlib.sha256(file.read()).digest()
-        file.write(digest)
-    progress(f"compiled in {time.perf_counter() - start:.1f} s")
 
 
 def _named_kernels(spec: KernelSpec) -> Iterator:
     for name in tir_kernels.BUILDERS:
         symbol = _SYMBOL.format(name)
         yield symbol, tir_kernels.build_kernel(name, spec).with_attr("global_symbol", symbol)
-
-
-def _link(module: tvm.runtime.Module, path: Path) -> None:
-    compiler = cc.get_cc()
-    if compiler is None:
-        raise RuntimeError(
-            "cannot link the kernels: no C++ compiler (g++, clang++) on PATH; install one or name "
-            "it in the environment variable CXX"
-        )
-    try:
-        module.export_library(str(path))
-    except OSError as error:
-        raise RuntimeError(f"cannot link the kernels: running {compiler!r} gave {error}") from error
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether the file is as it was written; loading a cut one could crash the process."""
-    content = path.read_bytes()
-    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
-
-
-@functools.cache
-def _versions() -> tuple[str, ...]:
-    """Of the compiler, of this package, and of the sources that decide the code."""
-    try:
-        own = importlib.metadata.version("tvm_pagedkv")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        own = "source"
-    digest = hashlib.sha256()
-    kernels = Path(tir_kernels.__file__).parent
-    for source in [Path(__file__), *sorted(kernels.rglob("*.py"))]:
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return tvm.__version__, own, digest.hexdigest()

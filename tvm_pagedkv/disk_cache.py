@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled files on disk, built once per key and safe against several processes at a time."""
+"""Compiled libraries on disk, built once per key and safe against several processes at a time."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.metadata
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import tvm
+from tvm.support import cc
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def cache_dir() -> Path:
@@ -17,6 +24,56 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tvm_pagedkv"
+
+
+def cached_library(key: Iterable[str], compile_module: Callable[[], object]) -> tvm.runtime.Module:
+    """The library that `compile_module` makes for `key`, compiled now if this is the first time.
+
+    Parameters
+    ----------
+    key : iterable of str
+        All that decides the code: configuration, target, versions.
+    compile_module : callable
+        Returns what ``tvm.compile`` or ``tvm.tirx.build`` returned.
+
+    Returns
+    -------
+    tvm.runtime.Module
+        Loaded from the file. A damaged file is built anew.
+
+    Raises
+    ------
+    RuntimeError
+        When the code cannot be linked; the message tells what is missing.
+    """
+
+    def build(path: Path) -> None:
+        _link(compile_module(), path)
+        with path.open("r+b") as file:  # what follows the sections of a library is nobody's
+            digest = hashlib.sha256(file.read()).digest()
+            file.write(digest)
+
+    text = "\n".join(key)
+    path = cached_file(text, ".so", build)
+    if not _is_whole(path):
+        path.unlink(missing_ok=True)
+        path = cached_file(text, ".so", build)
+    return tvm.runtime.load_module(str(path))
+
+
+@functools.cache
+def code_versions(*sources: Path) -> tuple[str, ...]:
+    """Of the compiler, of this package, and of the files and folders of Python that decide code."""
+    try:
+        own = importlib.metadata.version("tvm_pagedkv")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        own = "source"
+    digest = hashlib.sha256()
+    for source in sources:
+        files = sorted(source.rglob("*.py")) if source.is_dir() else [source]
+        for file in files:
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return tvm.__version__, own, digest.hexdigest()
 
 
 def cached_file(key: str, suffix: str, build: Callable[[Path], None]) -> Path:
@@ -53,3 +110,24 @@ def cached_file(key: str, suffix: str, build: Callable[[Path], None]) -> Path:
         build(built)
         os.replace(built, final)
     return final
+
+
+def _link(module, path: Path) -> None:
+    compiler = cc.get_cc()
+    if compiler is None:
+        raise RuntimeError(
+            "cannot link compiled code: no C++ compiler (g++, clang++) on PATH; install one or "
+            "name it in the environment variable CXX"
+        )
+    try:
+        module.export_library(str(path))
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot link compiled code: running {compiler!r} gave {error}"
+        ) from error
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is as it was written; loading a cut one could crash the process."""
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,10 +13,12 @@ import tvm_ffi
 from tvm import relax
 from tvm.target import Target
 
+import tir_kernels
+
 from ..build import resolve_target
 from ..cache import KVCache
 from ..config import DTYPES, KVCacheConfig
-from ..disk_cache import cached_file
+from ..disk_cache import cached_library, code_versions
 from . import kernels, llama
 from .checkpoint import Checkpoint
 from .config import LlamaConfig
@@ -189,25 +190,13 @@ def load_tokenizer(directory: Path):
 def _executable(
     config: LlamaConfig, options: llama.BuildOptions, progress: Callable[[str], None]
 ) -> tvm.runtime.Module:
-    key = "\n".join([repr(config), options.dtype, str(options.page_size), str(options.target)])
-
-    def compile_to(path: Path) -> None:
+    def compile_model():
+        start = time.perf_counter()
         progress(f"compiling the model ({config.num_layers} layers, {options.dtype})")
-        module = llama.build_module(config, options)
-        tvm.compile(module, target=options.target).export_library(str(path))
+        built = tvm.compile(llama.build_module(config, options), target=options.target)
+        progress(f"compiled in {time.perf_counter() - start:.1f} s")
+        return built
 
-    path = cached_file(f"{key}\n{_versions()}", ".so", compile_to)
-    return tvm.runtime.load_module(str(path))
-
-
-@functools.cache
-def _versions() -> str:
-    """Of the compiler, and of the sources that decide the code."""
-    import tir_kernels
-
-    package = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    folders = [Path(tir_kernels.__file__).parent, package / "models"]
-    for source in [package / "frontend.py", *(f for d in folders for f in sorted(d.rglob("*.py")))]:
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return f"{tvm.__version__} {digest.hexdigest()}"
+    here = Path(__file__).parent
+    versions = code_versions(here, here.parent / "frontend.py", Path(tir_kernels.__file__).parent)
+    return cached_library([repr(config), repr(options), *versions], compile_model)

@@ -13,6 +13,8 @@ where an element along a summed axis is one number, or two neighbours (`bf16.Pai
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from tvm.script import tirx as T
 
 from .columns import chunks, for_columns
@@ -31,6 +33,13 @@ class Float32Operands:
 
     def __init__(self, lanes: int):
         self.lanes = lanes
+
+    def begin(self, buffers) -> None:
+        """Nothing to prepare."""
+
+    def scope(self):
+        """No helpers."""
+        return nullcontext()
 
     def multiply_add(self, total: Register, a, b) -> None:
         """Add ``a * b``."""

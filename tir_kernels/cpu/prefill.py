@@ -17,6 +17,7 @@ from ..masks import CausalMask, WholeSequence
 from ..softmax import HIDDEN, OnlineSoftmax, inverse_total, log_sum
 from ..spec import LOG2E, KernelSpec
 from .arguments import index_array, page_pool, require_half_conversion, rows_array
+from .bf16 import PairOperands
 from .columns import chunks, for_columns
 from .matmul_tile import multiply_tile
 from .operands import Float32Operands, pack_k
@@ -218,7 +219,8 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     """
     heads, tokens = spec.num_kv_heads, Tiling.of(spec).tokens
     num_tasks = num_threads()
-    with T.parallel(num_tasks) as task:
+    ops.begin([b for b in (a.q, *a.kv_buffers) if str(b.dtype) == "bfloat16"])
+    with ops.scope(), T.parallel(num_tasks) as task:
         unit = Unit(spec, ops)
         round_ = Register(1, "int32", T.int32(0))
         before = Register(1, "int32", T.int32(0))  # units of earlier sequences
@@ -254,7 +256,11 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
 
 
 def operands(spec: KernelSpec, kv_dtype: str):
-    """Choose the operands for a spec."""
+    """Choose the operands for a spec and the type of K and V."""
+    target = spec.target
+    if target.has_bf16_dot and target.lanes == PairOperands.lanes:
+        if spec.dtype == kv_dtype == "bfloat16":
+            return PairOperands()
     return Float32Operands(spec.target.lanes)
 
 
@@ -347,7 +353,7 @@ def emit_paged(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
         )
         return rows, a.lengths.kv_len(sequence, num_pages)
 
-    a.kv_rows = kv_rows
+    a.kv_rows, a.kv_buffers = kv_rows, [a.pages]
     emit_prefill(spec, ops, a)
 
 
@@ -359,7 +365,7 @@ def emit_ragged(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
         kv_len = index_temp(a.kv_indptr[sequence + 1] - first)
         return RaggedRows(a.k, a.v, first, first + kv_len - 1, head=head), kv_len
 
-    a.kv_rows = kv_rows
+    a.kv_rows, a.kv_buffers = kv_rows, [a.k, a.v]
     emit_prefill(spec, ops, a)
 
 

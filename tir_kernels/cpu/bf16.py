@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands in pairs of bfloat16 for the dot product instruction of AVX-512 (``vdpbf16ps``).
+
+TVM's legalisation turns vectors of bfloat16 into float32, so the kernel never names the type: it
+reads 16-bit words, keeps pairs as int32, and calls LLVM functions that reinterpret them.
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from .columns import for_columns
+from .operands import ROWS_AT_ONCE
+from .simd import F32, Register, broadcast, ramp, store, vector_type
+
+INT32, WORD = "int32", "uint16"
+
+# linkonce_odr: several kernels of one module may bring the same helpers.
+_DOT = """
+define linkonce_odr <{n} x float> @pagedkv_bf16_dot_{n}(<{n} x float> %s, <{n} x i32> %a, <{n} x i32> %b) #0 {{
+  %x = bitcast <{n} x i32> %a to <{m} x bfloat>
+  %y = bitcast <{n} x i32> %b to <{m} x bfloat>
+  %r = call <{n} x float> @llvm.x86.avx512bf16.dpbf16ps.{bits}(<{n} x float> %s, <{m} x bfloat> %x, <{m} x bfloat> %y)
+  ret <{n} x float> %r
+}}
+declare <{n} x float> @llvm.x86.avx512bf16.dpbf16ps.{bits}(<{n} x float>, <{m} x bfloat>, <{m} x bfloat>)
+"""
+_ROUND = """
+define linkonce_odr <16 x i32> @pagedkv_bf16_round(<16 x float> %second, <16 x float> %first) #0 {
+  %r = call <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float> %second, <16 x float> %first)
+  %q = bitcast <32 x bfloat> %r to <16 x i32>
+  ret <16 x i32> %q
+}
+declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
+attributes #0 = { alwaysinline nounwind readnone }
+"""
+LLVM_HELPERS = (
+    _DOT.format(n=16, m=32, bits=512) + _DOT.format(n=8, m=16, bits=256) + _ROUND
+)
+
+
+class PairOperands:
+    """Two neighbouring bfloat16 numbers along the summed axis are one int32 element."""
+
+    dtype = INT32
+    numbers = 2
+    scale_in_q = False  # would cost Q another rounding
+    lanes = 16
+
+    def begin(self, buffers) -> None:
+        """Look at bfloat16 buffers as 16-bit words; to be called where they are matched."""
+        self.views = [(buffer, _as_words(buffer)) for buffer in buffers]
+
+    def scope(self):
+        """Where the LLVM helpers are known."""
+        return T.attr(T.int32(0), "pragma_import_llvm", LLVM_HELPERS)
+
+    def multiply_add(self, total: Register, a, b) -> None:
+        """Add both products of every pair."""
+        n = total.lanes
+        name = f"pagedkv_bf16_dot_{n}"
+        total.set(T.call_pure_extern(vector_type(F32, n), name, total.get(), a, b))
+
+    def load_q(self, buffer, index, lanes: int, factor):
+        """`lanes` elements of Q."""
+        return self._pairs(buffer, index, lanes)
+
+    def load_k(self, tile, row, element, lanes: int):
+        """`lanes` elements of a row of K."""
+        return self._pairs(*tile.k(row, element), lanes)
+
+    def pack_v(self, rows, first, kv_len, packed, width: int, num_positions: int) -> None:
+        """Interleave pairs of rows of V; rows from `kv_len` on become zeros."""
+        with T.serial(num_positions // ROWS_AT_ONCE) as i:
+            row = i * ROWS_AT_ONCE
+            tile = rows.tile(first + row, ROWS_AT_ONCE)
+
+            def word(t, column, lanes):
+                buffer, (*outer, last) = tile.v(t, column)
+                words = self._words(buffer)[(*outer, ramp(last, lanes))]
+                number = T.cast(words, vector_type(INT32, lanes))
+                seen = first + row + t < kv_len
+                return T.Select(seen, number, broadcast(T.int32(0), lanes))
+
+            def columns(start, parts):
+                for t in range(0, ROWS_AT_ONCE, 2):
+                    for c in parts:
+                        low = word(t, start + c.start, c.lanes)
+                        high = word(t + 1, start + c.start, c.lanes)
+                        high = T.shift_left(high, broadcast(T.int32(16), c.lanes))
+                        at = ((row + t) // 2, start + c.start)
+                        store(packed, at, c.lanes, T.bitwise_or(low, high), INT32)
+
+            for_columns(width, self.lanes, 1, columns)
+
+    def weight_sink(self, packed):
+        """Consumer of the weights of a row block, for `OnlineSoftmax.update`."""
+        waiting = {}
+
+        def sink(i, v, weight):
+            if v % 2 == 0:
+                waiting[i] = weight
+            else:
+                at = (i, v // 2 * self.lanes)
+                store(packed, at, self.lanes, self.round(waiting.pop(i), weight), INT32)
+
+        return sink
+
+    def round(self, first, second):
+        """Round two vectors of neighbouring numbers to one vector of pairs."""
+        return T.call_pure_extern("int32x16", "pagedkv_bf16_round", second, first)
+
+    def _words(self, buffer):
+        return next(view for known, view in self.views if known.same_as(buffer))
+
+    def _pairs(self, buffer, index, lanes: int):
+        *outer, element = index
+        words = self._words(buffer)[(*outer, ramp(element * 2, 2 * lanes))]
+        return T.reinterpret(vector_type(INT32, lanes), words)
+
+
+def _as_words(buffer):
+    return T.decl_buffer(
+        buffer.shape, WORD, data=buffer.data, elem_offset=buffer.elem_offset, align=2
+    )

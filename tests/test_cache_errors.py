@@ -67,6 +67,8 @@ OUTSIDE = {
         lambda c: c.begin_forward([0, 1], [2**63 - 1, 2**63 - 1]),
     ),
     "begin_tree": (NotImplementedError, "tree", lambda c: c.begin_forward([0], [1], [-1])),
+    "begin_wide": (ValueError, "seq_ids must fit", lambda c: c.begin_forward([2**63], [1])),
+    "begin_float": (TypeError, "", lambda c: c.begin_forward([0.0], [1])),
     "begin_type": (TypeError, "", lambda c: c.begin_forward(["a"], [1])),
     "end": (ValueError, "without begin_forward", lambda c: c.end_forward()),
     "attention": (ValueError, "within a step only", lambda c: c.attention(0, _qkv(1))),

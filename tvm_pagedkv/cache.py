@@ -32,7 +32,15 @@ def _int(name: str, value: Any) -> int:
 
 
 def _shape(name: str, values: Sequence[int]) -> tvm_ffi.Shape:
-    return tvm_ffi.Shape([_int(name, value) for value in values])
+    numbers = tuple(map(operator.index, values))
+    try:
+        return _shape_of(numbers)
+    except ValueError:
+        raise ValueError(f"{name} must fit into 64 bits, got {list(numbers)}") from None
+
+
+# Making a Shape of 64 numbers takes 25 us; decode steps have the same ones again and again.
+_shape_of = functools.lru_cache(maxsize=64)(tvm_ffi.Shape)
 
 
 @tvm_ffi.register_object("pagedkv.KVCache")

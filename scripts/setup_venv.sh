@@ -13,7 +13,7 @@ _sum() { # of the contents and names of the files under the given paths
 
 _setup() {
   local python="${PYTHON:-python3}" sources wanted
-  if [ ! -x "$_venv/bin/python" ]; then
+  if [ ! -x "$_venv/bin/pip" ]; then
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
       echo "Python 3.10 or newer is needed; set PYTHON to one" >&2
       return 1

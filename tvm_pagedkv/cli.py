@@ -128,11 +128,13 @@ def _print_statistics(s) -> None:
             f"{tokens} tokens, {tokens / seconds:.0f} tokens/s" if seconds else f"{tokens} tokens"
         )
 
+    mebibytes = s.cache_bytes / 2**20
+    memory = f"{mebibytes:.1f} MiB" if mebibytes >= 1 else f"{s.cache_bytes / 2**10:.0f} KiB"
     print(
         f"prefill {rate(s.prefill_tokens, s.prefill_seconds)}; "
         f"decode {rate(s.decode_tokens, s.decode_seconds)}; "
         f"pages {s.pages_used} of {s.pages_total} used, {s.pages_shared} shared "
-        f"({s.page_size} tokens each); cache {s.cache_bytes / 2**20:.1f} MiB",
+        f"(of {s.page_size}); cache {memory}",
         file=sys.stderr,
     )
 
@@ -215,10 +217,12 @@ class _Live(_Blocks):
 
     def __init__(self, prompts: list[str], n: int):
         super().__init__(prompts, n)
+        from rich.console import Console
         from rich.live import Live
 
+        self._console = Console()
         self._texts = {(p, i): "" for p in range(len(prompts)) for i in range(n)}
-        self._live = Live(transient=True, refresh_per_second=10, get_renderable=self._render)
+        self._live = Live(console=self._console, transient=True, get_renderable=self._render)
 
     def __enter__(self) -> _Live:
         self._live.start()
@@ -237,9 +241,10 @@ class _Live(_Blocks):
     def _render(self):
         from rich.text import Text
 
-        room = max(2, self._live.console.height // max(1, len(self._texts)) - 1)
+        texts = list(self._texts.items())  # Live renders in a thread of its own
+        room = max(2, self._console.height // max(1, len(texts)) - 1)
         out = Text()
-        for (prompt, index), text in self._texts.items():
+        for (prompt, index), text in texts:
             lines = f"{self.prompts[prompt]}{text}".splitlines()[-room:]
             out.append(f"prompt {prompt + 1}, continuation {index + 1}\n", style="bold")
             out.append("\n".join(lines) + "\n")

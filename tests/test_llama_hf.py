@@ -57,6 +57,20 @@ CONFIGS = {
             "original_max_position_embeddings": 32,
         },
     },
+    "mistral-yarn": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
 }
 
 
@@ -65,8 +79,10 @@ class Pair:
 
     def __init__(self, folder, fields):
         torch.manual_seed(0)
-        config = transformers.LlamaConfig(**COMMON, **fields)
-        self.theirs = transformers.LlamaForCausalLM(config).eval().float()
+        is_mistral = "sliding_window" in fields
+        make = transformers.MistralConfig if is_mistral else transformers.LlamaConfig
+        config = make(**COMMON, **fields)
+        self.theirs = transformers.AutoModelForCausalLM.from_config(config).eval().float()
         self.theirs.save_pretrained(folder)
         _write_tokenizer(folder)
         self.ours = LlamaModel.from_pretrained(folder, page_size=PAGE_SIZE)

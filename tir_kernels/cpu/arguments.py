@@ -16,8 +16,11 @@ def index_array(handle, length):
 
 
 def rows_array(handle, shape, dtype: str):
-    """A dense array that starts at its data pointer."""
-    return T.match_buffer(handle, shape, dtype, align=ITEMSIZE[dtype])
+    """A dense array of rows that may start at any element of a larger one."""
+    offset = T.int64()
+    return T.match_buffer(
+        handle, shape, dtype, elem_offset=offset, offset_factor=1, align=ITEMSIZE[dtype]
+    )
 
 
 def page_pool(handle, spec: KernelSpec):

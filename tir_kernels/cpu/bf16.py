@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 from .columns import for_columns
 from .operands import ROWS_AT_ONCE
-from .simd import F32, Register, broadcast, ramp, store, vector_type
+from .simd import F32, Register, broadcast, load, ramp, shuffle, store, temp, vector_type
 
 INT32, WORD = "int32", "uint16"
 
@@ -64,6 +64,37 @@ class PairOperands:
     def load_q(self, buffer, index, lanes: int, factor):
         """`lanes` elements of Q."""
         return self._pairs(buffer, index, lanes)
+
+    def load_rotated_q(self, row, element, lanes: int, factor):
+        """`lanes` elements of a float32 row that was rotated; the row is padded to 32 numbers."""
+        halves = [load(row, (element * 2 + start,), self.lanes) for start in (0, self.lanes)]
+        pairs = self.round(*halves)
+        return pairs if lanes == self.lanes else shuffle([pairs], range(lanes))
+
+    def unpack(self, value) -> list:
+        """The numbers of a vector of pairs, each as a float32 vector."""
+        value = temp(value, self.lanes, INT32)
+        upper = broadcast(T.int32(-65536), self.lanes)
+        bits = (
+            T.shift_left(value, broadcast(T.int32(16), self.lanes)),
+            T.bitwise_and(value, upper),
+        )
+        return [temp(T.reinterpret("float32x16", b), self.lanes) for b in bits]
+
+    def repack(self, numbers: list):
+        """The inverse of `unpack`, rounding to nearest even."""
+
+        def integer(value: int):
+            return broadcast(T.int32(value), self.lanes)
+
+        def rounded(value):
+            bits = temp(T.reinterpret("int32x16", value), self.lanes, INT32)
+            odd = T.bitwise_and(T.shift_right(bits, integer(16)), integer(1))
+            return temp(bits + integer(0x7FFF) + odd, self.lanes, INT32)
+
+        first, second = (rounded(value) for value in numbers)
+        low = T.bitwise_and(T.shift_right(first, integer(16)), integer(0xFFFF))
+        return T.bitwise_or(low, T.bitwise_and(second, integer(-65536)))
 
     def load_k(self, tile, row, element, lanes: int):
         """`lanes` elements of a row of K."""

@@ -19,7 +19,8 @@ from ..softmax import HIDDEN, NOTHING_SEEN, OnlineSoftmax, inverse_total, log_su
 from ..spec import LOG2E, KernelSpec
 from .arguments import index_array, page_pool, require_half_conversion, rows_array
 from .columns import chunks, for_columns
-from .rows import PagedRows, prefetch_distance
+from .inline_rope import InlineRope
+from .rows import PagedRows, Tile, prefetch_distance
 from .shuffles import reduce_each, widen
 from .simd import (
     F32,
@@ -92,6 +93,7 @@ class Segment:
         rows, width = self.blocking.padded_rows, spec.qk_head_dim
         self.q = T.alloc_buffer((rows, width), F32)
         self.o = T.alloc_buffer((rows, width), F32)
+        self.k = T.alloc_buffer((self.blocking.positions, width), F32)  # rotated rows
         self.weights = T.alloc_buffer((rows, BLOCK), F32)
         self.state = OnlineSoftmax(self.blocking.row_blocks, self.blocking.rows, self.lanes)
 
@@ -108,43 +110,73 @@ class Segment:
             with T.serial(self.blocking.row_blocks) as block:
                 body(block, block * self.blocking.rows)
 
-    def start(self, load_q) -> None:
-        """Take the scaled query rows ``load_q(row, column, lanes)`` and clear the sums."""
+    def start(self, a, sequence, head) -> None:
+        """Take the query rows, scaled for exp2, and clear the sums."""
         spec = self.spec
-        with T.serial(spec.group_size) as row:
-            for c in chunks(spec.qk_head_dim, self.lanes):
-                store(self.q, (row, c.start), c.lanes, load_q(row, c.start, c.lanes))
+        factor = temp(a.sm_scale * T.float32(LOG2E))
+
+        def load_q(row):
+            at = (sequence, head * spec.group_size + row)
+            return lambda column, lanes: load(a.q, (*at, column), lanes) * broadcast(factor, lanes)
+
+        def store_q(row):
+            return lambda column, lanes, value: store(self.q, (row, column), lanes, value)
+
+        def plain():
+            with T.serial(spec.group_size) as row:
+                for c in chunks(spec.qk_head_dim, self.lanes):
+                    store_q(row)(c.start, c.lanes, load_q(row)(c.start, c.lanes))
+
+        def rotated():
+            a.rope.set_position(a.q_rope_position[sequence])
+            with T.serial(spec.group_size) as row:
+                a.rope.rotate_row(load_q(row), store_q(row))
+
+        a.rope.either(rotated, plain)
         padding = self.blocking.padded_rows - spec.group_size
-        with T.serial(self.blocking.padded_rows) as row:
-            for c in chunks(spec.qk_head_dim, self.lanes):
-                store(self.o, (row, c.start), c.lanes, constant(0.0, c.lanes))
         if padding:
             with T.serial(padding) as row:
                 for c in chunks(spec.qk_head_dim, self.lanes):
                     at = (spec.group_size + row, c.start)
                     store(self.q, at, c.lanes, constant(0.0, c.lanes))
+        with T.serial(self.blocking.padded_rows) as row:
+            for c in chunks(spec.v_head_dim, self.lanes):
+                store(self.o, (row, c.start), c.lanes, constant(0.0, c.lanes))
         self.for_row_blocks(lambda block, _: self.state.reset(block))
 
-    def run(self, rows: PagedRows, begin, end) -> None:
-        """Attend to the positions ``begin .. end - 1``."""
+    def run(self, a, rows: PagedRows, begin, end, k_offset) -> None:
+        """Attend to the positions ``begin .. end - 1``, which RoPE counts from `k_offset`."""
         with T.serial((end - begin + BLOCK - 1) // BLOCK) as i:
             first = index_temp(begin + i * BLOCK)
             count = index_temp(T.min(BLOCK, end - first))
-            self.scores(rows, first, count)
+            self.scores(a, rows, first, count, k_offset)
             with T.If(count < BLOCK):
                 with T.Then():
                     self.hide(count)
             self.for_row_blocks(lambda block, row: self.attend(rows, first, count, block, row))
 
-    def scores(self, rows: PagedRows, first, count) -> None:
+    def scores(self, a, rows: PagedRows, first, count, k_offset) -> None:
         """Multiply the rows of Q with K's rows of a block."""
         step, spec = self.blocking.positions, self.spec
         distance = prefetch_distance(spec, step)
         with T.serial((count + step - 1) // step) as i:
             position = index_temp(first + i * step)
-            tile = rows.tile(position, step)
             ahead = rows.tile(position + distance, step)
-            self.for_row_blocks(lambda _, row: self.score_tile(tile, ahead, row, i * step))
+
+            def multiply(tile):
+                self.for_row_blocks(lambda _, row: self.score_tile(tile, ahead, row, i * step))
+
+            def rotated():
+                with T.serial(step) as t:
+                    row = rows.tile(position + t, 1)
+                    a.rope.set_position(k_offset + position + t)
+                    a.rope.rotate_row(
+                        lambda column, lanes: row.load_k(0, column, lanes),
+                        lambda column, lanes, value: store(self.k, (t, column), lanes, value),
+                    )
+                multiply(Tile(lambda row, column: (self.k, (row, column)), None))
+
+            a.rope.either(rotated, lambda: multiply(rows.tile(position, step)))
 
     def score_tile(self, tile, ahead, first_row, column) -> None:
         """Multiply one set of rows with a few rows of K; lines that come next are asked for."""
@@ -356,6 +388,7 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
     most = T.min(T.min(num_threads(), MOST_TASKS), total)
     num_tasks = index_temp(T.if_then_else(elements > SERIAL_ELEMENTS, most, 1))
     partials = Partials(spec)
+    a.rope = InlineRope(spec, a)
 
     def pages_of(sequence):
         first = index_temp(a.page_indptr[sequence])
@@ -363,10 +396,11 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
 
     def task_body(task):
         segment = Segment(spec)
+        a.rope.begin_task()
         current = Register(1, "int32", cut(total, task, num_tasks))
-        end = index_temp(cut(total, task + 1, num_tasks))
+        last = index_temp(cut(total, task + 1, num_tasks))
         sequence = Register(1, "int32", T.int32(0))
-        with T.While(current.get() < end):
+        with T.While(current.get() < last):
             with T.While(a.page_indptr[sequence.get() + 1] * heads <= current.get()):
                 sequence.set(sequence.get() + 1)
             b = index_temp(sequence.get())
@@ -374,22 +408,18 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
             unit = index_temp(current.get() - first_entry * heads)
             head = index_temp(unit // num_pages)
             first_page = index_temp(unit - head * num_pages)
-            last_page = index_temp(T.min(num_pages, first_page + end - current.get()))
+            last_page = index_temp(T.min(num_pages, first_page + last - current.get()))
             kv_len = a.lengths.kv_len(b, num_pages)
             rows = PagedRows(
                 spec, a.pages, a.page_values, first_entry, first_entry + num_pages - 1,
                 head=head, slot_of=a.lengths.slot_of,
             )
-            factor = temp(a.sm_scale * T.float32(LOG2E))
-            segment.start(
-                lambda row, column, lanes: load(a.q, (b, head * spec.group_size + row, column), lanes)
-                * broadcast(factor, lanes)
-            )
-            page = spec.page_size
-            segment.run(
-                rows,
-                index_temp(first_page * page), index_temp(T.min(last_page * page, kv_len)),
-            )
+            k_offset = index_temp(a.k_rope_pos_offset[b])
+            a.rope.begin_sequence(k_offset + kv_len)
+            segment.start(a, b, head)
+            begin = index_temp(first_page * spec.page_size)
+            end = index_temp(T.min(last_page * spec.page_size, kv_len))
+            segment.run(a, rows, begin, end, k_offset)
             with T.If(last_page - first_page == num_pages):
                 with T.Then():
                     Output(spec, a.o, a.lse, b, head).finish(segment)

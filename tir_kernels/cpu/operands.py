@@ -49,6 +49,18 @@ class Float32Operands:
         """`lanes` elements of Q."""
         return load(buffer, index, lanes) * broadcast(factor, lanes)
 
+    def load_rotated_q(self, row, element, lanes: int, factor):
+        """`lanes` elements of a float32 row that was rotated."""
+        return self.load_q(row, (element,), lanes, factor)
+
+    def unpack(self, value) -> list:
+        """The numbers of a vector of elements, each as a float32 vector."""
+        return [temp(value, self.lanes)]
+
+    def repack(self, numbers: list):
+        """The inverse of `unpack`."""
+        return numbers[0]
+
     def load_k(self, tile, row, element, lanes: int):
         """`lanes` elements of a row of K."""
         return tile.load_k(row, element, lanes)

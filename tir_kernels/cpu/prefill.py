@@ -19,6 +19,7 @@ from ..spec import LOG2E, KernelSpec
 from .arguments import index_array, page_pool, require_half_conversion, rows_array
 from .bf16 import PairOperands
 from .columns import chunks, for_columns
+from .inline_rope import InlineRope, has_rope
 from .matmul_tile import multiply_tile
 from .operands import Float32Operands, pack_k
 from .rows import PagedRows, RaggedRows
@@ -76,6 +77,7 @@ class Unit:
         self.k = T.alloc_buffer((self.depth, POSITIONS), ops.dtype)
         self.v = T.alloc_buffer((POSITIONS // ops.numbers, spec.v_head_dim), ops.dtype)
         self.o = T.alloc_buffer((rows, spec.v_head_dim), F32)
+        self.rotated_q = T.alloc_buffer((-(-spec.qk_head_dim // 32) * 32,), F32)
         self.scores = T.alloc_buffer((tiling.rows, POSITIONS), F32)
         self.weights = (
             self.scores
@@ -90,7 +92,7 @@ class Unit:
         Parameters
         ----------
         a : the kernel's arguments.
-        step : of the unit: `rows` source of K and V, `head`, `first_row` of the sequence in Q,
+        step : of the unit: `rows` source of K and V, `k_offset` of their positions, `head`, `first_row` of the sequence in Q,
             `num_rows` of it, `first_token` and `num_tokens` of the tile, `kv_len`.
         """
         tiling, group = self.tiling, self.spec.group_size
@@ -103,18 +105,17 @@ class Unit:
             token = step.first_token + T.min(row, num_rows - 1) // group
             return a.mask.end(token, step.num_rows, step.kv_len)
 
+        with T.serial(num_blocks * tiling.rows) as row:
+            source = index_temp(T.min(row, num_rows - 1))
+            token = index_temp(step.first_row + step.first_token + source // group)
+            head = index_temp(step.head * group + source % group)
+            self.load_q(a, row, token, head, factor)
         with T.serial(num_blocks) as block:
-            for i in range(tiling.rows):
-                row = block * tiling.rows + i
-                source = index_temp(T.min(row, num_rows - 1))
-                token = step.first_row + step.first_token + source // group
-                head = step.head * group + source % group
-                self.load_q(a, row, token, head, factor)
             self.state.reset(block)
         last = index_temp(end_of(num_rows - 1))
         with T.serial((last + POSITIONS - 1) // POSITIONS) as i:
             first = index_temp(i * POSITIONS)
-            self.pack(step, first)
+            self.pack(a, step, first)
             with T.serial(num_blocks) as block:
                 block_end = index_temp(end_of(block * tiling.rows + tiling.rows - 1))
                 with T.If(first < block_end):
@@ -126,18 +127,37 @@ class Unit:
 
     def load_q(self, a, row, token, head, factor) -> None:
         """Pack a row of Q and clear its sums."""
-        for c in chunks(self.depth, self.lanes):
-            q = self.ops.load_q(a.q, (token, head, c.start), c.lanes, factor)
-            store(self.q, (row, c.start), c.lanes, q, self.ops.dtype)
+        parts, ops = chunks(self.depth, self.lanes), self.ops
+
+        def plain():
+            for c in parts:
+                q = ops.load_q(a.q, (token, head, c.start), c.lanes, factor)
+                store(self.q, (row, c.start), c.lanes, q, ops.dtype)
+
+        def rotated():
+            a.rope.set_position(a.q_rope_position[token])
+            a.rope.rotate_row(
+                lambda column, lanes: load(a.q, (token, head, column), lanes),
+                lambda column, lanes, value: store(self.rotated_q, (column,), lanes, value),
+            )
+            for c in parts:
+                q = ops.load_rotated_q(self.rotated_q, c.start, c.lanes, factor)
+                store(self.q, (row, c.start), c.lanes, q, ops.dtype)
+
+        a.rope.either(rotated, plain)
         for c in chunks(self.spec.v_head_dim, self.lanes):
             store(self.o, (row, c.start), c.lanes, constant(0.0, c.lanes))
 
-    def pack(self, step, first) -> None:
+    def pack(self, a, step, first) -> None:
         """Pack a tile of K and V; what lies beyond the sequence is left for the mask to hide."""
         lanes, ops = self.lanes, self.ops
         count = T.min(POSITIONS, step.kv_len - first)
         with T.serial((count + lanes - 1) // lanes) as i:
             pack_k(ops, step.rows, first + i * lanes, self.k, self.depth, i * lanes)
+        a.rope.either(
+            lambda: a.rope.rotate_tile(ops, self.k, POSITIONS, index_temp(step.k_offset + first)),
+            lambda: None,
+        )
         ops.pack_v(step.rows, first, step.kv_len, self.v, self.spec.v_head_dim, POSITIONS)
 
     def attend(self, a, block, first, end_of, factor) -> None:
@@ -219,9 +239,11 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     """
     heads, tokens = spec.num_kv_heads, Tiling.of(spec).tokens
     num_tasks = num_threads()
+    a.rope = InlineRope(spec, a)
     ops.begin([b for b in (a.q, *a.kv_buffers) if str(b.dtype) == "bfloat16"])
     with ops.scope(), T.parallel(num_tasks) as task:
         unit = Unit(spec, ops)
+        a.rope.begin_task()
         round_ = Register(1, "int32", T.int32(0))
         before = Register(1, "int32", T.int32(0))  # units of earlier sequences
 
@@ -239,11 +261,14 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
                 head = index_temp(index % heads)
                 first_token = index_temp((num_tiles - 1 - index // heads) * tokens)
                 rows, kv_len = a.kv_rows(b, head)
+                k_offset = index_temp(a.k_rope_pos_offset[b])
+                a.rope.begin_sequence(k_offset + kv_len)
                 unit.run(
                     a,
                     SimpleNamespace(
                         rows=rows,
                         kv_len=kv_len,
+                        k_offset=k_offset,
                         head=head,
                         first_row=first_row,
                         num_rows=num_rows,
@@ -259,7 +284,9 @@ def operands(spec: KernelSpec, kv_dtype: str):
     """Choose the operands for a spec and the type of K and V."""
     target = spec.target
     if target.has_bf16_dot and target.lanes == PairOperands.lanes:
-        if spec.dtype == kv_dtype == "bfloat16":
+        # Both numbers of a pair have to rotate alike.
+        pairs = spec.rope.rotary_dim % 4 == 0 or not has_rope(spec)
+        if spec.dtype == kv_dtype == "bfloat16" and pairs:
             return PairOperands()
     return Float32Operands(spec.target.lanes)
 

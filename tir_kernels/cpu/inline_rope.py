@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotation of Q and K inside the attention kernels, for ``rotary_mode`` 1.
+
+The pages then hold K as it came. The table is the one baked from the spec; a call that passes
+another base or scale is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from ..rope import CosSin, inverse_frequencies, sin_cos
+from ..spec import KernelSpec
+from . import simd
+from .simd import F32, broadcast, constant, literal, load, ramp, store, temp
+
+
+def has_rope(spec: KernelSpec) -> bool:
+    """Whether the spec's rotation fits its heads; the kernel refuses rotary_mode 1 where not."""
+    return 0 < spec.rope.rotary_dim <= spec.qk_head_dim
+
+
+class InlineRope:
+    """The rotation of one kernel.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : the kernel's arguments `rotary_mode`, `rope_theta` and `rope_scale`.
+    """
+
+    def __init__(self, spec: KernelSpec, a):
+        self.rope, self.width, self.lanes = spec.rope, spec.qk_head_dim, spec.target.lanes
+        self.half = spec.rope.rotary_dim // 2
+        self.fits = has_rope(spec)
+        self.mode = a.rotary_mode
+        if self.fits:
+            same = T.And(
+                a.rope_theta == T.float32(self.rope.theta),
+                a.rope_scale == T.float32(self.rope.scale),
+            )
+            message = "rope_theta or rope_scale differ from those that the kernel was built for"
+        else:
+            same, message = T.bool(False), "the kernel was built without a rotation"
+        with T.Assert(T.Or(self.mode != 1, same), message, "ValueError"):
+            T.evaluate(0)
+
+    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        """Emit `rotated` for rotary_mode 1 and `plain` for the rest."""
+        if not self.fits:
+            plain()
+            return
+        with T.If(self.mode == 1):
+            with T.Then():
+                rotated()
+            with T.Else():
+                plain()
+
+    def begin_task(self) -> None:
+        """Make the buffers of a task."""
+        if self.fits:
+            self.frequencies = T.alloc_buffer((self.half,), F32)
+            self.row = CosSin(self.rope, self.lanes)
+
+    def begin_sequence(self, length) -> None:
+        """Take the frequencies for a sequence of `length` positions."""
+        if not self.fits:
+            return
+        if self.rope.kind != "longrope":
+            self._fill(use_long=False)
+            return
+        original = dict(self.rope.scaling)["original_max_position_embeddings"]
+        with T.If(length > original):
+            with T.Then():
+                self._fill(use_long=True)
+            with T.Else():
+                self._fill(use_long=False)
+
+    def _fill(self, use_long: bool) -> None:
+        table = inverse_frequencies(self.rope, use_long).inv_freq
+        for start, lanes in self.row.chunks:
+            store(self.frequencies, (start,), lanes, literal(table[start : start + lanes]))
+
+    def set_position(self, position) -> None:
+        """Compute the angles for `rotate_row`."""
+        self.row.fill(position, lambda start, lanes: load(self.frequencies, (start,), lanes))
+
+    def rotate_row(self, source: Callable, sink: Callable) -> None:
+        """Rotate a row; `source` is ``(column, lanes) -> vector``, `sink` takes the vector too."""
+        self.row.rotate(source, sink)
+        rotated = 2 * self.half
+        for start, lanes in simd.chunks(self.width - rotated, self.lanes):
+            sink(rotated + start, lanes, source(rotated + start, lanes))
+
+    def rotate_tile(self, ops, k, num_positions: int, first_position) -> None:
+        """Rotate a packed tile of K, ``[element, position]``, in place."""
+        lanes, factor = self.lanes, inverse_frequencies(self.rope).attention_factor
+        elements = self.half // ops.numbers
+        with T.serial(elements) as element:
+            with T.serial(num_positions // lanes) as v:
+                position = T.cast(
+                    ramp(first_position + v * lanes, lanes), simd.vector_type(F32, lanes)
+                )
+                if self.rope.scale != 1.0:
+                    position = position * constant(self.rope.scale, lanes)
+                position = temp(position, lanes)
+                at = [(element, v * lanes), (element + elements, v * lanes)]
+                before = [ops.unpack(load(k, i, lanes, ops.dtype)) for i in at]
+                after = [[], []]
+                for n, (x, y) in enumerate(zip(*before, strict=True)):
+                    frequency = self.frequencies[element * ops.numbers + n]
+                    rotation = sin_cos(position * broadcast(frequency, lanes), lanes)
+                    sin, cos = (
+                        temp(value * constant(factor, lanes), lanes) if factor != 1.0 else value
+                        for value in (rotation.sin, rotation.cos)
+                    )
+                    after[0].append(temp(x * cos - y * sin, lanes))
+                    after[1].append(temp(y * cos + x * sin, lanes))
+                for i, numbers in zip(at, after, strict=True):
+                    store(k, i, lanes, ops.repack(numbers), ops.dtype)
+
+

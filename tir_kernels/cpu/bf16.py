@@ -17,26 +17,31 @@ INT32, WORD = "int32", "uint16"
 
 # linkonce_odr: several kernels of one module may bring the same helpers.
 _DOT = """
-define linkonce_odr <{n} x float> @pagedkv_bf16_dot_{n}(<{n} x float> %s, <{n} x i32> %a, <{n} x i32> %b) #0 {{
-  %x = bitcast <{n} x i32> %a to <{m} x bfloat>
-  %y = bitcast <{n} x i32> %b to <{m} x bfloat>
-  %r = call <{n} x float> @llvm.x86.avx512bf16.dpbf16ps.{bits}(<{n} x float> %s, <{m} x bfloat> %x, <{m} x bfloat> %y)
-  ret <{n} x float> %r
+define linkonce_odr {f} @pagedkv_bf16_dot_{n}({f} %sum, {i} %a, {i} %b) #0 {{
+  %x = bitcast {i} %a to {b}
+  %y = bitcast {i} %b to {b}
+  %r = call {f} @llvm.x86.avx512bf16.dpbf16ps.{bits}({f} %sum, {b} %x, {b} %y)
+  ret {f} %r
 }}
-declare <{n} x float> @llvm.x86.avx512bf16.dpbf16ps.{bits}(<{n} x float>, <{m} x bfloat>, <{m} x bfloat>)
+declare {f} @llvm.x86.avx512bf16.dpbf16ps.{bits}({f}, {b}, {b})
 """
 _ROUND = """
-define linkonce_odr <16 x i32> @pagedkv_bf16_round(<16 x float> %second, <16 x float> %first) #0 {
-  %r = call <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float> %second, <16 x float> %first)
-  %q = bitcast <32 x bfloat> %r to <16 x i32>
-  ret <16 x i32> %q
-}
-declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
-attributes #0 = { alwaysinline nounwind readnone }
+define linkonce_odr {i} @pagedkv_bf16_round({f} %second, {f} %first) #0 {{
+  %r = call {b} @llvm.x86.avx512bf16.cvtne2ps2bf16.512({f} %second, {f} %first)
+  %pairs = bitcast {b} %r to {i}
+  ret {i} %pairs
+}}
+declare {b} @llvm.x86.avx512bf16.cvtne2ps2bf16.512({f}, {f})
+attributes #0 = {{ alwaysinline nounwind readnone }}
 """
-LLVM_HELPERS = (
-    _DOT.format(n=16, m=32, bits=512) + _DOT.format(n=8, m=16, bits=256) + _ROUND
-)
+
+
+def _helper(text: str, n: int) -> str:
+    types = {"f": f"<{n} x float>", "i": f"<{n} x i32>", "b": f"<{2 * n} x bfloat>"}
+    return text.format(n=n, bits=32 * n, **types)
+
+
+LLVM_HELPERS = _helper(_DOT, 16) + _helper(_DOT, 8) + _helper(_ROUND, 16)
 
 
 class PairOperands:

@@ -120,5 +120,3 @@ class InlineRope:
                     after[1].append(temp(y * cos + x * sin, lanes))
                 for i, numbers in zip(at, after, strict=True):
                     store(k, i, lanes, ops.repack(numbers), ops.dtype)
-
-

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 
 from tvm.script import tirx as T
 
-from .columns import chunks, for_columns
+from .columns import for_columns
 from .shuffles import concatenate, transpose
 from .simd import F32, Register, broadcast, constant, load, store, temp
 

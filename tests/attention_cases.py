@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches for the attention kernels: ragged, in shuffled pages, with NaN wherever nothing lies.
+
+Every array starts at an odd element of a larger allocation that is filled with garbage.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
+import numpy as np
+import tvm
+
+from tir_kernels import build_kernel
+from tir_kernels.spec import KernelSpec
+from tvm_pagedkv.build import resolve_target
+
+from . import reference
+
+PAST_THE_END = 1 << 20  # what the int32 arrays hold outside of their views
+SPARE_PAGES = 3
+K_ROPE_STEP = 7  # sequence b starts at position 7 * b, as after a window has slid
+
+
+@functools.lru_cache(maxsize=64)
+def compiled(name: str, spec: KernelSpec, cpu: str = "native"):
+    """The kernel `name`, built."""
+    function = build_kernel(name, spec).with_attr("global_symbol", name)
+    return tvm.tirx.build(function, target=resolve_target(cpu))[name]
+
+
+def tensor(array: np.ndarray, shift: int = 3):
+    """`array` at element `shift` of a larger tensor."""
+    array = np.asarray(array)
+    garbage = PAST_THE_END if array.dtype == np.int32 else np.nan
+    whole = np.full(array.size + 2 * shift, garbage, array.dtype)
+    whole[shift : shift + array.size] = array.reshape(-1)
+    whole = tvm.runtime.tensor(whole)
+    return whole._create_view(array.shape, str(array.dtype), shift * array.dtype.itemsize)
+
+
+def indptr(lengths) -> np.ndarray:
+    """``[B + 1]`` starts."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def looser_dtype(*dtypes: str) -> str:
+    """The type whose rounding decides the error."""
+    return max(dtypes, key=reference.TOLERANCES.__getitem__)
+
+
+def normal(rng, shape, dtype: str) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+
+
+class Batch:
+    """What the paged and the ragged kernels have in common.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    lengths : (rows of the step, positions of K and V) per sequence
+    seed : int
+    """
+
+    def __init__(self, spec: KernelSpec, lengths, seed: int):
+        self.spec, self.rng = spec, np.random.default_rng(seed)
+        self.num_rows, self.kv_lens = (list(x) for x in zip(*lengths, strict=True))
+        self.q_indptr = indptr(self.num_rows)
+        shape = (sum(self.num_rows), spec.num_qo_heads)
+        self.q = normal(self.rng, (*shape, spec.qk_head_dim), spec.dtype)
+        self.k_offsets = (K_ROPE_STEP * np.arange(len(lengths))).astype(np.int32)
+        self.q_positions = np.concatenate(
+            [
+                o + np.arange(kv - n, kv)
+                for o, n, kv in zip(self.k_offsets, self.num_rows, self.kv_lens, strict=True)
+            ]
+        ).astype(np.int32)
+        self.sm_scale = spec.qk_head_dim**-0.5
+        self.o = tensor(np.full((*shape, spec.v_head_dim), np.nan, spec.dtype))
+        self.lse = tensor(np.full(shape, np.nan, np.float32))
+
+    def scalars(self, *, causal: bool | None, inline: bool) -> list:
+        """The trailing arguments of a kernel."""
+        rope = self.spec.rope
+        flags = [int(inline), rope.scale, rope.theta, self.sm_scale]
+        return flags if causal is None else [int(causal), *flags]
+
+    def reference_rope(self, inline: bool):
+        rope = self.spec.rope
+        table = reference.Rope(rope.theta, rope.scale, rope.rotary_dim, dict(rope.scaling or ()))
+        return (table, self.q_positions, self.k_offsets) if inline else None
+
+    def check(self, expected, *dtypes: str) -> None:
+        """Compare `o` and `lse` with the expected pair."""
+        dtype = looser_dtype(*dtypes)
+        reference.assert_close(self.lse.numpy(), expected[1], dtype, "lse")
+        reference.assert_close(self.o.numpy(), expected[0], dtype, "o")
+
+
+class PagedBatch(Batch):
+    """A batch whose K and V lie in shuffled pages."""
+
+    def __init__(self, spec: KernelSpec, lengths, seed: int):
+        super().__init__(spec, lengths, seed)
+        page = spec.page_size
+        num_pages = [-(-kv // page) for kv in self.kv_lens]
+        pool = sum(num_pages) + SPARE_PAGES
+        self.page_indptr = indptr(num_pages)
+        self.page_values = self.rng.permutation(pool)[: sum(num_pages)].astype(np.int32)
+        self.last_page_len = np.array(
+            [kv - max(n - 1, 0) * page for kv, n in zip(self.kv_lens, num_pages, strict=True)],
+            np.int32,
+        )
+        shape = (pool, 2, spec.num_kv_heads, page, spec.qk_head_dim)
+        self.pages = normal(self.rng, shape, spec.kv_dtype)
+        used = np.zeros((pool, page), bool)
+        for b in range(len(lengths)):
+            page_ids = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
+            slots = reference.sequence_slots(page_ids, self.last_page_len[b], page)
+            used[slots // page, slots % page] = True
+        self.pages[~np.broadcast_to(used[:, None, None, :, None], shape)] = np.nan
+
+    def _table(self) -> list:
+        arrays = (self.page_indptr, self.page_values, self.last_page_len, self.k_offsets)
+        return [tensor(x) for x in (*arrays, self.q_positions)]
+
+    def decode(self, cpu: str = "native", inline: bool = False) -> None:
+        """Run `decode`; every sequence has one row."""
+        kernel = compiled("decode", self.spec, cpu)
+        outputs = (self.o, self.lse, *self.scalars(causal=None, inline=inline))
+        kernel(tensor(self.q), tensor(self.pages), *self._table(), *outputs)
+
+    def prefill(self, causal: bool = True, cpu: str = "native", inline: bool = False) -> None:
+        """Run `prefill`."""
+        kernel = compiled("prefill", self.spec, cpu)
+        outputs = (self.o, self.lse, *self.scalars(causal=causal, inline=inline))
+        q = (tensor(self.q), tensor(self.q_indptr))
+        kernel(*q, tensor(self.pages), *self._table(), *outputs)
+
+    def verify(self, causal: bool = True, inline: bool = False) -> None:
+        """Compare with the reference."""
+        expected = reference.paged_attention(
+            self.q,
+            self.q_indptr,
+            self.pages,
+            self.page_indptr,
+            self.page_values,
+            self.last_page_len,
+            self.sm_scale,
+            causal=causal,
+            inline=self.reference_rope(inline),
+        )
+        self.check(expected, self.spec.dtype, self.spec.kv_dtype)
+
+
+class RaggedBatch(Batch):
+    """A batch whose K and V are ragged arrays."""
+
+    def __init__(self, spec: KernelSpec, lengths, seed: int):
+        super().__init__(spec, lengths, seed)
+        rows = (sum(self.kv_lens), spec.num_kv_heads)
+        self.kv_indptr = indptr(self.kv_lens)
+        self.k = normal(self.rng, (*rows, spec.qk_head_dim), spec.dtype)
+        self.v = normal(self.rng, (*rows, spec.v_head_dim), spec.dtype)
+
+    def prefill(self, causal: bool = True, cpu: str = "native", inline: bool = False) -> None:
+        """Run `prefill_ragged`."""
+        kernel = compiled("prefill_ragged", self.spec, cpu)
+        arrays = (self.q, self.q_indptr, self.k, self.v, self.kv_indptr)
+        arrays = [tensor(x) for x in (*arrays, self.q_positions, self.k_offsets)]
+        kernel(*arrays, self.o, self.lse, *self.scalars(causal=causal, inline=inline))
+
+    def verify(self, causal: bool = True, inline: bool = False) -> None:
+        """Compare with the reference."""
+        expected = reference.ragged_attention(
+            self.q,
+            self.q_indptr,
+            self.k,
+            self.v,
+            self.kv_indptr,
+            self.sm_scale,
+            causal=causal,
+            inline=self.reference_rope(inline),
+        )
+        self.check(expected, self.spec.dtype)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention kernels against the reference: odd shapes, mixed types, garbage where nothing lies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tvm
+
+from tir_kernels import build_kernel
+from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
+from tvm_pagedkv.build import resolve_target, vector_target
+
+from . import reference
+from .attention_cases import PagedBatch, RaggedBatch
+
+# The pool's default is one worker per two CPUs; the parallel paths need two.
+os.environ.setdefault("TVM_NUM_THREADS", "2")
+
+NATIVE = vector_target("native")
+
+
+def make_spec(heads, dim, dtypes=("float32", "float32"), page=16, **fields) -> KernelSpec:
+    qk, v = dim if isinstance(dim, tuple) else (dim, dim)
+    fields.setdefault("target", NATIVE)
+    fields.setdefault("rope", RopeSpec(rotary_dim=qk))
+    return KernelSpec(*heads, qk, v, *dtypes, page_size=page, **fields)
+
+
+F32, F16, BF16 = "float32", "float16", "bfloat16"
+
+# Between them: every page size, one head and many, odd group sizes, head dims that fill no whole
+# number of vectors, every type of rows with every type of pages.
+SPECS = {
+    "32:8x128-f32-p16": make_spec((32, 8), 128),
+    "32:8x128-bf16-p16": make_spec((32, 8), 128, (BF16, BF16)),
+    "32:8x128-f16-p1": make_spec((32, 8), 128, (F16, F16), 1),
+    "71:1x64-f16-f32-p256": make_spec((71, 1), 64, (F16, F32), 256),
+    "5:1x80-f32-bf16-p4": make_spec((5, 1), 80, (F32, BF16), 4),
+    "6:2x104-f32-f16-p64": make_spec((6, 2), 104, (F32, F16), 64),
+    "7:1x576-bf16-f32-p2": make_spec((7, 1), 576, (BF16, F32), 2),
+    "2:2x8-f32-p8": make_spec((2, 2), 8, page=8),
+    "16:2x96-f16-bf16-p32": make_spec((16, 2), 96, (F16, BF16), 32),
+    "3:1x24-bf16-p128": make_spec((3, 1), 24, (BF16, BF16), 128),
+    "1:1x512-bf16-f16-p16": make_spec((1, 1), 512, (BF16, F16)),
+    "2:1x256-bf16-p8": make_spec((2, 1), 256, (BF16, BF16), 8),
+}
+# (rows of the step, positions of K and V): nothing cached; a prefix; an empty sequence at the
+# start, in the middle and at the end; rows without anything to see; several tiles of either kind.
+BATCHES = {
+    "alone": [(5, 5)],
+    "mixed": [(0, 0), (1, 1), (3, 70), (0, 33), (2, 0), (4, 6), (0, 0)],
+    "tiles": [(150, 300), (1, 64), (65, 65), (1, 257)],
+}
+DECODE_BATCHES = {
+    "alone": [(1, 5)],
+    "mixed": [(1, 0), (1, 1), (1, 33), (1, 0), (1, 64), (1, 128), (1, 300), (1, 0)],
+    "long": [(1, 1700)],
+    "cuts": [(1, n) for n in (257, 16, 400, 31, 0, 512)],
+}
+parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+parametrize_seed = pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
+
+
+@parametrize_specs
+@pytest.mark.parametrize("batch", DECODE_BATCHES)
+@parametrize_seed
+def test_decode(spec, batch, seed):
+    case = PagedBatch(spec, DECODE_BATCHES[batch], seed)
+    case.decode()
+    case.verify()
+
+
+@parametrize_specs
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("batch", BATCHES)
+@parametrize_seed
+def test_prefill(spec, batch, causal, seed):
+    case = PagedBatch(spec, BATCHES[batch], seed)
+    case.prefill(causal)
+    case.verify(causal)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        make_spec((8, 2), (192, 128)),
+        make_spec((4, 4), (64, 80), (F16, F16)),
+        make_spec((6, 2), (24, 104), (BF16, BF16)),
+        make_spec((71, 1), (576, 512), (BF16, BF16)),
+    ],
+    ids=["8:2x192/128-f32", "4:4x64/80-f16", "6:2x24/104-bf16", "71:1x576/512-bf16"],
+)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("batch", BATCHES)
+@parametrize_seed
+def test_prefill_ragged(spec, batch, causal, seed):
+    case = RaggedBatch(spec, BATCHES[batch], seed)
+    case.prefill(causal)
+    case.verify(causal)
+
+
+YARN = (("factor", 4.0), ("original_max_position_embeddings", 32), ("rope_type", "yarn"))
+ROPE_SPECS = {
+    "f32": make_spec((8, 2), 128),
+    "partial-scaled": make_spec((5, 1), 80, (F32, F32), 1, rope=RopeSpec(5e5, 0.25, 20)),
+    "yarn-bf16": make_spec((4, 2), 96, (BF16, BF16), 64, rope=RopeSpec(1e4, 1.0, 96, YARN)),
+    "odd-pairs-bf16": make_spec((4, 2), 64, (BF16, BF16), 2, rope=RopeSpec(1e4, 1.0, 22)),
+}
+
+
+@pytest.mark.parametrize("spec", ROPE_SPECS.values(), ids=ROPE_SPECS)
+@parametrize_seed
+def test_inline_rope(spec, seed):
+    case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
+    case.decode(inline=True)
+    case.verify(inline=True)
+    for kind in (PagedBatch, RaggedBatch):
+        case = kind(spec, [(3, 70), (2, 2), (65, 90)], seed)
+        case.prefill(inline=True)
+        case.verify(inline=True)
+
+
+@parametrize_seed
+def test_inline_longrope_chooses_factors_by_sequence(seed):
+    scaling = (
+        ("long_factor", tuple(1.0 + i for i in range(16))),
+        ("original_max_position_embeddings", 64),
+        ("max_position_embeddings", 256),
+        ("rope_type", "longrope"),
+        ("short_factor", tuple(1.0 + 0.1 * i for i in range(16))),
+    )
+    spec = make_spec((4, 2), 32, rope=RopeSpec(1e4, 1.0, 32, scaling))
+    case = PagedBatch(spec, [(1, 9), (1, 64), (1, 31)], seed)  # the second is at 7 + 64 > 64
+    case.decode(inline=True)
+    case.verify(inline=True)
+    case = PagedBatch(spec, [(64, 64), (3, 70), (2, 2)], seed)
+    case.prefill(inline=True)
+    case.verify(inline=True)
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "prefill_ragged"])
+def test_another_rotation_than_the_baked_one_is_refused(name):
+    spec = make_spec((2, 1), 32)
+    case = (RaggedBatch if name == "prefill_ragged" else PagedBatch)(spec, [(1, 4)], 0)
+    mode, scale, theta, sm_scale = case.scalars(causal=None, inline=True)
+    case.scalars = lambda causal, inline: (
+        ([] if causal is None else [1]) + [mode, scale, 2 * theta, sm_scale]
+    )
+    with pytest.raises(ValueError, match="rope_theta"):
+        case.decode() if name == "decode" else case.prefill()
+
+
+@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64-v4", "x86-64"])
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@parametrize_seed
+def test_other_instruction_sets(cpu, dtype, seed):
+    target = vector_target(cpu)
+    if target.lanes > NATIVE.lanes:
+        pytest.skip(f"this CPU does not run {cpu}")
+    if dtype == F16 and not target.has_f16_convert:
+        pytest.skip("refused, see test_float16_needs_conversion_in_hardware")
+    spec = make_spec((7, 1), 104, (F32, dtype), 8, target=target)
+    case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
+    case.decode(cpu)
+    case.verify()
+    case = PagedBatch(spec, BATCHES["tiles"], seed)
+    case.prefill(True, cpu)
+    case.verify()
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "prefill_ragged"])
+def test_float16_needs_conversion_in_hardware(name):
+    spec = make_spec((2, 1), 32, (F16, F16), target=VectorTarget(4, 16, has_f16_convert=False))
+    with pytest.raises(ValueError, match="float16"):
+        build_kernel(name, spec)
+
+
+@parametrize_seed
+def test_self_and_cross_merge_to_the_whole(seed):
+    """The flow of the stock runtime: this step's rows, the past, and their merge."""
+    spec = make_spec((8, 2), 64, (F16, F16))
+    whole = PagedBatch(spec, [(3, 40), (70, 70), (1, 17)], seed)
+    past_lens = [kv - n for n, kv in zip(whole.num_rows, whole.kv_lens, strict=True)]
+    past = PagedBatch(spec, list(zip(whole.num_rows, past_lens, strict=True)), seed)
+    now = RaggedBatch(spec, [(n, n) for n in whole.num_rows], seed)
+    now.q = past.q = whole.q
+    past.pages = whole.pages
+    for b, length in enumerate(past_lens):
+        first, end = whole.page_indptr[b : b + 2]
+        page_ids = whole.page_values[first:end]
+        slots = reference.sequence_slots(page_ids, whole.last_page_len[b], spec.page_size)
+        k, v = reference.gather_slots(whole.pages, slots)
+        rows = slice(now.kv_indptr[b], now.kv_indptr[b + 1])
+        now.k[rows], now.v[rows] = k[length:], v[length:]
+        first, end = past.page_indptr[b : b + 2]
+        past.page_values[first:end] = page_ids[: end - first]
+    past.prefill(causal=False)
+    now.prefill(causal=True)
+    states = [x.numpy() for x in (now.o, now.lse, past.o, past.lse)]
+    merged = reference.merge(*states)
+    whole.prefill()
+    whole.verify()
+    whole.check(merged, F16)
+
+
+@parametrize_seed
+def test_kernels_share_a_module_and_a_library(seed, tmp_path):
+    """Their LLVM helpers have the same names; a library holds compiled code only."""
+    specs = [make_spec((4, 2), 64, (BF16, BF16), page) for page in (4, 16)]
+    functions = {
+        f"{name}_{spec.page_size}": build_kernel(name, spec)
+        for spec in specs
+        for name in ("decode", "prefill", "prefill_ragged")
+    }
+    module = tvm.IRModule({n: f.with_attr("global_symbol", n) for n, f in functions.items()})
+    path = tmp_path / "kernels.so"
+    tvm.tirx.build(module, target=resolve_target("native")).export_library(str(path))
+    library = tvm.runtime.load_module(str(path))
+    for spec in specs:
+        case = PagedBatch(spec, [(3, 20), (1, 1)], seed)
+        arrays = (case.page_indptr, case.page_values, case.last_page_len, case.k_offsets)
+        library[f"prefill_{spec.page_size}"](
+            *(tvm.runtime.tensor(x) for x in (case.q, case.q_indptr, case.pages, *arrays)),
+            tvm.runtime.tensor(case.q_positions),
+            case.o,
+            case.lse,
+            *case.scalars(causal=True, inline=False),
+        )
+        case.verify()
+
+
+@parametrize_seed
+def test_a_sequence_does_not_depend_on_its_batch(seed):
+    spec = SPECS["32:8x128-f32-p16"]
+    batch = PagedBatch(spec, DECODE_BATCHES["cuts"], seed)
+    batch.decode()
+    for b in (0, 2):
+        alone = PagedBatch(spec, [(1, batch.kv_lens[b])], seed)
+        alone.q, alone.pages = batch.q[b : b + 1], batch.pages
+        first, end = batch.page_indptr[b : b + 2]
+        alone.page_values = batch.page_values[first:end]
+        alone.decode()
+        np.testing.assert_allclose(alone.o.numpy()[0], batch.o.numpy()[b], atol=2e-6)
+
+
+@parametrize_seed
+def test_scores_of_any_size(seed):
+    """Large scores neither overflow nor vanish, whatever the order in which they come."""
+    spec = make_spec((4, 2), 64)
+    for scale in (30.0, 1e-3):
+        case = PagedBatch(spec, [(1, 300), (1, 70)], seed)
+        case.q = case.q * np.float32(scale)
+        case.decode()
+        # exp2 is good to 3e-6 of a weight, its argument to an ulp of a score of some hundreds.
+        case.check(_expected(case), F32 if scale < 1 else F16)
+
+
+def _expected(case):
+    table = (case.page_indptr, case.page_values, case.last_page_len)
+    return reference.paged_attention(case.q, case.q_indptr, case.pages, *table, case.sm_scale)
+
+
+@pytest.mark.skipif("PAGEDKV_TEST_THREADS" in os.environ, reason="runs inside itself")
+@pytest.mark.parametrize("threads", [1, 5])
+def test_any_number_of_threads(threads):
+    """The pool cannot be resized once it runs, so this starts another interpreter."""
+    environment = dict(os.environ, TVM_NUM_THREADS=str(threads), PAGEDKV_TEST_THREADS="1")
+    selected = f"{__file__}::test_decode", f"{__file__}::test_prefill"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "5:1x80 or 2:2x8", *selected]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]

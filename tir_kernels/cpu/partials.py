@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a decode segment: an output row, or a partial state to be merged."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from ..softmax import NOTHING_SEEN, inverse_total, log_sum
+from ..spec import KernelSpec
+from .columns import chunks, for_columns
+from .decode_segment import Segment
+from .simd import (
+    F32,
+    Register,
+    broadcast,
+    constant,
+    exp2,
+    load,
+    store,
+    temp,
+)
+
+MOST_TASKS = 128
+
+
+class Partials:
+    """States of (sequence, KV head) pairs that were cut, two slots for each task.
+
+    The even slot of a task is for a pair that an earlier task began, the odd one for a pair that
+    this task begins and does not end.
+    """
+
+    def __init__(self, spec: KernelSpec):
+        self.spec = spec
+        slots = 2 * MOST_TASKS  # memory that no task touches is never mapped
+        self.o = T.alloc_buffer((slots, spec.group_size, spec.v_head_dim), F32)
+        self.top = T.alloc_buffer((slots, spec.group_size), F32)
+        self.total = T.alloc_buffer((slots, spec.group_size), F32)
+
+    def put(self, slot, segment: Segment) -> None:
+        """Keep the state of a segment."""
+        with T.serial(self.spec.group_size) as row:
+            for c in chunks(self.spec.v_head_dim, segment.lanes):
+                store(
+                    self.o, (slot, row, c.start), c.lanes, load(segment.o, (row, c.start), c.lanes)
+                )
+            state = segment.row_state(row)
+            T.buffer_store(self.top, segment.state.top[state], [slot, row])
+            T.buffer_store(self.total, segment.state.total[state], [slot, row])
+
+    def merge(self, first_task, count, output) -> None:
+        """Finish the pair that `first_task` begins and the ``count - 1`` tasks after it go on with.
+
+        Parameters
+        ----------
+        output : Output
+        """
+        top, total = Register(1), Register(1)
+
+        def slot(i):
+            return (first_task + i) * 2 + T.if_then_else(i == 0, 1, 0)
+
+        with T.serial(self.spec.group_size) as row:
+            top.set(T.float32(NOTHING_SEEN))
+            total.set(T.float32(0))
+            with T.serial(count) as i:
+                top.set(T.max(top.get(), self.top[slot(i), row]))
+            with T.serial(count) as i:
+                factor = exp2(self.top[slot(i), row] - top.get(), 1)
+                T.buffer_store(self.top, factor, [slot(i), row])
+                total.set(total.get() + factor * self.total[slot(i), row])
+            inverse = temp(inverse_total(total.get()))
+
+            def some_columns(start, parts):
+                value = [Register(c.lanes, init=constant(0.0, c.lanes)) for c in parts]
+                with T.serial(count) as i:
+                    factor = temp(self.top[slot(i), row] * inverse)
+                    for c, register in zip(parts, value, strict=True):
+                        o = load(self.o, (slot(i), row, start + c.start), c.lanes)
+                        register.fma(o, broadcast(factor, c.lanes))
+                for c, register in zip(parts, value, strict=True):
+                    output.put(row, start + c.start, c.lanes, register.get())
+
+            for_columns(self.spec.v_head_dim, self.spec.target.lanes, 4, some_columns)
+            output.put_lse(row, log_sum(top.get(), total.get()))
+
+
+class Output:
+    """Rows of O and LSE of one sequence and KV head."""
+
+    def __init__(self, spec: KernelSpec, o, lse, sequence, head):
+        self.o, self.lse, self.sequence = o, lse, sequence
+        self.spec, self.first_head = spec, head * spec.group_size
+
+    def put(self, row, column, lanes: int, value) -> None:
+        """Store columns of a row."""
+        store(self.o, (self.sequence, self.first_head + row, column), lanes, value)
+
+    def put_lse(self, row, value) -> None:
+        """Store the log of a row's sum."""
+        T.buffer_store(self.lse, value, [self.sequence, self.first_head + row])
+
+    def finish(self, segment: Segment) -> None:
+        """Store a segment that is the whole of its sequence and head."""
+        with T.serial(self.spec.group_size) as row:
+            state = segment.row_state(row)
+            total = temp(segment.state.total[state])
+            inverse = temp(inverse_total(total))
+            for c in chunks(self.spec.v_head_dim, segment.lanes):
+                o = load(segment.o, (row, c.start), c.lanes)
+                self.put(row, c.start, c.lanes, o * broadcast(inverse, c.lanes))
+            self.put_lse(row, log_sum(segment.state.top[state], total))
+
+    def clear(self) -> None:
+        """Store the result of a sequence that holds nothing."""
+        with T.serial(self.spec.group_size) as row:
+            for c in chunks(self.spec.v_head_dim, self.spec.target.lanes):
+                self.put(row, c.start, c.lanes, constant(0.0, c.lanes))
+            self.put_lse(row, log_sum(T.float32(0), T.float32(0)))

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tile of a sequence's tokens, with the query heads of one KV head, over all that they see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ..softmax import HIDDEN, OnlineSoftmax, inverse_total, log_sum
+from ..spec import LOG2E, KernelSpec
+from .columns import chunks, for_columns
+from .matmul_tile import multiply_tile
+from .operands import pack_k
+from .simd import F32, broadcast, constant, index_temp, load, ramp, store, temp
+
+POSITIONS = 64  # of a tile of K and V
+VECTORS = 2  # of a register tile
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the rows of a unit go through the caches and the registers.
+
+    Parameters
+    ----------
+    tokens : int
+        Tokens of a unit; times the group size, its rows.
+    rows : int
+        Rows of a register tile.
+    """
+
+    tokens: int
+    rows: int
+    group_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Register tiles of a full unit."""
+        return -(-self.tokens * self.group_size // self.rows)
+
+    @staticmethod
+    def of(spec: KernelSpec) -> Tiling:
+        """Choose so that Q and O of a unit take at most half a megabyte."""
+        rows = max(32, min(256, 131072 // (spec.qk_head_dim + spec.v_head_dim)))
+        tokens = max(1, min(128, rows // spec.group_size))
+        return Tiling(tokens, 8 if spec.target.registers >= 32 else 6, spec.group_size)
+
+
+class Unit:
+    """The buffers of a task and what it does with them for one unit after another.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    ops : operands object
+    """
+
+    def __init__(self, spec: KernelSpec, ops):
+        self.spec, self.ops, self.lanes = spec, ops, spec.target.lanes
+        self.tiling = tiling = Tiling.of(spec)
+        self.depth = spec.qk_head_dim // ops.numbers
+        rows = tiling.num_blocks * tiling.rows
+        self.q = T.alloc_buffer((rows, self.depth), ops.dtype)
+        self.k = T.alloc_buffer((self.depth, POSITIONS), ops.dtype)
+        self.v = T.alloc_buffer((POSITIONS // ops.numbers, spec.v_head_dim), ops.dtype)
+        self.o = T.alloc_buffer((rows, spec.v_head_dim), F32)
+        self.rotated_q = T.alloc_buffer((-(-spec.qk_head_dim // 32) * 32,), F32)
+        self.scores = T.alloc_buffer((tiling.rows, POSITIONS), F32)
+        self.weights = (
+            self.scores
+            if ops.dtype == F32
+            else T.alloc_buffer((tiling.rows, POSITIONS // ops.numbers), ops.dtype)
+        )
+        self.state = OnlineSoftmax(tiling.num_blocks, tiling.rows, self.lanes)
+
+    def run(self, a: SimpleNamespace, step: SimpleNamespace) -> None:
+        """Attend and store.
+
+        Parameters
+        ----------
+        a : the kernel's arguments.
+        step : of the unit: `rows`, the source of K and V, `k_offset` of their RoPE positions,
+            `head`; `first_row` of the sequence in Q and `num_rows` of it; `first_token` and
+            `num_tokens` of the tile; `kv_len`.
+        """
+        tiling, group = self.tiling, self.spec.group_size
+        num_rows = index_temp(step.num_tokens * group)
+        num_blocks = index_temp((num_rows + tiling.rows - 1) // tiling.rows)
+        factor = temp(a.sm_scale * T.float32(LOG2E))
+
+        def end_of(row):
+            """First position that a row of the unit does not see."""
+            token = step.first_token + T.min(row, num_rows - 1) // group
+            return a.mask.end(token, step.num_rows, step.kv_len)
+
+        with T.serial(num_blocks * tiling.rows) as row:
+            source = index_temp(T.min(row, num_rows - 1))
+            token = index_temp(step.first_row + step.first_token + source // group)
+            head = index_temp(step.head * group + source % group)
+            self.load_q(a, row, token, head, factor)
+        with T.serial(num_blocks) as block:
+            self.state.reset(block)
+        last = index_temp(end_of(num_rows - 1))
+        with T.serial((last + POSITIONS - 1) // POSITIONS) as i:
+            first = index_temp(i * POSITIONS)
+            self.pack(a, step, first)
+            with T.serial(num_blocks) as block:
+                block_end = index_temp(end_of(block * tiling.rows + tiling.rows - 1))
+                with T.If(first < block_end):
+                    with T.Then():
+                        self.attend(a, block, first, end_of, factor)
+        with T.serial(num_rows) as row:
+            token = step.first_row + step.first_token + row // group
+            self.store_row(a, row, token, step.head * group + row % group)
+
+    def load_q(self, a, row, token, head, factor) -> None:
+        """Pack a row of Q and clear its sums."""
+        parts, ops = chunks(self.depth, self.lanes), self.ops
+
+        def plain():
+            for c in parts:
+                q = ops.load_q(a.q, (token, head, c.start), c.lanes, factor)
+                store(self.q, (row, c.start), c.lanes, q, ops.dtype)
+
+        def rotated():
+            a.rope.set_position(a.q_rope_position[token])
+            a.rope.rotate_row(
+                lambda column, lanes: load(a.q, (token, head, column), lanes),
+                lambda column, lanes, value: store(self.rotated_q, (column,), lanes, value),
+            )
+            for c in parts:
+                q = ops.load_rotated_q(self.rotated_q, c.start, c.lanes, factor)
+                store(self.q, (row, c.start), c.lanes, q, ops.dtype)
+
+        a.rope.either(rotated, plain)
+        for c in chunks(self.spec.v_head_dim, self.lanes):
+            store(self.o, (row, c.start), c.lanes, constant(0.0, c.lanes))
+
+    def pack(self, a, step, first) -> None:
+        """Pack a tile of K and V; what lies beyond the sequence is left for the mask to hide."""
+        lanes, ops = self.lanes, self.ops
+        count = T.min(POSITIONS, step.kv_len - first)
+        with T.serial((count + lanes - 1) // lanes) as i:
+            pack_k(ops, step.rows, first + i * lanes, self.k, self.depth, i * lanes)
+        a.rope.either(
+            lambda: a.rope.rotate_tile(ops, self.k, POSITIONS, index_temp(step.k_offset + first)),
+            lambda: None,
+        )
+        ops.pack_v(step.rows, first, step.kv_len, self.v, self.spec.v_head_dim, POSITIONS)
+
+    def attend(self, a, block, first, end_of, factor) -> None:
+        """Take a packed tile into the sums of a block of rows."""
+        tiling, lanes, ops = self.tiling, self.lanes, self.ops
+        first_row = index_temp(block * tiling.rows)
+
+        def score_tile(start, parts):
+            multiply_tile(
+                lambda i, k: self.q[first_row + i, k],
+                lambda k, c: (self.k, (k, start + c.start)),
+                self.depth,
+                rows=tiling.rows,
+                parts=parts,
+                start=lambda i, c: constant(0.0, c.lanes),
+                finish=lambda i, c, value: store(
+                    self.scores,
+                    (i, start + c.start),
+                    c.lanes,
+                    value if ops.scale_in_q else value * broadcast(factor, c.lanes),
+                ),
+                ops=ops,
+            )
+
+        for_columns(POSITIONS, lanes, VECTORS, score_tile)
+        with T.If(first + POSITIONS > end_of(first_row)):
+            with T.Then():
+                with T.serial(tiling.rows) as i:
+                    end = index_temp(end_of(first_row + i))
+                    for c in chunks(POSITIONS, lanes):
+                        seen = a.mask.visible(ramp(first + c.start, lanes), broadcast(end, lanes))
+                        score = load(self.scores, (i, c.start), lanes)
+                        score = T.Select(seen, score, constant(HIDDEN, lanes))
+                        store(self.scores, (i, c.start), lanes, score)
+        self.state.update(
+            block,
+            POSITIONS // lanes,
+            lambda i, v: load(self.scores, (i, v * lanes), lanes),
+            ops.weight_sink(self.weights),
+        )
+
+        def output_tile(start, parts):
+            multiply_tile(
+                lambda i, k: self.weights[i, k],
+                lambda k, c: (self.v, (k, start + c.start)),
+                POSITIONS // ops.numbers,
+                rows=tiling.rows,
+                parts=parts,
+                start=lambda i, c: (
+                    load(self.o, (first_row + i, start + c.start), c.lanes)
+                    * broadcast(self.state.decay[i], c.lanes)
+                ),
+                finish=lambda i, c, value: store(
+                    self.o, (first_row + i, start + c.start), c.lanes, value
+                ),
+                ops=ops,
+            )
+
+        for_columns(self.spec.v_head_dim, lanes, VECTORS, output_tile)
+
+    def store_row(self, a, row, token, head) -> None:
+        """Divide a row by its sum and store it."""
+        state = self.state.index(row // self.tiling.rows, row % self.tiling.rows)
+        total = temp(self.state.total[state])
+        inverse = temp(inverse_total(total))
+        for c in chunks(self.spec.v_head_dim, self.lanes):
+            o = load(self.o, (row, c.start), c.lanes) * broadcast(inverse, c.lanes)
+            store(a.o, (token, head, c.start), c.lanes, o)
+        T.buffer_store(a.lse, log_sum(self.state.top[state], total), [token, head])

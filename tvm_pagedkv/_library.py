@@ -34,6 +34,30 @@ def _use_all_cpus() -> None:
         os.environ["TVM_NUM_THREADS"] = str(count)
 
 
+def path() -> Path:
+    """The library of this installation; an editable one keeps it apart from the sources.
+
+    Raises
+    ------
+    ImportError
+        When the package was not built.
+    """
+    name = "libtvm_pagedkv.so"
+    beside = Path(__file__).with_name(name)
+    if beside.is_file():
+        return beside
+    try:
+        files = importlib.metadata.files("tvm-pagedkv") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == name and Path(file.locate()).is_file():
+            return Path(file.locate()).resolve()
+    raise ImportError(
+        "tvm_pagedkv was not built with its library; build and install it with: pip install ."
+    )
+
+
 def load() -> None:
     """Load the library; after it the global functions of the cache are registered.
 
@@ -50,11 +74,4 @@ def load() -> None:
 
     tvm_ffi.register_error("CacheFullError", CacheFullError)
     tvm_ffi.register_error("NotImplementedError", NotImplementedError)
-    try:
-        tvm_ffi.libinfo.load_lib_module(
-            "tvm-pagedkv", "tvm_pagedkv", extra_lib_paths=[Path(__file__).parent]
-        )
-    except RuntimeError as error:
-        raise ImportError(
-            "tvm_pagedkv was not built with its library; build and install it with: pip install ."
-        ) from error
+    tvm_ffi.load_module(path())

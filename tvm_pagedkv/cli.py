@@ -258,6 +258,7 @@ def _info(_: argparse.Namespace) -> None:
     from importlib.metadata import PackageNotFoundError, version
 
     from . import __version__
+    from ._library import path as library_path
     from .build import resolve_target, vector_target
     from .disk_cache import cache_dir
 
@@ -271,12 +272,11 @@ def _info(_: argparse.Namespace) -> None:
     traits = vector_target(target)
     files = [file for file in cache_dir().rglob("*") if file.is_file()]
     megabytes = sum(file.stat().st_size for file in files) / 2**20
-    library = next(Path(__file__).parent.glob("*tvm_pagedkv*.so"), "not in the package's folder")
     rows = {
         "tvm-pagedkv": __version__,
         "apache-tvm": installed("apache-tvm"),
         "apache-tvm-ffi": installed("apache-tvm-ffi"),
-        "library": library,
+        "library": library_path(),
         "target": f"{target.kind.name}, {target.attrs.get('mcpu', 'generic CPU')}",
         "CPU": f"{traits.lanes} float32 lanes, {traits.registers} registers, "
         f"bfloat16 dot product: {'yes' if traits.has_bf16_dot else 'no'}, "

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,20 @@ def test_mistakes_end_with_a_sentence(clone):
     assert result.returncode == 2
     assert "no/such/folder" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_wheel_has_all_that_an_installation_needs(clone, tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(clone)],
+        check=True,
+        timeout=900,
+    )
+    (wheel,) = tmp_path.glob("tvm_pagedkv-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {
+        "tvm_pagedkv/libtvm_pagedkv.so",
+        "tvm_pagedkv/models/tiny/model.safetensors",
+        "tvm_pagedkv/cli.py",
+        "tir_kernels/cpu/decode.py",
+    } <= names
+    assert not [name for name in names if name.startswith(("tests/", "runtime_ext/"))]

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine's limits, measured with kernels of the same compiler and thread pool."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import tvm
+from tvm.script import tirx as T
+
+from tir_kernels.cpu.simd import Register, constant, load, store
+from tvm_pagedkv.build import resolve_target, vector_target
+
+READ_BYTES = 2**28
+REGISTERS = 12  # of the FMA loop: enough to hide the latency
+FMA_STEPS = 200_000
+
+
+def _emit_read(source, sink, tasks: int, lanes: int) -> None:
+    rows = int(source.shape[1])
+    with T.parallel(tasks) as task:
+        total = [Register(lanes, init=constant(0.0, lanes)) for _ in range(REGISTERS)]
+        with T.serial(rows) as row:
+            for i, register in enumerate(total):
+                register.set(register.get() + load(source, (task, row, i * lanes), lanes))
+        for register in total[1:]:
+            total[0].set(total[0].get() + register.get())
+        store(sink, (task, 0), lanes, total[0].get())
+
+
+def _emit_fma(sink, tasks: int, lanes: int) -> None:
+    with T.parallel(tasks) as task:
+        total = [
+            Register(lanes, init=load(sink, (task, i * lanes), lanes)) for i in range(REGISTERS)
+        ]
+        x = Register(lanes, init=load(sink, (task, 0), lanes))
+        with T.serial(FMA_STEPS):
+            for register in total:
+                register.set(register.get() * x.get() + x.get())
+        for i, register in enumerate(total):
+            store(sink, (task, i * lanes), lanes, register.get())
+
+
+class Limits:
+    """Sequential read bandwidth and FMA peak of all threads; keeps the times of every read."""
+
+    def __init__(self):
+        tasks, lanes = int(os.environ["TVM_NUM_THREADS"]), vector_target().lanes
+        width = REGISTERS * lanes
+        rows = READ_BYTES // (4 * width * tasks)
+
+        @T.prim_func(s_tir=True)
+        def read(source_handle: T.handle, sink_handle: T.handle):
+            T.func_attr({"tirx.is_scheduled": True, "global_symbol": "read"})
+            source = T.match_buffer(source_handle, (tasks, rows, width), "float32")
+            sink = T.match_buffer(sink_handle, (tasks, width), "float32")
+            _emit_read(source, sink, tasks, lanes)
+
+        @T.prim_func(s_tir=True)
+        def fma(sink_handle: T.handle):
+            T.func_attr({"tirx.is_scheduled": True, "global_symbol": "fma"})
+            sink = T.match_buffer(sink_handle, (tasks, width), "float32")
+            _emit_fma(sink, tasks, lanes)
+
+        built = tvm.tirx.build(tvm.IRModule({"read": read, "fma": fma}), target=resolve_target())
+        self._read, self._fma = built["read"], built["fma"]
+        self._source = tvm.runtime.tensor(np.ones((tasks, rows, width), np.float32))
+        self._sink = tvm.runtime.tensor(np.full((tasks, width), 0.5, np.float32))
+        self.read_bytes = self._source.numpy().nbytes
+        self.fma_flops = 2 * tasks * width * FMA_STEPS
+        self.read_times: list[float] = []
+
+    def read(self) -> None:
+        """Read `read_bytes`, which also flushes the caches."""
+        start = time.perf_counter()
+        self._read(self._source, self._sink)
+        self.read_times.append((time.perf_counter() - start) * READ_BYTES / self.read_bytes)
+
+    def fma(self) -> float:
+        """Seconds per GFLOP."""
+        start = time.perf_counter()
+        self._fma(self._sink)
+        return (time.perf_counter() - start) * 1e9 / self.fma_flops

@@ -7,6 +7,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import tvm
 from tvm.relax.frontend.nn.llm import kv_cache as stock
+from tvm.s_tir import dlight
 from tvm_ffi import Shape
 
 STOCK_PAGE_SIZE = 16
@@ -53,7 +54,41 @@ def stock_kernels(
     return {name: built[f"stock_{name}"] for name in functions}
 
 
-def create_positional(config, kernels: dict, tag: str):
+def stock_cuda_kernels(
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: str, target: tvm.target.Target
+) -> dict[str, tvm.ffi.Function]:
+    """Build the stock CUDA kernels that plain attention needs, as `stock_kernels` does."""
+    heads = (num_kv_heads, num_qo_heads)
+    functions = {
+        "transpose_append": stock._kv_cache_transpose_append(num_kv_heads, head_dim, dtype),
+        "prefill_ragged": stock._attention_prefill_ragged(
+            *heads, head_dim, head_dim, dtype, {}, target
+        ),
+        "prefill": stock._attention_prefill(*heads, head_dim, dtype, False, {}, target),
+        "decode": stock._attention_decode(*heads, head_dim, dtype, False, {}, target),
+        "merge": stock._merge_state_inplace(num_qo_heads, head_dim, dtype, target),
+        "split_rotary": stock.llama_rope_with_position_map(
+            1e4, 1.0, head_dim, num_qo_heads, num_kv_heads, dtype, {}, head_dim
+        ),
+        "copy_single_page": stock._copy_single_page(
+            num_kv_heads, STOCK_PAGE_SIZE, head_dim, dtype, target
+        ),
+        "debug_get_kv": stock._kv_cache_debug_get_kv(1, num_kv_heads, head_dim, dtype),
+        "compact_copy": stock._compact_kv_copy(num_kv_heads, head_dim, dtype, target),
+    }
+    module = tvm.IRModule(
+        {
+            name: function.with_attr("global_symbol", f"stock_{name}")
+            for name, function in functions.items()
+        }
+    )
+    with target:  # the unscheduled ones get threads; the others are left as they are
+        module = dlight.ApplyDefaultSchedule(dlight.gpu.Fallback())(module)
+    built = tvm.tirx.build(module, target=target)
+    return {name: built[f"stock_{name}"] for name in functions}
+
+
+def create_positional(config, kernels: dict, tag: str, device=None):
     """Create a cache through ``vm.builtin.paged_attention_kv_cache_create``.
 
     Parameters
@@ -61,6 +96,8 @@ def create_positional(config, kernels: dict, tag: str):
     config : KVCacheConfig
     kernels : name -> function
     tag : {"tirx", "pagedkv"}
+    device : optional
+        None: the CPU.
     """
     rope = config.rope
     rope_mode = {"none": 0, "normal": 1, "inline": 2}[rope.mode]
@@ -87,7 +124,7 @@ def create_positional(config, kernels: dict, tag: str):
         rope.scale,
         rope.theta,
         None,
-        tvm.runtime.tensor(np.zeros((), numpy_dtype)),
+        tvm.runtime.tensor(np.zeros((), numpy_dtype), device=device or tvm.cpu()),
         kernels["transpose_append"],
         None,
         [tag, kernels["prefill_ragged"]],

@@ -11,7 +11,7 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from . import reference
-from .stock import create_positional, stock_kernels
+from .stock import create_positional, stock_cuda_kernels, stock_kernels
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "qk_head_dim": 64}
 NUM_LAYERS = 2
@@ -80,7 +80,22 @@ def test_pagedkv_tag_under_the_positional_constructor():
     _run_scenario(create_positional(config, dict(pkv.build(config).kernels), "pagedkv"), config)
 
 
-def _run_scenario(cache, config: pkv.KVCacheConfig) -> None:
+def test_stock_cuda_kernels_under_our_runtime():
+    device = tvm.cuda()
+    if not device.exist:
+        pytest.skip("no CUDA device")
+    config = _config("float16", "normal")
+    target = tvm.target.Target(
+        {"kind": "cuda", "arch": f"sm_{device.compute_version.replace('.', '')}"}
+    )
+    kernels = stock_cuda_kernels(
+        config.num_qo_heads, config.num_kv_heads, config.qk_head_dim, config.dtype, target
+    )
+    _run_scenario(create_positional(config, kernels, "tirx", device), config, device)
+
+
+def _run_scenario(cache, config: pkv.KVCacheConfig, device=None) -> None:
+    device = device or tvm.cpu()
     state = {
         name: tvm.get_global_func(f"vm.builtin.kv_state_{name}")
         for name in (
@@ -120,9 +135,9 @@ def _run_scenario(cache, config: pkv.KVCacheConfig) -> None:
                 qkv = rng.standard_normal((num_rows, heads, config.qk_head_dim))
                 qkv = qkv.astype(config.dtype)
                 out = tvm.runtime.empty(
-                    (num_rows, config.num_qo_heads, config.v_head_dim), config.dtype
+                    (num_rows, config.num_qo_heads, config.v_head_dim), config.dtype, device
                 )
-                attention(cache, layer, SM_SCALE, tvm.runtime.tensor(qkv), out)
+                attention(cache, layer, SM_SCALE, tvm.runtime.tensor(qkv, device=device), out)
                 o, _ = expected.attention(
                     layer, list(what), list(what.values()), qkv, config.num_kv_heads, SM_SCALE
                 )

@@ -71,7 +71,8 @@ void ForwardPlan::CountPages(int32_t group) {
         --kept;
       }
     }
-    int64_t num_pages = table_->PagesFor(item.past_length + item.num_append);
+    int64_t num_pages =
+        table_->PagesFor(item.past_length + item.num_append) - item.sequence->first_pages[group];
     num_entries += num_pages;
     pages.kept.push_back(kept);
     pages.offsets.push_back(pages.offsets.back() + num_pages - kept);
@@ -144,8 +145,14 @@ void ForwardPlan::Commit() noexcept {
   copies_.clear();
 }
 
+void ForwardPlan::Slide() noexcept {
+  for (const Item& item : items_) table_->Slide(item.sequence);
+}
+
 int64_t ForwardPlan::NumPagesOf(int32_t group, size_t item, PageRange range) const {
-  if (range == PageRange::kPast) return table_->PagesFor(items_[item].past_length);
+  if (range == PageRange::kPast) {
+    return table_->PagesFor(items_[item].past_length) - items_[item].sequence->first_pages[group];
+  }
   const GroupPages& pages = groups_[group];
   return pages.kept[item] + pages.offsets[item + 1] - pages.offsets[item];
 }
@@ -183,12 +190,18 @@ void ForwardPlan::FillPageIndptr(int32_t group, PageRange range, int32_t* out) c
   }
 }
 
+void ForwardPlan::FillFirstPositions(int32_t group, int32_t* out) const {
+  for (const Item& item : items_) {
+    *out++ = static_cast<int32_t>(table_->FirstPosition(*item.sequence, group));
+  }
+}
+
 void ForwardPlan::FillPageValues(int32_t group, PageRange range, int32_t* out) const {
   const GroupPages& pages = groups_[group];
   for (size_t i = 0; i < items_.size(); ++i) {
     const std::vector<int32_t>& list = items_[i].sequence->pages[group];
     if (range == PageRange::kPast) {
-      out = std::copy_n(list.begin(), table_->PagesFor(items_[i].past_length), out);
+      out = std::copy_n(list.begin(), NumPagesOf(group, i, range), out);
     } else {
       out = std::copy_n(list.begin(), pages.kept[i], out);
       out = std::copy(pages.acquired.begin() + pages.offsets[i],
@@ -204,9 +217,11 @@ void ForwardPlan::FillLastPageLengths(PageRange range, int32_t* out) const {
   }
 }
 
-int32_t ForwardPlan::PageOf(int32_t group, size_t item, int64_t index) const {
+int32_t ForwardPlan::PageOf(int32_t group, size_t item, int64_t position) const {
   const GroupPages& pages = groups_[group];
-  return index < pages.kept[item] ? items_[item].sequence->pages[group][index]
+  const Sequence& sequence = *items_[item].sequence;
+  int64_t index = position / table_->page_size() - sequence.first_pages[group];
+  return index < pages.kept[item] ? sequence.pages[group][index]
                                   : pages.acquired[pages.offsets[item] + index - pages.kept[item]];
 }
 
@@ -217,8 +232,8 @@ void ForwardPlan::FillSlots(int32_t group, int32_t* out) const {
     const int64_t end = position + items_[i].num_append;
     while (position < end) {
       int64_t page_end = std::min(end, (position / page_size + 1) * page_size);
-      auto slot = static_cast<int32_t>(PageOf(group, i, position / page_size) * page_size +
-                                       position % page_size);
+      auto slot =
+          static_cast<int32_t>(PageOf(group, i, position) * page_size + position % page_size);
       for (; position < page_end; ++position) *out++ = slot++;
     }
   }

@@ -4,8 +4,8 @@
  * \brief One batch: checked first, then laid out as CSR arrays, then committed.
  *
  * Prepare (may throw, changes nothing) -> Acquire (takes the pages) -> the caller copies pages and
- * uploads arrays -> Commit, or Release when that failed. A plan is kept from step to step: once its
- * vectors have grown, a step allocates nothing.
+ * uploads arrays -> Commit, or Release when that failed -> Slide at the end of the step. A plan is
+ * kept from step to step: once its vectors have grown, a step allocates nothing.
  */
 #ifndef TVM_PAGEDKV_FORWARD_PLAN_H_
 #define TVM_PAGEDKV_FORWARD_PLAN_H_
@@ -42,6 +42,8 @@ class ForwardPlan {
   void Release() noexcept;
   /*! \brief Hands the pages to the sequences and lets these grow. */
   void Commit() noexcept;
+  /*! \brief Releases the pages that have left the windows of the batch's sequences. */
+  void Slide() noexcept;
 
   int64_t num_sequences() const { return static_cast<int64_t>(items_.size()); }
   int64_t num_rows() const { return num_rows_; }
@@ -57,6 +59,8 @@ class ForwardPlan {
   void FillQueryPositions(int32_t* out) const;                              // [T]
   void FillPastLengths(int32_t* out) const;                                 // [B]
   void FillPageIndptr(int32_t group, PageRange range, int32_t* out) const;  // [B + 1]
+  /*! \brief The position of the first slot of every sequence's page table, [B]. */
+  void FillFirstPositions(int32_t group, int32_t* out) const;
   /*! \brief Page ids, [NumPages]: kWithStep between Acquire and Commit, kPast after Commit. */
   void FillPageValues(int32_t group, PageRange range, int32_t* out) const;
   void FillLastPageLengths(PageRange range, int32_t* out) const;  // [B]
@@ -83,7 +87,7 @@ class ForwardPlan {
   void PrepareItems(IntSpan sequence_ids, IntSpan append_lengths);
   void CountPages(int32_t group);
   int64_t NumPagesOf(int32_t group, size_t item, PageRange range) const;
-  int32_t PageOf(int32_t group, size_t item, int64_t index) const;
+  int32_t PageOf(int32_t group, size_t item, int64_t position) const;
 
   SequenceTable* table_;
   int64_t max_num_rows_;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <string>
 #include <utility>
 
 #include "error.h"
@@ -14,8 +15,9 @@
 namespace pagedkv {
 
 SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
-                             const std::vector<int32_t>& num_pages)
-    : max_num_sequences_(max_num_sequences), page_size_(page_size) {
+                             const std::vector<int32_t>& num_pages, std::vector<int64_t> windows)
+    : max_num_sequences_(max_num_sequences), page_size_(page_size), windows_(std::move(windows)) {
+  windows_.resize(num_pages.size(), 0);
   pools_.reserve(num_pages.size());
   for (int32_t n : num_pages) pools_.emplace_back(n);
 }
@@ -39,6 +41,7 @@ Sequence* SequenceTable::Insert(int64_t id) {
   Sequence sequence;
   sequence.id = id;
   sequence.pages.resize(pools_.size());
+  sequence.first_pages.resize(pools_.size(), 0);
   return &sequences_.emplace(id, std::move(sequence)).first->second;
 }
 
@@ -58,16 +61,21 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
           source.length, "], nor -1 for its end");
   }
   if (position == -1) position = source.length;
-  auto num_pages = static_cast<size_t>(PagesFor(position));
-  std::vector<std::vector<int32_t>> pages;
-  pages.reserve(pools_.size());
-  for (const auto& list : source.pages) pages.emplace_back(list.begin(), list.begin() + num_pages);
+  RequireWindow(source, position, "fork");
+  std::vector<std::vector<int32_t>> pages(pools_.size());
+  std::vector<int64_t> first_pages(pools_.size(), 0);
+  for (int32_t g = 0; g < num_groups() && position > 0; ++g) {
+    first_pages[g] = source.first_pages[g];
+    auto begin = source.pages[g].begin();
+    pages[g].assign(begin, begin + (PagesFor(position) - first_pages[g]));
+  }
 
   Sequence* target = Insert(child);  // the last step that may throw
   for (int32_t g = 0; g < num_groups(); ++g) {
     for (int32_t page : pages[g]) pools_[g].AddOwner(page);
   }
   target->pages = std::move(pages);
+  target->first_pages = std::move(first_pages);
   Grow(target, position);
 }
 
@@ -77,9 +85,56 @@ void SequenceTable::Pop(int64_t id, int64_t count) {
     Raise(kValueError, "cannot pop ", count, " positions of sequence ", id, ", which has ",
           sequence.length);
   }
+  RequireWindow(sequence, sequence.length - count, "pop");
   Grow(&sequence, -count);
-  auto keep = static_cast<size_t>(PagesFor(sequence.length));
-  for (int32_t g = 0; g < num_groups(); ++g) ReleasePages(&sequence, g, keep);
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    if (sequence.length == 0) sequence.first_pages[g] = 0;
+    int64_t keep = PagesFor(sequence.length) - sequence.first_pages[g];
+    ReleasePages(&sequence, g, static_cast<size_t>(keep));
+  }
+}
+
+int64_t SequenceTable::FirstVisible(int32_t group, int64_t length) const {
+  return windows_[group] == 0 ? 0 : std::max<int64_t>(length - windows_[group] + 1, 0);
+}
+
+int64_t SequenceTable::FirstPageToKeep(int32_t group, int64_t length) const {
+  return std::max<int64_t>(FirstVisible(group, length) - kPoppable, 0) / page_size_;
+}
+
+void SequenceTable::RequireWindow(const Sequence& sequence, int64_t length,
+                                  const char* what) const {
+  if (length == 0) return;
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    int64_t first = FirstPosition(sequence, g);
+    if (FirstVisible(g, length) >= first) continue;
+    Raise(kValueError, "cannot ", what, " sequence ", sequence.id, " (length ", sequence.length,
+          ") at position ", length, ": layers with a window of ", windows_[g],
+          " would see position ", FirstVisible(g, length), " next, but they keep positions from ",
+          first, " on only");
+  }
+}
+
+void SequenceTable::RequireKept(const Sequence& sequence, int64_t position) const {
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    int64_t first = FirstPosition(sequence, g);
+    if (position >= first) continue;
+    Raise(kIndexError, "position ", position, " of sequence ", sequence.id,
+          " is gone: layers with a window of ", windows_[g], " keep positions from ", first,
+          " on only");
+  }
+}
+
+void SequenceTable::Slide(Sequence* sequence) noexcept {
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    int64_t first = FirstPageToKeep(g, sequence->length);
+    auto num_gone = static_cast<ptrdiff_t>(first - sequence->first_pages[g]);
+    if (num_gone <= 0) continue;
+    std::vector<int32_t>& pages = sequence->pages[g];
+    for (ptrdiff_t i = num_gone - 1; i >= 0; --i) pools_[g].Release(pages[i]);
+    pages.erase(pages.begin(), pages.begin() + num_gone);
+    sequence->first_pages[g] = first;
+  }
 }
 
 void SequenceTable::Clear() {
@@ -104,10 +159,11 @@ std::vector<PageCopy> SequenceTable::AcquireCopies(Sequence* sequence, int64_t b
   for (int32_t g = 0; g < num_groups(); ++g) {
     size_t first = copies.size();
     for (int64_t i = begin / page_size_; i < PagesFor(end); ++i) {
-      int32_t page = sequence->pages[g][i];
+      int64_t index = i - sequence->first_pages[g];
+      int32_t page = sequence->pages[g][index];
       if (pools_[g].RefCount(page) == 1) continue;
       auto used = std::min<int64_t>(page_size_, sequence->length - i * page_size_);
-      copies.push_back({sequence, g, i, page, -1, static_cast<int32_t>(used)});
+      copies.push_back({sequence, g, index, page, -1, static_cast<int32_t>(used)});
     }
     auto needed = static_cast<int64_t>(copies.size() - first);
     if (needed > pools_[g].num_free()) RaiseFull(g, needed);
@@ -141,11 +197,33 @@ void SequenceTable::RaiseFull(int32_t group, int64_t num_needed) const {
     who << (i == 0 ? "; most are held by sequence " : ", ") << holders[i].second << " ("
         << holders[i].first << ")";
   }
+  std::string where = num_groups() > 1 ? " in layer group " + std::to_string(group) : "";
   Raise(kCacheFullError, "the step needs ", num_needed, " pages, but ", pools_[group].num_free(),
-        " of ", pools_[group].num_pages(), " are free", who.str());
+        " of ", pools_[group].num_pages(), " are free", where, who.str());
 }
 
-void SequenceTable::CheckIntegrity() const {
+void SequenceTable::CheckPages(const Sequence& sequence, int32_t group, bool has_slid) const {
+  const int64_t first = sequence.first_pages[group];
+  auto num_pages = static_cast<int64_t>(sequence.pages[group].size());
+  if (first + num_pages != PagesFor(sequence.length)) {
+    Raise(kRuntimeError, "sequence ", sequence.id, " of length ", sequence.length, " has ",
+          num_pages, " pages after ", first, " gone ones in group ", group);
+  }
+  const int64_t visible = FirstVisible(group, sequence.length);
+  if (first < 0 || first * page_size_ > visible ||
+      (has_slid && first < FirstPageToKeep(group, sequence.length))) {
+    Raise(kRuntimeError, "sequence ", sequence.id, " of length ", sequence.length,
+          " keeps pages from ", first, " on in group ", group, ", but its next row sees position ",
+          visible, " with a window of ", windows_[group]);
+  }
+  for (int32_t page : sequence.pages[group]) {
+    if (page < 0 || page >= pools_[group].num_pages()) {
+      Raise(kRuntimeError, "sequence ", sequence.id, " has page ", page, ", which is no page");
+    }
+  }
+}
+
+void SequenceTable::CheckIntegrity(bool has_slid) const {
   int64_t total_length = 0;
   for (const auto& [id, sequence] : sequences_) total_length += sequence.length;
   if (total_length != total_length_) {
@@ -155,16 +233,8 @@ void SequenceTable::CheckIntegrity() const {
     std::vector<int32_t> num_owners(pools_[g].num_pages(), 0);
     for (const auto& [id, sequence] : sequences_) {
       if (sequence.id != id) Raise(kRuntimeError, "sequence ", id, " believes to be ", sequence.id);
-      if (static_cast<int64_t>(sequence.pages[g].size()) != PagesFor(sequence.length)) {
-        Raise(kRuntimeError, "sequence ", id, " of length ", sequence.length, " has ",
-              sequence.pages[g].size(), " pages in group ", g);
-      }
-      for (int32_t page : sequence.pages[g]) {
-        if (page < 0 || page >= pools_[g].num_pages()) {
-          Raise(kRuntimeError, "sequence ", id, " has page ", page, ", which is no page");
-        }
-        ++num_owners[page];
-      }
+      CheckPages(sequence, g, has_slid);
+      for (int32_t page : sequence.pages[g]) ++num_owners[page];
     }
     pools_[g].CheckIntegrity(num_owners);
   }

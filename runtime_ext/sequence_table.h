@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file sequence_table.h
- * \brief Sequences: a length, and per layer group a list of page ids. Fork, pop, remove.
+ * \brief Sequences: a length, and per layer group a list of page ids. Fork, pop, remove, slide.
+ *
+ * A group of layers with a window keeps the pages that the next row can see, and those of the
+ * kPoppable positions before them: so many can always be popped.
  *
  * Every call checks its arguments before it changes anything: one that throws has changed nothing.
  */
@@ -18,10 +21,14 @@
 
 namespace pagedkv {
 
+/*! \brief Positions that can be popped whatever has slid; KVCacheConfig knows the number too. */
+constexpr int64_t kPoppable = 16;
+
 struct Sequence {
   int64_t id = 0;
   int64_t length = 0;
-  std::vector<std::vector<int32_t>> pages;  // [group][index]
+  std::vector<std::vector<int32_t>> pages;  // [group][index - first_pages[group]]
+  std::vector<int64_t> first_pages;         // [group] pages that have slid out of the window
   uint64_t batch_mark = 0;  // scratch of ForwardPlan: finds a repeated id without a set
 };
 
@@ -37,9 +44,9 @@ struct PageCopy {
 
 class SequenceTable {
  public:
-  /*! \brief A table whose groups have `num_pages[g]` pages each. */
-  SequenceTable(int64_t max_num_sequences, int32_t page_size,
-                const std::vector<int32_t>& num_pages);
+  /*! \brief A table whose groups have `num_pages[g]` pages and a window (none: 0) each. */
+  SequenceTable(int64_t max_num_sequences, int32_t page_size, const std::vector<int32_t>& num_pages,
+                std::vector<int64_t> windows = {});
 
   int32_t page_size() const { return page_size_; }
   int32_t num_groups() const { return static_cast<int32_t>(pools_.size()); }
@@ -50,6 +57,9 @@ class SequenceTable {
   const PagePool& pool(int32_t group) const { return pools_[group]; }
   const std::unordered_map<int64_t, Sequence>& sequences() const { return sequences_; }
   int64_t PagesFor(int64_t length) const { return (length + page_size_ - 1) / page_size_; }
+  int64_t FirstPosition(const Sequence& sequence, int32_t group) const {
+    return sequence.first_pages[group] * page_size_;
+  }
 
   /*! \throws Error (KeyError) when there is no such sequence. */
   Sequence& At(int64_t id);
@@ -61,6 +71,10 @@ class SequenceTable {
   void Fork(int64_t parent, int64_t child, int64_t position);
   /*! \brief Drops the last `count` positions. */
   void Pop(int64_t id, int64_t count);
+  /*! \brief Releases the pages that have left the windows. */
+  void Slide(Sequence* sequence) noexcept;
+  /*! \throws Error (IndexError) when a group no longer has the pages of `position`. */
+  void RequireKept(const Sequence& sequence, int64_t position) const;
   void Clear();
   /*! \brief Called by ForwardPlan when it commits. */
   void Grow(Sequence* sequence, int64_t count) {
@@ -80,17 +94,25 @@ class SequenceTable {
   /*! \throws Error (CacheFullError) that says who holds most of the group's pages. */
   [[noreturn]] void RaiseFull(int32_t group, int64_t num_needed) const;
 
-  /*! \throws Error (RuntimeError) that says what is broken. */
-  void CheckIntegrity() const;
+  /*!
+   * \param has_slid Whether no step is under way: then pages beyond the windows are gone.
+   * \throws Error (RuntimeError) that says what is broken.
+   */
+  void CheckIntegrity(bool has_slid = true) const;
 
  private:
   Sequence* Insert(int64_t id);
+  int64_t FirstVisible(int32_t group, int64_t length) const;
+  int64_t FirstPageToKeep(int32_t group, int64_t length) const;
+  void RequireWindow(const Sequence& sequence, int64_t length, const char* what) const;
+  void CheckPages(const Sequence& sequence, int32_t group, bool has_slid) const;
   void ReleasePages(Sequence* sequence, int32_t group, size_t keep) noexcept;
 
   int64_t max_num_sequences_;
   int32_t page_size_;
   int64_t total_length_ = 0;
   std::vector<PagePool> pools_;
+  std::vector<int64_t> windows_;
   std::unordered_map<int64_t, Sequence> sequences_;
 };
 

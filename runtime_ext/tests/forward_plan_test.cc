@@ -141,6 +141,40 @@ void TestWriteAfterPopIntoASharedPage() {
   table.CheckIntegrity();
 }
 
+void TestArraysOfAWindow() {
+  SequenceTable table(4, 4, {16}, {3});  // also keeps 16 positions to pop
+  ForwardPlan plan(&table, 64);
+  table.Add(0);
+  table.Add(1);
+  Step(&plan, {0}, {30});
+  plan.Slide();           // 30 - 2 - 16 = 12: pages 0 1 2 are free
+  Step(&plan, {1}, {2});  // takes page 0
+  plan.Slide();
+  table.CheckIntegrity();
+  Prepare(&plan, {0, 1}, {3, 1});
+  plan.Acquire();  // 1
+  CHECK_EQUAL(plan.NumPages(0, PageRange::kWithStep), 7);
+  CHECK_EQUAL(plan.NumPages(0, PageRange::kPast), 6);
+  Ints first(2), indptr(3), values(7), slots(4), positions(4);
+  plan.FillFirstPositions(0, first.data());
+  CHECK_EQUAL(first, (Ints{12, 0}));
+  plan.FillPageIndptr(0, PageRange::kWithStep, indptr.data());
+  CHECK_EQUAL(indptr, (Ints{0, 6, 7}));
+  plan.FillPageValues(0, PageRange::kWithStep, values.data());
+  CHECK_EQUAL(values, (Ints{3, 4, 5, 6, 7, 1, 0}));
+  plan.FillQueryPositions(positions.data());
+  CHECK_EQUAL(positions, (Ints{30, 31, 32, 2}));
+  plan.FillSlots(0, slots.data());
+  CHECK_EQUAL(slots, (Ints{30, 31, 4, 2}));
+  plan.Commit();
+  table.CheckIntegrity(/*has_slid=*/false);
+  values.resize(6);
+  plan.FillPageValues(0, PageRange::kPast, values.data());
+  CHECK_EQUAL(values, (Ints{3, 4, 5, 6, 7, 0}));
+  plan.Slide();
+  table.CheckIntegrity();
+}
+
 }  // namespace pagedkv
 
 int main() {
@@ -148,5 +182,6 @@ int main() {
   pagedkv::TestArrays();
   pagedkv::TestCopyOnWrite();
   pagedkv::TestWriteAfterPopIntoASharedPage();
+  pagedkv::TestArraysOfAWindow();
   return 0;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file sequence_table_test.cc
- * \brief Add, remove, fork and pop; errors change nothing; copies before a write from outside.
+ * \brief Add, remove, fork, pop, slide; errors change nothing; copies before a write from outside.
  */
 #include "sequence_table.h"
 
@@ -11,11 +11,16 @@
 namespace pagedkv {
 
 /*! \brief A step without kernels. */
+void Step(ForwardPlan* plan, std::vector<int64_t> ids, std::vector<int64_t> lengths) {
+  plan->Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()});
+  plan->Acquire();
+  plan->Commit();
+  plan->Slide();
+}
+
 void Append(SequenceTable* table, std::vector<int64_t> ids, std::vector<int64_t> lengths) {
   ForwardPlan plan(table, 1 << 20);
-  plan.Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()});
-  plan.Acquire();
-  plan.Commit();
+  Step(&plan, std::move(ids), std::move(lengths));
   table->CheckIntegrity();
 }
 
@@ -112,6 +117,84 @@ void TestCopiesForAWriteFromOutside() {
   table.CheckIntegrity();
 }
 
+// Pages of 4 slots; the next row at position L sees L - 5 and later, and 16 more may be popped.
+SequenceTable WithWindow() { return SequenceTable(8, 4, {64, 16}, {0, 6}); }
+
+void TestSlide() {
+  SequenceTable table = WithWindow();
+  ForwardPlan plan(&table, 64);
+  table.Add(0);
+  Step(&plan, {0}, {24});
+  CHECK_EQUAL(table.FirstPosition(table.At(0), 1), 0);  // 24 - 5 - 16 = 3
+  Step(&plan, {0}, {1});
+  CHECK_EQUAL(table.FirstPosition(table.At(0), 1), 4);
+  Step(&plan, {0}, {30});
+  CHECK_EQUAL(table.At(0).length, 55);
+  CHECK_EQUAL(table.FirstPosition(table.At(0), 0), 0);
+  CHECK_EQUAL(table.FirstPosition(table.At(0), 1), 32);  // 55 - 5 - 16 = 34
+  CHECK_EQUAL(table.pool(0).num_used(), 14);
+  CHECK_EQUAL(table.pool(1).num_used(), 6);
+  table.RequireKept(table.At(0), 32);
+  CHECK_RAISES("IndexError",
+               "position 31 of sequence 0 is gone: layers with a window of 6 keep "
+               "positions from 32 on",
+               table.RequireKept(table.At(0), 31));
+  for (int i = 0; i < 100; ++i) Step(&plan, {0}, {2});
+  CHECK_EQUAL(table.pool(1).num_used(), 6);
+  table.Remove(0);
+  CHECK_EQUAL(table.pool(1).num_used(), 0);
+  table.CheckIntegrity();
+}
+
+void TestPopWithAWindow() {
+  SequenceTable table = WithWindow();
+  ForwardPlan plan(&table, 64);
+  table.Add(0);
+  Step(&plan, {0}, {55});  // keeps positions from 32 on
+  CHECK_RAISES("ValueError",
+               "cannot pop sequence 0 (length 55) at position 36: layers with a window "
+               "of 6 would see position 31 next, but they keep positions from 32 on only",
+               table.Pop(0, 19));
+  CHECK_EQUAL(table.At(0).length, 55);
+  table.Pop(0, 18);
+  CHECK_EQUAL(table.At(0).pages[1].size(), 2u);
+  table.CheckIntegrity();
+  Step(&plan, {0}, {3});
+  table.Pop(0, 40);  // to nothing, which needs nothing
+  CHECK_EQUAL(table.FirstPosition(table.At(0), 1), 0);
+  table.CheckIntegrity();
+  Step(&plan, {0}, {5});
+  CHECK_EQUAL(table.At(0).pages[1].size(), 2u);
+}
+
+void TestForkWithAWindow() {
+  SequenceTable table = WithWindow();
+  ForwardPlan plan(&table, 64);
+  table.Add(0);
+  Step(&plan, {0}, {55});
+  CHECK_RAISES("ValueError", "cannot fork sequence 0 (length 55) at position 36",
+               table.Fork(0, 1, 36));
+  table.Fork(0, 1, 37);
+  table.Fork(0, 2, -1);
+  table.Fork(0, 3, 0);
+  CHECK_EQUAL(table.At(1).pages[1].size(), 2u);
+  CHECK_EQUAL(table.At(2).pages[1].size(), 6u);
+  CHECK_EQUAL(table.FirstPosition(table.At(3), 1), 0);
+  CHECK_EQUAL(table.pool(1).num_used(), 6);
+  table.CheckIntegrity();
+  Step(&plan, {1, 2, 3}, {1, 20, 3});  // copies page 9 for 1 and page 13 for 2
+  CHECK_EQUAL(table.At(1).first_pages[1], 8);
+  CHECK_EQUAL(table.At(2).first_pages[1], 13);
+  table.Remove(0);
+  table.CheckIntegrity();
+  std::vector<PageCopy> copies = table.AcquireCopies(&table.At(1), 32, 38);
+  CHECK_EQUAL(copies.size(), 1u);  // page 8 of group 0, which 2 has as well
+  CHECK_EQUAL(copies[0].group, 0);
+  CHECK_EQUAL(copies[0].index, 8);
+  table.ReleaseCopies(copies);
+  table.CheckIntegrity();
+}
+
 }  // namespace pagedkv
 
 int main() {
@@ -120,5 +203,8 @@ int main() {
   pagedkv::TestForkErrors();
   pagedkv::TestPop();
   pagedkv::TestCopiesForAWriteFromOutside();
+  pagedkv::TestSlide();
+  pagedkv::TestPopWithAWindow();
+  pagedkv::TestForkWithAWindow();
   return 0;
 }

@@ -92,7 +92,7 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
               {num_rows, config.num_qo_heads + 2 * config.num_kv_heads, config.qk_head_dim},
               config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
-  if (HasStockKernel(layer, {KernelName::kDecode, KernelName::kPrefill})) {
+  if (HasStockKernel(layer, {config.decode(), config.prefill()})) {
     CheckAlignment("qkv", qkv);
     CheckAlignment("o", o);
   }
@@ -133,16 +133,28 @@ void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages
                                      const ffi::Tensor& lse) {
   const KernelSet& kernels = KernelsOf(layer);
   const LayerConfig& config = layer.config;
-  if (plan_.is_decode()) {
-    kernels.Get(KernelName::kDecode)(q, layer.pages, pages.indptr, pages.values,
-                                     pages.last_page_lengths, common(kZeros),
-                                     common(kQueryPositions), o, lse, rotary_mode(),
-                                     config.rope_scale, config.rope_theta, sm_scale);
+  const ffi::Tensor& first_positions = aux_->view(ArrayIndex(layer.group, kFirstPositions));
+  const ffi::Tensor& positions = common(kQueryPositions);
+  const ffi::Function& kernel = kernels.Get(plan_.is_decode() ? config.decode() : config.prefill());
+  // Kernels of layers with a window take it as their last argument.
+  auto decode = [&](auto... window) {
+    kernel(q, layer.pages, pages.indptr, pages.values, pages.last_page_lengths, first_positions,
+           positions, o, lse, rotary_mode(), config.rope_scale, config.rope_theta, sm_scale,
+           window...);
+  };
+  auto prefill = [&](auto... window) {
+    kernel(q, common(kQueryIndptr), layer.pages, pages.indptr, pages.values,
+           pages.last_page_lengths, first_positions, positions, o, lse,
+           static_cast<int64_t>(is_causal), rotary_mode(), config.rope_scale, config.rope_theta,
+           sm_scale, window...);
+  };
+  if (config.window == 0) {
+    plan_.is_decode() ? decode() : prefill();
+  } else if (plan_.is_decode()) {
+    // For decode the last of the pages' positions is the row's own; in the past it is not there.
+    decode(is_causal ? config.window : config.window - 1);
   } else {
-    kernels.Get(KernelName::kPrefill)(
-        q, common(kQueryIndptr), layer.pages, pages.indptr, pages.values, pages.last_page_lengths,
-        common(kZeros), common(kQueryPositions), o, lse, static_cast<int64_t>(is_causal),
-        rotary_mode(), config.rope_scale, config.rope_theta, sm_scale);
+    prefill(config.window);
   }
 }
 
@@ -191,6 +203,10 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
   if (HasStockKernel(layer, {KernelName::kPrefillRagged})) {
     for (const ffi::Tensor& each : {q, k, v, o, lse}) CheckAlignment("every tensor", each);
   }
+  if (config.window > 0 && plan_.max_append() > config.window) {
+    Raise(kNotImplementedError, "self_attention of ", plan_.max_append(),
+          " rows of a sequence in a layer with a window of ", config.window, "; use attention");
+  }
   // Kernels are found before anything is written.
   const ffi::Function& prefill_ragged = KernelsOf(layer).Get(KernelName::kPrefillRagged);
   KernelsOf(layer).Get(KernelName::kTransposeAppend)(layer.pages, k, v,
@@ -209,7 +225,7 @@ void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Ten
   CheckTensor("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
   CheckTensor("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
-  if (HasStockKernel(layer, {KernelName::kDecode, KernelName::kPrefill})) {
+  if (HasStockKernel(layer, {config.decode(), config.prefill()})) {
     for (const ffi::Tensor& each : {q, o, lse}) CheckAlignment("every tensor", each);
   }
   PagedAttention(layer, PastPages(layer.group), /*is_causal=*/false, sm_scale, q, o, lse);

@@ -8,6 +8,7 @@
 #include <tvm/ffi/dtype.h>
 #include <tvm/runtime/device_api.h>
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <limits>
@@ -16,6 +17,7 @@
 #include <utility>
 
 #include "error.h"
+#include "sequence_table.h"
 
 namespace pagedkv {
 
@@ -104,15 +106,17 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
                 {"kind", "window", "num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim",
                  "rope_theta", "rope_scale", "kernel_set"});
   auto kind = fields.Get<std::string>("kind");
-  if (kind == "mha_sliding") Raise(kNotImplementedError, "layers with a sliding window");
   if (kind == "mla") Raise(kNotImplementedError, "MLA layers");
-  if (kind != "mha") {
+  if (kind != "mha" && kind != "mha_sliding") {
     Raise(kValueError, owner, "['kind'] must be one of mha, mha_sliding, mla; got '", kind, "'");
   }
-  if (fields.Find<int64_t>("window").value_or(0) != 0) {
+  LayerConfig layer;
+  layer.window = fields.Find<int64_t>("window").value_or(0);
+  if (kind == "mha_sliding") {
+    CheckRange("window", layer.window, 1, kInt32Max);
+  } else if (layer.window != 0) {
     Raise(kValueError, owner, "['window'] belongs to kind 'mha_sliding' only");
   }
-  LayerConfig layer;
   layer.num_qo_heads = fields.Get<int64_t>("num_qo_heads");
   layer.num_kv_heads = fields.Get<int64_t>("num_kv_heads");
   layer.qk_head_dim = fields.Get<int64_t>("qk_head_dim");
@@ -123,7 +127,7 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
   return layer;
 }
 
-void RequireKernels(const KernelSet& kernels) {
+void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
   std::string missing;
   auto require = [&](KernelName name) {
     if (!kernels.Has(name)) missing += (missing.empty() ? "" : ", ") + std::string(ToString(name));
@@ -132,10 +136,13 @@ void RequireKernels(const KernelSet& kernels) {
     require(KernelName::kTransposeAppend);
     require(KernelName::kSplitRotary);
   }
-  require(KernelName::kPrefill);
-  require(KernelName::kDecode);
-  require(KernelName::kCopySinglePage);
+  for (KernelName name : {layer.prefill(), layer.decode(), KernelName::kCopySinglePage}) {
+    require(name);
+  }
   if (!missing.empty()) Raise(kValueError, "the cache needs kernels that are missing: ", missing);
+  if (layer.window > 0 && (kernels.IsStock(layer.prefill()) || kernels.IsStock(layer.decode()))) {
+    Raise(kNotImplementedError, "layers with a sliding window over the stock cache's kernels");
+  }
 }
 
 // Arguments of the positional form.
@@ -209,8 +216,8 @@ void CheckPositionalLayers(const ffi::Shape& layer_indptr, const ffi::Shape& kin
   for (int64_t kind : kinds) {
     if (kind == 1) Raise(kNotImplementedError, "MLA layers");
     if (kind == 2) Raise(kNotImplementedError, "linear attention layers");
-    if (kind == 3) Raise(kNotImplementedError, "layers with a sliding window");
-    if (kind != 0) Raise(kValueError, "argument 6 (attention kinds) has an unknown kind: ", kind);
+    if (kind != 0 && kind != 3)
+      Raise(kValueError, "argument 6 (attention kinds) has an unknown kind: ", kind);
   }
 }
 
@@ -291,9 +298,28 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   layer.rope_theta = Argument<double>(args, 10, "rope_theta");
   layer.kernel_set = 0;
   result.layers.assign(kinds.size(), layer);
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    if (kinds[i] != 3) continue;
+    if (sizes.size() < 6) {
+      Raise(kValueError, "argument 0 (cache sizes) needs a 6th number, the window of the layers ",
+            "with one; got ", sizes.size(), " numbers");
+    }
+    result.layers[i].window = CheckRange("the layers' window", sizes[5], 1, kInt32Max);
+  }
   result.kernel_sets.push_back(PositionalKernels(args, result.page_size));
   result.Validate();
   return result;
+}
+
+int64_t CacheConfig::NumPages(const LayerConfig& layer) const {
+  if (layer.window == 0) return num_pages();
+  // Between steps a sequence keeps this many positions, wherever in a page they begin; a step adds
+  // most pages when it has many sequences. KVCacheConfig.num_pages_of has the same.
+  const int64_t num_kept = layer.window - 1 + kPoppable;
+  const int64_t pages_kept = (num_kept + page_size - 2) / page_size + 1;
+  const int64_t batch_size = std::min(max_num_sequences, prefill_chunk_size);
+  const int64_t pages_added = (prefill_chunk_size - batch_size) / page_size + batch_size;
+  return std::min(num_pages(), max_num_sequences * pages_kept + pages_added);
 }
 
 void CacheConfig::Validate() const {
@@ -325,8 +351,8 @@ void CacheConfig::Validate() const {
             " and ", layer.rope_scale);
     }
     CheckRange("kernel_set", layer.kernel_set, 0, static_cast<int64_t>(kernel_sets.size()) - 1);
+    RequireKernels(layer, kernel_sets[layer.kernel_set]);
   }
-  for (const KernelSet& kernels : kernel_sets) RequireKernels(kernels);
   if (rope_ext_factors.defined() && rope_mode != RopeMode::kNormal) {
     Raise(kValueError, "rope_ext_factors need rope_mode 1 (normal)");
   }

@@ -20,6 +20,7 @@ enum class RopeMode : int { kNone = 0, kNormal = 1, kInline = 2 };
 
 /*! \brief One layer: a multi-head attention with `num_kv_heads` heads of K and V. */
 struct LayerConfig {
+  int64_t window = 0;  // positions that a row sees, its own included; 0: all
   int64_t num_qo_heads;
   int64_t num_kv_heads;
   int64_t qk_head_dim;
@@ -28,8 +29,13 @@ struct LayerConfig {
   double rope_scale;
   int64_t kernel_set;  // index into CacheConfig::kernel_sets
 
-  /*! \brief Layers of one shape have their pages in one group. */
+  /*! \brief Layers of one shape and window have their pages in one group. */
   bool SharesGroupWith(const LayerConfig& other) const {
+    return window == other.window && HasShapeOf(other);
+  }
+  KernelName prefill() const { return window ? KernelName::kPrefillSliding : KernelName::kPrefill; }
+  KernelName decode() const { return window ? KernelName::kDecodeSliding : KernelName::kDecode; }
+  bool HasShapeOf(const LayerConfig& other) const {
     return num_qo_heads == other.num_qo_heads && num_kv_heads == other.num_kv_heads &&
            qk_head_dim == other.qk_head_dim && v_head_dim == other.v_head_dim;
   }
@@ -49,7 +55,10 @@ struct CacheConfig {
   std::vector<LayerConfig> layers;
   std::vector<KernelSet> kernel_sets;
 
+  /*! \brief Pages of the pool of layers that keep everything. */
   int64_t num_pages() const { return (max_total_tokens + page_size - 1) / page_size; }
+  /*! \brief Pages of the pool of layers like `layer`: not more than they can ever need. */
+  int64_t NumPages(const LayerConfig& layer) const;
 
   /*! \brief Reads the arguments of `pagedkv.create`. */
   static CacheConfig FromNamed(const ffi::Map<ffi::String, ffi::Any>& config,

@@ -31,7 +31,7 @@ void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
   }
   if (sequence_ids.size == 0) Raise(kValueError, "a step needs at least one sequence, got none");
   items_.clear();
-  num_rows_ = 0;
+  num_rows_ = max_append_ = 0;
   ++batch_mark_;
   for (size_t i = 0; i < sequence_ids.size; ++i) {
     Sequence& sequence = table_->At(sequence_ids.data[i]);
@@ -49,6 +49,7 @@ void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
     }
     sequence.batch_mark = batch_mark_;
     num_rows_ += num_append;
+    max_append_ = std::max(max_append_, num_append);
     items_.push_back({&sequence, num_append, sequence.length});
   }
 }

@@ -47,6 +47,8 @@ class ForwardPlan {
 
   int64_t num_sequences() const { return static_cast<int64_t>(items_.size()); }
   int64_t num_rows() const { return num_rows_; }
+  /*! \brief Rows of the sequence that appends most. */
+  int64_t max_append() const { return max_append_; }
   /*! \brief Whether every sequence appends one row. */
   bool is_decode() const { return num_rows_ == num_sequences(); }
   /*! \brief Entries of the group's page table. */
@@ -92,6 +94,7 @@ class ForwardPlan {
   SequenceTable* table_;
   int64_t max_num_rows_;
   int64_t num_rows_ = 0;
+  int64_t max_append_ = 0;
   uint64_t batch_mark_ = 0;
   std::vector<Item> items_;
   std::vector<GroupPages> groups_;

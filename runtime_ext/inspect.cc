@@ -18,7 +18,8 @@ using tvm::runtime::DeviceAPI;
 using StringMap = ffi::Map<ffi::String, ffi::Any>;
 
 void PagedKVCacheObj::CheckUniformLayers(const char* what) const {
-  if (groups_.size() > 1) {
+  auto differs = [&](const Group& g) { return !g.shape.HasShapeOf(groups_[0].shape); };
+  if (std::any_of(groups_.begin(), groups_.end(), differs)) {
     Raise(kValueError, what,
           " takes all layers in one tensor, but the layers of this cache differ "
           "in their heads");
@@ -35,7 +36,8 @@ void PagedKVCacheObj::VisitRows(const Sequence& sequence, int64_t begin, int64_t
     const int64_t num_heads = layer.config.num_kv_heads;
     const int64_t row_bytes = layer.config.qk_head_dim * config_.kv_dtype.bits / 8;
     for (int64_t position = begin; position < end; ++position) {
-      int64_t page = sequence.pages[layer.group][position / page_size];
+      int64_t index = position / page_size - sequence.first_pages[layer.group];
+      int64_t page = sequence.pages[layer.group][index];
       int64_t row = (static_cast<int64_t>(l) * (end - begin) + position - begin) * num_heads;
       for (int64_t head = 0; head < num_heads; ++head) {
         for (int64_t plane = 0; plane < 2; ++plane) {
@@ -56,6 +58,7 @@ void PagedKVCacheObj::DebugGetKV(int64_t sequence_id, int64_t begin, int64_t end
     Raise(kValueError, "positions [", begin, ", ", end, ") are not within the ", sequence.length,
           " of sequence ", sequence_id);
   }
+  if (begin < end) table_.RequireKept(sequence, begin);
   const LayerConfig& shape = groups_[0].shape;
   const auto num_layers = static_cast<int64_t>(layers_.size());
   CheckTensor("k", k, {num_layers, end - begin, shape.num_kv_heads, shape.qk_head_dim},
@@ -84,6 +87,7 @@ void PagedKVCacheObj::DebugSetKV(int64_t sequence_id, int64_t begin, ffi::Tensor
   CheckTensor("k", k, {num_layers, count, shape.num_kv_heads, shape.qk_head_dim}, config_.kv_dtype);
   CheckTensor("v", v, {num_layers, count, shape.num_kv_heads, shape.v_head_dim}, config_.kv_dtype);
   if (count == 0) return;
+  table_.RequireKept(sequence, begin);
 
   phase_ = Phase::kPlanning;
   std::vector<PageCopy> copies;
@@ -115,6 +119,7 @@ StringMap PagedKVCacheObj::Stats() const {
     num_used += pool.num_used();
     num_shared += pool.num_shared();
     groups.push_back(StringMap{{"num_layers", static_cast<int64_t>(groups_[g].layers.size())},
+                               {"window", groups_[g].shape.window},
                                {"num_pages", pool.num_pages()},
                                {"num_free_pages", pool.num_free()},
                                {"num_used_pages", pool.num_used()},
@@ -141,7 +146,8 @@ StringMap PagedKVCacheObj::Stats() const {
 StringMap PagedKVCacheObj::Describe() const {
   ffi::Array<ffi::Any> layers;
   for (const Layer& layer : layers_) {
-    layers.push_back(StringMap{{"kind", ffi::String("mha")},
+    layers.push_back(StringMap{{"kind", ffi::String(layer.config.window ? "mha_sliding" : "mha")},
+                               {"window", layer.config.window},
                                {"group", layer.group},
                                {"num_qo_heads", layer.config.num_qo_heads},
                                {"num_kv_heads", layer.config.num_kv_heads},
@@ -170,15 +176,26 @@ ffi::Shape PagedKVCacheObj::SequenceIds() const {
   return ffi::Shape(ids);
 }
 
-ffi::Shape PagedKVCacheObj::PageTable(int64_t sequence_id, int64_t group) const {
+void PagedKVCacheObj::CheckGroup(int64_t group) const {
   if (group < 0 || group >= table_.num_groups()) {
     Raise(kIndexError, "group ", group, " is not in [0, ", table_.num_groups(), ")");
   }
+}
+
+ffi::Shape PagedKVCacheObj::PageTable(int64_t sequence_id, int64_t group) const {
+  CheckGroup(group);
   const std::vector<int32_t>& pages = table_.At(sequence_id).pages[group];
   return ffi::Shape(pages.begin(), pages.end());
 }
 
-void PagedKVCacheObj::CheckIntegrity() const { table_.CheckIntegrity(); }
+int64_t PagedKVCacheObj::FirstPosition(int64_t sequence_id, int64_t group) const {
+  CheckGroup(group);
+  return table_.FirstPosition(table_.At(sequence_id), static_cast<int32_t>(group));
+}
+
+void PagedKVCacheObj::CheckIntegrity() const {
+  table_.CheckIntegrity(/*has_slid=*/phase_ != Phase::kForward);
+}
 
 void PagedKVCacheObj::ShuffleFreePages(int64_t seed) {
   RequireIdle("shuffle_free_pages");
@@ -197,7 +214,8 @@ void PagedKVCacheObj::PoisonFreePages() {
     for (const auto& [id, sequence] : table_.sequences()) {
       for (size_t i = 0; i < sequence.pages[g].size(); ++i) {
         int64_t& valid = num_valid[sequence.pages[g][i]];
-        int64_t rest = sequence.length - static_cast<int64_t>(i) * page_size;
+        int64_t first = (sequence.first_pages[g] + static_cast<int64_t>(i)) * page_size;
+        int64_t rest = sequence.length - first;
         valid = std::max(valid, std::min(rest, page_size));
       }
     }

@@ -27,7 +27,7 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
       groups_(MakeGroups(config_)),
       layers_(MakeLayers()),
       table_(config_.max_num_sequences, static_cast<int32_t>(config_.page_size),
-             std::vector<int32_t>(groups_.size(), static_cast<int32_t>(config_.num_pages()))),
+             NumPages(config_, groups_), Windows(groups_)),
       plan_(&table_, config_.prefill_chunk_size),
       page_pool_bytes_(*allocated_bytes_) {
   AllocateWorkspaces();
@@ -55,13 +55,28 @@ std::vector<PagedKVCacheObj::Group> PagedKVCacheObj::MakeGroups(const CacheConfi
   return groups;
 }
 
+std::vector<int32_t> PagedKVCacheObj::NumPages(const CacheConfig& config,
+                                               const std::vector<Group>& groups) {
+  std::vector<int32_t> num_pages;
+  for (const Group& group : groups) {
+    num_pages.push_back(static_cast<int32_t>(config.NumPages(group.shape)));
+  }
+  return num_pages;
+}
+
+std::vector<int64_t> PagedKVCacheObj::Windows(const std::vector<Group>& groups) {
+  std::vector<int64_t> windows;
+  for (const Group& group : groups) windows.push_back(group.shape.window);
+  return windows;
+}
+
 std::vector<PagedKVCacheObj::Layer> PagedKVCacheObj::MakeLayers() {
   std::vector<Layer> layers(config_.layers.size());
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (int64_t i : groups_[g].layers) {
       const LayerConfig& layer = config_.layers[i];
       ffi::Tensor pages = AllocateTensor(
-          {config_.num_pages(), 2, layer.num_kv_heads, config_.page_size, layer.qk_head_dim},
+          {config_.NumPages(layer), 2, layer.num_kv_heads, config_.page_size, layer.qk_head_dim},
           config_.kv_dtype, config_.device, allocated_bytes_);
       layers[i] = {layer, static_cast<int32_t>(g), std::move(pages)};
     }
@@ -94,11 +109,12 @@ std::vector<int64_t> PagedKVCacheObj::InitialArraySizes() const {
   std::vector<int64_t> sizes(kNumCommonArrays + groups_.size() * kNumGroupArrays);
   sizes[kQueryIndptr] = num_sequences + 1;
   sizes[kQueryPositions] = num_rows;
-  sizes[kZeros] = sizes[kPastLengths] = num_sequences;
+  sizes[kPastLengths] = num_sequences;
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     sizes[ArrayIndex(g, kPageIndptr)] = num_sequences + 1;
-    sizes[ArrayIndex(g, kPageValues)] = config_.num_pages();
+    sizes[ArrayIndex(g, kPageValues)] = table_.pool(g).num_pages();
     sizes[ArrayIndex(g, kLastPageLengths)] = num_sequences;
+    sizes[ArrayIndex(g, kFirstPositions)] = num_sequences;
     sizes[ArrayIndex(g, kSlots)] = num_rows;
   }
   return sizes;
@@ -144,8 +160,12 @@ void PagedKVCacheObj::CommitTree(ffi::Shape, ffi::Shape) {
 }
 
 int64_t PagedKVCacheObj::NumAvailablePages() const {
+  // A group with a window never has fewer free pages than a step needs that the others can serve.
   int64_t num_free = config_.num_pages();
+  bool has_global =
+      std::any_of(groups_.begin(), groups_.end(), [](const Group& g) { return !g.shape.window; });
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
+    if (has_global && groups_[g].shape.window) continue;
     num_free = std::min<int64_t>(num_free, table_.pool(g).num_free());
   }
   return num_free;
@@ -186,6 +206,7 @@ void PagedKVCacheObj::EndForward() {
   if (phase_ != Phase::kForward) {
     Raise(kValueError, "end_forward without begin_forward");
   }
+  plan_.Slide();
   phase_ = Phase::kIdle;
 }
 
@@ -204,11 +225,12 @@ void PagedKVCacheObj::LayOutArrays() {
   const int64_t num_sequences = plan_.num_sequences();
   array_sizes_[kQueryIndptr] = num_sequences + 1;
   array_sizes_[kQueryPositions] = plan_.num_rows();
-  array_sizes_[kZeros] = array_sizes_[kPastLengths] = num_sequences;
+  array_sizes_[kPastLengths] = num_sequences;
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     array_sizes_[ArrayIndex(g, kPageIndptr)] = num_sequences + 1;
     array_sizes_[ArrayIndex(g, kPageValues)] = plan_.NumPages(g, PageRange::kWithStep);
     array_sizes_[ArrayIndex(g, kLastPageLengths)] = num_sequences;
+    array_sizes_[ArrayIndex(g, kFirstPositions)] = num_sequences;
     array_sizes_[ArrayIndex(g, kSlots)] = plan_.num_rows();
   }
   aux_->Layout(array_sizes_);
@@ -218,12 +240,12 @@ void PagedKVCacheObj::FillArrays() {
   plan_.FillQueryIndptr(aux_->host(kQueryIndptr));
   plan_.FillQueryPositions(aux_->host(kQueryPositions));
   plan_.FillPastLengths(aux_->host(kPastLengths));
-  std::fill_n(aux_->host(kZeros), plan_.num_sequences(), 0);
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     auto host = [&](GroupArray array) { return aux_->host(ArrayIndex(g, array)); };
     plan_.FillPageIndptr(g, PageRange::kWithStep, host(kPageIndptr));
     plan_.FillPageValues(g, PageRange::kWithStep, host(kPageValues));
     plan_.FillLastPageLengths(PageRange::kWithStep, host(kLastPageLengths));
+    plan_.FillFirstPositions(g, host(kFirstPositions));
     plan_.FillSlots(g, host(kSlots));
   }
 }

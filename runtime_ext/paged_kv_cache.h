@@ -68,7 +68,10 @@ class PagedKVCacheObj : public ffi::Object {
   ffi::Map<ffi::String, ffi::Any> Stats() const;
   ffi::Map<ffi::String, ffi::Any> Describe() const;
   ffi::Shape SequenceIds() const;
+  /*! \brief The pages that the group keeps of the sequence. */
   ffi::Shape PageTable(int64_t sequence_id, int64_t group) const;
+  /*! \brief The position of the first of them. */
+  int64_t FirstPosition(int64_t sequence_id, int64_t group) const;
   void CheckIntegrity() const;
   void PoisonFreePages();
   void ShuffleFreePages(int64_t seed);
@@ -80,10 +83,17 @@ class PagedKVCacheObj : public ffi::Object {
   enum class Phase { kIdle, kPlanning, kForward };
 
   /*! \brief Arrays of a step: some for all groups, then as many again for each group. */
-  enum CommonArray { kQueryIndptr, kQueryPositions, kZeros, kPastLengths, kNumCommonArrays };
-  enum GroupArray { kPageIndptr, kPageValues, kLastPageLengths, kSlots, kNumGroupArrays };
+  enum CommonArray { kQueryIndptr, kQueryPositions, kPastLengths, kNumCommonArrays };
+  enum GroupArray {
+    kPageIndptr,
+    kPageValues,
+    kLastPageLengths,
+    kFirstPositions,
+    kSlots,
+    kNumGroupArrays
+  };
 
-  /*! \brief Layers of one shape. */
+  /*! \brief Layers of one shape and window. */
   struct Group {
     LayerConfig shape;
     std::vector<int64_t> layers;
@@ -93,7 +103,7 @@ class PagedKVCacheObj : public ffi::Object {
   struct Layer {
     LayerConfig config;
     int32_t group;
-    ffi::Tensor pages;  // [num_pages, 2, num_kv_heads, page_size, head_dim]
+    ffi::Tensor pages;  // [NumPages(config), 2, num_kv_heads, page_size, head_dim]
   };
   /*! \brief The page table of a group, as a kernel takes it. */
   struct PageArrays {
@@ -133,7 +143,10 @@ class PagedKVCacheObj : public ffi::Object {
   bool HasStockKernel(const Layer& layer, std::initializer_list<KernelName> names) const;
   int64_t rotary_mode() const { return config_.rope_mode == RopeMode::kInline; }
 
+  static std::vector<int32_t> NumPages(const CacheConfig& config, const std::vector<Group>& groups);
+  static std::vector<int64_t> Windows(const std::vector<Group>& groups);
   void CheckUniformLayers(const char* what) const;
+  void CheckGroup(int64_t group) const;
   template <typename Visitor>
   void VisitRows(const Sequence& sequence, int64_t begin, int64_t end, Visitor visit) const;
 

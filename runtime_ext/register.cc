@@ -149,6 +149,7 @@ void DefineOwnNames() {
   define("describe", FromMethod(&Cache::Describe));
   define("sequence_ids", FromMethod(&Cache::SequenceIds));
   define("page_table", FromMethod(&Cache::PageTable));
+  define("first_position", FromMethod(&Cache::FirstPosition));
   define("check_integrity", FromMethod(&Cache::CheckIntegrity));
   define("debug_set_kv", FromMethod(&Cache::DebugSetKV));
   define("poison_free_pages", FromMethod(&Cache::PoisonFreePages));

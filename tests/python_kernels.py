@@ -61,24 +61,24 @@ def rope_append(qkv, q_indptr, positions, position_map, q, pages, apply_rope):
 
 def prefill(
     q, q_indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
-    causal, rotary_mode, rope_scale, rope_theta, sm_scale,
+    causal, rotary_mode, rope_scale, rope_theta, sm_scale, window=None,
 ):  # fmt: skip
     dim = view(q).shape[2]
     view(o)[...], view(lse)[...] = reference.paged_attention(
         view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values),
-        view(length_info), sm_scale, causal=bool(causal),
+        view(length_info), sm_scale, causal=bool(causal), window=window,
         inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
     )  # fmt: skip
 
 
 def decode(
     q, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
-    rotary_mode, rope_scale, rope_theta, sm_scale,
+    rotary_mode, rope_scale, rope_theta, sm_scale, window=None,
 ):  # fmt: skip
     indptr = tvm.runtime.tensor(np.arange(len(view(q)) + 1, dtype="int32"))
     prefill(
         q, indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
-        0, rotary_mode, rope_scale, rope_theta, sm_scale,
+        1, rotary_mode, rope_scale, rope_theta, sm_scale, window,
     )  # fmt: skip
 
 
@@ -111,6 +111,8 @@ KERNELS: dict[str, Callable] = {
     "decode": decode,
     "prefill_ragged": prefill_ragged,
     "merge": merge,
+    "prefill_sliding": prefill,
+    "decode_sliding": decode,
     "copy_single_page": copy_single_page,
 }
 
@@ -150,10 +152,13 @@ def shuffle(cache: pkv.KVCache, seed: int) -> None:
 
 def snapshot(cache: pkv.KVCache, seq_ids) -> dict[str, Any]:
     """All that a failed call must leave alone."""
-    num_groups = len(cache.stats()["groups"])
+    groups = range(len(cache.stats()["groups"]))
+    shapes = {(x["num_kv_heads"], x["qk_head_dim"]) for x in cache.description["layers"]}
     state: dict[str, Any] = {"stats": cache.stats(), "in_forward": cache.is_in_forward()}
     for seq_id in seq_ids:
-        tables = [cache.page_table(seq_id, group) for group in range(num_groups)]
-        rows = [x.numpy().tobytes() for x in cache.debug_get_kv(seq_id)] if num_groups == 1 else []
-        state[seq_id] = cache.sequence_length(seq_id), tables, rows
+        tables = [cache.page_table(seq_id, group) for group in groups]
+        first = [cache.first_position(seq_id, group) for group in groups]
+        kv = cache.debug_get_kv(seq_id, max(first)) if len(shapes) == 1 else []
+        rows = [x.numpy().tobytes() for x in kv]
+        state[seq_id] = cache.sequence_length(seq_id), tables, first, rows
     return state

@@ -7,6 +7,7 @@ Tensors may be of any float type; sums run in float64. `lse` is base 2, as in th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,9 +137,18 @@ def rotate(
 # --- attention ----------------------------------------------------------------------------------
 
 
-def causal_mask(num_rows: int, kv_len: int) -> np.ndarray:
-    """``[num_rows, kv_len]``: the rows are the last positions; each sees itself and the past."""
-    return np.arange(kv_len)[None, :] < kv_len - num_rows + np.arange(num_rows)[:, None] + 1
+def causal_mask(num_rows: int, kv_len: int, window: int | None = None) -> np.ndarray:
+    """``[num_rows, kv_len]``: the rows are the last positions; each sees itself and the past.
+
+    With a window each sees the last `window` positions up to and including its own.
+    """
+    row, column = kv_len - num_rows + np.arange(num_rows)[:, None], np.arange(kv_len)[None, :]
+    return (column <= row) & (True if window is None else column > row - window)
+
+
+def past_mask(num_rows: int, kv_len: int, window: int | None = None) -> np.ndarray:
+    """``[num_rows, kv_len]``: the rows follow the positions; what `causal_mask` leaves of them."""
+    return causal_mask(num_rows, kv_len + num_rows, window)[:, :kv_len]
 
 
 def attention(
@@ -229,6 +239,7 @@ def paged_attention(
     *,
     causal=True,
     inline=None,
+    window=None,
 ):
     """Attention of a batch over its pages.
 
@@ -237,8 +248,11 @@ def paged_attention(
     q : ``[T, Hq, D]``; q_indptr : ``[B + 1]``; pages : ``[P, 2, Hk, page, D]``
     page_indptr, page_values, last_page_len : the page table, as the kernels take it.
     causal : bool
+        Whether the rows are the last positions of the pages, or follow them.
     inline : tuple (Rope, q_rope_position ``[T]``, k_rope_pos_offset ``[B]``), optional
         Rotate Q and K here.
+    window : int, optional
+        Positions that a row sees, its own included.
     """
     outputs, lses = [], []
     for b in range(len(q_indptr) - 1):
@@ -250,8 +264,7 @@ def paged_attention(
             rope, q_positions, k_offsets = inline
             q_rows = rotate(q_rows, q_positions[rows], rope)
             k = rotate(k, k_offsets[b] + np.arange(len(k)), rope)
-        num_rows = len(q_rows)
-        mask = causal_mask(num_rows, len(k)) if causal else np.ones((num_rows, len(k)), bool)
+        mask = (causal_mask if causal else past_mask)(len(q_rows), len(k), window)
         o, lse = attention(q_rows, k, v, mask, sm_scale)
         outputs.append(o)
         lses.append(lse)
@@ -290,10 +303,20 @@ class ReferenceCache:
     kv_dtype : numpy dtype of the pages.
     rope : Rope or None
     mode : {"none", "normal", "inline"}
+    windows : one per layer, optional
+        Positions that a row sees, its own included; None or 0: all.
     """
 
-    def __init__(self, num_layers: int, kv_dtype, rope: Rope | None = None, mode: str = "none"):
+    def __init__(
+        self,
+        num_layers: int,
+        kv_dtype,
+        rope: Rope | None = None,
+        mode: str = "none",
+        windows: Sequence[int | None] | None = None,
+    ):
         self.num_layers, self.kv_dtype, self.rope, self.mode = num_layers, kv_dtype, rope, mode
+        self.windows = [window or None for window in windows or [None] * num_layers]
         self.sequences: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def add_sequence(self, seq_id: int) -> None:
@@ -345,7 +368,8 @@ class ReferenceCache:
             if self.mode == "inline":
                 q = rotate(q, positions, self.rope)
                 k = rotate(k, np.arange(total), self.rope)
-            o, lse = attention(q, k, v, causal_mask(num_rows, total), sm_scale)
+            mask = causal_mask(num_rows, total, self.windows[layer])
+            o, lse = attention(q, k, v, mask, sm_scale)
             outputs.append(o)
             lses.append(lse)
         return np.concatenate(outputs), np.concatenate(lses)

@@ -71,6 +71,15 @@ CONFIGS = {
         ],
         "num_layers": 4,
     },
+    "windows": {
+        "layers": [
+            pkv.LayerSpec(),
+            pkv.LayerSpec("mha_sliding", 40),
+            pkv.LayerSpec("mha_sliding", 3),
+            pkv.LayerSpec("mha_sliding", 40),
+        ],
+        "num_layers": 4, "max_num_sequences": 3, "prefill_chunk_size": 60,
+    },
 }  # fmt: skip
 
 
@@ -90,6 +99,7 @@ def test_memory_bytes_is_what_is_allocated(name, aux_manager):
         layers=[
             {
                 "kind": spec.kind,
+                "window": spec.window,
                 "num_qo_heads": spec.num_qo_heads,
                 "num_kv_heads": spec.num_kv_heads,
                 "qk_head_dim": spec.qk_head_dim,

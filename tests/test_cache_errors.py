@@ -282,9 +282,9 @@ CREATION = {
     "no_layers": (ValueError, "at least one layer", {"layers": []}),
     "layer_type": (TypeError, r"\['layers'\]\[0\] must be a map", {"layers": [3]}),
     "sliding": (
-        NotImplementedError,
-        "sliding window",
-        {"layers": [{**LAYER, "kind": "mha_sliding", "window": 4}]},
+        ValueError,
+        "window must be between 1",
+        {"layers": [{**LAYER, "kind": "mha_sliding", "window": 0}]},
     ),
     "mla": (NotImplementedError, "MLA", {"layers": [{**LAYER, "kind": "mla"}]}),
     "kind": (ValueError, "must be one of mha", {"layers": [{**LAYER, "kind": "linear"}]}),
@@ -328,6 +328,17 @@ KERNEL_ERRORS = {
     "flashinfer": (NotImplementedError, "FlashInfer", {"decode": ["flashinfer", print, print]}),
     "no_tag": (TypeError, "'decode' must be a function", {"decode": [print]}),
 }
+
+
+SLIDING = {**LAYER, "kind": "mha_sliding", "window": 4}
+
+
+def test_kernels_of_layers_with_a_window():
+    with pytest.raises(ValueError, match="missing: prefill_sliding, decode_sliding"):
+        make_cache({"prefill_sliding": None, "decode_sliding": None}, layers=[LAYER, SLIDING])
+    make_cache({"prefill": None, "decode": None}, layers=[SLIDING])
+    with pytest.raises(NotImplementedError, match="window over the stock cache's kernels"):
+        make_cache({"decode_sliding": ["tirx", KERNELS["decode_sliding"]]}, layers=[SLIDING])
 
 
 @pytest.mark.parametrize("name", list(KERNEL_ERRORS))

@@ -132,7 +132,7 @@ POSITIONAL = {
     "indptr": (1, Shape([0, 3]), ValueError, "layer_indptr"),
     "mla": (6, Shape([0, 1]), NotImplementedError, "MLA"),
     "linear": (6, Shape([2, 0]), NotImplementedError, "linear"),
-    "sliding": (6, Shape([3, 0]), NotImplementedError, "sliding"),
+    "sliding": (6, Shape([3, 0]), ValueError, "needs a 6th number"),
     "kind": (6, Shape([0, 9]), ValueError, "unknown kind"),
     "transfer": (7, True, NotImplementedError, "KV transfer"),
     "rope_mode": (8, 7, ValueError, "rope_mode"),

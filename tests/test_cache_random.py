@@ -13,28 +13,59 @@ import tvm_pagedkv as pkv
 from . import reference
 from .python_kernels import KERNELS, LAYER, make_cache, poison, shuffle, snapshot
 
-NUM_LAYERS, DIM, CHUNK, NUM_PAGES, MAX_SEQUENCES = 2, 4, 12, 40, 6
+DIM, CHUNK, MAX_SEQUENCES = 4, 12, 6
 SHAPE = {**LAYER, "num_qo_heads": 2, "num_kv_heads": 1, "qk_head_dim": DIM}
 NUM_OPERATIONS = 600
+POPPABLE = 16
+# Windows of the layers: none; some, of two sizes; all.
+WINDOWS = {"global": (0, 0), "mixed": (0, 5, 0, 9, 5), "sliding": (6, 6)}
+
+
+def layer_of(window: int) -> dict:
+    return {**SHAPE, "kind": "mha_sliding", "window": window} if window else SHAPE
+
+
+class KeptPositions:
+    """From where on the layers of one window keep the positions of each sequence."""
+
+    def __init__(self, window: int, page_size: int):
+        self.window, self.page_size, self.first = window, page_size, {}
+
+    def visible(self, length: int) -> int:
+        """First position that the next row sees."""
+        return max(0, length - self.window + 1) if self.window else 0
+
+    def slide(self, seq_id: int, length: int) -> None:
+        keep = max(0, self.visible(length) - POPPABLE) // self.page_size * self.page_size
+        self.first[seq_id] = max(self.first[seq_id], keep)
+
+    def can_continue(self, seq_id: int, length: int) -> bool:
+        return length == 0 or self.visible(length) >= self.first[seq_id]
+
+    def num_pages(self, seq_id: int, length: int) -> int:
+        return -(-length // self.page_size) - self.first[seq_id] // self.page_size
 
 
 class Driver:
     """Draws operations and applies each to the cache and to the reference."""
 
-    def __init__(self, seed: int, page_size: int, aux_manager: str):
+    def __init__(self, seed: int, page_size: int, aux_manager: str, windows: tuple[int, ...]):
         self.rng = np.random.default_rng(seed)
-        self.page_size = page_size
+        self.page_size, self.num_layers = page_size, len(windows)
+        # With windows long sequences are of interest.
+        self.max_total_tokens = max(40 * page_size, 160 if any(windows) else 0)
+        self.kept = [KeptPositions(window, page_size) for window in dict.fromkeys(windows)]
         self.copy_fails = False
         self.cache = make_cache(
             {"copy_single_page": self.copy_single_page},
-            layers=[SHAPE] * NUM_LAYERS,
+            layers=[layer_of(window) for window in windows],
             max_num_sequences=MAX_SEQUENCES,
-            max_total_tokens=NUM_PAGES * page_size,
+            max_total_tokens=self.max_total_tokens,
             prefill_chunk_size=CHUNK,
             page_size=page_size,
             aux_manager=aux_manager,
         )
-        self.expected = reference.ReferenceCache(NUM_LAYERS, np.dtype("float32"))
+        self.expected = reference.ReferenceCache(len(windows), np.dtype("float32"), windows=windows)
         self.next_id = 0
         self.counts: dict[str, int] = {}
 
@@ -61,21 +92,51 @@ class Driver:
             seq_id = self.new_id()
             self.cache.add_sequence(seq_id)
             self.expected.add_sequence(seq_id)
+            for kept in self.kept:
+                kept.first[seq_id] = 0
+
+    def refused(self, seq_id: int, length: int, call) -> bool:
+        """Whether a window no longer has what comes before `length`; then `call` must fail."""
+        if all(kept.can_continue(seq_id, length) for kept in self.kept):
+            return False
+        before = snapshot(self.cache, self.ids)
+        with pytest.raises(ValueError, match="keep positions from"):
+            call()
+        assert snapshot(self.cache, self.ids) == before
+        self.counts["refused"] = self.counts.get("refused", 0) + 1
+        return True
 
     def fork(self) -> None:
         if len(self.ids) < MAX_SEQUENCES and self.ids:
             parent, child = self.pick(), self.new_id()
             position = int(self.rng.integers(-1, self.expected.length(parent) + 1))
+            length = self.expected.length(parent) if position == -1 else position
+            if self.refused(
+                parent, length, lambda: self.cache.fork_sequence(parent, child, position)
+            ):
+                return
             self.cache.fork_sequence(parent, child, position)
             self.expected.fork_sequence(parent, child, position)
+            for kept in self.kept:
+                kept.first[child] = kept.first[parent] if length else 0
 
     def pop(self) -> None:
         if self.ids:
             seq_id = self.pick()
             n = int(self.rng.integers(0, self.expected.length(seq_id) + 1))
-            n = min(n, int(self.rng.integers(0, 8)))
+            n = min(n, int(self.rng.integers(0, 8 if self.rng.random() < 0.8 else 40)))
+            length = self.expected.length(seq_id) - n
+            if self.refused(seq_id, length, lambda: self.cache.pop_n(seq_id, n)):
+                return
             self.cache.pop_n(seq_id, n)
             self.expected.pop_n(seq_id, n)
+            self.forget(seq_id)
+
+    def forget(self, seq_id: int) -> None:
+        """An empty sequence may begin anew."""
+        if self.expected.length(seq_id) == 0:
+            for kept in self.kept:
+                kept.first[seq_id] = 0
 
     def remove(self) -> None:
         if len(self.ids) > 2:
@@ -94,17 +155,26 @@ class Driver:
         before = snapshot(self.cache, self.ids)
         try:
             self.cache.begin_forward(batch, lengths)
-        except pkv.CacheFullError:
+        except pkv.CacheFullError as error:
+            # Layers with a window never run out before those without.
+            assert self.kept[0].window or len(self.kept) == 1 or "group 0" in str(error)
             self.counts["full"] = self.counts.get("full", 0) + 1
             assert snapshot(self.cache, self.ids) == before
             self.make_room()
             return
-        for layer in range(NUM_LAYERS):
+        for layer in range(self.num_layers):
             qkv = self.rng.standard_normal((sum(lengths), 4, DIM)).astype("float32")
             out = self.cache.attention(layer, qkv).numpy()
             o, _ = self.expected.attention(layer, batch, lengths, qkv, 1, DIM**-0.5)
             reference.assert_close(out, o, "float32", f"{batch} {lengths} layer {layer}")
+        self.cache.check_integrity()
         self.cache.end_forward()
+        self.slide(batch)
+
+    def slide(self, batch: list[int]) -> None:
+        for kept in self.kept:
+            for seq_id in batch:
+                kept.slide(seq_id, self.expected.length(seq_id))
 
     def draw_batch(self) -> list[int]:
         size = int(self.rng.integers(1, len(self.ids) + 1))
@@ -123,12 +193,14 @@ class Driver:
         length = self.expected.length(seq_id)
         if length == 0:
             return
-        begin = int(self.rng.integers(0, length))
+        first = max(kept.first[seq_id] for kept in self.kept)
+        begin = int(self.rng.integers(min(first, length), length + 1))
         end = int(self.rng.integers(begin, length + 1))
-        k, v = self.rng.standard_normal((2, NUM_LAYERS, end - begin, 1, DIM)).astype("float32")
+        shape = (2, self.num_layers, end - begin, 1, DIM)
+        k, v = self.rng.standard_normal(shape).astype("float32")
         with suppress(pkv.CacheFullError):
             self.cache.debug_set_kv(seq_id, begin, k, v)
-            for layer in range(NUM_LAYERS):
+            for layer in range(self.num_layers):
                 rows = [x.copy() for x in self.expected.kv(seq_id, layer)]
                 rows[0][begin:end], rows[1][begin:end] = k[layer], v[layer]
                 self.expected.sequences[seq_id][layer] = tuple(rows)
@@ -182,8 +254,12 @@ class Driver:
             assert snapshot(self.cache, self.ids) == before
         else:
             self.cache.end_forward()
+            for kept in self.kept:
+                for seq_id in batch:
+                    kept.slide(seq_id, self.expected.length(seq_id) + 1)
             for seq_id in batch:
                 self.cache.pop_n(seq_id, 1)
+                self.forget(seq_id)
         finally:
             self.copy_fails = False
 
@@ -210,26 +286,50 @@ class Driver:
         assert {i: self.cache.sequence_length(i) for i in self.ids} == lengths
         assert self.cache.total_length() == stats["total_tokens"] == sum(lengths.values())
         assert stats["num_sequences"] == len(lengths)
-        used = {page for seq_id in self.ids for page in self.cache.page_table(seq_id)}
-        assert stats["num_used_pages"] == len(used)
-        assert self.cache.num_available_pages() == NUM_PAGES - len(used)
+        free = {}
+        for g, (kept, group) in enumerate(zip(self.kept, stats["groups"], strict=True)):
+            tables = {seq_id: self.cache.page_table(seq_id, g) for seq_id in self.ids}
+            for seq_id, table in tables.items():
+                assert self.cache.first_position(seq_id, g) == kept.first[seq_id]
+                assert len(table) == kept.num_pages(seq_id, lengths[seq_id])
+            assert group["window"] == kept.window
+            assert group["num_used_pages"] == len({p for table in tables.values() for p in table})
+            assert group["num_pages"] <= -(-self.max_total_tokens // self.page_size)
+            free[kept.window] = group["num_free_pages"]
+        assert self.cache.num_available_pages() == free.get(0, min(free.values()))
 
     def check_rows(self) -> None:
         for seq_id in self.ids:
-            k, v = (x.numpy() for x in self.cache.debug_get_kv(seq_id))
-            for layer in range(NUM_LAYERS):
+            begin = max(kept.first[seq_id] for kept in self.kept)
+            k, v = (x.numpy() for x in self.cache.debug_get_kv(seq_id, begin))
+            for layer in range(self.num_layers):
                 rows = self.expected.kv(seq_id, layer)
                 if rows is not None:
-                    np.testing.assert_array_equal(k[layer], rows[0])
-                    np.testing.assert_array_equal(v[layer], rows[1])
+                    np.testing.assert_array_equal(k[layer], rows[0][begin:])
+                    np.testing.assert_array_equal(v[layer], rows[1][begin:])
+            if begin:
+                with pytest.raises(IndexError, match=f"position {begin - 1} .* is gone"):
+                    self.cache.debug_get_kv(seq_id, begin - 1)
+
+
+def check(driver: Driver) -> None:
+    driver.run()
+    print(driver.counts, driver.cache.stats()["cow_page_copies"])
+    assert driver.counts["step"] > 100
+    assert driver.page_size == 1 or driver.cache.stats()["cow_page_copies"] > 0
 
 
 @pytest.mark.parametrize("aux_manager", ["merged", "plain"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_operations(seed, page_size, aux_manager):
-    driver = Driver(seed, page_size, aux_manager)
-    driver.run()
-    print(driver.counts, driver.cache.stats()["cow_page_copies"])
-    assert driver.counts["step"] > 100
-    assert page_size == 1 or driver.cache.stats()["cow_page_copies"] > 0
+    check(Driver(seed, page_size, aux_manager, WINDOWS["global"]))
+
+
+@pytest.mark.parametrize("windows", ["mixed", "sliding"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_operations_with_windows(seed, page_size, windows):
+    driver = Driver(seed, page_size, "merged", WINDOWS[windows])
+    check(driver)
+    assert driver.counts["refused"] > 0

@@ -75,12 +75,19 @@ class KVCache(tvm_ffi.Object):
         _function(_STATE + "remove_sequence")(self, _int("seq_id", seq_id))
 
     def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
-        """Add `child_id`, which shares the first `fork_pos` positions of its parent (-1: all)."""
+        """Add `child_id`, which shares the first `fork_pos` positions of its parent (-1: all).
+
+        A ValueError where a layer with a window no longer has what it would see from there.
+        """
         ids = _int("parent_id", parent_id), _int("child_id", child_id)
         _function(_STATE + "fork_sequence")(self, *ids, _int("fork_pos", fork_pos))
 
     def pop_n(self, seq_id: int, n: int) -> None:
-        """Drop the last `n` positions of a sequence."""
+        """Drop the last `n` positions of a sequence.
+
+        Layers with a window let the last 16 positions be popped, and more as long as they still
+        have what they would see then: otherwise a ValueError.
+        """
         _function(_STATE + "popn")(self, _int("seq_id", seq_id), _int("n", n))
 
     def clear(self) -> None:
@@ -244,7 +251,10 @@ class KVCache(tvm_ffi.Object):
         return _function(_CACHE + "get_total_sequence_length")(self)
 
     def num_available_pages(self) -> int:
-        """Free pages, of the group of layers that has fewest."""
+        """Free pages, of the group of layers that has fewest.
+
+        Beside layers without a window, those with one do not count: they never run out first.
+        """
         return _function(_CACHE + "get_num_available_pages")(self)
 
     def is_empty(self) -> bool:
@@ -261,6 +271,8 @@ class KVCache(tvm_ffi.Object):
         self, seq_id: int, begin: int = 0, end: int | None = None
     ) -> tuple[tvm.runtime.Tensor, tvm.runtime.Tensor]:
         """K and V of the positions ``[begin, end)`` of a sequence, as the pages hold them.
+
+        An IndexError where a layer with a window no longer has all of them.
 
         Returns
         -------
@@ -320,13 +332,20 @@ class KVCache(tvm_ffi.Object):
             owners = Counter(page for table in tables.values() for page in table)
             for seq_id, table in tables.items():
                 pages = " ".join(f"{page}{'*' if owners[page] > 1 else ''}" for page in table)
-                lines.append(f"  sequence {seq_id} ({self.sequence_length(seq_id)}): {pages}")
+                first = self.first_position(seq_id, group)
+                gone = f"from position {first}: " if first else ""
+                lines.append(f"  sequence {seq_id} ({self.sequence_length(seq_id)}): {gone}{pages}")
         return "\n".join(lines)
 
     def page_table(self, seq_id: int, group: int = 0) -> list[int]:
-        """Page ids of a sequence in one group of layers, in order of position."""
+        """Page ids that a group of layers keeps of a sequence, in order of position."""
         ids = _int("seq_id", seq_id), _int("group", group)
         return list(_function("pagedkv.page_table")(self, *ids))
+
+    def first_position(self, seq_id: int, group: int = 0) -> int:
+        """First position that a group of layers keeps of a sequence; 0 without a window."""
+        ids = _int("seq_id", seq_id), _int("group", group)
+        return _function("pagedkv.first_position")(self, *ids)
 
     # --- helpers --------------------------------------------------------------------------------
 

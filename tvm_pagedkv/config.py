@@ -16,6 +16,7 @@ ROPE_MODES = ("none", "normal", "inline")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 MAX_HEAD_DIM = 576
 MAX_PAGE_SIZE = 256
+POPPABLE = 16  # positions that a layer with a window keeps beyond what its next row sees
 
 _REQUIRED_SCALING = {
     "default": (),
@@ -272,8 +273,18 @@ class KVCacheConfig:
 
     @property
     def num_pages(self) -> int:
-        """Pages of each layer group's pool."""
+        """Pages of the pool of layers without a window."""
         return -(-self.max_total_tokens // self.page_size)
+
+    def num_pages_of(self, layer: LayerSpec) -> int:
+        """Pages of the pool of layers like `layer`: not more than they can ever need."""
+        if layer.window is None:
+            return self.num_pages
+        # What a sequence keeps between steps, wherever in a page it begins, and what a step adds.
+        pages_kept = (layer.window - 1 + POPPABLE + self.page_size - 2) // self.page_size + 1
+        batch_size = min(self.max_num_sequences, self.prefill_chunk_size)
+        pages_added = (self.prefill_chunk_size - batch_size) // self.page_size + batch_size
+        return min(self.num_pages, self.max_num_sequences * pages_kept + pages_added)
 
     def memory_bytes(self) -> int:
         """Bytes on the device of a cache that was just made, without making it.
@@ -282,8 +293,8 @@ class KVCacheConfig:
         where sequences share pages, a step's page table can have more entries than there are pages.
         """
         num_rows, layers = self.prefill_chunk_size, self.layers
-        kv_rows = sum(2 * s.num_kv_heads * s.qk_head_dim for s in layers)
-        page_pool = self.num_pages * self.page_size * kv_rows * ITEMSIZE[self.kv_dtype]
+        numbers = sum(self.num_pages_of(s) * 2 * s.num_kv_heads * s.qk_head_dim for s in layers)
+        page_pool = numbers * self.page_size * ITEMSIZE[self.kv_dtype]
 
         # Rows of Q, K and V of the widest layer, and the lse of a row, which is float32.
         q_width = max(s.num_qo_heads * s.qk_head_dim for s in layers)
@@ -292,9 +303,10 @@ class KVCacheConfig:
         workspace = num_rows * ((q_width + 2 * kv_width) * ITEMSIZE[self.dtype] + lse_bytes)
 
         num_sequences = min(self.max_num_sequences, num_rows)
-        num_groups = len({(s.num_qo_heads, s.num_kv_heads, s.qk_head_dim) for s in layers})
-        common = [num_sequences + 1, num_rows, num_sequences, num_sequences]
-        per_group = [num_sequences + 1, self.num_pages, num_sequences, num_rows]
-        arrays = common + num_groups * per_group
+        groups = {(s.num_qo_heads, s.num_kv_heads, s.qk_head_dim, s.window): s for s in layers}
+        arrays = [num_sequences + 1, num_rows, num_sequences]
+        for spec in groups.values():
+            arrays += [num_sequences + 1, self.num_pages_of(spec)]
+            arrays += [num_sequences, num_sequences, num_rows]
         aux = sum(-(-size // 4) * 16 for size in arrays)  # int32, in steps of 16 bytes
         return page_pool + workspace + aux

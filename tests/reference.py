@@ -289,6 +289,67 @@ def ragged_attention(q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inl
     return np.concatenate(outputs), np.concatenate(lses)
 
 
+# --- MLA ----------------------------------------------------------------------------------------
+
+
+def mla_absorbed(q, latent, v_head_dim: int, mask, sm_scale: float):
+    """Attention of ``q [T, Hq, D]`` to ``latent [S, D]``: K is the row, V its first columns."""
+    k = np.asarray(latent)[:, None, :]  # one head of K and V for all query heads
+    return attention(q, k, k[..., :v_head_dim], mask, sm_scale)
+
+
+def mla_expand(latent, w_k, w_v) -> tuple[np.ndarray, np.ndarray]:
+    """K and V of every head, as they are before absorption.
+
+    Parameters
+    ----------
+    latent : ``[S, Dckv + Dkpe]``; w_k : ``[Hq, Dnope, Dckv]``; w_v : ``[Hq, Dv, Dckv]``
+
+    Returns
+    -------
+    k : ``[S, Hq, Dnope + Dkpe]``, v : ``[S, Hq, Dv]``
+    """
+    latent, w_k, w_v = (np.asarray(x, np.float64) for x in (latent, w_k, w_v))
+    ckv, kpe = np.split(latent, [w_k.shape[2]], axis=1)
+    k = np.einsum("sc,hdc->shd", ckv, w_k)
+    kpe = np.broadcast_to(kpe[:, None], (len(k), k.shape[1], kpe.shape[1]))
+    return np.concatenate([k, kpe], axis=-1), np.einsum("sc,hdc->shd", ckv, w_v)
+
+
+def mla_absorb(q, w_k) -> np.ndarray:
+    """``q [T, Hq, Dnope + Dkpe]`` as it meets latent rows: ``[T, Hq, Dckv + Dkpe]``."""
+    nope, kpe = np.split(np.asarray(q, np.float64), [w_k.shape[1]], axis=-1)
+    return np.concatenate([np.einsum("thd,hdc->thc", nope, np.asarray(w_k, np.float64)), kpe], -1)
+
+
+def mla_paged_attention(
+    q,
+    q_indptr,
+    pages,
+    page_indptr,
+    page_values,
+    last_page_len,
+    v_head_dim: int,
+    sm_scale: float,
+    *,
+    causal=True,
+):
+    """As `paged_attention`, with latent rows in ``pages [P, page, D]``."""
+    outputs, lses = [], []
+    page_size = pages.shape[1]
+    for b in range(len(q_indptr) - 1):
+        q_rows = q[q_indptr[b] : q_indptr[b + 1]]
+        page_ids = page_values[page_indptr[b] : page_indptr[b + 1]]
+        slots = sequence_slots(page_ids, last_page_len[b], page_size)
+        latent = pages[slots // page_size, slots % page_size]
+        shape = len(q_rows), len(latent)
+        mask = causal_mask(*shape) if causal else np.ones(shape, bool)
+        o, lse = mla_absorbed(q_rows, latent, v_head_dim, mask, sm_scale)
+        outputs.append(o)
+        lses.append(lse)
+    return np.concatenate(outputs), np.concatenate(lses)
+
+
 # --- the cache ----------------------------------------------------------------------------------
 
 

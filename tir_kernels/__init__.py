@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import append, merge, page_copy
-from .cpu import decode, prefill
+from . import append, latent, merge, page_copy
+from .cpu import decode, mla, prefill
 from .spec import KernelSpec
 
 BUILDERS: dict[str, Callable] = {
@@ -20,11 +20,27 @@ BUILDERS: dict[str, Callable] = {
     "copy_single_page": page_copy.copy_single_page,
     "debug_get_kv": page_copy.debug_get_kv,
     "compact_copy": page_copy.compact_copy,
+    "transpose_append_mla": latent.transpose_append_mla,
+    "mla_prefill": mla.mla_prefill,
+    "debug_get_kv_mla": latent.debug_get_kv_mla,
 }
+_MLA_ONLY = {"transpose_append_mla", "mla_prefill", "debug_get_kv_mla"}
+_BOTH = {"merge", "prefill_ragged", "copy_single_page", "compact_copy"}
+_NON_ABSORBED = {"merge", "prefill_ragged"}  # where an MLA layer is a multi-head attention
+
+
+def kernel_names(spec: KernelSpec) -> list[str]:
+    """Names of the kernels that layers of `spec` need."""
+    if spec.kind != "mla":
+        return [name for name in BUILDERS if name not in _MLA_ONLY]
+    names = _MLA_ONLY | _BOTH
+    if not spec.original_qk_head_dim:
+        names = names - {"prefill_ragged"}
+    return [name for name in BUILDERS if name in names]
 
 
 def build_kernel(name: str, spec: KernelSpec):
     """Build the kernel `name` for `spec`; a private PrimFunc, free to be named by its module."""
     if name not in BUILDERS:
         raise ValueError(f"no kernel {name!r}; there are {', '.join(BUILDERS)}")
-    return BUILDERS[name](spec)
+    return BUILDERS[name](spec.non_absorbed if name in _NON_ABSORBED else spec)

@@ -8,19 +8,40 @@ from .spec import KernelSpec
 K_PLANE, V_PLANE = 0, 1
 
 
-def page_shape(spec: KernelSpec) -> tuple[int, int, int, int]:
-    """Shape of one page: ``(2, num_kv_heads, page_size, head_dim)``; K rows, then V rows."""
-    return (2, spec.num_kv_heads, spec.page_size, spec.qk_head_dim)
+def page_shape(spec: KernelSpec) -> tuple[int, ...]:
+    """Shape of one page: ``(2, num_kv_heads, page_size, head_dim)``, K rows, then V rows.
+
+    With MLA ``(page_size, head_dim)``.
+    """
+    row_sets = () if spec.kind == "mla" else (2, spec.num_kv_heads)
+    return (*row_sets, spec.page_size, spec.qk_head_dim)
 
 
 def pages_shape(num_pages, spec: KernelSpec) -> tuple:
-    """Shape of a layer's pool: ``(num_pages, 2, num_kv_heads, page_size, head_dim)``."""
+    """Shape of a layer's pool: ``(num_pages, *page_shape)``."""
     return (num_pages, *page_shape(spec))
+
+
+def rows_per_slot(spec: KernelSpec) -> int:
+    """Rows that a slot holds: K and V of each head, or the latent row of MLA."""
+    return 1 if spec.kind == "mla" else 2 * spec.num_kv_heads
+
+
+def slot_row(page, index, offset, spec: KernelSpec) -> tuple:
+    """Indices, less the last axis, of row `index` of ``rows_per_slot`` at slot `offset`."""
+    if spec.kind == "mla":
+        return (page, offset)
+    return (page, index // spec.num_kv_heads, index % spec.num_kv_heads, offset)
 
 
 def row_index(page, plane, head, offset, dim) -> tuple:
     """Index of element `dim` of the row that `head` keeps at slot `offset` of `page`."""
     return (page, plane, head, offset, dim)
+
+
+def latent_index(page, offset, dim) -> tuple:
+    """Index of element `dim` of the latent row of MLA at slot `offset` of `page`."""
+    return (page, offset, dim)
 
 
 def slot_page(slot, page_size):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from .cpu import moves, simd
-from .layout import K_PLANE, V_PLANE
+from .layout import K_PLANE, V_PLANE, rows_per_slot, slot_row
 from .spec import ITEMSIZE, KernelSpec
 
 
@@ -18,26 +18,26 @@ def _row_bytes(spec: KernelSpec) -> int:
 def copy_single_page(spec: KernelSpec):
     """Build the kernel that copies the first `length` slots of a page to another page.
 
-    Arguments: pages ``[P, 2, Hk, page, D]``, source page, destination page, length: int64.
+    Arguments: pages ``[P, 2, Hk, page, D]`` (MLA: ``[P, page, D]``), source page, destination page,
+    length: int64.
     """
-    num_heads = spec.num_kv_heads
 
     def body(pages_handle, source, destination, length) -> None:
         pages = moves.match_pages(pages_handle, spec)
 
-        def copy_head(i) -> None:
-            plane, h = simd.temp(i // num_heads, 1, "int32"), simd.temp(i % num_heads, 1, "int32")
+        def copy_rows(i) -> None:
+            index = simd.index_temp(i)
             with T.serial(length) as offset:
                 moves.copy_row(
                     pages,
-                    (source, plane, h, offset),
+                    slot_row(source, index, offset, spec),
                     pages,
-                    (destination, plane, h, offset),
+                    slot_row(destination, index, offset, spec),
                     spec.target.lanes,
                 )
 
         bytes_each = length * _row_bytes(spec)
-        moves.for_each(T.int32(2 * num_heads), bytes_each, copy_head)
+        moves.for_each(T.int32(rows_per_slot(spec)), bytes_each, copy_rows)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(pages: T.handle, source: T.int64, destination: T.int64, length: T.int64):
@@ -87,11 +87,11 @@ def debug_get_kv(spec: KernelSpec):
 def compact_copy(spec: KernelSpec):
     """Build the kernel that copies slots to other slots, one after the other.
 
-    Arguments: pages ``[P, 2, Hk, page, D]``, length_indptr int32 ``[B + 1]``, src_dst_slots int32
-    ``[2, n]``, batch_size int32. The copies of a head are made in order, so a slot may be written
-    and then read; heads do not depend on each other and share out the threads.
+    Arguments: pages ``[P, 2, Hk, page, D]`` (MLA: ``[P, page, D]``), length_indptr int32
+    ``[B + 1]``, src_dst_slots int32 ``[2, n]``, batch_size int32. The copies of a head are made in
+    order, so a slot may be written and then read; heads do not depend on each other and share out
+    the threads.
     """
-    num_heads = spec.num_kv_heads
 
     def body(pages_handle, indptr_handle, slots_handle, batch_size) -> None:
         pages = moves.match_pages(pages_handle, spec)
@@ -100,21 +100,21 @@ def compact_copy(spec: KernelSpec):
         begin, end = simd.index_temp(indptr[0]), simd.index_temp(indptr[batch_size])
         count = simd.index_temp(end - begin)
 
-        def copy_head(i) -> None:
-            plane, h = simd.temp(i // num_heads, 1, "int32"), simd.temp(i % num_heads, 1, "int32")
+        def copy_rows(i) -> None:
+            index = simd.index_temp(i)
             with T.serial(count) as c:
                 source = moves.Slot(slots[0, begin + c], spec)
                 destination = moves.Slot(slots[1, begin + c], spec)
                 moves.copy_row(
                     pages,
-                    source.row(plane, h),
+                    source.indexed_row(index),
                     pages,
-                    destination.row(plane, h),
+                    destination.indexed_row(index),
                     spec.target.lanes,
                 )
 
         bytes_each = T.cast(count, "int64") * _row_bytes(spec)
-        moves.for_each(T.int32(2 * num_heads), bytes_each, copy_head)
+        moves.for_each(T.int32(rows_per_slot(spec)), bytes_each, copy_rows)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(

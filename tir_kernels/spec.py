@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -70,7 +70,7 @@ class KernelSpec:
     num_qo_heads, num_kv_heads : int
         Query heads and KV heads; the first is a multiple of the second.
     qk_head_dim, v_head_dim : int
-        Width of a row of Q and K, and of V. Paged kernels need them to be equal.
+        Width of a row of Q and K, and of V. Paged kernels of kind "mha" need them to be equal.
     dtype, kv_dtype : str
         Type of Q, K, V and O in a step, and of the pages.
     page_size : int
@@ -79,6 +79,12 @@ class KernelSpec:
         The rotation of `split_rotary`, `rope_append` and of attention with ``rotary_mode`` 1.
     target : VectorTarget
         CPU traits.
+    kind : {"mha", "mla"}
+        "mla": a slot holds one latent row, which is K, and whose first `v_head_dim` columns are V,
+        for all query heads; `num_kv_heads` is 1.
+    original_qk_head_dim, original_v_head_dim : int
+        "mla": head dims before absorption, where every query head has K and V of its own; 0: the
+        layers have absorbed attention only.
     """
 
     num_qo_heads: int
@@ -90,6 +96,24 @@ class KernelSpec:
     page_size: int = 16
     rope: RopeSpec = field(default_factory=RopeSpec)
     target: VectorTarget = field(default_factory=VectorTarget)
+    kind: str = "mha"
+    original_qk_head_dim: int = 0
+    original_v_head_dim: int = 0
+
+    @property
+    def non_absorbed(self) -> KernelSpec:
+        """An MLA layer before absorption: multi-head attention, whose K and V are not in pages."""
+        if self.kind != "mla" or not self.original_v_head_dim:
+            return self
+        return replace(
+            self,
+            kind="mha",
+            num_kv_heads=self.num_qo_heads,
+            qk_head_dim=self.original_qk_head_dim,
+            v_head_dim=self.original_v_head_dim,
+            original_qk_head_dim=0,
+            original_v_head_dim=0,
+        )
 
     @property
     def group_size(self) -> int:

@@ -197,7 +197,7 @@ def _load_set(spec: KernelSpec, target: Target, progress: Callable) -> Mapping:
     def compile_set() -> tvm.runtime.Module:
         start = time.perf_counter()
         progress(
-            f"compiling {len(tir_kernels.BUILDERS)} kernels: {spec.num_qo_heads}/"
+            f"compiling {len(tir_kernels.kernel_names(spec))} kernels: {spec.num_qo_heads}/"
             f"{spec.num_kv_heads} heads of {spec.qk_head_dim}, {spec.dtype}, pages of "
             f"{spec.page_size} {spec.kv_dtype}"
         )
@@ -205,12 +205,13 @@ def _load_set(spec: KernelSpec, target: Target, progress: Callable) -> Mapping:
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
         return built
 
+    names = tir_kernels.kernel_names(spec)
     versions = code_versions(Path(__file__), Path(tir_kernels.__file__).parent)
     module = cached_library([repr(spec), str(target), *versions], compile_set)
-    return MappingProxyType({name: module[_SYMBOL.format(name)] for name in tir_kernels.BUILDERS})
+    return MappingProxyType({name: module[_SYMBOL.format(name)] for name in names})
 
 
 def _named_kernels(spec: KernelSpec) -> Iterator:
-    for name in tir_kernels.BUILDERS:
+    for name in tir_kernels.kernel_names(spec):
         symbol = _SYMBOL.format(name)
         yield symbol, tir_kernels.build_kernel(name, spec).with_attr("global_symbol", symbol)

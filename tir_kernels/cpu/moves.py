@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tvm.script import tirx as T
 
-from ..layout import pages_shape, slot_offset, slot_page
+from ..layout import pages_shape, slot_offset, slot_page, slot_row
 from ..spec import ITEMSIZE, KernelSpec
 from . import simd
 
@@ -63,9 +63,14 @@ class Slot:
     """Where a slot's rows lie: ``page`` and ``offset``, computed once."""
 
     def __init__(self, slot, spec: KernelSpec):
+        self.spec = spec
         self.page = simd.temp(T.cast(slot_page(slot, spec.page_size), "int64"), 1, "int64")
         self.offset = simd.temp(T.cast(slot_offset(slot, spec.page_size), "int64"), 1, "int64")
 
     def row(self, plane: int, head) -> tuple:
         """Indices of the row of `head`, less the last axis."""
         return (self.page, plane, head, self.offset)
+
+    def indexed_row(self, index) -> tuple:
+        """Indices of the slot's row `index`, of ``rows_per_slot``, less the last axis."""
+        return slot_row(self.page, index, self.offset, self.spec)

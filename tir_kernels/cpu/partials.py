@@ -30,16 +30,16 @@ class Partials:
     this task begins and does not end.
     """
 
-    def __init__(self, spec: KernelSpec):
-        self.spec = spec
+    def __init__(self, spec: KernelSpec, num_rows: int | None = None):
+        self.spec, self.num_rows = spec, num_rows or spec.group_size
         slots = 2 * MOST_TASKS  # memory that no task touches is never mapped
-        self.o = T.alloc_buffer((slots, spec.group_size, spec.v_head_dim), F32)
-        self.top = T.alloc_buffer((slots, spec.group_size), F32)
-        self.total = T.alloc_buffer((slots, spec.group_size), F32)
+        self.o = T.alloc_buffer((slots, self.num_rows, spec.v_head_dim), F32)
+        self.top = T.alloc_buffer((slots, self.num_rows), F32)
+        self.total = T.alloc_buffer((slots, self.num_rows), F32)
 
-    def put(self, slot, segment: Segment) -> None:
-        """Keep the state of a segment."""
-        with T.serial(self.spec.group_size) as row:
+    def put(self, slot, segment: Segment, num_rows=None) -> None:
+        """Keep the state of a segment, or of its first `num_rows` rows."""
+        with T.serial(self.num_rows if num_rows is None else num_rows) as row:
             for c in chunks(self.spec.v_head_dim, segment.lanes):
                 store(
                     self.o, (slot, row, c.start), c.lanes, load(segment.o, (row, c.start), c.lanes)
@@ -48,19 +48,22 @@ class Partials:
             T.buffer_store(self.top, segment.state.top[state], [slot, row])
             T.buffer_store(self.total, segment.state.total[state], [slot, row])
 
-    def merge(self, first_task, count, output) -> None:
+    def merge(self, first_task, count, output, rows=None) -> None:
         """Finish the pair that `first_task` begins and the ``count - 1`` tasks after it go on with.
 
         Parameters
         ----------
         output : Output
+        rows : pair (begin, end), optional
+            The rows to finish; None: all.
         """
+        begin, end = rows or (0, self.num_rows)
         top, total = Register(1), Register(1)
 
         def slot(i):
             return (first_task + i) * 2 + T.if_then_else(i == 0, 1, 0)
 
-        with T.serial(self.spec.group_size) as row:
+        with T.serial(begin, end) as row:
             top.set(T.float32(NOTHING_SEEN))
             total.set(T.float32(0))
             with T.serial(count) as i:

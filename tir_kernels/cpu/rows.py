@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ..layout import K_PLANE, V_PLANE, row_index, slot_offset, slot_page
+from ..layout import K_PLANE, V_PLANE, latent_index, row_index, slot_offset, slot_page
 from ..spec import ITEMSIZE, KernelSpec
 from .simd import index_temp, load, prefetch, temp
 
@@ -84,12 +84,16 @@ class PagedRows:
         def element(plane, row, column):
             page, offset = locations[row // run if len(locations) > 1 else 0]
             within = row % run if len(locations) > 1 else row
-            return self.pages, row_index(page, plane, self.head, offset + within, column)
+            return self.pages, self.index(page, plane, offset + within, column)
 
         return Tile(
             lambda row, column: element(K_PLANE, row, column),
             lambda row, column: element(V_PLANE, row, column),
         )
+
+    def index(self, page, plane, offset, column) -> tuple:
+        """Index of an element of the row at slot `offset` of `page`."""
+        return row_index(page, plane, self.head, offset, column)
 
     def _locate(self, position):
         slot = self.slot_of(position) if self.slot_of else position
@@ -99,6 +103,13 @@ class PagedRows:
         # A run of a whole page starts at its slot 0.
         whole = not self.slot_of and page_size == 1
         return page, 0 if whole else index_temp(slot_offset(slot, page_size))
+
+
+class LatentRows(PagedRows):
+    """The latent rows of MLA: K is the whole row, V its first columns."""
+
+    def index(self, page, plane, offset, column) -> tuple:
+        return latent_index(page, offset, column)
 
 
 class RaggedRows:

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Absorbed MLA attention over pages: one latent row per position serves all query heads.
+
+A tile is some tokens of a sequence with all their heads, packed and multiplied as in `prefill`. The
+positions of a tile are cut as well, as in `decode`: tasks take equal shares of all (tile, position)
+work, so that a single row over a long context uses every thread. A tile that falls into one task is
+finished there; one that is cut leaves partial states, which are merged in the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ..masks import CausalMask, WholeSequence
+from ..spec import LOG2E, KernelSpec
+from .arguments import index_array, page_pool, require_half_conversion, rows_array
+from .partials import MOST_TASKS, Partials
+from .prefill import operands
+from .prefill_unit import POSITIONS, Tiling, Unit
+from .rows import LatentRows
+from .simd import F32, Register, index_temp, store, temp
+from .tasks import cut, for_tasks, num_threads
+
+SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
+
+
+class _NoRotation:
+    """Models rotate the latent rows themselves."""
+
+    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        plain()
+
+
+class _Tile(SimpleNamespace):
+    """Tokens of a sequence: `sequence`, `first_row` in Q of the sequence and its `num_rows`,
+    `first_token` and `num_tokens` of the tile, `kv_len`, `before`, the cost of all earlier tiles,
+    and `cost`: its blocks of positions (at least one) times its tokens.
+    """
+
+
+def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body: Callable[[_Tile], None]):
+    """Emit ``body(tile)`` for every tile of the batch; returns the cost of all."""
+    tokens = Tiling.of(spec).tokens
+    before = Register(1, "int32", T.int32(0))
+    with T.serial(a.batch_size) as b:
+        first_row = index_temp(a.q_indptr[b])
+        num_rows = index_temp(a.q_indptr[b + 1] - first_row)
+        num_pages = index_temp(a.page_indptr[b + 1] - a.page_indptr[b])
+        kv_len = a.lengths.kv_len(b, num_pages)
+        with T.serial((num_rows + tokens - 1) // tokens) as i:
+            first_token = index_temp(i * tokens)
+            num_tokens = index_temp(T.min(tokens, num_rows - first_token))
+            end = index_temp(a.mask.end(first_token + num_tokens - 1, num_rows, kv_len))
+            num_blocks = T.max((end + POSITIONS - 1) // POSITIONS, 1)
+            cost = index_temp(num_blocks * num_tokens)
+            body(
+                _Tile(
+                    sequence=b,
+                    first_row=first_row,
+                    num_rows=num_rows,
+                    first_token=first_token,
+                    num_tokens=num_tokens,
+                    kv_len=kv_len,
+                    end=end,
+                    before=index_temp(before.get()),
+                    cost=cost,
+                )
+            )
+            before.set(before.get() + cost)
+    return index_temp(before.get())
+
+
+class _LatentUnit(Unit):
+    """The rows of a tile over some of the positions that they see."""
+
+    def row_state(self, row):
+        """Index of a row's state in `state.top` and `state.total`."""
+        return self.state.index(row // self.tiling.rows, row % self.tiling.rows)
+
+    def run_blocks(self, a: SimpleNamespace, tile: _Tile, rows: LatentRows, begin, end) -> None:
+        """Attend to the blocks of positions ``begin .. end - 1``, from a cleared state."""
+        tiling, group = self.tiling, self.spec.num_qo_heads
+        num_rows = index_temp(tile.num_tokens * group)
+        num_blocks = index_temp((num_rows + tiling.rows - 1) // tiling.rows)
+        factor = temp(a.sm_scale * T.float32(LOG2E))
+
+        def end_of(row):
+            """First position that a row of the tile does not see."""
+            token = tile.first_token + T.min(row, num_rows - 1) // group
+            return a.mask.end(token, tile.num_rows, tile.kv_len)
+
+        with T.serial(num_blocks * tiling.rows) as row:
+            source = index_temp(T.min(row, num_rows - 1))
+            token = index_temp(tile.first_row + tile.first_token + source // group)
+            self.load_q(a, row, token, index_temp(source % group), factor)
+        with T.serial(num_blocks) as block:
+            self.state.reset(block)
+        step = SimpleNamespace(rows=rows, kv_len=tile.kv_len, k_offset=0)
+        last = T.min(end, (tile.end + POSITIONS - 1) // POSITIONS)
+        with T.serial(begin, T.max(begin, last)) as i:
+            first = index_temp(i * POSITIONS)
+            self.pack(a, step, first)
+            with T.serial(num_blocks) as block:
+                block_end = index_temp(end_of(block * tiling.rows + tiling.rows - 1))
+                with T.If(first < block_end), T.Then():
+                    self.attend(a, block, first, end_of, factor)
+
+
+class _Output:
+    """Rows of O and LSE of a tile, for `Partials.merge`."""
+
+    def __init__(self, spec: KernelSpec, a: SimpleNamespace, tile: _Tile):
+        self.a, self.group = a, spec.num_qo_heads
+        self.first_token = index_temp(tile.first_row + tile.first_token)
+
+    def _at(self, row) -> tuple:
+        return self.first_token + row // self.group, row % self.group
+
+    def put(self, row, column, lanes: int, value) -> None:
+        """Store columns of a row."""
+        store(self.a.o, (*self._at(row), column), lanes, value)
+
+    def put_lse(self, row, value) -> None:
+        """Store the log of a row's sum."""
+        T.buffer_store(self.a.lse, value, list(self._at(row)))
+
+
+def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
+    """Emit the body: `a` holds the matched arguments by their names."""
+    a.rope = _NoRotation()
+    total = _for_tiles(spec, a, lambda tile: None)
+    work = T.cast(total, "int64") * (
+        POSITIONS * spec.num_qo_heads * (spec.qk_head_dim + spec.v_head_dim)
+    )
+    most = T.min(T.min(num_threads(), MOST_TASKS), total)
+    num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, most, 1))
+    partials = Partials(spec, Tiling.of(spec).tokens * spec.num_qo_heads)
+    ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
+
+    def attend(task):
+        unit = _LatentUnit(spec, ops)
+        task_begin = index_temp(cut(total, task, num_tasks))
+        task_end = index_temp(cut(total, task + 1, num_tasks))
+
+        def attend_tile(tile):
+            begin = index_temp(T.max(task_begin - tile.before, 0))
+            end = index_temp(T.min(task_end - tile.before, tile.cost))
+            with T.If(begin < end), T.Then():
+                first = index_temp(a.page_indptr[tile.sequence])
+                last = index_temp(a.page_indptr[tile.sequence + 1] - 1)
+                rows = LatentRows(spec, a.pages, a.page_values, first, last, head=0)
+
+                def block_of(cost):
+                    return index_temp((cost + tile.num_tokens - 1) // tile.num_tokens)
+
+                unit.run_blocks(a, tile, rows, block_of(begin), block_of(end))
+                num_rows = index_temp(tile.num_tokens * spec.num_qo_heads)
+                with T.If(T.And(begin == 0, end == tile.cost)):
+                    with T.Then(), T.serial(num_rows) as row:
+                        token = tile.first_row + tile.first_token + row // spec.num_qo_heads
+                        unit.store_row(a, row, token, row % spec.num_qo_heads)
+                    with T.Else():
+                        slot = task * 2 + T.if_then_else(begin > 0, 0, 1)
+                        partials.put(slot, unit, num_rows)
+
+        _for_tiles(spec, a, attend_tile)
+
+    with ops.scope():
+        for_tasks(num_tasks, attend)
+
+    def merge(task):
+        """Finish some rows of every tile that was cut."""
+        first = Register(1, "int32", T.int32(0))  # the task that begins the tile
+
+        def merge_tile(tile):
+            end = index_temp(tile.before + tile.cost)
+            with T.While(cut(total, first.get() + 1, num_tasks) <= tile.before):
+                first.set(first.get() + 1)
+            with T.If(cut(total, first.get() + 1, num_tasks) < end), T.Then():
+                count = Register(1, "int32", T.int32(1))
+                with T.While(cut(total, first.get() + count.get(), num_tasks) < end):
+                    count.set(count.get() + 1)
+                num_rows = index_temp(tile.num_tokens * spec.num_qo_heads)
+                share = [index_temp(cut(num_rows, task + i, num_tasks)) for i in range(2)]
+                partials.merge(first.get(), count.get(), _Output(spec, a, tile), share)
+
+        _for_tiles(spec, a, merge_tile)
+
+    with T.If(num_tasks > 1), T.Then():
+        for_tasks(num_tasks, merge)
+
+
+def mla_prefill(spec: KernelSpec):
+    """Build the kernel `mla_prefill`: absorbed attention of any number of rows per sequence.
+
+    Its arguments are, with T rows, B sequences, P pages of the pool, N page table entries, rows of
+    D columns of which the first Dv are V
+
+    * q ``[T, Hq, D]``, dtype; q_indptr ``[B + 1]``, int32;
+    * pages ``[P, page, D]``, kv_dtype;
+    * page_indptr ``[B + 1]``, page_values ``[N]`` and length_info ``[B]``, int32; int32 arrays may
+      start at any element;
+    * o ``[T, Hq, Dv]``, dtype, and lse ``[T, Hq]``, float32, which are written;
+    * causal: int32, sm_scale: float32.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        Of kind "mla".
+
+    Returns
+    -------
+    tvm.tirx.PrimFunc
+
+    Raises
+    ------
+    ValueError
+        For float16 on a target that cannot convert it.
+    """
+    require_half_conversion(spec, spec.dtype, spec.kv_dtype)
+    heads, width = spec.num_qo_heads, spec.qk_head_dim
+    ops = operands(spec, spec.kv_dtype)
+
+    @T.prim_func(s_tir=True, private=True)
+    def attention_mla(
+        q: T.handle,
+        q_indptr: T.handle,
+        pages: T.handle,
+        page_indptr: T.handle,
+        page_values: T.handle,
+        length_info: T.handle,
+        o: T.handle,
+        lse: T.handle,
+        causal: T.int32,
+        sm_scale: T.float32,
+    ):
+        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
+        batch_size = T.int32()
+        num_rows = T.int32()
+        num_entries = T.int32()
+        emit_mla(
+            spec,
+            ops,
+            SimpleNamespace(
+                batch_size=batch_size,
+                q=rows_array(q, (num_rows, heads, width), spec.dtype),
+                q_indptr=index_array(q_indptr, batch_size + 1),
+                pages=page_pool(pages, spec),
+                page_indptr=index_array(page_indptr, batch_size + 1),
+                page_values=index_array(page_values, num_entries),
+                lengths=WholeSequence(spec, length_info, batch_size),
+                o=rows_array(o, (num_rows, heads, spec.v_head_dim), spec.dtype),
+                lse=rows_array(lse, (num_rows, heads), F32),
+                mask=CausalMask(causal),
+                sm_scale=sm_scale,
+            ),
+        )
+
+    return attention_mla

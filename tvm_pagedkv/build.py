@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -194,24 +194,48 @@ def _check_supported(config: KVCacheConfig) -> None:
 
 
 def _load_set(spec: KernelSpec, target: Target, progress: Callable) -> Mapping:
-    def compile_set() -> tvm.runtime.Module:
+    builders = {
+        name: functools.partial(tir_kernels.build_kernel, name, spec)
+        for name in tir_kernels.kernel_names(spec)
+    }
+    what = (
+        f"{len(builders)} kernels: {spec.num_qo_heads}/{spec.num_kv_heads} heads of "
+        f"{spec.qk_head_dim}, {spec.dtype}, pages of {spec.page_size} {spec.kv_dtype}"
+    )
+    return load_kernels(builders, (what, repr(spec)), target, progress)
+
+
+def load_kernels(
+    builders: Mapping[str, Callable],
+    key: tuple[str, ...],
+    target: Target,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Mapping[str, tvm.ffi.Function]:
+    """Compile kernels into one library, or load it from the disk.
+
+    Parameters
+    ----------
+    builders : mapping
+        Name -> callable that returns a PrimFunc.
+    key : tuple of str
+        What they are, for `progress`, then all that decides their code besides the sources.
+    target : tvm.target.Target
+    progress : callable, optional
+        Called with a line of text when they have to be compiled.
+    """
+
+    def compile_all() -> tvm.runtime.Module:
         start = time.perf_counter()
-        progress(
-            f"compiling {len(tir_kernels.kernel_names(spec))} kernels: {spec.num_qo_heads}/"
-            f"{spec.num_kv_heads} heads of {spec.qk_head_dim}, {spec.dtype}, pages of "
-            f"{spec.page_size} {spec.kv_dtype}"
-        )
-        built = tvm.tirx.build(tvm.IRModule(dict(_named_kernels(spec))), target=target)
+        progress(f"compiling {key[0]}")
+        functions = {
+            symbol: builders[name]().with_attr("global_symbol", symbol)
+            for name, symbol in symbols.items()
+        }
+        built = tvm.tirx.build(tvm.IRModule(functions), target=target)
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
         return built
 
-    names = tir_kernels.kernel_names(spec)
+    symbols = {name: _SYMBOL.format(name) for name in builders}
     versions = code_versions(Path(__file__), Path(tir_kernels.__file__).parent)
-    module = cached_library([repr(spec), str(target), *versions], compile_set)
-    return MappingProxyType({name: module[_SYMBOL.format(name)] for name in names})
-
-
-def _named_kernels(spec: KernelSpec) -> Iterator:
-    for name in tir_kernels.kernel_names(spec):
-        symbol = _SYMBOL.format(name)
-        yield symbol, tir_kernels.build_kernel(name, spec).with_attr("global_symbol", symbol)
+    module = cached_library([*key, str(target), *versions], compile_all)
+    return MappingProxyType({name: module[symbol] for name, symbol in symbols.items()})

@@ -350,6 +350,34 @@ def mla_paged_attention(
     return np.concatenate(outputs), np.concatenate(lses)
 
 
+def table_lengths(indptr: np.ndarray, last_page_len: np.ndarray, page_size: int) -> np.ndarray:
+    """Lengths ``[B]`` of the sequences of a page table; 0 for one without a page."""
+    num_pages = np.diff(indptr)
+    return np.where(num_pages > 0, (num_pages - 1) * page_size + last_page_len, 0)
+
+
+def append_at_positions(pages, rows, batch_indices, positions, indices, indptr) -> np.ndarray:
+    """A copy of ``pages [P, page, ...]`` with ``rows [T, ...]`` at positions of its sequences."""
+    pages = pages.copy()
+    page_size = pages.shape[1]
+    for row, b, position in zip(rows, batch_indices, positions, strict=True):
+        if b >= 0:
+            page = indices[indptr[b] + position // page_size]
+            pages[page, position % page_size] = row.astype(pages.dtype)
+    return pages
+
+
+def vector_sparse_offsets(
+    blocks, block_indptr, kv_lens, stride_block, stride_n, block_size
+) -> list[np.ndarray]:
+    """Per sequence, the offset of each of its positions."""
+    return [
+        blocks[block_indptr[b] + np.arange(n) // block_size] * stride_block
+        + np.arange(n) % block_size * stride_n
+        for b, n in enumerate(kv_lens)
+    ]
+
+
 # --- the cache ----------------------------------------------------------------------------------
 
 

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of other libraries as contiguous tensors on the cache's device."""
+"""Tensors of other libraries: contiguous ones on the cache's device, or views with strides."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tvm
 import tvm_ffi
 
-_DL_CPU = 1
+from ._bfloat16 import Bfloat16Array
+
+DL_CPU = 1
 
 
 def as_tensor(name: str, value: Any, device: tvm_ffi.Device) -> tvm_ffi.Tensor:
@@ -40,8 +43,37 @@ def as_tensor(name: str, value: Any, device: tvm_ffi.Device) -> tvm_ffi.Tensor:
     return value if value.is_contiguous() else _compact(name, value)
 
 
+def view(name: str, value: Any, *, is_written: bool = False) -> tvm_ffi.Tensor:
+    """A tensor on the memory of `value`, with its strides.
+
+    What is only read may be a copy, where there is no other way to it.
+
+    Raises
+    ------
+    TypeError
+        When `value` is no tensor.
+    ValueError
+        When it is to be written and must not be.
+    """
+    if isinstance(value, tvm_ffi.core.Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        if not value.flags.writeable:
+            if is_written:
+                raise ValueError(f"{name} must be writeable")
+            value = value.copy()
+        if value.dtype == ml_dtypes.bfloat16:  # NumPy takes none through DLPack
+            return tvm_ffi.from_dlpack(Bfloat16Array(name, value))
+        return tvm_ffi.from_dlpack(value)
+    if not hasattr(value, "__dlpack__"):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if hasattr(value, "detach"):  # torch: DLPack refuses tensors with a gradient
+        value = value.detach()
+    return tvm_ffi.from_dlpack(value)
+
+
 def _compact(name: str, tensor: tvm_ffi.Tensor) -> tvm_ffi.Tensor:
-    if tensor.device.dlpack_device_type() != _DL_CPU:
+    if tensor.device.dlpack_device_type() != DL_CPU:
         raise ValueError(f"{name} must be contiguous: strided tensors are copied on a CPU only")
     # By hand, because NumPy takes no bfloat16 through DLPack.
     item_bytes = tvm_ffi.dtype(tensor.dtype).itemsize

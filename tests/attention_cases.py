@@ -126,20 +126,24 @@ class PagedBatch(Batch):
         arrays = (self.page_indptr, self.page_values, self.last_page_len, self.k_offsets)
         return [tensor(x) for x in (*arrays, self.q_positions)]
 
-    def decode(self, cpu: str = "native", inline: bool = False) -> None:
-        """Run `decode`; every sequence has one row."""
-        kernel = compiled("decode", self.spec, cpu)
-        outputs = (self.o, self.lse, *self.scalars(causal=None, inline=inline))
+    def decode(self, cpu: str = "native", inline: bool = False, window=None) -> None:
+        """Run `decode`, or with a window `decode_sliding`; every sequence has one row."""
+        kernel = compiled("decode" if window is None else "decode_sliding", self.spec, cpu)
+        outputs = [self.o, self.lse, *self.scalars(causal=None, inline=inline)]
+        outputs += [] if window is None else [window]
         kernel(tensor(self.q), tensor(self.pages), *self._table(), *outputs)
 
-    def prefill(self, causal: bool = True, cpu: str = "native", inline: bool = False) -> None:
-        """Run `prefill`."""
-        kernel = compiled("prefill", self.spec, cpu)
-        outputs = (self.o, self.lse, *self.scalars(causal=causal, inline=inline))
+    def prefill(
+        self, causal: bool = True, cpu: str = "native", inline: bool = False, window=None
+    ) -> None:
+        """Run `prefill`, or with a window `prefill_sliding`."""
+        kernel = compiled("prefill" if window is None else "prefill_sliding", self.spec, cpu)
+        outputs = [self.o, self.lse, *self.scalars(causal=causal, inline=inline)]
+        outputs += [] if window is None else [window]
         q = (tensor(self.q), tensor(self.q_indptr))
         kernel(*q, tensor(self.pages), *self._table(), *outputs)
 
-    def verify(self, causal: bool = True, inline: bool = False) -> None:
+    def verify(self, causal: bool = True, inline: bool = False, window=None) -> None:
         """Compare with the reference."""
         expected = reference.paged_attention(
             self.q,
@@ -151,6 +155,7 @@ class PagedBatch(Batch):
             self.sm_scale,
             causal=causal,
             inline=self.reference_rope(inline),
+            window=window,
         )
         self.check(expected, self.spec.dtype, self.spec.kv_dtype)
 

@@ -43,6 +43,9 @@ class CausalMask:
 
     causal: object
 
+    # Whether rows do not see some first columns either: then there is `begin`.
+    has_window = False
+
     def end(self, row, num_rows, kv_len):
         """First column that `row` does not see; never less for a later row."""
         bound = T.max(T.min(kv_len - num_rows + row + 1, kv_len), 0)
@@ -51,3 +54,26 @@ class CausalMask:
     def visible(self, columns, end):
         """Which of a vector of `columns` a row sees whose `end` is given."""
         return columns < end
+
+
+@dataclass(frozen=True)
+class WindowMask(CausalMask):
+    """As `CausalMask`, but a row sees the last `window` positions only, its own included.
+
+    Parameters
+    ----------
+    causal : int32 expression; 0 when the rows of the step follow the columns.
+    window : int32 expression
+    """
+
+    window: object
+    has_window = True
+
+    def begin(self, row, num_rows, kv_len):
+        """First column that `row` sees; never less for a later row."""
+        own = kv_len + row - T.if_then_else(self.causal != 0, num_rows, 0)
+        return T.max(own + 1 - self.window, 0)
+
+    def visible(self, columns, end, begin):
+        """Which of a vector of `columns` a row sees whose `end` and `begin` are given."""
+        return T.And(columns >= begin, columns < end)

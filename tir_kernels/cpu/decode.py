@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
-from ..masks import WholeSequence
+from ..masks import CausalMask, WholeSequence
 from ..spec import KernelSpec
 from .arguments import index_array, page_pool, require_half_conversion, rows_array
-from .decode_segment import Segment
+from .decode_segment import STRIP, Segment
 from .inline_rope import InlineRope
 from .partials import MOST_TASKS, Output, Partials
 from .rows import PagedRows
@@ -74,7 +74,11 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
             segment.start(a, b, head)
             begin = index_temp(first_page * spec.page_size)
             end = index_temp(T.min(last_page * spec.page_size, kv_len))
-            segment.run(a, rows, begin, end, k_offset)
+            first_visible = None
+            if a.mask.has_window:
+                first_visible = index_temp(a.mask.begin(0, 1, kv_len))
+                begin = index_temp(T.max(begin, first_visible // STRIP * STRIP))
+            segment.run(a, rows, begin, end, k_offset, first_visible)
             with T.If(last_page - first_page == num_pages):
                 with T.Then():
                     Output(spec, a.o, a.lse, b, head).finish(segment)
@@ -112,6 +116,23 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                     Output(spec, a.o, a.lse, b, head).clear()
 
 
+def decode_arguments(spec: KernelSpec, **given) -> SimpleNamespace:
+    """Match the handles among the arguments of a decode kernel; the others stay as they are."""
+    a, batch_size, num_entries = SimpleNamespace(**given), T.int32(), T.int32()
+    rows = (batch_size, spec.num_qo_heads, spec.qk_head_dim)
+    a.batch_size = batch_size
+    a.q = rows_array(a.q, rows, spec.dtype)
+    a.pages = page_pool(a.pages, spec)
+    a.page_indptr = index_array(a.page_indptr, batch_size + 1)
+    a.page_values = index_array(a.page_values, num_entries)
+    a.lengths = WholeSequence(spec, a.length_info, batch_size)
+    a.k_rope_pos_offset = index_array(a.k_rope_pos_offset, batch_size)
+    a.q_rope_position = index_array(a.q_rope_position, batch_size)
+    a.o = rows_array(a.o, rows, spec.dtype)
+    a.lse = rows_array(a.lse, rows[:2], F32)
+    return a
+
+
 def decode(spec: KernelSpec):
     """Build the kernel `decode`: attention of one query row per sequence.
 
@@ -138,7 +159,6 @@ def decode(spec: KernelSpec):
         For float16 on a target that cannot convert it.
     """
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    heads, width = spec.num_qo_heads, spec.qk_head_dim
 
     @T.prim_func(s_tir=True, private=True)
     def attention_decode(
@@ -157,21 +177,20 @@ def decode(spec: KernelSpec):
         sm_scale: T.float32,
     ):
         T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        batch_size = T.int32()
-        num_entries = T.int32()
         emit_decode(
             spec,
-            SimpleNamespace(
-                batch_size=batch_size,
-                q=rows_array(q, (batch_size, heads, width), spec.dtype),
-                pages=page_pool(pages, spec),
-                page_indptr=index_array(page_indptr, batch_size + 1),
-                page_values=index_array(page_values, num_entries),
-                lengths=WholeSequence(spec, length_info, batch_size),
-                k_rope_pos_offset=index_array(k_rope_pos_offset, batch_size),
-                q_rope_position=index_array(q_rope_position, batch_size),
-                o=rows_array(o, (batch_size, heads, width), spec.dtype),
-                lse=rows_array(lse, (batch_size, heads), F32),
+            decode_arguments(
+                spec,
+                q=q,
+                pages=pages,
+                page_indptr=page_indptr,
+                page_values=page_values,
+                length_info=length_info,
+                k_rope_pos_offset=k_rope_pos_offset,
+                q_rope_position=q_rope_position,
+                o=o,
+                lse=lse,
+                mask=CausalMask(1),
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,

@@ -130,15 +130,21 @@ class Segment:
                 store(self.o, (row, c.start), c.lanes, constant(0.0, c.lanes))
         self.for_row_blocks(lambda block, _: self.state.reset(block))
 
-    def run(self, a, rows: PagedRows, begin, end, k_offset) -> None:
-        """Attend to the positions ``begin .. end - 1``, which RoPE counts from `k_offset`."""
+    def run(self, a, rows: PagedRows, begin, end, k_offset, first_visible=None) -> None:
+        """Attend to the positions ``begin .. end - 1``, which RoPE counts from `k_offset`.
+
+        `begin` is aligned to a strip or a page; positions before `first_visible` are hidden.
+        """
         with T.serial((end - begin + BLOCK - 1) // BLOCK) as i:
             first = index_temp(begin + i * BLOCK)
             count = index_temp(T.min(BLOCK, end - first))
             self.scores(a, rows, first, count, k_offset)
-            with T.If(count < BLOCK):
+            is_partial = count < BLOCK
+            if first_visible is not None:
+                is_partial = T.Or(is_partial, first < first_visible)
+            with T.If(is_partial):
                 with T.Then():
-                    self.hide(count)
+                    self.hide(count, 0 if first_visible is None else first_visible - first)
             self.for_row_blocks(lambda block, row: self.attend(rows, first, count, block, row))
 
     def scores(self, a, rows: PagedRows, first, count, k_offset) -> None:
@@ -200,12 +206,15 @@ class Segment:
                 value = shuffle([sums], part) if len(part) > 1 or len(batch) > 1 else sums
                 store(self.weights, (first_row + r, column), len(step), value)
 
-    def hide(self, count) -> None:
-        """Hide the positions of a block from `count` on."""
+    def hide(self, count, before) -> None:
+        """Hide the positions of a block from `count` on, and those before `before`."""
         lanes = self.lanes
         with T.serial(self.blocking.padded_rows) as row:
             for c in chunks(BLOCK, lanes):
-                seen = T.ramp(c.start, 1, lanes) < broadcast(count, lanes)
+                position = T.ramp(c.start, 1, lanes)
+                seen = position < broadcast(count, lanes)
+                if not isinstance(before, int):
+                    seen = T.And(seen, position >= broadcast(before, lanes))
                 score = load(self.weights, (row, c.start), lanes)
                 store(
                     self.weights,

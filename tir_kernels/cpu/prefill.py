@@ -125,8 +125,6 @@ def prefill(spec: KernelSpec):
         For float16 on a target that cannot convert it.
     """
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    heads, width = spec.num_qo_heads, spec.qk_head_dim
-    ops = operands(spec, spec.kv_dtype)
 
     @T.prim_func(s_tir=True, private=True)
     def attention_prefill(
@@ -147,24 +145,21 @@ def prefill(spec: KernelSpec):
         sm_scale: T.float32,
     ):
         T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        batch_size = T.int32()
-        num_rows = T.int32()
-        num_entries = T.int32()
         emit_paged(
             spec,
-            ops,
-            SimpleNamespace(
-                batch_size=batch_size,
-                q=rows_array(q, (num_rows, heads, width), spec.dtype),
-                q_indptr=index_array(q_indptr, batch_size + 1),
-                pages=page_pool(pages, spec),
-                page_indptr=index_array(page_indptr, batch_size + 1),
-                page_values=index_array(page_values, num_entries),
-                lengths=WholeSequence(spec, length_info, batch_size),
-                k_rope_pos_offset=index_array(k_rope_pos_offset, batch_size),
-                q_rope_position=index_array(q_rope_position, num_rows),
-                o=rows_array(o, (num_rows, heads, width), spec.dtype),
-                lse=rows_array(lse, (num_rows, heads), F32),
+            operands(spec, spec.kv_dtype),
+            paged_arguments(
+                spec,
+                q=q,
+                q_indptr=q_indptr,
+                pages=pages,
+                page_indptr=page_indptr,
+                page_values=page_values,
+                length_info=length_info,
+                k_rope_pos_offset=k_rope_pos_offset,
+                q_rope_position=q_rope_position,
+                o=o,
+                lse=lse,
                 mask=CausalMask(causal),
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,
@@ -174,6 +169,25 @@ def prefill(spec: KernelSpec):
         )
 
     return attention_prefill
+
+
+def paged_arguments(spec: KernelSpec, **given) -> SimpleNamespace:
+    """Match the handles among the arguments of a prefill kernel; the others stay as they are."""
+    a, batch_size = SimpleNamespace(**given), T.int32()
+    num_rows, num_entries = T.int32(), T.int32()
+    rows = (num_rows, spec.num_qo_heads, spec.qk_head_dim)
+    a.batch_size = batch_size
+    a.q = rows_array(a.q, rows, spec.dtype)
+    a.q_indptr = index_array(a.q_indptr, batch_size + 1)
+    a.pages = page_pool(a.pages, spec)
+    a.page_indptr = index_array(a.page_indptr, batch_size + 1)
+    a.page_values = index_array(a.page_values, num_entries)
+    a.lengths = WholeSequence(spec, a.length_info, batch_size)
+    a.k_rope_pos_offset = index_array(a.k_rope_pos_offset, batch_size)
+    a.q_rope_position = index_array(a.q_rope_position, num_rows)
+    a.o = rows_array(a.o, rows, spec.dtype)
+    a.lse = rows_array(a.lse, rows[:2], F32)
+    return a
 
 
 def emit_paged(spec: KernelSpec, ops, a: SimpleNamespace) -> None:

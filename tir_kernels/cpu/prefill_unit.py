@@ -95,6 +95,11 @@ class Unit:
             token = step.first_token + T.min(row, num_rows - 1) // group
             return a.mask.end(token, step.num_rows, step.kv_len)
 
+        def begin_of(row):
+            """First position that a row of the unit sees, of a mask with a window."""
+            token = step.first_token + T.min(row, num_rows - 1) // group
+            return a.mask.begin(token, step.num_rows, step.kv_len)
+
         with T.serial(num_blocks * tiling.rows) as row:
             source = index_temp(T.min(row, num_rows - 1))
             token = index_temp(step.first_row + step.first_token + source // group)
@@ -103,14 +108,21 @@ class Unit:
         with T.serial(num_blocks) as block:
             self.state.reset(block)
         last = index_temp(end_of(num_rows - 1))
-        with T.serial((last + POSITIONS - 1) // POSITIONS) as i:
-            first = index_temp(i * POSITIONS)
+        start = 0
+        if a.mask.has_window:  # at a whole vector of K
+            start = index_temp(begin_of(0) // self.lanes * self.lanes)
+        with T.serial((last - start + POSITIONS - 1) // POSITIONS) as i:
+            first = index_temp(start + i * POSITIONS)
             self.pack(a, step, first)
             with T.serial(num_blocks) as block:
-                block_end = index_temp(end_of(block * tiling.rows + tiling.rows - 1))
-                with T.If(first < block_end):
+                first_row = index_temp(block * tiling.rows)
+                is_seen = first < index_temp(end_of(first_row + tiling.rows - 1))
+                if a.mask.has_window:
+                    block_begin = index_temp(begin_of(first_row))
+                    is_seen = T.And(is_seen, first + POSITIONS > block_begin)
+                with T.If(is_seen):
                     with T.Then():
-                        self.attend(a, block, first, end_of, factor)
+                        self.attend(a, block, first, end_of, begin_of, factor)
         with T.serial(num_rows) as row:
             token = step.first_row + step.first_token + row // group
             self.store_row(a, row, token, step.head * group + row % group)
@@ -150,7 +162,7 @@ class Unit:
         )
         ops.pack_v(step.rows, first, step.kv_len, self.v, self.spec.v_head_dim, POSITIONS)
 
-    def attend(self, a, block, first, end_of, factor) -> None:
+    def attend(self, a, block, first, end_of, begin_of, factor) -> None:
         """Take a packed tile into the sums of a block of rows."""
         tiling, lanes, ops = self.tiling, self.lanes, self.ops
         first_row = index_temp(block * tiling.rows)
@@ -173,12 +185,18 @@ class Unit:
             )
 
         for_columns(POSITIONS, lanes, VECTORS, score_tile)
-        with T.If(first + POSITIONS > end_of(first_row)):
+        hides_some = first + POSITIONS > end_of(first_row)
+        if a.mask.has_window:
+            hides_some = T.Or(hides_some, first < begin_of(first_row + tiling.rows - 1))
+        with T.If(hides_some):
             with T.Then():
                 with T.serial(tiling.rows) as i:
-                    end = index_temp(end_of(first_row + i))
+                    bounds = [index_temp(end_of(first_row + i))]
+                    if a.mask.has_window:
+                        bounds.append(index_temp(begin_of(first_row + i)))
                     for c in chunks(POSITIONS, lanes):
-                        seen = a.mask.visible(ramp(first + c.start, lanes), broadcast(end, lanes))
+                        limits = [broadcast(bound, lanes) for bound in bounds]
+                        seen = a.mask.visible(ramp(first + c.start, lanes), *limits)
                         score = load(self.scores, (i, c.start), lanes)
                         score = T.Select(seen, score, constant(HIDDEN, lanes))
                         store(self.scores, (i, c.start), lanes, score)

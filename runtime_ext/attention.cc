@@ -87,6 +87,10 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
   RequireForward("attention");
   const Layer& layer = LayerAt(layer_id);
   const LayerConfig& config = layer.config;
+  if (config.is_mla()) {
+    Raise(kValueError, "layer ", layer_id,
+          " is an MLA layer: call append_mla_kv, self_attention and cross_attention");
+  }
   const int64_t num_rows = plan_.num_rows();
   CheckTensor("qkv", qkv,
               {num_rows, config.num_qo_heads + 2 * config.num_kv_heads, config.qk_head_dim},
@@ -193,6 +197,9 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
                                     ffi::Tensor v, ffi::Tensor o, ffi::Tensor lse) {
   RequireForward("self_attention");
   const Layer& layer = LayerAt(layer_id);
+  if (layer.config.is_mla()) {
+    return MLASelfAttention(&layers_[layer_id], sm_scale, q, k, v, o, lse);
+  }
   const LayerConfig& config = layer.config;
   const int64_t num_rows = plan_.num_rows();
   CheckTensor("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
@@ -220,6 +227,9 @@ void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Ten
                                      ffi::Tensor o, ffi::Tensor lse) {
   RequireForward("cross_attention");
   const Layer& layer = LayerAt(layer_id);
+  if (layer.config.is_mla()) {
+    return MLACrossAttention(&layers_[layer_id], sm_scale, q, o, lse);
+  }
   const LayerConfig& config = layer.config;
   const int64_t num_rows = plan_.num_rows();
   CheckTensor("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
@@ -242,8 +252,18 @@ ffi::Array<ffi::Tensor> PagedKVCacheObj::MergeAttention(ffi::Tensor o, ffi::Tens
   CheckTensor("lse", lse, {o.size(0), o.size(1)}, kFloat32);
   CheckTensor("o_other", o_other, {o.size(0), o.size(1), o.size(2)}, config_.dtype);
   CheckTensor("lse_other", lse_other, {o.size(0), o.size(1)}, kFloat32);
-  config_.kernel_sets[0].Get(KernelName::kMerge)(o, lse, o_other, lse_other);
+  MergeKernels(o.size(1), o.size(2)).Get(KernelName::kMerge)(o, lse, o_other, lse_other);
   return {o, lse};
+}
+
+const KernelSet& PagedKVCacheObj::MergeKernels(int64_t num_heads, int64_t width) const {
+  // The call names no layer, so it is the shape that tells whose kernel fits.
+  for (const Layer& layer : layers_) {
+    const LayerConfig& config = layer.config;
+    int64_t merged = config.original_v_head_dim ? config.original_v_head_dim : config.v_head_dim;
+    if (config.num_qo_heads == num_heads && merged == width) return KernelsOf(layer);
+  }
+  return config_.kernel_sets[0];  // which may take any shape, or refuse it
 }
 
 }  // namespace pagedkv

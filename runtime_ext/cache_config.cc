@@ -104,10 +104,10 @@ bool ParseAuxManager(const std::string& name, DLDevice device) {
 LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
   Fields fields(map, owner,
                 {"kind", "window", "num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim",
-                 "rope_theta", "rope_scale", "kernel_set"});
+                 "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_theta", "rope_scale",
+                 "kernel_set"});
   auto kind = fields.Get<std::string>("kind");
-  if (kind == "mla") Raise(kNotImplementedError, "MLA layers");
-  if (kind != "mha" && kind != "mha_sliding") {
+  if (kind != "mha" && kind != "mha_sliding" && kind != "mla") {
     Raise(kValueError, owner, "['kind'] must be one of mha, mha_sliding, mla; got '", kind, "'");
   }
   LayerConfig layer;
@@ -117,8 +117,12 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
   } else if (layer.window != 0) {
     Raise(kValueError, owner, "['window'] belongs to kind 'mha_sliding' only");
   }
+  layer.kind = kind == "mla" ? LayerKind::kMLA : LayerKind::kMHA;
   layer.num_qo_heads = fields.Get<int64_t>("num_qo_heads");
-  layer.num_kv_heads = fields.Get<int64_t>("num_kv_heads");
+  layer.num_kv_heads = layer.is_mla() ? fields.Find<int64_t>("num_kv_heads").value_or(1)
+                                      : fields.Get<int64_t>("num_kv_heads");
+  layer.original_qk_head_dim = fields.Find<int64_t>("mla_original_qk_head_dim").value_or(0);
+  layer.original_v_head_dim = fields.Find<int64_t>("mla_original_v_head_dim").value_or(0);
   layer.qk_head_dim = fields.Get<int64_t>("qk_head_dim");
   layer.v_head_dim = fields.Find<int64_t>("v_head_dim").value_or(layer.qk_head_dim);
   layer.rope_theta = fields.Find<double>("rope_theta").value_or(10000.0);
@@ -132,13 +136,18 @@ void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
   auto require = [&](KernelName name) {
     if (!kernels.Has(name)) missing += (missing.empty() ? "" : ", ") + std::string(ToString(name));
   };
-  if (!kernels.Has(KernelName::kRopeAppend)) {
-    require(KernelName::kTransposeAppend);
-    require(KernelName::kSplitRotary);
+  if (layer.is_mla()) {
+    require(KernelName::kTransposeAppendMLA);
+    require(KernelName::kMLAPrefill);
+  } else {
+    if (!kernels.Has(KernelName::kRopeAppend)) {
+      require(KernelName::kTransposeAppend);
+      require(KernelName::kSplitRotary);
+    }
+    require(layer.prefill());
+    require(layer.decode());
   }
-  for (KernelName name : {layer.prefill(), layer.decode(), KernelName::kCopySinglePage}) {
-    require(name);
-  }
+  require(KernelName::kCopySinglePage);
   if (!missing.empty()) Raise(kValueError, "the cache needs kernels that are missing: ", missing);
   if (layer.window > 0 && (kernels.IsStock(layer.prefill()) || kernels.IsStock(layer.decode()))) {
     Raise(kNotImplementedError, "layers with a sliding window over the stock cache's kernels");
@@ -183,21 +192,16 @@ void SetRotary(const ffi::AnyView& value, int64_t page_size, KernelSet* kernels)
 }
 
 KernelSet PositionalKernels(ffi::PackedArgs args, int64_t page_size) {
-  constexpr KernelName kFrom13[] = {
-      KernelName::kTransposeAppend,
-      KernelName::kTransposeAppendMLA,
-      KernelName::kPrefillRagged,
-      KernelName::kPrefill,
-      KernelName::kDecode,
-      KernelName::kPrefillSliding,
-      KernelName::kDecodeSliding,
-      KernelName::kTreePaged,
-      KernelName::kTree,
+  constexpr KernelName kFrom16[] = {
+      KernelName::kPrefill,       KernelName::kDecode,    KernelName::kPrefillSliding,
+      KernelName::kDecodeSliding, KernelName::kTreePaged, KernelName::kTree,
       KernelName::kMLAPrefill,
   };
   KernelSet kernels;
-  int index = 13;
-  for (KernelName name : kFrom13) kernels.Set(name, args[index++]);
+  kernels.Set(KernelName::kTransposeAppend, args[13]);
+  kernels.Set(KernelName::kTransposeAppendMLA, args[14]);
+  int index = 16;
+  for (KernelName name : kFrom16) kernels.Set(name, args[index++]);
   auto merge = Argument<ffi::Array<ffi::Any>>(args, 23, "merge functions");
   if (!merge.empty()) kernels.Set(KernelName::kMerge, merge.back());
   SetRotary(args[24], page_size, &kernels);
@@ -214,14 +218,74 @@ void CheckPositionalLayers(const ffi::Shape& layer_indptr, const ffi::Shape& kin
           layer_indptr[0], ", ", layer_indptr[1], "]");
   }
   for (int64_t kind : kinds) {
-    if (kind == 1) Raise(kNotImplementedError, "MLA layers");
     if (kind == 2) Raise(kNotImplementedError, "linear attention layers");
-    if (kind != 0 && kind != 3)
+    if (kind != 0 && kind != 1 && kind != 3) {
       Raise(kValueError, "argument 6 (attention kinds) has an unknown kind: ", kind);
+    }
+    // The arguments have room for the shape of one kind.
+    if ((kind == 1) != (kinds[0] == 1)) {
+      Raise(kNotImplementedError, "MHA and MLA layers in one positional call; use pagedkv.create");
+    }
+  }
+}
+
+/*! \brief Index 15: as all kernels; or, of MLA layers, [tag, function, qk head dim, v head dim]. */
+void SetRagged(const ffi::AnyView& value, LayerConfig* layer, KernelSet* kernels) {
+  auto array = value.as<ffi::Array<ffi::Any>>();
+  if (!layer->is_mla() || !array || array->size() != 4) {
+    kernels->Set(KernelName::kPrefillRagged, value);
+    return;
+  }
+  std::optional<int64_t> dims[] = {(*array)[2].try_cast<int64_t>(),
+                                   (*array)[3].try_cast<int64_t>()};
+  if (!dims[0] || !dims[1]) {
+    Raise(kTypeError, "argument 15 (prefill_ragged) must end in two head dims");
+  }
+  layer->original_qk_head_dim = *dims[0];
+  layer->original_v_head_dim = *dims[1];
+  ffi::Array<ffi::Any> tagged{(*array)[0], (*array)[1]};
+  kernels->Set(KernelName::kPrefillRagged, tagged);
+}
+
+void CheckLayer(const LayerConfig& layer) {
+  CheckRange("num_qo_heads", layer.num_qo_heads, 1, kMaxHeads);
+  CheckRange("num_kv_heads", layer.num_kv_heads, 1, kMaxHeads);
+  CheckRange("qk_head_dim", layer.qk_head_dim, 1, kMaxHeadDim);
+  if (layer.num_qo_heads % layer.num_kv_heads) {
+    Raise(kValueError, "num_qo_heads (", layer.num_qo_heads,
+          ") must be a multiple of num_kv_heads (", layer.num_kv_heads, ")");
+  }
+  if (layer.is_mla()) {
+    if (layer.num_kv_heads != 1) {
+      Raise(kValueError, "num_kv_heads of an MLA layer must be 1, got ", layer.num_kv_heads,
+            ": all query heads share the latent rows");
+    }
+    CheckRange("v_head_dim of an MLA layer", layer.v_head_dim, 1, layer.qk_head_dim);
+  } else if (layer.v_head_dim != layer.qk_head_dim) {
+    Raise(kValueError, "v_head_dim (", layer.v_head_dim, ") must equal qk_head_dim (",
+          layer.qk_head_dim, "): a page keeps K and V rows of one width");
+  }
+  const int64_t original_qk = layer.original_qk_head_dim, original_v = layer.original_v_head_dim;
+  CheckRange("mla_original_qk_head_dim", original_qk, 0, layer.is_mla() ? kMaxHeadDim : 0);
+  CheckRange("mla_original_v_head_dim", original_v, 0, layer.is_mla() ? kMaxHeadDim : 0);
+  if ((original_qk == 0) != (original_v == 0)) {
+    Raise(kValueError, "mla_original_qk_head_dim (", original_qk, ") and mla_original_v_head_dim (",
+          original_v, ") must be given together");
+  }
+  if (!(std::isfinite(layer.rope_theta) && layer.rope_theta > 0 &&
+        std::isfinite(layer.rope_scale) && layer.rope_scale > 0)) {
+    Raise(kValueError, "rope_theta and rope_scale must be positive, got ", layer.rope_theta,
+          " and ", layer.rope_scale);
   }
 }
 
 }  // namespace
+
+const char* ToString(LayerKind kind) { return kind == LayerKind::kMLA ? "mla" : "mha"; }
+
+const char* ToString(const LayerConfig& layer) {
+  return layer.window ? "mha_sliding" : ToString(layer.kind);
+}
 
 CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView& kernels,
                                    DLDevice device) {
@@ -290,13 +354,17 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   if (auto factors = args[11].as<ffi::Tensor>()) result.rope_ext_factors = *factors;
 
   LayerConfig layer;
+  layer.kind = kinds[0] == 1 ? LayerKind::kMLA : LayerKind::kMHA;
   layer.num_qo_heads = Argument<int64_t>(args, 2, "num_qo_heads");
-  layer.num_kv_heads = Argument<int64_t>(args, 3, "num_kv_heads");
+  // Models give the KV heads that they have before absorption.
+  layer.num_kv_heads = layer.is_mla() ? 1 : Argument<int64_t>(args, 3, "num_kv_heads");
   layer.qk_head_dim = Argument<int64_t>(args, 4, "qk_head_dim");
   layer.v_head_dim = Argument<int64_t>(args, 5, "v_head_dim");
   layer.rope_scale = Argument<double>(args, 9, "rope_scale");
   layer.rope_theta = Argument<double>(args, 10, "rope_theta");
   layer.kernel_set = 0;
+  KernelSet kernels = PositionalKernels(args, result.page_size);
+  SetRagged(args[15], &layer, &kernels);
   result.layers.assign(kinds.size(), layer);
   for (size_t i = 0; i < kinds.size(); ++i) {
     if (kinds[i] != 3) continue;
@@ -306,7 +374,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
     }
     result.layers[i].window = CheckRange("the layers' window", sizes[5], 1, kInt32Max);
   }
-  result.kernel_sets.push_back(PositionalKernels(args, result.page_size));
+  result.kernel_sets.push_back(std::move(kernels));
   result.Validate();
   return result;
 }
@@ -334,22 +402,7 @@ void CacheConfig::Validate() const {
   if (layers.empty()) Raise(kValueError, "a cache needs at least one layer");
   if (kernel_sets.empty()) Raise(kValueError, "a cache needs at least one set of kernels");
   for (const LayerConfig& layer : layers) {
-    CheckRange("num_qo_heads", layer.num_qo_heads, 1, kMaxHeads);
-    CheckRange("num_kv_heads", layer.num_kv_heads, 1, kMaxHeads);
-    CheckRange("qk_head_dim", layer.qk_head_dim, 1, kMaxHeadDim);
-    if (layer.num_qo_heads % layer.num_kv_heads) {
-      Raise(kValueError, "num_qo_heads (", layer.num_qo_heads,
-            ") must be a multiple of num_kv_heads (", layer.num_kv_heads, ")");
-    }
-    if (layer.v_head_dim != layer.qk_head_dim) {
-      Raise(kValueError, "v_head_dim (", layer.v_head_dim, ") must equal qk_head_dim (",
-            layer.qk_head_dim, "): a page keeps K and V rows of one width");
-    }
-    if (!(std::isfinite(layer.rope_theta) && layer.rope_theta > 0 &&
-          std::isfinite(layer.rope_scale) && layer.rope_scale > 0)) {
-      Raise(kValueError, "rope_theta and rope_scale must be positive, got ", layer.rope_theta,
-            " and ", layer.rope_scale);
-    }
+    CheckLayer(layer);
     CheckRange("kernel_set", layer.kernel_set, 0, static_cast<int64_t>(kernel_sets.size()) - 1);
     RequireKernels(layer, kernel_sets[layer.kernel_set]);
   }

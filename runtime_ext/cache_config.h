@@ -18,8 +18,17 @@ namespace pagedkv {
 
 enum class RopeMode : int { kNone = 0, kNormal = 1, kInline = 2 };
 
-/*! \brief One layer: a multi-head attention with `num_kv_heads` heads of K and V. */
+/*!
+ * \brief kMHA: `num_kv_heads` heads of K and V. kMLA: one latent row per position, which is K for
+ * all query heads and in its first `v_head_dim` columns V; `num_kv_heads` is 1.
+ */
+enum class LayerKind : int { kMHA, kMLA };
+
+/*! \brief The name by which users know the kind. */
+const char* ToString(LayerKind kind);
+
 struct LayerConfig {
+  LayerKind kind = LayerKind::kMHA;
   int64_t window = 0;  // positions that a row sees, its own included; 0: all
   int64_t num_qo_heads;
   int64_t num_kv_heads;
@@ -28,6 +37,13 @@ struct LayerConfig {
   double rope_theta;
   double rope_scale;
   int64_t kernel_set;  // index into CacheConfig::kernel_sets
+  // MLA: head dims before absorption; 0: unknown, or absorbed attention only.
+  int64_t original_qk_head_dim = 0;
+  int64_t original_v_head_dim = 0;
+
+  bool is_mla() const { return kind == LayerKind::kMLA; }
+  /*! \brief Rows that a slot holds: K and V of each head, or the latent row. */
+  int64_t rows_per_slot() const { return is_mla() ? 1 : 2 * num_kv_heads; }
 
   /*! \brief Layers of one shape and window have their pages in one group. */
   bool SharesGroupWith(const LayerConfig& other) const {
@@ -36,10 +52,14 @@ struct LayerConfig {
   KernelName prefill() const { return window ? KernelName::kPrefillSliding : KernelName::kPrefill; }
   KernelName decode() const { return window ? KernelName::kDecodeSliding : KernelName::kDecode; }
   bool HasShapeOf(const LayerConfig& other) const {
-    return num_qo_heads == other.num_qo_heads && num_kv_heads == other.num_kv_heads &&
-           qk_head_dim == other.qk_head_dim && v_head_dim == other.v_head_dim;
+    return kind == other.kind && num_qo_heads == other.num_qo_heads &&
+           num_kv_heads == other.num_kv_heads && qk_head_dim == other.qk_head_dim &&
+           v_head_dim == other.v_head_dim;
   }
 };
+
+/*! \brief The kind of the layer as users know it, with "mha_sliding" for a window. */
+const char* ToString(const LayerConfig& layer);
 
 struct CacheConfig {
   int64_t max_num_sequences;

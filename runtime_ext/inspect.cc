@@ -17,82 +17,71 @@ namespace pagedkv {
 using tvm::runtime::DeviceAPI;
 using StringMap = ffi::Map<ffi::String, ffi::Any>;
 
-void PagedKVCacheObj::CheckUniformLayers(const char* what) const {
-  auto differs = [&](const Group& g) { return !g.shape.HasShapeOf(groups_[0].shape); };
-  if (std::any_of(groups_.begin(), groups_.end(), differs)) {
-    Raise(kValueError, what,
-          " takes all layers in one tensor, but the layers of this cache differ "
-          "in their heads");
+int64_t PagedKVCacheObj::CountUniformLayers(LayerKind kind, const char* what) const {
+  int64_t count = 0;
+  for (const Layer& layer : layers_) {
+    if (layer.config.kind != kind) continue;
+    ++count;
+    if (!layer.config.HasShapeOf(ShapeOf(kind))) {
+      Raise(kValueError, what, " takes all ", ToString(kind),
+            " layers in one tensor, but those of this cache differ in their heads");
+    }
   }
+  if (count == 0) Raise(kValueError, what, " needs layers of kind ", ToString(kind));
+  return count;
+}
+
+const LayerConfig& PagedKVCacheObj::ShapeOf(LayerKind kind) const {
+  return std::find_if(layers_.begin(), layers_.end(),
+                      [&](const Layer& layer) { return layer.config.kind == kind; })
+      ->config;
+}
+
+void PagedKVCacheObj::CheckPositions(const Sequence& sequence, int64_t begin, int64_t end) const {
+  if (begin < 0 || begin > end || end > sequence.length) {
+    Raise(kValueError, "positions [", begin, ", ", end, ") are not within the ", sequence.length,
+          " of sequence ", sequence.id);
+  }
+  if (begin < end) table_.RequireKept(sequence, begin);
 }
 
 /*! \brief Calls visit(layer, plane, row offset in K or V, row offset in the pages), in bytes. */
 template <typename Visitor>
-void PagedKVCacheObj::VisitRows(const Sequence& sequence, int64_t begin, int64_t end,
-                                Visitor visit) const {
+void PagedKVCacheObj::VisitRows(LayerKind kind, const Sequence& sequence, int64_t begin,
+                                int64_t end, Visitor visit) const {
   const int64_t page_size = config_.page_size;
-  for (size_t l = 0; l < layers_.size(); ++l) {
-    const Layer& layer = layers_[l];
+  int64_t l = 0;  // among the layers of this kind
+  for (const Layer& layer : layers_) {
+    if (layer.config.kind != kind) continue;
     const int64_t num_heads = layer.config.num_kv_heads;
+    const int64_t num_planes = layer.config.rows_per_slot() / num_heads;
     const int64_t row_bytes = layer.config.qk_head_dim * config_.kv_dtype.bits / 8;
     for (int64_t position = begin; position < end; ++position) {
       int64_t index = position / page_size - sequence.first_pages[layer.group];
       int64_t page = sequence.pages[layer.group][index];
-      int64_t row = (static_cast<int64_t>(l) * (end - begin) + position - begin) * num_heads;
+      int64_t row = (l * (end - begin) + position - begin) * num_heads;
       for (int64_t head = 0; head < num_heads; ++head) {
-        for (int64_t plane = 0; plane < 2; ++plane) {
+        for (int64_t plane = 0; plane < num_planes; ++plane) {
           int64_t paged_row =
-              ((page * 2 + plane) * num_heads + head) * page_size + position % page_size;
+              ((page * num_planes + plane) * num_heads + head) * page_size + position % page_size;
           visit(layer, plane, (row + head) * row_bytes, paged_row * row_bytes, row_bytes);
         }
       }
     }
+    ++l;
   }
 }
 
-void PagedKVCacheObj::DebugGetKV(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor k,
-                                 ffi::Tensor v) {
-  CheckUniformLayers("debug_get_kv");
-  const Sequence& sequence = table_.At(sequence_id);
-  if (begin < 0 || begin > end || end > sequence.length) {
-    Raise(kValueError, "positions [", begin, ", ", end, ") are not within the ", sequence.length,
-          " of sequence ", sequence_id);
-  }
-  if (begin < end) table_.RequireKept(sequence, begin);
-  const LayerConfig& shape = groups_[0].shape;
-  const auto num_layers = static_cast<int64_t>(layers_.size());
-  CheckTensor("k", k, {num_layers, end - begin, shape.num_kv_heads, shape.qk_head_dim},
-              config_.kv_dtype);
-  CheckTensor("v", v, {num_layers, end - begin, shape.num_kv_heads, shape.v_head_dim},
-              config_.kv_dtype);
-  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
-  VisitRows(sequence, begin, end,
-            [&](const Layer& layer, int64_t plane, int64_t offset, int64_t paged, int64_t bytes) {
-              CopyBytes(layer.pages, paged, plane == 0 ? k : v, offset, bytes, stream);
-            });
-}
-
-void PagedKVCacheObj::DebugSetKV(int64_t sequence_id, int64_t begin, ffi::Tensor k, ffi::Tensor v) {
-  RequireIdle("debug_set_kv");
-  CheckUniformLayers("debug_set_kv");
-  Sequence& sequence = table_.At(sequence_id);
-  if (!k.defined() || k.ndim() != 4) Raise(kValueError, "k must be a tensor with 4 dimensions");
-  const int64_t count = k.size(1);
-  if (begin < 0 || begin > sequence.length || count > sequence.length - begin) {
-    Raise(kValueError, count, " positions from ", begin, " are not within the ", sequence.length,
-          " of sequence ", sequence_id);
-  }
-  const LayerConfig& shape = groups_[0].shape;
-  const auto num_layers = static_cast<int64_t>(layers_.size());
-  CheckTensor("k", k, {num_layers, count, shape.num_kv_heads, shape.qk_head_dim}, config_.kv_dtype);
-  CheckTensor("v", v, {num_layers, count, shape.num_kv_heads, shape.v_head_dim}, config_.kv_dtype);
+/*! \brief As VisitRows, after the pages that are shared with other sequences were copied. */
+template <typename Visitor>
+void PagedKVCacheObj::WriteRows(LayerKind kind, Sequence* sequence, int64_t begin, int64_t count,
+                                Visitor visit) {
   if (count == 0) return;
-  table_.RequireKept(sequence, begin);
-
+  table_.RequireKept(*sequence, begin);
   phase_ = Phase::kPlanning;
   std::vector<PageCopy> copies;
   try {
-    copies = table_.AcquireCopies(&sequence, begin, begin + count);
+    copies = table_.AcquireCopies(sequence, begin, begin + count);
     CopyPages(copies);
   } catch (...) {
     table_.ReleaseCopies(copies);
@@ -102,10 +91,76 @@ void PagedKVCacheObj::DebugSetKV(int64_t sequence_id, int64_t begin, ffi::Tensor
   table_.CommitCopies(copies);
   num_page_copies_ += static_cast<int64_t>(copies.size());
   phase_ = Phase::kIdle;
+  VisitRows(kind, *sequence, begin, begin + count, visit);
+}
+
+void PagedKVCacheObj::DebugGetKV(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor k,
+                                 ffi::Tensor v) {
+  const int64_t num_layers = CountUniformLayers(LayerKind::kMHA, "debug_get_kv");
+  const Sequence& sequence = table_.At(sequence_id);
+  CheckPositions(sequence, begin, end);
+  const LayerConfig& shape = ShapeOf(LayerKind::kMHA);
+  CheckTensor("k", k, {num_layers, end - begin, shape.num_kv_heads, shape.qk_head_dim},
+              config_.kv_dtype);
+  CheckTensor("v", v, {num_layers, end - begin, shape.num_kv_heads, shape.v_head_dim},
+              config_.kv_dtype);
   void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
-  VisitRows(sequence, begin, begin + count,
+  VisitRows(LayerKind::kMHA, sequence, begin, end,
+            [&](const Layer& layer, int64_t plane, int64_t offset, int64_t paged, int64_t bytes) {
+              CopyBytes(layer.pages, paged, plane == 0 ? k : v, offset, bytes, stream);
+            });
+}
+
+void PagedKVCacheObj::DebugGetKVMLA(int64_t sequence_id, int64_t begin, int64_t end,
+                                    ffi::Tensor kv) {
+  const int64_t num_layers = CountUniformLayers(LayerKind::kMLA, "debug_get_kv_mla");
+  const Sequence& sequence = table_.At(sequence_id);
+  CheckPositions(sequence, begin, end);
+  CheckTensor("kv", kv, {num_layers, end - begin, ShapeOf(LayerKind::kMLA).qk_head_dim},
+              config_.kv_dtype);
+  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  VisitRows(LayerKind::kMLA, sequence, begin, end,
+            [&](const Layer& layer, int64_t, int64_t offset, int64_t paged, int64_t bytes) {
+              CopyBytes(layer.pages, paged, kv, offset, bytes, stream);
+            });
+}
+
+void PagedKVCacheObj::DebugSetKV(int64_t sequence_id, int64_t begin, ffi::Tensor k, ffi::Tensor v) {
+  RequireIdle("debug_set_kv");
+  const int64_t num_layers = CountUniformLayers(LayerKind::kMHA, "debug_set_kv");
+  Sequence& sequence = table_.At(sequence_id);
+  if (!k.defined() || k.ndim() != 4) Raise(kValueError, "k must be a tensor with 4 dimensions");
+  const int64_t count = k.size(1);
+  if (begin < 0 || begin > sequence.length || count > sequence.length - begin) {
+    Raise(kValueError, count, " positions from ", begin, " are not within the ", sequence.length,
+          " of sequence ", sequence_id);
+  }
+  const LayerConfig& shape = ShapeOf(LayerKind::kMHA);
+  CheckTensor("k", k, {num_layers, count, shape.num_kv_heads, shape.qk_head_dim}, config_.kv_dtype);
+  CheckTensor("v", v, {num_layers, count, shape.num_kv_heads, shape.v_head_dim}, config_.kv_dtype);
+  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  WriteRows(LayerKind::kMHA, &sequence, begin, count,
             [&](const Layer& layer, int64_t plane, int64_t offset, int64_t paged, int64_t bytes) {
               CopyBytes(plane == 0 ? k : v, offset, layer.pages, paged, bytes, stream);
+            });
+}
+
+void PagedKVCacheObj::DebugSetKVMLA(int64_t sequence_id, int64_t begin, ffi::Tensor kv) {
+  RequireIdle("debug_set_kv_mla");
+  const int64_t num_layers = CountUniformLayers(LayerKind::kMLA, "debug_set_kv_mla");
+  Sequence& sequence = table_.At(sequence_id);
+  if (!kv.defined() || kv.ndim() != 3) Raise(kValueError, "kv must be a tensor with 3 dimensions");
+  const int64_t count = kv.size(1);
+  if (begin < 0 || begin > sequence.length || count > sequence.length - begin) {
+    Raise(kValueError, count, " positions from ", begin, " are not within the ", sequence.length,
+          " of sequence ", sequence_id);
+  }
+  CheckTensor("kv", kv, {num_layers, count, ShapeOf(LayerKind::kMLA).qk_head_dim},
+              config_.kv_dtype);
+  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  WriteRows(LayerKind::kMLA, &sequence, begin, count,
+            [&](const Layer& layer, int64_t, int64_t offset, int64_t paged, int64_t bytes) {
+              CopyBytes(kv, offset, layer.pages, paged, bytes, stream);
             });
 }
 
@@ -146,13 +201,15 @@ StringMap PagedKVCacheObj::Stats() const {
 StringMap PagedKVCacheObj::Describe() const {
   ffi::Array<ffi::Any> layers;
   for (const Layer& layer : layers_) {
-    layers.push_back(StringMap{{"kind", ffi::String(layer.config.window ? "mha_sliding" : "mha")},
+    layers.push_back(StringMap{{"kind", ffi::String(ToString(layer.config))},
                                {"window", layer.config.window},
                                {"group", layer.group},
                                {"num_qo_heads", layer.config.num_qo_heads},
                                {"num_kv_heads", layer.config.num_kv_heads},
                                {"qk_head_dim", layer.config.qk_head_dim},
                                {"v_head_dim", layer.config.v_head_dim},
+                               {"mla_original_qk_head_dim", layer.config.original_qk_head_dim},
+                               {"mla_original_v_head_dim", layer.config.original_v_head_dim},
                                {"rope_theta", layer.config.rope_theta},
                                {"rope_scale", layer.config.rope_scale},
                                {"kernel_set", layer.config.kernel_set}});
@@ -222,7 +279,7 @@ void PagedKVCacheObj::PoisonFreePages() {
     for (int64_t l : groups_[g].layers) {
       const Layer& layer = layers_[l];
       const int64_t row_bytes = layer.config.qk_head_dim * config_.kv_dtype.bits / 8;
-      const int64_t num_heads = 2 * layer.config.num_kv_heads;  // of K, then of V
+      const int64_t num_heads = layer.config.rows_per_slot();  // of K, then of V; or the latent one
       auto* data = static_cast<char*>(layer.pages.data_ptr());
       for (size_t page = 0; page < num_valid.size(); ++page) {
         for (int64_t head = 0; head < num_heads; ++head) {

@@ -75,9 +75,10 @@ std::vector<PagedKVCacheObj::Layer> PagedKVCacheObj::MakeLayers() {
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (int64_t i : groups_[g].layers) {
       const LayerConfig& layer = config_.layers[i];
-      ffi::Tensor pages = AllocateTensor(
-          {config_.NumPages(layer), 2, layer.num_kv_heads, config_.page_size, layer.qk_head_dim},
-          config_.kv_dtype, config_.device, allocated_bytes_);
+      std::vector<int64_t> shape{config_.NumPages(layer), config_.page_size, layer.qk_head_dim};
+      if (!layer.is_mla()) shape.insert(shape.begin() + 1, {2, layer.num_kv_heads});
+      ffi::Tensor pages =
+          AllocateTensor(ffi::Shape(shape), config_.kv_dtype, config_.device, allocated_bytes_);
       layers[i] = {layer, static_cast<int32_t>(g), std::move(pages)};
     }
   }
@@ -87,11 +88,13 @@ std::vector<PagedKVCacheObj::Layer> PagedKVCacheObj::MakeLayers() {
 void PagedKVCacheObj::AllocateWorkspaces() {
   int64_t q_width = 0, kv_width = 0, num_qo_heads = 0;
   for (const LayerConfig& layer : config_.layers) {
+    if (layer.is_mla()) continue;  // its kernels take and give the tensors of the model
     q_width = std::max(q_width, layer.num_qo_heads * layer.qk_head_dim);
     kv_width = std::max(kv_width, layer.num_kv_heads * layer.qk_head_dim);
     num_qo_heads = std::max(num_qo_heads, layer.num_qo_heads);
   }
   auto allocate = [&](int64_t row_bytes) {
+    if (row_bytes == 0) return ffi::Tensor();
     return AllocateTensor({config_.prefill_chunk_size * row_bytes}, kByte, config_.device,
                           allocated_bytes_);
   };
@@ -252,6 +255,7 @@ void PagedKVCacheObj::FillArrays() {
 
 void PagedKVCacheObj::SetWorkspaceViews() {
   for (Group& group : groups_) {
+    if (group.shape.is_mla()) continue;
     group.q.Set(q_workspace_, 0, plan_.num_rows());
     group.k.Set(k_workspace_, 0, plan_.num_rows());
     group.v.Set(v_workspace_, 0, plan_.num_rows());

@@ -59,12 +59,16 @@ class PagedKVCacheObj : public ffi::Object {
                      ffi::Tensor o, ffi::Tensor lse);
   void CrossAttention(int64_t layer, double sm_scale, ffi::Tensor q, ffi::Tensor o,
                       ffi::Tensor lse);
+  void AppendMLAKV(int64_t layer, ffi::Tensor kv);
   ffi::Array<ffi::Tensor> MergeAttention(ffi::Tensor o, ffi::Tensor lse, ffi::Tensor o_other,
                                          ffi::Tensor lse_other);
 
   // From outside.
   void DebugGetKV(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor k, ffi::Tensor v);
   void DebugSetKV(int64_t sequence_id, int64_t begin, ffi::Tensor k, ffi::Tensor v);
+  // Of the MLA layers, where the two above are of the MHA layers.
+  void DebugGetKVMLA(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor kv);
+  void DebugSetKVMLA(int64_t sequence_id, int64_t begin, ffi::Tensor kv);
   ffi::Map<ffi::String, ffi::Any> Stats() const;
   ffi::Map<ffi::String, ffi::Any> Describe() const;
   ffi::Shape SequenceIds() const;
@@ -103,7 +107,11 @@ class PagedKVCacheObj : public ffi::Object {
   struct Layer {
     LayerConfig config;
     int32_t group;
-    ffi::Tensor pages;  // [NumPages(config), 2, num_kv_heads, page_size, head_dim]
+    ffi::Tensor pages;  // [NumPages, 2, num_kv_heads, page_size, head_dim], or without 2 and heads
+    // MLA: the last step, counted by num_forwards_, in which each of these was called.
+    int64_t last_append = 0;
+    int64_t last_self_attention = 0;
+    int64_t last_whole_attention = 0;  // a cross_attention that covered the step's rows
   };
   /*! \brief The page table of a group, as a kernel takes it. */
   struct PageArrays {
@@ -145,10 +153,22 @@ class PagedKVCacheObj : public ffi::Object {
 
   static std::vector<int32_t> NumPages(const CacheConfig& config, const std::vector<Group>& groups);
   static std::vector<int64_t> Windows(const std::vector<Group>& groups);
-  void CheckUniformLayers(const char* what) const;
   void CheckGroup(int64_t group) const;
+  Layer& MLALayerAt(int64_t layer, const char* what);
+  void MLASelfAttention(Layer* layer, double sm_scale, const ffi::Tensor& q, const ffi::Tensor& k,
+                        const ffi::Tensor& v, const ffi::Tensor& o, const ffi::Tensor& lse);
+  void MLACrossAttention(Layer* layer, double sm_scale, const ffi::Tensor& q, const ffi::Tensor& o,
+                         const ffi::Tensor& lse);
+  const KernelSet& MergeKernels(int64_t num_heads, int64_t width) const;
+
+  int64_t CountUniformLayers(LayerKind kind, const char* what) const;
+  const LayerConfig& ShapeOf(LayerKind kind) const;
+  void CheckPositions(const Sequence& sequence, int64_t begin, int64_t end) const;
   template <typename Visitor>
-  void VisitRows(const Sequence& sequence, int64_t begin, int64_t end, Visitor visit) const;
+  void VisitRows(LayerKind kind, const Sequence& sequence, int64_t begin, int64_t end,
+                 Visitor visit) const;
+  template <typename Visitor>
+  void WriteRows(LayerKind kind, Sequence* sequence, int64_t begin, int64_t count, Visitor visit);
 
   CacheConfig config_;
   ByteCounter allocated_bytes_;

@@ -92,6 +92,12 @@ void OverrideCreate() {
   ffi::Function::SetGlobal(name, ffi::Function::FromPacked(create), /*override=*/true);
 }
 
+/*! \brief Returns the cache, so that a model can order what follows after it. */
+PagedKVCache AppendMLAKV(PagedKVCache cache, int64_t layer, ffi::Tensor kv) {
+  Translate([&] { (*cache.get()).AppendMLAKV(layer, std::move(kv)); });
+  return cache;
+}
+
 void OverrideStockNames() {
   using Cache = PagedKVCacheObj;
   OverrideCreate();
@@ -118,10 +124,10 @@ void OverrideStockNames() {
   OverrideMethod(cache + "cross_attention", &Cache::CrossAttention);
   OverrideMethod(cache + "merge_attn_output_inplace", &Cache::MergeAttention);
   OverrideMethod(cache + "debug_get_kv", &Cache::DebugGetKV);
+  OverrideMethod(cache + "debug_get_kv_mla", &Cache::DebugGetKVMLA);
+  Override(cache + "append_mla_kv", ffi::Function::FromTyped(AppendMLAKV));
 
   Override(cache + "attention_with_shared_kv", NotImplemented("attention over shared K and V"));
-  Override(cache + "append_mla_kv", NotImplemented("MLA layers"));
-  Override(cache + "debug_get_kv_mla", NotImplemented("MLA layers"));
   for (const char* name : {"get_checkpoint_metadata", "get_layout_hash", "export_page_group",
                            "prepare_import", "import_page_group", "finish_import"}) {
     Override(cache + name, NotImplemented("checkpoints of sequences"));
@@ -152,6 +158,7 @@ void DefineOwnNames() {
   define("first_position", FromMethod(&Cache::FirstPosition));
   define("check_integrity", FromMethod(&Cache::CheckIntegrity));
   define("debug_set_kv", FromMethod(&Cache::DebugSetKV));
+  define("debug_set_kv_mla", FromMethod(&Cache::DebugSetKVMLA));
   define("poison_free_pages", FromMethod(&Cache::PoisonFreePages));
   define("shuffle_free_pages", FromMethod(&Cache::ShuffleFreePages));
 }

@@ -101,7 +101,21 @@ def merge(o, lse, o_other, lse_other):
 
 def copy_single_page(pages, source, destination, length):
     pages = view(pages)
-    pages[destination, :, :, :length] = pages[source, :, :, :length]
+    pages[destination, ..., :length, :] = pages[source, ..., :length, :]
+
+
+def transpose_append_mla(pages, kv, position_map):
+    pages, slots = view(pages), view(position_map)
+    pages.reshape(-1, pages.shape[2])[slots[slots >= 0]] = view(kv)[slots >= 0]
+
+
+def mla_prefill(
+    q, q_indptr, pages, page_indptr, page_values, length_info, o, lse, causal, sm_scale
+):
+    view(o)[...], view(lse)[...] = reference.mla_paged_attention(
+        view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values),
+        view(length_info), view(o).shape[2], sm_scale, causal=bool(causal),
+    )  # fmt: skip
 
 
 KERNELS: dict[str, Callable] = {
@@ -115,8 +129,23 @@ KERNELS: dict[str, Callable] = {
     "decode_sliding": decode,
     "copy_single_page": copy_single_page,
 }
+MLA_KERNELS: dict[str, Callable] = {
+    "transpose_append_mla": transpose_append_mla,
+    "mla_prefill": mla_prefill,
+    "prefill_ragged": prefill_ragged,
+    "merge": merge,
+    "copy_single_page": copy_single_page,
+}
 
 LAYER = {"kind": "mha", "num_qo_heads": 4, "num_kv_heads": 2, "qk_head_dim": 8}
+MLA_LAYER = {
+    "kind": "mla",
+    "num_qo_heads": 4,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "mla_original_qk_head_dim": 16,
+    "mla_original_v_head_dim": 8,
+}
 
 
 def make_config(num_layers: int = 2, layers: list | None = None, **fields: Any) -> dict[str, Any]:
@@ -153,12 +182,17 @@ def shuffle(cache: pkv.KVCache, seed: int) -> None:
 def snapshot(cache: pkv.KVCache, seq_ids) -> dict[str, Any]:
     """All that a failed call must leave alone."""
     groups = range(len(cache.stats()["groups"]))
-    shapes = {(x["num_kv_heads"], x["qk_head_dim"]) for x in cache.description["layers"]}
+    layers = cache.description["layers"]
+    shapes = {(x["kind"] == "mla", x["num_kv_heads"], x["qk_head_dim"]) for x in layers}
     state: dict[str, Any] = {"stats": cache.stats(), "in_forward": cache.is_in_forward()}
     for seq_id in seq_ids:
         tables = [cache.page_table(seq_id, group) for group in groups]
         first = [cache.first_position(seq_id, group) for group in groups]
-        kv = cache.debug_get_kv(seq_id, max(first)) if len(shapes) == 1 else []
-        rows = [x.numpy().tobytes() for x in kv]
+        rows = []
+        if len(shapes) == 1:
+            is_mla = layers[0]["kind"] == "mla"
+            get = cache.debug_get_kv_mla if is_mla else cache.debug_get_kv
+            kv = get(seq_id, max(first))
+            rows = [x.numpy().tobytes() for x in ([kv] if is_mla else kv)]
         state[seq_id] = cache.sequence_length(seq_id), tables, first, rows
     return state

@@ -417,13 +417,13 @@ class ReferenceCache:
     def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
         end = self.length(parent_id) if fork_pos == -1 else fork_pos
         self.sequences[child_id] = [
-            None if kv is None else (kv[0][:end], kv[1][:end]) for kv in self.sequences[parent_id]
+            None if kv is None else tuple(x[:end] for x in kv) for kv in self.sequences[parent_id]
         ]
 
     def pop_n(self, seq_id: int, n: int) -> None:
         end = self.length(seq_id) - n
         self.sequences[seq_id] = [
-            None if kv is None else (kv[0][:end], kv[1][:end]) for kv in self.sequences[seq_id]
+            None if kv is None else tuple(x[:end] for x in kv) for kv in self.sequences[seq_id]
         ]
 
     def length(self, seq_id: int, layer: int = 0) -> int:
@@ -459,6 +459,51 @@ class ReferenceCache:
                 k = rotate(k, np.arange(total), self.rope)
             mask = causal_mask(num_rows, total, self.windows[layer])
             o, lse = attention(q, k, v, mask, sm_scale)
+            outputs.append(o)
+            lses.append(lse)
+        return np.concatenate(outputs), np.concatenate(lses)
+
+
+class ReferenceLatentCache(ReferenceCache):
+    """A cache of MLA layers: per sequence and layer the latent rows."""
+
+    def append(self, layer, seq_ids, append_lengths, latent) -> None:
+        """Append this step's rows of ``latent [T, D]``."""
+        start = 0
+        for seq_id, num_rows in zip(seq_ids, append_lengths, strict=True):
+            rows = np.asarray(latent[start : start + num_rows]).astype(self.kv_dtype)
+            held = self.sequences[seq_id][layer]
+            start += num_rows
+            rows = rows if held is None else np.concatenate([held[0], rows])
+            self.sequences[seq_id][layer] = (rows,)
+
+    def latent(self, seq_id: int, layer: int) -> np.ndarray:
+        """Latent rows ``[length, D]`` as the pages hold them."""
+        return self.sequences[seq_id][layer][0]
+
+    def absorbed(self, layer, seq_ids, append_lengths, q, v_head_dim, sm_scale, with_step=True):
+        """Absorbed attention after `append`, to all that each row sees or to the past alone."""
+        outputs, lses, start = [], [], 0
+        for seq_id, num_rows in zip(seq_ids, append_lengths, strict=True):
+            latent = self.latent(seq_id, layer)
+            mask = causal_mask(num_rows, len(latent))
+            if not with_step:
+                mask = np.broadcast_to(np.arange(len(latent)) < len(latent) - num_rows, mask.shape)
+            q_rows = q[start : start + num_rows]
+            start += num_rows
+            o, lse = mla_absorbed(q_rows, latent, v_head_dim, mask, sm_scale)
+            outputs.append(o)
+            lses.append(lse)
+        return np.concatenate(outputs), np.concatenate(lses)
+
+    def non_absorbed(self, layer, seq_ids, append_lengths, q, w_k, w_v, sm_scale):
+        """Attention of ``q [T, Hq, Dnope + Dkpe]`` before absorption, to all that each row sees."""
+        outputs, lses, start = [], [], 0
+        for seq_id, num_rows in zip(seq_ids, append_lengths, strict=True):
+            k, v = mla_expand(self.latent(seq_id, layer), w_k, w_v)
+            q_rows = q[start : start + num_rows]
+            start += num_rows
+            o, lse = attention(q_rows, k, v, causal_mask(num_rows, len(k)), sm_scale)
             outputs.append(o)
             lses.append(lse)
         return np.concatenate(outputs), np.concatenate(lses)

@@ -11,7 +11,7 @@ from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 
-from .python_kernels import KERNELS, LAYER, make_cache, make_config, snapshot
+from .python_kernels import KERNELS, LAYER, MLA_LAYER, make_cache, make_config, snapshot
 
 HEADS, DIM = 8, 8
 STATE, CACHE = "vm.builtin.kv_state_", "vm.builtin.attention_kv_cache_"
@@ -102,7 +102,8 @@ OUTSIDE = {
         "shared",
         lambda c: c.attention_with_shared_kv(0, *np.ones((3, 1, 4, DIM), "float32"), 1.0),
     ),
-    "mla": (NotImplementedError, "MLA", lambda c: c.append_mla_kv(0, np.ones((1, 8), "float32"))),
+    "mla": (ValueError, "append_mla", lambda c: c.append_mla_kv(0, np.ones((1, 8), "float32"))),
+    "get_mla": (ValueError, "layers of kind mla", lambda c: c.debug_get_kv_mla(0)),
     "save": (NotImplementedError, "checkpoint", lambda c: c.save(0)),
     "group": (IndexError, "group 1", lambda c: c.page_table(0, 1)),
     "metadata": (
@@ -286,7 +287,27 @@ CREATION = {
         "window must be between 1",
         {"layers": [{**LAYER, "kind": "mha_sliding", "window": 0}]},
     ),
-    "mla": (NotImplementedError, "MLA", {"layers": [{**LAYER, "kind": "mla"}]}),
+    "mla_heads": (ValueError, "must be 1, got 2", {"layers": [{**LAYER, "kind": "mla"}]}),
+    "mla_v_head_dim": (
+        ValueError,
+        "v_head_dim of an MLA layer",
+        {"layers": [{**MLA_LAYER, "v_head_dim": 32}]},
+    ),
+    "mla_one_original_dim": (
+        ValueError,
+        "given together",
+        {"layers": [{**MLA_LAYER, "mla_original_v_head_dim": 0}]},
+    ),
+    "mla_dims_of_mha": (
+        ValueError,
+        "mla_original_qk_head_dim",
+        {"layers": [{**LAYER, "mla_original_qk_head_dim": 8}]},
+    ),
+    "mla_kernels": (
+        ValueError,
+        "missing: transpose_append_mla, mla_prefill",
+        {"layers": [MLA_LAYER]},
+    ),
     "kind": (ValueError, "must be one of mha", {"layers": [{**LAYER, "kind": "linear"}]}),
     "window": (ValueError, "belongs to kind", {"layers": [{**LAYER, "window": 4}]}),
     "heads": (ValueError, "multiple", {"layers": [{**LAYER, "num_kv_heads": 3}]}),

@@ -11,7 +11,16 @@ import pytest
 import tvm_pagedkv as pkv
 
 from . import reference
-from .python_kernels import KERNELS, LAYER, make_cache, poison, shuffle, snapshot
+from .python_kernels import (
+    KERNELS,
+    LAYER,
+    MLA_KERNELS,
+    MLA_LAYER,
+    make_cache,
+    poison,
+    shuffle,
+    snapshot,
+)
 
 DIM, CHUNK, MAX_SEQUENCES = 4, 12, 6
 SHAPE = {**LAYER, "num_qo_heads": 2, "num_kv_heads": 1, "qk_head_dim": DIM}
@@ -49,6 +58,8 @@ class KeptPositions:
 class Driver:
     """Draws operations and applies each to the cache and to the reference."""
 
+    kernels, reference_class = KERNELS, reference.ReferenceCache
+
     def __init__(self, seed: int, page_size: int, aux_manager: str, windows: tuple[int, ...]):
         self.rng = np.random.default_rng(seed)
         self.page_size, self.num_layers = page_size, len(windows)
@@ -57,17 +68,20 @@ class Driver:
         self.kept = [KeptPositions(window, page_size) for window in dict.fromkeys(windows)]
         self.copy_fails = False
         self.cache = make_cache(
-            {"copy_single_page": self.copy_single_page},
-            layers=[layer_of(window) for window in windows],
+            {**self.kernels, "copy_single_page": self.copy_single_page},
+            layers=[self.layer_of(window) for window in windows],
             max_num_sequences=MAX_SEQUENCES,
             max_total_tokens=self.max_total_tokens,
             prefill_chunk_size=CHUNK,
             page_size=page_size,
             aux_manager=aux_manager,
         )
-        self.expected = reference.ReferenceCache(len(windows), np.dtype("float32"), windows=windows)
+        self.expected = self.reference_class(len(windows), np.dtype("float32"), windows=windows)
         self.next_id = 0
         self.counts: dict[str, int] = {}
+
+    def layer_of(self, window: int) -> dict:
+        return layer_of(window)
 
     def copy_single_page(self, *args) -> None:
         if self.copy_fails:
@@ -163,13 +177,17 @@ class Driver:
             self.make_room()
             return
         for layer in range(self.num_layers):
-            qkv = self.rng.standard_normal((sum(lengths), 4, DIM)).astype("float32")
-            out = self.cache.attention(layer, qkv).numpy()
-            o, _ = self.expected.attention(layer, batch, lengths, qkv, 1, DIM**-0.5)
-            reference.assert_close(out, o, "float32", f"{batch} {lengths} layer {layer}")
+            self.attend(layer, batch, lengths)
         self.cache.check_integrity()
         self.cache.end_forward()
         self.slide(batch)
+
+    def attend(self, layer: int, batch: list[int], lengths: list[int]) -> None:
+        """Append and attend in one layer."""
+        qkv = self.rng.standard_normal((sum(lengths), 4, DIM)).astype("float32")
+        out = self.cache.attention(layer, qkv).numpy()
+        o, _ = self.expected.attention(layer, batch, lengths, qkv, 1, DIM**-0.5)
+        reference.assert_close(out, o, "float32", f"{batch} {lengths} layer {layer}")
 
     def slide(self, batch: list[int]) -> None:
         for kept in self.kept:
@@ -196,14 +214,24 @@ class Driver:
         first = max(kept.first[seq_id] for kept in self.kept)
         begin = int(self.rng.integers(min(first, length), length + 1))
         end = int(self.rng.integers(begin, length + 1))
+        with suppress(pkv.CacheFullError):
+            written = self.set_rows(seq_id, begin, end)
+            for layer in range(self.num_layers):
+                rows = [x.copy() for x in self.expected.sequences[seq_id][layer]]
+                for row, new in zip(rows, written, strict=True):
+                    row[begin:end] = new[layer]
+                self.expected.sequences[seq_id][layer] = tuple(rows)
+
+    def set_rows(self, seq_id: int, begin: int, end: int) -> tuple[np.ndarray, ...]:
+        """Write random rows and return them, each ``[num_layers, end - begin, ...]``."""
         shape = (2, self.num_layers, end - begin, 1, DIM)
         k, v = self.rng.standard_normal(shape).astype("float32")
-        with suppress(pkv.CacheFullError):
-            self.cache.debug_set_kv(seq_id, begin, k, v)
-            for layer in range(self.num_layers):
-                rows = [x.copy() for x in self.expected.kv(seq_id, layer)]
-                rows[0][begin:end], rows[1][begin:end] = k[layer], v[layer]
-                self.expected.sequences[seq_id][layer] = tuple(rows)
+        self.cache.debug_set_kv(seq_id, begin, k, v)
+        return k, v
+
+    def get_rows(self, seq_id: int, begin: int) -> tuple[np.ndarray, ...]:
+        """Rows of a sequence from `begin` on."""
+        return tuple(x.numpy() for x in self.cache.debug_get_kv(seq_id, begin))
 
     # Calls that fail.
 
@@ -301,15 +329,48 @@ class Driver:
     def check_rows(self) -> None:
         for seq_id in self.ids:
             begin = max(kept.first[seq_id] for kept in self.kept)
-            k, v = (x.numpy() for x in self.cache.debug_get_kv(seq_id, begin))
+            actual = self.get_rows(seq_id, begin)
             for layer in range(self.num_layers):
-                rows = self.expected.kv(seq_id, layer)
+                rows = self.expected.sequences[seq_id][layer]
                 if rows is not None:
-                    np.testing.assert_array_equal(k[layer], rows[0][begin:])
-                    np.testing.assert_array_equal(v[layer], rows[1][begin:])
+                    for got, want in zip(actual, rows, strict=True):
+                        np.testing.assert_array_equal(got[layer], want[begin:])
             if begin:
                 with pytest.raises(IndexError, match=f"position {begin - 1} .* is gone"):
                     self.cache.debug_get_kv(seq_id, begin - 1)
+
+
+class LatentDriver(Driver):
+    """The same for MLA layers: in turn cross attention alone, and self and cross attention."""
+
+    kernels, reference_class = MLA_KERNELS, reference.ReferenceLatentCache
+
+    def layer_of(self, window: int) -> dict:
+        return MLA_LAYER
+
+    def attend(self, layer: int, batch: list[int], lengths: list[int]) -> None:
+        num_rows = sum(lengths)
+        latent = self.rng.standard_normal((num_rows, 24)).astype("float32")
+        q = self.rng.standard_normal((num_rows, 4, 24)).astype("float32")
+        self.cache.append_mla_kv(layer, latent)
+        self.expected.append(layer, batch, lengths, latent)
+        is_whole = num_rows == len(batch) and self.rng.random() < 0.5
+        if not is_whole:
+            k = self.rng.standard_normal((num_rows, 4, 16)).astype("float32")
+            self.cache.self_attention(layer, k, k, k[:, :, :8])
+        out = [x.numpy() for x in self.cache.cross_attention(layer, q, 0.25)]
+        want = self.expected.absorbed(layer, batch, lengths, q, 16, 0.25, with_step=is_whole)
+        for got, expected in zip(out, want, strict=True):
+            reference.assert_close(got, expected, "float32", f"{batch} {lengths} layer {layer}")
+
+    def set_rows(self, seq_id: int, begin: int, end: int) -> tuple[np.ndarray, ...]:
+        shape = (self.num_layers, end - begin, 24)
+        latent = self.rng.standard_normal(shape).astype("float32")
+        self.cache.debug_set_kv_mla(seq_id, begin, latent)
+        return (latent,)
+
+    def get_rows(self, seq_id: int, begin: int) -> tuple[np.ndarray, ...]:
+        return (self.cache.debug_get_kv_mla(seq_id, begin).numpy(),)
 
 
 def check(driver: Driver) -> None:
@@ -333,3 +394,9 @@ def test_random_operations_with_windows(seed, page_size, windows):
     driver = Driver(seed, page_size, "merged", WINDOWS[windows])
     check(driver)
     assert driver.counts["refused"] > 0
+
+
+@pytest.mark.parametrize("page_size, aux_manager", [(1, "plain"), (4, "merged"), (16, "merged")])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_operations_with_mla(seed, page_size, aux_manager):
+    check(LatentDriver(seed, page_size, aux_manager, WINDOWS["global"]))

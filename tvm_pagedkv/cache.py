@@ -177,9 +177,16 @@ class KVCache(tvm_ffi.Object):
         With `cross_attention` and `merge_attention` it makes the whole of `attention` for models
         that rotate Q and K themselves.
 
+        Of an MLA layer it is the attention before absorption, where each query head has K and V of
+        its own, and appends nothing: `append_mla_kv` does.
+
         Parameters
         ----------
         q : ``[T, num_qo_heads, head_dim]``; k, v : ``[T, num_kv_heads, head_dim]``
+            MLA: q and k ``[T, num_qo_heads, mla_original_qk_head_dim]``, v ``[T, num_qo_heads,
+            mla_original_v_head_dim]``.
+        sm_scale : float, optional
+            Factor on the logits; None: ``head_dim ** -0.5``, with MLA that before absorption.
 
         Returns
         -------
@@ -187,7 +194,8 @@ class KVCache(tvm_ffi.Object):
         lse : tvm tensor float32 ``[T, num_qo_heads]``, base 2
         """
         q, k, v = (self._tensor(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-        o, lse = self._empty(layer, q.shape[0]), self._empty_lse(layer, q.shape[0])
+        width = v.shape[-1] if self._is_mla(layer) else None
+        o, lse = self._empty(layer, q.shape[0], width), self._empty_lse(layer, q.shape[0])
         _function(_CACHE + "self_attention")(
             self, _int("layer", layer), self._scale(layer, sm_scale), q, k, v, o, lse
         )
@@ -196,9 +204,16 @@ class KVCache(tvm_ffi.Object):
     def cross_attention(self, layer: int, q: Any, sm_scale: float | None = None):
         """Attention of ``q [T, num_qo_heads, head_dim]`` to what the cache held before this step.
 
+        Of an MLA layer it is absorbed attention: to the latent rows, of which the first
+        `v_head_dim` columns are V. In a step where every sequence appends one row it covers this
+        step's row as well, unless `self_attention` of the layer was called before it in the step.
+        So a decode step is `append_mla_kv` and `cross_attention`; any step is `append_mla_kv`,
+        `self_attention`, `cross_attention` and, both in one space, `merge_attention`.
+
         Returns
         -------
-        o, lse : as `self_attention`; rows of a sequence that was empty give 0 and -inf.
+        o, lse : as `self_attention`; rows of a sequence that was empty give 0 and -inf. MLA: o is
+            ``[T, num_qo_heads, v_head_dim]``.
         """
         q = self._tensor("q", q)
         o, lse = self._empty(layer, q.shape[0]), self._empty_lse(layer, q.shape[0])
@@ -232,7 +247,7 @@ class KVCache(tvm_ffi.Object):
         return o
 
     def append_mla_kv(self, layer: int, kv: Any) -> KVCache:
-        """Append the compressed rows ``kv [T, head_dim]`` of an MLA layer."""
+        """Append the latent rows ``kv [T, qk_head_dim]`` of an MLA layer, in the cache's dtype."""
         kv = self._tensor("kv", kv)
         return _function(_CACHE + "append_mla_kv")(self, _int("layer", layer), kv)
 
@@ -277,17 +292,27 @@ class KVCache(tvm_ffi.Object):
         Returns
         -------
         k, v : tvm tensors ``[num_layers, end - begin, num_kv_heads, head_dim]``, the pages' dtype
+            Of the layers that are not MLA.
         """
-        end = self.sequence_length(seq_id) if end is None else _int("end", end)
-        begin = _int("begin", begin)
-        info, layer = self.description, self.description["layers"][0]
-        count = max(0, end - begin)
-        shape = (len(info["layers"]), count, layer["num_kv_heads"], layer["qk_head_dim"])
-        # A range that is too long must fail by its bounds, not by an attempt to allocate it.
-        shape = shape if end <= self.sequence_length(seq_id) else (0, 0, 0, 0)
-        k, v = (tvm.runtime.empty(shape, info["kv_dtype"], info["device"]) for _ in range(2))
+        begin, end = self._range(seq_id, begin, end)
+        k, v = (self._empty_rows("mha", seq_id, begin, end) for _ in range(2))
         _function(_CACHE + "debug_get_kv")(self, _int("seq_id", seq_id), begin, end, k, v)
         return k, v
+
+    def debug_get_kv_mla(
+        self, seq_id: int, begin: int = 0, end: int | None = None
+    ) -> tvm.runtime.Tensor:
+        """Latent rows of the positions ``[begin, end)`` of a sequence, as the pages hold them.
+
+        Returns
+        -------
+        kv : tvm tensor ``[num_layers, end - begin, qk_head_dim]``, the pages' dtype
+            Of the MLA layers.
+        """
+        begin, end = self._range(seq_id, begin, end)
+        kv = self._empty_rows("mla", seq_id, begin, end)
+        _function(_CACHE + "debug_get_kv_mla")(self, _int("seq_id", seq_id), begin, end, kv)
+        return kv
 
     def debug_set_kv(self, seq_id: int, begin: int, k: Any, v: Any) -> None:
         """Overwrite K and V of the positions from `begin`; forks keep what they have.
@@ -299,6 +324,11 @@ class KVCache(tvm_ffi.Object):
         k, v = self._tensor("k", k), self._tensor("v", v)
         ids = _int("seq_id", seq_id), _int("begin", begin)
         _function("pagedkv.debug_set_kv")(self, *ids, k, v)
+
+    def debug_set_kv_mla(self, seq_id: int, begin: int, kv: Any) -> None:
+        """Overwrite latent rows from `begin` by ``kv [num_layers, n, qk_head_dim]``."""
+        ids = _int("seq_id", seq_id), _int("begin", begin)
+        _function("pagedkv.debug_set_kv_mla")(self, *ids, self._tensor("kv", kv))
 
     def save(self, seq_id: int) -> bytes:
         """A checkpoint of a sequence."""
@@ -358,11 +388,37 @@ class KVCache(tvm_ffi.Object):
             raise IndexError(f"layer {layer} is not in [0, {len(layers)})")
         return layers[layer]
 
-    def _scale(self, layer: int, sm_scale: float | None) -> float:
-        return self._layer(layer)["qk_head_dim"] ** -0.5 if sm_scale is None else float(sm_scale)
+    def _is_mla(self, layer: int) -> bool:
+        return self._layer(layer)["kind"] == "mla"
 
-    def _empty(self, layer: int, num_rows: int) -> tvm.runtime.Tensor:
-        heads, dim = self._layer(layer)["num_qo_heads"], self._layer(layer)["v_head_dim"]
+    def _scale(self, layer: int, sm_scale: float | None) -> float:
+        if sm_scale is not None:
+            return float(sm_scale)
+        dim = "mla_original_qk_head_dim" if self._is_mla(layer) else "qk_head_dim"
+        if not self._layer(layer)[dim]:
+            raise ValueError(f"layer {layer} was made without {dim}, so sm_scale must be given")
+        return self._layer(layer)[dim] ** -0.5
+
+    def _range(self, seq_id: int, begin: int, end: int | None) -> tuple[int, int]:
+        end = self.sequence_length(seq_id) if end is None else _int("end", end)
+        return _int("begin", begin), end
+
+    def _empty_rows(self, kind: str, seq_id: int, begin: int, end: int) -> tvm.runtime.Tensor:
+        """Room for these positions of all layers of a kind."""
+        info = self.description
+        layers = [layer for layer in info["layers"] if layer["kind"] == kind]
+        count = max(0, end - begin)
+        # A range that is too long must fail by its bounds, not by an attempt to allocate it.
+        if not layers or end > self.sequence_length(seq_id):
+            shape: tuple[int, ...] = (0,)
+        else:
+            heads = () if kind == "mla" else (layers[0]["num_kv_heads"],)
+            shape = (len(layers), count, *heads, layers[0]["qk_head_dim"])
+        return tvm.runtime.empty(shape, info["kv_dtype"], info["device"])
+
+    def _empty(self, layer: int, num_rows: int, dim: int | None = None) -> tvm.runtime.Tensor:
+        heads = self._layer(layer)["num_qo_heads"]
+        dim = self._layer(layer)["v_head_dim"] if dim is None else dim
         info = self.description
         return tvm.runtime.empty((num_rows, heads, dim), info["dtype"], info["device"])
 

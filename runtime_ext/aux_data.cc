@@ -64,6 +64,8 @@ int64_t AuxData::num_bytes() const {
 }
 
 void AuxData::Reserve(Buffer* buffer, int64_t num_elements) {
+  // A buffer of its own for an array that begins empty still needs an address.
+  num_elements = std::max<int64_t>(num_elements, 1);
   if (num_elements <= buffer->capacity) return;
   int64_t capacity = std::max(num_elements, 2 * buffer->capacity);
   ffi::Tensor device = AllocateTensor({capacity}, kInt32, device_, counter_);

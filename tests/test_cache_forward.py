@@ -234,6 +234,15 @@ def test_self_and_cross_attention_merge_to_the_whole(mode):
         cache.check_integrity()
 
 
+@pytest.mark.parametrize("aux_manager", ["merged", "plain"])
+def test_cross_attention_to_nothing(aux_manager):
+    cache = make_cache(aux_manager=aux_manager)
+    cache.add_sequence(0)
+    with cache.forward([0], [2]):
+        o, lse = cache.cross_attention(0, np.ones((2, 4, DIM), "float32"))
+    assert (o.numpy() == 0).all() and np.isneginf(lse.numpy()).all()
+
+
 def test_layers_of_different_shapes_have_groups():
     small = {**LAYER, "num_qo_heads": 2, "num_kv_heads": 1, "qk_head_dim": 16}
     cache = make_cache(layers=[LAYER, small, LAYER])

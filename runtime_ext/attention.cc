@@ -139,7 +139,15 @@ void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages
   const LayerConfig& config = layer.config;
   const ffi::Tensor& first_positions = aux_->view(ArrayIndex(layer.group, kFirstPositions));
   const ffi::Tensor& positions = common(kQueryPositions);
-  const ffi::Function& kernel = kernels.Get(plan_.is_decode() ? config.decode() : config.prefill());
+  const KernelName name = plan_.is_decode() ? config.decode() : config.prefill();
+  const ffi::Function& kernel = kernels.Get(name);
+  if (kernels.IsFlashInfer(name)) {
+    const PageRange range = is_causal ? PageRange::kWithStep : PageRange::kPast;
+    const FlashInferPages table{layer.pages, pages.indptr, pages.values, pages.last_page_lengths};
+    flashinfer_->Paged({kernels, config, layer.group, plan_, sm_scale, q, o, lse}, range,
+                       common(kQueryIndptr), table);
+    return;
+  }
   // Kernels of layers with a window take it as their last argument.
   auto decode = [&](auto... window) {
     kernel(q, layer.pages, pages.indptr, pages.values, pages.last_page_lengths, first_positions,
@@ -215,9 +223,15 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
           " rows of a sequence in a layer with a window of ", config.window, "; use attention");
   }
   // Kernels are found before anything is written.
-  const ffi::Function& prefill_ragged = KernelsOf(layer).Get(KernelName::kPrefillRagged);
-  KernelsOf(layer).Get(KernelName::kTransposeAppend)(layer.pages, k, v,
-                                                     aux_->view(ArrayIndex(layer.group, kSlots)));
+  const KernelSet& kernels = KernelsOf(layer);
+  const ffi::Function& prefill_ragged = kernels.Get(KernelName::kPrefillRagged);
+  kernels.Get(KernelName::kTransposeAppend)(layer.pages, k, v,
+                                            aux_->view(ArrayIndex(layer.group, kSlots)));
+  if (kernels.IsFlashInfer(KernelName::kPrefillRagged)) {
+    flashinfer_->Ragged({kernels, config, layer.group, plan_, sm_scale, q, o, lse},
+                        common(kQueryIndptr), k, v);
+    return;
+  }
   prefill_ragged(q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
                  common(kPastLengths), o, lse, /*causal=*/int64_t{1}, rotary_mode(),
                  config.rope_scale, config.rope_theta, sm_scale);

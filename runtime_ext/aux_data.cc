@@ -27,13 +27,6 @@ bool HasStreams(DLDevice device) {
   return device.device_type == kDLCUDA || device.device_type == kDLROCM;
 }
 
-/*! \brief Page-locked memory where the device has it: a copy from it does not stop the host. */
-DLDevice StagingDevice(DLDevice device) {
-  if (device.device_type == kDLCUDA) return {kDLCUDAHost, 0};
-  if (device.device_type == kDLROCM) return {kDLROCMHost, 0};
-  return {kDLCPU, 0};
-}
-
 }  // namespace
 
 AuxData::AuxData(bool is_merged, DLDevice device, const std::vector<int64_t>& sizes,

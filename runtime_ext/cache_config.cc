@@ -137,6 +137,9 @@ void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
     if (!kernels.Has(name)) missing += (missing.empty() ? "" : ", ") + std::string(ToString(name));
   };
   if (layer.is_mla()) {
+    if (kernels.IsFlashInfer(KernelName::kPrefillRagged)) {
+      Raise(kNotImplementedError, "FlashInfer's functions for MLA layers");
+    }
     require(KernelName::kTransposeAppendMLA);
     require(KernelName::kMLAPrefill);
   } else {

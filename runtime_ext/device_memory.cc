@@ -52,6 +52,12 @@ ffi::Tensor AllocateTensor(ffi::ShapeView shape, DLDataType dtype, DLDevice devi
   return ffi::Tensor::FromNDAlloc(CountedAllocator{std::move(counter)}, shape, dtype, device);
 }
 
+DLDevice StagingDevice(DLDevice device) {
+  if (device.device_type == kDLCUDA) return {kDLCUDAHost, 0};
+  if (device.device_type == kDLROCM) return {kDLROCMHost, 0};
+  return {kDLCPU, 0};
+}
+
 void CopyBytes(const ffi::Tensor& source, int64_t source_offset, const ffi::Tensor& destination,
                int64_t destination_offset, int64_t num_bytes, void* stream) {
   DLTensor from = *source.GetDLTensorPtr();

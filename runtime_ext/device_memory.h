@@ -25,6 +25,9 @@ using ByteCounter = std::shared_ptr<std::atomic<int64_t>>;
 ffi::Tensor AllocateTensor(ffi::ShapeView shape, DLDataType dtype, DLDevice device,
                            ByteCounter counter);
 
+/*! \brief Page-locked memory where the device has it: a copy from it does not stop the host. */
+DLDevice StagingDevice(DLDevice device);
+
 /*! \brief Copies `num_bytes` from one place to the other; asynchronous where the device is. */
 void CopyBytes(const ffi::Tensor& source, int64_t source_offset, const ffi::Tensor& destination,
                int64_t destination_offset, int64_t num_bytes, void* stream);

@@ -72,10 +72,10 @@ void KernelSet::Set(KernelName name, const ffi::AnyView& value) {
     Raise(kTypeError, "kernel '", ToString(name), "' must be a function or [tag, function], got ",
           value.GetTypeKey());
   }
-  if (*tag == "flashinfer") Raise(kNotImplementedError, "FlashInfer kernels");
+  if (*tag == "flashinfer") return SetFlashInfer(name, *array);
   if (*tag != "tirx" && *tag != "pagedkv") {
     Raise(kValueError, "kernel '", ToString(name), "' has tag '", std::string(*tag),
-          "'; known: tirx, pagedkv");
+          "'; known: tirx, pagedkv, flashinfer");
   }
   std::optional<ffi::Function> function;
   if (array->size() == 2) function = (*array)[1].as<ffi::Function>();
@@ -84,6 +84,25 @@ void KernelSet::Set(KernelName name, const ffi::AnyView& value) {
   }
   entry.function = *function;
   entry.is_stock = *tag == "tirx";
+}
+
+void KernelSet::SetFlashInfer(KernelName name, const ffi::Array<ffi::Any>& array) {
+  if (name != KernelName::kPrefillRagged && name != KernelName::kPrefill &&
+      name != KernelName::kDecode) {
+    Raise(kNotImplementedError, "FlashInfer's functions as kernel '", ToString(name), "'");
+  }
+  std::optional<ffi::Function> run, plan;
+  if (array.size() == 3) {
+    run = array[1].as<ffi::Function>();
+    plan = array[2].as<ffi::Function>();
+  }
+  if (!run || !plan) {
+    Raise(kTypeError, "kernel '", ToString(name),
+          "' must have two functions (run, plan) after its ", "tag \"flashinfer\"");
+  }
+  Entry& entry = entries_[static_cast<int>(name)];
+  entry.function = *run;
+  entry.plan = *plan;
 }
 
 const ffi::Function& KernelSet::Get(KernelName name) const {

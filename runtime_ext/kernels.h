@@ -50,21 +50,28 @@ class KernelSet {
 
   /*!
    * \brief Adds a kernel.
-   * \param value A function, [tag, function], or nothing (None or an empty array).
+   * \param value A function, [tag, function], ["flashinfer", run, plan], or nothing (None or an
+   *   empty array).
    */
   void Set(KernelName name, const ffi::AnyView& value);
 
   bool Has(KernelName name) const { return entry(name).function != nullptr; }
   /*! \brief Whether the kernel is one of the stock cache's, with its assumptions. */
   bool IsStock(KernelName name) const { return entry(name).is_stock; }
+  /*! \brief Whether the kernel is FlashInfer's: `Get` is its `run`, which takes what `Plan` made.
+   */
+  bool IsFlashInfer(KernelName name) const { return entry(name).plan != nullptr; }
+  const ffi::Function& Plan(KernelName name) const { return entry(name).plan; }
   /*! \throws Error (ValueError) that names the kernel when there is none. */
   const ffi::Function& Get(KernelName name) const;
 
  private:
   struct Entry {
     ffi::Function function{nullptr};
+    ffi::Function plan{nullptr};
     bool is_stock = false;
   };
+  void SetFlashInfer(KernelName name, const ffi::Array<ffi::Any>& array);
   const Entry& entry(KernelName name) const { return entries_[static_cast<int>(name)]; }
 
   std::array<Entry, static_cast<int>(KernelName::kNumNames)> entries_;

@@ -34,6 +34,9 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
   array_sizes_ = InitialArraySizes();
   aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, array_sizes_,
                                    allocated_bytes_);
+  if (FlashInferBackend::IsNeededBy(config_)) {
+    flashinfer_ = std::make_unique<FlashInferBackend>(config_, groups_.size(), allocated_bytes_);
+  }
 }
 
 std::vector<PagedKVCacheObj::Group> PagedKVCacheObj::MakeGroups(const CacheConfig& config) {
@@ -202,6 +205,7 @@ void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_le
   plan_.Commit();
   ++num_forwards_;
   has_past_arrays_ = false;
+  if (flashinfer_ != nullptr) flashinfer_->BeginStep();
   phase_ = Phase::kForward;
 }
 

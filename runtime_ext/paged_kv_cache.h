@@ -21,6 +21,7 @@
 #include "aux_data.h"
 #include "cache_config.h"
 #include "device_memory.h"
+#include "flashinfer_backend.h"
 #include "forward_plan.h"
 #include "kernels.h"
 #include "sequence_table.h"
@@ -182,6 +183,7 @@ class PagedKVCacheObj : public ffi::Object {
   /*! \brief Page tables without this step's rows; made when a step first asks for them. */
   std::unique_ptr<AuxData> past_aux_;
   bool has_past_arrays_ = false;
+  std::unique_ptr<FlashInferBackend> flashinfer_;  // where a kernel is FlashInfer's
   ffi::Tensor q_workspace_, k_workspace_, v_workspace_, lse_workspace_;  // bytes
   int64_t workspace_bytes_ = 0;
   int64_t num_forwards_ = 0;

@@ -94,8 +94,8 @@ def create_positional(config, kernels: dict, tag: str, device=None):
     Parameters
     ----------
     config : KVCacheConfig
-    kernels : name -> function
-    tag : {"tirx", "pagedkv"}
+    kernels : name -> function; of attention also a list of functions
+    tag : {"tirx", "pagedkv", "flashinfer"}
     device : optional
         None: the CPU.
     """
@@ -127,9 +127,7 @@ def create_positional(config, kernels: dict, tag: str, device=None):
         tvm.runtime.tensor(np.zeros((), numpy_dtype), device=device or tvm.cpu()),
         kernels["transpose_append"],
         None,
-        [tag, kernels["prefill_ragged"]],
-        [tag, kernels["prefill"]],
-        [tag, kernels["decode"]],
+        *(_tagged(tag, kernels[name]) for name in ("prefill_ragged", "prefill", "decode")),
         *([],) * 5,
         [kernels["merge"]],
         kernels["split_rotary"],
@@ -137,3 +135,7 @@ def create_positional(config, kernels: dict, tag: str, device=None):
         kernels["debug_get_kv"],
         kernels["compact_copy"],
     )
+
+
+def _tagged(tag: str, functions) -> list:
+    return [tag, *functions] if isinstance(functions, list) else [tag, functions]

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file flashinfer_backend.h
+ * \brief Calls FlashInfer's functions: `plan` once a step for each page table, `run` for each
+ * layer.
+ */
+#ifndef TVM_PAGEDKV_FLASHINFER_BACKEND_H_
+#define TVM_PAGEDKV_FLASHINFER_BACKEND_H_
+
+#include <tvm/ffi/any.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+
+#include <vector>
+
+#include "cache_config.h"
+#include "device_memory.h"
+#include "forward_plan.h"
+#include "kernels.h"
+
+namespace pagedkv {
+
+/*! \brief One layer's attention in this step. */
+struct FlashInferCall {
+  const KernelSet& kernels;
+  const LayerConfig& layer;
+  int32_t group;
+  const ForwardPlan& batch;
+  double sm_scale;
+  const ffi::Tensor& q;
+  const ffi::Tensor& o;
+  const ffi::Tensor& lse;
+};
+
+/*! \brief The pages of a layer, and the page table of its group. */
+struct FlashInferPages {
+  const ffi::Tensor& pages;  // [num_pages, 2, num_kv_heads, page_size, head_dim]
+  const ffi::Tensor& indptr;
+  const ffi::Tensor& values;
+  const ffi::Tensor& last_page_lengths;
+};
+
+class FlashInferBackend {
+ public:
+  FlashInferBackend(const CacheConfig& config, size_t num_groups, ByteCounter counter);
+  static bool IsNeededBy(const CacheConfig& config);
+
+  /*! \brief Forgets the plans of the last step; new ones are made when a layer first asks. */
+  void BeginStep();
+
+  /*! \brief Attends over pages: causally with this step's rows, or to all of the past. */
+  void Paged(const FlashInferCall& call, PageRange range, const ffi::Tensor& query_indptr,
+             const FlashInferPages& table);
+  /*! \brief Attends causally among this step's rows. */
+  void Ragged(const FlashInferCall& call, const ffi::Tensor& query_indptr, const ffi::Tensor& k,
+              const ffi::Tensor& v);
+
+ private:
+  /*! \brief Plans of a group that are alive at the same time. */
+  enum Use { kWithStep, kPast, kSelf, kNumUses };
+
+  /*! \brief A plan: what `plan` returned, and the memory that it refers to. */
+  struct Plan {
+    ffi::Function made_by{nullptr};  // null: not made in this step
+    ffi::Any info;
+    ffi::Tensor int_workspace, staging;
+    std::vector<ffi::Tensor> host_arrays;
+  };
+
+  /*! \brief Makes room for a new plan. */
+  void Prepare(Plan* plan);
+  const Plan& PlanPrefill(const FlashInferCall& call, KernelName name, Use use);
+  const Plan& PlanDecode(const FlashInferCall& call, Use use);
+  ffi::Tensor HostArray(Plan* plan, int64_t size);
+
+  DLDevice device_;
+  int64_t page_size_;
+  ByteCounter counter_;
+  ffi::Tensor float_workspace_;  // scratch of one run
+  ffi::Tensor empty_q_, empty_kv_;
+  std::vector<Plan> plans_;  // [num_groups, kNumUses]
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_FLASHINFER_BACKEND_H_

@@ -22,6 +22,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import tvm
 
+from tvm_pagedkv import page
 from tvm_pagedkv.build import build_kernels
 from tvm_pagedkv.config import KVCacheConfig
 
@@ -94,6 +95,21 @@ def cases(dtype: str, num_rows: int, ours: dict, stock: dict):
         lambda: two_kernels(stock),
     )
     yield "split + append", fused, lambda: two_kernels(ours), lambda: two_kernels(stock)
+
+    append = 4 * num_rows * KV_HEADS * DIM * itemsize
+    lengths = integers([num_rows])
+    places = page.get_batch_indices_positions(q_indptr, lengths, num_rows)
+    used = -(-num_rows // PAGE)
+    table = (page_ids[:used], [0, used], [(num_rows - 1) % PAGE + 1])
+    table = [integers(values) for values in table]
+    for layout, shape in (("NHD", (PAGE, KV_HEADS)), ("HND", (KV_HEADS, PAGE))):
+        pool = tensor(num_pages, 2, *shape, DIM)
+        yield (
+            f"append {layout}",
+            append,
+            functools.partial(page.append_paged_kv_cache, k, v, *places, pool, *table, layout),
+            lambda: stock["transpose_append"](pages, k, v, position_map),
+        )
 
     o, o_other = tensor(num_rows, HEADS, DIM), tensor(num_rows, HEADS, DIM)
     lse, lse_other = (

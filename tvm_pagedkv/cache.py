@@ -404,9 +404,9 @@ class KVCache(tvm_ffi.Object):
         return _int("begin", begin), end
 
     def _empty_rows(self, kind: str, seq_id: int, begin: int, end: int) -> tvm.runtime.Tensor:
-        """Room for these positions of all layers of a kind."""
+        """Room for these positions of all MLA layers, or of all others."""
         info = self.description
-        layers = [layer for layer in info["layers"] if layer["kind"] == kind]
+        layers = [x for x in info["layers"] if (x["kind"] == "mla") == (kind == "mla")]
         count = max(0, end - begin)
         # A range that is too long must fail by its bounds, not by an attempt to allocate it.
         if not layers or end > self.sequence_length(seq_id):

@@ -106,7 +106,7 @@ class _LatentUnit(Unit):
             with T.serial(num_blocks) as block:
                 block_end = index_temp(end_of(block * tiling.rows + tiling.rows - 1))
                 with T.If(first < block_end), T.Then():
-                    self.attend(a, block, first, end_of, factor)
+                    self.attend(a, block, first, end_of, None, factor)
 
 
 class _Output:

@@ -151,6 +151,47 @@ def past_mask(num_rows: int, kv_len: int, window: int | None = None) -> np.ndarr
     return causal_mask(num_rows, kv_len + num_rows, window)[:, :kv_len]
 
 
+def tree_mask(parents, num_rows: int, kv_len: int) -> np.ndarray:
+    """``[num_rows, kv_len]``: the rows are the last nodes of a tree, the nodes the last positions.
+
+    Every node sees what comes before the tree, its ancestors and itself; without nodes the mask is
+    causal. `parents` gives every node's parent, -1 for a root. Nodes before the first position are
+    left out.
+    """
+    if len(parents) == 0:
+        return causal_mask(num_rows, kv_len)
+    n = len(parents)
+    sees = np.eye(n, dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            sees[node] |= sees[parent]
+    before = np.ones((num_rows, max(0, kv_len - n)), bool)
+    return np.concatenate([before, sees[n - num_rows :, max(0, n - kv_len) :]], axis=1)
+
+
+def tree_depths(parents) -> np.ndarray:
+    """Number of ancestors of every node."""
+    depths = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return np.array(depths, np.int32)
+
+
+def tree_order(parents) -> np.ndarray:
+    """int32 ``[n, 2]``: every node's depth-first number, and the end of its subtree."""
+    order = np.zeros((len(parents), 2), np.int32)
+    sizes = np.ones(len(parents), np.int32)
+    for node in reversed(range(len(parents))):
+        if parents[node] >= 0:
+            sizes[parents[node]] += sizes[node]
+    following = {-1: 0}  # next number in the subtree of a node
+    for node, parent in enumerate(parents):
+        order[node] = following[parent], following[parent] + sizes[node]
+        following[parent] += sizes[node]
+        following[node] = order[node, 0] + 1
+    return order
+
+
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, sm_scale: float
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import append, latent, merge, page_copy
-from .cpu import decode, mla, prefill, sliding
+from .cpu import decode, mla, prefill, sliding, tree
 from .spec import KernelSpec
 
 BUILDERS: dict[str, Callable] = {
@@ -18,6 +18,8 @@ BUILDERS: dict[str, Callable] = {
     "decode": decode.decode,
     "prefill_sliding": sliding.prefill_sliding,
     "decode_sliding": sliding.decode_sliding,
+    "tree_paged": tree.tree_paged,
+    "tree": tree.tree,
     "merge": merge.merge,
     "copy_single_page": page_copy.copy_single_page,
     "debug_get_kv": page_copy.debug_get_kv,

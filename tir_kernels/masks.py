@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from .cpu.arguments import index_array
-from .cpu.simd import index_temp
+from .cpu.simd import broadcast, index_temp, ramp
 
 
 class WholeSequence:
@@ -51,9 +51,33 @@ class CausalMask:
         bound = T.max(T.min(kv_len - num_rows + row + 1, kv_len), 0)
         return T.if_then_else(self.causal != 0, bound, kv_len)
 
-    def visible(self, columns, end):
-        """Which of a vector of `columns` a row sees whose `end` is given."""
-        return columns < end
+    def shared_end(self, end):
+        """All columns before it are seen by a row with this `end` and by later ones."""
+        return end
+
+    def row(self, end):
+        """What `visible` has to know of the row with this `end`."""
+        return end
+
+    def visible(self, first, start: int, lanes: int, row):
+        """Which of `lanes` columns from ``first + start`` on the `row` sees."""
+        return ramp(first + start, lanes) < broadcast(row, lanes)
+
+    def offsets(self, start, lanes: int):
+        """RoPE positions of columns of a tile, relative to its first column's."""
+        return ramp(start, lanes)
+
+    def prepare(self, a) -> None:
+        """Nothing to prepare for a call."""
+
+    def begin_task(self) -> None:
+        """Nothing to make for a task."""
+
+    def begin_sequence(self, sequence, kv_len) -> None:
+        """Nothing to know of a sequence."""
+
+    def begin_tile(self, first, rope) -> None:
+        """Nothing to know of a tile of columns."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +98,11 @@ class WindowMask(CausalMask):
         own = kv_len + row - T.if_then_else(self.causal != 0, num_rows, 0)
         return T.max(own + 1 - self.window, 0)
 
-    def visible(self, columns, end, begin):
-        """Which of a vector of `columns` a row sees whose `end` and `begin` are given."""
-        return T.And(columns >= begin, columns < end)
+    def row(self, end, begin):
+        """What `visible` has to know of the row with these bounds."""
+        return end, begin
+
+    def visible(self, first, start: int, lanes: int, row):
+        """Which of `lanes` columns from ``first + start`` on the `row` sees."""
+        columns, (end, begin) = ramp(first + start, lanes), row
+        return T.And(columns >= broadcast(begin, lanes), columns < broadcast(end, lanes))

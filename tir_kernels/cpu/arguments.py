@@ -9,10 +9,10 @@ from ..layout import pages_shape
 from ..spec import ITEMSIZE, KernelSpec
 
 
-def index_array(handle, length):
-    """An int32 array ``[length]`` that may start at any element of a larger one."""
+def index_array(handle, *shape):
+    """An int32 array that may start at any element of a larger one."""
     offset = T.int32()
-    return T.match_buffer(handle, (length,), "int32", elem_offset=offset, offset_factor=1, align=4)
+    return T.match_buffer(handle, shape, "int32", elem_offset=offset, offset_factor=1, align=4)
 
 
 def rows_array(handle, shape, dtype: str):

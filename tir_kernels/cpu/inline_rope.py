@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 from ..rope import CosSin, inverse_frequencies, sin_cos
 from ..spec import KernelSpec
 from . import simd
-from .simd import F32, broadcast, constant, literal, load, ramp, store, temp
+from .simd import F32, broadcast, constant, literal, load, store, temp
 
 
 def has_rope(spec: KernelSpec) -> bool:
@@ -94,15 +94,19 @@ class InlineRope:
         for start, lanes in simd.chunks(self.width - rotated, self.lanes):
             sink(rotated + start, lanes, source(rotated + start, lanes))
 
-    def rotate_tile(self, ops, k, num_positions: int, first_position) -> None:
-        """Rotate a packed tile of K, ``[element, position]``, in place."""
+    def rotate_tile(self, ops, k, num_positions: int, first_position, offsets) -> None:
+        """Rotate a packed tile of K, ``[element, position]``, in place.
+
+        Parameters
+        ----------
+        offsets : ``(column, lanes) -> int32 vector``, positions relative to `first_position`.
+        """
         lanes, factor = self.lanes, inverse_frequencies(self.rope).attention_factor
         elements = self.half // ops.numbers
         with T.serial(elements) as element:
             with T.serial(num_positions // lanes) as v:
-                position = T.cast(
-                    ramp(first_position + v * lanes, lanes), simd.vector_type(F32, lanes)
-                )
+                position = broadcast(first_position, lanes) + offsets(v * lanes, lanes)
+                position = T.cast(position, simd.vector_type(F32, lanes))
                 if self.rope.scale != 1.0:
                     position = position * constant(self.rope.scale, lanes)
                 position = temp(position, lanes)

@@ -44,11 +44,13 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     work = rows * (spec.num_qo_heads * spec.qk_head_dim) * positions // T.max(a.batch_size, 1)
     num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, num_threads(), 1))
     a.rope = InlineRope(spec, a)
+    a.mask.prepare(a)
     ops.begin([b for b in (a.q, *a.kv_buffers) if str(b.dtype) == "bfloat16"])
 
     def task_body(task):
         unit = Unit(spec, ops)
         a.rope.begin_task()
+        a.mask.begin_task()
         round_ = Register(1, "int32", T.int32(0))
         before = Register(1, "int32", T.int32(0))  # units of earlier sequences
 
@@ -68,6 +70,7 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
                 rows, kv_len = a.kv_rows(b, head)
                 k_offset = index_temp(a.k_rope_pos_offset[b])
                 a.rope.begin_sequence(k_offset + kv_len)
+                a.mask.begin_sequence(b, kv_len)
                 unit.run(
                     a,
                     SimpleNamespace(

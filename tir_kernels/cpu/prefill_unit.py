@@ -13,7 +13,7 @@ from ..spec import LOG2E, KernelSpec
 from .columns import chunks, for_columns
 from .matmul_tile import multiply_tile
 from .operands import pack_k
-from .simd import F32, broadcast, constant, index_temp, load, ramp, store, temp
+from .simd import F32, broadcast, constant, index_temp, load, store, temp
 
 POSITIONS = 64  # of a tile of K and V
 VECTORS = 2  # of a register tile
@@ -156,10 +156,13 @@ class Unit:
         count = T.min(POSITIONS, step.kv_len - first)
         with T.serial((count + lanes - 1) // lanes) as i:
             pack_k(ops, step.rows, first + i * lanes, self.k, self.depth, i * lanes)
-        a.rope.either(
-            lambda: a.rope.rotate_tile(ops, self.k, POSITIONS, index_temp(step.k_offset + first)),
-            lambda: None,
-        )
+        a.mask.begin_tile(first, a.rope)
+
+        def rotated():
+            position = index_temp(step.k_offset + first)
+            a.rope.rotate_tile(ops, self.k, POSITIONS, position, a.mask.offsets)
+
+        a.rope.either(rotated, lambda: None)
         ops.pack_v(step.rows, first, step.kv_len, self.v, self.spec.v_head_dim, POSITIONS)
 
     def attend(self, a, block, first, end_of, begin_of, factor) -> None:
@@ -185,7 +188,7 @@ class Unit:
             )
 
         for_columns(POSITIONS, lanes, VECTORS, score_tile)
-        hides_some = first + POSITIONS > end_of(first_row)
+        hides_some = first + POSITIONS > a.mask.shared_end(end_of(first_row))
         if a.mask.has_window:
             hides_some = T.Or(hides_some, first < begin_of(first_row + tiling.rows - 1))
         with T.If(hides_some):
@@ -194,9 +197,9 @@ class Unit:
                     bounds = [index_temp(end_of(first_row + i))]
                     if a.mask.has_window:
                         bounds.append(index_temp(begin_of(first_row + i)))
+                    row = a.mask.row(*bounds)
                     for c in chunks(POSITIONS, lanes):
-                        limits = [broadcast(bound, lanes) for bound in bounds]
-                        seen = a.mask.visible(ramp(first + c.start, lanes), *limits)
+                        seen = a.mask.visible(first, c.start, lanes, row)
                         score = load(self.scores, (i, c.start), lanes)
                         score = T.Select(seen, score, constant(HIDDEN, lanes))
                         store(self.scores, (i, c.start), lanes, score)

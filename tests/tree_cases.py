@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of token trees for the attention kernels, next to sequences without one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tir_kernels.spec import KernelSpec
+
+from . import reference
+from .attention_cases import PagedBatch, RaggedBatch, compiled, indptr, tensor
+
+
+def random_parents(rng, num_nodes: int, spread: int = 8) -> list[int]:
+    """A forest: each node's parent is one of the `spread` nodes before it, or it is a root."""
+    return [int(rng.integers(max(-1, i - spread), i)) for i in range(num_nodes)]
+
+
+def chain(num_nodes: int) -> list[int]:
+    """A tree without branches."""
+    return list(range(-1, num_nodes - 1))
+
+
+class _Trees:
+    """What a batch needs to know of its sequences' trees."""
+
+    def plant(self, parents: list[list[int]]) -> None:
+        """Take the parents of each sequence's nodes; their depths become RoPE positions."""
+        self.parents = parents
+        self.order_indptr = indptr([len(p) for p in parents])
+        orders = [reference.tree_order(p) for p in parents]
+        self.order = np.concatenate([np.zeros((0, 2), np.int32), *orders])
+        self.k_positions, q_positions = [], []
+        sequences = zip(self.k_offsets, self.num_rows, self.kv_lens, parents, strict=True)
+        for offset, num_rows, kv_len, tree in sequences:
+            before = max(0, kv_len - (len(tree) or num_rows))
+            depths = reference.tree_depths(tree or chain(num_rows))
+            positions = offset + np.concatenate([np.arange(before), before + depths])
+            self.k_positions.append(positions[len(positions) - kv_len :])
+            q_positions.append(positions[len(positions) - num_rows :])
+        self.q_positions = np.concatenate(q_positions).astype(np.int32)
+
+    def expected(self, kv, inline: bool):
+        """Reference results; ``kv(b)`` gives K and V of a sequence."""
+        states = []
+        for b, parents in enumerate(self.parents):
+            rows = slice(self.q_indptr[b], self.q_indptr[b + 1])
+            q, (k, v) = self.q[rows], kv(b)
+            if inline:
+                rope = self.reference_rope(True)[0]
+                q = reference.rotate(q, self.q_positions[rows], rope)
+                k = reference.rotate(k, self.k_positions[b], rope)
+            mask = reference.tree_mask(parents, len(q), len(k))
+            states.append(reference.attention(q, k, v, mask, self.sm_scale))
+        return tuple(np.concatenate(x) for x in zip(*states, strict=True))
+
+
+class PagedTrees(_Trees, PagedBatch):
+    """Trees whose nodes lie in pages.
+
+    Parameters
+    ----------
+    trees : (rows of the step, columns before the tree, parents of the nodes) per sequence
+    """
+
+    def __init__(self, spec: KernelSpec, trees, seed: int):
+        super().__init__(spec, [(n, before + len(p)) for n, before, p in trees], seed)
+        self.plant([p for _, _, p in trees])
+
+    def run(self, cpu: str = "native", inline: bool = False) -> None:
+        """Run `tree_paged`."""
+        arrays = (tensor(self.q), tensor(self.q_indptr), tensor(self.pages), *self._table())
+        outputs = (self.o, self.lse, *self.scalars(causal=None, inline=inline))
+        tree = (tensor(self.order_indptr), tensor(self.order))
+        compiled("tree_paged", self.spec, cpu)(*arrays, *outputs, *tree)
+
+    def verify(self, inline: bool = False) -> None:
+        """Compare with the reference."""
+
+        def kv(b):
+            page_ids = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
+            slots = reference.sequence_slots(page_ids, self.last_page_len[b], self.spec.page_size)
+            return reference.gather_slots(self.pages, slots)
+
+        self.check(self.expected(kv, inline), self.spec.dtype, self.spec.kv_dtype)
+
+
+class RaggedTrees(_Trees, RaggedBatch):
+    """Trees whose last nodes are rows of arrays.
+
+    Parameters
+    ----------
+    trees : (rows of the step, columns, parents of the nodes) per sequence
+    """
+
+    def __init__(self, spec: KernelSpec, trees, seed: int):
+        super().__init__(spec, [(n, kv_len) for n, kv_len, _ in trees], seed)
+        self.plant([p for _, _, p in trees])
+
+    def run(self, cpu: str = "native", inline: bool = False) -> None:
+        """Run `tree`."""
+        arrays = (self.q, self.q_indptr, self.k, self.v, self.kv_indptr, self.q_positions)
+        arrays = [tensor(x) for x in (*arrays, self.order_indptr, self.order)]
+        compiled("tree", self.spec, cpu)(
+            *arrays, self.o, self.lse, *self.scalars(causal=None, inline=inline)
+        )
+
+    def verify(self, inline: bool = False) -> None:
+        """Compare with the reference."""
+
+        def kv(b):
+            columns = slice(self.kv_indptr[b], self.kv_indptr[b + 1])
+            return self.k[columns], self.v[columns]
+
+        self.check(self.expected(kv, inline), self.spec.dtype)

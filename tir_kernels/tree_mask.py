@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the nodes of token trees see: the columns before the tree, their ancestors and themselves.
+
+The nodes of a sequence's tree are its last columns, in order of appending, parents before their
+children. The order of a node is its depth-first number and the end of its subtree, so that node j
+is an ancestor of node i, or i itself, where ``order[j, 0] <= order[i, 0] < order[j, 1]``.
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from .cpu.arguments import index_array
+from .cpu.simd import Register, broadcast, index_temp, load, temp
+from .masks import CausalMask
+
+_NEVER = (1 << 31) - 1
+
+
+class TreeMask(CausalMask):
+    """The mask of a batch in which every sequence has a tree, or none and is plain causal.
+
+    A tile of columns is described once, by the interval of depth-first numbers that see each
+    column, and then serves all rows. Tiles of which the rows see everything are not looked at.
+
+    Parameters
+    ----------
+    indptr, order : handles
+        int32 ``[B + 1]`` and ``[n, 2]``: the nodes of each sequence, and their order.
+    num_starts : int32 expression
+        Length of `indptr`.
+    tile : int
+        Columns of a tile.
+    """
+
+    def __init__(self, indptr, order, num_starts, tile: int):
+        super().__init__(T.int32(1))
+        self.tile = tile
+        self.total = T.int32()
+        self.indptr = index_array(indptr, num_starts)
+        self.order = index_array(order, self.total, 2)
+
+    def prepare(self, a) -> None:
+        """Check the sizes of the trees and compute the depths of their nodes, for RoPE."""
+        self.depth = T.alloc_buffer((self.total + 1,), "int32")
+        with T.serial(a.batch_size) as b:
+            begin = index_temp(self.indptr[b])
+            num_nodes = index_temp(self.indptr[b + 1] - begin)
+            fits = T.Or(num_nodes == 0, num_nodes >= a.q_indptr[b + 1] - a.q_indptr[b])
+            message = "tree_order must cover all rows of a sequence, or none"
+            with T.Assert(fits, message, "ValueError"):
+                T.evaluate(0)
+
+            def depths(begin=begin, num_nodes=num_nodes):
+                with T.serial(num_nodes) as i:
+                    number = index_temp(self.order[begin + i, 0])
+                    ancestors = Register(1, "int32", T.int32(0))
+                    with T.serial(i) as j:
+                        is_ancestor = T.And(
+                            self.order[begin + j, 0] <= number, number < self.order[begin + j, 1]
+                        )
+                        ancestors.set(ancestors.get() + T.Select(is_ancestor, 1, 0))
+                    T.buffer_store(self.depth, ancestors.get(), [begin + i])
+
+            a.rope.either(depths, lambda: None)
+
+    def begin_task(self) -> None:
+        """Make the buffers of a task: who sees a column of the tile, and its RoPE position."""
+        self.low, self.high, self.offset = (T.alloc_buffer((self.tile,), "int32") for _ in range(3))
+
+    def begin_sequence(self, sequence, kv_len) -> None:
+        """Go on with another sequence."""
+        self.kv_len = kv_len
+        self.first_node = index_temp(self.indptr[sequence])
+        self.num_nodes = index_temp(self.indptr[sequence + 1] - self.first_node)
+        is_tree = self.num_nodes > 0
+        self.tree_start = index_temp(T.if_then_else(is_tree, kv_len - self.num_nodes, kv_len))
+
+    def shared_end(self, end):
+        """All columns before it are seen by a row with this `end` and by later ones."""
+        return T.min(end, self.tree_start)
+
+    def begin_tile(self, first, rope) -> None:
+        """Describe the columns from `first` on."""
+        is_chain = self.num_nodes == 0
+        with T.serial(self.tile) as i:
+            column = index_temp(first + i)
+            node = index_temp(column - self.tree_start)
+            is_node = temp(T.And(node >= 0, column < self.kv_len), 1, "bool")
+            at = index_temp(self.first_node + node)
+            # A chain has no numbers but those of its columns; no row sees what is not there.
+            low = T.if_then_else(is_chain, column, 0)
+            low = T.if_then_else(column < self.kv_len, low, _NEVER)
+            low = T.if_then_else(is_node, self.order[at, 0], low)
+            T.buffer_store(self.low, low, [i])
+            T.buffer_store(
+                self.high, T.if_then_else(is_node, self.order[at, 1], T.int32(_NEVER)), [i]
+            )
+
+            def offset(i=i, is_node=is_node, at=at):
+                depth = T.if_then_else(is_node, self.tree_start + self.depth[at] - first, i)
+                T.buffer_store(self.offset, depth, [i])
+
+            rope.either(offset, lambda: None)
+
+    def offsets(self, start: int, lanes: int):
+        """RoPE positions of columns of the tile, relative to its first column's."""
+        return load(self.offset, (start,), lanes, "int32")
+
+    def row(self, end):
+        """What `visible` has to know of the row with this `end`: its number."""
+        node = T.max(end - 1 - self.tree_start, 0)
+        number = T.if_then_else(self.num_nodes > 0, self.order[self.first_node + node, 0], end - 1)
+        return index_temp(T.if_then_else(end > 0, number, -1))
+
+    def visible(self, first, start: int, lanes: int, row):
+        """Which of `lanes` columns from ``first + start`` on the `row` sees."""
+        number = temp(broadcast(row, lanes), lanes, "int32")
+        low = load(self.low, (start,), lanes, "int32") <= number
+        return T.And(low, number < load(self.high, (start,), lanes, "int32"))

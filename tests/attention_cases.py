@@ -156,6 +156,7 @@ class PagedBatch(Batch):
             causal=causal,
             inline=self.reference_rope(inline),
             window=window,
+            softcap=self.spec.logit_softcap,
         )
         self.check(expected, self.spec.dtype, self.spec.kv_dtype)
 
@@ -188,5 +189,6 @@ class RaggedBatch(Batch):
             self.sm_scale,
             causal=causal,
             inline=self.reference_rope(inline),
+            softcap=self.spec.logit_softcap,
         )
         self.check(expected, self.spec.dtype)

@@ -193,7 +193,12 @@ def tree_order(parents) -> np.ndarray:
 
 
 def attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, sm_scale: float
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    mask: np.ndarray,
+    sm_scale: float,
+    softcap: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention of one sequence.
 
@@ -202,6 +207,8 @@ def attention(
     q : ``[T, Hq, Dqk]``; k : ``[S, Hk, Dqk]``; v : ``[S, Hk, Dv]``
     mask : bool ``[T, S]``, True where row t sees position s.
     sm_scale : float
+    softcap : float, optional
+        A logit x becomes ``softcap * tanh(x / softcap)``.
 
     Returns
     -------
@@ -214,7 +221,10 @@ def attention(
     lse = np.full((num_rows, num_qo_heads), -np.inf)
     group = num_qo_heads // k.shape[1]
     for h in range(num_qo_heads):
-        scores = q[:, h] @ k[:, h // group].T * sm_scale * math.log2(math.e)
+        scores = q[:, h] @ k[:, h // group].T * sm_scale
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        scores = scores * math.log2(math.e)
         scores = np.where(mask, scores, -np.inf)
         for t in range(num_rows):
             if mask[t].any():
@@ -281,6 +291,7 @@ def paged_attention(
     causal=True,
     inline=None,
     window=None,
+    softcap=None,
 ):
     """Attention of a batch over its pages.
 
@@ -294,6 +305,7 @@ def paged_attention(
         Rotate Q and K here.
     window : int, optional
         Positions that a row sees, its own included.
+    softcap : float, optional
     """
     outputs, lses = [], []
     for b in range(len(q_indptr) - 1):
@@ -306,13 +318,15 @@ def paged_attention(
             q_rows = rotate(q_rows, q_positions[rows], rope)
             k = rotate(k, k_offsets[b] + np.arange(len(k)), rope)
         mask = (causal_mask if causal else past_mask)(len(q_rows), len(k), window)
-        o, lse = attention(q_rows, k, v, mask, sm_scale)
+        o, lse = attention(q_rows, k, v, mask, sm_scale, softcap)
         outputs.append(o)
         lses.append(lse)
     return np.concatenate(outputs), np.concatenate(lses)
 
 
-def ragged_attention(q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None):
+def ragged_attention(
+    q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None, softcap=None
+):
     """As `paged_attention`, with K and V ``[S, Hk, D]`` ragged by ``kv_indptr [B + 1]``."""
     outputs, lses = [], []
     for b in range(len(q_indptr) - 1):
@@ -324,7 +338,7 @@ def ragged_attention(q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inl
             q_rows = rotate(q_rows, q_positions[rows], rope)
             k_rows = rotate(k_rows, k_offsets[b] + np.arange(kv_len), rope)
         mask = causal_mask(num_rows, kv_len) if causal else np.ones((num_rows, kv_len), bool)
-        o, lse = attention(q_rows, k_rows, v[columns], mask, sm_scale)
+        o, lse = attention(q_rows, k_rows, v[columns], mask, sm_scale, softcap)
         outputs.append(o)
         lses.append(lse)
     return np.concatenate(outputs), np.concatenate(lses)

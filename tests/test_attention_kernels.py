@@ -260,6 +260,35 @@ def test_scores_of_any_size(seed):
         case.check(_expected(case), F32 if scale < 1 else F16)
 
 
+@pytest.mark.parametrize("dtypes", [(F32, F16), (BF16, BF16)], ids="-".join)
+@parametrize_seed
+def test_logit_softcap(dtypes, seed):
+    """Logits well below the cap, around it and far beyond."""
+    spec = make_spec((6, 2), 64, dtypes, logit_softcap=2.5)
+    for scale in (0.2, 3.0, 40.0):
+        case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
+        case.q = (case.q * np.float32(scale)).astype(spec.dtype)
+        case.decode()
+        case.verify()
+        for kind in (PagedBatch, RaggedBatch):
+            case = kind(spec, [(3, 70), (2, 2), (65, 90)], seed)
+            case.q = (case.q * np.float32(scale)).astype(spec.dtype)
+            case.prefill()
+            case.verify()
+
+
+def test_softcap_is_accurate_for_every_size_of_logits():
+    """The lse of a row that sees one column is its logit."""
+    cap, logits = 50.0, np.geomspace(1e-3, 2e3, 200)
+    logits = np.concatenate([-logits, [0.0], logits]).astype(np.float32)
+    case = PagedBatch(make_spec((1, 1), 8, logit_softcap=cap), [(1, 1)] * len(logits), 0)
+    case.q[...], case.sm_scale = 0, 1.0
+    case.q[:, 0, 0], case.pages[:, 0, :, 0] = logits, 1
+    case.decode()
+    expected = cap * np.tanh(logits.astype(np.float64) / cap) * np.log2(np.e)
+    np.testing.assert_allclose(case.lse.numpy()[:, 0], expected, rtol=1e-6)
+
+
 def _expected(case):
     table = (case.page_indptr, case.page_values, case.last_page_len)
     return reference.paged_attention(case.q, case.q_indptr, case.pages, *table, case.sm_scale)

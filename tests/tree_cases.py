@@ -51,7 +51,8 @@ class _Trees:
                 q = reference.rotate(q, self.q_positions[rows], rope)
                 k = reference.rotate(k, self.k_positions[b], rope)
             mask = reference.tree_mask(parents, len(q), len(k))
-            states.append(reference.attention(q, k, v, mask, self.sm_scale))
+            softcap = self.spec.logit_softcap
+            states.append(reference.attention(q, k, v, mask, self.sm_scale, softcap))
         return tuple(np.concatenate(x) for x in zip(*states, strict=True))
 
 

@@ -85,6 +85,8 @@ class KernelSpec:
     original_qk_head_dim, original_v_head_dim : int
         "mla": head dims before absorption, where every query head has K and V of its own; 0: the
         layers have absorbed attention only.
+    logit_softcap : float or None
+        Attention replaces a logit x by ``logit_softcap * tanh(x / logit_softcap)``.
     """
 
     num_qo_heads: int
@@ -99,6 +101,7 @@ class KernelSpec:
     kind: str = "mha"
     original_qk_head_dim: int = 0
     original_v_head_dim: int = 0
+    logit_softcap: float | None = None
 
     @property
     def non_absorbed(self) -> KernelSpec:

@@ -146,6 +146,7 @@ def kernel_spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> Kern
         page_size=config.page_size,
         rope=RopeSpec(rope.theta, rope.scale, rope.rotary_dim or layer.qk_head_dim, rope.scaling),
         target=vector_target(target),
+        logit_softcap=config.logit_softcap,
     )
 
 
@@ -187,8 +188,6 @@ def _check_supported(config: KVCacheConfig) -> None:
     missing = {f"layer kind {layer.kind!r}" for layer in config.layers if layer.kind != "mha"}
     if config.sliding_window:
         missing.add("sliding_window")
-    if config.logit_softcap is not None:
-        missing.add("logit_softcap")
     if missing:
         raise NotImplementedError(f"no kernels yet for {', '.join(sorted(missing))}")
 

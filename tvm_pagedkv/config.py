@@ -234,7 +234,8 @@ class KVCacheConfig:
         if not isinstance(self.rope, RopeConfig):
             raise TypeError(f"rope must be a RopeConfig, got {self.rope!r}")
         if self.logit_softcap is not None:
-            _check_positive("logit_softcap", self.logit_softcap)
+            cap = _check_positive("logit_softcap", self.logit_softcap)
+            object.__setattr__(self, "logit_softcap", cap)
         layers = (LayerSpec(),) * self.num_layers if self.layers is None else tuple(self.layers)
         if len(layers) != self.num_layers:
             raise ValueError(f"layers has {len(layers)} entries for {self.num_layers} layers")

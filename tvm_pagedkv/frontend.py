@@ -56,6 +56,8 @@ class PagedKVCache(_PagedKVCacheBase):
         Window of the "mha_sliding" layers.
     kernel_page_size : int
         The page size that kernels are built for when `page_size` is symbolic.
+    logit_softcap : float, optional
+        Soft-cap of the attention logits.
     runtime : {"pagedkv", "stock"}
         "stock": emit a cache that also the runtime object inside apache-tvm can drive.
 
@@ -96,6 +98,7 @@ class PagedKVCache(_PagedKVCacheBase):
         *,
         layer_sliding_window_size: int = 1024,
         kernel_page_size: int = 16,
+        logit_softcap: float | None = None,
         runtime: str = "pagedkv",
     ) -> None:
         if runtime not in _RUNTIMES:
@@ -119,6 +122,7 @@ class PagedKVCache(_PagedKVCacheBase):
                 scaling=_with_placeholder_factors(rope_scaling, rotary_dim),
             ),
             layers=[LayerSpec(kind=kind) for kind in kinds],
+            logit_softcap=logit_softcap,
         )
         kernels = _Kernels(
             kernel_spec(config, config.layers[0], target),

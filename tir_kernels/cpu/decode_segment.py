@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
+from ..soft_cap import soft_cap
 from ..softmax import HIDDEN, OnlineSoftmax
 from ..spec import LOG2E, KernelSpec
 from .columns import chunks, for_columns
@@ -139,6 +140,8 @@ class Segment:
             first = index_temp(begin + i * BLOCK)
             count = index_temp(T.min(BLOCK, end - first))
             self.scores(a, rows, first, count, k_offset)
+            if self.spec.logit_softcap is not None:
+                self.cap()
             is_partial = count < BLOCK
             if first_visible is not None:
                 is_partial = T.Or(is_partial, first < first_visible)
@@ -205,6 +208,14 @@ class Segment:
                 part = [i * len(step) + t for t in step]
                 value = shuffle([sums], part) if len(part) > 1 or len(batch) > 1 else sums
                 store(self.weights, (first_row + r, column), len(step), value)
+
+    def cap(self) -> None:
+        """Apply the soft-cap to the scores of a block."""
+        with T.serial(self.blocking.padded_rows) as row:
+            for c in chunks(BLOCK, self.lanes):
+                score = load(self.weights, (row, c.start), c.lanes)
+                capped = soft_cap(score, self.spec.logit_softcap, c.lanes)
+                store(self.weights, (row, c.start), c.lanes, capped)
 
     def hide(self, count, before) -> None:
         """Hide the positions of a block from `count` on, and those before `before`."""

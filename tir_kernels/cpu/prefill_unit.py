@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
+from ..soft_cap import soft_cap
 from ..softmax import HIDDEN, OnlineSoftmax, inverse_total, log_sum
 from ..spec import LOG2E, KernelSpec
 from .columns import chunks, for_columns
@@ -179,13 +180,14 @@ class Unit:
                 parts=parts,
                 start=lambda i, c: constant(0.0, c.lanes),
                 finish=lambda i, c, value: store(
-                    self.scores,
-                    (i, start + c.start),
-                    c.lanes,
-                    value if ops.scale_in_q else value * broadcast(factor, c.lanes),
+                    self.scores, (i, start + c.start), c.lanes, logit(value, c.lanes)
                 ),
                 ops=ops,
             )
+
+        def logit(value, width):
+            value = value if ops.scale_in_q else value * broadcast(factor, width)
+            return soft_cap(value, self.spec.logit_softcap, width)
 
         for_columns(POSITIONS, lanes, VECTORS, score_tile)
         hides_some = first + POSITIONS > a.mask.shared_end(end_of(first_row))

@@ -135,7 +135,6 @@ def test_capacities_do_not_matter(cache_dir):
     "changes, named",
     [
         ({"sliding_window": True}, "sliding_window"),
-        ({"layers": [LayerSpec("mha"), LayerSpec("mla")]}, "layer kind 'mla'"),
         ({"layers": [LayerSpec("mha_sliding", 8), LayerSpec("mha")]}, "layer kind 'mha_sliding'"),
     ],
 )

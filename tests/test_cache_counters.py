@@ -8,7 +8,7 @@ import pytest
 
 import tvm_pagedkv as pkv
 
-from .python_kernels import KERNELS, make_cache
+from .python_kernels import KERNELS, MLA_KERNELS, make_cache
 
 
 def test_counters():
@@ -80,6 +80,22 @@ CONFIGS = {
         ],
         "num_layers": 4, "max_num_sequences": 3, "prefill_chunk_size": 60,
     },
+    "mla": {
+        "layers": [
+            pkv.LayerSpec("mla", v_head_dim=8),
+            pkv.LayerSpec("mla", qk_head_dim=40, v_head_dim=32),
+        ],
+    },
+    "mha_and_mla": {
+        "layers": [
+            pkv.LayerSpec(),
+            pkv.LayerSpec(
+                "mla", num_qo_heads=9, v_head_dim=8,
+                mla_original_qk_head_dim=24, mla_original_v_head_dim=16,
+            ),
+        ],
+        "page_size": 4,
+    },
 }  # fmt: skip
 
 
@@ -89,6 +105,7 @@ def test_memory_bytes_is_what_is_allocated(name, aux_manager):
     fields = {"num_layers": 2, "num_qo_heads": 4, "num_kv_heads": 2, "qk_head_dim": 16}
     config = pkv.KVCacheConfig(**{**fields, "max_total_tokens": 1000, **CONFIGS[name]})
     cache = make_cache(
+        MLA_KERNELS,
         page_size=config.page_size,
         max_total_tokens=config.max_total_tokens,
         max_num_sequences=config.max_num_sequences,
@@ -103,6 +120,7 @@ def test_memory_bytes_is_what_is_allocated(name, aux_manager):
                 "num_qo_heads": spec.num_qo_heads,
                 "num_kv_heads": spec.num_kv_heads,
                 "qk_head_dim": spec.qk_head_dim,
+                "v_head_dim": spec.v_head_dim,
             }
             for spec in config.layers
         ],

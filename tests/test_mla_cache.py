@@ -180,6 +180,47 @@ def test_rows_that_are_set_from_outside():
     model.cache.check_integrity()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cache_from_a_configuration(dtype):
+    config = pkv.KVCacheConfig(
+        num_layers=NUM_LAYERS,
+        num_qo_heads=HEADS,
+        num_kv_heads=HEADS,  # as configurations of models have it
+        qk_head_dim=CKV + KPE,
+        v_head_dim=CKV,
+        dtype=dtype,
+        page_size=4,
+        max_total_tokens=64,
+        layers=[
+            pkv.LayerSpec("mla", mla_original_qk_head_dim=QK_DIM, mla_original_v_head_dim=V_DIM)
+        ]
+        * NUM_LAYERS,
+    )
+    model = Model(pkv.create(config), dtype)
+    assert model.cache.stats()["allocated_bytes"] == config.memory_bytes()
+    model.add(0, 1)
+    model.step([0, 1], [5, 9], "prefill")
+    model.step([1, 0], [2, 1], "extend")
+    model.step([1, 0], [1, 1], "decode")
+    model.check_rows()
+
+
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        ({"num_kv_heads": 2}, "num_kv_heads of kind 'mla' must be 1"),
+        ({"v_head_dim": 32}, "v_head_dim must be between 8 and 24"),
+        ({"mla_original_qk_head_dim": 16}, "go together"),
+        ({"kind": "mha", "mla_original_v_head_dim": 16}, "belong to kind 'mla'"),
+        ({"mla_original_qk_head_dim": 12, "mla_original_v_head_dim": 8}, "multiple of 8"),
+    ],
+)
+def test_configurations_that_no_cache_serves(fields, text):
+    with pytest.raises(ValueError, match=text):
+        layer = pkv.LayerSpec(**{"kind": "mla", **fields})
+        pkv.KVCacheConfig(1, 4, 4, 24, 16, layers=[layer])
+
+
 # --- what cross attention covers ----------------------------------------------------------------
 
 

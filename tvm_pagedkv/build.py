@@ -136,6 +136,9 @@ class KernelSets:
 def kernel_spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> KernelSpec:
     """What the kernels of a layer are built for; the same for layers that share kernels."""
     rope = layer.rope
+    is_mla = layer.kind == "mla"
+    rotary_dim = rope.rotary_dim or layer.qk_head_dim
+    rope_spec = RopeSpec(rope.theta, rope.scale, rotary_dim, rope.scaling)
     return KernelSpec(
         num_qo_heads=layer.num_qo_heads,
         num_kv_heads=layer.num_kv_heads,
@@ -144,9 +147,12 @@ def kernel_spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> Kern
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
         page_size=config.page_size,
-        rope=RopeSpec(rope.theta, rope.scale, rope.rotary_dim or layer.qk_head_dim, rope.scaling),
+        rope=RopeSpec(rotary_dim=0) if is_mla else rope_spec,
         target=vector_target(target),
         logit_softcap=config.logit_softcap,
+        kind=layer.kind,
+        original_qk_head_dim=layer.mla_original_qk_head_dim or 0,
+        original_v_head_dim=layer.mla_original_v_head_dim or 0,
     )
 
 
@@ -185,7 +191,8 @@ def build_kernels(
 
 
 def _check_supported(config: KVCacheConfig) -> None:
-    missing = {f"layer kind {layer.kind!r}" for layer in config.layers if layer.kind != "mha"}
+    kinds = {layer.kind for layer in config.layers} - {"mha", "mla"}
+    missing = {f"layer kind {kind!r}" for kind in kinds}
     if config.sliding_window:
         missing.add("sliding_window")
     if missing:

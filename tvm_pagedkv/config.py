@@ -143,7 +143,12 @@ class LayerSpec:
     window : int, optional
         Positions that a sliding layer sees, its own included. Needed by "mha_sliding" only.
     num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim : int, optional
+        "mla": `qk_head_dim` is the width of a latent row, `v_head_dim` of its leading columns that
+        are V; `num_kv_heads` is 1, whatever the configuration says.
     rope : RopeConfig, optional
+        "mla": models rotate for themselves.
+    mla_original_qk_head_dim, mla_original_v_head_dim : int, optional
+        "mla": head dims before absorption; without them the layer has no `self_attention`.
     """
 
     kind: str = "mha"
@@ -153,6 +158,8 @@ class LayerSpec:
     qk_head_dim: int | None = None
     v_head_dim: int | None = None
     rope: RopeConfig | None = None
+    mla_original_qk_head_dim: int | None = None
+    mla_original_v_head_dim: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("layer.kind", self.kind, LAYER_KINDS)
@@ -163,6 +170,25 @@ class LayerSpec:
             )
         if self.window is not None:
             _check_int("layer.window", self.window)
+        self._check_original_dims()
+
+    def _check_original_dims(self) -> None:
+        names = ("mla_original_qk_head_dim", "mla_original_v_head_dim")
+        values = [getattr(self, name) for name in names]
+        if values == [None, None]:
+            return
+        if self.kind != "mla" or None in values:
+            raise ValueError(
+                f"layer.{names[0]} and layer.{names[1]} belong to kind 'mla' and go together; got "
+                f"{values[0]} and {values[1]} with kind {self.kind!r}"
+            )
+        for name, value in zip(names, values, strict=True):
+            _check_head_dim(f"layer.{name}", value)
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that a position takes in the pages of a completed layer."""
+        return self.qk_head_dim * (1 if self.kind == "mla" else 2 * self.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -250,6 +276,13 @@ class KVCacheConfig:
             name: getattr(self, name) if getattr(layer, name) is None else getattr(layer, name)
             for name in ("num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim", "rope")
         }
+        if layer.kind == "mla":
+            if layer.num_kv_heads not in (None, 1):
+                raise ValueError(
+                    f"layer {index}: num_kv_heads of kind 'mla' must be 1, for all query heads "
+                    f"share the latent rows; got {layer.num_kv_heads}"
+                )
+            filled["num_kv_heads"] = 1
         _check_int("num_qo_heads", filled["num_qo_heads"], 1, 4096)
         _check_int("num_kv_heads", filled["num_kv_heads"], 1, 4096)
         if filled["num_qo_heads"] % filled["num_kv_heads"]:
@@ -259,7 +292,9 @@ class KVCacheConfig:
             )
         _check_head_dim("qk_head_dim", filled["qk_head_dim"])
         _check_head_dim("v_head_dim", filled["v_head_dim"])
-        if layer.kind != "mla" and filled["v_head_dim"] != filled["qk_head_dim"]:
+        if layer.kind == "mla":
+            _check_int("v_head_dim", filled["v_head_dim"], 8, filled["qk_head_dim"])
+        elif filled["v_head_dim"] != filled["qk_head_dim"]:
             raise ValueError(
                 f"layer {index}: a page keeps K and V rows of one width, so v_head_dim "
                 f"({filled['v_head_dim']}) must equal qk_head_dim ({filled['qk_head_dim']}); pad "
@@ -294,17 +329,22 @@ class KVCacheConfig:
         where sequences share pages, a step's page table can have more entries than there are pages.
         """
         num_rows, layers = self.prefill_chunk_size, self.layers
-        numbers = sum(self.num_pages_of(s) * 2 * s.num_kv_heads * s.qk_head_dim for s in layers)
+        numbers = sum(self.num_pages_of(s) * s.row_width for s in layers)
         page_pool = numbers * self.page_size * ITEMSIZE[self.kv_dtype]
 
-        # Rows of Q, K and V of the widest layer, and the lse of a row, which is float32.
-        q_width = max(s.num_qo_heads * s.qk_head_dim for s in layers)
-        kv_width = max(s.num_kv_heads * s.qk_head_dim for s in layers)
-        lse_bytes = max(s.num_qo_heads for s in layers) * ITEMSIZE["float32"]
+        # Rows of Q, K and V of the widest layer, and the lse of a row, which is float32. MLA layers
+        # need none: their kernels take and give the tensors of the model.
+        mha = [s for s in layers if s.kind != "mla"]
+        q_width = max((s.num_qo_heads * s.qk_head_dim for s in mha), default=0)
+        kv_width = max((s.num_kv_heads * s.qk_head_dim for s in mha), default=0)
+        lse_bytes = max((s.num_qo_heads for s in mha), default=0) * ITEMSIZE["float32"]
         workspace = num_rows * ((q_width + 2 * kv_width) * ITEMSIZE[self.dtype] + lse_bytes)
 
         num_sequences = min(self.max_num_sequences, num_rows)
-        groups = {(s.num_qo_heads, s.num_kv_heads, s.qk_head_dim, s.window): s for s in layers}
+        groups = {
+            (s.kind, s.num_qo_heads, s.num_kv_heads, s.qk_head_dim, s.v_head_dim, s.window): s
+            for s in layers
+        }
         arrays = [num_sequences + 1, num_rows, num_sequences]
         for spec in groups.values():
             arrays += [num_sequences + 1, self.num_pages_of(spec)]

@@ -10,7 +10,7 @@ import tvm
 from tvm.target import Target
 
 from .build import KernelSets, build_kernels
-from .config import ROPE_MODES, KVCacheConfig, RopeConfig
+from .config import ROPE_MODES, KVCacheConfig, LayerSpec, RopeConfig
 
 
 def create(
@@ -65,6 +65,7 @@ def config_map(config: KVCacheConfig, kernels: KernelSets, device: tvm.runtime.D
                 "rope_theta": layer.rope.theta,
                 "rope_scale": layer.rope.scale,
                 "kernel_set": kernel_set,
+                **_original_dims(layer),
             }
             for layer, kernel_set in zip(config.layers, kernels.layer_sets, strict=True)
         ],
@@ -76,6 +77,12 @@ def config_map(config: KVCacheConfig, kernels: KernelSets, device: tvm.runtime.D
     return described
 
 
+def _original_dims(layer: LayerSpec) -> dict[str, int]:
+    """MLA: the head dims before absorption, where they are known."""
+    names = ("mla_original_qk_head_dim", "mla_original_v_head_dim")
+    return {name: getattr(layer, name) for name in names if getattr(layer, name) is not None}
+
+
 def _extension_factors(rope: RopeConfig) -> tuple | None:
     """longrope: long factors, then short ones, in the order of the kernels' argument."""
     scaling = rope.scaling_dict
@@ -85,8 +92,9 @@ def _extension_factors(rope: RopeConfig) -> tuple | None:
 
 
 def _common(config: KVCacheConfig, what: str, of: Callable):
-    """A property of the rotation that all layers must share."""
-    values = {of(layer.rope) for layer in config.layers}
+    """A property of the rotation that all layers must share whose rows the cache rotates."""
+    rotated = [layer for layer in config.layers if layer.kind != "mla"]
+    values = {of(layer.rope) for layer in rotated or config.layers}
     if len(values) != 1:
         raise NotImplementedError(f"layers with different rope {what}")
     return values.pop()

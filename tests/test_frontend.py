@@ -224,7 +224,8 @@ def test_other_page_sizes(page_size):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"attn_kind": "mla"}, NotImplementedError),
+        ({"attn_kind": "mla"}, ValueError),  # no dims before absorption
+        ({"attn_kind": ["mha", "mla"]}, NotImplementedError),
         ({"attn_kind": ["mha"]}, ValueError),
         ({"attn_kind": "other"}, ValueError),
         ({"num_key_value_heads": 4}, ValueError),

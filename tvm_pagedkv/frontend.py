@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import tvm
@@ -30,7 +31,7 @@ class PagedKVCache(_PagedKVCacheBase):
     Parameters
     ----------
     attn_kind : str or list of str
-        "mha" for all layers, or one kind per layer.
+        "mha" or "mla" for all layers, or one kind per layer (the same one: the dims are of one).
     max_batch_size, max_total_seq_len, prefill_chunk_size, support_sliding_window : tirx.Var or int
         Capacities, given when the cache is created.
     page_size : tirx.Var or int
@@ -121,7 +122,16 @@ class PagedKVCache(_PagedKVCacheBase):
                 rotary_dim=rotary_dim,
                 scaling=_with_placeholder_factors(rope_scaling, rotary_dim),
             ),
-            layers=[LayerSpec(kind=kind) for kind in kinds],
+            layers=[
+                LayerSpec(
+                    kind=kind,
+                    mla_original_qk_head_dim=mla_original_qk_head_dim,
+                    mla_original_v_head_dim=mla_original_v_head_dim,
+                )
+                if kind == "mla"
+                else LayerSpec(kind=kind)
+                for kind in kinds
+            ],
             logit_softcap=logit_softcap,
         )
         kernels = _Kernels(
@@ -150,7 +160,7 @@ class PagedKVCache(_PagedKVCacheBase):
             relax.prim_value(rope_theta),
             rope_ext_factors,
             relax.op.zeros((), dtype),
-            *kernels.positional(),
+            *(kernels.positional_mla() if kinds[0] == "mla" else kernels.positional()),
         ]
         super().__init__(
             _expr=relax.call_pure_packed(
@@ -166,9 +176,9 @@ class _Kernels:
     def __init__(self, spec: KernelSpec, tag: str):
         self.spec, self.tag = spec, tag
 
-    def _function(self, name: str) -> relax.GlobalVar:
+    def _function(self, name: str, spec: KernelSpec | None = None) -> relax.GlobalVar:
         return relax.BlockBuilder.current().add_func(
-            build_kernel(name, self.spec), f"pagedkv_{name}"
+            build_kernel(name, spec or self.spec), f"pagedkv_{name}"
         )
 
     def _tagged(self, name: str) -> relax.Tuple:
@@ -191,6 +201,30 @@ class _Kernels:
             self._function("compact_copy"),
         ]
 
+    def positional_mla(self) -> list[relax.Expr]:
+        """The same of MLA layers, which have no rotation and no multi-head pages."""
+        absorbed = replace(self.spec, original_qk_head_dim=0, original_v_head_dim=0)
+        ragged = list(self._tagged("prefill_ragged").fields)
+        rotary = relax.op.null_value()
+        if self.tag == "pagedkv":
+            dims = (self.spec.original_qk_head_dim, self.spec.original_v_head_dim)
+            ragged += [relax.prim_value(dim) for dim in dims]
+            none, page_size = relax.op.null_value(), relax.prim_value(self.spec.page_size)
+            rotary = relax.Tuple([tvm.ir.StringImm(self.tag), none, none, page_size])
+        return [
+            relax.op.null_value(),  # transpose_append
+            self._function("transpose_append_mla"),
+            relax.Tuple(ragged),
+            *(relax.Tuple([]) for _ in range(6)),  # attention of MHA layers
+            self._tagged("mla_prefill"),
+            # Of absorbed outputs; and of the fine-grained API, whose outputs are not absorbed.
+            relax.Tuple([self._function("merge", absorbed), self._function("merge")]),
+            rotary,
+            self._function("copy_single_page"),
+            self._function("debug_get_kv_mla"),
+            self._function("compact_copy"),
+        ]
+
     def _rotary(self) -> relax.Expr:
         split_rotary = self._function("split_rotary")
         if self.tag == "tirx":
@@ -210,10 +244,14 @@ def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
     if len(kinds) != num_layers:
         raise ValueError(f"attn_kind has {len(kinds)} entries for {num_layers} layers")
     for kind in kinds:
-        if kind in ("mha_sliding", "mla"):
+        if kind == "mha_sliding":
             raise NotImplementedError(f"attention kind {kind!r}")
-        if kind != "mha":
+        if kind not in ("mha", "mla"):
             raise ValueError(f"attn_kind must be 'mha', 'mha_sliding' or 'mla'; got {kind!r}")
+    if len(set(kinds)) > 1:
+        raise NotImplementedError(
+            "'mha' and 'mla' layers in one model: the arguments have the dims of one kind"
+        )
     return kinds
 
 

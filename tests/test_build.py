@@ -121,6 +121,25 @@ def test_layers_that_are_alike_share_a_set(cache_dir):
         _ = built.kernels
 
 
+def test_layers_with_a_window_have_kernels_of_their_own(cache_dir):
+    local = RopeConfig(theta=1e6)
+    layers = [LayerSpec(), *(LayerSpec("mha_sliding", window) for window in (8, 9)),
+              LayerSpec("mha_sliding", 8, rope=local)]  # fmt: skip
+    built = build_kernels(make_config(num_layers=4, layers=layers))
+    assert built.layer_sets == (0, 1, 1, 2)  # one kernel for all windows
+
+
+@pytest.mark.parametrize("layer", [LayerSpec(), LayerSpec("mha_sliding", 8)], ids=["all", "window"])
+def test_kernels_of_another_kind_are_not_compiled(layer):
+    config = make_config(layers=[layer], num_layers=1)
+    names = tir_kernels.kernel_names(build.kernel_spec(config, config.layers[0], resolve_target()))
+    assert ("prefill" in names, "prefill_sliding" in names) == (
+        not layer.window,
+        bool(layer.window),
+    )
+    assert ("decode" in names, "decode_sliding" in names) == (not layer.window, bool(layer.window))
+
+
 def test_capacities_do_not_matter(cache_dir):
     build_kernels(make_config())
     build_kernels(
@@ -135,7 +154,6 @@ def test_capacities_do_not_matter(cache_dir):
     "changes, named",
     [
         ({"sliding_window": True}, "sliding_window"),
-        ({"layers": [LayerSpec("mha_sliding", 8), LayerSpec("mha")]}, "layer kind 'mha_sliding'"),
     ],
 )
 def test_features_without_kernels_are_named(cache_dir, changes, named):

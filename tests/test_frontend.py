@@ -31,8 +31,8 @@ CAPACITIES = {
 class AttentionOnly(nn.Module):
     """A model that is nothing but its cache."""
 
-    def __init__(self, cache_class, rope: dict, **extra):
-        self.cache_class, self.rope, self.extra = cache_class, rope, extra
+    def __init__(self, cache_class, rope: dict, kinds: str | list[str] = "mha", **extra):
+        self.cache_class, self.rope, self.kinds, self.extra = cache_class, rope, kinds, extra
 
     def create(
         self,
@@ -43,7 +43,7 @@ class AttentionOnly(nn.Module):
         support_sliding_window: tirx.Var,
     ):
         return self.cache_class(
-            attn_kind="mha",
+            attn_kind=self.kinds,
             max_batch_size=max_batch_size,
             max_total_seq_len=max_total_seq_len,
             prefill_chunk_size=prefill_chunk_size,
@@ -112,8 +112,8 @@ def _qkv(rng: np.random.Generator, num_rows: int) -> np.ndarray:
     return rng.standard_normal(shape).astype("float32")
 
 
-def _check_fused(vm, cache, rope: reference.Rope, mode: str) -> None:
-    expected = reference.ReferenceCache(NUM_LAYERS, np.float32, rope, mode)
+def _check_fused(vm, cache, rope: reference.Rope, mode: str, windows=None) -> None:
+    expected = reference.ReferenceCache(NUM_LAYERS, np.float32, rope, mode, windows)
     state = {
         name: tvm.get_global_func(f"vm.builtin.kv_state_{name}")
         for name in ("add_sequence", "begin_forward", "end_forward")
@@ -122,7 +122,7 @@ def _check_fused(vm, cache, rope: reference.Rope, mode: str) -> None:
     for seq_id in (0, 1):
         state["add_sequence"](cache, seq_id)
         expected.add_sequence(seq_id)
-    for lengths in ([18, 5], [3, 1], [1, 1]):
+    for lengths in ([18, 5], [3, 1], [1, 1], [20, 40], [1, 1]):
         qkv = _qkv(rng, sum(lengths))
         state["begin_forward"](cache, Shape([0, 1]), Shape(lengths))
         outputs = vm["fused"](tvm.runtime.tensor(qkv[None]), cache)
@@ -169,6 +169,18 @@ def test_model_gives_what_the_reference_gives(mode, scaling):
     rope = reference.Rope(rotary_dim=HEAD_DIM, scaling=scaling)
     _check_fused(vm, cache, rope, mode.name.lower())
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("mode", [RopeMode.NORMAL, RopeMode.INLINE], ids=["normal", "inline"])
+@pytest.mark.parametrize("kinds", [["mha_sliding", "mha"], "mha_sliding"], ids=["mixed", "all"])
+def test_layers_with_a_window(kinds, mode):
+    vm = _compile(pkv.PagedKVCache, {"mode": mode}, kinds=kinds, layer_sliding_window_size=7)
+    cache = _create(vm)
+    windows = [7, 7] if isinstance(kinds, str) else [7, None]
+    rope = reference.Rope(rotary_dim=HEAD_DIM)
+    _check_fused(vm, cache, rope, mode.name.lower(), windows)
+    cache.check_integrity()
+    assert cache.first_position(1, 0) > 0
 
 
 @pytest.mark.parametrize("runtime_of", ["stock", "pagedkv"])
@@ -228,6 +240,8 @@ def test_other_page_sizes(page_size):
         ({"attn_kind": ["mha", "mla"]}, NotImplementedError),
         ({"attn_kind": ["mha"]}, ValueError),
         ({"attn_kind": "other"}, ValueError),
+        ({"attn_kind": "mha_sliding", "layer_sliding_window_size": 0}, ValueError),
+        ({"attn_kind": ["mha", "mha_sliding"], "runtime": "stock"}, NotImplementedError),
         ({"num_key_value_heads": 4}, ValueError),
         ({"qk_head_dim": 30, "v_head_dim": 30}, ValueError),
         ({"rotary_dim": 64}, ValueError),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""decode_sliding and prefill_sliding against the reference: any window, any chunk, any page size."""
+"""decode_sliding and prefill_sliding against the reference: windows, chunks, page sizes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ from .test_attention_kernels import (
 SOME_SPECS = {
     name: SPECS[name]
     for name in (
-        "32:8x128-f32-p16",
         "32:8x128-bf16-p16",
         "32:8x128-f16-p1",
         "5:1x80-f32-bf16-p4",
-        "6:2x104-f32-f16-p64",
         "71:1x64-f16-f32-p256",
     )
 }
 # Less than a page and more, no multiple of anything, and more than there is.
-WINDOWS = [1, 3, 16, 37, 100, 2**31 - 1]
+WINDOWS = [1, 16, 37, 2**31 - 1]
 parametrize_specs = pytest.mark.parametrize("spec", SOME_SPECS.values(), ids=SOME_SPECS)
 
 
 @parametrize_specs
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("batch", DECODE_BATCHES)
+@pytest.mark.parametrize("batch", ["mixed", "long", "cuts"])
 @parametrize_seed
 def test_decode(spec, batch, window, seed):
     case = PagedBatch(spec, DECODE_BATCHES[batch], seed)
@@ -58,14 +56,22 @@ def test_decode_may_see_nothing(seed):
 
 
 @parametrize_specs
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "past"])
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", ["mixed", "tiles"])
 @parametrize_seed
-def test_prefill(spec, batch, window, causal, seed):
+def test_prefill(spec, batch, window, seed):
     case = PagedBatch(spec, BATCHES[batch], seed)
-    case.prefill(causal, window=window)
-    case.verify(causal, window=window)
+    case.prefill(window=window)
+    case.verify(window=window)
+
+
+@parametrize_specs
+@parametrize_seed
+def test_prefill_over_the_past(spec, seed):
+    """causal = 0: the rows follow the pages' positions."""
+    case = PagedBatch(spec, BATCHES["tiles"], seed)
+    case.prefill(False, window=100)
+    case.verify(False, window=100)
 
 
 def hide_with_nan(case: PagedBatch, window: int, slack: int) -> None:

@@ -28,6 +28,8 @@ BUILDERS: dict[str, Callable] = {
     "mla_prefill": mla.mla_prefill,
     "debug_get_kv_mla": latent.debug_get_kv_mla,
 }
+_WITHOUT_WINDOW = {"prefill", "decode"}
+_WITH_WINDOW = {"prefill_sliding", "decode_sliding"}
 _MLA_ONLY = {"transpose_append_mla", "mla_prefill", "debug_get_kv_mla"}
 _BOTH = {"merge", "prefill_ragged", "copy_single_page", "compact_copy"}
 _NON_ABSORBED = {"merge", "prefill_ragged"}  # where an MLA layer is a multi-head attention
@@ -36,7 +38,8 @@ _NON_ABSORBED = {"merge", "prefill_ragged"}  # where an MLA layer is a multi-hea
 def kernel_names(spec: KernelSpec) -> list[str]:
     """Names of the kernels that layers of `spec` need."""
     if spec.kind != "mla":
-        return [name for name in BUILDERS if name not in _MLA_ONLY]
+        window = _WITHOUT_WINDOW if spec.kind == "mha_sliding" else _WITH_WINDOW
+        return [name for name in BUILDERS if name not in _MLA_ONLY | window]
     names = _MLA_ONLY | _BOTH
     if not spec.original_qk_head_dim:
         names = names - {"prefill_ragged"}

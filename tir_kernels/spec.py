@@ -79,7 +79,8 @@ class KernelSpec:
         The rotation of `split_rotary`, `rope_append` and of attention with ``rotary_mode`` 1.
     target : VectorTarget
         CPU traits.
-    kind : {"mha", "mla"}
+    kind : {"mha", "mha_sliding", "mla"}
+        "mha_sliding": rows see a window, which the kernels take as an argument.
         "mla": a slot holds one latent row, which is K, and whose first `v_head_dim` columns are V,
         for all query heads; `num_kv_heads` is 1.
     original_qk_head_dim, original_v_head_dim : int

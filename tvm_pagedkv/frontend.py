@@ -54,7 +54,7 @@ class PagedKVCache(_PagedKVCacheBase):
     target : tvm.target.Target
     name : str
     layer_sliding_window_size : int
-        Window of the "mha_sliding" layers.
+        Window of the "mha_sliding" layers: positions that a row sees, its own included.
     kernel_page_size : int
         The page size that kernels are built for when `page_size` is symbolic.
     logit_softcap : float, optional
@@ -125,15 +125,16 @@ class PagedKVCache(_PagedKVCacheBase):
             layers=[
                 LayerSpec(
                     kind=kind,
-                    mla_original_qk_head_dim=mla_original_qk_head_dim,
-                    mla_original_v_head_dim=mla_original_v_head_dim,
+                    window=layer_sliding_window_size if kind == "mha_sliding" else None,
+                    mla_original_qk_head_dim=mla_original_qk_head_dim if kind == "mla" else None,
+                    mla_original_v_head_dim=mla_original_v_head_dim if kind == "mla" else None,
                 )
-                if kind == "mla"
-                else LayerSpec(kind=kind)
                 for kind in kinds
             ],
             logit_softcap=logit_softcap,
         )
+        if runtime == "stock" and "mha_sliding" in kinds:
+            raise NotImplementedError("kernels of 'mha_sliding' layers for the stock runtime")
         kernels = _Kernels(
             kernel_spec(config, config.layers[0], target),
             "tirx" if runtime == "stock" else "pagedkv",
@@ -160,7 +161,7 @@ class PagedKVCache(_PagedKVCacheBase):
             relax.prim_value(rope_theta),
             rope_ext_factors,
             relax.op.zeros((), dtype),
-            *(kernels.positional_mla() if kinds[0] == "mla" else kernels.positional()),
+            *(kernels.positional_mla() if kinds[0] == "mla" else kernels.positional(set(kinds))),
         ]
         super().__init__(
             _expr=relax.call_pure_packed(
@@ -184,16 +185,22 @@ class _Kernels:
     def _tagged(self, name: str) -> relax.Tuple:
         return relax.Tuple([tvm.ir.StringImm(self.tag), self._function(name)])
 
-    def positional(self) -> list[relax.Expr]:
-        """Arguments 13 to 27 of the positional constructor."""
+    def positional(self, kinds: set[str]) -> list[relax.Expr]:
+        """Arguments 13 to 27 of the positional constructor, for layers of these kinds."""
         merge = self._function("merge")
+
+        def needed(kind: str, name: str) -> relax.Tuple:
+            return self._tagged(name) if kind in kinds else relax.Tuple([])
+
         return [
             self._function("transpose_append"),
             relax.op.null_value(),  # transpose_append_mla
             self._tagged("prefill_ragged"),
-            self._tagged("prefill"),
-            self._tagged("decode"),
-            *(relax.Tuple([]) for _ in range(5)),  # sliding, tree, and MLA kernels
+            needed("mha", "prefill"),
+            needed("mha", "decode"),
+            needed("mha_sliding", "prefill_sliding"),
+            needed("mha_sliding", "decode_sliding"),
+            *(relax.Tuple([]) for _ in range(3)),  # tree and MLA kernels
             relax.Tuple([merge, merge]),  # of a step's parts, and of the fine-grained API
             self._rotary(),
             self._function("copy_single_page"),
@@ -244,13 +251,11 @@ def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
     if len(kinds) != num_layers:
         raise ValueError(f"attn_kind has {len(kinds)} entries for {num_layers} layers")
     for kind in kinds:
-        if kind == "mha_sliding":
-            raise NotImplementedError(f"attention kind {kind!r}")
-        if kind not in ("mha", "mla"):
+        if kind not in ("mha", "mha_sliding", "mla"):
             raise ValueError(f"attn_kind must be 'mha', 'mha_sliding' or 'mla'; got {kind!r}")
-    if len(set(kinds)) > 1:
+    if "mla" in kinds and len(set(kinds)) > 1:
         raise NotImplementedError(
-            "'mha' and 'mla' layers in one model: the arguments have the dims of one kind"
+            "'mla' and other layers in one model: the arguments have the dims of one kind"
         )
     return kinds
 

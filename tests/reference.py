@@ -449,6 +449,7 @@ class ReferenceCache:
     mode : {"none", "normal", "inline"}
     windows : one per layer, optional
         Positions that a row sees, its own included; None or 0: all.
+    softcap : float, optional
     """
 
     def __init__(
@@ -458,7 +459,9 @@ class ReferenceCache:
         rope: Rope | None = None,
         mode: str = "none",
         windows: Sequence[int | None] | None = None,
+        softcap: float | None = None,
     ):
+        self.softcap = softcap
         self.num_layers, self.kv_dtype, self.rope, self.mode = num_layers, kv_dtype, rope, mode
         self.windows = [window or None for window in windows or [None] * num_layers]
         self.sequences: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
@@ -513,7 +516,7 @@ class ReferenceCache:
                 q = rotate(q, positions, self.rope)
                 k = rotate(k, np.arange(total), self.rope)
             mask = causal_mask(num_rows, total, self.windows[layer])
-            o, lse = attention(q, k, v, mask, sm_scale)
+            o, lse = attention(q, k, v, mask, sm_scale, self.softcap)
             outputs.append(o)
             lses.append(lse)
         return np.concatenate(outputs), np.concatenate(lses)

@@ -128,7 +128,13 @@ def create_positional(config, kernels: dict, tag: str, device=None):
         kernels["transpose_append"],
         None,
         *(_tagged(tag, kernels[name]) for name in ("prefill_ragged", "prefill", "decode")),
-        *([],) * 5,
+        [],
+        [],
+        *(
+            _tagged(tag, kernels[name]) if name in kernels else []
+            for name in ("tree_paged", "tree")
+        ),
+        [],
         [kernels["merge"]],
         kernels["split_rotary"],
         kernels["copy_single_page"],

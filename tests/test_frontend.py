@@ -112,8 +112,10 @@ def _qkv(rng: np.random.Generator, num_rows: int) -> np.ndarray:
     return rng.standard_normal(shape).astype("float32")
 
 
-def _check_fused(vm, cache, rope: reference.Rope, mode: str, windows=None) -> None:
-    expected = reference.ReferenceCache(NUM_LAYERS, np.float32, rope, mode, windows)
+def _check_fused(vm, cache, rope: reference.Rope, mode: str, windows=None, softcap=None) -> None:
+    expected = reference.ReferenceCache(
+        NUM_LAYERS, np.float32, rope, mode, windows, softcap=softcap
+    )
     state = {
         name: tvm.get_global_func(f"vm.builtin.kv_state_{name}")
         for name in ("add_sequence", "begin_forward", "end_forward")
@@ -181,6 +183,11 @@ def test_layers_with_a_window(kinds, mode):
     _check_fused(vm, cache, rope, mode.name.lower(), windows)
     cache.check_integrity()
     assert cache.first_position(1, 0) > 0
+
+
+def test_model_with_a_logit_softcap():
+    vm = _compile(pkv.PagedKVCache, logit_softcap=0.5)
+    _check_fused(vm, _create(vm), reference.Rope(rotary_dim=HEAD_DIM), "normal", softcap=0.5)
 
 
 @pytest.mark.parametrize("runtime_of", ["stock", "pagedkv"])

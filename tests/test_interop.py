@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tvm
@@ -80,6 +82,52 @@ def test_pagedkv_tag_under_the_positional_constructor():
     _run_scenario(create_positional(config, dict(pkv.build(config).kernels), "pagedkv"), config)
 
 
+def test_a_cache_with_a_logit_softcap():
+    config = dataclasses.replace(_config("float32", "normal"), logit_softcap=1.5)
+    _run_scenario(pkv.create(config), config)
+
+
+def test_our_tree_kernels_under_the_stock_runtime():
+    """The first round of a tree runs `tree` and the past, a later one `tree_paged`."""
+    config = _config("float32", "none")
+    pkv.use_stock_runtime()
+    try:
+        cache = create_positional(config, dict(pkv.build(config).kernels), "tirx")
+    finally:
+        pkv.use_pagedkv_runtime()
+    begin, end, add = (
+        tvm.get_global_func(f"vm.builtin.kv_state_{name}")
+        for name in ("begin_forward", "end_forward", "add_sequence")
+    )
+    attention = tvm.get_global_func("vm.builtin.attention_kv_cache_attention_with_fused_qkv")
+    rng = np.random.default_rng(0)
+    held = [np.zeros((0, 12, 64), np.float32)] * 2
+    for seq_id in range(2):
+        add(cache, seq_id)
+    nodes: list[list[int]] = [[], []]
+    rounds = [
+        ((5, 33), None),
+        ((6, 3), [[-1, 0, 0, 1, -1, 3], [-1, 0, 1]]),
+        ((1, 1), [[2], [2]]),
+        ((4, 2), [[6, 6, 3, -1], [3, 1]]),
+    ]
+    for lengths, parents in rounds:
+        qkv = rng.standard_normal((sum(lengths), 12, 64)).astype(np.float32)
+        tree = None if parents is None else Shape([p for part in parents for p in part])
+        begin(cache, Shape([0, 1]), Shape(lengths), tree)
+        out = tvm.runtime.empty((sum(lengths), 8, 64), "float32")
+        attention(cache, 0, SM_SCALE, tvm.runtime.tensor(qkv), out)
+        end(cache)
+        expected = []
+        for b, rows in enumerate(np.split(qkv, [lengths[0]])):
+            held[b] = np.concatenate([held[b], rows])
+            nodes[b] += parents[b] if parents else []
+            mask = reference.tree_mask(nodes[b], len(rows), len(held[b]))
+            q, k, v = rows[:, :8], held[b][:, 8:10], held[b][:, 10:]
+            expected.append(reference.attention(q, k, v, mask, SM_SCALE)[0])
+        reference.assert_close(out.numpy(), np.concatenate(expected), "float32", str(lengths))
+
+
 def test_stock_cuda_kernels_under_our_runtime():
     device = tvm.cuda()
     if not device.exist:
@@ -111,7 +159,11 @@ def _run_scenario(cache, config: pkv.KVCacheConfig, device=None) -> None:
     length = tvm.get_global_func("vm.builtin.attention_kv_cache_get_sequence_length")
     rope = reference.Rope(theta=config.rope.theta, rotary_dim=config.qk_head_dim)
     expected = reference.ReferenceCache(
-        NUM_LAYERS, np.dtype(config.dtype), rope, mode=config.rope.mode
+        NUM_LAYERS,
+        np.dtype(config.dtype),
+        rope,
+        mode=config.rope.mode,
+        softcap=config.logit_softcap,
     )
     rng = np.random.default_rng(0)
     for seq_id in (0, 1):

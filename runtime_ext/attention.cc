@@ -101,6 +101,7 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
     CheckAlignment("o", o);
   }
   Append(layer, qkv);
+  layers_[layer_id].last_append = num_forwards_;
   const Group& group = groups_[layer.group];
   PagedAttention(layer, StepPages(layer.group), /*is_causal=*/true, sm_scale, group.q.get(), o,
                  group.lse.get());
@@ -227,6 +228,7 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
   const ffi::Function& prefill_ragged = kernels.Get(KernelName::kPrefillRagged);
   kernels.Get(KernelName::kTransposeAppend)(layer.pages, k, v,
                                             aux_->view(ArrayIndex(layer.group, kSlots)));
+  layers_[layer_id].last_append = num_forwards_;
   if (kernels.IsFlashInfer(KernelName::kPrefillRagged)) {
     flashinfer_->Ragged({kernels, config, layer.group, plan_, sm_scale, q, o, lse},
                         common(kQueryIndptr), k, v);
@@ -253,6 +255,37 @@ void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Ten
     for (const ffi::Tensor& each : {q, o, lse}) CheckAlignment("every tensor", each);
   }
   PagedAttention(layer, PastPages(layer.group), /*is_causal=*/false, sm_scale, q, o, lse);
+}
+
+void PagedKVCacheObj::AttentionWithSharedKV(int64_t source_id, double sm_scale, ffi::Tensor q,
+                                            ffi::Tensor current_k, ffi::Tensor current_v,
+                                            ffi::Tensor o) {
+  RequireForward("attention_with_shared_kv");
+  const Layer& source = LayerAt(source_id);
+  const LayerConfig& config = source.config;
+  if (config.is_mla()) {
+    Raise(kValueError, "attention_with_shared_kv needs a source with K and V, and layer ",
+          source_id, " is an MLA layer");
+  }
+  const int64_t num_rows = plan_.num_rows();
+  CheckTensor("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
+  CheckTensor("current_k", current_k, {num_rows, config.num_kv_heads, config.qk_head_dim},
+              config_.dtype);
+  CheckTensor("current_v", current_v, {num_rows, config.num_kv_heads, config.v_head_dim},
+              config_.dtype);
+  CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
+  if (source.last_append != num_forwards_) {
+    Raise(kValueError, "layer ", source_id,
+          " has not appended this step's K and V; run its attention before the layers that share "
+          "them");
+  }
+  if (HasStockKernel(source, {config.decode(), config.prefill()})) {
+    CheckAlignment("q", q);
+    CheckAlignment("o", o);
+  }
+  // The source has appended first, so its pages hold current_k and current_v already.
+  PagedAttention(source, StepPages(source.group), /*is_causal=*/true, sm_scale, q, o,
+                 groups_[source.group].lse.get());
 }
 
 ffi::Array<ffi::Tensor> PagedKVCacheObj::MergeAttention(ffi::Tensor o, ffi::Tensor lse,

@@ -56,6 +56,8 @@ class PagedKVCacheObj : public ffi::Object {
   // Attention, within a step.
   ffi::Tensor QueryPositions() const;
   void AttentionWithFusedQKV(int64_t layer, double sm_scale, ffi::Tensor qkv, ffi::Tensor o);
+  void AttentionWithSharedKV(int64_t source, double sm_scale, ffi::Tensor q, ffi::Tensor current_k,
+                             ffi::Tensor current_v, ffi::Tensor o);
   void SelfAttention(int64_t layer, double sm_scale, ffi::Tensor q, ffi::Tensor k, ffi::Tensor v,
                      ffi::Tensor o, ffi::Tensor lse);
   void CrossAttention(int64_t layer, double sm_scale, ffi::Tensor q, ffi::Tensor o,
@@ -109,9 +111,9 @@ class PagedKVCacheObj : public ffi::Object {
     LayerConfig config;
     int32_t group;
     ffi::Tensor pages;  // [NumPages, 2, num_kv_heads, page_size, head_dim], or without 2 and heads
-    // MLA: the last step, counted by num_forwards_, in which each of these was called.
+    // The last step, counted by num_forwards_, in which each of these was called.
     int64_t last_append = 0;
-    int64_t last_self_attention = 0;
+    int64_t last_self_attention = 0;   // of MLA layers, as the next one
     int64_t last_whole_attention = 0;  // a cross_attention that covered the step's rows
   };
   /*! \brief The page table of a group, as a kernel takes it. */

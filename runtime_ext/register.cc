@@ -120,6 +120,7 @@ void OverrideStockNames() {
   OverrideMethod(cache + "get_sequence_length", &Cache::SequenceLength);
   OverrideMethod(cache + "get_query_positions", &Cache::QueryPositions);
   OverrideMethod(cache + "attention_with_fused_qkv", &Cache::AttentionWithFusedQKV);
+  OverrideMethod(cache + "attention_with_shared_kv", &Cache::AttentionWithSharedKV);
   OverrideMethod(cache + "self_attention", &Cache::SelfAttention);
   OverrideMethod(cache + "cross_attention", &Cache::CrossAttention);
   OverrideMethod(cache + "merge_attn_output_inplace", &Cache::MergeAttention);
@@ -127,7 +128,6 @@ void OverrideStockNames() {
   OverrideMethod(cache + "debug_get_kv_mla", &Cache::DebugGetKVMLA);
   Override(cache + "append_mla_kv", ffi::Function::FromTyped(AppendMLAKV));
 
-  Override(cache + "attention_with_shared_kv", NotImplemented("attention over shared K and V"));
   for (const char* name : {"get_checkpoint_metadata", "get_layout_hash", "export_page_group",
                            "prepare_import", "import_page_group", "finish_import"}) {
     Override(cache + name, NotImplemented("checkpoints of sequences"));

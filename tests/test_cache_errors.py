@@ -98,8 +98,8 @@ OUTSIDE = {
     "window": (NotImplementedError, "sliding", lambda c: c.enable_sliding_window(0, 8, 1)),
     "commit": (NotImplementedError, "tree", lambda c: c.commit_tree([0], [0])),
     "shared": (
-        NotImplementedError,
-        "shared",
+        ValueError,
+        "within a step only",
         lambda c: c.attention_with_shared_kv(0, *np.ones((3, 1, 4, DIM), "float32"), 1.0),
     ),
     "mla": (ValueError, "append_mla", lambda c: c.append_mla_kv(0, np.ones((1, 8), "float32"))),

@@ -235,14 +235,45 @@ class KVCache(tvm_ffi.Object):
         return merged[0], merged[1]
 
     def attention_with_shared_kv(
-        self, source_layer: int, q: Any, current_k: Any, current_v: Any, sm_scale: float
+        self,
+        source_layer: int,
+        q: Any,
+        current_k: Any,
+        current_v: Any,
+        sm_scale: float | None = None,
     ) -> tvm.runtime.Tensor:
-        """Attention of a layer without K and V of its own to those of `source_layer`."""
+        """Attention of a layer without K and V of its own to those of `source_layer`.
+
+        The source must have run in this step; nothing is appended.
+
+        Parameters
+        ----------
+        source_layer : int
+        q : ``[T, num_qo_heads, head_dim]``, rotated by the model where the mode is "normal".
+        current_k, current_v : ``[T, num_kv_heads, head_dim]``
+            The source's rows of this step, as its pages have them.
+        sm_scale : float, optional
+
+        Returns
+        -------
+        o : tvm tensor ``[T, num_qo_heads, head_dim]``
+
+        Raises
+        ------
+        ValueError
+            Where the source has not run in this step, or is an MLA layer.
+        """
         q = self._tensor("q", q)
         k, v = self._tensor("current_k", current_k), self._tensor("current_v", current_v)
         o = self._empty(source_layer, q.shape[0])
         _function(_CACHE + "attention_with_shared_kv")(
-            self, _int("source_layer", source_layer), float(sm_scale), q, k, v, o
+            self,
+            _int("source_layer", source_layer),
+            self._scale(source_layer, sm_scale),
+            q,
+            k,
+            v,
+            o,
         )
         return o
 

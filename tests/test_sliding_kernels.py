@@ -135,3 +135,15 @@ def test_other_instruction_sets(cpu, dtype, seed):
     case = PagedBatch(spec, BATCHES["tiles"], seed)
     case.prefill(True, cpu, window=21)
     case.verify(window=21)
+
+
+@parametrize_seed
+def test_soft_cap(seed):
+    """The cap comes before the window hides anything."""
+    spec = make_spec((4, 2), 64, logit_softcap=0.5)
+    case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
+    case.decode(window=21)
+    case.verify(window=21)
+    case = PagedBatch(spec, BATCHES["tiles"], seed)
+    case.prefill(window=21)
+    case.verify(window=21)

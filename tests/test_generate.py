@@ -191,6 +191,18 @@ def test_command_shows_several_texts(capfd, tmp_path):
     assert out.count(PROMPTS[1]) == 2 and out.count("A “tuple”") == 2
 
 
+def test_command_draws_its_pages(capfd, tmp_path):
+    file = tmp_path / "pages.svg"
+    arguments = [PROMPTS[3], "-n", "3", "--max-tokens", "8", "--draw-pages", str(file)]
+    assert main(["generate", *arguments]) == 0
+    used, total, shared = re.search(
+        r"pages (\d+) of (\d+) used, (\d+) shared", capfd.readouterr().err
+    ).groups()
+    picture = file.read_text(encoding="utf-8")
+    assert f">{used} of {total} pages in use<" in picture
+    assert "3 sequences with" in picture and f" {shared} pages are shared" in picture
+
+
 def test_command_info(capfd):
     assert main(["info"]) == 0
     out = capfd.readouterr().out
@@ -211,6 +223,7 @@ def test_command_info(capfd):
         (["x", "--max-total-tokens", "16"], "the cache is too small"),
         (["x" * 600], "context holds 512"),
         (["--file", "no/such/file"], "cannot read prompt file no/such/file"),
+        (["x", "--draw-pages", "no/such/pages.svg"], "cannot write page map no/such/pages.svg"),
         (["--file", "latin1.txt"], "latin1.txt is not UTF-8 text: byte 0xe9 at offset 3"),
     ],
 )

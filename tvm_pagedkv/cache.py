@@ -6,14 +6,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import tvm
 import tvm_ffi
 
 from ._tensors import as_tensor
+from .page_map import PageMap
 
 _STATE = "vm.builtin.kv_state_"
 _CACHE = "vm.builtin.attention_kv_cache_"
@@ -383,20 +384,18 @@ class KVCache(tvm_ffi.Object):
         """Ids of all sequences, in ascending order."""
         return list(_function("pagedkv.sequence_ids")(self))
 
-    def draw(self) -> str:
-        """The page table of every sequence as text, by group; ``*`` marks a shared page."""
-        lines = []
-        for group, stats in enumerate(self.stats()["groups"]):
-            used, total = stats["num_used_pages"], stats["num_pages"]
-            lines.append(f"group {group}: {used} of {total} pages in use")
-            tables = {seq_id: self.page_table(seq_id, group) for seq_id in self.sequence_ids()}
-            owners = Counter(page for table in tables.values() for page in table)
-            for seq_id, table in tables.items():
-                pages = " ".join(f"{page}{'*' if owners[page] > 1 else ''}" for page in table)
-                first = self.first_position(seq_id, group)
-                gone = f"from position {first}: " if first else ""
-                lines.append(f"  sequence {seq_id} ({self.sequence_length(seq_id)}): {gone}{pages}")
-        return "\n".join(lines)
+    def draw(self, path: str | Path | None = None) -> str:
+        """The page table of every sequence as text, by group; ``*`` marks a shared page.
+
+        Parameters
+        ----------
+        path : optional
+            Where to write a picture as well: an SVG of who owns which page, and how full they are.
+        """
+        page_map = PageMap.of(self)
+        if path is not None:
+            Path(path).write_text(page_map.to_svg(), encoding="utf-8")
+        return page_map.to_text()
 
     def page_table(self, seq_id: int, group: int = 0) -> list[int]:
         """Page ids that a group of layers keeps of a sequence, in order of position."""

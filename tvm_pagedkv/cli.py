@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         "--max-total-tokens", type=int, help="capacity of the cache (default: what is needed)"
     )
     add.add_argument("--chunk", type=int, default=512, help="rows of a prefill step (default 512)")
+    add.add_argument(
+        "--draw-pages", metavar="FILE", help="write an SVG of the pages at their fullest"
+    )
     add = commands.add_parser("info", help="versions, target, threads and folders in force")
     add.set_defaults(run=_info)
     return parser
@@ -72,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _generate(options: argparse.Namespace) -> None:
     prompts = _prompts(options)
+    picture = _picture_file(options.draw_pages)
     try:
         from .generation import FinishedEvent, SamplingParams, Statistics, generate
         from .models import LlamaModel
@@ -80,6 +85,9 @@ def _generate(options: argparse.Namespace) -> None:
             f"{error.name} is not installed; install what this command needs with: "
             "pip install 'tvm-pagedkv[demo]'"
         ) from None
+    from .page_map import PageMap
+
+    fullest: deque[PageMap] = deque(maxlen=1)
     params = SamplingParams(
         options.n, options.temperature, options.top_p, options.max_tokens, options.seed
     )
@@ -93,6 +101,7 @@ def _generate(options: argparse.Namespace) -> None:
         params,
         max_total_tokens=options.max_total_tokens,
         prefill_chunk_size=options.chunk,
+        at_fullest=(lambda cache: fullest.append(PageMap.of(cache))) if picture else None,
     )
     with _display(prompts, params.n) as display:
         for event in events:
@@ -103,6 +112,8 @@ def _generate(options: argparse.Namespace) -> None:
             else:
                 display.text(event)
     _print_statistics(statistics)
+    if picture:
+        picture.write_text(fullest[0].to_svg(), encoding="utf-8")
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
@@ -120,6 +131,17 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if not prompts:
         raise ValueError('no prompt; say, for example: tvm-pagedkv generate "The with statement"')
     return prompts
+
+
+def _picture_file(name: str | None) -> Path | None:
+    """Where to draw; what cannot be written fails before anything takes time."""
+    if name is None:
+        return None
+    try:
+        with open(name, "a", encoding="utf-8"):
+            return Path(name)
+    except OSError as error:
+        raise ValueError(f"cannot write page map {name}: {error.strerror}") from None
 
 
 def _print_statistics(s) -> None:

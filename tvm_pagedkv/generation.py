@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -112,6 +112,7 @@ def generate(
     max_total_tokens: int | None = None,
     prefill_chunk_size: int = 512,
     max_num_sequences: int = 32,
+    at_fullest: Callable[[KVCache], None] | None = None,
 ) -> Iterator[TextEvent | FinishedEvent | Statistics]:
     """Continue prompts.
 
@@ -126,6 +127,8 @@ def generate(
         Most rows of a prefill step; longer prompts take several.
     max_num_sequences : int
         Continuations that run at a time, at least `params.n`.
+    at_fullest : callable, optional
+        Called with the cache each time that more pages are in use than ever before.
 
     Yields
     ------
@@ -144,6 +147,7 @@ def generate(
         max_total_tokens,
         prefill_chunk_size,
         max_num_sequences,
+        at_fullest,
     ).events()
 
 
@@ -189,11 +193,18 @@ class _Run:
     """The state of one call of `generate`."""
 
     def __init__(
-        self, model, prompts, params, max_total_tokens, prefill_chunk_size, max_num_sequences
+        self,
+        model,
+        prompts,
+        params,
+        max_total_tokens,
+        prefill_chunk_size,
+        max_num_sequences,
+        at_fullest,
     ):
         self.model, self.prompts, self.params = model, prompts, params
         self.chunk, self.page_size = prefill_chunk_size, model.options.page_size
-        self.slots = max(max_num_sequences, params.n)
+        self.slots, self.at_fullest = max(max_num_sequences, params.n), at_fullest
         if prefill_chunk_size < 1:
             raise ValueError(f"prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
         if max_total_tokens is not None and max_total_tokens < 1:
@@ -332,3 +343,5 @@ class _Run:
         if stats["num_used_pages"] > self.statistics.pages_used:
             self.statistics.pages_used = stats["num_used_pages"]
             self.statistics.pages_shared = stats["num_shared_pages"]
+            if self.at_fullest:
+                self.at_fullest(self.cache)

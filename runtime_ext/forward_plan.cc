@@ -13,15 +13,22 @@
 namespace pagedkv {
 
 ForwardPlan::ForwardPlan(SequenceTable* table, int64_t max_num_rows)
-    : table_(table), max_num_rows_(max_num_rows), groups_(table->num_groups()) {
+    : table_(table), max_num_rows_(max_num_rows) {
   for (int32_t g = 0; g < table->num_groups(); ++g) {
-    groups_[g].leaving.assign(table->pool(g).num_pages(), 0);
+    const int32_t num_pages = table->pool(g).num_pages();
+    groups_.push_back({{},
+                       {},
+                       {},
+                       std::vector<int32_t>(num_pages, 0),
+                       false,
+                       SharedPrefix(num_pages, table->page_size())});
   }
 }
 
 void ForwardPlan::Prepare(IntSpan sequence_ids, IntSpan append_lengths) {
   PrepareItems(sequence_ids, append_lengths);
   for (int32_t g = 0; g < table_->num_groups(); ++g) CountPages(g);
+  for (int32_t g = 0; g < table_->num_groups(); ++g) FindSharedPages(g);
 }
 
 void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
@@ -48,9 +55,9 @@ void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
             "): sequence ", sequence.id, " appends ", num_append, " after ", num_rows_, " others");
     }
     sequence.batch_mark = batch_mark_;
+    items_.push_back({&sequence, num_append, sequence.length, num_rows_});
     num_rows_ += num_append;
     max_append_ = std::max(max_append_, num_append);
-    items_.push_back({&sequence, num_append, sequence.length});
   }
 }
 
@@ -87,6 +94,19 @@ void ForwardPlan::CountPages(int32_t group) {
     Raise(kValueError, "the page table of the step would have ", num_entries,
           " entries, more than 2^31 - 1");
   }
+}
+
+void ForwardPlan::FindSharedPages(int32_t group) {
+  GroupPages& pages = groups_[group];
+  if (!pages.shares_prefixes) return;
+  const PagePool& pool = table_->pool(group);
+  pages.shared.Clear();
+  if (pool.num_shared() == 0) return;
+  for (const Item& item : items_) {
+    // Whole pages of the past: all rows of the step see all of their slots, and none writes there.
+    pages.shared.Add(item.sequence->pages[group].data(), item.past_length / table_->page_size());
+  }
+  pages.shared.Find(pool);
 }
 
 void ForwardPlan::Acquire() {
@@ -151,11 +171,19 @@ void ForwardPlan::Slide() noexcept {
 }
 
 int64_t ForwardPlan::NumPagesOf(int32_t group, size_t item, PageRange range) const {
+  const int64_t num_shared = NumSharedPagesOf(group, item);
   if (range == PageRange::kPast) {
-    return table_->PagesFor(items_[item].past_length) - items_[item].sequence->first_pages[group];
+    return table_->PagesFor(items_[item].past_length) - items_[item].sequence->first_pages[group] -
+           num_shared;
   }
   const GroupPages& pages = groups_[group];
-  return pages.kept[item] + pages.offsets[item + 1] - pages.offsets[item];
+  return pages.kept[item] + pages.offsets[item + 1] - pages.offsets[item] - num_shared;
+}
+
+int64_t ForwardPlan::NumUnsharedPages(int32_t group) const {
+  int64_t total = NumPages(group, PageRange::kWithStep);
+  for (size_t i = 0; i < items_.size(); ++i) total += NumSharedPagesOf(group, i);
+  return total;
 }
 
 int64_t ForwardPlan::NumPages(int32_t group, PageRange range) const {
@@ -192,19 +220,21 @@ void ForwardPlan::FillPageIndptr(int32_t group, PageRange range, int32_t* out) c
 }
 
 void ForwardPlan::FillFirstPositions(int32_t group, int32_t* out) const {
-  for (const Item& item : items_) {
-    *out++ = static_cast<int32_t>(table_->FirstPosition(*item.sequence, group));
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const int64_t num_shared = NumSharedPagesOf(group, i) * table_->page_size();
+    *out++ = static_cast<int32_t>(table_->FirstPosition(*items_[i].sequence, group) + num_shared);
   }
 }
 
 void ForwardPlan::FillPageValues(int32_t group, PageRange range, int32_t* out) const {
   const GroupPages& pages = groups_[group];
   for (size_t i = 0; i < items_.size(); ++i) {
-    const std::vector<int32_t>& list = items_[i].sequence->pages[group];
+    const int64_t num_shared = NumSharedPagesOf(group, i);
+    auto begin = items_[i].sequence->pages[group].begin() + num_shared;
     if (range == PageRange::kPast) {
-      out = std::copy_n(list.begin(), NumPagesOf(group, i, range), out);
+      out = std::copy_n(begin, NumPagesOf(group, i, range), out);
     } else {
-      out = std::copy_n(list.begin(), pages.kept[i], out);
+      out = std::copy_n(begin, pages.kept[i] - num_shared, out);
       out = std::copy(pages.acquired.begin() + pages.offsets[i],
                       pages.acquired.begin() + pages.offsets[i + 1], out);
     }
@@ -236,6 +266,70 @@ void ForwardPlan::FillSlots(int32_t group, int32_t* out) const {
       auto slot =
           static_cast<int32_t>(PageOf(group, i, position) * page_size + position % page_size);
       for (; position < page_end; ++position) *out++ = slot++;
+    }
+  }
+}
+
+int64_t ForwardPlan::NumSegmentPages(int32_t group) const {
+  int64_t total = 0;
+  for (const SharedSegment& segment : shared_prefix(group).segments()) total += segment.num_pages;
+  return total;
+}
+
+int64_t ForwardPlan::NumSegmentRows(int32_t group) const {
+  int64_t total = 0;
+  const SharedPrefix& shared = shared_prefix(group);
+  for (const SharedSegment& segment : shared.segments()) {
+    for (size_t m = segment.begin; m < segment.end; ++m) {
+      total += items_[shared.members()[m]].num_append;
+    }
+  }
+  return total;
+}
+
+void ForwardPlan::FillSegmentPageIndptr(int32_t group, int32_t* out) const {
+  *out = 0;
+  for (const SharedSegment& segment : shared_prefix(group).segments()) {
+    out[1] = out[0] + static_cast<int32_t>(segment.num_pages);
+    ++out;
+  }
+}
+
+void ForwardPlan::FillSegmentPageValues(int32_t group, int32_t* out) const {
+  const SharedPrefix& shared = shared_prefix(group);
+  for (const SharedSegment& segment : shared.segments()) {
+    const Item& item = items_[shared.members()[segment.begin]];
+    auto begin = item.sequence->pages[group].begin() + segment.first_page;
+    out = std::copy_n(begin, segment.num_pages, out);
+  }
+}
+
+void ForwardPlan::FillSegmentFirstPositions(int32_t group, int32_t* out) const {
+  for (const SharedSegment& segment : shared_prefix(group).segments()) {
+    *out++ = static_cast<int32_t>(segment.first_page * table_->page_size());
+  }
+}
+
+void ForwardPlan::FillSegmentRowIndptr(int32_t group, int32_t* out) const {
+  const SharedPrefix& shared = shared_prefix(group);
+  *out = 0;
+  for (const SharedSegment& segment : shared.segments()) {
+    out[1] = out[0];
+    ++out;
+    for (size_t m = segment.begin; m < segment.end; ++m) {
+      *out += static_cast<int32_t>(items_[shared.members()[m]].num_append);
+    }
+  }
+}
+
+void ForwardPlan::FillSegmentRows(int32_t group, int32_t* out) const {
+  const SharedPrefix& shared = shared_prefix(group);
+  for (const SharedSegment& segment : shared.segments()) {
+    for (size_t m = segment.begin; m < segment.end; ++m) {
+      const Item& item = items_[shared.members()[m]];
+      for (int64_t i = 0; i < item.num_append; ++i) {
+        *out++ = static_cast<int32_t>(item.first_row + i);
+      }
     }
   }
 }

@@ -6,6 +6,9 @@
  * Prepare (may throw, changes nothing) -> Acquire (takes the pages) -> the caller copies pages and
  * uploads arrays -> Commit, or Release when that failed -> Slide at the end of the step. A plan is
  * kept from step to step: once its vectors have grown, a step allocates nothing.
+ *
+ * In groups that share prefixes, page tables begin after the pages that a sequence has in common
+ * with others of the batch; those are in segments, each once for all of its sequences.
  */
 #ifndef TVM_PAGEDKV_FORWARD_PLAN_H_
 #define TVM_PAGEDKV_FORWARD_PLAN_H_
@@ -15,6 +18,7 @@
 #include <vector>
 
 #include "sequence_table.h"
+#include "shared_prefix.h"
 
 namespace pagedkv {
 
@@ -30,6 +34,9 @@ enum class PageRange { kWithStep, kPast };
 class ForwardPlan {
  public:
   ForwardPlan(SequenceTable* table, int64_t max_num_rows);
+
+  /*! \brief From the next step on, segments of shared pages are found in the group. */
+  void SharePrefixes(int32_t group) { groups_[group].shares_prefixes = true; }
 
   /*!
    * \brief Checks the batch and counts its pages.
@@ -53,6 +60,10 @@ class ForwardPlan {
   bool is_decode() const { return num_rows_ == num_sequences(); }
   /*! \brief Entries of the group's page table. */
   int64_t NumPages(int32_t group, PageRange range) const;
+  /*! \brief The pages that stand in segments instead. */
+  const SharedPrefix& shared_prefix(int32_t group) const { return groups_[group].shared; }
+  /*! \brief Entries that the page table with this step's rows would have without segments. */
+  int64_t NumUnsharedPages(int32_t group) const;
   /*! \brief Shared pages that this step writes to; valid between Acquire and Commit. */
   const std::vector<PageCopy>& copies() const { return copies_; }
 
@@ -69,11 +80,22 @@ class ForwardPlan {
   /*! \brief The slot of every row, [T]; between Acquire and Commit. */
   void FillSlots(int32_t group, int32_t* out) const;
 
+  // Arrays of the group's S segments.
+  int64_t NumSegmentPages(int32_t group) const;
+  int64_t NumSegmentRows(int32_t group) const;
+  void FillSegmentPageIndptr(int32_t group, int32_t* out) const;      // [S + 1]
+  void FillSegmentPageValues(int32_t group, int32_t* out) const;      // [NumSegmentPages]
+  void FillSegmentFirstPositions(int32_t group, int32_t* out) const;  // [S]
+  void FillSegmentRowIndptr(int32_t group, int32_t* out) const;       // [S + 1]
+  /*! \brief Which rows of the step attend to each segment, [NumSegmentRows]. */
+  void FillSegmentRows(int32_t group, int32_t* out) const;
+
  private:
   struct Item {
     Sequence* sequence;
     int64_t num_append;
     int64_t past_length;
+    int64_t first_row;
   };
   /*! \brief New pages of item i: acquired[offsets[i] : offsets[i + 1]], after kept[i] old ones. */
   struct GroupPages {
@@ -81,6 +103,8 @@ class ForwardPlan {
     std::vector<int64_t> offsets;
     std::vector<int32_t> acquired;
     std::vector<int32_t> leaving;  // [num_pages] owners that a page loses in this step; else 0
+    bool shares_prefixes = false;
+    SharedPrefix shared;
   };
 
   int64_t Length(const Item& item, PageRange range) const {
@@ -88,6 +112,10 @@ class ForwardPlan {
   }
   void PrepareItems(IntSpan sequence_ids, IntSpan append_lengths);
   void CountPages(int32_t group);
+  void FindSharedPages(int32_t group);
+  int64_t NumSharedPagesOf(int32_t group, size_t item) const {
+    return groups_[group].shared.NumPagesOf(item);
+  }
   int64_t NumPagesOf(int32_t group, size_t item, PageRange range) const;
   int32_t PageOf(int32_t group, size_t item, int64_t position) const;
 

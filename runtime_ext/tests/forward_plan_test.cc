@@ -175,6 +175,66 @@ void TestArraysOfAWindow() {
   table.CheckIntegrity();
 }
 
+void TestSegments() {
+  constexpr int32_t kPage = 256;  // two pages are worth a segment for two sequences
+  SequenceTable table(4, kPage, {16, 16});
+  ForwardPlan plan(&table, 2048);
+  plan.SharePrefixes(0);
+  table.Add(0);
+  Step(&plan, {0}, {3 * kPage + 5});  // pages 0 1 2 3
+  table.Fork(0, 1, 2 * kPage + 9);
+  table.Fork(0, 2, -1);
+  Prepare(&plan, {1, 0, 2}, {1, 2, 1});
+  plan.Acquire();  // 4, 5, and sequence 2 keeps page 3
+  CHECK_EQUAL(plan.shared_prefix(0).segments().size(), 1u);
+  CHECK_TRUE(plan.shared_prefix(1).segments().empty());
+  CHECK_EQUAL(plan.NumSegmentPages(0), 2);
+  CHECK_EQUAL(plan.NumSegmentRows(0), 4);
+  CHECK_EQUAL(plan.NumPages(0, PageRange::kWithStep), 5);
+  CHECK_EQUAL(plan.NumUnsharedPages(0), 11);
+  CHECK_EQUAL(plan.NumPages(1, PageRange::kWithStep), 11);
+  Ints page_indptr(2), values(2), first(1), row_indptr(2), rows(4);
+  plan.FillSegmentPageIndptr(0, page_indptr.data());
+  CHECK_EQUAL(page_indptr, (Ints{0, 2}));
+  plan.FillSegmentPageValues(0, values.data());
+  CHECK_EQUAL(values, (Ints{0, 1}));
+  plan.FillSegmentFirstPositions(0, first.data());
+  CHECK_EQUAL(first, (Ints{0}));
+  plan.FillSegmentRowIndptr(0, row_indptr.data());
+  CHECK_EQUAL(row_indptr, (Ints{0, 4}));
+  plan.FillSegmentRows(0, rows.data());
+  CHECK_EQUAL(rows, (Ints{1, 2, 3, 0}));  // those first that have page 2 in common as well
+  // The tables of the sequences begin after them, also those of the past.
+  Ints indptr(4), own(5), positions(3), past(5), slots(4);
+  plan.FillPageIndptr(0, PageRange::kWithStep, indptr.data());
+  CHECK_EQUAL(indptr, (Ints{0, 1, 3, 5}));
+  plan.FillPageValues(0, PageRange::kWithStep, own.data());
+  CHECK_EQUAL(own, (Ints{4, 2, 5, 2, 3}));
+  plan.FillFirstPositions(0, positions.data());
+  CHECK_EQUAL(positions, (Ints{2 * kPage, 2 * kPage, 2 * kPage}));
+  plan.FillFirstPositions(1, positions.data());
+  CHECK_EQUAL(positions, (Ints{0, 0, 0}));
+  plan.FillSlots(0, slots.data());
+  CHECK_EQUAL(slots, (Ints{4 * kPage + 9, 5 * kPage + 5, 5 * kPage + 6, 3 * kPage + 5}));
+  plan.Commit();
+  table.CheckIntegrity();
+  CHECK_EQUAL(plan.NumPages(0, PageRange::kPast), 5);
+  plan.FillPageValues(0, PageRange::kPast, past.data());
+  CHECK_EQUAL(past, (Ints{4, 2, 5, 2, 3}));
+
+  // Popped back to the end of the shared pages: nothing of the past is left for itself.
+  table.Pop(1, 10);
+  Prepare(&plan, {0, 1}, {1, 1});
+  plan.Acquire();
+  CHECK_EQUAL(plan.NumSegmentPages(0), 2);
+  plan.Commit();
+  plan.FillPageIndptr(0, PageRange::kPast, indptr.data());
+  CHECK_EQUAL((Ints{indptr[0], indptr[1], indptr[2]}), (Ints{0, 2, 2}));
+  Prepare(&plan, {1}, {1});  // alone it shares with nobody
+  CHECK_TRUE(plan.shared_prefix(0).segments().empty());
+  CHECK_EQUAL(plan.NumPages(0, PageRange::kWithStep), 3);
+}
+
 }  // namespace pagedkv
 
 int main() {
@@ -183,5 +243,6 @@ int main() {
   pagedkv::TestCopyOnWrite();
   pagedkv::TestWriteAfterPopIntoASharedPage();
   pagedkv::TestArraysOfAWindow();
+  pagedkv::TestSegments();
   return 0;
 }

@@ -180,6 +180,13 @@ def test_float16_needs_conversion_in_hardware(name):
         build_kernel(name, spec)
 
 
+def test_a_wrong_shape_is_told_by_the_name_of_its_argument():
+    case = PagedBatch(make_spec((4, 2), 32), [(1, 5)], 0)
+    case.q = case.q[:, :3]
+    with pytest.raises(ValueError, match=r"q\.shape\[1\]"):
+        case.prefill()
+
+
 @parametrize_seed
 def test_self_and_cross_merge_to_the_whole(seed):
     """The flow of the stock runtime: this step's rows, the past, and their merge."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from .cpu.arguments import index_array
 from .cpu.simd import broadcast, index_temp, ramp
 
 
@@ -22,9 +21,8 @@ class WholeSequence:
     # Position -> slot in the sequence; None: the same.
     slot_of: Callable | None = None
 
-    def __init__(self, spec, handle, batch_size):
-        self.page_size = spec.page_size
-        self.info = index_array(handle, batch_size)
+    def __init__(self, spec, length_info):
+        self.page_size, self.info = spec.page_size, length_info
 
     def kv_len(self, sequence, num_pages):
         """Positions that `sequence`, which has `num_pages` pages, holds."""

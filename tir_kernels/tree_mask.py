@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from .cpu.arguments import index_array
 from .cpu.simd import Register, broadcast, index_temp, load, temp
 from .masks import CausalMask
 
@@ -25,24 +24,20 @@ class TreeMask(CausalMask):
 
     Parameters
     ----------
-    indptr, order : handles
-        int32 ``[B + 1]`` and ``[n, 2]``: the nodes of each sequence, and their order.
-    num_starts : int32 expression
-        Length of `indptr`.
+    a : the kernel's arguments `tree_order_indptr` and `tree_order`: the nodes of each sequence, and
+        their order.
     tile : int
         Columns of a tile.
     """
 
-    def __init__(self, indptr, order, num_starts, tile: int):
+    def __init__(self, a, tile: int):
         super().__init__(T.int32(1))
         self.tile = tile
-        self.total = T.int32()
-        self.indptr = index_array(indptr, num_starts)
-        self.order = index_array(order, self.total, 2)
+        self.indptr, self.order = a.tree_order_indptr, a.tree_order
 
     def prepare(self, a) -> None:
         """Check the sizes of the trees and compute the depths of their nodes, for RoPE."""
-        self.depth = T.alloc_buffer((self.total + 1,), "int32")
+        self.depth = T.alloc_buffer((self.order.shape[0] + 1,), "int32")
         with T.serial(a.batch_size) as b:
             begin = index_temp(self.indptr[b])
             num_nodes = index_temp(self.indptr[b + 1] - begin)

@@ -1,12 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Match the arguments that the attention kernels share, with no more alignment than is certain."""
+"""The arguments of the attention kernels: every name has one type and shape, in all of them.
+
+A kernel is a list of names and a function that emits its body. The names are matched here, with no
+more alignment than is certain, so that a kernel says only which arguments it takes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+from tvm import tirx
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder import prim_func
 
 from ..layout import pages_shape
 from ..spec import ITEMSIZE, KernelSpec
+from .simd import F32
+
+PAGES = ("pages", "page_indptr", "page_values", "length_info")
+POSITIONS = ("k_rope_pos_offset", "q_rope_position")
+TREES = ("tree_order_indptr", "tree_order")
+OUTPUTS = ("o", "lse")
+SCALARS = ("rotary_mode", "rope_scale", "rope_theta", "sm_scale")
+
+_SCALAR_TYPES = {
+    "causal": T.int32,
+    "rotary_mode": T.int32,
+    "rope_scale": T.float32,
+    "rope_theta": T.float32,
+    "sm_scale": T.float32,
+    "window": T.int32,
+}
+
+
+def attention_kernel(
+    spec: KernelSpec, names: Sequence[str], emit: Callable[[SimpleNamespace], None]
+):
+    """Build an attention kernel: what the builder of each, ``spec -> PrimFunc``, does and raises.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    names : sequence of str
+        Its arguments in order.
+    emit : callable
+        Emits the body; gets what `match` returns.
+
+    Returns
+    -------
+    tvm.tirx.PrimFunc
+        Private, free to be named by its module.
+
+    Raises
+    ------
+    ValueError
+        For float16 on a target that cannot convert it.
+    """
+    require_half_conversion(spec, spec.dtype, *([spec.kv_dtype] if "pages" in names else []))
+    with IRBuilder() as builder:
+        with prim_func(is_private=True, s_tir=True):
+            T.func_name("attention")
+            T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
+            types = [_SCALAR_TYPES.get(name, T.handle) for name in names]
+            given = {n: T.arg(n, make()) for n, make in zip(names, types, strict=True)}
+            emit(match(spec, given))
+    kernel = builder.get()
+    tirx.analysis.verify_well_formed(kernel)
+    return kernel
+
+
+def match(spec: KernelSpec, given: dict) -> SimpleNamespace:
+    """Match the handles among the arguments of an attention kernel, by their names.
+
+    Parameters
+    ----------
+    given : dict
+        Arguments by name, handles and scalars.
+
+    Returns
+    -------
+    SimpleNamespace
+        Buffers and scalars by name, and `batch_size`: of T rows of Q (without q_indptr: one a
+        sequence), S rows of K and V, B sequences, N page table entries and M tree nodes
+
+        * q ``[T, Hq, Dqk]``, dtype; q_indptr ``[B + 1]``; o ``[T, Hq, Dv]``, dtype; lse
+          ``[T, Hq]``, float32;
+        * pages as `layout` has them, kv_dtype; page_indptr ``[B + 1]``, page_values ``[N]``,
+          length_info ``[B]``;
+        * k ``[S, Hk, Dqk]``, v ``[S, Hk, Dv]``, dtype; kv_indptr ``[B + 1]``;
+        * k_rope_pos_offset ``[B]``, q_rope_position ``[T]``;
+        * tree_order_indptr ``[B + 1]``, tree_order ``[M, 2]``.
+
+        Index arrays are int32 and may start at any element.
+    """
+    if "length_info" in given or "k_rope_pos_offset" in given:
+        batch_size = _size("batch_size")
+        num_starts = batch_size + 1
+    else:  # a size must be the whole extent of some array
+        num_starts = _size("num_starts")
+        batch_size = num_starts - 1
+    num_rows = _size("num_rows") if "q_indptr" in given else batch_size
+    num_columns, num_entries = _size("num_columns"), _size("num_entries")
+    rows, columns = (num_rows, spec.num_qo_heads), (num_columns, spec.num_kv_heads)
+    arrays = {
+        "q": ((*rows, spec.qk_head_dim), spec.dtype),
+        "k": ((*columns, spec.qk_head_dim), spec.dtype),
+        "v": ((*columns, spec.v_head_dim), spec.dtype),
+        "o": ((*rows, spec.v_head_dim), spec.dtype),
+        "lse": (rows, F32),
+    }
+    indices = {
+        "q_indptr": (num_starts,),
+        "kv_indptr": (num_starts,),
+        "page_indptr": (num_starts,),
+        "page_values": (num_entries,),
+        "length_info": (batch_size,),
+        "k_rope_pos_offset": (batch_size,),
+        "q_rope_position": (num_rows,),
+        "tree_order_indptr": (num_starts,),
+        "tree_order": (_size("num_nodes"), 2),
+    }
+    matched = SimpleNamespace(batch_size=batch_size)
+    for name, value in given.items():
+        if name == "pages":
+            value = page_pool(value, spec)
+        elif name in arrays:
+            value = rows_array(value, *arrays[name])
+        elif name in indices:
+            value = index_array(value, *indices[name])
+        setattr(matched, name, IRBuilder.name(name, value))
+    return matched
+
+
+def _size(name: str):
+    """A size that a call decides; error messages tell its name."""
+    return tirx.Var(name, "int32")
 
 
 def index_array(handle, *shape):
@@ -25,7 +155,7 @@ def rows_array(handle, shape, dtype: str):
 
 def page_pool(handle, spec: KernelSpec):
     """The pages of a layer, which may start at any element of a larger array."""
-    num_pages, offset = T.int32(), T.int64()
+    num_pages, offset = _size("num_pages"), T.int64()
     return T.match_buffer(
         handle,
         pages_shape(num_pages, spec),

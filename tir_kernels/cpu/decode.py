@@ -15,23 +15,21 @@ from tvm.script import tirx as T
 
 from ..masks import CausalMask, WholeSequence
 from ..spec import KernelSpec
-from .arguments import index_array, page_pool, require_half_conversion, rows_array
+from .arguments import OUTPUTS, PAGES, POSITIONS, SCALARS, attention_kernel
 from .decode_segment import STRIP, Segment
 from .inline_rope import InlineRope
 from .partials import MOST_TASKS, Output, Partials
 from .rows import PagedRows
-from .simd import (
-    F32,
-    Register,
-    index_temp,
-)
+from .simd import Register, index_temp
 from .tasks import cut, for_tasks, num_threads
 
+DECODE = ("q", *PAGES, *POSITIONS, *OUTPUTS, *SCALARS)
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
 
 
 def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
-    """Emit the body: `a` holds the matched arguments by their names."""
+    """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
+    a.lengths = WholeSequence(spec, a.length_info)
     heads = spec.num_kv_heads
     total = index_temp(a.page_indptr[a.batch_size] * heads)
     elements = T.cast(total, "int64") * (spec.page_size * spec.qk_head_dim)
@@ -116,23 +114,6 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                     Output(spec, a.o, a.lse, b, head).clear()
 
 
-def decode_arguments(spec: KernelSpec, **given) -> SimpleNamespace:
-    """Match the handles among the arguments of a decode kernel; the others stay as they are."""
-    a, batch_size, num_entries = SimpleNamespace(**given), T.int32(), T.int32()
-    rows = (batch_size, spec.num_qo_heads, spec.qk_head_dim)
-    a.batch_size = batch_size
-    a.q = rows_array(a.q, rows, spec.dtype)
-    a.pages = page_pool(a.pages, spec)
-    a.page_indptr = index_array(a.page_indptr, batch_size + 1)
-    a.page_values = index_array(a.page_values, num_entries)
-    a.lengths = WholeSequence(spec, a.length_info, batch_size)
-    a.k_rope_pos_offset = index_array(a.k_rope_pos_offset, batch_size)
-    a.q_rope_position = index_array(a.q_rope_position, batch_size)
-    a.o = rows_array(a.o, rows, spec.dtype)
-    a.lse = rows_array(a.lse, rows[:2], F32)
-    return a
-
-
 def decode(spec: KernelSpec):
     """Build the kernel `decode`: attention of one query row per sequence.
 
@@ -144,58 +125,10 @@ def decode(spec: KernelSpec):
       and q_rope_position ``[B]``, int32, at any element offset;
     * o ``[B, Hq, D]``, dtype, and lse ``[B, Hq]``, float32, which are written;
     * rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-
-    Raises
-    ------
-    ValueError
-        For float16 on a target that cannot convert it.
     """
-    require_half_conversion(spec, spec.dtype, spec.kv_dtype)
 
-    @T.prim_func(s_tir=True, private=True)
-    def attention_decode(
-        q: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_values: T.handle,
-        length_info: T.handle,
-        k_rope_pos_offset: T.handle,
-        q_rope_position: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-    ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        emit_decode(
-            spec,
-            decode_arguments(
-                spec,
-                q=q,
-                pages=pages,
-                page_indptr=page_indptr,
-                page_values=page_values,
-                length_info=length_info,
-                k_rope_pos_offset=k_rope_pos_offset,
-                q_rope_position=q_rope_position,
-                o=o,
-                lse=lse,
-                mask=CausalMask(1),
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-            ),
-        )
+    def emit(a):
+        a.mask = CausalMask(1)
+        emit_decode(spec, a)
 
-    return attention_decode
+    return attention_kernel(spec, DECODE, emit)

@@ -16,14 +16,15 @@ from tvm.script import tirx as T
 
 from ..masks import CausalMask, WholeSequence
 from ..spec import LOG2E, KernelSpec
-from .arguments import index_array, page_pool, require_half_conversion, rows_array
+from .arguments import OUTPUTS, PAGES, attention_kernel
 from .partials import MOST_TASKS, Partials
 from .prefill import operands
 from .prefill_unit import POSITIONS, Tiling, Unit
 from .rows import LatentRows
-from .simd import F32, Register, index_temp, store, temp
+from .simd import Register, index_temp, store, temp
 from .tasks import cut, for_tasks, num_threads
 
+MLA_PREFILL = ("q", "q_indptr", *PAGES, *OUTPUTS, "causal", "sm_scale")
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
 
 
@@ -129,7 +130,8 @@ class _Output:
 
 
 def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
-    """Emit the body: `a` holds the matched arguments by their names."""
+    """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
+    a.lengths = WholeSequence(spec, a.length_info)
     a.rope = _NoRotation()
     total = _for_tiles(spec, a, lambda tile: None)
     work = T.cast(total, "int64") * (
@@ -196,8 +198,8 @@ def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
 def mla_prefill(spec: KernelSpec):
     """Build the kernel `mla_prefill`: absorbed attention of any number of rows per sequence.
 
-    Its arguments are, with T rows, B sequences, P pages of the pool, N page table entries, rows of
-    D columns of which the first Dv are V
+    The spec is of kind "mla". Its arguments are, with T rows, B sequences, P pages of the pool, N
+    page table entries, rows of D columns of which the first Dv are V
 
     * q ``[T, Hq, D]``, dtype; q_indptr ``[B + 1]``, int32;
     * pages ``[P, page, D]``, kv_dtype;
@@ -205,58 +207,10 @@ def mla_prefill(spec: KernelSpec):
       start at any element;
     * o ``[T, Hq, Dv]``, dtype, and lse ``[T, Hq]``, float32, which are written;
     * causal: int32, sm_scale: float32.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-        Of kind "mla".
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-
-    Raises
-    ------
-    ValueError
-        For float16 on a target that cannot convert it.
     """
-    require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    heads, width = spec.num_qo_heads, spec.qk_head_dim
-    ops = operands(spec, spec.kv_dtype)
 
-    @T.prim_func(s_tir=True, private=True)
-    def attention_mla(
-        q: T.handle,
-        q_indptr: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_values: T.handle,
-        length_info: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        causal: T.int32,
-        sm_scale: T.float32,
-    ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        batch_size = T.int32()
-        num_rows = T.int32()
-        num_entries = T.int32()
-        emit_mla(
-            spec,
-            ops,
-            SimpleNamespace(
-                batch_size=batch_size,
-                q=rows_array(q, (num_rows, heads, width), spec.dtype),
-                q_indptr=index_array(q_indptr, batch_size + 1),
-                pages=page_pool(pages, spec),
-                page_indptr=index_array(page_indptr, batch_size + 1),
-                page_values=index_array(page_values, num_entries),
-                lengths=WholeSequence(spec, length_info, batch_size),
-                o=rows_array(o, (num_rows, heads, spec.v_head_dim), spec.dtype),
-                lse=rows_array(lse, (num_rows, heads), F32),
-                mask=CausalMask(causal),
-                sm_scale=sm_scale,
-            ),
-        )
+    def emit(a):
+        a.mask = CausalMask(a.causal)
+        emit_mla(spec, operands(spec, spec.kv_dtype), a)
 
-    return attention_mla
+    return attention_kernel(spec, MLA_PREFILL, emit)

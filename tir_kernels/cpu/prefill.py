@@ -14,15 +14,20 @@ from tvm.script import tirx as T
 
 from ..masks import CausalMask, WholeSequence
 from ..spec import KernelSpec
-from .arguments import index_array, page_pool, require_half_conversion, rows_array
+from .arguments import OUTPUTS, PAGES, POSITIONS, SCALARS, attention_kernel
 from .bf16 import PairOperands
 from .inline_rope import InlineRope, has_rope
 from .operands import Float32Operands
 from .prefill_unit import Tiling, Unit
 from .rows import PagedRows, RaggedRows
-from .simd import F32, Register, index_temp
+from .simd import Register, index_temp
 from .tasks import for_tasks, num_threads
 
+PREFILL = ("q", "q_indptr", *PAGES, *POSITIONS, *OUTPUTS, "causal", *SCALARS)
+PREFILL_RAGGED = (
+    *("q", "q_indptr", "k", "v", "kv_indptr", "q_rope_position", "k_rope_pos_offset"),
+    *(*OUTPUTS, "causal", *SCALARS),
+)
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
 
 
@@ -35,8 +40,8 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     Parameters
     ----------
     ops : operands object
-    a : the matched arguments by their names, and of the source of K and V `kv_rows`, which is
-        ``(sequence, head) -> (rows, kv_len)``, `kv_buffers` and `num_positions`.
+    a : the matched arguments by their names, `mask`, and of the source of K and V `kv_rows`, which
+        is ``(sequence, head) -> (rows, kv_len)``, `kv_buffers` and `num_positions`.
     """
     heads, tokens = spec.num_kv_heads, Tiling.of(spec).tokens
     # Multiply-adds, as if all sequences were alike.
@@ -113,88 +118,18 @@ def prefill(spec: KernelSpec):
       and q_rope_position ``[T]``, int32; int32 arrays may start at any element;
     * o ``[T, Hq, D]``, dtype, and lse ``[T, Hq]``, float32, which are written;
     * causal, rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-
-    Raises
-    ------
-    ValueError
-        For float16 on a target that cannot convert it.
     """
-    require_half_conversion(spec, spec.dtype, spec.kv_dtype)
 
-    @T.prim_func(s_tir=True, private=True)
-    def attention_prefill(
-        q: T.handle,
-        q_indptr: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_values: T.handle,
-        length_info: T.handle,
-        k_rope_pos_offset: T.handle,
-        q_rope_position: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        causal: T.int32,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-    ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        emit_paged(
-            spec,
-            operands(spec, spec.kv_dtype),
-            paged_arguments(
-                spec,
-                q=q,
-                q_indptr=q_indptr,
-                pages=pages,
-                page_indptr=page_indptr,
-                page_values=page_values,
-                length_info=length_info,
-                k_rope_pos_offset=k_rope_pos_offset,
-                q_rope_position=q_rope_position,
-                o=o,
-                lse=lse,
-                mask=CausalMask(causal),
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-            ),
-        )
+    def emit(a):
+        a.mask = CausalMask(a.causal)
+        emit_paged(spec, a)
 
-    return attention_prefill
+    return attention_kernel(spec, PREFILL, emit)
 
 
-def paged_arguments(spec: KernelSpec, **given) -> SimpleNamespace:
-    """Match the handles among the arguments of a prefill kernel; the others stay as they are."""
-    a, batch_size = SimpleNamespace(**given), T.int32()
-    num_rows, num_entries = T.int32(), T.int32()
-    rows = (num_rows, spec.num_qo_heads, spec.qk_head_dim)
-    a.batch_size = batch_size
-    a.q = rows_array(a.q, rows, spec.dtype)
-    a.q_indptr = index_array(a.q_indptr, batch_size + 1)
-    a.pages = page_pool(a.pages, spec)
-    a.page_indptr = index_array(a.page_indptr, batch_size + 1)
-    a.page_values = index_array(a.page_values, num_entries)
-    a.lengths = WholeSequence(spec, a.length_info, batch_size)
-    a.k_rope_pos_offset = index_array(a.k_rope_pos_offset, batch_size)
-    a.q_rope_position = index_array(a.q_rope_position, num_rows)
-    a.o = rows_array(a.o, rows, spec.dtype)
-    a.lse = rows_array(a.lse, rows[:2], F32)
-    return a
-
-
-def emit_paged(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
+def emit_paged(spec: KernelSpec, a: SimpleNamespace) -> None:
     """Emit `prefill` with rows from pages."""
+    a.lengths = WholeSequence(spec, a.length_info)
 
     def kv_rows(sequence, head):
         first = index_temp(a.page_indptr[sequence])
@@ -212,10 +147,10 @@ def emit_paged(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
 
     a.kv_rows, a.kv_buffers = kv_rows, [a.pages]
     a.num_positions = a.page_indptr[a.batch_size] * spec.page_size
-    emit_prefill(spec, ops, a)
+    emit_prefill(spec, operands(spec, spec.kv_dtype), a)
 
 
-def emit_ragged(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
+def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
     """Emit `prefill_ragged` with rows from arrays."""
 
     def kv_rows(sequence, head):
@@ -225,7 +160,7 @@ def emit_ragged(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
 
     a.kv_rows, a.kv_buffers = kv_rows, [a.k, a.v]
     a.num_positions = a.kv_indptr[a.batch_size]
-    emit_prefill(spec, ops, a)
+    emit_prefill(spec, operands(spec, spec.dtype), a)
 
 
 def prefill_ragged(spec: KernelSpec):
@@ -239,65 +174,10 @@ def prefill_ragged(spec: KernelSpec):
       element;
     * o ``[T, Hq, Dv]``, dtype, and lse ``[T, Hq]``, float32, which are written;
     * causal, rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-
-    Raises
-    ------
-    ValueError
-        For float16 on a target that cannot convert it.
     """
-    require_half_conversion(spec, spec.dtype)
-    num_qo_heads, num_kv_heads = spec.num_qo_heads, spec.num_kv_heads
-    ops = operands(spec, spec.dtype)
 
-    @T.prim_func(s_tir=True, private=True)
-    def attention_prefill_ragged(
-        q: T.handle,
-        q_indptr: T.handle,
-        k: T.handle,
-        v: T.handle,
-        kv_indptr: T.handle,
-        q_rope_position: T.handle,
-        k_rope_pos_offset: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        causal: T.int32,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-    ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        batch_size = T.int32()
-        num_rows = T.int32()
-        num_columns = T.int32()
-        emit_ragged(
-            spec,
-            ops,
-            SimpleNamespace(
-                batch_size=batch_size,
-                q=rows_array(q, (num_rows, num_qo_heads, spec.qk_head_dim), spec.dtype),
-                q_indptr=index_array(q_indptr, batch_size + 1),
-                k=rows_array(k, (num_columns, num_kv_heads, spec.qk_head_dim), spec.dtype),
-                v=rows_array(v, (num_columns, num_kv_heads, spec.v_head_dim), spec.dtype),
-                kv_indptr=index_array(kv_indptr, batch_size + 1),
-                q_rope_position=index_array(q_rope_position, num_rows),
-                k_rope_pos_offset=index_array(k_rope_pos_offset, batch_size),
-                o=rows_array(o, (num_rows, num_qo_heads, spec.v_head_dim), spec.dtype),
-                lse=rows_array(lse, (num_rows, num_qo_heads), F32),
-                mask=CausalMask(causal),
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-            ),
-        )
+    def emit(a):
+        a.mask = CausalMask(a.causal)
+        emit_ragged(spec, a)
 
-    return attention_prefill_ragged
+    return attention_kernel(spec, PREFILL_RAGGED, emit)

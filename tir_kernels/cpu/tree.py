@@ -11,13 +11,14 @@ from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
-from ..masks import WholeSequence
 from ..spec import KernelSpec
 from ..tree_mask import TreeMask
-from .arguments import index_array, page_pool, require_half_conversion, rows_array
-from .prefill import emit_paged, emit_ragged, operands
-from .prefill_unit import POSITIONS
-from .simd import F32
+from .arguments import OUTPUTS, PAGES, POSITIONS, SCALARS, TREES, attention_kernel
+from .prefill import emit_paged, emit_ragged
+from .prefill_unit import POSITIONS as TILE
+
+TREE_PAGED = ("q", "q_indptr", *PAGES, *POSITIONS, *OUTPUTS, *SCALARS, *TREES)
+TREE = ("q", "q_indptr", "k", "v", "kv_indptr", "q_rope_position", *TREES, *OUTPUTS, *SCALARS)
 
 
 def tree_paged(spec: KernelSpec):
@@ -43,71 +44,13 @@ def tree_paged(spec: KernelSpec):
 
     For rotary_mode 1, K of a node is rotated by its depth (which follows from the order) after the
     columns before the tree; q_rope_position should say the same of the rows.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-
-    Raises
-    ------
-    ValueError
-        For float16 on a target that cannot convert it.
     """
-    require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    heads, width = spec.num_qo_heads, spec.qk_head_dim
-    ops = operands(spec, spec.kv_dtype)
 
-    @T.prim_func(s_tir=True, private=True)
-    def attention_tree_paged(
-        q: T.handle,
-        q_indptr: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_values: T.handle,
-        length_info: T.handle,
-        k_rope_pos_offset: T.handle,
-        q_rope_position: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-        tree_order_indptr: T.handle,
-        tree_order: T.handle,
-    ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        batch_size = T.int32()
-        num_rows = T.int32()
-        num_entries = T.int32()
-        emit_paged(
-            spec,
-            ops,
-            SimpleNamespace(
-                batch_size=batch_size,
-                q=rows_array(q, (num_rows, heads, width), spec.dtype),
-                q_indptr=index_array(q_indptr, batch_size + 1),
-                pages=page_pool(pages, spec),
-                page_indptr=index_array(page_indptr, batch_size + 1),
-                page_values=index_array(page_values, num_entries),
-                lengths=WholeSequence(spec, length_info, batch_size),
-                k_rope_pos_offset=index_array(k_rope_pos_offset, batch_size),
-                q_rope_position=index_array(q_rope_position, num_rows),
-                o=rows_array(o, (num_rows, heads, width), spec.dtype),
-                lse=rows_array(lse, (num_rows, heads), F32),
-                mask=TreeMask(tree_order_indptr, tree_order, batch_size + 1, POSITIONS),
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-            ),
-        )
+    def emit(a):
+        a.mask = TreeMask(a, TILE)
+        emit_paged(spec, a)
 
-    return attention_tree_paged
+    return attention_kernel(spec, TREE_PAGED, emit)
 
 
 class _FirstPositions:
@@ -143,70 +86,11 @@ def tree(spec: KernelSpec):
       arrays may start at any element;
     * o ``[T, Hq, Dv]``, dtype, and lse ``[T, Hq]``, float32, which are written;
     * rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-
-    Raises
-    ------
-    ValueError
-        For float16 on a target that cannot convert it.
     """
-    require_half_conversion(spec, spec.dtype)
-    num_qo_heads, num_kv_heads = spec.num_qo_heads, spec.num_kv_heads
-    ops = operands(spec, spec.dtype)
 
-    @T.prim_func(s_tir=True, private=True)
-    def attention_tree(
-        q: T.handle,
-        q_indptr: T.handle,
-        k: T.handle,
-        v: T.handle,
-        kv_indptr: T.handle,
-        q_rope_position: T.handle,
-        tree_order_indptr: T.handle,
-        tree_order: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-    ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        num_starts = T.int32()  # a sequence more; no array has one element for each
-        num_rows = T.int32()
-        num_columns = T.int32()
-        emit_ragged_tree(
-            spec,
-            ops,
-            SimpleNamespace(
-                batch_size=num_starts - 1,
-                q=rows_array(q, (num_rows, num_qo_heads, spec.qk_head_dim), spec.dtype),
-                q_indptr=index_array(q_indptr, num_starts),
-                k=rows_array(k, (num_columns, num_kv_heads, spec.qk_head_dim), spec.dtype),
-                v=rows_array(v, (num_columns, num_kv_heads, spec.v_head_dim), spec.dtype),
-                kv_indptr=index_array(kv_indptr, num_starts),
-                q_rope_position=index_array(q_rope_position, num_rows),
-                o=rows_array(o, (num_rows, num_qo_heads, spec.v_head_dim), spec.dtype),
-                lse=rows_array(lse, (num_rows, num_qo_heads), F32),
-                mask=TreeMask(tree_order_indptr, tree_order, num_starts, POSITIONS),
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-            ),
-        )
+    def emit(a):
+        a.mask = TreeMask(a, TILE)
+        a.k_rope_pos_offset = _FirstPositions(a)  # `tree` is not told the position of its columns
+        emit_ragged(spec, a)
 
-    return attention_tree
-
-
-def emit_ragged_tree(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
-    """Emit `tree`, which is not told the position of its columns."""
-    a.k_rope_pos_offset = _FirstPositions(a)
-    emit_ragged(spec, ops, a)
+    return attention_kernel(spec, TREE, emit)

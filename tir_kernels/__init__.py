@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import append, latent, merge, page_copy
-from .cpu import decode, mla, prefill, sliding, tree
+from .cpu import decode, mla, prefill, shared_prefix, sliding, tree
 from .spec import KernelSpec
 
 BUILDERS: dict[str, Callable] = {
@@ -18,6 +18,7 @@ BUILDERS: dict[str, Callable] = {
     "decode": decode.decode,
     "prefill_sliding": sliding.prefill_sliding,
     "decode_sliding": sliding.decode_sliding,
+    "prefill_shared": shared_prefix.prefill_shared,
     "tree_paged": tree.tree_paged,
     "tree": tree.tree,
     "merge": merge.merge,
@@ -28,7 +29,7 @@ BUILDERS: dict[str, Callable] = {
     "mla_prefill": mla.mla_prefill,
     "debug_get_kv_mla": latent.debug_get_kv_mla,
 }
-_WITHOUT_WINDOW = {"prefill", "decode"}
+_WITHOUT_WINDOW = {"prefill", "decode", "prefill_shared"}
 _WITH_WINDOW = {"prefill_sliding", "decode_sliding"}
 _MLA_ONLY = {"transpose_append_mla", "mla_prefill", "debug_get_kv_mla"}
 _BOTH = {"merge", "prefill_ragged", "copy_single_page", "compact_copy"}

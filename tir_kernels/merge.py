@@ -36,7 +36,7 @@ def merge(spec: KernelSpec):
         def merge_row(n) -> None:
             weights = [T.alloc_buffer((num_heads,), simd.F32) for _ in range(2)]
             for h, lanes in simd.chunks(num_heads, spec.target.lanes):
-                merged = _MergedLse(
+                merged = MergedLse(
                     simd.load(lse, (n, h), lanes), simd.load(lse_other, (n, h), lanes), lanes
                 )
                 simd.store(lse, (n, h), lanes, merged.lse)
@@ -45,8 +45,8 @@ def merge(spec: KernelSpec):
             with T.serial(num_heads) as h:
                 w, w_other = simd.temp(weights[0][h]), simd.temp(weights[1][h])
                 for dim, lanes in simd.chunks(head_dim, spec.target.lanes):
-                    first = _weighted(o, (n, h, dim), w, lanes)
-                    second = _weighted(o_other, (n, h, dim), w_other, lanes)
+                    first = weighted(o, (n, h, dim), w, lanes)
+                    second = weighted(o_other, (n, h, dim), w_other, lanes)
                     simd.store(o, (n, h, dim), lanes, first + second)
 
         moves.for_each(num_rows, row_bytes, merge_row)
@@ -59,7 +59,7 @@ def merge(spec: KernelSpec):
     return kernel
 
 
-class _MergedLse:
+class MergedLse:
     """The lse of two parts together, and the weight of each: vectors of float32."""
 
     def __init__(self, a, b, lanes: int):
@@ -90,7 +90,7 @@ def _log2(x, lanes: int):
     return value * t
 
 
-def _weighted(o, index, weight, lanes: int):
+def weighted(o, index, weight, lanes: int):
     """``o * weight``, and zero where the weight is zero, whatever o holds."""
     value = simd.temp(simd.load(o, index, lanes), lanes)
     weight = simd.broadcast(weight, lanes)

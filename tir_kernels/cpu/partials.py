@@ -51,6 +51,8 @@ class Partials:
     def merge(self, first_task, count, output, rows=None) -> None:
         """Finish the pair that `first_task` begins and the ``count - 1`` tasks after it go on with.
 
+        The lse of a row is put before its columns.
+
         Parameters
         ----------
         output : Output
@@ -72,6 +74,7 @@ class Partials:
                 factor = exp2(self.top[slot(i), row] - top.get(), 1)
                 T.buffer_store(self.top, factor, [slot(i), row])
                 total.set(total.get() + factor * self.total[slot(i), row])
+            output.put_lse(row, log_sum(top.get(), total.get()))
             inverse = temp(inverse_total(total.get()))
 
             def some_columns(start, parts):
@@ -85,7 +88,6 @@ class Partials:
                     output.put(row, start + c.start, c.lanes, register.get())
 
             for_columns(self.spec.v_head_dim, self.spec.target.lanes, 4, some_columns)
-            output.put_lse(row, log_sum(top.get(), total.get()))
 
 
 class Output:

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel `prefill_shared` against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
+
+from . import reference
+from .attention_cases import SPARE_PAGES, compiled, indptr, looser_dtype, normal, tensor
+from .reference_shared_prefix import shared_attention
+from .test_attention_kernels import BF16, F16, F32, ROPE_SPECS, make_spec, parametrize_seed
+
+os.environ.setdefault("TVM_NUM_THREADS", "2")
+
+SPECS = {
+    "32:8x128-f32-p16": make_spec((32, 8), 128),
+    "32:8x128-bf16-p16": make_spec((32, 8), 128, (BF16, BF16)),
+    "4:4x128-f16-p1": make_spec((4, 4), 128, (F16, F16), 1),
+    "71:1x64-f16-f32-p256": make_spec((71, 1), 64, (F16, F32), 256),
+    "5:1x80-f32-bf16-p4": make_spec((5, 1), 80, (F32, BF16), 4),
+    "7:1x576-bf16-f32-p2": make_spec((7, 1), 576, (BF16, F32), 2),
+    "2:2x8-f32-p8": make_spec((2, 2), 8, page=8),
+    "3:1x24-bf16-p128": make_spec((3, 1), 24, (BF16, BF16), 128),
+    "2:1x256-bf16-p32": make_spec((2, 1), 256, (BF16, BF16), 32),
+}
+# (pages, rows) of each segment: one of each; many pages for few rows, which are cut; many rows, in
+# several tiles; several segments.
+SEGMENTS = {
+    "one": [(1, 1)],
+    "long": [(37, 3)],
+    "wide": [(3, 300)],
+    "many": [(2, 5), (1, 2), (9, 40), (1, 1), (5, 17)],
+}
+
+
+class SharedBatch:
+    """Rows in no order, some of no segment, and a state to merge into; some rows saw nothing yet.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    segments : list of (number of pages, number of rows)
+    seed : int
+    """
+
+    def __init__(self, spec: KernelSpec, segments, seed: int):
+        self.spec, self.rng = spec, np.random.default_rng(seed)
+        num_pages, num_rows = (list(x) for x in zip(*segments, strict=True))
+        total = sum(num_rows) + 3
+        pool = sum(num_pages) + SPARE_PAGES
+        self.page_indptr, self.row_indptr = indptr(num_pages), indptr(num_rows)
+        self.page_values = self.rng.permutation(pool)[: sum(num_pages)].astype(np.int32)
+        self.row_ids = self.rng.permutation(total)[: sum(num_rows)].astype(np.int32)
+        self.first_positions = (7 * np.arange(len(segments))).astype(np.int32)
+        self.q_positions = self.rng.integers(0, 500, total).astype(np.int32)
+        shape = (pool, 2, spec.num_kv_heads, spec.page_size, spec.qk_head_dim)
+        self.pages = normal(self.rng, shape, spec.kv_dtype)
+        unused = np.setdiff1d(np.arange(pool), self.page_values)
+        self.pages[unused] = np.nan
+        self.q = normal(self.rng, (total, spec.num_qo_heads, spec.qk_head_dim), spec.dtype)
+        self.o = normal(self.rng, self.q.shape, spec.dtype)
+        self.lse = 4 + normal(self.rng, self.q.shape[:2], "float32")
+        nothing_seen = self.rng.random(self.lse.shape) < 0.2
+        self.lse[nothing_seen], self.o[nothing_seen] = -np.inf, 0
+        self.sm_scale = spec.qk_head_dim**-0.5
+
+    def run(self, first: int = 0, last: int | None = None, *, inline=False, cpu="native"):
+        """Attend to the segments ``first .. last - 1``; the new o and lse."""
+        last = len(self.row_indptr) - 1 if last is None else last
+        rope = self.spec.rope
+        o, lse = tensor(self.o), tensor(self.lse)
+        compiled("prefill_shared", self.spec, cpu)(
+            tensor(self.q), tensor(self.pages), tensor(self.page_indptr), tensor(self.page_values),
+            tensor(self.first_positions), tensor(self.row_indptr), tensor(self.row_ids),
+            tensor(self.q_positions), o, lse, first, last, int(inline), rope.scale, rope.theta,
+            self.sm_scale,
+        )  # fmt: skip
+        return o.numpy(), lse.numpy()
+
+    def check(self, first: int = 0, last: int | None = None, *, inline=False, cpu="native"):
+        rope = self.spec.rope
+        table = reference.Rope(rope.theta, rope.scale, rope.rotary_dim, dict(rope.scaling or ()))
+        segments = [
+            (
+                self.page_values[self.page_indptr[s] : self.page_indptr[s + 1]],
+                self.row_ids[self.row_indptr[s] : self.row_indptr[s + 1]],
+                self.first_positions[s],
+            )
+            for s in range(len(self.row_indptr) - 1)
+        ][first:last]
+        expected = shared_attention(
+            self.q, self.pages, segments, self.o, self.lse, self.sm_scale,
+            inline=(table, self.q_positions) if inline else None, softcap=self.spec.logit_softcap,
+        )  # fmt: skip
+        got = self.run(first, last, inline=inline, cpu=cpu)
+        dtype = looser_dtype(self.spec.dtype, self.spec.kv_dtype)
+        reference.assert_close(got[1], expected[1], dtype, "lse")
+        reference.assert_close(got[0], expected[0], dtype, "o")
+        rows = [row for _, ids, _ in segments for row in ids]
+        others = np.setdiff1d(np.arange(len(self.q)), rows)
+        for after, before in zip(got, (self.o, self.lse), strict=True):
+            assert after[others].tobytes() == before[others].tobytes()
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("segments", SEGMENTS)
+@parametrize_seed
+def test_prefill_shared(spec, segments, seed):
+    SharedBatch(spec, SEGMENTS[segments], seed).check()
+
+
+@parametrize_seed
+def test_some_segments_only(seed):
+    case = SharedBatch(SPECS["32:8x128-f32-p16"], SEGMENTS["many"], seed)
+    for first, last in ((0, 2), (2, 5), (1, 1)):
+        case.check(first, last)
+
+
+@pytest.mark.parametrize("spec", ROPE_SPECS.values(), ids=ROPE_SPECS)
+@pytest.mark.parametrize("segments", ["long", "many"])
+@parametrize_seed
+def test_inline_rope(spec, segments, seed):
+    SharedBatch(spec, SEGMENTS[segments], seed).check(inline=True)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@parametrize_seed
+def test_soft_cap(dtype, seed):
+    spec = make_spec((6, 2), 64, (dtype, dtype), logit_softcap=1.5)
+    SharedBatch(spec, SEGMENTS["many"], seed).check()
+
+
+@pytest.mark.parametrize(
+    "cpu, target",
+    [("x86-64-v3", VectorTarget(8, 16)), ("x86-64", VectorTarget(4, 16, False, False))],
+    ids=["avx2", "sse"],
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@parametrize_seed
+def test_older_cpus(cpu, target, dtype, seed):
+    spec = make_spec((6, 2), 72, (dtype, dtype), 8, target=target)
+    SharedBatch(spec, SEGMENTS["many"], seed).check(cpu=cpu)
+
+
+@parametrize_seed
+def test_one_thread_gives_the_same(seed):
+    """Cutting positions for the threads changes the rounding only."""
+    if os.environ.get("PAGEDKV_TEST_CHILD"):
+        pytest.skip("this is the child")
+    environment = {**os.environ, "TVM_NUM_THREADS": "1", "PAGEDKV_TEST_CHILD": "1"}
+    name = f"{__file__}::test_prefill_shared[seed{seed}-many-32:8x128-f32-p16]"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and "1 passed" in result.stdout, result.stdout + result.stderr
+
+
+def test_longrope_inside_the_kernel_is_refused():
+    scaling = (
+        ("long_factor", (2.0,) * 8), ("original_max_position_embeddings", 32),
+        ("rope_type", "longrope"), ("short_factor", (1.0,) * 8),
+    )  # fmt: skip
+    spec = dataclasses.replace(
+        SPECS["2:2x8-f32-p8"], qk_head_dim=16, v_head_dim=16, rope=RopeSpec(1e4, 1.0, 16, scaling)
+    )
+    case = SharedBatch(spec, SEGMENTS["one"], 0)
+    case.check()
+    with pytest.raises(ValueError, match="longrope"):
+        case.run(inline=True)

@@ -12,13 +12,16 @@
 #include <memory>
 #include <utility>
 
+#include "red_zone.h"
+
 namespace pagedkv {
 
 using tvm::runtime::DeviceAPI;
 
 namespace {
 
-constexpr int64_t kAlignment = 16 / sizeof(int32_t);  // elements
+constexpr int64_t kAlignment = 16 / sizeof(int32_t);           // elements
+constexpr int64_t kRedZone = kRedZoneBytes / sizeof(int32_t);  // elements
 constexpr DLDataType kInt32{kDLInt, 32, 1};
 
 int64_t RoundUp(int64_t size) { return (size + kAlignment - 1) / kAlignment * kAlignment; }
@@ -87,13 +90,17 @@ void AuxData::Layout(const std::vector<int64_t>& sizes) {
   for (size_t i = 0; i < arrays_.size(); ++i) {
     Buffer& buffer = buffers_[arrays_[i].buffer];
     arrays_[i].offset = buffer.size;
-    buffer.size += RoundUp(sizes[i]);
+    buffer.size += RoundUp(sizes[i]) + kRedZone;
   }
-  for (Buffer& buffer : buffers_) Reserve(&buffer, buffer.size);
+  for (Buffer& buffer : buffers_) {
+    Reserve(&buffer, buffer.size);
+    Forbid(buffer.host.data_ptr(), buffer.capacity * sizeof(int32_t));
+  }
   for (size_t i = 0; i < arrays_.size(); ++i) {
     Array& array = arrays_[i];
     const Buffer& buffer = buffers_[array.buffer];
     array.host = static_cast<int32_t*>(buffer.host.data_ptr()) + array.offset;
+    Allow(array.host, sizes[i] * sizeof(int32_t));
     array.view.Set(buffer.device, array.offset * static_cast<int64_t>(sizeof(int32_t)), sizes[i]);
   }
 }

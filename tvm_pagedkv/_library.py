@@ -37,11 +37,19 @@ def _use_all_cpus() -> None:
 def path() -> Path:
     """The library of this installation; an editable one keeps it apart from the sources.
 
+    The environment variable ``TVM_PAGEDKV_LIBRARY`` names another build, such as one with
+    sanitizers.
+
     Raises
     ------
     ImportError
-        When the package was not built.
+        When the package was not built, or the variable names no file.
     """
+    chosen = os.environ.get("TVM_PAGEDKV_LIBRARY")
+    if chosen:
+        if not Path(chosen).is_file():
+            raise ImportError(f"TVM_PAGEDKV_LIBRARY names no file: {chosen}")
+        return Path(chosen)
     name = "libtvm_pagedkv.so"
     beside = Path(__file__).with_name(name)
     if beside.is_file():

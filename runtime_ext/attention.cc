@@ -83,7 +83,7 @@ ffi::Tensor PagedKVCacheObj::QueryPositions() const {
 }
 
 void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
-                                            ffi::Tensor o) {
+                                            ffi::Tensor o, ffi::Optional<ffi::Tensor> sinks) {
   RequireForward("attention");
   const Layer& layer = LayerAt(layer_id);
   const LayerConfig& config = layer.config;
@@ -100,11 +100,26 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
     CheckAlignment("qkv", qkv);
     CheckAlignment("o", o);
   }
+  CheckSinks(layer, sinks);
   Append(layer, qkv);
   layers_[layer_id].last_append = num_forwards_;
   const Group& group = groups_[layer.group];
   PagedAttention(layer, StepPages(layer.group), /*is_causal=*/true, sm_scale, group.q.get(), o,
                  group.lse.get());
+  ApplySinks(layer, sinks, o);
+}
+
+void PagedKVCacheObj::CheckSinks(const Layer& layer,
+                                 const ffi::Optional<ffi::Tensor>& sinks) const {
+  if (!sinks) return;
+  CheckTensor("sinks", *sinks, {layer.config.num_qo_heads}, kFloat32);
+  KernelsOf(layer).Get(KernelName::kApplySinks);
+}
+
+void PagedKVCacheObj::ApplySinks(const Layer& layer, const ffi::Optional<ffi::Tensor>& sinks,
+                                 const ffi::Tensor& o) const {
+  if (!sinks) return;
+  KernelsOf(layer).Get(KernelName::kApplySinks)(o, groups_[layer.group].lse.get(), *sinks);
 }
 
 void PagedKVCacheObj::Append(const Layer& layer, const ffi::Tensor& qkv) {
@@ -259,7 +274,7 @@ void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Ten
 
 void PagedKVCacheObj::AttentionWithSharedKV(int64_t source_id, double sm_scale, ffi::Tensor q,
                                             ffi::Tensor current_k, ffi::Tensor current_v,
-                                            ffi::Tensor o) {
+                                            ffi::Tensor o, ffi::Optional<ffi::Tensor> sinks) {
   RequireForward("attention_with_shared_kv");
   const Layer& source = LayerAt(source_id);
   const LayerConfig& config = source.config;
@@ -283,9 +298,11 @@ void PagedKVCacheObj::AttentionWithSharedKV(int64_t source_id, double sm_scale, 
     CheckAlignment("q", q);
     CheckAlignment("o", o);
   }
+  CheckSinks(source, sinks);
   // The source has appended first, so its pages hold current_k and current_v already.
   PagedAttention(source, StepPages(source.group), /*is_causal=*/true, sm_scale, q, o,
                  groups_[source.group].lse.get());
+  ApplySinks(source, sinks, o);
 }
 
 ffi::Array<ffi::Tensor> PagedKVCacheObj::MergeAttention(ffi::Tensor o, ffi::Tensor lse,

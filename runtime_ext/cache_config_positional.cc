@@ -36,10 +36,14 @@ ffi::Shape ShapeArgument(ffi::PackedArgs args, int index, const char* name, size
   return shape;
 }
 
-/*! \brief Index 24: a plain function, or ["pagedkv", split_rotary, rope_append, page_size]. */
+/*!
+ * \brief Index 24: a plain function, or ["pagedkv", split_rotary, rope_append, page_size], then the
+ * kernels that the arguments have no place for: a name and a function of each.
+ */
 void SetRotary(const ffi::AnyView& value, int64_t page_size, KernelSet* kernels) {
+  constexpr size_t kNumFixed = 4;
   auto array = value.as<ffi::Array<ffi::Any>>();
-  if (!array || array->size() != 4) {
+  if (!array || array->size() < kNumFixed) {
     kernels->Set(KernelName::kSplitRotary, value);
     return;
   }
@@ -51,6 +55,14 @@ void SetRotary(const ffi::AnyView& value, int64_t page_size, KernelSet* kernels)
   }
   kernels->Set(KernelName::kSplitRotary, (*array)[1]);
   kernels->Set(KernelName::kRopeAppend, (*array)[2]);
+  if (array->size() % 2) Raise(kTypeError, "argument 24 must end in pairs of a name and a kernel");
+  for (size_t i = kNumFixed; i < array->size(); i += 2) {
+    auto name = (*array)[i].try_cast<ffi::String>();
+    if (!name) {
+      Raise(kTypeError, "argument 24 needs a kernel's name, got ", (*array)[i].GetTypeKey());
+    }
+    kernels->Set(KernelNameOf(*name), (*array)[i + 1]);
+  }
 }
 
 KernelSet PositionalKernels(ffi::PackedArgs args, int64_t page_size) {

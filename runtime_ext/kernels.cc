@@ -27,6 +27,7 @@ constexpr const char* kNames[] = {
     "tree",
     "mla_prefill",
     "merge",
+    "apply_sinks",
     "copy_single_page",
     "debug_get_kv",
     "debug_get_kv_mla",
@@ -44,16 +45,16 @@ std::string KnownNames() {
 
 const char* ToString(KernelName name) { return kNames[static_cast<int>(name)]; }
 
+KernelName KernelNameOf(const std::string& name) {
+  for (int i = 0; i < static_cast<int>(KernelName::kNumNames); ++i) {
+    if (name == kNames[i]) return static_cast<KernelName>(i);
+  }
+  Raise(kValueError, "unknown kernel '", name, "'; known: ", KnownNames());
+}
+
 KernelSet KernelSet::FromMap(const ffi::Map<ffi::String, ffi::Any>& map) {
   KernelSet kernels;
-  for (const auto& [key, value] : map) {
-    int i = 0;
-    while (i < static_cast<int>(KernelName::kNumNames) && key != kNames[i]) ++i;
-    if (i == static_cast<int>(KernelName::kNumNames)) {
-      Raise(kValueError, "unknown kernel '", std::string(key), "'; known: ", KnownNames());
-    }
-    kernels.Set(static_cast<KernelName>(i), value);
-  }
+  for (const auto& [key, value] : map) kernels.Set(KernelNameOf(key), value);
   return kernels;
 }
 

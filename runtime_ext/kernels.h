@@ -33,6 +33,7 @@ enum class KernelName : int {
   kTree,
   kMLAPrefill,
   kMerge,
+  kApplySinks,
   kCopySinglePage,
   kDebugGetKV,
   kDebugGetKVMLA,
@@ -79,6 +80,8 @@ class KernelSet {
 
 /*! \brief The name by which users know the kernel. */
 const char* ToString(KernelName name);
+/*! \throws Error (ValueError) that lists the names where this is none. */
+KernelName KernelNameOf(const std::string& name);
 
 }  // namespace pagedkv
 

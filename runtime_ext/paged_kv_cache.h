@@ -55,9 +55,11 @@ class PagedKVCacheObj : public ffi::Object {
 
   // Attention, within a step.
   ffi::Tensor QueryPositions() const;
-  void AttentionWithFusedQKV(int64_t layer, double sm_scale, ffi::Tensor qkv, ffi::Tensor o);
+  void AttentionWithFusedQKV(int64_t layer, double sm_scale, ffi::Tensor qkv, ffi::Tensor o,
+                             ffi::Optional<ffi::Tensor> sinks);
   void AttentionWithSharedKV(int64_t source, double sm_scale, ffi::Tensor q, ffi::Tensor current_k,
-                             ffi::Tensor current_v, ffi::Tensor o);
+                             ffi::Tensor current_v, ffi::Tensor o,
+                             ffi::Optional<ffi::Tensor> sinks);
   void SelfAttention(int64_t layer, double sm_scale, ffi::Tensor q, ffi::Tensor k, ffi::Tensor v,
                      ffi::Tensor o, ffi::Tensor lse);
   void CrossAttention(int64_t layer, double sm_scale, ffi::Tensor q, ffi::Tensor o,
@@ -149,6 +151,10 @@ class PagedKVCacheObj : public ffi::Object {
   void Append(const Layer& layer, const ffi::Tensor& qkv);
   void PagedAttention(const Layer& layer, const PageArrays& pages, bool is_causal, double sm_scale,
                       const ffi::Tensor& q, const ffi::Tensor& o, const ffi::Tensor& lse);
+  void CheckSinks(const Layer& layer, const ffi::Optional<ffi::Tensor>& sinks) const;
+  /*! \brief Lets the sinks, if there are any, into the softmax of what was written to `o`. */
+  void ApplySinks(const Layer& layer, const ffi::Optional<ffi::Tensor>& sinks,
+                  const ffi::Tensor& o) const;
   PageArrays StepPages(int32_t group) const;
   PageArrays PastPages(int32_t group);
   bool HasStockKernel(const Layer& layer, std::initializer_list<KernelName> names) const;

@@ -6,6 +6,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 
+#include <array>
 #include <atomic>
 #include <optional>
 #include <string>
@@ -72,13 +73,17 @@ void OverrideMethod(const std::string& name, Method method) {
   Override(name, FromMethod(method));
 }
 
-void OverrideBeginForward() {
-  ffi::Function with_tree = FromMethod(&PagedKVCacheObj::BeginForward);
-  Override("vm.builtin.kv_state_begin_forward",
-           ffi::Function::FromPacked([with_tree](ffi::PackedArgs args, ffi::Any* result) {
-             if (args.size() != 3) return with_tree.CallPacked(args, result);
-             ffi::AnyView padded[4] = {args[0], args[1], args[2], ffi::AnyView(nullptr)};
-             with_tree.CallPacked(ffi::PackedArgs(padded, 4), result);
+/*! \brief As OverrideMethod; without its last argument the method gets None for it. */
+template <typename... Args>
+void OverrideWithOption(const std::string& name, void (PagedKVCacheObj::*method)(Args...)) {
+  constexpr int kNumArgs = 1 + sizeof...(Args);
+  ffi::Function whole = FromMethod(method);
+  Override(name, ffi::Function::FromPacked([whole](ffi::PackedArgs args, ffi::Any* result) {
+             if (args.size() != kNumArgs - 1) return whole.CallPacked(args, result);
+             std::array<ffi::AnyView, kNumArgs> padded;
+             for (int i = 0; i < kNumArgs - 1; ++i) padded[i] = args[i];
+             padded.back() = ffi::AnyView(nullptr);
+             whole.CallPacked(ffi::PackedArgs(padded.data(), kNumArgs), result);
            }));
 }
 
@@ -101,7 +106,6 @@ PagedKVCache AppendMLAKV(PagedKVCache cache, int64_t layer, ffi::Tensor kv) {
 void OverrideStockNames() {
   using Cache = PagedKVCacheObj;
   OverrideCreate();
-  OverrideBeginForward();
 
   const std::string state = "vm.builtin.kv_state_";
   OverrideMethod(state + "clear", &Cache::Clear);
@@ -109,6 +113,7 @@ void OverrideStockNames() {
   OverrideMethod(state + "remove_sequence", &Cache::RemoveSequence);
   OverrideMethod(state + "fork_sequence", &Cache::ForkSequence);
   OverrideMethod(state + "popn", &Cache::PopN);
+  OverrideWithOption(state + "begin_forward", &Cache::BeginForward);
   OverrideMethod(state + "end_forward", &Cache::EndForward);
 
   const std::string cache = "vm.builtin.attention_kv_cache_";
@@ -119,8 +124,8 @@ void OverrideStockNames() {
   OverrideMethod(cache + "get_total_sequence_length", &Cache::TotalLength);
   OverrideMethod(cache + "get_sequence_length", &Cache::SequenceLength);
   OverrideMethod(cache + "get_query_positions", &Cache::QueryPositions);
-  OverrideMethod(cache + "attention_with_fused_qkv", &Cache::AttentionWithFusedQKV);
-  OverrideMethod(cache + "attention_with_shared_kv", &Cache::AttentionWithSharedKV);
+  OverrideWithOption(cache + "attention_with_fused_qkv", &Cache::AttentionWithFusedQKV);
+  OverrideWithOption(cache + "attention_with_shared_kv", &Cache::AttentionWithSharedKV);
   OverrideMethod(cache + "self_attention", &Cache::SelfAttention);
   OverrideMethod(cache + "cross_attention", &Cache::CrossAttention);
   OverrideMethod(cache + "merge_attn_output_inplace", &Cache::MergeAttention);
@@ -136,6 +141,20 @@ void OverrideStockNames() {
   Override("vm.builtin.kv_cache_disagg_mark_send", NotImplemented("KV transfer"));
 }
 
+// Relax gives an output last.
+void AttentionWithSinks(PagedKVCache cache, int64_t layer, double sm_scale, ffi::Tensor qkv,
+                        ffi::Tensor sinks, ffi::Tensor o) {
+  Translate([&] { (*cache.get()).AttentionWithFusedQKV(layer, sm_scale, qkv, o, sinks); });
+}
+
+void SharedAttentionWithSinks(PagedKVCache cache, int64_t source, double sm_scale, ffi::Tensor q,
+                              ffi::Tensor current_k, ffi::Tensor current_v, ffi::Tensor sinks,
+                              ffi::Tensor o) {
+  Translate([&] {
+    (*cache.get()).AttentionWithSharedKV(source, sm_scale, q, current_k, current_v, o, sinks);
+  });
+}
+
 PagedKVCache Create(ffi::Map<ffi::String, ffi::Any> config, ffi::AnyView kernels, DLDevice device) {
   return Translate([&] { return PagedKVCache(CacheConfig::FromNamed(config, kernels, device)); });
 }
@@ -144,6 +163,8 @@ void DefineOwnNames() {
   using Cache = PagedKVCacheObj;
   tvm::ffi::reflection::GlobalDef()
       .def("pagedkv.create", Create)
+      .def("pagedkv.attention_with_sinks", AttentionWithSinks)
+      .def("pagedkv.attention_with_shared_kv_and_sinks", SharedAttentionWithSinks)
       .def("pagedkv.use_stock_runtime", [] { use_stock_runtime = true; })
       .def("pagedkv.use_pagedkv_runtime", [] { use_stock_runtime = false; });
   auto define = [](const char* name, ffi::Function function) {

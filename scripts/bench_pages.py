@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Bandwidth of the page kernels: append with RoPE, merge, page copy.
+"""Bandwidth of the page kernels: append with RoPE, merge, learned sinks, page copy.
 
 Prints for each the time, bytes moved per second, the share of the machine's copy bandwidth measured
 in the same run, and how many times faster it is than the kernel inside apache-tvm.
@@ -120,6 +120,14 @@ def cases(dtype: str, num_rows: int, ours: dict, stock: dict):
         "merge",
         3 * num_rows * HEADS * DIM * itemsize,
         lambda: ours["merge"](o, lse, o_other, lse_other),
+        lambda: stock["merge"](o, lse, o_other, lse_other),
+    )
+    # So small that o stays what it is, run after run. Stock: its merge with a part of zeros.
+    sinks = tvm.runtime.tensor(np.full(HEADS, -100, np.float32))
+    yield (
+        "apply_sinks",
+        2 * num_rows * HEADS * DIM * itemsize,
+        lambda: ours["apply_sinks"](o, lse, sinks),
         lambda: stock["merge"](o, lse, o_other, lse_other),
     )
 

@@ -99,6 +99,11 @@ def merge(o, lse, o_other, lse_other):
     o[...], lse[...] = reference.merge(o, lse, view(o_other), view(lse_other))
 
 
+def apply_sinks(o, lse, sinks):
+    o, lse = view(o), view(lse)
+    o[...], lse[...] = reference.apply_sinks(o, lse, view(sinks))
+
+
 def copy_single_page(pages, source, destination, length):
     pages = view(pages)
     pages[destination, ..., :length, :] = pages[source, ..., :length, :]
@@ -125,6 +130,7 @@ KERNELS: dict[str, Callable] = {
     "decode": decode,
     "prefill_ragged": prefill_ragged,
     "merge": merge,
+    "apply_sinks": apply_sinks,
     "prefill_sliding": prefill,
     "decode_sliding": decode,
     "copy_single_page": copy_single_page,

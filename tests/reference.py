@@ -199,6 +199,7 @@ def attention(
     mask: np.ndarray,
     sm_scale: float,
     softcap: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention of one sequence.
 
@@ -209,6 +210,8 @@ def attention(
     sm_scale : float
     softcap : float, optional
         A logit x becomes ``softcap * tanh(x / softcap)``.
+    sinks : ``[Hq]``, optional
+        A logit of each head that joins the softmax, with nothing behind it.
 
     Returns
     -------
@@ -232,7 +235,16 @@ def attention(
                 p = np.exp2(scores[t] - top)
                 lse[t, h] = top + math.log2(p.sum())
                 o[t, h] = p @ v[:, h // group] / p.sum()
-    return o, lse
+    return (o, lse) if sinks is None else apply_sinks(o, lse, sinks)
+
+
+def apply_sinks(o: np.ndarray, lse: np.ndarray, sinks: np.ndarray):
+    """Let ``sinks [H]`` into the softmax of ``o [T, H, D]``, ``lse [T, H]``."""
+    o, lse = np.asarray(o, np.float64), np.asarray(lse, np.float64)
+    with_sink = np.logaddexp2(lse, np.asarray(sinks, np.float64) * math.log2(math.e))
+    nothing = np.isinf(with_sink)
+    share = np.where(nothing, 0.0, np.exp2(lse - np.where(nothing, 0.0, with_sink)))
+    return o * share[..., None], with_sink
 
 
 def merge(o: np.ndarray, lse: np.ndarray, o_other: np.ndarray, lse_other: np.ndarray):
@@ -492,7 +504,7 @@ class ReferenceCache:
         """K and V ``[length, Hk, D]`` as the pages hold them."""
         return self.sequences[seq_id][layer]
 
-    def attention(self, layer, seq_ids, append_lengths, qkv, num_kv_heads, sm_scale):
+    def attention(self, layer, seq_ids, append_lengths, qkv, num_kv_heads, sm_scale, sinks=None):
         """Append this step's rows of ``qkv [T, Hq + 2 * Hk, D]`` and attend; returns o, lse."""
         num_qo_heads = qkv.shape[1] - 2 * num_kv_heads
         outputs, lses, start = [], [], 0
@@ -516,7 +528,7 @@ class ReferenceCache:
                 q = rotate(q, positions, self.rope)
                 k = rotate(k, np.arange(total), self.rope)
             mask = causal_mask(num_rows, total, self.windows[layer])
-            o, lse = attention(q, k, v, mask, sm_scale, self.softcap)
+            o, lse = attention(q, k, v, mask, sm_scale, self.softcap, sinks)
             outputs.append(o)
             lses.append(lse)
         return np.concatenate(outputs), np.concatenate(lses)

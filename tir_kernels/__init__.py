@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import append, latent, merge, page_copy
+from . import append, latent, merge, page_copy, sinks
 from .cpu import decode, mla, prefill, shared_prefix, sliding, tree
 from .spec import KernelSpec
 
@@ -22,6 +22,7 @@ BUILDERS: dict[str, Callable] = {
     "tree_paged": tree.tree_paged,
     "tree": tree.tree,
     "merge": merge.merge,
+    "apply_sinks": sinks.apply_sinks,
     "copy_single_page": page_copy.copy_single_page,
     "debug_get_kv": page_copy.debug_get_kv,
     "compact_copy": page_copy.compact_copy,

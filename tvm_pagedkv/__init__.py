@@ -15,6 +15,7 @@ from .cache import KVCache  # noqa: E402
 from .config import KVCacheConfig, LayerSpec, RopeConfig  # noqa: E402
 from .create import create  # noqa: E402
 from .frontend import PagedKVCache  # noqa: E402
+from .frontend_methods import PagedKVCacheObject  # noqa: E402
 
 
 def use_stock_runtime() -> None:
@@ -34,6 +35,7 @@ __all__ = [
     "KVCacheConfig",
     "LayerSpec",
     "PagedKVCache",
+    "PagedKVCacheObject",
     "RopeConfig",
     "build",
     "create",

@@ -148,7 +148,13 @@ class KVCache(tvm_ffi.Object):
     # --- attention, within a step ---------------------------------------------------------------
 
     def attention(
-        self, layer: int, qkv: Any, sm_scale: float | None = None, out: Any = None
+        self,
+        layer: int,
+        qkv: Any,
+        sm_scale: float | None = None,
+        out: Any = None,
+        *,
+        sinks: Any = None,
     ) -> tvm.runtime.Tensor:
         """Append this step's K and V of a layer and attend with its Q.
 
@@ -160,6 +166,10 @@ class KVCache(tvm_ffi.Object):
             Factor on the logits; None: ``head_dim ** -0.5``.
         out : tensor ``[T, num_qo_heads, head_dim]``, optional
             Where to write the result; must be contiguous.
+        sinks : float32 ``[num_qo_heads]``, optional
+            Learned sinks: a logit of each head (natural, not scaled) that joins the softmax, with
+            nothing behind it. After `self_attention` or `cross_attention` they are a further part:
+            `merge_attention` with ``o = 0`` and ``lse = sinks * log2(e)`` in every row.
 
         Returns
         -------
@@ -168,7 +178,7 @@ class KVCache(tvm_ffi.Object):
         qkv = self._tensor("qkv", qkv)
         out = self._empty(layer, qkv.shape[0]) if out is None else out
         _function(_CACHE + "attention_with_fused_qkv")(
-            self, _int("layer", layer), self._scale(layer, sm_scale), qkv, out
+            self, _int("layer", layer), self._scale(layer, sm_scale), qkv, out, self._sinks(sinks)
         )
         return out
 
@@ -242,6 +252,8 @@ class KVCache(tvm_ffi.Object):
         current_k: Any,
         current_v: Any,
         sm_scale: float | None = None,
+        *,
+        sinks: Any = None,
     ) -> tvm.runtime.Tensor:
         """Attention of a layer without K and V of its own to those of `source_layer`.
 
@@ -254,6 +266,8 @@ class KVCache(tvm_ffi.Object):
         current_k, current_v : ``[T, num_kv_heads, head_dim]``
             The source's rows of this step, as its pages have them.
         sm_scale : float, optional
+        sinks : float32 ``[num_qo_heads]``, optional
+            As `attention` takes them.
 
         Returns
         -------
@@ -275,6 +289,7 @@ class KVCache(tvm_ffi.Object):
             k,
             v,
             o,
+            self._sinks(sinks),
         )
         return o
 
@@ -411,6 +426,9 @@ class KVCache(tvm_ffi.Object):
 
     def _tensor(self, name: str, value: Any) -> tvm_ffi.Tensor:
         return as_tensor(name, value, self.description["device"])
+
+    def _sinks(self, sinks: Any) -> tvm_ffi.Tensor | None:
+        return None if sinks is None else self._tensor("sinks", sinks)
 
     def _layer(self, layer: int) -> dict[str, Any]:
         layers = self.description["layers"]

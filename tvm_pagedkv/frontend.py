@@ -9,7 +9,6 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, RopeMode
-from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as _PagedKVCacheBase
 from tvm.target import Target
 
 from tir_kernels import build_kernel
@@ -17,11 +16,12 @@ from tir_kernels.spec import KernelSpec
 
 from .build import kernel_spec
 from .config import KVCacheConfig, LayerSpec, RopeConfig
+from .frontend_methods import PagedKVCacheObject
 
 _RUNTIMES = ("pagedkv", "stock")
 
 
-class PagedKVCache(_PagedKVCacheBase):
+class PagedKVCache(PagedKVCacheObject):
     """A paged KV cache inside a Relax model; takes the place of ``TIRPagedKVCache``.
 
     A model switches with one import line: the constructor takes the same arguments, and all methods
@@ -242,6 +242,8 @@ class _Kernels:
                 split_rotary,
                 self._function("rope_append"),
                 relax.prim_value(self.spec.page_size),
+                tvm.ir.StringImm("apply_sinks"),  # the arguments have no place of its own for it
+                self._function("apply_sinks"),
             ]
         )
 

@@ -178,6 +178,7 @@ void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages
   };
   if (config.window == 0) {
     plan_.is_decode() ? decode() : prefill();
+    AttendToSegments(layer, sm_scale, q, o, lse);
   } else if (plan_.is_decode()) {
     // For decode the last of the pages' positions is the row's own; in the past it is not there.
     decode(is_causal ? config.window : config.window - 1);

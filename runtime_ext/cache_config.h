@@ -50,6 +50,10 @@ struct LayerConfig {
     return window == other.window && HasShapeOf(other);
   }
   KernelName prefill() const { return window ? KernelName::kPrefillSliding : KernelName::kPrefill; }
+  /*! \brief The kernel for pages that sequences share; a set may lack it. */
+  KernelName prefill_shared() const {
+    return is_mla() ? KernelName::kMLAPrefillShared : KernelName::kPrefillShared;
+  }
   KernelName decode() const { return window ? KernelName::kDecodeSliding : KernelName::kDecode; }
   bool HasShapeOf(const LayerConfig& other) const {
     return kind == other.kind && num_qo_heads == other.num_qo_heads &&
@@ -70,6 +74,7 @@ struct CacheConfig {
   DLDataType kv_dtype;
   RopeMode rope_mode;
   bool has_merged_aux;
+  bool share_prefix = true;      // pages that sequences of a batch share are read once
   ffi::Tensor rope_ext_factors;  // undefined where there are none
   DLDevice device;
   std::vector<LayerConfig> layers;

@@ -105,9 +105,10 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
 
 CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView& kernels,
                                    DLDevice device) {
-  Fields fields(config, "config",
-                {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size",
-                 "dtype", "kv_dtype", "rope_mode", "aux_manager", "rope_ext_factors", "layers"});
+  Fields fields(
+      config, "config",
+      {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size", "dtype",
+       "kv_dtype", "rope_mode", "aux_manager", "rope_ext_factors", "layers", "share_prefix"});
   CacheConfig result;
   result.device = device;
   result.max_num_sequences = fields.Get<int64_t>("max_num_sequences");
@@ -121,6 +122,7 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
       static_cast<RopeMode>(CheckRange("rope_mode", fields.Get<int64_t>("rope_mode"), 0, 2));
   result.has_merged_aux =
       ParseAuxManager(fields.Find<std::string>("aux_manager").value_or("auto"), device);
+  result.share_prefix = fields.Find<bool>("share_prefix").value_or(true);
   if (auto factors = fields.Find<ffi::Tensor>("rope_ext_factors")) {
     result.rope_ext_factors = *factors;
   }

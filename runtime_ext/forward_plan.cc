@@ -180,8 +180,9 @@ int64_t ForwardPlan::NumPagesOf(int32_t group, size_t item, PageRange range) con
   return pages.kept[item] + pages.offsets[item + 1] - pages.offsets[item] - num_shared;
 }
 
-int64_t ForwardPlan::NumUnsharedPages(int32_t group) const {
-  int64_t total = NumPages(group, PageRange::kWithStep);
+int64_t ForwardPlan::NumSharedPages(int32_t group) const {
+  int64_t total = 0;
+  if (shared_prefix(group).segments().empty()) return total;
   for (size_t i = 0; i < items_.size(); ++i) total += NumSharedPagesOf(group, i);
   return total;
 }

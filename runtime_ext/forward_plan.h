@@ -35,8 +35,11 @@ class ForwardPlan {
  public:
   ForwardPlan(SequenceTable* table, int64_t max_num_rows);
 
-  /*! \brief From the next step on, segments of shared pages are found in the group. */
-  void SharePrefixes(int32_t group) { groups_[group].shares_prefixes = true; }
+  /*! \brief From the next step on, segments that save so much are found in the group. */
+  void SharePrefixes(int32_t group, int64_t min_saved_positions = kMinSavedPositions) {
+    groups_[group].shares_prefixes = true;
+    groups_[group].shared.set_min_saved_positions(min_saved_positions);
+  }
 
   /*!
    * \brief Checks the batch and counts its pages.
@@ -62,8 +65,8 @@ class ForwardPlan {
   int64_t NumPages(int32_t group, PageRange range) const;
   /*! \brief The pages that stand in segments instead. */
   const SharedPrefix& shared_prefix(int32_t group) const { return groups_[group].shared; }
-  /*! \brief Entries that the page table with this step's rows would have without segments. */
-  int64_t NumUnsharedPages(int32_t group) const;
+  /*! \brief Entries by which the page table would be longer without segments. */
+  int64_t NumSharedPages(int32_t group) const;
   /*! \brief Shared pages that this step writes to; valid between Acquire and Commit. */
   const std::vector<PageCopy>& copies() const { return copies_; }
 

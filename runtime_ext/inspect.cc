@@ -182,9 +182,11 @@ StringMap PagedKVCacheObj::Stats() const {
   }
   const int64_t past_aux_bytes = past_aux_ ? past_aux_->num_bytes() : 0;
   const int64_t past_copied = past_aux_ ? past_aux_->num_bytes_copied() : 0;
+  const int64_t segment_bytes = segment_aux_ ? segment_aux_->num_bytes() : 0;
+  const int64_t segment_copied = segment_aux_ ? segment_aux_->num_bytes_copied() : 0;
   return {{"page_pool_bytes", page_pool_bytes_},
           {"workspace_bytes", workspace_bytes_},
-          {"aux_bytes", aux_->num_bytes() + past_aux_bytes},
+          {"aux_bytes", aux_->num_bytes() + past_aux_bytes + segment_bytes},
           {"allocated_bytes", allocated_bytes_->load()},
           {"num_pages", num_pages},
           {"num_free_pages", num_free},
@@ -195,7 +197,11 @@ StringMap PagedKVCacheObj::Stats() const {
           {"total_tokens", table_.total_length()},
           {"num_forwards", num_forwards_},
           {"cow_page_copies", num_page_copies_},
-          {"aux_bytes_copied", aux_->num_bytes_copied() + past_copied}};
+          {"aux_bytes_copied", aux_->num_bytes_copied() + past_copied + segment_copied},
+          {"pages_read", pages_read_},
+          {"pages_read_without_sharing", pages_read_without_sharing_},
+          {"step_pages_read", step_pages_read_},
+          {"step_pages_read_without_sharing", step_pages_read_without_sharing_}};
 }
 
 StringMap PagedKVCacheObj::Describe() const {
@@ -221,6 +227,7 @@ StringMap PagedKVCacheObj::Describe() const {
           {"dtype", ffi::DLDataTypeToString(config_.dtype)},
           {"kv_dtype", ffi::DLDataTypeToString(config_.kv_dtype)},
           {"rope_mode", static_cast<int64_t>(config_.rope_mode)},
+          {"share_prefix", config_.share_prefix},
           {"aux_manager", ffi::String(aux_->is_merged() ? "merged" : "plain")},
           {"device", config_.device},
           {"layers", layers}};

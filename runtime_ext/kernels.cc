@@ -13,6 +13,7 @@ namespace pagedkv {
 
 namespace {
 
+// clang-format off: one name a line
 constexpr const char* kNames[] = {
     "transpose_append",
     "transpose_append_mla",
@@ -23,9 +24,11 @@ constexpr const char* kNames[] = {
     "decode",
     "prefill_sliding",
     "decode_sliding",
+    "prefill_shared",
     "tree_paged",
     "tree",
     "mla_prefill",
+    "mla_prefill_shared",
     "merge",
     "apply_sinks",
     "copy_single_page",
@@ -33,6 +36,7 @@ constexpr const char* kNames[] = {
     "debug_get_kv_mla",
     "compact_copy",
 };
+// clang-format on
 static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<int>(KernelName::kNumNames));
 
 std::string KnownNames() {

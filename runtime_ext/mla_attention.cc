@@ -96,6 +96,7 @@ void PagedKVCacheObj::MLACrossAttention(Layer* layer, double sm_scale, const ffi
   KernelsOf(*layer).Get(KernelName::kMLAPrefill)(
       q, common(kQueryIndptr), layer->pages, pages.indptr, pages.values, pages.last_page_lengths, o,
       lse, /*causal=*/int64_t{0}, sm_scale);
+  AttendToSegments(*layer, sm_scale, q, o, lse);
   if (covers_step) layer->last_whole_attention = num_forwards_;
 }
 

@@ -30,6 +30,9 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
              NumPages(config_, groups_), Windows(groups_)),
       plan_(&table_, config_.prefill_chunk_size),
       page_pool_bytes_(*allocated_bytes_) {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    if (CanSharePrefixes(groups_[g])) plan_.SharePrefixes(static_cast<int32_t>(g));
+  }
   AllocateWorkspaces();
   array_sizes_ = InitialArraySizes();
   aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, array_sizes_,
@@ -192,6 +195,7 @@ void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_le
       LayOutArrays();
       FillArrays();
       aux_->Upload();
+      LayOutSegments();
       SetWorkspaceViews();
     } catch (...) {
       plan_.Release();
@@ -202,6 +206,7 @@ void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_le
     throw;
   }
   num_page_copies_ += static_cast<int64_t>(plan_.copies().size());
+  CountPagesRead();
   plan_.Commit();
   ++num_forwards_;
   has_past_arrays_ = false;

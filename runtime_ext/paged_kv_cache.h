@@ -4,7 +4,8 @@
  * \brief The cache object: composes table, plan, arrays and memory, and calls the kernels.
  *
  * paged_kv_cache.cc has its making, the sequences and the step; attention.cc what a layer calls
- * within a step; inspect.cc what looks at a cache from outside.
+ * within a step, shared_attention.cc what sequences share there; inspect.cc what looks at a cache
+ * from outside.
  */
 #ifndef TVM_PAGEDKV_PAGED_KV_CACHE_H_
 #define TVM_PAGEDKV_PAGED_KV_CACHE_H_
@@ -84,6 +85,8 @@ class PagedKVCacheObj : public ffi::Object {
   void CheckIntegrity() const;
   void PoisonFreePages();
   void ShuffleFreePages(int64_t seed);
+  /*! \brief Lets every page that sequences share be read once, whether or not it saves time. */
+  void ShareEveryPrefix();
 
   static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("pagedkv.KVCache", PagedKVCacheObj, ffi::Object);
@@ -100,6 +103,16 @@ class PagedKVCacheObj : public ffi::Object {
     kFirstPositions,
     kSlots,
     kNumGroupArrays
+  };
+
+  /*! \brief Arrays of the segments of shared pages, for each group. */
+  enum SegmentArray {
+    kSegmentPageIndptr,
+    kSegmentPageValues,
+    kSegmentFirstPositions,
+    kSegmentRowIndptr,
+    kSegmentRows,
+    kNumSegmentArrays
   };
 
   /*! \brief Layers of one shape and window. */
@@ -132,6 +145,9 @@ class PagedKVCacheObj : public ffi::Object {
   size_t ArrayIndex(int32_t group, GroupArray array) const {
     return kNumCommonArrays + group * kNumGroupArrays + array;
   }
+  size_t SegmentIndex(int32_t group, SegmentArray array) const {
+    return group * kNumSegmentArrays + array;
+  }
   const ffi::Tensor& common(CommonArray array) const { return aux_->view(array); }
 
   void RequireIdle(const char* what) const;
@@ -155,6 +171,11 @@ class PagedKVCacheObj : public ffi::Object {
   /*! \brief Lets the sinks, if there are any, into the softmax of what was written to `o`. */
   void ApplySinks(const Layer& layer, const ffi::Optional<ffi::Tensor>& sinks,
                   const ffi::Tensor& o) const;
+  bool CanSharePrefixes(const Group& group) const;
+  void LayOutSegments();
+  void CountPagesRead();
+  void AttendToSegments(const Layer& layer, double sm_scale, const ffi::Tensor& q,
+                        const ffi::Tensor& o, const ffi::Tensor& lse) const;
   PageArrays StepPages(int32_t group) const;
   PageArrays PastPages(int32_t group);
   bool HasStockKernel(const Layer& layer, std::initializer_list<KernelName> names) const;
@@ -191,11 +212,17 @@ class PagedKVCacheObj : public ffi::Object {
   /*! \brief Page tables without this step's rows; made when a step first asks for them. */
   std::unique_ptr<AuxData> past_aux_;
   bool has_past_arrays_ = false;
+  /*! \brief Segments of shared pages; made when a step first has some. */
+  std::unique_ptr<AuxData> segment_aux_;
+  std::vector<int64_t> segment_array_sizes_;
   std::unique_ptr<FlashInferBackend> flashinfer_;  // where a kernel is FlashInfer's
   ffi::Tensor q_workspace_, k_workspace_, v_workspace_, lse_workspace_;  // bytes
   int64_t workspace_bytes_ = 0;
   int64_t num_forwards_ = 0;
   int64_t num_page_copies_ = 0;
+  // Pages that the attention of one layer of each group covers: of the last step, and of all.
+  int64_t step_pages_read_ = 0, step_pages_read_without_sharing_ = 0;
+  int64_t pages_read_ = 0, pages_read_without_sharing_ = 0;
   Phase phase_ = Phase::kIdle;
 };
 

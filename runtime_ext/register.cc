@@ -182,6 +182,7 @@ void DefineOwnNames() {
   define("debug_set_kv_mla", FromMethod(&Cache::DebugSetKVMLA));
   define("poison_free_pages", FromMethod(&Cache::PoisonFreePages));
   define("shuffle_free_pages", FromMethod(&Cache::ShuffleFreePages));
+  define("share_every_prefix", FromMethod(&Cache::ShareEveryPrefix));
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {

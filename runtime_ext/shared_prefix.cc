@@ -114,7 +114,7 @@ int64_t SharedPrefix::CommonEnd(const Node& node) const {
 bool SharedPrefix::IsWorthwhile(const Node& node) const {
   const auto num_sequences = static_cast<int64_t>(node.end - node.begin);
   const int64_t num_positions = (node.end_page - node.first_page) * page_size_;
-  return num_positions * (num_sequences - 1) >= kMinSavedPositions;
+  return num_positions * (num_sequences - 1) >= min_saved_positions_;
 }
 
 }  // namespace pagedkv

@@ -35,6 +35,9 @@ class SharedPrefix {
  public:
   SharedPrefix(int32_t num_pages, int32_t page_size);
 
+  /*! \brief What a segment has to save from now on. */
+  void set_min_saved_positions(int64_t num_positions) { min_saved_positions_ = num_positions; }
+
   /*! \brief Forgets the batch. */
   void Clear();
   /*! \brief Adds a sequence, with the pages that may be shared; they are read by Find only. */
@@ -71,6 +74,7 @@ class SharedPrefix {
   bool IsWorthwhile(const Node& node) const;
 
   int32_t page_size_;
+  int64_t min_saved_positions_ = kMinSavedPositions;
   std::vector<Item> sequences_;
   std::vector<size_t> members_;
   std::vector<SharedSegment> segments_;

@@ -13,6 +13,7 @@ import tvm_ffi
 import tvm_pagedkv as pkv
 
 from . import reference
+from .reference_shared_prefix import shared_attention, shared_latent_attention
 
 
 def view(tensor: tvm_ffi.Tensor) -> np.ndarray:
@@ -82,6 +83,43 @@ def decode(
     )  # fmt: skip
 
 
+def _segments(page_indptr, page_values, row_indptr, row_ids, first_positions, first, last):
+    pages, page_ids, starts, rows = (
+        view(x) for x in (page_indptr, page_values, row_indptr, row_ids)
+    )
+    return [
+        (
+            page_ids[pages[s] : pages[s + 1]],
+            rows[starts[s] : starts[s + 1]],
+            0 if first_positions is None else view(first_positions)[s],
+        )
+        for s in range(first, last)
+    ]
+
+
+def prefill_shared(
+    q, pages, page_indptr, page_values, first_positions, row_indptr, row_ids, q_positions, o, lse,
+    first, last, rotary_mode, rope_scale, rope_theta, sm_scale,
+):  # fmt: skip
+    rope = _rope(rope_theta, view(q).shape[2], rope_scale)
+    segments = _segments(
+        page_indptr, page_values, row_indptr, row_ids, first_positions, first, last
+    )
+    view(o)[...], view(lse)[...] = shared_attention(
+        view(q), view(pages), segments, view(o), view(lse), sm_scale,
+        inline=(rope, view(q_positions)) if rotary_mode else None,
+    )  # fmt: skip
+
+
+def mla_prefill_shared(
+    q, pages, page_indptr, page_values, row_indptr, row_ids, o, lse, first, last, sm_scale
+):
+    segments = _segments(page_indptr, page_values, row_indptr, row_ids, None, first, last)
+    view(o)[...], view(lse)[...] = shared_latent_attention(
+        view(q), view(pages), segments, view(o), view(lse), sm_scale
+    )
+
+
 def prefill_ragged(
     q, q_indptr, k, v, kv_indptr, q_positions, k_offsets, o, lse,
     causal, rotary_mode, rope_scale, rope_theta, sm_scale,
@@ -133,11 +171,13 @@ KERNELS: dict[str, Callable] = {
     "apply_sinks": apply_sinks,
     "prefill_sliding": prefill,
     "decode_sliding": decode,
+    "prefill_shared": prefill_shared,
     "copy_single_page": copy_single_page,
 }
 MLA_KERNELS: dict[str, Callable] = {
     "transpose_append_mla": transpose_append_mla,
     "mla_prefill": mla_prefill,
+    "mla_prefill_shared": mla_prefill_shared,
     "prefill_ragged": prefill_ragged,
     "merge": merge,
     "copy_single_page": copy_single_page,
@@ -178,6 +218,11 @@ def make_cache(kernels: Any = None, **fields: Any) -> pkv.KVCache:
 def poison(cache: pkv.KVCache) -> None:
     """NaN into every free page and every slot that is not in use."""
     tvm_ffi.get_global_func("pagedkv.poison_free_pages")(cache)
+
+
+def share_every_prefix(cache: pkv.KVCache) -> None:
+    """Read every page that sequences of a step share once, however little that saves."""
+    tvm_ffi.get_global_func("pagedkv.share_every_prefix")(cache)
 
 
 def shuffle(cache: pkv.KVCache, seed: int) -> None:

@@ -39,3 +39,14 @@ def shared_attention(q, pages, segments, o, lse, sm_scale, *, inline=None, softc
         part = reference.attention(q_rows, k, v, sees_all, sm_scale, softcap)
         o[rows], lse[rows] = reference.merge(o[rows], lse[rows], *part)
     return o, lse
+
+
+def shared_latent_attention(q, pages, segments, o, lse, sm_scale):
+    """The same over latent rows: pages ``[P, page, D]``, o ``[T, Hq, Dv]``."""
+    o, lse = np.array(o, np.float64), np.array(lse, np.float64)
+    for page_ids, rows, _ in segments:
+        latent = pages[page_ids].reshape(-1, pages.shape[2])
+        sees_all = np.ones((len(rows), len(latent)), bool)
+        part = reference.mla_absorbed(q[rows], latent, o.shape[2], sees_all, sm_scale)
+        o[rows], lse[rows] = reference.merge(o[rows], lse[rows], *part)
+    return o, lse

@@ -18,6 +18,7 @@ from .python_kernels import (
     MLA_LAYER,
     make_cache,
     poison,
+    share_every_prefix,
     shuffle,
     snapshot,
 )
@@ -76,6 +77,7 @@ class Driver:
             page_size=page_size,
             aux_manager=aux_manager,
         )
+        share_every_prefix(self.cache)
         self.expected = self.reference_class(len(windows), np.dtype("float32"), windows=windows)
         self.next_id = 0
         self.counts: dict[str, int] = {}
@@ -375,6 +377,9 @@ class LatentDriver(Driver):
 
 def check(driver: Driver) -> None:
     driver.run()
+    stats = driver.cache.stats()
+    num_saved = stats["pages_read_without_sharing"] - stats["pages_read"]
+    assert num_saved > 0 or all(kept.window for kept in driver.kept)
     print(driver.counts, driver.cache.stats()["cow_page_copies"])
     assert driver.counts["step"] > 100
     assert driver.page_size == 1 or driver.cache.stats()["cow_page_copies"] > 0

@@ -11,11 +11,12 @@ import sys
 import numpy as np
 import pytest
 
+from tir_kernels.layout import pages_shape
 from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
 
 from . import reference
 from .attention_cases import SPARE_PAGES, compiled, indptr, looser_dtype, normal, tensor
-from .reference_shared_prefix import shared_attention
+from .reference_shared_prefix import shared_attention, shared_latent_attention
 from .test_attention_kernels import BF16, F16, F32, ROPE_SPECS, make_spec, parametrize_seed
 
 os.environ.setdefault("TVM_NUM_THREADS", "2")
@@ -41,6 +42,12 @@ SEGMENTS = {
 }
 
 
+MLA_SPECS = {
+    "9x576/512-f32-p16": make_spec((9, 1), (576, 512), kind="mla"),
+    "16x40/24-bf16-p4": make_spec((16, 1), (40, 24), (BF16, BF16), 4, kind="mla"),
+}
+
+
 class SharedBatch:
     """Rows in no order, some of no segment, and a state to merge into; some rows saw nothing yet.
 
@@ -61,12 +68,11 @@ class SharedBatch:
         self.row_ids = self.rng.permutation(total)[: sum(num_rows)].astype(np.int32)
         self.first_positions = (7 * np.arange(len(segments))).astype(np.int32)
         self.q_positions = self.rng.integers(0, 500, total).astype(np.int32)
-        shape = (pool, 2, spec.num_kv_heads, spec.page_size, spec.qk_head_dim)
-        self.pages = normal(self.rng, shape, spec.kv_dtype)
+        self.pages = normal(self.rng, pages_shape(pool, spec), spec.kv_dtype)
         unused = np.setdiff1d(np.arange(pool), self.page_values)
         self.pages[unused] = np.nan
         self.q = normal(self.rng, (total, spec.num_qo_heads, spec.qk_head_dim), spec.dtype)
-        self.o = normal(self.rng, self.q.shape, spec.dtype)
+        self.o = normal(self.rng, (*self.q.shape[:2], spec.v_head_dim), spec.dtype)
         self.lse = 4 + normal(self.rng, self.q.shape[:2], "float32")
         nothing_seen = self.rng.random(self.lse.shape) < 0.2
         self.lse[nothing_seen], self.o[nothing_seen] = -np.inf, 0
@@ -75,20 +81,22 @@ class SharedBatch:
     def run(self, first: int = 0, last: int | None = None, *, inline=False, cpu="native"):
         """Attend to the segments ``first .. last - 1``; the new o and lse."""
         last = len(self.row_indptr) - 1 if last is None else last
-        rope = self.spec.rope
         o, lse = tensor(self.o), tensor(self.lse)
-        compiled("prefill_shared", self.spec, cpu)(
-            tensor(self.q), tensor(self.pages), tensor(self.page_indptr), tensor(self.page_values),
-            tensor(self.first_positions), tensor(self.row_indptr), tensor(self.row_ids),
-            tensor(self.q_positions), o, lse, first, last, int(inline), rope.scale, rope.theta,
-            self.sm_scale,
-        )  # fmt: skip
+        table = [tensor(x) for x in (self.q, self.pages, self.page_indptr, self.page_values)]
+        rows = [tensor(x) for x in (self.row_indptr, self.row_ids)]
+        if self.spec.kind == "mla":
+            kernel = compiled("mla_prefill_shared", self.spec, cpu)
+            kernel(*table, *rows, o, lse, first, last, self.sm_scale)
+        else:
+            rope = self.spec.rope
+            rows = [tensor(self.first_positions), *rows, tensor(self.q_positions)]
+            scalars = (first, last, int(inline), rope.scale, rope.theta, self.sm_scale)
+            compiled("prefill_shared", self.spec, cpu)(*table, *rows, o, lse, *scalars)
         return o.numpy(), lse.numpy()
 
-    def check(self, first: int = 0, last: int | None = None, *, inline=False, cpu="native"):
-        rope = self.spec.rope
-        table = reference.Rope(rope.theta, rope.scale, rope.rotary_dim, dict(rope.scaling or ()))
-        segments = [
+    def segments(self, first: int, last: int | None) -> list:
+        """As the reference takes them."""
+        return [
             (
                 self.page_values[self.page_indptr[s] : self.page_indptr[s + 1]],
                 self.row_ids[self.row_indptr[s] : self.row_indptr[s + 1]],
@@ -96,10 +104,20 @@ class SharedBatch:
             )
             for s in range(len(self.row_indptr) - 1)
         ][first:last]
-        expected = shared_attention(
-            self.q, self.pages, segments, self.o, self.lse, self.sm_scale,
-            inline=(table, self.q_positions) if inline else None, softcap=self.spec.logit_softcap,
-        )  # fmt: skip
+
+    def check(self, first: int = 0, last: int | None = None, *, inline=False, cpu="native"):
+        """Compare with the reference; rows of no segment stay as they are."""
+        segments = self.segments(first, last)
+        arguments = (self.q, self.pages, segments, self.o, self.lse, self.sm_scale)
+        if self.spec.kind == "mla":
+            expected = shared_latent_attention(*arguments)
+        else:
+            rope = self.spec.rope
+            scaling = dict(rope.scaling or ())
+            table = reference.Rope(rope.theta, rope.scale, rope.rotary_dim, scaling)
+            rotation = (table, self.q_positions) if inline else None
+            cap = self.spec.logit_softcap
+            expected = shared_attention(*arguments, inline=rotation, softcap=cap)
         got = self.run(first, last, inline=inline, cpu=cpu)
         dtype = looser_dtype(self.spec.dtype, self.spec.kv_dtype)
         reference.assert_close(got[1], expected[1], dtype, "lse")
@@ -108,6 +126,13 @@ class SharedBatch:
         others = np.setdiff1d(np.arange(len(self.q)), rows)
         for after, before in zip(got, (self.o, self.lse), strict=True):
             assert after[others].tobytes() == before[others].tobytes()
+
+
+@pytest.mark.parametrize("spec", MLA_SPECS.values(), ids=MLA_SPECS)
+@pytest.mark.parametrize("segments", SEGMENTS)
+@parametrize_seed
+def test_mla_prefill_shared(spec, segments, seed):
+    SharedBatch(spec, SEGMENTS[segments], seed).check()
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

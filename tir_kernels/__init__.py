@@ -28,11 +28,17 @@ BUILDERS: dict[str, Callable] = {
     "compact_copy": page_copy.compact_copy,
     "transpose_append_mla": latent.transpose_append_mla,
     "mla_prefill": mla.mla_prefill,
+    "mla_prefill_shared": shared_prefix.mla_prefill_shared,
     "debug_get_kv_mla": latent.debug_get_kv_mla,
 }
 _WITHOUT_WINDOW = {"prefill", "decode", "prefill_shared"}
 _WITH_WINDOW = {"prefill_sliding", "decode_sliding"}
-_MLA_ONLY = {"transpose_append_mla", "mla_prefill", "debug_get_kv_mla"}
+_MLA_ONLY = {
+    "transpose_append_mla",
+    "mla_prefill",
+    "mla_prefill_shared",
+    "debug_get_kv_mla",
+}
 _BOTH = {"merge", "prefill_ragged", "copy_single_page", "compact_copy"}
 _NON_ABSORBED = {"merge", "prefill_ragged"}  # where an MLA layer is a multi-head attention
 

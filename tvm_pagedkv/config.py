@@ -223,6 +223,9 @@ class KVCacheConfig:
         Whether sequences may be given a sliding window with sinks.
     logit_softcap : float, optional
         Soft-cap of the attention logits.
+    share_prefix : bool
+        Whether pages that sequences of a step share (`KVCache.fork_sequence`) are read once for all
+        of them, where that saves time.
 
     Raises
     ------
@@ -245,6 +248,7 @@ class KVCacheConfig:
     layers: Sequence[LayerSpec] | None = None
     sliding_window: bool = False
     logit_softcap: float | None = None
+    share_prefix: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "max_num_sequences", "max_total_tokens", "prefill_chunk_size"):
@@ -257,6 +261,8 @@ class KVCacheConfig:
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.qk_head_dim)
+        if not isinstance(self.share_prefix, bool):
+            raise TypeError(f"share_prefix must be a bool, got {self.share_prefix!r}")
         if not isinstance(self.rope, RopeConfig):
             raise TypeError(f"rope must be a RopeConfig, got {self.rope!r}")
         if self.logit_softcap is not None:

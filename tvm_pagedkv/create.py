@@ -54,6 +54,7 @@ def config_map(config: KVCacheConfig, kernels: KernelSets, device: tvm.runtime.D
         "kv_dtype": config.kv_dtype,
         "rope_mode": ROPE_MODES.index(mode),
         "aux_manager": "auto",
+        "share_prefix": config.share_prefix,
         "layers": [
             {
                 "kind": layer.kind,

@@ -202,7 +202,7 @@ class _Kernels:
             needed("mha_sliding", "decode_sliding"),
             *(relax.Tuple([]) for _ in range(3)),  # tree and MLA kernels
             relax.Tuple([merge, merge]),  # of a step's parts, and of the fine-grained API
-            self._rotary(),
+            self._rotary(["apply_sinks", *(["prefill_shared"] if "mha" in kinds else [])]),
             self._function("copy_single_page"),
             self._function("debug_get_kv"),
             self._function("compact_copy"),
@@ -217,7 +217,8 @@ class _Kernels:
             dims = (self.spec.original_qk_head_dim, self.spec.original_v_head_dim)
             ragged += [relax.prim_value(dim) for dim in dims]
             none, page_size = relax.op.null_value(), relax.prim_value(self.spec.page_size)
-            rotary = relax.Tuple([tvm.ir.StringImm(self.tag), none, none, page_size])
+            named = self._named(["mla_prefill_shared"])
+            rotary = relax.Tuple([tvm.ir.StringImm(self.tag), none, none, page_size, *named])
         return [
             relax.op.null_value(),  # transpose_append
             self._function("transpose_append_mla"),
@@ -232,7 +233,7 @@ class _Kernels:
             self._function("compact_copy"),
         ]
 
-    def _rotary(self) -> relax.Expr:
+    def _rotary(self, names: list[str]) -> relax.Expr:
         split_rotary = self._function("split_rotary")
         if self.tag == "tirx":
             return split_rotary
@@ -242,10 +243,13 @@ class _Kernels:
                 split_rotary,
                 self._function("rope_append"),
                 relax.prim_value(self.spec.page_size),
-                tvm.ir.StringImm("apply_sinks"),  # the arguments have no place of its own for it
-                self._function("apply_sinks"),
+                *self._named(names),
             ]
         )
+
+    def _named(self, names: list[str]) -> list[relax.Expr]:
+        """Kernels that the positional constructor has no index for: names and functions in turn."""
+        return [each for name in names for each in (tvm.ir.StringImm(name), self._function(name))]
 
 
 def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:

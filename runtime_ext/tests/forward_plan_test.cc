@@ -191,7 +191,7 @@ void TestSegments() {
   CHECK_EQUAL(plan.NumSegmentPages(0), 2);
   CHECK_EQUAL(plan.NumSegmentRows(0), 4);
   CHECK_EQUAL(plan.NumPages(0, PageRange::kWithStep), 5);
-  CHECK_EQUAL(plan.NumUnsharedPages(0), 11);
+  CHECK_EQUAL(plan.NumSharedPages(0), 6);
   CHECK_EQUAL(plan.NumPages(1, PageRange::kWithStep), 11);
   Ints page_indptr(2), values(2), first(1), row_indptr(2), rows(4);
   plan.FillSegmentPageIndptr(0, page_indptr.data());

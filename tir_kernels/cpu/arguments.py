@@ -27,6 +27,8 @@ SCALARS = ("rotary_mode", "rope_scale", "rope_theta", "sm_scale")
 
 _SCALAR_TYPES = {
     "causal": T.int32,
+    "first_segment": T.int32,
+    "last_segment": T.int32,
     "rotary_mode": T.int32,
     "rope_scale": T.float32,
     "rope_theta": T.float32,
@@ -91,7 +93,8 @@ def match(spec: KernelSpec, given: dict) -> SimpleNamespace:
           length_info ``[B]``;
         * k ``[S, Hk, Dqk]``, v ``[S, Hk, Dv]``, dtype; kv_indptr ``[B + 1]``;
         * k_rope_pos_offset ``[B]``, q_rope_position ``[T]``;
-        * tree_order_indptr ``[B + 1]``, tree_order ``[M, 2]``.
+        * tree_order_indptr ``[B + 1]``, tree_order ``[M, 2]``;
+        * with row_indptr ``[B + 1]`` and row_ids ``[R]``, the B are segments: whose rows these are.
 
         Index arrays are int32 and may start at any element.
     """
@@ -101,7 +104,8 @@ def match(spec: KernelSpec, given: dict) -> SimpleNamespace:
     else:  # a size must be the whole extent of some array
         num_starts = _size("num_starts")
         batch_size = num_starts - 1
-    num_rows = _size("num_rows") if "q_indptr" in given else batch_size
+    has_own_rows = "q_indptr" in given or "row_ids" in given
+    num_rows = _size("num_rows") if has_own_rows else batch_size
     num_columns, num_entries = _size("num_columns"), _size("num_entries")
     rows, columns = (num_rows, spec.num_qo_heads), (num_columns, spec.num_kv_heads)
     arrays = {
@@ -119,6 +123,8 @@ def match(spec: KernelSpec, given: dict) -> SimpleNamespace:
         "length_info": (batch_size,),
         "k_rope_pos_offset": (batch_size,),
         "q_rope_position": (num_rows,),
+        "row_indptr": (num_starts,),
+        "row_ids": (_size("num_row_ids"),),
         "tree_order_indptr": (num_starts,),
         "tree_order": (_size("num_nodes"), 2),
     }

@@ -8,6 +8,7 @@ well, as in `mla`, so that one segment and one KV head use every thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from tvm.script import tirx as T
@@ -16,15 +17,26 @@ from ..masks import CausalMask
 from ..merge import MergedLse, weighted
 from ..softmax import inverse_total, log_sum
 from ..spec import LOG2E, KernelSpec
-from .arguments import index_array, page_pool, require_half_conversion, rows_array
+from .arguments import OUTPUTS, SCALARS, attention_kernel
 from .columns import chunks
 from .inline_rope import InlineRope
 from .partials import MOST_TASKS, Partials
 from .prefill import operands
 from .prefill_unit import POSITIONS, Tiling, Unit
-from .rows import PagedRows
-from .simd import F32, Register, broadcast, index_temp, load, store, temp
+from .rows import LatentRows, PagedRows
+from .simd import Register, broadcast, index_temp, load, store, temp
 from .tasks import cut, for_tasks, num_threads
+
+_ROWS = ("row_indptr", "row_ids")
+_SEGMENTS = ("first_segment", "last_segment")
+PREFILL_SHARED = (
+    *("q", "pages", "page_indptr", "page_values", "k_rope_pos_offset"),
+    *(*_ROWS, "q_rope_position", *OUTPUTS, *_SEGMENTS, *SCALARS),
+)
+MLA_PREFILL_SHARED = (
+    *("q", "pages", "page_indptr", "page_values"),
+    *(*_ROWS, *OUTPUTS, *_SEGMENTS, "sm_scale"),
+)
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
 
@@ -68,6 +80,40 @@ def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body):
     return index_temp(before.get())
 
 
+class _Rotation(InlineRope):
+    """The rotation of K by its position in a segment."""
+
+    def __init__(self, spec: KernelSpec, a: SimpleNamespace):
+        super().__init__(spec, a)
+        self.first_positions = a.k_rope_pos_offset
+        if spec.rope.kind == "longrope":
+            message = "with longrope, rows of several sequences may need K rotated differently"
+            with T.Assert(a.rotary_mode != 1, message, "ValueError"):
+                T.evaluate(0)
+
+    def first_position(self, segment):
+        """The position of a segment's first slot."""
+        return index_temp(self.first_positions[segment])
+
+
+class _NoRotation:
+    """Models with MLA rotate the latent rows themselves."""
+
+    def begin_task(self) -> None:
+        """Nothing to make."""
+
+    def begin_sequence(self, length) -> None:
+        """Nothing to know of a sequence."""
+
+    def first_position(self, segment):
+        """Nothing depends on it."""
+        return 0
+
+    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        """Emit what does not rotate."""
+        plain()
+
+
 class _Output:
     """Rows of O and LSE of a tile, into which a result is merged."""
 
@@ -109,8 +155,9 @@ class _SharedUnit(Unit):
             self.load_q(a, row, token, index_temp(tile.head * group + source % group), factor)
         with T.serial(num_blocks) as block:
             self.state.reset(block)
-        k_offset = index_temp(a.k_rope_pos_offset[tile.segment])
-        step = SimpleNamespace(rows=rows, kv_len=tile.kv_len, k_offset=k_offset)
+        step = SimpleNamespace(
+            rows=rows, kv_len=tile.kv_len, k_offset=a.rope.first_position(tile.segment)
+        )
         with T.serial(begin, end) as i:
             first = index_temp(i * POSITIONS)
             self.pack(a, step, first)
@@ -129,24 +176,21 @@ class _SharedUnit(Unit):
 
 
 def emit_shared(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
-    """Emit the body: `a` holds the matched arguments by their names."""
-    a.rope, a.mask = InlineRope(spec, a), CausalMask(T.int32(0))
-    if spec.rope.kind == "longrope":
-        message = "with longrope rows of several sequences may need K rotated in different ways"
-        with T.Assert(a.rotary_mode != 1, message, "ValueError"):
-            T.evaluate(0)
+    """Emit the body: `a` holds the matched arguments by their names, and `rope`."""
+    a.mask = CausalMask(T.int32(0))
     total = _for_tiles(spec, a, lambda tile: None)
     width = spec.group_size * (spec.qk_head_dim + spec.v_head_dim)
     work = T.cast(total, "int64") * (POSITIONS * width)
     most = T.min(T.min(num_threads(), MOST_TASKS), total)
     num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, most, 1))
+    kind = LatentRows if spec.kind == "mla" else PagedRows
     partials = Partials(spec, Tiling.of(spec).tokens * spec.group_size)
     ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
 
     def attend(task):
         unit = _SharedUnit(spec, ops)
         a.rope.begin_task()
-        a.rope.begin_sequence(T.int32(0))
+        a.rope.begin_sequence(T.int32(0))  # the length matters to longrope only
         task_begin = index_temp(cut(total, task, num_tasks))
         task_end = index_temp(cut(total, task + 1, num_tasks))
 
@@ -156,7 +200,7 @@ def emit_shared(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
             with T.If(begin < end), T.Then():
                 first = index_temp(a.page_indptr[tile.segment])
                 last = index_temp(a.page_indptr[tile.segment + 1] - 1)
-                rows = PagedRows(spec, a.pages, a.page_values, first, last, head=tile.head)
+                rows = kind(spec, a.pages, a.page_values, first, last, head=tile.head)
 
                 def block_of(cost):
                     return index_temp((cost + tile.num_rows - 1) // tile.num_rows)
@@ -216,69 +260,24 @@ def prefill_shared(spec: KernelSpec):
       attend to;
     * rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32. With longrope, whose
       frequencies are those of a sequence, rotary_mode 1 is refused.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-
-    Raises
-    ------
-    ValueError
-        For float16 on a target that cannot convert it.
     """
-    require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    heads, width = spec.num_qo_heads, spec.qk_head_dim
-    ops = operands(spec, spec.kv_dtype)
 
-    @T.prim_func(s_tir=True, private=True)
-    def attention_prefill_shared(
-        q: T.handle,
-        pages: T.handle,
-        page_indptr: T.handle,
-        page_values: T.handle,
-        k_rope_pos_offset: T.handle,
-        row_indptr: T.handle,
-        row_ids: T.handle,
-        q_rope_position: T.handle,
-        o: T.handle,
-        lse: T.handle,
-        first_segment: T.int32,
-        last_segment: T.int32,
-        rotary_mode: T.int32,
-        rope_scale: T.float32,
-        rope_theta: T.float32,
-        sm_scale: T.float32,
-    ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        num_rows = T.int32()
-        num_segments = T.int32()
-        num_entries = T.int32()
-        num_row_ids = T.int32()
-        emit_shared(
-            spec,
-            ops,
-            SimpleNamespace(
-                q=rows_array(q, (num_rows, heads, width), spec.dtype),
-                pages=page_pool(pages, spec),
-                k_rope_pos_offset=index_array(k_rope_pos_offset, num_segments),
-                page_indptr=index_array(page_indptr, num_segments + 1),
-                page_values=index_array(page_values, num_entries),
-                row_indptr=index_array(row_indptr, num_segments + 1),
-                row_ids=index_array(row_ids, num_row_ids),
-                q_rope_position=index_array(q_rope_position, num_rows),
-                o=rows_array(o, (num_rows, heads, width), spec.dtype),
-                lse=rows_array(lse, (num_rows, heads), F32),
-                first_segment=first_segment,
-                last_segment=last_segment,
-                rotary_mode=rotary_mode,
-                rope_scale=rope_scale,
-                rope_theta=rope_theta,
-                sm_scale=sm_scale,
-            ),
-        )
+    def emit(a):
+        a.rope = _Rotation(spec, a)
+        emit_shared(spec, operands(spec, spec.kv_dtype), a)
 
-    return attention_prefill_shared
+    return attention_kernel(spec, PREFILL_SHARED, emit)
+
+
+def mla_prefill_shared(spec: KernelSpec):
+    """Build the kernel `mla_prefill_shared`: the same over the latent rows of MLA.
+
+    Its arguments are those of `prefill_shared`, less the ones that a rotation needs; pages are
+    ``[P, page, D]`` and o is ``[T, Hq, Dv]``.
+    """
+
+    def emit(a):
+        a.rope = _NoRotation()
+        emit_shared(spec, operands(spec, spec.kv_dtype), a)
+
+    return attention_kernel(spec, MLA_PREFILL_SHARED, emit)

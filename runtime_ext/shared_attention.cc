@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file shared_attention.cc
+ * \brief Attention to pages that sequences of a batch have in common, once for all of them.
+ *
+ * The page tables of a step begin after the shared pages, so the plain kernels come first and see
+ * what each sequence has for itself. Then, level by level, one call attends with all rows of every
+ * segment to its pages and merges the result into o and lse.
+ */
+#include "paged_kv_cache.h"
+
+namespace pagedkv {
+
+bool PagedKVCacheObj::CanSharePrefixes(const Group& group) const {
+  // All rows see all of a shared page: not so where a window may end within it.
+  if (!config_.share_prefix || group.shape.window > 0) return false;
+  for (int64_t l : group.layers) {
+    const KernelSet& kernels = KernelsOf(layers_[l]);
+    const LayerConfig& layer = layers_[l].config;
+    if (!kernels.Has(layer.prefill_shared())) return false;
+    if (layer.is_mla()) continue;
+    // Kernels of others are not told where the table begins, or plan by themselves.
+    for (KernelName name : {layer.prefill(), layer.decode()}) {
+      if (kernels.IsStock(name) || kernels.IsFlashInfer(name)) return false;
+    }
+  }
+  return true;
+}
+
+void PagedKVCacheObj::ShareEveryPrefix() {
+  RequireIdle("share_every_prefix");
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    if (CanSharePrefixes(groups_[g])) plan_.SharePrefixes(static_cast<int32_t>(g), 1);
+  }
+}
+
+void PagedKVCacheObj::LayOutSegments() {
+  bool has_segments = false;
+  std::vector<int64_t>& sizes = segment_array_sizes_;
+  sizes.clear();
+  for (int32_t g = 0; g < table_.num_groups(); ++g) {
+    const auto num_segments = static_cast<int64_t>(plan_.shared_prefix(g).segments().size());
+    has_segments = has_segments || num_segments > 0;
+    sizes.push_back(num_segments + 1);          // kSegmentPageIndptr
+    sizes.push_back(plan_.NumSegmentPages(g));  // kSegmentPageValues
+    sizes.push_back(num_segments);              // kSegmentFirstPositions
+    sizes.push_back(num_segments + 1);          // kSegmentRowIndptr
+    sizes.push_back(plan_.NumSegmentRows(g));   // kSegmentRows
+  }
+  if (!has_segments) return;
+  if (segment_aux_ == nullptr) {
+    segment_aux_ =
+        std::make_unique<AuxData>(config_.has_merged_aux, config_.device, sizes, allocated_bytes_);
+  }
+  segment_aux_->Layout(sizes);
+  for (int32_t g = 0; g < table_.num_groups(); ++g) {
+    auto host = [&](SegmentArray array) { return segment_aux_->host(SegmentIndex(g, array)); };
+    plan_.FillSegmentPageIndptr(g, host(kSegmentPageIndptr));
+    plan_.FillSegmentPageValues(g, host(kSegmentPageValues));
+    plan_.FillSegmentFirstPositions(g, host(kSegmentFirstPositions));
+    plan_.FillSegmentRowIndptr(g, host(kSegmentRowIndptr));
+    plan_.FillSegmentRows(g, host(kSegmentRows));
+  }
+  segment_aux_->Upload();
+}
+
+void PagedKVCacheObj::CountPagesRead() {
+  step_pages_read_ = step_pages_read_without_sharing_ = 0;
+  for (int32_t g = 0; g < table_.num_groups(); ++g) {
+    const int64_t num_own = array_sizes_[ArrayIndex(g, kPageValues)];
+    step_pages_read_ += num_own + plan_.NumSegmentPages(g);
+    step_pages_read_without_sharing_ += num_own + plan_.NumSharedPages(g);
+  }
+  pages_read_ += step_pages_read_;
+  pages_read_without_sharing_ += step_pages_read_without_sharing_;
+}
+
+void PagedKVCacheObj::AttendToSegments(const Layer& layer, double sm_scale, const ffi::Tensor& q,
+                                       const ffi::Tensor& o, const ffi::Tensor& lse) const {
+  const SharedPrefix& shared = plan_.shared_prefix(layer.group);
+  if (shared.segments().empty()) return;
+  const LayerConfig& config = layer.config;
+  const ffi::Function& kernel = KernelsOf(layer).Get(config.prefill_shared());
+  auto array = [&](SegmentArray a) -> const ffi::Tensor& {
+    return segment_aux_->view(SegmentIndex(layer.group, a));
+  };
+  for (size_t level = 0; level < shared.num_levels(); ++level) {
+    const auto first = static_cast<int64_t>(shared.level_begins()[level]);
+    const auto last = static_cast<int64_t>(shared.level_begins()[level + 1]);
+    if (config.is_mla()) {
+      kernel(q, layer.pages, array(kSegmentPageIndptr), array(kSegmentPageValues),
+             array(kSegmentRowIndptr), array(kSegmentRows), o, lse, first, last, sm_scale);
+    } else {
+      kernel(q, layer.pages, array(kSegmentPageIndptr), array(kSegmentPageValues),
+             array(kSegmentFirstPositions), array(kSegmentRowIndptr), array(kSegmentRows),
+             common(kQueryPositions), o, lse, first, last, rotary_mode(), config.rope_scale,
+             config.rope_theta, sm_scale);
+    }
+  }
+}
+
+}  // namespace pagedkv

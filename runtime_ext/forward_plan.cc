@@ -25,8 +25,11 @@ ForwardPlan::ForwardPlan(SequenceTable* table, int64_t max_num_rows)
   }
 }
 
-void ForwardPlan::Prepare(IntSpan sequence_ids, IntSpan append_lengths) {
+void ForwardPlan::Prepare(IntSpan sequence_ids, IntSpan append_lengths,
+                          std::optional<IntSpan> tree_parents) {
+  tree_parents_ = tree_parents;
   PrepareItems(sequence_ids, append_lengths);
+  PrepareTrees();
   for (int32_t g = 0; g < table_->num_groups(); ++g) CountPages(g);
   for (int32_t g = 0; g < table_->num_groups(); ++g) FindSharedPages(g);
 }
@@ -55,9 +58,30 @@ void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
             "): sequence ", sequence.id, " appends ", num_append, " after ", num_rows_, " others");
     }
     sequence.batch_mark = batch_mark_;
-    items_.push_back({&sequence, num_append, sequence.length, num_rows_});
+    items_.push_back({&sequence, num_append, sequence.length, sequence.tree.size(), num_rows_});
     num_rows_ += num_append;
     max_append_ = std::max(max_append_, num_append);
+  }
+}
+
+void ForwardPlan::PrepareTrees() {
+  needs_tree_mask_ = false;
+  num_tree_nodes_ = 0;
+  if (has_trees() && tree_parents_->size != static_cast<size_t>(num_rows_)) {
+    Raise(kValueError, "a step with token trees needs the parent of each of its ", num_rows_,
+          " rows, got ", tree_parents_->size, " parents");
+  }
+  for (const Item& item : items_) {
+    const Sequence& sequence = *item.sequence;
+    if (has_trees()) {
+      const bool is_chain = sequence.tree.CheckParents(TreeParentsOf(item), sequence.id);
+      needs_tree_mask_ = needs_tree_mask_ || !is_chain;
+      num_tree_nodes_ += item.num_earlier_nodes + item.num_append;
+    } else if (!sequence.tree.empty()) {
+      Raise(kValueError, "sequence ", sequence.id, " has ", sequence.tree.size(),
+            " token tree nodes that are not committed; commit or drop them before a step without "
+            "a token tree");
+    }
   }
 }
 
@@ -124,6 +148,10 @@ void ForwardPlan::Acquire() {
   }
   copies_.clear();
   copies_.reserve(num_copies);
+  if (has_trees()) {
+    for (const Item& item : items_) item.sequence->tree.Reserve(item.num_append);
+    for (const Item& item : items_) item.sequence->tree.Append(TreeParentsOf(item));
+  }
 
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     GroupPages& pages = groups_[g];
@@ -147,6 +175,7 @@ void ForwardPlan::Release() noexcept {
     std::vector<int32_t>& acquired = groups_[g].acquired;
     for (; !acquired.empty(); acquired.pop_back()) table_->pool(g).Release(acquired.back());
   }
+  for (const Item& item : items_) item.sequence->tree.Truncate(item.num_earlier_nodes);
   copies_.clear();
 }
 
@@ -203,9 +232,30 @@ void ForwardPlan::FillQueryIndptr(int32_t* out) const {
 
 void ForwardPlan::FillQueryPositions(int32_t* out) const {
   for (const Item& item : items_) {
+    const int64_t num_committed = item.past_length - item.num_earlier_nodes;
     for (int64_t i = 0; i < item.num_append; ++i) {
-      *out++ = static_cast<int32_t>(item.past_length + i);
+      const int64_t depth = has_trees() ? item.sequence->tree.depth(item.num_earlier_nodes + i) : i;
+      *out++ = static_cast<int32_t>(num_committed + depth);
     }
+  }
+}
+
+void ForwardPlan::FillTreeOrderIndptr(int32_t* out) const {
+  *out = 0;
+  for (const Item& item : items_) {
+    out[1] = out[0] + static_cast<int32_t>(item.num_earlier_nodes + item.num_append);
+    ++out;
+  }
+}
+
+void ForwardPlan::FillTreeOrder(PageRange range, int32_t* out) const {
+  for (const Item& item : items_) {
+    const int64_t num_nodes = item.num_earlier_nodes + item.num_append;
+    item.sequence->tree.FillOrder(out);
+    for (int64_t i = item.num_earlier_nodes; range == PageRange::kPast && i < num_nodes; ++i) {
+      out[2 * i + 1] = out[2 * i];  // an empty interval: it sees, but nobody sees it
+    }
+    out += 2 * num_nodes;
   }
 }
 

@@ -15,18 +15,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "sequence_table.h"
 #include "shared_prefix.h"
 
 namespace pagedkv {
-
-/*! \brief Integers that someone else owns. */
-struct IntSpan {
-  const int64_t* data;
-  size_t size;
-};
 
 /*! \brief Which pages of the batch: with the rows of this step, or what was there before it. */
 enum class PageRange { kWithStep, kPast };
@@ -43,12 +38,18 @@ class ForwardPlan {
 
   /*!
    * \brief Checks the batch and counts its pages.
+   * \param tree_parents One for each row, which become nodes of the sequences' token trees; none:
+   *   the rows are committed. They are read until Commit or Release.
    * \throws Error (ValueError, KeyError, CacheFullError).
    */
-  void Prepare(IntSpan sequence_ids, IntSpan append_lengths);
-  /*! \brief Takes the pages that Prepare has counted. Throws std::bad_alloc at most. */
+  void Prepare(IntSpan sequence_ids, IntSpan append_lengths,
+               std::optional<IntSpan> tree_parents = std::nullopt);
+  /*!
+   * \brief Takes the pages that Prepare has counted, and appends the nodes to their trees. Throws
+   *   std::bad_alloc at most.
+   */
   void Acquire();
-  /*! \brief Gives them back: the pools are as before Acquire. */
+  /*! \brief Undoes it: pools and trees are as before Acquire. */
   void Release() noexcept;
   /*! \brief Hands the pages to the sequences and lets these grow. */
   void Commit() noexcept;
@@ -61,6 +62,14 @@ class ForwardPlan {
   int64_t max_append() const { return max_append_; }
   /*! \brief Whether every sequence appends one row. */
   bool is_decode() const { return num_rows_ == num_sequences(); }
+  /*! \brief Whether the rows are tree nodes. */
+  bool has_trees() const { return tree_parents_.has_value(); }
+  /*! \brief Whether a tree is more than a chain, so that the causal mask will not do. */
+  bool needs_tree_mask() const { return needs_tree_mask_; }
+  /*! \brief Nodes of the batch's trees, of this step and of earlier ones; after Prepare. */
+  int64_t num_tree_nodes() const { return num_tree_nodes_; }
+  /*! \brief Whether some of them are of earlier steps. */
+  bool has_earlier_nodes() const { return num_tree_nodes_ > num_rows_; }
   /*! \brief Entries of the group's page table. */
   int64_t NumPages(int32_t group, PageRange range) const;
   /*! \brief The pages that stand in segments instead. */
@@ -70,10 +79,14 @@ class ForwardPlan {
   /*! \brief Shared pages that this step writes to; valid between Acquire and Commit. */
   const std::vector<PageCopy>& copies() const { return copies_; }
 
-  // The arrays. The first three are the same in every group.
-  void FillQueryIndptr(int32_t* out) const;                                 // [B + 1]
-  void FillQueryPositions(int32_t* out) const;                              // [T]
-  void FillPastLengths(int32_t* out) const;                                 // [B]
+  // The arrays. Those without a group are the same in every one; those of trees and the positions
+  // of tree nodes are to be filled after Acquire.
+  void FillQueryIndptr(int32_t* out) const;      // [B + 1]
+  void FillQueryPositions(int32_t* out) const;   // [T]
+  void FillPastLengths(int32_t* out) const;      // [B]
+  void FillTreeOrderIndptr(int32_t* out) const;  // [B + 1]
+  /*! \brief As TokenTree::FillOrder, [num_tree_nodes, 2]; kPast: nobody sees this step's nodes. */
+  void FillTreeOrder(PageRange range, int32_t* out) const;
   void FillPageIndptr(int32_t group, PageRange range, int32_t* out) const;  // [B + 1]
   /*! \brief The position of the first slot of every sequence's page table, [B]. */
   void FillFirstPositions(int32_t group, int32_t* out) const;
@@ -98,6 +111,7 @@ class ForwardPlan {
     Sequence* sequence;
     int64_t num_append;
     int64_t past_length;
+    int64_t num_earlier_nodes;
     int64_t first_row;
   };
   /*! \brief New pages of item i: acquired[offsets[i] : offsets[i + 1]], after kept[i] old ones. */
@@ -114,6 +128,10 @@ class ForwardPlan {
     return item.past_length + (range == PageRange::kWithStep ? item.num_append : 0);
   }
   void PrepareItems(IntSpan sequence_ids, IntSpan append_lengths);
+  void PrepareTrees();
+  IntSpan TreeParentsOf(const Item& item) const {
+    return {tree_parents_->data + item.first_row, static_cast<size_t>(item.num_append)};
+  }
   void CountPages(int32_t group);
   void FindSharedPages(int32_t group);
   int64_t NumSharedPagesOf(int32_t group, size_t item) const {
@@ -127,6 +145,9 @@ class ForwardPlan {
   int64_t num_rows_ = 0;
   int64_t max_append_ = 0;
   uint64_t batch_mark_ = 0;
+  std::optional<IntSpan> tree_parents_;
+  bool needs_tree_mask_ = false;
+  int64_t num_tree_nodes_ = 0;
   std::vector<Item> items_;
   std::vector<GroupPages> groups_;
   std::vector<PageCopy> copies_;

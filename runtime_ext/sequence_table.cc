@@ -61,6 +61,11 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
           source.length, "], nor -1 for its end");
   }
   if (position == -1) position = source.length;
+  if (position > source.committed_length()) {
+    Raise(kValueError, "cannot fork sequence ", parent, " at position ", position,
+          ": positions from ", source.committed_length(),
+          " on are token tree nodes that are not committed");
+  }
   RequireWindow(source, position, "fork");
   std::vector<std::vector<int32_t>> pages(pools_.size());
   std::vector<int64_t> first_pages(pools_.size(), 0);
@@ -85,12 +90,25 @@ void SequenceTable::Pop(int64_t id, int64_t count) {
     Raise(kValueError, "cannot pop ", count, " positions of sequence ", id, ", which has ",
           sequence.length);
   }
-  RequireWindow(sequence, sequence.length - count, "pop");
-  Grow(&sequence, -count);
+  const int64_t length = sequence.length - count;
+  RequireWindow(sequence, std::min(length, sequence.committed_length()), "pop");
+  sequence.tree.Truncate(std::max<int64_t>(length - sequence.committed_length(), 0));
+  Truncate(&sequence, length);
+}
+
+void SequenceTable::CommitNodes(Sequence* sequence, int64_t count) noexcept {
+  const int64_t length = sequence->committed_length() + count;
+  sequence->tree.Truncate(0);
+  Truncate(sequence, length);
+  Slide(sequence);
+}
+
+void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
+  Grow(sequence, length - sequence->length);
   for (int32_t g = 0; g < num_groups(); ++g) {
-    if (sequence.length == 0) sequence.first_pages[g] = 0;
-    int64_t keep = PagesFor(sequence.length) - sequence.first_pages[g];
-    ReleasePages(&sequence, g, static_cast<size_t>(keep));
+    if (length == 0) sequence->first_pages[g] = 0;
+    int64_t keep = PagesFor(length) - sequence->first_pages[g];
+    ReleasePages(sequence, g, static_cast<size_t>(keep));
   }
 }
 
@@ -127,7 +145,7 @@ void SequenceTable::RequireKept(const Sequence& sequence, int64_t position) cons
 
 void SequenceTable::Slide(Sequence* sequence) noexcept {
   for (int32_t g = 0; g < num_groups(); ++g) {
-    int64_t first = FirstPageToKeep(g, sequence->length);
+    int64_t first = FirstPageToKeep(g, sequence->committed_length());
     auto num_gone = static_cast<ptrdiff_t>(first - sequence->first_pages[g]);
     if (num_gone <= 0) continue;
     std::vector<int32_t>& pages = sequence->pages[g];
@@ -209,10 +227,11 @@ void SequenceTable::CheckPages(const Sequence& sequence, int32_t group, bool has
     Raise(kRuntimeError, "sequence ", sequence.id, " of length ", sequence.length, " has ",
           num_pages, " pages after ", first, " gone ones in group ", group);
   }
-  const int64_t visible = FirstVisible(group, sequence.length);
+  const int64_t length = sequence.committed_length();
+  const int64_t visible = FirstVisible(group, length);
   if (first < 0 || first * page_size_ > visible ||
-      (has_slid && first < FirstPageToKeep(group, sequence.length))) {
-    Raise(kRuntimeError, "sequence ", sequence.id, " of length ", sequence.length,
+      (has_slid && first < FirstPageToKeep(group, length))) {
+    Raise(kRuntimeError, "sequence ", sequence.id, " of committed length ", length,
           " keeps pages from ", first, " on in group ", group, ", but its next row sees position ",
           visible, " with a window of ", windows_[group]);
   }
@@ -225,7 +244,14 @@ void SequenceTable::CheckPages(const Sequence& sequence, int32_t group, bool has
 
 void SequenceTable::CheckIntegrity(bool has_slid) const {
   int64_t total_length = 0;
-  for (const auto& [id, sequence] : sequences_) total_length += sequence.length;
+  for (const auto& [id, sequence] : sequences_) {
+    total_length += sequence.length;
+    sequence.tree.CheckIntegrity(id);
+    if (sequence.committed_length() < 0) {
+      Raise(kRuntimeError, "sequence ", id, " of length ", sequence.length, " has ",
+            sequence.tree.size(), " tree nodes");
+    }
+  }
   if (total_length != total_length_) {
     Raise(kRuntimeError, "the lengths sum to ", total_length, ", not to ", total_length_);
   }

@@ -4,7 +4,8 @@
  * \brief Sequences: a length, and per layer group a list of page ids. Fork, pop, remove, slide.
  *
  * A group of layers with a window keeps the pages that the next row can see, and those of the
- * kPoppable positions before them: so many can always be popped.
+ * kPoppable positions before them: so many can always be popped. While a sequence has a token tree
+ * the next row is the one after its committed positions.
  *
  * Every call checks its arguments before it changes anything: one that throws has changed nothing.
  */
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "page_pool.h"
+#include "token_tree.h"
 
 namespace pagedkv {
 
@@ -26,10 +28,13 @@ constexpr int64_t kPoppable = 16;
 
 struct Sequence {
   int64_t id = 0;
-  int64_t length = 0;
+  int64_t length = 0;                       // the nodes of the tree included
+  TokenTree tree;                           // its nodes are the last positions
   std::vector<std::vector<int32_t>> pages;  // [group][index - first_pages[group]]
   std::vector<int64_t> first_pages;         // [group] pages that have slid out of the window
   uint64_t batch_mark = 0;  // scratch of ForwardPlan: finds a repeated id without a set
+
+  int64_t committed_length() const { return length - tree.size(); }
 };
 
 /*! \brief A page that must be copied before a sequence may write to it. */
@@ -67,10 +72,16 @@ class SequenceTable {
 
   void Add(int64_t id);
   void Remove(int64_t id);
-  /*! \brief Makes `child` share the first `position` positions of `parent` (-1: all). */
+  /*!
+   * \brief Makes `child` share the first `position` positions of `parent` (-1: all).
+   *
+   * They must be committed: a token tree has one owner.
+   */
   void Fork(int64_t parent, int64_t child, int64_t position);
-  /*! \brief Drops the last `count` positions. */
+  /*! \brief Drops the last `count` positions, of a tree the nodes that were appended last. */
   void Pop(int64_t id, int64_t count);
+  /*! \brief Makes the first `count` nodes of the tree committed positions and drops the others. */
+  void CommitNodes(Sequence* sequence, int64_t count) noexcept;
   /*! \brief Releases the pages that have left the windows. */
   void Slide(Sequence* sequence) noexcept;
   /*! \throws Error (IndexError) when a group no longer has the pages of `position`. */
@@ -106,6 +117,7 @@ class SequenceTable {
   int64_t FirstPageToKeep(int32_t group, int64_t length) const;
   void RequireWindow(const Sequence& sequence, int64_t length, const char* what) const;
   void CheckPages(const Sequence& sequence, int32_t group, bool has_slid) const;
+  void Truncate(Sequence* sequence, int64_t length) noexcept;
   void ReleasePages(Sequence* sequence, int32_t group, size_t keep) noexcept;
 
   int64_t max_num_sequences_;

@@ -235,6 +235,59 @@ void TestSegments() {
   CHECK_EQUAL(plan.NumPages(0, PageRange::kWithStep), 3);
 }
 
+void TestTrees() {
+  SequenceTable table(4, 4, {16});
+  ForwardPlan plan(&table, 64);
+  for (int64_t id : {0, 1}) table.Add(id);
+  Step(&plan, {0, 1}, {6, 2});
+  auto prepare = [&](const Ids& ids, const Ids& lengths, const Ids& parents) {
+    plan.Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()},
+                 IntSpan{parents.data(), parents.size()});
+  };
+  CHECK_RAISES("ValueError", "the parent of each of its 3 rows, got 2 parents",
+               prepare({0, 1}, {1, 2}, {-1, -1}));
+  CHECK_RAISES("ValueError", "node 1 of sequence 1", prepare({0, 1}, {1, 2}, {-1, -1, 1}));
+  CHECK_TRUE(table.At(0).tree.empty());
+
+  Ids parents{-1, 0, 1, -1, 0};
+  Ids ids{0, 1}, lengths{3, 2};
+  plan.Prepare({ids.data(), 2}, {lengths.data(), 2}, IntSpan{parents.data(), 5});
+  CHECK_TRUE(plan.has_trees() && !plan.needs_tree_mask());  // chains
+  plan.Acquire();
+  plan.Release();
+  CHECK_TRUE(table.At(0).tree.empty());
+
+  parents = {-1, 0, 0, -1, 0};
+  plan.Prepare({ids.data(), 2}, {lengths.data(), 2}, IntSpan{parents.data(), 5});
+  CHECK_TRUE(plan.needs_tree_mask() && !plan.has_earlier_nodes());
+  plan.Acquire();
+  Ints positions(5), indptr(3), order(10), past_order(10);
+  plan.FillQueryPositions(positions.data());
+  CHECK_EQUAL(positions, (Ints{6, 7, 7, 2, 3}));
+  plan.FillTreeOrderIndptr(indptr.data());
+  CHECK_EQUAL(indptr, (Ints{0, 3, 5}));
+  plan.FillTreeOrder(PageRange::kWithStep, order.data());
+  CHECK_EQUAL(order, (Ints{0, 3, 1, 2, 2, 3, 0, 2, 1, 2}));
+  plan.Commit();
+  plan.FillTreeOrder(PageRange::kPast, past_order.data());
+  CHECK_EQUAL(past_order, (Ints{0, 0, 1, 1, 2, 2, 0, 0, 1, 1}));
+  table.CheckIntegrity();
+
+  CHECK_RAISES("ValueError", "sequence 1 has 2 token tree nodes that are not committed",
+               Prepare(&plan, {1}, {1}));
+  ids = {1}, lengths = {1}, parents = {1};
+  plan.Prepare({ids.data(), 1}, {lengths.data(), 1}, IntSpan{parents.data(), 1});
+  CHECK_TRUE(!plan.needs_tree_mask() && plan.has_earlier_nodes());  // its tree is still a chain
+  CHECK_EQUAL(plan.num_tree_nodes(), 3);
+  plan.Acquire();
+  positions.resize(1);
+  plan.FillQueryPositions(positions.data());
+  CHECK_EQUAL(positions, (Ints{4}));
+  plan.Release();
+  CHECK_EQUAL(table.At(1).tree.size(), 2);
+  table.CheckIntegrity();
+}
+
 }  // namespace pagedkv
 
 int main() {
@@ -244,5 +297,6 @@ int main() {
   pagedkv::TestWriteAfterPopIntoASharedPage();
   pagedkv::TestArraysOfAWindow();
   pagedkv::TestSegments();
+  pagedkv::TestTrees();
   return 0;
 }

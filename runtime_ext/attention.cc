@@ -14,6 +14,7 @@ namespace pagedkv {
 namespace {
 
 constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+constexpr size_t kNumPastArrays = 3;  // of a group: as GroupArray's first ones
 
 bool Equal(DLDataType a, DLDataType b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
@@ -96,7 +97,7 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
               {num_rows, config.num_qo_heads + 2 * config.num_kv_heads, config.qk_head_dim},
               config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
-  if (HasStockKernel(layer, {config.decode(), config.prefill()})) {
+  if (HasStockKernel(layer, {config.decode(), config.prefill(), config.tree()})) {
     CheckAlignment("qkv", qkv);
     CheckAlignment("o", o);
   }
@@ -104,8 +105,7 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
   Append(layer, qkv);
   layers_[layer_id].last_append = num_forwards_;
   const Group& group = groups_[layer.group];
-  PagedAttention(layer, StepPages(layer.group), /*is_causal=*/true, sm_scale, group.q.get(), o,
-                 group.lse.get());
+  PagedAttention(layer, StepPages(layer), sm_scale, group.q.get(), o, group.lse.get());
   ApplySinks(layer, sinks, o);
 }
 
@@ -148,9 +148,14 @@ void PagedKVCacheObj::Append(const Layer& layer, const ffi::Tensor& qkv) {
   kernels.Get(KernelName::kTransposeAppend)(layer.pages, group.k.get(), group.v.get(), slots);
 }
 
-void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages, bool is_causal,
-                                     double sm_scale, const ffi::Tensor& q, const ffi::Tensor& o,
+void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages, double sm_scale,
+                                     const ffi::Tensor& q, const ffi::Tensor& o,
                                      const ffi::Tensor& lse) {
+  if (UsesTreeKernel(layer, pages.range)) {
+    TreeAttention(layer, pages, sm_scale, q, o, lse);
+    return AttendToSegments(layer, sm_scale, q, o, lse);
+  }
+  const bool is_causal = pages.range == PageRange::kWithStep;
   const KernelSet& kernels = KernelsOf(layer);
   const LayerConfig& config = layer.config;
   const ffi::Tensor& first_positions = aux_->view(ArrayIndex(layer.group, kFirstPositions));
@@ -158,9 +163,8 @@ void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages
   const KernelName name = plan_.is_decode() ? config.decode() : config.prefill();
   const ffi::Function& kernel = kernels.Get(name);
   if (kernels.IsFlashInfer(name)) {
-    const PageRange range = is_causal ? PageRange::kWithStep : PageRange::kPast;
     const FlashInferPages table{layer.pages, pages.indptr, pages.values, pages.last_page_lengths};
-    flashinfer_->Paged({kernels, config, layer.group, plan_, sm_scale, q, o, lse}, range,
+    flashinfer_->Paged({kernels, config, layer.group, plan_, sm_scale, q, o, lse}, pages.range,
                        common(kQueryIndptr), table);
     return;
   }
@@ -187,35 +191,47 @@ void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages
   }
 }
 
-PagedKVCacheObj::PageArrays PagedKVCacheObj::StepPages(int32_t group) const {
-  return {aux_->view(ArrayIndex(group, kPageIndptr)), aux_->view(ArrayIndex(group, kPageValues)),
-          aux_->view(ArrayIndex(group, kLastPageLengths))};
+PagedKVCacheObj::PageArrays PagedKVCacheObj::StepPages(const Layer& layer) const {
+  return {PageRange::kWithStep, aux_->view(ArrayIndex(layer.group, kPageIndptr)),
+          aux_->view(ArrayIndex(layer.group, kPageValues)),
+          aux_->view(ArrayIndex(layer.group, kLastPageLengths)), common(kTreeOrder)};
 }
 
-PagedKVCacheObj::PageArrays PagedKVCacheObj::PastPages(int32_t group) {
-  constexpr size_t kNumArrays = 3;
-  if (!has_past_arrays_) {
-    std::vector<int64_t> sizes;
-    for (int32_t g = 0; g < table_.num_groups(); ++g) {
-      sizes.push_back(plan_.num_sequences() + 1);
-      sizes.push_back(plan_.NumPages(g, PageRange::kPast));
-      sizes.push_back(plan_.num_sequences());
-    }
-    if (past_aux_ == nullptr) {
-      past_aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, sizes,
-                                            allocated_bytes_);
-    }
-    past_aux_->Layout(sizes);
-    for (int32_t g = 0; g < table_.num_groups(); ++g) {
-      plan_.FillPageIndptr(g, PageRange::kPast, past_aux_->host(g * kNumArrays));
-      plan_.FillPageValues(g, PageRange::kPast, past_aux_->host(g * kNumArrays + 1));
-      plan_.FillLastPageLengths(PageRange::kPast, past_aux_->host(g * kNumArrays + 2));
-    }
-    past_aux_->Upload();
-    has_past_arrays_ = true;
+PagedKVCacheObj::PageArrays PagedKVCacheObj::PastPages(const Layer& layer) {
+  if (HidesStep(layer)) RequireHiddenStep(layer);
+  if (!has_past_arrays_) FillPastArrays();
+  const ffi::Tensor& tree_order = past_aux_->view(0);
+  if (HidesStep(layer)) {
+    const PageArrays step = StepPages(layer);
+    return {PageRange::kPast, step.indptr, step.values, step.last_page_lengths, tree_order};
   }
-  return {past_aux_->view(group * kNumArrays), past_aux_->view(group * kNumArrays + 1),
-          past_aux_->view(group * kNumArrays + 2)};
+  auto view = [&](size_t i) -> const ffi::Tensor& {
+    return past_aux_->view(1 + layer.group * kNumPastArrays + i);
+  };
+  return {PageRange::kPast, view(0), view(1), view(2), tree_order};
+}
+
+void PagedKVCacheObj::FillPastArrays() {
+  std::vector<int64_t> sizes{plan_.needs_tree_mask() ? plan_.num_tree_nodes() : 0};
+  for (int32_t g = 0; g < table_.num_groups(); ++g) {
+    sizes.push_back(plan_.num_sequences() + 1);
+    sizes.push_back(plan_.NumPages(g, PageRange::kPast));
+    sizes.push_back(plan_.num_sequences());
+  }
+  if (past_aux_ == nullptr) {
+    past_aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, sizes,
+                                          allocated_bytes_, std::vector<std::vector<int64_t>>{{2}});
+  }
+  past_aux_->Layout(sizes);
+  if (plan_.needs_tree_mask()) plan_.FillTreeOrder(PageRange::kPast, past_aux_->host(0));
+  for (int32_t g = 0; g < table_.num_groups(); ++g) {
+    auto host = [&](size_t i) { return past_aux_->host(1 + g * kNumPastArrays + i); };
+    plan_.FillPageIndptr(g, PageRange::kPast, host(0));
+    plan_.FillPageValues(g, PageRange::kPast, host(1));
+    plan_.FillLastPageLengths(PageRange::kPast, host(2));
+  }
+  past_aux_->Upload();
+  has_past_arrays_ = true;
 }
 
 void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor k,
@@ -232,7 +248,7 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
   CheckTensor("v", v, {num_rows, config.num_kv_heads, config.v_head_dim}, config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
   CheckTensor("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
-  if (HasStockKernel(layer, {KernelName::kPrefillRagged})) {
+  if (HasStockKernel(layer, {ragged()})) {
     for (const ffi::Tensor& each : {q, k, v, o, lse}) CheckAlignment("every tensor", each);
   }
   if (config.window > 0 && plan_.max_append() > config.window) {
@@ -241,18 +257,32 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
   }
   // Kernels are found before anything is written.
   const KernelSet& kernels = KernelsOf(layer);
-  const ffi::Function& prefill_ragged = kernels.Get(KernelName::kPrefillRagged);
+  kernels.Get(ragged());
   kernels.Get(KernelName::kTransposeAppend)(layer.pages, k, v,
                                             aux_->view(ArrayIndex(layer.group, kSlots)));
   layers_[layer_id].last_append = num_forwards_;
-  if (kernels.IsFlashInfer(KernelName::kPrefillRagged)) {
+  RaggedAttention(layer, sm_scale, q, k, v, o, lse);
+}
+
+void PagedKVCacheObj::RaggedAttention(const Layer& layer, double sm_scale, const ffi::Tensor& q,
+                                      const ffi::Tensor& k, const ffi::Tensor& v,
+                                      const ffi::Tensor& o, const ffi::Tensor& lse) {
+  const KernelSet& kernels = KernelsOf(layer);
+  const LayerConfig& config = layer.config;
+  const ffi::Function& kernel = kernels.Get(ragged());
+  const int64_t mode = config.is_mla() ? 0 : rotary_mode();  // models rotate latent rows themselves
+  if (plan_.needs_tree_mask()) {
+    kernel(q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
+           common(kTreeOrderIndptr), common(kTreeOrder), o, lse, mode, config.rope_scale,
+           config.rope_theta, sm_scale);
+  } else if (kernels.IsFlashInfer(KernelName::kPrefillRagged)) {
     flashinfer_->Ragged({kernels, config, layer.group, plan_, sm_scale, q, o, lse},
                         common(kQueryIndptr), k, v);
-    return;
+  } else {
+    kernel(q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
+           common(kPastLengths), o, lse, /*causal=*/int64_t{1}, mode, config.rope_scale,
+           config.rope_theta, sm_scale);
   }
-  prefill_ragged(q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
-                 common(kPastLengths), o, lse, /*causal=*/int64_t{1}, rotary_mode(),
-                 config.rope_scale, config.rope_theta, sm_scale);
 }
 
 void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Tensor q,
@@ -267,10 +297,10 @@ void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Ten
   CheckTensor("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
   CheckTensor("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
-  if (HasStockKernel(layer, {config.decode(), config.prefill()})) {
+  if (HasStockKernel(layer, {config.decode(), config.prefill(), config.tree()})) {
     for (const ffi::Tensor& each : {q, o, lse}) CheckAlignment("every tensor", each);
   }
-  PagedAttention(layer, PastPages(layer.group), /*is_causal=*/false, sm_scale, q, o, lse);
+  PagedAttention(layer, PastPages(layer), sm_scale, q, o, lse);
 }
 
 void PagedKVCacheObj::AttentionWithSharedKV(int64_t source_id, double sm_scale, ffi::Tensor q,
@@ -295,14 +325,13 @@ void PagedKVCacheObj::AttentionWithSharedKV(int64_t source_id, double sm_scale, 
           " has not appended this step's K and V; run its attention before the layers that share "
           "them");
   }
-  if (HasStockKernel(source, {config.decode(), config.prefill()})) {
+  if (HasStockKernel(source, {config.decode(), config.prefill(), config.tree()})) {
     CheckAlignment("q", q);
     CheckAlignment("o", o);
   }
   CheckSinks(source, sinks);
   // The source has appended first, so its pages hold current_k and current_v already.
-  PagedAttention(source, StepPages(source.group), /*is_causal=*/true, sm_scale, q, o,
-                 groups_[source.group].lse.get());
+  PagedAttention(source, StepPages(source), sm_scale, q, o, groups_[source.group].lse.get());
   ApplySinks(source, sinks, o);
 }
 

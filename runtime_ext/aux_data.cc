@@ -9,7 +9,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <numeric>
 #include <utility>
 
 #include "red_zone.h"
@@ -33,11 +35,15 @@ bool HasStreams(DLDevice device) {
 }  // namespace
 
 AuxData::AuxData(bool is_merged, DLDevice device, const std::vector<int64_t>& sizes,
-                 ByteCounter counter)
+                 ByteCounter counter, const std::vector<std::vector<int64_t>>& row_shapes)
     : is_merged_(is_merged), device_(device), counter_(std::move(counter)) {
   buffers_.resize(is_merged ? 1 : sizes.size());
   for (size_t i = 0; i < sizes.size(); ++i) {
-    arrays_.push_back({is_merged ? 0 : i, 0, nullptr, StepView(kInt32, {})});
+    const std::vector<int64_t> shape =
+        i < row_shapes.size() ? row_shapes[i] : std::vector<int64_t>();
+    const int64_t row_size =
+        std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
+    arrays_.push_back({is_merged ? 0 : i, row_size, 0, nullptr, StepView(kInt32, shape)});
   }
   Layout(sizes);
   if (HasStreams(device_)) copy_stream_ = DeviceAPI::Get(device_)->CreateStream(device_);
@@ -90,7 +96,7 @@ void AuxData::Layout(const std::vector<int64_t>& sizes) {
   for (size_t i = 0; i < arrays_.size(); ++i) {
     Buffer& buffer = buffers_[arrays_[i].buffer];
     arrays_[i].offset = buffer.size;
-    buffer.size += RoundUp(sizes[i]) + kRedZone;
+    buffer.size += RoundUp(sizes[i] * arrays_[i].row_size) + kRedZone;
   }
   for (Buffer& buffer : buffers_) {
     Reserve(&buffer, buffer.size);

@@ -10,6 +10,7 @@
 #ifndef TVM_PAGEDKV_AUX_DATA_H_
 #define TVM_PAGEDKV_AUX_DATA_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -19,8 +20,12 @@ namespace pagedkv {
 
 class AuxData {
  public:
-  /*! \brief Room for arrays of `sizes` elements; more is made when a step needs it. */
-  AuxData(bool is_merged, DLDevice device, const std::vector<int64_t>& sizes, ByteCounter counter);
+  /*!
+   * \brief Room for arrays of `sizes` rows; more is made when a step needs it.
+   * \param row_shapes Of the first arrays; those of the others, whose rows are numbers, are empty.
+   */
+  AuxData(bool is_merged, DLDevice device, const std::vector<int64_t>& sizes, ByteCounter counter,
+          const std::vector<std::vector<int64_t>>& row_shapes = {});
   ~AuxData();
   AuxData(const AuxData&) = delete;
   AuxData& operator=(const AuxData&) = delete;
@@ -48,7 +53,8 @@ class AuxData {
   };
   struct Array {
     size_t buffer;
-    int64_t offset;  // elements
+    int64_t row_size;  // elements
+    int64_t offset;    // elements
     int32_t* host;
     StepView view;
   };

@@ -55,6 +55,10 @@ struct LayerConfig {
     return is_mla() ? KernelName::kMLAPrefillShared : KernelName::kPrefillShared;
   }
   KernelName decode() const { return window ? KernelName::kDecodeSliding : KernelName::kDecode; }
+  KernelName tree() const {
+    if (is_mla()) return KernelName::kMLATree;
+    return window ? KernelName::kTreePagedSliding : KernelName::kTreePaged;
+  }
   bool HasShapeOf(const LayerConfig& other) const {
     return kind == other.kind && num_qo_heads == other.num_qo_heads &&
            num_kv_heads == other.num_kv_heads && qk_head_dim == other.qk_head_dim &&

@@ -127,8 +127,10 @@ void ForwardPlan::FindSharedPages(int32_t group) {
   pages.shared.Clear();
   if (pool.num_shared() == 0) return;
   for (const Item& item : items_) {
-    // Whole pages of the past: all rows of the step see all of their slots, and none writes there.
-    pages.shared.Add(item.sequence->pages[group].data(), item.past_length / table_->page_size());
+    // Whole pages before any tree node: all rows of the step see all of their slots, and none
+    // writes there.
+    const int64_t num_committed = item.past_length - item.num_earlier_nodes;
+    pages.shared.Add(item.sequence->pages[group].data(), num_committed / table_->page_size());
   }
   pages.shared.Find(pool);
 }

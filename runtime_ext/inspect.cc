@@ -180,6 +180,8 @@ StringMap PagedKVCacheObj::Stats() const {
                                {"num_used_pages", pool.num_used()},
                                {"num_shared_pages", pool.num_shared()}});
   }
+  int64_t num_uncommitted = 0;
+  for (const auto& [id, sequence] : table_.sequences()) num_uncommitted += sequence.tree.size();
   const int64_t past_aux_bytes = past_aux_ ? past_aux_->num_bytes() : 0;
   const int64_t past_copied = past_aux_ ? past_aux_->num_bytes_copied() : 0;
   const int64_t segment_bytes = segment_aux_ ? segment_aux_->num_bytes() : 0;
@@ -201,7 +203,11 @@ StringMap PagedKVCacheObj::Stats() const {
           {"pages_read", pages_read_},
           {"pages_read_without_sharing", pages_read_without_sharing_},
           {"step_pages_read", step_pages_read_},
-          {"step_pages_read_without_sharing", step_pages_read_without_sharing_}};
+          {"step_pages_read_without_sharing", step_pages_read_without_sharing_},
+          {"uncommitted_tree_nodes", num_uncommitted},
+          {"committed_tree_nodes", num_committed_nodes_},
+          {"dropped_tree_nodes", num_dropped_nodes_},
+          {"moved_tree_nodes", num_moved_nodes_}};
 }
 
 StringMap PagedKVCacheObj::Describe() const {

@@ -5,11 +5,12 @@
  *
  * A model appends the step's latent rows, then attends in one of three ways:
  *   - self_attention, not absorbed, over the rows of this step: a prompt without a past;
- *   - cross_attention alone, absorbed, in a step of one row per sequence: it covers the pages with
- *     this step's rows;
+ *   - cross_attention alone, absorbed, in a step of one row per sequence or of token trees: it
+ * covers the pages with this step's rows;
  *   - self_attention, then cross_attention, which then covers the past alone, and their merge.
- * So cross_attention covers this step's rows where every sequence appends one row and
- * self_attention of the layer was not called in the step. In all other steps it covers the past.
+ * So cross_attention covers this step's rows where every sequence appends one row, or the rows are
+ * tree nodes (of trees that branch or not), and self_attention of the layer was not called in the
+ * step. In all other steps it covers the past.
  */
 #include "error.h"
 #include "paged_kv_cache.h"
@@ -64,15 +65,13 @@ void PagedKVCacheObj::MLASelfAttention(Layer* layer, double sm_scale, const ffi:
   if (layer->last_whole_attention == num_forwards_) {
     Raise(kValueError,
           "cross_attention of this MLA layer has covered this step's rows already; where every "
-          "sequence appends one row, call self_attention before it or not at all");
+          "sequence appends one row, and with token trees, call self_attention before it or not "
+          "at all");
   }
-  if (HasStockKernel(*layer, {KernelName::kPrefillRagged})) {
+  if (HasStockKernel(*layer, {ragged()})) {
     for (const ffi::Tensor& each : {q, k, v, o, lse}) CheckAlignment("every tensor", each);
   }
-  KernelsOf(*layer).Get(KernelName::kPrefillRagged)(
-      q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
-      common(kPastLengths), o, lse, /*causal=*/int64_t{1}, /*rotary_mode=*/int64_t{0},
-      config.rope_scale, config.rope_theta, sm_scale);
+  RaggedAttention(*layer, sm_scale, q, k, v, o, lse);
   layer->last_self_attention = num_forwards_;
 }
 
@@ -86,16 +85,21 @@ void PagedKVCacheObj::MLACrossAttention(Layer* layer, double sm_scale, const ffi
   if (HasStockKernel(*layer, {KernelName::kMLAPrefill})) {
     for (const ffi::Tensor& each : {q, o, lse}) CheckAlignment("every tensor", each);
   }
-  const bool covers_step = plan_.is_decode() && layer->last_self_attention != num_forwards_;
+  const bool covers_step =
+      (plan_.is_decode() || plan_.has_trees()) && layer->last_self_attention != num_forwards_;
   if (covers_step && layer->last_append != num_forwards_) {
     Raise(kValueError,
-          "where every sequence appends one row, cross_attention of an MLA layer covers this "
-          "step's rows; call append_mla_kv before it");
+          "where every sequence appends one row, and with token trees, cross_attention of an MLA "
+          "layer covers this step's rows; call append_mla_kv before it");
   }
-  const PageArrays pages = covers_step ? StepPages(layer->group) : PastPages(layer->group);
-  KernelsOf(*layer).Get(KernelName::kMLAPrefill)(
-      q, common(kQueryIndptr), layer->pages, pages.indptr, pages.values, pages.last_page_lengths, o,
-      lse, /*causal=*/int64_t{0}, sm_scale);
+  const PageArrays pages = covers_step ? StepPages(*layer) : PastPages(*layer);
+  if (UsesTreeKernel(*layer, pages.range)) {
+    TreeAttention(*layer, pages, sm_scale, q, o, lse);
+  } else {
+    KernelsOf(*layer).Get(KernelName::kMLAPrefill)(
+        q, common(kQueryIndptr), layer->pages, pages.indptr, pages.values, pages.last_page_lengths,
+        o, lse, /*causal=*/static_cast<int64_t>(covers_step), sm_scale);
+  }
   AttendToSegments(*layer, sm_scale, q, o, lse);
   if (covers_step) layer->last_whole_attention = num_forwards_;
 }

@@ -6,6 +6,7 @@
 #include "paged_kv_cache.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "error.h"
@@ -35,8 +36,9 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
   }
   AllocateWorkspaces();
   array_sizes_ = InitialArraySizes();
+  static_assert(kTreeOrder == 0);
   aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, array_sizes_,
-                                   allocated_bytes_);
+                                   allocated_bytes_, std::vector<std::vector<int64_t>>{{2}});
   if (FlashInferBackend::IsNeededBy(config_)) {
     flashinfer_ = std::make_unique<FlashInferBackend>(config_, groups_.size(), allocated_bytes_);
   }
@@ -112,10 +114,13 @@ void PagedKVCacheObj::AllocateWorkspaces() {
 }
 
 std::vector<int64_t> PagedKVCacheObj::InitialArraySizes() const {
-  // Enough for every step of sequences that share nothing; KVCacheConfig.memory_bytes has the same.
+  // Enough for every step of sequences that share nothing, with trees of one round;
+  // KVCacheConfig.memory_bytes has the same.
   const int64_t num_rows = config_.prefill_chunk_size;
   const int64_t num_sequences = std::min(config_.max_num_sequences, num_rows);
   std::vector<int64_t> sizes(kNumCommonArrays + groups_.size() * kNumGroupArrays);
+  sizes[kTreeOrder] = num_rows;
+  sizes[kTreeOrderIndptr] = num_sequences + 1;
   sizes[kQueryIndptr] = num_sequences + 1;
   sizes[kQueryPositions] = num_rows;
   sizes[kPastLengths] = num_sequences;
@@ -164,10 +169,6 @@ void PagedKVCacheObj::EnableSlidingWindow(int64_t, int64_t, int64_t) {
   Raise(kNotImplementedError, "sliding windows of sequences");
 }
 
-void PagedKVCacheObj::CommitTree(ffi::Shape, ffi::Shape) {
-  Raise(kNotImplementedError, "token trees");
-}
-
 int64_t PagedKVCacheObj::NumAvailablePages() const {
   // A group with a window never has fewer free pages than a step needs that the others can serve.
   int64_t num_free = config_.num_pages();
@@ -183,12 +184,16 @@ int64_t PagedKVCacheObj::NumAvailablePages() const {
 void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_lengths,
                                    ffi::Optional<ffi::Shape> token_tree_parents) {
   RequireIdle("begin_forward");
-  if (token_tree_parents.has_value()) Raise(kNotImplementedError, "token trees");
+  std::optional<IntSpan> tree_parents;
+  if (token_tree_parents.has_value()) {
+    tree_parents = {token_tree_parents.value().data(), token_tree_parents.value().size()};
+  }
   // A kernel that calls back into the cache finds it busy.
   phase_ = Phase::kPlanning;
   try {
     plan_.Prepare({sequence_ids.data(), sequence_ids.size()},
-                  {append_lengths.data(), append_lengths.size()});
+                  {append_lengths.data(), append_lengths.size()}, tree_parents);
+    if (plan_.needs_tree_mask()) RequireTreeKernels();
     plan_.Acquire();
     try {
       CopyPages(plan_.copies());
@@ -235,6 +240,8 @@ void PagedKVCacheObj::CopyPages(const std::vector<PageCopy>& copies) {
 
 void PagedKVCacheObj::LayOutArrays() {
   const int64_t num_sequences = plan_.num_sequences();
+  array_sizes_[kTreeOrder] = plan_.needs_tree_mask() ? plan_.num_tree_nodes() : 0;
+  array_sizes_[kTreeOrderIndptr] = plan_.needs_tree_mask() ? num_sequences + 1 : 0;
   array_sizes_[kQueryIndptr] = num_sequences + 1;
   array_sizes_[kQueryPositions] = plan_.num_rows();
   array_sizes_[kPastLengths] = num_sequences;
@@ -249,6 +256,10 @@ void PagedKVCacheObj::LayOutArrays() {
 }
 
 void PagedKVCacheObj::FillArrays() {
+  if (plan_.needs_tree_mask()) {
+    plan_.FillTreeOrderIndptr(aux_->host(kTreeOrderIndptr));
+    plan_.FillTreeOrder(PageRange::kWithStep, aux_->host(kTreeOrder));
+  }
   plan_.FillQueryIndptr(aux_->host(kQueryIndptr));
   plan_.FillQueryPositions(aux_->host(kQueryPositions));
   plan_.FillPastLengths(aux_->host(kPastLengths));

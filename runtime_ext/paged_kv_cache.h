@@ -3,9 +3,9 @@
  * \file paged_kv_cache.h
  * \brief The cache object: composes table, plan, arrays and memory, and calls the kernels.
  *
- * paged_kv_cache.cc has its making, the sequences and the step; attention.cc what a layer calls
- * within a step, shared_attention.cc what sequences share there; inspect.cc what looks at a cache
- * from outside.
+ * paged_kv_cache.cc has its making, the sequences and the step; attention.cc, mla_attention.cc,
+ * shared_attention.cc and tree_attention.cc what a layer calls within a step; tree_commit.cc what
+ * follows a step with token trees; inspect.cc what looks at a cache from outside.
  */
 #ifndef TVM_PAGEDKV_PAGED_KV_CACHE_H_
 #define TVM_PAGEDKV_PAGED_KV_CACHE_H_
@@ -21,6 +21,7 @@
 
 #include "aux_data.h"
 #include "cache_config.h"
+#include "commit_plan.h"
 #include "device_memory.h"
 #include "flashinfer_backend.h"
 #include "forward_plan.h"
@@ -41,7 +42,7 @@ class PagedKVCacheObj : public ffi::Object {
   void PopN(int64_t sequence_id, int64_t count);
   void EnableSlidingWindow(int64_t sequence_id, int64_t window, int64_t num_sinks);
 
-  // The step. A BeginForward that throws has changed nothing.
+  // The step, and the commit of token trees between steps. What throws has changed nothing.
   void BeginForward(ffi::Shape sequence_ids, ffi::Shape append_lengths,
                     ffi::Optional<ffi::Shape> token_tree_parents);
   void EndForward();
@@ -95,7 +96,14 @@ class PagedKVCacheObj : public ffi::Object {
   enum class Phase { kIdle, kPlanning, kForward };
 
   /*! \brief Arrays of a step: some for all groups, then as many again for each group. */
-  enum CommonArray { kQueryIndptr, kQueryPositions, kPastLengths, kNumCommonArrays };
+  enum CommonArray {
+    kTreeOrder,  // with kTreeOrderIndptr empty where the causal mask will do
+    kTreeOrderIndptr,
+    kQueryIndptr,
+    kQueryPositions,
+    kPastLengths,
+    kNumCommonArrays
+  };
   enum GroupArray {
     kPageIndptr,
     kPageValues,
@@ -131,11 +139,13 @@ class PagedKVCacheObj : public ffi::Object {
     int64_t last_self_attention = 0;   // of MLA layers, as the next one
     int64_t last_whole_attention = 0;  // a cross_attention that covered the step's rows
   };
-  /*! \brief The page table of a group, as a kernel takes it. */
+  /*! \brief The page table of a group, as a kernel takes it, and who sees which tree node. */
   struct PageArrays {
+    PageRange range;
     const ffi::Tensor& indptr;
     const ffi::Tensor& values;
     const ffi::Tensor& last_page_lengths;
+    const ffi::Tensor& tree_order;
   };
 
   static std::vector<Group> MakeGroups(const CacheConfig& config);
@@ -165,7 +175,7 @@ class PagedKVCacheObj : public ffi::Object {
                    std::initializer_list<int64_t> shape, DLDataType dtype) const;
   void CheckAlignment(const char* name, const ffi::Tensor& tensor) const;
   void Append(const Layer& layer, const ffi::Tensor& qkv);
-  void PagedAttention(const Layer& layer, const PageArrays& pages, bool is_causal, double sm_scale,
+  void PagedAttention(const Layer& layer, const PageArrays& pages, double sm_scale,
                       const ffi::Tensor& q, const ffi::Tensor& o, const ffi::Tensor& lse);
   void CheckSinks(const Layer& layer, const ffi::Optional<ffi::Tensor>& sinks) const;
   /*! \brief Lets the sinks, if there are any, into the softmax of what was written to `o`. */
@@ -176,8 +186,26 @@ class PagedKVCacheObj : public ffi::Object {
   void CountPagesRead();
   void AttendToSegments(const Layer& layer, double sm_scale, const ffi::Tensor& q,
                         const ffi::Tensor& o, const ffi::Tensor& lse) const;
-  PageArrays StepPages(int32_t group) const;
-  PageArrays PastPages(int32_t group);
+  PageArrays StepPages(const Layer& layer) const;
+  /*! \brief The page table that cross_attention takes. */
+  PageArrays PastPages(const Layer& layer);
+  void FillPastArrays();
+
+  void RequireTreeKernels() const;
+  bool HidesStep(const Layer& layer) const;
+  void RequireHiddenStep(const Layer& layer) const;
+  bool UsesTreeKernel(const Layer& layer, PageRange range) const {
+    return range == PageRange::kWithStep ? plan_.needs_tree_mask() : HidesStep(layer);
+  }
+  void TreeAttention(const Layer& layer, const PageArrays& pages, double sm_scale,
+                     const ffi::Tensor& q, const ffi::Tensor& o, const ffi::Tensor& lse);
+  void RaggedAttention(const Layer& layer, double sm_scale, const ffi::Tensor& q,
+                       const ffi::Tensor& k, const ffi::Tensor& v, const ffi::Tensor& o,
+                       const ffi::Tensor& lse);
+  KernelName ragged() const {
+    return plan_.needs_tree_mask() ? KernelName::kTree : KernelName::kPrefillRagged;
+  }
+  void MoveNodes(const CommitPlan& plan);
   bool HasStockKernel(const Layer& layer, std::initializer_list<KernelName> names) const;
   int64_t rotary_mode() const { return config_.rope_mode == RopeMode::kInline; }
 
@@ -223,6 +251,9 @@ class PagedKVCacheObj : public ffi::Object {
   // Pages that the attention of one layer of each group covers: of the last step, and of all.
   int64_t step_pages_read_ = 0, step_pages_read_without_sharing_ = 0;
   int64_t pages_read_ = 0, pages_read_without_sharing_ = 0;
+  int64_t num_committed_nodes_ = 0;
+  int64_t num_dropped_nodes_ = 0;
+  int64_t num_moved_nodes_ = 0;
   Phase phase_ = Phase::kIdle;
 };
 

@@ -20,7 +20,7 @@ bool PagedKVCacheObj::CanSharePrefixes(const Group& group) const {
     if (!kernels.Has(layer.prefill_shared())) return false;
     if (layer.is_mla()) continue;
     // Kernels of others are not told where the table begins, or plan by themselves.
-    for (KernelName name : {layer.prefill(), layer.decode()}) {
+    for (KernelName name : {layer.prefill(), layer.decode(), layer.tree()}) {
       if (kernels.IsStock(name) || kernels.IsFlashInfer(name)) return false;
     }
   }

@@ -151,22 +151,37 @@ def past_mask(num_rows: int, kv_len: int, window: int | None = None) -> np.ndarr
     return causal_mask(num_rows, kv_len + num_rows, window)[:, :kv_len]
 
 
-def tree_mask(parents, num_rows: int, kv_len: int) -> np.ndarray:
+def tree_mask(parents, num_rows: int, kv_len: int, window: int | None = None) -> np.ndarray:
     """``[num_rows, kv_len]``: the rows are the last nodes of a tree, the nodes the last positions.
 
     Every node sees what comes before the tree, its ancestors and itself; without nodes the mask is
     causal. `parents` gives every node's parent, -1 for a root. Nodes before the first position are
-    left out.
+    left out. With a window a row sees what is less than `window` before it by `tree_positions`.
     """
     if len(parents) == 0:
-        return causal_mask(num_rows, kv_len)
+        return causal_mask(num_rows, kv_len, window)
     n = len(parents)
     sees = np.eye(n, dtype=bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
             sees[node] |= sees[parent]
     before = np.ones((num_rows, max(0, kv_len - n)), bool)
-    return np.concatenate([before, sees[n - num_rows :, max(0, n - kv_len) :]], axis=1)
+    mask = np.concatenate([before, sees[n - num_rows :, max(0, n - kv_len) :]], axis=1)
+    if window is not None:
+        positions = tree_positions(parents, kv_len)
+        mask &= positions > positions[kv_len - num_rows :, None] - window
+    return mask
+
+
+def tree_positions(parents, kv_len: int) -> np.ndarray:
+    """``[kv_len]``: RoPE positions when the last ones are the nodes of a tree, by their depth."""
+    before = kv_len - len(parents)
+    return np.concatenate([np.arange(before), before + tree_depths(parents)])
+
+
+def tree_path(parents, leaf: int) -> list[int]:
+    """The nodes from the root above `leaf` down to it; -1 has none."""
+    return [] if leaf < 0 else [*tree_path(parents, parents[leaf]), leaf]
 
 
 def tree_depths(parents) -> np.ndarray:
@@ -451,7 +466,8 @@ def vector_sparse_offsets(
 class ReferenceCache:
     """What a cache holds: per sequence and layer the K and V rows, rounded to the page type.
 
-    It has no pages and no capacity; tests that need those compute them from the lengths.
+    It has no pages and no capacity; tests that need those compute them from the lengths. `trees`
+    has the parents of the nodes that are not committed, which are a sequence's last rows.
 
     Parameters
     ----------
@@ -477,24 +493,48 @@ class ReferenceCache:
         self.num_layers, self.kv_dtype, self.rope, self.mode = num_layers, kv_dtype, rope, mode
         self.windows = [window or None for window in windows or [None] * num_layers]
         self.sequences: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+        self.trees: dict[int, list[int]] = {}
 
     def add_sequence(self, seq_id: int) -> None:
-        self.sequences[seq_id] = [None] * self.num_layers
+        self.sequences[seq_id], self.trees[seq_id] = [None] * self.num_layers, []
 
     def remove_sequence(self, seq_id: int) -> None:
-        del self.sequences[seq_id]
+        del self.sequences[seq_id], self.trees[seq_id]
 
     def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
         end = self.length(parent_id) if fork_pos == -1 else fork_pos
         self.sequences[child_id] = [
             None if kv is None else tuple(x[:end] for x in kv) for kv in self.sequences[parent_id]
         ]
+        self.trees[child_id] = []
 
     def pop_n(self, seq_id: int, n: int) -> None:
         end = self.length(seq_id) - n
         self.sequences[seq_id] = [
             None if kv is None else tuple(x[:end] for x in kv) for kv in self.sequences[seq_id]
         ]
+        self.trees[seq_id] = self.trees[seq_id][: max(0, len(self.trees[seq_id]) - n)]
+
+    def grow_trees(self, seq_ids, append_lengths, parents) -> None:
+        """The rows of the step that follows are nodes; `parents` has one for each row."""
+        start = 0
+        for seq_id, num_rows in zip(seq_ids, append_lengths, strict=True):
+            self.trees[seq_id] += [int(p) for p in parents[start : start + num_rows]]
+            start += num_rows
+
+    def commit_tree(self, seq_id: int, leaf: int) -> None:
+        """Keep the path to a leaf, and of the other nodes nothing."""
+        parents, layers = self.trees[seq_id], self.sequences[seq_id]
+        for layer, kv in enumerate(layers):
+            if kv is not None:
+                committed = len(kv[0]) - len(parents)
+                kept = [*range(committed), *(committed + n for n in tree_path(parents, leaf))]
+                layers[layer] = tuple(x[kept] for x in kv)
+        self.trees[seq_id] = []
+
+    def committed_length(self, seq_id: int) -> int:
+        """Length without the nodes that are not committed."""
+        return self.length(seq_id) - len(self.trees[seq_id])
 
     def length(self, seq_id: int, layer: int = 0) -> int:
         kv = self.sequences[seq_id][layer]
@@ -511,14 +551,16 @@ class ReferenceCache:
         for seq_id, num_rows in zip(seq_ids, append_lengths, strict=True):
             rows = np.asarray(qkv[start : start + num_rows])
             start += num_rows
-            past = self.length(seq_id, layer)
-            positions, total = past + np.arange(num_rows), past + num_rows
+            total = self.length(seq_id, layer) + num_rows
+            all_positions = tree_positions(self.trees[seq_id], total)
+            positions = all_positions[total - num_rows :]
             q = rows[:, :num_qo_heads]
             k = rows[:, num_qo_heads : num_qo_heads + num_kv_heads]
             v = rows[:, num_qo_heads + num_kv_heads :]
             if self.mode == "normal":
-                q = rotate(q, positions, self.rope, total).astype(qkv.dtype)
-                k = rotate(k, positions, self.rope, total)
+                end = positions[-1] + 1
+                q = rotate(q, positions, self.rope, end).astype(qkv.dtype)
+                k = rotate(k, positions, self.rope, end)
             k, v = k.astype(self.kv_dtype), v.astype(self.kv_dtype)
             held = self.sequences[seq_id][layer]
             if held is not None:
@@ -526,8 +568,8 @@ class ReferenceCache:
             self.sequences[seq_id][layer] = (k, v)
             if self.mode == "inline":
                 q = rotate(q, positions, self.rope)
-                k = rotate(k, np.arange(total), self.rope)
-            mask = causal_mask(num_rows, total, self.windows[layer])
+                k = rotate(k, all_positions, self.rope)
+            mask = tree_mask(self.trees[seq_id], num_rows, total, self.windows[layer])
             o, lse = attention(q, k, v, mask, sm_scale, self.softcap, sinks)
             outputs.append(o)
             lses.append(lse)
@@ -556,9 +598,9 @@ class ReferenceLatentCache(ReferenceCache):
         outputs, lses, start = [], [], 0
         for seq_id, num_rows in zip(seq_ids, append_lengths, strict=True):
             latent = self.latent(seq_id, layer)
-            mask = causal_mask(num_rows, len(latent))
+            mask = tree_mask(self.trees[seq_id], num_rows, len(latent))
             if not with_step:
-                mask = np.broadcast_to(np.arange(len(latent)) < len(latent) - num_rows, mask.shape)
+                mask &= np.arange(len(latent)) < len(latent) - num_rows
             q_rows = q[start : start + num_rows]
             start += num_rows
             o, lse = mla_absorbed(q_rows, latent, v_head_dim, mask, sm_scale)
@@ -573,7 +615,8 @@ class ReferenceLatentCache(ReferenceCache):
             k, v = mla_expand(self.latent(seq_id, layer), w_k, w_v)
             q_rows = q[start : start + num_rows]
             start += num_rows
-            o, lse = attention(q_rows, k, v, causal_mask(num_rows, len(k)), sm_scale)
+            mask = tree_mask(self.trees[seq_id], num_rows, len(k))
+            o, lse = attention(q_rows, k, v, mask, sm_scale)
             outputs.append(o)
             lses.append(lse)
         return np.concatenate(outputs), np.concatenate(lses)

@@ -66,7 +66,7 @@ OUTSIDE = {
         "prefill_chunk_size",
         lambda c: c.begin_forward([0, 1], [2**63 - 1, 2**63 - 1]),
     ),
-    "begin_tree": (NotImplementedError, "tree", lambda c: c.begin_forward([0], [1], [-1])),
+    "begin_tree": (ValueError, "the parent of node 0", lambda c: c.begin_forward([0], [1], [0])),
     "begin_wide": (ValueError, "seq_ids must fit", lambda c: c.begin_forward([2**63], [1])),
     "begin_float": (TypeError, "", lambda c: c.begin_forward([0.0], [1])),
     "begin_type": (TypeError, "", lambda c: c.begin_forward(["a"], [1])),
@@ -96,7 +96,7 @@ OUTSIDE = {
     ),
     "set_rank": (ValueError, "4 dim", lambda c: c.debug_set_kv(0, 0, *np.ones((2, 3), "float32"))),
     "window": (NotImplementedError, "sliding", lambda c: c.enable_sliding_window(0, 8, 1)),
-    "commit": (NotImplementedError, "tree", lambda c: c.commit_tree([0], [0])),
+    "commit": (ValueError, "token tree nodes", lambda c: c.commit_tree([0], [0])),
     "shared": (
         ValueError,
         "within a step only",

@@ -250,7 +250,7 @@ class Driver:
             ),
             (ValueError, lambda: cache.begin_forward([], [])),
             (ValueError, lambda: cache.end_forward()),
-            (NotImplementedError, lambda: cache.begin_forward([some], [1], [-1])),
+            (ValueError if self.ids else KeyError, lambda: cache.begin_forward([some], [1], [0])),
         ]
         if self.ids:
             length = self.expected.length(some)

@@ -332,7 +332,8 @@ class KVCacheConfig:
         """Bytes on the device of a cache that was just made, without making it.
 
         It is the ``allocated_bytes`` of `KVCache.stats`. Only the auxiliary arrays may grow later:
-        where sequences share pages, a step's page table can have more entries than there are pages.
+        where sequences share pages, a step's page table can have more entries than there are pages,
+        and token trees can grow in more than one step before a commit.
         """
         num_rows, layers = self.prefill_chunk_size, self.layers
         numbers = sum(self.num_pages_of(s) * s.row_width for s in layers)
@@ -351,7 +352,8 @@ class KVCacheConfig:
             (s.kind, s.num_qo_heads, s.num_kv_heads, s.qk_head_dim, s.v_head_dim, s.window): s
             for s in layers
         }
-        arrays = [num_sequences + 1, num_rows, num_sequences]
+        arrays = [2 * num_rows, num_sequences + 1]  # of token trees
+        arrays += [num_sequences + 1, num_rows, num_sequences]
         for spec in groups.values():
             arrays += [num_sequences + 1, self.num_pages_of(spec)]
             arrays += [num_sequences, num_sequences, num_rows]

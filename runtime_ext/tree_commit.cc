@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file tree_commit.cc
+ * \brief Commit of token trees: the accepted nodes move up in the pages, the others are dropped.
+ *
+ * Moving overwrites nodes, so what is about to be overwritten is kept until all layers are done: a
+ * kernel that throws leaves the pages as they were.
+ */
+#include <tvm/runtime/device_api.h>
+
+#include <exception>
+#include <utility>
+#include <vector>
+
+#include "error.h"
+#include "paged_kv_cache.h"
+
+namespace pagedkv {
+
+using tvm::runtime::DeviceAPI;
+
+namespace {
+
+constexpr DLDataType kByte{kDLUInt, 8, 1};
+
+/*! \brief How the slots of a layer's pages lie in memory. */
+struct SlotLayout {
+  int64_t page_size;
+  int64_t rows_per_slot;
+  int64_t row_bytes;
+
+  int64_t slot_bytes() const { return rows_per_slot * row_bytes; }
+  int64_t RowOffset(int64_t slot, int64_t row) const {
+    const int64_t page = slot / page_size;
+    return ((page * rows_per_slot + row) * page_size + slot % page_size) * row_bytes;
+  }
+};
+
+/*! \brief What some slots of some layers held. */
+class SavedSlots {
+ public:
+  SavedSlots(int64_t num_bytes, DLDevice device, ByteCounter counter)
+      : stream_(DeviceAPI::Get(device)->GetCurrentStream(device)),
+        buffer_(AllocateTensor({num_bytes}, kByte, device, std::move(counter))) {}
+
+  void Save(const ffi::Tensor& pages, const SlotLayout& layout, const int32_t* slots,
+            int64_t count) {
+    saved_.push_back({pages, layout, slots, count, end_});
+    end_ += count * layout.slot_bytes();
+    Visit(saved_.back(), [&](int64_t paged, int64_t saved) {
+      CopyBytes(pages, paged, buffer_, saved, layout.row_bytes, stream_);
+    });
+  }
+
+  void Restore() {
+    for (const Entry& entry : saved_) {
+      Visit(entry, [&](int64_t paged, int64_t saved) {
+        CopyBytes(buffer_, saved, entry.pages, paged, entry.layout.row_bytes, stream_);
+      });
+    }
+  }
+
+ private:
+  struct Entry {
+    ffi::Tensor pages;
+    SlotLayout layout;
+    const int32_t* slots;
+    int64_t count;
+    int64_t offset;
+  };
+
+  template <typename Visitor>
+  static void Visit(const Entry& entry, Visitor visit) {
+    int64_t saved = entry.offset;
+    for (int64_t i = 0; i < entry.count; ++i) {
+      for (int64_t row = 0; row < entry.layout.rows_per_slot; ++row) {
+        visit(entry.layout.RowOffset(entry.slots[i], row), saved);
+        saved += entry.layout.row_bytes;
+      }
+    }
+  }
+
+  void* stream_;
+  ffi::Tensor buffer_;
+  int64_t end_ = 0;
+  std::vector<Entry> saved_;
+};
+
+}  // namespace
+
+void PagedKVCacheObj::CommitTree(ffi::Shape sequence_ids, ffi::Shape leaf_indices) {
+  RequireIdle("commit_tree");
+  CommitPlan plan(&table_);
+  plan.Prepare({sequence_ids.data(), sequence_ids.size()},
+               {leaf_indices.data(), leaf_indices.size()});
+  // A kernel that calls back into the cache finds it busy.
+  phase_ = Phase::kPlanning;
+  try {
+    plan.Acquire();
+    try {
+      CopyPages(plan.copies());
+      if (plan.num_moves() > 0) MoveNodes(plan);
+    } catch (...) {
+      plan.Release();
+      throw;
+    }
+  } catch (...) {
+    phase_ = Phase::kIdle;
+    throw;
+  }
+  num_page_copies_ += static_cast<int64_t>(plan.copies().size());
+  num_committed_nodes_ += plan.num_committed();
+  num_dropped_nodes_ += plan.num_dropped();
+  num_moved_nodes_ += plan.num_moves();
+  plan.Commit();
+  phase_ = Phase::kIdle;
+}
+
+void PagedKVCacheObj::MoveNodes(const CommitPlan& plan) {
+  const int64_t num_sequences = plan.num_sequences(), num_moves = plan.num_moves();
+  std::vector<int64_t> sizes{num_sequences + 1};
+  sizes.resize(1 + groups_.size(), 2 * num_moves);
+  AuxData arrays(config_.has_merged_aux, config_.device, sizes, allocated_bytes_);
+  plan.FillMoveIndptr(arrays.host(0));
+  for (int32_t g = 0; g < table_.num_groups(); ++g) plan.FillMoves(g, arrays.host(1 + g));
+  arrays.Upload();
+
+  auto layout_of = [&](const Layer& layer) -> SlotLayout {
+    return {config_.page_size, layer.config.rows_per_slot(),
+            layer.config.qk_head_dim * config_.kv_dtype.bits / 8};
+  };
+  int64_t num_bytes = 0;
+  for (const Layer& layer : layers_) num_bytes += num_moves * layout_of(layer).slot_bytes();
+  SavedSlots overwritten(num_bytes, config_.device, allocated_bytes_);
+  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  try {
+    for (const Layer& layer : layers_) {
+      const SlotLayout layout = layout_of(layer);
+      const int32_t* sources = arrays.host(1 + layer.group);
+      const int32_t* destinations = sources + num_moves;
+      overwritten.Save(layer.pages, layout, destinations, num_moves);
+      const KernelSet& kernels = KernelsOf(layer);
+      if (kernels.Has(KernelName::kCompactCopy)) {
+        const ffi::Tensor slots =
+            arrays.view(1 + layer.group).as_strided({2, num_moves}, {num_moves, 1});
+        kernels.Get(KernelName::kCompactCopy)(layer.pages, arrays.view(0), slots, num_sequences);
+        continue;
+      }
+      for (int64_t i = 0; i < num_moves; ++i) {
+        for (int64_t row = 0; row < layout.rows_per_slot; ++row) {
+          CopyBytes(layer.pages, layout.RowOffset(sources[i], row), layer.pages,
+                    layout.RowOffset(destinations[i], row), layout.row_bytes, stream);
+        }
+      }
+    }
+  } catch (...) {
+    overwritten.Restore();
+    throw;
+  }
+}
+
+}  // namespace pagedkv

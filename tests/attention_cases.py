@@ -92,6 +92,10 @@ class Batch:
         table = reference.Rope(rope.theta, rope.scale, rope.rotary_dim, dict(rope.scaling or ()))
         return (table, self.q_positions, self.k_offsets) if inline else None
 
+    def reference_alibi(self):
+        slopes = self.spec.alibi_slopes
+        return slopes and (slopes, self.q_positions, self.k_offsets)
+
     def check(self, expected, *dtypes: str) -> None:
         """Compare `o` and `lse` with the expected pair."""
         dtype = looser_dtype(*dtypes)
@@ -157,6 +161,7 @@ class PagedBatch(Batch):
             inline=self.reference_rope(inline),
             window=window,
             softcap=self.spec.logit_softcap,
+            alibi=self.reference_alibi(),
         )
         self.check(expected, self.spec.dtype, self.spec.kv_dtype)
 
@@ -190,5 +195,6 @@ class RaggedBatch(Batch):
             causal=causal,
             inline=self.reference_rope(inline),
             softcap=self.spec.logit_softcap,
+            alibi=self.reference_alibi(),
         )
         self.check(expected, self.spec.dtype)

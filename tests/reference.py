@@ -215,6 +215,7 @@ def attention(
     sm_scale: float,
     softcap: float | None = None,
     sinks: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention of one sequence.
 
@@ -227,6 +228,8 @@ def attention(
         A logit x becomes ``softcap * tanh(x / softcap)``.
     sinks : ``[Hq]``, optional
         A logit of each head that joins the softmax, with nothing behind it.
+    bias : ``[Hq, T, S]``, optional
+        Added to the logits, after the soft-cap.
 
     Returns
     -------
@@ -242,6 +245,8 @@ def attention(
         scores = q[:, h] @ k[:, h // group].T * sm_scale
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias[h]
         scores = scores * math.log2(math.e)
         scores = np.where(mask, scores, -np.inf)
         for t in range(num_rows):
@@ -251,6 +256,23 @@ def attention(
                 lse[t, h] = top + math.log2(p.sum())
                 o[t, h] = p @ v[:, h // group] / p.sum()
     return (o, lse) if sinks is None else apply_sinks(o, lse, sinks)
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The slopes of Press et al. (2022), as their code has them, for any number of heads."""
+    if math.log2(num_heads).is_integer():
+        start = 2 ** (-(2 ** -(math.log2(num_heads) - 3)))
+        return [start * start**i for i in range(num_heads)]
+    closest = 2 ** math.floor(math.log2(num_heads))
+    return alibi_slopes(closest) + alibi_slopes(2 * closest)[0::2][: num_heads - closest]
+
+
+def alibi_bias(slopes, q_positions, k_positions) -> np.ndarray | None:
+    """``[Hq, T, S]``: slopes times distances; None without slopes."""
+    if slopes is None:
+        return None
+    distance = np.asarray(k_positions)[None, :] - np.asarray(q_positions, np.int64)[:, None]
+    return np.asarray(slopes, np.float64)[:, None, None] * distance
 
 
 def apply_sinks(o: np.ndarray, lse: np.ndarray, sinks: np.ndarray):
@@ -319,6 +341,7 @@ def paged_attention(
     inline=None,
     window=None,
     softcap=None,
+    alibi=None,
 ):
     """Attention of a batch over its pages.
 
@@ -333,6 +356,7 @@ def paged_attention(
     window : int, optional
         Positions that a row sees, its own included.
     softcap : float, optional
+    alibi : tuple (slopes ``[Hq]``, q_positions ``[T]``, k_rope_pos_offset ``[B]``), optional
     """
     outputs, lses = [], []
     for b in range(len(q_indptr) - 1):
@@ -345,14 +369,18 @@ def paged_attention(
             q_rows = rotate(q_rows, q_positions[rows], rope)
             k = rotate(k, k_offsets[b] + np.arange(len(k)), rope)
         mask = (causal_mask if causal else past_mask)(len(q_rows), len(k), window)
-        o, lse = attention(q_rows, k, v, mask, sm_scale, softcap)
+        bias = None
+        if alibi is not None:
+            slopes, q_positions, k_offsets = alibi
+            bias = alibi_bias(slopes, q_positions[rows], k_offsets[b] + np.arange(len(k)))
+        o, lse = attention(q_rows, k, v, mask, sm_scale, softcap, bias=bias)
         outputs.append(o)
         lses.append(lse)
     return np.concatenate(outputs), np.concatenate(lses)
 
 
 def ragged_attention(
-    q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None, softcap=None
+    q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None, softcap=None, alibi=None
 ):
     """As `paged_attention`, with K and V ``[S, Hk, D]`` ragged by ``kv_indptr [B + 1]``."""
     outputs, lses = [], []
@@ -365,7 +393,11 @@ def ragged_attention(
             q_rows = rotate(q_rows, q_positions[rows], rope)
             k_rows = rotate(k_rows, k_offsets[b] + np.arange(kv_len), rope)
         mask = causal_mask(num_rows, kv_len) if causal else np.ones((num_rows, kv_len), bool)
-        o, lse = attention(q_rows, k_rows, v[columns], mask, sm_scale, softcap)
+        bias = None
+        if alibi is not None:
+            slopes, q_positions, k_offsets = alibi
+            bias = alibi_bias(slopes, q_positions[rows], k_offsets[b] + np.arange(kv_len))
+        o, lse = attention(q_rows, k_rows, v[columns], mask, sm_scale, softcap, bias=bias)
         outputs.append(o)
         lses.append(lse)
     return np.concatenate(outputs), np.concatenate(lses)
@@ -478,6 +510,7 @@ class ReferenceCache:
     windows : one per layer, optional
         Positions that a row sees, its own included; None or 0: all.
     softcap : float, optional
+    alibi : one sequence of slopes, or None, per layer, optional
     """
 
     def __init__(
@@ -488,8 +521,9 @@ class ReferenceCache:
         mode: str = "none",
         windows: Sequence[int | None] | None = None,
         softcap: float | None = None,
+        alibi: Sequence | None = None,
     ):
-        self.softcap = softcap
+        self.softcap, self.alibi = softcap, alibi or [None] * num_layers
         self.num_layers, self.kv_dtype, self.rope, self.mode = num_layers, kv_dtype, rope, mode
         self.windows = [window or None for window in windows or [None] * num_layers]
         self.sequences: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
@@ -570,7 +604,8 @@ class ReferenceCache:
                 q = rotate(q, positions, self.rope)
                 k = rotate(k, all_positions, self.rope)
             mask = tree_mask(self.trees[seq_id], num_rows, total, self.windows[layer])
-            o, lse = attention(q, k, v, mask, sm_scale, self.softcap, sinks)
+            bias = alibi_bias(self.alibi[layer], positions, all_positions)
+            o, lse = attention(q, k, v, mask, sm_scale, self.softcap, sinks, bias)
             outputs.append(o)
             lses.append(lse)
         return np.concatenate(outputs), np.concatenate(lses)

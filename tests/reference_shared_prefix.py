@@ -8,7 +8,9 @@ import numpy as np
 from . import reference
 
 
-def shared_attention(q, pages, segments, o, lse, sm_scale, *, inline=None, softcap=None):
+def shared_attention(
+    q, pages, segments, o, lse, sm_scale, *, inline=None, softcap=None, alibi=None
+):
     """Merge into `o` and `lse` what the rows see in segments of shared pages.
 
     Parameters
@@ -19,6 +21,7 @@ def shared_attention(q, pages, segments, o, lse, sm_scale, *, inline=None, softc
     inline : tuple (Rope, q_rope_position ``[T]``), optional
         Rotate Q and K here.
     softcap : float, optional
+    alibi : tuple (slopes ``[Hq]``, q_positions ``[T]``), optional
 
     Returns
     -------
@@ -36,7 +39,12 @@ def shared_attention(q, pages, segments, o, lse, sm_scale, *, inline=None, softc
             q_rows = reference.rotate(q_rows, q_positions[rows], rope)
             k = reference.rotate(k, first_position + np.arange(len(k)), rope)
         sees_all = np.ones((len(rows), len(k)), bool)
-        part = reference.attention(q_rows, k, v, sees_all, sm_scale, softcap)
+        bias = None
+        if alibi is not None:
+            slopes, q_positions = alibi
+            k_positions = first_position + np.arange(len(k))
+            bias = reference.alibi_bias(slopes, q_positions[rows], k_positions)
+        part = reference.attention(q_rows, k, v, sees_all, sm_scale, softcap, bias=bias)
         o[rows], lse[rows] = reference.merge(o[rows], lse[rows], *part)
     return o, lse
 

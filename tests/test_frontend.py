@@ -112,10 +112,8 @@ def _qkv(rng: np.random.Generator, num_rows: int) -> np.ndarray:
     return rng.standard_normal(shape).astype("float32")
 
 
-def _check_fused(vm, cache, rope: reference.Rope, mode: str, windows=None, softcap=None) -> None:
-    expected = reference.ReferenceCache(
-        NUM_LAYERS, np.float32, rope, mode, windows, softcap=softcap
-    )
+def _check_fused(vm, cache, rope: reference.Rope, mode: str, windows=None, **logits) -> None:
+    expected = reference.ReferenceCache(NUM_LAYERS, np.float32, rope, mode, windows, **logits)
     state = {
         name: tvm.get_global_func(f"vm.builtin.kv_state_{name}")
         for name in ("add_sequence", "begin_forward", "end_forward")

@@ -117,7 +117,9 @@ class SharedBatch:
             table = reference.Rope(rope.theta, rope.scale, rope.rotary_dim, scaling)
             rotation = (table, self.q_positions) if inline else None
             cap = self.spec.logit_softcap
-            expected = shared_attention(*arguments, inline=rotation, softcap=cap)
+            alibi = self.spec.alibi_slopes and (self.spec.alibi_slopes, self.q_positions)
+            logits = {"softcap": cap, "alibi": alibi}
+            expected = shared_attention(*arguments, inline=rotation, **logits)
         got = self.run(first, last, inline=inline, cpu=cpu)
         dtype = looser_dtype(self.spec.dtype, self.spec.kv_dtype)
         reference.assert_close(got[1], expected[1], dtype, "lse")

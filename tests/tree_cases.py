@@ -51,8 +51,14 @@ class _Trees:
                 q = reference.rotate(q, self.q_positions[rows], rope)
                 k = reference.rotate(k, self.k_positions[b], rope)
             mask = reference.tree_mask(parents, len(q), len(k))
+            slopes, positions = (
+                self.spec.alibi_slopes,
+                (self.q_positions[rows], self.k_positions[b]),
+            )
+            bias = reference.alibi_bias(slopes, *positions)
             softcap = self.spec.logit_softcap
-            states.append(reference.attention(q, k, v, mask, self.sm_scale, softcap))
+            state = reference.attention(q, k, v, mask, self.sm_scale, softcap, bias=bias)
+            states.append(state)
         return tuple(np.concatenate(x) for x in zip(*states, strict=True))
 
 

@@ -88,6 +88,9 @@ class KernelSpec:
         layers have absorbed attention only.
     logit_softcap : float or None
         Attention replaces a logit x by ``logit_softcap * tanh(x / logit_softcap)``.
+    alibi_slopes : tuple of float, one per query head, or None
+        Attention adds ``slope * (position of K - position of Q)`` to a logit, after the soft-cap.
+        Not with kind "mla".
     """
 
     num_qo_heads: int
@@ -103,6 +106,7 @@ class KernelSpec:
     original_qk_head_dim: int = 0
     original_v_head_dim: int = 0
     logit_softcap: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None
 
     @property
     def non_absorbed(self) -> KernelSpec:

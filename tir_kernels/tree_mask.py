@@ -36,7 +36,7 @@ class TreeMask(CausalMask):
         self.indptr, self.order = a.tree_order_indptr, a.tree_order
 
     def prepare(self, a) -> None:
-        """Check the sizes of the trees and compute the depths of their nodes, for RoPE."""
+        """Check the sizes of the trees and compute the depths of their nodes, for positions."""
         self.depth = T.alloc_buffer((self.order.shape[0] + 1,), "int32")
         with T.serial(a.batch_size) as b:
             begin = index_temp(self.indptr[b])
@@ -57,10 +57,10 @@ class TreeMask(CausalMask):
                         ancestors.set(ancestors.get() + T.Select(is_ancestor, 1, 0))
                     T.buffer_store(self.depth, ancestors.get(), [begin + i])
 
-            a.rope.either(depths, lambda: None)
+            a.rope.if_positions_matter(depths)
 
     def begin_task(self) -> None:
-        """Make the buffers of a task: who sees a column of the tile, and its RoPE position."""
+        """Make the buffers of a task: who sees a column of the tile, and its position."""
         self.low, self.high, self.offset = (T.alloc_buffer((self.tile,), "int32") for _ in range(3))
 
     def begin_sequence(self, sequence, kv_len) -> None:
@@ -96,7 +96,7 @@ class TreeMask(CausalMask):
                 depth = T.if_then_else(is_node, self.tree_start + self.depth[at] - first, i)
                 T.buffer_store(self.offset, depth, [i])
 
-            rope.either(offset, lambda: None)
+            rope.if_positions_matter(offset)
 
     def offsets(self, start: int, lanes: int):
         """RoPE positions of columns of the tile, relative to its first column's."""

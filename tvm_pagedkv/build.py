@@ -151,6 +151,7 @@ def kernel_spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> Kern
         target=vector_target(target),
         kind=layer.kind,
         logit_softcap=config.logit_softcap,
+        alibi_slopes=layer.alibi or None,
         original_qk_head_dim=layer.mla_original_qk_head_dim or 0,
         original_v_head_dim=layer.mla_original_v_head_dim or 0,
     )

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .alibi import resolve_slopes
+
 DTYPES = ("float32", "float16", "bfloat16")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 LAYER_KINDS = ("mha", "mha_sliding", "mla")
@@ -149,6 +151,8 @@ class LayerSpec:
         "mla": models rotate for themselves.
     mla_original_qk_head_dim, mla_original_v_head_dim : int, optional
         "mla": head dims before absorption; without them the layer has no `self_attention`.
+    alibi : bool or sequence of float, optional
+        As that of the configuration; False: none. Not with "mla".
     """
 
     kind: str = "mha"
@@ -160,6 +164,7 @@ class LayerSpec:
     rope: RopeConfig | None = None
     mla_original_qk_head_dim: int | None = None
     mla_original_v_head_dim: int | None = None
+    alibi: bool | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         _check_choice("layer.kind", self.kind, LAYER_KINDS)
@@ -170,6 +175,7 @@ class LayerSpec:
             )
         if self.window is not None:
             _check_int("layer.window", self.window)
+        object.__setattr__(self, "alibi", _freeze(self.alibi))
         self._check_original_dims()
 
     def _check_original_dims(self) -> None:
@@ -226,6 +232,9 @@ class KVCacheConfig:
     share_prefix : bool
         Whether pages that sequences of a step share (`KVCache.fork_sequence`) are read once for all
         of them, where that saves time.
+    alibi : bool or sequence of float, optional
+        ALiBi: attention adds ``slope * (position of K - position of Q)`` to the scaled logits,
+        after a soft-cap. True: the standard slopes; or a slope for each query head.
 
     Raises
     ------
@@ -249,6 +258,7 @@ class KVCacheConfig:
     sliding_window: bool = False
     logit_softcap: float | None = None
     share_prefix: bool = True
+    alibi: bool | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "max_num_sequences", "max_total_tokens", "prefill_chunk_size"):
@@ -268,6 +278,7 @@ class KVCacheConfig:
         if self.logit_softcap is not None:
             cap = _check_positive("logit_softcap", self.logit_softcap)
             object.__setattr__(self, "logit_softcap", cap)
+        object.__setattr__(self, "alibi", _freeze(self.alibi))
         layers = (LayerSpec(),) * self.num_layers if self.layers is None else tuple(self.layers)
         if len(layers) != self.num_layers:
             raise ValueError(f"layers has {len(layers)} entries for {self.num_layers} layers")
@@ -306,12 +317,23 @@ class KVCacheConfig:
                 f"({filled['v_head_dim']}) must equal qk_head_dim ({filled['qk_head_dim']}); pad "
                 "the narrower one with zeros"
             )
+        filled["alibi"] = self._alibi_of(index, layer, filled["num_qo_heads"])
         rotary_dim = filled["rope"].rotary_dim
         if rotary_dim is not None and rotary_dim > filled["qk_head_dim"]:
             raise ValueError(
                 f"rope.rotary_dim ({rotary_dim}) exceeds qk_head_dim ({filled['qk_head_dim']})"
             )
         return replace(layer, **filled)
+
+    def _alibi_of(self, index: int, layer: LayerSpec, num_heads: int) -> bool | tuple[float, ...]:
+        """The slopes of a layer, or False."""
+        alibi = self.alibi if layer.alibi is None else layer.alibi
+        if alibi is None or alibi is False:
+            return False
+        name = "alibi" if layer.alibi is None else f"layers[{index}].alibi"
+        if layer.kind == "mla":
+            raise ValueError(f"{name}: layers of kind 'mla' have no ALiBi; layer {index} is one")
+        return resolve_slopes(name, alibi, num_heads)
 
     @property
     def num_pages(self) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +60,8 @@ class PagedKVCache(PagedKVCacheObject):
         The page size that kernels are built for when `page_size` is symbolic.
     logit_softcap : float, optional
         Soft-cap of the attention logits.
+    alibi : bool or sequence of float, optional
+        ALiBi, as `KVCacheConfig` takes it.
     runtime : {"pagedkv", "stock"}
         "stock": emit a cache that also the runtime object inside apache-tvm can drive.
 
@@ -100,6 +103,7 @@ class PagedKVCache(PagedKVCacheObject):
         layer_sliding_window_size: int = 1024,
         kernel_page_size: int = 16,
         logit_softcap: float | None = None,
+        alibi: bool | Sequence[float] | None = None,
         runtime: str = "pagedkv",
     ) -> None:
         if runtime not in _RUNTIMES:
@@ -132,6 +136,7 @@ class PagedKVCache(PagedKVCacheObject):
                 for kind in kinds
             ],
             logit_softcap=logit_softcap,
+            alibi=alibi,
         )
         if runtime == "stock" and "mha_sliding" in kinds:
             raise NotImplementedError("kernels of 'mha_sliding' layers for the stock runtime")

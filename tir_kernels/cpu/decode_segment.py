@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
+from ..alibi import AlibiBias
 from ..soft_cap import soft_cap
 from ..softmax import HIDDEN, OnlineSoftmax
 from ..spec import LOG2E, KernelSpec
@@ -83,6 +84,7 @@ class Segment:
         self.k = T.alloc_buffer((self.blocking.positions, width), F32)  # rotated rows
         self.weights = T.alloc_buffer((rows, BLOCK), F32)
         self.state = OnlineSoftmax(self.blocking.row_blocks, self.blocking.rows, self.lanes)
+        self.bias = AlibiBias.of(spec, rows)
 
     def row_state(self, row):
         """Index of a row's state in `state.top` and `state.total`."""
@@ -120,6 +122,10 @@ class Segment:
                 a.rope.rotate_row(load_q(row), store_q(row))
 
         a.rope.either(rotated, plain)
+        if self.bias:
+            with T.serial(self.blocking.padded_rows) as row:
+                member = head * spec.group_size + T.min(row, spec.group_size - 1)
+                self.bias.set_row(row, member, a.q_rope_position[sequence])
         padding = self.blocking.padded_rows - spec.group_size
         if padding:
             with T.serial(padding) as row:
@@ -142,6 +148,10 @@ class Segment:
             self.scores(a, rows, first, count, k_offset)
             if self.spec.logit_softcap is not None:
                 self.cap()
+            if self.bias:
+                with T.serial(self.blocking.padded_rows) as row:
+                    position = k_offset + first
+                    self.bias.add(row, self.weights, row, position, a.mask.offsets)
             is_partial = count < BLOCK
             if first_visible is not None:
                 is_partial = T.Or(is_partial, first < first_visible)

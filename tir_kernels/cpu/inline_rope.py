@@ -35,6 +35,7 @@ class InlineRope:
         self.rope, self.width, self.lanes = spec.rope, spec.qk_head_dim, spec.target.lanes
         self.half = spec.rope.rotary_dim // 2
         self.fits = has_rope(spec)
+        self.has_bias = spec.alibi_slopes is not None
         self.mode = a.rotary_mode
         if self.fits:
             same = T.And(
@@ -57,6 +58,13 @@ class InlineRope:
                 rotated()
             with T.Else():
                 plain()
+
+    def if_positions_matter(self, body: Callable[[], None]) -> None:
+        """Emit `body`, which finds positions, for a rotation or a bias that asks for them."""
+        if self.has_bias:
+            body()
+        else:
+            self.either(body, lambda: None)
 
     def begin_task(self) -> None:
         """Make the buffers of a task."""

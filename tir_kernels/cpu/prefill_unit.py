@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
+from ..alibi import AlibiBias
 from ..soft_cap import soft_cap
 from ..softmax import HIDDEN, OnlineSoftmax, inverse_total, log_sum
 from ..spec import LOG2E, KernelSpec
@@ -75,6 +76,7 @@ class Unit:
             else T.alloc_buffer((tiling.rows, POSITIONS // ops.numbers), ops.dtype)
         )
         self.state = OnlineSoftmax(tiling.num_blocks, tiling.rows, self.lanes)
+        self.bias = AlibiBias.of(spec, rows)
 
     def run(self, a: SimpleNamespace, step: SimpleNamespace) -> None:
         """Attend and store.
@@ -148,6 +150,8 @@ class Unit:
                 store(self.q, (row, c.start), c.lanes, q, ops.dtype)
 
         a.rope.either(rotated, plain)
+        if self.bias:
+            self.bias.set_row(row, head, a.q_rope_position[token])
         for c in chunks(self.spec.v_head_dim, self.lanes):
             store(self.o, (row, c.start), c.lanes, constant(0.0, c.lanes))
 
@@ -158,6 +162,9 @@ class Unit:
         with T.serial((count + lanes - 1) // lanes) as i:
             pack_k(ops, step.rows, first + i * lanes, self.k, self.depth, i * lanes)
         a.mask.begin_tile(first, a.rope)
+
+        if self.bias:
+            self.tile_position = index_temp(step.k_offset + first)
 
         def rotated():
             position = index_temp(step.k_offset + first)
@@ -190,6 +197,10 @@ class Unit:
             return soft_cap(value, self.spec.logit_softcap, width)
 
         for_columns(POSITIONS, lanes, VECTORS, score_tile)
+        if self.bias:
+            with T.serial(tiling.rows) as i:
+                position = self.tile_position
+                self.bias.add(first_row + i, self.scores, i, position, a.mask.offsets)
         hides_some = first + POSITIONS > a.mask.shared_end(end_of(first_row))
         if a.mask.has_window:
             hides_some = T.Or(hides_some, first < begin_of(first_row + tiling.rows - 1))

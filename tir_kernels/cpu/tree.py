@@ -54,7 +54,7 @@ def tree_paged(spec: KernelSpec):
 
 
 class _FirstPositions:
-    """RoPE position of column 0 of a sequence, such that its first row gets its own position."""
+    """Position of column 0 of a sequence, such that its first row gets its own position."""
 
     def __init__(self, a: SimpleNamespace):
         self.a = a
@@ -67,7 +67,7 @@ class _FirstPositions:
         depth = mask.depth[mask.indptr[sequence + 1] - num_rows]
         behind_tree = T.if_then_else(num_nodes > 0, num_nodes - depth, num_rows)
         first = a.q_rope_position[a.q_indptr[sequence]] - (kv_len - behind_tree)
-        return T.if_then_else(a.rotary_mode == 1, first, 0)
+        return first if a.rope.has_bias else T.if_then_else(a.rotary_mode == 1, first, 0)
 
 
 def tree(spec: KernelSpec):

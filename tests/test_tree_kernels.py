@@ -8,6 +8,7 @@ import pytest
 
 from tir_kernels.spec import RopeSpec
 
+from .mla_cases import make_spec as make_mla_spec
 from .test_attention_kernels import (
     BF16,
     F16,
@@ -19,7 +20,7 @@ from .test_attention_kernels import (
     parametrize_seed,
     vector_target,
 )
-from .tree_cases import PagedTrees, RaggedTrees, chain, random_parents
+from .tree_cases import LatentTrees, PagedTrees, RaggedTrees, chain, random_parents
 
 PAGED_SPECS = {
     "4:2x64-f16-p1": make_spec((4, 2), 64, (F16, F16), 1),
@@ -59,6 +60,54 @@ def test_tree_paged(spec, seed):
     case = PagedTrees(spec, paged_trees(np.random.default_rng(seed)), seed)
     case.run()
     case.verify()
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 40, 500])
+@pytest.mark.parametrize("spec", PAGED_SPECS.values(), ids=PAGED_SPECS)
+@parametrize_seed
+def test_tree_paged_sliding(spec, seed, window):
+    rng = np.random.default_rng(seed)
+    case = PagedTrees(spec, paged_trees(rng), seed)
+    case.run(window=window)
+    case.verify(window=window)
+    # Trees deeper than a tile, so that whole tiles of ancestors are out of sight.
+    trees = [(200, 70, random_parents(rng, 300, 2)), (3, 300, random_parents(rng, 9, 2))]
+    case = PagedTrees(spec, trees, seed)
+    case.run(window=window)
+    case.verify(window=window)
+
+
+@pytest.mark.parametrize("window", [None, 3, 50])
+@parametrize_seed
+def test_the_nodes_of_a_step_can_be_hidden(seed, window):
+    """Then the rows see what was before them: of trees their ancestors, else everything."""
+    for inline in (False, True):
+        case = PagedTrees(ROPE_SPECS["yarn-bf16"], paged_trees(np.random.default_rng(seed)), seed)
+        case.hide_step()
+        case.run(inline=inline, window=window)
+        case.verify(inline=inline, window=window)
+
+
+MLA_SPECS = {
+    "5x512+64-f32": make_mla_spec(5, (512, 64)),
+    "16x64+16-bf16-p4": make_mla_spec(16, (64, 16), (BF16, BF16), page=4),
+    "3x128+32-f16-p64": make_mla_spec(3, (128, 32), (F16, F16), page=64),
+}
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize("spec", MLA_SPECS.values(), ids=MLA_SPECS)
+@parametrize_seed
+def test_mla_tree(spec, seed, is_hidden):
+    rng = np.random.default_rng(seed)
+    # With few rows over many positions, tiles are cut and their parts merged.
+    long = [(3, 2000, random_parents(rng, 5)), (1, 700, [-1, -1])]
+    for trees in (paged_trees(rng), long):
+        case = LatentTrees(spec, trees, seed)
+        if is_hidden:
+            case.hide_step()
+        case.run()
+        case.verify()
 
 
 RAGGED_SPECS = {
@@ -101,6 +150,9 @@ def test_inline_rope_follows_the_depth_of_nodes(rope, seed):
     ):
         case.run(inline=True)
         case.verify(inline=True)
+    case = PagedTrees(spec, paged_trees(rng), seed)
+    case.run(inline=True, window=9)
+    case.verify(inline=True, window=9)
 
 
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])

@@ -8,7 +8,8 @@ import numpy as np
 from tir_kernels.spec import KernelSpec
 
 from . import reference
-from .attention_cases import PagedBatch, RaggedBatch, compiled, indptr, tensor
+from .attention_cases import PagedBatch, RaggedBatch, compiled, indptr, looser_dtype, tensor
+from .mla_cases import LatentBatch
 
 
 def random_parents(rng, num_nodes: int, spread: int = 8) -> list[int]:
@@ -26,7 +27,7 @@ class _Trees:
 
     def plant(self, parents: list[list[int]]) -> None:
         """Take the parents of each sequence's nodes; their depths become RoPE positions."""
-        self.parents = parents
+        self.parents, self.is_hidden = parents, False
         self.order_indptr = indptr([len(p) for p in parents])
         orders = [reference.tree_order(p) for p in parents]
         self.order = np.concatenate([np.zeros((0, 2), np.int32), *orders])
@@ -40,25 +41,39 @@ class _Trees:
             q_positions.append(positions[len(positions) - num_rows :])
         self.q_positions = np.concatenate(q_positions).astype(np.int32)
 
-    def expected(self, kv, inline: bool):
+    def hide_step(self) -> None:
+        """Let nobody see this step's nodes, as where only what was before is attended to."""
+        self.is_hidden = True
+        for b, num_rows in enumerate(self.num_rows):
+            end = self.order_indptr[b + 1]
+            rows = self.order[max(end - num_rows, self.order_indptr[b]) : end]
+            rows[:, 1] = rows[:, 0]
+
+    def mask(self, b: int, window: int | None = None) -> np.ndarray:
+        """What the rows of a sequence see."""
+        num_rows, kv_len = self.num_rows[b], self.kv_lens[b]
+        mask = reference.tree_mask(self.parents[b], num_rows, kv_len, window)
+        if self.is_hidden and self.parents[b]:
+            mask[:, kv_len - num_rows :] = False
+        return mask
+
+    def expected(self, kv, inline: bool, window: int | None = None):
         """Reference results; ``kv(b)`` gives K and V of a sequence."""
         states = []
-        for b, parents in enumerate(self.parents):
+        for b in range(len(self.parents)):
             rows = slice(self.q_indptr[b], self.q_indptr[b + 1])
             q, (k, v) = self.q[rows], kv(b)
             if inline:
                 rope = self.reference_rope(True)[0]
                 q = reference.rotate(q, self.q_positions[rows], rope)
                 k = reference.rotate(k, self.k_positions[b], rope)
-            mask = reference.tree_mask(parents, len(q), len(k))
             slopes, positions = (
                 self.spec.alibi_slopes,
                 (self.q_positions[rows], self.k_positions[b]),
             )
             bias = reference.alibi_bias(slopes, *positions)
-            softcap = self.spec.logit_softcap
-            state = reference.attention(q, k, v, mask, self.sm_scale, softcap, bias=bias)
-            states.append(state)
+            mask, softcap = self.mask(b, window), self.spec.logit_softcap
+            states.append(reference.attention(q, k, v, mask, self.sm_scale, softcap, bias=bias))
         return tuple(np.concatenate(x) for x in zip(*states, strict=True))
 
 
@@ -74,14 +89,16 @@ class PagedTrees(_Trees, PagedBatch):
         super().__init__(spec, [(n, before + len(p)) for n, before, p in trees], seed)
         self.plant([p for _, _, p in trees])
 
-    def run(self, cpu: str = "native", inline: bool = False) -> None:
-        """Run `tree_paged`."""
+    def run(self, cpu: str = "native", inline: bool = False, window=None) -> None:
+        """Run `tree_paged`, or with a window `tree_paged_sliding`."""
         arrays = (tensor(self.q), tensor(self.q_indptr), tensor(self.pages), *self._table())
         outputs = (self.o, self.lse, *self.scalars(causal=None, inline=inline))
-        tree = (tensor(self.order_indptr), tensor(self.order))
-        compiled("tree_paged", self.spec, cpu)(*arrays, *outputs, *tree)
+        tree = [tensor(self.order_indptr), tensor(self.order)]
+        tree += [] if window is None else [window]
+        name = "tree_paged" if window is None else "tree_paged_sliding"
+        compiled(name, self.spec, cpu)(*arrays, *outputs, *tree)
 
-    def verify(self, inline: bool = False) -> None:
+    def verify(self, inline: bool = False, window=None) -> None:
         """Compare with the reference."""
 
         def kv(b):
@@ -89,7 +106,7 @@ class PagedTrees(_Trees, PagedBatch):
             slots = reference.sequence_slots(page_ids, self.last_page_len[b], self.spec.page_size)
             return reference.gather_slots(self.pages, slots)
 
-        self.check(self.expected(kv, inline), self.spec.dtype, self.spec.kv_dtype)
+        self.check(self.expected(kv, inline, window), self.spec.dtype, self.spec.kv_dtype)
 
 
 class RaggedTrees(_Trees, RaggedBatch):
@@ -120,3 +137,37 @@ class RaggedTrees(_Trees, RaggedBatch):
             return self.k[columns], self.v[columns]
 
         self.check(self.expected(kv, inline), self.spec.dtype)
+
+
+class LatentTrees(_Trees, LatentBatch):
+    """Trees whose nodes are latent rows in pages; as `PagedTrees`."""
+
+    def __init__(self, spec: KernelSpec, trees, seed: int):
+        super().__init__(spec, [(n, before + len(p)) for n, before, p in trees], seed)
+        self.k_offsets = [0] * len(trees)
+        self.plant([p for _, _, p in trees])
+
+    def run(self, cpu: str = "native") -> None:
+        """Run `mla_tree`."""
+        table = (self.page_indptr, self.page_values, self.last_page_len)
+        compiled("mla_tree", self.spec, cpu)(
+            *(tensor(x) for x in (self.q, self.q_indptr, self.pages, *table)),
+            self.o,
+            self.lse,
+            self.sm_scale,
+            tensor(self.order_indptr),
+            tensor(self.order),
+        )
+
+    def verify(self) -> None:
+        """Compare with the reference."""
+
+        def kv(b):
+            slots, page_size = self.slots(b), self.spec.page_size
+            k = self.pages[slots // page_size, slots % page_size][:, None]
+            return k, k[..., : self.spec.v_head_dim]
+
+        o, lse = self.expected(kv, inline=False)
+        dtype = looser_dtype(self.spec.dtype, self.spec.kv_dtype)
+        reference.assert_close(self.lse.numpy(), lse, dtype, "lse")
+        reference.assert_close(self.o.numpy(), o, dtype, "o")

@@ -20,6 +20,7 @@ BUILDERS: dict[str, Callable] = {
     "decode_sliding": sliding.decode_sliding,
     "prefill_shared": shared_prefix.prefill_shared,
     "tree_paged": tree.tree_paged,
+    "tree_paged_sliding": tree.tree_paged_sliding,
     "tree": tree.tree,
     "merge": merge.merge,
     "apply_sinks": sinks.apply_sinks,
@@ -29,18 +30,20 @@ BUILDERS: dict[str, Callable] = {
     "transpose_append_mla": latent.transpose_append_mla,
     "mla_prefill": mla.mla_prefill,
     "mla_prefill_shared": shared_prefix.mla_prefill_shared,
+    "mla_tree": mla.mla_tree,
     "debug_get_kv_mla": latent.debug_get_kv_mla,
 }
-_WITHOUT_WINDOW = {"prefill", "decode", "prefill_shared"}
-_WITH_WINDOW = {"prefill_sliding", "decode_sliding"}
+_WITHOUT_WINDOW = {"prefill", "decode", "prefill_shared", "tree_paged"}
+_WITH_WINDOW = {"prefill_sliding", "decode_sliding", "tree_paged_sliding"}
 _MLA_ONLY = {
     "transpose_append_mla",
     "mla_prefill",
     "mla_prefill_shared",
+    "mla_tree",
     "debug_get_kv_mla",
 }
-_BOTH = {"merge", "prefill_ragged", "copy_single_page", "compact_copy"}
-_NON_ABSORBED = {"merge", "prefill_ragged"}  # where an MLA layer is a multi-head attention
+_BOTH = {"merge", "prefill_ragged", "tree", "copy_single_page", "compact_copy"}
+_NON_ABSORBED = {"merge", "prefill_ragged", "tree"}  # where an MLA layer is a multi-head attention
 
 
 def kernel_names(spec: KernelSpec) -> list[str]:
@@ -50,7 +53,7 @@ def kernel_names(spec: KernelSpec) -> list[str]:
         return [name for name in BUILDERS if name not in _MLA_ONLY | window]
     names = _MLA_ONLY | _BOTH
     if not spec.original_qk_head_dim:
-        names = names - {"prefill_ragged"}
+        names = names - {"prefill_ragged", "tree"}
     return [name for name in BUILDERS if name in names]
 
 

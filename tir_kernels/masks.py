@@ -96,6 +96,10 @@ class WindowMask(CausalMask):
         own = kv_len + row - T.if_then_else(self.causal != 0, num_rows, 0)
         return T.max(own + 1 - self.window, 0)
 
+    def shared_begin(self, begin):
+        """All columns from it on are seen by a row with this `begin` and by earlier ones."""
+        return begin
+
     def row(self, end, begin):
         """What `visible` has to know of the row with these bounds."""
         return end, begin

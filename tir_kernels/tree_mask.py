@@ -19,8 +19,9 @@ _NEVER = (1 << 31) - 1
 class TreeMask(CausalMask):
     """The mask of a batch in which every sequence has a tree, or none and is plain causal.
 
-    A tile of columns is described once, by the interval of depth-first numbers that see each
-    column, and then serves all rows. Tiles of which the rows see everything are not looked at.
+    A node whose interval is empty sees its ancestors, but is seen by nobody. A tile of columns is
+    described once, by the interval of depth-first numbers that see each column, and then serves all
+    rows. Tiles of which the rows see everything are not looked at.
 
     Parameters
     ----------
@@ -35,9 +36,14 @@ class TreeMask(CausalMask):
         self.tile = tile
         self.indptr, self.order = a.tree_order_indptr, a.tree_order
 
+    # Whether depths decide about more than RoPE.
+    has_window = False
+
     def prepare(self, a) -> None:
         """Check the sizes of the trees and compute the depths of their nodes, for positions."""
-        self.depth = T.alloc_buffer((self.order.shape[0] + 1,), "int32")
+        self.depth, self.count = (
+            T.alloc_buffer((self.order.shape[0] + 1,), "int32") for _ in range(2)
+        )
         with T.serial(a.batch_size) as b:
             begin = index_temp(self.indptr[b])
             num_nodes = index_temp(self.indptr[b + 1] - begin)
@@ -47,17 +53,31 @@ class TreeMask(CausalMask):
                 T.evaluate(0)
 
             def depths(begin=begin, num_nodes=num_nodes):
-                with T.serial(num_nodes) as i:
-                    number = index_temp(self.order[begin + i, 0])
-                    ancestors = Register(1, "int32", T.int32(0))
-                    with T.serial(i) as j:
-                        is_ancestor = T.And(
-                            self.order[begin + j, 0] <= number, number < self.order[begin + j, 1]
-                        )
-                        ancestors.set(ancestors.get() + T.Select(is_ancestor, 1, 0))
-                    T.buffer_store(self.depth, ancestors.get(), [begin + i])
+                self._fill_depths(begin, num_nodes)
 
-            a.rope.if_positions_matter(depths)
+            self._where_depths_matter(a.rope, depths)
+
+    def _where_depths_matter(self, rope, body) -> None:
+        if self.has_window:
+            body()
+        else:
+            rope.if_positions_matter(body)
+
+    def _fill_depths(self, begin, num_nodes) -> None:
+        """A node's depth is the number of intervals that its number lies in, but its own."""
+        count = self.count
+        with T.serial(num_nodes + 1) as i:
+            T.buffer_store(count, 0, [begin + i])
+        with T.serial(num_nodes) as i:
+            for side, change in ((0, 1), (1, -1)):
+                number = T.min(T.max(self.order[begin + i, side], 0), num_nodes)
+                at = index_temp(begin + number)
+                T.buffer_store(count, count[at] + change, [at])
+        with T.serial(num_nodes) as i:
+            T.buffer_store(count, count[begin + i] + count[begin + i + 1], [begin + i + 1])
+        with T.serial(num_nodes) as i:
+            number = T.min(T.max(self.order[begin + i, 0], 0), num_nodes)
+            T.buffer_store(self.depth, count[begin + number] - 1, [begin + i])
 
     def begin_task(self) -> None:
         """Make the buffers of a task: who sees a column of the tile, and its position."""
@@ -96,7 +116,7 @@ class TreeMask(CausalMask):
                 depth = T.if_then_else(is_node, self.tree_start + self.depth[at] - first, i)
                 T.buffer_store(self.offset, depth, [i])
 
-            rope.if_positions_matter(offset)
+            self._where_depths_matter(rope, offset)
 
     def offsets(self, start: int, lanes: int):
         """RoPE positions of columns of the tile, relative to its first column's."""
@@ -113,3 +133,57 @@ class TreeMask(CausalMask):
         number = temp(broadcast(row, lanes), lanes, "int32")
         low = load(self.low, (start,), lanes, "int32") <= number
         return T.And(low, number < load(self.high, (start,), lanes, "int32"))
+
+
+class TreeWindowMask(TreeMask):
+    """As `TreeMask`, but a row sees only what is less than `window` before it, by RoPE positions.
+
+    Those of the rows are `q_rope_position`; columns before the tree are in a row, and those of the
+    tree are as far behind them as they are deep.
+    """
+
+    has_window = True
+
+    def prepare(self, a) -> None:
+        """Also take the positions of the rows."""
+        super().prepare(a)
+        self.a = a
+
+    def begin_sequence(self, sequence, kv_len) -> None:
+        """Also find how far back the rows of the sequence see: they are in no order."""
+        super().begin_sequence(sequence, kv_len)
+        a = self.a
+        self.first_row = index_temp(a.q_indptr[sequence])
+        self.num_rows = index_temp(a.q_indptr[sequence + 1] - self.first_row)
+        self.k_offset = index_temp(a.k_rope_pos_offset[sequence])
+        begins = [Register(1, "int32", self._begin_of(0)) for _ in range(2)]
+        with T.serial(self.num_rows) as row:
+            begin = index_temp(self._begin_of(row))
+            for register, choose in zip(begins, (T.min, T.max), strict=True):
+                register.set(choose(register.get(), begin))
+        self.least_begin, self.most_begin = (index_temp(register.get()) for register in begins)
+
+    def _begin_of(self, row):
+        """First column that a row of the sequence sees, as if all columns were in a row."""
+        position = self.a.q_rope_position[self.first_row + row] - self.k_offset
+        return T.max(position + 1 - self.a.window, 0)
+
+    def begin(self, row, num_rows, kv_len):
+        """No row of the sequence sees a column before it."""
+        return self.least_begin
+
+    def shared_begin(self, begin):
+        """Between it and `shared_end` every row sees every column."""
+        return self.most_begin
+
+    def row(self, end, begin):
+        """What `visible` has to know of the row with this `end`: number and first column."""
+        row = T.max(end - 1 - (self.kv_len - self.num_rows), 0)
+        return super().row(end), index_temp(self._begin_of(row))
+
+    def visible(self, first, start: int, lanes: int, row):
+        """Which of `lanes` columns from ``first + start`` on the `row` sees."""
+        number, begin = row
+        positions = load(self.offset, (start,), lanes, "int32") + broadcast(first, lanes)
+        is_near = positions >= broadcast(begin, lanes)
+        return T.And(super().visible(first, start, lanes, number), is_near)

@@ -16,7 +16,8 @@ from tvm.script import tirx as T
 
 from ..masks import CausalMask, WholeSequence
 from ..spec import LOG2E, KernelSpec
-from .arguments import OUTPUTS, PAGES, attention_kernel
+from ..tree_mask import TreeMask
+from .arguments import OUTPUTS, PAGES, TREES, attention_kernel
 from .partials import MOST_TASKS, Partials
 from .prefill import operands
 from .prefill_unit import POSITIONS, Tiling, Unit
@@ -25,6 +26,7 @@ from .simd import Register, index_temp, store, temp
 from .tasks import cut, for_tasks, num_threads
 
 MLA_PREFILL = ("q", "q_indptr", *PAGES, *OUTPUTS, "causal", "sm_scale")
+MLA_TREE = ("q", "q_indptr", *PAGES, *OUTPUTS, "sm_scale", *TREES)
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
 
 
@@ -133,6 +135,7 @@ def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
     a.lengths = WholeSequence(spec, a.length_info)
     a.rope = _NoRotation()
+    a.mask.prepare(a)
     total = _for_tiles(spec, a, lambda tile: None)
     work = T.cast(total, "int64") * (
         POSITIONS * spec.num_qo_heads * (spec.qk_head_dim + spec.v_head_dim)
@@ -144,6 +147,7 @@ def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
 
     def attend(task):
         unit = _LatentUnit(spec, ops)
+        a.mask.begin_task()
         task_begin = index_temp(cut(total, task, num_tasks))
         task_end = index_temp(cut(total, task + 1, num_tasks))
 
@@ -154,6 +158,7 @@ def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
                 first = index_temp(a.page_indptr[tile.sequence])
                 last = index_temp(a.page_indptr[tile.sequence + 1] - 1)
                 rows = LatentRows(spec, a.pages, a.page_values, first, last, head=0)
+                a.mask.begin_sequence(tile.sequence, tile.kv_len)
 
                 def block_of(cost):
                     return index_temp((cost + tile.num_tokens - 1) // tile.num_tokens)
@@ -214,3 +219,18 @@ def mla_prefill(spec: KernelSpec):
         emit_mla(spec, operands(spec, spec.kv_dtype), a)
 
     return attention_kernel(spec, MLA_PREFILL, emit)
+
+
+def mla_tree(spec: KernelSpec):
+    """Build the kernel `mla_tree`: absorbed attention of new tree nodes over the pages.
+
+    What a row sees is as in `tree_paged`: the rows are the last nodes of the uncommitted trees,
+    whose nodes are the last positions. Its arguments are those of `mla_prefill` without causal,
+    then tree_order_indptr ``[B + 1]`` and tree_order ``[M, 2]``, int32, as `tree_paged` takes them.
+    """
+
+    def emit(a):
+        a.mask = TreeMask(a, POSITIONS)
+        emit_mla(spec, operands(spec, spec.kv_dtype), a)
+
+    return attention_kernel(spec, MLA_TREE, emit)

@@ -203,7 +203,8 @@ class Unit:
                 self.bias.add(first_row + i, self.scores, i, position, a.mask.offsets)
         hides_some = first + POSITIONS > a.mask.shared_end(end_of(first_row))
         if a.mask.has_window:
-            hides_some = T.Or(hides_some, first < begin_of(first_row + tiling.rows - 1))
+            last_begin = a.mask.shared_begin(begin_of(first_row + tiling.rows - 1))
+            hides_some = T.Or(hides_some, first < last_begin)
         with T.If(hides_some):
             with T.Then():
                 with T.serial(tiling.rows) as i:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention among the nodes of token trees, over pages or ragged arrays: `prefill` with their mask.
 
-Both kernels serve stock's conventions and the append-first flow alike: in either, `tree_paged` sees
-this step's K and V in the pages already, and `tree` gets them as arrays.
+`tree_paged` and `tree` serve stock's conventions and the append-first flow alike: in either,
+`tree_paged` sees this step's K and V in the pages already, and `tree` gets them as arrays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from tvm.script import tirx as T
 
 from ..spec import KernelSpec
-from ..tree_mask import TreeMask
+from ..tree_mask import TreeMask, TreeWindowMask
 from .arguments import OUTPUTS, PAGES, POSITIONS, SCALARS, TREES, attention_kernel
 from .prefill import emit_paged, emit_ragged
 from .prefill_unit import POSITIONS as TILE
@@ -39,7 +39,8 @@ def tree_paged(spec: KernelSpec):
     * o ``[T, Hq, D]``, dtype, and lse ``[T, Hq]``, float32, which are written;
     * rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32;
     * tree_order_indptr ``[B + 1]`` and tree_order ``[M, 2]``, int32: every node's depth-first
-      number, from 0 in each sequence, and the end of its subtree. A call in which a sequence has
+      number, from 0 in each sequence, and the end of its subtree. A node whose end is its number
+      sees its ancestors, but is seen by nobody, itself included. A call in which a sequence has
       fewer nodes than rows, but some, is refused.
 
     For rotary_mode 1, K of a node is rotated by its depth (which follows from the order) after the
@@ -51,6 +52,22 @@ def tree_paged(spec: KernelSpec):
         emit_paged(spec, a)
 
     return attention_kernel(spec, TREE_PAGED, emit)
+
+
+def tree_paged_sliding(spec: KernelSpec):
+    """Build the kernel `tree_paged_sliding`: `tree_paged` of layers with a window.
+
+    Its arguments are those of `tree_paged`, then window: int32, at least 1. A row sees of these
+    columns those whose position is less than `window` before its own, itself included. Positions
+    are those of RoPE, whatever the rotary_mode: q_rope_position of the rows; k_rope_pos_offset plus
+    the column before the tree; and of a node its depth more than there are columns before the tree.
+    """
+
+    def emit(a):
+        a.mask = TreeWindowMask(a, TILE)
+        emit_paged(spec, a)
+
+    return attention_kernel(spec, (*TREE_PAGED, "window"), emit)
 
 
 class _FirstPositions:

@@ -4,6 +4,7 @@
  * \brief What a layer calls within a step: append first, then one attention over the pages.
  */
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "error.h"
@@ -63,6 +64,10 @@ void PagedKVCacheObj::CheckTensor(const char* name, const ffi::Tensor& tensor,
   if (!tensor.IsContiguous()) Raise(kValueError, name, " must be contiguous");
 }
 
+void PagedKVCacheObj::CheckScale(double sm_scale) const {
+  if (!std::isfinite(sm_scale)) Raise(kValueError, "sm_scale must be finite, got ", sm_scale);
+}
+
 void PagedKVCacheObj::CheckAlignment(const char* name, const ffi::Tensor& tensor) const {
   constexpr size_t kStockAlignment = 64;
   if (!tensor.IsAligned(kStockAlignment)) {
@@ -86,6 +91,7 @@ ffi::Tensor PagedKVCacheObj::QueryPositions() const {
 void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
                                             ffi::Tensor o, ffi::Optional<ffi::Tensor> sinks) {
   RequireForward("attention");
+  CheckScale(sm_scale);
   const Layer& layer = LayerAt(layer_id);
   const LayerConfig& config = layer.config;
   if (config.is_mla()) {
@@ -237,6 +243,7 @@ void PagedKVCacheObj::FillPastArrays() {
 void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor k,
                                     ffi::Tensor v, ffi::Tensor o, ffi::Tensor lse) {
   RequireForward("self_attention");
+  CheckScale(sm_scale);
   const Layer& layer = LayerAt(layer_id);
   if (layer.config.is_mla()) {
     return MLASelfAttention(&layers_[layer_id], sm_scale, q, k, v, o, lse);
@@ -288,6 +295,7 @@ void PagedKVCacheObj::RaggedAttention(const Layer& layer, double sm_scale, const
 void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Tensor q,
                                      ffi::Tensor o, ffi::Tensor lse) {
   RequireForward("cross_attention");
+  CheckScale(sm_scale);
   const Layer& layer = LayerAt(layer_id);
   if (layer.config.is_mla()) {
     return MLACrossAttention(&layers_[layer_id], sm_scale, q, o, lse);
@@ -307,6 +315,7 @@ void PagedKVCacheObj::AttentionWithSharedKV(int64_t source_id, double sm_scale, 
                                             ffi::Tensor current_k, ffi::Tensor current_v,
                                             ffi::Tensor o, ffi::Optional<ffi::Tensor> sinks) {
   RequireForward("attention_with_shared_kv");
+  CheckScale(sm_scale);
   const Layer& source = LayerAt(source_id);
   const LayerConfig& config = source.config;
   if (config.is_mla()) {

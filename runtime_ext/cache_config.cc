@@ -5,6 +5,7 @@
  */
 #include "cache_config.h"
 
+#include <tvm/ffi/dtype.h>
 #include <tvm/runtime/device_api.h>
 
 #include <algorithm>
@@ -81,6 +82,24 @@ void CheckLayer(const LayerConfig& layer) {
   }
 }
 
+void CheckExtensionFactors(const CacheConfig& config) {
+  const ffi::Tensor& factors = config.rope_ext_factors;
+  if (config.rope_mode != RopeMode::kNormal) {
+    Raise(kValueError, "rope_ext_factors need rope_mode 1 (normal)");
+  }
+  const DLDataType dtype = factors.dtype();
+  const DLDevice device = factors.device();
+  if (factors.ndim() != 1 || !factors.IsContiguous() || dtype.code != kDLFloat ||
+      dtype.bits != 32 || dtype.lanes != 1 || device.device_type != config.device.device_type ||
+      device.device_id != config.device.device_id) {
+    Raise(kValueError,
+          "rope_ext_factors must be a contiguous float32 tensor with one dimension on the cache's "
+          "device, got ",
+          factors.ndim(), " dimensions of ", ffi::DLDataTypeToString(dtype), " on device ",
+          device.device_type, ":", device.device_id);
+  }
+}
+
 }  // namespace
 
 int64_t CheckRange(const char* name, int64_t value, int64_t low, int64_t high) {
@@ -95,6 +114,16 @@ DLDataType ParseDtype(const char* name, const std::string& text) {
   if (text == "float16") return {kDLFloat, 16, 1};
   if (text == "bfloat16") return {kDLBfloat, 16, 1};
   Raise(kValueError, name, " must be one of float32, float16, bfloat16; got '", text, "'");
+}
+
+void CheckDevice(DLDevice device) {
+  tvm::runtime::DeviceAPI* api = tvm::runtime::DeviceAPI::Get(device, /*allow_missing=*/true);
+  ffi::Any exists;
+  if (api != nullptr) api->GetAttr(device, tvm::runtime::kExist, &exists);
+  if (!exists.try_cast<int64_t>().value_or(0)) {
+    Raise(kValueError, "this machine has no device of type ", device.device_type, " with id ",
+          device.device_id);
+  }
 }
 
 bool CanOffsetPointers(DLDevice device) {
@@ -135,9 +164,7 @@ void CacheConfig::Validate() const {
     CheckRange("kernel_set", layer.kernel_set, 0, static_cast<int64_t>(kernel_sets.size()) - 1);
     RequireKernels(layer, kernel_sets[layer.kernel_set]);
   }
-  if (rope_ext_factors.defined() && rope_mode != RopeMode::kNormal) {
-    Raise(kValueError, "rope_ext_factors need rope_mode 1 (normal)");
-  }
+  if (rope_ext_factors.defined()) CheckExtensionFactors(*this);
 }
 
 }  // namespace pagedkv

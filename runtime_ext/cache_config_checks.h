@@ -21,6 +21,9 @@ int64_t CheckRange(const char* name, int64_t value, int64_t low, int64_t high);
 
 DLDataType ParseDtype(const char* name, const std::string& text);
 
+/*! \throws Error (ValueError) when this machine has no such device. */
+void CheckDevice(DLDevice device);
+
 /*! \brief Whether the device can address into a buffer, as merged auxiliary arrays need. */
 bool CanOffsetPointers(DLDevice device);
 

@@ -109,6 +109,7 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
       config, "config",
       {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size", "dtype",
        "kv_dtype", "rope_mode", "aux_manager", "rope_ext_factors", "layers", "share_prefix"});
+  CheckDevice(device);
   CacheConfig result;
   result.device = device;
   result.max_num_sequences = fields.Get<int64_t>("max_num_sequences");

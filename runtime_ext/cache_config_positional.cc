@@ -142,6 +142,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   result.prefill_chunk_size = sizes[2];
   result.page_size = sizes[3];
   result.device = prototype.device();
+  CheckDevice(result.device);
   result.dtype = ParseDtype("dtype", ffi::DLDataTypeToString(prototype.dtype()));
   result.kv_dtype = result.dtype;
   result.has_merged_aux = CanOffsetPointers(result.device);

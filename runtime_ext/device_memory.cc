@@ -8,7 +8,12 @@
 #include <tvm/runtime/device_api.h>
 
 #include <exception>
+#include <iomanip>
 #include <utility>
+
+#ifdef __unix__
+#include <unistd.h>
+#endif
 
 #include "error.h"
 
@@ -46,6 +51,17 @@ struct ViewAllocator {
 };
 
 }  // namespace
+
+void RequireHostMemory(double num_bytes) {
+#ifdef _SC_PHYS_PAGES
+  const double available =
+      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  if (available > 0 && num_bytes > available) {
+    Raise(kMemoryError, std::fixed, std::setprecision(0), "cannot allocate ", num_bytes,
+          " bytes: this machine has ", available);
+  }
+#endif
+}
 
 ffi::Tensor AllocateTensor(ffi::ShapeView shape, DLDataType dtype, DLDevice device,
                            ByteCounter counter) {

@@ -21,6 +21,13 @@ namespace ffi = tvm::ffi;
 /*! \brief Bytes that are allocated now; shared with the tensors, which may outlive the cache. */
 using ByteCounter = std::shared_ptr<std::atomic<int64_t>>;
 
+/*!
+ * \brief Refuses what can never fit: a system that promises more memory than it has would end the
+ * process later, when the pages fill.
+ * \throws Error (MemoryError) when this machine has less than `num_bytes`.
+ */
+void RequireHostMemory(double num_bytes);
+
 /*! \brief A new tensor of which nothing is initialised; `counter` counts it until it is freed. */
 ffi::Tensor AllocateTensor(ffi::ShapeView shape, DLDataType dtype, DLDevice device,
                            ByteCounter counter);

@@ -79,6 +79,7 @@ std::vector<int64_t> PagedKVCacheObj::Windows(const std::vector<Group>& groups) 
 }
 
 std::vector<PagedKVCacheObj::Layer> PagedKVCacheObj::MakeLayers() {
+  RequireMemory();
   std::vector<Layer> layers(config_.layers.size());
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (int64_t i : groups_[g].layers) {
@@ -91,6 +92,20 @@ std::vector<PagedKVCacheObj::Layer> PagedKVCacheObj::MakeLayers() {
     }
   }
   return layers;
+}
+
+void PagedKVCacheObj::RequireMemory() const {
+  if (config_.device.device_type != kDLCPU) return;   // other devices promise what they have
+  constexpr double kPoolBytes = 4 * sizeof(int32_t);  // of a page, in the pool and in page tables
+  double num_bytes = 0;
+  for (const Group& group : groups_) {
+    const LayerConfig& shape = group.shape;
+    const double page_bytes = static_cast<double>(config_.page_size * shape.rows_per_slot()) *
+                              static_cast<double>(shape.qk_head_dim * ItemSize(config_.kv_dtype));
+    const double num_pages = static_cast<double>(config_.NumPages(shape));
+    num_bytes += num_pages * (kPoolBytes + page_bytes * static_cast<double>(group.layers.size()));
+  }
+  RequireHostMemory(num_bytes);
 }
 
 void PagedKVCacheObj::AllocateWorkspaces() {

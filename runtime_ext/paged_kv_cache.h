@@ -150,6 +150,7 @@ class PagedKVCacheObj : public ffi::Object {
 
   static std::vector<Group> MakeGroups(const CacheConfig& config);
   std::vector<Layer> MakeLayers();
+  void RequireMemory() const;
   void AllocateWorkspaces();
   std::vector<int64_t> InitialArraySizes() const;
   size_t ArrayIndex(int32_t group, GroupArray array) const {
@@ -173,6 +174,7 @@ class PagedKVCacheObj : public ffi::Object {
   }
   void CheckTensor(const char* name, const ffi::Tensor& tensor,
                    std::initializer_list<int64_t> shape, DLDataType dtype) const;
+  void CheckScale(double sm_scale) const;
   void CheckAlignment(const char* name, const ffi::Tensor& tensor) const;
   void Append(const Layer& layer, const ffi::Tensor& qkv);
   void PagedAttention(const Layer& layer, const PageArrays& pages, double sm_scale,

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <atomic>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -28,6 +29,8 @@ auto Translate(F f) -> decltype(f()) {
     return f();
   } catch (const Error& error) {
     throw ffi::Error(error.kind(), error.message(), "");
+  } catch (const std::bad_alloc&) {
+    throw ffi::Error(kMemoryError, "the host has no memory left", "");
   }
 }
 

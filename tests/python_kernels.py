@@ -233,17 +233,23 @@ def shuffle(cache: pkv.KVCache, seed: int) -> None:
 def snapshot(cache: pkv.KVCache, seq_ids) -> dict[str, Any]:
     """All that a failed call must leave alone."""
     groups = range(len(cache.stats()["groups"]))
-    layers = cache.description["layers"]
-    shapes = {(x["kind"] == "mla", x["num_kv_heads"], x["qk_head_dim"]) for x in layers}
+    # Rows are read of all layers of a kind at a time, if these have one shape.
+    shapes: dict[bool, set] = {}
+    for x in cache.description["layers"]:
+        shape = x["num_kv_heads"], x["qk_head_dim"]
+        shapes.setdefault(x["kind"] == "mla", set()).add(shape)
+    readers = [
+        cache.debug_get_kv_mla if is_mla else cache.debug_get_kv
+        for is_mla, several in shapes.items()
+        if len(several) == 1
+    ]
     state: dict[str, Any] = {"stats": cache.stats(), "in_forward": cache.is_in_forward()}
     for seq_id in seq_ids:
         tables = [cache.page_table(seq_id, group) for group in groups]
         first = [cache.first_position(seq_id, group) for group in groups]
         rows = []
-        if len(shapes) == 1:
-            is_mla = layers[0]["kind"] == "mla"
-            get = cache.debug_get_kv_mla if is_mla else cache.debug_get_kv
-            kv = get(seq_id, max(first))
-            rows = [x.numpy().tobytes() for x in ([kv] if is_mla else kv)]
+        for read in readers:
+            kv = read(seq_id, max(first))
+            rows += [x.numpy().tobytes() for x in (kv if isinstance(kv, tuple) else [kv])]
         state[seq_id] = cache.sequence_length(seq_id), tables, first, rows
     return state

@@ -61,6 +61,7 @@ def logs(log: Path) -> str:
     "arguments",
     [
         ["tests/test_cache_errors.py"],
+        ["tests/test_hostile_arguments.py"],
         ["tests/test_cache_random.py", "-k", "0-4-merged or 0-4-mixed"],
     ],
     ids=lambda arguments: Path(arguments[0]).stem,

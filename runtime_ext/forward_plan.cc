@@ -57,6 +57,10 @@ void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
       Raise(kValueError, "the step has more rows than prefill_chunk_size (", max_num_rows_,
             "): sequence ", sequence.id, " appends ", num_append, " after ", num_rows_, " others");
     }
+    if (num_append > std::numeric_limits<int32_t>::max() - sequence.length) {
+      Raise(kValueError, "sequence ", sequence.id, " of length ", sequence.length,
+            " would have more than 2^31 - 1 positions");
+    }
     sequence.batch_mark = batch_mark_;
     items_.push_back({&sequence, num_append, sequence.length, sequence.tree.size(), num_rows_});
     num_rows_ += num_append;

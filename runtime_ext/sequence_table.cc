@@ -22,10 +22,19 @@ SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
   for (int32_t n : num_pages) pools_.emplace_back(n);
 }
 
-const Sequence& SequenceTable::At(int64_t id) const {
+const Sequence& SequenceTable::Peek(int64_t id) const {
   auto it = sequences_.find(id);
   if (it == sequences_.end()) Raise(kKeyError, "no sequence ", id, " in the cache");
   return it->second;
+}
+
+const Sequence& SequenceTable::At(int64_t id) const {
+  const Sequence& sequence = Peek(id);
+  if (sequence.import != nullptr) {
+    Raise(kValueError, "sequence ", id, " is being imported: finish_import makes it usable, ",
+          "remove_sequence gives it up");
+  }
+  return sequence;
 }
 
 Sequence& SequenceTable::At(int64_t id) {
@@ -48,7 +57,13 @@ Sequence* SequenceTable::Insert(int64_t id) {
 void SequenceTable::Add(int64_t id) { Insert(id); }
 
 void SequenceTable::Remove(int64_t id) {
-  Sequence& sequence = At(id);
+  std::shared_ptr<SequenceImport> import = Peek(id).import;
+  if (import == nullptr) return RemoveOne(id);
+  for (int64_t each : import->ids) RemoveOne(each);
+}
+
+void SequenceTable::RemoveOne(int64_t id) {
+  Sequence& sequence = sequences_.at(id);
   for (int32_t g = 0; g < num_groups(); ++g) ReleasePages(&sequence, g, 0);
   total_length_ -= sequence.length;
   sequences_.erase(id);
@@ -203,7 +218,7 @@ void SequenceTable::CommitCopies(const std::vector<PageCopy>& copies) noexcept {
   }
 }
 
-void SequenceTable::RaiseFull(int32_t group, int64_t num_needed) const {
+void SequenceTable::RaiseFull(int32_t group, int64_t num_needed, const char* what) const {
   constexpr size_t kNumNamed = 3;
   std::vector<std::pair<size_t, int64_t>> holders;
   for (const auto& [id, sequence] : sequences_) {
@@ -216,7 +231,7 @@ void SequenceTable::RaiseFull(int32_t group, int64_t num_needed) const {
         << holders[i].first << ")";
   }
   std::string where = num_groups() > 1 ? " in layer group " + std::to_string(group) : "";
-  Raise(kCacheFullError, "the step needs ", num_needed, " pages, but ", pools_[group].num_free(),
+  Raise(kCacheFullError, what, " needs ", num_needed, " pages, but ", pools_[group].num_free(),
         " of ", pools_[group].num_pages(), " are free", where, who.str());
 }
 

@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -26,12 +27,28 @@ namespace pagedkv {
 /*! \brief Positions that can be popped whatever has slid; KVCacheConfig knows the number too. */
 constexpr int64_t kPoppable = 16;
 
+/*! \brief Sequences that have their pages, but not yet what is in these. */
+struct SequenceImport {
+  std::vector<int64_t> ids;
+  std::vector<std::vector<int32_t>> pages;  // [group] without those that are shared twice
+  std::vector<int64_t> num_arrived;         // [layer] of these, how many have their content
+};
+
+/*! \brief One sequence of an import, and where among the pages of the import its own are. */
+struct ImportedSequence {
+  int64_t id;
+  int64_t length;
+  std::vector<int64_t> first_pages;                // [group]
+  std::vector<std::vector<int64_t>> page_numbers;  // [group] indices into SequenceImport::pages
+};
+
 struct Sequence {
   int64_t id = 0;
   int64_t length = 0;                       // the nodes of the tree included
   TokenTree tree;                           // its nodes are the last positions
   std::vector<std::vector<int32_t>> pages;  // [group][index - first_pages[group]]
   std::vector<int64_t> first_pages;         // [group] pages that have slid out of the window
+  std::shared_ptr<SequenceImport> import;   // while its content is still to come
   uint64_t batch_mark = 0;  // scratch of ForwardPlan: finds a repeated id without a set
 
   int64_t committed_length() const { return length - tree.size(); }
@@ -66,11 +83,17 @@ class SequenceTable {
     return sequence.first_pages[group] * page_size_;
   }
 
-  /*! \throws Error (KeyError) when there is no such sequence. */
+  /*!
+   * \brief A sequence that may be used.
+   * \throws Error (KeyError) when there is none; (ValueError) when its content is still to come.
+   */
   Sequence& At(int64_t id);
   const Sequence& At(int64_t id) const;
+  /*! \brief As At, of a sequence whose content is still to come too. */
+  const Sequence& Peek(int64_t id) const;
 
   void Add(int64_t id);
+  /*! \brief Removes a sequence; of an import under way, all sequences. */
   void Remove(int64_t id);
   /*!
    * \brief Makes `child` share the first `position` positions of `parent` (-1: all).
@@ -93,6 +116,19 @@ class SequenceTable {
     total_length_ += count;
   }
 
+  // Imports, in sequence_import.cc.
+  /*!
+   * \brief Takes the pages of new sequences (or of some that are there and empty), which are not to
+   * be used before FinishImport.
+   * \throws Error (ValueError, CacheFullError).
+   */
+  void BeginImport(std::vector<ImportedSequence> imported, size_t num_layers);
+  /*! \throws Error (KeyError; ValueError when no import of the sequence is under way). */
+  SequenceImport& ImportOf(int64_t id) const;
+  /*! \brief Makes all sequences of the import usable. */
+  void FinishImport(int64_t id);
+  int64_t num_importing() const;
+
   /*!
    * \brief Takes a page for every shared page that holds a position of [begin, end).
    * \throws Error (CacheFullError).
@@ -103,7 +139,8 @@ class SequenceTable {
   void CommitCopies(const std::vector<PageCopy>& copies) noexcept;
 
   /*! \throws Error (CacheFullError) that says who holds most of the group's pages. */
-  [[noreturn]] void RaiseFull(int32_t group, int64_t num_needed) const;
+  [[noreturn]] void RaiseFull(int32_t group, int64_t num_needed,
+                              const char* what = "the step") const;
 
   /*!
    * \param has_slid Whether no step is under way: then pages beyond the windows are gone.
@@ -113,6 +150,12 @@ class SequenceTable {
 
  private:
   Sequence* Insert(int64_t id);
+  void RemoveOne(int64_t id);
+  /*! \brief Adds those that are not there and empty. \throws Error (ValueError). */
+  void InsertImported(const std::vector<int64_t>& ids);
+  void CheckImported(const ImportedSequence& sequence, int32_t group) const;
+  /*! \brief Pages of an import in a group. \throws Error (ValueError). */
+  int64_t CountImported(const std::vector<ImportedSequence>& imported, int32_t group) const;
   int64_t FirstVisible(int32_t group, int64_t length) const;
   int64_t FirstPageToKeep(int32_t group, int64_t length) const;
   void RequireWindow(const Sequence& sequence, int64_t length, const char* what) const;

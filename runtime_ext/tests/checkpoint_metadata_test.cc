@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file checkpoint_metadata_test.cc
+ * \brief Metadata comes back as it was written, and damaged metadata does not.
+ */
+#include "checkpoint_metadata.h"
+
+#include <random>
+
+#include "check.h"
+
+namespace pagedkv {
+
+CheckpointLayout MakeLayout() {
+  CheckpointLayout layout;
+  layout.page_size = 4;
+  layout.dtype = "float16";
+  layout.item_bytes = 2;
+  const std::string rope = RopeText("normal", 1e4, 1, "");
+  layout.layers = {{"mha", 0, 2, 8, 8, rope},
+                   {"mha_sliding", 5, 2, 8, 8, rope},
+                   {"mha_sliding", 5, 2, 8, 8, rope},
+                   {"mla", 0, 1, 24, 16, ""}};
+  return layout;
+}
+
+void TestWords() {
+  CheckpointLayout layout = MakeLayout();
+  const std::string rope = " v_head_dim=8 rope=normal theta=10000 scale=1; ";
+  CHECK_EQUAL(layout.Text(), "page_size=4 dtype=float16; 1 x mha num_kv_heads=2 qk_head_dim=8" +
+                                 rope + "2 x mha_sliding window=5 num_kv_heads=2 qk_head_dim=8" +
+                                 rope + "1 x mla qk_head_dim=24 v_head_dim=16");
+  CHECK_EQUAL(RopeText("none", 5, 6, "x"), "none");
+  CHECK_EQUAL(RopeText("inline", 0.1, 2, "x"), "inline theta=0.10000000000000001 scale=2 x");
+  CHECK_EQUAL(HexHash(""), "cbf29ce484222325");  // the published values of FNV-1a
+  CHECK_EQUAL(HexHash("a"), "af63dc4c8601ec8c");
+  CHECK_EQUAL(layout.PageBytes(0), 2 * 2 * 4 * 8 * 2);
+  CHECK_EQUAL(layout.PageBytes(3), 4 * 24 * 2);
+  CHECK_EQUAL(layout.GroupShape(1, 7), (std::vector<int64_t>{1, 7, 2, 2, 4, 8}));
+  CHECK_EQUAL(layout.GroupShape(3, 7), (std::vector<int64_t>{1, 7, 4, 24}));
+}
+
+void TestRoundTrip() {
+  CheckpointLayout layout = MakeLayout();
+  for (int64_t length : {0, 1, 4, 5, 22, 4000}) {
+    const int64_t first = length > 20 ? 3 : 0;
+    std::string text = WriteMetadata(layout, -7, {length, {0, first, first, 0}});
+    SequenceState state = ReadMetadata(text, layout);
+    CHECK_EQUAL(state.length, length);
+    CHECK_EQUAL(state.first_pages, (std::vector<int64_t>{0, first, first, 0}));
+  }
+}
+
+void TestDamage() {
+  CheckpointLayout layout = MakeLayout();
+  const std::string text = WriteMetadata(layout, 0, {22, {0, 3, 3, 0}});
+  for (size_t length = 0; length < text.size(); ++length) {
+    CHECK_RAISES("ValueError", "checkpoint metadata", ReadMetadata(text.substr(0, length), layout));
+  }
+  std::mt19937 random(0);
+  for (int i = 0; i < 20000; ++i) {
+    std::string damaged = text;
+    for (int k = 0; k < 1 + i % 3; ++k) {
+      damaged[random() % damaged.size()] = static_cast<char>(random() % 256);
+    }
+    try {
+      SequenceState state = ReadMetadata(damaged, layout);
+      CHECK_EQUAL(state.length, 22);
+      CHECK_EQUAL(state.first_pages, (std::vector<int64_t>{0, 3, 3, 0}));
+    } catch (const Error& error) {
+      CHECK_EQUAL(error.kind(), std::string("ValueError"));
+    }
+  }
+}
+
+void TestAnotherLayout() {
+  const std::string text = WriteMetadata(MakeLayout(), 0, {5, {0, 0, 0, 0}});
+  auto refuse = [&](const char* what, auto change) {
+    CheckpointLayout layout = MakeLayout();
+    change(&layout);
+    CHECK_RAISES("ValueError", "another layout", ReadMetadata(text, layout));
+    CHECK_RAISES("ValueError", what, ReadMetadata(text, layout));
+  };
+  refuse("page_size=8", [](auto* layout) { layout->page_size = 8; });
+  refuse("dtype=float32", [](auto* layout) { layout->dtype = "float32"; });
+  refuse("window=6", [](auto* layout) { layout->layers[2].window = 6; });
+  refuse("theta=5", [](auto* layout) { layout->layers[0].rope = RopeText("normal", 5, 1, ""); });
+  refuse("3 x", [](auto* layout) {
+    layout->layers.insert(layout->layers.begin() + 1, 2, layout->layers[0]);
+  });
+}
+
+}  // namespace pagedkv
+
+int main() {
+  pagedkv::TestWords();
+  pagedkv::TestRoundTrip();
+  pagedkv::TestDamage();
+  pagedkv::TestAnotherLayout();
+}

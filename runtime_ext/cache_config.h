@@ -10,6 +10,7 @@
 #include <tvm/ffi/function.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "kernels.h"
@@ -36,7 +37,8 @@ struct LayerConfig {
   int64_t v_head_dim;
   double rope_theta;
   double rope_scale;
-  int64_t kernel_set;  // index into CacheConfig::kernel_sets
+  std::string rope_details;  // what else decides the rotation, in words; only ever compared
+  int64_t kernel_set;        // index into CacheConfig::kernel_sets
   // MLA: head dims before absorption; 0: unknown, or absorbed attention only.
   int64_t original_qk_head_dim = 0;
   int64_t original_v_head_dim = 0;

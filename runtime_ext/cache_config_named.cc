@@ -75,7 +75,7 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
   Fields fields(map, owner,
                 {"kind", "window", "num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim",
                  "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_theta", "rope_scale",
-                 "kernel_set"});
+                 "rope_details", "kernel_set"});
   auto kind = fields.Get<std::string>("kind");
   if (kind != "mha" && kind != "mha_sliding" && kind != "mla") {
     Raise(kValueError, owner, "['kind'] must be one of mha, mha_sliding, mla; got '", kind, "'");
@@ -97,6 +97,7 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
   layer.v_head_dim = fields.Find<int64_t>("v_head_dim").value_or(layer.qk_head_dim);
   layer.rope_theta = fields.Find<double>("rope_theta").value_or(10000.0);
   layer.rope_scale = fields.Find<double>("rope_scale").value_or(1.0);
+  layer.rope_details = fields.Find<std::string>("rope_details").value_or("");
   layer.kernel_set = fields.Find<int64_t>("kernel_set").value_or(0);
   return layer;
 }

@@ -196,6 +196,7 @@ StringMap PagedKVCacheObj::Stats() const {
           {"num_shared_pages", num_shared},
           {"groups", groups},
           {"num_sequences", table_.num_sequences()},
+          {"num_importing_sequences", table_.num_importing()},
           {"total_tokens", table_.total_length()},
           {"num_forwards", num_forwards_},
           {"cow_page_copies", num_page_copies_},
@@ -241,7 +242,9 @@ StringMap PagedKVCacheObj::Describe() const {
 
 ffi::Shape PagedKVCacheObj::SequenceIds() const {
   std::vector<int64_t> ids;
-  for (const auto& [id, sequence] : table_.sequences()) ids.push_back(id);
+  for (const auto& [id, sequence] : table_.sequences()) {
+    if (sequence.import == nullptr) ids.push_back(id);
+  }
   std::sort(ids.begin(), ids.end());
   return ffi::Shape(ids);
 }
@@ -254,13 +257,13 @@ void PagedKVCacheObj::CheckGroup(int64_t group) const {
 
 ffi::Shape PagedKVCacheObj::PageTable(int64_t sequence_id, int64_t group) const {
   CheckGroup(group);
-  const std::vector<int32_t>& pages = table_.At(sequence_id).pages[group];
+  const std::vector<int32_t>& pages = table_.Peek(sequence_id).pages[group];
   return ffi::Shape(pages.begin(), pages.end());
 }
 
 int64_t PagedKVCacheObj::FirstPosition(int64_t sequence_id, int64_t group) const {
   CheckGroup(group);
-  return table_.FirstPosition(table_.At(sequence_id), static_cast<int32_t>(group));
+  return table_.FirstPosition(table_.Peek(sequence_id), static_cast<int32_t>(group));
 }
 
 void PagedKVCacheObj::CheckIntegrity() const {

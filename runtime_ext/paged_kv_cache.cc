@@ -27,6 +27,7 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
       allocated_bytes_(std::make_shared<std::atomic<int64_t>>(0)),
       groups_(MakeGroups(config_)),
       layers_(MakeLayers()),
+      checkpoint_layout_(MakeCheckpointLayout()),
       table_(config_.max_num_sequences, static_cast<int32_t>(config_.page_size),
              NumPages(config_, groups_), Windows(groups_)),
       plan_(&table_, config_.prefill_chunk_size),

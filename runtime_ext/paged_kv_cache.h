@@ -5,7 +5,8 @@
  *
  * paged_kv_cache.cc has its making, the sequences and the step; attention.cc, mla_attention.cc,
  * shared_attention.cc and tree_attention.cc what a layer calls within a step; tree_commit.cc what
- * follows a step with token trees; inspect.cc what looks at a cache from outside.
+ * follows a step with token trees; inspect.cc what looks at a cache from outside; checkpoint.cc what
+ * takes sequences out of a cache and into another.
  */
 #ifndef TVM_PAGEDKV_PAGED_KV_CACHE_H_
 #define TVM_PAGEDKV_PAGED_KV_CACHE_H_
@@ -17,10 +18,12 @@
 
 #include <initializer_list>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "aux_data.h"
 #include "cache_config.h"
+#include "checkpoint_metadata.h"
 #include "commit_plan.h"
 #include "device_memory.h"
 #include "flashinfer_backend.h"
@@ -88,6 +91,21 @@ class PagedKVCacheObj : public ffi::Object {
   void ShuffleFreePages(int64_t seed);
   /*! \brief Lets every page that sequences share be read once, whether or not it saves time. */
   void ShareEveryPrefix();
+
+  // Checkpoints. A page group is what a sequence keeps of one layer; its id is that of the layer.
+  ffi::String LayoutHash() const;
+  ffi::String CheckpointMetadata(int64_t sequence_id) const;
+  void ExportPageGroup(int64_t sequence_id, int64_t layer, ffi::Tensor out) const;
+  /*! \brief Any pages of a layer; the slots after the first num_slots[i] of a page become zero. */
+  void ExportPages(int64_t layer, ffi::Shape pages, ffi::Shape num_slots, ffi::Tensor out) const;
+  void PrepareImport(int64_t sequence_id, ffi::String metadata);
+  /*! \brief One import of several sequences; page_numbers[i][group] are among all its pages. */
+  void PrepareImports(ffi::Shape sequence_ids, ffi::Array<ffi::String> metadata,
+                      ffi::Array<ffi::Array<ffi::Shape>> page_numbers);
+  void ImportPageGroup(int64_t sequence_id, int64_t layer, ffi::Tensor data);
+  /*! \brief The next pages of a layer. */
+  void ImportPages(int64_t sequence_id, int64_t layer, ffi::Tensor data);
+  void FinishImport(int64_t sequence_id);
 
   static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("pagedkv.KVCache", PagedKVCacheObj, ffi::Object);
@@ -230,10 +248,25 @@ class PagedKVCacheObj : public ffi::Object {
   template <typename Visitor>
   void WriteRows(LayerKind kind, Sequence* sequence, int64_t begin, int64_t count, Visitor visit);
 
+  std::string RopeDetails(const LayerConfig& layer) const;
+  CheckpointLayout MakeCheckpointLayout() const;
+  SequenceState StateOf(const Sequence& sequence) const;
+  ImportedSequence ImportedFrom(int64_t sequence_id, const std::string& metadata) const;
+  void CheckPageGroup(const char* name, const ffi::Tensor& tensor, int64_t layer,
+                      int64_t num_pages) const;
+  void CheckLayerId(int64_t layer, const char* what) const;
+  template <typename PageId, typename Copy>
+  void CopyRuns(const PageId* pages, int64_t num_pages, const ffi::Tensor& tensor, Copy copy) const;
+  template <typename PageId>
+  void ReadPages(int64_t layer, const PageId* pages, int64_t num_pages,
+                 const std::vector<int64_t>& num_slots, const ffi::Tensor& out) const;
+  void WritePages(int64_t layer, const int32_t* pages, int64_t num_pages, const ffi::Tensor& data);
+
   CacheConfig config_;
   ByteCounter allocated_bytes_;
   std::vector<Group> groups_;
   std::vector<Layer> layers_;  // before the table: what does not fit should fail here
+  CheckpointLayout checkpoint_layout_;
   SequenceTable table_;
   ForwardPlan plan_;
   int64_t page_pool_bytes_;

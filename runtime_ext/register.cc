@@ -136,10 +136,12 @@ void OverrideStockNames() {
   OverrideMethod(cache + "debug_get_kv_mla", &Cache::DebugGetKVMLA);
   Override(cache + "append_mla_kv", ffi::Function::FromTyped(AppendMLAKV));
 
-  for (const char* name : {"get_checkpoint_metadata", "get_layout_hash", "export_page_group",
-                           "prepare_import", "import_page_group", "finish_import"}) {
-    Override(cache + name, NotImplemented("checkpoints of sequences"));
-  }
+  OverrideMethod(cache + "get_checkpoint_metadata", &Cache::CheckpointMetadata);
+  OverrideMethod(cache + "get_layout_hash", &Cache::LayoutHash);
+  OverrideMethod(cache + "export_page_group", &Cache::ExportPageGroup);
+  OverrideMethod(cache + "prepare_import", &Cache::PrepareImport);
+  OverrideMethod(cache + "import_page_group", &Cache::ImportPageGroup);
+  OverrideMethod(cache + "finish_import", &Cache::FinishImport);
   Override("vm.builtin.kv_cache_disagg_prepare_recv", NotImplemented("KV transfer"));
   Override("vm.builtin.kv_cache_disagg_mark_send", NotImplemented("KV transfer"));
 }
@@ -183,6 +185,9 @@ void DefineOwnNames() {
   define("check_integrity", FromMethod(&Cache::CheckIntegrity));
   define("debug_set_kv", FromMethod(&Cache::DebugSetKV));
   define("debug_set_kv_mla", FromMethod(&Cache::DebugSetKVMLA));
+  define("export_pages", FromMethod(&Cache::ExportPages));
+  define("prepare_imports", FromMethod(&Cache::PrepareImports));
+  define("import_pages", FromMethod(&Cache::ImportPages));
   define("poison_free_pages", FromMethod(&Cache::PoisonFreePages));
   define("shuffle_free_pages", FromMethod(&Cache::ShuffleFreePages));
   define("share_every_prefix", FromMethod(&Cache::ShareEveryPrefix));

@@ -104,13 +104,7 @@ OUTSIDE = {
     ),
     "mla": (ValueError, "append_mla", lambda c: c.append_mla_kv(0, np.ones((1, 8), "float32"))),
     "get_mla": (ValueError, "layers of kind mla", lambda c: c.debug_get_kv_mla(0)),
-    "save": (NotImplementedError, "checkpoint", lambda c: c.save(0)),
     "group": (IndexError, "group 1", lambda c: c.page_table(0, 1)),
-    "metadata": (
-        NotImplementedError,
-        "checkpoint",
-        lambda c: _call(CACHE + "get_checkpoint_metadata", c, 0),
-    ),
     "send": (
         NotImplementedError,
         "KV transfer",

@@ -1,0 +1,557 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The global functions that take a sequence out of a cache and into another."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+from tvm_ffi import Shape, get_global_func
+
+import tvm_pagedkv as pkv
+
+from .checkpoint_cases import LAYERS, Fed, call, empty_groups, export, restore
+from .python_kernels import KERNELS, LAYER, MLA_KERNELS, MLA_LAYER, make_cache, snapshot
+from .reference_checkpoint import page_group
+from .stock import create_positional, stock_kernels
+
+STATE = "vm.builtin.kv_state_"
+
+
+def fed(kind: str, chunks, seed: int = 0, **fields) -> Fed:
+    """Sequence 3 in chunks, between others."""
+    source = Fed(kind, seed, **fields)
+    source.add(3)
+    source.add(-8)
+    for n in chunks:
+        source.step({-8: 1, 3: n} if n % 2 else {3: n})
+    return source
+
+
+CHUNKS = {"empty": (), "one": (1,), "page": (4,), "page+1": (3, 2), "long": (20, 1, 1, 9, 6, 1)}
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunks", list(CHUNKS))
+@pytest.mark.parametrize("kind", list(LAYERS))
+def test_page_groups_restore_bit_for_bit(kind, chunks, page_size, kv_dtype):
+    fields = {"page_size": page_size, "kv_dtype": kv_dtype}
+    source = fed(kind, CHUNKS[chunks], **fields)
+    source.check(3)
+    checkpoint = export(source.cache, 3)
+    target = Fed(kind, seed=1, **fields, max_total_tokens=96, max_num_sequences=3)
+    target.add(1)
+    target.step({1: 10})
+    order = np.random.default_rng(0).permutation(len(checkpoint[1]))
+    restore(target.cache, 5, checkpoint, [int(i) for i in order])
+    target.rows[5] = list(source.rows[3])
+    target.check(5)
+    target.check(1)
+    again = export(target.cache, 5)
+    assert json.loads(again[0]) == json.loads(checkpoint[0]) | {"seq_id": 5}
+    for ours, theirs in zip(again[1], checkpoint[1], strict=True):
+        assert ours.numpy().tobytes() == theirs.numpy().tobytes()
+
+
+def test_bfloat16_of_any_bits():
+    caches = [make_cache(kv_dtype="bfloat16") for _ in range(2)]
+    caches[0].add_sequence(0)
+    with caches[0].forward([0], [10]):
+        pass
+    bits = np.random.default_rng(0).integers(0, 2**16, (2, 2, 10, 2, 8), "uint16")
+    k, v = bits.view(ml_dtypes.bfloat16)
+    caches[0].debug_set_kv(0, 0, k, v)
+    checkpoint = export(caches[0], 0)
+    restore(caches[1], 0, checkpoint)
+    for layer in range(2):
+        expected = page_group((k[layer], v[layer]), 0, 4).tobytes()
+        assert checkpoint[1][layer].numpy().tobytes() == expected
+        assert export(caches[1], 0)[1][layer].numpy().tobytes() == expected
+
+
+@pytest.mark.parametrize("kind", list(LAYERS))
+@pytest.mark.parametrize("seed", range(3))
+def test_forks_pops_and_slides(kind, seed):
+    rng = np.random.default_rng(seed)
+    source = fed(kind, (20, 7), seed)
+    source.fork(3, 4)
+    source.step({3: 3, 4: 6}, salt=1)
+    for seq_id, n in ((3, int(rng.integers(1, 12))), (4, 5)):
+        source.pop(seq_id, n)
+    source.fork(4, 5)
+    source.step({5: int(rng.integers(1, 9))}, salt=2)
+    target = Fed(kind, seed=seed + 7, max_total_tokens=400)
+    for seq_id in (5, 3, 4):
+        source.check(seq_id)
+        restore(target.cache, seq_id, export(source.cache, seq_id))
+        target.rows[seq_id] = list(source.rows[seq_id])
+        target.check(seq_id)
+    # They go on alike, in one batch and after another pop, and so do forks of them.
+    for each in (source, target):
+        each.pop(4, 3)
+        each.fork(5, 6)
+    for lengths in ({3: 1, 4: 1, 5: 1}, {5: 6, 3: 2, 6: 1}, {4: 9}):
+        for ours, theirs in zip(source.step(lengths), target.step(lengths), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    for seq_id in (3, 4, 5, 6):
+        target.check(seq_id)
+
+
+def test_several_imports_at_a_time_beside_steps():
+    source = fed("mixed", (9, 5))
+    source.step({-8: 7})
+    target = Fed("mixed", seed=2)
+    target.add(1)
+    checkpoints = {3: export(source.cache, 3), -8: export(source.cache, -8)}
+    for seq_id, (metadata, _) in checkpoints.items():
+        call("prepare_import", target.cache, seq_id, metadata)
+    for group_id in range(len(LAYERS["mixed"])):
+        target.step({1: 3})
+        for seq_id, (_, groups) in checkpoints.items():
+            call("import_page_group", target.cache, seq_id, group_id, groups[group_id])
+        target.check(1)
+    assert target.cache.stats()["num_importing_sequences"] == 2
+    assert target.cache.sequence_ids() == [1]
+    call("finish_import", target.cache, 3)
+    assert target.cache.sequence_ids() == [1, 3]
+    call("finish_import", target.cache, -8)
+    for seq_id in (3, -8):
+        target.rows[seq_id] = list(source.rows[seq_id])
+        target.check(seq_id)
+
+
+# --- wrong calls --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def half():
+    """A cache with sequence 1, sequence 2, which is empty, and half of an import as sequence 5."""
+    source = fed("mixed", (9, 5))
+    checkpoint = export(source.cache, 3)
+    target = Fed("mixed", seed=2, max_num_sequences=4)
+    target.add(1)
+    target.add(2)
+    target.step({1: 6})
+    call("prepare_import", target.cache, 5, checkpoint[0])
+    for group_id in (0, 1, 2):
+        call("import_page_group", target.cache, 5, group_id, checkpoint[1][group_id])
+    return target, checkpoint
+
+
+def _half(group):
+    return tvm.runtime.empty(group.shape, "float16")
+
+
+def state(cache) -> dict:
+    tables = [cache.page_table(5, g) for g in range(len(cache.stats()["groups"]))]
+    return {"importing": tables, **snapshot(cache, cache.sequence_ids())}
+
+
+WRONG = {
+    "step": (ValueError, "being imported", lambda c, m, g: c.begin_forward([5], [1])),
+    "fork": (ValueError, "being imported", lambda c, m, g: c.fork_sequence(5, 6)),
+    "fork_to": (ValueError, "in the cache already", lambda c, m, g: c.fork_sequence(1, 5)),
+    "pop": (ValueError, "being imported", lambda c, m, g: c.pop_n(5, 1)),
+    "add": (ValueError, "in the cache already", lambda c, m, g: c.add_sequence(5)),
+    "length": (ValueError, "being imported", lambda c, m, g: c.sequence_length(5)),
+    "metadata": (ValueError, "being imported", lambda c, m, g: export(c, 5)),
+    "export": (ValueError, "being imp", lambda c, m, g: call("export_page_group", c, 5, 0, g[0])),
+    "finish": (ValueError, "lacks page group 3", lambda c, m, g: call("finish_import", c, 5)),
+    "finish_other": (ValueError, "no import", lambda c, m, g: call("finish_import", c, 1)),
+    "finish_none": (KeyError, "no sequence 9", lambda c, m, g: call("finish_import", c, 9)),
+    "prepare_twice": (ValueError, "already", lambda c, m, g: call("prepare_import", c, 5, m)),
+    "prepare_taken": (ValueError, "already", lambda c, m, g: call("prepare_import", c, 1, m)),
+    "prepare_none": (TypeError, "str", lambda c, m, g: call("prepare_import", c, 6, None)),
+    "prepare_text": (ValueError, "byte 0 of 0", lambda c, m, g: call("prepare_import", c, 6, "")),
+    "again": (ValueError, "already", lambda c, m, g: call("import_page_group", c, 5, 0, g[0])),
+    "group": (IndexError, "group 5", lambda c, m, g: call("import_page_group", c, 5, 5, g[4])),
+    "group_-1": (IndexError, "-1", lambda c, m, g: call("import_page_group", c, 5, -1, g[4])),
+    "shape": (ValueError, "shape", lambda c, m, g: call("import_page_group", c, 5, 3, g[2])),
+    "none": (
+        TypeError,
+        "must be a tensor",
+        lambda c, m, g: call("import_page_group", c, 5, 3, None),
+    ),
+    "sequence": (ValueError, "no import", lambda c, m, g: call("import_page_group", c, 1, 0, g[0])),
+    "unknown": (KeyError, "no sequence", lambda c, m, g: call("import_page_group", c, 9, 0, g[0])),
+    "export_group": (IndexError, "5", lambda c, m, g: call("export_page_group", c, 1, 5, g[0])),
+    "export_shape": (ValueError, "shape", lambda c, m, g: call("export_page_group", c, 1, 0, g[0])),
+    "export_none": (
+        TypeError,
+        "must be a tensor",
+        lambda c, m, g: call("export_page_group", c, 1, 0, None),
+    ),
+    "export_id": (
+        KeyError,
+        "no sequence 9",
+        lambda c, m, g: call("export_page_group", c, 9, 0, g[0]),
+    ),
+    "metadata_id": (
+        KeyError,
+        "no sequence 9",
+        lambda c, m, g: call("get_checkpoint_metadata", c, 9),
+    ),
+    "dtype": (
+        ValueError,
+        "be float32, got float16",
+        lambda c, m, g: call("import_page_group", c, 5, 4, _half(g[4])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_a_wrong_call_changes_nothing(half, name):
+    target, (metadata, groups) = half
+    error, text, wrong = WRONG[name]
+    before = state(target.cache)
+    with pytest.raises(error, match=text):
+        wrong(target.cache, metadata, groups)
+    assert state(target.cache) == before
+    target.cache.check_integrity()
+    for group_id in (4, 3):  # the import goes on
+        call("import_page_group", target.cache, 5, group_id, groups[group_id])
+    call("finish_import", target.cache, 5)
+    assert [x.numpy().tobytes() for x in export(target.cache, 5)[1]] == [
+        x.numpy().tobytes() for x in groups
+    ]
+
+
+def test_nothing_of_it_within_a_step(half):
+    target, (metadata, groups) = half
+    calls = [
+        lambda: export(target.cache, 1),
+        lambda: call("export_page_group", target.cache, 1, 0, groups[0]),
+        lambda: call("prepare_import", target.cache, 7, metadata),
+        lambda: call("import_page_group", target.cache, 5, 3, groups[3]),
+        lambda: call("finish_import", target.cache, 5),
+        lambda: target.cache.remove_sequence(5),
+    ]
+    with target.cache.forward([1], [1]):
+        for each in calls:
+            with pytest.raises(ValueError, match="within a step; call end_forward first"):
+                each()
+
+
+@pytest.mark.parametrize("give_up", ["remove", "clear"])
+def test_half_an_import_can_be_given_up(half, give_up):
+    target, checkpoint = half
+    if give_up == "remove":
+        target.cache.remove_sequence(5)
+        target.check(1)
+        target.cache.remove_sequence(1)
+        target.cache.remove_sequence(2)
+    else:
+        target.cache.clear()
+    target.cache.check_integrity()
+    stats = target.cache.stats()
+    assert stats["num_used_pages"] == stats["total_tokens"] == stats["num_sequences"] == 0
+    restore(target.cache, 5, checkpoint)
+    target.cache.check_integrity()
+
+
+def test_an_empty_sequence_may_be_the_target(half):
+    target, checkpoint = half
+    target.cache.remove_sequence(5)
+    restore(target.cache, 2, checkpoint)
+    assert target.cache.sequence_length(2) == 14
+
+
+def test_too_few_pages_or_sequences():
+    source = fed("mixed", (30, 20))
+    metadata, groups = export(source.cache, 3)
+    target = Fed("mixed", max_total_tokens=60, max_num_sequences=2)
+    target.add(1)
+    target.step({1: 11})
+    before = snapshot(target.cache, [1])
+    with pytest.raises(pkv.CacheFullError, match="the import needs 13 pages, but 12 of 15 are"):
+        call("prepare_import", target.cache, 3, metadata)
+    assert snapshot(target.cache, [1]) == before
+    target.cache.pop_n(1, 3)
+    restore(target.cache, 3, (metadata, groups))
+    with pytest.raises(ValueError, match="max_num_sequences"):
+        call("prepare_import", target.cache, 4, export(source.cache, -8)[0])
+    target.cache.check_integrity()
+
+
+# --- metadata -----------------------------------------------------------------------------------
+
+
+def test_metadata_says_what_the_groups_are():
+    source = fed("all", (21, 14))
+    metadata = json.loads(call("get_checkpoint_metadata", source.cache, 3))
+    assert metadata["seq_id"] == 3 and metadata["seq_length"] == 35
+    assert metadata["layout_hash"] == call("get_layout_hash", source.cache)
+    assert [page["start_pos"] for page in metadata["logical_pages"]] == list(range(0, 35, 4))
+    assert metadata["logical_pages"][-1]["length"] == 3
+    for layer, group in enumerate(metadata["groups"]):
+        expected = source.expected_group(3, layer)
+        assert group["shape"] == list(expected.shape) and group["nbytes"] == expected.nbytes
+    # The window of 7 keeps 22 positions: position 13 is in page 3.
+    assert [group["first_position"] for group in metadata["groups"]] == [12, 0, 0]
+
+
+def _mutate(metadata: dict, path: str, value) -> str:
+    changed = json.loads(json.dumps(metadata))
+    *way, last = path.split(".")
+    place = changed
+    for key in way:
+        place = place[int(key) if key.isdigit() else key]
+    last = int(last) if last.isdigit() else last
+    if value is KeyError:
+        del place[last]
+    else:
+        place[last] = value
+    return json.dumps(changed)
+
+
+LIES = {
+    "version": ("format_version", 2, "format_version must be 1, got 2"),
+    "no_version": ("format_version", KeyError, "lacks the field 'format_version'"),
+    "cache_type": ("cache_type", "rnn", "cache_type must be"),
+    "unknown": ("windows", 3, "unknown field 'windows'"),
+    "length_type": ("seq_length", "14", "expected a number"),
+    "length_float": ("seq_length", 14.0, "expected an integer"),
+    "length_bool": ("seq_length", True, "expected a number"),
+    "length_null": ("seq_length", None, "expected a number"),
+    "length_list": ("seq_length", [14], "expected a number"),
+    "length_huge": ("seq_length", 10**30, "integer of 64 bits"),
+    "length_64": ("seq_length", 2**63 - 1, "seq_length must be between"),
+    "length_min": ("seq_length", -(2**63), "seq_length must be between"),
+    "length_31": ("seq_length", 2**31, "seq_length must be between"),
+    "length_more": ("seq_length", 15, "cover 14 positions"),
+    "length_less": ("seq_length", 13, "cover 14 positions"),
+    "page_missing": ("logical_pages.1", KeyError, "does not follow"),
+    "page_last": ("logical_pages.3", KeyError, "cover 12 positions"),
+    "page_order": ("logical_pages.0.logical_page_index", 1, "does not follow"),
+    "page_long": ("logical_pages.2.length", 5, "does not follow"),
+    "page_zero": ("logical_pages.0.length", 0, "does not follow"),
+    "page_huge": ("logical_pages.0.length", 2**62, "does not follow"),
+    "groups_none": ("groups", [], "a group for each of the 5 layers, got 0"),
+    "group_missing": ("groups.4", KeyError, "a group for each of the 5 layers, got 4"),
+    "group_index": ("groups.1.group_index", 0, "group_index of group 1 must be 1, got 0"),
+    "group_dtype": ("groups.1.dtype", "float16", "shape or dtype of group 1"),
+    "group_shape": ("groups.1.shape.1", 9, "shape or dtype of group 1"),
+    "group_rank": ("groups.1.shape", [1, 4], "shape or dtype of group 1"),
+    "group_pages": ("groups.1.num_logical_pages", 9, "num_logical_pages of group 1"),
+    "group_bytes": ("groups.1.nbytes", 2**40, "nbytes of group 1 must be"),
+    "group_first": ("groups.0.first_position", 4, "num_logical_pages of group 0 must be 3"),
+    "group_odd": ("groups.0.first_position", 3, "that of a page"),
+    "group_far": ("groups.0.first_position", 2**62, "that of a page"),
+    "group_before": ("groups.0.first_position", -4, "that of a page"),
+    "page_size": ("page_size", 8, "do not agree"),
+    "kinds": ("attn_kinds.1", "mha", "do not agree"),
+    "dtype": ("dtype", "float16", "do not agree"),
+    "hash": ("layout_hash", "0" * 16, "another layout"),
+    "layout": ("layout", "page_size=4", "another layout"),
+    "layout_text": ("layout", "\x00", "printable ASCII"),
+}
+
+
+@pytest.mark.parametrize("name", list(LIES))
+def test_metadata_that_lies(name):
+    path, value, text = LIES[name]
+    metadata = json.loads(export(fed("mixed", (9, 5)).cache, 3)[0])
+    target = Fed("mixed")
+    before = snapshot(target.cache, [])
+    with pytest.raises(ValueError, match=text):
+        call("prepare_import", target.cache, 3, _mutate(metadata, path, value))
+    assert snapshot(target.cache, []) == before
+    call("prepare_import", target.cache, 3, json.dumps(metadata, indent=1))
+
+
+def test_the_pages_kept_must_fit_the_window():
+    """Consistent metadata of a sequence that this window cannot have left behind."""
+    source = fed("sliding", (20, 20))
+    metadata = json.loads(export(source.cache, 3)[0])
+    # 40 positions with a window of 6: the next row sees 35, and from 19 on must be kept.
+    assert metadata["groups"][0]["first_position"] == 16
+    for first, is_right in ((12, False), (16, True), (32, True), (36, False)):
+        changed = json.loads(json.dumps(metadata))
+        for group in changed["groups"]:
+            num_pages = 10 - first // 4
+            group["nbytes"] = group["nbytes"] // group["num_logical_pages"] * num_pages
+            group["shape"][1] = group["num_logical_pages"] = num_pages
+            group["first_position"] = first
+        target = Fed("sliding")
+        if is_right:
+            restore(target.cache, 3, (json.dumps(changed), empty_groups(json.dumps(changed))))
+            target.cache.check_integrity()
+            continue
+        with pytest.raises(ValueError, match="from position 16 to 32 on"):
+            call("prepare_import", target.cache, 3, json.dumps(changed))
+    changed["groups"][0] = metadata["groups"][0]
+    with pytest.raises(ValueError, match="must have the same first_position"):
+        call("prepare_import", Fed("sliding").cache, 3, json.dumps(changed))
+
+
+@pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**6, '{"seq_id":' + "9" * 10**6 + "}"])
+def test_deep_and_long_text(text):
+    with pytest.raises(ValueError, match="checkpoint metadata"):
+        call("prepare_import", Fed("mha").cache, 3, text)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_metadata(seed):
+    """Cut or changed anywhere: refused, or the same in other words."""
+    metadata = export(fed("mixed", (9, 5)).cache, 3)[0]
+    rng = np.random.default_rng(seed)
+    target = Fed("mixed")
+    for _ in range(400):
+        at = int(rng.integers(len(metadata)))
+        if rng.random() < 0.3:
+            text = metadata[:at]
+        else:
+            text = metadata[:at] + chr(rng.integers(1, 128)) + metadata[at + 1 :]
+        try:
+            call("prepare_import", target.cache, 3, text)
+        except ValueError:
+            assert target.cache.is_empty()
+            continue
+        known = ("seq_id", "layer_begin", "layer_end", "rope_mode")
+        left, right = (
+            {k: v for k, v in json.loads(x).items() if k not in known} for x in (text, metadata)
+        )
+        assert left == right
+        target.cache.remove_sequence(3)
+    target.cache.check_integrity()
+
+
+# --- layout -------------------------------------------------------------------------------------
+
+
+def _hash(layers=None, **fields) -> str:
+    kernels = [{**KERNELS, **MLA_KERNELS}] * 2
+    cache = make_cache(kernels, layers=layers or [LAYER, MLA_LAYER], **fields)
+    return call("get_layout_hash", cache)
+
+
+def _with(index: int, **fields) -> list[dict]:
+    layers = [dict(LAYER), dict(MLA_LAYER)]
+    layers[index] |= fields
+    return layers
+
+
+def test_layout_hash_tells_apart_what_is_incompatible():
+    factors = [tvm.runtime.tensor(np.full(4, x, "float32")) for x in (1, 2)]
+    normal = {"rope_mode": 1}
+    hashes = [
+        _hash(),
+        _hash(page_size=8),
+        _hash(kv_dtype="bfloat16"),
+        _hash([LAYER, LAYER]),
+        _hash([MLA_LAYER, LAYER]),
+        _hash([LAYER, MLA_LAYER, LAYER]),
+        _hash(_with(0, num_kv_heads=1)),
+        _hash(_with(0, qk_head_dim=16)),
+        _hash(_with(0, kind="mha_sliding", window=5)),
+        _hash(_with(0, kind="mha_sliding", window=6)),
+        _hash(_with(1, qk_head_dim=32)),
+        _hash(_with(1, v_head_dim=8)),
+        _hash(rope_mode=1),
+        _hash(rope_mode=2),
+        _hash(_with(0, rope_theta=1e5), rope_mode=1),
+        _hash(_with(0, rope_theta=1e4 + 1e-9), rope_mode=1),
+        _hash(_with(0, rope_scale=2.0), rope_mode=1),
+        _hash(_with(0, rope_details="llama3"), rope_mode=1),
+        *(_hash(rope_ext_factors=x, **normal) for x in factors),
+    ]
+    assert len(set(hashes)) == len(hashes)
+    assert all(len(x) == 16 and int(x, 16) >= 0 for x in hashes)
+
+
+def test_layout_hash_ignores_everything_else():
+    assert {
+        _hash(),
+        _hash(max_total_tokens=128, max_num_sequences=3, prefill_chunk_size=7),
+        _hash(aux_manager="plain"),
+        _hash(dtype="float16", kv_dtype="float32"),
+        _hash(_with(0, num_qo_heads=8)),
+        _hash(_with(0, kernel_set=1)),
+        _hash(_with(0, rope_theta=1e5, rope_details="x")),  # nothing is rotated
+        _hash(_with(1, rope_theta=1e5)),
+    } == {_hash()}
+
+
+def test_another_layout_is_refused():
+    metadata = export(fed("mha", (5,)).cache, 3)[0]
+    with pytest.raises(ValueError, match=r"page_size=4 .*but the cache has page_size=8"):
+        call("prepare_import", Fed("mha", page_size=8).cache, 3, metadata)
+    with pytest.raises(ValueError, match="another layout"):
+        call("prepare_import", Fed("mixed").cache, 3, metadata)
+
+
+# --- the cache inside apache-tvm ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """A stock cache that holds 21 positions as sequence 0, and one of ours that is empty."""
+    config = pkv.KVCacheConfig(
+        num_layers=2, num_qo_heads=4, num_kv_heads=2, qk_head_dim=16, dtype="float32",
+        max_num_sequences=4, max_total_tokens=256, prefill_chunk_size=64,
+        rope=pkv.RopeConfig(theta=12345.6),
+    )  # fmt: skip
+    kernels = stock_kernels(4, 2, 16, "float32", num_layers=2, rope_theta=12345.6)
+    pkv.use_stock_runtime()
+    try:
+        cache = create_positional(config, kernels, "tirx")
+    finally:
+        pkv.use_pagedkv_runtime()
+    _append(cache, 21)
+    return cache, create_positional(config, kernels, "tirx")
+
+
+def _append(cache, length: int) -> None:
+    get_global_func(STATE + "add_sequence")(cache, 0)
+    get_global_func(STATE + "begin_forward")(cache, Shape([0]), Shape([length]))
+    qkv = np.random.default_rng(0).standard_normal((length, 8, 16)).astype("float32")
+    for layer in range(2):
+        out = tvm.runtime.empty((length, 4, 16), "float32")
+        call("attention_with_fused_qkv", cache, layer, 0.25, tvm.runtime.tensor(qkv), out)
+    get_global_func(STATE + "end_forward")(cache)
+
+
+def test_the_stock_cache_exports_the_same(stock):
+    theirs, ours = stock
+    ours.clear()
+    _append(ours, 21)
+    their_text, their_groups = export(theirs, 0)
+    our_text, our_groups = export(ours, 0)
+    left, right = json.loads(their_text), json.loads(our_text)
+    for name in ("format_version", "page_size", "num_layers", "layer_begin", "layer_end", "dtype",
+                 "attn_kinds", "seq_id", "seq_length", "logical_pages"):  # fmt: skip
+        assert left[name] == right[name], name
+    for group in right["groups"]:
+        assert group.pop("first_position") == 0
+    assert left["groups"] == right["groups"]
+    k, v = (x.numpy() for x in ours.debug_get_kv(0))
+    for layer in range(2):
+        expected = page_group((k[layer], v[layer]), 0, 16)
+        assert our_groups[layer].numpy().tobytes() == expected.tobytes()
+        np.testing.assert_allclose(their_groups[layer].numpy(), expected, atol=1e-6)
+
+
+def test_checkpoints_of_the_stock_cache_can_be_read(stock):
+    theirs, ours = stock
+    ours.clear()
+    checkpoint = export(theirs, 0)
+    restore(ours, 7, checkpoint)
+    for left, right in zip(export(ours, 7)[1], checkpoint[1], strict=True):
+        assert left.numpy().tobytes() == right.numpy().tobytes()
+    metadata = json.loads(checkpoint[0])
+    for field, value in {
+        "rotary_theta": 1e4,
+        "rotary_scale": 2.0,
+        "rope_mode": "inline",
+        "num_kv_heads": 1,
+        "qk_head_dim": 32,
+        "dtype": "float16",
+        "has_rope_ext_factors": True,
+        "attn_kinds": ["mha", "mha_sliding"],
+    }.items():
+        with pytest.raises(ValueError, match="another layout"):
+            call("prepare_import", ours, 8, json.dumps(metadata | {field: value}))

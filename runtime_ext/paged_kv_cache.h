@@ -5,8 +5,8 @@
  *
  * paged_kv_cache.cc has its making, the sequences and the step; attention.cc, mla_attention.cc,
  * shared_attention.cc and tree_attention.cc what a layer calls within a step; tree_commit.cc what
- * follows a step with token trees; inspect.cc what looks at a cache from outside; checkpoint.cc what
- * takes sequences out of a cache and into another.
+ * follows a step with token trees; inspect.cc what looks at a cache from outside; checkpoint.cc
+ * what takes sequences out of a cache and into another.
  */
 #ifndef TVM_PAGEDKV_PAGED_KV_CACHE_H_
 #define TVM_PAGEDKV_PAGED_KV_CACHE_H_

@@ -17,6 +17,7 @@ from .checkpoint_cases import LAYERS, Fed, call, empty_groups, export, restore
 from .python_kernels import KERNELS, LAYER, MLA_KERNELS, MLA_LAYER, make_cache, snapshot
 from .reference_checkpoint import page_group
 from .stock import create_positional, stock_kernels
+from .tree_cache_cases import TreePair
 
 STATE = "vm.builtin.kv_state_"
 
@@ -122,6 +123,28 @@ def test_several_imports_at_a_time_beside_steps():
     for seq_id in (3, -8):
         target.rows[seq_id] = list(source.rows[seq_id])
         target.check(seq_id)
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (6, 6)])
+def test_trees_must_be_committed_first(windows):
+    pair = TreePair(windows)
+    pair.add(0)
+    pair.step({0: 30})
+    metadata, groups = export(pair.cache, 0)
+    pair.step({0: [-1, 0, 0, 1, 2]})
+    before = pair.snapshot()
+    with pytest.raises(ValueError, match="5 tree nodes that are not committed"):
+        call("get_checkpoint_metadata", pair.cache, 0)
+    with pytest.raises(ValueError, match="5 tree nodes that are not committed"):
+        call("export_page_group", pair.cache, 0, 0, groups[0])
+    assert pair.snapshot() == before
+    pair.commit({0: 4})
+    checkpoint = export(pair.cache, 0)
+    pair.cache.remove_sequence(0)
+    restore(pair.cache, 0, checkpoint)
+    pair.cache.check_integrity()
+    pair.check_rows()
+    pair.step({0: [-1, 0, 0]})  # attends as if nothing had happened
 
 
 # --- wrong calls --------------------------------------------------------------------------------

@@ -146,15 +146,21 @@ void OverrideStockNames() {
   Override("vm.builtin.kv_cache_disagg_mark_send", NotImplemented("KV transfer"));
 }
 
+void RequireSinks(const ffi::Tensor& sinks) {
+  if (!sinks.defined()) throw ffi::Error(kTypeError, "sinks must be a tensor, got None", "");
+}
+
 // Relax gives an output last.
 void AttentionWithSinks(PagedKVCache cache, int64_t layer, double sm_scale, ffi::Tensor qkv,
                         ffi::Tensor sinks, ffi::Tensor o) {
+  RequireSinks(sinks);
   Translate([&] { (*cache.get()).AttentionWithFusedQKV(layer, sm_scale, qkv, o, sinks); });
 }
 
 void SharedAttentionWithSinks(PagedKVCache cache, int64_t source, double sm_scale, ffi::Tensor q,
                               ffi::Tensor current_k, ffi::Tensor current_v, ffi::Tensor sinks,
                               ffi::Tensor o) {
+  RequireSinks(sinks);
   Translate([&] {
     (*cache.get()).AttentionWithSharedKV(source, sm_scale, q, current_k, current_v, o, sinks);
   });

@@ -12,7 +12,9 @@ import tvm
 import tvm_ffi
 from tvm_ffi import Shape
 
-from .python_kernels import KERNELS, LAYER, MLA_KERNELS, MLA_LAYER, make_cache
+from .checkpoint_cases import call, export
+from .python_kernels import KERNELS, LAYER, MLA_LAYER, make_cache
+from .python_tree_kernels import KERNELS_WITH_TREES, MLA_KERNELS_WITH_TREES
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 WIDE = 2**32  # becomes 0 where somebody keeps 32 bits
@@ -20,13 +22,21 @@ LENGTHS = {0: 6, 1: 4, 2: 6}  # sequence 2 is a fork of 0
 STEP_IDS, STEP_LENGTHS = (0, 1), (3, 2)
 ROWS = sum(STEP_LENGTHS)
 MHA, SLIDING, MLA = 0, 1, 2  # layers
-UNKNOWN = 77
+UNKNOWN, IMPORTED = 77, 9
 
 
 def make_world(phase: str) -> Any:
-    """A small cache with layers of all kinds, outside or within a step."""
+    """A small cache with layers of all kinds.
+
+    Parameters
+    ----------
+    phase : str
+        "idle": outside a step; "step": within one; "tree": between two, with uncommitted nodes;
+        "import": while sequence `IMPORTED` lacks the pages of a layer; "imported": with all pages
+        of it, before `finish_import`.
+    """
     cache = make_cache(
-        [KERNELS, MLA_KERNELS],
+        [KERNELS_WITH_TREES, MLA_KERNELS_WITH_TREES],
         layers=[
             LAYER,
             {**LAYER, "kind": "mha_sliding", "window": 8},
@@ -46,6 +56,15 @@ def make_world(phase: str) -> Any:
     if phase == "step":
         cache.begin_forward(STEP_IDS, STEP_LENGTHS)
         cache.attention(MHA, np.full((ROWS, 8, 8), 0.5, "float32"))  # a source for shared K and V
+    if phase == "tree":
+        cache.begin_forward(STEP_IDS, STEP_LENGTHS, [-1, 0, 0, -1, 0])
+        cache.end_forward()
+    if phase in ("import", "imported"):
+        metadata, groups = export(cache, 0)
+        call("prepare_import", cache, IMPORTED, metadata)
+        for layer, pages in enumerate(groups):
+            if layer != MHA or phase == "imported":
+                call("import_page_group", cache, IMPORTED, layer, pages)
     return cache
 
 
@@ -74,8 +93,13 @@ def shape(valid: tuple[int, ...], **wrong: tuple[int, ...]) -> Kind:
     return Kind(lambda: Shape(valid), both)
 
 
-def tensor(*dims: int, dtype: str = "float32", free_axis: int | None = None) -> Kind:
-    """A contiguous tensor on the CPU; other sizes of `free_axis` are right as well."""
+def tensor(
+    *dims: int, dtype: str = "float32", free_axis: int | None = None, any_host: bool = False
+) -> Kind:
+    """A contiguous tensor on the CPU.
+
+    Other sizes of `free_axis` are right as well, and with `any_host` other numbers of the device.
+    """
 
     def full(*shape: int, dtype: str = dtype, device=None):
         return tvm.runtime.tensor(np.zeros(shape, dtype), device or tvm.cpu())
@@ -100,6 +124,11 @@ def tensor(*dims: int, dtype: str = "float32", free_axis: int | None = None) -> 
             wrong[f"axis_{axis}_{step:+d}"] = lambda changed=changed: full(*changed)
     for other in ("float16", "float64", "int32", "uint8", "bool"):
         wrong[other] = lambda other=other: full(*dims, dtype=other)
+    if len(dims) == 1:
+        for same in ("one_dimension", "reversed", "transposed"):
+            del wrong[same]
+    if any_host:
+        del wrong["device_1"]
     return Kind(lambda: full(*dims), wrong)
 
 

@@ -265,6 +265,7 @@ def test_config_map(cache_dir):
         "kv_dtype": "float16",
         "rope_mode": 2,
         "aux_manager": "auto",
+        "share_prefix": True,
     }
     assert layers == 2 * [
         {

@@ -145,10 +145,11 @@ def test_deep_forks():
 
 
 def test_page_tables_larger_than_the_pool():
-    # 12 forks of 8 pages: 96 entries of a pool of 24 pages, so the merged buffer must grow.
-    pair = Pair(make_cache(max_num_sequences=16, max_total_tokens=96))
+    # 12 forks of 20 pages: 240 entries of a pool of 40 pages, so the merged buffer must grow.
+    pair = Pair(make_cache(max_num_sequences=16, max_total_tokens=160, share_prefix=False))
     pair.add(0)
-    pair.step([0], [32])
+    for n in (32, 32, 16):
+        pair.step([0], [n])
     before = pair.cache.stats()["aux_bytes"]
     for child in range(1, 13):
         pair.fork(0, child)

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import tvm_ffi
+from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 
+from .checkpoint_cases import export
 from .hostile_values import (
     APPENDS,
     IDS,
+    IMPORTED,
     LEAVES,
     MHA,
     MLA,
@@ -28,6 +31,8 @@ from .hostile_values import (
     SEQ,
     SLIDING,
     TREE,
+    UNKNOWN,
+    WIDE,
     Kind,
     integer,
     make_world,
@@ -54,11 +59,58 @@ CREATION = {"vm.builtin.paged_attention_kv_cache_create", OWN + "create"}
 LAYER = integer(MHA, MLA, -1, 3, -(2**31), 2**31)
 MLA_LAYER = integer(MLA, MHA, SLIDING, -1, 3)
 GROUP = integer(0, -1, 3, 2**31)
-Q, K, LSE = tensor(ROWS, 4, 8), tensor(ROWS, 2, 8), tensor(ROWS, 4)
+QKV, Q, K, LSE = tensor(ROWS, 8, 8), tensor(ROWS, 4, 8), tensor(ROWS, 2, 8), tensor(ROWS, 4)
 BEGIN, END = integer(1, -1, 5, 7), integer(4, -1, 0, 7)
 ROWS_OF_TWO = tensor(2, 3, 2, 8)  # of the layers that are not MLA, in [BEGIN, END)
-LATENT_ROWS, ANY_LATENT_ROWS = tensor(1, 3, 24), tensor(1, 3, 24, free_axis=1)
-TEXT = Kind(lambda: "{}", {"empty": lambda: "", "no_json": lambda: "{", "huge": lambda: "9" * 9999})
+LATENT_ROWS, ANY_LATENT_ROWS = tensor(1, 3, 24), tensor(1, 3, 24, free_axis=1, any_host=True)
+PAGES_OF_MHA = tensor(1, 2, 2, 2, 4, 8, any_host=True)  # both pages of sequence 0
+SINKS = tensor(4)
+NO_SINKS = Kind(lambda: None, SINKS.wrong, takes_none=True)
+SOME_PAGES_OF_MHA = tensor(1, 2, 2, 2, 4, 8, free_axis=1, any_host=True)
+PAGES = shape((0, 1), outside=(0, 16), negative=(-1, 0), wide=(WIDE, 1), one=(0,), none=())
+SLOTS = shape((4, 2), many=(4, 5), negative=(4, -1), wide=(WIDE + 4, 2), one=(4,), none=())
+NEW_SEQS = shape((IMPORTED,), taken=(0,), none=(), two=(IMPORTED, IMPORTED + 1))
+IMPORTED_SEQ = integer(IMPORTED, 0, UNKNOWN, -1)
+BAD_METADATA = {
+    "empty": lambda: "",
+    "an_object": lambda: "{}",
+    "half": lambda: metadata()[: len(metadata()) // 2],
+    "other_layout": lambda: metadata().replace('layout_hash":"', 'layout_hash":"0'),
+    "overflow": lambda: metadata().replace('"seq_length":6', f'"seq_length":{2**63 - 1}'),
+    "huge": lambda: "9" * 9999,
+}
+METADATA = Kind(lambda: metadata(), BAD_METADATA)
+
+
+
+def metadata() -> str:
+    """The metadata of a checkpoint of sequence 0."""
+    return export(make_world("idle"), 0)[0]
+
+
+def array_of(value: Any, bad: dict[str, Callable[[], Any]]) -> Kind:
+    """An array with one value; arrays with bad ones or of another length are wrong."""
+    wrong = {name: (lambda make=make: [make()]) for name, make in bad.items()}
+    return Kind(lambda: [value()], {**wrong, "none": list, "two": lambda: [value(), value()]})
+
+
+def page_numbers(*numbers: int) -> list[Shape]:
+    """The numbers for each layer group."""
+    return [Shape(numbers)] * 3
+
+
+PAGE_NUMBERS = array_of(
+    lambda: page_numbers(0, 1),
+    {
+        "gap": lambda: page_numbers(0, 2),
+        "negative": lambda: page_numbers(-1, 0),
+        "high": lambda: page_numbers(0, 2**63 - 1),
+        "wide": lambda: page_numbers(0, 2**32 + 1),
+        "three": lambda: page_numbers(0, 1, 2),
+        "twice": lambda: page_numbers(0, 0),
+        "one_group": lambda: page_numbers(0, 1)[:1],
+    },
+)
 
 # name: (when it may be called, kinds of its arguments after the cache)
 FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
@@ -70,14 +122,14 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     STATE + "begin_forward": ("idle", [IDS, APPENDS, TREE]),
     STATE + "end_forward": ("step", []),
     CACHE + "enable_sliding_window_for_seq": ("idle", [SEQ, integer(8, 0, -1), integer(2, -1, 8)]),
-    CACHE + "commit_accepted_token_tree_nodes": ("idle", [IDS, LEAVES]),
+    CACHE + "commit_accepted_token_tree_nodes": ("tree", [IDS, LEAVES]),
     CACHE + "empty": ("any", []),
     CACHE + "get_num_available_pages": ("any", []),
     CACHE + "get_total_sequence_length": ("any", []),
     CACHE + "get_sequence_length": ("any", [SEQ]),
     CACHE + "get_query_positions": ("step", []),
-    CACHE + "attention_with_fused_qkv": ("step", [LAYER, SCALE, tensor(ROWS, 8, 8), Q]),
-    CACHE + "attention_with_shared_kv": ("step", [LAYER, SCALE, Q, K, K, Q]),
+    CACHE + "attention_with_fused_qkv": ("step", [LAYER, SCALE, QKV, Q, NO_SINKS]),
+    CACHE + "attention_with_shared_kv": ("step", [LAYER, SCALE, Q, K, K, Q, NO_SINKS]),
     CACHE + "self_attention": ("step", [LAYER, SCALE, Q, K, K, Q, LSE]),
     CACHE + "cross_attention": ("step", [LAYER, SCALE, Q, Q, LSE]),
     CACHE + "append_mla_kv": ("step", [MLA_LAYER, tensor(ROWS, 24)]),
@@ -86,10 +138,10 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     CACHE + "debug_get_kv_mla": ("any", [SEQ, BEGIN, END, LATENT_ROWS]),
     CACHE + "get_checkpoint_metadata": ("idle", [SEQ]),
     CACHE + "get_layout_hash": ("any", []),
-    CACHE + "export_page_group": ("idle", [SEQ, GROUP, tensor(1)]),
-    CACHE + "prepare_import": ("idle", [NEW_SEQ, TEXT]),
-    CACHE + "import_page_group": ("idle", [SEQ, GROUP, tensor(1)]),
-    CACHE + "finish_import": ("idle", [SEQ]),
+    CACHE + "export_page_group": ("idle", [SEQ, GROUP, PAGES_OF_MHA]),
+    CACHE + "prepare_import": ("idle", [NEW_SEQ, METADATA]),
+    CACHE + "import_page_group": ("import", [IMPORTED_SEQ, GROUP, PAGES_OF_MHA]),
+    CACHE + "finish_import": ("imported", [IMPORTED_SEQ]),
     DISAGG + "prepare_recv": ("idle", [SEQ, integer(2, 0, -1, 2**31)]),
     DISAGG + "mark_send": ("idle", [SEQ, integer(0, -1, 7), shape((1, 0, 6)), integer(0, -1)]),
     OWN + "is_in_forward": ("any", []),
@@ -102,6 +154,12 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "check_integrity": ("any", []),
     OWN + "debug_set_kv": ("idle", [SEQ, integer(1, -1, 4, 7), ROWS_OF_TWO, ROWS_OF_TWO]),
     OWN + "debug_set_kv_mla": ("idle", [SEQ, integer(1, -1, 4, 7), ANY_LATENT_ROWS]),
+    OWN + "attention_with_sinks": ("step", [LAYER, SCALE, QKV, SINKS, Q]),
+    OWN + "attention_with_shared_kv_and_sinks": ("step", [LAYER, SCALE, Q, K, K, SINKS, Q]),
+    OWN + "export_pages": ("idle", [GROUP, PAGES, SLOTS, PAGES_OF_MHA]),
+    OWN + "prepare_imports": ("idle", [NEW_SEQS, array_of(metadata, BAD_METADATA), PAGE_NUMBERS]),
+    OWN + "import_pages": ("import", [IMPORTED_SEQ, GROUP, SOME_PAGES_OF_MHA]),
+    OWN + "share_every_prefix": ("idle", []),
     OWN + "poison_free_pages": ("any", []),
     OWN + "shuffle_free_pages": ("idle", [Kind(lambda: 7, {})]),
 }  # fmt: skip
@@ -129,7 +187,7 @@ class Sweep:
         self.renew()
 
     def renew(self) -> None:
-        self.cache = make_world("step" if self.phase == "step" else "idle")
+        self.cache = make_world("idle" if self.phase == "any" else self.phase)
         self.before = self.state()
 
     def state(self) -> dict:
@@ -212,14 +270,14 @@ def test_valid_arguments_in_and_out_of_phase(name):
     """The valid call works, so that what the sweep changes is what makes the calls fail."""
     phase, kinds = FUNCTIONS[name]
     function = tvm_ffi.get_global_func(name)
-    for now in ("idle", "step"):
+    for now in sorted({"idle", "step", phase} - {"any"}):
         cache = make_world(now)
         before = snapshot(cache, cache.sequence_ids())
         try:
             function(cache, *(kind.valid() for kind in kinds))
         except NotImplementedError:
             pytest.skip("is not implemented")
-        except ValueError:
+        except (KeyError, ValueError):
             assert phase not in (now, "any")
             assert snapshot(cache, cache.sequence_ids()) == before
         else:

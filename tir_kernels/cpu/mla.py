@@ -36,6 +36,9 @@ class _NoRotation:
     def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
         plain()
 
+    def if_positions_matter(self, body: Callable[[], None]) -> None:
+        pass
+
 
 class _Tile(SimpleNamespace):
     """Tokens of a sequence: `sequence`, `first_row` in Q of the sequence and its `num_rows`,

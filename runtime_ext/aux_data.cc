@@ -106,7 +106,7 @@ void AuxData::Layout(const std::vector<int64_t>& sizes) {
     Array& array = arrays_[i];
     const Buffer& buffer = buffers_[array.buffer];
     array.host = static_cast<int32_t*>(buffer.host.data_ptr()) + array.offset;
-    Allow(array.host, sizes[i] * sizeof(int32_t));
+    Allow(array.host, sizes[i] * array.row_size * sizeof(int32_t));
     array.view.Set(buffer.device, array.offset * static_cast<int64_t>(sizeof(int32_t)), sizes[i]);
   }
 }

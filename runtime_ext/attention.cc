@@ -103,7 +103,8 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
               {num_rows, config.num_qo_heads + 2 * config.num_kv_heads, config.qk_head_dim},
               config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
-  if (HasStockKernel(layer, {config.decode(), config.prefill(), config.tree()})) {
+  if (HasStockKernel(layer,
+                     {config.decode(), config.prefill(), config.tree(), PagedKernel(layer)})) {
     CheckAlignment("qkv", qkv);
     CheckAlignment("o", o);
   }
@@ -154,6 +155,13 @@ void PagedKVCacheObj::Append(const Layer& layer, const ffi::Tensor& qkv) {
   kernels.Get(KernelName::kTransposeAppend)(layer.pages, group.k.get(), group.v.get(), slots);
 }
 
+KernelName PagedKVCacheObj::PagedKernel(const Layer& layer) const {
+  const LayerConfig& config = layer.config;
+  const KernelName name = plan_.is_decode() ? config.decode() : config.prefill();
+  if (config.window > 0 || !plan_.has_windows() || KernelsOf(layer).IsOwn(name)) return name;
+  return plan_.is_decode() ? KernelName::kDecodeSliding : KernelName::kPrefillSliding;
+}
+
 void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages, double sm_scale,
                                      const ffi::Tensor& q, const ffi::Tensor& o,
                                      const ffi::Tensor& lse) {
@@ -166,8 +174,12 @@ void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages
   const LayerConfig& config = layer.config;
   const ffi::Tensor& first_positions = aux_->view(ArrayIndex(layer.group, kFirstPositions));
   const ffi::Tensor& positions = common(kQueryPositions);
-  const KernelName name = plan_.is_decode() ? config.decode() : config.prefill();
+  const KernelName name = PagedKernel(layer);
   const ffi::Function& kernel = kernels.Get(name);
+  ffi::Tensor length_info = pages.last_page_lengths;
+  if (kernels.IsStock(name) && NumLengthRows(layer.group) > 1) {
+    length_info = pages.arrays.Matrix(pages.lengths_index, 3, plan_.num_sequences());
+  }
   if (kernels.IsFlashInfer(name)) {
     const FlashInferPages table{layer.pages, pages.indptr, pages.values, pages.last_page_lengths};
     flashinfer_->Paged({kernels, config, layer.group, plan_, sm_scale, q, o, lse}, pages.range,
@@ -176,15 +188,13 @@ void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages
   }
   // Kernels of layers with a window take it as their last argument.
   auto decode = [&](auto... window) {
-    kernel(q, layer.pages, pages.indptr, pages.values, pages.last_page_lengths, first_positions,
-           positions, o, lse, rotary_mode(), config.rope_scale, config.rope_theta, sm_scale,
-           window...);
+    kernel(q, layer.pages, pages.indptr, pages.values, length_info, first_positions, positions, o,
+           lse, rotary_mode(), config.rope_scale, config.rope_theta, sm_scale, window...);
   };
   auto prefill = [&](auto... window) {
-    kernel(q, common(kQueryIndptr), layer.pages, pages.indptr, pages.values,
-           pages.last_page_lengths, first_positions, positions, o, lse,
-           static_cast<int64_t>(is_causal), rotary_mode(), config.rope_scale, config.rope_theta,
-           sm_scale, window...);
+    kernel(q, common(kQueryIndptr), layer.pages, pages.indptr, pages.values, length_info,
+           first_positions, positions, o, lse, static_cast<int64_t>(is_causal), rotary_mode(),
+           config.rope_scale, config.rope_theta, sm_scale, window...);
   };
   if (config.window == 0) {
     plan_.is_decode() ? decode() : prefill();
@@ -198,9 +208,14 @@ void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages
 }
 
 PagedKVCacheObj::PageArrays PagedKVCacheObj::StepPages(const Layer& layer) const {
-  return {PageRange::kWithStep, aux_->view(ArrayIndex(layer.group, kPageIndptr)),
+  const size_t lengths = ArrayIndex(layer.group, kLastPageLengths);
+  return {PageRange::kWithStep,
+          aux_->view(ArrayIndex(layer.group, kPageIndptr)),
           aux_->view(ArrayIndex(layer.group, kPageValues)),
-          aux_->view(ArrayIndex(layer.group, kLastPageLengths)), common(kTreeOrder)};
+          aux_->view(lengths),
+          common(kTreeOrder),
+          *aux_,
+          lengths};
 }
 
 PagedKVCacheObj::PageArrays PagedKVCacheObj::PastPages(const Layer& layer) {
@@ -209,12 +224,17 @@ PagedKVCacheObj::PageArrays PagedKVCacheObj::PastPages(const Layer& layer) {
   const ffi::Tensor& tree_order = past_aux_->view(0);
   if (HidesStep(layer)) {
     const PageArrays step = StepPages(layer);
-    return {PageRange::kPast, step.indptr, step.values, step.last_page_lengths, tree_order};
+    return {PageRange::kPast, step.indptr, step.values,       step.last_page_lengths,
+            tree_order,       step.arrays, step.lengths_index};
   }
-  auto view = [&](size_t i) -> const ffi::Tensor& {
-    return past_aux_->view(1 + layer.group * kNumPastArrays + i);
-  };
-  return {PageRange::kPast, view(0), view(1), view(2), tree_order};
+  const size_t first = 1 + layer.group * kNumPastArrays;
+  return {PageRange::kPast,
+          past_aux_->view(first),
+          past_aux_->view(first + 1),
+          past_aux_->view(first + 2),
+          tree_order,
+          *past_aux_,
+          first + 2};
 }
 
 void PagedKVCacheObj::FillPastArrays() {
@@ -222,7 +242,7 @@ void PagedKVCacheObj::FillPastArrays() {
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     sizes.push_back(plan_.num_sequences() + 1);
     sizes.push_back(plan_.NumPages(g, PageRange::kPast));
-    sizes.push_back(plan_.num_sequences());
+    sizes.push_back(NumLengthRows(g) * plan_.num_sequences());
   }
   if (past_aux_ == nullptr) {
     past_aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, sizes,
@@ -234,7 +254,7 @@ void PagedKVCacheObj::FillPastArrays() {
     auto host = [&](size_t i) { return past_aux_->host(1 + g * kNumPastArrays + i); };
     plan_.FillPageIndptr(g, PageRange::kPast, host(0));
     plan_.FillPageValues(g, PageRange::kPast, host(1));
-    plan_.FillLastPageLengths(PageRange::kPast, host(2));
+    FillLengths(g, PageRange::kPast, host(2));
   }
   past_aux_->Upload();
   has_past_arrays_ = true;
@@ -261,6 +281,9 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
   if (config.window > 0 && plan_.max_append() > config.window) {
     Raise(kNotImplementedError, "self_attention of ", plan_.max_append(),
           " rows of a sequence in a layer with a window of ", config.window, "; use attention");
+  }
+  if (plan_.has_windows() && config.window == 0 && KernelsOf(layer).IsOwn(config.prefill())) {
+    plan_.RequireRowsSeeEachOther("self_attention");
   }
   // Kernels are found before anything is written.
   const KernelSet& kernels = KernelsOf(layer);
@@ -305,7 +328,8 @@ void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Ten
   CheckTensor("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
   CheckTensor("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
-  if (HasStockKernel(layer, {config.decode(), config.prefill(), config.tree()})) {
+  if (HasStockKernel(layer,
+                     {config.decode(), config.prefill(), config.tree(), PagedKernel(layer)})) {
     for (const ffi::Tensor& each : {q, o, lse}) CheckAlignment("every tensor", each);
   }
   PagedAttention(layer, PastPages(layer), sm_scale, q, o, lse);
@@ -334,7 +358,8 @@ void PagedKVCacheObj::AttentionWithSharedKV(int64_t source_id, double sm_scale, 
           " has not appended this step's K and V; run its attention before the layers that share "
           "them");
   }
-  if (HasStockKernel(source, {config.decode(), config.prefill(), config.tree()})) {
+  if (HasStockKernel(source,
+                     {config.decode(), config.prefill(), config.tree(), PagedKernel(source)})) {
     CheckAlignment("q", q);
     CheckAlignment("o", o);
   }

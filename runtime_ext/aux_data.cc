@@ -111,6 +111,12 @@ void AuxData::Layout(const std::vector<int64_t>& sizes) {
   }
 }
 
+ffi::Tensor AuxData::Matrix(size_t i, int64_t num_rows, int64_t num_columns) const {
+  const Array& array = arrays_[i];
+  const int64_t byte_offset = array.offset * static_cast<int64_t>(sizeof(int32_t));
+  return StepView(kInt32, {num_columns}).Set(buffers_[array.buffer].device, byte_offset, num_rows);
+}
+
 void AuxData::Upload() {
   if (device_.device_type == kDLCPU) return;
   DeviceAPI* api = DeviceAPI::Get(device_);

@@ -39,6 +39,9 @@ class AuxData {
   /*! \brief Array `i` as kernels take it. */
   const ffi::Tensor& view(size_t i) const { return arrays_[i].view.get(); }
 
+  /*! \brief Array `i` from its start as a matrix. */
+  ffi::Tensor Matrix(size_t i, int64_t num_rows, int64_t num_columns) const;
+
   bool is_merged() const { return is_merged_; }
   int64_t num_bytes_copied() const { return num_bytes_copied_; }
   /*! \brief Bytes of the buffers on the device. */

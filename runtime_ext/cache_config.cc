@@ -24,6 +24,17 @@ constexpr int64_t kMaxPageSize = 256;
 constexpr int64_t kMaxHeads = 4096;
 constexpr int64_t kMaxHeadDim = 4096;
 
+/*! \brief Kernels that are not ours leave windows of sequences to a pair of stock ones. */
+void RequireSequenceWindows(const LayerConfig& layer, const KernelSet& kernels) {
+  if (layer.is_mla() || layer.window > 0) return;
+  if (kernels.IsOwn(KernelName::kPrefill) && kernels.IsOwn(KernelName::kDecode)) return;
+  for (KernelName name : {KernelName::kPrefillSliding, KernelName::kDecodeSliding}) {
+    if (kernels.IsStock(name)) continue;
+    Raise(kValueError, "windows of sequences over kernels of the stock cache need a kernel '",
+          ToString(name), "' of the same kind (tag tirx)");
+  }
+}
+
 void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
   std::string missing;
   auto require = [&](KernelName name) {
@@ -163,6 +174,7 @@ void CacheConfig::Validate() const {
     CheckLayer(layer);
     CheckRange("kernel_set", layer.kernel_set, 0, static_cast<int64_t>(kernel_sets.size()) - 1);
     RequireKernels(layer, kernel_sets[layer.kernel_set]);
+    if (has_sequence_windows) RequireSequenceWindows(layer, kernel_sets[layer.kernel_set]);
   }
   if (rope_ext_factors.defined()) CheckExtensionFactors(*this);
 }

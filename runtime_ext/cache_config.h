@@ -81,6 +81,7 @@ struct CacheConfig {
   RopeMode rope_mode;
   bool has_merged_aux;
   bool share_prefix = true;      // pages that sequences of a batch share are read once
+  bool has_sequence_windows;     // whether a sequence may be given a window
   ffi::Tensor rope_ext_factors;  // undefined where there are none
   DLDevice device;
   std::vector<LayerConfig> layers;

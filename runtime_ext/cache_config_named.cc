@@ -106,10 +106,10 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
 
 CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView& kernels,
                                    DLDevice device) {
-  Fields fields(
-      config, "config",
-      {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size", "dtype",
-       "kv_dtype", "rope_mode", "aux_manager", "rope_ext_factors", "layers", "share_prefix"});
+  Fields fields(config, "config",
+                {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size",
+                 "dtype", "kv_dtype", "rope_mode", "sliding_window", "aux_manager",
+                 "rope_ext_factors", "layers", "share_prefix"});
   CheckDevice(device);
   CacheConfig result;
   result.device = device;
@@ -125,6 +125,7 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
   result.has_merged_aux =
       ParseAuxManager(fields.Find<std::string>("aux_manager").value_or("auto"), device);
   result.share_prefix = fields.Find<bool>("share_prefix").value_or(true);
+  result.has_sequence_windows = fields.Find<bool>("sliding_window").value_or(false);
   if (auto factors = fields.Find<ffi::Tensor>("rope_ext_factors")) {
     result.rope_ext_factors = *factors;
   }

@@ -141,6 +141,8 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   result.max_total_tokens = sizes[1];
   result.prefill_chunk_size = sizes[2];
   result.page_size = sizes[3];
+  result.has_sequence_windows =
+      CheckRange("the 5th cache size (sliding_window)", sizes[4], 0, 1) == 1;
   result.device = prototype.device();
   CheckDevice(result.device);
   result.dtype = ParseDtype("dtype", ffi::DLDataTypeToString(prototype.dtype()));

@@ -89,6 +89,11 @@ SequenceState PagedKVCacheObj::StateOf(const Sequence& sequence) const {
     Raise(kValueError, "sequence ", sequence.id, " has ", sequence.tree.size(),
           " tree nodes that are not committed; a checkpoint needs them committed first");
   }
+  if (sequence.window.IsSet()) {
+    Raise(kValueError, "sequence ", sequence.id, " has ",
+          sequence.window.size > 0 ? "a sliding window" : "dropped positions behind its sinks",
+          "; there are no checkpoints of such sequences");
+  }
   SequenceState state{sequence.length, {}};
   for (const Layer& layer : layers_) {
     state.first_pages.push_back(sequence.first_pages[layer.group]);

@@ -42,6 +42,7 @@ void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
   if (sequence_ids.size == 0) Raise(kValueError, "a step needs at least one sequence, got none");
   items_.clear();
   num_rows_ = max_append_ = 0;
+  has_windows_ = false;
   ++batch_mark_;
   for (size_t i = 0; i < sequence_ids.size; ++i) {
     Sequence& sequence = table_->At(sequence_ids.data[i]);
@@ -65,6 +66,7 @@ void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
     items_.push_back({&sequence, num_append, sequence.length, sequence.tree.size(), num_rows_});
     num_rows_ += num_append;
     max_append_ = std::max(max_append_, num_append);
+    has_windows_ = has_windows_ || sequence.window.IsSet();
   }
 }
 
@@ -77,6 +79,11 @@ void ForwardPlan::PrepareTrees() {
   }
   for (const Item& item : items_) {
     const Sequence& sequence = *item.sequence;
+    if (has_trees() && sequence.window.IsSet()) {
+      Raise(kValueError, "sequence ", sequence.id, " has a ",
+            sequence.window.size > 0 ? "sliding window" : "gap behind its sinks",
+            ", so it cannot be in a step with token trees");
+    }
     if (has_trees()) {
       const bool is_chain = sequence.tree.CheckParents(TreeParentsOf(item), sequence.id);
       needs_tree_mask_ = needs_tree_mask_ || !is_chain;
@@ -100,15 +107,15 @@ void ForwardPlan::CountPages(int32_t group) {
     auto kept = static_cast<int64_t>(list.size());
     // Only a partly filled last page is written to. The last owner of this batch that is left with
     // it need not copy it.
-    if (item.past_length % table_->page_size() != 0) {
+    if (TextLength(item, PageRange::kPast) % table_->page_size() != 0) {
       int32_t last = list.back();
       if (pool.RefCount(last) - pages.leaving[last] > 1) {
         ++pages.leaving[last];
         --kept;
       }
     }
-    int64_t num_pages =
-        table_->PagesFor(item.past_length + item.num_append) - item.sequence->first_pages[group];
+    const int64_t length = item.past_length + item.num_append;
+    const int64_t num_pages = table_->NumPages(*item.sequence, group, length);
     num_entries += num_pages;
     pages.kept.push_back(kept);
     pages.offsets.push_back(pages.offsets.back() + num_pages - kept);
@@ -132,9 +139,11 @@ void ForwardPlan::FindSharedPages(int32_t group) {
   if (pool.num_shared() == 0) return;
   for (const Item& item : items_) {
     // Whole pages before any tree node: all rows of the step see all of their slots, and none
-    // writes there.
+    // writes there. Of a sequence with a window this is not so.
     const int64_t num_committed = item.past_length - item.num_earlier_nodes;
-    pages.shared.Add(item.sequence->pages[group].data(), num_committed / table_->page_size());
+    const int64_t num_pages =
+        item.sequence->window.IsSet() ? 0 : num_committed / table_->page_size();
+    pages.shared.Add(item.sequence->pages[group].data(), num_pages);
   }
   pages.shared.Find(pool);
 }
@@ -169,9 +178,9 @@ void ForwardPlan::Acquire() {
       const Item& item = items_[i];
       const std::vector<int32_t>& list = item.sequence->pages[g];
       if (pages.kept[i] == static_cast<int64_t>(list.size())) continue;
-      copies_.push_back({item.sequence, g, pages.kept[i], list.back(),
-                         pages.acquired[pages.offsets[i]],
-                         static_cast<int32_t>(item.past_length % table_->page_size())});
+      copies_.push_back(
+          {item.sequence, g, pages.kept[i], list.back(), pages.acquired[pages.offsets[i]],
+           static_cast<int32_t>(TextLength(item, PageRange::kPast) % table_->page_size())});
     }
   }
 }
@@ -205,11 +214,20 @@ void ForwardPlan::Slide() noexcept {
   for (const Item& item : items_) table_->Slide(item.sequence);
 }
 
+void ForwardPlan::RequireRowsSeeEachOther(const char* what) const {
+  for (const Item& item : items_) {
+    const SequenceWindow& window = item.sequence->window;
+    if (window.size == 0 || item.num_append <= window.size - window.num_sinks + 1) continue;
+    Raise(kValueError, what, " of ", item.num_append, " rows of sequence ", item.sequence->id,
+          ", which has a window of ", window.size, " with ", window.num_sinks,
+          " sinks; use attention, or at most ", window.size - window.num_sinks + 1, " rows");
+  }
+}
+
 int64_t ForwardPlan::NumPagesOf(int32_t group, size_t item, PageRange range) const {
   const int64_t num_shared = NumSharedPagesOf(group, item);
   if (range == PageRange::kPast) {
-    return table_->PagesFor(items_[item].past_length) - items_[item].sequence->first_pages[group] -
-           num_shared;
+    return table_->NumPages(*items_[item].sequence, group, items_[item].past_length) - num_shared;
   }
   const GroupPages& pages = groups_[group];
   return pages.kept[item] + pages.offsets[item + 1] - pages.offsets[item] - num_shared;
@@ -278,8 +296,24 @@ void ForwardPlan::FillPageIndptr(int32_t group, PageRange range, int32_t* out) c
 
 void ForwardPlan::FillFirstPositions(int32_t group, int32_t* out) const {
   for (size_t i = 0; i < items_.size(); ++i) {
-    const int64_t num_shared = NumSharedPagesOf(group, i) * table_->page_size();
-    *out++ = static_cast<int32_t>(table_->FirstPosition(*items_[i].sequence, group) + num_shared);
+    const Sequence& sequence = *items_[i].sequence;
+    int64_t first = NumSharedPagesOf(group, i) * table_->page_size();
+    if (table_->HasWindow(group)) {
+      first += sequence.first_pages[group] * table_->page_size() - sequence.window.num_dropped;
+    }
+    *out++ = static_cast<int32_t>(first);
+  }
+}
+
+void ForwardPlan::FillWindows(int32_t group, int32_t* out) const {
+  const size_t size = items_.size();
+  for (size_t i = 0; i < size; ++i) {
+    const Sequence& sequence = *items_[i].sequence;
+    const SequenceWindow& window = sequence.window;
+    out[i] = static_cast<int32_t>(table_->WindowBegin(sequence, group));
+    out[size + i] = static_cast<int32_t>(window.num_sinks);
+    const int64_t size_or_all = window.size > 0 ? window.size : std::numeric_limits<int32_t>::max();
+    out[2 * size + i] = static_cast<int32_t>(size_or_all - window.num_sinks);
   }
 }
 
@@ -300,7 +334,7 @@ void ForwardPlan::FillPageValues(int32_t group, PageRange range, int32_t* out) c
 
 void ForwardPlan::FillLastPageLengths(PageRange range, int32_t* out) const {
   for (const Item& item : items_) {
-    int64_t length = Length(item, range);
+    int64_t length = TextLength(item, range);
     *out++ = static_cast<int32_t>(length == 0 ? 0 : (length - 1) % table_->page_size() + 1);
   }
 }
@@ -308,7 +342,7 @@ void ForwardPlan::FillLastPageLengths(PageRange range, int32_t* out) const {
 int32_t ForwardPlan::PageOf(int32_t group, size_t item, int64_t position) const {
   const GroupPages& pages = groups_[group];
   const Sequence& sequence = *items_[item].sequence;
-  int64_t index = position / table_->page_size() - sequence.first_pages[group];
+  int64_t index = table_->PageIndex(sequence, group, position);
   return index < pages.kept[item] ? sequence.pages[group][index]
                                   : pages.acquired[pages.offsets[item] + index - pages.kept[item]];
 }
@@ -319,9 +353,9 @@ void ForwardPlan::FillSlots(int32_t group, int32_t* out) const {
     int64_t position = items_[i].past_length;
     const int64_t end = position + items_[i].num_append;
     while (position < end) {
-      int64_t page_end = std::min(end, (position / page_size + 1) * page_size);
-      auto slot =
-          static_cast<int32_t>(PageOf(group, i, position) * page_size + position % page_size);
+      const int64_t offset = table_->OffsetInPage(*items_[i].sequence, position);
+      const int64_t page_end = std::min(end, position + page_size - offset);
+      auto slot = static_cast<int32_t>(PageOf(group, i, position) * page_size + offset);
       for (; position < page_end; ++position) *out++ = slot++;
     }
   }

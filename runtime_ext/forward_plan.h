@@ -56,10 +56,15 @@ class ForwardPlan {
   /*! \brief Releases the pages that have left the windows of the batch's sequences. */
   void Slide() noexcept;
 
+  /*! \throws Error (ValueError) when the window of a sequence parts rows of this step. */
+  void RequireRowsSeeEachOther(const char* what) const;
+
   int64_t num_sequences() const { return static_cast<int64_t>(items_.size()); }
   int64_t num_rows() const { return num_rows_; }
   /*! \brief Rows of the sequence that appends most. */
   int64_t max_append() const { return max_append_; }
+  /*! \brief Whether a sequence of the batch has a window, or has dropped positions. */
+  bool has_windows() const { return has_windows_; }
   /*! \brief Whether every sequence appends one row. */
   bool is_decode() const { return num_rows_ == num_sequences(); }
   /*! \brief Whether the rows are tree nodes. */
@@ -88,11 +93,21 @@ class ForwardPlan {
   /*! \brief As TokenTree::FillOrder, [num_tree_nodes, 2]; kPast: nobody sees this step's nodes. */
   void FillTreeOrder(PageRange range, int32_t* out) const;
   void FillPageIndptr(int32_t group, PageRange range, int32_t* out) const;  // [B + 1]
-  /*! \brief The position of the first slot of every sequence's page table, [B]. */
+  /*!
+   * \brief What to add to a slot's number in the page table to get its position, [B]. Where a
+   * sequence has dropped positions this holds for the slots in front of these in groups without a
+   * window; in the others for those behind, and it may be negative.
+   */
   void FillFirstPositions(int32_t group, int32_t* out) const;
   /*! \brief Page ids, [NumPages]: kWithStep between Acquire and Commit, kPast after Commit. */
   void FillPageValues(int32_t group, PageRange range, int32_t* out) const;
   void FillLastPageLengths(PageRange range, int32_t* out) const;  // [B]
+  /*!
+   * \brief Where the windows of sequences lie in the page tables of a group, [3, B]: the slot
+   * behind the dropped positions, the number of sinks, the positions that a row sees besides the
+   * sinks and itself. Slots between the sinks and the first number are of dropped positions.
+   */
+  void FillWindows(int32_t group, int32_t* out) const;
   /*! \brief The slot of every row, [T]; between Acquire and Commit. */
   void FillSlots(int32_t group, int32_t* out) const;
 
@@ -124,8 +139,10 @@ class ForwardPlan {
     SharedPrefix shared;
   };
 
-  int64_t Length(const Item& item, PageRange range) const {
-    return item.past_length + (range == PageRange::kWithStep ? item.num_append : 0);
+  /*! \brief The length in text positions: pages hold these, one slot each. */
+  int64_t TextLength(const Item& item, PageRange range) const {
+    const int64_t num_append = range == PageRange::kWithStep ? item.num_append : 0;
+    return item.sequence->window.TextLength(item.past_length + num_append);
   }
   void PrepareItems(IntSpan sequence_ids, IntSpan append_lengths);
   void PrepareTrees();
@@ -144,6 +161,7 @@ class ForwardPlan {
   int64_t max_num_rows_;
   int64_t num_rows_ = 0;
   int64_t max_append_ = 0;
+  bool has_windows_ = false;
   uint64_t batch_mark_ = 0;
   std::optional<IntSpan> tree_parents_;
   bool needs_tree_mask_ = false;

@@ -57,13 +57,12 @@ void PagedKVCacheObj::VisitRows(LayerKind kind, const Sequence& sequence, int64_
     const int64_t num_planes = layer.config.rows_per_slot() / num_heads;
     const int64_t row_bytes = layer.config.qk_head_dim * config_.kv_dtype.bits / 8;
     for (int64_t position = begin; position < end; ++position) {
-      int64_t index = position / page_size - sequence.first_pages[layer.group];
-      int64_t page = sequence.pages[layer.group][index];
+      int64_t page = sequence.pages[layer.group][table_.PageIndex(sequence, layer.group, position)];
+      int64_t offset = table_.OffsetInPage(sequence, position);
       int64_t row = (l * (end - begin) + position - begin) * num_heads;
       for (int64_t head = 0; head < num_heads; ++head) {
         for (int64_t plane = 0; plane < num_planes; ++plane) {
-          int64_t paged_row =
-              ((page * num_planes + plane) * num_heads + head) * page_size + position % page_size;
+          int64_t paged_row = ((page * num_planes + plane) * num_heads + head) * page_size + offset;
           visit(layer, plane, (row + head) * row_bytes, paged_row * row_bytes, row_bytes);
         }
       }
@@ -180,8 +179,12 @@ StringMap PagedKVCacheObj::Stats() const {
                                {"num_used_pages", pool.num_used()},
                                {"num_shared_pages", pool.num_shared()}});
   }
-  int64_t num_uncommitted = 0;
-  for (const auto& [id, sequence] : table_.sequences()) num_uncommitted += sequence.tree.size();
+  int64_t num_uncommitted = 0, num_windows = 0, num_dropped = 0;
+  for (const auto& [id, sequence] : table_.sequences()) {
+    num_uncommitted += sequence.tree.size();
+    num_windows += sequence.window.size > 0;
+    num_dropped += sequence.window.num_dropped;
+  }
   const int64_t past_aux_bytes = past_aux_ ? past_aux_->num_bytes() : 0;
   const int64_t past_copied = past_aux_ ? past_aux_->num_bytes_copied() : 0;
   const int64_t segment_bytes = segment_aux_ ? segment_aux_->num_bytes() : 0;
@@ -198,6 +201,8 @@ StringMap PagedKVCacheObj::Stats() const {
           {"num_sequences", table_.num_sequences()},
           {"num_importing_sequences", table_.num_importing()},
           {"total_tokens", table_.total_length()},
+          {"num_windowed_sequences", num_windows},
+          {"num_dropped_tokens", num_dropped},
           {"num_forwards", num_forwards_},
           {"cow_page_copies", num_page_copies_},
           {"aux_bytes_copied", aux_->num_bytes_copied() + past_copied + segment_copied},
@@ -235,6 +240,7 @@ StringMap PagedKVCacheObj::Describe() const {
           {"kv_dtype", ffi::DLDataTypeToString(config_.kv_dtype)},
           {"rope_mode", static_cast<int64_t>(config_.rope_mode)},
           {"share_prefix", config_.share_prefix},
+          {"sliding_window", config_.has_sequence_windows},
           {"aux_manager", ffi::String(aux_->is_merged() ? "merged" : "plain")},
           {"device", config_.device},
           {"layers", layers}};
@@ -266,6 +272,11 @@ int64_t PagedKVCacheObj::FirstPosition(int64_t sequence_id, int64_t group) const
   return table_.FirstPosition(table_.Peek(sequence_id), static_cast<int32_t>(group));
 }
 
+ffi::Shape PagedKVCacheObj::Window(int64_t sequence_id) const {
+  const SequenceWindow& window = table_.Peek(sequence_id).window;
+  return {window.size, window.num_sinks, window.num_dropped};
+}
+
 void PagedKVCacheObj::CheckIntegrity() const {
   table_.CheckIntegrity(/*has_slid=*/phase_ != Phase::kForward);
 }
@@ -283,13 +294,18 @@ void PagedKVCacheObj::PoisonFreePages() {
   }
   const int64_t page_size = config_.page_size;
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
-    std::vector<int64_t> num_valid(table_.pool(g).num_pages(), 0);
+    std::vector<bool> is_held(table_.pool(g).num_pages() * page_size, false);
     for (const auto& [id, sequence] : table_.sequences()) {
+      const SequenceWindow& window = sequence.window;
+      const int64_t text_length = window.TextLength(sequence.length);
       for (size_t i = 0; i < sequence.pages[g].size(); ++i) {
-        int64_t& valid = num_valid[sequence.pages[g][i]];
-        int64_t first = (sequence.first_pages[g] + static_cast<int64_t>(i)) * page_size;
-        int64_t rest = sequence.length - first;
-        valid = std::max(valid, std::min(rest, page_size));
+        const int64_t begin = table_.PageBegin(sequence, g, static_cast<int64_t>(i));
+        for (int64_t text = begin; text < std::min(text_length, begin + page_size); ++text) {
+          // Layers with a window may see what the sequence has dropped.
+          const bool is_dropped = !table_.HasWindow(g) && text >= window.num_sinks &&
+                                  text < window.num_sinks + window.num_dropped;
+          if (!is_dropped) is_held[sequence.pages[g][i] * page_size + text - begin] = true;
+        }
       }
     }
     for (int64_t l : groups_[g].layers) {
@@ -297,11 +313,13 @@ void PagedKVCacheObj::PoisonFreePages() {
       const int64_t row_bytes = layer.config.qk_head_dim * config_.kv_dtype.bits / 8;
       const int64_t num_heads = layer.config.rows_per_slot();  // of K, then of V; or the latent one
       auto* data = static_cast<char*>(layer.pages.data_ptr());
-      for (size_t page = 0; page < num_valid.size(); ++page) {
+      for (size_t slot = 0; slot < is_held.size(); ++slot) {
+        if (is_held[slot]) continue;
+        const auto page = static_cast<int64_t>(slot) / page_size;
+        const auto offset = static_cast<int64_t>(slot) % page_size;
         for (int64_t head = 0; head < num_heads; ++head) {
-          char* rows = data + (page * num_heads + head) * page_size * row_bytes;
-          // All bits set are a NaN in every type of float.
-          std::fill(rows + num_valid[page] * row_bytes, rows + page_size * row_bytes, '\xff');
+          char* row = data + ((page * num_heads + head) * page_size + offset) * row_bytes;
+          std::fill(row, row + row_bytes, '\xff');  // all bits set: a NaN in every type of float
         }
       }
     }

@@ -61,6 +61,8 @@ class KernelSet {
   void Set(KernelName name, const ffi::AnyView& value);
 
   bool Has(KernelName name) const { return entry(name).function != nullptr; }
+  /*! \brief Whether the kernel is one of ours, which takes what the stock ones cannot. */
+  bool IsOwn(KernelName name) const { return Has(name) && !IsStock(name) && !IsFlashInfer(name); }
   /*! \brief Whether the kernel is one of the stock cache's, with its assumptions. */
   bool IsStock(KernelName name) const { return entry(name).is_stock; }
   /*! \brief Whether the kernel is FlashInfer's: `Get` is its `run`, which takes what `Plan` made.

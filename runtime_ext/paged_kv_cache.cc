@@ -143,7 +143,8 @@ std::vector<int64_t> PagedKVCacheObj::InitialArraySizes() const {
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     sizes[ArrayIndex(g, kPageIndptr)] = num_sequences + 1;
     sizes[ArrayIndex(g, kPageValues)] = table_.pool(g).num_pages();
-    sizes[ArrayIndex(g, kLastPageLengths)] = num_sequences;
+    const bool has_windows = config_.has_sequence_windows && !table_.HasWindow(g);
+    sizes[ArrayIndex(g, kLastPageLengths)] = (has_windows ? 4 : 1) * num_sequences;
     sizes[ArrayIndex(g, kFirstPositions)] = num_sequences;
     sizes[ArrayIndex(g, kSlots)] = num_rows;
   }
@@ -181,8 +182,25 @@ void PagedKVCacheObj::PopN(int64_t sequence_id, int64_t count) {
   table_.Pop(sequence_id, count);
 }
 
-void PagedKVCacheObj::EnableSlidingWindow(int64_t, int64_t, int64_t) {
-  Raise(kNotImplementedError, "sliding windows of sequences");
+void PagedKVCacheObj::EnableSlidingWindow(int64_t sequence_id, int64_t window, int64_t num_sinks) {
+  RequireIdle("enable_sliding_window");
+  if (!config_.has_sequence_windows) {
+    Raise(kValueError,
+          "the cache was made without sliding_window, so its sequences cannot have one");
+  }
+  // What was rotated before it was written keeps the place that it had in the text.
+  if (config_.rope_mode == RopeMode::kNormal) {
+    Raise(kValueError,
+          "a sliding window of a sequence needs rope_mode inline or none, for positions "
+          "are counted within the window; got normal");
+  }
+  if (std::any_of(layers_.begin(), layers_.end(),
+                  [](const Layer& layer) { return layer.config.is_mla(); })) {
+    Raise(kValueError,
+          "a sliding window of a sequence is not possible with MLA layers: their models "
+          "rotate K before it is written");
+  }
+  table_.EnableWindow(sequence_id, window, num_sinks);
 }
 
 int64_t PagedKVCacheObj::NumAvailablePages() const {
@@ -264,11 +282,21 @@ void PagedKVCacheObj::LayOutArrays() {
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     array_sizes_[ArrayIndex(g, kPageIndptr)] = num_sequences + 1;
     array_sizes_[ArrayIndex(g, kPageValues)] = plan_.NumPages(g, PageRange::kWithStep);
-    array_sizes_[ArrayIndex(g, kLastPageLengths)] = num_sequences;
+    array_sizes_[ArrayIndex(g, kLastPageLengths)] = NumLengthRows(g) * num_sequences;
     array_sizes_[ArrayIndex(g, kFirstPositions)] = num_sequences;
     array_sizes_[ArrayIndex(g, kSlots)] = plan_.num_rows();
   }
   aux_->Layout(array_sizes_);
+}
+
+int64_t PagedKVCacheObj::NumLengthRows(int32_t group) const {
+  constexpr int64_t kWithWindows = 4;
+  return plan_.has_windows() && !table_.HasWindow(group) ? kWithWindows : 1;
+}
+
+void PagedKVCacheObj::FillLengths(int32_t group, PageRange range, int32_t* out) const {
+  plan_.FillLastPageLengths(range, out);
+  if (NumLengthRows(group) > 1) plan_.FillWindows(group, out + plan_.num_sequences());
 }
 
 void PagedKVCacheObj::FillArrays() {
@@ -283,7 +311,7 @@ void PagedKVCacheObj::FillArrays() {
     auto host = [&](GroupArray array) { return aux_->host(ArrayIndex(g, array)); };
     plan_.FillPageIndptr(g, PageRange::kWithStep, host(kPageIndptr));
     plan_.FillPageValues(g, PageRange::kWithStep, host(kPageValues));
-    plan_.FillLastPageLengths(PageRange::kWithStep, host(kLastPageLengths));
+    FillLengths(g, PageRange::kWithStep, host(kLastPageLengths));
     plan_.FillFirstPositions(g, host(kFirstPositions));
     plan_.FillSlots(g, host(kSlots));
   }

@@ -86,6 +86,8 @@ class PagedKVCacheObj : public ffi::Object {
   ffi::Shape PageTable(int64_t sequence_id, int64_t group) const;
   /*! \brief The position of the first of them. */
   int64_t FirstPosition(int64_t sequence_id, int64_t group) const;
+  /*! \brief The window of a sequence (0: none), its sinks, and how many it has dropped. */
+  ffi::Shape Window(int64_t sequence_id) const;
   void CheckIntegrity() const;
   void PoisonFreePages();
   void ShuffleFreePages(int64_t seed);
@@ -162,8 +164,11 @@ class PagedKVCacheObj : public ffi::Object {
     PageRange range;
     const ffi::Tensor& indptr;
     const ffi::Tensor& values;
-    const ffi::Tensor& last_page_lengths;
+    const ffi::Tensor& last_page_lengths;  // [B], or with windows of sequences [4 * B]
     const ffi::Tensor& tree_order;
+    // Where the lengths are from.
+    const AuxData& arrays;
+    size_t lengths_index;
   };
 
   static std::vector<Group> MakeGroups(const CacheConfig& config);
@@ -210,6 +215,10 @@ class PagedKVCacheObj : public ffi::Object {
   /*! \brief The page table that cross_attention takes. */
   PageArrays PastPages(const Layer& layer);
   void FillPastArrays();
+  int64_t NumLengthRows(int32_t group) const;
+  void FillLengths(int32_t group, PageRange range, int32_t* out) const;
+  /*! \brief The kernel that attends over the pages of a layer in a step without a tree mask. */
+  KernelName PagedKernel(const Layer& layer) const;
 
   void RequireTreeKernels() const;
   bool HidesStep(const Layer& layer) const;

@@ -188,6 +188,7 @@ void DefineOwnNames() {
   define("sequence_ids", FromMethod(&Cache::SequenceIds));
   define("page_table", FromMethod(&Cache::PageTable));
   define("first_position", FromMethod(&Cache::FirstPosition));
+  define("sequence_window", FromMethod(&Cache::Window));
   define("check_integrity", FromMethod(&Cache::CheckIntegrity));
   define("debug_set_kv", FromMethod(&Cache::DebugSetKV));
   define("debug_set_kv_mla", FromMethod(&Cache::DebugSetKVMLA));

@@ -70,6 +70,9 @@ void SequenceTable::InsertImported(const std::vector<int64_t>& ids) {
     for (int64_t id : ids) {
       auto it = sequences_.find(id);
       const bool is_there = it != sequences_.end();
+      if (is_there && it->second.window.IsSet()) {
+        Raise(kValueError, "sequence ", id, " has a sliding window, so it cannot be imported");
+      }
       if (is_there && it->second.length == 0 && it->second.import == nullptr) continue;
       Insert(id);
       inserted.push_back(id);

@@ -6,6 +6,7 @@
 #include "sequence_table.h"
 
 #include <algorithm>
+#include <limits>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -82,18 +83,20 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
           " on are token tree nodes that are not committed");
   }
   RequireWindow(source, position, "fork");
+  const SequenceWindow window = source.window.Prefix(position);
   std::vector<std::vector<int32_t>> pages(pools_.size());
   std::vector<int64_t> first_pages(pools_.size(), 0);
   for (int32_t g = 0; g < num_groups() && position > 0; ++g) {
-    first_pages[g] = source.first_pages[g];
+    if (HasWindow(g) || window.IsSet()) first_pages[g] = source.first_pages[g];
     auto begin = source.pages[g].begin();
-    pages[g].assign(begin, begin + (PagesFor(position) - first_pages[g]));
+    pages[g].assign(begin, begin + NumPages(source, g, position));
   }
 
   Sequence* target = Insert(child);  // the last step that may throw
   for (int32_t g = 0; g < num_groups(); ++g) {
     for (int32_t page : pages[g]) pools_[g].AddOwner(page);
   }
+  target->window = window;
   target->pages = std::move(pages);
   target->first_pages = std::move(first_pages);
   Grow(target, position);
@@ -119,32 +122,101 @@ void SequenceTable::CommitNodes(Sequence* sequence, int64_t count) noexcept {
 }
 
 void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
-  Grow(sequence, length - sequence->length);
+  SequenceWindow& window = sequence->window;
+  const bool has_lost_window = length <= window.num_sinks;
   for (int32_t g = 0; g < num_groups(); ++g) {
-    if (length == 0) sequence->first_pages[g] = 0;
-    int64_t keep = PagesFor(length) - sequence->first_pages[g];
-    ReleasePages(sequence, g, static_cast<size_t>(keep));
+    ReleasePages(sequence, g, static_cast<size_t>(NumPages(*sequence, g, length)));
+    if (length == 0 || (has_lost_window && !HasWindow(g))) sequence->first_pages[g] = 0;
   }
+  if (has_lost_window) {
+    window.num_dropped = 0;
+    if (window.size == 0) window.num_sinks = 0;
+  }
+  Grow(sequence, length - sequence->length);
 }
 
-int64_t SequenceTable::FirstVisible(int32_t group, int64_t length) const {
-  return windows_[group] == 0 ? 0 : std::max<int64_t>(length - windows_[group] + 1, 0);
+void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  Sequence& sequence = At(id);
+  SequenceWindow& window = sequence.window;
+  if (size < 1 || size > kMost) {
+    Raise(kValueError, "the window of sequence ", id, " must be between 1 and ", kMost, ", got ",
+          size);
+  }
+  if (num_sinks < 0 || num_sinks >= size) {
+    Raise(kValueError, "the sinks of sequence ", id,
+          " must be at least 0 and fewer than its window (", size, "), got ", num_sinks);
+  }
+  if (window.size > 0) {
+    Raise(kValueError, "sequence ", id, " has a window of ", window.size, " with ",
+          window.num_sinks, " sinks already");
+  }
+  if (!sequence.tree.empty()) {
+    Raise(kValueError, "sequence ", id, " has ", sequence.tree.size(),
+          " token tree nodes that are not committed; commit or drop them before it gets a window");
+  }
+  if (window.num_dropped > 0 && window.num_sinks != num_sinks) {
+    Raise(kValueError, "sequence ", id,
+          " was forked from one that has dropped positions behind its ", window.num_sinks,
+          " sinks; it needs as many, got ", num_sinks);
+  }
+  window.size = size;
+  window.num_sinks = num_sinks;
+  Slide(&sequence);
 }
 
-int64_t SequenceTable::FirstPageToKeep(int32_t group, int64_t length) const {
-  return std::max<int64_t>(FirstVisible(group, length) - kPoppable, 0) / page_size_;
+int64_t SequenceTable::NumPages(const Sequence& sequence, int32_t group, int64_t length) const {
+  const bool is_before_gap = !HasWindow(group) && length <= sequence.window.num_sinks;
+  const int64_t num_gone = is_before_gap ? 0 : sequence.first_pages[group];
+  return std::max<int64_t>(PagesFor(sequence.window.TextLength(length)) - num_gone, 0);
+}
+
+int64_t SequenceTable::PageIndex(const Sequence& sequence, int32_t group, int64_t position) const {
+  const int64_t page = sequence.window.TextPosition(position) / page_size_;
+  const bool is_before_gap = !HasWindow(group) && page < SinkPages(sequence);
+  return is_before_gap ? page : page - sequence.first_pages[group];
+}
+
+int64_t SequenceTable::PageBegin(const Sequence& sequence, int32_t group, int64_t index) const {
+  const bool is_before_gap = !HasWindow(group) && index < SinkPages(sequence);
+  return (is_before_gap ? index : index + sequence.first_pages[group]) * page_size_;
+}
+
+int64_t SequenceTable::FirstPosition(const Sequence& sequence, int32_t group) const {
+  if (!HasWindow(group)) return 0;
+  const SequenceWindow& window = sequence.window;
+  const int64_t first = sequence.first_pages[group] * page_size_;
+  if (first <= window.num_sinks) return first;
+  return std::max(first - window.num_dropped, window.num_sinks);
+}
+
+int64_t SequenceTable::FirstVisible(int32_t group, int64_t text_length) const {
+  return HasWindow(group) ? std::max<int64_t>(text_length - windows_[group] + 1, 0) : 0;
+}
+
+int64_t SequenceTable::FirstPageToKeep(int32_t group, int64_t text_length) const {
+  return std::max<int64_t>(FirstVisible(group, text_length) - kPoppable, 0) / page_size_;
+}
+
+int64_t SequenceTable::NumPagesGone(const Sequence& sequence, int32_t group) const {
+  const SequenceWindow& window = sequence.window;
+  if (HasWindow(group)) return FirstPageToKeep(group, TextLength(sequence));
+  // Behind the sinks' pages, up to the page with the first position that was not dropped.
+  int64_t first = (window.num_sinks + window.num_dropped) / page_size_;
+  return std::max<int64_t>(first - SinkPages(sequence), 0);
 }
 
 void SequenceTable::RequireWindow(const Sequence& sequence, int64_t length,
                                   const char* what) const {
   if (length == 0) return;
+  const int64_t text_length = sequence.window.TextLength(length);
   for (int32_t g = 0; g < num_groups(); ++g) {
-    int64_t first = FirstPosition(sequence, g);
-    if (FirstVisible(g, length) >= first) continue;
+    int64_t first = sequence.first_pages[g] * page_size_;
+    if (!HasWindow(g) || FirstVisible(g, text_length) >= first) continue;
     Raise(kValueError, "cannot ", what, " sequence ", sequence.id, " (length ", sequence.length,
           ") at position ", length, ": layers with a window of ", windows_[g],
-          " would see position ", FirstVisible(g, length), " next, but they keep positions from ",
-          first, " on only");
+          " would see position ", FirstVisible(g, text_length),
+          " next, but they keep positions from ", first, " on only");
   }
 }
 
@@ -159,14 +231,21 @@ void SequenceTable::RequireKept(const Sequence& sequence, int64_t position) cons
 }
 
 void SequenceTable::Slide(Sequence* sequence) noexcept {
+  SequenceWindow& window = sequence->window;
+  if (window.size > 0 && sequence->length > window.size) {
+    const int64_t num_dropped = sequence->length - window.size;
+    window.num_dropped += num_dropped;
+    Grow(sequence, -num_dropped);
+  }
   for (int32_t g = 0; g < num_groups(); ++g) {
-    int64_t first = FirstPageToKeep(g, sequence->committed_length());
-    auto num_gone = static_cast<ptrdiff_t>(first - sequence->first_pages[g]);
-    if (num_gone <= 0) continue;
+    const int64_t num_gone = NumPagesGone(*sequence, g);
+    auto count = static_cast<ptrdiff_t>(num_gone - sequence->first_pages[g]);
+    if (count <= 0) continue;
     std::vector<int32_t>& pages = sequence->pages[g];
-    for (ptrdiff_t i = num_gone - 1; i >= 0; --i) pools_[g].Release(pages[i]);
-    pages.erase(pages.begin(), pages.begin() + num_gone);
-    sequence->first_pages[g] = first;
+    auto first = pages.begin() + (HasWindow(g) ? 0 : SinkPages(*sequence));
+    for (ptrdiff_t i = count - 1; i >= 0; --i) pools_[g].Release(first[i]);
+    pages.erase(first, first + count);
+    sequence->first_pages[g] = num_gone;
   }
 }
 
@@ -191,11 +270,12 @@ std::vector<PageCopy> SequenceTable::AcquireCopies(Sequence* sequence, int64_t b
   std::vector<PageCopy> copies;
   for (int32_t g = 0; g < num_groups(); ++g) {
     size_t first = copies.size();
-    for (int64_t i = begin / page_size_; i < PagesFor(end); ++i) {
-      int64_t index = i - sequence->first_pages[g];
+    const int64_t last = PageIndex(*sequence, g, end - 1);
+    for (int64_t index = PageIndex(*sequence, g, begin); index <= last; ++index) {
       int32_t page = sequence->pages[g][index];
       if (pools_[g].RefCount(page) == 1) continue;
-      auto used = std::min<int64_t>(page_size_, sequence->length - i * page_size_);
+      const int64_t text_length = sequence->window.TextLength(sequence->length);
+      auto used = std::min<int64_t>(page_size_, text_length - PageBegin(*sequence, g, index));
       copies.push_back({sequence, g, index, page, -1, static_cast<int32_t>(used)});
     }
     auto needed = static_cast<int64_t>(copies.size() - first);
@@ -238,22 +318,38 @@ void SequenceTable::RaiseFull(int32_t group, int64_t num_needed, const char* wha
 void SequenceTable::CheckPages(const Sequence& sequence, int32_t group, bool has_slid) const {
   const int64_t first = sequence.first_pages[group];
   auto num_pages = static_cast<int64_t>(sequence.pages[group].size());
-  if (first + num_pages != PagesFor(sequence.length)) {
+  if (num_pages != NumPages(sequence, group, sequence.length)) {
     Raise(kRuntimeError, "sequence ", sequence.id, " of length ", sequence.length, " has ",
-          num_pages, " pages after ", first, " gone ones in group ", group);
+          num_pages, " pages beside ", first, " gone ones in group ", group);
   }
-  const int64_t length = sequence.committed_length();
-  const int64_t visible = FirstVisible(group, length);
-  if (first < 0 || first * page_size_ > visible ||
-      (has_slid && first < FirstPageToKeep(group, length))) {
-    Raise(kRuntimeError, "sequence ", sequence.id, " of committed length ", length,
-          " keeps pages from ", first, " on in group ", group, ", but its next row sees position ",
-          visible, " with a window of ", windows_[group]);
+  const bool is_missing = HasWindow(group)
+                              ? first * page_size_ > FirstVisible(group, TextLength(sequence))
+                              : first > NumPagesGone(sequence, group);
+  if (first < 0 || is_missing || (has_slid && first < NumPagesGone(sequence, group))) {
+    Raise(kRuntimeError, "sequence ", sequence.id, " of committed length ",
+          sequence.committed_length(), " has lost ", first, " pages in group ", group,
+          " with a window of ", windows_[group], ", but ", NumPagesGone(sequence, group),
+          " are not needed");
   }
   for (int32_t page : sequence.pages[group]) {
     if (page < 0 || page >= pools_[group].num_pages()) {
       Raise(kRuntimeError, "sequence ", sequence.id, " has page ", page, ", which is no page");
     }
+  }
+}
+
+void SequenceTable::CheckWindow(const Sequence& sequence, bool has_slid) const {
+  const SequenceWindow& window = sequence.window;
+  const bool is_sane = window.num_sinks >= 0 && window.num_dropped >= 0 &&
+                       (window.size == 0 || window.size > window.num_sinks) &&
+                       (window.num_dropped == 0 || sequence.length > window.num_sinks) &&
+                       (window.IsSet() || window.num_sinks == 0) &&
+                       (!window.IsSet() || sequence.tree.empty());
+  const bool is_too_long = has_slid && window.size > 0 && sequence.length > window.size;
+  if (!is_sane || is_too_long) {
+    Raise(kRuntimeError, "sequence ", sequence.id, " of length ", sequence.length,
+          " has a window of ", window.size, " with ", window.num_sinks, " sinks and has dropped ",
+          window.num_dropped, " positions, beside ", sequence.tree.size(), " tree nodes");
   }
 }
 
@@ -274,6 +370,7 @@ void SequenceTable::CheckIntegrity(bool has_slid) const {
     std::vector<int32_t> num_owners(pools_[g].num_pages(), 0);
     for (const auto& [id, sequence] : sequences_) {
       if (sequence.id != id) Raise(kRuntimeError, "sequence ", id, " believes to be ", sequence.id);
+      CheckWindow(sequence, has_slid);
       CheckPages(sequence, g, has_slid);
       for (int32_t page : sequence.pages[g]) ++num_owners[page];
     }

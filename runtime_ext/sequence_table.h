@@ -7,6 +7,9 @@
  * kPoppable positions before them: so many can always be popped. While a sequence has a token tree
  * the next row is the one after its committed positions.
  *
+ * A sequence with a window loses, in the other groups, the pages that hold nothing but dropped
+ * positions; layers with a window of their own follow that one alone. It has no token tree.
+ *
  * Every call checks its arguments before it changes anything: one that throws has changed nothing.
  */
 #ifndef TVM_PAGEDKV_SEQUENCE_TABLE_H_
@@ -20,6 +23,7 @@
 #include <vector>
 
 #include "page_pool.h"
+#include "sequence_window.h"
 #include "token_tree.h"
 
 namespace pagedkv {
@@ -44,11 +48,14 @@ struct ImportedSequence {
 
 struct Sequence {
   int64_t id = 0;
-  int64_t length = 0;                       // the nodes of the tree included
-  TokenTree tree;                           // its nodes are the last positions
-  std::vector<std::vector<int32_t>> pages;  // [group][index - first_pages[group]]
-  std::vector<int64_t> first_pages;         // [group] pages that have slid out of the window
-  std::shared_ptr<SequenceImport> import;   // while its content is still to come
+  int64_t length = 0;  // positions held, the nodes of the tree included
+  TokenTree tree;      // its nodes are the last positions
+  SequenceWindow window;
+  std::vector<std::vector<int32_t>> pages;  // [group], in order of position
+  /*! \brief [group] pages that have slid out: of layers with a window those before the first one,
+   * else those behind the sinks' pages. */
+  std::vector<int64_t> first_pages;
+  std::shared_ptr<SequenceImport> import;  // while its content is still to come
   uint64_t batch_mark = 0;  // scratch of ForwardPlan: finds a repeated id without a set
 
   int64_t committed_length() const { return length - tree.size(); }
@@ -79,9 +86,23 @@ class SequenceTable {
   const PagePool& pool(int32_t group) const { return pools_[group]; }
   const std::unordered_map<int64_t, Sequence>& sequences() const { return sequences_; }
   int64_t PagesFor(int64_t length) const { return (length + page_size_ - 1) / page_size_; }
-  int64_t FirstPosition(const Sequence& sequence, int32_t group) const {
-    return sequence.first_pages[group] * page_size_;
+  /*! \brief Pages that the group has of the first `length` positions. */
+  int64_t NumPages(const Sequence& sequence, int32_t group, int64_t length) const;
+  /*! \brief Where a position lies: an index into the group's pages, and an offset in the page. */
+  int64_t PageIndex(const Sequence& sequence, int32_t group, int64_t position) const;
+  int64_t OffsetInPage(const Sequence& sequence, int64_t position) const {
+    return sequence.window.TextPosition(position) % page_size_;
   }
+  /*! \brief The text position of the first slot of a page. */
+  int64_t PageBegin(const Sequence& sequence, int32_t group, int64_t index) const;
+  /*! \brief The first position from which on the group keeps all. */
+  int64_t FirstPosition(const Sequence& sequence, int32_t group) const;
+  /*! \brief The slot, counted from the group's first page, behind the dropped positions. */
+  int64_t WindowBegin(const Sequence& sequence, int32_t group) const {
+    const SequenceWindow& window = sequence.window;
+    return window.num_sinks + window.num_dropped - sequence.first_pages[group] * page_size_;
+  }
+  bool HasWindow(int32_t group) const { return windows_[group] > 0; }
 
   /*!
    * \brief A sequence that may be used.
@@ -105,7 +126,12 @@ class SequenceTable {
   void Pop(int64_t id, int64_t count);
   /*! \brief Makes the first `count` nodes of the tree committed positions and drops the others. */
   void CommitNodes(Sequence* sequence, int64_t count) noexcept;
-  /*! \brief Releases the pages that have left the windows. */
+  /*!
+   * \brief Gives a sequence a window of `size` positions, `num_sinks` of them its first ones.
+   * \throws Error (ValueError).
+   */
+  void EnableWindow(int64_t id, int64_t size, int64_t num_sinks);
+  /*! \brief Drops the positions that have left the windows, and the pages of these. */
   void Slide(Sequence* sequence) noexcept;
   /*! \throws Error (IndexError) when a group no longer has the pages of `position`. */
   void RequireKept(const Sequence& sequence, int64_t position) const;
@@ -156,9 +182,16 @@ class SequenceTable {
   void CheckImported(const ImportedSequence& sequence, int32_t group) const;
   /*! \brief Pages of an import in a group. \throws Error (ValueError). */
   int64_t CountImported(const std::vector<ImportedSequence>& imported, int32_t group) const;
-  int64_t FirstVisible(int32_t group, int64_t length) const;
-  int64_t FirstPageToKeep(int32_t group, int64_t length) const;
+  int64_t FirstVisible(int32_t group, int64_t text_length) const;
+  int64_t FirstPageToKeep(int32_t group, int64_t text_length) const;
+  int64_t NumPagesGone(const Sequence& sequence, int32_t group) const;
+  int64_t SinkPages(const Sequence& sequence) const { return PagesFor(sequence.window.num_sinks); }
+  /*! \brief Text positions that are committed. */
+  static int64_t TextLength(const Sequence& sequence) {
+    return sequence.window.TextLength(sequence.committed_length());
+  }
   void RequireWindow(const Sequence& sequence, int64_t length, const char* what) const;
+  void CheckWindow(const Sequence& sequence, bool has_slid) const;
   void CheckPages(const Sequence& sequence, int32_t group, bool has_slid) const;
   void Truncate(Sequence* sequence, int64_t length) noexcept;
   void ReleasePages(Sequence* sequence, int32_t group, size_t keep) noexcept;

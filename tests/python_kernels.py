@@ -12,7 +12,7 @@ import tvm_ffi
 
 import tvm_pagedkv as pkv
 
-from . import reference
+from . import reference, reference_window
 from .reference_shared_prefix import shared_attention, shared_latent_attention
 
 
@@ -65,6 +65,14 @@ def prefill(
     causal, rotary_mode, rope_scale, rope_theta, sm_scale, window=None,
 ):  # fmt: skip
     dim = view(q).shape[2]
+    lengths = view(length_info).reshape(-1, len(view(q_indptr)) - 1)
+    if len(lengths) > 1:
+        view(o)[...], view(lse)[...] = reference_window.paged_attention(
+            view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values), lengths,
+            sm_scale, causal=bool(causal),
+            inline=(_rope(rope_theta, dim), view(q_positions)) if rotary_mode else None,
+        )  # fmt: skip
+        return
     view(o)[...], view(lse)[...] = reference.paged_attention(
         view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values),
         view(length_info), sm_scale, causal=bool(causal), window=window,

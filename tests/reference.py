@@ -585,7 +585,8 @@ class ReferenceCache:
         for seq_id, num_rows in zip(seq_ids, append_lengths, strict=True):
             rows = np.asarray(qkv[start : start + num_rows])
             start += num_rows
-            total = self.length(seq_id, layer) + num_rows
+            held = self.sequences[seq_id][layer]
+            total = num_rows + (0 if held is None else len(held[0]))
             all_positions = tree_positions(self.trees[seq_id], total)
             positions = all_positions[total - num_rows :]
             q = rows[:, :num_qo_heads]
@@ -596,7 +597,6 @@ class ReferenceCache:
                 q = rotate(q, positions, self.rope, end).astype(qkv.dtype)
                 k = rotate(k, positions, self.rope, end)
             k, v = k.astype(self.kv_dtype), v.astype(self.kv_dtype)
-            held = self.sequences[seq_id][layer]
             if held is not None:
                 k, v = np.concatenate([held[0], k]), np.concatenate([held[1], v])
             self.sequences[seq_id][layer] = (k, v)

@@ -95,7 +95,7 @@ OUTSIDE = {
         lambda c: c.debug_set_kv(0, 0, *np.ones((2, 2, 3, 4, DIM), "float32")),
     ),
     "set_rank": (ValueError, "4 dim", lambda c: c.debug_set_kv(0, 0, *np.ones((2, 3), "float32"))),
-    "window": (NotImplementedError, "sliding", lambda c: c.enable_sliding_window(0, 8, 1)),
+    "window": (ValueError, "sliding_window", lambda c: c.enable_sliding_window(0, 8, 1)),
     "commit": (ValueError, "token tree nodes", lambda c: c.commit_tree([0], [0])),
     "shared": (
         ValueError,

@@ -96,7 +96,21 @@ class KVCache(tvm_ffi.Object):
         _function(_STATE + "clear")(self)
 
     def enable_sliding_window(self, seq_id: int, window: int, sink: int = 0) -> None:
-        """Let a sequence keep its last `window` positions and its first `sink` ones only."""
+        """Let a sequence keep `window` positions: its first `sink` ones (at least 0) and its last.
+
+        A row sees the sinks, the ``window - sink`` positions before it, and itself, in any
+        chunking; rotations (``rope`` inline) count within what it sees. Positions that leave are
+        dropped when a step ends, and those of a longer sequence at once; then `sequence_length`
+        and every other position count what is held. Layers with a window of their own follow that
+        one alone. A fork has no window until it is given one: with as many sinks, where positions
+        have been dropped before the fork.
+
+        Raises
+        ------
+        ValueError
+            For a cache made without ``sliding_window``, with rope mode "normal" or with MLA layers;
+            a sequence that has a window; numbers out of range.
+        """
         arguments = _int("seq_id", seq_id), _int("window", window), _int("sink", sink)
         _function(_CACHE + "enable_sliding_window_for_seq")(self, *arguments)
 
@@ -416,6 +430,10 @@ class KVCache(tvm_ffi.Object):
         """Page ids that a group of layers keeps of a sequence, in order of position."""
         ids = _int("seq_id", seq_id), _int("group", group)
         return list(_function("pagedkv.page_table")(self, *ids))
+
+    def sequence_window(self, seq_id: int) -> tuple[int, int, int]:
+        """Window of a sequence (0: none), its sinks, and how many positions it has dropped."""
+        return tuple(_function("pagedkv.sequence_window")(self, _int("seq_id", seq_id)))
 
     def first_position(self, seq_id: int, group: int = 0) -> int:
         """First position that a group of layers keeps of a sequence; 0 without a window."""

@@ -195,6 +195,70 @@ void TestForkWithAWindow() {
   table.CheckIntegrity();
 }
 
+void TestWindowOfASequence() {
+  SequenceTable table(8, 4, {16});
+  ForwardPlan plan(&table, 64);
+  table.Add(0);
+  table.EnableWindow(0, 8, 2);
+  Step(&plan, {0}, {8});
+  CHECK_EQUAL(table.At(0).window.num_dropped, 0);
+  Step(&plan, {0}, {12});  // text positions 0, 1, 14 .. 19 in pages 0, 3 and 4
+  table.CheckIntegrity();
+  CHECK_EQUAL(table.At(0).length, 8);
+  CHECK_EQUAL(table.total_length(), 8);
+  CHECK_EQUAL(table.At(0).pages[0], (std::vector<int32_t>{0, 3, 4}));
+  CHECK_EQUAL(table.WindowBegin(table.At(0), 0), 6);
+  CHECK_EQUAL(table.PageIndex(table.At(0), 0, 1), 0);
+  CHECK_EQUAL(table.PageIndex(table.At(0), 0, 2), 1);
+  CHECK_EQUAL(table.OffsetInPage(table.At(0), 2), 2);
+  CHECK_EQUAL(table.PageBegin(table.At(0), 0, 1), 12);
+  table.Fork(0, 1, 2);
+  table.Fork(0, 2, 3);
+  CHECK_TRUE(!table.At(1).window.IsSet());
+  CHECK_EQUAL(table.At(2).window.num_dropped, 12);
+  CHECK_EQUAL(table.At(2).pages[0], (std::vector<int32_t>{0, 3}));
+  CHECK_RAISES("ValueError", "behind its 2 sinks; it needs as many, got 1",
+               table.EnableWindow(2, 8, 1));
+  CHECK_RAISES("ValueError", "has a window of 8 with 2 sinks already", table.EnableWindow(0, 8, 2));
+  table.Pop(0, 6);  // to the sinks
+  CHECK_EQUAL(table.At(0).window.num_dropped, 0);
+  CHECK_EQUAL(table.At(0).pages[0], (std::vector<int32_t>{0}));
+  table.Pop(2, 1);  // a gap without anything behind it is none
+  CHECK_TRUE(!table.At(2).window.IsSet());
+  CHECK_EQUAL(table.pool(0).num_used(), 1);
+  table.CheckIntegrity();
+  Step(&plan, {0, 1, 2}, {1, 1, 1});
+  table.CheckIntegrity();
+  CHECK_EQUAL(table.pool(0).num_used(), 3);
+}
+
+void TestWindowsAndTreesExcludeEachOther() {
+  SequenceTable table(8, 4, {16});
+  ForwardPlan plan(&table, 64);
+  for (int64_t id : {0, 1}) table.Add(id);
+  table.EnableWindow(0, 8, 2);
+  Step(&plan, {0, 1}, {20, 3});
+  table.Fork(0, 2, 5);  // without a window, but with the gap
+  const std::vector<int64_t> lengths{1}, parents{-1};
+  for (int64_t id : {0, 2}) {
+    const std::vector<int64_t> ids{id};
+    CHECK_RAISES("ValueError", "so it cannot be in a step with token trees",
+                 plan.Prepare({ids.data(), 1}, {lengths.data(), 1}, IntSpan{parents.data(), 1}));
+    CHECK_RAISES("ValueError", "so it cannot be imported",
+                 table.BeginImport({{id, 0, {0}, {{}}}}, 1));
+  }
+  const std::vector<int64_t> ids{1};
+  plan.Prepare({ids.data(), 1}, {lengths.data(), 1}, IntSpan{parents.data(), 1});
+  plan.Acquire();
+  plan.Commit();
+  CHECK_RAISES("ValueError", "token tree nodes that are not committed",
+               table.EnableWindow(1, 8, 2));
+  table.CheckIntegrity();
+  table.Pop(1, 1);
+  table.EnableWindow(1, 8, 2);
+  table.CheckIntegrity();
+}
+
 }  // namespace pagedkv
 
 int main() {
@@ -206,5 +270,7 @@ int main() {
   pagedkv::TestSlide();
   pagedkv::TestPopWithAWindow();
   pagedkv::TestForkWithAWindow();
+  pagedkv::TestWindowOfASequence();
+  pagedkv::TestWindowsAndTreesExcludeEachOther();
   return 0;
 }

@@ -204,12 +204,13 @@ void PagedKVCacheObj::EnableSlidingWindow(int64_t sequence_id, int64_t window, i
 }
 
 int64_t PagedKVCacheObj::NumAvailablePages() const {
-  // A group with a window never has fewer free pages than a step needs that the others can serve.
+  // A group with a window never has fewer free pages than a step needs that the others can serve,
+  // unless sequences have windows too: then it may hold more of them than the others.
   int64_t num_free = config_.num_pages();
   bool has_global =
       std::any_of(groups_.begin(), groups_.end(), [](const Group& g) { return !g.shape.window; });
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
-    if (has_global && groups_[g].shape.window) continue;
+    if (has_global && groups_[g].shape.window && !config_.has_sequence_windows) continue;
     num_free = std::min<int64_t>(num_free, table_.pool(g).num_free());
   }
   return num_free;

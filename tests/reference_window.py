@@ -128,20 +128,20 @@ class WindowedReferenceCache(ReferenceCache):
         window = self.of[seq_id]
         return position + (window.dropped if position >= window.sinks else 0)
 
-    def _text_end(self, seq_id: int, length: int) -> int:
-        """Where the text of the first `length` positions ends."""
+    def text_length(self, seq_id: int, length: int) -> int:
+        """Positions of the text up to the end of the first `length` that are held."""
         return length if length <= self.of[seq_id].sinks else length + self.of[seq_id].dropped
 
     def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
         length = self.length(parent_id) if fork_pos == -1 else fork_pos
         parent = self.of[parent_id]
-        super().fork_sequence(parent_id, child_id, self._text_end(parent_id, length))
+        super().fork_sequence(parent_id, child_id, self.text_length(parent_id, length))
         keeps_gap = parent.dropped > 0 and length > parent.sinks
         self.of[child_id] = Window(0, parent.sinks, parent.dropped) if keeps_gap else Window()
 
     def pop_n(self, seq_id: int, n: int) -> None:
         window, length = self.of[seq_id], self.length(seq_id) - n
-        end = self._text_end(seq_id, length)
+        end = self.text_length(seq_id, length)
         self.sequences[seq_id] = [
             None if kv is None else tuple(x[:end] for x in kv) for kv in self.sequences[seq_id]
         ]

@@ -329,7 +329,8 @@ class KVCache(tvm_ffi.Object):
     def num_available_pages(self) -> int:
         """Free pages, of the group of layers that has fewest.
 
-        Beside layers without a window, those with one do not count: they never run out first.
+        Beside layers without a window, those with one do not count: they never run out first, if
+        the cache was made without ``sliding_window``.
         """
         return _function(_CACHE + "get_num_available_pages")(self)
 

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .reference import ReferenceCache, attention, gather_slots, rotate, sequence_slots
+from .reference import (
+    ReferenceCache,
+    alibi_bias,
+    attention,
+    gather_slots,
+    rotate,
+    sequence_slots,
+)
 
 
 @dataclass
@@ -36,11 +43,13 @@ def visible(window: Window, row: int) -> np.ndarray:
 
 
 def attend(
-    q, k, v, seen: Sequence[np.ndarray], positions, rope, sm_scale, softcap=None, learned_sinks=None
-):
+    q, k, v, seen: Sequence[np.ndarray], positions, rope, sm_scale, softcap=None, sinks=None,
+    slopes=None,
+):  # fmt: skip
     """Attention of ``q [T, Hq, D]`` where row t sees the rows ``seen[t]`` of ``k, v [S, Hk, D]``.
 
-    With a rotation what it sees has the positions 0, 1, ..., and the row has ``positions[t]``.
+    What it sees has the positions 0, 1, ..., and the row has ``positions[t]``: for a rotation, and
+    for ALiBi where there are `slopes`.
     """
     outputs, lses = [], []
     for t, columns in enumerate(seen):
@@ -50,7 +59,8 @@ def attend(
             q_row = rotate(q_row, positions[t : t + 1], rope)
             k_rows = rotate(k_rows, np.arange(len(columns)), rope)
         mask = np.ones((1, len(columns)), bool)
-        o, lse = attention(q_row, k_rows, v[columns], mask, sm_scale, softcap, learned_sinks)
+        bias = alibi_bias(slopes, positions[t : t + 1], np.arange(len(columns)))
+        o, lse = attention(q_row, k_rows, v[columns], mask, sm_scale, softcap, sinks, bias)
         outputs.append(o)
         lses.append(lse)
     return np.concatenate(outputs), np.concatenate(lses)
@@ -58,7 +68,7 @@ def attend(
 
 def paged_attention(
     q, q_indptr, pages, page_indptr, page_values, length_rows, sm_scale,
-    *, causal=True, inline=None, softcap=None,
+    *, causal=True, inline=None, softcap=None, alibi=None,
 ):  # fmt: skip
     """Attention of a batch over its pages, with windows of sequences.
 
@@ -73,9 +83,11 @@ def paged_attention(
     inline : tuple (Rope, q_rope_position ``[T]``), optional
         Rotate Q and K here. Rows of a chunk that is longer than the window are numbered through;
         each stands behind what it sees, so at most at the size of the window.
+    alibi : tuple (slopes, q_rope_position ``[T]``), optional
     others : as `reference.paged_attention`
     """
     rope, q_positions = inline or (None, np.zeros(len(q), int))
+    slopes, q_positions = alibi or (None, q_positions)
     outputs, lses = [], []
     last, begins, sinks = length_rows[:3]
     for b in range(len(q_indptr) - 1):
@@ -88,7 +100,7 @@ def paged_attention(
         first = num_slots - (num_rows if causal else 0)
         seen = [visible(window, first + r) for r in range(num_rows)]
         positions = np.minimum(q_positions[rows], window.size)
-        o, lse = attend(q[rows], k, v, seen, positions, rope, sm_scale, softcap)
+        o, lse = attend(q[rows], k, v, seen, positions, rope, sm_scale, softcap, slopes=slopes)
         outputs.append(o)
         lses.append(lse)
     return np.concatenate(outputs), np.concatenate(lses)
@@ -172,7 +184,8 @@ class WindowedReferenceCache(ReferenceCache):
             k, v = self.sequences[seq_id][layer]
             seen = [visible(self.of[seq_id], start + r) for r in range(num_rows)]
             positions = np.array([len(columns) - 1 for columns in seen])
-            o, lse = attend(q, k, v, seen, positions, rope, sm_scale, self.softcap, sinks)
+            extras = (self.softcap, sinks, self.alibi[layer])
+            o, lse = attend(q, k, v, seen, positions, rope, sm_scale, *extras)
             is_plain = self.of[seq_id] == Window()  # then also with mode "normal"
             rows = slice(first, first + num_rows)
             outputs.append(whole[0][rows] if is_plain else o)

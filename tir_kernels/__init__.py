@@ -16,6 +16,8 @@ BUILDERS: dict[str, Callable] = {
     "prefill_ragged": prefill.prefill_ragged,
     "prefill": prefill.prefill,
     "decode": decode.decode,
+    "prefill_windowed": prefill.prefill_windowed,
+    "decode_windowed": decode.decode_windowed,
     "prefill_sliding": sliding.prefill_sliding,
     "decode_sliding": sliding.decode_sliding,
     "prefill_shared": shared_prefix.prefill_shared,
@@ -35,6 +37,7 @@ BUILDERS: dict[str, Callable] = {
 }
 _WITHOUT_WINDOW = {"prefill", "decode", "prefill_shared", "tree_paged"}
 _WITH_WINDOW = {"prefill_sliding", "decode_sliding", "tree_paged_sliding"}
+_STOCK_ONLY = {"prefill_windowed", "decode_windowed"}  # for the stock cache's calling convention
 _MLA_ONLY = {
     "transpose_append_mla",
     "mla_prefill",
@@ -50,7 +53,7 @@ def kernel_names(spec: KernelSpec) -> list[str]:
     """Names of the kernels that layers of `spec` need."""
     if spec.kind != "mla":
         window = _WITHOUT_WINDOW if spec.kind == "mha_sliding" else _WITH_WINDOW
-        return [name for name in BUILDERS if name not in _MLA_ONLY | window]
+        return [name for name in BUILDERS if name not in _MLA_ONLY | _STOCK_ONLY | window]
     names = _MLA_ONLY | _BOTH
     if not spec.original_qk_head_dim:
         names = names - {"prefill_ragged", "tree"}

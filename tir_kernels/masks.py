@@ -14,6 +14,8 @@ from tvm.script import tirx as T
 
 from .cpu.simd import broadcast, index_temp, ramp
 
+NO_LIMIT = (1 << 31) - 1
+
 
 class WholeSequence:
     """Lengths where ``length_info[b]`` is the number of valid slots in the last page of b."""
@@ -28,6 +30,112 @@ class WholeSequence:
         """Positions that `sequence`, which has `num_pages` pages, holds."""
         length = (num_pages - 1) * self.page_size + self.info[sequence]
         return index_temp(T.if_then_else(num_pages > 0, length, 0))
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What a sequence with a window has dropped: the slots ``sinks .. begin - 1`` of its pages.
+
+    Parameters
+    ----------
+    sinks, begin : int32 expressions
+    back : int32 expression
+        Positions that a row sees besides the sinks and itself, those right before it.
+    """
+
+    sinks: object
+    begin: object
+    back: object
+
+    def for_spans(self, kv_len, k_offset, body: Callable[[Span], None]) -> None:
+        """Emit ``body(span)`` for the columns behind the gap, then for the sinks, if there are any.
+
+        Every row sees the sinks right before what it sees of the others, so for them the rows of a
+        chunk that is longer than the window all stand at its end.
+        """
+        with T.serial(T.if_then_else(self.sinks > 0, 2, 1)) as i:
+
+            def choose(window, sinks):
+                return index_temp(T.if_then_else(i == 0, window, sinks))
+
+            body(
+                Span(
+                    begin=choose(self.begin, 0),
+                    end=choose(kv_len, T.min(self.sinks, kv_len)),
+                    k_offset=choose(k_offset + self.sinks - self.begin, k_offset),
+                    back=choose(self.back, NO_LIMIT),
+                    last_position=choose(NO_LIMIT, self.sinks + self.back),
+                )
+            )
+
+
+@dataclass(frozen=True)
+class Span:
+    """Columns ``begin .. end - 1`` of a sequence, all that a pass over its pages looks at.
+
+    Parameters
+    ----------
+    begin, end : int32 expressions
+    k_offset : int32 expression
+        RoPE position of column 0, if the span reached down to it.
+    back : int32 expression
+        A row sees as many columns before its own.
+    last_position : int32 expression
+        RoPE positions of rows beyond it are taken for it.
+    """
+
+    begin: object
+    end: object
+    k_offset: object
+    back: object
+    last_position: object
+
+
+class GappedSequence(WholeSequence):
+    """Lengths of sequences that may have dropped positions behind their first ones.
+
+    Parameters
+    ----------
+    a : the kernel's arguments, of them `window_info`: rows of B numbers
+
+        * slots in use of the last page; this row may be the only one;
+        * the slot, counted from the first page, behind the dropped positions;
+        * the number of sinks before them;
+        * positions that a row sees besides these and itself; without this row: all.
+
+        Or `window_matrix`: the first three rows as a matrix. Slots between sinks and the second
+        number hold nothing.
+    """
+
+    def __init__(self, spec, a):
+        self.batch_size = a.batch_size
+        self.matrix = getattr(a, "window_matrix", None)
+        super().__init__(spec, None if self.matrix is not None else a.window_info)
+        if self.matrix is None:
+            size = self.info.shape[0]
+            known = T.Or(size == 3 * a.batch_size, size == 4 * a.batch_size)
+            message = "length_info must have 1, 3 or 4 numbers for each sequence"
+            with T.Assert(T.Or(size == a.batch_size, known), message, "ValueError"):
+                T.evaluate(0)
+
+    def _number(self, row: int, sequence, default):
+        if self.matrix is not None:
+            return self.matrix[row, sequence] if row < 3 else default
+        if row == 0:
+            return self.info[sequence]
+        has_row = self.info.shape[0] > row * self.batch_size
+        return T.if_then_else(has_row, self.info[row * self.batch_size + sequence], default)
+
+    def kv_len(self, sequence, num_pages):
+        """Slots that `sequence`, which has `num_pages` pages, takes, the hidden ones included."""
+        length = (num_pages - 1) * self.page_size + self._number(0, sequence, 0)
+        return index_temp(T.if_then_else(num_pages > 0, length, 0))
+
+    def gap(self, sequence) -> Gap:
+        """What `sequence` has dropped."""
+        begin = index_temp(self._number(1, sequence, T.int32(0)))
+        sinks = index_temp(self._number(2, sequence, T.int32(0)))
+        return Gap(sinks, begin, index_temp(self._number(3, sequence, NO_LIMIT - sinks)))
 
 
 @dataclass(frozen=True)
@@ -49,9 +157,17 @@ class CausalMask:
         bound = T.max(T.min(kv_len - num_rows + row + 1, kv_len), 0)
         return T.if_then_else(self.causal != 0, bound, kv_len)
 
+    def own(self, row, num_rows, kv_len):
+        """The column of `row` itself."""
+        return kv_len + row - T.if_then_else(self.causal != 0, num_rows, 0)
+
     def shared_end(self, end):
         """All columns before it are seen by a row with this `end` and by later ones."""
         return end
+
+    def shared_begin(self, begin):
+        """All columns from it on are seen by a row with this `begin` and by earlier ones."""
+        return begin
 
     def row(self, end):
         """What `visible` has to know of the row with this `end`."""
@@ -93,12 +209,7 @@ class WindowMask(CausalMask):
 
     def begin(self, row, num_rows, kv_len):
         """First column that `row` sees; never less for a later row."""
-        own = kv_len + row - T.if_then_else(self.causal != 0, num_rows, 0)
-        return T.max(own + 1 - self.window, 0)
-
-    def shared_begin(self, begin):
-        """All columns from it on are seen by a row with this `begin` and by earlier ones."""
-        return begin
+        return T.max(self.own(row, num_rows, kv_len) + 1 - self.window, 0)
 
     def row(self, end, begin):
         """What `visible` has to know of the row with these bounds."""

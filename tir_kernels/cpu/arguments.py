@@ -20,6 +20,7 @@ from ..spec import ITEMSIZE, KernelSpec
 from .simd import F32
 
 PAGES = ("pages", "page_indptr", "page_values", "length_info")
+WINDOWED_PAGES = (*PAGES[:3], "window_info")
 POSITIONS = ("k_rope_pos_offset", "q_rope_position")
 TREES = ("tree_order_indptr", "tree_order")
 OUTPUTS = ("o", "lse")
@@ -35,6 +36,11 @@ _SCALAR_TYPES = {
     "sm_scale": T.float32,
     "window": T.int32,
 }
+
+
+def with_lengths(names: Sequence[str], lengths: str) -> tuple[str, ...]:
+    """`names` with another form of the argument that tells the lengths of sequences."""
+    return tuple(lengths if name in ("length_info", "window_info") else name for name in names)
 
 
 def attention_kernel(
@@ -90,7 +96,8 @@ def match(spec: KernelSpec, given: dict) -> SimpleNamespace:
         * q ``[T, Hq, Dqk]``, dtype; q_indptr ``[B + 1]``; o ``[T, Hq, Dv]``, dtype; lse
           ``[T, Hq]``, float32;
         * pages as `layout` has them, kv_dtype; page_indptr ``[B + 1]``, page_values ``[N]``,
-          length_info ``[B]``;
+          length_info ``[B]``, of kernels for windows of sequences instead window_info ``[B]``,
+          ``[3 * B]`` or ``[4 * B]``, or window_matrix ``[3, B]`` (see `masks.GappedSequence`);
         * k ``[S, Hk, Dqk]``, v ``[S, Hk, Dv]``, dtype; kv_indptr ``[B + 1]``;
         * k_rope_pos_offset ``[B]``, q_rope_position ``[T]``;
         * tree_order_indptr ``[B + 1]``, tree_order ``[M, 2]``;
@@ -121,6 +128,8 @@ def match(spec: KernelSpec, given: dict) -> SimpleNamespace:
         "page_indptr": (num_starts,),
         "page_values": (num_entries,),
         "length_info": (batch_size,),
+        "window_info": (_size("num_lengths"),),
+        "window_matrix": (3, batch_size),
         "k_rope_pos_offset": (batch_size,),
         "q_rope_position": (num_rows,),
         "row_indptr": (num_starts,),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from .columns import for_columns
-from .operands import ROWS_AT_ONCE
+from .operands import ROWS_AT_ONCE, within
 from .simd import F32, Register, broadcast, load, ramp, shuffle, store, temp, vector_type
 
 INT32, WORD = "int32", "uint16"
@@ -105,8 +105,10 @@ class PairOperands:
         """`lanes` elements of a row of K."""
         return self._pairs(*tile.k(row, element), lanes)
 
-    def pack_v(self, rows, first, kv_len, packed, width: int, num_positions: int) -> None:
-        """Interleave pairs of rows of V; rows from `kv_len` on become zeros."""
+    def pack_v(
+        self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None
+    ) -> None:
+        """Interleave pairs of rows of V; those from `kv_len` on, or before `begin`, are zeros."""
         with T.serial(num_positions // ROWS_AT_ONCE) as i:
             row = i * ROWS_AT_ONCE
             tile = rows.tile(first + row, ROWS_AT_ONCE)
@@ -115,7 +117,7 @@ class PairOperands:
                 buffer, (*outer, last) = tile.v(t, column)
                 words = self._words(buffer)[(*outer, ramp(last, lanes))]
                 number = T.cast(words, vector_type(INT32, lanes))
-                seen = first + row + t < kv_len
+                seen = within(first + row + t, begin, kv_len)
                 return T.Select(seen, number, broadcast(T.int32(0), lanes))
 
             def columns(start, parts):

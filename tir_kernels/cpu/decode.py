@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
-from ..masks import CausalMask, WholeSequence
+from ..masks import CausalMask, GappedSequence, WholeSequence
 from ..spec import KernelSpec
-from .arguments import OUTPUTS, PAGES, POSITIONS, SCALARS, attention_kernel
+from .arguments import OUTPUTS, POSITIONS, SCALARS, WINDOWED_PAGES, attention_kernel, with_lengths
 from .decode_segment import STRIP, Segment
 from .inline_rope import InlineRope
 from .partials import MOST_TASKS, Output, Partials
@@ -23,13 +23,14 @@ from .rows import PagedRows
 from .simd import Register, index_temp
 from .tasks import cut, for_tasks, num_threads
 
-DECODE = ("q", *PAGES, *POSITIONS, *OUTPUTS, *SCALARS)
+DECODE = ("q", *WINDOWED_PAGES, *POSITIONS, *OUTPUTS, *SCALARS)
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
 
 
 def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
     """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
-    a.lengths = WholeSequence(spec, a.length_info)
+    has_gaps = not hasattr(a, "length_info")
+    a.lengths = GappedSequence(spec, a) if has_gaps else WholeSequence(spec, a.length_info)
     heads = spec.num_kv_heads
     total = index_temp(a.page_indptr[a.batch_size] * heads)
     elements = T.cast(total, "int64") * (spec.page_size * spec.qk_head_dim)
@@ -68,15 +69,29 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                 slot_of=a.lengths.slot_of,
             )
             k_offset = index_temp(a.k_rope_pos_offset[b])
-            a.rope.begin_sequence(k_offset + kv_len)
-            segment.start(a, b, head)
             begin = index_temp(first_page * spec.page_size)
             end = index_temp(T.min(last_page * spec.page_size, kv_len))
-            first_visible = None
+
+            def run(first_visible, end=end, k_offset=k_offset):
+                first_visible = index_temp(first_visible)
+                first = index_temp(T.max(begin, first_visible // STRIP * STRIP))
+                segment.run(a, rows, first, T.max(first, end), k_offset, first_visible)
+
+            gap = a.lengths.gap(b) if has_gaps else None
+            num_hidden = 0 if gap is None else gap.begin - gap.sinks
+            a.rope.begin_sequence(k_offset + kv_len - num_hidden)
+            segment.start(a, b, head)
             if a.mask.has_window:
-                first_visible = index_temp(a.mask.begin(0, 1, kv_len))
-                begin = index_temp(T.max(begin, first_visible // STRIP * STRIP))
-            segment.run(a, rows, begin, end, k_offset, first_visible)
+                run(a.mask.begin(0, 1, kv_len))
+            elif gap is None:
+                segment.run(a, rows, begin, end, k_offset)
+            else:
+                # A row sees all that is held, for between steps this is no more than the window.
+                gap.for_spans(
+                    kv_len,
+                    k_offset,
+                    lambda span: run(span.begin, T.min(end, span.end), span.k_offset),
+                )
             with T.If(last_page - first_page == num_pages):
                 with T.Then():
                     Output(spec, a.o, a.lse, b, head).finish(segment)
@@ -121,14 +136,24 @@ def decode(spec: KernelSpec):
 
     * q ``[B, Hq, D]``, dtype;
     * pages ``[P, 2, Hk, page, D]``, kv_dtype;
-    * page_indptr ``[B + 1]``, page_values ``[N]``, length_info ``[B]``, k_rope_pos_offset ``[B]``
-      and q_rope_position ``[B]``, int32, at any element offset;
+    * page_indptr ``[B + 1]``, page_values ``[N]``, length_info ``[B]`` (or more, for windows of
+      sequences: see `masks.GappedSequence`), k_rope_pos_offset ``[B]`` and q_rope_position ``[B]``,
+      int32, at any element offset;
     * o ``[B, Hq, D]``, dtype, and lse ``[B, Hq]``, float32, which are written;
     * rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32.
     """
 
+    return _decode(spec, "window_info")
+
+
+def decode_windowed(spec: KernelSpec):
+    """Build `decode` with ``length_info [3, B]``, as the stock cache passes it for windows."""
+    return _decode(spec, "window_matrix")
+
+
+def _decode(spec: KernelSpec, lengths: str):
     def emit(a):
         a.mask = CausalMask(1)
         emit_decode(spec, a)
 
-    return attention_kernel(spec, DECODE, emit)
+    return attention_kernel(spec, with_lengths(DECODE, lengths), emit)

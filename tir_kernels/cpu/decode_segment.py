@@ -158,7 +158,10 @@ class Segment:
             with T.If(is_partial):
                 with T.Then():
                     self.hide(count, 0 if first_visible is None else first_visible - first)
-            self.for_row_blocks(lambda block, row: self.attend(rows, first, count, block, row))
+            before = None if first_visible is None else index_temp(first_visible - first)
+            self.for_row_blocks(
+                lambda block, row: self.attend(rows, first, count, before, block, row)
+            )
 
     def scores(self, a, rows: PagedRows, first, count, k_offset) -> None:
         """Multiply the rows of Q with K's rows of a block."""
@@ -244,10 +247,10 @@ class Segment:
                     T.Select(seen, score, constant(HIDDEN, lanes)),
                 )
 
-    def attend(self, rows: PagedRows, first, count, block, first_row) -> None:
+    def attend(self, rows: PagedRows, first, count, before, block, first_row) -> None:
         """Take a block of positions into the sums of a set of rows."""
         self.softmax(block, first_row)
-        self.accumulate(rows, first, count, first_row)
+        self.accumulate(rows, first, count, before, first_row)
 
     def softmax(self, block, first_row) -> None:
         """Turn the scores of a set of rows into weights."""
@@ -259,8 +262,8 @@ class Segment:
             lambda i, v, weight: store(self.weights, (first_row + i, v * lanes), lanes, weight),
         )
 
-    def accumulate(self, rows: PagedRows, first, count, first_row) -> None:
-        """Add the weighted rows of V; rows beyond the sequence are not read.
+    def accumulate(self, rows: PagedRows, first, count, before, first_row) -> None:
+        """Add the weighted rows of V; those beyond the sequence, or before `before`, are not read.
 
         All columns of a few rows come before the next rows, so that memory is read in order.
         """
@@ -275,7 +278,11 @@ class Segment:
         def add_rows(total, start, parts, position, column, num_rows):
             run = min(rows.run, STRIP)
             tile, ahead = rows.tile(position, run), rows.tile(position + distance, run)
-            with T.serial(num_rows) as t:
+            hidden = 0
+            if before is not None:
+                hidden = index_temp(T.max(before - column, 0))
+                num_rows = T.max(hidden, num_rows)
+            with T.serial(hidden, num_rows) as t:
                 for c in parts:
                     if c.start % elements_per_line(spec.kv_dtype) == 0:
                         ahead.prefetch_v(t, start + c.start)

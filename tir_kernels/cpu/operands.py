@@ -65,8 +65,10 @@ class Float32Operands:
         """`lanes` elements of a row of K."""
         return tile.load_k(row, element, lanes)
 
-    def pack_v(self, rows, first, kv_len, packed, width: int, num_positions: int) -> None:
-        """Copy rows of V; those from `kv_len` on become zeros, whatever lies there."""
+    def pack_v(
+        self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None
+    ) -> None:
+        """Copy rows of V; those from `kv_len` on, or before `begin`, become zeros."""
         with T.serial(num_positions // ROWS_AT_ONCE) as i:
             tile = rows.tile(first + i * ROWS_AT_ONCE, ROWS_AT_ONCE)
 
@@ -75,7 +77,8 @@ class Float32Operands:
                     row = i * ROWS_AT_ONCE + t
                     for c in parts:
                         v = tile.load_v(t, start + c.start, c.lanes)
-                        seen = T.Select(first + row < kv_len, v, constant(0.0, c.lanes))
+                        is_held = within(first + row, begin, kv_len)
+                        seen = T.Select(is_held, v, constant(0.0, c.lanes))
                         store(packed, (row, start + c.start), c.lanes, seen)
 
             for_columns(width, self.lanes, 1, columns)
@@ -84,6 +87,11 @@ class Float32Operands:
         """Consumer of the weights of a row block, for `OnlineSoftmax.update`."""
         lanes = self.lanes
         return lambda i, v, weight: store(packed, (i, v * lanes), lanes, weight)
+
+
+def within(position, begin, end):
+    """Whether a position is in ``begin .. end - 1``; without a begin: before the end."""
+    return position < end if begin is None else T.And(position >= begin, position < end)
 
 
 def pack_k(ops, rows, first, packed, num_elements: int, column) -> None:

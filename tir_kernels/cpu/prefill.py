@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
-from ..masks import CausalMask, WholeSequence
+from ..masks import CausalMask, GappedSequence, WholeSequence
 from ..spec import KernelSpec
-from .arguments import OUTPUTS, PAGES, POSITIONS, SCALARS, attention_kernel
+from .arguments import OUTPUTS, POSITIONS, SCALARS, WINDOWED_PAGES, attention_kernel, with_lengths
 from .bf16 import PairOperands
 from .inline_rope import InlineRope, has_rope
 from .operands import Float32Operands
@@ -23,7 +23,7 @@ from .rows import PagedRows, RaggedRows
 from .simd import Register, index_temp
 from .tasks import for_tasks, num_threads
 
-PREFILL = ("q", "q_indptr", *PAGES, *POSITIONS, *OUTPUTS, "causal", *SCALARS)
+PREFILL = ("q", "q_indptr", *WINDOWED_PAGES, *POSITIONS, *OUTPUTS, "causal", *SCALARS)
 PREFILL_RAGGED = (
     *("q", "q_indptr", "k", "v", "kv_indptr", "q_rope_position", "k_rope_pos_offset"),
     *(*OUTPUTS, "causal", *SCALARS),
@@ -74,13 +74,16 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
                 first_token = index_temp((num_tiles - 1 - index // heads) * tokens)
                 rows, kv_len = a.kv_rows(b, head)
                 k_offset = index_temp(a.k_rope_pos_offset[b])
-                a.rope.begin_sequence(k_offset + kv_len)
+                gap = a.gap_of(b)
+                num_hidden = 0 if gap is None else gap.begin - gap.sinks
+                a.rope.begin_sequence(k_offset + kv_len - num_hidden)
                 a.mask.begin_sequence(b, kv_len)
                 unit.run(
                     a,
                     SimpleNamespace(
                         rows=rows,
                         kv_len=kv_len,
+                        gap=gap,
                         k_offset=k_offset,
                         head=head,
                         first_row=first_row,
@@ -114,22 +117,38 @@ def prefill(spec: KernelSpec):
 
     * q ``[T, Hq, D]``, dtype; q_indptr ``[B + 1]``, int32;
     * pages ``[P, 2, Hk, page, D]``, kv_dtype;
-    * page_indptr ``[B + 1]``, page_values ``[N]``, length_info ``[B]``, k_rope_pos_offset ``[B]``
-      and q_rope_position ``[T]``, int32; int32 arrays may start at any element;
+    * page_indptr ``[B + 1]``, page_values ``[N]``, length_info ``[B]`` (or more, for windows of
+      sequences: see `masks.GappedSequence`), k_rope_pos_offset ``[B]`` and q_rope_position ``[T]``,
+      int32; int32 arrays may start at any element;
     * o ``[T, Hq, D]``, dtype, and lse ``[T, Hq]``, float32, which are written;
     * causal, rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32.
     """
 
+    return _prefill(spec, "window_info")
+
+
+def prefill_windowed(spec: KernelSpec):
+    """Build `prefill` with ``length_info [3, B]``, as the stock cache passes it for windows.
+
+    Its rows are those of the `masks.GappedSequence`: a sequence holds the slots before the third
+    and from the second number on. All rows of a step see what the first one does.
+    """
+    return _prefill(spec, "window_matrix")
+
+
+def _prefill(spec: KernelSpec, lengths: str):
     def emit(a):
         a.mask = CausalMask(a.causal)
         emit_paged(spec, a)
 
-    return attention_kernel(spec, PREFILL, emit)
+    return attention_kernel(spec, with_lengths(PREFILL, lengths), emit)
 
 
 def emit_paged(spec: KernelSpec, a: SimpleNamespace) -> None:
     """Emit `prefill` with rows from pages."""
-    a.lengths = WholeSequence(spec, a.length_info)
+    has_gaps = not hasattr(a, "length_info")
+    a.lengths = GappedSequence(spec, a) if has_gaps else WholeSequence(spec, a.length_info)
+    a.gap_of = a.lengths.gap if has_gaps else lambda sequence: None
 
     def kv_rows(sequence, head):
         first = index_temp(a.page_indptr[sequence])
@@ -159,6 +178,7 @@ def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
         return RaggedRows(a.k, a.v, first, first + kv_len - 1, head=head), kv_len
 
     a.kv_rows, a.kv_buffers = kv_rows, [a.k, a.v]
+    a.gap_of = lambda sequence: None
     a.num_positions = a.kv_indptr[a.batch_size]
     emit_prefill(spec, operands(spec, spec.dtype), a)
 

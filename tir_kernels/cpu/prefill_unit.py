@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from tvm.script import tirx as T
 
 from ..alibi import AlibiBias
+from ..masks import Span
 from ..soft_cap import soft_cap
 from ..softmax import HIDDEN, OnlineSoftmax, inverse_total, log_sum
 from ..spec import LOG2E, KernelSpec
 from .columns import chunks, for_columns
 from .matmul_tile import multiply_tile
 from .operands import pack_k
-from .simd import F32, broadcast, constant, index_temp, load, store, temp
+from .simd import F32, broadcast, constant, index_temp, load, ramp, store, temp
 
 POSITIONS = 64  # of a tile of K and V
 VECTORS = 2  # of a register tile
@@ -86,53 +87,92 @@ class Unit:
         a : the kernel's arguments.
         step : of the unit: `rows`, the source of K and V, `k_offset` of their RoPE positions,
             `head`; `first_row` of the sequence in Q and `num_rows` of it; `first_token` and
-            `num_tokens` of the tile; `kv_len`.
+            `num_tokens` of the tile; `kv_len`; `gap` of the columns, or None.
         """
         tiling, group = self.tiling, self.spec.group_size
         num_rows = index_temp(step.num_tokens * group)
         num_blocks = index_temp((num_rows + tiling.rows - 1) // tiling.rows)
         factor = temp(a.sm_scale * T.float32(LOG2E))
 
-        def end_of(row):
-            """First position that a row of the unit does not see."""
-            token = step.first_token + T.min(row, num_rows - 1) // group
-            return a.mask.end(token, step.num_rows, step.kv_len)
+        def for_rows(body):
+            """Emit ``body(row, token, head)`` for all rows; the last one fills up the blocks."""
+            with T.serial(num_blocks * tiling.rows) as row:
+                source = index_temp(T.min(row, num_rows - 1))
+                token = index_temp(step.first_row + step.first_token + source // group)
+                body(row, token, index_temp(step.head * group + source % group))
 
-        def begin_of(row):
-            """First position that a row of the unit sees, of a mask with a window."""
-            token = step.first_token + T.min(row, num_rows - 1) // group
-            return a.mask.begin(token, step.num_rows, step.kv_len)
-
-        with T.serial(num_blocks * tiling.rows) as row:
-            source = index_temp(T.min(row, num_rows - 1))
-            token = index_temp(step.first_row + step.first_token + source // group)
-            head = index_temp(step.head * group + source % group)
-            self.load_q(a, row, token, head, factor)
+        for_rows(lambda row, token, head: self.clear(row))
         with T.serial(num_blocks) as block:
             self.state.reset(block)
-        last = index_temp(end_of(num_rows - 1))
-        start = 0
-        if a.mask.has_window:  # at a whole vector of K
-            start = index_temp(begin_of(0) // self.lanes * self.lanes)
-        with T.serial((last - start + POSITIONS - 1) // POSITIONS) as i:
-            first = index_temp(start + i * POSITIONS)
-            self.pack(a, step, first)
-            with T.serial(num_blocks) as block:
-                first_row = index_temp(block * tiling.rows)
-                is_seen = first < index_temp(end_of(first_row + tiling.rows - 1))
-                if a.mask.has_window:
-                    block_begin = index_temp(begin_of(first_row))
-                    is_seen = T.And(is_seen, first + POSITIONS > block_begin)
-                with T.If(is_seen):
-                    with T.Then():
-                        self.attend(a, block, first, end_of, begin_of, factor)
+
+        def run_span(span):
+            most = None if step.gap is None else span.last_position
+            for_rows(lambda row, token, head: self.pack_q(a, row, token, head, factor, most))
+            self.run_span(a, step, span, num_rows, num_blocks, factor)
+
+        if step.gap is None:
+            run_span(Span(None, step.kv_len, step.k_offset, None, None))
+        else:
+            step.gap.for_spans(step.kv_len, step.k_offset, run_span)
         with T.serial(num_rows) as row:
             token = step.first_row + step.first_token + row // group
             self.store_row(a, row, token, step.head * group + row % group)
 
+    def run_span(self, a, step, span: Span, num_rows, num_blocks, factor) -> None:
+        """Attend to the columns of a span; without a `begin` these are all."""
+        tiling, group = self.tiling, self.spec.group_size
+
+        def token_of(row):
+            return step.first_token + T.min(row, num_rows - 1) // group
+
+        def end_of(row):
+            """First position that a row of the unit does not see."""
+            return a.mask.end(token_of(row), step.num_rows, step.kv_len)
+
+        def begin_of(row):
+            """First position that a row of the unit sees, where it does not see some first ones."""
+            if a.mask.has_window:
+                return a.mask.begin(token_of(row), step.num_rows, step.kv_len)
+            own = a.mask.own(token_of(row), step.num_rows, step.kv_len)
+            return T.max(span.begin, own - span.back)
+
+        has_begin = a.mask.has_window or span.begin is not None
+        last = index_temp(T.min(end_of(num_rows - 1), span.end))
+        start = 0
+        if has_begin:  # at a whole vector of K
+            start = index_temp(begin_of(0) // self.lanes * self.lanes)
+            last = T.max(start, last)
+        with T.serial((last - start + POSITIONS - 1) // POSITIONS) as i:
+            first = index_temp(start + i * POSITIONS)
+            self.pack(a, step, first, span)
+            with T.serial(num_blocks) as block:
+                first_row = index_temp(block * tiling.rows)
+                is_seen = first < index_temp(end_of(first_row + tiling.rows - 1))
+                if has_begin:
+                    block_begin = index_temp(begin_of(first_row))
+                    is_seen = T.And(is_seen, first + POSITIONS > block_begin)
+                with T.If(is_seen):
+                    with T.Then():
+                        bounds = end_of, begin_of if has_begin else None
+                        self.attend(a, block, first, *bounds, factor, span)
+
     def load_q(self, a, row, token, head, factor) -> None:
         """Pack a row of Q and clear its sums."""
+        self.pack_q(a, row, token, head, factor)
+        self.clear(row)
+
+    def clear(self, row) -> None:
+        """Clear the sums of a row."""
+        for c in chunks(self.spec.v_head_dim, self.lanes):
+            store(self.o, (row, c.start), c.lanes, constant(0.0, c.lanes))
+
+    def pack_q(self, a, row, token, head, factor, last_position=None) -> None:
+        """Pack a row of Q, which has its position, or `last_position` where that is less."""
         parts, ops = chunks(self.depth, self.lanes), self.ops
+
+        def position():
+            own = a.q_rope_position[token]
+            return own if last_position is None else T.min(own, last_position)
 
         def plain():
             for c in parts:
@@ -140,7 +180,7 @@ class Unit:
                 store(self.q, (row, c.start), c.lanes, q, ops.dtype)
 
         def rotated():
-            a.rope.set_position(a.q_rope_position[token])
+            a.rope.set_position(position())
             a.rope.rotate_row(
                 lambda column, lanes: load(a.q, (token, head, column), lanes),
                 lambda column, lanes, value: store(self.rotated_q, (column,), lanes, value),
@@ -151,30 +191,31 @@ class Unit:
 
         a.rope.either(rotated, plain)
         if self.bias:
-            self.bias.set_row(row, head, a.q_rope_position[token])
-        for c in chunks(self.spec.v_head_dim, self.lanes):
-            store(self.o, (row, c.start), c.lanes, constant(0.0, c.lanes))
+            self.bias.set_row(row, head, position())
 
-    def pack(self, a, step, first) -> None:
-        """Pack a tile of K and V; what lies beyond the sequence is left for the mask to hide."""
+    def pack(self, a, step, first, span: Span | None = None) -> None:
+        """Pack a tile of K and V; what lies beyond the span is left for the mask to hide."""
         lanes, ops = self.lanes, self.ops
-        count = T.min(POSITIONS, step.kv_len - first)
+        span = Span(None, step.kv_len, step.k_offset, None, None) if span is None else span
+        count = T.min(POSITIONS, span.end - first)
         with T.serial((count + lanes - 1) // lanes) as i:
             pack_k(ops, step.rows, first + i * lanes, self.k, self.depth, i * lanes)
         a.mask.begin_tile(first, a.rope)
 
         if self.bias:
-            self.tile_position = index_temp(step.k_offset + first)
+            self.tile_position = index_temp(span.k_offset + first)
 
         def rotated():
-            position = index_temp(step.k_offset + first)
+            position = index_temp(span.k_offset + first)
             a.rope.rotate_tile(ops, self.k, POSITIONS, position, a.mask.offsets)
 
         a.rope.either(rotated, lambda: None)
-        ops.pack_v(step.rows, first, step.kv_len, self.v, self.spec.v_head_dim, POSITIONS)
+        width = self.spec.v_head_dim
+        ops.pack_v(step.rows, first, span.end, self.v, width, POSITIONS, span.begin)
 
-    def attend(self, a, block, first, end_of, begin_of, factor) -> None:
+    def attend(self, a, block, first, end_of, begin_of, factor, span: Span | None = None) -> None:
         """Take a packed tile into the sums of a block of rows."""
+        has_gap = span is not None and span.begin is not None
         tiling, lanes, ops = self.tiling, self.lanes, self.ops
         first_row = index_temp(block * tiling.rows)
 
@@ -202,7 +243,9 @@ class Unit:
                 position = self.tile_position
                 self.bias.add(first_row + i, self.scores, i, position, a.mask.offsets)
         hides_some = first + POSITIONS > a.mask.shared_end(end_of(first_row))
-        if a.mask.has_window:
+        if has_gap:
+            hides_some = T.Or(hides_some, first + POSITIONS > span.end)
+        if begin_of is not None:
             last_begin = a.mask.shared_begin(begin_of(first_row + tiling.rows - 1))
             hides_some = T.Or(hides_some, first < last_begin)
         with T.If(hides_some):
@@ -212,8 +255,13 @@ class Unit:
                     if a.mask.has_window:
                         bounds.append(index_temp(begin_of(first_row + i)))
                     row = a.mask.row(*bounds)
+                    begin = index_temp(begin_of(first_row + i)) if has_gap else None
                     for c in chunks(POSITIONS, lanes):
                         seen = a.mask.visible(first, c.start, lanes, row)
+                        if has_gap:
+                            column = ramp(first + c.start, lanes)
+                            seen = T.And(seen, column >= broadcast(begin, lanes))
+                            seen = T.And(seen, column < broadcast(span.end, lanes))
                         score = load(self.scores, (i, c.start), lanes)
                         score = T.Select(seen, score, constant(HIDDEN, lanes))
                         store(self.scores, (i, c.start), lanes, score)

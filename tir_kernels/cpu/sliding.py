@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..masks import WindowMask
 from ..spec import KernelSpec
-from .arguments import attention_kernel
+from .arguments import attention_kernel, with_lengths
 from .decode import DECODE, emit_decode
 from .prefill import PREFILL, emit_paged
 
@@ -26,7 +26,7 @@ def decode_sliding(spec: KernelSpec):
         a.mask = WindowMask(1, a.window)
         emit_decode(spec, a)
 
-    return attention_kernel(spec, (*DECODE, "window"), emit)
+    return attention_kernel(spec, (*with_lengths(DECODE, "length_info"), "window"), emit)
 
 
 def prefill_sliding(spec: KernelSpec):
@@ -40,4 +40,4 @@ def prefill_sliding(spec: KernelSpec):
         a.mask = WindowMask(a.causal, a.window)
         emit_paged(spec, a)
 
-    return attention_kernel(spec, (*PREFILL, "window"), emit)
+    return attention_kernel(spec, (*with_lengths(PREFILL, "length_info"), "window"), emit)

@@ -150,17 +150,6 @@ def test_capacities_do_not_matter(cache_dir):
     assert len(list(cache_dir.glob("*.so"))) == 2
 
 
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"sliding_window": True}, "sliding_window"),
-    ],
-)
-def test_features_without_kernels_are_named(cache_dir, changes, named):
-    with pytest.raises(NotImplementedError, match=named):
-        build_kernels(make_config(**changes))
-
-
 def test_unknown_kernel_is_named():
     with pytest.raises(ValueError, match="no kernel 'mergee'; there are .*merge"):
         tir_kernels.build_kernel("mergee", None)

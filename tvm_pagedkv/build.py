@@ -180,7 +180,6 @@ def build_kernels(
     RuntimeError
         When the kernels cannot be linked; the message tells what is missing.
     """
-    _check_supported(config)
     target = resolve_target(target)
     layer_specs = [kernel_spec(config, layer, target) for layer in config.layers]
     specs = list(dict.fromkeys(layer_specs))
@@ -189,11 +188,6 @@ def build_kernels(
         layer_sets=tuple(specs.index(spec) for spec in layer_specs),
         target=target,
     )
-
-
-def _check_supported(config: KVCacheConfig) -> None:
-    if config.sliding_window:
-        raise NotImplementedError("no kernels yet for sliding_window")
 
 
 def _load_set(spec: KernelSpec, target: Target, progress: Callable) -> Mapping:

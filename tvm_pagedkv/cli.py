@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 EXIT_MISTAKE = 2
+DEFAULT_SINKS = 4  # enough for the attention that models park on their first tokens
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add.add_argument("--chunk", type=int, default=512, help="rows of a prefill step (default 512)")
     add.add_argument(
+        "--sliding-window", type=int, metavar="W", help="keep W tokens of each text (default: all)"
+    )
+    add.add_argument("--sinks", type=int, metavar="S", help="of these, the first S (default 4)")
+    add.add_argument(
         "--draw-pages", metavar="FILE", help="write an SVG of the pages at their fullest"
     )
     add = commands.add_parser("info", help="versions, target, threads and folders in force")
@@ -78,7 +83,7 @@ def _generate(options: argparse.Namespace) -> None:
     prompts = _prompts(options)
     picture = _picture_file(options.draw_pages)
     try:
-        from .generation import FinishedEvent, SamplingParams, Statistics, generate
+        from .generation import FinishedEvent, SamplingParams, Statistics, Window, generate
         from .models import LlamaModel
     except ModuleNotFoundError as error:
         raise RuntimeError(
@@ -91,9 +96,19 @@ def _generate(options: argparse.Namespace) -> None:
     params = SamplingParams(
         options.n, options.temperature, options.top_p, options.max_tokens, options.seed
     )
+    window = None
+    if options.sliding_window is not None:
+        default = min(DEFAULT_SINKS, max(0, options.sliding_window - 1))
+        window = Window(options.sliding_window, default if options.sinks is None else options.sinks)
+    elif options.sinks is not None:
+        raise ValueError("--sinks needs --sliding-window")
     with _Progress() as progress:
         model = LlamaModel.from_pretrained(
-            options.model, options.dtype, page_size=options.page_size, progress=progress
+            options.model,
+            options.dtype,
+            page_size=options.page_size,
+            sliding_window=window is not None,
+            progress=progress,
         )
     events = generate(
         model,
@@ -101,6 +116,7 @@ def _generate(options: argparse.Namespace) -> None:
         params,
         max_total_tokens=options.max_total_tokens,
         prefill_chunk_size=options.chunk,
+        window=window,
         at_fullest=(lambda cache: fullest.append(PageMap.of(cache))) if picture else None,
     )
     with _display(prompts, params.n) as display:

@@ -226,7 +226,8 @@ class KVCacheConfig:
     layers : sequence of LayerSpec, optional
         One per layer; None: `num_layers` plain ones.
     sliding_window : bool
-        Whether sequences may be given a sliding window with sinks.
+        Whether sequences may be given a sliding window with sinks: `KVCache.enable_sliding_window`.
+        Needs `rope` of mode "inline" or "none", and no MLA layers.
     logit_softcap : float, optional
         Soft-cap of the attention logits.
     share_prefix : bool
@@ -285,6 +286,21 @@ class KVCacheConfig:
         object.__setattr__(
             self, "layers", tuple(self._complete(i, s) for i, s in enumerate(layers))
         )
+        if self.sliding_window:
+            self._check_sliding_window()
+
+    def _check_sliding_window(self) -> None:
+        for i, layer in enumerate(self.layers):
+            if layer.kind == "mla":
+                raise ValueError(
+                    f"layer {i}: sliding_window is not possible with MLA layers, whose models "
+                    "rotate K before it is written"
+                )
+            if layer.rope.mode == "normal":
+                raise ValueError(
+                    f"layer {i}: sliding_window needs rope mode 'inline' or 'none', for positions "
+                    "are counted within the window; got 'normal'"
+                )
 
     def _complete(self, index: int, layer: LayerSpec) -> LayerSpec:
         if not isinstance(layer, LayerSpec):
@@ -378,6 +394,7 @@ class KVCacheConfig:
         arrays += [num_sequences + 1, num_rows, num_sequences]
         for spec in groups.values():
             arrays += [num_sequences + 1, self.num_pages_of(spec)]
-            arrays += [num_sequences, num_sequences, num_rows]
+            length_rows = 4 if self.sliding_window and spec.window is None else 1
+            arrays += [length_rows * num_sequences, num_sequences, num_rows]
         aux = sum(-(-size // 4) * 16 for size in arrays)  # int32, in steps of 16 bytes
         return page_pool + workspace + aux

@@ -53,6 +53,7 @@ def config_map(config: KVCacheConfig, kernels: KernelSets, device: tvm.runtime.D
         "dtype": config.dtype,
         "kv_dtype": config.kv_dtype,
         "rope_mode": ROPE_MODES.index(mode),
+        "sliding_window": config.sliding_window,
         "aux_manager": "auto",
         "share_prefix": config.share_prefix,
         "layers": [

@@ -33,8 +33,10 @@ class PagedKVCache(PagedKVCacheObject):
     ----------
     attn_kind : str or list of str
         "mha" or "mla" for all layers, or one kind per layer (the same one: the dims are of one).
-    max_batch_size, max_total_seq_len, prefill_chunk_size, support_sliding_window : tirx.Var or int
+    max_batch_size, max_total_seq_len, prefill_chunk_size : tirx.Var or int
         Capacities, given when the cache is created.
+    support_sliding_window : tirx.Var or int
+        1 where sequences may be given a sliding window, else 0; given when the cache is created.
     page_size : tirx.Var or int
         Slots of a page, given when the cache is created; must be the one that the kernels were
         built for.
@@ -144,6 +146,8 @@ class PagedKVCache(PagedKVCacheObject):
             kernel_spec(config, config.layers[0], target),
             "tirx" if runtime == "stock" else "pagedkv",
         )
+        # A symbolic one is decided when the cache is created.
+        has_windows = not (isinstance(support_sliding_window, int) and not support_sliding_window)
         capacities = [
             max_batch_size,
             max_total_seq_len,
@@ -166,7 +170,11 @@ class PagedKVCache(PagedKVCacheObject):
             relax.prim_value(rope_theta),
             rope_ext_factors,
             relax.op.zeros((), dtype),
-            *(kernels.positional_mla() if kinds[0] == "mla" else kernels.positional(set(kinds))),
+            *(
+                kernels.positional_mla()
+                if kinds[0] == "mla"
+                else kernels.positional(set(kinds), has_windows)
+            ),
         ]
         super().__init__(
             _expr=relax.call_pure_packed(
@@ -190,11 +198,18 @@ class _Kernels:
     def _tagged(self, name: str) -> relax.Tuple:
         return relax.Tuple([tvm.ir.StringImm(self.tag), self._function(name)])
 
-    def positional(self, kinds: set[str]) -> list[relax.Expr]:
-        """Arguments 13 to 27 of the positional constructor, for layers of these kinds."""
+    def positional(self, kinds: set[str], has_windows: bool) -> list[relax.Expr]:
+        """Arguments 13 to 27 of the positional constructor, for layers of these kinds.
+
+        With windows of sequences the stock runtime takes kernels of their own for these; ours has
+        the plain ones do both.
+        """
         merge = self._function("merge")
+        windowed = self.tag == "tirx" and has_windows and kinds == {"mha"}
 
         def needed(kind: str, name: str) -> relax.Tuple:
+            if kind == "mha_sliding" and windowed:
+                return self._tagged(name.replace("sliding", "windowed"))
             return self._tagged(name) if kind in kinds else relax.Tuple([])
 
         return [

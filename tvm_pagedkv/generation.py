@@ -58,6 +58,41 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Window:
+    """What is kept of a text, whatever its length.
+
+    Parameters
+    ----------
+    size : int
+        Tokens that are kept, less than the model's context.
+    sinks : int
+        Of these, the first ones of the text; the others are the last ones.
+    """
+
+    size: int
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"the window must be at least 1 token, got {self.size}")
+        if not 0 <= self.sinks < self.size:
+            raise ValueError(
+                f"sinks must be at least 0 and fewer than the window ({self.size}), got "
+                f"{self.sinks}"
+            )
+
+    def check(self, model: LlamaModel) -> None:
+        """Refuse a window that the model cannot have."""
+        if not model.options.sliding_window:
+            raise ValueError("load the model with sliding_window=True to give texts a window")
+        if self.size >= model.config.context_length:
+            raise ValueError(
+                f"the window must be less than the model's context ({model.config.context_length} "
+                f"tokens), got {self.size}"
+            )
+
+
+@dataclass(frozen=True)
 class TextEvent:
     """A continuation has grown: `text` is what `token` added, empty within a character."""
 
@@ -112,6 +147,7 @@ def generate(
     max_total_tokens: int | None = None,
     prefill_chunk_size: int = 512,
     max_num_sequences: int = 32,
+    window: Window | None = None,
     at_fullest: Callable[[KVCache], None] | None = None,
 ) -> Iterator[TextEvent | FinishedEvent | Statistics]:
     """Continue prompts.
@@ -127,6 +163,9 @@ def generate(
         Most rows of a prefill step; longer prompts take several.
     max_num_sequences : int
         Continuations that run at a time, at least `params.n`.
+    window : Window, optional
+        Of every text; the model must have been loaded with ``sliding_window``. Prompts and
+        continuations may then be longer than the model's context.
     at_fullest : callable, optional
         Called with the cache each time that more pages are in use than ever before.
 
@@ -142,11 +181,12 @@ def generate(
     """
     return _Run(
         model,
-        [_encode(model, i, prompt) for i, prompt in enumerate(prompts)],
+        [_encode(model, i, prompt, window is None) for i, prompt in enumerate(prompts)],
         params or SamplingParams(),
         max_total_tokens,
         prefill_chunk_size,
         max_num_sequences,
+        window,
         at_fullest,
     ).events()
 
@@ -171,7 +211,9 @@ def sample(logits: np.ndarray, params: SamplingParams, random: np.random.Generat
     return int(order[min(chosen, len(order) - 1)])
 
 
-def _encode(model: LlamaModel, index: int, prompt: str | Sequence[int]) -> list[int]:
+def _encode(
+    model: LlamaModel, index: int, prompt: str | Sequence[int], fits_context: bool
+) -> list[int]:
     if isinstance(prompt, str):
         tokens = model.tokenizer.encode(prompt).ids if prompt else []
     else:
@@ -181,7 +223,7 @@ def _encode(model: LlamaModel, index: int, prompt: str | Sequence[int]) -> list[
     vocab_size = model.config.vocab_size
     if not all(0 <= token < vocab_size for token in tokens):
         raise ValueError(f"prompt {index + 1} has a token outside [0, {vocab_size})")
-    if len(tokens) >= model.config.context_length:
+    if fits_context and len(tokens) >= model.config.context_length:
         raise ValueError(
             f"prompt {index + 1} has {len(tokens)} tokens; the model's context holds "
             f"{model.config.context_length} with at least one for the continuation"
@@ -200,8 +242,12 @@ class _Run:
         max_total_tokens,
         prefill_chunk_size,
         max_num_sequences,
+        window,
         at_fullest,
     ):
+        self.window = window
+        if window is not None:
+            window.check(model)
         self.model, self.prompts, self.params = model, prompts, params
         self.chunk, self.page_size = prefill_chunk_size, model.options.page_size
         self.slots, self.at_fullest = max(max_num_sequences, params.n), at_fullest
@@ -212,15 +258,16 @@ class _Run:
         needs = [self._pages_needed(prompt) for prompt in prompts]
         if max_total_tokens is None:
             at_a_time = max(1, self.slots // params.n)
-            max_total_tokens = sum(sorted(needs)[-at_a_time:]) * self.page_size
+            num_pages = sum(sorted(needs)[-at_a_time:]) + self._pages_of_step()
+            max_total_tokens = num_pages * self.page_size
         self.num_pages = -(-max_total_tokens // self.page_size)
         for index, (prompt, need) in enumerate(zip(prompts, needs, strict=True)):
-            if need > self.num_pages:
+            if need + self._pages_of_step() > self.num_pages:
                 raise ValueError(
                     f"the cache is too small: prompt {index + 1} ({len(prompt)} tokens) with "
-                    f"{params.n} continuations of up to {self._limit(prompt)} tokens needs {need} "
-                    f"pages of {self.page_size}, and max_total_tokens {max_total_tokens} gives "
-                    f"{self.num_pages}"
+                    f"{params.n} continuations of up to {self._limit(prompt)} tokens needs "
+                    f"{need + self._pages_of_step()} pages of {self.page_size}, and "
+                    f"max_total_tokens {max_total_tokens} gives {self.num_pages}"
                 )
         rows = max(prefill_chunk_size, self.slots)
         self.cache: KVCache = model.create_cache(self.slots, self.num_pages * self.page_size, rows)
@@ -244,6 +291,8 @@ class _Run:
 
     def _limit(self, prompt: list[int]) -> int:
         """Most tokens of a continuation."""
+        if self.window is not None:
+            return self.params.max_tokens
         return min(self.params.max_tokens, self.model.config.context_length - len(prompt))
 
     def _pages_needed(self, prompt: list[int]) -> int:
@@ -253,7 +302,16 @@ class _Run:
         length = len(prompt) + self._limit(prompt) - 1
         own = -(-length // self.page_size) - full
         partial = 1 if len(prompt) % self.page_size and self.params.n > 1 else 0
-        return full + self.params.n * own + partial
+        need = full + self.params.n * own + partial
+        if self.window is None:
+            return need
+        # Sinks, window and a row more; both may begin and end within a page.
+        parts = self.window.sinks, self.window.size - self.window.sinks
+        return min(need, self.params.n * (sum(-(-part // self.page_size) for part in parts) + 2))
+
+    def _pages_of_step(self) -> int:
+        """Pages that a prefill step takes beyond them, until the window slides."""
+        return 0 if self.window is None else -(-self.chunk // self.page_size)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -263,10 +321,12 @@ class _Run:
         while self.waiting:
             need = self._pages_needed(self.prompts[self.waiting[0]])
             slots = len(self.running) + (len(batch) + 1) * self.params.n
-            if slots > self.slots or self.reserved + need > self.num_pages:
+            room = self.num_pages - self._pages_of_step()
+            if slots > self.slots or self.reserved + need > room:
                 break
             self.reserved += need
             self.cache.add_sequence(self.next_id)
+            self._enable_window(self.next_id)
             batch.append((self.waiting.popleft(), self.next_id))
             self.next_id += 1
         if not batch:
@@ -280,12 +340,17 @@ class _Run:
                     child = self.next_id
                     self.next_id += 1
                     self.cache.fork_sequence(seq_id, child)
+                    self._enable_window(child)
                 random = np.random.default_rng([self.params.seed, index])
                 started.append(_Continuation(prompt, index, child, random))
                 logits.append(rows[prompt])
         self.running += started
         self._note_pages()
         return started, logits
+
+    def _enable_window(self, seq_id: int) -> None:
+        if self.window is not None:
+            self.cache.enable_sliding_window(seq_id, self.window.size, self.window.sinks)
 
     def _prefill(self, batch: list[tuple[int, int]]) -> dict[int, np.ndarray]:
         """Append the prompts in steps of at most `chunk` rows; logits after each prompt's last."""

@@ -30,6 +30,7 @@ class BuildOptions:
     dtype: str
     page_size: int
     target: Target
+    sliding_window: bool = False  # whether sequences of its caches may have a window
 
     @property
     def vector(self) -> VectorTarget:
@@ -189,7 +190,7 @@ class Llama(nn.Module):
             max_total_seq_len=max_total_tokens,
             prefill_chunk_size=prefill_chunk_size,
             page_size=options.page_size,
-            support_sliding_window=0,
+            support_sliding_window=int(options.sliding_window),
             layer_partition=relax.ShapeExpr([0, config.num_layers]),
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_heads,
@@ -198,7 +199,8 @@ class Llama(nn.Module):
             v_head_dim=config.head_dim,
             mla_original_qk_head_dim=0,
             mla_original_v_head_dim=0,
-            rope_mode=RopeMode.NORMAL,
+            # What is in a window moves with it, so it is rotated when it is read.
+            rope_mode=RopeMode.INLINE if options.sliding_window else RopeMode.NORMAL,
             rope_scale=1.0,
             rope_theta=rope.theta,
             rope_scaling=scaling,

@@ -54,6 +54,7 @@ class LlamaModel:
         dtype: str | None = None,
         *,
         page_size: int = 16,
+        sliding_window: bool = False,
         target: Target | str | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> LlamaModel:
@@ -68,6 +69,9 @@ class LlamaModel:
             Of weights, activations and pages, whatever the files hold; None: float32.
         page_size : int
             Slots of a page of the caches that the model makes.
+        sliding_window : bool
+            Whether sequences of these caches may be given a sliding window; K and Q are then
+            rotated within attention.
         target : optional
             None: this machine.
         progress : callable, optional
@@ -87,7 +91,12 @@ class LlamaModel:
         progress = progress or (lambda line: None)
         config = LlamaConfig.from_directory(directory)
         _check_attention(directory, config, dtype, page_size)
-        options = llama.BuildOptions(dtype, page_size, resolve_target(target))
+        if sliding_window and config.rope.scaling_dict.get("rope_type") == "longrope":
+            raise ValueError(
+                f"the model in {directory} has a longrope rotation, whose factors change with the "
+                "length of a text; it cannot run with a sliding window"
+            )
+        options = llama.BuildOptions(dtype, page_size, resolve_target(target), sliding_window)
         tokenizer = load_tokenizer(directory)
         parameters = load_parameters(config, options, Checkpoint(directory))
         executable = _executable(config, options, progress)

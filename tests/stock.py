@@ -34,6 +34,8 @@ def stock_kernels(
         ),
         "prefill": stock._attention_prefill_cpu(*heads, head_dim, dtype, False, scaling),
         "decode": stock._attention_decode_cpu(*heads, head_dim, dtype, False, scaling),
+        "prefill_sliding": stock._attention_prefill_cpu(*heads, head_dim, dtype, True, scaling),
+        "decode_sliding": stock._attention_decode_cpu(*heads, head_dim, dtype, True, scaling),
         "merge": stock._merge_state_inplace_cpu(dtype),
         "split_rotary": stock.llama_rope_with_position_map(
             rope_theta, 1.0, head_dim, num_qo_heads, num_kv_heads, dtype, scaling, head_dim
@@ -110,7 +112,7 @@ def create_positional(config, kernels: dict, tag: str, device=None):
                 config.max_total_tokens,
                 config.prefill_chunk_size,
                 config.page_size,
-                0,
+                int(config.sliding_window),
             ]
         ),
         Shape([0, config.num_layers]),
@@ -128,8 +130,10 @@ def create_positional(config, kernels: dict, tag: str, device=None):
         kernels["transpose_append"],
         None,
         *(_tagged(tag, kernels[name]) for name in ("prefill_ragged", "prefill", "decode")),
-        [],
-        [],
+        *(
+            _tagged(tag, kernels[name]) if config.sliding_window and name in kernels else []
+            for name in ("prefill_sliding", "decode_sliding")
+        ),
         *(
             _tagged(tag, kernels[name]) if name in kernels else []
             for name in ("tree_paged", "tree")

@@ -26,15 +26,17 @@ UNKNOWN, IMPORTED = 77, 9
 
 
 def make_world(phase: str) -> Any:
-    """A small cache with layers of all kinds.
+    """A small cache with layers of all kinds; for windows of sequences, with one.
 
     Parameters
     ----------
     phase : str
         "idle": outside a step; "step": within one; "tree": between two, with uncommitted nodes;
         "import": while sequence `IMPORTED` lacks the pages of a layer; "imported": with all pages
-        of it, before `finish_import`.
+        of it, before `finish_import`; "windows": outside a step, where sequences may have windows.
     """
+    if phase == "windows":
+        return _window_world()
     cache = make_cache(
         [KERNELS_WITH_TREES, MLA_KERNELS_WITH_TREES],
         layers=[
@@ -65,6 +67,15 @@ def make_world(phase: str) -> Any:
         for layer, pages in enumerate(groups):
             if layer != MHA or phase == "imported":
                 call("import_page_group", cache, IMPORTED, layer, pages)
+    return cache
+
+
+def _window_world() -> Any:
+    cache = make_cache(sliding_window=True)
+    for seq_id, length in LENGTHS.items():
+        cache.add_sequence(seq_id)
+        with cache.forward([seq_id], [length]):
+            cache.attention(MHA, np.full((length, 8, 8), 0.5, "float32"))
     return cache
 
 

@@ -259,5 +259,6 @@ def snapshot(cache: pkv.KVCache, seq_ids) -> dict[str, Any]:
         for read in readers:
             kv = read(seq_id, max(first))
             rows += [x.numpy().tobytes() for x in (kv if isinstance(kv, tuple) else [kv])]
-        state[seq_id] = cache.sequence_length(seq_id), tables, first, rows
+        lengths = cache.sequence_length(seq_id), cache.sequence_window(seq_id)
+        state[seq_id] = lengths, tables, first, rows
     return state

@@ -253,6 +253,7 @@ def test_config_map(cache_dir):
         "dtype": "float32",
         "kv_dtype": "float16",
         "rope_mode": 2,
+        "sliding_window": False,
         "aux_manager": "auto",
         "share_prefix": True,
     }

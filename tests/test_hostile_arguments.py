@@ -82,7 +82,6 @@ BAD_METADATA = {
 METADATA = Kind(lambda: metadata(), BAD_METADATA)
 
 
-
 def metadata() -> str:
     """The metadata of a checkpoint of sequence 0."""
     return export(make_world("idle"), 0)[0]
@@ -121,7 +120,9 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     STATE + "popn": ("idle", [SEQ, integer(2, -1, 7, 2**31)]),
     STATE + "begin_forward": ("idle", [IDS, APPENDS, TREE]),
     STATE + "end_forward": ("step", []),
-    CACHE + "enable_sliding_window_for_seq": ("idle", [SEQ, integer(8, 0, -1), integer(2, -1, 8)]),
+    CACHE + "enable_sliding_window_for_seq": (
+        "windows", [SEQ, integer(8, 0, -1), integer(2, -1, 8)],
+    ),
     CACHE + "commit_accepted_token_tree_nodes": ("tree", [IDS, LEAVES]),
     CACHE + "empty": ("any", []),
     CACHE + "get_num_available_pages": ("any", []),
@@ -151,6 +152,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "sequence_ids": ("any", []),
     OWN + "page_table": ("any", [SEQ, GROUP]),
     OWN + "first_position": ("any", [SEQ, GROUP]),
+    OWN + "sequence_window": ("any", [SEQ]),
     OWN + "check_integrity": ("any", []),
     OWN + "debug_set_kv": ("idle", [SEQ, integer(1, -1, 4, 7), ROWS_OF_TWO, ROWS_OF_TWO]),
     OWN + "debug_set_kv_mla": ("idle", [SEQ, integer(1, -1, 4, 7), ANY_LATENT_ROWS]),

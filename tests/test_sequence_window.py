@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 import tvm_ffi
 
 import tvm_pagedkv as pkv
 
 from . import reference
+from .checkpoint_cases import call, export, restore
 from .python_kernels import (
     KERNELS,
     LAYER,
@@ -20,6 +22,7 @@ from .python_kernels import (
     shuffle,
     snapshot,
 )
+from .python_tree_kernels import KERNELS_WITH_TREES
 from .reference_window import WindowedReferenceCache
 
 HEADS, DIM = 4 + 2 * 2, 8
@@ -314,10 +317,10 @@ def test_refusals_change_nothing():
         "fewer than its window .8., got 8": lambda: cache.enable_sliding_window(1, 8, 8),
         "window .* got 2147483648": lambda: cache.enable_sliding_window(1, 2**31, 0),
     }
-    for text, call in calls.items():
+    for text, wrong in calls.items():
         before = snapshot(cache, [0, 1])
         with pytest.raises(KeyError if "no seq" in text else ValueError, match=text):
-            call()
+            wrong()
         assert snapshot(cache, [0, 1]) == before
     with cache.forward([0], [1]), pytest.raises(ValueError, match="not possible within a step"):
         cache.enable_sliding_window(1, 8, 2)
@@ -336,6 +339,73 @@ def test_caches_without_windows_of_sequences():
         with pytest.raises(ValueError, match=text):
             cache.enable_sliding_window(0, 8, 2)
         assert cache.sequence_window(0) == (0, 0, 0)
+
+
+def test_trees_and_windows_exclude_each_other():
+    """In either order, also for a fork that has the gap alone; other sequences may have trees."""
+    pair = Pair(kernels=KERNELS_WITH_TREES)
+    pair.add(0, 8, 2)
+    pair.add(1)
+    pair.step([0, 1], [20, 3])
+    pair.fork(0, 2, 5)
+    cache, some = pair.cache, pair.qkv([3])
+    before = snapshot(cache, [0, 1, 2])
+    for seq_ids, lengths, parents in (
+        ([0], [1], [-1]), ([2], [1], [-1]), ([1, 0], [2, 1], [-1, -1, -1]), ([2], [2], [-1, -1]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="it cannot be in a step with token trees"):
+            cache.begin_forward(seq_ids, lengths, parents)
+    assert snapshot(cache, [0, 1, 2]) == before
+    with cache.forward([1], [3], [-1, 0, 0]):
+        cache.attention(0, some)
+    before = snapshot(cache, [0, 1, 2])
+    with pytest.raises(ValueError, match="3 token tree nodes that are not committed"):
+        cache.enable_sliding_window(1, 8, 2)
+    assert snapshot(cache, [0, 1, 2]) == before
+    cache.commit_tree([1, 0], [-1, -1])
+    pair.enable(1, 8, 2)
+    pair.step([1, 0, 2], [9, 4, 1])
+
+
+def test_there_are_no_checkpoints():
+    """Of a sequence with a window or a gap; others of the cache have them."""
+    pair = Pair()
+    pair.add(0, 8, 2)
+    pair.add(1)
+    pair.add(3, 8, 2)
+    pair.step([0, 1], [20, 5])
+    pair.fork(0, 2, 5)
+    before = snapshot(pair.cache, range(4))
+    out = np.zeros((1, 2, 2, 2, 4, DIM), "float32")
+    for seq_id, text in ((0, "has a sliding window"), (2, "has dropped"), (3, "a sliding window")):
+        with pytest.raises(ValueError, match=text):
+            call("get_checkpoint_metadata", pair.cache, seq_id)
+        with pytest.raises(ValueError, match=text):
+            call("export_page_group", pair.cache, seq_id, 0, tvm.runtime.tensor(out))
+    checkpoint = export(pair.cache, 1)
+    with pytest.raises(ValueError, match="has a sliding window, so it cannot be imported"):
+        restore(pair.cache, 3, checkpoint)
+    assert snapshot(pair.cache, range(4)) == before
+    restore(pair.cache, 4, checkpoint)
+    pair.expected.fork_sequence(1, 4)
+    pair.enable(4, 4, 1)
+    pair.step([4, 0, 3], [3, 1, 9])
+
+
+def test_learned_sinks():
+    """A logit of each head beside what a row sees."""
+    pair = Pair()
+    pair.add(0, 8, 3)
+    pair.add(1)
+    pair.step([0, 1], [26, 6])
+    sinks = np.array([0.5, -1.0, 3.0, 0.0], "float32")
+    for lengths in ([1, 1], [20, 2]):
+        qkv = pair.qkv(lengths)
+        o, _ = pair.expected.attention(0, [0, 1], lengths, qkv, 2, DIM**-0.5, sinks)
+        with pair.cache.forward([0, 1], lengths):
+            out = pair.cache.attention(0, qkv, sinks=sinks)
+        pair.expected.end_step([0, 1])
+        reference.assert_close(out.numpy(), o, "float32")
 
 
 def test_a_full_cache():

@@ -242,6 +242,7 @@ StringMap PagedKVCacheObj::Describe() const {
           {"share_prefix", config_.share_prefix},
           {"sliding_window", config_.has_sequence_windows},
           {"aux_manager", ffi::String(aux_->is_merged() ? "merged" : "plain")},
+          {"layout", ffi::String(checkpoint_layout_.Text())},
           {"device", config_.device},
           {"layers", layers}};
 }

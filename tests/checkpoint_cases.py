@@ -48,7 +48,7 @@ class Fed:
     """
 
     def __init__(self, kind: str, seed: int = 0, **fields):
-        self.layers = LAYERS[kind]
+        self.kind, self.layers = kind, LAYERS[kind]
         fields = {"max_total_tokens": 256, "page_size": 4} | fields
         self.dtype = np.dtype(fields.get("kv_dtype", "float32"))
         self.page_size = fields["page_size"]
@@ -133,6 +133,32 @@ class Fed:
             expected = self.expected_group(seq_id, layer)
             assert actual.numpy().tobytes() == expected.tobytes(), f"layer {layer}"
             reference.assert_close(actual.numpy(), expected, str(self.dtype), f"layer {layer}")
+
+
+def fed_in_chunks(kind: str, chunks, seed: int = 0, **fields) -> Fed:
+    """Sequence 3 in chunks, between others."""
+    source = Fed(kind, seed, **fields)
+    source.add(3)
+    source.add(-8)
+    for n in chunks:
+        source.step({-8: 1, 3: n} if n % 2 else {3: n})
+    return source
+
+
+def forked(kind: str = "all", seed: int = 0, **fields) -> Fed:
+    """Sequences 3, 4 and 5 with a common past, which have popped and slid; 6 is empty."""
+    source = Fed(kind, seed, **fields)
+    source.add(3)
+    source.add(-1)
+    source.add(6)
+    for n in (20, 7):
+        source.step({-1: 1, 3: n})
+    source.fork(3, 4)
+    source.step({3: 3, 4: 6}, salt=1)
+    source.pop(3, 5)
+    source.fork(4, 5, 31)
+    source.step({5: 2}, salt=2)
+    return source
 
 
 def empty_groups(metadata: str) -> list[tvm.runtime.Tensor]:

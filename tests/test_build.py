@@ -267,6 +267,7 @@ def test_config_map(cache_dir):
             "v_head_dim": 32,
             "rope_theta": 5e5,
             "rope_scale": 0.5,
+            "rope_details": '{"original_max_position_embeddings": 4096, "rope_type": "longrope"}',
             "kernel_set": 0,
         }
     ]

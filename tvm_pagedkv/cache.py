@@ -6,13 +6,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tvm
 import tvm_ffi
 
+from . import checkpoint
 from ._tensors import as_tensor
 from .page_map import PageMap
 
@@ -392,13 +394,53 @@ class KVCache(tvm_ffi.Object):
         ids = _int("seq_id", seq_id), _int("begin", begin)
         _function("pagedkv.debug_set_kv_mla")(self, *ids, self._tensor("kv", kv))
 
-    def save(self, seq_id: int) -> bytes:
-        """A checkpoint of a sequence."""
-        raise NotImplementedError("checkpoints of sequences")
+    def save(self, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -> None:
+        """Write sequences to a file in the safetensors format; `load` reads it.
 
-    def load(self, seq_id: int, checkpoint: bytes) -> None:
-        """Restore a sequence from a checkpoint."""
-        raise NotImplementedError("checkpoints of sequences")
+        Pages that sequences share are written once. The file appears under its name when it is
+        whole, with a checksum for each layer; an older one is replaced. It takes a few megabytes of
+        memory beside the cache. Not within a step.
+
+        Parameters
+        ----------
+        path : path
+        seq_ids : ids, optional
+            None: all sequences.
+        """
+        checkpoint.save(self, path, seq_ids)
+
+    def load(
+        self,
+        path: str | os.PathLike,
+        seq_ids: Mapping[int, int] | Iterable[int] | None = None,
+    ) -> list[int]:
+        """Add sequences of a file that `save` wrote: all of them or, where one fails, none.
+
+        They share the pages that they shared when they were saved, and continue bit for bit as they
+        would have. The cache may have another capacity and another device; what must agree is
+        ``description["layout"]``: kinds, windows, heads, dimensions and rotation of the layers, the
+        pages' size and dtype.
+
+        Parameters
+        ----------
+        path : path
+        seq_ids : mapping or ids, optional
+            Ids in the file and the ids to give them, or ids that stay as they are; None: all.
+
+        Returns
+        -------
+        ids of the new sequences
+
+        Raises
+        ------
+        ValueError
+            The file is damaged or of another layout; or an id is in use.
+        KeyError
+            The file has no such sequence.
+        CacheFullError
+            When there are too few free pages.
+        """
+        return checkpoint.load(self, path, seq_ids)
 
     def stats(self) -> dict[str, Any]:
         """Pages, bytes and events: numbers by name, and a list of them by layer group."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -66,6 +67,7 @@ def config_map(config: KVCacheConfig, kernels: KernelSets, device: tvm.runtime.D
                 "v_head_dim": layer.v_head_dim,
                 "rope_theta": layer.rope.theta,
                 "rope_scale": layer.rope.scale,
+                "rope_details": _rope_details(layer),
                 "kernel_set": kernel_set,
                 **_original_dims(layer),
             }
@@ -83,6 +85,15 @@ def _original_dims(layer: LayerSpec) -> dict[str, int]:
     """MLA: the head dims before absorption, where they are known."""
     names = ("mla_original_qk_head_dim", "mla_original_v_head_dim")
     return {name: getattr(layer, name) for name in names if getattr(layer, name) is not None}
+
+
+def _rope_details(layer: LayerSpec) -> str:
+    """What beside theta and scale decides the rotation, in words; extension factors go apart."""
+    rope = layer.rope
+    details = {k: v for k, v in rope.scaling or () if k not in ("long_factor", "short_factor")}
+    if rope.rotary_dim not in (None, layer.qk_head_dim):
+        details["rotary_dim"] = rope.rotary_dim
+    return json.dumps(details, sort_keys=True) if details else ""
 
 
 def _extension_factors(rope: RopeConfig) -> tuple | None:

@@ -6,8 +6,12 @@ cd "$(dirname "$0")/.."
 . scripts/setup_venv.sh test
 mapfile -t cpp < <(git ls-files '*.cc' '*.h')
 if [ "${1:-}" = "--fix" ]; then
-  ruff check --fix . && ruff format . && clang-format -i "${cpp[@]}"
-else
-  ruff check . && ruff format --check . && clang-format --dry-run --Werror "${cpp[@]}"
+  ruff check --fix .
+  ruff format .
+  clang-format -i "${cpp[@]}"
+else  # a line each: a failure within a list of && does not end the script
+  ruff check .
+  ruff format --check .
+  clang-format --dry-run --Werror "${cpp[@]}"
 fi
 echo "lint: ok (${#cpp[@]} C++ files, $(git ls-files '*.py' | wc -l) Python files)"

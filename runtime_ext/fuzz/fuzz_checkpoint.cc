@@ -1,33 +1,288 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file fuzz_checkpoint.cc
- * \brief Checkpoint metadata of any bytes: an Error, or a state that can be written and read again.
+ * \brief Metadata and page numbers of checkpoints, right ones with edits, against a small table.
+ *
+ * What is refused must leave the table as it was. What is taken must be what the text says: it can
+ * be written and read again, and the sequences share the pages that have one number.
  */
-#include <cstdlib>
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
-#include "checkpoint_metadata.h"
-#include "error.h"
+#include "../checkpoint_metadata.h"
+#include "../error.h"
+#include "../forward_plan.h"
+#include "../sequence_table.h"
+#include "bytes.h"
+
+namespace pagedkv {
+
+namespace {
+
+constexpr int64_t kMaxSequences = 5, kMaxId = 6, kMaxLength = 40;
+
+CheckpointLayout DrawLayout(Bytes* bytes) {
+  CheckpointLayout layout;
+  layout.page_size = int64_t{1} << bytes->Between(0, 3);
+  layout.dtype = bytes->Next() % 2 ? "float16" : "float32";
+  layout.item_bytes = layout.dtype == "float16" ? 2 : 4;
+  const std::string rope = RopeText(bytes->Next() % 2 ? "normal" : "none", 1e4, 1, "");
+  const int64_t num_layers = bytes->Between(1, 3);
+  for (int64_t i = 0; i < num_layers; ++i) {
+    const int64_t kind = bytes->Between(0, 2);
+    if (kind == 0) layout.layers.push_back({"mha", 0, 2, 8, 8, rope});
+    if (kind == 1) layout.layers.push_back({"mha_sliding", bytes->Between(1, 9), 2, 8, 8, rope});
+    if (kind == 2) layout.layers.push_back({"mla", 0, 1, 24, 16, ""});
+  }
+  return layout;
+}
+
+// --- texts --------------------------------------------------------------------------------------
+
+void Replace(std::string* text, const std::string& from, const std::string& to) {
+  const size_t at = text->find(from);
+  if (at != std::string::npos) text->replace(at, from.size(), to);
+}
+
+/*! \brief What a cache of apache-tvm would write, which has layers of one kind without windows. */
+void MakeStock(std::string* text, const CheckpointLayout& layout) {
+  const CheckpointLayout::Layer& layer = layout.layers[0];
+  Replace(text, "pagedkv.KVCache", "relax.vm.PagedAttentionKVCache");
+  Replace(text, "\"layout\":\"" + layout.Text() + "\"",
+          "\"num_kv_heads\":" + std::to_string(layer.num_kv_heads) +
+              ",\"qk_head_dim\":" + std::to_string(layer.qk_head_dim) +
+              ",\"v_head_dim\":" + std::to_string(layer.v_head_dim) + ",\"rope_mode\":\"" +
+              layer.rope.substr(0, layer.rope.find(' ')) +
+              "\",\"rotary_scale\":1.0,\"rotary_theta\":1e4,\"has_rope_ext_factors\":false");
+}
+
+const char* const kWords[] = {
+    "{",     "}",    "[",    "]",    ",",           ":",  "\"",      "\\",           "-",
+    "1e999", "null", "true", "9999", "\"groups\":", "[[", "\\u0041", "\"seq_id\":1", " "};
+
+void Edit(std::string* text, Bytes* bytes) {
+  const size_t place = bytes->Next() * 256 + bytes->Next();
+  const size_t at = place % (text->size() + 1);
+  const size_t count = 1 + bytes->Next() % 16;
+  switch (bytes->Between(0, 5)) {
+    case 0:
+      text->insert(at, kWords[bytes->Next() % std::size(kWords)]);
+      break;
+    case 1:
+      text->erase(at, count);
+      break;
+    case 2:
+      text->insert(at, text->substr(at, 4 * count));
+      break;
+    case 3:
+      text->resize(at);
+      break;
+    case 4:
+      if (at < text->size()) (*text)[at] = static_cast<char>(bytes->Next());
+      break;
+    default: {  // another number, there or wherever it is
+      const char* digits = "-0123456789";
+      const size_t begin = text->find_first_of(digits, at);
+      if (begin == std::string::npos) return;
+      const size_t end = std::min(text->find_first_not_of(digits, begin), text->size());
+      const std::string from = ":" + text->substr(begin, end - begin);
+      const std::string to = std::to_string(bytes->Around(0, kMaxLength));
+      if (bytes->Next() % 2) return (void)text->replace(begin, end - begin, to);
+      for (size_t i = 0; (i = text->find(from, i)) != std::string::npos; i += to.size()) {
+        text->replace(i + 1, from.size() - 1, to);
+      }
+    }
+  }
+}
+
+/*! \brief Metadata of a drawn sequence, mostly right ones. */
+std::string DrawText(const CheckpointLayout& layout, Bytes* bytes, int64_t* num_edits) {
+  SequenceState state{bytes->Between(0, kMaxLength), {}};
+  const int64_t num_pages = (state.length + layout.page_size - 1) / layout.page_size;
+  for (const CheckpointLayout::Layer& layer : layout.layers) {
+    const bool has_slid = layer.window > 0 || bytes->Next() % 16 == 1;
+    state.first_pages.push_back(has_slid ? bytes->Between(0, num_pages) : 0);
+  }
+  std::string text = WriteMetadata(layout, bytes->Next(), state);
+  if (bytes->Next() % 4 == 1) MakeStock(&text, layout);
+  *num_edits = bytes->Next() % 2 ? bytes->Between(0, 6) : 0;
+  for (int64_t i = 0; i < *num_edits; ++i) Edit(&text, bytes);
+  return text;
+}
+
+// --- the table ----------------------------------------------------------------------------------
+
+class World {
+ public:
+  World(const CheckpointLayout& layout, Bytes* bytes)
+      : layout_(layout),
+        table_(kMaxSequences, static_cast<int32_t>(layout.page_size), NumPages(layout, bytes),
+               Windows(layout)) {}
+
+  void Apply(Bytes* bytes) {
+    const State before = Look();
+    try {
+      switch (bytes->Between(0, 7)) {
+        case 0:
+          table_.FinishImport(bytes->Around(0, kMaxId));
+          break;
+        case 1:
+          table_.Remove(bytes->Around(0, kMaxId));
+          break;
+        case 2:
+          table_.Add(bytes->Around(0, kMaxId));
+          break;
+        case 3:
+          Step(bytes->Around(0, kMaxId), bytes->Between(1, 12));
+          break;
+        case 4:
+          table_.Fork(bytes->Around(0, kMaxId), bytes->Around(0, kMaxId), -1);
+          break;
+        default:
+          Import(bytes);
+      }
+    } catch (const Error&) {
+      FUZZ_CHECK(Look() == before);
+    }
+    table_.CheckIntegrity();
+  }
+
+  /*! \brief Nothing is left behind. */
+  void End() {
+    while (table_.num_sequences() > 0) table_.Remove(table_.sequences().begin()->first);
+    FUZZ_CHECK(table_.total_length() == 0);
+    for (int32_t g = 0; g < table_.num_groups(); ++g) FUZZ_CHECK(table_.pool(g).num_used() == 0);
+  }
+
+ private:
+  /*! \brief All that a failed call must leave as it was. */
+  using State = std::vector<std::vector<int64_t>>;
+
+  static std::vector<int32_t> NumPages(const CheckpointLayout& layout, Bytes* bytes) {
+    std::vector<int32_t> numbers;
+    for (size_t i = 0; i < layout.layers.size(); ++i) {
+      numbers.push_back(static_cast<int32_t>(bytes->Between(1, 60)));
+    }
+    return numbers;
+  }
+
+  static std::vector<int64_t> Windows(const CheckpointLayout& layout) {
+    std::vector<int64_t> windows;
+    for (const CheckpointLayout::Layer& layer : layout.layers) windows.push_back(layer.window);
+    return windows;
+  }
+
+  State Look() const {
+    State state{{table_.total_length(), table_.num_sequences(), table_.num_importing()}};
+    std::set<int64_t> ids;
+    for (const auto& [id, sequence] : table_.sequences()) ids.insert(id);
+    for (int64_t id : ids) {
+      const Sequence& sequence = table_.Peek(id);
+      state.push_back({id, sequence.length, sequence.import != nullptr});
+      state.emplace_back(sequence.first_pages);
+      for (const auto& pages : sequence.pages) state.emplace_back(pages.begin(), pages.end());
+    }
+    for (int32_t g = 0; g < table_.num_groups(); ++g) {
+      const std::vector<int32_t>& free = table_.pool(g).free_pages();
+      state.emplace_back(free.begin(), free.end());
+    }
+    return state;
+  }
+
+  void Step(int64_t id, int64_t length) {
+    ForwardPlan plan(&table_, kMaxLength);
+    plan.Prepare({&id, 1}, {&length, 1});
+    plan.Acquire();
+    plan.Commit();
+    plan.Slide();
+  }
+
+  /*! \brief What a text says, which must come through another writing and reading. */
+  SequenceState Read(Bytes* bytes) const {
+    const bool is_foreign = bytes->Next() % 8 == 1;
+    const CheckpointLayout writer = is_foreign ? DrawLayout(bytes) : layout_;
+    int64_t num_edits = 0;
+    const std::string text = DrawText(writer, bytes, &num_edits);
+    const SequenceState state = ReadMetadata(text, layout_);
+    FUZZ_CHECK(num_edits > 0 || writer.Text() == layout_.Text());
+    const SequenceState again = ReadMetadata(WriteMetadata(layout_, 0, state), layout_);
+    FUZZ_CHECK(again.length == state.length && again.first_pages == state.first_pages);
+    return state;
+  }
+
+  void Import(Bytes* bytes) {
+    std::vector<ImportedSequence> imported;
+    const int64_t count = bytes->Between(1, 3);
+    std::vector<int64_t> num_numbers(layout_.num_layers(), 0);  // of each group
+    for (int64_t i = 0; i < count; ++i) {
+      SequenceState state = Read(bytes);
+      const int64_t id = bytes->Around(0, kMaxId);
+      imported.push_back({id, state.length, state.first_pages, {}});
+      // Some first pages are those of the sequences before; the others follow.
+      const int64_t num_shared = bytes->Between(0, 8);
+      for (int64_t g = 0; g < layout_.num_layers(); ++g) {
+        std::vector<int64_t> numbers;
+        for (int64_t page = state.first_pages[g]; page < table_.PagesFor(state.length); ++page) {
+          const auto k = static_cast<int64_t>(numbers.size());
+          numbers.push_back(k < num_shared && k < num_numbers[g] ? k : num_numbers[g]++);
+        }
+        if (bytes->Next() % 16 == 1) Disturb(&numbers, bytes);
+        imported.back().page_numbers.push_back(std::move(numbers));
+      }
+    }
+    table_.BeginImport(imported, layout_.layers.size());
+    Compare(imported);
+    const int64_t id = imported[0].id;
+    if (bytes->Next() % 4 > 0) table_.FinishImport(id);
+  }
+
+  static void Disturb(std::vector<int64_t>* numbers, Bytes* bytes) {
+    if (numbers->empty() || bytes->Next() % 4 == 0) return numbers->push_back(bytes->Next() % 4);
+    (*numbers)[bytes->Next() % numbers->size()] = bytes->Around(0, 20);
+  }
+
+  void Compare(const std::vector<ImportedSequence>& imported) const {
+    // What is written to the pages goes by number; one page has one place in its sequences.
+    std::map<std::pair<int64_t, int64_t>, size_t> place_of;
+    const SequenceImport& import = table_.ImportOf(imported[0].id);
+    for (const std::vector<int32_t>& pages : import.pages) {
+      FUZZ_CHECK(std::set<int32_t>(pages.begin(), pages.end()).size() == pages.size());
+      for (int32_t page : pages) FUZZ_CHECK(page >= 0);
+    }
+    for (const ImportedSequence& expected : imported) {
+      const Sequence& sequence = table_.Peek(expected.id);
+      FUZZ_CHECK(sequence.length == expected.length && sequence.import != nullptr);
+      FUZZ_CHECK(sequence.first_pages == expected.first_pages);
+      for (int64_t g = 0; g < table_.num_groups(); ++g) {
+        const std::vector<int64_t>& numbers = expected.page_numbers[g];
+        FUZZ_CHECK(sequence.pages[g].size() == numbers.size());
+        for (size_t k = 0; k < numbers.size(); ++k) {
+          const size_t place = expected.first_pages[g] + k;
+          FUZZ_CHECK(sequence.pages[g][k] == import.pages[g].at(numbers[k]));
+          FUZZ_CHECK(place_of.try_emplace({g, numbers[k]}, place).first->second == place);
+        }
+      }
+    }
+  }
+
+  CheckpointLayout layout_;
+  SequenceTable table_;
+};
+
+}  // namespace
+
+}  // namespace pagedkv
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using pagedkv::CheckpointLayout;
-  static const CheckpointLayout layout = [] {
-    CheckpointLayout small;
-    small.page_size = 4;
-    small.dtype = "float32";
-    small.item_bytes = 4;
-    const std::string rope = pagedkv::RopeText("normal", 1e4, 1, "");
-    small.layers = {{"mha", 0, 2, 8, 8, rope}, {"mha_sliding", 5, 2, 8, 8, rope}};
-    return small;
-  }();
-  pagedkv::SequenceState state;
-  try {
-    state = pagedkv::ReadMetadata({reinterpret_cast<const char*>(data), size}, layout);
-  } catch (const pagedkv::Error&) {
-    return 0;
-  }
-  const pagedkv::SequenceState again =
-      pagedkv::ReadMetadata(pagedkv::WriteMetadata(layout, 0, state), layout);
-  if (again.length != state.length || again.first_pages != state.first_pages) std::abort();
+  pagedkv::Bytes bytes(data, size);
+  const pagedkv::CheckpointLayout layout = pagedkv::DrawLayout(&bytes);
+  pagedkv::World world(layout, &bytes);
+  while (!bytes.empty()) world.Apply(&bytes);
+  world.End();
   return 0;
 }

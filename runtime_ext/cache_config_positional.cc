@@ -132,7 +132,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   auto layer_indptr = ShapeArgument(args, 1, "layer_indptr", 2);
   auto kinds = ShapeArgument(args, 6, "attention kinds", 1);
   CheckPositionalLayers(layer_indptr, kinds);
-  if (Argument<int64_t>(args, 7, "enable_kv_transfer")) Raise(kNotImplementedError, "KV transfer");
+  auto enable_kv_transfer = Argument<int64_t>(args, 7, "enable_kv_transfer");
   auto prototype = Argument<ffi::Tensor>(args, 12, "a tensor of the cache's type and device");
   if (!prototype.defined()) Raise(kTypeError, "argument 12 must be a tensor, got None");
 
@@ -143,6 +143,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   result.page_size = sizes[3];
   result.has_sequence_windows =
       CheckRange("the 5th cache size (sliding_window)", sizes[4], 0, 1) == 1;
+  result.enable_kv_transfer = enable_kv_transfer != 0;
   result.device = prototype.device();
   CheckDevice(result.device);
   result.dtype = ParseDtype("dtype", ffi::DLDataTypeToString(prototype.dtype()));

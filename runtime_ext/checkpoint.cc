@@ -85,6 +85,10 @@ CheckpointLayout PagedKVCacheObj::MakeCheckpointLayout() const {
 // --- the state of a sequence: whatever Sequence gains must pass through these two ----------------
 
 SequenceState PagedKVCacheObj::StateOf(const Sequence& sequence) const {
+  if (sequence.receive != nullptr) {
+    Raise(kValueError, "sequence ", sequence.id, " is receiving positions from ",
+          sequence.receive->begin, " on; a checkpoint needs them received first");
+  }
   if (sequence.tree.size() > 0) {
     Raise(kValueError, "sequence ", sequence.id, " has ", sequence.tree.size(),
           " tree nodes that are not committed; a checkpoint needs them committed first");

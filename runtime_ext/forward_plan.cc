@@ -206,7 +206,10 @@ void ForwardPlan::Commit() noexcept {
                   pages.acquired.begin() + pages.offsets[i + 1]);
     }
   }
-  for (const Item& item : items_) table_->Grow(item.sequence, item.num_append);
+  for (const Item& item : items_) {
+    table_->FinishReceive(item.sequence);
+    table_->Grow(item.sequence, item.num_append);
+  }
   copies_.clear();
 }
 

@@ -204,6 +204,8 @@ StringMap PagedKVCacheObj::Stats() const {
           {"num_windowed_sequences", num_windows},
           {"num_dropped_tokens", num_dropped},
           {"num_forwards", num_forwards_},
+          {"num_pinned_pages", table_.num_pins()},
+          {"num_send_blocks", static_cast<int64_t>(blocks_.size())},
           {"cow_page_copies", num_page_copies_},
           {"aux_bytes_copied", aux_->num_bytes_copied() + past_copied + segment_copied},
           {"pages_read", pages_read_},
@@ -296,6 +298,9 @@ void PagedKVCacheObj::PoisonFreePages() {
   const int64_t page_size = config_.page_size;
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     std::vector<bool> is_held(table_.pool(g).num_pages() * page_size, false);
+    auto hold = [&](int32_t page) {
+      std::fill_n(is_held.begin() + page * page_size, page_size, true);
+    };
     for (const auto& [id, sequence] : table_.sequences()) {
       const SequenceWindow& window = sequence.window;
       const int64_t text_length = window.TextLength(sequence.length);
@@ -308,6 +313,13 @@ void PagedKVCacheObj::PoisonFreePages() {
           if (!is_dropped) is_held[sequence.pages[g][i] * page_size + text - begin] = true;
         }
       }
+      if (sequence.receive == nullptr) continue;
+      const Receive::Group& backup = sequence.receive->groups[g];
+      for (int32_t page : backup.gone) hold(page);
+      if (backup.replaced >= 0) hold(backup.replaced);
+    }
+    for (int32_t page = 0; page < table_.pool(g).num_pages(); ++page) {
+      if (table_.IsPinned(g, page)) hold(page);
     }
     for (int64_t l : groups_[g].layers) {
       const Layer& layer = layers_[l];

@@ -221,6 +221,7 @@ void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_le
   RequireIdle("begin_forward");
   std::optional<IntSpan> tree_parents;
   if (token_tree_parents.has_value()) {
+    RequireNoSends(sequence_ids);
     tree_parents = {token_tree_parents.value().data(), token_tree_parents.value().size()};
   }
   // A kernel that calls back into the cache finds it busy.
@@ -258,8 +259,10 @@ void PagedKVCacheObj::EndForward() {
   if (phase_ != Phase::kForward) {
     Raise(kValueError, "end_forward without begin_forward");
   }
+  std::vector<int64_t> blocks = MakeSendBlocks();  // of rows that may leave the windows now
   plan_.Slide();
   phase_ = Phase::kIdle;
+  Announce(blocks);
 }
 
 void PagedKVCacheObj::CopyPages(const std::vector<PageCopy>& copies) {

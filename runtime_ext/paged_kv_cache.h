@@ -6,7 +6,7 @@
  * paged_kv_cache.cc has its making, the sequences and the step; attention.cc, mla_attention.cc,
  * shared_attention.cc and tree_attention.cc what a layer calls within a step; tree_commit.cc what
  * follows a step with token trees; inspect.cc what looks at a cache from outside; checkpoint.cc
- * what takes sequences out of a cache and into another.
+ * what takes sequences out of a cache and into another; send_receive.cc transfers.
  */
 #ifndef TVM_PAGEDKV_PAGED_KV_CACHE_H_
 #define TVM_PAGEDKV_PAGED_KV_CACHE_H_
@@ -17,6 +17,7 @@
 #include <tvm/ffi/optional.h>
 
 #include <initializer_list>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -72,6 +73,24 @@ class PagedKVCacheObj : public ffi::Object {
   void AppendMLAKV(int64_t layer, ffi::Tensor kv);
   ffi::Array<ffi::Tensor> MergeAttention(ffi::Tensor o, ffi::Tensor lse, ffi::Tensor o_other,
                                          ffi::Tensor lse_other);
+
+  // Transfers between caches. Ids are of one sequence and count from 1; 0 stands for none.
+  ffi::Shape DisaggPrepareRecv(int64_t sequence_id, int64_t append_length);
+  int64_t ReceiveId(int64_t sequence_id) const;
+  void FinishReceive(int64_t sequence_id, int64_t receive_id);
+  void CancelReceive(int64_t sequence_id, int64_t receive_id);
+  /*!
+   * \brief Whom to tell of rows that are ready for a receiver.
+   * \param handler Takes the id of a block; None lets go of all that was meant for the receiver.
+   * \param num_slots Of the receiver's pools, for each group.
+   */
+  void SetSendHandler(int64_t peer, ffi::Optional<ffi::Function> handler, ffi::Shape num_slots);
+  void DisaggMarkSend(int64_t sequence_id, int64_t begin, ffi::Shape position_map, int64_t peer);
+  int64_t SendId(int64_t sequence_id) const;
+  void CancelSend(int64_t sequence_id, int64_t send_id);
+  ffi::Map<ffi::String, ffi::Any> DescribeSendBlock(int64_t block_id) const;
+  void ReleaseSendBlock(int64_t block_id);
+  ffi::Tensor PagesOf(int64_t layer) const;
 
   // From outside.
   void DebugGetKV(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor k, ffi::Tensor v);
@@ -238,6 +257,19 @@ class PagedKVCacheObj : public ffi::Object {
   bool HasStockKernel(const Layer& layer, std::initializer_list<KernelName> names) const;
   int64_t rotary_mode() const { return config_.rope_mode == RopeMode::kInline; }
 
+  struct Peer {
+    ffi::Function handler;
+    std::vector<int64_t> num_slots;  // of its pools, for each group
+  };
+  void RequireNotPlanning(const char* what) const;
+  Sequence* Receiving(int64_t sequence_id, int64_t receive_id, const char* what);
+  /*! \brief A token tree's rows are not final, so none of these may be under way. */
+  void RequireNoSends(const ffi::Shape& sequence_ids) const;
+  /*! \brief Makes the rows that are there ready; 0 when there are none. */
+  int64_t MakeSendBlock(Sequence* sequence);
+  std::vector<int64_t> MakeSendBlocks();
+  void Announce(const std::vector<int64_t>& blocks);
+
   static std::vector<int32_t> NumPages(const CacheConfig& config, const std::vector<Group>& groups);
   static std::vector<int64_t> Windows(const std::vector<Group>& groups);
   void CheckGroup(int64_t group) const;
@@ -299,7 +331,16 @@ class PagedKVCacheObj : public ffi::Object {
   int64_t num_dropped_nodes_ = 0;
   int64_t num_moved_nodes_ = 0;
   Phase phase_ = Phase::kIdle;
+  std::map<int64_t, Peer> peers_;
+  std::map<int64_t, SendBlock> blocks_;
+  int64_t last_transfer_id_ = 0;
 };
+
+/*!
+ * \brief Copies bytes between the memory of two tensors.
+ * \param regions int64 [n, 3] on the CPU: destination offset, source offset, number of bytes.
+ */
+void CopyRegions(ffi::Tensor destination, ffi::Tensor source, ffi::Tensor regions);
 
 class PagedKVCache : public ffi::ObjectRef {
  public:

@@ -49,13 +49,6 @@ ffi::Function FromMethod(R (PagedKVCacheObj::*method)(Args...) const) {
   });
 }
 
-/*! \brief A function of the stock interface that this cache does not have yet. */
-ffi::Function NotImplemented(const char* feature) {
-  return ffi::Function::FromPacked([feature](ffi::PackedArgs, ffi::Any*) {
-    throw ffi::Error(kNotImplementedError, feature, "");
-  });
-}
-
 /*! \brief Takes over a stock name: `ours` serves our caches, the stock function all others. */
 void Override(const std::string& name, ffi::Function ours) {
   std::optional<ffi::Function> stock = ffi::Function::GetGlobal(name);
@@ -142,8 +135,8 @@ void OverrideStockNames() {
   OverrideMethod(cache + "prepare_import", &Cache::PrepareImport);
   OverrideMethod(cache + "import_page_group", &Cache::ImportPageGroup);
   OverrideMethod(cache + "finish_import", &Cache::FinishImport);
-  Override("vm.builtin.kv_cache_disagg_prepare_recv", NotImplemented("KV transfer"));
-  Override("vm.builtin.kv_cache_disagg_mark_send", NotImplemented("KV transfer"));
+  OverrideMethod("vm.builtin.kv_cache_disagg_prepare_recv", &Cache::DisaggPrepareRecv);
+  OverrideMethod("vm.builtin.kv_cache_disagg_mark_send", &Cache::DisaggMarkSend);
 }
 
 void RequireSinks(const ffi::Tensor& sinks) {
@@ -195,6 +188,19 @@ void DefineOwnNames() {
   define("export_pages", FromMethod(&Cache::ExportPages));
   define("prepare_imports", FromMethod(&Cache::PrepareImports));
   define("import_pages", FromMethod(&Cache::ImportPages));
+  define("receive_id", FromMethod(&Cache::ReceiveId));
+  define("finish_receive", FromMethod(&Cache::FinishReceive));
+  define("cancel_receive", FromMethod(&Cache::CancelReceive));
+  define("set_send_handler", FromMethod(&Cache::SetSendHandler));
+  define("send_id", FromMethod(&Cache::SendId));
+  define("cancel_send", FromMethod(&Cache::CancelSend));
+  define("send_block", FromMethod(&Cache::DescribeSendBlock));
+  define("release_send_block", FromMethod(&Cache::ReleaseSendBlock));
+  define("pages_of", FromMethod(&Cache::PagesOf));
+  define("copy_regions",
+         ffi::Function::FromTyped([](ffi::Tensor to, ffi::Tensor from, ffi::Tensor regions) {
+           Translate([&] { CopyRegions(to, from, regions); });
+         }));
   define("poison_free_pages", FromMethod(&Cache::PoisonFreePages));
   define("shuffle_free_pages", FromMethod(&Cache::ShuffleFreePages));
   define("share_every_prefix", FromMethod(&Cache::ShareEveryPrefix));

@@ -113,6 +113,7 @@ void SequenceTable::BeginImport(std::vector<ImportedSequence> imported, size_t n
     sequence.pages = std::move(pages[i]);
     sequence.first_pages = std::move(imported[i].first_pages);
     sequence.import = import;
+    sequence.send.reset();  // what was to be sent would have been computed here
     Grow(&sequence, imported[i].length);
   }
 }

@@ -20,7 +20,10 @@ SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
     : max_num_sequences_(max_num_sequences), page_size_(page_size), windows_(std::move(windows)) {
   windows_.resize(num_pages.size(), 0);
   pools_.reserve(num_pages.size());
-  for (int32_t n : num_pages) pools_.emplace_back(n);
+  for (int32_t n : num_pages) {
+    pools_.emplace_back(n);
+    pins_.emplace_back(n, 0);
+  }
 }
 
 const Sequence& SequenceTable::Peek(int64_t id) const {
@@ -65,6 +68,7 @@ void SequenceTable::Remove(int64_t id) {
 
 void SequenceTable::RemoveOne(int64_t id) {
   Sequence& sequence = sequences_.at(id);
+  FinishReceive(&sequence);
   for (int32_t g = 0; g < num_groups(); ++g) ReleasePages(&sequence, g, 0);
   total_length_ -= sequence.length;
   sequences_.erase(id);
@@ -100,6 +104,7 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
   target->pages = std::move(pages);
   target->first_pages = std::move(first_pages);
   Grow(target, position);
+  FinishReceive(&At(parent));
 }
 
 void SequenceTable::Pop(int64_t id, int64_t count) {
@@ -109,9 +114,14 @@ void SequenceTable::Pop(int64_t id, int64_t count) {
           sequence.length);
   }
   const int64_t length = sequence.length - count;
+  if (sequence.receive && length == sequence.receive->begin) return CancelReceive(&sequence);
   RequireWindow(sequence, std::min(length, sequence.committed_length()), "pop");
   sequence.tree.Truncate(std::max<int64_t>(length - sequence.committed_length(), 0));
+  FinishReceive(&sequence);
   Truncate(&sequence, length);
+  // Rows that were handed over are no longer those of the sequence.
+  const bool was_handed_over = sequence.send && sequence.send->next > sequence.send->begin;
+  if (was_handed_over && length < sequence.send->next) sequence.send.reset();
 }
 
 void SequenceTable::CommitNodes(Sequence* sequence, int64_t count) noexcept {
@@ -154,6 +164,10 @@ void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks) {
   if (!sequence.tree.empty()) {
     Raise(kValueError, "sequence ", id, " has ", sequence.tree.size(),
           " token tree nodes that are not committed; commit or drop them before it gets a window");
+  }
+  if (sequence.receive || sequence.send) {
+    Raise(kValueError, "sequence ", id, sequence.receive ? " is receiving" : " is being sent",
+          "; it cannot get a window meanwhile");
   }
   if (window.num_dropped > 0 && window.num_sinks != num_sinks) {
     Raise(kValueError, "sequence ", id,
@@ -251,6 +265,7 @@ void SequenceTable::Slide(Sequence* sequence) noexcept {
 
 void SequenceTable::Clear() {
   for (auto& [id, sequence] : sequences_) {
+    FinishReceive(&sequence);
     for (int32_t g = 0; g < num_groups(); ++g) ReleasePages(&sequence, g, 0);
   }
   sequences_.clear();
@@ -264,6 +279,18 @@ void SequenceTable::ReleasePages(Sequence* sequence, int32_t group, size_t keep)
     pools_[group].Release(pages.back());
     pages.pop_back();
   }
+}
+
+void SequenceTable::Pin(int32_t group, int32_t page) noexcept {
+  pools_[group].AddOwner(page);
+  ++pins_[group][page];
+  ++num_pins_;
+}
+
+void SequenceTable::Unpin(int32_t group, int32_t page) noexcept {
+  --num_pins_;
+  --pins_[group][page];
+  pools_[group].Release(page);
 }
 
 std::vector<PageCopy> SequenceTable::AcquireCopies(Sequence* sequence, int64_t begin, int64_t end) {
@@ -367,12 +394,16 @@ void SequenceTable::CheckIntegrity(bool has_slid) const {
     Raise(kRuntimeError, "the lengths sum to ", total_length, ", not to ", total_length_);
   }
   for (int32_t g = 0; g < num_groups(); ++g) {
-    std::vector<int32_t> num_owners(pools_[g].num_pages(), 0);
+    std::vector<int32_t> num_owners = pins_[g];
     for (const auto& [id, sequence] : sequences_) {
       if (sequence.id != id) Raise(kRuntimeError, "sequence ", id, " believes to be ", sequence.id);
       CheckWindow(sequence, has_slid);
       CheckPages(sequence, g, has_slid);
       for (int32_t page : sequence.pages[g]) ++num_owners[page];
+      if (sequence.receive == nullptr) continue;
+      const Receive::Group& backup = sequence.receive->groups[g];
+      for (int32_t page : backup.gone) ++num_owners[page];
+      if (backup.replaced >= 0) ++num_owners[backup.replaced];
     }
     pools_[g].CheckIntegrity(num_owners);
   }

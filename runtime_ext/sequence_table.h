@@ -22,6 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "kv_transfer.h"
 #include "page_pool.h"
 #include "sequence_window.h"
 #include "token_tree.h"
@@ -56,6 +57,8 @@ struct Sequence {
    * else those behind the sinks' pages. */
   std::vector<int64_t> first_pages;
   std::shared_ptr<SequenceImport> import;  // while its content is still to come
+  std::unique_ptr<Receive> receive;         // rows at the end that another cache is to write
+  std::unique_ptr<SendMark> send;           // rows that are to go to another cache
   uint64_t batch_mark = 0;  // scratch of ForwardPlan: finds a repeated id without a set
 
   int64_t committed_length() const { return length - tree.size(); }
@@ -69,6 +72,16 @@ struct PageCopy {
   int32_t source;
   int32_t destination;
   int32_t length;  // slots in use
+};
+
+/*! \brief Page lists of a sequence with room for the rows that it is to receive. */
+struct ReceivePlan {
+  Sequence* sequence;
+  int64_t count;
+  std::vector<std::vector<int32_t>> pages;  // [group]
+  std::vector<int64_t> first_pages;         // [group]
+  std::vector<PageCopy> copies;             // to be made before the plan is committed
+  std::unique_ptr<Receive> receive;
 };
 
 class SequenceTable {
@@ -164,6 +177,35 @@ class SequenceTable {
   /*! \brief Puts the copies in the place of their sources. */
   void CommitCopies(const std::vector<PageCopy>& copies) noexcept;
 
+  // Transfers between caches; in kv_transfer.cc. A receive that is under way ends when it is
+  // finished or cancelled, and counts as finished as soon as the sequence is used: by a step, a
+  // fork, another receive, or a pop of other than its rows (a pop of just these cancels it).
+  /*!
+   * \brief Takes pages for `count` more positions: of those that a window will see then.
+   * \throws Error (ValueError, CacheFullError).
+   */
+  ReceivePlan AcquireReceive(Sequence* sequence, int64_t count);
+  void ReleaseReceive(const ReceivePlan& plan) noexcept;
+  void CommitReceive(ReceivePlan plan, int64_t id) noexcept;
+  void FinishReceive(Sequence* sequence) noexcept;
+  /*! \brief Makes the sequence what it was before. */
+  void CancelReceive(Sequence* sequence) noexcept;
+  /*! \brief Slots of positions [begin, end), for each group; kNotWanted where they are gone. */
+  std::vector<SlotRuns> SlotsOf(const Sequence& sequence, int64_t begin, int64_t end) const;
+  /*! \throws Error (ValueError) when rows that the mark needs are gone. */
+  void RequireSendable(const Sequence& sequence, const SendMark& mark) const;
+  /*! \throws Error (ValueError) when positions of the sequence leave other than at its end. */
+  void RequireNoWindow(const Sequence& sequence, const char* what) const;
+  /*! \brief The rows that are there and were not in a block yet. Ends the mark with its last row.
+   */
+  SendBlock AcquireSend(Sequence* sequence);
+  void ReleaseSend(const SendBlock& block) noexcept;
+  /*! \brief Drops all marks for a receiver. */
+  void ForgetSends(int64_t peer) noexcept;
+  bool IsPinned(int32_t group, int32_t page) const { return pins_[group][page] > 0; }
+  /*! \brief Pages that blocks hold. */
+  int64_t num_pins() const { return num_pins_; }
+
   /*! \throws Error (CacheFullError) that says who holds most of the group's pages. */
   [[noreturn]] void RaiseFull(int32_t group, int64_t num_needed,
                               const char* what = "the step") const;
@@ -195,11 +237,15 @@ class SequenceTable {
   void CheckPages(const Sequence& sequence, int32_t group, bool has_slid) const;
   void Truncate(Sequence* sequence, int64_t length) noexcept;
   void ReleasePages(Sequence* sequence, int32_t group, size_t keep) noexcept;
+  void Pin(int32_t group, int32_t page) noexcept;
+  void Unpin(int32_t group, int32_t page) noexcept;
 
   int64_t max_num_sequences_;
   int32_t page_size_;
   int64_t total_length_ = 0;
   std::vector<PagePool> pools_;
+  std::vector<std::vector<int32_t>> pins_;  // [group][page] blocks that hold the page
+  int64_t num_pins_ = 0;
   std::vector<int64_t> windows_;
   std::unordered_map<int64_t, Sequence> sequences_;
 };

@@ -15,6 +15,7 @@ from .python_kernels import KERNELS, LAYER, MLA_LAYER, make_cache, make_config, 
 
 HEADS, DIM = 8, 8
 STATE, CACHE = "vm.builtin.kv_state_", "vm.builtin.attention_kv_cache_"
+DISAGG = "vm.builtin.kv_cache_disagg_"
 
 
 def _call(name: str, *args):
@@ -105,11 +106,33 @@ OUTSIDE = {
     "mla": (ValueError, "append_mla", lambda c: c.append_mla_kv(0, np.ones((1, 8), "float32"))),
     "get_mla": (ValueError, "layers of kind mla", lambda c: c.debug_get_kv_mla(0)),
     "group": (IndexError, "group 1", lambda c: c.page_table(0, 1)),
-    "send": (
-        NotImplementedError,
-        "KV transfer",
-        lambda c: _call("vm.builtin.kv_cache_disagg_prepare_recv", c, 0, 1),
+    "receive_unknown": (
+        KeyError,
+        "no sequence 9",
+        lambda c: _call(DISAGG + "prepare_recv", c, 9, 1),
     ),
+    "receive_none": (ValueError, "at least 1", lambda c: _call(DISAGG + "prepare_recv", c, 0, 0)),
+    "receive_min": (
+        ValueError,
+        "at least 1",
+        lambda c: _call(DISAGG + "prepare_recv", c, 0, -(2**63)),
+    ),
+    "receive_max": (
+        ValueError,
+        r"2\^31 - 1",
+        lambda c: _call(DISAGG + "prepare_recv", c, 0, 2**63 - 1),
+    ),
+    "receive_many": (
+        pkv.CacheFullError,
+        "16 pages, but 13 of 16",
+        lambda c: _call(DISAGG + "prepare_recv", c, 0, 60),
+    ),
+    "send_nowhere": (
+        ValueError,
+        "no receiver 0",
+        lambda c: _call(DISAGG + "mark_send", c, 0, 0, Shape([1, 0, 6]), 0),
+    ),
+    "copy_none": (TypeError, "three tensors", lambda c: _call("pagedkv.copy_regions", *[None] * 3)),
     "raw_none": (TypeError, "", lambda c: _call(STATE + "begin_forward", c, None, None)),
     "raw_few": (TypeError, "", lambda c: _call(STATE + "begin_forward", c, Shape([0]))),
     "raw_many": (TypeError, "", lambda c: _call(STATE + "end_forward", c, 1)),

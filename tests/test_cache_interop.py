@@ -134,7 +134,7 @@ POSITIONAL = {
     "linear": (6, Shape([2, 0]), NotImplementedError, "linear"),
     "sliding": (6, Shape([3, 0]), ValueError, "needs a 6th number"),
     "kind": (6, Shape([0, 9]), ValueError, "unknown kind"),
-    "transfer": (7, True, NotImplementedError, "KV transfer"),
+    "transfer": (7, "yes", TypeError, "argument 7"),
     "rope_mode": (8, 7, ValueError, "rope_mode"),
     "prototype": (12, None, TypeError, "argument 12"),
     "prototype_dtype": (12, tvm.runtime.tensor(np.zeros((), "int32")), ValueError, "dtype"),

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K and V of a sequence from one cache to another: prefill in one place, decode in another.
+
+A `Receiver` requests the rows of a sequence, a `Sender` sends them as they are computed; a `Channel`
+lies between them: `local_channels` within a process, `SharedMemoryChannel` between processes of a
+host, `NixlChannel` over NIXL.
+"""
+
+from .channel import Channel, ChannelClosed, TransferError, TransferTimeout, local_channels
+from .receiver import Receiver, Ticket
+from .sender import Request, Send, Sender
+
+__all__ = [
+    "Channel",
+    "ChannelClosed",
+    "Receiver",
+    "Request",
+    "Send",
+    "Sender",
+    "Ticket",
+    "TransferError",
+    "TransferTimeout",
+    "local_channels",
+]

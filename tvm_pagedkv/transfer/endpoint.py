@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `Sender` and `Receiver` share: the handshake, and messages that may be anything."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..cache import KVCache
+from .channel import Channel, TransferError, TransferTimeout
+from .layout import check_layout, layout_of, num_slots_of
+
+
+def field(message: dict[str, Any], name: str, kind: type) -> Any:
+    """A field of a message; a `TransferError` where it is missing or of another type."""
+    value = message.get(name)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TransferError(
+            f"the other side sent a {message.get('type')!r} message whose {name} is {value!r}, "
+            f"which is no {kind.__name__}"
+        )
+    return value
+
+
+class Deadline:
+    """Seconds that are left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+
+class Endpoint:
+    """One side: says hello when it is made, checks the other side's hello when that comes."""
+
+    role = ""
+
+    def __init__(self, cache: KVCache, channel: Channel, timeout: float) -> None:
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache must be a tvm_pagedkv.KVCache, got {type(cache).__name__}")
+        if not isinstance(channel, Channel):
+            raise TypeError(f"channel must be a Channel, got {type(channel).__name__}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        self.cache, self.channel, self.timeout = cache, channel, float(timeout)
+        self.is_connected = False
+        self.error: Exception | None = None  # after it the connection is of no more use
+        self._layout = layout_of(cache)
+        hello = {"type": "hello", "role": self.role, "layout": self._layout}
+        hello |= {"num_slots": num_slots_of(cache), "memory": self._memory()}
+        channel.send(hello)
+
+    def connect(self, timeout: float | None = None) -> None:
+        """Wait until the other side has said hello.
+
+        Raises
+        ------
+        ValueError
+            Where the two caches do not fit together; the other side gets the same.
+        TransferTimeout, ChannelClosed
+        """
+        deadline = Deadline(self.timeout if timeout is None else timeout)
+        while not self.is_connected:
+            if not self.poll(deadline.left()) and not self.is_connected and not deadline.left():
+                raise TransferTimeout(f"the other side did not say hello to this {self.role}")
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Handle the messages that are there, or wait up to `timeout` seconds for one.
+
+        Returns
+        -------
+        bool
+            Whether there was any.
+
+        Raises
+        ------
+        ValueError
+            Where the two caches do not fit together.
+        TransferError
+            Where the connection has failed; so have all its transfers.
+        """
+        if self.error is not None:
+            raise self.error
+        found = False
+        while True:
+            try:
+                message = self.channel.receive(0.0 if found else timeout)
+                if message is None:
+                    return found
+                found = True
+                self._dispatch(message)
+            except Exception as error:
+                self._fail(error)
+                raise
+
+    def close(self) -> None:
+        """End the connection; transfers that are under way fail on both sides."""
+        if self.error is None:
+            self._fail(TransferError(f"this {self.role} was closed"))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    # --- for the two sides ----------------------------------------------------------------------
+
+    def _memory(self) -> dict[str, Any]:
+        return {}
+
+    def _greet(self, hello: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _abandon(self, error: Exception) -> None:
+        """All transfers fail with this error."""
+        raise NotImplementedError
+
+    def _dispatch(self, message: Any) -> None:
+        if not isinstance(message, dict):
+            raise TransferError(f"the other side sent {message!r}, which is no message")
+        kind = message.get("type")
+        if kind == "hello":
+            if self.is_connected:
+                raise TransferError("the other side said hello twice")
+            if message.get("role") == self.role:
+                raise ValueError(f"both ends of the channel belong to a {self.role}")
+            check_layout(self._layout, message.get("layout"))
+            self._greet(message)
+            self.is_connected = True
+        elif kind == "goodbye":
+            raise TransferError(f"the other side gave up: {message.get('reason')}")
+        elif not self.is_connected:
+            raise TransferError(f"the other side sent {kind!r} before its hello")
+        else:
+            self._handle(message)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        self._abandon(error)
+        try:
+            self.channel.send({"type": "goodbye", "reason": str(error)})
+        except TransferError:
+            pass  # it is gone already
+        self.channel.close()

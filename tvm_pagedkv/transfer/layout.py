@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two caches must agree on, and where rows lie in a layer's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..cache import KVCache
+from ..config import ITEMSIZE
+
+PROTOCOL = 1
+_LAYER_FIELDS = (
+    "kind",
+    "window",
+    "group",
+    "num_kv_heads",
+    "qk_head_dim",
+    "v_head_dim",
+    "rope_theta",
+    "rope_scale",
+)
+
+
+def layout_of(cache: KVCache) -> dict[str, Any]:
+    """All that decides what the bytes of a page mean, as JSON values."""
+    info = cache.description
+    return {
+        "protocol": PROTOCOL,
+        "page_size": info["page_size"],
+        "kv_dtype": str(info["kv_dtype"]),
+        "rope_mode": info["rope_mode"],
+        "layers": [{name: layer[name] for name in _LAYER_FIELDS} for layer in info["layers"]],
+    }
+
+
+def num_slots_of(cache: KVCache) -> list[int]:
+    """Slots of each group's pool."""
+    page_size = cache.description["page_size"]
+    return [group["num_pages"] * page_size for group in cache.stats()["groups"]]
+
+
+def check_layout(ours: dict[str, Any], theirs: Any) -> None:
+    """Raise a ValueError that names the first difference."""
+    found = _difference("", ours, theirs)
+    if found:
+        raise ValueError(f"the two caches do not fit together: {found}")
+
+
+def _difference(path: str, ours: Any, theirs: Any) -> str | None:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for name in sorted(ours.keys() | theirs.keys()):
+            inner = f"{path}.{name}" if path else name
+            found = _difference(inner, ours.get(name), theirs.get(name))
+            if found:
+                return found
+        return None
+    if isinstance(ours, list) and isinstance(theirs, list):
+        if len(ours) != len(theirs):
+            return f"{path}: {len(ours)} here, {len(theirs)} there"
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            found = _difference(f"{path}[{i}]", a, b)
+            if found:
+                return found
+        return None
+    return None if ours == theirs else f"{path} is {ours!r} here and {theirs!r} there"
+
+
+def expand_map(numbers: Sequence[int], num_groups: int) -> list[np.ndarray]:
+    """The slot of every position, one int64 array for each group; -1 where it has none."""
+    groups, at = [], 0
+    for _ in range(num_groups):
+        count = numbers[at]
+        runs = np.array(numbers[at + 1 : at + 1 + 2 * count], np.int64).reshape(count, 2)
+        groups.append(np.concatenate([_expand(slot, length) for slot, length in runs]))
+        at += 1 + 2 * count
+    return groups
+
+
+def _expand(slot: int, length: int) -> np.ndarray:
+    return np.full(length, -1, np.int64) if slot < 0 else slot + np.arange(length)
+
+
+def expand_runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The slots of runs, one after the other, for first slots and lengths ``[n]``."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+
+
+def regions(layer: dict[str, Any], page_size: int, kv_dtype: str, runs: np.ndarray) -> np.ndarray:
+    """Where the rows of slots lie in the pages of a layer.
+
+    Parameters
+    ----------
+    layer : of `KVCache.description`
+    runs : int64 ``[n, 3]``
+        Source slot, destination slot and length, each run within one page on either side.
+
+    Returns
+    -------
+    int64 ``[m, 3]``
+        Destination offset, source offset and length in bytes: one region for pages that are
+        copied as a whole and lie next to each other on both sides, otherwise one for each row of
+        heads.
+    """
+    num_rows = 1 if layer["kind"] == "mla" else 2 * layer["num_kv_heads"]
+    row = layer["qk_head_dim"] * ITEMSIZE[kv_dtype]  # bytes
+    plane = page_size * row
+    source, destination, length = runs.T
+    whole = length == page_size
+    pages = runs[whole, :2] // page_size
+    starts = np.flatnonzero(np.any(np.diff(pages, axis=0, prepend=-2) != 1, axis=1))
+    counts = np.diff(starts, append=len(pages))
+    joined = np.stack([pages[starts, 1], pages[starts, 0], counts], 1) * (num_rows * plane)
+
+    def offsets(slots: np.ndarray) -> np.ndarray:
+        page, slot = np.divmod(slots[~whole], page_size)
+        heads = page[:, None] * num_rows + np.arange(num_rows)
+        return (heads * plane + (slot * row)[:, None]).ravel()
+
+    parts = [offsets(destination), offsets(source), np.repeat(length[~whole] * row, num_rows)]
+    return np.concatenate([joined, np.stack(parts, 1)])

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Receiver`: rows of sequences out of the cache of a `Sender`."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..cache import KVCache
+from . import _runtime
+from .channel import Channel, TransferError, TransferTimeout
+from .endpoint import Deadline, Endpoint, field
+from .layout import expand_map, expand_runs, regions
+
+
+@dataclass
+class Ticket:
+    """A request that is under way: positions up to `confirmed` are here."""
+
+    id: int
+    seq_id: int
+    receive_id: int
+    begin: int
+    length: int
+    slots: list[np.ndarray]  # by group, of every position; -1 where a window keeps none
+    read: int
+    confirmed: int
+    unconfirmed: dict[int, int]  # block -> the position after its last
+    is_finished: bool = False
+    is_done: bool = False
+    result: Any = None
+    error: Exception | None = None
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.length
+
+
+class Receiver(Endpoint):
+    """The side that needs K and V.
+
+    Parameters
+    ----------
+    cache : KVCache
+    channel : Channel
+    timeout : float
+        Seconds that calls wait unless told otherwise.
+
+    Notes
+    -----
+    A sequence has its new length from `request` on, but must not be used before the transfer is
+    done. A transfer that fails, for whatever reason, leaves the sequence as it was before.
+    """
+
+    role = "receiver"
+
+    def __init__(self, cache: KVCache, channel: Channel, timeout: float = 30.0) -> None:
+        self._tickets: dict[int, Ticket] = {}
+        self._ids = itertools.count(1)
+        self._their_slots: list[int] = []
+        super().__init__(cache, channel, timeout)
+        self.poll()
+
+    def request(self, seq_id: int, length: int, payload: Any = None) -> Ticket:
+        """Take pages for `length` more positions of a sequence and ask the sender for them.
+
+        Parameters
+        ----------
+        payload : JSON values
+            What the sender must know, the tokens for example.
+
+        Raises
+        ------
+        KeyError, ValueError, CacheFullError
+            Nothing has changed.
+        """
+        if self.error is not None:
+            raise self.error
+        begin = self.cache.sequence_length(seq_id)
+        numbers = _runtime.prepare_recv(self.cache, seq_id, length)
+        receive = _runtime.receive_id(self.cache, seq_id)
+        slots = expand_map(numbers, len(self.cache.stats()["groups"]))
+        ticket = Ticket(
+            next(self._ids), seq_id, receive, begin, length, slots, begin, begin, unconfirmed={}
+        )
+        message = {"type": "request", "id": ticket.id, "begin": begin, "length": length}
+        try:
+            self.channel.send(message | {"payload": payload, "slots": numbers})
+        except Exception:
+            _runtime.cancel_receive(self.cache, seq_id, receive)
+            raise
+        self._tickets[ticket.id] = ticket
+        return ticket
+
+    def wait(self, ticket: Ticket, timeout: float | None = None) -> Any:
+        """Wait until all rows are here; returns what the sender's `finish` was given.
+
+        Raises
+        ------
+        TransferTimeout, TransferError
+            The sequence is as it was before `request`; the sender's calls fail as well.
+        """
+        deadline = Deadline(self.timeout if timeout is None else timeout)
+        while not ticket.is_done:
+            if ticket.error is not None:
+                raise ticket.error
+            if not self.poll(deadline.left()) and not ticket.is_done and not deadline.left():
+                error = TransferTimeout(
+                    f"sequence {ticket.seq_id} waits for positions [{ticket.confirmed}, "
+                    f"{ticket.end}), and the sender does not send them"
+                )
+                self._fail_ticket(ticket, error)
+                raise error
+        return ticket.result
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Give up: the sequence becomes what it was before `request`."""
+        if not ticket.is_done and ticket.error is None:
+            self._fail_ticket(ticket, TransferError(f"request {ticket.id} was cancelled"))
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _greet(self, hello: dict[str, Any]) -> None:
+        self._their_slots = field(hello, "num_slots", list)
+        self.channel.attach(self.cache, field(hello, "memory", dict))
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind, ticket = message.get("type"), self._tickets.get(field(message, "id", int))
+        if kind not in ("offer", "confirmed", "finished", "failed"):
+            raise TransferError(f"the sender sent a message of type {kind!r}")
+        if ticket is None:
+            return  # about a transfer that has failed here; the sender hears of it
+        if kind == "failed":
+            reason = TransferError(f"the sender gave up: {field(message, 'reason', str)}")
+            return self._drop(ticket, reason)
+        try:
+            if kind == "offer":
+                self._read(ticket, message)
+            elif kind == "confirmed":
+                self._confirm(ticket, field(message, "block", int))
+            else:
+                ticket.is_finished, ticket.result = True, message.get("result")
+            self._finish_if_complete(ticket)
+        except TransferError as error:
+            self._fail_ticket(ticket, error)
+        except Exception as error:  # of a channel, or of a cache that was used meanwhile
+            self._fail_ticket(ticket, TransferError(f"{type(error).__name__}: {error}"))
+
+    def _read(self, ticket: Ticket, offer: dict[str, Any]) -> None:
+        block = field(offer, "block", int)
+        runs = self._check_offer(ticket, offer)
+        if _runtime.receive_id(self.cache, ticket.seq_id) != ticket.receive_id:
+            raise TransferError(f"sequence {ticket.seq_id} was used while it was being received")
+        info = self.cache.description
+        by_group = {}
+        by_layer = {}
+        for index, layer in enumerate(info["layers"]):
+            group = layer["group"]
+            if group not in by_group:
+                by_group[group] = regions(
+                    layer, info["page_size"], str(info["kv_dtype"]), runs[group]
+                )
+            by_layer[index] = by_group[group]
+        self.channel.read(by_layer, f"{ticket.id}.{block}", self.timeout)
+        ticket.read = offer["end"]
+        ticket.unconfirmed[block] = offer["end"]
+        self.channel.send({"type": "read", "id": ticket.id, "block": block})
+
+    def _confirm(self, ticket: Ticket, block: int) -> None:
+        if block not in ticket.unconfirmed:
+            raise TransferError(f"the sender confirms block {block}, which was not read")
+        ticket.confirmed = max(ticket.confirmed, ticket.unconfirmed.pop(block))
+
+    def _check_offer(self, ticket: Ticket, offer: dict[str, Any]) -> list[np.ndarray]:
+        """The runs of an offer, which must go to just the slots that were asked for."""
+        begin, end = field(offer, "begin", int), field(offer, "end", int)
+        if begin != ticket.read or not begin < end <= ticket.end:
+            raise TransferError(
+                f"the sender offers positions [{begin}, {end}), expected some from {ticket.read} "
+                f"up to {ticket.end}"
+            )
+        groups = field(offer, "runs", list)
+        if len(groups) != len(ticket.slots):
+            raise TransferError(f"the sender offers {len(groups)} groups of {len(ticket.slots)}")
+        page_size = self.cache.description["page_size"]
+        checked = []
+        for group, numbers in enumerate(groups):
+            try:
+                runs = np.array(numbers, np.int64).reshape(-1, 3)
+            except (ValueError, TypeError, OverflowError):
+                raise TransferError(f"the sender offers runs of group {group} that are none")
+            source, destination, length = runs.T
+            wanted = ticket.slots[group][begin - ticket.begin : end - ticket.begin]
+            wanted = wanted[wanted >= 0]
+            fits = (
+                np.all((length > 0) & (length <= page_size))
+                and length.sum() == len(wanted)
+                and np.all((source >= 0) & (source <= self._their_slots[group] - length))
+                and np.all(source % page_size + length <= page_size)
+                and np.all(destination % page_size + length <= page_size)
+                and np.array_equal(expand_runs(destination, length), wanted)
+            )
+            if not fits:
+                raise TransferError(
+                    f"the sender offers positions [{begin}, {end}) of group {group} for other "
+                    "slots than these positions have"
+                )
+            checked.append(runs)
+        return checked
+
+    def _finish_if_complete(self, ticket: Ticket) -> None:
+        if not ticket.is_finished or ticket.unconfirmed:
+            return
+        if ticket.confirmed != ticket.end:
+            raise TransferError(
+                f"the sender has finished, but positions [{ticket.confirmed}, {ticket.end}) of "
+                f"sequence {ticket.seq_id} are missing"
+            )
+        _runtime.finish_receive(self.cache, ticket.seq_id, ticket.receive_id)
+        ticket.is_done = True
+        del self._tickets[ticket.id]
+        self.channel.send({"type": "done", "id": ticket.id})
+
+    def _fail_ticket(self, ticket: Ticket, error: Exception) -> None:
+        self._drop(ticket, error)
+        try:
+            self.channel.send({"type": "failed", "id": ticket.id, "reason": str(error)})
+        except TransferError:
+            pass  # the other side is gone; there is nobody to tell
+
+    def _drop(self, ticket: Ticket, error: Exception) -> None:
+        ticket.error = error
+        self._tickets.pop(ticket.id, None)
+        try:
+            _runtime.cancel_receive(self.cache, ticket.seq_id, ticket.receive_id)
+        except (KeyError, ValueError):
+            pass  # the sequence is gone, or was used in the meantime
+
+    def _abandon(self, error: Exception) -> None:
+        for ticket in list(self._tickets.values()):
+            self._drop(ticket, error)

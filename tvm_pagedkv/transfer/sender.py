@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Sender`: rows of sequences to the cache of a `Receiver`, as they are computed."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cache import KVCache
+from . import _runtime
+from .channel import Channel, TransferError, TransferTimeout
+from .endpoint import Deadline, Endpoint
+from .endpoint import field as of
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a receiver wants: `length` positions of a sequence from `begin` on.
+
+    `payload` is what the receiver has said about it, the tokens for example.
+    """
+
+    id: int
+    begin: int
+    length: int
+    payload: Any
+    slots: tuple[int, ...]
+
+
+@dataclass
+class Send:
+    """The answer to a request: positions up to `handed_over` are offered to the receiver."""
+
+    request: Request
+    seq_id: int
+    handed_over: int
+    id: int = 0
+    is_finished: bool = False  # by `Sender.finish`
+    is_done: bool = False  # the receiver has everything
+    error: Exception | None = None
+    blocks: set[int] = field(default_factory=set)  # that the receiver has not read yet
+
+
+class Sender(Endpoint):
+    """The side that computes K and V.
+
+    Parameters
+    ----------
+    cache : KVCache
+    channel : Channel
+    peer : int
+        The `recver_pe_offset` under which ``kv_cache_disagg_mark_send`` knows the receiver; a cache
+        may have several senders.
+    timeout : float
+        Seconds that calls wait unless told otherwise.
+
+    Notes
+    -----
+    Nothing is copied within a step: when it ends, the receiver is told where the new rows lie, and
+    their pages stay as they are until it has read them, even when the sequence is removed. The calls
+    of this class, and none else, handle its answers; call `poll` now and then.
+    """
+
+    role = "sender"
+
+    def __init__(
+        self, cache: KVCache, channel: Channel, peer: int = 0, timeout: float = 30.0
+    ) -> None:
+        self.peer = peer
+        self._requests: deque[Request] = deque()
+        self._sends: dict[int, Send] = {}
+        super().__init__(cache, channel, timeout)
+        self.poll()
+
+    def next_request(self, timeout: float | None = None) -> Request:
+        """The next request of the receiver.
+
+        Raises
+        ------
+        TransferTimeout
+            When none comes.
+        """
+        deadline = Deadline(self.timeout if timeout is None else timeout)
+        while not self._requests:
+            if not self.poll(deadline.left()) and not self._requests and not deadline.left():
+                raise TransferTimeout("no request came from the receiver")
+        return self._requests.popleft()
+
+    def send(self, request: Request, seq_id: int) -> Send:
+        """Answer a request with a sequence: what it holds now, and what steps add to it.
+
+        Positions beyond the request are not sent.
+
+        Raises
+        ------
+        ValueError, KeyError
+            As ``kv_cache_disagg_mark_send``; the receiver's call fails as well.
+        """
+        if request.id in self._sends:
+            raise ValueError(f"request {request.id} is being answered already")
+        send = self._sends[request.id] = Send(request, seq_id, request.begin)
+        try:
+            _runtime.mark_send(self.cache, seq_id, request.begin, request.slots, self.peer)
+            send.id = _runtime.send_id(self.cache, seq_id)
+        except Exception as error:
+            self._fail_send(send, error)
+            raise
+        return send
+
+    def refuse(self, request: Request, reason: str) -> None:
+        """Let the receiver's call fail."""
+        self.channel.send({"type": "failed", "id": request.id, "reason": reason})
+
+    def finish(self, send: Send, result: Any = None) -> None:
+        """Say that the sequence is complete; `result` (JSON values) is what the receiver's call
+        returns.
+
+        Raises
+        ------
+        ValueError
+            Where positions are missing; the receiver's call fails as well.
+        TransferError
+            Where the transfer has failed.
+        """
+        self._check(send)
+        end = send.request.begin + send.request.length
+        if send.handed_over < end:
+            error = ValueError(
+                f"request {send.request.id} is for positions [{send.request.begin}, {end}), but "
+                f"sequence {send.seq_id} has had those below {send.handed_over} only"
+            )
+            self._fail_send(send, error)
+            raise error
+        self.channel.send({"type": "finished", "id": send.request.id, "result": result})
+        send.is_finished = True
+
+    def wait(self, send: Send, timeout: float | None = None) -> None:
+        """Wait until the receiver has everything; `finish` comes first.
+
+        Raises
+        ------
+        TransferTimeout, TransferError
+            The pages are let go; the receiver's call fails as well.
+        """
+        if not send.is_finished:
+            raise ValueError(f"request {send.request.id} is not finished; call finish first")
+        deadline = Deadline(self.timeout if timeout is None else timeout)
+        while not send.is_done:
+            self._check(send)
+            if not self.poll(deadline.left()) and not send.is_done and not deadline.left():
+                error = TransferTimeout(f"the receiver of request {send.request.id} did not finish")
+                self._fail_send(send, error)
+                raise error
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _memory(self) -> dict[str, Any]:
+        return self.channel.expose(self.cache)
+
+    def _greet(self, hello: dict[str, Any]) -> None:
+        # The cache keeps the handler, which must not keep the cache.
+        this = weakref.ref(self)
+
+        def handler(block: int) -> None:
+            sender = this()
+            if sender is not None:
+                sender._offer(block)
+
+        _runtime.set_send_handler(self.cache, self.peer, handler, of(hello, "num_slots", list))
+        # Also when this object is forgotten rather than closed.
+        self._forget = weakref.finalize(
+            self, _runtime.set_send_handler, self.cache, self.peer, None
+        )
+
+    def _offer(self, block: int) -> None:
+        """Called at the end of a step; what goes wrong here must not be the step's error."""
+        described = _runtime.send_block(self.cache, block)
+        open_sends = (s for s in self._sends.values() if s.seq_id == described["sequence_id"])
+        send = next((s for s in open_sends if s.id in (0, described["send_id"])), None)
+        if send is None:
+            _runtime.release_send_block(self.cache, block)
+            return
+        send.id = described["send_id"]
+        send.blocks.add(block)
+        send.handed_over = described["end"]
+        offer = {"type": "offer", "id": send.request.id, "block": block}
+        offer |= {"begin": described["begin"], "end": described["end"]}
+        try:
+            self.channel.send(
+                offer | {"runs": [runs.ravel().tolist() for runs in described["runs"]]}
+            )
+        except TransferError as error:
+            self._fail_send(send, error)
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind = message.get("type")
+        if kind == "request":
+            self._requests.append(
+                Request(
+                    of(message, "id", int),
+                    of(message, "begin", int),
+                    of(message, "length", int),
+                    message.get("payload"),
+                    tuple(of(message, "slots", list)),
+                )
+            )
+            return
+        request_id = of(message, "id", int)
+        send = self._sends.get(request_id)
+        if kind == "failed":
+            self._requests = deque(r for r in self._requests if r.id != request_id)
+            if send is not None:
+                reason = of(message, "reason", str)
+                self._drop(send, TransferError(f"the receiver gave up: {reason}"))
+        elif kind == "read":
+            self._confirm(send, of(message, "block", int), request_id)
+        elif kind == "done":
+            if send is not None:
+                send.is_done = True
+                self._drop(send, None)
+        else:
+            raise TransferError(f"the receiver sent a message of type {kind!r}")
+
+    def _confirm(self, send: Send | None, block: int, request_id: int) -> None:
+        """The receiver says that it has read a block: it has if the pages were still the block's."""
+        if send is None or block not in send.blocks:
+            reason = f"block {block} was let go before it was read"
+            self.channel.send({"type": "failed", "id": request_id, "reason": reason})
+            return
+        if not self.channel.was_read(f"{request_id}.{block}", self.timeout):
+            self._fail_send(send, TransferError(f"block {block} was read out of other memory"))
+            return
+        send.blocks.remove(block)
+        _runtime.release_send_block(self.cache, block)
+        self.channel.send({"type": "confirmed", "id": request_id, "block": block})
+
+    def _check(self, send: Send) -> None:
+        if send.error is None and self.error is not None:
+            raise self.error
+        if send.error is None and not self._is_alive(send):
+            self._fail_send(
+                send,
+                TransferError(
+                    f"sequence {send.seq_id} was removed, or popped behind position "
+                    f"{send.handed_over}, before all of request {send.request.id} was computed"
+                ),
+            )
+        if send.error is not None:
+            raise send.error
+
+    def _is_alive(self, send: Send) -> bool:
+        if send.is_done or send.handed_over == send.request.begin + send.request.length:
+            return True
+        try:
+            return _runtime.send_id(self.cache, send.seq_id) == send.id
+        except KeyError:
+            return False
+
+    def _fail_send(self, send: Send, error: Exception) -> None:
+        self._drop(send, error)
+        try:
+            reason = {"type": "failed", "id": send.request.id, "reason": str(error)}
+            self.channel.send(reason)
+        except TransferError:
+            pass  # the other side is gone; there is nobody to tell
+
+    def _drop(self, send: Send, error: Exception | None) -> None:
+        """Let go of what a transfer holds."""
+        send.error = error
+        self._sends.pop(send.request.id, None)
+        try:
+            if send.id:
+                _runtime.cancel_send(self.cache, send.seq_id, send.id)
+        except KeyError:
+            pass  # the sequence is gone, and the mark with it
+        for block in send.blocks:
+            _runtime.release_send_block(self.cache, block)
+        send.blocks.clear()
+
+    def _abandon(self, error: Exception) -> None:
+        for send in list(self._sends.values()):
+            self._drop(send, error)
+        self._requests.clear()
+        if self.is_connected:
+            self._forget()

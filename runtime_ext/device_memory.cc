@@ -43,6 +43,21 @@ struct CountedAllocator {
   }
 };
 
+struct SharedAllocator {
+  std::shared_ptr<SharedMemory> memory;
+  int64_t byte_offset;
+  ByteCounter counter;
+
+  void AllocData(DLTensor* tensor) {
+    tensor->data = memory->data() + byte_offset;
+    *counter += static_cast<int64_t>(ffi::GetDataSize(*tensor));
+  }
+  void FreeData(DLTensor* tensor) {
+    *counter -= static_cast<int64_t>(ffi::GetDataSize(*tensor));
+    memory.reset();
+  }
+};
+
 struct ViewAllocator {
   ffi::Tensor buffer;
 
@@ -66,6 +81,13 @@ void RequireHostMemory(double num_bytes) {
 ffi::Tensor AllocateTensor(ffi::ShapeView shape, DLDataType dtype, DLDevice device,
                            ByteCounter counter) {
   return ffi::Tensor::FromNDAlloc(CountedAllocator{std::move(counter)}, shape, dtype, device);
+}
+
+ffi::Tensor TensorIn(std::shared_ptr<SharedMemory> memory, int64_t byte_offset,
+                     ffi::ShapeView shape, DLDataType dtype, ByteCounter counter) {
+  return ffi::Tensor::FromNDAlloc(
+      SharedAllocator{std::move(memory), byte_offset, std::move(counter)}, shape, dtype,
+      DLDevice{kDLCPU, 0});
 }
 
 DLDevice StagingDevice(DLDevice device) {

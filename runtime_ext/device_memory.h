@@ -14,6 +14,8 @@
 #include <memory>
 #include <vector>
 
+#include "shared_memory.h"
+
 namespace pagedkv {
 
 namespace ffi = tvm::ffi;
@@ -31,6 +33,10 @@ void RequireHostMemory(double num_bytes);
 /*! \brief A new tensor of which nothing is initialised; `counter` counts it until it is freed. */
 ffi::Tensor AllocateTensor(ffi::ShapeView shape, DLDataType dtype, DLDevice device,
                            ByteCounter counter);
+
+/*! \brief A tensor at an offset in shared memory, which it keeps. */
+ffi::Tensor TensorIn(std::shared_ptr<SharedMemory> memory, int64_t byte_offset,
+                     ffi::ShapeView shape, DLDataType dtype, ByteCounter counter);
 
 /*! \brief Page-locked memory where the device has it: a copy from it does not stop the host. */
 DLDevice StagingDevice(DLDevice device);

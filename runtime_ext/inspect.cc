@@ -243,6 +243,7 @@ StringMap PagedKVCacheObj::Describe() const {
           {"rope_mode", static_cast<int64_t>(config_.rope_mode)},
           {"share_prefix", config_.share_prefix},
           {"sliding_window", config_.has_sequence_windows},
+          {"enable_kv_transfer", config_.enable_kv_transfer},
           {"aux_manager", ffi::String(aux_->is_merged() ? "merged" : "plain")},
           {"layout", ffi::String(checkpoint_layout_.Text())},
           {"device", config_.device},

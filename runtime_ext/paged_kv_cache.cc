@@ -82,13 +82,23 @@ std::vector<int64_t> PagedKVCacheObj::Windows(const std::vector<Group>& groups) 
 std::vector<PagedKVCacheObj::Layer> PagedKVCacheObj::MakeLayers() {
   RequireMemory();
   std::vector<Layer> layers(config_.layers.size());
+  const bool is_shared = config_.enable_kv_transfer && config_.device.device_type == kDLCPU;
+  if (is_shared) {
+    int64_t num_bytes = 0;
+    for (const LayerConfig& layer : config_.layers) num_bytes += PoolBytes(layer);
+    shared_pages_ = std::make_shared<SharedMemory>(num_bytes);
+  }
+  int64_t offset = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (int64_t i : groups_[g].layers) {
       const LayerConfig& layer = config_.layers[i];
       std::vector<int64_t> shape{config_.NumPages(layer), config_.page_size, layer.qk_head_dim};
       if (!layer.is_mla()) shape.insert(shape.begin() + 1, {2, layer.num_kv_heads});
-      ffi::Tensor pages =
-          AllocateTensor(ffi::Shape(shape), config_.kv_dtype, config_.device, allocated_bytes_);
+      ffi::Tensor pages = is_shared ? TensorIn(shared_pages_, offset, ffi::Shape(shape),
+                                               config_.kv_dtype, allocated_bytes_)
+                                    : AllocateTensor(ffi::Shape(shape), config_.kv_dtype,
+                                                     config_.device, allocated_bytes_);
+      offset += PoolBytes(layer);
       layers[i] = {layer, static_cast<int32_t>(g), std::move(pages)};
     }
   }
@@ -107,6 +117,13 @@ void PagedKVCacheObj::RequireMemory() const {
     num_bytes += num_pages * (kPoolBytes + page_bytes * static_cast<double>(group.layers.size()));
   }
   RequireHostMemory(num_bytes);
+}
+
+int64_t PagedKVCacheObj::PoolBytes(const LayerConfig& layer) const {
+  constexpr int64_t kAlignment = 4096;  // whole pages of memory
+  const int64_t num_rows = config_.NumPages(layer) * layer.rows_per_slot() * config_.page_size;
+  const int64_t num_bytes = num_rows * layer.qk_head_dim * ItemSize(config_.kv_dtype);
+  return (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
 void PagedKVCacheObj::AllocateWorkspaces() {

@@ -91,6 +91,8 @@ class PagedKVCacheObj : public ffi::Object {
   ffi::Map<ffi::String, ffi::Any> DescribeSendBlock(int64_t block_id) const;
   void ReleaseSendBlock(int64_t block_id);
   ffi::Tensor PagesOf(int64_t layer) const;
+  /*! \brief File descriptor and size of the memory that has all pages; [-1, 0] without. */
+  ffi::Shape SharedPages() const;
 
   // From outside.
   void DebugGetKV(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor k, ffi::Tensor v);
@@ -193,6 +195,7 @@ class PagedKVCacheObj : public ffi::Object {
   static std::vector<Group> MakeGroups(const CacheConfig& config);
   std::vector<Layer> MakeLayers();
   void RequireMemory() const;
+  int64_t PoolBytes(const LayerConfig& layer) const;
   void AllocateWorkspaces();
   std::vector<int64_t> InitialArraySizes() const;
   size_t ArrayIndex(int32_t group, GroupArray array) const {
@@ -306,6 +309,7 @@ class PagedKVCacheObj : public ffi::Object {
   CacheConfig config_;
   ByteCounter allocated_bytes_;
   std::vector<Group> groups_;
+  std::shared_ptr<SharedMemory> shared_pages_;  // with enable_kv_transfer on a CPU
   std::vector<Layer> layers_;  // before the table: what does not fit should fail here
   CheckpointLayout checkpoint_layout_;
   SequenceTable table_;

@@ -197,6 +197,7 @@ void DefineOwnNames() {
   define("send_block", FromMethod(&Cache::DescribeSendBlock));
   define("release_send_block", FromMethod(&Cache::ReleaseSendBlock));
   define("pages_of", FromMethod(&Cache::PagesOf));
+  define("shared_pages", FromMethod(&Cache::SharedPages));
   define("copy_regions",
          ffi::Function::FromTyped([](ffi::Tensor to, ffi::Tensor from, ffi::Tensor regions) {
            Translate([&] { CopyRegions(to, from, regions); });

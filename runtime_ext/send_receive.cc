@@ -243,6 +243,11 @@ void PagedKVCacheObj::ReleaseSendBlock(int64_t block_id) {
 
 ffi::Tensor PagedKVCacheObj::PagesOf(int64_t layer) const { return LayerAt(layer).pages; }
 
+ffi::Shape PagedKVCacheObj::SharedPages() const {
+  if (shared_pages_ == nullptr) return {-1, 0};
+  return {shared_pages_->descriptor(), shared_pages_->num_bytes()};
+}
+
 void CopyRegions(ffi::Tensor destination, ffi::Tensor source, ffi::Tensor regions) {
   for (const ffi::Tensor& each : {destination, source, regions}) {
     if (!each.defined()) Raise(kTypeError, "copy_regions takes three tensors, got None");

@@ -256,6 +256,7 @@ def test_config_map(cache_dir):
         "sliding_window": False,
         "aux_manager": "auto",
         "share_prefix": True,
+        "enable_kv_transfer": False,
     }
     assert layers == 2 * [
         {

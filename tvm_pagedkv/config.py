@@ -236,6 +236,10 @@ class KVCacheConfig:
     alibi : bool or sequence of float, optional
         ALiBi: attention adds ``slope * (position of K - position of Q)`` to the scaled logits,
         after a soft-cap. True: the standard slopes; or a slope for each query head.
+    enable_kv_transfer : bool
+        On a CPU: keep the pages in memory that other processes of the host can map, so that
+        `transfer.SharedMemoryChannel` can send from the cache. Other channels, and receiving, do
+        without.
 
     Raises
     ------
@@ -260,8 +264,11 @@ class KVCacheConfig:
     logit_softcap: float | None = None
     share_prefix: bool = True
     alibi: bool | Sequence[float] | None = None
+    enable_kv_transfer: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.enable_kv_transfer, bool):
+            raise TypeError(f"enable_kv_transfer must be a bool, got {self.enable_kv_transfer!r}")
         for name in ("num_layers", "max_num_sequences", "max_total_tokens", "prefill_chunk_size"):
             _check_int(name, getattr(self, name))
         _check_choice("dtype", self.dtype, DTYPES)

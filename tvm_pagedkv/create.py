@@ -57,6 +57,7 @@ def config_map(config: KVCacheConfig, kernels: KernelSets, device: tvm.runtime.D
         "sliding_window": config.sliding_window,
         "aux_manager": "auto",
         "share_prefix": config.share_prefix,
+        "enable_kv_transfer": config.enable_kv_transfer,
         "layers": [
             {
                 "kind": layer.kind,

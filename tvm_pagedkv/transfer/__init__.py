@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """K and V of a sequence from one cache to another: prefill in one place, decode in another.
 
-A `Receiver` requests the rows of a sequence, a `Sender` sends them as they are computed; a `Channel`
-lies between them: `local_channels` within a process, `SharedMemoryChannel` between processes of a
-host, `NixlChannel` over NIXL.
+A `Receiver` requests the rows of a sequence, a `Sender` sends them as they are computed; between
+them lies a `Channel`: `local_channels` within a process, `SharedMemoryChannel` between processes of
+a host, `NixlChannel` over NIXL.
 """
 
 from .channel import Channel, ChannelClosed, TransferError, TransferTimeout, local_channels
+from .nixl import NixlChannel
 from .receiver import Receiver, Ticket
 from .sender import Request, Send, Sender
+from .shared_memory import SharedMemoryChannel
 
 __all__ = [
     "Channel",
     "ChannelClosed",
+    "NixlChannel",
     "Receiver",
     "Request",
     "Send",
     "Sender",
+    "SharedMemoryChannel",
     "Ticket",
     "TransferError",
     "TransferTimeout",

@@ -63,7 +63,7 @@ def cancel_send(cache: KVCache, seq_id: int, send: int) -> None:
 
 
 def send_block(cache: KVCache, block: int) -> dict[str, Any]:
-    """What a block holds; ``runs`` has for each group int64 ``[n, 3]``: source, destination, length."""
+    """What a block holds; ``runs`` of each group: int64 ``[n, 3]`` source, destination, length."""
     described = dict(_function("pagedkv.send_block")(cache, block).items())
     described["runs"] = [np.from_dlpack(runs).copy() for runs in described["runs"]]
     return described
@@ -84,3 +84,22 @@ def copy_regions(destination: Any, source: Any, regions: np.ndarray) -> None:
     """Copy bytes; regions int64 ``[n, 3]``: destination offset, source offset, number of bytes."""
     regions = tvm.runtime.tensor(np.ascontiguousarray(regions, dtype=np.int64))
     _function("pagedkv.copy_regions")(destination, source, regions)
+
+
+def shared_pages(cache: KVCache) -> tuple[int, int]:
+    """File descriptor and size of the memory that holds all pages; -1 where it is not shared."""
+    descriptor, num_bytes = _function("pagedkv.shared_pages")(cache)
+    return descriptor, num_bytes
+
+
+def pool_ranges(cache: KVCache) -> list[tuple[int, int]]:
+    """Offset and size in bytes of each layer's pages, counted from the first of them in memory."""
+    arrays = [pool_address(cache, layer) for layer in range(len(cache.description["layers"]))]
+    first = min(address for address, _ in arrays)
+    return [(address - first, size) for address, size in arrays]
+
+
+def pool_address(cache: KVCache, layer: int) -> tuple[int, int]:
+    """Address and size in bytes of a layer's pages."""
+    pages = pages_of(cache, layer)
+    return pages.data_ptr(), int(np.prod(pages.shape)) * pages.dtype.itemsize

@@ -191,7 +191,7 @@ class Receiver(Endpoint):
             try:
                 runs = np.array(numbers, np.int64).reshape(-1, 3)
             except (ValueError, TypeError, OverflowError):
-                raise TransferError(f"the sender offers runs of group {group} that are none")
+                raise TransferError(f"the sender offers no runs of group {group}") from None
             source, destination, length = runs.T
             wanted = ticket.slots[group][begin - ticket.begin : end - ticket.begin]
             wanted = wanted[wanted >= 0]

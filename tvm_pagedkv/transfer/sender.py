@@ -59,8 +59,8 @@ class Sender(Endpoint):
     Notes
     -----
     Nothing is copied within a step: when it ends, the receiver is told where the new rows lie, and
-    their pages stay as they are until it has read them, even when the sequence is removed. The calls
-    of this class, and none else, handle its answers; call `poll` now and then.
+    their pages stay as they are until it has read them, even when the sequence is removed. Its
+    answers are handled by the calls of this class and by nothing else; call `poll` now and then.
     """
 
     role = "sender"
@@ -224,7 +224,7 @@ class Sender(Endpoint):
             raise TransferError(f"the receiver sent a message of type {kind!r}")
 
     def _confirm(self, send: Send | None, block: int, request_id: int) -> None:
-        """The receiver says that it has read a block: it has if the pages were still the block's."""
+        """The receiver says that it has read a block; true if the pages were still the block's."""
         if send is None or block not in send.blocks:
             reason = f"block {block} was let go before it was read"
             self.channel.send({"type": "failed", "id": request_id, "reason": reason})

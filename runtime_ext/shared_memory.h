@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file shared_memory.h
+ * \brief Host memory without a name that other processes can map, read-only, by its descriptor.
+ */
+#ifndef TVM_PAGEDKV_SHARED_MEMORY_H_
+#define TVM_PAGEDKV_SHARED_MEMORY_H_
+
+#include <cstdint>
+
+namespace pagedkv {
+
+class SharedMemory {
+ public:
+  /*! \throws Error (MemoryError). */
+  explicit SharedMemory(int64_t num_bytes);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  char* data() const { return data_; }
+  int64_t num_bytes() const { return num_bytes_; }
+  int descriptor() const { return descriptor_; }
+
+ private:
+  int64_t num_bytes_;
+  int descriptor_;
+  char* data_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_SHARED_MEMORY_H_

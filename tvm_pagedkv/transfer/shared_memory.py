@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SharedMemoryChannel`: the receiver maps the sender's pages and copies out of them."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+
+from ..cache import KVCache
+from . import _runtime
+from .channel import ChannelClosed, TransferError
+from .sockets import SocketChannel
+
+_F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x0002
+
+
+class SharedMemoryChannel(SocketChannel):
+    """Between two processes of one host, over a Unix socket.
+
+    The sender's cache must be made with ``enable_kv_transfer``: then its pages lie in memory that
+    has no name. The socket hands its descriptor to the receiver, who maps it for reading, so rows
+    are copied once, from page to page. The memory goes when both processes have let it go; nothing
+    stays behind when they end in whatever way.
+    """
+
+    def __init__(self, connection) -> None:
+        super().__init__(connection)
+        self._map: mmap.mmap | None = None
+        self._sources: dict[int, Any] = {}
+        self._cache: KVCache | None = None
+
+    def expose(self, cache: KVCache) -> dict[str, Any]:
+        descriptor, num_bytes = _runtime.shared_pages(cache)
+        if descriptor < 0:
+            raise ValueError(
+                "a SharedMemoryChannel sends from caches that are made with enable_kv_transfer=True"
+            )
+        self._descriptors_out = [descriptor]
+        return {"kind": "shared_memory", "bytes": num_bytes, "layers": _runtime.pool_ranges(cache)}
+
+    def attach(self, cache: KVCache, memory: dict[str, Any]) -> None:
+        if memory.get("kind") != "shared_memory" or not self._descriptors_in:
+            raise ValueError(f"the sender's memory is of kind {memory.get('kind')!r}, not shared")
+        descriptor = self._descriptors_in.pop(0)
+        try:
+            num_bytes = os.fstat(descriptor).st_size
+            if not fcntl.fcntl(descriptor, _F_GET_SEALS) & _F_SEAL_SHRINK:
+                raise TransferError("the sender could take its shared memory away while it is read")
+            # Private, so that DLPack takes it for memory that may be written; nobody does.
+            self._map = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise TransferError(f"cannot map the sender's memory: {error}") from None
+        finally:
+            os.close(descriptor)
+        for layer, (offset, size) in enumerate(memory["layers"]):
+            if not 0 <= offset <= offset + size <= num_bytes:
+                raise TransferError(f"layer {layer} lies outside the sender's memory")
+            pages = np.frombuffer(self._map, np.uint8, size, offset)
+            self._sources[layer] = tvm_ffi.from_dlpack(pages)
+        self._cache = cache
+
+    def read(self, regions: dict[int, np.ndarray], tag: str, timeout: float) -> None:
+        if self._cache is None:
+            raise ChannelClosed("the channel is closed")
+        for layer, rows in regions.items():
+            _runtime.copy_regions(_runtime.pages_of(self._cache, layer), self._sources[layer], rows)
+
+    def close(self) -> None:
+        super().close()
+        self._sources.clear()  # the map goes with the last of them
+        self._map = self._cache = None

@@ -52,7 +52,9 @@ class PagedKVCache(PagedKVCacheObject):
     rope_ext_factors : relax.Expr
         longrope: float32 ``[rotary_dim]``, long factors, then short ones. Otherwise ignored.
     rotary_dim : int
-    enable_disaggregation : bool
+    enable_disaggregation : bool or tirx.Var
+        Keep the pages in memory that other processes of the host can map, as
+        `KVCacheConfig.enable_kv_transfer` does.
     dtype : str
     target : tvm.target.Target
     name : str
@@ -97,7 +99,7 @@ class PagedKVCache(PagedKVCacheObject):
         rope_scaling: dict[str, Any],
         rope_ext_factors: relax.Expr,
         rotary_dim: int,
-        enable_disaggregation: bool,
+        enable_disaggregation: bool | tirx.Var,
         dtype: str,
         target: Target,
         name: str = "paged_kv_cache",
@@ -164,7 +166,7 @@ class PagedKVCache(PagedKVCacheObject):
             relax.prim_value(qk_head_dim),
             relax.prim_value(v_head_dim),
             relax.ShapeExpr([int(AttnKind[kind.upper()]) for kind in kinds]),
-            relax.prim_value(bool(enable_disaggregation)),
+            relax.prim_value(enable_disaggregation),
             relax.prim_value(int(rope_mode)),
             relax.prim_value(rope_scale),
             relax.prim_value(rope_theta),

@@ -16,7 +16,9 @@ import numpy as np
 from tokenizers.decoders import DecodeStream
 
 from .cache import KVCache
+from .disaggregated import RemotePrefill
 from .models import LlamaModel
+from .transfer import Channel
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def generate(
     max_num_sequences: int = 32,
     window: Window | None = None,
     at_fullest: Callable[[KVCache], None] | None = None,
+    prefill_channel: Channel | None = None,
 ) -> Iterator[TextEvent | FinishedEvent | Statistics]:
     """Continue prompts.
 
@@ -168,6 +171,9 @@ def generate(
         continuations may then be longer than the model's context.
     at_fullest : callable, optional
         Called with the cache each time that more pages are in use than ever before.
+    prefill_channel : Channel, optional
+        Leads to a `disaggregated.serve_prefill`, which computes the prompts; it is closed at the
+        end. None: they are computed here.
 
     Yields
     ------
@@ -188,6 +194,7 @@ def generate(
         max_num_sequences,
         window,
         at_fullest,
+        prefill_channel,
     ).events()
 
 
@@ -244,6 +251,7 @@ class _Run:
         max_num_sequences,
         window,
         at_fullest,
+        prefill_channel,
     ):
         self.window = window
         if window is not None:
@@ -271,6 +279,7 @@ class _Run:
                 )
         rows = max(prefill_chunk_size, self.slots)
         self.cache: KVCache = model.create_cache(self.slots, self.num_pages * self.page_size, rows)
+        self.remote = RemotePrefill(self.cache, prefill_channel) if prefill_channel else None
         self.statistics = Statistics(pages_total=self.num_pages, page_size=self.page_size)
         self.waiting = deque(range(len(prompts)))
         self.running: list[_Continuation] = []
@@ -279,13 +288,17 @@ class _Run:
 
     def events(self) -> Iterator[TextEvent | FinishedEvent | Statistics]:
         """Run to the end."""
-        while self.waiting or self.running:
-            started, logits = self._admit()
-            if not started:
-                started, logits = self.running, self._decode()
-            for continuation, row in zip(list(started), logits, strict=True):
-                yield from self._advance(continuation, row)
-        yield self.statistics
+        try:
+            while self.waiting or self.running:
+                started, logits = self._admit()
+                if not started:
+                    started, logits = self.running, self._decode()
+                for continuation, row in zip(list(started), logits, strict=True):
+                    yield from self._advance(continuation, row)
+            yield self.statistics
+        finally:
+            if self.remote is not None:
+                self.remote.close()
 
     # --- capacity -------------------------------------------------------------------------------
 
@@ -355,6 +368,11 @@ class _Run:
     def _prefill(self, batch: list[tuple[int, int]]) -> dict[int, np.ndarray]:
         """Append the prompts in steps of at most `chunk` rows; logits after each prompt's last."""
         start = time.perf_counter()
+        if self.remote is not None:
+            rows = self.remote.prefill([(seq_id, self.prompts[i]) for i, seq_id in batch])
+            self.statistics.prefill_tokens += sum(len(self.prompts[i]) for i, _ in batch)
+            self.statistics.prefill_seconds += time.perf_counter() - start
+            return {prompt: row for (prompt, _), row in zip(batch, rows, strict=True)}
         queue = deque((prompt, seq_id, 0) for prompt, seq_id in batch)
         logits = {}
         while queue:

@@ -137,7 +137,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The functions of the compiled model; T is the number of rows of a step, over all sequences.
 
-    - ``create_kv_cache(max_num_sequences, max_total_tokens, prefill_chunk_size)`` -> cache
+    - ``create_kv_cache(max_num_sequences, max_total_tokens, prefill_chunk_size,
+      enable_kv_transfer)`` -> cache
     - ``embed(ids int32 [T])`` -> x [T, hidden_size]
     - ``prefill(x, rows int32 [b], cache)`` -> logits float32 [b, vocab_size] of the chosen rows
     - ``decode(x, cache)`` -> logits float32 [T, vocab_size] of every row
@@ -177,7 +178,11 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(self.hidden(x, cache)))
 
     def create_kv_cache(
-        self, max_num_sequences: tirx.Var, max_total_tokens: tirx.Var, prefill_chunk_size: tirx.Var
+        self,
+        max_num_sequences: tirx.Var,
+        max_total_tokens: tirx.Var,
+        prefill_chunk_size: tirx.Var,
+        enable_kv_transfer: tirx.Var,
     ) -> CacheObject:
         config, options, rope = self.config, self.options, self.config.rope
         scaling, factors = rope.scaling_dict, relax.prim_value(0)
@@ -206,7 +211,7 @@ class Llama(nn.Module):
             rope_scaling=scaling,
             rope_ext_factors=factors,
             rotary_dim=rope.rotary_dim,
-            enable_disaggregation=False,
+            enable_disaggregation=enable_kv_transfer,
             dtype=options.dtype,
             target=options.target,
         )
@@ -217,7 +222,12 @@ def build_module(config: LlamaConfig, options: BuildOptions) -> tvm.IRModule:
     packed = {"param_mode": "packed", "effect_mode": "none"}
     x = spec.Tensor(["n", config.hidden_size], options.dtype)
     cache = spec.Object(object_type=CacheObject)
-    capacities = ("max_num_sequences", "max_total_tokens", "prefill_chunk_size")
+    capacities = (
+        "max_num_sequences",
+        "max_total_tokens",
+        "prefill_chunk_size",
+        "enable_kv_transfer",
+    )
     functions = {
         "embed": {"ids": spec.Tensor(["n"], "int32"), "$": packed},
         "prefill": {"x": x, "rows": spec.Tensor(["b"], "int32"), "cache": cache, "$": packed},

@@ -105,10 +105,14 @@ class LlamaModel:
     # --- steps ----------------------------------------------------------------------------------
 
     def create_cache(
-        self, max_num_sequences: int, max_total_tokens: int, prefill_chunk_size: int = 512
+        self,
+        max_num_sequences: int,
+        max_total_tokens: int,
+        prefill_chunk_size: int = 512,
+        enable_kv_transfer: bool = False,
     ) -> KVCache:
         """An empty cache for this model."""
-        sizes = (max_num_sequences, max_total_tokens, prefill_chunk_size)
+        sizes = (max_num_sequences, max_total_tokens, prefill_chunk_size, int(enable_kv_transfer))
         return self._create(*(tvm_ffi.Shape([size]) for size in sizes))
 
     def prefill(

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ..cache import KVCache
-from .channel import Channel, TransferError, TransferTimeout
+from .channel import Channel, ChannelClosed, TransferError, TransferTimeout
 from .layout import check_layout, layout_of, num_slots_of
 
 
@@ -134,7 +134,7 @@ class Endpoint:
             self._greet(message)
             self.is_connected = True
         elif kind == "goodbye":
-            raise TransferError(f"the other side gave up: {message.get('reason')}")
+            raise ChannelClosed(f"the other side has ended: {message.get('reason')}")
         elif not self.is_connected:
             raise TransferError(f"the other side sent {kind!r} before its hello")
         else:

@@ -59,4 +59,8 @@ def pump(sender, receiver) -> None:
 
 def state(cache) -> dict:
     """All that a transfer that fails must leave alone."""
-    return snapshot(cache, cache.sequence_ids())
+    found = snapshot(cache, cache.sequence_ids())
+    del found["stats"][
+        "cow_page_copies"
+    ]  # events: a copy that was given back was made all the same
+    return found

@@ -140,6 +140,14 @@ class Endpoint:
         else:
             self._handle(message)
 
+    def _say(self, message: dict[str, Any]) -> None:
+        """Send a message; all is over when that is not possible."""
+        try:
+            self.channel.send(message)
+        except TransferError as error:
+            self._fail(error)
+            raise
+
     def _fail(self, error: Exception) -> None:
         self.error = error
         self._abandon(error)

@@ -88,7 +88,7 @@ class Receiver(Endpoint):
         )
         message = {"type": "request", "id": ticket.id, "begin": begin, "length": length}
         try:
-            self.channel.send(message | {"payload": payload, "slots": numbers})
+            self._say(message | {"payload": payload, "slots": numbers})
         except Exception:
             _runtime.cancel_receive(self.cache, seq_id, receive)
             raise

@@ -111,7 +111,7 @@ class Sender(Endpoint):
 
     def refuse(self, request: Request, reason: str) -> None:
         """Let the receiver's call fail."""
-        self.channel.send({"type": "failed", "id": request.id, "reason": reason})
+        self._say({"type": "failed", "id": request.id, "reason": reason})
 
     def finish(self, send: Send, result: Any = None) -> None:
         """Say that the sequence is complete; `result` (JSON values) is what the receiver's call
@@ -124,6 +124,7 @@ class Sender(Endpoint):
         TransferError
             Where the transfer has failed.
         """
+        self.poll()
         self._check(send)
         end = send.request.begin + send.request.length
         if send.handed_over < end:
@@ -133,7 +134,7 @@ class Sender(Endpoint):
             )
             self._fail_send(send, error)
             raise error
-        self.channel.send({"type": "finished", "id": send.request.id, "result": result})
+        self._say({"type": "finished", "id": send.request.id, "result": result})
         send.is_finished = True
 
     def wait(self, send: Send, timeout: float | None = None) -> None:

@@ -140,6 +140,15 @@ class Endpoint:
         else:
             self._handle(message)
 
+    def _poll_for(self, transfer: Any, timeout: float) -> bool:
+        """`poll`, where the other side may end the connection once this transfer is done."""
+        try:
+            return self.poll(timeout) or transfer.is_done
+        except TransferError:
+            if transfer.is_done:
+                return True
+            raise
+
     def _say(self, message: dict[str, Any]) -> None:
         """Send a message; all is over when that is not possible."""
         try:

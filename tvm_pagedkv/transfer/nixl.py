@@ -109,6 +109,7 @@ class NixlChannel(SocketChannel):
             self._agent.release_xfer_handle(handle)
         except Exception as error:
             self._stop(handle)  # whatever was under way must not write any more
+            self.close()
             if isinstance(error, TransferError):
                 raise
             raise TransferError(f"NIXL could not read from the sender: {error}") from None

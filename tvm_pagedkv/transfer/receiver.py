@@ -107,7 +107,7 @@ class Receiver(Endpoint):
         while not ticket.is_done:
             if ticket.error is not None:
                 raise ticket.error
-            if not self.poll(deadline.left()) and not ticket.is_done and not deadline.left():
+            if not self._poll_for(ticket, deadline.left()) and not deadline.left():
                 error = TransferTimeout(
                     f"sequence {ticket.seq_id} waits for positions [{ticket.confirmed}, "
                     f"{ticket.end}), and the sender does not send them"

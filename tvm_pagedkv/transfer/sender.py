@@ -150,7 +150,7 @@ class Sender(Endpoint):
         deadline = Deadline(self.timeout if timeout is None else timeout)
         while not send.is_done:
             self._check(send)
-            if not self.poll(deadline.left()) and not send.is_done and not deadline.left():
+            if not self._poll_for(send, deadline.left()) and not deadline.left():
                 error = TransferTimeout(f"the receiver of request {send.request.id} did not finish")
                 self._fail_send(send, error)
                 raise error

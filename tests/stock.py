@@ -121,7 +121,7 @@ def create_positional(config, kernels: dict, tag: str, device=None):
         config.qk_head_dim,
         config.v_head_dim,
         Shape([0] * config.num_layers),
-        False,
+        config.enable_kv_transfer,
         rope_mode,
         rope.scale,
         rope.theta,

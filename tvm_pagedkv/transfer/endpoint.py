@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 from ..cache import KVCache
@@ -32,7 +33,7 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
-class Endpoint:
+class Endpoint(ABC):
     """One side: says hello when it is made, checks the other side's hello when that comes."""
 
     role = ""
@@ -111,15 +112,17 @@ class Endpoint:
     def _memory(self) -> dict[str, Any]:
         return {}
 
+    @abstractmethod
     def _greet(self, hello: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """The caches fit together; this is the rest of what the other side said."""
 
+    @abstractmethod
     def _handle(self, message: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """A message after the hello."""
 
+    @abstractmethod
     def _abandon(self, error: Exception) -> None:
         """All transfers fail with this error."""
-        raise NotImplementedError
 
     def _dispatch(self, message: Any) -> None:
         if not isinstance(message, dict):

@@ -9,7 +9,7 @@ import pytest
 import tvm_ffi
 from tvm_ffi import Shape
 
-from .python_kernels import LAYER, MLA_KERNELS, MLA_LAYER, poison
+from .python_kernels import LAYER, MLA_KERNELS, MLA_LAYER, poison, share_every_prefix
 from .transfer_cases import (
     DIM,
     HEADS,
@@ -173,6 +173,32 @@ def test_several_sequences_and_forks():
     for cache in (source, target):
         cache.clear()
         assert cache.stats()["num_used_pages"] == 0
+
+
+@pytest.mark.parametrize("seed", range(2), ids="seed{}".format)
+def test_received_rows_as_a_shared_prefix(seed):
+    """Pages that were received are read once for a sequence and its forks, as any others are."""
+    source, target = caches(seed)
+    share_every_prefix(target)
+    qkv = rows(seed, 24)
+    for cache in (source, target):
+        cache.add_sequence(0)
+        append(cache, 0, qkv[:6])
+    target.fork_sequence(0, 2)  # shares the page that the received rows begin in
+    append(source, 0, qkv[6:19])
+    transfer(source, target, (0, 0), 13, [None])
+    target.fork_sequence(0, 1)
+    poison(target)
+    with target.forward([0, 1, 2], [2, 3, 1]):
+        new = np.concatenate([qkv[19:21], qkv[21:24], qkv[6:7]])
+        out = target.attention(0, new).numpy()
+        target.attention(1, new)
+    stats = target.stats()
+    assert stats["step_pages_read"] < stats["step_pages_read_without_sharing"]
+    expected = [attend(qkv[:21], 2), attend(np.concatenate([qkv[:19], qkv[21:]]), 3)]
+    expected.append(attend(qkv[:7], 1))
+    np.testing.assert_allclose(out, np.concatenate(expected), rtol=1e-5, atol=1e-5)
+    target.check_integrity()
 
 
 def test_a_sequence_that_goes_on_leaves_sent_rows_alone():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 import tvm_ffi
 from tvm_ffi import Shape
 
@@ -19,6 +20,7 @@ from tvm_pagedkv.transfer import (
 )
 
 from .python_kernels import LAYER, make_cache
+from .python_tree_kernels import KERNELS_WITH_TREES
 from .transfer_cases import append, caches, connect, pump, rows, state
 
 SHORT = 0.05
@@ -394,3 +396,83 @@ def test_confirmations_of_nothing(pair):
     with pytest.raises(TransferError, match="confirms block 77"):
         pair.receiver.wait(pair.ticket)
     pair.check()
+
+
+def test_token_trees_that_are_not_committed():
+    """Their rows are not final: such a sequence neither receives nor is sent, nor grows a tree."""
+    source, target = caches(0, KERNELS_WITH_TREES)
+    for cache in (source, target):
+        for seq_id in (0, 1):
+            cache.add_sequence(seq_id)
+            append(cache, seq_id, rows(0, 6))
+        with cache.forward([0], [3], [-1, 0, 0]):
+            for layer in range(2):
+                cache.attention(layer, rows(1, 3))
+    sender, receiver = connect(source, target)
+    before = state(source), state(target)
+    with pytest.raises(ValueError, match="cannot receive: its last positions are token tree nodes"):
+        receiver.request(0, 4)
+    with pytest.raises(ValueError, match="cannot be sent: its last positions are token tree nodes"):
+        _mark(source, Shape([1, 0, 9]))
+    assert (state(source), state(target)) == before
+
+    ticket = receiver.request(1, 4)
+    send = sender.send(sender.next_request(), 1)
+    before = state(source)
+    with pytest.raises(ValueError, match="is being sent; it cannot have a token tree"):
+        source.begin_forward([0, 1], [1, 2], [-1, -1, -1])
+    assert state(source) == before
+    source.commit_tree([0], [1])  # of another sequence
+    append(source, 1, rows(2, 4))
+    sender.finish(send)
+    pump(sender, receiver)
+    assert ticket.is_done
+    for cache in (source, target):
+        cache.check_integrity()
+
+
+def test_windows_of_sequences():
+    """Their positions leave behind the sinks: such a sequence neither receives nor is sent."""
+    source, target = caches(0, sliding_window=True)
+    for cache in (source, target):
+        for seq_id in (0, 1):
+            cache.add_sequence(seq_id)
+            append(cache, seq_id, rows(0, 12))
+        cache.enable_sliding_window(0, 10, 2)
+        cache.fork_sequence(0, 2)  # no window, but a gap
+    sender, receiver = connect(source, target)
+    ticket = receiver.request(1, 4)
+    send = sender.send(sender.next_request(), 1)
+    before = state(source), state(target)
+    for cache, text in ((source, "is being sent"), (target, "is receiving")):
+        with pytest.raises(ValueError, match=f"{text}; it cannot get a window"):
+            cache.enable_sliding_window(1, 10, 2)
+    for seq_id, text in ((0, "it has a sliding window"), (2, "it has dropped positions")):
+        with pytest.raises(ValueError, match=f"sequence {seq_id} cannot receive: {text}"):
+            receiver.request(seq_id, 4)
+        with pytest.raises(ValueError, match=f"sequence {seq_id} cannot be sent: {text}"):
+            _mark(source, Shape([1, 0, 9]), seq_id)
+    assert (state(source), state(target)) == before
+    append(source, 1, rows(2, 4))
+    sender.finish(send)
+    pump(sender, receiver)
+    assert ticket.is_done
+    for cache in (source, target):
+        cache.enable_sliding_window(1, 10, 2)
+        cache.check_integrity()
+
+
+def test_a_second_handler(pair):
+    set_handler = tvm_ffi.get_global_func("pagedkv.set_send_handler")
+    with pytest.raises(ValueError, match="receiver 0 has a handler already"):
+        set_handler(pair.source, 0, tvm_ffi.convert(lambda block: None), Shape([64]))
+
+
+@pytest.mark.parametrize("region", [(-1, 0, 4), (0, -1, 4), (0, 0, -1), (5, 0, 4), (0, 5, 4)])
+@pytest.mark.parametrize("far", [1, 2**60])
+def test_copies_outside_their_tensors(region, far):
+    source, target = (tvm.runtime.tensor(np.full(8, x, "uint8")) for x in (1, 2))
+    regions = tvm.runtime.tensor(np.array([(0, 4, 4), region], "int64") * [[1], [far]])
+    with pytest.raises(IndexError, match="region 1 .* is not within 8 bytes"):
+        tvm_ffi.get_global_func("pagedkv.copy_regions")(target, source, regions)
+    np.testing.assert_array_equal(target.numpy(), np.full(8, 2))

@@ -33,7 +33,8 @@ def make_world(phase: str) -> Any:
     phase : str
         "idle": outside a step; "step": within one; "tree": between two, with uncommitted nodes;
         "import": while sequence `IMPORTED` lacks the pages of a layer; "imported": with all pages
-        of it, before `finish_import`; "windows": outside a step, where sequences may have windows.
+        of it, before `finish_import`; "windows": outside a step, where sequences may have windows;
+        "receive": while sequence 2 receives; "send": while sequence 1 is sent to receiver 0.
     """
     if phase == "windows":
         return _window_world()
@@ -61,6 +62,13 @@ def make_world(phase: str) -> Any:
     if phase == "tree":
         cache.begin_forward(STEP_IDS, STEP_LENGTHS, [-1, 0, 0, -1, 0])
         cache.end_forward()
+    if phase == "receive":
+        tvm_ffi.get_global_func("vm.builtin.kv_cache_disagg_prepare_recv")(cache, 2, 3)
+    if phase == "send":
+        handler, num_slots = tvm_ffi.convert(lambda block: None), Shape([64] * 3)
+        tvm_ffi.get_global_func("pagedkv.set_send_handler")(cache, 0, handler, num_slots)
+        slots = Shape([1, 0, 6] * 3)  # two more than there are rows
+        tvm_ffi.get_global_func("vm.builtin.kv_cache_disagg_mark_send")(cache, 1, 0, slots, 0)
     if phase in ("import", "imported"):
         metadata, groups = export(cache, 0)
         call("prepare_import", cache, IMPORTED, metadata)
@@ -188,6 +196,8 @@ def wrong_types(kind: Kind) -> Iterator[tuple[str, Callable[[], Any]]]:
         if isinstance(valid, float) and name in ("half", "infinity"):
             continue
         if isinstance(valid, Shape) and name == "array":
+            continue
+        if isinstance(valid, tvm_ffi.Function) and name == "function":
             continue
         yield name, make
     if not isinstance(valid, (int, float)):

@@ -18,6 +18,16 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from .checkpoint_cases import export
+from .hostile_transfers import (
+    BLOCK,
+    HANDLER,
+    NEW_RECEIVER,
+    POOL_SLOTS,
+    RECEIVE,
+    RECEIVING_SEQ,
+    SEND,
+    SLOT_MAP,
+)
 from .hostile_values import (
     APPENDS,
     IDS,
@@ -53,8 +63,10 @@ OTHERS = {
     *(f"{CACHE}{name}" for name in ("view", "window_override", "window_override_with_sinks")),
     OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime",
 }  # fmt: skip
-# Their arguments have no cache: test_hostile_creation.py.
-CREATION = {"vm.builtin.paged_attention_kv_cache_create", OWN + "create"}
+# Their arguments have no cache: test_hostile_creation.py, test_transfer_errors.py.
+WITHOUT_CACHE = {
+    "vm.builtin.paged_attention_kv_cache_create", OWN + "create", OWN + "copy_regions",
+}  # fmt: skip
 
 LAYER = integer(MHA, MLA, -1, 3, -(2**31), 2**31)
 MLA_LAYER = integer(MLA, MHA, SLIDING, -1, 3)
@@ -144,7 +156,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     CACHE + "import_page_group": ("import", [IMPORTED_SEQ, GROUP, PAGES_OF_MHA]),
     CACHE + "finish_import": ("imported", [IMPORTED_SEQ]),
     DISAGG + "prepare_recv": ("idle", [SEQ, integer(2, 0, -1, 2**31)]),
-    DISAGG + "mark_send": ("idle", [SEQ, integer(0, -1, 7), shape((1, 0, 6)), integer(0, -1)]),
+    DISAGG + "mark_send": ("send", [SEQ, integer(0, -1, 2**31), SLOT_MAP, integer(0, -1, 1)]),
     OWN + "is_in_forward": ("any", []),
     OWN + "total_length": ("any", []),
     OWN + "stats": ("any", []),
@@ -162,6 +174,16 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "prepare_imports": ("idle", [NEW_SEQS, array_of(metadata, BAD_METADATA), PAGE_NUMBERS]),
     OWN + "import_pages": ("import", [IMPORTED_SEQ, GROUP, SOME_PAGES_OF_MHA]),
     OWN + "share_every_prefix": ("idle", []),
+    OWN + "receive_id": ("any", [SEQ]),
+    OWN + "finish_receive": ("receive", [RECEIVING_SEQ, RECEIVE]),
+    OWN + "cancel_receive": ("receive", [RECEIVING_SEQ, RECEIVE]),
+    OWN + "set_send_handler": ("any", [NEW_RECEIVER, HANDLER, POOL_SLOTS]),
+    OWN + "send_id": ("any", [SEQ]),
+    OWN + "cancel_send": ("any", [SEQ, SEND]),
+    OWN + "send_block": ("send", [BLOCK]),
+    OWN + "release_send_block": ("send", [BLOCK]),
+    OWN + "pages_of": ("any", [integer(MHA, -1, 3, 2**31)]),
+    OWN + "shared_pages": ("any", []),
     OWN + "poison_free_pages": ("any", []),
     OWN + "shuffle_free_pages": ("idle", [Kind(lambda: 7, {})]),
 }  # fmt: skip
@@ -174,7 +196,7 @@ def registered() -> set[str]:
 
 
 def test_every_function_has_a_line():
-    assert registered() == {*FUNCTIONS, *OTHERS, *CREATION}
+    assert registered() == {*FUNCTIONS, *OTHERS, *WITHOUT_CACHE}
 
 
 # --- functions of a cache -------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv import checkpoint
 
 from .checkpoint_cases import Fed, call, export, forked
-from .python_kernels import snapshot
+from .python_kernels import make_cache, snapshot
+from .python_tree_kernels import KERNELS_WITH_TREES
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +208,27 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_sequences_that_cannot_be_saved(tmp_path):
+    cache = make_cache(KERNELS_WITH_TREES, sliding_window=True)
+    for seq_id in range(3):
+        cache.add_sequence(seq_id)
+    cache.enable_sliding_window(0, 8, 2)
+    for seq_ids, lengths, parents in (([0, 1], [9, 1], None), ([1], [2], [-1, -1])):
+        with cache.forward(seq_ids, lengths, parents):
+            pass
+    path = tmp_path / "x"
+    for seq_ids, text in (
+        (None, "sequence 0 has a sliding window"),
+        ([2, 0], "sequence 0 has a sliding window"),
+        ([1, 2], "sequence 1 has 2 tree nodes that are not committed"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            cache.save(path, seq_ids)
+        assert not os.listdir(tmp_path)
+    cache.save(path, [2])
+    cache.check_integrity()
 
 
 def test_an_interrupted_load_leaves_nothing(saved, tmp_path, monkeypatch):

@@ -127,7 +127,7 @@ class World {
   void Apply(Bytes* bytes) {
     const State before = Look();
     try {
-      switch (bytes->Between(0, 7)) {
+      switch (bytes->Between(0, 9)) {
         case 0:
           table_.FinishImport(bytes->Around(0, kMaxId));
           break;
@@ -142,6 +142,9 @@ class World {
           break;
         case 4:
           table_.Fork(bytes->Around(0, kMaxId), bytes->Around(0, kMaxId), -1);
+          break;
+        case 5:
+          table_.EnableWindow(bytes->Around(0, kMaxId), bytes->Between(1, 9), bytes->Between(0, 3));
           break;
         default:
           Import(bytes);
@@ -183,7 +186,8 @@ class World {
     for (const auto& [id, sequence] : table_.sequences()) ids.insert(id);
     for (int64_t id : ids) {
       const Sequence& sequence = table_.Peek(id);
-      state.push_back({id, sequence.length, sequence.import != nullptr});
+      state.push_back({id, sequence.length, sequence.import != nullptr, sequence.window.size,
+                       sequence.window.num_sinks, sequence.window.num_dropped});
       state.emplace_back(sequence.first_pages);
       for (const auto& pages : sequence.pages) state.emplace_back(pages.begin(), pages.end());
     }

@@ -112,7 +112,7 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
   Append(layer, qkv);
   layers_[layer_id].last_append = num_forwards_;
   const Group& group = groups_[layer.group];
-  PagedAttention(layer, StepPages(layer), sm_scale, group.q.get(), o, group.lse.get());
+  AttendToStep(layer, sm_scale, group.q.get(), group.k.get(), group.v.get(), o, group.lse.get());
   ApplySinks(layer, sinks, o);
 }
 
@@ -136,7 +136,7 @@ void PagedKVCacheObj::Append(const Layer& layer, const ffi::Tensor& qkv) {
   const ffi::Tensor& positions = common(kQueryPositions);
   const ffi::Tensor& factors = config_.rope_ext_factors;
   const int64_t apply_rope = config_.rope_mode == RopeMode::kNormal;
-  if (kernels.Has(KernelName::kRopeAppend)) {
+  if (kernels.Has(KernelName::kRopeAppend) && !AttendsInParts(layer)) {
     const ffi::Function& rope_append = kernels.Get(KernelName::kRopeAppend);
     const ffi::Tensor& indptr = common(kQueryIndptr);
     if (factors.defined()) {
@@ -160,6 +160,27 @@ KernelName PagedKVCacheObj::PagedKernel(const Layer& layer) const {
   const KernelName name = plan_.is_decode() ? config.decode() : config.prefill();
   if (config.window > 0 || !plan_.has_windows() || KernelsOf(layer).IsOwn(name)) return name;
   return plan_.is_decode() ? KernelName::kDecodeSliding : KernelName::kPrefillSliding;
+}
+
+bool PagedKVCacheObj::AttendsInParts(const Layer& layer) const {
+  return layer.config.window == 0 && PagedKernel(layer) == KernelName::kPrefillSliding;
+}
+
+void PagedKVCacheObj::AttendToStep(const Layer& layer, double sm_scale, const ffi::Tensor& q,
+                                   const ffi::Tensor& k, const ffi::Tensor& v, const ffi::Tensor& o,
+                                   const ffi::Tensor& lse) {
+  if (!AttendsInParts(layer)) {
+    return PagedAttention(layer, StepPages(layer), sm_scale, q, o, lse);
+  }
+  // The stock kernel is right about the past only: with `causal` it would take the window of a
+  // layer for the one of the sequence.
+  RaggedAttention(layer, sm_scale, q, k, v, o, lse);
+  const ffi::Tensor past_o =
+      AllocateTensor(o.shape(), config_.dtype, config_.device, allocated_bytes_);
+  const ffi::Tensor past_lse =
+      AllocateTensor({q.size(0), q.size(1)}, kFloat32, config_.device, allocated_bytes_);
+  PagedAttention(layer, PastPages(layer), sm_scale, q, past_o, past_lse);
+  KernelsOf(layer).Get(KernelName::kMerge)(o, lse, past_o, past_lse);
 }
 
 void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages, double sm_scale,
@@ -365,7 +386,7 @@ void PagedKVCacheObj::AttentionWithSharedKV(int64_t source_id, double sm_scale, 
   }
   CheckSinks(source, sinks);
   // The source has appended first, so its pages hold current_k and current_v already.
-  PagedAttention(source, StepPages(source), sm_scale, q, o, groups_[source.group].lse.get());
+  AttendToStep(source, sm_scale, q, current_k, current_v, o, groups_[source.group].lse.get());
   ApplySinks(source, sinks, o);
 }
 

@@ -33,6 +33,11 @@ void RequireSequenceWindows(const LayerConfig& layer, const KernelSet& kernels) 
     Raise(kValueError, "windows of sequences over kernels of the stock cache need a kernel '",
           ToString(name), "' of the same kind (tag tirx)");
   }
+  for (KernelName name : {KernelName::kPrefillRagged, KernelName::kMerge}) {
+    if (kernels.Has(name)) continue;
+    Raise(kValueError, "windows of sequences over kernels of the stock cache need a kernel '",
+          ToString(name), "': a step's rows are a part of their own there");
+  }
 }
 
 void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {

@@ -241,6 +241,12 @@ class PagedKVCacheObj : public ffi::Object {
   void FillLengths(int32_t group, PageRange range, int32_t* out) const;
   /*! \brief The kernel that attends over the pages of a layer in a step without a tree mask. */
   KernelName PagedKernel(const Layer& layer) const;
+  /*! \brief Whether it can attend to the past only: then this step's rows are a part of their own.
+   */
+  bool AttendsInParts(const Layer& layer) const;
+  /*! \brief Attends to what the rows see; k and v are this step's, which the pages hold already. */
+  void AttendToStep(const Layer& layer, double sm_scale, const ffi::Tensor& q, const ffi::Tensor& k,
+                    const ffi::Tensor& v, const ffi::Tensor& o, const ffi::Tensor& lse);
 
   void RequireTreeKernels() const;
   bool HidesStep(const Layer& layer) const;

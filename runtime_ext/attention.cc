@@ -37,10 +37,12 @@ void PagedKVCacheObj::RequireForward(const char* what) const {
 }
 
 const PagedKVCacheObj::Layer& PagedKVCacheObj::LayerAt(int64_t layer) const {
-  if (layer < 0 || layer >= static_cast<int64_t>(layers_.size())) {
-    Raise(kIndexError, "layer ", layer, " is not in [0, ", layers_.size(), ")");
+  config_.stage.RequireOwn(layer);
+  const int64_t index = config_.layer_index[layer - config_.stage.begin()];
+  if (index < 0) {
+    Raise(kValueError, "layer ", layer, " is a linear attention layer: it keeps no K and V here");
   }
-  return layers_[layer];
+  return layers_[index];
 }
 
 void PagedKVCacheObj::CheckTensor(const char* name, const ffi::Tensor& tensor,
@@ -92,7 +94,7 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
                                             ffi::Tensor o, ffi::Optional<ffi::Tensor> sinks) {
   RequireForward("attention");
   CheckScale(sm_scale);
-  const Layer& layer = LayerAt(layer_id);
+  Layer& layer = LayerAt(layer_id);
   const LayerConfig& config = layer.config;
   if (config.is_mla()) {
     Raise(kValueError, "layer ", layer_id,
@@ -110,7 +112,7 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
   }
   CheckSinks(layer, sinks);
   Append(layer, qkv);
-  layers_[layer_id].last_append = num_forwards_;
+  layer.last_append = num_forwards_;
   const Group& group = groups_[layer.group];
   AttendToStep(layer, sm_scale, group.q.get(), group.k.get(), group.v.get(), o, group.lse.get());
   ApplySinks(layer, sinks, o);
@@ -136,7 +138,7 @@ void PagedKVCacheObj::Append(const Layer& layer, const ffi::Tensor& qkv) {
   const ffi::Tensor& positions = common(kQueryPositions);
   const ffi::Tensor& factors = config_.rope_ext_factors;
   const int64_t apply_rope = config_.rope_mode == RopeMode::kNormal;
-  if (kernels.Has(KernelName::kRopeAppend) && !AttendsInParts(layer)) {
+  if (kernels.Has(KernelName::kRopeAppend) && !AttendsInParts(layer) && !HasStockWindow(layer)) {
     const ffi::Function& rope_append = kernels.Get(KernelName::kRopeAppend);
     const ffi::Tensor& indptr = common(kQueryIndptr);
     if (factors.defined()) {
@@ -169,6 +171,9 @@ bool PagedKVCacheObj::AttendsInParts(const Layer& layer) const {
 void PagedKVCacheObj::AttendToStep(const Layer& layer, double sm_scale, const ffi::Tensor& q,
                                    const ffi::Tensor& k, const ffi::Tensor& v, const ffi::Tensor& o,
                                    const ffi::Tensor& lse) {
+  if (UsesStockWindow(layer, PageRange::kWithStep)) {
+    return stock_window_->Attend(StockWindow(layer, sm_scale, q, o, lse), k, v);
+  }
   if (!AttendsInParts(layer)) {
     return PagedAttention(layer, StepPages(layer), sm_scale, q, o, lse);
   }
@@ -228,6 +233,22 @@ void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages
   }
 }
 
+StockWindowCall PagedKVCacheObj::StockWindow(const Layer& layer, double sm_scale,
+                                             const ffi::Tensor& q, const ffi::Tensor& o,
+                                             const ffi::Tensor& lse) const {
+  return {KernelsOf(layer),
+          layer.config,
+          layer.group,
+          plan_,
+          rotary_mode(),
+          sm_scale,
+          layer.pages,
+          common(kQueryPositions),
+          q,
+          o,
+          lse};
+}
+
 PagedKVCacheObj::PageArrays PagedKVCacheObj::StepPages(const Layer& layer) const {
   const size_t lengths = ArrayIndex(layer.group, kLastPageLengths);
   return {PageRange::kWithStep,
@@ -285,9 +306,9 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
                                     ffi::Tensor v, ffi::Tensor o, ffi::Tensor lse) {
   RequireForward("self_attention");
   CheckScale(sm_scale);
-  const Layer& layer = LayerAt(layer_id);
+  Layer& layer = LayerAt(layer_id);
   if (layer.config.is_mla()) {
-    return MLASelfAttention(&layers_[layer_id], sm_scale, q, k, v, o, lse);
+    return MLASelfAttention(&layer, sm_scale, q, k, v, o, lse);
   }
   const LayerConfig& config = layer.config;
   const int64_t num_rows = plan_.num_rows();
@@ -311,7 +332,7 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
   kernels.Get(ragged());
   kernels.Get(KernelName::kTransposeAppend)(layer.pages, k, v,
                                             aux_->view(ArrayIndex(layer.group, kSlots)));
-  layers_[layer_id].last_append = num_forwards_;
+  layer.last_append = num_forwards_;
   RaggedAttention(layer, sm_scale, q, k, v, o, lse);
 }
 
@@ -340,9 +361,9 @@ void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Ten
                                      ffi::Tensor o, ffi::Tensor lse) {
   RequireForward("cross_attention");
   CheckScale(sm_scale);
-  const Layer& layer = LayerAt(layer_id);
+  Layer& layer = LayerAt(layer_id);
   if (layer.config.is_mla()) {
-    return MLACrossAttention(&layers_[layer_id], sm_scale, q, o, lse);
+    return MLACrossAttention(&layer, sm_scale, q, o, lse);
   }
   const LayerConfig& config = layer.config;
   const int64_t num_rows = plan_.num_rows();
@@ -352,6 +373,10 @@ void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Ten
   if (HasStockKernel(layer,
                      {config.decode(), config.prefill(), config.tree(), PagedKernel(layer)})) {
     for (const ffi::Tensor& each : {q, o, lse}) CheckAlignment("every tensor", each);
+  }
+  if (UsesStockWindow(layer, PageRange::kPast)) {
+    stock_window_->AttendToPast(StockWindow(layer, sm_scale, q, o, lse));
+    return;
   }
   PagedAttention(layer, PastPages(layer), sm_scale, q, o, lse);
 }

@@ -11,10 +11,12 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 
 #include "cache_config_checks.h"
 #include "error.h"
 #include "sequence_table.h"
+#include "stock_window_backend.h"
 
 namespace pagedkv {
 
@@ -26,6 +28,11 @@ constexpr int64_t kMaxHeadDim = 4096;
 
 /*! \brief Kernels that are not ours leave windows of sequences to a pair of stock ones. */
 void RequireSequenceWindows(const LayerConfig& layer, const KernelSet& kernels) {
+  if (StockWindowBackend::Serves(kernels, layer)) {
+    Raise(kValueError,
+          "windows of sequences are not possible with layers that have a window over kernels of ",
+          "the stock cache");
+  }
   if (layer.is_mla() || layer.window > 0) return;
   if (kernels.IsOwn(KernelName::kPrefill) && kernels.IsOwn(KernelName::kDecode)) return;
   for (KernelName name : {KernelName::kPrefillSliding, KernelName::kDecodeSliding}) {
@@ -58,12 +65,15 @@ void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
     }
     require(layer.prefill());
     require(layer.decode());
+    if (StockWindowBackend::Serves(kernels, layer)) {
+      for (KernelName name : {KernelName::kTransposeAppend, KernelName::kSplitRotary,
+                              KernelName::kPrefillRagged, KernelName::kMerge}) {
+        require(name);
+      }
+    }
   }
   require(KernelName::kCopySinglePage);
   if (!missing.empty()) Raise(kValueError, "the cache needs kernels that are missing: ", missing);
-  if (layer.window > 0 && (kernels.IsStock(layer.prefill()) || kernels.IsStock(layer.decode()))) {
-    Raise(kNotImplementedError, "layers with a sliding window over the stock cache's kernels");
-  }
 }
 
 void CheckLayer(const LayerConfig& layer) {
@@ -147,7 +157,17 @@ bool CanOffsetPointers(DLDevice device) {
   return tvm::runtime::DeviceAPI::Get(device)->SupportsDevicePointerArithmeticsOnHost();
 }
 
-const char* ToString(LayerKind kind) { return kind == LayerKind::kMLA ? "mla" : "mha"; }
+const char* ToString(LayerKind kind) {
+  switch (kind) {
+    case LayerKind::kMHA:
+      return "mha";
+    case LayerKind::kMLA:
+      return "mla";
+    case LayerKind::kLinear:
+      return "linear";
+  }
+  return "";
+}
 
 const char* ToString(const LayerConfig& layer) {
   return layer.window ? "mha_sliding" : ToString(layer.kind);
@@ -164,6 +184,21 @@ int64_t CacheConfig::NumPages(const LayerConfig& layer) const {
   return std::min(num_pages(), max_num_sequences * pages_kept + pages_added);
 }
 
+void CacheConfig::KeepStage(std::vector<int64_t> layer_indptr, std::optional<int64_t> index) {
+  if (layers.empty()) Raise(kValueError, "a cache needs at least one layer");
+  stage =
+      PipelineStage::Resolve(std::move(layer_indptr), static_cast<int64_t>(layers.size()), index);
+  std::vector<LayerConfig> kept;
+  for (int64_t id = stage.begin(); id < stage.end(); ++id) {
+    const bool is_linear = layers[id].kind == LayerKind::kLinear;
+    layer_index.push_back(is_linear ? -1 : static_cast<int64_t>(kept.size()));
+    if (is_linear) continue;
+    kept.push_back(layers[id]);
+    kept.back().id = id;
+  }
+  layers = std::move(kept);
+}
+
 void CacheConfig::Validate() const {
   CheckRange("max_num_sequences", max_num_sequences, 1, kInt32Max);
   CheckRange("prefill_chunk_size", prefill_chunk_size, 1, kInt32Max);
@@ -173,7 +208,6 @@ void CacheConfig::Validate() const {
   }
   // Slots are int32, those of a last page that is not full included.
   CheckRange("max_total_tokens", max_total_tokens, 1, kInt32Max - kMaxPageSize);
-  if (layers.empty()) Raise(kValueError, "a cache needs at least one layer");
   if (kernel_sets.empty()) Raise(kValueError, "a cache needs at least one set of kernels");
   for (const LayerConfig& layer : layers) {
     CheckLayer(layer);

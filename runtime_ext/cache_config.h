@@ -10,10 +10,12 @@
 #include <tvm/ffi/function.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
+#include "pipeline_stage.h"
 
 namespace pagedkv {
 
@@ -21,24 +23,26 @@ enum class RopeMode : int { kNone = 0, kNormal = 1, kInline = 2 };
 
 /*!
  * \brief kMHA: `num_kv_heads` heads of K and V. kMLA: one latent row per position, which is K for
- * all query heads and in its first `v_head_dim` columns V; `num_kv_heads` is 1.
+ * all query heads and in its first `v_head_dim` columns V; `num_kv_heads` is 1. kLinear: linear
+ * attention, whose state is not K and V; such layers have an id here, and nothing else.
  */
-enum class LayerKind : int { kMHA, kMLA };
+enum class LayerKind : int { kMHA, kMLA, kLinear };
 
 /*! \brief The name by which users know the kind. */
 const char* ToString(LayerKind kind);
 
 struct LayerConfig {
   LayerKind kind = LayerKind::kMHA;
+  int64_t id = 0;      // in the whole model
   int64_t window = 0;  // positions that a row sees, its own included; 0: all
-  int64_t num_qo_heads;
-  int64_t num_kv_heads;
-  int64_t qk_head_dim;
-  int64_t v_head_dim;
-  double rope_theta;
-  double rope_scale;
+  int64_t num_qo_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t qk_head_dim = 0;
+  int64_t v_head_dim = 0;
+  double rope_theta = 0;
+  double rope_scale = 0;
   std::string rope_details;  // what else decides the rotation, in words; only ever compared
-  int64_t kernel_set;        // index into CacheConfig::kernel_sets
+  int64_t kernel_set = 0;    // index into CacheConfig::kernel_sets
   // MLA: head dims before absorption; 0: unknown, or absorbed attention only.
   int64_t original_qk_head_dim = 0;
   int64_t original_v_head_dim = 0;
@@ -86,7 +90,9 @@ struct CacheConfig {
   bool enable_kv_transfer = false;
   ffi::Tensor rope_ext_factors;  // undefined where there are none
   DLDevice device;
-  std::vector<LayerConfig> layers;
+  PipelineStage stage;
+  std::vector<LayerConfig> layers;   // of the stage, those that keep K and V
+  std::vector<int64_t> layer_index;  // of every layer of the stage among `layers`; linear ones: -1
   std::vector<KernelSet> kernel_sets;
 
   /*! \brief Pages of the pool of layers that keep everything. */
@@ -101,6 +107,8 @@ struct CacheConfig {
   static CacheConfig FromPositional(ffi::PackedArgs args);
 
  private:
+  /*! \brief Finds the stage, and drops the layers of the others and those that keep nothing. */
+  void KeepStage(std::vector<int64_t> layer_indptr, std::optional<int64_t> index);
   void Validate() const;
 };
 

@@ -3,7 +3,6 @@
  * \file cache_config_named.cc
  * \brief Named creation: maps checked by name.
  */
-#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -77,8 +76,9 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
                  "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_theta", "rope_scale",
                  "rope_details", "kernel_set"});
   auto kind = fields.Get<std::string>("kind");
-  if (kind != "mha" && kind != "mha_sliding" && kind != "mla") {
-    Raise(kValueError, owner, "['kind'] must be one of mha, mha_sliding, mla; got '", kind, "'");
+  if (kind != "mha" && kind != "mha_sliding" && kind != "mla" && kind != "linear") {
+    Raise(kValueError, owner, "['kind'] must be one of mha, mha_sliding, mla, linear; got '", kind,
+          "'");
   }
   LayerConfig layer;
   layer.window = fields.Find<int64_t>("window").value_or(0);
@@ -86,6 +86,10 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
     CheckRange("window", layer.window, 1, kInt32Max);
   } else if (layer.window != 0) {
     Raise(kValueError, owner, "['window'] belongs to kind 'mha_sliding' only");
+  }
+  if (kind == "linear") {
+    layer.kind = LayerKind::kLinear;
+    return layer;
   }
   layer.kind = kind == "mla" ? LayerKind::kMLA : LayerKind::kMHA;
   layer.num_qo_heads = fields.Get<int64_t>("num_qo_heads");
@@ -109,8 +113,8 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
   Fields fields(config, "config",
                 {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size",
                  "dtype", "kv_dtype", "rope_mode", "sliding_window", "aux_manager",
-                 "rope_ext_factors", "layers", "share_prefix",
-                 "enable_kv_transfer"});
+                 "rope_ext_factors", "layers", "share_prefix", "enable_kv_transfer", "layer_indptr",
+                 "stage"});
   CheckDevice(device);
   CacheConfig result;
   result.device = device;
@@ -145,6 +149,8 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
   } else {
     Raise(kTypeError, "kernels must be a map or an array of maps, got ", kernels.GetTypeKey());
   }
+  auto layer_indptr = fields.Find<ffi::Shape>("layer_indptr").value_or(ffi::Shape());
+  result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, fields.Find<int64_t>("stage"));
   result.Validate();
   return result;
 }

@@ -5,6 +5,8 @@
  */
 #include <tvm/ffi/dtype.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <utility>
@@ -65,7 +67,54 @@ void SetRotary(const ffi::AnyView& value, int64_t page_size, KernelSet* kernels)
   }
 }
 
-KernelSet PositionalKernels(ffi::PackedArgs args, int64_t page_size) {
+/*! \brief The value when it is an array of `size` that begins with "pagedkv". */
+std::optional<ffi::Array<ffi::Any>> OwnArray(const ffi::AnyView& value, size_t size) {
+  auto array = value.as<ffi::Array<ffi::Any>>();
+  if (!array || array->size() != size) return std::nullopt;
+  auto tag = (*array)[0].try_cast<ffi::String>();
+  return tag && *tag == "pagedkv" ? array : std::nullopt;
+}
+
+/*! \brief What serves layers of a kind: the value, or one of ["pagedkv", of MHA, of MLA]. */
+ffi::Any OfKind(const ffi::AnyView& value, LayerKind kind) {
+  auto array = OwnArray(value, 3);
+  if (!array) return value;
+  return (*array)[kind == LayerKind::kMLA ? 2 : 1];
+}
+
+/*! \brief Index 15: as all kernels; or ["pagedkv", function, qk head dim, v head dim] of MLA
+ * layers; or ["pagedkv", of MHA, of MLA, qk head dim, v head dim], both dims those of MLA. */
+void SetRagged(const ffi::AnyView& value, LayerConfig* layer, KernelSet* kernels) {
+  auto array = value.as<ffi::Array<ffi::Any>>();
+  const size_t size = array ? array->size() : 0;
+  const bool is_of_both = OwnArray(value, 5).has_value();
+  if (!is_of_both && !(size == 4 && layer->is_mla())) {
+    kernels->Set(KernelName::kPrefillRagged, value);
+    return;
+  }
+  const int index = is_of_both && layer->is_mla() ? 2 : 1;
+  kernels->Set(KernelName::kPrefillRagged, ffi::Array<ffi::Any>{(*array)[0], (*array)[index]});
+  if (!layer->is_mla()) return;
+  std::optional<int64_t> dims[] = {(*array)[size - 2].try_cast<int64_t>(),
+                                   (*array)[size - 1].try_cast<int64_t>()};
+  if (!dims[0] || !dims[1]) {
+    Raise(kTypeError, "argument 15 (prefill_ragged) must end in two head dims");
+  }
+  layer->original_qk_head_dim = *dims[0];
+  layer->original_v_head_dim = *dims[1];
+}
+
+/*! \brief Index 23: of a step's parts, then of the fine-grained API. MLA layers use that alone. */
+void SetMerge(ffi::PackedArgs args, bool is_mixed, LayerKind kind, KernelSet* kernels) {
+  auto merge = Argument<ffi::Array<ffi::Any>>(args, 23, "merge functions");
+  if (merge.empty()) return;
+  const bool is_first = is_mixed && kind == LayerKind::kMHA;
+  kernels->Set(KernelName::kMerge, is_first ? merge.front() : merge.back());
+}
+
+/*! \brief The kernels of layers like `layer`, which is told the head dims that come with them. */
+KernelSet PositionalKernels(ffi::PackedArgs args, int64_t page_size, bool is_mixed,
+                            LayerConfig* layer) {
   constexpr KernelName kFrom16[] = {
       KernelName::kPrefill,       KernelName::kDecode,    KernelName::kPrefillSliding,
       KernelName::kDecodeSliding, KernelName::kTreePaged, KernelName::kTree,
@@ -74,51 +123,46 @@ KernelSet PositionalKernels(ffi::PackedArgs args, int64_t page_size) {
   KernelSet kernels;
   kernels.Set(KernelName::kTransposeAppend, args[13]);
   kernels.Set(KernelName::kTransposeAppendMLA, args[14]);
+  SetRagged(args[15], layer, &kernels);
   int index = 16;
   for (KernelName name : kFrom16) kernels.Set(name, args[index++]);
-  auto merge = Argument<ffi::Array<ffi::Any>>(args, 23, "merge functions");
-  if (!merge.empty()) kernels.Set(KernelName::kMerge, merge.back());
+  SetMerge(args, is_mixed, layer->kind, &kernels);
   SetRotary(args[24], page_size, &kernels);
-  kernels.Set(KernelName::kCopySinglePage, args[25]);
-  kernels.Set(KernelName::kDebugGetKV, args[26]);
-  kernels.Set(KernelName::kCompactCopy, args[27]);
+  kernels.Set(KernelName::kCopySinglePage, OfKind(args[25], layer->kind));
+  kernels.Set(KernelName::kDebugGetKV, OfKind(args[26], layer->kind));
+  kernels.Set(KernelName::kCompactCopy, OfKind(args[27], layer->kind));
   return kernels;
 }
 
-void CheckPositionalLayers(const ffi::Shape& layer_indptr, const ffi::Shape& kinds) {
-  if (layer_indptr.size() > 2) Raise(kNotImplementedError, "pipeline stages");
-  if (layer_indptr[0] != 0 || layer_indptr[1] != static_cast<int64_t>(kinds.size())) {
-    Raise(kValueError, "argument 1 (layer_indptr) must be [0, ", kinds.size(), "], got [",
-          layer_indptr[0], ", ", layer_indptr[1], "]");
-  }
-  for (int64_t kind : kinds) {
-    if (kind == 2) Raise(kNotImplementedError, "linear attention layers");
-    if (kind != 0 && kind != 1 && kind != 3) {
-      Raise(kValueError, "argument 6 (attention kinds) has an unknown kind: ", kind);
-    }
-    // The arguments have room for the shape of one kind.
-    if ((kind == 1) != (kinds[0] == 1)) {
-      Raise(kNotImplementedError, "MHA and MLA layers in one positional call; use pagedkv.create");
-    }
-  }
+/*! \brief A layer of a kind, by the numbers that all layers share. */
+LayerConfig PositionalLayer(ffi::PackedArgs args, LayerKind kind, bool is_mixed) {
+  LayerConfig layer;
+  layer.kind = kind;
+  layer.num_qo_heads = Argument<int64_t>(args, 2, "num_qo_heads");
+  // Models give the KV heads that they have before absorption.
+  layer.num_kv_heads = layer.is_mla() ? 1 : Argument<int64_t>(args, 3, "num_kv_heads");
+  layer.qk_head_dim = Argument<int64_t>(args, 4, "qk_head_dim");
+  // Among MLA layers the two dims are those of MLA: a row of MHA is as wide as a latent one.
+  const bool is_mha_among_mla = is_mixed && !layer.is_mla();
+  layer.v_head_dim =
+      is_mha_among_mla ? layer.qk_head_dim : Argument<int64_t>(args, 5, "v_head_dim");
+  layer.rope_scale = Argument<double>(args, 9, "rope_scale");
+  layer.rope_theta = Argument<double>(args, 10, "rope_theta");
+  return layer;
 }
 
-/*! \brief Index 15: as all kernels; or, of MLA layers, [tag, function, qk head dim, v head dim]. */
-void SetRagged(const ffi::AnyView& value, LayerConfig* layer, KernelSet* kernels) {
-  auto array = value.as<ffi::Array<ffi::Any>>();
-  if (!layer->is_mla() || !array || array->size() != 4) {
-    kernels->Set(KernelName::kPrefillRagged, value);
-    return;
+int64_t PositionalWindow(const ffi::Shape& sizes) {
+  if (sizes.size() < 6) {
+    Raise(kValueError, "argument 0 (cache sizes) needs a 6th number, the window of the layers ",
+          "with one; got ", sizes.size(), " numbers");
   }
-  std::optional<int64_t> dims[] = {(*array)[2].try_cast<int64_t>(),
-                                   (*array)[3].try_cast<int64_t>()};
-  if (!dims[0] || !dims[1]) {
-    Raise(kTypeError, "argument 15 (prefill_ragged) must end in two head dims");
-  }
-  layer->original_qk_head_dim = *dims[0];
-  layer->original_v_head_dim = *dims[1];
-  ffi::Array<ffi::Any> tagged{(*array)[0], (*array)[1]};
-  kernels->Set(KernelName::kPrefillRagged, tagged);
+  return CheckRange("the layers' window", sizes[5], 1, kInt32Max);
+}
+
+bool Holds(const ffi::Shape& kinds, std::initializer_list<int64_t> some) {
+  return std::any_of(kinds.begin(), kinds.end(), [&](int64_t kind) {
+    return std::find(some.begin(), some.end(), kind) != some.end();
+  });
 }
 
 }  // namespace
@@ -131,7 +175,6 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   auto sizes = ShapeArgument(args, 0, "cache sizes", 5);
   auto layer_indptr = ShapeArgument(args, 1, "layer_indptr", 2);
   auto kinds = ShapeArgument(args, 6, "attention kinds", 1);
-  CheckPositionalLayers(layer_indptr, kinds);
   auto enable_kv_transfer = Argument<int64_t>(args, 7, "enable_kv_transfer");
   auto prototype = Argument<ffi::Tensor>(args, 12, "a tensor of the cache's type and device");
   if (!prototype.defined()) Raise(kTypeError, "argument 12 must be a tensor, got None");
@@ -154,28 +197,26 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   // Front ends pass a number where there are no factors.
   if (auto factors = args[11].as<ffi::Tensor>()) result.rope_ext_factors = *factors;
 
-  LayerConfig layer;
-  layer.kind = kinds[0] == 1 ? LayerKind::kMLA : LayerKind::kMHA;
-  layer.num_qo_heads = Argument<int64_t>(args, 2, "num_qo_heads");
-  // Models give the KV heads that they have before absorption.
-  layer.num_kv_heads = layer.is_mla() ? 1 : Argument<int64_t>(args, 3, "num_kv_heads");
-  layer.qk_head_dim = Argument<int64_t>(args, 4, "qk_head_dim");
-  layer.v_head_dim = Argument<int64_t>(args, 5, "v_head_dim");
-  layer.rope_scale = Argument<double>(args, 9, "rope_scale");
-  layer.rope_theta = Argument<double>(args, 10, "rope_theta");
-  layer.kernel_set = 0;
-  KernelSet kernels = PositionalKernels(args, result.page_size);
-  SetRagged(args[15], &layer, &kernels);
-  result.layers.assign(kinds.size(), layer);
-  for (size_t i = 0; i < kinds.size(); ++i) {
-    if (kinds[i] != 3) continue;
-    if (sizes.size() < 6) {
-      Raise(kValueError, "argument 0 (cache sizes) needs a 6th number, the window of the layers ",
-            "with one; got ", sizes.size(), " numbers");
+  const bool has_mha = Holds(kinds, {0, 3}), has_mla = Holds(kinds, {1});
+  const bool is_mixed = has_mha && has_mla;
+  auto with_kernels = [&](LayerKind kind) {
+    LayerConfig layer = PositionalLayer(args, kind, is_mixed);
+    layer.kernel_set = static_cast<int64_t>(result.kernel_sets.size());
+    result.kernel_sets.push_back(PositionalKernels(args, result.page_size, is_mixed, &layer));
+    return layer;
+  };
+  LayerConfig mha, mla, linear;
+  if (has_mha) mha = with_kernels(LayerKind::kMHA);
+  if (has_mla) mla = with_kernels(LayerKind::kMLA);
+  linear.kind = LayerKind::kLinear;
+  for (int64_t kind : kinds) {
+    if (kind < 0 || kind > 3) {
+      Raise(kValueError, "argument 6 (attention kinds) has an unknown kind: ", kind);
     }
-    result.layers[i].window = CheckRange("the layers' window", sizes[5], 1, kInt32Max);
+    result.layers.push_back(kind == 1 ? mla : kind == 2 ? linear : mha);
+    if (kind == 3) result.layers.back().window = PositionalWindow(sizes);
   }
-  result.kernel_sets.push_back(std::move(kernels));
+  result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, std::nullopt);
   result.Validate();
   return result;
 }

@@ -79,6 +79,11 @@ CheckpointLayout PagedKVCacheObj::MakeCheckpointLayout() const {
                              RopeText(ToString(config_.rope_mode), config.rope_theta,
                                       config.rope_scale, RopeDetails(config))});
   }
+  // Layers of one stage may look like those of another.
+  if (layout.num_layers() < config_.stage.num_layers()) {
+    layout.part = "of " + std::to_string(config_.stage.num_layers()) + " layers:";
+    for (const Layer& layer : layers_) layout.part += " " + std::to_string(layer.config.id);
+  }
   return layout;
 }
 

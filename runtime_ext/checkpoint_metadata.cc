@@ -223,6 +223,7 @@ std::string CheckpointLayout::Text() const {
     for (end = i + 1; end < layers.size() && layers[end].Text() == layer;) ++end;
     text << "; " << end - i << " x " << layer;
   }
+  if (!part.empty()) text << "; " << part;
   return text.str();
 }
 

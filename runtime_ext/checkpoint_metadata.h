@@ -35,6 +35,7 @@ struct CheckpointLayout {
   std::string dtype;  // of the pages
   int64_t item_bytes = 1;
   std::vector<Layer> layers;
+  std::string part;  // which layers of the model these are, in words; empty: all
 
   /*! \brief The layout in words; layouts are compatible where these are equal. */
   std::string Text() const;

@@ -67,6 +67,9 @@ class ForwardPlan {
   bool has_windows() const { return has_windows_; }
   /*! \brief Whether every sequence appends one row. */
   bool is_decode() const { return num_rows_ == num_sequences(); }
+  int64_t PastLength(int64_t i) const { return items_[i].past_length; }
+  int64_t NumAppend(int64_t i) const { return items_[i].num_append; }
+  const Sequence& SequenceAt(int64_t i) const { return *items_[i].sequence; }
   /*! \brief Whether the rows are tree nodes. */
   bool has_trees() const { return tree_parents_.has_value(); }
   /*! \brief Whether a tree is more than a chain, so that the causal mask will not do. */

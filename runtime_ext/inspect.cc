@@ -221,7 +221,8 @@ StringMap PagedKVCacheObj::Stats() const {
 StringMap PagedKVCacheObj::Describe() const {
   ffi::Array<ffi::Any> layers;
   for (const Layer& layer : layers_) {
-    layers.push_back(StringMap{{"kind", ffi::String(ToString(layer.config))},
+    layers.push_back(StringMap{{"id", layer.config.id},
+                               {"kind", ffi::String(ToString(layer.config))},
                                {"window", layer.config.window},
                                {"group", layer.group},
                                {"num_qo_heads", layer.config.num_qo_heads},
@@ -247,7 +248,9 @@ StringMap PagedKVCacheObj::Describe() const {
           {"aux_manager", ffi::String(aux_->is_merged() ? "merged" : "plain")},
           {"layout", ffi::String(checkpoint_layout_.Text())},
           {"device", config_.device},
-          {"layers", layers}};
+          {"layers", layers},
+          {"layer_indptr", ffi::Shape(config_.stage.layer_indptr)},
+          {"stage", config_.stage.index}};
 }
 
 ffi::Shape PagedKVCacheObj::SequenceIds() const {

@@ -32,10 +32,11 @@ int64_t WidthOf(const char* name, const ffi::Tensor& tensor) {
 }  // namespace
 
 PagedKVCacheObj::Layer& PagedKVCacheObj::MLALayerAt(int64_t layer_id, const char* what) {
-  if (!LayerAt(layer_id).config.is_mla()) {
+  Layer& layer = LayerAt(layer_id);
+  if (!layer.config.is_mla()) {
     Raise(kValueError, what, " needs an MLA layer, and layer ", layer_id, " is none");
   }
-  return layers_[layer_id];
+  return layer;
 }
 
 void PagedKVCacheObj::AppendMLAKV(int64_t layer_id, ffi::Tensor kv) {

@@ -43,6 +43,9 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
   if (FlashInferBackend::IsNeededBy(config_)) {
     flashinfer_ = std::make_unique<FlashInferBackend>(config_, groups_.size(), allocated_bytes_);
   }
+  if (StockWindowBackend::IsNeededBy(config_)) {
+    stock_window_ = std::make_unique<StockWindowBackend>(config_, groups_.size(), allocated_bytes_);
+  }
 }
 
 std::vector<PagedKVCacheObj::Group> PagedKVCacheObj::MakeGroups(const CacheConfig& config) {
@@ -129,7 +132,7 @@ int64_t PagedKVCacheObj::PoolBytes(const LayerConfig& layer) const {
 void PagedKVCacheObj::AllocateWorkspaces() {
   int64_t q_width = 0, kv_width = 0, num_qo_heads = 0;
   for (const LayerConfig& layer : config_.layers) {
-    if (layer.is_mla()) continue;  // its kernels take and give the tensors of the model
+    if (layer.kind != LayerKind::kMHA) continue;  // MLA kernels take and give the model's tensors
     q_width = std::max(q_width, layer.num_qo_heads * layer.qk_head_dim);
     kv_width = std::max(kv_width, layer.num_kv_heads * layer.qk_head_dim);
     num_qo_heads = std::max(num_qo_heads, layer.num_qo_heads);
@@ -269,6 +272,7 @@ void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_le
   ++num_forwards_;
   has_past_arrays_ = false;
   if (flashinfer_ != nullptr) flashinfer_->BeginStep();
+  if (stock_window_ != nullptr) stock_window_->BeginStep();
   phase_ = Phase::kForward;
 }
 

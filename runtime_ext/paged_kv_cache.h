@@ -31,6 +31,7 @@
 #include "forward_plan.h"
 #include "kernels.h"
 #include "sequence_table.h"
+#include "stock_window_backend.h"
 
 namespace pagedkv {
 
@@ -102,6 +103,8 @@ class PagedKVCacheObj : public ffi::Object {
   void DebugSetKVMLA(int64_t sequence_id, int64_t begin, ffi::Tensor kv);
   ffi::Map<ffi::String, ffi::Any> Stats() const;
   ffi::Map<ffi::String, ffi::Any> Describe() const;
+  /*! \throws Error when the model has no such layer, or the cache keeps nothing of it. */
+  void CheckLayer(int64_t layer) const { LayerAt(layer); }
   ffi::Shape SequenceIds() const;
   /*! \brief The pages that the group keeps of the sequence. */
   ffi::Shape PageTable(int64_t sequence_id, int64_t group) const;
@@ -115,7 +118,8 @@ class PagedKVCacheObj : public ffi::Object {
   /*! \brief Lets every page that sequences share be read once, whether or not it saves time. */
   void ShareEveryPrefix();
 
-  // Checkpoints. A page group is what a sequence keeps of one layer; its id is that of the layer.
+  // Checkpoints. A page group is what a sequence keeps of one layer; its id, and `layer` here, is
+  // the number of the layer among those that this cache keeps.
   ffi::String LayoutHash() const;
   ffi::String CheckpointMetadata(int64_t sequence_id) const;
   void ExportPageGroup(int64_t sequence_id, int64_t layer, ffi::Tensor out) const;
@@ -167,7 +171,7 @@ class PagedKVCacheObj : public ffi::Object {
   /*! \brief Layers of one shape and window. */
   struct Group {
     LayerConfig shape;
-    std::vector<int64_t> layers;
+    std::vector<int64_t> layers;  // indices into layers_
     // This step's rows of the workspaces.
     StepView q, k, v, lse;
   };
@@ -213,7 +217,11 @@ class PagedKVCacheObj : public ffi::Object {
   void FillArrays();
   void SetWorkspaceViews();
 
+  /*! \brief The layer with this id in the model; it keeps K and V, and is of this stage. */
   const Layer& LayerAt(int64_t layer) const;
+  Layer& LayerAt(int64_t layer) {
+    return const_cast<Layer&>(static_cast<const PagedKVCacheObj*>(this)->LayerAt(layer));
+  }
   const KernelSet& KernelsOf(const Layer& layer) const {
     return config_.kernel_sets[layer.config.kernel_set];
   }
@@ -263,6 +271,15 @@ class PagedKVCacheObj : public ffi::Object {
     return plan_.needs_tree_mask() ? KernelName::kTree : KernelName::kPrefillRagged;
   }
   void MoveNodes(const CommitPlan& plan);
+  bool HasStockWindow(const Layer& layer) const {
+    return StockWindowBackend::Serves(KernelsOf(layer), layer.config);
+  }
+  /*! \brief Whether the layer's attention in this step is that of the stock cache's kernels. */
+  bool UsesStockWindow(const Layer& layer, PageRange range) const {
+    return HasStockWindow(layer) && !UsesTreeKernel(layer, range);
+  }
+  StockWindowCall StockWindow(const Layer& layer, double sm_scale, const ffi::Tensor& q,
+                              const ffi::Tensor& o, const ffi::Tensor& lse) const;
   bool HasStockKernel(const Layer& layer, std::initializer_list<KernelName> names) const;
   int64_t rotary_mode() const { return config_.rope_mode == RopeMode::kInline; }
 
@@ -329,7 +346,8 @@ class PagedKVCacheObj : public ffi::Object {
   /*! \brief Segments of shared pages; made when a step first has some. */
   std::unique_ptr<AuxData> segment_aux_;
   std::vector<int64_t> segment_array_sizes_;
-  std::unique_ptr<FlashInferBackend> flashinfer_;  // where a kernel is FlashInfer's
+  std::unique_ptr<FlashInferBackend> flashinfer_;     // where a kernel is FlashInfer's
+  std::unique_ptr<StockWindowBackend> stock_window_;  // where stock kernels have windows
   ffi::Tensor q_workspace_, k_workspace_, v_workspace_, lse_workspace_;  // bytes
   int64_t workspace_bytes_ = 0;
   int64_t num_forwards_ = 0;

@@ -178,6 +178,7 @@ void DefineOwnNames() {
   define("total_length", FromMethod(&Cache::TotalLength));
   define("stats", FromMethod(&Cache::Stats));
   define("describe", FromMethod(&Cache::Describe));
+  define("check_layer", FromMethod(&Cache::CheckLayer));
   define("sequence_ids", FromMethod(&Cache::SequenceIds));
   define("page_table", FromMethod(&Cache::PageTable));
   define("first_position", FromMethod(&Cache::FirstPosition));

@@ -14,16 +14,16 @@
 namespace pagedkv {
 
 void PagedKVCacheObj::RequireTreeKernels() const {
-  for (size_t i = 0; i < layers_.size(); ++i) {
-    const Layer& layer = layers_[i];
+  for (const Layer& layer : layers_) {
     const KernelSet& kernels = KernelsOf(layer);
     const KernelName name = layer.config.tree();
     if (!kernels.Has(name)) {
-      Raise(kValueError, "layer ", i, " has no kernel '", ToString(name),
+      Raise(kValueError, "layer ", layer.config.id, " has no kernel '", ToString(name),
             "', which a step with token trees that branch needs");
     }
     if (kernels.IsStock(name) && config_.rope_mode == RopeMode::kInline) {
-      Raise(kValueError, "layer ", i, " has the stock cache's kernel '", ToString(name),
+      Raise(kValueError, "layer ", layer.config.id, " has the stock cache's kernel '",
+            ToString(name),
             "', which does not rotate tree nodes by their depth, as rope_mode 2 (inline) needs");
     }
   }

@@ -246,6 +246,8 @@ def test_config_map(cache_dir):
     np.testing.assert_array_equal(factors.numpy(), np.repeat([2.0, 1.0], 16))  # long, then short
     layers = described.pop("layers")
     assert described == {
+        "layer_indptr": (0, 2),
+        "stage": None,
         "max_num_sequences": 32,
         "max_total_tokens": 100,
         "prefill_chunk_size": 2048,

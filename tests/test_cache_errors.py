@@ -325,7 +325,15 @@ CREATION = {
         "missing: transpose_append_mla, mla_prefill",
         {"layers": [MLA_LAYER]},
     ),
-    "kind": (ValueError, "must be one of mha", {"layers": [{**LAYER, "kind": "linear"}]}),
+    "kind": (ValueError, "must be one of mha", {"layers": [{**LAYER, "kind": "other"}]}),
+    "stages": (ValueError, "no Disco worker", {"layer_indptr": Shape([0, 1, 2])}),
+    "layer_indptr": (ValueError, r"got \[0, 1\]", {"layer_indptr": Shape([0, 1])}),
+    "layer_indptr_falls": (ValueError, "never fall", {"layer_indptr": Shape([0, 2, 1, 2])}),
+    "stage": (
+        ValueError,
+        "stage must be between 0 and 1",
+        {"layer_indptr": Shape([0, 1, 2]), "stage": 2},
+    ),
     "window": (ValueError, "belongs to kind", {"layers": [{**LAYER, "window": 4}]}),
     "heads": (ValueError, "multiple", {"layers": [{**LAYER, "num_kv_heads": 3}]}),
     "heads_zero": (ValueError, "num_kv_heads", {"layers": [{**LAYER, "num_kv_heads": 0}]}),
@@ -376,8 +384,12 @@ def test_kernels_of_layers_with_a_window():
     with pytest.raises(ValueError, match="missing: prefill_sliding, decode_sliding"):
         make_cache({"prefill_sliding": None, "decode_sliding": None}, layers=[LAYER, SLIDING])
     make_cache({"prefill": None, "decode": None}, layers=[SLIDING])
-    with pytest.raises(NotImplementedError, match="window over the stock cache's kernels"):
-        make_cache({"decode_sliding": ["tirx", KERNELS["decode_sliding"]]}, layers=[SLIDING])
+    # The stock cache's see the past alone: what the rows see of each other is merged with that.
+    stock = {"decode_sliding": ["tirx", KERNELS["decode_sliding"]]}
+    make_cache(stock, layers=[SLIDING])
+    for name in ("split_rotary", "prefill_ragged", "merge"):
+        with pytest.raises(ValueError, match=f"missing: {name}"):
+            make_cache({**stock, name: None}, layers=[SLIDING])
 
 
 @pytest.mark.parametrize("name", list(KERNEL_ERRORS))

@@ -128,10 +128,10 @@ def _positional(config, kernels):
 POSITIONAL = {
     "sizes": (0, Shape([4, 256, 64]), ValueError, "needs 5 numbers, got 3"),
     "sizes_type": (0, 4, TypeError, "argument 0"),
-    "stages": (1, Shape([0, 1, 2]), NotImplementedError, "pipeline stages"),
+    "stages": (1, Shape([0, 1, 2]), ValueError, "2 pipeline stages, and this is no Disco worker"),
     "indptr": (1, Shape([0, 3]), ValueError, "layer_indptr"),
-    "mla": (6, Shape([0, 1]), NotImplementedError, "MLA"),
-    "linear": (6, Shape([2, 0]), NotImplementedError, "linear"),
+    "mla": (6, Shape([0, 1]), ValueError, "missing: transpose_append_mla, mla_prefill"),
+    "linear": (6, Shape([2, 2]), ValueError, "at least one set of kernels"),
     "sliding": (6, Shape([3, 0]), ValueError, "needs a 6th number"),
     "kind": (6, Shape([0, 9]), ValueError, "unknown kind"),
     "transfer": (7, "yes", TypeError, "argument 7"),

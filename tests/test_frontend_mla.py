@@ -32,6 +32,8 @@ CAPACITIES = {
 class LatentAttention(nn.Module):
     """The attention of two MLA layers, in the three ways that models have."""
 
+    num_layers, num_key_value_heads = NUM_LAYERS, 1
+
     def __init__(self, attn_kind, extra: dict):
         self.attn_kind, self.extra = attn_kind, extra
         self.w_v = nn.Parameter((HEADS, CKV, V_DIM), "float32")
@@ -51,10 +53,10 @@ class LatentAttention(nn.Module):
             prefill_chunk_size=prefill_chunk_size,
             page_size=page_size,
             support_sliding_window=support_sliding_window,
-            layer_partition=relax.ShapeExpr([0, NUM_LAYERS]),
-            num_hidden_layers=NUM_LAYERS,
+            layer_partition=relax.ShapeExpr([0, self.num_layers]),
+            num_hidden_layers=self.num_layers,
             num_attention_heads=HEADS,
-            num_key_value_heads=1,
+            num_key_value_heads=self.num_key_value_heads,
             qk_head_dim=CKV + KPE,
             v_head_dim=CKV,
             mla_original_qk_head_dim=QK_DIM,
@@ -175,6 +177,56 @@ def test_model_gives_what_the_reference_gives(attn_kind):
 def test_kernels_without_tags_of_ours():
     """What "stock" emits has the conventions of apache-tvm, which this runtime serves too."""
     _check(_compile(runtime="stock"))
+
+
+class MixedAttention(LatentAttention):
+    """An MHA layer, whose heads are as wide as a latent row, a linear one and an MLA layer."""
+
+    num_layers, num_key_value_heads = 3, 2
+
+    def step(self, qkv: nn.Tensor, latent: nn.Tensor, q: nn.Tensor, cache: StockBase):
+        out = cache.attention_with_fused_qkv(0, qkv, HEADS, SM_SCALE)
+        cache = cache.append_mla_kv(2, latent)
+        return out, cache.cross_attention(2, q, CKV, SM_SCALE)[0]
+
+
+def test_mha_linear_and_mla_layers_in_one_model():
+    width = CKV + KPE
+    model = MixedAttention(["mha", "linear", "mla"], {})
+    plain = {"param_mode": "none", "effect_mode": "none"}
+    module, _ = model.export_tvm(
+        {
+            "create": {name: int for name in CAPACITIES} | {"$": plain},
+            "step": {
+                "qkv": _rows(HEADS + 2 * 2, width),
+                "latent": _rows(1, width),
+                "q": _rows(HEADS, width),
+                "cache": spec.Object(object_type=StockBase),
+                "$": plain,
+            },
+        }
+    )[:2]
+    vm = relax.VirtualMachine(tvm.compile(module, target="llvm"), tvm.cpu())
+    cache = vm["create"](*(Shape([n]) for n in CAPACITIES.values()))
+    mha = reference.ReferenceCache(1, np.float32)
+    mla = reference.ReferenceLatentCache(1, np.float32)
+    rng = np.random.default_rng(0)
+    for each in (cache, mha, mla):
+        each.add_sequence(0)
+    for step, n in enumerate((1, 18, 1)):
+        qkv = rng.standard_normal((n, HEADS + 4, width)).astype("float32")
+        q, latent = qkv[:, :HEADS], qkv[:, HEADS]
+        inputs = (tvm.runtime.tensor(x[None].copy()) for x in (qkv, latent[:, None], q))
+        with cache.forward([0], [n]):
+            outputs = vm["step"](*inputs, cache)
+        o, _ = mha.attention(0, [0], [n], qkv, 2, SM_SCALE)
+        reference.assert_close(outputs[0].numpy()[0], o, "float32", f"MHA, {n} rows")
+        mla.append(0, [0], [n], latent)
+        o, _ = mla.absorbed(0, [0], [n], q, CKV, SM_SCALE, with_step=n == 1)
+        reference.assert_close(outputs[1].numpy()[0], o, "float32", f"MLA, {n} rows")
+        cache.fork_sequence(0, 1 + step)  # pages of both shapes are copied in the next step
+    assert cache.stats()["cow_page_copies"] == 2 * 2
+    cache.check_integrity()
 
 
 def test_page_size_of_the_kernels_is_checked():

@@ -117,7 +117,7 @@ class KernelSets:
     sets : tuple of mappings
         Kernel name -> function.
     layer_sets : tuple of int
-        The set of each layer.
+        The set of each layer; 0 where a layer needs none.
     target : tvm.target.Target
     """
 
@@ -181,11 +181,14 @@ def build_kernels(
         When the kernels cannot be linked; the message tells what is missing.
     """
     target = resolve_target(target)
-    layer_specs = [kernel_spec(config, layer, target) for layer in config.layers]
-    specs = list(dict.fromkeys(layer_specs))
+    layer_specs = [
+        None if layer.kind == "linear" else kernel_spec(config, layer, target)
+        for layer in config.layers
+    ]
+    specs = [spec for spec in dict.fromkeys(layer_specs) if spec is not None]
     return KernelSets(
         sets=tuple(_load_set(spec, target, progress or (lambda line: None)) for spec in specs),
-        layer_sets=tuple(specs.index(spec) for spec in layer_specs),
+        layer_sets=tuple(specs.index(spec) if spec else 0 for spec in layer_specs),
         target=target,
     )
 

@@ -62,8 +62,9 @@ class KVCache(tvm_ffi.Object):
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """What the cache was made from: sizes, dtypes, and a list of its layers."""
+        """What the cache was made from: sizes, dtypes, and a list of the layers that it keeps."""
         raw = dict(_function("pagedkv.describe")(self).items())
+        raw["layer_indptr"] = tuple(raw["layer_indptr"])
         raw["layers"] = [dict(layer.items()) for layer in raw["layers"]]
         return raw
 
@@ -492,10 +493,13 @@ class KVCache(tvm_ffi.Object):
         return None if sinks is None else self._tensor("sinks", sinks)
 
     def _layer(self, layer: int) -> dict[str, Any]:
-        layers = self.description["layers"]
-        if not 0 <= layer < len(layers):
-            raise IndexError(f"layer {layer} is not in [0, {len(layers)})")
-        return layers[layer]
+        if layer not in self._layers:
+            _function("pagedkv.check_layer")(self, _int("layer", layer))  # raises
+        return self._layers[layer]
+
+    @functools.cached_property
+    def _layers(self) -> dict[int, dict[str, Any]]:
+        return {layer["id"]: layer for layer in self.description["layers"]}
 
     def _is_mla(self, layer: int) -> bool:
         return self._layer(layer)["kind"] == "mla"

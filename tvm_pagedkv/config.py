@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ from .alibi import resolve_slopes
 
 DTYPES = ("float32", "float16", "bfloat16")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-LAYER_KINDS = ("mha", "mha_sliding", "mla")
+MHA_KINDS = ("mha", "mha_sliding")
+LAYER_KINDS = (*MHA_KINDS, "mla", "linear")
 ROPE_MODES = ("none", "normal", "inline")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 MAX_HEAD_DIM = 576
@@ -140,8 +142,9 @@ class LayerSpec:
 
     Parameters
     ----------
-    kind : {"mha", "mha_sliding", "mla"}
-        Kind of attention; "mha" covers multi-query and grouped-query attention.
+    kind : {"mha", "mha_sliding", "mla", "linear"}
+        Kind of attention; "mha" covers multi-query and grouped-query attention. "linear" layers
+        keep no K and V: they are named so that the others have the ids of the model.
     window : int, optional
         Positions that a sliding layer sees, its own included. Needed by "mha_sliding" only.
     num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim : int, optional
@@ -194,6 +197,8 @@ class LayerSpec:
     @property
     def row_width(self) -> int:
         """Numbers that a position takes in the pages of a completed layer."""
+        if self.kind == "linear":
+            return 0
         return self.qk_head_dim * (1 if self.kind == "mla" else 2 * self.num_kv_heads)
 
 
@@ -240,6 +245,11 @@ class KVCacheConfig:
         On a CPU: keep the pages in memory that other processes of the host can map, so that
         `transfer.SharedMemoryChannel` can send from the cache. Other channels, and receiving, do
         without.
+    layer_indptr : sequence of int, optional
+        Pipeline stages: the first layer of each, then `num_layers`. A cache keeps the layers of its
+        stage alone, under the ids that they have in the whole model.
+    stage : int, optional
+        The stage of the cache. None with several stages: in a Disco session, that of the worker.
 
     Raises
     ------
@@ -265,6 +275,8 @@ class KVCacheConfig:
     share_prefix: bool = True
     alibi: bool | Sequence[float] | None = None
     enable_kv_transfer: bool = False
+    layer_indptr: Sequence[int] | None = None
+    stage: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.enable_kv_transfer, bool):
@@ -293,8 +305,25 @@ class KVCacheConfig:
         object.__setattr__(
             self, "layers", tuple(self._complete(i, s) for i, s in enumerate(layers))
         )
+        if all(layer.kind == "linear" for layer in self.layers):
+            raise ValueError("a cache needs a layer that keeps K and V; all are of kind 'linear'")
+        self._check_stages()
         if self.sliding_window:
             self._check_sliding_window()
+
+    def _check_stages(self) -> None:
+        indptr = (0, self.num_layers) if self.layer_indptr is None else tuple(self.layer_indptr)
+        for begin in indptr:
+            _check_int("layer_indptr's numbers", begin, 0, self.num_layers)
+        indptr = tuple(map(int, indptr))
+        if indptr[:1] + indptr[-1:] != (0, self.num_layers) or list(indptr) != sorted(indptr):
+            raise ValueError(
+                f"layer_indptr must begin with 0, never fall, and end with the number of layers, "
+                f"{self.num_layers}; got {list(indptr)}"
+            )
+        object.__setattr__(self, "layer_indptr", indptr)
+        if self.stage is not None:
+            _check_int("stage", self.stage, 0, len(indptr) - 2)
 
     def _check_sliding_window(self) -> None:
         for i, layer in enumerate(self.layers):
@@ -303,7 +332,7 @@ class KVCacheConfig:
                     f"layer {i}: sliding_window is not possible with MLA layers, whose models "
                     "rotate K before it is written"
                 )
-            if layer.rope.mode == "normal":
+            if layer.kind != "linear" and layer.rope.mode == "normal":
                 raise ValueError(
                     f"layer {i}: sliding_window needs rope mode 'inline' or 'none', for positions "
                     "are counted within the window; got 'normal'"
@@ -365,6 +394,8 @@ class KVCacheConfig:
 
     def num_pages_of(self, layer: LayerSpec) -> int:
         """Pages of the pool of layers like `layer`: not more than they can ever need."""
+        if layer.kind == "linear":
+            return 0
         if layer.window is None:
             return self.num_pages
         # What a sequence keeps between steps, wherever in a page it begins, and what a step adds.
@@ -376,17 +407,23 @@ class KVCacheConfig:
     def memory_bytes(self) -> int:
         """Bytes on the device of a cache that was just made, without making it.
 
-        It is the ``allocated_bytes`` of `KVCache.stats`. Only the auxiliary arrays may grow later:
-        where sequences share pages, a step's page table can have more entries than there are pages,
-        and token trees can grow in more than one step before a commit.
+        With several pipeline stages and no `stage`: of the one that takes most. It is the
+        ``allocated_bytes`` of `KVCache.stats`. Only the auxiliary arrays may grow later: where
+        sequences share pages, a step's page table can have more entries than there are pages, and
+        token trees can grow in more than one step before a commit.
         """
-        num_rows, layers = self.prefill_chunk_size, self.layers
+        bounds = list(itertools.pairwise(self.layer_indptr))
+        stages = bounds if self.stage is None else bounds[self.stage : self.stage + 1]
+        return max(self._memory_bytes_of(self.layers[begin:end]) for begin, end in stages)
+
+    def _memory_bytes_of(self, layers: Sequence[LayerSpec]) -> int:
+        num_rows = self.prefill_chunk_size
         numbers = sum(self.num_pages_of(s) * s.row_width for s in layers)
         page_pool = numbers * self.page_size * ITEMSIZE[self.kv_dtype]
 
         # Rows of Q, K and V of the widest layer, and the lse of a row, which is float32. MLA layers
         # need none: their kernels take and give the tensors of the model.
-        mha = [s for s in layers if s.kind != "mla"]
+        mha = [s for s in layers if s.kind in MHA_KINDS]
         q_width = max((s.num_qo_heads * s.qk_head_dim for s in mha), default=0)
         kv_width = max((s.num_kv_heads * s.qk_head_dim for s in mha), default=0)
         lse_bytes = max((s.num_qo_heads for s in mha), default=0) * ITEMSIZE["float32"]
@@ -396,6 +433,7 @@ class KVCacheConfig:
         groups = {
             (s.kind, s.num_qo_heads, s.num_kv_heads, s.qk_head_dim, s.v_head_dim, s.window): s
             for s in layers
+            if s.kind != "linear"
         }
         arrays = [2 * num_rows, num_sequences + 1]  # of token trees
         arrays += [num_sequences + 1, num_rows, num_sequences]

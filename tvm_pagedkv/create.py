@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import tvm
 from tvm.target import Target
+from tvm_ffi import Shape
 
 from .build import KernelSets, build_kernels
-from .config import ROPE_MODES, KVCacheConfig, LayerSpec, RopeConfig
+from .config import MHA_KINDS, ROPE_MODES, KVCacheConfig, LayerSpec, RopeConfig
 
 
 def create(
@@ -74,6 +75,8 @@ def config_map(config: KVCacheConfig, kernels: KernelSets, device: tvm.runtime.D
             }
             for layer, kernel_set in zip(config.layers, kernels.layer_sets, strict=True)
         ],
+        "layer_indptr": Shape(config.layer_indptr),
+        "stage": config.stage,
     }
     factors = _common(config, "longrope factors", _extension_factors)
     if factors is not None:
@@ -107,7 +110,7 @@ def _extension_factors(rope: RopeConfig) -> tuple | None:
 
 def _common(config: KVCacheConfig, what: str, of: Callable):
     """A property of the rotation that all layers must share whose rows the cache rotates."""
-    rotated = [layer for layer in config.layers if layer.kind != "mla"]
+    rotated = [layer for layer in config.layers if layer.kind in MHA_KINDS]
     values = {of(layer.rope) for layer in rotated or config.layers}
     if len(values) != 1:
         raise NotImplementedError(f"layers with different rope {what}")

@@ -13,6 +13,7 @@ from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, RopeMode
 from tvm.target import Target
 
 from tir_kernels import build_kernel
+from tir_kernels.cpu import stock_sliding
 from tir_kernels.spec import KernelSpec
 
 from .build import kernel_spec
@@ -20,6 +21,13 @@ from .config import KVCacheConfig, LayerSpec, RopeConfig
 from .frontend_methods import PagedKVCacheObject
 
 _RUNTIMES = ("pagedkv", "stock")
+_MHA_KINDS = {"mha", "mha_sliding"}
+_KIND_NUMBERS = {
+    "mha": int(AttnKind.MHA),
+    "mla": int(AttnKind.MLA),
+    "linear": 2,  # which the stock front end has no name for
+    "mha_sliding": int(AttnKind.MHA_SLIDING),
+}
 
 
 class PagedKVCache(PagedKVCacheObject):
@@ -32,7 +40,8 @@ class PagedKVCache(PagedKVCacheObject):
     Parameters
     ----------
     attn_kind : str or list of str
-        "mha" or "mla" for all layers, or one kind per layer (the same one: the dims are of one).
+        One kind for all layers, or one per layer: "mha", "mha_sliding", "mla" or "linear" (which
+        keeps no K and V). Beside "mla" layers, the heads of the others are as wide as a latent row.
     max_batch_size, max_total_seq_len, prefill_chunk_size : tirx.Var or int
         Capacities, given when the cache is created.
     support_sliding_window : tirx.Var or int
@@ -41,8 +50,11 @@ class PagedKVCache(PagedKVCacheObject):
         Slots of a page, given when the cache is created; must be the one that the kernels were
         built for.
     layer_partition : relax.ShapeExpr
-        First layer of each pipeline stage.
+        First layer of each pipeline stage, then the number of layers. A Disco worker keeps the
+        layers of its stage alone; layer ids are those of the whole model.
     num_hidden_layers, num_attention_heads, num_key_value_heads, qk_head_dim, v_head_dim : int
+        `num_key_value_heads` is not of "mla" layers, and where there are some, `v_head_dim` is of
+        them alone.
     mla_original_qk_head_dim, mla_original_v_head_dim : int
         Head dims before absorption; used by "mla" only.
     rope_mode : RopeMode
@@ -74,7 +86,7 @@ class PagedKVCache(PagedKVCacheObject):
     ValueError, TypeError
         On dimensions that no kernel serves, as `KVCacheConfig` does.
     NotImplementedError
-        On attention kinds and targets that have no kernels yet.
+        On targets that have no kernels yet.
     """
 
     def __init__(
@@ -133,6 +145,7 @@ class PagedKVCache(PagedKVCacheObject):
             layers=[
                 LayerSpec(
                     kind=kind,
+                    v_head_dim=None if kind == "mla" or "mla" not in kinds else qk_head_dim,
                     window=layer_sliding_window_size if kind == "mha_sliding" else None,
                     mla_original_qk_head_dim=mla_original_qk_head_dim if kind == "mla" else None,
                     mla_original_v_head_dim=mla_original_v_head_dim if kind == "mla" else None,
@@ -142,11 +155,19 @@ class PagedKVCache(PagedKVCacheObject):
             logit_softcap=logit_softcap,
             alibi=alibi,
         )
-        if runtime == "stock" and "mha_sliding" in kinds:
-            raise NotImplementedError("kernels of 'mha_sliding' layers for the stock runtime")
+        if runtime == "stock" and "mla" in kinds and not _MHA_KINDS.isdisjoint(kinds):
+            raise ValueError(
+                "the stock runtime has one copy_single_page for all layers, and the pages of 'mla' "
+                "layers have another shape than those of the others"
+            )
         kernels = _Kernels(
-            kernel_spec(config, config.layers[0], target),
+            {
+                kind: kernel_spec(config, config.layers[kinds.index(kind)], target)
+                for kind in kinds
+                if kind != "linear"
+            },
             "tirx" if runtime == "stock" else "pagedkv",
+            layer_sliding_window_size,
         )
         # A symbolic one is decided when the cache is created.
         has_windows = not (isinstance(support_sliding_window, int) and not support_sliding_window)
@@ -165,18 +186,14 @@ class PagedKVCache(PagedKVCacheObject):
             relax.prim_value(num_key_value_heads),
             relax.prim_value(qk_head_dim),
             relax.prim_value(v_head_dim),
-            relax.ShapeExpr([int(AttnKind[kind.upper()]) for kind in kinds]),
+            relax.ShapeExpr([_KIND_NUMBERS[kind] for kind in kinds]),
             relax.prim_value(enable_disaggregation),
             relax.prim_value(int(rope_mode)),
             relax.prim_value(rope_scale),
             relax.prim_value(rope_theta),
             rope_ext_factors,
             relax.op.zeros((), dtype),
-            *(
-                kernels.positional_mla()
-                if kinds[0] == "mla"
-                else kernels.positional(set(kinds), has_windows)
-            ),
+            *kernels.positional(has_windows),
         ]
         super().__init__(
             _expr=relax.call_pure_packed(
@@ -187,91 +204,113 @@ class PagedKVCache(PagedKVCacheObject):
 
 
 class _Kernels:
-    """Adds kernels to the module under construction and lists them for the constructor."""
+    """Adds kernels to the module under construction and lists them for the constructor.
 
-    def __init__(self, spec: KernelSpec, tag: str):
-        self.spec, self.tag = spec, tag
+    Parameters
+    ----------
+    specs : layer kind -> KernelSpec
+    tag : {"pagedkv", "tirx"}
+    window : int
+        Of the "mha_sliding" layers; kernels for the stock runtime are built for it.
+    """
 
-    def _function(self, name: str, spec: KernelSpec | None = None) -> relax.GlobalVar:
-        return relax.BlockBuilder.current().add_func(
-            build_kernel(name, spec or self.spec), f"pagedkv_{name}"
-        )
+    def __init__(self, specs: dict[str, KernelSpec], tag: str, window: int):
+        self.tag, self.window, self.kinds = tag, window, set(specs)
+        self.mla = specs.get("mla")
+        self.mha = specs.get("mha", specs.get("mha_sliding"))
 
-    def _tagged(self, name: str) -> relax.Tuple:
-        return relax.Tuple([tvm.ir.StringImm(self.tag), self._function(name)])
+    def _function(self, name: str, spec: KernelSpec) -> relax.GlobalVar:
+        return self._add(name, build_kernel(name, spec))
 
-    def positional(self, kinds: set[str], has_windows: bool) -> list[relax.Expr]:
-        """Arguments 13 to 27 of the positional constructor, for layers of these kinds.
+    def _add(self, name: str, function) -> relax.GlobalVar:
+        return relax.BlockBuilder.current().add_func(function, f"pagedkv_{name}")
 
-        With windows of sequences the stock runtime takes kernels of their own for these; ours has
-        the plain ones do both.
-        """
-        merge = self._function("merge")
-        windowed = self.tag == "tirx" and has_windows and kinds == {"mha"}
+    def _tagged(self, *values: relax.Expr) -> relax.Tuple:
+        return relax.Tuple([tvm.ir.StringImm(self.tag), *values])
 
-        def needed(kind: str, name: str) -> relax.Tuple:
-            if kind == "mha_sliding" and windowed:
-                return self._tagged(name.replace("sliding", "windowed"))
-            return self._tagged(name) if kind in kinds else relax.Tuple([])
+    def _needed(self, kind: str, name: str) -> relax.Tuple:
+        if kind not in self.kinds:
+            return relax.Tuple([])
+        return self._tagged(self._function(name, self.mla if kind == "mla" else self.mha))
 
+    def _sliding(self, name: str, has_windows: bool) -> relax.Tuple:
+        """The stock runtime takes these kernels for windows of layers, or of sequences."""
+        if self.tag == "tirx" and has_windows and self.kinds == {"mha"}:
+            name = name.replace("sliding", "windowed")
+            return self._tagged(self._function(name, self.mha))
+        if self.tag == "pagedkv" or "mha_sliding" not in self.kinds:
+            return self._needed("mha_sliding", name)
+        return self._tagged(self._add(name, getattr(stock_sliding, name)(self.mha, self.window)))
+
+    def _of_both(self, name: str, name_of_mla: str | None = None) -> relax.Expr:
+        """A kernel that pages of either shape need: one function, or one for each."""
+        functions = []
+        if self.mha:
+            functions.append(self._function(name, self.mha))
+        if self.mla:
+            functions.append(self._function(name_of_mla or name, self.mla))
+        return functions[0] if len(functions) == 1 else self._tagged(*functions)
+
+    def positional(self, has_windows: bool) -> list[relax.Expr]:
+        """Arguments 13 to 27 of the positional constructor."""
+        null, none = relax.op.null_value, relax.Tuple([])
         return [
-            self._function("transpose_append"),
-            relax.op.null_value(),  # transpose_append_mla
-            self._tagged("prefill_ragged"),
-            needed("mha", "prefill"),
-            needed("mha", "decode"),
-            needed("mha_sliding", "prefill_sliding"),
-            needed("mha_sliding", "decode_sliding"),
-            *(relax.Tuple([]) for _ in range(3)),  # tree and MLA kernels
-            relax.Tuple([merge, merge]),  # of a step's parts, and of the fine-grained API
-            self._rotary(["apply_sinks", *(["prefill_shared"] if "mha" in kinds else [])]),
-            self._function("copy_single_page"),
-            self._function("debug_get_kv"),
-            self._function("compact_copy"),
+            self._function("transpose_append", self.mha) if self.mha else null(),
+            self._function("transpose_append_mla", self.mla) if self.mla else null(),
+            self._ragged(),
+            self._needed("mha", "prefill"),
+            self._needed("mha", "decode"),
+            self._sliding("prefill_sliding", has_windows),
+            self._sliding("decode_sliding", has_windows),
+            none,  # tree_paged
+            none,  # tree
+            self._needed("mla", "mla_prefill"),
+            self._merge(),
+            self._rotary(),
+            self._of_both("copy_single_page"),
+            self._of_both("debug_get_kv", "debug_get_kv_mla"),
+            self._of_both("compact_copy"),
         ]
 
-    def positional_mla(self) -> list[relax.Expr]:
-        """The same of MLA layers, which have no rotation and no multi-head pages."""
-        absorbed = replace(self.spec, original_qk_head_dim=0, original_v_head_dim=0)
-        ragged = list(self._tagged("prefill_ragged").fields)
-        rotary = relax.op.null_value()
-        if self.tag == "pagedkv":
-            dims = (self.spec.original_qk_head_dim, self.spec.original_v_head_dim)
-            ragged += [relax.prim_value(dim) for dim in dims]
-            none, page_size = relax.op.null_value(), relax.prim_value(self.spec.page_size)
-            named = self._named(["mla_prefill_shared"])
-            rotary = relax.Tuple([tvm.ir.StringImm(self.tag), none, none, page_size, *named])
-        return [
-            relax.op.null_value(),  # transpose_append
-            self._function("transpose_append_mla"),
-            relax.Tuple(ragged),
-            *(relax.Tuple([]) for _ in range(6)),  # attention of MHA layers
-            self._tagged("mla_prefill"),
-            # Of absorbed outputs; and of the fine-grained API, whose outputs are not absorbed.
-            relax.Tuple([self._function("merge", absorbed), self._function("merge")]),
-            rotary,
-            self._function("copy_single_page"),
-            self._function("debug_get_kv_mla"),
-            self._function("compact_copy"),
-        ]
+    def _ragged(self) -> relax.Tuple:
+        functions = [self._function("prefill_ragged", s) for s in (self.mha, self.mla) if s]
+        if self.mla and self.tag == "pagedkv":
+            dims = (self.mla.original_qk_head_dim, self.mla.original_v_head_dim)
+            functions += [relax.prim_value(dim) for dim in dims]
+        return self._tagged(*functions)
 
-    def _rotary(self, names: list[str]) -> relax.Expr:
-        split_rotary = self._function("split_rotary")
+    def _merge(self) -> relax.Tuple:
+        """Of a step's parts, then of the fine-grained API, where MLA outputs are not absorbed."""
+        of_parts = self.mha or replace(self.mla, original_qk_head_dim=0, original_v_head_dim=0)
+        specs = (of_parts, self.mla or self.mha)
+        return relax.Tuple([self._function("merge", spec) for spec in specs])
+
+    def _rotary(self) -> relax.Expr:
+        split_rotary = rope_append = relax.op.null_value()
+        if self.mha:
+            split_rotary = self._function("split_rotary", self.mha)
         if self.tag == "tirx":
             return split_rotary
-        return relax.Tuple(
-            [
-                tvm.ir.StringImm(self.tag),
-                split_rotary,
-                self._function("rope_append"),
-                relax.prim_value(self.spec.page_size),
-                *self._named(names),
-            ]
-        )
+        if self.mha:
+            rope_append = self._function("rope_append", self.mha)
+        page_size = (self.mha or self.mla).page_size
+        fixed = split_rotary, rope_append, relax.prim_value(page_size)
+        return self._tagged(*fixed, *self._named())
 
-    def _named(self, names: list[str]) -> list[relax.Expr]:
+    def _named(self) -> list[relax.Expr]:
         """Kernels that the positional constructor has no index for: names and functions in turn."""
-        return [each for name in names for each in (tvm.ir.StringImm(name), self._function(name))]
+        specs = {}
+        if self.mha:
+            specs["apply_sinks"] = self.mha
+        if "mha" in self.kinds:
+            specs["prefill_shared"] = self.mha
+        if self.mla:
+            specs["mla_prefill_shared"] = self.mla
+        return [
+            each
+            for name, spec in specs.items()
+            for each in (tvm.ir.StringImm(name), self._function(name, spec))
+        ]
 
 
 def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
@@ -279,12 +318,8 @@ def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
     if len(kinds) != num_layers:
         raise ValueError(f"attn_kind has {len(kinds)} entries for {num_layers} layers")
     for kind in kinds:
-        if kind not in ("mha", "mha_sliding", "mla"):
-            raise ValueError(f"attn_kind must be 'mha', 'mha_sliding' or 'mla'; got {kind!r}")
-    if "mla" in kinds and len(set(kinds)) > 1:
-        raise NotImplementedError(
-            "'mla' and other layers in one model: the arguments have the dims of one kind"
-        )
+        if kind not in _KIND_NUMBERS:
+            raise ValueError(f"attn_kind must be of {', '.join(_KIND_NUMBERS)}; got {kind!r}")
     return kinds
 
 

@@ -80,6 +80,7 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
             gap = a.lengths.gap(b) if has_gaps else None
             num_hidden = 0 if gap is None else gap.begin - gap.sinks
             a.rope.begin_sequence(k_offset + kv_len - num_hidden)
+            a.mask.begin_sequence(b, kv_len)
             segment.start(a, b, head)
             if a.mask.has_window:
                 run(a.mask.begin(0, 1, kv_len))

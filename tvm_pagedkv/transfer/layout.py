@@ -13,6 +13,7 @@ from ..config import ITEMSIZE
 
 PROTOCOL = 1
 _LAYER_FIELDS = (
+    "id",
     "kind",
     "window",
     "group",

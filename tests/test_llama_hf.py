@@ -57,6 +57,14 @@ CONFIGS = {
             "original_max_position_embeddings": 32,
         },
     },
+    "mistral-window": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 7,
+    },
     "mistral-yarn": {
         "hidden_size": 64,
         "intermediate_size": 96,

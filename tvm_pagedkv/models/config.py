@@ -31,6 +31,8 @@ class LlamaConfig:
     attention_bias, mlp_bias, tied_embeddings : bool
     eos_token_ids : tuple of int
         Tokens that end a text.
+    sliding_window : int, optional
+        Positions that a row sees in every layer, its own included; None: all before it.
     """
 
     vocab_size: int
@@ -47,6 +49,12 @@ class LlamaConfig:
     mlp_bias: bool = False
     tied_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    sliding_window: int | None = None
+
+    @property
+    def layer_kind(self) -> str:
+        """The kind of the cache's layers."""
+        return "mha" if self.sliding_window is None else "mha_sliding"
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> LlamaConfig:
@@ -85,10 +93,14 @@ class LlamaConfig:
                 f"unknown architecture {', '.join(architectures) or '(none given)'}; supported: "
                 f"{', '.join(ARCHITECTURES)}"
             )
-        if fields.get("sliding_window"):
-            raise ValueError(
-                f"sliding_window {fields['sliding_window']} is not supported; expected null"
-            )
+        window = None
+        if fields.get("sliding_window") is not None:
+            window = _positive(fields, "sliding_window")
+            if "MistralForCausalLM" not in architectures:
+                raise ValueError(
+                    f"sliding_window {window} is supported in MistralForCausalLM only, not in "
+                    f"{', '.join(architectures)}"
+                )
         activation = fields.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise ValueError(f"hidden_act {activation!r} is not supported; expected 'silu'")
@@ -111,6 +123,7 @@ class LlamaConfig:
             mlp_bias=bool(fields.get("mlp_bias", False)),
             tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            sliding_window=window,
         )
 
 

@@ -190,7 +190,7 @@ class Llama(nn.Module):
             both = [*scaling["long_factor"], *scaling["short_factor"]]
             factors = relax.const(np.array(both, "float32"))
         return PagedKVCache(
-            attn_kind="mha",
+            attn_kind=config.layer_kind,
             max_batch_size=max_num_sequences,
             max_total_seq_len=max_total_tokens,
             prefill_chunk_size=prefill_chunk_size,
@@ -214,6 +214,7 @@ class Llama(nn.Module):
             enable_disaggregation=enable_kv_transfer,
             dtype=options.dtype,
             target=options.target,
+            layer_sliding_window_size=config.sliding_window or 1,
         )
 
 

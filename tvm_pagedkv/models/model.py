@@ -17,7 +17,7 @@ import tir_kernels
 
 from ..build import resolve_target
 from ..cache import KVCache
-from ..config import DTYPES, KVCacheConfig
+from ..config import DTYPES, KVCacheConfig, LayerSpec
 from ..disk_cache import cached_library, code_versions
 from . import kernels, llama
 from .checkpoint import Checkpoint
@@ -160,6 +160,7 @@ def _check_attention(directory: Path, config: LlamaConfig, dtype: str, page_size
             dtype=dtype,
             page_size=page_size,
             rope=config.rope,
+            layers=[LayerSpec(config.layer_kind, config.sliding_window)] * config.num_layers,
         )
     except (ValueError, TypeError) as error:
         raise ValueError(f"no cache for the model in {directory}: {error}") from None

@@ -161,6 +161,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "total_length": ("any", []),
     OWN + "stats": ("any", []),
     OWN + "describe": ("any", []),
+    OWN + "check_layer": ("any", [integer(MHA, -1, 3, -(2**31), 2**31)]),
     OWN + "sequence_ids": ("any", []),
     OWN + "page_table": ("any", [SEQ, GROUP]),
     OWN + "first_position": ("any", [SEQ, GROUP]),

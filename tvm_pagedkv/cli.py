@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from collections import deque
@@ -69,6 +70,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add.add_argument("--sinks", type=int, metavar="S", help="of these, the first S (default 4)")
     add.add_argument(
+        "--shards", type=int, default=1, help="processes that share every layer (default 1)"
+    )
+    add.add_argument(
+        "--stages", type=int, default=1, help="pipeline stages of so many processes (default 1)"
+    )
+    add.add_argument(
         "--draw-pages", metavar="FILE", help="write an SVG of the pages at their fullest"
     )
     add = commands.add_parser("info", help="versions, target, threads and folders in force")
@@ -84,7 +91,7 @@ def _generate(options: argparse.Namespace) -> None:
     picture = _picture_file(options.draw_pages)
     try:
         from .generation import FinishedEvent, SamplingParams, Statistics, Window, generate
-        from .models import LlamaModel
+        from .models import LlamaModel, ParallelLlama
     except ModuleNotFoundError as error:
         raise RuntimeError(
             f"{error.name} is not installed; install what this command needs with: "
@@ -103,13 +110,20 @@ def _generate(options: argparse.Namespace) -> None:
     elif options.sinks is not None:
         raise ValueError("--sinks needs --sliding-window")
     with _Progress() as progress:
-        model = LlamaModel.from_pretrained(
+        load = LlamaModel.from_pretrained
+        if (options.shards, options.stages) != (1, 1):
+            load = functools.partial(
+                ParallelLlama.from_pretrained, num_shards=options.shards, stages=options.stages
+            )
+        model = load(
             options.model,
             options.dtype,
             page_size=options.page_size,
             sliding_window=window is not None,
             progress=progress,
         )
+    if isinstance(model, ParallelLlama):
+        _print_workers(model)
     events = generate(
         model,
         prompts,
@@ -117,7 +131,9 @@ def _generate(options: argparse.Namespace) -> None:
         max_total_tokens=options.max_total_tokens,
         prefill_chunk_size=options.chunk,
         window=window,
-        at_fullest=(lambda cache: fullest.append(PageMap.of(cache))) if picture else None,
+        at_fullest=(lambda cache: fullest.append(PageMap.of(getattr(cache, "first", cache))))
+        if picture
+        else None,
     )
     with _display(prompts, params.n) as display:
         for event in events:
@@ -130,6 +146,18 @@ def _generate(options: argparse.Namespace) -> None:
     _print_statistics(statistics)
     if picture:
         picture.write_text(fullest[0].to_svg(), encoding="utf-8")
+
+
+def _print_workers(model) -> None:
+    """Who has which part of the model."""
+    for index, worker in enumerate(model.workers()):
+        parts = [f"{name} {_span(worker[name])}" for name in ("layers", "heads", "kv_heads")]
+        line = f"worker {index}: process {worker['process']}, {', '.join(parts)}"
+        print(line.replace("_", " "), file=sys.stderr, flush=True)
+
+
+def _span(numbers: list[int]) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:

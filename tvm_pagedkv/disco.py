@@ -16,6 +16,7 @@ ends the process when it then writes to a worker that has gone.
 from __future__ import annotations
 
 import importlib
+import math
 import shutil
 import socket
 import tempfile
@@ -24,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tvm
 import tvm_ffi
@@ -84,11 +86,23 @@ def _connected(session, num_workers: int, num_groups: int):
     """Let the workers of a new session find each other in a folder that nobody else knows."""
     folder = tempfile.mkdtemp(prefix="pagedkv-")
     try:
-        session.get_global_func("pagedkv.disco.connect")(folder, num_workers, num_groups)
+        session.get_global_func("tvm_pagedkv.disco.connect")(folder, num_workers, num_groups)
         session._sync_all()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return session
+
+
+def end(session) -> None:
+    """End the workers of a session to which nothing refers but the caller.
+
+    A worker that still has an object of Python's when Python ends would take the process with it.
+    """
+    for kept in ("_cache", "_import_python_module"):  # functions of the session that it keeps
+        if hasattr(session, kept):
+            delattr(session, kept)
+    session._sync_all()
+    session.shutdown()
 
 
 def stage_function(session, module, name: str):
@@ -109,20 +123,25 @@ def stage_function(session, module, name: str):
         them. The result is what each stage gives; on the workers of the last one, of the model.
     """
     disco = load_disco()
-    function = session.get_global_func("pagedkv.disco.stage_function")(module, name)
+    function = session.get_global_func("tvm_pagedkv.disco.stage_function")(module, name)
     return disco.session.DPackedFunc(function, session)
 
 
 # --- in a worker ----------------------------------------------------------------------------------
 
 
-class _Peers:
-    """The sockets of one worker, by the ids of the others."""
+class Worker:
+    """One worker: who it is, and its sockets by the ids of the others."""
 
     def __init__(self, rank: int, num_workers: int, num_groups: int):
         self.rank, self.group_size = rank, num_workers // num_groups
         self.group, self.num_groups = rank // self.group_size, num_groups
         self.sockets: dict[int, socket.socket] = {}
+
+    @property
+    def shard(self) -> int:
+        """Its number within its group."""
+        return self.rank % self.group_size
 
     @property
     def members(self) -> range:
@@ -143,10 +162,36 @@ class _Peers:
                 peer.settimeout(None)
                 self.sockets[int.from_bytes(_receive(peer, _LENGTH_BYTES), "little")] = peer
 
+    def close(self) -> None:
+        """Leave the others, whose waiting for this worker then fails."""
+        for peer in self.sockets.values():
+            peer.close()
+
+    def send_on(self, value) -> None:
+        """Send a tensor to the worker with the same number in the next group."""
+        if self.group + 1 == self.num_groups:
+            raise ValueError(f"worker {self.rank} is of the last group: there is none to send to")
+        self.send(self.rank + self.group_size, value.numpy())
+
+    def receive_into(self, target) -> None:
+        """Fill a tensor with what the worker of the group before this one sends on."""
+        if self.group == 0:
+            raise ValueError(f"worker {self.rank} is of the first group: nobody sends to it")
+        received = _receive(
+            self.sockets[self.rank - self.group_size],
+            math.prod(target.shape) * target.dtype.itemsize,
+        )
+        if str(target.dtype) == "bfloat16":
+            target.copyfrom(np.frombuffer(received, ml_dtypes.bfloat16).reshape(target.shape))
+        else:
+            _host(target).reshape(-1).view(np.uint8)[:] = received
+
     def send(self, to: int, array: np.ndarray) -> None:
-        self.sockets[to].sendall(memoryview(np.ascontiguousarray(array)).cast("B"))
+        """Send the numbers of an array to another worker."""
+        self.sockets[to].sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
     def receive(self, sender: int, like: np.ndarray) -> np.ndarray:
+        """An array of the shape and type of `like` from another worker."""
         data = _receive(self.sockets[sender], like.nbytes)
         return np.frombuffer(data, like.dtype).reshape(like.shape)
 
@@ -176,12 +221,19 @@ def _receive(peer: socket.socket, num_bytes: int) -> bytearray:
 
 # A worker is a thread, but Python forgets thread-local values between the calls of one that it
 # did not start: so by the thread's id.
-_peers: dict[int, _Peers] = {}
+_workers: dict[int, Worker] = {}
 
 
-def _current() -> _Peers:
+def current_worker() -> Worker:
+    """The worker that this thread is.
+
+    Raises
+    ------
+    RuntimeError
+        When it is none of a session made by this module.
+    """
     try:
-        return _peers[threading.get_ident()]
+        return _workers[threading.get_ident()]
     except KeyError:
         raise RuntimeError(
             "this thread is no worker of a session made by tvm_pagedkv.disco"
@@ -197,14 +249,14 @@ def _host(tensor) -> np.ndarray:
 
 def _connect(folder: str, num_workers: int, num_groups: int) -> None:
     rank = tvm_ffi.get_global_func("runtime.disco.worker_rank")()
-    peers = _Peers(rank, num_workers, num_groups)
+    peers = Worker(rank, num_workers, num_groups)
     peers.connect(Path(folder), num_workers)
-    _peers[threading.get_ident()] = peers
+    _workers[threading.get_ident()] = peers
 
 
 def _allreduce(send, reduction: int, in_group: bool, receive) -> None:
     """The first worker of a group takes all parts in the order of their ids: all get one result."""
-    peers, value = _current(), _host(send)
+    peers, value = current_worker(), _host(send)
     members = peers.members if in_group else range(len(peers.sockets) + 1)
     first = members[0]
     if peers.rank != first:
@@ -222,7 +274,7 @@ def _allreduce(send, reduction: int, in_group: bool, receive) -> None:
 
 
 def _allgather(send, in_group: bool, receive) -> None:
-    peers, value = _current(), _host(send)
+    peers, value = current_worker(), _host(send)
     members = peers.members if in_group else range(len(peers.sockets) + 1)
     parts = _host(receive).reshape(len(members), *value.shape)
     # By rounds of one speaker, so that nobody waits for a reader that waits to be read.
@@ -237,7 +289,7 @@ def _allgather(send, in_group: bool, receive) -> None:
 
 
 def _broadcast_from_worker0(send, in_group: bool, receive) -> None:
-    peers, target = _current(), _host(receive)
+    peers, target = current_worker(), _host(receive)
     members = peers.members if in_group else range(len(peers.sockets) + 1)
     first = members[0]
     if peers.rank == first:
@@ -248,42 +300,32 @@ def _broadcast_from_worker0(send, in_group: bool, receive) -> None:
         target[...] = peers.receive(first, target)
 
 
-def _send_to_next_group(value) -> None:
-    peers = _current()
-    peers.send(peers.rank + peers.group_size, _host(value))
-
-
-def _recv_from_prev_group(target) -> None:
-    peers, array = _current(), _host(target)
-    array[...] = peers.receive(peers.rank - peers.group_size, array)
-
-
 def _stage_function(module, name: str):
-    peers = _current()
+    peers = current_worker()
     function = module[f"{name}_{peers.group}"]
 
     def run(x, *rest: Any):
         if peers.group > 0:
             received = tvm.runtime.empty(x.shape, x.dtype)
-            _recv_from_prev_group(received)
+            peers.receive_into(received)
             x = received
         result = function(x, *rest)
         if peers.group + 1 < peers.num_groups:
-            _send_to_next_group(result)
+            peers.send_on(result)
         return result
 
     return tvm_ffi.convert(run)
 
 
 _FUNCTIONS = {
-    "pagedkv.disco.connect": _connect,
-    "pagedkv.disco.stage_function": _stage_function,
+    "tvm_pagedkv.disco.connect": _connect,
+    "tvm_pagedkv.disco.stage_function": _stage_function,
     # Disco puts the name of its library of collectives between the dots; on CPUs it has none.
     "runtime.disco..allreduce": _allreduce,
     "runtime.disco..allgather": _allgather,
     "runtime.disco..broadcast_from_worker0": _broadcast_from_worker0,
-    "runtime.disco..send_to_next_group": _send_to_next_group,
-    "runtime.disco..recv_from_prev_group": _recv_from_prev_group,
+    "runtime.disco..send_to_next_group": lambda value: current_worker().send_on(value),
+    "runtime.disco..recv_from_prev_group": lambda target: current_worker().receive_into(target),
 }
 for _name, _function in _FUNCTIONS.items():
     tvm_ffi.register_global_func(_name, _function, override=True)

@@ -72,10 +72,11 @@ class PageMap:
                     rest = lengths[seq_id] - first[seq_id] - i * page_size
                     owners[page] = (*owners.get(page, ()), seq_id)
                     slots[page] = max(slots.get(page, 0), min(rest, page_size))
-            ours = tuple(i for i, layer in enumerate(layers) if layer["group"] == index)
-            kind, num_pages = layers[ours[0]]["kind"], stats["num_pages"]
+            ours = [layer for layer in layers if layer["group"] == index]
+            kind, num_pages = ours[0]["kind"], stats["num_pages"]
+            ids = tuple(layer["id"] for layer in ours)
             groups.append(
-                PageGroup(ours, kind, stats["window"], num_pages, tables, first, owners, slots)
+                PageGroup(ids, kind, stats["window"], num_pages, tables, first, owners, slots)
             )
         return cls(page_size, lengths, tuple(groups))
 

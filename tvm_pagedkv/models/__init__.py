@@ -3,5 +3,6 @@
 
 from .config import LlamaConfig
 from .model import LlamaModel
+from .parallel import ParallelLlama
 
-__all__ = ["LlamaConfig", "LlamaModel"]
+__all__ = ["LlamaConfig", "LlamaModel", "ParallelLlama"]

@@ -31,11 +31,29 @@ class BuildOptions:
     page_size: int
     target: Target
     sliding_window: bool = False  # whether sequences of its caches may have a window
+    num_shards: int = 1  # workers that share the heads and the MLP of every layer
+    layer_indptr: tuple[int, ...] = ()  # of pipeline stages, as `KVCacheConfig` has it; (): one
+    stage: int = 0
 
     @property
     def vector(self) -> VectorTarget:
         """SIMD traits of the target."""
         return vector_target(self.target)
+
+    def layers_of(self, config: LlamaConfig) -> range:
+        """The layers of the stage."""
+        indptr = self.layer_indptr or (0, config.num_layers)
+        return range(*indptr[self.stage : self.stage + 2])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage takes tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage gives logits."""
+        return self.stage + 2 >= len(self.layer_indptr)
 
 
 class Linear(nn.Module):
@@ -70,6 +88,22 @@ class Linear(nn.Module):
         return op.tensor_ir_op(kernel, "linear", [i for i in inputs if i is not None], out)
 
 
+class SplitLinear(Linear):
+    """`Linear` over the worker's share of the input features; the workers add up what they have."""
+
+    def __init__(
+        self, in_features: int, out_features: int, options: BuildOptions, bias: bool = False
+    ):
+        out_dtype = "float32" if options.num_shards > 1 else None
+        super().__init__(in_features // options.num_shards, out_features, options, bias, out_dtype)
+
+    def forward(self, x: nn.Tensor, residual: nn.Tensor) -> nn.Tensor:
+        if self.options.num_shards == 1:
+            return super().forward(x, residual)
+        total = op.ccl_allreduce(super().forward(x), "sum")
+        return op.astype(op.astype(residual, "float32") + total, self.options.dtype)
+
+
 class Norm(nn.Module):
     """RMS norm of the rows of x [n, features]."""
 
@@ -89,11 +123,11 @@ class Attention(nn.Module):
     """Projections around the attention of the cache, which rotates, appends and attends."""
 
     def __init__(self, config: LlamaConfig, options: BuildOptions):
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
-        self.num_rows = config.num_heads + 2 * config.num_kv_heads
+        self.num_heads, self.head_dim = config.num_heads // options.num_shards, config.head_dim
+        self.num_rows = self.num_heads + 2 * (config.num_kv_heads // options.num_shards)
         width, bias = config.hidden_size, config.attention_bias
         self.qkv_proj = Linear(width, self.num_rows * self.head_dim, options, bias)
-        self.o_proj = Linear(self.num_heads * self.head_dim, width, options, bias)
+        self.o_proj = SplitLinear(config.num_heads * self.head_dim, width, options, bias)
 
     def forward(
         self, x: nn.Tensor, residual: nn.Tensor, cache: CacheObject, layer: int
@@ -109,10 +143,11 @@ class Mlp(nn.Module):
     """SwiGLU between two projections."""
 
     def __init__(self, config: LlamaConfig, options: BuildOptions):
-        self.width, self.options = config.intermediate_size, options
+        self.width, self.options = config.intermediate_size // options.num_shards, options
         bias = config.mlp_bias
         self.gate_up_proj = Linear(config.hidden_size, 2 * self.width, options, bias)
-        self.down_proj = Linear(self.width, config.hidden_size, options, bias)
+        width = config.intermediate_size
+        self.down_proj = SplitLinear(width, config.hidden_size, options, bias)
 
     def forward(self, x: nn.Tensor, residual: nn.Tensor) -> nn.Tensor:
         kernel = kernels.swiglu(self.width, self.options.dtype, self.options.vector)
@@ -142,14 +177,22 @@ class Llama(nn.Module):
     - ``embed(ids int32 [T])`` -> x [T, hidden_size]
     - ``prefill(x, rows int32 [b], cache)`` -> logits float32 [b, vocab_size] of the chosen rows
     - ``decode(x, cache)`` -> logits float32 [T, vocab_size] of every row
+
+    Of several pipeline stages, the first has `embed` and the last `prefill` and `decode`, over its
+    own layers; the others have ``hidden(x, cache)`` -> x.
     """
 
     def __init__(self, config: LlamaConfig, options: BuildOptions):
         self.config, self.options = config, options
-        self.layers = nn.ModuleList([Block(config, options) for _ in range(config.num_layers)])
-        self.norm = Norm(config, options)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, options, out_dtype="float32")
-        if not config.tied_embeddings:
+        own = options.layers_of(config)
+        self.first_layer = own.start
+        self.layers = nn.ModuleList([Block(config, options) for _ in own])
+        if options.is_last:
+            width, size = config.hidden_size, config.vocab_size
+            self.norm = Norm(config, options)
+            self.lm_head = Linear(width, size, options, out_dtype="float32")
+        self.shares_head = config.tied_embeddings and options.is_last
+        if options.is_first and not self.shares_head:
             shape = kernels.packed_shape(config.vocab_size, config.hidden_size, options.vector)
             self.embed_tokens = nn.Parameter(shape, options.dtype)
 
@@ -159,11 +202,11 @@ class Llama(nn.Module):
             config.vocab_size, config.hidden_size, options.dtype, options.vector
         )
         out = nn.Tensor.placeholder((ids.shape[0], config.hidden_size), options.dtype)
-        weight = self.lm_head.weight if config.tied_embeddings else self.embed_tokens
+        weight = self.lm_head.weight if self.shares_head else self.embed_tokens
         return op.tensor_ir_op(kernel, "embedding", [ids, weight], out)
 
     def hidden(self, x: nn.Tensor, cache: CacheObject) -> nn.Tensor:
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers, self.first_layer):
             x = layer(x, cache, index)
         return x
 
@@ -196,10 +239,10 @@ class Llama(nn.Module):
             prefill_chunk_size=prefill_chunk_size,
             page_size=options.page_size,
             support_sliding_window=int(options.sliding_window),
-            layer_partition=relax.ShapeExpr([0, config.num_layers]),
+            layer_partition=relax.ShapeExpr(options.layer_indptr or (0, config.num_layers)),
             num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
+            num_attention_heads=config.num_heads // options.num_shards,
+            num_key_value_heads=config.num_kv_heads // options.num_shards,
             qk_head_dim=config.head_dim,
             v_head_dim=config.head_dim,
             mla_original_qk_head_dim=0,
@@ -230,12 +273,17 @@ def build_module(config: LlamaConfig, options: BuildOptions) -> tvm.IRModule:
         "enable_kv_transfer",
     )
     functions = {
-        "embed": {"ids": spec.Tensor(["n"], "int32"), "$": packed},
-        "prefill": {"x": x, "rows": spec.Tensor(["b"], "int32"), "cache": cache, "$": packed},
-        "decode": {"x": x, "cache": cache, "$": packed},
         "create_kv_cache": dict.fromkeys(capacities, int)
         | {"$": {"param_mode": "none", "effect_mode": "none"}},
     }
+    if options.is_first:
+        functions["embed"] = {"ids": spec.Tensor(["n"], "int32"), "$": packed}
+    if options.is_last:
+        rows = spec.Tensor(["b"], "int32")
+        functions["prefill"] = {"x": x, "rows": rows, "cache": cache, "$": packed}
+        functions["decode"] = {"x": x, "cache": cache, "$": packed}
+    else:
+        functions["hidden"] = {"x": x, "cache": cache, "$": packed}
     module, _, _ = Llama(config, options).export_tvm(functions, allow_extern=True)
     return module
 
@@ -249,31 +297,44 @@ class Weight:
     parts : tuple of (name, shape)
     is_matrix : bool
         Whether the stacked tensor is packed for the linear kernel.
+    split : {"rows", "columns", "first"}, optional
+        What a worker has of every part where several share the layer: its share of the rows, or of
+        the columns; "first": the first worker has it, and the others zeros. None: all have all.
     """
 
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     is_matrix: bool
+    split: str | None = None
+
+    def share(self, part: np.ndarray, shard: int, num_shards: int) -> np.ndarray:
+        """What worker `shard` of `num_shards` has of a part."""
+        if self.split is None:
+            return part
+        if self.split == "first":
+            return part if shard == 0 else np.zeros_like(part)
+        return np.split(part, num_shards, axis=("rows", "columns").index(self.split))[shard]
 
 
-def weights(config: LlamaConfig) -> Iterator[tuple[str, Weight]]:
-    """Name in the model and source of every weight."""
+def weights(config: LlamaConfig, layers: range) -> Iterator[tuple[str, Weight]]:
+    """Name in the model and source of every weight; its layers are these of the whole."""
     c, hidden = config, config.hidden_size
     q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
-    def linear(ours: str, in_features: int, has_bias: bool, *parts: tuple[str, int]):
+    def linear(ours: str, in_features: int, has_bias: bool, split: str, *parts: tuple[str, int]):
         matrix = tuple((f"{name}.weight", (width, in_features)) for name, width in parts)
-        yield f"{ours}.weight", Weight(matrix, True)
+        yield f"{ours}.weight", Weight(matrix, True, split)
         if has_bias:
-            yield f"{ours}.bias", Weight(tuple((f"{n}.bias", (w,)) for n, w in parts), False)
+            bias = tuple((f"{name}.bias", (width,)) for name, width in parts)
+            yield f"{ours}.bias", Weight(bias, False, "rows" if split == "rows" else "first")
 
     embedding = Weight((("model.embed_tokens.weight", (c.vocab_size, hidden)),), True)
+    yield "embed_tokens", embedding
     if c.tied_embeddings:
         yield "lm_head.weight", embedding
     else:
-        yield "embed_tokens", embedding
         yield "lm_head.weight", Weight((("lm_head.weight", (c.vocab_size, hidden)),), True)
-    for i in range(c.num_layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+    for index, i in enumerate(layers):
+        ours, theirs = f"layers.{index}", f"model.layers.{i}"
         qkv = [("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width)]
         qkv = [(f"{theirs}.self_attn.{name}", width) for name, width in qkv]
         gate_up = [
@@ -281,10 +342,11 @@ def weights(config: LlamaConfig) -> Iterator[tuple[str, Weight]]:
         ]
         o_proj = (f"{theirs}.self_attn.o_proj", hidden)
         down = (f"{theirs}.mlp.down_proj", hidden)
-        yield from linear(f"{ours}.self_attn.qkv_proj", hidden, c.attention_bias, *qkv)
-        yield from linear(f"{ours}.self_attn.o_proj", q_width, c.attention_bias, o_proj)
-        yield from linear(f"{ours}.mlp.gate_up_proj", hidden, c.mlp_bias, *gate_up)
-        yield from linear(f"{ours}.mlp.down_proj", c.intermediate_size, c.mlp_bias, down)
+        attention, mlp, width = f"{ours}.self_attn", f"{ours}.mlp", c.intermediate_size
+        yield from linear(f"{attention}.qkv_proj", hidden, c.attention_bias, "rows", *qkv)
+        yield from linear(f"{attention}.o_proj", q_width, c.attention_bias, "columns", o_proj)
+        yield from linear(f"{mlp}.gate_up_proj", hidden, c.mlp_bias, "rows", *gate_up)
+        yield from linear(f"{mlp}.down_proj", width, c.mlp_bias, "columns", down)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{ours}.{norm}.weight", Weight(((f"{theirs}.{norm}.weight", (hidden,)),), False)
     yield "norm.weight", Weight((("model.norm.weight", (hidden,)),), False)

@@ -90,16 +90,11 @@ class LlamaModel:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
         progress = progress or (lambda line: None)
         config = LlamaConfig.from_directory(directory)
-        _check_attention(directory, config, dtype, page_size)
-        if sliding_window and config.rope.scaling_dict.get("rope_type") == "longrope":
-            raise ValueError(
-                f"the model in {directory} has a longrope rotation, whose factors change with the "
-                "length of a text; it cannot run with a sliding window"
-            )
+        check_attention(directory, config, dtype, page_size, sliding_window)
         options = llama.BuildOptions(dtype, page_size, resolve_target(target), sliding_window)
         tokenizer = load_tokenizer(directory)
         parameters = load_parameters(config, options, Checkpoint(directory))
-        executable = _executable(config, options, progress)
+        executable = build_executable(config, options, progress)
         return cls(config, options, executable, parameters, tokenizer)
 
     # --- steps ----------------------------------------------------------------------------------
@@ -149,8 +144,15 @@ class LlamaModel:
         return np.split(logits.numpy(), np.cumsum(lengths)[:-1])
 
 
-def _check_attention(directory: Path, config: LlamaConfig, dtype: str, page_size: int) -> None:
-    """Refuse heads and page sizes that have no kernels, before anything takes time."""
+def check_attention(
+    directory: Path, config: LlamaConfig, dtype: str, page_size: int, sliding_window: bool
+) -> None:
+    """Refuse heads, page sizes and windows that have no kernels, before anything takes time."""
+    if sliding_window and config.rope.scaling_dict.get("rope_type") == "longrope":
+        raise ValueError(
+            f"the model in {directory} has a longrope rotation, whose factors change with the "
+            "length of a text; it cannot run with a sliding window"
+        )
     try:
         KVCacheConfig(
             num_layers=config.num_layers,
@@ -171,16 +173,19 @@ def _ids(tokens: Sequence[int]) -> tvm.runtime.Tensor:
 
 
 def load_parameters(
-    config: LlamaConfig, options: llama.BuildOptions, checkpoint: Checkpoint
+    config: LlamaConfig, options: llama.BuildOptions, checkpoint: Checkpoint, shard: int = 0
 ) -> list[tvm.runtime.Tensor]:
-    """Weights in the order of the compiled functions, one read at a time."""
+    """Weights of a worker in the order of the compiled functions, one read at a time."""
     model = llama.Llama(config, options)
-    sources = dict(llama.weights(config))
+    sources = dict(llama.weights(config, options.layers_of(config)))
     dtype = np.dtype(options.dtype)
     loaded = []
     for name, _ in model.named_parameters():
         source = sources[name]
-        parts = [checkpoint.read(theirs, shape) for theirs, shape in source.parts]
+        parts = [
+            source.share(checkpoint.read(theirs, shape), shard, options.num_shards)
+            for theirs, shape in source.parts
+        ]
         array = np.concatenate(parts).astype(dtype)
         if source.is_matrix:
             array = kernels.pack(array, options.vector)
@@ -201,12 +206,15 @@ def load_tokenizer(directory: Path):
         raise ValueError(f"{file} is not a readable tokenizer: {error}") from None
 
 
-def _executable(
+def build_executable(
     config: LlamaConfig, options: llama.BuildOptions, progress: Callable[[str], None]
 ) -> tvm.runtime.Module:
+    """The compiled functions of the model, or of one of its stages."""
+
     def compile_model():
         start = time.perf_counter()
-        progress(f"compiling the model ({config.num_layers} layers, {options.dtype})")
+        num_layers = len(options.layers_of(config))
+        progress(f"compiling the model ({num_layers} layers, {options.dtype})")
         built = tvm.compile(llama.build_module(config, options), target=options.target)
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
         return built

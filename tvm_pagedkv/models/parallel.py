@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ParallelLlama`: several workers of one machine run a model together.
+
+They share the layers (pipeline stages) and the heads of each layer (shards). Every worker has a
+KV cache of its own, of its layers and its KV heads alone; what sequences there are is the same in
+all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+
+from .. import disco
+from .._library import CacheFullError
+from ..build import resolve_target
+from ..cache import KVCache
+from ..config import DTYPES
+from . import parallel_worker  # noqa: F401  workers of this process find its function
+from .config import LlamaConfig
+from .llama import BuildOptions
+from .model import TINY, build_executable, check_attention, load_tokenizer
+
+_ERRORS = {
+    error.__name__: error
+    for error in (ValueError, KeyError, IndexError, TypeError, MemoryError, CacheFullError)
+}
+
+
+def resolve_stages(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """First layer of each pipeline stage, then `num_layers`.
+
+    Parameters
+    ----------
+    stages : int or sequence of int
+        A number of stages, which get as many layers each as can be; or what is returned.
+
+    Raises
+    ------
+    ValueError
+        Unless every stage has a layer, and every layer a stage.
+    """
+    if isinstance(stages, int):
+        if not 1 <= stages <= num_layers:
+            raise ValueError(f"stages must be between 1 and {num_layers}, the layers; got {stages}")
+        return tuple(-(-i * num_layers // stages) for i in range(stages + 1))
+    indptr = tuple(int(begin) for begin in stages)
+    rises = all(a < b for a, b in zip(indptr, indptr[1:], strict=False))
+    if len(indptr) < 2 or (indptr[0], indptr[-1]) != (0, num_layers) or not rises:
+        raise ValueError(
+            f"stages must begin with 0, rise, and end with the number of layers, {num_layers}; got "
+            f"{list(indptr)}"
+        )
+    return indptr
+
+
+def check_shards(config: LlamaConfig, num_shards: int) -> None:
+    """Refuse a number of shards that does not divide what the workers are to share."""
+    if num_shards < 1:
+        raise ValueError(f"num_shards must be at least 1, got {num_shards}")
+    for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+        if getattr(config, name) % num_shards:
+            raise ValueError(
+                f"num_shards must divide {name} ({getattr(config, name)}) of the model, got "
+                f"{num_shards}"
+            )
+
+
+class ParallelLlama:
+    """A decoder like `LlamaModel`, run by ``num_shards * number of stages`` workers.
+
+    Made by `from_pretrained`. Its workers end with `close`, which a ``with`` statement calls, when
+    nothing refers to the model and its caches, or when the process ends.
+    """
+
+    def __init__(self, config: LlamaConfig, options: BuildOptions, tokenizer, workers: _Workers):
+        self.config, self.options, self.tokenizer = config, options, tokenizer
+        self._workers, self.close = workers, weakref.finalize(self, workers.close)
+
+    def __enter__(self) -> ParallelLlama:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path | None = None,
+        dtype: str | None = None,
+        *,
+        num_shards: int = 1,
+        stages: int | Sequence[int] = 1,
+        page_size: int = 16,
+        sliding_window: bool = False,
+        threads: bool = False,
+        progress: Callable[[str], None] | None = None,
+    ) -> ParallelLlama:
+        """Load a Hugging Face directory for this machine.
+
+        Parameters
+        ----------
+        directory, dtype, page_size, sliding_window, progress
+            As of `LlamaModel.from_pretrained`.
+        num_shards : int
+            Workers that share each layer: a divisor of its heads, KV heads and MLP.
+        stages : int or sequence of int
+            Pipeline stages: their number, or the first layer of each and then the number of layers.
+        threads : bool
+            Whether workers are threads; if not, all but the first are processes of their own.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError
+            As of `LlamaModel.from_pretrained`; ValueError too where the model cannot be shared so.
+        """
+        directory = TINY if directory is None else Path(directory)
+        dtype = "float32" if dtype is None else dtype
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+        config = LlamaConfig.from_directory(directory)
+        check_attention(directory, config, dtype, page_size, sliding_window)
+        check_shards(config, num_shards)
+        indptr = resolve_stages(stages, config.num_layers)
+        num_stages = len(indptr) - 1
+        tokenizer = load_tokenizer(directory)
+        # Compiled here, so that workers find it on disk.
+        options = [
+            BuildOptions(
+                dtype,
+                page_size,
+                resolve_target(None),
+                sliding_window,
+                num_shards=num_shards,
+                layer_indptr=indptr,
+                stage=stage,
+            )
+            for stage in range(num_stages)
+        ]
+        for each in options:
+            build_executable(config, each, progress or (lambda line: None))
+
+        make = disco.threaded_session if threads else disco.process_session
+        session = make(num_shards * num_stages, num_stages)
+        session.import_python_module(parallel_worker.__name__)
+        start = session.get_global_func("tvm_pagedkv.models.start_worker")
+        described = {
+            "directory": str(directory.resolve()),
+            "dtype": dtype,
+            "page_size": page_size,
+            "sliding_window": sliding_window,
+            "num_shards": num_shards,
+            "layer_indptr": indptr,
+        }
+        model = cls(config, options[0], tokenizer, _Workers(session, start(json.dumps(described))))
+        model.call("load")
+        return model
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def create_cache(
+        self, max_num_sequences: int, max_total_tokens: int, prefill_chunk_size: int = 512
+    ) -> ParallelCache:
+        """An empty cache for this model."""
+        sizes = (max_num_sequences, max_total_tokens, prefill_chunk_size)
+        return ParallelCache(self, self.call("create_cache", *sizes)[0])
+
+    def prefill(
+        self, cache: ParallelCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> np.ndarray:
+        """Append ``tokens[i]`` to sequence ``seq_ids[i]``; logits of the last row of each.
+
+        Returns
+        -------
+        logits : float32 [len(seq_ids), vocab_size]
+        """
+        return self._step(cache, "prefill", seq_ids, tokens)
+
+    def decode(
+        self, cache: ParallelCache, seq_ids: Sequence[int], tokens: Sequence[int]
+    ) -> np.ndarray:
+        """Append one token to each sequence; logits float32 [len(seq_ids), vocab_size]."""
+        return self._step(cache, "decode", seq_ids, [[token] for token in tokens])
+
+    def logits(
+        self, cache: ParallelCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> list[np.ndarray]:
+        """As `prefill`, with the logits of every row: float32 [len(tokens[i]), vocab_size] each."""
+        rows = self._step(cache, "decode", seq_ids, tokens)
+        return np.split(rows, np.cumsum([len(part) for part in tokens])[:-1])
+
+    def _step(self, cache, name, seq_ids, tokens) -> np.ndarray:
+        lengths = [len(part) for part in tokens]
+        ids = np.concatenate([np.asarray(part, "int64") for part in tokens])
+        shapes = (tvm_ffi.Shape(list(numbers)) for numbers in (seq_ids, lengths, ids.tolist()))
+        return self.call("step", cache.id, name, *shapes)[-1].numpy()
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def workers(self) -> list[dict[str, Any]]:
+        """What each worker is and has: process, layers, heads, kv_heads, weight_bytes."""
+        return self.call("describe")
+
+    def first_cache(self, cache_id: int) -> KVCache:
+        """The cache of worker 0."""
+        return self._workers.call("cache", cache_id, only_first=True)[0]
+
+    def call(self, command: str, *args: Any) -> list[Any]:
+        """Let all workers do a command of `LlamaWorker`; what each of them returns."""
+        values, errors = [], []
+        for answer in self._workers.call(command, *args):
+            if isinstance(answer, tvm_ffi.Tensor):
+                values.append(answer)
+                continue
+            answer = json.loads(answer)
+            if "error" in answer:
+                errors.append((answer["error"], answer["text"]))
+            values.append(answer.get("value"))
+        if errors:
+            # Who lost another worker is not who failed.
+            known = [error for error in errors if error[0] in _ERRORS]
+            name, text = (known or errors)[0]
+            raise _ERRORS.get(name, RuntimeError)(text)
+        return values
+
+
+class _Workers:
+    """A session and the function that its workers run commands with."""
+
+    def __init__(self, session, run):
+        self.session, self.run = session, run
+
+    def call(self, *args: Any, only_first: bool = False) -> list[Any]:
+        """The answer of every worker."""
+        if self.session is None:
+            raise RuntimeError("the model is closed: its workers have ended")
+        answers = self.session.call_packed(self.run, *args)
+        num_workers = 1 if only_first else self.session.num_workers
+        return [answers.debug_get_from_remote(worker) for worker in range(num_workers)]
+
+    def close(self) -> None:
+        """End the workers, once they have forgotten all that is Python's."""
+        session, self.session, self.run = self.session, None, None
+        if session is not None:
+            disco.end(session)
+
+
+class ParallelCache:
+    """The caches of all workers as one: what changes the sequences goes to all of them.
+
+    Parameters
+    ----------
+    model : ParallelLlama
+    cache_id : int
+        By which its workers know it.
+    """
+
+    def __init__(self, model: ParallelLlama, cache_id: int):
+        self.model, self.id = model, cache_id
+        weakref.finalize(self, _drop, model, cache_id).atexit = False
+
+    @property
+    def first(self) -> KVCache:
+        """The cache of worker 0, which is of this process, to be looked at."""
+        return self.model.first_cache(self.id)
+
+    def stats(self) -> dict[str, Any]:
+        """Statistics of the cache of worker 0."""
+        return self.first.stats()
+
+    def add_sequence(self, seq_id: int) -> None:
+        """As of `KVCache`, as all methods here."""
+        self._call("add_sequence", seq_id)
+
+    def remove_sequence(self, seq_id: int) -> None:
+        self._call("remove_sequence", seq_id)
+
+    def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
+        self._call("fork_sequence", parent_id, child_id, fork_pos)
+
+    def pop_n(self, seq_id: int, n: int) -> None:
+        self._call("pop_n", seq_id, n)
+
+    def enable_sliding_window(self, seq_id: int, window: int, sink: int = 0) -> None:
+        self._call("enable_sliding_window", seq_id, window, sink)
+
+    def clear(self) -> None:
+        self._call("clear")
+
+    def stats_of_workers(self) -> list[dict[str, Any]]:
+        """Statistics of the cache of each worker."""
+        return self.model.call("call", self.id, "stats")
+
+    def _call(self, method: str, *args: int) -> None:
+        self.model.call("call", self.id, method, *map(int, args))
+
+
+def _drop(model: ParallelLlama, cache_id: int) -> None:
+    if model.close.alive:
+        model.call("drop_cache", cache_id)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each worker of a `ParallelLlama` does: its share of a step over its share of the weights.
+
+A mistake must reach the caller on all workers alike, and a worker of Disco that throws ends the
+process. So every call answers with an object (a tensor, or a cache for worker 0 itself) or with
+JSON: ``{"value": ...}``, or ``{"error": name of the type, "text": ...}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from ..build import resolve_target
+from ..cache import KVCache
+from ..disco import Worker, current_worker
+from .checkpoint import Checkpoint
+from .config import LlamaConfig
+from .llama import BuildOptions
+from .model import build_executable, load_parameters
+
+
+class LlamaWorker:
+    """The part of a model that one worker has, and its caches.
+
+    Parameters
+    ----------
+    worker : Worker
+    directory, dtype, page_size, sliding_window, num_shards, layer_indptr
+        As of `ParallelLlama`.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        directory: str,
+        dtype: str,
+        page_size: int,
+        sliding_window: bool,
+        num_shards: int,
+        layer_indptr: Sequence[int],
+    ):
+        self.worker, self.config = worker, LlamaConfig.from_directory(directory)
+        self.options = BuildOptions(
+            dtype,
+            page_size,
+            resolve_target(None),
+            sliding_window,
+            num_shards=num_shards,
+            layer_indptr=tuple(layer_indptr),
+            stage=worker.group,
+        )
+        self.parameters = load_parameters(
+            self.config, self.options, Checkpoint(directory), worker.shard
+        )
+        executable = build_executable(self.config, self.options, lambda line: None)
+        self.vm = relax.VirtualMachine(executable, tvm.cpu())
+        self.caches: dict[int, KVCache] = {}
+        self.ids = count()
+
+    def create_cache(self, *sizes: int) -> int:
+        """Make a cache of this worker's layers and heads; the number by which it is known."""
+        cache_id = next(self.ids)
+        self.caches[cache_id] = self.vm["create_kv_cache"](*(tvm_ffi.Shape([n]) for n in sizes))
+        return cache_id
+
+    def cache(self, cache_id: int) -> KVCache:
+        """One of the caches."""
+        return self.caches[cache_id]
+
+    def drop_cache(self, cache_id: int) -> None:
+        """Free a cache."""
+        del self.caches[cache_id]
+
+    def call(self, cache_id: int, method: str, *args: int) -> Any:
+        """Call a method of the cache."""
+        return getattr(self.caches[cache_id], method)(*args)
+
+    def describe(self) -> dict[str, Any]:
+        """Which part of the model this is, and where."""
+        layers, shard = self.options.layers_of(self.config), self.worker.shard
+
+        def heads(count: int) -> list[int]:
+            share = count // self.options.num_shards
+            return list(range(shard * share, (shard + 1) * share))
+
+        return {
+            "process": os.getpid(),
+            "layers": list(layers),
+            "heads": heads(self.config.num_heads),
+            "kv_heads": heads(self.config.num_kv_heads),
+            "weight_bytes": sum(_num_bytes(weight) for weight in self.parameters),
+        }
+
+    def step(
+        self,
+        cache_id: int,
+        name: str,
+        seq_ids: Sequence[int],
+        lengths: Sequence[int],
+        tokens: Sequence[int],
+    ) -> tvm.runtime.Tensor | None:
+        """Run a step; the logits, on the workers of the last stage."""
+        cache = self.caches[cache_id]
+        with cache.forward(list(seq_ids), list(lengths)):
+            try:
+                return self._compute(name, cache, lengths, tokens)
+            except BaseException:
+                self.worker.close()  # the others wait for what will not come
+                raise
+
+    def _compute(self, name, cache, lengths, tokens) -> tvm.runtime.Tensor | None:
+        options, function = self.options, self.vm
+        if options.is_first:
+            ids = tvm.runtime.tensor(np.asarray(tokens, "int32"))
+            x = function["embed"](ids, self.parameters)
+        else:
+            x = tvm.runtime.empty((len(tokens), self.config.hidden_size), options.dtype)
+            self.worker.receive_into(x)
+        if not options.is_last:
+            self.worker.send_on(function["hidden"](x, cache, self.parameters))
+            return None
+        if name == "decode":
+            return function["decode"](x, cache, self.parameters)
+        rows = tvm.runtime.tensor(np.cumsum(lengths, dtype="int32") - 1)
+        return function["prefill"](x, rows, cache, self.parameters)
+
+
+def _num_bytes(tensor: tvm.runtime.Tensor) -> int:
+    return int(np.prod(tensor.shape)) * tensor.dtype.itemsize
+
+
+_COMMANDS = ("create_cache", "cache", "drop_cache", "call", "describe", "step")
+
+
+def _start(options: str):
+    """A function of the session that does the commands of a new `LlamaWorker`."""
+    worker = current_worker()
+    llama: list[LlamaWorker] = []
+
+    def load() -> None:
+        llama.append(LlamaWorker(worker, **json.loads(options)))
+
+    def run(command: str, *args: Any) -> Any:
+        try:
+            if command == "load":
+                value = load()
+            elif command in _COMMANDS and llama:
+                value = getattr(llama[0], command)(*args)
+            else:
+                raise ValueError(f"unknown command {command!r}, or the model is not loaded")
+        except Exception as error:
+            text = error.args[0] if error.args else ""
+            return json.dumps({"error": type(error).__name__, "text": str(text)})
+        return (
+            value
+            if isinstance(value, tvm_ffi.Object | tvm_ffi.Tensor)
+            else json.dumps({"value": value})
+        )
+
+    return tvm_ffi.convert(run)
+
+
+tvm_ffi.register_global_func("tvm_pagedkv.models.start_worker", _start, override=True)

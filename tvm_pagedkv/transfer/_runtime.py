@@ -75,8 +75,10 @@ def release_send_block(cache: KVCache, block: int) -> None:
 
 
 def pages_of(cache: KVCache, layer: int) -> tvm_ffi.Tensor:
-    """The pages of a layer, by its number among those of the cache: ``[num_pages, 2, num_kv_heads, page_size, head_dim]``; MLA without 2
-    and heads."""
+    """The pages of a layer, by its number in `KVCache.description`.
+
+    They are ``[num_pages, 2, num_kv_heads, page_size, head_dim]``; MLA without 2 and heads.
+    """
     return _function("pagedkv.pages_of")(cache, cache.description["layers"][layer]["id"])
 
 

@@ -84,8 +84,8 @@ struct CacheConfig {
   DLDataType kv_dtype;
   RopeMode rope_mode;
   bool has_merged_aux;
-  bool share_prefix = true;      // pages that sequences of a batch share are read once
-  bool has_sequence_windows;     // whether a sequence may be given a window
+  bool share_prefix = true;   // pages that sequences of a batch share are read once
+  bool has_sequence_windows;  // whether a sequence may be given a window
   /*! \brief Pages lie in memory that other processes of the host can map. */
   bool enable_kv_transfer = false;
   ffi::Tensor rope_ext_factors;  // undefined where there are none

@@ -110,11 +110,11 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
 
 CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView& kernels,
                                    DLDevice device) {
-  Fields fields(config, "config",
-                {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size",
-                 "dtype", "kv_dtype", "rope_mode", "sliding_window", "aux_manager",
-                 "rope_ext_factors", "layers", "share_prefix", "enable_kv_transfer", "layer_indptr",
-                 "stage"});
+  Fields fields(
+      config, "config",
+      {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size", "dtype",
+       "kv_dtype", "rope_mode", "sliding_window", "aux_manager", "rope_ext_factors", "layers",
+       "share_prefix", "enable_kv_transfer", "layer_indptr", "stage"});
   CheckDevice(device);
   CacheConfig result;
   result.device = device;

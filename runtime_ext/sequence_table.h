@@ -57,8 +57,8 @@ struct Sequence {
    * else those behind the sinks' pages. */
   std::vector<int64_t> first_pages;
   std::shared_ptr<SequenceImport> import;  // while its content is still to come
-  std::unique_ptr<Receive> receive;         // rows at the end that another cache is to write
-  std::unique_ptr<SendMark> send;           // rows that are to go to another cache
+  std::unique_ptr<Receive> receive;        // rows at the end that another cache is to write
+  std::unique_ptr<SendMark> send;          // rows that are to go to another cache
   uint64_t batch_mark = 0;  // scratch of ForwardPlan: finds a repeated id without a set
 
   int64_t committed_length() const { return length - tree.size(); }

@@ -317,23 +317,31 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
   CheckTensor("v", v, {num_rows, config.num_kv_heads, config.v_head_dim}, config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
   CheckTensor("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
-  if (HasStockKernel(layer, {ragged()})) {
+  const KernelName ragged = RaggedKernel(layer);
+  if (HasStockKernel(layer, {ragged})) {
     for (const ffi::Tensor& each : {q, k, v, o, lse}) CheckAlignment("every tensor", each);
-  }
-  if (config.window > 0 && plan_.max_append() > config.window) {
-    Raise(kNotImplementedError, "self_attention of ", plan_.max_append(),
-          " rows of a sequence in a layer with a window of ", config.window, "; use attention");
   }
   if (plan_.has_windows() && config.window == 0 && KernelsOf(layer).IsOwn(config.prefill())) {
     plan_.RequireRowsSeeEachOther("self_attention");
   }
   // Kernels are found before anything is written.
   const KernelSet& kernels = KernelsOf(layer);
-  kernels.Get(ragged());
+  kernels.Get(ragged);
   kernels.Get(KernelName::kTransposeAppend)(layer.pages, k, v,
                                             aux_->view(ArrayIndex(layer.group, kSlots)));
   layer.last_append = num_forwards_;
   RaggedAttention(layer, sm_scale, q, k, v, o, lse);
+}
+
+KernelName PagedKVCacheObj::RaggedKernel(const Layer& layer) const {
+  const KernelName plain =
+      plan_.needs_tree_mask() ? KernelName::kTree : KernelName::kPrefillRagged;
+  if (layer.config.window == 0) return plain;
+  const KernelName sliding =
+      plan_.needs_tree_mask() ? KernelName::kTreeSliding : KernelName::kPrefillRaggedSliding;
+  // The plain kernel does for steps that the window does not cut, and sets may have no other.
+  const bool is_cut = plan_.max_append() > layer.config.window;
+  return is_cut || KernelsOf(layer).Has(sliding) ? sliding : plain;
 }
 
 void PagedKVCacheObj::RaggedAttention(const Layer& layer, double sm_scale, const ffi::Tensor& q,
@@ -341,19 +349,28 @@ void PagedKVCacheObj::RaggedAttention(const Layer& layer, double sm_scale, const
                                       const ffi::Tensor& o, const ffi::Tensor& lse) {
   const KernelSet& kernels = KernelsOf(layer);
   const LayerConfig& config = layer.config;
-  const ffi::Function& kernel = kernels.Get(ragged());
+  const KernelName name = RaggedKernel(layer);
+  const ffi::Function& kernel = kernels.Get(name);
   const int64_t mode = config.is_mla() ? 0 : rotary_mode();  // models rotate latent rows themselves
-  if (plan_.needs_tree_mask()) {
-    kernel(q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
-           common(kTreeOrderIndptr), common(kTreeOrder), o, lse, mode, config.rope_scale,
-           config.rope_theta, sm_scale);
-  } else if (kernels.IsFlashInfer(KernelName::kPrefillRagged)) {
+  // Kernels of layers with a window take it as their last argument.
+  auto call = [&](auto... window) {
+    if (plan_.needs_tree_mask()) {
+      kernel(q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
+             common(kTreeOrderIndptr), common(kTreeOrder), o, lse, mode, config.rope_scale,
+             config.rope_theta, sm_scale, window...);
+    } else {
+      kernel(q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
+             common(kPastLengths), o, lse, /*causal=*/int64_t{1}, mode, config.rope_scale,
+             config.rope_theta, sm_scale, window...);
+    }
+  };
+  if (kernels.IsFlashInfer(name)) {
     flashinfer_->Ragged({kernels, config, layer.group, plan_, sm_scale, q, o, lse},
                         common(kQueryIndptr), k, v);
+  } else if (name == KernelName::kTreeSliding || name == KernelName::kPrefillRaggedSliding) {
+    call(config.window);
   } else {
-    kernel(q, common(kQueryIndptr), k, v, common(kQueryIndptr), common(kQueryPositions),
-           common(kPastLengths), o, lse, /*causal=*/int64_t{1}, mode, config.rope_scale,
-           config.rope_theta, sm_scale);
+    call();
   }
 }
 

@@ -69,7 +69,7 @@ void PagedKVCacheObj::MLASelfAttention(Layer* layer, double sm_scale, const ffi:
           "sequence appends one row, and with token trees, call self_attention before it or not "
           "at all");
   }
-  if (HasStockKernel(*layer, {ragged()})) {
+  if (HasStockKernel(*layer, {RaggedKernel(*layer)})) {
     for (const ffi::Tensor& each : {q, k, v, o, lse}) CheckAlignment("every tensor", each);
   }
   RaggedAttention(*layer, sm_scale, q, k, v, o, lse);

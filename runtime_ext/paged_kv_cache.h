@@ -267,9 +267,8 @@ class PagedKVCacheObj : public ffi::Object {
   void RaggedAttention(const Layer& layer, double sm_scale, const ffi::Tensor& q,
                        const ffi::Tensor& k, const ffi::Tensor& v, const ffi::Tensor& o,
                        const ffi::Tensor& lse);
-  KernelName ragged() const {
-    return plan_.needs_tree_mask() ? KernelName::kTree : KernelName::kPrefillRagged;
-  }
+  /*! \brief The kernel for a step's own rows: one with a window where the layer has one. */
+  KernelName RaggedKernel(const Layer& layer) const;
   void MoveNodes(const CommitPlan& plan);
   bool HasStockWindow(const Layer& layer) const {
     return StockWindowBackend::Serves(KernelsOf(layer), layer.config);

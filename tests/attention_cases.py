@@ -176,14 +176,18 @@ class RaggedBatch(Batch):
         self.k = normal(self.rng, (*rows, spec.qk_head_dim), spec.dtype)
         self.v = normal(self.rng, (*rows, spec.v_head_dim), spec.dtype)
 
-    def prefill(self, causal: bool = True, cpu: str = "native", inline: bool = False) -> None:
-        """Run `prefill_ragged`."""
-        kernel = compiled("prefill_ragged", self.spec, cpu)
+    def prefill(
+        self, causal: bool = True, cpu: str = "native", inline: bool = False, window=None
+    ) -> None:
+        """Run `prefill_ragged`, or with a window `prefill_ragged_sliding`."""
+        name = "prefill_ragged" if window is None else "prefill_ragged_sliding"
         arrays = (self.q, self.q_indptr, self.k, self.v, self.kv_indptr)
         arrays = [tensor(x) for x in (*arrays, self.q_positions, self.k_offsets)]
-        kernel(*arrays, self.o, self.lse, *self.scalars(causal=causal, inline=inline))
+        scalars = self.scalars(causal=causal, inline=inline)
+        scalars += [] if window is None else [window]
+        compiled(name, self.spec, cpu)(*arrays, self.o, self.lse, *scalars)
 
-    def verify(self, causal: bool = True, inline: bool = False) -> None:
+    def verify(self, causal: bool = True, inline: bool = False, window=None) -> None:
         """Compare with the reference."""
         expected = reference.ragged_attention(
             self.q,
@@ -196,5 +200,6 @@ class RaggedBatch(Batch):
             inline=self.reference_rope(inline),
             softcap=self.spec.logit_softcap,
             alibi=self.reference_alibi(),
+            window=window,
         )
         self.check(expected, self.spec.dtype)

@@ -130,12 +130,12 @@ def mla_prefill_shared(
 
 def prefill_ragged(
     q, q_indptr, k, v, kv_indptr, q_positions, k_offsets, o, lse,
-    causal, rotary_mode, rope_scale, rope_theta, sm_scale,
+    causal, rotary_mode, rope_scale, rope_theta, sm_scale, window=None,
 ):  # fmt: skip
     dim = view(q).shape[2]
     view(o)[...], view(lse)[...] = reference.ragged_attention(
         view(q), view(q_indptr), view(k), view(v), view(kv_indptr), sm_scale,
-        causal=bool(causal),
+        causal=bool(causal), window=window,
         inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
     )  # fmt: skip
 
@@ -178,6 +178,7 @@ KERNELS: dict[str, Callable] = {
     "merge": merge,
     "apply_sinks": apply_sinks,
     "prefill_sliding": prefill,
+    "prefill_ragged_sliding": prefill_ragged,
     "decode_sliding": decode,
     "prefill_shared": prefill_shared,
     "copy_single_page": copy_single_page,

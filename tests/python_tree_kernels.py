@@ -74,14 +74,17 @@ def _slots(b, page_indptr, page_values, length_info, page_size):
 
 def tree(
     q, q_indptr, k, v, kv_indptr, q_positions, order_indptr, order, o, lse,
-    rotary_mode, rope_scale, rope_theta, sm_scale,
+    rotary_mode, rope_scale, rope_theta, sm_scale, window=None,
 ):  # fmt: skip
     kv_indptr, q_positions, width = view(kv_indptr), view(q_positions), view(q).shape[2]
 
     def adjust(b, rows, tree, q_rows, k_rows):
+        positions = q_positions[rows]
+        difference = positions[-1] - tree.positions[-1]
+        if window is not None:
+            tree.mask &= tree.positions + difference > positions[:, None] - window
         if rotary_mode:
-            rope, positions = _rope(rope_theta, width, rope_scale), q_positions[rows]
-            difference = positions[-1] - tree.positions[-1]
+            rope = _rope(rope_theta, width, rope_scale)
             q_rows = reference.rotate(q_rows, positions, rope)
             k_rows = reference.rotate(k_rows, tree.positions + difference, rope)
         return q_rows, k_rows
@@ -124,6 +127,7 @@ KERNELS_WITH_TREES: dict[str, Callable] = {
     "tree_paged": tree_paged,
     "tree_paged_sliding": tree_paged,
     "tree": tree,
+    "tree_sliding": tree,
     "compact_copy": compact_copy,
 }
 MLA_KERNELS_WITH_TREES: dict[str, Callable] = {

@@ -168,8 +168,9 @@ def tree_mask(parents, num_rows: int, kv_len: int, window: int | None = None) ->
     before = np.ones((num_rows, max(0, kv_len - n)), bool)
     mask = np.concatenate([before, sees[n - num_rows :, max(0, n - kv_len) :]], axis=1)
     if window is not None:
-        positions = tree_positions(parents, kv_len)
-        mask &= positions > positions[kv_len - num_rows :, None] - window
+        positions = tree_positions(parents, max(n, kv_len))  # relative ones will do
+        end = len(positions)
+        mask &= positions[end - kv_len :] > positions[end - num_rows :, None] - window
     return mask
 
 
@@ -380,8 +381,9 @@ def paged_attention(
 
 
 def ragged_attention(
-    q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None, softcap=None, alibi=None
-):
+    q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None, softcap=None, alibi=None,
+    window=None,
+):  # fmt: skip
     """As `paged_attention`, with K and V ``[S, Hk, D]`` ragged by ``kv_indptr [B + 1]``."""
     outputs, lses = [], []
     for b in range(len(q_indptr) - 1):
@@ -392,7 +394,7 @@ def ragged_attention(
             rope, q_positions, k_offsets = inline
             q_rows = rotate(q_rows, q_positions[rows], rope)
             k_rows = rotate(k_rows, k_offsets[b] + np.arange(kv_len), rope)
-        mask = causal_mask(num_rows, kv_len) if causal else np.ones((num_rows, kv_len), bool)
+        mask = (causal_mask if causal else past_mask)(num_rows, kv_len, window)
         bias = None
         if alibi is not None:
             slopes, q_positions, k_offsets = alibi

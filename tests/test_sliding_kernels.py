@@ -9,7 +9,7 @@ import pytest
 from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.build import vector_target
 
-from .attention_cases import PagedBatch
+from .attention_cases import PagedBatch, RaggedBatch
 from .test_attention_kernels import (
     BATCHES,
     BF16,
@@ -66,6 +66,15 @@ def test_prefill(spec, batch, window, seed):
 
 
 @parametrize_specs
+@pytest.mark.parametrize("window", WINDOWS)
+@parametrize_seed
+def test_ragged_prefill(spec, window, seed):
+    case = RaggedBatch(spec, BATCHES["mixed"], seed)
+    case.prefill(window=window)
+    case.verify(window=window)
+
+
+@parametrize_specs
 @parametrize_seed
 def test_prefill_over_the_past(spec, seed):
     """causal = 0: the rows follow the pages' positions."""
@@ -114,9 +123,10 @@ def test_inline_rope_counts_from_the_first_slot(window, seed):
         case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
         case.decode(inline=True, window=window)
         case.verify(inline=True, window=window)
-        case = PagedBatch(spec, [(3, 70), (2, 2), (65, 90)], seed)
-        case.prefill(inline=True, window=window)
-        case.verify(inline=True, window=window)
+        for batch in (PagedBatch, RaggedBatch):
+            case = batch(spec, [(3, 70), (2, 2), (65, 90)], seed)
+            case.prefill(inline=True, window=window)
+            case.verify(inline=True, window=window)
 
 
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])

@@ -136,8 +136,9 @@ def ragged_trees(rng) -> list:
 @parametrize_seed
 def test_tree(spec, seed):
     case = RaggedTrees(spec, ragged_trees(np.random.default_rng(seed)), seed)
-    case.run()
-    case.verify()
+    for window in (None, 1, 7):
+        case.run(window=window)
+        case.verify(window=window)
 
 
 @pytest.mark.parametrize("rope", ["partial-scaled", "yarn-bf16", "odd-pairs-bf16"])
@@ -150,9 +151,8 @@ def test_inline_rope_follows_the_depth_of_nodes(rope, seed):
     ):
         case.run(inline=True)
         case.verify(inline=True)
-    case = PagedTrees(spec, paged_trees(rng), seed)
-    case.run(inline=True, window=9)
-    case.verify(inline=True, window=9)
+        case.run(inline=True, window=9)
+        case.verify(inline=True, window=9)
 
 
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])

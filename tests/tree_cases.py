@@ -121,22 +121,23 @@ class RaggedTrees(_Trees, RaggedBatch):
         super().__init__(spec, [(n, kv_len) for n, kv_len, _ in trees], seed)
         self.plant([p for _, _, p in trees])
 
-    def run(self, cpu: str = "native", inline: bool = False) -> None:
-        """Run `tree`."""
+    def run(self, cpu: str = "native", inline: bool = False, window=None) -> None:
+        """Run `tree`, or with a window `tree_sliding`."""
         arrays = (self.q, self.q_indptr, self.k, self.v, self.kv_indptr, self.q_positions)
         arrays = [tensor(x) for x in (*arrays, self.order_indptr, self.order)]
-        compiled("tree", self.spec, cpu)(
-            *arrays, self.o, self.lse, *self.scalars(causal=None, inline=inline)
-        )
+        scalars = [*self.scalars(causal=None, inline=inline)]
+        scalars += [] if window is None else [window]
+        name = "tree" if window is None else "tree_sliding"
+        compiled(name, self.spec, cpu)(*arrays, self.o, self.lse, *scalars)
 
-    def verify(self, inline: bool = False) -> None:
+    def verify(self, inline: bool = False, window=None) -> None:
         """Compare with the reference."""
 
         def kv(b):
             columns = slice(self.kv_indptr[b], self.kv_indptr[b + 1])
             return self.k[columns], self.v[columns]
 
-        self.check(self.expected(kv, inline), self.spec.dtype)
+        self.check(self.expected(kv, inline, window), self.spec.dtype)
 
 
 class LatentTrees(_Trees, LatentBatch):

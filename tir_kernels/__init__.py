@@ -20,10 +20,12 @@ BUILDERS: dict[str, Callable] = {
     "decode_windowed": decode.decode_windowed,
     "prefill_sliding": sliding.prefill_sliding,
     "decode_sliding": sliding.decode_sliding,
+    "prefill_ragged_sliding": sliding.prefill_ragged_sliding,
     "prefill_shared": shared_prefix.prefill_shared,
     "tree_paged": tree.tree_paged,
     "tree_paged_sliding": tree.tree_paged_sliding,
     "tree": tree.tree,
+    "tree_sliding": tree.tree_sliding,
     "merge": merge.merge,
     "apply_sinks": sinks.apply_sinks,
     "copy_single_page": page_copy.copy_single_page,
@@ -35,8 +37,11 @@ BUILDERS: dict[str, Callable] = {
     "mla_tree": mla.mla_tree,
     "debug_get_kv_mla": latent.debug_get_kv_mla,
 }
-_WITHOUT_WINDOW = {"prefill", "decode", "prefill_shared", "tree_paged"}
-_WITH_WINDOW = {"prefill_sliding", "decode_sliding", "tree_paged_sliding"}
+_WITHOUT_WINDOW = {"prefill", "decode", "prefill_ragged", "prefill_shared", "tree_paged", "tree"}
+_WITH_WINDOW = {
+    *("prefill_sliding", "decode_sliding", "prefill_ragged_sliding"),
+    *("tree_paged_sliding", "tree_sliding"),
+}
 _STOCK_ONLY = {"prefill_windowed", "decode_windowed"}  # for the stock cache's calling convention
 _MLA_ONLY = {
     "transpose_append_mla",

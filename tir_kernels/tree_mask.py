@@ -161,12 +161,14 @@ class TreeWindowMask(TreeMask):
             begin = index_temp(self._begin_of(row))
             for register, choose in zip(begins, (T.min, T.max), strict=True):
                 register.set(choose(register.get(), begin))
-        self.least_begin, self.most_begin = (index_temp(register.get()) for register in begins)
+        self.least_begin, self.most_begin = (index_temp(T.max(x.get(), 0)) for x in begins)
 
     def _begin_of(self, row):
-        """First column that a row of the sequence sees, as if all columns were in a row."""
-        position = self.a.q_rope_position[self.first_row + row] - self.k_offset
-        return T.max(position + 1 - self.a.window, 0)
+        """First column that a row of the sequence sees, as if all columns were in a row.
+
+        Before 0 where the first nodes of the tree are not among the columns.
+        """
+        return self.a.q_rope_position[self.first_row + row] - self.k_offset + 1 - self.a.window
 
     def begin(self, row, num_rows, kv_len):
         """No row of the sequence sees a column before it."""

@@ -12,7 +12,7 @@ from ..masks import WindowMask
 from ..spec import KernelSpec
 from .arguments import attention_kernel, with_lengths
 from .decode import DECODE, emit_decode
-from .prefill import PREFILL, emit_paged
+from .prefill import PREFILL, PREFILL_RAGGED, emit_paged, emit_ragged
 
 
 def decode_sliding(spec: KernelSpec):
@@ -41,3 +41,16 @@ def prefill_sliding(spec: KernelSpec):
         emit_paged(spec, a)
 
     return attention_kernel(spec, (*with_lengths(PREFILL, "length_info"), "window"), emit)
+
+
+def prefill_ragged_sliding(spec: KernelSpec):
+    """Build the kernel `prefill_ragged_sliding`: `prefill_sliding` over ragged K and V.
+
+    Its arguments are those of `prefill_ragged`, then window: int32, at least 1.
+    """
+
+    def emit(a):
+        a.mask = WindowMask(a.causal, a.window)
+        emit_ragged(spec, a)
+
+    return attention_kernel(spec, (*PREFILL_RAGGED, "window"), emit)

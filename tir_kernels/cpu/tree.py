@@ -84,7 +84,9 @@ class _FirstPositions:
         depth = mask.depth[mask.indptr[sequence + 1] - num_rows]
         behind_tree = T.if_then_else(num_nodes > 0, num_nodes - depth, num_rows)
         first = a.q_rope_position[a.q_indptr[sequence]] - (kv_len - behind_tree)
-        return first if a.rope.has_bias else T.if_then_else(a.rotary_mode == 1, first, 0)
+        if mask.has_window or a.rope.has_bias:
+            return first
+        return T.if_then_else(a.rotary_mode == 1, first, 0)
 
 
 def tree(spec: KernelSpec):
@@ -105,9 +107,22 @@ def tree(spec: KernelSpec):
     * rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32.
     """
 
+    return _tree(spec, TreeMask, TREE)
+
+
+def tree_sliding(spec: KernelSpec):
+    """Build the kernel `tree_sliding`: `tree` of layers with a window.
+
+    Its arguments are those of `tree`, then window: int32, at least 1. A row sees of these columns
+    those whose position is less than `window` before its own, as in `tree_paged_sliding`.
+    """
+    return _tree(spec, TreeWindowMask, (*TREE, "window"))
+
+
+def _tree(spec: KernelSpec, mask: type[TreeMask], names: tuple[str, ...]):
     def emit(a):
-        a.mask = TreeMask(a, TILE)
+        a.mask = mask(a, TILE)
         a.k_rope_pos_offset = _FirstPositions(a)  # `tree` is not told the position of its columns
         emit_ragged(spec, a)
 
-    return attention_kernel(spec, TREE, emit)
+    return attention_kernel(spec, names, emit)

@@ -125,7 +125,10 @@ KernelSet PositionalKernels(ffi::PackedArgs args, int64_t page_size, bool is_mix
   kernels.Set(KernelName::kTransposeAppendMLA, args[14]);
   SetRagged(args[15], layer, &kernels);
   int index = 16;
-  for (KernelName name : kFrom16) kernels.Set(name, args[index++]);
+  for (KernelName name : kFrom16) {
+    const ffi::AnyView value = args[index++];
+    kernels.Set(name, name == KernelName::kTree ? OfKind(value, layer->kind) : ffi::Any(value));
+  }
   SetMerge(args, is_mixed, layer->kind, &kernels);
   SetRotary(args[24], page_size, &kernels);
   kernels.Set(KernelName::kCopySinglePage, OfKind(args[25], layer->kind));

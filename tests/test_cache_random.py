@@ -144,8 +144,10 @@ class Driver:
     def fork(self) -> None:
         if len(self.ids) < MAX_SEQUENCES and self.ids:
             parent, child = self.pick(), self.new_id()
-            position = int(self.rng.integers(-1, self.expected.length(parent) + 1))
-            length = self.expected.length(parent) if position == -1 else position
+            end = self.expected.committed_length(parent)
+            has_tree = end < self.expected.length(parent)
+            position = int(self.rng.integers(0 if has_tree else -1, end + 1))
+            length = end if position == -1 else position
             if self.refused(
                 parent, length, lambda: self.cache.fork_sequence(parent, child, position)
             ):
@@ -161,6 +163,7 @@ class Driver:
             n = int(self.rng.integers(0, self.expected.length(seq_id) + 1))
             n = min(n, int(self.rng.integers(0, 8 if self.rng.random() < 0.8 else 40)))
             length = self.expected.length(seq_id) - n
+            length = min(length, self.expected.committed_length(seq_id))
             if self.refused(seq_id, length, lambda: self.cache.pop_n(seq_id, n)):
                 return
             self.cache.pop_n(seq_id, n)
@@ -187,22 +190,34 @@ class Driver:
         if self.rng.random() < 0.5:
             share = CHUNK // len(batch)
             lengths = [int(self.rng.integers(1, share + 1)) for _ in batch]
+        self.run_step(batch, lengths)
+
+    def run_step(self, batch: list[int], lengths: list[int], parents=None) -> None:
+        """Begin, attend and end, or find that there are too few pages."""
         before = snapshot(self.cache, self.ids)
         try:
-            self.cache.begin_forward(batch, lengths)
+            self.cache.begin_forward(batch, lengths, parents)
         except pkv.CacheFullError as error:
-            # Layers with a window never run out before those without, if sequences have none.
-            has_windows = self.kept[0].window or self.fields.get("sliding_window")
-            assert has_windows or len(self.kept) == 1 or "group 0" in str(error)
+            assert self.may_fill_first(str(error))
             self.counts["full"] = self.counts.get("full", 0) + 1
             assert snapshot(self.cache, self.ids) == before
             self.make_room()
             return
+        if parents is not None:
+            self.expected.grow_trees(batch, lengths, parents)
         for layer in range(self.num_layers):
             self.attend(layer, batch, lengths)
         self.cache.check_integrity()
         self.cache.end_forward()
         self.slide(batch)
+
+    def may_fill_first(self, message: str) -> bool:
+        """Whether the group of the message may be the first to run out of pages.
+
+        Layers with a window never do before those without, if sequences have none.
+        """
+        has_windows = self.kept[0].window or self.fields.get("sliding_window")
+        return has_windows or len(self.kept) == 1 or "group 0" in message
 
     def attend(self, layer: int, batch: list[int], lengths: list[int]) -> None:
         """Append and attend in one layer."""
@@ -214,7 +229,8 @@ class Driver:
     def slide(self, batch: list[int]) -> None:
         for kept in self.kept:
             for seq_id in batch:
-                kept.slide(seq_id, self.text_length(seq_id, self.expected.length(seq_id)))
+                length = self.expected.committed_length(seq_id)
+                kept.slide(seq_id, self.text_length(seq_id, length))
 
     def draw_batch(self) -> list[int]:
         size = int(self.rng.integers(1, len(self.ids) + 1))
@@ -382,7 +398,7 @@ class LatentDriver(Driver):
         q = self.rng.standard_normal((num_rows, 4, 24)).astype("float32")
         self.cache.append_mla_kv(layer, latent)
         self.expected.append(layer, batch, lengths, latent)
-        is_whole = num_rows == len(batch) and self.rng.random() < 0.5
+        is_whole = self.covers_step(batch, lengths) and self.rng.random() < 0.5
         if not is_whole:
             k = self.rng.standard_normal((num_rows, 4, 16)).astype("float32")
             self.cache.self_attention(layer, k, k, k[:, :, :8])
@@ -390,6 +406,10 @@ class LatentDriver(Driver):
         want = self.expected.absorbed(layer, batch, lengths, q, 16, 0.25, with_step=is_whole)
         for got, expected in zip(out, want, strict=True):
             reference.assert_close(got, expected, "float32", f"{batch} {lengths} layer {layer}")
+
+    def covers_step(self, batch: list[int], lengths: list[int]) -> bool:
+        """Whether cross attention alone attends to the rows of the step as well."""
+        return sum(lengths) == len(batch)
 
     def set_rows(self, seq_id: int, begin: int, end: int) -> tuple[np.ndarray, ...]:
         shape = (self.num_layers, end - begin, 24)

@@ -132,7 +132,13 @@ def _compile(attn_kind="mla", **extra) -> relax.VirtualMachine:
     return relax.VirtualMachine(tvm.compile(module, target="llvm"), tvm.cpu())
 
 
-def _check(vm: relax.VirtualMachine, page_size: int = 16) -> None:
+def _check(vm: relax.VirtualMachine, page_size: int = 16, has_trees: bool = True) -> None:
+    # In a step with trees cross attention alone covers the rows of the step as well.
+    trees = (
+        ([5, 3], "extend", [-1, 0, 0, -1, 2, -1, 0, 0]),
+        ([1, 2], "decode", [4, 2, -1]),
+        ([2, 1], "extend", [5, 6, 0]),
+    )
     capacities = CAPACITIES | {"page_size": page_size}
     cache = vm["create"](*(Shape([n]) for n in capacities.values()))
     assert isinstance(cache, pkv.KVCache)
@@ -144,21 +150,29 @@ def _check(vm: relax.VirtualMachine, page_size: int = 16) -> None:
     for seq_id in (0, 1):
         cache.add_sequence(seq_id)
         expected.add_sequence(seq_id)
-    for lengths, name in (
+    for lengths, name, *parents in (
         ([18, 5], "extend"),
         ([1, 1], "decode"),
         ([3, 1], "extend"),
         ([1, 1], "extend"),
         ([1, 1], "decode"),
+        *(trees if has_trees else ()),
+        ([1, 1], "decode"),
     ):
         n = sum(lengths)
+        if parents:
+            expected.grow_trees([0, 1], lengths, *parents)
+        elif expected.trees[0]:
+            cache.commit_tree([1, 0], [3, 5])
+            expected.commit_tree(1, 3)
+            expected.commit_tree(0, 5)
         latent = rng.standard_normal((n, CKV + KPE)).astype("float32")
         q = rng.standard_normal((n, HEADS, QK_DIM))
         inputs = [latent[:, None], reference.mla_absorb(q, w_k)]
         if name == "extend":
             inputs += [q, *reference.mla_expand(latent, w_k, w_v)]
         inputs = [tvm.runtime.tensor(x[None].astype("float32")) for x in inputs]
-        with cache.forward([0, 1], lengths):
+        with cache.forward([0, 1], lengths, *parents):
             outputs = vm[name](*inputs, cache, weight)
         for layer in range(NUM_LAYERS):
             expected.append(layer, [0, 1], lengths, latent)
@@ -176,7 +190,7 @@ def test_model_gives_what_the_reference_gives(attn_kind):
 
 def test_kernels_without_tags_of_ours():
     """What "stock" emits has the conventions of apache-tvm, which this runtime serves too."""
-    _check(_compile(runtime="stock"))
+    _check(_compile(runtime="stock"), has_trees=False)
 
 
 class MixedAttention(LatentAttention):
@@ -213,19 +227,23 @@ def test_mha_linear_and_mla_layers_in_one_model():
     rng = np.random.default_rng(0)
     for each in (cache, mha, mla):
         each.add_sequence(0)
-    for step, n in enumerate((1, 18, 1)):
+    for step, (n, *parents) in enumerate(((1,), (18,), (1,), (4, [-1, 0, 0, 1]))):
         qkv = rng.standard_normal((n, HEADS + 4, width)).astype("float32")
         q, latent = qkv[:, :HEADS], qkv[:, HEADS]
         inputs = (tvm.runtime.tensor(x[None].copy()) for x in (qkv, latent[:, None], q))
-        with cache.forward([0], [n]):
+        for each in (mha, mla) if parents else ():
+            each.grow_trees([0], [n], *parents)
+        with cache.forward([0], [n], *parents):
             outputs = vm["step"](*inputs, cache)
         o, _ = mha.attention(0, [0], [n], qkv, 2, SM_SCALE)
         reference.assert_close(outputs[0].numpy()[0], o, "float32", f"MHA, {n} rows")
         mla.append(0, [0], [n], latent)
-        o, _ = mla.absorbed(0, [0], [n], q, CKV, SM_SCALE, with_step=n == 1)
+        o, _ = mla.absorbed(0, [0], [n], q, CKV, SM_SCALE, with_step=n != 18)
         reference.assert_close(outputs[1].numpy()[0], o, "float32", f"MLA, {n} rows")
-        cache.fork_sequence(0, 1 + step)  # pages of both shapes are copied in the next step
-    assert cache.stats()["cow_page_copies"] == 2 * 2
+        if not parents:
+            cache.fork_sequence(0, 1 + step)  # pages of both shapes are copied in the next step
+    cache.commit_tree([0], [3])
+    assert cache.stats()["cow_page_copies"] == 3 * 2
     cache.check_integrity()
 
 

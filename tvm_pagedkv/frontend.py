@@ -253,7 +253,7 @@ class _Kernels:
 
     def positional(self, has_windows: bool) -> list[relax.Expr]:
         """Arguments 13 to 27 of the positional constructor."""
-        null, none = relax.op.null_value, relax.Tuple([])
+        null = relax.op.null_value
         return [
             self._function("transpose_append", self.mha) if self.mha else null(),
             self._function("transpose_append_mla", self.mla) if self.mla else null(),
@@ -262,8 +262,8 @@ class _Kernels:
             self._needed("mha", "decode"),
             self._sliding("prefill_sliding", has_windows),
             self._sliding("decode_sliding", has_windows),
-            none,  # tree_paged
-            none,  # tree
+            self._needed("mha", "tree_paged"),
+            self._tree(),
             self._needed("mla", "mla_prefill"),
             self._merge(),
             self._rotary(),
@@ -278,6 +278,12 @@ class _Kernels:
             dims = (self.mla.original_qk_head_dim, self.mla.original_v_head_dim)
             functions += [relax.prim_value(dim) for dim in dims]
         return self._tagged(*functions)
+
+    def _tree(self) -> relax.Tuple:
+        """MLA layers of the stock runtime have no trees."""
+        specs = [self.mha, self.mla if self.tag == "pagedkv" else None]
+        functions = [self._function("tree", spec) for spec in specs if spec]
+        return self._tagged(*functions) if functions else relax.Tuple([])
 
     def _merge(self) -> relax.Tuple:
         """Of a step's parts, then of the fine-grained API, where MLA outputs are not absorbed."""
@@ -304,8 +310,10 @@ class _Kernels:
             specs["apply_sinks"] = self.mha
         if "mha" in self.kinds:
             specs["prefill_shared"] = self.mha
+        if "mha_sliding" in self.kinds:
+            specs["tree_paged_sliding"] = self.mha
         if self.mla:
-            specs["mla_prefill_shared"] = self.mla
+            specs |= {"mla_prefill_shared": self.mla, "mla_tree": self.mla}
         return [
             each
             for name, spec in specs.items()

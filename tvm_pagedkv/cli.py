@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from .speculative import DEFAULT_DRAFTS
+
 EXIT_MISTAKE = 2
 DEFAULT_SINKS = 4  # enough for the attention that models park on their first tokens
 
@@ -76,11 +78,29 @@ def _parser() -> argparse.ArgumentParser:
         "--stages", type=int, default=1, help="pipeline stages of so many processes (default 1)"
     )
     add.add_argument(
+        "--speculative",
+        type=_drafts,
+        nargs="?",
+        const=DEFAULT_DRAFTS,
+        default=0,
+        metavar="N",
+        help="draft up to N tokens at a time from what the text repeats, and verify them in one "
+        f"step (default {DEFAULT_DRAFTS}); say it after the prompts",
+    )
+    add.add_argument(
         "--draw-pages", metavar="FILE", help="write an SVG of the pages at their fullest"
     )
     add = commands.add_parser("info", help="versions, target, threads and folders in force")
     add.set_defaults(run=_info)
     return parser
+
+
+def _drafts(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) == 0:
+        raise argparse.ArgumentTypeError(
+            f"the most tokens to draft must be 1 or more, got {text!r} (a prompt may not follow)"
+        )
+    return int(text)
 
 
 # --- generate -----------------------------------------------------------------------------------
@@ -109,6 +129,10 @@ def _generate(options: argparse.Namespace) -> None:
         window = Window(options.sliding_window, default if options.sinks is None else options.sinks)
     elif options.sinks is not None:
         raise ValueError("--sinks needs --sliding-window")
+    if window is not None and options.speculative:
+        raise ValueError("--speculative does not go with --sliding-window")
+    if options.speculative and (options.shards, options.stages) != (1, 1):
+        raise ValueError("--speculative does not go with --shards and --stages")
     with _Progress() as progress:
         load = LlamaModel.from_pretrained
         if (options.shards, options.stages) != (1, 1):
@@ -131,6 +155,7 @@ def _generate(options: argparse.Namespace) -> None:
         max_total_tokens=options.max_total_tokens,
         prefill_chunk_size=options.chunk,
         window=window,
+        speculative=options.speculative,
         at_fullest=(lambda cache: fullest.append(PageMap.of(getattr(cache, "first", cache))))
         if picture
         else None,
@@ -196,10 +221,18 @@ def _print_statistics(s) -> None:
 
     mebibytes = s.cache_bytes / 2**20
     memory = f"{mebibytes:.1f} MiB" if mebibytes >= 1 else f"{s.cache_bytes / 2**10:.0f} KiB"
+    if s.drafted_tokens:
+        drafts = (
+            f"accepted {s.accepted_tokens} of {s.drafted_tokens} drafted tokens "
+            f"({s.accepted_tokens / s.drafted_tokens:.0%}), "
+            f"{s.decode_tokens / (s.decode_tokens - s.accepted_tokens):.2f} tokens a step; "
+        )
+    else:
+        drafts = ""
     print(
         f"prefill {rate(s.prefill_tokens, s.prefill_seconds)}; "
         f"decode {rate(s.decode_tokens, s.decode_seconds)}; "
-        f"pages {s.pages_used} of {s.pages_total} used, {s.pages_shared} shared "
+        f"{drafts}pages {s.pages_used} of {s.pages_total} used, {s.pages_shared} shared "
         f"(of {s.page_size}); cache {memory}",
         file=sys.stderr,
     )

@@ -2,7 +2,8 @@
 """Batched sampling: prompts in, a stream of events out.
 
 Prompts wait until their pages are surely enough, are prefilled in chunks, and are forked for
-further continuations; all running continuations then advance by one token a step.
+further continuations; all running continuations then advance by one token a step, or by those that
+were drafted and are right.
 """
 
 from __future__ import annotations
@@ -17,81 +18,10 @@ from tokenizers.decoders import DecodeStream
 
 from .cache import KVCache
 from .disaggregated import RemotePrefill
+from .generation_parameters import SamplingParams, Window, encode_prompt, sample
 from .models import LlamaModel
+from .speculative import Draft, HitRates, PromptLookup
 from .transfer import Channel
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to continue a prompt.
-
-    Parameters
-    ----------
-    n : int
-        Continuations of each prompt.
-    temperature : float
-        0 takes the most likely token.
-    top_p : float
-        Sample among the most likely tokens whose probabilities add up to this.
-    max_tokens : int
-        Most tokens of a continuation.
-    seed : int
-        Continuation i of any prompt draws from a generator made from (seed, i), so a result does
-        not depend on what else is in the batch.
-    """
-
-    n: int = 1
-    temperature: float = 0.7
-    top_p: float = 0.95
-    max_tokens: int = 200
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1, got {self.n}")
-        if not (self.temperature >= 0 and np.isfinite(self.temperature)):
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be 0 or more, got {self.seed}")
-
-
-@dataclass(frozen=True)
-class Window:
-    """What is kept of a text, whatever its length.
-
-    Parameters
-    ----------
-    size : int
-        Tokens that are kept, less than the model's context.
-    sinks : int
-        Of these, the first ones of the text; the others are the last ones.
-    """
-
-    size: int
-    sinks: int = 0
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"the window must be at least 1 token, got {self.size}")
-        if not 0 <= self.sinks < self.size:
-            raise ValueError(
-                f"sinks must be at least 0 and fewer than the window ({self.size}), got "
-                f"{self.sinks}"
-            )
-
-    def check(self, model: LlamaModel) -> None:
-        """Refuse a window that the model cannot have."""
-        if not model.options.sliding_window:
-            raise ValueError("load the model with sliding_window=True to give texts a window")
-        if self.size >= model.config.context_length:
-            raise ValueError(
-                f"the window must be less than the model's context ({model.config.context_length} "
-                f"tokens), got {self.size}"
-            )
 
 
 @dataclass(frozen=True)
@@ -123,6 +53,8 @@ class Statistics:
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     pages_total: int = 0
     pages_used: int = 0  # at the fullest moment
     pages_shared: int = 0  # of these, pages with more than one owner
@@ -130,12 +62,13 @@ class Statistics:
     cache_bytes: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Continuation:
     prompt: int
     index: int
     seq_id: int
     random: np.random.Generator
+    lookup: PromptLookup | None
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     stream: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
@@ -150,6 +83,7 @@ def generate(
     prefill_chunk_size: int = 512,
     max_num_sequences: int = 32,
     window: Window | None = None,
+    speculative: int = 0,
     at_fullest: Callable[[KVCache], None] | None = None,
     prefill_channel: Channel | None = None,
 ) -> Iterator[TextEvent | FinishedEvent | Statistics]:
@@ -169,6 +103,10 @@ def generate(
     window : Window, optional
         Of every text; the model must have been loaded with ``sliding_window``. Prompts and
         continuations may then be longer than the model's context.
+    speculative : int
+        Most tokens that a step drafts for a continuation and verifies; 0: none. The text is the
+        same, but where tokens are as good as equally likely: kernels for one row and for several
+        round differently.
     at_fullest : callable, optional
         Called with the cache each time that more pages are in use than ever before.
     prefill_channel : Channel, optional
@@ -187,55 +125,16 @@ def generate(
     """
     return _Run(
         model,
-        [_encode(model, i, prompt, window is None) for i, prompt in enumerate(prompts)],
+        [encode_prompt(model, i, prompt, window is None) for i, prompt in enumerate(prompts)],
         params or SamplingParams(),
         max_total_tokens,
         prefill_chunk_size,
         max_num_sequences,
         window,
+        speculative,
         at_fullest,
         prefill_channel,
     ).events()
-
-
-def sample(logits: np.ndarray, params: SamplingParams, random: np.random.Generator) -> int:
-    """Draw a token from float32 logits [vocab_size]."""
-    if params.temperature == 0:
-        return int(logits.argmax())
-    scaled = logits.astype("float64") / params.temperature
-    weights = np.exp(scaled - scaled.max())
-    weights /= weights.sum()
-    if params.top_p < 1:
-        # All tokens below this bound together miss the nucleus, so they need not be sorted.
-        likely = np.flatnonzero(weights >= (1 - params.top_p) / len(weights))
-        order = likely[np.argsort(-weights[likely], kind="stable")]
-        count = int(np.searchsorted(np.cumsum(weights[order]), params.top_p)) + 1
-        order = order[:count]
-    else:
-        order = np.arange(len(weights))
-    cumulative = np.cumsum(weights[order])
-    chosen = np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")
-    return int(order[min(chosen, len(order) - 1)])
-
-
-def _encode(
-    model: LlamaModel, index: int, prompt: str | Sequence[int], fits_context: bool
-) -> list[int]:
-    if isinstance(prompt, str):
-        tokens = model.tokenizer.encode(prompt).ids if prompt else []
-    else:
-        tokens = [int(token) for token in prompt]
-    if not tokens:
-        raise ValueError(f"prompt {index + 1} is empty")
-    vocab_size = model.config.vocab_size
-    if not all(0 <= token < vocab_size for token in tokens):
-        raise ValueError(f"prompt {index + 1} has a token outside [0, {vocab_size})")
-    if fits_context and len(tokens) >= model.config.context_length:
-        raise ValueError(
-            f"prompt {index + 1} has {len(tokens)} tokens; the model's context holds "
-            f"{model.config.context_length} with at least one for the continuation"
-        )
-    return tokens
 
 
 class _Run:
@@ -250,12 +149,15 @@ class _Run:
         prefill_chunk_size,
         max_num_sequences,
         window,
+        speculative,
         at_fullest,
         prefill_channel,
     ):
         self.window = window
         if window is not None:
             window.check(model)
+            if speculative:
+                raise ValueError("a text with a window has no token trees, so no speculative")
         self.model, self.prompts, self.params = model, prompts, params
         self.chunk, self.page_size = prefill_chunk_size, model.options.page_size
         self.slots, self.at_fullest = max(max_num_sequences, params.n), at_fullest
@@ -263,6 +165,11 @@ class _Run:
             raise ValueError(f"prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
         if max_total_tokens is not None and max_total_tokens < 1:
             raise ValueError(f"max_total_tokens must be at least 1, got {max_total_tokens}")
+        if speculative < 0:
+            raise ValueError(f"speculative must be 0 or more, got {speculative}")
+        if speculative and not isinstance(model, LlamaModel):
+            raise ValueError("a model of several workers has no token trees, so no speculative")
+        self.max_drafts, self.rates = speculative, HitRates()
         needs = [self._pages_needed(prompt) for prompt in prompts]
         if max_total_tokens is None:
             at_a_time = max(1, self.slots // params.n)
@@ -277,7 +184,7 @@ class _Run:
                     f"{need + self._pages_of_step()} pages of {self.page_size}, and "
                     f"max_total_tokens {max_total_tokens} gives {self.num_pages}"
                 )
-        rows = max(prefill_chunk_size, self.slots)
+        rows = max(prefill_chunk_size, self.slots * (1 + speculative))
         self.cache: KVCache = model.create_cache(self.slots, self.num_pages * self.page_size, rows)
         self.remote = RemotePrefill(self.cache, prefill_channel) if prefill_channel else None
         self.statistics = Statistics(pages_total=self.num_pages, page_size=self.page_size)
@@ -291,10 +198,10 @@ class _Run:
         try:
             while self.waiting or self.running:
                 started, logits = self._admit()
-                if not started:
-                    started, logits = self.running, self._decode()
-                for continuation, row in zip(list(started), logits, strict=True):
+                for continuation, row in zip(started, logits, strict=True):
                     yield from self._advance(continuation, row)
+                if not started:
+                    yield from self._decode()
             yield self.statistics
         finally:
             if self.remote is not None:
@@ -312,7 +219,7 @@ class _Run:
         """Most pages that a prompt and its continuations can take; full pages are shared."""
         full = len(prompt) // self.page_size
         # The last token of a continuation is never appended.
-        length = len(prompt) + self._limit(prompt) - 1
+        length = len(prompt) + self._limit(prompt) - 1 + self.max_drafts
         own = -(-length // self.page_size) - full
         partial = 1 if len(prompt) % self.page_size and self.params.n > 1 else 0
         need = full + self.params.n * own + partial
@@ -355,7 +262,10 @@ class _Run:
                     self.cache.fork_sequence(seq_id, child)
                     self._enable_window(child)
                 random = np.random.default_rng([self.params.seed, index])
-                started.append(_Continuation(prompt, index, child, random))
+                lookup = None
+                if self.max_drafts:
+                    lookup = PromptLookup(self.prompts[prompt], self.rates)
+                started.append(_Continuation(prompt, index, child, random, lookup))
                 logits.append(rows[prompt])
         self.running += started
         self._note_pages()
@@ -391,23 +301,65 @@ class _Run:
         self.statistics.prefill_seconds += time.perf_counter() - start
         return logits
 
-    def _decode(self) -> np.ndarray:
+    def _decode(self) -> Iterator[TextEvent | FinishedEvent]:
+        """Advance all that run, by one token or by those of their drafts that are right."""
         start = time.perf_counter()
-        seq_ids = [continuation.seq_id for continuation in self.running]
-        tokens = [continuation.tokens[-1] for continuation in self.running]
-        logits = self.model.decode(self.cache, seq_ids, tokens)
+        running = list(self.running)
+        seq_ids = [c.seq_id for c in running]
+        drafts = [self._draft(c) for c in running]
+        is_plain = all(len(draft.tokens) == 1 for draft in drafts)
+        if is_plain:
+            tokens = [draft.tokens[0] for draft in drafts]
+            logits = self.model.decode(self.cache, seq_ids, tokens)[:, None]
+        else:
+            trees = [draft.tokens for draft in drafts], [draft.parents for draft in drafts]
+            logits = self.model.logits(self.cache, seq_ids, *trees)
         self.statistics.decode_seconds += time.perf_counter() - start
-        self.statistics.decode_tokens += len(tokens)
         self._note_pages()
-        return logits
+        leaves = {}
+        for c, draft, rows in zip(running, drafts, logits, strict=True):
+            self.statistics.drafted_tokens += len(draft.tokens) - 1
+            leaf = yield from self._follow(c, draft, rows)
+            if c in self.running:
+                leaves[c.seq_id] = leaf
+        if not is_plain:
+            start = time.perf_counter()
+            self.cache.commit_tree(list(leaves), list(leaves.values()))
+            self.statistics.decode_seconds += time.perf_counter() - start
 
-    def _advance(self, c: _Continuation, logits: np.ndarray) -> Iterator[TextEvent | FinishedEvent]:
+    def _draft(self, c: _Continuation) -> Draft:
+        if c.lookup is None:
+            return Draft(c.tokens[-1:])
+        # The last token of a continuation is chosen by its predecessor's logits.
+        room = self._limit(self.prompts[c.prompt]) - len(c.tokens) - 1
+        return c.lookup.draft(self.max_drafts, room)
+
+    def _follow(self, c: _Continuation, draft: Draft, logits: np.ndarray):
+        """Choose tokens as long as they were drafted, and one more; the last node among them."""
+        node = 0
+        while True:
+            token = yield from self._advance(c, logits[node])
+            self.statistics.decode_tokens += 1
+            if c.lookup:
+                c.lookup.record(draft, node, token)
+            if c not in self.running:
+                return node
+            child = draft.child(node, token)
+            if child is None:
+                return node
+            node = child
+            self.statistics.accepted_tokens += 1
+
+    def _advance(self, c: _Continuation, logits: np.ndarray):
+        """Choose the next token of a continuation, and return it."""
         token = sample(logits, self.params, c.random)
         reason = None
         if token in self.model.config.eos_token_ids:
             reason = "eos"
         else:
             c.tokens.append(token)
+            if c.lookup:
+                c.lookup.append(token)
             text = c.stream.step(self.model.tokenizer, token) or ""
             c.text += text
             yield TextEvent(c.prompt, c.index, token, text)
@@ -419,6 +371,7 @@ class _Run:
             if all(other.prompt != c.prompt for other in self.running):
                 self.reserved -= self._pages_needed(self.prompts[c.prompt])
             yield FinishedEvent(c.prompt, c.index, tuple(c.tokens), c.text, reason)
+        return token
 
     def _note_pages(self) -> None:
         stats = self.cache.stats()

@@ -134,11 +134,23 @@ class LlamaModel:
         return logits.numpy()
 
     def logits(
-        self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
+        self,
+        cache: KVCache,
+        seq_ids: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None = None,
     ) -> list[np.ndarray]:
-        """As `prefill`, with the logits of every row: float32 [len(tokens[i]), vocab_size] each."""
+        """As `prefill`, with the logits of every row: float32 [len(tokens[i]), vocab_size] each.
+
+        Parameters
+        ----------
+        parents : optional
+            Of each token, where they are nodes of token trees; to be followed by
+            `KVCache.commit_tree`.
+        """
         lengths = [len(part) for part in tokens]
-        with cache.forward(seq_ids, lengths):
+        flat = None if parents is None else [parent for tree in parents for parent in tree]
+        with cache.forward(seq_ids, lengths, flat):
             x = self._embed(_ids(np.concatenate(tokens)), self._parameters)
             logits = self._decode(x, cache, self._parameters)
         return np.split(logits.numpy(), np.cumsum(lengths)[:-1])

@@ -2,6 +2,7 @@
 """Tests keep compiled files beside pytest's own cache, and workers leave each other the CPUs."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 _COMPILED = Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"
@@ -13,3 +14,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TVM_NUM_THREADS", "2")
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say what the random tests have done, all workers together."""
+    counts, num_tests = Counter(), 0
+    for report in terminalreporter.getreports("passed"):
+        done = dict(report.user_properties).get("random_steps")
+        if done is not None and report.when == "call":
+            counts.update(done)
+            num_tests += 1
+    if num_tests:
+        named = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        terminalreporter.write_sep("-", "random operations")
+        terminalreporter.write_line(f"{sum(counts.values())} in {num_tests} tests: {named}")

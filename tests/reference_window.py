@@ -157,6 +157,7 @@ class WindowedReferenceCache(ReferenceCache):
         self.sequences[seq_id] = [
             None if kv is None else tuple(x[:end] for x in kv) for kv in self.sequences[seq_id]
         ]
+        self.trees[seq_id] = self.trees[seq_id][: max(0, len(self.trees[seq_id]) - n)]
         if length <= window.sinks:
             window.dropped = 0
             window.sinks = window.sinks if window.size else 0

@@ -62,7 +62,7 @@ def logs(log: Path) -> str:
     [
         ["tests/test_cache_errors.py"],
         ["tests/test_hostile_arguments.py"],
-        ["tests/test_cache_random.py", "-k", "0-4-merged or 0-4-mixed"],
+        ["tests/test_cache_random.py", "-k", "seed0-all"],
     ],
     ids=lambda arguments: Path(arguments[0]).stem,
 )

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of a random world between steps: sequences, rows from outside, and mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .random_world import CHUNK, DIM, LATENT_DIM, MLA, Operation, World
+
+UNKNOWN, NEW = 10**9, 10**8
+
+
+class Add(Operation):
+    weight = 0.10
+
+    def draw(self, world: World) -> Any:
+        return None if world.is_full and world.chance(0.9) else world.new_id()
+
+    def refusal(self, world: World, seq_id: int) -> type[Exception] | None:
+        return ValueError if world.is_full else None
+
+    def apply(self, world: World, seq_id: int) -> None:
+        world.cache.add_sequence(seq_id)
+
+    def check(self, world: World, seq_id: int, result: None) -> None:
+        world.add(seq_id)
+
+
+class Remove(Operation):
+    """Also of sequences that are being imported."""
+
+    weight = 0.05
+
+    def draw(self, world: World) -> Any:
+        ids = [*world.ids, *world.importing]
+        return world.pick(ids) if len(ids) > 2 else None
+
+    def apply(self, world: World, seq_id: int) -> None:
+        world.cache.remove_sequence(seq_id)
+
+    def check(self, world: World, seq_id: int, result: None) -> None:
+        world.remove(seq_id)
+
+
+class Clear(Operation):
+    weight = 0.002
+
+    def draw(self, world: World) -> Any:
+        return ()
+
+    def apply(self, world: World, args: tuple) -> None:
+        world.cache.clear()
+
+    def check(self, world: World, args: tuple, result: None) -> None:
+        for seq_id in [*world.ids, *world.importing]:
+            world.remove(seq_id)
+
+
+def refusal_of_windows(world: World, seq_id: int, length: int) -> type[Exception] | None:
+    """A window may no longer have what comes before `length`."""
+    text_length = world.text_length(seq_id, length)
+    can_continue = all(kept.can_continue(seq_id, text_length) for kept in world.kept)
+    return None if can_continue else ValueError
+
+
+class Fork(Operation):
+    weight = 0.14
+
+    def draw(self, world: World) -> Any:
+        if not world.ids or (world.is_full and world.chance(0.9)):
+            return None
+        parent = world.pick()
+        most = world.length(parent) if world.chance(0.1) else world.committed_length(parent)
+        return parent, world.new_id(), int(world.rng.integers(-1, most + 1))
+
+    def refusal(self, world: World, args: Any) -> type[Exception] | None:
+        parent, _, position = args
+        length = world.length(parent) if position == -1 else position
+        if world.is_full or length > world.committed_length(parent):
+            return ValueError
+        return refusal_of_windows(world, parent, length)
+
+    def apply(self, world: World, args: Any) -> None:
+        world.cache.fork_sequence(*args)
+
+    def check(self, world: World, args: Any, result: None) -> None:
+        for each in world.references:
+            each.fork_sequence(*args)
+        parent, child, _ = args
+        for kept in world.kept:
+            kept.first[child] = kept.first[parent] if world.length(child) else 0
+
+
+class Pop(Operation):
+    """Of tree nodes as well, and of what is before them."""
+
+    weight = 0.06
+
+    def draw(self, world: World) -> Any:
+        if not world.ids:
+            return None
+        seq_id = world.pick()
+        most = int(world.rng.integers(0, 8 if world.chance(0.6) else 40))
+        return seq_id, min(int(world.rng.integers(0, world.length(seq_id) + 1)), most)
+
+    def refusal(self, world: World, args: Any) -> type[Exception] | None:
+        seq_id, count = args
+        length = min(world.length(seq_id) - count, world.committed_length(seq_id))
+        return refusal_of_windows(world, seq_id, length)
+
+    def apply(self, world: World, args: Any) -> None:
+        world.cache.pop_n(*args)
+
+    def check(self, world: World, args: Any, result: None) -> None:
+        for each in world.references:
+            each.pop_n(*args)
+        world.shorten([args[0]])
+
+
+class EnableWindow(Operation):
+    """A window for a sequence, unless it has one, or tree nodes, or a gap behind other sinks."""
+
+    weight = 0.05
+
+    def draw(self, world: World) -> Any:
+        if not world.ids or not (world.has_windows or world.chance(0.1)):
+            return None
+        seq_id = world.pick()
+        size, window = int(world.rng.integers(1, 14)), world.window(seq_id)
+        sinks = int(world.rng.integers(0, size))
+        if window.dropped and world.chance(0.8):
+            sinks = window.sinks
+        if world.chance(0.1):
+            size, sinks = (size, size) if world.chance(0.5) else (world.pick([0, -1, 2**31]), 0)
+        return seq_id, size, sinks
+
+    def refusal(self, world: World, args: Any) -> type[Exception] | None:
+        seq_id, size, sinks = args
+        window = world.window(seq_id)
+        fits = 0 <= sinks < size < 2**31 and (window.dropped == 0 or sinks == window.sinks)
+        is_free = window.size == 0 and not world.tree(seq_id)
+        return None if world.has_windows and fits and is_free else ValueError
+
+    def apply(self, world: World, args: Any) -> None:
+        world.cache.enable_sliding_window(*args)
+
+    def check(self, world: World, args: Any, result: None) -> None:
+        world.mha.enable_window(*args)
+
+
+class Overwrite(Operation):
+    """debug_set_kv into a range that forks may share."""
+
+    weight, needs_pages = 0.05, True
+
+    def draw(self, world: World) -> Any:
+        if not world.ids:
+            return None
+        seq_id = world.pick()
+        length = world.length(seq_id)
+        if length == 0:
+            return None
+        begin = int(world.rng.integers(min(world.first(seq_id), length), length + 1))
+        count = int(world.rng.integers(begin, length + 1)) - begin
+        is_mla = world.pick([layer == MLA for layer in world.layers])
+        if is_mla:
+            rows = [world.normal(world.mla.num_layers, count, LATENT_DIM)]
+        else:
+            rows = [world.normal(world.mha.num_layers, count, 1, DIM) for _ in range(2)]
+        return seq_id, begin, rows, world.chance(0.3)
+
+    def apply(self, world: World, args: Any) -> None:
+        seq_id, begin, rows, is_broken = args
+        write = world.cache.debug_set_kv_mla if len(rows) == 1 else world.cache.debug_set_kv
+        kernels = ["copy_single_page"] if is_broken else []
+        with world.breaking(*kernels, after=int(world.rng.integers(3))):
+            write(seq_id, begin, *rows)
+
+    def check(self, world: World, args: Any, result: None) -> None:
+        seq_id, begin, written, _ = args
+        layers = (world.mla if len(written) == 1 else world.mha).sequences[seq_id]
+        for layer, held in enumerate(layers):
+            rows = tuple(x.copy() for x in held)
+            for row, new in zip(rows, written, strict=True):
+                row[world.text_positions(seq_id, begin, begin + new.shape[1])] = new[layer]
+            layers[layer] = rows
+
+
+class Mistake(Operation):
+    """A call that no cache may take."""
+
+    weight = 0.10
+
+    def draw(self, world: World) -> Any:
+        calls = self.anywhere(world)
+        if world.ids:
+            calls += self.with_sequence(world, world.pick())
+        if world.importing:
+            calls += self.with_import(world, world.pick([*world.importing]))
+        return calls[world.rng.integers(len(calls))]
+
+    def anywhere(self, world: World) -> list:
+        cache, ids = world.cache, world.ids
+        return [
+            (KeyError, lambda: cache.remove_sequence(UNKNOWN)),
+            (KeyError, lambda: cache.pop_n(UNKNOWN, 0)),
+            (KeyError, lambda: cache.sequence_length(UNKNOWN)),
+            (KeyError, lambda: cache.fork_sequence(UNKNOWN, NEW)),
+            (KeyError, lambda: cache.begin_forward([*ids, UNKNOWN], [1] * (len(ids) + 1))),
+            (KeyError, lambda: cache.commit_tree([*ids, UNKNOWN], [-1] * (len(ids) + 1))),
+            (ValueError, lambda: cache.begin_forward([], [])),
+            (ValueError, lambda: cache.end_forward()),
+            (ValueError, lambda: cache.query_positions()),
+            (ValueError, lambda: cache.commit_tree(ids, [-1] * (len(ids) + 1))),
+        ]
+
+    def with_sequence(self, world: World, some: int) -> list:
+        cache, length = world.cache, world.length(some)
+        return [
+            (ValueError, lambda: cache.add_sequence(some)),
+            (ValueError, lambda: cache.fork_sequence(some, some)),
+            (ValueError, lambda: cache.fork_sequence(some, NEW, length + 1)),
+            (ValueError, lambda: cache.fork_sequence(some, NEW, -2)),
+            (ValueError, lambda: cache.pop_n(some, length + 1)),
+            (ValueError, lambda: cache.pop_n(some, -1)),
+            (ValueError, lambda: cache.begin_forward([some, some], [1, 1])),
+            (ValueError, lambda: cache.begin_forward([some], [0])),
+            (ValueError, lambda: cache.begin_forward([some], [CHUNK + 1])),
+            (ValueError, lambda: cache.begin_forward([some], [1, 1])),
+            (ValueError, lambda: cache.begin_forward([some], [1], [length + 1])),
+            (ValueError, lambda: cache.attention(0, np.zeros((1, 4, DIM), "f4"), 1.0)),
+            (ValueError, lambda: self.read(world, some, length, length + 1)),
+        ]
+
+    def read(self, world: World, seq_id: int, begin: int, end: int) -> None:
+        read = world.cache.debug_get_kv_mla if world.layers[0] == MLA else world.cache.debug_get_kv
+        read(seq_id, begin, end)
+
+    def with_import(self, world: World, some: int) -> list:
+        cache = world.cache
+        return [
+            (ValueError, lambda: cache.add_sequence(some)),
+            (ValueError, lambda: cache.pop_n(some, 0)),
+            (ValueError, lambda: cache.sequence_length(some)),
+            (ValueError, lambda: cache.fork_sequence(some, NEW)),
+            (ValueError, lambda: cache.begin_forward([some], [1])),
+            (ValueError, lambda: cache.commit_tree([some], [-1])),
+            (ValueError, lambda: self.read(world, some, 0, 0)),
+        ]
+
+    def refusal(self, world: World, args: Any) -> type[Exception] | None:
+        return args[0]
+
+    def apply(self, world: World, args: Any) -> None:
+        args[1]()

@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache and the reference side by side, and the driver that applies random operations to both.
+
+An operation draws its arguments, tells whether the cache must refuse them, calls the cache, and
+after that brings the reference to the same state and compares. Whatever fails must leave the cache
+as it was, which `World.do` sees to: the memory of all pages in use included.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+
+import tvm_pagedkv as pkv
+
+from . import reference
+from .python_kernels import (
+    LAYER,
+    MLA_LAYER,
+    make_cache,
+    poison,
+    share_every_prefix,
+    shuffle,
+    view,
+)
+from .python_tree_kernels import KERNELS_WITH_TREES, MLA_KERNELS_WITH_TREES
+from .reference_window import Window, WindowedReferenceCache
+
+NUM_QO_HEADS, DIM, CHUNK, MAX_SEQUENCES = 2, 4, 12, 6
+LATENT_DIM, V_DIM = 24, 16
+SHAPE = {**LAYER, "num_qo_heads": NUM_QO_HEADS, "num_kv_heads": 1, "qk_head_dim": DIM}
+POPPABLE = 16
+MLA = "mla"  # a layer is this, or its window (0: none)
+MODES = {"none": 0, "normal": 1, "inline": 2}
+
+
+class KeptPositions:
+    """From where on a group of layers keeps the positions of each sequence.
+
+    They are positions of the text: where a sequence has a window of its own, that differs from
+    those that it holds.
+    """
+
+    def __init__(self, window: int, page_size: int):
+        self.window, self.page_size, self.first = window, page_size, {}
+
+    def visible(self, length: int) -> int:
+        """First position that the next row sees."""
+        return max(0, length - self.window + 1) if self.window else 0
+
+    def slide(self, seq_id: int, length: int) -> None:
+        """So many positions of the text are committed."""
+        keep = max(0, self.visible(length) - POPPABLE) // self.page_size * self.page_size
+        self.first[seq_id] = max(self.first[seq_id], keep)
+
+    def can_continue(self, seq_id: int, length: int) -> bool:
+        """Whether what the row after `length` sees is still there."""
+        return length == 0 or self.visible(length) >= self.first[seq_id]
+
+    def num_pages(self, seq_id: int, length: int) -> int:
+        return -(-length // self.page_size) - self.first[seq_id] // self.page_size
+
+
+@tvm_ffi.register_error("KernelFails")
+class KernelFails(RuntimeError):
+    """What a broken kernel raises."""
+
+
+class Operation:
+    """One kind of change; `weight` is how often it is drawn."""
+
+    weight = 1.0
+    needs_pages = False  # whether a CacheFullError may come
+
+    def draw(self, world: World) -> Any:
+        """Arguments; None when there is nothing to do it with."""
+        raise NotImplementedError
+
+    def refusal(self, world: World, args: Any) -> type[Exception] | None:
+        """What the cache must raise."""
+        return None
+
+    def apply(self, world: World, args: Any) -> Any:
+        """Call the cache. With a broken kernel, it may raise KernelFails."""
+        raise NotImplementedError
+
+    def check(self, world: World, args: Any, result: Any) -> None:
+        """Do the same to the reference, and compare."""
+
+
+class World:
+    """A small cache over NumPy kernels, and what it must hold.
+
+    Parameters
+    ----------
+    rng : numpy.random.Generator
+    layers : sequence
+        Of each layer its window (0: none), or `MLA`.
+    page_size : int
+    mode : {"none", "normal", "inline"}
+        Rotation of the layers that are not MLA.
+    aux_manager : {"merged", "plain"}
+    num_pages : int
+        That a sequence can have at most; with windows somewhat more.
+    has_windows : bool
+        Whether sequences can have a window of their own; not with MLA, nor with mode "normal".
+    """
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        layers: Sequence[int | str],
+        page_size: int,
+        mode: str = "none",
+        aux_manager: str = "merged",
+        num_pages: int = 40,
+        has_windows: bool = False,
+    ):
+        self.has_windows = has_windows
+        self.rng, self.layers, self.page_size, self.mode = rng, layers, page_size, mode
+        windows = [layer for layer in layers if layer != MLA]
+        # With windows long sequences are of interest.
+        self.max_total_tokens = num_pages * max(page_size, 4 if any(windows) else 1)
+        self.kept = [
+            KeptPositions(0 if kind == MLA else kind, page_size) for kind in dict.fromkeys(layers)
+        ]
+        float32 = np.dtype("float32")
+        self.rope = reference.Rope(rotary_dim=DIM)
+        self.mha = WindowedReferenceCache(len(windows), float32, self.rope, mode, windows)
+        self.mla = reference.ReferenceLatentCache(len(layers) - len(windows), float32)
+        self.references = [each for each in (self.mha, self.mla) if each.num_layers]
+        self.importing: dict[int, Any] = {}
+        self.shelf: list = []  # checkpoints
+        self.broken: dict[str, int] = {}  # kernels, and how often they still work
+        self.pages: dict[int, np.ndarray] = {}  # by layer: the cache's own memory
+        self.current_layer = 0
+        self.counts: Counter[str] = Counter()  # operations, by their outcome
+        self.failures: Counter[str] = Counter()  # within steps
+        self.next_id = 0
+        self.cache = make_cache(
+            [self._wrapped(KERNELS_WITH_TREES), self._wrapped(MLA_KERNELS_WITH_TREES)],
+            layers=[self._layer(layer) for layer in layers],
+            max_num_sequences=MAX_SEQUENCES,
+            max_total_tokens=self.max_total_tokens,
+            prefill_chunk_size=CHUNK,
+            page_size=page_size,
+            rope_mode=MODES[mode],
+            aux_manager=aux_manager,
+            sliding_window=has_windows,
+        )
+        share_every_prefix(self.cache)
+        self._find_pages()
+
+    def _layer(self, layer: int | str) -> dict:
+        if layer == MLA:
+            return {**MLA_LAYER, "kernel_set": 1}
+        return {**SHAPE, "kind": "mha_sliding", "window": layer} if layer else SHAPE
+
+    def _wrapped(self, kernels: dict[str, Callable]) -> dict[str, Callable]:
+        def wrap(name: str, kernel: Callable) -> Callable:
+            def call(*args):
+                if name in self.broken:
+                    self.broken[name] -= 1
+                    if self.broken[name] < 0:
+                        raise KernelFails(name)
+                if name.startswith("transpose_append"):
+                    self.pages.setdefault(self.current_layer, view(args[0]))
+                kernel(*args)
+
+            return call
+
+        return {name: wrap(name, kernel) for name, kernel in kernels.items()}
+
+    def _find_pages(self) -> None:
+        """Appends to every layer show where its pages are."""
+        self.cache.add_sequence(0)
+        with self.cache.forward([0], [1]):
+            for layer, kind in enumerate(self.layers):
+                self.current_layer = layer
+                if kind == MLA:
+                    self.cache.append_mla_kv(layer, np.zeros((1, LATENT_DIM), "f4"))
+                else:
+                    self.cache.attention(layer, np.zeros((1, NUM_QO_HEADS + 2, DIM), "f4"))
+        self.cache.clear()
+
+    # --- what is there --------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> list[int]:
+        """Sequences that may be used."""
+        return list(self.references[0].sequences)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.ids) + len(self.importing) == MAX_SEQUENCES
+
+    def length(self, seq_id: int) -> int:
+        return self.references[0].length(seq_id)
+
+    def tree(self, seq_id: int) -> list[int]:
+        """Parents of the nodes that are not committed."""
+        return self.references[0].trees[seq_id]
+
+    def committed_length(self, seq_id: int) -> int:
+        return self.references[0].committed_length(seq_id)
+
+    def window(self, seq_id: int) -> Window:
+        """Of the sequence, and what it has dropped."""
+        return self.mha.of.get(seq_id) or Window()
+
+    def is_whole(self, seq_id: int) -> bool:
+        """Whether it neither has a window nor has dropped anything."""
+        return self.window(seq_id).size == 0 and self.window(seq_id).dropped == 0
+
+    def text_length(self, seq_id: int, length: int) -> int:
+        """Positions of the text up to the end of the first `length` that are held."""
+        window = self.window(seq_id)
+        return length if length <= window.sinks else length + window.dropped
+
+    def text_positions(self, seq_id: int, begin: int, end: int) -> np.ndarray:
+        """Where held positions are in the text, and so in the rows of the reference."""
+        positions, window = np.arange(begin, end), self.window(seq_id)
+        return positions + np.where(positions < window.sinks, 0, window.dropped)
+
+    def kept_text(self, seq_id: int, group: int) -> np.ndarray:
+        """Positions of the text whose rows a group has."""
+        length, kept = self.length(seq_id), self.kept[group]
+        if kept.window:
+            return np.arange(kept.first[seq_id], self.text_length(seq_id, length))
+        return self.text_positions(seq_id, 0, length)
+
+    def first_position(self, seq_id: int, group: int) -> int:
+        """First of the held positions from which on a group has all."""
+        first, window = self.kept[group].first[seq_id], self.window(seq_id)
+        return first if first <= window.sinks else max(first - window.dropped, window.sinks)
+
+    def first(self, seq_id: int) -> int:
+        """First position that all layers keep."""
+        return max(self.first_position(seq_id, group) for group in range(len(self.kept)))
+
+    def local(self, layer: int) -> int:
+        """The layer's index in the reference of its kind."""
+        is_mla = self.layers[layer] == MLA
+        return sum((each == MLA) == is_mla for each in self.layers[:layer])
+
+    def reference_of(self, layer: int) -> reference.ReferenceCache:
+        return self.mla if self.layers[layer] == MLA else self.mha
+
+    def rows(self, seq_id: int, layer: int) -> tuple[np.ndarray, ...]:
+        """K and V, or the latent rows, of the text, as the pages must hold them."""
+        rows = self.reference_of(layer).sequences[seq_id][self.local(layer)]
+        if rows is None:
+            is_mla = self.layers[layer] == MLA
+            empty = np.zeros((0, LATENT_DIM) if is_mla else (0, 1, DIM), np.float32)
+            rows = (empty,) if is_mla else (empty, empty)
+        return rows
+
+    @property
+    def groups(self) -> list[int]:
+        """Of each layer its group."""
+        kinds = list(dict.fromkeys(self.layers))
+        return [kinds.index(layer) for layer in self.layers]
+
+    def tables(self) -> list[dict[int, Any]]:
+        """Of each group the page tables."""
+        ids = [*self.cache.sequence_ids(), *self.importing]
+        return [{i: self.cache.page_table(i, g) for i in ids} for g in range(len(self.kept))]
+
+    def state(self) -> tuple:
+        """All that a failed call must leave alone, with the bytes of all pages in use."""
+        cache, tables = self.cache, self.tables()
+        first = [{i: cache.first_position(i, g) for i in t} for g, t in enumerate(tables)]
+        used = [sorted({page for table in t.values() for page in table}) for t in tables]
+        memory = [
+            zlib.crc32(self.pages[layer][used[group]].tobytes())
+            for layer, group in enumerate(self.groups)
+        ]
+        lengths = {
+            i: (cache.sequence_length(i), cache.sequence_window(i)) for i in cache.sequence_ids()
+        }
+        return cache.stats(), cache.is_in_forward(), lengths, tables, first, memory
+
+    # --- drawing --------------------------------------------------------------------------------
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def pick(self, items: Sequence[int] | None = None) -> int:
+        items = self.ids if items is None else items
+        return items[self.rng.integers(len(items))]
+
+    def pick_some(self, ids: list[int]) -> list[int]:
+        """At least one, in any order."""
+        size = int(self.rng.integers(1, len(ids) + 1))
+        return [int(i) for i in self.rng.permutation(ids)[:size]]
+
+    def new_id(self) -> int:
+        self.next_id += int(self.rng.integers(1, 4))
+        return self.next_id * (-1 if self.chance(0.2) else 1)
+
+    def normal(self, *shape: int) -> np.ndarray:
+        return self.rng.standard_normal(shape, dtype=np.float32)
+
+    @contextmanager
+    def breaking(self, *kernels: str, after: int = 0) -> Iterator[None]:
+        """Let kernels raise, once each of them has been called `after` times."""
+        self.broken.update(dict.fromkeys(kernels, after))
+        try:
+            yield
+        finally:
+            self.broken.clear()
+
+    # --- changing the reference -----------------------------------------------------------------
+
+    def add(self, seq_id: int) -> None:
+        for each in self.references:
+            each.add_sequence(seq_id)
+        for kept in self.kept:
+            kept.first[seq_id] = 0
+
+    def remove(self, seq_id: int) -> None:
+        if self.importing.pop(seq_id, None) is None:
+            for each in self.references:
+                each.remove_sequence(seq_id)
+
+    def shorten(self, seq_ids: Sequence[int]) -> None:
+        """After pops and commits: an empty sequence may begin anew."""
+        for seq_id in seq_ids:
+            if self.length(seq_id) == 0:
+                for kept in self.kept:
+                    kept.first[seq_id] = 0
+
+    def slide(self, seq_ids: Sequence[int]) -> None:
+        """A step of these sequences has ended, or a commit."""
+        self.mha.end_step(seq_id for seq_id in seq_ids if seq_id in self.mha.of)
+        for kept in self.kept:
+            for seq_id in seq_ids:
+                kept.slide(seq_id, self.text_length(seq_id, self.committed_length(seq_id)))
+
+    # --- running --------------------------------------------------------------------------------
+
+    def do(self, operation: Operation) -> bool:
+        """Draw arguments, apply, and compare; a call that fails has changed nothing.
+
+        False where there was nothing to do it with.
+        """
+        args = operation.draw(self)
+        name = type(operation).__name__
+        if args is None:
+            return False
+        refusal, before = operation.refusal(self, args), self.state()
+        try:
+            result = operation.apply(self, args)
+        except Exception as error:
+            self._check_error(operation, error, refusal)
+            assert self.state() == before, f"{name} {args} failed, but has changed the cache"
+            if isinstance(error, pkv.CacheFullError):
+                self.make_room()
+        else:
+            assert refusal is None, f"{name} {args} must raise {refusal.__name__}"
+            operation.check(self, args, result)
+            self.counts[name] += 1
+        return True
+
+    def _check_error(self, operation: Operation, error: Exception, refusal: type | None) -> None:
+        name = type(operation).__name__
+        if isinstance(error, pkv.CacheFullError):
+            assert operation.needs_pages, error
+            self._check_full_group(str(error))
+            self.counts[f"{name}: full"] += 1
+        elif isinstance(error, KernelFails) and refusal is None:
+            self.counts[f"{name}: a kernel fails"] += 1
+        elif refusal is not None and isinstance(error, refusal):
+            self.counts[f"{name}: refused"] += 1
+        else:
+            raise error
+
+    def _check_full_group(self, message: str) -> None:
+        """Layers with a window do not run out before those without, but for tree nodes.
+
+        And where sequences have dropped what those layers still hold.
+        """
+        group = re.search(r"in layer group (\d+)", message)
+        is_usual = not self.has_windows and not any(map(self.tree, self.ids))
+        if group and is_usual and any(kept.window == 0 for kept in self.kept):
+            assert self.kept[int(group[1])].window == 0, message
+
+    def make_room(self) -> None:
+        longest = max(self.ids, key=self.length) if self.ids else self.pick([*self.importing])
+        self.cache.remove_sequence(longest)
+        self.remove(longest)
+
+    # --- looking --------------------------------------------------------------------------------
+
+    def check_counters(self) -> None:
+        """Lengths, page tables and statistics."""
+        lengths = {seq_id: self.length(seq_id) for seq_id in self.ids}
+        stats = self.cache.stats()
+        assert {i: self.cache.sequence_length(i) for i in self.ids} == lengths
+        assert self.cache.sequence_ids() == sorted(self.ids)
+        assert stats["uncommitted_tree_nodes"] == sum(len(self.tree(i)) for i in self.ids)
+        assert stats["num_importing_sequences"] == len(self.importing)
+        windows = {i: self.window(i) for i in self.ids}
+        for seq_id, window in windows.items():
+            expected = window.size, window.sinks, window.dropped
+            assert tuple(self.cache.sequence_window(seq_id)) == expected
+        assert stats["num_windowed_sequences"] == sum(x.size > 0 for x in windows.values())
+        assert stats["num_dropped_tokens"] == sum(x.dropped for x in windows.values())
+        lengths |= {i: checkpoint.length for i, checkpoint in self.importing.items()}
+        assert self.cache.total_length() == stats["total_tokens"] == sum(lengths.values())
+        assert stats["num_sequences"] == len(lengths)
+        assert self.cache.is_empty() == (not lengths)
+        free: dict[int, int] = {}
+        for g, tables in enumerate(self.tables()):
+            kept, group = self.kept[g], stats["groups"][g]
+            for seq_id, table in tables.items():
+                if seq_id in self.importing:
+                    assert len(table) == kept.num_pages(seq_id, lengths[seq_id])
+                    continue
+                assert self.cache.first_position(seq_id, g) == self.first_position(seq_id, g)
+                assert len(table) == len(set(self.kept_text(seq_id, g) // self.page_size))
+            assert group["window"] == kept.window
+            assert group["num_used_pages"] == len({p for table in tables.values() for p in table})
+            assert group["num_pages"] <= -(-self.max_total_tokens // self.page_size)
+            free[kept.window] = min(group["num_free_pages"], free.get(kept.window, 1 << 30))
+        least = min(free.values())
+        expected = least if self.has_windows else free.get(0, least)
+        assert self.cache.num_available_pages() == expected
+
+    def check_rows(self) -> None:
+        """All rows of all sequences, in the pages' memory; those of one sequence by its readers."""
+        for seq_id in self.ids:
+            for layer, group in enumerate(self.groups):
+                text = self.kept_text(seq_id, group)
+                table = np.array(self.cache.page_table(seq_id, group), int)
+                page_numbers, index = np.unique(text // self.page_size, return_inverse=True)
+                assert len(page_numbers) == len(table)
+                slots = table[index] * self.page_size + text % self.page_size
+                for got, want in zip(self._rows_of(layer), self.rows(seq_id, layer), strict=True):
+                    np.testing.assert_array_equal(got[slots], want[text])
+        if self.ids:
+            self.check_readers(self.pick())
+
+    def _rows_of(self, layer: int) -> list[np.ndarray]:
+        """All slots of a layer's pages."""
+        pages = self.pages[layer]
+        if self.layers[layer] == MLA:
+            return [pages.reshape(-1, LATENT_DIM)]
+        return [pages[:, plane].swapaxes(1, 2).reshape(-1, 1, DIM) for plane in range(2)]
+
+    def check_readers(self, seq_id: int) -> None:
+        """debug_get_kv of a sequence, and of what is gone."""
+        begin, length = self.first(seq_id), self.length(seq_id)
+        for is_mla in {layer == MLA for layer in self.layers}:
+            read = self.cache.debug_get_kv_mla if is_mla else self.cache.debug_get_kv
+            layers = [i for i, each in enumerate(self.layers) if (each == MLA) == is_mla]
+            actual = read(seq_id, begin)
+            actual = [x.numpy() for x in (actual if isinstance(actual, tuple) else [actual])]
+            text = self.text_positions(seq_id, begin, length)
+            for layer in layers:
+                for got, want in zip(actual, self.rows(seq_id, layer), strict=True):
+                    np.testing.assert_array_equal(got[self.local(layer)], want[text])
+            if 0 < begin < length:
+                try:
+                    read(seq_id, begin - 1)
+                except IndexError as error:
+                    assert f"position {begin - 1} of sequence" in str(error)
+                else:
+                    raise AssertionError("what is gone was read")
+
+
+def run(worlds: Sequence[World], operations: Sequence[Operation], num_steps: int) -> None:
+    """Apply operations to worlds at random, and look at everything now and then."""
+    rng = worlds[0].rng
+    weights = np.array([operation.weight for operation in operations])
+    step = 0
+    while step < num_steps:
+        operation = operations[rng.choice(len(operations), p=weights / weights.sum())]
+        world = worlds[rng.integers(len(worlds))]
+        try:
+            if not world.do(operation):
+                continue
+            world.cache.check_integrity()
+            if step % 5 == 0:
+                shuffle(world.cache, step)
+                poison(world.cache)
+            if step % 10 == 0:
+                world.check_counters()
+                world.check_rows()
+        except Exception as error:
+            error.add_note(f"step {step}: {type(operation).__name__}")
+            raise
+        step += 1

@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file fuzz_sequence_table.cc
- * \brief Operations on sequences and steps, decoded from bytes, against a list of tokens for each.
+ * \brief Operations on sequences, steps and token trees, decoded from bytes, against a list of
+ * tokens for each sequence.
  *
  * Slots of pages hold tokens here, so that a page that was not copied, was copied too late or was
  * given away twice shows as a wrong token of some sequence.
  */
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "../commit_plan.h"
 #include "../error.h"
 #include "../forward_plan.h"
 #include "../sequence_table.h"
@@ -35,6 +38,24 @@ struct Sizes {
       num_pages.push_back(static_cast<int32_t>(bytes->Between(1, 40)));
       windows.push_back(bytes->Next() % 2 ? bytes->Between(1, 20) : 0);
     }
+  }
+};
+
+/*! \brief What a sequence must hold. */
+struct Tokens {
+  std::vector<int32_t> all;      // those of tree nodes last
+  std::vector<int64_t> parents;  // of each node; -1: none
+
+  size_t num_committed() const { return all.size() - parents.size(); }
+  void Truncate(size_t length) {
+    parents.resize(length > num_committed() ? length - num_committed() : 0);
+    all.resize(length);
+  }
+  void Commit(int64_t leaf) {
+    std::vector<int32_t> path;
+    for (; leaf >= 0; leaf = parents[leaf]) path.push_back(all[num_committed() + leaf]);
+    Truncate(num_committed());
+    all.insert(all.end(), path.rbegin(), path.rend());
   }
 };
 
@@ -69,7 +90,10 @@ class World {
     std::sort(ids.begin(), ids.end());
     for (int64_t id : ids) {
       const Sequence& sequence = table_.At(id);
-      state.push_back({id, sequence.length});
+      state.push_back({id, sequence.length, sequence.tree.size()});
+      for (int64_t i = 0; i < sequence.tree.size(); ++i) {
+        state.back().push_back(sequence.tree.depth(i));
+      }
       state.emplace_back(sequence.first_pages);
       for (const auto& pages : sequence.pages) state.emplace_back(pages.begin(), pages.end());
     }
@@ -82,10 +106,10 @@ class World {
 
   void Draw(Bytes* bytes) {
     const int64_t id = bytes->Around(0, kMaxId);
-    switch (bytes->Between(0, 9)) {
+    switch (bytes->Between(0, 10)) {
       case 0:
         table_.Add(id);
-        expected_[id].clear();
+        expected_[id] = {};
         break;
       case 1:
         table_.Remove(id);
@@ -108,6 +132,9 @@ class World {
           for (int32_t g = 0; g < table_.num_groups(); ++g) table_.pool(g).ShuffleFree(id);
         }
         break;
+      case 6:
+        Commit(bytes);
+        break;
       default:
         Step(bytes);
     }
@@ -115,23 +142,53 @@ class World {
 
   int64_t LengthOf(int64_t id) const {
     auto it = expected_.find(id);
-    return it == expected_.end() ? 0 : static_cast<int64_t>(it->second.size());
+    return it == expected_.end() ? 0 : static_cast<int64_t>(it->second.all.size());
+  }
+  int64_t NumNodesOf(int64_t id) const {
+    auto it = expected_.find(id);
+    return it == expected_.end() ? 0 : static_cast<int64_t>(it->second.parents.size());
   }
 
   void Fork(int64_t parent, Bytes* bytes) {
     const int64_t child = bytes->Around(0, kMaxId);
     const int64_t position = bytes->Around(-1, std::min<int64_t>(LengthOf(parent), 200));
     table_.Fork(parent, child, position);
-    std::vector<int32_t> tokens = expected_.at(parent);
-    if (position != -1) tokens.resize(position);
+    Tokens tokens = expected_.at(parent);
+    if (position != -1) tokens.Truncate(position);
+    FUZZ_CHECK(tokens.parents.empty());
     expected_[child] = std::move(tokens);
   }
 
   void Pop(int64_t id, Bytes* bytes) {
     const int64_t count = bytes->Around(0, std::min<int64_t>(LengthOf(id), 24));
     table_.Pop(id, count);
-    std::vector<int32_t>& tokens = expected_.at(id);
-    tokens.resize(tokens.size() - count);
+    Tokens& tokens = expected_.at(id);
+    tokens.Truncate(tokens.all.size() - count);
+  }
+
+  void Commit(Bytes* bytes) {
+    std::vector<int64_t> ids, leaves;
+    const int64_t batch = bytes->Between(0, 3);
+    for (int64_t i = 0; i < batch; ++i) {
+      ids.push_back(bytes->Around(0, kMaxId));
+      leaves.push_back(bytes->Around(-1, std::min<int64_t>(NumNodesOf(ids.back()) - 1, 200)));
+    }
+    const bool fails = bytes->Next() % 4 == 0;
+    CommitPlan plan(&table_);
+    plan.Prepare({ids.data(), ids.size()}, {leaves.data(), leaves.size()});
+    plan.Acquire();
+    Copy(plan.copies());
+    if (fails) return plan.Release();
+    const auto num_moves = static_cast<size_t>(plan.num_moves());
+    for (int32_t g = 0; g < table_.num_groups(); ++g) {
+      std::vector<int32_t> moves(2 * num_moves);
+      plan.FillMoves(g, moves.data());
+      for (size_t i = 0; i < num_moves; ++i) {
+        slots_[g].at(moves[num_moves + i]) = slots_[g].at(moves[i]);
+      }
+    }
+    plan.Commit();
+    for (size_t i = 0; i < ids.size(); ++i) expected_.at(ids[i]).Commit(leaves[i]);
   }
 
   /*! \brief What debug_set_kv does; the copies may fail. */
@@ -147,7 +204,7 @@ class World {
     if (fails) return table_.ReleaseCopies(copies);
     table_.CommitCopies(copies);
     for (int64_t position = begin; position < end; ++position) {
-      expected_.at(id)[position] = ++last_token_;
+      expected_.at(id).all[position] = ++last_token_;
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
         slots_[g][SlotOf(sequence, g, position)] = last_token_;
       }
@@ -163,8 +220,20 @@ class World {
       lengths.push_back(is_decode ? 1 : bytes->Around(1, kChunk / 2));
     }
     if (bytes->Next() % 16 == 0) lengths.push_back(1);
+    std::vector<int64_t> parents;
+    const bool has_trees = bytes->Next() % 4 == 0;
+    for (int64_t i = 0; has_trees && i < batch; ++i) {
+      const int64_t first = NumNodesOf(ids[i]);
+      for (int64_t n = 0; n < std::min<int64_t>(lengths[i], kChunk); ++n) {
+        const bool is_chain = bytes->Next() % 2;
+        const int64_t last = std::min<int64_t>(first + n - 1, 200);
+        parents.push_back(is_chain ? first + n - 1 : bytes->Around(-1, last));
+      }
+    }
     const int64_t end = bytes->Between(0, 4);
-    plan_.Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()});
+    const IntSpan tree{parents.data(), parents.size()};
+    plan_.Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()},
+                  has_trees ? std::optional<IntSpan>(tree) : std::nullopt);
     plan_.Acquire();
     Copy(plan_.copies());
     if (end == 0) return plan_.Release();  // as after a failed copy
@@ -176,12 +245,17 @@ class World {
       std::vector<int32_t> pages(plan_.NumPages(g, PageRange::kWithStep));
       plan_.FillPageValues(g, PageRange::kWithStep, pages.data());
     }
+    if (has_trees) {
+      std::vector<int32_t> order(2 * plan_.num_tree_nodes());
+      plan_.FillTreeOrder(PageRange::kWithStep, order.data());
+    }
     plan_.Commit();
     table_.CheckIntegrity(/*has_slid=*/false);
     size_t row = 0;
     for (size_t i = 0; i < ids.size(); ++i) {
       for (int64_t n = 0; n < lengths[i]; ++n, ++row) {
-        expected_.at(ids[i]).push_back(++last_token_);
+        expected_.at(ids[i]).all.push_back(++last_token_);
+        if (has_trees) expected_.at(ids[i]).parents.push_back(parents[row]);
         for (int32_t g = 0; g < table_.num_groups(); ++g) slots_[g].at(slots[g][row]) = last_token_;
       }
     }
@@ -212,10 +286,11 @@ class World {
     FUZZ_CHECK(table_.num_sequences() == static_cast<int64_t>(expected_.size()));
     for (const auto& [id, tokens] : expected_) {
       const Sequence& sequence = table_.At(id);
-      FUZZ_CHECK(sequence.length == static_cast<int64_t>(tokens.size()));
+      FUZZ_CHECK(sequence.length == static_cast<int64_t>(tokens.all.size()));
+      FUZZ_CHECK(sequence.tree.size() == static_cast<int64_t>(tokens.parents.size()));
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
         for (int64_t i = table_.FirstPosition(sequence, g); i < sequence.length; ++i) {
-          FUZZ_CHECK(slots_[g].at(SlotOf(sequence, g, i)) == tokens[i]);
+          FUZZ_CHECK(slots_[g].at(SlotOf(sequence, g, i)) == tokens.all[i]);
         }
       }
     }
@@ -223,8 +298,8 @@ class World {
 
   SequenceTable table_;
   ForwardPlan plan_;
-  std::map<int64_t, std::vector<int32_t>> expected_;  // tokens by sequence
-  std::vector<std::vector<int32_t>> slots_;           // tokens by group and slot
+  std::map<int64_t, Tokens> expected_;       // by sequence
+  std::vector<std::vector<int32_t>> slots_;  // tokens by group and slot
   int32_t last_token_ = 0;
 };
 

@@ -70,7 +70,7 @@ def prefill(
         view(o)[...], view(lse)[...] = reference_window.paged_attention(
             view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values), lengths,
             sm_scale, causal=bool(causal),
-            inline=(_rope(rope_theta, dim), view(q_positions)) if rotary_mode else None,
+            inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
         )  # fmt: skip
         return
     view(o)[...], view(lse)[...] = reference.paged_attention(

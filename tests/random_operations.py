@@ -122,7 +122,7 @@ class Pop(Operation):
 class EnableWindow(Operation):
     """A window for a sequence, unless it has one, or tree nodes, or a gap behind other sinks."""
 
-    weight = 0.05
+    weight = 0.08
 
     def draw(self, world: World) -> Any:
         if not world.ids or not (world.has_windows or world.chance(0.1)):

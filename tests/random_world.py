@@ -25,9 +25,7 @@ from .python_kernels import (
     LAYER,
     MLA_LAYER,
     make_cache,
-    poison,
     share_every_prefix,
-    shuffle,
     view,
 )
 from .python_tree_kernels import KERNELS_WITH_TREES, MLA_KERNELS_WITH_TREES
@@ -396,105 +394,3 @@ class World:
         longest = max(self.ids, key=self.length) if self.ids else self.pick([*self.importing])
         self.cache.remove_sequence(longest)
         self.remove(longest)
-
-    # --- looking --------------------------------------------------------------------------------
-
-    def check_counters(self) -> None:
-        """Lengths, page tables and statistics."""
-        lengths = {seq_id: self.length(seq_id) for seq_id in self.ids}
-        stats = self.cache.stats()
-        assert {i: self.cache.sequence_length(i) for i in self.ids} == lengths
-        assert self.cache.sequence_ids() == sorted(self.ids)
-        assert stats["uncommitted_tree_nodes"] == sum(len(self.tree(i)) for i in self.ids)
-        assert stats["num_importing_sequences"] == len(self.importing)
-        windows = {i: self.window(i) for i in self.ids}
-        for seq_id, window in windows.items():
-            expected = window.size, window.sinks, window.dropped
-            assert tuple(self.cache.sequence_window(seq_id)) == expected
-        assert stats["num_windowed_sequences"] == sum(x.size > 0 for x in windows.values())
-        assert stats["num_dropped_tokens"] == sum(x.dropped for x in windows.values())
-        lengths |= {i: checkpoint.length for i, checkpoint in self.importing.items()}
-        assert self.cache.total_length() == stats["total_tokens"] == sum(lengths.values())
-        assert stats["num_sequences"] == len(lengths)
-        assert self.cache.is_empty() == (not lengths)
-        free: dict[int, int] = {}
-        for g, tables in enumerate(self.tables()):
-            kept, group = self.kept[g], stats["groups"][g]
-            for seq_id, table in tables.items():
-                if seq_id in self.importing:
-                    assert len(table) == kept.num_pages(seq_id, lengths[seq_id])
-                    continue
-                assert self.cache.first_position(seq_id, g) == self.first_position(seq_id, g)
-                assert len(table) == len(set(self.kept_text(seq_id, g) // self.page_size))
-            assert group["window"] == kept.window
-            assert group["num_used_pages"] == len({p for table in tables.values() for p in table})
-            assert group["num_pages"] <= -(-self.max_total_tokens // self.page_size)
-            free[kept.window] = min(group["num_free_pages"], free.get(kept.window, 1 << 30))
-        least = min(free.values())
-        expected = least if self.has_windows else free.get(0, least)
-        assert self.cache.num_available_pages() == expected
-
-    def check_rows(self) -> None:
-        """All rows of all sequences, in the pages' memory; those of one sequence by its readers."""
-        for seq_id in self.ids:
-            for layer, group in enumerate(self.groups):
-                text = self.kept_text(seq_id, group)
-                table = np.array(self.cache.page_table(seq_id, group), int)
-                page_numbers, index = np.unique(text // self.page_size, return_inverse=True)
-                assert len(page_numbers) == len(table)
-                slots = table[index] * self.page_size + text % self.page_size
-                for got, want in zip(self._rows_of(layer), self.rows(seq_id, layer), strict=True):
-                    np.testing.assert_array_equal(got[slots], want[text])
-        if self.ids:
-            self.check_readers(self.pick())
-
-    def _rows_of(self, layer: int) -> list[np.ndarray]:
-        """All slots of a layer's pages."""
-        pages = self.pages[layer]
-        if self.layers[layer] == MLA:
-            return [pages.reshape(-1, LATENT_DIM)]
-        return [pages[:, plane].swapaxes(1, 2).reshape(-1, 1, DIM) for plane in range(2)]
-
-    def check_readers(self, seq_id: int) -> None:
-        """debug_get_kv of a sequence, and of what is gone."""
-        begin, length = self.first(seq_id), self.length(seq_id)
-        for is_mla in {layer == MLA for layer in self.layers}:
-            read = self.cache.debug_get_kv_mla if is_mla else self.cache.debug_get_kv
-            layers = [i for i, each in enumerate(self.layers) if (each == MLA) == is_mla]
-            actual = read(seq_id, begin)
-            actual = [x.numpy() for x in (actual if isinstance(actual, tuple) else [actual])]
-            text = self.text_positions(seq_id, begin, length)
-            for layer in layers:
-                for got, want in zip(actual, self.rows(seq_id, layer), strict=True):
-                    np.testing.assert_array_equal(got[self.local(layer)], want[text])
-            if 0 < begin < length:
-                try:
-                    read(seq_id, begin - 1)
-                except IndexError as error:
-                    assert f"position {begin - 1} of sequence" in str(error)
-                else:
-                    raise AssertionError("what is gone was read")
-
-
-def run(worlds: Sequence[World], operations: Sequence[Operation], num_steps: int) -> None:
-    """Apply operations to worlds at random, and look at everything now and then."""
-    rng = worlds[0].rng
-    weights = np.array([operation.weight for operation in operations])
-    step = 0
-    while step < num_steps:
-        operation = operations[rng.choice(len(operations), p=weights / weights.sum())]
-        world = worlds[rng.integers(len(worlds))]
-        try:
-            if not world.do(operation):
-                continue
-            world.cache.check_integrity()
-            if step % 5 == 0:
-                shuffle(world.cache, step)
-                poison(world.cache)
-            if step % 10 == 0:
-                world.check_counters()
-                world.check_rows()
-        except Exception as error:
-            error.add_note(f"step {step}: {type(operation).__name__}")
-            raise
-        step += 1

@@ -44,22 +44,23 @@ def visible(window: Window, row: int) -> np.ndarray:
 
 def attend(
     q, k, v, seen: Sequence[np.ndarray], positions, rope, sm_scale, softcap=None, sinks=None,
-    slopes=None,
+    slopes=None, first=0,
 ):  # fmt: skip
     """Attention of ``q [T, Hq, D]`` where row t sees the rows ``seen[t]`` of ``k, v [S, Hk, D]``.
 
-    What it sees has the positions 0, 1, ..., and the row has ``positions[t]``: for a rotation, and
-    for ALiBi where there are `slopes`.
+    What it sees has the positions `first` and so on, and the row has ``positions[t]``: for a
+    rotation, and for ALiBi where there are `slopes`.
     """
     outputs, lses = [], []
     for t, columns in enumerate(seen):
         columns = columns[columns < len(k)]
         q_row, k_rows = q[t : t + 1], k[columns]
+        k_positions = first + np.arange(len(columns))
         if rope is not None:
             q_row = rotate(q_row, positions[t : t + 1], rope)
-            k_rows = rotate(k_rows, np.arange(len(columns)), rope)
+            k_rows = rotate(k_rows, k_positions, rope)
         mask = np.ones((1, len(columns)), bool)
-        bias = alibi_bias(slopes, positions[t : t + 1], np.arange(len(columns)))
+        bias = alibi_bias(slopes, positions[t : t + 1], k_positions)
         o, lse = attention(q_row, k_rows, v[columns], mask, sm_scale, softcap, sinks, bias)
         outputs.append(o)
         lses.append(lse)
@@ -80,14 +81,18 @@ def paged_attention(
         (without it: all).
     causal : bool
         Whether the rows are the last slots of the pages, or follow them.
-    inline : tuple (Rope, q_rope_position ``[T]``), optional
+    inline : tuple (Rope, q_rope_position ``[T]``, k_rope_pos_offset ``[B]``), optional
         Rotate Q and K here. Rows of a chunk that is longer than the window are numbered through;
         each stands behind what it sees, so at most at the size of the window.
-    alibi : tuple (slopes, q_rope_position ``[T]``), optional
+    alibi : tuple (slopes, q_rope_position ``[T]``, k_rope_pos_offset ``[B]``), optional
     others : as `reference.paged_attention`
     """
-    rope, q_positions = inline or (None, np.zeros(len(q), int))
-    slopes, q_positions = alibi or (None, q_positions)
+    nowhere = None, np.zeros(len(q), int), np.zeros(len(q_indptr) - 1, int)
+    rope, q_positions, k_offsets = inline or nowhere
+    if alibi is not None:
+        slopes, q_positions, k_offsets = alibi
+    else:
+        slopes = None
     outputs, lses = [], []
     last, begins, sinks = length_rows[:3]
     for b in range(len(q_indptr) - 1):
@@ -100,7 +105,8 @@ def paged_attention(
         first = num_slots - (num_rows if causal else 0)
         seen = [visible(window, first + r) for r in range(num_rows)]
         positions = np.minimum(q_positions[rows], window.size)
-        o, lse = attend(q[rows], k, v, seen, positions, rope, sm_scale, softcap, slopes=slopes)
+        arguments = q[rows], k, v, seen, positions, rope, sm_scale, softcap
+        o, lse = attend(*arguments, slopes=slopes, first=k_offsets[b])
         outputs.append(o)
         lses.append(lse)
     return np.concatenate(outputs), np.concatenate(lses)

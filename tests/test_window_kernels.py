@@ -51,14 +51,15 @@ class WindowBatch(PagedBatch):
             for column in list(zip(*sequences, strict=True))[2:]
         )
         self.backs = np.minimum(backs, NO_LIMIT - self.sinks)
-        self.k_offsets[:] = 0
+        # Tables of sequences that keep everything may begin after pages that are shared.
+        self.k_offsets[:] = np.where((self.begins == 0) & (backs == NO_LIMIT), 16, 0)
         positions = []
         for b, (num_rows, num_slots) in enumerate(zip(self.num_rows, self.kv_lens, strict=True)):
             table = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
             for slot in range(self.sinks[b], min(self.begins[b], num_slots)):
                 self.pages[table[slot // spec.page_size], :, :, slot % spec.page_size] = np.nan
             end = num_slots - (self.begins[b] - self.sinks[b])
-            positions.append(np.arange(end - num_rows, end))
+            positions.append(self.k_offsets[b] + np.arange(end - num_rows, end))
         self.q_positions = np.concatenate(positions).astype(np.int32)
 
     def length_rows(self, num_rows: int) -> np.ndarray:
@@ -80,8 +81,9 @@ class WindowBatch(PagedBatch):
         expected = reference_window.paged_attention(
             self.q, self.q_indptr, self.pages, self.page_indptr, self.page_values,
             self.length_rows(num_rows), self.sm_scale, causal=causal,
-            inline=(table, self.q_positions) if inline else None, softcap=self.spec.logit_softcap,
-            alibi=(slopes, self.q_positions) if slopes else None,
+            inline=(table, self.q_positions, self.k_offsets) if inline else None,
+            softcap=self.spec.logit_softcap,
+            alibi=(slopes, self.q_positions, self.k_offsets) if slopes else None,
         )  # fmt: skip
         self.check(expected, self.spec.dtype, self.spec.kv_dtype)
 

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs random worlds, and compares all that a cache says and holds with its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .python_kernels import poison, shuffle
+from .random_world import DIM, LATENT_DIM, MLA, Operation, World
+
+
+def run(worlds: Sequence[World], operations: Sequence[Operation], num_steps: int) -> None:
+    """Apply operations to worlds at random, and look at everything now and then."""
+    rng = worlds[0].rng
+    weights = np.array([operation.weight for operation in operations])
+    step = 0
+    while step < num_steps:
+        operation = operations[rng.choice(len(operations), p=weights / weights.sum())]
+        world = worlds[rng.integers(len(worlds))]
+        try:
+            if not world.do(operation):
+                continue
+            world.cache.check_integrity()
+            if step % 5 == 0:
+                shuffle(world.cache, step)
+                poison(world.cache)
+            if step % 10 == 0:
+                check_counters(world)
+                check_rows(world)
+        except Exception as error:
+            error.add_note(f"step {step}: {type(operation).__name__}")
+            raise
+        step += 1
+
+
+def check_counters(world: World) -> None:
+    """Lengths, page tables and statistics."""
+    lengths = {seq_id: world.length(seq_id) for seq_id in world.ids}
+    stats = world.cache.stats()
+    assert {i: world.cache.sequence_length(i) for i in world.ids} == lengths
+    assert world.cache.sequence_ids() == sorted(world.ids)
+    assert stats["uncommitted_tree_nodes"] == sum(len(world.tree(i)) for i in world.ids)
+    assert stats["num_importing_sequences"] == len(world.importing)
+    windows = {i: world.window(i) for i in world.ids}
+    for seq_id, window in windows.items():
+        expected = window.size, window.sinks, window.dropped
+        assert tuple(world.cache.sequence_window(seq_id)) == expected
+    assert stats["num_windowed_sequences"] == sum(x.size > 0 for x in windows.values())
+    assert stats["num_dropped_tokens"] == sum(x.dropped for x in windows.values())
+    lengths |= {i: checkpoint.length for i, checkpoint in world.importing.items()}
+    assert world.cache.total_length() == stats["total_tokens"] == sum(lengths.values())
+    assert stats["num_sequences"] == len(lengths)
+    assert world.cache.is_empty() == (not lengths)
+    free: dict[int, int] = {}
+    for g, tables in enumerate(world.tables()):
+        kept, group = world.kept[g], stats["groups"][g]
+        for seq_id, table in tables.items():
+            if seq_id in world.importing:
+                assert len(table) == kept.num_pages(seq_id, lengths[seq_id])
+                continue
+            assert world.cache.first_position(seq_id, g) == world.first_position(seq_id, g)
+            assert len(table) == len(set(world.kept_text(seq_id, g) // world.page_size))
+        assert group["window"] == kept.window
+        assert group["num_used_pages"] == len({p for table in tables.values() for p in table})
+        assert group["num_pages"] <= -(-world.max_total_tokens // world.page_size)
+        free[kept.window] = min(group["num_free_pages"], free.get(kept.window, 1 << 30))
+    least = min(free.values())
+    expected = least if world.has_windows else free.get(0, least)
+    assert world.cache.num_available_pages() == expected
+
+
+def check_rows(world: World) -> None:
+    """All rows of all sequences, in the pages' memory; those of one sequence by its readers."""
+    for seq_id in world.ids:
+        for layer, group in enumerate(world.groups):
+            text = world.kept_text(seq_id, group)
+            table = np.array(world.cache.page_table(seq_id, group), int)
+            page_numbers, index = np.unique(text // world.page_size, return_inverse=True)
+            assert len(page_numbers) == len(table)
+            slots = table[index] * world.page_size + text % world.page_size
+            for got, want in zip(_rows_of(world, layer), world.rows(seq_id, layer), strict=True):
+                np.testing.assert_array_equal(got[slots], want[text])
+    if world.ids:
+        check_readers(world, world.pick())
+
+
+def _rows_of(world: World, layer: int) -> list[np.ndarray]:
+    """All slots of a layer's pages."""
+    pages = world.pages[layer]
+    if world.layers[layer] == MLA:
+        return [pages.reshape(-1, LATENT_DIM)]
+    return [pages[:, plane].swapaxes(1, 2).reshape(-1, 1, DIM) for plane in range(2)]
+
+
+def check_readers(world: World, seq_id: int) -> None:
+    """debug_get_kv of a sequence, and of what is gone."""
+    begin, length = world.first(seq_id), world.length(seq_id)
+    for is_mla in {layer == MLA for layer in world.layers}:
+        read = world.cache.debug_get_kv_mla if is_mla else world.cache.debug_get_kv
+        layers = [i for i, each in enumerate(world.layers) if (each == MLA) == is_mla]
+        actual = read(seq_id, begin)
+        actual = [x.numpy() for x in (actual if isinstance(actual, tuple) else [actual])]
+        text = world.text_positions(seq_id, begin, length)
+        for layer in layers:
+            for got, want in zip(actual, world.rows(seq_id, layer), strict=True):
+                np.testing.assert_array_equal(got[world.local(layer)], want[text])
+        if 0 < begin < length:
+            try:
+                read(seq_id, begin - 1)
+            except IndexError as error:
+                assert f"position {begin - 1} of sequence" in str(error)
+            else:
+                raise AssertionError("what is gone was read")

@@ -45,7 +45,7 @@ class Remove(Operation):
 
 
 class Clear(Operation):
-    weight = 0.002
+    weight = 0.006
 
     def draw(self, world: World) -> Any:
         return ()

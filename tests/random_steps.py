@@ -43,7 +43,7 @@ class Step(Operation):
 
     def apply(self, world: World, args: Any) -> None:
         batch, lengths, parents, layers = args
-        copy = ("copy_single_page",) if world.chance(0.25) else ()
+        copy = ("copy_single_page",) if world.chance(0.4) else ()
         with world.breaking(*copy, after=int(world.rng.integers(3))):
             world.cache.begin_forward(batch, lengths, parents)
         positions = self.positions(world, batch, lengths, parents)

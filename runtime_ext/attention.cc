@@ -334,8 +334,7 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
 }
 
 KernelName PagedKVCacheObj::RaggedKernel(const Layer& layer) const {
-  const KernelName plain =
-      plan_.needs_tree_mask() ? KernelName::kTree : KernelName::kPrefillRagged;
+  const KernelName plain = plan_.needs_tree_mask() ? KernelName::kTree : KernelName::kPrefillRagged;
   if (layer.config.window == 0) return plain;
   const KernelName sliding =
       plan_.needs_tree_mask() ? KernelName::kTreeSliding : KernelName::kPrefillRaggedSliding;

@@ -54,7 +54,7 @@ void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
   };
   if (layer.is_mla()) {
     if (kernels.IsFlashInfer(KernelName::kPrefillRagged)) {
-      Raise(kNotImplementedError, "FlashInfer's functions for MLA layers");
+      Raise(kValueError, "FlashInfer's functions serve layers with K and V, not MLA layers");
     }
     require(KernelName::kTransposeAppendMLA);
     require(KernelName::kMLAPrefill);

@@ -18,7 +18,6 @@ inline constexpr const char* kKeyError = "KeyError";
 inline constexpr const char* kIndexError = "IndexError";
 inline constexpr const char* kTypeError = "TypeError";
 inline constexpr const char* kMemoryError = "MemoryError";
-inline constexpr const char* kNotImplementedError = "NotImplementedError";
 inline constexpr const char* kRuntimeError = "RuntimeError";
 inline constexpr const char* kCacheFullError = "CacheFullError";
 

@@ -297,7 +297,7 @@ void PagedKVCacheObj::ShuffleFreePages(int64_t seed) {
 
 void PagedKVCacheObj::PoisonFreePages() {
   if (config_.device.device_type != kDLCPU) {
-    Raise(kNotImplementedError, "poison_free_pages on a device other than a CPU");
+    Raise(kValueError, "poison_free_pages works on CPUs only");
   }
   const int64_t page_size = config_.page_size;
   for (int32_t g = 0; g < table_.num_groups(); ++g) {

@@ -98,7 +98,8 @@ void KernelSet::Set(KernelName name, const ffi::AnyView& value) {
 void KernelSet::SetFlashInfer(KernelName name, const ffi::Array<ffi::Any>& array) {
   if (name != KernelName::kPrefillRagged && name != KernelName::kPrefill &&
       name != KernelName::kDecode) {
-    Raise(kNotImplementedError, "FlashInfer's functions as kernel '", ToString(name), "'");
+    Raise(kValueError, "FlashInfer's functions cannot be kernel '", ToString(name),
+          "', but prefill_ragged, prefill and decode");
   }
   std::optional<ffi::Function> run, plan;
   if (array.size() == 3) {

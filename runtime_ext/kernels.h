@@ -51,7 +51,7 @@ class KernelSet {
  public:
   /*!
    * \brief Reads a map from kernel names to a function (ours) or to [tag, function].
-   * \throws Error (ValueError, TypeError, NotImplementedError).
+   * \throws Error (ValueError, TypeError).
    */
   static KernelSet FromMap(const ffi::Map<ffi::String, ffi::Any>& map);
 

@@ -281,7 +281,7 @@ def test_config_map(cache_dir):
 def test_what_layers_must_share(cache_dir):
     layers = [LayerSpec(), LayerSpec(rope=RopeConfig(mode="none"))]
     config = make_config(layers=layers)
-    with pytest.raises(NotImplementedError, match="different rope mode"):
+    with pytest.raises(ValueError, match="one rope mode"):
         config_map(config, build_kernels(config), tvm.cpu())
 
 

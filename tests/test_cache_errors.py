@@ -371,7 +371,7 @@ KERNEL_ERRORS = {
     "type": (TypeError, "'decode' must be a function", {"decode": 3}),
     "tag": (ValueError, "tag 'cuda'", {"decode": ["cuda", print]}),
     "tag_only": (TypeError, "one function after its tag", {"decode": ["tirx"]}),
-    "flashinfer": (NotImplementedError, "FlashInfer", {"tree": ["flashinfer", print, print]}),
+    "flashinfer": (ValueError, "FlashInfer", {"tree": ["flashinfer", print, print]}),
     "flashinfer plan": (TypeError, "two functions", {"decode": ["flashinfer", print]}),
     "no_tag": (TypeError, "'decode' must be a function", {"decode": [print]}),
 }

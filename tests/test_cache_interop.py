@@ -139,7 +139,7 @@ POSITIONAL = {
     "prototype": (12, None, TypeError, "argument 12"),
     "prototype_dtype": (12, tvm.runtime.tensor(np.zeros((), "int32")), ValueError, "dtype"),
     "append": (13, None, ValueError, "missing: transpose_append"),
-    "flashinfer": (22, ["flashinfer", print, print], NotImplementedError, "FlashInfer"),
+    "flashinfer": (22, ["flashinfer", print, print], ValueError, "FlashInfer"),
     "flashinfer_plan": (16, ["flashinfer", print, 1], TypeError, "two functions"),
     "decode": (17, [], ValueError, "missing: decode"),
     "merge": (23, None, TypeError, "argument 23"),

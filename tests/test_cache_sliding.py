@@ -289,7 +289,3 @@ def test_positional_form():
         arguments[0] = Shape([4, 64, 32, 4, 0, window])
         with pytest.raises(ValueError, match="window must be between 1"):
             create(*arguments)
-    arguments[0] = Shape([4, 64, 32, 4, 0, 5])
-    arguments[18] = ["tirx", kernels["prefill_sliding"]]
-    with pytest.raises(NotImplementedError, match="window over the stock cache's kernels"):
-        create(*arguments)

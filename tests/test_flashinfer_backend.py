@@ -130,7 +130,7 @@ def test_a_plan_that_fails_is_made_again():
 
 def test_mla_layers_are_refused():
     kernels = {**MLA_KERNELS, "prefill_ragged": Recorder().kernel("prefill_ragged")}
-    with pytest.raises(NotImplementedError, match="FlashInfer's functions for MLA layers"):
+    with pytest.raises(ValueError, match="not MLA layers"):
         make_cache(kernels, layers=[MLA_LAYER])
 
 

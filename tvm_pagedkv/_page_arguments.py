@@ -257,5 +257,5 @@ class Pools:
 def _on_cpu(name: str, value: Any, is_written: bool = False) -> tvm_ffi.Tensor:
     tensor = _tensors.view(name, value, is_written=is_written)
     if tensor.device.dlpack_device_type() != _tensors.DL_CPU:
-        raise NotImplementedError(f"{name} on {tensor.device}: these functions run on CPUs")
+        raise ValueError(f"{name} on {tensor.device}: these functions run on CPUs")
     return tensor

@@ -113,5 +113,7 @@ def _common(config: KVCacheConfig, what: str, of: Callable):
     rotated = [layer for layer in config.layers if layer.kind in MHA_KINDS]
     values = {of(layer.rope) for layer in rotated or config.layers}
     if len(values) != 1:
-        raise NotImplementedError(f"layers with different rope {what}")
+        raise ValueError(
+            f"the layers of a cache must have one rope {what}, got {sorted(map(str, values))}"
+        )
     return values.pop()

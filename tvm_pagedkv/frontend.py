@@ -311,7 +311,8 @@ class _Kernels:
         if "mha" in self.kinds:
             specs["prefill_shared"] = self.mha
         if "mha_sliding" in self.kinds:
-            specs["tree_paged_sliding"] = self.mha
+            for name in ("prefill_ragged_sliding", "tree_paged_sliding", "tree_sliding"):
+                specs[name] = self.mha
         if self.mla:
             specs |= {"mla_prefill_shared": self.mla, "mla_tree": self.mla}
         return [

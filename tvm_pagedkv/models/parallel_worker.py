@@ -69,7 +69,8 @@ class LlamaWorker:
     def create_cache(self, *sizes: int) -> int:
         """Make a cache of this worker's layers and heads; the number by which it is known."""
         cache_id = next(self.ids)
-        self.caches[cache_id] = self.vm["create_kv_cache"](*(tvm_ffi.Shape([n]) for n in sizes))
+        arguments = (*sizes, 0)  # of which nothing is sent to other caches
+        self.caches[cache_id] = self.vm["create_kv_cache"](*(tvm_ffi.Shape([n]) for n in arguments))
         return cache_id
 
     def cache(self, cache_id: int) -> KVCache:

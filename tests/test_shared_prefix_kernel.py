@@ -31,6 +31,7 @@ SPECS = {
     "2:2x8-f32-p8": make_spec((2, 2), 8, page=8),
     "3:1x24-bf16-p128": make_spec((3, 1), 24, (BF16, BF16), 128),
     "2:1x256-bf16-p32": make_spec((2, 1), 256, (BF16, BF16), 32),
+    "16:2x96-f16-p64": make_spec((16, 2), 96, (F16, F16), 64),
 }
 # (pages, rows) of each segment: one of each; many pages for few rows, which are cut; many rows, in
 # several tiles; several segments.

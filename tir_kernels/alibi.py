@@ -58,3 +58,8 @@ class AlibiBias:
             distance = broadcast(begin, lanes) + offsets(start, lanes)
             bias = T.cast(distance, vector_type(F32, lanes)) * broadcast(slope, lanes)
             store(scores, (at, start), lanes, load(scores, (at, start), lanes) + bias)
+
+    def of_rows(self, row, lanes: int, position):
+        """The bias of `lanes` rows from `row` on at one position: a vector."""
+        distance = broadcast(position, lanes) - load(self.position, (row,), lanes, "int32")
+        return T.cast(distance, vector_type(F32, lanes)) * load(self.slope, (row,), lanes)

@@ -31,6 +31,12 @@ define linkonce_odr {i} @pagedkv_bf16_round({f} %second, {f} %first) #0 {{
   %pairs = bitcast {b} %r to {i}
   ret {i} %pairs
 }}
+define linkonce_odr {i} @pagedkv_bf16_interleave({f} %second, {f} %first) #0 {{
+  %r = call {b} @llvm.x86.avx512bf16.cvtne2ps2bf16.512({f} %second, {f} %first)
+  %s = shufflevector {b} %r, {b} poison, <32 x i32> <{interleaved}>
+  %pairs = bitcast {b} %s to {i}
+  ret {i} %pairs
+}}
 declare {b} @llvm.x86.avx512bf16.cvtne2ps2bf16.512({f}, {f})
 attributes #0 = {{ alwaysinline nounwind readnone }}
 """
@@ -38,7 +44,8 @@ attributes #0 = {{ alwaysinline nounwind readnone }}
 
 def _helper(text: str, n: int) -> str:
     types = {"f": f"<{n} x float>", "i": f"<{n} x i32>", "b": f"<{2 * n} x bfloat>"}
-    return text.format(n=n, bits=32 * n, **types)
+    interleaved = ", ".join(f"i32 {i}, i32 {n + i}" for i in range(n))
+    return text.format(n=n, bits=32 * n, interleaved=interleaved, **types)
 
 
 LLVM_HELPERS = _helper(_DOT, 16) + _helper(_DOT, 8) + _helper(_ROUND, 16)
@@ -88,18 +95,8 @@ class PairOperands:
 
     def repack(self, numbers: list):
         """The inverse of `unpack`, rounding to nearest even."""
-
-        def integer(value: int):
-            return broadcast(T.int32(value), self.lanes)
-
-        def rounded(value):
-            bits = temp(T.reinterpret("int32x16", value), self.lanes, INT32)
-            odd = T.bitwise_and(T.shift_right(bits, integer(16)), integer(1))
-            return temp(bits + integer(0x7FFF) + odd, self.lanes, INT32)
-
-        first, second = (rounded(value) for value in numbers)
-        low = T.bitwise_and(T.shift_right(first, integer(16)), integer(0xFFFF))
-        return T.bitwise_or(low, T.bitwise_and(second, integer(-65536)))
+        first, second = numbers
+        return T.call_pure_extern("int32x16", "pagedkv_bf16_interleave", second, first)
 
     def load_k(self, tile, row, element, lanes: int):
         """`lanes` elements of a row of K."""
@@ -108,7 +105,7 @@ class PairOperands:
     def pack_v(
         self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None
     ) -> None:
-        """Interleave pairs of rows of V; those from `kv_len` on, or before `begin`, are zeros."""
+        """Interleave pairs of rows of V, with zeros as of `Float32Operands`."""
         with T.serial(num_positions // ROWS_AT_ONCE) as i:
             row = i * ROWS_AT_ONCE
             tile = rows.tile(first + row, ROWS_AT_ONCE)
@@ -117,6 +114,8 @@ class PairOperands:
                 buffer, (*outer, last) = tile.v(t, column)
                 words = self._words(buffer)[(*outer, ramp(last, lanes))]
                 number = T.cast(words, vector_type(INT32, lanes))
+                if kv_len is None:
+                    return number
                 seen = within(first + row + t, begin, kv_len)
                 return T.Select(seen, number, broadcast(T.int32(0), lanes))
 

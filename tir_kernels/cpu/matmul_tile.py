@@ -14,7 +14,16 @@ UNROLL = 2
 
 
 def multiply_tile(
-    a, b, depth: int, *, rows: int, parts: Sequence[Chunk], start: Callable, finish: Callable, ops
+    a,
+    b,
+    depth: int,
+    *,
+    rows: int,
+    parts: Sequence[Chunk],
+    start: Callable,
+    finish: Callable,
+    ops,
+    each_step: Callable | None = None,
 ) -> None:
     """Emit ``start + a @ b`` for a few rows and a few vectors of columns.
 
@@ -29,9 +38,13 @@ def multiply_tile(
     start : ``(row, chunk) -> float32 vector``
     finish : ``(row, chunk, value)``
     ops : operands object, which has `dtype` and `multiply_add(accumulator, a, b)`.
+    each_step : ``(step)``, optional
+        What else to do in each of the ``depth // UNROLL`` steps.
     """
     total = {(i, c): Register(c.lanes, init=start(i, c)) for i in range(rows) for c in parts}
     with T.serial(depth // UNROLL) as step:
+        if each_step:
+            each_step(step)
         for u in range(UNROLL):
             k = step * UNROLL + u
             columns = {

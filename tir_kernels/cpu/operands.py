@@ -68,7 +68,7 @@ class Float32Operands:
     def pack_v(
         self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None
     ) -> None:
-        """Copy rows of V; those from `kv_len` on, or before `begin`, become zeros."""
+        """Copy rows of V; those from `kv_len` on, or before `begin`, become zeros (None: none)."""
         with T.serial(num_positions // ROWS_AT_ONCE) as i:
             tile = rows.tile(first + i * ROWS_AT_ONCE, ROWS_AT_ONCE)
 
@@ -77,9 +77,10 @@ class Float32Operands:
                     row = i * ROWS_AT_ONCE + t
                     for c in parts:
                         v = tile.load_v(t, start + c.start, c.lanes)
-                        is_held = within(first + row, begin, kv_len)
-                        seen = T.Select(is_held, v, constant(0.0, c.lanes))
-                        store(packed, (row, start + c.start), c.lanes, seen)
+                        if kv_len is not None:
+                            is_held = within(first + row, begin, kv_len)
+                            v = T.Select(is_held, v, constant(0.0, c.lanes))
+                        store(packed, (row, start + c.start), c.lanes, v)
 
             for_columns(width, self.lanes, 1, columns)
 

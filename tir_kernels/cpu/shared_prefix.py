@@ -13,17 +13,17 @@ from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
-from ..masks import CausalMask
 from ..merge import MergedLse, weighted
 from ..softmax import inverse_total, log_sum
-from ..spec import LOG2E, KernelSpec
+from ..spec import KernelSpec
 from .arguments import OUTPUTS, SCALARS, attention_kernel
 from .columns import chunks
 from .inline_rope import InlineRope
 from .partials import MOST_TASKS, Partials
 from .prefill import operands
-from .prefill_unit import POSITIONS, Tiling, Unit
+from .prefill_unit import Tiling
 from .rows import LatentRows, PagedRows
+from .shared_unit import POSITIONS, SharedUnit
 from .simd import Register, broadcast, index_temp, load, store, temp
 from .tasks import cut, for_tasks, num_threads
 
@@ -136,39 +136,31 @@ class _Output:
         store(self.a.o, at, lanes, before + value * broadcast(self.weights[1], lanes))
 
 
-class _SharedUnit(Unit):
+class _SharedUnit(SharedUnit):
     """The rows of a tile over some of the positions of the segment."""
-
-    def row_state(self, row):
-        """Index of a row's state in `state.top` and `state.total`."""
-        return self.state.index(row // self.tiling.rows, row % self.tiling.rows)
 
     def run_blocks(self, a: SimpleNamespace, tile: _Tile, rows: PagedRows, begin, end) -> None:
         """Attend to the blocks of positions ``begin .. end - 1``, from a cleared state."""
-        tiling, group = self.tiling, self.spec.group_size
-        num_rows = index_temp(tile.num_rows * group)
-        num_blocks = index_temp((num_rows + tiling.rows - 1) // tiling.rows)
-        factor = temp(a.sm_scale * T.float32(LOG2E))
-        with T.serial(num_blocks * tiling.rows) as row:
-            source = index_temp(T.min(row, num_rows - 1))
-            token = index_temp(a.row_ids[tile.first_row + source // group])
-            self.load_q(a, row, token, index_temp(tile.head * group + source % group), factor)
-        with T.serial(num_blocks) as block:
-            self.state.reset(block)
+        group = self.spec.group_size
+
+        def row_of(row):
+            token = index_temp(a.row_ids[tile.first_row + row // group])
+            return token, index_temp(tile.head * group + row % group)
+
         step = SimpleNamespace(
-            rows=rows, kv_len=tile.kv_len, k_offset=a.rope.first_position(tile.segment)
+            num_rows=index_temp(tile.num_rows * group),
+            row_of=row_of,
+            kv_len=tile.kv_len,
+            begin=begin,
+            end=end,
+            k_offset=a.rope.first_position(tile.segment),
         )
-        with T.serial(begin, end) as i:
-            first = index_temp(i * POSITIONS)
-            self.pack(a, step, first)
-            with T.serial(num_blocks) as block:
-                self.attend(a, block, first, lambda row: tile.kv_len, None, factor)
+        self.run(a, rows, step)
 
     def finish_row(self, row, output: _Output) -> None:
         """Merge a row that has seen the whole segment."""
-        state = self.row_state(row)
-        total = temp(self.state.total[state])
-        output.put_lse(row, log_sum(self.state.top[state], total))
+        total = temp(self.state.total[row])
+        output.put_lse(row, log_sum(self.state.top[row], total))
         inverse = temp(inverse_total(total))
         for c in chunks(self.spec.v_head_dim, self.lanes):
             o = load(self.o, (row, c.start), c.lanes) * broadcast(inverse, c.lanes)
@@ -177,7 +169,6 @@ class _SharedUnit(Unit):
 
 def emit_shared(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     """Emit the body: `a` holds the matched arguments by their names, and `rope`."""
-    a.mask = CausalMask(T.int32(0))
     total = _for_tiles(spec, a, lambda tile: None)
     width = spec.group_size * (spec.qk_head_dim + spec.v_head_dim)
     work = T.cast(total, "int64") * (POSITIONS * width)
@@ -188,7 +179,7 @@ def emit_shared(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
 
     def attend(task):
-        unit = _SharedUnit(spec, ops)
+        unit = _SharedUnit(spec, ops, Tiling.of(spec).tokens * spec.group_size)
         a.rope.begin_task()
         a.rope.begin_sequence(T.int32(0))  # the length matters to longrope only
         task_begin = index_temp(cut(total, task, num_tasks))

@@ -10,7 +10,8 @@ import numpy as np
 import tvm
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.simd import Register, constant, load, store
+from tir_kernels.cpu.bf16 import LLVM_HELPERS, PairOperands
+from tir_kernels.cpu.simd import Register, constant, load, store, temp
 from tvm_pagedkv.build import resolve_target, vector_target
 
 READ_BYTES = 2**28
@@ -43,8 +44,25 @@ def _emit_fma(sink, tasks: int, lanes: int) -> None:
             store(sink, (task, i * lanes), lanes, register.get())
 
 
+def _emit_dot(sink, words, tasks: int) -> None:
+    operands, lanes = PairOperands(), PairOperands.lanes
+    with T.attr(T.int32(0), "pragma_import_llvm", LLVM_HELPERS), T.parallel(tasks) as task:
+        total = [
+            Register(lanes, init=load(sink, (task, i * lanes), lanes)) for i in range(REGISTERS)
+        ]
+        x = temp(load(words, (task, 0), lanes, "int32"), lanes, "int32")
+        with T.serial(FMA_STEPS):
+            for register in total:
+                operands.multiply_add(register, x, x)
+        for i, register in enumerate(total):
+            store(sink, (task, i * lanes), lanes, register.get())
+
+
 class Limits:
-    """Sequential read bandwidth and FMA peak of all threads; keeps the times of every read."""
+    """Sequential read bandwidth and FMA peak of all threads; keeps the times of every read.
+
+    Also the peak of the dot product of bfloat16 pairs, where the CPU has it.
+    """
 
     def __init__(self):
         tasks, lanes = int(os.environ["TVM_NUM_THREADS"]), vector_target().lanes
@@ -64,8 +82,19 @@ class Limits:
             sink = T.match_buffer(sink_handle, (tasks, width), "float32")
             _emit_fma(sink, tasks, lanes)
 
-        built = tvm.tirx.build(tvm.IRModule({"read": read, "fma": fma}), target=resolve_target())
+        @T.prim_func(s_tir=True)
+        def dot(sink_handle: T.handle, words_handle: T.handle):
+            T.func_attr({"tirx.is_scheduled": True, "global_symbol": "dot"})
+            sink = T.match_buffer(sink_handle, (tasks, width), "float32")
+            words = T.match_buffer(words_handle, (tasks, width), "int32")
+            _emit_dot(sink, words, tasks)
+
+        self.has_dot = vector_target().has_bf16_dot
+        functions = {"read": read, "fma": fma} | ({"dot": dot} if self.has_dot else {})
+        built = tvm.tirx.build(tvm.IRModule(functions), target=resolve_target())
         self._read, self._fma = built["read"], built["fma"]
+        self._dot = built["dot"] if self.has_dot else None
+        self._words = tvm.runtime.tensor(np.zeros((tasks, width), np.int32))
         self._source = tvm.runtime.tensor(np.ones((tasks, rows, width), np.float32))
         self._sink = tvm.runtime.tensor(np.full((tasks, width), 0.5, np.float32))
         self.read_bytes = self._source.numpy().nbytes
@@ -83,3 +112,9 @@ class Limits:
         start = time.perf_counter()
         self._fma(self._sink)
         return (time.perf_counter() - start) * 1e9 / self.fma_flops
+
+    def dot(self) -> float:
+        """Seconds per GFLOP of the dot product of bfloat16 pairs."""
+        start = time.perf_counter()
+        self._dot(self._sink, self._words)
+        return (time.perf_counter() - start) * 1e9 / (2 * self.fma_flops)

@@ -25,6 +25,8 @@ from tvm_pagedkv import disco
 
 from . import reference
 
+pytestmark = pytest.mark.usefixtures("no_late_garbage")
+
 HEADS, KV_HEADS, DIM, WIDTH, NUM_LAYERS, WINDOW = 4, 2, 16, 24, 3, 6
 KINDS = ["mha", "mha_sliding", "mha"]
 SM_SCALE = DIM**-0.5

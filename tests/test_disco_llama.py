@@ -15,6 +15,8 @@ from tvm_pagedkv.models import LlamaModel, ParallelLlama
 from tvm_pagedkv.models.parallel import resolve_stages
 from tvm_pagedkv.models.parallel_worker import LlamaWorker
 
+pytestmark = pytest.mark.usefixtures("no_late_garbage")
+
 PAGE_SIZE, CAPACITIES = 16, (6, 320, 64)
 # Shards add up in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-4}

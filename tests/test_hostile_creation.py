@@ -42,7 +42,7 @@ CONFIG = {
     "unknown": {"int": 1, "none": None},
 }
 LAYER_FIELDS = {
-    "kind": {"none": None, "text": "linear", "int": 0},
+    "kind": {"none": None, "text": "convolution", "int": 0},
     "window": {"of_no_use": 5, "negative": -1, "text": "5"},
     "num_qo_heads": BELOW_ONE | NO_INT | {"three": 3},
     "num_kv_heads": BELOW_ONE | NO_INT | {"three": 3},

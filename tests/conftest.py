@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests keep compiled files beside pytest's own cache, and workers leave each other the CPUs."""
 
-import gc
 import os
 from collections import Counter
 from pathlib import Path
-
-import pytest
 
 _COMPILED = Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"
 os.environ.setdefault("TVM_PAGEDKV_CACHE", str(_COMPILED))
@@ -31,15 +28,3 @@ def pytest_terminal_summary(terminalreporter):
         named = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         terminalreporter.write_sep("-", "random operations")
         terminalreporter.write_line(f"{sum(counts.values())} in {num_tests} tests: {named}")
-
-
-@pytest.fixture
-def no_late_garbage():
-    """Keep what cycles hold of a Disco session for ever.
-
-    Its objects write to their workers when they go; after the session's end that ends the process.
-    """
-    gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()

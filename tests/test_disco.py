@@ -8,10 +8,8 @@ workers' share of the heads; its reference is NumPy and knows one worker only.
 from __future__ import annotations
 
 import functools
-import gc
 
 import numpy as np
-import pytest
 import tvm
 from tvm import relax, tirx
 from tvm.relax.frontend import nn
@@ -24,8 +22,6 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv import disco
 
 from . import reference
-
-pytestmark = pytest.mark.usefixtures("no_late_garbage")
 
 HEADS, KV_HEADS, DIM, WIDTH, NUM_LAYERS, WINDOW = 4, 2, 16, 24, 3, 6
 KINDS = ["mha", "mha_sliding", "mha"]
@@ -206,14 +202,12 @@ def _check_memory(session, path: str, layer_indptr: list[int]) -> None:
         assert own.stats()["page_pool_bytes"] == (end - begin) * num_pages * page_bytes
 
 
-@pytest.fixture
-def session_of():
-    """Makes sessions, which end when nothing refers to them."""
-    yield lambda kind, *sizes: getattr(disco, f"{kind}_session")(*sizes)
-    gc.collect()
+def session_of(kind: str, *sizes: int):
+    """A session, which ends when nothing refers to it."""
+    return getattr(disco, f"{kind}_session")(*sizes)
 
 
-def test_pipeline_stages(session_of, tmp_path):
+def test_pipeline_stages(tmp_path):
     """One layer, then two."""
     path = _build(tmp_path / "model.so", 1, [0, 1, 3])
     threads = session_of("threaded", 2, 2)
@@ -222,11 +216,11 @@ def test_pipeline_stages(session_of, tmp_path):
     _run(session_of("process", 2, 2), path, 1, 2)
 
 
-def test_tensor_parallel(session_of, tmp_path):
+def test_tensor_parallel(tmp_path):
     path = _build(tmp_path / "model.so", 2, [0, 3])
     _run(session_of("process", 2), path, 2, 1)
 
 
-def test_stages_of_sharded_heads(session_of, tmp_path):
+def test_stages_of_sharded_heads(tmp_path):
     path = _build(tmp_path / "model.so", 2, [0, 2, 3])
     _run(session_of("threaded", 4, 2), path, 2, 2)

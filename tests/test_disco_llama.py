@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import gc
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -14,8 +15,6 @@ from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.models import LlamaModel, ParallelLlama
 from tvm_pagedkv.models.parallel import resolve_stages
 from tvm_pagedkv.models.parallel_worker import LlamaWorker
-
-pytestmark = pytest.mark.usefixtures("no_late_garbage")
 
 PAGE_SIZE, CAPACITIES = 16, (6, 320, 64)
 # Shards add up in another order.
@@ -52,8 +51,6 @@ def model_of():
     yield load
     for model in models:
         model.close()
-    models.clear()
-    gc.collect()
 
 
 def _drive(model) -> list[np.ndarray]:
@@ -243,3 +240,34 @@ def test_a_closed_model_says_so(model_of):
     model.close()
     with pytest.raises(RuntimeError, match="the model is closed"):
         cache.add_sequence(1)
+
+
+_IN_CYCLES = """
+import gc, sys
+from tvm_pagedkv.models import ParallelLlama
+
+gc.disable()
+for _ in range(2):
+    model = ParallelLlama.from_pretrained(num_shards=2, threads=sys.argv[1] == "threads")
+    cycle = [model._workers.call("describe"), model._workers.session.empty((3,), "float32"), model]
+    cycle.append(cycle)
+    if sys.argv[2] != "never closed":
+        model.close()
+    del model, cycle
+    if sys.argv[2] == "collected after":
+        assert gc.collect() > 0
+print("done")
+"""
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+@pytest.mark.parametrize("when", ["collected after", "never collected", "never closed"])
+def test_what_outlives_its_model_does_no_harm(workers, when):
+    """Whether references to workers go after the model, or when Python ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_CYCLES, workers, when],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -8,13 +8,18 @@ socket, and the names under which Disco looks for such operations are served: `a
 ``tvm.relax.op.ccl`` does.
 
 Workers are threads or processes of one machine. Each makes its own cache, of its pipeline stage
-(`KVCacheConfig.layer_indptr`) and of its share of the heads. A session ends when nothing refers to
-it or to what its workers hold; do not call its `shutdown` while something does, for apache-tvm 0.27
-ends the process when it then writes to a worker that has gone.
+(`KVCacheConfig.layer_indptr`) and of its share of the heads.
+
+A session ends when nothing refers to it or to what its workers hold. apache-tvm 0.27 then waits for
+its threads while Python stands still, and a reference that goes after `Session.shutdown` ends the
+process, for it is told to a worker that has gone. So workers are given no object that only Python
+could free, what Python has for a worker is kept here and goes with `forget`, and nothing here calls
+`shutdown`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import shutil
@@ -93,16 +98,17 @@ def _connected(session, num_workers: int, num_groups: int):
     return session
 
 
-def end(session) -> None:
-    """End the workers of a session to which nothing refers but the caller.
+def forget(session) -> None:
+    """Let the workers drop what they keep in Python: their sockets, and `Worker.state`.
 
-    A worker that still has an object of Python's when Python ends would take the process with it.
+    They end when the last reference to `session` or to what its workers hold goes, whenever that
+    is. In the meantime they cannot work together any more.
     """
-    for kept in ("_cache", "_import_python_module"):  # functions of the session that it keeps
+    session.get_global_func("tvm_pagedkv.disco.forget")()
+    session._sync_all()
+    for kept in ("_cache", "_import_python_module"):  # functions that refer to the session
         if hasattr(session, kept):
             delattr(session, kept)
-    session._sync_all()
-    session.shutdown()
 
 
 def stage_function(session, module, name: str):
@@ -118,25 +124,24 @@ def stage_function(session, module, name: str):
 
     Returns
     -------
-    function of the session
+    Callable
         Takes the input of the first stage; the other stages take their input from the one before
         them. The result is what each stage gives; on the workers of the last one, of the model.
     """
-    disco = load_disco()
-    function = session.get_global_func("tvm_pagedkv.disco.stage_function")(module, name)
-    return disco.session.DPackedFunc(function, session)
+    return functools.partial(session.get_global_func("tvm_pagedkv.disco.run_stage"), module, name)
 
 
 # --- in a worker ----------------------------------------------------------------------------------
 
 
 class Worker:
-    """One worker: who it is, and its sockets by the ids of the others."""
+    """One worker: who it is, its sockets by the ids of the others, and what a model keeps in it."""
 
     def __init__(self, rank: int, num_workers: int, num_groups: int):
         self.rank, self.group_size = rank, num_workers // num_groups
         self.group, self.num_groups = rank // self.group_size, num_groups
         self.sockets: dict[int, socket.socket] = {}
+        self.state: Any = None
 
     @property
     def shard(self) -> int:
@@ -300,26 +305,28 @@ def _broadcast_from_worker0(send, in_group: bool, receive) -> None:
         target[...] = peers.receive(first, target)
 
 
-def _stage_function(module, name: str):
+def _forget() -> None:
+    worker = _workers.pop(threading.get_ident(), None)
+    if worker is not None:
+        worker.close()
+
+
+def _run_stage(module, name: str, x, *rest: Any):
     peers = current_worker()
-    function = module[f"{name}_{peers.group}"]
-
-    def run(x, *rest: Any):
-        if peers.group > 0:
-            received = tvm.runtime.empty(x.shape, x.dtype)
-            peers.receive_into(received)
-            x = received
-        result = function(x, *rest)
-        if peers.group + 1 < peers.num_groups:
-            peers.send_on(result)
-        return result
-
-    return tvm_ffi.convert(run)
+    if peers.group > 0:
+        received = tvm.runtime.empty(x.shape, x.dtype)
+        peers.receive_into(received)
+        x = received
+    result = module[f"{name}_{peers.group}"](x, *rest)
+    if peers.group + 1 < peers.num_groups:
+        peers.send_on(result)
+    return result
 
 
 _FUNCTIONS = {
     "tvm_pagedkv.disco.connect": _connect,
-    "tvm_pagedkv.disco.stage_function": _stage_function,
+    "tvm_pagedkv.disco.forget": _forget,
+    "tvm_pagedkv.disco.run_stage": _run_stage,
     # Disco puts the name of its library of collectives between the dots; on CPUs it has none.
     "runtime.disco..allreduce": _allreduce,
     "runtime.disco..allgather": _allgather,

@@ -149,7 +149,6 @@ class ParallelLlama:
         make = disco.threaded_session if threads else disco.process_session
         session = make(num_shards * num_stages, num_stages)
         session.import_python_module(parallel_worker.__name__)
-        start = session.get_global_func("tvm_pagedkv.models.start_worker")
         described = {
             "directory": str(directory.resolve()),
             "dtype": dtype,
@@ -158,8 +157,9 @@ class ParallelLlama:
             "num_shards": num_shards,
             "layer_indptr": indptr,
         }
-        model = cls(config, options[0], tokenizer, _Workers(session, start(json.dumps(described))))
-        model.call("load")
+        workers = _Workers(session)
+        model = cls(config, options[0], tokenizer, workers)
+        _values(workers.load(json.dumps(described)))
         return model
 
     # --- steps ----------------------------------------------------------------------------------
@@ -213,42 +213,56 @@ class ParallelLlama:
 
     def call(self, command: str, *args: Any) -> list[Any]:
         """Let all workers do a command of `LlamaWorker`; what each of them returns."""
-        values, errors = [], []
-        for answer in self._workers.call(command, *args):
-            if isinstance(answer, tvm_ffi.Tensor):
-                values.append(answer)
-                continue
-            answer = json.loads(answer)
-            if "error" in answer:
-                errors.append((answer["error"], answer["text"]))
-            values.append(answer.get("value"))
-        if errors:
-            # Who lost another worker is not who failed.
-            known = [error for error in errors if error[0] in _ERRORS]
-            name, text = (known or errors)[0]
-            raise _ERRORS.get(name, RuntimeError)(text)
-        return values
+        return _values(self._workers.call(command, *args))
+
+
+def _values(answers: list[Any]) -> list[Any]:
+    """What the answers of `parallel_worker` say, or the error of the worker that failed."""
+    values, errors = [], []
+    for answer in answers:
+        if isinstance(answer, tvm_ffi.Tensor):
+            values.append(answer)
+            continue
+        answer = json.loads(answer)
+        if "error" in answer:
+            errors.append((answer["error"], answer["text"]))
+        values.append(answer.get("value"))
+    if errors:
+        # Who lost another worker is not who failed.
+        known = [error for error in errors if error[0] in _ERRORS]
+        name, text = (known or errors)[0]
+        raise _ERRORS.get(name, RuntimeError)(text)
+    return values
 
 
 class _Workers:
-    """A session and the function that its workers run commands with."""
+    """A session, and the function of it that does commands."""
 
-    def __init__(self, session, run):
-        self.session, self.run = session, run
+    def __init__(self, session):
+        self.session = session
+        self.run = session.get_global_func("tvm_pagedkv.models.run_worker")
 
-    def call(self, *args: Any, only_first: bool = False) -> list[Any]:
+    def load(self, options: str) -> list[Any]:
+        """The answer of every worker, which loads its part of the model."""
+        load = self.session.get_global_func("tvm_pagedkv.models.load_worker")
+        return self._answers(load(options), self.session.num_workers)
+
+    def call(self, command: str, *args: Any, only_first: bool = False) -> list[Any]:
         """The answer of every worker."""
         if self.session is None:
             raise RuntimeError("the model is closed: its workers have ended")
-        answers = self.session.call_packed(self.run, *args)
         num_workers = 1 if only_first else self.session.num_workers
+        return self._answers(self.run(command, *args), num_workers)
+
+    @staticmethod
+    def _answers(answers, num_workers: int) -> list[Any]:
         return [answers.debug_get_from_remote(worker) for worker in range(num_workers)]
 
     def close(self) -> None:
-        """End the workers, once they have forgotten all that is Python's."""
+        """Let the workers forget the model; they end with what refers to their session."""
         session, self.session, self.run = self.session, None, None
         if session is not None:
-            disco.end(session)
+            disco.forget(session)
 
 
 class ParallelCache:

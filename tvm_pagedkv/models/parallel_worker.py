@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -142,32 +142,38 @@ def _num_bytes(tensor: tvm.runtime.Tensor) -> int:
 _COMMANDS = ("create_cache", "cache", "drop_cache", "call", "describe", "step")
 
 
-def _start(options: str):
-    """A function of the session that does the commands of a new `LlamaWorker`."""
-    worker = current_worker()
-    llama: list[LlamaWorker] = []
+def _load(options: str) -> str:
+    """Make this thread's `LlamaWorker`."""
 
     def load() -> None:
-        llama.append(LlamaWorker(worker, **json.loads(options)))
+        worker = current_worker()
+        worker.state = LlamaWorker(worker, **json.loads(options))
 
-    def run(command: str, *args: Any) -> Any:
-        try:
-            if command == "load":
-                value = load()
-            elif command in _COMMANDS and llama:
-                value = getattr(llama[0], command)(*args)
-            else:
-                raise ValueError(f"unknown command {command!r}, or the model is not loaded")
-        except Exception as error:
-            text = error.args[0] if error.args else ""
-            return json.dumps({"error": type(error).__name__, "text": str(text)})
-        return (
-            value
-            if isinstance(value, tvm_ffi.Object | tvm_ffi.Tensor)
-            else json.dumps({"value": value})
-        )
-
-    return tvm_ffi.convert(run)
+    return _answer(load)
 
 
-tvm_ffi.register_global_func("tvm_pagedkv.models.start_worker", _start, override=True)
+def _run(command: str, *args: Any) -> Any:
+    """Do a command of this thread's `LlamaWorker`."""
+
+    def run() -> Any:
+        llama = current_worker().state
+        if command not in _COMMANDS or llama is None:
+            raise ValueError(f"unknown command {command!r}, or the model is not loaded")
+        return getattr(llama, command)(*args)
+
+    return _answer(run)
+
+
+def _answer(work: Callable[[], Any]) -> Any:
+    try:
+        value = work()
+    except Exception as error:
+        text = error.args[0] if error.args else ""
+        return json.dumps({"error": type(error).__name__, "text": str(text)})
+    if isinstance(value, tvm_ffi.Object | tvm_ffi.Tensor):
+        return value
+    return json.dumps({"value": value})
+
+
+tvm_ffi.register_global_func("tvm_pagedkv.models.load_worker", _load, override=True)
+tvm_ffi.register_global_func("tvm_pagedkv.models.run_worker", _run, override=True)

@@ -16,6 +16,7 @@ from .config import KVCacheConfig, LayerSpec, RopeConfig  # noqa: E402
 from .create import create  # noqa: E402
 from .frontend import PagedKVCache  # noqa: E402
 from .frontend_methods import PagedKVCacheObject  # noqa: E402
+from .threads import num_threads, set_num_threads  # noqa: E402
 
 
 def use_stock_runtime() -> None:
@@ -39,6 +40,8 @@ __all__ = [
     "RopeConfig",
     "build",
     "create",
+    "num_threads",
+    "set_num_threads",
     "use_pagedkv_runtime",
     "use_stock_runtime",
 ]

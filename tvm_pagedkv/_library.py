@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 from pathlib import Path
 
+from . import threads
+
 REQUIRED_TVM = "apache-tvm>=0.27,<0.28"
 
 
@@ -24,14 +26,6 @@ def _check_tvm_version() -> None:
         ) from None
     if version.split(".")[:2] != ["0", "27"]:
         raise ImportError(f"tvm_pagedkv needs {REQUIRED_TVM}, found {version}; {hint}")
-
-
-def _use_all_cpus() -> None:
-    # TVM's pool starts with the first parallel kernel, with half of the CPUs unless told otherwise.
-    if "TVM_NUM_THREADS" not in os.environ:
-        has_affinity = hasattr(os, "sched_getaffinity")
-        count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
-        os.environ["TVM_NUM_THREADS"] = str(count)
 
 
 def path() -> Path:
@@ -75,7 +69,7 @@ def load() -> None:
         When apache-tvm is missing or of another version, or the library was not built.
     """
     _check_tvm_version()
-    _use_all_cpus()
+    threads.set_defaults()
     # tvm first: it registers the functions that the library takes over.
     import tvm  # noqa: F401
     import tvm_ffi

@@ -360,6 +360,7 @@ def _info(_: argparse.Namespace) -> None:
     from ._library import path as library_path
     from .build import resolve_target, vector_target
     from .disk_cache import cache_dir
+    from .threads import available_cpus, num_threads
 
     def installed(package: str) -> str:
         try:
@@ -380,7 +381,7 @@ def _info(_: argparse.Namespace) -> None:
         "CPU": f"{traits.lanes} float32 lanes, {traits.registers} registers, "
         f"bfloat16 dot product: {'yes' if traits.has_bf16_dot else 'no'}, "
         f"float16 conversion: {'yes' if traits.has_f16_convert else 'no'}",
-        "threads": os.environ.get("TVM_NUM_THREADS", "as TVM chooses"),
+        "threads": f"{num_threads()} of {len(available_cpus())} CPUs that the process may use",
         "compiled files": f"{cache_dir()} ({len(files)} files, {megabytes:.1f} MiB)",
     }
     width = max(map(len, rows))

@@ -75,7 +75,7 @@ class PairOperands:
 
     def load_q(self, buffer, index, lanes: int, factor):
         """`lanes` elements of Q."""
-        return self._pairs(buffer, index, lanes)
+        return self.pairs(buffer, index, lanes)
 
     def load_rotated_q(self, row, element, lanes: int, factor):
         """`lanes` elements of a float32 row that was rotated; the row is padded to 32 numbers."""
@@ -100,7 +100,7 @@ class PairOperands:
 
     def load_k(self, tile, row, element, lanes: int):
         """`lanes` elements of a row of K."""
-        return self._pairs(*tile.k(row, element), lanes)
+        return self.pairs(*tile.k(row, element), lanes)
 
     def pack_v(
         self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None
@@ -150,7 +150,8 @@ class PairOperands:
     def _words(self, buffer):
         return next(view for known, view in self.views if known.same_as(buffer))
 
-    def _pairs(self, buffer, index, lanes: int):
+    def pairs(self, buffer, index, lanes: int):
+        """`lanes` elements of a buffer that `begin` was told of, at an index in elements."""
         *outer, element = index
         words = self._words(buffer)[(*outer, ramp(element * 2, 2 * lanes))]
         return T.reinterpret(vector_type(INT32, lanes), words)

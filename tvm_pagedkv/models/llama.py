@@ -21,6 +21,7 @@ from ..build import vector_target
 from ..frontend import PagedKVCache
 from . import kernels
 from .config import LlamaConfig
+from .linear import PackedMatrix, embedding, linear
 
 
 @dataclass(frozen=True)
@@ -67,24 +68,17 @@ class Linear(nn.Module):
         bias: bool = False,
         out_dtype: str | None = None,
     ):
-        self.in_features, self.out_features = in_features, out_features
         self.options, self.out_dtype = options, out_dtype or options.dtype
-        shape = kernels.packed_shape(out_features, in_features, options.vector)
-        self.weight = nn.Parameter(shape, options.dtype)
+        self.matrix = PackedMatrix(out_features, in_features, options.dtype, options.vector)
+        self.weight = nn.Parameter(self.matrix.shape, options.dtype)
         self.bias = nn.Parameter((out_features,), options.dtype) if bias else None
 
     def forward(self, x: nn.Tensor, residual: nn.Tensor | None = None) -> nn.Tensor:
-        kernel = kernels.linear(
-            self.in_features,
-            self.out_features,
-            self.options.dtype,
-            self.out_dtype,
-            self.options.vector,
-            bias=self.bias is not None,
-            residual=residual is not None,
+        kernel = linear(
+            self.matrix, self.out_dtype, bias=self.bias is not None, residual=residual is not None
         )
         inputs = [x, self.weight, self.bias, residual]
-        out = nn.Tensor.placeholder((x.shape[0], self.out_features), self.out_dtype)
+        out = nn.Tensor.placeholder((x.shape[0], self.matrix.out_features), self.out_dtype)
         return op.tensor_ir_op(kernel, "linear", [i for i in inputs if i is not None], out)
 
 
@@ -184,24 +178,21 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig, options: BuildOptions):
         self.config, self.options = config, options
+        size, width = config.vocab_size, config.hidden_size
+        self.vocabulary = PackedMatrix(size, width, options.dtype, options.vector)
         own = options.layers_of(config)
         self.first_layer = own.start
         self.layers = nn.ModuleList([Block(config, options) for _ in own])
         if options.is_last:
-            width, size = config.hidden_size, config.vocab_size
             self.norm = Norm(config, options)
             self.lm_head = Linear(width, size, options, out_dtype="float32")
         self.shares_head = config.tied_embeddings and options.is_last
         if options.is_first and not self.shares_head:
-            shape = kernels.packed_shape(config.vocab_size, config.hidden_size, options.vector)
-            self.embed_tokens = nn.Parameter(shape, options.dtype)
+            self.embed_tokens = nn.Parameter(self.vocabulary.shape, options.dtype)
 
     def embed(self, ids: nn.Tensor) -> nn.Tensor:
-        config, options = self.config, self.options
-        kernel = kernels.embedding(
-            config.vocab_size, config.hidden_size, options.dtype, options.vector
-        )
-        out = nn.Tensor.placeholder((ids.shape[0], config.hidden_size), options.dtype)
+        kernel = embedding(self.vocabulary)
+        out = nn.Tensor.placeholder((ids.shape[0], self.config.hidden_size), self.options.dtype)
         weight = self.lm_head.weight if self.shares_head else self.embed_tokens
         return op.tensor_ir_op(kernel, "embedding", [ids, weight], out)
 
@@ -320,7 +311,7 @@ def weights(config: LlamaConfig, layers: range) -> Iterator[tuple[str, Weight]]:
     c, hidden = config, config.hidden_size
     q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
-    def linear(ours: str, in_features: int, has_bias: bool, split: str, *parts: tuple[str, int]):
+    def dense(ours: str, in_features: int, has_bias: bool, split: str, *parts: tuple[str, int]):
         matrix = tuple((f"{name}.weight", (width, in_features)) for name, width in parts)
         yield f"{ours}.weight", Weight(matrix, True, split)
         if has_bias:
@@ -343,10 +334,10 @@ def weights(config: LlamaConfig, layers: range) -> Iterator[tuple[str, Weight]]:
         o_proj = (f"{theirs}.self_attn.o_proj", hidden)
         down = (f"{theirs}.mlp.down_proj", hidden)
         attention, mlp, width = f"{ours}.self_attn", f"{ours}.mlp", c.intermediate_size
-        yield from linear(f"{attention}.qkv_proj", hidden, c.attention_bias, "rows", *qkv)
-        yield from linear(f"{attention}.o_proj", q_width, c.attention_bias, "columns", o_proj)
-        yield from linear(f"{mlp}.gate_up_proj", hidden, c.mlp_bias, "rows", *gate_up)
-        yield from linear(f"{mlp}.down_proj", width, c.mlp_bias, "columns", down)
+        yield from dense(f"{attention}.qkv_proj", hidden, c.attention_bias, "rows", *qkv)
+        yield from dense(f"{attention}.o_proj", q_width, c.attention_bias, "columns", o_proj)
+        yield from dense(f"{mlp}.gate_up_proj", hidden, c.mlp_bias, "rows", *gate_up)
+        yield from dense(f"{mlp}.down_proj", width, c.mlp_bias, "columns", down)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{ours}.{norm}.weight", Weight(((f"{theirs}.{norm}.weight", (hidden,)),), False)
     yield "norm.weight", Weight((("model.norm.weight", (hidden,)),), False)

@@ -19,9 +19,10 @@ from ..build import resolve_target
 from ..cache import KVCache
 from ..config import DTYPES, KVCacheConfig, LayerSpec
 from ..disk_cache import cached_library, code_versions
-from . import kernels, llama
+from . import llama
 from .checkpoint import Checkpoint
 from .config import LlamaConfig
+from .linear import PackedMatrix
 
 TINY = Path(__file__).parent / "tiny"
 
@@ -200,7 +201,7 @@ def load_parameters(
         ]
         array = np.concatenate(parts).astype(dtype)
         if source.is_matrix:
-            array = kernels.pack(array, options.vector)
+            array = PackedMatrix(*array.shape, options.dtype, options.vector).pack(array)
         loaded.append(tvm.runtime.tensor(array))
     return loaded
 

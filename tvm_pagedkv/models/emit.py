@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels of a decoder begin with: a PrimFunc over rows, and loops on all threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as ir
+
+from tir_kernels.spec import ITEMSIZE
+
+
+def rows_kernel(arguments: Callable, body: Callable) -> tirx.PrimFunc:
+    """A PrimFunc over n rows: ``arguments(n)`` lists (name, shape, dtype), `body` the rest."""
+    with IRBuilder() as builder, ir.prim_func(s_tir=True, private=True):
+        ir.func_name("kernel")
+        ir.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
+        n = T.int64()
+        described = arguments(n)
+        handles = [ir.arg(name, T.handle()) for name, _, _ in described]
+        buffers = [
+            ir.match_buffer(handle, shape, dtype, align=ITEMSIZE.get(dtype, 4))
+            for handle, (_, shape, dtype) in zip(handles, described, strict=True)
+        ]
+        with T.sblock("root"):  # Relax asks every function for one
+            T.reads()
+            T.writes()
+            body(n, *buffers)
+    return builder.get()
+
+
+def parallel_if(condition, extent, body: Callable) -> None:
+    """Run ``body(i)`` for each i, on all threads where `condition` holds."""
+    with T.If(condition):
+        with T.Then():
+            with T.parallel(extent) as i:
+                body(i)
+        with T.Else():
+            with T.serial(extent) as i:
+                body(i)

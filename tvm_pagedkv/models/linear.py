@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers: packed weights, and the kernels that multiply with them or look rows up in them.
+
+A matrix of `out_features` rows is kept as blocks of output features that are read once, in order,
+for a tile of rows of activations held in registers: ``[blocks, in_features, width]``. Where the CPU
+multiplies pairs of bfloat16, neighbours along the input features lie side by side:
+``[blocks, in_features / 2, width * 2]``.
+
+Prefill takes the blocks through the caches in parts of `DEPTH` input features, with all rows of a
+unit; the sums wait in float32 meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import tirx
+from tvm.script import tirx as T
+
+from tir_kernels.cpu.bf16 import PairOperands
+from tir_kernels.cpu.operands import Float32Operands
+from tir_kernels.cpu.simd import F32, Register, broadcast, constant, load, store, temp
+from tir_kernels.spec import VectorTarget
+
+from .emit import parallel_if, rows_kernel
+
+TILE_ROWS = 6
+UNIT_ROWS = 16 * TILE_ROWS  # rows that reuse a part of a block before the next one
+DEPTH = 512  # input features of a part
+_PARALLEL_FLOPS = 1 << 19  # below: cheaper than waking the other threads
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """How a weight matrix is kept for a target.
+
+    Parameters
+    ----------
+    out_features, in_features : int
+    dtype : str
+    target : VectorTarget
+    """
+
+    out_features: int
+    in_features: int
+    dtype: str
+    target: VectorTarget
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether two neighbouring input features are one operand."""
+        even = self.in_features % 2 == 0
+        return self.dtype == "bfloat16" and self.target.has_bf16_dot and even
+
+    @property
+    def numbers(self) -> int:
+        """Input features of an operand."""
+        return 2 if self.has_pairs else 1
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a row of a block."""
+        return 4 if self.target.registers >= 32 else 2
+
+    @property
+    def width(self) -> int:
+        """Output features of a block."""
+        return self.target.lanes * self.vectors
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks; the last one may have rows of zeros."""
+        return -(-self.out_features // self.width)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the packed weights."""
+        return self.num_blocks, self.in_features // self.numbers, self.width * self.numbers
+
+    def pack(self, weight: np.ndarray) -> np.ndarray:
+        """Pack ``[out_features, in_features]``."""
+        padded = np.zeros((self.num_blocks * self.width, self.in_features), weight.dtype)
+        padded[: len(weight)] = weight
+        blocks = padded.reshape(self.num_blocks, self.width, -1, self.numbers)
+        return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3)).reshape(self.shape)
+
+    def index(self, row, column) -> list:
+        """Where an element is."""
+        n = self.numbers
+        return [row // self.width, column // n, row % self.width * n + column % n]
+
+
+def linear(
+    matrix: PackedMatrix, out_dtype: str, *, bias: bool = False, residual: bool = False
+) -> tirx.PrimFunc:
+    """``out = x @ weight.T (+ bias) (+ residual)``, accumulated in float32.
+
+    Arguments of the kernel: x [n, in_features], packed weight, bias [out_features] and residual
+    [n, out_features] where chosen, out [n, out_features] of `out_dtype`.
+    """
+    lanes, width = matrix.target.lanes, matrix.width
+    num_blocks, depth, _ = matrix.shape
+    part = DEPTH // matrix.numbers
+    ops = PairOperands() if matrix.has_pairs else Float32Operands(lanes)
+    widens = matrix.dtype != F32 and not matrix.has_pairs
+
+    def body(n, x, weight, *extras_and_out):
+        *extras, out = extras_and_out
+        if matrix.has_pairs:
+            ops.begin([x, weight])
+        row_units = temp((n + UNIT_ROWS - 1) // UNIT_ROWS, 1, "int64")
+
+        def load_weight(block, k, v):
+            if matrix.has_pairs:
+                return ops.pairs(weight, (block, k, v * lanes), lanes)
+            return load(weight, (block, k, v * lanes), lanes)
+
+        def unit(index):
+            block = temp(index // row_units, 1, "int64")
+            begin = temp(index % row_units * UNIT_ROWS, 1, "int64")
+            count = temp(T.min(n - begin, T.int64(UNIT_ROWS)), 1, "int64")
+            sums = T.alloc_buffer((UNIT_ROWS, width), F32)
+            wide = T.alloc_buffer((UNIT_ROWS, DEPTH), F32) if widens else None
+
+            def load_x(row, first, k):
+                if matrix.has_pairs:
+                    return ops.pairs(x, (begin + row, first + k), 1)
+                return wide[row, k] if widens else x[begin + row, first + k]
+
+            def tile(row, rows: int, first, length):
+                parts = [(r, v) for r in range(rows) for v in range(matrix.vectors)]
+                totals = {
+                    (r, v): Register(lanes, init=load(sums, (row + r, v * lanes), lanes))
+                    for r, v in parts
+                }
+                with T.serial(length) as k:
+                    loaded = [
+                        temp(load_weight(block, first + k, v), lanes, ops.dtype)
+                        for v in range(matrix.vectors)
+                    ]
+                    for r in range(rows):
+                        value = temp(load_x(row + r, first, k), 1, ops.dtype)
+                        for v, column in enumerate(loaded):
+                            ops.multiply_add(totals[r, v], broadcast(value, lanes), column)
+                for (r, v), total in totals.items():
+                    store(sums, (row + r, v * lanes), lanes, total.get())
+
+            with T.serial(count) as row:
+                for v in range(matrix.vectors):
+                    store(sums, (row, v * lanes), lanes, constant(0.0, lanes))
+            with T.serial(T.int64(-(-depth // part))) as i:
+                first = temp(i * part, 1, "int64")
+                length = temp(T.min(T.int64(depth) - first, T.int64(part)), 1, "int64")
+                if widens:
+                    _widen(x, wide, begin, count, first, length, lanes)
+                with T.serial(count // TILE_ROWS) as j:
+                    tile(temp(j * TILE_ROWS, 1, "int64"), TILE_ROWS, first, length)
+                row = Register(1, "int64", init=count // TILE_ROWS * TILE_ROWS)
+                for rows in (4, 2, 1):
+                    with T.If(T.bitwise_and(count % TILE_ROWS, T.int64(rows)) != T.int64(0)):
+                        with T.Then():
+                            tile(row.get(), rows, first, length)
+                            row.set(row.get() + T.int64(rows))
+
+            def write(column, at, count):
+                """Store `count` sums of a row of the unit from `at` on."""
+
+                def write_row(row):
+                    value = load(sums, (row, at), count)
+                    if bias:
+                        value = value + load(extras[0], (column,), count)
+                    if residual:
+                        value = value + load(extras[-1], (begin + row, column), count)
+                    store(out, (begin + row, column), count, value)
+
+                return write_row
+
+            _for_outputs(matrix, block, count, write)
+
+        flops = n * (matrix.out_features * matrix.in_features)
+        with ops.scope():
+            parallel_if(flops >= _PARALLEL_FLOPS, row_units * num_blocks, unit)
+
+    def arguments(n):
+        return [
+            ("x", (n, matrix.in_features), matrix.dtype),
+            ("weight", matrix.shape, matrix.dtype),
+            *([("bias", (matrix.out_features,), matrix.dtype)] if bias else []),
+            *([("residual", (n, matrix.out_features), matrix.dtype)] if residual else []),
+            ("out", (n, matrix.out_features), out_dtype),
+        ]
+
+    return rows_kernel(arguments, body)
+
+
+def _widen(x, wide, begin, count, first, length, lanes: int) -> None:
+    """Convert a part of the rows of a unit to float32."""
+    with T.serial(count) as row:
+        with T.serial(length // lanes) as j:
+            value = load(x, (begin + row, first + j * lanes), lanes)
+            store(wide, (row, j * lanes), lanes, value)
+        with T.serial(length % lanes) as j:
+            k = temp(length // lanes * lanes + j, 1, "int64")
+            store(wide, (row, k), 1, load(x, (begin + row, first + k), 1))
+
+
+def _for_outputs(matrix: PackedMatrix, block, count, write: Callable) -> None:
+    """Emit ``write(column, at, lanes)(row)`` for the columns of a block that exist."""
+    lanes, num_blocks = matrix.target.lanes, matrix.num_blocks
+    tail = matrix.out_features - (num_blocks - 1) * matrix.width
+    first = block * matrix.width
+
+    def whole(row):
+        for v in range(matrix.vectors):
+            write(first + v * lanes, v * lanes, lanes)(row)
+
+    def rest(row):
+        for v in range(tail // lanes):
+            write(first + v * lanes, v * lanes, lanes)(row)
+        done = tail // lanes * lanes
+        with T.serial(T.int64(tail - done)) as i:
+            write(first + done + i, done + i, 1)(row)
+
+    with T.If(block < num_blocks - 1):
+        with T.Then():
+            with T.serial(count) as row:
+                whole(row)
+        with T.Else():
+            with T.serial(count) as row:
+                (rest if tail < matrix.width else whole)(row)
+
+
+def embedding(matrix: PackedMatrix) -> tirx.PrimFunc:
+    """Rows of a packed matrix: ids int32 [n], packed weight, out [n, in_features]."""
+
+    def body(n, ids, weight, out):
+        with T.serial(n) as i, T.serial(T.int64(matrix.in_features)) as j:
+            row = T.cast(ids[i], "int64")
+            store(out, [i, j], 1, load(weight, matrix.index(row, j), 1))
+
+    def arguments(n):
+        return [
+            ("ids", (n,), "int32"),
+            ("weight", matrix.shape, matrix.dtype),
+            ("out", (n, matrix.in_features), matrix.dtype),
+        ]
+
+    return rows_kernel(arguments, body)

@@ -133,7 +133,7 @@ class PagedInputs:
 
 def measure_kernels(peer: str, dtype: str, budget: float) -> None:
     """Time our kernels or the stock ones, in turns with the machine's limits."""
-    from bench_limits import Limits
+    from tvm_pagedkv.limits import Limits
 
     limits = Limits()
     if peer == "ours":

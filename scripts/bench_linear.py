@@ -92,8 +92,7 @@ def measure(dtype: str, rows: list[int], budget: float, limits) -> None:
             out = tvm.runtime.empty((n, out_features), dtype)
             run = functools.partial(kernel["linear"], tvm.runtime.tensor(x), weight, out)
             taken = statistics.median(times_of(run, limits.read, budget))
-            read = limits.read_bytes / min(limits.read_times) / 1e9
-            peak = 1 / min((limits.dot if matrix.has_pairs else limits.fma)() for _ in range(5))
+            read, peak = limits.read_bandwidth / 1e9, limits.peak(dtype) / 1e9
             gigabytes = values.nbytes / 1e9
             gigaflops = 2 * n * out_features * in_features / 1e9
             limit = max(gigabytes / read, gigaflops / peak)
@@ -119,7 +118,7 @@ def main() -> None:
         measure_torch(arguments.torch, arguments.rows, arguments.budget)
         return
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from bench_limits import Limits
+    from tvm_pagedkv.limits import Limits
 
     limits = Limits()
     print(f"{os.environ['TVM_NUM_THREADS']} threads")

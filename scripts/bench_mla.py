@@ -4,7 +4,8 @@
 
 Latent rows of 512 + 64 columns. Every time is the median of N with cold caches (the fastest in
 brackets). The limit is the larger one of the times that reading the latent rows once and the two
-products take at the read bandwidth and at the float32 FMA peak, both measured in the same run.
+products take at the read bandwidth and at the peak of the multiplications (float32 FMA, or dot
+products of bfloat16 pairs), measured in the same run.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import tvm
 from bench_cases import PAGE, seconds_of
-from bench_limits import READ_BYTES, Limits
 
 from tvm_pagedkv.build import build_kernels
 from tvm_pagedkv.config import KVCacheConfig, LayerSpec
+from tvm_pagedkv.limits import Limits
 
 CKV, KPE = 512, 64
 WIDTH = CKV + KPE
@@ -96,21 +97,21 @@ def main() -> None:
                 run = lambda kernel=kernel, inputs=inputs: kernel(*inputs)  # noqa: E731
                 times = seconds_of(run, limits.read, arguments.budget)
                 results.append((dtype, num_heads, case, times))
-    read = READ_BYTES / statistics.median(limits.read_times)
-    peak = 1e9 / statistics.median([limits.fma() for _ in range(10)])
+    read, peaks = limits.read_bandwidth, {d: limits.peak(d) for d in arguments.dtypes}
     print(f"{os.environ['TVM_NUM_THREADS']} threads, pages of {PAGE}, {CKV} + {KPE} columns")
-    print(f"read {read / 1e9:.1f} GB/s, FMA peak {peak / 1e9:.0f} GFLOP/s")
+    rates = ", ".join(f"{dtype} peak {peak / 1e9:.0f} GFLOP/s" for dtype, peak in peaks.items())
+    print(f"read {read / 1e9:.1f} GB/s, {rates}")
     print(
         f"{'dtype':9} {'heads':>5} {'case':24} {'ms':>9} {'(min)':>9} {'GB/s':>6} {'GFLOP/s':>8} "
-        f"{'of read':>8} {'of FMA':>7}  limited by"
+        f"{'of read':>8} {'of peak':>8}  limited by"
     )
     for dtype, num_heads, case, times in results:
         seconds, fastest = statistics.median(times), min(times)
         rate, flops = case.num_bytes(dtype) / seconds, case.flops(num_heads) / seconds
-        shares = {"read": rate / read, "FMA": flops / peak}
+        shares = {"read": rate / read, "peak": flops / peaks[dtype]}
         print(
             f"{dtype:9} {num_heads:5} {case.label:24} {seconds * 1e3:9.3f} {fastest * 1e3:9.3f} "
-            f"{rate / 1e9:6.1f} {flops / 1e9:8.0f} {shares['read']:8.0%} {shares['FMA']:7.0%}  "
+            f"{rate / 1e9:6.1f} {flops / 1e9:8.0f} {shares['read']:8.0%} {shares['peak']:8.0%}  "
             f"{max(shares, key=shares.get)}"
         )
 

@@ -24,9 +24,9 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import tvm
 from bench_cases import PAGE
-from bench_limits import Limits
 
 import tvm_pagedkv as pkv
+from tvm_pagedkv.limits import Limits
 
 DIM = 128
 OWN_TOKENS = 5

@@ -12,22 +12,19 @@ logits.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
+from random_llama import write_random_llama  # noqa: E402
+
 from tvm_pagedkv.generation import FinishedEvent, SamplingParams, Statistics, generate  # noqa: E402
 from tvm_pagedkv.models import LlamaModel  # noqa: E402
-from tvm_pagedkv.models.model import TINY  # noqa: E402
 
 PROMPTS = {
     "repetitive": "".join(
@@ -46,34 +43,6 @@ LARGE = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
-
-
-def write_random_model(folder: Path) -> None:
-    """Write a directory like the included model's, larger and with random weights.
-
-    What the layers add to the residual stream is small.
-    """
-    import ml_dtypes
-    from safetensors.numpy import save_file
-
-    from tvm_pagedkv.models import llama
-    from tvm_pagedkv.models.config import LlamaConfig
-
-    shutil.copy(TINY / "tokenizer.json", folder)
-    fields = json.loads((TINY / "config.json").read_text()) | LARGE
-    (folder / "config.json").write_text(json.dumps(fields))
-    rng = np.random.default_rng(0)
-    tensors = {}
-    config = LlamaConfig.from_directory(folder)
-    for _, weight in llama.weights(config, range(config.num_layers)):
-        for name, shape in weight.parts:
-            if weight.is_matrix:
-                scale = 1e-5 if "o_proj" in name or "down_proj" in name else 0.05
-                values = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
-            else:
-                values = np.ones(shape, np.float32)  # of norms
-            tensors[name] = values.astype(ml_dtypes.bfloat16)
-    save_file(tensors, folder / "model.safetensors")
 
 
 def run(model: LlamaModel, prompt: str, num_tokens: int, speculative: int):
@@ -137,7 +106,7 @@ def main() -> None:
     print(f"{header} {'drafted':>7} {'right':>5} {'a step':>6}  (tokens/s)")
     with tempfile.TemporaryDirectory() as folder:
         if "random" in arguments.models:
-            write_random_model(Path(folder))
+            write_random_llama(Path(folder), LARGE)
         places = {"tiny": None, "random": folder}
         for name in arguments.models:
             for dtype in arguments.dtypes:

@@ -177,7 +177,11 @@ def test_command_streams_one_text(capfd):
     out, error = capfd.readouterr()
     assert out.startswith(PROMPTS[0])
     assert len(out) > len(PROMPTS[0]) + 10
-    assert re.search(r"prefill \d+ tokens, .*tokens/s; decode .*tokens/s; pages \d+ of \d+", error)
+    rates = (
+        r"prefill \d+ tokens, \d+ tokens/s \(\d+% of the multiplication peak\); "
+        r"decode \d+ tokens, \d+ tokens/s \(\d+% of the read bandwidth\); pages \d+ of \d+"
+    )
+    assert re.search(rates, error)
 
 
 def test_command_shows_several_texts(capfd, tmp_path):

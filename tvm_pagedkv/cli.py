@@ -168,7 +168,7 @@ def _generate(options: argparse.Namespace) -> None:
                 display.finished(event)
             else:
                 display.text(event)
-    _print_statistics(statistics)
+    _print_statistics(statistics, model.options.dtype)
     if picture:
         picture.write_text(fullest[0].to_svg(), encoding="utf-8")
 
@@ -213,12 +213,21 @@ def _picture_file(name: str | None) -> Path | None:
         raise ValueError(f"cannot write page map {name}: {error.strerror}") from None
 
 
-def _print_statistics(s) -> None:
-    def rate(tokens: int, seconds: float) -> str:
-        return (
-            f"{tokens} tokens, {tokens / seconds:.0f} tokens/s" if seconds else f"{tokens} tokens"
-        )
+def _print_statistics(s, dtype: str) -> None:
+    from .limits import Limits
 
+    limits = Limits()
+    for _ in range(3):
+        limits.read()
+
+    def rate(tokens: int, seconds: float, work: int, limit: float, of: str) -> str:
+        if not seconds:
+            return f"{tokens} tokens"
+        share = f" ({work / seconds / limit:.0%} of {of})" if work else ""
+        return f"{tokens} tokens, {tokens / seconds:.0f} tokens/s{share}"
+
+    prefill = s.prefill_flops, limits.peak(dtype), "the multiplication peak"
+    decode = s.decode_bytes, limits.read_bandwidth, "the read bandwidth"
     mebibytes = s.cache_bytes / 2**20
     memory = f"{mebibytes:.1f} MiB" if mebibytes >= 1 else f"{s.cache_bytes / 2**10:.0f} KiB"
     if s.drafted_tokens:
@@ -230,8 +239,8 @@ def _print_statistics(s) -> None:
     else:
         drafts = ""
     print(
-        f"prefill {rate(s.prefill_tokens, s.prefill_seconds)}; "
-        f"decode {rate(s.decode_tokens, s.decode_seconds)}; "
+        f"prefill {rate(s.prefill_tokens, s.prefill_seconds, *prefill)}; "
+        f"decode {rate(s.decode_tokens, s.decode_seconds, *decode)}; "
         f"{drafts}pages {s.pages_used} of {s.pages_total} used, {s.pages_shared} shared "
         f"(of {s.page_size}); cache {memory}",
         file=sys.stderr,

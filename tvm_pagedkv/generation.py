@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from tokenizers.decoders import DecodeStream
 
+from tir_kernels.spec import ITEMSIZE
+
 from .cache import KVCache
 from .disaggregated import RemotePrefill
 from .generation_parameters import SamplingParams, Window, encode_prompt, sample
 from .models import LlamaModel
+from .models.work import Work
 from .speculative import Draft, HitRates, PromptLookup
 from .transfer import Channel
 
@@ -51,8 +54,10 @@ class Statistics:
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
+    prefill_flops: int = 0  # 0 where another process has done it
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+    decode_bytes: int = 0  # of weights, K and V; K and V of a common prompt once a step
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     pages_total: int = 0
@@ -187,6 +192,7 @@ class _Run:
         rows = max(prefill_chunk_size, self.slots * (1 + speculative))
         self.cache: KVCache = model.create_cache(self.slots, self.num_pages * self.page_size, rows)
         self.remote = RemotePrefill(self.cache, prefill_channel) if prefill_channel else None
+        self.work = Work(model.config, ITEMSIZE[model.options.dtype])
         self.statistics = Statistics(pages_total=self.num_pages, page_size=self.page_size)
         self.waiting = deque(range(len(prompts)))
         self.running: list[_Continuation] = []
@@ -284,7 +290,7 @@ class _Run:
             self.statistics.prefill_seconds += time.perf_counter() - start
             return {prompt: row for (prompt, _), row in zip(batch, rows, strict=True)}
         queue = deque((prompt, seq_id, 0) for prompt, seq_id in batch)
-        logits = {}
+        logits, done = {}, {}
         while queue:
             step, room = [], self.chunk
             while queue and room:
@@ -296,6 +302,9 @@ class _Run:
                     queue.appendleft((prompt, seq_id, begin + len(part)))
                     break
             prompts, seq_ids, parts = zip(*step, strict=True)
+            chunks = [(done.get(seq_id, 0), len(part)) for _, seq_id, part in step]
+            done.update((seq_id, sum(chunk)) for seq_id, chunk in zip(seq_ids, chunks, strict=True))
+            self.statistics.prefill_flops += self.work.flops(chunks, len(step))
             logits.update(zip(prompts, self.model.prefill(self.cache, seq_ids, parts), strict=True))
             self.statistics.prefill_tokens += sum(len(part) for part in parts)
         self.statistics.prefill_seconds += time.perf_counter() - start
@@ -305,6 +314,7 @@ class _Run:
         """Advance all that run, by one token or by those of their drafts that are right."""
         start = time.perf_counter()
         running = list(self.running)
+        self.statistics.decode_bytes += self.work.num_bytes(self._positions_read())
         seq_ids = [c.seq_id for c in running]
         drafts = [self._draft(c) for c in running]
         is_plain = all(len(draft.tokens) == 1 for draft in drafts)
@@ -326,6 +336,17 @@ class _Run:
             start = time.perf_counter()
             self.cache.commit_tree(list(leaves), list(leaves.values()))
             self.statistics.decode_seconds += time.perf_counter() - start
+
+    def _positions_read(self) -> int:
+        """Positions that the next step reads."""
+        prompts = {c.prompt: len(self.prompts[c.prompt]) for c in self.running}
+        if self.window is not None:  # which have pages of their own
+            return sum(
+                min(prompts[c.prompt] + len(c.tokens), self.window.size) for c in self.running
+            )
+        if self.work.window is not None:
+            return sum(self.work.seen(prompts[c.prompt] + len(c.tokens)) for c in self.running)
+        return sum(prompts.values()) + sum(len(c.tokens) for c in self.running)
 
     def _draft(self, c: _Continuation) -> Draft:
         if c.lookup is None:

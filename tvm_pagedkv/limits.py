@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine's limits, measured with kernels of the same compiler and thread pool."""
+"""What the machine can do, measured with kernels of the same compiler and thread pool."""
 
 from __future__ import annotations
 
-import os
 import time
+from pathlib import Path
 
 import numpy as np
 import tvm
@@ -12,7 +12,10 @@ from tvm.script import tirx as T
 
 from tir_kernels.cpu.bf16 import LLVM_HELPERS, PairOperands
 from tir_kernels.cpu.simd import Register, constant, load, store, temp
-from tvm_pagedkv.build import resolve_target, vector_target
+
+from .build import resolve_target, vector_target
+from .disk_cache import cached_library, code_versions
+from .threads import num_threads
 
 READ_BYTES = 2**28
 REGISTERS = 12  # of the FMA loop: enough to hide the latency
@@ -65,7 +68,7 @@ class Limits:
     """
 
     def __init__(self):
-        tasks, lanes = int(os.environ["TVM_NUM_THREADS"]), vector_target().lanes
+        tasks, lanes = num_threads(), vector_target().lanes
         width = REGISTERS * lanes
         rows = READ_BYTES // (4 * width * tasks)
 
@@ -91,7 +94,11 @@ class Limits:
 
         self.has_dot = vector_target().has_bf16_dot
         functions = {"read": read, "fma": fma} | ({"dot": dot} if self.has_dot else {})
-        built = tvm.tirx.build(tvm.IRModule(functions), target=resolve_target())
+        target = resolve_target()
+        built = cached_library(
+            [f"limits of {tasks} threads", str(target), *code_versions(Path(__file__))],
+            lambda: tvm.tirx.build(tvm.IRModule(functions), target=target),
+        )
         self._read, self._fma = built["read"], built["fma"]
         self._dot = built["dot"] if self.has_dot else None
         self._words = tvm.runtime.tensor(np.zeros((tasks, width), np.int32))
@@ -118,3 +125,13 @@ class Limits:
         start = time.perf_counter()
         self._dot(self._sink, self._words)
         return (time.perf_counter() - start) * 1e9 / (2 * self.fma_flops)
+
+    @property
+    def read_bandwidth(self) -> float:
+        """Bytes per second of the fastest read."""
+        return READ_BYTES / min(self.read_times)
+
+    def peak(self, dtype: str) -> float:
+        """Most flops per second of products of `dtype`, of five measurements."""
+        measure = self.dot if dtype == "bfloat16" and self.has_dot else self.fma
+        return 1e9 / min(measure() for _ in range(5))

@@ -16,6 +16,7 @@
 #endif
 
 #include "error.h"
+#include "huge_pages.h"
 
 namespace pagedkv {
 
@@ -28,13 +29,15 @@ struct CountedAllocator {
 
   void AllocData(DLTensor* tensor) {
     auto num_bytes = static_cast<int64_t>(ffi::GetDataSize(*tensor));
+    const bool is_huge = tensor->device.device_type == kDLCPU && WantsHugePages(num_bytes);
+    const size_t alignment = is_huge ? kHugePageBytes : tvm::runtime::kAllocAlignment;
     try {
       tensor->data = DeviceAPI::Get(tensor->device)
-                         ->AllocDataSpace(tensor->device, num_bytes, tvm::runtime::kAllocAlignment,
-                                          tensor->dtype);
+                         ->AllocDataSpace(tensor->device, num_bytes, alignment, tensor->dtype);
     } catch (const std::exception& error) {
       Raise(kMemoryError, "cannot allocate ", num_bytes, " bytes: ", error.what());
     }
+    if (is_huge) PreferHugePages(tensor->data, num_bytes);
     *counter += num_bytes;
   }
   void FreeData(DLTensor* tensor) {

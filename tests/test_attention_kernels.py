@@ -173,6 +173,15 @@ def test_other_instruction_sets(cpu, dtype, seed):
     case.verify()
 
 
+@pytest.mark.parametrize("group_size", [1, 2, 3, 8])
+def test_narrow_vectors_with_any_group(group_size):
+    """Four lanes are fewer than the sums that wider vectors gather at once."""
+    spec = make_spec((group_size, 1), 32, (F32, F32), 4, target=vector_target("x86-64"))
+    case = PagedBatch(spec, DECODE_BATCHES["mixed"], 5)
+    case.decode("x86-64")
+    case.verify()
+
+
 @pytest.mark.parametrize("name", ["decode", "prefill", "prefill_ragged"])
 def test_float16_needs_conversion_in_hardware(name):
     spec = make_spec((2, 1), 32, (F16, F16), target=VectorTarget(4, 16, has_f16_convert=False))

@@ -65,7 +65,8 @@ class Blocking:
         row_blocks = -(-spec.group_size // most_rows)
         rows = -(-spec.group_size // row_blocks)
         positions = 1 << ((accumulators + rows // 2) // rows).bit_length() - 1
-        return Blocking(rows, row_blocks, min(positions, 8), max(1, accumulators // rows))
+        positions = min(positions, 8, spec.target.lanes)  # whose sums fill at most a vector
+        return Blocking(rows, row_blocks, positions, max(1, accumulators // rows))
 
 
 class Segment:

@@ -16,7 +16,7 @@ from .reference_checkpoint import page_group
 UNKNOWN = 10**9
 
 
-@dataclass
+@dataclass(eq=False)
 class Checkpoint:
     """What was exported, and what the references held of the sequence."""
 
@@ -60,7 +60,9 @@ class Export(Operation):
             np.testing.assert_array_equal(page_groups[layer].numpy(), want)
         rows = [list(each.sequences[seq_id]) for each in world.references]
         world.shelf.append(Checkpoint(metadata, page_groups, world.length(seq_id), first, rows))
+        longest = max(world.shelf, key=lambda each: each.length)  # stays: it may need too much
         del world.shelf[:-4]
+        world.shelf.extend([] if longest in world.shelf else [longest])
 
 
 class BeginImport(Operation):
@@ -68,10 +70,15 @@ class BeginImport(Operation):
 
     weight, needs_pages = 0.05, True
 
+    def outcomes(self, world: World) -> set[str]:
+        return {"done", "refused", "full"}
+
     def draw(self, world: World) -> Any:
         if not world.shelf or (world.is_full and world.chance(0.9)):
             return None
         checkpoint = world.shelf[world.rng.integers(len(world.shelf))]
+        if world.chance(0.5):
+            checkpoint = max(world.shelf, key=lambda each: each.length)
         seq_id = world.pick() if world.ids and world.chance(0.2) else world.new_id()
         metadata = checkpoint.metadata
         if world.chance(0.1):  # cut off, or of other layers

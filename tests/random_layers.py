@@ -9,14 +9,10 @@ from . import reference
 from .random_world import DIM, LATENT_DIM, MLA, NUM_QO_HEADS, V_DIM, World
 
 SM_SCALE = DIM**-0.5
-APPENDS = ("split_rotary", "transpose_append", "transpose_append_mla")
 
 
 class Attention:
     """`attention`, perhaps with sinks, and perhaps again with the queries of another layer."""
-
-    kernels = ("prefill", "decode", "tree_paged", "prefill_sliding", "decode_sliding",
-               "tree_paged_sliding", "prefill_shared")  # fmt: skip
 
     def __init__(self, world: World, layer: int, batch: list[int], lengths: list[int]):
         self.layer, self.batch, self.lengths = layer, batch, lengths
@@ -60,8 +56,6 @@ class Attention:
 class SplitAttention(Attention):
     """`self_attention`, `cross_attention` and their merge."""
 
-    kernels = ("prefill_ragged", "tree", "merge", *Attention.kernels)
-
     def __init__(self, *args):
         super().__init__(*args)
         self.sinks = self.other_q = None
@@ -75,8 +69,6 @@ class SplitAttention(Attention):
 
 class LatentAttention:
     """An MLA layer: absorbed attention to all, or to the past alone beside the step's own rows."""
-
-    kernels = ("mla_prefill", "mla_tree", "prefill_ragged", "tree", "mla_prefill_shared")
 
     def __init__(
         self, world: World, layer: int, batch: list[int], lengths: list[int], is_whole: bool
@@ -126,5 +118,5 @@ def draw_layer(
     for seq_id, num_rows in zip(batch, lengths, strict=True):
         window = world.window(seq_id)
         can_split = can_split and not 0 < window.size < num_rows + window.sinks - 1
-    kind = SplitAttention if can_split and world.chance(0.25) else Attention
+    kind = SplitAttention if can_split and world.chance(0.35) else Attention
     return kind(world, layer, batch, lengths)

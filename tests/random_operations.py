@@ -33,6 +33,9 @@ class Remove(Operation):
 
     weight = 0.05
 
+    def outcomes(self, world: World) -> set[str]:
+        return {"done"}
+
     def draw(self, world: World) -> Any:
         ids = [*world.ids, *world.importing]
         return world.pick(ids) if len(ids) > 2 else None
@@ -46,6 +49,9 @@ class Remove(Operation):
 
 class Clear(Operation):
     weight = 0.006
+
+    def outcomes(self, world: World) -> set[str]:
+        return {"done"}
 
     def draw(self, world: World) -> Any:
         return ()
@@ -98,6 +104,9 @@ class Pop(Operation):
 
     weight = 0.06
 
+    def outcomes(self, world: World) -> set[str]:
+        return {"done"}
+
     def draw(self, world: World) -> Any:
         if not world.ids:
             return None
@@ -122,7 +131,10 @@ class Pop(Operation):
 class EnableWindow(Operation):
     """A window for a sequence, unless it has one, or tree nodes, or a gap behind other sinks."""
 
-    weight = 0.08
+    weight = 0.06
+
+    def outcomes(self, world: World) -> set[str]:
+        return {"done", "refused"} if world.has_windows else {"refused"}
 
     def draw(self, world: World) -> Any:
         if not world.ids or not (world.has_windows or world.chance(0.1)):
@@ -153,7 +165,10 @@ class EnableWindow(Operation):
 class Overwrite(Operation):
     """debug_set_kv into a range that forks may share."""
 
-    weight, needs_pages = 0.05, True
+    weight, needs_pages = 0.07, True
+
+    def outcomes(self, world: World) -> set[str]:
+        return {"done", "a kernel fails"}
 
     def draw(self, world: World) -> Any:
         if not world.ids:
@@ -162,20 +177,23 @@ class Overwrite(Operation):
         length = world.length(seq_id)
         if length == 0:
             return None
-        begin = int(world.rng.integers(min(world.first(seq_id), length), length + 1))
-        count = int(world.rng.integers(begin, length + 1)) - begin
+        first = min(world.first(seq_id), length)
+        begin, end = first, length
+        if world.chance(0.7):
+            begin = int(world.rng.integers(first, length + 1))
+            end = int(world.rng.integers(begin, length + 1))
+        count = end - begin
         is_mla = world.pick([layer == MLA for layer in world.layers])
         if is_mla:
             rows = [world.normal(world.mla.num_layers, count, LATENT_DIM)]
         else:
             rows = [world.normal(world.mha.num_layers, count, 1, DIM) for _ in range(2)]
-        return seq_id, begin, rows, world.chance(0.3)
+        return seq_id, begin, rows, int(world.rng.integers(2)) if world.chance(0.5) else None
 
     def apply(self, world: World, args: Any) -> None:
-        seq_id, begin, rows, is_broken = args
+        seq_id, begin, rows, fails_after = args
         write = world.cache.debug_set_kv_mla if len(rows) == 1 else world.cache.debug_set_kv
-        kernels = ["copy_single_page"] if is_broken else []
-        with world.breaking(*kernels, after=int(world.rng.integers(3))):
+        with world.failing(fails_after):
             write(seq_id, begin, *rows)
 
     def check(self, world: World, args: Any, result: None) -> None:
@@ -192,6 +210,9 @@ class Mistake(Operation):
     """A call that no cache may take."""
 
     weight = 0.10
+
+    def outcomes(self, world: World) -> set[str]:
+        return {"refused"}
 
     def draw(self, world: World) -> Any:
         calls = self.anywhere(world)

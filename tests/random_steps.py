@@ -10,7 +10,7 @@ import pytest
 import tvm
 
 from . import reference
-from .random_layers import APPENDS, draw_layer
+from .random_layers import draw_layer
 from .random_world import CHUNK, DIM, KernelFails, Operation, World
 
 NEW = 10**8
@@ -26,6 +26,9 @@ class Step(Operation):
     """A step through all layers; in some of them a kernel fails first and is then called again."""
 
     weight, needs_pages = 0.30, True
+
+    def outcomes(self, world: World) -> set[str]:
+        return {"done", "refused", "full", "a kernel fails"}
 
     def draw(self, world: World) -> Any:
         ids = [i for i in world.ids if not world.tree(i) or world.chance(0.03)]
@@ -43,14 +46,13 @@ class Step(Operation):
 
     def apply(self, world: World, args: Any) -> None:
         batch, lengths, parents, layers = args
-        copy = ("copy_single_page",) if world.chance(0.4) else ()
-        with world.breaking(*copy, after=int(world.rng.integers(3))):
+        with world.failing(int(world.rng.integers(2)) if world.chance(0.5) else None):
             world.cache.begin_forward(batch, lengths, parents)
         positions = self.positions(world, batch, lengths, parents)
         np.testing.assert_array_equal(world.cache.query_positions().numpy(), positions)
         for layer in layers:
-            if world.chance(0.1):
-                self.fail(world, lambda layer=layer: layer.run(world, positions), layer.kernels)
+            if world.chance(0.2):
+                self.fail(world, lambda layer=layer: layer.run(world, positions))
             layer.run(world, positions)
             if world.chance(0.02):
                 self.make_mistakes(world, batch)
@@ -72,16 +74,14 @@ class Step(Operation):
         stats, *others = world.state()[:-1]
         return {key: stats[key] for key in stats if "bytes" not in key}, *others
 
-    def fail(self, world: World, run, attends: tuple[str, ...]) -> None:
+    def fail(self, world: World, run) -> None:
         """Let one of the layer's kernels fail, at the append or at the attention."""
         before = self.state(world)
-        kernels = APPENDS if world.chance(0.3) else [world.pick(attends)]
         try:
-            with world.breaking(*kernels):
+            with world.failing(int(world.rng.integers(5))):
                 run()
         except KernelFails:
             assert self.state(world) == before
-            world.failures["kernels of layers"] += 1
 
     def make_mistakes(self, world: World, batch: list[int]) -> None:
         """What is not possible within a step."""
@@ -101,7 +101,7 @@ class Step(Operation):
             with pytest.raises(error):
                 call()
             assert world.state() == before
-            world.failures["mistakes in a step"] += 1
+            world.failures["a mistake in a step"] += 1
 
     def check(self, world: World, args: Any, result: None) -> None:
         batch, _, _, layers = args
@@ -166,22 +166,24 @@ class Commit(Operation):
 
     weight, needs_pages = 0.12, True
 
+    def outcomes(self, world: World) -> set[str]:
+        return {"done", "refused", "a kernel fails"}
+
     def draw(self, world: World) -> Any:
         ids = [i for i in world.ids if world.tree(i) or world.chance(0.2)]
         if not ids:
             return None
         batch = world.pick_some(ids)
         leaves = [int(world.rng.integers(-1, len(world.tree(i)))) for i in batch]
-        broken = None
+        fails_after = None
         if world.chance(0.1):
             bad = [-2, len(world.tree(batch[0])), 2**40]
             leaves[0] = world.pick(bad)
         elif world.chance(0.05):
             batch, leaves = [*batch, batch[0]], [*leaves, leaves[0]]
-        elif world.chance(0.3):
-            kernels = ["compact_copy", "copy_single_page"]
-            broken = world.pick(kernels), int(world.rng.integers(4))
-        return batch, leaves, broken
+        elif world.chance(0.4):
+            fails_after = int(world.rng.integers(4))
+        return batch, leaves, fails_after
 
     def refusal(self, world: World, args: Any) -> type[Exception] | None:
         batch, leaves, _ = args
@@ -191,9 +193,8 @@ class Commit(Operation):
         return ValueError if is_bad else None
 
     def apply(self, world: World, args: Any) -> None:
-        batch, leaves, broken = args
-        kernel, after = broken or (None, 0)
-        with world.breaking(*([kernel] if kernel else []), after=after):
+        batch, leaves, fails_after = args
+        with world.failing(fails_after):
             world.cache.commit_tree(batch, leaves)
 
     def check(self, world: World, args: Any, result: None) -> None:

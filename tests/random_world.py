@@ -77,6 +77,10 @@ class Operation:
     weight = 1.0
     needs_pages = False  # whether a CacheFullError may come
 
+    def outcomes(self, world: World) -> set[str]:
+        """What every run must see: "done", "refused", "full" or "a kernel fails"."""
+        return {"done", "refused"}
+
     def draw(self, world: World) -> Any:
         """Arguments; None when there is nothing to do it with."""
         raise NotImplementedError
@@ -86,7 +90,7 @@ class Operation:
         return None
 
     def apply(self, world: World, args: Any) -> Any:
-        """Call the cache. With a broken kernel, it may raise KernelFails."""
+        """Call the cache; where a kernel is made to fail, it may raise KernelFails."""
         raise NotImplementedError
 
     def check(self, world: World, args: Any, result: Any) -> None:
@@ -136,11 +140,12 @@ class World:
         self.references = [each for each in (self.mha, self.mla) if each.num_layers]
         self.importing: dict[int, Any] = {}
         self.shelf: list = []  # checkpoints
-        self.broken: dict[str, int] = {}  # kernels, and how often they still work
+        self.calls_left: int | None = None  # of kernels, until one fails
+        self.called: set[str] = set()  # kernels
         self.pages: dict[int, np.ndarray] = {}  # by layer: the cache's own memory
         self.current_layer = 0
         self.counts: Counter[str] = Counter()  # operations, by their outcome
-        self.failures: Counter[str] = Counter()  # within steps
+        self.failures: Counter[str] = Counter()  # of kernels, and within steps
         self.next_id = 0
         self.cache = make_cache(
             [self._wrapped(KERNELS_WITH_TREES), self._wrapped(MLA_KERNELS_WITH_TREES)],
@@ -164,10 +169,14 @@ class World:
     def _wrapped(self, kernels: dict[str, Callable]) -> dict[str, Callable]:
         def wrap(name: str, kernel: Callable) -> Callable:
             def call(*args):
-                if name in self.broken:
-                    self.broken[name] -= 1
-                    if self.broken[name] < 0:
-                        raise KernelFails(name)
+                self.called.add(name)
+                if self.calls_left == 0:
+                    self.failures[f"{name} fails"] += 1
+                    if self.chance(0.5):  # after its work
+                        kernel(*args)
+                    raise KernelFails(name)
+                if self.calls_left is not None:
+                    self.calls_left -= 1
                 if name.startswith("transpose_append"):
                     self.pages.setdefault(self.current_layer, view(args[0]))
                 kernel(*args)
@@ -307,13 +316,13 @@ class World:
         return self.rng.standard_normal(shape, dtype=np.float32)
 
     @contextmanager
-    def breaking(self, *kernels: str, after: int = 0) -> Iterator[None]:
-        """Let kernels raise, once each of them has been called `after` times."""
-        self.broken.update(dict.fromkeys(kernels, after))
+    def failing(self, after: int | None) -> Iterator[None]:
+        """Let kernels raise, all that come after so many calls of any of them; None: never."""
+        self.calls_left = after
         try:
             yield
         finally:
-            self.broken.clear()
+            self.calls_left = None
 
     # --- changing the reference -----------------------------------------------------------------
 
@@ -364,7 +373,7 @@ class World:
         else:
             assert refusal is None, f"{name} {args} must raise {refusal.__name__}"
             operation.check(self, args, result)
-            self.counts[name] += 1
+            self.counts[f"{name}: done"] += 1
         return True
 
     def _check_error(self, operation: Operation, error: Exception, refusal: type | None) -> None:

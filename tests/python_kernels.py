@@ -25,6 +25,10 @@ def _rope(theta: float, dim: int, scale: float = 1.0) -> reference.Rope:
     return reference.Rope(theta=theta, scale=scale, rotary_dim=dim)
 
 
+def _alibi(slopes, q_positions, k_offsets):
+    return None if slopes is None else (slopes, view(q_positions), view(k_offsets))
+
+
 def _inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets):
     if not rotary_mode:
         return None
@@ -62,32 +66,34 @@ def rope_append(qkv, q_indptr, positions, position_map, q, pages, apply_rope):
 
 def prefill(
     q, q_indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
-    causal, rotary_mode, rope_scale, rope_theta, sm_scale, window=None,
+    causal, rotary_mode, rope_scale, rope_theta, sm_scale, window=None, *, softcap=None,
+    slopes=None,
 ):  # fmt: skip
-    dim = view(q).shape[2]
+    dim, alibi = view(q).shape[2], _alibi(slopes, q_positions, k_offsets)
     lengths = view(length_info).reshape(-1, len(view(q_indptr)) - 1)
     if len(lengths) > 1:
         view(o)[...], view(lse)[...] = reference_window.paged_attention(
             view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values), lengths,
-            sm_scale, causal=bool(causal),
+            sm_scale, causal=bool(causal), softcap=softcap, alibi=alibi,
             inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
         )  # fmt: skip
         return
     view(o)[...], view(lse)[...] = reference.paged_attention(
         view(q), view(q_indptr), view(pages), view(page_indptr), view(page_values),
-        view(length_info), sm_scale, causal=bool(causal), window=window,
+        view(length_info), sm_scale, causal=bool(causal), window=window, softcap=softcap,
+        alibi=alibi,
         inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
     )  # fmt: skip
 
 
 def decode(
     q, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
-    rotary_mode, rope_scale, rope_theta, sm_scale, window=None,
+    rotary_mode, rope_scale, rope_theta, sm_scale, window=None, **extras,
 ):  # fmt: skip
     indptr = tvm.runtime.tensor(np.arange(len(view(q)) + 1, dtype="int32"))
     prefill(
         q, indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
-        1, rotary_mode, rope_scale, rope_theta, sm_scale, window,
+        1, rotary_mode, rope_scale, rope_theta, sm_scale, window, **extras,
     )  # fmt: skip
 
 
@@ -107,15 +113,16 @@ def _segments(page_indptr, page_values, row_indptr, row_ids, first_positions, fi
 
 def prefill_shared(
     q, pages, page_indptr, page_values, first_positions, row_indptr, row_ids, q_positions, o, lse,
-    first, last, rotary_mode, rope_scale, rope_theta, sm_scale,
+    first, last, rotary_mode, rope_scale, rope_theta, sm_scale, *, softcap=None, slopes=None,
 ):  # fmt: skip
     rope = _rope(rope_theta, view(q).shape[2], rope_scale)
     segments = _segments(
         page_indptr, page_values, row_indptr, row_ids, first_positions, first, last
     )
     view(o)[...], view(lse)[...] = shared_attention(
-        view(q), view(pages), segments, view(o), view(lse), sm_scale,
+        view(q), view(pages), segments, view(o), view(lse), sm_scale, softcap=softcap,
         inline=(rope, view(q_positions)) if rotary_mode else None,
+        alibi=None if slopes is None else (slopes, view(q_positions)),
     )  # fmt: skip
 
 
@@ -130,12 +137,14 @@ def mla_prefill_shared(
 
 def prefill_ragged(
     q, q_indptr, k, v, kv_indptr, q_positions, k_offsets, o, lse,
-    causal, rotary_mode, rope_scale, rope_theta, sm_scale, window=None,
+    causal, rotary_mode, rope_scale, rope_theta, sm_scale, window=None, *, softcap=None,
+    slopes=None,
 ):  # fmt: skip
     dim = view(q).shape[2]
     view(o)[...], view(lse)[...] = reference.ragged_attention(
         view(q), view(q_indptr), view(k), view(v), view(kv_indptr), sm_scale,
-        causal=bool(causal), window=window,
+        causal=bool(causal), window=window, softcap=softcap,
+        alibi=_alibi(slopes, q_positions, k_offsets),
         inline=_inline(rotary_mode, rope_theta, rope_scale, dim, q_positions, k_offsets),
     )  # fmt: skip
 

@@ -3,12 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from . import reference
-from .python_kernels import KERNELS, MLA_KERNELS, _rope, view
+from .python_kernels import (
+    KERNELS,
+    MLA_KERNELS,
+    _rope,
+    decode,
+    prefill,
+    prefill_ragged,
+    prefill_shared,
+    view,
+)
 
 
 class _Tree:
@@ -31,21 +41,30 @@ class _Tree:
         self.positions = np.concatenate([np.arange(max(0, start)), start + depths[first:]])
 
 
-def _attend(q, q_indptr, o, lse, order, kv_of: Callable, sm_scale, adjust: Callable) -> None:
-    """``kv_of(b)`` gives K and V of a sequence; ``adjust(b, rows, tree, q, k)`` rotates q and k."""
+def _attend(
+    q, q_indptr, o, lse, order, kv_of: Callable, sm_scale, adjust: Callable, softcap=None,
+    slopes=None,
+) -> None:  # fmt: skip
+    """``kv_of(b)`` gives K and V of a sequence.
+
+    ``adjust(b, rows, tree, q, k)`` rotates q and k, and gives the positions of both.
+    """
     q, q_indptr = view(q), view(q_indptr)
     order_indptr, order = view(order[0]), view(order[1])
     for b in range(len(q_indptr) - 1):
         rows = slice(q_indptr[b], q_indptr[b + 1])
         k, v = kv_of(b)
         tree = _Tree(order[order_indptr[b] : order_indptr[b + 1]], len(q[rows]), len(k))
-        q_rows, k = adjust(b, rows, tree, q[rows], k)
-        view(o)[rows], view(lse)[rows] = reference.attention(q_rows, k, v, tree.mask, sm_scale)
+        q_rows, k, *positions = adjust(b, rows, tree, q[rows], k)
+        bias = None if slopes is None else reference.alibi_bias(slopes, *positions)
+        view(o)[rows], view(lse)[rows] = reference.attention(
+            q_rows, k, v, tree.mask, sm_scale, softcap, bias=bias
+        )
 
 
 def tree_paged(
     q, q_indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
-    rotary_mode, rope_scale, rope_theta, sm_scale, order_indptr, order, window=None,
+    rotary_mode, rope_scale, rope_theta, sm_scale, order_indptr, order, window=None, **extras,
 ):  # fmt: skip
     q_positions, k_offsets, width = view(q_positions), view(k_offsets), view(q).shape[2]
 
@@ -57,13 +76,13 @@ def tree_paged(
             rope = _rope(rope_theta, width, rope_scale)
             q_rows = reference.rotate(q_rows, q_positions[rows], rope)
             k = reference.rotate(k, positions, rope)
-        return q_rows, k
+        return q_rows, k, q_positions[rows], positions
 
     def kv_of(b):
         slots = _slots(b, page_indptr, page_values, length_info, view(pages).shape[3])
         return reference.gather_slots(view(pages), slots)
 
-    _attend(q, q_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust)
+    _attend(q, q_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust, **extras)
 
 
 def _slots(b, page_indptr, page_values, length_info, page_size):
@@ -74,26 +93,26 @@ def _slots(b, page_indptr, page_values, length_info, page_size):
 
 def tree(
     q, q_indptr, k, v, kv_indptr, q_positions, order_indptr, order, o, lse,
-    rotary_mode, rope_scale, rope_theta, sm_scale, window=None,
+    rotary_mode, rope_scale, rope_theta, sm_scale, window=None, **extras,
 ):  # fmt: skip
     kv_indptr, q_positions, width = view(kv_indptr), view(q_positions), view(q).shape[2]
 
     def adjust(b, rows, tree, q_rows, k_rows):
         positions = q_positions[rows]
-        difference = positions[-1] - tree.positions[-1]
+        k_positions = tree.positions + positions[-1] - tree.positions[-1]
         if window is not None:
-            tree.mask &= tree.positions + difference > positions[:, None] - window
+            tree.mask &= k_positions > positions[:, None] - window
         if rotary_mode:
             rope = _rope(rope_theta, width, rope_scale)
             q_rows = reference.rotate(q_rows, positions, rope)
-            k_rows = reference.rotate(k_rows, tree.positions + difference, rope)
-        return q_rows, k_rows
+            k_rows = reference.rotate(k_rows, k_positions, rope)
+        return q_rows, k_rows, positions, k_positions
 
     def kv_of(b):
         columns = slice(kv_indptr[b], kv_indptr[b + 1])
         return view(k)[columns], view(v)[columns]
 
-    _attend(q, q_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust)
+    _attend(q, q_indptr, o, lse, (order_indptr, order), kv_of, sm_scale, adjust, **extras)
 
 
 def mla_tree(
@@ -136,3 +155,12 @@ MLA_KERNELS_WITH_TREES: dict[str, Callable] = {
     "tree": tree,
     "compact_copy": compact_copy,
 }
+
+
+def kernels_with(softcap: float | None, slopes: Sequence[float] | None) -> dict[str, Callable]:
+    """`KERNELS_WITH_TREES` of a model with a soft-cap of its logits, or with ALiBi."""
+    attend = (prefill, decode, prefill_ragged, prefill_shared, tree_paged, tree)
+    return {
+        name: partial(kernel, softcap=softcap, slopes=slopes) if kernel in attend else kernel
+        for name, kernel in KERNELS_WITH_TREES.items()
+    }

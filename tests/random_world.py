@@ -21,6 +21,7 @@ import tvm_ffi
 import tvm_pagedkv as pkv
 
 from . import reference
+from .kept_positions import KeptPositions
 from .python_kernels import (
     LAYER,
     MLA_LAYER,
@@ -28,42 +29,14 @@ from .python_kernels import (
     share_every_prefix,
     view,
 )
-from .python_tree_kernels import KERNELS_WITH_TREES, MLA_KERNELS_WITH_TREES
+from .python_tree_kernels import MLA_KERNELS_WITH_TREES, kernels_with
 from .reference_window import Window, WindowedReferenceCache
 
 NUM_QO_HEADS, DIM, CHUNK, MAX_SEQUENCES = 2, 4, 12, 6
 LATENT_DIM, V_DIM = 24, 16
 SHAPE = {**LAYER, "num_qo_heads": NUM_QO_HEADS, "num_kv_heads": 1, "qk_head_dim": DIM}
-POPPABLE = 16
 MLA = "mla"  # a layer is this, or its window (0: none)
 MODES = {"none": 0, "normal": 1, "inline": 2}
-
-
-class KeptPositions:
-    """From where on a group of layers keeps the positions of each sequence.
-
-    They are positions of the text: where a sequence has a window of its own, that differs from
-    those that it holds.
-    """
-
-    def __init__(self, window: int, page_size: int):
-        self.window, self.page_size, self.first = window, page_size, {}
-
-    def visible(self, length: int) -> int:
-        """First position that the next row sees."""
-        return max(0, length - self.window + 1) if self.window else 0
-
-    def slide(self, seq_id: int, length: int) -> None:
-        """So many positions of the text are committed."""
-        keep = max(0, self.visible(length) - POPPABLE) // self.page_size * self.page_size
-        self.first[seq_id] = max(self.first[seq_id], keep)
-
-    def can_continue(self, seq_id: int, length: int) -> bool:
-        """Whether what the row after `length` sees is still there."""
-        return length == 0 or self.visible(length) >= self.first[seq_id]
-
-    def num_pages(self, seq_id: int, length: int) -> int:
-        return -(-length // self.page_size) - self.first[seq_id] // self.page_size
 
 
 @tvm_ffi.register_error("KernelFails")
@@ -113,6 +86,9 @@ class World:
         That a sequence can have at most; with windows somewhat more.
     has_windows : bool
         Whether sequences can have a window of their own; not with MLA, nor with mode "normal".
+    softcap : float, optional
+    slopes : of each query head, optional
+        For ALiBi. Neither is for MLA layers.
     """
 
     def __init__(
@@ -124,6 +100,8 @@ class World:
         aux_manager: str = "merged",
         num_pages: int = 40,
         has_windows: bool = False,
+        softcap: float | None = None,
+        slopes: Sequence[float] | None = None,
     ):
         self.has_windows = has_windows
         self.rng, self.layers, self.page_size, self.mode = rng, layers, page_size, mode
@@ -135,7 +113,9 @@ class World:
         ]
         float32 = np.dtype("float32")
         self.rope = reference.Rope(rotary_dim=DIM)
-        self.mha = WindowedReferenceCache(len(windows), float32, self.rope, mode, windows)
+        self.mha = WindowedReferenceCache(
+            len(windows), float32, self.rope, mode, windows, softcap, [slopes] * len(windows)
+        )
         self.mla = reference.ReferenceLatentCache(len(layers) - len(windows), float32)
         self.references = [each for each in (self.mha, self.mla) if each.num_layers]
         self.importing: dict[int, Any] = {}
@@ -148,7 +128,10 @@ class World:
         self.failures: Counter[str] = Counter()  # of kernels, and within steps
         self.next_id = 0
         self.cache = make_cache(
-            [self._wrapped(KERNELS_WITH_TREES), self._wrapped(MLA_KERNELS_WITH_TREES)],
+            [
+                self._wrapped(each)
+                for each in (kernels_with(softcap, slopes), MLA_KERNELS_WITH_TREES)
+            ],
             layers=[self._layer(layer) for layer in layers],
             max_num_sequences=MAX_SEQUENCES,
             max_total_tokens=self.max_total_tokens,

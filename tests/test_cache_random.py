@@ -2,7 +2,7 @@
 """Random operations on two caches against the reference, with failures in between.
 
 Everything meets everything: chains, forks, pops, windows, MLA, token trees and their commits,
-shared prefixes, shared K and V, sinks, imports under way, kernels that throw.
+shared prefixes, shared K and V, sinks, ALiBi, imports under way, kernels that throw.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from .random_world import MLA, World
 
 NUM_STEPS = 450
 SEEDS, PAGE_SIZES = range(2), (1, 4, 16)
+SLOPES = 0.5, -0.1
 # Layers without a window, with windows of two sizes, and MLA layers, alone and mixed; rotation;
-# whether sequences have windows of their own.
-LAYERS = {
-    "plain": ((0, 0), "none", False),
-    "rotated": ((0, 0), "normal", False),
-    "windows": ((0, 5, 0, 9, 5), "inline", False),
-    "sliding": ((6, 6), "normal", False),
-    "mla": ((MLA, MLA), "none", False),
-    "all": ((0, MLA, 5, MLA, 0, 9), "inline", False),
-    "sequence_windows": ((0, 0), "inline", True),
-    "both_windows": ((0, 6, 0, 15), "none", True),
+# whether sequences have windows of their own; soft-cap, and ALiBi by slopes that heads have.
+WORLDS = {
+    "plain": {"layers": (0, 0)},
+    "rotated": {"layers": (0, 0), "mode": "normal", "softcap": 2.0},
+    "windows": {"layers": (0, 5, 0, 9, 5), "mode": "inline"},
+    "sliding": {"layers": (6, 6), "mode": "normal", "slopes": SLOPES},
+    "mla": {"layers": (MLA, MLA)},
+    "all": {"layers": (0, MLA, 5, MLA, 0, 9), "mode": "inline", "softcap": 2.0, "slopes": SLOPES},
+    "sequence_windows": {"layers": (0, 0), "mode": "inline", "has_windows": True, "softcap": 2.0},
+    "both_windows": {"layers": (0, 6, 0, 15), "has_windows": True, "slopes": SLOPES},
 }
 OPERATIONS = [
     Step(), TreeStep(), Commit(), Add(), Remove(), Clear(), Fork(), Pop(), Overwrite(), Mistake(),
@@ -38,24 +39,24 @@ OPERATIONS = [
 ]  # fmt: skip
 
 
-def make_pair(rng: np.random.Generator, layers: tuple, page_size: int) -> list[World]:
+def make_pair(rng: np.random.Generator, page_size: int, **fields) -> list[World]:
     """A cache with room and one that is often full, whose checkpoints go from one to the other."""
-    kinds, mode, has_windows = layers
     pair = [
-        World(rng, kinds, page_size, mode, "merged", 40, has_windows),
-        World(rng, kinds, page_size, mode, "plain", 13, has_windows),
+        World(rng, page_size=page_size, aux_manager="merged", num_pages=40, **fields),
+        World(rng, page_size=page_size, aux_manager="plain", num_pages=13, **fields),
     ]
     pair[1].shelf = pair[0].shelf
     return pair
 
 
-@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.parametrize("seed", SEEDS, ids="seed{}".format)
-def test_random_operations(record_property, seed, layers):
+def test_random_operations(record_property, seed, name):
     pairs = []
     for page_size in PAGE_SIZES:
         print("page size", page_size)
-        pairs.append(make_pair(np.random.default_rng([seed, page_size]), LAYERS[layers], page_size))
+        rng = np.random.default_rng([seed, page_size])
+        pairs.append(make_pair(rng, page_size, **WORLDS[name]))
         run(pairs[-1], OPERATIONS, NUM_STEPS)
     worlds = [world for pair in pairs for world in pair]
     run_until_all_happened(pairs, OPERATIONS, most_steps=20 * NUM_STEPS)
@@ -65,4 +66,4 @@ def test_random_operations(record_property, seed, layers):
 
 
 def test_number_of_steps():
-    assert len(SEEDS) * len(LAYERS) * len(PAGE_SIZES) * NUM_STEPS >= 20_000
+    assert len(SEEDS) * len(WORLDS) * len(PAGE_SIZES) * NUM_STEPS >= 20_000

@@ -383,6 +383,8 @@ class World:
             assert self.kept[int(group[1])].window == 0, message
 
     def make_room(self) -> None:
-        longest = max(self.ids, key=self.length) if self.ids else self.pick([*self.importing])
-        self.cache.remove_sequence(longest)
-        self.remove(longest)
+        """Remove the longest sequence; there may be none where an import is longer than all."""
+        if self.ids or self.importing:
+            longest = max(self.ids, key=self.length) if self.ids else self.pick([*self.importing])
+            self.cache.remove_sequence(longest)
+            self.remove(longest)

@@ -20,8 +20,12 @@ class KeptPositions:
 
     def slide(self, seq_id: int, length: int) -> None:
         """So many positions of the text are committed."""
+        self.first[seq_id] = self.first_after(seq_id, length)
+
+    def first_after(self, seq_id: int, length: int) -> int:
+        """First position that is kept then."""
         keep = max(0, self.visible(length) - POPPABLE) // self.page_size * self.page_size
-        self.first[seq_id] = max(self.first[seq_id], keep)
+        return max(self.first[seq_id], keep)
 
     def can_continue(self, seq_id: int, length: int) -> bool:
         """Whether what the row after `length` sees is still there."""

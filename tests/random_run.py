@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .python_kernels import poison, shuffle
+from .random_transfers import Block
 from .random_world import DIM, LATENT_DIM, MLA, Operation, World
 
 
@@ -85,6 +86,10 @@ def check_counters(world: World) -> None:
     assert world.cache.total_length() == stats["total_tokens"] == sum(lengths.values())
     assert stats["num_sequences"] == len(lengths)
     assert world.cache.is_empty() == (not lengths)
+    groups = range(len(world.kept))
+    pins = [len(pages_of(world, block, g)) for block in world.blocks.values() for g in groups]
+    assert stats["num_pinned_pages"] == sum(pins)
+    assert stats["num_send_blocks"] == len(world.blocks)
     free: dict[int, int] = {}
     for g, tables in enumerate(world.tables()):
         kept, group = world.kept[g], stats["groups"][g]
@@ -95,12 +100,19 @@ def check_counters(world: World) -> None:
             assert world.cache.first_position(seq_id, g) == world.first_position(seq_id, g)
             assert len(table) == len(set(world.kept_text(seq_id, g) // world.page_size))
         assert group["window"] == kept.window
-        assert group["num_used_pages"] == len({p for table in tables.values() for p in table})
+        used = {page for table in tables.values() for page in table}
+        used |= {page for block in world.blocks.values() for page in pages_of(world, block, g)}
+        assert group["num_used_pages"] == len(used)
         assert group["num_pages"] <= -(-world.max_total_tokens // world.page_size)
         free[kept.window] = min(group["num_free_pages"], free.get(kept.window, 1 << 30))
     least = min(free.values())
     expected = least if world.has_windows else free.get(0, least)
     assert world.cache.num_available_pages() == expected
+
+
+def pages_of(world: World, block: Block, group: int) -> set[int]:
+    """What a block that is sent keeps."""
+    return {*(block.slots[group] // world.page_size).tolist()}
 
 
 def check_rows(world: World) -> None:

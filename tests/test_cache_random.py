@@ -2,7 +2,8 @@
 """Random operations on two caches against the reference, with failures in between.
 
 Everything meets everything: chains, forks, pops, windows, MLA, token trees and their commits,
-shared prefixes, shared K and V, sinks, ALiBi, imports under way, kernels that throw.
+shared prefixes, shared K and V, sinks, ALiBi, imports under way,
+transfers, kernels that throw.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .random_checkpoints import BeginImport, Export, FinishImport, ImportPages
 from .random_operations import Add, Clear, EnableWindow, Fork, Mistake, Overwrite, Pop, Remove
 from .random_run import run, run_until_all_happened
 from .random_steps import Commit, Step, TreeStep
+from .random_transfers import ReleaseBlock, Transfer, connect
 from .random_world import MLA, World
 
 NUM_STEPS = 450
@@ -36,6 +38,7 @@ WORLDS = {
 OPERATIONS = [
     Step(), TreeStep(), Commit(), Add(), Remove(), Clear(), Fork(), Pop(), Overwrite(), Mistake(),
     EnableWindow(), Export(), BeginImport(), ImportPages(), FinishImport(),
+    Transfer(), ReleaseBlock(),
 ]  # fmt: skip
 
 
@@ -46,6 +49,7 @@ def make_pair(rng: np.random.Generator, page_size: int, **fields) -> list[World]
         World(rng, page_size=page_size, aux_manager="plain", num_pages=13, **fields),
     ]
     pair[1].shelf = pair[0].shelf
+    connect(pair)
     return pair
 
 

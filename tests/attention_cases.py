@@ -15,6 +15,7 @@ import tvm
 from tir_kernels import build_kernel
 from tir_kernels.spec import KernelSpec
 from tvm_pagedkv.build import resolve_target
+from tvm_pagedkv.lowering import compile_kernel
 
 from . import reference
 
@@ -26,8 +27,7 @@ K_ROPE_STEP = 7  # sequence b starts at position 7 * b, as after a window has sl
 @functools.lru_cache(maxsize=64)
 def compiled(name: str, spec: KernelSpec, cpu: str = "native"):
     """The kernel `name`, built."""
-    function = build_kernel(name, spec).with_attr("global_symbol", name)
-    return tvm.tirx.build(function, target=resolve_target(cpu))[name]
+    return compile_kernel(build_kernel(name, spec), name, resolve_target(cpu))[name]
 
 
 def tensor(array: np.ndarray, shift: int = 3):

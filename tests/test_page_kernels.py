@@ -19,6 +19,7 @@ import tvm
 from tir_kernels import build_kernel
 from tir_kernels.spec import KernelSpec, RopeSpec
 from tvm_pagedkv.build import resolve_target, vector_target
+from tvm_pagedkv.lowering import compile_kernel
 
 from . import reference
 from .test_rope import ORIGINAL, specs_of
@@ -47,8 +48,7 @@ def make_spec(
 
 @functools.lru_cache(maxsize=256)
 def compiled(name: str, spec: KernelSpec, cpu: str = "native"):
-    function = build_kernel(name, spec).with_attr("global_symbol", name)
-    return tvm.tirx.build(function, target=resolve_target(cpu))[name]
+    return compile_kernel(build_kernel(name, spec), name, resolve_target(cpu))[name]
 
 
 # Shapes that between them have: one head, many, odd ratios; head dims that are no multiple of a

@@ -19,8 +19,10 @@ from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
 
 from .config import KVCacheConfig, LayerSpec
 from .disk_cache import cached_library, code_versions
+from .lowering import KernelObjects
 
 _SYMBOL = "pagedkv_{}"
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("build.py", "lowering.py"))
 
 # Features of an x86 level, beyond those of the next one, as Linux names them.
 _X86_LEVELS = {
@@ -224,18 +226,15 @@ def load_kernels(
         Called with a line of text when they have to be compiled.
     """
 
-    def compile_all() -> tvm.runtime.Module:
+    def compile_all() -> KernelObjects:
         start = time.perf_counter()
         progress(f"compiling {key[0]}")
-        functions = {
-            symbol: builders[name]().with_attr("global_symbol", symbol)
-            for name, symbol in symbols.items()
-        }
-        built = tvm.tirx.build(tvm.IRModule(functions), target=target)
+        functions = {symbol: builders[name]() for name, symbol in symbols.items()}
+        built = KernelObjects(functions, target)
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
         return built
 
     symbols = {name: _SYMBOL.format(name) for name in builders}
-    versions = code_versions(Path(__file__), Path(tir_kernels.__file__).parent)
+    versions = code_versions(*_SOURCES, Path(tir_kernels.__file__).parent)
     module = cached_library([*key, str(target), *versions], compile_all)
     return MappingProxyType({name: module[symbol] for name, symbol in symbols.items()})

@@ -34,7 +34,8 @@ def cached_library(key: Iterable[str], compile_module: Callable[[], object]) -> 
     key : iterable of str
         All that decides the code: configuration, target, versions.
     compile_module : callable
-        Returns what ``tvm.compile`` or ``tvm.tirx.build`` returned.
+        Returns what has ``export_library(path)``: what ``tvm.compile`` or ``tvm.tirx.build`` made,
+        or `lowering.KernelObjects`.
 
     Returns
     -------

@@ -83,7 +83,7 @@ def _rows(num_heads: int) -> spec.Tensor:
     return spec.Tensor([1, "n", num_heads, HEAD_DIM], "float32")
 
 
-def _compile(cache_class, rope: dict | None = None, **extra) -> relax.VirtualMachine:
+def export_model(cache_class, rope: dict | None = None, **extra) -> tvm.IRModule:
     model = AttentionOnly(cache_class, rope or {}, **extra)
     plain = {"param_mode": "none", "effect_mode": "none"}
     cache = spec.Object(object_type=StockBase)
@@ -100,7 +100,13 @@ def _compile(cache_class, rope: dict | None = None, **extra) -> relax.VirtualMac
             },
         }
     )[:2]
-    return relax.VirtualMachine(tvm.compile(module, target="llvm"), tvm.cpu())
+    return module
+
+
+def _compile(cache_class, rope: dict | None = None, **extra) -> relax.VirtualMachine:
+    compiler = pkv.compile if cache_class is pkv.PagedKVCache else tvm.compile
+    module = export_model(cache_class, rope, **extra)
+    return relax.VirtualMachine(compiler(module, target="llvm"), tvm.cpu())
 
 
 def _create(vm: relax.VirtualMachine, **changes):
@@ -118,7 +124,7 @@ TREE_STEPS = [([5, 3], [-1, 0, 0, -1, 2, -1, 0, 0]), ([1, 2], [4, 2, -1])]
 LEAVES = [5, 3]
 
 
-def _check_fused(
+def check_fused(
     vm,
     cache,
     rope: reference.Rope,
@@ -194,7 +200,7 @@ def test_model_gives_what_the_reference_gives(mode, scaling):
     cache = _create(vm)
     assert isinstance(cache, pkv.KVCache)
     rope = reference.Rope(rotary_dim=HEAD_DIM, scaling=scaling)
-    _check_fused(vm, cache, rope, mode.name.lower(), num_tree_steps=2)
+    check_fused(vm, cache, rope, mode.name.lower(), num_tree_steps=2)
     cache.check_integrity()
 
 
@@ -205,7 +211,7 @@ def test_layers_with_a_window(kinds, mode):
     cache = _create(vm)
     windows = [7, 7] if isinstance(kinds, str) else [7, None]
     rope = reference.Rope(rotary_dim=HEAD_DIM)
-    _check_fused(vm, cache, rope, mode.name.lower(), windows, num_tree_steps=2)
+    check_fused(vm, cache, rope, mode.name.lower(), windows, num_tree_steps=2)
     cache.check_integrity()
     assert cache.first_position(1, 0) > 0
 
@@ -240,12 +246,12 @@ def test_layers_with_a_window_and_runtimes_mix(front_end):
     rope = reference.Rope(rotary_dim=HEAD_DIM)
     for runtime_of, steps in (("stock", SHORT_CHUNKS), ("pagedkv", SHORT_CHUNKS + STEPS)):
         cache = _create_with(runtime_of, vm)
-        _check_fused(vm, cache, rope, "inline", [19, None], steps=steps)
+        check_fused(vm, cache, rope, "inline", [19, None], steps=steps)
 
 
 def test_model_with_a_logit_softcap():
     vm = _compile(pkv.PagedKVCache, logit_softcap=0.5)
-    _check_fused(vm, _create(vm), reference.Rope(rotary_dim=HEAD_DIM), "normal", softcap=0.5)
+    check_fused(vm, _create(vm), reference.Rope(rotary_dim=HEAD_DIM), "normal", softcap=0.5)
 
 
 @pytest.mark.parametrize("runtime_of", ["stock", "pagedkv"])
@@ -260,7 +266,7 @@ def test_front_ends_and_runtimes_mix(front_end, runtime_of):
     # runtime commits no node of an earlier step than the last one.
     num_tree_steps = 0 if front_end == "stock" else 1 if runtime_of == "stock" else 2
     rope = reference.Rope(rotary_dim=HEAD_DIM)
-    _check_fused(vm, cache, rope, "normal", num_tree_steps=num_tree_steps)
+    check_fused(vm, cache, rope, "normal", num_tree_steps=num_tree_steps)
 
 
 def test_parts_merge_to_the_whole():
@@ -293,7 +299,7 @@ def test_page_size_other_than_the_kernels_is_an_error():
 def test_other_page_sizes(page_size):
     vm = _compile(pkv.PagedKVCache, kernel_page_size=page_size)
     cache = _create(vm, page_size=page_size)
-    _check_fused(vm, cache, reference.Rope(rotary_dim=HEAD_DIM), "normal")
+    check_fused(vm, cache, reference.Rope(rotary_dim=HEAD_DIM), "normal")
 
 
 MLA_DIMS = {"mla_original_qk_head_dim": 16, "mla_original_v_head_dim": 16}

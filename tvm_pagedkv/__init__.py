@@ -12,6 +12,7 @@ import tvm_ffi  # noqa: E402
 from ._library import CacheFullError  # noqa: E402
 from .build import build_kernels as build  # noqa: E402
 from .cache import KVCache  # noqa: E402
+from .compile_model import compile  # noqa: E402
 from .config import KVCacheConfig, LayerSpec, RopeConfig  # noqa: E402
 from .create import create  # noqa: E402
 from .frontend import PagedKVCache  # noqa: E402
@@ -39,6 +40,7 @@ __all__ = [
     "PagedKVCacheObject",
     "RopeConfig",
     "build",
+    "compile",
     "create",
     "num_threads",
     "set_num_threads",

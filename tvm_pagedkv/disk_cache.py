@@ -48,18 +48,25 @@ def cached_library(key: Iterable[str], compile_module: Callable[[], object]) -> 
         When the code cannot be linked; the message tells what is missing.
     """
 
-    def build(path: Path) -> None:
-        _link(compile_module(), path)
+    path = sealed_file(key, ".so", lambda path: _link(compile_module(), path))
+    return tvm.runtime.load_module(str(path))
+
+
+def sealed_file(key: Iterable[str], suffix: str, build: Callable[[Path], None]) -> Path:
+    """As `cached_file`, for object files and libraries; a damaged file is built anew."""
+
+    def build_sealed(path: Path) -> None:
+        build(path)
         with path.open("r+b") as file:  # what follows the sections of a library is nobody's
             digest = hashlib.sha256(file.read()).digest()
             file.write(digest)
 
     text = "\n".join(key)
-    path = cached_file(text, ".so", build)
+    path = cached_file(text, suffix, build_sealed)
     if not _is_whole(path):
         path.unlink(missing_ok=True)
-        path = cached_file(text, ".so", build)
-    return tvm.runtime.load_module(str(path))
+        path = cached_file(text, suffix, build_sealed)
+    return path
 
 
 @functools.cache
@@ -129,6 +136,6 @@ def _link(module, path: Path) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is as it was written; loading a cut one could crash the process."""
+    """Whether a sealed file is as it was written; loading a cut one could crash the process."""
     content = path.read_bytes()
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]

@@ -17,6 +17,7 @@ from tir_kernels.cpu import stock_sliding
 from tir_kernels.spec import KernelSpec
 
 from .build import kernel_spec
+from .compile_model import KERNEL
 from .config import KVCacheConfig, LayerSpec, RopeConfig
 from .frontend_methods import PagedKVCacheObject
 
@@ -223,6 +224,7 @@ class _Kernels:
         return self._add(name, build_kernel(name, spec))
 
     def _add(self, name: str, function) -> relax.GlobalVar:
+        function = function.with_attr(KERNEL, True)
         return relax.BlockBuilder.current().add_func(function, f"pagedkv_{name}")
 
     def _tagged(self, *values: relax.Expr) -> relax.Tuple:

@@ -8,7 +8,6 @@ those here together. Common subexpressions are left to LLVM.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,11 +22,16 @@ from tvm.tirx.buffer import is_buffer_var
 
 from tir_kernels.cpu.tasks import TASK_LOOP
 
+from .disk_cache import code_versions, sealed_file
+
 _NUM_THREADS = 2  # LLVM takes most of the time, and the largest kernel a quarter of it
 
 
 class KernelObjects:
-    """Object files of kernels, compiled side by side, to be linked to one library.
+    """Object files of kernels, compiled side by side or found on the disk.
+
+    What a file is found by is the code of its kernel: caches and models whose kernels are alike
+    share them.
 
     Parameters
     ----------
@@ -37,23 +41,26 @@ class KernelObjects:
     """
 
     def __init__(self, functions: Mapping[str, tirx.PrimFunc], target: Target):
-        self._folder = tempfile.TemporaryDirectory(prefix="tvm_pagedkv-")
-        folder = Path(self._folder.name)
+        versions = code_versions(Path(__file__))
 
-        def compile_one(symbol: str) -> str:
-            path = folder / f"{symbol}.o"
-            compile_kernel(functions[symbol], symbol, target).write_to_file(str(path), "o")
-            return str(path)
+        def object_of(symbol: str) -> Path:
+            function = functions[symbol]
+
+            def build(path: Path) -> None:
+                compile_kernel(function, symbol, target).write_to_file(str(path), "o")
+
+            content = f"{tvm_ffi.structural_hash(function):x}"
+            return sealed_file([symbol, content, str(target), *versions], ".o", build)
 
         # The large ones first, so that no thread is left alone with one. The calls of a pass and of
         # LLVM let other threads run.
         order = sorted(functions, key=lambda symbol: len(functions[symbol].params), reverse=True)
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            self.paths = list(pool.map(compile_one, order))
+            self.paths = dict(zip(order, pool.map(object_of, order), strict=True))
 
     def export_library(self, path: str) -> None:
         """Link all to a shared library."""
-        cc.create_shared(path, self.paths)
+        cc.create_shared(path, [str(object_) for object_ in self.paths.values()])
 
 
 def compile_kernel(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.runtime.Module:

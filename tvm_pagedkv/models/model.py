@@ -17,6 +17,7 @@ import tir_kernels
 
 from ..build import resolve_target
 from ..cache import KVCache
+from ..compile_model import compile
 from ..config import DTYPES, KVCacheConfig, LayerSpec
 from ..disk_cache import cached_library, code_versions
 from . import llama
@@ -228,10 +229,11 @@ def build_executable(
         start = time.perf_counter()
         num_layers = len(options.layers_of(config))
         progress(f"compiling the model ({num_layers} layers, {options.dtype})")
-        built = tvm.compile(llama.build_module(config, options), target=options.target)
+        built = compile(llama.build_module(config, options), options.target)
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
         return built
 
     here = Path(__file__).parent
-    versions = code_versions(here, here.parent / "frontend.py", Path(tir_kernels.__file__).parent)
+    sources = (here.parent / f"{name}.py" for name in ("frontend", "compile_model", "lowering"))
+    versions = code_versions(here, *sources, Path(tir_kernels.__file__).parent)
     return cached_library([repr(config), repr(options), *versions], compile_model)

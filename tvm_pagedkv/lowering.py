@@ -65,11 +65,12 @@ class KernelObjects:
 
 def compile_kernel(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.runtime.Module:
     """Compile one kernel to a module with the function `symbol`."""
+    return tvm.get_global_func("target.build.llvm")(lower(function, symbol, target), target)
+
+
+def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
+    """Lower one kernel to what the code generator takes."""
     module = tvm.IRModule(share_task_body(function, symbol))
-    return tvm.get_global_func("target.build.llvm")(_lower(module, target), target)
-
-
-def _lower(module: tvm.IRModule, target: Target) -> tvm.IRModule:
     return tvm.transform.Sequential(
         [
             tirx.transform.BindTarget(target.with_host(target)),

@@ -24,7 +24,6 @@ namespace {
 
 constexpr int64_t kAlignment = 16 / sizeof(int32_t);           // elements
 constexpr int64_t kRedZone = kRedZoneBytes / sizeof(int32_t);  // elements
-constexpr DLDataType kInt32{kDLInt, 32, 1};
 
 int64_t RoundUp(int64_t size) { return (size + kAlignment - 1) / kAlignment * kAlignment; }
 

@@ -26,8 +26,6 @@ using tvm::runtime::DeviceAPI;
 
 namespace {
 
-constexpr DLDataType kByte{kDLUInt, 8, 1};
-
 /*! \brief For memory that is not the cache's. */
 ByteCounter NewCounter() { return std::make_shared<std::atomic<int64_t>>(0); }
 

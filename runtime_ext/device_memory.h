@@ -20,6 +20,10 @@ namespace pagedkv {
 
 namespace ffi = tvm::ffi;
 
+inline constexpr DLDataType kByte{kDLUInt, 8, 1};
+inline constexpr DLDataType kInt32{kDLInt, 32, 1};
+inline constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+
 /*! \brief Bytes that are allocated now; shared with the tensors, which may outlive the cache. */
 using ByteCounter = std::shared_ptr<std::atomic<int64_t>>;
 

@@ -11,8 +11,6 @@ namespace pagedkv {
 
 namespace {
 
-constexpr DLDataType kByte{kDLUInt, 8, 1};
-constexpr DLDataType kInt32{kDLInt, 32, 1};
 constexpr DLDevice kHost{kDLCPU, 0};
 // The sizes of the cache inside apache-tvm.
 constexpr int64_t kFloatWorkspaceBytes = int64_t{768} << 20;

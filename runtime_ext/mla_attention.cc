@@ -19,8 +19,6 @@ namespace pagedkv {
 
 namespace {
 
-constexpr DLDataType kFloat32{kDLFloat, 32, 1};
-
 /*! \brief The last dimension of a tensor [rows, heads, dim]; the whole shape is checked after it.
  */
 int64_t WidthOf(const char* name, const ffi::Tensor& tensor) {

@@ -15,9 +15,6 @@ namespace pagedkv {
 
 namespace {
 
-constexpr DLDataType kByte{kDLUInt, 8, 1};
-constexpr DLDataType kFloat32{kDLFloat, 32, 1};
-
 int64_t ItemSize(DLDataType dtype) { return dtype.bits / 8; }
 
 }  // namespace

@@ -3,10 +3,11 @@
  * \file paged_kv_cache.h
  * \brief The cache object: composes table, plan, arrays and memory, and calls the kernels.
  *
- * paged_kv_cache.cc has its making, the sequences and the step; attention.cc, mla_attention.cc,
- * shared_attention.cc and tree_attention.cc what a layer calls within a step; tree_commit.cc what
- * follows a step with token trees; inspect.cc what looks at a cache from outside; checkpoint.cc
- * what takes sequences out of a cache and into another; send_receive.cc transfers.
+ * paged_kv_cache.cc has its making, the sequences and the step; attention.cc and mla_attention.cc
+ * what a layer calls within a step, step_checks.cc what such a call needs, attention_kernels.cc,
+ * shared_attention.cc and tree_attention.cc the kernels behind it; tree_commit.cc what follows a
+ * step with token trees; inspect.cc what looks at a cache from outside; checkpoint.cc what takes
+ * sequences out of a cache and into another; send_receive.cc transfers.
  */
 #ifndef TVM_PAGEDKV_PAGED_KV_CACHE_H_
 #define TVM_PAGEDKV_PAGED_KV_CACHE_H_

@@ -10,13 +10,6 @@
 
 namespace pagedkv {
 
-namespace {
-
-constexpr DLDataType kByte{kDLUInt, 8, 1};
-constexpr DLDataType kFloat32{kDLFloat, 32, 1};
-
-}  // namespace
-
 StockWindowBackend::StockWindowBackend(const CacheConfig& config, size_t num_groups,
                                        ByteCounter counter)
     : page_size_(config.page_size),

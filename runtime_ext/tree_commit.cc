@@ -21,8 +21,6 @@ using tvm::runtime::DeviceAPI;
 
 namespace {
 
-constexpr DLDataType kByte{kDLUInt, 8, 1};
-
 /*! \brief How the slots of a layer's pages lie in memory. */
 struct SlotLayout {
   int64_t page_size;

@@ -100,8 +100,8 @@ void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages
   }
   if (kernels.IsFlashInfer(name)) {
     const FlashInferPages table{layer.pages, pages.indptr, pages.values, pages.last_page_lengths};
-    flashinfer_->Paged({kernels, config, layer.group, plan_, sm_scale, q, o, lse}, pages.range,
-                       common(kQueryIndptr), table);
+    flashinfer_->Paged(CallOf(layer, sm_scale, q, o, lse), pages.range, common(kQueryIndptr),
+                       table);
     return;
   }
   // Kernels of layers with a window take it as their last argument.
@@ -125,20 +125,15 @@ void PagedKVCacheObj::PagedAttention(const Layer& layer, const PageArrays& pages
   }
 }
 
+LayerCall PagedKVCacheObj::CallOf(const Layer& layer, double sm_scale, const ffi::Tensor& q,
+                                  const ffi::Tensor& o, const ffi::Tensor& lse) const {
+  return {KernelsOf(layer), layer.config, layer.group, plan_, sm_scale, q, o, lse};
+}
+
 StockWindowCall PagedKVCacheObj::StockWindow(const Layer& layer, double sm_scale,
                                              const ffi::Tensor& q, const ffi::Tensor& o,
                                              const ffi::Tensor& lse) const {
-  return {KernelsOf(layer),
-          layer.config,
-          layer.group,
-          plan_,
-          rotary_mode(),
-          sm_scale,
-          layer.pages,
-          common(kQueryPositions),
-          q,
-          o,
-          lse};
+  return {CallOf(layer, sm_scale, q, o, lse), rotary_mode(), layer.pages, common(kQueryPositions)};
 }
 
 KernelName PagedKVCacheObj::RaggedKernel(const Layer& layer) const {
@@ -172,8 +167,7 @@ void PagedKVCacheObj::RaggedAttention(const Layer& layer, double sm_scale, const
     }
   };
   if (kernels.IsFlashInfer(name)) {
-    flashinfer_->Ragged({kernels, config, layer.group, plan_, sm_scale, q, o, lse},
-                        common(kQueryIndptr), k, v);
+    flashinfer_->Ragged(CallOf(layer, sm_scale, q, o, lse), common(kQueryIndptr), k, v);
   } else if (name == KernelName::kTreeSliding || name == KernelName::kPrefillRaggedSliding) {
     call(config.window);
   } else {

@@ -74,7 +74,7 @@ ffi::Tensor FlashInferBackend::HostArray(Plan* plan, int64_t size) {
   return plan->host_arrays.back();
 }
 
-const FlashInferBackend::Plan& FlashInferBackend::PlanPrefill(const FlashInferCall& call,
+const FlashInferBackend::Plan& FlashInferBackend::PlanPrefill(const LayerCall& call,
                                                               KernelName name, Use use) {
   const ffi::Function& function = call.kernels.Plan(name);
   Plan& plan = plans_[call.group * kNumUses + use];
@@ -109,7 +109,7 @@ const FlashInferBackend::Plan& FlashInferBackend::PlanPrefill(const FlashInferCa
   return plan;
 }
 
-const FlashInferBackend::Plan& FlashInferBackend::PlanDecode(const FlashInferCall& call, Use use) {
+const FlashInferBackend::Plan& FlashInferBackend::PlanDecode(const LayerCall& call, Use use) {
   const ffi::Function& function = call.kernels.Plan(KernelName::kDecode);
   Plan& plan = plans_[call.group * kNumUses + use];
   if (plan.made_by.same_as(function)) return plan;
@@ -127,7 +127,7 @@ const FlashInferBackend::Plan& FlashInferBackend::PlanDecode(const FlashInferCal
   return plan;
 }
 
-void FlashInferBackend::Paged(const FlashInferCall& call, PageRange range,
+void FlashInferBackend::Paged(const LayerCall& call, PageRange range,
                               const ffi::Tensor& query_indptr, const FlashInferPages& table) {
   const Use use = range == PageRange::kPast ? kPast : kWithStep;
   const LayerConfig& layer = call.layer;
@@ -149,7 +149,7 @@ void FlashInferBackend::Paged(const FlashInferCall& call, PageRange range,
   }
 }
 
-void FlashInferBackend::Ragged(const FlashInferCall& call, const ffi::Tensor& query_indptr,
+void FlashInferBackend::Ragged(const LayerCall& call, const ffi::Tensor& query_indptr,
                                const ffi::Tensor& k, const ffi::Tensor& v) {
   const Plan& plan = PlanPrefill(call, KernelName::kPrefillRagged, kSelf);
   call.kernels.Get(KernelName::kPrefillRagged)(

@@ -17,20 +17,9 @@
 #include "device_memory.h"
 #include "forward_plan.h"
 #include "kernels.h"
+#include "layer_call.h"
 
 namespace pagedkv {
-
-/*! \brief One layer's attention in this step. */
-struct FlashInferCall {
-  const KernelSet& kernels;
-  const LayerConfig& layer;
-  int32_t group;
-  const ForwardPlan& batch;
-  double sm_scale;
-  const ffi::Tensor& q;
-  const ffi::Tensor& o;
-  const ffi::Tensor& lse;
-};
 
 /*! \brief The pages of a layer, and the page table of its group. */
 struct FlashInferPages {
@@ -49,10 +38,10 @@ class FlashInferBackend {
   void BeginStep();
 
   /*! \brief Attends over pages: causally with this step's rows, or to all of the past. */
-  void Paged(const FlashInferCall& call, PageRange range, const ffi::Tensor& query_indptr,
+  void Paged(const LayerCall& call, PageRange range, const ffi::Tensor& query_indptr,
              const FlashInferPages& table);
   /*! \brief Attends causally among this step's rows. */
-  void Ragged(const FlashInferCall& call, const ffi::Tensor& query_indptr, const ffi::Tensor& k,
+  void Ragged(const LayerCall& call, const ffi::Tensor& query_indptr, const ffi::Tensor& k,
               const ffi::Tensor& v);
 
  private:
@@ -69,8 +58,8 @@ class FlashInferBackend {
 
   /*! \brief Makes room for a new plan. */
   void Prepare(Plan* plan);
-  const Plan& PlanPrefill(const FlashInferCall& call, KernelName name, Use use);
-  const Plan& PlanDecode(const FlashInferCall& call, Use use);
+  const Plan& PlanPrefill(const LayerCall& call, KernelName name, Use use);
+  const Plan& PlanDecode(const LayerCall& call, Use use);
   ffi::Tensor HostArray(Plan* plan, int64_t size);
 
   DLDevice device_;

@@ -31,6 +31,7 @@
 #include "flashinfer_backend.h"
 #include "forward_plan.h"
 #include "kernels.h"
+#include "layer_call.h"
 #include "sequence_table.h"
 #include "stock_window_backend.h"
 
@@ -278,6 +279,8 @@ class PagedKVCacheObj : public ffi::Object {
   bool UsesStockWindow(const Layer& layer, PageRange range) const {
     return HasStockWindow(layer) && !UsesTreeKernel(layer, range);
   }
+  LayerCall CallOf(const Layer& layer, double sm_scale, const ffi::Tensor& q, const ffi::Tensor& o,
+                   const ffi::Tensor& lse) const;
   StockWindowCall StockWindow(const Layer& layer, double sm_scale, const ffi::Tensor& q,
                               const ffi::Tensor& o, const ffi::Tensor& lse) const;
   bool HasStockKernel(const Layer& layer, std::initializer_list<KernelName> names) const;

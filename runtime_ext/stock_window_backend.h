@@ -21,22 +21,15 @@
 #include "cache_config.h"
 #include "device_memory.h"
 #include "forward_plan.h"
+#include "layer_call.h"
 
 namespace pagedkv {
 
-/*! \brief One layer's attention in this step. */
-struct StockWindowCall {
-  const KernelSet& kernels;
-  const LayerConfig& layer;
-  int32_t group;
-  const ForwardPlan& batch;
+/*! \brief What the kernels need to know beside it. */
+struct StockWindowCall : LayerCall {
   int64_t rotary_mode;
-  double sm_scale;
   const ffi::Tensor& pages;
   const ffi::Tensor& positions;  // of the rows
-  const ffi::Tensor& q;
-  const ffi::Tensor& o;
-  const ffi::Tensor& lse;
 };
 
 class StockWindowBackend {

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,35 +14,9 @@ import tvm
 import tvm_ffi
 
 from . import checkpoint
+from ._functions import CACHE, STATE, as_int, as_shape, global_function
 from ._tensors import as_tensor
 from .page_map import PageMap
-
-_STATE = "vm.builtin.kv_state_"
-_CACHE = "vm.builtin.attention_kv_cache_"
-
-
-@functools.cache
-def _function(name: str) -> tvm_ffi.Function:
-    return tvm_ffi.get_global_func(name)
-
-
-def _int(name: str, value: Any) -> int:
-    number = operator.index(value)
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{name} must fit into 64 bits, got {number}")
-    return number
-
-
-def _shape(name: str, values: Sequence[int]) -> tvm_ffi.Shape:
-    numbers = tuple(map(operator.index, values))
-    try:
-        return _shape_of(numbers)
-    except ValueError:
-        raise ValueError(f"{name} must fit into 64 bits, got {list(numbers)}") from None
-
-
-# Making a Shape of 64 numbers takes 25 us; decode steps have the same ones again and again.
-_shape_of = functools.lru_cache(maxsize=64)(tvm_ffi.Shape)
 
 
 @tvm_ffi.register_object("pagedkv.KVCache")
@@ -63,7 +36,7 @@ class KVCache(tvm_ffi.Object):
     @functools.cached_property
     def description(self) -> dict[str, Any]:
         """What the cache was made from: sizes, dtypes, and a list of the layers that it keeps."""
-        raw = dict(_function("pagedkv.describe")(self).items())
+        raw = dict(global_function("pagedkv.describe")(self).items())
         raw["layer_indptr"] = tuple(raw["layer_indptr"])
         raw["layers"] = [dict(layer.items()) for layer in raw["layers"]]
         return raw
@@ -72,19 +45,19 @@ class KVCache(tvm_ffi.Object):
 
     def add_sequence(self, seq_id: int) -> None:
         """Add an empty sequence under any id that is not in use."""
-        _function(_STATE + "add_sequence")(self, _int("seq_id", seq_id))
+        global_function(STATE + "add_sequence")(self, as_int("seq_id", seq_id))
 
     def remove_sequence(self, seq_id: int) -> None:
         """Remove a sequence; its forks keep what they share."""
-        _function(_STATE + "remove_sequence")(self, _int("seq_id", seq_id))
+        global_function(STATE + "remove_sequence")(self, as_int("seq_id", seq_id))
 
     def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
         """Add `child_id`, which shares the first `fork_pos` positions of its parent (-1: all).
 
         A ValueError where a layer with a window no longer has what it would see from there.
         """
-        ids = _int("parent_id", parent_id), _int("child_id", child_id)
-        _function(_STATE + "fork_sequence")(self, *ids, _int("fork_pos", fork_pos))
+        ids = as_int("parent_id", parent_id), as_int("child_id", child_id)
+        global_function(STATE + "fork_sequence")(self, *ids, as_int("fork_pos", fork_pos))
 
     def pop_n(self, seq_id: int, n: int) -> None:
         """Drop the last `n` positions of a sequence.
@@ -92,11 +65,11 @@ class KVCache(tvm_ffi.Object):
         Layers with a window let the last 16 positions be popped, and more as long as they still
         have what they would see then: otherwise a ValueError.
         """
-        _function(_STATE + "popn")(self, _int("seq_id", seq_id), _int("n", n))
+        global_function(STATE + "popn")(self, as_int("seq_id", seq_id), as_int("n", n))
 
     def clear(self) -> None:
         """Remove all sequences."""
-        _function(_STATE + "clear")(self)
+        global_function(STATE + "clear")(self)
 
     def enable_sliding_window(self, seq_id: int, window: int, sink: int = 0) -> None:
         """Let a sequence keep `window` positions: its first `sink` ones (at least 0) and its last.
@@ -114,8 +87,8 @@ class KVCache(tvm_ffi.Object):
             For a cache made without ``sliding_window``, with rope mode "normal" or with MLA layers;
             a sequence that has a window; numbers out of range.
         """
-        arguments = _int("seq_id", seq_id), _int("window", window), _int("sink", sink)
-        _function(_CACHE + "enable_sliding_window_for_seq")(self, *arguments)
+        arguments = as_int("seq_id", seq_id), as_int("window", window), as_int("sink", sink)
+        global_function(CACHE + "enable_sliding_window_for_seq")(self, *arguments)
 
     # --- the step -------------------------------------------------------------------------------
 
@@ -132,15 +105,15 @@ class KVCache(tvm_ffi.Object):
         CacheFullError
             When there are too few free pages.
         """
-        ids, lengths = _shape("seq_ids", seq_ids), _shape("append_lengths", append_lengths)
+        ids, lengths = as_shape("seq_ids", seq_ids), as_shape("append_lengths", append_lengths)
         tree = token_tree_parents
         if tree is not None:
-            tree = _shape("token_tree_parents", tree)
-        _function(_STATE + "begin_forward")(self, ids, lengths, tree)
+            tree = as_shape("token_tree_parents", tree)
+        global_function(STATE + "begin_forward")(self, ids, lengths, tree)
 
     def end_forward(self) -> None:
         """End the step."""
-        _function(_STATE + "end_forward")(self)
+        global_function(STATE + "end_forward")(self)
 
     @contextlib.contextmanager
     def forward(
@@ -158,9 +131,9 @@ class KVCache(tvm_ffi.Object):
 
     def commit_tree(self, seq_ids: Sequence[int], leaf_indices: Sequence[int]) -> None:
         """Keep of each sequence's token tree the path to a leaf (-1: nothing)."""
-        leaves = _shape("leaf_indices", leaf_indices)
-        ids = _shape("seq_ids", seq_ids)
-        _function(_CACHE + "commit_accepted_token_tree_nodes")(self, ids, leaves)
+        leaves = as_shape("leaf_indices", leaf_indices)
+        ids = as_shape("seq_ids", seq_ids)
+        global_function(CACHE + "commit_accepted_token_tree_nodes")(self, ids, leaves)
 
     # --- attention, within a step ---------------------------------------------------------------
 
@@ -194,8 +167,8 @@ class KVCache(tvm_ffi.Object):
         """
         qkv = self._tensor("qkv", qkv)
         out = self._empty(layer, qkv.shape[0]) if out is None else out
-        _function(_CACHE + "attention_with_fused_qkv")(
-            self, _int("layer", layer), self._scale(layer, sm_scale), qkv, out, self._sinks(sinks)
+        global_function(CACHE + "attention_with_fused_qkv")(
+            self, as_int("layer", layer), self._scale(layer, sm_scale), qkv, out, self._sinks(sinks)
         )
         return out
 
@@ -224,8 +197,8 @@ class KVCache(tvm_ffi.Object):
         q, k, v = (self._tensor(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         width = v.shape[-1] if self._is_mla(layer) else None
         o, lse = self._empty(layer, q.shape[0], width), self._empty_lse(layer, q.shape[0])
-        _function(_CACHE + "self_attention")(
-            self, _int("layer", layer), self._scale(layer, sm_scale), q, k, v, o, lse
+        global_function(CACHE + "self_attention")(
+            self, as_int("layer", layer), self._scale(layer, sm_scale), q, k, v, o, lse
         )
         return o, lse
 
@@ -245,8 +218,8 @@ class KVCache(tvm_ffi.Object):
         """
         q = self._tensor("q", q)
         o, lse = self._empty(layer, q.shape[0]), self._empty_lse(layer, q.shape[0])
-        _function(_CACHE + "cross_attention")(
-            self, _int("layer", layer), self._scale(layer, sm_scale), q, o, lse
+        global_function(CACHE + "cross_attention")(
+            self, as_int("layer", layer), self._scale(layer, sm_scale), q, o, lse
         )
         return o, lse
 
@@ -259,7 +232,7 @@ class KVCache(tvm_ffi.Object):
             The first pair must be contiguous tensors, for they are written.
         """
         other = self._tensor("o_other", o_other), self._tensor("lse_other", lse_other)
-        merged = _function(_CACHE + "merge_attn_output_inplace")(self, o, lse, *other)
+        merged = global_function(CACHE + "merge_attn_output_inplace")(self, o, lse, *other)
         return merged[0], merged[1]
 
     def attention_with_shared_kv(
@@ -298,9 +271,9 @@ class KVCache(tvm_ffi.Object):
         q = self._tensor("q", q)
         k, v = self._tensor("current_k", current_k), self._tensor("current_v", current_v)
         o = self._empty(source_layer, q.shape[0])
-        _function(_CACHE + "attention_with_shared_kv")(
+        global_function(CACHE + "attention_with_shared_kv")(
             self,
-            _int("source_layer", source_layer),
+            as_int("source_layer", source_layer),
             self._scale(source_layer, sm_scale),
             q,
             k,
@@ -313,21 +286,21 @@ class KVCache(tvm_ffi.Object):
     def append_mla_kv(self, layer: int, kv: Any) -> KVCache:
         """Append the latent rows ``kv [T, qk_head_dim]`` of an MLA layer, in the cache's dtype."""
         kv = self._tensor("kv", kv)
-        return _function(_CACHE + "append_mla_kv")(self, _int("layer", layer), kv)
+        return global_function(CACHE + "append_mla_kv")(self, as_int("layer", layer), kv)
 
     def query_positions(self) -> tvm.runtime.Tensor:
         """Position of each row in its sequence, int32 ``[T]``; valid until the next step."""
-        return _function(_CACHE + "get_query_positions")(self)
+        return global_function(CACHE + "get_query_positions")(self)
 
     # --- counters -------------------------------------------------------------------------------
 
     def sequence_length(self, seq_id: int) -> int:
         """Positions of a sequence."""
-        return _function(_CACHE + "get_sequence_length")(self, _int("seq_id", seq_id))
+        return global_function(CACHE + "get_sequence_length")(self, as_int("seq_id", seq_id))
 
     def total_length(self) -> int:
         """Sum of the lengths of all sequences."""
-        return _function(_CACHE + "get_total_sequence_length")(self)
+        return global_function(CACHE + "get_total_sequence_length")(self)
 
     def num_available_pages(self) -> int:
         """Free pages, of the group of layers that has fewest.
@@ -335,15 +308,15 @@ class KVCache(tvm_ffi.Object):
         Beside layers without a window, those with one do not count: they never run out first, if
         the cache was made without ``sliding_window``.
         """
-        return _function(_CACHE + "get_num_available_pages")(self)
+        return global_function(CACHE + "get_num_available_pages")(self)
 
     def is_empty(self) -> bool:
         """Whether there is no sequence."""
-        return bool(_function(_CACHE + "empty")(self))
+        return bool(global_function(CACHE + "empty")(self))
 
     def is_in_forward(self) -> bool:
         """Whether a step has begun and not ended."""
-        return bool(_function("pagedkv.is_in_forward")(self))
+        return bool(global_function("pagedkv.is_in_forward")(self))
 
     # --- from outside ---------------------------------------------------------------------------
 
@@ -361,7 +334,7 @@ class KVCache(tvm_ffi.Object):
         """
         begin, end = self._range(seq_id, begin, end)
         k, v = (self._empty_rows("mha", seq_id, begin, end) for _ in range(2))
-        _function(_CACHE + "debug_get_kv")(self, _int("seq_id", seq_id), begin, end, k, v)
+        global_function(CACHE + "debug_get_kv")(self, as_int("seq_id", seq_id), begin, end, k, v)
         return k, v
 
     def debug_get_kv_mla(
@@ -376,7 +349,7 @@ class KVCache(tvm_ffi.Object):
         """
         begin, end = self._range(seq_id, begin, end)
         kv = self._empty_rows("mla", seq_id, begin, end)
-        _function(_CACHE + "debug_get_kv_mla")(self, _int("seq_id", seq_id), begin, end, kv)
+        global_function(CACHE + "debug_get_kv_mla")(self, as_int("seq_id", seq_id), begin, end, kv)
         return kv
 
     def debug_set_kv(self, seq_id: int, begin: int, k: Any, v: Any) -> None:
@@ -387,13 +360,13 @@ class KVCache(tvm_ffi.Object):
         k, v : ``[num_layers, n, num_kv_heads, head_dim]``, the pages' dtype
         """
         k, v = self._tensor("k", k), self._tensor("v", v)
-        ids = _int("seq_id", seq_id), _int("begin", begin)
-        _function("pagedkv.debug_set_kv")(self, *ids, k, v)
+        ids = as_int("seq_id", seq_id), as_int("begin", begin)
+        global_function("pagedkv.debug_set_kv")(self, *ids, k, v)
 
     def debug_set_kv_mla(self, seq_id: int, begin: int, kv: Any) -> None:
         """Overwrite latent rows from `begin` by ``kv [num_layers, n, qk_head_dim]``."""
-        ids = _int("seq_id", seq_id), _int("begin", begin)
-        _function("pagedkv.debug_set_kv_mla")(self, *ids, self._tensor("kv", kv))
+        ids = as_int("seq_id", seq_id), as_int("begin", begin)
+        global_function("pagedkv.debug_set_kv_mla")(self, *ids, self._tensor("kv", kv))
 
     def save(self, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -> None:
         """Write sequences to a file in the safetensors format; `load` reads it.
@@ -445,17 +418,17 @@ class KVCache(tvm_ffi.Object):
 
     def stats(self) -> dict[str, Any]:
         """Pages, bytes and events: numbers by name, and a list of them by layer group."""
-        raw = dict(_function("pagedkv.stats")(self).items())
+        raw = dict(global_function("pagedkv.stats")(self).items())
         raw["groups"] = [dict(group.items()) for group in raw["groups"]]
         return raw
 
     def check_integrity(self) -> None:
         """Prove the invariants of the state; raise a RuntimeError that says what is broken."""
-        _function("pagedkv.check_integrity")(self)
+        global_function("pagedkv.check_integrity")(self)
 
     def sequence_ids(self) -> list[int]:
         """Ids of all sequences, in ascending order."""
-        return list(_function("pagedkv.sequence_ids")(self))
+        return list(global_function("pagedkv.sequence_ids")(self))
 
     def draw(self, path: str | Path | None = None) -> str:
         """The page table of every sequence as text, by group; ``*`` marks a shared page.
@@ -472,17 +445,17 @@ class KVCache(tvm_ffi.Object):
 
     def page_table(self, seq_id: int, group: int = 0) -> list[int]:
         """Page ids that a group of layers keeps of a sequence, in order of position."""
-        ids = _int("seq_id", seq_id), _int("group", group)
-        return list(_function("pagedkv.page_table")(self, *ids))
+        ids = as_int("seq_id", seq_id), as_int("group", group)
+        return list(global_function("pagedkv.page_table")(self, *ids))
 
     def sequence_window(self, seq_id: int) -> tuple[int, int, int]:
         """Window of a sequence (0: none), its sinks, and how many positions it has dropped."""
-        return tuple(_function("pagedkv.sequence_window")(self, _int("seq_id", seq_id)))
+        return tuple(global_function("pagedkv.sequence_window")(self, as_int("seq_id", seq_id)))
 
     def first_position(self, seq_id: int, group: int = 0) -> int:
         """First position that a group of layers keeps of a sequence; 0 without a window."""
-        ids = _int("seq_id", seq_id), _int("group", group)
-        return _function("pagedkv.first_position")(self, *ids)
+        ids = as_int("seq_id", seq_id), as_int("group", group)
+        return global_function("pagedkv.first_position")(self, *ids)
 
     # --- helpers --------------------------------------------------------------------------------
 
@@ -494,7 +467,7 @@ class KVCache(tvm_ffi.Object):
 
     def _layer(self, layer: int) -> dict[str, Any]:
         if layer not in self._layers:
-            _function("pagedkv.check_layer")(self, _int("layer", layer))  # raises
+            global_function("pagedkv.check_layer")(self, as_int("layer", layer))  # raises
         return self._layers[layer]
 
     @functools.cached_property
@@ -513,8 +486,8 @@ class KVCache(tvm_ffi.Object):
         return self._layer(layer)[dim] ** -0.5
 
     def _range(self, seq_id: int, begin: int, end: int | None) -> tuple[int, int]:
-        end = self.sequence_length(seq_id) if end is None else _int("end", end)
-        return _int("begin", begin), end
+        end = self.sequence_length(seq_id) if end is None else as_int("end", end)
+        return as_int("begin", begin), end
 
     def _empty_rows(self, kind: str, seq_id: int, begin: int, end: int) -> tvm.runtime.Tensor:
         """Room for these positions of all MLA layers, or of all others."""

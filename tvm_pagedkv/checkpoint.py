@@ -27,7 +27,8 @@ import numpy as np
 import tvm
 import tvm_ffi
 
-_CACHE = "vm.builtin.attention_kv_cache_"
+from ._functions import CACHE, global_function
+
 _FORMAT, _VERSION = "tvm_pagedkv.sequences", "1"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _DIGEST_BYTES = 16
@@ -36,7 +37,6 @@ _HEADER_DIGEST = re.compile(rb'"header_checksum":"([0-9a-f]{%d})"' % len(_NO_DIG
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _BLOCK_BYTES = 8 * 2**20
 
-_function = functools.cache(tvm_ffi.get_global_func)
 _digest = functools.partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
 
 
@@ -47,7 +47,7 @@ def save(cache, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -
     """`KVCache.save`."""
     path = Path(path)
     seq_ids = cache.sequence_ids() if seq_ids is None else _ids(seq_ids)
-    metadata = [_function(_CACHE + "get_checkpoint_metadata")(cache, i) for i in seq_ids]
+    metadata = [global_function(CACHE + "get_checkpoint_metadata")(cache, i) for i in seq_ids]
     lengths = [cache.sequence_length(i) for i in seq_ids]
     layers = cache.description["layers"]
     groups = {layer["group"]: _Pages(cache, layer["group"], seq_ids, lengths) for layer in layers}
@@ -81,7 +81,7 @@ def save(cache, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -
                 pages, digest = groups[layer["group"]], _digest()
                 for block in _blocks(cache, index, len(pages.ids)):
                     data = _empty(cache, index, len(block))
-                    _function("pagedkv.export_pages")(
+                    global_function("pagedkv.export_pages")(
                         cache, index, pages.shape(pages.ids, block),
                         pages.shape(pages.num_slots, block), data,
                     )  # fmt: skip
@@ -166,7 +166,7 @@ def _load(cache, file: BinaryIO, seq_ids: Mapping[int, int] | Iterable[int] | No
         for layer in range(len(wanted)):
             _read_layer(cache, file, layer, contents, wanted[layer], new_ids)
         if new_ids:
-            _function(_CACHE + "finish_import")(cache, next(iter(new_ids.values())))
+            global_function(CACHE + "finish_import")(cache, next(iter(new_ids.values())))
     except BaseException:
         if new_ids:
             cache.remove_sequence(next(iter(new_ids.values())))  # and with it all of the import
@@ -268,7 +268,7 @@ class _Contents:
             for i in range(len(chosen))
         ]
         try:
-            _function("pagedkv.prepare_imports")(
+            global_function("pagedkv.prepare_imports")(
                 self.cache, tvm_ffi.Shape(list(new_ids.values())),
                 [self.metadata[i] for i in chosen], per_sequence,
             )  # fmt: skip
@@ -293,7 +293,7 @@ def _read_layer(cache, file, layer: int, contents: _Contents, wanted, new_ids) -
             rows = np.frombuffer(view, np.uint8).reshape(len(block), -1)[mask]
             data = _empty(cache, layer, len(rows))
             _bytes(data)[:] = rows.reshape(-1)
-        _function("pagedkv.import_pages")(cache, next(iter(new_ids.values())), layer, data)
+        global_function("pagedkv.import_pages")(cache, next(iter(new_ids.values())), layer, data)
     if digest.hexdigest() != contents.checksums[layer]:
         raise _DamagedFile(f"layer {layer} is damaged: its checksum is wrong")
 

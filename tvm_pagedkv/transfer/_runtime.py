@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,67 +10,63 @@ import numpy as np
 import tvm
 import tvm_ffi
 
+from .._functions import global_function
 from ..cache import KVCache
-
-
-@functools.cache
-def _function(name: str) -> tvm_ffi.Function:
-    return tvm_ffi.get_global_func(name)
 
 
 def prepare_recv(cache: KVCache, seq_id: int, length: int) -> list[int]:
     """Take pages for `length` more positions; the map of their slots."""
-    return list(_function("vm.builtin.kv_cache_disagg_prepare_recv")(cache, seq_id, length))
+    return list(global_function("vm.builtin.kv_cache_disagg_prepare_recv")(cache, seq_id, length))
 
 
 def mark_send(cache: KVCache, seq_id: int, begin: int, slots: Sequence[int], peer: int) -> None:
     """Send the positions from `begin` on to the slots of a receiver as they are computed."""
-    mark = _function("vm.builtin.kv_cache_disagg_mark_send")
+    mark = global_function("vm.builtin.kv_cache_disagg_mark_send")
     mark(cache, seq_id, begin, tvm_ffi.Shape(slots), peer)
 
 
 def receive_id(cache: KVCache, seq_id: int) -> int:
     """Which receive of the sequence is under way; 0: none."""
-    return _function("pagedkv.receive_id")(cache, seq_id)
+    return global_function("pagedkv.receive_id")(cache, seq_id)
 
 
 def finish_receive(cache: KVCache, seq_id: int, receive: int) -> None:
     """The rows are there."""
-    _function("pagedkv.finish_receive")(cache, seq_id, receive)
+    global_function("pagedkv.finish_receive")(cache, seq_id, receive)
 
 
 def cancel_receive(cache: KVCache, seq_id: int, receive: int) -> None:
     """Make the sequence what it was before prepare_recv."""
-    _function("pagedkv.cancel_receive")(cache, seq_id, receive)
+    global_function("pagedkv.cancel_receive")(cache, seq_id, receive)
 
 
 def set_send_handler(
     cache: KVCache, peer: int, handler: Callable[[int], None] | None, num_slots: Sequence[int] = ()
 ) -> None:
     """Call `handler` with the id of each block that is ready for a receiver; None: no more."""
-    _function("pagedkv.set_send_handler")(cache, peer, handler, tvm_ffi.Shape(num_slots))
+    global_function("pagedkv.set_send_handler")(cache, peer, handler, tvm_ffi.Shape(num_slots))
 
 
 def send_id(cache: KVCache, seq_id: int) -> int:
     """Which send of the sequence has rows that were not ready yet; 0: none."""
-    return _function("pagedkv.send_id")(cache, seq_id)
+    return global_function("pagedkv.send_id")(cache, seq_id)
 
 
 def cancel_send(cache: KVCache, seq_id: int, send: int) -> None:
     """Make no further rows ready."""
-    _function("pagedkv.cancel_send")(cache, seq_id, send)
+    global_function("pagedkv.cancel_send")(cache, seq_id, send)
 
 
 def send_block(cache: KVCache, block: int) -> dict[str, Any]:
     """What a block holds; ``runs`` of each group: int64 ``[n, 3]`` source, destination, length."""
-    described = dict(_function("pagedkv.send_block")(cache, block).items())
+    described = dict(global_function("pagedkv.send_block")(cache, block).items())
     described["runs"] = [np.from_dlpack(runs).copy() for runs in described["runs"]]
     return described
 
 
 def release_send_block(cache: KVCache, block: int) -> None:
     """Let the pages of a block go."""
-    _function("pagedkv.release_send_block")(cache, block)
+    global_function("pagedkv.release_send_block")(cache, block)
 
 
 def pages_of(cache: KVCache, layer: int) -> tvm_ffi.Tensor:
@@ -79,18 +74,18 @@ def pages_of(cache: KVCache, layer: int) -> tvm_ffi.Tensor:
 
     They are ``[num_pages, 2, num_kv_heads, page_size, head_dim]``; MLA without 2 and heads.
     """
-    return _function("pagedkv.pages_of")(cache, cache.description["layers"][layer]["id"])
+    return global_function("pagedkv.pages_of")(cache, cache.description["layers"][layer]["id"])
 
 
 def copy_regions(destination: Any, source: Any, regions: np.ndarray) -> None:
     """Copy bytes; regions int64 ``[n, 3]``: destination offset, source offset, number of bytes."""
     regions = tvm.runtime.tensor(np.ascontiguousarray(regions, dtype=np.int64))
-    _function("pagedkv.copy_regions")(destination, source, regions)
+    global_function("pagedkv.copy_regions")(destination, source, regions)
 
 
 def shared_pages(cache: KVCache) -> tuple[int, int]:
     """File descriptor and size of the memory that holds all pages; -1 where it is not shared."""
-    descriptor, num_bytes = _function("pagedkv.shared_pages")(cache)
+    descriptor, num_bytes = global_function("pagedkv.shared_pages")(cache)
     return descriptor, num_bytes
 
 

@@ -16,8 +16,9 @@ import tvm
 import tir_kernels
 import tvm_pagedkv
 from tvm_pagedkv.build import build_kernels, resolve_target, vector_target
-from tvm_pagedkv.config import KVCacheConfig, LayerSpec, RopeConfig
+from tvm_pagedkv.config import KVCacheConfig, LayerSpec
 from tvm_pagedkv.create import config_map
+from tvm_pagedkv.rope_config import RopeConfig
 
 from . import reference
 

@@ -13,10 +13,11 @@ from ._library import CacheFullError  # noqa: E402
 from .build import build_kernels as build  # noqa: E402
 from .cache import KVCache  # noqa: E402
 from .compile_model import compile  # noqa: E402
-from .config import KVCacheConfig, LayerSpec, RopeConfig  # noqa: E402
+from .config import KVCacheConfig, LayerSpec  # noqa: E402
 from .create import create  # noqa: E402
 from .frontend import PagedKVCache  # noqa: E402
 from .frontend_methods import PagedKVCacheObject  # noqa: E402
+from .rope_config import RopeConfig  # noqa: E402
 from .threads import num_threads, set_num_threads  # noqa: E402
 
 

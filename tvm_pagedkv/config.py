@@ -4,136 +4,19 @@
 from __future__ import annotations
 
 import itertools
-import math
-import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from ._checks import check_choice, check_head_dim, check_int, check_positive, freeze
 from .alibi import resolve_slopes
+from .rope_config import RopeConfig
 
 DTYPES = ("float32", "float16", "bfloat16")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 MHA_KINDS = ("mha", "mha_sliding")
 LAYER_KINDS = (*MHA_KINDS, "mla", "linear")
-ROPE_MODES = ("none", "normal", "inline")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
-MAX_HEAD_DIM = 576
 MAX_PAGE_SIZE = 256
 POPPABLE = 16  # positions that a layer with a window keeps beyond what its next row sees
-
-_REQUIRED_SCALING = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
-}
-
-
-def _check_int(name: str, value: Any, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if not minimum <= value <= maximum:
-        raise ValueError(f"{name} must be between {minimum} and {maximum}, got {value}")
-    return int(value)
-
-
-def _check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-    return value
-
-
-def _check_positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be positive and finite, got {value}")
-    return float(value)
-
-
-def _check_head_dim(name: str, value: Any) -> int:
-    value = _check_int(name, value, 8, MAX_HEAD_DIM)
-    if value % 8:
-        raise ValueError(f"{name} must be a multiple of 8, got {value}")
-    return value
-
-
-def _freeze(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return tuple(sorted((str(k), _freeze(v)) for k, v in value.items()))
-    if isinstance(value, (list, tuple)):
-        return tuple(_freeze(v) for v in value)
-    return value
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding of the cache's layers.
-
-    Parameters
-    ----------
-    mode : {"none", "normal", "inline"}
-        Rotate nothing; rotate Q and K before K is written; or keep K as it came and rotate Q and K
-        inside the attention kernels.
-    theta : float
-        The base.
-    scale : float
-        Factor on the position.
-    rotary_dim : int, optional
-        Leading dimensions of a head that are rotated (an even number); None for all.
-    scaling : mapping, optional
-        A Hugging Face ``rope_scaling`` / ``rope_parameters`` dictionary with ``rope_type`` (older
-        files: ``type``) "default", "linear", "llama3", "yarn" or "longrope".
-
-    Raises
-    ------
-    ValueError, TypeError
-        On values that no kernel can serve; the message names the field.
-    """
-
-    mode: str = "normal"
-    theta: float = 10000.0
-    scale: float = 1.0
-    rotary_dim: int | None = None
-    scaling: Mapping[str, Any] | tuple | None = None
-
-    def __post_init__(self) -> None:
-        _check_choice("rope.mode", self.mode, ROPE_MODES)
-        object.__setattr__(self, "theta", _check_positive("rope.theta", self.theta))
-        object.__setattr__(self, "scale", _check_positive("rope.scale", self.scale))
-        if self.rotary_dim is not None:
-            _check_int("rope.rotary_dim", self.rotary_dim, 2)
-            if self.rotary_dim % 2:
-                raise ValueError(f"rope.rotary_dim must be even, got {self.rotary_dim}")
-        object.__setattr__(self, "scaling", self._canonical_scaling())
-
-    def _canonical_scaling(self) -> tuple | None:
-        if self.scaling is None:
-            return None
-        if not isinstance(self.scaling, (Mapping, tuple)):
-            raise TypeError(f"rope.scaling must be a mapping, got {self.scaling!r}")
-        scaling = dict(self.scaling)
-        rope_type = scaling.pop("rope_type", None) or scaling.pop("type", "default")
-        scaling.pop("type", None)
-        _check_choice("rope.scaling['rope_type']", rope_type, ROPE_TYPES)
-        missing = [key for key in _REQUIRED_SCALING[rope_type] if key not in scaling]
-        if missing:
-            raise ValueError(f"rope.scaling of type {rope_type!r} needs {', '.join(missing)}")
-        if rope_type == "default":
-            return None
-        return _freeze(scaling | {"rope_type": rope_type})
-
-    @property
-    def scaling_dict(self) -> dict[str, Any]:
-        """The scaling as a dictionary, empty where there is none."""
-        return dict(self.scaling or ())
 
 
 @dataclass(frozen=True)
@@ -170,15 +53,15 @@ class LayerSpec:
     alibi: bool | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("layer.kind", self.kind, LAYER_KINDS)
+        check_choice("layer.kind", self.kind, LAYER_KINDS)
         if (self.kind == "mha_sliding") != (self.window is not None):
             raise ValueError(
                 f"layer.window belongs to kind 'mha_sliding' and to no other; got kind "
                 f"{self.kind!r} with window {self.window!r}"
             )
         if self.window is not None:
-            _check_int("layer.window", self.window)
-        object.__setattr__(self, "alibi", _freeze(self.alibi))
+            check_int("layer.window", self.window)
+        object.__setattr__(self, "alibi", freeze(self.alibi))
         self._check_original_dims()
 
     def _check_original_dims(self) -> None:
@@ -192,7 +75,7 @@ class LayerSpec:
                 f"{values[0]} and {values[1]} with kind {self.kind!r}"
             )
         for name, value in zip(names, values, strict=True):
-            _check_head_dim(f"layer.{name}", value)
+            check_head_dim(f"layer.{name}", value)
 
     @property
     def row_width(self) -> int:
@@ -282,11 +165,11 @@ class KVCacheConfig:
         if not isinstance(self.enable_kv_transfer, bool):
             raise TypeError(f"enable_kv_transfer must be a bool, got {self.enable_kv_transfer!r}")
         for name in ("num_layers", "max_num_sequences", "max_total_tokens", "prefill_chunk_size"):
-            _check_int(name, getattr(self, name))
-        _check_choice("dtype", self.dtype, DTYPES)
+            check_int(name, getattr(self, name))
+        check_choice("dtype", self.dtype, DTYPES)
         object.__setattr__(self, "kv_dtype", self.kv_dtype or self.dtype)
-        _check_choice("kv_dtype", self.kv_dtype, DTYPES)
-        _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
+        check_choice("kv_dtype", self.kv_dtype, DTYPES)
+        check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         if self.v_head_dim is None:
@@ -296,9 +179,9 @@ class KVCacheConfig:
         if not isinstance(self.rope, RopeConfig):
             raise TypeError(f"rope must be a RopeConfig, got {self.rope!r}")
         if self.logit_softcap is not None:
-            cap = _check_positive("logit_softcap", self.logit_softcap)
+            cap = check_positive("logit_softcap", self.logit_softcap)
             object.__setattr__(self, "logit_softcap", cap)
-        object.__setattr__(self, "alibi", _freeze(self.alibi))
+        object.__setattr__(self, "alibi", freeze(self.alibi))
         layers = (LayerSpec(),) * self.num_layers if self.layers is None else tuple(self.layers)
         if len(layers) != self.num_layers:
             raise ValueError(f"layers has {len(layers)} entries for {self.num_layers} layers")
@@ -314,7 +197,7 @@ class KVCacheConfig:
     def _check_stages(self) -> None:
         indptr = (0, self.num_layers) if self.layer_indptr is None else tuple(self.layer_indptr)
         for begin in indptr:
-            _check_int("layer_indptr's numbers", begin, 0, self.num_layers)
+            check_int("layer_indptr's numbers", begin, 0, self.num_layers)
         indptr = tuple(map(int, indptr))
         if indptr[:1] + indptr[-1:] != (0, self.num_layers) or list(indptr) != sorted(indptr):
             raise ValueError(
@@ -323,7 +206,7 @@ class KVCacheConfig:
             )
         object.__setattr__(self, "layer_indptr", indptr)
         if self.stage is not None:
-            _check_int("stage", self.stage, 0, len(indptr) - 2)
+            check_int("stage", self.stage, 0, len(indptr) - 2)
 
     def _check_sliding_window(self) -> None:
         for i, layer in enumerate(self.layers):
@@ -352,17 +235,17 @@ class KVCacheConfig:
                     f"share the latent rows; got {layer.num_kv_heads}"
                 )
             filled["num_kv_heads"] = 1
-        _check_int("num_qo_heads", filled["num_qo_heads"], 1, 4096)
-        _check_int("num_kv_heads", filled["num_kv_heads"], 1, 4096)
+        check_int("num_qo_heads", filled["num_qo_heads"], 1, 4096)
+        check_int("num_kv_heads", filled["num_kv_heads"], 1, 4096)
         if filled["num_qo_heads"] % filled["num_kv_heads"]:
             raise ValueError(
                 f"num_qo_heads ({filled['num_qo_heads']}) must be a multiple of num_kv_heads "
                 f"({filled['num_kv_heads']})"
             )
-        _check_head_dim("qk_head_dim", filled["qk_head_dim"])
-        _check_head_dim("v_head_dim", filled["v_head_dim"])
+        check_head_dim("qk_head_dim", filled["qk_head_dim"])
+        check_head_dim("v_head_dim", filled["v_head_dim"])
         if layer.kind == "mla":
-            _check_int("v_head_dim", filled["v_head_dim"], 8, filled["qk_head_dim"])
+            check_int("v_head_dim", filled["v_head_dim"], 8, filled["qk_head_dim"])
         elif filled["v_head_dim"] != filled["qk_head_dim"]:
             raise ValueError(
                 f"layer {index}: a page keeps K and V rows of one width, so v_head_dim "

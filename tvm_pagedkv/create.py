@@ -12,7 +12,8 @@ from tvm.target import Target
 from tvm_ffi import Shape
 
 from .build import KernelSets, build_kernels
-from .config import MHA_KINDS, ROPE_MODES, KVCacheConfig, LayerSpec, RopeConfig
+from .config import MHA_KINDS, KVCacheConfig, LayerSpec
+from .rope_config import ROPE_MODES, RopeConfig
 
 
 def create(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import ROPE_TYPES, RopeConfig
+from ..rope_config import ROPE_TYPES, RopeConfig
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 _EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a configuration's fields: each names the field, what it wants and what it got."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_HEAD_DIM = 576
+
+
+def check_int(name: str, value: Any, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
+    """An integer of any type within bounds, both included."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{name} must be between {minimum} and {maximum}, got {value}")
+    return int(value)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """One of some names."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+    return value
+
+
+def check_positive(name: str, value: Any) -> float:
+    """A finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+    return float(value)
+
+
+def check_head_dim(name: str, value: Any) -> int:
+    """The width of a head's rows."""
+    value = check_int(name, value, 8, MAX_HEAD_DIM)
+    if value % 8:
+        raise ValueError(f"{name} must be a multiple of 8, got {value}")
+    return value
+
+
+def freeze(value: Any) -> Any:
+    """A value that can be hashed: mappings as sorted pairs, lists as tuples."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(k), freeze(v)) for k, v in value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(freeze(v) for v in value)
+    return value

@@ -7,71 +7,30 @@ import numpy as np
 import pytest
 import tvm_ffi
 
-import tvm_pagedkv as pkv
-
 from . import python_kernels, reference
-from .python_kernels import KERNELS, LAYER, make_cache, poison, shuffle, snapshot
+from .cache_cases import DIM, HEADS, MODES, PlainPair
+from .python_kernels import KERNELS, LAYER, make_cache, shuffle, snapshot
 
-NUM_LAYERS, HEADS, DIM = 2, 4 + 2 * 2, 8
-ROPE = reference.Rope(rotary_dim=DIM)
-MODES = {"none": 0, "normal": 1, "inline": 2}
-
-
-class Pair:
-    """A cache and its reference, driven alike."""
-
-    def __init__(self, cache: pkv.KVCache, mode: str = "none", dtype: str = "float32", seed=0):
-        self.cache, self.dtype = cache, dtype
-        self.expected = reference.ReferenceCache(NUM_LAYERS, np.dtype(dtype), ROPE, mode)
-        self.rng = np.random.default_rng(seed)
-
-    def add(self, *seq_ids: int) -> None:
-        for seq_id in seq_ids:
-            self.cache.add_sequence(seq_id)
-            self.expected.add_sequence(seq_id)
-
-    def fork(self, parent: int, child: int, position: int = -1) -> None:
-        self.cache.fork_sequence(parent, child, position)
-        self.expected.fork_sequence(parent, child, position)
-
-    def step(self, seq_ids: list[int], lengths: list[int]) -> None:
-        with self.cache.forward(seq_ids, lengths):
-            for layer in range(NUM_LAYERS):
-                qkv = self.rng.standard_normal((sum(lengths), HEADS, DIM)).astype(self.dtype)
-                out = self.cache.attention(layer, qkv).numpy()
-                o, _ = self.expected.attention(layer, seq_ids, lengths, qkv, 2, DIM**-0.5)
-                reference.assert_close(out, o, self.dtype, f"layer {layer} of {seq_ids}")
-        self.cache.check_integrity()
-
-    def check_rows(self) -> None:
-        for seq_id in self.expected.sequences:
-            k, v = (x.numpy() for x in self.cache.debug_get_kv(seq_id))
-            for layer in range(NUM_LAYERS):
-                rows = self.expected.kv(seq_id, layer)
-                if rows is not None:
-                    reference.assert_close(k[layer], rows[0], self.dtype, f"K of {seq_id}")
-                    reference.assert_close(v[layer], rows[1], self.dtype, f"V of {seq_id}")
+NUM_LAYERS = 2
 
 
 @pytest.mark.parametrize("aux_manager", ["merged", "plain", "auto"])
 @pytest.mark.parametrize("mode", list(MODES))
 def test_steps_agree_with_the_reference(mode, aux_manager):
     cache = make_cache(rope_mode=MODES[mode], aux_manager=aux_manager)
-    pair = Pair(cache, mode)
+    pair = PlainPair(cache, mode)
     shuffle(cache, 3)
     pair.add(0, 1, 2)
     pair.step([0, 1], [5, 9])
-    poison(cache)
     pair.step([1, 2, 0], [1, 7, 3])
     pair.step([2, 0, 1], [1, 1, 1])
-    poison(cache)
     pair.step([0], [1])
     pair.check_rows()
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 def test_page_sizes(page_size):
-    pair = Pair(make_cache(page_size=page_size))
+    pair = PlainPair(make_cache(page_size=page_size))
     pair.add(0, 1)
     pair.step([0, 1], [3, 17])
     pair.fork(1, 2, 5)
@@ -85,7 +44,7 @@ def test_rope_append_takes_the_place_of_split_and_append():
         raise AssertionError("not needed")
 
     kernels = {"rope_append": python_kernels.rope_append, "split_rotary": fail}
-    pair = Pair(make_cache(kernels, rope_mode=1), "normal")
+    pair = PlainPair(make_cache(kernels, rope_mode=1), "normal")
     pair.add(0, 1)
     pair.step([0, 1], [5, 3])
     pair.step([0, 1], [1, 1])
@@ -93,7 +52,7 @@ def test_rope_append_takes_the_place_of_split_and_append():
 
 
 def test_half_precision_pages():
-    pair = Pair(make_cache(dtype="float16"), dtype="float16")
+    pair = PlainPair(make_cache(dtype="float16"))
     pair.add(0)
     pair.step([0], [9])
     pair.step([0], [1])
@@ -109,10 +68,9 @@ def test_pages_of_another_type_than_the_step():
 
 
 def test_forks_share_pages_and_copy_before_a_write():
-    pair = Pair(make_cache())
+    pair = PlainPair(make_cache())
     pair.add(0)
     pair.step([0], [10])
-    poison(pair.cache)
     pair.fork(0, 1)
     pair.fork(1, 2, 6)
     pair.fork(2, 3, 0)
@@ -126,14 +84,13 @@ def test_forks_share_pages_and_copy_before_a_write():
     pair.check_rows()
     for seq_id in (0, 2, 1, 3):
         pair.check_rows()
-        pair.cache.remove_sequence(seq_id)
-        pair.expected.remove_sequence(seq_id)
+        pair.remove(seq_id)
         pair.cache.check_integrity()
     assert pair.cache.num_available_pages() == 16
 
 
 def test_deep_forks():
-    pair = Pair(make_cache(max_num_sequences=40, max_total_tokens=512))
+    pair = PlainPair(make_cache(max_num_sequences=40, max_total_tokens=512))
     pair.add(0)
     pair.step([0], [7])
     for depth in range(30):
@@ -146,7 +103,7 @@ def test_deep_forks():
 
 def test_page_tables_larger_than_the_pool():
     # 12 forks of 20 pages: 240 entries of a pool of 40 pages, so the merged buffer must grow.
-    pair = Pair(make_cache(max_num_sequences=16, max_total_tokens=160, share_prefix=False))
+    pair = PlainPair(make_cache(max_num_sequences=16, max_total_tokens=160, share_prefix=False))
     pair.add(0)
     for n in (32, 32, 16):
         pair.step([0], [n])
@@ -172,7 +129,7 @@ def test_a_copy_that_fails_changes_nothing(num_calls_before):
         KERNELS["copy_single_page"](*args)
 
     cache = make_cache({"copy_single_page": copy})
-    pair = Pair(cache)
+    pair = PlainPair(cache)
     pair.add(0)
     pair.step([0], [6])
     pair.fork(0, 1)
@@ -199,7 +156,7 @@ def test_a_kernel_that_calls_back_finds_the_cache_busy():
         cache.remove_sequence(0)
 
     cache = make_cache({"copy_single_page": copy})
-    pair = Pair(cache)
+    pair = PlainPair(cache)
     pair.add(0)
     pair.step([0], [6])
     pair.fork(0, 1)
@@ -211,14 +168,13 @@ def test_a_kernel_that_calls_back_finds_the_cache_busy():
 
 @pytest.mark.parametrize("mode", ["none", "inline"])
 def test_self_and_cross_attention_merge_to_the_whole(mode):
-    pair = Pair(make_cache(rope_mode=MODES[mode]), mode)
+    pair = PlainPair(make_cache(rope_mode=MODES[mode]), mode)
     pair.add(0, 1, 2)
     pair.step([0, 1], [9, 4])
-    poison(pair.cache)
     # What a step appends, the next one finds: [2] crosses a page that only this API has written.
     for seq_ids, lengths in (([1, 2, 0], [3, 2, 1]), ([0, 1], [1, 1]), ([2, 1], [4, 1])):
-        qkv = pair.rng.standard_normal((sum(lengths), HEADS, DIM)).astype("float32")
-        o, lse = pair.expected.attention(0, seq_ids, lengths, qkv, 2, DIM**-0.5)
+        qkv = pair.qkv(sum(lengths))
+        o, lse = pair.whole(0, seq_ids, lengths, qkv)
         cache = pair.cache
         with cache.forward(seq_ids, lengths):
             self_o, self_lse = cache.self_attention(0, qkv[:, :4], qkv[:, 4:6], qkv[:, 6:])

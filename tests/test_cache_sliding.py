@@ -12,63 +12,23 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from . import reference
-from .python_kernels import KERNELS, LAYER, make_cache, poison, shuffle, snapshot
-
-HEADS, DIM = 4 + 2 * 2, 8
-ROPE = reference.Rope(rotary_dim=DIM)
-MODES = {"none": 0, "normal": 1, "inline": 2}
+from .cache_cases import DIM, MODES, ROPE, CachePair, layer_of
+from .python_kernels import KERNELS, make_cache, shuffle, snapshot
 
 
-def layer_of(window: int, **fields) -> dict:
-    kind = {"kind": "mha_sliding", "window": window} if window else {}
-    return {**LAYER, **kind, **fields}
-
-
-class Pair:
-    """A cache whose layers have the given windows (0: none), and its reference, driven alike."""
+class Pair(CachePair):
+    """Layers with the given windows (0: none)."""
 
     def __init__(self, windows, mode: str = "none", seed: int = 0, **fields):
-        self.windows = windows
-        self.cache = make_cache(
+        cache = make_cache(
             layers=[layer_of(window) for window in windows],
             rope_mode=MODES[mode],
             **{"max_total_tokens": 256, **fields},
         )
-        shuffle(self.cache, seed)
-        self.expected = reference.ReferenceCache(
-            len(windows), np.dtype("float32"), ROPE, mode, windows
-        )
-        self.rng = np.random.default_rng(seed)
-
-    def add(self, *seq_ids: int) -> None:
-        for seq_id in seq_ids:
-            self.cache.add_sequence(seq_id)
-            self.expected.add_sequence(seq_id)
-
-    def fork(self, parent: int, child: int, position: int = -1) -> None:
-        self.cache.fork_sequence(parent, child, position)
-        self.expected.fork_sequence(parent, child, position)
-
-    def pop(self, seq_id: int, n: int) -> None:
-        self.cache.pop_n(seq_id, n)
-        self.expected.pop_n(seq_id, n)
-
-    def qkv(self, lengths) -> np.ndarray:
-        return self.rng.standard_normal((sum(lengths), HEADS, DIM)).astype("float32")
-
-    def step(self, seq_ids: list[int], lengths: list[int]) -> None:
-        with self.cache.forward(seq_ids, lengths):
-            for layer in range(len(self.windows)):
-                qkv = self.qkv(lengths)
-                out = self.cache.attention(layer, qkv).numpy()
-                o, _ = self.expected.attention(layer, seq_ids, lengths, qkv, 2, DIM**-0.5)
-                reference.assert_close(out, o, "float32", f"layer {layer} of {seq_ids}")
-            self.cache.check_integrity()
-        self.cache.check_integrity()
-        poison(self.cache)
-
-    def num_pages(self, seq_id: int, group: int = 0) -> int:
-        return len(self.cache.page_table(seq_id, group))
+        shuffle(cache, seed)
+        dtype = np.dtype("float32")
+        expected = reference.ReferenceCache(len(windows), dtype, ROPE, mode, windows)
+        super().__init__(cache, expected, seed)
 
 
 # Chunks of two sequences in one batch; with windows of 1 to 60, shorter and longer than them.
@@ -240,20 +200,14 @@ def test_self_and_cross_attention_merge_to_the_whole(window, mode):
     pair.add(0, 1, 2)
     pair.step([0, 1], [9, 4])
     pair.step([0], [27])
-    cache, longest = pair.cache, window
     for seq_ids, lengths in (
-        ([1, 2, 0], [min(3, longest), min(2, longest), 1]),
+        ([1, 2, 0], [min(3, window), min(2, window), 1]),
         ([0, 1], [1, 1]),
-        ([2, 0], [longest, longest]),
-        ([1, 0, 2], [2 * longest + 1, 1, longest + 1]),
+        ([2, 0], [window, window]),
+        ([1, 0, 2], [2 * window + 1, 1, window + 1]),
     ):
-        qkv = pair.qkv(lengths)
-        o, lse = pair.expected.attention(0, seq_ids, lengths, qkv, 2, DIM**-0.5)
-        with cache.forward(seq_ids, lengths):
-            parts = cache.self_attention(0, qkv[:, :4], qkv[:, 4:6], qkv[:, 6:])
-            merged = cache.merge_attention(*parts, *cache.cross_attention(0, qkv[:, :4]))
-        reference.assert_close(merged[0].numpy(), o, "float32", "o")
-        reference.assert_close(merged[1].numpy(), lse, "float32", "lse")
+        with pair.cache.forward(seq_ids, lengths):
+            pair.attend_in_parts(0, seq_ids, lengths, pair.qkv(sum(lengths)))
 
 
 def test_what_is_told():

@@ -11,10 +11,10 @@ import tvm_ffi
 import tvm_pagedkv as pkv
 
 from . import reference
+from .cache_cases import PlainPair
 from .flashinfer_functions import Recorder
-from .python_kernels import KERNELS, LAYER, MLA_KERNELS, MLA_LAYER, make_cache, poison
+from .python_kernels import KERNELS, LAYER, MLA_KERNELS, MLA_LAYER, make_cache
 from .stock import create_positional, stock_kernels
-from .test_cache_forward import Pair
 
 NAMES = ("prefill_ragged", "prefill", "decode")
 
@@ -32,7 +32,7 @@ def names_of(calls) -> list[str]:
 def test_steps_agree_with_the_reference(aux_manager, seed):
     recorder = Recorder()
     cache = flashinfer_cache(recorder, aux_manager=aux_manager, rope_mode=1)
-    pair = Pair(cache, "normal", seed=seed)
+    pair = PlainPair(cache, "normal", seed=seed)
     pair.add(0, 1, 2)
     for seq_ids, lengths in (
         ([0], [9]),
@@ -41,7 +41,6 @@ def test_steps_agree_with_the_reference(aux_manager, seed):
         ([0, 1, 2], [2, 1, 1]),
     ):
         pair.step(seq_ids, lengths)
-        poison(cache)
         kernel = "decode" if set(lengths) == {1} else "prefill"
         assert names_of(recorder.take()) == [f"{kernel} plan", *[f"{kernel} run"] * 2]
     pair.fork(0, 3, 6)
@@ -53,7 +52,7 @@ def test_steps_agree_with_the_reference(aux_manager, seed):
 def test_self_and_cross_attention_and_their_merge(lengths):
     recorder = Recorder()
     cache = flashinfer_cache(recorder)
-    pair, rng = Pair(cache), np.random.default_rng(0)
+    pair, rng = PlainPair(cache), np.random.default_rng(0)
     pair.add(0, 1)
     pair.step([0], [6])  # sequence 1 has no past
     recorder.take()
@@ -117,7 +116,7 @@ def test_a_plan_that_fails_is_made_again():
         return plan(*arguments)
 
     cache = make_cache({"prefill": [tag, run, tvm_ffi.convert(fail_once)]})
-    pair = Pair(cache)
+    pair = PlainPair(cache)
     pair.add(0)
     cache.begin_forward([0], [3])
     with pytest.raises(RuntimeError, match="no plan today"):

@@ -60,7 +60,7 @@ def logs(log: Path) -> str:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["tests/test_cache_errors.py"],
+        ["tests/test_cache_errors.py", "tests/test_creation_errors.py"],
         ["tests/test_hostile_arguments.py"],
         ["tests/test_cache_random.py", "-k", "seed0-all"],
     ],

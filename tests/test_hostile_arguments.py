@@ -63,7 +63,7 @@ OTHERS = {
     *(f"{CACHE}{name}" for name in ("view", "window_override", "window_override_with_sinks")),
     OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime",
 }  # fmt: skip
-# Their arguments have no cache: test_hostile_creation.py, test_transfer_errors.py.
+# Their arguments have no cache: test_hostile_creation.py, test_transfer_messages.py.
 WITHOUT_CACHE = {
     "vm.builtin.paged_attention_kv_cache_create", OWN + "create", OWN + "copy_regions",
 }  # fmt: skip

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
+import tvm_ffi
 
 from tvm_pagedkv.transfer import Receiver, Sender, local_channels
 
@@ -60,7 +61,38 @@ def pump(sender, receiver) -> None:
 def state(cache) -> dict:
     """All that a transfer that fails must leave alone."""
     found = snapshot(cache, cache.sequence_ids())
-    del found["stats"][
-        "cow_page_copies"
-    ]  # events: a copy that was given back was made all the same
+    # An event: a copy that was given back was made all the same.
+    del found["stats"]["cow_page_copies"]
     return found
+
+
+def mark_send(cache, slots, seq_id=0, begin=0, peer=0):
+    """The global function, with the arguments that no test changes at their places."""
+    mark = tvm_ffi.get_global_func("vm.builtin.kv_cache_disagg_mark_send")
+    return mark(cache, seq_id, begin, slots, peer)
+
+
+class TransferPair:
+    """A sequence of six positions on either side, and a request for nine more."""
+
+    def __init__(self, **fields):
+        self.source, self.target = caches(0, **fields)
+        self.qkv = rows(0, 40)
+        for cache in (self.source, self.target):
+            cache.add_sequence(0)
+            append(cache, 0, self.qkv[:6])
+            cache.fork_sequence(0, 1)  # so that the last page is shared
+        self.sender, self.receiver = connect(self.source, self.target, timeout=5.0)
+        self.before = state(self.target)
+
+    def begin(self):
+        self.ticket = self.receiver.request(0, 9)
+        return self.sender.next_request()
+
+    def check(self):
+        """The receiver's cache is as it was; the sender's holds nothing for anybody."""
+        assert state(self.target) == self.before
+        assert self.source.stats()["num_pinned_pages"] == 0
+        assert self.source.stats()["num_send_blocks"] == 0
+        self.source.check_integrity()
+        self.target.check_integrity()

@@ -132,3 +132,20 @@ class InlineRope:
                     after[1].append(temp(y * cos + x * sin, lanes))
                 for i, numbers in zip(at, after, strict=True):
                     store(k, i, lanes, ops.repack(numbers), ops.dtype)
+
+
+class NoRotation:
+    """In the place of `InlineRope` over latent rows, which models rotate themselves."""
+
+    def begin_task(self) -> None:
+        """Nothing to make."""
+
+    def begin_sequence(self, length) -> None:
+        """Nothing to know of a sequence."""
+
+    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        """Emit what does not rotate."""
+        plain()
+
+    def if_positions_matter(self, body: Callable[[], None]) -> None:
+        """They do not."""

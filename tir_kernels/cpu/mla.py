@@ -2,13 +2,12 @@
 """Absorbed MLA attention over pages: one latent row per position serves all query heads.
 
 A tile is some tokens of a sequence with all their heads, packed and multiplied as in `prefill`. The
-positions of a tile are cut as well, as in `decode`: tasks take equal shares of all (tile, position)
-work, so that a single row over a long context uses every thread. A tile that falls into one task is
-finished there; one that is cut leaves partial states, which are merged in the same call.
+positions of a tile are cut as well, so that a single row over a long context uses every thread.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -18,26 +17,15 @@ from ..masks import CausalMask, WholeSequence
 from ..spec import LOG2E, KernelSpec
 from ..tree_mask import TreeMask
 from .arguments import OUTPUTS, PAGES, TREES, attention_kernel
-from .partials import MOST_TASKS, Partials
+from .cut_tiles import TileWork, emit_cut_tiles
+from .inline_rope import NoRotation
 from .prefill import operands
 from .prefill_unit import POSITIONS, Tiling, Unit
 from .rows import LatentRows
 from .simd import Register, index_temp, store, temp
-from .tasks import cut, for_tasks, num_threads
 
 MLA_PREFILL = ("q", "q_indptr", *PAGES, *OUTPUTS, "causal", "sm_scale")
 MLA_TREE = ("q", "q_indptr", *PAGES, *OUTPUTS, "sm_scale", *TREES)
-SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
-
-
-class _NoRotation:
-    """Models rotate the latent rows themselves."""
-
-    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        plain()
-
-    def if_positions_matter(self, body: Callable[[], None]) -> None:
-        pass
 
 
 class _Tile(SimpleNamespace):
@@ -114,6 +102,11 @@ class _LatentUnit(Unit):
                 with T.If(first < block_end), T.Then():
                     self.attend(a, block, first, end_of, None, factor)
 
+    def finish_row(self, a: SimpleNamespace, tile: _Tile, row) -> None:
+        """Store a row that has seen all of its positions."""
+        token = tile.first_row + tile.first_token + row // self.spec.num_qo_heads
+        self.store_row(a, row, token, row % self.spec.num_qo_heads)
+
 
 class _Output:
     """Rows of O and LSE of a tile, for `Partials.merge`."""
@@ -137,70 +130,30 @@ class _Output:
 def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
     a.lengths = WholeSequence(spec, a.length_info)
-    a.rope = _NoRotation()
+    a.rope = NoRotation()
     a.mask.prepare(a)
-    total = _for_tiles(spec, a, lambda tile: None)
-    work = T.cast(total, "int64") * (
-        POSITIONS * spec.num_qo_heads * (spec.qk_head_dim + spec.v_head_dim)
-    )
-    most = T.min(T.min(num_threads(), MOST_TASKS), total)
-    num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, most, 1))
-    partials = Partials(spec, Tiling.of(spec).tokens * spec.num_qo_heads)
-    ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
 
-    def attend(task):
+    def begin_task():
         unit = _LatentUnit(spec, ops)
         a.mask.begin_task()
-        task_begin = index_temp(cut(total, task, num_tasks))
-        task_end = index_temp(cut(total, task + 1, num_tasks))
+        return unit
 
-        def attend_tile(tile):
-            begin = index_temp(T.max(task_begin - tile.before, 0))
-            end = index_temp(T.min(task_end - tile.before, tile.cost))
-            with T.If(begin < end), T.Then():
-                first = index_temp(a.page_indptr[tile.sequence])
-                last = index_temp(a.page_indptr[tile.sequence + 1] - 1)
-                rows = LatentRows(spec, a.pages, a.page_values, first, last, head=0)
-                a.mask.begin_sequence(tile.sequence, tile.kv_len)
+    def rows_of(tile):
+        first = index_temp(a.page_indptr[tile.sequence])
+        last = index_temp(a.page_indptr[tile.sequence + 1] - 1)
+        rows = LatentRows(spec, a.pages, a.page_values, first, last, head=0)
+        a.mask.begin_sequence(tile.sequence, tile.kv_len)
+        return rows
 
-                def block_of(cost):
-                    return index_temp((cost + tile.num_tokens - 1) // tile.num_tokens)
-
-                unit.run_blocks(a, tile, rows, block_of(begin), block_of(end))
-                num_rows = index_temp(tile.num_tokens * spec.num_qo_heads)
-                with T.If(T.And(begin == 0, end == tile.cost)):
-                    with T.Then(), T.serial(num_rows) as row:
-                        token = tile.first_row + tile.first_token + row // spec.num_qo_heads
-                        unit.store_row(a, row, token, row % spec.num_qo_heads)
-                    with T.Else():
-                        slot = task * 2 + T.if_then_else(begin > 0, 0, 1)
-                        partials.put(slot, unit, num_rows)
-
-        _for_tiles(spec, a, attend_tile)
-
-    with ops.scope():
-        for_tasks(num_tasks, attend)
-
-    def merge(task):
-        """Finish some rows of every tile that was cut."""
-        first = Register(1, "int32", T.int32(0))  # the task that begins the tile
-
-        def merge_tile(tile):
-            end = index_temp(tile.before + tile.cost)
-            with T.While(cut(total, first.get() + 1, num_tasks) <= tile.before):
-                first.set(first.get() + 1)
-            with T.If(cut(total, first.get() + 1, num_tasks) < end), T.Then():
-                count = Register(1, "int32", T.int32(1))
-                with T.While(cut(total, first.get() + count.get(), num_tasks) < end):
-                    count.set(count.get() + 1)
-                num_rows = index_temp(tile.num_tokens * spec.num_qo_heads)
-                share = [index_temp(cut(num_rows, task + i, num_tasks)) for i in range(2)]
-                partials.merge(first.get(), count.get(), _Output(spec, a, tile), share)
-
-        _for_tiles(spec, a, merge_tile)
-
-    with T.If(num_tasks > 1), T.Then():
-        for_tasks(num_tasks, merge)
+    tiles = TileWork(
+        group=spec.num_qo_heads,
+        positions=POSITIONS,
+        for_tiles=functools.partial(_for_tiles, spec, a),
+        begin_task=begin_task,
+        rows_of=rows_of,
+        output=_Output,
+    )
+    emit_cut_tiles(spec, ops, a, tiles)
 
 
 def mla_prefill(spec: KernelSpec):

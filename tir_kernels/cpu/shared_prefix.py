@@ -8,7 +8,7 @@ well, as in `mla`, so that one segment and one KV head use every thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from types import SimpleNamespace
 
 from tvm.script import tirx as T
@@ -18,14 +18,14 @@ from ..softmax import inverse_total, log_sum
 from ..spec import KernelSpec
 from .arguments import OUTPUTS, SCALARS, attention_kernel
 from .columns import chunks
-from .inline_rope import InlineRope
-from .partials import MOST_TASKS, Partials
+from .cut_tiles import TileWork, emit_cut_tiles
+from .inline_rope import InlineRope, NoRotation
 from .prefill import operands
 from .prefill_unit import Tiling
 from .rows import LatentRows, PagedRows
 from .shared_unit import POSITIONS, SharedUnit
 from .simd import Register, broadcast, index_temp, load, store, temp
-from .tasks import cut, for_tasks, num_threads
+from .tasks import cut
 
 _ROWS = ("row_indptr", "row_ids")
 _SEGMENTS = ("first_segment", "last_segment")
@@ -38,14 +38,12 @@ MLA_PREFILL_SHARED = (
     *(*_ROWS, *OUTPUTS, *_SEGMENTS, "sm_scale"),
 )
 
-SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
-
 
 class _Tile(SimpleNamespace):
-    """Rows of a segment with the query heads of one KV head.
+    """Tokens of a segment with the query heads of one KV head.
 
-    `segment`, `head`; `first_row` in the row ids and `num_rows` of the tile; `kv_len`; `before`,
-    the cost of all earlier tiles, and `cost`: its blocks of positions times its rows.
+    `segment`, `head`; `first_token` in the row ids and `num_tokens` of the tile; `kv_len`;
+    `before`, the cost of all earlier tiles, and `cost`: its blocks of positions times its tokens.
     """
 
 
@@ -62,15 +60,15 @@ def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body):
         # Tiles of like size: a small last one would pack K and V for few rows.
         num_tiles = index_temp((end - begin + most - 1) // most)
         with T.serial(spec.num_kv_heads) as head, T.serial(num_tiles) as tile:
-            first_row = index_temp(begin + cut(end - begin, tile, num_tiles))
-            num_rows = index_temp(begin + cut(end - begin, tile + 1, num_tiles) - first_row)
-            cost = index_temp(num_blocks * num_rows)
+            first_token = index_temp(begin + cut(end - begin, tile, num_tiles))
+            num_tokens = index_temp(begin + cut(end - begin, tile + 1, num_tiles) - first_token)
+            cost = index_temp(num_blocks * num_tokens)
             body(
                 _Tile(
                     segment=segment,
                     head=head,
-                    first_row=first_row,
-                    num_rows=num_rows,
+                    first_token=first_token,
+                    num_tokens=num_tokens,
                     kv_len=kv_len,
                     before=index_temp(before.get()),
                     cost=cost,
@@ -96,22 +94,12 @@ class _Rotation(InlineRope):
         return index_temp(self.first_positions[segment])
 
 
-class _NoRotation:
+class _NoRotation(NoRotation):
     """Models with MLA rotate the latent rows themselves."""
-
-    def begin_task(self) -> None:
-        """Nothing to make."""
-
-    def begin_sequence(self, length) -> None:
-        """Nothing to know of a sequence."""
 
     def first_position(self, segment):
         """Nothing depends on it."""
         return 0
-
-    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Emit what does not rotate."""
-        plain()
 
 
 class _Output:
@@ -123,7 +111,7 @@ class _Output:
     def put_lse(self, row, value) -> None:
         """Merge the log of a row's sum; to be called before the columns of the row are put."""
         group = self.spec.group_size
-        self.row = index_temp(self.a.row_ids[self.tile.first_row + row // group])
+        self.row = index_temp(self.a.row_ids[self.tile.first_token + row // group])
         self.head = index_temp(self.tile.head * group + row % group)
         merged = MergedLse(self.a.lse[self.row, self.head], value, 1)
         self.weights = merged.weights
@@ -144,11 +132,11 @@ class _SharedUnit(SharedUnit):
         group = self.spec.group_size
 
         def row_of(row):
-            token = index_temp(a.row_ids[tile.first_row + row // group])
+            token = index_temp(a.row_ids[tile.first_token + row // group])
             return token, index_temp(tile.head * group + row % group)
 
         step = SimpleNamespace(
-            num_rows=index_temp(tile.num_rows * group),
+            num_rows=index_temp(tile.num_tokens * group),
             row_of=row_of,
             kv_len=tile.kv_len,
             begin=begin,
@@ -157,8 +145,9 @@ class _SharedUnit(SharedUnit):
         )
         self.run(a, rows, step)
 
-    def finish_row(self, row, output: _Output) -> None:
+    def finish_row(self, a: SimpleNamespace, tile: _Tile, row) -> None:
         """Merge a row that has seen the whole segment."""
+        output = _Output(self.spec, a, tile)
         total = temp(self.state.total[row])
         output.put_lse(row, log_sum(self.state.top[row], total))
         inverse = temp(inverse_total(total))
@@ -169,67 +158,28 @@ class _SharedUnit(SharedUnit):
 
 def emit_shared(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     """Emit the body: `a` holds the matched arguments by their names, and `rope`."""
-    total = _for_tiles(spec, a, lambda tile: None)
-    width = spec.group_size * (spec.qk_head_dim + spec.v_head_dim)
-    work = T.cast(total, "int64") * (POSITIONS * width)
-    most = T.min(T.min(num_threads(), MOST_TASKS), total)
-    num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, most, 1))
     kind = LatentRows if spec.kind == "mla" else PagedRows
-    partials = Partials(spec, Tiling.of(spec).tokens * spec.group_size)
-    ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
 
-    def attend(task):
+    def begin_task():
         unit = _SharedUnit(spec, ops, Tiling.of(spec).tokens * spec.group_size)
         a.rope.begin_task()
         a.rope.begin_sequence(T.int32(0))  # the length matters to longrope only
-        task_begin = index_temp(cut(total, task, num_tasks))
-        task_end = index_temp(cut(total, task + 1, num_tasks))
+        return unit
 
-        def attend_tile(tile):
-            begin = index_temp(T.max(task_begin - tile.before, 0))
-            end = index_temp(T.min(task_end - tile.before, tile.cost))
-            with T.If(begin < end), T.Then():
-                first = index_temp(a.page_indptr[tile.segment])
-                last = index_temp(a.page_indptr[tile.segment + 1] - 1)
-                rows = kind(spec, a.pages, a.page_values, first, last, head=tile.head)
+    def rows_of(tile):
+        first = index_temp(a.page_indptr[tile.segment])
+        last = index_temp(a.page_indptr[tile.segment + 1] - 1)
+        return kind(spec, a.pages, a.page_values, first, last, head=tile.head)
 
-                def block_of(cost):
-                    return index_temp((cost + tile.num_rows - 1) // tile.num_rows)
-
-                unit.run_blocks(a, tile, rows, block_of(begin), block_of(end))
-                num_rows = index_temp(tile.num_rows * spec.group_size)
-                with T.If(T.And(begin == 0, end == tile.cost)):
-                    with T.Then(), T.serial(num_rows) as row:
-                        unit.finish_row(row, _Output(spec, a, tile))
-                    with T.Else():
-                        slot = task * 2 + T.if_then_else(begin > 0, 0, 1)
-                        partials.put(slot, unit, num_rows)
-
-        _for_tiles(spec, a, attend_tile)
-
-    with ops.scope():
-        for_tasks(num_tasks, attend)
-
-    def merge(task):
-        """Finish some rows of every tile that was cut."""
-        first = Register(1, "int32", T.int32(0))  # the task that begins the tile
-
-        def merge_tile(tile):
-            end = index_temp(tile.before + tile.cost)
-            with T.While(cut(total, first.get() + 1, num_tasks) <= tile.before):
-                first.set(first.get() + 1)
-            with T.If(cut(total, first.get() + 1, num_tasks) < end), T.Then():
-                count = Register(1, "int32", T.int32(1))
-                with T.While(cut(total, first.get() + count.get(), num_tasks) < end):
-                    count.set(count.get() + 1)
-                num_rows = index_temp(tile.num_rows * spec.group_size)
-                share = [index_temp(cut(num_rows, task + i, num_tasks)) for i in range(2)]
-                partials.merge(first.get(), count.get(), _Output(spec, a, tile), share)
-
-        _for_tiles(spec, a, merge_tile)
-
-    with T.If(num_tasks > 1), T.Then():
-        for_tasks(num_tasks, merge)
+    tiles = TileWork(
+        group=spec.group_size,
+        positions=POSITIONS,
+        for_tiles=functools.partial(_for_tiles, spec, a),
+        begin_task=begin_task,
+        rows_of=rows_of,
+        output=_Output,
+    )
+    emit_cut_tiles(spec, ops, a, tiles)
 
 
 def prefill_shared(spec: KernelSpec):

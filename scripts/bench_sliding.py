@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-import time
 from pathlib import Path
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
-from bench_cases import DIM, DTYPES, FLUSH_BYTES, HEADS, KV_HEADS, Case, PagedInputs  # noqa: E402
+from bench_cases import DIM, DTYPES, HEADS, KV_HEADS, Case, PagedInputs  # noqa: E402
+from bench_turns import Turns, columns_of, ratio_of  # noqa: E402
 
 from tvm_pagedkv.build import build_kernels  # noqa: E402
 from tvm_pagedkv.config import POPPABLE, KVCacheConfig, LayerSpec  # noqa: E402
@@ -43,7 +40,7 @@ def measure(dtype: str, budget: float) -> None:
     layers = [LayerSpec(), LayerSpec("mha_sliding", 1)]
     config = KVCacheConfig(2, HEADS, KV_HEADS, DIM, dtype=dtype, layers=layers)
     plain_kernels, sliding_kernels = build_kernels(config).sets
-    flush = np.ones(FLUSH_BYTES // 4, np.float32)
+    turns = Turns(budget)
     for batch, rows, window in SHAPES:
         cases = plain_and_sliding(batch, rows, window)
         plain, sliding = (PagedInputs(case, dtype).arguments for case in cases)
@@ -54,23 +51,9 @@ def measure(dtype: str, budget: float) -> None:
                 *given
             ),
         )
-        times: tuple[list[float], list[float]] = ([], [])
-        for run in runs:
-            run()
-        end = time.perf_counter() + budget
-        while len(times[0]) < 5 or time.perf_counter() < end:
-            for run, taken in zip(runs, times, strict=True):
-                flush.sum()
-                start = time.perf_counter()
-                run()
-                taken.append(time.perf_counter() - start)
-        median = [statistics.median(taken) for taken in times]
-        text = " ".join(
-            f"{m * 1e3:8.3f} ms ({min(taken) * 1e3:8.3f})"
-            for m, taken in zip(median, times, strict=True)
-        )
+        times = turns.seconds_of(runs)
         label = f"{dtype:9} {kind:7} B={batch} rows={rows:4} window={window:4}"
-        print(f"{label} {text} {median[1] / median[0]:6.2f}x {len(times[0]):4}", flush=True)
+        print(f"{label} {columns_of(times)} {ratio_of(times):6.2f}x {len(times[0]):4}", flush=True)
 
 
 def main() -> None:

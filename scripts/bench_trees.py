@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +20,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
-from bench_cases import DIM, DTYPES, FLUSH_BYTES, HEADS, KV_HEADS, Case, PagedInputs  # noqa: E402
+from bench_cases import DIM, DTYPES, HEADS, KV_HEADS, Case, PagedInputs  # noqa: E402
+from bench_turns import Turns, columns_of, ratio_of  # noqa: E402
 
 from tvm_pagedkv.build import build_kernels  # noqa: E402
 from tvm_pagedkv.config import KVCacheConfig  # noqa: E402
@@ -59,7 +58,7 @@ def measure(dtype: str, shapes: list[str], budget: float) -> None:
 
     config = KVCacheConfig(1, HEADS, KV_HEADS, DIM, dtype=dtype)
     kernels = build_kernels(config).kernels
-    flush = np.ones(FLUSH_BYTES // 4, np.float32)
+    turns = Turns(budget)
     for batch, rows, past in SHAPES:
         plain = PagedInputs(Case("prefill", batch, rows, past + rows), dtype).arguments
         *common, _, rotary_mode, scale, theta, sm_scale = plain  # without `causal`
@@ -74,25 +73,12 @@ def measure(dtype: str, shapes: list[str], budget: float) -> None:
                 lambda given=plain: kernels["prefill"](*given),
                 lambda given=(*common, *scalars, *trees): kernels["tree_paged"](*given),
             )
-            times: tuple[list[float], list[float]] = ([], [])
-            for run in runs:
-                run()
-            end = time.perf_counter() + budget
-            while len(times[0]) < 5 or time.perf_counter() < end:
-                for run, taken in zip(runs, times, strict=True):
-                    flush.sum()
-                    start = time.perf_counter()
-                    run()
-                    taken.append(time.perf_counter() - start)
-            median = [statistics.median(taken) for taken in times]
-            text = " ".join(
-                f"{m * 1e3:8.3f} ms ({min(taken) * 1e3:8.3f})"
-                for m, taken in zip(median, times, strict=True)
-            )
+            times = turns.seconds_of(runs)
             least = min(times[1]) / min(times[0])
             label = f"{dtype:8} B={batch} {shape:6} {rows:3} on {past:4}"
             print(
-                f"{label} {text} {median[1] / median[0]:5.2f}x ({least:4.2f}) {len(times[0]):4}",
+                f"{label} {columns_of(times)} {ratio_of(times):5.2f}x ({least:4.2f}) "
+                f"{len(times[0]):4}",
                 flush=True,
             )
 

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of several runs, taken in turns with cold caches."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from bench_cases import FLUSH_BYTES
+
+
+class Turns:
+    """What lies in the caches before every run, and the seconds that a line of runs takes."""
+
+    def __init__(self, budget: float):
+        self.budget = budget
+        self.flush = np.ones(FLUSH_BYTES // 4, np.float32)
+
+    def seconds_of(self, runs: Sequence[Callable[[], object]]) -> list[list[float]]:
+        """Times of each run: as many as fit the budget, at least five."""
+        times: list[list[float]] = [[] for _ in runs]
+        for run in runs:
+            run()
+        end = time.perf_counter() + self.budget
+        while len(times[0]) < 5 or time.perf_counter() < end:
+            for run, taken in zip(runs, times, strict=True):
+                self.flush.sum()
+                start = time.perf_counter()
+                run()
+                taken.append(time.perf_counter() - start)
+        return times
+
+
+def columns_of(times: Sequence[list[float]]) -> str:
+    """The median of each run, the fastest in brackets."""
+    return " ".join(
+        f"{statistics.median(taken) * 1e3:8.3f} ms ({min(taken) * 1e3:8.3f})" for taken in times
+    )
+
+
+def ratio_of(times: Sequence[list[float]]) -> float:
+    """How much longer the second run takes than the first, in the median."""
+    return statistics.median(times[1]) / statistics.median(times[0])

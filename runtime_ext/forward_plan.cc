@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file forward_plan.cc
- * \brief One batch: checked, laid out, committed.
+ * \brief One batch: checked, its pages taken, committed.
  */
 #include "forward_plan.h"
 

@@ -87,8 +87,8 @@ class ForwardPlan {
   /*! \brief Shared pages that this step writes to; valid between Acquire and Commit. */
   const std::vector<PageCopy>& copies() const { return copies_; }
 
-  // The arrays. Those without a group are the same in every one; those of trees and the positions
-  // of tree nodes are to be filled after Acquire.
+  // The arrays, in forward_plan_arrays.cc. Those without a group are the same in every one; those
+  // of trees and the positions of tree nodes are to be filled after Acquire.
   void FillQueryIndptr(int32_t* out) const;      // [B + 1]
   void FillQueryPositions(int32_t* out) const;   // [T]
   void FillPastLengths(int32_t* out) const;      // [B]

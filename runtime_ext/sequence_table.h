@@ -211,6 +211,7 @@ class SequenceTable {
                               const char* what = "the step") const;
 
   /*!
+   * \brief Proves the invariants; in sequence_table_integrity.cc.
    * \param has_slid Whether no step is under way: then pages beyond the windows are gone.
    * \throws Error (RuntimeError) that says what is broken.
    */

@@ -24,7 +24,7 @@ SPARE_PAGES = 3
 K_ROPE_STEP = 7  # sequence b starts at position 7 * b, as after a window has slid
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def compiled(name: str, spec: KernelSpec, cpu: str = "native"):
     """The kernel `name`, built."""
     return compile_kernel(build_kernel(name, spec), name, resolve_target(cpu))[name]

@@ -46,6 +46,7 @@ __all__ = [
     "append_at_positions",
     "apply_sinks",
     "assert_close",
+    "assert_same_bits",
     "attention",
     "causal_mask",
     "gather_slots",
@@ -91,3 +92,10 @@ def assert_close(actual: Any, expected: Any, dtype: str, what: str = "result") -
     scale = max(1.0, np.abs(finite_expected).max())
     error = np.abs(finite_actual - finite_expected).max() / scale
     assert error <= TOLERANCES[dtype], f"{what}: error {error:.2e} > {TOLERANCES[dtype]:.0e}"
+
+
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray, what: str = "pages") -> None:
+    """Compare bit for bit, NaN too."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    as_bytes = [np.ascontiguousarray(x).view(np.uint8) for x in (actual, expected)]
+    np.testing.assert_array_equal(*as_bytes, err_msg=what)

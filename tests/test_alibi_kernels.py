@@ -12,17 +12,16 @@ from tir_kernels.spec import KernelSpec
 from tvm_pagedkv.alibi import standard_slopes
 
 from .attention_cases import PagedBatch, RaggedBatch
-from .test_attention_kernels import (
+from .kernel_specs import (
     BATCHES,
     BF16,
     DECODE_BATCHES,
     F16,
     F32,
-    NATIVE,
     ROPE_SPECS,
     make_spec,
     parametrize_seed,
-    vector_target,
+    target_of,
 )
 from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 from .test_tree_kernels import paged_trees, ragged_trees
@@ -108,9 +107,7 @@ def test_beside_a_rotation(seed):
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
 @parametrize_seed
 def test_other_instruction_sets(cpu, seed):
-    target = vector_target(cpu)
-    if target.lanes > NATIVE.lanes:
-        pytest.skip(f"this CPU does not run {cpu}")
+    target = target_of(cpu)
     spec = with_slopes(make_spec((7, 1), 104, (F32, BF16), 8, target=target))
     case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
     case.decode(cpu)

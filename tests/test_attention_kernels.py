@@ -12,58 +12,25 @@ import pytest
 import tvm
 
 from tir_kernels import build_kernel
-from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
-from tvm_pagedkv.build import resolve_target, vector_target
+from tir_kernels.spec import RopeSpec, VectorTarget
+from tvm_pagedkv.build import resolve_target
 
 from . import reference
 from .attention_cases import PagedBatch, RaggedBatch
+from .kernel_specs import (
+    BATCHES,
+    BF16,
+    DECODE_BATCHES,
+    F16,
+    F32,
+    ROPE_SPECS,
+    SPECS,
+    make_spec,
+    parametrize_seed,
+    target_of,
+)
 
-# The pool's default is one worker per two CPUs; the parallel paths need two.
-os.environ.setdefault("TVM_NUM_THREADS", "2")
-
-NATIVE = vector_target("native")
-
-
-def make_spec(heads, dim, dtypes=("float32", "float32"), page=16, **fields) -> KernelSpec:
-    qk, v = dim if isinstance(dim, tuple) else (dim, dim)
-    fields.setdefault("target", NATIVE)
-    fields.setdefault("rope", RopeSpec(rotary_dim=qk))
-    return KernelSpec(*heads, qk, v, *dtypes, page_size=page, **fields)
-
-
-F32, F16, BF16 = "float32", "float16", "bfloat16"
-
-# Between them: every page size, one head and many, odd group sizes, head dims that fill no whole
-# number of vectors, every type of rows with every type of pages.
-SPECS = {
-    "32:8x128-f32-p16": make_spec((32, 8), 128),
-    "32:8x128-bf16-p16": make_spec((32, 8), 128, (BF16, BF16)),
-    "32:8x128-f16-p1": make_spec((32, 8), 128, (F16, F16), 1),
-    "71:1x64-f16-f32-p256": make_spec((71, 1), 64, (F16, F32), 256),
-    "5:1x80-f32-bf16-p4": make_spec((5, 1), 80, (F32, BF16), 4),
-    "6:2x104-f32-f16-p64": make_spec((6, 2), 104, (F32, F16), 64),
-    "7:1x576-bf16-f32-p2": make_spec((7, 1), 576, (BF16, F32), 2),
-    "2:2x8-f32-p8": make_spec((2, 2), 8, page=8),
-    "16:2x96-f16-bf16-p32": make_spec((16, 2), 96, (F16, BF16), 32),
-    "3:1x24-bf16-p128": make_spec((3, 1), 24, (BF16, BF16), 128),
-    "1:1x512-bf16-f16-p16": make_spec((1, 1), 512, (BF16, F16)),
-    "2:1x256-bf16-p8": make_spec((2, 1), 256, (BF16, BF16), 8),
-}
-# (rows of the step, positions of K and V): nothing cached; a prefix; an empty sequence at the
-# start, in the middle and at the end; rows without anything to see; several tiles of either kind.
-BATCHES = {
-    "alone": [(5, 5)],
-    "mixed": [(0, 0), (1, 1), (3, 70), (0, 33), (2, 0), (4, 6), (0, 0)],
-    "tiles": [(150, 300), (1, 64), (65, 65), (1, 257)],
-}
-DECODE_BATCHES = {
-    "alone": [(1, 5)],
-    "mixed": [(1, 0), (1, 1), (1, 33), (1, 0), (1, 64), (1, 128), (1, 300), (1, 0)],
-    "long": [(1, 1700)],
-    "cuts": [(1, n) for n in (257, 16, 400, 31, 0, 512)],
-}
 parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-parametrize_seed = pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 
 
 @parametrize_specs
@@ -102,15 +69,6 @@ def test_prefill_ragged(spec, batch, causal, seed):
     case = RaggedBatch(spec, BATCHES[batch], seed)
     case.prefill(causal)
     case.verify(causal)
-
-
-YARN = (("factor", 4.0), ("original_max_position_embeddings", 32), ("rope_type", "yarn"))
-ROPE_SPECS = {
-    "f32": make_spec((8, 2), 128),
-    "partial-scaled": make_spec((5, 1), 80, (F32, F32), 1, rope=RopeSpec(5e5, 0.25, 20)),
-    "yarn-bf16": make_spec((4, 2), 96, (BF16, BF16), 64, rope=RopeSpec(1e4, 1.0, 96, YARN)),
-    "odd-pairs-bf16": make_spec((4, 2), 64, (BF16, BF16), 2, rope=RopeSpec(1e4, 1.0, 22)),
-}
 
 
 @pytest.mark.parametrize("spec", ROPE_SPECS.values(), ids=ROPE_SPECS)
@@ -159,11 +117,7 @@ def test_another_rotation_than_the_baked_one_is_refused(name):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @parametrize_seed
 def test_other_instruction_sets(cpu, dtype, seed):
-    target = vector_target(cpu)
-    if target.lanes > NATIVE.lanes:
-        pytest.skip(f"this CPU does not run {cpu}")
-    if dtype == F16 and not target.has_f16_convert:
-        pytest.skip("refused, see test_float16_needs_conversion_in_hardware")
+    target = target_of(cpu, dtype)
     spec = make_spec((7, 1), 104, (F32, dtype), 8, target=target)
     case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
     case.decode(cpu)

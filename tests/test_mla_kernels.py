@@ -12,16 +12,12 @@ import pytest
 
 from tir_kernels import build_kernel, kernel_names
 from tir_kernels.spec import VectorTarget
-from tvm_pagedkv.build import vector_target
 
 from . import reference
 from .attention_cases import compiled, normal, tensor
+from .kernel_specs import BF16, F16, F32, target_of
 from .mla_cases import LatentBatch, make_spec
 
-# The pool's default is one worker per two CPUs; the parallel paths need two.
-os.environ.setdefault("TVM_NUM_THREADS", "2")
-
-F32, F16, BF16 = "float32", "float16", "bfloat16"
 # Between them: one head and many, counts that fill no whole register tile, every split and page
 # size, every type of rows with every type of pages.
 SPECS = {
@@ -61,11 +57,7 @@ def test_mla_prefill(spec, batch, causal, seed):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @parametrize_seed
 def test_other_instruction_sets(cpu, dtype, seed):
-    target = vector_target(cpu)
-    if target.lanes > vector_target().lanes:
-        pytest.skip(f"this CPU does not run {cpu}")
-    if dtype == F16 and not target.has_f16_convert:
-        pytest.skip("refused, see test_float16_needs_conversion_in_hardware")
+    target_of(cpu, dtype)  # skips what cannot run
     spec = make_spec(7, (104, 24), (F32, dtype), 8, cpu=cpu)
     for batch in ("one-row", "tiles"):
         case = LatentBatch(spec, BATCHES[batch], seed)

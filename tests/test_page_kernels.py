@@ -7,7 +7,6 @@ must not write is compared bit for bit.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 
@@ -16,12 +15,11 @@ import numpy as np
 import pytest
 import tvm
 
-from tir_kernels import build_kernel
 from tir_kernels.spec import KernelSpec, RopeSpec
-from tvm_pagedkv.build import resolve_target, vector_target
-from tvm_pagedkv.lowering import compile_kernel
+from tvm_pagedkv.build import vector_target
 
 from . import reference
+from .attention_cases import compiled, normal
 from .test_rope import ORIGINAL, specs_of
 
 # The pool's default is one worker per two CPUs; the parallel paths need two.
@@ -44,11 +42,6 @@ def make_spec(
         rope=rope or RopeSpec(rotary_dim=head_dim),
         target=vector_target(cpu),
     )
-
-
-@functools.lru_cache(maxsize=256)
-def compiled(name: str, spec: KernelSpec, cpu: str = "native"):
-    return compile_kernel(build_kernel(name, spec), name, resolve_target(cpu))[name]
 
 
 # Shapes that between them have: one head, many, odd ratios; head dims that are no multiple of a
@@ -79,10 +72,6 @@ def tensor(array: np.ndarray, shift: int = 1):
     return whole._create_view(array.shape, str(array.dtype), shift * array.dtype.itemsize)
 
 
-def normal(rng, shape, dtype: str) -> np.ndarray:
-    return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
-
-
 def empty_pages(spec: KernelSpec, num_pages: int) -> np.ndarray:
     shape = (num_pages, 2, spec.num_kv_heads, spec.page_size, spec.qk_head_dim)
     return np.full(shape, np.nan, spec.kv_dtype)
@@ -94,12 +83,6 @@ def shuffled_slots(rng, spec: KernelSpec, num_rows: int, num_pages: int) -> np.n
 
 def pages_for(spec: KernelSpec, num_rows: int) -> int:
     return -(-num_rows // spec.page_size) + 3
-
-
-def assert_same_bits(actual: np.ndarray, expected: np.ndarray, what: str = "pages") -> None:
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype
-    as_bytes = [np.ascontiguousarray(x).view(np.uint8) for x in (actual, expected)]
-    np.testing.assert_array_equal(*as_bytes, err_msg=what)
 
 
 def assert_pages(actual, expected, slots, dtype: str) -> None:
@@ -124,7 +107,9 @@ def test_transpose_append(spec, num_rows, seed):
     slots[1::5] = -1
     pages = tensor(empty_pages(spec, num_pages))
     compiled("transpose_append", spec)(pages, tensor(k), tensor(v), tensor(slots, 3))
-    assert_same_bits(pages.numpy(), reference.append(empty_pages(spec, num_pages), k, v, slots))
+    reference.assert_same_bits(
+        pages.numpy(), reference.append(empty_pages(spec, num_pages), k, v, slots)
+    )
 
 
 @pytest.mark.parametrize("apply_rope", [0, 1])
@@ -142,9 +127,9 @@ def test_split_rotary(spec, num_rows, apply_rope, seed):
             rotated = reference.rotate(want, positions, rope)
             reference.assert_close(actual.numpy(), rotated, spec.dtype)
     else:
-        assert_same_bits(q.numpy(), expected[0])
-        assert_same_bits(k.numpy(), expected[1])
-    assert_same_bits(v.numpy(), expected[2])
+        reference.assert_same_bits(q.numpy(), expected[0])
+        reference.assert_same_bits(k.numpy(), expected[1])
+    reference.assert_same_bits(v.numpy(), expected[2])
 
 
 def _fused(rng, spec: KernelSpec, num_rows: int):
@@ -193,7 +178,7 @@ def _check_rope_append(spec, rope, qkv, positions, lengths, apply_rope=1, cpu="n
     reference.assert_close(q_out.numpy(), q, spec.dtype, "q")
     assert_pages(pages.numpy(), expected, slots[slots >= 0], coarsest)
     written_v = reference.gather_slots(pages.numpy(), slots[slots >= 0])[1]
-    assert_same_bits(written_v, v[slots >= 0].astype(spec.kv_dtype), "v")
+    reference.assert_same_bits(written_v, v[slots >= 0].astype(spec.kv_dtype), "v")
 
 
 @pytest.mark.parametrize("apply_rope", [0, 1])
@@ -264,7 +249,7 @@ def test_longrope_split_rotary_takes_the_call_for_one_sequence(start):
     for actual, want in zip(outputs[:2], (q, k), strict=True):
         rotated = reference.rotate(want, positions, expected)
         reference.assert_close(actual.numpy(), rotated, spec.dtype)
-    assert_same_bits(outputs[2].numpy(), v)
+    reference.assert_same_bits(outputs[2].numpy(), v)
 
 
 @pytest.mark.parametrize("seed", [0])
@@ -311,7 +296,7 @@ def test_copy_single_page(spec, seed):
         actual = tensor(pages)
         compiled("copy_single_page", spec)(actual, 3, 1, length)
         pages[1, :, :, :length] = pages[3, :, :, :length]
-        assert_same_bits(actual.numpy(), pages, f"length {length}")
+        reference.assert_same_bits(actual.numpy(), pages, f"length {length}")
 
 
 @pytest.mark.parametrize("seed", [0])
@@ -328,7 +313,7 @@ def test_debug_get_kv(spec, num_rows, seed):
     for actual, rows in zip((k, v), reference.gather_slots(pages, slots), strict=True):
         want = np.full(shape, np.nan, spec.kv_dtype)
         want[layer] = rows
-        assert_same_bits(actual.numpy(), want)
+        reference.assert_same_bits(actual.numpy(), want)
 
 
 @pytest.mark.parametrize("seed", [0])
@@ -345,7 +330,7 @@ def test_compact_copy_is_done_in_order(spec, num_copies, seed):
     for source, destination in slots.T:
         k, v = reference.gather_slots(pages, np.array([source]))
         pages = reference.append(pages, k, v, np.array([destination]))
-    assert_same_bits(actual.numpy(), pages)
+    reference.assert_same_bits(actual.numpy(), pages)
 
 
 def test_pools_beyond_two_to_the_31_elements():

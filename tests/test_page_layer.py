@@ -18,7 +18,7 @@ from tvm_pagedkv import page
 from tvm_pagedkv.build import resolve_target, vector_target
 
 from . import reference
-from .test_page_kernels import assert_same_bits, normal
+from .attention_cases import normal
 
 MANY_ROWS = 1500  # enough for every append below to take its parallel path
 
@@ -123,7 +123,7 @@ def test_append_to_one_tensor(case, layout, num_rows, seed):
     page.append_paged_kv_cache(
         k, v, table.batch_indices, table.positions, pool, *table.arguments, kv_layout=layout
     )
-    assert_same_bits(pool, expected)
+    reference.assert_same_bits(pool, expected)
 
 
 @parametrize_seeds
@@ -157,8 +157,8 @@ def test_append_to_strided_pools(case, layout, seed):
         *table.arguments,
         kv_layout=layout,
     )
-    assert_same_bits(whole, expected_whole, "k")
-    assert_same_bits(other, expected_other, "v")
+    reference.assert_same_bits(whole, expected_whole, "k")
+    reference.assert_same_bits(other, expected_other, "v")
 
 
 @parametrize_seeds
@@ -184,7 +184,7 @@ def test_append_for_decode(case, layout, num_sequences, seed):
     pool = nan_pool(case, num_pages, layout)
     expected = appended(pool, k, v, table, layout)
     page.append_paged_kv_cache_decode(k, v, pool, *table.arguments, kv_layout=layout)
-    assert_same_bits(pool, expected)
+    reference.assert_same_bits(pool, expected)
 
 
 @parametrize_seeds
@@ -209,7 +209,7 @@ def test_append_mla(dims, dtypes, num_rows, seed):
         pool[..., dims[0] :],
         *table.arguments,
     )
-    assert_same_bits(pool, expected)
+    reference.assert_same_bits(pool, expected)
 
 
 def test_the_steps_of_an_append_fit_together():
@@ -240,7 +240,7 @@ def test_tvm_tensors(layout):
     page.append_paged_kv_cache(
         k, v, batch_indices, positions, pool, *table.arguments, kv_layout=layout
     )
-    assert_same_bits(pool.numpy(), expected)
+    reference.assert_same_bits(pool.numpy(), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -8,7 +8,8 @@ import pytest
 
 from tvm_pagedkv import page
 
-from .test_page_kernels import assert_same_bits, normal
+from . import reference
+from .attention_cases import normal
 
 
 def good_append() -> dict:
@@ -113,7 +114,7 @@ def test_bad_appends_change_nothing(name):
     with pytest.raises(error, match=text):
         page.append_paged_kv_cache(**(arguments | {argument: value}))
     if argument != "paged_kv_cache":
-        assert_same_bits(pool, before)
+        reference.assert_same_bits(pool, before)
         page.append_paged_kv_cache(**arguments)
         assert not np.isnan(pool[4, :, 3]).any()
 
@@ -148,7 +149,7 @@ def test_bad_decode_appends_change_nothing():
     ):
         with pytest.raises(error, match=text):
             page.append_paged_kv_cache_decode(**(arguments | changes))
-        assert_same_bits(pool, before)
+        reference.assert_same_bits(pool, before)
 
 
 def test_bad_mla_appends():

@@ -9,8 +9,8 @@ import pytest
 import tvm_pagedkv as pkv
 
 from . import reference
+from .kernel_specs import parametrize_seed
 from .python_kernels import LAYER, make_cache, poison, share_every_prefix, shuffle
-from .test_attention_kernels import parametrize_seed
 
 
 class Family:

@@ -16,10 +16,8 @@ from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
 
 from . import reference
 from .attention_cases import SPARE_PAGES, compiled, indptr, looser_dtype, normal, tensor
+from .kernel_specs import BF16, F16, F32, ROPE_SPECS, make_spec, parametrize_seed
 from .reference_shared_prefix import shared_attention, shared_latent_attention
-from .test_attention_kernels import BF16, F16, F32, ROPE_SPECS, make_spec, parametrize_seed
-
-os.environ.setdefault("TVM_NUM_THREADS", "2")
 
 SPECS = {
     "32:8x128-f32-p16": make_spec((32, 8), 128),

@@ -7,30 +7,21 @@ import numpy as np
 import pytest
 
 from tir_kernels.spec import RopeSpec
-from tvm_pagedkv.build import vector_target
 
 from .attention_cases import PagedBatch, RaggedBatch
-from .test_attention_kernels import (
+from .kernel_specs import (
     BATCHES,
     BF16,
     DECODE_BATCHES,
     F16,
     F32,
-    NATIVE,
+    SOME_SPECS,
     SPECS,
     make_spec,
     parametrize_seed,
+    target_of,
 )
 
-SOME_SPECS = {
-    name: SPECS[name]
-    for name in (
-        "32:8x128-bf16-p16",
-        "32:8x128-f16-p1",
-        "5:1x80-f32-bf16-p4",
-        "71:1x64-f16-f32-p256",
-    )
-}
 # Less than a page and more, no multiple of anything, and more than there is.
 WINDOWS = [1, 16, 37, 2**31 - 1]
 parametrize_specs = pytest.mark.parametrize("spec", SOME_SPECS.values(), ids=SOME_SPECS)
@@ -133,11 +124,7 @@ def test_inline_rope_counts_from_the_first_slot(window, seed):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @parametrize_seed
 def test_other_instruction_sets(cpu, dtype, seed):
-    target = vector_target(cpu)
-    if target.lanes > NATIVE.lanes:
-        pytest.skip(f"this CPU does not run {cpu}")
-    if dtype == F16 and not target.has_f16_convert:
-        pytest.skip("refused, as by the kernels without a window")
+    target = target_of(cpu, dtype)
     spec = make_spec((7, 1), 104, (F32, dtype), 8, target=target)
     case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
     case.decode(cpu, window=21)

@@ -8,18 +8,8 @@ import pytest
 
 from tir_kernels.spec import RopeSpec
 
+from .kernel_specs import BF16, F16, F32, ROPE_SPECS, SPECS, make_spec, parametrize_seed, target_of
 from .mla_cases import make_spec as make_mla_spec
-from .test_attention_kernels import (
-    BF16,
-    F16,
-    F32,
-    NATIVE,
-    ROPE_SPECS,
-    SPECS,
-    make_spec,
-    parametrize_seed,
-    vector_target,
-)
 from .tree_cases import LatentTrees, PagedTrees, RaggedTrees, chain, random_parents
 
 PAGED_SPECS = {
@@ -158,9 +148,7 @@ def test_inline_rope_follows_the_depth_of_nodes(rope, seed):
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
 @parametrize_seed
 def test_other_instruction_sets(cpu, seed):
-    target = vector_target(cpu)
-    if target.lanes > NATIVE.lanes:
-        pytest.skip(f"this CPU does not run {cpu}")
+    target = target_of(cpu)
     spec = make_spec((7, 1), 104, (F32, BF16), 8, target=target, rope=RopeSpec(rotary_dim=104))
     case = PagedTrees(spec, paged_trees(np.random.default_rng(seed)), seed)
     case.run(cpu, inline=True)

@@ -10,21 +10,11 @@ import pytest
 
 from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.alibi import standard_slopes
-from tvm_pagedkv.build import vector_target
 
 from . import reference, reference_window
 from .attention_cases import PagedBatch, compiled, tensor
-from .test_attention_kernels import BF16, F16, F32, NATIVE, SPECS, make_spec, parametrize_seed
+from .kernel_specs import BF16, F16, F32, SOME_SPECS, SPECS, make_spec, parametrize_seed, target_of
 
-SOME_SPECS = {
-    name: SPECS[name]
-    for name in (
-        "32:8x128-bf16-p16",
-        "32:8x128-f16-p1",
-        "5:1x80-f32-bf16-p4",
-        "71:1x64-f16-f32-p256",
-    )
-}
 NO_LIMIT = 2**31 - 1
 # Of each sequence: rows of the step, slots, sinks, slot behind the gap, positions before a row.
 DECODES = {
@@ -171,11 +161,7 @@ def test_scaled_rotations(seed):
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_other_instruction_sets(cpu, dtype):
-    target = vector_target(cpu)
-    if target.lanes > NATIVE.lanes:
-        pytest.skip(f"this CPU does not run {cpu}")
-    if dtype == F16 and not target.has_f16_convert:
-        pytest.skip("refused, as by the kernels without a window")
+    target = target_of(cpu, dtype)
     spec = make_spec((7, 1), 104, (F32, dtype), 8, target=target, logit_softcap=0.5)
     for name, cases in (("decode", DECODES), ("prefill", PREFILLS)):
         case = WindowBatch(spec, cases["short"], 0)

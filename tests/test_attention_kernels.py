@@ -13,7 +13,7 @@ import tvm
 
 from tir_kernels import build_kernel
 from tir_kernels.spec import RopeSpec, VectorTarget
-from tvm_pagedkv.build import resolve_target
+from tvm_pagedkv.build import resolve_target, vector_target
 
 from . import reference
 from .attention_cases import PagedBatch, RaggedBatch

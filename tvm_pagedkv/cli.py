@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .speculative import DEFAULT_DRAFTS
+from .terminal import Progress, display_of
 
 EXIT_MISTAKE = 2
 DEFAULT_SINKS = 4  # enough for the attention that models park on their first tokens
@@ -133,7 +133,7 @@ def _generate(options: argparse.Namespace) -> None:
         raise ValueError("--speculative does not go with --sliding-window")
     if options.speculative and (options.shards, options.stages) != (1, 1):
         raise ValueError("--speculative does not go with --shards and --stages")
-    with _Progress() as progress:
+    with Progress() as progress:
         load = LlamaModel.from_pretrained
         if (options.shards, options.stages) != (1, 1):
             load = functools.partial(
@@ -160,7 +160,7 @@ def _generate(options: argparse.Namespace) -> None:
         if picture
         else None,
     )
-    with _display(prompts, params.n) as display:
+    with display_of(prompts, params.n) as display:
         for event in events:
             if isinstance(event, Statistics):
                 statistics = event
@@ -245,118 +245,6 @@ def _print_statistics(s, dtype: str) -> None:
         f"(of {s.page_size}); cache {memory}",
         file=sys.stderr,
     )
-
-
-class _Progress:
-    """A spinner on a terminal, lines on stderr elsewhere."""
-
-    def __init__(self):
-        self._status = None
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def __call__(self, line: str) -> None:
-        if not sys.stderr.isatty():
-            print(line, file=sys.stderr, flush=True)
-            return
-        try:
-            from rich.console import Console
-        except ModuleNotFoundError:
-            print(line, file=sys.stderr, flush=True)
-            return
-        if self._status is None:
-            self._status = Console(stderr=True).status(line)
-            self._status.start()
-        self._status.update(line)
-
-
-def _display(prompts: list[str], n: int):
-    if len(prompts) * n == 1:
-        return _Stream(prompts[0])
-    if sys.stdout.isatty():
-        with contextlib.suppress(ModuleNotFoundError):
-            return _Live(prompts, n)
-    return _Blocks(prompts, n)
-
-
-class _Stream(contextlib.AbstractContextManager):
-    """One continuation: the prompt, then the text as it comes."""
-
-    def __init__(self, prompt: str):
-        print(prompt, end="", flush=True)
-
-    def __exit__(self, *_) -> None:
-        print(flush=True)
-
-    def text(self, event) -> None:
-        print(event.text, end="", flush=True)
-
-    def finished(self, event) -> None:
-        """Nothing is left to print."""
-
-
-class _Blocks(contextlib.AbstractContextManager):
-    """Several continuations: each under a header when it is finished."""
-
-    def __init__(self, prompts: list[str], n: int):
-        self.prompts, self.n = prompts, n
-
-    def __exit__(self, *_) -> None:
-        """Nothing to clean up."""
-
-    def text(self, event) -> None:
-        """Wait for the whole."""
-
-    def finished(self, event) -> None:
-        header = f"prompt {event.prompt + 1}" if len(self.prompts) > 1 else ""
-        if self.n > 1:
-            separator = ", " if header else ""
-            header += f"{separator}continuation {event.continuation + 1} of {self.n}"
-        print(f"--- {header} ---\n{self.prompts[event.prompt]}{event.text}\n", flush=True)
-
-
-class _Live(_Blocks):
-    """Several continuations on a terminal: all grow at a time, and stay when finished."""
-
-    def __init__(self, prompts: list[str], n: int):
-        super().__init__(prompts, n)
-        from rich.console import Console
-        from rich.live import Live
-
-        self._console = Console()
-        self._texts = {(p, i): "" for p in range(len(prompts)) for i in range(n)}
-        self._live = Live(console=self._console, transient=True, get_renderable=self._render)
-
-    def __enter__(self) -> _Live:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._live.stop()
-
-    def text(self, event) -> None:
-        self._texts[event.prompt, event.continuation] += event.text
-
-    def finished(self, event) -> None:
-        del self._texts[event.prompt, event.continuation]
-        super().finished(event)
-
-    def _render(self):
-        from rich.text import Text
-
-        texts = list(self._texts.items())  # Live renders in a thread of its own
-        room = max(2, self._console.height // max(1, len(texts)) - 1)
-        out = Text()
-        for (prompt, index), text in texts:
-            lines = f"{self.prompts[prompt]}{text}".splitlines()[-room:]
-            out.append(f"prompt {prompt + 1}, continuation {index + 1}\n", style="bold")
-            out.append("\n".join(lines) + "\n")
-        return out
 
 
 # --- info ---------------------------------------------------------------------------------------

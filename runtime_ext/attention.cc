@@ -26,16 +26,15 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
           " is an MLA layer: call append_mla_kv, self_attention and cross_attention");
   }
   const int64_t num_rows = plan_.num_rows();
-  CheckTensor("qkv", qkv,
-              {num_rows, config.num_qo_heads + 2 * config.num_kv_heads, config.qk_head_dim},
-              config_.dtype);
+  CheckInput("qkv", qkv,
+             {num_rows, config.num_qo_heads + 2 * config.num_kv_heads, config.qk_head_dim},
+             config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
-  if (HasStockKernel(layer,
-                     {config.decode(), config.prefill(), config.tree(), PagedKernel(layer)})) {
-    CheckAlignment("qkv", qkv);
-    CheckAlignment("o", o);
-  }
+  const bool is_stock =
+      HasStockKernel(layer, {config.decode(), config.prefill(), config.tree(), PagedKernel(layer)});
+  if (is_stock) CheckAlignment("o", o);
   CheckSinks(layer, sinks);
+  MakeCompact({&qkv}, is_stock);
   Append(layer, qkv);
   layer.last_append = num_forwards_;
   const Group& group = groups_[layer.group];
@@ -46,14 +45,16 @@ void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, f
 void PagedKVCacheObj::CheckSinks(const Layer& layer,
                                  const ffi::Optional<ffi::Tensor>& sinks) const {
   if (!sinks) return;
-  CheckTensor("sinks", *sinks, {layer.config.num_qo_heads}, kFloat32);
+  CheckInput("sinks", *sinks, {layer.config.num_qo_heads}, kFloat32);
   KernelsOf(layer).Get(KernelName::kApplySinks);
 }
 
 void PagedKVCacheObj::ApplySinks(const Layer& layer, const ffi::Optional<ffi::Tensor>& sinks,
-                                 const ffi::Tensor& o) const {
+                                 const ffi::Tensor& o) {
   if (!sinks) return;
-  KernelsOf(layer).Get(KernelName::kApplySinks)(o, groups_[layer.group].lse.get(), *sinks);
+  ffi::Tensor compact = *sinks;
+  MakeCompact({&compact}, /*is_stock=*/false);
+  KernelsOf(layer).Get(KernelName::kApplySinks)(o, groups_[layer.group].lse.get(), compact);
 }
 
 void PagedKVCacheObj::Append(const Layer& layer, const ffi::Tensor& qkv) {
@@ -112,14 +113,15 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
   }
   const LayerConfig& config = layer.config;
   const int64_t num_rows = plan_.num_rows();
-  CheckTensor("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
-  CheckTensor("k", k, {num_rows, config.num_kv_heads, config.qk_head_dim}, config_.dtype);
-  CheckTensor("v", v, {num_rows, config.num_kv_heads, config.v_head_dim}, config_.dtype);
+  CheckInput("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
+  CheckInput("k", k, {num_rows, config.num_kv_heads, config.qk_head_dim}, config_.dtype);
+  CheckInput("v", v, {num_rows, config.num_kv_heads, config.v_head_dim}, config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
   CheckTensor("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
   const KernelName ragged = RaggedKernel(layer);
-  if (HasStockKernel(layer, {ragged})) {
-    for (const ffi::Tensor& each : {q, k, v, o, lse}) CheckAlignment("every tensor", each);
+  const bool is_stock = HasStockKernel(layer, {ragged});
+  if (is_stock) {
+    for (const ffi::Tensor& each : {o, lse}) CheckAlignment("every tensor", each);
   }
   if (plan_.has_windows() && config.window == 0 && KernelsOf(layer).IsOwn(config.prefill())) {
     plan_.RequireRowsSeeEachOther("self_attention");
@@ -127,8 +129,9 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
   // Kernels are found before anything is written.
   const KernelSet& kernels = KernelsOf(layer);
   kernels.Get(ragged);
-  kernels.Get(KernelName::kTransposeAppend)(layer.pages, k, v,
-                                            aux_->view(ArrayIndex(layer.group, kSlots)));
+  const ffi::Function& append = kernels.Get(KernelName::kTransposeAppend);
+  MakeCompact({&q, &k, &v}, is_stock);
+  append(layer.pages, k, v, aux_->view(ArrayIndex(layer.group, kSlots)));
   layer.last_append = num_forwards_;
   RaggedAttention(layer, sm_scale, q, k, v, o, lse);
 }
@@ -143,13 +146,15 @@ void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Ten
   }
   const LayerConfig& config = layer.config;
   const int64_t num_rows = plan_.num_rows();
-  CheckTensor("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
+  CheckInput("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
   CheckTensor("lse", lse, {num_rows, config.num_qo_heads}, kFloat32);
-  if (HasStockKernel(layer,
-                     {config.decode(), config.prefill(), config.tree(), PagedKernel(layer)})) {
-    for (const ffi::Tensor& each : {q, o, lse}) CheckAlignment("every tensor", each);
+  const bool is_stock =
+      HasStockKernel(layer, {config.decode(), config.prefill(), config.tree(), PagedKernel(layer)});
+  if (is_stock) {
+    for (const ffi::Tensor& each : {o, lse}) CheckAlignment("every tensor", each);
   }
+  MakeCompact({&q}, is_stock);
   if (UsesStockWindow(layer, PageRange::kPast)) {
     stock_window_->AttendToPast(StockWindow(layer, sm_scale, q, o, lse));
     return;
@@ -169,23 +174,22 @@ void PagedKVCacheObj::AttentionWithSharedKV(int64_t source_id, double sm_scale, 
           source_id, " is an MLA layer");
   }
   const int64_t num_rows = plan_.num_rows();
-  CheckTensor("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
-  CheckTensor("current_k", current_k, {num_rows, config.num_kv_heads, config.qk_head_dim},
-              config_.dtype);
-  CheckTensor("current_v", current_v, {num_rows, config.num_kv_heads, config.v_head_dim},
-              config_.dtype);
+  CheckInput("q", q, {num_rows, config.num_qo_heads, config.qk_head_dim}, config_.dtype);
+  CheckInput("current_k", current_k, {num_rows, config.num_kv_heads, config.qk_head_dim},
+             config_.dtype);
+  CheckInput("current_v", current_v, {num_rows, config.num_kv_heads, config.v_head_dim},
+             config_.dtype);
   CheckTensor("o", o, {num_rows, config.num_qo_heads, config.v_head_dim}, config_.dtype);
   if (source.last_append != num_forwards_) {
     Raise(kValueError, "layer ", source_id,
           " has not appended this step's K and V; run its attention before the layers that share "
           "them");
   }
-  if (HasStockKernel(source,
-                     {config.decode(), config.prefill(), config.tree(), PagedKernel(source)})) {
-    CheckAlignment("q", q);
-    CheckAlignment("o", o);
-  }
+  const bool is_stock = HasStockKernel(
+      source, {config.decode(), config.prefill(), config.tree(), PagedKernel(source)});
+  if (is_stock) CheckAlignment("o", o);
   CheckSinks(source, sinks);
+  MakeCompact({&q, &current_k, &current_v}, is_stock);
   // The source has appended first, so its pages hold current_k and current_v already.
   AttendToStep(source, sm_scale, q, current_k, current_v, o, groups_[source.group].lse.get());
   ApplySinks(source, sinks, o);
@@ -200,8 +204,9 @@ ffi::Array<ffi::Tensor> PagedKVCacheObj::MergeAttention(ffi::Tensor o, ffi::Tens
   }
   CheckTensor("o", o, {o.size(0), o.size(1), o.size(2)}, config_.dtype);
   CheckTensor("lse", lse, {o.size(0), o.size(1)}, kFloat32);
-  CheckTensor("o_other", o_other, {o.size(0), o.size(1), o.size(2)}, config_.dtype);
-  CheckTensor("lse_other", lse_other, {o.size(0), o.size(1)}, kFloat32);
+  CheckInput("o_other", o_other, {o.size(0), o.size(1), o.size(2)}, config_.dtype);
+  CheckInput("lse_other", lse_other, {o.size(0), o.size(1)}, kFloat32);
+  MakeCompact({&o_other, &lse_other}, /*is_stock=*/false);
   MergeKernels(o.size(1), o.size(2)).Get(KernelName::kMerge)(o, lse, o_other, lse_other);
   return {o, lse};
 }

@@ -135,8 +135,9 @@ void PagedKVCacheObj::DebugSetKV(int64_t sequence_id, int64_t begin, ffi::Tensor
           " of sequence ", sequence_id);
   }
   const LayerConfig& shape = ShapeOf(LayerKind::kMHA);
-  CheckTensor("k", k, {num_layers, count, shape.num_kv_heads, shape.qk_head_dim}, config_.kv_dtype);
-  CheckTensor("v", v, {num_layers, count, shape.num_kv_heads, shape.v_head_dim}, config_.kv_dtype);
+  CheckInput("k", k, {num_layers, count, shape.num_kv_heads, shape.qk_head_dim}, config_.kv_dtype);
+  CheckInput("v", v, {num_layers, count, shape.num_kv_heads, shape.v_head_dim}, config_.kv_dtype);
+  MakeCompact({&k, &v}, /*is_stock=*/false);
   void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
   WriteRows(LayerKind::kMHA, &sequence, begin, count,
             [&](const Layer& layer, int64_t plane, int64_t offset, int64_t paged, int64_t bytes) {
@@ -154,8 +155,8 @@ void PagedKVCacheObj::DebugSetKVMLA(int64_t sequence_id, int64_t begin, ffi::Ten
     Raise(kValueError, count, " positions from ", begin, " are not within the ", sequence.length,
           " of sequence ", sequence_id);
   }
-  CheckTensor("kv", kv, {num_layers, count, ShapeOf(LayerKind::kMLA).qk_head_dim},
-              config_.kv_dtype);
+  CheckInput("kv", kv, {num_layers, count, ShapeOf(LayerKind::kMLA).qk_head_dim}, config_.kv_dtype);
+  MakeCompact({&kv}, /*is_stock=*/false);
   void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
   WriteRows(LayerKind::kMLA, &sequence, begin, count,
             [&](const Layer& layer, int64_t, int64_t offset, int64_t paged, int64_t bytes) {
@@ -207,6 +208,7 @@ StringMap PagedKVCacheObj::Stats() const {
           {"num_pinned_pages", table_.num_pins()},
           {"num_send_blocks", static_cast<int64_t>(blocks_.size())},
           {"cow_page_copies", num_page_copies_},
+          {"copied_inputs", num_copied_inputs_},
           {"aux_bytes_copied", aux_->num_bytes_copied() + past_copied + segment_copied},
           {"pages_read", pages_read_},
           {"pages_read_without_sharing", pages_read_without_sharing_},

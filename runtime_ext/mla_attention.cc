@@ -40,25 +40,25 @@ PagedKVCacheObj::Layer& PagedKVCacheObj::MLALayerAt(int64_t layer_id, const char
 void PagedKVCacheObj::AppendMLAKV(int64_t layer_id, ffi::Tensor kv) {
   RequireForward("append_mla_kv");
   Layer& layer = MLALayerAt(layer_id, "append_mla_kv");
-  CheckTensor("kv", kv, {plan_.num_rows(), layer.config.qk_head_dim}, config_.dtype);
-  if (HasStockKernel(layer, {KernelName::kTransposeAppendMLA})) CheckAlignment("kv", kv);
-  KernelsOf(layer).Get(KernelName::kTransposeAppendMLA)(
-      layer.pages, kv, aux_->view(ArrayIndex(layer.group, kSlots)));
+  CheckInput("kv", kv, {plan_.num_rows(), layer.config.qk_head_dim}, config_.dtype);
+  const ffi::Function& append = KernelsOf(layer).Get(KernelName::kTransposeAppendMLA);
+  MakeCompact({&kv}, HasStockKernel(layer, {KernelName::kTransposeAppendMLA}));
+  append(layer.pages, kv, aux_->view(ArrayIndex(layer.group, kSlots)));
   layer.last_append = num_forwards_;
 }
 
-void PagedKVCacheObj::MLASelfAttention(Layer* layer, double sm_scale, const ffi::Tensor& q,
-                                       const ffi::Tensor& k, const ffi::Tensor& v,
-                                       const ffi::Tensor& o, const ffi::Tensor& lse) {
+void PagedKVCacheObj::MLASelfAttention(Layer* layer, double sm_scale, ffi::Tensor q, ffi::Tensor k,
+                                       ffi::Tensor v, const ffi::Tensor& o,
+                                       const ffi::Tensor& lse) {
   const LayerConfig& config = layer->config;
   const int64_t num_rows = plan_.num_rows(), num_heads = config.num_qo_heads;
   // The positional form of the stock front end does not tell these dims: then the kernel checks.
   const bool is_known = config.original_qk_head_dim != 0;
   const int64_t qk_head_dim = is_known ? config.original_qk_head_dim : WidthOf("k", k);
   const int64_t v_head_dim = is_known ? config.original_v_head_dim : WidthOf("v", v);
-  CheckTensor("q", q, {num_rows, num_heads, qk_head_dim}, config_.dtype);
-  CheckTensor("k", k, {num_rows, num_heads, qk_head_dim}, config_.dtype);
-  CheckTensor("v", v, {num_rows, num_heads, v_head_dim}, config_.dtype);
+  CheckInput("q", q, {num_rows, num_heads, qk_head_dim}, config_.dtype);
+  CheckInput("k", k, {num_rows, num_heads, qk_head_dim}, config_.dtype);
+  CheckInput("v", v, {num_rows, num_heads, v_head_dim}, config_.dtype);
   CheckTensor("o", o, {num_rows, num_heads, v_head_dim}, config_.dtype);
   CheckTensor("lse", lse, {num_rows, num_heads}, kFloat32);
   if (layer->last_whole_attention == num_forwards_) {
@@ -67,22 +67,25 @@ void PagedKVCacheObj::MLASelfAttention(Layer* layer, double sm_scale, const ffi:
           "sequence appends one row, and with token trees, call self_attention before it or not "
           "at all");
   }
-  if (HasStockKernel(*layer, {RaggedKernel(*layer)})) {
-    for (const ffi::Tensor& each : {q, k, v, o, lse}) CheckAlignment("every tensor", each);
+  const bool is_stock = HasStockKernel(*layer, {RaggedKernel(*layer)});
+  if (is_stock) {
+    for (const ffi::Tensor& each : {o, lse}) CheckAlignment("every tensor", each);
   }
+  MakeCompact({&q, &k, &v}, is_stock);
   RaggedAttention(*layer, sm_scale, q, k, v, o, lse);
   layer->last_self_attention = num_forwards_;
 }
 
-void PagedKVCacheObj::MLACrossAttention(Layer* layer, double sm_scale, const ffi::Tensor& q,
+void PagedKVCacheObj::MLACrossAttention(Layer* layer, double sm_scale, ffi::Tensor q,
                                         const ffi::Tensor& o, const ffi::Tensor& lse) {
   const LayerConfig& config = layer->config;
   const int64_t num_rows = plan_.num_rows(), num_heads = config.num_qo_heads;
-  CheckTensor("q", q, {num_rows, num_heads, config.qk_head_dim}, config_.dtype);
+  CheckInput("q", q, {num_rows, num_heads, config.qk_head_dim}, config_.dtype);
   CheckTensor("o", o, {num_rows, num_heads, config.v_head_dim}, config_.dtype);
   CheckTensor("lse", lse, {num_rows, num_heads}, kFloat32);
-  if (HasStockKernel(*layer, {KernelName::kMLAPrefill})) {
-    for (const ffi::Tensor& each : {q, o, lse}) CheckAlignment("every tensor", each);
+  const bool is_stock = HasStockKernel(*layer, {KernelName::kMLAPrefill});
+  if (is_stock) {
+    for (const ffi::Tensor& each : {o, lse}) CheckAlignment("every tensor", each);
   }
   const bool covers_step =
       (plan_.is_decode() || plan_.has_trees()) && layer->last_self_attention != num_forwards_;
@@ -91,6 +94,7 @@ void PagedKVCacheObj::MLACrossAttention(Layer* layer, double sm_scale, const ffi
           "where every sequence appends one row, and with token trees, cross_attention of an MLA "
           "layer covers this step's rows; call append_mla_kv before it");
   }
+  MakeCompact({&q}, is_stock);
   const PageArrays pages = covers_step ? StepPages(*layer) : PastPages(*layer);
   if (UsesTreeKernel(*layer, pages.range)) {
     TreeAttention(*layer, pages, sm_scale, q, o, lse);

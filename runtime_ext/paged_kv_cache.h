@@ -229,6 +229,11 @@ class PagedKVCacheObj : public ffi::Object {
   }
   void CheckTensor(const char* name, const ffi::Tensor& tensor,
                    std::initializer_list<int64_t> shape, DLDataType dtype) const;
+  /*! \brief As CheckTensor, of what is only read and may have strides on the host. */
+  void CheckInput(const char* name, const ffi::Tensor& tensor, std::initializer_list<int64_t> shape,
+                  DLDataType dtype) const;
+  /*! \brief Copies inputs that kernels cannot take: with strides, or not aligned. */
+  void MakeCompact(std::initializer_list<ffi::Tensor*> inputs, bool is_stock);
   void CheckScale(double sm_scale) const;
   void CheckAlignment(const char* name, const ffi::Tensor& tensor) const;
   void Append(const Layer& layer, const ffi::Tensor& qkv);
@@ -237,7 +242,7 @@ class PagedKVCacheObj : public ffi::Object {
   void CheckSinks(const Layer& layer, const ffi::Optional<ffi::Tensor>& sinks) const;
   /*! \brief Lets the sinks, if there are any, into the softmax of what was written to `o`. */
   void ApplySinks(const Layer& layer, const ffi::Optional<ffi::Tensor>& sinks,
-                  const ffi::Tensor& o) const;
+                  const ffi::Tensor& o);
   bool CanSharePrefixes(const Group& group) const;
   void LayOutSegments();
   void CountPagesRead();
@@ -303,9 +308,9 @@ class PagedKVCacheObj : public ffi::Object {
   static std::vector<int64_t> Windows(const std::vector<Group>& groups);
   void CheckGroup(int64_t group) const;
   Layer& MLALayerAt(int64_t layer, const char* what);
-  void MLASelfAttention(Layer* layer, double sm_scale, const ffi::Tensor& q, const ffi::Tensor& k,
-                        const ffi::Tensor& v, const ffi::Tensor& o, const ffi::Tensor& lse);
-  void MLACrossAttention(Layer* layer, double sm_scale, const ffi::Tensor& q, const ffi::Tensor& o,
+  void MLASelfAttention(Layer* layer, double sm_scale, ffi::Tensor q, ffi::Tensor k, ffi::Tensor v,
+                        const ffi::Tensor& o, const ffi::Tensor& lse);
+  void MLACrossAttention(Layer* layer, double sm_scale, ffi::Tensor q, const ffi::Tensor& o,
                          const ffi::Tensor& lse);
   const KernelSet& MergeKernels(int64_t num_heads, int64_t width) const;
 
@@ -354,7 +359,7 @@ class PagedKVCacheObj : public ffi::Object {
   ffi::Tensor q_workspace_, k_workspace_, v_workspace_, lse_workspace_;  // bytes
   int64_t workspace_bytes_ = 0;
   int64_t num_forwards_ = 0;
-  int64_t num_page_copies_ = 0;
+  int64_t num_page_copies_ = 0, num_copied_inputs_ = 0;
   // Pages that the attention of one layer of each group covers: of the last step, and of all.
   int64_t step_pages_read_ = 0, step_pages_read_without_sharing_ = 0;
   int64_t pages_read_ = 0, pages_read_without_sharing_ = 0;

@@ -8,11 +8,19 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
+#include "compact_copy.h"
 #include "error.h"
 #include "paged_kv_cache.h"
 
 namespace pagedkv {
+
+namespace {
+
+constexpr size_t kStockAlignment = 64;
+
+}  // namespace
 
 void PagedKVCacheObj::RequireForward(const char* what) const {
   if (phase_ != Phase::kForward) {
@@ -42,6 +50,12 @@ void PagedKVCacheObj::CheckScale(double sm_scale) const {
 
 void PagedKVCacheObj::CheckTensor(const char* name, const ffi::Tensor& tensor,
                                   std::initializer_list<int64_t> shape, DLDataType dtype) const {
+  CheckInput(name, tensor, shape, dtype);
+  if (!tensor.IsContiguous()) Raise(kValueError, name, " must be contiguous");
+}
+
+void PagedKVCacheObj::CheckInput(const char* name, const ffi::Tensor& tensor,
+                                 std::initializer_list<int64_t> shape, DLDataType dtype) const {
   if (!tensor.defined()) Raise(kTypeError, name, " must be a tensor, got None");
   ffi::ShapeView actual = tensor.shape();
   if (!std::equal(actual.begin(), actual.end(), shape.begin(), shape.end())) {
@@ -58,11 +72,30 @@ void PagedKVCacheObj::CheckTensor(const char* name, const ffi::Tensor& tensor,
           ", id ", config_.device.device_id, "), got type ", device.device_type, ", id ",
           device.device_id);
   }
-  if (!tensor.IsContiguous()) Raise(kValueError, name, " must be contiguous");
+  if (device.device_type != kDLCPU && !tensor.IsContiguous()) {
+    Raise(kValueError, name, " must be contiguous");
+  }
+}
+
+void PagedKVCacheObj::MakeCompact(std::initializer_list<ffi::Tensor*> inputs, bool is_stock) {
+  if (config_.device.device_type != kDLCPU) {
+    if (is_stock) {
+      for (const ffi::Tensor* input : inputs) CheckAlignment("every tensor", *input);
+    }
+    return;
+  }
+  for (ffi::Tensor* input : inputs) {
+    const size_t alignment = is_stock ? kStockAlignment : (input->dtype().bits + 7) / 8;
+    if (input->IsContiguous() && input->IsAligned(alignment)) continue;
+    ffi::Tensor copy =
+        AllocateTensor(input->shape(), input->dtype(), config_.device, allocated_bytes_);
+    CopyCompact(*input, copy);
+    *input = std::move(copy);
+    ++num_copied_inputs_;
+  }
 }
 
 void PagedKVCacheObj::CheckAlignment(const char* name, const ffi::Tensor& tensor) const {
-  constexpr size_t kStockAlignment = 64;
   if (!tensor.IsAligned(kStockAlignment)) {
     Raise(kValueError, name, " must start at a multiple of ", kStockAlignment,
           " bytes: the stock kernels of this cache rely on it");

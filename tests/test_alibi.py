@@ -12,7 +12,7 @@ from tvm_pagedkv.alibi import standard_slopes
 
 from . import reference
 from .python_kernels import poison, shuffle
-from .test_frontend import NUM_LAYERS, NUM_QO_HEADS, _check_fused, _compile, _create
+from .test_frontend import NUM_LAYERS, NUM_QO_HEADS, _compile, _create, check_fused
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 SLOPES = (0.3, 0.0, 1.5, -0.1, 0.01, 2.0)
@@ -101,7 +101,7 @@ def test_front_end(alibi):
     rope = {"mode": RopeMode.NONE}
     vm = _compile(pkv.PagedKVCache, rope, alibi=alibi)
     slopes = standard_slopes(NUM_QO_HEADS) if alibi is True else alibi
-    _check_fused(vm, _create(vm), reference.Rope(), "none", alibi=[slopes] * NUM_LAYERS)
+    check_fused(vm, _create(vm), reference.Rope(), "none", alibi=[slopes] * NUM_LAYERS)
 
 
 def test_bloom():

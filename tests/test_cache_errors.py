@@ -201,8 +201,10 @@ INSIDE = {
     ),
     "strided": (
         ValueError,
-        "contiguous",
-        lambda c: _raw_attention(c, tvm_ffi.from_dlpack(_qkv(6)[::2]), _out()),
+        "o must be contiguous",
+        lambda c: _raw_attention(
+            c, tvm.runtime.tensor(_qkv(3)), tvm_ffi.from_dlpack(_out(6).numpy()[::2])
+        ),
     ),
     "lse": (
         ValueError,
@@ -278,14 +280,21 @@ def test_cache_full(cache):
         pass
 
 
+def _misaligned(num_heads: int) -> np.ndarray:
+    """Zeros of a row that start 4 bytes past a multiple of 64."""
+    raw = np.zeros(2 * num_heads * DIM + 32, "float32")
+    start = (-raw.ctypes.data // 4) % 16 + 1
+    return raw[start : start + num_heads * DIM].reshape(1, num_heads, DIM)
+
+
 def test_stock_kernels_need_aligned_tensors():
     tagged = {name: ["tirx", kernel] for name, kernel in KERNELS.items()}
     cache = make_cache(tagged)
     cache.add_sequence(0)
-    raw = np.zeros(2 * HEADS * DIM + 32, "float32")
-    start = (-raw.ctypes.data // 4) % 16 + 1  # 4 bytes past a multiple of 64
-    qkv = raw[start : start + HEADS * DIM].reshape(1, HEADS, DIM)
+    qkv = tvm_ffi.from_dlpack(_misaligned(HEADS))
     with cache.forward([0], [1]):
-        with pytest.raises(ValueError, match="multiple of 64 bytes"):
-            _raw_attention(cache, tvm_ffi.from_dlpack(qkv), _out(1))
-        cache.attention(0, qkv)  # NumPy arrays are copied to where they are aligned
+        with pytest.raises(ValueError, match="o must start at a multiple of 64 bytes"):
+            _raw_attention(cache, qkv, tvm_ffi.from_dlpack(_misaligned(4)))
+        assert cache.stats()["copied_inputs"] == 0
+        _raw_attention(cache, qkv, _out(1))  # inputs are copied to where they are aligned
+        assert cache.stats()["copied_inputs"] == 1

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of other libraries: contiguous ones on the cache's device, or views with strides."""
+"""Tensors of other libraries, viewed with their strides or copied to the cache's device."""
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import ml_dtypes
@@ -17,14 +16,14 @@ DL_CPU = 1
 
 
 def as_tensor(name: str, value: Any, device: tvm_ffi.Device) -> tvm_ffi.Tensor:
-    """View or copy `value` as a contiguous tensor.
+    """View `value` as a tensor, or copy it to the cache's device.
 
     Parameters
     ----------
     name : str
         How messages call it.
     value : tvm tensor, NumPy array, or an object with DLPack
-        NumPy arrays are copied (to `device`), others are viewed where they are contiguous.
+        NumPy arrays are copied (to `device`), others are viewed.
     device : tvm_ffi.Device
 
     Raises
@@ -38,9 +37,9 @@ def as_tensor(name: str, value: Any, device: tvm_ffi.Device) -> tvm_ffi.Tensor:
         if not hasattr(value, "__dlpack__"):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
         if hasattr(value, "detach"):  # torch: DLPack refuses tensors with a gradient
-            value = value.detach().contiguous()
+            value = value.detach()
         value = tvm_ffi.from_dlpack(value)
-    return value if value.is_contiguous() else _compact(name, value)
+    return value
 
 
 def view(name: str, value: Any, *, is_written: bool = False) -> tvm_ffi.Tensor:
@@ -70,18 +69,3 @@ def view(name: str, value: Any, *, is_written: bool = False) -> tvm_ffi.Tensor:
     if hasattr(value, "detach"):  # torch: DLPack refuses tensors with a gradient
         value = value.detach()
     return tvm_ffi.from_dlpack(value)
-
-
-def _compact(name: str, tensor: tvm_ffi.Tensor) -> tvm_ffi.Tensor:
-    if tensor.device.dlpack_device_type() != DL_CPU:
-        raise ValueError(f"{name} must be contiguous: strided tensors are copied on a CPU only")
-    # By hand, because NumPy takes no bfloat16 through DLPack.
-    item_bytes = tvm_ffi.dtype(tensor.dtype).itemsize
-    strides = [stride * item_bytes for stride in tensor.strides]
-    extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
-    raw = (ctypes.c_char * (extent + item_bytes)).from_address(tensor.data_ptr())
-    view = np.ndarray(tensor.shape, f"u{item_bytes}", buffer=raw, strides=strides)
-    compact = tvm.runtime.empty(tensor.shape, str(tensor.dtype))
-    bits = np.ascontiguousarray(view)
-    ctypes.memmove(compact.data_ptr(), bits.ctypes.data, bits.nbytes)
-    return compact

@@ -113,11 +113,16 @@ def shape(valid: tuple[int, ...], **wrong: tuple[int, ...]) -> Kind:
 
 
 def tensor(
-    *dims: int, dtype: str = "float32", free_axis: int | None = None, any_host: bool = False
+    *dims: int,
+    dtype: str = "float32",
+    free_axis: int | None = None,
+    any_host: bool = False,
+    is_read: bool = False,
 ) -> Kind:
     """A contiguous tensor on the CPU.
 
-    Other sizes of `free_axis` are right as well, and with `any_host` other numbers of the device.
+    Other sizes of `free_axis` are right as well, with `any_host` other numbers of the device, and
+    any strides of what `is_read` only.
     """
 
     def full(*shape: int, dtype: str = dtype, device=None):
@@ -148,6 +153,9 @@ def tensor(
             del wrong[same]
     if any_host:
         del wrong["device_1"]
+    if is_read:
+        for same in ("strides_of_0", "transposed", "gaps"):
+            wrong.pop(same, None)
     return Kind(lambda: full(*dims), wrong)
 
 

@@ -71,12 +71,17 @@ WITHOUT_CACHE = {
 LAYER = integer(MHA, MLA, -1, 3, -(2**31), 2**31)
 MLA_LAYER = integer(MLA, MHA, SLIDING, -1, 3)
 GROUP = integer(0, -1, 3, 2**31)
-QKV, Q, K, LSE = tensor(ROWS, 8, 8), tensor(ROWS, 4, 8), tensor(ROWS, 2, 8), tensor(ROWS, 4)
+QKV, Q, K, LATENT, LSE = (
+    tensor(ROWS, *shape, is_read=True) for shape in ((8, 8), (4, 8), (2, 8), (24,), (4,))
+)
+OUT, OUT_LSE = tensor(ROWS, 4, 8), tensor(ROWS, 4)
 BEGIN, END = integer(1, -1, 5, 7), integer(4, -1, 0, 7)
 ROWS_OF_TWO = tensor(2, 3, 2, 8)  # of the layers that are not MLA, in [BEGIN, END)
-LATENT_ROWS, ANY_LATENT_ROWS = tensor(1, 3, 24), tensor(1, 3, 24, free_axis=1, any_host=True)
+NEW_ROWS_OF_TWO = tensor(2, 3, 2, 8, is_read=True)
+LATENT_ROWS = tensor(1, 3, 24)
+NEW_LATENT_ROWS = tensor(1, 3, 24, free_axis=1, any_host=True, is_read=True)
 PAGES_OF_MHA = tensor(1, 2, 2, 2, 4, 8, any_host=True)  # both pages of sequence 0
-SINKS = tensor(4)
+SINKS = tensor(4, is_read=True)
 NO_SINKS = Kind(lambda: None, SINKS.wrong, takes_none=True)
 SOME_PAGES_OF_MHA = tensor(1, 2, 2, 2, 4, 8, free_axis=1, any_host=True)
 PAGES = shape((0, 1), outside=(0, 16), negative=(-1, 0), wide=(WIDE, 1), one=(0,), none=())
@@ -141,12 +146,12 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     CACHE + "get_total_sequence_length": ("any", []),
     CACHE + "get_sequence_length": ("any", [SEQ]),
     CACHE + "get_query_positions": ("step", []),
-    CACHE + "attention_with_fused_qkv": ("step", [LAYER, SCALE, QKV, Q, NO_SINKS]),
-    CACHE + "attention_with_shared_kv": ("step", [LAYER, SCALE, Q, K, K, Q, NO_SINKS]),
-    CACHE + "self_attention": ("step", [LAYER, SCALE, Q, K, K, Q, LSE]),
-    CACHE + "cross_attention": ("step", [LAYER, SCALE, Q, Q, LSE]),
-    CACHE + "append_mla_kv": ("step", [MLA_LAYER, tensor(ROWS, 24)]),
-    CACHE + "merge_attn_output_inplace": ("any", [Q, LSE, Q, LSE]),
+    CACHE + "attention_with_fused_qkv": ("step", [LAYER, SCALE, QKV, OUT, NO_SINKS]),
+    CACHE + "attention_with_shared_kv": ("step", [LAYER, SCALE, Q, K, K, OUT, NO_SINKS]),
+    CACHE + "self_attention": ("step", [LAYER, SCALE, Q, K, K, OUT, OUT_LSE]),
+    CACHE + "cross_attention": ("step", [LAYER, SCALE, Q, OUT, OUT_LSE]),
+    CACHE + "append_mla_kv": ("step", [MLA_LAYER, LATENT]),
+    CACHE + "merge_attn_output_inplace": ("any", [OUT, OUT_LSE, Q, LSE]),
     CACHE + "debug_get_kv": ("any", [SEQ, BEGIN, END, ROWS_OF_TWO, ROWS_OF_TWO]),
     CACHE + "debug_get_kv_mla": ("any", [SEQ, BEGIN, END, LATENT_ROWS]),
     CACHE + "get_checkpoint_metadata": ("idle", [SEQ]),
@@ -167,10 +172,12 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "first_position": ("any", [SEQ, GROUP]),
     OWN + "sequence_window": ("any", [SEQ]),
     OWN + "check_integrity": ("any", []),
-    OWN + "debug_set_kv": ("idle", [SEQ, integer(1, -1, 4, 7), ROWS_OF_TWO, ROWS_OF_TWO]),
-    OWN + "debug_set_kv_mla": ("idle", [SEQ, integer(1, -1, 4, 7), ANY_LATENT_ROWS]),
-    OWN + "attention_with_sinks": ("step", [LAYER, SCALE, QKV, SINKS, Q]),
-    OWN + "attention_with_shared_kv_and_sinks": ("step", [LAYER, SCALE, Q, K, K, SINKS, Q]),
+    OWN + "debug_set_kv": (
+        "idle", [SEQ, integer(1, -1, 4, 7), NEW_ROWS_OF_TWO, NEW_ROWS_OF_TWO],
+    ),
+    OWN + "debug_set_kv_mla": ("idle", [SEQ, integer(1, -1, 4, 7), NEW_LATENT_ROWS]),
+    OWN + "attention_with_sinks": ("step", [LAYER, SCALE, QKV, SINKS, OUT]),
+    OWN + "attention_with_shared_kv_and_sinks": ("step", [LAYER, SCALE, Q, K, K, SINKS, OUT]),
     OWN + "export_pages": ("idle", [GROUP, PAGES, SLOTS, PAGES_OF_MHA]),
     OWN + "prepare_imports": ("idle", [NEW_SEQS, array_of(metadata, BAD_METADATA), PAGE_NUMBERS]),
     OWN + "import_pages": ("import", [IMPORTED_SEQ, GROUP, SOME_PAGES_OF_MHA]),

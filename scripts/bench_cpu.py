@@ -1,153 +1,161 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Attention kernels and begin_forward on the CPU: ours, apache-tvm's and torch's side by side.
+"""Attention kernels and begin_forward on the CPU, beside other implementations and the limits.
 
-Every time is the median of N with cold caches (the fastest in brackets). GB/s counts K and V once,
-GFLOP/s the two products over what the causal mask leaves; "limit" is the share of the sequential
-read bandwidth (decode) or of the float32 FMA peak (prefill), measured between the runs.
+Every peer has a process of its own, with a thread bound to each CPU, and they take turns. What is
+printed is the best of N, and the median; before each run 256 MiB are read, so that nothing of the
+cache's pages is in the caches. GB/s count K, V, queries and outputs once; GFLOP/s the two products
+over what the causal mask leaves. "of limit" is the share of the least time that the machine's read
+bandwidth and its peak of multiplications (float32 FMA, or dot products of bfloat16 pairs) leave,
+the best ones measured between the cases.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
-import subprocess
 import sys
+import time
 from pathlib import Path
 
-import bench_cases as cases
-from bench_cases import BEGIN_CASES, DTYPES, FLUSH_BYTES, KERNEL_CASES
+import bench_begin_forward
+import bench_selection
+import bench_tables
+from bench_cases import DTYPES, Heads
+from bench_measure import Measurement, start_peers
+from bench_peers import PEERS
 
-PEERS = ("ours", "stock", "torch")
-
-
-def measure(peer: str, dtype: str, budget: float) -> list[dict]:
-    """Run a peer in its own process and return its records."""
-    command = [sys.executable, str(Path(cases.__file__)), peer, dtype, str(budget)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        sys.exit(f"{peer} {dtype} failed:\n{result.stderr[-3000:]}")
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+RUNTIMES = ("ours", "stock")  # peers that have a begin_forward
 
 
 def device_name() -> str:
-    """Name and number of the CPUs."""
+    """The CPU's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
+        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
     except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {len(os.sched_getaffinity(0))} CPUs"
+        return platform.processor() or platform.machine()
 
 
-def rate_of(case, dtype: str, seconds: float, limits: dict) -> tuple[str, str]:
-    """Rate and share of the limit, as text."""
-    if case.kind == "decode":
-        rate, unit, limit = case.num_bytes(dtype) / seconds, "GB/s", FLUSH_BYTES / limits["read"]
-    else:
-        rate, unit, limit = case.flops / seconds, "GFLOP/s", 1e9 / limits["fma"]
-    return f"{rate / 1e9:6.1f} {unit:7}", f"{rate / limit:5.0%}"
-
-
-def print_kernels(dtype: str, records: list[dict]) -> None:
-    """One line per case and peer."""
-    limits = {r["case"]: r["median_s"] for r in records if r["peer"] == "limit"}
-    read, fma = FLUSH_BYTES / limits["read"] / 1e9, 1 / limits["fma"]
-    print(f"\n{dtype}: read {read:.1f} GB/s, FMA peak {fma:.0f} GFLOP/s")
-    header = f"{'case':20} {'peer':6} {'median':>10} {'(min)':>12} {'rate':>14} {'limit':>6}"
-    print(f"{header} {'ours is':>9} {'N':>4} {'K+V MB':>7} {'GFLOP':>6}")
-    for case in KERNEL_CASES:
-        own = {r["peer"]: r for r in records if r["case"] == case.label}
-        for peer, r in own.items():
-            rate, share = rate_of(case, dtype, r["median_s"], limits)
-            ratio = r["median_s"] / own["ours"]["median_s"]
-            print(
-                f"{case.label:20} {peer:6} {r['median_s'] * 1e3:7.3f} ms {_ms(r['min_s'])} {rate} "
-                f"{share:>6} {'' if peer == 'ours' else f'{ratio:8.1f}x':>9} {r['n']:4} "
-                f"{case.num_bytes(dtype) / 1e6:7.1f} {case.flops / 1e9:6.2f}"
-            )
-
-
-def _ms(seconds: float) -> str:
-    return f"({seconds * 1e3:7.3f} ms)"
-
-
-def print_begin_forward(records: list[dict]) -> None:
-    """One line per batch size and peer: the host's part of a decode step."""
-    print()
-    for case in BEGIN_CASES:
-        own = {r["peer"]: r for r in records if r["case"] == case.label}
-        for peer, r in own.items():
-            ratio = f"{r['median_s'] / own['ours']['median_s']:8.1f}x" if peer != "ours" else ""
-            print(
-                f"{case.label:20} {peer:6} {r['median_s'] * 1e6:7.1f} us "
-                f"({r['min_s'] * 1e6:7.1f} us) {ratio:>31} {r['n']:4}"
-            )
-
-
-def plot(records: list[dict], path: str) -> None:
-    """Draw how many times faster ours is than each peer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    dtypes = [d for d in DTYPES if any(r["dtype"] == d for r in records)]
-    figure, axes = pyplot.subplots(
-        1, len(dtypes), figsize=(5 * len(dtypes), 4), sharey=True, squeeze=False
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer cases, types and seconds")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
+    parser.add_argument(
+        "--groups", nargs="+", type=int, help="query heads of a KV head", default=[]
     )
-    labels = [case.label for case in KERNEL_CASES]
-    for axis, dtype in zip(axes[0], dtypes, strict=True):
-        median = {(r["peer"], r["case"]): r["median_s"] for r in records if r["dtype"] == dtype}
-        peers = [p for p in PEERS[1:] if (p, labels[0]) in median]
-        for i, peer in enumerate(peers):
-            ratios = [median[peer, x] / median["ours", x] for x in labels]
-            at = [x + 0.4 * i for x in range(len(labels))]
-            bars = axis.bar(at, ratios, 0.38, label=f"against {peer}")
-            axis.bar_label(bars, fmt="%.1f")
-        axis.set_xticks(range(len(labels)), labels, rotation=30, ha="right")
-        axis.set_yscale("log")
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_title(dtype)
-    axes[0][0].set_ylabel("times faster")
-    axes[0][0].legend()
-    figure.suptitle(f"{cases.HEADS}/{cases.KV_HEADS} heads of {cases.DIM}, {device_name()}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    parser.add_argument("--dims", nargs="+", type=int, help="width of a head", default=[])
+    parser.add_argument("--cases", nargs="+", metavar="TEXT", help="those whose name has TEXT")
+    others = [name for name in PEERS if name != "ours"]
+    parser.add_argument("--peers", nargs="*", default=others, choices=others)
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        default=[],
+        metavar="PEER=PATH",
+        help="the interpreter of the environment that a peer is installed in",
+    )
+    parser.add_argument(
+        "--begin-forward", nargs="*", default=["python", "c++"], choices=["python", "c++"]
+    )
+    parser.add_argument("--cpus", nargs="+", type=int, help="CPUs to use (default: all)")
+    parser.add_argument("--budget", type=float, help="seconds for each peer and case")
+    parser.add_argument(
+        "--longest", type=float, default=5.0, help="leave out what takes longer a run"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all records")
+    parser.add_argument("--plot", metavar="FILE", help="draw rooflines (.png, .svg; matplotlib)")
+    options = parser.parse_args(arguments)
+    options.budget = options.budget or (0.15 if options.quick else 0.3)
+    for group in options.groups or []:
+        if group < 1 or bench_selection.HEADS % group:
+            parser.error(f"--groups: {group} does not divide {bench_selection.HEADS} query heads")
+    options.python = dict(x.split("=", 1) for x in options.python)
+    unknown = set(options.python) - set(PEERS)
+    if unknown:
+        parser.error(f"--python: no peer {', '.join(sorted(unknown))}")
+    allowed = sorted(os.sched_getaffinity(0))
+    options.cpus = options.cpus or allowed
+    if not set(options.cpus) <= set(allowed):
+        parser.error(f"--cpus: this process may use {allowed}")
+    return options
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def measure_begin_forward(options, peers: dict) -> Measurement:
+    """Time begin_forward from Python and from C++."""
+    runtimes = {name: peers[name] for name in RUNTIMES if name in peers}
+    measurement = Measurement(runtimes, options.budget, options.longest, progress)
+    if "python" in options.begin_forward:
+        for case in bench_selection.BEGIN_FORWARD:
+            measurement.measure(case, "float32", Heads(1, 1, 8))
+    if "c++" in options.begin_forward:
+        try:
+            program = bench_begin_forward.build(progress)
+            for case in bench_selection.BEGIN_FORWARD:
+                own = bench_begin_forward.measure(program, case, options.cpus)
+                record = {"peer": "ours, C++", "kind": case.kind, "case": case.label, **own}
+                measurement.records.append(record)
+        except bench_begin_forward.NotBuilt as reason:
+            what = {"peer": "ours, C++", "case": "all cases", "reason": str(reason)}
+            measurement.absent.append(what)
+    return measurement
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--peers", nargs="*", default=list(PEERS[1:]), choices=PEERS[1:])
-    parser.add_argument("--budget", type=float, default=1.5, help="seconds per measurement")
-    parser.add_argument("--json", metavar="PATH", help="write all records")
-    parser.add_argument("--plot", metavar="PATH", help="draw the ratios (needs matplotlib)")
-    arguments = parser.parse_args()
-    shape = f"{cases.HEADS} query and {cases.KV_HEADS} KV heads of {cases.DIM}, page {cases.PAGE}"
-    print(f"{device_name()}; {shape}, shuffled pages")
-    records = []
-    for dtype in arguments.dtypes:
-        own = [
-            r for peer in ("ours", *arguments.peers) for r in measure(peer, dtype, arguments.budget)
-        ]
-        print_kernels(dtype, own)
-        records += own
-    begin = [
-        r
-        for peer in ("ours", "stock")
-        if peer == "ours" or peer in arguments.peers
-        for r in measure(peer, "begin", arguments.budget)
-    ]
-    print_begin_forward(begin)
-    records += begin
-    if arguments.json:
-        result = {"device": device_name(), "shape": shape, "records": records}
-        Path(arguments.json).write_text(json.dumps(result, indent=1))
-    if arguments.plot:
-        plot(records, arguments.plot)
+    options = options_of()
+    start = time.perf_counter()
+    names = ["ours", *options.peers]
+    peers, versions, missing = start_peers(names, options.cpus, options.python)
+    try:
+        if "ours" in missing:
+            sys.exit(f"ours: {missing['ours']}")
+        attention = Measurement(peers, options.budget, options.longest, progress)
+        tables = bench_selection.tables_of(options)
+        for table in tables:
+            is_main = len(table.cases) > len(bench_selection.FEW)
+            for case in table.cases:
+                longest = options.longest if is_main else min(options.longest, 1.0)
+                attention.measure(case, table.dtype, table.heads, longest)
+        begin = measure_begin_forward(options, peers)
+    finally:
+        for process in peers.values():
+            process.close()
+    machine = f"{device_name()}, CPUs {', '.join(map(str, options.cpus))} of {os.cpu_count()}"
+    print(f"{machine}; pages of 16 in random order; {time.perf_counter() - start:.0f} s")
+    for name, version in versions.items():
+        print(f"{name}: {version}" if version else name)
+    for name, reason in missing.items():
+        print(f"not here: {name}: {reason}")
+    result = {"device": machine, "versions": versions, "missing": missing}
+    if attention.records:
+        limits = attention.best_limits
+        print(bench_tables.limits_line(limits))
+        for table in tables:
+            key = (table.dtype, dataclasses.asdict(table.heads))
+            own, absent = (
+                [r for r in rows if (r["dtype"], r["heads"]) == key]
+                for rows in (attention.records, attention.absent)
+            )
+            bench_tables.print_attention(table.dtype, table.heads, own, absent, limits)
+        result |= {"limits": limits, "all_limits": attention.limits}
+    if begin.records or begin.absent:
+        bench_tables.print_begin_forward(begin.records, begin.absent)
+    result |= {"records": attention.records + begin.records}
+    result |= {"absent": attention.absent + begin.absent}
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1))
+    if options.plot:
+        from bench_roofline import draw
+
+        draw(result, options.plot)
 
 
 if __name__ == "__main__":

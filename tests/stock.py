@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import tvm
@@ -23,8 +25,9 @@ def stock_kernels(
     rope_theta: float = 1e4,
     rope_scaling: dict | None = None,
     target: tvm.target.Target | str = "llvm",
+    only: Collection[str] | None = None,
 ) -> dict[str, tvm.ffi.Function]:
-    """Build the stock CPU kernels, under the names that `pagedkv.create` uses."""
+    """Build the stock CPU kernels, under the names that `pagedkv.create` uses, or `only` some."""
     scaling = dict(rope_scaling or {})
     heads = (num_kv_heads, num_qo_heads)
     functions = {
@@ -50,10 +53,11 @@ def stock_kernels(
         {
             name: function.with_attr("global_symbol", f"stock_{name}")
             for name, function in functions.items()
+            if only is None or name in only
         }
     )
     built = tvm.tirx.build(module, target=tvm.target.Target(target))
-    return {name: built[f"stock_{name}"] for name in functions}
+    return {name: built[f"stock_{name}"] for name in only or functions}
 
 
 def stock_cuda_kernels(

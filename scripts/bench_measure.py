@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures cases with the peers' processes in turns, and keeps what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+from bench_cases import Case, Heads
+from bench_peers import PEERS
+from bench_peers.process import PeerFailed, PeerProcess
+
+ROUNDS = 3
+SETTLE_S = 0.02  # threads of the peer before spin for a while
+
+
+class Measurement:
+    """Records of what was measured, reasons for what was not, and the limits between.
+
+    Parameters
+    ----------
+    peers : name -> PeerProcess
+        Those that have started; "ours" is among them.
+    budget : float
+        Seconds for each peer and case.
+    longest : float
+        Cases that would take a peer longer are left out, which its former cases tell.
+    progress : callable
+        Takes a line of text.
+    """
+
+    def __init__(
+        self,
+        peers: dict[str, PeerProcess],
+        budget: float,
+        longest: float,
+        progress: Callable[[str], None],
+    ):
+        self.peers, self.budget, self.longest, self.progress = peers, budget, longest, progress
+        self.records: list[dict] = []
+        self.absent: list[dict] = []
+        self.limits: list[dict[str, float]] = []
+        self._pace: dict[tuple[str, str, str], float] = {}
+
+    def measure(self, case: Case, dtype: str, heads: Heads, longest: float | None = None) -> None:
+        """Time a case with every peer, in rounds.
+
+        What takes a second is measured once, and the budget ends the rounds of what is slow.
+        """
+        self.progress(f"{dtype} {heads.label} {case.label}")
+        key = {"dtype": dtype, "heads": dataclasses.asdict(heads), "case": case.label}
+        times, about = {}, {}
+        for name, peer in self.peers.items():
+            first = self._prepare(name, peer, case, dtype, heads, longest or self.longest, key)
+            if first is None:
+                continue
+            about[name] = {x: first[x] for x in ("calls", "note", "error")}
+            slow = first["first_s"] > 1
+            times[name] = [first["first_s"]] if slow else []
+        turns = [name for name in times if not times[name]]
+        for _ in range(ROUNDS):
+            for name in [x for x in turns if sum(times[x]) < self.budget]:
+                time.sleep(SETTLE_S)
+                try:
+                    reply = self.peers[name].ask("run", budget=self.budget / ROUNDS)
+                    times[name] += reply["times_s"]
+                except PeerFailed as failure:
+                    turns.remove(name)
+                    self._leave_out(name, key, str(failure))
+        for name in times:
+            with contextlib.suppress(PeerFailed):
+                self.peers[name].ask("drop")
+        self.limits.append(self.peers["ours"].ask("limits"))
+        work = {"bytes": case.num_bytes(dtype, heads), "flops": case.flops(heads)}
+        for name, taken in times.items():
+            if taken:
+                pace, kind = min(taken) / max(work["flops"], 1), (name, dtype, case.kind)
+                self._pace[kind] = max(pace, self._pace.get(kind, 0.0))
+                own = {"min_s": min(taken), "median_s": statistics.median(taken), "n": len(taken)}
+                record = {"peer": name, "kind": case.kind, **key, **work, **own, **about[name]}
+                self.records.append(record)
+
+    def _prepare(self, name, peer, case, dtype, heads, longest, key) -> dict | None:
+        expected = self._pace.get((name, dtype, case.kind), 0.0) * case.flops(heads)
+        if expected > longest:
+            self._leave_out(name, key, f"it would take about {expected:.1f} s a run")
+            return None
+        try:
+            first = peer.ask(
+                "prepare",
+                case=dataclasses.asdict(case),
+                dtype=dtype,
+                heads=dataclasses.asdict(heads),
+            )
+        except PeerFailed as failure:
+            self._leave_out(name, key, str(failure))
+            return None
+        if "unsupported" in first:
+            self._leave_out(name, key, first["unsupported"])
+            return None
+        return first
+
+    def _leave_out(self, peer: str, key: dict, reason: str) -> None:
+        self.absent.append({"peer": peer, **key, "reason": reason})
+
+    @property
+    def best_limits(self) -> dict[str, float]:
+        """Bytes per second of reading; flops per second of each type's products."""
+        best = {name: max(x[name] for x in self.limits) for name in self.limits[0]}
+        return best | {"float16": best["float32"]}  # converted, then multiplied as float32
+
+
+def start_peers(
+    names: list[str], cpus: list[int], pythons: dict[str, str]
+) -> tuple[dict[str, PeerProcess], dict[str, str], dict[str, str]]:
+    """Start the peers: their processes, their versions, and why some are not here."""
+    processes, versions, missing = {}, {}, {}
+    for name in names:
+        process = PeerProcess(name, cpus, *filter(None, [pythons.get(name)]))
+        try:
+            versions[name] = process.ask("start")["version"]
+            processes[name] = process
+        except (PeerFailed, OSError) as failure:
+            process.close()
+            missing[name] = f"{failure}; get it: {PEERS[name].how_to_get}"
+    return processes, versions, missing

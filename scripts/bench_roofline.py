@@ -8,15 +8,13 @@ import json
 import matplotlib
 
 matplotlib.use("Agg")
+from bench_cases import DTYPES, Heads  # noqa: E402
+from bench_peers import PEERS  # noqa: E402
 from matplotlib import pyplot  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 
-from bench_cases import DTYPES, Heads  # noqa: E402
-from bench_peers import PEERS  # noqa: E402
-
 MARKERS = "osD^v<>PXphd*"
 COLORS = dict(zip(PEERS, ["black", *pyplot.get_cmap("tab10").colors], strict=False))
-SPREAD = 1.05  # between peers of a case, which have the same place
 
 
 def draw(result: dict, path: str) -> None:
@@ -45,10 +43,8 @@ def draw(result: dict, path: str) -> None:
         own = [r for r in records if r["dtype"] == dtype]
         _roofs(axis, result["limits"], dtype, own)
         for r in own:
-            place = (peers.index(r["peer"]) - (len(peers) - 1) / 2) / max(len(peers) / 8, 1)
-            x = r["flops"] / r["bytes"] * SPREAD**place
             axis.plot(
-                *(x, r["flops"] / r["min_s"] / 1e9, markers[r["case"]]),
+                *(r["flops"] / r["bytes"], r["flops"] / r["min_s"] / 1e9, markers[r["case"]]),
                 color=COLORS[r["peer"]],
                 markersize=9 if r["peer"] == "ours" else 6,
                 alpha=0.85,
@@ -56,7 +52,7 @@ def draw(result: dict, path: str) -> None:
                 markeredgewidth=0.5,
             )
         axis.set(xscale="log", yscale="log", title=dtype)
-        axis.set_xlabel("flops per byte (peers side by side)")
+        axis.set_xlabel("flops per byte")
         axis.grid(alpha=0.3, which="both", linewidth=0.4)
     axes[0][0].set_ylabel("GFLOP/s")
     figure.suptitle(f"{Heads(**json.loads(most)).label}; {result['device']}")
@@ -70,30 +66,32 @@ def draw(result: dict, path: str) -> None:
 
 def _roofs(axis, limits: dict, dtype: str, records: list[dict]) -> None:
     intensities = [r["flops"] / r["bytes"] for r in records]
-    left, right = min(intensities) / 2, max(intensities) * 2
+    left, right = min(intensities) / 4, max(intensities) * 2
     peaks = {"float32 FMA": limits["float32"]}
     if dtype == "bfloat16" and limits["bfloat16"] > 1.2 * limits["float32"]:
         peaks["products of bfloat16 pairs"] = limits["bfloat16"]
     top, read = max(peaks.values()), limits["read"]
     right = max(right, 3 * top / read)
-    axis.plot([left, top / read], [left * read / 1e9, top / 1e9], color="tab:red", linewidth=1.2)
+    axis.plot([left, top / read], [left * read / 1e9, top / 1e9], color="dimgray", linewidth=1.2)
+    middle = (left * top / read) ** 0.5
     axis.annotate(
         f"read {read / 1e9:.0f} GB/s",
-        (left, left * read / 1e9),
-        xytext=(2, 12),
+        (middle, middle * read / 1e9),
+        xytext=(-3, 5),
         textcoords="offset points",
-        color="tab:red",
+        ha="right",
+        color="dimgray",
         fontsize=8,
     )
     for name, peak in peaks.items():
-        axis.plot([peak / read, right], [peak / 1e9] * 2, color="tab:red", linewidth=1.2)
+        axis.plot([peak / read, right], [peak / 1e9] * 2, color="dimgray", linewidth=1.2)
         axis.annotate(
             f"{name} {peak / 1e9:.0f}",
             (right, peak / 1e9),
             xytext=(0, 3),
             textcoords="offset points",
             ha="right",
-            color="tab:red",
+            color="dimgray",
             fontsize=8,
         )
     axis.set_xlim(left, right)

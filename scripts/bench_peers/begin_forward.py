@@ -4,33 +4,46 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import tvm
+from bench_cases import Heads
 from tvm_ffi import Shape
 
 from bench_peers.peer import Prepared
-from tvm_pagedkv import KVCacheConfig, build, use_stock_runtime
+from tvm_pagedkv import KVCacheConfig
 
 CONTEXT = 64
+SMALL = Heads(1, 1, 8)  # begin_forward calls no kernel
+KERNELS = (
+    *("transpose_append", "prefill_ragged", "prefill", "decode", "merge", "split_rotary"),
+    *("copy_single_page", "debug_get_kv", "compact_copy"),
+)
 
 
-def prepare_begin_forward(runtime: str, batch: int) -> Prepared:
-    """A cache of `runtime` with `batch` sequences of `CONTEXT` positions.
+def prepare_begin_forward(kernels: Mapping, tag: str, batch: int) -> Prepared:
+    """A cache with `batch` sequences of `CONTEXT` positions.
 
     Each run is one ``begin_forward``; what comes before it closes the last step and takes its
     rows away again.
+
+    Parameters
+    ----------
+    kernels : name -> function
+        Those of `KERNELS`, for one layer of heads `SMALL` in float32.
+    tag : str
+        Of the kernels, as the positional constructor takes it.
+    batch : int
     """
-    from tests.stock import create_positional, stock_kernels
+    from tests.stock import create_positional
 
     tokens = batch * 2 * CONTEXT
     config = KVCacheConfig(
-        *(1, 1, 1, 8), max_num_sequences=batch, max_total_tokens=tokens, prefill_chunk_size=tokens
+        *(1, SMALL.query, SMALL.kv, SMALL.dim),
+        max_num_sequences=batch,
+        max_total_tokens=tokens,
+        prefill_chunk_size=tokens,
     )
-    if runtime == "stock":
-        use_stock_runtime()
-        kernels, tag = stock_kernels(1, 1, 8, "float32"), "tirx"
-    else:
-        kernels, tag = build(config).kernels, "pagedkv"
     cache = create_positional(config, kernels, tag)
     prefix = "vm.builtin.kv_state_"
     add, pop, begin, end = (
@@ -50,5 +63,4 @@ def prepare_begin_forward(runtime: str, batch: int) -> Prepared:
     end(cache)
     begin(cache, ids, Shape([1] * batch))
     undo()
-    run = functools.partial(begin, cache, ids, Shape([1] * batch))
-    return Prepared(run, before=undo)
+    return Prepared(functools.partial(begin, cache, ids, Shape([1] * batch)), before=undo)

@@ -63,7 +63,7 @@ class OpenVinoPaged(Peer):
     version = f"openvino {openvino.__version__}"
 
     def bind_caller(self) -> None:
-        """OpenVINO binds its threads itself; the caller only waits for them."""
+        """OpenVINO places its threads itself, the caller among them."""
 
     @functools.cache  # noqa: B019  (lives as long as the process)
     def _compiled(self, dtype: str, heads):

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import tvm
 from bench_cases import PagedInputs
 
-from bench_peers.begin_forward import prepare_begin_forward
+from bench_peers import begin_forward
 from bench_peers.peer import Peer, Prepared
 from tir_kernels import build_kernel
-from tvm_pagedkv import KVCacheConfig
+from tvm_pagedkv import KVCacheConfig, use_stock_runtime
 from tvm_pagedkv.build import kernel_spec, load_kernels, resolve_target
 from tvm_pagedkv.limits import READ_BYTES, Limits
 from tvm_pagedkv.threads import set_num_threads
@@ -23,7 +23,7 @@ KERNELS = ("prefill", "decode")
 class TvmPeer(Peer):
     """Kernels that TVM compiles and its thread pool runs."""
 
-    runtime: str
+    tag: str
 
     def __init__(self, cpus: list[int]):
         set_num_threads(len(cpus))
@@ -35,27 +35,28 @@ class TvmPeer(Peer):
 
     def prepare(self, case, inputs, dtype, heads) -> Prepared:
         if case.kind == "begin_forward":
-            return prepare_begin_forward(self.runtime, case.batch)
+            kernels = self.kernels(begin_forward.SMALL, "float32", begin_forward.KERNELS)
+            return begin_forward.prepare_begin_forward(kernels, self.tag, case.batch)
         paged = PagedInputs(case, dtype, heads, inputs)
         kernel = self.kernels(heads, dtype)[case.kind]
         return Prepared(functools.partial(kernel, *paged.arguments), paged.output.numpy)
 
-    def kernels(self, heads, dtype) -> Mapping[str, tvm.ffi.Function]:
-        """Functions for each of `KERNELS`."""
+    def kernels(self, heads, dtype, names=KERNELS) -> Mapping[str, tvm.ffi.Function]:
+        """Functions for each of `names`."""
         raise NotImplementedError
 
 
 class Ours(TvmPeer):
     """Our kernels; they also measure the machine's limits."""
 
-    runtime = "ours"
+    tag = "pagedkv"
 
     @functools.cache  # noqa: B019  (lives as long as the process)
-    def kernels(self, heads, dtype):
+    def kernels(self, heads, dtype, names=KERNELS):
         config = KVCacheConfig(1, heads.query, heads.kv, heads.dim, dtype=dtype)
         target = resolve_target()
         spec = kernel_spec(config, config.layers[0], target)
-        builders = {name: functools.partial(build_kernel, name, spec) for name in KERNELS}
+        builders = {name: functools.partial(build_kernel, name, spec) for name in names}
         return load_kernels(builders, (f"{heads.label}, {dtype}", repr(spec)), target)
 
     def limits(self):
@@ -72,12 +73,16 @@ class Ours(TvmPeer):
 class Stock(TvmPeer):
     """The kernels inside apache-tvm."""
 
-    runtime = "stock"
+    tag = "tirx"
     version = f"apache-tvm {tvm.__version__}"
 
+    def __init__(self, cpus: list[int]):
+        super().__init__(cpus)
+        use_stock_runtime()
+
     @functools.cache  # noqa: B019  (lives as long as the process)
-    def kernels(self, heads, dtype):
+    def kernels(self, heads, dtype, names=KERNELS):
         from tests.stock import stock_kernels
 
         shape = (heads.query, heads.kv, heads.dim, dtype)
-        return stock_kernels(*shape, target=resolve_target(), only=KERNELS)
+        return stock_kernels(*shape, target=resolve_target(), only=names)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of attention: that it runs, and that it tells a wrong result from a right one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from . import reference
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+PEERS = ["ours", "torch folded"] if importlib.util.find_spec("torch") else ["ours"]
+
+
+def test_each_case_has_a_record_of_each_peer_that_is_here(tmp_path):
+    path = tmp_path / "records.json"
+    arguments = ["--groups", "4", "--dtypes", "float32", "--cases", "8 x 1024", "7 x 256"]
+    arguments += ["--budget", "0.02", "--begin-forward", "python", "--json", str(path)]
+    arguments += ["--peers", *PEERS[1:], "onnxruntime", "--python", "onnxruntime=no/such/python"]
+    command = [sys.executable, str(SCRIPTS / "bench_cpu.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert result["absent"] == [] and list(result["missing"]) == ["onnxruntime"]
+    assert "pip install onnxruntime" in done.stdout
+    times = {(r["peer"], r["case"]): (r["min_s"], r["median_s"]) for r in result["records"]}
+    cases = ("decode 8 x 1024", "decode 1 x 8192 + 7 x 256")
+    expected = {(peer, case) for peer in PEERS for case in cases}
+    expected |= {("ours", f"begin_forward B={batch}") for batch in (1, 8, 64, 256, 1024)}
+    assert set(times) == expected
+    assert all(0 < least <= median for least, median in times.values())
+    assert all(r["error"] < 1e-4 for r in result["records"] if r["kind"] == "decode")
+    assert all(rate > 0 for rate in result["limits"].values())
+    assert all(case in done.stdout for case in cases)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_error_of_a_right_and_of_a_wrong_output(dtype, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from bench_cases import Case, Heads, Inputs
+
+    inputs = Inputs(Case("prefill", 1, 5, 9, ((2, 1, 40),)), dtype, Heads(4, 2, 16))
+    rows = []
+    for q, k, v in inputs.parts():
+        mask = reference.causal_mask(q.shape[1], k.shape[1])
+        rows += [reference.attention(*x, mask, 0.25)[0] for x in zip(q, k, v, strict=True)]
+    output = np.concatenate(rows)
+    assert inputs.error(output) < 1e-6
+    for i in (0, 4, 5, 6):
+        wrong = output.copy()
+        wrong[i] = output[i - 1]
+        assert inputs.error(wrong) > 0.1, i

@@ -71,7 +71,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write all records")
     parser.add_argument("--plot", metavar="FILE", help="draw rooflines (.png, .svg; matplotlib)")
     options = parser.parse_args(arguments)
-    options.budget = options.budget or (0.15 if options.quick else 0.3)
+    options.budget = options.budget or (0.15 if options.quick else 0.25)
     for group in options.groups or []:
         if group < 1 or bench_selection.HEADS % group:
             parser.error(f"--groups: {group} does not divide {bench_selection.HEADS} query heads")

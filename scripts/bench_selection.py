@@ -24,6 +24,7 @@ ALL = (
     Case("prefill", 1, 448, 448 + 2048, ((64, 1, 512),)),
 )
 QUICK = (ALL[1], ALL[3], EVEN, SKEWED, ALL[8], ALL[9])
+TWO = ("float32", "bfloat16")
 FEW = (ALL[1], ALL[3], ALL[8])  # of other head counts and widths
 BEGIN_FORWARD = tuple(Case("begin_forward", batch, 1, 0) for batch in (1, 8, 64, 256, 1024))
 
@@ -51,7 +52,6 @@ def tables_of(options) -> list[Table]:
     options : argparse.Namespace
         dtypes, groups, dims, cases: lists or None (the default); quick: bool.
     """
-    dtypes = options.dtypes or (("float32", "bfloat16") if options.quick else DTYPES)
     full = QUICK if options.quick else ALL
     if options.groups or options.dims:
         chosen = [
@@ -64,6 +64,7 @@ def tables_of(options) -> list[Table]:
         chosen += [] if options.quick else [(heads, FEW) for heads in OTHER_HEADS]
     found = []
     for heads, cases in chosen:
+        dtypes = options.dtypes or (TWO if options.quick or cases is FEW else DTYPES)
         named = tuple(
             case
             for case in cases

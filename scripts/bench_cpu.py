@@ -123,9 +123,8 @@ def main() -> None:
         attention = Measurement(peers, options.budget, options.longest, progress)
         tables = bench_selection.tables_of(options)
         for table in tables:
-            is_main = len(table.cases) > len(bench_selection.FEW)
+            longest = options.longest if table.is_full else min(options.longest, 1.0)
             for case in table.cases:
-                longest = options.longest if is_main else min(options.longest, 1.0)
                 attention.measure(case, table.dtype, table.heads, longest)
         begin = measure_begin_forward(options, peers)
     finally:

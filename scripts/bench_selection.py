@@ -37,11 +37,12 @@ OTHER_HEADS = (
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Cases that are measured with the same heads and type."""
+    """Cases that are measured with the same heads and type; all of them, or but a few."""
 
     dtype: str
     heads: Heads
     cases: tuple[Case, ...]
+    is_full: bool
 
 
 def tables_of(options) -> list[Table]:
@@ -70,5 +71,5 @@ def tables_of(options) -> list[Table]:
             for case in cases
             if options.cases is None or any(text in case.label for text in options.cases)
         )
-        found += [Table(dtype, heads, named) for dtype in dtypes if named]
+        found += [Table(dtype, heads, named, cases is full) for dtype in dtypes if named]
     return found

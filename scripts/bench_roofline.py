@@ -69,7 +69,7 @@ def draw(result: dict, path: str) -> None:
 
 def _roofs(axis, limits: dict, dtype: str, records: list[dict]) -> None:
     intensities = [r["flops"] / r["bytes"] for r in records]
-    left, right = min(intensities) / 4, max(intensities) * 2
+    left, right = min(intensities) / 6, max(intensities) * 2
     peaks = {"float32 FMA": limits["float32"]}
     if dtype == "bfloat16" and limits["bfloat16"] > 1.2 * limits["float32"]:
         peaks["products of bfloat16 pairs"] = limits["bfloat16"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ class KernelFails(RuntimeError):
     """What a broken kernel raises."""
 
 
-class Operation:
+class Operation(ABC):
     """One kind of change; `weight` is how often it is drawn."""
 
     weight = 1.0
@@ -54,19 +55,19 @@ class Operation:
         """What every run must see: "done", "refused", "full" or "a kernel fails"."""
         return {"done", "refused"}
 
+    @abstractmethod
     def draw(self, world: World) -> Any:
         """Arguments; None when there is nothing to do it with."""
-        raise NotImplementedError
 
     def refusal(self, world: World, args: Any) -> type[Exception] | None:
         """What the cache must raise."""
         return None
 
+    @abstractmethod
     def apply(self, world: World, args: Any) -> Any:
         """Call the cache; where a kernel is made to fail, it may raise KernelFails."""
-        raise NotImplementedError
 
-    def check(self, world: World, args: Any, result: Any) -> None:
+    def check(self, world: World, args: Any, result: Any) -> None:  # noqa: B027  (not all have to)
         """Do the same to the reference, and compare."""
 
 

@@ -75,5 +75,4 @@ def load() -> None:
     import tvm_ffi
 
     tvm_ffi.register_error("CacheFullError", CacheFullError)
-    tvm_ffi.register_error("NotImplementedError", NotImplementedError)
     tvm_ffi.load_module(path())

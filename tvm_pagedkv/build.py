@@ -45,10 +45,8 @@ def resolve_target(target: Target | str | Mapping | None = None) -> Target:
 
     Raises
     ------
-    NotImplementedError
-        For targets other than CPUs.
     ValueError
-        For a string that names neither a CPU nor a target.
+        For a string that names neither a CPU nor a target, and for targets other than CPUs.
     """
     if target is None or target == "native":
         target = _native_target()
@@ -61,9 +59,14 @@ def resolve_target(target: Target | str | Mapping | None = None) -> Target:
             raise ValueError(
                 f'target must be "native", a CPU that LLVM knows, or a TVM target; got {target!r}'
             ) from error
-    if target.kind.name != "llvm":
-        raise NotImplementedError(f"kernels for target kind {target.kind.name!r}")
+    require_cpu(target)
     return target
+
+
+def require_cpu(target: Target) -> None:
+    """Refuse a target for which there are no kernels."""
+    if target.kind.name != "llvm":
+        raise ValueError(f"kernels are for CPUs, target kind 'llvm', not for {target.kind.name!r}")
 
 
 def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
@@ -177,8 +180,6 @@ def build_kernels(
 
     Raises
     ------
-    NotImplementedError
-        For features that have no kernels yet.
     RuntimeError
         When the kernels cannot be linked; the message tells what is missing.
     """

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of stdout has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, NotImplementedError, RuntimeError, MemoryError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         print(f"tvm-pagedkv: error: {_sentence(error)}", file=sys.stderr)
         return EXIT_MISTAKE
     return 0

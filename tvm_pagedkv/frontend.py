@@ -16,7 +16,7 @@ from tir_kernels import build_kernel
 from tir_kernels.cpu import stock_sliding
 from tir_kernels.spec import KernelSpec
 
-from .build import kernel_spec
+from .build import kernel_spec, require_cpu
 from .compile_model import KERNEL
 from .config import KVCacheConfig, LayerSpec, RopeConfig
 from .frontend_methods import PagedKVCacheObject
@@ -85,9 +85,7 @@ class PagedKVCache(PagedKVCacheObject):
     Raises
     ------
     ValueError, TypeError
-        On dimensions that no kernel serves, as `KVCacheConfig` does.
-    NotImplementedError
-        On targets that have no kernels yet.
+        On dimensions that no kernel serves, as `KVCacheConfig` does, and on such targets.
     """
 
     def __init__(
@@ -126,8 +124,7 @@ class PagedKVCache(PagedKVCacheObject):
         if runtime not in _RUNTIMES:
             raise ValueError(f"runtime must be one of {', '.join(_RUNTIMES)}; got {runtime!r}")
         kinds = _layer_kinds(attn_kind, num_hidden_layers)
-        if target.kind.name != "llvm":
-            raise NotImplementedError(f"kernels for target kind {target.kind.name!r}")
+        require_cpu(target)
         config = KVCacheConfig(  # validates; its capacities stay symbolic in the model
             num_layers=num_hidden_layers,
             num_qo_heads=num_attention_heads,

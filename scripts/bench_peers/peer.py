@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -39,7 +40,7 @@ class Prepared:
     note: str = ""
 
 
-class Peer:
+class Peer(ABC):
     """An implementation of attention.
 
     Parameters
@@ -58,9 +59,9 @@ class Peer:
         """Read what is larger than the caches: a step of a model leaves no pages there."""
         self._flush.sum()
 
+    @abstractmethod
     def prepare(self, case: Case, inputs: Inputs, dtype: str, heads: Heads) -> Prepared:
         """Lay the inputs out as the peer wants them; `Unsupported` where it cannot."""
-        raise NotImplementedError
 
     def bind_caller(self) -> None:
         """Bind the thread that calls, after the others have started."""

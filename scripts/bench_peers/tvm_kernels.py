@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Mapping
 
 import tvm
@@ -41,9 +42,9 @@ class TvmPeer(Peer):
         kernel = self.kernels(heads, dtype)[case.kind]
         return Prepared(functools.partial(kernel, *paged.arguments), paged.output.numpy)
 
+    @abstractmethod
     def kernels(self, heads, dtype, names=KERNELS) -> Mapping[str, tvm.ffi.Function]:
         """Functions for each of `names`."""
-        raise NotImplementedError
 
 
 class Ours(TvmPeer):

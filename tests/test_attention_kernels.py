@@ -42,6 +42,24 @@ def test_decode(spec, batch, seed):
     case.verify()
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        make_spec((18, 6), 40, page=4),
+        make_spec((70, 70), 128, (F32, F16), page=8),
+        make_spec((22, 2), 64, (BF16, BF16), alibi_slopes=tuple(np.geomspace(1e-3, 1, 22))),
+    ],
+    ids=["18:6x40-f32", "70:70x128-f16", "22:2x64-bf16-alibi"],
+)
+@pytest.mark.parametrize("window", [None, 100])
+@parametrize_seed
+def test_decode_of_many_pages(spec, window, seed):
+    """So many that a task has several KV heads of a sequence, which take turns."""
+    case = PagedBatch(spec, [(1, 1500), (1, 3), (1, 64), (1, 330)], seed)
+    case.decode(window=window)
+    case.verify(window=window)
+
+
 @parametrize_specs
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("batch", BATCHES)
@@ -269,7 +287,9 @@ def _expected(case):
 def test_any_number_of_threads(threads):
     """The pool cannot be resized once it runs, so this starts another interpreter."""
     environment = dict(os.environ, TVM_NUM_THREADS=str(threads), PAGEDKV_TEST_THREADS="1")
-    selected = f"{__file__}::test_decode", f"{__file__}::test_prefill"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "5:1x80 or 2:2x8", *selected]
+    names = "test_decode", "test_decode_of_many_pages", "test_prefill"
+    selected = [f"{__file__}::{name}" for name in names]
+    some = "5:1x80 or 2:2x8 or 18:6x40"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", some, *selected]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]

@@ -2,9 +2,11 @@
 """Attention of one query row per sequence over its pages.
 
 The work is bound by reading K and V once, so it is cut by pages: the units of the batch are the
-pages of every (sequence, KV head), flattened through the page table's indptr, and each task takes
-an equal range of them. A (sequence, KV head) that falls into one task is finished there; one that
-is cut leaves partial states, which are merged in the same call.
+pages of every sequence, flattened through the page table's indptr, and each task takes an equal
+range of them. A sequence that falls into one task is finished there; one that is cut leaves partial
+states, which are merged in the same call. Where the pages are too few for that, or the heads too
+many to be kept at once, the KV heads come in parts, and the units are the pages of every (sequence,
+part).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from tvm.script import tirx as T
 from ..masks import CausalMask, GappedSequence, WholeSequence
 from ..spec import KernelSpec
 from .arguments import OUTPUTS, POSITIONS, SCALARS, WINDOWED_PAGES, attention_kernel, with_lengths
-from .decode_segment import STRIP, Segment
+from .decode_segment import STRIP, Blocking, Segment
 from .inline_rope import InlineRope
 from .partials import MOST_TASKS, Output, Partials
 from .rows import PagedRows
@@ -25,38 +27,50 @@ from .tasks import cut, for_tasks, num_threads
 
 DECODE = ("q", *WINDOWED_PAGES, *POSITIONS, *OUTPUTS, *SCALARS)
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
+UNITS_OF_TASK = 16  # fewer would leave tasks of too different a size
 
 
 def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
     """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
     has_gaps = not hasattr(a, "length_info")
     a.lengths = GappedSequence(spec, a) if has_gaps else WholeSequence(spec, a.length_info)
-    heads = spec.num_kv_heads
-    total = index_temp(a.page_indptr[a.batch_size] * heads)
-    elements = T.cast(total, "int64") * (spec.page_size * spec.qk_head_dim)
-    most = T.min(T.min(num_threads(), MOST_TASKS), total)
-    num_tasks = index_temp(T.if_then_else(elements > SERIAL_ELEMENTS, most, 1))
-    partials = Partials(spec)
     a.rope = InlineRope(spec, a)
+    heads, members = spec.num_kv_heads, Blocking.of(spec).most_members(spec)
+    pages = index_temp(a.page_indptr[a.batch_size])
+    threads = index_temp(T.min(num_threads(), MOST_TASKS))
+    num_parts = -(-heads // members)
+    if members > 1:
+        is_enough = T.cast(pages, "int64") * num_parts >= threads * UNITS_OF_TASK
+        num_parts = index_temp(T.if_then_else(is_enough, num_parts, heads))
+    total = index_temp(pages * num_parts)
+    elements = T.cast(pages, "int64") * (heads * spec.page_size * spec.qk_head_dim)
+    most = T.min(threads, total)
+    num_tasks = index_temp(T.if_then_else(elements > SERIAL_ELEMENTS, most, 1))
+    partials = Partials(spec, members * spec.group_size)
 
     def pages_of(sequence):
         first = index_temp(a.page_indptr[sequence])
         return first, index_temp(a.page_indptr[sequence + 1] - first)
 
+    def heads_of(part):
+        first = index_temp(cut(heads, part, num_parts))
+        return first, index_temp(cut(heads, part + 1, num_parts) - first)
+
     def task_body(task):
-        segment = Segment(spec)
+        segment = Segment(spec, members)
         a.rope.begin_task()
         current = Register(1, "int32", cut(total, task, num_tasks))
         last = index_temp(cut(total, task + 1, num_tasks))
         sequence = Register(1, "int32", T.int32(0))
         with T.While(current.get() < last):
-            with T.While(a.page_indptr[sequence.get() + 1] * heads <= current.get()):
+            with T.While(a.page_indptr[sequence.get() + 1] * num_parts <= current.get()):
                 sequence.set(sequence.get() + 1)
             b = index_temp(sequence.get())
             first_entry, num_pages = pages_of(b)
-            unit = index_temp(current.get() - first_entry * heads)
-            head = index_temp(unit // num_pages)
-            first_page = index_temp(unit - head * num_pages)
+            unit = index_temp(current.get() - first_entry * num_parts)
+            part = index_temp(unit // num_pages)
+            first_head, num_members = heads_of(part)
+            first_page = index_temp(unit - part * num_pages)
             last_page = index_temp(T.min(num_pages, first_page + last - current.get()))
             kv_len = a.lengths.kv_len(b, num_pages)
             rows = PagedRows(
@@ -65,7 +79,7 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                 a.page_values,
                 first_entry,
                 first_entry + num_pages - 1,
-                head=head,
+                head=first_head,
                 slot_of=a.lengths.slot_of,
             )
             k_offset = index_temp(a.k_rope_pos_offset[b])
@@ -75,17 +89,19 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
             def run(first_visible, end=end, k_offset=k_offset):
                 first_visible = index_temp(first_visible)
                 first = index_temp(T.max(begin, first_visible // STRIP * STRIP))
-                segment.run(a, rows, first, T.max(first, end), k_offset, first_visible)
+                end = T.max(first, end)
+                segment.run(a, rows, first, end, k_offset, first_visible, num_members)
 
             gap = a.lengths.gap(b) if has_gaps else None
             num_hidden = 0 if gap is None else gap.begin - gap.sinks
             a.rope.begin_sequence(k_offset + kv_len - num_hidden)
             a.mask.begin_sequence(b, kv_len)
-            segment.start(a, b, head)
+            with T.serial(num_members) as member:
+                segment.start(a, b, first_head + member, member)
             if a.mask.has_window:
                 run(a.mask.begin(0, 1, kv_len))
             elif gap is None:
-                segment.run(a, rows, begin, end, k_offset)
+                segment.run(a, rows, begin, end, k_offset, members=num_members)
             else:
                 # A row sees all that is held, for between steps this is no more than the window.
                 gap.for_spans(
@@ -93,11 +109,13 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                     k_offset,
                     lambda span: run(span.begin, T.min(end, span.end), span.k_offset),
                 )
+            num_rows = index_temp(num_members * spec.group_size)
             with T.If(last_page - first_page == num_pages):
                 with T.Then():
-                    Output(spec, a.o, a.lse, b, head).finish(segment)
+                    Output(spec, a.o, a.lse, b, first_head).finish(segment, num_rows)
                 with T.Else():
-                    partials.put(task * 2 + T.if_then_else(first_page > 0, 0, 1), segment)
+                    slot = task * 2 + T.if_then_else(first_page > 0, 0, 1)
+                    partials.put(slot, segment, num_rows, segment.row_of)
             current.set(current.get() + last_page - first_page)
 
     for_tasks(num_tasks, task_body)
@@ -106,11 +124,11 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
     sequence = Register(1, "int32", T.int32(0))
     with T.serial(num_tasks - 1) as task:
         at = index_temp(cut(total, task + 1, num_tasks))
-        with T.While(a.page_indptr[sequence.get() + 1] * heads <= at):
+        with T.While(a.page_indptr[sequence.get() + 1] * num_parts <= at):
             sequence.set(sequence.get() + 1)
         first_entry, num_pages = pages_of(sequence.get())
-        head = index_temp((at - first_entry * heads) // num_pages)
-        begin = index_temp(first_entry * heads + head * num_pages)
+        part = index_temp((at - first_entry * num_parts) // num_pages)
+        begin = index_temp(first_entry * num_parts + part * num_pages)
         # Only the cut in the task that begins the pair counts.
         with T.If(T.And(at > begin, cut(total, task, num_tasks) <= begin)):
             with T.Then():
@@ -122,7 +140,10 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                     )
                 ):
                     count.set(count.get() + 1)
-                partials.merge(task, count.get(), Output(spec, a.o, a.lse, sequence.get(), head))
+                first_head, num_members = heads_of(part)
+                output = Output(spec, a.o, a.lse, sequence.get(), first_head)
+                num_rows = num_members * spec.group_size
+                partials.merge(task, count.get(), output, rows=(0, num_rows))
     with T.serial(a.batch_size) as b:
         with T.If(a.page_indptr[b + 1] == a.page_indptr[b]):
             with T.Then():

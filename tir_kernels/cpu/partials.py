@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm.script import tirx as T
 
 from ..softmax import NOTHING_SEEN, inverse_total, log_sum
@@ -15,6 +17,7 @@ from .simd import (
     broadcast,
     constant,
     exp2,
+    index_temp,
     load,
     store,
     temp,
@@ -24,31 +27,31 @@ MOST_TASKS = 128
 
 
 class Partials:
-    """States of (sequence, KV head) pairs that were cut, two slots for each task.
+    """States of pairs (sequence, some KV heads) that were cut, two slots for each task.
 
     The even slot of a task is for a pair that an earlier task began, the odd one for a pair that
     this task begins and does not end.
     """
 
-    def __init__(self, spec: KernelSpec, num_rows: int | None = None):
-        self.spec, self.num_rows = spec, num_rows or spec.group_size
+    def __init__(self, spec: KernelSpec, num_rows: int):
+        self.spec = spec
         slots = 2 * MOST_TASKS  # memory that no task touches is never mapped
-        self.o = T.alloc_buffer((slots, self.num_rows, spec.v_head_dim), F32)
-        self.top = T.alloc_buffer((slots, self.num_rows), F32)
-        self.total = T.alloc_buffer((slots, self.num_rows), F32)
+        self.o = T.alloc_buffer((slots, num_rows, spec.v_head_dim), F32)
+        self.top = T.alloc_buffer((slots, num_rows), F32)
+        self.total = T.alloc_buffer((slots, num_rows), F32)
 
-    def put(self, slot, segment: Segment, num_rows=None) -> None:
-        """Keep the state of a segment, or of its first `num_rows` rows."""
-        with T.serial(self.num_rows if num_rows is None else num_rows) as row:
+    def put(self, slot, segment, num_rows, row_of: Callable = lambda row: row) -> None:
+        """Keep the first `num_rows` rows of a segment, which lie at ``row_of(row)`` in it."""
+        with T.serial(num_rows) as row:
+            source = index_temp(row_of(row))
             for c in chunks(self.spec.v_head_dim, segment.lanes):
-                store(
-                    self.o, (slot, row, c.start), c.lanes, load(segment.o, (row, c.start), c.lanes)
-                )
-            state = segment.row_state(row)
+                value = load(segment.o, (source, c.start), c.lanes)
+                store(self.o, (slot, row, c.start), c.lanes, value)
+            state = segment.row_state(source)
             T.buffer_store(self.top, segment.state.top[state], [slot, row])
             T.buffer_store(self.total, segment.state.total[state], [slot, row])
 
-    def merge(self, first_task, count, output, rows=None) -> None:
+    def merge(self, first_task, count, output, rows) -> None:
         """Finish the pair that `first_task` begins and the ``count - 1`` tasks after it go on with.
 
         The lse of a row is put before its columns.
@@ -56,10 +59,10 @@ class Partials:
         Parameters
         ----------
         output : Output
-        rows : pair (begin, end), optional
-            The rows to finish; None: all.
+        rows : pair (begin, end)
+            The rows to finish.
         """
-        begin, end = rows or (0, self.num_rows)
+        begin, end = rows
         top, total = Register(1), Register(1)
 
         def slot(i):
@@ -91,7 +94,7 @@ class Partials:
 
 
 class Output:
-    """Rows of O and LSE of one sequence and KV head."""
+    """Rows of O and LSE of one sequence, from a KV head on."""
 
     def __init__(self, spec: KernelSpec, o, lse, sequence, head):
         self.o, self.lse, self.sequence = o, lse, sequence
@@ -105,14 +108,15 @@ class Output:
         """Store the log of a row's sum."""
         T.buffer_store(self.lse, value, [self.sequence, self.first_head + row])
 
-    def finish(self, segment: Segment) -> None:
-        """Store a segment that is the whole of its sequence and head."""
-        with T.serial(self.spec.group_size) as row:
-            state = segment.row_state(row)
+    def finish(self, segment: Segment, num_rows) -> None:
+        """Store the first `num_rows` rows of a segment that is the whole of its sequence."""
+        with T.serial(num_rows) as row:
+            source = index_temp(segment.row_of(row))
+            state = segment.row_state(source)
             total = temp(segment.state.total[state])
             inverse = temp(inverse_total(total))
             for c in chunks(self.spec.v_head_dim, segment.lanes):
-                o = load(segment.o, (row, c.start), c.lanes)
+                o = load(segment.o, (source, c.start), c.lanes)
                 self.put(row, c.start, c.lanes, o * broadcast(inverse, c.lanes))
             self.put_lse(row, log_sum(segment.state.top[state], total))
 

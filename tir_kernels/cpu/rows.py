@@ -7,17 +7,17 @@ the sequence: its rows are then some other row of that sequence, for the mask to
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 from tvm.script import tirx as T
 
 from ..layout import K_PLANE, V_PLANE, latent_index, row_index, slot_offset, slot_page
-from ..spec import ITEMSIZE, KernelSpec
+from ..spec import KernelSpec
 from .simd import index_temp, load, prefetch, temp
 
 # Into L2: asking for L1 waits for its few miss buffers, and halves the rate of scattered pages.
 PREFETCH_LOCALITY = 2
-PREFETCH_BYTES = 16384  # how far ahead of a row of K or V
 
 
 def as_int64(value):
@@ -70,6 +70,12 @@ class PagedRows:
         self.spec, self.pages, self.values = spec, pages, values
         self.first_entry, self.last_entry = first_entry, last_entry
         self.head, self.slot_of = head, slot_of
+
+    def of_member(self, member) -> PagedRows:
+        """The same positions of the KV head `member` heads after this one."""
+        rows = copy.copy(self)
+        rows.head = index_temp(self.head + member)
+        return rows
 
     @property
     def run(self) -> int:
@@ -140,10 +146,3 @@ class RaggedRows:
             lambda row, column: (self.k, (rows[row], self.head, column)),
             lambda row, column: (self.v, (rows[row], self.head, column)),
         )
-
-
-def prefetch_distance(spec: KernelSpec, run: int) -> int:
-    """Rows to prefetch ahead: a power of two from `run` to 64."""
-    row_bytes = spec.qk_head_dim * ITEMSIZE[spec.kv_dtype]
-    rows = 1 << max(0, (PREFETCH_BYTES // row_bytes).bit_length() - 1)
-    return max(run, min(rows, 64))

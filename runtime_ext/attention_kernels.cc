@@ -3,6 +3,7 @@
  * \file attention_kernels.cc
  * \brief Which kernel attends, over the pages or among the rows of the step, and what it is given.
  */
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -47,15 +48,23 @@ PagedKVCacheObj::PageArrays PagedKVCacheObj::PastPages(const Layer& layer) {
 }
 
 void PagedKVCacheObj::FillPastArrays() {
-  std::vector<int64_t> sizes{plan_.needs_tree_mask() ? plan_.num_tree_nodes() : 0};
+  std::vector<int64_t>& sizes = past_array_sizes_;
+  if (past_aux_ == nullptr) {  // room for every step, as InitialArraySizes has it
+    const int64_t num_rows = config_.prefill_chunk_size;
+    const int64_t num_sequences = std::min(config_.max_num_sequences, num_rows);
+    sizes.assign(1, num_rows);
+    for (int32_t g = 0; g < table_.num_groups(); ++g) {
+      const int64_t num_pages = table_.pool(g).num_pages();
+      sizes.insert(sizes.end(), {num_sequences + 1, num_pages, 4 * num_sequences});
+    }
+    past_aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, sizes,
+                                          allocated_bytes_, std::vector<std::vector<int64_t>>{{2}});
+  }
+  sizes.assign(1, plan_.needs_tree_mask() ? plan_.num_tree_nodes() : 0);
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     sizes.push_back(plan_.num_sequences() + 1);
     sizes.push_back(plan_.NumPages(g, PageRange::kPast));
     sizes.push_back(NumLengthRows(g) * plan_.num_sequences());
-  }
-  if (past_aux_ == nullptr) {
-    past_aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, sizes,
-                                          allocated_bytes_, std::vector<std::vector<int64_t>>{{2}});
   }
   past_aux_->Layout(sizes);
   if (plan_.needs_tree_mask()) plan_.FillTreeOrder(PageRange::kPast, past_aux_->host(0));

@@ -350,6 +350,7 @@ class PagedKVCacheObj : public ffi::Object {
   std::unique_ptr<AuxData> aux_;
   /*! \brief Page tables without this step's rows; made when a step first asks for them. */
   std::unique_ptr<AuxData> past_aux_;
+  std::vector<int64_t> past_array_sizes_;
   bool has_past_arrays_ = false;
   /*! \brief Segments of shared pages; made when a step first has some. */
   std::unique_ptr<AuxData> segment_aux_;

@@ -15,6 +15,12 @@
 
 namespace pagedkv {
 
+namespace {
+
+constexpr int64_t kMaxSpare = 1024;  // removed sequences that are kept
+
+}  // namespace
+
 SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
                              const std::vector<int32_t>& num_pages, std::vector<int64_t> windows)
     : max_num_sequences_(max_num_sequences), page_size_(page_size), windows_(std::move(windows)) {
@@ -24,6 +30,7 @@ SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
     pools_.emplace_back(n);
     pins_.emplace_back(n, 0);
   }
+  spare_.reserve(std::min(max_num_sequences, kMaxSpare));
 }
 
 const Sequence& SequenceTable::Peek(int64_t id) const {
@@ -51,6 +58,12 @@ Sequence* SequenceTable::Insert(int64_t id) {
     Raise(kValueError, "sequence ", id, " does not fit: the cache holds its max_num_sequences (",
           max_num_sequences_, ") already");
   }
+  if (!spare_.empty()) {
+    Sequences::node_type node = std::move(spare_.back());
+    spare_.pop_back();
+    node.key() = node.mapped().id = id;
+    return &sequences_.insert(std::move(node)).position->second;
+  }
   Sequence sequence;
   sequence.id = id;
   sequence.pages.resize(pools_.size());
@@ -71,7 +84,21 @@ void SequenceTable::RemoveOne(int64_t id) {
   FinishReceive(&sequence);
   for (int32_t g = 0; g < num_groups(); ++g) ReleasePages(&sequence, g, 0);
   total_length_ -= sequence.length;
-  sequences_.erase(id);
+  Recycle(id);
+}
+
+void SequenceTable::Recycle(int64_t id) noexcept {
+  Sequences::node_type node = sequences_.extract(id);
+  if (spare_.size() == spare_.capacity()) return;
+  Sequence& old = node.mapped();
+  Sequence fresh;
+  fresh.tree = std::move(old.tree);
+  fresh.tree.Truncate(0);
+  fresh.pages = std::move(old.pages);  // lists without pages, but with room
+  fresh.first_pages = std::move(old.first_pages);
+  std::fill(fresh.first_pages.begin(), fresh.first_pages.end(), 0);
+  old = std::move(fresh);
+  spare_.push_back(std::move(node));
 }
 
 void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {

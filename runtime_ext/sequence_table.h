@@ -220,6 +220,8 @@ class SequenceTable {
  private:
   Sequence* Insert(int64_t id);
   void RemoveOne(int64_t id);
+  /*! \brief Keeps a removed sequence for the next new one: its lists need not grow again. */
+  void Recycle(int64_t id) noexcept;
   /*! \brief Adds those that are not there and empty. \throws Error (ValueError). */
   void InsertImported(const std::vector<int64_t>& ids);
   void CheckImported(const ImportedSequence& sequence, int32_t group) const;
@@ -248,7 +250,9 @@ class SequenceTable {
   std::vector<std::vector<int32_t>> pins_;  // [group][page] blocks that hold the page
   int64_t num_pins_ = 0;
   std::vector<int64_t> windows_;
-  std::unordered_map<int64_t, Sequence> sequences_;
+  using Sequences = std::unordered_map<int64_t, Sequence>;
+  Sequences sequences_;
+  std::vector<Sequences::node_type> spare_;
 };
 
 }  // namespace pagedkv

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import tvm
 
+from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.build import resolve_target, vector_target
+from tvm_pagedkv.models import LlamaModel
 from tvm_pagedkv.models.linear import DEPTH, UNIT_ROWS, PackedMatrix, embedding, linear
 
 from . import reference
@@ -78,3 +80,15 @@ def test_embedding(shape, dtype):
     packed = tvm.runtime.tensor(matrix.pack(weight))
     _compiled(embedding, matrix, None)(tvm.runtime.tensor(ids), packed, out)
     np.testing.assert_array_equal(out.numpy(), weight[ids])
+
+
+@pytest.mark.parametrize("function", [linear, embedding])
+def test_float16_needs_conversion_in_hardware(function):
+    matrix = PackedMatrix(64, 64, "float16", VectorTarget(4, 16, has_f16_convert=False))
+    with pytest.raises(ValueError, match="arguments of float16.* has_f16_convert=False"):
+        function(matrix, *(["float16"] if function is linear else []))
+
+
+def test_models_refuse_float16_without_conversion():
+    with pytest.raises(ValueError, match="float16 needs a CPU target that converts"):
+        LlamaModel.from_pretrained(dtype="float16", target="x86-64")

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import prim_func
 
 from ..layout import pages_shape
-from ..spec import ITEMSIZE, KernelSpec
+from ..spec import ITEMSIZE, KernelSpec, VectorTarget
 from .simd import F32
 
 PAGES = ("pages", "page_indptr", "page_values", "length_info")
@@ -183,8 +183,13 @@ def page_pool(handle, spec: KernelSpec):
 
 def require_half_conversion(spec: KernelSpec, *dtypes: str) -> None:
     """Refuse float16 where every element would be a library call."""
-    if "float16" in dtypes and not spec.target.has_f16_convert:
+    require_half_target(spec.target, dtypes, f"dtype={spec.dtype}, kv_dtype={spec.kv_dtype}")
+
+
+def require_half_target(target: VectorTarget, dtypes: Sequence[str], got: str) -> None:
+    """As `require_half_conversion`, for kernels without a `KernelSpec`."""
+    if "float16" in dtypes and not target.has_f16_convert:
         raise ValueError(
             "float16 needs a CPU target that converts float16 in hardware (F16C, AVX-512F or "
-            f"AArch64), got dtype={spec.dtype}, kv_dtype={spec.kv_dtype}, has_f16_convert=False"
+            f"AArch64), got {got}, has_f16_convert=False"
         )

@@ -10,16 +10,25 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as ir
 
-from tir_kernels.spec import ITEMSIZE
+from tir_kernels.cpu.arguments import require_half_target
+from tir_kernels.spec import ITEMSIZE, VectorTarget
 
 
-def rows_kernel(arguments: Callable, body: Callable) -> tirx.PrimFunc:
-    """A PrimFunc over n rows: ``arguments(n)`` lists (name, shape, dtype), `body` the rest."""
+def rows_kernel(arguments: Callable, body: Callable, target: VectorTarget) -> tirx.PrimFunc:
+    """A PrimFunc over n rows: ``arguments(n)`` lists (name, shape, dtype), `body` the rest.
+
+    Raises
+    ------
+    ValueError
+        For float16 on a target that cannot convert it.
+    """
     with IRBuilder() as builder, ir.prim_func(s_tir=True, private=True):
         ir.func_name("kernel")
         ir.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
         n = T.int64()
         described = arguments(n)
+        dtypes = sorted({dtype for _, _, dtype in described})
+        require_half_target(target, dtypes, f"arguments of {' and '.join(dtypes)}")
         handles = [ir.arg(name, T.handle()) for name, _, _ in described]
         buffers = [
             ir.match_buffer(handle, shape, dtype, align=ITEMSIZE.get(dtype, 4))

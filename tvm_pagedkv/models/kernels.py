@@ -49,7 +49,7 @@ def rms_norm(features: int, epsilon: float, dtype: str, target: VectorTarget) ->
         rows = (n, features)
         return [("x", rows, dtype), ("weight", (features,), dtype), ("out", rows, dtype)]
 
-    return rows_kernel(arguments, body)
+    return rows_kernel(arguments, body, target)
 
 
 def swiglu(features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
@@ -72,7 +72,7 @@ def swiglu(features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
     def arguments(n):
         return [("x", (n, 2 * features), dtype), ("out", (n, features), dtype)]
 
-    return rows_kernel(arguments, body)
+    return rows_kernel(arguments, body, target)
 
 
 def take_rows(features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
@@ -92,4 +92,4 @@ def take_rows(features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
             ("out", (b, features), dtype),
         ]
 
-    return rows_kernel(arguments, body)
+    return rows_kernel(arguments, body, target)

@@ -192,7 +192,7 @@ def linear(
             ("out", (n, matrix.out_features), out_dtype),
         ]
 
-    return rows_kernel(arguments, body)
+    return rows_kernel(arguments, body, matrix.target)
 
 
 def _widen(x, wide, begin, count, first, length, lanes: int) -> None:
@@ -247,4 +247,4 @@ def embedding(matrix: PackedMatrix) -> tirx.PrimFunc:
             ("out", (n, matrix.in_features), matrix.dtype),
         ]
 
-    return rows_kernel(arguments, body)
+    return rows_kernel(arguments, body, matrix.target)

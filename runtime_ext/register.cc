@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "bundle.h"
 #include "error.h"
 #include "paged_kv_cache.h"
 
@@ -202,6 +203,16 @@ void DefineOwnNames() {
   define("copy_regions",
          ffi::Function::FromTyped([](ffi::Tensor to, ffi::Tensor from, ffi::Tensor regions) {
            Translate([&] { CopyRegions(to, from, regions); });
+         }));
+  define("load_bundle", ffi::Function::FromTyped(
+                            [](ffi::String path, ffi::Optional<ffi::String> target) {
+                              return Translate([&] { return LoadBundle(path, target); });
+                            }));
+  define("choose_bundle_target",
+         ffi::Function::FromTyped([](ffi::Array<ffi::Any> targets,
+                                     ffi::Optional<ffi::Map<ffi::String, ffi::Any>> machine,
+                                     ffi::Optional<ffi::String> name) {
+           return Translate([&] { return ChooseBundleTarget(targets, machine, name); });
          }));
   define("poison_free_pages", FromMethod(&Cache::PoisonFreePages));
   define("shuffle_free_pages", FromMethod(&Cache::ShuffleFreePages));

@@ -10,15 +10,21 @@ _library.load()
 import tvm_ffi  # noqa: E402
 
 from ._library import CacheFullError  # noqa: E402
-from .build import build_kernels as build  # noqa: E402
+from .bundle import Bundle, load_bundle  # noqa: E402
 from .cache import KVCache  # noqa: E402
-from .compile_model import compile  # noqa: E402
 from .config import KVCacheConfig, LayerSpec  # noqa: E402
-from .create import create  # noqa: E402
-from .frontend import PagedKVCache  # noqa: E402
-from .frontend_methods import PagedKVCacheObject  # noqa: E402
 from .rope_config import RopeConfig  # noqa: E402
 from .threads import num_threads, set_num_threads  # noqa: E402
+
+__version__ = "0.1.0"
+
+if _library.has_compiler():
+    from .build import build_kernels as build  # noqa: E402
+    from .bundle_writer import write_bundle  # noqa: E402
+    from .compile_model import compile  # noqa: E402
+    from .create import create  # noqa: E402
+    from .frontend import PagedKVCache  # noqa: E402
+    from .frontend_methods import PagedKVCacheObject  # noqa: E402
 
 
 def use_stock_runtime() -> None:
@@ -31,8 +37,17 @@ def use_pagedkv_runtime() -> None:
     tvm_ffi.get_global_func("pagedkv.use_pagedkv_runtime")()
 
 
-__version__ = "0.1.0"
+def __getattr__(name: str):
+    if name in __all__ and not _library.has_compiler():
+        raise ImportError(
+            f"tvm_pagedkv.{name} needs the compiler of apache-tvm (libtvm_compiler.so), which is "
+            "not here; load_bundle does without"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
+    "Bundle",
     "CacheFullError",
     "KVCache",
     "KVCacheConfig",
@@ -43,8 +58,10 @@ __all__ = [
     "build",
     "compile",
     "create",
+    "load_bundle",
     "num_threads",
     "set_num_threads",
     "use_pagedkv_runtime",
     "use_stock_runtime",
+    "write_bundle",
 ]

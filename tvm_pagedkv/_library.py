@@ -28,6 +28,13 @@ def _check_tvm_version() -> None:
         raise ImportError(f"tvm_pagedkv needs {REQUIRED_TVM}, found {version}; {hint}")
 
 
+def has_compiler() -> bool:
+    """Whether apache-tvm can compile here; its runtime alone can run what bundles hold."""
+    from tvm.base import _LOADED_LIBS
+
+    return "tvm_compiler" in _LOADED_LIBS
+
+
 def path() -> Path:
     """The library of this installation; an editable one keeps it apart from the sources.
 

@@ -18,7 +18,7 @@ import tir_kernels
 from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
 
 from .config import KVCacheConfig, LayerSpec
-from .disk_cache import cached_library, code_versions
+from .disk_cache import code_versions, library_file, load_library
 from .lowering import KernelObjects
 
 _SYMBOL = "pagedkv_{}"
@@ -183,20 +183,43 @@ def build_kernels(
     RuntimeError
         When the kernels cannot be linked; the message tells what is missing.
     """
+    built = build_libraries(config, target, progress)
+    return KernelSets(
+        sets=tuple(_load(symbols, file) for symbols, file in built.libraries),
+        layer_sets=built.layer_sets,
+        target=built.target,
+    )
+
+
+@dataclass(frozen=True)
+class KernelLibraries:
+    """As `KernelSets`, not loaded: of each set the symbols by kernel name, and the library."""
+
+    libraries: tuple[tuple[Mapping[str, str], Path], ...]
+    layer_sets: tuple[int, ...]
+    target: Target
+
+
+def build_libraries(
+    config: KVCacheConfig,
+    target: Target | str | Mapping | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> KernelLibraries:
+    """As `build_kernels`, for machines that need not be this one."""
     target = resolve_target(target)
     layer_specs = [
         None if layer.kind == "linear" else kernel_spec(config, layer, target)
         for layer in config.layers
     ]
     specs = [spec for spec in dict.fromkeys(layer_specs) if spec is not None]
-    return KernelSets(
-        sets=tuple(_load_set(spec, target, progress or (lambda line: None)) for spec in specs),
+    return KernelLibraries(
+        libraries=tuple(_build_set(spec, target, progress or (lambda _: None)) for spec in specs),
         layer_sets=tuple(specs.index(spec) if spec else 0 for spec in layer_specs),
         target=target,
     )
 
 
-def _load_set(spec: KernelSpec, target: Target, progress: Callable) -> Mapping:
+def _build_set(spec: KernelSpec, target: Target, progress: Callable) -> tuple[Mapping, Path]:
     builders = {
         name: functools.partial(tir_kernels.build_kernel, name, spec)
         for name in tir_kernels.kernel_names(spec)
@@ -205,7 +228,12 @@ def _load_set(spec: KernelSpec, target: Target, progress: Callable) -> Mapping:
         f"{len(builders)} kernels: {spec.num_qo_heads}/{spec.num_kv_heads} heads of "
         f"{spec.qk_head_dim}, {spec.dtype}, pages of {spec.page_size} {spec.kv_dtype}"
     )
-    return load_kernels(builders, (what, repr(spec)), target, progress)
+    return _library_of(builders, (what, repr(spec)), target, progress)
+
+
+def _load(symbols: Mapping[str, str], file: Path) -> Mapping[str, tvm.ffi.Function]:
+    module = load_library(file)
+    return MappingProxyType({name: module[symbol] for name, symbol in symbols.items()})
 
 
 def load_kernels(
@@ -226,7 +254,12 @@ def load_kernels(
     progress : callable, optional
         Called with a line of text when they have to be compiled.
     """
+    return _load(*_library_of(builders, key, target, progress))
 
+
+def _library_of(
+    builders: Mapping[str, Callable], key: tuple[str, ...], target: Target, progress: Callable
+) -> tuple[Mapping[str, str], Path]:
     def compile_all() -> KernelObjects:
         start = time.perf_counter()
         progress(f"compiling {key[0]}")
@@ -237,5 +270,4 @@ def load_kernels(
 
     symbols = {name: _SYMBOL.format(name) for name in builders}
     versions = code_versions(*_SOURCES, Path(tir_kernels.__file__).parent)
-    module = cached_library([*key, str(target), *versions], compile_all)
-    return MappingProxyType({name: module[symbol] for name, symbol in symbols.items()})
+    return symbols, library_file([*key, str(target), *versions], compile_all)

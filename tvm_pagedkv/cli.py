@@ -90,6 +90,31 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--draw-pages", metavar="FILE", help="write an SVG of the pages at their fullest"
     )
+    add = commands.add_parser(
+        "bundle",
+        help="write a folder with compiled kernels and the libraries that run them",
+        description="Write a folder from which caches can be made without a compiler.",
+    )
+    add.set_defaults(run=_bundle)
+    add.add_argument("--out", required=True, metavar="DIR", help="the folder, new or empty")
+    add.add_argument("--target", default="cpu", choices=["cpu", "cuda"], help="default cpu")
+    add.add_argument(
+        "--config", metavar="FILE", required=True, help="JSON with the fields of KVCacheConfig"
+    )
+    add.add_argument(
+        "--cpu",
+        action="append",
+        metavar="NAME",
+        help="native (default), a CPU such as x86-64-v3, or aarch64-linux-gnu[:CPU]; may be "
+        "repeated, and the best one is chosen where the bundle is loaded",
+    )
+    add.add_argument(
+        "--libraries",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="libraries of another architecture to include",
+    )
     add = commands.add_parser("info", help="versions, target, threads and folders in force")
     add.set_defaults(run=_info)
     return parser
@@ -245,6 +270,34 @@ def _print_statistics(s, dtype: str) -> None:
         f"(of {s.page_size}); cache {memory}",
         file=sys.stderr,
     )
+
+
+# --- bundle ------------------------------------------------------------------------------------
+
+
+def _bundle(options: argparse.Namespace) -> None:
+    import json
+
+    from .bundle import read_config
+    from .bundle_writer import write_bundle
+
+    try:
+        config = read_config(json.loads(Path(options.config).read_bytes()))
+    except OSError as error:
+        raise ValueError(f"cannot read {options.config}: {error.strerror}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{options.config}: {error}") from None
+    targets = options.cpu or ["native"]
+    if options.target != "cpu":
+        if options.cpu:
+            raise ValueError("--cpu does not go with --target cuda")
+        targets = [options.target]
+    with Progress() as progress:
+        path = write_bundle(
+            config, options.out, targets, libraries=options.libraries, progress=progress
+        )
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    print(f"{path}: {size / 2**20:.1f} MiB")
 
 
 # --- info ---------------------------------------------------------------------------------------

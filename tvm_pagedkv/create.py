@@ -11,7 +11,7 @@ import tvm
 from tvm.target import Target
 from tvm_ffi import Shape
 
-from .build import KernelSets, build_kernels
+from .build import KernelLibraries, KernelSets, build_kernels
 from .config import MHA_KINDS, KVCacheConfig, LayerSpec
 from .rope_config import ROPE_MODES, RopeConfig
 
@@ -45,7 +45,9 @@ def create(
     return make(config_map(config, kernels, device), [dict(s) for s in kernels.sets], device)
 
 
-def config_map(config: KVCacheConfig, kernels: KernelSets, device: tvm.runtime.Device) -> dict:
+def config_map(
+    config: KVCacheConfig, kernels: KernelSets | KernelLibraries, device: tvm.runtime.Device
+) -> dict:
     """The first argument of the global function ``pagedkv.create``."""
     mode = _common(config, "mode", lambda rope: rope.mode)
     described = {

@@ -47,8 +47,16 @@ def cached_library(key: Iterable[str], compile_module: Callable[[], object]) -> 
     RuntimeError
         When the code cannot be linked; the message tells what is missing.
     """
+    return load_library(library_file(key, compile_module))
 
-    path = sealed_file(key, ".so", lambda path: _link(compile_module(), path))
+
+def library_file(key: Iterable[str], compile_module: Callable[[], object]) -> Path:
+    """The file of `cached_library`."""
+    return sealed_file(key, ".so", lambda path: _link(compile_module(), path))
+
+
+def load_library(path: Path) -> tvm.runtime.Module:
+    """Load a library that is known to be whole."""
     return tvm.runtime.load_module(str(path))
 
 

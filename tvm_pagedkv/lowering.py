@@ -8,6 +8,7 @@ those here together. Common subexpressions are left to LLVM.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import Call, GlobalVar, PointerType, PrimType, StringImm, Var
 from tvm.support import cc
-from tvm.target import Target
+from tvm.target import Target, codegen
 from tvm.tirx.buffer import is_buffer_var
 
 from tir_kernels.cpu.tasks import TASK_LOOP
@@ -42,6 +43,7 @@ class KernelObjects:
 
     def __init__(self, functions: Mapping[str, tirx.PrimFunc], target: Target):
         versions = code_versions(Path(__file__))
+        self._target = target
 
         def object_of(symbol: str) -> Path:
             function = functions[symbol]
@@ -59,8 +61,30 @@ class KernelObjects:
             self.paths = dict(zip(order, pool.map(object_of, order), strict=True))
 
     def export_library(self, path: str) -> None:
-        """Link all to a shared library."""
-        cc.create_shared(path, [str(object_) for object_ in self.paths.values()])
+        """Link all to a shared library.
+
+        Raises
+        ------
+        RuntimeError
+            Without a linker for the target's architecture.
+        """
+        objects = [str(object_) for object_ in self.paths.values()]
+        cc.create_shared(path, objects, cc=cross_compiler(self._target))
+
+
+def cross_compiler(target: Target) -> str | None:
+    """What links code for another architecture than this machine's; None where it is the same."""
+    triple = str(target.attrs.get("mtriple", ""))
+    architecture = triple.split("-")[0]
+    if not triple or str(codegen.llvm_get_system_triple()).startswith(architecture + "-"):
+        return None
+    name = f"{architecture}-linux-gnu-g++"
+    if shutil.which(name) is None:
+        raise RuntimeError(
+            f"cannot link code for {triple}: no {name} on PATH; install it (Debian and Ubuntu: "
+            f"g++-{architecture.replace('_', '-')}-linux-gnu)"
+        )
+    return name
 
 
 def compile_kernel(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.runtime.Module:

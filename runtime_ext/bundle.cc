@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file bundle.cc
+ * \brief Bundles: checked, chosen from, loaded.
+ */
+#include "bundle.h"
+
+#include <tvm/ffi/c_api.h>
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/extra/json.h>
+#include <tvm/ffi/extra/module.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <vector>
+
+#include "bundle_target.h"
+#include "device_memory.h"
+#include "error.h"
+#include "sha256.h"
+
+namespace pagedkv {
+
+namespace {
+
+using StringMap = ffi::Map<ffi::String, ffi::Any>;
+using Values = ffi::Array<ffi::Any>;
+
+constexpr const char* kManifest = "manifest.json";
+constexpr const char* kAdvice = "; copy the bundle anew, or write it again";
+
+template <typename T>
+T Get(const StringMap& map, const char* name) {
+  auto it = map.find(name);
+  std::optional<T> value;
+  if (it != map.end()) value = (*it).second.template try_cast<T>();
+  if (!value) Raise(kValueError, kManifest, " of the bundle lacks '", name, "', or has it wrong");
+  return *std::move(value);
+}
+
+std::set<std::string> Strings(const StringMap& map, const char* name) {
+  std::set<std::string> strings;
+  for (const auto& value : Get<ffi::Array<ffi::String>>(map, name)) strings.insert(value);
+  return strings;
+}
+
+StringMap AsMap(const ffi::Any& value) {
+  std::optional<StringMap> map = value.try_cast<StringMap>();
+  if (!map) Raise(kValueError, kManifest, " of the bundle has a value where a map should be");
+  return *std::move(map);
+}
+
+/*! \brief The files of a bundle: read whole, and compared with what they should be. */
+class Files {
+ public:
+  explicit Files(const std::string& path) : folder_(path) {
+    if (!std::filesystem::is_regular_file(folder_ / kManifest)) {
+      Raise(kValueError, path, " is not a bundle: it has no ", kManifest,
+            "; `tvm-pagedkv bundle` writes one");
+    }
+    manifest_ = Read(kManifest);
+    const std::string digest = Read("manifest.sha256");
+    if (digest.substr(0, digest.find(' ')) != Sha256(manifest_)) {
+      Raise(kValueError, (folder_ / kManifest).string(), " is damaged: it is not what ",
+            "manifest.sha256 says", kAdvice);
+    }
+    ffi::String error;
+    const ffi::Any parsed = ffi::json::Parse(manifest_, &error);
+    if (!error.empty()) {
+      Raise(kValueError, (folder_ / kManifest).string(), " is not JSON: ", std::string(error));
+    }
+    content_ = AsMap(parsed);
+  }
+
+  const std::string& manifest() const { return manifest_; }
+  const StringMap& content() const { return content_; }
+
+  /*! \brief The path of a file that is what the manifest says. */
+  std::string Checked(const std::string& name) const {
+    const StringMap about = AsMap(Get<ffi::Any>(Get<StringMap>(content_, "files"), name.c_str()));
+    const std::string path = (folder_ / name).string();
+    const std::string bytes = Read(name);
+    const auto num_bytes = Get<int64_t>(about, "bytes");
+    if (static_cast<int64_t>(bytes.size()) != num_bytes) {
+      Raise(kValueError, path, " is damaged: it has ", bytes.size(), " of its ", num_bytes,
+            " bytes", kAdvice);
+    }
+    if (Sha256(bytes) != std::string(Get<ffi::String>(about, "sha256"))) {
+      Raise(kValueError, path, " is damaged: its content is not what was written", kAdvice);
+    }
+    return path;
+  }
+
+ private:
+  std::string Read(const std::string& name) const {
+    std::ifstream file(folder_ / name, std::ios::binary);
+    if (!file) Raise(kValueError, (folder_ / name).string(), " is missing", kAdvice);
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  }
+
+  std::filesystem::path folder_;
+  std::string manifest_;
+  StringMap content_;
+};
+
+/*! \brief The first two of the numbers of a version. */
+std::string Series(const std::string& version) {
+  return version.substr(0, version.find('.', version.find('.') + 1));
+}
+
+void CheckVersions(const StringMap& manifest) {
+  const auto versions = Get<StringMap>(manifest, "versions");
+  const std::string own = Get<ffi::String>(versions, "tvm-pagedkv");
+  const auto format = Get<int64_t>(manifest, "format");
+  if (format != kBundleFormat || own != TVM_PAGEDKV_VERSION) {
+    Raise(kValueError, "the bundle was written by tvm-pagedkv ", own, " in format ", format,
+          ", and this is tvm-pagedkv ", TVM_PAGEDKV_VERSION, ", which reads its own of format ",
+          kBundleFormat, ": install tvm-pagedkv ", own, ", or write the bundle again");
+  }
+  TVMFFIVersion version;
+  TVMFFIGetVersion(&version);
+  const std::string present = std::to_string(version.major) + "." + std::to_string(version.minor);
+  const std::string needed = Get<ffi::String>(versions, "apache-tvm-ffi");
+  if (Series(needed) != present) {
+    Raise(kValueError, "the bundle needs apache-tvm-ffi ", Series(needed),
+          ", and this process has ", present,
+          ": use the libraries of the bundle, or write the bundle again");
+  }
+}
+
+std::vector<BundleTarget> ReadTargets(const Values& targets) {
+  std::vector<BundleTarget> read;
+  for (const ffi::Any& each : targets) {
+    const StringMap map = AsMap(each);
+    read.push_back({Get<ffi::String>(map, "name"), Get<ffi::String>(map, "device"),
+                    Get<ffi::String>(map, "architecture"), Strings(map, "features")});
+  }
+  return read;
+}
+
+ffi::Tensor Floats(const Values& values) {
+  ffi::Tensor tensor =
+      AllocateTensor({static_cast<int64_t>(values.size())}, kFloat32, DLDevice{kDLCPU, 0},
+                     std::make_shared<std::atomic<int64_t>>(0));
+  auto* out = static_cast<float*>(tensor.data_ptr());
+  for (const ffi::Any& value : values) *out++ = static_cast<float>(value.cast<double>());
+  return tensor;
+}
+
+/*! \brief The configuration as pagedkv.create takes it; JSON has neither shapes nor tensors. */
+StringMap CacheMap(StringMap map) {
+  if (map.count("layer_indptr")) {
+    const auto bounds = Get<ffi::Array<int64_t>>(map, "layer_indptr");
+    map.Set("layer_indptr", ffi::Shape(std::vector<int64_t>(bounds.begin(), bounds.end())));
+  }
+  if (map.count("rope_ext_factors")) {
+    map.Set("rope_ext_factors", Floats(Get<Values>(map, "rope_ext_factors")));
+  }
+  return map;
+}
+
+StringMap LoadKernels(const StringMap& set, const Files& files) {
+  const std::string path = files.Checked(Get<ffi::String>(set, "library"));
+  const ffi::Module library = ffi::Module::LoadFromFile(path);
+  StringMap kernels;
+  for (const auto& [name, symbol] : Get<StringMap>(set, "kernels")) {
+    auto function = library->GetFunction(symbol.cast<ffi::String>());
+    if (!function) Raise(kValueError, path, " lacks the kernel '", std::string(name), "'", kAdvice);
+    kernels.Set(name, *function);
+  }
+  return kernels;
+}
+
+}  // namespace
+
+int64_t ChooseBundleTarget(const Values& targets, const ffi::Optional<StringMap>& machine,
+                           const ffi::Optional<ffi::String>& name) {
+  Machine chosen = ThisCPU();
+  if (machine.has_value()) {
+    const StringMap& map = machine.value();
+    chosen = {Get<ffi::String>(map, "device"), Get<ffi::String>(map, "architecture"),
+              Strings(map, "features")};
+  }
+  const std::string wanted = name.has_value() ? std::string(name.value()) : "";
+  return static_cast<int64_t>(ChooseTarget(ReadTargets(targets), chosen, wanted));
+}
+
+StringMap LoadBundle(const std::string& path, const ffi::Optional<ffi::String>& target) {
+  const Files files(path);
+  const StringMap& manifest = files.content();
+  CheckVersions(manifest);
+  const auto targets = Get<Values>(manifest, "targets");
+  const StringMap chosen = AsMap(targets[ChooseBundleTarget(targets, std::nullopt, target)]);
+  const auto libraries = Get<StringMap>(manifest, "libraries");
+  const auto architecture = Get<ffi::String>(chosen, "architecture");
+  if (libraries.count(architecture)) {  // otherwise whoever runs the kernels brings their own
+    for (const auto& name : Get<ffi::Array<ffi::String>>(libraries, architecture.c_str())) {
+      files.Checked(name);
+    }
+  }
+  ffi::Array<StringMap> kernels;
+  for (const ffi::Any& set : Get<Values>(chosen, "kernel_sets")) {
+    kernels.push_back(LoadKernels(AsMap(set), files));
+  }
+  return {{"config", CacheMap(Get<StringMap>(manifest, "cache"))},
+          {"kernels", kernels},
+          {"target", Get<ffi::String>(chosen, "name")},
+          {"manifest", ffi::String(files.manifest())}};
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file run_bundle.cc
+ * \brief A cache from a bundle, without Python and without a compiler: one prompt, one step.
+ *
+ * Use: run_bundle BUNDLE [TARGET]. Writes the output of layer 0, a line for each row of each head.
+ */
+#include <dlfcn.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <string>
+
+namespace ffi = tvm::ffi;
+using Map = ffi::Map<ffi::String, ffi::Any>;
+
+namespace {
+
+constexpr int64_t kPrompt = 37, kSequence = 7;
+
+struct HostAllocator {
+  void AllocData(DLTensor* tensor) {
+    const size_t size = (ffi::GetDataSize(*tensor) + 63) / 64 * 64;
+    tensor->data = std::aligned_alloc(64, size);
+  }
+  void FreeData(DLTensor* tensor) { std::free(tensor->data); }
+};
+
+ffi::Tensor MakeTensor(ffi::Shape shape) {
+  return ffi::Tensor::FromNDAlloc(HostAllocator(), shape, DLDataType{kDLFloat, 32, 1},
+                                  DLDevice{kDLCPU, 0});
+}
+
+ffi::Function Find(const std::string& name) { return ffi::Function::GetGlobalRequired(name); }
+
+/*! \brief Where a bundle has the libraries of this machine. */
+std::string Libraries(const std::string& bundle) {
+#if defined(__x86_64__)
+  return bundle + "/lib/x86_64/";
+#else
+  return bundle + "/lib/aarch64/";
+#endif
+}
+
+void Run(const std::string& path, const ffi::Optional<ffi::String>& target) {
+  Map bundle = Find("pagedkv.load_bundle")(ffi::String(path), target).cast<Map>();
+  std::printf("target %s\n", bundle["target"].cast<ffi::String>().c_str());
+
+  // Capacities are free; all else is what the kernels were compiled for.
+  Map config = bundle["config"].cast<Map>();
+  config.Set("max_total_tokens", 4096);
+  ffi::Any cache = Find("pagedkv.create")(config, bundle["kernels"], DLDevice{kDLCPU, 0});
+
+  auto layers = config["layers"].cast<ffi::Array<Map>>();
+  const int64_t num_qo_heads = layers[0]["num_qo_heads"].cast<int64_t>();
+  const int64_t num_kv_heads = layers[0]["num_kv_heads"].cast<int64_t>();
+  const int64_t head_dim = layers[0]["qk_head_dim"].cast<int64_t>();
+  ffi::Tensor qkv = MakeTensor({kPrompt, num_qo_heads + 2 * num_kv_heads, head_dim});
+  ffi::Tensor o = MakeTensor({kPrompt, num_qo_heads, head_dim});
+  auto* values = static_cast<float*>(qkv.data_ptr());
+  for (int64_t i = 0; i < qkv.numel(); ++i) {
+    values[i] = static_cast<float>(i * 7919 % 1009) / 512.0f - 1.0f;
+  }
+
+  Find("vm.builtin.kv_state_add_sequence")(cache, kSequence);
+  Find("vm.builtin.kv_state_begin_forward")(cache, ffi::Shape{kSequence}, ffi::Shape{kPrompt});
+  auto attention = Find("vm.builtin.attention_kv_cache_attention_with_fused_qkv");
+  const double scale = 1.0 / std::sqrt(static_cast<double>(head_dim));
+  for (size_t layer = layers.size(); layer-- > 0;) {
+    attention(cache, static_cast<int64_t>(layer), scale, qkv, o);
+  }
+  Find("vm.builtin.kv_state_end_forward")(cache);
+
+  const auto* out = static_cast<const float*>(o.data_ptr());
+  for (int64_t row = 0; row < kPrompt * num_qo_heads; ++row) {
+    for (int64_t i = 0; i < head_dim; ++i) std::printf("%.9g ", *out++);
+    std::printf("\n");
+  }
+}
+
+/*! \brief Says which libraries of TVM the process has. */
+void PrintLibraries() {
+  std::ifstream maps("/proc/self/maps");
+  std::string line, last;
+  while (std::getline(maps, line)) {
+    const size_t begin = line.find('/');
+    if (begin == std::string::npos || line.find("libtvm") == std::string::npos) continue;
+    if (line.substr(begin) != last) std::printf("library %s\n", line.c_str() + begin);
+    last = line.substr(begin);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2 || argc > 3) {
+    std::fprintf(stderr, "use: run_bundle BUNDLE [TARGET]\n");
+    return 2;
+  }
+  // The runtime first: the cache takes over functions that it registers.
+  for (const char* name : {"libtvm_runtime.so", "libtvm_pagedkv.so"}) {
+    if (dlopen((Libraries(argv[1]) + name).c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
+      std::fprintf(stderr, "cannot load %s\n", dlerror());
+      return 1;
+    }
+  }
+  try {
+    Run(argv[1], argc == 3 ? ffi::Optional<ffi::String>(ffi::String(argv[2])) : std::nullopt);
+  } catch (const ffi::Error& error) {
+    std::fprintf(stderr, "%s: %s\n", error.kind().c_str(), error.message().c_str());
+    return 1;
+  }
+  PrintLibraries();
+  return 0;
+}

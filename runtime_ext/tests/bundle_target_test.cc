@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bundle_target.h"
+
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "check.h"
+
+using pagedkv::BundleTarget;
+using pagedkv::ChooseTarget;
+using pagedkv::Machine;
+using pagedkv::ReadCPUFeatures;
+
+namespace {
+
+const std::vector<BundleTarget> kTargets = {
+    {"v3", "cpu", "x86_64", {"avx2", "f16c", "fma"}},
+    {"v4", "cpu", "x86_64", {"avx2", "avx512f", "f16c", "fma"}},
+    {"v4 too", "cpu", "x86_64", {"avx2", "avx512f", "f16c", "fma"}},
+    {"v4+bf16", "cpu", "x86_64", {"avx2", "avx512_bf16", "avx512f", "f16c", "fma"}},
+    {"arm", "cpu", "aarch64", {"asimd"}},
+    {"gpu", "cuda", "sm_90", {}},
+};
+
+std::string Chosen(const Machine& machine, const std::string& name = "") {
+  return kTargets[ChooseTarget(kTargets, machine, name)].name;
+}
+
+}  // namespace
+
+int main() {
+  const Machine zen2{"cpu", "x86_64", {"sse2", "avx2", "fma", "f16c"}};
+  const Machine skylake{"cpu", "x86_64", {"avx2", "avx512f", "f16c", "fma", "more"}};
+  const Machine zen4{"cpu", "x86_64", {"avx2", "avx512_bf16", "avx512f", "f16c", "fma"}};
+  CHECK_EQUAL(Chosen(zen2), "v3");
+  CHECK_EQUAL(Chosen(skylake), "v4");  // the first of equals
+  CHECK_EQUAL(Chosen(zen4), "v4+bf16");
+  CHECK_EQUAL(Chosen(zen4, "v3"), "v3");
+  CHECK_EQUAL(Chosen({"cpu", "aarch64", {"fp", "asimd"}}), "arm");
+  CHECK_EQUAL(Chosen({"cuda", "sm_90", {}}), "gpu");
+  CHECK_RAISES("ValueError", "v4+bf16 needs avx512_bf16", Chosen(skylake, "v4+bf16"));
+  CHECK_RAISES("ValueError", "no target 'v5'; it has: v3; v4; v4 too; v4+bf16; arm; gpu",
+               Chosen(zen4, "v5"));
+  CHECK_RAISES("ValueError",
+               "v3 needs avx2 f16c fma; v4 needs avx2 avx512f f16c fma; v4 too needs avx2 avx512f "
+               "f16c fma; v4+bf16 needs avx2 avx512_bf16 avx512f f16c fma; arm is for aarch64; gpu "
+               "is for device cuda",
+               Chosen({"cpu", "x86_64", {"sse2"}}));
+  CHECK_RAISES("ValueError", "(cpu, riscv64)", Chosen({"cpu", "riscv64", {}}));
+
+  std::istringstream x86("processor\t: 0\nflags\t\t: fpu avx2\nflags : other\n");
+  CHECK_EQUAL(ReadCPUFeatures(&x86), (std::set<std::string>{"avx2", "fpu"}));
+  std::istringstream arm("processor : 0\nFeatures : fp asimd\n");
+  CHECK_EQUAL(ReadCPUFeatures(&arm), (std::set<std::string>{"asimd", "fp"}));
+  std::istringstream none("processor : 0\n");
+  CHECK_TRUE(ReadCPUFeatures(&none).empty());
+  CHECK_EQUAL(pagedkv::ThisCPU().device, "cpu");
+  return 0;
+}

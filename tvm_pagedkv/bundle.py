@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load_bundle`: caches from kernels that were compiled elsewhere; needs no compiler."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import tvm
+import tvm_ffi
+
+from .cache import KVCache
+from .config import KVCacheConfig, LayerSpec
+from .rope_config import RopeConfig
+
+MANIFEST = "manifest.json"
+CAPACITIES = ("max_num_sequences", "max_total_tokens", "prefill_chunk_size")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Kernels of one target of a bundle, loaded.
+
+    Parameters
+    ----------
+    path : Path
+        The folder.
+    target : str
+        The name of the target that was chosen.
+    config : KVCacheConfig
+        What the kernels were compiled for, and the default capacities.
+    manifest : mapping
+        The content of manifest.json.
+    """
+
+    path: Path
+    target: str
+    config: KVCacheConfig
+    manifest: Mapping[str, Any]
+    _loaded: Mapping[str, Any] = field(repr=False)
+
+    def create(self, device: tvm.runtime.Device | None = None, **capacities: int) -> KVCache:
+        """Make a cache.
+
+        Parameters
+        ----------
+        device : optional
+            Where the pages lie; None: the CPU.
+        **capacities
+            `max_num_sequences`, `max_total_tokens` and `prefill_chunk_size`, where they are to be
+            other than those of `config`.
+
+        Raises
+        ------
+        ValueError
+            For any other field: it would need other kernels.
+        """
+        other = sorted(set(capacities) - set(CAPACITIES))
+        if other:
+            raise ValueError(
+                f"a bundle's caches can have capacities of their own ({', '.join(CAPACITIES)}), "
+                f"but {', '.join(other)} belongs to its kernels: write a bundle for that"
+            )
+        config = replace(self.config, **capacities)
+        described = dict(self._loaded["config"].items())
+        described |= {name: getattr(config, name) for name in CAPACITIES}
+        device = tvm.cpu() if device is None else device
+        make = tvm_ffi.get_global_func("pagedkv.create")
+        return make(described, self._loaded["kernels"], device)
+
+
+def load_bundle(
+    path: str | Path, target: str | None = None, config: KVCacheConfig | None = None
+) -> Bundle:
+    """Load what ``tvm-pagedkv bundle`` has written.
+
+    Parameters
+    ----------
+    path : str or Path
+        The folder.
+    target : str, optional
+        The name of a target of the bundle; None: the one that asks for most of what this CPU has.
+    config : KVCacheConfig, optional
+        What the caches are to be like, capacities aside.
+
+    Raises
+    ------
+    ValueError
+        When the bundle is damaged, of another version, for other machines, or not for `config`;
+        the message tells what is needed.
+    """
+    path = Path(path)
+    loaded = tvm_ffi.get_global_func("pagedkv.load_bundle")(str(path), target)
+    manifest = json.loads(str(loaded["manifest"]))
+    _check_tvm(manifest["versions"])
+    bundle = Bundle(path, str(loaded["target"]), read_config(manifest["config"]), manifest, loaded)
+    if config is not None:
+        _check_config(bundle.config, config)
+    return bundle
+
+
+def choose_target(
+    manifest: Mapping[str, Any],
+    features: Iterable[str],
+    architecture: str = "x86_64",
+    name: str | None = None,
+) -> str:
+    """The target that `load_bundle` would choose on a CPU with these features.
+
+    Parameters
+    ----------
+    manifest : mapping
+        Of a bundle.
+    features : iterable of str
+        As Linux names them in /proc/cpuinfo.
+    architecture : {"x86_64", "aarch64"}
+    name : str, optional
+        Of the target to take.
+
+    Raises
+    ------
+    ValueError
+        When the CPU can run none of them, or not the named one.
+    """
+    machine = {"device": "cpu", "architecture": architecture, "features": sorted(features)}
+    choose = tvm_ffi.get_global_func("pagedkv.choose_bundle_target")
+    return manifest["targets"][choose(manifest["targets"], machine, name)]["name"]
+
+
+# --- the configuration in a manifest ------------------------------------------------------------
+
+
+def describe_config(config: KVCacheConfig) -> dict[str, Any]:
+    """A configuration as JSON has it."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def read_config(described: Mapping[str, Any]) -> KVCacheConfig:
+    """A configuration from JSON: the fields of `KVCacheConfig`, those with defaults optional.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On fields that are unknown, missing or wrong.
+    """
+    given = _fields(KVCacheConfig, described, "config")
+    if given.get("rope") is not None:
+        given["rope"] = _rope(given["rope"])
+    if given.get("layers") is not None:
+        layers = [_fields(LayerSpec, layer, "layer") for layer in given["layers"]]
+        for layer in layers:
+            if layer.get("rope") is not None:
+                layer["rope"] = _rope(layer["rope"])
+        given["layers"] = [LayerSpec(**layer) for layer in layers]
+    return KVCacheConfig(**given)
+
+
+def _rope(described: Mapping[str, Any]) -> RopeConfig:
+    given = _fields(RopeConfig, described, "rope")
+    if isinstance(given.get("scaling"), list):  # pairs
+        given["scaling"] = dict(given["scaling"])
+    return RopeConfig(**given)
+
+
+def _fields(kind: type, described: Mapping[str, Any], what: str) -> dict[str, Any]:
+    if not isinstance(described, Mapping):
+        raise TypeError(f"{what} must be an object with fields, got {described!r}")
+    known = [f.name for f in fields(kind)]
+    unknown = sorted(set(described) - set(known))
+    if unknown:
+        raise ValueError(f"{what} has no field {unknown[0]!r}; known: {', '.join(known)}")
+    return dict(described)
+
+
+# --- checks -------------------------------------------------------------------------------------
+
+
+def _check_tvm(versions: Mapping[str, str]) -> None:
+    def series(version: str) -> list[str]:
+        return version.split(".")[:2]
+
+    needed, present = versions["apache-tvm"], importlib.metadata.version("apache-tvm")
+    if series(needed) != series(present):
+        raise ValueError(
+            f"the bundle was compiled by apache-tvm {needed}, and this is {present}: install "
+            f"apache-tvm {'.'.join(series(needed))}, or write the bundle again"
+        )
+
+
+def _check_config(own: KVCacheConfig, wanted: KVCacheConfig) -> None:
+    if not isinstance(wanted, KVCacheConfig):
+        raise TypeError(f"config must be a KVCacheConfig, got {wanted!r}")
+    for name in (f.name for f in fields(KVCacheConfig)):
+        has, wants = getattr(own, name), getattr(wanted, name)
+        if name not in CAPACITIES and has != wants:
+            raise ValueError(
+                f"the bundle is for caches with {name}={has!r}, not {wants!r}; write one for that"
+            )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from tvm.script import tirx as T
 
 from .cpu import moves, simd
+from .cpu.row_numbers import RowNumbers
 from .layout import K_PLANE, V_PLANE
 from .rope import CosSin, base_inverse_frequencies
 from .spec import ITEMSIZE, KernelSpec
@@ -36,6 +37,8 @@ def transpose_append(spec: KernelSpec):
         position_map = moves.match(map_handle, (num_rows,), "int32")
 
         def append_row(n) -> None:
+            following = position_map[T.min(n + 1, num_rows - 1)]
+            moves.Slot(T.max(following, 0), spec).expect_rows(pages)
             slot = simd.index_temp(position_map[n])
             with T.If(slot >= 0), T.Then():
                 where = moves.Slot(slot, spec)
@@ -82,7 +85,9 @@ def split_rotary(spec: KernelSpec):
             rotation.write_k(lambda h: (k, (n, h)))
             rotation.write_v(lambda h: (v, (n, h)))
 
-        moves.for_each(num_rows, step.row_bytes, split_row)
+        step.numbers = RowNumbers(spec.target, [step.qkv, step.q, k])
+        with step.numbers.scope():
+            moves.for_each(num_rows, step.row_bytes, split_row)
 
     if spec.rope.kind == "longrope":
 
@@ -140,6 +145,8 @@ def rope_append(spec: KernelSpec):
             step.take_factors(factors_handle, lambda n: step.first_factor(last_position(n)))
 
         def append_row(n) -> None:
+            following = position_map[T.min(n + 1, num_rows - 1)]
+            moves.Slot(T.max(following, 0), spec).expect_rows(pages)
             rotation = step.rotation(n)
             rotation.write_q()
             slot = simd.index_temp(position_map[n])
@@ -148,7 +155,9 @@ def rope_append(spec: KernelSpec):
                 rotation.write_k(lambda h: (pages, where.row(K_PLANE, h)))
                 rotation.write_v(lambda h: (pages, where.row(V_PLANE, h)))
 
-        moves.for_each(num_rows, step.row_bytes, append_row)
+        step.numbers = RowNumbers(spec.target, [step.qkv, step.q, pages])
+        with step.numbers.scope():
+            moves.for_each(num_rows, step.row_bytes, append_row)
 
     if spec.rope.kind == "longrope":
 
@@ -219,6 +228,7 @@ class _Step:
         def fill() -> None:
             inv_freq = None if self.factors is None else self._scaled_frequencies(n)
             cos_sin.fill(self.positions[n], inv_freq)
+            cos_sin.reorder(self.numbers)
 
         if self.apply_rope is None:
             fill()
@@ -282,10 +292,7 @@ class _Rotation:
         with T.serial(num_heads) as h:
             buffer, row = sink(h)
             source_row = (self.n, first_head + h)
-            self.cos_sin.rotate(
-                lambda dim, lanes: simd.load(qkv, (*source_row, dim), lanes),
-                lambda dim, lanes, value: simd.store(buffer, (*row, dim), lanes, value),
-            )
+            self.cos_sin.rotate_chunks(self.step.numbers, (qkv, source_row), (buffer, row))
             moves.copy_row(qkv, source_row, buffer, row, spec.target.lanes, spec.rope.rotary_dim)
 
 

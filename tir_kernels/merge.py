@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 from tvm.script import tirx as T
 
 from .cpu import moves, simd
+from .cpu.row_numbers import RowNumbers
 from .spec import ITEMSIZE, KernelSpec
 
 # log2(x) is the sum of these times t, t^3, t^5, ... with t = (x - 1) / (x + 1). On [1, 2] t is
@@ -43,13 +47,11 @@ def merge(spec: KernelSpec):
                 for buffer, weight in zip(weights, merged.weights, strict=True):
                     simd.store(buffer, (h,), lanes, weight)
             with T.serial(num_heads) as h:
-                w, w_other = simd.temp(weights[0][h]), simd.temp(weights[1][h])
-                for dim, lanes in simd.chunks(head_dim, spec.target.lanes):
-                    first = weighted(o, (n, h, dim), w, lanes)
-                    second = weighted(o_other, (n, h, dim), w_other, lanes)
-                    simd.store(o, (n, h, dim), lanes, first + second)
+                blend((o, o_other), (n, h), [simd.temp(weight[h]) for weight in weights], numbers)
 
-        moves.for_each(num_rows, row_bytes, merge_row)
+        numbers = RowNumbers(spec.target, [o, o_other])
+        with numbers.scope():
+            moves.for_each(num_rows, row_bytes, merge_row)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(o: T.handle, lse: T.handle, o_other: T.handle, lse_other: T.handle):
@@ -90,9 +92,40 @@ def _log2(x, lanes: int):
     return value * t
 
 
+def blend(parts: Sequence, row: Sequence, weights: Sequence, numbers: RowNumbers) -> None:
+    """Sum rows of buffers times their weights into the first, in place.
+
+    A part of weight zero counts for nothing, whatever it holds. That costs a selection a vector,
+    more than converting and adding do, so rows without such a part have their own code.
+    """
+
+    def emit(scale: Callable) -> None:
+        for dim, count in numbers.chunks(int(parts[0].shape[-1])):
+            index, total = (*row, dim), None
+            lanes = min(count, numbers.lanes)
+            for part, weight in zip(parts, weights, strict=True):
+                vectors = numbers.load(part, index, count)
+                if total is None:
+                    total = [scale(x, weight, lanes) for x in vectors]
+                else:
+                    total = [
+                        t + scale(x, weight, lanes) for t, x in zip(total, vectors, strict=True)
+                    ]
+            numbers.store(parts[0], index, count, total)
+
+    with T.If(functools.reduce(T.And, [weight > T.float32(0) for weight in weights])):
+        with T.Then():
+            emit(lambda x, weight, lanes: x * simd.broadcast(weight, lanes))
+        with T.Else():
+            emit(selected)
+
+
+def selected(value, weight, lanes: int):
+    """``value * weight``, and zero where the weight is zero, whatever the value is."""
+    weight, zero = simd.broadcast(weight, lanes), simd.constant(0.0, lanes)
+    return simd.temp(T.Select(weight == zero, zero, value * weight), lanes)
+
+
 def weighted(o, index, weight, lanes: int):
     """``o * weight``, and zero where the weight is zero, whatever o holds."""
-    value = simd.temp(simd.load(o, index, lanes), lanes)
-    weight = simd.broadcast(weight, lanes)
-    zero = simd.constant(0.0, lanes)
-    return simd.temp(T.Select(weight == zero, zero, value * weight), lanes)
+    return selected(simd.temp(simd.load(o, index, lanes), lanes), weight, lanes)

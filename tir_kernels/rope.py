@@ -15,6 +15,7 @@ import numpy as np
 from tvm.script import tirx as T
 
 from .cpu import simd
+from .cpu.row_numbers import RowNumbers
 from .spec import RopeSpec
 
 # --- tables, on the host ------------------------------------------------------------------------
@@ -254,7 +255,36 @@ class CosSin:
         for start, lanes in self.chunks:
             first = simd.temp(source(start, lanes), lanes)
             second = simd.temp(source(start + self.half, lanes), lanes)
-            cos = simd.temp(simd.load(self.cos, (start,), lanes), lanes)
-            sin = simd.temp(simd.load(self.sin, (start,), lanes), lanes)
-            sink(start, lanes, first * cos - second * sin)
-            sink(start + self.half, lanes, second * cos + first * sin)
+            first, second = self._turn(start, lanes, first, second)
+            sink(start, lanes, first)
+            sink(start + self.half, lanes, second)
+
+    def reorder(self, numbers: RowNumbers) -> None:
+        """Bring the row into the order of chunks, for `rotate_chunks`."""
+        for buffer in (self.cos, self.sin):
+            for start, count in numbers.chunks(self.half):
+                parts = numbers.parts(start, count)
+                row = [simd.temp(simd.load(buffer, (at,), lanes), lanes) for at, lanes in parts]
+                for (at, lanes), value in zip(parts, numbers.reorder(row), strict=True):
+                    simd.store(buffer, (at,), lanes, value)
+
+    def rotate_chunks(self, numbers: RowNumbers, source: tuple, sink: tuple) -> None:
+        """As `rotate`, from row to row: each a buffer and the indices of its leading axes."""
+        (source, source_row), (sink, sink_row) = source, sink
+        for start, count in numbers.chunks(self.half):
+            dims = (start, start + self.half)
+            both = [numbers.load(source, (*source_row, dim), count) for dim in dims]
+            turned = [
+                self._turn(at, lanes, first, second)
+                for (at, lanes), first, second in zip(
+                    numbers.parts(start, count), *both, strict=True
+                )
+            ]
+            for dim, vectors in zip(dims, zip(*turned, strict=True), strict=True):
+                numbers.store(sink, (*sink_row, dim), count, list(vectors))
+
+    def _turn(self, start: int, lanes: int, first, second) -> tuple:
+        """The pairs of two vectors, turned by the angles from `start` on."""
+        cos = simd.temp(simd.load(self.cos, (start,), lanes), lanes)
+        sin = simd.temp(simd.load(self.sin, (start,), lanes), lanes)
+        return first * cos - second * sin, second * cos + first * sin

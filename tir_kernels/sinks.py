@@ -6,7 +6,8 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from .cpu import moves, simd
-from .merge import MergedLse, weighted
+from .cpu.row_numbers import RowNumbers
+from .merge import MergedLse, blend
 from .spec import ITEMSIZE, LOG2E, KernelSpec
 
 
@@ -34,12 +35,11 @@ def apply_sinks(spec: KernelSpec):
                 simd.store(lse, (n, h), lanes, merged.lse)
                 simd.store(weights, (h,), lanes, merged.weights[0])
             with T.serial(num_heads) as h:
-                weight = simd.temp(weights[h])
-                for dim, lanes in simd.chunks(head_dim, most):
-                    value = weighted(o, (n, h, dim), weight, lanes)
-                    simd.store(o, (n, h, dim), lanes, value)
+                blend([o], (n, h), [simd.temp(weights[h])], numbers)
 
-        moves.for_each(num_rows, row_bytes, weigh_row)
+        numbers = RowNumbers(spec.target, [o])
+        with numbers.scope():
+            moves.for_each(num_rows, row_bytes, weigh_row)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(o: T.handle, lse: T.handle, sinks: T.handle):

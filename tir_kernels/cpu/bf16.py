@@ -156,6 +156,12 @@ class PairOperands:
         words = self._words(buffer)[(*outer, ramp(element * 2, 2 * lanes))]
         return T.reinterpret(vector_type(INT32, lanes), words)
 
+    def store_pairs(self, buffer, index, lanes: int, value) -> None:
+        """Store `lanes` elements as `pairs` loads them."""
+        *outer, element = index
+        words = T.reinterpret(vector_type(WORD, 2 * lanes), value)
+        T.buffer_store(self._words(buffer), words, [*outer, ramp(element * 2, 2 * lanes)])
+
 
 def _as_words(buffer):
     return T.decl_buffer(

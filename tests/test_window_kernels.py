@@ -26,6 +26,8 @@ PREFILLS = {
     "short": [(3, 9, 2, 5, 2), (1, 30, 5, 28, 9), (4, 4, 1, 1, 1), (7, 7, 9, 9, 2)],
     "chunks": [(200, 230, 4, 13, 40), (130, 130, 20, 20, 9), (5, 300, 0, 0, None)],
     "long": [(65, 1500, 70, 150, 1300), (2, 900, 3, 4, None), (300, 300, 0, 0, 1)],
+    # Of the first two, the rows do not see all that is held.
+    "singles": [(1, 700, 4, 13, 200), (1, 90, 60, 70, 9), (1, 700, 33, 95, None), (2, 40, 0, 0, 7)],
 }
 parametrize_specs = pytest.mark.parametrize("spec", SOME_SPECS.values(), ids=SOME_SPECS)
 parametrize_inline = pytest.mark.parametrize("inline", [False, True], ids=["plain", "inline"])

@@ -15,14 +15,14 @@ from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
-from ..masks import CausalMask, GappedSequence, WholeSequence
+from ..masks import CausalMask
 from ..spec import KernelSpec
 from .arguments import OUTPUTS, POSITIONS, SCALARS, WINDOWED_PAGES, attention_kernel, with_lengths
-from .decode_segment import STRIP, Blocking, Segment
+from .decode_segment import Blocking, Segment
 from .inline_rope import InlineRope
 from .partials import MOST_TASKS, Output, Partials
-from .rows import PagedRows
 from .simd import Register, index_temp
+from .single_row import Pages, SingleRow, attend_row, bind_lengths, heads_of
 from .tasks import cut, for_tasks, num_threads
 
 DECODE = ("q", *WINDOWED_PAGES, *POSITIONS, *OUTPUTS, *SCALARS)
@@ -32,8 +32,7 @@ UNITS_OF_TASK = 16  # fewer would leave tasks of too different a size
 
 def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
     """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
-    has_gaps = not hasattr(a, "length_info")
-    a.lengths = GappedSequence(spec, a) if has_gaps else WholeSequence(spec, a.length_info)
+    bind_lengths(spec, a)
     a.rope = InlineRope(spec, a)
     heads, members = spec.num_kv_heads, Blocking.of(spec).most_members(spec)
     pages = index_temp(a.page_indptr[a.batch_size])
@@ -52,10 +51,6 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
         first = index_temp(a.page_indptr[sequence])
         return first, index_temp(a.page_indptr[sequence + 1] - first)
 
-    def heads_of(part):
-        first = index_temp(cut(heads, part, num_parts))
-        return first, index_temp(cut(heads, part + 1, num_parts) - first)
-
     def task_body(task):
         segment = Segment(spec, members)
         a.rope.begin_task()
@@ -69,46 +64,12 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
             first_entry, num_pages = pages_of(b)
             unit = index_temp(current.get() - first_entry * num_parts)
             part = index_temp(unit // num_pages)
-            first_head, num_members = heads_of(part)
+            first_head, num_members = heads_of(spec, part, num_parts)
             first_page = index_temp(unit - part * num_pages)
             last_page = index_temp(T.min(num_pages, first_page + last - current.get()))
             kv_len = a.lengths.kv_len(b, num_pages)
-            rows = PagedRows(
-                spec,
-                a.pages,
-                a.page_values,
-                first_entry,
-                first_entry + num_pages - 1,
-                head=first_head,
-                slot_of=a.lengths.slot_of,
-            )
-            k_offset = index_temp(a.k_rope_pos_offset[b])
-            begin = index_temp(first_page * spec.page_size)
-            end = index_temp(T.min(last_page * spec.page_size, kv_len))
-
-            def run(first_visible, end=end, k_offset=k_offset):
-                first_visible = index_temp(first_visible)
-                first = index_temp(T.max(begin, first_visible // STRIP * STRIP))
-                end = T.max(first, end)
-                segment.run(a, rows, first, end, k_offset, first_visible, num_members)
-
-            gap = a.lengths.gap(b) if has_gaps else None
-            num_hidden = 0 if gap is None else gap.begin - gap.sinks
-            a.rope.begin_sequence(k_offset + kv_len - num_hidden)
-            a.mask.begin_sequence(b, kv_len)
-            with T.serial(num_members) as member:
-                segment.start(a, b, first_head + member, member)
-            if a.mask.has_window:
-                run(a.mask.begin(0, 1, kv_len))
-            elif gap is None:
-                segment.run(a, rows, begin, end, k_offset, members=num_members)
-            else:
-                # A row sees all that is held, for between steps this is no more than the window.
-                gap.for_spans(
-                    kv_len,
-                    k_offset,
-                    lambda span: run(span.begin, T.min(end, span.end), span.k_offset),
-                )
+            which = SingleRow(b, b, first_head, num_members)
+            attend_row(spec, a, segment, which, Pages(first_page, last_page, num_pages, kv_len))
             num_rows = index_temp(num_members * spec.group_size)
             with T.If(last_page - first_page == num_pages):
                 with T.Then():
@@ -140,7 +101,7 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                     )
                 ):
                     count.set(count.get() + 1)
-                first_head, num_members = heads_of(part)
+                first_head, num_members = heads_of(spec, part, num_parts)
                 output = Output(spec, a.o, a.lse, sequence.get(), first_head)
                 num_rows = num_members * spec.group_size
                 partials.merge(task, count.get(), output, rows=(0, num_rows))

@@ -12,16 +12,17 @@ from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
-from ..masks import CausalMask, GappedSequence, WholeSequence
+from ..masks import CausalMask
 from ..spec import KernelSpec
 from .arguments import OUTPUTS, POSITIONS, SCALARS, WINDOWED_PAGES, attention_kernel, with_lengths
 from .bf16 import PairOperands
 from .inline_rope import InlineRope, has_rope
 from .operands import Float32Operands
 from .prefill_unit import Tiling, Unit
-from .rows import PagedRows, RaggedRows
-from .simd import Register, index_temp
-from .tasks import for_tasks, num_threads
+from .rows import RaggedRows
+from .simd import index_temp
+from .single_row import Singles, bind_lengths, paged_rows
+from .tasks import Queue, for_tasks, num_threads
 
 PREFILL = ("q", "q_indptr", *WINDOWED_PAGES, *POSITIONS, *OUTPUTS, "causal", *SCALARS)
 PREFILL_RAGGED = (
@@ -34,16 +35,17 @@ SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it s
 def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     """Emit the body.
 
-    Units are numbered with the heavy, late tiles of a sequence first and dealt to the tasks in
-    turn, backwards in every other round, so that tasks get equal shares of a causal triangle.
+    Tasks take units from queues: those of a sequence begin with the heavy, late tiles of a causal
+    triangle. Where there is `attend_single`, sequences of one row have a queue of their own. Half
+    of the tasks begin with it, so that reading and multiplying go on at the same time.
 
     Parameters
     ----------
     ops : operands object
-    a : the matched arguments by their names, `mask`, and of the source of K and V `kv_rows`, which
-        is ``(sequence, head) -> (rows, kv_len)``, `kv_buffers` and `num_positions`.
+    a : the matched arguments by their names, `mask`, `gap_of`, and `singles` or None; of the source
+        of K and V `kv_rows`, which is ``(sequence, head) -> (rows, kv_len)``, `kv_buffers` and
+        `num_positions`.
     """
-    heads, tokens = spec.num_kv_heads, Tiling.of(spec).tokens
     # Multiply-adds, as if all sequences were alike.
     rows, positions = (T.cast(x, "int64") for x in (a.q_indptr[a.batch_size], a.num_positions))
     work = rows * (spec.num_qo_heads * spec.qk_head_dim) * positions // T.max(a.batch_size, 1)
@@ -51,52 +53,63 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     a.rope = InlineRope(spec, a)
     a.mask.prepare(a)
     ops.begin([b for b in (a.q, *a.kv_buffers) if str(b.dtype) == "bfloat16"])
+    queues = [Queue() for _ in range(2 if a.singles else 1)]
 
     def task_body(task):
         unit = Unit(spec, ops)
         a.rope.begin_task()
         a.mask.begin_task()
-        round_ = Register(1, "int32", T.int32(0))
-        before = Register(1, "int32", T.int32(0))  # units of earlier sequences
+        if not a.singles:
+            _attend_tiles(spec, a, unit, queues[0])
+            return
+        a.singles.begin_task()
+        with T.serial(2) as turn, T.If((task + turn) % 2 == 0):
+            with T.Then():
+                a.singles.attend(queues[1], num_tasks)
+            with T.Else():
+                _attend_tiles(spec, a, unit, queues[0])
 
-        def current():
-            """The unit that the task does in this round."""
-            turn = T.if_then_else(round_.get() % 2 == 0, task, num_tasks - 1 - task)
-            return round_.get() * num_tasks + turn
-
-        with T.serial(a.batch_size) as b:
-            first_row = index_temp(a.q_indptr[b])
-            num_rows = index_temp(a.q_indptr[b + 1] - first_row)
-            num_tiles = index_temp((num_rows + tokens - 1) // tokens)
-            with T.While(current() < before.get() + num_tiles * heads):
-                index = index_temp(current() - before.get())
-                head = index_temp(index % heads)
-                first_token = index_temp((num_tiles - 1 - index // heads) * tokens)
-                rows, kv_len = a.kv_rows(b, head)
-                k_offset = index_temp(a.k_rope_pos_offset[b])
-                gap = a.gap_of(b)
-                num_hidden = 0 if gap is None else gap.begin - gap.sinks
-                a.rope.begin_sequence(k_offset + kv_len - num_hidden)
-                a.mask.begin_sequence(b, kv_len)
-                unit.run(
-                    a,
-                    SimpleNamespace(
-                        rows=rows,
-                        kv_len=kv_len,
-                        gap=gap,
-                        k_offset=k_offset,
-                        head=head,
-                        first_row=first_row,
-                        num_rows=num_rows,
-                        first_token=first_token,
-                        num_tokens=index_temp(T.min(tokens, num_rows - first_token)),
-                    ),
-                )
-                round_.set(round_.get() + 1)
-            before.set(before.get() + num_tiles * heads)
-
-    with ops.scope():
+    with ops.scope(), Queue.scope():
         for_tasks(num_tasks, task_body)
+
+
+def _attend_tiles(spec: KernelSpec, a: SimpleNamespace, unit: Unit, queue: Queue) -> None:
+    """Do the units of a queue: tiles of tokens with the query heads of one KV head."""
+    heads, tokens = spec.num_kv_heads, Tiling.of(spec).tokens
+
+    def num_units(b):
+        num_rows = index_temp(a.q_indptr[b + 1] - a.q_indptr[b])
+        num_tiles = (num_rows + tokens - 1) // tokens
+        return heads * (T.if_then_else(a.singles.has(b), 0, num_tiles) if a.singles else num_tiles)
+
+    def attend_tile(b, index):
+        first_row = index_temp(a.q_indptr[b])
+        num_rows = index_temp(a.q_indptr[b + 1] - first_row)
+        num_tiles = index_temp((num_rows + tokens - 1) // tokens)
+        head = index_temp(index % heads)
+        first_token = index_temp((num_tiles - 1 - index // heads) * tokens)
+        rows, kv_len = a.kv_rows(b, head)
+        k_offset = index_temp(a.k_rope_pos_offset[b])
+        gap = a.gap_of(b)
+        num_hidden = 0 if gap is None else gap.begin - gap.sinks
+        a.rope.begin_sequence(k_offset + kv_len - num_hidden)
+        a.mask.begin_sequence(b, kv_len)
+        unit.run(
+            a,
+            SimpleNamespace(
+                rows=rows,
+                kv_len=kv_len,
+                gap=gap,
+                k_offset=k_offset,
+                head=head,
+                first_row=first_row,
+                num_rows=num_rows,
+                first_token=first_token,
+                num_tokens=index_temp(T.min(tokens, num_rows - first_token)),
+            ),
+        )
+
+    queue.for_units(a.batch_size, num_units, attend_tile)
 
 
 def operands(spec: KernelSpec, kv_dtype: str):
@@ -144,28 +157,19 @@ def _prefill(spec: KernelSpec, lengths: str):
     return attention_kernel(spec, with_lengths(PREFILL, lengths), emit)
 
 
-def emit_paged(spec: KernelSpec, a: SimpleNamespace) -> None:
+def emit_paged(spec: KernelSpec, a: SimpleNamespace, has_trees: bool = False) -> None:
     """Emit `prefill` with rows from pages."""
-    has_gaps = not hasattr(a, "length_info")
-    a.lengths = GappedSequence(spec, a) if has_gaps else WholeSequence(spec, a.length_info)
-    a.gap_of = a.lengths.gap if has_gaps else lambda sequence: None
+    bind_lengths(spec, a)
 
     def kv_rows(sequence, head):
         first = index_temp(a.page_indptr[sequence])
         num_pages = index_temp(a.page_indptr[sequence + 1] - first)
-        rows = PagedRows(
-            spec,
-            a.pages,
-            a.page_values,
-            first,
-            first + num_pages - 1,
-            head=head,
-            slot_of=a.lengths.slot_of,
-        )
+        rows = paged_rows(spec, a, first, num_pages, head)
         return rows, a.lengths.kv_len(sequence, num_pages)
 
     a.kv_rows, a.kv_buffers = kv_rows, [a.pages]
     a.num_positions = a.page_indptr[a.batch_size] * spec.page_size
+    a.singles = None if has_trees else Singles(spec, a)
     emit_prefill(spec, operands(spec, spec.kv_dtype), a)
 
 
@@ -178,7 +182,7 @@ def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
         return RaggedRows(a.k, a.v, first, first + kv_len - 1, head=head), kv_len
 
     a.kv_rows, a.kv_buffers = kv_rows, [a.k, a.v]
-    a.gap_of = lambda sequence: None
+    a.gap_of, a.singles = lambda sequence: None, None
     a.num_positions = a.kv_indptr[a.batch_size]
     emit_prefill(spec, operands(spec, spec.dtype), a)
 

@@ -7,9 +7,19 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from .simd import index_temp
+from .simd import Register, index_temp
 
 TASK_LOOP = "pagedkv.task_loop"  # annotates the parallel loop of `for_tasks`
+
+# linkonce_odr: several kernels of one module may bring the helper.
+_TAKE = """
+define linkonce_odr i32 @pagedkv_take_unit(ptr %next) #0 {
+  %unit = atomicrmw add ptr %next, i32 1 monotonic
+  ret i32 %unit
+}
+attributes #0 = { alwaysinline nounwind }
+"""
+_LINE = 16  # counters of a cache line
 
 
 def num_threads():
@@ -36,3 +46,42 @@ def for_tasks(num_tasks, body: Callable) -> None:
                 body(task)
         with T.Else():
             body(T.int32(0))
+
+
+class Queue:
+    """Units of work that tasks take one after another, so that they finish together.
+
+    To be made before the tasks begin, all of whose `for_units` are within its `scope`.
+    """
+
+    def __init__(self):
+        # Alone in a cache line. (A buffer of one number would be passed to the tasks by value.)
+        self.next = T.alloc_buffer((_LINE,), "int32")
+        T.buffer_store(self.next, T.int32(0), [0])
+
+    @staticmethod
+    def scope():
+        """Where tasks may take units."""
+        return T.attr(T.int32(0), "pragma_import_llvm", _TAKE)
+
+    def for_units(self, num_items, num_units: Callable, body: Callable) -> None:
+        """Emit ``body(item, unit)`` for the units that this task takes, in their order.
+
+        Parameters
+        ----------
+        num_items : int32 expression
+        num_units : ``item -> int32 expression``, of the units that an item has.
+        """
+
+        def take():
+            address = T.address_of(self.next[0])
+            return T.call_extern("int32", "pagedkv_take_unit", address)
+
+        taken = Register(1, "int32", take())
+        before = Register(1, "int32", T.int32(0))  # units of earlier items
+        with T.serial(num_items) as item:
+            end = index_temp(before.get() + num_units(item))
+            with T.While(taken.get() < end):
+                body(item, index_temp(taken.get() - before.get()))
+                taken.set(take())
+            before.set(end)

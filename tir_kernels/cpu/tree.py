@@ -49,7 +49,7 @@ def tree_paged(spec: KernelSpec):
 
     def emit(a):
         a.mask = TreeMask(a, TILE)
-        emit_paged(spec, a)
+        emit_paged(spec, a, has_trees=True)
 
     return attention_kernel(spec, TREE_PAGED, emit)
 
@@ -65,7 +65,7 @@ def tree_paged_sliding(spec: KernelSpec):
 
     def emit(a):
         a.mask = TreeWindowMask(a, TILE)
-        emit_paged(spec, a)
+        emit_paged(spec, a, has_trees=True)
 
     return attention_kernel(spec, (*TREE_PAGED, "window"), emit)
 

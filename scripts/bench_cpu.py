@@ -68,6 +68,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--longest", type=float, default=5.0, help="leave out what takes longer a run"
     )
+    parser.add_argument("--balance", action="store_true", help="when do our threads finish?")
     parser.add_argument("--json", metavar="FILE", help="write all records")
     parser.add_argument("--plot", metavar="FILE", help="draw rooflines (.png, .svg; matplotlib)")
     options = parser.parse_args(arguments)
@@ -120,7 +121,8 @@ def main() -> None:
     try:
         if "ours" in missing:
             sys.exit(f"ours: {missing['ours']}")
-        attention = Measurement(peers, options.budget, options.longest, progress)
+        limits = options.budget, options.longest
+        attention = Measurement(peers, *limits, progress, options.balance)
         tables = bench_selection.tables_of(options)
         for table in tables:
             longest = options.longest if table.is_full else min(options.longest, 1.0)

@@ -31,6 +31,8 @@ class Measurement:
         Cases that would take a peer longer are left out, which its former cases tell.
     progress : callable
         Takes a line of text.
+    shows_balance : bool
+        Whether to ask the peers how far apart their threads finish.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class Measurement:
         budget: float,
         longest: float,
         progress: Callable[[str], None],
+        shows_balance: bool = False,
     ):
+        self.shows_balance = shows_balance
         self.peers, self.budget, self.longest, self.progress = peers, budget, longest, progress
         self.records: list[dict] = []
         self.absent: list[dict] = []
@@ -73,6 +77,8 @@ class Measurement:
                     self._leave_out(name, key, str(failure))
         for name in times:
             with contextlib.suppress(PeerFailed):
+                if self.shows_balance:
+                    about[name] |= self.peers[name].ask("apart")
                 self.peers[name].ask("drop")
         self.limits.append(self.peers["ours"].ask("limits"))
         work = {"bytes": case.num_bytes(dtype, heads), "flops": case.flops(heads)}

@@ -62,6 +62,8 @@ def _notes(record: dict, by_key: dict) -> str:
     if record["case"] == SKEWED.label and even:
         share = even["min_s"] / even["bytes"] * record["bytes"] / record["min_s"]
         notes.append(f"{share:.0%} of the rate of {EVEN.label}")
+    if record.get("apart") is not None:
+        notes.append(f"threads finish {record['apart']:.1%} apart")
     if record["error"] is not None and not record["error"] < 0.03:
         notes.append(f"WRONG RESULT: off by {record['error']:.0%}")
     return ", ".join(notes)

@@ -21,7 +21,7 @@ PEERS = ["ours", "torch folded"] if importlib.util.find_spec("torch") else ["our
 def test_each_case_has_a_record_of_each_peer_that_is_here(tmp_path):
     path = tmp_path / "records.json"
     arguments = ["--groups", "4", "--dtypes", "float32", "--cases", "8 x 1024", "7 x 256"]
-    arguments += ["--budget", "0.02", "--begin-forward", "python", "--json", str(path)]
+    arguments += ["--budget", "0.02", "--begin-forward", "python", "--balance", "--json", str(path)]
     arguments += ["--peers", *PEERS[1:], "onnxruntime", "--python", "onnxruntime=no/such/python"]
     command = [sys.executable, str(SCRIPTS / "bench_cpu.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -36,6 +36,8 @@ def test_each_case_has_a_record_of_each_peer_that_is_here(tmp_path):
     assert set(times) == expected
     assert all(0 < least <= median for least, median in times.values())
     assert all(r["error"] < 1e-4 for r in result["records"] if r["kind"] == "decode")
+    ours = [r for r in result["records"] if r["kind"] == "decode" and r["peer"] == "ours"]
+    assert all(0 <= r["apart"] < 1 for r in ours)
     assert all(rate > 0 for rate in result["limits"].values())
     assert all(case in done.stdout for case in cases)
 

@@ -31,6 +31,9 @@ class Prepared:
         Of the peer's function in a run.
     note : str
         Says how the peer computes the case, where the name does not.
+    apart : callable, optional
+        Runs the case some times and returns which share of the time the first thread to finish
+        waits for the last one; None where that is not known.
     """
 
     run: Callable[[], object]
@@ -38,6 +41,7 @@ class Prepared:
     before: Callable[[], object] | None = None
     calls: int = 1
     note: str = ""
+    apart: Callable[[], float | None] | None = None
 
 
 class Peer(ABC):

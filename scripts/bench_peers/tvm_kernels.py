@@ -6,7 +6,9 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 
+import bench_balance
 import tvm
 from bench_cases import PagedInputs
 
@@ -15,6 +17,7 @@ from bench_peers.peer import Peer, Prepared
 from tir_kernels import build_kernel
 from tvm_pagedkv import KVCacheConfig, use_stock_runtime
 from tvm_pagedkv.build import kernel_spec, load_kernels, resolve_target
+from tvm_pagedkv.disk_cache import code_versions
 from tvm_pagedkv.limits import READ_BYTES, Limits
 from tvm_pagedkv.threads import set_num_threads
 
@@ -40,7 +43,15 @@ class TvmPeer(Peer):
             return begin_forward.prepare_begin_forward(kernels, self.tag, case.batch)
         paged = PagedInputs(case, dtype, heads, inputs)
         kernel = self.kernels(heads, dtype)[case.kind]
-        return Prepared(functools.partial(kernel, *paged.arguments), paged.output.numpy)
+        return Prepared(
+            functools.partial(kernel, *paged.arguments),
+            paged.output.numpy,
+            apart=functools.partial(self.apart, case.kind, dtype, heads, paged.arguments),
+        )
+
+    def apart(self, kind, dtype, heads, arguments) -> float | None:
+        """How far apart threads finish, where the kernels can tell."""
+        return None
 
     @abstractmethod
     def kernels(self, heads, dtype, names=KERNELS) -> Mapping[str, tvm.ffi.Function]:
@@ -53,12 +64,24 @@ class Ours(TvmPeer):
     tag = "pagedkv"
 
     @functools.cache  # noqa: B019  (lives as long as the process)
-    def kernels(self, heads, dtype, names=KERNELS):
+    def kernels(self, heads, dtype, names=KERNELS, *, stamped=False):
         config = KVCacheConfig(1, heads.query, heads.kv, heads.dim, dtype=dtype)
         target = resolve_target()
         spec = kernel_spec(config, config.layers[0], target)
-        builders = {name: functools.partial(build_kernel, name, spec) for name in names}
-        return load_kernels(builders, (f"{heads.label}, {dtype}", repr(spec)), target)
+        key = (f"{heads.label}, {dtype}", repr(spec))
+        if stamped:
+            key += ("stamped", *code_versions(Path(bench_balance.__file__)))
+
+        def build(name):
+            kernel = build_kernel(name, spec)
+            return bench_balance.stamped(kernel) if stamped else kernel
+
+        builders = {name: functools.partial(build, name) for name in names}
+        return load_kernels(builders, key, target)
+
+    def apart(self, kind, dtype, heads, arguments):
+        kernel = self.kernels(heads, dtype, stamped=True)[kind]
+        return bench_balance.apart(kernel, arguments, self.flush, len(self.cpus))
 
     def limits(self):
         self._limits.read()

@@ -55,6 +55,10 @@ class Worker:
         times = seconds_of(self.prepared.run, before, budget, least=1, warms_up=warms_up)
         return {"times_s": times}
 
+    def apart(self) -> dict:
+        """How far apart the threads finish the case that was prepared last."""
+        return {"apart": self.prepared.apart() if self.prepared.apart else None}
+
     def limits(self) -> dict:
         return self.peer.limits()
 

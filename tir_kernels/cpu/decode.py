@@ -2,8 +2,8 @@
 """Attention of one query row per sequence over its pages.
 
 The work is bound by reading K and V once, so it is cut by pages: the units of the batch are the
-pages of every sequence, flattened through the page table's indptr, and each task takes an equal
-range of them. A sequence that falls into one task is finished there; one that is cut leaves partial
+pages of every sequence, flattened through the page table's indptr, and tasks take pieces of them
+from a queue. A sequence that falls into one piece is finished there; one that is cut leaves partial
 states, which are merged in the same call. Where the pages are too few for that, or the heads too
 many to be kept at once, the KV heads come in parts, and the units are the pages of every (sequence,
 part).
@@ -23,10 +23,11 @@ from .inline_rope import InlineRope
 from .partials import MOST_TASKS, Output, Partials
 from .simd import Register, index_temp
 from .single_row import Pages, SingleRow, attend_row, bind_lengths, heads_of
-from .tasks import cut, for_tasks, num_threads
+from .tasks import Pieces, Queue, for_tasks, num_threads
 
 DECODE = ("q", *WINDOWED_PAGES, *POSITIONS, *OUTPUTS, *SCALARS)
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
+SMALLEST_ELEMENTS = 1 << 17  # of K that are worth a cut
 UNITS_OF_TASK = 16  # fewer would leave tasks of too different a size
 
 
@@ -45,7 +46,11 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
     elements = T.cast(pages, "int64") * (heads * spec.page_size * spec.qk_head_dim)
     most = T.min(threads, total)
     num_tasks = index_temp(T.if_then_else(elements > SERIAL_ELEMENTS, most, 1))
-    partials = Partials(spec, members * spec.group_size)
+    # A piece reads as much, however many heads its units have.
+    heads_of_unit = (heads + num_parts - 1) // num_parts
+    least = T.max(1, SMALLEST_ELEMENTS // (heads_of_unit * spec.page_size * spec.qk_head_dim))
+    pieces = Pieces(total, num_tasks, most=MOST_TASKS, least=index_temp(least))
+    queue, partials = Queue(), Partials(spec, members * spec.group_size)
 
     def pages_of(sequence):
         first = index_temp(a.page_indptr[sequence])
@@ -54,57 +59,59 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
     def task_body(task):
         segment = Segment(spec, members)
         a.rope.begin_task()
-        current = Register(1, "int32", cut(total, task, num_tasks))
-        last = index_temp(cut(total, task + 1, num_tasks))
         sequence = Register(1, "int32", T.int32(0))
-        with T.While(current.get() < last):
-            with T.While(a.page_indptr[sequence.get() + 1] * num_parts <= current.get()):
-                sequence.set(sequence.get() + 1)
-            b = index_temp(sequence.get())
-            first_entry, num_pages = pages_of(b)
-            unit = index_temp(current.get() - first_entry * num_parts)
-            part = index_temp(unit // num_pages)
-            first_head, num_members = heads_of(spec, part, num_parts)
-            first_page = index_temp(unit - part * num_pages)
-            last_page = index_temp(T.min(num_pages, first_page + last - current.get()))
-            kv_len = a.lengths.kv_len(b, num_pages)
-            which = SingleRow(b, b, first_head, num_members)
-            attend_row(spec, a, segment, which, Pages(first_page, last_page, num_pages, kv_len))
-            num_rows = index_temp(num_members * spec.group_size)
-            with T.If(last_page - first_page == num_pages):
-                with T.Then():
-                    Output(spec, a.o, a.lse, b, first_head).finish(segment, num_rows)
-                with T.Else():
-                    slot = task * 2 + T.if_then_else(first_page > 0, 0, 1)
-                    partials.put(slot, segment, num_rows, segment.row_of)
-            current.set(current.get() + last_page - first_page)
 
-    for_tasks(num_tasks, task_body)
+        def attend_piece(_, piece):
+            current = Register(1, "int32", pieces.begin(piece))
+            last = pieces.begin(piece + 1)
+            with T.While(current.get() < last):
+                with T.While(a.page_indptr[sequence.get() + 1] * num_parts <= current.get()):
+                    sequence.set(sequence.get() + 1)
+                b = index_temp(sequence.get())
+                first_entry, num_pages = pages_of(b)
+                unit = index_temp(current.get() - first_entry * num_parts)
+                part = index_temp(unit // num_pages)
+                first_head, num_members = heads_of(spec, part, num_parts)
+                first_page = index_temp(unit - part * num_pages)
+                last_page = index_temp(T.min(num_pages, first_page + last - current.get()))
+                kv_len = a.lengths.kv_len(b, num_pages)
+                which = SingleRow(b, b, first_head, num_members)
+                attend_row(spec, a, segment, which, Pages(first_page, last_page, num_pages, kv_len))
+                num_rows = index_temp(num_members * spec.group_size)
+                with T.If(last_page - first_page == num_pages):
+                    with T.Then():
+                        Output(spec, a.o, a.lse, b, first_head).finish(segment, num_rows)
+                    with T.Else():
+                        slot = piece * 2 + T.if_then_else(first_page > 0, 0, 1)
+                        partials.put(slot, segment, num_rows, segment.row_of)
+                current.set(current.get() + last_page - first_page)
+
+        queue.for_units(1, lambda _: pieces.count, attend_piece)
+
+    with Queue.scope():
+        for_tasks(num_tasks, task_body)
 
     # The pairs that were cut, found by their cuts.
     sequence = Register(1, "int32", T.int32(0))
-    with T.serial(num_tasks - 1) as task:
-        at = index_temp(cut(total, task + 1, num_tasks))
+    with T.serial(pieces.count - 1) as piece:
+        at = pieces.begin(piece + 1)
         with T.While(a.page_indptr[sequence.get() + 1] * num_parts <= at):
             sequence.set(sequence.get() + 1)
         first_entry, num_pages = pages_of(sequence.get())
         part = index_temp((at - first_entry * num_parts) // num_pages)
         begin = index_temp(first_entry * num_parts + part * num_pages)
-        # Only the cut in the task that begins the pair counts.
-        with T.If(T.And(at > begin, cut(total, task, num_tasks) <= begin)):
+        # Only the cut in the piece that begins the pair counts.
+        with T.If(T.And(at > begin, pieces.begin(piece) <= begin)):
             with T.Then():
-                count = Register(1, "int32", T.int32(1))
-                with T.While(
-                    T.And(
-                        task + count.get() < num_tasks,
-                        cut(total, task + count.get(), num_tasks) < begin + num_pages,
-                    )
-                ):
+                count = Register(1, "int32", T.int32(1))  # of pieces that have a part of it
+                next_begin = Register(1, "int32", at)
+                with T.While(next_begin.get() < begin + num_pages):
                     count.set(count.get() + 1)
+                    next_begin.set(pieces.begin(piece + count.get()))
                 first_head, num_members = heads_of(spec, part, num_parts)
                 output = Output(spec, a.o, a.lse, sequence.get(), first_head)
                 num_rows = num_members * spec.group_size
-                partials.merge(task, count.get(), output, rows=(0, num_rows))
+                partials.merge(piece, count.get(), output, rows=(0, num_rows))
     with T.serial(a.batch_size) as b:
         with T.If(a.page_indptr[b + 1] == a.page_indptr[b]):
             with T.Then():

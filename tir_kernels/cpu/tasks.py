@@ -48,6 +48,50 @@ def for_tasks(num_tasks, body: Callable) -> None:
             body(T.int32(0))
 
 
+class Pieces:
+    """`total` units in pieces for a `Queue`: a large one for each task, then ever smaller ones.
+
+    So there are few cuts, and yet the last pieces are small.
+
+    Parameters
+    ----------
+    total, num_tasks : int32 expressions
+    most : int
+        Pieces; at least as many as there may be tasks.
+    least : int32 expression
+        Units of a piece, where there are enough for one of each task.
+    """
+
+    ROUNDS = 4
+    SHIFT = 2  # every round leaves a quarter
+
+    def __init__(self, total, num_tasks, *, most: int, least: int):
+        self.total, self.num_tasks = total, num_tasks
+        self.rounds = Register(1, "int32", T.int32(1))
+        with T.serial(self.ROUNDS - 1):
+            rounds = self.rounds.get()
+            is_large = T.shift_right(total, rounds * self.SHIFT) >= num_tasks * least
+            with T.If(T.And(is_large, (rounds + 1) * num_tasks <= most)), T.Then():
+                self.rounds.set(rounds + 1)
+
+    @property
+    def count(self):
+        """How many there are."""
+        return self.rounds.get() * self.num_tasks
+
+    def begin(self, piece):
+        """The first unit of a piece, and of the piece after the last one the end of them all."""
+        before = index_temp(piece // self.num_tasks)
+        left, after = (
+            index_temp(
+                T.if_then_else(n < self.rounds.get(), T.shift_right(self.total, n * self.SHIFT), 0)
+            )
+            for n in (before, before + 1)
+        )
+        place = cut(left - after, piece - before * self.num_tasks, self.num_tasks)
+        return index_temp(self.total - left + place)
+
+
 class Queue:
     """Units of work that tasks take one after another, so that they finish together.
 

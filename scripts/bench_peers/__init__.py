@@ -26,6 +26,7 @@ _VLLM = (
 )
 PEERS = {
     "ours": Entry("tvm_kernels", "Ours", "pip install ."),
+    "ours avx2": Entry("tvm_kernels", "OursAvx2", "an x86 CPU with AVX2"),
     "stock": Entry("tvm_kernels", "Stock", "pip install apache-tvm==0.27.0.post1"),
     "torch": Entry("torch_sdpa", "TorchSdpa", _TORCH, True),
     "torch folded": Entry("torch_sdpa", "TorchFolded", _TORCH, True),

@@ -62,11 +62,12 @@ class Ours(TvmPeer):
     """Our kernels; they also measure the machine's limits."""
 
     tag = "pagedkv"
+    cpu = "native"
 
     @functools.cache  # noqa: B019  (lives as long as the process)
     def kernels(self, heads, dtype, names=KERNELS, *, stamped=False):
         config = KVCacheConfig(1, heads.query, heads.kv, heads.dim, dtype=dtype)
-        target = resolve_target()
+        target = resolve_target(self.cpu)
         spec = kernel_spec(config, config.layers[0], target)
         key = (f"{heads.label}, {dtype}", repr(spec))
         if stamped:
@@ -92,6 +93,12 @@ class Ours(TvmPeer):
         }
         self._limits.read_times.clear()
         return rates
+
+
+class OursAvx2(Ours):
+    """The same, for CPUs without AVX-512."""
+
+    cpu = "x86-64-v3"
 
 
 class Stock(TvmPeer):

@@ -204,10 +204,10 @@ void DefineOwnNames() {
          ffi::Function::FromTyped([](ffi::Tensor to, ffi::Tensor from, ffi::Tensor regions) {
            Translate([&] { CopyRegions(to, from, regions); });
          }));
-  define("load_bundle", ffi::Function::FromTyped(
-                            [](ffi::String path, ffi::Optional<ffi::String> target) {
-                              return Translate([&] { return LoadBundle(path, target); });
-                            }));
+  define("load_bundle",
+         ffi::Function::FromTyped([](ffi::String path, ffi::Optional<ffi::String> target) {
+           return Translate([&] { return LoadBundle(path, target); });
+         }));
   define("choose_bundle_target",
          ffi::Function::FromTyped([](ffi::Array<ffi::Any> targets,
                                      ffi::Optional<ffi::Map<ffi::String, ffi::Any>> machine,

@@ -98,6 +98,17 @@ class PairOperands:
         first, second = numbers
         return T.call_pure_extern("int32x16", "pagedkv_bf16_interleave", second, first)
 
+    def split_words(self, first, second) -> tuple:
+        """Pairs of numbers of two rows as pairs of rows: of the even numbers, of the odd ones."""
+        sixteen, upper = (broadcast(T.int32(x), self.lanes) for x in (16, -65536))
+        lower = broadcast(T.int32(65535), self.lanes)
+        return (
+            T.bitwise_or(T.bitwise_and(first, lower), T.shift_left(second, sixteen)),
+            T.bitwise_or(
+                T.bitwise_and(T.shift_right(first, sixteen), lower), T.bitwise_and(second, upper)
+            ),
+        )
+
     def load_k(self, tile, row, element, lanes: int):
         """`lanes` elements of a row of K."""
         return self.pairs(*tile.k(row, element), lanes)

@@ -22,6 +22,7 @@ from .inline_rope import NoRotation
 from .prefill import operands
 from .prefill_unit import POSITIONS, Tiling, Unit
 from .rows import LatentRows
+from .shared_unit import SharedUnit
 from .simd import Register, index_temp, store, temp
 
 MLA_PREFILL = ("q", "q_indptr", *PAGES, *OUTPUTS, "causal", "sm_scale")
@@ -68,7 +69,18 @@ def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body: Callable[[_Tile], Non
 
 
 class _LatentUnit(Unit):
-    """The rows of a tile over some of the positions that they see."""
+    """The rows of a tile over some of the positions that they see.
+
+    The heads of one token see the same positions, unless the token is the node of a tree.
+    """
+
+    def __init__(self, spec: KernelSpec, ops, mask: CausalMask):
+        self.one_token = None
+        if not isinstance(mask, TreeMask):
+            self.one_token = SharedUnit(spec, ops, spec.num_qo_heads)
+        super().__init__(spec, ops, self.one_token.num_rows if self.one_token else 0)
+        if self.one_token:
+            self.one_token.o = self.o
 
     def row_state(self, row):
         """Index of a row's state in `state.top` and `state.total`."""
@@ -76,6 +88,36 @@ class _LatentUnit(Unit):
 
     def run_blocks(self, a: SimpleNamespace, tile: _Tile, rows: LatentRows, begin, end) -> None:
         """Attend to the blocks of positions ``begin .. end - 1``, from a cleared state."""
+        last = T.min(end, (tile.end + POSITIONS - 1) // POSITIONS)
+        end = index_temp(T.max(begin, last))
+        if not self.one_token:
+            self._run_tokens(a, tile, rows, begin, end)
+            return
+        with T.If(tile.num_tokens == 1):
+            with T.Then():
+                self._run_token(a, tile, rows, begin, end)
+            with T.Else():
+                self._run_tokens(a, tile, rows, begin, end)
+
+    def _run_token(self, a, tile: _Tile, rows: LatentRows, begin, end) -> None:
+        """Attend where all rows see the same."""
+        token = index_temp(tile.first_row + tile.first_token)
+        step = SimpleNamespace(
+            num_rows=T.int32(self.spec.num_qo_heads),
+            row_of=lambda head: (token, head),
+            kv_len=tile.end,
+            begin=begin,
+            end=end,
+            k_offset=0,
+        )
+        self.one_token.run(a, rows, step)
+        state = self.one_token.state
+        with T.serial(self.spec.num_qo_heads) as head:
+            row = index_temp(self.row_state(head))
+            T.buffer_store(self.state.top, state.top[self.one_token.row_state(head)], [row])
+            T.buffer_store(self.state.total, state.total[self.one_token.row_state(head)], [row])
+
+    def _run_tokens(self, a, tile: _Tile, rows: LatentRows, begin, end) -> None:
         tiling, group = self.tiling, self.spec.num_qo_heads
         num_rows = index_temp(tile.num_tokens * group)
         num_blocks = index_temp((num_rows + tiling.rows - 1) // tiling.rows)
@@ -93,8 +135,7 @@ class _LatentUnit(Unit):
         with T.serial(num_blocks) as block:
             self.state.reset(block)
         step = SimpleNamespace(rows=rows, kv_len=tile.kv_len, k_offset=0)
-        last = T.min(end, (tile.end + POSITIONS - 1) // POSITIONS)
-        with T.serial(begin, T.max(begin, last)) as i:
+        with T.serial(begin, end) as i:
             first = index_temp(i * POSITIONS)
             self.pack(a, step, first)
             with T.serial(num_blocks) as block:
@@ -134,7 +175,7 @@ def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     a.mask.prepare(a)
 
     def begin_task():
-        unit = _LatentUnit(spec, ops)
+        unit = _LatentUnit(spec, ops, a.mask)
         a.mask.begin_task()
         return unit
 

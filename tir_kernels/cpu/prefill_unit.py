@@ -58,9 +58,11 @@ class Unit:
     ----------
     spec : KernelSpec
     ops : operands object
+    least_rows : int, optional
+        Rows that `o` has at least.
     """
 
-    def __init__(self, spec: KernelSpec, ops):
+    def __init__(self, spec: KernelSpec, ops, least_rows: int = 0):
         self.spec, self.ops, self.lanes = spec, ops, spec.target.lanes
         self.tiling = tiling = Tiling.of(spec)
         self.depth = spec.qk_head_dim // ops.numbers
@@ -68,7 +70,7 @@ class Unit:
         self.q = T.alloc_buffer((rows, self.depth), ops.dtype)
         self.k = T.alloc_buffer((self.depth, POSITIONS), ops.dtype)
         self.v = T.alloc_buffer((POSITIONS // ops.numbers, spec.v_head_dim), ops.dtype)
-        self.o = T.alloc_buffer((rows, spec.v_head_dim), F32)
+        self.o = T.alloc_buffer((max(rows, least_rows), spec.v_head_dim), F32)
         self.rotated_q = T.alloc_buffer((-(-spec.qk_head_dim // 32) * 32,), F32)
         self.scores = T.alloc_buffer((tiling.rows, POSITIONS), F32)
         self.weights = (

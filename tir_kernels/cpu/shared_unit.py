@@ -22,6 +22,7 @@ from .columns import Chunk, chunks
 from .matmul_tile import UNROLL, multiply_tile
 from .operands import ROWS_AT_ONCE
 from .rows import PagedRows
+from .shared_values import values_of
 from .shuffles import next_power_of_two, transpose
 from .simd import (
     F32,
@@ -37,7 +38,6 @@ from .simd import (
 )
 
 POSITIONS = 64  # of a tile of K and V
-NARROW_SCALARS = 8  # of a register tile of one vector
 
 
 class _Plane(NamedTuple):
@@ -79,13 +79,15 @@ class SharedUnit:
     def __init__(self, spec: KernelSpec, ops, most_rows: int):
         self.spec, self.ops, self.lanes = spec, ops, spec.target.lanes
         # Of a register tile; rows that fill no whole one take tiles of a single vector.
-        self.num_scalars, self.num_vectors = (8, 2) if spec.target.registers >= 32 else (4, 3)
+        has_many = spec.target.registers >= 32
+        self.num_scalars, self.num_vectors = (8, 2) if has_many else (4, 3)
+        self.narrow_scalars = 16 if has_many and spec.v_head_dim % 16 == 0 else 8
         self.depth = spec.qk_head_dim // ops.numbers
         lanes, vectors = self.lanes, -(-most_rows // self.lanes)
         self.q = T.alloc_buffer((vectors, self.depth, lanes), ops.dtype)
         self.sums = T.alloc_buffer((vectors, spec.v_head_dim, lanes), F32)
         self.k = T.alloc_buffer((POSITIONS, self.depth), ops.dtype)
-        self.v = T.alloc_buffer((POSITIONS // ops.numbers, spec.v_head_dim), ops.dtype)
+        self.values = values_of(spec, ops, self.k, POSITIONS)
         self.q_rows = T.alloc_buffer((lanes, self.depth), ops.dtype)
         self.rotated = T.alloc_buffer((-(-spec.qk_head_dim // 32) * 32,), F32)
         self.scores = T.alloc_buffer((self.num_vectors, POSITIONS, lanes), F32)
@@ -99,7 +101,8 @@ class SharedUnit:
             top=T.alloc_buffer((vectors * lanes,), F32),
             total=T.alloc_buffer((vectors * lanes,), F32),
         )
-        self.o = T.alloc_buffer((vectors * lanes, spec.v_head_dim), F32)
+        self.num_rows = vectors * lanes
+        self.o = T.alloc_buffer((self.num_rows, spec.v_head_dim), F32)
         self.bias = AlibiBias.of(spec, vectors * lanes)
 
     def row_state(self, row):
@@ -135,7 +138,7 @@ class SharedUnit:
                         self._attend(tile, block)
                     with T.Else():
                         block.vector = index_temp(index + num_wide * (self.num_vectors - 1))
-                        block.num_vectors, block.scalars = 1, NARROW_SCALARS
+                        block.num_vectors, block.scalars = 1, self.narrow_scalars
                         self._attend(tile, block)
         with T.serial(num_vectors) as vector:
             _transpose(
@@ -215,7 +218,7 @@ class SharedUnit:
                 )
 
         a.rope.either(rotated, plain)
-        ops.pack_v(tile.rows, tile.first, None, self.v, self.spec.v_head_dim, POSITIONS)
+        self.values.pack(tile.rows, tile.first, step.kv_len)
 
     def _prefetcher(self, tile, block: _Block, plane: _Plane) -> Callable | None:
         """What asks for a part of the next tile, a little in each step of a product.
@@ -292,13 +295,14 @@ class SharedUnit:
         has_v = self.spec.kind != "mla"  # there it is a part of K
 
         def at(j, c):
-            return (block.vector + c.start // lanes, start + j, 0)
+            return (block.vector + c.start // lanes, column + j * self.values.step, 0)
 
         with T.serial(num_tiles) as i:
             start = index_temp(i * block.scalars)
+            column = index_temp(self.values.column(start))
             plane = _Plane(True, width, i, num_tiles, depth // UNROLL)
             multiply_tile(
-                lambda j, position: self.v[position, start + j],
+                lambda j, position: self.values.scalar(position, start, j),
                 lambda position, c: (self.weights, (c.start // lanes, position, 0)),
                 depth,
                 rows=block.scalars,

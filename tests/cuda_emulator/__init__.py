@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated CUDA C++ on the CPU: a thread of a block is a fiber, an instruction a C++ function.
+
+The launcher that ships is the one that runs. Threads take turns where they wait, in an order that a
+`Schedule` chooses, and asynchronous copies land as late, or as early, as they may: a barrier or a
+wait that is missing shows as a wrong result under one schedule or another. Shared memory holds NaN
+when a block begins. Not modelled: the memory model beyond that, bank conflicts, time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import tvm_ffi
+
+from .library import load, runtime
+from .translate import translate
+
+_ORDERS = ("in turn", "shuffled", "skewed")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How threads take turns.
+
+    Parameters
+    ----------
+    order : {"in turn", "shuffled", "skewed"}
+        "skewed": one warp runs as far ahead of the others as it can. Blocks are shuffled too,
+        unless in turn.
+    eager : bool
+        Asynchronous copies land at once; otherwise when they are waited for.
+    seed : int
+    """
+
+    order: str = "in turn"
+    eager: bool = False
+    seed: int = 1
+
+    def __str__(self) -> str:
+        return self.order.replace(" ", "-") + ("-eager" if self.eager else "")
+
+
+SCHEDULES = tuple(Schedule(order, eager) for order in _ORDERS for eager in (False, True))
+
+
+@contextmanager
+def schedule(chosen: Schedule):
+    """Let what is launched within take turns as `chosen` says."""
+    _set(chosen)
+    try:
+        yield
+    finally:
+        _set(Schedule())
+
+
+def _set(chosen: Schedule) -> None:
+    order = _ORDERS.index(chosen.order)
+    runtime().emulator_set_schedule(order, int(chosen.eager), ctypes.c_uint(chosen.seed))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Of one launch the blocks of the grid, the threads of a block, and its shared memory."""
+
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+
+
+@contextmanager
+def launches():
+    """A list that is filled with the launches made within, when it ends."""
+    made: list[Launch] = []
+    runtime().emulator_clear_launches()
+    yield made
+    values = (ctypes.c_int64 * 5)()
+    while runtime().emulator_launch(len(made), values):
+        made.append(Launch(tuple(values[:3]), *values[3:]))
+
+
+@functools.lru_cache(maxsize=128)
+def emulated(source: str) -> tvm_ffi.Module:
+    """Functions, by the names of the PrimFuncs, that take tensors on the CPU.
+
+    Parameters
+    ----------
+    source : str
+        What ``tvm.backend.cuda.export_cuda_host`` returns.
+    """
+    return load(translate(source))
+
+
+def mutated(source: str, old: str, new: str = "", which: int | None = None) -> str:
+    """Source with a part replaced, for tests that see the emulator catch it.
+
+    Parameters
+    ----------
+    which : int, optional
+        Replace this occurrence of `old` only; None: all.
+
+    Raises
+    ------
+    ValueError
+        When there is no such part.
+    """
+    parts = source.split(old)
+    places = range(len(parts) - 1) if which is None else [which]
+    if len(parts) <= max(places, default=0) + 1:
+        raise ValueError(f"there is no {old!r} number {which or 0} in the source")
+    kept = [new if i in places else old for i in range(len(parts) - 1)]
+    return parts[0] + "".join(k + part for k, part in zip(kept, parts[1:], strict=True))

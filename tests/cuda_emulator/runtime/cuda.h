@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// What generated CUDA C++ finds in its headers: types, built-in variables and functions, and as
+// much of the runtime library as a generated launcher calls.
+#ifndef TESTS_CUDA_EMULATOR_CUDA_H_
+#define TESTS_CUDA_EMULATOR_CUDA_H_
+
+#include <tvm/ffi/c_api.h>
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "instructions.h"
+#include "machine.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __restrict__
+#define TVM_FFI_SAFE_CALL_BEGIN()
+#define TVM_FFI_SAFE_CALL_END()
+
+using uint = unsigned int;
+using uchar = unsigned char;
+using ushort = unsigned short;
+using half = _Float16;
+
+// Stored as its upper 16 bits, computed with as a float.
+struct nv_bfloat16 {
+  uint16_t bits;
+  nv_bfloat16() = default;
+  nv_bfloat16(float value) : bits(emulator::Narrow(value, emulator::kBFloat16)) {}
+  operator float() const { return emulator::Widen(bits, emulator::kBFloat16); }
+};
+inline half __float2half_rn(float value) { return static_cast<half>(value); }
+inline nv_bfloat16 __float2bfloat16_rn(float value) { return nv_bfloat16(value); }
+
+#define threadIdx (emulator::machine().current->index)
+#define blockIdx (emulator::machine().block_index)
+
+inline uint32_t __cvta_generic_to_shared(const void* p) { return emulator::SharedAddress(p); }
+inline void __syncthreads() { emulator::SyncBarrier(0, emulator::machine().threads.size()); }
+inline void __syncwarp(unsigned = ~0u) { emulator::SyncWarp(); }
+
+#define EMULATOR_SHUFFLE(name, mode)                                      \
+  template <typename T>                                                   \
+  inline T name(unsigned, T value, int operand, int width = 32) {         \
+    emulator::Shuffle(emulator::mode, &value, sizeof(T), operand, width); \
+    return value;                                                         \
+  }
+EMULATOR_SHUFFLE(__shfl_sync, kShuffleIndex)
+EMULATOR_SHUFFLE(__shfl_xor_sync, kShuffleXor)
+EMULATOR_SHUFFLE(__shfl_down_sync, kShuffleDown)
+EMULATOR_SHUFFLE(__shfl_up_sync, kShuffleUp)
+
+// As in CUDA, the number wins over a NaN.
+inline float max(float a, float b) { return fmaxf(a, b); }
+inline float min(float a, float b) { return fminf(a, b); }
+template <typename T>
+inline T max(T a, T b) {
+  return std::max(a, b);
+}
+template <typename T>
+inline T min(T a, T b) {
+  return std::min(a, b);
+}
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __int_as_float(int bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+template <typename T>
+inline T atomicAdd(T* address, T value) {
+  const T old = *address;
+  *address = old + value;
+  ++emulator::machine().progress;
+  return old;
+}
+
+// The runtime library.
+using cudaStream_t = void*;
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorLaunchFailure,
+  cudaErrorCudartUnloading
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+
+struct dim3 : emulator::Index3 {
+  dim3(unsigned x, unsigned y, unsigned z) : Index3{x, y, z} {}
+  dim3() = default;
+};
+
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+};
+
+inline const char* cudaGetErrorString(cudaError_t) {
+  const std::string& fault = emulator::machine().fault;
+  return fault.empty() ? "an argument is out of range" : fault.c_str();
+}
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+template <typename Kernel>
+inline cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int64_t value) {
+  return value <= static_cast<int64_t>(emulator::kMaxSharedBytes) ? cudaSuccess
+                                                                  : cudaErrorInvalidValue;
+}
+
+template <typename... Params, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
+                               Args... args) {
+  if (config->dynamicSmemBytes > emulator::kMaxSharedBytes) return cudaErrorInvalidValue;
+  const emulator::Launch launch{config->gridDim, config->blockDim, config->dynamicSmemBytes};
+  const bool done = emulator::RunGrid(launch, [=] { kernel(static_cast<Params>(args)...); });
+  return done ? cudaSuccess : cudaErrorLaunchFailure;
+}
+
+namespace tvm {
+namespace ffi {
+struct CUDADeviceGuard {
+  explicit CUDADeviceGuard(int64_t) {}
+};
+}  // namespace ffi
+}  // namespace tvm
+
+#endif  // TESTS_CUDA_EMULATOR_CUDA_H_

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// What instructions of the PTX ISA do, for code that takes their operands as C++ values.
+#ifndef TESTS_CUDA_EMULATOR_INSTRUCTIONS_H_
+#define TESTS_CUDA_EMULATOR_INSTRUCTIONS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace emulator {
+
+enum FloatType { kFloat16, kBFloat16 };
+
+float Widen(uint16_t bits, FloatType type);
+uint16_t Narrow(float value, FloatType type);  // to nearest, ties to even
+
+// bar.sync, bar.arrive
+void SyncBarrier(int id, int num_threads);
+void ArriveAtBarrier(int id, int num_threads);
+
+// cp.async: the first `source_bytes` of `num_bytes` from global memory, zeros for the rest.
+void CopyAsync(uint32_t to, const void* from, int num_bytes, int source_bytes);
+void CommitCopies();
+void WaitForCopies(int groups_left);
+
+// shfl.sync of a value of any type: lane `from(lane)` of each segment of `width` lanes.
+enum ShuffleMode { kShuffleXor, kShuffleDown, kShuffleUp, kShuffleIndex };
+void Shuffle(ShuffleMode mode, void* value, size_t num_bytes, int operand, int width);
+void SyncWarp();
+
+// ldmatrix of `count` 8 x 8 matrices of 16 bits; the lane's `address` is that of one row.
+void LoadMatrices(uint32_t* const* registers, int count, bool transposed, uint32_t address);
+
+// mma.m16n8k16: d = a * b + c in float32.
+void MultiplyMatrices(float* const* d, const uint32_t* a, const uint32_t* b, const float* c,
+                      FloatType type);
+
+// ld and st of `num_bytes`, with the alignment that hardware asks for.
+void Load(void* registers, const void* from, size_t num_bytes);
+void Store(void* to, const void* registers, size_t num_bytes);
+
+}  // namespace emulator
+
+#endif  // TESTS_CUDA_EMULATOR_INSTRUCTIONS_H_

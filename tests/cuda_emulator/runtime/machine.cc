@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+// Fibers and their scheduler. A block runs alone, to its end; its threads take turns whenever one
+// of them waits, in the order that the schedule asks for.
+#include "machine.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <random>
+
+#if !defined(__x86_64__)
+#error "the emulator switches stacks with x86-64 instructions"
+#endif
+
+extern "C" void emulator_switch(void** save_to, void* load_from);
+
+// Saves the registers that a callee must keep, and changes stacks.
+asm(R"(
+.text
+.globl emulator_switch
+.type emulator_switch, @function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emulator_switch, .-emulator_switch
+)");
+
+namespace emulator {
+
+namespace {
+
+constexpr size_t kStackBytes = 64 * 1024;
+constexpr int kSavedRegisters = 6;
+constexpr int kMaxThreads = 1024;
+// Rounds without progress after which no thread will ever go on.
+constexpr int kIdleRounds = 3;
+
+alignas(1024) char shared_memory[kMaxSharedBytes + kGuardBytes];
+void* scheduler_stack = nullptr;
+std::mt19937 random_bits;
+
+char* Stacks() {
+  static char* stacks =
+      static_cast<char*>(mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  return stacks;
+}
+
+void Yield() { emulator_switch(&machine().current->stack_pointer, scheduler_stack); }
+
+// First function of a fiber. Exceptions must not leave its stack.
+void Enter() {
+  Machine& m = machine();
+  try {
+    m.kernel();
+    if (!m.current->open.empty()) throw Fault("a thread ended with copies it never committed");
+  } catch (const std::exception& error) {
+    if (m.fault.empty()) m.fault = error.what();
+  }
+  m.current->done = true;
+  ++m.progress;
+  for (;;) Yield();
+}
+
+void Resume(Thread& thread) {
+  machine().current = &thread;
+  emulator_switch(&scheduler_stack, thread.stack_pointer);
+}
+
+void BeginBlock() {
+  Machine& m = machine();
+  const int count = m.block.x * m.block.y * m.block.z;
+  if (count > kMaxThreads) throw Fault("a block of more than 1024 threads");
+  m.threads.assign(count, Thread());
+  m.warps.assign((count + kWarpSize - 1) / kWarpSize, Warp());
+  for (Barrier& barrier : m.barriers) barrier = Barrier();
+  std::memset(shared_memory, 0xff, sizeof(shared_memory));  // NaN in every float type
+  for (int i = 0; i < count; ++i) {
+    Thread& thread = m.threads[i];
+    thread.linear = i;
+    thread.index = {i % m.block.x, i / m.block.x % m.block.y, i / (m.block.x * m.block.y)};
+    void** top = reinterpret_cast<void**>(Stacks() + (i + 1) * kStackBytes - 64);
+    *--top = nullptr;  // keeps the stack aligned as a call would
+    *--top = reinterpret_cast<void*>(Enter);
+    for (int r = 0; r < kSavedRegisters; ++r) *--top = nullptr;
+    thread.stack_pointer = top;
+  }
+}
+
+// One round over all threads; whether any is left.
+bool RunRound(std::vector<int>& order) {
+  Machine& m = machine();
+  if (m.schedule.order == Schedule::kShuffled) {
+    std::shuffle(order.begin(), order.end(), random_bits);
+  }
+  if (m.schedule.order != Schedule::kSkewed) {
+    for (int i : order) {
+      if (!m.threads[i].done) Resume(m.threads[i]);
+    }
+  } else {  // one warp runs as far ahead of the others as it can
+    const int num_warps = m.warps.size();
+    const int first = random_bits() % num_warps;
+    for (int w = 0; w < num_warps; ++w) {
+      const int begin = (first + w) % num_warps * kWarpSize;
+      const int end = std::min<int>(begin + kWarpSize, m.threads.size());
+      uint64_t before;
+      do {
+        before = m.progress;
+        for (int i = begin; i < end; ++i) {
+          if (!m.threads[i].done) Resume(m.threads[i]);
+        }
+      } while (m.progress != before && m.fault.empty());
+    }
+  }
+  return std::any_of(m.threads.begin(), m.threads.end(), [](const Thread& t) { return !t.done; });
+}
+
+void RunBlock() {
+  Machine& m = machine();
+  BeginBlock();
+  std::vector<int> order(m.threads.size());
+  std::iota(order.begin(), order.end(), 0);
+  int idle = 0;
+  uint64_t before = m.progress;
+  while (m.fault.empty() && RunRound(order)) {
+    idle = m.progress == before ? idle + 1 : 0;
+    before = m.progress;
+    if (idle >= kIdleRounds) throw Fault("deadlock: threads wait for what will never come");
+  }
+}
+
+}  // namespace
+
+Machine& machine() {
+  static Machine* the_machine = new Machine;
+  return *the_machine;
+}
+
+bool RunGrid(const Launch& launch, std::function<void()> kernel) {
+  Machine& m = machine();
+  m.launches.push_back(launch);
+  m.grid = launch.grid;
+  m.block = launch.block;
+  m.shared_bytes = launch.shared_bytes;
+  m.kernel = std::move(kernel);
+  m.fault.clear();
+  random_bits.seed(m.schedule.seed);
+  std::vector<uint64_t> blocks(uint64_t{m.grid.x} * m.grid.y * m.grid.z);
+  std::iota(blocks.begin(), blocks.end(), 0);
+  if (m.schedule.order != Schedule::kInTurn) {
+    std::shuffle(blocks.begin(), blocks.end(), random_bits);
+  }
+  try {
+    for (uint64_t i : blocks) {
+      m.block_index = {static_cast<unsigned>(i % m.grid.x),
+                       static_cast<unsigned>(i / m.grid.x % m.grid.y),
+                       static_cast<unsigned>(i / (uint64_t{m.grid.x} * m.grid.y))};
+      RunBlock();
+      if (!m.fault.empty()) break;
+    }
+  } catch (const Fault& fault) {
+    m.fault = fault.what();
+  }
+  if (m.fault.empty()) return true;
+  m.fault += " (block " + std::to_string(m.block_index.x) + ", " + std::to_string(m.block_index.y) +
+             ", " + std::to_string(m.block_index.z) + ")";
+  return false;
+}
+
+void WaitUntil(const std::function<bool()>& condition) {
+  while (!condition()) Yield();
+  ++machine().progress;
+}
+
+void MeetInWarp(const char* operation, void* mine, const std::function<void(void**)>& combine) {
+  Machine& m = machine();
+  Warp& warp = m.warps[m.current->linear / kWarpSize];
+  if (warp.arrived > 0 && warp.operation != operation) {
+    throw Fault(std::string("threads of a warp meet in ") + warp.operation + " and in " +
+                operation);
+  }
+  warp.operation = operation;
+  warp.slots[m.current->linear % kWarpSize] = mine;
+  const uint64_t phase = warp.phase;
+  if (++warp.arrived == kWarpSize) {
+    combine(warp.slots);
+    warp.arrived = 0;
+    ++warp.phase;
+    ++m.progress;
+  } else {
+    WaitUntil([&] { return warp.phase != phase; });
+  }
+}
+
+char* SharedBase() { return shared_memory; }
+
+uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - shared_memory);
+}
+
+char* SharedPointer(uint32_t address, size_t num_bytes) {
+  if (address + num_bytes > machine().shared_bytes) {
+    throw Fault("shared memory: " + std::to_string(num_bytes) + " bytes at " +
+                std::to_string(address) + " of " + std::to_string(machine().shared_bytes));
+  }
+  if (address % num_bytes != 0) throw Fault("shared memory: an access that is not aligned");
+  return shared_memory + address;
+}
+
+}  // namespace emulator
+
+extern "C" void emulator_set_schedule(int order, int eager, unsigned seed) {
+  emulator::machine().schedule = {order, eager != 0, seed};
+}
+
+extern "C" void emulator_clear_launches() { emulator::machine().launches.clear(); }
+
+// Grid x, y, z, threads of a block and bytes of shared memory of launch `i`; 0 past the last one.
+extern "C" int emulator_launch(int i, int64_t* out) {
+  const auto& launches = emulator::machine().launches;
+  if (i >= static_cast<int>(launches.size())) return 0;
+  const emulator::Launch& launch = launches[i];
+  const int64_t threads = int64_t{launch.block.x} * launch.block.y * launch.block.z;
+  const int64_t values[] = {launch.grid.x, launch.grid.y, launch.grid.z, threads,
+                            static_cast<int64_t>(launch.shared_bytes)};
+  std::memcpy(out, values, sizeof(values));
+  return 1;
+}

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// The emulated machine: a block of threads, each a fiber, that meet in warps and at barriers.
+#ifndef TESTS_CUDA_EMULATOR_MACHINE_H_
+#define TESTS_CUDA_EMULATOR_MACHINE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace emulator {
+
+constexpr int kWarpSize = 32;
+constexpr int kNumBarriers = 16;
+constexpr size_t kMaxSharedBytes = 227 * 1024;
+// Behind the shared memory of a launch, so that an access past its end is seen.
+constexpr size_t kGuardBytes = 1024;
+
+struct Index3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// What a kernel did that hardware would not forgive; the launch reports it.
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// In which order threads run, and when asynchronous copies land.
+struct Schedule {
+  enum Order { kInTurn = 0, kShuffled = 1, kSkewed = 2 };
+  int order = kInTurn;
+  // Copies land at once; otherwise as late as a wait allows.
+  bool eager = false;
+  uint32_t seed = 1;
+};
+
+// Threads of a warp deposit a pointer to what they bring to a collective operation.
+struct Warp {
+  int arrived = 0;
+  uint64_t phase = 0;
+  const char* operation = nullptr;
+  void* slots[kWarpSize] = {};
+};
+
+struct Barrier {
+  int arrived = 0;
+  int expected = 0;
+  uint64_t phase = 0;
+};
+
+struct Thread {
+  void* stack_pointer = nullptr;
+  bool done = false;
+  Index3 index;
+  int linear = 0;
+  // Groups of asynchronous copies that were committed, and the copies of the open one.
+  std::deque<std::vector<std::function<void()>>> committed;
+  std::vector<std::function<void()>> open;
+};
+
+struct Launch {
+  Index3 grid, block;
+  size_t shared_bytes = 0;
+};
+
+struct Machine {
+  Schedule schedule;
+  std::vector<Launch> launches;  // since the log was cleared
+  Index3 grid, block, block_index;
+  size_t shared_bytes = 0;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  Barrier barriers[kNumBarriers];
+  Thread* current = nullptr;
+  uint64_t progress = 0;  // counts what may let a waiting thread go on
+  std::string fault;      // of the last launch; empty: none
+  std::function<void()> kernel;
+};
+
+Machine& machine();
+
+// Runs all blocks of a launch; false after a fault, which `machine().fault` tells.
+bool RunGrid(const Launch& launch, std::function<void()> kernel);
+
+// Lets other threads run until `condition` holds.
+void WaitUntil(const std::function<bool()>& condition);
+
+// Threads of a warp meet; the last one runs `combine` on the pointers that all deposited.
+void MeetInWarp(const char* operation, void* mine, const std::function<void(void**)>& combine);
+
+// Shared memory: addresses are offsets into it.
+char* SharedBase();
+uint32_t SharedAddress(const void* pointer);
+char* SharedPointer(uint32_t address, size_t num_bytes);
+
+}  // namespace emulator
+
+#endif  // TESTS_CUDA_EMULATOR_MACHINE_H_

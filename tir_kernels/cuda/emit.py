@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What device code is written with: registers, instructions, barriers, launches.
+
+Plain Python functions that emit TIR. A register is a small buffer in the scope "local", whose loops
+are unrolled, so that the compiler keeps it where its name says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder import prim_func
+
+F32, U32, I32 = "float32", "uint32", "int32"
+WARP = 32
+
+
+def define_kernel(arguments: dict[str, Callable], body: Callable):
+    """Define a function that launches kernels.
+
+    Parameters
+    ----------
+    arguments : dict
+        Name -> type, such as ``T.handle`` or ``T.int32``, in order.
+    body : callable
+        Emits the body; takes the arguments.
+
+    Returns
+    -------
+    tvm.tirx.PrimFunc
+        Private, free to be named by its module.
+    """
+    with IRBuilder() as builder:
+        with prim_func(is_private=True):
+            T.func_name("kernel")
+            body(*[T.arg(name, make()) for name, make in arguments.items()])
+    return builder.get()
+
+
+@contextmanager
+def launch(grid: Sequence, num_threads: int, min_blocks: int = 0):
+    """A kernel: what is emitted within runs on the device, once for each thread.
+
+    Parameters
+    ----------
+    grid : up to three int32 expressions
+        One block is launched for an extent of 0: the kernel has to see that it has nothing to do.
+    num_threads : int
+        Threads of a block.
+    min_blocks : int
+        Blocks that shall fit into a multiprocessor, for the allocation of registers; 0: any number.
+
+    Yields
+    ------
+    blocks : tuple of int32 expressions, as many as `grid` has
+    thread : int32 expression
+    """
+    with T.attr(0, "tirx.device_entry", True):
+        if min_blocks:
+            T.attr({"tirx.launch_bounds_min_blocks_per_sm": min_blocks})
+        # Or the compiler takes `block < extent` for certain.
+        blocks = T.cta_id([e if isinstance(e, int) else T.max(e, 1) for e in grid])
+        thread = T.thread_id([num_threads])
+        yield tuple(blocks) if isinstance(blocks, list | tuple) else (blocks,), thread
+
+
+def ptx(instruction: str, *operands) -> None:
+    """Emit an instruction of the PTX ISA; destinations first."""
+    T.evaluate(T.ptx[instruction](*operands))
+
+
+def sync_block() -> None:
+    """Let all threads of a block meet."""
+    T.evaluate(T.cuda.cta_sync())
+
+
+class Registers:
+    """An array of registers of a thread.
+
+    Parameters
+    ----------
+    count : int
+    dtype : str
+    name : str
+        In the generated code.
+    """
+
+    def __init__(self, count: int, dtype: str, name: str = "r"):
+        self.count = count
+        self.buffer = IRBuilder.name(name, T.alloc_buffer((count,), dtype, scope="local"))
+
+    def __getitem__(self, i):
+        return self.buffer[i]
+
+    def __setitem__(self, i, value) -> None:
+        T.buffer_store(self.buffer, value, [i])
+
+    def fill(self, value) -> None:
+        """Set all to one value."""
+        with T.unroll(self.count) as i:
+            self[i] = value
+
+
+def temp(value, dtype: str = F32):
+    """Materialise `value`, so that later uses do not repeat its expression."""
+    register = Registers(1, dtype, "t")
+    register[0] = value
+    return register[0]
+
+
+def index_temp(value):
+    """Materialise an int32 value."""
+    return temp(value, I32)
+
+
+def mutable(value, dtype: str = I32) -> Registers:
+    """A variable."""
+    register = Registers(1, dtype, "x")
+    register[0] = value
+    return register

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From PrimFuncs for GPUs to CUDA C++: kernels and the launchers that check their arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import tvm
+from tvm import tirx
+from tvm.backend.cuda import export_cuda_host
+from tvm.target import Target
+
+_KEEP_SOURCE = "TVM_COMPILE_FORCE_FALLBACK"
+
+
+def cuda_source(functions: Mapping[str, tirx.PrimFunc]) -> str:
+    """One translation unit with all functions.
+
+    Parameters
+    ----------
+    functions : mapping
+        Symbol -> PrimFunc.
+
+    Returns
+    -------
+    str
+        It needs tvm-ffi and the CUDA runtime, and nothing of TVM besides.
+    """
+    module = tvm.IRModule(
+        {symbol: f.with_attr("global_symbol", symbol) for symbol, f in functions.items()}
+    )
+    target = Target(
+        {
+            "kind": "cuda",
+            "arch": "sm_80",  # of what is generated only warps of 32 threads depend on it
+            "max_threads_per_block": 1024,
+            "thread_warp_size": 32,
+            "max_shared_memory_per_block": 232448,
+        },
+        host={"kind": "cuda_host"},
+    )
+    # Loops are left for the compiler to unroll: the text stays short.
+    config = {"tirx.UnrollLoop": {"explicit_unroll": False}}
+    before = os.environ.get(_KEEP_SOURCE)
+    os.environ[_KEEP_SOURCE] = "1"  # or a machine that has a driver compiles the kernels right here
+    try:
+        with target, tvm.transform.PassContext(config=config):
+            built = tvm.compile(module, target=target, tir_pipeline="tirx")
+        return export_cuda_host(built.mod)
+    finally:
+        if before is None:
+            del os.environ[_KEEP_SOURCE]
+        else:
+            os.environ[_KEEP_SOURCE] = before

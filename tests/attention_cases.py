@@ -13,11 +13,13 @@ import numpy as np
 import tvm
 
 from tir_kernels import build_kernel
-from tir_kernels.spec import KernelSpec
+from tir_kernels.spec import CudaTarget, KernelSpec
 from tvm_pagedkv.build import resolve_target
+from tvm_pagedkv.cuda_source import cuda_source
 from tvm_pagedkv.lowering import compile_kernel
 
 from . import reference
+from .cuda_emulator import emulated
 
 PAST_THE_END = 1 << 20  # what the int32 arrays hold outside of their views
 SPARE_PAGES = 3
@@ -26,8 +28,16 @@ K_ROPE_STEP = 7  # sequence b starts at position 7 * b, as after a window has sl
 
 @functools.lru_cache(maxsize=256)
 def compiled(name: str, spec: KernelSpec, cpu: str = "native"):
-    """The kernel `name`, built."""
+    """The kernel `name`, built; for a GPU one that runs on the emulator."""
+    if isinstance(spec.target, CudaTarget):
+        return emulated(cuda_text(name, spec)).get_function(name)
     return compile_kernel(build_kernel(name, spec), name, resolve_target(cpu))[name]
+
+
+@functools.lru_cache(maxsize=256)
+def cuda_text(name: str, spec: KernelSpec) -> str:
+    """The CUDA C++ of the kernel `name`."""
+    return cuda_source({name: build_kernel(name, spec)})
 
 
 def tensor(array: np.ndarray, shift: int = 3):

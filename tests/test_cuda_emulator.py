@@ -28,12 +28,13 @@ def reversing_source() -> str:
     """
 
     def body(x_handle, y_handle):
-        num_rows, offset = T.int32(), T.int64()
+        num_rows = T.int32()
         shape = (num_rows, ROUNDS, 4 * THREADS)
-        x = T.match_buffer(
-            x_handle, shape, "float32", align=16, elem_offset=offset, offset_factor=4
-        )
+        place = {"align": 16, "elem_offset": T.int64(), "offset_factor": 4}
+        x = T.match_buffer(x_handle, shape, "float32", **place)
         y = T.match_buffer(y_handle, shape, "float32", align=16)
+        IRBuilder.name("x", x)
+        IRBuilder.name("y", y)
         with launch([num_rows], THREADS) as ((block,), thread):
             ring = T.alloc_buffer((2, 4 * THREADS), "float32", scope="shared.dyn", align=16)
 
@@ -124,5 +125,5 @@ def test_faults_are_errors(old, new, message):
 def test_arguments_are_checked():
     module = emulated(reversing_source())
     x = tvm.runtime.tensor(np.zeros((1, ROUNDS, 8), np.float32))
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(ValueError, match=r"x\.\w+ on argument #0"):
         module.get_function("reverse")(x, x)

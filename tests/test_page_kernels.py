@@ -7,7 +7,6 @@ must not write is compared bit for bit.
 
 from __future__ import annotations
 
-import itertools
 import os
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
@@ -20,6 +19,17 @@ from tvm_pagedkv.build import vector_target
 
 from . import reference
 from .attention_cases import compiled, normal
+from .page_kernel_cases import (
+    check_compact_copy,
+    check_copy_single_page,
+    check_debug_get_kv,
+    check_merge,
+    check_rope_append,
+    check_split_rotary,
+    check_transpose_append,
+    fused,
+    tensor,
+)
 from .test_rope import ORIGINAL, specs_of
 
 # The pool's default is one worker per two CPUs; the parallel paths need two.
@@ -63,53 +73,11 @@ parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 parametrize_rows = pytest.mark.parametrize("num_rows", [0, 1, 37, MANY_ROWS])
 
 
-def tensor(array: np.ndarray, shift: int = 1):
-    """`array` as a tensor whose data start at element `shift` of a larger allocation."""
-    array = np.asarray(array)
-    backing = np.zeros(array.size + shift, array.dtype)
-    backing[shift:] = array.reshape(-1)
-    whole = tvm.runtime.tensor(backing)
-    return whole._create_view(array.shape, str(array.dtype), shift * array.dtype.itemsize)
-
-
-def empty_pages(spec: KernelSpec, num_pages: int) -> np.ndarray:
-    shape = (num_pages, 2, spec.num_kv_heads, spec.page_size, spec.qk_head_dim)
-    return np.full(shape, np.nan, spec.kv_dtype)
-
-
-def shuffled_slots(rng, spec: KernelSpec, num_rows: int, num_pages: int) -> np.ndarray:
-    return rng.permutation(num_pages * spec.page_size)[:num_rows].astype(np.int32)
-
-
-def pages_for(spec: KernelSpec, num_rows: int) -> int:
-    return -(-num_rows // spec.page_size) + 3
-
-
-def assert_pages(actual, expected, slots, dtype: str) -> None:
-    """Written slots close to the reference, all others untouched."""
-    assert np.isnan(np.asarray(actual, np.float32)).sum() == np.isnan(expected).sum()
-    for got, want in zip(
-        *(reference.gather_slots(p, slots) for p in (actual, expected)), strict=True
-    ):
-        reference.assert_close(got, want, dtype)
-
-
 @pytest.mark.parametrize("seed", [0])
 @parametrize_rows
 @parametrize_specs
 def test_transpose_append(spec, num_rows, seed):
-    rng = np.random.default_rng(seed)
-    num_pages = pages_for(spec, num_rows)
-    k, v = (
-        normal(rng, (num_rows, spec.num_kv_heads, spec.qk_head_dim), spec.dtype) for _ in range(2)
-    )
-    slots = shuffled_slots(rng, spec, num_rows, num_pages)
-    slots[1::5] = -1
-    pages = tensor(empty_pages(spec, num_pages))
-    compiled("transpose_append", spec)(pages, tensor(k), tensor(v), tensor(slots, 3))
-    reference.assert_same_bits(
-        pages.numpy(), reference.append(empty_pages(spec, num_pages), k, v, slots)
-    )
+    check_transpose_append(spec, num_rows, seed)
 
 
 @pytest.mark.parametrize("apply_rope", [0, 1])
@@ -117,68 +85,7 @@ def test_transpose_append(spec, num_rows, seed):
 @parametrize_rows
 @parametrize_specs
 def test_split_rotary(spec, num_rows, apply_rope, seed):
-    rng = np.random.default_rng(seed)
-    qkv, positions, expected = _fused(rng, spec, num_rows)
-    q, k, v = (tensor(np.full(x.shape, np.nan, spec.dtype)) for x in expected)
-    compiled("split_rotary", spec)(tensor(qkv), tensor(positions, 5), q, k, v, apply_rope)
-    if apply_rope:
-        rope = reference.Rope(rotary_dim=spec.qk_head_dim)
-        for actual, want in ((q, expected[0]), (k, expected[1])):
-            rotated = reference.rotate(want, positions, rope)
-            reference.assert_close(actual.numpy(), rotated, spec.dtype)
-    else:
-        reference.assert_same_bits(q.numpy(), expected[0])
-        reference.assert_same_bits(k.numpy(), expected[1])
-    reference.assert_same_bits(v.numpy(), expected[2])
-
-
-def _fused(rng, spec: KernelSpec, num_rows: int):
-    """Fused rows, positions, and the parts Q, K, V."""
-    num_qo, num_kv = spec.num_qo_heads, spec.num_kv_heads
-    qkv = normal(rng, (num_rows, num_qo + 2 * num_kv, spec.qk_head_dim), spec.dtype)
-    positions = rng.integers(0, 131072, num_rows).astype(np.int32)
-    return qkv, positions, np.split(qkv, [num_qo, num_qo + num_kv], axis=1)
-
-
-def _check_rope_append(spec, rope, qkv, positions, lengths, apply_rope=1, cpu="native", seed=0):
-    """Run `rope_append` on a batch and compare q and the pages; the last rows keep no K and V."""
-    rng = np.random.default_rng(seed)
-    num_rows, num_pages = len(qkv), pages_for(spec, len(qkv))
-    slots = shuffled_slots(rng, spec, num_rows, num_pages)
-    slots[2::7] = -1
-    q_indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    q, k, v = np.split(qkv, [spec.num_qo_heads, spec.num_qo_heads + spec.num_kv_heads], axis=1)
-    if apply_rope:
-        parts = [slice(a, b) for a, b in itertools.pairwise(q_indptr) if a < b]
-        q, k = (
-            np.concatenate([reference.rotate(x[p], positions[p], rope) for p in parts])
-            if parts
-            else x
-            for x in (q, k)
-        )
-    expected = reference.append(empty_pages(spec, num_pages), k, v, slots)
-    q_out = tensor(np.full(q.shape, np.nan, spec.dtype))
-    pages = tensor(empty_pages(spec, num_pages))
-    factors = []
-    if spec.rope.kind == "longrope":
-        scaling = rope.scaling
-        both = (*scaling["long_factor"], *scaling["short_factor"])
-        factors = [tensor(np.array(both, np.float32))]
-    compiled("rope_append", spec, cpu)(
-        tensor(qkv),
-        tensor(q_indptr, 3),
-        tensor(positions, 2),
-        tensor(slots, 7),
-        q_out,
-        pages,
-        apply_rope,
-        *factors,
-    )
-    coarsest = max(spec.dtype, spec.kv_dtype, key=lambda d: reference.TOLERANCES[d])
-    reference.assert_close(q_out.numpy(), q, spec.dtype, "q")
-    assert_pages(pages.numpy(), expected, slots[slots >= 0], coarsest)
-    written_v = reference.gather_slots(pages.numpy(), slots[slots >= 0])[1]
-    reference.assert_same_bits(written_v, v[slots >= 0].astype(spec.kv_dtype), "v")
+    check_split_rotary(spec, num_rows, apply_rope, seed)
 
 
 @pytest.mark.parametrize("apply_rope", [0, 1])
@@ -186,10 +93,10 @@ def _check_rope_append(spec, rope, qkv, positions, lengths, apply_rope=1, cpu="n
 @parametrize_rows
 @parametrize_specs
 def test_rope_append(spec, num_rows, apply_rope, seed):
-    qkv, positions, _ = _fused(np.random.default_rng(seed), spec, num_rows)
+    qkv, positions, _ = fused(np.random.default_rng(seed), spec, num_rows)
     rope = reference.Rope(rotary_dim=spec.qk_head_dim)
     lengths = [num_rows // 2, 0, num_rows - num_rows // 2]
-    _check_rope_append(spec, rope, qkv, positions, lengths, apply_rope, seed=seed)
+    check_rope_append(spec, rope, qkv, positions, lengths, apply_rope, seed=seed)
 
 
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
@@ -198,9 +105,9 @@ def test_rope_append_for_lesser_cpus(cpu, dtype):
     if not str(tvm.target.codegen.llvm_get_system_triple()).startswith("x86_64"):
         pytest.skip("needs an x86 CPU")
     spec = make_spec((5, 1), 104, (dtype, dtype), cpu=cpu)
-    qkv, positions, _ = _fused(np.random.default_rng(0), spec, 37)
+    qkv, positions, _ = fused(np.random.default_rng(0), spec, 37)
     rope = reference.Rope(rotary_dim=104)
-    _check_rope_append(spec, rope, qkv, positions, [37], cpu=cpu)
+    check_rope_append(spec, rope, qkv, positions, [37], cpu=cpu)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +126,9 @@ def test_rope_append_for_lesser_cpus(cpu, dtype):
 def test_rope_append_with_each_rotation(name, rotary_dim, theta, scale):
     rope, expected = specs_of(name, rotary_dim, theta, scale)
     spec = make_spec((6, 2), 96, rope=rope)
-    qkv, _, _ = _fused(np.random.default_rng(rotary_dim), spec, 50)
+    qkv, _, _ = fused(np.random.default_rng(rotary_dim), spec, 50)
     positions = np.concatenate([np.arange(25), np.arange(25) + 1_000_000]).astype(np.int32)
-    _check_rope_append(spec, expected, qkv, positions, [25, 25])
+    check_rope_append(spec, expected, qkv, positions, [25, 25])
 
 
 @pytest.mark.parametrize("name", ["longrope", "longrope-attention-factor"])
@@ -232,15 +139,15 @@ def test_longrope_chooses_factors_by_sequence(name):
     lengths = [0, 5, 6, 0, 0, 7, 20, 1, 1, 0]
     starts = [0, ORIGINAL - 6, ORIGINAL - 6, 0, 0, ORIGINAL - 6, 3 * ORIGINAL, 0, ORIGINAL, 9]
     positions = np.concatenate([s + np.arange(n) for s, n in zip(starts, lengths, strict=True)])
-    qkv, _, _ = _fused(np.random.default_rng(0), spec, len(positions))
-    _check_rope_append(spec, expected, qkv, positions.astype(np.int32), lengths)
+    qkv, _, _ = fused(np.random.default_rng(0), spec, len(positions))
+    check_rope_append(spec, expected, qkv, positions.astype(np.int32), lengths)
 
 
 @pytest.mark.parametrize("start", [0, ORIGINAL - 9, ORIGINAL - 8, ORIGINAL])
 def test_longrope_split_rotary_takes_the_call_for_one_sequence(start):
     rope, expected = specs_of("longrope", 64)
     spec = make_spec((6, 2), 96, rope=rope)
-    qkv, _, (q, k, v) = _fused(np.random.default_rng(start), spec, 9)
+    qkv, _, (q, k, v) = fused(np.random.default_rng(start), spec, 9)
     positions = (start + np.arange(9)).astype(np.int32)
     outputs = [tensor(np.full(x.shape, np.nan, spec.dtype)) for x in (q, k, v)]
     scaling = expected.scaling
@@ -256,20 +163,7 @@ def test_longrope_split_rotary_takes_the_call_for_one_sequence(start):
 @pytest.mark.parametrize("num_rows", [0, 1, 37, 3000])
 @parametrize_specs
 def test_merge(spec, num_rows, seed):
-    rng = np.random.default_rng(seed)
-    num_rows = min(num_rows, 40_000_000 // (spec.num_qo_heads * spec.v_head_dim * 10))
-    shape = (num_rows, spec.num_qo_heads, spec.v_head_dim)
-    o, o_other = normal(rng, shape, spec.dtype), normal(rng, shape, spec.dtype)
-    lse, lse_other = (rng.uniform(-30, 30, shape[:2]).astype(np.float32) for _ in range(2))
-    lse_other[5:9] = lse[5:9] + 1e-3
-    nothing = rng.random((2, *shape[:2])) < 0.2  # parts that saw nothing; a few rows have two
-    lse[nothing[0]], lse_other[nothing[1]] = -np.inf, -np.inf
-    want_o, want_lse = reference.merge(o, lse, o_other, lse_other)
-    o[nothing[0]], o_other[nothing[1]] = np.nan, np.nan  # what they hold counts for nothing
-    actual_o, actual_lse = tensor(o), tensor(lse)
-    compiled("merge", spec)(actual_o, actual_lse, tensor(o_other), tensor(lse_other))
-    reference.assert_close(actual_o.numpy(), want_o, spec.dtype, "o")
-    reference.assert_close(actual_lse.numpy(), want_lse, "float32", "lse")
+    check_merge(spec, num_rows, seed)
 
 
 @pytest.mark.parametrize("lowest", [-5e4, -1e30, np.finfo(np.float32).min])
@@ -289,48 +183,21 @@ def test_merge_with_a_finite_lowest_lse(lowest):
 @pytest.mark.parametrize("seed", [0])
 @parametrize_specs
 def test_copy_single_page(spec, seed):
-    rng = np.random.default_rng(seed)
-    for length in sorted({0, 1, spec.page_size // 2, spec.page_size - 1, spec.page_size}):
-        pages = normal(rng, empty_pages(spec, 5).shape, spec.kv_dtype)
-        pages[3, :, :, length:] = np.nan
-        actual = tensor(pages)
-        compiled("copy_single_page", spec)(actual, 3, 1, length)
-        pages[1, :, :, :length] = pages[3, :, :, :length]
-        reference.assert_same_bits(actual.numpy(), pages, f"length {length}")
+    check_copy_single_page(spec, seed)
 
 
 @pytest.mark.parametrize("seed", [0])
 @parametrize_rows
 @parametrize_specs
 def test_debug_get_kv(spec, num_rows, seed):
-    rng = np.random.default_rng(seed)
-    num_pages, num_layers, layer = pages_for(spec, num_rows), 3, 1
-    pages = normal(rng, empty_pages(spec, num_pages).shape, spec.kv_dtype)
-    slots = shuffled_slots(rng, spec, num_rows, num_pages)
-    shape = (num_layers, num_rows, spec.num_kv_heads, spec.qk_head_dim)
-    k, v = (tensor(np.full(shape, np.nan, spec.kv_dtype)) for _ in range(2))
-    compiled("debug_get_kv", spec)(tensor(pages), tensor(slots, 3), k, v, layer)
-    for actual, rows in zip((k, v), reference.gather_slots(pages, slots), strict=True):
-        want = np.full(shape, np.nan, spec.kv_dtype)
-        want[layer] = rows
-        reference.assert_same_bits(actual.numpy(), want)
+    check_debug_get_kv(spec, num_rows, seed)
 
 
 @pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("num_copies", [0, 1, 30, 1500])
 @parametrize_specs
 def test_compact_copy_is_done_in_order(spec, num_copies, seed):
-    rng = np.random.default_rng(seed)
-    pages = normal(rng, empty_pages(spec, pages_for(spec, 100)).shape, spec.kv_dtype)
-    num_slots = pages.shape[0] * spec.page_size
-    slots = rng.integers(0, num_slots, (2, num_copies)).astype(np.int32)  # chains and repeats
-    indptr = np.array([0, 0, num_copies // 3, num_copies, num_copies], np.int32)
-    actual = tensor(pages)
-    compiled("compact_copy", spec)(actual, tensor(indptr, 3), tensor(slots), len(indptr) - 1)
-    for source, destination in slots.T:
-        k, v = reference.gather_slots(pages, np.array([source]))
-        pages = reference.append(pages, k, v, np.array([destination]))
-    reference.assert_same_bits(actual.numpy(), pages)
+    check_compact_copy(spec, num_copies, seed)
 
 
 def test_pools_beyond_two_to_the_31_elements():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from .cpu import moves, simd
+from .family import family_of
 from .spec import ITEMSIZE, KernelSpec
 
 
@@ -15,28 +15,24 @@ def transpose_append_mla(spec: KernelSpec):
     Arguments: pages ``[P, page, D]``, kv ``[T, D]``, position_map int32 ``[T]`` (slots; a negative
     one: do not write).
     """
+    family = family_of(spec)
     row_bytes = spec.qk_head_dim * (ITEMSIZE[spec.dtype] + ITEMSIZE[spec.kv_dtype])
 
     def body(pages_handle, kv_handle, map_handle) -> None:
         num_rows = T.int64()
-        pages = moves.match_pages(pages_handle, spec)
-        kv = moves.match(kv_handle, (num_rows, spec.qk_head_dim), spec.dtype)
-        position_map = moves.match(map_handle, (num_rows,), "int32")
+        pages = family.match_pages(pages_handle, spec)
+        kv = family.match_rows(kv_handle, (num_rows, spec.qk_head_dim), spec.dtype)
+        position_map = family.match(map_handle, (num_rows,), "int32")
 
-        def append_row(n) -> None:
-            slot = simd.index_temp(position_map[n])
+        def append_row(n, team, known) -> None:
+            slot = family.read_index(position_map[n])
             with T.If(slot >= 0), T.Then():
-                sink = moves.Slot(slot, spec).indexed_row(0)
-                moves.copy_row(kv, (n,), pages, sink, spec.target.lanes)
+                sink = team.slot(slot).indexed_row(0)
+                team.copy_rows(1, lambda _: (kv, (n,)), lambda _: (pages, sink))
 
-        moves.for_each(num_rows, row_bytes, append_row)
+        family.for_items(spec, num_rows, lambda known: row_bytes, append_row)
 
-    @T.prim_func(s_tir=True, private=True)
-    def kernel(pages: T.handle, kv: T.handle, position_map: T.handle):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        body(pages, kv, position_map)
-
-    return kernel
+    return family.define_kernel(dict.fromkeys(("pages", "kv", "position_map"), T.handle), body)
 
 
 def debug_get_kv_mla(spec: KernelSpec):
@@ -45,24 +41,23 @@ def debug_get_kv_mla(spec: KernelSpec):
     Arguments: pages ``[P, page, D]``, position_map int32 ``[n]`` (slots; a negative one: leave the
     row), kv ``[num_layers, n, D]`` of the pages' type, layer: int64.
     """
+    family = family_of(spec)
+    row_bytes = 2 * spec.qk_head_dim * ITEMSIZE[spec.kv_dtype]
 
     def body(pages_handle, map_handle, kv_handle, layer) -> None:
         num_rows = T.int64()
-        pages = moves.match_pages(pages_handle, spec)
-        position_map = moves.match(map_handle, (num_rows,), "int32")
-        kv = moves.match(kv_handle, (T.int64(), num_rows, spec.qk_head_dim), spec.kv_dtype)
+        pages = family.match_pages(pages_handle, spec)
+        position_map = family.match(map_handle, (num_rows,), "int32")
+        shape = (T.int64(), num_rows, spec.qk_head_dim)
+        kv = family.match_rows(kv_handle, shape, spec.kv_dtype)
 
-        def read_row(n) -> None:
-            slot = simd.index_temp(position_map[n])
+        def read_row(n, team, known) -> None:
+            slot = family.read_index(position_map[n])
             with T.If(slot >= 0), T.Then():
-                source = moves.Slot(slot, spec).indexed_row(0)
-                moves.copy_row(pages, source, kv, (layer, n), spec.target.lanes)
+                source = team.slot(slot).indexed_row(0)
+                team.copy_rows(1, lambda _: (pages, source), lambda _: (kv, (layer, n)))
 
-        moves.for_each(num_rows, 2 * spec.qk_head_dim * ITEMSIZE[spec.kv_dtype], read_row)
+        family.for_items(spec, num_rows, lambda known: row_bytes, read_row)
 
-    @T.prim_func(s_tir=True, private=True)
-    def kernel(pages: T.handle, position_map: T.handle, kv: T.handle, layer: T.int64):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        body(pages, position_map, kv, layer)
-
-    return kernel
+    arguments = dict.fromkeys(("pages", "position_map", "kv"), T.handle)
+    return family.define_kernel(arguments | {"layer": T.int64}, body)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm.script import tirx as T
 
-from .cpu import simd
+from .cpu import moves, simd
 from .cpu.row_numbers import RowNumbers
 from .spec import RopeSpec
 
@@ -163,39 +163,42 @@ class SinCos:
     cos: object
 
 
-def _polynomial(coefficients, x, lanes: int):
-    value = simd.constant(coefficients[-1], lanes)
+def _polynomial(coefficients, x, lanes: int, family):
+    value = family.constant(coefficients[-1], lanes)
     for c in reversed(coefficients[:-1]):
-        value = simd.fused_multiply_add(value, x, simd.constant(c, lanes), lanes)
-    return simd.temp(value, lanes)
+        value = family.fused_multiply_add(value, x, family.constant(c, lanes), lanes)
+    return family.temp(value, lanes)
 
 
-def sin_cos(angle, lanes: int) -> SinCos:
-    """Sine and cosine of float32 angles; error below 3e-7 up to 4e6."""
+def sin_cos(angle, lanes: int, family=simd) -> SinCos:
+    """Sine and cosine of float32 angles; error below 3e-7 up to 4e6.
+
+    `family` has the arithmetic: `cpu.simd`, or `cuda.scalars` for one lane.
+    """
     int_type, float_type = (simd.vector_type(t, lanes) for t in ("int32", simd.F32))
 
     def integer(value: int):
-        return simd.broadcast(T.int32(value), lanes)
+        return family.broadcast(T.int32(value), lanes)
 
     def with_sign_of_bit_1(value, bits):
         sign = T.shift_left(T.bitwise_and(bits, integer(2)), integer(30))
         return T.reinterpret(float_type, T.bitwise_xor(T.reinterpret(int_type, value), sign))
 
-    angle = simd.temp(angle, lanes)
-    turns = angle * simd.constant(2 / math.pi, lanes)
-    turns = simd.temp(T.call_llvm_pure_intrin(float_type, "llvm.rint", turns), lanes)
+    angle = family.temp(angle, lanes)
+    turns = angle * family.constant(2 / math.pi, lanes)
+    turns = family.temp(family.rint(turns, lanes), lanes)
     rest = angle
     for part in _HALF_PI:
-        rest = simd.fused_multiply_add(turns, simd.constant(-part, lanes), rest, lanes)
-    rest = simd.temp(rest, lanes)
-    square = simd.temp(rest * rest, lanes)
-    sin = simd.temp(_polynomial(_SIN, square, lanes) * rest, lanes)
-    cos = _polynomial(_COS, square, lanes)
-    quadrant = simd.temp(T.cast(turns, int_type), lanes, "int32")
+        rest = family.fused_multiply_add(turns, family.constant(-part, lanes), rest, lanes)
+    rest = family.temp(rest, lanes)
+    square = family.temp(rest * rest, lanes)
+    sin = family.temp(_polynomial(_SIN, square, lanes, family) * rest, lanes)
+    cos = _polynomial(_COS, square, lanes, family)
+    quadrant = family.temp(T.cast(turns, int_type), lanes, "int32")
     odd = T.bitwise_and(quadrant, integer(1)) != integer(0)
     return SinCos(
-        sin=simd.temp(with_sign_of_bit_1(T.Select(odd, cos, sin), quadrant), lanes),
-        cos=simd.temp(with_sign_of_bit_1(T.Select(odd, sin, cos), quadrant + integer(1)), lanes),
+        sin=family.temp(with_sign_of_bit_1(T.Select(odd, cos, sin), quadrant), lanes),
+        cos=family.temp(with_sign_of_bit_1(T.Select(odd, sin, cos), quadrant + integer(1)), lanes),
     )
 
 
@@ -210,7 +213,7 @@ class CosSin:
     """
 
     def __init__(self, rope: RopeSpec, lanes: int):
-        self.rope, self.half = rope, rope.rotary_dim // 2
+        self.rope, self.half, self.lanes = rope, rope.rotary_dim // 2, lanes
         self.chunks = simd.chunks(self.half, lanes)
         self.cos = T.alloc_buffer((self.half,), simd.F32)
         self.sin = T.alloc_buffer((self.half,), simd.F32)
@@ -267,6 +270,13 @@ class CosSin:
                 row = [simd.temp(simd.load(buffer, (at,), lanes), lanes) for at, lanes in parts]
                 for (at, lanes), value in zip(parts, numbers.reorder(row), strict=True):
                     simd.store(buffer, (at,), lanes, value)
+
+    def rotate_rows(self, count, source: Callable, sink: Callable, numbers: RowNumbers) -> None:
+        """Rotate rows, ``i -> (buffer, indices)``, that were brought into the order of chunks."""
+        with T.serial(count) as i:
+            (buffer, row), (from_buffer, from_row) = sink(i), source(i)
+            self.rotate_chunks(numbers, (from_buffer, from_row), (buffer, row))
+            moves.copy_row(from_buffer, from_row, buffer, row, self.lanes, self.rope.rotary_dim)
 
     def rotate_chunks(self, numbers: RowNumbers, source: tuple, sink: tuple) -> None:
         """As `rotate`, from row to row: each a buffer and the indices of its leading axes."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from .cpu import moves, simd
-from .cpu.row_numbers import RowNumbers
-from .merge import MergedLse, blend
+from .cpu import simd
+from .family import family_of
+from .merge import MergedLse
 from .spec import ITEMSIZE, LOG2E, KernelSpec
 
 
@@ -18,32 +18,33 @@ def apply_sinks(spec: KernelSpec):
     zero. Arguments: o ``[T, H, D]``, lse float32 ``[T, H]`` (base 2), sinks float32 ``[H]``
     (natural logits; -inf: none). A row that has seen nothing keeps ``o = 0``.
     """
-    num_heads, head_dim, most = spec.num_qo_heads, spec.v_head_dim, spec.target.lanes
+    family = family_of(spec)
+    num_heads, head_dim = spec.num_qo_heads, spec.v_head_dim
     row_bytes = num_heads * (2 * head_dim * ITEMSIZE[spec.dtype] + 8)
 
     def body(o_handle, lse_handle, sinks_handle) -> None:
         num_rows = T.int64()
-        o = moves.match(o_handle, (num_rows, num_heads, head_dim), spec.dtype)
-        lse = moves.match(lse_handle, (num_rows, num_heads), simd.F32)
-        sinks = moves.match(sinks_handle, (num_heads,), simd.F32)
+        o = family.match_rows(o_handle, (num_rows, num_heads, head_dim), spec.dtype)
+        lse = family.match(lse_handle, (num_rows, num_heads), simd.F32)
+        sinks = family.match(sinks_handle, (num_heads,), simd.F32)
 
-        def weigh_row(n) -> None:
-            weights = T.alloc_buffer((num_heads,), simd.F32)
-            for h, lanes in simd.chunks(num_heads, most):
+        def weigh_row(n, team, known) -> None:
+            weights = team.table(1, num_heads)
+
+            def weigh(h, lanes):
                 sink = simd.load(sinks, (h,), lanes) * simd.constant(LOG2E, lanes)
-                merged = MergedLse(simd.load(lse, (n, h), lanes), sink, lanes)
+                merged = MergedLse(simd.load(lse, (n, h), lanes), sink, lanes, team.arithmetic)
                 simd.store(lse, (n, h), lanes, merged.lse)
-                simd.store(weights, (h,), lanes, merged.weights[0])
-            with T.serial(num_heads) as h:
-                blend([o], (n, h), [simd.temp(weights[h])], numbers)
+                simd.store(weights, (0, h), lanes, merged.weights[0])
 
-        numbers = RowNumbers(spec.target, [o])
-        with numbers.scope():
-            moves.for_each(num_rows, row_bytes, weigh_row)
+            team.for_elements(num_heads, weigh)
+            team.meet()
+            team.blend_rows(
+                num_heads,
+                [lambda h: (o, (n, h))],
+                lambda h: [team.arithmetic.temp(weights[0, h])],
+            )
 
-    @T.prim_func(s_tir=True, private=True)
-    def kernel(o: T.handle, lse: T.handle, sinks: T.handle):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        body(o, lse, sinks)
+        family.for_items(spec, num_rows, lambda known: row_bytes, weigh_row, computed=[o])
 
-    return kernel
+    return family.define_kernel(dict.fromkeys(("o", "lse", "sinks"), T.handle), body)

@@ -7,7 +7,7 @@ import math
 
 from tvm.script import tirx as T
 
-from .cpu.simd import F32, broadcast, constant, temp, vector_type
+from .cpu.simd import F32, broadcast, constant, rint, temp, vector_type
 from .spec import LOG2E
 
 # 2**f - 1 on [-0.5, 0.5], less its factor f: Taylor, relative error 2e-8.
@@ -27,7 +27,7 @@ def soft_cap(score, cap: float | None, lanes: int):
     power = temp(score * constant(2 / cap, lanes), lanes)
     power = T.max(T.min(power, constant(_LIMIT, lanes)), constant(-_LIMIT, lanes))
     power = temp(power, lanes)
-    whole = temp(T.call_llvm_pure_intrin(float_type, "llvm.rint", power), lanes)
+    whole = temp(rint(power, lanes), lanes)
     fraction = temp(power - whole, lanes)
     less_one = constant(_COEFFICIENTS[-1], lanes)
     for c in reversed(_COEFFICIENTS[:-1]):

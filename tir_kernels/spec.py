@@ -33,6 +33,22 @@ class VectorTarget:
 
 
 @dataclass(frozen=True)
+class CudaTarget:
+    """The traits of a GPU that shape the generated code.
+
+    Parameters
+    ----------
+    compute_capability : int
+        The least that the code needs, such as 80; more may choose other instructions.
+    max_shared_bytes : int
+        Shared memory that a block may have. The default is what every GPU from 80 on has.
+    """
+
+    compute_capability: int = 80
+    max_shared_bytes: int = 99 * 1024
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """Rotary position embedding as a kernel sees it.
 
@@ -77,8 +93,8 @@ class KernelSpec:
         Slots of a page: a power of two from 1 to 256.
     rope : RopeSpec
         The rotation of `split_rotary`, `rope_append` and of attention with ``rotary_mode`` 1.
-    target : VectorTarget
-        CPU traits.
+    target : VectorTarget or CudaTarget
+        Traits of the CPU or the GPU.
     kind : {"mha", "mha_sliding", "mla"}
         "mha_sliding": rows see a window, which the kernels take as an argument.
         "mla": a slot holds one latent row, which is K, and whose first `v_head_dim` columns are V,
@@ -101,7 +117,7 @@ class KernelSpec:
     kv_dtype: str = "float32"
     page_size: int = 16
     rope: RopeSpec = field(default_factory=RopeSpec)
-    target: VectorTarget = field(default_factory=VectorTarget)
+    target: VectorTarget | CudaTarget = field(default_factory=VectorTarget)
     kind: str = "mha"
     original_qk_head_dim: int = 0
     original_v_head_dim: int = 0

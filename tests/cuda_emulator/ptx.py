@@ -91,22 +91,24 @@ def _num_words(match) -> int:
     return int(match[1] or 1)
 
 
+def _copy(to: str, source: str, size: int) -> str:
+    return f"std::memcpy({to}, {source}, {size});"
+
+
 def _load(match, operands) -> str:
     count, size = _num_words(match), _WORD_BYTES[match[2]]
     *words, source = operands
-    parts = " ".join(
-        f"std::memcpy(&{w}, values + {i * size}, {size});" for i, w in enumerate(words)
-    )
-    return f"char values[{count * size}]; emulator::Load(values, {source}, {count * size}); {parts}"
+    parts = [_copy(f"&{w}", f"values + {i * size}", size) for i, w in enumerate(words)]
+    loaded = f"char values[{count * size}]; emulator::Load(values, {source}, {count * size});"
+    return " ".join([loaded, *parts])
 
 
 def _store(match, operands) -> str:
     count, size = _num_words(match), _WORD_BYTES[match[2]]
     to, *words = operands
-    parts = " ".join(
-        f"std::memcpy(values + {i * size}, &{w}, {size});" for i, w in enumerate(words)
-    )
-    return f"char values[{count * size}]; {parts} emulator::Store({to}, values, {count * size});"
+    parts = [_copy(f"values + {i * size}", f"&{w}", size) for i, w in enumerate(words)]
+    stored = f"emulator::Store((void*){to}, values, {count * size});"
+    return " ".join([f"char values[{count * size}];", *parts, stored])
 
 
 def _function(name: str) -> Callable:
@@ -126,6 +128,10 @@ _INSTRUCTIONS: list[tuple[str, Callable]] = [
     (r"ld\.global(?:\.nc)?(?:\.L1::\w+)?" + _VECTOR, _load),
     (r"st\.global" + _VECTOR, _store),
     (r"ex2\.approx", _function("exp2f")),
+    (r"lg2\.approx", _function("log2f")),
+    (r"fma\.rn\.f32", _function("fmaf")),
+    (r"cvt\.rni\.f32\.f32", _function("rintf")),
+    (r"mov\.b32", lambda match, operands: _copy(f"&{operands[0]}", f"&{operands[1]}", 4)),
     (r"tanh\.approx", _function("tanhf")),
     (r"rcp\.approx", _function("1.0f / ")),
     (r"prefetch|griddepcontrol|fence", _nothing),

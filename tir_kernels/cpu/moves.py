@@ -87,10 +87,10 @@ def expect_row(buffer, row: Sequence) -> None:
 class Slot:
     """Where a slot's rows lie: ``page`` and ``offset``, computed once."""
 
-    def __init__(self, slot, spec: KernelSpec):
+    def __init__(self, slot, spec: KernelSpec, temp: Callable = simd.temp):
         self.spec = spec
-        self.page = simd.temp(T.cast(slot_page(slot, spec.page_size), "int64"), 1, "int64")
-        self.offset = simd.temp(T.cast(slot_offset(slot, spec.page_size), "int64"), 1, "int64")
+        self.page = temp(T.cast(slot_page(slot, spec.page_size), "int64"), 1, "int64")
+        self.offset = temp(T.cast(slot_offset(slot, spec.page_size), "int64"), 1, "int64")
 
     def row(self, plane: int, head) -> tuple:
         """Indices of the row of `head`, less the last axis."""

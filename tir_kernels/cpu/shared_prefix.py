@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
-from ..merge import MergedLse, weighted
+from ..merge import MergedLse
 from ..softmax import inverse_total, log_sum
 from ..spec import KernelSpec
 from .arguments import OUTPUTS, SCALARS, attention_kernel
+from .blend import weighted
 from .columns import chunks
 from .cut_tiles import TileWork, emit_cut_tiles
 from .inline_rope import InlineRope, NoRotation

@@ -130,13 +130,18 @@ def exp2(x, lanes: int):
     """``2 ** x`` for ``x <= 0``, clamped at -126; relative error 3e-6, about ten instructions."""
     int_type, float_type = vector_type("int32", lanes), vector_type(F32, lanes)
     x = temp(T.max(x, constant(-126.0, lanes)), lanes)
-    whole = temp(T.call_llvm_pure_intrin(float_type, "llvm.rint", x), lanes)
+    whole = temp(rint(x, lanes), lanes)
     fraction = temp(x - whole, lanes)
     power = constant(_EXP2_COEFFICIENTS[-1], lanes)
     for c in reversed(_EXP2_COEFFICIENTS[:-1]):
         power = power * fraction + constant(c, lanes)
     exponent = T.shift_left(T.cast(whole, int_type), broadcast(T.int32(23), lanes))
     return temp(T.reinterpret(float_type, T.reinterpret(int_type, power) + exponent), lanes)
+
+
+def rint(x, lanes: int):
+    """The nearest whole number, as a float; even ones at ties."""
+    return T.call_llvm_pure_intrin(vector_type(F32, lanes), "llvm.rint", x)
 
 
 def fused_multiply_add(a, b, c, lanes: int):

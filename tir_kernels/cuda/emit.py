@@ -116,8 +116,17 @@ def index_temp(value):
     return temp(value, I32)
 
 
-def mutable(value, dtype: str = I32) -> Registers:
-    """A variable."""
-    register = Registers(1, dtype, "x")
-    register[0] = value
-    return register
+class Variable:
+    """A variable of a thread."""
+
+    def __init__(self, value, dtype: str = I32, name: str = "x"):
+        self.register = Registers(1, dtype, name)
+        self.set(value)
+
+    def get(self):
+        """Its value."""
+        return self.register[0]
+
+    def set(self, value) -> None:
+        """Give it another value."""
+        self.register[0] = value

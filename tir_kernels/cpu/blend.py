@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weighted sums of rows, where a part of weight zero counts for nothing, whatever it holds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from tvm.script import tirx as T
+
+from . import simd
+from .row_numbers import RowNumbers
+
+
+def blend(parts: Sequence, weights: Sequence, numbers: RowNumbers) -> None:
+    """Sum rows times their weights into the first one, in place.
+
+    Rows without a part of weight zero have their own code: the selection of one costs more than
+    converting and adding do.
+
+    Parameters
+    ----------
+    parts : ``(buffer, indices of its leading axes)`` of each row.
+    weights : float32 expressions
+    """
+
+    def emit(scale: Callable) -> None:
+        for dim, count in numbers.chunks(int(parts[0][0].shape[-1])):
+            total, lanes = None, min(count, numbers.lanes)
+            for (part, row), weight in zip(parts, weights, strict=True):
+                vectors = numbers.load(part, (*row, dim), count)
+                if total is None:
+                    total = [scale(x, weight, lanes) for x in vectors]
+                else:
+                    total = [
+                        t + scale(x, weight, lanes) for t, x in zip(total, vectors, strict=True)
+                    ]
+            numbers.store(parts[0][0], (*parts[0][1], dim), count, total)
+
+    with T.If(functools.reduce(T.And, [weight > T.float32(0) for weight in weights])):
+        with T.Then():
+            emit(lambda x, weight, lanes: x * simd.broadcast(weight, lanes))
+        with T.Else():
+            emit(selected)
+
+
+def selected(value, weight, lanes: int, arithmetic=simd):
+    """``value * weight``, and zero where the weight is zero, whatever the value is."""
+    weight, zero = arithmetic.broadcast(weight, lanes), arithmetic.constant(0.0, lanes)
+    return arithmetic.temp(T.Select(weight == zero, zero, value * weight), lanes)
+
+
+def weighted(o, index, weight, lanes: int):
+    """``o * weight``, and zero where the weight is zero, whatever o holds."""
+    return selected(simd.temp(simd.load(o, index, lanes), lanes), weight, lanes)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vocabulary of `family` on CPUs: an item of work is done by one thread, with vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder import prim_func
+
+from ..layout import pages_shape
+from ..rope import CosSin
+from ..spec import KernelSpec
+from . import moves, simd
+from .blend import blend
+from .row_numbers import RowNumbers
+
+
+def match(handle, shape: Sequence, dtype: str):
+    """Match a tensor that may start at any element of its allocation."""
+    return IRBuilder.name(handle.name, moves.match(handle, shape, dtype))
+
+
+def match_rows(handle, shape: Sequence, dtype: str):
+    """Match an array of rows, which may start at any element."""
+    return match(handle, shape, dtype)
+
+
+def match_pages(handle, spec: KernelSpec):
+    """Match a layer's pool of any number of pages."""
+    return match(handle, pages_shape(T.int64(), spec), spec.kv_dtype)
+
+
+def define_kernel(arguments: dict[str, Callable], body: Callable):
+    """Define a kernel.
+
+    Parameters
+    ----------
+    arguments : dict
+        Name -> type, such as ``T.handle`` or ``T.int64``, in order.
+    body : callable
+        Emits the body; takes the arguments.
+
+    Returns
+    -------
+    tvm.tirx.PrimFunc
+        Private, free to be named by its module.
+    """
+    with IRBuilder() as builder:
+        with prim_func(is_private=True, s_tir=True):
+            T.func_name("kernel")
+            T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
+            body(*[T.arg(name, make()) for name, make in arguments.items()])
+    return builder.get()
+
+
+def for_items(
+    spec: KernelSpec, count, bytes_each: Callable, body: Callable, *, computed=(), once=tuple
+) -> None:
+    """Run ``body(i, team, known)`` for ``i < count``; the items must not depend on each other.
+
+    Parameters
+    ----------
+    bytes_each : callable
+        ``known -> bytes`` that one item reads and writes, a number or an int64 expression.
+    computed : sequence of buffers
+        With rows that are rotated or blended.
+    once : callable
+        Emits what all items need to know, and gives `known`.
+    """
+    known, team = once(), Team(spec, computed)
+    with team.numbers.scope() if computed else nullcontext():
+        moves.for_each(count, bytes_each(known), lambda i: body(i, team, known))
+
+
+def read_index(value):
+    """Materialise an int32 value."""
+    return simd.index_temp(value)
+
+
+def variable(value) -> simd.Register:
+    """An int32 variable, with `get` and `set`."""
+    return simd.Register(1, "int32", value)
+
+
+class Team:
+    """One thread."""
+
+    arithmetic = simd
+
+    def __init__(self, spec: KernelSpec, computed: Sequence):
+        self.spec, self.lanes = spec, spec.target.lanes
+        self.numbers = RowNumbers(spec.target, computed) if computed else None
+
+    def slot(self, slot) -> moves.Slot:
+        """Where a slot's rows lie."""
+        return moves.Slot(slot, self.spec)
+
+    def meet(self) -> None:
+        """A thread does not wait for itself."""
+
+    def table(self, rows: int, size: int):
+        """A float32 array ``[rows, size]`` of the team."""
+        return T.alloc_buffer((rows, size), simd.F32)
+
+    def for_elements(self, size: int, body: Callable) -> None:
+        """Emit ``body(start, lanes)`` for vectors that cover ``range(size)``."""
+        for start, lanes in simd.chunks(size, self.lanes):
+            body(start, lanes)
+
+    def constants(self, values: Sequence[float], start, lanes: int, dtype: str = simd.F32):
+        """A vector of constants from `start` on."""
+        return simd.literal(values[start : start + lanes], dtype)
+
+    def copy_rows(self, count, source: Callable, sink: Callable, begin: int = 0) -> None:
+        """Copy elements `begin` to the end of rows, which both are ``i -> (buffer, indices)``."""
+        with T.serial(count) as i:
+            (to, to_row), (of, of_row) = sink(i), source(i)
+            moves.copy_row(of, of_row, to, to_row, self.lanes, begin)
+
+    def expect_rows(self, slot, pages) -> None:
+        """Ask for the rows of a slot that will be written soon; a negative one: of any."""
+        moves.Slot(T.max(slot, 0), self.spec).expect_rows(pages)
+
+    def blend_rows(self, count, parts: Sequence[Callable], weights_of: Callable) -> None:
+        """Sum rows, ``i -> (buffer, indices)``, times ``weights_of(i)``, into the first ones."""
+        with T.serial(count) as i:
+            blend([part(i) for part in parts], weights_of(i), self.numbers)
+
+    def cos_sin(self, rope) -> _CosSin:
+        """Cosines and sines of one position."""
+        return _CosSin(rope, self)
+
+
+class _CosSin:
+    """The cosines and sines of one position, in the order in which rows are loaded."""
+
+    def __init__(self, rope, team: Team):
+        self.row, self.numbers = CosSin(rope, team.lanes), team.numbers
+
+    def fill(self, position, inv_freq: Callable | None = None) -> None:
+        """Compute the row for an int32 position; see `rope.CosSin`."""
+        self.row.fill(position, inv_freq)
+        self.row.reorder(self.numbers)
+
+    def rotate_rows(self, count, source: Callable, sink: Callable) -> None:
+        """Rotate the rows `source` into the rows `sink`, both ``i -> (buffer, indices)``."""
+        self.row.rotate_rows(count, source, sink, self.numbers)

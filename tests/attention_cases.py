@@ -7,6 +7,7 @@ Every array starts at an odd element of a larger allocation that is filled with 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
@@ -50,6 +51,18 @@ def tensor(array: np.ndarray, shift: int = 3):
     return whole._create_view(array.shape, str(array.dtype), shift * array.dtype.itemsize)
 
 
+def tensors_for(spec: KernelSpec, place: Callable = tensor) -> Callable:
+    """`place`, as the spec's target asks for: what is not int32 starts at 16 bytes for GPUs."""
+    if not isinstance(spec.target, CudaTarget):
+        return place
+
+    def place_aligned(array: np.ndarray, *shift: int):
+        array = np.asarray(array)
+        return place(array, *([16 // array.itemsize] if array.dtype != np.int32 else shift))
+
+    return place_aligned
+
+
 def indptr(lengths) -> np.ndarray:
     """``[B + 1]`` starts."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -76,6 +89,7 @@ class Batch:
 
     def __init__(self, spec: KernelSpec, lengths, seed: int):
         self.spec, self.rng = spec, np.random.default_rng(seed)
+        self.tensor = tensors_for(spec)
         self.num_rows, self.kv_lens = (list(x) for x in zip(*lengths, strict=True))
         self.q_indptr = indptr(self.num_rows)
         shape = (sum(self.num_rows), spec.num_qo_heads)
@@ -88,8 +102,8 @@ class Batch:
             ]
         ).astype(np.int32)
         self.sm_scale = spec.qk_head_dim**-0.5
-        self.o = tensor(np.full((*shape, spec.v_head_dim), np.nan, spec.dtype))
-        self.lse = tensor(np.full(shape, np.nan, np.float32))
+        self.o = self.tensor(np.full((*shape, spec.v_head_dim), np.nan, spec.dtype))
+        self.lse = self.tensor(np.full(shape, np.nan, np.float32))
 
     def scalars(self, *, causal: bool | None, inline: bool) -> list:
         """The trailing arguments of a kernel."""
@@ -138,14 +152,14 @@ class PagedBatch(Batch):
 
     def _table(self) -> list:
         arrays = (self.page_indptr, self.page_values, self.last_page_len, self.k_offsets)
-        return [tensor(x) for x in (*arrays, self.q_positions)]
+        return [self.tensor(x) for x in (*arrays, self.q_positions)]
 
     def decode(self, cpu: str = "native", inline: bool = False, window=None) -> None:
         """Run `decode`, or with a window `decode_sliding`; every sequence has one row."""
         kernel = compiled("decode" if window is None else "decode_sliding", self.spec, cpu)
         outputs = [self.o, self.lse, *self.scalars(causal=None, inline=inline)]
         outputs += [] if window is None else [window]
-        kernel(tensor(self.q), tensor(self.pages), *self._table(), *outputs)
+        kernel(self.tensor(self.q), self.tensor(self.pages), *self._table(), *outputs)
 
     def prefill(
         self, causal: bool = True, cpu: str = "native", inline: bool = False, window=None
@@ -154,8 +168,8 @@ class PagedBatch(Batch):
         kernel = compiled("prefill" if window is None else "prefill_sliding", self.spec, cpu)
         outputs = [self.o, self.lse, *self.scalars(causal=causal, inline=inline)]
         outputs += [] if window is None else [window]
-        q = (tensor(self.q), tensor(self.q_indptr))
-        kernel(*q, tensor(self.pages), *self._table(), *outputs)
+        q = (self.tensor(self.q), self.tensor(self.q_indptr))
+        kernel(*q, self.tensor(self.pages), *self._table(), *outputs)
 
     def verify(self, causal: bool = True, inline: bool = False, window=None) -> None:
         """Compare with the reference."""
@@ -192,7 +206,7 @@ class RaggedBatch(Batch):
         """Run `prefill_ragged`, or with a window `prefill_ragged_sliding`."""
         name = "prefill_ragged" if window is None else "prefill_ragged_sliding"
         arrays = (self.q, self.q_indptr, self.k, self.v, self.kv_indptr)
-        arrays = [tensor(x) for x in (*arrays, self.q_positions, self.k_offsets)]
+        arrays = [self.tensor(x) for x in (*arrays, self.q_positions, self.k_offsets)]
         scalars = self.scalars(causal=causal, inline=inline)
         scalars += [] if window is None else [window]
         compiled(name, self.spec, cpu)(*arrays, self.o, self.lse, *scalars)

@@ -13,31 +13,19 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import tvm
 
-from tir_kernels.spec import CudaTarget, KernelSpec
+from tir_kernels.spec import KernelSpec
 
 from . import reference
-from .attention_cases import compiled, normal
+from .attention_cases import compiled, normal, tensors_for
 
 
-def tensor(array: np.ndarray, shift: int = 1):
+def unaligned_tensor(array: np.ndarray, shift: int = 1):
     """`array` as a tensor whose data start at element `shift` of a larger allocation."""
     array = np.asarray(array)
     backing = np.zeros(array.size + shift, array.dtype)
     backing[shift:] = array.reshape(-1)
     whole = tvm.runtime.tensor(backing)
     return whole._create_view(array.shape, str(array.dtype), shift * array.dtype.itemsize)
-
-
-def tensors_for(spec: KernelSpec):
-    """`tensor`, placed as the spec's target asks for: rows of GPUs start at 16 bytes."""
-    if not isinstance(spec.target, CudaTarget):
-        return tensor
-
-    def place(array: np.ndarray, shift: int = 1):
-        array = np.asarray(array)
-        return tensor(array, shift if array.dtype == np.int32 else 16 // array.dtype.itemsize)
-
-    return place
 
 
 def empty_pages(spec: KernelSpec, num_pages: int) -> np.ndarray:
@@ -63,7 +51,7 @@ def assert_pages(actual, expected, slots, dtype: str) -> None:
 
 
 def check_transpose_append(spec, num_rows, seed) -> None:
-    tensor = tensors_for(spec)
+    tensor = tensors_for(spec, unaligned_tensor)
     rng = np.random.default_rng(seed)
     num_pages = pages_for(spec, num_rows)
     k, v = (
@@ -79,7 +67,7 @@ def check_transpose_append(spec, num_rows, seed) -> None:
 
 
 def check_split_rotary(spec, num_rows, apply_rope, seed) -> None:
-    tensor = tensors_for(spec)
+    tensor = tensors_for(spec, unaligned_tensor)
     rng = np.random.default_rng(seed)
     qkv, positions, expected = fused(rng, spec, num_rows)
     q, k, v = (tensor(np.full(x.shape, np.nan, spec.dtype)) for x in expected)
@@ -96,7 +84,7 @@ def check_split_rotary(spec, num_rows, apply_rope, seed) -> None:
 
 
 def check_merge(spec, num_rows, seed) -> None:
-    tensor = tensors_for(spec)
+    tensor = tensors_for(spec, unaligned_tensor)
     rng = np.random.default_rng(seed)
     num_rows = min(num_rows, 40_000_000 // (spec.num_qo_heads * spec.v_head_dim * 10))
     shape = (num_rows, spec.num_qo_heads, spec.v_head_dim)
@@ -114,7 +102,7 @@ def check_merge(spec, num_rows, seed) -> None:
 
 
 def check_copy_single_page(spec, seed) -> None:
-    tensor = tensors_for(spec)
+    tensor = tensors_for(spec, unaligned_tensor)
     rng = np.random.default_rng(seed)
     for length in sorted({0, 1, spec.page_size // 2, spec.page_size - 1, spec.page_size}):
         pages = normal(rng, empty_pages(spec, 5).shape, spec.kv_dtype)
@@ -126,7 +114,7 @@ def check_copy_single_page(spec, seed) -> None:
 
 
 def check_debug_get_kv(spec, num_rows, seed) -> None:
-    tensor = tensors_for(spec)
+    tensor = tensors_for(spec, unaligned_tensor)
     rng = np.random.default_rng(seed)
     num_pages, num_layers, layer = pages_for(spec, num_rows), 3, 1
     pages = normal(rng, empty_pages(spec, num_pages).shape, spec.kv_dtype)
@@ -141,7 +129,7 @@ def check_debug_get_kv(spec, num_rows, seed) -> None:
 
 
 def check_compact_copy(spec, num_copies, seed) -> None:
-    tensor = tensors_for(spec)
+    tensor = tensors_for(spec, unaligned_tensor)
     rng = np.random.default_rng(seed)
     pages = normal(rng, empty_pages(spec, pages_for(spec, 100)).shape, spec.kv_dtype)
     num_slots = pages.shape[0] * spec.page_size
@@ -167,7 +155,7 @@ def check_rope_append(
     spec, rope, qkv, positions, lengths, apply_rope=1, cpu="native", seed=0
 ) -> None:
     """Run `rope_append` on a batch and compare q and the pages; the last rows keep no K and V."""
-    tensor = tensors_for(spec)
+    tensor = tensors_for(spec, unaligned_tensor)
     rng = np.random.default_rng(seed)
     num_rows, num_pages = len(qkv), pages_for(spec, len(qkv))
     slots = shuffled_slots(rng, spec, num_rows, num_pages)

@@ -9,7 +9,7 @@ import pytest
 from tir_kernels.spec import RopeSpec
 
 from . import reference
-from .attention_cases import compiled, cuda_text
+from .attention_cases import compiled, cuda_text, tensors_for
 from .cuda_cases import BF16, F16, F32, make_spec
 from .cuda_emulator import SCHEDULES, emulated, mutated, schedule
 from .page_kernel_cases import (
@@ -21,7 +21,6 @@ from .page_kernel_cases import (
     check_split_rotary,
     check_transpose_append,
     fused,
-    tensors_for,
 )
 from .test_rope import ORIGINAL, specs_of
 

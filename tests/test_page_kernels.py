@@ -28,7 +28,9 @@ from .page_kernel_cases import (
     check_split_rotary,
     check_transpose_append,
     fused,
-    tensor,
+)
+from .page_kernel_cases import (
+    unaligned_tensor as tensor,
 )
 from .test_rope import ORIGINAL, specs_of
 

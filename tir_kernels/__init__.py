@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from . import append, latent, merge, page_copy, sinks
 from .cpu import decode, mla, prefill, shared_prefix, sliding, tree
-from .spec import KernelSpec
+from .cuda.builders import BUILDERS as CUDA_BUILDERS
+from .spec import CudaTarget, KernelSpec
 
 BUILDERS: dict[str, Callable] = {
     "transpose_append": append.transpose_append,
@@ -51,6 +52,11 @@ _MLA_ONLY = {
     "debug_get_kv_mla",
 }
 _BOTH = {"merge", "prefill_ragged", "tree", "copy_single_page", "compact_copy"}
+_ANY_TARGET = (  # written in terms of a family
+    *("transpose_append", "split_rotary", "rope_append", "merge", "apply_sinks"),
+    *("copy_single_page", "debug_get_kv", "compact_copy"),
+    *("transpose_append_mla", "debug_get_kv_mla"),
+)
 _NON_ABSORBED = {"merge", "prefill_ragged", "tree"}  # where an MLA layer is a multi-head attention
 
 
@@ -67,6 +73,9 @@ def kernel_names(spec: KernelSpec) -> list[str]:
 
 def build_kernel(name: str, spec: KernelSpec):
     """Build the kernel `name` for `spec`; a private PrimFunc, free to be named by its module."""
-    if name not in BUILDERS:
-        raise ValueError(f"no kernel {name!r}; there are {', '.join(BUILDERS)}")
-    return BUILDERS[name](spec.non_absorbed if name in _NON_ABSORBED else spec)
+    builders = BUILDERS
+    if isinstance(spec.target, CudaTarget):
+        builders = {name: BUILDERS[name] for name in _ANY_TARGET} | CUDA_BUILDERS
+    if name not in builders:
+        raise ValueError(f"no kernel {name!r}; there are {', '.join(builders)}")
+    return builders[name](spec.non_absorbed if name in _NON_ABSORBED else spec)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from .cpu.simd import broadcast, index_temp, ramp
+from .cpu.simd import broadcast, ramp
+from .family import family_of
 
 NO_LIMIT = (1 << 31) - 1
 
@@ -25,11 +26,12 @@ class WholeSequence:
 
     def __init__(self, spec, length_info):
         self.page_size, self.info = spec.page_size, length_info
+        self.index_temp = family_of(spec).read_index
 
     def kv_len(self, sequence, num_pages):
         """Positions that `sequence`, which has `num_pages` pages, holds."""
         length = (num_pages - 1) * self.page_size + self.info[sequence]
-        return index_temp(T.if_then_else(num_pages > 0, length, 0))
+        return self.index_temp(T.if_then_else(num_pages > 0, length, 0))
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,14 @@ class Gap:
     sinks, begin : int32 expressions
     back : int32 expression
         Positions that a row sees besides the sinks and itself, those right before it.
+    index_temp : callable
+        Materialises an int32 value.
     """
 
     sinks: object
     begin: object
     back: object
+    index_temp: Callable
 
     def for_spans(self, kv_len, k_offset, body: Callable[[Span], None]) -> None:
         """Emit ``body(span)`` for the columns behind the gap, then for the sinks, if there are any.
@@ -56,7 +61,7 @@ class Gap:
         with T.serial(T.if_then_else(self.sinks > 0, 2, 1)) as i:
 
             def choose(window, sinks):
-                return index_temp(T.if_then_else(i == 0, window, sinks))
+                return self.index_temp(T.if_then_else(i == 0, window, sinks))
 
             body(
                 Span(
@@ -129,13 +134,14 @@ class GappedSequence(WholeSequence):
     def kv_len(self, sequence, num_pages):
         """Slots that `sequence`, which has `num_pages` pages, takes, the hidden ones included."""
         length = (num_pages - 1) * self.page_size + self._number(0, sequence, 0)
-        return index_temp(T.if_then_else(num_pages > 0, length, 0))
+        return self.index_temp(T.if_then_else(num_pages > 0, length, 0))
 
     def gap(self, sequence) -> Gap:
         """What `sequence` has dropped."""
-        begin = index_temp(self._number(1, sequence, T.int32(0)))
-        sinks = index_temp(self._number(2, sequence, T.int32(0)))
-        return Gap(sinks, begin, index_temp(self._number(3, sequence, NO_LIMIT - sinks)))
+        begin = self.index_temp(self._number(1, sequence, T.int32(0)))
+        sinks = self.index_temp(self._number(2, sequence, T.int32(0)))
+        back = self.index_temp(self._number(3, sequence, NO_LIMIT - sinks))
+        return Gap(sinks, begin, back, self.index_temp)
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,22 @@ def _store(match, operands) -> str:
     return " ".join([f"char values[{count * size}];", *parts, stored])
 
 
+def _load_shared(match, operands) -> str:
+    count, size = _num_words(match), _WORD_BYTES[match[2]]
+    *words, address = operands
+    source = f"const char* source = emulator::SharedPointer({address}, {count * size});"
+    parts = [_copy(f"&{w}", f"source + {i * size}", size) for i, w in enumerate(words)]
+    return " ".join([source, *parts])
+
+
+def _store_shared(match, operands) -> str:
+    count, size = _num_words(match), _WORD_BYTES[match[2]]
+    address, *words = operands
+    to = f"char* to = emulator::SharedPointer({address}, {count * size});"
+    parts = [_copy(f"to + {i * size}", f"&{w}", size) for i, w in enumerate(words)]
+    return " ".join([to, *parts])
+
+
 def _function(name: str) -> Callable:
     return lambda match, operands: f"{operands[0]} = {name}({', '.join(operands[1:])});"
 
@@ -127,6 +143,8 @@ _INSTRUCTIONS: list[tuple[str, Callable]] = [
     (r"cvt\.f32\.(b?f16)", _widen),
     (r"ld\.global(?:\.nc)?(?:\.L1::\w+)?" + _VECTOR, _load),
     (r"st\.global" + _VECTOR, _store),
+    (r"ld\.shared" + _VECTOR, _load_shared),
+    (r"st\.shared" + _VECTOR, _store_shared),
     (r"ex2\.approx", _function("exp2f")),
     (r"lg2\.approx", _function("log2f")),
     (r"fma\.rn\.f32", _function("fmaf")),

@@ -26,7 +26,7 @@ TREES = ("tree_order_indptr", "tree_order")
 OUTPUTS = ("o", "lse")
 SCALARS = ("rotary_mode", "rope_scale", "rope_theta", "sm_scale")
 
-_SCALAR_TYPES = {
+SCALAR_TYPES = {
     "causal": T.int32,
     "first_segment": T.int32,
     "last_segment": T.int32,
@@ -71,7 +71,7 @@ def attention_kernel(
         with prim_func(is_private=True, s_tir=True):
             T.func_name("attention")
             T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-            types = [_SCALAR_TYPES.get(name, T.handle) for name in names]
+            types = [SCALAR_TYPES.get(name, T.handle) for name in names]
             given = {n: T.arg(n, make()) for n, make in zip(names, types, strict=True)}
             emit(match(spec, given))
     kernel = builder.get()
@@ -79,13 +79,15 @@ def attention_kernel(
     return kernel
 
 
-def match(spec: KernelSpec, given: dict) -> SimpleNamespace:
+def match(spec: KernelSpec, given: dict, align: int | None = None) -> SimpleNamespace:
     """Match the handles among the arguments of an attention kernel, by their names.
 
     Parameters
     ----------
     given : dict
         Arguments by name, handles and scalars.
+    align : int, optional
+        Bytes to which pages, q, k, v and o are aligned; None: as their elements are.
 
     Returns
     -------
@@ -140,9 +142,9 @@ def match(spec: KernelSpec, given: dict) -> SimpleNamespace:
     matched = SimpleNamespace(batch_size=batch_size)
     for name, value in given.items():
         if name == "pages":
-            value = page_pool(value, spec)
+            value = page_pool(value, spec, align)
         elif name in arrays:
-            value = rows_array(value, *arrays[name])
+            value = rows_array(value, *arrays[name], None if name == "lse" else align)
         elif name in indices:
             value = index_array(value, *indices[name])
         setattr(matched, name, IRBuilder.name(name, value))
@@ -160,25 +162,18 @@ def index_array(handle, *shape):
     return T.match_buffer(handle, shape, "int32", elem_offset=offset, offset_factor=1, align=4)
 
 
-def rows_array(handle, shape, dtype: str):
-    """A dense array of rows that may start at any element of a larger one."""
-    offset = T.int64()
+def rows_array(handle, shape, dtype: str, align: int | None = None):
+    """A dense array of rows, which starts at a multiple of `align` bytes; None: at any element."""
+    offset, align = T.int64(), align or ITEMSIZE[dtype]
+    factor = align // ITEMSIZE[dtype]
     return T.match_buffer(
-        handle, shape, dtype, elem_offset=offset, offset_factor=1, align=ITEMSIZE[dtype]
+        handle, shape, dtype, elem_offset=offset, offset_factor=factor, align=align
     )
 
 
-def page_pool(handle, spec: KernelSpec):
-    """The pages of a layer, which may start at any element of a larger array."""
-    num_pages, offset = _size("num_pages"), T.int64()
-    return T.match_buffer(
-        handle,
-        pages_shape(num_pages, spec),
-        spec.kv_dtype,
-        elem_offset=offset,
-        offset_factor=1,
-        align=ITEMSIZE[spec.kv_dtype],
-    )
+def page_pool(handle, spec: KernelSpec, align: int | None = None):
+    """The pages of a layer; they start as `rows_array` has it."""
+    return rows_array(handle, pages_shape(_size("num_pages"), spec), spec.kv_dtype, align)
 
 
 def require_half_conversion(spec: KernelSpec, *dtypes: str) -> None:

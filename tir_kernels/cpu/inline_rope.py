@@ -22,6 +22,19 @@ def has_rope(spec: KernelSpec) -> bool:
     return 0 < spec.rope.rotary_dim <= spec.qk_head_dim
 
 
+def require_own_rotation(spec: KernelSpec, a) -> None:
+    """Refuse a call with rotary_mode 1 and another rotation than that of the spec."""
+    if has_rope(spec):
+        same = T.And(
+            a.rope_theta == T.float32(spec.rope.theta), a.rope_scale == T.float32(spec.rope.scale)
+        )
+        message = "rope_theta or rope_scale differ from those that the kernel was built for"
+    else:
+        same, message = T.bool(False), "the kernel was built without a rotation"
+    with T.Assert(T.Or(a.rotary_mode != 1, same), message, "ValueError"):
+        T.evaluate(0)
+
+
 class InlineRope:
     """The rotation of one kernel.
 
@@ -37,16 +50,7 @@ class InlineRope:
         self.fits = has_rope(spec)
         self.has_bias = spec.alibi_slopes is not None
         self.mode = a.rotary_mode
-        if self.fits:
-            same = T.And(
-                a.rope_theta == T.float32(self.rope.theta),
-                a.rope_scale == T.float32(self.rope.scale),
-            )
-            message = "rope_theta or rope_scale differ from those that the kernel was built for"
-        else:
-            same, message = T.bool(False), "the kernel was built without a rotation"
-        with T.Assert(T.Or(self.mode != 1, same), message, "ValueError"):
-            T.evaluate(0)
+        require_own_rotation(spec, a)
 
     def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
         """Emit `rotated` for rotary_mode 1 and `plain` for the rest."""

@@ -64,7 +64,7 @@ def launch(grid: Sequence, num_threads: int, min_blocks: int = 0):
         # Or the compiler takes `block < extent` for certain.
         blocks = T.cta_id([e if isinstance(e, int) else T.max(e, 1) for e in grid])
         thread = T.thread_id([num_threads])
-        yield tuple(blocks) if isinstance(blocks, list | tuple) else (blocks,), thread
+        yield tuple(blocks) if len(grid) > 1 else (blocks,), thread
 
 
 def ptx(instruction: str, *operands) -> None:

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel name -> builder, of the kernels that GPUs have to themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import prefill
+
+BUILDERS: dict[str, Callable] = {
+    "prefill_ragged": prefill.prefill_ragged,
+    "prefill": prefill.prefill,
+    "prefill_sliding": prefill.prefill_sliding,
+    "prefill_ragged_sliding": prefill.prefill_ragged_sliding,
+}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotation of Q and K in shared memory, for ``rotary_mode`` 1: the pages hold K as it came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from ..cpu.inline_rope import has_rope
+from ..rope import inverse_frequencies, sin_cos
+from ..spec import KernelSpec
+from . import scalars
+from .emit import F32, index_temp, sync_block
+from .shared_tiles import SharedTiles
+
+
+class InlineRope:
+    """The rotation of one kernel.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : the kernel's arguments `rotary_mode`.
+    step : of the unit: `length`, positions of the sequence.
+    """
+
+    def __init__(self, spec: KernelSpec, a, step):
+        self.spec, self.mode, self.step = spec, a.rotary_mode, step
+        self.half = spec.rope.rotary_dim // 2
+
+    def rotate_q(self, unit, position: Callable) -> None:
+        """Rotate the tile of Q of a unit; ``position(row)`` of its rows."""
+        self._rotate(unit, unit.q, 0, unit.tiling.rows, position)
+
+    def rotate_k(self, unit, stage, first_position) -> None:
+        """Rotate a tile of K of a unit, whose first row is at a position."""
+        rows = unit.tiling.positions
+        self._rotate(unit, unit.k, stage, rows, lambda row: first_position + row)
+
+    def _rotate(self, unit, tiles: SharedTiles, tile, num_rows: int, position: Callable) -> None:
+        if not has_rope(self.spec):
+            return
+        half, num_threads, memory = self.half, unit.tiling.num_threads, tiles.memory
+        per_chunk = tiles.layout.per_chunk
+        with T.If(self.mode == 1), T.Then():
+            with T.serial(T.ceildiv(num_rows * half, num_threads)) as turn:
+                item = index_temp(turn * num_threads + unit.thread)
+                with T.If(item < num_rows * half), T.Then():
+                    row, i = (
+                        index_temp(x) for x in (T.truncdiv(item, half), T.truncmod(item, half))
+                    )
+                    rotation = self._sin_cos(position(row), i)
+                    at = []
+                    for column in (i, i + half):
+                        chunk = T.truncdiv(column, per_chunk)
+                        start = tiles.index(tile, row, chunk)
+                        at.append(index_temp(start + T.truncmod(column, per_chunk)))
+                    x, y = (scalars.temp(T.cast(memory[index], F32)) for index in at)
+                    values = (
+                        x * rotation.cos - y * rotation.sin,
+                        y * rotation.cos + x * rotation.sin,
+                    )
+                    for index, value in zip(at, values, strict=True):
+                        T.buffer_store(memory, T.cast(value, memory.dtype), [index])
+            sync_block()
+
+    def _sin_cos(self, position, i):
+        rope = self.spec.rope
+        scaled = T.cast(position, F32)
+        if rope.scale != 1.0:
+            scaled = scaled * T.float32(rope.scale)
+        frequency = scalars.lookup(inverse_frequencies(rope).inv_freq, i)
+        if rope.kind == "longrope":
+            original = dict(rope.scaling)["original_max_position_embeddings"]
+            of_long = scalars.lookup(inverse_frequencies(rope, use_long=True).inv_freq, i)
+            frequency = T.Select(self.step.length > original, of_long, frequency)
+        rotation = sin_cos(scalars.temp(scaled) * frequency, 1, scalars)
+        factor = inverse_frequencies(rope).attention_factor
+        if factor == 1.0:
+            return rotation
+        scaled = (scalars.temp(x * T.float32(factor)) for x in (rotation.sin, rotation.cos))
+        return type(rotation)(*scaled)

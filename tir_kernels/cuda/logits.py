@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From products to scores: scale, soft-cap, ALiBi and masks, on the registers of a thread."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from ..spec import LOG2E, KernelSpec
+from .emit import F32, Registers
+from .online_softmax import HIDDEN, ROWS
+from .scalars import exp2, lookup, temp
+
+
+def soft_cap(score, cap: float | None):
+    """Cap a score, which is a logit times log2(e); the score itself without a cap.
+
+    ``tanh(x) = 1 - 2 / (exp(2 * x) + 1)``: its absolute error counts, not the relative one.
+    """
+    if cap is None:
+        return score
+    power = exp2(score * T.float32(2 / cap))
+    share = temp(T.float32(2) / (power + T.float32(1)))
+    return T.float32(cap * LOG2E) * (T.float32(1) - share)
+
+
+class AlibiBias:
+    """The bias of a thread's rows.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        With `alibi_slopes`.
+    """
+
+    def __init__(self, spec: KernelSpec):
+        self.values = [slope * LOG2E for slope in spec.alibi_slopes]
+        self.slope = Registers(ROWS, F32, "slope")
+        self.position = Registers(ROWS, "int32", "own_position")
+
+    @staticmethod
+    def of(spec: KernelSpec) -> AlibiBias | None:
+        """The bias, or None where the spec has none."""
+        return AlibiBias(spec) if spec.alibi_slopes else None
+
+    def set_row(self, h: int, head, position) -> None:
+        """Let row h be the query of a head at a position."""
+        self.slope[h] = lookup(self.values, head)
+        self.position[h] = position
+
+    def at(self, h: int, position):
+        """The bias of row h at a position of K."""
+        return T.cast(position - self.position[h], F32) * self.slope[h]
+
+
+def for_scores(num_tiles: int, lane, body) -> None:
+    """Emit ``body(register, h, column)`` for the scores of a thread: row h, column of the tile."""
+    with T.unroll(num_tiles) as n:
+        for h in range(ROWS):
+            for e in range(2):
+                body(n * 4 + h * 2 + e, h, n * 8 + T.truncmod(lane, 4) * 2 + e)
+
+
+def hide(scores: Registers, num_tiles: int, lane, is_visible) -> None:
+    """Hide the columns that a row does not see: ``is_visible(h, column)``."""
+
+    def body(register, h, column):
+        seen = is_visible(h, column)
+        scores[register] = T.if_then_else(seen, scores[register], T.float32(HIDDEN))
+
+    for_scores(num_tiles, lane, body)

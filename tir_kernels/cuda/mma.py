@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of tiles on tensor cores: `ldmatrix` and `mma.sync`, float16 or bfloat16 to float32.
+
+A warp computes sixteen rows. Operands come from shared tiles; how a thread holds the products is
+told in `online_softmax`.
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from .elements import pack
+from .emit import U32, Registers, ptx
+from .shared_tiles import SharedTiles
+
+ROWS = 16  # of a warp
+STEP = 16  # elements of a row that one instruction takes
+_SHORT = {"float16": "f16", "bfloat16": "bf16"}
+_LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+_LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+
+
+def _load(instruction: str, registers: Registers, first, pointer) -> None:
+    ptx(instruction, *[registers[first + i] for i in range(4)], pointer)
+
+
+class TensorCores:
+    """What a warp multiplies.
+
+    Parameters
+    ----------
+    dtype : {"float16", "bfloat16"}
+    lane : int32 expression
+    """
+
+    def __init__(self, dtype: str, lane):
+        self.dtype, self.lane = dtype, lane
+        short = _SHORT[dtype]
+        self.instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32"
+
+    def _multiply(self, products: Registers, first, a: Registers, a_first, b, b_first) -> None:
+        d = [products[first + i] for i in range(4)]
+        a = [a[a_first + i] for i in range(4)]
+        ptx(self.instruction, *d, *a, b[b_first], b[b_first + 1], *d)
+
+    def load_rows(self, registers: Registers, first, tiles: SharedTiles, row, step) -> None:
+        """Load step `step` of sixteen rows from `row` on, as the left operand."""
+        lane = self.lane
+        chunk = step * 2 + T.truncdiv(lane, 16)
+        _load(_LOAD, registers, first, tiles.pointer(0, row + T.truncmod(lane, 16), chunk))
+
+    def scores(self, scores: Registers, q, k: SharedTiles, stage, num_steps: int) -> None:
+        """Compute ``Q K^T``; `q` gives a register array and where in it a step begins."""
+        lane, right = self.lane, Registers(4, U32, "right")
+        scores.fill(T.float32(0))
+        with T.unroll(num_steps) as step:
+            left, left_first = q(step)
+            with T.unroll(scores.count // 8) as pair:
+                row = pair * 16 + T.truncmod(lane, 8) + T.truncdiv(lane, 16) * 8
+                chunk = step * 2 + T.truncmod(T.truncdiv(lane, 8), 2)
+                _load(_LOAD, right, 0, k.pointer(stage, row, chunk))
+                for i in range(2):
+                    self._multiply(scores, (pair * 2 + i) * 4, left, left_first, right, i * 2)
+
+    def accumulate(self, output: Registers, weights: Registers, v: SharedTiles, stage) -> None:
+        """Add ``weights V``; the weights are float32, as `scores` leaves them."""
+        lane, left, right = self.lane, Registers(4, U32, "left"), Registers(4, U32, "right")
+        with T.unroll(weights.count // 8) as step:
+            for i in range(4):
+                low = step * 8 + i * 2
+                pack(left[i], self.dtype, weights[low], weights[low + 1])
+            with T.unroll(output.count // 8) as pair:
+                row = step * STEP + T.truncmod(lane, 16)
+                chunk = pair * 2 + T.truncdiv(lane, 16)
+                _load(_LOAD_TRANSPOSED, right, 0, v.pointer(stage, row, chunk))
+                for i in range(2):
+                    self._multiply(output, (pair * 2 + i) * 4, left, 0, right, i * 2)

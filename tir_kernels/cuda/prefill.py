@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of several query rows per sequence, over pages or ragged arrays: one skeleton.
+
+A block does one unit: a tile of a sequence's rows for one KV head. Which one, it finds out from the
+starts of the sequences, so the host plans nothing. Units with much to see come first.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ..cpu.arguments import with_lengths
+from ..cpu.inline_rope import require_own_rotation
+from ..cpu.prefill import PREFILL, PREFILL_RAGGED
+from ..masks import CausalMask, GappedSequence, WholeSequence, WindowMask
+from ..spec import KernelSpec
+from .arguments import attention_kernel
+from .emit import WARP, index_temp, launch
+from .prefill_unit import Unit
+from .rows import PagedRows, RaggedRows
+from .schedule import UnitOfBlock
+from .tiling import Tiling
+
+
+def emit_prefill(spec: KernelSpec, a: SimpleNamespace) -> None:
+    """Emit the body.
+
+    Parameters
+    ----------
+    a : the matched arguments by their names, `mask`, and of the source of K and V `kv_rows`, which
+        is ``(sequence, head) -> (rows, kv_len)``, where `rows` takes the rows of a thread, and
+        `gap_of`, what a sequence has dropped, or None.
+    """
+    tiling, group = Tiling.of(spec), spec.group_size
+    require_own_rotation(spec, a)
+    # No more units than that, for each sequence has less than a whole one besides whole ones.
+    most_units = T.truncdiv(a.q.shape[0] * group, tiling.rows) + a.batch_size
+    grid = [most_units, spec.num_kv_heads * tiling.slices]
+    with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, pair), thread):
+
+        def rows_of(sequence):
+            return a.q_indptr[sequence + 1] - a.q_indptr[sequence]
+
+        def units_of(sequence):
+            return T.truncdiv(rows_of(sequence) * group + tiling.rows - 1, tiling.rows)
+
+        lane = index_temp(T.truncmod(thread, WARP))
+        unit = UnitOfBlock(block, a.batch_size, units_of, lane)
+        with T.If(unit.sequence >= 0), T.Then():
+            head = index_temp(T.truncdiv(pair, tiling.slices))
+            rows, kv_len = a.kv_rows(unit.sequence, head)
+            gap = a.gap_of(unit.sequence)
+            k_offset = index_temp(a.k_rope_pos_offset[unit.sequence])
+            num_hidden = 0 if gap is None else gap.begin - gap.sinks
+            step = SimpleNamespace(
+                rows=rows,
+                kv_len=kv_len,
+                gap=gap,
+                k_offset=k_offset,
+                length=k_offset + kv_len - num_hidden,
+                head=head,
+                slice=index_temp(T.truncmod(pair, tiling.slices)),
+                first_row=index_temp(a.q_indptr[unit.sequence]),
+                num_rows=index_temp(rows_of(unit.sequence)),
+                first=index_temp((unit.count - 1 - unit.index) * tiling.rows),
+            )
+            Unit(spec, tiling, a, step, thread).run()
+
+
+def emit_paged(spec: KernelSpec, a: SimpleNamespace) -> None:
+    """Emit `prefill` with rows from pages."""
+    has_gaps = not hasattr(a, "length_info")
+    lengths = GappedSequence(spec, a) if has_gaps else WholeSequence(spec, a.length_info)
+    a.gap_of = lengths.gap if has_gaps else lambda sequence: None
+
+    def kv_rows(sequence, head):
+        first = index_temp(a.page_indptr[sequence])
+        num_pages = index_temp(a.page_indptr[sequence + 1] - first)
+
+        def rows(rows_per_thread: int):
+            return PagedRows(spec, a, first, head, rows_per_thread)
+
+        return rows, lengths.kv_len(sequence, num_pages)
+
+    a.kv_rows = kv_rows
+    emit_prefill(spec, a)
+
+
+def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
+    """Emit `prefill_ragged` with rows from arrays."""
+    a.gap_of = lambda sequence: None
+
+    def kv_rows(sequence, head):
+        first = index_temp(a.kv_indptr[sequence])
+        kv_len = index_temp(a.kv_indptr[sequence + 1] - first)
+        return lambda rows_per_thread: RaggedRows(a, first, head, rows_per_thread), kv_len
+
+    a.kv_rows = kv_rows
+    emit_prefill(spec, a)
+
+
+def prefill(spec: KernelSpec):
+    """Build the kernel `prefill`; its arguments are those of the CPU's."""
+
+    def emit(a):
+        a.mask = CausalMask(a.causal)
+        emit_paged(spec, a)
+
+    return attention_kernel(spec, PREFILL, emit)
+
+
+def prefill_sliding(spec: KernelSpec):
+    """Build the kernel `prefill_sliding`; its arguments are those of the CPU's."""
+
+    def emit(a):
+        a.mask = WindowMask(a.causal, a.window)
+        emit_paged(spec, a)
+
+    return attention_kernel(spec, (*with_lengths(PREFILL, "length_info"), "window"), emit)
+
+
+def prefill_ragged(spec: KernelSpec):
+    """Build the kernel `prefill_ragged`; its arguments are those of the CPU's."""
+
+    def emit(a):
+        a.mask = CausalMask(a.causal)
+        emit_ragged(spec, a)
+
+    return attention_kernel(spec, PREFILL_RAGGED, emit)
+
+
+def prefill_ragged_sliding(spec: KernelSpec):
+    """Build the kernel `prefill_ragged_sliding`; its arguments are those of the CPU's."""
+
+    def emit(a):
+        a.mask = WindowMask(a.causal, a.window)
+        emit_ragged(spec, a)
+
+    return attention_kernel(spec, (*PREFILL_RAGGED, "window"), emit)

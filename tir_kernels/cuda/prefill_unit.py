@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tile of a sequence's tokens, with the query heads of one KV head, over all that they see.
+
+The rows of a tile are tokens times the heads of the group, so K and V are read once for all of
+these heads, and few tokens fill the rows of an instruction too.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+
+from ..masks import Span
+from ..spec import LOG2E, KernelSpec
+from .elements import pack, store_words
+from .emit import F32, U32, WARP, Registers, index_temp, ptx, sync_block
+from .inline_rope import InlineRope
+from .logits import AlibiBias, for_scores, hide, soft_cap
+from .mma import TensorCores
+from .online_softmax import ROWS, OnlineSoftmax
+from .ring import Ring, commit, copy_chunk, wait, zero_padding
+from .rows import as_int64
+from .scalars import temp
+from .shared_tiles import SharedTiles
+from .tiling import Q_IN_REGISTERS, WARP_ROWS, Tiling
+
+
+class Unit:
+    """What a block keeps for a unit of work, and does with it.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    tiling : Tiling
+    a : the kernel's arguments.
+    step : of the unit: `rows`, which gives the source of K and V for a number of rows of a thread;
+        `kv_len` and `gap` of the sequence, `k_offset` of its RoPE positions, `head`, `slice` of the
+        columns of V; `first_row` of the sequence in Q, `num_rows` of it, and `first`, the first row
+        of the tile, counted in tokens times heads.
+    thread : int32 expression
+    """
+
+    def __init__(self, spec: KernelSpec, tiling: Tiling, a, step: SimpleNamespace, thread):
+        self.spec, self.tiling, self.a, self.step, self.thread = spec, tiling, a, step, thread
+        self.lane = index_temp(T.truncmod(thread, WARP))
+        self.warp_row = index_temp(T.truncdiv(thread, WARP) * WARP_ROWS)
+        memory = T.alloc_buffer((tiling.num_elements,), spec.dtype, scope="shared.dyn", align=128)
+        IRBuilder.name("shared", memory)
+        self.q = SharedTiles(memory, 0, tiling.q)
+        self.o = SharedTiles(memory, 0, tiling.o)
+        self.k = SharedTiles(memory, max(self.q.end, self.o.end), tiling.k, tiling.stages)
+        self.v = SharedTiles(memory, self.k.end, tiling.v, tiling.stages)
+        self.cores = TensorCores(spec.dtype, self.lane)
+        self.softmax = OnlineSoftmax(tiling.positions // 8, tiling.columns // 2)
+        self.bias = AlibiBias.of(spec)
+        self.rope = InlineRope(spec, a, step)
+        chunk = tiling.v.per_chunk
+        self.v_begin = step.slice * tiling.columns
+        self.v_chunks = spec.v_head_dim // chunk
+        if tiling.slices > 1:
+            left = (spec.v_head_dim - self.v_begin) // chunk
+            self.v_chunks = index_temp(T.min(tiling.v.chunks, left))
+        self.ring = Ring(
+            tiling,
+            self.k,
+            self.v,
+            thread,
+            k_chunks=spec.qk_head_dim // chunk,
+            v_chunks=self.v_chunks,
+            v_begin=self.v_begin,
+        )
+
+    # --- rows of the tile -----------------------------------------------------------------------
+
+    def _flat(self, row):
+        """Row of the tile -> row of the sequence, in tokens times heads; the last one fills up."""
+        return T.min(self.step.first + row, self.step.num_rows * self.spec.group_size - 1)
+
+    def _token(self, row):
+        return T.truncdiv(self._flat(row), self.spec.group_size)
+
+    def _head(self, row):
+        group = self.spec.group_size
+        return self.step.head * group + T.truncmod(self._flat(row), group)
+
+    def _own_row(self, h: int):
+        """Row h of the thread, in the tile."""
+        return self.warp_row + T.truncdiv(self.lane, 4) + 8 * h
+
+    def _end_of(self, row):
+        return self.a.mask.end(self._token(row), self.step.num_rows, self.step.kv_len)
+
+    def _begin_of(self, row, span: Span):
+        token, step, mask = self._token(row), self.step, self.a.mask
+        begin = T.int32(0)
+        if mask.has_window:
+            begin = mask.begin(token, step.num_rows, step.kv_len)
+        if span.begin is not None:
+            own = mask.own(token, step.num_rows, step.kv_len)
+            begin = T.max(begin, T.max(span.begin, own - span.back))
+        return begin
+
+    def _position(self, row, span: Span):
+        """RoPE position of the token of a row."""
+        own = self.a.q_rope_position[self.step.first_row + self._token(row)]
+        return own if span.begin is None else T.min(own, span.last_position)
+
+    # --- attention ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Attend and store."""
+        step = self.step
+        self.softmax.reset()
+        zero_padding(self.q, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
+        zero_padding(self.k, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
+        if step.gap is None:
+            self._run_span(Span(None, step.kv_len, step.k_offset, None, None))
+        else:
+            step.gap.for_spans(step.kv_len, step.k_offset, self._run_span)
+        self._store()
+
+    def _run_span(self, span: Span) -> None:
+        """Attend to the columns of a span."""
+        last_row = self.tiling.rows - 1
+        start = index_temp(self._begin_of(0, span))
+        end = index_temp(T.min(self._end_of(last_row), span.end))
+        with T.If(start < end), T.Then():
+            self._attend(span, start, end)
+
+    def _attend(self, span: Span, start, end) -> None:
+        tiling, lane = self.tiling, self.lane
+        num_steps = tiling.depth // WARP_ROWS
+        ends, begins = (Registers(ROWS, "int32", name) for name in ("row_end", "row_begin"))
+        for h in range(ROWS):
+            row = self._own_row(h)
+            ends[h] = T.min(self._end_of(row), span.end)
+            begins[h] = self._begin_of(row, span)
+            if self.bias:
+                self.bias.set_row(h, self._head(row), self._position(row, span))
+        # Between these, all rows of the block see all columns.
+        shared_end = index_temp(T.min(self.a.mask.shared_end(self._end_of(0)), span.end))
+        shared_begin = index_temp(self._begin_of(tiling.rows - 1, span))
+        factor = temp(self.a.sm_scale * T.float32(LOG2E))
+        self._load_q(span)
+        q_registers = self._keep_q(num_steps)
+        rows = self.step.rows(tiling.rows_per_thread)
+        scores = Registers(tiling.positions // 2, F32, "scores")
+
+        def visit(first, stage):
+            self.rope.rotate_k(self, stage, span.k_offset + first)
+            self.cores.scores(scores, q_registers, self.k, stage, num_steps)
+
+            def to_logits(register, h, column):
+                score = soft_cap(scores[register] * factor, self.spec.logit_softcap)
+                if self.bias:
+                    score = score + self.bias.at(h, span.k_offset + first + column)
+                scores[register] = score
+
+            for_scores(tiling.positions // 8, lane, to_logits)
+            hides_some = T.Or(first + tiling.positions > shared_end, first < shared_begin)
+            with T.If(hides_some), T.Then():
+
+                def is_visible(h, column):
+                    column = first + column
+                    return T.And(column >= begins[h], column < ends[h])
+
+                hide(scores, tiling.positions // 8, lane, is_visible)
+            self.softmax.update(scores)
+            self.cores.accumulate(self.softmax.output, scores, self.v, stage)
+
+        self.ring.for_tiles(rows, start, end, visit)
+
+    def _load_q(self, span: Span) -> None:
+        """Bring the rows of Q into shared memory, rotated if it is asked for."""
+        chunks, tiling = self.spec.qk_head_dim // self.q.layout.per_chunk, self.tiling
+
+        def pointer(row, chunk):
+            token = as_int64(self.step.first_row + self._token(row))
+            column = chunk * self.q.layout.per_chunk
+            return self.a.q.ptr_to([token, self._head(row), column])
+
+        def copy():
+            items = tiling.rows * chunks
+            with T.serial(T.ceildiv(items, tiling.num_threads)) as turn:
+                item = index_temp(turn * tiling.num_threads + self.thread)
+                with T.If(item < items), T.Then():
+                    row, chunk = T.truncdiv(item, chunks), T.truncmod(item, chunks)
+                    copy_chunk(self.q.pointer(0, row, chunk), pointer(row, chunk))
+
+        copy()
+        commit()
+        wait(0)
+        sync_block()
+        self.rope.rotate_q(self, lambda row: self._position(row, span))
+
+    def _keep_q(self, num_steps: int):
+        """A function of a step that tells in which registers its part of Q is."""
+        if self.tiling.depth <= Q_IN_REGISTERS:
+            kept = Registers(num_steps * 4, U32, "q")
+            with T.unroll(num_steps) as step:
+                self.cores.load_rows(kept, step * 4, self.q, self.warp_row, step)
+            return lambda step: (kept, step * 4)
+        loaded = Registers(4, U32, "q")
+
+        def load(step):
+            self.cores.load_rows(loaded, 0, self.q, self.warp_row, step)
+            return loaded, 0
+
+        return load
+
+    def _store(self) -> None:
+        """Write the rows of O and their logs, through shared memory."""
+        a, step, spec, tiling = self.a, self.step, self.spec, self.tiling
+        lse, output = self.softmax.finish(), self.softmax.output
+        num_rows = step.num_rows * spec.group_size
+        word = Registers(1, U32, "word")
+        with T.unroll(output.count // 4) as n:
+            for h in range(ROWS):
+                pack(word[0], spec.dtype, output[n * 4 + h * 2], output[n * 4 + h * 2 + 1])
+                index = self.o.index(0, self._own_row(h), n) + T.truncmod(self.lane, 4) * 2
+                ptx("st.shared.b32", self.o.memory.ptr_to([index]), word[0])
+        for h in range(ROWS):
+            row = self._own_row(h)
+            is_first = T.And(T.truncmod(self.lane, 4) == 0, step.slice == 0)
+            with T.If(T.And(is_first, step.first + row < num_rows)), T.Then():
+                token = as_int64(step.first_row + self._token(row))
+                T.buffer_store(a.lse, lse[h], [token, self._head(row)])
+        sync_block()
+        chunks, words = self.o.layout.chunks, Registers(4, U32, "words")
+        items = tiling.rows * chunks
+        with T.serial(T.ceildiv(items, tiling.num_threads)) as turn:
+            item = index_temp(turn * tiling.num_threads + self.thread)
+            row = index_temp(T.truncdiv(item, chunks))
+            chunk = index_temp(T.truncmod(item, chunks))
+            is_there = T.And(row < tiling.rows, step.first + row < num_rows)
+            with T.If(T.And(is_there, chunk < self.v_chunks)), T.Then():
+                taken = [words[i] for i in range(4)]
+                ptx("ld.shared.v4.b32", *taken, self.o.pointer(0, row, chunk))
+                token = as_int64(step.first_row + self._token(row))
+                column = self.v_begin + chunk * self.o.layout.per_chunk
+                store_words(words, a.o, (token, self._head(row), column), 16)

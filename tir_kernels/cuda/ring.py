@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ring of tiles of K and V in shared memory, filled by asynchronous copies ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from .emit import I32, index_temp, ptx, sync_block
+from .shared_tiles import CHUNK_BYTES, SharedTiles
+from .tiling import THREADS_PER_ROW, Tiling
+
+_COPY = "cp.async.cg.shared.global.L2::128B"
+
+
+def copy_chunk(to, source, num_bytes=CHUNK_BYTES) -> None:
+    """Copy 16 bytes to shared memory, the rest of them zeros where `num_bytes` are less."""
+    ptx(_COPY, to, source, CHUNK_BYTES, T.cast(num_bytes, "uint32"))
+
+
+def commit() -> None:
+    """Close the group of the copies since the last one."""
+    ptx("cp.async.commit_group")
+
+
+def wait(groups_left: int) -> None:
+    """Wait for all groups of this thread but the last ones."""
+    ptx("cp.async.wait_group", groups_left)
+
+
+def zero_padding(tiles: SharedTiles, width: int, thread, num_threads: int) -> None:
+    """Clear what the rows of tiles have behind `width` elements; no copy writes there."""
+    layout = tiles.layout
+    begin, end = width // layout.per_chunk, layout.chunks
+    rows = tiles.count * layout.rows
+    for chunk in range(begin, end):
+        with T.serial(T.ceildiv(rows, num_threads)) as turn:
+            item = index_temp(turn * num_threads + thread)
+            with T.If(item < rows), T.Then():
+                tile, row = T.truncdiv(item, layout.rows), T.truncmod(item, layout.rows)
+                first = index_temp(tiles.index(tile, row, chunk))
+                with T.serial(layout.per_chunk) as e:
+                    T.buffer_store(tiles.memory, T.cast(0, tiles.memory.dtype), [first + e])
+
+
+class Ring:
+    """The tiles of K and V that a block has at hand.
+
+    Parameters
+    ----------
+    tiling : Tiling
+    k, v : SharedTiles
+        A tile for each stage.
+    thread : int32 expression
+    k_chunks : int
+        Chunks of a row of K.
+    v_chunks : int or int32 expression
+        Chunks of a row of V that the block sums.
+    v_begin : int32 expression
+        First of these columns.
+    """
+
+    def __init__(self, tiling: Tiling, k, v, thread, *, k_chunks: int, v_chunks, v_begin):
+        self.tiling, self.k, self.v = tiling, k, v
+        self.chunk = index_temp(T.truncmod(thread, THREADS_PER_ROW))
+        self.row = index_temp(T.truncdiv(thread, THREADS_PER_ROW))
+        self.k_chunks, self.v_chunks, self.v_begin = k_chunks, v_chunks, v_begin
+
+    @property
+    def _row_step(self) -> int:
+        return self.tiling.num_threads // THREADS_PER_ROW
+
+    def for_tiles(self, rows, start, end, body: Callable) -> None:
+        """Emit ``body(first, stage)`` for the tiles of the positions ``start .. end - 1``.
+
+        The copies of at least one tile are under way meanwhile. Positions behind the end are zeros.
+
+        Parameters
+        ----------
+        rows : where K and V are, such as `rows.PagedRows`.
+        """
+        tiling, ahead = self.tiling, self.tiling.stages - 1
+        num_tiles = index_temp(T.truncdiv(end - start + tiling.positions - 1, tiling.positions))
+
+        def position_of(tile, i):
+            return start + tile * tiling.positions + i * self._row_step + self.row
+
+        def find(tile):
+            with T.unroll(tiling.rows_per_thread) as i:
+                rows.find(i, T.min(position_of(tile, i), end - 1))
+
+        def issue(tile):
+            with T.If(tile < num_tiles), T.Then():
+                stage = index_temp(T.truncmod(tile, tiling.stages))
+                with T.unroll(tiling.rows_per_thread) as i:
+                    is_held = position_of(tile, i) < end
+                    num_bytes = index_temp(T.if_then_else(is_held, CHUNK_BYTES, 0))
+                    self._copy_row(rows, i, stage, num_bytes)
+                find(tile + 1)
+            commit()
+
+        find(T.int32(0))
+        for tile in range(ahead):
+            issue(T.int32(tile))
+        with T.serial(num_tiles) as tile:
+            wait(ahead - 1)
+            # All have their copies, and none reads the tile any more that is written next.
+            sync_block()
+            issue(tile + ahead)
+            stage = index_temp(T.truncmod(tile, tiling.stages))
+            body(index_temp(start + tile * tiling.positions), stage)
+        sync_block()
+
+    def _copy_row(self, rows, i, stage, num_bytes) -> None:
+        row = i * self._row_step + self.row
+
+        def copy(tiles, pointer, num_chunks, most: int, first_column):
+            with T.unroll(-(-most // THREADS_PER_ROW)) as k:
+                chunk = k * THREADS_PER_ROW + self.chunk
+                source = pointer(i, first_column + chunk * tiles.layout.per_chunk)
+                to = tiles.pointer(stage, row, chunk)
+                if isinstance(num_chunks, int) and num_chunks % THREADS_PER_ROW == 0:
+                    copy_chunk(to, source, num_bytes)
+                else:
+                    with T.If(chunk < num_chunks), T.Then():
+                        copy_chunk(to, source, num_bytes)
+
+        copy(self.k, rows.k_pointer, self.k_chunks, self.k_chunks, T.cast(0, I32))
+        copy(self.v, rows.v_pointer, self.v_chunks, self.v.layout.chunks, self.v_begin)

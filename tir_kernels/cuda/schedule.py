@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which block works at what: found on the device, from the lengths of the sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from .emit import I32, WARP, Variable, index_temp
+
+_ALL = 0xFFFFFFFF
+
+
+def shuffle_up(value, distance: int):
+    """The value of the lane `distance` before."""
+    return T.tvm_warp_shuffle_up(T.uint32(_ALL), value, distance, WARP, WARP)
+
+
+def shuffle_from(value, lane):
+    """The value of a lane."""
+    return T.tvm_warp_shuffle(T.uint32(_ALL), value, lane, WARP, WARP)
+
+
+def shuffle_xor(value, mask: int):
+    """The value of the lane whose number differs in the bits of `mask`."""
+    return T.tvm_warp_shuffle_xor(T.uint32(_ALL), value, mask, WARP, WARP)
+
+
+class UnitOfBlock:
+    """The unit of work with the number of a block, when every sequence has some.
+
+    Every warp finds it for itself, 32 sequences at a time.
+
+    Parameters
+    ----------
+    number : int32 expression
+        The same in all threads of a block.
+    num_sequences : int32 expression
+    units_of : callable
+        Sequence -> number of its units.
+    lane : int32 expression
+
+    Attributes
+    ----------
+    sequence : int32 expression
+        Or -1, when there are less units.
+    index : int32 expression
+        Which one of the sequence.
+    count : int32 expression
+        How many the sequence has.
+    """
+
+    def __init__(self, number, num_sequences, units_of: Callable, lane):
+        sequence, index, count = (Variable(T.int32(-1)) for _ in range(3))
+        base, before = Variable(T.int32(0)), Variable(T.int32(0))
+        with T.While(T.And(base.get() < num_sequences, sequence.get() < 0)):
+            mine = index_temp(base.get() + lane)
+            units = Variable(T.int32(0))
+            with T.If(mine < num_sequences), T.Then():
+                units.set(units_of(mine))
+            until = Variable(units.get())  # units of the sequences up to the lane's
+            for distance in (1, 2, 4, 8, 16):
+                other = index_temp(shuffle_up(until.get(), distance))
+                with T.If(lane >= distance), T.Then():
+                    until.set(until.get() + other)
+            total = index_temp(shuffle_from(until.get(), WARP - 1))
+            with T.If(number < before.get() + total), T.Then():
+                passed = Variable(T.cast(before.get() + until.get() <= number, I32))
+                for mask in (1, 2, 4, 8, 16):
+                    passed.set(passed.get() + shuffle_xor(passed.get(), mask))
+                owner = index_temp(passed.get())
+                sequence.set(base.get() + owner)
+                count.set(shuffle_from(units.get(), owner))
+                index.set(number - before.get() - shuffle_from(until.get(), owner) + count.get())
+            before.set(before.get() + total)
+            base.set(base.get() + WARP)
+        self.sequence, self.index, self.count = sequence.get(), index.get(), count.get()

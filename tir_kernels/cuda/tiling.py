@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How attention is cut into tiles that fit into the registers and the shared memory of a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..spec import ITEMSIZE, KernelSpec
+from .emit import WARP
+from .shared_tiles import TileLayout
+
+MOST_COLUMNS = 256  # of V that a block sums: 128 registers of a thread
+Q_IN_REGISTERS = 64  # elements of a row of Q up to which it is; else there were spills
+WARP_ROWS = 16
+THREADS_PER_ROW = 8  # that copy a row of K or V: 128 bytes side by side
+REGISTER_FILE = 65536
+MOST_REGISTERS = 255
+
+
+def round_up(value: int, unit: int) -> int:
+    """The next multiple of a unit."""
+    return -(-value // unit) * unit
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of the tiles of a block.
+
+    Parameters
+    ----------
+    rows : int
+        Of Q: tokens times the query heads of a KV head. Each warp has sixteen.
+    positions : int
+        Of K and V.
+    depth : int
+        Elements of a row of Q and K, zeros behind them included.
+    columns : int
+        Elements of a row of V that a block sums.
+    slices : int
+        Blocks that share out the columns of V.
+    stages : int
+        Tiles of K and V that shared memory holds.
+    itemsize : int
+        Bytes of an element.
+    """
+
+    rows: int
+    positions: int
+    depth: int
+    columns: int
+    slices: int
+    stages: int = 2
+    itemsize: int = 2
+
+    @staticmethod
+    def of(spec: KernelSpec) -> Tiling:
+        """The largest tiles that fit, rows before positions."""
+        depth = round_up(spec.qk_head_dim, WARP_ROWS)
+        slices = -(-spec.v_head_dim // MOST_COLUMNS)
+        columns = round_up(-(-spec.v_head_dim // slices), WARP_ROWS)
+        for rows in (64, 32, 16):
+            for positions in (64, 32, 16):
+                tiling = Tiling(rows, positions, depth, columns, slices)
+                has_registers = columns <= 128 or positions <= 32
+                shared_bytes = tiling.num_elements * ITEMSIZE[spec.dtype]
+                if has_registers and shared_bytes <= spec.target.max_shared_bytes:
+                    return tiling
+        raise ValueError(
+            f"{spec.target.max_shared_bytes} bytes of shared memory are not enough for head dims "
+            f"{spec.qk_head_dim} and {spec.v_head_dim}"
+        )
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return self.rows // WARP_ROWS * WARP
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks of a multiprocessor, so that a thread may have all registers that there are."""
+        return REGISTER_FILE // ((MOST_REGISTERS + 1) * self.num_threads)
+
+    @property
+    def rows_per_thread(self) -> int:
+        """Rows of a tile of K and V that a thread copies."""
+        return self.positions * THREADS_PER_ROW // self.num_threads
+
+    @property
+    def q(self) -> TileLayout:
+        """Of Q."""
+        return TileLayout(self.rows, self.depth, self.itemsize)
+
+    @property
+    def k(self) -> TileLayout:
+        """Of K."""
+        return TileLayout(self.positions, self.depth, self.itemsize)
+
+    @property
+    def v(self) -> TileLayout:
+        """Of V."""
+        return TileLayout(self.positions, self.columns, self.itemsize)
+
+    @property
+    def o(self) -> TileLayout:
+        """Of O, which takes the place of Q in the end."""
+        return TileLayout(self.rows, self.columns, self.itemsize)
+
+    @property
+    def num_elements(self) -> int:
+        """Of shared memory."""
+        return max(self.q.size, self.o.size) + self.stages * (self.k.size + self.v.size)

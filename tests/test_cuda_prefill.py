@@ -11,9 +11,10 @@ from tir_kernels.spec import RopeSpec
 
 from . import attention_cases, reference
 from .attention_cases import PagedBatch, RaggedBatch, cuda_text
-from .cuda_cases import BF16, F16, make_spec, parametrize_seed
+from .cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
 from .cuda_emulator import SCHEDULES, emulated, launches, mutated, schedule
 from .kernel_specs import YARN
+from .test_window_kernels import WindowBatch
 
 SPECS = {
     "8:2x128-f16-p16": make_spec((8, 2), 128),
@@ -22,7 +23,12 @@ SPECS = {
     "71:1x24-f16-p256": make_spec((71, 1), 24, page=256),
     "3:1x256-bf16-p32": make_spec((3, 1), 256, (BF16, BF16), 32),
     "1:1x576-f16-p2": make_spec((1, 1), 576, (F16, F16), 2),
+    "8:2x64-f32-p16": make_spec((8, 2), 64, (F32, F32)),
+    "3:1x128-f32-bf16-p1": make_spec((3, 1), 128, (F32, BF16), 1),
+    "5:1x80-f16-f32-p8": make_spec((5, 1), 80, (F16, F32), 8),
+    "2:1x576-f32-p16": make_spec((2, 1), 576, (F32, F32)),
 }
+WHOLE_F32 = SPECS["8:2x64-f32-p16"]
 SMALL = SPECS["5:1x80-bf16-p4"]
 # Nothing cached; a prefix; empty sequences at the start, in the middle and at the end; rows without
 # anything to see; several tiles of either kind.
@@ -73,6 +79,14 @@ def test_sliding_windows(kind, window, seed):
     _check(kind, SMALL, MIXED, seed, window=window)
 
 
+@pytest.mark.parametrize("kind", [PagedBatch, RaggedBatch])
+@parametrize_seed
+def test_float32_with_everything(kind, seed):
+    slopes = tuple(reference.alibi_slopes(8))
+    spec = dataclasses.replace(WHOLE_F32, logit_softcap=1.5, alibi_slopes=slopes)
+    _check(kind, spec, MIXED, seed, window=40, inline=True)
+
+
 @parametrize_kinds
 @parametrize_seed
 def test_soft_cap(kind, seed):
@@ -113,6 +127,25 @@ def test_inline_longrope_chooses_factors_by_sequence(seed):
     )
     spec = make_spec((4, 2), 32, rope=RopeSpec(1e4, 1.0, 32, scaling))
     _check(PagedBatch, spec, [(6, 64), (3, 70), (2, 2)], seed, inline=True)
+
+
+# Of each sequence: rows of the step, slots, sinks, slot behind the gap, positions before a row.
+GAPPED = [
+    *((3, 9, 2, 5, 2), (1, 30, 5, 28, 9), (4, 4, 1, 1, 1), (7, 7, 9, 9, 2)),
+    *((70, 230, 4, 13, 40), (5, 90, 70, 75, 9), (2, 100, 3, 4, None)),
+]
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["plain", "inline"])
+@parametrize_seed
+def test_windows_of_sequences(inline, seed):
+    for spec in (SMALL, WHOLE_F32):
+        case = WindowBatch(spec, GAPPED, seed)
+        case.run("prefill", case.length_rows(4).reshape(-1), inline, causal=True)
+        case.verify_window(4, inline)
+    case = WindowBatch(SMALL, GAPPED, seed)
+    case.run("prefill_windowed", case.length_rows(3), inline, causal=True)
+    case.verify_window(3, inline)
 
 
 def test_another_rotation_than_the_baked_one_is_refused():

@@ -12,7 +12,7 @@ from tir_kernels.spec import RopeSpec
 from tvm_pagedkv.alibi import standard_slopes
 
 from . import reference, reference_window
-from .attention_cases import PagedBatch, compiled, tensor
+from .attention_cases import PagedBatch, compiled
 from .kernel_specs import BF16, F16, F32, SOME_SPECS, SPECS, make_spec, parametrize_seed, target_of
 
 NO_LIMIT = 2**31 - 1
@@ -60,9 +60,11 @@ class WindowBatch(PagedBatch):
 
     def run(self, name: str, lengths: np.ndarray, inline: bool, causal=None, cpu="native"):
         arrays = (self.page_indptr, self.page_values, lengths, self.k_offsets, self.q_positions)
-        q = [tensor(self.q)] + ([] if name.startswith("decode") else [tensor(self.q_indptr)])
+        q = [self.tensor(self.q)] + (
+            [] if name.startswith("decode") else [self.tensor(self.q_indptr)]
+        )
         compiled(name, self.spec, cpu)(
-            *q, tensor(self.pages), *(tensor(x) for x in arrays), self.o, self.lse,
+            *q, self.tensor(self.pages), *(self.tensor(x) for x in arrays), self.o, self.lse,
             *self.scalars(causal=causal, inline=inline),
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from . import prefill
 BUILDERS: dict[str, Callable] = {
     "prefill_ragged": prefill.prefill_ragged,
     "prefill": prefill.prefill,
+    "prefill_windowed": prefill.prefill_windowed,
     "prefill_sliding": prefill.prefill_sliding,
     "prefill_ragged_sliding": prefill.prefill_ragged_sliding,
 }

@@ -50,12 +50,17 @@ def load_floats(buffer, index: Sequence, count: int) -> Registers:
         return values
     words = Registers(num_bytes // 4, U32, "words")
     load_words(words, buffer, index, num_bytes)
-    for i in range(count):
-        if dtype == F32:
-            values[i] = T.reinterpret(F32, words[i])
-        elif i % 2 == 0:
-            unpack(words[i // 2], dtype, values[i], values[i + 1])
+    widen_words(words, dtype, values)
     return values
+
+
+def widen_words(words: Registers, dtype: str, values: Registers, first: int = 0) -> None:
+    """Widen the elements of words, to `values` from `first` on."""
+    for i in range(words.count):
+        if dtype == F32:
+            values[first + i] = T.reinterpret(F32, words[i])
+        else:
+            unpack(words[i], dtype, values[first + 2 * i], values[first + 2 * i + 1])
 
 
 def store_floats(buffer, index: Sequence, values: Registers) -> None:
@@ -93,6 +98,14 @@ def copy_elements(to, to_index: Sequence, of, of_index: Sequence, count: int) ->
 def pack(word, dtype: str, low, high) -> None:
     """Narrow two float32 numbers to one word."""
     ptx(f"cvt.rn.{_SHORT[dtype]}x2.f32", word, high, low)
+
+
+def widen_bits(value, dtype: str, bits) -> None:
+    """Widen a number given as uint16."""
+    if dtype == "bfloat16":
+        ptx("mov.b32", value, T.shift_left(T.cast(bits, U32), T.uint32(16)))
+    else:
+        ptx("cvt.f32.f16", value, bits)
 
 
 def unpack(word, dtype: str, low, high) -> None:

@@ -41,8 +41,7 @@ class InlineRope:
     def _rotate(self, unit, tiles: SharedTiles, tile, num_rows: int, position: Callable) -> None:
         if not has_rope(self.spec):
             return
-        half, num_threads, memory = self.half, unit.tiling.num_threads, tiles.memory
-        per_chunk = tiles.layout.per_chunk
+        half, num_threads = self.half, unit.tiling.num_threads
         with T.If(self.mode == 1), T.Then():
             with T.serial(T.ceildiv(num_rows * half, num_threads)) as turn:
                 item = index_temp(turn * num_threads + unit.thread)
@@ -51,18 +50,9 @@ class InlineRope:
                         index_temp(x) for x in (T.truncdiv(item, half), T.truncmod(item, half))
                     )
                     rotation = self._sin_cos(position(row), i)
-                    at = []
-                    for column in (i, i + half):
-                        chunk = T.truncdiv(column, per_chunk)
-                        start = tiles.index(tile, row, chunk)
-                        at.append(index_temp(start + T.truncmod(column, per_chunk)))
-                    x, y = (scalars.temp(T.cast(memory[index], F32)) for index in at)
-                    values = (
-                        x * rotation.cos - y * rotation.sin,
-                        y * rotation.cos + x * rotation.sin,
-                    )
-                    for index, value in zip(at, values, strict=True):
-                        T.buffer_store(memory, T.cast(value, memory.dtype), [index])
+                    x, y = (tiles.load_float(tile, row, column) for column in (i, i + half))
+                    tiles.store_float(tile, row, i, x * rotation.cos - y * rotation.sin)
+                    tiles.store_float(tile, row, i + half, y * rotation.cos + x * rotation.sin)
             sync_block()
 
     def _sin_cos(self, position, i):

@@ -12,8 +12,9 @@ from tvm.script import tirx as T
 from .elements import pack
 from .emit import U32, Registers, ptx
 from .shared_tiles import SharedTiles
+from .tiling import Tiling
 
-ROWS = 16  # of a warp
+MOST_KEPT = 64  # elements of a row of Q: with 128 there were spills
 STEP = 16  # elements of a row that one instruction takes
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 _LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
@@ -29,38 +30,54 @@ class TensorCores:
 
     Parameters
     ----------
-    dtype : {"float16", "bfloat16"}
+    tiling : Tiling
+    q : SharedTiles
+        The tile of Q.
+    warp_row : int32 expression
+        The warp's first row of it.
     lane : int32 expression
     """
 
-    def __init__(self, dtype: str, lane):
-        self.dtype, self.lane = dtype, lane
-        short = _SHORT[dtype]
+    def __init__(self, tiling: Tiling, q: SharedTiles, warp_row, lane):
+        self.q, self.warp_row, self.lane, self.dtype = q, warp_row, lane, tiling.dtype
+        self.num_steps = tiling.depth // STEP
+        short = _SHORT[tiling.dtype]
         self.instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32"
+        # In registers if that leaves enough of them, or loaded again for each tile.
+        self.keeps_q = tiling.depth <= MOST_KEPT
+        self.left = Registers(4 * (self.num_steps if self.keeps_q else 1), U32, "q")
+
+    def begin(self) -> None:
+        """Take Q, which is in shared memory."""
+        if self.keeps_q:
+            with T.unroll(self.num_steps) as step:
+                self._load_q(step * 4, step)
+
+    def _load_q(self, first, step) -> None:
+        row = self.warp_row + T.truncmod(self.lane, 16)
+        chunk = step * 2 + T.truncdiv(self.lane, 16)
+        _load(_LOAD, self.left, first, self.q.pointer(0, row, chunk))
 
     def _multiply(self, products: Registers, first, a: Registers, a_first, b, b_first) -> None:
         d = [products[first + i] for i in range(4)]
         a = [a[a_first + i] for i in range(4)]
         ptx(self.instruction, *d, *a, b[b_first], b[b_first + 1], *d)
 
-    def load_rows(self, registers: Registers, first, tiles: SharedTiles, row, step) -> None:
-        """Load step `step` of sixteen rows from `row` on, as the left operand."""
-        lane = self.lane
-        chunk = step * 2 + T.truncdiv(lane, 16)
-        _load(_LOAD, registers, first, tiles.pointer(0, row + T.truncmod(lane, 16), chunk))
-
-    def scores(self, scores: Registers, q, k: SharedTiles, stage, num_steps: int) -> None:
-        """Compute ``Q K^T``; `q` gives a register array and where in it a step begins."""
+    def scores(self, scores: Registers, k: SharedTiles, stage) -> None:
+        """Compute ``Q K^T``."""
         lane, right = self.lane, Registers(4, U32, "right")
         scores.fill(T.float32(0))
-        with T.unroll(num_steps) as step:
-            left, left_first = q(step)
+        with T.unroll(self.num_steps) as step:
+            left_first = step * 4 if self.keeps_q else 0
+            if not self.keeps_q:
+                self._load_q(0, step)
             with T.unroll(scores.count // 8) as pair:
                 row = pair * 16 + T.truncmod(lane, 8) + T.truncdiv(lane, 16) * 8
                 chunk = step * 2 + T.truncmod(T.truncdiv(lane, 8), 2)
                 _load(_LOAD, right, 0, k.pointer(stage, row, chunk))
                 for i in range(2):
-                    self._multiply(scores, (pair * 2 + i) * 4, left, left_first, right, i * 2)
+                    first = (pair * 2 + i) * 4
+                    self._multiply(scores, first, self.left, left_first, right, i * 2)
 
     def accumulate(self, output: Registers, weights: Registers, v: SharedTiles, stage) -> None:
         """Add ``weights V``; the weights are float32, as `scores` leaves them."""

@@ -31,9 +31,9 @@ def emit_prefill(spec: KernelSpec, a: SimpleNamespace) -> None:
     ----------
     a : the matched arguments by their names, `mask`, and of the source of K and V `kv_rows`, which
         is ``(sequence, head) -> (rows, kv_len)``, where `rows` takes the rows of a thread, and
-        `gap_of`, what a sequence has dropped, or None.
+        `kv_dtype`; `gap_of`, what a sequence has dropped, or None.
     """
-    tiling, group = Tiling.of(spec), spec.group_size
+    tiling, group = Tiling.of(spec, a.kv_dtype), spec.group_size
     require_own_rotation(spec, a)
     # No more units than that, for each sequence has less than a whole one besides whole ones.
     most_units = T.truncdiv(a.q.shape[0] * group, tiling.rows) + a.batch_size
@@ -84,7 +84,7 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace) -> None:
 
         return rows, lengths.kv_len(sequence, num_pages)
 
-    a.kv_rows = kv_rows
+    a.kv_rows, a.kv_dtype = kv_rows, spec.kv_dtype
     emit_prefill(spec, a)
 
 
@@ -97,7 +97,7 @@ def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
         kv_len = index_temp(a.kv_indptr[sequence + 1] - first)
         return lambda rows_per_thread: RaggedRows(a, first, head, rows_per_thread), kv_len
 
-    a.kv_rows = kv_rows
+    a.kv_rows, a.kv_dtype = kv_rows, spec.dtype
     emit_prefill(spec, a)
 
 
@@ -109,6 +109,16 @@ def prefill(spec: KernelSpec):
         emit_paged(spec, a)
 
     return attention_kernel(spec, PREFILL, emit)
+
+
+def prefill_windowed(spec: KernelSpec):
+    """Build the kernel `prefill_windowed`; its arguments are those of the CPU's."""
+
+    def emit(a):
+        a.mask = CausalMask(a.causal)
+        emit_paged(spec, a)
+
+    return attention_kernel(spec, with_lengths(PREFILL, "window_matrix"), emit)
 
 
 def prefill_sliding(spec: KernelSpec):

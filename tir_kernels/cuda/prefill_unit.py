@@ -14,8 +14,9 @@ from tvm.script.ir_builder import IRBuilder
 
 from ..masks import Span
 from ..spec import LOG2E, KernelSpec
-from .elements import pack, store_words
+from .elements import store_words
 from .emit import F32, U32, WARP, Registers, index_temp, ptx, sync_block
+from .fma import MultiplyAdds
 from .inline_rope import InlineRope
 from .logits import AlibiBias, for_scores, hide, soft_cap
 from .mma import TensorCores
@@ -24,7 +25,7 @@ from .ring import Ring, commit, copy_chunk, wait, zero_padding
 from .rows import as_int64
 from .scalars import temp
 from .shared_tiles import SharedTiles
-from .tiling import Q_IN_REGISTERS, WARP_ROWS, Tiling
+from .tiling import WARP_ROWS, Tiling, on_tensor_cores
 
 
 class Unit:
@@ -46,22 +47,27 @@ class Unit:
         self.spec, self.tiling, self.a, self.step, self.thread = spec, tiling, a, step, thread
         self.lane = index_temp(T.truncmod(thread, WARP))
         self.warp_row = index_temp(T.truncdiv(thread, WARP) * WARP_ROWS)
-        memory = T.alloc_buffer((tiling.num_elements,), spec.dtype, scope="shared.dyn", align=128)
+        memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
         IRBuilder.name("shared", memory)
         self.q = SharedTiles(memory, 0, tiling.q)
         self.o = SharedTiles(memory, 0, tiling.o)
         self.k = SharedTiles(memory, max(self.q.end, self.o.end), tiling.k, tiling.stages)
         self.v = SharedTiles(memory, self.k.end, tiling.v, tiling.stages)
-        self.cores = TensorCores(spec.dtype, self.lane)
+        is_tensor = on_tensor_cores(tiling.dtype, tiling.kv_dtype)
+        products = TensorCores if is_tensor else MultiplyAdds
+        self.products = products(tiling, self.q, self.warp_row, self.lane)
         self.softmax = OnlineSoftmax(tiling.positions // 8, tiling.columns // 2)
         self.bias = AlibiBias.of(spec)
         self.rope = InlineRope(spec, a, step)
         chunk = tiling.v.per_chunk
+        self.o_chunks = spec.v_head_dim // tiling.o.per_chunk
         self.v_begin = step.slice * tiling.columns
         self.v_chunks = spec.v_head_dim // chunk
         if tiling.slices > 1:
-            left = (spec.v_head_dim - self.v_begin) // chunk
-            self.v_chunks = index_temp(T.min(tiling.v.chunks, left))
+            left = spec.v_head_dim - self.v_begin
+            self.v_chunks = index_temp(T.min(tiling.v.chunks, T.truncdiv(left, chunk)))
+            left_chunks = T.truncdiv(left, tiling.o.per_chunk)
+            self.o_chunks = index_temp(T.min(tiling.o.chunks, left_chunks))
         self.ring = Ring(
             tiling,
             self.k,
@@ -131,7 +137,6 @@ class Unit:
 
     def _attend(self, span: Span, start, end) -> None:
         tiling, lane = self.tiling, self.lane
-        num_steps = tiling.depth // WARP_ROWS
         ends, begins = (Registers(ROWS, "int32", name) for name in ("row_end", "row_begin"))
         for h in range(ROWS):
             row = self._own_row(h)
@@ -144,13 +149,13 @@ class Unit:
         shared_begin = index_temp(self._begin_of(tiling.rows - 1, span))
         factor = temp(self.a.sm_scale * T.float32(LOG2E))
         self._load_q(span)
-        q_registers = self._keep_q(num_steps)
+        self.products.begin()
         rows = self.step.rows(tiling.rows_per_thread)
         scores = Registers(tiling.positions // 2, F32, "scores")
 
         def visit(first, stage):
             self.rope.rotate_k(self, stage, span.k_offset + first)
-            self.cores.scores(scores, q_registers, self.k, stage, num_steps)
+            self.products.scores(scores, self.k, stage)
 
             def to_logits(register, h, column):
                 score = soft_cap(scores[register] * factor, self.spec.logit_softcap)
@@ -168,7 +173,7 @@ class Unit:
 
                 hide(scores, tiling.positions // 8, lane, is_visible)
             self.softmax.update(scores)
-            self.cores.accumulate(self.softmax.output, scores, self.v, stage)
+            self.products.accumulate(self.softmax.output, scores, self.v, stage)
 
         self.ring.for_tiles(rows, start, end, visit)
 
@@ -195,32 +200,16 @@ class Unit:
         sync_block()
         self.rope.rotate_q(self, lambda row: self._position(row, span))
 
-    def _keep_q(self, num_steps: int):
-        """A function of a step that tells in which registers its part of Q is."""
-        if self.tiling.depth <= Q_IN_REGISTERS:
-            kept = Registers(num_steps * 4, U32, "q")
-            with T.unroll(num_steps) as step:
-                self.cores.load_rows(kept, step * 4, self.q, self.warp_row, step)
-            return lambda step: (kept, step * 4)
-        loaded = Registers(4, U32, "q")
-
-        def load(step):
-            self.cores.load_rows(loaded, 0, self.q, self.warp_row, step)
-            return loaded, 0
-
-        return load
-
     def _store(self) -> None:
         """Write the rows of O and their logs, through shared memory."""
         a, step, spec, tiling = self.a, self.step, self.spec, self.tiling
         lse, output = self.softmax.finish(), self.softmax.output
         num_rows = step.num_rows * spec.group_size
-        word = Registers(1, U32, "word")
         with T.unroll(output.count // 4) as n:
             for h in range(ROWS):
-                pack(word[0], spec.dtype, output[n * 4 + h * 2], output[n * 4 + h * 2 + 1])
-                index = self.o.index(0, self._own_row(h), n) + T.truncmod(self.lane, 4) * 2
-                ptx("st.shared.b32", self.o.memory.ptr_to([index]), word[0])
+                column = n * 8 + T.truncmod(self.lane, 4) * 2
+                pair = [output[n * 4 + h * 2 + e] for e in range(2)]
+                self.o.store_pair(0, self._own_row(h), column, *pair)
         for h in range(ROWS):
             row = self._own_row(h)
             is_first = T.And(T.truncmod(self.lane, 4) == 0, step.slice == 0)
@@ -235,7 +224,7 @@ class Unit:
             row = index_temp(T.truncdiv(item, chunks))
             chunk = index_temp(T.truncmod(item, chunks))
             is_there = T.And(row < tiling.rows, step.first + row < num_rows)
-            with T.If(T.And(is_there, chunk < self.v_chunks)), T.Then():
+            with T.If(T.And(is_there, chunk < self.o_chunks)), T.Then():
                 taken = [words[i] for i in range(4)]
                 ptx("ld.shared.v4.b32", *taken, self.o.pointer(0, row, chunk))
                 token = as_int64(step.first_row + self._token(row))

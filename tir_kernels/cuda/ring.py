@@ -39,9 +39,7 @@ def zero_padding(tiles: SharedTiles, width: int, thread, num_threads: int) -> No
             item = index_temp(turn * num_threads + thread)
             with T.If(item < rows), T.Then():
                 tile, row = T.truncdiv(item, layout.rows), T.truncmod(item, layout.rows)
-                first = index_temp(tiles.index(tile, row, chunk))
-                with T.serial(layout.per_chunk) as e:
-                    T.buffer_store(tiles.memory, T.cast(0, tiles.memory.dtype), [first + e])
+                ptx("st.shared.v4.b32", tiles.pointer(tile, row, chunk), *[T.uint32(0)] * 4)
 
 
 class Ring:

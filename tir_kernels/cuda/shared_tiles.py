@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
+from ..spec import ITEMSIZE
+from .elements import pack, widen_bits, widen_words
+from .emit import F32, U32, Registers, ptx
+
 CHUNK_BYTES = 16
 BANK_ROWS = 8
 
@@ -25,18 +29,18 @@ class TileLayout:
     rows : int
     width : int
         Elements of a row, a multiple of a chunk.
-    itemsize : int
-        Bytes of an element.
+    dtype : str
+        Of the elements.
     """
 
     rows: int
     width: int
-    itemsize: int = 2
+    dtype: str
 
     @property
     def per_chunk(self) -> int:
         """Elements of a chunk."""
-        return CHUNK_BYTES // self.itemsize
+        return CHUNK_BYTES // ITEMSIZE[self.dtype]
 
     @property
     def chunks(self) -> int:
@@ -50,29 +54,29 @@ class TileLayout:
 
     @property
     def stride(self) -> int:
-        """Elements from a row to the next."""
-        return (self.chunks if self.is_swizzled else self.chunks | 1) * self.per_chunk
+        """Bytes from a row to the next."""
+        return (self.chunks if self.is_swizzled else self.chunks | 1) * CHUNK_BYTES
 
     @property
-    def size(self) -> int:
-        """Elements of the tile."""
+    def num_bytes(self) -> int:
+        """Of the tile."""
         return self.rows * self.stride
 
     def offset(self, row, chunk):
-        """Element at which a chunk of a row begins."""
+        """Byte at which a chunk of a row begins."""
         if self.is_swizzled:
             chunk = T.bitwise_xor(chunk, T.bitwise_and(row, BANK_ROWS - 1))
-        return row * self.stride + chunk * self.per_chunk
+        return row * self.stride + chunk * CHUNK_BYTES
 
 
 class SharedTiles:
-    """Tiles of one layout, one after the other in a shared array.
+    """Tiles of one layout, one after the other in shared memory.
 
     Parameters
     ----------
-    memory : Buffer in the scope "shared.dyn"
+    memory : uint8 Buffer in the scope "shared.dyn"
     begin : int
-        Element at which the first one begins.
+        Byte at which the first one begins.
     layout : TileLayout
     count : int
     """
@@ -82,13 +86,62 @@ class SharedTiles:
 
     @property
     def end(self) -> int:
-        """Element behind the last one."""
-        return self.begin + self.count * self.layout.size
+        """Byte behind the last one."""
+        return self.begin + self.count * self.layout.num_bytes
 
-    def index(self, tile, row, chunk):
-        """Element of the array at which a chunk begins."""
-        return self.begin + tile * self.layout.size + self.layout.offset(row, chunk)
+    def pointer(self, tile, row, chunk, byte=0):
+        """Where a chunk begins, or a byte of it."""
+        first = self.begin + tile * self.layout.num_bytes
+        return self.memory.ptr_to([first + self.layout.offset(row, chunk) + byte])
 
-    def pointer(self, tile, row, chunk):
-        """Where a chunk begins."""
-        return self.memory.ptr_to([self.index(tile, row, chunk)])
+    def element_pointer(self, tile, row, column):
+        """Where an element is."""
+        layout = self.layout
+        chunk, rest = (f(column, layout.per_chunk) for f in (T.truncdiv, T.truncmod))
+        return self.pointer(tile, row, chunk, rest * ITEMSIZE[layout.dtype])
+
+    def load_float(self, tile, row, column):
+        """Load an element, widened to float32."""
+        pointer, dtype = self.element_pointer(tile, row, column), self.layout.dtype
+        value = Registers(1, F32, "value")
+        if dtype == F32:
+            ptx("ld.shared.f32", value[0], pointer)
+            return value[0]
+        bits = Registers(1, "uint16", "bits")
+        ptx("ld.shared.b16", bits[0], pointer)
+        widen_bits(value[0], dtype, bits[0])
+        return value[0]
+
+    def store_float(self, tile, row, column, value) -> None:
+        """Store an element, narrowed from float32."""
+        pointer, dtype = self.element_pointer(tile, row, column), self.layout.dtype
+        if dtype == F32:
+            ptx("st.shared.f32", pointer, value)
+            return
+        word = Registers(1, U32, "word")
+        pack(word[0], dtype, value, T.float32(0))
+        ptx("st.shared.b16", pointer, T.cast(T.bitwise_and(word[0], T.uint32(0xFFFF)), "uint16"))
+
+    def store_pair(self, tile, row, column, low, high) -> None:
+        """Store two elements next to each other, narrowed from float32."""
+        pointer, dtype = self.element_pointer(tile, row, column), self.layout.dtype
+        words = Registers(ITEMSIZE[dtype] // 2, U32, "words")
+        if dtype == F32:
+            words[0], words[1] = (T.reinterpret(U32, x) for x in (low, high))
+            ptx("st.shared.v2.b32", pointer, words[0], words[1])
+        else:
+            pack(words[0], dtype, low, high)
+            ptx("st.shared.b32", pointer, words[0])
+
+    def load_floats(self, tile, row, column, count: int) -> Registers:
+        """Load `count` elements, 2 or a multiple of a chunk, widened to float32."""
+        layout, values = self.layout, Registers(count, F32, "values")
+        dtype, step = layout.dtype, min(count, layout.per_chunk)
+        for first in range(0, count, step):
+            num_words = step * ITEMSIZE[dtype] // 4
+            words = Registers(num_words, U32, "words")
+            taken = [words[i] for i in range(num_words)]
+            vector = f".v{num_words}" if num_words > 1 else ""
+            ptx(f"ld.shared{vector}.b32", *taken, self.element_pointer(tile, row, column + first))
+            widen_words(words, dtype, values, first)
+        return values

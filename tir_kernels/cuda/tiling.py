@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..spec import ITEMSIZE, KernelSpec
+from ..spec import KernelSpec
 from .emit import WARP
 from .shared_tiles import TileLayout
 
 MOST_COLUMNS = 256  # of V that a block sums: 128 registers of a thread
-Q_IN_REGISTERS = 64  # elements of a row of Q up to which it is; else there were spills
 WARP_ROWS = 16
 THREADS_PER_ROW = 8  # that copy a row of K or V: 128 bytes side by side
 REGISTER_FILE = 65536
@@ -40,8 +39,8 @@ class Tiling:
         Blocks that share out the columns of V.
     stages : int
         Tiles of K and V that shared memory holds.
-    itemsize : int
-        Bytes of an element.
+    dtype, kv_dtype : str
+        Of Q and O, and of K and V.
     """
 
     rows: int
@@ -49,22 +48,32 @@ class Tiling:
     depth: int
     columns: int
     slices: int
+    dtype: str
+    kv_dtype: str
     stages: int = 2
-    itemsize: int = 2
 
     @staticmethod
-    def of(spec: KernelSpec) -> Tiling:
-        """The largest tiles that fit, rows before positions."""
-        depth = round_up(spec.qk_head_dim, WARP_ROWS)
+    def of(spec: KernelSpec, kv_dtype: str) -> Tiling:
+        """The largest tiles that fit, rows before positions.
+
+        Raises
+        ------
+        ValueError
+            For heads of which not even the smallest ones fit.
+        """
+        unit = 16 if on_tensor_cores(spec.dtype, kv_dtype) else 8
+        depth = round_up(spec.qk_head_dim, unit)
         slices = -(-spec.v_head_dim // MOST_COLUMNS)
-        columns = round_up(-(-spec.v_head_dim // slices), WARP_ROWS)
+        columns = round_up(-(-spec.v_head_dim // slices), unit)
+        sizes = (depth, columns, slices, spec.dtype, kv_dtype)
         for rows in (64, 32, 16):
-            for positions in (64, 32, 16):
-                tiling = Tiling(rows, positions, depth, columns, slices)
+            for positions in (64, 32, 16, 8):
+                tiling = Tiling(rows, positions, *sizes)
                 has_registers = columns <= 128 or positions <= 32
-                shared_bytes = tiling.num_elements * ITEMSIZE[spec.dtype]
-                if has_registers and shared_bytes <= spec.target.max_shared_bytes:
-                    return tiling
+                is_copied = positions * THREADS_PER_ROW >= tiling.num_threads
+                if positions % unit == 0 and has_registers and is_copied:
+                    if tiling.num_bytes <= spec.target.max_shared_bytes:
+                        return tiling
         raise ValueError(
             f"{spec.target.max_shared_bytes} bytes of shared memory are not enough for head dims "
             f"{spec.qk_head_dim} and {spec.v_head_dim}"
@@ -88,24 +97,30 @@ class Tiling:
     @property
     def q(self) -> TileLayout:
         """Of Q."""
-        return TileLayout(self.rows, self.depth, self.itemsize)
+        return TileLayout(self.rows, self.depth, self.dtype)
 
     @property
     def k(self) -> TileLayout:
         """Of K."""
-        return TileLayout(self.positions, self.depth, self.itemsize)
+        return TileLayout(self.positions, self.depth, self.kv_dtype)
 
     @property
     def v(self) -> TileLayout:
         """Of V."""
-        return TileLayout(self.positions, self.columns, self.itemsize)
+        return TileLayout(self.positions, self.columns, self.kv_dtype)
 
     @property
     def o(self) -> TileLayout:
         """Of O, which takes the place of Q in the end."""
-        return TileLayout(self.rows, self.columns, self.itemsize)
+        return TileLayout(self.rows, self.columns, self.dtype)
 
     @property
-    def num_elements(self) -> int:
+    def num_bytes(self) -> int:
         """Of shared memory."""
-        return max(self.q.size, self.o.size) + self.stages * (self.k.size + self.v.size)
+        first = max(self.q.num_bytes, self.o.num_bytes)
+        return first + self.stages * (self.k.num_bytes + self.v.num_bytes)
+
+
+def on_tensor_cores(dtype: str, kv_dtype: str) -> bool:
+    """Whether these types are multiplied on tensor cores; others are in float32."""
+    return dtype == kv_dtype and dtype != "float32"

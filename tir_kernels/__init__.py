@@ -61,21 +61,26 @@ _NON_ABSORBED = {"merge", "prefill_ragged", "tree"}  # where an MLA layer is a m
 
 
 def kernel_names(spec: KernelSpec) -> list[str]:
-    """Names of the kernels that layers of `spec` need."""
+    """Names of the kernels that layers of `spec` need, as far as its target has them."""
+    builders = _builders(spec)
     if spec.kind != "mla":
         window = _WITHOUT_WINDOW if spec.kind == "mha_sliding" else _WITH_WINDOW
-        return [name for name in BUILDERS if name not in _MLA_ONLY | _STOCK_ONLY | window]
+        return [name for name in builders if name not in _MLA_ONLY | _STOCK_ONLY | window]
     names = _MLA_ONLY | _BOTH
     if not spec.original_qk_head_dim:
         names = names - {"prefill_ragged", "tree"}
-    return [name for name in BUILDERS if name in names]
+    return [name for name in builders if name in names]
+
+
+def _builders(spec: KernelSpec) -> dict[str, Callable]:
+    if isinstance(spec.target, CudaTarget):
+        return {name: BUILDERS[name] for name in _ANY_TARGET} | CUDA_BUILDERS
+    return BUILDERS
 
 
 def build_kernel(name: str, spec: KernelSpec):
     """Build the kernel `name` for `spec`; a private PrimFunc, free to be named by its module."""
-    builders = BUILDERS
-    if isinstance(spec.target, CudaTarget):
-        builders = {name: BUILDERS[name] for name in _ANY_TARGET} | CUDA_BUILDERS
+    builders = _builders(spec)
     if name not in builders:
         raise ValueError(f"no kernel {name!r}; there are {', '.join(builders)}")
     return builders[name](spec.non_absorbed if name in _NON_ABSORBED else spec)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ import tir_kernels
 from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
 
 from .config import KVCacheConfig, LayerSpec
+from .cuda_build import build_cuda_set, cuda_spec, is_cuda
 from .disk_cache import code_versions, library_file, load_library
 from .lowering import KernelObjects
 
@@ -166,6 +167,7 @@ def build_kernels(
     config: KVCacheConfig,
     target: Target | str | Mapping | None = None,
     progress: Callable[[str], None] | None = None,
+    archs: Sequence[str] | None = None,
 ) -> KernelSets:
     """Compile the kernels of a configuration, or load them from the disk.
 
@@ -174,16 +176,20 @@ def build_kernels(
     config : KVCacheConfig
         Its capacities do not matter: caches of any size share kernels.
     target : optional
-        As `resolve_target` takes it.
+        As `resolve_target` takes it, or "cuda" or a TVM target of that kind: kernels for GPUs. This
+        needs nvcc, but no GPU.
     progress : callable, optional
         Called with a line of text when something has to be compiled.
+    archs : sequence of str, optional
+        GPU architectures to compile for, such as ("80", "90"); None: all. There is PTX besides,
+        for later ones.
 
     Raises
     ------
     RuntimeError
-        When the kernels cannot be linked; the message tells what is missing.
+        When the kernels cannot be compiled or linked; the message tells what is missing.
     """
-    built = build_libraries(config, target, progress)
+    built = build_libraries(config, target, progress, archs)
     return KernelSets(
         sets=tuple(_load(symbols, file) for symbols, file in built.libraries),
         layer_sets=built.layer_sets,
@@ -204,18 +210,28 @@ def build_libraries(
     config: KVCacheConfig,
     target: Target | str | Mapping | None = None,
     progress: Callable[[str], None] | None = None,
+    archs: Sequence[str] | None = None,
 ) -> KernelLibraries:
     """As `build_kernels`, for machines that need not be this one."""
-    target = resolve_target(target)
+    progress, on_gpu = progress or (lambda _: None), is_cuda(target)
+    if archs is not None and not on_gpu:
+        raise ValueError(f'archs are for target "cuda", got target {target!r}')
+    cpu = resolve_target(None if on_gpu else target)
     layer_specs = [
-        None if layer.kind == "linear" else kernel_spec(config, layer, target)
+        None if layer.kind == "linear" else kernel_spec(config, layer, cpu)
         for layer in config.layers
     ]
+    if on_gpu:
+        layer_specs = [spec and cuda_spec(spec) for spec in layer_specs]
     specs = [spec for spec in dict.fromkeys(layer_specs) if spec is not None]
+
+    def build(spec: KernelSpec):
+        return build_cuda_set(spec, archs, progress) if on_gpu else _build_set(spec, cpu, progress)
+
     return KernelLibraries(
-        libraries=tuple(_build_set(spec, target, progress or (lambda _: None)) for spec in specs),
+        libraries=tuple(build(spec) for spec in specs),
         layer_sets=tuple(specs.index(spec) if spec else 0 for spec in layer_specs),
-        target=target,
+        target=Target("cuda") if on_gpu else cpu,
     )
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 import tvm
@@ -12,6 +13,9 @@ from tvm.backend.cuda import export_cuda_host
 from tvm.target import Target
 
 _KEEP_SOURCE = "TVM_COMPILE_FORCE_FALLBACK"
+
+
+_LOOP = re.compile(r"^(?P<pragma> *#pragma unroll\n)?(?P<indent> *)for \(", re.MULTILINE)
 
 
 def cuda_source(functions: Mapping[str, tirx.PrimFunc]) -> str:
@@ -47,9 +51,19 @@ def cuda_source(functions: Mapping[str, tirx.PrimFunc]) -> str:
     try:
         with target, tvm.transform.PassContext(config=config):
             built = tvm.compile(module, target=target, tir_pipeline="tirx")
-        return export_cuda_host(built.mod)
+        return _unroll_only_where_told(export_cuda_host(built.mod))
     finally:
         if before is None:
             del os.environ[_KEEP_SOURCE]
         else:
             os.environ[_KEEP_SOURCE] = before
+
+
+def _unroll_only_where_told(source: str) -> str:
+    """Keep the compiler from unrolling other loops, which takes registers from those that count."""
+
+    def mark(match: re.Match) -> str:
+        indent = match["indent"]
+        return match[0] if match["pragma"] else f"{indent}#pragma unroll 1\n{indent}for ("
+
+    return _LOOP.sub(mark, source)

@@ -8,7 +8,7 @@ are unrolled, so that the compiler keeps it where its name says.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
@@ -59,12 +59,12 @@ def launch(grid: Sequence, num_threads: int, min_blocks: int = 0):
     thread : int32 expression
     """
     with T.attr(0, "tirx.device_entry", True):
-        if min_blocks:
-            T.attr({"tirx.launch_bounds_min_blocks_per_sm": min_blocks})
         # Or the compiler takes `block < extent` for certain.
         blocks = T.cta_id([e if isinstance(e, int) else T.max(e, 1) for e in grid])
         thread = T.thread_id([num_threads])
-        yield tuple(blocks) if len(grid) > 1 else (blocks,), thread
+        bound = T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", min_blocks or 1)
+        with bound if min_blocks else nullcontext():
+            yield tuple(blocks) if len(grid) > 1 else (blocks,), thread
 
 
 def ptx(instruction: str, *operands) -> None:

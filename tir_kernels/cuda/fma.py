@@ -55,12 +55,14 @@ class MultiplyAdds:
         """Add ``weights V``; the four lanes of a row tell each other the weights."""
         first_lane = self.lane - T.truncmod(self.lane, 4)
         weight = Registers(ROWS, F32, "weight")
-        with T.unroll(weights.count // 4) as n:
-            for t in range(8):
+        # A loop over the lanes, or the places of all rows would be computed beforehand and kept.
+        with T.unroll(weights.count // 4) as n, T.serial(4) as lane:
+            for t in range(2):
                 for h in range(ROWS):
-                    weight[h] = shuffle_from(weights[n * 4 + h * 2 + t % 2], first_lane + t // 2)
+                    weight[h] = shuffle_from(weights[n * 4 + h * 2 + t], first_lane + lane)
+                row = n * 8 + lane * 2 + t
                 with T.unroll(output.count // 4) as c:
-                    right = v.load_floats(stage, n * 8 + t, c * 8 + self.column, 2)
+                    right = v.load_floats(stage, row, c * 8 + self.column, 2)
                     for h in range(ROWS):
                         for e in range(2):
                             at = c * 4 + h * 2 + e

@@ -9,7 +9,8 @@ from ..spec import KernelSpec
 from .emit import WARP
 from .shared_tiles import TileLayout
 
-MOST_COLUMNS = 256  # of V that a block sums: 128 registers of a thread
+MOST_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a thread
+MOST_FLOAT_COLUMNS = 128  # and in float32; with 256 there were spills
 WARP_ROWS = 16
 THREADS_PER_ROW = 8  # that copy a row of K or V: 128 bytes side by side
 REGISTER_FILE = 65536
@@ -63,7 +64,8 @@ class Tiling:
         """
         unit = 16 if on_tensor_cores(spec.dtype, kv_dtype) else 8
         depth = round_up(spec.qk_head_dim, unit)
-        slices = -(-spec.v_head_dim // MOST_COLUMNS)
+        most = MOST_COLUMNS if unit == 16 else MOST_FLOAT_COLUMNS
+        slices = -(-spec.v_head_dim // most)
         columns = round_up(-(-spec.v_head_dim // slices), unit)
         sizes = (depth, columns, slices, spec.dtype, kv_dtype)
         for rows in (64, 32, 16):

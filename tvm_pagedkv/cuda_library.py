@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From CUDA C++ to a library: device code of several architectures, and PTX for those to come.
+
+It needs nvcc, but no GPU and no driver; what it makes needs tvm-ffi, and a driver when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tvm_ffi import libinfo
+
+# Ampere, Ada, Hopper, Blackwell; the PTX is for the first one.
+ARCHS = ("80", "86", "89", "90", "100", "120")
+
+_MAGIC = struct.pack("<I", 0xBA55ED50)
+_KINDS = {1: "ptx", 2: "sass"}
+
+
+@dataclass(frozen=True, order=True)
+class DeviceCode:
+    """Code that a library holds: `kind` is "ptx" or "sass", `arch` a number such as 90."""
+
+    kind: str
+    arch: int
+
+
+def compile_library(source: str, path: Path, archs: Sequence[str] = ARCHS) -> None:
+    """Compile one translation unit, kernels and launchers, to a shared library.
+
+    Parameters
+    ----------
+    source : str
+        What `cuda_source.cuda_source` returns.
+    path : Path
+    archs : sequence of str
+        Numbers of architectures, such as "90".
+
+    Raises
+    ------
+    ValueError
+        For architectures that are no numbers from 80 on, or none.
+    RuntimeError
+        Without nvcc, or when it fails; the message has its last lines.
+    """
+    for arch in archs:
+        if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < 80:
+            raise ValueError(f'archs must be numbers from "80" on, such as "90"; got {arch!r}')
+    if not archs:
+        raise ValueError("archs must name at least one architecture; got none")
+    nvcc = find_nvcc()
+    text = path.with_suffix(".cu")
+    text.write_text(source)
+    lowest = min(archs, key=lambda arch: int(arch.rstrip("a")))
+    codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    codes.append(f"arch=compute_{lowest},code=compute_{lowest}")
+    library = Path(libinfo.find_libtvm_ffi())
+    command = [
+        *(nvcc, "-shared", "-std=c++17", "-O3", "-w", "-Xcompiler", "-fPIC", "-cudart", "static"),
+        *("--threads", "0", *(part for code in codes for part in ("-gencode", code))),
+        *(f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"),
+        *(str(text), "-o", str(path), f"-L{library.parent}", "-ltvm_ffi"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    text.unlink()
+    if done.returncode:
+        lines = (done.stderr + done.stdout).strip().splitlines()[-12:]
+        raise RuntimeError("nvcc failed:\n" + "\n".join(lines))
+    held = device_code(path)
+    missing = {DeviceCode("sass", int(arch.rstrip("a"))) for arch in archs} - held
+    if missing:
+        raise RuntimeError(f"the library lacks {sorted(missing)}; it holds {sorted(held)}")
+
+
+def find_nvcc() -> str:
+    """The compiler: of ``$CUDA_HOME``, on PATH, or where CUDA is usually installed."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    candidates = [homes[0] and f"{homes[0]}/bin/nvcc", shutil.which("nvcc"), f"{homes[1]}/bin/nvcc"]
+    for candidate in candidates:
+        if candidate and os.access(candidate, os.X_OK):
+            return candidate
+    raise RuntimeError(
+        "compiling kernels for GPUs needs nvcc, of CUDA 12.8 or later: none in $CUDA_HOME/bin, on "
+        "PATH or in /usr/local/cuda/bin"
+    )
+
+
+def device_code(path: Path) -> set[DeviceCode]:
+    """What a library holds, read from the headers of its fat binaries."""
+    content, found, at = path.read_bytes(), set(), 0
+    while (at := content.find(_MAGIC, at)) >= 0:
+        _, header_bytes, num_bytes = struct.unpack_from("<HHQ", content, at + 4)
+        entry, end = at + header_bytes, at + header_bytes + num_bytes
+        at += len(_MAGIC)
+        if end > len(content):
+            continue
+        while entry + 32 <= end:
+            kind, _, entry_bytes, payload_bytes = struct.unpack_from("<HHIQ", content, entry)
+            (arch,) = struct.unpack_from("<I", content, entry + 28)
+            if kind in _KINDS and payload_bytes:
+                found.add(DeviceCode(_KINDS[kind], arch))
+            if entry_bytes + payload_bytes == 0:
+                break
+            entry += entry_bytes + payload_bytes
+    return found

@@ -111,13 +111,14 @@ GATED = {
         "prefill",
         make_spec((2, 1), 128, logit_softcap=30.0, alibi_slopes=(0.5, 0.25)),
     ),
+    "decode-128-f16": ("decode", make_spec((8, 2), 128)),
     "rope_append-128-f16": ("rope_append", make_spec((8, 2), 128)),
 }
 
 
 def _instructions(name: str, spec) -> list[str]:
     """What the code of a kernel must have."""
-    if not name.startswith("prefill"):
+    if not name.startswith(("prefill", "decode")):
         return ["ld.global.v4.b32", "st.global.v4.b32"]
     is_tensor = spec.dtype == spec.kv_dtype != F32
     products = ["ldmatrix.sync.aligned.m8n8.x4", "mma.sync.aligned.m16n8k16"]

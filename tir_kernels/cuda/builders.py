@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import prefill
+from . import decode, prefill
 
 BUILDERS: dict[str, Callable] = {
     "prefill_ragged": prefill.prefill_ragged,
     "prefill": prefill.prefill,
+    "decode": decode.decode,
+    "decode_windowed": decode.decode_windowed,
+    "decode_sliding": decode.decode_sliding,
     "prefill_windowed": prefill.prefill_windowed,
     "prefill_sliding": prefill.prefill_sliding,
     "prefill_ragged_sliding": prefill.prefill_ragged_sliding,

@@ -10,9 +10,9 @@ from tvm.script import tirx as T
 
 from .emit import F32, Registers, index_temp
 from .online_softmax import ROWS
-from .schedule import shuffle_from
 from .shared_tiles import SharedTiles
 from .tiling import Tiling
+from .warp import shuffle_from
 
 STEP = 8  # elements of a row at a time
 

@@ -12,17 +12,12 @@ from tvm.script import tirx as T
 
 from .emit import F32, Registers
 from .scalars import exp2, log2, temp
-from .schedule import shuffle_xor
+from .warp import shuffle_xor
 
 NOTHING_SEEN = -1.0e30  # running maximum of a row that has seen no column
 HIDDEN = -2.0e30  # score of a column that a row must not see: exp2 of it is 0
 NO_SUM = 0.5  # the sum of a row that has seen a column is at least 1: its own maximum
 ROWS = 2  # of a thread
-
-
-def row_of(register):
-    """Which of the thread's rows a register belongs to."""
-    return T.truncdiv(T.truncmod(register, 4), 2)
 
 
 class OnlineSoftmax:

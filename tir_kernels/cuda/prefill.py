@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of several query rows per sequence, over pages or ragged arrays: one skeleton.
 
-A block does one unit: a tile of a sequence's rows for one KV head. Which one, it finds out from the
-starts of the sequences, so the host plans nothing. Units with much to see come first.
+A block does one unit: a tile of a sequence's rows for one KV head. Which one, it finds out from
+the starts of the sequences, so the host plans nothing. Of a sequence the last rows, which see most,
+come first.
 """
 
 from __future__ import annotations
@@ -21,27 +22,32 @@ from .emit import WARP, index_temp, launch
 from .prefill_unit import Unit
 from .rows import PagedRows, RaggedRows
 from .schedule import UnitOfBlock
-from .tiling import Tiling
+from .tiling import MOST_ROWS, Tiling
 
 
-def emit_prefill(spec: KernelSpec, a: SimpleNamespace) -> None:
+def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None:
     """Emit the body.
 
     Parameters
     ----------
     a : the matched arguments by their names, `mask`, and of the source of K and V `kv_rows`, which
         is ``(sequence, head) -> (rows, kv_len)``, where `rows` takes the rows of a thread, and
-        `kv_dtype`; `gap_of`, what a sequence has dropped, or None.
+        `gap_of`, what a sequence has dropped, or None. Without q_indptr every sequence
+        has one row.
+    tiling : Tiling
     """
-    tiling, group = Tiling.of(spec, a.kv_dtype), spec.group_size
+    group = spec.group_size
     require_own_rotation(spec, a)
     # No more units than that, for each sequence has less than a whole one besides whole ones.
     most_units = T.truncdiv(a.q.shape[0] * group, tiling.rows) + a.batch_size
     grid = [most_units, spec.num_kv_heads * tiling.slices]
     with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, pair), thread):
 
+        def first_row_of(sequence):
+            return a.q_indptr[sequence] if hasattr(a, "q_indptr") else sequence
+
         def rows_of(sequence):
-            return a.q_indptr[sequence + 1] - a.q_indptr[sequence]
+            return first_row_of(sequence + 1) - first_row_of(sequence)
 
         def units_of(sequence):
             return T.truncdiv(rows_of(sequence) * group + tiling.rows - 1, tiling.rows)
@@ -62,15 +68,15 @@ def emit_prefill(spec: KernelSpec, a: SimpleNamespace) -> None:
                 length=k_offset + kv_len - num_hidden,
                 head=head,
                 slice=index_temp(T.truncmod(pair, tiling.slices)),
-                first_row=index_temp(a.q_indptr[unit.sequence]),
+                first_row=index_temp(first_row_of(unit.sequence)),
                 num_rows=index_temp(rows_of(unit.sequence)),
                 first=index_temp((unit.count - 1 - unit.index) * tiling.rows),
             )
             Unit(spec, tiling, a, step, thread).run()
 
 
-def emit_paged(spec: KernelSpec, a: SimpleNamespace) -> None:
-    """Emit `prefill` with rows from pages."""
+def emit_paged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS) -> None:
+    """Emit `emit_attention` with K and V from pages."""
     has_gaps = not hasattr(a, "length_info")
     lengths = GappedSequence(spec, a) if has_gaps else WholeSequence(spec, a.length_info)
     a.gap_of = lengths.gap if has_gaps else lambda sequence: None
@@ -84,12 +90,12 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace) -> None:
 
         return rows, lengths.kv_len(sequence, num_pages)
 
-    a.kv_rows, a.kv_dtype = kv_rows, spec.kv_dtype
-    emit_prefill(spec, a)
+    a.kv_rows = kv_rows
+    emit_attention(spec, a, Tiling.of(spec, spec.kv_dtype, most_rows))
 
 
 def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
-    """Emit `prefill_ragged` with rows from arrays."""
+    """Emit `emit_attention` with K and V from arrays."""
     a.gap_of = lambda sequence: None
 
     def kv_rows(sequence, head):
@@ -97,8 +103,8 @@ def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
         kv_len = index_temp(a.kv_indptr[sequence + 1] - first)
         return lambda rows_per_thread: RaggedRows(a, first, head, rows_per_thread), kv_len
 
-    a.kv_rows, a.kv_dtype = kv_rows, spec.dtype
-    emit_prefill(spec, a)
+    a.kv_rows = kv_rows
+    emit_attention(spec, a, Tiling.of(spec, spec.dtype))
 
 
 def prefill(spec: KernelSpec):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block works at what: found on the device, from the lengths of the sequences."""
+"""Which block works at what: found on the device, from the starts of the sequences."""
 
 from __future__ import annotations
 
@@ -8,23 +8,7 @@ from collections.abc import Callable
 from tvm.script import tirx as T
 
 from .emit import I32, WARP, Variable, index_temp
-
-_ALL = 0xFFFFFFFF
-
-
-def shuffle_up(value, distance: int):
-    """The value of the lane `distance` before."""
-    return T.tvm_warp_shuffle_up(T.uint32(_ALL), value, distance, WARP, WARP)
-
-
-def shuffle_from(value, lane):
-    """The value of a lane."""
-    return T.tvm_warp_shuffle(T.uint32(_ALL), value, lane, WARP, WARP)
-
-
-def shuffle_xor(value, mask: int):
-    """The value of the lane whose number differs in the bits of `mask`."""
-    return T.tvm_warp_shuffle_xor(T.uint32(_ALL), value, mask, WARP, WARP)
+from .warp import shuffle_from, shuffle_up, shuffle_xor
 
 
 class UnitOfBlock:

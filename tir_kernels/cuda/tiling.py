@@ -12,6 +12,7 @@ from .shared_tiles import TileLayout
 MOST_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a thread
 MOST_FLOAT_COLUMNS = 128  # and in float32; with 256 there were spills
 WARP_ROWS = 16
+MOST_ROWS = 64  # of a block
 THREADS_PER_ROW = 8  # that copy a row of K or V: 128 bytes side by side
 REGISTER_FILE = 65536
 MOST_REGISTERS = 255
@@ -54,7 +55,7 @@ class Tiling:
     stages: int = 2
 
     @staticmethod
-    def of(spec: KernelSpec, kv_dtype: str) -> Tiling:
+    def of(spec: KernelSpec, kv_dtype: str, most_rows: int = MOST_ROWS) -> Tiling:
         """The largest tiles that fit, rows before positions.
 
         Raises
@@ -68,7 +69,7 @@ class Tiling:
         slices = -(-spec.v_head_dim // most)
         columns = round_up(-(-spec.v_head_dim // slices), unit)
         sizes = (depth, columns, slices, spec.dtype, kv_dtype)
-        for rows in (64, 32, 16):
+        for rows in (size for size in (MOST_ROWS, 32, 16) if size <= max(most_rows, 16)):
             for positions in (64, 32, 16, 8):
                 tiling = Tiling(rows, positions, *sizes)
                 has_registers = columns <= 128 or positions <= 32

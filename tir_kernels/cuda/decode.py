@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one query row per sequence over its pages.
+
+The heads of a group are the rows of a tile: one or few warps for each sequence and KV head. Long
+sequences are not cut, so it takes many of them to keep a GPU busy.
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from ..cpu.arguments import with_lengths
+from ..cpu.decode import DECODE
+from ..masks import CausalMask, WindowMask
+from ..spec import KernelSpec
+from .arguments import attention_kernel
+from .prefill import emit_paged
+
+
+def decode(spec: KernelSpec):
+    """Build the kernel `decode`; its arguments are those of the CPU's."""
+
+    def emit(a):
+        a.mask = CausalMask(T.int32(1))
+        emit_paged(spec, a, spec.group_size)
+
+    return attention_kernel(spec, DECODE, emit)
+
+
+def decode_windowed(spec: KernelSpec):
+    """Build the kernel `decode_windowed`; its arguments are those of the CPU's."""
+
+    def emit(a):
+        a.mask = CausalMask(T.int32(1))
+        emit_paged(spec, a, spec.group_size)
+
+    return attention_kernel(spec, with_lengths(DECODE, "window_matrix"), emit)
+
+
+def decode_sliding(spec: KernelSpec):
+    """Build the kernel `decode_sliding`; its arguments are those of the CPU's."""
+
+    def emit(a):
+        a.mask = WindowMask(T.int32(1), a.window)
+        emit_paged(spec, a, spec.group_size)
+
+    return attention_kernel(spec, (*with_lengths(DECODE, "length_info"), "window"), emit)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the threads of a warp tell each other; all of them have to take part."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from .emit import WARP
+
+_ALL = 0xFFFFFFFF
+
+
+def shuffle_up(value, distance: int):
+    """The value of the lane `distance` before."""
+    return T.tvm_warp_shuffle_up(T.uint32(_ALL), value, distance, WARP, WARP)
+
+
+def shuffle_from(value, lane):
+    """The value of a lane."""
+    return T.tvm_warp_shuffle(T.uint32(_ALL), value, lane, WARP, WARP)
+
+
+def shuffle_xor(value, mask: int):
+    """The value of the lane whose number differs in the bits of `mask`."""
+    return T.tvm_warp_shuffle_xor(T.uint32(_ALL), value, mask, WARP, WARP)

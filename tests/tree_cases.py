@@ -91,9 +91,14 @@ class PagedTrees(_Trees, PagedBatch):
 
     def run(self, cpu: str = "native", inline: bool = False, window=None) -> None:
         """Run `tree_paged`, or with a window `tree_paged_sliding`."""
-        arrays = (tensor(self.q), tensor(self.q_indptr), tensor(self.pages), *self._table())
+        arrays = (
+            self.tensor(self.q),
+            self.tensor(self.q_indptr),
+            self.tensor(self.pages),
+            *self._table(),
+        )
         outputs = (self.o, self.lse, *self.scalars(causal=None, inline=inline))
-        tree = [tensor(self.order_indptr), tensor(self.order)]
+        tree = [self.tensor(self.order_indptr), self.tensor(self.order)]
         tree += [] if window is None else [window]
         name = "tree_paged" if window is None else "tree_paged_sliding"
         compiled(name, self.spec, cpu)(*arrays, *outputs, *tree)
@@ -124,7 +129,7 @@ class RaggedTrees(_Trees, RaggedBatch):
     def run(self, cpu: str = "native", inline: bool = False, window=None) -> None:
         """Run `tree`, or with a window `tree_sliding`."""
         arrays = (self.q, self.q_indptr, self.k, self.v, self.kv_indptr, self.q_positions)
-        arrays = [tensor(x) for x in (*arrays, self.order_indptr, self.order)]
+        arrays = [self.tensor(x) for x in (*arrays, self.order_indptr, self.order)]
         scalars = [*self.scalars(causal=None, inline=inline)]
         scalars += [] if window is None else [window]
         name = "tree" if window is None else "tree_sliding"

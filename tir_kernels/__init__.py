@@ -80,7 +80,9 @@ def _builders(spec: KernelSpec) -> dict[str, Callable]:
 
 def build_kernel(name: str, spec: KernelSpec):
     """Build the kernel `name` for `spec`; a private PrimFunc, free to be named by its module."""
+    if name not in BUILDERS:
+        raise ValueError(f"no kernel {name!r}; there are {', '.join(BUILDERS)}")
     builders = _builders(spec)
     if name not in builders:
-        raise ValueError(f"no kernel {name!r}; there are {', '.join(builders)}")
+        raise ValueError(f"no kernel {name!r} for GPUs; there are {', '.join(builders)}")
     return builders[name](spec.non_absorbed if name in _NON_ABSORBED else spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import decode, prefill
+from . import decode, prefill, tree
 
 BUILDERS: dict[str, Callable] = {
     "prefill_ragged": prefill.prefill_ragged,
@@ -16,4 +16,8 @@ BUILDERS: dict[str, Callable] = {
     "prefill_windowed": prefill.prefill_windowed,
     "prefill_sliding": prefill.prefill_sliding,
     "prefill_ragged_sliding": prefill.prefill_ragged_sliding,
+    "tree_paged": tree.tree_paged,
+    "tree_paged_sliding": tree.tree_paged_sliding,
+    "tree": tree.tree,
+    "tree_sliding": tree.tree_sliding,
 }

@@ -33,10 +33,9 @@ class InlineRope:
         """Rotate the tile of Q of a unit; ``position(row)`` of its rows."""
         self._rotate(unit, unit.q, 0, unit.tiling.rows, position)
 
-    def rotate_k(self, unit, stage, first_position) -> None:
-        """Rotate a tile of K of a unit, whose first row is at a position."""
-        rows = unit.tiling.positions
-        self._rotate(unit, unit.k, stage, rows, lambda row: first_position + row)
+    def rotate_k(self, unit, stage, position: Callable) -> None:
+        """Rotate a tile of K of a unit; ``position(row)`` of its rows."""
+        self._rotate(unit, unit.k, stage, unit.tiling.positions, position)
 
     def _rotate(self, unit, tiles: SharedTiles, tile, num_rows: int, position: Callable) -> None:
         if not has_rope(self.spec):

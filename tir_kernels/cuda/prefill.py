@@ -18,6 +18,7 @@ from ..cpu.prefill import PREFILL, PREFILL_RAGGED
 from ..masks import CausalMask, GappedSequence, WholeSequence, WindowMask
 from ..spec import KernelSpec
 from .arguments import attention_kernel
+from .columns import PlainColumns
 from .emit import WARP, index_temp, launch
 from .prefill_unit import Unit
 from .rows import PagedRows, RaggedRows
@@ -32,12 +33,14 @@ def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None
     ----------
     a : the matched arguments by their names, `mask`, and of the source of K and V `kv_rows`, which
         is ``(sequence, head) -> (rows, kv_len)``, where `rows` takes the rows of a thread, and
-        `gap_of`, what a sequence has dropped, or None. Without q_indptr every sequence
-        has one row.
+        `gap_of`, what a sequence has dropped, or None; `k_offset_of`, the RoPE position of its
+        column 0; perhaps `columns`. Without q_indptr every sequence has one row.
     tiling : Tiling
     """
     group = spec.group_size
     require_own_rotation(spec, a)
+    if not hasattr(a, "columns"):
+        a.columns = PlainColumns()
     # No more units than that, for each sequence has less than a whole one besides whole ones.
     most_units = T.truncdiv(a.q.shape[0] * group, tiling.rows) + a.batch_size
     grid = [most_units, spec.num_kv_heads * tiling.slices]
@@ -58,9 +61,10 @@ def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None
             head = index_temp(T.truncdiv(pair, tiling.slices))
             rows, kv_len = a.kv_rows(unit.sequence, head)
             gap = a.gap_of(unit.sequence)
-            k_offset = index_temp(a.k_rope_pos_offset[unit.sequence])
+            k_offset = index_temp(a.k_offset_of(unit.sequence))
             num_hidden = 0 if gap is None else gap.begin - gap.sinks
             step = SimpleNamespace(
+                sequence=unit.sequence,
                 rows=rows,
                 kv_len=kv_len,
                 gap=gap,
@@ -90,7 +94,7 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS)
 
         return rows, lengths.kv_len(sequence, num_pages)
 
-    a.kv_rows = kv_rows
+    a.kv_rows, a.k_offset_of = kv_rows, a.k_rope_pos_offset.__getitem__
     emit_attention(spec, a, Tiling.of(spec, spec.kv_dtype, most_rows))
 
 
@@ -104,6 +108,10 @@ def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
         return lambda rows_per_thread: RaggedRows(a, first, head, rows_per_thread), kv_len
 
     a.kv_rows = kv_rows
+    if hasattr(a, "k_rope_pos_offset"):
+        a.k_offset_of = a.k_rope_pos_offset.__getitem__
+    else:
+        a.k_offset_of = a.columns.first_of_ragged
     emit_attention(spec, a, Tiling.of(spec, spec.dtype))
 
 

@@ -37,7 +37,7 @@ class Unit:
     tiling : Tiling
     a : the kernel's arguments.
     step : of the unit: `rows`, which gives the source of K and V for a number of rows of a thread;
-        `kv_len` and `gap` of the sequence, `k_offset` of its RoPE positions, `head`, `slice` of the
+        `sequence`, its `kv_len` and `gap`, `k_offset` of its RoPE positions, `head`, `slice` of the
         columns of V; `first_row` of the sequence in Q, `num_rows` of it, and `first`, the first row
         of the tile, counted in tokens times heads.
     thread : int32 expression
@@ -48,7 +48,7 @@ class Unit:
         self.lane = index_temp(T.truncmod(thread, WARP))
         self.warp_row = index_temp(T.truncdiv(thread, WARP) * WARP_ROWS)
         memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
-        IRBuilder.name("shared", memory)
+        self.memory = IRBuilder.name("shared", memory)
         self.q = SharedTiles(memory, 0, tiling.q)
         self.o = SharedTiles(memory, 0, tiling.o)
         self.k = SharedTiles(memory, max(self.q.end, self.o.end), tiling.k, tiling.stages)
@@ -68,6 +68,8 @@ class Unit:
             self.v_chunks = index_temp(T.min(tiling.v.chunks, T.truncdiv(left, chunk)))
             left_chunks = T.truncdiv(left, tiling.o.per_chunk)
             self.o_chunks = index_temp(T.min(tiling.o.chunks, left_chunks))
+        self.columns = a.columns
+        self.columns.begin(self)
         self.ring = Ring(
             tiling,
             self.k,
@@ -78,28 +80,33 @@ class Unit:
             v_begin=self.v_begin,
         )
 
+    def table(self, i):
+        """Where entry i of the table of columns is, 4 bytes for each position of a tile."""
+        return self.memory.ptr_to([self.v.end + i * 4])
+
     # --- rows of the tile -----------------------------------------------------------------------
 
     def _flat(self, row):
         """Row of the tile -> row of the sequence, in tokens times heads; the last one fills up."""
         return T.min(self.step.first + row, self.step.num_rows * self.spec.group_size - 1)
 
-    def _token(self, row):
+    def token(self, row):
+        """Of the sequence, the token of a row of the tile."""
         return T.truncdiv(self._flat(row), self.spec.group_size)
 
     def _head(self, row):
         group = self.spec.group_size
         return self.step.head * group + T.truncmod(self._flat(row), group)
 
-    def _own_row(self, h: int):
+    def own_row(self, h: int):
         """Row h of the thread, in the tile."""
         return self.warp_row + T.truncdiv(self.lane, 4) + 8 * h
 
     def _end_of(self, row):
-        return self.a.mask.end(self._token(row), self.step.num_rows, self.step.kv_len)
+        return self.a.mask.end(self.token(row), self.step.num_rows, self.step.kv_len)
 
     def _begin_of(self, row, span: Span):
-        token, step, mask = self._token(row), self.step, self.a.mask
+        token, step, mask = self.token(row), self.step, self.a.mask
         begin = T.int32(0)
         if mask.has_window:
             begin = mask.begin(token, step.num_rows, step.kv_len)
@@ -110,7 +117,7 @@ class Unit:
 
     def _position(self, row, span: Span):
         """RoPE position of the token of a row."""
-        own = self.a.q_rope_position[self.step.first_row + self._token(row)]
+        own = self.a.q_rope_position[self.step.first_row + self.token(row)]
         return own if span.begin is None else T.min(own, span.last_position)
 
     # --- attention ------------------------------------------------------------------------------
@@ -139,14 +146,16 @@ class Unit:
         tiling, lane = self.tiling, self.lane
         ends, begins = (Registers(ROWS, "int32", name) for name in ("row_end", "row_begin"))
         for h in range(ROWS):
-            row = self._own_row(h)
+            row = self.own_row(h)
             ends[h] = T.min(self._end_of(row), span.end)
             begins[h] = self._begin_of(row, span)
             if self.bias:
                 self.bias.set_row(h, self._head(row), self._position(row, span))
         # Between these, all rows of the block see all columns.
-        shared_end = index_temp(T.min(self.a.mask.shared_end(self._end_of(0)), span.end))
-        shared_begin = index_temp(self._begin_of(tiling.rows - 1, span))
+        columns = self.columns
+        shared_end = index_temp(T.min(columns.shared_end(self._end_of(0)), span.end))
+        last_begin = self._begin_of(tiling.rows - 1, span)
+        shared_begin = index_temp(columns.shared_begin(last_begin))
         factor = temp(self.a.sm_scale * T.float32(LOG2E))
         self._load_q(span)
         self.products.begin()
@@ -154,13 +163,18 @@ class Unit:
         scores = Registers(tiling.positions // 2, F32, "scores")
 
         def visit(first, stage):
-            self.rope.rotate_k(self, stage, span.k_offset + first)
+            columns.begin_tile(self, first)
+
+            def k_position(column):
+                return span.k_offset + columns.position(first, column)
+
+            self.rope.rotate_k(self, stage, k_position)
             self.products.scores(scores, self.k, stage)
 
             def to_logits(register, h, column):
                 score = soft_cap(scores[register] * factor, self.spec.logit_softcap)
                 if self.bias:
-                    score = score + self.bias.at(h, span.k_offset + first + column)
+                    score = score + self.bias.at(h, k_position(column))
                 scores[register] = score
 
             for_scores(tiling.positions // 8, lane, to_logits)
@@ -168,8 +182,8 @@ class Unit:
             with T.If(hides_some), T.Then():
 
                 def is_visible(h, column):
-                    column = first + column
-                    return T.And(column >= begins[h], column < ends[h])
+                    is_between = T.And(first + column >= begins[h], first + column < ends[h])
+                    return T.And(is_between, columns.is_visible(first, column, h))
 
                 hide(scores, tiling.positions // 8, lane, is_visible)
             self.softmax.update(scores)
@@ -182,7 +196,7 @@ class Unit:
         chunks, tiling = self.spec.qk_head_dim // self.q.layout.per_chunk, self.tiling
 
         def pointer(row, chunk):
-            token = as_int64(self.step.first_row + self._token(row))
+            token = as_int64(self.step.first_row + self.token(row))
             column = chunk * self.q.layout.per_chunk
             return self.a.q.ptr_to([token, self._head(row), column])
 
@@ -209,12 +223,12 @@ class Unit:
             for h in range(ROWS):
                 column = n * 8 + T.truncmod(self.lane, 4) * 2
                 pair = [output[n * 4 + h * 2 + e] for e in range(2)]
-                self.o.store_pair(0, self._own_row(h), column, *pair)
+                self.o.store_pair(0, self.own_row(h), column, *pair)
         for h in range(ROWS):
-            row = self._own_row(h)
+            row = self.own_row(h)
             is_first = T.And(T.truncmod(self.lane, 4) == 0, step.slice == 0)
             with T.If(T.And(is_first, step.first + row < num_rows)), T.Then():
-                token = as_int64(step.first_row + self._token(row))
+                token = as_int64(step.first_row + self.token(row))
                 T.buffer_store(a.lse, lse[h], [token, self._head(row)])
         sync_block()
         chunks, words = self.o.layout.chunks, Registers(4, U32, "words")
@@ -227,6 +241,6 @@ class Unit:
             with T.If(T.And(is_there, chunk < self.o_chunks)), T.Then():
                 taken = [words[i] for i in range(4)]
                 ptx("ld.shared.v4.b32", *taken, self.o.pointer(0, row, chunk))
-                token = as_int64(step.first_row + self._token(row))
+                token = as_int64(step.first_row + self.token(row))
                 column = self.v_begin + chunk * self.o.layout.per_chunk
                 store_words(words, a.o, (token, self._head(row), column), 16)

@@ -121,7 +121,8 @@ class Tiling:
     def num_bytes(self) -> int:
         """Of shared memory."""
         first = max(self.q.num_bytes, self.o.num_bytes)
-        return first + self.stages * (self.k.num_bytes + self.v.num_bytes)
+        table = 4 * self.positions
+        return first + self.stages * (self.k.num_bytes + self.v.num_bytes) + table
 
 
 def on_tensor_cores(dtype: str, kv_dtype: str) -> bool:

@@ -9,7 +9,7 @@ from tir_kernels.spec import KernelSpec, RopeSpec
 from tvm_pagedkv.build import vector_target
 
 from . import reference
-from .attention_cases import SPARE_PAGES, compiled, indptr, looser_dtype, normal, tensor
+from .attention_cases import SPARE_PAGES, compiled, indptr, looser_dtype, normal, tensors_for
 
 
 def make_spec(
@@ -44,6 +44,7 @@ class LatentBatch:
 
     def __init__(self, spec: KernelSpec, lengths, seed: int):
         self.spec, self.rng = spec, np.random.default_rng(seed)
+        self.tensor = tensors_for(spec)
         self.num_rows, self.kv_lens = (list(x) for x in zip(*lengths, strict=True))
         page = spec.page_size
         num_pages = [-(-kv // page) for kv in self.kv_lens]
@@ -62,8 +63,8 @@ class LatentBatch:
         shape = (sum(self.num_rows), spec.num_qo_heads)
         self.q = normal(self.rng, (*shape, spec.qk_head_dim), spec.dtype)
         self.sm_scale = spec.qk_head_dim**-0.5
-        self.o = tensor(np.full((*shape, spec.v_head_dim), np.nan, spec.dtype))
-        self.lse = tensor(np.full(shape, np.nan, np.float32))
+        self.o = self.tensor(np.full((*shape, spec.v_head_dim), np.nan, spec.dtype))
+        self.lse = self.tensor(np.full(shape, np.nan, np.float32))
 
     def slots(self, b: int) -> np.ndarray:
         """Slots of a sequence, in order of position."""
@@ -74,7 +75,7 @@ class LatentBatch:
         """Run `mla_prefill`."""
         table = (self.page_indptr, self.page_values, self.last_page_len)
         compiled("mla_prefill", self.spec, cpu)(
-            *(tensor(x) for x in (self.q, self.q_indptr, self.pages, *table)),
+            *(self.tensor(x) for x in (self.q, self.q_indptr, self.pages, *table)),
             self.o,
             self.lse,
             int(causal),

@@ -13,6 +13,7 @@ import tvm_ffi
 
 import tvm_pagedkv as pkv
 from tir_kernels import build_kernel, kernel_names
+from tir_kernels.spec import RopeSpec
 from tvm_pagedkv import cuda_build
 from tvm_pagedkv.build import build_kernels
 from tvm_pagedkv.cuda_library import DeviceCode, compile_library, device_code, find_nvcc
@@ -111,6 +112,11 @@ GATED = {
         "prefill",
         make_spec((2, 1), 128, logit_softcap=30.0, alibi_slopes=(0.5, 0.25)),
     ),
+    "tree_paged_sliding-128-f16": ("tree_paged_sliding", make_spec((8, 2), 128)),
+    "mla_prefill-512-bf16": (
+        "mla_prefill",
+        make_spec((16, 1), (576, 512), (BF16, BF16), kind="mla", rope=RopeSpec(rotary_dim=0)),
+    ),
     "decode-128-f16": ("decode", make_spec((8, 2), 128)),
     "rope_append-128-f16": ("rope_append", make_spec((8, 2), 128)),
 }
@@ -118,7 +124,7 @@ GATED = {
 
 def _instructions(name: str, spec) -> list[str]:
     """What the code of a kernel must have."""
-    if not name.startswith(("prefill", "decode")):
+    if name == "rope_append":
         return ["ld.global.v4.b32", "st.global.v4.b32"]
     is_tensor = spec.dtype == spec.kv_dtype != F32
     products = ["ldmatrix.sync.aligned.m8n8.x4", "mma.sync.aligned.m16n8k16"]

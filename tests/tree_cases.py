@@ -8,7 +8,7 @@ import numpy as np
 from tir_kernels.spec import KernelSpec
 
 from . import reference
-from .attention_cases import PagedBatch, RaggedBatch, compiled, indptr, looser_dtype, tensor
+from .attention_cases import PagedBatch, RaggedBatch, compiled, indptr, looser_dtype
 from .mla_cases import LatentBatch
 
 
@@ -157,12 +157,12 @@ class LatentTrees(_Trees, LatentBatch):
         """Run `mla_tree`."""
         table = (self.page_indptr, self.page_values, self.last_page_len)
         compiled("mla_tree", self.spec, cpu)(
-            *(tensor(x) for x in (self.q, self.q_indptr, self.pages, *table)),
+            *(self.tensor(x) for x in (self.q, self.q_indptr, self.pages, *table)),
             self.o,
             self.lse,
             self.sm_scale,
-            tensor(self.order_indptr),
-            tensor(self.order),
+            self.tensor(self.order_indptr),
+            self.tensor(self.order),
         )
 
     def verify(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import decode, prefill, tree
+from . import decode, mla, prefill, tree
 
 BUILDERS: dict[str, Callable] = {
     "prefill_ragged": prefill.prefill_ragged,
@@ -20,4 +20,6 @@ BUILDERS: dict[str, Callable] = {
     "tree_paged_sliding": tree.tree_paged_sliding,
     "tree": tree.tree,
     "tree_sliding": tree.tree_sliding,
+    "mla_prefill": mla.mla_prefill,
+    "mla_tree": mla.mla_tree,
 }

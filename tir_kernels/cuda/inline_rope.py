@@ -21,12 +21,13 @@ class InlineRope:
     Parameters
     ----------
     spec : KernelSpec
-    a : the kernel's arguments `rotary_mode`.
+    a : the kernel's argument `rotary_mode`, or none: rows are rotated already.
     step : of the unit: `length`, positions of the sequence.
     """
 
     def __init__(self, spec: KernelSpec, a, step):
-        self.spec, self.mode, self.step = spec, a.rotary_mode, step
+        self.spec, self.step = spec, step
+        self.mode = getattr(a, "rotary_mode", 0)
         self.half = spec.rope.rotary_dim // 2
 
     def rotate_q(self, unit, position: Callable) -> None:

@@ -21,7 +21,7 @@ from .arguments import attention_kernel
 from .columns import PlainColumns
 from .emit import WARP, index_temp, launch
 from .prefill_unit import Unit
-from .rows import PagedRows, RaggedRows
+from .rows import LatentRows, PagedRows, RaggedRows
 from .schedule import UnitOfBlock
 from .tiling import MOST_ROWS, Tiling
 
@@ -38,7 +38,8 @@ def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None
     tiling : Tiling
     """
     group = spec.group_size
-    require_own_rotation(spec, a)
+    if hasattr(a, "rotary_mode"):
+        require_own_rotation(spec, a)
     if not hasattr(a, "columns"):
         a.columns = PlainColumns()
     # No more units than that, for each sequence has less than a whole one besides whole ones.
@@ -90,11 +91,14 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS)
         num_pages = index_temp(a.page_indptr[sequence + 1] - first)
 
         def rows(rows_per_thread: int):
-            return PagedRows(spec, a, first, head, rows_per_thread)
+            kind = LatentRows if spec.kind == "mla" else PagedRows
+            return kind(spec, a, first, head, rows_per_thread)
 
         return rows, lengths.kv_len(sequence, num_pages)
 
-    a.kv_rows, a.k_offset_of = kv_rows, a.k_rope_pos_offset.__getitem__
+    a.kv_rows, a.k_offset_of = kv_rows, lambda sequence: T.int32(0)
+    if hasattr(a, "k_rope_pos_offset"):
+        a.k_offset_of = a.k_rope_pos_offset.__getitem__
     emit_attention(spec, a, Tiling.of(spec, spec.kv_dtype, most_rows))
 
 

@@ -52,7 +52,12 @@ class Unit:
         self.q = SharedTiles(memory, 0, tiling.q)
         self.o = SharedTiles(memory, 0, tiling.o)
         self.k = SharedTiles(memory, max(self.q.end, self.o.end), tiling.k, tiling.stages)
-        self.v = SharedTiles(memory, self.k.end, tiling.v, tiling.stages)
+        self.v_begin = step.slice * tiling.columns
+        if tiling.is_latent:
+            first_chunk = index_temp(T.truncdiv(self.v_begin, tiling.k.per_chunk))
+            self.v = SharedTiles(memory, self.k.begin, tiling.k, tiling.stages, first_chunk)
+        else:
+            self.v = SharedTiles(memory, self.k.end, tiling.v, tiling.stages)
         is_tensor = on_tensor_cores(tiling.dtype, tiling.kv_dtype)
         products = TensorCores if is_tensor else MultiplyAdds
         self.products = products(tiling, self.q, self.warp_row, self.lane)
@@ -61,7 +66,6 @@ class Unit:
         self.rope = InlineRope(spec, a, step)
         chunk = tiling.v.per_chunk
         self.o_chunks = spec.v_head_dim // tiling.o.per_chunk
-        self.v_begin = step.slice * tiling.columns
         self.v_chunks = spec.v_head_dim // chunk
         if tiling.slices > 1:
             left = spec.v_head_dim - self.v_begin

@@ -125,4 +125,6 @@ class Ring:
                         copy_chunk(to, source, num_bytes)
 
         copy(self.k, rows.k_pointer, self.k_chunks, self.k_chunks, T.cast(0, I32))
+        if self.tiling.is_latent:
+            return
         copy(self.v, rows.v_pointer, self.v_chunks, self.v.layout.chunks, self.v_begin)

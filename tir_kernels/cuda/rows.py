@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ..layout import K_PLANE, V_PLANE, row_index
+from ..layout import K_PLANE, V_PLANE, latent_index, row_index
 from ..spec import KernelSpec
 from .emit import Registers
 
@@ -57,6 +57,15 @@ class PagedRows:
     def _pointer(self, plane: int, i, column):
         index = row_index(as_int64(self.page[i]), plane, self.head, self.offset[i], column)
         return self.a.pages.ptr_to(list(index))
+
+
+class LatentRows(PagedRows):
+    """The latent rows of MLA: K is the whole row, and V its first columns."""
+
+    def _pointer(self, plane: int, i, column):
+        return self.a.pages.ptr_to(
+            list(latent_index(as_int64(self.page[i]), self.offset[i], column))
+        )
 
 
 class RaggedRows:

@@ -79,10 +79,13 @@ class SharedTiles:
         Byte at which the first one begins.
     layout : TileLayout
     count : int
+    first_chunk : int or int32 expression
+        Chunk of a row that is taken for its first one.
     """
 
-    def __init__(self, memory, begin: int, layout: TileLayout, count: int = 1):
+    def __init__(self, memory, begin: int, layout: TileLayout, count: int = 1, first_chunk=0):
         self.memory, self.begin, self.layout, self.count = memory, begin, layout, count
+        self.first_chunk = first_chunk
 
     @property
     def end(self) -> int:
@@ -92,7 +95,8 @@ class SharedTiles:
     def pointer(self, tile, row, chunk, byte=0):
         """Where a chunk begins, or a byte of it."""
         first = self.begin + tile * self.layout.num_bytes
-        return self.memory.ptr_to([first + self.layout.offset(row, chunk) + byte])
+        offset = self.layout.offset(row, self.first_chunk + chunk)
+        return self.memory.ptr_to([first + offset + byte])
 
     def element_pointer(self, tile, row, column):
         """Where an element is."""

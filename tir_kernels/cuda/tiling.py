@@ -43,6 +43,8 @@ class Tiling:
         Tiles of K and V that shared memory holds.
     dtype, kv_dtype : str
         Of Q and O, and of K and V.
+    is_latent : bool
+        V is the first columns of K.
     """
 
     rows: int
@@ -52,6 +54,7 @@ class Tiling:
     slices: int
     dtype: str
     kv_dtype: str
+    is_latent: bool = False
     stages: int = 2
 
     @staticmethod
@@ -68,7 +71,7 @@ class Tiling:
         most = MOST_COLUMNS if unit == 16 else MOST_FLOAT_COLUMNS
         slices = -(-spec.v_head_dim // most)
         columns = round_up(-(-spec.v_head_dim // slices), unit)
-        sizes = (depth, columns, slices, spec.dtype, kv_dtype)
+        sizes = (depth, columns, slices, spec.dtype, kv_dtype, spec.kind == "mla")
         for rows in (size for size in (MOST_ROWS, 32, 16) if size <= max(most_rows, 16)):
             for positions in (64, 32, 16, 8):
                 tiling = Tiling(rows, positions, *sizes)
@@ -121,8 +124,9 @@ class Tiling:
     def num_bytes(self) -> int:
         """Of shared memory."""
         first = max(self.q.num_bytes, self.o.num_bytes)
+        stage = self.k.num_bytes + (0 if self.is_latent else self.v.num_bytes)
         table = 4 * self.positions
-        return first + self.stages * (self.k.num_bytes + self.v.num_bytes) + table
+        return first + self.stages * stage + table
 
 
 def on_tensor_cores(dtype: str, kv_dtype: str) -> bool:

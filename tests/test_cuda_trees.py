@@ -10,8 +10,10 @@ import pytest
 
 from tir_kernels.spec import RopeSpec
 
-from . import reference
+from . import reference, tree_cases
+from .attention_cases import cuda_text
 from .cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
+from .cuda_emulator import Schedule, emulated, mutated, schedule
 from .tree_cases import PagedTrees, RaggedTrees, chain, random_parents
 
 SPECS = {
@@ -69,3 +71,22 @@ def test_nodes_that_nobody_sees(seed):
     case.hide_step()
     case.run()
     case.verify()
+
+
+def test_the_barrier_behind_positions_is_needed(monkeypatch):
+    spec = make_spec((2, 1), 32, (F16, F16), rope=RopeSpec(rotary_dim=0))
+    source, wrong = cuda_text("tree_paged_sliding", spec), []
+    barrier = "  tvm_builtin_cuda_cta_sync();"
+    assert source.count(barrier) == 5  # Q is there, a tile is, its positions are, the end, O is
+    for text in (source, mutated(source, barrier, which=2)):
+        function = emulated(text).get_function("tree_paged_sliding")
+        monkeypatch.setattr(tree_cases, "compiled", lambda *arguments, f=function: f)
+        case = PagedTrees(spec, [(70, 17, random_parents(np.random.default_rng(0), 90))], 0)
+        with schedule(Schedule("skewed")):
+            case.run(window=7)
+        try:
+            case.verify(window=7)
+            wrong.append(False)
+        except AssertionError:
+            wrong.append(True)
+    assert wrong == [False, True]

@@ -11,7 +11,8 @@ import tvm
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
-from tir_kernels.cuda.emit import define_kernel, launch, ptx, sync_block
+from tir_kernels.cuda.emit import launch, ptx, sync_block
+from tir_kernels.define import define_kernel
 from tvm_pagedkv.cuda_source import cuda_source
 
 from .cuda_emulator import SCHEDULES, Launch, Schedule, emulated, launches, mutated, schedule

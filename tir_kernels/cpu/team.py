@@ -8,8 +8,8 @@ from contextlib import nullcontext
 
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
-from tvm.tirx.script.builder import prim_func
 
+from .. import define
 from ..layout import pages_shape
 from ..rope import CosSin
 from ..spec import KernelSpec
@@ -34,26 +34,8 @@ def match_pages(handle, spec: KernelSpec):
 
 
 def define_kernel(arguments: dict[str, Callable], body: Callable):
-    """Define a kernel.
-
-    Parameters
-    ----------
-    arguments : dict
-        Name -> type, such as ``T.handle`` or ``T.int64``, in order.
-    body : callable
-        Emits the body; takes the arguments.
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-        Private, free to be named by its module.
-    """
-    with IRBuilder() as builder:
-        with prim_func(is_private=True, s_tir=True):
-            T.func_name("kernel")
-            T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-            body(*[T.arg(name, make()) for name, make in arguments.items()])
-    return builder.get()
+    """Define a kernel; see `define.define_kernel`."""
+    return define.define_kernel(arguments, body, on_cpu=True)
 
 
 def for_items(

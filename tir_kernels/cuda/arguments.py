@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from tvm.script import tirx as T
 
 from ..cpu.arguments import SCALAR_TYPES, match
+from ..define import define_kernel
 from ..spec import KernelSpec
 from .elements import ACCESS_BYTES
-from .emit import define_kernel
 
 
 def attention_kernel(

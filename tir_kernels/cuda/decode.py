@@ -13,35 +13,24 @@ from ..cpu.arguments import with_lengths
 from ..cpu.decode import DECODE
 from ..masks import CausalMask, WindowMask
 from ..spec import KernelSpec
-from .arguments import attention_kernel
-from .prefill import emit_paged
+from .prefill import build
 
 
 def decode(spec: KernelSpec):
     """Build the kernel `decode`; its arguments are those of the CPU's."""
-
-    def emit(a):
-        a.mask = CausalMask(T.int32(1))
-        emit_paged(spec, a, spec.group_size)
-
-    return attention_kernel(spec, DECODE, emit)
+    return _build(spec, DECODE)
 
 
 def decode_windowed(spec: KernelSpec):
     """Build the kernel `decode_windowed`; its arguments are those of the CPU's."""
-
-    def emit(a):
-        a.mask = CausalMask(T.int32(1))
-        emit_paged(spec, a, spec.group_size)
-
-    return attention_kernel(spec, with_lengths(DECODE, "window_matrix"), emit)
+    return _build(spec, with_lengths(DECODE, "window_matrix"))
 
 
 def decode_sliding(spec: KernelSpec):
     """Build the kernel `decode_sliding`; its arguments are those of the CPU's."""
+    names = (*with_lengths(DECODE, "length_info"), "window")
+    return _build(spec, names, lambda a: WindowMask(T.int32(1), a.window))
 
-    def emit(a):
-        a.mask = WindowMask(T.int32(1), a.window)
-        emit_paged(spec, a, spec.group_size)
 
-    return attention_kernel(spec, (*with_lengths(DECODE, "length_info"), "window"), emit)
+def _build(spec: KernelSpec, names, mask_of=lambda a: CausalMask(T.int32(1))):
+    return build(spec, names, mask_of, most_rows=spec.group_size)

@@ -7,37 +7,14 @@ are unrolled, so that the compiler keeps it where its name says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
-from tvm.tirx.script.builder import prim_func
 
 F32, U32, I32 = "float32", "uint32", "int32"
 WARP = 32
-
-
-def define_kernel(arguments: dict[str, Callable], body: Callable):
-    """Define a function that launches kernels.
-
-    Parameters
-    ----------
-    arguments : dict
-        Name -> type, such as ``T.handle`` or ``T.int32``, in order.
-    body : callable
-        Emits the body; takes the arguments.
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-        Private, free to be named by its module.
-    """
-    with IRBuilder() as builder:
-        with prim_func(is_private=True):
-            T.func_name("kernel")
-            body(*[T.arg(name, make()) for name, make in arguments.items()])
-    return builder.get()
 
 
 @contextmanager

@@ -119,51 +119,44 @@ def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
     emit_attention(spec, a, Tiling.of(spec, spec.dtype))
 
 
+def build(spec: KernelSpec, names, mask_of, emit=emit_paged, **fields):
+    """Build a kernel: ``mask_of(a)`` is its mask, `fields` go to `emit`."""
+
+    def body(a):
+        a.mask = mask_of(a)
+        emit(spec, a, **fields)
+
+    return attention_kernel(spec, names, body)
+
+
+def _causal(a):
+    return CausalMask(a.causal)
+
+
+def _window(a):
+    return WindowMask(a.causal, a.window)
+
+
 def prefill(spec: KernelSpec):
     """Build the kernel `prefill`; its arguments are those of the CPU's."""
-
-    def emit(a):
-        a.mask = CausalMask(a.causal)
-        emit_paged(spec, a)
-
-    return attention_kernel(spec, PREFILL, emit)
+    return build(spec, PREFILL, _causal)
 
 
 def prefill_windowed(spec: KernelSpec):
     """Build the kernel `prefill_windowed`; its arguments are those of the CPU's."""
-
-    def emit(a):
-        a.mask = CausalMask(a.causal)
-        emit_paged(spec, a)
-
-    return attention_kernel(spec, with_lengths(PREFILL, "window_matrix"), emit)
+    return build(spec, with_lengths(PREFILL, "window_matrix"), _causal)
 
 
 def prefill_sliding(spec: KernelSpec):
     """Build the kernel `prefill_sliding`; its arguments are those of the CPU's."""
-
-    def emit(a):
-        a.mask = WindowMask(a.causal, a.window)
-        emit_paged(spec, a)
-
-    return attention_kernel(spec, (*with_lengths(PREFILL, "length_info"), "window"), emit)
+    return build(spec, (*with_lengths(PREFILL, "length_info"), "window"), _window)
 
 
 def prefill_ragged(spec: KernelSpec):
     """Build the kernel `prefill_ragged`; its arguments are those of the CPU's."""
-
-    def emit(a):
-        a.mask = CausalMask(a.causal)
-        emit_ragged(spec, a)
-
-    return attention_kernel(spec, PREFILL_RAGGED, emit)
+    return build(spec, PREFILL_RAGGED, _causal, emit_ragged)
 
 
 def prefill_ragged_sliding(spec: KernelSpec):
     """Build the kernel `prefill_ragged_sliding`; its arguments are those of the CPU's."""
-
-    def emit(a):
-        a.mask = WindowMask(a.causal, a.window)
-        emit_ragged(spec, a)
-
-    return attention_kernel(spec, (*PREFILL_RAGGED, "window"), emit)
+    return build(spec, (*PREFILL_RAGGED, "window"), _window, emit_ragged)

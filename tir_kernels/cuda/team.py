@@ -11,13 +11,13 @@ from tvm.script.ir_builder import IRBuilder
 
 from ..cpu import moves
 from ..cpu.blend import selected
+from ..define import define_kernel as define_kernel
 from ..layout import pages_shape
 from ..rope import inverse_frequencies, sin_cos
 from ..spec import ITEMSIZE, KernelSpec
 from . import scalars
 from .elements import ACCESS_BYTES, copy_elements, load_floats, run_length, store_floats
 from .emit import F32, Registers, Variable, index_temp, launch, sync_block
-from .emit import define_kernel as define_kernel
 
 THREADS = 128
 

@@ -8,9 +8,8 @@ from tvm.script import tirx as T
 from ..cpu.tree import TREE, TREE_PAGED
 from ..masks import CausalMask
 from ..spec import KernelSpec
-from .arguments import attention_kernel
 from .columns import TreeColumns
-from .prefill import emit_paged, emit_ragged
+from .prefill import build, emit_paged, emit_ragged
 
 
 def tree_paged(spec: KernelSpec):
@@ -18,27 +17,29 @@ def tree_paged(spec: KernelSpec):
 
     Of a sequence with fewer nodes than rows, but some, the results are of no use.
     """
-    return _build(spec, TREE_PAGED, emit_paged)
+    return build_tree(spec, TREE_PAGED)
 
 
 def tree_paged_sliding(spec: KernelSpec):
     """Build the kernel `tree_paged_sliding`; its arguments are those of the CPU's."""
-    return _build(spec, (*TREE_PAGED, "window"), emit_paged)
+    return build_tree(spec, (*TREE_PAGED, "window"))
 
 
 def tree(spec: KernelSpec):
     """Build the kernel `tree`; its arguments are those of the CPU's."""
-    return _build(spec, TREE, emit_ragged)
+    return build_tree(spec, TREE, emit_ragged)
 
 
 def tree_sliding(spec: KernelSpec):
     """Build the kernel `tree_sliding`; its arguments are those of the CPU's."""
-    return _build(spec, (*TREE, "window"), emit_ragged)
+    return build_tree(spec, (*TREE, "window"), emit_ragged)
 
 
-def _build(spec: KernelSpec, names: tuple[str, ...], emit_attention):
-    def emit(a):
-        a.mask, a.columns = CausalMask(T.int32(1)), TreeColumns(a)
-        emit_attention(spec, a)
+def build_tree(spec: KernelSpec, names, emit=emit_paged):
+    """Build a kernel whose columns are trees; without one, sequences are plain causal."""
 
-    return attention_kernel(spec, names, emit)
+    def mask_of(a):
+        a.columns = TreeColumns(a)
+        return CausalMask(T.int32(1))
+
+    return build(spec, names, mask_of, emit)

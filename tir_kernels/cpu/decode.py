@@ -27,7 +27,7 @@ from .tasks import Pieces, Queue, for_tasks, num_threads
 
 DECODE = ("q", *WINDOWED_PAGES, *POSITIONS, *OUTPUTS, *SCALARS)
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
-SMALLEST_ELEMENTS = 1 << 17  # of K that are worth a cut
+SMALLEST_ELEMENTS = 1 << 16  # of K that are worth a cut
 UNITS_OF_TASK = 16  # fewer would leave tasks of too different a size
 
 

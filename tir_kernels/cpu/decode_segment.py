@@ -171,23 +171,28 @@ class Segment:
                 store(self.o, (base + row, c.start), c.lanes, constant(0.0, c.lanes))
         self.for_row_blocks(member, lambda block, *_: self.state.reset(block))
 
-    def run(self, a, rows: PagedRows, begin, end, k_offset, first_visible=None, members=1) -> None:
+    def run(
+        self, a, rows: PagedRows, begin, end, k_offset, first_visible=None, members=1, restart=0
+    ) -> None:
         """Attend to the positions ``begin .. end - 1``, which RoPE counts from `k_offset`.
 
         `begin` is aligned to a strip or a page; positions before `first_visible` are hidden. `rows`
-        are those of the first member, whose KV head the others follow.
+        are those of the first member, whose KV head the others follow. After the last position the
+        next KV heads are expected, from `restart` on.
         """
         with T.serial((end - begin + BLOCK - 1) // BLOCK) as i:
             first = index_temp(begin + i * BLOCK)
             count = index_temp(T.min(BLOCK, end - first))
             before = None if first_visible is None else index_temp(first_visible - first)
+            is_end = first + BLOCK >= end
+            next_first = index_temp(T.if_then_else(is_end, restart, first + BLOCK))
+            next_member = index_temp(T.if_then_else(is_end, members, 0))
             with T.serial(members) as member:
                 is_last = member == members - 1
-                following = rows.of_member(T.if_then_else(is_last, 0, member + 1))
                 step = SimpleNamespace(
                     rows=rows.of_member(member),
-                    following=following,
-                    following_first=index_temp(first + T.if_then_else(is_last, BLOCK, 0)),
+                    following=rows.of_member(T.if_then_else(is_last, next_member, member + 1)),
+                    following_first=index_temp(T.if_then_else(is_last, next_first, first)),
                     first=first,
                     count=count,
                     before=before,

@@ -72,9 +72,9 @@ class PagedRows:
         self.head, self.slot_of = head, slot_of
 
     def of_member(self, member) -> PagedRows:
-        """The same positions of the KV head `member` heads after this one."""
+        """The same positions of the KV head `member` heads after this one, or of the last one."""
         rows = copy.copy(self)
-        rows.head = index_temp(self.head + member)
+        rows.head = index_temp(T.min(self.head + member, self.spec.num_kv_heads - 1))
         return rows
 
     @property

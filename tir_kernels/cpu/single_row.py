@@ -82,8 +82,10 @@ def attend_row(
 
     def run(first_visible, end=end, k_offset=k_offset):
         first_visible = index_temp(first_visible)
-        first = index_temp(T.max(begin, first_visible // STRIP * STRIP))
-        segment.run(a, rows, first, T.max(first, end), k_offset, first_visible, members)
+        restart = index_temp(first_visible // STRIP * STRIP)
+        first = index_temp(T.max(begin, restart))
+        end = T.max(first, end)
+        segment.run(a, rows, first, end, k_offset, first_visible, members, restart)
 
     gap = a.gap_of(which.sequence)
     num_hidden = 0 if gap is None else gap.begin - gap.sinks

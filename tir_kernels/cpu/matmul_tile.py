@@ -31,7 +31,7 @@ def multiply_tile(
     ----------
     a : ``(row, k) -> scalar element``, of the operands' type.
     b : ``(k, chunk) -> index`` into ``ops`` elements: a pair (buffer, index).
-    depth : int
+    depth : int or int32 expression
         Length of the sum in elements; even.
     rows : int
     parts : chunks of columns; ``rows * len(parts)`` accumulators have to fit the registers.

@@ -14,7 +14,7 @@ from ..soft_cap import soft_cap
 from ..softmax import HIDDEN, OnlineSoftmax, inverse_total, log_sum
 from ..spec import LOG2E, KernelSpec
 from .columns import chunks, for_columns
-from .matmul_tile import multiply_tile
+from .matmul_tile import UNROLL, multiply_tile
 from .operands import pack_k
 from .simd import F32, broadcast, constant, index_temp, load, ramp, store, temp
 
@@ -220,6 +220,8 @@ class Unit:
         has_gap = span is not None and span.begin is not None
         tiling, lanes, ops = self.tiling, self.lanes, self.ops
         first_row = index_temp(block * tiling.rows)
+        # On the diagonal no row of the block sees the tile's last columns: these are left out.
+        num_seen = index_temp(T.min(POSITIONS, end_of(first_row + tiling.rows - 1) - first))
 
         def score_tile(start, parts):
             multiply_tile(
@@ -239,7 +241,9 @@ class Unit:
             value = value if ops.scale_in_q else value * broadcast(factor, width)
             return soft_cap(value, self.spec.logit_softcap, width)
 
-        for_columns(POSITIONS, lanes, VECTORS, score_tile)
+        width = VECTORS * lanes
+        with T.serial((num_seen + width - 1) // width) as i:
+            score_tile(i * width, chunks(width, lanes))
         if self.bias:
             with T.serial(tiling.rows) as i:
                 position = self.tile_position
@@ -274,11 +278,14 @@ class Unit:
             ops.weight_sink(self.weights),
         )
 
+        step = UNROLL * ops.numbers
+        depth = index_temp((num_seen + step - 1) // step * UNROLL)
+
         def output_tile(start, parts):
             multiply_tile(
                 lambda i, k: self.weights[i, k],
                 lambda k, c: (self.v, (k, start + c.start)),
-                POSITIONS // ops.numbers,
+                depth,
                 rows=tiling.rows,
                 parts=parts,
                 start=lambda i, c: (

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import tvm_ffi
 
@@ -64,11 +65,15 @@ def _set(chosen: Schedule) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """Of one launch the blocks of the grid, the threads of a block, and its shared memory."""
+    """Of one launch the blocks of the grid, the threads of a block, and its shared memory.
+
+    Also how many bytes each block copied asynchronously from global memory.
+    """
 
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
+    copied_bytes: tuple[int, ...] = field(default=(), compare=False)
 
 
 @contextmanager
@@ -79,7 +84,10 @@ def launches():
     yield made
     values = (ctypes.c_int64 * 5)()
     while runtime().emulator_launch(len(made), values):
-        made.append(Launch(tuple(values[:3]), *values[3:]))
+        grid = tuple(values[:3])
+        copied = runtime().emulator_copied_bytes
+        of_blocks = [copied(len(made), ctypes.c_int64(i)) for i in range(math.prod(grid))]
+        made.append(Launch(grid, *values[3:], tuple(of_blocks)))
 
 
 @functools.lru_cache(maxsize=128)

@@ -37,7 +37,9 @@ def runtime_path() -> Path:
 @functools.cache
 def runtime() -> ctypes.CDLL:
     """The machine, loaded."""
-    return ctypes.CDLL(str(runtime_path()))
+    library = ctypes.CDLL(str(runtime_path()))
+    library.emulator_copied_bytes.restype = ctypes.c_int64
+    return library
 
 
 def load(source: str) -> tvm_ffi.Module:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm.script import tirx as T
 
 from ..spec import LOG2E, KernelSpec
@@ -68,3 +70,25 @@ def hide(scores: Registers, num_tiles: int, lane, is_visible) -> None:
         scores[register] = T.if_then_else(seen, scores[register], T.float32(HIDDEN))
 
     for_scores(num_tiles, lane, body)
+
+
+def to_logits(
+    spec: KernelSpec, scores: Registers, lane, factor, bias: AlibiBias | None, position: Callable
+) -> None:
+    """Make logits times log2(e) of products.
+
+    Parameters
+    ----------
+    factor : float32 expression
+        Scale of the logits times log2(e).
+    position : callable
+        Column -> its RoPE position.
+    """
+
+    def body(register, h, column):
+        score = soft_cap(scores[register] * factor, spec.logit_softcap)
+        if bias:
+            score = score + bias.at(h, position(column))
+        scores[register] = score
+
+    for_scores(scores.count // 4, lane, body)

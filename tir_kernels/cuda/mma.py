@@ -12,7 +12,6 @@ from tvm.script import tirx as T
 from .elements import pack
 from .emit import U32, Registers, ptx
 from .shared_tiles import SharedTiles
-from .tiling import Tiling
 
 MOST_KEPT = 64  # elements of a row of Q: with 128 there were spills
 STEP = 16  # elements of a row that one instruction takes
@@ -30,21 +29,35 @@ class TensorCores:
 
     Parameters
     ----------
-    tiling : Tiling
+    tiling : Tiling or DecodeTiling
     q : SharedTiles
         The tile of Q.
     warp_row : int32 expression
         The warp's first row of it.
     lane : int32 expression
+    most_kept : int
+        Q stays in registers if its rows have no more elements.
+    unrolls : bool
+        Whether the steps of a product with a Q that is not kept are unrolled.
     """
 
-    def __init__(self, tiling: Tiling, q: SharedTiles, warp_row, lane):
+    def __init__(
+        self,
+        tiling,
+        q: SharedTiles,
+        warp_row,
+        lane,
+        *,
+        most_kept: int = MOST_KEPT,
+        unrolls: bool = True,
+    ):
+        self.unrolls = unrolls
         self.q, self.warp_row, self.lane, self.dtype = q, warp_row, lane, tiling.dtype
         self.num_steps = tiling.depth // STEP
         short = _SHORT[tiling.dtype]
         self.instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32"
         # In registers if that leaves enough of them, or loaded again for each tile.
-        self.keeps_q = tiling.depth <= MOST_KEPT
+        self.keeps_q = tiling.depth <= most_kept
         self.left = Registers(4 * (self.num_steps if self.keeps_q else 1), U32, "q")
 
     def begin(self) -> None:
@@ -67,7 +80,9 @@ class TensorCores:
         """Compute ``Q K^T``."""
         lane, right = self.lane, Registers(4, U32, "right")
         scores.fill(T.float32(0))
-        with T.unroll(self.num_steps) as step:
+        # Steps that take Q anew need no registers of their own.
+        loop = T.unroll if self.keeps_q or self.unrolls else T.serial
+        with loop(self.num_steps) as step:
             left_first = step * 4 if self.keeps_q else 0
             if not self.keeps_q:
                 self._load_q(0, step)

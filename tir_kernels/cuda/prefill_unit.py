@@ -18,10 +18,10 @@ from .elements import store_words
 from .emit import F32, U32, WARP, Registers, index_temp, ptx, sync_block
 from .fma import MultiplyAdds
 from .inline_rope import InlineRope
-from .logits import AlibiBias, for_scores, hide, soft_cap
+from .logits import AlibiBias, hide, to_logits
 from .mma import TensorCores
 from .online_softmax import ROWS, OnlineSoftmax
-from .ring import Ring, commit, copy_chunk, wait, zero_padding
+from .ring import Crew, Ring, commit, copy_rows, wait, zero_padding
 from .rows import as_int64
 from .scalars import temp
 from .shared_tiles import SharedTiles
@@ -46,6 +46,7 @@ class Unit:
     def __init__(self, spec: KernelSpec, tiling: Tiling, a, step: SimpleNamespace, thread):
         self.spec, self.tiling, self.a, self.step, self.thread = spec, tiling, a, step, thread
         self.lane = index_temp(T.truncmod(thread, WARP))
+        self.crew = Crew(thread, tiling.num_threads, sync_block)
         self.warp_row = index_temp(T.truncdiv(thread, WARP) * WARP_ROWS)
         memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
         self.memory = IRBuilder.name("shared", memory)
@@ -78,7 +79,7 @@ class Unit:
             tiling,
             self.k,
             self.v,
-            thread,
+            self.crew,
             k_chunks=spec.qk_head_dim // chunk,
             v_chunks=self.v_chunks,
             v_begin=self.v_begin,
@@ -174,14 +175,7 @@ class Unit:
 
             self.rope.rotate_k(self, stage, k_position)
             self.products.scores(scores, self.k, stage)
-
-            def to_logits(register, h, column):
-                score = soft_cap(scores[register] * factor, self.spec.logit_softcap)
-                if self.bias:
-                    score = score + self.bias.at(h, k_position(column))
-                scores[register] = score
-
-            for_scores(tiling.positions // 8, lane, to_logits)
+            to_logits(self.spec, scores, lane, factor, self.bias, k_position)
             hides_some = T.Or(first + tiling.positions > shared_end, first < shared_begin)
             with T.If(hides_some), T.Then():
 
@@ -194,6 +188,7 @@ class Unit:
             self.products.accumulate(self.softmax.output, scores, self.v, stage)
 
         self.ring.for_tiles(rows, start, end, visit)
+        sync_block()
 
     def _load_q(self, span: Span) -> None:
         """Bring the rows of Q into shared memory, rotated if it is asked for."""
@@ -204,15 +199,7 @@ class Unit:
             column = chunk * self.q.layout.per_chunk
             return self.a.q.ptr_to([token, self._head(row), column])
 
-        def copy():
-            items = tiling.rows * chunks
-            with T.serial(T.ceildiv(items, tiling.num_threads)) as turn:
-                item = index_temp(turn * tiling.num_threads + self.thread)
-                with T.If(item < items), T.Then():
-                    row, chunk = T.truncdiv(item, chunks), T.truncmod(item, chunks)
-                    copy_chunk(self.q.pointer(0, row, chunk), pointer(row, chunk))
-
-        copy()
+        copy_rows(self.q, tiling.rows, chunks, self.crew, pointer)
         commit()
         wait(0)
         sync_block()

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from .emit import I32, index_temp, ptx, sync_block
+from .emit import I32, index_temp, ptx
 from .shared_tiles import CHUNK_BYTES, SharedTiles
 from .tiling import THREADS_PER_ROW, Tiling
 
@@ -42,15 +43,48 @@ def zero_padding(tiles: SharedTiles, width: int, thread, num_threads: int) -> No
                 ptx("st.shared.v4.b32", tiles.pointer(tile, row, chunk), *[T.uint32(0)] * 4)
 
 
+def copy_rows(tiles: SharedTiles, num_rows: int, chunks: int, crew: Crew, pointer) -> None:
+    """Start to copy `chunks` of each row of the first tile, from ``pointer(row, chunk)``."""
+    items = num_rows * chunks
+    with T.serial(T.ceildiv(items, crew.num_threads)) as turn:
+        item = index_temp(turn * crew.num_threads + crew.thread)
+        with T.If(item < items), T.Then():
+            row, chunk = T.truncdiv(item, chunks), T.truncmod(item, chunks)
+            copy_chunk(tiles.pointer(0, row, chunk), pointer(row, chunk))
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Threads that fill and read tiles together.
+
+    Parameters
+    ----------
+    thread : int32 expression
+        Of the crew.
+    num_threads : int
+    meet : callable
+        Emits a barrier of the crew.
+    index, count : int32 expression, int
+        Of `count` crews, each with stages of its own, the one that has every `count`-th tile from
+        `index` on.
+    """
+
+    thread: object
+    num_threads: int
+    meet: Callable
+    index: object = 0
+    count: int = 1
+
+
 class Ring:
-    """The tiles of K and V that a block has at hand.
+    """The tiles of K and V that a crew has at hand.
 
     Parameters
     ----------
     tiling : Tiling
     k, v : SharedTiles
-        A tile for each stage.
-    thread : int32 expression
+        A tile for each stage of each crew.
+    crew : Crew
     k_chunks : int
         Chunks of a row of K.
     v_chunks : int or int32 expression
@@ -59,30 +93,41 @@ class Ring:
         First of these columns.
     """
 
-    def __init__(self, tiling: Tiling, k, v, thread, *, k_chunks: int, v_chunks, v_begin):
-        self.tiling, self.k, self.v = tiling, k, v
-        self.chunk = index_temp(T.truncmod(thread, THREADS_PER_ROW))
-        self.row = index_temp(T.truncdiv(thread, THREADS_PER_ROW))
+    def __init__(self, tiling: Tiling, k, v, crew: Crew, *, k_chunks: int, v_chunks, v_begin):
+        self.tiling, self.k, self.v, self.crew = tiling, k, v, crew
+        self.chunk = index_temp(T.truncmod(crew.thread, THREADS_PER_ROW))
+        self.row = index_temp(T.truncdiv(crew.thread, THREADS_PER_ROW))
         self.k_chunks, self.v_chunks, self.v_begin = k_chunks, v_chunks, v_begin
 
     @property
     def _row_step(self) -> int:
-        return self.tiling.num_threads // THREADS_PER_ROW
+        return self.crew.num_threads // THREADS_PER_ROW
 
-    def for_tiles(self, rows, start, end, body: Callable) -> None:
-        """Emit ``body(first, stage)`` for the tiles of the positions ``start .. end - 1``.
+    def for_tiles(
+        self, rows, start, end, body: Callable, once: Callable = lambda groups_left: None
+    ) -> None:
+        """Emit ``body(first, stage)`` for the crew's tiles of the positions ``start .. end - 1``.
 
         The copies of at least one tile are under way meanwhile. Positions behind the end are zeros.
+        In the end other threads may still be in the last tile.
 
         Parameters
         ----------
         rows : where K and V are, such as `rows.PagedRows`.
+        once : callable
+            Emits what comes between the first copies and their use; takes the number of groups of
+            copies that were closed since the call.
         """
-        tiling, ahead = self.tiling, self.tiling.stages - 1
-        num_tiles = index_temp(T.truncdiv(end - start + tiling.positions - 1, tiling.positions))
+        tiling, crew, ahead = self.tiling, self.crew, self.tiling.stages - 1
+        positions = crew.count * tiling.positions  # of all crews together
+        num_tiles = index_temp(T.truncdiv(end - start + positions - 1, positions))
+        own_start = index_temp(start + crew.index * tiling.positions)
 
         def position_of(tile, i):
-            return start + tile * tiling.positions + i * self._row_step + self.row
+            return own_start + tile * positions + i * self._row_step + self.row
+
+        def stage_of(tile):
+            return index_temp(T.truncmod(tile, tiling.stages) * crew.count + crew.index)
 
         def find(tile):
             with T.unroll(tiling.rows_per_thread) as i:
@@ -90,7 +135,7 @@ class Ring:
 
         def issue(tile):
             with T.If(tile < num_tiles), T.Then():
-                stage = index_temp(T.truncmod(tile, tiling.stages))
+                stage = stage_of(tile)
                 with T.unroll(tiling.rows_per_thread) as i:
                     is_held = position_of(tile, i) < end
                     num_bytes = index_temp(T.if_then_else(is_held, CHUNK_BYTES, 0))
@@ -101,14 +146,13 @@ class Ring:
         find(T.int32(0))
         for tile in range(ahead):
             issue(T.int32(tile))
+        once(ahead)
         with T.serial(num_tiles) as tile:
             wait(ahead - 1)
             # All have their copies, and none reads the tile any more that is written next.
-            sync_block()
+            crew.meet()
             issue(tile + ahead)
-            stage = index_temp(T.truncmod(tile, tiling.stages))
-            body(index_temp(start + tile * tiling.positions), stage)
-        sync_block()
+            body(index_temp(own_start + tile * positions), stage_of(tile))
 
     def _copy_row(self, rows, i, stage, num_bytes) -> None:
         row = i * self._row_step + self.row

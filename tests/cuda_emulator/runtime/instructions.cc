@@ -85,6 +85,7 @@ void CopyAsync(uint32_t to, const void* from, int num_bytes, int source_bytes) {
     if (source_bytes > 0) std::memcpy(destination, from, source_bytes);
   };
   Machine& m = machine();
+  m.copied_bytes += source_bytes;
   if (m.schedule.eager) {
     copy();
   } else {

@@ -154,6 +154,7 @@ Machine& machine() {
 bool RunGrid(const Launch& launch, std::function<void()> kernel) {
   Machine& m = machine();
   m.launches.push_back(launch);
+  std::vector<int64_t>& copied_bytes = m.launches.back().copied_bytes;
   m.grid = launch.grid;
   m.block = launch.block;
   m.shared_bytes = launch.shared_bytes;
@@ -162,6 +163,7 @@ bool RunGrid(const Launch& launch, std::function<void()> kernel) {
   random_bits.seed(m.schedule.seed);
   std::vector<uint64_t> blocks(uint64_t{m.grid.x} * m.grid.y * m.grid.z);
   std::iota(blocks.begin(), blocks.end(), 0);
+  copied_bytes.resize(blocks.size());
   if (m.schedule.order != Schedule::kInTurn) {
     std::shuffle(blocks.begin(), blocks.end(), random_bits);
   }
@@ -170,7 +172,9 @@ bool RunGrid(const Launch& launch, std::function<void()> kernel) {
       m.block_index = {static_cast<unsigned>(i % m.grid.x),
                        static_cast<unsigned>(i / m.grid.x % m.grid.y),
                        static_cast<unsigned>(i / (uint64_t{m.grid.x} * m.grid.y))};
+      m.copied_bytes = 0;
       RunBlock();
+      copied_bytes[i] = m.copied_bytes;
       if (!m.fault.empty()) break;
     }
   } catch (const Fault& fault) {
@@ -240,4 +244,9 @@ extern "C" int emulator_launch(int i, int64_t* out) {
                             static_cast<int64_t>(launch.shared_bytes)};
   std::memcpy(out, values, sizeof(values));
   return 1;
+}
+
+// Bytes that block `block` of launch `i` copied asynchronously.
+extern "C" int64_t emulator_copied_bytes(int i, int64_t block) {
+  return emulator::machine().launches.at(i).copied_bytes.at(block);
 }

@@ -64,6 +64,7 @@ struct Thread {
 struct Launch {
   Index3 grid, block;
   size_t shared_bytes = 0;
+  std::vector<int64_t> copied_bytes;  // by the asynchronous copies of each block
 };
 
 struct Machine {
@@ -75,8 +76,9 @@ struct Machine {
   std::vector<Warp> warps;
   Barrier barriers[kNumBarriers];
   Thread* current = nullptr;
-  uint64_t progress = 0;  // counts what may let a waiting thread go on
-  std::string fault;      // of the last launch; empty: none
+  int64_t copied_bytes = 0;  // by the block that runs
+  uint64_t progress = 0;     // counts what may let a waiting thread go on
+  std::string fault;         // of the last launch; empty: none
   std::function<void()> kernel;
 };
 

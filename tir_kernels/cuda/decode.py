@@ -1,19 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one query row per sequence over its pages.
 
-The heads of a group are the rows of a tile: one or few warps for each sequence and KV head. Long
-sequences are not cut, so it takes many of them to keep a GPU busy.
+The work is bound by reading K and V once, so it is cut by pages: as many blocks as the GPU holds
+take equal shares of the pages of all sequences and KV heads, whatever their lengths are. A block
+finds its share from the page table's starts, so every batch of a shape is launched alike. A pair of
+a sequence and a KV head that falls into one share is finished there; one that is cut leaves states,
+which a second kernel merges.
 """
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
 from ..cpu.arguments import with_lengths
 from ..cpu.decode import DECODE
-from ..masks import CausalMask, WindowMask
+from ..cpu.inline_rope import require_own_rotation
+from ..masks import CausalMask, GappedSequence, Span, WholeSequence, WindowMask
 from ..spec import KernelSpec
+from .decode_segment import Segment
+from .decode_tiling import DecodeTiling
+from .elements import store_floats
+from .emit import Variable, index_temp, launch
+from .page_split import PageSplit
+from .partials import Partials
 from .prefill import build
+from .rows import PagedRows
+
+BLOCKS_PER_MULTIPROCESSOR = 2
+
+
+def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
+    """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
+    require_own_rotation(spec, a)
+    has_gaps = not hasattr(a, "length_info")
+    lengths = GappedSequence(spec, a) if has_gaps else WholeSequence(spec, a.length_info)
+    tiling = DecodeTiling.of(spec)
+    parts = tiling.row_slices * tiling.slices
+    most_blocks = BLOCKS_PER_MULTIPROCESSOR * spec.target.num_multiprocessors
+    num_blocks = max(1, most_blocks // parts)
+    partials = Partials(spec, num_blocks)
+
+    def split_of() -> PageSplit:
+        return PageSplit(spec, a, num_blocks, tiling.block_positions)
+
+    def attend_to_share(block, part, thread) -> None:
+        split = split_of()
+        current = Variable(block * split.share)
+        last = index_temp(T.min(current.get() + split.share, split.total))
+        with T.If(current.get() < last), T.Then():
+            segment = Segment(spec, tiling, a, part, thread)
+            sequence = Variable(split.owner(current.get(), segment.lane))
+            with T.While(current.get() < last):
+                with T.While(split.first_unit(sequence.get() + 1) <= current.get()):
+                    sequence.set(sequence.get() + 1)
+                pair = split.pair(sequence.get(), current.get())
+                first = index_temp(current.get())
+                current.set(T.min(pair.end, last))
+                bounds = [
+                    index_temp((at - pair.begin) * split.positions) for at in (first, current.get())
+                ]
+                kv_len = lengths.kv_len(pair.sequence, pair.num_pages)
+                gap = lengths.gap(pair.sequence) if has_gaps else None
+                attend_to_pair(segment, pair, kv_len, gap, bounds)
+                store(
+                    segment,
+                    pair,
+                    T.And(first == pair.begin, current.get() == pair.end),
+                    partials.slot(block, first > pair.begin),
+                )
+
+    def attend_to_pair(segment, pair, kv_len, gap, bounds) -> None:
+        k_offset = index_temp(a.k_rope_pos_offset[pair.sequence])
+        num_hidden = 0 if gap is None else gap.begin - gap.sinks
+        step = SimpleNamespace(
+            pair=pair,
+            rows=PagedRows(spec, a, pair.first_entry, pair.head, tiling.rows_per_thread),
+            length=k_offset + kv_len - num_hidden,
+        )
+
+        def attend(span: Span, first_seen) -> None:
+            begin = index_temp(T.max(bounds[0], first_seen))
+            end = index_temp(T.min(bounds[1], span.end))
+            segment.attend(step, span, begin, end)
+
+        segment.softmax.reset()
+        if gap is None:
+            first_seen = a.mask.begin(0, 1, kv_len) if a.mask.has_window else 0
+            attend(Span(None, kv_len, k_offset, None, None), first_seen)
+        else:
+            own = a.mask.own(0, 1, kv_len)
+            gap.for_spans(
+                kv_len, k_offset, lambda span: attend(span, T.max(span.begin, own - span.back))
+            )
+
+    def store(segment, pair, is_whole, slot) -> None:
+        slot = index_temp(slot)
+
+        def index(head):
+            return pair.sequence, pair.head * spec.group_size + head
+
+        def put(head, column, values) -> None:
+            with T.If(is_whole):
+                with T.Then():
+                    store_floats(a.o, (*index(head), column), values)
+                with T.Else():
+                    partials.put(slot, head, column, values)
+
+        def put_lse(head, lse) -> None:
+            with T.If(is_whole):
+                with T.Then():
+                    T.buffer_store(a.lse, lse, list(index(head)))
+                with T.Else():
+                    partials.put_lse(slot, head, lse)
+
+        segment.store(put, put_lse)
+
+    with partials.allocated():
+        grid = [num_blocks, parts]
+        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, part), thread):
+            attend_to_share(block, part, thread)
+        partials.launch_merge(a, split_of, lambda: None)
 
 
 def decode(spec: KernelSpec):
@@ -33,4 +141,4 @@ def decode_sliding(spec: KernelSpec):
 
 
 def _build(spec: KernelSpec, names, mask_of=lambda a: CausalMask(T.int32(1))):
-    return build(spec, names, mask_of, most_rows=spec.group_size)
+    return build(spec, names, mask_of, emit_decode)

@@ -54,6 +54,11 @@ def sync_block() -> None:
     T.evaluate(T.cuda.cta_sync())
 
 
+def sync_warp() -> None:
+    """Let all threads of a warp meet."""
+    T.evaluate(T.cuda.warp_sync())
+
+
 class Registers:
     """An array of registers of a thread.
 

@@ -9,6 +9,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <stdexcept>
 
 #include "instructions.h"
 #include "machine.h"
@@ -116,6 +120,31 @@ template <typename Kernel>
 inline cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int64_t value) {
   return value <= static_cast<int64_t>(emulator::kMaxSharedBytes) ? cudaSuccess
                                                                   : cudaErrorInvalidValue;
+}
+
+// Memory pools: what is taken from one holds NaN.
+using cudaMemPool_t = int;
+enum { cudaMemAllocationTypePinned, cudaMemLocationTypeDevice, cudaMemPoolAttrReleaseThreshold };
+struct cudaMemPoolProps {
+  int allocType;
+  struct {
+    int type, id;
+  } location;
+};
+inline cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps*) {
+  *pool = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, int, void*) { return cudaSuccess; }
+inline cudaError_t cudaMallocFromPoolAsync(void** memory, size_t num_bytes, cudaMemPool_t,
+                                           cudaStream_t) {
+  *memory = std::aligned_alloc(256, (num_bytes + 255) / 256 * 256);
+  std::memset(*memory, 0xff, num_bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
+  std::free(memory);
+  return cudaSuccess;
 }
 
 template <typename... Params, typename... Args>

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler makes of kernels for GPUs, without one: the gate passes, and it can fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tir_kernels import build_kernel
+from tvm_pagedkv import cuda_machine_code
+from tvm_pagedkv.cuda_library import find_nvcc
+from tvm_pagedkv.cuda_machine_code import machine_code
+from tvm_pagedkv.cuda_source import cuda_source
+
+from .cuda_cases import make_spec
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+# Of a configuration the architectures, and the kernels (None: all). A whole one takes two seconds.
+GATED = {
+    "llama-float16": (("80", "90"), None),
+    "llama-float32": (("80",), ("prefill", "decode")),
+    "heads-of-256-bfloat16": (("90",), None),
+    "windows-cap-alibi-float16": (("80",), ("prefill_sliding", "decode_sliding", "tree_sliding")),
+    "heads-of-256-float32": (("80",), ("prefill",)),
+    "falcon-bfloat16-pages-float16": (("90",), ("decode", "prefill")),
+    "mla-512-64-bfloat16": (("90",), None),
+}
+SPEC = make_spec((8, 2), 128)
+
+
+def _has_nvcc() -> bool:
+    try:
+        return bool(find_nvcc())
+    except RuntimeError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not _has_nvcc(), reason="needs nvcc")
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.fixture(scope="module")
+def source():
+    return cuda_source({name: build_kernel(name, SPEC) for name in ("prefill", "merge")})
+
+
+@pytest.fixture(scope="module")
+def codes(source):
+    """Of the kernels for sm_80."""
+    return {code.launch.function: code for code in machine_code(source, "80")}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_kernels_pass(name):
+    """No spills, within the limits of the chip, with the instructions that make them fast."""
+    import cuda_gate
+
+    archs, functions = GATED[name]
+    for arch in archs:
+        codes = cuda_gate.codes_of(name, arch, functions=functions)
+        assert cuda_gate.failures_of(name, codes) == []
+
+
+def test_too_few_registers_fail(source):
+    from cuda_gate_rules import failures
+
+    options = ["-maxrregcount=32", "-override-directive-values"]
+    for code in machine_code(source, "80", options):
+        found = failures(code.launch.function, SPEC, [code])
+        if code.launch.function == "merge":
+            assert found == []
+        else:
+            assert "prefill_kernel (sm_80) spills" in "".join(found)
+
+
+@pytest.mark.parametrize(
+    "name, launch, fields, message",
+    [
+        ("prefill", {"dynamic_bytes": 164 << 10}, {}, "167936 bytes of shared memory of 166912"),
+        ("prefill", {"threads": 64}, {}, "compiled for 128 threads and launched with 64"),
+        ("prefill", {"threads": 512, "bound": 512}, {}, "does not fit into a multiprocessor"),
+        ("prefill", {}, {"mma": 16}, "16 mma, needs at least 17"),
+        ("prefill", {}, {"ldsm": 10}, "10 ldsm, needs at least 64"),
+        ("prefill", {}, {"ldgsts": 0}, "0 ldgsts"),
+        ("merge", {}, {"ldg.128": 0}, "0 ldg.128"),
+        ("prefill", {}, {"stg.128": 0}, "0 stg.128"),
+        ("prefill", {}, {"local": 1}, "1 accesses to local memory"),
+    ],
+)
+def test_each_rule_can_fail(codes, name, launch, fields, message):
+    from cuda_gate_rules import failures
+
+    code = codes[name]
+    assert failures(name, SPEC, [code]) == []
+    changed = replace(code, launch=replace(code.launch, **launch), counts={**code.counts, **fields})
+    assert message in failures(name, SPEC, [changed])[0]
+
+
+def test_kernels_that_move_rows_leave_room_for_many_threads(codes):
+    from cuda_gate_rules import failures
+
+    (line,) = failures("merge", SPEC, [replace(codes["merge"], registers=65)])
+    assert "65 registers, more than 64" in line
+
+
+def test_instructions_of_ptx_are_counted_without_a_disassembler(source, codes, monkeypatch):
+    monkeypatch.setattr(cuda_machine_code, "find_nvdisasm", lambda: None)
+    for code in machine_code(source, "80"):
+        assert not code.is_sass
+        assert code.counts == codes[code.launch.function].counts
+
+
+def test_launches_are_read(codes):
+    prefill = codes["prefill"].launch
+    assert (prefill.threads, prefill.grid) == (128, (None, SPEC.num_kv_heads, 1))
+
+
+def test_floors_are_those_of_the_data_sheets():
+    """64 x 4096 rows of K and V, 4 KiB each, at 4.8 TB/s; 2 x 32 x 128 x 8192^2 flops at 312 T."""
+    from cuda_floors import floors
+
+    spec = make_spec((32, 8), 128)
+    assert floors("decode", spec, "90") == "decode 16 x 4k: 56, decode 64 x 4k: 224"
+    assert floors("prefill", spec, "80") == "prefill 8k: 1.76e+03"
+    assert floors("merge", spec, "90") == floors("decode", spec, "120") == ""

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler made of kernels for GPUs: registers, spills, shared memory, instructions.
+
+It needs nvcc, but no GPU. Instructions are those of the machine code where there is nvdisasm, which
+the extra "cuda" installs; of PTX otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from .cuda_library import find_nvcc
+
+# What is counted: instructions of the machine code, and of PTX.
+INSTRUCTIONS = {
+    "mma": (r"[A-Z]+MMA\b", r"(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\."),
+    "ldgsts": (r"LDGSTS\b", r"cp\.async\.c[ag]\."),
+    "ldsm": (r"LDSM\b", r"ldmatrix\."),
+    "ldg.128": (r"LDG\b.*\.128\b", r"ld\.global\.(?:\w+\.)*v(?:4\.\w32|2\.\w64)"),
+    "stg.128": (r"STG\b.*\.128\b", r"st\.global\.(?:\w+\.)*v(?:4\.\w32|2\.\w64)"),
+    "local": (r"(?:LDL|STL)\b", r"(?:ld|st)\.local\."),
+}
+
+_HOST_PART = "#include <tvm/ffi/c_api.h>"
+_BOUNDS = re.compile(r"__launch_bounds__\((\d+)(?:, \d+)?\) (\w+)\(")
+_LAUNCHER = re.compile(r"^TVM_DLL int32_t __tvm_ffi_(\w+)\([^)]*\) \{$", re.MULTILINE)
+_LAUNCH = re.compile(r"tvm_cuda_host_launch\(::(\w+), &(\w+)")
+_PROPERTIES = re.compile(
+    r"Compiling entry function '(?P<kernel>\w+)'.*\n.*\n"
+    r"\s*(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads\n.*Used (?P<registers>\d+) registers(?P<rest>.*)"
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a function launches a kernel.
+
+    Parameters
+    ----------
+    function, kernel : str
+        A function may launch several.
+    grid : tuple of int or None
+        Blocks; None where the arguments decide.
+    threads : int
+        Of a block.
+    bound : int
+        The most threads that the kernel is compiled for.
+    dynamic_bytes : int
+        Of shared memory.
+    """
+
+    function: str
+    kernel: str
+    grid: tuple[int | None, ...]
+    threads: int
+    bound: int
+    dynamic_bytes: int
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """A kernel, compiled for an architecture.
+
+    Parameters
+    ----------
+    launch : Launch
+    arch : str
+        Its number, such as "90".
+    registers, stack_bytes, spill_bytes : int
+        Of a thread.
+    static_bytes : int
+        Of shared memory of a block, besides the launch's.
+    counts : mapping
+        Key of `INSTRUCTIONS` -> how many there are.
+    num_instructions : int
+        Of all kinds.
+    is_sass : bool
+        Whether the instructions are of the machine code.
+    """
+
+    launch: Launch
+    arch: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    static_bytes: int
+    counts: Mapping[str, int]
+    num_instructions: int
+    is_sass: bool
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block."""
+        return self.static_bytes + self.launch.dynamic_bytes
+
+
+def find_nvdisasm() -> str | None:
+    """The disassembler: beside nvcc, on PATH, or of the package nvidia-cuda-nvdisasm."""
+    candidates = [str(Path(find_nvcc()).with_name("nvdisasm")), shutil.which("nvdisasm")]
+    try:
+        files = metadata.files("nvidia-cuda-nvdisasm") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    candidates += [str(file.locate()) for file in files if file.stem == "nvdisasm"]
+    return next((path for path in candidates if path and os.access(path, os.X_OK)), None)
+
+
+def launches(source: str) -> list[Launch]:
+    """The launches in what `cuda_source.cuda_source` returns.
+
+    Raises
+    ------
+    RuntimeError
+        For text whose launches have another form.
+    """
+    bounds = {kernel: int(threads) for threads, kernel in _BOUNDS.findall(source)}
+    _, *parts = _LAUNCHER.split(source)
+    found = []
+    for function, text in zip(parts[::2], parts[1::2], strict=True):
+        values = dict(re.findall(r"^ *(?:auto|size_t) (cuda_\w+) = (.*);$", text, re.MULTILINE))
+
+        def number(name: str, values=values) -> int | None:
+            value = values.get(name, name)
+            value = re.sub(r"static_cast<size_t>\((.*)\)|\(int64_t\)", r"\1", value)
+            if re.fullmatch(r"\d+", value):
+                return int(value)
+            return number(value) if value in values else None
+
+        for kernel, config in _LAUNCH.findall(text):
+            grid, block = (
+                [
+                    number(x)
+                    for x in re.search(rf"{config}\.{dim} = dim3\((.*)\);", text)[1].split(", ")
+                ]
+                for dim in ("gridDim", "blockDim")
+            )
+            dynamic = number(re.search(rf"{config}\.dynamicSmemBytes = (.*);", text)[1])
+            if None in block or dynamic is None:
+                raise RuntimeError(f"{kernel}: neither threads nor shared memory may vary")
+            threads = block[0] * block[1] * block[2]
+            found.append(Launch(function, kernel, tuple(grid), threads, bounds[kernel], dynamic))
+    if {launch.kernel for launch in found} != set(bounds):
+        raise RuntimeError(f"launches of {found}, but kernels {sorted(bounds)}")
+    return found
+
+
+def machine_code(source: str, arch: str, ptxas_options: Sequence[str] = ()) -> list[MachineCode]:
+    """Compile kernels as a library has them, and read what came out.
+
+    Parameters
+    ----------
+    source : str
+        What `cuda_source.cuda_source` returns.
+    arch : str
+        Number of an architecture, such as "90".
+    ptxas_options : sequence of str
+        Besides those of a library.
+
+    Raises
+    ------
+    RuntimeError
+        Without nvcc, or when one of the tools fails.
+    """
+    nvcc, nvdisasm = find_nvcc(), find_nvdisasm()
+    all_launches = launches(source)
+    with tempfile.TemporaryDirectory() as folder:
+        text, ptx, cubin = (Path(folder) / f"kernels.{end}" for end in ("cu", "ptx", "cubin"))
+        text.write_text(source[: source.index(_HOST_PART)])
+        _run(nvcc, "-ptx", "-std=c++17", "-O3", "-w", f"-arch=compute_{arch}", text, "-o", ptx)
+        ptxas = Path(nvcc).with_name("ptxas")
+        told = _run(ptxas, "-v", f"-arch=sm_{arch}", *ptxas_options, ptx, "-o", cubin)
+        if nvdisasm is None:
+            code = _ptx_opcodes(ptx.read_text())
+        else:
+            code = _sass_opcodes(json.loads(_run(nvdisasm, "-json", cubin)))
+    properties = {match["kernel"]: match for match in _PROPERTIES.finditer(told)}
+    found = []
+    for launch in all_launches:
+        match, opcodes = properties[launch.kernel], code[launch.kernel]
+        static = re.search(r"(\d+) bytes smem", match["rest"])
+        counts = {
+            name: sum(
+                re.match(patterns[nvdisasm is None], opcode) is not None for opcode in opcodes
+            )
+            for name, patterns in INSTRUCTIONS.items()
+        }
+        found.append(
+            MachineCode(
+                launch=launch,
+                arch=arch,
+                registers=int(match["registers"]),
+                stack_bytes=int(match["stack"]),
+                spill_bytes=int(match["stores"]) + int(match["loads"]),
+                static_bytes=int(static[1]) if static else 0,
+                counts=counts,
+                num_instructions=len(opcodes),
+                is_sass=nvdisasm is not None,
+            )
+        )
+    return found
+
+
+def _run(*command) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode:
+        lines = (done.stderr + done.stdout).strip().splitlines()[-12:]
+        raise RuntimeError(f"{Path(command[0]).name} failed:\n" + "\n".join(lines))
+    return done.stdout + done.stderr
+
+
+def _sass_opcodes(parsed: list) -> dict[str, list[str]]:
+    return {
+        function["function-name"]: [line["opcode"] for line in function["sass-instructions"]]
+        for function in parsed[1]
+    }
+
+
+def _ptx_opcodes(text: str) -> dict[str, list[str]]:
+    _, *parts = re.split(r"\.entry (\w+)", text)
+    return {
+        kernel: re.findall(r"(?<![\w.%$:])[a-z]\w*\.[\w.:]+", body)
+        for kernel, body in zip(parts[::2], parts[1::2], strict=True)
+    }

@@ -6,6 +6,10 @@
  * Merged: slices of one buffer, each at a multiple of 16 bytes, laid out anew in each step; one
  * copy of exactly the bytes in use. Plain: a buffer and a copy for each array, for devices that
  * cannot address into a buffer. On a CPU the tensors lie on the host memory; nothing is copied.
+ *
+ * Where the device has streams there are two of all that, in turns, each with a stream for its
+ * copies: the host writes the arrays of a step, and they travel, while kernels of the step before
+ * still read theirs. The host waits only for what was launched two steps ago.
  */
 #ifndef TVM_PAGEDKV_AUX_DATA_H_
 #define TVM_PAGEDKV_AUX_DATA_H_
@@ -33,11 +37,15 @@ class AuxData {
   /*! \brief Lays out the arrays of the next step; their content is undefined until written. */
   void Layout(const std::vector<int64_t>& sizes);
   /*! \brief Where the host writes array `i`. */
-  int32_t* host(size_t i) { return arrays_[i].host; }
-  /*! \brief Copies what the host has written. Kernels that are launched after it see it. */
+  int32_t* host(size_t i) { return turn_->arrays[i].host; }
+  /*!
+   * \brief Copies what the host has written.
+   *
+   * Kernels see it that are launched after it on the stream that is current now.
+   */
   void Upload();
   /*! \brief Array `i` as kernels take it. */
-  const ffi::Tensor& view(size_t i) const { return arrays_[i].view.get(); }
+  const ffi::Tensor& view(size_t i) const { return turn_->arrays[i].view.get(); }
 
   /*! \brief Array `i` from its start as a matrix. */
   ffi::Tensor Matrix(size_t i, int64_t num_rows, int64_t num_columns) const;
@@ -62,18 +70,25 @@ class AuxData {
     StepView view;
   };
 
+  /*! \brief All that a step's arrays take; steps take turns. */
+  struct Turn {
+    std::vector<Array> arrays;
+    std::vector<Buffer> buffers;
+    void* copy_stream = nullptr;
+    bool is_uploaded = false;
+  };
+
   void Reserve(Buffer* buffer, int64_t num_elements);
-  void WaitForCopy();
+  void NextTurn();
+  void WaitForReaders(Turn* turn);
 
   bool is_merged_;
   DLDevice device_;
   ByteCounter counter_;
-  void* copy_stream_ = nullptr;
-  bool is_copy_pending_ = false;
+  bool has_streams_;
   int64_t num_bytes_copied_ = 0;
-  std::vector<Array> arrays_;
-  std::vector<Buffer> buffers_;
-  std::vector<ffi::Tensor> retired_;  // grown out of, but maybe still read by queued kernels
+  std::vector<Turn> turns_;
+  Turn* turn_;  // that of the step
 };
 
 }  // namespace pagedkv

@@ -13,7 +13,13 @@ from tvm_ffi import Shape
 
 from .build import KernelLibraries, KernelSets, build_kernels
 from .config import MHA_KINDS, KVCacheConfig, LayerSpec
+from .cuda_build import is_cuda
 from .rope_config import ROPE_MODES, RopeConfig
+
+_NO_CUDA = (
+    "TVM has no CUDA runtime here, which needs the driver (libcuda.so.1) and libcudart.so of the "
+    "CUDA that the apache-tvm wheel is built for"
+)
 
 
 def create(
@@ -29,20 +35,44 @@ def create(
     ----------
     config : KVCacheConfig
     target : optional
-        None or "native": this machine; or the name of a CPU, or a TVM target.
+        None: for `device`; "native": this machine's CPU; or the name of a CPU, "cuda", or a TVM
+        target.
     device : optional
-        Where the pages lie; None: the CPU.
+        Where the pages lie; None: the GPU ``tvm.cuda(0)`` with target "cuda", else the CPU.
     progress : callable, optional
         Called with a line of text when something has to be compiled.
 
     Returns
     -------
     KVCache
+
+    Raises
+    ------
+    ValueError
+        When the target is not for the device.
+    RuntimeError
+        Where there is no such GPU, no driver, or no nvcc to compile with.
     """
+    device, target = _device_and_target(device, target)
     kernels = build_kernels(config, target, progress)
-    device = tvm.cpu() if device is None else device
     make = tvm.get_global_func("pagedkv.create")
     return make(config_map(config, kernels, device), [dict(s) for s in kernels.sets], device)
+
+
+def _device_and_target(device, target):
+    """Both, where one or both are left out; refused before anything is compiled."""
+    if device is None:
+        device = tvm.cuda(0) if is_cuda(target) else tvm.cpu()
+    on_gpu = device.dlpack_device_type() == tvm.cuda(0).dlpack_device_type()
+    if target is None:
+        target = "cuda" if on_gpu else None
+    if on_gpu != is_cuda(target):
+        raise ValueError(f"target {target!r} is not for device {device}")
+    if on_gpu and not tvm.cuda(device.index).exist:
+        has_runtime = tvm.get_global_func("device_api.cuda", allow_missing=True) is not None
+        missing = "the driver does not have it" if has_runtime else _NO_CUDA
+        raise RuntimeError(f"there is no device {device}: {missing}")
+    return device, target
 
 
 def config_map(

@@ -9,11 +9,13 @@ import hashlib
 import subprocess
 from pathlib import Path
 
+import tvm
 import tvm_ffi
 from tvm_ffi import libinfo
 
 from tvm_pagedkv.disk_cache import sealed_file
 
+_FFI = Path(libinfo.find_libtvm_ffi())
 _RUNTIME = Path(__file__).parent / "runtime"
 _FLAGS = (
     *("-std=c++17", "-fPIC", "-shared", "-w", "-march=x86-64-v3", "-fno-strict-aliasing"),
@@ -44,18 +46,38 @@ def runtime() -> ctypes.CDLL:
 
 def load(source: str) -> tvm_ffi.Module:
     """The functions of translated source."""
-    machine = runtime_path()
+    key = [str(runtime_path()), _digest(source.encode()), *_FLAGS]
+    return tvm_ffi.load_module(str(sealed_file(key, ".so", lambda path: build(source, path))))
+
+
+def build(source: str, path: Path) -> None:
+    """Compile translated source to a library."""
     runtime()
+    text = path.with_suffix(".cc")
+    text.write_text(source)
+    _compile(["-O1", str(text), "-o", str(path), *_links(runtime_path(), _FFI)])
 
-    def build(path: Path) -> None:
-        text = path.with_suffix(".cc")
-        text.write_text(source)
-        ffi = Path(libinfo.find_libtvm_ffi())
-        links = [str(machine), str(ffi), f"-Wl,-rpath,{machine.parent},-rpath,{ffi.parent}"]
-        _compile(["-O1", str(text), "-o", str(path), *links])
 
-    key = [str(machine), _digest(source.encode()), *_FLAGS]
-    return tvm_ffi.load_module(str(sealed_file(key, ".so", build)))
+@functools.cache
+def device() -> tvm_ffi.Module:
+    """The library of the emulated device, which takes the place of CUDA in TVM's runtime."""
+    source = _RUNTIME.parent / "device" / "device.cc"
+    tvm_folder = Path(tvm.__file__).parent
+    libraries = _links(runtime_path(), _FFI, tvm_folder / "lib" / "libtvm_runtime.so")
+    include = f"-I{tvm_folder / 'include'}"
+    runtime()
+    key = [str(runtime_path()), _digest(source.read_bytes()), *_FLAGS, *libraries]
+    path = sealed_file(
+        key,
+        ".so",
+        lambda path: _compile(["-O1", include, str(source), "-o", str(path), *libraries]),
+    )
+    return tvm_ffi.load_module(str(path))
+
+
+def _links(*libraries: Path) -> list[str]:
+    folders = ",".join(f"-rpath,{library.parent}" for library in libraries)
+    return [*map(str, libraries), f"-Wl,{folders}"]
 
 
 def _digest(*contents: bytes) -> str:

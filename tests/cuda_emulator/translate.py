@@ -24,8 +24,14 @@ _DYNAMIC_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?)
 _HOST_BEGIN = "#include <tvm/ffi/c_api.h>"
 
 
-def translate(source: str) -> str:
+def translate(source: str, *, on_device: bool = False) -> str:
     """Translate what ``tvm.backend.cuda.export_cuda_host`` returns.
+
+    Parameters
+    ----------
+    source : str
+    on_device : bool
+        The launchers take tensors of the emulated device, and launch on its streams.
 
     Raises
     ------
@@ -36,7 +42,9 @@ def translate(source: str) -> str:
     device, host = source[:begin], source[begin:]
     helpers = [_helper(match) for match in _HELPER.finditer(device)]
     kernels = [_kernel(text) for text in _KERNEL.findall(device)]
-    return "\n".join(['#include "cuda.h"', *helpers, *kernels, _host(host)])
+    define = "#define EMULATOR_ON_DEVICE\n" if on_device else ""
+    parts = [f'{define}#include "cuda.h"', *helpers, *kernels, _host(host, on_device)]
+    return "\n".join(parts)
 
 
 def _helper(match: re.Match) -> str:
@@ -56,7 +64,9 @@ def _kernel(text: str) -> str:
     return text
 
 
-def _host(text: str) -> str:
+def _host(text: str, on_device: bool) -> str:
     text = re.sub(r"^#include .*$", "", text, flags=re.MULTILINE)
+    if on_device:
+        return text
     # DLPack numbers CUDA 2 and the CPU 1.
     return re.sub(r"(device\.device_type\)+ == )2\)", r"\g<1>1)", text)

@@ -13,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
+#include <type_traits>
 
 #include "instructions.h"
 #include "machine.h"
@@ -137,12 +138,20 @@ inline cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps
 }
 inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, int, void*) { return cudaSuccess; }
 inline cudaError_t cudaMallocFromPoolAsync(void** memory, size_t num_bytes, cudaMemPool_t,
-                                           cudaStream_t) {
+                                           cudaStream_t stream) {
+#ifdef EMULATOR_ON_DEVICE
+  *memory = emulator::machine().take_on_device(stream, num_bytes);
+  return cudaSuccess;
+#endif
   *memory = std::aligned_alloc(256, (num_bytes + 255) / 256 * 256);
   std::memset(*memory, 0xff, num_bytes);
   return cudaSuccess;
 }
-inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t) {
+inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
+#ifdef EMULATOR_ON_DEVICE
+  emulator::machine().give_back_on_device(stream, memory);
+  return cudaSuccess;
+#endif
   std::free(memory);
   return cudaSuccess;
 }
@@ -152,7 +161,18 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                Args... args) {
   if (config->dynamicSmemBytes > emulator::kMaxSharedBytes) return cudaErrorInvalidValue;
   const emulator::Launch launch{config->gridDim, config->blockDim, config->dynamicSmemBytes};
-  const bool done = emulator::RunGrid(launch, [=] { kernel(static_cast<Params>(args)...); });
+  auto run = [=] { kernel(static_cast<Params>(args)...); };
+#ifdef EMULATOR_ON_DEVICE
+  std::vector<const void*> pointers;
+  auto keep = [&](auto arg) {
+    if constexpr (std::is_pointer_v<decltype(arg)>) pointers.push_back(arg);
+  };
+  (keep(args), ...);
+  const bool done =
+      emulator::machine().launch_on_device(config->stream, launch, pointers, std::move(run));
+#else
+  const bool done = emulator::RunGrid(launch, std::move(run));
+#endif
   return done ? cudaSuccess : cudaErrorLaunchFailure;
 }
 

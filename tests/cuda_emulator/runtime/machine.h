@@ -67,8 +67,21 @@ struct Launch {
   std::vector<int64_t> copied_bytes;  // by the asynchronous copies of each block
 };
 
+// Queues a launch on a stream of a device; false when that refuses it.
+using DeviceLaunch = bool (*)(void* stream, const Launch& launch,
+                              const std::vector<const void*>& pointers,
+                              std::function<void()> kernel);
+
+// Memory in the order of a stream.
+using DeviceTake = void* (*)(void* stream, size_t num_bytes);
+using DeviceGiveBack = void (*)(void* stream, void* memory);
+
 struct Machine {
   Schedule schedule;
+  // Where launchers that take tensors of a device send their launches.
+  DeviceLaunch launch_on_device = nullptr;
+  DeviceTake take_on_device = nullptr;
+  DeviceGiveBack give_back_on_device = nullptr;
   std::vector<Launch> launches;  // since the log was cleared
   Index3 grid, block, block_index;
   size_t shared_bytes = 0;

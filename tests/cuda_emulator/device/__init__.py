@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA device whose streams and kernels are emulated, for the runtime object to run on."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import tvm
+import tvm_ffi
+
+from tvm_pagedkv import cuda_build
+from tvm_pagedkv.disk_cache import code_versions
+
+from .. import library
+from ..translate import translate
+
+
+class EmulatedDevice:
+    """``tvm.cuda(0)`` while it is plugged in."""
+
+    def __init__(self):
+        library.device()
+        self.device = tvm.cuda(0)
+
+    def __getattr__(self, name: str):
+        return tvm_ffi.get_global_func(f"emulated_device.{name}")
+
+    @contextmanager
+    def without_event(self, number: int):
+        """Let nothing come of one of the next events that order streams, counted from 0."""
+        self.drop_event(self.num_events() + number)
+        try:
+            yield
+        finally:
+            self.drop_event(-1)
+
+    @contextmanager
+    def without_host_waits(self):
+        """Let the host go on where it should wait for a stream."""
+        self.let_host_wait(False)
+        try:
+            yield
+        finally:
+            self.let_host_wait(True)
+
+
+@contextmanager
+def plugged_in(monkeypatch):
+    """The device; kernels for GPUs are compiled for it."""
+
+    def compile_library(source: str, path: Path, archs) -> None:
+        library.build(translate(source, on_device=True), path)
+
+    device = EmulatedDevice()
+    with monkeypatch.context() as patches:
+        patches.setattr(cuda_build, "compile_library", compile_library)
+        # Not the name of an architecture, so these libraries are told from real ones on the disk.
+        versions = (library.runtime_path().stem, *code_versions(Path(library.__file__).parent))
+        patches.setattr(cuda_build, "ARCHS", ("emulated", *versions))
+        device.plug_in(True)
+        try:
+            yield device
+        finally:
+            device.wait_for_all()
+            device.plug_in(False)

@@ -29,6 +29,7 @@ namespace {
 using StringMap = ffi::Map<ffi::String, ffi::Any>;
 using Values = ffi::Array<ffi::Any>;
 
+constexpr int kMostNesting = 32;  // of brackets in a manifest
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kAdvice = "; copy the bundle anew, or write it again";
 
@@ -53,6 +54,22 @@ StringMap AsMap(const ffi::Any& value) {
   return *std::move(map);
 }
 
+/*! \brief Whether brackets nest deeper than a manifest's: the parser of JSON recurses. */
+bool NestsTooDeep(const std::string& text) {
+  int depth = 0;
+  bool in_string = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (c == '"') in_string = !in_string;
+    if (in_string && c == '\\') ++i;  // what is escaped ends nothing
+    if (in_string) continue;
+    if (c == '[' || c == '{') ++depth;
+    if (c == ']' || c == '}') --depth;
+    if (depth > kMostNesting) return true;
+  }
+  return false;
+}
+
 /*! \brief The files of a bundle: read whole, and compared with what they should be. */
 class Files {
  public:
@@ -66,6 +83,10 @@ class Files {
     if (digest.substr(0, digest.find(' ')) != Sha256(manifest_)) {
       Raise(kValueError, (folder_ / kManifest).string(), " is damaged: it is not what ",
             "manifest.sha256 says", kAdvice);
+    }
+    if (NestsTooDeep(manifest_)) {
+      Raise(kValueError, (folder_ / kManifest).string(), " is no manifest: its brackets nest more ",
+            "than ", kMostNesting, " deep");
     }
     ffi::String error;
     const ffi::Any parsed = ffi::json::Parse(manifest_, &error);

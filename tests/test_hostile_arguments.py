@@ -63,9 +63,11 @@ OTHERS = {
     *(f"{CACHE}{name}" for name in ("view", "window_override", "window_override_with_sinks")),
     OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime",
 }  # fmt: skip
-# Their arguments have no cache: test_hostile_creation.py, test_transfer_messages.py.
+# Their arguments have no cache: test_hostile_creation.py, test_transfer_messages.py,
+# test_hostile_bundles.py.
 WITHOUT_CACHE = {
     "vm.builtin.paged_attention_kv_cache_create", OWN + "create", OWN + "copy_regions",
+    OWN + "load_bundle", OWN + "choose_bundle_target",
 }  # fmt: skip
 
 LAYER = integer(MHA, MLA, -1, 3, -(2**31), 2**31)

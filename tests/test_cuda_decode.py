@@ -24,6 +24,7 @@ SPECS = {
     "150:1x16-f16-p8": make_spec((150, 1), 16, (F16, F16), 8, target=FEW),
     "3:1x64-f32-p64-few": make_spec((3, 1), 64, (F32, F32), 64, target=FEW),
     "2:2x24-f32-f16-p1": make_spec((2, 2), 24, (F32, F16), 1),
+    "20:1x256-f32-p16": make_spec((20, 1), 256, (F32, F32)),
     "20:1x40-f16-f32-p2-few": make_spec((20, 1), 40, (F16, F32), 2, target=FEW),
     "1:1x512-f16-p256": make_spec((1, 1), 512, (F16, F16), 256),
 }

@@ -23,7 +23,7 @@ GATED = {
     "llama-float32": (("80",), ("prefill", "decode")),
     "heads-of-256-bfloat16": (("90",), None),
     "windows-cap-alibi-float16": (("80",), ("prefill_sliding", "decode_sliding", "tree_sliding")),
-    "heads-of-256-float32": (("80",), ("prefill",)),
+    "heads-of-256-float32": (("80", "90"), ("prefill", "decode")),
     "falcon-bfloat16-pages-float16": (("90",), ("decode", "prefill")),
     "mla-512-64-bfloat16": (("90",), None),
 }

@@ -21,13 +21,12 @@ from .fma import MultiplyAdds
 from .inline_rope import InlineRope
 from .logits import AlibiBias, hide, to_logits
 from .mma import TensorCores
-from .online_softmax import ROWS, OnlineSoftmax
+from .online_softmax import Accumulators, OnlineSoftmax
 from .partials import RUN, weigh
 from .ring import Crew, Ring, commit, copy_rows, wait, zero_padding
 from .rows import as_int64
 from .scalars import temp
 from .shared_tiles import SharedTiles
-from .tiling import WARP_ROWS, on_tensor_cores
 
 MOST_KEPT = 128  # elements of a row of Q in registers: tiles of few positions leave room for them
 
@@ -50,7 +49,7 @@ class Segment:
         lane = self.lane = index_temp(T.truncmod(thread, WARP))
         crew = index_temp(T.truncdiv(thread, tiling.num_crew_threads))
         crew_thread = index_temp(T.truncmod(thread, tiling.num_crew_threads))
-        self.warp_row = index_temp(T.truncdiv(crew_thread, WARP) * WARP_ROWS)
+        self.warp_row = index_temp(T.truncdiv(crew_thread, WARP) * tiling.warp_rows)
         self.block = Crew(thread, tiling.num_threads, sync_block)
         meet = sync_warp if tiling.row_warps == 1 else sync_block
         self.crew = Crew(crew_thread, tiling.num_crew_threads, meet, crew, tiling.crews)
@@ -64,14 +63,17 @@ class Segment:
         self.k = SharedTiles(memory, self.q.end, tiling.k, num_tiles)
         self.v = SharedTiles(memory, self.k.end, tiling.v, num_tiles)
         self.states = SharedTiles(memory, self.q.end, tiling.state, tiling.crews)
-        if on_tensor_cores(tiling.dtype, tiling.kv_dtype):
+        if tiling.is_tensor:
             self.products = TensorCores(
                 tiling, self.q, self.warp_row, lane, most_kept=MOST_KEPT, unrolls=False
             )
         else:
             self.products = MultiplyAdds(tiling, self.q, self.warp_row, lane)
-        self.softmax = OnlineSoftmax(tiling.positions // 8, tiling.columns // 2)
-        self.scores = Registers(tiling.positions // 2, F32, "scores")
+        self.own_rows = [
+            self.warp_row + T.truncdiv(lane, 4) + 8 * h for h in range(tiling.rows_of_thread)
+        ]
+        self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
+        self.scores = Accumulators(tiling.positions, "scores", tiling.rows_of_thread)
         self.bias = AlibiBias.of(spec)
         per_chunk = tiling.v.per_chunk
         v_chunks = spec.v_head_dim // per_chunk
@@ -105,8 +107,7 @@ class Segment:
         first_head = index_temp(pair.head * spec.group_size)
         rope = InlineRope(spec, a, step)
         if self.bias:
-            for h in range(ROWS):
-                row = self.warp_row + T.truncdiv(self.lane, 4) + 8 * h
+            for h, row in enumerate(self.own_rows):
                 self.bias.set_row(h, first_head + self._row_in_group(row), own)
         factor = temp(a.sm_scale * T.float32(LOG2E))
         chunks = spec.qk_head_dim // self.q.layout.per_chunk
@@ -129,8 +130,7 @@ class Segment:
             self.products.scores(self.scores, self.k, tile)
             to_logits(spec, self.scores, self.lane, factor, self.bias, k_position)
             with T.If(first + tiling.positions > end), T.Then():
-                num_tiles = tiling.positions // 8
-                hide(self.scores, num_tiles, self.lane, lambda h, column: first + column < end)
+                hide(self.scores, self.lane, lambda h, column: first + column < end)
             self.softmax.update(self.scores)
             self.products.accumulate(self.softmax.output, self.scores, self.v, tile)
 
@@ -160,11 +160,10 @@ class Segment:
         tiling, crew, states = self.tiling, self.crew.index, self.states
         lse, output = self.softmax.finish(), self.softmax.output
         sync_block()  # none reads K and V any more
-        for h in range(ROWS):
-            row = self.warp_row + T.truncdiv(self.lane, 4) + 8 * h
-            with T.unroll(output.count // 4) as n:
+        for h, row in enumerate(self.own_rows):
+            with T.unroll(output.num_tiles) as n:
                 column = n * 8 + T.truncmod(self.lane, 4) * 2
-                states.store_pair(crew, row, column, *(output[n * 4 + h * 2 + e] for e in range(2)))
+                states.store_pair(crew, row, column, *(output[n, h, e] for e in range(2)))
             with T.If(T.truncmod(self.lane, 4) == 0), T.Then():
                 states.store_float(crew, row, tiling.columns, lse[h])
         sync_block()

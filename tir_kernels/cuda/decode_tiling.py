@@ -8,15 +8,7 @@ from dataclasses import dataclass, replace
 from ..spec import KernelSpec
 from .emit import WARP
 from .shared_tiles import TileLayout
-from .tiling import (
-    MOST_COLUMNS,
-    MOST_REGISTERS,
-    REGISTER_FILE,
-    THREADS_PER_ROW,
-    WARP_ROWS,
-    on_tensor_cores,
-    round_up,
-)
+from .tiling import MOST_COLUMNS, MOST_FLOAT_COLUMNS, WARP_ROWS, BlockTiling, on_tensor_cores
 
 USUAL_WARPS = 4
 MOST_ROW_WARPS = 8
@@ -25,42 +17,23 @@ USUAL_BYTES = 80 * 1024
 STAGES = (2, 3, 4)
 
 
-@dataclass(frozen=True)
-class DecodeTiling:
-    """Sizes of the tiles of a block, whose warps are `row_warps` times `crews`.
+@dataclass(frozen=True, kw_only=True)
+class DecodeTiling(BlockTiling):
+    """Sizes of the tiles of a block that has one row, whose warps are `row_warps` times `crews`.
 
     Parameters
     ----------
     row_warps : int
-        Warps of a crew: each has sixteen query heads of the KV head.
-    crews : int
-        Groups of warps that share out the positions: each has tiles and states of its own.
-    positions : int
-        Of a tile of K and V.
-    depth : int
-        Elements of a row of Q and K, zeros behind them included.
-    columns : int
-        Elements of a row of V that a block sums.
-    slices : int
-        Blocks that share out the columns of V.
+        Warps of a crew.
+    warp_rows : int
+        Query heads of the KV head that a warp has: 16, of which a thread holds two, or 8.
     row_slices : int
         Blocks that share out the query heads of a KV head.
-    dtype, kv_dtype : str
-        Of Q and O, and of K and V.
     """
 
     row_warps: int
-    crews: int
-    positions: int
-    depth: int
-    columns: int
-    slices: int
+    warp_rows: int
     row_slices: int
-    dtype: str
-    kv_dtype: str
-    stages: int = STAGES[0]
-
-    is_latent = False  # K and V are rows of their own
 
     @staticmethod
     def of(spec: KernelSpec) -> DecodeTiling:
@@ -71,30 +44,31 @@ class DecodeTiling:
         ValueError
             For heads of which not even the smallest ones fit.
         """
-        unit = 16 if on_tensor_cores(spec.dtype, spec.kv_dtype) else 8
-        slices = -(-spec.v_head_dim // MOST_COLUMNS)
-        columns = round_up(-(-spec.v_head_dim // slices), unit)
-        depth = round_up(spec.qk_head_dim, unit)
-        most = spec.target.max_shared_bytes
+        most, group = spec.target.max_shared_bytes, spec.group_size
+        widths = BlockTiling.widths(spec, spec.kv_dtype, MOST_COLUMNS)
+        warp_rows = WARP_ROWS
+        if not on_tensor_cores(spec.dtype, spec.kv_dtype):
+            # Half of a warp's rows would be empty, or need too many registers.
+            if group <= WARP_ROWS // 2 or widths["columns"] > MOST_FLOAT_COLUMNS:
+                warp_rows //= 2
         row_warps = MOST_ROW_WARPS
-        while row_warps // 2 * WARP_ROWS >= spec.group_size:
+        while row_warps // 2 * warp_rows >= group:
             row_warps //= 2
         while row_warps:
-            row_slices = -(-spec.group_size // (row_warps * WARP_ROWS))
-            sizes = (depth, columns, slices, row_slices, spec.dtype, spec.kv_dtype)
+            rows = {
+                "row_warps": row_warps,
+                "warp_rows": warp_rows,
+                "row_slices": -(-group // (row_warps * warp_rows)),
+            }
             usual = max(1, USUAL_WARPS // row_warps)
             for num_bytes in (min(USUAL_BYTES, most), most):
                 for crews in (c for c in (4, 2, 1) if c <= usual):
                     for positions in (32, 16, 8):
-                        tiling = DecodeTiling(row_warps, crews, positions, *sizes)
-                        fits = positions % unit == 0 and tiling.num_bytes <= num_bytes
-                        if fits and tiling.rows_per_thread:
+                        tiling = DecodeTiling(crews=crews, positions=positions, **rows, **widths)
+                        if tiling.is_whole and tiling.num_bytes <= num_bytes:
                             return tiling._with_stages(min(USUAL_BYTES, most))
             row_warps //= 2
-        raise ValueError(
-            f"{most} bytes of shared memory are not enough for head dims "
-            f"{spec.qk_head_dim} and {spec.v_head_dim}"
-        )
+        raise BlockTiling.too_large(spec)
 
     def _with_stages(self, most_bytes: int) -> DecodeTiling:
         """As many stages as there is room for."""
@@ -104,7 +78,12 @@ class DecodeTiling:
     @property
     def rows(self) -> int:
         """Of Q."""
-        return self.row_warps * WARP_ROWS
+        return self.row_warps * self.warp_rows
+
+    @property
+    def rows_of_thread(self) -> int:
+        """Rows of Q whose products a thread holds."""
+        return self.warp_rows // 8
 
     @property
     def num_crew_threads(self) -> int:
@@ -112,39 +91,9 @@ class DecodeTiling:
         return self.row_warps * WARP
 
     @property
-    def num_threads(self) -> int:
-        """Threads of a block."""
-        return self.crews * self.num_crew_threads
-
-    @property
-    def min_blocks(self) -> int:
-        """Blocks of a multiprocessor, so that a thread may have all registers that there are."""
-        return REGISTER_FILE // ((MOST_REGISTERS + 1) * self.num_threads)
-
-    @property
-    def rows_per_thread(self) -> int:
-        """Rows of a tile of K and V that a thread copies."""
-        return self.positions * THREADS_PER_ROW // self.num_crew_threads
-
-    @property
     def block_positions(self) -> int:
         """That a block has tiles of at once."""
         return self.positions * self.crews
-
-    @property
-    def q(self) -> TileLayout:
-        """Of Q."""
-        return TileLayout(self.rows, self.depth, self.dtype)
-
-    @property
-    def k(self) -> TileLayout:
-        """Of K."""
-        return TileLayout(self.positions, self.depth, self.kv_dtype)
-
-    @property
-    def v(self) -> TileLayout:
-        """Of V."""
-        return TileLayout(self.positions, self.columns, self.kv_dtype)
 
     @property
     def state(self) -> TileLayout:
@@ -154,5 +103,4 @@ class DecodeTiling:
     @property
     def num_bytes(self) -> int:
         """Of shared memory."""
-        stages = self.stages * (self.k.num_bytes + self.v.num_bytes)
-        return self.q.num_bytes + self.crews * max(stages, self.state.num_bytes)
+        return self.q.num_bytes + self.crews * max(self.ring_bytes, self.state.num_bytes)

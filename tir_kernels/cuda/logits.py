@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 from ..spec import LOG2E, KernelSpec
 from .emit import F32, Registers
-from .online_softmax import HIDDEN, ROWS
+from .online_softmax import HIDDEN, ROWS, Accumulators
 from .scalars import exp2, lookup, temp
 
 
@@ -54,26 +54,27 @@ class AlibiBias:
         return T.cast(position - self.position[h], F32) * self.slope[h]
 
 
-def for_scores(num_tiles: int, lane, body) -> None:
-    """Emit ``body(register, h, column)`` for the scores of a thread: row h, column of the tile."""
-    with T.unroll(num_tiles) as n:
-        for h in range(ROWS):
-            for e in range(2):
-                body(n * 4 + h * 2 + e, h, n * 8 + T.truncmod(lane, 4) * 2 + e)
+def _map_scores(scores: Accumulators, lane, body) -> None:
+    """Let scores be ``body(score, h, column)``: of row h, and a column of the tile."""
+
+    def replace(n, h, e):
+        column = n * 8 + T.truncmod(lane, 4) * 2 + e
+        scores[n, h, e] = body(scores[n, h, e], h, column)
+
+    scores.for_each(replace)
 
 
-def hide(scores: Registers, num_tiles: int, lane, is_visible) -> None:
+def hide(scores: Accumulators, lane, is_visible) -> None:
     """Hide the columns that a row does not see: ``is_visible(h, column)``."""
 
-    def body(register, h, column):
-        seen = is_visible(h, column)
-        scores[register] = T.if_then_else(seen, scores[register], T.float32(HIDDEN))
+    def body(score, h, column):
+        return T.if_then_else(is_visible(h, column), score, T.float32(HIDDEN))
 
-    for_scores(num_tiles, lane, body)
+    _map_scores(scores, lane, body)
 
 
 def to_logits(
-    spec: KernelSpec, scores: Registers, lane, factor, bias: AlibiBias | None, position: Callable
+    spec: KernelSpec, scores: Accumulators, lane, factor, bias: AlibiBias | None, position: Callable
 ) -> None:
     """Make logits times log2(e) of products.
 
@@ -85,10 +86,8 @@ def to_logits(
         Column -> its RoPE position.
     """
 
-    def body(register, h, column):
-        score = soft_cap(scores[register] * factor, spec.logit_softcap)
-        if bias:
-            score = score + bias.at(h, position(column))
-        scores[register] = score
+    def body(score, h, column):
+        score = soft_cap(score * factor, spec.logit_softcap)
+        return score + bias.at(h, position(column)) if bias else score
 
-    for_scores(scores.count // 4, lane, body)
+    _map_scores(scores, lane, body)

@@ -11,6 +11,7 @@ from tvm.script import tirx as T
 
 from .elements import pack
 from .emit import U32, Registers, ptx
+from .online_softmax import Accumulators
 from .shared_tiles import SharedTiles
 
 MOST_KEPT = 64  # elements of a row of Q: with 128 there were spills
@@ -29,7 +30,7 @@ class TensorCores:
 
     Parameters
     ----------
-    tiling : Tiling or DecodeTiling
+    tiling : BlockTiling
     q : SharedTiles
         The tile of Q.
     warp_row : int32 expression
@@ -71,39 +72,40 @@ class TensorCores:
         chunk = step * 2 + T.truncdiv(self.lane, 16)
         _load(_LOAD, self.left, first, self.q.pointer(0, row, chunk))
 
-    def _multiply(self, products: Registers, first, a: Registers, a_first, b, b_first) -> None:
-        d = [products[first + i] for i in range(4)]
+    def _multiply(self, products: Accumulators, tile, a: Registers, a_first, b, b_first) -> None:
+        d = [products[tile, h, e] for h in range(2) for e in range(2)]
         a = [a[a_first + i] for i in range(4)]
         ptx(self.instruction, *d, *a, b[b_first], b[b_first + 1], *d)
 
-    def scores(self, scores: Registers, k: SharedTiles, stage) -> None:
+    def scores(self, scores: Accumulators, k: SharedTiles, stage) -> None:
         """Compute ``Q K^T``."""
         lane, right = self.lane, Registers(4, U32, "right")
-        scores.fill(T.float32(0))
+        scores.registers.fill(T.float32(0))
         # Steps that take Q anew need no registers of their own.
         loop = T.unroll if self.keeps_q or self.unrolls else T.serial
         with loop(self.num_steps) as step:
             left_first = step * 4 if self.keeps_q else 0
             if not self.keeps_q:
                 self._load_q(0, step)
-            with T.unroll(scores.count // 8) as pair:
+            with T.unroll(scores.num_tiles // 2) as pair:
                 row = pair * 16 + T.truncmod(lane, 8) + T.truncdiv(lane, 16) * 8
                 chunk = step * 2 + T.truncmod(T.truncdiv(lane, 8), 2)
                 _load(_LOAD, right, 0, k.pointer(stage, row, chunk))
                 for i in range(2):
-                    first = (pair * 2 + i) * 4
-                    self._multiply(scores, first, self.left, left_first, right, i * 2)
+                    self._multiply(scores, pair * 2 + i, self.left, left_first, right, i * 2)
 
-    def accumulate(self, output: Registers, weights: Registers, v: SharedTiles, stage) -> None:
+    def accumulate(
+        self, output: Accumulators, weights: Accumulators, v: SharedTiles, stage
+    ) -> None:
         """Add ``weights V``; the weights are float32, as `scores` leaves them."""
         lane, left, right = self.lane, Registers(4, U32, "left"), Registers(4, U32, "right")
-        with T.unroll(weights.count // 8) as step:
+        with T.unroll(weights.num_tiles // 2) as step:
             for i in range(4):
-                low = step * 8 + i * 2
-                pack(left[i], self.dtype, weights[low], weights[low + 1])
-            with T.unroll(output.count // 8) as pair:
+                low, high = (weights[step * 2 + i // 2, i % 2, e] for e in range(2))
+                pack(left[i], self.dtype, low, high)
+            with T.unroll(output.num_tiles // 2) as pair:
                 row = step * STEP + T.truncmod(lane, 16)
                 chunk = pair * 2 + T.truncdiv(lane, 16)
                 _load(_LOAD_TRANSPOSED, right, 0, v.pointer(stage, row, chunk))
                 for i in range(2):
-                    self._multiply(output, (pair * 2 + i) * 4, left, 0, right, i * 2)
+                    self._multiply(output, pair * 2 + i, left, 0, right, i * 2)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Online softmax over the accumulators of matrix instructions, in the exp2 domain.
 
-A thread holds two rows of a warp's sixteen, `lane / 4` and that plus 8, and of every eight columns
-two, from ``2 * (lane % 4)`` on; four lanes share a row. Register ``4 * n + 2 * h + e`` is column
-``8 * n + 2 * (lane % 4) + e`` of row h.
+A thread holds one or two rows of a warp's, `lane / 4` and that plus 8, and of every eight columns
+two, from ``2 * (lane % 4)`` on; four lanes share a row. With two rows, as the instructions have it,
+register ``4 * n + 2 * h + e`` is column ``8 * n + 2 * (lane % 4) + e`` of row h.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from tvm.script import tirx as T
 
@@ -17,7 +19,42 @@ from .warp import shuffle_xor
 NOTHING_SEEN = -1.0e30  # running maximum of a row that has seen no column
 HIDDEN = -2.0e30  # score of a column that a row must not see: exp2 of it is 0
 NO_SUM = 0.5  # the sum of a row that has seen a column is at least 1: its own maximum
-ROWS = 2  # of a thread
+ROWS = 2  # of a thread, at most
+
+
+class Accumulators:
+    """Products of a warp, as its threads hold them.
+
+    Parameters
+    ----------
+    num_columns : int
+        A multiple of eight.
+    name : str
+        In the generated code.
+    rows : int
+        Of a thread.
+    """
+
+    def __init__(self, num_columns: int, name: str, rows: int = ROWS):
+        self.num_tiles, self.rows = num_columns // 8, rows
+        self.registers = Registers(self.num_tiles * rows * 2, F32, name)
+
+    def register(self, n, h: int, e: int):
+        """Which one is column e of the thread in row h of tile n, of eight columns."""
+        return (n * self.rows + h) * 2 + e
+
+    def __getitem__(self, at):
+        return self.registers[self.register(*at)]
+
+    def __setitem__(self, at, value) -> None:
+        self.registers[self.register(*at)] = value
+
+    def for_each(self, body: Callable) -> None:
+        """Emit ``body(n, h, e)`` for all of them."""
+        with T.unroll(self.num_tiles) as n:
+            for h in range(self.rows):
+                for e in range(2):
+                    body(n, h, e)
 
 
 class OnlineSoftmax:
@@ -25,62 +62,66 @@ class OnlineSoftmax:
 
     Parameters
     ----------
-    num_tiles : int
-        Of eight columns, of a block of scores.
-    num_outputs : int
-        Registers of the output that a thread accumulates.
+    num_columns : int
+        Of the output.
+    rows : int
+        Of a thread.
     """
 
-    def __init__(self, num_tiles: int, num_outputs: int):
-        self.num_tiles = num_tiles
+    def __init__(self, num_columns: int, rows: int = ROWS):
+        self.rows = rows
         self.top, self.total, self.decay = (
-            Registers(ROWS, F32, name) for name in ("top", "total", "decay")
+            Registers(rows, F32, name) for name in ("top", "total", "decay")
         )
-        self.output = Registers(num_outputs, F32, "output")
+        self.output = Accumulators(num_columns, "output", rows)
 
     def reset(self) -> None:
         """Forget all columns."""
         self.top.fill(T.float32(NOTHING_SEEN))
         self.total.fill(T.float32(0))
-        self.output.fill(T.float32(0))
+        self.output.registers.fill(T.float32(0))
 
-    def update(self, scores: Registers) -> None:
+    def update(self, scores: Accumulators) -> None:
         """Turn scores into weights, and scale what was summed so far.
 
         The sum of a row is left spread over its four lanes.
         """
-        for h in range(ROWS):
+        for h in range(self.rows):
             top = Registers(1, F32, "new_top")
             top[0] = self.top[h]
-            with T.unroll(self.num_tiles) as n:
+            with T.unroll(scores.num_tiles) as n:
                 for e in range(2):
-                    top[0] = T.max(top[0], scores[n * 4 + h * 2 + e])
+                    top[0] = T.max(top[0], scores[n, h, e])
             for mask in (1, 2):
                 top[0] = T.max(top[0], shuffle_xor(top[0], mask))
             self.decay[h] = exp2(self.top[h] - top[0])
             self.top[h] = top[0]
             self.total[h] = self.total[h] * self.decay[h]
-            with T.unroll(self.num_tiles) as n:
+            with T.unroll(scores.num_tiles) as n:
                 for e in range(2):
-                    weight = exp2(scores[n * 4 + h * 2 + e] - self.top[h])
-                    scores[n * 4 + h * 2 + e] = weight
+                    weight = exp2(scores[n, h, e] - self.top[h])
+                    scores[n, h, e] = weight
                     self.total[h] = self.total[h] + weight
-        with T.unroll(self.output.count // 4) as n:
-            for e in range(4):
-                self.output[n * 4 + e] = self.output[n * 4 + e] * self.decay[e // 2]
+        self._scale(self.decay)
+
+    def _scale(self, factors: Registers) -> None:
+        output = self.output
+
+        def body(n, h, e):
+            output[n, h, e] = output[n, h, e] * factors[h]
+
+        output.for_each(body)
 
     def finish(self) -> Registers:
         """Divide by the sums; returns the base-2 logs of the sums of exponentials."""
-        lse, inverse = (Registers(ROWS, F32, name) for name in ("lse", "inverse"))
+        lse, inverse = (Registers(self.rows, F32, name) for name in ("lse", "inverse"))
         empty = T.reinterpret(F32, T.uint32(0xFF800000))
-        for h in range(ROWS):
+        for h in range(self.rows):
             total = temp(self.total[h])
             for mask in (1, 2):
                 total = temp(total + shuffle_xor(total, mask))
             has_seen = total > T.float32(NO_SUM)
             inverse[h] = T.if_then_else(has_seen, T.float32(1) / total, T.float32(0))
             lse[h] = T.if_then_else(has_seen, self.top[h] + log2(total), empty)
-        with T.unroll(self.output.count // 4) as n:
-            for e in range(4):
-                self.output[n * 4 + e] = self.output[n * 4 + e] * inverse[e // 2]
+        self._scale(inverse)
         return lse

@@ -15,17 +15,17 @@ from tvm.script.ir_builder import IRBuilder
 from ..masks import Span
 from ..spec import LOG2E, KernelSpec
 from .elements import store_words
-from .emit import F32, U32, WARP, Registers, index_temp, ptx, sync_block
+from .emit import U32, WARP, Registers, index_temp, ptx, sync_block
 from .fma import MultiplyAdds
 from .inline_rope import InlineRope
 from .logits import AlibiBias, hide, to_logits
 from .mma import TensorCores
-from .online_softmax import ROWS, OnlineSoftmax
+from .online_softmax import ROWS, Accumulators, OnlineSoftmax
 from .ring import Crew, Ring, commit, copy_rows, wait, zero_padding
 from .rows import as_int64
 from .scalars import temp
 from .shared_tiles import SharedTiles
-from .tiling import WARP_ROWS, Tiling, on_tensor_cores
+from .tiling import WARP_ROWS, Tiling
 
 
 class Unit:
@@ -59,10 +59,10 @@ class Unit:
             self.v = SharedTiles(memory, self.k.begin, tiling.k, tiling.stages, first_chunk)
         else:
             self.v = SharedTiles(memory, self.k.end, tiling.v, tiling.stages)
-        is_tensor = on_tensor_cores(tiling.dtype, tiling.kv_dtype)
+        is_tensor = tiling.is_tensor
         products = TensorCores if is_tensor else MultiplyAdds
         self.products = products(tiling, self.q, self.warp_row, self.lane)
-        self.softmax = OnlineSoftmax(tiling.positions // 8, tiling.columns // 2)
+        self.softmax = OnlineSoftmax(tiling.columns)
         self.bias = AlibiBias.of(spec)
         self.rope = InlineRope(spec, a, step)
         chunk = tiling.v.per_chunk
@@ -165,7 +165,7 @@ class Unit:
         self._load_q(span)
         self.products.begin()
         rows = self.step.rows(tiling.rows_per_thread)
-        scores = Registers(tiling.positions // 2, F32, "scores")
+        scores = Accumulators(tiling.positions, "scores")
 
         def visit(first, stage):
             columns.begin_tile(self, first)
@@ -183,7 +183,7 @@ class Unit:
                     is_between = T.And(first + column >= begins[h], first + column < ends[h])
                     return T.And(is_between, columns.is_visible(first, column, h))
 
-                hide(scores, tiling.positions // 8, lane, is_visible)
+                hide(scores, lane, is_visible)
             self.softmax.update(scores)
             self.products.accumulate(self.softmax.output, scores, self.v, stage)
 
@@ -210,10 +210,10 @@ class Unit:
         a, step, spec, tiling = self.a, self.step, self.spec, self.tiling
         lse, output = self.softmax.finish(), self.softmax.output
         num_rows = step.num_rows * spec.group_size
-        with T.unroll(output.count // 4) as n:
+        with T.unroll(output.num_tiles) as n:
             for h in range(ROWS):
                 column = n * 8 + T.truncmod(self.lane, 4) * 2
-                pair = [output[n * 4 + h * 2 + e] for e in range(2)]
+                pair = [output[n, h, e] for e in range(2)]
                 self.o.store_pair(0, self.own_row(h), column, *pair)
         for h in range(ROWS):
             row = self.own_row(h)

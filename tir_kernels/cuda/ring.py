@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 
 from .emit import I32, index_temp, ptx
 from .shared_tiles import CHUNK_BYTES, SharedTiles
-from .tiling import THREADS_PER_ROW, Tiling
+from .tiling import THREADS_PER_ROW, BlockTiling
 
 _COPY = "cp.async.cg.shared.global.L2::128B"
 
@@ -81,7 +81,7 @@ class Ring:
 
     Parameters
     ----------
-    tiling : Tiling
+    tiling : BlockTiling
     k, v : SharedTiles
         A tile for each stage of each crew.
     crew : Crew
@@ -93,7 +93,7 @@ class Ring:
         First of these columns.
     """
 
-    def __init__(self, tiling: Tiling, k, v, crew: Crew, *, k_chunks: int, v_chunks, v_begin):
+    def __init__(self, tiling: BlockTiling, k, v, crew: Crew, *, k_chunks: int, v_chunks, v_begin):
         self.tiling, self.k, self.v, self.crew = tiling, k, v, crew
         self.chunk = index_temp(T.truncmod(crew.thread, THREADS_PER_ROW))
         self.row = index_temp(T.truncdiv(crew.thread, THREADS_PER_ROW))
@@ -156,9 +156,11 @@ class Ring:
 
     def _copy_row(self, rows, i, stage, num_bytes) -> None:
         row = i * self._row_step + self.row
+        # Without tensor cores, registers are what there is least of.
+        loop = T.unroll if self.tiling.is_tensor else T.serial
 
         def copy(tiles, pointer, num_chunks, most: int, first_column):
-            with T.unroll(-(-most // THREADS_PER_ROW)) as k:
+            with loop(-(-most // THREADS_PER_ROW)) as k:
                 chunk = k * THREADS_PER_ROW + self.chunk
                 source = pointer(i, first_column + chunk * tiles.layout.per_chunk)
                 to = tiles.pointer(stage, row, chunk)

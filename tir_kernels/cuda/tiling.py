@@ -10,7 +10,7 @@ from .emit import WARP
 from .shared_tiles import TileLayout
 
 MOST_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a thread
-MOST_FLOAT_COLUMNS = 128  # and in float32; with 256 there were spills
+MOST_FLOAT_COLUMNS = 128  # and in float32, with two rows in a thread; with 256 there were spills
 WARP_ROWS = 16
 MOST_ROWS = 64  # of a block
 THREADS_PER_ROW = 8  # that copy a row of K or V: 128 bytes side by side
@@ -23,16 +23,21 @@ def round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Sizes of the tiles of a block.
+def on_tensor_cores(dtype: str, kv_dtype: str) -> bool:
+    """Whether these types are multiplied on tensor cores; others are in float32."""
+    return dtype == kv_dtype and dtype != "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTiling:
+    """Sizes of the tiles of a block, for either kind of attention.
+
+    Each kind says how many `rows` of Q there are, and `num_crew_threads`, the threads of a crew.
 
     Parameters
     ----------
-    rows : int
-        Of Q: tokens times the query heads of a KV head. Each warp has sixteen.
     positions : int
-        Of K and V.
+        Of a tile of K and V.
     depth : int
         Elements of a row of Q and K, zeros behind them included.
     columns : int
@@ -40,55 +45,61 @@ class Tiling:
     slices : int
         Blocks that share out the columns of V.
     stages : int
-        Tiles of K and V that shared memory holds.
+        Tiles of K and V that shared memory holds, for each crew.
+    crews : int
+        Groups of warps that share out the positions: each has tiles of its own.
     dtype, kv_dtype : str
         Of Q and O, and of K and V.
     is_latent : bool
         V is the first columns of K.
     """
 
-    rows: int
     positions: int
     depth: int
     columns: int
     slices: int
     dtype: str
     kv_dtype: str
-    is_latent: bool = False
     stages: int = 2
+    crews: int = 1
+    is_latent: bool = False
 
     @staticmethod
-    def of(spec: KernelSpec, kv_dtype: str, most_rows: int = MOST_ROWS) -> Tiling:
-        """The largest tiles that fit, rows before positions.
+    def widths(spec: KernelSpec, kv_dtype: str, most_float_columns: int) -> dict:
+        """The sizes that head dims and types decide, by the names of fields."""
+        is_tensor = on_tensor_cores(spec.dtype, kv_dtype)
+        unit = 16 if is_tensor else 8
+        slices = -(-spec.v_head_dim // (MOST_COLUMNS if is_tensor else most_float_columns))
+        return {
+            "depth": round_up(spec.qk_head_dim, unit),
+            "columns": round_up(-(-spec.v_head_dim // slices), unit),
+            "slices": slices,
+            "dtype": spec.dtype,
+            "kv_dtype": kv_dtype,
+        }
 
-        Raises
-        ------
-        ValueError
-            For heads of which not even the smallest ones fit.
-        """
-        unit = 16 if on_tensor_cores(spec.dtype, kv_dtype) else 8
-        depth = round_up(spec.qk_head_dim, unit)
-        most = MOST_COLUMNS if unit == 16 else MOST_FLOAT_COLUMNS
-        slices = -(-spec.v_head_dim // most)
-        columns = round_up(-(-spec.v_head_dim // slices), unit)
-        sizes = (depth, columns, slices, spec.dtype, kv_dtype, spec.kind == "mla")
-        for rows in (size for size in (MOST_ROWS, 32, 16) if size <= max(most_rows, 16)):
-            for positions in (64, 32, 16, 8):
-                tiling = Tiling(rows, positions, *sizes)
-                has_registers = columns <= 128 or positions <= 32
-                is_copied = positions * THREADS_PER_ROW >= tiling.num_threads
-                if positions % unit == 0 and has_registers and is_copied:
-                    if tiling.num_bytes <= spec.target.max_shared_bytes:
-                        return tiling
-        raise ValueError(
+    @staticmethod
+    def too_large(spec: KernelSpec) -> ValueError:
+        """The error for heads of which not even the smallest tiles fit."""
+        return ValueError(
             f"{spec.target.max_shared_bytes} bytes of shared memory are not enough for head dims "
             f"{spec.qk_head_dim} and {spec.v_head_dim}"
         )
 
     @property
+    def is_tensor(self) -> bool:
+        """Whether tensor cores multiply."""
+        return on_tensor_cores(self.dtype, self.kv_dtype)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether products take whole tiles, and each thread of a crew copies some of one."""
+        return self.positions % (16 if self.is_tensor else 8) == 0 and self.rows_per_thread > 0
+
+    @property
     def num_threads(self) -> int:
         """Threads of a block."""
-        return self.rows // WARP_ROWS * WARP
+        return self.crews * self.num_crew_threads
 
     @property
     def min_blocks(self) -> int:
@@ -98,7 +109,7 @@ class Tiling:
     @property
     def rows_per_thread(self) -> int:
         """Rows of a tile of K and V that a thread copies."""
-        return self.positions * THREADS_PER_ROW // self.num_threads
+        return self.positions * THREADS_PER_ROW // self.num_crew_threads
 
     @property
     def q(self) -> TileLayout:
@@ -116,6 +127,50 @@ class Tiling:
         return TileLayout(self.positions, self.columns, self.kv_dtype)
 
     @property
+    def ring_bytes(self) -> int:
+        """Of shared memory, for the tiles of K and V of a crew."""
+        return self.stages * (self.k.num_bytes + (0 if self.is_latent else self.v.num_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling(BlockTiling):
+    """Sizes of the tiles of a block that has many rows.
+
+    Parameters
+    ----------
+    rows : int
+        Of Q: tokens times the query heads of a KV head. Each warp has sixteen.
+    """
+
+    rows: int
+
+    @staticmethod
+    def of(spec: KernelSpec, kv_dtype: str, most_rows: int = MOST_ROWS) -> Tiling:
+        """The largest tiles that fit, rows before positions.
+
+        Raises
+        ------
+        ValueError
+            For heads of which not even the smallest ones fit.
+        """
+        widths = BlockTiling.widths(spec, kv_dtype, MOST_FLOAT_COLUMNS)
+        for rows in (size for size in (MOST_ROWS, 32, 16) if size <= max(most_rows, 16)):
+            for positions in (64, 32, 16, 8):
+                tiling = Tiling(
+                    rows=rows, positions=positions, is_latent=spec.kind == "mla", **widths
+                )
+                has_registers = tiling.columns <= 128 or positions <= 32
+                if tiling.is_whole and has_registers:
+                    if tiling.num_bytes <= spec.target.max_shared_bytes:
+                        return tiling
+        raise BlockTiling.too_large(spec)
+
+    @property
+    def num_crew_threads(self) -> int:
+        """Threads of the block."""
+        return self.rows // WARP_ROWS * WARP
+
+    @property
     def o(self) -> TileLayout:
         """Of O, which takes the place of Q in the end."""
         return TileLayout(self.rows, self.columns, self.dtype)
@@ -123,12 +178,5 @@ class Tiling:
     @property
     def num_bytes(self) -> int:
         """Of shared memory."""
-        first = max(self.q.num_bytes, self.o.num_bytes)
-        stage = self.k.num_bytes + (0 if self.is_latent else self.v.num_bytes)
         table = 4 * self.positions
-        return first + self.stages * stage + table
-
-
-def on_tensor_cores(dtype: str, kv_dtype: str) -> bool:
-    """Whether these types are multiplied on tensor cores; others are in float32."""
-    return dtype == kv_dtype and dtype != "float32"
+        return max(self.q.num_bytes, self.o.num_bytes) + self.ring_bytes + table

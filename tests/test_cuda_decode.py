@@ -8,24 +8,23 @@ import re
 
 import pytest
 
-from tir_kernels.spec import CudaTarget, RopeSpec
+from tir_kernels.spec import RopeSpec
 
 from . import attention_cases, reference
 from .attention_cases import PagedBatch, cuda_text
 from .cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
-from .cuda_emulator import SCHEDULES, emulated, launches, mutated, schedule
+from .cuda_emulator import SCHEDULES, emulated, launches, multiprocessors, mutated, schedule
 from .test_window_kernels import WindowBatch
 
-FEW = CudaTarget(num_multiprocessors=3)  # six blocks, each with several sequences
+FEW = 3  # multiprocessors: six blocks, each with several sequences
 SPECS = {
     "8:2x128-f16-p16": make_spec((8, 2), 128),
-    "8:2x128-f16-p16-few": make_spec((8, 2), 128, target=FEW),
     "71:1x80-bf16-p4": make_spec((71, 1), 80, (BF16, BF16), 4),
-    "150:1x16-f16-p8": make_spec((150, 1), 16, (F16, F16), 8, target=FEW),
-    "3:1x64-f32-p64-few": make_spec((3, 1), 64, (F32, F32), 64, target=FEW),
+    "150:1x16-f16-p8": make_spec((150, 1), 16, (F16, F16), 8),
+    "3:1x64-f32-p64": make_spec((3, 1), 64, (F32, F32), 64),
     "2:2x24-f32-f16-p1": make_spec((2, 2), 24, (F32, F16), 1),
+    "20:1x40-f16-f32-p2": make_spec((20, 1), 40, (F16, F32), 2),
     "20:1x256-f32-p16": make_spec((20, 1), 256, (F32, F32)),
-    "20:1x40-f16-f32-p2-few": make_spec((20, 1), 40, (F16, F32), 2, target=FEW),
     "1:1x512-f16-p256": make_spec((1, 1), 512, (F16, F16), 256),
 }
 LENGTHS = [(1, n) for n in (0, 1, 33, 0, 64, 131, 0, 500, 0)]
@@ -34,9 +33,12 @@ LENGTHS = [(1, n) for n in (0, 1, 33, 0, 64, 131, 0, 500, 0)]
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @parametrize_seed
 def test_decode(spec, seed):
-    case = PagedBatch(spec, LENGTHS, seed)
-    case.decode()
-    case.verify()
+    """By many blocks and by few; a kernel is built once for both."""
+    for count in (FEW, 132):
+        case = PagedBatch(spec, LENGTHS, seed)
+        with multiprocessors(count):
+            case.decode()
+        case.verify()
 
 
 def test_no_sequences():
@@ -48,14 +50,24 @@ def test_no_sequences():
 def test_many_sequences():
     """Blocks find their sequences among more than 32, and again among those of one of 32 places."""
     lengths = [(1, n % 7 * (n % 3) + (900 if n == 71 else 0)) for n in range(1100)]
-    case = PagedBatch(make_spec((1, 1), 8, page=4, target=FEW), lengths, 0)
-    case.decode()
+    case = PagedBatch(make_spec((1, 1), 8, page=4), lengths, 0)
+    with multiprocessors(FEW):
+        case.decode()
     case.verify()
+
+
+def test_the_grid_is_what_the_device_holds():
+    """Blocks of 68 KiB: three of them fit, but there are registers for two."""
+    case = PagedBatch(SPECS["8:2x128-f16-p16"], LENGTHS, 0)
+    for count in (1, 7):
+        with multiprocessors(count), launches() as made:
+            case.decode()
+        assert [launch.grid for launch in made] == [(2 * count, 1, 1)] * 2
 
 
 def test_a_skewed_batch_is_shared_out_as_evenly_as_an_even_one():
     """Every block reads as many bytes, and what is launched is the same."""
-    spec = make_spec((8, 2), 128, target=CudaTarget(num_multiprocessors=4))
+    spec = make_spec((8, 2), 128)
     num_blocks, num_sequences, pages = 8, 12, 6
     page_bytes = 2 * spec.page_size * spec.qk_head_dim * 2  # of one KV head
     q_bytes = spec.group_size * spec.qk_head_dim * 2  # of one KV head of a sequence
@@ -64,7 +76,7 @@ def test_a_skewed_batch_is_shared_out_as_evenly_as_an_even_one():
     seen = []
     for num_pages in ([pages] * num_sequences, skewed):
         case = PagedBatch(spec, [(1, n * spec.page_size) for n in num_pages], 0)
-        with launches() as made:
+        with multiprocessors(4), launches() as made:
             case.decode()
         case.verify()
         seen.append(made)
@@ -99,9 +111,7 @@ def test_windows(inline, seed):
 
 # Crews of one warp, and a crew of more: barriers of the warp, and of the block.
 ROPE = RopeSpec(rotary_dim=16)
-RACING = [
-    make_spec((heads, 1), dim, page=8, rope=ROPE, target=FEW) for heads, dim in ((2, 64), (20, 144))
-]
+RACING = [make_spec((heads, 1), dim, page=8, rope=ROPE) for heads, dim in ((2, 64), (20, 144))]
 CALLS = r" tvm_builtin_(?:cuda_(?:cta|warp)_sync|ptx_cp_async_wait_group\w+)\(\);"
 
 
@@ -111,7 +121,7 @@ def _wrong_schedules(source: str, spec, monkeypatch) -> list[str]:
     wrong = []
     for chosen in SCHEDULES:
         case = PagedBatch(spec, [(1, 400), (1, 30), (1, 150)], 0)
-        with schedule(chosen):
+        with schedule(chosen), multiprocessors(FEW):
             case.decode(inline=True)
         try:
             case.verify(inline=True)

@@ -42,13 +42,10 @@ class CudaTarget:
         The least that the code needs, such as 80; more may choose other instructions.
     max_shared_bytes : int
         Shared memory that a block may have. The default is what every GPU from 80 on has.
-    num_multiprocessors : int
-        Work that is cut into equal parts gets some for each of them.
     """
 
     compute_capability: int = 80
     max_shared_bytes: int = 99 * 1024
-    num_multiprocessors: int = 132
 
 
 @dataclass(frozen=True)

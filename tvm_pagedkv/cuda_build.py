@@ -19,7 +19,7 @@ from .disk_cache import code_versions, sealed_file
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("cuda_build.py", "cuda_library.py", "cuda_source.py", "cuda_workspace.py")
+    for name in ("cuda_build.py", "cuda_library.py", "cuda_source.py", "cuda_runtime.py")
 )
 
 

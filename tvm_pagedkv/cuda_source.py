@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.backend.cuda import export_cuda_host
 from tvm.target import Target
 
-from .cuda_workspace import with_workspace
+from .cuda_runtime import with_runtime
 
 _KEEP_SOURCE = "TVM_COMPILE_FORCE_FALLBACK"
 
@@ -53,7 +53,7 @@ def cuda_source(functions: Mapping[str, tirx.PrimFunc]) -> str:
     try:
         with target, tvm.transform.PassContext(config=config):
             built = tvm.compile(module, target=target, tir_pipeline="tirx")
-        return with_workspace(_unroll_only_where_told(export_cuda_host(built.mod)))
+        return with_runtime(_unroll_only_where_told(export_cuda_host(built.mod)))
     finally:
         if before is None:
             del os.environ[_KEEP_SOURCE]

@@ -63,6 +63,16 @@ def _set(chosen: Schedule) -> None:
     runtime().emulator_set_schedule(order, int(chosen.eager), ctypes.c_uint(chosen.seed))
 
 
+@contextmanager
+def multiprocessors(count: int):
+    """Let the device have so many multiprocessors."""
+    runtime().emulator_set_multiprocessors(count)
+    try:
+        yield
+    finally:
+        runtime().emulator_set_multiprocessors(0)
+
+
 @dataclass(frozen=True)
 class Launch:
     """Of one launch the blocks of the grid, the threads of a block, and its shared memory.

@@ -23,12 +23,11 @@ from .decode_segment import Segment
 from .decode_tiling import DecodeTiling
 from .elements import store_floats
 from .emit import Variable, index_temp, launch
+from .launcher import resident_blocks
 from .page_split import PageSplit
 from .partials import Partials
 from .prefill import build
 from .rows import PagedRows
-
-BLOCKS_PER_MULTIPROCESSOR = 2
 
 
 def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
@@ -38,8 +37,7 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
     lengths = GappedSequence(spec, a) if has_gaps else WholeSequence(spec, a.length_info)
     tiling = DecodeTiling.of(spec)
     parts = tiling.row_slices * tiling.slices
-    most_blocks = BLOCKS_PER_MULTIPROCESSOR * spec.target.num_multiprocessors
-    num_blocks = max(1, most_blocks // parts)
+    num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, parts)
     partials = Partials(spec, num_blocks)
 
     def split_of() -> PageSplit:

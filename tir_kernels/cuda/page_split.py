@@ -46,13 +46,13 @@ class PageSplit:
     ----------
     spec : KernelSpec
     a : the kernel's arguments `page_indptr` and `batch_size`.
-    num_blocks : int
+    num_blocks : int32 expression
         That share the units.
     least : int
         Positions of a share, at least, for that much comes at the cost of one.
     """
 
-    def __init__(self, spec: KernelSpec, a, num_blocks: int, least: int):
+    def __init__(self, spec: KernelSpec, a, num_blocks, least: int):
         self.indptr, self.batch_size = a.page_indptr, a.batch_size
         self.positions = min(spec.page_size, MOST_POSITIONS)
         self.per_page = spec.page_size // self.positions

@@ -6,39 +6,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 
-import tvm
-from tvm import tirx
 from tvm.script import tirx as T
-from tvm.script.ir_builder import IRBuilder
 
 from ..spec import KernelSpec
 from .elements import load_floats, store_floats
 from .emit import F32, WARP, Registers, index_temp, launch
+from .launcher import workspace
 from .page_split import PageSplit
 from .scalars import exp2, log2, temp
 from .warp import shuffle_xor
 
-TAKE, GIVE_BACK = "pagedkv_take_workspace", "pagedkv_return_workspace"
 LOWEST = -3.0e38  # finite, so that -inf less it is no NaN
 RUN = 8  # elements that a thread takes at once
 _ROWS = 4  # of a block that merges: a warp for each
 _MIN_BLOCKS = 4  # of these on a multiprocessor: 128 registers
-
-
-@contextmanager
-def workspace(shape, name: str):
-    """A float32 buffer in global memory, for the kernels that are launched within.
-
-    The launcher takes it from and returns it to two C functions, in the order of the stream.
-    """
-    size = 1
-    for extent in shape:
-        size *= extent
-    pointer = tvm.ir.PointerType(tvm.ir.PrimType(F32), "global")
-    taken = tirx.call_extern(pointer, TAKE, T.int64(4 * size))
-    data = T.bind(taken, var=tirx.Var(name, pointer))
-    yield IRBuilder.name(name, T.decl_buffer(shape, F32, data=data, scope="global"))
-    T.evaluate(tirx.call_extern("int32", GIVE_BACK, data))
 
 
 def weigh(logs: Registers):
@@ -71,11 +52,11 @@ class Partials:
     Parameters
     ----------
     spec : KernelSpec
-    num_blocks : int
+    num_blocks : int32 expression
         That share the units.
     """
 
-    def __init__(self, spec: KernelSpec, num_blocks: int):
+    def __init__(self, spec: KernelSpec, num_blocks):
         self.spec, self.num_blocks = spec, num_blocks
         # The lse comes behind the row, and what keeps the rows aligned.
         self.shape = (2 * num_blocks, spec.group_size, spec.v_head_dim + RUN)
@@ -179,7 +160,7 @@ class Partials:
         spec = self.spec
         zeros = Registers(RUN, F32, "zeros")
         zeros.fill(T.float32(0))
-        with T.serial(T.ceildiv(a.batch_size, self.num_blocks)) as turn:
+        with T.serial(T.truncdiv(a.batch_size + self.num_blocks - 1, self.num_blocks)) as turn:
             b = index_temp(turn * self.num_blocks + block)
             with T.If(T.And(b < a.batch_size, row < spec.group_size)), T.Then():
                 with T.If(a.page_indptr[b + 1] == a.page_indptr[b]), T.Then():

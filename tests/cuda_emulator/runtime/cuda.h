@@ -117,6 +117,18 @@ inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+  cudaDevAttrReservedSharedMemoryPerBlock
+};
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const int values[] = {emulator::machine().num_multiprocessors,
+                        static_cast<int>(emulator::kMaxSharedBytes + emulator::kGuardBytes),
+                        static_cast<int>(emulator::kGuardBytes)};
+  *value = values[attribute];
+  return cudaSuccess;
+}
 template <typename Kernel>
 inline cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int64_t value) {
   return value <= static_cast<int64_t>(emulator::kMaxSharedBytes) ? cudaSuccess

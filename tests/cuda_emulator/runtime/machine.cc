@@ -232,6 +232,11 @@ extern "C" void emulator_set_schedule(int order, int eager, unsigned seed) {
   emulator::machine().schedule = {order, eager != 0, seed};
 }
 
+// How many multiprocessors the device says it has; 0: as usual.
+extern "C" void emulator_set_multiprocessors(int count) {
+  emulator::machine().num_multiprocessors = count > 0 ? count : emulator::kUsualMultiprocessors;
+}
+
 extern "C" void emulator_clear_launches() { emulator::machine().launches.clear(); }
 
 // Grid x, y, z, threads of a block and bytes of shared memory of launch `i`; 0 past the last one.

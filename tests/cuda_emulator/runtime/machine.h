@@ -18,6 +18,7 @@ constexpr int kNumBarriers = 16;
 constexpr size_t kMaxSharedBytes = 227 * 1024;
 // Behind the shared memory of a launch, so that an access past its end is seen.
 constexpr size_t kGuardBytes = 1024;
+constexpr int kUsualMultiprocessors = 20;
 
 struct Index3 {
   unsigned x = 1, y = 1, z = 1;
@@ -78,6 +79,7 @@ using DeviceGiveBack = void (*)(void* stream, void* memory);
 
 struct Machine {
   Schedule schedule;
+  int num_multiprocessors = kUsualMultiprocessors;
   // Where launchers that take tensors of a device send their launches.
   DeviceLaunch launch_on_device = nullptr;
   DeviceTake take_on_device = nullptr;

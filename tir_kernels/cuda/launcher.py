@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What launchers ask the CUDA runtime for, by C functions that `tvm_pagedkv.cuda_runtime` adds."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import tvm
+from tvm import tirx
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+
+from .emit import F32, I32
+
+TAKE, GIVE_BACK = "pagedkv_take_workspace", "pagedkv_return_workspace"
+RESIDENT_BLOCKS = "pagedkv_resident_blocks"
+
+
+@contextmanager
+def workspace(shape, name: str):
+    """A float32 buffer in global memory, for the kernels that are launched within.
+
+    The launcher takes it from and returns it to two C functions, in the order of the stream.
+    """
+    size = T.int64(4)
+    for extent in shape:
+        size = size * (T.int64(extent) if isinstance(extent, int) else T.cast(extent, "int64"))
+    pointer = tvm.ir.PointerType(tvm.ir.PrimType(F32), "global")
+    taken = tirx.call_extern(pointer, TAKE, size)
+    data = T.bind(taken, var=tirx.Var(name, pointer))
+    yield IRBuilder.name(name, T.decl_buffer(shape, F32, data=data, scope="global"))
+    T.evaluate(tirx.call_extern("int32", GIVE_BACK, data))
+
+
+def resident_blocks(shared_bytes: int, most: int, parts: int = 1):
+    """Blocks that the whole GPU holds at a time, at least one; the same in all calls.
+
+    Parameters
+    ----------
+    shared_bytes : int
+        Of a block.
+    most : int
+        Blocks of a multiprocessor that there are registers for.
+    parts : int
+        Blocks that count as one.
+    """
+    resident = tirx.call_extern(I32, RESIDENT_BLOCKS, T.int64(shared_bytes), T.int32(most))
+    number = T.max(T.truncdiv(resident, parts), 1)
+    return T.bind(number, var=tirx.Var("num_blocks", I32))

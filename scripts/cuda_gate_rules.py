@@ -100,8 +100,9 @@ def _of(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[s
             columns = min(spec.v_head_dim, spec.non_absorbed.v_head_dim, _MOST_COLUMNS)
             # Sixteen positions over all columns of V, and a step of a loop over those of K.
             least["mma"] = columns // 8 + 1
-            # Operands come four 8 x 8 matrices at a time; a product takes two of them.
-            least["ldsm"] = counts["mma"] // 2
+            # Operands come four 8 x 8 matrices at a time; a product takes two of them, and two
+            # tiles of rows may share them.
+            least["ldsm"] = counts["mma"] // 4
     for key, count in least.items():
         if counts[key] < count:
             yield f"{name} (sm_{codes[0].arch}) has {counts[key]} {key}, needs at least {count}"

@@ -86,7 +86,7 @@ def test_too_few_registers_fail(source):
         ("prefill", {"threads": 64}, {}, "compiled for 128 threads and launched with 64"),
         ("prefill", {"threads": 512, "bound": 512}, {}, "does not fit into a multiprocessor"),
         ("prefill", {}, {"mma": 16}, "16 mma, needs at least 17"),
-        ("prefill", {}, {"ldsm": 10}, "10 ldsm, needs at least 64"),
+        ("prefill", {}, {"ldsm": 10}, "10 ldsm, needs at least 20"),
         ("prefill", {}, {"ldgsts": 0}, "0 ldgsts"),
         ("merge", {}, {"ldg.128": 0}, "0 ldg.128"),
         ("prefill", {}, {"stg.128": 0}, "0 stg.128"),

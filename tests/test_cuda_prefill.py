@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 
+from tir_kernels.cuda.tiling import MOST_ROWS
 from tir_kernels.spec import RopeSpec
 
 from . import attention_cases, reference
@@ -69,7 +70,7 @@ def test_many_sequences():
         case.prefill()
     case.verify()
     rows = sum(n for n, _ in lengths)
-    assert made[0].grid == (2 * rows // 64 + len(lengths), 1, 1)
+    assert made[0].grid == (2 * rows // MOST_ROWS + len(lengths), 1, 1)
 
 
 @parametrize_kinds
@@ -167,7 +168,7 @@ def test_a_wrong_shape_is_told_by_the_name_of_its_argument():
 
 # Both rotate K. One keeps Q in registers; the other reads it from shared memory to the end, and
 # puts O in its place, in another layout.
-RACING = [make_spec((2, 1), dims, rope=RopeSpec(rotary_dim=16)) for dims in ((64, 64), (80, 64))]
+RACING = [make_spec((2, 1), dims, rope=RopeSpec(rotary_dim=16)) for dims in ((32, 64), (80, 64))]
 BARRIER = "tvm_builtin_cuda_cta_sync();"
 WAIT = "tvm_builtin_ptx_cp_async_wait_group_async_wait_group_0();"
 
@@ -179,9 +180,9 @@ def _wrong_schedules(source: str, spec, monkeypatch) -> list[str]:
     for chosen in SCHEDULES:
         case = RaggedBatch(spec, [(70, 200)], 0)
         with schedule(chosen):
-            case.prefill(inline=True)
+            case.prefill(inline=True, causal=False)  # so that all warps have work to the end
         try:
-            case.verify(inline=True)
+            case.verify(inline=True, causal=False)
         except AssertionError:
             wrong.append(str(chosen))
     return wrong

@@ -12,7 +12,6 @@ from tvm.script import tirx as T
 from ..cpu.inline_rope import has_rope
 from ..masks import NO_LIMIT
 from .emit import U32, Registers, Variable, index_temp, ptx, sync_block
-from .online_softmax import ROWS
 
 
 class PlainColumns:
@@ -64,9 +63,9 @@ class TreeColumns(PlainColumns):
             T.if_then_else(self.num_nodes > 0, step.kv_len - self.num_nodes, step.kv_len)
         )
         self.number, self.first_position = (
-            Registers(ROWS, "int32", name) for name in ("number", "first_position")
+            Registers(unit.softmax.rows, "int32", name) for name in ("number", "first_position")
         )
-        for h in range(ROWS):
+        for h in range(unit.softmax.rows):
             token = unit.token(unit.own_row(h))
             node = T.max(step.kv_len - step.num_rows + token - self.tree_start, 0)
             at = self.first_node + T.min(node, self.num_nodes - 1)

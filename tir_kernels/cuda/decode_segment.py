@@ -65,7 +65,7 @@ class Segment:
         self.states = SharedTiles(memory, self.q.end, tiling.state, tiling.crews)
         if tiling.is_tensor:
             self.products = TensorCores(
-                tiling, self.q, self.warp_row, lane, most_kept=MOST_KEPT, unrolls=False
+                tiling, self.q, self.warp_row, lane, most_kept=MOST_KEPT, unrolled=1
             )
         else:
             self.products = MultiplyAdds(tiling, self.q, self.warp_row, lane)
@@ -74,7 +74,7 @@ class Segment:
         ]
         self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
         self.scores = Accumulators(tiling.positions, "scores", tiling.rows_of_thread)
-        self.bias = AlibiBias.of(spec)
+        self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
         per_chunk = tiling.v.per_chunk
         v_chunks = spec.v_head_dim // per_chunk
         if tiling.slices > 1:

@@ -81,11 +81,6 @@ class DecodeTiling(BlockTiling):
         return self.row_warps * self.warp_rows
 
     @property
-    def rows_of_thread(self) -> int:
-        """Rows of Q whose products a thread holds."""
-        return self.warp_rows // 8
-
-    @property
     def num_crew_threads(self) -> int:
         """Threads of a crew."""
         return self.row_warps * WARP

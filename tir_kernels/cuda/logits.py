@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 from ..spec import LOG2E, KernelSpec
 from .emit import F32, Registers
-from .online_softmax import HIDDEN, ROWS, Accumulators
+from .online_softmax import HIDDEN, Accumulators
 from .scalars import exp2, lookup, temp
 
 
@@ -32,17 +32,19 @@ class AlibiBias:
     ----------
     spec : KernelSpec
         With `alibi_slopes`.
+    rows : int
+        Of a thread.
     """
 
-    def __init__(self, spec: KernelSpec):
+    def __init__(self, spec: KernelSpec, rows: int):
         self.values = [slope * LOG2E for slope in spec.alibi_slopes]
-        self.slope = Registers(ROWS, F32, "slope")
-        self.position = Registers(ROWS, "int32", "own_position")
+        self.slope = Registers(rows, F32, "slope")
+        self.position = Registers(rows, "int32", "own_position")
 
     @staticmethod
-    def of(spec: KernelSpec) -> AlibiBias | None:
+    def of(spec: KernelSpec, rows: int) -> AlibiBias | None:
         """The bias, or None where the spec has none."""
-        return AlibiBias(spec) if spec.alibi_slopes else None
+        return AlibiBias(spec, rows) if spec.alibi_slopes else None
 
     def set_row(self, h: int, head, position) -> None:
         """Let row h be the query of a head at a position."""

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Online softmax over the accumulators of matrix instructions, in the exp2 domain.
 
-A thread holds one or two rows of a warp's, `lane / 4` and that plus 8, and of every eight columns
-two, from ``2 * (lane % 4)`` on; four lanes share a row. With two rows, as the instructions have it,
-register ``4 * n + 2 * h + e`` is column ``8 * n + 2 * (lane % 4) + e`` of row h.
+A thread holds every eighth row of a warp's, from `lane / 4` on, and of every eight columns two,
+from ``2 * (lane % 4)`` on; four lanes share a row. Of R rows, register ``2 * (R * n + h) + e`` is
+column ``8 * n + 2 * (lane % 4) + e`` of row h; matrix instructions have two rows each.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from tvm.script import tirx as T
@@ -19,7 +20,8 @@ from .warp import shuffle_xor
 NOTHING_SEEN = -1.0e30  # running maximum of a row that has seen no column
 HIDDEN = -2.0e30  # score of a column that a row must not see: exp2 of it is 0
 NO_SUM = 0.5  # the sum of a row that has seen a column is at least 1: its own maximum
-ROWS = 2  # of a thread, at most
+ROWS = 2  # of a thread, in an instruction
+SLACK = 8.0  # powers of two by which a running maximum may lag behind
 
 
 class Accumulators:
@@ -82,27 +84,33 @@ class OnlineSoftmax:
         self.output.registers.fill(T.float32(0))
 
     def update(self, scores: Accumulators) -> None:
-        """Turn scores into weights, and scale what was summed so far.
+        """Turn scores into weights, and scale what was summed so far where that is needed.
 
-        The sum of a row is left spread over its four lanes.
+        Weights may be as large as ``2 ** SLACK``: after the first columns of a row its maximum
+        seldom grows by more, so the output is seldom scaled. Sums come out the same. That of a row
+        is left spread over its four lanes.
         """
+        tops = Registers(self.rows, F32, "new_top")
         for h in range(self.rows):
-            top = Registers(1, F32, "new_top")
-            top[0] = self.top[h]
+            tops[h] = self.top[h]
             with T.unroll(scores.num_tiles) as n:
                 for e in range(2):
-                    top[0] = T.max(top[0], scores[n, h, e])
+                    tops[h] = T.max(tops[h], scores[n, h, e])
             for mask in (1, 2):
-                top[0] = T.max(top[0], shuffle_xor(top[0], mask))
-            self.decay[h] = exp2(self.top[h] - top[0])
-            self.top[h] = top[0]
-            self.total[h] = self.total[h] * self.decay[h]
+                tops[h] = T.max(tops[h], shuffle_xor(tops[h], mask))
+        grows = [tops[h] > self.top[h] + T.float32(SLACK) for h in range(self.rows)]
+        with T.If(functools.reduce(T.Or, grows)), T.Then():
+            for h in range(self.rows):
+                self.decay[h] = exp2(self.top[h] - tops[h])
+                self.top[h] = tops[h]
+                self.total[h] = self.total[h] * self.decay[h]
+            self._scale(self.decay)
+        for h in range(self.rows):
             with T.unroll(scores.num_tiles) as n:
                 for e in range(2):
                     weight = exp2(scores[n, h, e] - self.top[h])
                     scores[n, h, e] = weight
                     self.total[h] = self.total[h] + weight
-        self._scale(self.decay)
 
     def _scale(self, factors: Registers) -> None:
         output = self.output

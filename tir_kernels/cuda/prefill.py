@@ -102,7 +102,7 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS)
     emit_attention(spec, a, Tiling.of(spec, spec.kv_dtype, most_rows))
 
 
-def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
+def emit_ragged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS) -> None:
     """Emit `emit_attention` with K and V from arrays."""
     a.gap_of = lambda sequence: None
 
@@ -116,7 +116,7 @@ def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
         a.k_offset_of = a.k_rope_pos_offset.__getitem__
     else:
         a.k_offset_of = a.columns.first_of_ragged
-    emit_attention(spec, a, Tiling.of(spec, spec.dtype))
+    emit_attention(spec, a, Tiling.of(spec, spec.dtype, most_rows))
 
 
 def build(spec: KernelSpec, names, mask_of, emit=emit_paged, **fields):

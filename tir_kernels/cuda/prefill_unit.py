@@ -15,17 +15,17 @@ from tvm.script.ir_builder import IRBuilder
 from ..masks import Span
 from ..spec import LOG2E, KernelSpec
 from .elements import store_words
-from .emit import U32, WARP, Registers, index_temp, ptx, sync_block
+from .emit import I32, U32, WARP, Registers, index_temp, ptx, sync_block
 from .fma import MultiplyAdds
 from .inline_rope import InlineRope
 from .logits import AlibiBias, hide, to_logits
 from .mma import TensorCores
-from .online_softmax import ROWS, Accumulators, OnlineSoftmax
+from .online_softmax import Accumulators, OnlineSoftmax
 from .ring import Crew, Ring, commit, copy_rows, wait, zero_padding
 from .rows import as_int64
 from .scalars import temp
 from .shared_tiles import SharedTiles
-from .tiling import WARP_ROWS, Tiling
+from .tiling import Tiling
 
 
 class Unit:
@@ -47,7 +47,7 @@ class Unit:
         self.spec, self.tiling, self.a, self.step, self.thread = spec, tiling, a, step, thread
         self.lane = index_temp(T.truncmod(thread, WARP))
         self.crew = Crew(thread, tiling.num_threads, sync_block)
-        self.warp_row = index_temp(T.truncdiv(thread, WARP) * WARP_ROWS)
+        self.warp_row = index_temp(T.truncdiv(thread, WARP) * tiling.warp_rows)
         memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
         self.memory = IRBuilder.name("shared", memory)
         self.q = SharedTiles(memory, 0, tiling.q)
@@ -62,8 +62,8 @@ class Unit:
         is_tensor = tiling.is_tensor
         products = TensorCores if is_tensor else MultiplyAdds
         self.products = products(tiling, self.q, self.warp_row, self.lane)
-        self.softmax = OnlineSoftmax(tiling.columns)
-        self.bias = AlibiBias.of(spec)
+        self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
+        self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
         self.rope = InlineRope(spec, a, step)
         chunk = tiling.v.per_chunk
         self.o_chunks = spec.v_head_dim // tiling.o.per_chunk
@@ -88,6 +88,10 @@ class Unit:
     def table(self, i):
         """Where entry i of the table of columns is, 4 bytes for each position of a tile."""
         return self.memory.ptr_to([self.v.end + i * 4])
+
+    def _bounds(self, row):
+        """Where the first column that a row sees is kept, and the one behind its last: 8 bytes."""
+        return self.memory.ptr_to([self.v.end + self.tiling.table_bytes + row * 8])
 
     # --- rows of the tile -----------------------------------------------------------------------
 
@@ -149,12 +153,9 @@ class Unit:
 
     def _attend(self, span: Span, start, end) -> None:
         tiling, lane = self.tiling, self.lane
-        ends, begins = (Registers(ROWS, "int32", name) for name in ("row_end", "row_begin"))
-        for h in range(ROWS):
-            row = self.own_row(h)
-            ends[h] = T.min(self._end_of(row), span.end)
-            begins[h] = self._begin_of(row, span)
-            if self.bias:
+        if self.bias:
+            for h in range(tiling.rows_of_thread):
+                row = self.own_row(h)
                 self.bias.set_row(h, self._head(row), self._position(row, span))
         # Between these, all rows of the block see all columns.
         columns = self.columns
@@ -162,10 +163,12 @@ class Unit:
         last_begin = self._begin_of(tiling.rows - 1, span)
         shared_begin = index_temp(columns.shared_begin(last_begin))
         factor = temp(self.a.sm_scale * T.float32(LOG2E))
+        warp_end = self._end_of_warp()
+        self._keep_bounds(span)
         self._load_q(span)
         self.products.begin()
         rows = self.step.rows(tiling.rows_per_thread)
-        scores = Accumulators(tiling.positions, "scores")
+        scores = Accumulators(tiling.positions, "scores", tiling.rows_of_thread)
 
         def visit(first, stage):
             columns.begin_tile(self, first)
@@ -174,21 +177,50 @@ class Unit:
                 return span.k_offset + columns.position(first, column)
 
             self.rope.rotate_k(self, stage, k_position)
+            with T.If(first < warp_end), T.Then():
+                multiply(first, stage, k_position)
+
+        def multiply(first, stage, k_position):
             self.products.scores(scores, self.k, stage)
             to_logits(self.spec, scores, lane, factor, self.bias, k_position)
             hides_some = T.Or(first + tiling.positions > shared_end, first < shared_begin)
             with T.If(hides_some), T.Then():
-
-                def is_visible(h, column):
-                    is_between = T.And(first + column >= begins[h], first + column < ends[h])
-                    return T.And(is_between, columns.is_visible(first, column, h))
-
-                hide(scores, lane, is_visible)
+                self._hide(scores, first)
             self.softmax.update(scores)
             self.products.accumulate(self.softmax.output, scores, self.v, stage)
 
         self.ring.for_tiles(rows, start, end, visit)
         sync_block()
+
+    def _end_of_warp(self):
+        """Behind the last column that rows of the warp see; 0 for a warp without rows."""
+        last = self._end_of(self.warp_row + self.tiling.warp_rows - 1)
+        num_rows = self.step.num_rows * self.spec.group_size
+        return index_temp(T.if_then_else(self.step.first + self.warp_row < num_rows, last, 0))
+
+    def _keep_bounds(self, span: Span) -> None:
+        """Find the bounds of all rows: few tiles of columns need them, and registers are scarce."""
+        tiling = self.tiling
+        with T.serial(T.ceildiv(tiling.rows, tiling.num_threads)) as turn:
+            row = index_temp(turn * tiling.num_threads + self.thread)
+            with T.If(row < tiling.rows), T.Then():
+                bounds = self._begin_of(row, span), T.min(self._end_of(row), span.end)
+                words = [T.cast(bound, U32) for bound in bounds]
+                ptx("st.shared.v2.b32", self._bounds(row), *words)
+
+    def _hide(self, scores: Accumulators, first) -> None:
+        """Hide the columns of the tile from `first` on that a row does not see."""
+        bounds = Registers(2 * scores.rows, U32, "bounds")
+        for h in range(scores.rows):
+            pair = [bounds[2 * h + i] for i in range(2)]
+            ptx("ld.shared.v2.b32", *pair, self._bounds(self.own_row(h)))
+
+        def is_visible(h, column):
+            begin, end = (T.cast(bounds[2 * h + i], I32) for i in range(2))
+            is_between = T.And(first + column >= begin, first + column < end)
+            return T.And(is_between, self.columns.is_visible(first, column, h))
+
+        hide(scores, self.lane, is_visible)
 
     def _load_q(self, span: Span) -> None:
         """Bring the rows of Q into shared memory, rotated if it is asked for."""
@@ -211,11 +243,11 @@ class Unit:
         lse, output = self.softmax.finish(), self.softmax.output
         num_rows = step.num_rows * spec.group_size
         with T.unroll(output.num_tiles) as n:
-            for h in range(ROWS):
+            for h in range(output.rows):
                 column = n * 8 + T.truncmod(self.lane, 4) * 2
                 pair = [output[n, h, e] for e in range(2)]
                 self.o.store_pair(0, self.own_row(h), column, *pair)
-        for h in range(ROWS):
+        for h in range(output.rows):
             row = self.own_row(h)
             is_first = T.And(T.truncmod(self.lane, 4) == 0, step.slice == 0)
             with T.If(T.And(is_first, step.first + row < num_rows)), T.Then():

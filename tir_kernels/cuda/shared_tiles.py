@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 
 from ..spec import ITEMSIZE
 from .elements import pack, widen_bits, widen_words
-from .emit import F32, U32, Registers, ptx
+from .emit import F32, U32, Registers, index_temp, ptx
 
 CHUNK_BYTES = 16
 BANK_ROWS = 8
@@ -80,7 +80,7 @@ class SharedTiles:
     layout : TileLayout
     count : int
     first_chunk : int or int32 expression
-        Chunk of a row that is taken for its first one.
+        Chunk of a row that is taken for its first one: a multiple of eight.
     """
 
     def __init__(self, memory, begin: int, layout: TileLayout, count: int = 1, first_chunk=0):
@@ -97,6 +97,24 @@ class SharedTiles:
         first = self.begin + tile * self.layout.num_bytes
         offset = self.layout.offset(row, self.first_chunk + chunk)
         return self.memory.ptr_to([first + offset + byte])
+
+    def start(self, tile, row, chunk):
+        """Offset of chunk 0 or 1 of a row, from which `beyond` finds other places of a tile."""
+        offset = self.layout.offset(row, self.first_chunk + chunk)
+        return index_temp(self.begin + tile * self.layout.num_bytes + offset)
+
+    def beyond(self, start, rows, chunks):
+        """The place so many rows, a multiple of eight, and chunks, an even number, from `start`.
+
+        What is to be added is known beforehand, and what an xor with a number that is known adds:
+        `pointer` would take a register for each chunk.
+        """
+        layout = self.layout
+        offset = chunks * CHUNK_BYTES
+        if layout.is_swizzled:
+            low = T.truncmod(chunks, BANK_ROWS) * CHUNK_BYTES
+            start, offset = T.bitwise_xor(start, low), offset - low
+        return self.memory.ptr_to([start + offset + rows * layout.stride])
 
     def element_pointer(self, tile, row, column):
         """Where an element is."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from ..spec import KernelSpec
@@ -11,8 +12,10 @@ from .shared_tiles import TileLayout
 
 MOST_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a thread
 MOST_FLOAT_COLUMNS = 128  # and in float32, with two rows in a thread; with 256 there were spills
-WARP_ROWS = 16
-MOST_ROWS = 64  # of a block
+MOST_SUMS = 16 * 128  # columns of V times rows of a warp, beside long tiles of positions
+SLICE_UNIT = 64  # of columns that several blocks share out: a slice begins where a swizzle does
+WARP_ROWS = 16  # of an instruction
+MOST_ROWS = 128  # of a block
 THREADS_PER_ROW = 8  # that copy a row of K or V: 128 bytes side by side
 REGISTER_FILE = 65536
 MOST_REGISTERS = 255
@@ -32,7 +35,8 @@ def on_tensor_cores(dtype: str, kv_dtype: str) -> bool:
 class BlockTiling:
     """Sizes of the tiles of a block, for either kind of attention.
 
-    Each kind says how many `rows` of Q there are, and `num_crew_threads`, the threads of a crew.
+    Each kind says how many `rows` of Q there are and `warp_rows` of a warp, and `num_crew_threads`,
+    the threads of a crew.
 
     Parameters
     ----------
@@ -72,7 +76,7 @@ class BlockTiling:
         slices = -(-spec.v_head_dim // (MOST_COLUMNS if is_tensor else most_float_columns))
         return {
             "depth": round_up(spec.qk_head_dim, unit),
-            "columns": round_up(-(-spec.v_head_dim // slices), unit),
+            "columns": round_up(-(-spec.v_head_dim // slices), unit if slices == 1 else SLICE_UNIT),
             "slices": slices,
             "dtype": spec.dtype,
             "kv_dtype": kv_dtype,
@@ -95,6 +99,11 @@ class BlockTiling:
     def is_whole(self) -> bool:
         """Whether products take whole tiles, and each thread of a crew copies some of one."""
         return self.positions % (16 if self.is_tensor else 8) == 0 and self.rows_per_thread > 0
+
+    @property
+    def rows_of_thread(self) -> int:
+        """Rows of Q whose products a thread holds."""
+        return self.warp_rows // 8
 
     @property
     def num_threads(self) -> int:
@@ -139,10 +148,14 @@ class Tiling(BlockTiling):
     Parameters
     ----------
     rows : int
-        Of Q: tokens times the query heads of a KV head. Each warp has sixteen.
+        Of Q: tokens times the query heads of a KV head.
+    warp_rows : int
+        Of these, of a warp: 16, or 32, which halve what it loads from shared memory. That would
+        keep four warps below half of the tensor cores' peak.
     """
 
     rows: int
+    warp_rows: int
 
     @staticmethod
     def of(spec: KernelSpec, kv_dtype: str, most_rows: int = MOST_ROWS) -> Tiling:
@@ -154,21 +167,28 @@ class Tiling(BlockTiling):
             For heads of which not even the smallest ones fit.
         """
         widths = BlockTiling.widths(spec, kv_dtype, MOST_FLOAT_COLUMNS)
-        for rows in (size for size in (MOST_ROWS, 32, 16) if size <= max(most_rows, 16)):
-            for positions in (64, 32, 16, 8):
-                tiling = Tiling(
-                    rows=rows, positions=positions, is_latent=spec.kind == "mla", **widths
-                )
-                has_registers = tiling.columns <= 128 or positions <= 32
-                if tiling.is_whole and has_registers:
-                    if tiling.num_bytes <= spec.target.max_shared_bytes:
-                        return tiling
+        sizes = [(size, WARP_ROWS) for size in (64, 32, 16) if size <= max(most_rows, WARP_ROWS)]
+        is_narrow = widths["columns"] <= MOST_COLUMNS // 2
+        if most_rows >= MOST_ROWS and is_narrow and on_tensor_cores(spec.dtype, kv_dtype):
+            sizes.insert(0, (MOST_ROWS, 2 * WARP_ROWS))
+        for (rows, warp_rows), positions in itertools.product(sizes, (64, 32, 16, 8)):
+            tiling = Tiling(
+                rows=rows,
+                warp_rows=warp_rows,
+                positions=positions,
+                is_latent=spec.kind == "mla",
+                **widths,
+            )
+            has_registers = warp_rows * tiling.columns <= MOST_SUMS or positions <= 32
+            if tiling.is_whole and has_registers:
+                if tiling.num_bytes <= spec.target.max_shared_bytes:
+                    return tiling
         raise BlockTiling.too_large(spec)
 
     @property
     def num_crew_threads(self) -> int:
         """Threads of the block."""
-        return self.rows // WARP_ROWS * WARP
+        return self.rows // self.warp_rows * WARP
 
     @property
     def o(self) -> TileLayout:
@@ -178,5 +198,10 @@ class Tiling(BlockTiling):
     @property
     def num_bytes(self) -> int:
         """Of shared memory."""
-        table = 4 * self.positions
-        return max(self.q.num_bytes, self.o.num_bytes) + self.ring_bytes + table
+        tables = self.table_bytes + 8 * self.rows
+        return max(self.q.num_bytes, self.o.num_bytes) + self.ring_bytes + tables
+
+    @property
+    def table_bytes(self) -> int:
+        """Of a table of the positions of a tile; one of the bounds of rows comes behind it."""
+        return round_up(4 * self.positions, 8)

@@ -11,6 +11,8 @@ from ..spec import KernelSpec
 from .columns import TreeColumns
 from .prefill import build, emit_paged, emit_ragged
 
+TREE_ROWS = 64  # of a block: trees have few nodes, and their masks take registers
+
 
 def tree_paged(spec: KernelSpec):
     """Build the kernel `tree_paged`; its arguments are those of the CPU's.
@@ -42,4 +44,4 @@ def build_tree(spec: KernelSpec, names, emit=emit_paged):
         a.columns = TreeColumns(a)
         return CausalMask(T.int32(1))
 
-    return build(spec, names, mask_of, emit)
+    return build(spec, names, mask_of, emit, most_rows=TREE_ROWS)

@@ -6,7 +6,7 @@ They are what the makers state, not what was measured, and leave out what a laun
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tir_kernels.spec import ITEMSIZE, KernelSpec
 
@@ -54,13 +54,16 @@ class Work:
         return max(self.num_bytes / sheet.bandwidth, self.flops / rate)
 
 
-def _attention(label: str, spec: KernelSpec, batch: int, rows: int, context: int) -> Work:
-    """Causal attention: K and V and Q are read once, O is written, and the products are done."""
+def _attention(
+    label: str, spec: KernelSpec, batch: int, rows: int, context: int, is_causal: bool = True
+) -> Work:
+    """Attention: K and V and Q are read once, O is written, and the products are done."""
     k_and_v = spec.qk_head_dim + (0 if spec.kind == "mla" else spec.v_head_dim)
     width = spec.qk_head_dim + spec.v_head_dim
     pages = context * spec.num_kv_heads * k_and_v * ITEMSIZE[spec.kv_dtype]
     steps = rows * spec.num_qo_heads * width * ITEMSIZE[spec.dtype]
-    seen = rows * (context - rows) + rows * (rows + 1) // 2
+    hidden = rows * (rows - 1) // 2 if is_causal else 0
+    seen = rows * context - hidden
     return Work(label, batch * (pages + steps), batch * 2 * spec.num_qo_heads * width * seen)
 
 
@@ -70,6 +73,16 @@ def _decode(spec: KernelSpec) -> list[Work]:
 
 def _prefill(spec: KernelSpec) -> list[Work]:
     return [_attention("prefill 8k", spec, 1, CHUNK, CHUNK)]
+
+
+def _shared(spec: KernelSpec) -> list[Work]:
+    """Rows of a decode step over one prefix; O is read, too, for they are merged into it."""
+    works = []
+    for rows in BATCHES:
+        work = _attention(f"{rows} rows on 8k", spec, 1, rows, CHUNK, is_causal=False)
+        o_bytes = rows * spec.num_qo_heads * spec.v_head_dim * ITEMSIZE[spec.dtype]
+        works.append(replace(work, num_bytes=work.num_bytes + o_bytes))
+    return works
 
 
 def _move(spec: KernelSpec) -> list[Work]:
@@ -86,6 +99,8 @@ CASES = {
     "decode": _decode,
     "prefill": _prefill,
     "prefill_ragged": lambda spec: _prefill(spec.non_absorbed),
+    "prefill_shared": _shared,
+    "mla_prefill_shared": _shared,
     "mla_prefill": lambda spec: _decode(spec) + _prefill(spec),
     "rope_append": _move,
 }

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tvm
@@ -10,6 +12,7 @@ import tvm_ffi
 
 import tvm_pagedkv as pkv
 from tir_kernels import build_kernel, kernel_names
+from tir_kernels.spec import VectorTarget
 from tvm_pagedkv import cuda_build
 from tvm_pagedkv.build import build_kernels
 from tvm_pagedkv.cuda_library import DeviceCode, compile_library, device_code, find_nvcc
@@ -87,6 +90,13 @@ def test_a_configuration_is_built_for_gpus(monkeypatch):
     assert archs == ("90",)
     for name in kernel_names(make_spec((2, 1), 64)):
         assert f"__tvm_ffi_pagedkv_{name}(" in source
+
+
+@pytest.mark.parametrize("kind", ["mha", "mha_sliding", "mla"])
+def test_gpus_have_the_kernels_that_cpus_have(kind):
+    spec = make_spec((2, 1), 64, kind=kind)
+    on_cpu = dataclasses.replace(spec, target=VectorTarget())
+    assert sorted(kernel_names(spec)) == sorted(kernel_names(on_cpu))
 
 
 def test_archs_are_for_gpus():

@@ -20,10 +20,10 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 # Of a configuration the architectures, and the kernels (None: all). A whole one takes two seconds.
 GATED = {
     "llama-float16": (("80", "90"), None),
-    "llama-float32": (("80",), ("prefill", "decode")),
+    "llama-float32": (("80",), ("prefill", "decode", "prefill_shared")),
     "heads-of-256-bfloat16": (("90",), None),
     "windows-cap-alibi-float16": (("80",), ("prefill_sliding", "decode_sliding", "tree_sliding")),
-    "heads-of-256-float32": (("80", "90"), ("prefill", "decode")),
+    "heads-of-256-float32": (("80", "90"), ("prefill", "decode", "prefill_shared")),
     "falcon-bfloat16-pages-float16": (("90",), ("decode", "prefill")),
     "mla-512-64-bfloat16": (("90",), None),
 }
@@ -122,10 +122,14 @@ def test_launches_are_read(codes):
 
 
 def test_floors_are_those_of_the_data_sheets():
-    """64 x 4096 rows of K and V, 4 KiB each, at 4.8 TB/s; 2 x 32 x 128 x 8192^2 flops at 312 T."""
+    """64 x 4096 rows of K and V, 4 KiB each, at 4.8 TB/s; 2 x 32 x 128 x 8192^2 flops at 312 T.
+
+    Of the shared ones 8192 rows at 4.8 TB/s, and 64 x 8192 x 32 x 4 x 128 flops at 989 T.
+    """
     from cuda_floors import floors
 
     spec = make_spec((32, 8), 128)
     assert floors("decode", spec, "90") == "decode 16 x 4k: 56, decode 64 x 4k: 224"
+    assert floors("prefill_shared", spec, "90") == "16 rows on 8k: 7.07, 64 rows on 8k: 8.69"
     assert floors("prefill", spec, "80") == "prefill 8k: 1.76e+03"
     assert floors("merge", spec, "90") == floors("decode", spec, "120") == ""

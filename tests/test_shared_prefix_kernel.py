@@ -15,7 +15,7 @@ from tir_kernels.layout import pages_shape
 from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
 
 from . import reference
-from .attention_cases import SPARE_PAGES, compiled, indptr, looser_dtype, normal, tensor
+from .attention_cases import SPARE_PAGES, compiled, indptr, looser_dtype, normal, tensors_for
 from .kernel_specs import BF16, F16, F32, ROPE_SPECS, make_spec, parametrize_seed
 from .reference_shared_prefix import shared_attention, shared_latent_attention
 
@@ -80,6 +80,7 @@ class SharedBatch:
     def run(self, first: int = 0, last: int | None = None, *, inline=False, cpu="native"):
         """Attend to the segments ``first .. last - 1``; the new o and lse."""
         last = len(self.row_indptr) - 1 if last is None else last
+        tensor = tensors_for(self.spec)
         o, lse = tensor(self.o), tensor(self.lse)
         table = [tensor(x) for x in (self.q, self.pages, self.page_indptr, self.page_values)]
         rows = [tensor(x) for x in (self.row_indptr, self.row_ids)]
@@ -188,15 +189,19 @@ def test_one_thread_gives_the_same(seed):
     assert result.returncode == 0 and "1 passed" in result.stdout, result.stdout + result.stderr
 
 
-def test_longrope_inside_the_kernel_is_refused():
+def check_longrope_is_refused(spec: KernelSpec) -> None:
+    """Whatever the target is."""
+    half = spec.qk_head_dim // 2
     scaling = (
-        ("long_factor", (2.0,) * 8), ("original_max_position_embeddings", 32),
-        ("rope_type", "longrope"), ("short_factor", (1.0,) * 8),
+        ("long_factor", (2.0,) * half), ("original_max_position_embeddings", 32),
+        ("rope_type", "longrope"), ("short_factor", (1.0,) * half),
     )  # fmt: skip
-    spec = dataclasses.replace(
-        SPECS["2:2x8-f32-p8"], qk_head_dim=16, v_head_dim=16, rope=RopeSpec(1e4, 1.0, 16, scaling)
-    )
+    spec = dataclasses.replace(spec, rope=RopeSpec(1e4, 1.0, spec.qk_head_dim, scaling))
     case = SharedBatch(spec, SEGMENTS["one"], 0)
     case.check()
     with pytest.raises(ValueError, match="longrope"):
         case.run(inline=True)
+
+
+def test_longrope_inside_the_kernel_is_refused():
+    check_longrope_is_refused(make_spec((2, 2), 16, page=8))

@@ -61,7 +61,7 @@ _NON_ABSORBED = {"merge", "prefill_ragged", "tree"}  # where an MLA layer is a m
 
 
 def kernel_names(spec: KernelSpec) -> list[str]:
-    """Names of the kernels that layers of `spec` need, as far as its target has them."""
+    """Names of the kernels that layers of `spec` need."""
     builders = _builders(spec)
     if spec.kind != "mla":
         window = _WITHOUT_WINDOW if spec.kind == "mha_sliding" else _WITH_WINDOW
@@ -82,7 +82,4 @@ def build_kernel(name: str, spec: KernelSpec):
     """Build the kernel `name` for `spec`; a private PrimFunc, free to be named by its module."""
     if name not in BUILDERS:
         raise ValueError(f"no kernel {name!r}; there are {', '.join(BUILDERS)}")
-    builders = _builders(spec)
-    if name not in builders:
-        raise ValueError(f"no kernel {name!r} for GPUs; there are {', '.join(builders)}")
-    return builders[name](spec.non_absorbed if name in _NON_ABSORBED else spec)
+    return _builders(spec)[name](spec.non_absorbed if name in _NON_ABSORBED else spec)

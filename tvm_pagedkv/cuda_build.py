@@ -51,7 +51,7 @@ def build_cuda_set(
     Returns
     -------
     symbols : mapping
-        Kernel name -> symbol; names that have no kernel for GPUs yet are not among them.
+        Kernel name -> symbol.
     path : Path
         The library.
     """

@@ -79,16 +79,21 @@ def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body):
     return index_temp(before.get())
 
 
+def refuse_longrope(spec: KernelSpec, a: SimpleNamespace) -> None:
+    """Refuse a call with rotary_mode 1 where a sequence's length decides the rotation."""
+    if spec.rope.kind == "longrope":
+        message = "with longrope, rows of several sequences may need K rotated differently"
+        with T.Assert(a.rotary_mode != 1, message, "ValueError"):
+            T.evaluate(0)
+
+
 class _Rotation(InlineRope):
     """The rotation of K by its position in a segment."""
 
     def __init__(self, spec: KernelSpec, a: SimpleNamespace):
         super().__init__(spec, a)
         self.first_positions = a.k_rope_pos_offset
-        if spec.rope.kind == "longrope":
-            message = "with longrope, rows of several sequences may need K rotated differently"
-            with T.Assert(a.rotary_mode != 1, message, "ValueError"):
-                T.evaluate(0)
+        refuse_longrope(spec, a)
 
     def first_position(self, segment):
         """The position of a segment's first slot."""

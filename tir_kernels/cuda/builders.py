@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import decode, mla, prefill, tree
+from . import decode, mla, prefill, shared_prefix, tree
 
 BUILDERS: dict[str, Callable] = {
     "prefill_ragged": prefill.prefill_ragged,
@@ -16,10 +16,12 @@ BUILDERS: dict[str, Callable] = {
     "prefill_windowed": prefill.prefill_windowed,
     "prefill_sliding": prefill.prefill_sliding,
     "prefill_ragged_sliding": prefill.prefill_ragged_sliding,
+    "prefill_shared": shared_prefix.prefill_shared,
     "tree_paged": tree.tree_paged,
     "tree_paged_sliding": tree.tree_paged_sliding,
     "tree": tree.tree,
     "tree_sliding": tree.tree_sliding,
     "mla_prefill": mla.mla_prefill,
+    "mla_prefill_shared": shared_prefix.mla_prefill_shared,
     "mla_tree": mla.mla_tree,
 }

@@ -98,6 +98,13 @@ def index_temp(value):
     return temp(value, I32)
 
 
+def opaque(value):
+    """An int32 value that the compiler takes for another one each time it gets here."""
+    register = Registers(1, I32, "opaque")
+    ptx("mov.b32", register[0], value)
+    return register[0]
+
+
 class Variable:
     """A variable of a thread."""
 

@@ -29,6 +29,8 @@ class Pair:
         Of the sequence in the page table.
     begin, end : int32 expressions
         Its units in the batch.
+    group : int
+        Query heads of a KV head.
     """
 
     sequence: object
@@ -37,6 +39,15 @@ class Pair:
     num_pages: object
     begin: object
     end: object
+    group: int
+
+    def is_there(self, row):
+        """Whether it has a row of the state."""
+        return row < self.group
+
+    def output_row(self, row) -> tuple:
+        """Index of a row of the state in O and its logs."""
+        return self.sequence, self.head * self.group + row
 
 
 class PageSplit:
@@ -54,6 +65,7 @@ class PageSplit:
 
     def __init__(self, spec: KernelSpec, a, num_blocks, least: int):
         self.indptr, self.batch_size = a.page_indptr, a.batch_size
+        self.group = spec.group_size
         self.positions = min(spec.page_size, MOST_POSITIONS)
         self.per_page = spec.page_size // self.positions
         self.per_entry = self.per_page * spec.num_kv_heads
@@ -91,4 +103,5 @@ class PageSplit:
         first = index_temp(first_entry * self.per_entry)
         head = index_temp(T.truncdiv(at - first, units))
         begin = index_temp(first + head * units)
-        return Pair(sequence, head, first_entry, num_pages, begin, index_temp(begin + units))
+        end = index_temp(begin + units)
+        return Pair(sequence, head, first_entry, num_pages, begin, end, self.group)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of pairs that were cut: parts of O with their lse, in a workspace, and their merge."""
+"""States of work that was cut: parts of O with their lse, in a workspace, and their merge."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from contextlib import contextmanager
 
 from tvm.script import tirx as T
 
+from ..cpu.blend import selected
 from ..spec import KernelSpec
+from . import scalars
 from .elements import load_floats, store_floats
 from .emit import F32, WARP, Registers, index_temp, launch
 from .launcher import workspace
-from .page_split import PageSplit
 from .scalars import exp2, log2, temp
 from .warp import shuffle_xor
 
@@ -47,19 +48,27 @@ def lse_of(top, total):
 
 
 class Partials:
-    """Room for two states of each block: of the pairs that its first and its last unit belong to.
+    """Room for two states of each block: of what its first and its last unit belong to.
 
     Parameters
     ----------
     spec : KernelSpec
     num_blocks : int32 expression
         That share the units.
+    num_rows : int, optional
+        Of a state; None: the query heads of a KV head.
+    goes_on : bool
+        The outputs hold another part of their rows, to be merged with; otherwise rows without any
+        part are cleared.
     """
 
-    def __init__(self, spec: KernelSpec, num_blocks):
-        self.spec, self.num_blocks = spec, num_blocks
+    def __init__(
+        self, spec: KernelSpec, num_blocks, num_rows: int | None = None, goes_on: bool = False
+    ):
+        self.spec, self.num_blocks, self.goes_on = spec, num_blocks, goes_on
+        self.num_rows = num_rows or spec.group_size
         # The lse comes behind the row, and what keeps the rows aligned.
-        self.shape = (2 * num_blocks, spec.group_size, spec.v_head_dim + RUN)
+        self.shape = (2 * num_blocks, self.num_rows, spec.v_head_dim + RUN)
         self.buffer = None
 
     @contextmanager
@@ -69,46 +78,45 @@ class Partials:
             yield
 
     def slot(self, block, is_first):
-        """Of the pair that goes on from the block before, or of the one that goes on behind."""
+        """Of what goes on from the block before, or of what goes on behind."""
         return block * 2 + T.if_then_else(is_first, 0, 1)
 
     def put(self, slot, row, column, values: Registers) -> None:
-        """Keep elements of the state of a query head."""
+        """Keep elements of a row of a state."""
         store_floats(self.buffer, (slot, row, column), values)
 
     def put_lse(self, slot, row, lse) -> None:
-        """Keep the lse of a query head."""
+        """Keep the lse of a row."""
         T.buffer_store(self.buffer, lse, [slot, row, self.spec.v_head_dim])
 
-    def launch_merge(self, a, split_of: Callable[[], PageSplit], wait: Callable) -> None:
-        """Merge the pairs that were cut, and clear the rows of sequences without pages.
+    def launch_merge(self, a, split_of: Callable, wait: Callable) -> None:
+        """Merge what was cut, and clear the rows of sequences without pages, if it is to be done.
 
         Parameters
         ----------
         a : the kernel's arguments.
         split_of : callable
-            Emits how the units were cut.
+            Emits how the units were cut, such as a `PageSplit`; takes the lane.
         wait : callable
             Emits what waits for the kernel before.
         """
-        group = self.spec.group_size
-        grid = [self.num_blocks, -(-group // _ROWS)]
+        grid = [self.num_blocks, -(-self.num_rows // _ROWS)]
         with launch(grid, _ROWS * WARP, _MIN_BLOCKS) as ((block, rows), thread):
             wait()
             lane = index_temp(T.truncmod(thread, WARP))
             row = index_temp(rows * _ROWS + T.truncdiv(thread, WARP))
-            split = split_of()
-            # The block that has a pair's first unit, but not its last one, tells where it was cut.
+            split = split_of(lane)
+            # The block that has the first unit, but not the last one, tells where it was cut.
             cut = index_temp((block + 1) * split.share)
-            with T.If(T.And(cut < split.total, row < group)), T.Then():
-                pair = split.pair(split.owner(cut, lane), cut)
-                begins_here = T.And(pair.begin < cut, pair.begin >= cut - split.share)
-                with T.If(begins_here), T.Then():
-                    last_block = T.truncdiv(pair.end - 1, split.share)
+            with T.If(T.And(cut < split.total, row < self.num_rows)), T.Then():
+                work = split.pair(split.owner(cut, lane), cut)
+                begins_here = T.And(work.begin < cut, work.begin >= cut - split.share)
+                with T.If(T.And(begins_here, work.is_there(row))), T.Then():
+                    last_block = T.truncdiv(work.end - 1, split.share)
                     count = index_temp(last_block - block + 1)
-                    head = index_temp(pair.head * group + row)
-                    self._merge(a, block, count, row, (pair.sequence, head), lane)
-            self._clear_empty(a, block, row, lane)
+                    self._merge(a, block, count, row, work.output_row(row), lane)
+            if not self.goes_on:
+                self._clear_empty(a, block, row, lane)
 
     def _merge(self, a, block, count, row, output, lane) -> None:
         width = self.spec.v_head_dim
@@ -121,6 +129,9 @@ class Partials:
 
         top, total = Registers(1, F32, "top"), Registers(1, F32, "total")
         top[0], total[0] = T.float32(LOWEST), T.float32(0)
+        if self.goes_on:
+            before = temp(a.lse[output])
+            top[0] = T.max(top[0], before)
 
         def for_own(body):
             with T.serial(T.ceildiv(count, WARP)) as turn:
@@ -140,6 +151,9 @@ class Partials:
         for_own(add)
         for mask in (1, 2, 4, 8, 16):
             total[0] = total[0] + shuffle_xor(total[0], mask)
+        if self.goes_on:
+            before = temp(exp2(before - top[0]))
+            total[0] = total[0] + before
         lse, inverse = lse_of(top[0], total[0])
         with T.If(lane == 0), T.Then():
             T.buffer_store(a.lse, lse, list(output))
@@ -148,6 +162,10 @@ class Partials:
             column = index_temp((turn * WARP + lane) * RUN)
             with T.If(column < width), T.Then():
                 sums.fill(T.float32(0))
+                if self.goes_on:
+                    o = load_floats(a.o, (*output, column), RUN)
+                    for e in range(RUN):
+                        sums[e] = selected(o[e], temp(before * inverse), 1, scalars)
                 with T.serial(count) as i:
                     slot = index_temp(slot_of(i))
                     weight = temp(exp2(self.buffer[slot, row, width] - top[0]) * inverse)

@@ -21,7 +21,7 @@ from .arguments import attention_kernel
 from .columns import PlainColumns
 from .emit import WARP, index_temp, launch
 from .prefill_unit import Unit
-from .rows import LatentRows, PagedRows, RaggedRows
+from .rows import RaggedRows, rows_of_pages
 from .schedule import UnitOfBlock
 from .tiling import MOST_ROWS, Tiling
 
@@ -91,8 +91,7 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS)
         num_pages = index_temp(a.page_indptr[sequence + 1] - first)
 
         def rows(rows_per_thread: int):
-            kind = LatentRows if spec.kind == "mla" else PagedRows
-            return kind(spec, a, first, head, rows_per_thread)
+            return rows_of_pages(spec, a, first, head, rows_per_thread)
 
         return rows, lengths.kv_len(sequence, num_pages)
 

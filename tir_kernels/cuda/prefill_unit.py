@@ -89,7 +89,7 @@ class Unit:
         """Where entry i of the table of columns is, 4 bytes for each position of a tile."""
         return self.memory.ptr_to([self.v.end + i * 4])
 
-    def _bounds(self, row):
+    def bounds_pointer(self, row):
         """Where the first column that a row sees is kept, and the one behind its last: 8 bytes."""
         return self.memory.ptr_to([self.v.end + self.tiling.table_bytes + row * 8])
 
@@ -103,7 +103,20 @@ class Unit:
         """Of the sequence, the token of a row of the tile."""
         return T.truncdiv(self._flat(row), self.spec.group_size)
 
-    def _head(self, row):
+    def row_of_q(self, row):
+        """The row of Q and O of a row of the tile."""
+        return self.step.first_row + self.token(row)
+
+    def output_row(self, row) -> tuple:
+        """Index of a row of the tile in Q and O, and in their logs."""
+        return as_int64(self.row_of_q(row)), self.head(row)
+
+    def is_there(self, row):
+        """Whether a row of the tile is a row of the sequence, and no filling."""
+        return self.step.first + row < self.step.num_rows * self.spec.group_size
+
+    def head(self, row):
+        """The query head of a row of the tile."""
         group = self.spec.group_size
         return self.step.head * group + T.truncmod(self._flat(row), group)
 
@@ -126,7 +139,7 @@ class Unit:
 
     def _position(self, row, span: Span):
         """RoPE position of the token of a row."""
-        own = self.a.q_rope_position[self.step.first_row + self.token(row)]
+        own = self.a.q_rope_position[self.row_of_q(row)]
         return own if span.begin is None else T.min(own, span.last_position)
 
     # --- attention ------------------------------------------------------------------------------
@@ -156,7 +169,7 @@ class Unit:
         if self.bias:
             for h in range(tiling.rows_of_thread):
                 row = self.own_row(h)
-                self.bias.set_row(h, self._head(row), self._position(row, span))
+                self.bias.set_row(h, self.head(row), self._position(row, span))
         # Between these, all rows of the block see all columns.
         columns = self.columns
         shared_end = index_temp(T.min(columns.shared_end(self._end_of(0)), span.end))
@@ -195,8 +208,7 @@ class Unit:
     def _end_of_warp(self):
         """Behind the last column that rows of the warp see; 0 for a warp without rows."""
         last = self._end_of(self.warp_row + self.tiling.warp_rows - 1)
-        num_rows = self.step.num_rows * self.spec.group_size
-        return index_temp(T.if_then_else(self.step.first + self.warp_row < num_rows, last, 0))
+        return index_temp(T.if_then_else(self.is_there(self.warp_row), last, 0))
 
     def _keep_bounds(self, span: Span) -> None:
         """Find the bounds of all rows: few tiles of columns need them, and registers are scarce."""
@@ -206,14 +218,14 @@ class Unit:
             with T.If(row < tiling.rows), T.Then():
                 bounds = self._begin_of(row, span), T.min(self._end_of(row), span.end)
                 words = [T.cast(bound, U32) for bound in bounds]
-                ptx("st.shared.v2.b32", self._bounds(row), *words)
+                ptx("st.shared.v2.b32", self.bounds_pointer(row), *words)
 
     def _hide(self, scores: Accumulators, first) -> None:
         """Hide the columns of the tile from `first` on that a row does not see."""
         bounds = Registers(2 * scores.rows, U32, "bounds")
         for h in range(scores.rows):
             pair = [bounds[2 * h + i] for i in range(2)]
-            ptx("ld.shared.v2.b32", *pair, self._bounds(self.own_row(h)))
+            ptx("ld.shared.v2.b32", *pair, self.bounds_pointer(self.own_row(h)))
 
         def is_visible(h, column):
             begin, end = (T.cast(bounds[2 * h + i], I32) for i in range(2))
@@ -227,9 +239,8 @@ class Unit:
         chunks, tiling = self.spec.qk_head_dim // self.q.layout.per_chunk, self.tiling
 
         def pointer(row, chunk):
-            token = as_int64(self.step.first_row + self.token(row))
             column = chunk * self.q.layout.per_chunk
-            return self.a.q.ptr_to([token, self._head(row), column])
+            return self.a.q.ptr_to([*self.output_row(row), column])
 
         copy_rows(self.q, tiling.rows, chunks, self.crew, pointer)
         commit()
@@ -238,21 +249,19 @@ class Unit:
         self.rope.rotate_q(self, lambda row: self._position(row, span))
 
     def _store(self) -> None:
+        """Finish the rows and hand them out."""
+        self._put(self.softmax.finish())
+
+    def _put(self, lse: Registers) -> None:
         """Write the rows of O and their logs, through shared memory."""
-        a, step, spec, tiling = self.a, self.step, self.spec, self.tiling
-        lse, output = self.softmax.finish(), self.softmax.output
-        num_rows = step.num_rows * spec.group_size
+        tiling, output = self.tiling, self.softmax.output
+        for h in range(output.rows):
+            self._put_lse(h, lse)
         with T.unroll(output.num_tiles) as n:
             for h in range(output.rows):
                 column = n * 8 + T.truncmod(self.lane, 4) * 2
                 pair = [output[n, h, e] for e in range(2)]
                 self.o.store_pair(0, self.own_row(h), column, *pair)
-        for h in range(output.rows):
-            row = self.own_row(h)
-            is_first = T.And(T.truncmod(self.lane, 4) == 0, step.slice == 0)
-            with T.If(T.And(is_first, step.first + row < num_rows)), T.Then():
-                token = as_int64(step.first_row + self.token(row))
-                T.buffer_store(a.lse, lse[h], [token, self._head(row)])
         sync_block()
         chunks, words = self.o.layout.chunks, Registers(4, U32, "words")
         items = tiling.rows * chunks
@@ -260,10 +269,20 @@ class Unit:
             item = index_temp(turn * tiling.num_threads + self.thread)
             row = index_temp(T.truncdiv(item, chunks))
             chunk = index_temp(T.truncmod(item, chunks))
-            is_there = T.And(row < tiling.rows, step.first + row < num_rows)
+            is_there = T.And(row < tiling.rows, self.is_there(row))
             with T.If(T.And(is_there, chunk < self.o_chunks)), T.Then():
                 taken = [words[i] for i in range(4)]
                 ptx("ld.shared.v4.b32", *taken, self.o.pointer(0, row, chunk))
-                token = as_int64(step.first_row + self.token(row))
                 column = self.v_begin + chunk * self.o.layout.per_chunk
-                store_words(words, a.o, (token, self._head(row), column), 16)
+                self._put_chunk(row, (*self.output_row(row), column), words)
+
+    def _put_lse(self, h: int, lse: Registers) -> None:
+        """Take the log of row h of the thread, before its columns of O are read."""
+        row = self.own_row(h)
+        is_first = T.And(T.truncmod(self.lane, 4) == 0, self.step.slice == 0)
+        with T.If(T.And(is_first, self.is_there(row))), T.Then():
+            T.buffer_store(self.a.lse, lse[h], list(self.output_row(row)))
+
+    def _put_chunk(self, row, index: tuple, words: Registers) -> None:
+        """Take 16 bytes of a row of O, from `index` on."""
+        store_words(words, self.a.o, index, 16)

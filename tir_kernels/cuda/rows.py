@@ -68,6 +68,11 @@ class LatentRows(PagedRows):
         )
 
 
+def rows_of_pages(spec: KernelSpec, *arguments) -> PagedRows:
+    """The rows of a spec's pages; the arguments are those of `PagedRows`."""
+    return (LatentRows if spec.kind == "mla" else PagedRows)(spec, *arguments)
+
+
 class RaggedRows:
     """Rows of ragged K and V.
 

@@ -11,6 +11,18 @@ from .emit import I32, WARP, Variable, index_temp
 from .warp import shuffle_from, shuffle_up, shuffle_xor
 
 
+def sum_over(count, of: Callable, lane):
+    """The sum of int32 expressions ``of(i)`` for ``i < count``; every warp finds it for itself."""
+    total = Variable(T.int32(0))
+    with T.serial(T.ceildiv(count, WARP)) as turn:
+        i = index_temp(turn * WARP + lane)
+        with T.If(i < count), T.Then():
+            total.set(total.get() + of(i))
+    for mask in (1, 2, 4, 8, 16):
+        total.set(total.get() + shuffle_xor(total.get(), mask))
+    return total.get()
+
+
 class UnitOfBlock:
     """The unit of work with the number of a block, when every sequence has some.
 

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tile of rows of many sequences over some positions that all of them see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.script import tirx as T
+
+from ..cpu.blend import selected
+from ..merge import MergedLse
+from . import scalars
+from .elements import load_floats, store_floats, widen_words
+from .emit import F32, Registers, ptx, sync_warp
+from .prefill_unit import Unit
+from .scalars import temp
+
+
+@dataclass(frozen=True)
+class PartMask:
+    """Every row sees the columns ``first .. last - 1``, a part of those of its segment."""
+
+    first: object
+    last: object
+    has_window = True
+
+    def begin(self, row, num_rows, kv_len):
+        """First column that a row sees."""
+        return self.first
+
+    def end(self, row, num_rows, kv_len):
+        """First column behind these."""
+        return self.last
+
+
+class SharedUnit(Unit):
+    """What a block keeps for a tile, whose rows are those of a list.
+
+    Its `step` has besides `tile`, `is_whole`, whether the rows have seen all of the segment, then
+    they are merged into O and `lse_before`, the logs that were there; otherwise they go into the
+    `slot` of `partials`.
+    """
+
+    def row_of_q(self, row):
+        """The row of Q and O of a row of the tile."""
+        return self.a.row_ids[super().row_of_q(row)]
+
+    def _put(self, lse: Registers) -> None:
+        with T.If(self.step.is_whole):
+            with T.Then():
+                super()._put(lse)
+            with T.Else():
+                self._keep(lse)
+
+    def _keep(self, lse: Registers) -> None:
+        """Keep the state of all rows for those that go on with them."""
+        step, width, output = self.step, self.spec.v_head_dim, self.softmax.output
+        pair = Registers(2, F32, "pair")
+        quad = T.truncmod(self.lane, 4)
+        for h in range(output.rows):
+            row = self.own_row(h)
+            with T.unroll(output.num_tiles) as n:
+                with T.If(self.v_begin + n * 8 < width), T.Then():
+                    for e in range(2):
+                        pair[e] = output[n, h, e]
+                    step.partials.put(step.slot, row, self.v_begin + n * 8 + quad * 2, pair)
+            with T.If(T.And(quad == 0, step.slice == 0)), T.Then():
+                step.partials.put_lse(step.slot, row, lse[h])
+
+    def _put_lse(self, h: int, lse: Registers) -> None:
+        row, output = self.own_row(h), self.softmax.output
+        before = temp(self.step.lse_before[self.output_row(row)])
+        sync_warp()  # all threads of the row have it
+        merged = MergedLse(before, lse[h], 1, scalars)
+        lse[h] = merged.lse
+        with T.unroll(output.num_tiles) as n:
+            for e in range(2):
+                output[n, h, e] = output[n, h, e] * merged.weights[1]
+        with T.If(T.truncmod(self.lane, 4) == 0), T.Then():
+            # Where its bounds were.
+            ptx("st.shared.f32", self.bounds_pointer(row), merged.weights[0])
+        super()._put_lse(h, lse)
+
+    def _put_chunk(self, row, index: tuple, words: Registers) -> None:
+        o, count = self.a.o, self.o.layout.per_chunk
+        weight, values = Registers(1, F32, "weight"), Registers(count, F32, "values")
+        ptx("ld.shared.f32", weight[0], self.bounds_pointer(row))
+        widen_words(words, str(o.dtype), values)
+        before = load_floats(o, index, count)
+        for e in range(count):
+            values[e] = values[e] + selected(before[e], weight[0], 1, scalars)
+        store_floats(o, index, values)

@@ -29,8 +29,11 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
              NumPages(config_, groups_), Windows(groups_)),
       plan_(&table_, config_.prefill_chunk_size),
       page_pool_bytes_(*allocated_bytes_) {
+  const int64_t min_saved_positions =
+      config_.device.device_type == kDLCPU ? kMinSavedPositions : kMinSavedPositionsOnDevice;
   for (size_t g = 0; g < groups_.size(); ++g) {
-    if (CanSharePrefixes(groups_[g])) plan_.SharePrefixes(static_cast<int32_t>(g));
+    if (!CanSharePrefixes(groups_[g])) continue;
+    plan_.SharePrefixes(static_cast<int32_t>(g), min_saved_positions);
   }
   AllocateWorkspaces();
   array_sizes_ = InitialArraySizes();

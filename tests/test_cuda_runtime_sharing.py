@@ -6,7 +6,12 @@ from __future__ import annotations
 import pytest
 
 from .python_kernels import share_every_prefix
-from .test_cuda_runtime import DevicePair, device, pytestmark  # noqa: F401  (a fixture, a mark)
+from .test_cuda_runtime import (
+    DevicePair,
+    device,  # noqa: F401  (a fixture)
+    make_cache,
+    pytestmark,  # noqa: F401
+)
 
 PAGE = 4
 # How many rows of each sequence, or the parents of nodes; forks of either half come in between.
@@ -61,3 +66,18 @@ def test_the_arrays_of_segments_are_waited_for(device):  # noqa: F811
         with pytest.raises(RuntimeError, match="without an event between"):
             pair.step(rest[0])
     assert device.num_events() - begin == 4
+
+
+def test_little_is_read_again(device):  # noqa: F811
+    """Launches take as long as reading more than what is worth a call on a CPU."""
+    cache = make_cache(device)
+    cache.add_sequence(0)
+    for _ in range(6):
+        with cache.forward([0], [32]):
+            pass
+    for child in (1, 2, 3):
+        cache.fork_sequence(0, child)
+    with cache.forward([0, 1, 2, 3], [1, 1, 1, 1]):
+        pass
+    stats = cache.stats()
+    assert stats["step_pages_read"] == stats["step_pages_read_without_sharing"]

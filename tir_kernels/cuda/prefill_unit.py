@@ -255,13 +255,16 @@ class Unit:
     def _put(self, lse: Registers) -> None:
         """Write the rows of O and their logs, through shared memory."""
         tiling, output = self.tiling, self.softmax.output
-        for h in range(output.rows):
-            self._put_lse(h, lse)
         with T.unroll(output.num_tiles) as n:
             for h in range(output.rows):
                 column = n * 8 + T.truncmod(self.lane, 4) * 2
                 pair = [output[n, h, e] for e in range(2)]
                 self.o.store_pair(0, self.own_row(h), column, *pair)
+        for h in range(output.rows):
+            row = self.own_row(h)
+            is_first = T.And(T.truncmod(self.lane, 4) == 0, self.step.slice == 0)
+            with T.If(T.And(is_first, self.is_there(row))), T.Then():
+                T.buffer_store(self.a.lse, lse[h], list(self.output_row(row)))
         sync_block()
         chunks, words = self.o.layout.chunks, Registers(4, U32, "words")
         items = tiling.rows * chunks
@@ -275,13 +278,6 @@ class Unit:
                 ptx("ld.shared.v4.b32", *taken, self.o.pointer(0, row, chunk))
                 column = self.v_begin + chunk * self.o.layout.per_chunk
                 self._put_chunk(row, (*self.output_row(row), column), words)
-
-    def _put_lse(self, h: int, lse: Registers) -> None:
-        """Take the log of row h of the thread, before its columns of O are read."""
-        row = self.own_row(h)
-        is_first = T.And(T.truncmod(self.lane, 4) == 0, self.step.slice == 0)
-        with T.If(T.And(is_first, self.is_there(row))), T.Then():
-            T.buffer_store(self.a.lse, lse[h], list(self.output_row(row)))
 
     def _put_chunk(self, row, index: tuple, words: Registers) -> None:
         """Take 16 bytes of a row of O, from `index` on."""

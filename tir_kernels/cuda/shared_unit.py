@@ -13,7 +13,6 @@ from . import scalars
 from .elements import load_floats, store_floats, widen_words
 from .emit import F32, Registers, ptx, sync_warp
 from .prefill_unit import Unit
-from .scalars import temp
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class SharedUnit(Unit):
     def _put(self, lse: Registers) -> None:
         with T.If(self.step.is_whole):
             with T.Then():
+                self._merge(lse)
                 super()._put(lse)
             with T.Else():
                 self._keep(lse)
@@ -67,19 +67,25 @@ class SharedUnit(Unit):
             with T.If(T.And(quad == 0, step.slice == 0)), T.Then():
                 step.partials.put_lse(step.slot, row, lse[h])
 
-    def _put_lse(self, h: int, lse: Registers) -> None:
-        row, output = self.own_row(h), self.softmax.output
-        before = temp(self.step.lse_before[self.output_row(row)])
-        sync_warp()  # all threads of the row have it
-        merged = MergedLse(before, lse[h], 1, scalars)
-        lse[h] = merged.lse
-        with T.unroll(output.num_tiles) as n:
-            for e in range(2):
-                output[n, h, e] = output[n, h, e] * merged.weights[1]
-        with T.If(T.truncmod(self.lane, 4) == 0), T.Then():
-            # Where its bounds were.
-            ptx("st.shared.f32", self.bounds_pointer(row), merged.weights[0])
-        super()._put_lse(h, lse)
+    def _merge(self, lse: Registers) -> None:
+        """Make parts of O of the rows, and `lse` the logs of all parts.
+
+        The weights of what the rows had seen before are kept where their bounds were.
+        """
+        rows, output = range(lse.count), self.softmax.output
+        before = Registers(lse.count, F32, "before")
+        for h in rows:
+            before[h] = self.step.lse_before[self.output_row(self.own_row(h))]
+        sync_warp()  # all threads of a row have it
+        for h in rows:
+            merged = MergedLse(before[h], lse[h], 1, scalars)
+            lse[h] = merged.lse
+            with T.unroll(output.num_tiles) as n:
+                for e in range(2):
+                    output[n, h, e] = output[n, h, e] * merged.weights[1]
+            with T.If(T.truncmod(self.lane, 4) == 0), T.Then():
+                pointer = self.bounds_pointer(self.own_row(h))
+                ptx("st.shared.f32", pointer, merged.weights[0])
 
     def _put_chunk(self, row, index: tuple, words: Registers) -> None:
         o, count = self.a.o, self.o.layout.per_chunk

@@ -8,6 +8,7 @@ import pytest
 from tir_kernels.spec import RopeSpec
 
 from .cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
+from .cuda_emulator import launches, multiprocessors
 from .mla_cases import LatentBatch
 from .test_cuda_trees import paged_trees
 from .tree_cases import LatentTrees
@@ -26,8 +27,20 @@ parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @parametrize_seed
 def test_mla_prefill(spec, causal, seed):
     case = LatentBatch(spec, [(0, 0), (1, 1), (3, 70), (0, 33), (2, 0), (20, 41), (1, 99)], seed)
-    case.run(causal)
+    with multiprocessors(2):
+        case.run(causal)
     case.verify(causal)
+
+
+@pytest.mark.parametrize("count", [1, 4, 30])
+def test_a_few_sequences_take_all_blocks(count):
+    """The positions of a long sequence are shared out, and merged again."""
+    case = LatentBatch(SPECS["5x64+16-f16-p4"], [(1, 900), (1, 3), (2, 260)], 0)
+    with multiprocessors(count), launches() as made:
+        case.run(True)
+    case.verify(True)
+    attend, merge = made
+    assert attend.grid[0] == merge.grid[0] == 2 * count
 
 
 @parametrize_specs

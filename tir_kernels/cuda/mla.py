@@ -2,21 +2,72 @@
 """Absorbed MLA attention over pages: one latent row per position serves all query heads.
 
 It is the skeleton of `prefill` with all heads in the rows of a tile. The latent row is K, and its
-first columns are V, so a tile of it is copied once and multiplied twice.
+first columns are V, so a tile of it is copied once and multiplied twice. A decode step has few
+tiles, so as many blocks as the GPU holds take equal shares of their positions.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from ..cpu.mla import MLA_PREFILL, MLA_TREE
-from ..masks import CausalMask
+from ..masks import CausalMask, WholeSequence
 from ..spec import KernelSpec
-from .prefill import build
+from .arguments import attention_kernel
+from .columns import PlainColumns
+from .emit import index_temp
+from .part_unit import PartMask, PartUnit, step_of
+from .tile_split import TileSplit, shared_out
+from .tiling import Tiling
 from .tree import build_tree
+
+
+class SequenceSplit(TileSplit):
+    """Shares of tiles whose items are the sequences of a batch.
+
+    Parameters
+    ----------
+    spec, tiling, num_blocks, lane : see `TileSplit`
+    a : the kernel's arguments `q_indptr`, `page_indptr`, `length_info` and `batch_size`.
+    """
+
+    least_units = 1  # rows that see nothing are written too
+
+    def __init__(self, spec: KernelSpec, tiling: Tiling, a, num_blocks, lane):
+        self.a, self.lengths = a, WholeSequence(spec, a.length_info)
+        super().__init__(spec, tiling, a.batch_size, num_blocks, lane)
+
+    def kv_len(self, i):
+        """Positions of sequence i."""
+        num_pages = index_temp(self.a.page_indptr[i + 1] - self.a.page_indptr[i])
+        return self.lengths.kv_len(i, num_pages)
+
+    def first_row(self, i):
+        """Where the rows of sequence i begin in Q."""
+        return self.a.q_indptr[i]
+
+    def num_rows(self, i):
+        """How many sequence i has."""
+        return self.a.q_indptr[i + 1] - self.a.q_indptr[i]
+
+
+def emit_mla(spec: KernelSpec, a: SimpleNamespace) -> None:
+    """Emit the body: `a` holds the matched arguments by their names."""
+    a.columns = PlainColumns()
+    tiling, mask = Tiling.of(spec, spec.kv_dtype), CausalMask(a.causal)
+
+    def attend(part, piece, thread) -> None:
+        a.mask = PartMask(part.first, part.last, mask)
+        step = step_of(spec, a, part, piece, part.tile.item)
+        PartUnit(spec, tiling, a, step, thread).run()
+
+    with shared_out(spec, a, tiling, SequenceSplit, goes_on=False) as emit:
+        emit(attend)
 
 
 def mla_prefill(spec: KernelSpec):
     """Build the kernel `mla_prefill`; its arguments are those of the CPU's."""
-    return build(spec, MLA_PREFILL, lambda a: CausalMask(a.causal))
+    return attention_kernel(spec, MLA_PREFILL, lambda a: emit_mla(spec, a))
 
 
 def mla_tree(spec: KernelSpec):

@@ -58,8 +58,7 @@ class Partials:
     num_rows : int, optional
         Of a state; None: the query heads of a KV head.
     goes_on : bool
-        The outputs hold another part of their rows, to be merged with; otherwise rows without any
-        part are cleared.
+        The outputs hold another part of their rows, to be merged with.
     """
 
     def __init__(
@@ -89,8 +88,10 @@ class Partials:
         """Keep the lse of a row."""
         T.buffer_store(self.buffer, lse, [slot, row, self.spec.v_head_dim])
 
-    def launch_merge(self, a, split_of: Callable, wait: Callable) -> None:
-        """Merge what was cut, and clear the rows of sequences without pages, if it is to be done.
+    def launch_merge(
+        self, a, split_of: Callable, wait: Callable, clears_empty: bool = False
+    ) -> None:
+        """Merge what was cut.
 
         Parameters
         ----------
@@ -99,6 +100,8 @@ class Partials:
             Emits how the units were cut, such as a `PageSplit`; takes the lane.
         wait : callable
             Emits what waits for the kernel before.
+        clears_empty : bool
+            Also clear the rows of sequences without pages, of which there is one each.
         """
         grid = [self.num_blocks, -(-self.num_rows // _ROWS)]
         with launch(grid, _ROWS * WARP, _MIN_BLOCKS) as ((block, rows), thread):
@@ -115,7 +118,7 @@ class Partials:
                     last_block = T.truncdiv(work.end - 1, split.share)
                     count = index_temp(last_block - block + 1)
                     self._merge(a, block, count, row, work.output_row(row), lane)
-            if not self.goes_on:
+            if clears_empty:
                 self._clear_empty(a, block, row, lane)
 
     def _merge(self, a, block, count, row, output, lane) -> None:

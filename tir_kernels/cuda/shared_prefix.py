@@ -18,12 +18,11 @@ from ..cpu.shared_prefix import MLA_PREFILL_SHARED, PREFILL_SHARED, refuse_longr
 from ..spec import KernelSpec
 from .arguments import attention_kernel
 from .columns import PlainColumns
-from .emit import WARP, Variable, index_temp, launch, opaque, sync_block
-from .launcher import resident_blocks, workspace
-from .partials import Partials
-from .rows import rows_of_pages
-from .shared_unit import PartMask, SharedUnit
-from .tile_split import TileSplit
+from .emit import index_temp, launch
+from .launcher import workspace
+from .part_unit import PartMask, step_of
+from .shared_unit import SharedUnit
+from .tile_split import TileSplit, shared_out
 from .tiling import Tiling
 
 _COPY_THREADS = 128
@@ -48,6 +47,41 @@ def _lse_before(a, slices: int):
         yield before
 
 
+class SegmentSplit(TileSplit):
+    """Shares of tiles whose items are the segments that a call is for; their rows are a list.
+
+    Parameters
+    ----------
+    spec, tiling, num_blocks, lane : see `TileSplit`
+    a : the kernel's arguments `row_indptr`, `row_ids`, `page_indptr`, `first_segment` and
+        `last_segment`.
+    """
+
+    def __init__(self, spec: KernelSpec, tiling: Tiling, a, num_blocks, lane):
+        self.a = a
+        super().__init__(spec, tiling, a.last_segment - a.first_segment, num_blocks, lane)
+
+    def _extent(self, indptr, i):
+        at = self.a.first_segment + i
+        return indptr[at + 1] - indptr[at]
+
+    def kv_len(self, i):
+        """Positions of item i, whose pages are full."""
+        return self._extent(self.a.page_indptr, i) * self.spec.page_size
+
+    def first_row(self, i):
+        """Where the rows of item i begin in `row_ids`."""
+        return self.a.row_indptr[self.a.first_segment + i]
+
+    def num_rows(self, i):
+        """How many item i has."""
+        return self._extent(self.a.row_indptr, i)
+
+    def row_id(self, at):
+        """Row of Q and O, of an entry of `row_ids`."""
+        return self.a.row_ids[at]
+
+
 def emit_shared(spec: KernelSpec, a: SimpleNamespace) -> None:
     """Emit the body: `a` holds the matched arguments by their names."""
     if hasattr(a, "rotary_mode"):
@@ -55,66 +89,19 @@ def emit_shared(spec: KernelSpec, a: SimpleNamespace) -> None:
         refuse_longrope(spec, a)
     a.columns = PlainColumns()
     tiling = Tiling.of(spec, spec.kv_dtype)
-    num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, tiling.slices)
-    partials = Partials(spec, num_blocks, tiling.rows, goes_on=True)
+    with shared_out(spec, a, tiling, SegmentSplit, goes_on=True) as emit:
+        with _lse_before(a, tiling.slices) as lse_before:
 
-    def split_of(lane) -> TileSplit:
-        return TileSplit(spec, tiling, a, num_blocks, lane)
+            def attend(part, piece, thread) -> None:
+                segment = index_temp(a.first_segment + part.tile.item)
+                offsets = getattr(a, "k_rope_pos_offset", None)
+                step = step_of(spec, a, part, piece, segment)
+                step.k_offset = T.int32(0) if offsets is None else index_temp(offsets[segment])
+                step.lse_before = lse_before
+                a.mask = PartMask(part.first, part.last)
+                SharedUnit(spec, tiling, a, step, thread).run()
 
-    def attend_to_share(block, part, thread, lse_before) -> None:
-        lane = index_temp(T.truncmod(thread, WARP))
-        split = split_of(lane)
-        current = Variable(block * split.share)
-        last = index_temp(T.min(current.get() + split.share, split.total))
-        with T.If(current.get() < last), T.Then():
-            owner = split.owner(current.get(), lane)
-            segment, index = Variable(owner.sequence), Variable(owner.index)
-            with T.While(current.get() < last):
-                with T.While(index.get() >= split.units_of(segment.get())):
-                    index.set(index.get() - split.units_of(segment.get()))
-                    segment.set(segment.get() + 1)
-                here = SimpleNamespace(sequence=segment.get(), index=index.get())
-                tile = split.pair(here, current.get())
-                first = index_temp(current.get())
-                current.set(T.min(tile.end, last))
-                index.set(index.get() + current.get() - first)
-                kv_len = index_temp(split.kv_len(segment.get()))
-                bounds = [
-                    index_temp((at - tile.begin) * tiling.positions)
-                    for at in (first, current.get())
-                ]
-                a.mask = PartMask(bounds[0], index_temp(T.min(bounds[1], kv_len)))
-                is_whole = T.And(first == tile.begin, current.get() == tile.end)
-                slot = partials.slot(block, first > tile.begin)
-                sync_block()  # none reads any more what the tile before left in shared memory
-                step = _step(tile, kv_len, part)
-                step.partials, step.slot, step.lse_before = partials, index_temp(slot), lse_before
-                step.is_whole = is_whole
-                # Or all that depends on the thread only is kept in registers from tile to tile.
-                SharedUnit(spec, tiling, a, step, opaque(thread)).run()
-
-    def _step(tile, kv_len, part) -> SimpleNamespace:
-        entry = index_temp(a.page_indptr[tile.segment])
-        offsets = getattr(a, "k_rope_pos_offset", None)
-        return SimpleNamespace(
-            sequence=tile.segment,
-            rows=lambda rows_per_thread: rows_of_pages(spec, a, entry, tile.head, rows_per_thread),
-            kv_len=kv_len,
-            gap=None,
-            k_offset=T.int32(0) if offsets is None else index_temp(offsets[tile.segment]),
-            length=T.int32(0),  # it matters to longrope only
-            head=tile.head,
-            slice=part,
-            first_row=tile.first_row,
-            num_rows=tile.num_rows,
-            first=tile.first,
-        )
-
-    with partials.allocated(), _lse_before(a, tiling.slices) as lse_before:
-        grid = [num_blocks, tiling.slices]
-        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, part), thread):
-            attend_to_share(block, part, thread, lse_before)
-        partials.launch_merge(a, split_of, lambda: None)
+            emit(attend)
 
 
 def prefill_shared(spec: KernelSpec):

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tvm.script import tirx as T
 
 from ..cpu.blend import selected
@@ -12,60 +10,23 @@ from ..merge import MergedLse
 from . import scalars
 from .elements import load_floats, store_floats, widen_words
 from .emit import F32, Registers, ptx, sync_warp
-from .prefill_unit import Unit
+from .part_unit import PartUnit
 
 
-@dataclass(frozen=True)
-class PartMask:
-    """Every row sees the columns ``first .. last - 1``, a part of those of its segment."""
+class SharedUnit(PartUnit):
+    """What a block keeps for a part of a tile, whose rows are those of a list.
 
-    first: object
-    last: object
-    has_window = True
-
-    def begin(self, row, num_rows, kv_len):
-        """First column that a row sees."""
-        return self.first
-
-    def end(self, row, num_rows, kv_len):
-        """First column behind these."""
-        return self.last
-
-
-class SharedUnit(Unit):
-    """What a block keeps for a tile, whose rows are those of a list.
-
-    Its `step` has besides `tile`, `is_whole`, whether the rows have seen all of the segment, then
-    they are merged into O and `lse_before`, the logs that were there; otherwise they go into the
-    `slot` of `partials`.
+    Rows that have seen all of a segment are merged into O and its logs; its `step` has besides
+    `lse_before`, the logs that were there.
     """
 
     def row_of_q(self, row):
         """The row of Q and O of a row of the tile."""
         return self.a.row_ids[super().row_of_q(row)]
 
-    def _put(self, lse: Registers) -> None:
-        with T.If(self.step.is_whole):
-            with T.Then():
-                self._merge(lse)
-                super()._put(lse)
-            with T.Else():
-                self._keep(lse)
-
-    def _keep(self, lse: Registers) -> None:
-        """Keep the state of all rows for those that go on with them."""
-        step, width, output = self.step, self.spec.v_head_dim, self.softmax.output
-        pair = Registers(2, F32, "pair")
-        quad = T.truncmod(self.lane, 4)
-        for h in range(output.rows):
-            row = self.own_row(h)
-            with T.unroll(output.num_tiles) as n:
-                with T.If(self.v_begin + n * 8 < width), T.Then():
-                    for e in range(2):
-                        pair[e] = output[n, h, e]
-                    step.partials.put(step.slot, row, self.v_begin + n * 8 + quad * 2, pair)
-            with T.If(T.And(quad == 0, step.slice == 0)), T.Then():
-                step.partials.put_lse(step.slot, row, lse[h])
+    def _put_whole(self, lse: Registers) -> None:
+        self._merge(lse)
+        super()._put_whole(lse)
 
     def _merge(self, lse: Registers) -> None:
         """Make parts of O of the rows, and `lse` the logs of all parts.

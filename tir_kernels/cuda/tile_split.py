@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiles of shared segments over their positions, cut into equal shares on the device.
+"""Tiles of rows over the positions that they see, cut into equal shares on the device.
 
-A tile is some rows of a segment for one KV head, and a unit one block of the segment's positions
-for it. The units of a step stand in the order of segments, heads, tiles and positions, so that
-tiles over the same K and V come together, and every block takes as many.
+A tile is some rows of an item, which is a sequence or a segment that sequences share, for one KV
+head. A unit is one block of the item's positions for it. The units of a step stand in the order of
+items, heads, tiles and positions, so that tiles over the same K and V come together, and all blocks
+take as many.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
 from ..spec import KernelSpec
-from .emit import index_temp
+from .emit import WARP, Variable, index_temp, launch, opaque, sync_block
+from .launcher import resident_blocks
+from .partials import Partials
 from .rows import as_int64
 from .schedule import UnitOfBlock, sum_over
 from .tiling import Tiling
@@ -24,86 +29,94 @@ LEAST_UNITS = 2  # of a share: copies of one block of positions pass while anoth
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of a segment for one KV head.
+    """Rows of an item for one KV head.
 
     Parameters
     ----------
-    a : the kernel's arguments.
-    segment, head : int32 expressions
+    split : TileSplit
+    item, head : int32 expressions
     first_row, num_rows : int32 expressions
-        Of the segment in `row_ids`.
+        Of the item.
     first : int32 expression
-        First row of the tile, counted in rows of the segment times heads of the group.
+        First row of the tile, counted in rows of the item times heads of the group.
     begin, end : int32 expressions
         Its units in the step.
-    group : int
-        Query heads of a KV head.
     """
 
-    a: SimpleNamespace
-    segment: object
+    split: TileSplit
+    item: object
     head: object
     first_row: object
     num_rows: object
     first: object
     begin: object
     end: object
-    group: int
 
     def is_there(self, row):
-        """Whether a row of the tile is one of the segment."""
-        return self.first + row < self.num_rows * self.group
+        """Whether a row of the tile is one of the item."""
+        return self.first + row < self.num_rows * self.split.spec.group_size
 
     def output_row(self, row) -> tuple:
         """Index of a row of the tile in O and its logs."""
+        group = self.split.spec.group_size
         at = self.first + row
-        row_id = self.a.row_ids[self.first_row + T.truncdiv(at, self.group)]
-        return as_int64(row_id), self.head * self.group + T.truncmod(at, self.group)
+        row_id = self.split.row_id(self.first_row + T.truncdiv(at, group))
+        return as_int64(row_id), self.head * group + T.truncmod(at, group)
 
 
 class TileSplit:
-    """The shares of a step, as a block sees them.
+    """The shares of a step, as a block sees them. Subclasses say what the items are.
 
     Parameters
     ----------
     spec : KernelSpec
     tiling : Tiling
-    a : the kernel's arguments `row_indptr`, `row_ids`, `page_indptr`, `first_segment` and
-        `last_segment`.
+    count : int32 expression
+        Items.
     num_blocks : int32 expression
         That share the units.
     lane : int32 expression
     """
 
-    def __init__(self, spec: KernelSpec, tiling: Tiling, a, num_blocks, lane):
-        self.spec, self.tiling, self.a = spec, tiling, a
-        self.count = index_temp(a.last_segment - a.first_segment)
+    least_units = 0  # of a tile: 1 where those without positions have to be visited
+
+    def __init__(self, spec: KernelSpec, tiling: Tiling, count, num_blocks, lane):
+        self.spec, self.tiling, self.count = spec, tiling, index_temp(count)
         self.total = index_temp(sum_over(self.count, self.units_of, lane))
         share = T.truncdiv(self.total + num_blocks - 1, num_blocks)
         self.share = index_temp(T.max(share, LEAST_UNITS))
 
-    def _extent(self, indptr, i):
-        at = self.a.first_segment + i
-        return indptr[at + 1] - indptr[at]
-
     def kv_len(self, i):
-        """Positions of the i-th segment."""
-        return self._extent(self.a.page_indptr, i) * self.spec.page_size
+        """Positions of item i."""
+        raise NotImplementedError
+
+    def first_row(self, i):
+        """Where the rows of item i begin."""
+        raise NotImplementedError
+
+    def num_rows(self, i):
+        """How many item i has."""
+        raise NotImplementedError
+
+    def row_id(self, at):
+        """Row of Q and O, of a row counted as `first_row` does."""
+        return at
 
     def _num_tiles(self, i):
-        rows = self._extent(self.a.row_indptr, i) * self.spec.group_size
+        rows = self.num_rows(i) * self.spec.group_size
         return T.truncdiv(rows + self.tiling.rows - 1, self.tiling.rows)
 
     def _units_of_tile(self, i):
         positions = self.tiling.positions
-        return T.truncdiv(self.kv_len(i) + positions - 1, positions)
+        units = T.truncdiv(self.kv_len(i) + positions - 1, positions)
+        return T.max(units, self.least_units) if self.least_units else units
 
     def units_of(self, i):
-        """Units of the i-th segment."""
+        """Units of item i."""
         return self._num_tiles(i) * self.spec.num_kv_heads * self._units_of_tile(i)
 
     def owner(self, at, lane) -> UnitOfBlock:
-        """The segment of a unit, as `sequence`, and which of its units it is, as `index`."""
+        """The item of a unit, as `sequence`, and which of its units it is, as `index`."""
         return UnitOfBlock(at, self.count, self.units_of, lane)
 
     def pair(self, owner, at) -> Tile:
@@ -113,15 +126,94 @@ class TileSplit:
         number = index_temp(T.truncdiv(owner.index, units))
         num_tiles = index_temp(self._num_tiles(i))
         begin = index_temp(at - owner.index + number * units)
-        segment = index_temp(self.a.first_segment + i)
         return Tile(
-            a=self.a,
-            segment=segment,
+            split=self,
+            item=i,
             head=index_temp(T.truncdiv(number, num_tiles)),
-            first_row=index_temp(self.a.row_indptr[segment]),
-            num_rows=index_temp(self._extent(self.a.row_indptr, i)),
+            first_row=index_temp(self.first_row(i)),
+            num_rows=index_temp(self.num_rows(i)),
             first=index_temp(T.truncmod(number, num_tiles) * self.tiling.rows),
             begin=begin,
             end=index_temp(begin + units),
-            group=self.spec.group_size,
         )
+
+    def for_tiles(self, block, lane, body: Callable) -> None:
+        """Emit ``body(part)`` for the parts of tiles in the share of a block.
+
+        A part has `tile` and the `kv_len` of its item, positions `first` to `last - 1`, `is_whole`,
+        whether these are all of the tile, and `goes_on`, whether there are others before them.
+        """
+        current = Variable(block * self.share)
+        last = index_temp(T.min(current.get() + self.share, self.total))
+        with T.If(current.get() < last), T.Then():
+            owner = self.owner(current.get(), lane)
+            item, index = Variable(owner.sequence), Variable(owner.index)
+            with T.While(current.get() < last):
+                with T.While(index.get() >= self.units_of(item.get())):
+                    index.set(index.get() - self.units_of(item.get()))
+                    item.set(item.get() + 1)
+                here = SimpleNamespace(sequence=index_temp(item.get()), index=index.get())
+                tile = self.pair(here, current.get())
+                begin = index_temp(current.get())
+                current.set(T.min(tile.end, last))
+                index.set(index.get() + current.get() - begin)
+                kv_len = index_temp(self.kv_len(item.get()))
+                bounds = [
+                    index_temp((at - tile.begin) * self.tiling.positions)
+                    for at in (begin, current.get())
+                ]
+                body(
+                    SimpleNamespace(
+                        tile=tile,
+                        kv_len=kv_len,
+                        first=bounds[0],
+                        last=index_temp(T.min(bounds[1], kv_len)),
+                        is_whole=T.And(begin == tile.begin, current.get() == tile.end),
+                        goes_on=begin > tile.begin,
+                    )
+                )
+
+
+@contextmanager
+def shared_out(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling, split_kind, *, goes_on: bool):
+    """Launch a kernel whose blocks share out tiles, then one that merges those that were cut.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : the kernel's arguments.
+    tiling : Tiling
+    split_kind : type
+        Subclass of `TileSplit`, made with ``(spec, tiling, a, num_blocks, lane)``.
+    goes_on : bool
+        As `Partials` takes it.
+
+    Yields
+    ------
+    emit : callable
+        ``emit(body)`` launches the kernel: ``body(part, slice, thread)`` is what a block does with
+        a part, which has besides what `TileSplit.for_tiles` tells `partials` and its `slot` there.
+    """
+    num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, tiling.slices)
+    partials = Partials(spec, num_blocks, tiling.rows, goes_on=goes_on)
+
+    def split_of(lane) -> TileSplit:
+        return split_kind(spec, tiling, a, num_blocks, lane)
+
+    def emit(body: Callable) -> None:
+        grid = [num_blocks, tiling.slices]
+        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, piece), thread):
+            lane = index_temp(T.truncmod(thread, WARP))
+
+            def attend(part) -> None:
+                part.partials = partials
+                part.slot = index_temp(partials.slot(block, part.goes_on))
+                sync_block()  # none reads any more what the tile before left in shared memory
+                # Or all that depends on the thread only is kept in registers from tile to tile.
+                body(part, piece, opaque(thread))
+
+            split_of(lane).for_tiles(block, lane, attend)
+
+    with partials.allocated():
+        yield emit
+        partials.launch_merge(a, split_of, lambda: None)

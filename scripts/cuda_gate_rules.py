@@ -84,6 +84,13 @@ def _of_kernel(name: str, code: MachineCode) -> Iterator[str]:
         yield f"{kernel} has {code.registers} registers, more than {most}"
     if code.shared_bytes > chip.block_bytes:
         yield f"{kernel} has {code.shared_bytes} bytes of shared memory of {chip.block_bytes}"
+    if launch.begins_early and int(code.arch) >= 90:
+        if not (code.counts["wait"] and code.counts["next"]):
+            yield f"{kernel} begins early, but does not wait, or does not let the next one begin"
+        elif code.early_accesses:
+            yield f"{kernel} has {code.early_accesses} accesses to memory before it waits"
+    elif code.counts["wait"] or code.counts["next"]:
+        yield f"{kernel} waits for the kernel before, though it does not begin early"
     if launch.threads != launch.bound:
         yield f"{kernel} is compiled for {launch.bound} threads and launched with {launch.threads}"
     if not resident_blocks(code):

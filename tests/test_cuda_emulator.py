@@ -78,7 +78,7 @@ def test_a_kernel_runs_under_every_schedule(chosen):
 def test_launches_are_told():
     with launches() as made:
         reversed_rows(reversing_source())
-    assert made == [Launch((3, 1, 1), THREADS, 2 * 16 * THREADS)]
+    assert made == [Launch((3, 1, 1), THREADS, 2 * 16 * THREADS, begins_early=True)]
 
 
 def _caught(source: str) -> list[str]:

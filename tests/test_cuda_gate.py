@@ -91,6 +91,7 @@ def test_too_few_registers_fail(source):
         ("merge", {}, {"ldg.128": 0}, "0 ldg.128"),
         ("prefill", {}, {"stg.128": 0}, "0 stg.128"),
         ("prefill", {}, {"local": 1}, "1 accesses to local memory"),
+        ("prefill", {}, {"wait": 1}, "does not begin early"),
     ],
 )
 def test_each_rule_can_fail(codes, name, launch, fields, message):
@@ -100,6 +101,31 @@ def test_each_rule_can_fail(codes, name, launch, fields, message):
     assert failures(name, SPEC, [code]) == []
     changed = replace(code, launch=replace(code.launch, **launch), counts={**code.counts, **fields})
     assert message in failures(name, SPEC, [changed])[0]
+
+
+def test_kernels_that_begin_early_wait_before_they_touch_memory(source):
+    from cuda_gate_rules import failures
+
+    for code in machine_code(source, "90"):
+        name, launch = code.launch.function, replace(code.launch, begins_early=False)
+        assert code.launch.begins_early and failures(name, SPEC, [code]) == []
+        for wrong, message in (
+            (replace(code, counts={**code.counts, "wait": 0}), "does not wait"),
+            (replace(code, counts={**code.counts, "next": 0}), "does not let the next one"),
+            (replace(code, early_accesses=2), "2 accesses to memory before it waits"),
+            (replace(code, launch=launch), "does not begin early"),
+        ):
+            assert message in failures(name, SPEC, [wrong])[0]
+
+
+def test_accesses_before_the_wait_are_counted(source):
+    """The wait comes last."""
+    wait = "  pagedkv_wait_for_before();\n"
+    begin = source.index(wait, source.rindex(" merge_kernel("))
+    end = source.index("\n}\n", begin) + 1
+    late = source[:begin] + source[begin + len(wait) : end] + wait + source[end:]
+    (code,) = (c for c in machine_code(late, "90") if c.launch.kernel == "merge_kernel")
+    assert code.early_accesses > 0
 
 
 def test_kernels_that_move_rows_leave_room_for_many_threads(codes):

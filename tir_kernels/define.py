@@ -9,6 +9,8 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import prim_func
 
+_BEGINS_EARLY = "tirx.use_programtic_dependent_launch"  # the name has a letter less than it should
+
 
 def define_kernel(arguments: dict[str, Callable], body: Callable, *, on_cpu: bool = False):
     """Define a kernel, or what launches it.
@@ -32,5 +34,7 @@ def define_kernel(arguments: dict[str, Callable], body: Callable, *, on_cpu: boo
             T.func_name("kernel")
             if on_cpu:
                 T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
+            else:  # blocks may begin before the kernel before has ended: `launch` lets them wait
+                T.func_attr({"tirx.kernel_launch_params": [_BEGINS_EARLY]})
             body(*[T.arg(name, make()) for name, make in arguments.items()])
     return builder.get()

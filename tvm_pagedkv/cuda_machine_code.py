@@ -28,7 +28,13 @@ INSTRUCTIONS = {
     "ldg.128": (r"LDG\b.*\.128\b", r"ld\.global\.(?:\w+\.)*v(?:4\.\w32|2\.\w64)"),
     "stg.128": (r"STG\b.*\.128\b", r"st\.global\.(?:\w+\.)*v(?:4\.\w32|2\.\w64)"),
     "local": (r"(?:LDL|STL)\b", r"(?:ld|st)\.local\."),
+    "wait": (r"ACQBULK\b", r"griddepcontrol\.wait"),
+    "next": (r"PREEXIT\b", r"griddepcontrol\.launch_dependents"),
 }
+_GLOBAL_ACCESS = (
+    r"(?:LDG|STG|LDGSTS|LD|ST|ATOMG?|RED)\b",
+    r"(?:ld|st|atom|red|cp\.async)\.(?!shared|local|param)",
+)
 
 _HOST_PART = "#include <tvm/ffi/c_api.h>"
 _BOUNDS = re.compile(r"__launch_bounds__\((\d+)(?:, \d+)?\) (\w+)\(")
@@ -57,6 +63,8 @@ class Launch:
         The most threads that the kernel is compiled for.
     dynamic_bytes : int
         Of shared memory.
+    begins_early : bool
+        Where the chip can, before the kernel before has ended.
     """
 
     function: str
@@ -65,6 +73,7 @@ class Launch:
     threads: int
     bound: int
     dynamic_bytes: int
+    begins_early: bool
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,8 @@ class MachineCode:
         Key of `INSTRUCTIONS` -> how many there are.
     num_instructions : int
         Of all kinds.
+    early_accesses : int
+        Instructions that may touch global memory, before the kernel waits for the one before.
     is_sass : bool
         Whether the instructions are of the machine code.
     """
@@ -96,6 +107,7 @@ class MachineCode:
     static_bytes: int
     counts: Mapping[str, int]
     num_instructions: int
+    early_accesses: int
     is_sass: bool
 
     @property
@@ -148,7 +160,10 @@ def launches(source: str) -> list[Launch]:
             if None in block or dynamic is None:
                 raise RuntimeError(f"{kernel}: neither threads nor shared memory may vary")
             threads = block[0] * block[1] * block[2]
-            found.append(Launch(function, kernel, tuple(grid), threads, bounds[kernel], dynamic))
+            early = f" {config}.numAttrs += " in text
+            found.append(
+                Launch(function, kernel, tuple(grid), threads, bounds[kernel], dynamic, early)
+            )
     if {launch.kernel for launch in found} != set(bounds):
         raise RuntimeError(f"launches of {found}, but kernels {sorted(bounds)}")
     return found
@@ -188,12 +203,11 @@ def machine_code(source: str, arch: str, ptxas_options: Sequence[str] = ()) -> l
     for launch in all_launches:
         match, opcodes = properties[launch.kernel], code[launch.kernel]
         static = re.search(r"(\d+) bytes smem", match["rest"])
-        counts = {
-            name: sum(
-                re.match(patterns[nvdisasm is None], opcode) is not None for opcode in opcodes
-            )
-            for name, patterns in INSTRUCTIONS.items()
+        matches = {
+            name: [bool(re.match(patterns[nvdisasm is None], opcode)) for opcode in opcodes]
+            for name, patterns in {**INSTRUCTIONS, "global": _GLOBAL_ACCESS}.items()
         }
+        first_wait = (matches["wait"] + [True]).index(True)
         found.append(
             MachineCode(
                 launch=launch,
@@ -202,8 +216,9 @@ def machine_code(source: str, arch: str, ptxas_options: Sequence[str] = ()) -> l
                 stack_bytes=int(match["stack"]),
                 spill_bytes=int(match["stores"]) + int(match["loads"]),
                 static_bytes=int(static[1]) if static else 0,
-                counts=counts,
+                counts={name: sum(matches[name]) for name in INSTRUCTIONS},
                 num_instructions=len(opcodes),
+                early_accesses=sum(matches["global"][:first_wait]),
                 is_sass=nvdisasm is not None,
             )
         )

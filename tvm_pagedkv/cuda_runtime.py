@@ -8,10 +8,14 @@ How many blocks a device holds is asked at each call, and the same each time.
 
 from __future__ import annotations
 
+import re
+
 from tir_kernels.cuda.launcher import GIVE_BACK, RESIDENT_BLOCKS, TAKE
 
 _DEFINITIONS = """
+// Of this library alone: the code of another one may be for other chips.
 namespace pagedkv {
+namespace {
 inline void Check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
 }
@@ -32,6 +36,17 @@ inline int Attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+// What is found out of a device once.
+template <typename T>
+T Known(int device, T (*find)(int)) {
+  static std::mutex mutex;
+  static std::map<int, T> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = known.find(device);
+  if (found == known.end()) found = known.emplace(device, find(device)).first;
+  return found->second;
+}
+
 // Keeps what is returned to it, so that steps allocate nothing once they are warm.
 inline cudaMemPool_t MakePool(int device) {
   cudaMemPoolProps props = {};
@@ -45,21 +60,22 @@ inline cudaMemPool_t MakePool(int device) {
   return pool;
 }
 
-inline cudaMemPool_t PoolOf(int device) {
-  static std::mutex mutex;
-  static std::map<int, cudaMemPool_t> pools;
-  std::lock_guard<std::mutex> lock(mutex);
-  auto found = pools.find(device);
-  if (found == pools.end()) found = pools.emplace(device, MakePool(device)).first;
-  return found->second;
+// Kernels wait for those before them if they were compiled for chips that can; such a chip may run
+// code for older ones, that of PTX.
+inline bool CanOverlap(int) {
+  cudaFuncAttributes attributes;
+  Check(cudaFuncGetAttributes(&attributes, ::KERNEL));
+  return attributes.ptxVersion >= 90;
 }
+}  // namespace
 }  // namespace pagedkv
 
 extern "C" TVM_DLL float* TAKE(int64_t num_bytes) {
   const int device = pagedkv::CurrentDevice();
+  const cudaMemPool_t pool = pagedkv::Known(device, pagedkv::MakePool);
   void* memory = nullptr;
-  pagedkv::Check(cudaMallocFromPoolAsync(&memory, num_bytes, pagedkv::PoolOf(device),
-                                               pagedkv::CurrentStream(device)));
+  pagedkv::Check(
+      cudaMallocFromPoolAsync(&memory, num_bytes, pool, pagedkv::CurrentStream(device)));
   return static_cast<float*>(memory);
 }
 
@@ -74,16 +90,28 @@ extern "C" TVM_DLL int32_t RESIDENT_BLOCKS(int64_t shared_bytes, int32_t most) {
   const int64_t blocks = std::min<int64_t>(most, bytes / shared_bytes);
   return pagedkv::Attribute(cudaDevAttrMultiProcessorCount) * static_cast<int32_t>(blocks);
 }
+
+extern "C" TVM_DLL int32_t CAN_OVERLAP() {
+  return pagedkv::Known(pagedkv::CurrentDevice(), pagedkv::CanOverlap);
+}
 """
 _INCLUDES = "#include <algorithm>\n#include <map>\n#include <mutex>\n#include <stdexcept>\n"
 _NAMES = {"TAKE": TAKE, "GIVE_BACK": GIVE_BACK, "RESIDENT_BLOCKS": RESIDENT_BLOCKS}
+_HOST_BEGIN = "#include <tvm/ffi/c_api.h>\n"
+_CAN_OVERLAP = "pagedkv_kernels_can_overlap"
+# Where a launcher gives a kernel the attribute that it may begin before the one before has ended.
+_ATTRIBUTE = re.compile(
+    r"(\w+)\[(\w+)\.numAttrs\+\+\](\.val\.programmaticStreamSerializationAllowed = 1;)"
+)
+_KERNEL = re.compile(r"^extern \"C\" __global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\(", re.M)
 
 
 def with_runtime(source: str) -> str:
-    """Source, with the functions behind it if its launchers call them."""
-    if not any(name in source for name in _NAMES.values()):
-        return source
+    """Source with the functions behind it, and attributes of launches where the chip has them."""
     definitions = _DEFINITIONS
-    for name, symbol in _NAMES.items():
+    for name, symbol in {**_NAMES, "CAN_OVERLAP": _CAN_OVERLAP}.items():
         definitions = definitions.replace(f" {name}(", f" {symbol}(")
+    definitions = definitions.replace("::KERNEL", f"::{_KERNEL.search(source)[1]}")
+    source = source.replace(_HOST_BEGIN, f'{_HOST_BEGIN}extern "C" int32_t {_CAN_OVERLAP}();\n')
+    source = _ATTRIBUTE.sub(rf"\1[\2.numAttrs]\3\n  \2.numAttrs += {_CAN_OVERLAP}();", source)
     return source + _INCLUDES + definitions

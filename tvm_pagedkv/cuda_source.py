@@ -16,7 +16,6 @@ from .cuda_runtime import with_runtime
 
 _KEEP_SOURCE = "TVM_COMPILE_FORCE_FALLBACK"
 
-
 _LOOP = re.compile(r"^(?P<pragma> *#pragma unroll\n)?(?P<indent> *)for \(", re.MULTILINE)
 
 

@@ -4,7 +4,8 @@
 The launcher that ships is the one that runs. Threads take turns where they wait, in an order that a
 `Schedule` chooses, and asynchronous copies land as late, or as early, as they may: a barrier or a
 wait that is missing shows as a wrong result under one schedule or another. Shared memory holds NaN
-when a block begins. Not modelled: the memory model beyond that, bank conflicts, time.
+when a block begins. A kernel that may begin before the one before has ended does, and runs until it
+waits for it. Not modelled: the memory model beyond that, bank conflicts, time.
 """
 
 from __future__ import annotations
@@ -64,13 +65,32 @@ def _set(chosen: Schedule) -> None:
 
 
 @contextmanager
-def multiprocessors(count: int):
-    """Let the device have so many multiprocessors."""
-    runtime().emulator_set_multiprocessors(count)
+def chip(multiprocessors: int = 0, ptx_version: int = 0):
+    """Let the device have so many multiprocessors, and code of such PTX; 0: as usual.
+
+    A library asks a device once of what PTX its code is.
+    """
+    runtime().emulator_set_chip(multiprocessors, ptx_version)
     try:
         yield
     finally:
-        runtime().emulator_set_multiprocessors(0)
+        runtime().emulator_set_chip(0, 0)
+
+
+@contextmanager
+def overlapping():
+    """Let kernels begin before those of the function called before have ended.
+
+    Those of one function always do. What was called within has run when it ends.
+    """
+    runtime().emulator_let_launchers_overlap(1)
+    fault = None
+    try:
+        yield
+    finally:
+        fault = runtime().emulator_let_launchers_overlap(0)
+    if fault:
+        raise RuntimeError(fault.decode())
 
 
 @dataclass(frozen=True)
@@ -78,11 +98,17 @@ class Launch:
     """Of one launch the blocks of the grid, the threads of a block, and its shared memory.
 
     Also how many bytes each block copied asynchronously from global memory.
+
+    Parameters
+    ----------
+    begins_early : bool
+        Blocks may be there before the kernel before has ended.
     """
 
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
+    begins_early: bool
     copied_bytes: tuple[int, ...] = field(default=(), compare=False)
 
 
@@ -92,12 +118,12 @@ def launches():
     made: list[Launch] = []
     runtime().emulator_clear_launches()
     yield made
-    values = (ctypes.c_int64 * 5)()
+    values = (ctypes.c_int64 * 6)()
     while runtime().emulator_launch(len(made), values):
         grid = tuple(values[:3])
         copied = runtime().emulator_copied_bytes
         of_blocks = [copied(len(made), ctypes.c_int64(i)) for i in range(math.prod(grid))]
-        made.append(Launch(grid, *values[3:], tuple(of_blocks)))
+        made.append(Launch(grid, *values[3:5], bool(values[5]), tuple(of_blocks)))
 
 
 @functools.lru_cache(maxsize=128)

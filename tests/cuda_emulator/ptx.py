@@ -152,5 +152,6 @@ _INSTRUCTIONS: list[tuple[str, Callable]] = [
     (r"mov\.b32", lambda match, operands: _copy(f"&{operands[0]}", f"&{operands[1]}", 4)),
     (r"tanh\.approx", _function("tanhf")),
     (r"rcp\.approx", _function("1.0f / ")),
-    (r"prefetch|griddepcontrol|fence", _nothing),
+    (r"griddepcontrol\.wait", lambda match, operands: "emulator::WaitForGridBefore();"),
+    (r"prefetch|griddepcontrol\.launch_dependents|fence", _nothing),
 ]

@@ -22,6 +22,11 @@ _ASSEMBLY = re.compile(r'asm(?: volatile)?\s*\(\s*((?:"(?:[^"\\]|\\.)*"\s*)+)')
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _DYNAMIC_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];")
 _HOST_BEGIN = "#include <tvm/ffi/c_api.h>"
+_LAUNCHER_END = "  return 0;\n  } catch (...) {"
+_FINISH = (
+    "::tvm_cuda_host_check(emulator::RunSubmitted(/*launcher_ends=*/true)"
+    " ? cudaSuccess : cudaErrorLaunchFailure, true)"
+)
 
 
 def translate(source: str, *, on_device: bool = False) -> str:
@@ -66,6 +71,7 @@ def _kernel(text: str) -> str:
 
 def _host(text: str, on_device: bool) -> str:
     text = re.sub(r"^#include .*$", "", text, flags=re.MULTILINE)
+    text = text.replace(_LAUNCHER_END, _LAUNCHER_END.replace("0", _FINISH, 1))
     if on_device:
         return text
     # DLPack numbers CUDA 2 and the CPU 1.

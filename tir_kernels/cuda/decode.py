@@ -119,7 +119,7 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
         grid = [num_blocks, parts]
         with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, part), thread):
             attend_to_share(block, part, thread)
-        partials.launch_merge(a, lambda lane: split_of(), lambda: None, clears_empty=True)
+        partials.launch_merge(a, lambda lane: split_of(), clears_empty=True)
 
 
 def decode(spec: KernelSpec):

@@ -21,6 +21,10 @@ WARP = 32
 def launch(grid: Sequence, num_threads: int, min_blocks: int = 0):
     """A kernel: what is emitted within runs on the device, once for each thread.
 
+    From compute capability 9.0 on, its blocks may be there before the kernel before has ended, and
+    then wait until all that it has written can be seen. They write nothing before that, so whoever
+    comes behind waits for all kernels before, too.
+
     Parameters
     ----------
     grid : up to three int32 expressions
@@ -41,7 +45,21 @@ def launch(grid: Sequence, num_threads: int, min_blocks: int = 0):
         thread = T.thread_id([num_threads])
         bound = T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", min_blocks or 1)
         with bound if min_blocks else nullcontext():
+            _control_grids("let_next_begin", "launch_dependents")
+            _control_grids("wait_for_before", "wait")
             yield tuple(blocks) if len(grid) > 1 else (blocks,), thread
+
+
+def _control_grids(name: str, operation: str) -> None:
+    """Emit ``griddepcontrol``, which chips before 9.0 have not."""
+    source = (
+        f"__device__ __forceinline__ void pagedkv_{name}() {{\n"
+        "#if __CUDA_ARCH__ >= 900\n"
+        f'  asm volatile("griddepcontrol.{operation};" ::: "memory");\n'
+        "#endif\n"
+        "}\n"
+    )
+    T.evaluate(T.cuda.func_call(f"pagedkv_{name}", source_code=source))
 
 
 def ptx(instruction: str, *operands) -> None:

@@ -88,9 +88,7 @@ class Partials:
         """Keep the lse of a row."""
         T.buffer_store(self.buffer, lse, [slot, row, self.spec.v_head_dim])
 
-    def launch_merge(
-        self, a, split_of: Callable, wait: Callable, clears_empty: bool = False
-    ) -> None:
+    def launch_merge(self, a, split_of: Callable, clears_empty: bool = False) -> None:
         """Merge what was cut.
 
         Parameters
@@ -98,14 +96,11 @@ class Partials:
         a : the kernel's arguments.
         split_of : callable
             Emits how the units were cut, such as a `PageSplit`; takes the lane.
-        wait : callable
-            Emits what waits for the kernel before.
         clears_empty : bool
             Also clear the rows of sequences without pages, of which there is one each.
         """
         grid = [self.num_blocks, -(-self.num_rows // _ROWS)]
         with launch(grid, _ROWS * WARP, _MIN_BLOCKS) as ((block, rows), thread):
-            wait()
             lane = index_temp(T.truncmod(thread, WARP))
             row = index_temp(rows * _ROWS + T.truncdiv(thread, WARP))
             split = split_of(lane)

@@ -216,4 +216,4 @@ def shared_out(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling, split_kind,
 
     with partials.allocated():
         yield emit
-        partials.launch_merge(a, split_of, lambda: None)
+        partials.launch_merge(a, split_of)

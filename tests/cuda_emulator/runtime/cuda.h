@@ -102,10 +102,19 @@ struct dim3 : emulator::Index3 {
   dim3() = default;
 };
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
 
 inline const char* cudaGetErrorString(cudaError_t) {
@@ -127,6 +136,14 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
                         static_cast<int>(emulator::kMaxSharedBytes + emulator::kGuardBytes),
                         static_cast<int>(emulator::kGuardBytes)};
   *value = values[attribute];
+  return cudaSuccess;
+}
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+template <typename Kernel>
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
+  attributes->ptxVersion = emulator::machine().ptx_version;
   return cudaSuccess;
 }
 template <typename Kernel>
@@ -164,7 +181,7 @@ inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
   emulator::machine().give_back_on_device(stream, memory);
   return cudaSuccess;
 #endif
-  std::free(memory);
+  emulator::AfterSubmitted([memory] { std::free(memory); });
   return cudaSuccess;
 }
 
@@ -172,7 +189,10 @@ template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args... args) {
   if (config->dynamicSmemBytes > emulator::kMaxSharedBytes) return cudaErrorInvalidValue;
-  const emulator::Launch launch{config->gridDim, config->blockDim, config->dynamicSmemBytes};
+  const bool begins_early =
+      config->numAttrs > 0 && config->attrs[0].val.programmaticStreamSerializationAllowed;
+  const emulator::Launch launch{config->gridDim, config->blockDim, config->dynamicSmemBytes,
+                                begins_early};
   auto run = [=] { kernel(static_cast<Params>(args)...); };
 #ifdef EMULATOR_ON_DEVICE
   std::vector<const void*> pointers;
@@ -183,7 +203,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const bool done =
       emulator::machine().launch_on_device(config->stream, launch, pointers, std::move(run));
 #else
-  const bool done = emulator::RunGrid(launch, std::move(run));
+  const bool done = emulator::Submit(launch, std::move(run));
 #endif
   return done ? cudaSuccess : cudaErrorLaunchFailure;
 }

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <numeric>
 #include <random>
+#include <utility>
 
 #if !defined(__x86_64__)
 #error "the emulator switches stacks with x86-64 instructions"
@@ -54,11 +55,24 @@ alignas(1024) char shared_memory[kMaxSharedBytes + kGuardBytes];
 void* scheduler_stack = nullptr;
 std::mt19937 random_bits;
 
+struct Submitted {
+  size_t number;  // in the log of launches
+  Launch launch;
+  std::function<void()> kernel;
+};
+std::vector<Submitted> submitted;
+std::vector<std::function<void()>> actions;  // behind all of these
+size_t depth = 0;                            // grids that have begun and not ended
+
+// Stacks of the grid that runs; those that wait for it keep theirs.
 char* Stacks() {
-  static char* stacks =
-      static_cast<char*>(mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  return stacks;
+  static std::vector<char*> stacks;
+  while (stacks.size() < depth) {
+    void* mapped = mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    stacks.push_back(static_cast<char*>(mapped));
+  }
+  return stacks[depth - 1];
 }
 
 void Yield() { emulator_switch(&machine().current->stack_pointer, scheduler_stack); }
@@ -139,9 +153,64 @@ void RunBlock() {
   uint64_t before = m.progress;
   while (m.fault.empty() && RunRound(order)) {
     idle = m.progress == before ? idle + 1 : 0;
+    if (idle > 0 && m.waits_for_before && m.run_before) {
+      std::exchange(m.run_before, nullptr)();
+      idle = 0;
+    }
     before = m.progress;
     if (idle >= kIdleRounds) throw Fault("deadlock: threads wait for what will never come");
   }
+}
+
+// Runs all blocks of a grid, and the grids before when they are waited for, or in the end.
+void Run(const Submitted& grid, std::function<void()> run_before) {
+  Machine& m = machine();
+  const std::vector<char> memory(shared_memory, shared_memory + (depth ? kMaxSharedBytes : 0));
+  Grid outer = std::exchange(static_cast<Grid&>(m), Grid());
+  void* const outer_stack = scheduler_stack;
+  ++depth;
+  m.grid = grid.launch.grid;
+  m.block = grid.launch.block;
+  m.shared_bytes = grid.launch.shared_bytes;
+  m.kernel = grid.kernel;
+  m.run_before = std::move(run_before);
+  random_bits.seed(m.schedule.seed);
+  std::vector<uint64_t> blocks(uint64_t{m.grid.x} * m.grid.y * m.grid.z);
+  std::iota(blocks.begin(), blocks.end(), 0);
+  if (m.schedule.order != Schedule::kInTurn) {
+    std::shuffle(blocks.begin(), blocks.end(), random_bits);
+  }
+  std::vector<int64_t> copied_bytes(blocks.size());
+  for (uint64_t i : blocks) {
+    m.block_index = {static_cast<unsigned>(i % m.grid.x),
+                     static_cast<unsigned>(i / m.grid.x % m.grid.y),
+                     static_cast<unsigned>(i / (uint64_t{m.grid.x} * m.grid.y))};
+    m.copied_bytes = 0;
+    try {
+      RunBlock();
+    } catch (const Fault& fault) {
+      m.fault = fault.what();
+    }
+    copied_bytes[i] = m.copied_bytes;
+    if (m.fault.empty()) continue;
+    if (m.fault.back() != ')') {
+      m.fault += " (block " + std::to_string(m.block_index.x) + ", " +
+                 std::to_string(m.block_index.y) + ", " + std::to_string(m.block_index.z) + ")";
+    }
+    break;
+  }
+  if (grid.number < m.launches.size()) m.launches[grid.number].copied_bytes = copied_bytes;
+  if (m.run_before && m.fault.empty()) m.run_before();
+  --depth;
+  scheduler_stack = outer_stack;
+  static_cast<Grid&>(m) = std::move(outer);
+  std::copy(memory.begin(), memory.end(), shared_memory);
+}
+
+// Runs the first grids that were submitted.
+void RunFirst(size_t count) {
+  if (count == 0) return;
+  Run(submitted[count - 1], count == 1 ? nullptr : std::function([=] { RunFirst(count - 1); }));
 }
 
 }  // namespace
@@ -153,37 +222,36 @@ Machine& machine() {
 
 bool RunGrid(const Launch& launch, std::function<void()> kernel) {
   Machine& m = machine();
-  m.launches.push_back(launch);
-  std::vector<int64_t>& copied_bytes = m.launches.back().copied_bytes;
-  m.grid = launch.grid;
-  m.block = launch.block;
-  m.shared_bytes = launch.shared_bytes;
-  m.kernel = std::move(kernel);
   m.fault.clear();
-  random_bits.seed(m.schedule.seed);
-  std::vector<uint64_t> blocks(uint64_t{m.grid.x} * m.grid.y * m.grid.z);
-  std::iota(blocks.begin(), blocks.end(), 0);
-  copied_bytes.resize(blocks.size());
-  if (m.schedule.order != Schedule::kInTurn) {
-    std::shuffle(blocks.begin(), blocks.end(), random_bits);
-  }
-  try {
-    for (uint64_t i : blocks) {
-      m.block_index = {static_cast<unsigned>(i % m.grid.x),
-                       static_cast<unsigned>(i / m.grid.x % m.grid.y),
-                       static_cast<unsigned>(i / (uint64_t{m.grid.x} * m.grid.y))};
-      m.copied_bytes = 0;
-      RunBlock();
-      copied_bytes[i] = m.copied_bytes;
-      if (!m.fault.empty()) break;
-    }
-  } catch (const Fault& fault) {
-    m.fault = fault.what();
-  }
-  if (m.fault.empty()) return true;
-  m.fault += " (block " + std::to_string(m.block_index.x) + ", " + std::to_string(m.block_index.y) +
-             ", " + std::to_string(m.block_index.z) + ")";
-  return false;
+  m.launches.push_back(launch);
+  Run({m.launches.size() - 1, launch, std::move(kernel)}, nullptr);
+  return m.fault.empty();
+}
+
+bool Submit(const Launch& launch, std::function<void()> kernel) {
+  Machine& m = machine();
+  const bool is_done = launch.begins_early || RunSubmitted(/*launcher_ends=*/false);
+  m.launches.push_back(launch);
+  submitted.push_back({m.launches.size() - 1, launch, std::move(kernel)});
+  return is_done;
+}
+
+void AfterSubmitted(std::function<void()> action) { actions.push_back(std::move(action)); }
+
+bool RunSubmitted(bool launcher_ends) {
+  Machine& m = machine();
+  if (launcher_ends && m.launchers_overlap) return true;
+  m.fault.clear();
+  RunFirst(submitted.size());
+  submitted.clear();
+  for (const auto& action : actions) action();
+  actions.clear();
+  return m.fault.empty();
+}
+
+void WaitForGridBefore() {
+  machine().waits_for_before = true;
+  WaitUntil([] { return machine().run_before == nullptr; });
 }
 
 void WaitUntil(const std::function<bool()>& condition) {
@@ -232,21 +300,37 @@ extern "C" void emulator_set_schedule(int order, int eager, unsigned seed) {
   emulator::machine().schedule = {order, eager != 0, seed};
 }
 
-// How many multiprocessors the device says it has; 0: as usual.
-extern "C" void emulator_set_multiprocessors(int count) {
-  emulator::machine().num_multiprocessors = count > 0 ? count : emulator::kUsualMultiprocessors;
+// What the device tells: multiprocessors, and what PTX its code was made of; 0: as usual.
+extern "C" void emulator_set_chip(int num_multiprocessors, int ptx_version) {
+  emulator::Machine& m = emulator::machine();
+  m.num_multiprocessors =
+      num_multiprocessors ? num_multiprocessors : emulator::kUsualMultiprocessors;
+  m.ptx_version = ptx_version ? ptx_version : emulator::kUsualPtxVersion;
+}
+
+// Whether kernels may begin before those of the launcher before have ended. Ends what is under way;
+// what it failed with, or null.
+extern "C" const char* emulator_let_launchers_overlap(int overlap) {
+  emulator::machine().launchers_overlap = overlap != 0;
+  const bool is_done = emulator::RunSubmitted(/*launcher_ends=*/false);
+  return is_done ? nullptr : emulator::machine().fault.c_str();
 }
 
 extern "C" void emulator_clear_launches() { emulator::machine().launches.clear(); }
 
-// Grid x, y, z, threads of a block and bytes of shared memory of launch `i`; 0 past the last one.
+// Grid x, y, z, threads of a block, bytes of shared memory of launch `i`, and whether it begins
+// early; 0 past the last one.
 extern "C" int emulator_launch(int i, int64_t* out) {
   const auto& launches = emulator::machine().launches;
   if (i >= static_cast<int>(launches.size())) return 0;
   const emulator::Launch& launch = launches[i];
   const int64_t threads = int64_t{launch.block.x} * launch.block.y * launch.block.z;
-  const int64_t values[] = {launch.grid.x, launch.grid.y, launch.grid.z, threads,
-                            static_cast<int64_t>(launch.shared_bytes)};
+  const int64_t values[] = {launch.grid.x,
+                            launch.grid.y,
+                            launch.grid.z,
+                            threads,
+                            static_cast<int64_t>(launch.shared_bytes),
+                            launch.begins_early};
   std::memcpy(out, values, sizeof(values));
   return 1;
 }

@@ -19,6 +19,7 @@ constexpr size_t kMaxSharedBytes = 227 * 1024;
 // Behind the shared memory of a launch, so that an access past its end is seen.
 constexpr size_t kGuardBytes = 1024;
 constexpr int kUsualMultiprocessors = 20;
+constexpr int kUsualPtxVersion = 90;
 
 struct Index3 {
   unsigned x = 1, y = 1, z = 1;
@@ -65,6 +66,7 @@ struct Thread {
 struct Launch {
   Index3 grid, block;
   size_t shared_bytes = 0;
+  bool begins_early = false;  // it does not wait for the launch before, unless its threads do
   std::vector<int64_t> copied_bytes;  // by the asynchronous copies of each block
 };
 
@@ -77,30 +79,49 @@ using DeviceLaunch = bool (*)(void* stream, const Launch& launch,
 using DeviceTake = void* (*)(void* stream, size_t num_bytes);
 using DeviceGiveBack = void (*)(void* stream, void* memory);
 
-struct Machine {
-  Schedule schedule;
-  int num_multiprocessors = kUsualMultiprocessors;
-  // Where launchers that take tensors of a device send their launches.
-  DeviceLaunch launch_on_device = nullptr;
-  DeviceTake take_on_device = nullptr;
-  DeviceGiveBack give_back_on_device = nullptr;
-  std::vector<Launch> launches;  // since the log was cleared
+// A grid that runs, and the block of it that does.
+struct Grid {
   Index3 grid, block, block_index;
   size_t shared_bytes = 0;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier barriers[kNumBarriers];
   Thread* current = nullptr;
-  int64_t copied_bytes = 0;  // by the block that runs
-  uint64_t progress = 0;     // counts what may let a waiting thread go on
-  std::string fault;         // of the last launch; empty: none
+  int64_t copied_bytes = 0;  // by the block
   std::function<void()> kernel;
+  // What runs the grids before; empty when they have ended.
+  std::function<void()> run_before;
+  bool waits_for_before = false;
+};
+
+struct Machine : Grid {
+  Schedule schedule;
+  int num_multiprocessors = kUsualMultiprocessors;
+  int ptx_version = kUsualPtxVersion;
+  bool launchers_overlap = false;  // so that one may begin early behind another
+  // Where launchers that take tensors of a device send their launches.
+  DeviceLaunch launch_on_device = nullptr;
+  DeviceTake take_on_device = nullptr;
+  DeviceGiveBack give_back_on_device = nullptr;
+  std::vector<Launch> launches;  // since the log was cleared
+  uint64_t progress = 0;         // counts what may let a waiting thread go on
+  std::string fault;             // of the last launch; empty: none
 };
 
 Machine& machine();
 
 // Runs all blocks of a launch; false after a fault, which `machine().fault` tells.
 bool RunGrid(const Launch& launch, std::function<void()> kernel);
+
+// Queues a launch. Those that begin early run as far as they can before the one before them does.
+bool Submit(const Launch& launch, std::function<void()> kernel);
+// Queues what is to be done when all launches so far have ended.
+void AfterSubmitted(std::function<void()> action);
+// Runs what was queued, unless a launcher ends and its launches may overlap those of the next one.
+bool RunSubmitted(bool launcher_ends);
+
+// griddepcontrol.wait
+void WaitForGridBefore();
 
 // Lets other threads run until `condition` holds.
 void WaitUntil(const std::function<bool()>& condition);

@@ -19,6 +19,8 @@ namespace pagedkv {
 namespace {
 
 constexpr size_t kStockAlignment = 64;
+// Kernels for GPUs take rows 16 bytes at a time.
+constexpr size_t kDeviceAlignment = 16;
 
 }  // namespace
 
@@ -72,8 +74,12 @@ void PagedKVCacheObj::CheckInput(const char* name, const ffi::Tensor& tensor,
           ", id ", config_.device.device_id, "), got type ", device.device_type, ", id ",
           device.device_id);
   }
-  if (device.device_type != kDLCPU && !tensor.IsContiguous()) {
-    Raise(kValueError, name, " must be contiguous");
+  if (device.device_type == kDLCPU) return;
+  if (!tensor.IsContiguous()) Raise(kValueError, name, " must be contiguous");
+  const size_t row_bytes = actual.back() * ((dtype.bits + 7) / 8);
+  if (row_bytes % kDeviceAlignment == 0 && !tensor.IsAligned(kDeviceAlignment)) {
+    Raise(kValueError, name, " must start at a multiple of ", kDeviceAlignment,
+          " bytes: kernels for this device take as many at a time");
   }
 }
 

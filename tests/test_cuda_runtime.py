@@ -193,6 +193,22 @@ def test_the_host_waits_before_it_writes_what_is_copied(device):
         device.wait_for_all()
 
 
+def test_rows_that_are_not_aligned_are_refused(device):
+    """Kernels take 16 bytes at a time, and would fail on the device, where nothing tells of it."""
+    cache = make_cache(device)
+    cache.add_sequence(0)
+    shape = (2, NUM_QO_HEADS + 2 * NUM_KV_HEADS, DIM)
+    whole = tvm.runtime.empty((2 * np.prod(shape),), DTYPE, device.device)
+    shifted = [whole._create_view(shape, DTYPE, num_bytes) for num_bytes in (0, 8)]
+    out = [whole._create_view((2, NUM_QO_HEADS, DIM), DTYPE, num_bytes) for num_bytes in (0, 2)]
+    with cache.forward([0], [2]):
+        for qkv, o, name in ((shifted[1], out[0], "qkv"), (shifted[0], out[1], "o")):
+            with pytest.raises(ValueError, match=f"{name} must start at a multiple of 16 bytes"):
+                cache.attention(0, qkv, out=o)
+    assert cache.stats()["copied_inputs"] == 0
+    cache.check_integrity()
+
+
 def test_the_host_cannot_touch_the_device(device):
     tensor = tvm.runtime.empty((4,), DTYPE, device.device)
     (text,) = failures([("a read", lambda: ctypes.string_at(tensor.data_ptr(), 4))])

@@ -67,6 +67,14 @@ def test_kernels_pass(name):
         assert cuda_gate.failures_of(name, codes) == []
 
 
+def test_every_kernel_is_gated(monkeypatch):
+    import cuda_gate
+
+    assert cuda_gate.ungated() == []
+    monkeypatch.delitem(cuda_gate.CONFIGURATIONS, "mla-512-64-bfloat16")
+    assert {"mla_prefill", "mla_tree"} <= set(cuda_gate.ungated())
+
+
 def test_too_few_registers_fail(source):
     from cuda_gate_rules import failures
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from . import append, latent, merge, page_copy, sinks
 from .cpu import decode, mla, prefill, shared_prefix, sliding, tree
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
-from .spec import CudaTarget, KernelSpec
+from .spec import CudaTarget, KernelSpec, VectorTarget
 
 BUILDERS: dict[str, Callable] = {
     "transpose_append": append.transpose_append,
@@ -60,20 +60,33 @@ _ANY_TARGET = (  # written in terms of a family
 _NON_ABSORBED = {"merge", "prefill_ragged", "tree"}  # where an MLA layer is a multi-head attention
 
 
-def kernel_names(spec: KernelSpec) -> list[str]:
-    """Names of the kernels that layers of `spec` need."""
-    builders = _builders(spec)
+def kernel_names(spec: KernelSpec, for_stock: bool = False) -> list[str]:
+    """Names of the kernels that layers of `spec` need.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    for_stock : bool
+        Those that only the stock cache calls are among them.
+    """
+    builders = _builders(spec.target)
     if spec.kind != "mla":
         window = _WITHOUT_WINDOW if spec.kind == "mha_sliding" else _WITH_WINDOW
-        return [name for name in builders if name not in _MLA_ONLY | _STOCK_ONLY | window]
+        others = _MLA_ONLY | window | (set() if for_stock and spec.kind == "mha" else _STOCK_ONLY)
+        return [name for name in builders if name not in others]
     names = _MLA_ONLY | _BOTH
     if not spec.original_qk_head_dim:
         names = names - {"prefill_ragged", "tree"}
     return [name for name in builders if name in names]
 
 
-def _builders(spec: KernelSpec) -> dict[str, Callable]:
-    if isinstance(spec.target, CudaTarget):
+def names_for(target: VectorTarget | CudaTarget) -> list[str]:
+    """Names of all kernels that there are for a target."""
+    return list(_builders(target))
+
+
+def _builders(target: VectorTarget | CudaTarget) -> dict[str, Callable]:
+    if isinstance(target, CudaTarget):
         return {name: BUILDERS[name] for name in _ANY_TARGET} | CUDA_BUILDERS
     return BUILDERS
 
@@ -82,4 +95,4 @@ def build_kernel(name: str, spec: KernelSpec):
     """Build the kernel `name` for `spec`; a private PrimFunc, free to be named by its module."""
     if name not in BUILDERS:
         raise ValueError(f"no kernel {name!r}; there are {', '.join(BUILDERS)}")
-    return _builders(spec)[name](spec.non_absorbed if name in _NON_ABSORBED else spec)
+    return _builders(spec.target)[name](spec.non_absorbed if name in _NON_ABSORBED else spec)

@@ -136,6 +136,11 @@ class BlockTiling:
         return TileLayout(self.positions, self.columns, self.kv_dtype)
 
     @property
+    def ahead_bytes(self) -> int:
+        """That a block has asked memory for while it multiplies."""
+        return self.crews * self.ring_bytes // self.stages * (self.stages - 1)
+
+    @property
     def ring_bytes(self) -> int:
         """Of shared memory, for the tiles of K and V of a crew."""
         return self.stages * (self.k.num_bytes + (0 if self.is_latent else self.v.num_bytes))

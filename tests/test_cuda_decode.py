@@ -13,7 +13,7 @@ from tir_kernels.spec import RopeSpec
 from . import attention_cases, reference
 from .attention_cases import PagedBatch, cuda_text
 from .cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
-from .cuda_emulator import SCHEDULES, chip, emulated, launches, mutated, schedule
+from .cuda_emulator import SCHEDULES, emulated, launches, multiprocessors, mutated, schedule
 from .test_window_kernels import WindowBatch
 
 FEW = 3  # multiprocessors: six blocks, each with several sequences
@@ -36,7 +36,7 @@ def test_decode(spec, seed):
     """By many blocks and by few; a kernel is built once for both."""
     for count in (FEW, 132):
         case = PagedBatch(spec, LENGTHS, seed)
-        with chip(count):
+        with multiprocessors(count):
             case.decode()
         case.verify()
 
@@ -51,7 +51,7 @@ def test_many_sequences():
     """Blocks find their sequences among more than 32, and again among those of one of 32 places."""
     lengths = [(1, n % 7 * (n % 3) + (900 if n == 71 else 0)) for n in range(1100)]
     case = PagedBatch(make_spec((1, 1), 8, page=4), lengths, 0)
-    with chip(FEW):
+    with multiprocessors(FEW):
         case.decode()
     case.verify()
 
@@ -60,7 +60,7 @@ def test_the_grid_is_what_the_device_holds():
     """Blocks of 68 KiB: three of them fit, but there are registers for two."""
     case = PagedBatch(SPECS["8:2x128-f16-p16"], LENGTHS, 0)
     for count in (1, 7):
-        with chip(count), launches() as made:
+        with multiprocessors(count), launches() as made:
             case.decode()
         assert [launch.grid for launch in made] == [(2 * count, 1, 1)] * 2
 
@@ -76,7 +76,7 @@ def test_a_skewed_batch_is_shared_out_as_evenly_as_an_even_one():
     seen = []
     for num_pages in ([pages] * num_sequences, skewed):
         case = PagedBatch(spec, [(1, n * spec.page_size) for n in num_pages], 0)
-        with chip(4), launches() as made:
+        with multiprocessors(4), launches() as made:
             case.decode()
         case.verify()
         seen.append(made)
@@ -121,7 +121,7 @@ def _wrong_schedules(source: str, spec, monkeypatch) -> list[str]:
     wrong = []
     for chosen in SCHEDULES:
         case = PagedBatch(spec, [(1, 400), (1, 30), (1, 150)], 0)
-        with schedule(chosen), chip(FEW):
+        with schedule(chosen), multiprocessors(FEW):
             case.decode(inline=True)
         try:
             case.verify(inline=True)

@@ -14,7 +14,15 @@ from tvm_pagedkv.cuda_source import cuda_source
 from . import reference
 from .attention_cases import PagedBatch
 from .cuda_cases import make_spec
-from .cuda_emulator import SCHEDULES, chip, emulated, launches, mutated, overlapping, schedule
+from .cuda_emulator import (
+    SCHEDULES,
+    emulated,
+    launches,
+    mutated,
+    overlapping,
+    ptx_version,
+    schedule,
+)
 
 SPEC = make_spec((4, 2), 32)
 LENGTHS = [(1, n) for n in (200, 0, 33, 64)]
@@ -66,6 +74,6 @@ def test_no_wait_can_be_left_out(which):
 
 def test_code_for_chips_that_cannot_does_not():
     """Nothing in it waits, so each kernel begins when the one before has ended."""
-    with chip(ptx_version=80):
+    with ptx_version(80):
         made = run(mutated(source(), WAIT))
     assert [launch.begins_early for launch in made] == [False] * 4

@@ -65,16 +65,23 @@ def _set(chosen: Schedule) -> None:
 
 
 @contextmanager
-def chip(multiprocessors: int = 0, ptx_version: int = 0):
-    """Let the device have so many multiprocessors, and code of such PTX; 0: as usual.
-
-    A library asks a device once of what PTX its code is.
-    """
-    runtime().emulator_set_chip(multiprocessors, ptx_version)
+def multiprocessors(count: int):
+    """Let the device have so many multiprocessors."""
+    runtime().emulator_set_multiprocessors(count)
     try:
         yield
     finally:
-        runtime().emulator_set_chip(0, 0)
+        runtime().emulator_set_multiprocessors(0)
+
+
+@contextmanager
+def ptx_version(version: int):
+    """Let the code of libraries be made of such PTX. A library asks its device once."""
+    runtime().emulator_set_ptx_version(version)
+    try:
+        yield
+    finally:
+        runtime().emulator_set_ptx_version(0)
 
 
 @contextmanager

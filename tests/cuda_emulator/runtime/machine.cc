@@ -300,12 +300,14 @@ extern "C" void emulator_set_schedule(int order, int eager, unsigned seed) {
   emulator::machine().schedule = {order, eager != 0, seed};
 }
 
-// What the device tells: multiprocessors, and what PTX its code was made of; 0: as usual.
-extern "C" void emulator_set_chip(int num_multiprocessors, int ptx_version) {
-  emulator::Machine& m = emulator::machine();
-  m.num_multiprocessors =
-      num_multiprocessors ? num_multiprocessors : emulator::kUsualMultiprocessors;
-  m.ptx_version = ptx_version ? ptx_version : emulator::kUsualPtxVersion;
+// How many multiprocessors the device says it has; 0: as usual.
+extern "C" void emulator_set_multiprocessors(int count) {
+  emulator::machine().num_multiprocessors = count > 0 ? count : emulator::kUsualMultiprocessors;
+}
+
+// Of what PTX the device says that its code was made; 0: as usual.
+extern "C" void emulator_set_ptx_version(int version) {
+  emulator::machine().ptx_version = version > 0 ? version : emulator::kUsualPtxVersion;
 }
 
 // Whether kernels may begin before those of the launcher before have ended. Ends what is under way;

@@ -22,14 +22,11 @@ using tvm::runtime::DeviceAPI;
 
 namespace {
 
-constexpr int64_t kAlignment = 16 / sizeof(int32_t);           // elements
+constexpr int64_t kAlignment = 16 / sizeof(int32_t);  // elements
+constexpr size_t kNumTurns = 4, kTurnsOfStream = 2;
 constexpr int64_t kRedZone = kRedZoneBytes / sizeof(int32_t);  // elements
 
 int64_t RoundUp(int64_t size) { return (size + kAlignment - 1) / kAlignment * kAlignment; }
-
-bool HasStreams(DLDevice device) {
-  return device.device_type == kDLCUDA || device.device_type == kDLROCM;
-}
 
 }  // namespace
 
@@ -39,37 +36,41 @@ AuxData::AuxData(bool is_merged, DLDevice device, const std::vector<int64_t>& si
       device_(device),
       counter_(std::move(counter)),
       has_streams_(HasStreams(device)),
-      turns_(has_streams_ ? 2 : 1) {
+      turns_(has_streams_ ? kNumTurns : 1) {
+  AddArrays(sizes.size(), row_shapes);
   for (Turn& turn : turns_) {
-    turn.buffers.resize(is_merged ? 1 : sizes.size());
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      const std::vector<int64_t> shape =
-          i < row_shapes.size() ? row_shapes[i] : std::vector<int64_t>();
-      const int64_t row_size =
-          std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
-      turn.arrays.push_back({is_merged ? 0 : i, row_size, 0, nullptr, StepView(kInt32, shape)});
-    }
     turn_ = &turn;
     Layout(sizes);  // memory for every step now: to allocate may stop the device
   }
   turn_ = &turns_.front();
   if (!has_streams_) return;
-  DeviceAPI* api = DeviceAPI::Get(device_);
-  for (Turn& turn : turns_) turn.copy_stream = api->CreateStream(device_);
+  for (size_t i = 0; i < kNumTurns; ++i) {
+    turns_[i].copies =
+        i % kTurnsOfStream == 0 ? std::make_shared<DeviceStream>(device_) : turns_[i - 1].copies;
+  }
+}
+
+void AuxData::AddArrays(size_t count, const std::vector<std::vector<int64_t>>& row_shapes) {
+  for (Turn& turn : turns_) {
+    if (is_merged_) turn.buffers.resize(1);
+    for (size_t i = 0; i < count; ++i) {
+      const std::vector<int64_t> shape =
+          i < row_shapes.size() ? row_shapes[i] : std::vector<int64_t>();
+      const int64_t row_size =
+          std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
+      if (!is_merged_) turn.buffers.emplace_back();
+      turn.arrays.push_back(
+          {turn.buffers.size() - 1, row_size, 0, nullptr, StepView(kInt32, shape)});
+    }
+  }
 }
 
 AuxData::~AuxData() {
   if (device_.device_type == kDLCPU) return;
   // Best effort: a device that fails here has failed before, where it could be told.
   try {
-    DeviceAPI* api = DeviceAPI::Get(device_);
-    if (has_streams_ && turn_->is_uploaded) {
-      api->SyncStreamFromTo(device_, api->GetCurrentStream(device_), turn_->copy_stream);
-    }
-    for (Turn& turn : turns_) {
-      WaitForReaders(&turn);
-      if (turn.copy_stream != nullptr) api->FreeStream(device_, turn.copy_stream);
-    }
+    if (has_streams_ && turn_->is_uploaded) OrderAfterReaders(*turn_);
+    for (const Turn& turn : turns_) WaitForCopies(turn);
   } catch (const std::exception&) {
   }
 }
@@ -98,21 +99,32 @@ void AuxData::Reserve(Buffer* buffer, int64_t num_elements) {
   buffer->device = std::move(device);
 }
 
-void AuxData::NextTurn() {
-  if (has_streams_) {
-    // All kernels are queued that read the arrays of this turn. What follows on its stream, the
-    // copy of its next step, may overwrite them once these are through; later kernels do not count.
-    DeviceAPI* api = DeviceAPI::Get(device_);
-    api->SyncStreamFromTo(device_, api->GetCurrentStream(device_), turn_->copy_stream);
-    turn_ = turn_ == &turns_.front() ? &turns_.back() : &turns_.front();
-  }
-  if (turn_->is_uploaded) WaitForReaders(turn_);
+void AuxData::OrderAfterReaders(const Turn& turn) {
+  // All kernels are queued that read the arrays of the pair. What follows on its stream, the copy
+  // of its next step, may overwrite them once these are through; later kernels do not count.
+  DeviceAPI* api = DeviceAPI::Get(device_);
+  api->SyncStreamFromTo(device_, api->GetCurrentStream(device_), turn.copies->get());
 }
 
-void AuxData::WaitForReaders(Turn* turn) {
-  // The host is about to write what the last copy of this turn reads, or to free it.
-  if (turn->is_uploaded) DeviceAPI::Get(device_)->StreamSync(device_, turn->copy_stream);
-  turn->is_uploaded = false;
+void AuxData::WaitForCopies(const Turn& turn) {
+  void* stream = turn.copies == nullptr ? nullptr : turn.copies->get();
+  if (turn.is_uploaded) DeviceAPI::Get(device_)->StreamSync(device_, stream);
+}
+
+void AuxData::NextTurn() {
+  // The host is about to write what the last copy of the next turn reads.
+  if (!has_streams_) {
+    WaitForCopies(*turn_);
+    turn_->is_uploaded = false;
+    return;
+  }
+  const auto next = static_cast<size_t>(turn_ - turns_.data() + 1) % turns_.size();
+  if (next % kTurnsOfStream == 0) {
+    OrderAfterReaders(*turn_);
+    WaitForCopies(turns_[next]);
+  }
+  turn_ = &turns_[next];
+  turn_->is_uploaded = false;
 }
 
 void AuxData::Layout(const std::vector<int64_t>& sizes) {
@@ -148,15 +160,16 @@ ffi::Tensor AuxData::Matrix(size_t i, int64_t num_rows, int64_t num_columns) con
 void AuxData::Upload() {
   if (device_.device_type == kDLCPU) return;
   turn_->is_uploaded = true;
+  void* stream = turn_->copies == nullptr ? nullptr : turn_->copies->get();
   for (const Buffer& buffer : turn_->buffers) {
     if (buffer.size == 0) continue;
     int64_t num_bytes = buffer.size * static_cast<int64_t>(sizeof(int32_t));
-    CopyBytes(buffer.host, 0, buffer.device, 0, num_bytes, turn_->copy_stream);
+    CopyBytes(buffer.host, 0, buffer.device, 0, num_bytes, stream);
     num_bytes_copied_ += num_bytes;
   }
   if (!has_streams_) return;
   DeviceAPI* api = DeviceAPI::Get(device_);
-  api->SyncStreamFromTo(device_, turn_->copy_stream, api->GetCurrentStream(device_));
+  api->SyncStreamFromTo(device_, stream, api->GetCurrentStream(device_));
 }
 
 }  // namespace pagedkv

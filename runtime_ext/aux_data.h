@@ -7,15 +7,19 @@
  * copy of exactly the bytes in use. Plain: a buffer and a copy for each array, for devices that
  * cannot address into a buffer. On a CPU the tensors lie on the host memory; nothing is copied.
  *
- * Where the device has streams there are two of all that, in turns, each with a stream for its
- * copies: the host writes the arrays of a step, and they travel, while kernels of the step before
- * still read theirs. The host waits only for what was launched two steps ago.
+ * Where the device has streams there are four of all that, in turns: the host writes the arrays of
+ * a step, and they travel on a stream for copies, while kernels of the steps before still read
+ * theirs. Each pair of turns has such a stream. One event a step lets the kernels wait for their
+ * arrays; one for each pair lets its next copies, and the host before it writes, wait for all
+ * kernels that read those of the last time. DeviceAPI cannot ask whether they are through, so the
+ * host waits in every second step; where it is less than three steps ahead it need not stop.
  */
 #ifndef TVM_PAGEDKV_AUX_DATA_H_
 #define TVM_PAGEDKV_AUX_DATA_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "device_memory.h"
@@ -33,6 +37,9 @@ class AuxData {
   ~AuxData();
   AuxData(const AuxData&) = delete;
   AuxData& operator=(const AuxData&) = delete;
+
+  /*! \brief Adds arrays behind the others, from the next Layout on. */
+  void AddArrays(size_t count, const std::vector<std::vector<int64_t>>& row_shapes = {});
 
   /*! \brief Lays out the arrays of the next step; their content is undefined until written. */
   void Layout(const std::vector<int64_t>& sizes);
@@ -74,13 +81,14 @@ class AuxData {
   struct Turn {
     std::vector<Array> arrays;
     std::vector<Buffer> buffers;
-    void* copy_stream = nullptr;
+    std::shared_ptr<DeviceStream> copies;  // of a pair of turns
     bool is_uploaded = false;
   };
 
   void Reserve(Buffer* buffer, int64_t num_elements);
   void NextTurn();
-  void WaitForReaders(Turn* turn);
+  void WaitForCopies(const Turn& turn);
+  void OrderAfterReaders(const Turn& turn);
 
   bool is_merged_;
   DLDevice device_;

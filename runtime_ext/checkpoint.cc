@@ -179,22 +179,27 @@ void PagedKVCacheObj::ReadPages(int64_t layer, const PageId* pages, int64_t num_
   const int64_t page_bytes = checkpoint_layout_.PageBytes(layer);
   const ffi::Tensor& pool = layers_[layer].pages;
   void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  CopyRuns(pages, num_pages, out, [&](int64_t begin, int64_t count) {
+    CopyBytes(pool, pages[begin] * page_bytes, out, begin * page_bytes, count * page_bytes, stream);
+  });
   // What was never written does not leave the cache: slots that are not in use are zero.
   const LayerConfig& config = layers_[layer].config;
   const int64_t row_bytes = config.qk_head_dim * checkpoint_layout_.item_bytes;
   const int64_t block_bytes = config_.page_size * row_bytes;
   ffi::Tensor zeros = AllocateTensor({block_bytes}, kByte, {kDLCPU, 0}, NewCounter());
   std::fill_n(static_cast<char*>(zeros.data_ptr()), block_bytes, '\0');
-  CopyRuns(pages, num_pages, out, [&](int64_t begin, int64_t count) {
-    CopyBytes(pool, pages[begin] * page_bytes, out, begin * page_bytes, count * page_bytes, stream);
-    for (int64_t i = begin; i < begin + count; ++i) {
-      const int64_t used = num_slots[i] * row_bytes;
-      for (int64_t block = 0; block < config.rows_per_slot() && used < block_bytes; ++block) {
-        CopyBytes(zeros, 0, out, i * page_bytes + block * block_bytes + used, block_bytes - used,
-                  stream);
+  for (int64_t i = 0; i < num_pages; ++i) {
+    const int64_t used = num_slots[i] * row_bytes;
+    for (int64_t block = 0; block < config.rows_per_slot() && used < block_bytes; ++block) {
+      const int64_t offset = i * page_bytes + block * block_bytes + used;
+      if (IsHost(out.device())) {
+        auto* host = static_cast<char*>(out.data_ptr()) + out.byte_offset();
+        std::memset(host + offset, 0, block_bytes - used);
+      } else {
+        CopyBytes(zeros, 0, out, offset, block_bytes - used, stream);
       }
     }
-  });
+  }
 }
 
 void PagedKVCacheObj::WritePages(int64_t layer, const int32_t* pages, int64_t num_pages,

@@ -79,6 +79,10 @@ void CommitPlan::Commit() noexcept {
   }
 }
 
+void CommitPlan::DropNodes() noexcept {
+  for (const Item& item : items_) table_->CommitNodes(item.sequence, 0);
+}
+
 void CommitPlan::FillMoveIndptr(int32_t* out) const {
   *out = 0;
   for (const Item& item : items_) {

@@ -37,6 +37,9 @@ class CommitPlan {
   /*! \brief Puts the copies in place, commits the accepted nodes and drops the others. */
   void Commit() noexcept;
 
+  /*! \brief Drops all nodes of the sequences instead. */
+  void DropNodes() noexcept;
+
   int64_t num_sequences() const { return static_cast<int64_t>(items_.size()); }
   int64_t num_committed() const { return num_committed_; }
   int64_t num_dropped() const { return num_dropped_; }

@@ -99,6 +99,21 @@ DLDevice StagingDevice(DLDevice device) {
   return {kDLCPU, 0};
 }
 
+bool HasStreams(DLDevice device) {
+  return device.device_type == kDLCUDA || device.device_type == kDLROCM;
+}
+
+DeviceStream::DeviceStream(DLDevice device)
+    : device_(device), stream_(DeviceAPI::Get(device)->CreateStream(device)) {}
+
+DeviceStream::~DeviceStream() {
+  // A device that fails here has failed before, where it could be told.
+  try {
+    DeviceAPI::Get(device_)->FreeStream(device_, stream_);
+  } catch (const std::exception&) {
+  }
+}
+
 void CopyBytes(const ffi::Tensor& source, int64_t source_offset, const ffi::Tensor& destination,
                int64_t destination_offset, int64_t num_bytes, void* stream) {
   DLTensor from = *source.GetDLTensorPtr();

@@ -45,6 +45,24 @@ ffi::Tensor TensorIn(std::shared_ptr<SharedMemory> memory, int64_t byte_offset,
 /*! \brief Page-locked memory where the device has it: a copy from it does not stop the host. */
 DLDevice StagingDevice(DLDevice device);
 
+/*! \brief Whether work on the device is queued on streams, and events order these. */
+bool HasStreams(DLDevice device);
+
+/*! \brief A stream of its own. */
+class DeviceStream {
+ public:
+  explicit DeviceStream(DLDevice device);
+  ~DeviceStream();
+  DeviceStream(const DeviceStream&) = delete;
+  DeviceStream& operator=(const DeviceStream&) = delete;
+
+  void* get() const { return stream_; }
+
+ private:
+  DLDevice device_;
+  void* stream_;
+};
+
 /*! \brief Copies `num_bytes` from one place to the other; asynchronous where the device is. */
 void CopyBytes(const ffi::Tensor& source, int64_t source_offset, const ffi::Tensor& destination,
                int64_t destination_offset, int64_t num_bytes, void* stream);

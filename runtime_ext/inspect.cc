@@ -188,11 +188,11 @@ StringMap PagedKVCacheObj::Stats() const {
   }
   const int64_t past_aux_bytes = past_aux_ ? past_aux_->num_bytes() : 0;
   const int64_t past_copied = past_aux_ ? past_aux_->num_bytes_copied() : 0;
-  const int64_t segment_bytes = segment_aux_ ? segment_aux_->num_bytes() : 0;
-  const int64_t segment_copied = segment_aux_ ? segment_aux_->num_bytes_copied() : 0;
+  const int64_t commit_bytes = commit_aux_ ? commit_aux_->num_bytes() : 0;
+  const int64_t commit_copied = commit_aux_ ? commit_aux_->num_bytes_copied() : 0;
   return {{"page_pool_bytes", page_pool_bytes_},
           {"workspace_bytes", workspace_bytes_},
-          {"aux_bytes", aux_->num_bytes() + past_aux_bytes + segment_bytes},
+          {"aux_bytes", aux_->num_bytes() + past_aux_bytes + commit_bytes},
           {"allocated_bytes", allocated_bytes_->load()},
           {"num_pages", num_pages},
           {"num_free_pages", num_free},
@@ -209,7 +209,7 @@ StringMap PagedKVCacheObj::Stats() const {
           {"num_send_blocks", static_cast<int64_t>(blocks_.size())},
           {"cow_page_copies", num_page_copies_},
           {"copied_inputs", num_copied_inputs_},
-          {"aux_bytes_copied", aux_->num_bytes_copied() + past_copied + segment_copied},
+          {"aux_bytes_copied", aux_->num_bytes_copied() + past_copied + commit_copied},
           {"pages_read", pages_read_},
           {"pages_read_without_sharing", pages_read_without_sharing_},
           {"step_pages_read", step_pages_read_},
@@ -298,9 +298,6 @@ void PagedKVCacheObj::ShuffleFreePages(int64_t seed) {
 }
 
 void PagedKVCacheObj::PoisonFreePages() {
-  if (config_.device.device_type != kDLCPU) {
-    Raise(kValueError, "poison_free_pages works on CPUs only");
-  }
   const int64_t page_size = config_.page_size;
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     std::vector<bool> is_held(table_.pool(g).num_pages() * page_size, false);
@@ -327,19 +324,33 @@ void PagedKVCacheObj::PoisonFreePages() {
     for (int32_t page = 0; page < table_.pool(g).num_pages(); ++page) {
       if (table_.IsPinned(g, page)) hold(page);
     }
-    for (int64_t l : groups_[g].layers) {
-      const Layer& layer = layers_[l];
-      const int64_t row_bytes = layer.config.qk_head_dim * config_.kv_dtype.bits / 8;
-      const int64_t num_heads = layer.config.rows_per_slot();  // of K, then of V; or the latent one
-      auto* data = static_cast<char*>(layer.pages.data_ptr());
-      for (size_t slot = 0; slot < is_held.size(); ++slot) {
-        if (is_held[slot]) continue;
-        const auto page = static_cast<int64_t>(slot) / page_size;
-        const auto offset = static_cast<int64_t>(slot) % page_size;
-        for (int64_t head = 0; head < num_heads; ++head) {
-          char* row = data + ((page * num_heads + head) * page_size + offset) * row_bytes;
-          std::fill(row, row + row_bytes, '\xff');  // all bits set: a NaN in every type of float
-        }
+    for (int64_t l : groups_[g].layers) PoisonSlots(layers_[l], is_held);
+  }
+}
+
+/*! \brief Writes NaN to the slots of a layer that are not held. */
+void PagedKVCacheObj::PoisonSlots(const Layer& layer, const std::vector<bool>& is_held) {
+  const int64_t page_size = config_.page_size;
+  const int64_t row_bytes = layer.config.qk_head_dim * config_.kv_dtype.bits / 8;
+  const int64_t num_heads = layer.config.rows_per_slot();  // of K, then of V; or the latent one
+  const int64_t page_bytes = num_heads * page_size * row_bytes;
+  ffi::Tensor ones =
+      AllocateTensor({page_bytes}, kByte, {kDLCPU, 0}, std::make_shared<std::atomic<int64_t>>(0));
+  // All bits set: a NaN in every type of float.
+  std::fill_n(static_cast<char*>(ones.data_ptr()), page_bytes, '\xff');
+  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  const auto num_pages = static_cast<int64_t>(is_held.size()) / page_size;
+  for (int64_t page = 0; page < num_pages; ++page) {
+    const auto first = is_held.begin() + page * page_size;
+    for (int64_t begin = 0, end; begin < page_size; begin = end) {
+      const bool is_free = !first[begin];
+      for (end = begin + 1; end < page_size && first[end] != is_free;) ++end;
+      if (!is_free) continue;
+      const bool is_whole = end - begin == page_size;
+      for (int64_t head = 0; head < (is_whole ? 1 : num_heads); ++head) {
+        const int64_t row = (page * num_heads + head) * page_size + begin;
+        const int64_t num_bytes = is_whole ? page_bytes : (end - begin) * row_bytes;
+        CopyBytes(ones, 0, layer.pages, row * row_bytes, num_bytes, stream);
       }
     }
   }

@@ -256,7 +256,6 @@ void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_le
       LayOutArrays();
       FillArrays();
       aux_->Upload();
-      LayOutSegments();
       SetWorkspaceViews();
     } catch (...) {
       plan_.Release();
@@ -311,6 +310,7 @@ void PagedKVCacheObj::LayOutArrays() {
     array_sizes_[ArrayIndex(g, kFirstPositions)] = num_sequences;
     array_sizes_[ArrayIndex(g, kSlots)] = plan_.num_rows();
   }
+  SizeSegments();
   aux_->Layout(array_sizes_);
 }
 
@@ -340,6 +340,7 @@ void PagedKVCacheObj::FillArrays() {
     plan_.FillFirstPositions(g, host(kFirstPositions));
     plan_.FillSlots(g, host(kSlots));
   }
+  if (has_segments_) FillSegments();
 }
 
 void PagedKVCacheObj::SetWorkspaceViews() {

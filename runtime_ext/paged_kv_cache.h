@@ -142,7 +142,7 @@ class PagedKVCacheObj : public ffi::Object {
  private:
   enum class Phase { kIdle, kPlanning, kForward };
 
-  /*! \brief Arrays of a step: some for all groups, then as many again for each group. */
+  /*! \brief Arrays of a step: some for all groups, then those of each, then of its segments. */
   enum CommonArray {
     kTreeOrder,  // with kTreeOrderIndptr empty where the causal mask will do
     kTreeOrderIndptr,
@@ -160,7 +160,7 @@ class PagedKVCacheObj : public ffi::Object {
     kNumGroupArrays
   };
 
-  /*! \brief Arrays of the segments of shared pages, for each group. */
+  /*! \brief Arrays of the segments of shared pages, for each group; there once a step has some. */
   enum SegmentArray {
     kSegmentPageIndptr,
     kSegmentPageValues,
@@ -208,7 +208,7 @@ class PagedKVCacheObj : public ffi::Object {
     return kNumCommonArrays + group * kNumGroupArrays + array;
   }
   size_t SegmentIndex(int32_t group, SegmentArray array) const {
-    return group * kNumSegmentArrays + array;
+    return ArrayIndex(table_.num_groups(), GroupArray{}) + group * kNumSegmentArrays + array;
   }
   const ffi::Tensor& common(CommonArray array) const { return aux_->view(array); }
 
@@ -244,7 +244,8 @@ class PagedKVCacheObj : public ffi::Object {
   void ApplySinks(const Layer& layer, const ffi::Optional<ffi::Tensor>& sinks,
                   const ffi::Tensor& o);
   bool CanSharePrefixes(const Group& group) const;
-  void LayOutSegments();
+  void SizeSegments();
+  void FillSegments();
   void CountPagesRead();
   void AttendToSegments(const Layer& layer, double sm_scale, const ffi::Tensor& q,
                         const ffi::Tensor& o, const ffi::Tensor& lse) const;
@@ -276,7 +277,9 @@ class PagedKVCacheObj : public ffi::Object {
                        const ffi::Tensor& lse);
   /*! \brief The kernel for a step's own rows: one with a window where the layer has one. */
   KernelName RaggedKernel(const Layer& layer) const;
-  void MoveNodes(const CommitPlan& plan);
+  void FillCommitArrays(const CommitPlan& plan);
+  /*! \brief When it throws the rows are as before, or it says that they are lost. */
+  void MoveNodes(const CommitPlan& plan, bool* are_nodes_lost);
   bool HasStockWindow(const Layer& layer) const {
     return StockWindowBackend::Serves(KernelsOf(layer), layer.config);
   }
@@ -314,6 +317,7 @@ class PagedKVCacheObj : public ffi::Object {
                          const ffi::Tensor& lse);
   const KernelSet& MergeKernels(int64_t num_heads, int64_t width) const;
 
+  void PoisonSlots(const Layer& layer, const std::vector<bool>& is_held);
   int64_t CountUniformLayers(LayerKind kind, const char* what) const;
   const LayerConfig& ShapeOf(LayerKind kind) const;
   void CheckPositions(const Sequence& sequence, int64_t begin, int64_t end) const;
@@ -352,9 +356,10 @@ class PagedKVCacheObj : public ffi::Object {
   std::unique_ptr<AuxData> past_aux_;
   std::vector<int64_t> past_array_sizes_;
   bool has_past_arrays_ = false;
-  /*! \brief Segments of shared pages; made when a step first has some. */
-  std::unique_ptr<AuxData> segment_aux_;
-  std::vector<int64_t> segment_array_sizes_;
+  bool has_segments_ = false;  // of shared pages, in this step
+  /*! \brief Which rows a commit of trees moves; made when one first moves any. */
+  std::unique_ptr<AuxData> commit_aux_;
+  std::vector<int64_t> commit_array_sizes_;
   std::unique_ptr<FlashInferBackend> flashinfer_;     // where a kernel is FlashInfer's
   std::unique_ptr<StockWindowBackend> stock_window_;  // where stock kernels have windows
   ffi::Tensor q_workspace_, k_workspace_, v_workspace_, lse_workspace_;  // bytes

@@ -195,6 +195,11 @@ std::vector<int64_t> PagedKVCacheObj::MakeSendBlocks() {
 }
 
 void PagedKVCacheObj::Announce(const std::vector<int64_t>& blocks) {
+  if (!blocks.empty() && HasStreams(config_.device)) {
+    // Whoever reads them does so in another thread or process, or by hardware of its own.
+    DeviceAPI* api = DeviceAPI::Get(config_.device);
+    api->StreamSync(config_.device, api->GetCurrentStream(config_.device));
+  }
   for (int64_t id : blocks) {
     auto it = blocks_.find(id);
     if (it == blocks_.end()) continue;  // an earlier handler has let go of this one's peer
@@ -273,7 +278,8 @@ void CopyRegions(ffi::Tensor destination, ffi::Tensor source, ffi::Tensor region
   const bool on_host =
       destination.device().device_type == kDLCPU && source.device().device_type == kDLCPU;
   void* stream = nullptr;
-  DLDevice device = destination.device();
+  const DLDevice device =
+      destination.device().device_type == kDLCPU ? source.device() : destination.device();
   if (!on_host) stream = DeviceAPI::Get(device)->GetCurrentStream(device);
   for (int64_t i = 0; i < regions.size(0); ++i) {
     const int64_t* row = rows + 3 * i;
@@ -284,6 +290,8 @@ void CopyRegions(ffi::Tensor destination, ffi::Tensor source, ffi::Tensor region
       CopyBytes(source, row[1], destination, row[0], row[2], stream);
     }
   }
+  // The sender may change the rows once they were read.
+  if (!on_host) DeviceAPI::Get(device)->StreamSync(device, stream);
 }
 
 }  // namespace pagedkv

@@ -7,6 +7,8 @@
  * what each sequence has for itself. Then, level by level, one call attends with all rows of every
  * segment to its pages and merges the result into o and lse.
  */
+#include <algorithm>
+
 #include "paged_kv_cache.h"
 
 namespace pagedkv {
@@ -34,34 +36,41 @@ void PagedKVCacheObj::ShareEveryPrefix() {
   }
 }
 
-void PagedKVCacheObj::LayOutSegments() {
-  bool has_segments = false;
-  std::vector<int64_t>& sizes = segment_array_sizes_;
-  sizes.clear();
-  for (int32_t g = 0; g < table_.num_groups(); ++g) {
+void PagedKVCacheObj::SizeSegments() {
+  const int32_t num_groups = table_.num_groups();
+  const bool had_segments = has_segments_;
+  has_segments_ = false;
+  for (int32_t g = 0; g < num_groups; ++g) {
+    has_segments_ = has_segments_ || !plan_.shared_prefix(g).segments().empty();
+  }
+  const size_t first = SegmentIndex(0, SegmentArray{});
+  if (!has_segments_) {
+    if (had_segments) std::fill(array_sizes_.begin() + first, array_sizes_.end(), 0);
+    return;
+  }
+  if (array_sizes_.size() == first) {  // the first step that has any
+    aux_->AddArrays(num_groups * kNumSegmentArrays);
+    array_sizes_.resize(first + num_groups * kNumSegmentArrays);
+  }
+  for (int32_t g = 0; g < num_groups; ++g) {
     const auto num_segments = static_cast<int64_t>(plan_.shared_prefix(g).segments().size());
-    has_segments = has_segments || num_segments > 0;
-    sizes.push_back(num_segments + 1);          // kSegmentPageIndptr
-    sizes.push_back(plan_.NumSegmentPages(g));  // kSegmentPageValues
-    sizes.push_back(num_segments);              // kSegmentFirstPositions
-    sizes.push_back(num_segments + 1);          // kSegmentRowIndptr
-    sizes.push_back(plan_.NumSegmentRows(g));   // kSegmentRows
+    array_sizes_[SegmentIndex(g, kSegmentPageIndptr)] = num_segments + 1;
+    array_sizes_[SegmentIndex(g, kSegmentPageValues)] = plan_.NumSegmentPages(g);
+    array_sizes_[SegmentIndex(g, kSegmentFirstPositions)] = num_segments;
+    array_sizes_[SegmentIndex(g, kSegmentRowIndptr)] = num_segments + 1;
+    array_sizes_[SegmentIndex(g, kSegmentRows)] = plan_.NumSegmentRows(g);
   }
-  if (!has_segments) return;
-  if (segment_aux_ == nullptr) {
-    segment_aux_ =
-        std::make_unique<AuxData>(config_.has_merged_aux, config_.device, sizes, allocated_bytes_);
-  }
-  segment_aux_->Layout(sizes);
+}
+
+void PagedKVCacheObj::FillSegments() {
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
-    auto host = [&](SegmentArray array) { return segment_aux_->host(SegmentIndex(g, array)); };
+    auto host = [&](SegmentArray array) { return aux_->host(SegmentIndex(g, array)); };
     plan_.FillSegmentPageIndptr(g, host(kSegmentPageIndptr));
     plan_.FillSegmentPageValues(g, host(kSegmentPageValues));
     plan_.FillSegmentFirstPositions(g, host(kSegmentFirstPositions));
     plan_.FillSegmentRowIndptr(g, host(kSegmentRowIndptr));
     plan_.FillSegmentRows(g, host(kSegmentRows));
   }
-  segment_aux_->Upload();
 }
 
 void PagedKVCacheObj::CountPagesRead() {
@@ -82,7 +91,7 @@ void PagedKVCacheObj::AttendToSegments(const Layer& layer, double sm_scale, cons
   const LayerConfig& config = layer.config;
   const ffi::Function& kernel = KernelsOf(layer).Get(config.prefill_shared());
   auto array = [&](SegmentArray a) -> const ffi::Tensor& {
-    return segment_aux_->view(SegmentIndex(layer.group, a));
+    return aux_->view(SegmentIndex(layer.group, a));
   };
   for (size_t level = 0; level < shared.num_levels(); ++level) {
     const auto first = static_cast<int64_t>(shared.level_begins()[level]);

@@ -4,11 +4,17 @@
  * \brief Commit of token trees: the accepted nodes move up in the pages, the others are dropped.
  *
  * Moving overwrites nodes, so what is about to be overwritten is kept until all layers are done: a
- * kernel that throws leaves the pages as they were.
+ * kernel that throws leaves the pages as they were. Not so where kernels are launched and run
+ * later: to keep rows would cost as much as to move them, and a launch that fails after others of
+ * its kind did not means that the device does. Then the nodes are given up; what was committed
+ * before is as it was. When the first launch fails nothing has changed there either.
  */
 #include <tvm/runtime/device_api.h>
 
+#include <algorithm>
 #include <exception>
+#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -93,19 +99,26 @@ void PagedKVCacheObj::CommitTree(ffi::Shape sequence_ids, ffi::Shape leaf_indice
                {leaf_indices.data(), leaf_indices.size()});
   // A kernel that calls back into the cache finds it busy.
   phase_ = Phase::kPlanning;
+  bool are_nodes_lost = false;
   try {
     plan.Acquire();
     try {
       CopyPages(plan.copies());
-      if (plan.num_moves() > 0) MoveNodes(plan);
+      if (plan.num_moves() > 0) MoveNodes(plan, &are_nodes_lost);
     } catch (...) {
       plan.Release();
+      if (are_nodes_lost) {
+        num_dropped_nodes_ += plan.num_committed() + plan.num_dropped();
+        plan.DropNodes();
+      }
       throw;
     }
   } catch (...) {
+    if (!HasStreams(config_.device)) commit_aux_.reset();
     phase_ = Phase::kIdle;
     throw;
   }
+  if (!HasStreams(config_.device)) commit_aux_.reset();
   num_page_copies_ += static_cast<int64_t>(plan.copies().size());
   num_committed_nodes_ += plan.num_committed();
   num_dropped_nodes_ += plan.num_dropped();
@@ -114,36 +127,52 @@ void PagedKVCacheObj::CommitTree(ffi::Shape sequence_ids, ffi::Shape leaf_indice
   phase_ = Phase::kIdle;
 }
 
-void PagedKVCacheObj::MoveNodes(const CommitPlan& plan) {
-  const int64_t num_sequences = plan.num_sequences(), num_moves = plan.num_moves();
-  std::vector<int64_t> sizes{num_sequences + 1};
-  sizes.resize(1 + groups_.size(), 2 * num_moves);
-  AuxData arrays(config_.has_merged_aux, config_.device, sizes, allocated_bytes_);
-  plan.FillMoveIndptr(arrays.host(0));
-  for (int32_t g = 0; g < table_.num_groups(); ++g) plan.FillMoves(g, arrays.host(1 + g));
-  arrays.Upload();
+void PagedKVCacheObj::FillCommitArrays(const CommitPlan& plan) {
+  std::vector<int64_t>& sizes = commit_array_sizes_;
+  if (commit_aux_ == nullptr) {  // room for the nodes of a step
+    const int64_t num_rows = config_.prefill_chunk_size;
+    sizes.assign(1, std::min(config_.max_num_sequences, num_rows) + 1);
+    sizes.resize(1 + groups_.size(), 2 * num_rows);
+    commit_aux_ =
+        std::make_unique<AuxData>(config_.has_merged_aux, config_.device, sizes, allocated_bytes_);
+  }
+  sizes.assign(1, plan.num_sequences() + 1);
+  sizes.resize(1 + groups_.size(), 2 * plan.num_moves());
+  commit_aux_->Layout(sizes);
+  plan.FillMoveIndptr(commit_aux_->host(0));
+  for (int32_t g = 0; g < table_.num_groups(); ++g) plan.FillMoves(g, commit_aux_->host(1 + g));
+  commit_aux_->Upload();
+}
 
+void PagedKVCacheObj::MoveNodes(const CommitPlan& plan, bool* are_nodes_lost) {
+  const int64_t num_sequences = plan.num_sequences(), num_moves = plan.num_moves();
+  FillCommitArrays(plan);
   auto layout_of = [&](const Layer& layer) -> SlotLayout {
     return {config_.page_size, layer.config.rows_per_slot(),
             layer.config.qk_head_dim * config_.kv_dtype.bits / 8};
   };
-  int64_t num_bytes = 0;
-  for (const Layer& layer : layers_) num_bytes += num_moves * layout_of(layer).slot_bytes();
-  SavedSlots overwritten(num_bytes, config_.device, allocated_bytes_);
+  std::optional<SavedSlots> overwritten;
+  if (!HasStreams(config_.device)) {
+    int64_t num_bytes = 0;
+    for (const Layer& layer : layers_) num_bytes += num_moves * layout_of(layer).slot_bytes();
+    overwritten.emplace(num_bytes, config_.device, allocated_bytes_);
+  }
   void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
   try {
     for (const Layer& layer : layers_) {
       const SlotLayout layout = layout_of(layer);
-      const int32_t* sources = arrays.host(1 + layer.group);
+      const int32_t* sources = commit_aux_->host(1 + layer.group);
       const int32_t* destinations = sources + num_moves;
-      overwritten.Save(layer.pages, layout, destinations, num_moves);
+      if (overwritten) overwritten->Save(layer.pages, layout, destinations, num_moves);
       const KernelSet& kernels = KernelsOf(layer);
       if (kernels.Has(KernelName::kCompactCopy)) {
-        const ffi::Tensor slots =
-            arrays.view(1 + layer.group).as_strided({2, num_moves}, {num_moves, 1});
-        kernels.Get(KernelName::kCompactCopy)(layer.pages, arrays.view(0), slots, num_sequences);
+        const ffi::Tensor slots = commit_aux_->Matrix(1 + layer.group, 2, num_moves);
+        kernels.Get(KernelName::kCompactCopy)(layer.pages, commit_aux_->view(0), slots,
+                                              num_sequences);
+        *are_nodes_lost = !overwritten;
         continue;
       }
+      *are_nodes_lost = !overwritten;
       for (int64_t i = 0; i < num_moves; ++i) {
         for (int64_t row = 0; row < layout.rows_per_slot; ++row) {
           CopyBytes(layer.pages, layout.RowOffset(sources[i], row), layer.pages,
@@ -152,7 +181,7 @@ void PagedKVCacheObj::MoveNodes(const CommitPlan& plan) {
       }
     }
   } catch (...) {
-    overwritten.Restore();
+    if (overwritten) overwritten->Restore();
     throw;
   }
 }

@@ -151,23 +151,23 @@ def prepared(device, num_steps: int = 5) -> tuple[DevicePair, list]:
     return pair, pair.prepare([{0: 9, 1: 5}, *[{0: 1, 1: 1}] * (num_steps - 1)])
 
 
-def test_the_host_waits_for_the_step_before_the_last(device):
-    pair, steps = prepared(device)
+def test_the_host_is_at_most_four_steps_ahead(device):
+    pair, steps = prepared(device, 9)
     device.wait_for_all()
     pending = []
     for step in steps:
         pair.step(step)
         pending.append(device.num_pending())
-    of_a_step = pending[1] - pending[0]
+    of_a_step = pending[2] - pending[1]
     assert pending[0] > 0 and of_a_step > 0
-    # What the last step and this one have queued is left.
-    assert pending[2:] == [2 * of_a_step] * (len(steps) - 2)
+    # In every second step it waits for the two that are three and four steps back.
+    assert pending[5:] == [4 * of_a_step, 3 * of_a_step] * 2
     pair.check()
 
 
 def _run_without(device, event: int) -> int:
     """How many events there are, and one of them has no effect."""
-    pair, steps = prepared(device)
+    pair, steps = prepared(device, 7)
     begin = device.num_events()
     with device.without_event(event):
         for step in steps:
@@ -177,8 +177,8 @@ def _run_without(device, event: int) -> int:
 
 def test_every_event_is_needed(device):
     num_events = _run_without(device, -1)
-    assert num_events == 2 * 5 - 1
-    # The last but one lets a step later than these overwrite the arrays of the one before.
+    assert num_events == 7 + 3  # one a step, and one for each pair of turns before the last
+    # The last but one lets a step later than these overwrite the arrays of the two before.
     for event in {*range(num_events)} - {num_events - 2}:
         with pytest.raises(RuntimeError, match="without an event between"):
             _run_without(device, event)

@@ -189,7 +189,11 @@ def build_kernels(
     RuntimeError
         When the kernels cannot be compiled or linked; the message tells what is missing.
     """
-    built = build_libraries(config, target, progress, archs)
+    return load_libraries(build_libraries(config, target, progress, archs))
+
+
+def load_libraries(built: KernelLibraries) -> KernelSets:
+    """The functions of kernels that were built for a machine like this one."""
     return KernelSets(
         sets=tuple(_load(symbols, file) for symbols, file in built.libraries),
         layer_sets=built.layer_sets,

@@ -291,8 +291,8 @@ class KVCacheConfig:
         """Bytes on the device of a cache that was just made, without making it.
 
         With several pipeline stages and no `stage`: of the one that takes most. It is the
-        ``allocated_bytes`` of `KVCache.stats`; on GPUs those count the auxiliary arrays twice, for
-        steps take turns there. Only the auxiliary arrays may grow later: where
+        ``allocated_bytes`` of `KVCache.stats`; on GPUs those count the auxiliary arrays four times,
+        for steps take turns there. Only the auxiliary arrays may grow later: where
         sequences share pages, a step's page table can have more entries than there are pages, and
         token trees can grow in more than one step before a commit.
         """

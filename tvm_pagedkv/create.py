@@ -11,7 +11,8 @@ import tvm
 from tvm.target import Target
 from tvm_ffi import Shape
 
-from .build import KernelLibraries, KernelSets, build_kernels
+from . import cuda_library
+from .build import KernelLibraries, KernelSets, build_libraries, load_libraries
 from .config import MHA_KINDS, KVCacheConfig, LayerSpec
 from .cuda_build import is_cuda
 from .rope_config import ROPE_MODES, RopeConfig
@@ -51,10 +52,17 @@ def create(
     ValueError
         When the target is not for the device.
     RuntimeError
-        Where there is no such GPU, no driver, or no nvcc to compile with.
+        Where there is no such GPU, no driver, or no nvcc to compile with; and where the kernels
+        were compiled for other GPUs.
+    MemoryError
+        When the device has not enough; nothing stays allocated.
     """
     device, target = _device_and_target(device, target)
-    kernels = build_kernels(config, target, progress)
+    built = build_libraries(config, target, progress)
+    if is_cuda(target):
+        for _, path in built.libraries:
+            cuda_library.require_code_for(device, path)
+    kernels = load_libraries(built)
     make = tvm.get_global_func("pagedkv.create")
     return make(config_map(config, kernels, device), [dict(s) for s in kernels.sets], device)
 

@@ -92,6 +92,35 @@ def find_nvcc() -> str:
     )
 
 
+def require_code_for(device, path: Path) -> None:
+    """Refuse a library that has nothing for a GPU to run.
+
+    Machine code runs on GPUs of its major version, from its minor version on; PTX is compiled by
+    the driver for its version and all later ones.
+
+    Parameters
+    ----------
+    device : tvm.runtime.Device
+    path : Path
+
+    Raises
+    ------
+    RuntimeError
+        That says what the GPU is and what the library holds.
+    """
+    version = int(str(device.compute_version).replace(".", ""))
+    held = device_code(path)
+    for code in held:
+        is_same = code.kind == "ptx" or code.arch // 10 == version // 10
+        if is_same and code.arch <= version:
+            return
+    names = ", ".join(f"{code.kind} {code.arch}" for code in sorted(held)) or "nothing for GPUs"
+    raise RuntimeError(
+        f"the kernels cannot run on {device}, of compute capability {device.compute_version}: "
+        f"their library holds {names}"
+    )
+
+
 def device_code(path: Path) -> set[DeviceCode]:
     """What a library holds, read from the headers of its fat binaries."""
     content, found, at = path.read_bytes(), set(), 0

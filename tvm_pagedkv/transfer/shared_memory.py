@@ -35,6 +35,8 @@ class SharedMemoryChannel(SocketChannel):
         self._cache: KVCache | None = None
 
     def expose(self, cache: KVCache) -> dict[str, Any]:
+        if str(cache.description["device"]).partition(":")[0] != "cpu":
+            raise ValueError("a SharedMemoryChannel sends from caches on the CPU")
         descriptor, num_bytes = _runtime.shared_pages(cache)
         if descriptor < 0:
             raise ValueError(

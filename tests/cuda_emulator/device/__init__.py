@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import tvm
 import tvm_ffi
 
-from tvm_pagedkv import cuda_build
+from tvm_pagedkv import cuda_build, cuda_library
 from tvm_pagedkv.disk_cache import code_versions
 
 from .. import library
@@ -25,6 +29,24 @@ class EmulatedDevice:
 
     def __getattr__(self, name: str):
         return tvm_ffi.get_global_func(f"emulated_device.{name}")
+
+    @contextmanager
+    def counted(self) -> Iterator[Counter]:
+        """What the host calls meanwhile: copies, events, allocations, and how often it stops."""
+        before, calls = Counter(dict(self.counts().items())), Counter()
+        yield calls
+        calls.update(Counter(dict(self.counts().items())) - before)
+
+    def kernels(self, kernels: dict[str, Callable]) -> dict[str, Callable]:
+        """Functions that take tensors on the host, launched as kernels of the device are."""
+        launch = self.launch
+        return {name: partial(launch, kernel) for name, kernel in kernels.items()}
+
+    def put(self, array: np.ndarray) -> tvm.runtime.Tensor:
+        """A copy on the device, which is queued; the host does not stop, as it would otherwise."""
+        tensor = tvm.runtime.empty(array.shape, array.dtype, self.device)
+        self.launch(lambda on_host: np.copyto(np.from_dlpack(on_host), array), tensor)
+        return tensor
 
     @contextmanager
     def without_event(self, number: int):
@@ -58,6 +80,8 @@ def plugged_in(monkeypatch):
         # Not the name of an architecture, so these libraries are told from real ones on the disk.
         versions = (library.runtime_path().stem, *code_versions(Path(library.__file__).parent))
         patches.setattr(cuda_build, "ARCHS", ("emulated", *versions))
+        held = {cuda_library.DeviceCode("sass", 80)}
+        patches.setattr(cuda_library, "device_code", lambda path: held)
         device.plug_in(True)
         try:
             yield device

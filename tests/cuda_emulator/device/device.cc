@@ -5,14 +5,18 @@
 // host waits for them: as late as they may. Each carries a vector clock, so that an operation is
 // refused, when it is queued, that touches what another stream touches without an event between.
 #include <sys/mman.h>
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
 #include <tvm/runtime/device_api.h>
 
 #include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +31,7 @@ namespace {
 
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kAlignment = 256;
+constexpr DLDevice kHost{kDLCPU, 0};
 
 size_t RoundUp(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
 
@@ -86,6 +91,14 @@ class Device : public tvm::runtime::DeviceAPI {
   bool SupportsDevicePointerArithmeticsOnHost() final { return true; }
 
   void* AllocDataSpace(DLDevice device, size_t num_bytes, size_t, DLDataType) final {
+    Count("allocations");
+    return Allocate(device, num_bytes);
+  }
+
+  void* Allocate(DLDevice device, size_t num_bytes) {
+    if (static_cast<int64_t>(num_bytes) > room)
+      TVM_FFI_THROW(InternalError) << "CUDA: out of memory";
+    room -= num_bytes;
     auto made = std::make_unique<Allocation>();
     made->on_device = device.device_type == kDLCUDA;
     made->num_bytes = num_bytes;
@@ -106,7 +119,8 @@ class Device : public tvm::runtime::DeviceAPI {
   }
 
   void FreeDataSpace(DLDevice, void* data) final {
-    WaitForAll();  // as cudaFree does
+    Count("frees");
+    HostWaits([this] { WaitForAll(); });  // as cudaFree does
     Release(static_cast<char*>(data));
   }
 
@@ -116,8 +130,16 @@ class Device : public tvm::runtime::DeviceAPI {
     At(stream)->queue.back().given_back = static_cast<char*>(data);
   }
 
-  TVMStreamHandle CreateStream(DLDevice) final { return NewStream(); }
-  void FreeStream(DLDevice, TVMStreamHandle stream) final { Wait(At(stream)); }
+  TVMStreamHandle CreateStream(DLDevice) final {
+    Count("streams made");
+    if (spare_.empty()) return NewStream();
+    return spare_.extract(spare_.begin()).value();
+  }
+  void FreeStream(DLDevice, TVMStreamHandle stream) final {
+    Count("streams freed");
+    Wait(At(stream));
+    spare_.insert(At(stream));
+  }
   void SetStream(DLDevice device, TVMStreamHandle stream) final {
     TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvSetStream(kDLCUDA, device.device_id, stream, nullptr));
   }
@@ -126,15 +148,16 @@ class Device : public tvm::runtime::DeviceAPI {
   }
 
   void SyncStreamFromTo(DLDevice, TVMStreamHandle from, TVMStreamHandle to) final {
-    if (static_cast<int64_t>(num_events++) == dropped_event) return;
+    if (counts["events"]++ == dropped_event) return;
     Stream *source = At(from), *destination = At(to);
     Join(&destination->clock, source->clock);
     Push(destination, {nullptr, {}, nullptr, source, source->num_queued});
   }
 
   void StreamSync(DLDevice, TVMStreamHandle stream) final {
+    Count("waits");
     if (!host_waits) return;
-    Wait(At(stream));
+    HostWaits([&] { Wait(At(stream)); });
     RaiseFault();
   }
 
@@ -181,10 +204,12 @@ class Device : public tvm::runtime::DeviceAPI {
     if (!fault.empty()) TVM_FFI_THROW(RuntimeError) << fault;
   }
 
+  void Count(const char* what) { ++counts[what]; }
   bool is_plugged_in = false;
   bool host_waits = true;
-  uint64_t num_events = 0;
   int64_t dropped_event = -1;
+  int64_t room = INT64_MAX;               // bytes that can be allocated
+  std::map<std::string, int64_t> counts;  // of what the host has called
 
  protected:
   void CopyDataFromTo(const void* from, size_t from_offset, void* to, size_t to_offset,
@@ -199,6 +224,11 @@ class Device : public tvm::runtime::DeviceAPI {
     // is what is copied, and the other must not change until then.
     std::vector<char> held;
     if (from_device.device_type != kDLCUDA) held.assign(source, source + num_bytes);
+    if (to_device.device_type != kDLCUDA) {
+      Count("copies to the host");
+    } else {
+      Count(from_device.device_type == kDLCUDA ? "copies on the device" : "copies to the device");
+    }
     const bool is_pinned = from_device.device_type == kDLCUDAHost;
     Queue(handle, "a copy", pointers, [=, held = std::move(held)] {
       if (is_pinned && std::memcmp(held.data(), source, num_bytes) != 0) {
@@ -207,7 +237,7 @@ class Device : public tvm::runtime::DeviceAPI {
       std::memcpy(destination, held.empty() ? source : held.data(), num_bytes);
     });
     if (to_device.device_type != kDLCPU) return;
-    Wait(At(handle));
+    HostWaits([&] { Wait(At(handle)); });
     RaiseFault();
   }
 
@@ -232,8 +262,16 @@ class Device : public tvm::runtime::DeviceAPI {
     return offset <= found->num_bytes ? found : nullptr;
   }
 
+  // Counts a stop of the host where there is something left to wait for.
+  void HostWaits(const std::function<void()>& wait) {
+    const uint64_t before = NumPending();
+    wait();
+    if (NumPending() < before) Count("stops");
+  }
+
   void Release(char* data) {
     auto found = allocations_.find(data);
+    room += found->second->num_bytes;
     munmap(found->second->mapped, found->second->mapped_bytes);
     allocations_.erase(found);
   }
@@ -271,11 +309,43 @@ class Device : public tvm::runtime::DeviceAPI {
 
   std::map<char*, std::unique_ptr<Allocation>> allocations_;
   std::vector<std::unique_ptr<Stream>> streams_;
+  std::set<Stream*> spare_;  // that were freed
   std::string fault_;
   Clock host_clock_;  // what the host has waited for
 };
 
 namespace {
+
+// A tensor on the host over memory of the device, for what may touch it.
+struct Alias {
+  void* data;
+  void AllocData(DLTensor* tensor) { tensor->data = data; }
+  void FreeData(DLTensor*) {}
+};
+
+// Queues a call of a function that does what a kernel does: it takes tensors on the host.
+void LaunchFunction(ffi::PackedArgs args, ffi::Any*) {
+  auto function = args[0].cast<ffi::Function>();
+  std::vector<const void*> pointers;
+  std::vector<ffi::Any> passed;
+  for (int i = 1; i < args.size(); ++i) {
+    auto tensor = args[i].try_cast<ffi::Tensor>();
+    if (!tensor || tensor->device().device_type != kDLCUDA) {
+      passed.push_back(args[i]);
+      continue;
+    }
+    void* data = static_cast<char*>(tensor->data_ptr()) + tensor->byte_offset();
+    if (tensor->numel() > 0) pointers.push_back(data);
+    const DLDevice host{kDLCPU, 0};
+    passed.push_back(ffi::Tensor::FromNDAlloc(Alias{data}, tensor->shape(), tensor->dtype(), host));
+  }
+  void* stream = TVMFFIEnvGetStream(kDLCUDA, 0);
+  Device::Get()->Queue(stream, "a kernel", pointers, [function, passed = std::move(passed)] {
+    std::vector<ffi::AnyView> views(passed.begin(), passed.end());
+    ffi::Any result;
+    function.CallPacked(views.data(), static_cast<int32_t>(views.size()), &result);
+  });
+}
 
 bool LaunchHere(void* stream, const Launch& launch, const std::vector<const void*>& pointers,
                 std::function<void()> kernel) {
@@ -299,7 +369,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   namespace ffi = tvm::ffi;
   emulator::machine().launch_on_device = emulator::LaunchHere;
   emulator::machine().take_on_device = [](void*, size_t num_bytes) {
-    return Device::Get()->AllocDataSpace({kDLCUDA, 0}, num_bytes, 0, {});
+    return Device::Get()->Allocate({kDLCUDA, 0}, num_bytes);
   };
   emulator::machine().give_back_on_device = [](void* stream, void* memory) {
     Device::Get()->GiveBack(stream, memory);
@@ -308,11 +378,19 @@ TVM_FFI_STATIC_INIT_BLOCK() {
     ffi::Function::SetGlobal(name, ffi::Function::FromTyped(function), /*override=*/true);
   };
   auto get = []() -> void* { return static_cast<tvm::runtime::DeviceAPI*>(Device::Get()); };
-  define("device_api.cuda", get);
-  define("device_api.cuda_host", get);
+  for (const char* name : {"device_api.cuda", "device_api.cuda_host"}) define(name, get);
   define("emulated_device.plug_in", [](bool is_in) { Device::Get()->is_plugged_in = is_in; });
   define("emulated_device.num_pending", [] { return Device::Get()->NumPending(); });
-  define("emulated_device.num_events", [] { return Device::Get()->num_events; });
+  define("emulated_device.num_events", [] { return Device::Get()->counts["events"]; });
+  define("emulated_device.counts", [] {
+    ffi::Map<ffi::String, int64_t> counts;
+    for (const auto& [what, count] : Device::Get()->counts) counts.Set(what, count);
+    return counts;
+  });
+  define("emulated_device.set_room", [](int64_t bytes) { Device::Get()->room = bytes; });
+  define("emulated_device.room", [] { return Device::Get()->room; });
+  ffi::Function::SetGlobal("emulated_device.launch",
+                           ffi::Function::FromPacked(emulator::LaunchFunction), true);
   define("emulated_device.drop_event", [](int64_t event) { Device::Get()->dropped_event = event; });
   define("emulated_device.let_host_wait", [](bool waits) { Device::Get()->host_waits = waits; });
   define("emulated_device.wait_for_all", [] {

@@ -45,14 +45,19 @@ class Fed:
     kind : key of LAYERS
     seed : int
         Of the free pages' order; not of the rows, which depend on sequence and position alone.
+    emulated : EmulatedDevice, optional
+        Where the cache is; None: on the CPU.
     """
 
-    def __init__(self, kind: str, seed: int = 0, **fields):
+    def __init__(self, kind: str, seed: int = 0, emulated=None, **fields):
         self.kind, self.layers = kind, LAYERS[kind]
         fields = {"max_total_tokens": 256, "page_size": 4} | fields
         self.dtype = np.dtype(fields.get("kv_dtype", "float32"))
         self.page_size = fields["page_size"]
-        self.cache = make_cache({**KERNELS, **MLA_KERNELS}, layers=self.layers, **fields)
+        kernels = {**KERNELS, **MLA_KERNELS}
+        if emulated is not None:
+            kernels, fields["device"] = emulated.kernels(kernels), emulated.device
+        self.cache = make_cache(kernels, layers=self.layers, **fields)
         self.rows: dict[int, list[tuple[np.ndarray, ...]]] = {}
         poison(self.cache)
         shuffle(self.cache, seed)

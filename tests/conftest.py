@@ -5,6 +5,8 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 _COMPILED = Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"
 os.environ.setdefault("TVM_PAGEDKV_CACHE", str(_COMPILED))
 
@@ -14,6 +16,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TVM_NUM_THREADS", "2")
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A CUDA device that is emulated, in CUDA's place in TVM's runtime."""
+    import tvm
+
+    from .cuda_emulator.device import plugged_in
+
+    if tvm.cuda(0).exist:
+        pytest.skip("this machine has the device that is emulated")
+    with plugged_in(monkeypatch) as emulated:
+        yield emulated
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -44,7 +44,7 @@ class MLAPair(CachePair):
         q = reference.mla_absorb(q, self.w_k).astype(self.dtype)
         o, lse = self.cache.cross_attention(layer, q)
         o = np.einsum("thc,hdc->thd", np.asarray(o.numpy(), np.float64), self.w_v)
-        return tvm.runtime.tensor(o.astype(self.dtype)), lse
+        return tvm.runtime.tensor(o.astype(self.dtype), self.cache.description["device"]), lse
 
     def self_attention(self, layer: int, q: np.ndarray, latent: np.ndarray):
         k, v = reference.mla_expand(latent, self.w_k, self.w_v)

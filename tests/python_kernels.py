@@ -225,12 +225,17 @@ def make_config(num_layers: int = 2, layers: list | None = None, **fields: Any) 
     return {**small, **fields, "layers": [LAYER] * num_layers if layers is None else layers}
 
 
-def make_cache(kernels: Any = None, **fields: Any) -> pkv.KVCache:
-    """A cache over the NumPy kernels; `kernels` replaces or adds some of them."""
+def make_cache(
+    kernels: Any = None, device: tvm.runtime.Device | None = None, **fields: Any
+) -> pkv.KVCache:
+    """A cache over the NumPy kernels; `kernels` replaces or adds some of them.
+
+    On the CPU, or on a device, on which kernels of `EmulatedDevice.kernels` are launched.
+    """
     create = tvm_ffi.get_global_func("pagedkv.create")
     if not isinstance(kernels, list):
         kernels = {**KERNELS, **(kernels or {})}
-    return create(make_config(**fields), kernels, tvm.cpu())
+    return create(make_config(**fields), kernels, device or tvm.cpu())
 
 
 def poison(cache: pkv.KVCache) -> None:

@@ -31,11 +31,11 @@ class Attention:
     def run(self, world: World, positions: np.ndarray) -> None:
         """Call the cache; a second time does the same again."""
         cache, layer = world.cache, self.layer
-        self.outputs = [cache.attention(layer, self.qkv, sinks=self.sinks).numpy()]
+        sinks = None if self.sinks is None else world.put(self.sinks)
+        self.outputs = [cache.attention(layer, world.put(self.qkv), sinks=sinks)]
         if self.other_q is not None:
-            qkv = self.rotated(world, positions, self.other_q)
-            shared = cache.attention_with_shared_kv(layer, *qkv, sinks=self.sinks)
-            self.outputs.append(shared.numpy())
+            qkv = map(world.put, self.rotated(world, positions, self.other_q))
+            self.outputs.append(cache.attention_with_shared_kv(layer, *qkv, sinks=sinks))
 
     def check(self, world: World) -> None:
         """Append to the reference and compare."""
@@ -50,7 +50,7 @@ class Attention:
             arguments = local, self.batch, self.lengths, qkv, 1, SM_SCALE, self.sinks
             want, _ = world.mha.attention(*arguments)
             what = f"{self.batch} {self.lengths} layer {self.layer}, {type(self).__name__} {i}"
-            reference.assert_close(out, want, "float32", what)
+            world.compare([out], [want], what)
 
 
 class SplitAttention(Attention):
@@ -62,9 +62,9 @@ class SplitAttention(Attention):
 
     def run(self, world: World, positions: np.ndarray) -> None:
         cache, layer = world.cache, self.layer
-        q, k, v = self.rotated(world, positions, self.qkv[:, :NUM_QO_HEADS])
-        parts = cache.self_attention(layer, q, k, v), cache.cross_attention(layer, q)
-        self.outputs = [cache.merge_attention(*parts[0], *parts[1])[0].numpy()]
+        q, k, v = map(world.put, self.rotated(world, positions, self.qkv[:, :NUM_QO_HEADS]))
+        self.parts = cache.self_attention(layer, q, k, v), cache.cross_attention(layer, q)
+        self.outputs = [cache.merge_attention(*self.parts[0], *self.parts[1])[0]]
 
 
 class LatentAttention:
@@ -80,30 +80,30 @@ class LatentAttention:
 
     def run(self, world: World, positions: np.ndarray) -> None:
         cache, layer = world.cache, self.layer
-        cache.append_mla_kv(layer, self.latent)
+        cache.append_mla_kv(layer, world.put(self.latent))
         if not self.is_whole:
-            own = cache.self_attention(layer, self.k, self.k, self.k[:, :, :8], 0.3)
-            self.own = [x.numpy() for x in own]
-        self.outputs = [x.numpy() for x in cache.cross_attention(layer, self.q, 0.25)]
+            k, v = world.put(self.k), world.put(self.k[:, :, :8])
+            self.own = cache.self_attention(layer, k, k, v, 0.3)
+        self.outputs = cache.cross_attention(layer, world.put(self.q), 0.25)
 
     def check(self, world: World) -> None:
         local, what = world.local(self.layer), f"{self.batch} {self.lengths} layer {self.layer}"
         world.mla.append(local, self.batch, self.lengths, self.latent)
         arguments = local, self.batch, self.lengths, self.q, V_DIM, 0.25
         wanted = world.mla.absorbed(*arguments, with_step=self.is_whole)
-        for out, want in zip(self.outputs, wanted, strict=True):
-            reference.assert_close(out, want, "float32", what)
-        start = 0
+        world.compare(self.outputs, wanted, what)
+        if self.is_whole:
+            return
+        parts, start = [], 0
         for seq_id, num_rows in zip(self.batch, self.lengths, strict=True):
             rows = slice(start, start + num_rows)
             start += num_rows
-            if not self.is_whole:
-                total = world.mla.length(seq_id, local)
-                mask = reference.tree_mask(world.tree(seq_id), num_rows, total)[:, -num_rows:]
-                k = self.k[rows]
-                wanted = reference.attention(k, k, k[:, :, :8], mask, 0.3)
-                for out, want in zip(self.own, wanted, strict=True):
-                    reference.assert_close(out[rows], want, "float32", f"{what}, its own rows")
+            total = world.mla.length(seq_id, local)
+            mask = reference.tree_mask(world.tree(seq_id), num_rows, total)[:, -num_rows:]
+            k = self.k[rows]
+            parts.append(reference.attention(k, k, k[:, :, :8], mask, 0.3))
+        wanted = [np.concatenate(each) for each in zip(*parts, strict=True)]
+        world.compare(self.own, wanted, f"{what}, its own rows")
 
 
 def draw_layer(

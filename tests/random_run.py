@@ -132,7 +132,7 @@ def check_rows(world: World) -> None:
 
 def _rows_of(world: World, layer: int) -> list[np.ndarray]:
     """All slots of a layer's pages."""
-    pages = world.pages[layer]
+    pages = world.pages(layer)
     if world.layers[layer] == MLA:
         return [pages.reshape(-1, LATENT_DIM)]
     return [pages[:, plane].swapaxes(1, 2).reshape(-1, 1, DIM) for plane in range(2)]

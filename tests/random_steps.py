@@ -49,7 +49,8 @@ class Step(Operation):
         with world.failing(int(world.rng.integers(2)) if world.chance(0.5) else None):
             world.cache.begin_forward(batch, lengths, parents)
         positions = self.positions(world, batch, lengths, parents)
-        np.testing.assert_array_equal(world.cache.query_positions().numpy(), positions)
+        if world.can_stop:
+            np.testing.assert_array_equal(world.cache.query_positions().numpy(), positions)
         for layer in layers:
             if world.chance(0.2):
                 self.fail(world, lambda layer=layer: layer.run(world, positions))

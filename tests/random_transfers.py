@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tvm_pagedkv.transfer import _runtime
-from tvm_pagedkv.transfer.layout import expand_runs, num_slots_of
+from tvm_pagedkv.transfer.layout import expand_runs, num_slots_of, regions
 
 from .random_world import Operation, World
 
@@ -120,10 +120,11 @@ class Transfer(Operation):
         runs = _runtime.send_block(peer.cache, block_id)["runs"]
         block = Block([expand_runs(each[:, 0], each[:, 2]) for each in runs], [])
         for layer, group in enumerate(world.groups):
-            rows = peer.pages[layer][slots_of(peer, layer, block.slots[group])]
-            block.rows.append(rows)
-            slots = expand_runs(runs[group][:, 1], runs[group][:, 2])
-            world.pages[layer][slots_of(world, layer, slots)] = rows
+            block.rows.append(peer.pages(layer)[slots_of(peer, layer, block.slots[group])])
+            about = world.cache.description["layers"][layer]
+            rows = regions(about, world.page_size, "float32", runs[group])
+            pages = (_runtime.pages_of(each.cache, layer) for each in (world, peer))
+            _runtime.copy_regions(*pages, rows)
         peer.blocks[block_id] = block
 
     def check(self, world: World, args: Arguments, result: None) -> None:
@@ -159,7 +160,7 @@ class ReleaseBlock(Operation):
         if block_id in world.blocks:
             block = world.blocks[block_id]
             for layer, group in enumerate(world.groups):
-                rows = world.pages[layer][slots_of(world, layer, block.slots[group])]
+                rows = world.pages(layer)[slots_of(world, layer, block.slots[group])]
                 np.testing.assert_array_equal(rows, block.rows[layer])
         _runtime.release_send_block(world.cache, block_id)
 

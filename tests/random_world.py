@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import re
 import zlib
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import tvm_ffi
+import tvm
 
 import tvm_pagedkv as pkv
+from tvm_pagedkv.transfer._runtime import pages_of
 
 from . import reference
 from .kept_positions import KeptPositions
@@ -31,6 +31,7 @@ from .python_kernels import (
     view,
 )
 from .python_tree_kernels import MLA_KERNELS_WITH_TREES, kernels_with
+from .random_operation import KernelFails, Operation
 from .reference_window import Window, WindowedReferenceCache
 
 NUM_QO_HEADS, DIM, CHUNK, MAX_SEQUENCES = 2, 4, 12, 6
@@ -38,37 +39,6 @@ LATENT_DIM, V_DIM = 24, 16
 SHAPE = {**LAYER, "num_qo_heads": NUM_QO_HEADS, "num_kv_heads": 1, "qk_head_dim": DIM}
 MLA = "mla"  # a layer is this, or its window (0: none)
 MODES = {"none": 0, "normal": 1, "inline": 2}
-
-
-@tvm_ffi.register_error("KernelFails")
-class KernelFails(RuntimeError):
-    """What a broken kernel raises."""
-
-
-class Operation(ABC):
-    """One kind of change; `weight` is how often it is drawn."""
-
-    weight = 1.0
-    needs_pages = False  # whether a CacheFullError may come
-
-    def outcomes(self, world: World) -> set[str]:
-        """What every run must see: "done", "refused", "full" or "a kernel fails"."""
-        return {"done", "refused"}
-
-    @abstractmethod
-    def draw(self, world: World) -> Any:
-        """Arguments; None when there is nothing to do it with."""
-
-    def refusal(self, world: World, args: Any) -> type[Exception] | None:
-        """What the cache must raise."""
-        return None
-
-    @abstractmethod
-    def apply(self, world: World, args: Any) -> Any:
-        """Call the cache; where a kernel is made to fail, it may raise KernelFails."""
-
-    def check(self, world: World, args: Any, result: Any) -> None:  # noqa: B027  (not all have to)
-        """Do the same to the reference, and compare."""
 
 
 class World:
@@ -90,6 +60,9 @@ class World:
     softcap : float, optional
     slopes : of each query head, optional
         For ALiBi. Neither is for MLA layers.
+    device : EmulatedDevice, optional
+        None: on the CPU. On a device the host goes ahead: steps are compared when they have ended,
+        and it looks at the pages now and then only.
     """
 
     def __init__(
@@ -103,8 +76,12 @@ class World:
         has_windows: bool = False,
         softcap: float | None = None,
         slopes: Sequence[float] | None = None,
+        device: Any = None,
     ):
-        self.has_windows = has_windows
+        self.has_windows, self.device = has_windows, device
+        self.can_stop = device is None  # where the host may wait for the device
+        self.inputs: list = []  # to free them would stop it
+        self.outputs: list = []  # with what they must be, to be compared when the host may wait
         self.rng, self.layers, self.page_size, self.mode = rng, layers, page_size, mode
         windows = [layer for layer in layers if layer != MLA]
         # With windows long sequences are of interest.
@@ -126,8 +103,7 @@ class World:
         self.blocks: dict[int, Any] = {}  # and those that wait to be released
         self.calls_left: int | None = None  # of kernels, until one fails
         self.called: set[str] = set()  # kernels
-        self.pages: dict[int, np.ndarray] = {}  # by layer: the cache's own memory
-        self.current_layer = 0
+        self.has_moved = False  # rows of a commit, on a device
         self.counts: Counter[str] = Counter()  # operations, by their outcome
         self.failures: Counter[str] = Counter()  # of kernels, and within steps
         self.next_id = 0
@@ -144,9 +120,9 @@ class World:
             rope_mode=MODES[mode],
             aux_manager=aux_manager,
             sliding_window=has_windows,
+            device=device and device.device,
         )
         share_every_prefix(self.cache)
-        self._find_pages()
 
     def _layer(self, layer: int | str) -> dict:
         if layer == MLA:
@@ -154,35 +130,27 @@ class World:
         return {**SHAPE, "kind": "mha_sliding", "window": layer} if layer else SHAPE
 
     def _wrapped(self, kernels: dict[str, Callable]) -> dict[str, Callable]:
+        if self.device is not None:
+            kernels = self.device.kernels(kernels)
+
         def wrap(name: str, kernel: Callable) -> Callable:
             def call(*args):
                 self.called.add(name)
-                if self.calls_left == 0:
+                # Of a commit on a device only the first move may fail, before it is launched.
+                is_move = self.device is not None and name == "compact_copy"
+                if self.calls_left == 0 and not self.has_moved:
                     self.failures[f"{name} fails"] += 1
-                    if self.chance(0.5):  # after its work
+                    if self.chance(0.5) and not is_move:  # after its work
                         kernel(*args)
                     raise KernelFails(name)
-                if self.calls_left is not None:
+                self.has_moved = self.has_moved or is_move
+                if self.calls_left:
                     self.calls_left -= 1
-                if name.startswith("transpose_append"):
-                    self.pages.setdefault(self.current_layer, view(args[0]))
                 kernel(*args)
 
             return call
 
         return {name: wrap(name, kernel) for name, kernel in kernels.items()}
-
-    def _find_pages(self) -> None:
-        """Appends to every layer show where its pages are."""
-        self.cache.add_sequence(0)
-        with self.cache.forward([0], [1]):
-            for layer, kind in enumerate(self.layers):
-                self.current_layer = layer
-                if kind == MLA:
-                    self.cache.append_mla_kv(layer, np.zeros((1, LATENT_DIM), "f4"))
-                else:
-                    self.cache.attention(layer, np.zeros((1, NUM_QO_HEADS + 2, DIM), "f4"))
-        self.cache.clear()
 
     # --- what is there --------------------------------------------------------------------------
 
@@ -262,6 +230,30 @@ class World:
         kinds = list(dict.fromkeys(self.layers))
         return [kinds.index(layer) for layer in self.layers]
 
+    def pages(self, layer: int) -> np.ndarray:
+        """The pages of a layer: the cache's own memory, or of a device's a copy."""
+        pages = pages_of(self.cache, layer)
+        return view(pages) if self.device is None else tvm.runtime.Tensor.numpy(pages)
+
+    def put(self, array: np.ndarray) -> Any:
+        """What a layer takes, where it must be until the device comes to it."""
+        if self.device is None:
+            return array
+        self.inputs.append(self.device.put(array))
+        return self.inputs[-1]
+
+    def compare(self, outputs: Any, wanted: Any, what: str) -> None:
+        """Of a step that has ended, some tensors with what the reference says."""
+        self.outputs.append((outputs, wanted, what))
+        if self.device is None:
+            self.compare_all()
+
+    def compare_all(self) -> None:
+        for outputs, wanted, what in self.outputs:
+            for out, want in zip(outputs, wanted, strict=True):
+                reference.assert_close(out.numpy(), want, "float32", what)
+        self.outputs, self.inputs = [], []
+
     def tables(self) -> list[dict[int, Any]]:
         """Of each group the page tables."""
         ids = [*self.cache.sequence_ids(), *self.importing]
@@ -273,13 +265,15 @@ class World:
         first = [{i: cache.first_position(i, g) for i in t} for g, t in enumerate(tables)]
         used = [sorted({page for table in t.values() for page in table}) for t in tables]
         memory = [
-            zlib.crc32(self.pages[layer][used[group]].tobytes())
-            for layer, group in enumerate(self.groups)
+            zlib.crc32(self.pages(layer)[used[group]].tobytes())
+            for layer, group in enumerate(self.groups if self.can_stop else [])
         ]
         lengths = {
             i: (cache.sequence_length(i), cache.sequence_window(i)) for i in cache.sequence_ids()
         }
         stats = {**cache.stats(), "cow_page_copies": 0}  # counts those that were given back as well
+        if self.device is not None:  # arrays that a call has made remain
+            stats = {name: stats[name] for name in stats if "bytes" not in name}
         return stats, cache.is_in_forward(), lengths, tables, first, memory
 
     # --- drawing --------------------------------------------------------------------------------
@@ -306,7 +300,7 @@ class World:
     @contextmanager
     def failing(self, after: int | None) -> Iterator[None]:
         """Let kernels raise, all that come after so many calls of any of them; None: never."""
-        self.calls_left = after
+        self.calls_left, self.has_moved = after, False
         try:
             yield
         finally:
@@ -350,6 +344,10 @@ class World:
         name = type(operation).__name__
         if args is None:
             return False
+        if self.device is not None:
+            self.can_stop = self.rng.random() < 0.2
+            if self.can_stop:
+                self.compare_all()
         refusal, before = operation.refusal(self, args), self.state()
         try:
             result = operation.apply(self, args)

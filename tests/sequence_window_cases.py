@@ -20,8 +20,10 @@ CHUNKINGS = {
 class WindowPair(CachePair):
     """`layers` has their windows; 0: none, where those of the sequences count."""
 
-    def __init__(self, layers=(0,), mode: str = "inline", seed: int = 0, kernels=None, **fields):
-        cache = make_cache(
+    def __init__(
+        self, layers=(0,), mode: str = "inline", seed: int = 0, kernels=None, cache=None, **fields
+    ):
+        cache = cache or make_cache(
             kernels, layers=[layer_of(window) for window in layers], rope_mode=MODES[mode],
             sliding_window=True, **{"max_total_tokens": 512, **fields},
         )  # fmt: skip

@@ -13,7 +13,6 @@ import tvm_pagedkv as pkv
 
 from . import reference
 from .cache_cases import CachePair
-from .cuda_emulator.device import plugged_in
 from .in_child import failures
 from .python_kernels import shuffle
 from .tree_cache_cases import split
@@ -24,12 +23,6 @@ DTYPE = "float16"
 pytestmark = pytest.mark.skipif(
     bool(tvm.cuda(0).exist), reason="this machine has the device that is emulated"
 )
-
-
-@pytest.fixture
-def device(monkeypatch):
-    with plugged_in(monkeypatch) as emulated:
-        yield emulated
 
 
 def make_cache(device, windows=(0, WINDOW)) -> pkv.KVCache:

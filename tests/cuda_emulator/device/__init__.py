@@ -26,6 +26,7 @@ class EmulatedDevice:
     def __init__(self):
         library.device()
         self.device = tvm.cuda(0)
+        self.held = {cuda_library.DeviceCode("sass", 80)}  # by every library
 
     def __getattr__(self, name: str):
         return tvm_ffi.get_global_func(f"emulated_device.{name}")
@@ -80,8 +81,7 @@ def plugged_in(monkeypatch):
         # Not the name of an architecture, so these libraries are told from real ones on the disk.
         versions = (library.runtime_path().stem, *code_versions(Path(library.__file__).parent))
         patches.setattr(cuda_build, "ARCHS", ("emulated", *versions))
-        held = {cuda_library.DeviceCode("sass", 80)}
-        patches.setattr(cuda_library, "device_code", lambda path: held)
+        patches.setattr(cuda_library, "device_code", lambda path: device.held)
         device.plug_in(True)
         try:
             yield device

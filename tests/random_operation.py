@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done to random worlds: one kind of change each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import tvm_ffi
+
+if TYPE_CHECKING:
+    from .random_world import World
+
+
+@tvm_ffi.register_error("KernelFails")
+class KernelFails(RuntimeError):
+    """What a broken kernel raises."""
+
+
+class Operation(ABC):
+    """One kind of change; `weight` is how often it is drawn."""
+
+    weight = 1.0
+    needs_pages = False  # whether a CacheFullError may come
+
+    def outcomes(self, world: World) -> set[str]:
+        """What every run must see: "done", "refused", "full" or "a kernel fails"."""
+        return {"done", "refused"}
+
+    @abstractmethod
+    def draw(self, world: World) -> Any:
+        """Arguments; None when there is nothing to do it with."""
+
+    def refusal(self, world: World, args: Any) -> type[Exception] | None:
+        """What the cache must raise."""
+        return None
+
+    @abstractmethod
+    def apply(self, world: World, args: Any) -> Any:
+        """Call the cache; where a kernel is made to fail, it may raise KernelFails."""
+
+    def check(self, world: World, args: Any, result: Any) -> None:  # noqa: B027  (not all have to)
+        """Do the same to the reference, and compare."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from tvm.script import tirx as T
 
 from .columns import Chunk
-from .simd import Register, broadcast, load, temp
+from .simd import Register, load, temp
 
 UNROLL = 2
 
@@ -29,7 +29,7 @@ def multiply_tile(
 
     Parameters
     ----------
-    a : ``(row, k) -> scalar element``, of the operands' type.
+    a : ``(row, k) -> scalar element``, of the operands' type, loaded from a buffer.
     b : ``(k, chunk) -> index`` into ``ops`` elements: a pair (buffer, index).
     depth : int or int32 expression
         Length of the sum in elements; even.
@@ -37,7 +37,7 @@ def multiply_tile(
     parts : chunks of columns; ``rows * len(parts)`` accumulators have to fit the registers.
     start : ``(row, chunk) -> float32 vector``
     finish : ``(row, chunk, value)``
-    ops : operands object, which has `dtype` and `multiply_add(accumulator, a, b)`.
+    ops : operands object, which has `dtype` and `add_products(accumulators, scalar, vectors)`.
     each_step : ``(step)``, optional
         What else to do in each of the ``depth // UNROLL`` steps.
     """
@@ -51,8 +51,6 @@ def multiply_tile(
                 c: temp(load(*b(k, c), c.lanes, ops.dtype), c.lanes, ops.dtype) for c in parts
             }
             for i in range(rows):
-                scalar = temp(a(i, k), 1, ops.dtype)
-                for c in parts:
-                    ops.multiply_add(total[i, c], broadcast(scalar, c.lanes), columns[c])
+                ops.add_products([total[i, c] for c in parts], a(i, k), list(columns.values()))
     for (i, c), value in total.items():
         finish(i, c, value.get())

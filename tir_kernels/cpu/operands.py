@@ -45,6 +45,12 @@ class Float32Operands:
         """Add ``a * b``."""
         total.fma(a, b)
 
+    def add_products(self, totals: list[Register], scalar, vectors: list) -> None:
+        """Add the products of a scalar, which is loaded from a buffer, and some vectors."""
+        scalar = temp(scalar)
+        for total, vector in zip(totals, vectors, strict=True):
+            self.multiply_add(total, broadcast(scalar, total.lanes), vector)
+
     def load_q(self, buffer, index, lanes: int, factor):
         """`lanes` elements of Q."""
         return load(buffer, index, lanes) * broadcast(factor, lanes)

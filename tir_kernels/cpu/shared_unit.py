@@ -201,10 +201,15 @@ class SharedUnit:
         def plain():
             with T.serial(POSITIONS // ROWS_AT_ONCE) as i:
                 source = tile.rows.tile(tile.first + i * ROWS_AT_ONCE, ROWS_AT_ONCE)
-                for t in range(ROWS_AT_ONCE):
-                    for c in chunks(self.depth, self.lanes):
-                        k = ops.load_k(source, t, c.start, c.lanes)
-                        store(self.k, (i * ROWS_AT_ONCE + t, c.start), c.lanes, k, ops.dtype)
+                first = index_temp(i * ROWS_AT_ONCE)
+                for c in chunks(self.depth, self.lanes):
+                    words = [
+                        temp(ops.load_k(source, t, c.start, c.lanes), c.lanes, ops.dtype)
+                        for t in range(ROWS_AT_ONCE)
+                    ]
+                    for t, k in enumerate(words):
+                        store(self.k, (first + t, c.start), c.lanes, k, ops.dtype)
+                    self.values.take(first, c, words)
 
         def rotated():
             with T.serial(POSITIONS) as i:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ..spec import KernelSpec
-from .columns import chunks
+from .columns import Chunk, chunks
 from .simd import broadcast, load, store, temp
 
 
@@ -31,6 +31,9 @@ class PackedValues:
         self.ops, self.width, self.num_positions = ops, spec.v_head_dim, num_positions
         shape = (num_positions // ops.numbers, self.width)
         self.v = T.alloc_buffer(shape, ops.dtype)
+
+    def take(self, position, column: Chunk, words: list) -> None:
+        """Nothing to do with the words of K."""
 
     def pack(self, rows, first, kv_len) -> None:
         """Take a tile of positions from `first` on, with zeros from `kv_len` on."""
@@ -67,7 +70,8 @@ class SplitValues(ValuesInK):
     """Pairs of positions made of pairs of columns, which takes no shuffles.
 
     Of each 32 columns the even ones lie in a vector and the odd ones in the next: scalars are in
-    that order, sixteen of all positions side by side, as a register tile reads them.
+    that order. A row is one vector longer, or the rows that a register tile reads one after another
+    would share two sets of the cache.
     """
 
     step = 2
@@ -75,27 +79,32 @@ class SplitValues(ValuesInK):
     def __init__(self, spec: KernelSpec, ops, k, num_positions: int):
         super().__init__(spec, ops, k)
         self.k, self.num_positions = k, num_positions
-        shape = (self.width // ops.lanes, num_positions // 2, ops.lanes)
+        shape = (num_positions // 2, self.width + ops.lanes)
         self.split = T.alloc_buffer(shape, ops.dtype)
 
+    def take(self, position, column: Chunk, words: list) -> None:
+        """Split words of consecutive rows of K, the first at an even `position`."""
+        if column.start >= self.width // 2:
+            return
+        for i in range(0, len(words), 2):
+            pair = (position + i) // 2
+            for j, value in enumerate(self.ops.split_words(*words[i : i + 2])):
+                at = (pair, column.start * 2 + j * self.ops.lanes)
+                store(self.split, at, self.ops.lanes, value, self.ops.dtype)
+
     def pack(self, rows, first, kv_len) -> None:
-        """Split the words of K."""
-        super().pack(rows, first, kv_len)
-        ops, lanes = self.ops, self.ops.lanes
-
-        def words(position, vector):
-            value = load(self.k, (position, vector * lanes), lanes, ops.dtype)
-            return temp(value, lanes, ops.dtype)
-
-        with T.serial(self.num_positions // 2) as pair, T.serial(self.width // 32) as vector:
-            both = [words(pair * 2 + i, vector) for i in range(2)]
-            for i, value in enumerate(ops.split_words(*both)):
-                store(self.split, (vector * 2 + i, pair, 0), lanes, value, ops.dtype)
+        """Clear the positions that do not exist, and split what is left."""
+        lanes, dtype = self.ops.lanes, self.ops.dtype
+        with T.If(kv_len - first < self.num_positions), T.Then():
+            super().pack(rows, first, kv_len)
+            with T.serial(self.num_positions // 2) as pair:
+                for c in chunks(self.width // 2, lanes):
+                    words = [load(self.k, (pair * 2 + i, c.start), lanes, dtype) for i in range(2)]
+                    self.take(pair * 2, c, [temp(w, lanes, dtype) for w in words])
 
     def scalar(self, position, start, j: int):
         """Scalar ``start + j`` at a pair of positions."""
-        lanes = self.ops.lanes
-        return self.split[start // lanes, position, start % lanes + j]
+        return self.split[position, start + j]
 
     def column(self, start):
         """The column of scalar `start`, a multiple of 8; the next ones are `step` apart."""

@@ -7,8 +7,9 @@ take that move as many bytes (`bench_streams`), and how many times faster it is 
 inside apache-tvm. Loops and kernels find their data in the same caches, and take turns. "of copy"
 is the share of a copy from one array to another; "of loop" that of a loop over as many arrays as
 the kernel has (an update in place writes to lines that it has read, and is faster than a copy). No
-loop converts numbers, as kernels of 16 bits have to. Where a call moves too little to wake another
-thread for, the loops have one thread. "append" includes the checks of its arguments, in Python.
+loop converts numbers, as kernels of 16 bits have to. Loops are called as often as the kernel, and
+where a call moves too little to wake another thread for, they have one thread. "append" includes
+the checks of its arguments, in Python.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def main() -> None:
         for num_rows in arguments.rows:
             for case in cases(dtype, num_rows, ours, stock):
                 loops = [
-                    streams.runs(kind, case.num_bytes, case.on_one_thread)
+                    streams.runs(kind, case.num_bytes, case.on_one_thread, case.num_calls)
                     for kind in dict.fromkeys(("copy", case.kind))
                 ]
                 runs = [case.run, *sum(loops, []), *([case.run_stock] if stock else [])]

@@ -95,29 +95,38 @@ class Streams:
         self._loops = {k: built[f.attrs["global_symbol"]] for k, f in functions.items()}
         self._row_bytes = 4 * width
 
-    def runs(self, kind: str, num_bytes: int, on_one_thread: bool) -> list[Callable]:
-        """The loops of a kind over arrays of `num_bytes` in all moved, to be timed."""
-        arrays = self._arrays([num_bytes * part for part in SIZES[kind]])
+    def runs(
+        self, kind: str, num_bytes: int, on_one_thread: bool, num_calls: int = 1
+    ) -> list[Callable]:
+        """The loops of a kind over arrays of `num_bytes` in all moved, to be timed.
+
+        Each moves its part in every one of `num_calls` calls.
+        """
+        arrays = self._arrays([num_bytes * part for part in SIZES[kind]], num_calls)
         threads = (1,) if on_one_thread else sorted({1, num_threads()})
         names = [name for name in self._loops if name.startswith(kind)]
+
+        def run(loop: Callable, tasks: int) -> None:
+            for parts in arrays:
+                loop(*parts, tasks)
+
         return [
-            functools.partial(self._loops[name], *arrays, tasks)
-            for name in names
-            for tasks in threads
+            functools.partial(run, self._loops[name], tasks) for name in names for tasks in threads
         ]
 
-    def _arrays(self, sizes: list[float]) -> list:
+    def _arrays(self, sizes: list[float], num_calls: int) -> list[tuple]:
         """Arrays of about these sizes, each half a page away from where the last one begins.
 
-        (A load waits for a store before it whose address has the same last twelve bits.)
+        (A load waits for a store before it whose address has the same last twelve bits.) They are
+        cut for each call.
         """
         counts = [max(1, round(size / self._row_bytes)) for size in sizes]
         starts = np.cumsum([0, *(-(-n * self._row_bytes // 4096) * 4096 + 2048 for n in counts)])
         memory = np.ones(starts[-1] // 4 + 1024, np.float32).view(np.uint8)
         starts += -memory.ctypes.data % 4096
-        return [
-            tvm.runtime.from_dlpack(
-                memory[start : start + n * self._row_bytes].view(np.float32).reshape(n, -1)
-            )
+        arrays = [
+            memory[start : start + n * self._row_bytes].view(np.float32).reshape(n, -1)
             for start, n in zip(starts[:-1], counts, strict=True)
         ]
+        parts = [np.array_split(array, min(num_calls, *counts)) for array in arrays]
+        return [tuple(map(tvm.runtime.from_dlpack, call)) for call in zip(*parts, strict=True)]

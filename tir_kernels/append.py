@@ -38,7 +38,6 @@ def transpose_append(spec: KernelSpec):
         position_map = family.match(map_handle, (num_rows,), "int32")
 
         def append_row(n, team, known) -> None:
-            team.expect_rows(position_map[T.min(n + 1, num_rows - 1)], pages)
             slot = family.read_index(position_map[n])
             with T.If(slot >= 0), T.Then():
                 where = team.slot(slot)
@@ -130,7 +129,6 @@ def rope_append(spec: KernelSpec):
             return step.positions[T.cast(end - 1, "int64")]
 
         def append_row(n, team, known) -> None:
-            team.expect_rows(position_map[T.min(n + 1, num_rows - 1)], pages)
             first_factor = step.first_factor(last_position(n)) if factors else None
             rotation = step.rotation(n, team, first_factor)
             rotation.write_q()

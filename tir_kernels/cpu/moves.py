@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tvm.script import tirx as T
 
-from ..layout import pages_shape, rows_per_slot, slot_offset, slot_page, slot_row
+from ..layout import pages_shape, slot_offset, slot_page, slot_row
 from ..spec import ITEMSIZE, KernelSpec
 from . import simd
 
@@ -75,15 +75,6 @@ def copy_row(
         simd.store(sink, (*sink_row, dim), count, value, source=through)
 
 
-def expect_row(buffer, row: Sequence) -> None:
-    """Ask for the lines of a row that will be written soon.
-
-    The rows of a slot lie pages apart, where no hardware looks ahead.
-    """
-    for dim in range(0, int(buffer.shape[-1]), simd.elements_per_line(str(buffer.dtype))):
-        simd.prefetch(buffer, (*row, dim), to_write=True)
-
-
 class Slot:
     """Where a slot's rows lie: ``page`` and ``offset``, computed once."""
 
@@ -99,8 +90,3 @@ class Slot:
     def indexed_row(self, index) -> tuple:
         """Indices of the slot's row `index`, of ``rows_per_slot``, less the last axis."""
         return slot_row(self.page, index, self.offset, self.spec)
-
-    def expect_rows(self, pages) -> None:
-        """Ask for all rows of the slot, to be written."""
-        with T.serial(rows_per_slot(self.spec)) as index:
-            expect_row(pages, self.indexed_row(index))

@@ -27,8 +27,6 @@ class RowNumbers:
 
     def __init__(self, target: VectorTarget, buffers: Sequence):
         self.lanes = target.lanes
-        if any(str(b.dtype) == "float16" for b in buffers):
-            pass
         has_pairs = target.has_bf16_dot and target.lanes == PairOperands.lanes
         has_pairs = has_pairs and all(str(b.dtype) == "bfloat16" for b in buffers)
         self.ops = PairOperands() if has_pairs else Float32Operands(target.lanes)

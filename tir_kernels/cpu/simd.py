@@ -166,13 +166,11 @@ def chunks(width: int, lanes: int) -> list[tuple[int, int]]:
     return covered
 
 
-def prefetch(buffer, index: Sequence, locality: int = 3, to_write: bool = False) -> None:
+def prefetch(buffer, index: Sequence, locality: int = 3) -> None:
     """Ask for the cache line that holds ``buffer[index]``."""
     address = T.address_of(buffer[tuple(index)])
     T.evaluate(
-        T.call_intrin(
-            "void", "tirx.prefetch", address, T.int32(int(to_write)), T.int32(locality), T.int32(1)
-        )
+        T.call_intrin("void", "tirx.prefetch", address, T.int32(0), T.int32(locality), T.int32(1))
     )
 
 

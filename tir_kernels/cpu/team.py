@@ -102,10 +102,6 @@ class Team:
             (to, to_row), (of, of_row) = sink(i), source(i)
             moves.copy_row(of, of_row, to, to_row, self.lanes, begin)
 
-    def expect_rows(self, slot, pages) -> None:
-        """Ask for the rows of a slot that will be written soon; a negative one: of any."""
-        moves.Slot(T.max(slot, 0), self.spec).expect_rows(pages)
-
     def blend_rows(self, count, parts: Sequence[Callable], weights_of: Callable) -> None:
         """Sum rows, ``i -> (buffer, indices)``, times ``weights_of(i)``, into the first ones."""
         with T.serial(count) as i:

@@ -140,9 +140,6 @@ class Team:
         length = run_length(width, begin, most)
         self._for_runs(count, width, length, copy)
 
-    def expect_rows(self, slot, pages) -> None:
-        """Nothing to ask for: other blocks work meanwhile."""
-
     def blend_rows(self, count, parts: Sequence[Callable], weights_of: Callable) -> None:
         """Sum rows, ``i -> (buffer, indices)``, times ``weights_of(i)``, into the first ones."""
         width = int(parts[0](T.int64(0))[0].shape[-1])

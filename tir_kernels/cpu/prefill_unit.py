@@ -15,7 +15,7 @@ from ..softmax import HIDDEN, OnlineSoftmax, inverse_total, log_sum
 from ..spec import LOG2E, KernelSpec
 from .columns import chunks, for_columns
 from .matmul_tile import UNROLL, multiply_tile
-from .operands import pack_k
+from .operands import ROWS_AT_ONCE, pack_k
 from .simd import F32, broadcast, constant, index_temp, load, ramp, store, temp
 
 POSITIONS = 64  # of a tile of K and V
@@ -199,7 +199,7 @@ class Unit:
         """Pack a tile of K and V; what lies beyond the span is left for the mask to hide."""
         lanes, ops = self.lanes, self.ops
         span = Span(None, step.kv_len, step.k_offset, None, None) if span is None else span
-        count = T.min(POSITIONS, span.end - first)
+        count = index_temp(T.min(POSITIONS, span.end - first))
         with T.serial((count + lanes - 1) // lanes) as i:
             pack_k(ops, step.rows, first + i * lanes, self.k, self.depth, i * lanes)
         a.mask.begin_tile(first, a.rope)
@@ -212,16 +212,19 @@ class Unit:
             a.rope.rotate_tile(ops, self.k, POSITIONS, position, a.mask.offsets)
 
         a.rope.either(rotated, lambda: None)
-        width = self.spec.v_head_dim
-        ops.pack_v(step.rows, first, span.end, self.v, width, POSITIONS, span.begin)
+        count = index_temp((count + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE * ROWS_AT_ONCE)
+        ops.pack_v(step.rows, first, span.end, self.v, self.spec.v_head_dim, count, span.begin)
 
     def attend(self, a, block, first, end_of, begin_of, factor, span: Span | None = None) -> None:
         """Take a packed tile into the sums of a block of rows."""
         has_gap = span is not None and span.begin is not None
         tiling, lanes, ops = self.tiling, self.lanes, self.ops
         first_row = index_temp(block * tiling.rows)
-        # On the diagonal no row of the block sees the tile's last columns: these are left out.
-        num_seen = index_temp(T.min(POSITIONS, end_of(first_row + tiling.rows - 1) - first))
+        # On the diagonal no row of the block sees the tile's last columns, and of sinks there are
+        # few: the other columns are left out.
+        end = end_of(first_row + tiling.rows - 1)
+        end = T.min(end, span.end) if has_gap else end
+        num_seen = index_temp(T.min(POSITIONS, end - first))
 
         def score_tile(start, parts):
             multiply_tile(

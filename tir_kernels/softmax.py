@@ -31,10 +31,10 @@ class OnlineSoftmax:
         self.stride = next_power_of_two(rows_per_block)
         self.top = T.alloc_buffer((num_blocks * self.stride,), F32)
         self.total = T.alloc_buffer((num_blocks * self.stride,), F32)
-        self.decay = T.alloc_buffer((self.stride,), F32)
+        self.decay = T.alloc_buffer((num_blocks * self.stride,), F32)
 
     def index(self, block, row):
-        """Where the state of `row` of `block` lies in `top` and `total`."""
+        """Where the state of `row` of `block` lies in `top`, `total` and `decay`."""
         return block * self.stride + row
 
     def reset(self, block) -> None:
@@ -47,7 +47,7 @@ class OnlineSoftmax:
     ) -> None:
         """Take in ``num_vectors * lanes`` columns.
 
-        Afterwards ``decay[row]`` is what the row's sums so far have to be multiplied by.
+        Afterwards `decay` of a row is what its sums so far have to be multiplied by.
 
         Parameters
         ----------
@@ -62,7 +62,7 @@ class OnlineSoftmax:
             maxima = [_fold(maximum, [score(i, v) for v in range(num_vectors)]) for i in rows]
             old = load(self.top, at, width)
             new = temp(T.max(old, reduce_each(maxima, lanes, maximum)), width)
-            store(self.decay, (first,), width, exp2(old - new, width))
+            store(self.decay, at, width, exp2(old - new, width))
             store(self.top, at, width, new)
             sums = []
             for i in rows:
@@ -71,7 +71,7 @@ class OnlineSoftmax:
                 for v, weight in enumerate(weights):
                     emit(i, v, weight)
                 sums.append(temp(_fold(add, weights), lanes))
-            total = load(self.total, at, width) * load(self.decay, (first,), width)
+            total = load(self.total, at, width) * load(self.decay, at, width)
             store(self.total, at, width, total + reduce_each(sums, lanes, add))
 
 

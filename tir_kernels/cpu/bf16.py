@@ -158,20 +158,20 @@ class PairOperands:
                         low = word(t, start + c.start, c.lanes)
                         high = word(t + 1, start + c.start, c.lanes)
                         high = T.shift_left(high, broadcast(T.int32(16), c.lanes))
-                        at = ((row + t) // 2, start + c.start)
-                        store(packed, at, c.lanes, T.bitwise_or(low, high), INT32)
+                        at = packed((row + t) // 2, start + c.start)
+                        store(*at, c.lanes, T.bitwise_or(low, high), INT32)
 
             for_columns(width, self.lanes, 1, columns)
 
-    def weight_sink(self, packed):
-        """Consumer of the weights of a row block, for `OnlineSoftmax.update`."""
+    def weight_sink(self, packed, first_row):
+        """Consumer of the weights of the rows from `first_row` on, for `OnlineSoftmax.update`."""
         waiting = {}
 
         def sink(i, v, weight):
             if v % 2 == 0:
                 waiting[i] = weight
             else:
-                at = (i, v // 2 * self.lanes)
+                at = (first_row + i, v // 2 * self.lanes)
                 store(packed, at, self.lanes, self.round(waiting.pop(i), weight), INT32)
 
         return sink

@@ -16,6 +16,22 @@ class Chunk(NamedTuple):
     lanes: int
 
 
+class Panels:
+    """A matrix whose columns lie in panels, as wide as register tiles are.
+
+    A product so reads memory in order. Rows of the whole matrix would lie a power of two apart, and
+    the panel would keep all of a few sets of the L1 cache.
+    """
+
+    def __init__(self, rows: int, columns: int, width: int, dtype: str):
+        self.width = width
+        self.buffer = T.alloc_buffer((-(-columns // width), rows, width), dtype)
+
+    def at(self, row, column) -> tuple:
+        """Buffer and index of an element."""
+        return self.buffer, (column // self.width, row, column % self.width)
+
+
 def chunks(width: int, lanes: int) -> list[Chunk]:
     """Split `width` columns into vectors of `lanes`, then one of 8 where a half is left."""
     whole = [Chunk(start, lanes) for start in range(0, width - lanes + 1, lanes)]

@@ -333,7 +333,7 @@ class Segment:
         spec, group, run = self.spec, range(self.blocking.rows), min(step.rows.run, STRIP)
         with T.serial(self.blocking.rows) as r:
             for c in chunks(spec.v_head_dim, self.lanes):
-                decay = broadcast(self.state.decay[r], c.lanes)
+                decay = broadcast(self.state.decay[self.row_state(first_row + r)], c.lanes)
                 at = (first_row + r, c.start)
                 store(self.o, at, c.lanes, load(self.o, at, c.lanes) * decay)
 

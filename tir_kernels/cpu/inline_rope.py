@@ -107,10 +107,11 @@ class InlineRope:
             sink(rotated + start, lanes, source(rotated + start, lanes))
 
     def rotate_tile(self, ops, k, num_positions: int, first_position, offsets) -> None:
-        """Rotate a packed tile of K, ``[element, position]``, in place.
+        """Rotate a packed tile of K in place.
 
         Parameters
         ----------
+        k : ``(element, position) -> (buffer, index)``
         offsets : ``(column, lanes) -> int32 vector``, positions relative to `first_position`.
         """
         lanes, factor = self.lanes, inverse_frequencies(self.rope).attention_factor
@@ -123,7 +124,7 @@ class InlineRope:
                     position = position * constant(self.rope.scale, lanes)
                 position = temp(position, lanes)
                 at = [(element, v * lanes), (element + elements, v * lanes)]
-                before = [ops.unpack(load(k, i, lanes, ops.dtype)) for i in at]
+                before = [ops.unpack(load(*k(*i), lanes, ops.dtype)) for i in at]
                 after = [[], []]
                 for n, (x, y) in enumerate(zip(*before, strict=True)):
                     frequency = self.frequencies[element * ops.numbers + n]
@@ -135,7 +136,7 @@ class InlineRope:
                     after[0].append(temp(x * cos - y * sin, lanes))
                     after[1].append(temp(y * cos + x * sin, lanes))
                 for i, numbers in zip(at, after, strict=True):
-                    store(k, i, lanes, ops.repack(numbers), ops.dtype)
+                    store(*k(*i), lanes, ops.repack(numbers), ops.dtype)
 
 
 class NoRotation:

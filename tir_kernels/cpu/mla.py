@@ -138,10 +138,7 @@ class _LatentUnit(Unit):
         with T.serial(begin, end) as i:
             first = index_temp(i * POSITIONS)
             self.pack(a, step, first)
-            with T.serial(num_blocks) as block:
-                block_end = index_temp(end_of(block * tiling.rows + tiling.rows - 1))
-                with T.If(first < block_end), T.Then():
-                    self.attend(a, block, first, end_of, None, factor)
+            self.attend(a, first, num_blocks, end_of, None, factor)
 
     def finish_row(self, a: SimpleNamespace, tile: _Tile, row) -> None:
         """Store a row that has seen all of its positions."""

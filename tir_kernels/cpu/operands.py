@@ -74,7 +74,10 @@ class Float32Operands:
     def pack_v(
         self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None
     ) -> None:
-        """Copy rows of V; those from `kv_len` on, or before `begin`, become zeros (None: none)."""
+        """Copy rows of V; those from `kv_len` on, or before `begin`, become zeros (None: none).
+
+        `packed` gives buffer and index of ``(row, column)``.
+        """
         with T.serial(num_positions // ROWS_AT_ONCE) as i:
             tile = rows.tile(first + i * ROWS_AT_ONCE, ROWS_AT_ONCE)
 
@@ -86,14 +89,14 @@ class Float32Operands:
                         if kv_len is not None:
                             is_held = within(first + row, begin, kv_len)
                             v = T.Select(is_held, v, constant(0.0, c.lanes))
-                        store(packed, (row, start + c.start), c.lanes, v)
+                        store(*packed(row, start + c.start), c.lanes, v)
 
             for_columns(width, self.lanes, 1, columns)
 
-    def weight_sink(self, packed):
-        """Consumer of the weights of a row block, for `OnlineSoftmax.update`."""
+    def weight_sink(self, packed, first_row):
+        """Consumer of the weights of the rows from `first_row` on, for `OnlineSoftmax.update`."""
         lanes = self.lanes
-        return lambda i, v, weight: store(packed, (i, v * lanes), lanes, weight)
+        return lambda i, v, weight: store(packed, (first_row + i, v * lanes), lanes, weight)
 
 
 def within(position, begin, end):
@@ -102,7 +105,10 @@ def within(position, begin, end):
 
 
 def pack_k(ops, rows, first, packed, num_elements: int, column) -> None:
-    """Transpose as many rows of K as a vector has lanes into ``packed[:, column :]``."""
+    """Transpose as many rows of K as a vector has lanes into columns from `column` on.
+
+    `packed` gives buffer and index of ``(element, column)``.
+    """
     lanes = ops.lanes
     tile = rows.tile(first, lanes)
 
@@ -118,6 +124,6 @@ def pack_k(ops, rows, first, packed, num_elements: int, column) -> None:
             ]
             for d in range(c.lanes):
                 value = concatenate([square[d] for square in squares], c.lanes, ops.dtype)
-                store(packed, (start + c.start + d, column), lanes, value, ops.dtype)
+                store(*packed(start + c.start + d, column), lanes, value, ops.dtype)
 
     for_columns(num_elements, lanes, 1, elements)

@@ -30,6 +30,7 @@ PREFILL_RAGGED = (
     *(*OUTPUTS, "causal", *SCALARS),
 )
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
+UNITS_OF_TASK = 8  # with fewer, units are halved, so that tasks finish together
 
 
 def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
@@ -50,6 +51,9 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     rows, positions = (T.cast(x, "int64") for x in (a.q_indptr[a.batch_size], a.num_positions))
     work = rows * (spec.num_qo_heads * spec.qk_head_dim) * positions // T.max(a.batch_size, 1)
     num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, num_threads(), 1))
+    most = Tiling.of(spec).tokens
+    has_many = a.q_indptr[a.batch_size] * spec.num_kv_heads >= num_tasks * (UNITS_OF_TASK * most)
+    tokens = index_temp(T.if_then_else(has_many, most, (most + 1) // 2))
     a.rope = InlineRope(spec, a)
     a.mask.prepare(a)
     ops.begin([b for b in (a.q, *a.kv_buffers) if str(b.dtype) == "bfloat16"])
@@ -60,22 +64,22 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
         a.rope.begin_task()
         a.mask.begin_task()
         if not a.singles:
-            _attend_tiles(spec, a, unit, queues[0])
+            _attend_tiles(spec, a, unit, queues[0], tokens)
             return
         a.singles.begin_task()
         with T.serial(2) as turn, T.If((task + turn) % 2 == 0):
             with T.Then():
                 a.singles.attend(queues[1], num_tasks)
             with T.Else():
-                _attend_tiles(spec, a, unit, queues[0])
+                _attend_tiles(spec, a, unit, queues[0], tokens)
 
     with ops.scope(), Queue.scope():
         for_tasks(num_tasks, task_body)
 
 
-def _attend_tiles(spec: KernelSpec, a: SimpleNamespace, unit: Unit, queue: Queue) -> None:
-    """Do the units of a queue: tiles of tokens with the query heads of one KV head."""
-    heads, tokens = spec.num_kv_heads, Tiling.of(spec).tokens
+def _attend_tiles(spec: KernelSpec, a, unit: Unit, queue: Queue, tokens) -> None:
+    """Do the units of a queue: tiles of `tokens` with the query heads of one KV head."""
+    heads = spec.num_kv_heads
 
     def num_units(b):
         num_rows = index_temp(a.q_indptr[b + 1] - a.q_indptr[b])

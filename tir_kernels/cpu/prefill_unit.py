@@ -13,13 +13,24 @@ from ..masks import Span
 from ..soft_cap import soft_cap
 from ..softmax import HIDDEN, OnlineSoftmax, inverse_total, log_sum
 from ..spec import LOG2E, KernelSpec
-from .columns import chunks, for_columns
+from .columns import Panels, chunks, for_columns
 from .matmul_tile import UNROLL, multiply_tile
 from .operands import ROWS_AT_ONCE, pack_k
-from .simd import F32, broadcast, constant, index_temp, load, ramp, store, temp
+from .simd import (
+    F32,
+    broadcast,
+    constant,
+    elements_per_line,
+    index_temp,
+    load,
+    ramp,
+    store,
+    temp,
+)
 
 POSITIONS = 64  # of a tile of K and V
 VECTORS = 2  # of a register tile
+BLOCKS = 4  # register tiles of rows that use a part of K or V while it is in L1
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,8 @@ class Tiling:
     @staticmethod
     def of(spec: KernelSpec) -> Tiling:
         """Choose so that Q and O of a unit take at most half a megabyte."""
-        rows = max(32, min(256, 131072 // (spec.qk_head_dim + spec.v_head_dim)))
-        tokens = max(1, min(128, rows // spec.group_size))
+        rows = max(32, min(512, 131072 // (spec.qk_head_dim + spec.v_head_dim)))
+        tokens = max(1, min(256, rows // spec.group_size))
         return Tiling(tokens, 8 if spec.target.registers >= 32 else 6, spec.group_size)
 
 
@@ -68,15 +79,19 @@ class Unit:
         self.depth = spec.qk_head_dim // ops.numbers
         rows = tiling.num_blocks * tiling.rows
         self.q = T.alloc_buffer((rows, self.depth), ops.dtype)
-        self.k = T.alloc_buffer((self.depth, POSITIONS), ops.dtype)
-        self.v = T.alloc_buffer((POSITIONS // ops.numbers, spec.v_head_dim), ops.dtype)
+        width = VECTORS * self.lanes
+        self.k = Panels(self.depth, POSITIONS, width, ops.dtype)
+        self.v = Panels(POSITIONS // ops.numbers, spec.v_head_dim, width, ops.dtype)
         self.o = T.alloc_buffer((max(rows, least_rows), spec.v_head_dim), F32)
+        # Rows of the next tile; those of V are a part of K's with MLA.
+        self.num_prefetched = POSITIONS if spec.kind == "mla" else 2 * POSITIONS
         self.rotated_q = T.alloc_buffer((-(-spec.qk_head_dim // 32) * 32,), F32)
-        self.scores = T.alloc_buffer((tiling.rows, POSITIONS), F32)
+        rows_at_once = BLOCKS * tiling.rows
+        self.scores = T.alloc_buffer((rows_at_once, POSITIONS), F32)
         self.weights = (
             self.scores
             if ops.dtype == F32
-            else T.alloc_buffer((tiling.rows, POSITIONS // ops.numbers), ops.dtype)
+            else T.alloc_buffer((rows_at_once, POSITIONS // ops.numbers), ops.dtype)
         )
         self.state = OnlineSoftmax(tiling.num_blocks, tiling.rows, self.lanes)
         self.bias = AlibiBias.of(spec, rows)
@@ -122,7 +137,7 @@ class Unit:
 
     def run_span(self, a, step, span: Span, num_rows, num_blocks, factor) -> None:
         """Attend to the columns of a span; without a `begin` these are all."""
-        tiling, group = self.tiling, self.spec.group_size
+        group = self.spec.group_size
 
         def token_of(row):
             return step.first_token + T.min(row, num_rows - 1) // group
@@ -147,16 +162,8 @@ class Unit:
         with T.serial((last - start + POSITIONS - 1) // POSITIONS) as i:
             first = index_temp(start + i * POSITIONS)
             self.pack(a, step, first, span)
-            with T.serial(num_blocks) as block:
-                first_row = index_temp(block * tiling.rows)
-                is_seen = first < index_temp(end_of(first_row + tiling.rows - 1))
-                if has_begin:
-                    block_begin = index_temp(begin_of(first_row))
-                    is_seen = T.And(is_seen, first + POSITIONS > block_begin)
-                with T.If(is_seen):
-                    with T.Then():
-                        bounds = end_of, begin_of if has_begin else None
-                        self.attend(a, block, first, *bounds, factor, span)
+            bounds = end_of, begin_of if has_begin else None
+            self.attend(a, first, num_blocks, *bounds, factor, span)
 
     def load_q(self, a, row, token, head, factor) -> None:
         """Pack a row of Q and clear its sums."""
@@ -201,7 +208,8 @@ class Unit:
         span = Span(None, step.kv_len, step.k_offset, None, None) if span is None else span
         count = index_temp(T.min(POSITIONS, span.end - first))
         with T.serial((count + lanes - 1) // lanes) as i:
-            pack_k(ops, step.rows, first + i * lanes, self.k, self.depth, i * lanes)
+            pack_k(ops, step.rows, first + i * lanes, self.k.at, self.depth, i * lanes)
+        self.following = step.rows, index_temp(first + POSITIONS), span.end
         a.mask.begin_tile(first, a.rope)
 
         if self.bias:
@@ -209,33 +217,80 @@ class Unit:
 
         def rotated():
             position = index_temp(span.k_offset + first)
-            a.rope.rotate_tile(ops, self.k, POSITIONS, position, a.mask.offsets)
+            a.rope.rotate_tile(ops, self.k.at, POSITIONS, position, a.mask.offsets)
 
         a.rope.either(rotated, lambda: None)
+        width = self.spec.v_head_dim
         count = index_temp((count + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE * ROWS_AT_ONCE)
-        ops.pack_v(step.rows, first, span.end, self.v, self.spec.v_head_dim, count, span.begin)
+        ops.pack_v(step.rows, first, span.end, self.v.at, width, count, span.begin)
 
-    def attend(self, a, block, first, end_of, begin_of, factor, span: Span | None = None) -> None:
-        """Take a packed tile into the sums of a block of rows."""
+    def _prefetch(self, part, part_rows) -> None:
+        """Ask for a part of the next tile: some rows of K, then of V.
+
+        Each product is preceded by a few, because asking for much at once would wait for memory.
+        """
+        rows, first, end = self.following
+        per_line = elements_per_line(self.spec.kv_dtype)
+        begin = index_temp(part * part_rows)
+        count = T.min(part_rows, self.num_prefetched - begin)
+        with T.If(first < end), T.Then(), T.serial(count) as i:
+            row = index_temp(begin + i)
+            with T.If(row < POSITIONS):
+                with T.Then():
+                    tile = rows.tile(first + row, 1)
+                    for column in range(0, self.spec.qk_head_dim, per_line):
+                        tile.prefetch_k(0, column)
+                with T.Else():
+                    tile = rows.tile(first + row - POSITIONS, 1)
+                    for column in range(0, self.spec.v_head_dim, per_line):
+                        tile.prefetch_v(0, column)
+
+    def attend(
+        self, a, first, num_blocks, end_of, begin_of, factor, span: Span | None = None
+    ) -> None:
+        """Take a packed tile into the sums of all rows that see some of it."""
+        rows = self.tiling.rows
+        num_parts = num_blocks * (POSITIONS // (VECTORS * self.lanes))
+        part_rows = index_temp((self.num_prefetched + num_parts - 1) // num_parts)
+        with T.serial((num_blocks + BLOCKS - 1) // BLOCKS) as i:
+            block = index_temp(i * BLOCKS)
+            count = index_temp(T.min(BLOCKS, num_blocks - block))
+            is_seen = first < index_temp(end_of((block + count) * rows - 1))
+            if begin_of is not None:
+                is_seen = T.And(is_seen, first + POSITIONS > index_temp(begin_of(block * rows)))
+            with T.If(is_seen), T.Then():
+                blocks = SimpleNamespace(
+                    begin=block, count=count, num_all=num_blocks, part_rows=part_rows
+                )
+                self._attend(a, blocks, first, end_of, begin_of, factor, span)
+
+    def _attend(self, a, blocks, first, end_of, begin_of, factor, span) -> None:
+        """Take a packed tile into the sums of some `blocks` of rows."""
+        block, count = blocks.begin, blocks.count
         has_gap = span is not None and span.begin is not None
-        tiling, lanes, ops = self.tiling, self.lanes, self.ops
-        first_row = index_temp(block * tiling.rows)
-        # On the diagonal no row of the block sees the tile's last columns, and of sinks there are
-        # few: the other columns are left out.
-        end = end_of(first_row + tiling.rows - 1)
-        end = T.min(end, span.end) if has_gap else end
-        num_seen = index_temp(T.min(POSITIONS, end - first))
+        lanes, ops, rows = self.lanes, self.ops, self.tiling.rows
+        first_row = index_temp(block * rows)
 
-        def score_tile(start, parts):
+        def seen_by(row):
+            """How many columns some row up to that one sees.
+
+            On the diagonal no row sees the tile's last columns, and of sinks there are few: the
+            other columns are left out.
+            """
+            end = end_of(first_row + row)
+            end = T.min(end, span.end) if has_gap else end
+            return index_temp(T.max(T.min(POSITIONS, end - first), 0))
+
+        def score_tile(row, start, parts):
             multiply_tile(
-                lambda i, k: self.q[first_row + i, k],
-                lambda k, c: (self.k, (k, start + c.start)),
+                lambda i, k: self.q[first_row + row + i, k],
+                lambda k, c: self.k.at(k, start + c.start),
                 self.depth,
-                rows=tiling.rows,
+                rows=rows,
                 parts=parts,
                 start=lambda i, c: constant(0.0, c.lanes),
                 finish=lambda i, c, value: store(
-                    self.scores, (i, start + c.start), c.lanes, logit(value, c.lanes)
+                    self.scores, (row + i, start + c.start), c.lanes, logit(value, c.lanes)
                 ),
                 ops=ops,
             )
@@ -245,21 +300,25 @@ class Unit:
             return soft_cap(value, self.spec.logit_softcap, width)
 
         width = VECTORS * lanes
-        with T.serial((num_seen + width - 1) // width) as i:
-            score_tile(i * width, chunks(width, lanes))
+        last_row = index_temp(count * rows - 1)
+        with T.serial((seen_by(last_row) + width - 1) // width) as i:
+            with T.serial(count) as j:
+                with T.If(i * width < seen_by(j * rows + rows - 1)), T.Then():
+                    self._prefetch(i * blocks.num_all + block + j, blocks.part_rows)
+                    score_tile(index_temp(j * rows), i * width, chunks(width, lanes))
         if self.bias:
-            with T.serial(tiling.rows) as i:
+            with T.serial(count * rows) as i:
                 position = self.tile_position
                 self.bias.add(first_row + i, self.scores, i, position, a.mask.offsets)
         hides_some = first + POSITIONS > a.mask.shared_end(end_of(first_row))
         if has_gap:
             hides_some = T.Or(hides_some, first + POSITIONS > span.end)
         if begin_of is not None:
-            last_begin = a.mask.shared_begin(begin_of(first_row + tiling.rows - 1))
+            last_begin = a.mask.shared_begin(begin_of(first_row + last_row))
             hides_some = T.Or(hides_some, first < last_begin)
         with T.If(hides_some):
             with T.Then():
-                with T.serial(tiling.rows) as i:
+                with T.serial(count * rows) as i:
                     bounds = [index_temp(end_of(first_row + i))]
                     if a.mask.has_window:
                         bounds.append(index_temp(begin_of(first_row + i)))
@@ -274,34 +333,44 @@ class Unit:
                         score = load(self.scores, (i, c.start), lanes)
                         score = T.Select(seen, score, constant(HIDDEN, lanes))
                         store(self.scores, (i, c.start), lanes, score)
-        self.state.update(
-            block,
-            POSITIONS // lanes,
-            lambda i, v: load(self.scores, (i, v * lanes), lanes),
-            ops.weight_sink(self.weights),
-        )
+        with T.serial(count) as j:
+            row = index_temp(j * rows)
+            self.state.update(
+                block + j,
+                POSITIONS // lanes,
+                lambda i, v: load(self.scores, (row + i, v * lanes), lanes),
+                ops.weight_sink(self.weights, row),
+            )
 
         step = UNROLL * ops.numbers
-        depth = index_temp((num_seen + step - 1) // step * UNROLL)
 
-        def output_tile(start, parts):
+        def output_tile(row, depth, start, parts):
+            def decay(i):
+                return self.state.decay[self.state.index(block + row // rows, i)]
+
             multiply_tile(
-                lambda i, k: self.weights[i, k],
-                lambda k, c: (self.v, (k, start + c.start)),
+                lambda i, k: self.weights[row + i, k],
+                lambda k, c: self.v.at(k, start + c.start),
                 depth,
-                rows=tiling.rows,
+                rows=rows,
                 parts=parts,
                 start=lambda i, c: (
-                    load(self.o, (first_row + i, start + c.start), c.lanes)
-                    * broadcast(self.state.decay[i], c.lanes)
+                    load(self.o, (first_row + row + i, start + c.start), c.lanes)
+                    * broadcast(decay(i), c.lanes)
                 ),
                 finish=lambda i, c, value: store(
-                    self.o, (first_row + i, start + c.start), c.lanes, value
+                    self.o, (first_row + row + i, start + c.start), c.lanes, value
                 ),
                 ops=ops,
             )
 
-        for_columns(self.spec.v_head_dim, lanes, VECTORS, output_tile)
+        def columns(start, parts):
+            with T.serial(count) as j:
+                row = index_temp(j * rows)
+                depth = index_temp((seen_by(row + rows - 1) + step - 1) // step * UNROLL)
+                output_tile(row, depth, start, parts)
+
+        for_columns(self.spec.v_head_dim, lanes, VECTORS, columns)
 
     def store_row(self, a, row, token, head) -> None:
         """Divide a row by its sum and store it."""

@@ -37,7 +37,10 @@ class PackedValues:
 
     def pack(self, rows, first, kv_len) -> None:
         """Take a tile of positions from `first` on, with zeros from `kv_len` on."""
-        self.ops.pack_v(rows, first, kv_len, self.v, self.width, self.num_positions)
+        self.ops.pack_v(rows, first, kv_len, self._at, self.width, self.num_positions)
+
+    def _at(self, position, column) -> tuple:
+        return self.v, (position, column)
 
     def scalar(self, position, start, j: int):
         """Scalar ``start + j`` at an element of positions."""

@@ -5,10 +5,10 @@
  */
 #include "bundle.h"
 
-#include <tvm/ffi/c_api.h>
 #include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/extra/json.h>
 #include <tvm/ffi/extra/module.h>
+#include <tvm/runtime/device_api.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -17,6 +17,7 @@
 #include <optional>
 #include <vector>
 
+#include "bundle_device.h"
 #include "bundle_target.h"
 #include "device_memory.h"
 #include "error.h"
@@ -156,8 +157,17 @@ std::vector<BundleTarget> ReadTargets(const Values& targets) {
   std::vector<BundleTarget> read;
   for (const ffi::Any& each : targets) {
     const StringMap map = AsMap(each);
-    read.push_back({Get<ffi::String>(map, "name"), Get<ffi::String>(map, "device"),
-                    Get<ffi::String>(map, "architecture"), Strings(map, "features")});
+    BundleTarget target{Get<ffi::String>(map, "name"), Get<ffi::String>(map, "device"),
+                        Get<ffi::String>(map, "architecture"), Strings(map, "features")};
+    if (target.device == "cuda") {
+      for (const auto& code : Get<ffi::Array<ffi::String>>(map, "device_code")) {
+        ReadDeviceCode(code);
+        target.device_code.push_back(code);
+      }
+      target.driver = Get<int64_t>(map, "driver");
+      target.driver_for_ptx = Get<int64_t>(map, "driver_for_ptx");
+    }
+    read.push_back(std::move(target));
   }
   return read;
 }
@@ -171,14 +181,23 @@ ffi::Tensor Floats(const Values& values) {
   return tensor;
 }
 
+ffi::Tensor CopyTo(const ffi::Tensor& tensor, DLDevice device) {
+  if (device.device_type == kDLCPU) return tensor;
+  ffi::Tensor copy = AllocateTensor(tensor.shape(), tensor.dtype(), device,
+                                    std::make_shared<std::atomic<int64_t>>(0));
+  CopyBytes(tensor, 0, copy, 0, static_cast<int64_t>(ffi::GetDataSize(tensor)), nullptr);
+  tvm::runtime::DeviceAPI::Get(device)->StreamSync(device, nullptr);
+  return copy;
+}
+
 /*! \brief The configuration as pagedkv.create takes it; JSON has neither shapes nor tensors. */
-StringMap CacheMap(StringMap map) {
+StringMap CacheMap(StringMap map, DLDevice device) {
   if (map.count("layer_indptr")) {
     const auto bounds = Get<ffi::Array<int64_t>>(map, "layer_indptr");
     map.Set("layer_indptr", ffi::Shape(std::vector<int64_t>(bounds.begin(), bounds.end())));
   }
   if (map.count("rope_ext_factors")) {
-    map.Set("rope_ext_factors", Floats(Get<Values>(map, "rope_ext_factors")));
+    map.Set("rope_ext_factors", CopyTo(Floats(Get<Values>(map, "rope_ext_factors")), device));
   }
   return map;
 }
@@ -195,6 +214,30 @@ StringMap LoadKernels(const StringMap& set, const Files& files) {
   return kernels;
 }
 
+/*! \brief The first device of the kind that the target is for. */
+DLDevice DeviceFor(const std::vector<BundleTarget>& targets, const std::string& name) {
+  bool is_for_gpu = !targets.empty();
+  for (const BundleTarget& target : targets) {
+    if (!name.empty() && target.name == name)
+      return {target.device == "cuda" ? kDLCUDA : kDLCPU, 0};
+    is_for_gpu = is_for_gpu && target.device == "cuda";
+  }
+  return {is_for_gpu ? kDLCUDA : kDLCPU, 0};
+}
+
+/*! \brief The paths, checked, of the libraries for an architecture; those that run the kernels. */
+std::vector<std::string> Libraries(const StringMap& manifest, const std::string& architecture,
+                                   const Files& files) {
+  std::vector<std::string> paths;
+  const auto libraries = Get<StringMap>(manifest, "libraries");
+  if (libraries.count(architecture) == 0)
+    return paths;  // whoever runs the kernels brings their own
+  for (const auto& name : Get<ffi::Array<ffi::String>>(libraries, architecture.c_str())) {
+    paths.push_back(files.Checked(name));
+  }
+  return paths;
+}
+
 }  // namespace
 
 int64_t ChooseBundleTarget(const Values& targets, const ffi::Optional<StringMap>& machine,
@@ -204,30 +247,37 @@ int64_t ChooseBundleTarget(const Values& targets, const ffi::Optional<StringMap>
     const StringMap& map = machine.value();
     chosen = {Get<ffi::String>(map, "device"), Get<ffi::String>(map, "architecture"),
               Strings(map, "features")};
+    if (chosen.device == "cuda") {
+      chosen.compute_capability = Get<int64_t>(map, "compute_capability");
+      chosen.driver = Get<int64_t>(map, "driver");
+    }
   }
-  const std::string wanted = name.has_value() ? std::string(name.value()) : "";
-  return static_cast<int64_t>(ChooseTarget(ReadTargets(targets), chosen, wanted));
+  return static_cast<int64_t>(ChooseTarget(ReadTargets(targets), chosen, name.value_or("")));
 }
 
-StringMap LoadBundle(const std::string& path, const ffi::Optional<ffi::String>& target) {
+StringMap LoadBundle(const std::string& path, const ffi::Optional<ffi::String>& target,
+                     const ffi::Optional<DLDevice>& device) {
   const Files files(path);
   const StringMap& manifest = files.content();
   CheckVersions(manifest);
-  const auto targets = Get<Values>(manifest, "targets");
-  const StringMap chosen = AsMap(targets[ChooseBundleTarget(targets, std::nullopt, target)]);
-  const auto libraries = Get<StringMap>(manifest, "libraries");
-  const auto architecture = Get<ffi::String>(chosen, "architecture");
-  if (libraries.count(architecture)) {  // otherwise whoever runs the kernels brings their own
-    for (const auto& name : Get<ffi::Array<ffi::String>>(libraries, architecture.c_str())) {
-      files.Checked(name);
-    }
+  const auto described = Get<Values>(manifest, "targets");
+  const std::vector<BundleTarget> targets = ReadTargets(described);
+  const std::string wanted = target.value_or("");
+  const DLDevice chosen_device = device.value_or(DeviceFor(targets, wanted));
+  const std::vector<std::string> libraries = Libraries(manifest, ThisCPU().architecture, files);
+  const Machine machine = MachineOf(chosen_device, libraries);
+  const StringMap chosen = AsMap(described[ChooseTarget(targets, machine, wanted)]);
+  if (machine.device == "cuda" && machine.compute_capability == 0) {
+    Raise(kRuntimeError, "there is no device cuda:", chosen_device.device_id,
+          ": the driver does not have it");
   }
   ffi::Array<StringMap> kernels;
   for (const ffi::Any& set : Get<Values>(chosen, "kernel_sets")) {
     kernels.push_back(LoadKernels(AsMap(set), files));
   }
-  return {{"config", CacheMap(Get<StringMap>(manifest, "cache"))},
+  return {{"config", CacheMap(Get<StringMap>(manifest, "cache"), chosen_device)},
           {"kernels", kernels},
+          {"device", chosen_device},
           {"target", Get<ffi::String>(chosen, "name")},
           {"manifest", ffi::String(files.manifest())}};
 }

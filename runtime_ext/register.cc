@@ -205,8 +205,9 @@ void DefineOwnNames() {
            Translate([&] { CopyRegions(to, from, regions); });
          }));
   define("load_bundle",
-         ffi::Function::FromTyped([](ffi::String path, ffi::Optional<ffi::String> target) {
-           return Translate([&] { return LoadBundle(path, target); });
+         ffi::Function::FromTyped([](ffi::String path, ffi::Optional<ffi::String> target,
+                                     ffi::Optional<DLDevice> device) {
+           return Translate([&] { return LoadBundle(path, target, device); });
          }));
   define("choose_bundle_target",
          ffi::Function::FromTyped([](ffi::Array<ffi::Any> targets,

@@ -235,7 +235,7 @@ def build_libraries(
     return KernelLibraries(
         libraries=tuple(build(spec) for spec in specs),
         layer_sets=tuple(specs.index(spec) if spec else 0 for spec in layer_specs),
-        target=Target("cuda") if on_gpu else cpu,
+        target=Target({"kind": "cuda", "arch": "sm_80"}) if on_gpu else cpu,
     )
 
 

@@ -31,6 +31,8 @@ class Bundle:
         The folder.
     target : str
         The name of the target that was chosen.
+    device : tvm.runtime.Device
+        Where its kernels run, unless `create` is given another one.
     config : KVCacheConfig
         What the kernels were compiled for, and the default capacities.
     manifest : mapping
@@ -39,9 +41,11 @@ class Bundle:
 
     path: Path
     target: str
+    device: tvm.runtime.Device
     config: KVCacheConfig
     manifest: Mapping[str, Any]
     _loaded: Mapping[str, Any] = field(repr=False)
+    _named: str | None = field(repr=False)
 
     def create(self, device: tvm.runtime.Device | None = None, **capacities: int) -> KVCache:
         """Make a cache.
@@ -49,7 +53,8 @@ class Bundle:
         Parameters
         ----------
         device : optional
-            Where the pages lie; None: the CPU.
+            Where the pages lie; None: `device`. Unless a target was named, the bundle's kernels for
+            it are loaded.
         **capacities
             `max_num_sequences`, `max_total_tokens` and `prefill_chunk_size`, where they are to be
             other than those of `config`.
@@ -57,7 +62,10 @@ class Bundle:
         Raises
         ------
         ValueError
-            For any other field: it would need other kernels.
+            For any other field: it would need other kernels. For a device that the bundle, or the
+            target that was named, has no kernels for.
+        RuntimeError
+            For a GPU that is not there, or without a driver.
         """
         other = sorted(set(capacities) - set(CAPACITIES))
         if other:
@@ -66,15 +74,20 @@ class Bundle:
                 f"but {', '.join(other)} belongs to its kernels: write a bundle for that"
             )
         config = replace(self.config, **capacities)
-        described = dict(self._loaded["config"].items())
+        loaded = self._loaded
+        if device is not None and _place(device) != _place(self.device):
+            loaded = _load(self.path, self._named, device)
+        described = dict(loaded["config"].items())
         described |= {name: getattr(config, name) for name in CAPACITIES}
-        device = tvm.cpu() if device is None else device
         make = tvm_ffi.get_global_func("pagedkv.create")
-        return make(described, self._loaded["kernels"], device)
+        return make(described, loaded["kernels"], loaded["device"])
 
 
 def load_bundle(
-    path: str | Path, target: str | None = None, config: KVCacheConfig | None = None
+    path: str | Path,
+    target: str | None = None,
+    config: KVCacheConfig | None = None,
+    device: tvm.runtime.Device | None = None,
 ) -> Bundle:
     """Load what ``tvm-pagedkv bundle`` has written.
 
@@ -83,24 +96,46 @@ def load_bundle(
     path : str or Path
         The folder.
     target : str, optional
-        The name of a target of the bundle; None: the one that asks for most of what this CPU has.
+        The name of a target of the bundle; None: the one that asks for most of what the machine
+        has.
     config : KVCacheConfig, optional
         What the caches are to be like, capacities aside.
+    device : optional
+        Where its kernels are to run; None: the CPU, or the GPU ``tvm.cuda(0)`` with a target for
+        GPUs that is named or the only one.
 
     Raises
     ------
     ValueError
         When the bundle is damaged, of another version, for other machines, or not for `config`;
         the message tells what is needed.
+    RuntimeError
+        For a GPU that is not there, or without a driver.
     """
     path = Path(path)
-    loaded = tvm_ffi.get_global_func("pagedkv.load_bundle")(str(path), target)
+    loaded = _load(path, target, device)
     manifest = json.loads(str(loaded["manifest"]))
     _check_tvm(manifest["versions"])
-    bundle = Bundle(path, str(loaded["target"]), read_config(manifest["config"]), manifest, loaded)
+    bundle = Bundle(
+        path=path,
+        target=str(loaded["target"]),
+        device=loaded["device"],
+        config=read_config(manifest["config"]),
+        manifest=manifest,
+        _loaded=loaded,
+        _named=target,
+    )
     if config is not None:
         _check_config(bundle.config, config)
     return bundle
+
+
+def _load(path: Path, target: str | None, device: tvm.runtime.Device | None) -> Mapping[str, Any]:
+    return tvm_ffi.get_global_func("pagedkv.load_bundle")(str(path), target, device)
+
+
+def _place(device: tvm.runtime.Device) -> tuple[int, int]:
+    return device.dlpack_device_type(), device.index
 
 
 def choose_target(

@@ -18,11 +18,13 @@ import tvm
 import tvm_ffi.libinfo
 from tvm.target import Target, codegen
 
-from . import __version__, _library
+from . import __version__, _library, bundle_cuda
 from .build import build_libraries, resolve_target
 from .bundle import MANIFEST, describe_config
 from .config import KVCacheConfig
 from .create import config_map
+from .cuda_build import is_cuda
+from .cuda_library import check_archs
 
 FORMAT = 1  # as kBundleFormat in runtime_ext/bundle.h
 LIBRARIES = ("libtvm_ffi.so", "libtvm_runtime.so", "libtvm_pagedkv.so")
@@ -53,6 +55,7 @@ def write_bundle(
     path: str | Path,
     targets: Sequence[Target | str | Mapping] = ("native",),
     *,
+    archs: Sequence[str] = (),
     libraries: Iterable[str | Path] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Path:
@@ -67,7 +70,10 @@ def write_bundle(
     targets : sequence
         "native", CPUs that LLVM knows ("x86-64-v3"), "aarch64-linux-gnu" or
         "aarch64-linux-gnu:CPU", or TVM targets. Other architectures than this machine's need a
-        linker, ``ARCHITECTURE-linux-gnu-g++`` on PATH.
+        linker, ``ARCHITECTURE-linux-gnu-g++`` on PATH. "cuda": GPUs, which needs nvcc.
+    archs : sequence of str
+        Of target "cuda": numbers of the architectures, such as "90". Later ones run PTX of the
+        first.
     libraries : iterable of paths
         Folders with the libraries of other architectures; without these the machine that loads the
         bundle needs tvm_pagedkv installed.
@@ -82,14 +88,23 @@ def write_bundle(
     Raises
     ------
     ValueError
-        For a folder with something in it, and targets that have no kernels, as CUDA.
+        For a folder with something in it, targets that have no kernels, and "cuda" without
+        architectures or with one that is too old.
     RuntimeError
-        When kernels cannot be linked; the message tells what is missing.
+        When kernels cannot be compiled or linked; the message tells what is missing.
     """
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"a bundle needs a folder of its own, and {path} is not empty")
-    resolved = {_name_of(target): target for target in map(bundle_target, targets)}
+    for_gpus = any(map(is_cuda, targets))
+    if for_gpus:
+        check_archs(archs)
+    elif archs:
+        raise ValueError(f'archs are for target "cuda", which is not among {list(targets)}')
+    cpus = [bundle_target(target) for target in targets if not is_cuda(target)]
+    resolved: dict[str, Target | str] = {_name_of(target): target for target in cpus}
+    if for_gpus:
+        resolved[bundle_cuda.NAME] = "cuda"
     if not resolved:
         raise ValueError("a bundle needs at least one target")
     folders = {_architecture_of(Path(f)): Path(f) for f in libraries}
@@ -97,7 +112,8 @@ def write_bundle(
     with tempfile.TemporaryDirectory(prefix=".bundle-", dir=path.parent) as scratch:
         built = Path(scratch) / "bundle"
         described = [
-            _add_target(built, config, name, target, progress) for name, target in resolved.items()
+            _add_target(built, config, name, target, archs, progress)
+            for name, target in resolved.items()
         ]
         manifest = {
             "format": FORMAT,
@@ -111,12 +127,14 @@ def write_bundle(
             "targets": [{k: v for k, v in each.items() if k != "cache"} for each in described],
             "libraries": _add_libraries(built, {t["architecture"] for t in described}, folders),
         }
+        if for_gpus:
+            manifest["libraries"][_own_architecture()] += _add_cuda_libraries(built)
         manifest["files"] = {
             str(file.relative_to(built)): {
                 "bytes": file.stat().st_size,
                 "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
             }
-            for file in sorted(built.rglob("*.so"))
+            for file in sorted(built.rglob("*.so*"))
         }
         text = json.dumps(manifest, indent=1) + "\n"
         (built / MANIFEST).write_text(text)
@@ -129,12 +147,10 @@ def write_bundle(
 
 
 def bundle_target(target: Target | str | Mapping) -> Target:
-    """A TVM target from what `write_bundle` takes for one."""
+    """A TVM target from what `write_bundle` takes for a CPU."""
     if isinstance(target, str) and "-linux-" in target:
         triple, _, cpu = target.partition(":")
         target = {"kind": "llvm", "mtriple": triple, **({"mcpu": cpu} if cpu else {})}
-    if isinstance(target, str) and target.split(":")[0] == "cuda":
-        raise ValueError("a bundle for 'cuda' needs CUDA kernels, which this version has not")
     return resolve_target(target)
 
 
@@ -159,9 +175,15 @@ def features(target: Target) -> list[str]:
 
 
 def _add_target(
-    folder: Path, config: KVCacheConfig, name: str, target: Target, progress: Callable | None
+    folder: Path,
+    config: KVCacheConfig,
+    name: str,
+    target: Target | str,
+    archs: Sequence[str],
+    progress: Callable | None,
 ) -> dict[str, Any]:
-    sets = build_libraries(config, target, progress)
+    on_gpu = is_cuda(target)
+    sets = build_libraries(config, target, progress, archs if on_gpu else None)
     described = []
     for index, (symbols, library) in enumerate(sets.libraries):
         file = Path("kernels") / f"{name.replace(':', '-')}.{index}.so"
@@ -170,10 +192,11 @@ def _add_target(
         described.append({"library": str(file), "kernels": dict(symbols)})
     return {
         "name": name,
-        "device": "cpu",
+        "device": "cuda" if on_gpu else "cpu",
         "target": str(target),
-        "architecture": architecture(target),
-        "features": features(target),
+        "architecture": _own_architecture() if on_gpu else architecture(target),
+        "features": [] if on_gpu else features(target),
+        **(bundle_cuda.describe_device_code(path for _, path in sets.libraries) if on_gpu else {}),
         "kernel_sets": described,
         "cache": _as_json(config_map(config, sets, tvm.cpu())),
     }
@@ -193,7 +216,7 @@ def _as_json(value: Any) -> Any:
 def _add_libraries(
     folder: Path, architectures: set[str], folders: Mapping[str, Path]
 ) -> dict[str, list[str]]:
-    own = architecture(Target({"kind": "llvm"}))
+    own = _own_architecture()
     added = {}
     for each in sorted(architectures):
         if each in folders:
@@ -209,6 +232,18 @@ def _add_libraries(
             shutil.copyfile(source, target / name)
         added[each] = [f"lib/{each}/{name}" for name in LIBRARIES]
     return added
+
+
+def _own_architecture() -> str:
+    return architecture(Target({"kind": "llvm"}))
+
+
+def _add_cuda_libraries(folder: Path) -> list[str]:
+    target = Path("lib") / _own_architecture()
+    sources = bundle_cuda.runtime_libraries()
+    for source in sources:
+        shutil.copyfile(source, folder / target / source.name)
+    return [str(target / source.name) for source in sources]
 
 
 def _architecture_of(folder: Path) -> str:

@@ -97,7 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add.set_defaults(run=_bundle)
     add.add_argument("--out", required=True, metavar="DIR", help="the folder, new or empty")
-    add.add_argument("--target", default="cpu", choices=["cpu", "cuda"], help="default cpu")
+    add.add_argument(
+        "--target",
+        action="append",
+        choices=["cpu", "cuda"],
+        default=[],
+        help="may be repeated (default: cpu); cuda needs nvcc, but no GPU",
+    )
     add.add_argument(
         "--config", metavar="FILE", required=True, help="JSON with the fields of KVCacheConfig"
     )
@@ -107,6 +113,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="native (default), a CPU such as x86-64-v3, or aarch64-linux-gnu[:CPU]; may be "
         "repeated, and the best one is chosen where the bundle is loaded",
+    )
+    add.add_argument(
+        "--arch",
+        action="append",
+        default=[],
+        metavar="NUMBER",
+        help="GPU architecture such as 90, for --target cuda; may be repeated, and later ones run "
+        "PTX of the first",
     )
     add.add_argument(
         "--libraries",
@@ -287,14 +301,23 @@ def _bundle(options: argparse.Namespace) -> None:
         raise ValueError(f"cannot read {options.config}: {error.strerror}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{options.config}: {error}") from None
-    targets = options.cpu or ["native"]
-    if options.target != "cpu":
-        if options.cpu:
-            raise ValueError("--cpu does not go with --target cuda")
-        targets = [options.target]
+    targets = list(options.cpu or [])
+    if not targets and ("cpu" in options.target or not options.target):
+        targets = ["native"]
+    if "cuda" in options.target:
+        if not options.arch:
+            raise ValueError("--target cuda needs architectures, such as --arch 80 --arch 90")
+        targets.append("cuda")
+    elif options.arch:
+        raise ValueError("--arch needs --target cuda")
     with Progress() as progress:
         path = write_bundle(
-            config, options.out, targets, libraries=options.libraries, progress=progress
+            config,
+            options.out,
+            targets,
+            archs=options.arch,
+            libraries=options.libraries,
+            progress=progress,
         )
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     print(f"{path}: {size / 2**20:.1f} MiB")

@@ -6,6 +6,7 @@ It needs nvcc, but no GPU and no driver; what it makes needs tvm-ffi, and a driv
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -20,6 +21,11 @@ from tvm_ffi import libinfo
 # Ampere, Ada, Hopper, Blackwell; the PTX is for the first one.
 ARCHS = ("80", "86", "89", "90", "100", "120")
 
+_VERSION_SYMBOL = "pagedkv_cuda_version"
+_VERSION = (
+    f'\nextern "C" __attribute__((visibility("default"))) const int {_VERSION_SYMBOL} = '
+    "CUDART_VERSION;\n"
+)
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 _KINDS = {1: "ptx", 2: "sass"}
 
@@ -50,14 +56,10 @@ def compile_library(source: str, path: Path, archs: Sequence[str] = ARCHS) -> No
     RuntimeError
         Without nvcc, or when it fails; the message has its last lines.
     """
-    for arch in archs:
-        if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < 80:
-            raise ValueError(f'archs must be numbers from "80" on, such as "90"; got {arch!r}')
-    if not archs:
-        raise ValueError("archs must name at least one architecture; got none")
+    check_archs(archs)
     nvcc = find_nvcc()
     text = path.with_suffix(".cu")
-    text.write_text(source)
+    text.write_text(source + _VERSION)
     lowest = min(archs, key=lambda arch: int(arch.rstrip("a")))
     codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs]
     codes.append(f"arch=compute_{lowest},code=compute_{lowest}")
@@ -77,6 +79,23 @@ def compile_library(source: str, path: Path, archs: Sequence[str] = ARCHS) -> No
     missing = {DeviceCode("sass", int(arch.rstrip("a"))) for arch in archs} - held
     if missing:
         raise RuntimeError(f"the library lacks {sorted(missing)}; it holds {sorted(held)}")
+
+
+def check_archs(archs: Sequence[str]) -> None:
+    """Refuse architectures for which there are no kernels, and none at all.
+
+    Raises
+    ------
+    ValueError
+    """
+    for arch in archs:
+        if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < 80:
+            raise ValueError(
+                f'archs must be numbers from "80" on, such as "90", since the kernels need compute '
+                f"capability 8.0; got {arch!r}"
+            )
+    if not archs:
+        raise ValueError('archs must name at least one architecture, such as "90"; got none')
 
 
 def find_nvcc() -> str:
@@ -119,6 +138,11 @@ def require_code_for(device, path: Path) -> None:
         f"the kernels cannot run on {device}, of compute capability {device.compute_version}: "
         f"their library holds {names}"
     )
+
+
+def cuda_version(path: Path) -> int:
+    """The version of CUDA that compiled a library, such as 13000 for 13.0."""
+    return ctypes.c_int.in_dll(ctypes.CDLL(str(path)), _VERSION_SYMBOL).value
 
 
 def device_code(path: Path) -> set[DeviceCode]:

@@ -4,6 +4,7 @@
  * \brief A cache from a bundle, without Python and without a compiler: one prompt, one step.
  *
  * Use: run_bundle BUNDLE [TARGET]. Writes the output of layer 0, a line for each row of each head.
+ * TARGET "cuda", or a bundle with no other one, runs on the first GPU.
  */
 #include <dlfcn.h>
 #include <tvm/ffi/container/array.h>
@@ -17,9 +18,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <string>
+#include <vector>
 
 namespace ffi = tvm::ffi;
 using Map = ffi::Map<ffi::String, ffi::Any>;
@@ -28,20 +29,12 @@ namespace {
 
 constexpr int64_t kPrompt = 37, kSequence = 7;
 
-struct HostAllocator {
-  void AllocData(DLTensor* tensor) {
-    const size_t size = (ffi::GetDataSize(*tensor) + 63) / 64 * 64;
-    tensor->data = std::aligned_alloc(64, size);
-  }
-  void FreeData(DLTensor* tensor) { std::free(tensor->data); }
-};
-
-ffi::Tensor MakeTensor(ffi::Shape shape) {
-  return ffi::Tensor::FromNDAlloc(HostAllocator(), shape, DLDataType{kDLFloat, 32, 1},
-                                  DLDevice{kDLCPU, 0});
-}
-
 ffi::Function Find(const std::string& name) { return ffi::Function::GetGlobalRequired(name); }
+
+ffi::Tensor MakeTensor(ffi::Shape shape, DLDevice device) {
+  const DLDataType dtype{kDLFloat, 32, 1};
+  return Find("runtime.TVMTensorAllocWithScope")(shape, dtype, device, nullptr).cast<ffi::Tensor>();
+}
 
 /*! \brief Where a bundle has the libraries of this machine. */
 std::string Libraries(const std::string& bundle) {
@@ -53,24 +46,27 @@ std::string Libraries(const std::string& bundle) {
 }
 
 void Run(const std::string& path, const ffi::Optional<ffi::String>& target) {
-  Map bundle = Find("pagedkv.load_bundle")(ffi::String(path), target).cast<Map>();
+  Map bundle = Find("pagedkv.load_bundle")(ffi::String(path), target, nullptr).cast<Map>();
   std::printf("target %s\n", bundle["target"].cast<ffi::String>().c_str());
 
   // Capacities are free; all else is what the kernels were compiled for.
   Map config = bundle["config"].cast<Map>();
   config.Set("max_total_tokens", 4096);
-  ffi::Any cache = Find("pagedkv.create")(config, bundle["kernels"], DLDevice{kDLCPU, 0});
+  const auto device = bundle["device"].cast<DLDevice>();
+  ffi::Any cache = Find("pagedkv.create")(config, bundle["kernels"], device);
 
   auto layers = config["layers"].cast<ffi::Array<Map>>();
   const int64_t num_qo_heads = layers[0]["num_qo_heads"].cast<int64_t>();
   const int64_t num_kv_heads = layers[0]["num_kv_heads"].cast<int64_t>();
   const int64_t head_dim = layers[0]["qk_head_dim"].cast<int64_t>();
-  ffi::Tensor qkv = MakeTensor({kPrompt, num_qo_heads + 2 * num_kv_heads, head_dim});
-  ffi::Tensor o = MakeTensor({kPrompt, num_qo_heads, head_dim});
-  auto* values = static_cast<float*>(qkv.data_ptr());
-  for (int64_t i = 0; i < qkv.numel(); ++i) {
+  ffi::Tensor qkv = MakeTensor({kPrompt, num_qo_heads + 2 * num_kv_heads, head_dim}, device);
+  ffi::Tensor o = MakeTensor({kPrompt, num_qo_heads, head_dim}, device);
+  std::vector<float> values(qkv.numel()), out(o.numel());
+  for (size_t i = 0; i < values.size(); ++i) {
     values[i] = static_cast<float>(i * 7919 % 1009) / 512.0f - 1.0f;
   }
+  Find("runtime.TVMTensorCopyFromBytes")(qkv, static_cast<void*>(values.data()),
+                                         ffi::GetDataSize(qkv));
 
   Find("vm.builtin.kv_state_add_sequence")(cache, kSequence);
   Find("vm.builtin.kv_state_begin_forward")(cache, ffi::Shape{kSequence}, ffi::Shape{kPrompt});
@@ -81,10 +77,9 @@ void Run(const std::string& path, const ffi::Optional<ffi::String>& target) {
   }
   Find("vm.builtin.kv_state_end_forward")(cache);
 
-  const auto* out = static_cast<const float*>(o.data_ptr());
-  for (int64_t row = 0; row < kPrompt * num_qo_heads; ++row) {
-    for (int64_t i = 0; i < head_dim; ++i) std::printf("%.9g ", *out++);
-    std::printf("\n");
+  Find("runtime.TVMTensorCopyToBytes")(o, static_cast<void*>(out.data()), ffi::GetDataSize(o));
+  for (size_t i = 0; i < out.size(); ++i) {
+    std::printf("%.9g%c", out[i], (i + 1) % head_dim == 0 ? '\n' : ' ');
   }
 }
 

@@ -20,8 +20,12 @@ const std::vector<BundleTarget> kTargets = {
     {"v4 too", "cpu", "x86_64", {"avx2", "avx512f", "f16c", "fma"}},
     {"v4+bf16", "cpu", "x86_64", {"avx2", "avx512_bf16", "avx512f", "f16c", "fma"}},
     {"arm", "cpu", "aarch64", {"asimd"}},
-    {"gpu", "cuda", "sm_90", {}},
+    {"gpu", "cuda", "x86_64", {}, {"sm_80", "sm_90a", "compute_80"}, 13000, 13020},
 };
+
+Machine GPU(int64_t compute_capability, int64_t driver) {
+  return {"cuda", "x86_64", {"avx2"}, compute_capability, driver};
+}
 
 std::string Chosen(const Machine& machine, const std::string& name = "") {
   return kTargets[ChooseTarget(kTargets, machine, name)].name;
@@ -38,7 +42,23 @@ int main() {
   CHECK_EQUAL(Chosen(zen4), "v4+bf16");
   CHECK_EQUAL(Chosen(zen4, "v3"), "v3");
   CHECK_EQUAL(Chosen({"cpu", "aarch64", {"fp", "asimd"}}), "arm");
-  CHECK_EQUAL(Chosen({"cuda", "sm_90", {}}), "gpu");
+  CHECK_EQUAL(Chosen(GPU(80, 13000)), "gpu");
+  CHECK_EQUAL(Chosen(GPU(86, 13000)), "gpu");
+  CHECK_EQUAL(Chosen(GPU(90, 13010)), "gpu");
+  CHECK_EQUAL(Chosen(GPU(100, 13020)), "gpu");  // from PTX
+  CHECK_EQUAL(Chosen(GPU(100, 0)), "gpu");      // by a driver that does not tell
+  CHECK_RAISES("ValueError", "gpu has code for sm_80, sm_90a, compute_80", Chosen(GPU(75, 13020)));
+  CHECK_RAISES("ValueError", "(cuda, x86_64, sm_75)", Chosen(GPU(75, 13020)));
+  CHECK_RAISES("ValueError",
+               "gpu needs a driver for CUDA 13.2 or later, and this one is for CUDA 13.1",
+               Chosen(GPU(100, 13010)));
+  CHECK_RAISES("ValueError", "gpu needs a driver for CUDA 13.0", Chosen(GPU(0, 12090)));
+  CHECK_RAISES("ValueError", "gpu is for x86_64", Chosen({"cuda", "aarch64", {}, 90, 13000}));
+  CHECK_TRUE(pagedkv::ReadDeviceCode("sm_90a").is_specific);
+  CHECK_EQUAL(pagedkv::ReadDeviceCode("compute_120").arch, 120);
+  for (const char* text : {"", "sm_", "sm_9", "sm_90b", "sm_9000", "compute_", "90", "sm_-90"}) {
+    CHECK_RAISES("ValueError", "device_code must be as", pagedkv::ReadDeviceCode(text));
+  }
   CHECK_RAISES("ValueError", "v4+bf16 needs avx512_bf16", Chosen(skylake, "v4+bf16"));
   CHECK_RAISES("ValueError", "no target 'v5'; it has: v3; v4; v4 too; v4+bf16; arm; gpu",
                Chosen(zen4, "v5"));

@@ -78,9 +78,11 @@ def plugged_in(monkeypatch):
     device = EmulatedDevice()
     with monkeypatch.context() as patches:
         patches.setattr(cuda_build, "compile_library", compile_library)
-        # Not the name of an architecture, so these libraries are told from real ones on the disk.
+        # On the disk these libraries must be told from real ones.
         versions = (library.runtime_path().stem, *code_versions(Path(library.__file__).parent))
-        patches.setattr(cuda_build, "ARCHS", ("emulated", *versions))
+        patches.setattr(
+            cuda_build, "code_versions", lambda *files: (*code_versions(*files), *versions)
+        )
         patches.setattr(cuda_library, "device_code", lambda path: device.held)
         device.plug_in(True)
         try:

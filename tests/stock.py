@@ -64,6 +64,16 @@ def stock_cuda_kernels(
     num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: str, target: tvm.target.Target
 ) -> dict[str, tvm.ffi.Function]:
     """Build the stock CUDA kernels that plain attention needs, as `stock_kernels` does."""
+    module = stock_cuda_module(num_qo_heads, num_kv_heads, head_dim, dtype, target)
+    built = tvm.tirx.build(module, target=target)
+    symbols = [str(f.attrs["global_symbol"]) for f in module.functions.values()]
+    return {symbol.removeprefix("stock_"): built[symbol] for symbol in symbols}
+
+
+def stock_cuda_module(
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: str, target: tvm.target.Target
+) -> tvm.IRModule:
+    """What `stock_cuda_kernels` compiles: functions under symbols that begin with "stock_"."""
     heads = (num_kv_heads, num_qo_heads)
     functions = {
         "transpose_append": stock._kv_cache_transpose_append(num_kv_heads, head_dim, dtype),
@@ -89,9 +99,7 @@ def stock_cuda_kernels(
         }
     )
     with target:  # the unscheduled ones get threads; the others are left as they are
-        module = dlight.ApplyDefaultSchedule(dlight.gpu.Fallback())(module)
-    built = tvm.tirx.build(module, target=target)
-    return {name: built[f"stock_{name}"] for name in functions}
+        return dlight.ApplyDefaultSchedule(dlight.gpu.Fallback())(module)
 
 
 def create_positional(config, kernels: dict, tag: str, device=None):

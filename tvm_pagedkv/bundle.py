@@ -47,6 +47,21 @@ class Bundle:
     _loaded: Mapping[str, Any] = field(repr=False)
     _named: str | None = field(repr=False)
 
+    @property
+    def kernel_sets(self) -> tuple[Mapping[str, Any], ...]:
+        """The kernels for `device`: name -> function, a mapping for all layers that are alike."""
+        return tuple(dict(kernels.items()) for kernels in self._loaded["kernels"])
+
+    def cache_map(self, **capacities: int) -> dict[str, Any]:
+        """The first argument of the global function ``pagedkv.create`` for `device`.
+
+        Raises
+        ------
+        ValueError
+            For what belongs to the kernels.
+        """
+        return self._described(self._loaded, capacities)
+
     def create(self, device: tvm.runtime.Device | None = None, **capacities: int) -> KVCache:
         """Make a cache.
 
@@ -67,6 +82,13 @@ class Bundle:
         RuntimeError
             For a GPU that is not there, or without a driver.
         """
+        loaded = self._loaded
+        if device is not None and _place(device) != _place(self.device):
+            loaded = _load(self.path, self._named, device)
+        make = tvm_ffi.get_global_func("pagedkv.create")
+        return make(self._described(loaded, capacities), loaded["kernels"], loaded["device"])
+
+    def _described(self, loaded: Mapping[str, Any], capacities: Mapping[str, int]) -> dict:
         other = sorted(set(capacities) - set(CAPACITIES))
         if other:
             raise ValueError(
@@ -74,13 +96,8 @@ class Bundle:
                 f"but {', '.join(other)} belongs to its kernels: write a bundle for that"
             )
         config = replace(self.config, **capacities)
-        loaded = self._loaded
-        if device is not None and _place(device) != _place(self.device):
-            loaded = _load(self.path, self._named, device)
-        described = dict(loaded["config"].items())
-        described |= {name: getattr(config, name) for name in CAPACITIES}
-        make = tvm_ffi.get_global_func("pagedkv.create")
-        return make(described, loaded["kernels"], loaded["device"])
+        own = {name: getattr(config, name) for name in CAPACITIES}
+        return dict(loaded["config"].items()) | own
 
 
 def load_bundle(

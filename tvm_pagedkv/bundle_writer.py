@@ -57,6 +57,7 @@ def write_bundle(
     *,
     archs: Sequence[str] = (),
     libraries: Iterable[str | Path] = (),
+    bare: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
     """Write a folder from which caches can be made on machines that have no compiler.
@@ -77,6 +78,8 @@ def write_bundle(
     libraries : iterable of paths
         Folders with the libraries of other architectures; without these the machine that loads the
         bundle needs tvm_pagedkv installed.
+    bare : bool
+        Whether to leave out all libraries, for machines that have tvm_pagedkv.
     progress : callable, optional
         Called with a line of text when something has to be compiled.
 
@@ -125,9 +128,12 @@ def write_bundle(
             "config": describe_config(config),
             "cache": described[0].pop("cache"),
             "targets": [{k: v for k, v in each.items() if k != "cache"} for each in described],
-            "libraries": _add_libraries(built, {t["architecture"] for t in described}, folders),
+            "libraries": {},
         }
-        if for_gpus:
+        if not bare:
+            architectures = {each["architecture"] for each in described}
+            manifest["libraries"] = _add_libraries(built, architectures, folders)
+        if for_gpus and not bare:
             manifest["libraries"][_own_architecture()] += _add_cuda_libraries(built)
         manifest["files"] = {
             str(file.relative_to(built)): {

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from tvm_ffi import libinfo
 
+# For the linker: kernels may still be queued when the last cache that calls them is gone.
+STAYS_LOADED = ("-z", "nodelete")
 # Ampere, Ada, Hopper, Blackwell; the PTX is for the first one.
 ARCHS = ("80", "86", "89", "90", "100", "120")
 
@@ -67,6 +69,7 @@ def compile_library(source: str, path: Path, archs: Sequence[str] = ARCHS) -> No
     command = [
         *(nvcc, "-shared", "-std=c++17", "-O3", "-w", "-Xcompiler", "-fPIC", "-cudart", "static"),
         *("--threads", "0", *(part for code in codes for part in ("-gencode", code))),
+        *(part for flag in STAYS_LOADED for part in ("-Xlinker", flag)),
         *(f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"),
         *(str(text), "-o", str(path), f"-L{library.parent}", "-ltvm_ffi"),
     ]

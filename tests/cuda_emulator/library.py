@@ -13,6 +13,7 @@ import tvm
 import tvm_ffi
 from tvm_ffi import libinfo
 
+from tvm_pagedkv.cuda_library import STAYS_LOADED
 from tvm_pagedkv.disk_cache import sealed_file
 
 _FFI = Path(libinfo.find_libtvm_ffi())
@@ -47,7 +48,7 @@ def runtime() -> ctypes.CDLL:
 
 def load(source: str) -> tvm_ffi.Module:
     """The functions of translated source."""
-    key = [str(runtime_path()), _digest(source.encode()), *_FLAGS]
+    key = [str(runtime_path()), _digest(source.encode()), *_FLAGS, *STAYS_LOADED]
     return tvm_ffi.load_module(str(sealed_file(key, ".so", lambda path: build(source, path))))
 
 
@@ -56,7 +57,8 @@ def build(source: str, path: Path) -> None:
     runtime()
     text = path.with_suffix(".cc")
     text.write_text(source)
-    _compile(["-O1", str(text), "-o", str(path), *_links(runtime_path(), _FFI)])
+    stays_loaded = [f"-Wl,{','.join(STAYS_LOADED)}"]
+    _compile(["-O1", str(text), "-o", str(path), *stays_loaded, *_links(runtime_path(), _FFI)])
 
 
 @functools.cache

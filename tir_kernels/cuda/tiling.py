@@ -173,8 +173,9 @@ class Tiling(BlockTiling):
         """
         widths = BlockTiling.widths(spec, kv_dtype, MOST_FLOAT_COLUMNS)
         sizes = [(size, WARP_ROWS) for size in (64, 32, 16) if size <= max(most_rows, WARP_ROWS)]
-        is_narrow = widths["columns"] <= MOST_COLUMNS // 2
-        if most_rows >= MOST_ROWS and is_narrow and on_tensor_cores(spec.dtype, kv_dtype):
+        # ALiBi takes two registers for each row of a thread.
+        has_registers = widths["columns"] <= MOST_COLUMNS // 2 and not spec.alibi_slopes
+        if most_rows >= MOST_ROWS and has_registers and on_tensor_cores(spec.dtype, kv_dtype):
             sizes.insert(0, (MOST_ROWS, 2 * WARP_ROWS))
         for (rows, warp_rows), positions in itertools.product(sizes, (64, 32, 16, 8)):
             tiling = Tiling(

@@ -25,7 +25,7 @@ from tvm_pagedkv import _library, bundle_cuda
 from tvm_pagedkv.bundle import read_config
 from tvm_pagedkv.cuda_library import compile_library
 
-MOST_BYTES = 40 * 2**20
+MOST_BYTES = 40_000_000
 ROOT = Path(__file__).resolve().parent.parent
 # What nothing imports without the compiler, and what is for compilers in C++.
 WITHOUT = {
@@ -71,7 +71,7 @@ def pack(folder: Path, archs: list[str], python: str, device: str, is_tiny: bool
         if device == "cuda" and name != "float32":
             _write_stock(folder / "stock", config, archs)
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    print(f"{folder}: {num_bytes / 2**20:.1f} MiB")
+    print(f"{folder}: {num_bytes / 1e6:.1f} MB")
     if num_bytes > MOST_BYTES:
         raise RuntimeError(f"the folder may have {MOST_BYTES} bytes, and has {num_bytes}")
 
@@ -93,6 +93,7 @@ def _copy_python(folder: Path, python: str) -> None:
         _download(python, [f"apache-tvm-ffi=={_version('apache-tvm-ffi')}"], site)
         for name in WITHOUT["tvm_ffi"]:
             shutil.rmtree(site / "tvm_ffi" / name, ignore_errors=True)
+        (site / "tvm_ffi" / "lib" / "libtvm_ffi_testing.so").unlink(missing_ok=True)
         _download(python, FALLBACKS, folder / "extra")
     for name in ("apache-tvm", "apache-tvm-ffi"):
         about = site / f"{name.replace('-', '_')}-{_version(name)}.dist-info"

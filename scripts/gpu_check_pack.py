@@ -93,7 +93,6 @@ def _copy_python(folder: Path, python: str) -> None:
         _download(python, [f"apache-tvm-ffi=={_version('apache-tvm-ffi')}"], site)
         for name in WITHOUT["tvm_ffi"]:
             shutil.rmtree(site / "tvm_ffi" / name, ignore_errors=True)
-        (site / "tvm_ffi" / "lib" / "libtvm_ffi_testing.so").unlink(missing_ok=True)
         _download(python, FALLBACKS, folder / "extra")
     for name in ("apache-tvm", "apache-tvm-ffi"):
         about = site / f"{name.replace('-', '_')}-{_version(name)}.dist-info"

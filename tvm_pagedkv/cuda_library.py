@@ -69,7 +69,7 @@ def compile_library(source: str, path: Path, archs: Sequence[str] = ARCHS) -> No
     command = [
         *(nvcc, "-shared", "-std=c++17", "-O3", "-w", "-Xcompiler", "-fPIC", "-cudart", "static"),
         *("--threads", "0", *(part for code in codes for part in ("-gencode", code))),
-        *(part for flag in STAYS_LOADED for part in ("-Xlinker", flag)),
+        *(part for flag in (*STAYS_LOADED, "-s") for part in ("-Xlinker", flag)),
         *(f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"),
         *(str(text), "-o", str(path), f"-L{library.parent}", "-ltvm_ffi"),
     ]

@@ -65,8 +65,7 @@ class AttentionOnly(nn.Module):
             rotary_dim=HEAD_DIM,
             enable_disaggregation=False,
             dtype="float32",
-            target=tvm.target.Target("llvm"),
-            **self.extra,
+            **{"target": tvm.target.Target("llvm"), **self.extra},
         )
 
     def fused(self, qkv: nn.Tensor, cache: StockBase):

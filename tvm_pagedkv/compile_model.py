@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import tvm
@@ -10,6 +11,8 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.target import Target
 
+from .cuda_build import is_cuda
+from .cuda_objects import CudaKernelObjects
 from .lowering import KernelObjects
 
 KERNEL = "pagedkv.kernel"  # marks the functions that the front end adds to a model
@@ -20,9 +23,9 @@ def compile(
 ) -> relax.VMExecutable:
     """Compile a model as ``tvm.compile`` does, in less time.
 
-    The kernels of its caches are compiled by `lowering`, or found on the disk, and linked to the
-    model; a library that is exported holds all it needs. For targets other than CPUs the kernels
-    stay in the module.
+    The kernels of its caches are compiled, or found on the disk, and linked to the model; a library
+    that is exported holds all it needs. For GPUs this is the only way to compile them: kernels are
+    built by nvcc, for the target's architecture.
 
     Parameters
     ----------
@@ -32,6 +35,13 @@ def compile(
         As ``tvm.compile`` takes it; None: the current target.
     **options
         Of ``tvm.compile``.
+
+    Raises
+    ------
+    ValueError
+        For a GPU whose architecture has no kernels, or is not named.
+    RuntimeError
+        For a GPU without nvcc.
     """
     target = Target.current() if target is None else Target(target)
     kernels = {
@@ -39,17 +49,21 @@ def compile(
         for name, function in module.functions_items()
         if function.attrs and KERNEL in function.attrs
     }
-    if kernels and target is not None and target.kind.name == "llvm":
-        objects = KernelObjects(kernels, target)
-        module = _with_external(module, objects)
+    if kernels and target is not None:
+        kind = CudaKernelObjects if is_cuda(target) else KernelObjects
+        module = _with_external(module, kind(kernels, target))
     return tvm.compile(module, target, **options)
 
 
-def _with_external(module: tvm.IRModule, objects: KernelObjects) -> tvm.IRModule:
+def _with_external(
+    module: tvm.IRModule, objects: KernelObjects | CudaKernelObjects
+) -> tvm.IRModule:
     """The module with references to compiled kernels in place of their functions."""
+    symbols_of = defaultdict(list)
+    for symbol, path in objects.paths.items():
+        symbols_of[path].append(symbol)
     linked = [
-        tvm.runtime.load_static_library(str(path), [symbol])
-        for symbol, path in objects.paths.items()
+        tvm.runtime.load_static_library(str(path), symbols) for path, symbols in symbols_of.items()
     ]
     rest = {
         name: _Externalized(objects.paths).visit_expr(function)

@@ -17,7 +17,7 @@ from .cuda_library import ARCHS, compile_library
 from .cuda_source import cuda_source
 from .disk_cache import code_versions, sealed_file
 
-_SOURCES = tuple(
+SOURCES = tuple(
     Path(__file__).with_name(name)
     for name in ("cuda_build.py", "cuda_library.py", "cuda_source.py", "cuda_runtime.py")
 )
@@ -67,5 +67,5 @@ def build_cuda_set(
         compile_library(cuda_source(functions), path, archs)
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
 
-    versions = code_versions(*_SOURCES, Path(tir_kernels.__file__).parent)
+    versions = code_versions(*SOURCES, Path(tir_kernels.__file__).parent)
     return symbols, sealed_file([repr(spec), *archs, *versions], ".so", build)

@@ -58,30 +58,76 @@ def compile_library(source: str, path: Path, archs: Sequence[str] = ARCHS) -> No
     RuntimeError
         Without nvcc, or when it fails; the message has its last lines.
     """
-    check_archs(archs)
-    nvcc = find_nvcc()
-    text = path.with_suffix(".cu")
-    text.write_text(source + _VERSION)
-    lowest = min(archs, key=lambda arch: int(arch.rstrip("a")))
-    codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    codes.append(f"arch=compute_{lowest},code=compute_{lowest}")
     library = Path(libinfo.find_libtvm_ffi())
-    command = [
-        *(nvcc, "-shared", "-std=c++17", "-O3", "-w", "-Xcompiler", "-fPIC", "-cudart", "static"),
-        *("--threads", "0", *(part for code in codes for part in ("-gencode", code))),
-        *(part for flag in (*STAYS_LOADED, "-s") for part in ("-Xlinker", flag)),
-        *(f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"),
-        *(str(text), "-o", str(path), f"-L{library.parent}", "-ltvm_ffi"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    text.unlink()
-    if done.returncode:
-        lines = (done.stderr + done.stdout).strip().splitlines()[-12:]
-        raise RuntimeError("nvcc failed:\n" + "\n".join(lines))
+    flags = [part for flag in (*STAYS_LOADED, "-s") for part in ("-Xlinker", flag)]
+    flags += ["-shared", "-cudart", "static", f"-L{library.parent}", "-ltvm_ffi"]
+    _compile(source + _VERSION, path, archs, flags)
     held = device_code(path)
     missing = {DeviceCode("sass", int(arch.rstrip("a"))) for arch in archs} - held
     if missing:
         raise RuntimeError(f"the library lacks {sorted(missing)}; it holds {sorted(held)}")
+
+
+def compile_object(source: str, path: Path, archs: Sequence[str] = ARCHS) -> None:
+    """Compile one translation unit to an object file, for libraries that hold other things too.
+
+    It has all that it needs of the CUDA runtime, so any linker can take it.
+
+    Parameters
+    ----------
+    source, path, archs : see `compile_library`
+
+    Raises
+    ------
+    ValueError, RuntimeError
+        As `compile_library`, and without the linker `ld`.
+    """
+    bare = path.with_suffix(".bare.o")
+    _compile(source, bare, archs, ["-c"])
+    try:
+        _run("ld", "-r", bare, _static_runtime(), "-o", path)
+        # Another library may have a runtime of its own.
+        _run("objcopy", "--wildcard", "--keep-global-symbol=__tvm_ffi_*", path)
+    finally:
+        bare.unlink()
+
+
+def _compile(source: str, path: Path, archs: Sequence[str], flags: Sequence[str]) -> None:
+    check_archs(archs)
+    nvcc = find_nvcc()
+    text = path.with_suffix(".cu")
+    text.write_text(source)
+    lowest = min(archs, key=lambda arch: int(arch.rstrip("a")))
+    codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    codes.append(f"arch=compute_{lowest},code=compute_{lowest}")
+    try:
+        _run(
+            *(nvcc, "-std=c++17", "-O3", "-w", "-Xcompiler", "-fPIC", "--threads", "0"),
+            *(part for code in codes for part in ("-gencode", code)),
+            *(f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"),
+            *(text, "-o", path, *flags),
+        )
+    finally:
+        text.unlink()
+
+
+def _run(*command) -> None:
+    if shutil.which(command[0]) is None:
+        raise RuntimeError(f"there is no {command[0]} on PATH")
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode:
+        lines = (done.stderr + done.stdout).strip().splitlines()[-12:]
+        raise RuntimeError(f"{Path(command[0]).name} failed:\n" + "\n".join(lines))
+
+
+def _static_runtime() -> Path:
+    """The CUDA runtime to be linked in, of the compiler's folder."""
+    roots = [Path(find_nvcc()).resolve().parents[1], Path(os.environ.get("CUDA_HOME", "/"))]
+    for root in (*roots, Path("/usr/local/cuda")):
+        for folder in (root / "lib64", *sorted(root.glob("targets/*/lib"))):
+            if (folder / "libcudart_static.a").is_file():
+                return folder / "libcudart_static.a"
+    raise RuntimeError(f"there is no libcudart_static.a in lib64 or targets/*/lib of {roots[0]}")
 
 
 def check_archs(archs: Sequence[str]) -> None:

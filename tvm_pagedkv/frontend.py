@@ -16,9 +16,11 @@ from tir_kernels import build_kernel
 from tir_kernels.cpu import stock_sliding
 from tir_kernels.spec import KernelSpec
 
-from .build import kernel_spec, require_cpu
+from .build import kernel_spec, require_cpu, resolve_target
 from .compile_model import KERNEL
 from .config import KVCacheConfig, LayerSpec, RopeConfig
+from .cuda_build import cuda_spec, is_cuda
+from .cuda_objects import arch_of
 from .frontend_methods import PagedKVCacheObject
 
 _RUNTIMES = ("pagedkv", "stock")
@@ -85,7 +87,8 @@ class PagedKVCache(PagedKVCacheObject):
     Raises
     ------
     ValueError, TypeError
-        On dimensions that no kernel serves, as `KVCacheConfig` does, and on such targets.
+        On dimensions that no kernel serves, as `KVCacheConfig` does, and on such targets: a GPU
+        must have its architecture named, and runs caches of runtime "pagedkv" only.
     """
 
     def __init__(
@@ -124,7 +127,12 @@ class PagedKVCache(PagedKVCacheObject):
         if runtime not in _RUNTIMES:
             raise ValueError(f"runtime must be one of {', '.join(_RUNTIMES)}; got {runtime!r}")
         kinds = _layer_kinds(attn_kind, num_hidden_layers)
-        require_cpu(target)
+        if is_cuda(target):
+            arch_of(target)
+            if runtime == "stock":
+                raise ValueError("for GPUs there are kernels for runtime 'pagedkv' only")
+        else:
+            require_cpu(target)
         config = KVCacheConfig(  # validates; its capacities stay symbolic in the model
             num_layers=num_hidden_layers,
             num_qo_heads=num_attention_heads,
@@ -160,7 +168,7 @@ class PagedKVCache(PagedKVCacheObject):
             )
         kernels = _Kernels(
             {
-                kind: kernel_spec(config, config.layers[kinds.index(kind)], target)
+                kind: _spec(config, config.layers[kinds.index(kind)], target)
                 for kind in kinds
                 if kind != "linear"
             },
@@ -199,6 +207,12 @@ class PagedKVCache(PagedKVCacheObject):
             ),
             _name=name,
         )
+
+
+def _spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> KernelSpec:
+    if is_cuda(target):
+        return cuda_spec(kernel_spec(config, layer, resolve_target()))
+    return kernel_spec(config, layer, target)
 
 
 class _Kernels:

@@ -58,7 +58,17 @@ def build(source: str, path: Path) -> None:
     text = path.with_suffix(".cc")
     text.write_text(source)
     stays_loaded = [f"-Wl,{','.join(STAYS_LOADED)}"]
-    _compile(["-O1", str(text), "-o", str(path), *stays_loaded, *_links(runtime_path(), _FFI)])
+    _compile(
+        ["-shared", "-O1", str(text), "-o", str(path), *stays_loaded, *_links(runtime_path(), _FFI)]
+    )
+
+
+def build_object(source: str, path: Path) -> None:
+    """Compile translated source to an object, for libraries that are loaded beside the machine."""
+    ctypes.CDLL(str(runtime_path()), mode=ctypes.RTLD_GLOBAL)
+    text = path.with_suffix(".cc")
+    text.write_text(source)
+    _compile(["-O1", "-c", str(text), "-o", str(path)])
 
 
 @functools.cache
@@ -73,7 +83,9 @@ def device() -> tvm_ffi.Module:
     path = sealed_file(
         key,
         ".so",
-        lambda path: _compile(["-O1", include, str(source), "-o", str(path), *libraries]),
+        lambda path: _compile(
+            ["-shared", "-O1", include, str(source), "-o", str(path), *libraries]
+        ),
     )
     return tvm_ffi.load_module(str(path))
 

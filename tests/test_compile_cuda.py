@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models for GPUs: their kernels are compiled by nvcc and linked in, or run emulated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm import relax
+from tvm.target import Target
+
+import tvm_pagedkv as pkv
+from tir_kernels import build_kernel
+from tvm_pagedkv import cuda_objects
+from tvm_pagedkv.compile_model import KERNEL
+from tvm_pagedkv.cuda_library import DeviceCode, device_code
+
+from . import reference
+from .cuda_cases import F16, make_spec
+from .cuda_emulator import library
+from .cuda_emulator.translate import translate
+from .test_cuda_build import needs_nvcc
+from .test_frontend import export_model
+
+GPU = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
+KEEP = "pagedkv.test.keep"
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path / "cache"))
+
+
+def _model_of_merge() -> tvm.IRModule:
+    """A model that hands its kernel to whoever makes caches."""
+    builder = relax.BlockBuilder()
+    kernel = build_kernel("merge", make_spec((2, 1), 64)).with_attr(KERNEL, True)
+    name = builder.add_func(kernel, "pagedkv_merge")
+    with builder.function("create", []):
+        made = relax.call_pure_packed(KEEP, name, ty_args=relax.AnyType())
+        builder.emit_func_output(builder.emit(made))
+    return builder.finalize()
+
+
+def _kernel_of(executable) -> tvm_ffi.Function:
+    kept = []
+    tvm_ffi.register_global_func(KEEP, lambda f: kept.append(f) or f, override=True)
+    relax.VirtualMachine(executable, tvm.cpu())["create"]()
+    return kept[0]
+
+
+def _states(rng) -> list[np.ndarray]:
+    return [
+        array
+        for _ in range(2)
+        for array in (
+            rng.standard_normal((3, 2, 64)).astype(F16),
+            rng.standard_normal((3, 2)).astype("float32"),
+        )
+    ]
+
+
+@needs_nvcc
+def test_an_exported_library_holds_device_code(tmp_path):
+    path = tmp_path / "model.so"
+    pkv.compile(_model_of_merge(), GPU).export_library(str(path))
+    assert device_code(path) == {DeviceCode("sass", 90), DeviceCode("ptx", 90)}
+    assert b"__launch_bounds__" not in path.read_bytes()
+    merge = _kernel_of(tvm.runtime.load_module(str(path)))
+    with pytest.raises(ValueError, match="o.device_type.*\n.*\n.*expected cuda"):
+        merge(*map(tvm.runtime.tensor, _states(np.random.default_rng(0))))
+
+
+def test_linked_kernels_run(monkeypatch):
+    def compile_object(source, path, archs):
+        library.build_object(translate(source), path)
+
+    monkeypatch.setattr(cuda_objects, "compile_object", compile_object)
+    merge = _kernel_of(pkv.compile(_model_of_merge(), GPU))
+    o, lse, other, other_lse = states = _states(np.random.default_rng(0))
+    expected = reference.merge(o, lse, other, other_lse)
+    actual = [tvm.runtime.tensor(array) for array in states]
+    merge(*actual)
+    for array, wanted in zip(actual, expected, strict=False):
+        np.testing.assert_allclose(array.numpy(), wanted, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kinds", ["mha", ["mha_sliding", "mha"]])
+def test_a_model_has_all_kernels_of_its_caches(kinds, monkeypatch):
+    sources = []
+
+    def stop(source, path, archs):
+        sources.append((source, archs))
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(cuda_objects, "compile_object", stop)
+    module = export_model(pkv.PagedKVCache, kinds=kinds, target=GPU)
+    on_cpu = export_model(pkv.PagedKVCache, kinds=kinds)
+    names, names_on_cpu = (
+        {name.name_hint for name in m.get_global_vars() if "pagedkv" in name.name_hint}
+        for m in (module, on_cpu)
+    )
+    assert names == names_on_cpu
+    with pytest.raises(RuntimeError, match="enough"):
+        pkv.compile(module, GPU)
+    ((source, archs),) = sources
+    assert archs == ["90"]
+    for name in names:
+        assert f"__tvm_ffi_{name}(" in source
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"target": Target({"kind": "cuda", "arch": "sm_75"}, host="llvm")}, 'from "80" on'),
+        ({"target": GPU, "runtime": "stock"}, "runtime 'pagedkv' only"),
+        ({"target": Target({"kind": "vulkan"}, host="llvm")}, "not for 'vulkan'"),
+    ],
+)
+def test_what_has_no_kernels_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        export_model(pkv.PagedKVCache, **fields)

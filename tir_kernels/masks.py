@@ -58,20 +58,27 @@ class Gap:
         Every row sees the sinks right before what it sees of the others, so for them the rows of a
         chunk that is longer than the window all stand at its end.
         """
-        with T.serial(T.if_then_else(self.sinks > 0, 2, 1)) as i:
+        with T.serial(self.num_spans) as i:
+            body(self.span(i, kv_len, k_offset))
 
-            def choose(window, sinks):
-                return self.index_temp(T.if_then_else(i == 0, window, sinks))
+    @property
+    def num_spans(self):
+        """How many there are to look at."""
+        return T.if_then_else(self.sinks > 0, 2, 1)
 
-            body(
-                Span(
-                    begin=choose(self.begin, 0),
-                    end=choose(kv_len, T.min(self.sinks, kv_len)),
-                    k_offset=choose(k_offset + self.sinks - self.begin, k_offset),
-                    back=choose(self.back, NO_LIMIT),
-                    last_position=choose(NO_LIMIT, self.sinks + self.back),
-                )
-            )
+    def span(self, i, kv_len, k_offset) -> Span:
+        """The columns behind the gap, or the sinks."""
+
+        def choose(window, sinks):
+            return self.index_temp(T.if_then_else(i == 0, window, sinks))
+
+        return Span(
+            begin=choose(self.begin, 0),
+            end=choose(kv_len, T.min(self.sinks, kv_len)),
+            k_offset=choose(k_offset + self.sinks - self.begin, k_offset),
+            back=choose(self.back, NO_LIMIT),
+            last_position=choose(NO_LIMIT, self.sinks + self.back),
+        )
 
 
 @dataclass(frozen=True)

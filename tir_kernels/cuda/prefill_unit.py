@@ -7,6 +7,7 @@ these heads, and few tokens fill the rows of an instruction too.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from tvm.script import tirx as T
@@ -26,6 +27,10 @@ from .rows import as_int64
 from .scalars import temp
 from .shared_tiles import SharedTiles
 from .tiling import Tiling
+
+# Fields of a step and of its gap that are kept in shared memory.
+PARKED = ("kv_len", "k_offset", "first_row", "num_rows", "first")
+PARKED_OF_GAP = ("sinks", "begin", "back")
 
 
 class Unit:
@@ -153,8 +158,34 @@ class Unit:
         if step.gap is None:
             self._run_span(Span(None, step.kv_len, step.k_offset, None, None))
         else:
-            step.gap.for_spans(step.kv_len, step.k_offset, self._run_span)
+            self._park()
+            with T.serial(step.gap.num_spans) as i:
+                step = self._recall()
+                self._run_span(step.gap.span(i, step.kv_len, step.k_offset))
+            self._recall()
         self._store()
+
+    def _park(self) -> None:
+        """Keep what tells of the step in shared memory: passes over columns need the registers."""
+        values = [getattr(self.step, name) for name in PARKED]
+        values += [getattr(self.step.gap, name) for name in PARKED_OF_GAP]
+        for i, value in enumerate(values):
+            ptx("st.shared.b32", self._parked(i), T.cast(value, U32))
+
+    def _parked(self, i: int):
+        end = self.v.end + self.tiling.table_bytes + self.tiling.rows * 8
+        return self.memory.ptr_to([end + i * 4])
+
+    def _recall(self) -> SimpleNamespace:
+        """The step, with what was parked in registers again."""
+        words = Registers(len(PARKED) + len(PARKED_OF_GAP), U32, "step")
+        for i in range(words.count):
+            ptx("ld.shared.b32", words[i], self._parked(i))
+        values = [index_temp(T.cast(words[i], I32)) for i in range(words.count)]
+        gap = replace(self.step.gap, **dict(zip(PARKED_OF_GAP, values[len(PARKED) :], strict=True)))
+        fields = dict(zip(PARKED, values, strict=False))
+        self.step = SimpleNamespace(**{**vars(self.step), **fields, "gap": gap})
+        return self.step
 
     def _run_span(self, span: Span) -> None:
         """Attend to the columns of a span."""

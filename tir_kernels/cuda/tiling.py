@@ -13,6 +13,7 @@ from .shared_tiles import TileLayout
 MOST_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a thread
 MOST_FLOAT_COLUMNS = 128  # and in float32, with two rows in a thread; with 256 there were spills
 MOST_SUMS = 16 * 128  # columns of V times rows of a warp, beside long tiles of positions
+STEP_BYTES = 32  # of what a block is told of its step
 SLICE_UNIT = 64  # of columns that several blocks share out: a slice begins where a swizzle does
 WARP_ROWS = 16  # of an instruction
 MOST_ROWS = 128  # of a block
@@ -204,7 +205,7 @@ class Tiling(BlockTiling):
     @property
     def num_bytes(self) -> int:
         """Of shared memory."""
-        tables = self.table_bytes + 8 * self.rows
+        tables = self.table_bytes + 8 * self.rows + STEP_BYTES
         return max(self.q.num_bytes, self.o.num_bytes) + self.ring_bytes + tables
 
     @property

@@ -24,7 +24,7 @@ from .test_cuda_build import needs_nvcc
 from .test_frontend import export_model
 
 GPU = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
-KEEP = "pagedkv.test.keep"
+KEEP = "tests.keep_kernel"
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +45,11 @@ def _model_of_merge() -> tvm.IRModule:
 
 def _kernel_of(executable) -> tvm_ffi.Function:
     kept = []
-    tvm_ffi.register_global_func(KEEP, lambda f: kept.append(f) or f, override=True)
-    relax.VirtualMachine(executable, tvm.cpu())["create"]()
+    tvm_ffi.register_global_func(KEEP, lambda f: kept.append(f) or f)
+    try:
+        relax.VirtualMachine(executable, tvm.cpu())["create"]()
+    finally:
+        tvm_ffi.registry.remove_global_func(KEEP)
     return kept[0]
 
 

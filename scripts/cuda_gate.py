@@ -143,7 +143,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 def main() -> int:
     archs = [f"sm_{arch}" for arch in CHIPS]
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--archs", nargs="+", default=["sm_80", "sm_90"], choices=archs)
+    parser.add_argument("--archs", nargs="+", default=archs, choices=archs)
     parser.add_argument(
         "--configurations", nargs="+", default=list(CONFIGURATIONS), choices=CONFIGURATIONS
     )

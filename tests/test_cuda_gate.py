@@ -20,6 +20,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 # Of a configuration the architectures, and the kernels (None: all). A whole one takes two seconds.
 GATED = {
     "llama-float16": (("80", "90"), None),
+    "llama-bfloat16": (("86", "89", "100", "120"), ("prefill",)),
     "llama-float32": (("80",), ("prefill", "decode", "prefill_shared")),
     "heads-of-256-bfloat16": (("90",), None),
     "windows-cap-alibi-float16": (("80",), ("prefill_sliding", "decode_sliding", "tree_sliding")),

@@ -108,7 +108,7 @@ def emit_ragged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS
     def kv_rows(sequence, head):
         first = index_temp(a.kv_indptr[sequence])
         kv_len = index_temp(a.kv_indptr[sequence + 1] - first)
-        return lambda rows_per_thread: RaggedRows(a, first, head, rows_per_thread), kv_len
+        return lambda rows_per_thread: RaggedRows(a, first, head), kv_len
 
     a.kv_rows = kv_rows
     if hasattr(a, "k_rope_pos_offset"):

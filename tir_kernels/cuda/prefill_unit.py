@@ -16,7 +16,7 @@ from tvm.script.ir_builder import IRBuilder
 from ..masks import Span
 from ..spec import LOG2E, KernelSpec
 from .elements import store_words
-from .emit import I32, U32, WARP, Registers, index_temp, ptx, sync_block
+from .emit import I32, U32, WARP, Registers, index_temp, opaque, ptx, sync_block
 from .fma import MultiplyAdds
 from .inline_rope import InlineRope
 from .logits import AlibiBias, hide, to_logits
@@ -243,9 +243,9 @@ class Unit:
 
     def _keep_bounds(self, span: Span) -> None:
         """Find the bounds of all rows: few tiles of columns need them, and registers are scarce."""
-        tiling = self.tiling
+        tiling, thread = self.tiling, opaque(self.thread)
         with T.serial(T.ceildiv(tiling.rows, tiling.num_threads)) as turn:
-            row = index_temp(turn * tiling.num_threads + self.thread)
+            row = index_temp(turn * tiling.num_threads + thread)
             with T.If(row < tiling.rows), T.Then():
                 bounds = self._begin_of(row, span), T.min(self._end_of(row), span.end)
                 words = [T.cast(bound, U32) for bound in bounds]
@@ -273,7 +273,8 @@ class Unit:
             column = chunk * self.q.layout.per_chunk
             return self.a.q.ptr_to([*self.output_row(row), column])
 
-        copy_rows(self.q, tiling.rows, chunks, self.crew, pointer)
+        crew = replace(self.crew, thread=opaque(self.thread))
+        copy_rows(self.q, tiling.rows, chunks, crew, pointer)
         commit()
         wait(0)
         sync_block()
@@ -298,9 +299,9 @@ class Unit:
                 T.buffer_store(self.a.lse, lse[h], list(self.output_row(row)))
         sync_block()
         chunks, words = self.o.layout.chunks, Registers(4, U32, "words")
-        items = tiling.rows * chunks
+        items, thread = tiling.rows * chunks, opaque(self.thread)
         with T.serial(T.ceildiv(items, tiling.num_threads)) as turn:
-            item = index_temp(turn * tiling.num_threads + self.thread)
+            item = index_temp(turn * tiling.num_threads + thread)
             row = index_temp(T.truncdiv(item, chunks))
             chunk = index_temp(T.truncmod(item, chunks))
             is_there = T.And(row < tiling.rows, self.is_there(row))

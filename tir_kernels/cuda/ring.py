@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
@@ -129,17 +130,22 @@ class Ring:
         def stage_of(tile):
             return index_temp(T.truncmod(tile, tiling.stages) * crew.count + crew.index)
 
+        def held(position):
+            return T.min(position, end - 1)
+
         def find(tile):
             with T.unroll(tiling.rows_per_thread) as i:
-                rows.find(i, T.min(position_of(tile, i), end - 1))
+                rows.find(i, held(position_of(tile, i)))
 
         def issue(tile):
             with T.If(tile < num_tiles), T.Then():
                 stage = stage_of(tile)
                 with T.unroll(tiling.rows_per_thread) as i:
-                    is_held = position_of(tile, i) < end
-                    num_bytes = index_temp(T.if_then_else(is_held, CHUNK_BYTES, 0))
-                    self._copy_row(rows, i, stage, num_bytes)
+                    position = index_temp(position_of(tile, i))
+                    num_bytes = index_temp(T.if_then_else(position < end, CHUNK_BYTES, 0))
+                    at = index_temp(held(position))
+                    source = SimpleNamespace(rows=rows, position=at, num_bytes=num_bytes)
+                    self._copy_row(source, i, stage)
                 find(tile + 1)
             commit()
 
@@ -154,7 +160,7 @@ class Ring:
             issue(tile + ahead)
             body(index_temp(own_start + tile * positions), stage_of(tile))
 
-    def _copy_row(self, rows, i, stage, num_bytes) -> None:
+    def _copy_row(self, source, i, stage) -> None:
         row = i * self._row_step + self.row
         # Without tensor cores, registers are what there is least of.
         loop = T.unroll if self.tiling.is_tensor else T.serial
@@ -162,15 +168,15 @@ class Ring:
         def copy(tiles, pointer, num_chunks, most: int, first_column):
             with loop(-(-most // THREADS_PER_ROW)) as k:
                 chunk = k * THREADS_PER_ROW + self.chunk
-                source = pointer(i, first_column + chunk * tiles.layout.per_chunk)
+                column = first_column + chunk * tiles.layout.per_chunk
                 to = tiles.pointer(stage, row, chunk)
                 if isinstance(num_chunks, int) and num_chunks % THREADS_PER_ROW == 0:
-                    copy_chunk(to, source, num_bytes)
+                    copy_chunk(to, pointer(i, source.position, column), source.num_bytes)
                 else:
                     with T.If(chunk < num_chunks), T.Then():
-                        copy_chunk(to, source, num_bytes)
+                        copy_chunk(to, pointer(i, source.position, column), source.num_bytes)
 
-        copy(self.k, rows.k_pointer, self.k_chunks, self.k_chunks, T.cast(0, I32))
+        copy(self.k, source.rows.k_pointer, self.k_chunks, self.k_chunks, T.cast(0, I32))
         if self.tiling.is_latent:
             return
-        copy(self.v, rows.v_pointer, self.v_chunks, self.v.layout.chunks, self.v_begin)
+        copy(self.v, source.rows.v_pointer, self.v_chunks, self.v.layout.chunks, self.v_begin)

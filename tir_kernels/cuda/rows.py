@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the K and V rows of one sequence and one KV head lie, for threads that copy tiles of them.
 
-A thread copies a few rows of each tile. It finds out where they lie a tile ahead (`find`), so that
-the copies (`pointer`) do not wait for the page table.
+A thread copies a few rows of each tile. It looks up their pages a tile ahead (`find`), so that the
+copies (`k_pointer`) do not wait for the page table; the rest is computed when it is needed, since
+registers are scarce.
 """
 
 from __future__ import annotations
@@ -37,35 +38,34 @@ class PagedRows:
     def __init__(self, spec: KernelSpec, a, first_entry, head, rows_per_thread: int):
         self.spec, self.a, self.first_entry, self.head = spec, a, first_entry, head
         self.page = Registers(rows_per_thread, "int32", "page")
-        self.offset = Registers(rows_per_thread, "int32", "offset")
 
     def find(self, i, position) -> None:
-        """Look up the i-th row of the thread; the sequence holds the position."""
-        page_size = self.spec.page_size
-        entry = self.first_entry + T.truncdiv(position, page_size)
+        """Look up the page of the i-th row of the thread; the sequence holds the position."""
+        entry = self.first_entry + T.truncdiv(position, self.spec.page_size)
         self.page[i] = self.a.page_values[entry]
-        self.offset[i] = T.truncmod(position, page_size)
 
-    def k_pointer(self, i, column):
-        """Where the i-th row of K is, from a column on."""
-        return self._pointer(K_PLANE, i, column)
+    def k_pointer(self, i, position, column):
+        """Where the i-th row of K is, which `find` found at this position, from a column on."""
+        return self._pointer(K_PLANE, i, position, column)
 
-    def v_pointer(self, i, column):
-        """Where the i-th row of V is, from a column on."""
-        return self._pointer(V_PLANE, i, column)
+    def v_pointer(self, i, position, column):
+        """Where the i-th row of V is, likewise."""
+        return self._pointer(V_PLANE, i, position, column)
 
-    def _pointer(self, plane: int, i, column):
-        index = row_index(as_int64(self.page[i]), plane, self.head, self.offset[i], column)
-        return self.a.pages.ptr_to(list(index))
+    def _slot(self, position):
+        return T.truncmod(position, self.spec.page_size)
+
+    def _pointer(self, plane: int, i, position, column):
+        page, slot = as_int64(self.page[i]), self._slot(position)
+        return self.a.pages.ptr_to(list(row_index(page, plane, self.head, slot, column)))
 
 
 class LatentRows(PagedRows):
     """The latent rows of MLA: K is the whole row, and V its first columns."""
 
-    def _pointer(self, plane: int, i, column):
-        return self.a.pages.ptr_to(
-            list(latent_index(as_int64(self.page[i]), self.offset[i], column))
-        )
+    def _pointer(self, plane: int, i, position, column):
+        page, slot = as_int64(self.page[i]), self._slot(position)
+        return self.a.pages.ptr_to(list(latent_index(page, slot, column)))
 
 
 def rows_of_pages(spec: KernelSpec, *arguments) -> PagedRows:
@@ -83,22 +83,18 @@ class RaggedRows:
         The sequence's first row.
     head : int32
         The KV head.
-    rows_per_thread : int
-        Of a tile.
     """
 
-    def __init__(self, a, first_row, head, rows_per_thread: int):
+    def __init__(self, a, first_row, head):
         self.a, self.first_row, self.head = a, first_row, head
-        self.row = Registers(rows_per_thread, "int32", "row")
 
     def find(self, i, position) -> None:
-        """Look up the i-th row of the thread."""
-        self.row[i] = self.first_row + position
+        """There is nothing to look up."""
 
-    def k_pointer(self, i, column):
-        """Where the i-th row of K is, from a column on."""
-        return self.a.k.ptr_to([as_int64(self.row[i]), self.head, column])
+    def k_pointer(self, i, position, column):
+        """Where the row of K at a position is, from a column on."""
+        return self.a.k.ptr_to([as_int64(self.first_row + position), self.head, column])
 
-    def v_pointer(self, i, column):
-        """Where the i-th row of V is, from a column on."""
-        return self.a.v.ptr_to([as_int64(self.row[i]), self.head, column])
+    def v_pointer(self, i, position, column):
+        """Where the row of V at a position is, from a column on."""
+        return self.a.v.ptr_to([as_int64(self.first_row + position), self.head, column])

@@ -26,7 +26,10 @@ from pathlib import Path
 from gpu_check_configs import NAMES
 
 HERE = Path(__file__).resolve().parent
-TIMINGS = ("decode", "rope_append", "begin_forward", "prefill", "mla", "shared_prefix")
+TIMINGS = (
+    *("decode", "rope_append", "begin_forward", "prefill", "few_rows", "graphs", "mla"),
+    "shared_prefix",
+)
 SECTIONS = ("limits", *(f"caches {name}" for name in NAMES), *TIMINGS)
 MOST_SECONDS = 90  # of a section
 
@@ -156,12 +159,12 @@ def sentence(error: BaseException) -> str:
 
 def run_section(options: argparse.Namespace) -> dict:
     """What the child process writes."""
-    section, result = Section(), {}
+    section, result, has_torch = Section(), {}, True
     try:
         try:
             import torch  # noqa: F401  (first: it brings the CUDA runtime that it needs)
         except ImportError:
-            section.tell("torch is not installed: no timings")
+            has_torch = False
         import tvm
 
         import tvm_pagedkv as pkv
@@ -175,6 +178,8 @@ def run_section(options: argparse.Namespace) -> dict:
         return {"records": [], "failures": [sentence(error)], "is_hopeless": True}
     if options.section.startswith("caches "):
         run_caches(section, folder / options.section.split()[1], device, options.tiny)
+    elif not has_torch:
+        section.tell("torch is not installed: no timings")
     else:
         section.attempt(options.section, lambda: run_timing(section, options, device, result))
     return {**result, "records": section.records, "failures": section.failures}

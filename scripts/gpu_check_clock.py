@@ -85,17 +85,24 @@ class Clock:
 
     def time_short(self, runs: list[Callable[[], object]]) -> Time:
         """Of one of several runs that take microseconds: replays of a graph of them all."""
+        whole = self.time(self.recorded(runs))
+        return Time(whole.median / len(runs), whole.least / len(runs), whole.n)
+
+    def recorded(self, runs: list[Callable[[], object]]) -> Callable[[], object]:
+        """Replays a CUDA graph of runs; where there is no GPU, does them."""
+
+        def all_runs() -> None:
+            for run in runs:
+                run()
+
         if not self.is_gpu:
-            return self.time(runs[0])
-        for run in runs:
-            run()
+            return all_runs
+        all_runs()
         self.wait()
         graph = torch.cuda.CUDAGraph()
         with tvm_ffi.use_torch_stream(torch.cuda.graph(graph)):
-            for run in runs:
-                run()
-        whole = self.time(graph.replay)
-        return Time(whole.median / len(runs), whole.least / len(runs), whole.n)
+            all_runs()
+        return graph.replay
 
 
 def _copy_of(num_bytes: int, device: torch.device) -> Callable[[], object]:

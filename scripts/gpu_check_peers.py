@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import tvm_ffi
 from gpu_check_batches import Batch, Shape
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 SDPA = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
 WORKSPACE_BYTES = 2**28
@@ -44,13 +45,16 @@ def sdpa(batch: Batch, name: str) -> tuple[Callable, Callable]:
         for each in zip(*(batch.dense(i) for i in range(count)), strict=True)
     )
     q = batch.q.view(count, rows, *batch.q.shape[1:]).transpose(1, 2).contiguous()
+    is_causal = rows == batch.contexts[0]
+    # The last row sees all: `is_causal` would let the first one see the first column only.
+    mask = None if is_causal or rows == 1 else causal_lower_right(rows, batch.contexts[0])
     out = []
 
     def run() -> None:
         with sdpa_kernel(SDPA[name]):
             out[:] = [
                 F.scaled_dot_product_attention(
-                    q, k, v, is_causal=rows > 1, scale=batch.scale, enable_gqa=True
+                    q, k, v, attn_mask=mask, is_causal=is_causal, scale=batch.scale, enable_gqa=True
                 )
             ]
 

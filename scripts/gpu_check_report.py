@@ -77,7 +77,7 @@ def draw(records: Sequence[dict], limits: dict[str, float], title: str, path: Pa
     for place, (r, _) in zip(places, drawn, strict=True):
         if r["target"]:
             axis.plot([100 * r["target"]] * 2, [place - 0.4, place + 0.4], color="red")
-    axis.set_xlabel("% of copy bandwidth, or of the rate of products (prefill); red: target")
+    axis.set_xlabel("% of copy bandwidth, or of the rate of products (causal prefill); red: target")
     axis.set_title(title, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

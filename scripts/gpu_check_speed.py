@@ -18,20 +18,23 @@ from gpu_check_clock import Clock
 import tvm_pagedkv as pkv
 
 STEP_BATCH = 64
+_OF_COPY = dict(limit="copy")
+_OF_DECODE = dict(limit="copy", target=0.85)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured: sequences and contexts of decode, rows of a prefill."""
+    """What is measured: sequences and contexts of decode, rows of a prefill, few behind a past."""
 
     batches: tuple[int, ...] = (16, 64)
     context: int = 4096
     short: int = 512  # of all but one sequence of the skewed batch
     prefill: int = 8192
+    few: int = 8
     step_context: int = 1024
 
 
-TINY = Sizes((2,), 40, 5, 33, 16)
+TINY = Sizes((2,), 40, 5, 33, 3, 16)
 
 
 @dataclasses.dataclass
@@ -113,30 +116,56 @@ class Speed:
             shape = shape_of(self.bundles[name].config, 0)
             for count in sizes.batches:
                 contexts = [sizes.context] * count
-                yield from self._attention(name, "decode", shape, [1] * count, contexts, "even")
+                yield from self._attention(
+                    name, "decode", shape, [1] * count, contexts, "even", _OF_DECODE
+                )
                 if count != sizes.batches[-1]:
                     continue
                 rest = sum(contexts) - (count - 1) * sizes.short
                 skewed = [sizes.short] * (count - 1) + [rest]
-                yield from self._attention(name, "decode", shape, [1] * count, skewed, "skewed")
+                yield from self._attention(
+                    name, "decode", shape, [1] * count, skewed, "skewed", _OF_DECODE
+                )
 
     def prefill(self) -> Iterator[Record]:
         """A long prompt, causal."""
         n = self.sizes.prefill
         for name in ("bfloat16", "bfloat16-wide", "float16"):
             shape = shape_of(self.bundles[name].config, 0)
-            yield from self._attention(name, "prefill", shape, [n], [n], "causal")
+            limit = dict(limit="bfloat16", target=0.5)
+            yield from self._attention(name, "prefill", shape, [n], [n], "causal", limit)
 
-    def _attention(self, name, kernel, shape, rows, contexts, what) -> Iterator[Record]:
+    def few_rows(self) -> Iterator[Record]:
+        """A few rows behind a long past: drafts that are verified, ends of prompts."""
+        few, context = self.sizes.few, self.sizes.context
+        shape = shape_of(self.bundles["bfloat16"].config, 0)
+        for count in (1, 8):
+            contexts = [8 * context // count] * count
+            what = f"for {few} rows each"
+            yield from self._attention("bfloat16", "prefill", shape, [few] * count, contexts, what)
+
+    def graphs(self) -> Iterator[Record]:
+        """Kernels that take scratch memory and launch two kernels, replayed from a CUDA graph."""
+        shape = shape_of(self.bundles["bfloat16"].config, 0)
+        for kernel, rows in (("decode", 1), ("prefill", self.sizes.few)):
+            batch = Batch(shape, [rows], [self.sizes.context], self.clock.device)
+            own, arguments = self._kernel("bfloat16", 0, kernel), batch.arguments(kernel)
+            replay = self.clock.recorded([functools.partial(own, *arguments)])
+            batch.o.fill_(torch.nan)
+            time = self.clock.time(replay)
+            case = f"{kernel} {shape.label}, {rows} on {self.sizes.context}, from a graph"
+            yield Record(case, "ours", time.median, time.least, time.n, batch.num_bytes,
+                         error=batch.error())  # fmt: skip
+
+    def _attention(
+        self, name, kernel, shape, rows, contexts, what, limit=_OF_COPY
+    ) -> Iterator[Record]:
         batch = Batch(shape, rows, contexts, self.clock.device)
         size = f"{len(rows)} x {contexts[0]}" if len(set(contexts)) == 1 else (
             f"{len(rows) - 1} x {contexts[0]} + {contexts[-1]}"
         )  # fmt: skip
         case = f"{kernel} {shape.label}, {size} {what}"
         work = dict(num_bytes=batch.num_bytes, flops=batch.flops)
-        limit = dict(limit="copy", target=0.85)
-        if kernel == "prefill":
-            limit = dict(limit="bfloat16", target=0.5)
         own = self._kernel(name, 0, kernel)
         arguments = batch.arguments(kernel)
         runs = {"ours": lambda: (lambda: own(*arguments), lambda: batch.o)}

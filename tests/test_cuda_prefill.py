@@ -13,7 +13,7 @@ from tir_kernels.spec import RopeSpec
 from . import attention_cases, reference
 from .attention_cases import PagedBatch, RaggedBatch, cuda_text
 from .cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
-from .cuda_emulator import SCHEDULES, emulated, launches, mutated, schedule
+from .cuda_emulator import SCHEDULES, emulated, launches, multiprocessors, mutated, schedule
 from .kernel_specs import YARN
 from .test_window_kernels import WindowBatch
 
@@ -36,6 +36,13 @@ SMALL = SPECS["5:1x80-bf16-p4"]
 MIXED = [(0, 0), (1, 1), (3, 70), (0, 33), (2, 0), (4, 6), (70, 131), (0, 0)]
 parametrize_causal = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 parametrize_kinds = pytest.mark.parametrize("kind", [PagedBatch, RaggedBatch])
+
+
+@pytest.fixture(autouse=True)
+def small_gpu():
+    """No tile is split: `test_cuda_prefill_split` is for those that are."""
+    with multiprocessors(1):
+        yield
 
 
 def _check(kind, spec, lengths, seed: int = 0, causal: bool = True, **how) -> None:

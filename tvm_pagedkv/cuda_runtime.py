@@ -70,7 +70,9 @@ inline bool CanOverlap(int) {
 }  // namespace
 }  // namespace pagedkv
 
+// No memory for no bytes: what needs no scratch then does without the pool.
 extern "C" TVM_DLL float* TAKE(int64_t num_bytes) {
+  if (num_bytes == 0) return nullptr;
   const int device = pagedkv::CurrentDevice();
   const cudaMemPool_t pool = pagedkv::Known(device, pagedkv::MakePool);
   void* memory = nullptr;
@@ -80,6 +82,7 @@ extern "C" TVM_DLL float* TAKE(int64_t num_bytes) {
 }
 
 extern "C" TVM_DLL int32_t GIVE_BACK(float* memory) {
+  if (memory == nullptr) return 0;
   pagedkv::Check(cudaFreeAsync(memory, pagedkv::CurrentStream(pagedkv::CurrentDevice())));
   return 0;
 }

@@ -104,14 +104,14 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                 with T.Then():
                     store_floats(a.o, (*index(head), column), values)
                 with T.Else():
-                    partials.put(slot, head, column, values)
+                    partials.put((slot, head), column, values)
 
         def put_lse(head, lse) -> None:
             with T.If(is_whole):
                 with T.Then():
                     T.buffer_store(a.lse, lse, list(index(head)))
                 with T.Else():
-                    partials.put_lse(slot, head, lse)
+                    partials.put_lse((slot, head), lse)
 
         segment.store(put, put_lse)
 

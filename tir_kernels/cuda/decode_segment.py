@@ -22,11 +22,11 @@ from .inline_rope import InlineRope
 from .logits import AlibiBias, hide, to_logits
 from .mma import TensorCores
 from .online_softmax import Accumulators, OnlineSoftmax
-from .partials import RUN, weigh
 from .ring import Crew, Ring, commit, copy_rows, wait, zero_padding
 from .rows import as_int64
 from .scalars import temp
 from .shared_tiles import SharedTiles
+from .states import RUN, weigh
 
 MOST_KEPT = 128  # elements of a row of Q in registers: tiles of few positions leave room for them
 

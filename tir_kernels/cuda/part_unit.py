@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 
 from ..masks import CausalMask
 from ..spec import KernelSpec
-from .emit import F32, Registers, index_temp
+from .emit import index_temp
 from .prefill_unit import Unit
 from .rows import rows_of_pages
 
@@ -58,6 +58,8 @@ def step_of(spec: KernelSpec, a: SimpleNamespace, part, piece, sequence) -> Simp
     tile, entry = part.tile, index_temp(a.page_indptr[sequence])
     return SimpleNamespace(
         part=part,
+        is_whole=part.is_whole,
+        states=part.partials,
         sequence=sequence,
         rows=lambda rows_per_thread: rows_of_pages(spec, a, entry, tile.head, rows_per_thread),
         kv_len=part.kv_len,
@@ -73,32 +75,7 @@ def step_of(spec: KernelSpec, a: SimpleNamespace, part, piece, sequence) -> Simp
 
 
 class PartUnit(Unit):
-    """What a block keeps for a part of a tile.
+    """What a block keeps for a part of a tile."""
 
-    Where the part is the whole, the rows are written; else their states are kept for the merge.
-    """
-
-    def _put(self, lse: Registers) -> None:
-        with T.If(self.step.part.is_whole):
-            with T.Then():
-                self._put_whole(lse)
-            with T.Else():
-                self._keep(lse)
-
-    def _put_whole(self, lse: Registers) -> None:
-        super()._put(lse)
-
-    def _keep(self, lse: Registers) -> None:
-        """Keep the state of all rows for those that go on with them."""
-        part, width, output = self.step.part, self.spec.v_head_dim, self.softmax.output
-        pair = Registers(2, F32, "pair")
-        quad = T.truncmod(self.lane, 4)
-        for h in range(output.rows):
-            row = self.own_row(h)
-            with T.unroll(output.num_tiles) as n:
-                with T.If(self.v_begin + n * 8 < width), T.Then():
-                    for e in range(2):
-                        pair[e] = output[n, h, e]
-                    part.partials.put(part.slot, row, self.v_begin + n * 8 + quad * 2, pair)
-            with T.If(T.And(quad == 0, self.step.slice == 0)), T.Then():
-                part.partials.put_lse(part.slot, row, lse[h])
+    def _place_of(self, row) -> tuple:
+        return self.step.part.slot, row

@@ -3,7 +3,7 @@
 
 A block does one unit: a tile of a sequence's rows for one KV head. Which one, it finds out from
 the starts of the sequences, so the host plans nothing. Of a sequence the last rows, which see most,
-come first.
+come first. Of units that are too few for the whole GPU, several blocks split what each sees.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..spec import KernelSpec
 from .arguments import attention_kernel
 from .columns import PlainColumns
 from .emit import WARP, index_temp, launch
-from .prefill_unit import Unit
 from .rows import RaggedRows, rows_of_pages
 from .schedule import UnitOfBlock
+from .split_unit import SplitStates, SplitUnit, splits_of
 from .tiling import MOST_ROWS, Tiling
 
 
@@ -34,7 +34,8 @@ def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None
     a : the matched arguments by their names, `mask`, and of the source of K and V `kv_rows`, which
         is ``(sequence, head) -> (rows, kv_len)``, where `rows` takes the rows of a thread, and
         `gap_of`, what a sequence has dropped, or None; `k_offset_of`, the RoPE position of its
-        column 0; perhaps `columns`. Without q_indptr every sequence has one row.
+        column 0; `most_positions` of a sequence, known to the host; perhaps `columns`. Without
+        q_indptr every sequence has one row.
     tiling : Tiling
     """
     group = spec.group_size
@@ -44,18 +45,20 @@ def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None
         a.columns = PlainColumns()
     # No more units than that, for each sequence has less than a whole one besides whole ones.
     most_units = T.truncdiv(a.q.shape[0] * group, tiling.rows) + a.batch_size
-    grid = [most_units, spec.num_kv_heads * tiling.slices]
-    with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, pair), thread):
+    pairs = spec.num_kv_heads * tiling.slices
+    splits = splits_of(tiling, most_units * pairs, a.most_positions)
+    states = SplitStates(spec, splits, a.q.shape[0])
 
-        def first_row_of(sequence):
-            return a.q_indptr[sequence] if hasattr(a, "q_indptr") else sequence
+    def first_row_of(sequence):
+        return a.q_indptr[sequence] if hasattr(a, "q_indptr") else sequence
 
-        def rows_of(sequence):
-            return first_row_of(sequence + 1) - first_row_of(sequence)
+    def rows_of(sequence):
+        return first_row_of(sequence + 1) - first_row_of(sequence)
 
-        def units_of(sequence):
-            return T.truncdiv(rows_of(sequence) * group + tiling.rows - 1, tiling.rows)
+    def units_of(sequence):
+        return T.truncdiv(rows_of(sequence) * group + tiling.rows - 1, tiling.rows)
 
+    def attend(block, pair, split, thread) -> None:
         lane = index_temp(T.truncmod(thread, WARP))
         unit = UnitOfBlock(block, a.batch_size, units_of, lane)
         with T.If(unit.sequence >= 0), T.Then():
@@ -76,8 +79,17 @@ def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None
                 first_row=index_temp(first_row_of(unit.sequence)),
                 num_rows=index_temp(rows_of(unit.sequence)),
                 first=index_temp((unit.count - 1 - unit.index) * tiling.rows),
+                split=split,
+                is_whole=splits == 1,
+                states=states,
             )
-            Unit(spec, tiling, a, step, thread).run()
+            SplitUnit(spec, tiling, a, step, thread).run()
+
+    with states.allocated():
+        grid = [most_units, pairs, splits]
+        with launch(grid, tiling.num_threads, tiling.min_blocks) as (blocks, thread):
+            attend(*blocks, thread)
+        states.launch_merge(a, lambda: first_row_of(a.batch_size))
 
 
 def emit_paged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS) -> None:
@@ -96,6 +108,7 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS)
         return rows, lengths.kv_len(sequence, num_pages)
 
     a.kv_rows, a.k_offset_of = kv_rows, lambda sequence: T.int32(0)
+    a.most_positions = a.page_values.shape[0] * spec.page_size
     if hasattr(a, "k_rope_pos_offset"):
         a.k_offset_of = a.k_rope_pos_offset.__getitem__
     emit_attention(spec, a, Tiling.of(spec, spec.kv_dtype, most_rows))
@@ -110,7 +123,7 @@ def emit_ragged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS
         kv_len = index_temp(a.kv_indptr[sequence + 1] - first)
         return lambda rows_per_thread: RaggedRows(a, first, head), kv_len
 
-    a.kv_rows = kv_rows
+    a.kv_rows, a.most_positions = kv_rows, a.k.shape[0]
     if hasattr(a, "k_rope_pos_offset"):
         a.k_offset_of = a.k_rope_pos_offset.__getitem__
     else:

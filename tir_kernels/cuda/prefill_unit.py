@@ -16,7 +16,7 @@ from tvm.script.ir_builder import IRBuilder
 from ..masks import Span
 from ..spec import LOG2E, KernelSpec
 from .elements import store_words
-from .emit import I32, U32, WARP, Registers, index_temp, opaque, ptx, sync_block
+from .emit import F32, I32, U32, WARP, Registers, index_temp, opaque, ptx, sync_block
 from .fma import MultiplyAdds
 from .inline_rope import InlineRope
 from .logits import AlibiBias, hide, to_logits
@@ -29,12 +29,12 @@ from .shared_tiles import SharedTiles
 from .tiling import Tiling
 
 # Fields of a step and of its gap that are kept in shared memory.
-PARKED = ("kv_len", "k_offset", "first_row", "num_rows", "first")
+PARKED = ("kv_len", "k_offset", "first_row", "num_rows", "first", "head")
 PARKED_OF_GAP = ("sinks", "begin", "back")
 
 
 class Unit:
-    """What a block keeps for a unit of work, and does with it.
+    """What a block keeps for a unit of work, and does with it. Subclasses say what it shares out.
 
     Parameters
     ----------
@@ -44,15 +44,15 @@ class Unit:
     step : of the unit: `rows`, which gives the source of K and V for a number of rows of a thread;
         `sequence`, its `kv_len` and `gap`, `k_offset` of its RoPE positions, `head`, `slice` of the
         columns of V; `first_row` of the sequence in Q, `num_rows` of it, and `first`, the first row
-        of the tile, counted in tokens times heads.
+        of the tile, counted in tokens times heads; `is_whole`, whether the block sees all that the
+        rows see, and if it does not, `states`, a `States` for them.
     thread : int32 expression
     """
 
     def __init__(self, spec: KernelSpec, tiling: Tiling, a, step: SimpleNamespace, thread):
-        self.spec, self.tiling, self.a, self.step, self.thread = spec, tiling, a, step, thread
-        self.lane = index_temp(T.truncmod(thread, WARP))
+        self.spec, self.tiling, self.a, self.step = spec, tiling, a, step
+        self._place(thread)
         self.crew = Crew(thread, tiling.num_threads, sync_block)
-        self.warp_row = index_temp(T.truncdiv(thread, WARP) * tiling.warp_rows)
         memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
         self.memory = IRBuilder.name("shared", memory)
         self.q = SharedTiles(memory, 0, tiling.q)
@@ -89,6 +89,12 @@ class Unit:
             v_chunks=self.v_chunks,
             v_begin=self.v_begin,
         )
+
+    def _place(self, thread) -> None:
+        """Find out which rows of the tile are the thread's."""
+        self.thread = thread
+        self.lane = index_temp(T.truncmod(thread, WARP))
+        self.warp_row = index_temp(T.truncdiv(thread, WARP) * self.tiling.warp_rows)
 
     def table(self, i):
         """Where entry i of the table of columns is, 4 bytes for each position of a tile."""
@@ -192,8 +198,13 @@ class Unit:
         last_row = self.tiling.rows - 1
         start = index_temp(self._begin_of(0, span))
         end = index_temp(T.min(self._end_of(last_row), span.end))
+        start, end = self._share_of(start, end)
         with T.If(start < end), T.Then():
             self._attend(span, start, end)
+
+    def _share_of(self, start, end) -> tuple:
+        """Of the columns ``start .. end - 1``, which rows of the tile see, those of the block."""
+        return start, end
 
     def _attend(self, span: Span, start, end) -> None:
         tiling, lane = self.tiling, self.lane
@@ -281,8 +292,35 @@ class Unit:
         self.rope.rotate_q(self, lambda row: self._position(row, span))
 
     def _store(self) -> None:
-        """Finish the rows and hand them out."""
-        self._put(self.softmax.finish())
+        """Finish the rows and hand them out; where others see more, their states."""
+        lse = self.softmax.finish()
+        self._place(opaque(self.thread))  # or all that depends on it is kept since the first pass
+        with T.If(self.step.is_whole):
+            with T.Then():
+                self._put(lse)
+            with T.Else():
+                self._keep(lse)
+
+    def _keep(self, lse: Registers) -> None:
+        """Keep the states of the rows, for those that merge them."""
+        states, output = self.step.states, self.softmax.output
+        pair = Registers(2, F32, "pair")
+        quad = T.truncmod(self.lane, 4)
+        for h in range(output.rows):
+            row = self.own_row(h)
+            place = self._place_of(row)
+            with T.If(self.is_there(row)), T.Then():
+                with T.If(T.And(quad == 0, self.step.slice == 0)), T.Then():
+                    states.put_lse(place, lse[h])
+                with T.unroll(output.num_tiles) as n:
+                    with T.If(self.v_begin + n * 8 < self.spec.v_head_dim), T.Then():
+                        for e in range(2):
+                            pair[e] = output[n, h, e]
+                        states.put(place, self.v_begin + n * 8 + quad * 2, pair)
+
+    def _place_of(self, row) -> tuple:
+        """Of a row of the tile, the place of its state."""
+        raise NotImplementedError
 
     def _put(self, lse: Registers) -> None:
         """Write the rows of O and their logs, through shared memory."""
@@ -299,9 +337,9 @@ class Unit:
                 T.buffer_store(self.a.lse, lse[h], list(self.output_row(row)))
         sync_block()
         chunks, words = self.o.layout.chunks, Registers(4, U32, "words")
-        items, thread = tiling.rows * chunks, opaque(self.thread)
+        items = tiling.rows * chunks
         with T.serial(T.ceildiv(items, tiling.num_threads)) as turn:
-            item = index_temp(turn * tiling.num_threads + thread)
+            item = index_temp(turn * tiling.num_threads + self.thread)
             row = index_temp(T.truncdiv(item, chunks))
             chunk = index_temp(T.truncmod(item, chunks))
             is_there = T.And(row < tiling.rows, self.is_there(row))

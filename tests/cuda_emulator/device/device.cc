@@ -168,6 +168,7 @@ class Device : public tvm::runtime::DeviceAPI {
     Join(&stream->clock, host_clock_);
     std::vector<Allocation*> touched;
     for (const void* pointer : pointers) {
+      if (pointer == nullptr) continue;  // a kernel may be given no memory, and touch none
       Allocation* allocation = Find(pointer);
       if (allocation == nullptr) {
         TVM_FFI_THROW(RuntimeError) << what << " is given memory that is not the device's";

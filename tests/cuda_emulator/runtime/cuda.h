@@ -168,6 +168,7 @@ inline cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps
 inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, int, void*) { return cudaSuccess; }
 inline cudaError_t cudaMallocFromPoolAsync(void** memory, size_t num_bytes, cudaMemPool_t,
                                            cudaStream_t stream) {
+  if (num_bytes == 0) return cudaErrorInvalidValue;
 #ifdef EMULATOR_ON_DEVICE
   *memory = emulator::machine().take_on_device(stream, num_bytes);
   return cudaSuccess;
@@ -177,6 +178,7 @@ inline cudaError_t cudaMallocFromPoolAsync(void** memory, size_t num_bytes, cuda
   return cudaSuccess;
 }
 inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
+  if (memory == nullptr) return cudaErrorInvalidValue;
 #ifdef EMULATOR_ON_DEVICE
   emulator::machine().give_back_on_device(stream, memory);
   return cudaSuccess;

@@ -19,7 +19,7 @@ from .rows import as_int64
 from .states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, States
 from .tiling import Tiling
 
-LEAST_TILES = 4  # of columns that a block takes: its own share of Q, O and the merge costs as much
+LEAST_COLUMNS = 256  # that a block takes: loading Q, keeping states and merging them costs as much
 
 
 def splits_of(tiling: Tiling, num_units, num_positions):
@@ -33,8 +33,7 @@ def splits_of(tiling: Tiling, num_units, num_positions):
         No sequence has more of them.
     """
     resident = resident_blocks(tiling.num_bytes, tiling.min_blocks)
-    least = LEAST_TILES * tiling.positions
-    most = T.cast(T.truncdiv(num_positions + least - 1, least), I32)
+    most = T.cast(T.truncdiv(num_positions + LEAST_COLUMNS - 1, LEAST_COLUMNS), I32)
     splits = T.max(T.min(T.truncdiv(resident, T.max(num_units, 1)), most), 1)
     return T.bind(splits, var=tirx.Var("splits", I32))
 
@@ -81,7 +80,7 @@ class SplitUnit(Unit):
         start = index_temp(T.min(start, end))  # it may be as large as numbers are
         tiles = T.ceildiv(end - start, positions)
         share = T.truncdiv(tiles + self.step.states.splits - 1, self.step.states.splits)
-        share = index_temp(T.max(share, LEAST_TILES) * positions)
+        share = index_temp(T.max(share * positions, LEAST_COLUMNS))
         own = index_temp(start + self.step.split * share)
         return own, index_temp(T.min(end, own + share))
 

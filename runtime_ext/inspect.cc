@@ -186,13 +186,15 @@ StringMap PagedKVCacheObj::Stats() const {
     num_windows += sequence.window.size > 0;
     num_dropped += sequence.window.num_dropped;
   }
-  const int64_t past_aux_bytes = past_aux_ ? past_aux_->num_bytes() : 0;
-  const int64_t past_copied = past_aux_ ? past_aux_->num_bytes_copied() : 0;
-  const int64_t commit_bytes = commit_aux_ ? commit_aux_->num_bytes() : 0;
-  const int64_t commit_copied = commit_aux_ ? commit_aux_->num_bytes_copied() : 0;
+  int64_t more_aux_bytes = 0, more_copied = 0;
+  for (const auto& aux : {past_aux_.get(), commit_aux_.get(), copy_aux_.get()}) {
+    if (aux == nullptr) continue;
+    more_aux_bytes += aux->num_bytes();
+    more_copied += aux->num_bytes_copied();
+  }
   return {{"page_pool_bytes", page_pool_bytes_},
           {"workspace_bytes", workspace_bytes_},
-          {"aux_bytes", aux_->num_bytes() + past_aux_bytes + commit_bytes},
+          {"aux_bytes", aux_->num_bytes() + more_aux_bytes},
           {"allocated_bytes", allocated_bytes_->load()},
           {"num_pages", num_pages},
           {"num_free_pages", num_free},
@@ -209,7 +211,7 @@ StringMap PagedKVCacheObj::Stats() const {
           {"num_send_blocks", static_cast<int64_t>(blocks_.size())},
           {"cow_page_copies", num_page_copies_},
           {"copied_inputs", num_copied_inputs_},
-          {"aux_bytes_copied", aux_->num_bytes_copied() + past_copied + commit_copied},
+          {"aux_bytes_copied", aux_->num_bytes_copied() + more_copied},
           {"pages_read", pages_read_},
           {"pages_read_without_sharing", pages_read_without_sharing_},
           {"step_pages_read", step_pages_read_},

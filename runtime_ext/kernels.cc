@@ -36,6 +36,7 @@ constexpr const char* kNames[] = {
     "merge",
     "apply_sinks",
     "copy_single_page",
+    "copy_pages",
     "debug_get_kv",
     "debug_get_kv_mla",
     "compact_copy",

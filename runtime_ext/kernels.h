@@ -41,6 +41,7 @@ enum class KernelName : int {
   kMerge,
   kApplySinks,
   kCopySinglePage,
+  kCopyPages,
   kDebugGetKV,
   kDebugGetKVMLA,
   kCompactCopy,

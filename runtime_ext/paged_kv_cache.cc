@@ -40,6 +40,7 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
   static_assert(kTreeOrder == 0);
   aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, array_sizes_,
                                    allocated_bytes_, std::vector<std::vector<int64_t>>{{2}});
+  MakeCopyArrays();
   if (FlashInferBackend::IsNeededBy(config_)) {
     flashinfer_ = std::make_unique<FlashInferBackend>(config_, groups_.size(), allocated_bytes_);
   }
@@ -283,17 +284,6 @@ void PagedKVCacheObj::EndForward() {
   plan_.Slide();
   phase_ = Phase::kIdle;
   Announce(blocks);
-}
-
-void PagedKVCacheObj::CopyPages(const std::vector<PageCopy>& copies) {
-  for (const PageCopy& copy : copies) {
-    for (int64_t layer : groups_[copy.group].layers) {
-      const KernelSet& kernels = KernelsOf(layers_[layer]);
-      kernels.Get(KernelName::kCopySinglePage)(
-          layers_[layer].pages, static_cast<int64_t>(copy.source),
-          static_cast<int64_t>(copy.destination), static_cast<int64_t>(copy.length));
-    }
-  }
 }
 
 void PagedKVCacheObj::LayOutArrays() {

@@ -215,6 +215,9 @@ class PagedKVCacheObj : public ffi::Object {
   void RequireIdle(const char* what) const;
   void RequireForward(const char* what) const;
   void CopyPages(const std::vector<PageCopy>& copies);
+  void CopyPagesTogether(const PageCopy* begin, const PageCopy* end);
+  void MakeCopyArrays();
+  int64_t MostCopiesAtOnce() const;
   void LayOutArrays();
   void FillArrays();
   void SetWorkspaceViews();
@@ -360,6 +363,9 @@ class PagedKVCacheObj : public ffi::Object {
   /*! \brief Which rows a commit of trees moves; made when one first moves any. */
   std::unique_ptr<AuxData> commit_aux_;
   std::vector<int64_t> commit_array_sizes_;
+  /*! \brief Which pages are copied together; null where the kernel for that is missing. */
+  std::unique_ptr<AuxData> copy_aux_;
+  std::vector<int64_t> copy_array_sizes_;
   std::unique_ptr<FlashInferBackend> flashinfer_;     // where a kernel is FlashInfer's
   std::unique_ptr<StockWindowBackend> stock_window_;  // where stock kernels have windows
   ffi::Tensor q_workspace_, k_workspace_, v_workspace_, lse_workspace_;  // bytes

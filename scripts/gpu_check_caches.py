@@ -178,6 +178,13 @@ def check_the_rest(kernels: Kernels) -> str:
             function(*first, tensor(states[1]), tensor(lses[1]))
             reference.assert_close(first[0].numpy(), expected[0], config.dtype, "merge")
             reference.assert_close(first[1].numpy(), expected[1], config.dtype, "lse of merge")
+        elif name == "copy_single_page":  # in place of `copy_pages`, where that is missing
+            planes = () if layer.kind == "mla" else (2, heads[0])
+            pages = normal(7, *planes, page, heads[1])
+            copied = tensor(pages)
+            function(copied, 5, 2, page - 1)
+            pages[2, ..., : page - 1, :] = pages[5, ..., : page - 1, :]
+            reference.assert_same_bits(copied.numpy(), pages, name)
         elif name == "debug_get_kv":
             pages = normal(7, 2, heads[0], page, heads[1])
             out = [tensor(np.zeros((2, 9, *heads), config.dtype)) for _ in range(2)]

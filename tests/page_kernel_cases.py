@@ -113,6 +113,20 @@ def check_copy_single_page(spec, seed) -> None:
         reference.assert_same_bits(actual.numpy(), pages, f"length {length}")
 
 
+def check_copy_pages(spec, num_copies, seed) -> None:
+    tensor = tensors_for(spec, unaligned_tensor)
+    rng = np.random.default_rng(seed)
+    pages = normal(rng, empty_pages(spec, 2 * num_copies + 3).shape, spec.kv_dtype)
+    some = rng.permutation(len(pages))[: 2 * num_copies]
+    copies = np.stack([*some.reshape(2, -1), rng.integers(0, spec.page_size + 1, num_copies)])
+    copies[0, 1::3] = copies[0, :1]  # a page may be copied several times
+    actual = tensor(pages)
+    compiled("copy_pages", spec)(actual, tensor(copies.astype(np.int32), 3))
+    for source, destination, length in copies.T:
+        pages[destination, ..., :length, :] = pages[source, ..., :length, :]
+    reference.assert_same_bits(actual.numpy(), pages)
+
+
 def check_debug_get_kv(spec, num_rows, seed) -> None:
     tensor = tensors_for(spec, unaligned_tensor)
     rng = np.random.default_rng(seed)

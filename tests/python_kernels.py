@@ -164,6 +164,11 @@ def copy_single_page(pages, source, destination, length):
     pages[destination, ..., :length, :] = pages[source, ..., :length, :]
 
 
+def copy_pages(pages, copies):
+    for copy in view(copies).T:
+        copy_single_page(pages, *copy)
+
+
 def transpose_append_mla(pages, kv, position_map):
     pages, slots = view(pages), view(position_map)
     pages.reshape(-1, pages.shape[2])[slots[slots >= 0]] = view(kv)[slots >= 0]

@@ -26,6 +26,7 @@ from .kept_positions import KeptPositions
 from .python_kernels import (
     LAYER,
     MLA_LAYER,
+    copy_pages,
     make_cache,
     share_every_prefix,
     view,
@@ -107,9 +108,10 @@ class World:
         self.counts: Counter[str] = Counter()  # operations, by their outcome
         self.failures: Counter[str] = Counter()  # of kernels, and within steps
         self.next_id = 0
+        more = {"copy_pages": copy_pages} if self.chance(0.5) else {}
         self.cache = make_cache(
             [
-                self._wrapped(each)
+                self._wrapped({**each, **more})
                 for each in (kernels_with(softcap, slopes), MLA_KERNELS_WITH_TREES)
             ],
             layers=[self._layer(layer) for layer in layers],

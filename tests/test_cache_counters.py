@@ -8,7 +8,7 @@ import pytest
 
 import tvm_pagedkv as pkv
 
-from .python_kernels import KERNELS, MLA_KERNELS, make_cache
+from .python_kernels import KERNELS, MLA_KERNELS, copy_pages, make_cache
 
 
 def test_counters():
@@ -105,7 +105,7 @@ def test_memory_bytes_is_what_is_allocated(name, aux_manager):
     fields = {"num_layers": 2, "num_qo_heads": 4, "num_kv_heads": 2, "qk_head_dim": 16}
     config = pkv.KVCacheConfig(**{**fields, "max_total_tokens": 1000, **CONFIGS[name]})
     cache = make_cache(
-        MLA_KERNELS,
+        {**MLA_KERNELS, "copy_pages": copy_pages},
         page_size=config.page_size,
         max_total_tokens=config.max_total_tokens,
         max_num_sequences=config.max_num_sequences,

@@ -118,17 +118,21 @@ def test_page_tables_larger_than_the_pool():
     pair.step(list(range(13)), [1] * 13)
 
 
-@pytest.mark.parametrize("num_calls_before", [0, 1, 3])
-def test_a_copy_that_fails_changes_nothing(num_calls_before):
+@pytest.mark.parametrize("together, num_calls_before", [(0, 0), (0, 1), (0, 3), (1, 0), (1, 1)])
+def test_a_copy_that_fails_changes_nothing(together, num_calls_before):
     calls = []
 
-    def copy(*args):
-        if len(calls) == num_calls_before:
-            raise RuntimeError("out of ink")
-        calls.append(args)
-        KERNELS["copy_single_page"](*args)
+    def failing(kernel):
+        def copy(*args):
+            if len(calls) == num_calls_before:
+                raise RuntimeError("out of ink")
+            calls.append(args)
+            kernel(*args)
 
-    cache = make_cache({"copy_single_page": copy})
+        return copy
+
+    names = ("copy_single_page", "copy_pages")[: 1 + together]
+    cache = make_cache({name: failing(getattr(python_kernels, name)) for name in names})
     pair = PlainPair(cache)
     pair.add(0)
     pair.step([0], [6])
@@ -147,6 +151,50 @@ def test_a_copy_that_fails_changes_nothing(num_calls_before):
     calls.extend([None] * 100)
     pair.step([1, 2], [3, 1])
     pair.check_rows()
+
+
+class _CountedCopies:
+    """The kernel `copy_pages`, and how many pages each call copied."""
+
+    def __init__(self):
+        self.counts = []
+
+    def __call__(self, pages, copies):
+        self.counts.append(copies.shape[1])
+        python_kernels.copy_pages(pages, copies)
+
+
+def test_pages_of_several_forks_are_copied_at_once():
+    """A call for each layer."""
+    copy = _CountedCopies()
+    cache = make_cache({"copy_pages": copy})
+    pair = PlainPair(cache)
+    pair.add(0)
+    pair.step([0], [6])
+    for child in range(1, 5):
+        pair.fork(0, child)
+    pair.step([1, 2, 3, 4], [1, 2, 1, 7])
+    pair.check_rows()
+    assert copy.counts == [4] * NUM_LAYERS and cache.stats()["cow_page_copies"] == 4
+    pair.step([0], [1])  # it shares the page with nobody any more
+    assert len(copy.counts) == NUM_LAYERS
+
+
+def test_more_pages_than_there_is_room_for_are_copied_in_turns():
+    copy = _CountedCopies()
+    cache = make_cache({"copy_pages": copy}, max_num_sequences=2, page_size=4)
+    pair = PlainPair(cache)
+    pair.add(0)
+    pair.step([0], [18])
+    cache.fork_sequence(0, 1)
+    before = cache.stats()
+    rows = np.random.default_rng(0).standard_normal((2, NUM_LAYERS, 18, 2, DIM)).astype("f4")
+    cache.debug_set_kv(1, 0, *rows)
+    for actual, expected in zip(cache.debug_get_kv(1), rows, strict=True):
+        reference.assert_same_bits(actual.numpy(), expected)
+    pair.check_rows()  # of the other one
+    assert copy.counts == [2, 2, 2, 2, 1, 1]
+    assert cache.stats()["aux_bytes"] == before["aux_bytes"]
 
 
 def test_a_kernel_that_calls_back_finds_the_cache_busy():

@@ -20,7 +20,7 @@ from tvm_pagedkv.transfer import SharedMemoryChannel, _runtime
 from . import reference
 from .cache_cases import DIM, HEADS, NUM_QO_HEADS, layer_of
 from .checkpoint_cases import Fed, export, forked, restore
-from .python_kernels import KERNELS, LAYER, make_cache, snapshot
+from .python_kernels import KERNELS, LAYER, copy_pages, make_cache, snapshot
 from .python_tree_kernels import KERNELS_WITH_TREES
 from .transfer_cases import TransferPair, append, attend, pump
 from .tree_cache_cases import TreePair
@@ -81,6 +81,22 @@ def test_a_step_with_shared_prefixes_copies_once(device):
     assert steps.calls(lambda: steps.step([1, 1, 1])) == A_STEP
     stats = steps.cache.stats()
     assert stats["step_pages_read"] < stats["step_pages_read_without_sharing"]
+
+
+def test_forks_do_not_stop_the_host(device):
+    """Copies of their pages have arrays of their own, for all sequences together."""
+    steps = Steps(device, KERNELS_WITH_TREES | {"copy_pages": copy_pages}, max_total_tokens=2048)
+
+    def step() -> None:
+        for seq_id in IDS[1:]:
+            steps.cache.remove_sequence(seq_id)
+            steps.cache.fork_sequence(0, seq_id)
+        steps.step([1, 1, 1])
+
+    copied = steps.cache.stats()["cow_page_copies"]
+    calls = steps.calls(step)
+    assert calls.keys() == A_STEP.keys() and calls["copies to the device"] < 2
+    assert steps.cache.stats()["cow_page_copies"] > copied + 16
 
 
 @pytest.mark.parametrize("left_out", [None, "compact_copy"], ids=["kernel", "copies"])

@@ -53,8 +53,13 @@ def source():
 
 @pytest.fixture(scope="module")
 def codes(source):
-    """Of the kernels for sm_80."""
-    return {code.launch.function: code for code in machine_code(source, "80")}
+    """Of the kernels for sm_80: `prefill`, `prefill_1`, which merges what it split, and `merge`."""
+    return by_name(source, "80")
+
+
+def by_name(source: str, arch: str, options=()) -> dict:
+    codes = machine_code(source, arch, options)
+    return {code.launch.kernel.replace("_kernel", ""): code for code in codes}
 
 
 @pytest.mark.parametrize("name", GATED)
@@ -79,13 +84,10 @@ def test_every_kernel_is_gated(monkeypatch):
 def test_too_few_registers_fail(source):
     from cuda_gate_rules import failures
 
-    options = ["-maxrregcount=32", "-override-directive-values"]
-    for code in machine_code(source, "80", options):
-        found = failures(code.launch.function, SPEC, [code])
-        if code.launch.function == "merge":
-            assert found == []
-        else:
-            assert "prefill_kernel (sm_80) spills" in "".join(found)
+    codes = by_name(source, "80", ["-maxrregcount=32", "-override-directive-values"])
+    assert failures("merge", SPEC, [codes["merge"]]) == []
+    found = failures("prefill", SPEC, [codes["prefill"], codes["prefill_1"]])
+    assert "prefill_kernel (sm_80) spills" in "".join(found)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +117,9 @@ def test_each_rule_can_fail(codes, name, launch, fields, message):
 def test_kernels_that_begin_early_wait_before_they_touch_memory(source):
     from cuda_gate_rules import failures
 
-    for code in machine_code(source, "90"):
-        name, launch = code.launch.function, replace(code.launch, begins_early=False)
+    codes = by_name(source, "90")
+    for name in ("prefill", "merge"):
+        code, launch = codes[name], replace(codes[name].launch, begins_early=False)
         assert code.launch.begins_early and failures(name, SPEC, [code]) == []
         for wrong, message in (
             (replace(code, counts={**code.counts, "wait": 0}), "does not wait"),
@@ -146,14 +149,14 @@ def test_kernels_that_move_rows_leave_room_for_many_threads(codes):
 
 def test_instructions_of_ptx_are_counted_without_a_disassembler(source, codes, monkeypatch):
     monkeypatch.setattr(cuda_machine_code, "find_nvdisasm", lambda: None)
-    for code in machine_code(source, "80"):
-        assert not code.is_sass
-        assert code.counts == codes[code.launch.function].counts
+    of_ptx = by_name(source, "80")
+    assert not any(code.is_sass for code in of_ptx.values())
+    assert {n: c.counts for n, c in of_ptx.items()} == {n: c.counts for n, c in codes.items()}
 
 
 def test_launches_are_read(codes):
     prefill = codes["prefill"].launch
-    assert (prefill.threads, prefill.grid) == (128, (None, SPEC.num_kv_heads, 1))
+    assert (prefill.threads, prefill.grid) == (128, (None, SPEC.num_kv_heads, None))
 
 
 def test_floors_are_those_of_the_data_sheets():

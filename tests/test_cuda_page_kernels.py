@@ -14,6 +14,7 @@ from .cuda_cases import BF16, F16, F32, make_spec
 from .cuda_emulator import SCHEDULES, emulated, mutated, schedule
 from .page_kernel_cases import (
     check_compact_copy,
+    check_copy_pages,
     check_copy_single_page,
     check_debug_get_kv,
     check_merge,
@@ -41,6 +42,8 @@ def test_copies(spec):
         check_debug_get_kv(spec, num_rows, 0)
     check_compact_copy(spec, 30, 0)
     check_copy_single_page(spec, 0)
+    for num_copies in (0, 1, 9):
+        check_copy_pages(spec, num_copies, 0)
 
 
 @parametrize_specs

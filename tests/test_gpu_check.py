@@ -74,7 +74,7 @@ def test_wrong_kernels_are_found(monkeypatch, tmp_path):
     with pytest.raises(AssertionError, match="called by nothing: .*prefill_ragged of set 0"):
         caches.check_the_rest(kernels)
     counted = kernels._counted
-    for name in ("decode", "prefill", "tree_paged", "rope_append", "compact_copy"):
+    for name in ("decode", "prefill", "tree_paged", "rope_append", "copy_pages", "compact_copy"):
 
         def count(index, each, function, broken=name):
             return counted(index, each, (lambda *_: None) if each == broken else function)

@@ -135,7 +135,7 @@ def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("num_rows", [0, 1, 37, 700])
 @parametrize_seed
 def test_rows_move_bit_for_bit(spec, num_rows, seed):
-    """transpose_append_mla, debug_get_kv_mla, copy_single_page and compact_copy."""
+    """transpose_append_mla, debug_get_kv_mla, copies of pages and compact_copy."""
     rng = np.random.default_rng(seed)
     page, width = spec.page_size, spec.qk_head_dim
     num_pages = -(-num_rows // page) + 3
@@ -159,6 +159,10 @@ def test_rows_move_bit_for_bit(spec, num_rows, seed):
         compiled("copy_single_page", spec)(pages, 2, 1, length)
         expected[1, :length] = expected[2, :length]
         same_bits(pages.numpy(), expected)
+
+    compiled("copy_pages", spec)(pages, tensor(np.array([[2], [0], [page]], np.int32)))
+    expected[0] = expected[2]
+    same_bits(pages.numpy(), expected)
 
     copies = rng.integers(0, num_pages * page, (2, num_rows)).astype(np.int32)  # chains, repeats
     compiled("compact_copy", spec)(

@@ -21,6 +21,7 @@ from . import reference
 from .attention_cases import compiled, normal
 from .page_kernel_cases import (
     check_compact_copy,
+    check_copy_pages,
     check_copy_single_page,
     check_debug_get_kv,
     check_merge,
@@ -186,6 +187,13 @@ def test_merge_with_a_finite_lowest_lse(lowest):
 @parametrize_specs
 def test_copy_single_page(spec, seed):
     check_copy_single_page(spec, seed)
+
+
+@pytest.mark.parametrize("seed", [0])
+@pytest.mark.parametrize("num_copies", [0, 1, 40])
+@parametrize_specs
+def test_copy_pages(spec, num_copies, seed):
+    check_copy_pages(spec, num_copies, seed)
 
 
 @pytest.mark.parametrize("seed", [0])

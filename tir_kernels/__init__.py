@@ -30,6 +30,7 @@ BUILDERS: dict[str, Callable] = {
     "merge": merge.merge,
     "apply_sinks": sinks.apply_sinks,
     "copy_single_page": page_copy.copy_single_page,
+    "copy_pages": page_copy.copy_pages,
     "debug_get_kv": page_copy.debug_get_kv,
     "compact_copy": page_copy.compact_copy,
     "transpose_append_mla": latent.transpose_append_mla,
@@ -51,10 +52,10 @@ _MLA_ONLY = {
     "mla_tree",
     "debug_get_kv_mla",
 }
-_BOTH = {"merge", "prefill_ragged", "tree", "copy_single_page", "compact_copy"}
+_BOTH = {"merge", "prefill_ragged", "tree", "copy_single_page", "copy_pages", "compact_copy"}
 _ANY_TARGET = (  # written in terms of a family
     *("transpose_append", "split_rotary", "rope_append", "merge", "apply_sinks"),
-    *("copy_single_page", "debug_get_kv", "compact_copy"),
+    *("copy_single_page", "copy_pages", "debug_get_kv", "compact_copy"),
     *("transpose_append_mla", "debug_get_kv_mla"),
 )
 _NON_ABSORBED = {"merge", "prefill_ragged", "tree"}  # where an MLA layer is a multi-head attention

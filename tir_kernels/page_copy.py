@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies within a pool and out of it: one page, slots in order, slots to dense arrays."""
+"""Copies within a pool and out of it: pages, slots in order, slots to dense arrays."""
 
 from __future__ import annotations
 
@@ -44,6 +44,36 @@ def copy_single_page(spec: KernelSpec):
         "length": T.int64,
     }
     return family.define_kernel(arguments, body)
+
+
+def copy_pages(spec: KernelSpec):
+    """Build the kernel that copies the first slots of pages to other pages.
+
+    Arguments: pages ``[P, 2, Hk, page, D]`` (MLA: ``[P, page, D]``), copies int32 ``[3, n]``: of
+    each copy the source page, the destination page and how many slots. They are made in any order,
+    so none writes what another one reads or writes.
+    """
+    family = family_of(spec)
+    page_rows = rows_per_slot(spec)
+
+    def body(pages_handle, copies_handle) -> None:
+        num_copies = T.int64()
+        pages = family.match_pages(pages_handle, spec)
+        copies = family.match(copies_handle, (3, num_copies), "int32")
+
+        def copy_rows(i, team, known) -> None:
+            copy, index = (family.read_index(f(i, page_rows)) for f in (T.truncdiv, T.truncmod))
+            source, destination, length = (family.read_index(copies[k, copy]) for k in range(3))
+            team.copy_rows(
+                length,
+                lambda offset: (pages, slot_row(source, index, offset, spec)),
+                lambda offset: (pages, slot_row(destination, index, offset, spec)),
+            )
+
+        bytes_each = spec.page_size * _row_bytes(spec)
+        family.for_items(spec, num_copies * page_rows, lambda known: bytes_each, copy_rows)
+
+    return family.define_kernel(dict.fromkeys(("pages", "copies"), T.handle), body)
 
 
 def debug_get_kv(spec: KernelSpec):

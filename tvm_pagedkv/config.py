@@ -325,5 +325,6 @@ class KVCacheConfig:
             arrays += [num_sequences + 1, self.num_pages_of(spec)]
             length_rows = 4 if self.sliding_window and spec.window is None else 1
             arrays += [length_rows * num_sequences, num_sequences, num_rows]
+            arrays.append(3 * num_sequences)  # of pages that are copied
         aux = sum(-(-size // 4) * 16 for size in arrays)  # int32, in steps of 16 bytes
         return page_pool + workspace + aux

@@ -328,6 +328,8 @@ class _Kernels:
                 specs[name] = self.mha
         if self.mla:
             specs |= {"mla_prefill_shared": self.mla, "mla_tree": self.mla}
+        if not (self.mha and self.mla):  # whose pages differ
+            specs["copy_pages"] = self.mha or self.mla
         return [
             each
             for name, spec in specs.items()

@@ -94,7 +94,7 @@ class Steps {
          {"rope_append", "prefill", "decode", "prefill_ragged", "prefill_sliding", "decode_sliding",
           "prefill_ragged_sliding", "prefill_shared", "tree_paged", "tree", "transpose_append",
           "transpose_append_mla", "mla_prefill", "mla_prefill_shared", "merge", "copy_single_page",
-          "compact_copy", "apply_sinks"}) {
+          "copy_pages", "compact_copy", "apply_sinks"}) {
       kernels.Set(name, nothing);
     }
     Map config{{"max_num_sequences", 4 * kBatch},

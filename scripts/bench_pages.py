@@ -161,17 +161,26 @@ def cases(dtype: str, num_rows: int, ours: dict, stock: dict):
     ids = [int(i) for i in page_ids]
     page_pairs = list(zip(ids[: len(ids) // 2], ids[len(ids) // 2 :], strict=True))
 
-    def copy_pages(copy_single_page):
+    def copy_each(copy_single_page):
         for source, sink in page_pairs:
             copy_single_page(pages, source, sink, PAGE)
 
+    num_bytes = 4 * len(page_pairs) * PAGE * KV_HEADS * DIM * itemsize
     yield Case(
         f"{len(page_pairs)} pages",
         "copy",
-        4 * len(page_pairs) * PAGE * KV_HEADS * DIM * itemsize,
-        lambda: copy_pages(ours["copy_single_page"]),
-        lambda: copy_pages(stock["copy_single_page"]),
+        num_bytes,
+        lambda: copy_each(ours["copy_single_page"]),
+        lambda: copy_each(stock["copy_single_page"]),
         len(page_pairs),
+    )
+    copies = integers([*zip(*page_pairs, strict=True), [PAGE] * len(page_pairs)])
+    yield Case(
+        "copy_pages",
+        "copy",
+        num_bytes,
+        lambda: ours["copy_pages"](pages, copies),
+        lambda: copy_each(stock["copy_single_page"]),
     )
 
 

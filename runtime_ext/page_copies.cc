@@ -4,8 +4,7 @@
  * \brief Copies of pages that have other owners, before they are written.
  *
  * One by one, or with the kernel `copy_pages` all of a layer at once: sequences that were forked
- * together are written together, and on a GPU a launch for each page and layer would take longer
- * than the step.
+ * together are written together, and one by one they take a launch for each page and layer.
  */
 #include <algorithm>
 #include <memory>

@@ -18,6 +18,11 @@ namespace {
 
 constexpr int64_t kNumbersOfCopy = 3;  // source, destination, length
 
+/*! \brief A page of each sequence of a step. */
+int64_t MostCopiesAtOnce(const CacheConfig& config) {
+  return std::min(config.max_num_sequences, config.prefill_chunk_size);
+}
+
 }  // namespace
 
 void PagedKVCacheObj::MakeCopyArrays() {
@@ -25,21 +30,16 @@ void PagedKVCacheObj::MakeCopyArrays() {
     return KernelsOf(layer).Has(KernelName::kCopyPages);
   };
   if (!std::all_of(layers_.begin(), layers_.end(), can_copy_many)) return;
-  copy_array_sizes_.assign(groups_.size(), kNumbersOfCopy * MostCopiesAtOnce());
+  copy_array_sizes_.assign(groups_.size(), kNumbersOfCopy * MostCopiesAtOnce(config_));
   copy_aux_ = std::make_unique<AuxData>(config_.has_merged_aux, config_.device, copy_array_sizes_,
                                         allocated_bytes_);
-}
-
-/*! \brief A page of each sequence of a step. */
-int64_t PagedKVCacheObj::MostCopiesAtOnce() const {
-  return std::min(config_.max_num_sequences, config_.prefill_chunk_size);
 }
 
 void PagedKVCacheObj::CopyPages(const std::vector<PageCopy>& copies) {
   const PageCopy* next = copies.data();
   const PageCopy* end = next + copies.size();
   while (copy_aux_ != nullptr && next != end) {
-    const PageCopy* until = next + std::min<int64_t>(end - next, MostCopiesAtOnce());
+    const PageCopy* until = next + std::min<int64_t>(end - next, MostCopiesAtOnce(config_));
     CopyPagesTogether(next, until);
     next = until;
   }

@@ -217,7 +217,6 @@ class PagedKVCacheObj : public ffi::Object {
   void CopyPages(const std::vector<PageCopy>& copies);
   void CopyPagesTogether(const PageCopy* begin, const PageCopy* end);
   void MakeCopyArrays();
-  int64_t MostCopiesAtOnce() const;
   void LayOutArrays();
   void FillArrays();
   void SetWorkspaceViews();
@@ -362,10 +361,9 @@ class PagedKVCacheObj : public ffi::Object {
   bool has_segments_ = false;  // of shared pages, in this step
   /*! \brief Which rows a commit of trees moves; made when one first moves any. */
   std::unique_ptr<AuxData> commit_aux_;
-  std::vector<int64_t> commit_array_sizes_;
   /*! \brief Which pages are copied together; null where the kernel for that is missing. */
   std::unique_ptr<AuxData> copy_aux_;
-  std::vector<int64_t> copy_array_sizes_;
+  std::vector<int64_t> commit_array_sizes_, copy_array_sizes_;
   std::unique_ptr<FlashInferBackend> flashinfer_;     // where a kernel is FlashInfer's
   std::unique_ptr<StockWindowBackend> stock_window_;  // where stock kernels have windows
   ffi::Tensor q_workspace_, k_workspace_, v_workspace_, lse_workspace_;  // bytes

@@ -166,12 +166,17 @@ class Inputs:
 
 
 class PagedInputs:
-    """Arguments of the kernels `prefill` and `decode` for a case, its pages in random order."""
+    """Arguments of the kernels `prefill` and `decode` for a case.
+
+    Its pages are in random order, and in memory where those of a cache would be: on huge pages.
+    """
 
     def __init__(
         self, case: Case, dtype: str, heads: Heads | None = None, inputs: Inputs | None = None
     ):
         import tvm
+
+        from tvm_pagedkv.huge_pages import huge_zeros
 
         heads = heads or Heads()
         inputs = inputs or Inputs(case, dtype, heads)
@@ -183,7 +188,8 @@ class PagedInputs:
         num_pages = -(-contexts // PAGE)
         page_indptr, row_indptr = (np.concatenate([[0], np.cumsum(n)]) for n in (num_pages, rows))
         page_ids = np.random.default_rng(0).permutation(page_indptr[-1])
-        pages = np.zeros((page_indptr[-1], 2, heads.kv, PAGE, heads.dim), inputs.k.dtype)
+        shape = (int(page_indptr[-1]), 2, heads.kv, PAGE, heads.dim)
+        pages, page_tensor = huge_zeros(shape, dtype)
         position = 0
         for i, context in enumerate(contexts):
             ids = page_ids[page_indptr[i] : page_indptr[i + 1]]
@@ -197,7 +203,7 @@ class PagedInputs:
         lse = tvm.runtime.tensor(np.zeros(inputs.q.shape[:2], np.float32))
         q = tvm.runtime.tensor(inputs.q)
         table = (
-            tvm.runtime.tensor(pages),
+            page_tensor,
             integers(page_indptr),
             integers(page_ids),
             integers(contexts - (num_pages - 1) * PAGE),

@@ -83,5 +83,28 @@ def test_large_pools_are_advised(max_total_tokens):
     assert counts["left"] <= counts["advised"] - counts["pool"], counts
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_huge_zeros_is_an_array_and_a_tensor_over_the_same_memory(dtype):
+    from tvm_pagedkv.huge_pages import HUGE_PAGE_BYTES, huge_zeros
+
+    array, tensor = huge_zeros((3, 5, 7), dtype)
+    assert array.shape == tensor.shape == (3, 5, 7)
+    assert str(tensor.dtype) == array.dtype.name == dtype
+    assert array.ctypes.data % HUGE_PAGE_BYTES == 0 and not array.any()
+    array[2, 4] = range(7)
+    assert (tensor.numpy() == array).all()
+    del array
+    assert tensor.numpy()[2, 4].tolist() == list(range(7))
+
+
+@pytest.mark.skipif(not _system_tells_advice(), reason="the system does not tell what was advised")
+def test_huge_zeros_are_advised():
+    from tvm_pagedkv.huge_pages import huge_zeros
+
+    before = _advised_bytes()
+    array, _ = huge_zeros((2**23,), "uint8")
+    assert _advised_bytes() - before >= array.nbytes
+
+
 if __name__ == "__main__":
     print(json.dumps(_pool_and_advice(int(sys.argv[1]))))

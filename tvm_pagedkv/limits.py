@@ -15,6 +15,7 @@ from tir_kernels.cpu.simd import Register, constant, load, store, temp
 
 from .build import resolve_target, vector_target
 from .disk_cache import cached_library, code_versions
+from .huge_pages import huge_zeros
 from .threads import num_threads
 
 READ_BYTES = 2**28
@@ -102,17 +103,19 @@ class Limits:
         self._read, self._fma = built["read"], built["fma"]
         self._dot = built["dot"] if self.has_dot else None
         self._words = tvm.runtime.tensor(np.zeros((tasks, width), np.int32))
-        self._source = tvm.runtime.tensor(np.ones((tasks, rows, width), np.float32))
+        source, self._source = huge_zeros((tasks, rows, width), "float32")
+        source.fill(1)
         self._sink = tvm.runtime.tensor(np.full((tasks, width), 0.5, np.float32))
-        self.read_bytes = self._source.numpy().nbytes
+        self.read_bytes = source.nbytes
         self.fma_flops = 2 * tasks * width * FMA_STEPS
         self.read_times: list[float] = []
 
-    def read(self) -> None:
-        """Read `read_bytes`, which also flushes the caches."""
+    def read(self) -> float:
+        """Read `read_bytes`, which also flushes the caches; bytes per second."""
         start = time.perf_counter()
         self._read(self._source, self._sink)
         self.read_times.append((time.perf_counter() - start) * READ_BYTES / self.read_bytes)
+        return READ_BYTES / self.read_times[-1]
 
     def fma(self) -> float:
         """Seconds per GFLOP."""

@@ -21,12 +21,15 @@ class PeerFailed(Exception):
 
 
 def environment_for(peer: str, cpus: list[int]) -> dict[str, str]:
-    """What tells a peer's threads how many they are, and OpenMP's where.
+    """What tells a peer's threads how many they are, and OpenMP's where, and memory to be huge.
 
     OpenMP binds the thread that loads it, which TVM's pool would take for all CPUs that there are.
+    Large allocations of glibc ask for huge pages, on which the pages of TVM's peers lie: so do
+    those of torch, ONNX Runtime and OpenVINO then, which ask for none themselves.
     """
     count = str(len(cpus))
     own = {"TVM_NUM_THREADS": count, "OMP_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": "1"}
+    own |= {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     if PEERS[peer].has_openmp:
         places = ",".join(f"{{{cpu}}}" for cpu in cpus)
         own |= {"OMP_PROC_BIND": "true", "OMP_PLACES": places}

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from bench_cases import Case, Heads
 from bench_peers import PEERS
 from bench_peers.process import PeerFailed, PeerProcess
+from bench_shares import is_steady, summary_of
 
 ROUNDS = 3
 SLOW_S = 0.6  # of one peer's runs: no further round
 SETTLE_S = 0.02  # threads of the peer before spin for a while
+MORE_ROUNDS = 3  # at most, instead of those that the read bandwidth changed in
 
 
 class Measurement:
@@ -51,9 +53,10 @@ class Measurement:
         self._pace: dict[tuple[str, str, str], float] = {}
 
     def measure(self, case: Case, dtype: str, heads: Heads, longest: float | None = None) -> None:
-        """Time a case with every peer, in rounds.
+        """Time a case with every peer, in rounds, and what the machine can read between the turns.
 
-        What takes a second is measured once, and what is slow in fewer rounds.
+        What takes a second is measured once, and what is slow in fewer rounds. A round is measured
+        again where the read bandwidth changed during our turn.
         """
         self.progress(f"{dtype} {heads.label} {case.label}")
         key = {"dtype": dtype, "heads": dataclasses.asdict(heads), "case": case.label}
@@ -65,22 +68,32 @@ class Measurement:
             about[name] = {x: first[x] for x in ("calls", "note", "error")}
             slow = first["first_s"] > 1
             times[name] = [first["first_s"]] if slow else []
-        turns = [name for name in times if not times[name]]
-        for _ in range(ROUNDS):
-            for name in [x for x in turns if sum(times[x]) < max(SLOW_S, self.budget)]:
+        takes_part = [name for name in times if not times[name]]
+        turns = {name: [] for name in times}
+        for number in range(ROUNDS + MORE_ROUNDS):
+            due = [x for x in takes_part if sum(times[x]) < max(SLOW_S, self.budget)]
+            steady = sum(is_steady(turn["reads"]) for turn in turns.get("ours", []))
+            if number >= ROUNDS and (steady >= ROUNDS or "ours" not in due):
+                break
+            after = self._read_bandwidth()
+            for name in due:
                 time.sleep(SETTLE_S)
                 try:
-                    reply = self.peers[name].ask("run", budget=self.budget / ROUNDS)
-                    times[name] += reply["times_s"]
+                    taken = self.peers[name].ask("run", budget=self.budget / ROUNDS)["times_s"]
                 except PeerFailed as failure:
-                    turns.remove(name)
+                    takes_part.remove(name)
                     self._leave_out(name, key, str(failure))
+                    continue
+                before, after = after, self._read_bandwidth()
+                times[name] += taken
+                turns[name].append({"min_s": min(taken), "reads": [before, after]})
         for name in times:
             with contextlib.suppress(PeerFailed):
                 if self.shows_balance:
                     about[name] |= self.peers[name].ask("apart")
                 self.peers[name].ask("drop")
-        self.limits.append(self.peers["ours"].ask("limits"))
+        limits = self.peers["ours"].ask("limits")
+        self.limits.append(limits)
         work = {"bytes": case.num_bytes(dtype, heads), "flops": case.flops(heads)}
         for name, taken in times.items():
             if taken:
@@ -88,7 +101,13 @@ class Measurement:
                 self._pace[kind] = max(pace, self._pace.get(kind, 0.0))
                 own = {"min_s": min(taken), "median_s": statistics.median(taken), "n": len(taken)}
                 record = {"peer": name, "kind": case.kind, **key, **work, **own, **about[name]}
-                self.records.append(record)
+                once = [{"min_s": min(taken), "reads": [limits["read"]]}]
+                self.records.append(record | summary_of(turns[name] or once))
+
+    def _read_bandwidth(self) -> float:
+        """Bytes per second that the machine can read just now."""
+        time.sleep(SETTLE_S)
+        return self.peers["ours"].ask("read")["read"]
 
     def _prepare(self, name, peer, case, dtype, heads, longest, key) -> dict | None:
         expected = self._pace.get((name, dtype, case.kind), 0.0) * case.flops(heads)

@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 from bench_cases import DTYPES, Heads  # noqa: E402
 from bench_peers import PEERS  # noqa: E402
+from bench_shares import is_steady  # noqa: E402
 from matplotlib import pyplot  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
 
@@ -75,17 +76,20 @@ def _roofs(axis, limits: dict, dtype: str, records: list[dict]) -> None:
         peaks["products of bfloat16 pairs"] = limits["bfloat16"]
     top, read = max(peaks.values()), limits["read"]
     right = max(right, 3 * top / read)
-    axis.plot([left, top / read], [left * read / 1e9, top / 1e9], color="dimgray", linewidth=1.2)
-    middle = left**0.3 * (top / read) ** 0.7
-    axis.annotate(
-        f"read {read / 1e9:.0f} GB/s",
-        (middle, middle * read / 1e9),
-        xytext=(-3, 5),
-        textcoords="offset points",
-        ha="right",
-        color="dimgray",
-        fontsize=8,
-    )
+    slowest = min(r["read"] for r in records)
+    for slope in (read,) if is_steady([slowest, read]) else (read, slowest):
+        ends = [left * slope / 1e9, top / 1e9]
+        axis.plot([left, top / slope], ends, color="dimgray", linewidth=1.2)
+        middle = left**0.3 * (top / slope) ** 0.7
+        axis.annotate(
+            f"read {slope / 1e9:.0f} GB/s",
+            (middle, middle * slope / 1e9),
+            xytext=(-3, 5) if slope == read else (3, -10),
+            textcoords="offset points",
+            ha="right" if slope == read else "left",
+            color="dimgray",
+            fontsize=8,
+        )
     for name, peak in peaks.items():
         axis.plot([peak / read, right], [peak / 1e9] * 2, color="dimgray", linewidth=1.2)
         axis.annotate(

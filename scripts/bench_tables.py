@@ -5,19 +5,13 @@ from __future__ import annotations
 
 from bench_cases import Heads
 from bench_selection import EVEN, SKEWED
-
-
-def limit_of(record: dict, limits: dict[str, float]) -> tuple[float, bool]:
-    """Least seconds that the case can take here, and whether reading is what binds."""
-    reading = record["bytes"] / limits["read"]
-    multiplying = record["flops"] / limits[record["dtype"]]
-    return max(reading, multiplying), reading > multiplying
+from bench_shares import reads_text, share_of
 
 
 def limits_line(limits: dict[str, float]) -> str:
-    """The machine's limits, measured between the cases."""
+    """The machine's limits: the best ones measured between the cases."""
     return (
-        f"limits: read {limits['read'] / 1e9:.1f} GB/s, float32 FMA "
+        f"limits: read up to {limits['read'] / 1e9:.1f} GB/s, float32 FMA "
         f"{limits['float32'] / 1e9:.0f} GFLOP/s, products of bfloat16 "
         f"{limits['bfloat16'] / 1e9:.0f} GFLOP/s"
     )
@@ -30,17 +24,18 @@ def print_attention(
     print(f"\n{dtype}, {heads.label}")
     print(
         f"{'case':30} {'peer':12} {'best ms':>9} {'median':>9} {'n':>4} {'rate':>14} "
-        f"{'of limit':>8} {'to ours':>8}"
+        f"{'of limit':>8} {'of GB/s':>7} {'to ours':>8}"
     )
     by_key = {(r["case"], r["peer"]): r for r in records}
     for (case, peer), r in by_key.items():
-        least, is_read = limit_of(r, limits)
+        share, is_read = share_of(r, limits)
         work, unit = (r["bytes"], "GB/s") if is_read else (r["flops"], "GFLOP/s")
+        reads = reads_text(r) if is_read else ""
         ours = by_key.get((case, "ours"))
         ratio = f"{r['min_s'] / ours['min_s']:7.2f}x" if ours and peer != "ours" else ""
         print(
             f"{case:30} {peer:12} {r['min_s'] * 1e3:9.3f} {r['median_s'] * 1e3:9.3f} {r['n']:4} "
-            f"{work / r['min_s'] / 1e9:6.1f} {unit:7} {least / r['min_s']:8.0%} {ratio:>8}  "
+            f"{work / r['min_s'] / 1e9:6.1f} {unit:7} {share:8.0%} {reads:>7} {ratio:>8}  "
             f"{_notes(r, by_key)}".rstrip()
         )
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -64,6 +59,8 @@ def _notes(record: dict, by_key: dict) -> str:
         notes.append(f"{share:.0%} of the rate of {EVEN.label}")
     if record.get("apart") is not None:
         notes.append(f"threads finish {record['apart']:.1%} apart")
+    if record["unsteady"]:
+        notes.append(f"{record['unsteady']} of {len(record['turns'])} turns while reading changed")
     if record["error"] is not None and not record["error"] < 0.03:
         notes.append(f"WRONG RESULT: off by {record['error']:.0%}")
     return ", ".join(notes)

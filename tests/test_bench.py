@@ -40,6 +40,61 @@ def test_each_case_has_a_record_of_each_peer_that_is_here(tmp_path):
     assert all(0 <= r["apart"] < 1 for r in ours)
     assert all(rate > 0 for rate in result["limits"].values())
     assert all(case in done.stdout for case in cases)
+    assert all(r["read"] > 0 and len(r["turns"]) >= 1 for r in result["records"] if "turns" in r)
+
+
+class ScriptedPeers:
+    """Replies of peers on a machine whose read bandwidth is one of `reads` after the other."""
+
+    def __init__(self, reads: list[float]):
+        self.reads, self.runs = iter(reads), []
+
+    def ask(self, do: str, **arguments) -> dict:
+        if do == "read":
+            return {"read": next(self.reads)}
+        if do == "run":
+            self.runs.append(0.01 - 0.001 * len(self.runs))
+            return {"times_s": [1.0, self.runs[-1]]}
+        limits = {"read": 60e9, "float32": 1e15, "bfloat16": 1e15}
+        return {"first_s": 0.01, "calls": 1, "note": "", "error": 0.0, **limits}
+
+
+SLOW, FAST = 30e9, 60e9
+
+
+@pytest.mark.parametrize(
+    ("reads", "told", "unsteady"),
+    [
+        ([SLOW] * 6, [0, 1, 2], 0),
+        ([SLOW, SLOW, SLOW, FAST, FAST, FAST, FAST, FAST], [0, 2, 3], 1),
+        ([SLOW, FAST] * 6, [0, 1, 2, 3, 4, 5], 6),
+    ],
+    ids=["steady", "one change", "never steady"],
+)
+def test_shares_are_of_what_was_read_beside_each_turn(reads, told, unsteady, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import bench_measure
+    from bench_cases import Case, Heads
+    from bench_shares import reads_text, share_of
+
+    monkeypatch.setattr(bench_measure, "SETTLE_S", 0)
+    monkeypatch.setattr(bench_measure, "SLOW_S", 100)
+    peers = ScriptedPeers(reads)
+    measurement = bench_measure.Measurement({"ours": peers}, 0.1, 5.0, lambda _: None)
+    measurement.measure(Case("decode", 2, 1, 300), "float32", Heads(4, 2, 16))
+    assert next(peers.reads, None) is None and len(peers.runs) == len(reads) // 2
+    record = measurement.records[0]
+    beside = [max(pair) for pair in zip(reads[::2], reads[1::2], strict=True)]
+    share = np.median([record["bytes"] / peers.runs[i] / beside[i] for i in told])
+    assert share_of(record, measurement.best_limits) == (pytest.approx(share), True)
+    assert record["read"] == np.median([beside[i] for i in told])
+    assert record["unsteady"] == unsteady and record["min_s"] == min(peers.runs)
+    assert reads_text(record) == {0: "30.0", 1: "30-60", 6: "60.0"}[unsteady]
+    multiplying = measurement.best_limits | {"float32": 1e3}
+    assert share_of(record, multiplying) == (
+        pytest.approx(record["flops"] / 1e3 / record["min_s"]),
+        False,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -22,6 +22,7 @@ from tvm_pagedkv.limits import READ_BYTES, Limits
 from tvm_pagedkv.threads import set_num_threads
 
 KERNELS = ("prefill", "decode")
+READS = 5  # the best of which tells what the machine reads just now
 
 
 class TvmPeer(Peer):
@@ -83,6 +84,10 @@ class Ours(TvmPeer):
     def apart(self, kind, dtype, heads, arguments):
         kernel = self.kernels(heads, dtype, stamped=True)[kind]
         return bench_balance.apart(kernel, arguments, self.flush, len(self.cpus))
+
+    def read_bandwidth(self) -> float:
+        """Bytes per second that can be read just now."""
+        return max(self._limits.read() for _ in range(READS))
 
     def limits(self):
         self._limits.read()

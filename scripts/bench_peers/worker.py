@@ -59,6 +59,10 @@ class Worker:
         """How far apart the threads finish the case that was prepared last."""
         return {"apart": self.prepared.apart() if self.prepared.apart else None}
 
+    def read(self) -> dict:
+        """Bytes per second that can be read just now."""
+        return {"read": self.peer.read_bandwidth()}
+
     def limits(self) -> dict:
         return self.peer.limits()
 

@@ -4,6 +4,11 @@
 Heads take turns block by block, so that a page is read from its begin to its end: neighbouring
 heads lie side by side in it, and memory gives more when it is read in order (a fifth more, for
 pages of 4 KiB a head).
+
+A CPU drops prefetches while its queue of misses is full, and a line that was dropped costs the
+whole latency when it is needed. So every line is asked for several times on its way: a turn ahead
+(the same positions of the head that comes next), half a turn ahead (K's lines while V is read, and
+V's while K is), and a few rows ahead. What is there already costs next to nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from .simd import (
 BLOCK = 64  # positions of a softmax step
 STATE_BYTES = 1 << 16  # of the rows of Q and O of a segment, which stay in L2
 STRIP = 16  # rows of V that are read in all their columns before the next ones
+SOON = 8  # positions between a line's last prefetch and its use
 
 
 @dataclass(frozen=True)
@@ -231,13 +237,20 @@ class Segment:
         at_once = self.blocking.positions
         with T.serial((step.count + at_once - 1) // at_once) as i:
             position = index_temp(step.first + i * at_once)
-            ahead = step.following.tile(step.following_first + i * at_once, at_once)
+            following = step.following.tile(step.following_first + i * at_once, at_once)
+            paged = step.rows.tile(position, at_once)
+            soon = step.rows.tile(position + SOON, at_once)
+
+            def prefetch(t, column):
+                following.prefetch_k(t, column)
+                paged.prefetch_v(t, column)
+                soon.prefetch_k(t, column)
 
             def multiply(tile):
                 self.for_row_blocks(
                     step.member,
                     lambda _, first_row, row: self.score_tile(
-                        tile, ahead, first_row, row, i * at_once
+                        tile, prefetch, first_row, row, i * at_once
                     ),
                 )
 
@@ -251,9 +264,9 @@ class Segment:
                     )
                 multiply(Tile(lambda row, column: (self.k, (row, column)), None))
 
-            a.rope.either(rotated, lambda: multiply(step.rows.tile(position, at_once)))
+            a.rope.either(rotated, lambda: multiply(paged))
 
-    def score_tile(self, tile, ahead, first_row, weights_row, column) -> None:
+    def score_tile(self, tile, prefetch, first_row, weights_row, column) -> None:
         """Multiply one set of rows with a few rows of K; lines that come next are asked for."""
         spec, lanes = self.spec, self.lanes
         rows, step = range(self.blocking.rows), range(self.blocking.positions)
@@ -264,7 +277,7 @@ class Segment:
             for c in parts:
                 if c.start % line == 0:
                     for t in step:
-                        ahead.prefetch_k(t, start + c.start)
+                        prefetch(t, start + c.start)
                 q = [
                     temp(load(self.q, (first_row + r, start + c.start), c.lanes), c.lanes)
                     for r in rows
@@ -339,7 +352,14 @@ class Segment:
 
         def add_rows(total, start, parts, column, num_rows):
             tile = step.rows.tile(step.first + column, run)
-            ahead = step.following.tile(step.following_first + column, run)
+            following = step.following.tile(step.following_first + column, run)
+
+            def prefetch(t, column):
+                following.prefetch_v(t, column)
+                following.prefetch_k(t, column)
+                if run > SOON:
+                    tile.prefetch_v(t + SOON, column)
+
             hidden = 0
             if step.before is not None:
                 hidden = index_temp(T.max(step.before - column, 0))
@@ -347,7 +367,7 @@ class Segment:
             with T.serial(hidden, num_rows) as t:
                 for c in parts:
                     if c.start % elements_per_line(spec.kv_dtype) == 0:
-                        ahead.prefetch_v(t, start + c.start)
+                        prefetch(t, start + c.start)
                 weight = [temp(self.weights[weights_row + r, column + t]) for r in group]
                 for c in parts:
                     v = temp(tile.load_v(t, start + c.start, c.lanes), c.lanes)

@@ -100,7 +100,11 @@ class PairOperands:
         return self.pairs(buffer, index, lanes)
 
     def load_rotated_q(self, row, element, lanes: int, factor):
-        """`lanes` elements of a float32 row that was rotated; the row is padded to 32 numbers."""
+        """`lanes` elements of a float32 row that was rotated."""
+        return self.pack(row, element, lanes)
+
+    def pack(self, row, element, lanes: int):
+        """`lanes` elements of a float32 row, which is padded to a multiple of 32 numbers."""
         halves = [load(row, (element * 2 + start,), self.lanes) for start in (0, self.lanes)]
         pairs = self.round(*halves)
         return pairs if lanes == self.lanes else shuffle([pairs], range(lanes))
@@ -120,10 +124,9 @@ class PairOperands:
         first, second = numbers
         return T.call_pure_extern("int32x16", "pagedkv_bf16_interleave", second, first)
 
-    def split_words(self, first, second) -> tuple:
+    def split_words(self, first, second, lanes: int = 16) -> tuple:
         """Pairs of numbers of two rows as pairs of rows: of the even numbers, of the odd ones."""
-        sixteen, upper = (broadcast(T.int32(x), self.lanes) for x in (16, -65536))
-        lower = broadcast(T.int32(65535), self.lanes)
+        sixteen, upper, lower = (broadcast(T.int32(x), lanes) for x in (16, -65536, 65535))
         return (
             T.bitwise_or(T.bitwise_and(first, lower), T.shift_left(second, sixteen)),
             T.bitwise_or(
@@ -134,6 +137,11 @@ class PairOperands:
     def load_k(self, tile, row, element, lanes: int):
         """`lanes` elements of a row of K."""
         return self.pairs(*tile.k(row, element), lanes)
+
+    def load_v(self, tile, rows, element, lanes: int) -> list:
+        """Pairs of two rows of V: of the even columns of `lanes` elements, and of the odd ones."""
+        words = [temp(self.pairs(*tile.v(row, element), lanes), lanes, INT32) for row in rows]
+        return list(self.split_words(*words, lanes))
 
     def pack_v(
         self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None

@@ -20,6 +20,7 @@ from ..spec import KernelSpec
 from .arguments import OUTPUTS, POSITIONS, SCALARS, WINDOWED_PAGES, attention_kernel, with_lengths
 from .decode_segment import Blocking, Segment
 from .inline_rope import InlineRope
+from .kv_operands import operands, single_row_operands
 from .partials import MOST_TASKS, Output, Partials
 from .simd import Register, index_temp
 from .single_row import Pages, SingleRow, attend_row, bind_lengths, heads_of
@@ -51,13 +52,15 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
     least = T.max(1, SMALLEST_ELEMENTS // (heads_of_unit * spec.page_size * spec.qk_head_dim))
     pieces = Pieces(total, num_tasks, most=MOST_TASKS, least=index_temp(least))
     queue, partials = Queue(), Partials(spec, members * spec.group_size)
+    ops = single_row_operands(spec, operands(spec, spec.kv_dtype), a.lengths.slot_of is not None)
+    ops.begin([a.q, a.pages])
 
     def pages_of(sequence):
         first = index_temp(a.page_indptr[sequence])
         return first, index_temp(a.page_indptr[sequence + 1] - first)
 
     def task_body(task):
-        segment = Segment(spec, members)
+        segment = Segment(spec, ops, a.sm_scale, members)
         a.rope.begin_task()
         sequence = Register(1, "int32", T.int32(0))
 
@@ -88,7 +91,7 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
 
         queue.for_units(1, lambda _: pieces.count, attend_piece)
 
-    with Queue.scope():
+    with ops.scope(), Queue.scope():
         for_tasks(num_tasks, task_body)
 
     # The pairs that were cut, found by their cuts.

@@ -19,7 +19,7 @@ from ..tree_mask import TreeMask
 from .arguments import OUTPUTS, PAGES, TREES, attention_kernel
 from .cut_tiles import TileWork, emit_cut_tiles
 from .inline_rope import NoRotation
-from .prefill import operands
+from .kv_operands import operands
 from .prefill_unit import POSITIONS, Tiling, Unit
 from .rows import LatentRows
 from .shared_unit import SharedUnit

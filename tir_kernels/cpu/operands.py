@@ -59,6 +59,10 @@ class Float32Operands:
         """`lanes` elements of a float32 row that was rotated."""
         return self.load_q(row, (element,), lanes, factor)
 
+    def pack(self, row, element, lanes: int):
+        """`lanes` elements of a float32 row."""
+        return load(row, (element,), lanes)
+
     def unpack(self, value) -> list:
         """The numbers of a vector of elements, each as a float32 vector."""
         return [temp(value, self.lanes)]
@@ -70,6 +74,10 @@ class Float32Operands:
     def load_k(self, tile, row, element, lanes: int):
         """`lanes` elements of a row of K."""
         return tile.load_k(row, element, lanes)
+
+    def load_v(self, tile, rows, column, lanes: int) -> list:
+        """`lanes` columns of the row of V among `rows`."""
+        return [tile.load_v(rows[0], column, lanes)]
 
     def pack_v(
         self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None

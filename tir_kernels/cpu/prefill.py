@@ -15,9 +15,8 @@ from tvm.script import tirx as T
 from ..masks import CausalMask
 from ..spec import KernelSpec
 from .arguments import OUTPUTS, POSITIONS, SCALARS, WINDOWED_PAGES, attention_kernel, with_lengths
-from .bf16 import PairOperands
-from .inline_rope import InlineRope, has_rope
-from .operands import Float32Operands
+from .inline_rope import InlineRope
+from .kv_operands import operands
 from .prefill_unit import Tiling, Unit
 from .rows import RaggedRows
 from .simd import index_temp
@@ -116,17 +115,6 @@ def _attend_tiles(spec: KernelSpec, a, unit: Unit, queue: Queue, tokens) -> None
     queue.for_units(a.batch_size, num_units, attend_tile)
 
 
-def operands(spec: KernelSpec, kv_dtype: str):
-    """Choose the operands for a spec and the type of K and V."""
-    target = spec.target
-    if target.has_bf16_dot and target.lanes == PairOperands.lanes:
-        # Both numbers of a pair have to rotate alike.
-        pairs = spec.rope.rotary_dim % 4 == 0 or not has_rope(spec)
-        if spec.dtype == kv_dtype == "bfloat16" and pairs:
-            return PairOperands()
-    return Float32Operands(spec.target.lanes)
-
-
 def prefill(spec: KernelSpec):
     """Build the kernel `prefill`: attention of several query rows per sequence over its pages.
 
@@ -173,8 +161,9 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace, has_trees: bool = False) ->
 
     a.kv_rows, a.kv_buffers = kv_rows, [a.pages]
     a.num_positions = a.page_indptr[a.batch_size] * spec.page_size
-    a.singles = None if has_trees else Singles(spec, a)
-    emit_prefill(spec, operands(spec, spec.kv_dtype), a)
+    ops = operands(spec, spec.kv_dtype)
+    a.singles = None if has_trees else Singles(spec, ops, a)
+    emit_prefill(spec, ops, a)
 
 
 def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:

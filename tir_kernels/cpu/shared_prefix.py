@@ -21,7 +21,7 @@ from .blend import weighted
 from .columns import chunks
 from .cut_tiles import TileWork, emit_cut_tiles
 from .inline_rope import InlineRope, NoRotation
-from .prefill import operands
+from .kv_operands import operands
 from .prefill_unit import Tiling
 from .rows import LatentRows, PagedRows
 from .shared_unit import POSITIONS, SharedUnit

@@ -10,7 +10,9 @@ from tvm.script import tirx as T
 
 from ..masks import GappedSequence, WholeSequence
 from ..spec import KernelSpec
-from .decode_segment import STRIP, Blocking, Segment
+from .decode_segment import Blocking, Segment
+from .decode_values import STRIP
+from .kv_operands import single_row_operands
 from .partials import Output
 from .rows import PagedRows
 from .simd import index_temp
@@ -101,6 +103,7 @@ def attend_row(
         gap.for_spans(
             kv_len, k_offset, lambda span: run(span.begin, T.min(end, span.end), span.k_offset)
         )
+    segment.values.in_column_order(members * segment.blocking.padded_rows)
 
 
 class Singles:
@@ -109,11 +112,14 @@ class Singles:
     Parameters
     ----------
     spec : KernelSpec
+    ops : operands object
+        Those of the other sequences.
     a : the kernel's arguments, with `lengths` and `gap_of`.
     """
 
-    def __init__(self, spec: KernelSpec, a: SimpleNamespace):
+    def __init__(self, spec: KernelSpec, ops, a: SimpleNamespace):
         self.spec, self.a = spec, a
+        self.ops = single_row_operands(spec, ops, a.lengths.slot_of is not None)
 
     def has(self, sequence):
         """Whether it has one row, which sees all that is held."""
@@ -129,7 +135,7 @@ class Singles:
     def begin_task(self) -> None:
         """Make the buffers of a task."""
         self.members = Blocking.of(self.spec).most_members(self.spec)
-        self.segment = Segment(self.spec, self.members)
+        self.segment = Segment(self.spec, self.ops, self.a.sm_scale, self.members)
 
     def attend(self, queue: Queue, num_tasks) -> None:
         """Attend and store, for the sequences and KV heads that a task takes."""

@@ -60,6 +60,26 @@ def test_decode_of_many_pages(spec, window, seed):
     case.verify(window=window)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        make_spec((6, 2), 80, (BF16, BF16), page=4),
+        make_spec((11, 1), 96, (BF16, BF16), page=2, alibi_slopes=tuple(np.geomspace(1e-3, 1, 11))),
+        make_spec((4, 2), 64, (BF16, BF16), page=1, logit_softcap=30.0),
+        make_spec((4, 2), 48, (BF16, BF16), page=32),
+        make_spec((4, 2), 72, (BF16, BF16)),
+    ],
+    ids=["80-page4", "96-page2-alibi", "64-page1-cap", "48-page32", "72-page16"],
+)
+@pytest.mark.parametrize("inline", [False, True], ids=["plain", "inline"])
+@parametrize_seed
+def test_decode_of_bfloat16_pairs(spec, inline, seed):
+    """Odd numbers of positions, and rows that end in half a vector of pairs, or in less."""
+    case = PagedBatch(spec, [(1, n) for n in (1, 2, 3, 15, 17, 63, 65, 129, 1001)], seed)
+    case.decode(inline=inline)
+    case.verify(inline=inline)
+
+
 @parametrize_specs
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("batch", BATCHES)

@@ -16,9 +16,6 @@ from ..layout import K_PLANE, V_PLANE, latent_index, row_index, slot_offset, slo
 from ..spec import KernelSpec
 from .simd import index_temp, load, prefetch, temp
 
-# Into L2: asking for L1 waits for its few miss buffers, and halves the rate of scattered pages.
-PREFETCH_LOCALITY = 2
-
 
 def as_int64(value):
     """Row numbers times row sizes may exceed 32 bits."""
@@ -41,11 +38,11 @@ class Tile:
 
     def prefetch_k(self, row, column) -> None:
         """Ask for the cache line of K."""
-        prefetch(*self.k(row, column), PREFETCH_LOCALITY)
+        prefetch(*self.k(row, column))
 
     def prefetch_v(self, row, column) -> None:
         """Ask for the cache line of V."""
-        prefetch(*self.v(row, column), PREFETCH_LOCALITY)
+        prefetch(*self.v(row, column))
 
 
 class PagedRows:

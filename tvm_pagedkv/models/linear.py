@@ -21,7 +21,17 @@ from tvm.script import tirx as T
 
 from tir_kernels.cpu.bf16 import PairOperands
 from tir_kernels.cpu.operands import Float32Operands
-from tir_kernels.cpu.simd import F32, Register, broadcast, constant, load, store, temp
+from tir_kernels.cpu.simd import (
+    F32,
+    Register,
+    broadcast,
+    constant,
+    elements_per_line,
+    load,
+    prefetch,
+    store,
+    temp,
+)
 from tir_kernels.spec import VectorTarget
 
 from .emit import parallel_if, rows_kernel
@@ -29,6 +39,9 @@ from .emit import parallel_if, rows_kernel
 TILE_ROWS = 6
 UNIT_ROWS = 16 * TILE_ROWS  # rows that reuse a part of a block before the next one
 DEPTH = 512  # input features of a part
+# Of a block, for a single row of activations: memory gives 6 to 14 % more. What reads no more than
+# two lines at a time is followed by the CPU's own prefetching, and would lose as much.
+ROWS_AHEAD = 24
 _PARALLEL_FLOPS = 1 << 19  # below: cheaper than waking the other threads
 
 
@@ -105,6 +118,8 @@ def linear(
     part = DEPTH // matrix.numbers
     ops = PairOperands() if matrix.has_pairs else Float32Operands(lanes)
     widens = matrix.dtype != F32 and not matrix.has_pairs
+    per_line = elements_per_line(matrix.dtype)
+    row_lines = width * matrix.numbers // per_line
 
     def body(n, x, weight, *extras_and_out):
         *extras, out = extras_and_out
@@ -136,6 +151,10 @@ def linear(
                     for r, v in parts
                 }
                 with T.serial(length) as k:
+                    if rows == 1 and row_lines > 2:
+                        for line in range(row_lines):
+                            at = (block, first + k + ROWS_AHEAD, line * per_line)
+                            prefetch(weight, at)
                     loaded = [
                         temp(load_weight(block, first + k, v), lanes, ops.dtype)
                         for v in range(matrix.vectors)

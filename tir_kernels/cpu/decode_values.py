@@ -114,11 +114,12 @@ class Values:
             if run > SOON:
                 tile.prefetch_v(t + SOON, at)
 
-        hidden = 0
+        hidden, begin, end = 0, 0, (num_rows + ops.numbers - 1) // ops.numbers
         if step.before is not None:
             hidden = index_temp(T.max(step.before - column, 0))
-            num_rows = index_temp(T.max(hidden, num_rows))
-        with T.serial(hidden // ops.numbers, (num_rows + ops.numbers - 1) // ops.numbers) as i:
+            begin = index_temp(hidden // ops.numbers)
+            end = T.if_then_else(hidden < num_rows, end, begin)
+        with T.serial(begin, end) as i:
             # A row that is not visible has no weight, but its neighbour is what is multiplied.
             t = [i * ops.numbers + n for n in range(ops.numbers)]
             if ops.numbers > 1:

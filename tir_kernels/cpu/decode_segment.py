@@ -5,10 +5,11 @@ Heads take turns block by block, so that a page is read from its begin to its en
 heads lie side by side in it, and memory gives more when it is read in order (a fifth more, for
 pages of 4 KiB a head).
 
-A CPU drops prefetches while its queue of misses is full, and a line that was dropped costs the
-whole latency when it is needed. So every line is asked for several times on its way: a turn ahead
-(the same positions of the head that comes next), half a turn ahead (K's lines while V is read, and
-V's while K is), and a few rows ahead. What is there already costs next to nothing.
+A CPU seems to drop prefetches while its queue of misses is full, and a line that was dropped costs
+the whole latency when it is needed. So every line is asked for several times on its way: a turn
+ahead (the same positions of the head that comes next), half a turn ahead (K's lines while V is
+read, and V's while K is), and a few rows ahead. One thread on Zen 4 so reads a quarter more in
+float32; products of data that is in the caches already are up to 15 % slower.
 """
 
 from __future__ import annotations

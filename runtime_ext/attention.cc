@@ -17,7 +17,7 @@ ffi::Tensor PagedKVCacheObj::QueryPositions() const {
 
 void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
                                             ffi::Tensor o, ffi::Optional<ffi::Tensor> sinks) {
-  RequireForward("attention");
+  const LayerCallScope scope(this, "attention");
   CheckScale(sm_scale);
   Layer& layer = LayerAt(layer_id);
   const LayerConfig& config = layer.config;
@@ -105,7 +105,7 @@ void PagedKVCacheObj::AttendToStep(const Layer& layer, double sm_scale, const ff
 
 void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor k,
                                     ffi::Tensor v, ffi::Tensor o, ffi::Tensor lse) {
-  RequireForward("self_attention");
+  const LayerCallScope scope(this, "self_attention");
   CheckScale(sm_scale);
   Layer& layer = LayerAt(layer_id);
   if (layer.config.is_mla()) {
@@ -138,7 +138,7 @@ void PagedKVCacheObj::SelfAttention(int64_t layer_id, double sm_scale, ffi::Tens
 
 void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Tensor q,
                                      ffi::Tensor o, ffi::Tensor lse) {
-  RequireForward("cross_attention");
+  const LayerCallScope scope(this, "cross_attention");
   CheckScale(sm_scale);
   Layer& layer = LayerAt(layer_id);
   if (layer.config.is_mla()) {
@@ -165,7 +165,7 @@ void PagedKVCacheObj::CrossAttention(int64_t layer_id, double sm_scale, ffi::Ten
 void PagedKVCacheObj::AttentionWithSharedKV(int64_t source_id, double sm_scale, ffi::Tensor q,
                                             ffi::Tensor current_k, ffi::Tensor current_v,
                                             ffi::Tensor o, ffi::Optional<ffi::Tensor> sinks) {
-  RequireForward("attention_with_shared_kv");
+  const LayerCallScope scope(this, "attention_with_shared_kv");
   CheckScale(sm_scale);
   const Layer& source = LayerAt(source_id);
   const LayerConfig& config = source.config;

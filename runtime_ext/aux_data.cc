@@ -5,8 +5,6 @@
  */
 #include "aux_data.h"
 
-#include <tvm/runtime/device_api.h>
-
 #include <algorithm>
 #include <atomic>
 #include <functional>
@@ -17,8 +15,6 @@
 #include "red_zone.h"
 
 namespace pagedkv {
-
-using tvm::runtime::DeviceAPI;
 
 namespace {
 
@@ -102,13 +98,12 @@ void AuxData::Reserve(Buffer* buffer, int64_t num_elements) {
 void AuxData::OrderAfterReaders(const Turn& turn) {
   // All kernels are queued that read the arrays of the pair. What follows on its stream, the copy
   // of its next step, may overwrite them once these are through; later kernels do not count.
-  DeviceAPI* api = DeviceAPI::Get(device_);
-  api->SyncStreamFromTo(device_, api->GetCurrentStream(device_), turn.copies->get());
+  OrderStreams(device_, CurrentStream(device_), turn.copies->get());
 }
 
 void AuxData::WaitForCopies(const Turn& turn) {
   void* stream = turn.copies == nullptr ? nullptr : turn.copies->get();
-  if (turn.is_uploaded) DeviceAPI::Get(device_)->StreamSync(device_, stream);
+  if (turn.is_uploaded) Synchronize(device_, stream);
 }
 
 void AuxData::NextTurn() {
@@ -168,8 +163,7 @@ void AuxData::Upload() {
     num_bytes_copied_ += num_bytes;
   }
   if (!has_streams_) return;
-  DeviceAPI* api = DeviceAPI::Get(device_);
-  api->SyncStreamFromTo(device_, stream, api->GetCurrentStream(device_));
+  OrderStreams(device_, stream, CurrentStream(device_));
 }
 
 }  // namespace pagedkv

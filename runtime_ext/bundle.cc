@@ -8,7 +8,7 @@
 #include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/extra/json.h>
 #include <tvm/ffi/extra/module.h>
-#include <tvm/runtime/device_api.h>
+#include <tvm/runtime/base.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -21,6 +21,7 @@
 #include "bundle_target.h"
 #include "device_memory.h"
 #include "error.h"
+#include "loading.h"
 #include "sha256.h"
 
 namespace pagedkv {
@@ -118,20 +119,35 @@ class Files {
 
  private:
   std::string Read(const std::string& name) const {
+    RequireInside(name);
     std::ifstream file(folder_ / name, std::ios::binary);
     if (!file) Raise(kValueError, (folder_ / name).string(), " is missing", kAdvice);
     return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  }
+
+  /*! \brief A manifest may not name files elsewhere: they would be loaded as the bundle's code. */
+  void RequireInside(const std::string& name) const {
+    const std::filesystem::path relative(name);
+    bool is_inside = !name.empty() && relative.is_relative();
+    for (const auto& part : relative) is_inside = is_inside && part != "..";
+    if (is_inside) {
+      std::error_code error;  // a file that is missing is the caller's to report
+      const auto root = std::filesystem::weakly_canonical(folder_, error);
+      const auto path = std::filesystem::weakly_canonical(folder_ / relative, error);
+      is_inside =
+          !error &&
+          std::mismatch(root.begin(), root.end(), path.begin(), path.end()).first == root.end();
+    }
+    if (!is_inside) {
+      Raise(kValueError, kManifest, " of the bundle must name files within ", folder_.string(),
+            ", and '", name, "' is elsewhere");
+    }
   }
 
   std::filesystem::path folder_;
   std::string manifest_;
   StringMap content_;
 };
-
-/*! \brief The first two of the numbers of a version. */
-std::string Series(const std::string& version) {
-  return version.substr(0, version.find('.', version.find('.') + 1));
-}
 
 void CheckVersions(const StringMap& manifest) {
   const auto versions = Get<StringMap>(manifest, "versions");
@@ -144,6 +160,12 @@ void CheckVersions(const StringMap& manifest) {
   }
   TVMFFIVersion version;
   TVMFFIGetVersion(&version);
+  const std::string tvm = Get<ffi::String>(versions, "apache-tvm");
+  if (Series(tvm) != Series(TVM_VERSION)) {
+    Raise(kValueError, "the bundle was compiled by apache-tvm ", tvm, ", and this library is for ",
+          Series(TVM_VERSION), ": install apache-tvm ", Series(tvm),
+          " with a tvm-pagedkv for it, or write the bundle again");
+  }
   const std::string present = std::to_string(version.major) + "." + std::to_string(version.minor);
   const std::string needed = Get<ffi::String>(versions, "apache-tvm-ffi");
   if (Series(needed) != present) {
@@ -186,7 +208,7 @@ ffi::Tensor CopyTo(const ffi::Tensor& tensor, DLDevice device) {
   ffi::Tensor copy = AllocateTensor(tensor.shape(), tensor.dtype(), device,
                                     std::make_shared<std::atomic<int64_t>>(0));
   CopyBytes(tensor, 0, copy, 0, static_cast<int64_t>(ffi::GetDataSize(tensor)), nullptr);
-  tvm::runtime::DeviceAPI::Get(device)->StreamSync(device, nullptr);
+  Synchronize(device, nullptr);
   return copy;
 }
 

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "device_memory.h"
 #include "error.h"
 
 namespace pagedkv {
@@ -21,7 +22,6 @@ namespace pagedkv {
 namespace {
 
 namespace ffi = tvm::ffi;
-using tvm::runtime::DeviceAPI;
 
 constexpr const char* kDriver = "libcuda.so.1";
 constexpr const char* kRuntime = "libtvm_runtime_cuda.so";
@@ -61,7 +61,8 @@ void LoadRuntime(const std::vector<std::string>& libraries) {
   LoadNeeded(libraries, "libcudart");
   Dl_info info = {};
   std::filesystem::path path = kRuntime;
-  if (dladdr(reinterpret_cast<void*>(&DeviceAPI::Get), &info) != 0 && info.dli_fname != nullptr) {
+  if (dladdr(reinterpret_cast<void*>(&tvm::runtime::DeviceAPI::Get), &info) != 0 &&
+      info.dli_fname != nullptr) {
     path = std::filesystem::path(info.dli_fname).parent_path() / kRuntime;
   }
   if (dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) == nullptr || !HasRuntime()) {
@@ -89,12 +90,9 @@ Machine MachineOf(DLDevice device, const std::vector<std::string>& libraries) {
   if (machine.device == "cpu") return machine;
   machine.driver = DriverVersion();
   LoadRuntime(libraries);
-  ffi::Any value;
-  DeviceAPI* api = DeviceAPI::Get(device);
-  api->GetAttr(device, tvm::runtime::kExist, &value);
-  if (value.cast<int64_t>() == 0) return machine;
-  api->GetAttr(device, tvm::runtime::kComputeVersion, &value);
-  std::string version = value.cast<ffi::String>();  // "9.0"
+  if (!DeviceExists(device)) return machine;
+  std::string version =
+      DeviceAttribute(device, tvm::runtime::kComputeVersion).cast<ffi::String>();  // "9.0"
   version.erase(std::remove(version.begin(), version.end(), '.'), version.end());
   machine.compute_capability = std::stoll(version);
   return machine;

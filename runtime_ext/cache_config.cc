@@ -6,7 +6,6 @@
 #include "cache_config.h"
 
 #include <tvm/ffi/dtype.h>
-#include <tvm/runtime/device_api.h>
 
 #include <algorithm>
 #include <cmath>
@@ -14,6 +13,7 @@
 #include <utility>
 
 #include "cache_config_checks.h"
+#include "device_memory.h"
 #include "error.h"
 #include "sequence_table.h"
 #include "stock_window_backend.h"
@@ -143,18 +143,15 @@ DLDataType ParseDtype(const char* name, const std::string& text) {
 }
 
 void CheckDevice(DLDevice device) {
-  tvm::runtime::DeviceAPI* api = tvm::runtime::DeviceAPI::Get(device, /*allow_missing=*/true);
-  ffi::Any exists;
-  if (api != nullptr) api->GetAttr(device, tvm::runtime::kExist, &exists);
-  if (!exists.try_cast<int64_t>().value_or(0)) {
+  if (!DeviceExists(device)) {
     Raise(kValueError, "this machine has no device of type ", device.device_type, " with id ",
           device.device_id);
   }
 }
 
 bool CanOffsetPointers(DLDevice device) {
-  if (device.device_type == kDLCPU) return true;
-  return tvm::runtime::DeviceAPI::Get(device)->SupportsDevicePointerArithmeticsOnHost();
+  // Elsewhere a pointer may be a handle.
+  return device.device_type == kDLCPU || device.device_type == kDLCUDA;
 }
 
 const char* ToString(LayerKind kind) {
@@ -211,6 +208,11 @@ void CacheConfig::Validate() const {
   if (kernel_sets.empty()) Raise(kValueError, "a cache needs at least one set of kernels");
   for (const LayerConfig& layer : layers) {
     CheckLayer(layer);
+    // Kernels count the tiles of one sequence in int32.
+    if (layer.num_kv_heads > kInt32Max / prefill_chunk_size) {
+      Raise(kValueError, "prefill_chunk_size (", prefill_chunk_size, ") times num_kv_heads (",
+            layer.num_kv_heads, ") must be below 2^31");
+    }
     CheckRange("kernel_set", layer.kernel_set, 0, static_cast<int64_t>(kernel_sets.size()) - 1);
     RequireKernels(layer, kernel_sets[layer.kernel_set]);
     if (has_sequence_windows) RequireSequenceWindows(layer, kernel_sets[layer.kernel_set]);

@@ -9,7 +9,6 @@
  * the pages that they share once.
  */
 #include <tvm/ffi/dtype.h>
-#include <tvm/runtime/device_api.h>
 
 #include <algorithm>
 #include <cstring>
@@ -21,8 +20,6 @@
 #include "paged_kv_cache.h"
 
 namespace pagedkv {
-
-using tvm::runtime::DeviceAPI;
 
 namespace {
 
@@ -58,9 +55,9 @@ std::string PagedKVCacheObj::RopeDetails(const LayerConfig& layer) const {
   const auto num_bytes = static_cast<int64_t>(ffi::GetDataSize(*factors.GetDLTensorPtr()));
   std::string bytes(num_bytes, '\0');
   ffi::Tensor host = AllocateTensor({num_bytes}, kByte, {kDLCPU, 0}, NewCounter());
-  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  void* stream = CurrentStream(config_.device);
   CopyBytes(factors, 0, host, 0, num_bytes, stream);
-  if (!IsHost(config_.device)) DeviceAPI::Get(config_.device)->StreamSync(config_.device, stream);
+  if (!IsHost(config_.device)) Synchronize(config_.device, stream);
   std::memcpy(bytes.data(), host.data_ptr(), num_bytes);
   return layer.rope_details + " factors=" + HexHash(bytes);
 }
@@ -168,8 +165,7 @@ void PagedKVCacheObj::CopyRuns(const PageId* pages, int64_t num_pages, const ffi
   }
   // Memory of the host is the caller's own at once.
   if (Equal(tensor.device(), config_.device) || IsHost(config_.device)) return;
-  DeviceAPI* api = DeviceAPI::Get(config_.device);
-  api->StreamSync(config_.device, api->GetCurrentStream(config_.device));
+  Synchronize(config_.device, CurrentStream(config_.device));
 }
 
 template <typename PageId>
@@ -178,7 +174,8 @@ void PagedKVCacheObj::ReadPages(int64_t layer, const PageId* pages, int64_t num_
                                 const ffi::Tensor& out) const {
   const int64_t page_bytes = checkpoint_layout_.PageBytes(layer);
   const ffi::Tensor& pool = layers_[layer].pages;
-  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  const StreamOrder::Call on_stream(&stream_order_);
+  void* stream = CurrentStream(config_.device);
   CopyRuns(pages, num_pages, out, [&](int64_t begin, int64_t count) {
     CopyBytes(pool, pages[begin] * page_bytes, out, begin * page_bytes, count * page_bytes, stream);
   });
@@ -205,7 +202,8 @@ void PagedKVCacheObj::ReadPages(int64_t layer, const PageId* pages, int64_t num_
 void PagedKVCacheObj::WritePages(int64_t layer, const int32_t* pages, int64_t num_pages,
                                  const ffi::Tensor& data) {
   const int64_t page_bytes = checkpoint_layout_.PageBytes(layer);
-  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  const StreamOrder::Call on_stream(&stream_order_);
+  void* stream = CurrentStream(config_.device);
   CopyRuns(pages, num_pages, data, [&](int64_t begin, int64_t count) {
     CopyBytes(data, begin * page_bytes, layers_[layer].pages, pages[begin] * page_bytes,
               count * page_bytes, stream);

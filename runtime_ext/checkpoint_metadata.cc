@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
-#include <sstream>
 #include <utility>
 
 #include "error.h"
@@ -198,7 +197,7 @@ void CheckGroup(const Fields& fields, int64_t layer, const CheckpointLayout& lay
 std::string RopeText(const std::string& mode, double theta, double scale,
                      const std::string& details) {
   if (mode == "none") return mode;
-  std::ostringstream text;
+  ClassicText text;
   text.precision(std::numeric_limits<double>::max_digits10);
   text << mode << " theta=" << theta << " scale=" << scale;
   if (!details.empty()) text << " " << details;
@@ -206,7 +205,7 @@ std::string RopeText(const std::string& mode, double theta, double scale,
 }
 
 std::string CheckpointLayout::Layer::Text() const {
-  std::ostringstream text;
+  ClassicText text;
   text << kind;
   if (window) text << " window=" << window;
   if (!is_mla()) text << " num_kv_heads=" << num_kv_heads;
@@ -216,7 +215,7 @@ std::string CheckpointLayout::Layer::Text() const {
 }
 
 std::string CheckpointLayout::Text() const {
-  std::ostringstream text;
+  ClassicText text;
   text << "page_size=" << page_size << " dtype=" << dtype;
   for (size_t i = 0, end; i < layers.size(); i = end) {
     const std::string layer = layers[i].Text();
@@ -253,7 +252,7 @@ int64_t CheckpointLayout::PageBytes(int64_t layer) const {
 
 std::string WriteMetadata(const CheckpointLayout& layout, int64_t sequence_id,
                           const SequenceState& state) {
-  std::ostringstream out;
+  ClassicText out;
   out << "{\"format_version\":" << kFormatVersion << ",\"cache_type\":" << JsonString(kCacheType)
       << ",\"page_size\":" << layout.page_size << ",\"num_layers\":" << layout.num_layers()
       << ",\"layer_begin\":0,\"layer_end\":" << layout.num_layers()

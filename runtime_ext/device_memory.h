@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file device_memory.h
- * \brief Tensors over DeviceAPI: counted allocations, and views whose first dimension changes.
+ * \brief Tensors on the host and on devices: counted allocations, and views whose first dimension
+ * changes.
  */
 #ifndef TVM_PAGEDKV_DEVICE_MEMORY_H_
 #define TVM_PAGEDKV_DEVICE_MEMORY_H_
@@ -14,11 +15,10 @@
 #include <memory>
 #include <vector>
 
+#include "device_stream.h"
 #include "shared_memory.h"
 
 namespace pagedkv {
-
-namespace ffi = tvm::ffi;
 
 inline constexpr DLDataType kByte{kDLUInt, 8, 1};
 inline constexpr DLDataType kInt32{kDLInt, 32, 1};
@@ -30,7 +30,8 @@ using ByteCounter = std::shared_ptr<std::atomic<int64_t>>;
 /*!
  * \brief Refuses what can never fit: a system that promises more memory than it has would end the
  * process later, when the pages fill.
- * \throws Error (MemoryError) when this machine has less than `num_bytes`.
+ * \throws Error (MemoryError) when this machine has less than `num_bytes`, or the process's control
+ *   group (a container's limit) allows less.
  */
 void RequireHostMemory(double num_bytes);
 
@@ -42,26 +43,16 @@ ffi::Tensor AllocateTensor(ffi::ShapeView shape, DLDataType dtype, DLDevice devi
 ffi::Tensor TensorIn(std::shared_ptr<SharedMemory> memory, int64_t byte_offset,
                      ffi::ShapeView shape, DLDataType dtype, ByteCounter counter);
 
+/*!
+ * \brief A property of a device.
+ * \param kind One of tvm::runtime::DeviceAttrKind.
+ */
+ffi::Any DeviceAttribute(DLDevice device, int kind);
+/*! \brief Whether this machine has the device, and the process the runtime for it. */
+bool DeviceExists(DLDevice device);
+
 /*! \brief Page-locked memory where the device has it: a copy from it does not stop the host. */
 DLDevice StagingDevice(DLDevice device);
-
-/*! \brief Whether work on the device is queued on streams, and events order these. */
-bool HasStreams(DLDevice device);
-
-/*! \brief A stream of its own. */
-class DeviceStream {
- public:
-  explicit DeviceStream(DLDevice device);
-  ~DeviceStream();
-  DeviceStream(const DeviceStream&) = delete;
-  DeviceStream& operator=(const DeviceStream&) = delete;
-
-  void* get() const { return stream_; }
-
- private:
-  DLDevice device_;
-  void* stream_;
-};
 
 /*! \brief Copies `num_bytes` from one place to the other; asynchronous where the device is. */
 void CopyBytes(const ffi::Tensor& source, int64_t source_offset, const ffi::Tensor& destination,

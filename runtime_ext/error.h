@@ -7,6 +7,7 @@
 #define TVM_PAGEDKV_ERROR_H_
 
 #include <exception>
+#include <locale>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -35,10 +36,16 @@ class Error : public std::exception {
   std::string message_;
 };
 
+/*! \brief A stream whose numbers read alike everywhere: programs may set a locale that groups. */
+class ClassicText : public std::ostringstream {
+ public:
+  ClassicText() { imbue(std::locale::classic()); }
+};
+
 /*! \brief Throws an Error whose message is the parts, streamed one after the other. */
 template <typename... Parts>
 [[noreturn]] void Raise(const char* kind, const Parts&... parts) {
-  std::ostringstream message;
+  ClassicText message;
   (message << ... << parts);
   throw Error(kind, message.str());
 }

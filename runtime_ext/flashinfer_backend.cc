@@ -61,12 +61,28 @@ void FlashInferBackend::BeginStep() {
   for (Plan& plan : plans_) plan.made_by = ffi::Function(nullptr);
 }
 
-void FlashInferBackend::Prepare(Plan* plan) {
+FlashInferBackend::Staging* FlashInferBackend::Prepare(Plan* plan) {
   plan->made_by = ffi::Function(nullptr);
   plan->host_arrays.clear();
-  if (plan->staging.defined()) return;
-  plan->int_workspace = AllocateTensor({kIntWorkspaceBytes}, kByte, device_, counter_);
-  plan->staging = AllocateTensor({kIntWorkspaceBytes}, kByte, StagingDevice(device_), counter_);
+  if (!plan->int_workspace.defined()) {
+    plan->int_workspace = AllocateTensor({kIntWorkspaceBytes}, kByte, device_, counter_);
+  }
+  const size_t num_stagings = HasStreams(device_) ? kNumStagings : 1;
+  Staging* staging = &plan->stagings[plan->next_staging];
+  plan->next_staging = (plan->next_staging + 1) % num_stagings;
+  if (!staging->memory.defined()) {
+    staging->memory = AllocateTensor({kIntWorkspaceBytes}, kByte, StagingDevice(device_), counter_);
+  }
+  if (staging->is_in_flight) Synchronize(device_, staging->copied->get());
+  staging->is_in_flight = false;
+  return staging;
+}
+
+void FlashInferBackend::NoteCopy(Staging* staging) {
+  if (!HasStreams(device_)) return;
+  if (staging->copied == nullptr) staging->copied = std::make_unique<DeviceStream>(device_);
+  OrderStreams(device_, CurrentStream(device_), staging->copied->get());
+  staging->is_in_flight = true;
 }
 
 ffi::Tensor FlashInferBackend::HostArray(Plan* plan, int64_t size) {
@@ -79,7 +95,7 @@ const FlashInferBackend::Plan& FlashInferBackend::PlanPrefill(const LayerCall& c
   const ffi::Function& function = call.kernels.Plan(name);
   Plan& plan = plans_[call.group * kNumUses + use];
   if (plan.made_by.same_as(function)) return plan;
-  Prepare(&plan);
+  Staging* staging = Prepare(&plan);
   const ForwardPlan& batch = call.batch;
   const int64_t num_sequences = batch.num_sequences();
   ffi::Tensor query_indptr = HostArray(&plan, num_sequences + 1);
@@ -99,12 +115,13 @@ const FlashInferBackend::Plan& FlashInferBackend::PlanPrefill(const LayerCall& c
     Data(kv_lengths)[i] = use == kPast ? past : use == kSelf ? num_append : past + num_append;
   }
   const LayerConfig& layer = call.layer;
-  plan.info = function(float_workspace_, plan.int_workspace, plan.staging, query_indptr, kv_indptr,
-                       kv_lengths, batch.num_rows(), num_sequences, layer.num_qo_heads,
+  plan.info = function(float_workspace_, plan.int_workspace, staging->memory, query_indptr,
+                       kv_indptr, kv_lengths, batch.num_rows(), num_sequences, layer.num_qo_heads,
                        layer.num_kv_heads, use == kSelf ? int64_t{1} : page_size_, kHasCudaGraph,
                        layer.qk_head_dim, layer.v_head_dim, /*causal=*/use != kPast, kNoWindow,
                        /*fixed_split_size=*/int64_t{-1}, /*disable_split_kv=*/false,
                        /*num_colocated_ctas=*/int64_t{0});
+  NoteCopy(staging);
   plan.made_by = function;
   return plan;
 }
@@ -113,16 +130,17 @@ const FlashInferBackend::Plan& FlashInferBackend::PlanDecode(const LayerCall& ca
   const ffi::Function& function = call.kernels.Plan(KernelName::kDecode);
   Plan& plan = plans_[call.group * kNumUses + use];
   if (plan.made_by.same_as(function)) return plan;
-  Prepare(&plan);
+  Staging* staging = Prepare(&plan);
   const ForwardPlan& batch = call.batch;
   ffi::Tensor indptr = HostArray(&plan, batch.num_sequences() + 1);
   batch.FillPageIndptr(call.group, use == kPast ? PageRange::kPast : PageRange::kWithStep,
                        Data(indptr));
   const LayerConfig& layer = call.layer;
   plan.info =
-      function(float_workspace_, plan.int_workspace, plan.staging, indptr, batch.num_sequences(),
+      function(float_workspace_, plan.int_workspace, staging->memory, indptr, batch.num_sequences(),
                layer.num_qo_heads, layer.num_kv_heads, page_size_, kHasCudaGraph, kNoWindow,
                /*logits_soft_cap=*/0.0, layer.qk_head_dim, layer.v_head_dim, empty_q_, empty_kv_);
+  NoteCopy(staging);
   plan.made_by = function;
   return plan;
 }

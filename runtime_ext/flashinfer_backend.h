@@ -11,6 +11,8 @@
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 
+#include <array>
+#include <memory>
 #include <vector>
 
 #include "cache_config.h"
@@ -48,16 +50,31 @@ class FlashInferBackend {
   /*! \brief Plans of a group that are alive at the same time. */
   enum Use { kWithStep, kPast, kSelf, kNumUses };
 
+  /*!
+   * \brief Page-locked memory that FlashInfer fills, and copies to the device with a later call of
+   * its own: it must not be filled again before that copy is done.
+   */
+  struct Staging {
+    ffi::Tensor memory;
+    std::unique_ptr<DeviceStream> copied;  // done once the copy is; where the device has streams
+    bool is_in_flight = false;
+  };
+  static constexpr size_t kNumStagings = 2;
+
   /*! \brief A plan: what `plan` returned, and the memory that it refers to. */
   struct Plan {
     ffi::Function made_by{nullptr};  // null: not made in this step
     ffi::Any info;
-    ffi::Tensor int_workspace, staging;
+    ffi::Tensor int_workspace;
+    std::array<Staging, kNumStagings> stagings;
+    size_t next_staging = 0;
     std::vector<ffi::Tensor> host_arrays;
   };
 
-  /*! \brief Makes room for a new plan. */
-  void Prepare(Plan* plan);
+  /*! \brief Makes room for a new plan. \return Its staging buffer, which nothing reads any more. */
+  Staging* Prepare(Plan* plan);
+  /*! \brief The plan has been made: its copy to the device is queued. */
+  void NoteCopy(Staging* staging);
   const Plan& PlanPrefill(const LayerCall& call, KernelName name, Use use);
   const Plan& PlanDecode(const LayerCall& call, Use use);
   ffi::Tensor HostArray(Plan* plan, int64_t size);

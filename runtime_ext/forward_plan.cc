@@ -20,6 +20,7 @@ ForwardPlan::ForwardPlan(SequenceTable* table, int64_t max_num_rows)
                        {},
                        {},
                        std::vector<int32_t>(num_pages, 0),
+                       std::vector<int32_t>(num_pages, 0),
                        false,
                        SharedPrefix(num_pages, table->page_size())});
   }
@@ -96,33 +97,54 @@ void ForwardPlan::PrepareTrees() {
   }
 }
 
+void ForwardPlan::FindSharedLastPages(int32_t group) {
+  const PagePool& pool = table_->pool(group);
+  GroupPages& pages = groups_[group];
+  // Only a partly filled last page is written to.
+  auto visit = [&](auto f) {
+    for (size_t i = 0; i < items_.size(); ++i) {
+      if (TextLength(items_[i], PageRange::kPast) % table_->page_size() == 0) continue;
+      const int32_t page = items_[i].sequence->pages[group].back();
+      if (pool.RefCount(page) > 1) f(static_cast<int32_t>(i), page);
+    }
+  };
+  visit([&](int32_t, int32_t page) { pages.num_writers[page] = 0; });
+  visit([&](int32_t i, int32_t page) {
+    int32_t& longest = pages.longest_writer[page];
+    const bool is_first = pages.num_writers[page]++ == 0;
+    if (is_first || items_[i].past_length >= items_[longest].past_length) longest = i;
+  });
+}
+
+bool ForwardPlan::MustCopyLastPage(int32_t group, size_t item) const {
+  const GroupPages& pages = groups_[group];
+  if (TextLength(items_[item], PageRange::kPast) % table_->page_size() == 0) return false;
+  const int32_t page = items_[item].sequence->pages[group].back();
+  const int32_t num_owners = table_->pool(group).RefCount(page);
+  if (num_owners == 1) return false;
+  // Where all owners are of this batch one of them need not copy the page. It is the longest one,
+  // whose new rows overwrite none of the others': should the step be aborted, they get it back.
+  return pages.num_writers[page] < num_owners ||
+         pages.longest_writer[page] != static_cast<int32_t>(item);
+}
+
 void ForwardPlan::CountPages(int32_t group) {
   const PagePool& pool = table_->pool(group);
   GroupPages& pages = groups_[group];
   pages.kept.clear();
   pages.offsets.assign(1, 0);
+  const bool has_shared_pages = pool.num_shared() > 0;
+  if (has_shared_pages) FindSharedLastPages(group);
   int64_t num_entries = 0;
-  for (const Item& item : items_) {
-    const std::vector<int32_t>& list = item.sequence->pages[group];
-    auto kept = static_cast<int64_t>(list.size());
-    // Only a partly filled last page is written to. The last owner of this batch that is left with
-    // it need not copy it.
-    if (TextLength(item, PageRange::kPast) % table_->page_size() != 0) {
-      int32_t last = list.back();
-      if (pool.RefCount(last) - pages.leaving[last] > 1) {
-        ++pages.leaving[last];
-        --kept;
-      }
-    }
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const Item& item = items_[i];
+    auto kept = static_cast<int64_t>(item.sequence->pages[group].size());
+    if (has_shared_pages && MustCopyLastPage(group, i)) --kept;
     const int64_t length = item.past_length + item.num_append;
     const int64_t num_pages = table_->NumPages(*item.sequence, group, length);
     num_entries += num_pages;
     pages.kept.push_back(kept);
     pages.offsets.push_back(pages.offsets.back() + num_pages - kept);
-  }
-  for (size_t i = 0; i < items_.size(); ++i) {
-    const std::vector<int32_t>& list = items_[i].sequence->pages[group];
-    if (!list.empty()) pages.leaving[list.back()] = 0;
   }
   if (pages.offsets.back() > pool.num_free()) table_->RaiseFull(group, pages.offsets.back());
   if (num_entries > std::numeric_limits<int32_t>::max()) {
@@ -199,22 +221,45 @@ void ForwardPlan::Commit() noexcept {
     const GroupPages& pages = groups_[g];
     for (size_t i = 0; i < items_.size(); ++i) {
       std::vector<int32_t>& list = items_[i].sequence->pages[g];
-      for (; static_cast<int64_t>(list.size()) > pages.kept[i]; list.pop_back()) {
-        table_->pool(g).Release(list.back());
-      }
+      list.resize(pages.kept[i]);
       list.insert(list.end(), pages.acquired.begin() + pages.offsets[i],
                   pages.acquired.begin() + pages.offsets[i + 1]);
     }
   }
+  for (const PageCopy& copy : copies_) table_->PinInPlaceOfOwner(copy.group, copy.source);
   for (const Item& item : items_) {
-    table_->FinishReceive(item.sequence);
+    if (item.sequence->receive) item.sequence->receive->is_in_step = true;
     table_->Grow(item.sequence, item.num_append);
   }
-  copies_.clear();
 }
 
-void ForwardPlan::Slide() noexcept {
-  for (const Item& item : items_) table_->Slide(item.sequence);
+void ForwardPlan::Finish() noexcept {
+  for (const PageCopy& copy : copies_) table_->Unpin(copy.group, copy.source);
+  copies_.clear();
+  for (const Item& item : items_) {
+    table_->FinishReceive(item.sequence);
+    table_->Slide(item.sequence);
+  }
+}
+
+void ForwardPlan::Abort() noexcept {
+  for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
+    GroupPages& pages = groups_[g];
+    for (size_t i = 0; i < items_.size(); ++i) items_[i].sequence->pages[g].resize(pages.kept[i]);
+    for (; !pages.acquired.empty(); pages.acquired.pop_back()) {
+      table_->pool(g).Release(pages.acquired.back());
+    }
+  }
+  for (const PageCopy& copy : copies_) {
+    copy.sequence->pages[copy.group].push_back(copy.source);  // there was room for the copy
+    table_->OwnInPlaceOfPin(copy.group, copy.source);
+  }
+  copies_.clear();
+  for (const Item& item : items_) {
+    item.sequence->tree.Truncate(item.num_earlier_nodes);
+    if (item.sequence->receive) item.sequence->receive->is_in_step = false;
+    table_->Grow(item.sequence, -item.num_append);
+  }
 }
 
 void ForwardPlan::RequireRowsSeeEachOther(const char* what) const {

@@ -51,10 +51,17 @@ class ForwardPlan {
   void Acquire();
   /*! \brief Undoes it: pools and trees are as before Acquire. */
   void Release() noexcept;
-  /*! \brief Hands the pages to the sequences and lets these grow. */
+  /*!
+   * \brief Hands the pages to the sequences and lets these grow.
+   *
+   * Until Finish or Abort the shared pages that copies have replaced stay pinned, and receives of
+   * the batch's sequences open, so that Abort can restore both.
+   */
   void Commit() noexcept;
-  /*! \brief Releases the pages that have left the windows of the batch's sequences. */
-  void Slide() noexcept;
+  /*! \brief Ends the step: releases replaced pages, and those that have left the windows. */
+  void Finish() noexcept;
+  /*! \brief Undoes Commit: lengths, pages, trees and receives are as before the step. */
+  void Abort() noexcept;
 
   /*! \throws Error (ValueError) when the window of a sequence parts rows of this step. */
   void RequireRowsSeeEachOther(const char* what) const;
@@ -84,7 +91,7 @@ class ForwardPlan {
   const SharedPrefix& shared_prefix(int32_t group) const { return groups_[group].shared; }
   /*! \brief Entries by which the page table would be longer without segments. */
   int64_t NumSharedPages(int32_t group) const;
-  /*! \brief Shared pages that this step writes to; valid between Acquire and Commit. */
+  /*! \brief Shared pages that this step writes to; valid from Acquire until the step's end. */
   const std::vector<PageCopy>& copies() const { return copies_; }
 
   // The arrays, in forward_plan_arrays.cc. Those without a group are the same in every one; those
@@ -137,7 +144,8 @@ class ForwardPlan {
     std::vector<int64_t> kept;
     std::vector<int64_t> offsets;
     std::vector<int32_t> acquired;
-    std::vector<int32_t> leaving;  // [num_pages] owners that a page loses in this step; else 0
+    // [num_pages] scratch: how many of the batch write to a shared last page, and the longest.
+    std::vector<int32_t> num_writers, longest_writer;
     bool shares_prefixes = false;
     SharedPrefix shared;
   };
@@ -152,6 +160,8 @@ class ForwardPlan {
   IntSpan TreeParentsOf(const Item& item) const {
     return {tree_parents_->data + item.first_row, static_cast<size_t>(item.num_append)};
   }
+  void FindSharedLastPages(int32_t group);
+  bool MustCopyLastPage(int32_t group, size_t item) const;
   void CountPages(int32_t group);
   void FindSharedPages(int32_t group);
   int64_t NumSharedPagesOf(int32_t group, size_t item) const {

@@ -4,7 +4,6 @@
  * \brief What looks at a cache from outside: K and V of a sequence, statistics, integrity.
  */
 #include <tvm/ffi/dtype.h>
-#include <tvm/runtime/device_api.h>
 
 #include <algorithm>
 #include <limits>
@@ -14,7 +13,6 @@
 
 namespace pagedkv {
 
-using tvm::runtime::DeviceAPI;
 using StringMap = ffi::Map<ffi::String, ffi::Any>;
 
 int64_t PagedKVCacheObj::CountUniformLayers(LayerKind kind, const char* what) const {
@@ -103,7 +101,8 @@ void PagedKVCacheObj::DebugGetKV(int64_t sequence_id, int64_t begin, int64_t end
               config_.kv_dtype);
   CheckTensor("v", v, {num_layers, end - begin, shape.num_kv_heads, shape.v_head_dim},
               config_.kv_dtype);
-  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  const StreamOrder::Call on_stream(&stream_order_);
+  void* stream = CurrentStream(config_.device);
   VisitRows(LayerKind::kMHA, sequence, begin, end,
             [&](const Layer& layer, int64_t plane, int64_t offset, int64_t paged, int64_t bytes) {
               CopyBytes(layer.pages, paged, plane == 0 ? k : v, offset, bytes, stream);
@@ -117,7 +116,8 @@ void PagedKVCacheObj::DebugGetKVMLA(int64_t sequence_id, int64_t begin, int64_t 
   CheckPositions(sequence, begin, end);
   CheckTensor("kv", kv, {num_layers, end - begin, ShapeOf(LayerKind::kMLA).qk_head_dim},
               config_.kv_dtype);
-  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  const StreamOrder::Call on_stream(&stream_order_);
+  void* stream = CurrentStream(config_.device);
   VisitRows(LayerKind::kMLA, sequence, begin, end,
             [&](const Layer& layer, int64_t, int64_t offset, int64_t paged, int64_t bytes) {
               CopyBytes(layer.pages, paged, kv, offset, bytes, stream);
@@ -138,7 +138,8 @@ void PagedKVCacheObj::DebugSetKV(int64_t sequence_id, int64_t begin, ffi::Tensor
   CheckInput("k", k, {num_layers, count, shape.num_kv_heads, shape.qk_head_dim}, config_.kv_dtype);
   CheckInput("v", v, {num_layers, count, shape.num_kv_heads, shape.v_head_dim}, config_.kv_dtype);
   MakeCompact({&k, &v}, /*is_stock=*/false);
-  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  const StreamOrder::Call on_stream(&stream_order_);
+  void* stream = CurrentStream(config_.device);
   WriteRows(LayerKind::kMHA, &sequence, begin, count,
             [&](const Layer& layer, int64_t plane, int64_t offset, int64_t paged, int64_t bytes) {
               CopyBytes(plane == 0 ? k : v, offset, layer.pages, paged, bytes, stream);
@@ -157,7 +158,8 @@ void PagedKVCacheObj::DebugSetKVMLA(int64_t sequence_id, int64_t begin, ffi::Ten
   }
   CheckInput("kv", kv, {num_layers, count, ShapeOf(LayerKind::kMLA).qk_head_dim}, config_.kv_dtype);
   MakeCompact({&kv}, /*is_stock=*/false);
-  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  const StreamOrder::Call on_stream(&stream_order_);
+  void* stream = CurrentStream(config_.device);
   WriteRows(LayerKind::kMLA, &sequence, begin, count,
             [&](const Layer& layer, int64_t, int64_t offset, int64_t paged, int64_t bytes) {
               CopyBytes(kv, offset, layer.pages, paged, bytes, stream);
@@ -340,7 +342,8 @@ void PagedKVCacheObj::PoisonSlots(const Layer& layer, const std::vector<bool>& i
       AllocateTensor({page_bytes}, kByte, {kDLCPU, 0}, std::make_shared<std::atomic<int64_t>>(0));
   // All bits set: a NaN in every type of float.
   std::fill_n(static_cast<char*>(ones.data_ptr()), page_bytes, '\xff');
-  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  const StreamOrder::Call on_stream(&stream_order_);
+  void* stream = CurrentStream(config_.device);
   const auto num_pages = static_cast<int64_t>(is_held.size()) / page_size;
   for (int64_t page = 0; page < num_pages; ++page) {
     const auto first = is_held.begin() + page * page_size;

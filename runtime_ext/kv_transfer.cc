@@ -198,6 +198,34 @@ void SequenceTable::CancelReceive(Sequence* sequence) noexcept {
   sequence->receive.reset();
 }
 
+void SequenceTable::HoldReceivePages(const Sequence& sequence) {
+  const Receive& receive = *sequence.receive;
+  if (receive_pages_.count(receive.id)) return;
+  ReceivePages held;
+  held.pages.resize(pools_.size());
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    const int64_t begin = std::max(receive.begin, FirstPosition(sequence, g));
+    if (begin >= sequence.length) continue;
+    const std::vector<int32_t>& pages = sequence.pages[g];
+    held.pages[g].assign(pages.begin() + PageIndex(sequence, g, begin), pages.end());
+  }
+  const ReceivePages& kept = receive_pages_.emplace(receive.id, std::move(held)).first->second;
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    for (int32_t page : kept.pages[g]) Pin(g, page);
+  }
+}
+
+bool SequenceTable::ReleaseReceivePages(int64_t receive_id) noexcept {
+  auto it = receive_pages_.find(receive_id);
+  if (it == receive_pages_.end()) return false;
+  for (int32_t g = num_groups() - 1; g >= 0; --g) {
+    const std::vector<int32_t>& pages = it->second.pages[g];
+    for (auto page = pages.rbegin(); page != pages.rend(); ++page) Unpin(g, *page);
+  }
+  receive_pages_.erase(it);
+  return true;
+}
+
 std::vector<SlotRuns> SequenceTable::SlotsOf(const Sequence& sequence, int64_t begin,
                                              int64_t end) const {
   std::vector<SlotRuns> runs(pools_.size());
@@ -265,6 +293,12 @@ void SequenceTable::ReleaseSend(const SendBlock& block) noexcept {
   for (int32_t g = num_groups() - 1; g >= 0; --g) {
     for (auto it = block.pages[g].rbegin(); it != block.pages[g].rend(); ++it) Unpin(g, *it);
   }
+}
+
+void SequenceTable::ForgetSend(int64_t sequence_id, int64_t send_id) noexcept {
+  auto it = sequences_.find(sequence_id);
+  if (it == sequences_.end() || it->second.send == nullptr) return;
+  if (it->second.send->id == send_id) it->second.send.reset();
 }
 
 void SequenceTable::ForgetSends(int64_t peer) noexcept {

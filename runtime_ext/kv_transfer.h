@@ -57,6 +57,15 @@ struct Receive {
   int64_t id;
   int64_t begin;  // the length before
   std::vector<Group> groups;
+  bool is_in_step = false;  // a step uses the sequence: the receive ends with it
+};
+
+/*!
+ * \brief The pages that a receive writes to. They stay pinned until its transport is done with
+ * them, whatever becomes of the sequence.
+ */
+struct ReceivePages {
+  std::vector<std::vector<int32_t>> pages;  // [group]
 };
 
 /*! \brief Positions [begin, end) of a sequence go to slots of a peer; those below next are ready.

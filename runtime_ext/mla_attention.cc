@@ -38,7 +38,7 @@ PagedKVCacheObj::Layer& PagedKVCacheObj::MLALayerAt(int64_t layer_id, const char
 }
 
 void PagedKVCacheObj::AppendMLAKV(int64_t layer_id, ffi::Tensor kv) {
-  RequireForward("append_mla_kv");
+  const LayerCallScope scope(this, "append_mla_kv");
   Layer& layer = MLALayerAt(layer_id, "append_mla_kv");
   CheckInput("kv", kv, {plan_.num_rows(), layer.config.qk_head_dim}, config_.dtype);
   const ffi::Function& append = KernelsOf(layer).Get(KernelName::kTransposeAppendMLA);

@@ -21,6 +21,7 @@ int64_t ItemSize(DLDataType dtype) { return dtype.bits / 8; }
 
 PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
     : config_(std::move(config)),
+      stream_order_(config_.device),
       allocated_bytes_(std::make_shared<std::atomic<int64_t>>(0)),
       groups_(MakeGroups(config_)),
       layers_(MakeLayers()),
@@ -240,6 +241,7 @@ int64_t PagedKVCacheObj::NumAvailablePages() const {
 void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_lengths,
                                    ffi::Optional<ffi::Shape> token_tree_parents) {
   RequireIdle("begin_forward");
+  StreamOrder::Call on_stream(&stream_order_);
   std::optional<IntSpan> tree_parents;
   if (token_tree_parents.has_value()) {
     RequireNoSends(sequence_ids);
@@ -273,17 +275,40 @@ void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_le
   has_past_arrays_ = false;
   if (flashinfer_ != nullptr) flashinfer_->BeginStep();
   if (stock_window_ != nullptr) stock_window_->BeginStep();
+  stream_order_.BeginStep();
   phase_ = Phase::kForward;
 }
 
 void PagedKVCacheObj::EndForward() {
-  if (phase_ != Phase::kForward) {
-    Raise(kValueError, "end_forward without begin_forward");
-  }
+  RequireOpenStep("end_forward");
   std::vector<int64_t> blocks = MakeSendBlocks();  // of rows that may leave the windows now
-  plan_.Slide();
+  stream_order_.EndStep();
+  plan_.Finish();
   phase_ = Phase::kIdle;
   Announce(blocks);
+}
+
+void PagedKVCacheObj::AbortForward() {
+  RequireOpenStep("abort_forward");
+  stream_order_.EndStep();
+  plan_.Abort();
+  phase_ = Phase::kIdle;
+}
+
+ffi::Shape PagedKVCacheObj::MissingLayers() const {
+  RequireForward("missing_layers");
+  std::vector<int64_t> ids;
+  for (const Layer& layer : layers_) {
+    if (layer.last_append != num_forwards_) ids.push_back(layer.config.id);
+  }
+  return ffi::Shape(ids);
+}
+
+void PagedKVCacheObj::RequireOpenStep(const char* what) const {
+  if (phase_ == Phase::kAttending) {
+    Raise(kValueError, what, " is not possible while a kernel of the step runs");
+  }
+  if (phase_ != Phase::kForward) Raise(kValueError, what, " without begin_forward");
 }
 
 void PagedKVCacheObj::LayOutArrays() {

@@ -25,9 +25,11 @@
 
 #include "aux_data.h"
 #include "cache_config.h"
+#include "caller_guard.h"
 #include "checkpoint_metadata.h"
 #include "commit_plan.h"
 #include "device_memory.h"
+#include "device_stream.h"
 #include "flashinfer_backend.h"
 #include "forward_plan.h"
 #include "kernels.h"
@@ -41,6 +43,33 @@ class PagedKVCacheObj : public ffi::Object {
  public:
   explicit PagedKVCacheObj(CacheConfig config);
 
+  /*!
+   * \brief Makes a call as the only thread inside; after what had to wait for a call to be made.
+   * \throws Error (RuntimeError) while another thread is inside; nothing has changed.
+   */
+  template <typename F>
+  auto Enter(F call) -> decltype(call()) {
+    guard_.Enter();
+    const Leaving leaving{&guard_};
+    if (guard_.is_outermost()) deferred_calls_.RunAll();
+    return call();
+  }
+  /*!
+   * \brief Makes a call that cannot fail, or leaves it to the next caller: while another thread is
+   * inside, and while this one changes pages or runs a kernel.
+   */
+  template <typename F>
+  void EnterOrDefer(F call) {
+    if (guard_.TryEnter()) {
+      const Leaving leaving{&guard_};
+      if (phase_ == Phase::kIdle || phase_ == Phase::kForward) {
+        if (guard_.is_outermost()) deferred_calls_.RunAll();
+        return call();
+      }
+    }
+    deferred_calls_.Add(std::move(call));
+  }
+
   // Sequences. None of these may be called within a step.
   void Clear();
   void AddSequence(int64_t sequence_id);
@@ -53,8 +82,12 @@ class PagedKVCacheObj : public ffi::Object {
   void BeginForward(ffi::Shape sequence_ids, ffi::Shape append_lengths,
                     ffi::Optional<ffi::Shape> token_tree_parents);
   void EndForward();
+  /*! \brief Ends the step as if it had never begun: what layers have appended is dropped. */
+  void AbortForward();
+  /*! \brief Ids of the layers whose K and V have not been appended in this step. */
+  ffi::Shape MissingLayers() const;
   void CommitTree(ffi::Shape sequence_ids, ffi::Shape leaf_indices);
-  bool IsInForward() const { return phase_ == Phase::kForward; }
+  bool IsInForward() const { return phase_ == Phase::kForward || phase_ == Phase::kAttending; }
 
   // Counters.
   bool IsEmpty() const { return table_.num_sequences() == 0; }
@@ -79,15 +112,24 @@ class PagedKVCacheObj : public ffi::Object {
 
   // Transfers between caches. Ids are of one sequence and count from 1; 0 stands for none.
   ffi::Shape DisaggPrepareRecv(int64_t sequence_id, int64_t append_length);
-  int64_t ReceiveId(int64_t sequence_id) const;
+  /*!
+   * \brief The receive of a sequence that is under way; 0: none. From now on its pages stay taken
+   * until it is finished, cancelled or released, even if the sequence is removed.
+   */
+  int64_t ReceiveId(int64_t sequence_id);
   void FinishReceive(int64_t sequence_id, int64_t receive_id);
+  /*! \brief Also where the sequence has been used or removed: then it lets the pages go. */
   void CancelReceive(int64_t sequence_id, int64_t receive_id);
+  /*! \brief Nothing writes to the pages of a receive any more; now, or at the next call. */
+  void ReleaseReceive(int64_t receive_id);
   /*!
    * \brief Whom to tell of rows that are ready for a receiver.
    * \param handler Takes the id of a block; None lets go of all that was meant for the receiver.
    * \param num_slots Of the receiver's pools, for each group.
    */
   void SetSendHandler(int64_t peer, ffi::Optional<ffi::Function> handler, ffi::Shape num_slots);
+  /*! \brief As SetSendHandler with None; now, or at the next call. */
+  void DropSendHandler(int64_t peer);
   void DisaggMarkSend(int64_t sequence_id, int64_t begin, ffi::Shape position_map, int64_t peer);
   int64_t SendId(int64_t sequence_id) const;
   void CancelSend(int64_t sequence_id, int64_t send_id);
@@ -140,7 +182,13 @@ class PagedKVCacheObj : public ffi::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("pagedkv.KVCache", PagedKVCacheObj, ffi::Object);
 
  private:
-  enum class Phase { kIdle, kPlanning, kForward };
+  enum class Phase { kIdle, kPlanning, kForward, kAttending };
+  struct Leaving {  // when a call ends
+    CallerGuard* guard;
+    ~Leaving() { guard->Leave(); }
+  };
+  /*! \brief A call of a layer: its kernels find the step busy, and its stream is in order. */
+  class LayerCallScope;
 
   /*! \brief Arrays of a step: some for all groups, then those of each, then of its segments. */
   enum CommonArray {
@@ -214,6 +262,7 @@ class PagedKVCacheObj : public ffi::Object {
 
   void RequireIdle(const char* what) const;
   void RequireForward(const char* what) const;
+  void RequireOpenStep(const char* what) const;
   void CopyPages(const std::vector<PageCopy>& copies);
   void CopyPagesTogether(const PageCopy* begin, const PageCopy* end);
   void MakeCopyArrays();
@@ -307,7 +356,9 @@ class PagedKVCacheObj : public ffi::Object {
   /*! \brief Makes the rows that are there ready; 0 when there are none. */
   int64_t MakeSendBlock(Sequence* sequence);
   std::vector<int64_t> MakeSendBlocks();
+  /*! \brief Calls the handlers of all blocks; the first error of one is thrown after that. */
   void Announce(const std::vector<int64_t>& blocks);
+  void ForgetPeer(int64_t peer) noexcept;
 
   static std::vector<int32_t> NumPages(const CacheConfig& config, const std::vector<Group>& groups);
   static std::vector<int64_t> Windows(const std::vector<Group>& groups);
@@ -343,7 +394,10 @@ class PagedKVCacheObj : public ffi::Object {
                  const std::vector<int64_t>& num_slots, const ffi::Tensor& out) const;
   void WritePages(int64_t layer, const int32_t* pages, int64_t num_pages, const ffi::Tensor& data);
 
+  CallerGuard guard_;
+  DeferredCalls deferred_calls_;
   CacheConfig config_;
+  mutable StreamOrder stream_order_;
   ByteCounter allocated_bytes_;
   std::vector<Group> groups_;
   std::shared_ptr<SharedMemory> shared_pages_;  // with enable_kv_transfer on a CPU
@@ -380,6 +434,22 @@ class PagedKVCacheObj : public ffi::Object {
   std::map<int64_t, Peer> peers_;
   std::map<int64_t, SendBlock> blocks_;
   int64_t last_transfer_id_ = 0;
+};
+
+class PagedKVCacheObj::LayerCallScope {
+ public:
+  /*! \throws Error (ValueError) outside a step, and within another such call. */
+  LayerCallScope(PagedKVCacheObj* cache, const char* what)
+      : cache_(cache), on_stream_((cache->RequireForward(what), &cache->stream_order_)) {
+    cache_->phase_ = Phase::kAttending;
+  }
+  ~LayerCallScope() noexcept(false) { cache_->phase_ = Phase::kForward; }
+  LayerCallScope(const LayerCallScope&) = delete;
+  LayerCallScope& operator=(const LayerCallScope&) = delete;
+
+ private:
+  PagedKVCacheObj* cache_;
+  StreamOrder::Call on_stream_;
 };
 
 /*!

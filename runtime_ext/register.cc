@@ -15,6 +15,7 @@
 
 #include "bundle.h"
 #include "error.h"
+#include "loading.h"
 #include "paged_kv_cache.h"
 
 namespace pagedkv {
@@ -35,18 +36,35 @@ auto Translate(F f) -> decltype(f()) {
   }
 }
 
+/*! \brief Calls f with the cache, in which no other thread is then. */
+template <typename F>
+auto Call(const PagedKVCache& cache, F f) {
+  PagedKVCacheObj& object = *cache.get();
+  return Translate([&] { return object.Enter([&] { return f(object); }); });
+}
+
 /*! \brief A method as a function whose first argument is the cache. */
 template <typename R, typename... Args>
 ffi::Function FromMethod(R (PagedKVCacheObj::*method)(Args...)) {
   return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) -> R {
-    return Translate([&]() -> R { return ((*cache.get()).*method)(std::move(args)...); });
+    return Call(cache,
+                [&](PagedKVCacheObj& object) -> R { return (object.*method)(std::move(args)...); });
   });
 }
 
 template <typename R, typename... Args>
 ffi::Function FromMethod(R (PagedKVCacheObj::*method)(Args...) const) {
   return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) -> R {
-    return Translate([&]() -> R { return ((*cache.get()).*method)(std::move(args)...); });
+    return Call(cache,
+                [&](PagedKVCacheObj& object) -> R { return (object.*method)(std::move(args)...); });
+  });
+}
+
+/*! \brief As FromMethod, of one that waits for the next call where another one is under way. */
+template <typename... Args>
+ffi::Function FromDeferred(void (PagedKVCacheObj::*method)(Args...)) {
+  return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) {
+    Translate([&] { ((*cache.get()).*method)(std::move(args)...); });
   });
 }
 
@@ -96,7 +114,7 @@ void OverrideCreate() {
 
 /*! \brief Returns the cache, so that a model can order what follows after it. */
 PagedKVCache AppendMLAKV(PagedKVCache cache, int64_t layer, ffi::Tensor kv) {
-  Translate([&] { (*cache.get()).AppendMLAKV(layer, std::move(kv)); });
+  Call(cache, [&](PagedKVCacheObj& object) { object.AppendMLAKV(layer, std::move(kv)); });
   return cache;
 }
 
@@ -148,15 +166,17 @@ void RequireSinks(const ffi::Tensor& sinks) {
 void AttentionWithSinks(PagedKVCache cache, int64_t layer, double sm_scale, ffi::Tensor qkv,
                         ffi::Tensor sinks, ffi::Tensor o) {
   RequireSinks(sinks);
-  Translate([&] { (*cache.get()).AttentionWithFusedQKV(layer, sm_scale, qkv, o, sinks); });
+  Call(cache, [&](PagedKVCacheObj& object) {
+    object.AttentionWithFusedQKV(layer, sm_scale, qkv, o, sinks);
+  });
 }
 
 void SharedAttentionWithSinks(PagedKVCache cache, int64_t source, double sm_scale, ffi::Tensor q,
                               ffi::Tensor current_k, ffi::Tensor current_v, ffi::Tensor sinks,
                               ffi::Tensor o) {
   RequireSinks(sinks);
-  Translate([&] {
-    (*cache.get()).AttentionWithSharedKV(source, sm_scale, q, current_k, current_v, o, sinks);
+  Call(cache, [&](PagedKVCacheObj& object) {
+    object.AttentionWithSharedKV(source, sm_scale, q, current_k, current_v, o, sinks);
   });
 }
 
@@ -170,11 +190,18 @@ void DefineOwnNames() {
       .def("pagedkv.create", Create)
       .def("pagedkv.attention_with_sinks", AttentionWithSinks)
       .def("pagedkv.attention_with_shared_kv_and_sinks", SharedAttentionWithSinks)
+      .def("pagedkv.library",
+           [] {
+             return ffi::Map<ffi::String, ffi::String>{{"version", TVM_PAGEDKV_VERSION},
+                                                       {"path", LibraryPath()}};
+           })
       .def("pagedkv.use_stock_runtime", [] { use_stock_runtime = true; })
       .def("pagedkv.use_pagedkv_runtime", [] { use_stock_runtime = false; });
   auto define = [](const char* name, ffi::Function function) {
     ffi::Function::SetGlobal(std::string("pagedkv.") + name, std::move(function));
   };
+  define("abort_forward", FromMethod(&Cache::AbortForward));
+  define("missing_layers", FromMethod(&Cache::MissingLayers));
   define("is_in_forward", FromMethod(&Cache::IsInForward));
   define("total_length", FromMethod(&Cache::TotalLength));
   define("stats", FromMethod(&Cache::Stats));
@@ -193,7 +220,9 @@ void DefineOwnNames() {
   define("receive_id", FromMethod(&Cache::ReceiveId));
   define("finish_receive", FromMethod(&Cache::FinishReceive));
   define("cancel_receive", FromMethod(&Cache::CancelReceive));
+  define("release_receive", FromDeferred(&Cache::ReleaseReceive));
   define("set_send_handler", FromMethod(&Cache::SetSendHandler));
+  define("drop_send_handler", FromDeferred(&Cache::DropSendHandler));
   define("send_id", FromMethod(&Cache::SendId));
   define("cancel_send", FromMethod(&Cache::CancelSend));
   define("send_block", FromMethod(&Cache::DescribeSendBlock));
@@ -220,12 +249,50 @@ void DefineOwnNames() {
   define("share_every_prefix", FromMethod(&Cache::ShareEveryPrefix));
 }
 
+/*! \brief Lets all that makes a cache say why there is none, rather than make one of stock TVM. */
+void DefineRefusals(const std::string& reason) {
+  auto refuse = [reason](ffi::PackedArgs, ffi::Any*) {
+    throw ffi::Error(kRuntimeError, reason, "");
+  };
+  for (const char* name :
+       {"pagedkv.create", "pagedkv.load_bundle", "vm.builtin.paged_attention_kv_cache_create"}) {
+    ffi::Function::SetGlobal(name, ffi::Function::FromPacked(refuse), /*override=*/true);
+  }
+}
+
+/*! \brief Why this copy of the library has not registered its functions; empty if it has. */
+std::string& NotRegistered() {
+  static std::string reason;
+  return reason;
+}
+
+// An exception must not leave it: it would end the process.
 TVM_FFI_STATIC_INIT_BLOCK() {
-  tvm::ffi::reflection::ObjectDef<PagedKVCacheObj>();
-  OverrideStockNames();
-  DefineOwnNames();
+  try {
+    const std::string other = OtherCopy();
+    if (!other.empty()) {
+      NotRegistered() = "the process has loaded " + other + " already, and uses that; this is " +
+                        TVM_PAGEDKV_VERSION + " from " + LibraryPath();
+      return;
+    }
+    NotRegistered() = RuntimeMismatch();
+    if (!NotRegistered().empty()) return DefineRefusals(NotRegistered());
+    tvm::ffi::reflection::ObjectDef<PagedKVCacheObj>();
+    OverrideStockNames();
+    DefineOwnNames();
+  } catch (const std::exception& error) {
+    NotRegistered() = std::string("tvm_pagedkv cannot register its functions: ") + error.what();
+  }
 }
 
 }  // namespace
 
+ffi::String WhyNotRegistered() { return NotRegistered(); }
+
+ffi::String Version() { return TVM_PAGEDKV_VERSION; }
+
 }  // namespace pagedkv
+
+// Functions of this copy of the library, whether or not it has registered any.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pagedkv_why_not_registered, pagedkv::WhyNotRegistered);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pagedkv_version, pagedkv::Version);

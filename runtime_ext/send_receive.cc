@@ -8,17 +8,16 @@
  * handler tells the other side, which reads the pages by its own means and writes to the slots that
  * it has taken.
  */
-#include <tvm/runtime/device_api.h>
-
 #include <cstring>
+#include <exception>
 #include <limits>
+#include <utility>
 
 #include "error.h"
 #include "paged_kv_cache.h"
 
 namespace pagedkv {
 
-using tvm::runtime::DeviceAPI;
 using StringMap = ffi::Map<ffi::String, ffi::Any>;
 
 namespace {
@@ -39,6 +38,11 @@ int64_t NumBytes(const ffi::Tensor& tensor) {
   return tensor.numel() * (tensor.dtype().bits * tensor.dtype().lanes / 8);
 }
 
+/*! \brief The first byte of a tensor on the CPU. */
+char* Bytes(const ffi::Tensor& tensor) {
+  return static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset();
+}
+
 }  // namespace
 
 /*! \brief Between begin_forward and end_forward is fine: no step uses what a transfer lets go. */
@@ -54,11 +58,14 @@ ffi::Shape PagedKVCacheObj::DisaggPrepareRecv(int64_t sequence_id, int64_t appen
   if (sequence.send) {
     Raise(kValueError, "sequence ", sequence_id, " is being sent; it cannot receive as well");
   }
+  const StreamOrder::Call on_stream(&stream_order_);
   phase_ = Phase::kPlanning;
   try {
     ReceivePlan plan = table_.AcquireReceive(&sequence, append_length);
     try {
       CopyPages(plan.copies);
+      // Who writes to the slots knows no stream: what has used their pages must be through.
+      if (HasStreams(config_.device)) Synchronize(config_.device, CurrentStream(config_.device));
     } catch (...) {
       table_.ReleaseReceive(plan);
       throw;
@@ -73,15 +80,19 @@ ffi::Shape PagedKVCacheObj::DisaggPrepareRecv(int64_t sequence_id, int64_t appen
   return EncodeSlotMap(table_.SlotsOf(sequence, sequence.length - append_length, sequence.length));
 }
 
-int64_t PagedKVCacheObj::ReceiveId(int64_t sequence_id) const {
+int64_t PagedKVCacheObj::ReceiveId(int64_t sequence_id) {
+  RequireNotPlanning("receive_id");
   const Sequence& sequence = table_.At(sequence_id);
-  return sequence.receive ? sequence.receive->id : 0;
+  if (sequence.receive == nullptr || sequence.receive->is_in_step) return 0;
+  table_.HoldReceivePages(sequence);
+  return sequence.receive->id;
 }
 
 Sequence* PagedKVCacheObj::Receiving(int64_t sequence_id, int64_t receive_id, const char* what) {
   RequireNotPlanning(what);
   Sequence& sequence = table_.At(sequence_id);
-  if (sequence.receive == nullptr || sequence.receive->id != receive_id) {
+  if (sequence.receive == nullptr || sequence.receive->id != receive_id ||
+      sequence.receive->is_in_step) {
     Raise(kValueError, what, ": receive ", receive_id, " of sequence ", sequence_id,
           " is not under way; the sequence was used, popped or removed since prepare_recv");
   }
@@ -89,31 +100,49 @@ Sequence* PagedKVCacheObj::Receiving(int64_t sequence_id, int64_t receive_id, co
 }
 
 void PagedKVCacheObj::FinishReceive(int64_t sequence_id, int64_t receive_id) {
-  table_.FinishReceive(Receiving(sequence_id, receive_id, "finish_receive"));
+  Sequence* sequence = Receiving(sequence_id, receive_id, "finish_receive");
+  table_.ReleaseReceivePages(receive_id);
+  table_.FinishReceive(sequence);
 }
 
 void PagedKVCacheObj::CancelReceive(int64_t sequence_id, int64_t receive_id) {
+  RequireNotPlanning("cancel_receive");
+  const bool was_held = table_.ReleaseReceivePages(receive_id);
+  auto it = table_.sequences().find(sequence_id);
+  const bool is_receiving = it != table_.sequences().end() && it->second.receive != nullptr &&
+                            it->second.receive->id == receive_id && !it->second.receive->is_in_step;
+  if (was_held && !is_receiving) return;
   table_.CancelReceive(Receiving(sequence_id, receive_id, "cancel_receive"));
+}
+
+void PagedKVCacheObj::ReleaseReceive(int64_t receive_id) {
+  EnterOrDefer([this, receive_id] { table_.ReleaseReceivePages(receive_id); });
 }
 
 void PagedKVCacheObj::SetSendHandler(int64_t peer, ffi::Optional<ffi::Function> handler,
                                      ffi::Shape num_slots) {
   RequireNotPlanning("set_send_handler");
-  if (handler.has_value()) {
-    if (peers_.count(peer)) Raise(kValueError, "receiver ", peer, " has a handler already");
-    if (static_cast<int32_t>(num_slots.size()) != table_.num_groups()) {
-      Raise(kValueError, "the receiver has ", num_slots.size(), " groups of layers, this cache ",
-            table_.num_groups());
-    }
-    for (int64_t n : num_slots) {
-      if (n < 1 || n > std::numeric_limits<int32_t>::max()) {
-        Raise(kValueError, "the receiver's number of slots must be a positive int32, got ", n);
-      }
-    }
-    peers_[peer] = {*handler, {num_slots.begin(), num_slots.end()}};
-    return;
+  if (!handler.has_value()) return ForgetPeer(peer);
+  if (peers_.count(peer)) Raise(kValueError, "receiver ", peer, " has a handler already");
+  if (static_cast<int32_t>(num_slots.size()) != table_.num_groups()) {
+    Raise(kValueError, "the receiver has ", num_slots.size(), " groups of layers, this cache ",
+          table_.num_groups());
   }
-  peers_.erase(peer);
+  for (int64_t n : num_slots) {
+    if (n < 1 || n > std::numeric_limits<int32_t>::max()) {
+      Raise(kValueError, "the receiver's number of slots must be a positive int32, got ", n);
+    }
+  }
+  peers_[peer] = {*handler, {num_slots.begin(), num_slots.end()}};
+}
+
+void PagedKVCacheObj::DropSendHandler(int64_t peer) {
+  EnterOrDefer([this, peer] { ForgetPeer(peer); });
+}
+
+void PagedKVCacheObj::ForgetPeer(int64_t peer) noexcept {
+  // Releasing the handler may run code that calls the cache.
+  const auto handler = peers_.extract(peer);
   table_.ForgetSends(peer);
   for (auto it = blocks_.begin(); it != blocks_.end();) {
     if (it->second.peer == peer) table_.ReleaseSend(it->second);
@@ -137,6 +166,10 @@ void PagedKVCacheObj::DisaggMarkSend(int64_t sequence_id, int64_t begin, ffi::Sh
           " cannot be sent: its last positions are token tree nodes that are not committed");
   }
   table_.RequireNoWindow(sequence, "be sent");
+  if (groups_.empty()) {
+    Raise(kValueError, "sequence ", sequence_id,
+          " cannot be sent: no layer of this cache has K and V");
+  }
   if (sequence.send) {
     Raise(kValueError, "sequence ", sequence_id, " is being sent already: positions up to ",
           sequence.send->end, ", of which those from ", sequence.send->next, " on are missing");
@@ -152,6 +185,7 @@ void PagedKVCacheObj::DisaggMarkSend(int64_t sequence_id, int64_t begin, ffi::Sh
   auto mark = std::make_unique<SendMark>();
   *mark = {last_transfer_id_ + 1, peer, begin, begin + count, begin, std::move(slots)};
   table_.RequireSendable(sequence, *mark);
+  const int64_t send_id = mark->id;
   sequence.send = std::move(mark);
   ++last_transfer_id_;
   int64_t block = 0;
@@ -161,7 +195,17 @@ void PagedKVCacheObj::DisaggMarkSend(int64_t sequence_id, int64_t begin, ffi::Sh
     sequence.send.reset();
     throw;
   }
-  if (block) Announce({block});
+  if (!block) return;
+  try {
+    Announce({block});
+  } catch (...) {  // the receiver does not know of the block, so the sequence is not being sent
+    if (auto it = blocks_.find(block); it != blocks_.end()) {
+      table_.ReleaseSend(it->second);
+      blocks_.erase(it);
+    }
+    table_.ForgetSend(sequence_id, send_id);
+    throw;
+  }
 }
 
 void PagedKVCacheObj::RequireNoSends(const ffi::Shape& sequence_ids) const {
@@ -197,15 +241,20 @@ std::vector<int64_t> PagedKVCacheObj::MakeSendBlocks() {
 void PagedKVCacheObj::Announce(const std::vector<int64_t>& blocks) {
   if (!blocks.empty() && HasStreams(config_.device)) {
     // Whoever reads them does so in another thread or process, or by hardware of its own.
-    DeviceAPI* api = DeviceAPI::Get(config_.device);
-    api->StreamSync(config_.device, api->GetCurrentStream(config_.device));
+    stream_order_.Synchronize();
   }
+  std::exception_ptr first_error;
   for (int64_t id : blocks) {
     auto it = blocks_.find(id);
     if (it == blocks_.end()) continue;  // an earlier handler has let go of this one's peer
-    ffi::Function handler = peers_.at(it->second.peer).handler;
-    handler(id);
+    const ffi::Function handler = peers_.at(it->second.peer).handler;
+    try {
+      handler(id);
+    } catch (...) {  // the other receivers must hear of their rows all the same
+      if (first_error == nullptr) first_error = std::current_exception();
+    }
   }
+  if (first_error != nullptr) std::rethrow_exception(first_error);
 }
 
 int64_t PagedKVCacheObj::SendId(int64_t sequence_id) const {
@@ -215,8 +264,8 @@ int64_t PagedKVCacheObj::SendId(int64_t sequence_id) const {
 
 void PagedKVCacheObj::CancelSend(int64_t sequence_id, int64_t send_id) {
   RequireNotPlanning("cancel_send");
-  Sequence& sequence = table_.At(sequence_id);
-  if (sequence.send && sequence.send->id == send_id) sequence.send.reset();
+  table_.At(sequence_id);
+  table_.ForgetSend(sequence_id, send_id);
 }
 
 StringMap PagedKVCacheObj::DescribeSendBlock(int64_t block_id) const {
@@ -264,7 +313,7 @@ void CopyRegions(ffi::Tensor destination, ffi::Tensor source, ffi::Tensor region
     Raise(kValueError, "regions must be int64 [n, 3] on the CPU: destination, source, bytes");
   }
   const int64_t limits[] = {NumBytes(destination), NumBytes(source)};
-  const auto* rows = static_cast<const int64_t*>(regions.data_ptr());
+  const auto* rows = reinterpret_cast<const int64_t*>(Bytes(regions));
   for (int64_t i = 0; i < regions.size(0); ++i) {
     const int64_t* row = rows + 3 * i;
     for (int side = 0; side < 2; ++side) {
@@ -280,18 +329,17 @@ void CopyRegions(ffi::Tensor destination, ffi::Tensor source, ffi::Tensor region
   void* stream = nullptr;
   const DLDevice device =
       destination.device().device_type == kDLCPU ? source.device() : destination.device();
-  if (!on_host) stream = DeviceAPI::Get(device)->GetCurrentStream(device);
+  if (!on_host) stream = CurrentStream(device);
   for (int64_t i = 0; i < regions.size(0); ++i) {
     const int64_t* row = rows + 3 * i;
     if (on_host) {
-      std::memmove(static_cast<char*>(destination.data_ptr()) + row[0],
-                   static_cast<const char*>(source.data_ptr()) + row[1], row[2]);
+      std::memmove(Bytes(destination) + row[0], Bytes(source) + row[1], row[2]);
     } else {
       CopyBytes(source, row[1], destination, row[0], row[2], stream);
     }
   }
   // The sender may change the rows once they were read.
-  if (!on_host) DeviceAPI::Get(device)->StreamSync(device, stream);
+  if (!on_host) Synchronize(device, stream);
 }
 
 }  // namespace pagedkv

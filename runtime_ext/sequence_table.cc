@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <sstream>
 #include <string>
 #include <utility>
 
@@ -310,14 +309,22 @@ void SequenceTable::ReleasePages(Sequence* sequence, int32_t group, size_t keep)
 
 void SequenceTable::Pin(int32_t group, int32_t page) noexcept {
   pools_[group].AddOwner(page);
+  PinInPlaceOfOwner(group, page);
+}
+
+void SequenceTable::Unpin(int32_t group, int32_t page) noexcept {
+  OwnInPlaceOfPin(group, page);
+  pools_[group].Release(page);
+}
+
+void SequenceTable::PinInPlaceOfOwner(int32_t group, int32_t page) noexcept {
   ++pins_[group][page];
   ++num_pins_;
 }
 
-void SequenceTable::Unpin(int32_t group, int32_t page) noexcept {
+void SequenceTable::OwnInPlaceOfPin(int32_t group, int32_t page) noexcept {
   --num_pins_;
   --pins_[group][page];
-  pools_[group].Release(page);
 }
 
 std::vector<PageCopy> SequenceTable::AcquireCopies(Sequence* sequence, int64_t begin, int64_t end) {
@@ -359,7 +366,7 @@ void SequenceTable::RaiseFull(int32_t group, int64_t num_needed, const char* wha
     if (!sequence.pages[group].empty()) holders.emplace_back(sequence.pages[group].size(), id);
   }
   std::sort(holders.rbegin(), holders.rend());
-  std::ostringstream who;
+  ClassicText who;
   for (size_t i = 0; i < std::min(kNumNamed, holders.size()); ++i) {
     who << (i == 0 ? "; most are held by sequence " : ", ") << holders[i].second << " ("
         << holders[i].first << ")";

@@ -190,6 +190,10 @@ class SequenceTable {
   void FinishReceive(Sequence* sequence) noexcept;
   /*! \brief Makes the sequence what it was before. */
   void CancelReceive(Sequence* sequence) noexcept;
+  /*! \brief Pins the pages of the sequence's receive until ReleaseReceivePages; once for each. */
+  void HoldReceivePages(const Sequence& sequence);
+  /*! \brief Unpins the pages of a receive. \return Whether any were held. */
+  bool ReleaseReceivePages(int64_t receive_id) noexcept;
   /*! \brief Slots of positions [begin, end), for each group; kNotWanted where they are gone. */
   std::vector<SlotRuns> SlotsOf(const Sequence& sequence, int64_t begin, int64_t end) const;
   /*! \throws Error (ValueError) when rows that the mark needs are gone. */
@@ -200,11 +204,19 @@ class SequenceTable {
    */
   SendBlock AcquireSend(Sequence* sequence);
   void ReleaseSend(const SendBlock& block) noexcept;
+  /*! \brief Drops the mark of a sequence, if it is there and has this id. */
+  void ForgetSend(int64_t sequence_id, int64_t send_id) noexcept;
   /*! \brief Drops all marks for a receiver. */
   void ForgetSends(int64_t peer) noexcept;
   bool IsPinned(int32_t group, int32_t page) const { return pins_[group][page] > 0; }
-  /*! \brief Pages that blocks hold. */
+  /*! \brief Pages that blocks, receives and a step hold. */
   int64_t num_pins() const { return num_pins_; }
+  /*! \brief Lets a pin own a page that a sequence has owned. */
+  void PinInPlaceOfOwner(int32_t group, int32_t page) noexcept;
+  /*! \brief The reverse: the caller puts the page back into a sequence. */
+  void OwnInPlaceOfPin(int32_t group, int32_t page) noexcept;
+  /*! \brief Takes a pin away; a page without owners becomes free. */
+  void Unpin(int32_t group, int32_t page) noexcept;
 
   /*! \throws Error (CacheFullError) that says who holds most of the group's pages. */
   [[noreturn]] void RaiseFull(int32_t group, int64_t num_needed,
@@ -241,14 +253,14 @@ class SequenceTable {
   void Truncate(Sequence* sequence, int64_t length) noexcept;
   void ReleasePages(Sequence* sequence, int32_t group, size_t keep) noexcept;
   void Pin(int32_t group, int32_t page) noexcept;
-  void Unpin(int32_t group, int32_t page) noexcept;
 
   int64_t max_num_sequences_;
   int32_t page_size_;
   int64_t total_length_ = 0;
   std::vector<PagePool> pools_;
-  std::vector<std::vector<int32_t>> pins_;  // [group][page] blocks that hold the page
+  std::vector<std::vector<int32_t>> pins_;  // [group][page] owners that are no sequences
   int64_t num_pins_ = 0;
+  std::unordered_map<int64_t, ReceivePages> receive_pages_;  // by the id of the receive
   std::vector<int64_t> windows_;
   using Sequences = std::unordered_map<int64_t, Sequence>;
   Sequences sequences_;

@@ -30,22 +30,30 @@ SharedMemory::SharedMemory(int64_t num_bytes) : num_bytes_(num_bytes) {
   descriptor_ = memfd_create("tvm_pagedkv", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor_ < 0) fail("memfd_create");
   if (ftruncate(descriptor_, num_bytes) != 0) fail("ftruncate");
-  void* data = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
-  if (data == MAP_FAILED) fail("mmap");
-  data_ = static_cast<char*>(data);
+  if (num_bytes > 0) {  // a stage whose layers are all linear has no pages
+    void* data = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+    if (data == MAP_FAILED) fail("mmap");
+    data_ = static_cast<char*>(data);
+  }
   const int seals = F_SEAL_SHRINK | F_SEAL_GROW;
   // Older kernels do not know the seal against writes of others; the rest is not optional.
   if (fcntl(descriptor_, F_ADD_SEALS, seals | F_SEAL_FUTURE_WRITE) != 0 &&
       fcntl(descriptor_, F_ADD_SEALS, seals) != 0) {
-    munmap(data_, num_bytes_);
+    const int reason = errno;
+    Unmap();
+    errno = reason;
     fail("sealing");
   }
-  madvise(data_, num_bytes_, MADV_HUGEPAGE);  // a hint
+  if (data_ != nullptr) madvise(data_, num_bytes_, MADV_HUGEPAGE);  // a hint
 }
 
 SharedMemory::~SharedMemory() {
-  munmap(data_, num_bytes_);
+  Unmap();
   close(descriptor_);
+}
+
+void SharedMemory::Unmap() {
+  if (data_ != nullptr) munmap(data_, num_bytes_);
 }
 
 }  // namespace pagedkv

@@ -13,7 +13,7 @@ namespace pagedkv {
 class SharedMemory {
  public:
   /*! \throws Error (MemoryError). */
-  explicit SharedMemory(int64_t num_bytes);
+  explicit SharedMemory(int64_t num_bytes);  // 0 bytes have no data
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
@@ -23,9 +23,11 @@ class SharedMemory {
   int descriptor() const { return descriptor_; }
 
  private:
+  void Unmap();
+
   int64_t num_bytes_;
   int descriptor_;
-  char* data_;
+  char* data_ = nullptr;
 };
 
 }  // namespace pagedkv

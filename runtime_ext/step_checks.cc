@@ -25,6 +25,9 @@ constexpr size_t kDeviceAlignment = 16;
 }  // namespace
 
 void PagedKVCacheObj::RequireForward(const char* what) const {
+  if (phase_ == Phase::kAttending) {
+    Raise(kValueError, what, " is not possible while a kernel of the step runs");
+  }
   if (phase_ != Phase::kForward) {
     Raise(kValueError, what, " is possible within a step only; call begin_forward first");
   }

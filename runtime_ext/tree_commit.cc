@@ -9,8 +9,6 @@
  * its kind did not means that the device does. Then the nodes are given up; what was committed
  * before is as it was. When the first launch fails nothing has changed there either.
  */
-#include <tvm/runtime/device_api.h>
-
 #include <algorithm>
 #include <exception>
 #include <memory>
@@ -22,8 +20,6 @@
 #include "paged_kv_cache.h"
 
 namespace pagedkv {
-
-using tvm::runtime::DeviceAPI;
 
 namespace {
 
@@ -44,7 +40,7 @@ struct SlotLayout {
 class SavedSlots {
  public:
   SavedSlots(int64_t num_bytes, DLDevice device, ByteCounter counter)
-      : stream_(DeviceAPI::Get(device)->GetCurrentStream(device)),
+      : stream_(CurrentStream(device)),
         buffer_(AllocateTensor({num_bytes}, kByte, device, std::move(counter))) {}
 
   void Save(const ffi::Tensor& pages, const SlotLayout& layout, const int32_t* slots,
@@ -98,6 +94,7 @@ void PagedKVCacheObj::CommitTree(ffi::Shape sequence_ids, ffi::Shape leaf_indice
   plan.Prepare({sequence_ids.data(), sequence_ids.size()},
                {leaf_indices.data(), leaf_indices.size()});
   // A kernel that calls back into the cache finds it busy.
+  const StreamOrder::Call on_stream(&stream_order_);
   phase_ = Phase::kPlanning;
   bool are_nodes_lost = false;
   try {
@@ -157,7 +154,7 @@ void PagedKVCacheObj::MoveNodes(const CommitPlan& plan, bool* are_nodes_lost) {
     for (const Layer& layer : layers_) num_bytes += num_moves * layout_of(layer).slot_bytes();
     overwritten.emplace(num_bytes, config_.device, allocated_bytes_);
   }
-  void* stream = DeviceAPI::Get(config_.device)->GetCurrentStream(config_.device);
+  void* stream = CurrentStream(config_.device);
   try {
     for (const Layer& layer : layers_) {
       const SlotLayout layout = layout_of(layer);

@@ -203,7 +203,7 @@ class World {
     plan.Prepare({&id, 1}, {&length, 1});
     plan.Acquire();
     plan.Commit();
-    plan.Slide();
+    plan.Finish();
   }
 
   /*! \brief What a text says, which must come through another writing and reading. */

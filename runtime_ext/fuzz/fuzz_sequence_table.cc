@@ -251,6 +251,12 @@ class World {
     }
     plan_.Commit();
     table_.CheckIntegrity(/*has_slid=*/false);
+    if (end == 1) {  // an aborted step, whose kernels have written their rows
+      for (int32_t g = 0; g < table_.num_groups(); ++g) {
+        for (int32_t slot : slots[g]) slots_[g].at(slot) = -1;
+      }
+      return plan_.Abort();
+    }
     size_t row = 0;
     for (size_t i = 0; i < ids.size(); ++i) {
       for (int64_t n = 0; n < lengths[i]; ++n, ++row) {
@@ -259,7 +265,7 @@ class World {
         for (int32_t g = 0; g < table_.num_groups(); ++g) slots_[g].at(slots[g][row]) = last_token_;
       }
     }
-    plan_.Slide();
+    plan_.Finish();
   }
 
   void Copy(const std::vector<PageCopy>& copies) {

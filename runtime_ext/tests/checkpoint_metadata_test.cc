@@ -5,7 +5,9 @@
  */
 #include "checkpoint_metadata.h"
 
+#include <locale>
 #include <random>
+#include <sstream>
 
 #include "check.h"
 
@@ -49,6 +51,40 @@ void TestRoundTrip() {
     CHECK_EQUAL(state.length, length);
     CHECK_EQUAL(state.first_pages, (std::vector<int64_t>{0, first, first, 0}));
   }
+}
+
+/*! \brief Writes 10000.5 as 1'00'00,5. */
+class Grouped : public std::numpunct<char> {
+  char do_decimal_point() const override { return ','; }
+  char do_thousands_sep() const override { return '\''; }
+  std::string do_grouping() const override { return "\2"; }
+};
+
+std::string MessageOf(int64_t number) {
+  try {
+    Raise(kValueError, "got ", number);
+  } catch (const Error& error) {
+    return error.message();
+  }
+}
+
+void TestLocale() {
+  auto write = [] {
+    CheckpointLayout layout = MakeLayout();
+    layout.layers[0].rope = RopeText("normal", 10000.5, 0.25, "");
+    layout.layers[1].window = 12345;
+    return WriteMetadata(layout, 123456, {70000, {0, 12000, 12000, 0}}) + layout.Hash();
+  };
+  const std::string text = write();
+  const std::locale before = std::locale::global(std::locale(std::locale(), new Grouped));
+  std::ostringstream probe;
+  probe << 10000.5;
+  CHECK_EQUAL(probe.str(), "1'00'00,5");
+  const std::string in_another = write();
+  const std::string message = MessageOf(123456);
+  std::locale::global(before);
+  CHECK_EQUAL(in_another, text);
+  CHECK_EQUAL(message, "got 123456");
 }
 
 void TestDamage() {
@@ -95,6 +131,7 @@ void TestAnotherLayout() {
 int main() {
   pagedkv::TestWords();
   pagedkv::TestRoundTrip();
+  pagedkv::TestLocale();
   pagedkv::TestDamage();
   pagedkv::TestAnotherLayout();
 }

@@ -34,7 +34,7 @@ struct Cache {
   void Finish() {
     steps.Acquire();
     steps.Commit();
-    steps.Slide();
+    steps.Finish();
     table.CheckIntegrity();
   }
 

@@ -105,12 +105,13 @@ void TestCopyOnWrite() {
   CHECK_TRUE(table.pool(1).free_pages() == free_before);
   table.CheckIntegrity();
 
-  Prepare(&plan, {2, 0, 1}, {1, 1, 1});  // all owners write: the last of them need not copy
+  Prepare(&plan, {2, 0, 1}, {1, 1, 1});  // all write: the last of the longest need not copy
   plan.Acquire();
   CHECK_EQUAL(plan.copies().size(), 4u);
   CHECK_EQUAL(plan.copies()[0].sequence->id, 2);
   CHECK_EQUAL(plan.copies()[1].sequence->id, 0);
   plan.Commit();
+  plan.Finish();
   CHECK_EQUAL(table.At(1).pages[0], (Ints{0, 1}));
   CHECK_EQUAL(table.pool(0).num_shared(), 1);
   CHECK_EQUAL(table.At(2).length, 6);
@@ -147,9 +148,9 @@ void TestArraysOfAWindow() {
   table.Add(0);
   table.Add(1);
   Step(&plan, {0}, {30});
-  plan.Slide();           // 30 - 2 - 16 = 12: pages 0 1 2 are free
+  plan.Finish();          // 30 - 2 - 16 = 12: pages 0 1 2 are free
   Step(&plan, {1}, {2});  // takes page 0
-  plan.Slide();
+  plan.Finish();
   table.CheckIntegrity();
   Prepare(&plan, {0, 1}, {3, 1});
   plan.Acquire();  // 1
@@ -171,7 +172,7 @@ void TestArraysOfAWindow() {
   values.resize(6);
   plan.FillPageValues(0, PageRange::kPast, values.data());
   CHECK_EQUAL(values, (Ints{3, 4, 5, 6, 7, 0}));
-  plan.Slide();
+  plan.Finish();
   table.CheckIntegrity();
 }
 

@@ -25,7 +25,7 @@ void Step(ForwardPlan* plan, Numbers ids, Numbers lengths) {
   plan->Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()});
   plan->Acquire();
   plan->Commit();
-  plan->Slide();
+  plan->Finish();
 }
 
 void BeginReceive(SequenceTable* table, int64_t id, int64_t count) {

@@ -14,7 +14,7 @@ void Append(SequenceTable* table, int64_t id, int64_t length) {
   plan.Prepare({&id, 1}, {&length, 1});
   plan.Acquire();
   plan.Commit();
-  plan.Slide();
+  plan.Finish();
 }
 
 void TestOne() {

@@ -15,7 +15,7 @@ void Step(ForwardPlan* plan, std::vector<int64_t> ids, std::vector<int64_t> leng
   plan->Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()});
   plan->Acquire();
   plan->Commit();
-  plan->Slide();
+  plan->Finish();
 }
 
 void Append(SequenceTable* table, std::vector<int64_t> ids, std::vector<int64_t> lengths) {

@@ -75,25 +75,28 @@ def split_rotary(spec: KernelSpec):
         else:
             step.apply_rope = last > 0
 
-        def read_once():
-            # Without a table of sequences the whole call is taken for one.
-            if has_factors:
-                return step.first_factor(_maximum(family, step.positions, num_rows))
-
         def split_row(n, team, first_factor) -> None:
             rotation = step.rotation(n, team, first_factor)
             rotation.write_q()
             rotation.write_k(lambda h: (k, (n, h)))
             rotation.write_v(lambda h: (v, (n, h)))
 
-        family.for_items(
-            spec,
-            num_rows,
-            lambda known: step.row_bytes,
-            split_row,
-            computed=[step.qkv, step.q, k],
-            once=read_once,
-        )
+        def split_rows(once=tuple) -> None:
+            family.for_items(
+                spec,
+                num_rows,
+                lambda known: step.row_bytes,
+                split_row,
+                computed=[step.qkv, step.q, k],
+                once=once,
+            )
+
+        if not has_factors:
+            split_rows()
+            return
+        # Without a table of sequences the whole call is taken for one.
+        with family.maximum(step.positions, num_rows) as last_position:
+            split_rows(lambda: step.first_factor(last_position()))
 
     arguments = dict.fromkeys(("qkv", "position_map", "q", "k", "v"), T.handle)
     arguments |= {"ext_factors": T.handle} if has_factors else {"apply_rope": T.int64}
@@ -244,14 +247,6 @@ class _Rotation:
                 self.cos_sin.rotate_rows(*rows)
             with T.Else():
                 self.team.copy_rows(*rows)
-
-
-def _maximum(family, values, count):
-    """Largest of `count` int32 values, at least -1."""
-    largest = family.variable(T.int32(-1))
-    with T.serial(count) as i:
-        largest.set(T.max(largest.get(), values[i]))
-    return largest.get()
 
 
 def _sequence_of(family, indptr, num_bounds, row):

@@ -3,9 +3,22 @@
 
 from __future__ import annotations
 
+from tvm.script import tirx as T
+
 from .spec import KernelSpec
 
 K_PLANE, V_PLANE = 0, 1
+
+
+def first_element():
+    """A variable for where the elements of a buffer begin in its allocation.
+
+    It has 64 bits, and that is what gives the offsets of all elements 64 bits: TVM computes an
+    offset from this and from the indices, each of them widened to the type of this before it is
+    multiplied. A pool may have more than 2**31 elements, though pages, slots and rows are counted
+    in 32 bits. Every buffer of pages or rows is matched with it.
+    """
+    return T.int64()
 
 
 def page_shape(spec: KernelSpec) -> tuple[int, ...]:

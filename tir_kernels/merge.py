@@ -13,12 +13,15 @@ from .spec import ITEMSIZE, KernelSpec
 # at most 1/3 and the error 2e-7.
 _LOG2 = tuple(2.8853900817779268 / n for n in (1, 3, 5, 7, 9, 11))
 
+_FAR = -125.0  # the smaller part weighs at least 2**_FAR of the other one, never 0
+
 
 def merge(spec: KernelSpec):
     """Build the kernel that merges a second state into the first.
 
     Arguments: o ``[T, H, D]``, lse float32 ``[T, H]`` (base 2), o_other, lse_other. A part with an
-    lse of -inf counts for nothing, whatever its o holds; two of them give ``o = 0`` and -inf.
+    lse of -inf counts for nothing, whatever its o holds; two of them give ``o = 0`` and -inf. An
+    lse that is NaN or +inf makes the row's o and lse NaN.
     """
     family = family_of(spec)
     num_heads, head_dim = spec.num_qo_heads, spec.v_head_dim
@@ -61,23 +64,28 @@ def merge(spec: KernelSpec):
 class MergedLse:
     """The lse of two parts together, and the weight of each: vectors of float32.
 
-    `family` has the arithmetic: `cpu.simd`, or `cuda.scalars` for one lane.
+    A weight is 0 for an lse of -inf only, so that NaN in the o of another part is not taken for
+    that of a part which has seen nothing. An lse of NaN or +inf makes all of them NaN. `family` has
+    the arithmetic: `cpu.simd`, or `cuda.scalars` for one lane.
     """
 
     def __init__(self, a, b, lanes: int, family=simd):
         a, b = family.temp(a, lanes), family.temp(b, lanes)
-        zero, lowest = family.constant(0.0, lanes), family.constant(-3.0e38, lanes)
+        zero, one = (family.constant(x, lanes) for x in (0.0, 1.0))
+        lowest = family.constant(-3.0e38, lanes)
         top = family.temp(T.max(a, b), lanes)
-        base = family.temp(T.max(top, lowest), lanes)  # finite, so that -inf - base is no NaN
-        parts = [
-            family.temp(T.Select(x < lowest, zero, family.exp2(x - base, lanes)), lanes)
-            for x in (a, b)
-        ]
+        base = family.temp(T.max(top, lowest), lanes)  # finite, so that -inf - base is not NaN
+        far, least = (family.constant(x, lanes) for x in (_FAR, 2.0**_FAR))
+
+        def part_of(x):
+            distance = family.temp(x - base, lanes)
+            power = T.Select(distance < far, least, family.exp2(distance, lanes))
+            return family.temp(T.Select(x < lowest, zero, power), lanes)
+
+        parts = [part_of(x) for x in (a, b)]
         total = family.temp(parts[0] + parts[1], lanes)
-        empty = top < lowest
-        inverse = family.temp(
-            family.constant(1.0, lanes) / T.max(total, family.constant(0.5, lanes)), lanes
-        )
+        empty = total == zero  # it is at least 1 otherwise, or NaN
+        inverse = family.temp(one / T.Select(empty, one, total), lanes)
         self.weights = [family.temp(part * inverse, lanes) for part in parts]
         self.lse = family.temp(T.Select(empty, top, base + _log2(total, lanes, family)), lanes)
 

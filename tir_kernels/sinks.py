@@ -16,7 +16,8 @@ def apply_sinks(spec: KernelSpec):
 
     A sink joins the denominator alone, so it is a second state whose lse is the sink and whose o is
     zero. Arguments: o ``[T, H, D]``, lse float32 ``[T, H]`` (base 2), sinks float32 ``[H]``
-    (natural logits; -inf: none). A row that has seen nothing keeps ``o = 0``.
+    (natural logits; -inf: none). A row that has seen nothing keeps ``o = 0``. Every row of a head
+    sees its sink: one that is NaN or +inf makes them NaN.
     """
     family = family_of(spec)
     num_heads, head_dim = spec.num_qo_heads, spec.v_head_dim

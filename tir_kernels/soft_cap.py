@@ -7,7 +7,7 @@ import math
 
 from tvm.script import tirx as T
 
-from .cpu.simd import F32, broadcast, constant, rint, temp, vector_type
+from .cpu.simd import F32, at_least, at_most, broadcast, constant, rint, temp, vector_type
 from .spec import LOG2E
 
 # 2**f - 1 on [-0.5, 0.5], less its factor f: Taylor, relative error 2e-8.
@@ -19,14 +19,14 @@ def soft_cap(score, cap: float | None, lanes: int):
     """Cap a vector of scores, which are logits times log2(e); the score itself without a cap.
 
     ``tanh(x) = e / (e + 2)`` for ``e = exp(2 * x) - 1``, and e is computed without cancellation, so
-    that small scores keep their relative accuracy of a few float32 roundings.
+    that small scores keep their relative accuracy of a few float32 roundings. Infinite scores
+    become the cap, NaN stays NaN.
     """
     if cap is None:
         return score
     int_type, float_type = vector_type("int32", lanes), vector_type(F32, lanes)
     power = temp(score * constant(2 / cap, lanes), lanes)
-    power = T.max(T.min(power, constant(_LIMIT, lanes)), constant(-_LIMIT, lanes))
-    power = temp(power, lanes)
+    power = temp(at_least(at_most(power, _LIMIT, lanes), -_LIMIT, lanes), lanes)
     whole = temp(rint(power, lanes), lanes)
     fraction = temp(power - whole, lanes)
     less_one = constant(_COEFFICIENTS[-1], lanes)

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online softmax over blocks of scores in the exp2 domain, several rows at a time."""
+"""Online softmax over blocks of scores in the exp2 domain, several rows at a time.
+
+A score that is NaN or +inf makes the row NaN: its weight is NaN, by way of ``inf - inf`` for +inf,
+and with it the row's sum of weights and every column of O, whatever comes later. A running maximum
+that is wrong because of NaN does no harm, for that row is NaN already. A score of -inf is a weight
+of 0, and so is a hidden one.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +16,10 @@ from tvm.script import tirx as T
 from .cpu.shuffles import next_power_of_two, reduce_each
 from .cpu.simd import F32, add, broadcast, constant, exp2, load, maximum, store, temp
 
-NOTHING_SEEN = -1.0e30  # running maximum of a row that has seen no column
-HIDDEN = -2.0e30  # score of a column that a row must not see: exp2 of it rounds to nothing
+# Running maximum of a row that has seen no column: finite, so that `-inf - top` is not NaN, and no
+# larger than any score, so that every finite score counts.
+NOTHING_SEEN = -3.4028234663852886e38
+HIDDEN = float("-inf")  # score of a column that a row must not see: its weight is 0
 NO_SUM = 0.5  # the sum of a row that has seen a column is at least 1: its own maximum
 
 
@@ -83,11 +91,11 @@ def _fold(combine: Callable, values: list):
 
 
 def inverse_total(total):
-    """``1 / total``, or 0 for a row that has seen nothing."""
-    return T.Select(total > T.float32(NO_SUM), T.float32(1) / total, T.float32(0))
+    """``1 / total``; 1 for a row that has seen nothing, whose columns are 0; NaN for NaN."""
+    return T.Select(total < T.float32(NO_SUM), T.float32(1), T.float32(1) / total)
 
 
 def log_sum(top, total):
-    """Base-2 log of the sum of exponentials; -inf for a row that has seen nothing."""
+    """Base-2 log of the sum of exponentials; -inf for a row that has seen nothing; NaN for NaN."""
     empty = T.reinterpret(F32, T.uint32(0xFF800000))
-    return T.if_then_else(total > T.float32(NO_SUM), top + T.log2(total), empty)
+    return T.if_then_else(total < T.float32(NO_SUM), empty, top + T.log2(total))

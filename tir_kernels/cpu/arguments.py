@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import prim_func
 
-from ..layout import pages_shape
+from ..layout import first_element, pages_shape
 from ..spec import ITEMSIZE, KernelSpec, VectorTarget
 from .simd import F32
 
@@ -164,10 +164,10 @@ def index_array(handle, *shape):
 
 def rows_array(handle, shape, dtype: str, align: int | None = None):
     """A dense array of rows, which starts at a multiple of `align` bytes; None: at any element."""
-    offset, align = T.int64(), align or ITEMSIZE[dtype]
+    align = align or ITEMSIZE[dtype]
     factor = align // ITEMSIZE[dtype]
     return T.match_buffer(
-        handle, shape, dtype, elem_offset=offset, offset_factor=factor, align=align
+        handle, shape, dtype, elem_offset=first_element(), offset_factor=factor, align=align
     )
 
 

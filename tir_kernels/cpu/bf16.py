@@ -143,6 +143,13 @@ class PairOperands:
         words = [temp(self.pairs(*tile.v(row, element), lanes), lanes, INT32) for row in rows]
         return list(self.split_words(*words, lanes))
 
+    def select(self, value, is_seen, lanes: int):
+        """A vector of pairs of V with zeros for the position of the pair that is not seen."""
+        low, high = (
+            T.Select(is_seen(n), T.int32(bits), T.int32(0)) for n, bits in ((0, 65535), (1, -65536))
+        )
+        return T.bitwise_and(value, broadcast(T.bitwise_or(low, high), lanes))
+
     def pack_v(
         self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None
     ) -> None:

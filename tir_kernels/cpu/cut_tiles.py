@@ -16,9 +16,9 @@ from typing import Any
 from tvm.script import tirx as T
 
 from ..spec import KernelSpec
-from .partials import MOST_TASKS, Partials
+from .partials import Partials
 from .prefill_unit import Tiling
-from .simd import Register, index_temp
+from .simd import Register, index_temp, wide_temp
 from .tasks import cut, for_tasks, num_threads
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
@@ -29,7 +29,7 @@ class TileWork:
     """What a kernel's tiles are, and what is done with one.
 
     A tile has `num_tokens`; `cost`, its blocks of positions times these; and `before`, the cost of
-    all earlier tiles.
+    all earlier tiles. Costs are int64: a million rows on a million positions make 2**34.
 
     Parameters
     ----------
@@ -61,25 +61,29 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: SimpleNamespace, tiles: TileWork) -
     """Emit the body of a kernel: `a` holds the matched arguments by their names."""
     total = tiles.for_tiles(lambda tile: None)
     width = tiles.group * (spec.qk_head_dim + spec.v_head_dim)
-    work = T.cast(total, "int64") * (tiles.positions * width)
-    most = T.min(T.min(num_threads(), MOST_TASKS), total)
+    work = total * (tiles.positions * width)
+    most = T.cast(T.min(T.cast(num_threads(), "int64"), total), "int32")
     num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, most, 1))
-    partials = Partials(spec, Tiling.of(spec).tokens * tiles.group)
+    partials = Partials(spec, num_tasks, Tiling.of(spec).tokens * tiles.group)
+
+    def begin_of(task):
+        return wide_temp(cut(total, task, num_tasks, "int64"))
+
     ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
 
     def attend(task):
         unit = tiles.begin_task()
-        task_begin = index_temp(cut(total, task, num_tasks))
-        task_end = index_temp(cut(total, task + 1, num_tasks))
+        task_begin, task_end = begin_of(task), begin_of(task + 1)
 
         def attend_tile(tile):
-            begin = index_temp(T.max(task_begin - tile.before, 0))
-            end = index_temp(T.min(task_end - tile.before, tile.cost))
+            begin = wide_temp(T.max(task_begin - tile.before, T.int64(0)))
+            end = wide_temp(T.min(task_end - tile.before, tile.cost))
             with T.If(begin < end), T.Then():
                 rows = tiles.rows_of(tile)
 
                 def block_of(cost):
-                    return index_temp((cost + tile.num_tokens - 1) // tile.num_tokens)
+                    block = (cost + tile.num_tokens - 1) // tile.num_tokens
+                    return index_temp(T.cast(block, "int32"))
 
                 unit.run_blocks(a, tile, rows, block_of(begin), block_of(end))
                 num_rows = index_temp(tile.num_tokens * tiles.group)
@@ -100,12 +104,12 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: SimpleNamespace, tiles: TileWork) -
         first = Register(1, "int32", T.int32(0))  # the task that begins the tile
 
         def merge_tile(tile):
-            end = index_temp(tile.before + tile.cost)
-            with T.While(cut(total, first.get() + 1, num_tasks) <= tile.before):
+            end = wide_temp(tile.before + tile.cost)
+            with T.While(cut(total, first.get() + 1, num_tasks, "int64") <= tile.before):
                 first.set(first.get() + 1)
-            with T.If(cut(total, first.get() + 1, num_tasks) < end), T.Then():
+            with T.If(cut(total, first.get() + 1, num_tasks, "int64") < end), T.Then():
                 count = Register(1, "int32", T.int32(1))
-                with T.While(cut(total, first.get() + count.get(), num_tasks) < end):
+                with T.While(cut(total, first.get() + count.get(), num_tasks, "int64") < end):
                     count.set(count.get() + 1)
                 num_rows = index_temp(tile.num_tokens * tiles.group)
                 share = [index_temp(cut(num_rows, task + i, num_tasks)) for i in range(2)]
@@ -115,3 +119,4 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: SimpleNamespace, tiles: TileWork) -
 
     with T.If(num_tasks > 1), T.Then():
         for_tasks(num_tasks, merge)
+    partials.free()

@@ -21,8 +21,8 @@ from .arguments import OUTPUTS, POSITIONS, SCALARS, WINDOWED_PAGES, attention_ke
 from .decode_segment import Blocking, Segment
 from .inline_rope import InlineRope
 from .kv_operands import operands, single_row_operands
-from .partials import MOST_TASKS, Output, Partials
-from .simd import Register, index_temp
+from .partials import Output, Partials
+from .simd import Register, index_temp, wide_temp
 from .single_row import Pages, SingleRow, attend_row, bind_lengths, heads_of
 from .tasks import Pieces, Queue, for_tasks, num_threads
 
@@ -37,27 +37,34 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
     bind_lengths(spec, a)
     a.rope = InlineRope(spec, a)
     heads, members = spec.num_kv_heads, Blocking.of(spec).most_members(spec)
-    pages = index_temp(a.page_indptr[a.batch_size])
-    threads = index_temp(T.min(num_threads(), MOST_TASKS))
+    # Table entries times KV heads may exceed 32 bits, and so does what counts units.
+    pages = wide_temp(a.page_indptr[a.batch_size])
+    threads = num_threads()
     num_parts = -(-heads // members)
     if members > 1:
-        is_enough = T.cast(pages, "int64") * num_parts >= threads * UNITS_OF_TASK
+        is_enough = pages * num_parts >= threads * UNITS_OF_TASK
         num_parts = index_temp(T.if_then_else(is_enough, num_parts, heads))
-    total = index_temp(pages * num_parts)
-    elements = T.cast(pages, "int64") * (heads * spec.page_size * spec.qk_head_dim)
-    most = T.min(threads, total)
+    total = wide_temp(pages * num_parts)
+    elements = pages * (heads * spec.page_size * spec.qk_head_dim)
+    most = T.cast(T.min(T.cast(threads, "int64"), total), "int32")
     num_tasks = index_temp(T.if_then_else(elements > SERIAL_ELEMENTS, most, 1))
     # A piece reads as much, however many heads its units have.
     heads_of_unit = (heads + num_parts - 1) // num_parts
     least = T.max(1, SMALLEST_ELEMENTS // (heads_of_unit * spec.page_size * spec.qk_head_dim))
-    pieces = Pieces(total, num_tasks, most=MOST_TASKS, least=index_temp(least))
-    queue, partials = Queue(), Partials(spec, members * spec.group_size)
+    pieces = Pieces(total, num_tasks, least=index_temp(least))
+    queue, partials = Queue(), Partials(spec, pieces.count, members * spec.group_size)
     ops = single_row_operands(spec, operands(spec, spec.kv_dtype), a.lengths.slot_of is not None)
     ops.begin([a.q, a.pages])
 
+    def end_of(sequence):
+        """The first unit behind those of a sequence."""
+        return T.cast(a.page_indptr[sequence + 1], "int64") * num_parts
+
     def pages_of(sequence):
+        """The first unit of a sequence, and the number of its pages."""
         first = index_temp(a.page_indptr[sequence])
-        return first, index_temp(a.page_indptr[sequence + 1] - first)
+        count = index_temp(a.page_indptr[sequence + 1] - first)
+        return wide_temp(T.cast(first, "int64") * num_parts), count
 
     def task_body(task):
         segment = Segment(spec, ops, a.sm_scale, members)
@@ -65,18 +72,19 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
         sequence = Register(1, "int32", T.int32(0))
 
         def attend_piece(_, piece):
-            current = Register(1, "int32", pieces.begin(piece))
+            current = Register(1, "int64", pieces.begin(piece))
             last = pieces.begin(piece + 1)
             with T.While(current.get() < last):
-                with T.While(a.page_indptr[sequence.get() + 1] * num_parts <= current.get()):
+                with T.While(end_of(sequence.get()) <= current.get()):
                     sequence.set(sequence.get() + 1)
                 b = index_temp(sequence.get())
-                first_entry, num_pages = pages_of(b)
-                unit = index_temp(current.get() - first_entry * num_parts)
-                part = index_temp(unit // num_pages)
+                first_unit, num_pages = pages_of(b)
+                unit = wide_temp(current.get() - first_unit)
+                part = index_temp(T.cast(unit // num_pages, "int32"))
                 first_head, num_members = heads_of(spec, part, num_parts)
-                first_page = index_temp(unit - part * num_pages)
-                last_page = index_temp(T.min(num_pages, first_page + last - current.get()))
+                first_page = index_temp(T.cast(unit % num_pages, "int32"))
+                last_page = T.min(T.cast(num_pages, "int64"), first_page + last - current.get())
+                last_page = index_temp(T.cast(last_page, "int32"))
                 kv_len = a.lengths.kv_len(b, num_pages)
                 which = SingleRow(b, b, first_head, num_members)
                 attend_row(spec, a, segment, which, Pages(first_page, last_page, num_pages, kv_len))
@@ -87,7 +95,7 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                     with T.Else():
                         slot = piece * 2 + T.if_then_else(first_page > 0, 0, 1)
                         partials.put(slot, segment, num_rows, segment.row_of)
-                current.set(current.get() + last_page - first_page)
+                current.set(current.get() + (last_page - first_page))
 
         queue.for_units(1, lambda _: pieces.count, attend_piece)
 
@@ -98,16 +106,16 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
     sequence = Register(1, "int32", T.int32(0))
     with T.serial(pieces.count - 1) as piece:
         at = pieces.begin(piece + 1)
-        with T.While(a.page_indptr[sequence.get() + 1] * num_parts <= at):
+        with T.While(end_of(sequence.get()) <= at):
             sequence.set(sequence.get() + 1)
-        first_entry, num_pages = pages_of(sequence.get())
-        part = index_temp((at - first_entry * num_parts) // num_pages)
-        begin = index_temp(first_entry * num_parts + part * num_pages)
+        first_unit, num_pages = pages_of(sequence.get())
+        part = index_temp(T.cast((at - first_unit) // num_pages, "int32"))
+        begin = wide_temp(first_unit + T.cast(part, "int64") * num_pages)
         # Only the cut in the piece that begins the pair counts.
         with T.If(T.And(at > begin, pieces.begin(piece) <= begin)):
             with T.Then():
                 count = Register(1, "int32", T.int32(1))  # of pieces that have a part of it
-                next_begin = Register(1, "int32", at)
+                next_begin = Register(1, "int64", at)
                 with T.While(next_begin.get() < begin + num_pages):
                     count.set(count.get() + 1)
                     next_begin.set(pieces.begin(piece + count.get()))
@@ -115,6 +123,7 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                 output = Output(spec, a.o, a.lse, sequence.get(), first_head)
                 num_rows = num_members * spec.group_size
                 partials.merge(piece, count.get(), output, rows=(0, num_rows))
+    partials.free()
     with T.serial(a.batch_size) as b:
         with T.If(a.page_indptr[b + 1] == a.page_indptr[b]):
             with T.Then():

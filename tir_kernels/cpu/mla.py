@@ -23,7 +23,7 @@ from .kv_operands import operands
 from .prefill_unit import POSITIONS, Tiling, Unit
 from .rows import LatentRows
 from .shared_unit import SharedUnit
-from .simd import Register, index_temp, store, temp
+from .simd import Register, index_temp, store, temp, wide_temp
 
 MLA_PREFILL = ("q", "q_indptr", *PAGES, *OUTPUTS, "causal", "sm_scale")
 MLA_TREE = ("q", "q_indptr", *PAGES, *OUTPUTS, "sm_scale", *TREES)
@@ -39,7 +39,7 @@ class _Tile(SimpleNamespace):
 def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body: Callable[[_Tile], None]):
     """Emit ``body(tile)`` for every tile of the batch; returns the cost of all."""
     tokens = Tiling.of(spec).tokens
-    before = Register(1, "int32", T.int32(0))
+    before = Register(1, "int64", T.int64(0))
     with T.serial(a.batch_size) as b:
         first_row = index_temp(a.q_indptr[b])
         num_rows = index_temp(a.q_indptr[b + 1] - first_row)
@@ -50,7 +50,7 @@ def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body: Callable[[_Tile], Non
             num_tokens = index_temp(T.min(tokens, num_rows - first_token))
             end = index_temp(a.mask.end(first_token + num_tokens - 1, num_rows, kv_len))
             num_blocks = T.max((end + POSITIONS - 1) // POSITIONS, 1)
-            cost = index_temp(num_blocks * num_tokens)
+            cost = wide_temp(T.cast(num_blocks, "int64") * num_tokens)
             body(
                 _Tile(
                     sequence=b,
@@ -60,12 +60,12 @@ def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body: Callable[[_Tile], Non
                     num_tokens=num_tokens,
                     kv_len=kv_len,
                     end=end,
-                    before=index_temp(before.get()),
+                    before=wide_temp(before.get()),
                     cost=cost,
                 )
             )
             before.set(before.get() + cost)
-    return index_temp(before.get())
+    return wide_temp(before.get())
 
 
 class _LatentUnit(Unit):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tvm.script import tirx as T
 
-from ..layout import pages_shape, slot_offset, slot_page, slot_row
+from ..layout import first_element, slot_offset, slot_page, slot_row
 from ..spec import ITEMSIZE, KernelSpec
 from . import simd
 
@@ -23,7 +23,7 @@ def match(handle, shape: Sequence, dtype: str, strides: Sequence | None = None):
         shape,
         dtype,
         strides=strides,
-        elem_offset=T.int64(),
+        elem_offset=first_element(),
         align=align,
         offset_factor=1,
     )
@@ -35,11 +35,6 @@ def match_strided(handle, shape: Sequence, dtype: str):
     # The stride of an axis of one element may be anything, and does not matter.
     last = T.int64(1) if int(shape[-1]) > 1 else T.int64()
     return match(handle, [*shape[:-1], T.int64(int(shape[-1]))], dtype, [*outer, last])
-
-
-def match_pages(handle, spec: KernelSpec):
-    """Match a layer's pool of any number of pages; sizes are int64, for pools beyond 2^31."""
-    return match(handle, pages_shape(T.int64(), spec), spec.kv_dtype)
 
 
 def for_each(count, bytes_each, body: Callable) -> None:
@@ -80,8 +75,8 @@ class Slot:
 
     def __init__(self, slot, spec: KernelSpec, temp: Callable = simd.temp):
         self.spec = spec
-        self.page = temp(T.cast(slot_page(slot, spec.page_size), "int64"), 1, "int64")
-        self.offset = temp(T.cast(slot_offset(slot, spec.page_size), "int64"), 1, "int64")
+        self.page = temp(slot_page(slot, spec.page_size), 1, "int32")
+        self.offset = temp(slot_offset(slot, spec.page_size), 1, "int32")
 
     def row(self, plane: int, head) -> tuple:
         """Indices of the row of `head`, less the last axis."""

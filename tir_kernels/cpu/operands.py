@@ -79,6 +79,11 @@ class Float32Operands:
         """`lanes` columns of the row of V among `rows`."""
         return [tile.load_v(rows[0], column, lanes)]
 
+    def select(self, value, is_seen, lanes: int):
+        """A vector of V where position ``is_seen(0)``, else zeros."""
+        seen = broadcast(is_seen(0), lanes)
+        return T.Select(seen, value, constant(0.0, lanes))
+
     def pack_v(
         self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None
     ) -> None:

@@ -12,7 +12,6 @@ from ..spec import KernelSpec
 from .columns import chunks, for_columns
 from .decode_segment import Segment
 from .simd import (
-    F32,
     Register,
     broadcast,
     constant,
@@ -21,35 +20,49 @@ from .simd import (
     load,
     store,
     temp,
+    wide_temp,
 )
+from .workspace import Workspace
 
-MOST_TASKS = 128
+_TOP, _TOTAL = range(2)
 
 
 class Partials:
     """States of pairs (sequence, some KV heads) that were cut, two slots for each task.
 
     The even slot of a task is for a pair that an earlier task began, the odd one for a pair that
-    this task begins and does not end.
+    this task begins and does not end. (Where tasks take pieces from a queue, read "piece".)
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    num_tasks : int32 expression
+    num_rows : int
+        Rows that a slot has room for.
     """
 
-    def __init__(self, spec: KernelSpec, num_rows: int):
+    def __init__(self, spec: KernelSpec, num_tasks, num_rows: int):
         self.spec = spec
-        slots = 2 * MOST_TASKS  # memory that no task touches is never mapped
-        self.o = T.alloc_buffer((slots, num_rows, spec.v_head_dim), F32)
-        self.top = T.alloc_buffer((slots, num_rows), F32)
-        self.total = T.alloc_buffer((slots, num_rows), F32)
+        self._o = Workspace(num_tasks * 2, (num_rows, spec.v_head_dim))
+        self._states = Workspace(num_tasks * 2, (2, num_rows))
+        self.o, self.states = self._o.buffer, self._states.buffer
+
+    def free(self) -> None:
+        """Give the memory back, when all is merged."""
+        self._states.free()  # the last one first, as the pool likes it
+        self._o.free()
 
     def put(self, slot, segment, num_rows, row_of: Callable = lambda row: row) -> None:
         """Keep the first `num_rows` rows of a segment, which lie at ``row_of(row)`` in it."""
+        slot = wide_temp(slot)
         with T.serial(num_rows) as row:
             source = index_temp(row_of(row))
             for c in chunks(self.spec.v_head_dim, segment.lanes):
                 value = load(segment.o, (source, c.start), c.lanes)
                 store(self.o, (slot, row, c.start), c.lanes, value)
             state = segment.row_state(source)
-            T.buffer_store(self.top, segment.state.top[state], [slot, row])
-            T.buffer_store(self.total, segment.state.total[state], [slot, row])
+            for n, value in ((_TOP, segment.state.top), (_TOTAL, segment.state.total)):
+                T.buffer_store(self.states, value[state], [slot, n, row])
 
     def merge(self, first_task, count, output, rows) -> None:
         """Finish the pair that `first_task` begins and the ``count - 1`` tasks after it go on with.
@@ -66,24 +79,24 @@ class Partials:
         top, total = Register(1), Register(1)
 
         def slot(i):
-            return (first_task + i) * 2 + T.if_then_else(i == 0, 1, 0)
+            return T.cast((first_task + i) * 2 + T.if_then_else(i == 0, 1, 0), "int64")
 
         with T.serial(begin, end) as row:
             top.set(T.float32(NOTHING_SEEN))
             total.set(T.float32(0))
             with T.serial(count) as i:
-                top.set(T.max(top.get(), self.top[slot(i), row]))
+                top.set(T.max(top.get(), self.states[slot(i), _TOP, row]))
             with T.serial(count) as i:
-                factor = exp2(self.top[slot(i), row] - top.get(), 1)
-                T.buffer_store(self.top, factor, [slot(i), row])
-                total.set(total.get() + factor * self.total[slot(i), row])
+                factor = exp2(self.states[slot(i), _TOP, row] - top.get(), 1)
+                T.buffer_store(self.states, factor, [slot(i), _TOP, row])
+                total.set(total.get() + factor * self.states[slot(i), _TOTAL, row])
             output.put_lse(row, log_sum(top.get(), total.get()))
             inverse = temp(inverse_total(total.get()))
 
             def some_columns(start, parts):
                 value = [Register(c.lanes, init=constant(0.0, c.lanes)) for c in parts]
                 with T.serial(count) as i:
-                    factor = temp(self.top[slot(i), row] * inverse)
+                    factor = temp(self.states[slot(i), _TOP, row] * inverse)
                     for c, register in zip(parts, value, strict=True):
                         o = load(self.o, (slot(i), row, start + c.start), c.lanes)
                         register.fma(o, broadcast(factor, c.lanes))

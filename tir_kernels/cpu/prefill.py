@@ -44,14 +44,14 @@ def emit_prefill(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     ops : operands object
     a : the matched arguments by their names, `mask`, `gap_of`, and `singles` or None; of the source
         of K and V `kv_rows`, which is ``(sequence, head) -> (rows, kv_len)``, `kv_buffers` and
-        `num_positions`.
+        `num_positions`, int64.
     """
     # Multiply-adds, as if all sequences were alike.
-    rows, positions = (T.cast(x, "int64") for x in (a.q_indptr[a.batch_size], a.num_positions))
+    rows, positions = T.cast(a.q_indptr[a.batch_size], "int64"), a.num_positions
     work = rows * (spec.num_qo_heads * spec.qk_head_dim) * positions // T.max(a.batch_size, 1)
     num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, num_threads(), 1))
     most = Tiling.of(spec).tokens
-    has_many = a.q_indptr[a.batch_size] * spec.num_kv_heads >= num_tasks * (UNITS_OF_TASK * most)
+    has_many = rows * spec.num_kv_heads >= num_tasks * (UNITS_OF_TASK * most)
     tokens = index_temp(T.if_then_else(has_many, most, (most + 1) // 2))
     a.rope = InlineRope(spec, a)
     a.mask.prepare(a)
@@ -160,7 +160,7 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace, has_trees: bool = False) ->
         return rows, a.lengths.kv_len(sequence, num_pages)
 
     a.kv_rows, a.kv_buffers = kv_rows, [a.pages]
-    a.num_positions = a.page_indptr[a.batch_size] * spec.page_size
+    a.num_positions = T.cast(a.page_indptr[a.batch_size], "int64") * spec.page_size
     ops = operands(spec, spec.kv_dtype)
     a.singles = None if has_trees else Singles(spec, ops, a)
     emit_prefill(spec, ops, a)
@@ -176,7 +176,7 @@ def emit_ragged(spec: KernelSpec, a: SimpleNamespace) -> None:
 
     a.kv_rows, a.kv_buffers = kv_rows, [a.k, a.v]
     a.gap_of, a.singles = lambda sequence: None, None
-    a.num_positions = a.kv_indptr[a.batch_size]
+    a.num_positions = T.cast(a.kv_indptr[a.batch_size], "int64")
     emit_prefill(spec, operands(spec, spec.dtype), a)
 
 

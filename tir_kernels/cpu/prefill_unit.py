@@ -14,6 +14,7 @@ from ..soft_cap import soft_cap
 from ..softmax import HIDDEN, OnlineSoftmax, inverse_total, log_sum
 from ..spec import LOG2E, KernelSpec
 from .columns import Panels, chunks, for_columns
+from .masked_values import MaskedValues
 from .matmul_tile import UNROLL, multiply_tile
 from .operands import ROWS_AT_ONCE, pack_k
 from .simd import (
@@ -95,6 +96,7 @@ class Unit:
         )
         self.state = OnlineSoftmax(tiling.num_blocks, tiling.rows, self.lanes)
         self.bias = AlibiBias.of(spec, rows)
+        self.masked_values = MaskedValues(spec, ops, self.v, VECTORS)
 
     def run(self, a: SimpleNamespace, step: SimpleNamespace) -> None:
         """Attend and store.
@@ -223,6 +225,7 @@ class Unit:
         width = self.spec.v_head_dim
         count = index_temp((count + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE * ROWS_AT_ONCE)
         ops.pack_v(step.rows, first, span.end, self.v.at, width, count, span.begin)
+        self.num_packed = count
 
     def _prefetch(self, part, part_rows) -> None:
         """Ask for a part of the next tile: some rows of K, then of V.
@@ -250,6 +253,9 @@ class Unit:
     ) -> None:
         """Take a packed tile into the sums of all rows that see some of it."""
         rows = self.tiling.rows
+        last_row = num_blocks * rows - 1
+        is_masked = self._hides_some(a, first, 0, last_row, end_of, begin_of, span)
+        self.masked_values.look(is_masked, self.num_packed)
         num_parts = num_blocks * (POSITIONS // (VECTORS * self.lanes))
         part_rows = index_temp((self.num_prefetched + num_parts - 1) // num_parts)
         with T.serial((num_blocks + BLOCKS - 1) // BLOCKS) as i:
@@ -263,6 +269,16 @@ class Unit:
                     begin=block, count=count, num_all=num_blocks, part_rows=part_rows
                 )
                 self._attend(a, blocks, first, end_of, begin_of, factor, span)
+
+    def _hides_some(self, a, first, first_row, last_row, end_of, begin_of, span: Span | None):
+        """Whether a row from `first_row` to `last_row` does not see all of a tile."""
+        hides_some = first + POSITIONS > a.mask.shared_end(end_of(first_row))
+        if span is not None and span.begin is not None:
+            hides_some = T.Or(hides_some, first + POSITIONS > span.end)
+        if begin_of is not None:
+            last_begin = a.mask.shared_begin(begin_of(last_row))
+            hides_some = T.Or(hides_some, first < last_begin)
+        return hides_some
 
     def _attend(self, a, blocks, first, end_of, begin_of, factor, span) -> None:
         """Take a packed tile into the sums of some `blocks` of rows."""
@@ -310,29 +326,35 @@ class Unit:
             with T.serial(count * rows) as i:
                 position = self.tile_position
                 self.bias.add(first_row + i, self.scores, i, position, a.mask.offsets)
-        hides_some = first + POSITIONS > a.mask.shared_end(end_of(first_row))
-        if has_gap:
-            hides_some = T.Or(hides_some, first + POSITIONS > span.end)
-        if begin_of is not None:
-            last_begin = a.mask.shared_begin(begin_of(first_row + last_row))
-            hides_some = T.Or(hides_some, first < last_begin)
-        with T.If(hides_some):
-            with T.Then():
-                with T.serial(count * rows) as i:
-                    bounds = [index_temp(end_of(first_row + i))]
-                    if a.mask.has_window:
-                        bounds.append(index_temp(begin_of(first_row + i)))
-                    row = a.mask.row(*bounds)
-                    begin = index_temp(begin_of(first_row + i)) if has_gap else None
-                    for c in chunks(POSITIONS, lanes):
-                        seen = a.mask.visible(first, c.start, lanes, row)
-                        if has_gap:
-                            column = ramp(first + c.start, lanes)
-                            seen = T.And(seen, column >= broadcast(begin, lanes))
-                            seen = T.And(seen, column < broadcast(span.end, lanes))
-                        score = load(self.scores, (i, c.start), lanes)
-                        score = T.Select(seen, score, constant(HIDDEN, lanes))
-                        store(self.scores, (i, c.start), lanes, score)
+        last = first_row + last_row
+        hides_some = temp(
+            self._hides_some(a, first, first_row, last, end_of, begin_of, span), 1, "bool"
+        )
+
+        def visible_to(i):
+            """``(start, lanes) -> bool vector``: which columns of the tile row `i` sees."""
+            bounds = [index_temp(end_of(first_row + i))]
+            if a.mask.has_window:
+                bounds.append(index_temp(begin_of(first_row + i)))
+            row = a.mask.row(*bounds)
+            begin = index_temp(begin_of(first_row + i)) if has_gap else None
+
+            def visible(start, lanes: int):
+                seen = a.mask.visible(first, start, lanes, row)
+                if has_gap:
+                    column = ramp(first + start, lanes)
+                    seen = T.And(seen, column >= broadcast(begin, lanes))
+                    seen = T.And(seen, column < broadcast(span.end, lanes))
+                return seen
+
+            return visible
+
+        with T.If(hides_some), T.Then(), T.serial(count * rows) as i:
+            visible = visible_to(i)
+            for c in chunks(POSITIONS, lanes):
+                score = load(self.scores, (i, c.start), lanes)
+                score = T.Select(visible(c.start, lanes), score, constant(HIDDEN, lanes))
+                store(self.scores, (i, c.start), lanes, score)
         with T.serial(count) as j:
             row = index_temp(j * rows)
             self.state.update(
@@ -344,10 +366,10 @@ class Unit:
 
         step = UNROLL * ops.numbers
 
-        def output_tile(row, depth, start, parts):
-            def decay(i):
-                return self.state.decay[self.state.index(block + row // rows, i)]
+        def decay(row, i):
+            return self.state.decay[self.state.index(block + row // rows, i)]
 
+        def output_tile(row, depth, start, parts):
             multiply_tile(
                 lambda i, k: self.weights[row + i, k],
                 lambda k, c: self.v.at(k, start + c.start),
@@ -356,7 +378,7 @@ class Unit:
                 parts=parts,
                 start=lambda i, c: (
                     load(self.o, (first_row + row + i, start + c.start), c.lanes)
-                    * broadcast(decay(i), c.lanes)
+                    * broadcast(decay(row, i), c.lanes)
                 ),
                 finish=lambda i, c, value: store(
                     self.o, (first_row + row + i, start + c.start), c.lanes, value
@@ -370,7 +392,19 @@ class Unit:
                 depth = index_temp((seen_by(row + rows - 1) + step - 1) // step * UNROLL)
                 output_tile(row, depth, start, parts)
 
-        for_columns(self.spec.v_head_dim, lanes, VECTORS, columns)
+        with T.If(T.And(hides_some, self.masked_values.is_special)):
+            with T.Then(), T.serial(count * rows) as i:
+                visible = visible_to(i)
+                self.masked_values.add_row(
+                    self.o,
+                    first_row + i,
+                    temp(decay(i, i % rows)),
+                    POSITIONS // ops.numbers,
+                    lambda element: self.weights[i, element],
+                    lambda column: visible(column, 1),
+                )
+            with T.Else():
+                for_columns(self.spec.v_head_dim, lanes, VECTORS, columns)
 
     def store_row(self, a, row, token, head) -> None:
         """Divide a row by its sum and store it."""

@@ -14,12 +14,7 @@ from tvm.script import tirx as T
 
 from ..layout import K_PLANE, V_PLANE, latent_index, row_index, slot_offset, slot_page
 from ..spec import KernelSpec
-from .simd import index_temp, load, prefetch, temp
-
-
-def as_int64(value):
-    """Row numbers times row sizes may exceed 32 bits."""
-    return T.cast(value, "int64")
+from .simd import index_temp, load, prefetch
 
 
 class Tile:
@@ -102,7 +97,7 @@ class PagedRows:
         slot = self.slot_of(position) if self.slot_of else position
         page_size = self.spec.page_size
         entry = T.min(self.first_entry + slot_page(slot, page_size), self.last_entry)
-        page = temp(as_int64(self.values[entry]), 1, "int64")
+        page = index_temp(self.values[entry])
         # A run of a whole page starts at its slot 0.
         whole = not self.slot_of and page_size == 1
         return page, 0 if whole else index_temp(slot_offset(slot, page_size))
@@ -136,8 +131,7 @@ class RaggedRows:
     def tile(self, position, count: int) -> Tile:
         """`count` positions from `position`."""
         rows = [
-            temp(as_int64(T.min(self.first_row + position + i, self.last_row)), 1, "int64")
-            for i in range(count)
+            index_temp(T.min(self.first_row + position + i, self.last_row)) for i in range(count)
         ]
         return Tile(
             lambda row, column: (self.k, (rows[row], self.head, column)),

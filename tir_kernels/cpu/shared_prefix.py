@@ -25,7 +25,7 @@ from .kv_operands import operands
 from .prefill_unit import Tiling
 from .rows import LatentRows, PagedRows
 from .shared_unit import POSITIONS, SharedUnit
-from .simd import Register, broadcast, index_temp, load, store, temp
+from .simd import Register, broadcast, index_temp, load, store, temp, wide_temp
 from .tasks import cut
 
 _ROWS = ("row_indptr", "row_ids")
@@ -51,7 +51,7 @@ class _Tile(SimpleNamespace):
 def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body):
     """Emit ``body(tile)`` for every tile of the segments; returns the cost of all."""
     most = Tiling.of(spec).tokens
-    before = Register(1, "int32", T.int32(0))
+    before = Register(1, "int64", T.int64(0))
     with T.serial(a.last_segment - a.first_segment) as i:
         segment = index_temp(a.first_segment + i)
         begin, end = (index_temp(a.row_indptr[segment + n]) for n in range(2))
@@ -63,7 +63,7 @@ def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body):
         with T.serial(spec.num_kv_heads) as head, T.serial(num_tiles) as tile:
             first_token = index_temp(begin + cut(end - begin, tile, num_tiles))
             num_tokens = index_temp(begin + cut(end - begin, tile + 1, num_tiles) - first_token)
-            cost = index_temp(num_blocks * num_tokens)
+            cost = wide_temp(T.cast(num_blocks, "int64") * num_tokens)
             body(
                 _Tile(
                     segment=segment,
@@ -71,12 +71,12 @@ def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body):
                     first_token=first_token,
                     num_tokens=num_tokens,
                     kv_len=kv_len,
-                    before=index_temp(before.get()),
+                    before=wide_temp(before.get()),
                     cost=cost,
                 )
             )
             before.set(before.get() + cost)
-    return index_temp(before.get())
+    return wide_temp(before.get())
 
 
 def refuse_longrope(spec: KernelSpec, a: SimpleNamespace) -> None:

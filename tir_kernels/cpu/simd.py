@@ -88,6 +88,11 @@ def index_temp(value):
     return temp(value, 1, "int32")
 
 
+def wide_temp(value):
+    """Materialise an int64 scalar, for counts and offsets that may exceed 32 bits."""
+    return temp(T.cast(value, "int64"), 1, "int64")
+
+
 def load(buffer, index: Sequence, lanes: int, to: str = F32):
     """Load `lanes` contiguous elements at `index` and widen them to `to`."""
     *outer, last = index
@@ -100,8 +105,24 @@ def store(buffer, index: Sequence, lanes: int, value, source: str = F32) -> None
     *outer, last = index
     dtype = str(buffer.dtype)
     if dtype != source:
+        if dtype == "bfloat16":
+            value = _round_safe(value, lanes)
         value = T.cast(value, vector_type(dtype, lanes))
     T.buffer_store(buffer, value, [*outer, ramp(last, lanes)])
+
+
+def _round_safe(value, lanes: int):
+    """A float32 vector whose NaN can be rounded to bfloat16 as numbers are.
+
+    TVM rounds by an addition to the bits, which carries out of the fraction of some NaN and turns
+    it into a zero.
+    """
+    int_type, float_type = vector_type("int32", lanes), vector_type(F32, lanes)
+    bits = temp(T.reinterpret(int_type, value), lanes, "int32")
+    magnitude = T.bitwise_and(bits, broadcast(T.int32(0x7FFFFFFF), lanes))
+    is_nan = magnitude > broadcast(T.int32(0x7F800000), lanes)
+    quiet = broadcast(T.int32(0x7FC00000), lanes)
+    return T.reinterpret(float_type, T.Select(is_nan, quiet, bits))
 
 
 def shuffle(vectors: Sequence, lanes: Sequence[int]):
@@ -129,10 +150,29 @@ def maximum(a, b):
     return T.max(a, b)
 
 
+def at_least(x, bound: float, lanes: int):
+    """The larger of `x` and a constant; NaN stays NaN.
+
+    `T.max` gives its second operand where the first one is not greater, as the instruction of x86
+    does, so NaN has to be the second one. `at_most` does the same.
+    """
+    return T.max(constant(bound, lanes), x)
+
+
+def at_most(x, bound: float, lanes: int):
+    """The smaller of `x` and a constant; NaN stays NaN."""
+    return T.min(constant(bound, lanes), x)
+
+
 def exp2(x, lanes: int):
-    """``2 ** x`` for ``x <= 0``, clamped at -126; relative error 3e-6, about ten instructions."""
+    """``2 ** x`` for ``x <= 0``; relative error 3e-6 from -126 on, about ten instructions.
+
+    It is 0 from -127 down, where the exponent field of 1.0 becomes that of 0.0, and wrong by less
+    than ``2 ** -126`` in between. NaN stays NaN: converted to an integer it is one whose low bits
+    are 0 (x86: the smallest number, AArch64: 0), so nothing is added to its bits.
+    """
     int_type, float_type = vector_type("int32", lanes), vector_type(F32, lanes)
-    x = temp(T.max(x, constant(-126.0, lanes)), lanes)
+    x = temp(at_least(x, -127.0, lanes), lanes)
     whole = temp(rint(x, lanes), lanes)
     fraction = temp(x - whole, lanes)
     power = constant(_EXP2_COEFFICIENTS[-1], lanes)

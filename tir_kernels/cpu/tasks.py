@@ -7,19 +7,19 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from .simd import Register, index_temp
+from .simd import Register, index_temp, wide_temp
 
 TASK_LOOP = "pagedkv.task_loop"  # annotates the parallel loop of `for_tasks`
 
 # linkonce_odr: several kernels of one module may bring the helper.
 _TAKE = """
-define linkonce_odr i32 @pagedkv_take_unit(ptr %next) #0 {
-  %unit = atomicrmw add ptr %next, i32 1 monotonic
-  ret i32 %unit
+define linkonce_odr i64 @pagedkv_take_unit(ptr %next) #0 {
+  %unit = atomicrmw add ptr %next, i64 1 monotonic
+  ret i64 %unit
 }
 attributes #0 = { alwaysinline nounwind }
 """
-_LINE = 16  # counters of a cache line
+_LINE = 8  # counters of a cache line
 
 
 def num_threads():
@@ -27,10 +27,13 @@ def num_threads():
     return index_temp(T.call_packed("runtime.NumThreads"))
 
 
-def cut(total, task, num_tasks):
-    """First of `total` units that `task` does; 64 bits, because the product may not fit 32."""
+def cut(total, task, num_tasks, dtype: str = "int32"):
+    """First of `total` units that `task` does, of the type that `total` has.
+
+    The product is of 64 bits: the totals of a batch may need more than 40, and tasks are few.
+    """
     wide = T.cast(total, "int64") * T.cast(task, "int64") // T.cast(num_tasks, "int64")
-    return T.cast(wide, "int32")
+    return T.cast(wide, dtype)
 
 
 def for_tasks(num_tasks, body: Callable) -> None:
@@ -55,9 +58,8 @@ class Pieces:
 
     Parameters
     ----------
-    total, num_tasks : int32 expressions
-    most : int
-        Pieces; at least as many as there may be tasks.
+    total : int64 expression
+    num_tasks : int32 expression
     least : int32 expression
         Units of a piece, where there are enough for one of each task.
     """
@@ -65,13 +67,13 @@ class Pieces:
     ROUNDS = 4
     SHIFT = 2  # every round leaves a quarter
 
-    def __init__(self, total, num_tasks, *, most: int, least: int):
+    def __init__(self, total, num_tasks, *, least):
         self.total, self.num_tasks = total, num_tasks
+        least = wide_temp(T.cast(num_tasks, "int64") * least)
         self.rounds = Register(1, "int32", T.int32(1))
         with T.serial(self.ROUNDS - 1):
             rounds = self.rounds.get()
-            is_large = T.shift_right(total, rounds * self.SHIFT) >= num_tasks * least
-            with T.If(T.And(is_large, (rounds + 1) * num_tasks <= most)), T.Then():
+            with T.If(self._left(rounds) >= least), T.Then():
                 self.rounds.set(rounds + 1)
 
     @property
@@ -83,13 +85,15 @@ class Pieces:
         """The first unit of a piece, and of the piece after the last one the end of them all."""
         before = index_temp(piece // self.num_tasks)
         left, after = (
-            index_temp(
-                T.if_then_else(n < self.rounds.get(), T.shift_right(self.total, n * self.SHIFT), 0)
-            )
+            wide_temp(T.if_then_else(n < self.rounds.get(), self._left(n), T.int64(0)))
             for n in (before, before + 1)
         )
-        place = cut(left - after, piece - before * self.num_tasks, self.num_tasks)
-        return index_temp(self.total - left + place)
+        place = cut(left - after, piece - before * self.num_tasks, self.num_tasks, "int64")
+        return wide_temp(self.total - left + place)
+
+    def _left(self, rounds):
+        """Units that are left after some rounds."""
+        return T.shift_right(self.total, T.cast(rounds * self.SHIFT, "int64"))
 
 
 class Queue:
@@ -100,8 +104,8 @@ class Queue:
 
     def __init__(self):
         # Alone in a cache line. (A buffer of one number would be passed to the tasks by value.)
-        self.next = T.alloc_buffer((_LINE,), "int32")
-        T.buffer_store(self.next, T.int32(0), [0])
+        self.next = T.alloc_buffer((_LINE,), "int64")
+        T.buffer_store(self.next, T.int64(0), [0])
 
     @staticmethod
     def scope():
@@ -114,18 +118,19 @@ class Queue:
         Parameters
         ----------
         num_items : int32 expression
-        num_units : ``item -> int32 expression``, of the units that an item has.
+        num_units : ``item -> int32 expression``, of the units that an item has; those of all items
+            may be more.
         """
 
         def take():
             address = T.address_of(self.next[0])
-            return T.call_extern("int32", "pagedkv_take_unit", address)
+            return T.call_extern("int64", "pagedkv_take_unit", address)
 
-        taken = Register(1, "int32", take())
-        before = Register(1, "int32", T.int32(0))  # units of earlier items
+        taken = Register(1, "int64", take())
+        before = Register(1, "int64", T.int64(0))  # units of earlier items
         with T.serial(num_items) as item:
-            end = index_temp(before.get() + num_units(item))
+            end = wide_temp(before.get() + T.cast(num_units(item), "int64"))
             with T.While(taken.get() < end):
-                body(item, index_temp(taken.get() - before.get()))
+                body(item, index_temp(T.cast(taken.get() - before.get(), "int32")))
                 taken.set(take())
             before.set(end)

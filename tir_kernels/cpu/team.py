@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
@@ -30,7 +30,7 @@ def match_rows(handle, shape: Sequence, dtype: str):
 
 def match_pages(handle, spec: KernelSpec):
     """Match a layer's pool of any number of pages."""
-    return match(handle, pages_shape(T.int64(), spec), spec.kv_dtype)
+    return match(handle, pages_shape(T.int32(), spec), spec.kv_dtype)
 
 
 def define_kernel(arguments: dict[str, Callable], body: Callable):
@@ -55,6 +55,19 @@ def for_items(
     known, team = once(), Team(spec, computed)
     with team.numbers.scope() if computed else nullcontext():
         moves.for_each(count, bytes_each(known), lambda i: body(i, team, known))
+
+
+@contextmanager
+def maximum(values, count):
+    """Find the largest of `count` int32 values, at least -1; `once` reads it by what is yielded."""
+
+    def read():
+        largest = variable(T.int32(-1))
+        with T.serial(count) as i:
+            largest.set(T.max(largest.get(), values[i]))
+        return largest.get()
+
+    yield read
 
 
 def read_index(value):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ..cpu.inline_rope import has_rope
 from ..masks import NO_LIMIT
 from .emit import U32, Registers, Variable, index_temp, ptx, sync_block
 
@@ -104,8 +103,8 @@ class TreeColumns(PlainColumns):
         """Find the positions of the tile's columns, where they matter."""
         if self.window is not None or unit.bias:
             self._find_positions(unit, first)
-        elif has_rope(unit.spec):
-            with T.If(self.a.rotary_mode == 1), T.Then():
+        elif unit.rope.may_rotate:
+            with T.If(unit.rope.mode == 1), T.Then():
                 self._find_positions(unit, first)
 
     def _find_positions(self, unit, first) -> None:

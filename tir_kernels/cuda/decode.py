@@ -22,7 +22,7 @@ from ..spec import KernelSpec
 from .decode_segment import Segment
 from .decode_tiling import DecodeTiling
 from .elements import store_floats
-from .emit import Variable, index_temp, launch
+from .emit import I32, I64, Variable, as_count, count_temp, index_temp, launch
 from .launcher import resident_blocks
 from .page_split import PageSplit
 from .partials import Partials
@@ -45,8 +45,8 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
 
     def attend_to_share(block, part, thread) -> None:
         split = split_of()
-        current = Variable(block * split.share)
-        last = index_temp(T.min(current.get() + split.share, split.total))
+        current = Variable(as_count(block) * split.share, I64)
+        last = count_temp(T.min(current.get() + split.share, split.total))
         with T.If(current.get() < last), T.Then():
             segment = Segment(spec, tiling, a, part, thread)
             sequence = Variable(split.owner(current.get(), segment.lane))
@@ -54,10 +54,11 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                 with T.While(split.first_unit(sequence.get() + 1) <= current.get()):
                     sequence.set(sequence.get() + 1)
                 pair = split.pair(sequence.get(), current.get())
-                first = index_temp(current.get())
+                first = count_temp(current.get())
                 current.set(T.min(pair.end, last))
                 bounds = [
-                    index_temp((at - pair.begin) * split.positions) for at in (first, current.get())
+                    index_temp(T.cast(at - pair.begin, I32) * split.positions)
+                    for at in (first, current.get())
                 ]
                 kv_len = lengths.kv_len(pair.sequence, pair.num_pages)
                 gap = lengths.gap(pair.sequence) if has_gaps else None

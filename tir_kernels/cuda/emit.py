@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
-F32, U32, I32 = "float32", "uint32", "int32"
+F32, U32, I32, I64 = "float32", "uint32", "int32", "int64"
 WARP = 32
 
 
@@ -114,6 +114,21 @@ def temp(value, dtype: str = F32):
 def index_temp(value):
     """Materialise an int32 value."""
     return temp(value, I32)
+
+
+def as_count(value):
+    """The one cast for counts of work, in 64 bits.
+
+    Units of a batch are table entries times KV heads, or tiles of rows times tiles of positions.
+    Pages that sequences share count once for each, so they may exceed 32 bits though the pool does
+    not. Offsets of elements need no cast: buffers have an `elem_offset` of 64 bits.
+    """
+    return T.cast(value, I64)
+
+
+def count_temp(value):
+    """Materialise a count of work."""
+    return temp(as_count(value), I64)
 
 
 def opaque(value):

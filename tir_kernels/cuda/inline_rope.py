@@ -27,7 +27,9 @@ class InlineRope:
 
     def __init__(self, spec: KernelSpec, a, step):
         self.spec, self.step = spec, step
-        self.mode = getattr(a, "rotary_mode", 0)
+        # Rows of a kernel that cannot be asked to rotate them are rotated already.
+        self.mode = getattr(a, "rotary_mode", None)
+        self.may_rotate = has_rope(spec) and self.mode is not None
         self.half = spec.rope.rotary_dim // 2
 
     def rotate_q(self, unit, position: Callable) -> None:
@@ -39,7 +41,7 @@ class InlineRope:
         self._rotate(unit, unit.k, stage, unit.tiling.positions, position)
 
     def _rotate(self, unit, tiles: SharedTiles, tile, num_rows: int, position: Callable) -> None:
-        if not has_rope(self.spec):
+        if not self.may_rotate:
             return
         half, num_threads = self.half, unit.tiling.num_threads
         with T.If(self.mode == 1), T.Then():

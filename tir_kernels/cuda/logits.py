@@ -56,7 +56,7 @@ class AlibiBias:
         return T.cast(position - self.position[h], F32) * self.slope[h]
 
 
-def _map_scores(scores: Accumulators, lane, body) -> None:
+def map_scores(scores: Accumulators, lane, body) -> None:
     """Let scores be ``body(score, h, column)``: of row h, and a column of the tile."""
 
     def replace(n, h, e):
@@ -72,7 +72,7 @@ def hide(scores: Accumulators, lane, is_visible) -> None:
     def body(score, h, column):
         return T.if_then_else(is_visible(h, column), score, T.float32(HIDDEN))
 
-    _map_scores(scores, lane, body)
+    map_scores(scores, lane, body)
 
 
 def to_logits(
@@ -92,4 +92,4 @@ def to_logits(
         score = soft_cap(score * factor, spec.logit_softcap)
         return score + bias.at(h, position(column)) if bias else score
 
-    _map_scores(scores, lane, body)
+    map_scores(scores, lane, body)

@@ -14,8 +14,9 @@ from ..cpu.mla import MLA_PREFILL, MLA_TREE
 from ..masks import CausalMask, WholeSequence
 from ..spec import KernelSpec
 from .arguments import attention_kernel
+from .care import with_care
 from .columns import PlainColumns
-from .emit import index_temp
+from .emit import index_temp, opaque
 from .part_unit import PartMask, PartUnit, step_of
 from .tile_split import TileSplit, shared_out
 from .tiling import Tiling
@@ -59,7 +60,7 @@ def emit_mla(spec: KernelSpec, a: SimpleNamespace) -> None:
     def attend(part, piece, thread) -> None:
         a.mask = PartMask(part.first, part.last, mask)
         step = step_of(spec, a, part, piece, part.tile.item)
-        PartUnit(spec, tiling, a, step, thread).run()
+        with_care(lambda care: PartUnit(spec, tiling, a, step, opaque(thread), care).run())
 
     with shared_out(spec, a, tiling, SequenceSplit, goes_on=False) as emit:
         emit(attend)

@@ -128,8 +128,10 @@ class OnlineSoftmax:
             total = temp(self.total[h])
             for mask in (1, 2):
                 total = temp(total + shuffle_xor(total, mask))
-            has_seen = total > T.float32(NO_SUM)
-            inverse[h] = T.if_then_else(has_seen, T.float32(1) / total, T.float32(0))
-            lse[h] = T.if_then_else(has_seen, self.top[h] + log2(total), empty)
+            # Not its opposite: the sum of a row that has seen something that is not a number is
+            # NaN, and so are the row and its log.
+            is_empty = total <= T.float32(NO_SUM)
+            inverse[h] = T.if_then_else(is_empty, T.float32(0), T.float32(1) / total)
+            lse[h] = T.if_then_else(is_empty, empty, self.top[h] + log2(total))
         self._scale(inverse)
         return lse

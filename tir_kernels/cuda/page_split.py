@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from ..spec import KernelSpec
-from .emit import WARP, Variable, index_temp
+from .emit import I32, WARP, Variable, as_count, count_temp, index_temp
 from .warp import shuffle_xor
 
 MOST_POSITIONS = 64  # of a unit
@@ -27,7 +27,7 @@ class Pair:
     sequence, head : int32 expressions
     first_entry, num_pages : int32 expressions
         Of the sequence in the page table.
-    begin, end : int32 expressions
+    begin, end : int64 expressions
         Its units in the batch.
     group : int
         Query heads of a KV head.
@@ -69,13 +69,13 @@ class PageSplit:
         self.positions = min(spec.page_size, MOST_POSITIONS)
         self.per_page = spec.page_size // self.positions
         self.per_entry = self.per_page * spec.num_kv_heads
-        self.total = index_temp(self.first_unit(a.batch_size))
-        share = T.truncdiv(self.total + num_blocks - 1, num_blocks)
-        self.share = index_temp(T.max(share, -(-least // self.positions)))
+        self.total = count_temp(self.first_unit(a.batch_size))
+        share = T.truncdiv(self.total + num_blocks - 1, as_count(num_blocks))
+        self.share = count_temp(T.max(share, T.int64(-(-least // self.positions))))
 
     def first_unit(self, sequence):
         """The number of units before those of a sequence."""
-        return self.indptr[sequence] * self.per_entry
+        return as_count(self.indptr[sequence]) * self.per_entry
 
     def owner(self, at, lane):
         """The sequence of a unit: a warp looks at 32 places at once."""
@@ -100,8 +100,9 @@ class PageSplit:
         first_entry = index_temp(self.indptr[sequence])
         num_pages = index_temp(self.indptr[sequence + 1] - first_entry)
         units = index_temp(num_pages * self.per_page)
-        first = index_temp(first_entry * self.per_entry)
-        head = index_temp(T.truncdiv(at - first, units))
-        begin = index_temp(first + head * units)
-        end = index_temp(begin + units)
+        first = count_temp(self.first_unit(sequence))
+        # Units of one sequence fit into 32 bits, since its K and V fit into memory.
+        head = index_temp(T.truncdiv(T.cast(at - first, I32), units))
+        begin = count_temp(first + as_count(head) * units)
+        end = count_temp(begin + units)
         return Pair(sequence, head, first_entry, num_pages, begin, end, self.group)

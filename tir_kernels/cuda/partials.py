@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 from ..spec import KernelSpec
 from .elements import store_floats
-from .emit import F32, WARP, Registers, index_temp, launch
+from .emit import F32, I32, WARP, Registers, as_count, count_temp, index_temp, launch
 from .states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, RUN, States
 
 
@@ -54,12 +54,12 @@ class Partials(States):
             row = index_temp(rows * MERGED_ROWS + T.truncdiv(thread, WARP))
             split = split_of(lane)
             # The block that has the first unit, but not the last one, tells where it was cut.
-            cut = index_temp((block + 1) * split.share)
+            cut = count_temp(as_count(block + 1) * split.share)
             with T.If(T.And(cut < split.total, row < self.num_rows)), T.Then():
                 work = split.pair(split.owner(cut, lane), cut)
                 begins_here = T.And(work.begin < cut, work.begin >= cut - split.share)
                 with T.If(T.And(begins_here, work.is_there(row))), T.Then():
-                    last_block = T.truncdiv(work.end - 1, split.share)
+                    last_block = T.cast(T.truncdiv(work.end - 1, split.share), I32)
                     count = index_temp(last_block - block + 1)
 
                     def place_of(i):

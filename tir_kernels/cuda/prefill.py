@@ -18,8 +18,9 @@ from ..cpu.prefill import PREFILL, PREFILL_RAGGED
 from ..masks import CausalMask, GappedSequence, WholeSequence, WindowMask
 from ..spec import KernelSpec
 from .arguments import attention_kernel
+from .care import Care, with_care
 from .columns import PlainColumns
-from .emit import WARP, index_temp, launch
+from .emit import WARP, as_count, index_temp, launch, opaque
 from .rows import RaggedRows, rows_of_pages
 from .schedule import UnitOfBlock
 from .split_unit import SplitStates, SplitUnit, splits_of
@@ -58,7 +59,7 @@ def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None
     def units_of(sequence):
         return T.truncdiv(rows_of(sequence) * group + tiling.rows - 1, tiling.rows)
 
-    def attend(block, pair, split, thread) -> None:
+    def attend(block, pair, split, thread, care: Care) -> None:
         lane = index_temp(T.truncmod(thread, WARP))
         unit = UnitOfBlock(block, a.batch_size, units_of, lane)
         with T.If(unit.sequence >= 0), T.Then():
@@ -83,12 +84,12 @@ def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None
                 is_whole=splits == 1,
                 states=states,
             )
-            SplitUnit(spec, tiling, a, step, thread).run()
+            SplitUnit(spec, tiling, a, step, thread, care).run()
 
     with states.allocated():
         grid = [most_units, pairs, splits]
         with launch(grid, tiling.num_threads, tiling.min_blocks) as (blocks, thread):
-            attend(*blocks, thread)
+            with_care(lambda care: attend(*blocks, opaque(thread), care))
         states.launch_merge(a, lambda: first_row_of(a.batch_size))
 
 
@@ -108,7 +109,7 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS)
         return rows, lengths.kv_len(sequence, num_pages)
 
     a.kv_rows, a.k_offset_of = kv_rows, lambda sequence: T.int32(0)
-    a.most_positions = a.page_values.shape[0] * spec.page_size
+    a.most_positions = as_count(a.page_values.shape[0]) * spec.page_size
     if hasattr(a, "k_rope_pos_offset"):
         a.k_offset_of = a.k_rope_pos_offset.__getitem__
     emit_attention(spec, a, Tiling.of(spec, spec.kv_dtype, most_rows))

@@ -15,6 +15,7 @@ from tvm.script.ir_builder import IRBuilder
 
 from ..masks import Span
 from ..spec import LOG2E, KernelSpec
+from .care import FIRST_WORD, Care
 from .elements import store_words
 from .emit import F32, I32, U32, WARP, Registers, index_temp, opaque, ptx, sync_block
 from .fma import MultiplyAdds
@@ -31,6 +32,7 @@ from .tiling import Tiling
 # Fields of a step and of its gap that are kept in shared memory.
 PARKED = ("kv_len", "k_offset", "first_row", "num_rows", "first", "head")
 PARKED_OF_GAP = ("sinks", "begin", "back")
+assert len(PARKED) + len(PARKED_OF_GAP) <= FIRST_WORD
 
 
 class Unit:
@@ -47,10 +49,20 @@ class Unit:
         of the tile, counted in tokens times heads; `is_whole`, whether the block sees all that the
         rows see, and if it does not, `states`, a `States` for them.
     thread : int32 expression
+    care : Care, optional
+        None: all rows see the same columns.
     """
 
-    def __init__(self, spec: KernelSpec, tiling: Tiling, a, step: SimpleNamespace, thread):
-        self.spec, self.tiling, self.a, self.step = spec, tiling, a, step
+    def __init__(
+        self,
+        spec: KernelSpec,
+        tiling: Tiling,
+        a,
+        step: SimpleNamespace,
+        thread,
+        care: Care | None = None,
+    ):
+        self.spec, self.tiling, self.a, self.step, self.care = spec, tiling, a, step, care
         self._place(thread)
         self.crew = Crew(thread, tiling.num_threads, sync_block)
         memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
@@ -103,6 +115,11 @@ class Unit:
     def bounds_pointer(self, row):
         """Where the first column that a row sees is kept, and the one behind its last: 8 bytes."""
         return self.memory.ptr_to([self.v.end + self.tiling.table_bytes + row * 8])
+
+    def word_pointer(self, i: int):
+        """Where word i of what the block knows of its unit is kept."""
+        end = self.v.end + self.tiling.table_bytes + self.tiling.rows * 8
+        return self.memory.ptr_to([end + i * 4])
 
     # --- rows of the tile -----------------------------------------------------------------------
 
@@ -159,6 +176,8 @@ class Unit:
         """Attend and store."""
         step = self.step
         self.softmax.reset()
+        if self.care:
+            self.care.begin(self)
         zero_padding(self.q, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
         zero_padding(self.k, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
         if step.gap is None:
@@ -169,24 +188,24 @@ class Unit:
                 step = self._recall()
                 self._run_span(step.gap.span(i, step.kv_len, step.k_offset))
             self._recall()
-        self._store()
+        lse = self.softmax.finish()
+        if self.care:
+            self.care.end(self, lse, lambda: self._store(lse))
+        else:
+            self._store(lse)
 
     def _park(self) -> None:
         """Keep what tells of the step in shared memory: passes over columns need the registers."""
         values = [getattr(self.step, name) for name in PARKED]
         values += [getattr(self.step.gap, name) for name in PARKED_OF_GAP]
         for i, value in enumerate(values):
-            ptx("st.shared.b32", self._parked(i), T.cast(value, U32))
-
-    def _parked(self, i: int):
-        end = self.v.end + self.tiling.table_bytes + self.tiling.rows * 8
-        return self.memory.ptr_to([end + i * 4])
+            ptx("st.shared.b32", self.word_pointer(i), T.cast(value, U32))
 
     def _recall(self) -> SimpleNamespace:
         """The step, with what was parked in registers again."""
         words = Registers(len(PARKED) + len(PARKED_OF_GAP), U32, "step")
         for i in range(words.count):
-            ptx("ld.shared.b32", words[i], self._parked(i))
+            ptx("ld.shared.b32", words[i], self.word_pointer(i))
         values = [index_temp(T.cast(words[i], I32)) for i in range(words.count)]
         gap = replace(self.step.gap, **dict(zip(PARKED_OF_GAP, values[len(PARKED) :], strict=True)))
         fields = dict(zip(PARKED, values, strict=False))
@@ -227,6 +246,8 @@ class Unit:
 
         def visit(first, stage):
             columns.begin_tile(self, first)
+            if self.care:
+                self.care.begin_tile(self, stage)
 
             def k_position(column):
                 return span.k_offset + columns.position(first, column)
@@ -238,6 +259,8 @@ class Unit:
         def multiply(first, stage, k_position):
             self.products.scores(scores, self.k, stage)
             to_logits(self.spec, scores, lane, factor, self.bias, k_position)
+            if self.care:
+                self.care.mark(self, scores)
             hides_some = T.Or(first + tiling.positions > shared_end, first < shared_begin)
             with T.If(hides_some), T.Then():
                 self._hide(scores, first)
@@ -291,9 +314,8 @@ class Unit:
         sync_block()
         self.rope.rotate_q(self, lambda row: self._position(row, span))
 
-    def _store(self) -> None:
-        """Finish the rows and hand them out; where others see more, their states."""
-        lse = self.softmax.finish()
+    def _store(self, lse: Registers) -> None:
+        """Hand out the rows; where others see more, their states."""
         self._place(opaque(self.thread))  # or all that depends on it is kept since the first pass
         with T.If(self.step.is_whole):
             with T.Then():

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 
 from tvm.script import tirx as T
 
-from ..cpu.blend import selected
 from ..spec import KernelSpec
-from . import scalars
 from .elements import load_floats, store_floats
 from .emit import F32, WARP, Registers, index_temp
 from .launcher import workspace
@@ -40,11 +38,14 @@ def weigh(logs: Registers):
 
 
 def lse_of(top, total):
-    """The lse of a maximum and the sum of exponentials less it, and the sum's inverse."""
-    has_some = total > T.float32(0.5)  # that of the maximum itself is 1
+    """The lse of a maximum and the sum of exponentials relative to it, and the inverse of the sum.
+
+    Both are NaN where the sum is: the maximum of NaN and a number is the number.
+    """
+    is_empty = total <= T.float32(0.5)  # the exponential of the maximum itself is 1
     empty = T.reinterpret(F32, T.uint32(0xFF800000))
-    lse = temp(T.if_then_else(has_some, top + log2(total), empty))
-    return lse, temp(T.if_then_else(has_some, T.float32(1) / total, T.float32(0)))
+    lse = temp(T.if_then_else(is_empty, empty, top + log2(total)))
+    return lse, temp(T.if_then_else(is_empty, T.float32(0), T.float32(1) / total))
 
 
 class States:
@@ -98,8 +99,8 @@ class States:
         top, total = Registers(1, F32, "top"), Registers(1, F32, "total")
         top[0], total[0] = T.float32(LOWEST), T.float32(0)
         if self.goes_on:
-            before = temp(a.lse[output])
-            top[0] = T.max(top[0], before)
+            lse_before = temp(a.lse[output])
+            top[0] = T.max(top[0], lse_before)
 
         def for_own(body):
             with T.serial(T.ceildiv(count, WARP)) as turn:
@@ -120,7 +121,7 @@ class States:
         for mask in (1, 2, 4, 8, 16):
             total[0] = total[0] + shuffle_xor(total[0], mask)
         if self.goes_on:
-            before = temp(exp2(before - top[0]))
+            before = temp(exp2(lse_before - top[0]))
             total[0] = total[0] + before
         lse, inverse = lse_of(top[0], total[0])
         with T.If(lane == 0), T.Then():
@@ -132,8 +133,9 @@ class States:
                 sums.fill(T.float32(0))
                 if self.goes_on:
                     o = load_floats(a.o, (*output, column), RUN)
-                    for e in range(RUN):
-                        sums[e] = selected(o[e], temp(before * inverse), 1, scalars)
+                    weight = temp(before * inverse)
+                    for e in range(RUN):  # an o of nothing seen may hold anything
+                        sums[e] = T.Select(lse_before < LOWEST, T.float32(0), o[e] * weight)
                 with T.serial(count) as i:
                     weight = temp(exp2(lse_at(i) - top[0]) * inverse)
                     part = load_floats(self.buffer, (*place_of(i), column), RUN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
@@ -12,14 +13,17 @@ from tvm.script.ir_builder import IRBuilder
 from ..cpu import moves
 from ..cpu.blend import selected
 from ..define import define_kernel as define_kernel
-from ..layout import pages_shape
+from ..layout import first_element, pages_shape
 from ..rope import inverse_frequencies, sin_cos
 from ..spec import ITEMSIZE, KernelSpec
 from . import scalars
 from .elements import ACCESS_BYTES, copy_elements, load_floats, run_length, store_floats
-from .emit import F32, Registers, Variable, index_temp, launch, sync_block
+from .emit import F32, WARP, Registers, Variable, index_temp, launch, sync_block
+from .launcher import workspace
+from .warp import shuffle_xor
 
 THREADS = 128
+MAXIMUM_THREADS = 512
 
 
 def match(handle, shape: Sequence, dtype: str):
@@ -34,13 +38,13 @@ def match_rows(handle, shape: Sequence, dtype: str):
 
 def match_pages(handle, spec: KernelSpec):
     """Match a layer's pool of any number of pages."""
-    return match_rows(handle, pages_shape(T.int64(), spec), spec.kv_dtype)
+    return match_rows(handle, pages_shape(T.int32(), spec), spec.kv_dtype)
 
 
 def _match(handle, shape: Sequence, dtype: str, align: int):
     factor = align // ITEMSIZE.get(dtype, 4)
     buffer = T.match_buffer(
-        handle, shape, dtype, elem_offset=T.int64(), align=align, offset_factor=factor
+        handle, shape, dtype, elem_offset=first_element(), align=align, offset_factor=factor
     )
     return IRBuilder.name(handle.name, buffer)
 
@@ -61,6 +65,38 @@ def for_items(
         team = Team(spec, thread)
         with T.If(i < T.cast(count, "int64")), T.Then():
             body(i, team, once())
+
+
+@contextmanager
+def maximum(values, count):
+    """Find the largest of `count` int32 values, at least -1; `once` reads it by what is yielded.
+
+    A kernel of one block finds it for all blocks of the next one: each of them would look at all
+    values, and there is one for each value.
+    """
+    with workspace((1,), "maximum") as found:
+        with launch([1], MAXIMUM_THREADS) as (_, thread):
+            num_warps = MAXIMUM_THREADS // WARP
+            of_warps = T.alloc_buffer((num_warps,), "int32", scope="shared.dyn")
+            largest, lane = Variable(T.int32(-1)), index_temp(T.truncmod(thread, WARP))
+
+            def combine() -> None:
+                for mask in (1, 2, 4, 8, 16):
+                    largest.set(T.max(largest.get(), shuffle_xor(largest.get(), mask)))
+
+            with T.serial(T.ceildiv(T.cast(count, "int32"), MAXIMUM_THREADS)) as turn:
+                i = index_temp(turn * MAXIMUM_THREADS + thread)
+                with T.If(i < T.cast(count, "int32")), T.Then():
+                    largest.set(T.max(largest.get(), values[i]))
+            combine()
+            with T.If(lane == 0), T.Then():
+                T.buffer_store(of_warps, largest.get(), [T.truncdiv(thread, WARP)])
+            sync_block()
+            largest.set(of_warps[T.truncmod(lane, num_warps)])
+            combine()
+            with T.If(thread == 0), T.Then():
+                T.buffer_store(found, T.reinterpret(F32, largest.get()), [0])
+        yield lambda: index_temp(T.reinterpret("int32", found[0]))
 
 
 def read_index(value):

@@ -17,7 +17,18 @@ from types import SimpleNamespace
 from tvm.script import tirx as T
 
 from ..spec import KernelSpec
-from .emit import WARP, Variable, index_temp, launch, opaque, sync_block
+from .emit import (
+    I32,
+    I64,
+    WARP,
+    Variable,
+    as_count,
+    count_temp,
+    index_temp,
+    launch,
+    opaque,
+    sync_block,
+)
 from .launcher import resident_blocks
 from .partials import Partials
 from .rows import as_int64
@@ -39,8 +50,8 @@ class Tile:
         Of the item.
     first : int32 expression
         First row of the tile, counted in rows of the item times heads of the group.
-    begin, end : int32 expressions
-        Its units in the step.
+    begin, end : int64 expressions or None
+        Its units in the step, where they matter.
     """
 
     split: TileSplit
@@ -82,9 +93,9 @@ class TileSplit:
 
     def __init__(self, spec: KernelSpec, tiling: Tiling, count, num_blocks, lane):
         self.spec, self.tiling, self.count = spec, tiling, index_temp(count)
-        self.total = index_temp(sum_over(self.count, self.units_of, lane))
-        share = T.truncdiv(self.total + num_blocks - 1, num_blocks)
-        self.share = index_temp(T.max(share, LEAST_UNITS))
+        self.total = count_temp(sum_over(self.count, self.units_of, lane))
+        share = T.truncdiv(self.total + num_blocks - 1, as_count(num_blocks))
+        self.share = count_temp(T.max(share, T.int64(LEAST_UNITS)))
 
     def kv_len(self, i):
         """Positions of item i."""
@@ -112,20 +123,27 @@ class TileSplit:
         return T.max(units, self.least_units) if self.least_units else units
 
     def units_of(self, i):
-        """Units of item i."""
-        return self._num_tiles(i) * self.spec.num_kv_heads * self._units_of_tile(i)
+        """Units of item i, an int64."""
+        return as_count(self._num_tiles(i) * self.spec.num_kv_heads) * self._units_of_tile(i)
 
     def owner(self, at, lane) -> UnitOfBlock:
         """The item of a unit, as `sequence`, and which of its units it is, as `index`."""
-        return UnitOfBlock(at, self.count, self.units_of, lane)
+        return UnitOfBlock(at, self.count, self.units_of, lane, I64)
 
     def pair(self, owner, at) -> Tile:
         """The tile of a unit, whose owner has `sequence` and `index`."""
-        i = owner.sequence
-        units = index_temp(self._units_of_tile(i))
-        number = index_temp(T.truncdiv(owner.index, units))
+        units = index_temp(self._units_of_tile(owner.sequence))
+        number = self._number(owner.index, units)
+        begin = count_temp(at - owner.index + as_count(number) * units)
+        return self._tile(owner.sequence, number, begin, count_temp(begin + units))
+
+    @staticmethod
+    def _number(index, units):
+        """The tile of an item that unit `index` of the item belongs to."""
+        return index_temp(T.cast(T.truncdiv(index, as_count(units)), I32))
+
+    def _tile(self, i, number, begin=None, end=None) -> Tile:
         num_tiles = index_temp(self._num_tiles(i))
-        begin = index_temp(at - owner.index + number * units)
         return Tile(
             split=self,
             item=i,
@@ -134,7 +152,7 @@ class TileSplit:
             num_rows=index_temp(self.num_rows(i)),
             first=index_temp(T.truncmod(number, num_tiles) * self.tiling.rows),
             begin=begin,
-            end=index_temp(begin + units),
+            end=end,
         )
 
     def for_tiles(self, block, lane, body: Callable) -> None:
@@ -143,33 +161,33 @@ class TileSplit:
         A part has `tile` and the `kv_len` of its item, positions `first` to `last - 1`, `is_whole`,
         whether these are all of the tile, and `goes_on`, whether there are others before them.
         """
-        current = Variable(block * self.share)
-        last = index_temp(T.min(current.get() + self.share, self.total))
-        with T.If(current.get() < last), T.Then():
-            owner = self.owner(current.get(), lane)
-            item, index = Variable(owner.sequence), Variable(owner.index)
-            with T.While(current.get() < last):
+        first = count_temp(as_count(block) * self.share)
+        # What a block takes fits into 32 bits, and registers are scarce.
+        left = Variable(T.cast(T.max(T.min(self.share, self.total - first), T.int64(0)), I32))
+        with T.If(left.get() > 0), T.Then():
+            owner = self.owner(first, lane)
+            item, index = Variable(owner.sequence), Variable(owner.index, I64)
+            with T.While(left.get() > 0):
                 with T.While(index.get() >= self.units_of(item.get())):
                     index.set(index.get() - self.units_of(item.get()))
                     item.set(item.get() + 1)
-                here = SimpleNamespace(sequence=index_temp(item.get()), index=index.get())
-                tile = self.pair(here, current.get())
-                begin = index_temp(current.get())
-                current.set(T.min(tile.end, last))
-                index.set(index.get() + current.get() - begin)
-                kv_len = index_temp(self.kv_len(item.get()))
-                bounds = [
-                    index_temp((at - tile.begin) * self.tiling.positions)
-                    for at in (begin, current.get())
-                ]
+                i = index_temp(item.get())
+                units = index_temp(self._units_of_tile(i))
+                number = self._number(index.get(), units)
+                begin = index_temp(T.cast(index.get() - as_count(number) * units, I32))
+                count = index_temp(T.min(units - begin, left.get()))
+                left.set(left.get() - count)
+                index.set(index.get() + as_count(count))
+                kv_len = index_temp(self.kv_len(i))
+                bounds = [index_temp(x * self.tiling.positions) for x in (begin, begin + count)]
                 body(
                     SimpleNamespace(
-                        tile=tile,
+                        tile=self._tile(i, number),
                         kv_len=kv_len,
                         first=bounds[0],
                         last=index_temp(T.min(bounds[1], kv_len)),
-                        is_whole=T.And(begin == tile.begin, current.get() == tile.end),
-                        goes_on=begin > tile.begin,
+                        is_whole=count == units,
+                        goes_on=begin > 0,
                     )
                 )
 

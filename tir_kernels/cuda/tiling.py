@@ -13,7 +13,7 @@ from .shared_tiles import TileLayout
 MOST_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a thread
 MOST_FLOAT_COLUMNS = 128  # and in float32, with two rows in a thread; with 256 there were spills
 MOST_SUMS = 16 * 128  # columns of V times rows of a warp, beside long tiles of positions
-STEP_BYTES = 48  # of what a block is told of its step
+STEP_BYTES = 48  # of what a block is told of its step, and of what it notes with care
 SLICE_UNIT = 64  # of columns that several blocks share out: a slice begins where a swizzle does
 WARP_ROWS = 16  # of an instruction
 MOST_ROWS = 128  # of a block

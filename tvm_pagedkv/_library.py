@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import warnings
 from pathlib import Path
 
 from . import threads
@@ -73,7 +74,8 @@ def load() -> None:
     Raises
     ------
     ImportError
-        When apache-tvm is missing or of another version, or the library was not built.
+        When apache-tvm is missing or of another version, the library was not built, or the process
+        has loaded another version of it. Another copy of this version is used, with a warning.
     """
     _check_tvm_version()
     threads.set_defaults()
@@ -82,4 +84,11 @@ def load() -> None:
     import tvm_ffi
 
     tvm_ffi.register_error("CacheFullError", CacheFullError)
-    tvm_ffi.load_module(path())
+    module = tvm_ffi.load_module(path())
+    reason = str(module.get_function("pagedkv_why_not_registered")())
+    if not reason:
+        return
+    used = tvm_ffi.get_global_func("pagedkv.library", allow_missing=True)
+    if used is None or str(used()["version"]) != str(module.get_function("pagedkv_version")()):
+        raise ImportError(reason)
+    warnings.warn(reason, RuntimeWarning, stacklevel=3)

@@ -13,6 +13,8 @@ import tvm_ffi
 from ._bfloat16 import Bfloat16Array
 
 DL_CPU = 1
+# What DLPack calls the default stream, by device type: CUDA, ROCm.
+_DEFAULT_STREAMS = {2: 1, 10: 0}
 
 
 def as_tensor(name: str, value: Any, device: tvm_ffi.Device) -> tvm_ffi.Tensor:
@@ -36,9 +38,7 @@ def as_tensor(name: str, value: Any, device: tvm_ffi.Device) -> tvm_ffi.Tensor:
     if not isinstance(value, tvm_ffi.core.Tensor):
         if not hasattr(value, "__dlpack__"):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-        if hasattr(value, "detach"):  # torch: DLPack refuses tensors with a gradient
-            value = value.detach()
-        value = tvm_ffi.from_dlpack(value)
+        value = _imported(value)
     return value
 
 
@@ -66,6 +66,24 @@ def view(name: str, value: Any, *, is_written: bool = False) -> tvm_ffi.Tensor:
         return tvm_ffi.from_dlpack(value)
     if not hasattr(value, "__dlpack__"):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    return _imported(value)
+
+
+def _imported(value: Any) -> tvm_ffi.Tensor:
+    """View an object with DLPack; on a GPU the current stream waits for what still writes it.
+
+    That is DLPack's protocol for streams: the producer is told the consumer's stream, and orders it
+    after its own. What frees or overwrites the memory later must wait for the consumer by itself.
+    """
     if hasattr(value, "detach"):  # torch: DLPack refuses tensors with a gradient
         value = value.detach()
-    return tvm_ffi.from_dlpack(value)
+    device_type, device_id = (int(number) for number in value.__dlpack_device__())
+    if device_type not in _DEFAULT_STREAMS:
+        return tvm_ffi.from_dlpack(value)
+    device = tvm.runtime.device(device_type, device_id)
+    stream = tvm_ffi.get_raw_stream(device) or _DEFAULT_STREAMS[device_type]
+    try:
+        capsule = value.__dlpack__(stream=stream, max_version=(1, 0))
+    except TypeError:  # a producer from before DLPack 1.0
+        capsule = value.__dlpack__(stream=stream)
+    return tvm_ffi.from_dlpack(capsule)

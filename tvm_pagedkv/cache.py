@@ -27,6 +27,10 @@ class KVCache(CacheInspection, tvm_ffi.Object):
     Tensor arguments are tvm tensors, NumPy arrays (bfloat16 by ml_dtypes) or anything with DLPack;
     NumPy arrays and tensors that are not contiguous are copied. T is the number of rows of the
     step: the sum of its append lengths. A call that raises has changed nothing.
+
+    A cache may be used from any thread, but by one at a time: a call that comes while another
+    thread is inside raises a RuntimeError and changes nothing. Caches are independent of each
+    other. On a GPU the calls of a cache take effect in their order, whichever stream each is on.
     """
 
     __slots__ = ("__dict__",)
@@ -102,8 +106,24 @@ class KVCache(CacheInspection, tvm_ffi.Object):
         global_function(STATE + "begin_forward")(self, ids, lengths, tree)
 
     def end_forward(self) -> None:
-        """End the step."""
+        """End the step.
+
+        Unlike `forward` it does not ask whether every layer was attended to.
+        """
         global_function(STATE + "end_forward")(self)
+
+    def abort_forward(self) -> None:
+        """End the step as if it had never begun.
+
+        Lengths, pages, copies made for forks, token trees, windows and transfers are as before
+        `begin_forward`; nothing is offered to receivers.
+
+        Raises
+        ------
+        ValueError
+            Outside a step.
+        """
+        global_function("pagedkv.abort_forward")(self)
 
     @contextlib.contextmanager
     def forward(
@@ -112,12 +132,31 @@ class KVCache(CacheInspection, tvm_ffi.Object):
         append_lengths: Sequence[int],
         token_tree_parents: Sequence[int] | None = None,
     ) -> Iterator[KVCache]:
-        """`begin_forward` and `end_forward` as a context manager."""
+        """`begin_forward` and `end_forward` as a context manager.
+
+        An exception within it, a KeyboardInterrupt too, aborts the step (`abort_forward`).
+
+        Raises
+        ------
+        ValueError
+            Where a layer of the cache was not attended to (`attention` or `self_attention`, of an
+            MLA layer `append_mla_kv`): its pages would hold what lay there before. The step has
+            been aborted.
+        """
         self.begin_forward(seq_ids, append_lengths, token_tree_parents)
         try:
             yield self
-        finally:
-            self.end_forward()
+            missing = global_function("pagedkv.missing_layers")(self)
+            if len(missing) > 0:
+                raise ValueError(
+                    f"the step was aborted: layers {list(missing)} of the cache were not attended "
+                    "to; call attention (append_mla_kv for MLA layers) once for every layer"
+                )
+        except BaseException:
+            if self.is_in_forward():
+                self.abort_forward()
+            raise
+        self.end_forward()
 
     def commit_tree(self, seq_ids: Sequence[int], leaf_indices: Sequence[int]) -> None:
         """Keep of each sequence's token tree the path to a leaf (-1: nothing)."""
@@ -288,8 +327,8 @@ class KVCache(CacheInspection, tvm_ffi.Object):
         """Write sequences to a file in the safetensors format; `load` reads it.
 
         Pages that sequences share are written once. The file appears under its name when it is
-        whole, with a checksum for each layer; an older one is replaced. It takes a few megabytes of
-        memory beside the cache. Not within a step.
+        whole, with a checksum for each layer; an older one is replaced. Only its owner may read it
+        (mode 0600). It takes a few megabytes of memory beside the cache. Not within a step.
 
         Parameters
         ----------

@@ -74,7 +74,7 @@ def save(cache, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -
     # Under another name until it is whole.
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with open(unfinished, "xb") as file:
+        with open(unfinished, "xb", opener=_open_private) as file:
             file.write(_encode(header))
             checksums = []
             for index, layer in enumerate(layers):
@@ -98,6 +98,11 @@ def save(cache, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(unfinished)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """K and V tell what was said: the file is its owner's alone, from the first byte on."""
+    return os.open(path, flags, 0o600)
 
 
 class _Pages:

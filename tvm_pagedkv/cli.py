@@ -332,7 +332,7 @@ def _info(_: argparse.Namespace) -> None:
     from . import __version__
     from ._library import path as library_path
     from .build import resolve_target, vector_target
-    from .disk_cache import cache_dir
+    from .cache_folder import cache_dir
     from .threads import available_cpus, num_threads
 
     def installed(package: str) -> str:

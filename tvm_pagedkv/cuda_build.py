@@ -13,7 +13,7 @@ from tvm.target import Target
 import tir_kernels
 from tir_kernels.spec import CudaTarget, KernelSpec
 
-from .cuda_library import ARCHS, compile_library
+from .cuda_library import ARCHS, compile_library, compiler_version
 from .cuda_source import cuda_source
 from .disk_cache import code_versions, sealed_file
 
@@ -68,4 +68,4 @@ def build_cuda_set(
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
 
     versions = code_versions(*SOURCES, Path(tir_kernels.__file__).parent)
-    return symbols, sealed_file([repr(spec), *archs, *versions], ".so", build)
+    return symbols, sealed_file([repr(spec), *archs, *compiler_version(), *versions], ".so", build)

@@ -7,6 +7,7 @@ It needs nvcc, but no GPU and no driver; what it makes needs tvm-ffi, and a driv
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ STAYS_LOADED = ("-z", "nodelete")
 # Ampere, Ada, Hopper, Blackwell; the PTX is for the first one.
 ARCHS = ("80", "86", "89", "90", "100", "120")
 
+_FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 _VERSION_SYMBOL = "pagedkv_cuda_version"
 _VERSION = (
     f'\nextern "C" __attribute__((visibility("default"))) const int {_VERSION_SYMBOL} = '
@@ -158,6 +160,20 @@ def find_nvcc() -> str:
         "compiling kernels for GPUs needs nvcc, of CUDA 12.8 or later: none in $CUDA_HOME/bin, on "
         "PATH or in /usr/local/cuda/bin"
     )
+
+
+@functools.cache
+def compiler_version() -> tuple[str, ...]:
+    """What nvcc says of its version, and the flags that it takes from the environment.
+
+    Empty without nvcc: no file that it made is found on the disk then.
+    """
+    try:
+        said = subprocess.run([find_nvcc(), "--version"], capture_output=True, text=True).stdout
+    except (OSError, RuntimeError):
+        return ()
+    flags = (f"{name}={os.environ.get(name, '')}" for name in _FLAG_VARIABLES)
+    return said, *flags
 
 
 def require_code_for(device, path: Path) -> None:

@@ -30,12 +30,18 @@ INSTRUCTIONS = {
     "local": (r"(?:LDL|STL)\b", r"(?:ld|st)\.local\."),
     "wait": (r"ACQBULK\b", r"griddepcontrol\.wait"),
     "next": (r"PREEXIT\b", r"griddepcontrol\.launch_dependents"),
+    "constant": (r"LDG\b.*\.CONSTANT\b", r"ld\.global\.(?:\w+\.)*nc\."),
 }
 _GLOBAL_ACCESS = (
     r"(?:LDG|STG|LDGSTS|LD|ST|ATOMG?|RED)\b",
     r"(?:ld|st|atom|red|cp\.async)\.(?!shared|local|param)",
 )
 
+_UNKNOWN = "an argument that could not be found out"
+_SIGNATURE = re.compile(r'^extern "C" __global__ void .*?(\w+)\(([^()]*)\) \{$', re.MULTILINE)
+_ENTRY = re.compile(r"\.entry (\w+)")
+# An instruction of PTX: its opcode, what it writes, what it reads.
+_STEP = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(%\w+),\s*(.+);$", re.MULTILINE)
 _HOST_PART = "#include <tvm/ffi/c_api.h>"
 _BOUNDS = re.compile(r"__launch_bounds__\((\d+)(?:, \d+)?\) (\w+)\(")
 _LAUNCHER = re.compile(r"^TVM_DLL int32_t __tvm_ffi_(\w+)\([^)]*\) \{$", re.MULTILINE)
@@ -97,6 +103,9 @@ class MachineCode:
         Instructions that may touch global memory, before the kernel waits for the one before.
     is_sass : bool
         Whether the instructions are of the machine code.
+    constant_arguments : tuple of str
+        Arguments, by their names in the source, that are read through the cache that other
+        kernels' writes do not reach: ``ld.global.nc``, ``LDG.CONSTANT``.
     """
 
     launch: Launch
@@ -109,6 +118,7 @@ class MachineCode:
     num_instructions: int
     early_accesses: int
     is_sass: bool
+    constant_arguments: tuple[str, ...] = ()
 
     @property
     def shared_bytes(self) -> int:
@@ -194,6 +204,7 @@ def machine_code(source: str, arch: str, ptxas_options: Sequence[str] = ()) -> l
         _run(nvcc, "-ptx", "-std=c++17", "-O3", "-w", f"-arch=compute_{arch}", text, "-o", ptx)
         ptxas = Path(nvcc).with_name("ptxas")
         told = _run(ptxas, "-v", f"-arch=sm_{arch}", *ptxas_options, ptx, "-o", cubin)
+        constant = _constant_arguments(source, ptx.read_text())
         if nvdisasm is None:
             code = _ptx_opcodes(ptx.read_text())
         else:
@@ -220,6 +231,7 @@ def machine_code(source: str, arch: str, ptxas_options: Sequence[str] = ()) -> l
                 num_instructions=len(opcodes),
                 early_accesses=sum(matches["global"][:first_wait]),
                 is_sass=nvdisasm is not None,
+                constant_arguments=constant[launch.kernel],
             )
         )
     return found
@@ -240,9 +252,50 @@ def _sass_opcodes(parsed: list) -> dict[str, list[str]]:
     }
 
 
+def _ptx_bodies(text: str) -> dict[str, str]:
+    _, *parts = _ENTRY.split(text)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
 def _ptx_opcodes(text: str) -> dict[str, list[str]]:
-    _, *parts = re.split(r"\.entry (\w+)", text)
     return {
         kernel: re.findall(r"(?<![\w.%$:])[a-z]\w*\.[\w.:]+", body)
-        for kernel, body in zip(parts[::2], parts[1::2], strict=True)
+        for kernel, body in _ptx_bodies(text).items()
     }
+
+
+def _constant_arguments(source: str, ptx: str) -> dict[str, tuple[str, ...]]:
+    """The arguments of each kernel that ``ld.global.nc`` reads, traced back through its registers.
+
+    The machine code has as many loads of the kind or fewer: the assembler makes none of its own.
+    """
+    names = {
+        kernel: [parameter.split()[-1].lstrip("*") for parameter in parameters.split(",")]
+        for kernel, parameters in _SIGNATURE.findall(source)
+    }
+    return {
+        kernel: _read_by_constant_loads(body, names[kernel])
+        for kernel, body in _ptx_bodies(ptx).items()
+    }
+
+
+def _read_by_constant_loads(body: str, names: Sequence[str]) -> tuple[str, ...]:
+    steps = [match.groups() for match in _STEP.finditer(body)]
+    sources: dict[str, set[str]] = {}
+    for opcode, target, operands in steps:
+        if not opcode.startswith("ld.global"):  # what is loaded is no part of an address
+            sources.setdefault(target, set()).update(re.findall(r"%?[\w$]+", operands))
+    found = set()
+    for address in re.findall(r"ld\.global\.(?:\w+\.)*nc\.[^\[]*\[(%\w+)", body):
+        reached, left = set(), [address]
+        while left:
+            register = left.pop()
+            if register not in reached:
+                reached.add(register)
+                left.extend(sources.get(register, ()))
+        numbers = [int(x.rsplit("_", 1)[1]) for x in reached if "_param_" in x]
+        pointers = {names[i] for i in numbers if names[i].endswith("_ptr")}
+        if not any("pagedkv_table_" in x for x in reached):  # a table of constants in the code
+            pointers = pointers or {_UNKNOWN}
+        found |= pointers
+    return tuple(sorted(name.removesuffix("_ptr") for name in found))

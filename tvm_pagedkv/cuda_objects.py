@@ -11,7 +11,7 @@ from tvm import tirx
 from tvm.target import Target
 
 from .cuda_build import SOURCES
-from .cuda_library import check_archs, compile_object
+from .cuda_library import check_archs, compile_object, compiler_version
 from .cuda_source import cuda_source
 from .disk_cache import code_versions, sealed_file
 
@@ -42,7 +42,7 @@ class CudaKernelObjects:
 
         content = [f"{symbol} {tvm_ffi.structural_hash(f):x}" for symbol, f in functions.items()]
         versions = code_versions(*SOURCES, Path(__file__))
-        path = sealed_file([*content, arch, *versions], ".o", build)
+        path = sealed_file([*content, arch, *compiler_version(), *versions], ".o", build)
         self.paths = dict.fromkeys(functions, path)
 
 

@@ -16,6 +16,8 @@ from .cuda_runtime import with_runtime
 
 _KEEP_SOURCE = "TVM_COMPILE_FORCE_FALLBACK"
 
+# A pointer argument of a kernel, other than an int32 array.
+_DATA_POINTER = re.compile(r"(?<!\bint)\* __restrict__ (?=\w+_ptr\b)")
 _LOOP = re.compile(r"^(?P<pragma> *#pragma unroll\n)?(?P<indent> *)for \(", re.MULTILINE)
 
 
@@ -52,12 +54,24 @@ def cuda_source(functions: Mapping[str, tirx.PrimFunc]) -> str:
     try:
         with target, tvm.transform.PassContext(config=config):
             built = tvm.compile(module, target=target, tir_pipeline="tirx")
-        return with_runtime(_unroll_only_where_told(export_cuda_host(built.mod)))
+        source = _unroll_only_where_told(export_cuda_host(built.mod))
+        return with_runtime(_load_data_coherently(source))
     finally:
         if before is None:
             del os.environ[_KEEP_SOURCE]
         else:
             os.environ[_KEEP_SOURCE] = before
+
+
+def _load_data_coherently(source: str) -> str:
+    """Drop ``__restrict__`` from every pointer that another kernel may write through.
+
+    A kernel may begin before the one before it has ended, so its arguments may change while it is
+    there. Through a restricted pointer that a kernel only reads, the compiler loads with
+    ``ld.global.nc``, whose cache may hold what was there before. Only the int32 arrays keep the
+    qualifier: the host copies them before the step, and no kernel writes them.
+    """
+    return _DATA_POINTER.sub("* ", source)
 
 
 def _unroll_only_where_told(source: str) -> str:

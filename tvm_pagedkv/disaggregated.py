@@ -5,14 +5,26 @@ from __future__ import annotations
 
 import base64
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ._library import CacheFullError
 from .cache import KVCache
 from .models import LlamaModel
-from .transfer import Channel, ChannelClosed, Receiver, Request, Sender, TransferError
+from .transfer import (
+    Channel,
+    ChannelClosed,
+    Receiver,
+    Request,
+    Sender,
+    TransferError,
+    TransferTimeout,
+)
+
+_log = logging.getLogger("tvm_pagedkv.disaggregated")
 
 
 class RemotePrefill:
@@ -71,42 +83,70 @@ def serve_prefill(
 ) -> int:
     """Compute prompts for the other end until it closes the channel.
 
-    Each chunk is sent as soon as it is computed, while the next one is.
+    Each chunk is sent as soon as it is computed, while the next one is. The other end may take as
+    long as it likes between its requests; a request that makes no sense is answered with an error.
 
     Parameters
     ----------
     max_total_tokens, prefill_chunk_size : int
         Of the cache of this end; a longer prompt is refused.
     timeout : float
-        Seconds to wait for the first request, for the next one and for the other end's answers.
+        Seconds to wait for the other end's hello, and for its answers while it receives a prompt.
 
     Returns
     -------
     int
         Prompts that were computed.
+
+    Raises
+    ------
+    TransferError
+        If the other end does not say hello in time, or sends what cannot be read.
+    ValueError
+        If its cache does not fit.
     """
     cache = model.create_cache(4, max_total_tokens, prefill_chunk_size, enable_kv_transfer=True)
     num_served = 0
-    with Sender(cache, channel, timeout=timeout) as sender:
-        sender.connect()
-        for seq_id in itertools.count():
-            try:
-                request = sender.next_request()
-            except ChannelClosed:
-                return num_served
-            try:
-                _serve(model, sender, request, seq_id, prefill_chunk_size)
-                num_served += 1
-            except ChannelClosed:
-                return num_served
-            except TransferError:
-                pass  # the other end knows; it may ask for something else
-            except (ValueError, RuntimeError) as error:  # a CacheFullError is one
-                sender.refuse(request, str(error))
-            finally:
-                if seq_id in cache.sequence_ids():
-                    cache.remove_sequence(seq_id)
+    try:
+        with Sender(cache, channel, timeout=timeout) as sender:
+            sender.connect()
+            for seq_id in itertools.count():
+                request = _next_request(sender)
+                num_served += _answer(model, sender, request, seq_id, prefill_chunk_size)
+    except ChannelClosed:
+        pass
     return num_served
+
+
+def _next_request(sender: Sender) -> Request:
+    """The next request, however long the other end takes."""
+    while True:
+        try:
+            return sender.next_request()
+        except TransferTimeout:
+            if sender.error is not None:
+                raise
+
+
+def _answer(model: LlamaModel, sender: Sender, request: Request, seq_id: int, chunk: int) -> bool:
+    """Compute one prompt, or say why not; only the end of the connection is an error."""
+    try:
+        _serve(model, sender, request, seq_id, chunk)
+        return True
+    except TransferError:
+        if sender.error is not None:
+            raise
+        return False  # the other end knows; it may ask for something else
+    except (ValueError, CacheFullError) as error:
+        sender.refuse(request, str(error))
+        return False
+    except Exception as error:
+        _log.exception("request %s failed", request.id)
+        sender.refuse(request, f"{type(error).__name__}: {error}")
+        return False
+    finally:
+        if seq_id in sender.cache.sequence_ids():
+            sender.cache.remove_sequence(seq_id)
 
 
 def _serve(model: LlamaModel, sender: Sender, request: Request, seq_id: int, chunk: int) -> None:
@@ -127,8 +167,8 @@ def _check_tokens(model: LlamaModel, request: Request) -> list[int]:
     if not isinstance(tokens, list) or len(tokens) != request.length or request.begin != 0:
         raise ValueError(f"expected {request.length} tokens of a prompt from its beginning on")
     for token in tokens:
-        if not (isinstance(token, int) and 0 <= token < model.config.vocab_size):
-            raise ValueError(f"{token!r} is not in [0, {model.config.vocab_size})")
+        if not (type(token) is int and 0 <= token < model.config.vocab_size):
+            raise ValueError(f"{repr(token):.200} is not in [0, {model.config.vocab_size})")
     return tokens
 
 
@@ -137,4 +177,7 @@ def _encode_logits(logits: np.ndarray) -> str:
 
 
 def _decode_logits(text: Any) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), "<f4")
+    try:
+        return np.frombuffer(base64.b64decode(text, validate=True), "<f4")
+    except (TypeError, ValueError):
+        raise TransferError("the other end sent no logits") from None

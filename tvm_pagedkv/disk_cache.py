@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled libraries on disk, built once per key and safe against several processes at a time."""
+"""Compiled libraries on disk, built once per key whoever asks for them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import tvm
+import tvm_ffi
 from tvm.support import cc
+from tvm.target import codegen
+
+from . import cache_folder
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
-
-
-def cache_dir() -> Path:
-    """Folder of compiled files: ``$TVM_PAGEDKV_CACHE``, or ``~/.cache/tvm_pagedkv``."""
-    chosen = os.environ.get("TVM_PAGEDKV_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tvm_pagedkv"
 
 
 def cached_library(key: Iterable[str], compile_module: Callable[[], object]) -> tvm.runtime.Module:
@@ -61,71 +56,68 @@ def load_library(path: Path) -> tvm.runtime.Module:
 
 
 def sealed_file(key: Iterable[str], suffix: str, build: Callable[[Path], None]) -> Path:
-    """As `cached_file`, for object files and libraries; a damaged file is built anew."""
+    """The object file or library that `build` makes for `key`, built if this is the first time.
 
-    def build_sealed(path: Path) -> None:
-        build(path)
-        with path.open("r+b") as file:  # what follows the sections of a library is nobody's
+    Parameters
+    ----------
+    key : iterable of str
+        All that decides the content (configuration, target, versions); it is hashed.
+    suffix : str
+        Ending of the file's name, such as ``".so"``.
+    build : callable
+        Writes the file at the path given to it, in a folder of its own. It is renamed when `build`
+        returns, so a reader never sees half a file, and one process builds while others wait.
+
+    Returns
+    -------
+    Path
+        The finished file, checked: a damaged one is built anew. It lies in `cache_folder.cache_dir`
+        or, with a warning, in a folder that goes with the process, where that one cannot be
+        written or other users may write there too.
+
+    Raises
+    ------
+    ValueError
+        When ``$TVM_PAGEDKV_CACHE_MAX_MIB`` is no positive integer.
+    """
+    name = hashlib.sha256("\n".join(key).encode()).hexdigest()[:32] + suffix
+    for folder in cache_folder.folders():
+        if _is_usable(folder / name):
+            return folder / name
+    limit = cache_folder.max_bytes()
+    with cache_folder.building(name) as (folder, scratch):
+        if _is_usable(folder / name):  # by the process that had the lock before
+            return folder / name
+        built = scratch / name
+        build(built)
+        with built.open("r+b") as file:  # what follows the sections of a library is nobody's
             digest = hashlib.sha256(file.read()).digest()
             file.write(digest)
-
-    text = "\n".join(key)
-    path = cached_file(text, suffix, build_sealed)
-    if not _is_whole(path):
-        path.unlink(missing_ok=True)
-        path = cached_file(text, suffix, build_sealed)
-    return path
+        built.chmod(0o600)
+        os.replace(built, folder / name)
+    cache_folder.sweep(folder, limit)
+    return folder / name
 
 
 @functools.cache
 def code_versions(*sources: Path) -> tuple[str, ...]:
-    """Of the compiler, of this package, and of the files and folders of Python that decide code."""
+    """What decides code besides configuration and target.
+
+    These are the versions of the compiler and of this package, the machine's triple, which targets
+    need not name, and a digest of `sources`: Python files, and folders of them.
+    """
     try:
         own = importlib.metadata.version("tvm_pagedkv")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree
         own = "source"
     digest = hashlib.sha256()
     for source in sources:
-        files = sorted(source.rglob("*.py")) if source.is_dir() else [source]
-        for file in files:
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return tvm.__version__, own, digest.hexdigest()
-
-
-def cached_file(key: str, suffix: str, build: Callable[[Path], None]) -> Path:
-    """The file that `build` makes for `key`, built now if this is the first time.
-
-    Parameters
-    ----------
-    key : str
-        All that decides the content (configuration, target, versions); it is hashed.
-    suffix : str
-        Ending of the file's name, such as ``".so"``.
-    build : callable
-        Writes the file at the path given to it. That path is a temporary one in the same folder;
-        it is renamed when `build` returns, so a reader never sees half a file and two processes
-        that build the same key do no harm to each other.
-
-    Returns
-    -------
-    Path
-        The finished file. Where the cache folder cannot be written, a temporary one serves.
-    """
-    name = hashlib.sha256(key.encode()).hexdigest()[:32] + suffix
-    final = cache_dir() / name
-    if final.is_file():
-        return final
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix=".build-", dir=final.parent)
-    except OSError:
-        final = Path(tempfile.mkdtemp(prefix="tvm_pagedkv-")) / name
-        scratch = tempfile.TemporaryDirectory(prefix=".build-", dir=final.parent)
-    with scratch as folder:
-        built = Path(folder) / name
-        build(built)
-        os.replace(built, final)
-    return final
+        for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
+            name = str(file.relative_to(source.parent))
+            content = hashlib.sha256(file.read_bytes()).digest()
+            digest.update(name.encode() + b"\0" + content)
+    compiler = (tvm.__version__, tvm_ffi.__version__, str(codegen.llvm_version_major()))
+    return *compiler, own, str(codegen.llvm_get_system_triple()), digest.hexdigest()
 
 
 def _link(module, path: Path) -> None:
@@ -143,7 +135,16 @@ def _link(module, path: Path) -> None:
         ) from error
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a sealed file is as it was written; loading a cut one could crash the process."""
-    content = path.read_bytes()
-    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+def _is_usable(path: Path) -> bool:
+    """Whether a file is there, trusted and as it was written; loading a cut one could crash."""
+    try:
+        cache_folder.require_trusted(path.parent)
+        cache_folder.require_trusted(path)
+        content = path.read_bytes()
+    except OSError:
+        return False
+    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
+        return False
+    with contextlib.suppress(OSError):  # in a folder that this process may only read
+        os.utime(path)  # for `cache_folder.sweep`
+    return True

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ._checks import check_int
 from .models import LlamaModel
+from .models.tokens import check_tokens
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,13 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1, got {self.n}")
+        check_int("n", self.n)
         if not (self.temperature >= 0 and np.isfinite(self.temperature)):
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be 0 or more, got {self.seed}")
+        check_int("max_tokens", self.max_tokens)
+        check_int("seed", self.seed, 0, 2**63 - 1)
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ class Window:
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"the window must be at least 1 token, got {self.size}")
-        if not 0 <= self.sinks < self.size:
+        check_int("the window", self.size)
+        check_int("sinks", self.sinks, 0)
+        if self.sinks >= self.size:
             raise ValueError(
                 f"sinks must be at least 0 and fewer than the window ({self.size}), got "
                 f"{self.sinks}"
@@ -91,12 +90,10 @@ def encode_prompt(
     if isinstance(prompt, str):
         tokens = model.tokenizer.encode(prompt).ids if prompt else []
     else:
-        tokens = [int(token) for token in prompt]
+        tokens = prompt
+    tokens = check_tokens(f"prompt {index + 1}", tokens, model.config.vocab_size).tolist()
     if not tokens:
         raise ValueError(f"prompt {index + 1} is empty")
-    vocab_size = model.config.vocab_size
-    if not all(0 <= token < vocab_size for token in tokens):
-        raise ValueError(f"prompt {index + 1} has a token outside [0, {vocab_size})")
     if fits_context and len(tokens) >= model.config.context_length:
         raise ValueError(
             f"prompt {index + 1} has {len(tokens)} tokens; the model's context holds "
@@ -106,11 +103,31 @@ def encode_prompt(
 
 
 def sample(logits: np.ndarray, params: SamplingParams, random: np.random.Generator) -> int:
-    """Draw a token from float32 logits [vocab_size]."""
+    """Draw a token.
+
+    Parameters
+    ----------
+    logits : float32 [vocab_size]
+        Those of -inf are never drawn.
+    params : SamplingParams
+    random : numpy.random.Generator
+
+    Raises
+    ------
+    ValueError
+        For logits with NaN or +inf, and where none is finite.
+    """
+    if logits.ndim != 1 or not len(logits):
+        raise ValueError(f"logits must have shape [vocab_size], got {list(logits.shape)}")
+    top = logits.max()  # NaN, if there is one
+    if not np.isfinite(top):
+        raise ValueError(
+            f"logits must be finite, but for those of -inf; the largest of {len(logits)} is {top}"
+        )
     if params.temperature == 0:
         return int(logits.argmax())
-    scaled = logits.astype("float64") / params.temperature
-    weights = np.exp(scaled - scaled.max())
+    with np.errstate(over="ignore"):  # to -inf
+        weights = np.exp((logits.astype("float64") - top) / params.temperature)
     weights /= weights.sum()
     if params.top_p < 1:
         # All tokens below this bound together miss the nucleus, so they need not be sorted.

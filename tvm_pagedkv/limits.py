@@ -10,6 +10,7 @@ import numpy as np
 import tvm
 from tvm.script import tirx as T
 
+import tir_kernels
 from tir_kernels.cpu.bf16 import LLVM_HELPERS, PairOperands
 from tir_kernels.cpu.simd import Register, constant, load, store, temp
 
@@ -18,6 +19,7 @@ from .disk_cache import cached_library, code_versions
 from .huge_pages import huge_zeros
 from .threads import num_threads
 
+_SOURCES = (Path(__file__), Path(tir_kernels.__file__).parent)
 READ_BYTES = 2**28
 REGISTERS = 12  # of the FMA loop: enough to hide the latency
 FMA_STEPS = 200_000
@@ -97,7 +99,7 @@ class Limits:
         functions = {"read": read, "fma": fma} | ({"dot": dot} if self.has_dot else {})
         target = resolve_target()
         built = cached_library(
-            [f"limits of {tasks} threads", str(target), *code_versions(Path(__file__))],
+            [f"limits of {tasks} threads", str(target), *code_versions(*_SOURCES)],
             lambda: tvm.tirx.build(tvm.IRModule(functions), target=target),
         )
         self._read, self._fma = built["read"], built["fma"]

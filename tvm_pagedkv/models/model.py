@@ -24,8 +24,21 @@ from . import llama
 from .checkpoint import Checkpoint
 from .config import LlamaConfig
 from .linear import PackedMatrix
+from .tokens import check_batch, check_tokens
 
 TINY = Path(__file__).parent / "tiny"
+# The files that decide the code of a model.
+_SOURCES = (
+    Path(__file__).parent,
+    Path(tir_kernels.__file__).parent,
+    *(
+        Path(__file__).parents[1] / f"{name}.py"
+        for name in (
+            *("alibi", "build", "compile_model", "config", "frontend", "frontend_methods"),
+            *("lowering", "rope_config"),
+        )
+    ),
+)
 
 
 class LlamaModel:
@@ -120,18 +133,33 @@ class LlamaModel:
         Returns
         -------
         logits : float32 [len(seq_ids), vocab_size]
+
+        Raises
+        ------
+        TypeError
+            For tokens that are no integers.
+        ValueError
+            For a token that the vocabulary does not have; the cache stays as it was.
         """
+        ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
         rows = np.cumsum(lengths, dtype="int32") - 1
         with cache.forward(seq_ids, lengths):
-            x = self._embed(_ids(np.concatenate(tokens)), self._parameters)
+            x = self._embed(tvm.runtime.tensor(ids), self._parameters)
             logits = self._prefill(x, tvm.runtime.tensor(rows), cache, self._parameters)
         return logits.numpy()
 
     def decode(self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """Append one token to each sequence; logits float32 [len(seq_ids), vocab_size]."""
-        with cache.forward(seq_ids, [1] * len(seq_ids)):
-            x = self._embed(_ids(tokens), self._parameters)
+        """Append one token to each sequence; logits float32 [len(seq_ids), vocab_size].
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `prefill`.
+        """
+        ids = check_tokens("tokens", tokens, self.config.vocab_size)
+        with cache.forward(seq_ids, [1] * len(ids)):
+            x = self._embed(tvm.runtime.tensor(ids), self._parameters)
             logits = self._decode(x, cache, self._parameters)
         return logits.numpy()
 
@@ -150,10 +178,11 @@ class LlamaModel:
             Of each token, where they are nodes of token trees; to be followed by
             `KVCache.commit_tree`.
         """
+        ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
         flat = None if parents is None else [parent for tree in parents for parent in tree]
         with cache.forward(seq_ids, lengths, flat):
-            x = self._embed(_ids(np.concatenate(tokens)), self._parameters)
+            x = self._embed(tvm.runtime.tensor(ids), self._parameters)
             logits = self._decode(x, cache, self._parameters)
         return np.split(logits.numpy(), np.cumsum(lengths)[:-1])
 
@@ -180,10 +209,6 @@ def check_attention(
         )
     except (ValueError, TypeError) as error:
         raise ValueError(f"no cache for the model in {directory}: {error}") from None
-
-
-def _ids(tokens: Sequence[int]) -> tvm.runtime.Tensor:
-    return tvm.runtime.tensor(np.asarray(tokens, "int32"))
 
 
 def load_parameters(
@@ -233,7 +258,5 @@ def build_executable(
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
         return built
 
-    here = Path(__file__).parent
-    sources = (here.parent / f"{name}.py" for name in ("frontend", "compile_model", "lowering"))
-    versions = code_versions(here, *sources, Path(tir_kernels.__file__).parent)
+    versions = code_versions(*_SOURCES)
     return cached_library([repr(config), repr(options), *versions], compile_model)

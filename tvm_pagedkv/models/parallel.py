@@ -26,6 +26,7 @@ from . import parallel_worker  # noqa: F401  workers of this process find its fu
 from .config import LlamaConfig
 from .llama import BuildOptions
 from .model import TINY, build_executable, check_attention, load_tokenizer
+from .tokens import check_batch, check_tokens
 
 _ERRORS = {
     error.__name__: error
@@ -179,6 +180,11 @@ class ParallelLlama:
         Returns
         -------
         logits : float32 [len(seq_ids), vocab_size]
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `LlamaModel.prefill`.
         """
         return self._step(cache, "prefill", seq_ids, tokens)
 
@@ -186,7 +192,8 @@ class ParallelLlama:
         self, cache: ParallelCache, seq_ids: Sequence[int], tokens: Sequence[int]
     ) -> np.ndarray:
         """Append one token to each sequence; logits float32 [len(seq_ids), vocab_size]."""
-        return self._step(cache, "decode", seq_ids, [[token] for token in tokens])
+        ids = check_tokens("tokens", tokens, self.config.vocab_size)
+        return self._step(cache, "decode", seq_ids, ids[:, None])
 
     def logits(
         self, cache: ParallelCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
@@ -196,8 +203,8 @@ class ParallelLlama:
         return np.split(rows, np.cumsum([len(part) for part in tokens])[:-1])
 
     def _step(self, cache, name, seq_ids, tokens) -> np.ndarray:
+        ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
-        ids = np.concatenate([np.asarray(part, "int64") for part in tokens])
         shapes = (tvm_ffi.Shape(list(numbers)) for numbers in (seq_ids, lengths, ids.tolist()))
         return self.call("step", cache.id, name, *shapes)[-1].numpy()
 

@@ -6,15 +6,28 @@ them lies a `Channel`: `local_channels` within a process, `SharedMemoryChannel` 
 a host, `NixlChannel` over NIXL.
 """
 
-from .channel import Channel, ChannelClosed, TransferError, TransferTimeout, local_channels
+from .channel import (
+    AuthenticationError,
+    Channel,
+    ChannelClosed,
+    MessageError,
+    TransferError,
+    TransferTimeout,
+    local_channels,
+)
+from .connections import Listener
 from .nixl import NixlChannel
 from .receiver import Receiver, Ticket
-from .sender import Request, Send, Sender
+from .requests import Request
+from .sender import Send, Sender
 from .shared_memory import SharedMemoryChannel
 
 __all__ = [
+    "AuthenticationError",
     "Channel",
     "ChannelClosed",
+    "Listener",
+    "MessageError",
     "NixlChannel",
     "Receiver",
     "Request",

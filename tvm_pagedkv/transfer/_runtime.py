@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,11 @@ def mark_send(cache: KVCache, seq_id: int, begin: int, slots: Sequence[int], pee
 
 
 def receive_id(cache: KVCache, seq_id: int) -> int:
-    """Which receive of the sequence is under way; 0: none."""
+    """Which receive of the sequence is under way; 0: none.
+
+    From now on its pages stay taken until the receive is finished, cancelled or released, even if
+    the sequence is removed: its transport may still write to them.
+    """
     return global_function("pagedkv.receive_id")(cache, seq_id)
 
 
@@ -36,15 +41,43 @@ def finish_receive(cache: KVCache, seq_id: int, receive: int) -> None:
 
 
 def cancel_receive(cache: KVCache, seq_id: int, receive: int) -> None:
-    """Make the sequence what it was before prepare_recv."""
+    """Make the sequence what it was before prepare_recv; a removed one's pages are let go."""
     global_function("pagedkv.cancel_receive")(cache, seq_id, receive)
+
+
+def release_receives(cache: KVCache, receives: Iterable[int]) -> None:
+    """Let the pages of receives go: nothing writes to them any more. For the garbage collector.
+
+    As `forget_receiver`, it takes no lock, waits for nothing and raises nothing.
+    """
+    with contextlib.suppress(Exception):
+        for receive in list(receives):
+            global_function("pagedkv.release_receive")(cache, receive)
 
 
 def set_send_handler(
     cache: KVCache, peer: int, handler: Callable[[int], None] | None, num_slots: Sequence[int] = ()
 ) -> None:
-    """Call `handler` with the id of each block that is ready for a receiver; None: no more."""
-    global_function("pagedkv.set_send_handler")(cache, peer, handler, tvm_ffi.Shape(num_slots))
+    """Call `handler` with the id of each block that is ready for a receiver; None: no more.
+
+    None may come from any thread and at any moment, from finalizers for example: while the cache is
+    busy the handler is dropped by the next call.
+    """
+    if handler is None:
+        global_function("pagedkv.drop_send_handler")(cache, peer)
+    else:
+        global_function("pagedkv.set_send_handler")(cache, peer, handler, tvm_ffi.Shape(num_slots))
+
+
+def forget_receiver(cache: KVCache, peer: int) -> None:
+    """`set_send_handler` with None, for the garbage collector.
+
+    It runs in whatever thread collects garbage, within whatever that thread is doing: it takes no
+    lock, waits for nothing and raises nothing. While the cache is busy its next call drops the
+    handler.
+    """
+    with contextlib.suppress(Exception):
+        global_function("pagedkv.drop_send_handler")(cache, peer)
 
 
 def send_id(cache: KVCache, seq_id: int) -> int:

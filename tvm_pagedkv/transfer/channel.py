@@ -26,6 +26,14 @@ class ChannelClosed(TransferError):
     """The other side has closed the channel, or its process has ended."""
 
 
+class AuthenticationError(TransferError):
+    """The other side does not know the secret, or is of another user."""
+
+
+class MessageError(TransferError):
+    """One message is wrong; those after it can be read."""
+
+
 class Channel(ABC):
     """One end of a connection between a `Sender` and a `Receiver`.
 
@@ -78,7 +86,11 @@ class Channel(ABC):
         """
 
     def was_read(self, tag: str, timeout: float) -> bool:
-        """Sender: whether a read of this tag has come to one's own memory."""
+        """Sender: whether a read of this tag has come to one's own memory.
+
+        It may do so after the receiver has said it; so ask again later. With a `timeout` of 0 it
+        does not wait.
+        """
         return True
 
 
@@ -131,6 +143,8 @@ class LocalChannel(Channel):
     def attach(self, cache: KVCache, memory: dict[str, Any]) -> None:
         if memory.get("kind") != "local":
             raise ValueError(f"a local channel cannot read memory of kind {memory.get('kind')!r}")
+        if "source" not in self._caches:
+            raise ChannelClosed("the other side has closed the channel")
         self._source, self._cache = self._caches["source"], cache
 
     def read(self, regions: dict[int, np.ndarray], tag: str, timeout: float) -> None:

@@ -8,19 +8,39 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from ..cache import KVCache
-from .channel import Channel, ChannelClosed, TransferError, TransferTimeout
+from .channel import Channel, ChannelClosed, MessageError, TransferError, TransferTimeout
 from .layout import check_layout, layout_of, num_slots_of
+
+_MAX_MESSAGES = 256  # that one poll handles, so that it ends also if the other side never does
+_MAX_QUOTED = 200  # characters of what the other side sent, in an error
 
 
 def field(message: dict[str, Any], name: str, kind: type) -> Any:
-    """A field of a message; a `TransferError` where it is missing or of another type."""
+    """A field of a message; a `MessageError` where it is missing or of another type."""
     value = message.get(name)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TransferError(
-            f"the other side sent a {message.get('type')!r} message whose {name} is {value!r}, "
-            f"which is no {kind.__name__}"
+        raise MessageError(
+            f"the other side sent a {quote(message.get('type'))} message whose {name} is "
+            f"{quote(value)}, which is no {kind.__name__}"
         )
     return value
+
+
+def integers(message: dict[str, Any], name: str) -> list[int]:
+    """A field that is a list of 64-bit integers; a `MessageError` where it is not."""
+    values = field(message, name, list)
+    for value in values:
+        if not (type(value) is int and -(2**63) <= value < 2**63):
+            raise MessageError(
+                f"the other side sent {quote(value)} in {name}, expected 64-bit integers"
+            )
+    return values
+
+
+def quote(value: Any) -> str:
+    """What the other side sent, as it reads in an error."""
+    text = repr(value)
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
 
 
 class Deadline:
@@ -84,17 +104,21 @@ class Endpoint(ABC):
         """
         if self.error is not None:
             raise self.error
-        found = False
-        while True:
+        num_found = 0
+        while num_found < _MAX_MESSAGES:
+            message = None
             try:
-                message = self.channel.receive(0.0 if found else timeout)
+                message = self.channel.receive(0.0 if num_found else timeout)
                 if message is None:
-                    return found
-                found = True
+                    break
                 self._dispatch(message)
+            except MessageError as error:
+                self._reject(message, error)
             except Exception as error:
                 self._fail(error)
                 raise
+            num_found += 1
+        return num_found > 0
 
     def close(self) -> None:
         """End the connection; transfers that are under way fail on both sides."""
@@ -124,9 +148,14 @@ class Endpoint(ABC):
     def _abandon(self, error: Exception) -> None:
         """All transfers fail with this error."""
 
+    def _reject(self, message: Any, error: MessageError) -> None:
+        """A message is wrong, None if it could not be read: nothing can be said any more."""
+        self._fail(error)
+        raise error
+
     def _dispatch(self, message: Any) -> None:
         if not isinstance(message, dict):
-            raise TransferError(f"the other side sent {message!r}, which is no message")
+            raise MessageError(f"the other side sent {quote(message)}, which is no message")
         kind = message.get("type")
         if kind == "hello":
             if self.is_connected:
@@ -137,9 +166,9 @@ class Endpoint(ABC):
             self._greet(message)
             self.is_connected = True
         elif kind == "goodbye":
-            raise ChannelClosed(f"the other side has ended: {message.get('reason')}")
+            raise ChannelClosed(f"the other side has ended: {quote(message.get('reason'))}")
         elif not self.is_connected:
-            raise TransferError(f"the other side sent {kind!r} before its hello")
+            raise TransferError(f"the other side sent {quote(kind)} before its hello")
         else:
             self._handle(message)
 
@@ -165,6 +194,6 @@ class Endpoint(ABC):
         self._abandon(error)
         try:
             self.channel.send({"type": "goodbye", "reason": str(error)})
-        except TransferError:
-            pass  # it is gone already
+        except Exception:
+            pass  # the first error is the one that counts
         self.channel.close()

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..cache import KVCache
 from ..config import ITEMSIZE
+from .channel import TransferError
 
 PROTOCOL = 1
 _LAYER_FIELDS = (
@@ -35,6 +36,28 @@ def layout_of(cache: KVCache) -> dict[str, Any]:
         "rope_mode": info["rope_mode"],
         "layers": [{name: layer[name] for name in _LAYER_FIELDS} for layer in info["layers"]],
     }
+
+
+def pools_of(memory: dict[str, Any], num_layers: int) -> list[tuple[int, int]]:
+    """Where each layer's pages begin and their bytes, as the other side's `Channel.expose` says.
+
+    Raises
+    ------
+    TransferError
+        If it says anything else.
+    """
+    layers = memory.get("layers")
+    if not isinstance(layers, list) or len(layers) != num_layers:
+        raise TransferError(f"expected the other side's pages of {num_layers} layers")
+    pools = []
+    for layer in layers:
+        if not isinstance(layer, list) or len(layer) != 2 or any(type(n) is not int for n in layer):
+            raise TransferError("expected where the other side's pages of a layer lie")
+        begin, size = layer
+        if not (0 <= begin < 2**63 and 0 <= size < 2**63):
+            raise TransferError(f"the other side's pages cannot be {size} bytes at {begin}")
+        pools.append((begin, size))
+    return pools
 
 
 def num_slots_of(cache: KVCache) -> list[int]:

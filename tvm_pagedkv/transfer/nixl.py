@@ -15,6 +15,7 @@ import numpy as np
 from ..cache import KVCache
 from . import _runtime
 from .channel import ChannelClosed, TransferError, TransferTimeout
+from .layout import pools_of
 from .sockets import SocketChannel
 
 _POLL_SECONDS = 20e-6
@@ -73,12 +74,13 @@ class NixlChannel(SocketChannel):
     def attach(self, cache: KVCache, memory: dict[str, Any]) -> None:
         if memory.get("kind") != "nixl":
             raise ValueError(f"a NixlChannel cannot read memory of kind {memory.get('kind')!r}")
-        ours, theirs = self._register(cache), memory["layers"]
-        self._generation = str(memory["generation"])
+        theirs = pools_of(memory, len(cache.description["layers"]))
+        ours = self._register(cache)
+        self._generation = str(memory.get("generation"))
         both = np.array([ours, theirs], np.uint64)  # [side, layer, (address, size)]
         self._bases, self._sizes = both[..., 0].T, both[..., 1].T.astype(np.int64)
         try:
-            remote = self._agent.add_remote_agent(base64.b64decode(memory["metadata"]))
+            remote = self._agent.add_remote_agent(base64.b64decode(memory.get("metadata")))
         except Exception as error:  # NIXL's own kinds
             raise TransferError(f"NIXL cannot reach the sender: {error}") from None
         self._remote = remote.decode() if isinstance(remote, bytes) else remote

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,8 @@ import numpy as np
 
 from ..cache import KVCache
 from . import _runtime
-from .channel import Channel, TransferError, TransferTimeout
-from .endpoint import Deadline, Endpoint, field
+from .channel import Channel, MessageError, TransferError, TransferTimeout
+from .endpoint import Deadline, Endpoint, field, integers, quote
 from .layout import expand_map, expand_runs, regions
 
 
@@ -61,7 +62,11 @@ class Receiver(Endpoint):
         self._tickets: dict[int, Ticket] = {}
         self._ids = itertools.count(1)
         self._their_slots: list[int] = []
+        self._receives: set[int] = set()  # whose pages the cache keeps for us
         super().__init__(cache, channel, timeout)
+        # Also when this object is forgotten rather than closed.
+        forget = weakref.finalize(self, _runtime.release_receives, cache, self._receives)
+        forget.atexit = False  # the cache ends with the process
         self.poll()
 
     def request(self, seq_id: int, length: int, payload: Any = None) -> Ticket:
@@ -82,6 +87,7 @@ class Receiver(Endpoint):
         begin = self.cache.sequence_length(seq_id)
         numbers = _runtime.prepare_recv(self.cache, seq_id, length)
         receive = _runtime.receive_id(self.cache, seq_id)
+        self._receives.add(receive)
         slots = expand_map(numbers, len(self.cache.stats()["groups"]))
         ticket = Ticket(
             next(self._ids), seq_id, receive, begin, length, slots, begin, begin, unconfirmed={}
@@ -91,6 +97,7 @@ class Receiver(Endpoint):
             self._say(message | {"payload": payload, "slots": numbers})
         except Exception:
             _runtime.cancel_receive(self.cache, seq_id, receive)
+            self._receives.discard(receive)
             raise
         self._tickets[ticket.id] = ticket
         return ticket
@@ -124,13 +131,18 @@ class Receiver(Endpoint):
     # --- inside ---------------------------------------------------------------------------------
 
     def _greet(self, hello: dict[str, Any]) -> None:
-        self._their_slots = field(hello, "num_slots", list)
+        self._their_slots = integers(hello, "num_slots")
+        if len(self._their_slots) != len(self.cache.stats()["groups"]):
+            raise TransferError(
+                f"the sender has {len(self._their_slots)} groups of layers, this cache "
+                f"{len(self.cache.stats()['groups'])}"
+            )
         self.channel.attach(self.cache, field(hello, "memory", dict))
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind, ticket = message.get("type"), self._tickets.get(field(message, "id", int))
         if kind not in ("offer", "confirmed", "finished", "failed"):
-            raise TransferError(f"the sender sent a message of type {kind!r}")
+            raise MessageError(f"the sender sent a message of type {quote(kind)}")
         if ticket is None:
             return  # about a transfer that has failed here; the sender hears of it
         if kind == "failed":
@@ -220,6 +232,7 @@ class Receiver(Endpoint):
                 f"sequence {ticket.seq_id} are missing"
             )
         _runtime.finish_receive(self.cache, ticket.seq_id, ticket.receive_id)
+        self._receives.discard(ticket.receive_id)
         ticket.is_done = True
         del self._tickets[ticket.id]
         self.channel.send({"type": "done", "id": ticket.id})
@@ -236,6 +249,7 @@ class Receiver(Endpoint):
         self._tickets.pop(ticket.id, None)
         try:
             _runtime.cancel_receive(self.cache, ticket.seq_id, ticket.receive_id)
+            self._receives.discard(ticket.receive_id)
         except (KeyError, ValueError):
             pass  # the sequence is gone, or was used in the meantime
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -10,23 +11,13 @@ from typing import Any
 
 from ..cache import KVCache
 from . import _runtime
-from .channel import Channel, TransferError, TransferTimeout
-from .endpoint import Deadline, Endpoint
+from .channel import Channel, MessageError, TransferError, TransferTimeout
+from .endpoint import Deadline, Endpoint, integers, quote
 from .endpoint import field as of
+from .requests import Request, request_of
 
-
-@dataclass(frozen=True)
-class Request:
-    """What a receiver wants: `length` positions of a sequence from `begin` on.
-
-    `payload` is what the receiver has said about it, the tokens for example.
-    """
-
-    id: int
-    begin: int
-    length: int
-    payload: Any
-    slots: tuple[int, ...]
+_MAX_REQUESTS = 1024  # that wait for `next_request`
+_POLL_SECONDS = 20e-6
 
 
 @dataclass
@@ -41,6 +32,14 @@ class Send:
     is_done: bool = False  # the receiver has everything
     error: Exception | None = None
     blocks: set[int] = field(default_factory=set)  # that the receiver has not read yet
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """The receiver says that it has read a block, but the channel does not know of it yet."""
+
+    send: Send
+    deadline: Deadline
 
 
 class Sender(Endpoint):
@@ -70,9 +69,20 @@ class Sender(Endpoint):
     ) -> None:
         self.peer = peer
         self._requests: deque[Request] = deque()
+        self._unproved: dict[int, _Claim] = {}  # by block
         self._sends: dict[int, Send] = {}
         super().__init__(cache, channel, timeout)
         self.poll()
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        deadline = Deadline(timeout)
+        while self._unproved:  # a channel that learns of a read does not wake `receive`
+            if super().poll(0.0) | self._check_claims():
+                return True
+            if not deadline.left():
+                return False
+            time.sleep(_POLL_SECONDS)
+        return super().poll(deadline.left())
 
     def next_request(self, timeout: float | None = None) -> Request:
         """The next request of the receiver.
@@ -110,7 +120,10 @@ class Sender(Endpoint):
         return send
 
     def refuse(self, request: Request, reason: str) -> None:
-        """Let the receiver's call fail."""
+        """Let the receiver's call fail; an answer to it that is under way ends."""
+        send = self._sends.get(request.id)
+        if send is not None:
+            self._drop(send, TransferError(f"request {request.id} was refused: {reason}"))
         self._say({"type": "failed", "id": request.id, "reason": reason})
 
     def finish(self, send: Send, result: Any = None) -> None:
@@ -169,14 +182,19 @@ class Sender(Endpoint):
             if sender is not None:
                 sender._offer(block)
 
-        _runtime.set_send_handler(self.cache, self.peer, handler, of(hello, "num_slots", list))
+        _runtime.set_send_handler(self.cache, self.peer, handler, integers(hello, "num_slots"))
         # Also when this object is forgotten rather than closed.
-        self._forget = weakref.finalize(
-            self, _runtime.set_send_handler, self.cache, self.peer, None
-        )
+        self._forget = weakref.finalize(self, _runtime.forget_receiver, self.cache, self.peer)
+        self._forget.atexit = False  # the cache ends with the process
 
     def _offer(self, block: int) -> None:
-        """Called at the end of a step; what goes wrong here must not be the step's error."""
+        """Called at the end of a step, whose error this must not be, nor other receivers'."""
+        try:
+            self._offer_block(block)
+        except Exception as error:
+            self._fail(TransferError(f"cannot offer block {block}: {error}"))
+
+    def _offer_block(self, block: int) -> None:
         described = _runtime.send_block(self.cache, block)
         open_sends = (s for s in self._sends.values() if s.seq_id == described["sequence_id"])
         send = next((s for s in open_sends if s.id in (0, described["send_id"])), None)
@@ -198,16 +216,7 @@ class Sender(Endpoint):
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message.get("type")
         if kind == "request":
-            self._requests.append(
-                Request(
-                    of(message, "id", int),
-                    of(message, "begin", int),
-                    of(message, "length", int),
-                    message.get("payload"),
-                    tuple(of(message, "slots", list)),
-                )
-            )
-            return
+            return self._take_request(request_of(message))
         request_id = of(message, "id", int)
         send = self._sends.get(request_id)
         if kind == "failed":
@@ -222,20 +231,58 @@ class Sender(Endpoint):
                 send.is_done = True
                 self._drop(send, None)
         else:
-            raise TransferError(f"the receiver sent a message of type {kind!r}")
+            raise MessageError(f"the receiver sent a message of type {quote(kind)}")
+
+    def _take_request(self, request: Request) -> None:
+        if request.id in self._sends or any(r.id == request.id for r in self._requests):
+            raise MessageError(f"the receiver has made request {quote(request.id)} already")
+        if len(self._requests) >= _MAX_REQUESTS:
+            raise MessageError(f"{_MAX_REQUESTS} requests of the receiver wait already")
+        self._requests.append(request)
+
+    def _reject(self, message: Any, error: MessageError) -> None:
+        """A receiver learns what was wrong with its message, and may send others."""
+        if not self.is_connected:
+            super()._reject(message, error)
+        request_id = message.get("id") if isinstance(message, dict) else None
+        if type(request_id) is not int:
+            request_id = None
+        elif request_id in self._sends:
+            self._drop(self._sends[request_id], error)
+        self._say({"type": "failed", "id": request_id, "reason": str(error)})
 
     def _confirm(self, send: Send | None, block: int, request_id: int) -> None:
-        """The receiver says that it has read a block; true if the pages were still the block's."""
+        """The receiver says that it has read a block."""
         if send is None or block not in send.blocks:
-            reason = f"block {block} was let go before it was read"
-            self.channel.send({"type": "failed", "id": request_id, "reason": reason})
-            return
-        if not self.channel.was_read(f"{request_id}.{block}", self.timeout):
-            self._fail_send(send, TransferError(f"block {block} was read out of other memory"))
-            return
-        send.blocks.remove(block)
-        _runtime.release_send_block(self.cache, block)
-        self.channel.send({"type": "confirmed", "id": request_id, "block": block})
+            error = TransferError(f"block {block} was let go before it was read")
+            if send is None:
+                return self._tell_failure(request_id, error)
+            return self._fail_send(send, error)
+        # Half the time, so that who waits for the transfer hears of this and not of the time limit.
+        self._unproved.setdefault(block, _Claim(send, Deadline(self.timeout / 2)))
+        self._check_claims()
+
+    def _check_claims(self) -> bool:
+        """Confirm the blocks that the channel knows were read; returns whether any was decided.
+
+        Nothing waits here: one thread may serve several receivers.
+        """
+        num_decided = 0
+        for block, claim in list(self._unproved.items()):
+            send = claim.send
+            if block in send.blocks:  # otherwise the transfer has failed since
+                if self.channel.was_read(f"{send.request.id}.{block}", 0.0):
+                    send.blocks.remove(block)
+                    _runtime.release_send_block(self.cache, block)
+                    self._say({"type": "confirmed", "id": send.request.id, "block": block})
+                elif claim.deadline.left():
+                    continue
+                else:
+                    error = TransferError(f"block {block} was read out of other memory")
+                    self._fail_send(send, error)
+            self._unproved.pop(block, None)
+            num_decided += 1
+        return num_decided > 0
 
     def _check(self, send: Send) -> None:
         if send.error is None and self.error is not None:
@@ -261,9 +308,11 @@ class Sender(Endpoint):
 
     def _fail_send(self, send: Send, error: Exception) -> None:
         self._drop(send, error)
+        self._tell_failure(send.request.id, error)
+
+    def _tell_failure(self, request_id: int, error: Exception) -> None:
         try:
-            reason = {"type": "failed", "id": send.request.id, "reason": str(error)}
-            self.channel.send(reason)
+            self.channel.send({"type": "failed", "id": request_id, "reason": str(error)})
         except TransferError:
             pass  # the other side is gone; there is nobody to tell
 
@@ -284,5 +333,6 @@ class Sender(Endpoint):
         for send in list(self._sends.values()):
             self._drop(send, error)
         self._requests.clear()
+        self._unproved.clear()
         if self.is_connected:
             self._forget()

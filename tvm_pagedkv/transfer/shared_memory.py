@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import socket
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import tvm_ffi
 from ..cache import KVCache
 from . import _runtime
 from .channel import ChannelClosed, TransferError
+from .layout import pools_of
 from .sockets import SocketChannel
 
 _F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x0002
@@ -28,7 +30,11 @@ class SharedMemoryChannel(SocketChannel):
     stays behind when they end in whatever way.
     """
 
+    descriptors_wanted = 1  # of the sender's memory
+
     def __init__(self, connection) -> None:
+        if connection.family != socket.AF_UNIX:
+            raise ValueError("a SharedMemoryChannel needs a Unix socket: give a path")
         super().__init__(connection)
         self._map: mmap.mmap | None = None
         self._sources: dict[int, Any] = {}
@@ -43,11 +49,13 @@ class SharedMemoryChannel(SocketChannel):
                 "a SharedMemoryChannel sends from caches that are made with enable_kv_transfer=True"
             )
         self._descriptors_out = [descriptor]
+        self.descriptors_wanted = 0  # only the receiver gets one
         return {"kind": "shared_memory", "bytes": num_bytes, "layers": _runtime.pool_ranges(cache)}
 
     def attach(self, cache: KVCache, memory: dict[str, Any]) -> None:
         if memory.get("kind") != "shared_memory" or not self._descriptors_in:
             raise ValueError(f"the sender's memory is of kind {memory.get('kind')!r}, not shared")
+        pools = pools_of(memory, len(cache.description["layers"]))
         descriptor = self._descriptors_in.pop(0)
         try:
             num_bytes = os.fstat(descriptor).st_size
@@ -55,12 +63,12 @@ class SharedMemoryChannel(SocketChannel):
                 raise TransferError("the sender could take its shared memory away while it is read")
             # Private, so that DLPack takes it for memory that may be written; nobody does.
             self._map = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # of length 0, or a huge one
             raise TransferError(f"cannot map the sender's memory: {error}") from None
         finally:
             os.close(descriptor)
-        for layer, (offset, size) in enumerate(memory["layers"]):
-            if not 0 <= offset <= offset + size <= num_bytes:
+        for layer, (offset, size) in enumerate(pools):
+            if offset + size > num_bytes:
                 raise TransferError(f"layer {layer} lies outside the sender's memory")
             pages = np.frombuffer(self._map, np.uint8, size, offset)
             self._sources[layer] = tvm_ffi.from_dlpack(pages)

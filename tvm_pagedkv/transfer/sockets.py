@@ -11,18 +11,20 @@ import selectors
 import socket
 import struct
 import time
-from pathlib import Path
+import weakref
 from typing import Any
 
-from .channel import Channel, ChannelClosed, TransferError, TransferTimeout
+from .addresses import Address, check_peer
+from .authentication import AuthenticatedSocket
+from .channel import Channel, ChannelClosed, MessageError, TransferError
+from .connections import Listener, connect
 
 _HEADER = struct.Struct("<I")  # bytes of the message that follows
 _MAX_MESSAGE = 1 << 26
 _CHUNK = 1 << 18
-_MAX_DESCRIPTORS = 4
+_MAX_DESCRIPTORS = 16  # that are looked at in one piece; the kernel closes the others
 _DESCRIPTOR_BYTES = array.array("i").itemsize
-
-Address = str | os.PathLike | tuple[str, int]
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux
 
 
 class SocketChannel(Channel):
@@ -33,59 +35,76 @@ class SocketChannel(Channel):
     Parameters
     ----------
     connection : socket.socket
-        A connected stream socket; the channel owns it from now on.
+        A connected Unix socket; the channel owns it from now on. TCP connections come from
+        `listen`, `listener` and `connect` only, which ask the other side for the secret.
+
+    Raises
+    ------
+    AuthenticationError
+        If the process at the other end is of another user.
     """
 
+    descriptors_wanted = 0  # file descriptors that the other side may send
+
     def __init__(self, connection: socket.socket) -> None:
+        if connection.family == socket.AF_UNIX:
+            check_peer(connection)
+        elif isinstance(connection, AuthenticatedSocket):
+            # A host that is gone is noticed also while nobody has anything to say.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        else:
+            raise ValueError("a TCP connection must come from listen or connect of the channel")
         connection.setblocking(False)
         self._socket: socket.socket | None = connection
         self._incoming, self._outgoing = bytearray(), bytearray()
         self._is_ended = False
         self._descriptors_out: list[int] = []  # go with the next bytes
         self._descriptors_in: list[int] = []
+        # Also when this object is forgotten rather than closed.
+        weakref.finalize(self, _close_all, self._descriptors_in)
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
 
     @classmethod
-    def listen(cls, address: Address, timeout: float = 30.0, **options: Any):
-        """Wait for the other side at a path of the file system or at (host, port).
-
-        A path must not exist; it is there until the other side has come, for this user only.
-        """
-        family, target = _resolve(address)
-        with socket.socket(family, socket.SOCK_STREAM) as server:
-            if family != socket.AF_UNIX:
-                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            server.bind(target)
-            try:
-                if family == socket.AF_UNIX:
-                    os.chmod(target, 0o600)
-                server.listen(1)
-                server.settimeout(timeout)
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    raise TransferTimeout(f"nobody came to {target} in {timeout} s") from None
-            finally:
-                if family == socket.AF_UNIX:
-                    os.unlink(target)
-        return cls(connection, **options)
+    def listener(cls, address: Address, secret: bytes | None = None, **options: Any) -> Listener:
+        """A `Listener` that gives each other side a channel of this class."""
+        return Listener(cls, address, secret, **options)
 
     @classmethod
-    def connect(cls, address: Address, timeout: float = 30.0, **options: Any):
-        """Connect to the side that listens, as soon as it does."""
-        family, target = _resolve(address)
-        end = time.monotonic() + timeout
-        while True:
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                connection.connect(target)
-                return cls(connection, **options)
-            except (FileNotFoundError, ConnectionRefusedError):
-                connection.close()
-                if time.monotonic() > end:
-                    raise TransferTimeout(f"nobody listens at {target}") from None
-                time.sleep(0.01)
+    def listen(
+        cls, address: Address, timeout: float = 30.0, secret: bytes | None = None, **options: Any
+    ):
+        """Wait for one other side; see `Listener` for the arguments and errors."""
+        with cls.listener(address, secret, **options) as listener:
+            return listener.accept(timeout)
+
+    @classmethod
+    def connect(
+        cls, address: Address, timeout: float = 30.0, secret: bytes | None = None, **options: Any
+    ):
+        """Connect to the side that listens, as soon as it does.
+
+        Parameters
+        ----------
+        address : path, or (host, port)
+        timeout : float
+            Seconds for all of it: the host's name, the connection and the handshake.
+        secret : bytes, optional
+            What the other side must know; see `Listener`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the address or the secret cannot be used.
+        AuthenticationError, TransferTimeout, TransferError
+            If the other side may not be trusted, does not answer, or cannot be reached.
+        """
+        connection = connect(address, timeout, secret)
+        try:
+            return cls(connection, **options)
+        except BaseException:
+            connection.close()
+            raise
 
     def send(self, message: dict[str, Any]) -> None:
         if self._socket is None:
@@ -103,7 +122,10 @@ class SocketChannel(Channel):
             if message is not None:
                 return message
             if self._socket is None or self._is_ended:
-                raise ChannelClosed("the other side has closed the channel, or its process is gone")
+                where = " in the middle of a message" if self._incoming else ""
+                raise ChannelClosed(
+                    f"the other side has closed the channel{where}, or its process is gone"
+                )
             self._flush()
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
             self._selector.modify(self._socket, events)
@@ -119,9 +141,9 @@ class SocketChannel(Channel):
         self._selector.close()
         self._socket.close()
         self._socket = None
-        for descriptor in self._descriptors_in:
-            os.close(descriptor)
-        self._descriptors_in.clear()
+        self._incoming.clear()
+        self._outgoing.clear()
+        _close_all(self._descriptors_in)
 
     def _next_message(self) -> Any:
         if len(self._incoming) < _HEADER.size:
@@ -135,9 +157,12 @@ class SocketChannel(Channel):
         data = bytes(self._incoming[_HEADER.size : end])
         del self._incoming[:end]
         try:
-            return json.loads(data)
+            message = json.loads(data)
         except (ValueError, RecursionError):
-            raise TransferError("the other side sent a message that is no JSON") from None
+            raise MessageError("the other side sent a message that is no JSON") from None
+        if not isinstance(message, dict):
+            raise MessageError("the other side sent JSON that is no message: expected an object")
+        return message
 
     def _flush(self) -> None:
         while self._outgoing and not self._is_ended:
@@ -158,23 +183,31 @@ class SocketChannel(Channel):
     def _fill(self) -> None:
         room = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR_BYTES)
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(_CHUNK, room)
+            data, ancillary, flags, _ = self._socket.recvmsg(_CHUNK, room, _CLOSE_ON_EXEC)
         except BlockingIOError:
             return
         except OSError:
-            data, ancillary = b"", []
+            data, ancillary, flags = b"", [], 0
+        received: list[int] = []
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                received = array.array("i")
+                numbers = array.array("i")
                 usable = len(content) - len(content) % _DESCRIPTOR_BYTES
-                received.frombytes(content[:usable])
-                self._descriptors_in += received
+                numbers.frombytes(content[:usable])
+                received += numbers
+        if len(received) > self.descriptors_wanted or flags & socket.MSG_CTRUNC:
+            _close_all(received)
+            raise TransferError(
+                "the other side sent file descriptors that nobody asked for: expected up to "
+                f"{self.descriptors_wanted}"
+            )
+        self.descriptors_wanted -= len(received)
+        self._descriptors_in += received
         self._is_ended = self._is_ended or not data
         self._incoming += data
 
 
-def _resolve(address: Address) -> tuple[int, Any]:
-    if isinstance(address, tuple):
-        host, port = address
-        return socket.AF_INET, (host, int(port))
-    return socket.AF_UNIX, str(Path(address))
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptors.pop())

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of compiled files: whom it is trusted to, one build per file, and its size."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+_FOLDER, _LIMIT = "TVM_PAGEDKV_CACHE", "TVM_PAGEDKV_CACHE_MAX_MIB"
+_DEFAULT_LIMIT_MIB = 4096
+_MIN_IDLE_S = 3600  # a program may be about to load, or to link, what it has found just now
+_BUILD = ".build-"
+_FILE_NAME = re.compile(r"[0-9a-f]{32}\.\w+")  # nothing else in the folder is ours to remove
+
+_private_folders: dict[int, Path] = {}  # by process: a forked one outlives its parent's
+_warned: dict[str, object] = {}
+
+
+class UntrustedError(PermissionError):
+    """Says why what lies at a path could be another user's code."""
+
+
+def cache_dir() -> Path:
+    """Folder of compiled files: ``$TVM_PAGEDKV_CACHE``, or ``~/.cache/tvm_pagedkv``."""
+    chosen = os.environ.get(_FOLDER)
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tvm_pagedkv"
+
+
+def max_bytes() -> int:
+    """The size that `sweep` keeps the folder to: ``$TVM_PAGEDKV_CACHE_MAX_MIB``, or 4 GiB.
+
+    Raises
+    ------
+    ValueError
+        When the variable holds no positive integer.
+    """
+    chosen = os.environ.get(_LIMIT) or str(_DEFAULT_LIMIT_MIB)
+    if not re.fullmatch("[0-9]+", chosen) or int(chosen) == 0:
+        raise ValueError(f"{_LIMIT} must be a positive integer, in MiB; got {chosen!r}")
+    return int(chosen) * 2**20
+
+
+def folders() -> list[Path]:
+    """The folders that may hold compiled files for this process."""
+    private = _private_folders.get(os.getpid())
+    return [cache_dir()] + ([private] if private else [])
+
+
+def require_trusted(path: Path) -> None:
+    """Refuse a file or folder that another user owns, root aside, or may write to.
+
+    Raises
+    ------
+    UntrustedError
+    FileNotFoundError
+    """
+    status = path.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        raise UntrustedError(
+            f"{path} belongs to user {status.st_uid}, and the process runs as user {os.geteuid()}"
+        )
+    if status.st_mode & 0o022:
+        raise UntrustedError(
+            f"other users may write to {path} (mode {status.st_mode & 0o7777:o}); if its files "
+            f"are yours alone, run: chmod -R go-w {path}"
+        )
+
+
+@contextlib.contextmanager
+def building(name: str) -> Iterator[tuple[Path, Path]]:
+    """Hold the lock of a file while it is built; other processes that build it wait.
+
+    Parameters
+    ----------
+    name : str
+
+    Yields
+    ------
+    folder : Path
+        Where the file belongs. This is a private folder, removed when the process ends, where
+        `cache_dir` cannot be written or is not trusted; a warning says why.
+    scratch : Path
+        An empty folder on the same file system, removed in the end.
+    """
+    folder = cache_dir()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_trusted(folder)
+        with contextlib.suppress(FileNotFoundError):
+            require_trusted(folder / name)
+        lock = _lock(folder / (_BUILD + name))
+    except OSError as error:
+        _warn_once(f"compiled kernels are kept for this process only: {error}")
+        folder = _private_folder()
+        lock = _lock(folder / (_BUILD + name))
+    scratch = folder / (_BUILD + name)
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)  # a killed build's
+        scratch.mkdir(mode=0o700)
+        yield folder, scratch
+    finally:
+        _unlock(scratch, lock)
+
+
+def sweep(folder: Path, limit: int) -> None:
+    """Remove what killed builds left, and beyond `limit` bytes the files used longest ago.
+
+    A file counts as used when its modification time is set, which `disk_cache` does at every use.
+    """
+    for path in folder.glob(_BUILD + "*"):
+        scratch = path.with_name(path.name.removesuffix(".lock"))
+        with contextlib.suppress(OSError):
+            lock = _lock(scratch, wait=False)
+            if lock is not None:
+                _unlock(scratch, lock)
+    files = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if _FILE_NAME.fullmatch(path.name):
+                files.append((path.stat().st_mtime, path.stat().st_size, path))
+    excess = sum(num_bytes for _, num_bytes, _ in files) - limit
+    newest = time.time() - _MIN_IDLE_S
+    for used, num_bytes, path in sorted(files):
+        if excess <= 0 or used > newest:
+            break
+        path.unlink(missing_ok=True)
+        excess -= num_bytes
+
+
+def _lock(scratch: Path, wait: bool = True) -> int | None:
+    """The descriptor of a build's lock, which ends with the process; None: another has it."""
+    path = _lock_path(scratch)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # The one who held it may have removed the file: its lock binds nobody.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _unlock(scratch: Path, descriptor: int) -> None:
+    shutil.rmtree(scratch, ignore_errors=True)
+    _lock_path(scratch).unlink(missing_ok=True)
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may have the descriptor too
+    os.close(descriptor)
+
+
+def _lock_path(scratch: Path) -> Path:
+    return scratch.with_name(scratch.name + ".lock")
+
+
+def _private_folder() -> Path:
+    """A folder of this process, removed at its end."""
+    process = os.getpid()
+    if process not in _private_folders:
+        made = Path(tempfile.mkdtemp(prefix="tvm_pagedkv-"))
+        atexit.register(lambda: os.getpid() == process and shutil.rmtree(made, ignore_errors=True))
+        _private_folders.setdefault(process, made)
+    return _private_folders[process]
+
+
+def _warn_once(text: str) -> None:
+    if _warned.setdefault("folder", text) is text:
+        warnings.warn(text, RuntimeWarning, stacklevel=3)

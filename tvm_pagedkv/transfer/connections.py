@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections whose other side may use them: `connect`, and `Listener` for the side that waits."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+import selectors
+import socket
+import time
+from typing import Any
+
+from .addresses import Address, check_peer, check_socket, describe, is_path, resolve, socket_path
+from .authentication import Handshake, secret_for
+from .channel import AuthenticationError, ChannelClosed, TransferError, TransferTimeout
+
+HANDSHAKE_SECONDS = 5.0
+RESOLVE_SECONDS = 30.0
+_RETRY_SECONDS = 0.01
+_MAX_HANDSHAKES = 64  # under way at a time
+# EAGAIN: the backlog of a Unix socket is full; ENOTCONN: who accepted has closed at once.
+_NOBODY_YET = (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN, errno.ENOTCONN)
+
+_log = logging.getLogger("tvm_pagedkv.transfer")
+
+
+def connect(address: Address, timeout: float, secret: bytes | None) -> socket.socket:
+    """Connect to a `Listener` as soon as there is one; `timeout` covers all of it, in seconds.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the address or the secret cannot be used.
+    AuthenticationError
+        If the other side is of another user or does not know the secret.
+    TransferError
+        If there is no way to the address; a `TransferTimeout` if nobody listens there in time.
+    """
+    local = is_path(address)
+    secret = secret_for(secret, is_required=not local)
+    end = time.monotonic() + timeout
+    targets = [(socket.AF_UNIX, address)] if local else resolve(address, timeout)
+    connection = None
+    while connection is None:
+        connection, errors = _try_all(targets, end)
+        text = " and ".join(error.strerror or str(error) for error in errors)
+        if connection is None and not any(error.errno in _NOBODY_YET for error in errors):
+            raise TransferError(f"cannot connect to {describe(address)}: {text}")
+        if connection is None and time.monotonic() > end:
+            raise TransferTimeout(
+                f"nobody listens at {describe(address)} within {timeout:g} s: {text}"
+            )
+        if connection is None:
+            time.sleep(min(_RETRY_SECONDS, max(0.0, end - time.monotonic())))
+    with _closing_on_error(connection):
+        if local:
+            check_peer(connection)
+        if secret is not None:
+            left = max(0.0, end - time.monotonic())
+            connection = Handshake(connection, secret, is_listener=False, seconds=left).run()
+    return connection
+
+
+class Listener:
+    """Waits for other sides at an address, and gives each one that may come a channel.
+
+    Strangers are turned away without keeping anybody else waiting: handshakes go on side by side,
+    and each has a time limit.
+
+    Parameters
+    ----------
+    channel_type : type
+        Class of the channels: `SharedMemoryChannel` or `NixlChannel`.
+    address : path, or (host, port)
+        A path must not exist; it is there until `close`, for this user only. Port 0 takes any.
+    secret : bytes, optional
+        What the other side must know, at least 16 bytes. A TCP address needs one; it can come from
+        the environment variable ``TVM_PAGEDKV_TRANSFER_SECRET`` instead.
+    handshake_seconds : float
+        Time limit of a handshake.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the address or the secret cannot be used.
+    TransferError
+        If it is not possible to listen there, or if others may write to the path's folder.
+    """
+
+    def __init__(
+        self,
+        channel_type: type,
+        address: Address,
+        secret: bytes | None = None,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
+        **options: Any,
+    ) -> None:
+        self._path: str | None = None
+        self._pending: dict[socket.socket, Handshake] = {}
+        local = is_path(address)
+        self._secret = secret_for(secret, is_required=not local)
+        self._type, self._options = channel_type, options
+        self._handshake_seconds = handshake_seconds
+        try:
+            if local:
+                family, target = socket.AF_UNIX, socket_path(address)
+            else:
+                family, target = resolve(address, RESOLVE_SECONDS)[0]
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            with _closing_on_error(self._socket):
+                self._bind(target)
+        except OSError as error:
+            if isinstance(error, TransferError):
+                raise
+            hint = ""
+            if local and error.errno == errno.EADDRINUSE:
+                hint = "; remove it if the process that made it has ended"
+            raise TransferError(f"cannot listen at {describe(address)}: {error}{hint}") from None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+
+    @property
+    def address(self) -> Address:
+        """Where the other side can connect to: a path, or (host, port)."""
+        return self._path or self._socket.getsockname()[:2]
+
+    def accept(self, timeout: float | None = 30.0):
+        """Wait for the next side that may come; returns a channel.
+
+        Those that may not are turned away and logged. None waits without a time limit.
+
+        Raises
+        ------
+        TransferTimeout
+            If nobody comes in time; its cause is the error of the last one turned away.
+        TransferError
+            If the listener is closed.
+        """
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        refused: TransferError | None = None
+        while True:
+            if self._socket.fileno() < 0:
+                raise TransferError("the listener is closed")
+            limits = [handshake.end for handshake in self._pending.values()]
+            limit = min([end, *limits])
+            left = None if limit == math.inf else max(0.0, limit - time.monotonic())
+            events = self._selector.select(left)
+            for key, _ in events:
+                try:
+                    connection = self._advance(key.fileobj)
+                except (AuthenticationError, ChannelClosed) as error:
+                    refused = error
+                    _log.warning("turned away a connection to %s: %s", self._where(), error)
+                    continue
+                if connection is not None:
+                    with _closing_on_error(connection):
+                        return self._type(connection, **self._options)
+            refused = self._drop_silent() or refused
+            if not events and time.monotonic() >= end:
+                text = f"nobody came to {self._where()} in {timeout:g} s"
+                if refused is not None:
+                    text += f" who may; the last one was turned away: {refused}"
+                raise TransferTimeout(text) from refused
+
+    def close(self) -> None:
+        """Listen no longer; channels stay as they are. May be called again."""
+        if self._socket.fileno() < 0:
+            return
+        self._remove_path()
+        for connection in list(self._pending):
+            self._forget(connection).connection.close()
+        self._selector.close()
+        self._socket.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _bind(self, target: Any) -> None:
+        if self._socket.family == socket.AF_UNIX:
+            os.fchmod(self._socket.fileno(), 0o600)  # bind makes the path with this mode
+        else:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(target)
+        if self._socket.family == socket.AF_UNIX:
+            self._path = target
+        self._socket.listen(_MAX_HANDSHAKES)
+        self._socket.setblocking(False)
+
+    def _where(self) -> str:
+        return describe(self.address)
+
+    def _advance(self, ready: socket.socket) -> socket.socket | None:
+        """Accept a connection, or go on with its handshake; returns it when it may be used."""
+        if ready is not self._socket:
+            handshake = self._pending.get(ready)
+            if handshake is None:
+                return None  # it had to make room
+            try:
+                if not handshake.advance():
+                    return None
+            except TransferError:
+                self._forget(ready).connection.close()
+                raise
+            self._forget(ready)
+            return handshake.finish()
+        try:
+            connection, _ = self._socket.accept()
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.ECONNABORTED, errno.EINTR):
+                return None  # it has gone again
+            raise TransferError(f"cannot accept a connection: {error}") from None
+        with _closing_on_error(connection):
+            if connection.family == socket.AF_UNIX:
+                check_peer(connection)
+            if self._secret is None:
+                return connection
+            if len(self._pending) >= _MAX_HANDSHAKES:  # room for one that does not take long
+                oldest = next(iter(self._pending))
+                self._forget(oldest).connection.close()
+            seconds = self._handshake_seconds
+            self._pending[connection] = Handshake(connection, self._secret, True, seconds)
+            self._selector.register(connection, selectors.EVENT_READ)
+        return None
+
+    def _drop_silent(self) -> TransferError | None:
+        error = None
+        for connection, handshake in list(self._pending.items()):
+            if handshake.end <= time.monotonic():
+                error = handshake.timeout()
+                _log.warning("turned away a connection to %s: %s", self._where(), error)
+                self._forget(connection).connection.close()
+        return error
+
+    def _forget(self, connection: socket.socket) -> Handshake:
+        self._selector.unregister(connection)
+        return self._pending.pop(connection)
+
+    def _remove_path(self) -> None:
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+
+def _try_all(
+    targets: list[tuple[int, Any]], end: float
+) -> tuple[socket.socket | None, list[OSError]]:
+    """The first connection that one of the targets accepts, or the error of each."""
+    errors: list[OSError] = []
+    for family, target in targets:
+        try:
+            return _try(family, target, max(0.001, end - time.monotonic())), errors
+        except TimeoutError as error:
+            errors.append(OSError(errno.EAGAIN, str(error)))
+        except OSError as error:
+            errors.append(error)
+    return None, errors
+
+
+def _try(family: int, target: Any, timeout: float) -> socket.socket:
+    """One attempt to connect."""
+    if family == socket.AF_UNIX:
+        target = socket_path(target)
+        check_socket(target)
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    with _closing_on_error(connection):
+        connection.settimeout(timeout)
+        connection.connect(target)
+        if family != socket.AF_UNIX and connection.getsockname() == connection.getpeername():
+            # TCP connects a free port of this host to itself when chance picks it for both ends.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    return connection
+
+
+@contextlib.contextmanager
+def _closing_on_error(connection: socket.socket):
+    try:
+        yield
+    except BaseException:
+        connection.close()
+        raise

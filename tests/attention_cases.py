@@ -68,16 +68,35 @@ def indptr(lengths) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def looser_dtype(*dtypes: str) -> str:
-    """The type whose rounding decides the error."""
-    return max(dtypes, key=reference.TOLERANCES.__getitem__)
-
-
 def normal(rng, shape, dtype: str) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
 
 
-class Batch:
+class AttentionCase:
+    """Outputs of a kernel, and what they must be by `expected`, which each kind of case has."""
+
+    is_inline = False  # whether the kernel has rotated Q and K
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The types whose rounding shows in the outputs."""
+        return self.spec.dtype, self.spec.kv_dtype
+
+    def verify(self, *args, **how) -> None:
+        """Compare `o` and `lse` with the reference; the arguments are those of `expected`."""
+        self.compare(self.expected(*args, **how), *self.dtypes)
+
+    def compare(self, expected, *dtypes: str) -> None:
+        """Compare what the kernel wrote with the expected pair."""
+        how = {"rounds_qk": self.is_inline}
+        reference.assert_state_close(self.state(), expected, *dtypes, **how)
+
+    def state(self):
+        """What the kernel wrote: o, lse."""
+        return self.o.numpy(), self.lse.numpy()
+
+
+class Batch(AttentionCase):
     """What the paged and the ragged kernels have in common.
 
     Parameters
@@ -107,6 +126,7 @@ class Batch:
 
     def scalars(self, *, causal: bool | None, inline: bool) -> list:
         """The trailing arguments of a kernel."""
+        self.is_inline = inline
         rope = self.spec.rope
         flags = [int(inline), rope.scale, rope.theta, self.sm_scale]
         return flags if causal is None else [int(causal), *flags]
@@ -119,12 +139,6 @@ class Batch:
     def reference_alibi(self):
         slopes = self.spec.alibi_slopes
         return slopes and (slopes, self.q_positions, self.k_offsets)
-
-    def check(self, expected, *dtypes: str) -> None:
-        """Compare `o` and `lse` with the expected pair."""
-        dtype = looser_dtype(*dtypes)
-        reference.assert_close(self.lse.numpy(), expected[1], dtype, "lse")
-        reference.assert_close(self.o.numpy(), expected[0], dtype, "o")
 
 
 class PagedBatch(Batch):
@@ -171,9 +185,9 @@ class PagedBatch(Batch):
         q = (self.tensor(self.q), self.tensor(self.q_indptr))
         kernel(*q, self.tensor(self.pages), *self._table(), *outputs)
 
-    def verify(self, causal: bool = True, inline: bool = False, window=None) -> None:
-        """Compare with the reference."""
-        expected = reference.paged_attention(
+    def expected(self, causal: bool = True, inline: bool = False, window=None):
+        """What the reference says: o, lse."""
+        return reference.paged_attention(
             self.q,
             self.q_indptr,
             self.pages,
@@ -187,7 +201,6 @@ class PagedBatch(Batch):
             softcap=self.spec.logit_softcap,
             alibi=self.reference_alibi(),
         )
-        self.check(expected, self.spec.dtype, self.spec.kv_dtype)
 
 
 class RaggedBatch(Batch):
@@ -211,9 +224,13 @@ class RaggedBatch(Batch):
         scalars += [] if window is None else [window]
         compiled(name, self.spec, cpu)(*arrays, self.o, self.lse, *scalars)
 
-    def verify(self, causal: bool = True, inline: bool = False, window=None) -> None:
-        """Compare with the reference."""
-        expected = reference.ragged_attention(
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return (self.spec.dtype,)  # there are no pages
+
+    def expected(self, causal: bool = True, inline: bool = False, window=None):
+        """What the reference says: o, lse."""
+        return reference.ragged_attention(
             self.q,
             self.q_indptr,
             self.k,
@@ -226,4 +243,3 @@ class RaggedBatch(Batch):
             alibi=self.reference_alibi(),
             window=window,
         )
-        self.check(expected, self.spec.dtype)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from .expected_skips import pytest_configure  # noqa: F401  (a hook)
+
 _COMPILED = Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"
 os.environ.setdefault("TVM_PAGEDKV_CACHE", str(_COMPILED))
 

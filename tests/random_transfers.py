@@ -111,6 +111,7 @@ class Transfer(Operation):
             _runtime.cancel_receive(cache, args.seq_id, receive)
         else:
             cache.pop_n(args.seq_id, args.count)
+            _runtime.release_receives(cache, [receive])  # until then its pages stay taken
         peer.cache.check_integrity()
         assert args.fate == "finish" or world.state() == before
 

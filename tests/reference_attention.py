@@ -48,8 +48,8 @@ def attention(
 
     Returns
     -------
-    o : float64 ``[T, Hq, Dv]`` and lse : float64 ``[T, Hq]``, base 2. A row that sees nothing gives
-    ``o = 0`` and ``lse = -inf``.
+    o : float64 ``[T, Hq, Dv]`` and lse : float64 ``[T, Hq]``, base 2; see `_softmax_sum` for values
+    that are not finite. Positions that a row does not see may hold anything.
     """
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
     num_rows, num_qo_heads, _ = q.shape
@@ -63,14 +63,38 @@ def attention(
         if bias is not None:
             scores = scores + bias[h]
         scores = scores * math.log2(math.e)
-        scores = np.where(mask, scores, -np.inf)
         for t in range(num_rows):
-            if mask[t].any():
-                top = scores[t].max()
-                p = np.exp2(scores[t] - top)
-                lse[t, h] = top + math.log2(p.sum())
-                o[t, h] = p @ v[:, h // group] / p.sum()
+            seen = mask[t]
+            o[t, h], lse[t, h] = _softmax_sum(scores[t, seen], v[seen, h // group])
     return (o, lse) if sinks is None else apply_sinks(o, lse, sinks)
+
+
+def _softmax_sum(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, float]:
+    """Weigh the positions that one row sees.
+
+    * A score that is NaN or +inf makes `o` and `lse` NaN.
+    * A score of -inf is a weight of 0. A row without any other score, or any score at all, has
+      ``lse = -inf`` and a total of 0, by which nothing is divided: ``o`` is the sum itself.
+    * V is weighted as IEEE 754 says, a weight of 0 included: NaN in a column of V is NaN in that
+      column of `o`, and `lse`, which does not depend on V, is still a number. Infinity in V is
+      infinity or NaN in `o`; kernels may give either.
+
+    Parameters
+    ----------
+    scores : ``[S]``, base 2; v : ``[S, Dv]``
+
+    Returns
+    -------
+    o : ``[Dv]`` and lse, base 2.
+    """
+    if np.isnan(scores).any() or np.isposinf(scores).any():
+        return np.full(v.shape[-1], np.nan), np.nan
+    finite = scores[np.isfinite(scores)]
+    top = finite.max() if finite.size else 0.0
+    weights = np.exp2(scores - top)
+    total = weights.sum()
+    o = (weights[:, None] * v).sum(axis=0)
+    return (o / total, top + math.log2(total)) if total > 0 else (o, -np.inf)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -91,24 +115,31 @@ def alibi_bias(slopes, q_positions, k_positions) -> np.ndarray | None:
 
 
 def apply_sinks(o: np.ndarray, lse: np.ndarray, sinks: np.ndarray):
-    """Let ``sinks [H]`` into the softmax of ``o [T, H, D]``, ``lse [T, H]``."""
-    o, lse = np.asarray(o, np.float64), np.asarray(lse, np.float64)
-    with_sink = np.logaddexp2(lse, np.asarray(sinks, np.float64) * math.log2(math.e))
-    nothing = np.isinf(with_sink)
-    share = np.where(nothing, 0.0, np.exp2(lse - np.where(nothing, 0.0, with_sink)))
-    return o * share[..., None], with_sink
+    """Let ``sinks [H]`` into the softmax of ``o [T, H, D]``, ``lse [T, H]``.
+
+    A sink is a state of its own whose `o` is 0.
+    """
+    o = np.asarray(o, np.float64)
+    sink_lse = np.broadcast_to(np.asarray(sinks, np.float64) * math.log2(math.e), np.shape(lse))
+    return merge(o, lse, np.zeros_like(o), sink_lse)
 
 
 def merge(o: np.ndarray, lse: np.ndarray, o_other: np.ndarray, lse_other: np.ndarray):
-    """Combine two attention states ``o [T, H, D]``, ``lse [T, H]`` over disjoint positions."""
-    o, o_other = np.asarray(o, np.float64), np.asarray(o_other, np.float64)
-    lse, lse_other = np.asarray(lse, np.float64), np.asarray(lse_other, np.float64)
-    top = np.maximum(lse, lse_other)
-    safe = np.where(np.isinf(top), 0.0, top)
-    w, w_other = np.exp2(lse - safe), np.exp2(lse_other - safe)
-    total = w + w_other
+    """Combine two attention states ``o [T, H, D]``, ``lse [T, H]`` over disjoint positions.
+
+    A state whose lse is -inf counts for nothing, whatever its `o` holds. One whose lse is NaN or
+    +inf makes the row NaN.
+    """
+    lses = np.stack([lse, lse_other]).astype(np.float64)
+    states = np.stack([o, o_other]).astype(np.float64)
+    states[np.isneginf(lses)] = 0.0
+    undefined = (np.isnan(lses) | np.isposinf(lses)).any(axis=0)
+    lses[:, undefined] = 0.0
+    top = lses.max(axis=0)
+    weights = np.exp2(lses - np.where(np.isneginf(top), 0.0, top))
+    total = weights.sum(axis=0)
     with np.errstate(divide="ignore"):
-        merged_lse = np.where(total > 0, safe + np.log2(total), -np.inf)
-    total = np.where(total > 0, total, 1.0)
-    merged = (o * w[..., None] + o_other * w_other[..., None]) / total[..., None]
+        merged_lse = np.where(total > 0, top + np.log2(total), -np.inf)
+    merged = (states * weights[..., None]).sum(axis=0) / np.where(total > 0, total, 1.0)[..., None]
+    merged[undefined], merged_lse[undefined] = np.nan, np.nan
     return merged, merged_lse

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 
 import tir_kernels
 import tvm_pagedkv as pkv
@@ -25,6 +26,7 @@ from tvm_pagedkv.bundle import choose_target
 
 from . import reference
 from .cpp_build import BUILDS, ROOT, needs_cmake, run
+from .permissive_steps import permissive_step
 from .reference_rope import Rope
 
 ROWS, SEQUENCE = 37, 7
@@ -126,8 +128,9 @@ import numpy as np, tvm, tvm_pagedkv as pkv
 assert tvm.__file__.startswith({str(tmp_path)!r})
 cache = pkv.load_bundle({str(bundle)!r}).create(max_total_tokens=64)
 cache.add_sequence({SEQUENCE})
-with cache.forward([{SEQUENCE}], [{ROWS}]):
-    out = cache.attention(0, np.load("qkv.npy"))
+cache.begin_forward([{SEQUENCE}], [{ROWS}])
+out = cache.attention(0, np.load("qkv.npy"))
+cache.end_forward()
 np.save("out.npy", out.numpy())
 assert "libtvm_runtime" in (maps := open("/proc/self/maps").read())
 assert "libtvm_compiler" not in maps and "libLLVM" not in maps
@@ -159,7 +162,7 @@ def test_python_chooses_and_creates(bundle):
         cache.add_sequence(SEQUENCE)
         with pytest.raises(ValueError, match="max_num_sequences"):
             cache.add_sequence(1)
-        with cache.forward([SEQUENCE], [ROWS]):
+        with permissive_step(cache, [SEQUENCE], [ROWS]):
             reference.assert_close(cache.attention(0, inputs()).numpy(), expected(), "float32")
     with pytest.raises(ValueError, match="capacities of their own .* but page_size belongs"):
         loaded.create(page_size=32)
@@ -224,6 +227,9 @@ def test_choice_by_features():
 
 
 def refused(folder: Path, text: str) -> None:
+    """By the function that C++ programs call, and by Python's."""
+    with pytest.raises(ValueError, match=text):
+        tvm_ffi.get_global_func("pagedkv.load_bundle")(str(folder), None, None)
     with pytest.raises(ValueError, match=text):
         pkv.load_bundle(folder)
 
@@ -269,6 +275,45 @@ def test_other_versions_and_machines(copy):
         rewrite(copy, lambda m: (m.clear(), m.update(before)))
     assert pkv.load_bundle(copy).target
     refused(copy / "lib", "is not a bundle: it has no manifest.json")
+
+
+@pytest.mark.parametrize("name", ["absolute", "..", "kernels/../../other", "link", "folder link"])
+def test_libraries_outside_of_the_folder(copy, name):
+    """The manifest has the right checksum of the library, wherever it lies."""
+    manifest = json.loads((copy / "manifest.json").read_text())
+    chosen = pkv.load_bundle(copy).target
+    target = next(each for each in manifest["targets"] if each["name"] == chosen)
+    inside = target["kernel_sets"][0]["library"]
+    (copy.parent / "kernels").mkdir()
+    outside = (copy / inside).rename(copy.parent / inside)
+    if name == "link":
+        (copy / inside).symlink_to(outside)
+    elif name == "folder link":
+        shutil.rmtree(copy / "kernels")
+        (copy / "kernels").symlink_to(copy.parent / "kernels")
+    new = {
+        "absolute": str(outside),
+        "..": f"../{inside}",
+        "kernels/../../other": f"kernels/../../{inside}",
+    }.get(name, inside)
+
+    def change(manifest):
+        manifest["files"][new] = manifest["files"].pop(inside)
+        for each in manifest["targets"]:
+            if each["name"] == chosen:
+                each["kernel_sets"][0]["library"] = new
+
+    rewrite(copy, change)
+    refused(copy, f"must name files within {copy}, and '{re.escape(new)}' is elsewhere")
+
+
+def test_libraries_by_links_within_the_folder(copy):
+    chosen = pkv.load_bundle(copy).target
+    (file,) = copy.glob(f"kernels/{chosen}.0.so")
+    file.symlink_to(file.rename(file.with_name("renamed.so")))
+    link = copy.with_name("link")
+    link.symlink_to(copy)
+    assert pkv.load_bundle(link).target == chosen
 
 
 def test_what_cannot_be_written(bundle, tmp_path, capsys):

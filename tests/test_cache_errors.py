@@ -12,6 +12,7 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from .cache_cases import DIM, HEADS
+from .permissive_steps import permissive_step
 from .python_kernels import KERNELS, make_cache, snapshot
 
 STATE, CACHE = "vm.builtin.kv_state_", "vm.builtin.attention_kv_cache_"
@@ -230,7 +231,7 @@ def test_within_a_step(name):
     cache = make_cache({"merge": None})
     for seq_id in (0, 1):
         cache.add_sequence(seq_id)
-    with cache.forward([0, 1], [2, 1]):
+    with permissive_step(cache, [0, 1], [2, 1]):
         error, text, call = INSIDE[name]
         before = snapshot(cache, [0, 1])
         with pytest.raises(error, match=text):
@@ -259,7 +260,7 @@ def test_too_many_sequences():
 def test_cache_full(cache):
     cache.add_sequence(3)
     for _ in range(2):  # 64 slots, of which 3 pages are in use
-        with cache.forward([3], [24]):
+        with permissive_step(cache, [3], [24]):
             pass
     before = snapshot(cache, [0, 1, 2, 3])
     message = (
@@ -271,12 +272,12 @@ def test_cache_full(cache):
     assert issubclass(pkv.CacheFullError, RuntimeError)
     assert snapshot(cache, [0, 1, 2, 3]) == before
     cache.check_integrity()
-    with cache.forward([1], [4]):
+    with permissive_step(cache, [1], [4]):
         pass
     with pytest.raises(pkv.CacheFullError):  # a copy needs a page too
         cache.begin_forward([2], [1])
     cache.remove_sequence(2)
-    with cache.forward([0], [2]):
+    with permissive_step(cache, [0], [2]):
         pass
 
 
@@ -292,7 +293,7 @@ def test_stock_kernels_need_aligned_tensors():
     cache = make_cache(tagged)
     cache.add_sequence(0)
     qkv = tvm_ffi.from_dlpack(_misaligned(HEADS))
-    with cache.forward([0], [1]):
+    with permissive_step(cache, [0], [1]):
         with pytest.raises(ValueError, match="o must start at a multiple of 64 bytes"):
             _raw_attention(cache, qkv, tvm_ffi.from_dlpack(_misaligned(4)))
         assert cache.stats()["copied_inputs"] == 0

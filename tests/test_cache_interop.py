@@ -16,6 +16,7 @@ from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 
+from .permissive_steps import permissive_step
 from .python_kernels import KERNELS, make_cache
 from .stock import create_positional, stock_kernels
 
@@ -84,10 +85,25 @@ def test_rnn_states_are_forwarded():
     init = tvm.runtime.tensor(np.zeros((2, 3), "float32"))
     nothing = tvm_ffi.convert(lambda *args: None)
     state = _call("vm.builtin.rnn_state_create", 1, 2, 1, [nothing], [nothing], [init])
+
+    def is_held(seq_id: int) -> bool:
+        """Whether a sequence cannot be added again; one that can be is removed."""
+        try:
+            _call(STATE + "add_sequence", state, seq_id)
+        except tvm.error.InternalError as error:
+            assert f'The sequence "{seq_id}" is already in the space' in str(error)
+            return True
+        _call(STATE + "remove_sequence", state, seq_id)
+        return False
+
     _call(STATE + "add_sequence", state, 4)
+    assert is_held(4) and not is_held(5)
     _call(STATE + "fork_sequence", state, 4, 5, -1)
+    assert is_held(5)
     _call(STATE + "remove_sequence", state, 4)
+    assert not is_held(4) and is_held(5)
     _call(STATE + "clear", state)
+    assert not is_held(5)
 
 
 @pytest.mark.parametrize("args", [(), (None,), (1,), ("cache",), ([1],)])
@@ -158,7 +174,7 @@ def test_positional_errors(config, kernels, name):
 def _attend(cache, qkv, out=None):
     cache.clear()
     cache.add_sequence(0)
-    with cache.forward([0], [3]):
+    with permissive_step(cache, [0], [3]):
         return cache.attention(0, qkv, out=out).numpy()
 
 
@@ -195,7 +211,7 @@ def test_torch_tensors():
 def test_bfloat16_rows():
     cache = make_cache(kv_dtype="bfloat16")
     cache.add_sequence(0)
-    with cache.forward([0], [5]):
+    with permissive_step(cache, [0], [5]):
         pass
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 2, 10, 2, 8)).astype(ml_dtypes.bfloat16)[:, :, ::2]

@@ -9,7 +9,8 @@ import pytest
 import tvm_pagedkv as pkv
 
 from . import reference
-from .python_kernels import make_cache, poison, shuffle
+from .permissive_steps import permissive_step
+from .python_kernels import LAYER, make_cache, poison, shuffle
 
 NUM_QO_HEADS, NUM_KV_HEADS, DIM = 4, 2, 8
 ROPE = reference.Rope(rotary_dim=DIM)
@@ -63,7 +64,7 @@ def _check(cache: pkv.KVCache, mode: str, window: int | None = None) -> None:
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_over_numpy_kernels(mode):
-    _check(make_cache(rope_mode=MODES[mode]), mode)
+    _check(make_cache(layers=[LAYER], rope_mode=MODES[mode]), mode)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -100,5 +101,5 @@ def test_mla_layers_share_nothing():
     cache = pkv.create(config)
     cache.add_sequence(0)
     rows = np.zeros((1, 2, 16), "float32")
-    with cache.forward([0], [1]), pytest.raises(ValueError, match="MLA"):
+    with permissive_step(cache, [0], [1]), pytest.raises(ValueError, match="MLA"):
         cache.attention_with_shared_kv(0, rows, rows, rows, 1.0)

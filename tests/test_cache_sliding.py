@@ -13,6 +13,7 @@ import tvm_pagedkv as pkv
 
 from . import reference
 from .cache_cases import DIM, MODES, ROPE, CachePair, layer_of
+from .permissive_steps import permissive_step
 from .python_kernels import KERNELS, make_cache, shuffle, snapshot
 
 
@@ -68,7 +69,7 @@ def test_a_small_window_over_a_long_sequence_holds_a_few_pages():
     cache.add_sequence(0)
     most = window // page_size + 2
     for _ in range(100_000 // chunk):
-        with cache.forward([0], [chunk]):
+        with permissive_step(cache, [0], [chunk]):
             pass
         assert len(cache.page_table(0, 1)) <= most
     assert cache.sequence_length(0) == cache.total_length() == 100_000
@@ -84,7 +85,7 @@ def test_a_small_window_over_a_long_sequence_holds_a_few_pages():
     cache = make_cache(nothing, layers=layers[1:], page_size=page_size, **fields)
     cache.add_sequence(0)
     for _ in range(200_000 // chunk):
-        with cache.forward([0], [chunk]):
+        with permissive_step(cache, [0], [chunk]):
             pass
     assert cache.sequence_length(0) == 200_000
     assert cache.stats()["num_used_pages"] <= most
@@ -112,7 +113,7 @@ def test_a_full_group_says_which():
     for length in (32, 1):
         before = snapshot(cache, [0])
         if length == 32:
-            with cache.forward([0], [length]):
+            with permissive_step(cache, [0], [length]):
                 pass
             continue
         with pytest.raises(pkv.CacheFullError, match="needs 1 pages, but 0 of 8 .* group 0"):
@@ -218,7 +219,7 @@ def test_what_is_told():
     assert [(x["kind"], x["window"]) for x in layers[:2]] == [("mha", 0), ("mha_sliding", 8)]
     cache.add_sequence(4)
     for length in (32, 1):
-        with cache.forward([4], [length]):
+        with permissive_step(cache, [4], [length]):
             pass
     assert cache.draw().splitlines()[2:4] == [
         "group 1: 7 of 16 pages in use",

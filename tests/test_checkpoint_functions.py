@@ -14,6 +14,7 @@ from tvm_ffi import Shape, get_global_func
 import tvm_pagedkv as pkv
 
 from .checkpoint_cases import LAYERS, Fed, call, export, fed_in_chunks, restore
+from .permissive_steps import permissive_step
 from .python_kernels import make_cache, snapshot
 from .reference_checkpoint import page_group
 from .stock import create_positional, stock_kernels
@@ -51,7 +52,7 @@ def test_page_groups_restore_bit_for_bit(kind, chunks, page_size, kv_dtype):
 def test_bfloat16_of_any_bits():
     caches = [make_cache(kv_dtype="bfloat16") for _ in range(2)]
     caches[0].add_sequence(0)
-    with caches[0].forward([0], [10]):
+    with permissive_step(caches[0], [0], [10]):
         pass
     bits = np.random.default_rng(0).integers(0, 2**16, (2, 2, 10, 2, 8), "uint16")
     k, v = bits.view(ml_dtypes.bfloat16)
@@ -243,7 +244,7 @@ def test_nothing_of_it_within_a_step(half):
         lambda: call("finish_import", target.cache, 5),
         lambda: target.cache.remove_sequence(5),
     ]
-    with target.cache.forward([1], [1]):
+    with permissive_step(target.cache, [1], [1]):
         for each in calls:
             with pytest.raises(ValueError, match="within a step; call end_forward first"):
                 each()

@@ -25,6 +25,11 @@ CREATION = {
     "tokens_negative": (ValueError, "max_total_tokens", {"max_total_tokens": -1}),
     "sequences": (ValueError, "max_num_sequences", {"max_num_sequences": 0}),
     "chunk": (ValueError, "prefill_chunk_size", {"prefill_chunk_size": 0}),
+    "tiles": (
+        ValueError,
+        r"prefill_chunk_size \(1073741824\) times num_kv_heads \(2\) must be below",
+        {"prefill_chunk_size": 2**30},
+    ),
     "dtype": (ValueError, "dtype must be one of", {"dtype": "int8"}),
     "dtype_type": (TypeError, "'dtype'.*wrong type", {"dtype": 3}),
     "kv_dtype": (ValueError, "kv_dtype must be one of", {"kv_dtype": "complex"}),

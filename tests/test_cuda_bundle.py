@@ -23,6 +23,7 @@ from tvm_pagedkv.cuda_library import DeviceCode
 from . import reference
 from .cpp_build import BUILDS, ROOT, needs_cmake, run
 from .cuda_emulator.device import plugged_in
+from .permissive_steps import permissive_step
 from .test_bundle import CONFIG, ROWS, SCALING, SEQUENCE, expected, inputs, rewrite
 from .test_cuda_build import needs_nvcc
 
@@ -84,7 +85,7 @@ def test_a_bundle_runs_on_a_device(bundle, copy, device):
     assert loaded.target != other.target == pkv.load_bundle(bundle, "cuda").target == "cuda"
     for cache in (loaded.create(device=device.device), other.create(max_total_tokens=64)):
         cache.add_sequence(SEQUENCE)
-        with cache.forward([SEQUENCE], [ROWS]):
+        with permissive_step(cache, [SEQUENCE], [ROWS]):
             out = cache.attention(0, qkv)
         assert out.device == device.device
         reference.assert_close(out.numpy(), expected(), "float32")

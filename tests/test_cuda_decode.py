@@ -101,10 +101,10 @@ def test_windows(inline, seed):
     gapped = [(1, 9, 2, 6, 6), (1, 1, 0, 0, 4), (1, 40, 0, 0, None), (1, 99, 5, 28, 9)]
     case = WindowBatch(spec, gapped, seed)
     case.run("decode", case.length_rows(4).reshape(-1), inline)
-    case.verify_window(4, inline)
+    case.verify(4, inline)
     case = WindowBatch(spec, gapped, seed)
     case.run("decode_windowed", case.length_rows(3), inline)
-    case.verify_window(3, inline)
+    case.verify(3, inline)
 
 
 # --- waits and barriers -------------------------------------------------------------------------

@@ -306,6 +306,7 @@ def test_rows_go_from_a_device_to_the_host(device):
         _runtime.copy_regions(*pools, np.array([[to * num_bytes, start * num_bytes, num_bytes]]))
     for got, want in zip(target.debug_get_kv(0), source.debug_get_kv(0), strict=True):
         np.testing.assert_array_equal(got.numpy(), want.numpy())
+        assert got.numpy().any()  # the target had zeros
 
 
 def test_channels_of_the_host_refuse_caches_of_a_device(device):

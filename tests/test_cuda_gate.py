@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from tir_kernels import build_kernel
+from tir_kernels.spec import RopeSpec
 from tvm_pagedkv import cuda_machine_code
 from tvm_pagedkv.cuda_library import find_nvcc
 from tvm_pagedkv.cuda_machine_code import machine_code
 from tvm_pagedkv.cuda_source import cuda_source
 
 from .cuda_cases import make_spec
+from .cuda_emulator import mutated
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 # Of a configuration the architectures, and the kernels (None: all). A whole one takes two seconds.
@@ -29,6 +31,7 @@ GATED = {
     "mla-512-64-bfloat16": (("90",), None),
 }
 SPEC = make_spec((8, 2), 128)
+LATENT_SPEC = make_spec((16, 1), (576, 512), kind="mla", rope=RopeSpec(rotary_dim=0))
 
 
 def _has_nvcc() -> bool:
@@ -70,7 +73,7 @@ def test_kernels_pass(name):
     archs, functions = GATED[name]
     for arch in archs:
         codes = cuda_gate.codes_of(name, arch, functions=functions)
-        assert cuda_gate.failures_of(name, codes) == []
+        assert codes and cuda_gate.failures_of(name, codes) == []
 
 
 def test_every_kernel_is_gated(monkeypatch):
@@ -103,6 +106,7 @@ def test_too_few_registers_fail(source):
         ("prefill", {}, {"stg.128": 0}, "0 stg.128"),
         ("prefill", {}, {"local": 1}, "1 accesses to local memory"),
         ("prefill", {}, {"wait": 1}, "does not begin early"),
+        ("merge", {}, {"constant": 2}, "2 constant loads that its PTX has not"),
     ],
 )
 def test_each_rule_can_fail(codes, name, launch, fields, message):
@@ -138,6 +142,44 @@ def test_accesses_before_the_wait_are_counted(source):
     late = source[:begin] + source[begin + len(wait) : end] + wait + source[end:]
     (code,) = (c for c in machine_code(late, "90") if c.launch.kernel == "merge_kernel")
     assert code.early_accesses > 0
+
+
+@pytest.mark.parametrize(
+    "kernel, spec, declared, name",
+    [
+        ("merge", SPEC, "float* ", "lse_other"),
+        ("mla_prefill_shared", LATENT_SPEC, "float* ", "lse"),
+        # Rows of 5 elements are loaded one at a time.
+        ("split_rotary", make_spec((2, 1), 5, rope=RopeSpec(rotary_dim=2)), "half* ", "qkv"),
+    ],
+)
+def test_constant_loads_of_what_kernels_write_are_refused(kernel, spec, declared, name):
+    """With a restricted pointer the compiler makes them of loads from what a kernel only reads."""
+    from cuda_gate_rules import failures
+
+    source = cuda_source({kernel: build_kernel(kernel, spec)})
+    pointer = f"{name}_ptr"
+    restricted = mutated(source, f"{declared}{pointer}", f"{declared}__restrict__ {pointer}")
+    found = []
+    for text in (source, restricted):
+        codes = machine_code(text, "90")
+        found.append([line for line in failures(kernel, spec, codes) if "constant loads" in line])
+    assert found[0] == [] and len(found[1]) == 1
+    assert f"reads what kernels write by constant loads: {name}" in found[1][0]
+
+
+def test_arguments_of_constant_loads_are_told(codes):
+    """Those that the host copies before a step may be loaded so."""
+    assert codes["merge"].constant_arguments == ()
+    assert set(codes["prefill"].constant_arguments) >= {"q_indptr", "page_values"}
+
+
+def test_constant_loads_of_other_arguments_are_refused(codes):
+    from cuda_gate_rules import failures
+
+    wrong = replace(codes["prefill"], constant_arguments=("page_values", "pages", "lse"))
+    (line,) = (x for x in failures("prefill", SPEC, [wrong, codes["prefill_1"]]))
+    assert "reads what kernels write by constant loads: lse, pages" in line
 
 
 def test_kernels_that_move_rows_leave_room_for_many_threads(codes):

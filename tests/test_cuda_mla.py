@@ -11,6 +11,7 @@ from .cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
 from .cuda_emulator import launches, multiprocessors
 from .mla_cases import LatentBatch
 from .test_cuda_trees import paged_trees
+from .test_shared_prefix_kernel import SharedBatch
 from .tree_cases import LatentTrees
 
 NONE = RopeSpec(rotary_dim=0)
@@ -49,3 +50,15 @@ def test_mla_tree(spec, seed):
     case = LatentTrees(spec, paged_trees(seed), seed)
     case.run()
     case.verify()
+
+
+def test_a_rotation_in_the_spec_does_not_matter():
+    """Latent rows come rotated, and the kernels have no argument that asks for it."""
+    spec = make_spec((3, 1), (136, 128), kind="mla", rope=RopeSpec())
+    for case in (
+        LatentBatch(spec, [(2, 20), (1, 9)], 0),
+        LatentTrees(spec, [(1, 9, [-1]), (3, 5, [-1, 0, 0])], 0),
+    ):
+        case.run()
+        case.verify()
+    SharedBatch(spec, [(2, 3)], 0).check()

@@ -11,7 +11,7 @@ from tir_kernels.spec import RopeSpec
 from . import reference
 from .attention_cases import compiled, cuda_text, tensors_for
 from .cuda_cases import BF16, F16, F32, make_spec
-from .cuda_emulator import SCHEDULES, emulated, mutated, schedule
+from .cuda_emulator import SCHEDULES, counting_loads, emulated, mutated, num_loads, schedule
 from .page_kernel_cases import (
     check_compact_copy,
     check_copy_pages,
@@ -96,7 +96,7 @@ def test_apply_sinks(dtype):
     actual = tensor(o), tensor(lse)
     compiled("apply_sinks", spec)(*actual, tensor(sinks))
     reference.assert_close(actual[0].numpy(), expected[0], dtype, "o")
-    reference.assert_close(actual[1].numpy(), expected[1], F32, "lse")
+    reference.assert_lse_close(actual[1].numpy(), expected[1], F32, "lse")
 
 
 def test_latent_rows():
@@ -151,3 +151,35 @@ def test_a_rotation_of_few_dimensions_leaves_the_rest():
     spec = make_spec((2, 1), 32, (BF16, BF16), rope=RopeSpec(rotary_dim=6))
     qkv, positions, _ = fused(np.random.default_rng(0), spec, 5)
     check_rope_append(spec, reference.Rope(rotary_dim=6), qkv, positions, [5])
+
+
+def _split_rotary_with_longrope(num_rows: int, start: int = 0) -> int:
+    """Compare with the reference; how often the kernels read a position."""
+    rope, expected = specs_of("longrope", 64)
+    spec = make_spec((2, 1), 64, (F32, F32), rope=rope)
+    source = counting_loads(cuda_text("split_rotary", spec), "position_map")
+    qkv, _, parts = fused(np.random.default_rng(start), spec, num_rows)
+    positions = (start + np.arange(num_rows)).astype(np.int32)[::-1].copy()
+    tensor = tensors_for(spec)
+    outputs = [tensor(np.full(x.shape, np.nan, F32)) for x in parts]
+    scaling = expected.scaling
+    factors = np.array((*scaling["long_factor"], *scaling["short_factor"]), np.float32)
+    num_loads()
+    emulated(source).get_function("split_rotary")(
+        tensor(qkv), tensor(positions), *outputs, tensor(factors)
+    )
+    for actual, rows in zip(outputs[:2], parts, strict=False):
+        rotated = reference.rotate(rows[::-1], positions[::-1], expected)[::-1]
+        reference.assert_close(actual.numpy(), rotated, F32)
+    reference.assert_same_bits(outputs[2].numpy(), parts[2])
+    return num_loads()
+
+
+@pytest.mark.parametrize("start", [0, ORIGINAL - 9, ORIGINAL - 8, ORIGINAL])
+def test_longrope_split_rotary_takes_the_call_for_one_sequence(start):
+    _split_rotary_with_longrope(9, start)
+
+
+def test_longrope_split_rotary_reads_each_position_as_often_in_a_long_call():
+    of_few, of_many = (_split_rotary_with_longrope(n) for n in (20, 600))
+    assert 0 < of_many <= 30 * of_few

@@ -91,7 +91,7 @@ def test_windows_of_sequences(seed):
     case = WindowBatch(SMALL, [(3, 1400, 600, 700, None), (2, 900, 4, 300, 580)], seed)
     with launches() as made:
         case.run("prefill", case.length_rows(4).reshape(-1), True, causal=True)
-    case.verify_window(4, True)
+    case.verify(4, True)
     check_is_split(made)
 
 

@@ -14,6 +14,7 @@ import tvm_pagedkv as pkv
 from . import reference
 from .cache_cases import CachePair
 from .in_child import failures
+from .permissive_steps import permissive_step
 from .python_kernels import shuffle
 from .tree_cache_cases import split
 
@@ -194,7 +195,7 @@ def test_rows_that_are_not_aligned_are_refused(device):
     whole = tvm.runtime.empty((2 * np.prod(shape),), DTYPE, device.device)
     shifted = [whole._create_view(shape, DTYPE, num_bytes) for num_bytes in (0, 8)]
     out = [whole._create_view((2, NUM_QO_HEADS, DIM), DTYPE, num_bytes) for num_bytes in (0, 2)]
-    with cache.forward([0], [2]):
+    with permissive_step(cache, [0], [2]):
         for qkv, o, name in ((shifted[1], out[0], "qkv"), (shifted[0], out[1], "o")):
             with pytest.raises(ValueError, match=f"{name} must start at a multiple of 16 bytes"):
                 cache.attention(0, qkv, out=o)

@@ -77,7 +77,8 @@ def test_the_barrier_behind_positions_is_needed(monkeypatch):
     spec = make_spec((2, 1), 32, (F16, F16), rope=RopeSpec(rotary_dim=0))
     source, wrong = cuda_text("tree_paged_sliding", spec), []
     barrier = "  tvm_builtin_cuda_cta_sync();"
-    assert source.count(barrier) == 5  # Q is there, a tile is, its positions are, the end, O is
+    # Q is there, a tile is, its positions are, V is finite, the end, two of care, O is.
+    assert source.count(barrier) == 8
     for text in (source, mutated(source, barrier, which=2)):
         function = emulated(text).get_function("tree_paged_sliding")
         monkeypatch.setattr(tree_cases, "compiled", lambda *arguments, f=function: f)

@@ -76,7 +76,7 @@ def test_a_text_beyond_the_context_takes_a_few_pages(model):
 def test_mistakes(model):
     context = model.config.context_length
     for window, text in (
-        (lambda: Window(0), "at least 1 token, got 0"),
+        (lambda: Window(0), "window must be between 1 and 2147483647, got 0"),
         (lambda: Window(8, 8), "fewer than the window .8., got 8"),
         (lambda: Window(8, -1), "got -1"),
     ):

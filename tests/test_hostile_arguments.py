@@ -61,7 +61,7 @@ ERRORS = (ValueError, KeyError, IndexError, TypeError, pkv.CacheFullError)
 OTHERS = {
     *(f"{CACHE}{name}" for name in ("append", "array_clear", "array_popn", "create", "update")),
     *(f"{CACHE}{name}" for name in ("view", "window_override", "window_override_with_sinks")),
-    OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime",
+    OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime", OWN + "library",
 }  # fmt: skip
 # Their arguments have no cache: test_hostile_creation.py, test_transfer_messages.py,
 # test_hostile_bundles.py.
@@ -139,6 +139,8 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     STATE + "popn": ("idle", [SEQ, integer(2, -1, 7, 2**31)]),
     STATE + "begin_forward": ("idle", [IDS, APPENDS, TREE]),
     STATE + "end_forward": ("step", []),
+    OWN + "abort_forward": ("step", []),
+    OWN + "missing_layers": ("step", []),
     CACHE + "enable_sliding_window_for_seq": (
         "windows", [SEQ, integer(8, 0, -1), integer(2, -1, 8)],
     ),
@@ -187,7 +189,9 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "receive_id": ("any", [SEQ]),
     OWN + "finish_receive": ("receive", [RECEIVING_SEQ, RECEIVE]),
     OWN + "cancel_receive": ("receive", [RECEIVING_SEQ, RECEIVE]),
+    OWN + "release_receive": ("any", [Kind(lambda: 7, {})]),
     OWN + "set_send_handler": ("any", [NEW_RECEIVER, HANDLER, POOL_SLOTS]),
+    OWN + "drop_send_handler": ("any", [Kind(lambda: 7, {})]),
     OWN + "send_id": ("any", [SEQ]),
     OWN + "cancel_send": ("any", [SEQ, SEND]),
     OWN + "send_block": ("send", [BLOCK]),

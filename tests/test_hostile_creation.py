@@ -66,7 +66,10 @@ KERNEL_MAPS = {
 LARGE = {
     "one": ({"max_total_tokens": 2**31 - 512}, {"qk_head_dim": 4096, "num_kv_heads": 4}),
     "many_layers": ({"max_total_tokens": 2**20, "num_layers": 4000}, {"qk_head_dim": 64}),
-    "chunk": ({"prefill_chunk_size": 2**31 - 1}, {"qk_head_dim": 4096, "num_qo_heads": 4096}),
+    "chunk": (
+        {"prefill_chunk_size": 2**31 - 1},
+        {"qk_head_dim": 4096, "num_qo_heads": 4096, "num_kv_heads": 1},
+    ),
     "window": (
         {"max_total_tokens": 2**31 - 512, "page_size": 1, "max_num_sequences": 2**31 - 1},
         {"kind": "mha_sliding", "window": 2**31 - 1, "qk_head_dim": 1024},

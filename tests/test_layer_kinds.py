@@ -13,6 +13,8 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv import LayerSpec
 
 from . import reference
+from .in_child import failures
+from .permissive_steps import permissive_step
 from .python_kernels import KERNELS, LAYER, MLA_KERNELS, make_cache, poison, snapshot
 
 MHA, MLA, LINEAR, SLIDING = range(4)
@@ -144,7 +146,7 @@ def test_a_stage_serves_its_layers_under_their_own_ids(stage):
     model = Model(cache, KINDS[begin:end], begin)
     model.run()
     assert cache.sequence_length(2) == 20
-    with cache.forward([0], [1]):
+    with permissive_step(cache, [0], [1]):
         before = snapshot(cache, [0, 1, 2])
         for layer in set(range(len(KINDS))) - set(range(begin, end)):
             other = 0 if layer < 2 else 2
@@ -176,3 +178,33 @@ def test_a_stage_of_a_config():
     for change in ({"layer_indptr": [0, 2]}, {"layer_indptr": [0, 3, 1, 3]}, {"stage": 2}):
         with pytest.raises(ValueError, match="layer_indptr|stage must be between 0 and 1"):
             pkv.KVCacheConfig(**{**fields, **change})
+
+
+def test_a_stage_without_pages_may_be_of_a_cache_that_sends():
+    layers = [LAYERS[kind] for kind in KINDS]
+    cache = make_cache(
+        [KERNELS, MLA_KERNELS], layers=layers, layer_indptr=Shape(INDPTR), stage=1,
+        enable_kv_transfer=True,
+    )  # fmt: skip
+    assert cache.stats()["page_pool_bytes"] == 0
+    cache.add_sequence(0)
+    with cache.forward([0], [5]):
+        pass
+    cache.check_integrity()
+
+
+def test_a_stage_without_pages_has_nothing_to_send():
+    def mark() -> None:
+        cache = make_stage(1)
+        cache.add_sequence(0)
+        handler = tvm_ffi.convert(lambda block: None)
+        tvm_ffi.get_global_func("pagedkv.set_send_handler")(cache, 0, handler, Shape([]))
+        with pytest.raises(ValueError, match="sequence 0 cannot be sent: no layer .* has K and V"):
+            tvm_ffi.get_global_func("vm.builtin.kv_cache_disagg_mark_send")(
+                cache, 0, 0, Shape([]), 0
+            )
+        assert tvm_ffi.get_global_func("pagedkv.send_id")(cache, 0) == 0
+        with cache.forward([0], [1]):
+            pass
+
+    assert failures([("mark_send", mark)]) == []

@@ -10,6 +10,7 @@ import tvm_ffi
 import tvm_pagedkv as pkv
 
 from .mla_cache_cases import CKV, HEADS, KPE, QK_DIM, V_DIM, MLAPair, make_mla_cache
+from .permissive_steps import permissive_step
 from .python_kernels import MLA_LAYER, snapshot
 
 append = tvm_ffi.get_global_func("vm.builtin.attention_kv_cache_append_mla_kv")
@@ -36,14 +37,14 @@ def test_calls_that_would_count_rows_twice_or_not_at_all():
     pair.add(0)
     pair.step([0], [3], "prefill")
     q, rows = pair.normal(1, HEADS, CKV + KPE), pair.normal(1, HEADS, QK_DIM)
-    with pair.cache.forward([0], [1]):
+    with permissive_step(pair.cache, [0], [1]):
         with pytest.raises(ValueError, match="call append_mla_kv before it"):
             pair.cache.cross_attention(0, q)
         pair.cache.append_mla_kv(0, pair.normal(1, CKV + KPE))
         pair.cache.cross_attention(0, q)
         with pytest.raises(ValueError, match="has covered this step's rows already"):
             pair.cache.self_attention(0, rows, rows, rows[:, :, :V_DIM])
-    with pair.cache.forward([0], [1]):
+    with permissive_step(pair.cache, [0], [1]):
         pair.cache.self_attention(0, rows, rows, rows[:, :, :V_DIM])
         pair.cache.cross_attention(0, q)  # the past alone: nothing appended is needed
 
@@ -93,7 +94,7 @@ def test_wrong_calls_within_a_step(name):
     cache = make_mla_cache({"prefill_ragged": None})
     for seq_id in (0, 1):
         cache.add_sequence(seq_id)
-    with cache.forward([0, 1], [2, 1]):
+    with permissive_step(cache, [0, 1], [2, 1]):
         error, text, call = INSIDE[name]
         before = snapshot(cache, [0, 1])
         with pytest.raises(error, match=text):
@@ -121,7 +122,7 @@ def test_a_layer_without_the_dims_before_absorption():
     layer = {k: v for k, v in MLA_LAYER.items() if not k.startswith("mla_original")}
     cache = make_mla_cache(layers=[layer])
     cache.add_sequence(0)
-    with cache.forward([0], [2]):
+    with permissive_step(cache, [0], [2]):
         rows = _rows(2, 4, 40)
         with pytest.raises(ValueError, match="sm_scale must be given"):
             cache.self_attention(0, rows, rows, rows[:, :, :8])

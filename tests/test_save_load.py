@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from tvm_pagedkv import checkpoint
 from tvm_pagedkv.create import _rope_details
 
 from .checkpoint_cases import LAYERS, Fed, call, export, forked
+from .permissive_steps import permissive_step
 from .reference_checkpoint import page_group
 
 STEPS = ({3: 1, 4: 1, 5: 1}, {5: 6, 3: 2}, {4: 9})
@@ -50,6 +52,24 @@ def test_sequences_come_back_and_go_on(kind, page_size, tmp_path):
         target.check(seq_id)
 
 
+def test_only_its_owner_reads_a_file(tmp_path, monkeypatch):
+    modes = []
+
+    def blocks(*arguments):
+        modes.extend(path.stat().st_mode & 0o777 for path in tmp_path.iterdir())  # unfinished
+        return original(*arguments)
+
+    original = checkpoint._blocks
+    monkeypatch.setattr(checkpoint, "_blocks", blocks)
+    mask = os.umask(0)
+    try:
+        forked("mha").cache.save(tmp_path / "x")
+    finally:
+        os.umask(mask)
+    assert modes and set(modes) == {0o600}
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_file_does_not_depend_on_the_pages(tmp_path):
     files = []
     for seed, num_tokens in ((0, 256), (9, 512)):
@@ -64,7 +84,7 @@ def test_the_safetensors_package_reads_it(kv_dtype, tmp_path):
     safe_open = pytest.importorskip("safetensors").safe_open
     source = Fed("mha", kv_dtype=kv_dtype)
     source.add(0)
-    with source.cache.forward([0], [10]):
+    with permissive_step(source.cache, [0], [10]):
         pass
     bits = np.random.default_rng(0).integers(0, 256, (2, 2, 10, 2, source.dtype.itemsize * 8))
     k, v = bits.astype("uint8").view(kv_dtype if kv_dtype != "bfloat16" else ml_dtypes.bfloat16)

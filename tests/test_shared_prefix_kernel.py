@@ -15,7 +15,7 @@ from tir_kernels.layout import pages_shape
 from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
 
 from . import reference
-from .attention_cases import SPARE_PAGES, compiled, indptr, looser_dtype, normal, tensors_for
+from .attention_cases import SPARE_PAGES, AttentionCase, compiled, indptr, normal, tensors_for
 from .kernel_specs import BF16, F16, F32, ROPE_SPECS, make_spec, parametrize_seed
 from .reference_shared_prefix import shared_attention, shared_latent_attention
 
@@ -47,7 +47,7 @@ MLA_SPECS = {
 }
 
 
-class SharedBatch:
+class SharedBatch(AttentionCase):
     """Rows in no order, some of no segment, and a state to merge into; some rows saw nothing yet,
     and their outputs are NaN.
 
@@ -79,8 +79,8 @@ class SharedBatch:
         self.sm_scale = spec.qk_head_dim**-0.5
 
     def run(self, first: int = 0, last: int | None = None, *, inline=False, cpu="native"):
-        """Attend to the segments ``first .. last - 1``; the new o and lse."""
-        last = len(self.row_indptr) - 1 if last is None else last
+        """Attend to the segments ``first .. last - 1``; keep o and lse as `merged`."""
+        last, self.is_inline = len(self.row_indptr) - 1 if last is None else last, inline
         tensor = tensors_for(self.spec)
         o, lse = tensor(self.o), tensor(self.lse)
         table = [tensor(x) for x in (self.q, self.pages, self.page_indptr, self.page_values)]
@@ -93,7 +93,7 @@ class SharedBatch:
             rows = [tensor(self.first_positions), *rows, tensor(self.q_positions)]
             scalars = (first, last, int(inline), rope.scale, rope.theta, self.sm_scale)
             compiled("prefill_shared", self.spec, cpu)(*table, *rows, o, lse, *scalars)
-        return o.numpy(), lse.numpy()
+        self.merged, self.attended = (o.numpy(), lse.numpy()), (first, last)
 
     def segments(self, first: int, last: int | None) -> list:
         """As the reference takes them."""
@@ -106,13 +106,17 @@ class SharedBatch:
             for s in range(len(self.row_indptr) - 1)
         ][first:last]
 
-    def check(self, first: int = 0, last: int | None = None, *, inline=False, cpu="native"):
-        """Compare with the reference; rows of no segment stay as they are."""
-        segments = self.segments(first, last)
+    def rows(self, first: int, last: int | None) -> list[int]:
+        """The rows of these segments."""
+        return [row for _, ids, _ in self.segments(first, last) for row in ids]
+
+    def expected(self, first: int = 0, last: int | None = None, *, inline=False):
+        """What the reference says of the rows of these segments: o, lse."""
+        rows, segments = self.rows(first, last), self.segments(first, last)
         o = np.where(self.nothing_seen[..., None], 0, self.o)
         arguments = (self.q, self.pages, segments, o, self.lse, self.sm_scale)
         if self.spec.kind == "mla":
-            expected = shared_latent_attention(*arguments)
+            whole = shared_latent_attention(*arguments)
         else:
             rope = self.spec.rope
             scaling = dict(rope.scaling or ())
@@ -121,15 +125,20 @@ class SharedBatch:
             cap = self.spec.logit_softcap
             alibi = self.spec.alibi_slopes and (self.spec.alibi_slopes, self.q_positions)
             logits = {"softcap": cap, "alibi": alibi}
-            expected = shared_attention(*arguments, inline=rotation, **logits)
-        got = self.run(first, last, inline=inline, cpu=cpu)
-        dtype = looser_dtype(self.spec.dtype, self.spec.kv_dtype)
-        rows = [row for _, ids, _ in segments for row in ids]
-        reference.assert_close(got[1][rows], expected[1][rows], dtype, "lse")
-        reference.assert_close(got[0][rows], expected[0][rows], dtype, "o")
-        others = np.setdiff1d(np.arange(len(self.q)), rows)
-        for after, before in zip(got, (self.o, self.lse), strict=True):
+            whole = shared_attention(*arguments, inline=rotation, **logits)
+        return whole[0][rows], whole[1][rows]
+
+    def check(self, first: int = 0, last: int | None = None, *, inline=False, cpu="native"):
+        """Run and compare; rows of no segment stay as they are."""
+        self.run(first, last, inline=inline, cpu=cpu)
+        self.verify(first, last, inline=inline)
+        others = np.setdiff1d(np.arange(len(self.q)), self.rows(first, last))
+        for after, before in zip(self.merged, (self.o, self.lse), strict=True):
             assert after[others].tobytes() == before[others].tobytes()
+
+    def state(self):
+        """What the kernel wrote for the rows of its segments: o, lse."""
+        return tuple(x[self.rows(*self.attended)] for x in self.merged)
 
 
 @pytest.mark.parametrize("spec", MLA_SPECS.values(), ids=MLA_SPECS)

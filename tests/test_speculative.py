@@ -120,7 +120,7 @@ def test_matches_are_ranked():
 def test_drafts_are_trees_of_what_the_text_holds(seed):
     rng = np.random.default_rng(seed)
     rates, text = HitRates(), [int(t) for t in rng.integers(0, 3, 5)]
-    lookup = PromptLookup(text, rates)
+    lookup, num_nodes = PromptLookup(text, rates), 0
     for _ in range(400):
         max_nodes, max_depth = (int(n) for n in rng.integers(0, 12, 2))
         draft = lookup.draft(max_nodes, max_depth)
@@ -128,6 +128,7 @@ def test_drafts_are_trees_of_what_the_text_holds(seed):
         assert draft.parents[0] == -1
         assert all(0 <= p < node for node, p in enumerate(draft.parents) if node)
         found = paths(draft)
+        num_nodes += len(found) - 1
         assert len(set(map(tuple, found))) == len(found)  # no node is there twice
         assert max(map(len, found)) <= max_depth
         for node, path in enumerate(found[1:], start=1):
@@ -137,7 +138,7 @@ def test_drafts_are_trees_of_what_the_text_holds(seed):
         lookup.append(token)
         text.append(token)
     assert lookup.tokens == text
-    assert 0 < rates[2] < 1
+    assert 0 < rates[2] < 1 and num_nodes > 400
 
 
 def test_rates_learn_what_is_not_drafted():
@@ -267,7 +268,7 @@ def test_capacity_chunks_and_forks_do_not_matter():
     assert drafted == plain
     assert statistics.pages_used <= statistics.pages_total == 20
     one = run(model, PROMPTS, greedy(60), speculative=8, max_num_sequences=1)[0]
-    assert all(one[key] == plain[key] for key in one)
+    assert one == {key: plain[key] for key in plain if key[1] == 0}
 
 
 def test_ends_at_the_limit_of_tokens_and_of_the_context():

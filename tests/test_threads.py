@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tvm_pagedkv import threads
 
 CPUS = sorted(os.sched_getaffinity(0))
 needs_two_cpus = pytest.mark.skipif(len(CPUS) < 2, reason="one CPU")
@@ -58,7 +61,8 @@ def run(tmp_path):
 
 
 def test_all_cpus_that_the_process_may_use(run):
-    run(f"assert used() == pkv.num_threads() == {len(CPUS)}")
+    count = threads.default_num_threads(threads.cpu_quota())
+    run(f"assert used() == pkv.num_threads() == {count}")
 
 
 def test_no_thread_leaves_the_cpus_of_its_process(run):
@@ -127,3 +131,60 @@ def test_what_is_no_count(count):
 
     with pytest.raises(TypeError, match="count must be an int"):
         pkv.set_num_threads(count)
+
+
+# --- control groups -------------------------------------------------------------------------------
+
+
+def write(root: Path, files: dict[str, str]) -> float | None:
+    """The quota by files as Linux mounts them."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return threads.cpu_quota(root, root / "self")
+
+
+def test_quota_of_version_2(tmp_path):
+    assert write(tmp_path, {}) is None
+    assert write(tmp_path, {"self": "0::/slice/app"}) is None
+    assert write(tmp_path, {"slice/app/cpu.max": "max 100000"}) is None
+    assert write(tmp_path, {"slice/app/cpu.max": "350000 100000"}) == 3.5
+    assert write(tmp_path, {"slice/cpu.max": "100000 50000"}) == 2  # a parent's limit holds too
+    assert write(tmp_path, {"slice/other/cpu.max": "100 100000"}) == 2  # another group's does not
+    assert write(tmp_path, {"cpu.max": "150000 100000"}) == 1.5
+    assert write(tmp_path, {"self": "0::/not/mounted/here"}) == 1.5  # in a container
+    assert write(tmp_path, {"cpu.max": "100000 0"}) is None
+    assert write(tmp_path, {"cpu.max": "words", "self": "nonsense\n0:\n::"}) is None
+
+
+@pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
+def test_quota_of_version_1(tmp_path, mount):
+    files = {"self": "9:cpuset:/app\n5:cpu,cpuacct:/app\n0::/"}
+    files["cpuset/app/cpu.cfs_quota_us"] = "1"  # not that of CPU time
+    files |= {f"{mount}/cpu.cfs_quota_us": "-1", f"{mount}/cpu.cfs_period_us": "100000"}
+    assert write(tmp_path, files) is None
+    files = {f"{mount}/app/cpu.cfs_quota_us": "50000", f"{mount}/app/cpu.cfs_period_us": "100000"}
+    assert write(tmp_path, files) == 0.5
+    assert write(tmp_path, {"unified/cpu.max": "10000 100000"}) == 0.1  # both mounted
+
+
+@pytest.mark.parametrize(
+    "num_cpus, quota, expected",
+    [(8, None, 8), (8, 3.5, 3), (8, 8.0, 8), (8, 99.0, 8), (8, 0.5, 1), (1, None, 1)],
+)
+def test_threads_of_a_quota(monkeypatch, num_cpus, quota, expected):
+    monkeypatch.setattr(threads, "available_cpus", lambda: list(range(num_cpus)))
+    assert threads.default_num_threads(quota) == expected
+
+
+def test_defaults_follow_the_quota(monkeypatch):
+    monkeypatch.setattr(threads, "available_cpus", lambda: list(range(8)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: 2.5)
+    monkeypatch.setattr(os, "environ", {})
+    threads.set_defaults()
+    assert os.environ == {"TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0"}
+    monkeypatch.setattr(os, "environ", {"TVM_NUM_THREADS": "5"})
+    threads.set_defaults()
+    assert os.environ["TVM_NUM_THREADS"] == "5"

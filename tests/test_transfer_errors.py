@@ -16,6 +16,7 @@ from tvm_pagedkv.transfer import (
     local_channels,
 )
 
+from .permissive_steps import permissive_step
 from .python_kernels import make_cache
 from .python_tree_kernels import KERNELS_WITH_TREES
 from .transfer_cases import TransferPair, append, caches, connect, mark_send, pump, rows, state
@@ -201,7 +202,7 @@ def test_a_request_is_cancelled(pair):
 
 def test_within_a_step(pair):
     prepare = tvm_ffi.get_global_func("vm.builtin.kv_cache_disagg_prepare_recv")
-    with pair.source.forward([1], [1]):
+    with permissive_step(pair.source, [1], [1]):
         with pytest.raises(ValueError, match="prepare_recv is not possible within a step"):
             prepare(pair.source, 0, 1)
         with pytest.raises(ValueError, match="mark_send is not possible within a step"):
@@ -270,3 +271,12 @@ def test_windows_of_sequences():
     for cache in (source, target):
         cache.enable_sliding_window(1, 10, 2)
         cache.check_integrity()
+
+
+def test_a_receiver_that_is_forgotten(pair):
+    """Nothing writes to the pages of its request any more, so the cache does not keep them."""
+    pair.begin()
+    assert pair.target.stats()["num_pinned_pages"] > 0
+    pair.receiver = None
+    assert pair.target.stats()["num_pinned_pages"] == 0
+    pair.target.check_integrity()

@@ -190,3 +190,18 @@ def test_copies_outside_their_tensors(region, far):
     with pytest.raises(IndexError, match="region 1 .* is not within 8 bytes"):
         tvm_ffi.get_global_func("pagedkv.copy_regions")(target, source, regions)
     np.testing.assert_array_equal(target.numpy(), np.full(8, 2))
+
+
+def test_copies_of_views():
+    """Tensors that begin within others: the regions count from their own first bytes."""
+    source, target = (
+        tvm.runtime.tensor(np.arange(first, first + 8, dtype="uint8")) for first in (10, 20)
+    )
+    rows = tvm.runtime.tensor(np.array([[9, 9, 9], [1, 0, 2]], "int64"))
+    views = (
+        target._create_view((4,), "uint8", 2),
+        source._create_view((4,), "uint8", 4),
+        rows._create_view((1, 3), "int64", 24),
+    )
+    tvm_ffi.get_global_func("pagedkv.copy_regions")(*views)
+    np.testing.assert_array_equal(target.numpy(), [20, 21, 22, 14, 15, 25, 26, 27])

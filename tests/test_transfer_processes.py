@@ -10,11 +10,13 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from tvm_pagedkv.transfer import (
+    AuthenticationError,
     ChannelClosed,
     NixlChannel,
     Receiver,
@@ -25,6 +27,7 @@ from tvm_pagedkv.transfer import (
 )
 from tvm_pagedkv.transfer.nixl import use_loopback
 
+from . import reference
 from .python_kernels import LAYER, make_cache, poison, shuffle
 from .transfer_cases import HEADS, KV_HEADS, append, attend, rows, state
 
@@ -123,7 +126,7 @@ def test_prompts_in_chunks(start, kind):
             poison(target)
             for out, window in zip(append(target, seq_id, qkv[length:]), WINDOWS, strict=True):
                 expected = attend(qkv, 3, window or None)
-                np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+                reference.assert_close(out, expected, "float32")
             target.check_integrity()
     process.join(10.0)
     assert process.exitcode == 0
@@ -206,6 +209,36 @@ def test_nixl_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl_cu12", None)
     with pytest.raises(ImportError, match=r"pip install 'tvm-pagedkv\[nixl\]'"):
         _pair(NixlChannel)
+
+
+@needs_nixl
+def test_nixl_over_tcp_with_a_secret():
+    use_loopback()
+    secret = b"of both, and long enough"
+    source, target = make_cache(**SIZES), make_cache(**SIZES)
+    with NixlChannel.listener(("127.0.0.1", 0), secret) as listener:
+        with pytest.raises(AuthenticationError):
+            with ThreadPoolExecutor(1) as pool:
+                accepted = pool.submit(listener.accept, 0.5)
+                NixlChannel.connect(listener.address, TIMEOUT, b"another one, of no use")
+        with pytest.raises(TransferTimeout, match="do not have the same secret"):
+            accepted.result()
+        with ThreadPoolExecutor(1) as pool:
+            accepted = pool.submit(listener.accept, TIMEOUT)
+            one = NixlChannel.connect(listener.address, TIMEOUT, secret)
+    with Sender(source, one) as sender, Receiver(target, accepted.result()) as receiver:
+        sender.connect()
+        for cache in (source, target):
+            cache.add_sequence(0)
+        ticket = receiver.request(0, 20)
+        send = sender.send(sender.next_request(), 0)
+        append(source, 0, rows(0, 20))
+        sender.finish(send)
+        while not ticket.is_done:
+            sender.poll()
+            receiver.poll()
+        k = target.debug_get_kv(0, 14)[0].numpy()
+        np.testing.assert_array_equal(k[0], rows(0, 20)[14:, HEADS : HEADS + KV_HEADS])
 
 
 @needs_nixl

@@ -8,6 +8,7 @@ import pytest
 
 from . import reference
 from .cache_cases import DIM
+from .permissive_steps import permissive_step
 from .python_kernels import snapshot
 from .python_tree_kernels import KERNELS_WITH_TREES
 from .tree_cache_cases import LatentTreePair, TreePair
@@ -47,7 +48,7 @@ def test_cross_attention_reads_the_pages_of_the_step():
     pair = TreePair(kernels=kernels)
     pair.add(0)
     pair.step({0: [-1, -1]})
-    with pair.cache.forward([0], [1], [1]):
+    with permissive_step(pair.cache, [0], [1], [1]):
         pair.cache.self_attention(0, q[:1], q[:1, :2], q[:1, :2])
         with pytest.raises(ValueError, match="stock cache's kernel 'tree_paged'; use attention"):
             pair.cache.cross_attention(0, q[:1])
@@ -58,7 +59,7 @@ def test_self_attention_without_its_kernel_writes_nothing():
     pair.add(0)
     pair.step({0: 2})
     q = np.ones((2, 4, DIM), "float32")
-    with pair.cache.forward([0], [2], [-1, -1]):
+    with permissive_step(pair.cache, [0], [2], [-1, -1]):
         before = snapshot(pair.cache, [0])
         with pytest.raises(ValueError, match="without the kernel 'tree'"):
             pair.cache.self_attention(0, q, q[:, :2], q[:, :2])

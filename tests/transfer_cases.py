@@ -7,6 +7,7 @@ import numpy as np
 import tvm_ffi
 
 from tvm_pagedkv.transfer import Receiver, Sender, local_channels
+from tvm_pagedkv.transfer.sockets import SocketChannel
 
 from . import reference
 from .python_kernels import make_cache, poison, shuffle, snapshot
@@ -96,3 +97,9 @@ class TransferPair:
         assert self.source.stats()["num_send_blocks"] == 0
         self.source.check_integrity()
         self.target.check_integrity()
+
+
+class MessageChannel(SocketChannel):
+    """A channel for messages only."""
+
+    expose = attach = read = None

@@ -145,6 +145,16 @@ def emulated(source: str) -> tvm_ffi.Module:
     return load(translate(source))
 
 
+def counting_loads(source: str, argument: str) -> str:
+    """Source whose kernels count what they read of an argument, for `num_loads`."""
+    return mutated(source, f" {argument}_ptr[", f" emulator::Counted({argument}_ptr)[")
+
+
+def num_loads() -> int:
+    """How many loads were counted since the last call."""
+    return runtime().emulator_take_num_loads()
+
+
 def mutated(source: str, old: str, new: str = "", which: int | None = None) -> str:
     """Source with a part replaced, for tests that see the emulator catch it.
 

@@ -147,9 +147,15 @@ class Device : public tvm::runtime::DeviceAPI {
     return TVMFFIEnvGetStream(kDLCUDA, device.device_id);
   }
 
+  // From now on nobody may name the stream; unlike FreeStream this does not wait for its work.
+  void RetireStream(TVMStreamHandle stream) { retired_.insert(At(stream)); }
+
   void SyncStreamFromTo(DLDevice, TVMStreamHandle from, TVMStreamHandle to) final {
-    if (counts["events"]++ == dropped_event) return;
     Stream *source = At(from), *destination = At(to);
+    if (retired_.count(source) + retired_.count(destination) > 0) {
+      TVM_FFI_THROW(RuntimeError) << "an event of a stream that was destroyed";
+    }
+    if (counts["events"]++ == dropped_event) return;
     Join(&destination->clock, source->clock);
     Push(destination, {nullptr, {}, nullptr, source, source->num_queued});
   }
@@ -310,7 +316,8 @@ class Device : public tvm::runtime::DeviceAPI {
 
   std::map<char*, std::unique_ptr<Allocation>> allocations_;
   std::vector<std::unique_ptr<Stream>> streams_;
-  std::set<Stream*> spare_;  // that were freed
+  std::set<Stream*> spare_;    // that were freed
+  std::set<Stream*> retired_;  // that were given up with work on them
   std::string fault_;
   Clock host_clock_;  // what the host has waited for
 };
@@ -393,6 +400,8 @@ TVM_FFI_STATIC_INIT_BLOCK() {
   ffi::Function::SetGlobal("emulated_device.launch",
                            ffi::Function::FromPacked(emulator::LaunchFunction), true);
   define("emulated_device.drop_event", [](int64_t event) { Device::Get()->dropped_event = event; });
+  define("emulated_device.retire_stream",
+         [](int64_t stream) { Device::Get()->RetireStream(reinterpret_cast<void*>(stream)); });
   define("emulated_device.let_host_wait", [](bool waits) { Device::Get()->host_waits = waits; });
   define("emulated_device.wait_for_all", [] {
     Device::Get()->WaitForAll();

@@ -337,6 +337,11 @@ extern "C" int emulator_launch(int i, int64_t* out) {
   return 1;
 }
 
+// Loads that were counted since the last call.
+extern "C" int64_t emulator_take_num_loads() {
+  return std::exchange(emulator::machine().num_loads, 0);
+}
+
 // Bytes that block `block` of launch `i` copied asynchronously.
 extern "C" int64_t emulator_copied_bytes(int i, int64_t block) {
   return emulator::machine().launches.at(i).copied_bytes.at(block);

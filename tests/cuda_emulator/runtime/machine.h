@@ -104,11 +104,19 @@ struct Machine : Grid {
   DeviceTake take_on_device = nullptr;
   DeviceGiveBack give_back_on_device = nullptr;
   std::vector<Launch> launches;  // since the log was cleared
+  int64_t num_loads = 0;         // from arguments whose loads are counted
   uint64_t progress = 0;         // counts what may let a waiting thread go on
   std::string fault;             // of the last launch; empty: none
 };
 
 Machine& machine();
+
+// An argument, of which a load is counted.
+template <typename T>
+T* Counted(T* argument) {
+  ++machine().num_loads;
+  return argument;
+}
 
 // Runs all blocks of a launch; false after a fault, which `machine().fault` tells.
 bool RunGrid(const Launch& launch, std::function<void()> kernel);

@@ -14,6 +14,18 @@ KIB = 1024
 MOST_REGISTERS = 255  # of a thread, for attention, which keeps its sums there
 MOST_REGISTERS_OF_MOVES = 64  # these wait for memory: many threads have to do so at a time
 LEAST_COPIES = 2  # asynchronous ones: of the first tile, and of the next ones
+# Arrays that the host copies before a step, and that no kernel writes. Only these may be loaded
+# through a cache that does not see what other kernels write while this one is there: with
+# programmatic dependent launch it may be there before those that write its arguments have ended.
+# The copy of an array is no kernel, so whatever comes behind it in the stream waits for its end.
+COPIED_ARRAYS = frozenset(
+    [
+        *("q_indptr", "kv_indptr", "page_indptr", "page_values", "length_info", "window_info"),
+        *("window_matrix", "k_rope_pos_offset", "q_rope_position", "row_indptr", "row_ids"),
+        *("tree_order_indptr", "tree_order", "position_map", "copies"),
+        *("length_indptr", "src_dst_slots"),
+    ]
+)
 _REGISTERS = 65536  # of a multiprocessor, of every chip
 _MOST_COLUMNS = 256  # of V that a block sums
 
@@ -91,6 +103,11 @@ def _of_kernel(name: str, code: MachineCode) -> Iterator[str]:
             yield f"{kernel} has {code.early_accesses} accesses to memory before it waits"
     elif code.counts["wait"] or code.counts["next"]:
         yield f"{kernel} waits for the kernel before, though it does not begin early"
+    written = sorted(set(code.constant_arguments) - COPIED_ARRAYS)
+    if written:
+        yield f"{kernel} reads what kernels write by constant loads: {', '.join(written)}"
+    elif code.counts["constant"] and not code.constant_arguments:
+        yield f"{kernel} has {code.counts['constant']} constant loads that its PTX has not"
     if launch.threads != launch.bound:
         yield f"{kernel} is compiled for {launch.bound} threads and launched with {launch.threads}"
     if not resident_blocks(code):

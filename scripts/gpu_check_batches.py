@@ -8,8 +8,9 @@ import dataclasses
 import torch
 import tvm_ffi
 
+from tests import tolerances
+
 THETA = 1e4
-TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Batch:
 
     def error(self, out: torch.Tensor | None = None) -> float:
         """The largest error of some rows, in tolerances of the type; NaN counts as infinite."""
+        dtype = str(self.shape.dtype).removeprefix("torch.")
         out = self.o if out is None else out
         worst, sequences = 0.0, sorted({0, len(self.rows) // 2, len(self.rows) - 1})
         for sequence in sequences:
@@ -130,8 +132,6 @@ class Batch:
                 logits = torch.einsum("kgd,skd->kgs", q, k[:seen])
                 weights = (logits * self.scale).softmax(-1)
                 want = torch.einsum("kgs,skd->kgd", weights, v[:seen]).flatten(0, 1)
-                difference = (out[begin + row].double() - want).abs().max()
-                scale = max(1.0, float(want.abs().max()))
-                error = float(difference) / scale / TOLERANCES[self.shape.dtype]
-                worst = max(worst, error if error == error else float("inf"))
+                found = out[begin + row].double().cpu().numpy()
+                worst = max(worst, float(tolerances.errors(found, want.cpu().numpy(), dtype).max()))
         return worst

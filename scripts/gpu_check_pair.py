@@ -107,6 +107,9 @@ class Pair:
     def close(self, actual, expected, what: str) -> None:
         reference.assert_close(actual.numpy(), expected, self.dtype, what)
 
+    def lse_close(self, actual, expected, what: str) -> None:
+        reference.assert_lse_close(actual.numpy(), expected, self.dtype, f"lse of {what}")
+
     # --- sequences ------------------------------------------------------------------------------
 
     def add(self, seq_id: int) -> None:
@@ -202,7 +205,7 @@ class Pair:
         local = self.local(layer)
         want = self.mha.attention(local, ids, lengths, qkv, num_kv_heads, scale)
         self.close(o, want[0], what)
-        self.close(lse, want[1], f"lse of {what}")
+        self.lse_close(lse, want[1], what)
 
     def _attend_mla(self, layer: int, ids, lengths, has_trees: bool, what: str) -> None:
         spec, num_rows = self.config.layers[layer], sum(lengths)
@@ -218,7 +221,7 @@ class Pair:
             self.local(layer), ids, lengths, q, spec.v_head_dim, scale, with_step=is_whole
         )
         self.close(o, want[0], what)
-        self.close(lse, want[1], f"lse of {what}")
+        self.lse_close(lse, want[1], what)
 
     def _attend_before_absorption(self, layer: int, ids, lengths, what: str) -> None:
         spec, scale = self.config.layers[layer], 0.1
@@ -235,7 +238,7 @@ class Pair:
             start += n
         o, lse = (np.concatenate(parts) for parts in zip(*want, strict=True))
         self.close(state[0], o, f"before absorption, {what}")
-        self.close(state[1], lse, f"lse before absorption, {what}")
+        self.lse_close(state[1], lse, f"before absorption, {what}")
         other = self.normal(*o.shape), self.rng.standard_normal(lse.shape, np.float32)
         held = [x.numpy().astype(np.float64) for x in state]
         merged = self.cache.merge_attention(*state, *other)

@@ -313,8 +313,9 @@ class Speed:
             make = tvm_ffi.get_global_func("pagedkv.create")
             cache = make(described, list(bundle.kernel_sets), self.device)
             cache.add_sequence(0)
-            with cache.forward([0], [size]):
-                cache.attention(0, rows)
+            cache.begin_forward([0], [size])  # of one layer, so not by `forward`
+            cache.attention(0, rows)
+            cache.end_forward()
             for child in range(1, count):
                 cache.fork_sequence(0, child)
             ids, ones = list(range(count)), [1] * count

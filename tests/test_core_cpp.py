@@ -3,28 +3,15 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
+from .cpp_build import build, needs_cmake, run
 
-import pytest
+pytestmark = needs_cmake
 
-ROOT = Path(__file__).parent.parent
-
-
-def _run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
+# Without optimisation: it takes most of the time, and sanitizers find no less.
+FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g1 -O0"
 
 
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
-@pytest.mark.skipif(not (ROOT / "runtime_ext").is_dir(), reason="the C++ sources are not here")
-def test_core(tmp_path):
-    sanitize = "-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1"
-    _run(
-        "cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DTVM_PAGEDKV_BUILD_TESTS=ON",
-        f"-DCMAKE_CXX_FLAGS={sanitize}",
-    )  # fmt: skip
-    _run("cmake", "--build", str(tmp_path), "--parallel", "2")
-    print(_run("ctest", "--test-dir", str(tmp_path), "--output-on-failure"))
+def test_core():
+    options = {"TVM_PAGEDKV_BUILD_TESTS": "ON", "CMAKE_CXX_FLAGS_RELEASE": FLAGS}
+    folder = build("unit_tests", "all", **options)
+    print(run("ctest", "--test-dir", str(folder), "--output-on-failure"))

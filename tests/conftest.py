@@ -19,6 +19,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Files that compile C++ or set up another environment, for a minute or more.
+_LONGEST = "test_sanitizers", "test_commands", "test_thread_sanitizer", "test_core_cpp", "test_fuzz"
+
+
+def pytest_collection_modifyitems(items):
+    """Start with what takes longest, so that no worker is left with it at the end."""
+    items.sort(key=lambda item: item.path.stem not in _LONGEST)
+
 
 @pytest.fixture
 def device(monkeypatch):

@@ -48,7 +48,7 @@ def attention(
 
     Returns
     -------
-    o : float64 ``[T, Hq, Dv]`` and lse : float64 ``[T, Hq]``, base 2; see `_softmax_sum` for values
+    o : float64 ``[T, Hq, Dv]`` and lse : float64 ``[T, Hq]``, base 2; see `softmax_sum` for values
     that are not finite. Positions that a row does not see may hold anything.
     """
     q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
@@ -63,14 +63,38 @@ def attention(
         if bias is not None:
             scores = scores + bias[h]
         scores = scores * math.log2(math.e)
-        for t in range(num_rows):
+        v_of_head = v[:, h // group]
+        finite = np.isfinite(scores) & np.isfinite(v_of_head).all(axis=-1)
+        usual = mask.any(axis=1) & (finite | ~mask).all(axis=1)
+        o[usual, h], lse[usual, h] = _usual_softmax_sums(scores[usual], mask[usual], v_of_head)
+        for t in np.flatnonzero(~usual):
             seen = mask[t]
-            o[t, h], lse[t, h] = _softmax_sum(scores[t, seen], v[seen, h // group])
+            o[t, h], lse[t, h] = softmax_sum(scores[t, seen], v_of_head[seen])
     return (o, lse) if sinks is None else apply_sinks(o, lse, sinks)
 
 
-def _softmax_sum(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, float]:
-    """Weigh the positions that one row sees.
+def _usual_softmax_sums(scores, mask, v) -> tuple[np.ndarray, np.ndarray]:
+    """`softmax_sum` of all rows at once, which see something, and finite numbers only.
+
+    Parameters
+    ----------
+    scores, mask : ``[T, S]``; v : ``[S, Dv]``
+
+    Returns
+    -------
+    o : ``[T, Dv]`` and lse : ``[T]``, base 2.
+    """
+    if not len(scores):
+        return np.zeros((0, v.shape[-1])), np.zeros(0)
+    seen = np.where(mask, scores, -np.inf)
+    top = seen.max(axis=1)
+    weights = np.exp2(seen - top[:, None])
+    total = weights.sum(axis=1)
+    return weights @ np.where(np.isfinite(v), v, 0) / total[:, None], top + np.log2(total)
+
+
+def softmax_sum(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, float]:
+    """Weigh the positions that one row sees: the specification of each row.
 
     * A score that is NaN or +inf makes `o` and `lse` NaN.
     * A score of -inf is a weight of 0. A row without any other score, or any score at all, has

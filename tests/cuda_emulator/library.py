@@ -23,6 +23,7 @@ _FLAGS = (
     *(f"-I{_RUNTIME}", f"-I{libinfo.find_include_path()}"),
     f"-I{libinfo.find_dlpack_include_path()}",
 )
+_KERNELS = "-O1"  # the level of what is precompiled must be that of what uses it
 
 
 @functools.cache
@@ -35,6 +36,24 @@ def runtime_path() -> Path:
         ".so",
         lambda path: _compile(["-O3", *map(str, sources), "-o", str(path)]),
     )
+
+
+@functools.cache
+def _headers() -> list[str]:
+    """Options that give `cuda.h` what it includes, precompiled: a third of a kernel's time."""
+    text = (_RUNTIME / "cuda.h").read_text()
+    includes = "\n".join(line for line in text.splitlines() if line.startswith("#include"))
+    used = *sorted(_RUNTIME.glob("*.h")), *sorted(Path(libinfo.find_include_path()).rglob("*.h"))
+    content = _digest(*(path.read_bytes() for path in used))
+    compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout
+
+    def precompile(path: Path) -> None:
+        header = path.with_suffix(".h")
+        header.write_text(includes)
+        _compile([_KERNELS, "-x", "c++-header", str(header), "-o", str(path)])
+
+    path = sealed_file(["headers", content, compiler, _KERNELS, *_FLAGS], ".gch", precompile)
+    return ["-include", str(path.with_suffix(""))]
 
 
 @functools.cache
@@ -59,9 +78,8 @@ def build(source: str, path: Path) -> None:
     text = path.with_suffix(".cc")
     text.write_text(source)
     stays_loaded = [f"-Wl,{','.join(STAYS_LOADED)}"]
-    _compile(
-        ["-shared", "-O1", str(text), "-o", str(path), *stays_loaded, *_links(runtime_path(), _FFI)]
-    )
+    links = [*stays_loaded, *_links(runtime_path(), _FFI)]
+    _compile(["-shared", _KERNELS, *_headers(), str(text), "-o", str(path), *links])
 
 
 def build_object(source: str, path: Path) -> None:
@@ -69,7 +87,7 @@ def build_object(source: str, path: Path) -> None:
     ctypes.CDLL(str(runtime_path()), mode=ctypes.RTLD_GLOBAL)
     text = path.with_suffix(".cc")
     text.write_text(source)
-    _compile(["-O1", "-c", str(text), "-o", str(path)])
+    _compile([_KERNELS, "-c", *_headers(), str(text), "-o", str(path)])
 
 
 @functools.cache

@@ -129,6 +129,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="libraries of another architecture to include",
     )
+    add = commands.add_parser(
+        "export",
+        help="write a folder with a compiled model and the libraries that run it",
+        description="Write a folder from which a C++ program runs a model without a compiler.",
+    )
+    add.set_defaults(run=_export)
+    add.add_argument("--out", required=True, metavar="DIR", help="the folder, new or empty")
+    add.add_argument(
+        "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
+    )
+    add.add_argument("--dtype", help="float32 (default), float16 or bfloat16")
+    add.add_argument("--page-size", type=int, default=16, help="tokens of a page (default 16)")
+    add.add_argument("--cpu", metavar="NAME", help="native (default), or a CPU such as x86-64-v3")
     add = commands.add_parser("info", help="versions, target, threads and folders in force")
     add.set_defaults(run=_info)
     return parser
@@ -319,8 +332,30 @@ def _bundle(options: argparse.Namespace) -> None:
             libraries=options.libraries,
             progress=progress,
         )
+    _print_size(path)
+
+
+def _print_size(path: Path) -> None:
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     print(f"{path}: {size / 2**20:.1f} MiB")
+
+
+# --- export -------------------------------------------------------------------------------------
+
+
+def _export(options: argparse.Namespace) -> None:
+    from .models.export import export_model
+
+    with Progress() as progress:
+        path = export_model(
+            options.model,
+            options.out,
+            options.dtype,
+            page_size=options.page_size,
+            target=options.cpu,
+            progress=progress,
+        )
+    _print_size(path)
 
 
 # --- info ---------------------------------------------------------------------------------------

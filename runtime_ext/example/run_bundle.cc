@@ -6,13 +6,11 @@
  * Use: run_bundle BUNDLE [TARGET]. Writes the output of layer 0, a line for each row of each head.
  * TARGET "cuda", or a bundle with no other one, runs on the first GPU.
  */
-#include <dlfcn.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
-#include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
 #include <cmath>
@@ -22,6 +20,8 @@
 #include <string>
 #include <vector>
 
+#include "libraries.h"
+
 namespace ffi = tvm::ffi;
 using Map = ffi::Map<ffi::String, ffi::Any>;
 
@@ -29,20 +29,9 @@ namespace {
 
 constexpr int64_t kPrompt = 37, kSequence = 7;
 
-ffi::Function Find(const std::string& name) { return ffi::Function::GetGlobalRequired(name); }
-
 ffi::Tensor MakeTensor(ffi::Shape shape, DLDevice device) {
   const DLDataType dtype{kDLFloat, 32, 1};
   return Find("runtime.TVMTensorAllocWithScope")(shape, dtype, device, nullptr).cast<ffi::Tensor>();
-}
-
-/*! \brief Where a bundle has the libraries of this machine. */
-std::string Libraries(const std::string& bundle) {
-#if defined(__x86_64__)
-  return bundle + "/lib/x86_64/";
-#else
-  return bundle + "/lib/aarch64/";
-#endif
 }
 
 void Run(const std::string& path, const ffi::Optional<ffi::String>& target) {
@@ -102,13 +91,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "use: run_bundle BUNDLE [TARGET]\n");
     return 2;
   }
-  // The runtime first: the cache takes over functions that it registers.
-  for (const char* name : {"libtvm_runtime.so", "libtvm_pagedkv.so"}) {
-    if (dlopen((Libraries(argv[1]) + name).c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
-      std::fprintf(stderr, "cannot load %s\n", dlerror());
-      return 1;
-    }
-  }
+  if (!LoadLibraries(argv[1])) return 1;
   try {
     Run(argv[1], argc == 3 ? ffi::Optional<ffi::String>(ffi::String(argv[2])) : std::nullopt);
   } catch (const ffi::Error& error) {

@@ -19,7 +19,7 @@ from ..build import resolve_target
 from ..cache import KVCache
 from ..compile_model import compile
 from ..config import DTYPES, KVCacheConfig, LayerSpec
-from ..disk_cache import cached_library, code_versions
+from ..disk_cache import code_versions, library_file, load_library
 from . import llama
 from .checkpoint import Checkpoint
 from .config import LlamaConfig
@@ -48,17 +48,17 @@ class LlamaModel:
     ----------
     config : LlamaConfig
     options : BuildOptions
-    executable : tvm.runtime.Module
+    library : Path
         The compiled functions of `llama.Llama`.
     parameters : list of tvm tensors
         Weights, in the order of the executable's functions.
     tokenizer : tokenizers.Tokenizer, optional
     """
 
-    def __init__(self, config, options, executable, parameters, tokenizer=None):
+    def __init__(self, config, options, library, parameters, tokenizer=None):
         self.config, self.options, self.tokenizer = config, options, tokenizer
-        self._parameters = parameters
-        self._vm = relax.VirtualMachine(executable, tvm.cpu())
+        self.library, self.parameters = library, parameters
+        self._vm = relax.VirtualMachine(load_library(library), tvm.cpu())
         names = ("embed", "prefill", "decode", "create_kv_cache")
         self._embed, self._prefill, self._decode, self._create = (self._vm[name] for name in names)
 
@@ -109,8 +109,8 @@ class LlamaModel:
         options = llama.BuildOptions(dtype, page_size, resolve_target(target), sliding_window)
         tokenizer = load_tokenizer(directory)
         parameters = load_parameters(config, options, Checkpoint(directory))
-        executable = build_executable(config, options, progress)
-        return cls(config, options, executable, parameters, tokenizer)
+        library = executable_file(config, options, progress)
+        return cls(config, options, library, parameters, tokenizer)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -145,8 +145,8 @@ class LlamaModel:
         lengths = [len(part) for part in tokens]
         rows = np.cumsum(lengths, dtype="int32") - 1
         with cache.forward(seq_ids, lengths):
-            x = self._embed(tvm.runtime.tensor(ids), self._parameters)
-            logits = self._prefill(x, tvm.runtime.tensor(rows), cache, self._parameters)
+            x = self._embed(tvm.runtime.tensor(ids), self.parameters)
+            logits = self._prefill(x, tvm.runtime.tensor(rows), cache, self.parameters)
         return logits.numpy()
 
     def decode(self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
@@ -159,8 +159,8 @@ class LlamaModel:
         """
         ids = check_tokens("tokens", tokens, self.config.vocab_size)
         with cache.forward(seq_ids, [1] * len(ids)):
-            x = self._embed(tvm.runtime.tensor(ids), self._parameters)
-            logits = self._decode(x, cache, self._parameters)
+            x = self._embed(tvm.runtime.tensor(ids), self.parameters)
+            logits = self._decode(x, cache, self.parameters)
         return logits.numpy()
 
     def logits(
@@ -182,8 +182,8 @@ class LlamaModel:
         lengths = [len(part) for part in tokens]
         flat = None if parents is None else [parent for tree in parents for parent in tree]
         with cache.forward(seq_ids, lengths, flat):
-            x = self._embed(tvm.runtime.tensor(ids), self._parameters)
-            logits = self._decode(x, cache, self._parameters)
+            x = self._embed(tvm.runtime.tensor(ids), self.parameters)
+            logits = self._decode(x, cache, self.parameters)
         return np.split(logits.numpy(), np.cumsum(lengths)[:-1])
 
 
@@ -245,10 +245,10 @@ def load_tokenizer(directory: Path):
         raise ValueError(f"{file} is not a readable tokenizer: {error}") from None
 
 
-def build_executable(
+def executable_file(
     config: LlamaConfig, options: llama.BuildOptions, progress: Callable[[str], None]
-) -> tvm.runtime.Module:
-    """The compiled functions of the model, or of one of its stages."""
+) -> Path:
+    """A library with the compiled functions of the model, or of one of its stages."""
 
     def compile_model():
         start = time.perf_counter()
@@ -259,4 +259,4 @@ def build_executable(
         return built
 
     versions = code_versions(*_SOURCES)
-    return cached_library([repr(config), repr(options), *versions], compile_model)
+    return library_file([repr(config), repr(options), *versions], compile_model)

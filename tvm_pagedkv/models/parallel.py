@@ -25,7 +25,7 @@ from ..config import DTYPES
 from . import parallel_worker  # noqa: F401  workers of this process find its function
 from .config import LlamaConfig
 from .llama import BuildOptions
-from .model import TINY, build_executable, check_attention, load_tokenizer
+from .model import TINY, check_attention, executable_file, load_tokenizer
 from .tokens import check_batch, check_tokens
 
 _ERRORS = {
@@ -145,7 +145,7 @@ class ParallelLlama:
             for stage in range(num_stages)
         ]
         for each in options:
-            build_executable(config, each, progress or (lambda line: None))
+            executable_file(config, each, progress or (lambda line: None))
 
         make = disco.threaded_session if threads else disco.process_session
         session = make(num_shards * num_stages, num_stages)

@@ -22,10 +22,11 @@ from tvm import relax
 from ..build import resolve_target
 from ..cache import KVCache
 from ..disco import Worker, current_worker
+from ..disk_cache import load_library
 from .checkpoint import Checkpoint
 from .config import LlamaConfig
 from .llama import BuildOptions
-from .model import build_executable, load_parameters
+from .model import executable_file, load_parameters
 
 
 class LlamaWorker:
@@ -61,8 +62,8 @@ class LlamaWorker:
         self.parameters = load_parameters(
             self.config, self.options, Checkpoint(directory), worker.shard
         )
-        executable = build_executable(self.config, self.options, lambda line: None)
-        self.vm = relax.VirtualMachine(executable, tvm.cpu())
+        library = executable_file(self.config, self.options, lambda line: None)
+        self.vm = relax.VirtualMachine(load_library(library), tvm.cpu())
         self.caches: dict[int, KVCache] = {}
         self.ids = count()
 

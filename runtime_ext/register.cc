@@ -102,12 +102,18 @@ void OverrideWithOption(const std::string& name, void (PagedKVCacheObj::*method)
            }));
 }
 
+/*! \brief The positional constructor under our own name, which models call: a process without this
+ * library misses it, rather than make a stock cache of kernels that this one cannot call. */
+void CreatePositional(ffi::PackedArgs args, ffi::Any* result) {
+  Translate([&] { *result = PagedKVCache(CacheConfig::FromPositional(args)); });
+}
+
 void OverrideCreate() {
   const char* name = "vm.builtin.paged_attention_kv_cache_create";
   std::optional<ffi::Function> stock = ffi::Function::GetGlobal(name);
   auto create = [stock](ffi::PackedArgs args, ffi::Any* result) {
     if (use_stock_runtime && stock) return stock->CallPacked(args, result);
-    Translate([&] { *result = PagedKVCache(CacheConfig::FromPositional(args)); });
+    CreatePositional(args, result);
   };
   ffi::Function::SetGlobal(name, ffi::Function::FromPacked(create), /*override=*/true);
 }
@@ -200,6 +206,7 @@ void DefineOwnNames() {
   auto define = [](const char* name, ffi::Function function) {
     ffi::Function::SetGlobal(std::string("pagedkv.") + name, std::move(function));
   };
+  define("paged_attention_kv_cache_create", ffi::Function::FromPacked(CreatePositional));
   define("abort_forward", FromMethod(&Cache::AbortForward));
   define("missing_layers", FromMethod(&Cache::MissingLayers));
   define("is_in_forward", FromMethod(&Cache::IsInForward));
@@ -255,7 +262,8 @@ void DefineRefusals(const std::string& reason) {
     throw ffi::Error(kRuntimeError, reason, "");
   };
   for (const char* name :
-       {"pagedkv.create", "pagedkv.load_bundle", "vm.builtin.paged_attention_kv_cache_create"}) {
+       {"pagedkv.create", "pagedkv.load_bundle", "pagedkv.paged_attention_kv_cache_create",
+        "vm.builtin.paged_attention_kv_cache_create"}) {
     ffi::Function::SetGlobal(name, ffi::Function::FromPacked(refuse), /*override=*/true);
   }
 }

@@ -104,9 +104,8 @@ def export_model(cache_class, rope: dict | None = None, **extra) -> tvm.IRModule
 
 
 def _compile(cache_class, rope: dict | None = None, **extra) -> relax.VirtualMachine:
-    compiler = pkv.compile if cache_class is pkv.PagedKVCache else tvm.compile
     module = export_model(cache_class, rope, **extra)
-    return relax.VirtualMachine(compiler(module, target="llvm"), tvm.cpu())
+    return relax.VirtualMachine(tvm.compile(module, target="llvm"), tvm.cpu())
 
 
 def _create(vm: relax.VirtualMachine, **changes):

@@ -20,9 +20,8 @@ from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
 from .config import KVCacheConfig, LayerSpec
 from .cuda_build import build_cuda_set, cuda_spec, is_cuda
 from .disk_cache import code_versions, library_file, load_library
-from .lowering import KernelObjects
+from .lowering import KernelObjects, kernel_symbol
 
-_SYMBOL = "pagedkv_{}"
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("build.py", "lowering.py"))
 
 # Features of an x86 level, beyond those of the next one, as Linux names them.
@@ -283,11 +282,10 @@ def _library_of(
     def compile_all() -> KernelObjects:
         start = time.perf_counter()
         progress(f"compiling {key[0]}")
-        functions = {symbol: builders[name]() for name, symbol in symbols.items()}
-        built = KernelObjects(functions, target)
+        built = KernelObjects({symbols[name]: builders[name] for name in builders}, target)
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
         return built
 
-    symbols = {name: _SYMBOL.format(name) for name in builders}
+    symbols = {name: kernel_symbol(name, "\n".join(key[1:]), target) for name in builders}
     versions = code_versions(*_SOURCES, Path(tir_kernels.__file__).parent)
     return symbols, library_file([*key, str(target), *versions], compile_all)

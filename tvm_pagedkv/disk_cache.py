@@ -80,10 +80,11 @@ def sealed_file(key: Iterable[str], suffix: str, build: Callable[[Path], None]) 
     ValueError
         When ``$TVM_PAGEDKV_CACHE_MAX_MIB`` is no positive integer.
     """
-    name = hashlib.sha256("\n".join(key).encode()).hexdigest()[:32] + suffix
-    for folder in cache_folder.folders():
-        if _is_usable(folder / name):
-            return folder / name
+    key = list(key)
+    found = found_file(key, suffix)
+    if found:
+        return found
+    name = _file_name(key, suffix)
     limit = cache_folder.max_bytes()
     with cache_folder.building(name) as (folder, scratch):
         if _is_usable(folder / name):  # by the process that had the lock before
@@ -97,6 +98,13 @@ def sealed_file(key: Iterable[str], suffix: str, build: Callable[[Path], None]) 
         os.replace(built, folder / name)
     cache_folder.sweep(folder, limit)
     return folder / name
+
+
+def found_file(key: Iterable[str], suffix: str) -> Path | None:
+    """The file of `sealed_file` where it has been built before, checked; else None."""
+    name = _file_name(key, suffix)
+    paths = (folder / name for folder in cache_folder.folders())
+    return next((path for path in paths if _is_usable(path)), None)
 
 
 @functools.cache
@@ -118,6 +126,10 @@ def code_versions(*sources: Path) -> tuple[str, ...]:
             digest.update(name.encode() + b"\0" + content)
     compiler = (tvm.__version__, tvm_ffi.__version__, str(codegen.llvm_version_major()))
     return *compiler, own, str(codegen.llvm_get_system_triple()), digest.hexdigest()
+
+
+def _file_name(key: Iterable[str], suffix: str) -> str:
+    return hashlib.sha256("\n".join(key).encode()).hexdigest()[:32] + suffix
 
 
 def _link(module, path: Path) -> None:

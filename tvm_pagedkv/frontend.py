@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import tvm
@@ -17,13 +18,17 @@ from tir_kernels.cpu import stock_sliding
 from tir_kernels.spec import KernelSpec
 
 from .build import kernel_spec, require_cpu, resolve_target
-from .compile_model import KERNEL
 from .config import KVCacheConfig, LayerSpec, RopeConfig
 from .cuda_build import cuda_spec, is_cuda
 from .cuda_objects import arch_of
 from .frontend_methods import PagedKVCacheObject
+from .model_kernels import ModelKernels, link_when_finalized
 
-_RUNTIMES = ("pagedkv", "stock")
+_CONSTRUCTORS = {
+    # A name of our own: without the library the model says so, rather than call the stock function.
+    "pagedkv": "pagedkv.paged_attention_kv_cache_create",
+    "stock": "vm.builtin.paged_attention_kv_cache_create",
+}
 _MHA_KINDS = {"mha", "mha_sliding"}
 _KIND_NUMBERS = {
     "mha": int(AttnKind.MHA),
@@ -124,8 +129,8 @@ class PagedKVCache(PagedKVCacheObject):
         alibi: bool | Sequence[float] | None = None,
         runtime: str = "pagedkv",
     ) -> None:
-        if runtime not in _RUNTIMES:
-            raise ValueError(f"runtime must be one of {', '.join(_RUNTIMES)}; got {runtime!r}")
+        if runtime not in _CONSTRUCTORS:
+            raise ValueError(f"runtime must be one of {', '.join(_CONSTRUCTORS)}; got {runtime!r}")
         kinds = _layer_kinds(attn_kind, num_hidden_layers)
         if is_cuda(target):
             arch_of(target)
@@ -174,7 +179,14 @@ class PagedKVCache(PagedKVCacheObject):
             },
             "tirx" if runtime == "stock" else "pagedkv",
             layer_sliding_window_size,
+            target,
         )
+        builder = relax.BlockBuilder.current()
+        if builder is None:
+            raise RuntimeError(
+                "a PagedKVCache is made while a Relax function is built: in a method that "
+                "export_tvm calls, or in a function of a relax.BlockBuilder"
+            )
         # A symbolic one is decided when the cache is created.
         has_windows = not (isinstance(support_sliding_window, int) and not support_sliding_window)
         capacities = [
@@ -201,9 +213,11 @@ class PagedKVCache(PagedKVCacheObject):
             relax.op.zeros((), dtype),
             *kernels.positional(has_windows),
         ]
+        self.extern_mods = kernels.compile()
+        link_when_finalized(builder, self.extern_mods)
         super().__init__(
             _expr=relax.call_pure_packed(
-                "vm.builtin.paged_attention_kv_cache_create", *arguments, ty_args=relax.AnyType()
+                _CONSTRUCTORS[runtime], *arguments, ty_args=relax.AnyType()
             ),
             _name=name,
         )
@@ -216,7 +230,7 @@ def _spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> KernelSpec
 
 
 class _Kernels:
-    """Adds kernels to the module under construction and lists them for the constructor.
+    """Lists the kernels of a cache for the positional constructor, and compiles them.
 
     Parameters
     ----------
@@ -224,19 +238,18 @@ class _Kernels:
     tag : {"pagedkv", "tirx"}
     window : int
         Of the "mha_sliding" layers; kernels for the stock runtime are built for it.
+    target : tvm.target.Target
     """
 
-    def __init__(self, specs: dict[str, KernelSpec], tag: str, window: int):
+    def __init__(self, specs: dict[str, KernelSpec], tag: str, window: int, target: Target):
         self.tag, self.window, self.kinds = tag, window, set(specs)
         self.mla = specs.get("mla")
         self.mha = specs.get("mha", specs.get("mha_sliding"))
+        self._compiled = ModelKernels(target, repr(specs))
+        self.compile = self._compiled.compile
 
-    def _function(self, name: str, spec: KernelSpec) -> relax.GlobalVar:
-        return self._add(name, build_kernel(name, spec))
-
-    def _add(self, name: str, function) -> relax.GlobalVar:
-        function = function.with_attr(KERNEL, True)
-        return relax.BlockBuilder.current().add_func(function, f"pagedkv_{name}")
+    def _function(self, name: str, spec: KernelSpec) -> relax.ExternFunc:
+        return self._compiled.refer(name, repr(spec), partial(build_kernel, name, spec))
 
     def _tagged(self, *values: relax.Expr) -> relax.Tuple:
         return relax.Tuple([tvm.ir.StringImm(self.tag), *values])
@@ -253,7 +266,9 @@ class _Kernels:
             return self._tagged(self._function(name, self.mha))
         if self.tag == "pagedkv" or "mha_sliding" not in self.kinds:
             return self._needed("mha_sliding", name)
-        return self._tagged(self._add(name, getattr(stock_sliding, name)(self.mha, self.window)))
+        build = partial(getattr(stock_sliding, name), self.mha, self.window)
+        key = f"{self.mha} for a window of {self.window}"
+        return self._tagged(self._compiled.refer(f"stock_{name}", key, build))
 
     def _of_both(self, name: str, name_of_mla: str | None = None) -> relax.Expr:
         """A kernel that pages of either shape need: one function, or one for each."""

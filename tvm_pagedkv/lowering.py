@@ -8,8 +8,9 @@ those here together. Common subexpressions are left to LLVM.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from tvm.support import cc
 from tvm.target import Target, codegen
 from tvm.tirx.buffer import is_buffer_var
 
+import tir_kernels
 from tir_kernels.cpu.tasks import TASK_LOOP
 
-from .disk_cache import code_versions, sealed_file
+from .disk_cache import code_versions, found_file, sealed_file
 
 _NUM_THREADS = 2  # LLVM takes most of the time, and the largest kernel a quarter of it
 
@@ -31,34 +33,33 @@ _NUM_THREADS = 2  # LLVM takes most of the time, and the largest kernel a quarte
 class KernelObjects:
     """Object files of kernels, compiled side by side or found on the disk.
 
-    What a file is found by is the code of its kernel: caches and models whose kernels are alike
-    share them.
+    Caches and models share the files of the kernels that they have in common.
 
     Parameters
     ----------
-    functions : mapping
-        Symbol -> PrimFunc.
+    builders : mapping
+        Symbol, as `kernel_symbol` makes it -> callable that returns the PrimFunc. It is called only
+        where there is no file yet.
     target : tvm.target.Target
     """
 
-    def __init__(self, functions: Mapping[str, tirx.PrimFunc], target: Target):
-        versions = code_versions(Path(__file__))
+    def __init__(self, builders: Mapping[str, Callable[[], tirx.PrimFunc]], target: Target):
         self._target = target
+        found = {symbol: found_file([symbol], ".o") for symbol in builders}
+        missing = {symbol: builders[symbol]() for symbol in builders if found[symbol] is None}
 
-        def object_of(symbol: str) -> Path:
-            function = functions[symbol]
-
+        def compile_missing(symbol: str) -> Path:
             def build(path: Path) -> None:
-                compile_kernel(function, symbol, target).write_to_file(str(path), "o")
+                compile_kernel(missing[symbol], symbol, target).write_to_file(str(path), "o")
 
-            content = f"{tvm_ffi.structural_hash(function):x}"
-            return sealed_file([symbol, content, str(target), *versions], ".o", build)
+            return sealed_file([symbol], ".o", build)
 
         # The large ones first, so that no thread is left alone with one. The calls of a pass and of
         # LLVM let other threads run.
-        order = sorted(functions, key=lambda symbol: len(functions[symbol].params), reverse=True)
+        order = sorted(missing, key=lambda symbol: len(missing[symbol].params), reverse=True)
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            self.paths = dict(zip(order, pool.map(object_of, order), strict=True))
+            compiled = dict(zip(order, pool.map(compile_missing, order), strict=True))
+        self.paths = {symbol: found[symbol] or compiled[symbol] for symbol in builders}
 
     def export_library(self, path: str) -> None:
         """Link all to a shared library.
@@ -72,12 +73,39 @@ class KernelObjects:
         cc.create_shared(path, objects, cc=cross_compiler(self._target))
 
 
+def kernel_symbol(name: str, key: str, target: Target) -> str:
+    """The symbol of a kernel for a CPU; kernels whose code may differ have different ones.
+
+    Parameters
+    ----------
+    name : str
+    key : str
+        What decides the kernel's code besides its name, the target, and the versions of compiler
+        and sources: the repr of its spec.
+    target : tvm.target.Target
+    """
+    versions = code_versions(Path(__file__), Path(tir_kernels.__file__).parent)
+    return unique_symbol(name, [key, str(target), *versions])
+
+
+def unique_symbol(name: str, key: Iterable[str]) -> str:
+    """A symbol that says what kernel it is, and ends in a digest of all that decides its code."""
+    digest = hashlib.sha256("\n".join([name, *key]).encode()).hexdigest()
+    return f"pagedkv_{name}_{digest[:16]}"
+
+
+def is_for_this_machine(target: Target) -> bool:
+    """Whether a CPU target is of this machine's architecture."""
+    architecture = _triple_of(target).split("-")[0]
+    return str(codegen.llvm_get_system_triple()).startswith(architecture + "-") or not architecture
+
+
 def cross_compiler(target: Target) -> str | None:
     """What links code for another architecture than this machine's; None where it is the same."""
-    triple = str(target.attrs.get("mtriple", ""))
-    architecture = triple.split("-")[0]
-    if not triple or str(codegen.llvm_get_system_triple()).startswith(architecture + "-"):
+    if is_for_this_machine(target):
         return None
+    triple = _triple_of(target)
+    architecture = triple.split("-")[0]
     name = f"{architecture}-linux-gnu-g++"
     if shutil.which(name) is None:
         raise RuntimeError(
@@ -85,6 +113,10 @@ def cross_compiler(target: Target) -> str | None:
             f"g++-{architecture.replace('_', '-')}-linux-gnu)"
         )
     return name
+
+
+def _triple_of(target: Target) -> str:
+    return str(target.attrs.get("mtriple", ""))
 
 
 def compile_kernel(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.runtime.Module:

@@ -17,7 +17,6 @@ import tir_kernels
 
 from ..build import resolve_target
 from ..cache import KVCache
-from ..compile_model import compile
 from ..config import DTYPES, KVCacheConfig, LayerSpec
 from ..disk_cache import code_versions, library_file, load_library
 from . import llama
@@ -34,8 +33,8 @@ _SOURCES = (
     *(
         Path(__file__).parents[1] / f"{name}.py"
         for name in (
-            *("alibi", "build", "compile_model", "config", "frontend", "frontend_methods"),
-            *("lowering", "rope_config"),
+            *("alibi", "build", "config", "frontend", "frontend_methods"),
+            *("lowering", "model_kernels", "rope_config"),
         )
     ),
 )
@@ -254,7 +253,7 @@ def executable_file(
         start = time.perf_counter()
         num_layers = len(options.layers_of(config))
         progress(f"compiling the model ({num_layers} layers, {options.dtype})")
-        built = compile(llama.build_module(config, options), options.target)
+        built = tvm.compile(llama.build_module(config, options), options.target)
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
         return built
 

@@ -50,10 +50,12 @@ void SetRotary(const ffi::AnyView& value, int64_t page_size, KernelSet* kernels)
     return;
   }
   auto built_page_size = (*array)[3].try_cast<int64_t>();
-  if (!built_page_size || *built_page_size != page_size) {
-    Raise(kValueError, "the kernels are built for pages of ",
-          built_page_size ? std::to_string(*built_page_size) : "unknown",
-          " slots, but page_size is ", page_size);
+  if (!built_page_size) Raise(kTypeError, "argument 24 needs the page size of the kernels");
+  if (*built_page_size != page_size) {
+    Raise(kValueError, "the model's kernels are compiled for pages of ", *built_page_size,
+          " slots, but page_size is ", page_size, ": create the cache with page_size ",
+          *built_page_size, ", or compile the model with kernel_page_size=", page_size,
+          ", an argument of tvm_pagedkv.PagedKVCache");
   }
   kernels->Set(KernelName::kSplitRotary, (*array)[1]);
   kernels->Set(KernelName::kRopeAppend, (*array)[2]);

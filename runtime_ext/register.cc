@@ -102,8 +102,12 @@ void OverrideWithOption(const std::string& name, void (PagedKVCacheObj::*method)
            }));
 }
 
-/*! \brief The positional constructor under our own name, which models call: a process without this
- * library misses it, rather than make a stock cache of kernels that this one cannot call. */
+/*! \brief What models call for a cache. A process without this library has no such function, and
+ * the error of the Relax VM quotes the name: so the name tells what to do. tvm_pagedkv/frontend.py
+ * has it too. */
+constexpr const char* kModelConstructor =
+    "pagedkv.paged_attention_kv_cache_create (import tvm_pagedkv, or load libtvm_pagedkv.so)";
+
 void CreatePositional(ffi::PackedArgs args, ffi::Any* result) {
   Translate([&] { *result = PagedKVCache(CacheConfig::FromPositional(args)); });
 }
@@ -206,7 +210,7 @@ void DefineOwnNames() {
   auto define = [](const char* name, ffi::Function function) {
     ffi::Function::SetGlobal(std::string("pagedkv.") + name, std::move(function));
   };
-  define("paged_attention_kv_cache_create", ffi::Function::FromPacked(CreatePositional));
+  ffi::Function::SetGlobal(kModelConstructor, ffi::Function::FromPacked(CreatePositional));
   define("abort_forward", FromMethod(&Cache::AbortForward));
   define("missing_layers", FromMethod(&Cache::MissingLayers));
   define("is_in_forward", FromMethod(&Cache::IsInForward));
@@ -261,9 +265,8 @@ void DefineRefusals(const std::string& reason) {
   auto refuse = [reason](ffi::PackedArgs, ffi::Any*) {
     throw ffi::Error(kRuntimeError, reason, "");
   };
-  for (const char* name :
-       {"pagedkv.create", "pagedkv.load_bundle", "pagedkv.paged_attention_kv_cache_create",
-        "vm.builtin.paged_attention_kv_cache_create"}) {
+  for (const char* name : {"pagedkv.create", "pagedkv.load_bundle", kModelConstructor,
+                           "vm.builtin.paged_attention_kv_cache_create"}) {
     ffi::Function::SetGlobal(name, ffi::Function::FromPacked(refuse), /*override=*/true);
   }
 }

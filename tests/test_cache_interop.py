@@ -125,7 +125,7 @@ def test_page_size_of_the_kernels_is_checked(config, kernels):
             assert isinstance(create(*arguments), pkv.KVCache)
         else:
             with pytest.raises(
-                ValueError, match="built for pages of 32 slots, but page_size is 16"
+                ValueError, match="compiled for pages of 32 slots, but page_size is 16"
             ):
                 create(*arguments)
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
+
 import numpy as np
 import pytest
 import tvm
@@ -12,9 +15,9 @@ from tvm.target import Target
 
 import tvm_pagedkv as pkv
 from tir_kernels import build_kernel
-from tvm_pagedkv import cuda_objects
-from tvm_pagedkv.compile_model import KERNEL
+from tvm_pagedkv import cuda_objects, model_kernels
 from tvm_pagedkv.cuda_library import DeviceCode, device_code
+from tvm_pagedkv.model_kernels import ModelKernels, link_when_finalized
 
 from . import reference
 from .cuda_cases import F16, make_spec
@@ -24,21 +27,25 @@ from .test_cuda_build import needs_nvcc
 from .test_frontend import export_model
 
 GPU = Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
+ARM = {"kind": "llvm", "mtriple": "aarch64-linux-gnu"}
 KEEP = "tests.keep_kernel"
 
 
 @pytest.fixture(autouse=True)
 def cache_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_kernels, "_loaded", {})
 
 
 def _model_of_merge() -> tvm.IRModule:
     """A model that hands its kernel to whoever makes caches."""
+    spec = make_spec((2, 1), 64)
+    kernels = ModelKernels(GPU, repr(spec))
     builder = relax.BlockBuilder()
-    kernel = build_kernel("merge", make_spec((2, 1), 64)).with_attr(KERNEL, True)
-    name = builder.add_func(kernel, "pagedkv_merge")
     with builder.function("create", []):
-        made = relax.call_pure_packed(KEEP, name, ty_args=relax.AnyType())
+        merge = kernels.refer("merge", repr(spec), partial(build_kernel, "merge", spec))
+        link_when_finalized(builder, kernels.compile())
+        made = relax.call_pure_packed(KEEP, merge, ty_args=relax.AnyType())
         builder.emit_func_output(builder.emit(made))
     return builder.finalize()
 
@@ -67,7 +74,7 @@ def _states(rng) -> list[np.ndarray]:
 @needs_nvcc
 def test_an_exported_library_holds_device_code(tmp_path):
     path = tmp_path / "model.so"
-    pkv.compile(_model_of_merge(), GPU).export_library(str(path))
+    tvm.compile(_model_of_merge(), GPU).export_library(str(path))
     assert device_code(path) == {DeviceCode("sass", 90), DeviceCode("ptx", 90)}
     assert b"__launch_bounds__" not in path.read_bytes()
     merge = _kernel_of(tvm.runtime.load_module(str(path)))
@@ -80,7 +87,7 @@ def test_linked_kernels_run(monkeypatch):
         library.build_object(translate(source), path)
 
     monkeypatch.setattr(cuda_objects, "compile_object", compile_object)
-    merge = _kernel_of(pkv.compile(_model_of_merge(), GPU))
+    merge = _kernel_of(tvm.compile(_model_of_merge(), GPU))
     o, lse, other, other_lse = states = _states(np.random.default_rng(0))
     expected = reference.merge(o, lse, other, other_lse)
     actual = [tvm.runtime.tensor(array) for array in states]
@@ -97,19 +104,14 @@ def test_a_model_has_all_kernels_of_its_caches(kinds, monkeypatch):
         raise RuntimeError("enough")
 
     monkeypatch.setattr(cuda_objects, "compile_object", stop)
-    module = export_model(pkv.PagedKVCache, kinds=kinds, target=GPU)
-    on_cpu = export_model(pkv.PagedKVCache, kinds=kinds)
-    names, names_on_cpu = (
-        {name.name_hint for name in m.get_global_vars() if "pagedkv" in name.name_hint}
-        for m in (module, on_cpu)
-    )
-    assert names == names_on_cpu
     with pytest.raises(RuntimeError, match="enough"):
-        pkv.compile(module, GPU)
+        export_model(pkv.PagedKVCache, kinds=kinds, target=GPU)
     ((source, archs),) = sources
     assert archs == ["90"]
-    for name in names:
-        assert f"__tvm_ffi_{name}(" in source
+    on_cpu = export_model(pkv.PagedKVCache, kinds=kinds).script()
+    digest = "_[0-9a-f]{16}"
+    names = set(re.findall(rf"__tvm_ffi_(pagedkv_\w+){digest}\(", source))
+    assert names == set(re.findall(rf'ExternFunc\("(pagedkv_\w+){digest}"', on_cpu))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,10 @@ def test_a_model_has_all_kernels_of_its_caches(kinds, monkeypatch):
     [
         ({"target": Target({"kind": "cuda", "arch": "sm_75"}, host="llvm")}, 'from "80" on'),
         ({"target": GPU, "runtime": "stock"}, "runtime 'pagedkv' only"),
+        (
+            {"target": Target({"kind": "cuda", "arch": "sm_90"}, host=ARM)},
+            "hosts like this machine",
+        ),
         ({"target": Target({"kind": "vulkan"}, host="llvm")}, "not for 'vulkan'"),
     ],
 )

@@ -288,12 +288,6 @@ def test_parts_merge_to_the_whole():
     reference.assert_lse_close(lse.numpy()[0], expected_lse, "float32", "lse")
 
 
-def test_page_size_other_than_the_kernels_is_an_error():
-    vm = _compile(pkv.PagedKVCache)
-    with pytest.raises(ValueError, match="page_size"):
-        _create(vm, page_size=32)
-
-
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_other_page_sizes(page_size):
     vm = _compile(pkv.PagedKVCache, kernel_page_size=page_size)

@@ -250,5 +250,5 @@ def test_mha_linear_and_mla_layers_in_one_model():
 def test_page_size_of_the_kernels_is_checked():
     vm = _compile(kernel_page_size=4)
     _check(vm, page_size=4)
-    with pytest.raises(ValueError, match="built for pages of 4 slots, but page_size is 16"):
+    with pytest.raises(ValueError, match="compiled for pages of 4 slots, but page_size is 16"):
         vm["create"](*(Shape([n]) for n in CAPACITIES.values()))

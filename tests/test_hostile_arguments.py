@@ -16,6 +16,7 @@ import tvm_ffi
 from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
+from tvm_pagedkv.frontend import MODEL_CONSTRUCTORS
 
 from .checkpoint_cases import export
 from .hostile_transfers import (
@@ -66,7 +67,7 @@ OTHERS = {
 # Their arguments have no cache: test_hostile_creation.py, test_transfer_messages.py,
 # test_hostile_bundles.py.
 WITHOUT_CACHE = {
-    "vm.builtin.paged_attention_kv_cache_create", OWN + "create", OWN + "copy_regions",
+    *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions",
     OWN + "load_bundle", OWN + "choose_bundle_target",
 }  # fmt: skip
 

@@ -12,6 +12,8 @@ import tvm
 import tvm_ffi
 from tvm_ffi import Shape
 
+from tvm_pagedkv.frontend import MODEL_CONSTRUCTORS
+
 from .hostile_values import Kind, wrong_types
 from .in_child import failures
 from .python_kernels import KERNELS, LAYER, MLA_KERNELS, MLA_LAYER, make_cache, make_config
@@ -201,8 +203,9 @@ POSITIONAL = {
 }  # fmt: skip
 
 
-def test_hostile_positional_creation():
-    create = tvm_ffi.get_global_func("vm.builtin.paged_attention_kv_cache_create")
+@pytest.mark.parametrize("runtime", MODEL_CONSTRUCTORS)
+def test_hostile_positional_creation(runtime):
+    create = tvm_ffi.get_global_func(MODEL_CONSTRUCTORS[runtime])
     create(*positional())
 
     def cases():

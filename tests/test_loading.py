@@ -15,6 +15,7 @@ import tvm_ffi
 from tvm_ffi import libinfo
 
 from tvm_pagedkv import _library
+from tvm_pagedkv.frontend import MODEL_CONSTRUCTORS
 
 from .cpp_build import run
 
@@ -37,6 +38,7 @@ def create():
 
 RUNTIME = {str(TVM / "lib" / "libtvm_runtime.so")!r}
 LIBRARY = {str(LIBRARY)!r}
+MODEL_CONSTRUCTORS = {list(MODEL_CONSTRUCTORS.values())!r}
 """
 
 
@@ -113,7 +115,7 @@ def test_another_tvm(tmp_path):
     version = tmp_path / "tvm" / "_version.py"
     code = """
 load(sys.argv[1]); load(LIBRARY)
-for name in ("pagedkv.create", "pagedkv.load_bundle", "vm.builtin.paged_attention_kv_cache_create"):
+for name in ("pagedkv.create", "pagedkv.load_bundle", *MODEL_CONSTRUCTORS):
     try:
         tvm_ffi.get_global_func(name)("bundle", None, None)
     except RuntimeError as error:
@@ -124,7 +126,7 @@ print(why(LIBRARY) or "fits")
 """
     version.write_text("__version__ = version = '0.28.1.dev3'\n")
     lines = in_process(BARE + code, runtime).splitlines()
-    assert len(lines) == 4 and len(set(lines)) == 1
+    assert len(lines) == 5 and len(set(lines)) == 1
     assert "built for apache-tvm 0.27, but the process has loaded 0.28.1.dev3 from" in lines[0]
     assert str(runtime) in lines[0]
     version.write_text("__version__ = version = '0.27.9'\n")

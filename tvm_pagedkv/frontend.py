@@ -24,9 +24,11 @@ from .cuda_objects import arch_of
 from .frontend_methods import PagedKVCacheObject
 from .model_kernels import ModelKernels, link_when_finalized
 
-_CONSTRUCTORS = {
-    # A name of our own: without the library the model says so, rather than call the stock function.
-    "pagedkv": "pagedkv.paged_attention_kv_cache_create",
+# The Relax VM quotes the name of a function that it does not find: ours tells what to do, where the
+# library is not loaded. runtime_ext/register.cc has it too.
+MODEL_CONSTRUCTORS = {
+    "pagedkv": "pagedkv.paged_attention_kv_cache_create "
+    "(import tvm_pagedkv, or load libtvm_pagedkv.so)",
     "stock": "vm.builtin.paged_attention_kv_cache_create",
 }
 _MHA_KINDS = {"mha", "mha_sliding"}
@@ -129,8 +131,10 @@ class PagedKVCache(PagedKVCacheObject):
         alibi: bool | Sequence[float] | None = None,
         runtime: str = "pagedkv",
     ) -> None:
-        if runtime not in _CONSTRUCTORS:
-            raise ValueError(f"runtime must be one of {', '.join(_CONSTRUCTORS)}; got {runtime!r}")
+        if runtime not in MODEL_CONSTRUCTORS:
+            raise ValueError(
+                f"runtime must be one of {', '.join(MODEL_CONSTRUCTORS)}; got {runtime!r}"
+            )
         kinds = _layer_kinds(attn_kind, num_hidden_layers)
         if is_cuda(target):
             arch_of(target)
@@ -217,7 +221,7 @@ class PagedKVCache(PagedKVCacheObject):
         link_when_finalized(builder, self.extern_mods)
         super().__init__(
             _expr=relax.call_pure_packed(
-                _CONSTRUCTORS[runtime], *arguments, ty_args=relax.AnyType()
+                MODEL_CONSTRUCTORS[runtime], *arguments, ty_args=relax.AnyType()
             ),
             _name=name,
         )

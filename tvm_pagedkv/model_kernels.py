@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
 from tvm.relax import BlockBuilder
 from tvm.target import Target
@@ -89,6 +90,7 @@ def link_when_finalized(builder: BlockBuilder, libraries: list[tvm.runtime.Modul
         module = builder.finalize()
         attached = list((module.attrs or {}).get(_ATTRIBUTE, []))
         missing = [library for library in pending if library not in attached]
-        return module.with_attr(_ATTRIBUTE, [*attached, *missing])
+        # `relax.transform.AttachExternModules` appends to what it finds.
+        return module.with_attr(_ATTRIBUTE, tvm_ffi.List([*attached, *missing]))
 
     builder.finalize = finalize

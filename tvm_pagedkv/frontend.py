@@ -47,6 +47,10 @@ class PagedKVCache(PagedKVCacheObject):
     of the base class work (`attention_with_fused_qkv`, `self_attention`, `cross_attention`,
     `merge_attn_output_inplace`, `get_query_positions`, ...).
 
+    The kernels are compiled here, or found on the disk; the model refers to them as external
+    functions. A module that `export_tvm` or `BlockBuilder.finalize` makes has them attached; others
+    need `extern_mods` in their attribute "external_mods".
+
     Parameters
     ----------
     attn_kind : str or list of str
@@ -57,8 +61,8 @@ class PagedKVCache(PagedKVCacheObject):
     support_sliding_window : tirx.Var or int
         1 where sequences may be given a sliding window, else 0; given when the cache is created.
     page_size : tirx.Var or int
-        Slots of a page, given when the cache is created; must be the one that the kernels were
-        built for.
+        Slots of a page, given when the cache is created; must be the one that the kernels are
+        compiled for.
     layer_partition : relax.ShapeExpr
         First layer of each pipeline stage, then the number of layers. A Disco worker keeps the
         layers of its stage alone; layer ids are those of the whole model.
@@ -83,7 +87,7 @@ class PagedKVCache(PagedKVCacheObject):
     layer_sliding_window_size : int
         Window of the "mha_sliding" layers: positions that a row sees, its own included.
     kernel_page_size : int
-        The page size that kernels are built for when `page_size` is symbolic.
+        The page size that kernels are compiled for when `page_size` is symbolic.
     logit_softcap : float, optional
         Soft-cap of the attention logits.
     alibi : bool or sequence of float, optional
@@ -96,6 +100,13 @@ class PagedKVCache(PagedKVCacheObject):
     ValueError, TypeError
         On dimensions that no kernel serves, as `KVCacheConfig` does, and on such targets: a GPU
         must have its architecture named, and runs caches of runtime "pagedkv" only.
+    RuntimeError
+        Where no Relax function is being built, and for a GPU without nvcc.
+
+    Attributes
+    ----------
+    extern_mods : list of tvm.runtime.Module
+        The compiled kernels, as static libraries: the same objects in all caches that share them.
     """
 
     def __init__(
@@ -249,11 +260,14 @@ class _Kernels:
         self.tag, self.window, self.kinds = tag, window, set(specs)
         self.mla = specs.get("mla")
         self.mha = specs.get("mha", specs.get("mha_sliding"))
-        self._compiled = ModelKernels(target, repr(specs))
-        self.compile = self._compiled.compile
+        self._listed = ModelKernels(target, repr(specs))
+
+    def compile(self) -> list[tvm.runtime.Module]:
+        """What to link for the kernels that `positional` has listed."""
+        return self._listed.compile()
 
     def _function(self, name: str, spec: KernelSpec) -> relax.ExternFunc:
-        return self._compiled.refer(name, repr(spec), partial(build_kernel, name, spec))
+        return self._listed.refer(name, repr(spec), partial(build_kernel, name, spec))
 
     def _tagged(self, *values: relax.Expr) -> relax.Tuple:
         return relax.Tuple([tvm.ir.StringImm(self.tag), *values])
@@ -272,7 +286,7 @@ class _Kernels:
             return self._needed("mha_sliding", name)
         build = partial(getattr(stock_sliding, name), self.mha, self.window)
         key = f"{self.mha} for a window of {self.window}"
-        return self._tagged(self._compiled.refer(f"stock_{name}", key, build))
+        return self._tagged(self._listed.refer(f"stock_{name}", key, build))
 
     def _of_both(self, name: str, name_of_mla: str | None = None) -> relax.Expr:
         """A kernel that pages of either shape need: one function, or one for each."""

@@ -20,13 +20,19 @@ import tir_kernels
 from tir_kernels.cuda.decode_tiling import DecodeTiling
 from tir_kernels.cuda.tiling import Tiling
 from tir_kernels.spec import CudaTarget, KernelSpec
-from tvm_pagedkv import KVCacheConfig, LayerSpec
+from tvm_pagedkv import KVCacheConfig, LayerSpec, RopeConfig
 from tvm_pagedkv.build import kernel_spec, resolve_target
 from tvm_pagedkv.cuda_build import cuda_spec
 from tvm_pagedkv.cuda_machine_code import INSTRUCTIONS, MachineCode, find_nvdisasm, machine_code
 from tvm_pagedkv.cuda_source import cuda_source
 
 _MLA = LayerSpec("mla", mla_original_qk_head_dim=192, mla_original_v_head_dim=128)
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + i / 64 for i in range(64)],
+    "long_factor": [4 + i / 8 for i in range(64)],
+    "original_max_position_embeddings": 4096,
+}
 _LLAMA = dict(num_qo_heads=32, num_kv_heads=8, qk_head_dim=128)
 CONFIGURATIONS = {
     "llama-float16": dict(**_LLAMA, dtype="float16"),
@@ -36,6 +42,7 @@ CONFIGURATIONS = {
     "heads-of-64-float16": dict(_LLAMA, qk_head_dim=64, dtype="float16"),
     "heads-of-256-bfloat16": dict(_LLAMA, qk_head_dim=256, dtype="bfloat16"),
     "heads-of-256-float32": dict(_LLAMA, qk_head_dim=256, dtype="float32"),
+    "longrope-float16": dict(**_LLAMA, dtype="float16", rope=RopeConfig(scaling=_LONGROPE)),
     "windows-cap-alibi-float16": dict(
         **_LLAMA,
         dtype="float16",
@@ -111,8 +118,10 @@ def ahead_bytes(code: MachineCode, spec: KernelSpec) -> int:
     kernel = code.launch.kernel.removesuffix("_kernel")
     if kernel in ("decode", "decode_sliding", "decode_windowed"):
         return DecodeTiling.of(spec).ahead_bytes * resident_blocks(code)
-    if kernel == "mla_prefill":
-        return Tiling.of(spec, spec.kv_dtype).ahead_bytes * resident_blocks(code)
+    if code.launch.function == "mla_prefill":
+        for tiling in Tiling.choices(spec, spec.kv_dtype):
+            if tiling.num_bytes == code.launch.dynamic_bytes:
+                return tiling.ahead_bytes * resident_blocks(code)
     return 0
 
 

@@ -58,6 +58,11 @@ CHIPS = {
 }
 
 
+def is_launched(code: MachineCode) -> bool:
+    """Whether the chip has the shared memory that the launcher asks for."""
+    return code.launch.device_bytes <= CHIPS[code.arch].block_bytes
+
+
 def resident_blocks(code: MachineCode) -> int:
     """Blocks of a kernel that a multiprocessor holds at a time."""
     chip, warps = CHIPS[code.arch], -(-code.launch.threads // 32)
@@ -94,7 +99,12 @@ def _of_kernel(name: str, code: MachineCode) -> Iterator[str]:
     most = MOST_REGISTERS if name in ATTENTION else MOST_REGISTERS_OF_MOVES
     if code.registers > most:
         yield f"{kernel} has {code.registers} registers, more than {most}"
-    if code.shared_bytes > chip.block_bytes:
+    if launch.device_bytes and code.shared_bytes > launch.device_bytes:
+        yield (
+            f"{kernel} has {code.shared_bytes} bytes of shared memory, and is launched where a "
+            f"block may have {launch.device_bytes}"
+        )
+    if is_launched(code) and code.shared_bytes > chip.block_bytes:
         yield f"{kernel} has {code.shared_bytes} bytes of shared memory of {chip.block_bytes}"
     if launch.begins_early and int(code.arch) >= 90:
         if not (code.counts["wait"] and code.counts["next"]):
@@ -110,11 +120,21 @@ def _of_kernel(name: str, code: MachineCode) -> Iterator[str]:
         yield f"{kernel} has {code.counts['constant']} constant loads that its PTX has not"
     if launch.threads != launch.bound:
         yield f"{kernel} is compiled for {launch.bound} threads and launched with {launch.threads}"
-    if not resident_blocks(code):
+    if is_launched(code) and not resident_blocks(code):
         yield f"{kernel} does not fit into a multiprocessor"
 
 
 def _of(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[str]:
+    """Each branch that a launcher may take has all that the function needs."""
+    branches = {code.launch.device_bytes for code in codes if is_launched(code)}
+    if 0 not in branches:
+        yield f"{name} (sm_{codes[0].arch}) launches nothing where blocks have little shared memory"
+    for device_bytes in sorted(branches):
+        branch = [code for code in codes if code.launch.device_bytes == device_bytes]
+        yield from _of_branch(name, spec, branch)
+
+
+def _of_branch(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[str]:
     counts = {key: sum(code.counts[key] for code in codes) for key in codes[0].counts}
     if name not in ATTENTION:
         least = {"ldg.128": 1, "stg.128": 1}
@@ -129,4 +149,7 @@ def _of(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[s
             least["ldsm"] = counts["mma"] // 4
     for key, count in least.items():
         if counts[key] < count:
-            yield f"{name} (sm_{codes[0].arch}) has {counts[key]} {key}, needs at least {count}"
+            branch = f"sm_{codes[0].arch}"
+            if codes[0].launch.device_bytes:
+                branch += f", where blocks may have {codes[0].launch.device_bytes} bytes"
+            yield f"{name} ({branch}) has {counts[key]} {key}, needs at least {count}"

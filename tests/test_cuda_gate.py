@@ -12,7 +12,7 @@ from tir_kernels import build_kernel
 from tir_kernels.spec import RopeSpec
 from tvm_pagedkv import cuda_machine_code
 from tvm_pagedkv.cuda_library import find_nvcc
-from tvm_pagedkv.cuda_machine_code import machine_code
+from tvm_pagedkv.cuda_machine_code import launches, machine_code
 from tvm_pagedkv.cuda_source import cuda_source
 
 from .cuda_cases import make_spec
@@ -25,6 +25,7 @@ GATED = {
     "llama-bfloat16": (("86", "89", "100", "120"), ("prefill",)),
     "llama-float32": (("80",), ("prefill", "decode", "prefill_shared")),
     "heads-of-256-bfloat16": (("90",), None),
+    "longrope-float16": (("90",), ("split_rotary", "rope_append", "prefill")),
     "windows-cap-alibi-float16": (("80",), ("prefill_sliding", "decode_sliding", "tree_sliding")),
     "heads-of-256-float32": (("80", "90"), ("prefill", "decode", "prefill_shared")),
     "falcon-bfloat16-pages-float16": (("90",), ("decode", "prefill")),
@@ -116,6 +117,45 @@ def test_each_rule_can_fail(codes, name, launch, fields, message):
     assert failures(name, SPEC, [code]) == []
     changed = replace(code, launch=replace(code.launch, **launch), counts={**code.counts, **fields})
     assert message in failures(name, SPEC, [changed])[0]
+
+
+@pytest.fixture(scope="module")
+def latent_source():
+    return cuda_source({"mla_prefill": build_kernel("mla_prefill", LATENT_SPEC)})
+
+
+def test_conditions_of_launches_are_read(latent_source):
+    """Of MLA each tiling has a kernel that attends and one that merges."""
+    found = [(x.dynamic_bytes, x.device_bytes) for x in launches(latent_source)]
+    most, more, least = 222384, 148144, 74096
+    assert found == [(most, most), (0, most), (more, more), (0, more), (least, 0), (0, 0)]
+    condition = f"if (({most} <= pagedkv_block_shared_bytes()) && "
+    for new in (condition.replace("&&", "||"), condition.replace("(", "(!", 1)):
+        with pytest.raises(RuntimeError, match="conditions on .* have another form"):
+            launches(mutated(latent_source, condition, new))
+
+
+def test_kernels_beyond_what_every_chip_has_are_conditional(codes):
+    from cuda_gate_rules import failures
+
+    code, merge = codes["prefill"], codes["prefill_1"]
+
+    def launched(code, dynamic_bytes, device_bytes):
+        fields = {"dynamic_bytes": dynamic_bytes, "device_bytes": device_bytes}
+        return replace(code, launch=replace(code.launch, **fields))
+
+    # A chip of 8.0 has 163 KB, so the first of these is launched on others only.
+    large, fitting = launched(code, 200 << 10, 200 << 10), launched(code, 150 << 10, 150 << 10)
+    assert failures("prefill", SPEC, [large, fitting, code]) == []
+    for wrong, messages in (
+        ([launched(code, 200 << 10, 100 << 10), code], ("204800 bytes of shared memory",) * 2),
+        ([launched(code, 200 << 10, 0)], ("204800 bytes of shared memory of 166912", "not fit")),
+        ([fitting], ("launches nothing where blocks have little shared memory",)),
+        ([large, merge], ("(sm_80) has 0 mma, needs at least 17", "(sm_80) has 0 ldgsts")),
+        ([launched(merge, 0, 150 << 10), code], ("where blocks may have 153600 bytes) has 0 mma",)),
+    ):
+        found = "\n".join(failures("prefill", SPEC, wrong))
+        assert all(message in found for message in messages), found
 
 
 def test_kernels_that_begin_early_wait_before_they_touch_memory(source):

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from tir_kernels.cuda.launcher import BLOCK_SHARED_BYTES
+
 from .cuda_library import find_nvcc
 
 # What is counted: instructions of the machine code, and of PTX.
@@ -45,6 +47,9 @@ _STEP = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(%\w+),\s*(.+);$", re.
 _HOST_PART = "#include <tvm/ffi/c_api.h>"
 _BOUNDS = re.compile(r"__launch_bounds__\((\d+)(?:, \d+)?\) (\w+)\(")
 _LAUNCHER = re.compile(r"^TVM_DLL int32_t __tvm_ffi_(\w+)\([^)]*\) \{$", re.MULTILINE)
+# A condition of a launcher on what shared memory a block may have.
+_ASKS = rf"(?<!int32_t ){BLOCK_SHARED_BYTES}\(\)"
+_CONDITION = re.compile(rf"^( *)if \(\(?(\d+) <= {_ASKS}\)(?!.*\|\|).*\{{$", re.MULTILINE)
 _LAUNCH = re.compile(r"tvm_cuda_host_launch\(::(\w+), &(\w+)")
 _PROPERTIES = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)'.*\n.*\n"
@@ -71,6 +76,8 @@ class Launch:
         Of shared memory.
     begins_early : bool
         Where the chip can, before the kernel before has ended.
+    device_bytes : int
+        It is launched where a block may have so many bytes of shared memory; 0: everywhere.
     """
 
     function: str
@@ -80,6 +87,7 @@ class Launch:
     bound: int
     dynamic_bytes: int
     begins_early: bool
+    device_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +166,9 @@ def launches(source: str) -> list[Launch]:
                 return int(value)
             return number(value) if value in values else None
 
-        for kernel, config in _LAUNCH.findall(text):
+        conditions = _conditions(text)
+        for match in _LAUNCH.finditer(text):
+            kernel, config = match.groups()
             grid, block = (
                 [
                     number(x)
@@ -171,11 +181,27 @@ def launches(source: str) -> list[Launch]:
                 raise RuntimeError(f"{kernel}: neither threads nor shared memory may vary")
             threads = block[0] * block[1] * block[2]
             early = f" {config}.numAttrs += " in text
+            asked = [n for begin, end, n in conditions if begin <= match.start() < end]
             found.append(
-                Launch(function, kernel, tuple(grid), threads, bounds[kernel], dynamic, early)
+                Launch(
+                    *(function, kernel, tuple(grid), threads, bounds[kernel], dynamic, early),
+                    device_bytes=max(asked, default=0),
+                )
             )
     if {launch.kernel for launch in found} != set(bounds):
         raise RuntimeError(f"launches of {found}, but kernels {sorted(bounds)}")
+    return found
+
+
+def _conditions(launcher: str) -> list[tuple[int, int, int]]:
+    """Where in a launcher a condition on the shared memory of the device holds, and which one."""
+    found = []
+    for match in _CONDITION.finditer(launcher):
+        indent, num_bytes = match.groups()
+        end = launcher.index(f"\n{indent}}}", match.end())
+        found.append((match.end(), end, int(num_bytes)))
+    if len(found) != len(re.findall(_ASKS, launcher)):
+        raise RuntimeError(f"conditions on {BLOCK_SHARED_BYTES} have another form")
     return found
 
 

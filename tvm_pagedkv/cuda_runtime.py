@@ -3,14 +3,20 @@
 
 Scratch memory comes from a pool of the library's own, one for each device, in the order of the
 stream: nothing waits, calls on several streams do not share it, and a CUDA graph can capture it.
-How many blocks a device holds is asked at each call, and the same each time.
+How many blocks a device holds and how much shared memory a block may have is asked at each call,
+and the same each time.
 """
 
 from __future__ import annotations
 
 import re
 
-from tir_kernels.cuda.launcher import GIVE_BACK, RESIDENT_BLOCKS, TAKE
+from tir_kernels.cuda.launcher import (
+    BLOCK_SHARED_BYTES,
+    GIVE_BACK,
+    RESIDENT_BLOCKS,
+    TAKE,
+)
 
 _DEFINITIONS = """
 // Of this library alone: the code of another one may be for other chips.
@@ -94,12 +100,21 @@ extern "C" TVM_DLL int32_t RESIDENT_BLOCKS(int64_t shared_bytes, int32_t most) {
   return pagedkv::Attribute(cudaDevAttrMultiProcessorCount) * static_cast<int32_t>(blocks);
 }
 
+extern "C" TVM_DLL int32_t BLOCK_SHARED_BYTES() {
+  return pagedkv::Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+}
+
 extern "C" TVM_DLL int32_t CAN_OVERLAP() {
   return pagedkv::Known(pagedkv::CurrentDevice(), pagedkv::CanOverlap);
 }
 """
 _INCLUDES = "#include <algorithm>\n#include <map>\n#include <mutex>\n#include <stdexcept>\n"
-_NAMES = {"TAKE": TAKE, "GIVE_BACK": GIVE_BACK, "RESIDENT_BLOCKS": RESIDENT_BLOCKS}
+_NAMES = {
+    "TAKE": TAKE,
+    "GIVE_BACK": GIVE_BACK,
+    "RESIDENT_BLOCKS": RESIDENT_BLOCKS,
+    "BLOCK_SHARED_BYTES": BLOCK_SHARED_BYTES,
+}
 _HOST_BEGIN = "#include <tvm/ffi/c_api.h>\n"
 _CAN_OVERLAP = "pagedkv_kernels_can_overlap"
 # Where a launcher gives a kernel the attribute that it may begin before the one before has ended.

@@ -75,6 +75,16 @@ def multiprocessors(count: int):
 
 
 @contextmanager
+def block_shared_bytes(num_bytes: int):
+    """Let blocks have at most so many bytes of shared memory, 227 KB or less."""
+    runtime().emulator_set_block_shared_bytes(ctypes.c_int64(num_bytes))
+    try:
+        yield
+    finally:
+        runtime().emulator_set_block_shared_bytes(ctypes.c_int64(0))
+
+
+@contextmanager
 def ptx_version(version: int):
     """Let the code of libraries be made of such PTX. A library asks its device once."""
     runtime().emulator_set_ptx_version(version)

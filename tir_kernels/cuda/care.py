@@ -5,7 +5,7 @@ A row multiplies what it does not see by a weight of 0, and 0 times NaN is NaN. 
 every tile would cost time in every call, so a block looks at its output once, in the end. If a row
 is not finite though its weights are numbers, the block attends again, with care: it takes what is
 not finite out of each tile of V, and makes the scores of these positions NaN. So the rows that see
-them are NaN, with their logs, and no others.
+them are NaN, and no others. Their logs, which do not depend on V, are those of the first pass.
 """
 
 from __future__ import annotations
@@ -116,8 +116,11 @@ class Care:
 
             map_scores(scores, unit.lane, body)
 
-    def end(self, unit, lse: Registers, store: Callable[[], None]) -> None:
-        """Emit `store`, unless the block shall attend again; takes finished rows and their logs."""
+    def end(self, unit, lse: Registers) -> None:
+        """Store finished rows, unless the block shall attend again, and their logs if it has not.
+
+        `unit` stores them by `store_lse` and `store_rows`.
+        """
         output, width = unit.softmax.output, unit.spec.v_head_dim
         check = Registers(output.rows, F32, "check")
         check.fill(T.float32(0))
@@ -135,6 +138,8 @@ class Care:
         is_wrong = [
             T.And(check[h] != T.float32(0), lse[h] < T.float32(LARGEST)) for h in range(output.rows)
         ]
+        with T.If(self.mode.get() == _QUICK), T.Then():
+            unit.store_lse(lse)
         with T.If(functools.reduce(T.Or, is_wrong)), T.Then():
             ptx("st.shared.b32", unit.word_pointer(_NEEDED), T.uint32(1))
         sync_block()
@@ -145,4 +150,4 @@ class Care:
                 self.following.set(T.int32(_CAREFUL))
                 sync_block()  # all have seen the word
             with T.Else():
-                store()
+                unit.store_rows()

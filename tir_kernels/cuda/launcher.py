@@ -14,6 +14,7 @@ from .emit import F32, I32
 
 TAKE, GIVE_BACK = "pagedkv_take_workspace", "pagedkv_return_workspace"
 RESIDENT_BLOCKS = "pagedkv_resident_blocks"
+BLOCK_SHARED_BYTES = "pagedkv_block_shared_bytes"
 
 
 @contextmanager
@@ -30,6 +31,11 @@ def workspace(shape, name: str):
     data = T.bind(taken, var=tirx.Var(name, pointer))
     yield IRBuilder.name(name, T.decl_buffer(shape, F32, data=data, scope="global"))
     T.evaluate(tirx.call_extern("int32", GIVE_BACK, data))
+
+
+def block_shared_bytes():
+    """Shared memory that a block may have on the device, in bytes; the same in all calls."""
+    return tirx.call_extern(I32, BLOCK_SHARED_BYTES)
 
 
 def resident_blocks(shared_bytes: int, most: int, parts: int = 1):

@@ -3,7 +3,8 @@
 
 It is the skeleton of `prefill` with all heads in the rows of a tile. The latent row is K, and its
 first columns are V, so a tile of it is copied once and multiplied twice. A decode step has few
-tiles, so as many blocks as the GPU holds take equal shares of their positions.
+tiles, so as many blocks as the GPU holds take equal shares of their positions. Where blocks may
+have much shared memory, tiles have more rows, and fewer of them load the same latent rows.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from ..spec import KernelSpec
 from .arguments import attention_kernel
 from .care import with_care
 from .columns import PlainColumns
-from .emit import index_temp, opaque
+from .emit import as_count, index_temp, opaque
 from .part_unit import PartMask, PartUnit, step_of
 from .tile_split import TileSplit, shared_out
 from .tiling import Tiling
+from .tiling_choice import emit_chosen
 from .tree import build_tree
 
 
@@ -55,15 +57,19 @@ class SequenceSplit(TileSplit):
 def emit_mla(spec: KernelSpec, a: SimpleNamespace) -> None:
     """Emit the body: `a` holds the matched arguments by their names."""
     a.columns = PlainColumns()
-    tiling, mask = Tiling.of(spec, spec.kv_dtype), CausalMask(a.causal)
+    mask = CausalMask(a.causal)
 
-    def attend(part, piece, thread) -> None:
-        a.mask = PartMask(part.first, part.last, mask)
-        step = step_of(spec, a, part, piece, part.tile.item)
-        with_care(lambda care: PartUnit(spec, tiling, a, step, opaque(thread), care).run())
+    def emit_tiles(tiling: Tiling) -> None:
+        def attend(part, piece, thread) -> None:
+            a.mask = PartMask(part.first, part.last, mask)
+            step = step_of(spec, a, part, piece, part.tile.item)
+            with_care(lambda care: PartUnit(spec, tiling, a, step, opaque(thread), care).run())
 
-    with shared_out(spec, a, tiling, SequenceSplit, goes_on=False) as emit:
-        emit(attend)
+        with shared_out(spec, a, tiling, SequenceSplit, goes_on=False) as emit:
+            emit(attend)
+
+    num_rows = as_count(a.q.shape[0]) * spec.group_size
+    emit_chosen(Tiling.choices(spec, spec.kv_dtype), num_rows, a.batch_size, emit_tiles)
 
 
 def mla_prefill(spec: KernelSpec):

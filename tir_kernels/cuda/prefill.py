@@ -25,6 +25,7 @@ from .rows import RaggedRows, rows_of_pages
 from .schedule import UnitOfBlock
 from .split_unit import SplitStates, SplitUnit, splits_of
 from .tiling import MOST_ROWS, Tiling
+from .tiling_choice import emit_chosen
 
 
 def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None:
@@ -112,7 +113,9 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS)
     a.most_positions = as_count(a.page_values.shape[0]) * spec.page_size
     if hasattr(a, "k_rope_pos_offset"):
         a.k_offset_of = a.k_rope_pos_offset.__getitem__
-    emit_attention(spec, a, Tiling.of(spec, spec.kv_dtype, most_rows))
+    choices = Tiling.choices(spec, spec.kv_dtype, most_rows)
+    num_rows = as_count(a.q.shape[0]) * spec.group_size
+    emit_chosen(choices, num_rows, a.batch_size, lambda tiling: emit_attention(spec, a, tiling))
 
 
 def emit_ragged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS) -> None:

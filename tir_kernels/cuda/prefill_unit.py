@@ -180,34 +180,40 @@ class Unit:
             self.care.begin(self)
         zero_padding(self.q, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
         zero_padding(self.k, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
+        self._park()
         if step.gap is None:
             self._run_span(Span(None, step.kv_len, step.k_offset, None, None))
         else:
-            self._park()
             with T.serial(step.gap.num_spans) as i:
                 step = self._recall()
                 self._run_span(step.gap.span(i, step.kv_len, step.k_offset))
-            self._recall()
+        self._recall()
         lse = self.softmax.finish()
         if self.care:
-            self.care.end(self, lse, lambda: self._store(lse))
+            self.care.end(self, lse)
         else:
-            self._store(lse)
+            self._prepare(lse)
+            self.store_lse(lse)
+            self.store_rows()
 
     def _park(self) -> None:
         """Keep what tells of the step in shared memory: passes over columns need the registers."""
-        values = [getattr(self.step, name) for name in PARKED]
-        values += [getattr(self.step.gap, name) for name in PARKED_OF_GAP]
+        step = self.step
+        values = [getattr(step, name) for name in PARKED]
+        if step.gap is not None:
+            values += [getattr(step.gap, name) for name in PARKED_OF_GAP]
         for i, value in enumerate(values):
             ptx("st.shared.b32", self.word_pointer(i), T.cast(value, U32))
 
     def _recall(self) -> SimpleNamespace:
         """The step, with what was parked in registers again."""
-        words = Registers(len(PARKED) + len(PARKED_OF_GAP), U32, "step")
+        gap = self.step.gap
+        words = Registers(len(PARKED) + (len(PARKED_OF_GAP) if gap else 0), U32, "step")
         for i in range(words.count):
             ptx("ld.shared.b32", words[i], self.word_pointer(i))
         values = [index_temp(T.cast(words[i], I32)) for i in range(words.count)]
-        gap = replace(self.step.gap, **dict(zip(PARKED_OF_GAP, values[len(PARKED) :], strict=True)))
+        if gap:
+            gap = replace(gap, **dict(zip(PARKED_OF_GAP, values[len(PARKED) :], strict=True)))
         fields = dict(zip(PARKED, values, strict=False))
         self.step = SimpleNamespace(**{**vars(self.step), **fields, "gap": gap})
         return self.step
@@ -314,49 +320,60 @@ class Unit:
         sync_block()
         self.rope.rotate_q(self, lambda row: self._position(row, span))
 
-    def _store(self, lse: Registers) -> None:
-        """Hand out the rows; where others see more, their states."""
-        self._place(opaque(self.thread))  # or all that depends on it is kept since the first pass
-        with T.If(self.step.is_whole):
-            with T.Then():
-                self._put(lse)
-            with T.Else():
-                self._keep(lse)
+    def _prepare(self, lse: Registers) -> None:
+        """Change finished rows and their logs before they are stored."""
 
-    def _keep(self, lse: Registers) -> None:
-        """Keep the states of the rows, for those that merge them."""
-        states, output = self.step.states, self.softmax.output
-        pair = Registers(2, F32, "pair")
-        quad = T.truncmod(self.lane, 4)
-        for h in range(output.rows):
-            row = self.own_row(h)
-            place = self._place_of(row)
-            with T.If(self.is_there(row)), T.Then():
-                with T.If(T.And(quad == 0, self.step.slice == 0)), T.Then():
-                    states.put_lse(place, lse[h])
-                with T.unroll(output.num_tiles) as n:
-                    with T.If(self.v_begin + n * 8 < self.spec.v_head_dim), T.Then():
-                        for e in range(2):
-                            pair[e] = output[n, h, e]
-                        states.put(place, self.v_begin + n * 8 + quad * 2, pair)
+    def _again(self) -> None:
+        """Find the thread's rows anew, or all that depends on them is kept since the first pass."""
+        self._place(opaque(self.crew.thread))
 
     def _place_of(self, row) -> tuple:
         """Of a row of the tile, the place of its state."""
         raise NotImplementedError
 
-    def _put(self, lse: Registers) -> None:
-        """Write the rows of O and their logs, through shared memory."""
+    def store_lse(self, lse: Registers) -> None:
+        """Hand out the logs of the rows; where others see more, with their states."""
+        self._again()
+        is_first = T.And(T.truncmod(self.lane, 4) == 0, self.step.slice == 0)
+        for h in range(lse.count):
+            row = self.own_row(h)
+            with T.If(T.And(is_first, self.is_there(row))), T.Then():
+                with T.If(self.step.is_whole):
+                    with T.Then():
+                        T.buffer_store(self.a.lse, lse[h], list(self.output_row(row)))
+                    with T.Else():
+                        self.step.states.put_lse(self._place_of(row), lse[h])
+
+    def store_rows(self) -> None:
+        """Hand out the rows; where others see more, as states."""
+        self._again()
+        with T.If(self.step.is_whole):
+            with T.Then():
+                self._put()
+            with T.Else():
+                self._keep()
+
+    def _keep(self) -> None:
+        """Keep the rows, for those that merge them."""
+        output, pair = self.softmax.output, Registers(2, F32, "pair")
+        quad = T.truncmod(self.lane, 4)
+        for h in range(output.rows):
+            row = self.own_row(h)
+            place = self._place_of(row)
+            with T.If(self.is_there(row)), T.Then(), T.unroll(output.num_tiles) as n:
+                with T.If(self.v_begin + n * 8 < self.spec.v_head_dim), T.Then():
+                    for e in range(2):
+                        pair[e] = output[n, h, e]
+                    self.step.states.put(place, self.v_begin + n * 8 + quad * 2, pair)
+
+    def _put(self) -> None:
+        """Write the rows of O, through shared memory."""
         tiling, output = self.tiling, self.softmax.output
         with T.unroll(output.num_tiles) as n:
             for h in range(output.rows):
                 column = n * 8 + T.truncmod(self.lane, 4) * 2
                 pair = [output[n, h, e] for e in range(2)]
                 self.o.store_pair(0, self.own_row(h), column, *pair)
-        for h in range(output.rows):
-            row = self.own_row(h)
-            is_first = T.And(T.truncmod(self.lane, 4) == 0, self.step.slice == 0)
-            with T.If(T.And(is_first, self.is_there(row))), T.Then():
-                T.buffer_store(self.a.lse, lse[h], list(self.output_row(row)))
         sync_block()
         chunks, words = self.o.layout.chunks, Registers(4, U32, "words")
         items = tiling.rows * chunks

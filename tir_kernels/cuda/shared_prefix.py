@@ -18,12 +18,13 @@ from ..cpu.shared_prefix import MLA_PREFILL_SHARED, PREFILL_SHARED, refuse_longr
 from ..spec import KernelSpec
 from .arguments import attention_kernel
 from .columns import PlainColumns
-from .emit import index_temp, launch
+from .emit import as_count, index_temp, launch
 from .launcher import workspace
 from .part_unit import PartMask, step_of
 from .shared_unit import SharedUnit
 from .tile_split import TileSplit, shared_out
 from .tiling import Tiling
+from .tiling_choice import emit_chosen
 
 _COPY_THREADS = 128
 
@@ -88,20 +89,26 @@ def emit_shared(spec: KernelSpec, a: SimpleNamespace) -> None:
         require_own_rotation(spec, a)
         refuse_longrope(spec, a)
     a.columns = PlainColumns()
-    tiling = Tiling.of(spec, spec.kv_dtype)
-    with shared_out(spec, a, tiling, SegmentSplit, goes_on=True) as emit:
-        with _lse_before(a, tiling.slices) as lse_before:
 
-            def attend(part, piece, thread) -> None:
-                segment = index_temp(a.first_segment + part.tile.item)
-                offsets = getattr(a, "k_rope_pos_offset", None)
-                step = step_of(spec, a, part, piece, segment)
-                step.k_offset = T.int32(0) if offsets is None else index_temp(offsets[segment])
-                step.lse_before = lse_before
-                a.mask = PartMask(part.first, part.last)
-                SharedUnit(spec, tiling, a, step, thread).run()
+    def emit_tiles(tiling: Tiling) -> None:
+        with shared_out(spec, a, tiling, SegmentSplit, goes_on=True) as emit:
+            with _lse_before(a, tiling.slices) as lse_before:
 
-            emit(attend)
+                def attend(part, piece, thread) -> None:
+                    segment = index_temp(a.first_segment + part.tile.item)
+                    offsets = getattr(a, "k_rope_pos_offset", None)
+                    step = step_of(spec, a, part, piece, segment)
+                    step.k_offset = T.int32(0) if offsets is None else index_temp(offsets[segment])
+                    step.lse_before = lse_before
+                    a.mask = PartMask(part.first, part.last)
+                    SharedUnit(spec, tiling, a, step, thread).run()
+
+                emit(attend)
+
+    # Of all segments of the step, with which those of the call stand for the host.
+    num_rows = as_count(a.row_ids.shape[0]) * spec.group_size
+    num_segments = a.row_indptr.shape[0] - 1
+    emit_chosen(Tiling.choices(spec, spec.kv_dtype), num_rows, num_segments, emit_tiles)
 
 
 def prefill_shared(spec: KernelSpec):

@@ -24,9 +24,9 @@ class SharedUnit(PartUnit):
         """The row of Q and O of a row of the tile."""
         return self.a.row_ids[super().row_of_q(row)]
 
-    def _put(self, lse: Registers) -> None:
-        self._merge(lse)
-        super()._put(lse)
+    def _prepare(self, lse: Registers) -> None:
+        with T.If(self.step.is_whole), T.Then():
+            self._merge(lse)
 
     def _merge(self, lse: Registers) -> None:
         """Make parts of O of the rows, and `lse` the logs of all parts.

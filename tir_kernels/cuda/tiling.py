@@ -19,6 +19,8 @@ WARP_ROWS = 16  # of an instruction
 MOST_ROWS = 128  # of a block
 THREADS_PER_ROW = 8  # that copy a row of K or V: 128 bytes side by side
 REGISTER_FILE = 65536
+# Shared memory that a block may have where it is more than 99 KB: on 8.0, and on 9.0 and 10.0.
+LARGE_SHARED_BYTES = (163 * 1024, 227 * 1024)
 MOST_REGISTERS = 255
 
 
@@ -164,8 +166,18 @@ class Tiling(BlockTiling):
     warp_rows: int
 
     @staticmethod
-    def of(spec: KernelSpec, kv_dtype: str, most_rows: int = MOST_ROWS) -> Tiling:
+    def of(
+        spec: KernelSpec, kv_dtype: str, most_rows: int = MOST_ROWS, most_bytes: int | None = None
+    ) -> Tiling:
         """The largest tiles that fit, rows before positions.
+
+        Parameters
+        ----------
+        spec : KernelSpec
+        kv_dtype : str
+        most_rows : int
+        most_bytes : int, optional
+            Of shared memory, where it is more than the least that GPUs of the target have.
 
         Raises
         ------
@@ -176,8 +188,11 @@ class Tiling(BlockTiling):
         sizes = [(size, WARP_ROWS) for size in (64, 32, 16) if size <= max(most_rows, WARP_ROWS)]
         # ALiBi takes two registers for each row of a thread.
         has_registers = widths["columns"] <= MOST_COLUMNS // 2 and not spec.alibi_slopes
-        if most_rows >= MOST_ROWS and has_registers and on_tensor_cores(spec.dtype, kv_dtype):
-            sizes.insert(0, (MOST_ROWS, 2 * WARP_ROWS))
+        if most_rows >= MOST_ROWS and on_tensor_cores(spec.dtype, kv_dtype):
+            if has_registers:
+                sizes.insert(0, (MOST_ROWS, 2 * WARP_ROWS))
+            elif most_bytes:
+                sizes.insert(0, (MOST_ROWS, WARP_ROWS))
         for (rows, warp_rows), positions in itertools.product(sizes, (64, 32, 16, 8)):
             tiling = Tiling(
                 rows=rows,
@@ -188,9 +203,24 @@ class Tiling(BlockTiling):
             )
             has_registers = warp_rows * tiling.columns <= MOST_SUMS or positions <= 32
             if tiling.is_whole and has_registers:
-                if tiling.num_bytes <= spec.target.max_shared_bytes:
+                if tiling.num_bytes <= (most_bytes or spec.target.max_shared_bytes):
                     return tiling
         raise BlockTiling.too_large(spec)
+
+    @staticmethod
+    def choices(spec: KernelSpec, kv_dtype: str, most_rows: int = MOST_ROWS) -> list[Tiling]:
+        """The tilings of a kernel, those with more rows first; the last one fits every GPU.
+
+        The others are for MLA on GPUs whose blocks may have more shared memory: a latent row is so
+        wide that few rows of Q lie beside it in 99 KB, and each tile of rows loads it again.
+        """
+        found = [Tiling.of(spec, kv_dtype, most_rows)]
+        if spec.kind == "mla" and found[0].is_tensor:
+            for most_bytes in LARGE_SHARED_BYTES:
+                tiling = Tiling.of(spec, kv_dtype, most_rows, most_bytes)
+                if tiling.rows > found[0].rows:
+                    found.insert(0, tiling)
+        return found
 
     @property
     def num_crew_threads(self) -> int:

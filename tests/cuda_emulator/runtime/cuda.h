@@ -129,12 +129,14 @@ inline cudaError_t cudaGetDevice(int* device) {
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
-  cudaDevAttrReservedSharedMemoryPerBlock
+  cudaDevAttrReservedSharedMemoryPerBlock,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  const int values[] = {emulator::machine().num_multiprocessors,
-                        static_cast<int>(emulator::kMaxSharedBytes + emulator::kGuardBytes),
-                        static_cast<int>(emulator::kGuardBytes)};
+  const int block_bytes = static_cast<int>(emulator::machine().max_shared_bytes);
+  const int reserved_bytes = static_cast<int>(emulator::kGuardBytes);
+  const int values[] = {emulator::machine().num_multiprocessors, block_bytes + reserved_bytes,
+                        reserved_bytes, block_bytes};
   *value = values[attribute];
   return cudaSuccess;
 }
@@ -148,8 +150,8 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel)
 }
 template <typename Kernel>
 inline cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int64_t value) {
-  return value <= static_cast<int64_t>(emulator::kMaxSharedBytes) ? cudaSuccess
-                                                                  : cudaErrorInvalidValue;
+  const bool fits = value <= static_cast<int64_t>(emulator::machine().max_shared_bytes);
+  return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 // Memory pools: what is taken from one holds NaN.
@@ -190,7 +192,9 @@ inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args... args) {
-  if (config->dynamicSmemBytes > emulator::kMaxSharedBytes) return cudaErrorInvalidValue;
+  if (config->dynamicSmemBytes > emulator::machine().max_shared_bytes) {
+    return cudaErrorInvalidValue;
+  }
   const bool begins_early =
       config->numAttrs > 0 && config->attrs[0].val.programmaticStreamSerializationAllowed;
   const emulator::Launch launch{config->gridDim, config->blockDim, config->dynamicSmemBytes,

@@ -305,6 +305,11 @@ extern "C" void emulator_set_multiprocessors(int count) {
   emulator::machine().num_multiprocessors = count > 0 ? count : emulator::kUsualMultiprocessors;
 }
 
+// How much shared memory a block may have, at most as much as usual; 0: as usual.
+extern "C" void emulator_set_block_shared_bytes(int64_t num_bytes) {
+  emulator::machine().max_shared_bytes = num_bytes > 0 ? num_bytes : emulator::kMaxSharedBytes;
+}
+
 // Of what PTX the device says that its code was made; 0: as usual.
 extern "C" void emulator_set_ptx_version(int version) {
   emulator::machine().ptx_version = version > 0 ? version : emulator::kUsualPtxVersion;

@@ -15,7 +15,7 @@ namespace emulator {
 
 constexpr int kWarpSize = 32;
 constexpr int kNumBarriers = 16;
-constexpr size_t kMaxSharedBytes = 227 * 1024;
+constexpr size_t kMaxSharedBytes = 227 * 1024;  // of a block, as usual; a device may have less
 // Behind the shared memory of a launch, so that an access past its end is seen.
 constexpr size_t kGuardBytes = 1024;
 constexpr int kUsualMultiprocessors = 20;
@@ -97,6 +97,7 @@ struct Grid {
 struct Machine : Grid {
   Schedule schedule;
   int num_multiprocessors = kUsualMultiprocessors;
+  size_t max_shared_bytes = kMaxSharedBytes;  // of a block
   int ptx_version = kUsualPtxVersion;
   bool launchers_overlap = false;  // so that one may begin early behind another
   // Where launchers that take tensors of a device send their launches.

@@ -267,7 +267,7 @@ void PagedKVCacheObj::PrepareImport(int64_t sequence_id, ffi::String metadata) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     // Before there are as many numbers: the text may claim any length.
     const auto num_kept = static_cast<size_t>(num_pages - imported.first_pages[g]);
-    if (num_kept > static_cast<size_t>(table_.pool(g).num_free())) {
+    if (num_kept > static_cast<size_t>(table_.pool(g).num_available())) {
       table_.RaiseFull(static_cast<int32_t>(g), static_cast<int64_t>(num_kept), "the import");
     }
     imported.page_numbers[g] = Range(num_kept);

@@ -56,18 +56,18 @@ void CommitPlan::Acquire() {
       try {
         copies_.insert(copies_.end(), copies.begin(), copies.end());
       } catch (...) {
-        table_->ReleaseCopies(copies);
+        table_->ReleaseCopies(copies, /*were_made=*/false);
         throw;
       }
     }
   } catch (...) {
-    Release();
+    Release(/*were_copied=*/false);
     throw;
   }
 }
 
-void CommitPlan::Release() noexcept {
-  table_->ReleaseCopies(copies_);
+void CommitPlan::Release(bool were_copied) noexcept {
+  table_->ReleaseCopies(copies_, were_copied);
   copies_.clear();
 }
 
@@ -75,7 +75,10 @@ void CommitPlan::Commit() noexcept {
   table_->CommitCopies(copies_);
   copies_.clear();
   for (const Item& item : items_) {
-    table_->CommitNodes(item.sequence, static_cast<int64_t>(item.path.size()));
+    const auto path_length = static_cast<int64_t>(item.path.size());
+    const int64_t first = item.sequence->committed_length();
+    table_->Overwrite(*item.sequence, first + item.num_in_place, first + path_length);
+    table_->CommitNodes(item.sequence, path_length);
   }
 }
 

@@ -32,8 +32,8 @@ class CommitPlan {
   /*! \brief Takes a page for every shared one that nodes move into. \throws Error (CacheFullError).
    */
   void Acquire();
-  /*! \brief Gives them back. */
-  void Release() noexcept;
+  /*! \brief Gives them back. \param were_copied Whether something may have been written to them. */
+  void Release(bool were_copied = true) noexcept;
   /*! \brief Puts the copies in place, commits the accepted nodes and drops the others. */
   void Commit() noexcept;
 

@@ -146,10 +146,33 @@ void ForwardPlan::CountPages(int32_t group) {
     pages.kept.push_back(kept);
     pages.offsets.push_back(pages.offsets.back() + num_pages - kept);
   }
-  if (pages.offsets.back() > pool.num_free()) table_->RaiseFull(group, pages.offsets.back());
+  if (pages.offsets.back() > pool.num_available()) table_->RaiseFull(group, pages.offsets.back());
   if (num_entries > std::numeric_limits<int32_t>::max()) {
     Raise(kValueError, "the page table of the step would have ", num_entries,
           " entries, more than 2^31 - 1");
+  }
+  if (pool.num_held_and_kept() > 0) CopyKeptLastPages(group);
+}
+
+/*! \brief Whether the item's rows go to a page that the history of another sequence notes. */
+bool ForwardPlan::WritesToKeptPage(int32_t group, size_t item) const {
+  const std::vector<int32_t>& list = items_[item].sequence->pages[group];
+  return groups_[group].kept[item] == static_cast<int64_t>(list.size()) &&
+         TextLength(items_[item], PageRange::kPast) % table_->page_size() != 0 &&
+         table_->pool(group).NumKeepers(list.back()) > 0;
+}
+
+/*! \brief Spares what histories note, while there is room. */
+void ForwardPlan::CopyKeptLastPages(int32_t group) {
+  GroupPages& pages = groups_[group];
+  const int64_t num_left = table_->pool(group).num_available() - pages.offsets.back();
+  int64_t num_copied = 0;
+  for (size_t i = 0; i < items_.size(); ++i) {
+    if (num_copied < num_left && WritesToKeptPage(group, i)) {
+      --pages.kept[i];
+      ++num_copied;
+    }
+    pages.offsets[i + 1] += num_copied;
   }
 }
 
@@ -209,8 +232,16 @@ void ForwardPlan::Acquire() {
 
 void ForwardPlan::Release() noexcept {
   for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
-    std::vector<int32_t>& acquired = groups_[g].acquired;
-    for (; !acquired.empty(); acquired.pop_back()) table_->pool(g).Release(acquired.back());
+    GroupPages& pages = groups_[g];
+    PagePool& pool = table_->pool(g);
+    for (size_t i = items_.size(); i-- > 0;) {
+      const auto num_pages = static_cast<int64_t>(items_[i].sequence->pages[g].size());
+      for (int64_t k = pages.offsets[i + 1]; k-- > pages.offsets[i];) {
+        const bool is_copy = k == pages.offsets[i] && pages.kept[i] < num_pages;
+        is_copy ? pool.Release(pages.acquired[k]) : pool.Unallocate(pages.acquired[k]);
+      }
+    }
+    pages.acquired.clear();
   }
   for (const Item& item : items_) item.sequence->tree.Truncate(item.num_earlier_nodes);
   copies_.clear();
@@ -219,6 +250,10 @@ void ForwardPlan::Release() noexcept {
 void ForwardPlan::Commit() noexcept {
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     const GroupPages& pages = groups_[g];
+    PagePool& pool = table_->pool(g);
+    for (size_t i = 0; pool.num_held_and_kept() > 0 && i < items_.size(); ++i) {
+      if (WritesToKeptPage(g, i)) pool.Overwrite(items_[i].sequence->pages[g].back());
+    }
     for (size_t i = 0; i < items_.size(); ++i) {
       std::vector<int32_t>& list = items_[i].sequence->pages[g];
       list.resize(pages.kept[i]);

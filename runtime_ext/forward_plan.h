@@ -49,7 +49,10 @@ class ForwardPlan {
    *   std::bad_alloc at most.
    */
   void Acquire();
-  /*! \brief Undoes it: pools and trees are as before Acquire. */
+  /*!
+   * \brief Undoes it: pools and trees are as before Acquire. Only pages that copies were meant for
+   *   are free now if they were cached.
+   */
   void Release() noexcept;
   /*!
    * \brief Hands the pages to the sequences and lets these grow.
@@ -60,7 +63,10 @@ class ForwardPlan {
   void Commit() noexcept;
   /*! \brief Ends the step: releases replaced pages, and those that have left the windows. */
   void Finish() noexcept;
-  /*! \brief Undoes Commit: lengths, pages, trees and receives are as before the step. */
+  /*!
+   * \brief Undoes Commit: lengths, pages, trees and receives are as before the step. Cached pages
+   *   that the step has reclaimed are free now, for kernels may have written to them.
+   */
   void Abort() noexcept;
 
   /*! \throws Error (ValueError) when the window of a sequence parts rows of this step. */
@@ -163,6 +169,8 @@ class ForwardPlan {
   void FindSharedLastPages(int32_t group);
   bool MustCopyLastPage(int32_t group, size_t item) const;
   void CountPages(int32_t group);
+  bool WritesToKeptPage(int32_t group, size_t item) const;
+  void CopyKeptLastPages(int32_t group);
   void FindSharedPages(int32_t group);
   int64_t NumSharedPagesOf(int32_t group, size_t item) const {
     return groups_[group].shared.NumPagesOf(item);

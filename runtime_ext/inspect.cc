@@ -81,11 +81,12 @@ void PagedKVCacheObj::WriteRows(LayerKind kind, Sequence* sequence, int64_t begi
     copies = table_.AcquireCopies(sequence, begin, begin + count);
     CopyPages(copies);
   } catch (...) {
-    table_.ReleaseCopies(copies);
+    table_.ReleaseCopies(copies, /*were_made=*/true);
     phase_ = Phase::kIdle;
     throw;
   }
   table_.CommitCopies(copies);
+  table_.Overwrite(*sequence, begin, begin + count);
   num_page_copies_ += static_cast<int64_t>(copies.size());
   phase_ = Phase::kIdle;
   VisitRows(kind, *sequence, begin, begin + count, visit);
@@ -168,17 +169,22 @@ void PagedKVCacheObj::DebugSetKVMLA(int64_t sequence_id, int64_t begin, ffi::Ten
 
 StringMap PagedKVCacheObj::Stats() const {
   ffi::Array<ffi::Any> groups;
-  int64_t num_pages = 0, num_free = 0, num_used = 0, num_shared = 0;
+  int64_t num_pages = 0, num_free = 0, num_cached = 0, num_used = 0, num_shared = 0;
+  int64_t num_reclaimed = 0;
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     const PagePool& pool = table_.pool(g);
     num_pages += pool.num_pages();
     num_free += pool.num_free();
+    num_cached += pool.num_cached();
+    num_reclaimed += pool.num_reclaimed();
     num_used += pool.num_used();
     num_shared += pool.num_shared();
     groups.push_back(StringMap{{"num_layers", static_cast<int64_t>(groups_[g].layers.size())},
                                {"window", groups_[g].shape.window},
                                {"num_pages", pool.num_pages()},
                                {"num_free_pages", pool.num_free()},
+                               {"num_cached_pages", pool.num_cached()},
+                               {"num_reclaimed_pages", pool.num_reclaimed()},
                                {"num_used_pages", pool.num_used()},
                                {"num_shared_pages", pool.num_shared()}});
   }
@@ -200,6 +206,8 @@ StringMap PagedKVCacheObj::Stats() const {
           {"allocated_bytes", allocated_bytes_->load()},
           {"num_pages", num_pages},
           {"num_free_pages", num_free},
+          {"num_cached_pages", num_cached},
+          {"num_reclaimed_pages", num_reclaimed},
           {"num_used_pages", num_used},
           {"num_shared_pages", num_shared},
           {"groups", groups},
@@ -280,6 +288,13 @@ ffi::Shape PagedKVCacheObj::PageTable(int64_t sequence_id, int64_t group) const 
   return ffi::Shape(pages.begin(), pages.end());
 }
 
+ffi::Shape PagedKVCacheObj::CachedPages(int64_t group) const {
+  CheckGroup(group);
+  const std::vector<int32_t> pages =
+      table_.pool(static_cast<int32_t>(group)).cached_pages().List();
+  return ffi::Shape(pages.begin(), pages.end());
+}
+
 int64_t PagedKVCacheObj::FirstPosition(int64_t sequence_id, int64_t group) const {
   CheckGroup(group);
   return table_.FirstPosition(table_.Peek(sequence_id), static_cast<int32_t>(group));
@@ -325,8 +340,10 @@ void PagedKVCacheObj::PoisonFreePages() {
       for (int32_t page : backup.gone) hold(page);
       if (backup.replaced >= 0) hold(backup.replaced);
     }
-    for (int32_t page = 0; page < table_.pool(g).num_pages(); ++page) {
-      if (table_.IsPinned(g, page)) hold(page);
+    const PagePool& pool = table_.pool(g);
+    for (int32_t page = 0; page < pool.num_pages(); ++page) {
+      const bool is_known = pool.NumKeepers(page) > 0 || pool.cached_pages().Contains(page);
+      if (is_known || table_.IsPinned(g, page)) hold(page);
     }
     for (int64_t l : groups_[g].layers) PoisonSlots(layers_[l], is_held);
   }

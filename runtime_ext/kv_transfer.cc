@@ -130,15 +130,16 @@ ReceivePlan SequenceTable::AcquireReceive(Sequence* sequence, int64_t count) {
     const auto num_old = static_cast<int64_t>(old.size());
     const int64_t num_gone = std::min(first - group.first_page, num_old);
     int64_t num_retained = num_old - num_gone;
-    if (num_retained > 0 && begin % page_size_ != 0 && pools_[g].RefCount(old.back()) > 1) {
+    int64_t num_needed = PagesFor(end) - first - num_retained;
+    if (num_retained > 0 && begin % page_size_ != 0 && ShouldCopy(g, old.back(), num_needed)) {
       group.replaced = old.back();
       --num_retained;
+      ++num_needed;
       // Its copy is the first page that is taken.
       plan.copies.push_back({sequence, g, num_retained, group.replaced, -1,
                              static_cast<int32_t>(begin % page_size_)});
     }
-    const int64_t num_needed = PagesFor(end) - first - num_retained;
-    if (num_needed > pools_[g].num_free()) RaiseFull(g, num_needed, "the receive");
+    if (num_needed > pools_[g].num_available()) RaiseFull(g, num_needed, "the receive");
     group.gone.assign(old.begin(), old.begin() + num_gone);
     group.num_retained = static_cast<size_t>(num_retained);
     plan.first_pages[g] = first;
@@ -157,8 +158,11 @@ ReceivePlan SequenceTable::AcquireReceive(Sequence* sequence, int64_t count) {
 
 void SequenceTable::ReleaseReceive(const ReceivePlan& plan) noexcept {
   for (int32_t g = num_groups() - 1; g >= 0; --g) {
-    for (size_t i = plan.pages[g].size(); i > plan.receive->groups[g].num_retained; --i) {
-      pools_[g].Release(plan.pages[g][i - 1]);
+    const Receive::Group& group = plan.receive->groups[g];
+    for (size_t i = plan.pages[g].size(); i > group.num_retained; --i) {
+      const int32_t page = plan.pages[g][i - 1];
+      const bool is_copy = group.replaced >= 0 && i - 1 == group.num_retained;
+      is_copy ? pools_[g].Release(page) : pools_[g].Unallocate(page);
     }
   }
 }
@@ -166,6 +170,11 @@ void SequenceTable::ReleaseReceive(const ReceivePlan& plan) noexcept {
 void SequenceTable::CommitReceive(ReceivePlan plan, int64_t id) noexcept {
   Sequence* sequence = plan.sequence;
   FinishReceive(sequence);
+  for (int32_t g = 0; g < num_groups() && sequence->length % page_size_ != 0; ++g) {
+    const Receive::Group& group = plan.receive->groups[g];
+    if (group.replaced >= 0 || group.num_retained == 0) continue;
+    pools_[g].Overwrite(plan.pages[g][group.num_retained - 1]);
+  }
   sequence->pages = std::move(plan.pages);
   sequence->first_pages = std::move(plan.first_pages);
   sequence->receive = std::move(plan.receive);
@@ -178,7 +187,7 @@ void SequenceTable::FinishReceive(Sequence* sequence) noexcept {
   for (int32_t g = 0; g < num_groups(); ++g) {
     const Receive::Group& group = sequence->receive->groups[g];
     if (group.replaced >= 0) pools_[g].Release(group.replaced);
-    for (auto it = group.gone.rbegin(); it != group.gone.rend(); ++it) pools_[g].Release(*it);
+    if (HasWindow(g)) LeaveReceiveBehind(sequence, g);
   }
   sequence->receive.reset();
 }
@@ -291,7 +300,10 @@ SendBlock SequenceTable::AcquireSend(Sequence* sequence) {
 
 void SequenceTable::ReleaseSend(const SendBlock& block) noexcept {
   for (int32_t g = num_groups() - 1; g >= 0; --g) {
-    for (auto it = block.pages[g].rbegin(); it != block.pages[g].rend(); ++it) Unpin(g, *it);
+    for (auto it = block.pages[g].rbegin(); it != block.pages[g].rend(); ++it) {
+      OwnInPlaceOfPin(g, *it);
+      pools_[g].Retire(*it);  // its sequence may have been removed meanwhile
+    }
   }
 }
 

@@ -112,7 +112,7 @@ std::vector<PagedKVCacheObj::Layer> PagedKVCacheObj::MakeLayers() {
 
 void PagedKVCacheObj::RequireMemory() const {
   if (config_.device.device_type != kDLCPU) return;   // other devices promise what they have
-  constexpr double kPoolBytes = 4 * sizeof(int32_t);  // of a page, in the pool and in page tables
+  constexpr double kPoolBytes = 12 * sizeof(int32_t);  // of a page: the pool, lists, page tables
   double num_bytes = 0;
   for (const Group& group : groups_) {
     const LayerConfig& shape = group.shape;
@@ -226,16 +226,16 @@ void PagedKVCacheObj::EnableSlidingWindow(int64_t sequence_id, int64_t window, i
 }
 
 int64_t PagedKVCacheObj::NumAvailablePages() const {
-  // A group with a window never has fewer free pages than a step needs that the others can serve,
+  // A group with a window never has fewer available pages than a step needs that the others can serve,
   // unless sequences have windows too: then it may hold more of them than the others.
-  int64_t num_free = config_.num_pages();
+  int64_t num_available = config_.num_pages();
   bool has_global =
       std::any_of(groups_.begin(), groups_.end(), [](const Group& g) { return !g.shape.window; });
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     if (has_global && groups_[g].shape.window && !config_.has_sequence_windows) continue;
-    num_free = std::min<int64_t>(num_free, table_.pool(g).num_free());
+    num_available = std::min<int64_t>(num_available, table_.pool(g).num_available());
   }
-  return num_free;
+  return num_available;
 }
 
 void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_lengths,

@@ -152,7 +152,7 @@ class PagedKVCacheObj : public ffi::Object {
   ffi::Shape SequenceIds() const;
   /*! \brief The pages that the group keeps of the sequence. */
   ffi::Shape PageTable(int64_t sequence_id, int64_t group) const;
-  /*! \brief The position of the first of them. */
+  ffi::Shape CachedPages(int64_t group) const;  // the least recently used one first
   int64_t FirstPosition(int64_t sequence_id, int64_t group) const;
   /*! \brief The window of a sequence (0: none), its sinks, and how many it has dropped. */
   ffi::Shape Window(int64_t sequence_id) const;

@@ -220,6 +220,7 @@ void DefineOwnNames() {
   define("check_layer", FromMethod(&Cache::CheckLayer));
   define("sequence_ids", FromMethod(&Cache::SequenceIds));
   define("page_table", FromMethod(&Cache::PageTable));
+  define("cached_pages", FromMethod(&Cache::CachedPages));
   define("first_position", FromMethod(&Cache::FirstPosition));
   define("sequence_window", FromMethod(&Cache::Window));
   define("check_integrity", FromMethod(&Cache::CheckIntegrity));

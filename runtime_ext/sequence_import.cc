@@ -55,7 +55,7 @@ int64_t SequenceTable::CountImported(const std::vector<ImportedSequence>& import
     Raise(kValueError, "no sequence has page ", unused - index_of.begin(), " of layer group ",
           group);
   }
-  if (num_pages > pools_[group].num_free()) RaiseFull(group, num_pages, "the import");
+  if (num_pages > pools_[group].num_available()) RaiseFull(group, num_pages, "the import");
   return num_pages;
 }
 

@@ -67,6 +67,7 @@ Sequence* SequenceTable::Insert(int64_t id) {
   sequence.id = id;
   sequence.pages.resize(pools_.size());
   sequence.first_pages.resize(pools_.size(), 0);
+  sequence.histories.resize(pools_.size());
   return &sequences_.emplace(id, std::move(sequence)).first->second;
 }
 
@@ -80,8 +81,16 @@ void SequenceTable::Remove(int64_t id) {
 
 void SequenceTable::RemoveOne(int64_t id) {
   Sequence& sequence = sequences_.at(id);
+  int64_t num_known = sequence.import ? 0 : sequence.committed_length();
+  if (sequence.receive) num_known = sequence.receive->begin;
   FinishReceive(&sequence);
-  for (int32_t g = 0; g < num_groups(); ++g) ReleasePages(&sequence, g, 0);
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    sequence.histories[g].Clear(&pools_[g]);
+    ReleasePages(&sequence, g, static_cast<size_t>(NumPages(sequence, g, num_known)));
+    // From the end: what other texts may begin with is reclaimed last.
+    std::vector<int32_t>& pages = sequence.pages[g];
+    for (; !pages.empty(); pages.pop_back()) pools_[g].Retire(pages.back());
+  }
   total_length_ -= sequence.length;
   Recycle(id);
 }
@@ -94,6 +103,7 @@ void SequenceTable::Recycle(int64_t id) noexcept {
   fresh.tree = std::move(old.tree);
   fresh.tree.Truncate(0);
   fresh.pages = std::move(old.pages);  // lists without pages, but with room
+  fresh.histories = std::move(old.histories);
   fresh.first_pages = std::move(old.first_pages);
   std::fill(fresh.first_pages.begin(), fresh.first_pages.end(), 0);
   old = std::move(fresh);
@@ -117,20 +127,32 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
   std::vector<std::vector<int32_t>> pages(pools_.size());
   std::vector<int64_t> first_pages(pools_.size(), 0);
   for (int32_t g = 0; g < num_groups() && position > 0; ++g) {
-    if (HasWindow(g) || window.IsSet()) first_pages[g] = source.first_pages[g];
+    const int64_t first = source.first_pages[g];
+    if (HasWindow(g)) {
+      const int64_t text_length = source.window.TextLength(position);
+      first_pages[g] = FirstPageAt(source, g, text_length);
+      const int64_t end = std::min(first, PagesFor(text_length));
+      for (int64_t i = first_pages[g]; i < end; ++i) pages[g].push_back(PageBehind(source, g, i));
+    } else if (window.IsSet()) {
+      first_pages[g] = first;
+    }
     auto begin = source.pages[g].begin();
-    pages[g].assign(begin, begin + NumPages(source, g, position));
+    pages[g].insert(pages[g].end(), begin, begin + NumPages(source, g, position));
   }
 
   Sequence* target = Insert(child);  // the last step that may throw
   for (int32_t g = 0; g < num_groups(); ++g) {
     for (int32_t page : pages[g]) pools_[g].AddOwner(page);
   }
+  FinishReceive(&At(parent));
+  for (int32_t g = 0; g < num_groups() && position > 0; ++g) {
+    const int64_t num_taken_back = std::max<int64_t>(source.first_pages[g] - first_pages[g], 0);
+    target->histories[g].CopyWithoutLast(source.histories[g], num_taken_back, &pools_[g]);
+  }
   target->window = window;
   target->pages = std::move(pages);
   target->first_pages = std::move(first_pages);
   Grow(target, position);
-  FinishReceive(&At(parent));
 }
 
 void SequenceTable::Pop(int64_t id, int64_t count) {
@@ -141,9 +163,13 @@ void SequenceTable::Pop(int64_t id, int64_t count) {
   }
   const int64_t length = sequence.length - count;
   if (sequence.receive && length == sequence.receive->begin) return CancelReceive(&sequence);
-  RequireWindow(sequence, std::min(length, sequence.committed_length()), "pop");
+  const int64_t num_committed = std::min(length, sequence.committed_length());
+  const int64_t text_length = sequence.window.TextLength(num_committed);
+  RequireWindow(sequence, num_committed, "pop");
+  ReserveTakeBack(&sequence, text_length);
   sequence.tree.Truncate(std::max<int64_t>(length - sequence.committed_length(), 0));
   FinishReceive(&sequence);
+  TakeBack(&sequence, text_length);
   Truncate(&sequence, length);
   // Rows that were handed over are no longer those of the sequence.
   const bool was_handed_over = sequence.send && sequence.send->next > sequence.send->begin;
@@ -246,20 +272,6 @@ int64_t SequenceTable::NumPagesGone(const Sequence& sequence, int32_t group) con
   return std::max<int64_t>(first - SinkPages(sequence), 0);
 }
 
-void SequenceTable::RequireWindow(const Sequence& sequence, int64_t length,
-                                  const char* what) const {
-  if (length == 0) return;
-  const int64_t text_length = sequence.window.TextLength(length);
-  for (int32_t g = 0; g < num_groups(); ++g) {
-    int64_t first = sequence.first_pages[g] * page_size_;
-    if (!HasWindow(g) || FirstVisible(g, text_length) >= first) continue;
-    Raise(kValueError, "cannot ", what, " sequence ", sequence.id, " (length ", sequence.length,
-          ") at position ", length, ": layers with a window of ", windows_[g],
-          " would see position ", FirstVisible(g, text_length),
-          " next, but they keep positions from ", first, " on only");
-  }
-}
-
 void SequenceTable::RequireKept(const Sequence& sequence, int64_t position) const {
   for (int32_t g = 0; g < num_groups(); ++g) {
     int64_t first = FirstPosition(sequence, g);
@@ -283,7 +295,13 @@ void SequenceTable::Slide(Sequence* sequence) noexcept {
     if (count <= 0) continue;
     std::vector<int32_t>& pages = sequence->pages[g];
     auto first = pages.begin() + (HasWindow(g) ? 0 : SinkPages(*sequence));
-    for (ptrdiff_t i = count - 1; i >= 0; --i) pools_[g].Release(first[i]);
+    for (ptrdiff_t i = 0; i < count; ++i) {
+      if (HasWindow(g)) {
+        LeaveBehind(sequence, g, first[i]);
+      } else {
+        pools_[g].Retire(first[i]);  // positions there have no number any more: nobody goes back
+      }
+    }
     pages.erase(first, first + count);
     sequence->first_pages[g] = num_gone;
   }
@@ -292,8 +310,12 @@ void SequenceTable::Slide(Sequence* sequence) noexcept {
 void SequenceTable::Clear() {
   for (auto& [id, sequence] : sequences_) {
     FinishReceive(&sequence);
-    for (int32_t g = 0; g < num_groups(); ++g) ReleasePages(&sequence, g, 0);
+    for (int32_t g = 0; g < num_groups(); ++g) {
+      ReleasePages(&sequence, g, 0);
+      sequence.histories[g].Clear(&pools_[g]);
+    }
   }
+  for (PagePool& pool : pools_) pool.FreeCached();
   sequences_.clear();
   total_length_ = 0;
 }
@@ -327,38 +349,6 @@ void SequenceTable::OwnInPlaceOfPin(int32_t group, int32_t page) noexcept {
   --pins_[group][page];
 }
 
-std::vector<PageCopy> SequenceTable::AcquireCopies(Sequence* sequence, int64_t begin, int64_t end) {
-  std::vector<PageCopy> copies;
-  for (int32_t g = 0; g < num_groups(); ++g) {
-    size_t first = copies.size();
-    const int64_t last = PageIndex(*sequence, g, end - 1);
-    for (int64_t index = PageIndex(*sequence, g, begin); index <= last; ++index) {
-      int32_t page = sequence->pages[g][index];
-      if (pools_[g].RefCount(page) == 1) continue;
-      const int64_t text_length = sequence->window.TextLength(sequence->length);
-      auto used = std::min<int64_t>(page_size_, text_length - PageBegin(*sequence, g, index));
-      copies.push_back({sequence, g, index, page, -1, static_cast<int32_t>(used)});
-    }
-    auto needed = static_cast<int64_t>(copies.size() - first);
-    if (needed > pools_[g].num_free()) RaiseFull(g, needed);
-  }
-  for (PageCopy& copy : copies) copy.destination = pools_[copy.group].Allocate();
-  return copies;
-}
-
-void SequenceTable::ReleaseCopies(const std::vector<PageCopy>& copies) noexcept {
-  for (auto it = copies.rbegin(); it != copies.rend(); ++it) {
-    pools_[it->group].Release(it->destination);
-  }
-}
-
-void SequenceTable::CommitCopies(const std::vector<PageCopy>& copies) noexcept {
-  for (const PageCopy& copy : copies) {
-    copy.sequence->pages[copy.group][copy.index] = copy.destination;
-    pools_[copy.group].Release(copy.source);
-  }
-}
-
 void SequenceTable::RaiseFull(int32_t group, int64_t num_needed, const char* what) const {
   constexpr size_t kNumNamed = 3;
   std::vector<std::pair<size_t, int64_t>> holders;
@@ -372,8 +362,8 @@ void SequenceTable::RaiseFull(int32_t group, int64_t num_needed, const char* wha
         << holders[i].first << ")";
   }
   std::string where = num_groups() > 1 ? " in layer group " + std::to_string(group) : "";
-  Raise(kCacheFullError, what, " needs ", num_needed, " pages, but ", pools_[group].num_free(),
-        " of ", pools_[group].num_pages(), " are free", where, who.str());
+  Raise(kCacheFullError, what, " needs ", num_needed, " pages, but ", pools_[group].num_available(),
+        " of ", pools_[group].num_pages(), " are available", where, who.str());
 }
 
 }  // namespace pagedkv

@@ -5,7 +5,8 @@
  *
  * A group of layers with a window keeps the pages that the next row can see, and those of the
  * kPoppable positions before them: so many can always be popped. While a sequence has a token tree
- * the next row is the one after its committed positions.
+ * the next row is the one after its committed positions. What the window leaves behind is cached,
+ * and a fork or pop that goes further back takes it back, unless it was reclaimed meanwhile.
  *
  * A sequence with a window loses, in the other groups, the pages that hold nothing but dropped
  * positions; layers with a window of their own follow that one alone. It has no token tree.
@@ -23,6 +24,7 @@
 #include <vector>
 
 #include "kv_transfer.h"
+#include "page_history.h"
 #include "page_pool.h"
 #include "sequence_window.h"
 #include "token_tree.h"
@@ -56,6 +58,9 @@ struct Sequence {
   /*! \brief [group] pages that have slid out: of layers with a window those before the first one,
    * else those behind the sinks' pages. */
   std::vector<int64_t> first_pages;
+  /*! \brief [group] pages before the first one, of layers with a window; while a receive is under
+   * way, before the one that was first when it began. */
+  std::vector<PageHistory> histories;
   std::shared_ptr<SequenceImport> import;  // while its content is still to come
   std::unique_ptr<Receive> receive;        // rows at the end that another cache is to write
   std::unique_ptr<SendMark> send;          // rows that are to go to another cache
@@ -133,9 +138,13 @@ class SequenceTable {
    * \brief Makes `child` share the first `position` positions of `parent` (-1: all).
    *
    * They must be committed: a token tree has one owner.
+   * \throws Error (KeyError; ValueError, also where pages that are needed have been reclaimed).
    */
   void Fork(int64_t parent, int64_t child, int64_t position);
-  /*! \brief Drops the last `count` positions, of a tree the nodes that were appended last. */
+  /*!
+   * \brief Drops the last `count` positions, of a tree the nodes that were appended last.
+   * \throws Error (KeyError; ValueError, also where pages that are needed have been reclaimed).
+   */
   void Pop(int64_t id, int64_t count);
   /*! \brief Makes the first `count` nodes of the tree committed positions and drops the others. */
   void CommitNodes(Sequence* sequence, int64_t count) noexcept;
@@ -173,9 +182,12 @@ class SequenceTable {
    * \throws Error (CacheFullError).
    */
   std::vector<PageCopy> AcquireCopies(Sequence* sequence, int64_t begin, int64_t end);
-  void ReleaseCopies(const std::vector<PageCopy>& copies) noexcept;
+  /*! \param were_made Whether something may have been written to the copies. */
+  void ReleaseCopies(const std::vector<PageCopy>& copies, bool were_made) noexcept;
   /*! \brief Puts the copies in the place of their sources. */
   void CommitCopies(const std::vector<PageCopy>& copies) noexcept;
+  /*! \brief The sequence writes to positions [begin, end): histories lose pages without a copy. */
+  void Overwrite(const Sequence& sequence, int64_t begin, int64_t end) noexcept;
 
   // Transfers between caches; in kv_transfer.cc. A receive that is under way ends when it is
   // finished or cancelled, and counts as finished as soon as the sequence is used: by a step, a
@@ -247,10 +259,46 @@ class SequenceTable {
   static int64_t TextLength(const Sequence& sequence) {
     return sequence.window.TextLength(sequence.committed_length());
   }
-  void RequireWindow(const Sequence& sequence, int64_t length, const char* what) const;
   void CheckWindow(const Sequence& sequence, bool has_slid) const;
   void CheckPages(const Sequence& sequence, int32_t group, bool has_slid) const;
+  /*! \brief Adds the keepers of each page. */
+  void CheckHistory(const Sequence& sequence, int32_t group,
+                    std::vector<int32_t>* num_keepers) const;
+  // What windows have left behind; in sequence_history.cc.
+  /*!
+   * \brief Checks that what a row after `length` positions sees is there, or can be taken back.
+   * \throws Error (ValueError).
+   */
+  void RequireWindow(const Sequence& sequence, int64_t length, const char* what) const;
+  [[noreturn]] void RaiseReclaimed(const Sequence& sequence, int32_t group, int64_t length,
+                                   const char* what) const;
+  int64_t FirstReachable(const Sequence& sequence) const;
+  int64_t FirstPageToSee(int32_t group, int64_t text_length) const {
+    return FirstVisible(group, text_length) / page_size_;
+  }
+  /*! \brief The first page to hold so that a row after that many text positions sees its window. */
+  int64_t FirstPageAt(const Sequence& sequence, int32_t group, int64_t text_length) const;
+  /*! \brief A page before the first one that is held; -1 where it is not known any more. */
+  int32_t PageBehind(const Sequence& sequence, int32_t group, int64_t index) const {
+    return sequence.histories[group].Find(sequence.first_pages[group] - index, pools_[group]);
+  }
+  /*! \brief Leaves the first held page of a group with a window. */
+  void LeaveBehind(Sequence* sequence, int32_t group, int32_t page) noexcept;
+  /*! \brief Room for TakeBack. Throws std::bad_alloc at most. */
+  void ReserveTakeBack(Sequence* sequence, int64_t text_length);
+  /*! \brief Takes back what RequireWindow has found. */
+  void TakeBack(Sequence* sequence, int64_t text_length) noexcept;
+  /*! \brief The pages that a receive has pushed out of the window. */
+  void LeaveReceiveBehind(Sequence* sequence, int32_t group) noexcept;
+
+  /*! \brief Whether a write to the page should go to a copy, given room for others before it. */
+  bool ShouldCopy(int32_t group, int32_t page, int64_t num_others) const {
+    const PagePool& pool = pools_[group];
+    return pool.RefCount(page) > 1 ||
+           (pool.NumKeepers(page) > 0 && num_others < pool.num_available());
+  }
   void Truncate(Sequence* sequence, int64_t length) noexcept;
+  /*! \brief Gives up all pages but the first `keep`, and their content. */
   void ReleasePages(Sequence* sequence, int32_t group, size_t keep) noexcept;
   void Pin(int32_t group, int32_t page) noexcept;
 

@@ -48,6 +48,18 @@ void SequenceTable::CheckWindow(const Sequence& sequence, bool has_slid) const {
   }
 }
 
+void SequenceTable::CheckHistory(const Sequence& sequence, int32_t group,
+                                 std::vector<int32_t>* num_keepers) const {
+  const PageHistory& history = sequence.histories[group];
+  const int64_t first = sequence.receive ? sequence.receive->groups[group].first_page
+                                         : sequence.first_pages[group];
+  if (history.size() > (HasWindow(group) ? first : 0)) {
+    Raise(kRuntimeError, "sequence ", sequence.id, " notes ", history.size(), " pages before the ",
+          first, " that have left group ", group, " with a window of ", windows_[group]);
+  }
+  history.CountKeepers(pools_[group], num_keepers);
+}
+
 void SequenceTable::CheckIntegrity(bool has_slid) const {
   int64_t total_length = 0;
   for (const auto& [id, sequence] : sequences_) {
@@ -62,18 +74,19 @@ void SequenceTable::CheckIntegrity(bool has_slid) const {
     Raise(kRuntimeError, "the lengths sum to ", total_length, ", not to ", total_length_);
   }
   for (int32_t g = 0; g < num_groups(); ++g) {
-    std::vector<int32_t> num_owners = pins_[g];
+    std::vector<int32_t> num_owners = pins_[g], num_keepers(num_owners.size(), 0);
     for (const auto& [id, sequence] : sequences_) {
       if (sequence.id != id) Raise(kRuntimeError, "sequence ", id, " believes to be ", sequence.id);
       CheckWindow(sequence, has_slid);
       CheckPages(sequence, g, has_slid);
+      CheckHistory(sequence, g, &num_keepers);
       for (int32_t page : sequence.pages[g]) ++num_owners[page];
       if (sequence.receive == nullptr) continue;
       const Receive::Group& backup = sequence.receive->groups[g];
       for (int32_t page : backup.gone) ++num_owners[page];
       if (backup.replaced >= 0) ++num_owners[backup.replaced];
     }
-    pools_[g].CheckIntegrity(num_owners);
+    pools_[g].CheckIntegrity(num_owners, num_keepers);
   }
 }
 

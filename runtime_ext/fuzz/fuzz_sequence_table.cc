@@ -96,10 +96,14 @@ class World {
       }
       state.emplace_back(sequence.first_pages);
       for (const auto& pages : sequence.pages) state.emplace_back(pages.begin(), pages.end());
+      for (const PageHistory& history : sequence.histories) state.push_back({history.size()});
     }
     for (int32_t g = 0; g < table_.num_groups(); ++g) {
       const std::vector<int32_t>& free = table_.pool(g).free_pages();
       state.emplace_back(free.begin(), free.end());
+      const std::vector<int32_t> cached = table_.pool(g).cached_pages().List();
+      state.emplace_back(cached.begin(), cached.end());
+      state.push_back({table_.pool(g).num_reclaimed()});
     }
     return state;
   }
@@ -201,8 +205,9 @@ class World {
     table_.RequireKept(sequence, begin);
     const std::vector<PageCopy> copies = table_.AcquireCopies(&sequence, begin, end);
     Copy(copies);
-    if (fails) return table_.ReleaseCopies(copies);
+    if (fails) return table_.ReleaseCopies(copies, /*were_made=*/true);
     table_.CommitCopies(copies);
+    table_.Overwrite(sequence, begin, end);
     for (int64_t position = begin; position < end; ++position) {
       expected_.at(id).all[position] = ++last_token_;
       for (int32_t g = 0; g < table_.num_groups(); ++g) {

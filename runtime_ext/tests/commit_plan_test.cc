@@ -137,7 +137,7 @@ void TestSharedPages() {
 
   table.Add(2);
   cache.Step({2}, {4});  // the last page of the first group
-  CHECK_RAISES("CacheFullError", "needs 1 pages, but 0 of 4 are free", plan.Acquire());
+  CHECK_RAISES("CacheFullError", "needs 1 pages, but 0 of 4 are available", plan.Acquire());
   table.CheckIntegrity();
   CHECK_EQUAL(table.At(0).tree.size(), 4);
   table.Remove(2);

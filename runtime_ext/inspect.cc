@@ -290,8 +290,7 @@ ffi::Shape PagedKVCacheObj::PageTable(int64_t sequence_id, int64_t group) const 
 
 ffi::Shape PagedKVCacheObj::CachedPages(int64_t group) const {
   CheckGroup(group);
-  const std::vector<int32_t> pages =
-      table_.pool(static_cast<int32_t>(group)).cached_pages().List();
+  const std::vector<int32_t> pages = table_.pool(static_cast<int32_t>(group)).cached_pages().List();
   return ffi::Shape(pages.begin(), pages.end());
 }
 

@@ -122,7 +122,8 @@ void PagePool::CheckLists(const std::vector<int32_t>& num_owners) const {
   for (int32_t page = 0; page < num_pages(); ++page) {
     if (is_free[page] + is_cached[page] + (num_owners[page] > 0) != 1) {
       Raise(kRuntimeError, "page ", page, " has ", num_owners[page], " owners and is ",
-            is_free[page] ? "free" : "not free", " and ", is_cached[page] ? "cached" : "not cached");
+            is_free[page] ? "free" : "not free", " and ",
+            is_cached[page] ? "cached" : "not cached");
     }
   }
 }

@@ -6,7 +6,8 @@
  * A page is *held* while it has owners, *cached* when it has none but its content is still known,
  * and *free* otherwise. Free and cached pages are available: Allocate takes free ones first, then
  * reclaims the cached page that was used least recently. The *generation* of a page changes
- * whenever its content is given up, so that who notes both can tell later whether it is still there.
+ * whenever its content is given up, so that who notes both can tell later whether it is still
+ * there.
  *
  * *Keepers* note a page without owning it. Their number decides only whether the content is worth
  * keeping: a page with keepers becomes cached, not free, and is copied before its owner overwrites

@@ -111,8 +111,8 @@ std::vector<PagedKVCacheObj::Layer> PagedKVCacheObj::MakeLayers() {
 }
 
 void PagedKVCacheObj::RequireMemory() const {
-  if (config_.device.device_type != kDLCPU) return;   // other devices promise what they have
-  constexpr double kPoolBytes = 12 * sizeof(int32_t);  // of a page: the pool, lists, page tables
+  if (config_.device.device_type != kDLCPU) return;    // other devices promise what they have
+  constexpr double kPoolBytes = 12 * sizeof(int32_t);  // of a page: pool, plan and page tables
   double num_bytes = 0;
   for (const Group& group : groups_) {
     const LayerConfig& shape = group.shape;
@@ -226,8 +226,8 @@ void PagedKVCacheObj::EnableSlidingWindow(int64_t sequence_id, int64_t window, i
 }
 
 int64_t PagedKVCacheObj::NumAvailablePages() const {
-  // A group with a window never has fewer available pages than a step needs that the others can serve,
-  // unless sequences have windows too: then it may hold more of them than the others.
+  // A group with a window never has fewer pages than a step needs that the others can serve, unless
+  // sequences have windows too: then it may hold more of them than the others.
   int64_t num_available = config_.num_pages();
   bool has_global =
       std::any_of(groups_.begin(), groups_.end(), [](const Group& g) { return !g.shape.window; });

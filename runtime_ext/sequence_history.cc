@@ -110,9 +110,8 @@ void SequenceTable::LeaveReceiveBehind(Sequence* sequence, int32_t group) noexce
   const Receive::Group& backup = receive.groups[group];
   const int64_t first = sequence->first_pages[group];
   // Positions that no window of the receiver sees were never there: no history reaches over them.
-  const bool has_gap =
-      first != backup.first_page + static_cast<int64_t>(backup.gone.size()) ||
-      (first > backup.first_page && first * page_size_ > receive.begin);
+  const bool has_gap = first != backup.first_page + static_cast<int64_t>(backup.gone.size()) ||
+                       (first > backup.first_page && first * page_size_ > receive.begin);
   if (has_gap) sequence->histories[group].Clear(&pools_[group]);
   for (int32_t page : backup.gone) {
     has_gap ? pools_[group].Retire(page) : LeaveBehind(sequence, group, page);

@@ -51,8 +51,8 @@ void SequenceTable::CheckWindow(const Sequence& sequence, bool has_slid) const {
 void SequenceTable::CheckHistory(const Sequence& sequence, int32_t group,
                                  std::vector<int32_t>* num_keepers) const {
   const PageHistory& history = sequence.histories[group];
-  const int64_t first = sequence.receive ? sequence.receive->groups[group].first_page
-                                         : sequence.first_pages[group];
+  const int64_t first =
+      sequence.receive ? sequence.receive->groups[group].first_page : sequence.first_pages[group];
   if (history.size() > (HasWindow(group) ? first : 0)) {
     Raise(kRuntimeError, "sequence ", sequence.id, " notes ", history.size(), " pages before the ",
           first, " that have left group ", group, " with a window of ", windows_[group]);

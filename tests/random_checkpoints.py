@@ -107,7 +107,7 @@ class BeginImport(Operation):
             world.remove(seq_id)
         world.importing[seq_id] = checkpoint
         for kept, first in zip(world.kept, checkpoint.first, strict=True):
-            kept.first[seq_id] = first
+            kept.begin(seq_id, first)
 
 
 class ImportPages(Operation):

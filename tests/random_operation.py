@@ -35,6 +35,10 @@ class Operation(ABC):
         """What the cache must raise."""
         return None
 
+    def may_be_gone(self, world: World, args: Any) -> bool:
+        """Whether the cache may say instead that it has reclaimed pages that are needed."""
+        return False
+
     @abstractmethod
     def apply(self, world: World, args: Any) -> Any:
         """Call the cache; where a kernel is made to fail, it may raise KernelFails."""

@@ -62,17 +62,38 @@ class Clear(Operation):
     def check(self, world: World, args: tuple, result: None) -> None:
         for seq_id in [*world.ids, *world.importing]:
             world.remove(seq_id)
+        assert world.cache.stats()["num_cached_pages"] == 0
 
 
 def refusal_of_windows(world: World, seq_id: int, length: int) -> type[Exception] | None:
-    """A window may no longer have what comes before `length`."""
+    """What a window would see was not imported, say."""
     text_length = world.text_length(seq_id, length)
-    can_continue = all(kept.can_continue(seq_id, text_length) for kept in world.kept)
-    return None if can_continue else ValueError
+    is_gone = any(kept.is_gone(seq_id, text_length) for kept in world.kept)
+    return ValueError if is_gone and length else None
+
+
+def may_be_gone(world: World, seq_id: int, length: int) -> bool:
+    """Whether pages that a window would see may have been reclaimed."""
+    text_length = world.text_length(seq_id, length)
+    groups = zip(world.kept, world.num_reclaimed(), strict=True)
+    return any(kept.may_be_gone(seq_id, text_length, number) for kept, number in groups)
+
+
+def outcomes_of_windows(world: World) -> set[str]:
+    """A fork or pop further back than a window, with and without success."""
+    return {"further back", "reclaimed"} if any(kept.window for kept in world.kept) else set()
+
+
+def count_further_back(world: World, name: str, seq_id: int, text_length: int) -> None:
+    if any(kept.missing(seq_id, text_length) for kept in world.kept):
+        world.counts[f"{name}: further back"] += 1
 
 
 class Fork(Operation):
     weight = 0.14
+
+    def outcomes(self, world: World) -> set[str]:
+        return {"done", "refused"} | outcomes_of_windows(world)
 
     def draw(self, world: World) -> Any:
         if not world.ids or (world.is_full and world.chance(0.9)):
@@ -88,15 +109,22 @@ class Fork(Operation):
             return ValueError
         return refusal_of_windows(world, parent, length)
 
+    def may_be_gone(self, world: World, args: Any) -> bool:
+        parent, _, position = args
+        return may_be_gone(world, parent, world.length(parent) if position == -1 else position)
+
     def apply(self, world: World, args: Any) -> None:
         world.cache.fork_sequence(*args)
 
     def check(self, world: World, args: Any, result: None) -> None:
+        parent, child, position = args
+        length = world.length(parent) if position == -1 else position
+        text_length = world.text_length(parent, length)
+        count_further_back(world, "Fork", parent, text_length)
         for each in world.references:
             each.fork_sequence(*args)
-        parent, child, _ = args
         for kept in world.kept:
-            kept.first[child] = kept.first[parent] if world.length(child) else 0
+            kept.fork(parent, child, text_length)
 
 
 class Pop(Operation):
@@ -105,7 +133,7 @@ class Pop(Operation):
     weight = 0.06
 
     def outcomes(self, world: World) -> set[str]:
-        return {"done"}
+        return {"done"} | outcomes_of_windows(world)
 
     def draw(self, world: World) -> Any:
         if not world.ids:
@@ -115,17 +143,28 @@ class Pop(Operation):
         return seq_id, min(int(world.rng.integers(0, world.length(seq_id) + 1)), most)
 
     def refusal(self, world: World, args: Any) -> type[Exception] | None:
+        seq_id, _ = args
+        return refusal_of_windows(world, seq_id, self.length_after(world, args))
+
+    def may_be_gone(self, world: World, args: Any) -> bool:
+        return may_be_gone(world, args[0], self.length_after(world, args))
+
+    def length_after(self, world: World, args: Any) -> int:
+        """Of what is committed."""
         seq_id, count = args
-        length = min(world.length(seq_id) - count, world.committed_length(seq_id))
-        return refusal_of_windows(world, seq_id, length)
+        return min(world.length(seq_id) - count, world.committed_length(seq_id))
 
     def apply(self, world: World, args: Any) -> None:
         world.cache.pop_n(*args)
 
     def check(self, world: World, args: Any, result: None) -> None:
+        seq_id = args[0]
+        text_length = world.text_length(seq_id, self.length_after(world, args))
+        count_further_back(world, "Pop", seq_id, text_length)
         for each in world.references:
             each.pop_n(*args)
-        world.shorten([args[0]])
+        for kept in world.kept:
+            kept.pop(seq_id, text_length)
 
 
 class EnableWindow(Operation):

@@ -103,8 +103,11 @@ def check_counters(world: World) -> None:
         used = {page for table in tables.values() for page in table}
         used |= {page for block in world.blocks.values() for page in pages_of(world, block, g)}
         assert group["num_used_pages"] == len(used)
+        num_available = group["num_free_pages"] + group["num_cached_pages"]
+        assert num_available == group["num_pages"] - len(used)
+        assert len(world.cache.cached_pages(g)) == group["num_cached_pages"]
         assert group["num_pages"] <= -(-world.max_total_tokens // world.page_size)
-        free[kept.window] = min(group["num_free_pages"], free.get(kept.window, 1 << 30))
+        free[kept.window] = min(num_available, free.get(kept.window, 1 << 30))
     least = min(free.values())
     expected = least if world.has_windows else free.get(0, least)
     assert world.cache.num_available_pages() == expected

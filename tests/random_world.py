@@ -9,7 +9,6 @@ as it was, which `World.do` sees to: the memory of all pages in use included.
 from __future__ import annotations
 
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from .python_kernels import (
 )
 from .python_tree_kernels import MLA_KERNELS_WITH_TREES, kernels_with
 from .random_operation import KernelFails, Operation
+from .random_state import state_of, without_reclaiming
 from .reference_window import Window, WindowedReferenceCache
 
 NUM_QO_HEADS, DIM, CHUNK, MAX_SEQUENCES = 2, 4, 12, 6
@@ -259,27 +259,18 @@ class World:
                 reference.assert_close(outputs[0], wanted[0], "float32", what)
         self.outputs, self.inputs = [], []
 
+    def num_reclaimed(self) -> list[int]:
+        """How often each group has given up known content for pages."""
+        return [group["num_reclaimed_pages"] for group in self.cache.stats()["groups"]]
+
     def tables(self) -> list[dict[int, Any]]:
         """Of each group the page tables."""
         ids = [*self.cache.sequence_ids(), *self.importing]
         return [{i: self.cache.page_table(i, g) for i in ids} for g in range(len(self.kept))]
 
     def state(self) -> tuple:
-        """All that a failed call must leave alone, with the bytes of all pages in use."""
-        cache, tables = self.cache, self.tables()
-        first = [{i: cache.first_position(i, g) for i in t} for g, t in enumerate(tables)]
-        used = [sorted({page for table in t.values() for page in table}) for t in tables]
-        memory = [
-            zlib.crc32(self.pages(layer)[used[group]].tobytes())
-            for layer, group in enumerate(self.groups if self.can_stop else [])
-        ]
-        lengths = {
-            i: (cache.sequence_length(i), cache.sequence_window(i)) for i in cache.sequence_ids()
-        }
-        stats = {**cache.stats(), "cow_page_copies": 0}  # counts those that were given back as well
-        if self.device is not None:  # arrays that a call has made remain
-            stats = {name: stats[name] for name in stats if "bytes" not in name}
-        return stats, cache.is_in_forward(), lengths, tables, first, memory
+        """All that a failed call must leave alone."""
+        return state_of(self)
 
     # --- drawing --------------------------------------------------------------------------------
 
@@ -317,7 +308,7 @@ class World:
         for each in self.references:
             each.add_sequence(seq_id)
         for kept in self.kept:
-            kept.first[seq_id] = 0
+            kept.begin(seq_id)
 
     def remove(self, seq_id: int) -> None:
         if self.importing.pop(seq_id, None) is None:
@@ -329,14 +320,15 @@ class World:
         for seq_id in seq_ids:
             if self.length(seq_id) == 0:
                 for kept in self.kept:
-                    kept.first[seq_id] = 0
+                    kept.begin(seq_id)
 
     def slide(self, seq_ids: Sequence[int]) -> None:
         """A step of these sequences has ended, or a commit."""
         self.mha.end_step(seq_id for seq_id in seq_ids if seq_id in self.mha.of)
-        for kept in self.kept:
+        for kept, num_reclaimed in zip(self.kept, self.num_reclaimed(), strict=True):
             for seq_id in seq_ids:
-                kept.slide(seq_id, self.text_length(seq_id, self.committed_length(seq_id)))
+                length = self.text_length(seq_id, self.committed_length(seq_id))
+                kept.slide(seq_id, length, num_reclaimed)
 
     # --- running --------------------------------------------------------------------------------
 
@@ -354,11 +346,15 @@ class World:
             if self.can_stop:
                 self.compare_all()
         refusal, before = operation.refusal(self, args), self.state()
+        may_be_gone = operation.may_be_gone(self, args)
         try:
             result = operation.apply(self, args)
         except Exception as error:
-            self._check_error(operation, error, refusal)
-            assert self.state() == before, f"{name} {args} failed, but has changed the cache"
+            self._check_error(operation, error, refusal, may_be_gone)
+            after = self.state()
+            if isinstance(error, KernelFails):
+                before, after = map(without_reclaiming, (before, after))
+            assert after == before, f"{name} {args} failed, but has changed the cache"
             if isinstance(error, pkv.CacheFullError):
                 self.make_room()
         else:
@@ -367,7 +363,9 @@ class World:
             self.counts[f"{name}: done"] += 1
         return True
 
-    def _check_error(self, operation: Operation, error: Exception, refusal: type | None) -> None:
+    def _check_error(
+        self, operation: Operation, error: Exception, refusal: type | None, may_be_gone: bool
+    ) -> None:
         name = type(operation).__name__
         if isinstance(error, pkv.CacheFullError):
             assert operation.needs_pages, error
@@ -375,6 +373,9 @@ class World:
             self.counts[f"{name}: full"] += 1
         elif isinstance(error, KernelFails) and refusal is None:
             self.counts[f"{name}: a kernel fails"] += 1
+        elif may_be_gone and "have been reclaimed" in str(error):
+            assert isinstance(error, ValueError)
+            self.counts[f"{name}: reclaimed"] += 1
         elif refusal is not None and isinstance(error, refusal):
             self.counts[f"{name}: refused"] += 1
         else:

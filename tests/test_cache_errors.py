@@ -264,7 +264,7 @@ def test_cache_full(cache):
             pass
     before = snapshot(cache, [0, 1, 2, 3])
     message = (
-        r"needs 5 pages, but 1 of 16 are free; most are held by "
+        r"needs 5 pages, but 1 of 16 are available; most are held by "
         r"sequence 3 \(12\), 2 \(2\), 0 \(2\)"
     )
     with pytest.raises(pkv.CacheFullError, match=message):

@@ -121,7 +121,7 @@ def test_a_full_group_says_which():
         assert snapshot(cache, [0]) == before
     cache = make_cache(layers=[layer_of(8)], max_total_tokens=24)
     cache.add_sequence(0)
-    with pytest.raises(pkv.CacheFullError, match="needs 8 pages, but 6 of 6 are free"):
+    with pytest.raises(pkv.CacheFullError, match="needs 8 pages, but 6 of 6 are available"):
         cache.begin_forward([0], [32])
 
 
@@ -137,10 +137,6 @@ def test_pop():
     first = pair.cache.first_position(0, 1)
     assert 0 < first == 60 - 5 - 16 - 3
     length = pair.cache.sequence_length(0)
-    before = snapshot(pair.cache, [0])
-    with pytest.raises(ValueError, match=f"would see position {first - 1} next, but they keep"):
-        pair.cache.pop_n(0, length - (first + 4))
-    assert snapshot(pair.cache, [0]) == before
     pair.pop(0, length - (first + 5))
     pair.step([0], [9])
     pair.pop(0, pair.cache.sequence_length(0))
@@ -154,10 +150,6 @@ def test_fork():
     pair.step([0], [32])
     pair.step([0], [31])
     first = pair.cache.first_position(0)
-    before = snapshot(pair.cache, [0])
-    with pytest.raises(ValueError, match="cannot fork sequence 0 .* keep positions from"):
-        pair.cache.fork_sequence(0, 1, first + 4)
-    assert snapshot(pair.cache, [0]) == before
     pair.fork(0, 1, first + 5)
     pair.fork(0, 2)
     pair.fork(2, 3, 0)
@@ -222,8 +214,8 @@ def test_what_is_told():
         with permissive_step(cache, [4], [length]):
             pass
     assert cache.draw().splitlines()[2:4] == [
-        "group 1: 7 of 16 pages in use",
-        "  sequence 4 (33): from position 8: 2 3 4 5 6 7 0",
+        "group 1: 7 of 16 pages in use, 2 cached",
+        "  sequence 4 (33): from position 8: 2 3 4 5 6 7 8",
     ]
 
 

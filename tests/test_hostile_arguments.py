@@ -174,6 +174,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "check_layer": ("any", [integer(MHA, -1, 3, -(2**31), 2**31)]),
     OWN + "sequence_ids": ("any", []),
     OWN + "page_table": ("any", [SEQ, GROUP]),
+    OWN + "cached_pages": ("any", [GROUP]),
     OWN + "first_position": ("any", [SEQ, GROUP]),
     OWN + "sequence_window": ("any", [SEQ]),
     OWN + "check_integrity": ("any", []),

@@ -71,6 +71,8 @@ def parse(svg: str):
             page, symbol = int(use.get("data-page")), symbols[use.get("href")[1:]]
             assert page not in pages
             owners = tuple(map(int, symbol.get("data-owners").split()))
+            if symbol.get("data-cached") is not None:
+                owners = "cached"
             pages[page] = owners, int(use.get("data-slots", 0))
         panels.append((panel, symbols, pages))
     return root, panels
@@ -88,17 +90,20 @@ def test_pages_are_those_of_the_page_tables(seed, page_size, windows):
     assert len(ids) > 3
     for index, (_, _, pages) in enumerate(panels):
         assert sorted(pages) == list(range(stats["groups"][index]["num_pages"]))
-        owners = {page: () for page in pages}
+        cached = cache.cached_pages(index)
+        assert len(cached) == stats["groups"][index]["num_cached_pages"]
+        owners = {page: "cached" if page in cached else () for page in pages}
         slots = dict.fromkeys(pages, 0)
         for seq_id in ids:
             first = cache.first_position(seq_id, index)
             for i, page in enumerate(cache.page_table(seq_id, index)):
                 begin = first + i * page_size
                 end = min(begin + page_size, expected.length(seq_id))
+                assert owners[page] != "cached"
                 owners[page] += (seq_id,)
                 slots[page] = max(slots[page], end - begin)
         assert pages == {page: (owners[page], slots[page]) for page in pages}
-        shared = sum(len(who) > 1 for who, _ in pages.values())
+        shared = sum(len(who) > 1 for who, _ in pages.values() if who != "cached")
         assert shared == stats["groups"][index]["num_shared_pages"]
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert texts[0] == f"{stats['num_used_pages']} of {stats['num_pages']} pages in use"
@@ -117,6 +122,9 @@ def test_colours_are_those_of_the_legend():
     for symbol in symbols.values():
         owners = [int(i) for i in symbol.get("data-owners").split()]
         shapes = [x for x in symbol.iter() if x.get("fill")]
+        if symbol.get("data-cached") is not None:
+            assert [x.get("stroke") for x in shapes] == ["#b9c2cc"]
+            continue
         assert [x.get("fill") for x in shapes] == ([paint[i] for i in owners] or ["#eef1f4"])
         assert {x.tag for x in shapes} == {SVG + ("polygon" if len(owners) > 1 else "rect")}
     counts = [int(x.text) for x in panel.iter(f"{SVG}text") if x.get("class") == "count"]

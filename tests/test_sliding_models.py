@@ -63,6 +63,7 @@ class Model:
         self.step([2, 0, 1, 3], [1, 20, 1, 2])
         self.change("pop_n", 0, 9)
         self.step([3, 0], [100, 5])
+        self.change("pop_n", 3, 90)  # further back than the windows
         for _ in range(20):
             self.step([0, 1, 2, 3], [1, 1, 1, 1])
         self.change("remove_sequence", 0)

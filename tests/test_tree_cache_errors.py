@@ -140,7 +140,7 @@ def test_a_commit_that_needs_a_page_when_there_is_none():
     pair.fork(0, 1, 2)
     pair.step({2: 8})
     before = pair.snapshot()
-    with pytest.raises(pkv.CacheFullError, match="needs 1 pages, but 0 of 3 are free"):
+    with pytest.raises(pkv.CacheFullError, match="needs 1 pages, but 0 of 3 are available"):
         pair.cache.commit_tree([2, 0], [-1, 1])
     assert pair.snapshot() == before
     pair.remove(2)

@@ -101,7 +101,10 @@ class CacheInspection:
         global_function("pagedkv.debug_set_kv_mla")(self, *ids, self._tensor("kv", kv))
 
     def stats(self) -> dict[str, Any]:
-        """Pages, bytes and events: numbers by name, and a list of them by layer group."""
+        """Pages, bytes and events: numbers by name, and a list of them by layer group.
+
+        Every page is free, cached or used (held by a sequence or pinned).
+        """
         raw = dict(global_function("pagedkv.stats")(self).items())
         raw["groups"] = [dict(group.items()) for group in raw["groups"]]
         return raw
@@ -131,6 +134,13 @@ class CacheInspection:
         """Page ids that a group of layers keeps of a sequence, in order of position."""
         ids = as_int("seq_id", seq_id), as_int("group", group)
         return list(global_function("pagedkv.page_table")(self, *ids))
+
+    def cached_pages(self, group: int = 0) -> list[int]:
+        """Pages of a group of layers that no sequence holds, but whose content is still known.
+
+        They count as available. The least recently used page comes first: it is reclaimed first.
+        """
+        return list(global_function("pagedkv.cached_pages")(self, as_int("group", group)))
 
     def sequence_window(self, seq_id: int) -> tuple[int, int, int]:
         """Window of a sequence (0: none), its sinks, and how many positions it has dropped."""

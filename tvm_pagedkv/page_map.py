@@ -20,6 +20,7 @@ MAX_PAGES_DRAWN, MAX_SEQUENCES_NAMED = 1 << 16, 30
 LEGEND_COLUMNS, LEGEND_LINE = 3, 20
 # The first sequences have colours that are easy to tell apart; more walk around the wheel.
 COLOURS = ("#4c78a8", "#f2a541", "#59a56b", "#d1605e", "#8f6fb5", "#3aa6a0", "#e387b4", "#9b7653")
+FREE, CACHED = "#eef1f4", "#b9c2cc"
 STYLE = (
     "text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#2b3440}"
     ".title{font-size:20px;font-weight:600}.heading{font-size:14px;font-weight:600}"
@@ -41,6 +42,7 @@ class PageGroup:
     first_positions: dict[int, int]  # of the first slot in the table, by sequence
     owners: dict[int, tuple[int, ...]]  # sequences by page, of the pages in use
     slots: dict[int, int]  # slots in use by page, of the pages in use
+    cached: frozenset[int]  # pages without an owner whose content is known
 
     @property
     def num_shared(self) -> int:
@@ -75,8 +77,11 @@ class PageMap:
             ours = [layer for layer in layers if layer["group"] == index]
             kind, num_pages = ours[0]["kind"], stats["num_pages"]
             ids = tuple(layer["id"] for layer in ours)
+            cached = frozenset(cache.cached_pages(index))
             groups.append(
-                PageGroup(ids, kind, stats["window"], num_pages, tables, first, owners, slots)
+                PageGroup(
+                    ids, kind, stats["window"], num_pages, tables, first, owners, slots, cached
+                )
             )
         return cls(page_size, lengths, tuple(groups))
 
@@ -84,7 +89,9 @@ class PageMap:
         """The page table of every sequence, by group; ``*`` marks a shared page."""
         lines = []
         for index, group in enumerate(self.groups):
-            lines.append(f"group {index}: {len(group.owners)} of {group.num_pages} pages in use")
+            used = f"{len(group.owners)} of {group.num_pages} pages in use"
+            cached = f", {len(group.cached)} cached" if group.cached else ""
+            lines.append(f"group {index}: {used}{cached}")
             for seq_id, table in group.tables.items():
                 pages = [f"{page}{'*' if len(group.owners[page]) > 1 else ''}" for page in table]
                 first = group.first_positions[seq_id]
@@ -99,7 +106,8 @@ class PageMap:
 
         A page has the colour of its sequence, or diagonal bands in the colours of all of them and
         their number; the pale part at its top is not filled. In the file, every page is a ``use``
-        with ``data-page`` and ``data-slots`` (in use) that refers to a symbol with ``data-owners``.
+        with ``data-page`` and ``data-slots`` (in use) that refers to a symbol with ``data-owners``;
+        that of a cached page has ``data-cached``.
         """
         return "\n".join(_Picture(self).lines()) + "\n"
 
@@ -164,6 +172,7 @@ class _Picture:
         self.y += 20
         text = f"{_count(len(self.map.lengths), 'sequence')} with {_count(tokens, 'token')}; "
         text += f"{sum(g.num_shared for g in groups):,} pages are shared; "
+        text += f"{sum(len(g.cached) for g in groups):,} are cached; "
         text += f"a page holds {_count(self.map.page_size, 'token')}"
         yield self._text(MARGIN, self.y, "small", text)
         self.y += 14
@@ -181,6 +190,7 @@ class _Picture:
         self.y += 17
         used, capacity = len(group.owners), len(group.owners) * self.map.page_size
         text = f"{used:,} of {group.num_pages:,} pages in use, {group.num_shared:,} shared"
+        text += f", {len(group.cached):,} cached"
         if used:
             text += f", {sum(group.slots.values()) / capacity:.0%} of their slots filled"
         if num_drawn < group.num_pages:
@@ -188,7 +198,7 @@ class _Picture:
         yield self._text(MARGIN, self.y, "small", text)
         self.y += 10
 
-        symbols = {(): f"g{index}free"}
+        symbols = {(): f"g{index}free", None: f"g{index}cached"}
         for owners in group.owners.values():
             symbols.setdefault(owners, f"g{index}o{len(symbols)}")
         yield f'<defs><clipPath id="g{index}clip">{_square(size, size / 8, "#000")}</clipPath>'
@@ -203,10 +213,13 @@ class _Picture:
         self.y += -(-num_drawn // columns) * pitch
         yield "</g>"
 
-    def _symbol(self, symbol: str, owners: tuple[int, ...], size: int, clip: str) -> str:
+    def _symbol(self, symbol: str, owners: tuple[int, ...] | None, size: int, clip: str) -> str:
+        """The square of pages with these owners; None: of cached pages."""
+        if owners is None:
+            return f'<g id="{symbol}" data-owners="" data-cached="">{_cached(size)}</g>'
         data = f'id="{symbol}" data-owners="{" ".join(map(str, owners))}"'
         if len(owners) < 2:
-            paint = self.colours[owners[0]] if owners else "#eef1f4"
+            paint = self.colours[owners[0]] if owners else FREE
             return f"<g {data}>{_square(size, size / 8, paint)}</g>"
         # Of many owners the bands would be too thin to see: then the first ones stand for all.
         shown = owners[: max(2, size // 4)]
@@ -217,7 +230,8 @@ class _Picture:
         self, group: PageGroup, page: int, symbols: dict, x: int, y: int, size: int
     ) -> Iterator[str]:
         owners, slots = group.owners.get(page, ()), group.slots.get(page, 0)
-        place = f'<use href="#{symbols[owners]}" x="{x}" y="{y}" data-page="{page}"'
+        symbol = symbols[None if page in group.cached else owners]
+        place = f'<use href="#{symbol}" x="{x}" y="{y}" data-page="{page}"'
         if not owners:
             yield f"{place}/>"
             return
@@ -253,7 +267,8 @@ class _Picture:
         half = _square(13, 2, COLOURS[0])
         half += '<rect width="13" height="6.5" fill="#fff" fill-opacity=".72"/>'
         marks = [
-            (_square(13, 2, "#eef1f4"), "free"),
+            (_square(13, 2, FREE), "free"),
+            (_cached(13), "cached: content is kept until the page is needed"),
             (_banded(13, COLOURS[:2]), "shared: the number counts its sequences"),
             (half, "partly filled"),
         ]
@@ -271,6 +286,16 @@ class _Picture:
 
 def _square(size: int, corner: float, paint: str) -> str:
     return f'<rect width="{size}" height="{size}" rx="{corner:g}" fill="{paint}"/>'
+
+
+def _cached(size: int) -> str:
+    """A frame in the place of a filled square."""
+    edge = max(1.0, size / 6)
+    return (
+        f'<rect x="{edge / 2:g}" y="{edge / 2:g}" width="{size - edge:g}" '
+        f'height="{size - edge:g}" rx="{size / 8:g}" fill="{FREE}" stroke="{CACHED}" '
+        f'stroke-width="{edge:g}"/>'
+    )
 
 
 def _banded(size: int, paints: Sequence[str]) -> str:

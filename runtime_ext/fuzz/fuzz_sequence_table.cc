@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -72,8 +73,10 @@ class World {
     const auto expected = expected_;
     try {
       Draw(bytes);
-    } catch (const Error&) {
+    } catch (const Error& error) {
       FUZZ_CHECK(Look() == before);
+      const bool is_reclaimed = std::string(error.what()).find("reclaimed") != std::string::npos;
+      FUZZ_CHECK(!is_reclaimed || HasReclaimed());
       expected_ = expected;
     }
     Check();
@@ -106,6 +109,13 @@ class World {
       state.push_back({table_.pool(g).num_reclaimed()});
     }
     return state;
+  }
+
+  bool HasReclaimed() const {
+    for (int32_t g = 0; g < table_.num_groups(); ++g) {
+      if (table_.pool(g).num_reclaimed() > 0) return true;
+    }
+    return false;
   }
 
   void Draw(Bytes* bytes) {

@@ -112,7 +112,8 @@ void TestCopiesForAWriteFromOutside() {
   CHECK_EQUAL(table.pool(0).num_shared(), 0);
   table.CheckIntegrity();
   table.Fork(0, 2, -1);
-  CHECK_RAISES("CacheFullError", "needs 3 pages, but 1 of 6 are available; most are held by sequence",
+  CHECK_RAISES("CacheFullError",
+               "needs 3 pages, but 1 of 6 are available; most are held by sequence",
                table.AcquireCopies(&table.At(2), 0, 10));
   table.CheckIntegrity();
 }

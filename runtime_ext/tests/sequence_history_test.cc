@@ -100,7 +100,7 @@ void TestErrorsOfReclaimedPages() {
   table.CheckIntegrity();
 }
 
-void TestWritesSpareTheHistoryWhileThereIsRoom() {
+void TestWritesSpareTheHistoryWhileThereIsRoom(bool is_step) {
   for (const bool has_room : {true, false}) {
     World world(has_room ? 10 : 9);
     SequenceTable& table = world.table;
@@ -112,7 +112,15 @@ void TestWritesSpareTheHistoryWhileThereIsRoom() {
     table.Add(2);
     world.Step({2}, {1});
     CHECK_EQUAL(table.pool(0).num_available(), has_room ? 1 : 0);
-    world.Step({1}, {1});  // slot 2 of page 2, which the history of 0 notes
+    if (is_step) {
+      world.Step({1}, {1});  // slot 2 of page 2, which the history of 0 notes
+    } else {
+      const std::vector<PageCopy> copies = table.AcquireCopies(&table.At(1), 8, 10);
+      CHECK_EQUAL(copies.size(), has_room ? 1u : 0u);
+      table.CommitCopies(copies);
+      table.Overwrite(table.At(1), 8, 10);
+      table.CheckIntegrity();
+    }
     CHECK_EQUAL(table.At(1).pages[0], (Pages{1, has_room ? 0 : 2}));
     if (has_room) {
       table.Fork(0, 3, 12);
@@ -223,7 +231,9 @@ int main() {
   pagedkv::TestPop();
   pagedkv::TestForksShareTheHistory();
   pagedkv::TestErrorsOfReclaimedPages();
-  pagedkv::TestWritesSpareTheHistoryWhileThereIsRoom();
+  for (const bool is_step : {true, false}) {
+    pagedkv::TestWritesSpareTheHistoryWhileThereIsRoom(is_step);
+  }
   pagedkv::TestFailedAndAbortedSteps();
   pagedkv::TestRemovedSequencesAndClear();
   pagedkv::TestPinnedPagesStay();

@@ -12,7 +12,7 @@ namespace pagedkv {
 
 ffi::Tensor PagedKVCacheObj::QueryPositions() const {
   RequireForward("get_query_positions");
-  return common(kQueryPositions);
+  return rope_positions();
 }
 
 void PagedKVCacheObj::AttentionWithFusedQKV(int64_t layer_id, double sm_scale, ffi::Tensor qkv,
@@ -61,7 +61,7 @@ void PagedKVCacheObj::Append(const Layer& layer, const ffi::Tensor& qkv) {
   const KernelSet& kernels = KernelsOf(layer);
   const Group& group = groups_[layer.group];
   const ffi::Tensor& slots = aux_->view(ArrayIndex(layer.group, kSlots));
-  const ffi::Tensor& positions = common(kQueryPositions);
+  const ffi::Tensor& positions = rope_positions();
   const ffi::Tensor& factors = config_.rope_ext_factors;
   const int64_t apply_rope = config_.rope_mode == RopeMode::kNormal;
   if (kernels.Has(KernelName::kRopeAppend) && !AttendsInParts(layer) && !HasStockWindow(layer)) {

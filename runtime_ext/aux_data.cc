@@ -18,7 +18,8 @@ namespace pagedkv {
 
 namespace {
 
-constexpr int64_t kAlignment = 16 / sizeof(int32_t);  // elements
+// Elements. Compiled functions rely on tensors that begin at a multiple of as many bytes.
+constexpr int64_t kAlignment = 64 / sizeof(int32_t);
 constexpr size_t kNumTurns = 4, kTurnsOfStream = 2;
 constexpr int64_t kRedZone = kRedZoneBytes / sizeof(int32_t);  // elements
 

@@ -3,7 +3,7 @@
  * \file aux_data.h
  * \brief The int32 arrays of a step: written on the host, copied to the device at once.
  *
- * Merged: slices of one buffer, each at a multiple of 16 bytes, laid out anew in each step; one
+ * Merged: slices of one buffer, each at a multiple of 64 bytes, laid out anew in each step; one
  * copy of exactly the bytes in use. Plain: a buffer and a copy for each array, for devices that
  * cannot address into a buffer. On a CPU the tensors lie on the host memory; nothing is copied.
  *

@@ -101,6 +101,9 @@ void CheckLayer(const LayerConfig& layer) {
     Raise(kValueError, "mla_original_qk_head_dim (", original_qk, ") and mla_original_v_head_dim (",
           original_v, ") must be given together");
   }
+}
+
+void CheckRope(const LayerConfig& layer) {
   if (!(std::isfinite(layer.rope_theta) && layer.rope_theta > 0 &&
         std::isfinite(layer.rope_scale) && layer.rope_scale > 0)) {
     Raise(kValueError, "rope_theta and rope_scale must be positive, got ", layer.rope_theta,
@@ -172,13 +175,27 @@ const char* ToString(const LayerConfig& layer) {
 
 int64_t CacheConfig::NumPages(const LayerConfig& layer) const {
   if (layer.window == 0) return num_pages();
-  // Between steps a sequence keeps this many positions, wherever in a page they begin; a step adds
-  // most pages when it has many sequences. KVCacheConfig.num_pages_of has the same.
+  // Between steps a sequence keeps this many positions, wherever in a page they begin.
+  // KVCacheConfig.num_pages_of has the same. More than max_num_sequences sequences may exist; where
+  // they need more pages, fewer are available.
   const int64_t num_kept = layer.window - 1 + kPoppable;
   const int64_t pages_kept = (num_kept + page_size - 2) / page_size + 1;
+  return std::min(num_pages(), max_num_sequences * pages_kept + MaxStepPages());
+}
+
+int64_t CacheConfig::MaxStepPages() const {
+  // A step adds most pages when it has many sequences.
   const int64_t batch_size = std::min(max_num_sequences, prefill_chunk_size);
-  const int64_t pages_added = (prefill_chunk_size - batch_size) / page_size + batch_size;
-  return std::min(num_pages(), max_num_sequences * pages_kept + pages_added);
+  return (prefill_chunk_size - batch_size) / page_size + batch_size;
+}
+
+void CacheConfig::ForgetUnusedRope() {
+  // Models without a rotation pass anything, -1 for theta for example.
+  if (rope_mode != RopeMode::kNone) return;
+  for (LayerConfig& layer : layers) {
+    layer.rope_theta = LayerConfig().rope_theta;
+    layer.rope_scale = LayerConfig().rope_scale;
+  }
 }
 
 void CacheConfig::KeepStage(std::vector<int64_t> layer_indptr, std::optional<int64_t> index) {
@@ -204,10 +221,13 @@ void CacheConfig::Validate() const {
     Raise(kValueError, "page_size must be a power of two, got ", page_size);
   }
   // Slots are int32, those of a last page that is not full included.
-  CheckRange("max_total_tokens", max_total_tokens, 1, kInt32Max - kMaxPageSize);
+  const int64_t num_extra_slots = (num_spare_pages + num_reserved_pages) * page_size;
+  CheckRange("max_total_tokens", max_total_tokens, 1,
+             std::max<int64_t>(kInt32Max - kMaxPageSize - num_extra_slots, 1));
   if (kernel_sets.empty()) Raise(kValueError, "a cache needs at least one set of kernels");
   for (const LayerConfig& layer : layers) {
     CheckLayer(layer);
+    CheckRope(layer);
     // Kernels count the tiles of one sequence in int32.
     if (layer.num_kv_heads > kInt32Max / prefill_chunk_size) {
       Raise(kValueError, "prefill_chunk_size (", prefill_chunk_size, ") times num_kv_heads (",

@@ -39,8 +39,8 @@ struct LayerConfig {
   int64_t num_kv_heads = 0;
   int64_t qk_head_dim = 0;
   int64_t v_head_dim = 0;
-  double rope_theta = 0;
-  double rope_scale = 0;
+  double rope_theta = 10000.0;
+  double rope_scale = 1.0;
   std::string rope_details;  // what else decides the rotation, in words; only ever compared
   int64_t kernel_set = 0;    // index into CacheConfig::kernel_sets
   // MLA: head dims before absorption; 0: unknown, or absorbed attention only.
@@ -86,6 +86,8 @@ struct CacheConfig {
   bool has_merged_aux;
   bool share_prefix = true;   // pages that sequences of a batch share are read once
   bool has_sequence_windows;  // whether a sequence may be given a window
+  /*! \brief Windows of sequences are accepted and have no effect: the layers have their own. */
+  bool ignores_sequence_windows = false;
   /*! \brief Pages lie in memory that other processes of the host can map. */
   bool enable_kv_transfer = false;
   ffi::Tensor rope_ext_factors;  // undefined where there are none
@@ -95,8 +97,17 @@ struct CacheConfig {
   std::vector<int64_t> layer_index;  // of every layer of the stage among `layers`; linear ones: -1
   std::vector<KernelSet> kernel_sets;
 
+  /*! \brief Pages beyond max_total_tokens, which the positional form promises its callers. */
+  int64_t num_spare_pages = 0;
+  /*! \brief Pages that are never reported as available: a step takes them until windows slide. */
+  int64_t num_reserved_pages = 0;
+
   /*! \brief Pages of the pool of layers that keep everything. */
-  int64_t num_pages() const { return (max_total_tokens + page_size - 1) / page_size; }
+  int64_t num_pages() const {
+    return (max_total_tokens + page_size - 1) / page_size + num_spare_pages + num_reserved_pages;
+  }
+  /*! \brief The most pages that one step adds to sequences that share none. */
+  int64_t MaxStepPages() const;
   /*! \brief Pages of the pool of layers like `layer`: not more than they can ever need. */
   int64_t NumPages(const LayerConfig& layer) const;
 
@@ -109,6 +120,8 @@ struct CacheConfig {
  private:
   /*! \brief Finds the stage, and drops the layers of the others and those that keep nothing. */
   void KeepStage(std::vector<int64_t> layer_indptr, std::optional<int64_t> index);
+  /*! \brief Without a rotation, theta and scale are whatever the caller had at hand. */
+  void ForgetUnusedRope();
   void Validate() const;
 };
 

@@ -99,8 +99,8 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
   layer.original_v_head_dim = fields.Find<int64_t>("mla_original_v_head_dim").value_or(0);
   layer.qk_head_dim = fields.Get<int64_t>("qk_head_dim");
   layer.v_head_dim = fields.Find<int64_t>("v_head_dim").value_or(layer.qk_head_dim);
-  layer.rope_theta = fields.Find<double>("rope_theta").value_or(10000.0);
-  layer.rope_scale = fields.Find<double>("rope_scale").value_or(1.0);
+  layer.rope_theta = fields.Find<double>("rope_theta").value_or(layer.rope_theta);
+  layer.rope_scale = fields.Find<double>("rope_scale").value_or(layer.rope_scale);
   layer.rope_details = fields.Find<std::string>("rope_details").value_or("");
   layer.kernel_set = fields.Find<int64_t>("kernel_set").value_or(0);
   return layer;
@@ -151,6 +151,7 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
   }
   auto layer_indptr = fields.Find<ffi::Shape>("layer_indptr").value_or(ffi::Shape());
   result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, fields.Find<int64_t>("stage"));
+  result.ForgetUnusedRope();
   result.Validate();
   return result;
 }

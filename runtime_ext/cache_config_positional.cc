@@ -170,6 +170,18 @@ bool Holds(const ffi::Shape& kinds, std::initializer_list<int64_t> some) {
   });
 }
 
+/*!
+ * \brief The pages that engines count on beyond max_total_tokens: one, and two for each sequence
+ * that may have a window. Rows of a step whose windows have not slid yet need more; nobody is told
+ * of these.
+ */
+void GiveSparePages(CacheConfig* config) {
+  config->num_spare_pages = 1;
+  if (!config->has_sequence_windows) return;
+  config->num_spare_pages += 2 * config->max_num_sequences;
+  config->num_reserved_pages = config->MaxStepPages();
+}
+
 }  // namespace
 
 CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
@@ -189,8 +201,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   result.max_total_tokens = sizes[1];
   result.prefill_chunk_size = sizes[2];
   result.page_size = sizes[3];
-  result.has_sequence_windows =
-      CheckRange("the 5th cache size (sliding_window)", sizes[4], 0, 1) == 1;
+  const bool has_windows = CheckRange("the 5th cache size (sliding_window)", sizes[4], 0, 1) == 1;
   result.enable_kv_transfer = enable_kv_transfer != 0;
   result.device = prototype.device();
   CheckDevice(result.device);
@@ -202,6 +213,9 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   // Front ends pass a number where there are no factors.
   if (auto factors = args[11].as<ffi::Tensor>()) result.rope_ext_factors = *factors;
 
+  result.ignores_sequence_windows = Holds(kinds, {3});
+  result.has_sequence_windows = has_windows && !result.ignores_sequence_windows;
+  GiveSparePages(&result);
   const bool has_mha = Holds(kinds, {0, 3}), has_mla = Holds(kinds, {1});
   const bool is_mixed = has_mha && has_mla;
   auto with_kernels = [&](LayerKind kind) {
@@ -222,6 +236,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
     if (kind == 3) result.layers.back().window = PositionalWindow(sizes);
   }
   result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, std::nullopt);
+  result.ForgetUnusedRope();
   result.Validate();
   return result;
 }

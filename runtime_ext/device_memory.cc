@@ -182,7 +182,9 @@ const ffi::Tensor& StepView::Set(const ffi::Tensor& buffer, int64_t byte_offset,
   }
   auto* tensor = const_cast<DLTensor*>(view_.GetDLTensorPtr());
   tensor->shape[0] = num_rows;
-  tensor->byte_offset = byte_offset;
+  // Compiled functions refuse an offset of their own in `byte_offset`, and other libraries forget
+  // to add it.
+  tensor->data = static_cast<char*>(buffer.data_ptr()) + byte_offset;
   return view_;
 }
 

@@ -41,6 +41,11 @@ void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
           " ids and ", append_lengths.size, " lengths");
   }
   if (sequence_ids.size == 0) Raise(kValueError, "a step needs at least one sequence, got none");
+  if (sequence_ids.size > static_cast<size_t>(table_->max_num_sequences())) {
+    Raise(kValueError, "the step has ", sequence_ids.size,
+          " sequences, more than max_num_sequences (", table_->max_num_sequences(),
+          "), which bounds the sequences of one step");
+  }
   items_.clear();
   num_rows_ = max_append_ = 0;
   has_windows_ = false;
@@ -294,6 +299,16 @@ void ForwardPlan::Abort() noexcept {
     item.sequence->tree.Truncate(item.num_earlier_nodes);
     if (item.sequence->receive) item.sequence->receive->is_in_step = false;
     table_->Grow(item.sequence, -item.num_append);
+  }
+}
+
+void ForwardPlan::RequireTextPositions() const {
+  for (const Item& item : items_) {
+    const int64_t text_length = TextLength(item, PageRange::kWithStep);
+    if (text_length <= std::numeric_limits<int32_t>::max()) continue;
+    Raise(kValueError, "sequence ", item.sequence->id, " would have ", text_length,
+          " positions, those that its window has dropped included, which is more than 2^31 - 1; "
+          "rope_mode inline counts within the window");
   }
 }
 

@@ -69,6 +69,8 @@ class ForwardPlan {
    */
   void Abort() noexcept;
 
+  /*! \throws Error (ValueError) when a text position would exceed int32. */
+  void RequireTextPositions() const;
   /*! \throws Error (ValueError) when the window of a sequence parts rows of this step. */
   void RequireRowsSeeEachOther(const char* what) const;
 
@@ -104,6 +106,8 @@ class ForwardPlan {
   // of trees and the positions of tree nodes are to be filled after Acquire.
   void FillQueryIndptr(int32_t* out) const;      // [B + 1]
   void FillQueryPositions(int32_t* out) const;   // [T]
+  /*! \brief As FillQueryPositions, counting the positions that windows have dropped too, [T]. */
+  void FillTextPositions(int32_t* out) const;
   void FillPastLengths(int32_t* out) const;      // [B]
   void FillTreeOrderIndptr(int32_t* out) const;  // [B + 1]
   /*! \brief As TokenTree::FillOrder, [num_tree_nodes, 2]; kPast: nobody sees this step's nodes. */

@@ -50,6 +50,16 @@ void ForwardPlan::FillQueryPositions(int32_t* out) const {
   }
 }
 
+void ForwardPlan::FillTextPositions(int32_t* out) const {
+  FillQueryPositions(out);
+  for (const Item& item : items_) {
+    const SequenceWindow& window = item.sequence->window;
+    for (int64_t i = 0; i < item.num_append; ++i, ++out) {
+      *out = static_cast<int32_t>(window.TextPosition(*out));
+    }
+  }
+}
+
 void ForwardPlan::FillTreeOrderIndptr(int32_t* out) const {
   *out = 0;
   for (const Item& item : items_) {

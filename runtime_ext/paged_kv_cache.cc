@@ -161,6 +161,9 @@ std::vector<int64_t> PagedKVCacheObj::InitialArraySizes() const {
   sizes[kTreeOrderIndptr] = num_sequences + 1;
   sizes[kQueryIndptr] = num_sequences + 1;
   sizes[kQueryPositions] = num_rows;
+  const bool may_count_text =
+      config_.has_sequence_windows && config_.rope_mode != RopeMode::kInline;
+  sizes[kTextPositions] = may_count_text ? num_rows : 0;
   sizes[kPastLengths] = num_sequences;
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     sizes[ArrayIndex(g, kPageIndptr)] = num_sequences + 1;
@@ -206,36 +209,38 @@ void PagedKVCacheObj::PopN(int64_t sequence_id, int64_t count) {
 
 void PagedKVCacheObj::EnableSlidingWindow(int64_t sequence_id, int64_t window, int64_t num_sinks) {
   RequireIdle("enable_sliding_window");
+  if (config_.ignores_sequence_windows) {
+    table_.CheckNewWindow(sequence_id, window, num_sinks);
+    return;
+  }
   if (!config_.has_sequence_windows) {
     Raise(kValueError,
           "the cache was made without sliding_window, so its sequences cannot have one");
   }
-  // What was rotated before it was written keeps the place that it had in the text.
-  if (config_.rope_mode == RopeMode::kNormal) {
-    Raise(kValueError,
-          "a sliding window of a sequence needs rope_mode inline or none, for positions "
-          "are counted within the window; got normal");
-  }
   if (std::any_of(layers_.begin(), layers_.end(),
                   [](const Layer& layer) { return layer.config.is_mla(); })) {
     Raise(kValueError,
-          "a sliding window of a sequence is not possible with MLA layers: their models "
-          "rotate K before it is written");
+          "a sliding window of a sequence is not possible with MLA layers: their kernels have no "
+          "such mask");
   }
   table_.EnableWindow(sequence_id, window, num_sinks);
 }
 
 int64_t PagedKVCacheObj::NumAvailablePages() const {
-  // A group with a window never has fewer pages than a step needs that the others can serve, unless
-  // sequences have windows too: then it may hold more of them than the others.
+  // A group with a window is left out while it can serve every step that the others can: as long as
+  // no more than max_num_sequences sequences exist. Where sequences have windows too, it may hold
+  // more of them than the others.
   int64_t num_available = config_.num_pages();
   bool has_global =
       std::any_of(groups_.begin(), groups_.end(), [](const Group& g) { return !g.shape.window; });
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
-    if (has_global && groups_[g].shape.window && !config_.has_sequence_windows) continue;
-    num_available = std::min<int64_t>(num_available, table_.pool(g).num_available());
+    const PagePool& pool = table_.pool(g);
+    const bool is_spare = has_global && groups_[g].shape.window && !config_.has_sequence_windows;
+    // A step may also copy the last page of sequences that share it.
+    if (is_spare && pool.num_available() >= config_.MaxStepPages() + pool.num_shared()) continue;
+    num_available = std::min<int64_t>(num_available, pool.num_available());
   }
-  return num_available;
+  return std::max<int64_t>(num_available - config_.num_reserved_pages, 0);
 }
 
 void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_lengths,
@@ -252,6 +257,7 @@ void PagedKVCacheObj::BeginForward(ffi::Shape sequence_ids, ffi::Shape append_le
   try {
     plan_.Prepare({sequence_ids.data(), sequence_ids.size()},
                   {append_lengths.data(), append_lengths.size()}, tree_parents);
+    if (counts_text()) plan_.RequireTextPositions();
     if (plan_.needs_tree_mask()) RequireTreeKernels();
     plan_.Acquire();
     try {
@@ -317,6 +323,7 @@ void PagedKVCacheObj::LayOutArrays() {
   array_sizes_[kTreeOrderIndptr] = plan_.needs_tree_mask() ? num_sequences + 1 : 0;
   array_sizes_[kQueryIndptr] = num_sequences + 1;
   array_sizes_[kQueryPositions] = plan_.num_rows();
+  array_sizes_[kTextPositions] = counts_text() ? plan_.num_rows() : 0;
   array_sizes_[kPastLengths] = num_sequences;
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     array_sizes_[ArrayIndex(g, kPageIndptr)] = num_sequences + 1;
@@ -346,6 +353,7 @@ void PagedKVCacheObj::FillArrays() {
   }
   plan_.FillQueryIndptr(aux_->host(kQueryIndptr));
   plan_.FillQueryPositions(aux_->host(kQueryPositions));
+  if (counts_text()) plan_.FillTextPositions(aux_->host(kTextPositions));
   plan_.FillPastLengths(aux_->host(kPastLengths));
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     auto host = [&](GroupArray array) { return aux_->host(ArrayIndex(g, array)); };

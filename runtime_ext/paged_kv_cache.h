@@ -195,7 +195,8 @@ class PagedKVCacheObj : public ffi::Object {
     kTreeOrder,  // with kTreeOrderIndptr empty where the causal mask will do
     kTreeOrderIndptr,
     kQueryIndptr,
-    kQueryPositions,
+    kQueryPositions,  // counted within the sequences: for masks, and rotations in the kernels
+    kTextPositions,   // empty where no sequence of the step has dropped positions before them
     kPastLengths,
     kNumCommonArrays
   };
@@ -259,6 +260,15 @@ class PagedKVCacheObj : public ffi::Object {
     return ArrayIndex(table_.num_groups(), GroupArray{}) + group * kNumSegmentArrays + array;
   }
   const ffi::Tensor& common(CommonArray array) const { return aux_->view(array); }
+  /*! \brief Whether positions that models and appends see count all that was ever appended. */
+  bool counts_text() const { return plan_.has_windows() && config_.rope_mode != RopeMode::kInline; }
+  /*!
+   * \brief The position of every row where it is rotated before it is written, by us or by the
+   * model. A rotated K stays as it is when a window slides, so this counts the whole text.
+   */
+  const ffi::Tensor& rope_positions() const {
+    return common(counts_text() ? kTextPositions : kQueryPositions);
+  }
 
   void RequireIdle(const char* what) const;
   void RequireForward(const char* what) const;

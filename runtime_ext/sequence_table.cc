@@ -53,10 +53,6 @@ Sequence& SequenceTable::At(int64_t id) {
 
 Sequence* SequenceTable::Insert(int64_t id) {
   if (sequences_.count(id)) Raise(kValueError, "sequence ", id, " is in the cache already");
-  if (num_sequences() >= max_num_sequences_) {
-    Raise(kValueError, "sequence ", id, " does not fit: the cache holds its max_num_sequences (",
-          max_num_sequences_, ") already");
-  }
   if (!spare_.empty()) {
     Sequences::node_type node = std::move(spare_.back());
     spare_.pop_back();
@@ -197,10 +193,9 @@ void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
   Grow(sequence, length - sequence->length);
 }
 
-void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks) {
+void SequenceTable::CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) const {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  Sequence& sequence = At(id);
-  SequenceWindow& window = sequence.window;
+  At(id);
   if (size < 1 || size > kMost) {
     Raise(kValueError, "the window of sequence ", id, " must be between 1 and ", kMost, ", got ",
           size);
@@ -209,6 +204,12 @@ void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks) {
     Raise(kValueError, "the sinks of sequence ", id,
           " must be at least 0 and fewer than its window (", size, "), got ", num_sinks);
   }
+}
+
+void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks) {
+  CheckNewWindow(id, size, num_sinks);
+  Sequence& sequence = At(id);
+  SequenceWindow& window = sequence.window;
   if (window.size > 0) {
     Raise(kValueError, "sequence ", id, " has a window of ", window.size, " with ",
           window.num_sinks, " sinks already");

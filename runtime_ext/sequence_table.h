@@ -91,12 +91,16 @@ struct ReceivePlan {
 
 class SequenceTable {
  public:
-  /*! \brief A table whose groups have `num_pages[g]` pages and a window (none: 0) each. */
+  /*!
+   * \brief A table whose groups have `num_pages[g]` pages and a window (none: 0) each.
+   * \param max_num_sequences The most sequences of one step. Any number of them may exist.
+   */
   SequenceTable(int64_t max_num_sequences, int32_t page_size, const std::vector<int32_t>& num_pages,
                 std::vector<int64_t> windows = {});
 
   int32_t page_size() const { return page_size_; }
   int32_t num_groups() const { return static_cast<int32_t>(pools_.size()); }
+  int64_t max_num_sequences() const { return max_num_sequences_; }
   int64_t num_sequences() const { return static_cast<int64_t>(sequences_.size()); }
   /*! \brief Sum of the lengths; a position that sequences share counts once for each. */
   int64_t total_length() const { return total_length_; }
@@ -153,6 +157,8 @@ class SequenceTable {
    * \throws Error (ValueError).
    */
   void EnableWindow(int64_t id, int64_t size, int64_t num_sinks);
+  /*! \throws Error (KeyError, ValueError) when the sequence or the numbers are wrong. */
+  void CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) const;
   /*! \brief Drops the positions that have left the windows, and the pages of these. */
   void Slide(Sequence* sequence) noexcept;
   /*! \throws Error (IndexError) when a group no longer has the pages of `position`. */

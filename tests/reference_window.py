@@ -3,7 +3,8 @@
 
 A sequence with a window of `size` positions, `sinks` of them its first ones, holds these and its
 last ``size - sinks`` between steps. A row sees the sinks, the ``size - sinks`` positions before it,
-and itself, in any chunking. What it sees is numbered from 0, so rotations stay within the window.
+and itself, in any chunking. In mode "inline" what it sees is numbered from 0, so rotations stay
+within the window. In mode "normal" Q and K are rotated by their position in the whole text.
 Layers with a window of their own follow that one alone.
 """
 
@@ -184,10 +185,13 @@ class WindowedReferenceCache(ReferenceCache):
         if self.windows[layer]:
             return whole
         num_qo_heads = qkv.shape[1] - 2 * num_kv_heads
-        rope = self.rope if self.mode == "inline" else None
+        rope = self.rope if self.mode == "inline" else None  # else K was rotated when it came
         outputs, lses, first = [], [], 0
         for seq_id, num_rows, start in zip(seq_ids, append_lengths, starts, strict=True):
             q = qkv[first : first + num_rows, :num_qo_heads]
+            if self.mode == "normal":
+                text, end = start + np.arange(num_rows), start + num_rows
+                q = rotate(q, text, self.rope, end).astype(qkv.dtype)
             k, v = self.sequences[seq_id][layer]
             seen = [visible(self.of[seq_id], start + r) for r in range(num_rows)]
             positions = np.array([len(columns) - 1 for columns in seen])

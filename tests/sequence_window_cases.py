@@ -46,7 +46,7 @@ class WindowPair(CachePair):
 
     def step(self, seq_ids: list[int], lengths: list[int]) -> None:
         positions = [
-            self.expected.length(i) + np.arange(n) for i, n in zip(seq_ids, lengths, strict=True)
+            self.first_position(i) + np.arange(n) for i, n in zip(seq_ids, lengths, strict=True)
         ]
         with self.cache.forward(seq_ids, lengths):
             np.testing.assert_array_equal(
@@ -57,6 +57,13 @@ class WindowPair(CachePair):
             self.cache.check_integrity()
         self.expected.end_step(seq_ids)
         self.check()
+
+    def first_position(self, seq_id: int) -> int:
+        """Of the next row, as models and rotations count it."""
+        length = self.expected.length(seq_id)
+        if self.expected.mode == "inline":
+            return length
+        return self.expected.text_position(seq_id, length)
 
     def check(self) -> None:
         self.cache.check_integrity()

@@ -247,14 +247,19 @@ def test_end_forward_runs_when_the_body_raises(cache):
     assert not cache.is_in_forward()
 
 
-def test_too_many_sequences():
+def test_a_step_of_too_many_sequences():
+    """Any number of sequences may exist."""
     cache = make_cache(max_num_sequences=2)
-    cache.add_sequence(0)
-    cache.add_sequence(1)
-    with pytest.raises(ValueError, match=r"max_num_sequences \(2\)"):
-        cache.add_sequence(2)
-    with pytest.raises(ValueError, match=r"max_num_sequences \(2\)"):
-        cache.fork_sequence(0, 2)
+    for seq_id in range(4):
+        cache.add_sequence(seq_id)
+    cache.fork_sequence(0, 4)
+    before = snapshot(cache, range(5))
+    message = r"the step has 3 sequences, more than max_num_sequences \(2\)"
+    with pytest.raises(ValueError, match=message):
+        cache.begin_forward([0, 3, 4], [1, 1, 1])
+    assert snapshot(cache, range(5)) == before
+    with permissive_step(cache, [3, 4], [1, 1]):
+        pass
 
 
 def test_cache_full(cache):

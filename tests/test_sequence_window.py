@@ -14,7 +14,7 @@ from .python_kernels import KERNELS, make_cache
 from .sequence_window_cases import CHUNKINGS, WindowPair
 
 
-@pytest.mark.parametrize("mode", ["none", "inline"])
+@pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("page_size", [1, 4, 32])
 @pytest.mark.parametrize("window, sinks", [(1, 0), (2, 1), (8, 2), (20, 5), (33, 32)])
@@ -218,7 +218,7 @@ def test_learned_sinks():
         reference.assert_close(out.numpy(), o, "float32")
 
 
-@pytest.mark.parametrize("mode", ["none", "inline"])
+@pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("window, sinks", [(4, 1), (9, 0), (12, 7)])
 def test_self_and_cross_attention_merge_to_the_whole(window, sinks, mode):
     pair = WindowPair(mode=mode)

@@ -47,7 +47,6 @@ def test_refusals_change_nothing():
 def test_caches_without_windows_of_sequences():
     enable = {
         "made without sliding_window": make_cache(),
-        "rope_mode inline or none": make_cache(rope_mode=1, sliding_window=True),
         "not possible with MLA layers": make_cache(
             [{**KERNELS, **MLA_KERNELS}], layers=[LAYER, MLA_LAYER], sliding_window=True
         ),

@@ -69,17 +69,19 @@ class KVCache(CacheInspection, tvm_ffi.Object):
         """Let a sequence keep `window` positions: its first `sink` ones (at least 0) and its last.
 
         A row sees the sinks, the ``window - sink`` positions before it, and itself, in any
-        chunking; rotations (``rope`` inline) count within what it sees. Positions that leave are
-        dropped when a step ends, and those of a longer sequence at once; then `sequence_length`
-        and every other position count what is held. Layers with a window of their own follow that
-        one alone. A fork has no window until it is given one: with as many sinks, where positions
-        have been dropped before the fork.
+        chunking. Positions that leave are dropped when a step ends, and those of a longer sequence
+        at once; then `sequence_length` and every other position count what is held. With ``rope``
+        of mode "inline" so do rotations. With modes "normal" and "none" rotations and
+        `query_positions` count all that was ever appended, because a K that was rotated before it
+        was written stays as it is. Layers with a window of their own follow that one alone. A fork
+        has no window until it is given one: with as many sinks, where positions have been dropped
+        before the fork.
 
         Raises
         ------
         ValueError
-            For a cache made without ``sliding_window``, with rope mode "normal" or with MLA layers;
-            a sequence that has a window; numbers out of range.
+            For a cache made without ``sliding_window`` or with MLA layers; a sequence that has a
+            window; numbers out of range.
         """
         arguments = as_int("seq_id", seq_id), as_int("window", window), as_int("sink", sink)
         global_function(CACHE + "enable_sliding_window_for_seq")(self, *arguments)
@@ -318,7 +320,10 @@ class KVCache(CacheInspection, tvm_ffi.Object):
         return global_function(CACHE + "append_mla_kv")(self, as_int("layer", layer), kv)
 
     def query_positions(self) -> tvm.runtime.Tensor:
-        """Position of each row in its sequence, int32 ``[T]``; valid until the next step."""
+        """Position of each row in its sequence, int32 ``[T]``; valid until the next step.
+
+        These are the positions to rotate by; `enable_sliding_window` says how a window counts.
+        """
         return global_function(CACHE + "get_query_positions")(self)
 
     # --- files ----------------------------------------------------------------------------------

@@ -105,7 +105,9 @@ class KVCacheConfig:
     page_size : int
         Slots of a page: a power of two from 1 to 256.
     max_num_sequences : int
-        Sequences that the cache may hold at a time.
+        Most sequences of one forward step. More of them may exist, as long as there are pages. The
+        pools of layers with a window have pages for so many sequences; where more exist that are
+        longer than the window, fewer pages may be available.
     max_total_tokens : int
         Tokens that the pages hold (rounded up to whole pages).
     prefill_chunk_size : int
@@ -115,7 +117,7 @@ class KVCacheConfig:
         One per layer; None: `num_layers` plain ones.
     sliding_window : bool
         Whether sequences may be given a sliding window with sinks: `KVCache.enable_sliding_window`.
-        Needs `rope` of mode "inline" or "none", and no MLA layers.
+        Not with MLA layers.
     logit_softcap : float, optional
         Soft-cap of the attention logits.
     share_prefix : bool
@@ -212,13 +214,8 @@ class KVCacheConfig:
         for i, layer in enumerate(self.layers):
             if layer.kind == "mla":
                 raise ValueError(
-                    f"layer {i}: sliding_window is not possible with MLA layers, whose models "
-                    "rotate K before it is written"
-                )
-            if layer.kind != "linear" and layer.rope.mode == "normal":
-                raise ValueError(
-                    f"layer {i}: sliding_window needs rope mode 'inline' or 'none', for positions "
-                    "are counted within the window; got 'normal'"
+                    f"layer {i}: sliding_window is not possible with MLA layers, whose kernels "
+                    "have no such mask"
                 )
 
     def _complete(self, index: int, layer: LayerSpec) -> LayerSpec:
@@ -321,10 +318,12 @@ class KVCacheConfig:
         }
         arrays = [2 * num_rows, num_sequences + 1]  # of token trees
         arrays += [num_sequences + 1, num_rows, num_sequences]
+        if self.sliding_window and any(s.rope.mode != "inline" for s in layers):
+            arrays.append(num_rows)  # positions in the text
         for spec in groups.values():
             arrays += [num_sequences + 1, self.num_pages_of(spec)]
             length_rows = 4 if self.sliding_window and spec.window is None else 1
             arrays += [length_rows * num_sequences, num_sequences, num_rows]
             arrays.append(3 * num_sequences)  # of pages that are copied
-        aux = sum(-(-size // 4) * 16 for size in arrays)  # int32, in steps of 16 bytes
+        aux = sum(-(-size // 16) * 64 for size in arrays)  # int32, in steps of 64 bytes
         return page_pool + workspace + aux

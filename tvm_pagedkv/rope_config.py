@@ -36,9 +36,9 @@ class RopeConfig:
         Rotate nothing; rotate Q and K before K is written; or keep K as it came and rotate Q and K
         inside the attention kernels.
     theta : float
-        The base.
+        The base. Mode "none" takes any value, and keeps the default.
     scale : float
-        Factor on the position.
+        Factor on the position. Mode "none" takes any value, and keeps the default.
     rotary_dim : int, optional
         Leading dimensions of a head that are rotated (an even number); None for all.
     scaling : mapping, optional
@@ -59,8 +59,10 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_choice("rope.mode", self.mode, ROPE_MODES)
-        object.__setattr__(self, "theta", check_positive("rope.theta", self.theta))
-        object.__setattr__(self, "scale", check_positive("rope.scale", self.scale))
+        unused = self.mode == "none"  # models without a rotation pass -1, for example
+        for name in ("theta", "scale"):
+            value = getattr(RopeConfig, name) if unused else getattr(self, name)
+            object.__setattr__(self, name, check_positive(f"rope.{name}", value))
         if self.rotary_dim is not None:
             check_int("rope.rotary_dim", self.rotary_dim, 2)
             if self.rotary_dim % 2:

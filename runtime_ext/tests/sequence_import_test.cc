@@ -75,7 +75,6 @@ void TestErrors() {
   refuse("ValueError", "sequence 1 is in the cache", {{3, 4, {0, 0}, one}, {1, 4, {0, 0}, one}});
   refuse("ValueError", "5 is twice", {{5, 4, {0, 0}, one}, {5, 4, {0, 0}, one}});
   refuse("ValueError", "2 is twice", {{2, 4, {0, 0}, one}, {2, 4, {0, 0}, one}});
-  refuse("ValueError", "max_num_sequences", {{5, 4, {0, 0}, one}, {6, 4, {0, 0}, one}});
   refuse("ValueError", "needs 1 pages", {{5, 4, {0, 0}, {{0, 1}, {0}}}});
   refuse("ValueError", "needs 1 pages", {{5, 4, {0, 0}, {{0}, {}}}});
   refuse("ValueError", "has a wrong number: 1", {{5, 4, {0, 0}, {{1}, {0}}}});

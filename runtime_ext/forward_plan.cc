@@ -315,10 +315,11 @@ void ForwardPlan::RequireTextPositions() const {
 void ForwardPlan::RequireRowsSeeEachOther(const char* what) const {
   for (const Item& item : items_) {
     const SequenceWindow& window = item.sequence->window;
-    if (window.size == 0 || item.num_append <= window.size - window.num_sinks + 1) continue;
+    const int64_t most = window.num_held() - window.num_sinks + 1;
+    if (window.size == 0 || item.num_append <= most) continue;
     Raise(kValueError, what, " of ", item.num_append, " rows of sequence ", item.sequence->id,
           ", which has a window of ", window.size, " with ", window.num_sinks,
-          " sinks; use attention, or at most ", window.size - window.num_sinks + 1, " rows");
+          " sinks; use attention, or at most ", most, " rows");
   }
 }
 

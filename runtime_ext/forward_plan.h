@@ -104,8 +104,8 @@ class ForwardPlan {
 
   // The arrays, in forward_plan_arrays.cc. Those without a group are the same in every one; those
   // of trees and the positions of tree nodes are to be filled after Acquire.
-  void FillQueryIndptr(int32_t* out) const;      // [B + 1]
-  void FillQueryPositions(int32_t* out) const;   // [T]
+  void FillQueryIndptr(int32_t* out) const;     // [B + 1]
+  void FillQueryPositions(int32_t* out) const;  // [T]
   /*! \brief As FillQueryPositions, counting the positions that windows have dropped too, [T]. */
   void FillTextPositions(int32_t* out) const;
   void FillPastLengths(int32_t* out) const;      // [B]

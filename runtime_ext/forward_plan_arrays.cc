@@ -108,8 +108,9 @@ void ForwardPlan::FillWindows(int32_t group, int32_t* out) const {
     const SequenceWindow& window = sequence.window;
     out[i] = static_cast<int32_t>(table_->WindowBegin(sequence, group));
     out[size + i] = static_cast<int32_t>(window.num_sinks);
-    const int64_t size_or_all = window.size > 0 ? window.size : std::numeric_limits<int32_t>::max();
-    out[2 * size + i] = static_cast<int32_t>(size_or_all - window.num_sinks);
+    const int64_t num_seen =
+        window.size > 0 ? window.num_held() : std::numeric_limits<int32_t>::max();
+    out[2 * size + i] = static_cast<int32_t>(num_seen - window.num_sinks);
   }
 }
 

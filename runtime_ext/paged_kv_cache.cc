@@ -223,7 +223,10 @@ void PagedKVCacheObj::EnableSlidingWindow(int64_t sequence_id, int64_t window, i
           "a sliding window of a sequence is not possible with MLA layers: their kernels have no "
           "such mask");
   }
-  table_.EnableWindow(sequence_id, window, num_sinks);
+  // Inline rotations count within the window, as the stock cache does for all: what is held, then
+  // the row. Where positions are those of the text, the window is that of the model's mask.
+  const bool counts_row = config_.rope_mode != RopeMode::kInline;
+  table_.EnableWindow(sequence_id, window, num_sinks, counts_row);
 }
 
 int64_t PagedKVCacheObj::NumAvailablePages() const {

@@ -130,6 +130,11 @@ class PagedKVCacheObj : public ffi::Object {
   void SetSendHandler(int64_t peer, ffi::Optional<ffi::Function> handler, ffi::Shape num_slots);
   /*! \brief As SetSendHandler with None; now, or at the next call. */
   void DropSendHandler(int64_t peer);
+  /*!
+   * \param peer The number under which the receiver was connected. Engines pass the group offset of
+   *   the destination, the number of its first worker; every worker of the sender connects to the
+   *   receiver of its own rank under that one number.
+   */
   void DisaggMarkSend(int64_t sequence_id, int64_t begin, ffi::Shape position_map, int64_t peer);
   int64_t SendId(int64_t sequence_id) const;
   void CancelSend(int64_t sequence_id, int64_t send_id);

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "error.h"
@@ -156,7 +157,15 @@ void PagedKVCacheObj::DisaggMarkSend(int64_t sequence_id, int64_t begin, ffi::Sh
   Sequence& sequence = table_.At(sequence_id);
   auto it = peers_.find(peer);
   if (it == peers_.end()) {
-    Raise(kValueError, "no receiver ", peer, "; connect one with tvm_pagedkv.transfer.Sender");
+    std::string connected;
+    for (const auto& [number, each] : peers_) {
+      connected += (connected.empty() ? "" : ", ") + std::to_string(number);
+    }
+    Raise(kValueError, "no receiver ", peer,
+          " is connected (connected: ", connected.empty() ? "none" : connected,
+          "); engines pass the group offset of the destination, so connect it under that number: "
+          "tvm_pagedkv.transfer.Sender(..., peer=",
+          peer, ")");
   }
   if (sequence.receive) {
     Raise(kValueError, "sequence ", sequence_id, " is receiving; it cannot be sent as well");

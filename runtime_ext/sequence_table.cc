@@ -206,8 +206,12 @@ void SequenceTable::CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) 
   }
 }
 
-void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks) {
+void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bool counts_row) {
   CheckNewWindow(id, size, num_sinks);
+  if (counts_row && num_sinks + 1 == size) {
+    Raise(kValueError, "the window of sequence ", id, " (", size, ") must be at least 2 more than ",
+          "its sinks (", num_sinks, "): a row is one of the positions that it sees");
+  }
   Sequence& sequence = At(id);
   SequenceWindow& window = sequence.window;
   if (window.size > 0) {
@@ -228,6 +232,7 @@ void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks) {
           " sinks; it needs as many, got ", num_sinks);
   }
   window.size = size;
+  window.counts_row = counts_row;
   window.num_sinks = num_sinks;
   Slide(&sequence);
 }
@@ -285,8 +290,8 @@ void SequenceTable::RequireKept(const Sequence& sequence, int64_t position) cons
 
 void SequenceTable::Slide(Sequence* sequence) noexcept {
   SequenceWindow& window = sequence->window;
-  if (window.size > 0 && sequence->length > window.size) {
-    const int64_t num_dropped = sequence->length - window.size;
+  if (window.size > 0 && sequence->length > window.num_held()) {
+    const int64_t num_dropped = sequence->length - window.num_held();
     window.num_dropped += num_dropped;
     Grow(sequence, -num_dropped);
   }

@@ -154,9 +154,10 @@ class SequenceTable {
   void CommitNodes(Sequence* sequence, int64_t count) noexcept;
   /*!
    * \brief Gives a sequence a window of `size` positions, `num_sinks` of them its first ones.
+   * \param counts_row Whether a row is itself one of the positions that it sees.
    * \throws Error (ValueError).
    */
-  void EnableWindow(int64_t id, int64_t size, int64_t num_sinks);
+  void EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bool counts_row = false);
   /*! \throws Error (KeyError, ValueError) when the sequence or the numbers are wrong. */
   void CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) const;
   /*! \brief Drops the positions that have left the windows, and the pages of these. */

@@ -36,11 +36,11 @@ void SequenceTable::CheckPages(const Sequence& sequence, int32_t group, bool has
 void SequenceTable::CheckWindow(const Sequence& sequence, bool has_slid) const {
   const SequenceWindow& window = sequence.window;
   const bool is_sane = window.num_sinks >= 0 && window.num_dropped >= 0 &&
-                       (window.size == 0 || window.size > window.num_sinks) &&
+                       (window.size == 0 || window.num_held() > window.num_sinks) &&
                        (window.num_dropped == 0 || sequence.length > window.num_sinks) &&
                        (window.IsSet() || window.num_sinks == 0) &&
                        (!window.IsSet() || sequence.tree.empty());
-  const bool is_too_long = has_slid && window.size > 0 && sequence.length > window.size;
+  const bool is_too_long = has_slid && window.size > 0 && sequence.length > window.num_held();
   if (!is_sane || is_too_long) {
     Raise(kRuntimeError, "sequence ", sequence.id, " of length ", sequence.length,
           " has a window of ", window.size, " with ", window.num_sinks, " sinks and has dropped ",

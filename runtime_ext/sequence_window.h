@@ -4,9 +4,10 @@
  * \brief The window of one sequence: it keeps its first positions (sinks) and its last ones.
  *
  * Two ways to count. A *position* counts what the sequence holds, without gaps: that is what users
- * and rotations see, so positions stay below the window's size. A *text position* counts what was
- * ever appended: that is what decides the place in a page, so pages stay whole when a window moves.
- * They differ behind the sinks, by the positions that were dropped there.
+ * and rotations in kernels see, so positions stay below the window's size. A *text position* counts
+ * what was ever appended: that is what decides the place in a page, so pages stay whole when a
+ * window moves, and what a K is rotated by before it is written. They differ behind the sinks, by
+ * the positions that were dropped there.
  */
 #ifndef TVM_PAGEDKV_SEQUENCE_WINDOW_H_
 #define TVM_PAGEDKV_SEQUENCE_WINDOW_H_
@@ -16,10 +17,14 @@
 namespace pagedkv {
 
 struct SequenceWindow {
-  int64_t size = 0;         // positions held between steps, the sinks included; 0: all
+  int64_t size = 0;         // 0: all
+  bool counts_row = false;  // whether a row is itself one of the `size` positions that it sees
   int64_t num_sinks = 0;    // 0 where there is neither a size nor anything dropped
   int64_t num_dropped = 0;  // positions that have left, those right behind the sinks
 
+  /*! \brief Positions held between steps, the sinks included: what the next row sees beside itself.
+   */
+  int64_t num_held() const { return size - (counts_row ? 1 : 0); }
   /*! \brief Whether this differs from a sequence that keeps everything. */
   bool IsSet() const { return size > 0 || num_dropped > 0; }
   int64_t TextPosition(int64_t position) const {
@@ -32,7 +37,7 @@ struct SequenceWindow {
   /*! \brief The part of it that belongs to the first `length` positions. */
   SequenceWindow Prefix(int64_t length) const {
     if (num_dropped == 0 || length <= num_sinks) return {};
-    return {0, num_sinks, num_dropped};
+    return {0, false, num_sinks, num_dropped};
   }
 };
 

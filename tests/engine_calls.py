@@ -12,6 +12,7 @@ import tvm_pagedkv as pkv
 
 from . import reference
 from .python_kernels import KERNELS
+from .reference_window import WindowedReferenceCache
 from .stock import create_positional
 
 NUM_LAYERS, NUM_QO_HEADS, NUM_KV_HEADS, DIM = 2, 4, 2, 8
@@ -44,21 +45,30 @@ def make_engine(whose: str, kernels: dict | None = None, **fields) -> Engine:
     finally:
         pkv.use_pagedkv_runtime()
     assert isinstance(cache, pkv.KVCache) == (whose != "stock")
-    return Engine(cache)
+    mode = engine_config(**fields).rope.mode
+    if whose == "stock" and fields.get("sliding_window") and mode == "normal":
+        mode = "inline"  # what it makes of it
+    expected = WindowedReferenceCache(
+        NUM_LAYERS, np.dtype("float32"), reference.Rope(rotary_dim=DIM), mode,
+        counts_row=False if whose == "stock" else None,
+    )  # fmt: skip
+    return Engine(cache, expected)
 
 
 class Engine:
     """The calls of an engine, and what the reference cache says of each."""
 
-    def __init__(self, cache, mode: str = "none"):
-        rope = reference.Rope(rotary_dim=DIM)
-        self.cache, self.rng = cache, np.random.default_rng(0)
-        self.expected = reference.ReferenceCache(NUM_LAYERS, np.dtype("float32"), rope, mode)
+    def __init__(self, cache, expected: WindowedReferenceCache):
+        self.cache, self.expected, self.rng = cache, expected, np.random.default_rng(0)
 
     def add(self, *seq_ids: int) -> None:
         for seq_id in seq_ids:
             call(STATE + "add_sequence", self.cache, seq_id)
             self.expected.add_sequence(seq_id)
+
+    def enable_window(self, seq_id: int, window: int, sinks: int) -> None:
+        call(CACHE + "enable_sliding_window_for_seq", self.cache, seq_id, window, sinks)
+        self.expected.enable_window(seq_id, window, sinks)
 
     def remove(self, *seq_ids: int) -> None:
         for seq_id in seq_ids:
@@ -83,15 +93,15 @@ class Engine:
         tree = [] if parents is None else [Shape(parents)]
         call(STATE + "begin_forward", self.cache, Shape(seq_ids), Shape(lengths), *tree)
 
-    def step(self, seq_ids, lengths, parents=None) -> None:
-        """One forward of all layers, compared with the reference."""
+    def step(self, seq_ids, lengths, parents=None, rows=None) -> None:
+        """One forward of all layers, compared with the reference; `rows` of each: qkv."""
         self.begin(seq_ids, lengths, parents)
         if parents is not None:
             self.expected.grow_trees(seq_ids, lengths, parents)
         num_rows = sum(lengths)
         shape = (num_rows, NUM_QO_HEADS + 2 * NUM_KV_HEADS, DIM)
         for layer in range(NUM_LAYERS):
-            qkv = self.rng.standard_normal(shape).astype("float32")
+            qkv = self.rng.standard_normal(shape).astype("float32") if rows is None else rows[layer]
             out = tvm.runtime.empty((num_rows, NUM_QO_HEADS, DIM), "float32")
             attend = CACHE + "attention_with_fused_qkv"
             call(attend, self.cache, layer, SM_SCALE, tvm.runtime.tensor(qkv), out)
@@ -99,6 +109,7 @@ class Engine:
             o, _ = self.expected.attention(*arguments)
             reference.assert_close(out.numpy(), o, "float32", f"layer {layer} {seq_ids} {lengths}")
         call(STATE + "end_forward", self.cache)
+        self.expected.end_step(seq_ids)
         self.check()
 
     def commit(self, seq_ids, leaves) -> None:

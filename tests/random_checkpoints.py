@@ -74,7 +74,7 @@ class BeginImport(Operation):
         return {"done", "refused", "full"}
 
     def draw(self, world: World) -> Any:
-        if not world.shelf or (world.is_full and world.chance(0.9)):
+        if not world.shelf or (world.is_crowded and world.chance(0.9)):
             return None
         checkpoint = world.shelf[world.rng.integers(len(world.shelf))]
         if world.chance(0.5):
@@ -93,8 +93,6 @@ class BeginImport(Operation):
         is_there = seq_id in world.ids
         if is_there:
             is_bad = is_bad or world.length(seq_id) > 0 or not world.is_whole(seq_id)
-        else:
-            is_bad = is_bad or world.is_full
         return ValueError if is_bad else None
 
     def apply(self, world: World, args: Any) -> None:

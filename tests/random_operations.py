@@ -15,11 +15,11 @@ UNKNOWN, NEW = 10**9, 10**8
 class Add(Operation):
     weight = 0.10
 
-    def draw(self, world: World) -> Any:
-        return None if world.is_full and world.chance(0.9) else world.new_id()
+    def outcomes(self, world: World) -> set[str]:
+        return {"done"}
 
-    def refusal(self, world: World, seq_id: int) -> type[Exception] | None:
-        return ValueError if world.is_full else None
+    def draw(self, world: World) -> Any:
+        return None if world.is_crowded and world.chance(0.9) else world.new_id()
 
     def apply(self, world: World, seq_id: int) -> None:
         world.cache.add_sequence(seq_id)
@@ -96,7 +96,7 @@ class Fork(Operation):
         return {"done", "refused"} | outcomes_of_windows(world)
 
     def draw(self, world: World) -> Any:
-        if not world.ids or (world.is_full and world.chance(0.9)):
+        if not world.ids or (world.is_crowded and world.chance(0.9)):
             return None
         parent = world.pick()
         most = world.length(parent) if world.chance(0.1) else world.committed_length(parent)
@@ -105,7 +105,7 @@ class Fork(Operation):
     def refusal(self, world: World, args: Any) -> type[Exception] | None:
         parent, _, position = args
         length = world.length(parent) if position == -1 else position
-        if world.is_full or length > world.committed_length(parent):
+        if length > world.committed_length(parent):
             return ValueError
         return refusal_of_windows(world, parent, length)
 
@@ -190,7 +190,8 @@ class EnableWindow(Operation):
     def refusal(self, world: World, args: Any) -> type[Exception] | None:
         seq_id, size, sinks = args
         window = world.window(seq_id)
-        fits = 0 <= sinks < size < 2**31 and (window.dropped == 0 or sinks == window.sinks)
+        is_in_range = 0 <= sinks < size - world.mha.counts_row and size < 2**31
+        fits = is_in_range and (window.dropped == 0 or sinks == window.sinks)
         is_free = window.size == 0 and not world.tree(seq_id)
         return None if world.has_windows and fits and is_free else ValueError
 

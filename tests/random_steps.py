@@ -11,9 +11,15 @@ import tvm
 
 from . import reference
 from .random_layers import draw_layer
-from .random_world import CHUNK, DIM, KernelFails, Operation, World
+from .random_world import CHUNK, DIM, MAX_BATCH, KernelFails, Operation, World
 
 NEW = 10**8
+
+
+def draw_batch(world: World, ids: list[int]) -> list[int]:
+    """Sequences of a step; now and then more than it may have."""
+    batch = world.pick_some(ids)
+    return batch if world.chance(0.03) else batch[:MAX_BATCH]
 
 
 def draw_lengths(world: World, batch: list[int]) -> list[int]:
@@ -34,7 +40,7 @@ class Step(Operation):
         ids = [i for i in world.ids if not world.tree(i) or world.chance(0.03)]
         if not ids:
             return None
-        batch = world.pick_some(ids)
+        batch = draw_batch(world, ids)
         lengths = draw_lengths(world, batch)
         return batch, lengths, None, self.draw_layers(world, batch, lengths, has_trees=False)
 
@@ -42,7 +48,8 @@ class Step(Operation):
         return [draw_layer(world, i, batch, lengths, has_trees) for i in range(len(world.layers))]
 
     def refusal(self, world: World, args: Any) -> type[Exception] | None:
-        return ValueError if any(world.tree(i) for i in args[0]) else None
+        is_too_large = len(args[0]) > MAX_BATCH
+        return ValueError if is_too_large or any(map(world.tree, args[0])) else None
 
     def apply(self, world: World, args: Any) -> None:
         batch, lengths, parents, layers = args
@@ -67,7 +74,10 @@ class Step(Operation):
             if parents is not None:
                 tree += parents[start : start + num_rows]
             start += num_rows
-            positions.append(reference.tree_positions(tree, total)[total - num_rows :])
+            rows = reference.tree_positions(tree, total)[total - num_rows :]
+            if world.mode != "inline":  # they count what a window has dropped too
+                rows = rows + world.text_length(seq_id, total) - total
+            positions.append(rows)
         return np.concatenate(positions)
 
     def state(self, world: World) -> tuple:
@@ -120,7 +130,7 @@ class TreeStep(Step):
         ids = [i for i in world.ids if world.is_whole(i) or world.chance(0.03)]
         if not ids:
             return None
-        batch = world.pick_some(ids)
+        batch = draw_batch(world, ids)
         lengths = draw_lengths(world, batch)
         is_chain = world.chance(0.2)
         parents = []
@@ -154,7 +164,7 @@ class TreeStep(Step):
 
     def refusal(self, world: World, args: Any) -> type[Exception] | None:
         is_bad = self.is_bad(world, *args[:3]) or not all(map(world.is_whole, args[0]))
-        return ValueError if is_bad else None
+        return ValueError if is_bad or len(args[0]) > MAX_BATCH else None
 
     def check(self, world: World, args: Any, result: None) -> None:
         for each in world.references:

@@ -35,7 +35,8 @@ from .random_operation import KernelFails, Operation
 from .random_state import state_of, without_reclaiming
 from .reference_window import Window, WindowedReferenceCache
 
-NUM_QO_HEADS, DIM, CHUNK, MAX_SEQUENCES = 2, 4, 12, 6
+NUM_QO_HEADS, DIM, CHUNK = 2, 4, 12
+MAX_BATCH, MAX_SEQUENCES = 4, 6  # of a step; that exist, mostly
 LATENT_DIM, V_DIM = 24, 16
 SHAPE = {**LAYER, "num_qo_heads": NUM_QO_HEADS, "num_kv_heads": 1, "qk_head_dim": DIM}
 MLA = "mla"  # a layer is this, or its window (0: none)
@@ -57,7 +58,7 @@ class World:
     num_pages : int
         That a sequence can have at most; with windows somewhat more.
     has_windows : bool
-        Whether sequences can have a window of their own; not with MLA, nor with mode "normal".
+        Whether sequences can have a window of their own; not with MLA.
     softcap : float, optional
     slopes : of each query head, optional
         For ALiBi. Neither is for MLA layers.
@@ -115,7 +116,7 @@ class World:
                 for each in (kernels_with(softcap, slopes), MLA_KERNELS_WITH_TREES)
             ],
             layers=[self._layer(layer) for layer in layers],
-            max_num_sequences=MAX_SEQUENCES,
+            max_num_sequences=MAX_BATCH,
             max_total_tokens=self.max_total_tokens,
             prefill_chunk_size=CHUNK,
             page_size=page_size,
@@ -162,8 +163,9 @@ class World:
         return list(self.references[0].sequences)
 
     @property
-    def is_full(self) -> bool:
-        return len(self.ids) + len(self.importing) == MAX_SEQUENCES
+    def is_crowded(self) -> bool:
+        """Whether there are as many sequences as are of interest; the cache takes more."""
+        return len(self.ids) + len(self.importing) >= MAX_SEQUENCES
 
     def length(self, seq_id: int) -> int:
         return self.references[0].length(seq_id)

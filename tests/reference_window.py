@@ -3,8 +3,10 @@
 
 A sequence with a window of `size` positions, `sinks` of them its first ones, holds these and its
 last ``size - sinks`` between steps. A row sees the sinks, the ``size - sinks`` positions before it,
-and itself, in any chunking. In mode "inline" what it sees is numbered from 0, so rotations stay
-within the window. In mode "normal" Q and K are rotated by their position in the whole text.
+and itself, in any chunking. What it sees is numbered from 0, so rotations stay within the window.
+
+So it is in mode "inline". In modes "normal" and "none" the row itself is one of the `size`
+positions, so one less is held, and Q and K are rotated by their positions in the whole text.
 Layers with a window of their own follow that one alone.
 """
 
@@ -32,6 +34,12 @@ class Window:
     size: int = 0  # 0: everything
     sinks: int = 0
     dropped: int = 0
+    counts_row: bool = False  # whether a row is one of the `size` positions that it sees
+
+    @property
+    def num_held(self) -> int:
+        """Positions between steps."""
+        return self.size - self.counts_row
 
 
 def visible(window: Window, row: int) -> np.ndarray:
@@ -39,7 +47,7 @@ def visible(window: Window, row: int) -> np.ndarray:
     text = np.arange(row + 1)
     kept = (text < window.sinks) | (text >= window.sinks + window.dropped)
     if window.size:
-        kept &= (text < window.sinks) | (text >= row - (window.size - window.sinks))
+        kept &= (text < window.sinks) | (text >= row - (window.num_held - window.sinks))
     return text[kept]
 
 
@@ -116,8 +124,9 @@ def paged_attention(
 class WindowedReferenceCache(ReferenceCache):
     """As `ReferenceCache`, whose rows are those of the text: nothing is forgotten in fact."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, counts_row: bool | None = None, **kwargs):
         super().__init__(*args, **kwargs)
+        self.counts_row = self.mode != "inline" if counts_row is None else counts_row
         self.of: dict[int, Window] = {}
 
     def add_sequence(self, seq_id: int) -> None:
@@ -129,7 +138,8 @@ class WindowedReferenceCache(ReferenceCache):
         del self.of[seq_id]
 
     def enable_window(self, seq_id: int, size: int, sinks: int) -> None:
-        self.of[seq_id].size, self.of[seq_id].sinks = size, sinks
+        window = self.of[seq_id]
+        window.size, window.sinks, window.counts_row = size, sinks, self.counts_row
         self.end_step([seq_id])
 
     def end_step(self, seq_ids) -> None:
@@ -137,7 +147,7 @@ class WindowedReferenceCache(ReferenceCache):
         for seq_id in seq_ids:
             window = self.of[seq_id]
             if window.size:
-                window.dropped += max(0, self.length(seq_id) - window.size)
+                window.dropped += max(0, self.length(seq_id) - window.num_held)
 
     def length(self, seq_id: int, layer: int = 0) -> int:
         """Positions that the sequence holds."""

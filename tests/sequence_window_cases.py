@@ -30,6 +30,7 @@ class WindowPair(CachePair):
         shuffle(cache, seed)
         expected = WindowedReferenceCache(len(layers), np.dtype("float32"), ROPE, mode, layers)
         super().__init__(cache, expected, seed)
+        self.row = int(expected.counts_row)  # by this a window is larger than what is held
 
     def add(self, seq_id: int, window: int = 0, sinks: int = 0) -> None:
         super().add(seq_id)

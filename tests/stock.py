@@ -102,7 +102,9 @@ def stock_cuda_module(
         return dlight.ApplyDefaultSchedule(dlight.gpu.Fallback())(module)
 
 
-def create_positional(config, kernels: dict, tag: str, device=None):
+def create_positional(
+    config, kernels: dict, tag: str, device=None, *, kinds=None, layer_window: int | None = None
+):
     """Create a cache through ``vm.builtin.paged_attention_kv_cache_create``.
 
     Parameters
@@ -112,6 +114,10 @@ def create_positional(config, kernels: dict, tag: str, device=None):
     tag : {"tirx", "pagedkv", "flashinfer"}
     device : optional
         None: the CPU.
+    kinds : sequence of int, optional
+        Attention kind of each layer; None: 0, plain attention.
+    layer_window : int, optional
+        The window of layers of kind 3.
     """
     rope = config.rope
     rope_mode = {"none": 0, "normal": 1, "inline": 2}[rope.mode]
@@ -125,6 +131,7 @@ def create_positional(config, kernels: dict, tag: str, device=None):
                 config.prefill_chunk_size,
                 config.page_size,
                 int(config.sliding_window),
+                *([] if layer_window is None else [layer_window]),
             ]
         ),
         Shape([0, config.num_layers]),
@@ -132,7 +139,7 @@ def create_positional(config, kernels: dict, tag: str, device=None):
         config.num_kv_heads,
         config.qk_head_dim,
         config.v_head_dim,
-        Shape([0] * config.num_layers),
+        Shape(kinds or [0] * config.num_layers),
         config.enable_kv_transfer,
         rope_mode,
         rope.scale,
@@ -143,7 +150,9 @@ def create_positional(config, kernels: dict, tag: str, device=None):
         None,
         *(_tagged(tag, kernels[name]) for name in ("prefill_ragged", "prefill", "decode")),
         *(
-            _tagged(tag, kernels[name]) if config.sliding_window and name in kernels else []
+            _tagged(tag, kernels[name])
+            if (config.sliding_window or layer_window) and name in kernels
+            else []
             for name in ("prefill_sliding", "decode_sliding")
         ),
         *(

@@ -33,6 +33,7 @@ WORLDS = {
     "mla": {"layers": (MLA, MLA)},
     "all": {"layers": (0, MLA, 5, MLA, 0, 9), "mode": "inline", "softcap": 2.0, "slopes": SLOPES},
     "sequence_windows": {"layers": (0, 0), "mode": "inline", "has_windows": True, "softcap": 2.0},
+    "text_windows": {"layers": (0, 0), "mode": "normal", "has_windows": True},
     "both_windows": {"layers": (0, 6, 0, 15), "has_windows": True, "slopes": SLOPES},
 }
 OPERATIONS = [

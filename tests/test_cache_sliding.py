@@ -92,6 +92,30 @@ def test_a_small_window_over_a_long_sequence_holds_a_few_pages():
     cache.check_integrity()
 
 
+def test_more_sequences_than_the_pool_of_windows_is_made_for():
+    """As many pages are available as a step can take, so who counts them never lacks any."""
+    nothing = dict.fromkeys(KERNELS, lambda *args: None)
+    chunk, max_num_sequences = 8, 2
+    cache = make_cache(
+        nothing, layers=[layer_of(0), layer_of(8)], page_size=4, max_total_tokens=4000,
+        prefill_chunk_size=chunk, max_num_sequences=max_num_sequences,
+    )  # fmt: skip
+    most = 0
+    finished: list[int] = []
+    for seq_id in range(20):
+        cache.add_sequence(seq_id)
+        for _ in range(4):
+            while cache.num_available_pages() < chunk // 4 + 1:
+                cache.remove_sequence(finished.pop(0))
+            with permissive_step(cache, [seq_id], [chunk]):
+                pass
+        finished.append(seq_id)
+        most = max(most, cache.stats()["num_sequences"])
+    whole, sliding = cache.stats()["groups"]
+    assert most > max_num_sequences
+    assert sliding["num_free_pages"] < whole["num_free_pages"]
+
+
 def test_the_pool_of_windows_serves_every_step():
     """All sequences at once, pages begun, shared and copied: what the pool is sized for."""
     pair = Pair((7,), max_num_sequences=3, prefill_chunk_size=21, max_total_tokens=4096)

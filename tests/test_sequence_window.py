@@ -8,7 +8,7 @@ import pytest
 import tvm_ffi
 
 from . import reference
-from .cache_cases import DIM, HEADS
+from .cache_cases import DIM, HEADS, ROPE
 from .permissive_steps import permissive_step
 from .python_kernels import KERNELS, make_cache
 from .sequence_window_cases import CHUNKINGS, WindowPair
@@ -20,7 +20,7 @@ from .sequence_window_cases import CHUNKINGS, WindowPair
 @pytest.mark.parametrize("window, sinks", [(1, 0), (2, 1), (8, 2), (20, 5), (33, 32)])
 def test_any_chunking(window, sinks, page_size, chunking, mode):
     pair = WindowPair(mode=mode, page_size=page_size)
-    pair.add(0, window, sinks)
+    pair.add(0, window + pair.row, sinks)
     pair.add(1)
     most = -(-sinks // page_size) + -(-(window - sinks) // page_size) + 1
     for seq_ids, lengths in CHUNKINGS[chunking]:
@@ -28,14 +28,15 @@ def test_any_chunking(window, sinks, page_size, chunking, mode):
         assert pair.num_pages(0) <= most
 
 
+@pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_chunking_does_not_matter(seed):
+def test_the_chunking_does_not_matter(seed, mode):
     """The same rows give the same results, whatever they were cut into."""
     rng = np.random.default_rng(seed)
     qkv = rng.standard_normal((70, HEADS, DIM)).astype("float32")
     results = []
     for cuts in ([1] * 70, [32, 32, 6], [5, 20, 1, 1, 30, 13]):
-        cache = make_cache(num_layers=1, rope_mode=2, sliding_window=True)
+        cache = make_cache(num_layers=1, rope_mode=mode, sliding_window=True)
         cache.add_sequence(0)
         cache.enable_sliding_window(0, 11, 3)
         rows = []
@@ -47,12 +48,36 @@ def test_the_chunking_does_not_matter(seed):
         reference.assert_close(other, results[0], "float32")
 
 
+@pytest.mark.parametrize("chunks", [[1] * 45, [13, 32], [32, 1, 1, 11], [5, 20, 20]])
+@pytest.mark.parametrize("window", [2, 7, 16, 40])
+def test_as_the_mask_of_a_model(window, chunks):
+    """Mode "normal" without sinks is what models with a window compute over the whole text.
+
+    There row i sees the columns j with i - window < j <= i, rotated by their positions.
+    """
+    pair = WindowPair(mode="normal", page_size=4)
+    cache, text = pair.cache, pair.qkv(sum(chunks))
+    cache.add_sequence(0)
+    cache.enable_sliding_window(0, window, 0)
+    rows = []
+    for part in np.split(text, np.cumsum(chunks)[:-1]):
+        with cache.forward([0], [len(part)]):
+            rows.append(cache.attention(0, part).numpy())
+        assert cache.sequence_length(0) <= window - 1
+    at = np.arange(len(text))
+    mask = (at[:, None] - at < window) & (at <= at[:, None])
+    q, k = (reference.rotate(x, at, ROPE) for x in (text[:, :4], text[:, 4:6]))
+    o, _ = reference.attention(q, k, text[:, 6:], mask, DIM**-0.5)
+    reference.assert_close(np.concatenate(rows), o, "float32")
+
+
+@pytest.mark.parametrize("mode", ["normal", "inline"])
 @pytest.mark.parametrize("window, sinks", [(8, 2), (16, 0), (30, 9)])
-def test_beside_layers_with_windows(window, sinks):
+def test_beside_layers_with_windows(window, sinks, mode):
     """Layers with a window of their own follow that one alone."""
     for layers in ((0, 6), (6,), (0, 60, 12)):
-        pair = WindowPair(layers)
-        pair.add(0, window, sinks)
+        pair = WindowPair(layers, mode)
+        pair.add(0, window + pair.row, sinks)
         pair.add(1)
         for seq_ids, lengths in CHUNKINGS["mixed"] + [([0, 1], [1, 1])] * 8:
             pair.step(seq_ids, lengths)
@@ -83,11 +108,12 @@ def test_a_long_text_holds_a_few_pages():
     assert (stats["num_windowed_sequences"], stats["num_dropped_tokens"]) == (1, 200_000 - 64)
 
 
-def test_pop_after_the_window_has_slid():
+@pytest.mark.parametrize("mode", ["normal", "inline"])
+def test_pop_after_the_window_has_slid(mode):
     """Also when other sequences then take the pages that became free."""
     for n in range(9):
-        pair = WindowPair(max_total_tokens=64, seed=n)
-        pair.add(0, 8, 2)
+        pair = WindowPair(mode=mode, max_total_tokens=64, seed=n)
+        pair.add(0, 8 + pair.row, 2)
         pair.step([0], [21])
         pair.pop(0, n)
         assert pair.cache.sequence_window(0)[2] == (13 if n < 6 else 0)
@@ -103,14 +129,15 @@ def test_pop_after_the_window_has_slid():
         pair.step([1], [1])
 
 
+@pytest.mark.parametrize("mode", ["normal", "inline"])
 @pytest.mark.parametrize("text", [6, 21], ids=["before", "after"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_forks(page_size, text):
+def test_forks(page_size, text, mode):
     """Anywhere in what is held; a child has no window of its own, but may be given one."""
     length = min(text, 8)
     for position in [*range(length + 1), -1]:
-        pair = WindowPair(page_size=page_size)
-        pair.add(0, 8, 2)
+        pair = WindowPair(mode=mode, page_size=page_size)
+        pair.add(0, 8 + pair.row, 2)
         pair.step([0], [text])
         pair.fork(0, 1, position)
         pair.fork(0, 2, position)
@@ -122,7 +149,7 @@ def test_forks(page_size, text):
                 pair.cache.enable_sliding_window(1, 8, 3)
             pair.enable(1, 5, 2)
         else:
-            pair.enable(1, 5, 4)
+            pair.enable(1, 5 + pair.row, 4)
         pair.step([2, 0, 1], [9, 3, 1])  # shared pages are copied
         pair.step([1, 0], [14, 1])
         pair.fork(1, 3)
@@ -222,11 +249,12 @@ def test_learned_sinks():
 @pytest.mark.parametrize("window, sinks", [(4, 1), (9, 0), (12, 7)])
 def test_self_and_cross_attention_merge_to_the_whole(window, sinks, mode):
     pair = WindowPair(mode=mode)
+    window += pair.row
     pair.add(0, window, sinks)
     pair.add(1)
     pair.add(2, window, sinks)
     pair.step([0, 1], [28, 4])
-    most = window - sinks + 1
+    most = window - pair.row - sinks + 1
     for seq_ids, lengths in (
         ([1, 2, 0], [min(3, most), min(2, most), 1]),
         ([0, 1], [1, 1]),

@@ -68,20 +68,23 @@ class KVCache(CacheInspection, tvm_ffi.Object):
     def enable_sliding_window(self, seq_id: int, window: int, sink: int = 0) -> None:
         """Let a sequence keep `window` positions: its first `sink` ones (at least 0) and its last.
 
-        A row sees the sinks, the ``window - sink`` positions before it, and itself, in any
-        chunking. Positions that leave are dropped when a step ends, and those of a longer sequence
-        at once; then `sequence_length` and every other position count what is held. With ``rope``
-        of mode "inline" so do rotations. With modes "normal" and "none" rotations and
-        `query_positions` count all that was ever appended, because a K that was rotated before it
-        was written stays as it is. Layers with a window of their own follow that one alone. A fork
-        has no window until it is given one: with as many sinks, where positions have been dropped
-        before the fork.
+        In any chunking, a row sees the sinks and the last positions. Positions that leave are
+        dropped when a step ends, and those of a longer sequence at once; then `sequence_length`
+        and every other position count what is held. Layers with a window of their own follow that
+        one alone. A fork has no window until it is given one: with as many sinks, where positions
+        have been dropped before the fork.
+
+        With ``rope`` of mode "normal" or "none" the row is one of the `window` positions, and
+        rotations and `query_positions` count all that was ever appended: without sinks this is the
+        window of models such as Mistral. With mode "inline" the row sees itself and `window`
+        positions besides, and rotations count within what it sees.
 
         Raises
         ------
         ValueError
             For a cache made without ``sliding_window`` or with MLA layers; a sequence that has a
-            window; numbers out of range.
+            window; numbers out of range. Modes "normal" and "none" need a `window` of at least
+            ``sink + 2``.
         """
         arguments = as_int("seq_id", seq_id), as_int("window", window), as_int("sink", sink)
         global_function(CACHE + "enable_sliding_window_for_seq")(self, *arguments)

@@ -21,7 +21,10 @@ def prepare_recv(cache: KVCache, seq_id: int, length: int) -> list[int]:
 
 
 def mark_send(cache: KVCache, seq_id: int, begin: int, slots: Sequence[int], peer: int) -> None:
-    """Send the positions from `begin` on to the slots of a receiver as they are computed."""
+    """Send the positions from `begin` on to the slots of a receiver as they are computed.
+
+    `peer` is the number under which the receiver was connected.
+    """
     mark = global_function("vm.builtin.kv_cache_disagg_mark_send")
     mark(cache, seq_id, begin, tvm_ffi.Shape(slots), peer)
 

@@ -50,8 +50,9 @@ class Sender(Endpoint):
     cache : KVCache
     channel : Channel
     peer : int
-        The `recver_pe_offset` under which ``kv_cache_disagg_mark_send`` knows the receiver; a cache
-        may have several senders.
+        The number under which ``kv_cache_disagg_mark_send`` knows the receiver: any int. Engines
+        pass the group offset of the destination (`recver_pe_offset`). A cache may have several
+        senders.
     timeout : float
         Seconds that calls wait unless told otherwise.
 

@@ -23,9 +23,9 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tvm_pagedkv.models import llama  # noqa: E402
-from tvm_pagedkv.models.config import LlamaConfig  # noqa: E402
+from tvm_pagedkv.models import DecoderConfig  # noqa: E402
 from tvm_pagedkv.models.model import TINY  # noqa: E402
+from tvm_pagedkv.models.weights import weights  # noqa: E402
 
 SHAPE_1B = {
     "vocab_size": 128256,
@@ -53,9 +53,9 @@ def write_random_llama(folder: Path, shape: dict) -> int:
     fields = json.loads((TINY / "config.json").read_text()) | shape
     (folder / "config.json").write_text(json.dumps(fields))
     rng, tensors = np.random.default_rng(0), {}
-    config = LlamaConfig.from_directory(folder)
-    for _, weight in llama.weights(config, range(config.num_layers)):
-        for name, dimensions in weight.parts:
+    config = DecoderConfig.from_directory(folder)
+    for _, weight in weights(config, range(config.num_layers)):
+        for name, dimensions, _ in weight.parts:
             if name in tensors:  # tied
                 continue
             if weight.is_matrix:

@@ -45,8 +45,6 @@ CONFIG = {
     "tie_word_embeddings": True,
     "bos_token_id": BOS,
     "eos_token_id": EOS,
-    "torch_dtype": "bfloat16",
-    "dtype": "bfloat16",
 }
 
 

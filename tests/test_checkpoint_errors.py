@@ -14,7 +14,7 @@ pytest.importorskip("safetensors")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tvm_pagedkv.models import LlamaConfig, LlamaModel  # noqa: E402
+from tvm_pagedkv.models import DecoderConfig, DecoderModel  # noqa: E402
 from tvm_pagedkv.models.model import TINY  # noqa: E402
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -40,7 +40,7 @@ def _edit_tensors(directory, edit) -> None:
 
 def _message(directory, error=ValueError) -> str:
     with pytest.raises(error) as caught:
-        LlamaModel.from_pretrained(directory)
+        DecoderModel.from_pretrained(directory)
     return str(caught.value)
 
 
@@ -77,7 +77,7 @@ def test_unknown_architecture(directory):
         ({"head_dim": 36}, "must be a multiple of 8"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"sliding_window": 128}, "sliding_window 128 is supported in MistralForCausalLM only"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "axial"}}, "rope type 'axial' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "needs factor, low_freq_factor"),
         ({"rope_parameters": 3}, "rope_parameters must be an object, got 3"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads must be a positive integer"),
@@ -130,14 +130,15 @@ def test_rope_fields_of_old_and_new_files():
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    new = LlamaConfig.from_fields(
+    new = DecoderConfig.from_fields(
         shape | {"rope_parameters": llama3 | {"rope_type": "llama3", "rope_theta": 5e5}}
     )
-    old = LlamaConfig.from_fields(
+    old = DecoderConfig.from_fields(
         shape | {"rope_theta": 5e5, "rope_scaling": llama3 | {"type": "llama3"}}
     )
     assert new == old
-    assert new.rope.theta == 5e5 and new.rope.scaling_dict["factor"] == 8.0
+    (layer,) = new.layers
+    assert layer.rope.theta == 5e5 and layer.rope.scaling_dict["factor"] == 8.0
     assert new.num_kv_heads == 2 and new.head_dim == 32
-    plain = LlamaConfig.from_fields(shape | {"rope_theta": 1e6, "rope_scaling": None})
-    assert plain.rope.theta == 1e6 and plain.rope.scaling is None
+    plain = DecoderConfig.from_fields(shape | {"rope_theta": 1e6, "rope_scaling": None})
+    assert plain.layers[0].rope.theta == 1e6 and plain.layers[0].rope.scaling is None

@@ -13,7 +13,7 @@ import numpy as np
 
 from ._library import CacheFullError
 from .cache import KVCache
-from .models import LlamaModel
+from .models import DecoderModel
 from .transfer import (
     Channel,
     ChannelClosed,
@@ -74,7 +74,7 @@ class RemotePrefill:
 
 
 def serve_prefill(
-    model: LlamaModel,
+    model: DecoderModel,
     channel: Channel,
     *,
     max_total_tokens: int = 8192,
@@ -128,7 +128,7 @@ def _next_request(sender: Sender) -> Request:
                 raise
 
 
-def _answer(model: LlamaModel, sender: Sender, request: Request, seq_id: int, chunk: int) -> bool:
+def _answer(model: DecoderModel, sender: Sender, request: Request, seq_id: int, chunk: int) -> bool:
     """Compute one prompt, or say why not; only the end of the connection is an error."""
     try:
         _serve(model, sender, request, seq_id, chunk)
@@ -149,7 +149,7 @@ def _answer(model: LlamaModel, sender: Sender, request: Request, seq_id: int, ch
             sender.cache.remove_sequence(seq_id)
 
 
-def _serve(model: LlamaModel, sender: Sender, request: Request, seq_id: int, chunk: int) -> None:
+def _serve(model: DecoderModel, sender: Sender, request: Request, seq_id: int, chunk: int) -> None:
     tokens = _check_tokens(model, request)
     sender.cache.add_sequence(seq_id)
     send = sender.send(request, seq_id)
@@ -161,7 +161,7 @@ def _serve(model: LlamaModel, sender: Sender, request: Request, seq_id: int, chu
     sender.wait(send)
 
 
-def _check_tokens(model: LlamaModel, request: Request) -> list[int]:
+def _check_tokens(model: DecoderModel, request: Request) -> list[int]:
     payload = request.payload
     tokens = payload.get("tokens") if isinstance(payload, dict) else None
     if not isinstance(tokens, list) or len(tokens) != request.length or request.begin != 0:

@@ -22,7 +22,7 @@ from .cache import KVCache
 from .disaggregated import RemotePrefill
 from .generation_events import FinishedEvent, Statistics, TextEvent
 from .generation_parameters import SamplingParams, Window, encode_prompt, sample
-from .models import LlamaModel
+from .models import DecoderModel
 from .models.work import Work
 from .speculative import Draft, HitRates, PromptLookup
 from .transfer import Channel
@@ -41,7 +41,7 @@ class _Continuation:
 
 
 def generate(
-    model: LlamaModel,
+    model: DecoderModel,
     prompts: Sequence[str | Sequence[int]],
     params: SamplingParams | None = None,
     *,
@@ -57,7 +57,7 @@ def generate(
 
     Parameters
     ----------
-    model : LlamaModel
+    model : DecoderModel
     prompts : sequence of str or of token ids
     params : SamplingParams, optional
     max_total_tokens : int, optional
@@ -133,7 +133,7 @@ class _Run:
             raise ValueError(f"max_total_tokens must be at least 1, got {max_total_tokens}")
         if speculative < 0:
             raise ValueError(f"speculative must be 0 or more, got {speculative}")
-        if speculative and not isinstance(model, LlamaModel):
+        if speculative and not isinstance(model, DecoderModel):
             raise ValueError("a model of several workers has no token trees, so no speculative")
         self.max_drafts, self.rates = speculative, HitRates()
         needs = [self._pages_needed(prompt) for prompt in prompts]
@@ -151,7 +151,12 @@ class _Run:
                     f"max_total_tokens {max_total_tokens} gives {self.num_pages}"
                 )
         rows = max(prefill_chunk_size, self.slots * (1 + speculative))
-        self.cache: KVCache = model.create_cache(self.slots, self.num_pages * self.page_size, rows)
+        self.cache: KVCache = model.create_cache(
+            self.slots,
+            self.num_pages * self.page_size,
+            rows,
+            long_texts=self._has_long_texts(prefill_channel),
+        )
         self.remote = RemotePrefill(self.cache, prefill_channel) if prefill_channel else None
         self.work = Work(model.config, ITEMSIZE[model.options.dtype])
         self.statistics = Statistics(pages_total=self.num_pages, page_size=self.page_size)
@@ -173,6 +178,19 @@ class _Run:
         finally:
             if self.remote is not None:
                 self.remote.close()
+
+    def _has_long_texts(self, prefill_channel) -> bool:
+        """Whether a text may end beyond the length up to which longrope has its short factors."""
+        limit = self.model.config.short_text
+        if limit is None or all(len(p) + self._limit(p) <= limit for p in self.prompts):
+            return False
+        if prefill_channel is not None:
+            raise ValueError(
+                f"a prompt and its continuation may be longer than {limit} tokens, beyond which a "
+                "longrope model rotates K by other factors than the other end does; ask for fewer "
+                "(max_tokens)"
+            )
+        return True
 
     # --- capacity -------------------------------------------------------------------------------
 
@@ -275,7 +293,7 @@ class _Run:
         """Advance all that run, by one token or by those of their drafts that are right."""
         start = time.perf_counter()
         running = list(self.running)
-        self.statistics.decode_bytes += self.work.num_bytes(self._positions_read())
+        self.statistics.decode_bytes += self.work.num_bytes(*self._positions_read())
         seq_ids = [c.seq_id for c in running]
         drafts = [self._draft(c) for c in running]
         is_plain = all(len(draft.tokens) == 1 for draft in drafts)
@@ -298,16 +316,14 @@ class _Run:
             self.cache.commit_tree(list(leaves), list(leaves.values()))
             self.statistics.decode_seconds += time.perf_counter() - start
 
-    def _positions_read(self) -> int:
-        """Positions that the next step reads."""
+    def _positions_read(self) -> tuple[int, list[int]]:
+        """Positions that the next step reads, those of a shared prompt once; and of each text."""
         prompts = {c.prompt: len(self.prompts[c.prompt]) for c in self.running}
+        lengths = [prompts[c.prompt] + len(c.tokens) for c in self.running]
         if self.window is not None:  # which have pages of their own
-            return sum(
-                min(prompts[c.prompt] + len(c.tokens), self.window.size) for c in self.running
-            )
-        if self.work.window is not None:
-            return sum(self.work.seen(prompts[c.prompt] + len(c.tokens)) for c in self.running)
-        return sum(prompts.values()) + sum(len(c.tokens) for c in self.running)
+            lengths = [min(length, self.window.size) for length in lengths]
+            return sum(lengths), lengths
+        return sum(prompts.values()) + sum(len(c.tokens) for c in self.running), lengths
 
     def _draft(self, c: _Continuation) -> Draft:
         if c.lookup is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ._checks import check_int
-from .models import LlamaModel
+from .models import DecoderModel
 from .models.tokens import check_tokens
 
 
@@ -72,7 +72,7 @@ class Window:
                 f"{self.sinks}"
             )
 
-    def check(self, model: LlamaModel) -> None:
+    def check(self, model: DecoderModel) -> None:
         """Refuse a window that the model cannot have."""
         if not model.options.sliding_window:
             raise ValueError("load the model with sliding_window=True to give texts a window")
@@ -84,7 +84,7 @@ class Window:
 
 
 def encode_prompt(
-    model: LlamaModel, index: int, prompt: str | Sequence[int], fits_context: bool
+    model: DecoderModel, index: int, prompt: str | Sequence[int], fits_context: bool
 ) -> list[int]:
     """Tokens of a prompt, or a ValueError that says what is wrong with it."""
     if isinstance(prompt, str):

@@ -1,8 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders of the Llama family from Hugging Face directories."""
+"""Decoders from Hugging Face directories: Llama, Qwen, Gemma, Phi, OLMo."""
 
-from .config import LlamaConfig
-from .model import LlamaModel
-from .parallel import ParallelLlama
+from .config import DecoderConfig
+from .model import DecoderModel
+from .parallel import ParallelModel
 
-__all__ = ["LlamaConfig", "LlamaModel", "ParallelLlama"]
+# Their names while Llama was the only family.
+LlamaConfig, LlamaModel, ParallelLlama = DecoderConfig, DecoderModel, ParallelModel
+
+__all__ = [
+    "DecoderConfig",
+    "DecoderModel",
+    "LlamaConfig",
+    "LlamaModel",
+    "ParallelLlama",
+    "ParallelModel",
+]

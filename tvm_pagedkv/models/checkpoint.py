@@ -34,10 +34,7 @@ class Checkpoint:
         self.directory = Path(directory)
         index = self.directory / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise ValueError(f"{index} has no weight_map")
-            files = sorted(set(weight_map.values()))
+            files = _shards(index)
         else:
             files = sorted(file.name for file in self.directory.glob("*.safetensors"))
         if not files:
@@ -45,13 +42,20 @@ class Checkpoint:
                 f"{self.directory} has no tensors; expected model.safetensors, or "
                 "model.safetensors.index.json and its shards"
             )
+        missing = [file for file in files if not (self.directory / file).is_file()]
+        if missing:
+            raise FileNotFoundError(
+                f"{self.directory} lacks {len(missing)} of the {len(files)} files that its index "
+                f"names: {', '.join(missing)}"
+            )
         self._readers = {}
         for file in files:
             reader = _open(self.directory / file)
             self._readers.update(dict.fromkeys(reader.keys(), reader))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._readers
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return [*self._readers]
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """The tensor of this name, in the type it is stored in.
@@ -78,9 +82,18 @@ class Checkpoint:
         return tensor
 
 
+def _shards(index: Path) -> list[str]:
+    """Names of the files that an index lists, all of its own folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index}: tensor {name} is in {file!r}; expected the name of a file")
+    return sorted(set(weight_map.values()))
+
+
 def _open(file: Path):
-    if not file.is_file():
-        raise FileNotFoundError(f"{file.parent} lacks {file.name}, which its index names")
     try:
         return safe_open(file, framework="numpy")
     except SafetensorError as error:

@@ -1,71 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Hugging Face ``config.json`` says about a decoder of the Llama family, checked once."""
+"""`DecoderConfig`: the shape of a dense decoder, whatever family it is of."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..rope_config import ROPE_TYPES, RopeConfig
+from ..config import DTYPES, LayerSpec
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 _EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """The shape of a decoder.
+class Norms:
+    """What checkpoints call the norms of a layer; None where the family has none.
+
+    A norm after attention or the MLP applies to what is added to the residual stream.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a decoder, and the options of its blocks.
 
     Parameters
     ----------
-    vocab_size, hidden_size, intermediate_size, num_layers : int
+    vocab_size, hidden_size, intermediate_size : int
     num_heads, num_kv_heads, head_dim : int
         Query heads, KV heads, and the width of one.
+    layers : tuple of LayerSpec
+        Kind, window and rotation of each layer.
     context_length : int
         Most positions that the model was made for.
-    rms_norm_eps : float
-    rope : RopeConfig
-    attention_bias, mlp_bias, tied_embeddings : bool
+    norm_eps : float
+    norms : Norms
+    norm_offset : float
+        What is added to the weights of all norms.
+    qk_norm : {"head", "projection"}, optional
+        RMS norms of Q and of K before they are rotated: of each head with the same weights, or of
+        all heads together.
+    qkv_bias, o_bias, mlp_bias : bool
+    activation : {"silu", "gelu_tanh"}
+        Of the gate of the MLP.
+    attention_scale : float, optional
+        Factor on the attention's logits; None: ``head_dim ** -0.5``.
+    attention_softcap, logit_softcap : float, optional
+        Soft-cap of the attention's logits, and of those of the vocabulary.
+    embedding_scale : float
+        Factor on the embeddings.
+    tied_embeddings : bool
+    has_fused_weights : bool
+        Whether checkpoints keep Q, K and V in one tensor, and gate and up in another.
+    longest_text : int, optional
+        Positions of a text beyond which the model would need K to be rotated anew.
     eos_token_ids : tuple of int
         Tokens that end a text.
-    sliding_window : int, optional
-        Positions that a row sees in every layer, its own included; None: all before it.
+    dtype : {"float32", "float16", "bfloat16"}
+        Type in which the checkpoint is meant to run.
     """
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    layers: tuple[LayerSpec, ...]
     context_length: int = 2048
-    rms_norm_eps: float = 1e-6
-    rope: RopeConfig = RopeConfig()
-    attention_bias: bool = False
+    norm_eps: float = 1e-6
+    norms: Norms = Norms()
+    norm_offset: float = 0.0
+    qk_norm: str | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
+    activation: str = "silu"
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
     tied_embeddings: bool = False
+    has_fused_weights: bool = False
+    longest_text: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    sliding_window: int | None = None
+    dtype: str = "float32"
 
     @property
-    def layer_kind(self) -> str:
-        """The kind of the cache's layers."""
-        return "mha" if self.sliding_window is None else "mha_sliding"
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return len(self.layers)
+
+    @property
+    def sm_scale(self) -> float:
+        """Factor on the attention's logits."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def short_text(self) -> int | None:
+        """longrope: positions up to which a text takes the short factors; None otherwise."""
+        scaling = self.layers[0].rope.scaling_dict
+        is_longrope = scaling.get("rope_type") == "longrope"
+        return scaling["original_max_position_embeddings"] if is_longrope else None
 
     @classmethod
-    def from_directory(cls, directory: str | Path) -> LlamaConfig:
-        """Read ``config.json``; errors say what is missing, wrong or unknown.
+    def from_directory(cls, directory: str | Path) -> DecoderConfig:
+        """Read ``config.json`` and ``generation_config.json``, which may name more ends of a text.
 
         Raises
         ------
         FileNotFoundError
             Where there is no such directory, or no config.json in it.
         ValueError
-            Where the file is no JSON, lacks a field, or describes a model of another kind.
+            Where a file is no JSON, lacks a field, or describes a model of another kind.
         """
         directory = Path(directory)
         if not directory.is_dir():
@@ -80,51 +134,39 @@ class LlamaConfig:
             )
         fields = read_json(file)
         try:
-            return cls.from_fields(fields)
+            config = cls.from_fields(fields)
+            file = directory / "generation_config.json"
+            if file.is_file():
+                config = config.with_eos(read_json(file))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{file}: {error}") from None
+        return config
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> LlamaConfig:
+    def from_fields(cls, fields: Mapping[str, Any]) -> DecoderConfig:
         """Interpret the fields of a ``config.json`` of any version of transformers."""
-        architectures = fields.get("architectures") or []
-        if not any(name in ARCHITECTURES for name in architectures):
-            raise ValueError(
-                f"unknown architecture {', '.join(architectures) or '(none given)'}; supported: "
-                f"{', '.join(ARCHITECTURES)}"
-            )
-        window = None
-        if fields.get("sliding_window") is not None:
-            window = _positive(fields, "sliding_window")
-            if "MistralForCausalLM" not in architectures:
-                raise ValueError(
-                    f"sliding_window {window} is supported in MistralForCausalLM only, not in "
-                    f"{', '.join(architectures)}"
-                )
-        activation = fields.get("hidden_act", "silu")
-        if activation not in ("silu", "swish"):
-            raise ValueError(f"hidden_act {activation!r} is not supported; expected 'silu'")
-        hidden_size = _positive(fields, "hidden_size")
-        num_heads = _positive(fields, "num_attention_heads")
-        head_dim = _positive(fields, "head_dim", hidden_size // num_heads)
-        eos = fields.get("eos_token_id")
-        return cls(
-            vocab_size=_positive(fields, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=_positive(fields, "intermediate_size"),
-            num_layers=_positive(fields, "num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=_positive(fields, "num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            context_length=_positive(fields, "max_position_embeddings", 2048),
-            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-            rope=_rope(fields, head_dim),
-            attention_bias=bool(fields.get("attention_bias", False)),
-            mlp_bias=bool(fields.get("mlp_bias", False)),
-            tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            sliding_window=window,
-        )
+        from .registry import config_from_fields  # whose families make objects of this class
+
+        config = config_from_fields(fields).with_eos(fields)
+        return replace(config, dtype=_dtype(fields))
+
+    def with_eos(self, fields: Mapping[str, Any]) -> DecoderConfig:
+        """The configuration with the ``eos_token_id`` of the fields besides its own."""
+        from .fields import token_ids
+
+        found = token_ids("eos_token_id", fields.get("eos_token_id"))
+        return replace(self, eos_token_ids=tuple(dict.fromkeys((*self.eos_token_ids, *found))))
+
+
+def _dtype(fields: Mapping[str, Any]) -> str:
+    """The type that newer files call ``dtype`` and older ones ``torch_dtype``."""
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    value = fields.get(name)
+    if value is None or value == "auto" or value == "float64":
+        return "float32"
+    if value not in DTYPES:
+        raise ValueError(f"{name} {value!r} is not supported; expected one of {', '.join(DTYPES)}")
+    return value
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -136,40 +178,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{file} holds a {type(fields).__name__}; expected a JSON object")
     return fields
-
-
-def _positive(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = fields.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return value
-
-
-def _rope(fields: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """Newer files say it all in ``rope_parameters``, older ones in two other fields."""
-    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    scaling = fields.get(name) or {}
-    if not isinstance(scaling, Mapping):
-        raise ValueError(f"{name} must be an object, got {scaling!r}")
-    scaling = dict(scaling)
-    theta = scaling.pop("rope_theta", None) or fields.get("rope_theta") or 10000.0
-    partial = scaling.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor", 1.0)
-    scaling = {name: value for name, value in scaling.items() if value is not None}
-    kind = scaling.pop("rope_type", None) or scaling.get("type", "default")
-    scaling.pop("type", None)
-    if kind not in ROPE_TYPES:
-        raise ValueError(f"rope type {kind!r} is not supported; expected {', '.join(ROPE_TYPES)}")
-    if kind == "yarn" or kind == "longrope":
-        scaling.setdefault(
-            "original_max_position_embeddings",
-            fields.get("original_max_position_embeddings") or fields.get("max_position_embeddings"),
-        )
-    if kind == "longrope" and "factor" not in scaling:
-        original = scaling["original_max_position_embeddings"]
-        scaling["factor"] = fields["max_position_embeddings"] / original
-    return RopeConfig(
-        theta=float(theta),
-        rotary_dim=int(head_dim * partial),
-        scaling={"rope_type": kind, **scaling},
-    )

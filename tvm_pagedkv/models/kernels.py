@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels of a decoder that treat each row by itself: RMS norm, SwiGLU, choice of rows."""
+"""The CPU kernels of a decoder that treat each row by itself: norms, gates, soft-cap, ..."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tir_kernels.cpu.simd import (
     store,
     temp,
 )
+from tir_kernels.soft_cap import soft_cap
 from tir_kernels.spec import LOG2E, VectorTarget
 
 from .emit import parallel_if, rows_kernel
@@ -26,51 +27,156 @@ from .emit import parallel_if, rows_kernel
 _PARALLEL_ELEMENTS = 1 << 15  # below: cheaper than waking the other threads
 
 
-def rms_norm(features: int, epsilon: float, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
-    """``x / sqrt(mean(x ** 2) + epsilon) * weight`` for x [n, features], weight [features]."""
-    lanes = math.gcd(features, target.lanes)
+def rms_norm(
+    features: int, epsilon: float, dtype: str, target: VectorTarget, *, residual: bool = False
+) -> tirx.PrimFunc:
+    """``x / sqrt(mean(x ** 2) + epsilon) * weight (+ residual)``.
 
-    def body(n, x, weight, out):
+    Arguments of the kernel: x [n, features], weight float32 [features], residual [n, features]
+    where chosen, out [n, features].
+    """
+
+    def body(n, x, weight, *residual_and_out):
+        *added, out = residual_and_out
+
         def row(i):
-            squares = Register(lanes, init=constant(0.0, lanes))
-            with T.serial(T.int64(features // lanes)) as j:
-                value = temp(load(x, [i, j * lanes], lanes), lanes)
-                squares.fma(value, value)
-            mean = reduce_lanes(squares.get(), lanes, add) / T.float32(features)
-            scale = temp(T.float32(1.0) / T.sqrt(mean + T.float32(epsilon)))
-            with T.serial(T.int64(features // lanes)) as j:
-                value = load(x, [i, j * lanes], lanes) * broadcast(scale, lanes)
-                value = value * load(weight, [j * lanes], lanes)
-                store(out, [i, j * lanes], lanes, value)
+            _normalize((x, weight, out), i, 0, (features, epsilon, target), *added)
 
         parallel_if(n * features >= _PARALLEL_ELEMENTS, n, row)
 
     def arguments(n):
         rows = (n, features)
-        return [("x", rows, dtype), ("weight", (features,), dtype), ("out", rows, dtype)]
+        return [
+            ("x", rows, dtype),
+            ("weight", (features,), "float32"),
+            *([("residual", rows, dtype)] if residual else []),
+            ("out", rows, dtype),
+        ]
 
     return rows_kernel(arguments, body, target)
 
 
-def swiglu(features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
-    """``silu(gate) * up`` for x [n, 2 * features] that holds gate, then up; out [n, features]."""
+def qk_norm(
+    q: tuple[int, int],
+    k: tuple[int, int],
+    v_width: int,
+    epsilon: float,
+    dtype: str,
+    target: VectorTarget,
+) -> tirx.PrimFunc:
+    """RMS norms of the Q and K of fused rows; V is copied.
+
+    Parameters
+    ----------
+    q, k : (count, width)
+        Parts that are normalized by themselves, with the same weights, and how wide each is: the
+        heads, or one part that holds them all.
+
+    Arguments of the kernel: x [n, width of Q, K and V], weights of Q and of K float32 [width of a
+    part], out like x.
+    """
+    (num_q, q_width), (num_k, k_width) = q, k
+    k_begin = num_q * q_width
+    v_begin = k_begin + num_k * k_width
+    features = v_begin + v_width
+    lanes = math.gcd(v_width, target.lanes)
+
+    def body(n, x, q_weight, k_weight, out):
+        def row(i):
+            with T.serial(T.int64(num_q)) as part:
+                _normalize((x, q_weight, out), i, part * q_width, (q_width, epsilon, target))
+            with T.serial(T.int64(num_k)) as part:
+                begin = part * k_width + k_begin
+                _normalize((x, k_weight, out), i, begin, (k_width, epsilon, target))
+            with T.serial(T.int64(v_width // lanes)) as j:
+                at = [i, j * lanes + v_begin]
+                store(out, at, lanes, load(x, at, lanes))
+
+        parallel_if(n * features >= _PARALLEL_ELEMENTS, n, row)
+
+    def arguments(n):
+        return [
+            ("x", (n, features), dtype),
+            ("q_weight", (q_width,), "float32"),
+            ("k_weight", (k_width,), "float32"),
+            ("out", (n, features), dtype),
+        ]
+
+    return rows_kernel(arguments, body, target)
+
+
+def _normalize(buffers, row, begin, how, residual=None) -> None:
+    """RMS norm of columns of a row: (x, weight, out), and (width, epsilon, target)."""
+    (x, weight, out), (width, epsilon, target) = buffers, how
+    lanes = math.gcd(width, target.lanes)
+    squares = Register(lanes, init=constant(0.0, lanes))
+    with T.serial(T.int64(width // lanes)) as j:
+        value = temp(load(x, [row, j * lanes + begin], lanes), lanes)
+        squares.fma(value, value)
+    mean = reduce_lanes(squares.get(), lanes, add) / T.float32(width)
+    scale = temp(T.float32(1.0) / T.sqrt(mean + T.float32(epsilon)))
+    with T.serial(T.int64(width // lanes)) as j:
+        at = [row, j * lanes + begin]
+        value = load(x, at, lanes) * broadcast(scale, lanes)
+        value = value * load(weight, [j * lanes], lanes)
+        if residual is not None:
+            value = value + load(residual, at, lanes)
+        store(out, at, lanes, value)
+
+
+def gated(activation: str, features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
+    """``activation(gate) * up`` for x [n, 2 * features]: gate, then up; out [n, features].
+
+    Parameters
+    ----------
+    activation : {"silu", "gelu_tanh"}
+        Both are ``g * sigmoid(z)``: of z = g, and of z = sqrt(8 / pi) * (g + 0.044715 * g ** 3).
+    """
     lanes = math.gcd(features, target.lanes)
+
+    def logit(gate):
+        if activation == "silu":
+            return gate
+        factor = math.sqrt(8 / math.pi)
+        cubic = constant(0.044715 * factor, lanes) * gate * gate
+        return temp(gate * (cubic + constant(factor, lanes)), lanes)
 
     def body(n, x, out):
         def row(i):
             with T.serial(T.int64(features // lanes)) as j:
                 gate = temp(load(x, [i, j * lanes], lanes), lanes)
                 up = load(x, [i, j * lanes + features], lanes)
-                # sigmoid(g) is p / (1 + e) with e = exp(-|g|) and p = 1 or e by the sign of g.
+                z = logit(gate)
+                # sigmoid(z) is p / (1 + e) with e = exp(-|z|) and p = 1 or e by the sign of z.
                 zero, one = constant(0.0, lanes), constant(1.0, lanes)
-                decay = exp2(T.min(gate, zero - gate) * constant(LOG2E, lanes), lanes)
-                part = T.Select(gate >= zero, one, decay)
+                decay = exp2(T.min(z, zero - z) * constant(LOG2E, lanes), lanes)
+                part = T.Select(z >= zero, one, decay)
                 store(out, [i, j * lanes], lanes, gate * part / (one + decay) * up)
 
         parallel_if(n * features >= _PARALLEL_ELEMENTS, n, row)
 
     def arguments(n):
         return [("x", (n, 2 * features), dtype), ("out", (n, features), dtype)]
+
+    return rows_kernel(arguments, body, target)
+
+
+def soft_cap_logits(features: int, cap: float, target: VectorTarget) -> tirx.PrimFunc:
+    """``cap * tanh(x / cap)`` for x and out float32 [n, features]."""
+    lanes = math.gcd(features, target.lanes)
+
+    def body(n, x, out):
+        def row(i):
+            with T.serial(T.int64(features // lanes)) as j:
+                # The fragment takes and gives logits times log2(e).
+                score = load(x, [i, j * lanes], lanes) * constant(LOG2E, lanes)
+                capped = soft_cap(score, cap, lanes) * constant(1 / LOG2E, lanes)
+                store(out, [i, j * lanes], lanes, capped)
+
+        parallel_if(n * features >= _PARALLEL_ELEMENTS, n, row)
+
+    def arguments(n):
+        return [("x", (n, features), "float32"), ("out", (n, features), "float32")]
 
     return rows_kernel(arguments, body, target)
 

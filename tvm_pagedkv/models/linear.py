@@ -251,13 +251,14 @@ def _for_outputs(matrix: PackedMatrix, block, count, write: Callable) -> None:
                 (rest if tail < matrix.width else whole)(row)
 
 
-def embedding(matrix: PackedMatrix) -> tirx.PrimFunc:
-    """Rows of a packed matrix: ids int32 [n], packed weight, out [n, in_features]."""
+def embedding(matrix: PackedMatrix, scale: float = 1.0) -> tirx.PrimFunc:
+    """Rows of a packed matrix times `scale`: ids int32 [n], packed weight, out [n, in_features]."""
 
     def body(n, ids, weight, out):
         with T.serial(n) as i, T.serial(T.int64(matrix.in_features)) as j:
             row = T.cast(ids[i], "int64")
-            store(out, [i, j], 1, load(weight, matrix.index(row, j), 1))
+            value = load(weight, matrix.index(row, j), 1)
+            store(out, [i, j], 1, value if scale == 1.0 else value * T.float32(scale))
 
     def arguments(n):
         return [

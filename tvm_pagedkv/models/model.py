@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LlamaModel`: a Hugging Face directory becomes compiled code, weights and a tokenizer."""
+"""`DecoderModel`: a Hugging Face directory becomes compiled code, weights and a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,57 +9,56 @@ from pathlib import Path
 
 import numpy as np
 import tvm
-import tvm_ffi
 from tvm import relax
 from tvm.target import Target
 
 import tir_kernels
 
-from ..build import resolve_target
+from ..build import build_libraries, resolve_target
 from ..cache import KVCache
-from ..config import DTYPES, KVCacheConfig, LayerSpec
+from ..config import DTYPES
+from ..create import create
 from ..disk_cache import code_versions, library_file, load_library
-from . import llama
+from .chat import ChatTemplate
 from .checkpoint import Checkpoint
-from .config import LlamaConfig
-from .linear import PackedMatrix
+from .config import DecoderConfig
+from .decoder import build_module
+from .options import BuildOptions, cache_config
 from .tokens import check_batch, check_tokens
+from .weights import load_parameters
 
 TINY = Path(__file__).parent / "tiny"
-# The files that decide the code of a model.
+# The files that decide the code of a model; the kernels of its caches are compiled by themselves.
 _SOURCES = (
     Path(__file__).parent,
     Path(tir_kernels.__file__).parent,
-    *(
-        Path(__file__).parents[1] / f"{name}.py"
-        for name in (
-            *("alibi", "build", "config", "frontend", "frontend_methods"),
-            *("lowering", "model_kernels", "rope_config"),
-        )
-    ),
+    Path(__file__).parents[1] / "build.py",
 )
 
 
-class LlamaModel:
+class DecoderModel:
     """A decoder ready to run on the CPU.
 
     Parameters
     ----------
-    config : LlamaConfig
+    config : DecoderConfig
     options : BuildOptions
     library : Path
-        The compiled functions of `llama.Llama`.
+        The compiled functions of `decoder.Decoder`.
     parameters : list of tvm tensors
-        Weights, in the order of the executable's functions.
+        Weights, in the order of the library's functions.
     tokenizer : tokenizers.Tokenizer, optional
+    chat_template : ChatTemplate, optional
+        None where the checkpoint has none.
     """
 
-    def __init__(self, config, options, library, parameters, tokenizer=None):
+    def __init__(self, config, options, library, parameters, tokenizer=None, chat_template=None):
         self.config, self.options, self.tokenizer = config, options, tokenizer
+        self.chat_template = chat_template
         self.library, self.parameters = library, parameters
         self._vm = relax.VirtualMachine(load_library(library), tvm.cpu())
-        names = ("embed", "prefill", "decode", "create_kv_cache")
-        self._embed, self._prefill, self._decode, self._create = (self._vm[name] for name in names)
+        names = ("embed", "prefill", "decode")
+        self._embed, self._prefill, self._decode = (self._vm[name] for name in names)
 
     @classmethod
     def from_pretrained(
@@ -71,7 +70,7 @@ class LlamaModel:
         sliding_window: bool = False,
         target: Target | str | None = None,
         progress: Callable[[str], None] | None = None,
-    ) -> LlamaModel:
+    ) -> DecoderModel:
         """Load a Hugging Face directory; compiled code is kept on disk for the next time.
 
         Parameters
@@ -80,7 +79,8 @@ class LlamaModel:
             Holds config.json, ``*.safetensors`` and tokenizer.json; None: the small model that
             comes with the package.
         dtype : {"float32", "float16", "bfloat16"}, optional
-            Of weights, activations and pages, whatever the files hold; None: float32.
+            Of weights, activations and pages; None: what config.json says (``dtype`` or
+            ``torch_dtype``), float32 where it says nothing.
         page_size : int
             Slots of a page of the caches that the model makes.
         sliding_window : bool
@@ -98,18 +98,15 @@ class LlamaModel:
         ValueError
             Where the architecture is not known, or a tensor is missing or has the wrong shape.
         """
-        directory = TINY if directory is None else Path(directory)
-        dtype = "float32" if dtype is None else dtype
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
         progress = progress or (lambda line: None)
-        config = LlamaConfig.from_directory(directory)
-        check_attention(directory, config, dtype, page_size, sliding_window)
-        options = llama.BuildOptions(dtype, page_size, resolve_target(target), sliding_window)
-        tokenizer = load_tokenizer(directory)
+        directory, config, dtype = read_config(directory, dtype)
+        options = BuildOptions(dtype, page_size, resolve_target(target), sliding_window)
+        check_cache(directory, config, options)
+        tokenizer = load_tokenizer(directory, config)
+        template = ChatTemplate.from_directory(directory)
         parameters = load_parameters(config, options, Checkpoint(directory))
         library = executable_file(config, options, progress)
-        return cls(config, options, library, parameters, tokenizer)
+        return cls(config, options, library, parameters, tokenizer, template)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -119,10 +116,28 @@ class LlamaModel:
         max_total_tokens: int,
         prefill_chunk_size: int = 512,
         enable_kv_transfer: bool = False,
+        *,
+        long_texts: bool = False,
     ) -> KVCache:
-        """An empty cache for this model."""
-        sizes = (max_num_sequences, max_total_tokens, prefill_chunk_size, int(enable_kv_transfer))
-        return self._create(*(tvm_ffi.Shape([size]) for size in sizes))
+        """An empty cache for this model.
+
+        Parameters
+        ----------
+        max_num_sequences, max_total_tokens, prefill_chunk_size, enable_kv_transfer
+            As those of `KVCacheConfig`.
+        long_texts : bool
+            Models with longrope: rotate all positions by the factors for texts beyond the original
+            length, as a text that ends up there needs it. Otherwise a step takes them when it ends
+            there, and what the cache holds keeps the factors that it was rotated by.
+        """
+        config = cache_config(
+            self.config,
+            self.options,
+            (max_num_sequences, max_total_tokens, prefill_chunk_size),
+            enable_kv_transfer=enable_kv_transfer,
+            long_texts=long_texts,
+        )
+        return create(config, self.options.target)
 
     def prefill(
         self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
@@ -138,10 +153,12 @@ class LlamaModel:
         TypeError
             For tokens that are no integers.
         ValueError
-            For a token that the vocabulary does not have; the cache stays as it was.
+            For a token that the vocabulary does not have, and for a text that the model's rotation
+            does not reach; the cache stays as it was.
         """
         ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
+        self._check_length(cache, seq_ids, lengths)
         rows = np.cumsum(lengths, dtype="int32") - 1
         with cache.forward(seq_ids, lengths):
             x = self._embed(tvm.runtime.tensor(ids), self.parameters)
@@ -157,6 +174,7 @@ class LlamaModel:
             As `prefill`.
         """
         ids = check_tokens("tokens", tokens, self.config.vocab_size)
+        self._check_length(cache, seq_ids, [1] * len(ids))
         with cache.forward(seq_ids, [1] * len(ids)):
             x = self._embed(tvm.runtime.tensor(ids), self.parameters)
             logits = self._decode(x, cache, self.parameters)
@@ -180,72 +198,85 @@ class LlamaModel:
         ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
         flat = None if parents is None else [parent for tree in parents for parent in tree]
+        depths = lengths if parents is None else [_depth(tree) for tree in parents]
+        self._check_length(cache, seq_ids, depths)
         with cache.forward(seq_ids, lengths, flat):
             x = self._embed(tvm.runtime.tensor(ids), self.parameters)
             logits = self._decode(x, cache, self.parameters)
         return np.split(logits.numpy(), np.cumsum(lengths)[:-1])
 
+    def _check_length(self, cache: KVCache, seq_ids: Sequence[int], lengths: Sequence[int]) -> None:
+        """Refuse a step beyond the length up to which a dynamic rotation holds."""
+        limit = self.config.longest_text
+        if limit is None:
+            return
+        for seq_id, length in zip(seq_ids, lengths, strict=False):
+            total = cache.sequence_length(seq_id) + length
+            if total > limit:
+                raise ValueError(
+                    f"sequence {seq_id} would have {total} positions; a dynamic rotation holds for "
+                    f"{limit} (max_position_embeddings), and beyond them all K in the cache would "
+                    "have to be rotated anew"
+                )
 
-def check_attention(
-    directory: Path, config: LlamaConfig, dtype: str, page_size: int, sliding_window: bool
-) -> None:
+
+def _depth(parents: Sequence[int]) -> int:
+    """Nodes on the longest path of a token tree whose parents come before their children."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 + (depths[parent] if 0 <= parent < len(depths) else 0))
+    return max(depths, default=0)
+
+
+def read_config(directory: str | Path | None, dtype: str | None) -> tuple[Path, DecoderConfig, str]:
+    """The directory, its configuration, and the type to run in.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        As `DecoderModel.from_pretrained`.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    directory = TINY if directory is None else Path(directory)
+    config = DecoderConfig.from_directory(directory)
+    return directory, config, dtype or config.dtype
+
+
+def check_cache(directory: Path, config: DecoderConfig, options: BuildOptions) -> None:
     """Refuse heads, page sizes and windows that have no kernels, before anything takes time."""
-    if sliding_window and config.rope.scaling_dict.get("rope_type") == "longrope":
-        raise ValueError(
-            f"the model in {directory} has a longrope rotation, whose factors change with the "
-            "length of a text; it cannot run with a sliding window"
-        )
     try:
-        KVCacheConfig(
-            num_layers=config.num_layers,
-            num_qo_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            qk_head_dim=config.head_dim,
-            dtype=dtype,
-            page_size=page_size,
-            rope=config.rope,
-            layers=[LayerSpec(config.layer_kind, config.sliding_window)] * config.num_layers,
-        )
+        cache_config(config, options)
     except (ValueError, TypeError) as error:
         raise ValueError(f"no cache for the model in {directory}: {error}") from None
 
 
-def load_parameters(
-    config: LlamaConfig, options: llama.BuildOptions, checkpoint: Checkpoint, shard: int = 0
-) -> list[tvm.runtime.Tensor]:
-    """Weights of a worker in the order of the compiled functions, one read at a time."""
-    model = llama.Llama(config, options)
-    sources = dict(llama.weights(config, options.layers_of(config)))
-    dtype = np.dtype(options.dtype)
-    loaded = []
-    for name, _ in model.named_parameters():
-        source = sources[name]
-        parts = [
-            source.share(checkpoint.read(theirs, shape), shard, options.num_shards)
-            for theirs, shape in source.parts
-        ]
-        array = np.concatenate(parts).astype(dtype)
-        if source.is_matrix:
-            array = PackedMatrix(*array.shape, options.dtype, options.vector).pack(array)
-        loaded.append(tvm.runtime.tensor(array))
-    return loaded
+def load_tokenizer(directory: Path, config: DecoderConfig):
+    """The tokenizer of a Hugging Face directory.
 
-
-def load_tokenizer(directory: Path):
-    """The tokenizer of a Hugging Face directory."""
+    Tokens that were added to its vocabulary may be beyond the model's, as those for pictures are in
+    text models; they are refused when a prompt has one.
+    """
     from tokenizers import Tokenizer
 
     file = directory / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{directory} has no tokenizer.json")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{file} is not a readable tokenizer: {error}") from None
+    size = tokenizer.get_vocab_size(with_added_tokens=False)
+    if size > config.vocab_size:
+        raise ValueError(
+            f"{file} has {size} tokens, and the model's embeddings have {config.vocab_size} rows "
+            "(vocab_size in config.json); the tokenizer is that of another model"
+        )
+    return tokenizer
 
 
 def executable_file(
-    config: LlamaConfig, options: llama.BuildOptions, progress: Callable[[str], None]
+    config: DecoderConfig, options: BuildOptions, progress: Callable[[str], None]
 ) -> Path:
     """A library with the compiled functions of the model, or of one of its stages."""
 
@@ -253,9 +284,11 @@ def executable_file(
         start = time.perf_counter()
         num_layers = len(options.layers_of(config))
         progress(f"compiling the model ({num_layers} layers, {options.dtype})")
-        built = tvm.compile(llama.build_module(config, options), options.target)
+        built = tvm.compile(build_module(config, options), options.target)
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
         return built
 
+    # The kernels of its caches, so that these need not wait for them.
+    build_libraries(cache_config(config, options), options.target, progress)
     versions = code_versions(*_SOURCES)
     return library_file([repr(config), repr(options), *versions], compile_model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ParallelLlama`: several workers of one machine run a model together.
+"""`ParallelModel`: several workers of one machine run a model together.
 
 They share the layers (pipeline stages) and the heads of each layer (shards). Every worker has a
 KV cache of its own, of its layers and its KV heads alone; what sequences there are is the same in
@@ -21,11 +21,11 @@ from .. import disco
 from .._library import CacheFullError
 from ..build import resolve_target
 from ..cache import KVCache
-from ..config import DTYPES
 from . import parallel_worker  # noqa: F401  workers of this process find its function
-from .config import LlamaConfig
-from .llama import BuildOptions
-from .model import TINY, check_attention, executable_file, load_tokenizer
+from .chat import ChatTemplate
+from .config import DecoderConfig
+from .model import check_cache, executable_file, load_tokenizer, read_config
+from .options import BuildOptions
 from .tokens import check_batch, check_tokens
 
 _ERRORS = {
@@ -61,10 +61,15 @@ def resolve_stages(stages: int | Sequence[int], num_layers: int) -> tuple[int, .
     return indptr
 
 
-def check_shards(config: LlamaConfig, num_shards: int) -> None:
+def check_shards(config: DecoderConfig, num_shards: int) -> None:
     """Refuse a number of shards that does not divide what the workers are to share."""
     if num_shards < 1:
         raise ValueError(f"num_shards must be at least 1, got {num_shards}")
+    if num_shards > 1 and config.qk_norm == "projection":
+        raise ValueError(
+            "num_shards must be 1: the model normalizes Q and K over all heads (OLMo 2), which "
+            f"workers that share the heads do not do; got {num_shards}"
+        )
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         if getattr(config, name) % num_shards:
             raise ValueError(
@@ -73,18 +78,26 @@ def check_shards(config: LlamaConfig, num_shards: int) -> None:
             )
 
 
-class ParallelLlama:
-    """A decoder like `LlamaModel`, run by ``num_shards * number of stages`` workers.
+class ParallelModel:
+    """A decoder like `DecoderModel`, run by ``num_shards * number of stages`` workers.
 
     Made by `from_pretrained`. Its workers end with `close`, which a ``with`` statement calls, when
     nothing refers to the model and its caches, or when the process ends.
     """
 
-    def __init__(self, config: LlamaConfig, options: BuildOptions, tokenizer, workers: _Workers):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        options: BuildOptions,
+        tokenizer,
+        workers: _Workers,
+        chat_template: ChatTemplate | None = None,
+    ):
         self.config, self.options, self.tokenizer = config, options, tokenizer
+        self.chat_template = chat_template
         self._workers, self.close = workers, weakref.finalize(self, workers.close)
 
-    def __enter__(self) -> ParallelLlama:
+    def __enter__(self) -> ParallelModel:
         return self
 
     def __exit__(self, *_) -> None:
@@ -102,13 +115,13 @@ class ParallelLlama:
         sliding_window: bool = False,
         threads: bool = False,
         progress: Callable[[str], None] | None = None,
-    ) -> ParallelLlama:
+    ) -> ParallelModel:
         """Load a Hugging Face directory for this machine.
 
         Parameters
         ----------
         directory, dtype, page_size, sliding_window, progress
-            As of `LlamaModel.from_pretrained`.
+            As of `DecoderModel.from_pretrained`.
         num_shards : int
             Workers that share each layer: a divisor of its heads, KV heads and MLP.
         stages : int or sequence of int
@@ -119,18 +132,17 @@ class ParallelLlama:
         Raises
         ------
         FileNotFoundError, ValueError
-            As of `LlamaModel.from_pretrained`; ValueError too where the model cannot be shared so.
+            As of `DecoderModel.from_pretrained`; ValueError too where the model cannot be
+            shared so.
         """
-        directory = TINY if directory is None else Path(directory)
-        dtype = "float32" if dtype is None else dtype
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-        config = LlamaConfig.from_directory(directory)
-        check_attention(directory, config, dtype, page_size, sliding_window)
+        directory, config, dtype = read_config(directory, dtype)
         check_shards(config, num_shards)
+        if config.longest_text is not None:
+            raise ValueError(
+                f"several workers do not run models with a dynamic rotation, as that in {directory}"
+            )
         indptr = resolve_stages(stages, config.num_layers)
         num_stages = len(indptr) - 1
-        tokenizer = load_tokenizer(directory)
         # Compiled here, so that workers find it on disk.
         options = [
             BuildOptions(
@@ -144,6 +156,9 @@ class ParallelLlama:
             )
             for stage in range(num_stages)
         ]
+        check_cache(directory, config, options[0])
+        tokenizer = load_tokenizer(directory, config)
+        template = ChatTemplate.from_directory(directory)
         for each in options:
             executable_file(config, each, progress or (lambda line: None))
 
@@ -159,17 +174,22 @@ class ParallelLlama:
             "layer_indptr": indptr,
         }
         workers = _Workers(session)
-        model = cls(config, options[0], tokenizer, workers)
+        model = cls(config, options[0], tokenizer, workers, template)
         _values(workers.load(json.dumps(described)))
         return model
 
     # --- steps ----------------------------------------------------------------------------------
 
     def create_cache(
-        self, max_num_sequences: int, max_total_tokens: int, prefill_chunk_size: int = 512
+        self,
+        max_num_sequences: int,
+        max_total_tokens: int,
+        prefill_chunk_size: int = 512,
+        *,
+        long_texts: bool = False,
     ) -> ParallelCache:
-        """An empty cache for this model."""
-        sizes = (max_num_sequences, max_total_tokens, prefill_chunk_size)
+        """An empty cache for this model; as `DecoderModel.create_cache`."""
+        sizes = (max_num_sequences, max_total_tokens, prefill_chunk_size, int(long_texts))
         return ParallelCache(self, self.call("create_cache", *sizes)[0])
 
     def prefill(
@@ -184,7 +204,7 @@ class ParallelLlama:
         Raises
         ------
         TypeError, ValueError
-            As `LlamaModel.prefill`.
+            As `DecoderModel.prefill`.
         """
         return self._step(cache, "prefill", seq_ids, tokens)
 
@@ -219,7 +239,7 @@ class ParallelLlama:
         return self._workers.call("cache", cache_id, only_first=True)[0]
 
     def call(self, command: str, *args: Any) -> list[Any]:
-        """Let all workers do a command of `LlamaWorker`; what each of them returns."""
+        """Let all workers do a command of `ModelWorker`; what each of them returns."""
         return _values(self._workers.call(command, *args))
 
 
@@ -277,12 +297,12 @@ class ParallelCache:
 
     Parameters
     ----------
-    model : ParallelLlama
+    model : ParallelModel
     cache_id : int
         By which its workers know it.
     """
 
-    def __init__(self, model: ParallelLlama, cache_id: int):
+    def __init__(self, model: ParallelModel, cache_id: int):
         self.model, self.id = model, cache_id
         weakref.finalize(self, _drop, model, cache_id).atexit = False
 
@@ -322,6 +342,6 @@ class ParallelCache:
         self.model.call("call", self.id, method, *map(int, args))
 
 
-def _drop(model: ParallelLlama, cache_id: int) -> None:
+def _drop(model: ParallelModel, cache_id: int) -> None:
     if model.close.alive:
         model.call("drop_cache", cache_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each worker of a `ParallelLlama` does: its share of a step over its share of the weights.
+"""What each worker of a `ParallelModel` does: its share of a step over its share of the weights.
 
 A mistake must reach the caller on all workers alike, and a worker of Disco that throws ends the
 process. So every call answers with an object (a tensor, or a cache for worker 0 itself) or with
@@ -21,22 +21,24 @@ from tvm import relax
 
 from ..build import resolve_target
 from ..cache import KVCache
+from ..create import create
 from ..disco import Worker, current_worker
 from ..disk_cache import load_library
 from .checkpoint import Checkpoint
-from .config import LlamaConfig
-from .llama import BuildOptions
-from .model import executable_file, load_parameters
+from .config import DecoderConfig
+from .model import executable_file
+from .options import BuildOptions, cache_config
+from .weights import load_parameters
 
 
-class LlamaWorker:
+class ModelWorker:
     """The part of a model that one worker has, and its caches.
 
     Parameters
     ----------
     worker : Worker
     directory, dtype, page_size, sliding_window, num_shards, layer_indptr
-        As of `ParallelLlama`.
+        As of `ParallelModel`.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class LlamaWorker:
         num_shards: int,
         layer_indptr: Sequence[int],
     ):
-        self.worker, self.config = worker, LlamaConfig.from_directory(directory)
+        self.worker, self.config = worker, DecoderConfig.from_directory(directory)
         self.options = BuildOptions(
             dtype,
             page_size,
@@ -67,11 +69,12 @@ class LlamaWorker:
         self.caches: dict[int, KVCache] = {}
         self.ids = count()
 
-    def create_cache(self, *sizes: int) -> int:
+    def create_cache(self, *sizes_and_choice: int) -> int:
         """Make a cache of this worker's layers and heads; the number by which it is known."""
         cache_id = next(self.ids)
-        arguments = (*sizes, 0)  # of which nothing is sent to other caches
-        self.caches[cache_id] = self.vm["create_kv_cache"](*(tvm_ffi.Shape([n]) for n in arguments))
+        *sizes, long_texts = sizes_and_choice
+        config = cache_config(self.config, self.options, tuple(sizes), long_texts=bool(long_texts))
+        self.caches[cache_id] = create(config, self.options.target)
         return cache_id
 
     def cache(self, cache_id: int) -> KVCache:
@@ -144,23 +147,23 @@ _COMMANDS = ("create_cache", "cache", "drop_cache", "call", "describe", "step")
 
 
 def _load(options: str) -> str:
-    """Make this thread's `LlamaWorker`."""
+    """Make this thread's `ModelWorker`."""
 
     def load() -> None:
         worker = current_worker()
-        worker.state = LlamaWorker(worker, **json.loads(options))
+        worker.state = ModelWorker(worker, **json.loads(options))
 
     return _answer(load)
 
 
 def _run(command: str, *args: Any) -> Any:
-    """Do a command of this thread's `LlamaWorker`."""
+    """Do a command of this thread's `ModelWorker`."""
 
     def run() -> Any:
-        llama = current_worker().state
-        if command not in _COMMANDS or llama is None:
+        model = current_worker().state
+        if command not in _COMMANDS or model is None:
             raise ValueError(f"unknown command {command!r}, or the model is not loaded")
-        return getattr(llama, command)(*args)
+        return getattr(model, command)(*args)
 
     return _answer(run)
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from .config import LlamaConfig
+import numpy as np
+
+from .config import DecoderConfig
 
 
 class Work:
@@ -13,19 +15,19 @@ class Work:
 
     Parameters
     ----------
-    config : LlamaConfig
+    config : DecoderConfig
     itemsize : int
         Bytes of a weight, and of an element of K and V.
     """
 
-    def __init__(self, config: LlamaConfig, itemsize: int):
+    def __init__(self, config: DecoderConfig, itemsize: int):
         c, self.itemsize = config, itemsize
-        self.window = c.sliding_window
+        self.windows = [layer.window for layer in c.layers]  # None: a row sees all before it
         rows = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size
         self.layer_weights = c.num_layers * rows * c.hidden_size
         self.head_weights = c.vocab_size * c.hidden_size
-        self.width = c.num_layers * c.head_dim * c.num_heads
-        self.kv_width = c.num_layers * c.head_dim * c.num_kv_heads
+        self.width = c.head_dim * c.num_heads
+        self.kv_width = c.head_dim * c.num_kv_heads
 
     def flops(self, chunks: Iterable[tuple[int, int]], num_logits: int) -> int:
         """Of the products of a step: of linear layers and of attention.
@@ -39,15 +41,32 @@ class Work:
         """
         total = 2 * self.head_weights * num_logits
         for past, rows in chunks:
-            pairs = sum(self.seen(past + i + 1) for i in range(rows))
+            lengths = np.arange(past + 1, past + rows + 1)
+            pairs = sum(self._seen(lengths))
             total += 2 * self.layer_weights * rows + 4 * self.width * pairs
         return total
 
-    def num_bytes(self, positions: int) -> int:
-        """To read in a step: all weights, and K and V of so many positions."""
-        weights = self.layer_weights + self.head_weights
-        return (weights + 2 * self.kv_width * positions) * self.itemsize
+    def num_bytes(self, positions: int, lengths: Sequence[int]) -> int:
+        """To read in a step of a row each: all weights, and K and V.
 
-    def seen(self, length: int) -> int:
-        """Positions that the last one of a sequence sees."""
-        return length if self.window is None else min(length, self.window)
+        Parameters
+        ----------
+        positions : int
+            That a layer without a window reads, those that texts share counted once.
+        lengths : sequence of int
+            Of the texts. A layer with a window reads the last positions of each.
+        """
+        rows = sum(
+            positions if window is None else seen
+            for window, seen in zip(self.windows, self._seen(np.array(lengths)), strict=True)
+        )
+        weights = self.layer_weights + self.head_weights
+        return (weights + 2 * self.kv_width * rows) * self.itemsize
+
+    def _seen(self, lengths: np.ndarray) -> list[int]:
+        """Positions that the last rows of texts of these lengths see in each layer, in all."""
+        seen = {
+            window: int(lengths.sum() if window is None else np.minimum(lengths, window).sum())
+            for window in set(self.windows)
+        }
+        return [seen[window] for window in self.windows]

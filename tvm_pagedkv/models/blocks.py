@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of decoders in ``tvm.relax.frontend.nn``, with the options of all families."""
+
+from __future__ import annotations
+
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import op
+from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as CacheObject
+
+from . import kernels
+from .config import DecoderConfig
+from .linear import PackedMatrix, linear
+from .options import BuildOptions
+
+
+class Linear(nn.Module):
+    """``x @ weight.T (+ bias) (+ residual)`` over packed weights, for x [n, in_features]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        options: BuildOptions,
+        bias: bool = False,
+        out_dtype: str | None = None,
+    ):
+        self.options, self.out_dtype = options, out_dtype or options.dtype
+        self.matrix = PackedMatrix(out_features, in_features, options.dtype, options.vector)
+        self.weight = nn.Parameter(self.matrix.shape, options.dtype)
+        self.bias = nn.Parameter((out_features,), options.dtype) if bias else None
+
+    def forward(self, x: nn.Tensor, residual: nn.Tensor | None = None) -> nn.Tensor:
+        kernel = linear(
+            self.matrix, self.out_dtype, bias=self.bias is not None, residual=residual is not None
+        )
+        inputs = [x, self.weight, self.bias, residual]
+        out = nn.Tensor.placeholder((x.shape[0], self.matrix.out_features), self.out_dtype)
+        return op.tensor_ir_op(kernel, "linear", [i for i in inputs if i is not None], out)
+
+
+class SplitLinear(Linear):
+    """`Linear` over the worker's share of the input features; the workers add up what they have."""
+
+    def __init__(
+        self, in_features: int, out_features: int, options: BuildOptions, bias: bool = False
+    ):
+        out_dtype = "float32" if options.num_shards > 1 else None
+        super().__init__(in_features // options.num_shards, out_features, options, bias, out_dtype)
+
+    def forward(self, x: nn.Tensor, residual: nn.Tensor | None = None) -> nn.Tensor:
+        if self.options.num_shards == 1:
+            return super().forward(x, residual)
+        total = op.ccl_allreduce(super().forward(x), "sum")
+        if residual is not None:
+            total = op.astype(residual, "float32") + total
+        return op.astype(total, self.options.dtype)
+
+
+class Norm(nn.Module):
+    """RMS norm of the rows of x [n, features], added to a residual where one is given."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions):
+        self.features, self.epsilon = config.hidden_size, config.norm_eps
+        self.options = options
+        self.weight = nn.Parameter((self.features,), "float32")
+
+    def forward(self, x: nn.Tensor, residual: nn.Tensor | None = None) -> nn.Tensor:
+        kernel = kernels.rms_norm(
+            self.features,
+            self.epsilon,
+            self.options.dtype,
+            self.options.vector,
+            residual=residual is not None,
+        )
+        inputs = [x, self.weight] + ([] if residual is None else [residual])
+        out = nn.Tensor.placeholder(x.shape, self.options.dtype)
+        return op.tensor_ir_op(kernel, "rms_norm", inputs, out)
+
+
+class QkNorm(nn.Module):
+    """RMS norms of Q and K in rows that hold Q, K and V: of each head, or of all heads together."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions):
+        self.options, self.epsilon = options, config.norm_eps
+        num_q, num_k = (x // options.num_shards for x in (config.num_heads, config.num_kv_heads))
+        dim = config.head_dim
+        self.v_width = num_k * dim
+        if config.qk_norm == "head":
+            self.q, self.k = (num_q, dim), (num_k, dim)
+        else:
+            self.q, self.k = (1, num_q * dim), (1, num_k * dim)
+        self.q_weight = nn.Parameter((self.q[1],), "float32")
+        self.k_weight = nn.Parameter((self.k[1],), "float32")
+
+    def forward(self, qkv: nn.Tensor) -> nn.Tensor:
+        options = self.options
+        kernel = kernels.qk_norm(
+            self.q, self.k, self.v_width, self.epsilon, options.dtype, options.vector
+        )
+        out = nn.Tensor.placeholder(qkv.shape, options.dtype)
+        return op.tensor_ir_op(kernel, "qk_norm", [qkv, self.q_weight, self.k_weight], out)
+
+
+class Attention(nn.Module):
+    """Projections around the attention of the cache, which rotates, appends and attends."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions):
+        self.num_heads, self.head_dim = config.num_heads // options.num_shards, config.head_dim
+        self.num_rows = self.num_heads + 2 * (config.num_kv_heads // options.num_shards)
+        self.scale, width = config.sm_scale, config.hidden_size
+        self.qkv_proj = Linear(width, self.num_rows * self.head_dim, options, config.qkv_bias)
+        self.qk_norm = QkNorm(config, options) if config.qk_norm else None
+        self.o_proj = SplitLinear(config.num_heads * self.head_dim, width, options, config.o_bias)
+
+    def forward(
+        self, x: nn.Tensor, residual: nn.Tensor | None, cache: CacheObject, layer: int
+    ) -> nn.Tensor:
+        n, qkv = x.shape[0], self.qkv_proj(x)
+        if self.qk_norm is not None:
+            qkv = self.qk_norm(qkv)
+        qkv = op.reshape(qkv, (1, n, self.num_rows, self.head_dim))
+        out = cache.attention_with_fused_qkv(layer, qkv, self.num_heads, self.scale)
+        return self.o_proj(op.reshape(out, (n, self.num_heads * self.head_dim)), residual)
+
+
+class Mlp(nn.Module):
+    """``activation(gate) * up`` between two projections."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions):
+        self.width, self.options = config.intermediate_size // options.num_shards, options
+        self.activation, bias = config.activation, config.mlp_bias
+        self.gate_up_proj = Linear(config.hidden_size, 2 * self.width, options, bias)
+        width = config.intermediate_size
+        self.down_proj = SplitLinear(width, config.hidden_size, options, bias)
+
+    def forward(self, x: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
+        options = self.options
+        kernel = kernels.gated(self.activation, self.width, options.dtype, options.vector)
+        out = nn.Tensor.placeholder((x.shape[0], self.width), options.dtype)
+        gated = op.tensor_ir_op(kernel, "gated", [self.gate_up_proj(x)], out)
+        return self.down_proj(gated, residual)
+
+
+class Block(nn.Module):
+    """One layer: attention, then the MLP, with norms before or after each, or both."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions):
+        def norm(name: str | None) -> Norm | None:
+            return Norm(config, options) if name else None
+
+        self.self_attn, self.mlp = Attention(config, options), Mlp(config, options)
+        self.before_attention = norm(config.norms.before_attention)
+        self.after_attention = norm(config.norms.after_attention)
+        self.before_mlp = norm(config.norms.before_mlp)
+        self.after_mlp = norm(config.norms.after_mlp)
+
+    def forward(self, x: nn.Tensor, cache: CacheObject, layer: int) -> nn.Tensor:
+        def attend(inner: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
+            return self.self_attn(inner, residual, cache, layer)
+
+        x = _add(x, self.before_attention, attend, self.after_attention)
+        return _add(x, self.before_mlp, self.mlp, self.after_mlp)
+
+
+def _add(x: nn.Tensor, before: Norm | None, compute, after: Norm | None) -> nn.Tensor:
+    """``x + after(compute(before(x)))``; the last kernel of the chain adds x."""
+    inner = x if before is None else before(x)
+    return compute(inner, x) if after is None else after(compute(inner, None), x)

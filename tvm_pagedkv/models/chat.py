@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates: messages become the text that a model was tuned on.
+
+Checkpoints bring a Jinja template, which is code from elsewhere: it runs in Jinja's sandbox, with
+the functions that templates are written for and no access to anything else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .config import read_json
+
+_ROLES = ("system", "user", "assistant", "tool")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+class ChatTemplate:
+    """The template of a model.
+
+    Parameters
+    ----------
+    source : str
+        Jinja.
+    special_tokens : mapping
+        By the names that templates know, such as "bos_token".
+    where : str
+        What messages call the template.
+
+    Raises
+    ------
+    RuntimeError
+        Without Jinja, or with one whose sandbox has known holes.
+    ValueError
+        For a template with a mistake in it.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, where: str = "template"
+    ):
+        import jinja2
+
+        self.source, self.where = source, where
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            line = getattr(error, "lineno", None)
+            at = f", line {line}" if line else ""
+            raise ValueError(f"{where}{at}: {error}") from None
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> ChatTemplate | None:
+        """The template of a Hugging Face directory, or None where it has none.
+
+        ``chat_template.jinja`` counts before the ``chat_template`` of ``tokenizer_config.json``; of
+        several by name, the one called "default".
+
+        Raises
+        ------
+        RuntimeError
+            As of the constructor.
+        ValueError
+            For a damaged file, a template with a mistake, and for several without a default.
+        """
+        directory = Path(directory)
+        file = directory / "tokenizer_config.json"
+        fields = read_json(file) if file.is_file() else {}
+        own = directory / "chat_template.jinja"
+        if own.is_file():
+            source, where = own.read_text(encoding="utf-8"), str(own)
+        else:
+            source, where = fields.get("chat_template"), f"{file}: chat_template"
+        if source is None:
+            return None
+        return cls(_default(source, where), _special_tokens(fields), where)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation; it holds all special tokens, so encode it without others.
+
+        Parameters
+        ----------
+        messages : sequence of mappings
+            Each with "role" and "content", as OpenAI has them.
+        add_generation_prompt : bool
+            Whether the text ends with the beginning of the model's answer.
+        tools : sequence of mappings, optional
+            JSON schemas of functions, for templates that know tools.
+        **variables
+            Others that the template knows, such as ``enable_thinking``.
+
+        Raises
+        ------
+        ValueError
+            For messages without a role, and for those that the template refuses; the text is the
+            template's own.
+        """
+        import jinja2
+
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+                raise ValueError(
+                    f"message {index + 1} must have a role of {', '.join(_ROLES)}, got {message!r}"
+                )
+        try:
+            return self._template.render(
+                **self._special_tokens,
+                messages=[dict(message) for message in messages],
+                tools=None if tools is None else list(tools),
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"{self.where} refuses the messages: {error}") from None
+
+
+def chat_prompt(template: ChatTemplate | None, text: str, system: str | None = None) -> str:
+    """One message of a user, with a system message before it, as the model is to answer it.
+
+    Raises
+    ------
+    ValueError
+        For a model without a template, and as of `ChatTemplate.render`.
+    """
+    if template is None:
+        raise ValueError(
+            "the model has no chat template (chat_template.jinja, or chat_template in "
+            "tokenizer_config.json); continue its text without --chat"
+        )
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return template.render(messages)
+
+
+def _default(source: Any, where: str) -> str:
+    """Of several named templates, the default one."""
+    if isinstance(source, str):
+        return source
+    if isinstance(source, list):
+        named = {each.get("name"): each.get("template") for each in source if _is_named(each)}
+        if isinstance(named.get("default"), str):
+            return named["default"]
+        raise ValueError(f"{where} has no template called default, only {sorted(named)}")
+    raise ValueError(f"{where} must be a template, or a list of named ones; got {source!r:.80}")
+
+
+def _is_named(template: Any) -> bool:
+    return isinstance(template, Mapping) and isinstance(template.get("name"), str)
+
+
+def _special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name; a file says each as text, or as an object with its ``content``."""
+    found = {}
+    for name in _SPECIAL_TOKENS:
+        value = fields.get(name)
+        value = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+# --- the sandbox --------------------------------------------------------------------------------
+
+
+def _environment():
+    """What templates are written for: Jinja's immutable sandbox, and a few functions."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
+        raise RuntimeError(
+            f"Jinja {jinja2.__version__} has known holes in its sandbox; chat templates need 3.1.6 "
+            "or later: pip install 'tvm-pagedkv[demo]'"
+        )
+
+    class Generation(Extension):
+        """``{% generation %}`` marks what the model has written; here it is only text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str):
+        raise jinja2.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        # Jinja's own filter escapes for HTML.
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment

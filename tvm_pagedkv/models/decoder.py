@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of a compiled decoder, over the blocks that all families share."""
+
+from __future__ import annotations
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
+import numpy as np
+import tvm
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import op, spec
+from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as CacheObject
+
+from . import kernels
+from .blocks import Block, Linear, Norm
+from .config import DecoderConfig
+from .linear import PackedMatrix, embedding
+from .options import BuildOptions
+
+
+class Decoder(nn.Module):
+    """The functions of the compiled model; T is the number of rows of a step, over all sequences.
+
+    - ``embed(ids int32 [T])`` -> x [T, hidden_size]
+    - ``prefill(x, rows int32 [b], cache)`` -> logits float32 [b, vocab_size] of the chosen rows
+    - ``decode(x, cache)`` -> logits float32 [T, vocab_size] of every row
+
+    Of several pipeline stages, the first has `embed` and the last `prefill` and `decode`, over its
+    own layers; the others have ``hidden(x, cache)`` -> x. The cache is one of
+    `options.cache_config`.
+    """
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions):
+        self.config, self.options = config, options
+        size, width = config.vocab_size, config.hidden_size
+        self.vocabulary = PackedMatrix(size, width, options.dtype, options.vector)
+        own = options.layers_of(config)
+        self.first_layer = own.start
+        self.layers = nn.ModuleList([Block(config, options) for _ in own])
+        if options.is_last:
+            self.norm = Norm(config, options)
+            self.lm_head = Linear(width, size, options, out_dtype="float32")
+        self.shares_head = config.tied_embeddings and options.is_last
+        if options.is_first and not self.shares_head:
+            self.embed_tokens = nn.Parameter(self.vocabulary.shape, options.dtype)
+
+    def embed(self, ids: nn.Tensor) -> nn.Tensor:
+        config, dtype = self.config, self.options.dtype
+        scale = float(np.array(config.embedding_scale).astype(dtype))  # rounded, as in training
+        kernel = embedding(self.vocabulary, scale)
+        out = nn.Tensor.placeholder((ids.shape[0], config.hidden_size), dtype)
+        weight = self.lm_head.weight if self.shares_head else self.embed_tokens
+        return op.tensor_ir_op(kernel, "embedding", [ids, weight], out)
+
+    def hidden(self, x: nn.Tensor, cache: CacheObject) -> nn.Tensor:
+        for index, layer in enumerate(self.layers, self.first_layer):
+            x = layer(x, cache, index)
+        return x
+
+    def prefill(self, x: nn.Tensor, rows: nn.Tensor, cache: CacheObject) -> nn.Tensor:
+        options, width = self.options, self.config.hidden_size
+        kernel = kernels.take_rows(width, options.dtype, options.vector)
+        out = nn.Tensor.placeholder((rows.shape[0], width), options.dtype)
+        last = op.tensor_ir_op(kernel, "take_rows", [self.hidden(x, cache), rows], out)
+        return self._logits(last)
+
+    def decode(self, x: nn.Tensor, cache: CacheObject) -> nn.Tensor:
+        return self._logits(self.hidden(x, cache))
+
+    def _logits(self, x: nn.Tensor) -> nn.Tensor:
+        logits, cap = self.lm_head(self.norm(x)), self.config.logit_softcap
+        if cap is None:
+            return logits
+        kernel = kernels.soft_cap_logits(self.config.vocab_size, cap, self.options.vector)
+        out = nn.Tensor.placeholder(logits.shape, "float32")
+        return op.tensor_ir_op(kernel, "soft_cap", [logits], out)
+
+
+def build_module(config: DecoderConfig, options: BuildOptions) -> tvm.IRModule:
+    """The model as an IRModule whose functions take the weights as one packed argument."""
+    packed = {"param_mode": "packed", "effect_mode": "none"}
+    x = spec.Tensor(["n", config.hidden_size], options.dtype)
+    cache = spec.Object(object_type=CacheObject)
+    functions = {}
+    if options.is_first:
+        functions["embed"] = {"ids": spec.Tensor(["n"], "int32"), "$": packed}
+    if options.is_last:
+        rows = spec.Tensor(["b"], "int32")
+        functions["prefill"] = {"x": x, "rows": rows, "cache": cache, "$": packed}
+        functions["decode"] = {"x": x, "cache": cache, "$": packed}
+    else:
+        functions["hidden"] = {"x": x, "cache": cache, "$": packed}
+    module, _, _ = Decoder(config, options).export_tvm(functions, allow_extern=True)
+    return module

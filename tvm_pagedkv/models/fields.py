@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers for the fields of a Hugging Face ``config.json`` that several families share.
+
+Every reader checks what it takes; an error names the field, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..config import LayerSpec
+from ..rope_config import ROPE_TYPES, RopeConfig
+
+# What transformers calls the two kinds of layers.
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def positive(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer."""
+    value = fields.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def positive_number(fields: Mapping[str, Any], name: str, default: float | None) -> float | None:
+    """A positive number; a field that is null or absent is the default, which may be None."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """True or false."""
+    value = fields.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def activation(fields: Mapping[str, Any], name: str, known: Mapping[str, str], default: str) -> str:
+    """What `DecoderConfig` calls the activation that the field names."""
+    value = fields.get(name) or default
+    if value not in known:
+        expected = " or ".join(repr(each) for each in known)
+        raise ValueError(f"{name} {value!r} is not supported; expected {expected}")
+    return known[value]
+
+
+def silu(fields: Mapping[str, Any]) -> str:
+    """The activation of the families that have SwiGLU."""
+    return activation(fields, "hidden_act", {"silu": "silu", "swish": "silu"}, "silu")
+
+
+def shape(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The dimensions of a dense decoder, and what else is spelled alike in all families."""
+    hidden_size = positive(fields, "hidden_size")
+    num_heads = positive(fields, "num_attention_heads")
+    return {
+        "vocab_size": positive(fields, "vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": positive(fields, "intermediate_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": positive(fields, "num_key_value_heads", num_heads),
+        "head_dim": positive(fields, "head_dim", hidden_size // num_heads),
+        "context_length": positive(fields, "max_position_embeddings", 2048),
+        "norm_eps": positive_number(fields, "rms_norm_eps", 1e-6),
+    }
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """The ids of a field that holds one, a list of them, or null."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for each in ids:
+        if isinstance(each, bool) or not isinstance(each, int) or each < 0:
+            raise ValueError(f"{name} must be a token id or a list of them, got {value!r}")
+    return tuple(ids)
+
+
+# --- layers -------------------------------------------------------------------------------------
+
+
+def layer_kinds(fields: Mapping[str, Any], default: Sequence[str]) -> list[str]:
+    """The kind of each layer: ``layer_types``, or the family's default where it is absent."""
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return list(default)
+    if not isinstance(kinds, list) or len(kinds) != len(default):
+        raise ValueError(f"layer_types must list {len(default)} layers, got {kinds!r}")
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise ValueError(f"layer_types must be of {FULL!r} and {SLIDING!r}, got {kind!r}")
+    return kinds
+
+
+def layers(fields: Mapping[str, Any], kinds: Sequence[str]) -> tuple[LayerSpec, ...]:
+    """One `LayerSpec` for each of `kinds`, with its window and its rotation."""
+    specs = {}
+    for kind in dict.fromkeys(kinds):
+        rotation = rope(fields, kind)
+        if kind == SLIDING:
+            window = positive(fields, "sliding_window")
+            specs[kind] = LayerSpec("mha_sliding", window, rope=rotation)
+        else:
+            specs[kind] = LayerSpec(rope=rotation)
+    return tuple(specs[kind] for kind in kinds)
+
+
+# --- rotation -----------------------------------------------------------------------------------
+
+
+def rope_fields(fields: Mapping[str, Any], kind: str = FULL) -> dict[str, Any]:
+    """What the file says about the rotation of the layers of a kind.
+
+    Newer files say it all in ``rope_parameters``, for each kind of layer where these differ; older
+    ones in ``rope_scaling`` and other fields.
+    """
+    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    found = fields.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name} must be an object, got {found!r}")
+    if any(isinstance(value, Mapping) for value in found.values()):
+        found = found.get(kind)
+        if not isinstance(found, Mapping):
+            raise ValueError(f"{name} has no object for the layers of kind {kind!r}")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def rope(fields: Mapping[str, Any], kind: str) -> RopeConfig:
+    """The rotation of the layers of a kind."""
+    scaling = rope_fields(fields, kind)
+    theta = scaling.pop("rope_theta", None) or fields.get("rope_theta") or 10000.0
+    partial = scaling.pop("partial_rotary_factor", None)
+    if partial is None:
+        partial = positive_number(fields, "partial_rotary_factor", 1.0)
+    rope_type = rope_type_of(scaling)
+    scaling.pop("rope_type", None), scaling.pop("type", None)
+    if rope_type == "dynamic":  # within `max_position_embeddings`, which `longest_text` enforces
+        rope_type, scaling = "default", {}
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(
+            f"rope type {rope_type!r} is not supported; expected {', '.join(ROPE_TYPES)} or dynamic"
+        )
+    if rope_type in ("yarn", "longrope"):
+        length = positive(fields, "max_position_embeddings", 2048)
+        original = positive(fields, "original_max_position_embeddings", length)
+        original = scaling.setdefault("original_max_position_embeddings", original)
+        if rope_type == "longrope":
+            scaling.setdefault("factor", length / original)
+    dims = shape(fields)
+    return RopeConfig(
+        theta=float(theta),
+        rotary_dim=int(dims["head_dim"] * partial),
+        scaling={"rope_type": rope_type, **scaling},
+    )
+
+
+def rope_type_of(scaling: Mapping[str, Any]) -> str:
+    """The ``rope_type``, which older files call ``type``; "su" is an early name of longrope."""
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    return "longrope" if rope_type == "su" else rope_type
+
+
+def longest_text(fields: Mapping[str, Any]) -> int | None:
+    """Positions up to which the rotation holds, where a text must not be longer.
+
+    The base of a dynamic rotation grows with the length of the text once this is more than
+    ``max_position_embeddings``, for all of its positions. Keys in a cache were rotated when the
+    text was shorter, so only texts up to that length are computed, where it is a plain rotation.
+    """
+    is_dynamic = rope_type_of(rope_fields(fields)) == "dynamic"
+    return positive(fields, "max_position_embeddings") if is_dynamic else None

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phi-3, Phi-3.5 and Phi-4 (mini).
+
+As Llama, with the weights of Q, K and V in one tensor, those of gate and up in another, and
+longrope: factors of the rotation for short texts, and others for those beyond the original length.
+Phi-4-mini rotates three quarters of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import fields as read
+from .config import DecoderConfig
+
+
+def phi3(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Phi-3 and what has its architecture."""
+    kind = read.FULL if fields.get("sliding_window") is None else read.SLIDING
+    fields = {**fields, "rope_scaling": _scaling(fields)}
+    num_layers = read.positive(fields, "num_hidden_layers")
+    return DecoderConfig(
+        **read.shape(fields),
+        layers=read.layers(fields, [kind] * num_layers),
+        has_fused_weights=True,
+        activation=read.silu(fields),
+        tied_embeddings=read.flag(fields, "tie_word_embeddings"),
+    )
+
+
+def _scaling(fields: Mapping[str, Any]) -> Any:
+    """``rope_scaling``, which the first files with longrope say is "yarn"."""
+    scaling = fields.get("rope_scaling")
+    if isinstance(scaling, Mapping) and scaling.get("type") == "yarn":
+        return {**scaling, "type": "longrope"}
+    return scaling

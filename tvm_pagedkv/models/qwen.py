@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense Qwen2, Qwen2.5 and Qwen3.
+
+As Llama; Qwen2 has biases on Q, K and V, and Qwen3 norms of each head of Q and K instead. The last
+layers may have a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import fields as read
+from .config import DecoderConfig
+
+
+def qwen2(fields: Mapping[str, Any]) -> DecoderConfig:
+    """Qwen2 and Qwen2.5, QwQ."""
+    return _decoder(fields, qkv_bias=True)
+
+
+def qwen3(fields: Mapping[str, Any]) -> DecoderConfig:
+    """The dense Qwen3."""
+    bias = read.flag(fields, "attention_bias")
+    head_dim = {"head_dim": read.positive(fields, "head_dim", 128)}
+    return _decoder({**fields, **head_dim}, qkv_bias=bias, o_bias=bias, qk_norm="head")
+
+
+def _decoder(fields: Mapping[str, Any], **own: Any) -> DecoderConfig:
+    return DecoderConfig(
+        **read.shape(fields),
+        layers=read.layers(fields, _kinds(fields)),
+        activation=read.silu(fields),
+        tied_embeddings=read.flag(fields, "tie_word_embeddings"),
+        longest_text=read.longest_text(fields),
+        **own,
+    )
+
+
+def _kinds(fields: Mapping[str, Any]) -> list[str]:
+    """Of each layer; files name a window also where ``use_sliding_window`` turns it off."""
+    num_layers = read.positive(fields, "num_hidden_layers")
+    if not read.flag(fields, "use_sliding_window") or fields.get("sliding_window") is None:
+        return [read.FULL] * num_layers
+    first = fields.get("max_window_layers", 28)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ValueError(f"max_window_layers must be an integer from 0 on, got {first!r}")
+    default = [read.SLIDING if i >= first else read.FULL for i in range(num_layers)]
+    return read.layer_kinds(fields, default)

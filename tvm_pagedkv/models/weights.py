@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the weights of a decoder come from: the tensors of a checkpoint, by name and shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import tvm
+
+from .checkpoint import Checkpoint
+from .config import DecoderConfig
+from .decoder import Decoder
+from .linear import PackedMatrix
+from .options import BuildOptions
+
+
+class Part(NamedTuple):
+    """A tensor of a checkpoint, or some rows of one."""
+
+    name: str
+    shape: tuple[int, ...]  # of the tensor
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One packed argument of the model: its parts, stacked along the first axis.
+
+    Parameters
+    ----------
+    parts : tuple of Part
+    is_matrix : bool
+        Whether the stacked tensor is packed for the linear kernel.
+    split : {"rows", "columns", "first"}, optional
+        What a worker has of every part where several share the layer: its share of the rows, or of
+        the columns; "first": the first worker has it, and the others zeros. None: all have all.
+    offset : float
+        What is added to it.
+    """
+
+    parts: tuple[Part, ...]
+    is_matrix: bool
+    split: str | None = None
+    offset: float = 0.0
+
+    def share(self, part: np.ndarray, shard: int, num_shards: int) -> np.ndarray:
+        """What worker `shard` of `num_shards` has of a part."""
+        if self.split is None:
+            return part
+        if self.split == "first":
+            return part if shard == 0 else np.zeros_like(part)
+        return np.split(part, num_shards, axis=("rows", "columns").index(self.split))[shard]
+
+
+def weights(config: DecoderConfig, layers: range) -> Iterator[tuple[str, Weight]]:
+    """Name in the model and source of every weight; its layers are these of the whole."""
+    size = (config.vocab_size, config.hidden_size)
+    embedding = Weight((Part("model.embed_tokens.weight", size),), True)
+    yield "embed_tokens", embedding
+    yield (
+        "lm_head.weight",
+        embedding if config.tied_embeddings else Weight((Part("lm_head.weight", size),), True),
+    )
+    for index, layer in enumerate(layers):
+        ours, theirs = f"layers.{index}", f"model.layers.{layer}"
+        yield from _attention(config, f"{ours}.self_attn", f"{theirs}.self_attn")
+        yield from _mlp(config, f"{ours}.mlp", f"{theirs}.mlp")
+        for place, name in vars(config.norms).items():
+            if name:
+                yield f"{ours}.{place}.weight", _norm(config, f"{theirs}.{name}")
+    yield "norm.weight", _norm(config, "model.norm")
+
+
+def _norm(config: DecoderConfig, name: str, width: int | None = None) -> Weight:
+    part = Part(f"{name}.weight", (width or config.hidden_size,))
+    return Weight((part,), False, offset=config.norm_offset)
+
+
+def _attention(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
+    q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    outputs = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
+    fused = f"{theirs}.qkv_proj" if c.has_fused_weights else None
+    yield from _rows(
+        f"{ours}.qkv_proj", theirs, outputs, c.hidden_size, bias=c.qkv_bias, fused=fused
+    )
+    yield from _columns(f"{ours}.o_proj", f"{theirs}.o_proj", (c.hidden_size, q_width), c.o_bias)
+    if c.qk_norm:
+        widths = (c.head_dim, c.head_dim) if c.qk_norm == "head" else (q_width, kv_width)
+        for name, width in zip("qk", widths, strict=True):
+            yield f"{ours}.qk_norm.{name}_weight", _norm(c, f"{theirs}.{name}_norm", width)
+
+
+def _mlp(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
+    outputs = dict.fromkeys(("gate_proj", "up_proj"), c.intermediate_size)
+    fused = f"{theirs}.gate_up_proj" if c.has_fused_weights else None
+    yield from _rows(
+        f"{ours}.gate_up_proj", theirs, outputs, c.hidden_size, bias=c.mlp_bias, fused=fused
+    )
+    shape = (c.hidden_size, c.intermediate_size)
+    yield from _columns(f"{ours}.down_proj", f"{theirs}.down_proj", shape, c.mlp_bias)
+
+
+def _rows(
+    ours: str, theirs: str, outputs: dict[str, int], in_features: int, *, bias: bool, fused: str
+) -> Iterator[tuple[str, Weight]]:
+    """Projections of one input that are one matrix here; workers share the rows of each.
+
+    Parameters
+    ----------
+    outputs : dict
+        Output features of each by its name below `theirs`.
+    fused : str, optional
+        The tensor that holds them all.
+    """
+
+    def parts(kind: str, columns: tuple[int, ...]) -> tuple[Part, ...]:
+        if fused is None:
+            return tuple(
+                Part(f"{theirs}.{name}.{kind}", (width, *columns))
+                for name, width in outputs.items()
+            )
+        ends = np.cumsum([*outputs.values()]).tolist()
+        whole = (ends[-1], *columns)
+        return tuple(
+            Part(f"{fused}.{kind}", whole, (end - width, end))
+            for end, width in zip(ends, outputs.values(), strict=True)
+        )
+
+    yield f"{ours}.weight", Weight(parts("weight", (in_features,)), True, "rows")
+    if bias:
+        yield f"{ours}.bias", Weight(parts("bias", ()), False, "rows")
+
+
+def _columns(
+    ours: str, theirs: str, shape: tuple[int, int], bias: bool
+) -> Iterator[tuple[str, Weight]]:
+    """A projection whose input features the workers share."""
+    yield f"{ours}.weight", Weight((Part(f"{theirs}.weight", shape),), True, "columns")
+    if bias:
+        yield f"{ours}.bias", Weight((Part(f"{theirs}.bias", shape[:1]),), False, "first")
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+def load_parameters(
+    config: DecoderConfig, options: BuildOptions, checkpoint: Checkpoint, shard: int = 0
+) -> list[tvm.runtime.Tensor]:
+    """Weights of a worker in the order of the compiled functions, one read at a time.
+
+    Raises
+    ------
+    ValueError
+        For a tensor that is missing, has another shape or no floating type, and for one of a layer
+        that the model has no use for; the message names it and what was expected.
+    """
+    _refuse_unused(config, checkpoint)
+    sources = dict(weights(config, options.layers_of(config)))
+    loaded = []
+    for name, parameter in Decoder(config, options).named_parameters():
+        source, dtype = sources[name], np.dtype(parameter.dtype)
+        parts = [
+            source.share(_read(checkpoint, part), shard, options.num_shards)
+            for part in source.parts
+        ]
+        array = np.concatenate(parts).astype(dtype)
+        if source.offset:
+            array += dtype.type(source.offset)
+        if source.is_matrix:
+            array = PackedMatrix(*array.shape, options.dtype, options.vector).pack(array)
+        loaded.append(tvm.runtime.tensor(array))
+    return loaded
+
+
+def _read(checkpoint: Checkpoint, part: Part) -> np.ndarray:
+    tensor = checkpoint.read(part.name, part.shape)
+    return tensor if part.rows is None else tensor[slice(*part.rows)]
+
+
+def _refuse_unused(config: DecoderConfig, checkpoint: Checkpoint) -> None:
+    """A bias or a norm that is left out changes every result, so the file must be of another kind.
+
+    Tables of the rotation are not weights; some older files have them.
+    """
+    known = {
+        part.name for _, each in weights(config, range(config.num_layers)) for part in each.parts
+    }
+    for name in checkpoint.names():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is None or name in known or "rotary_emb" in name:
+            continue
+        if int(layer[1]) >= config.num_layers:
+            raise ValueError(
+                f"{checkpoint.directory} has tensor {name}, and config.json only "
+                f"{config.num_layers} layers"
+            )
+        raise ValueError(
+            f"{checkpoint.directory} has tensor {name}, which the model that config.json "
+            "describes does not have"
+        )

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,9 @@ from tvm_pagedkv.cli import main  # noqa: E402
 from tvm_pagedkv.models import DecoderModel  # noqa: E402
 from tvm_pagedkv.models.chat import ChatTemplate, encode_chat  # noqa: E402
 from tvm_pagedkv.models.model import TINY  # noqa: E402
+from tvm_pagedkv.models.registry import FAMILIES  # noqa: E402
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "models.md").read_text(encoding="utf-8")
 
 # In the manner of several families: what their templates use of Jinja.
 TEMPLATES = {
@@ -29,7 +34,9 @@ TEMPLATES = {
 {%- if add_generation_prompt %}<|assistant|>
 {% endif %}""",
     "namespace and macro": """\
-{%- macro turn(role, text) %}{{ '[' ~ role | upper ~ '] ' ~ text ~ eos_token ~ '\\n' }}{% endmacro %}
+{%- macro turn(role, text) %}
+  {{- '[' ~ role | upper ~ '] ' ~ text ~ eos_token ~ '\\n' }}
+{%- endmacro %}
 {%- set ns = namespace(system='none', count=0) -%}
 {%- for m in messages -%}
   {%- if m.role == 'system' -%}{%- set ns.system = m.content -%}{%- continue -%}{%- endif -%}
@@ -55,12 +62,17 @@ CHATS = {
 TOOLS = [{"type": "function", "function": {"name": "now", "description": "The <time>"}}]
 
 
+EOS = {"__type": "AddedToken", "content": "</s>"} | dict.fromkeys(
+    ("lstrip", "normalized", "rstrip", "single_word", "special"), False
+)
+
+
 def directory_with(tmp_path, template, file: str = "tokenizer_config.json", **fields):
     """The included model with a chat template."""
     folder = tmp_path / "model"
     if not folder.exists():
         shutil.copytree(TINY, folder)
-    fields = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, **fields}
+    fields = {"bos_token": "<s>", "eos_token": EOS, **fields}
     if file == "chat_template.jinja":
         (folder / file).write_text(template, encoding="utf-8")
     else:
@@ -144,6 +156,21 @@ def test_command(tmp_path, capfd):
     both = capfd.readouterr().out
     assert "--- prompt 1 ---\nA list is\n\n" in both and "--- prompt 2 ---\nx\n\n" in both
     assert continued.endswith(answer)
+
+
+def test_example_of_the_document(tmp_path, capsys):
+    """The lines of docs/models.md, with the included model."""
+    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    folder = directory_with(tmp_path, TINY_TEMPLATE)
+    variables: dict = {}
+    exec(example.replace("path/to/model", str(folder)), variables)
+    assert re.search(r" (eos|length)\n$", capsys.readouterr().out)
+    assert variables["logits"].shape == (2, 258)
+
+
+def test_the_document_lists_every_family():
+    for architecture in FAMILIES:
+        assert f"| `{architecture}` |" in DOCUMENT
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add = commands.add_parser(
         "generate",
-        help="continue prompts with a Llama",
-        description="Continue prompts with a Llama, several at a time.",
+        help="continue prompts with a language model",
+        description="Continue prompts with a language model (Llama, Mistral, Qwen, Gemma, Phi, "
+        "OLMo), several at a time.",
     )
     add.set_defaults(run=_generate)
     add.add_argument("text", nargs="*", metavar="PROMPT", help="a prompt")
@@ -56,7 +57,13 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
     )
-    add.add_argument("--dtype", help="float32 (default), float16 or bfloat16")
+    add.add_argument(
+        "--chat", action="store_true", help="answer each prompt, by the chat template of the model"
+    )
+    add.add_argument("--system", metavar="TEXT", help="system message before each prompt of a chat")
+    add.add_argument(
+        "--dtype", help="float32, float16 or bfloat16 (default: what the model's config.json says)"
+    )
     add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
     add.add_argument("--temperature", type=float, default=0.7, help="default 0.7; 0: most likely")
     add.add_argument("--top-p", type=float, default=0.95, help="default 0.95")
@@ -163,7 +170,7 @@ def _generate(options: argparse.Namespace) -> None:
     picture = _picture_file(options.draw_pages)
     try:
         from .generation import FinishedEvent, SamplingParams, Statistics, Window, generate
-        from .models import LlamaModel, ParallelLlama
+        from .models import DecoderModel, ParallelModel
     except ModuleNotFoundError as error:
         raise RuntimeError(
             f"{error.name} is not installed; install what this command needs with: "
@@ -171,6 +178,8 @@ def _generate(options: argparse.Namespace) -> None:
         ) from None
     from .page_map import PageMap
 
+    if options.system is not None and not options.chat:
+        raise ValueError("--system needs --chat")
     fullest: deque[PageMap] = deque(maxlen=1)
     params = SamplingParams(
         options.n, options.temperature, options.top_p, options.max_tokens, options.seed
@@ -186,10 +195,10 @@ def _generate(options: argparse.Namespace) -> None:
     if options.speculative and (options.shards, options.stages) != (1, 1):
         raise ValueError("--speculative does not go with --shards and --stages")
     with Progress() as progress:
-        load = LlamaModel.from_pretrained
+        load = DecoderModel.from_pretrained
         if (options.shards, options.stages) != (1, 1):
             load = functools.partial(
-                ParallelLlama.from_pretrained, num_shards=options.shards, stages=options.stages
+                ParallelModel.from_pretrained, num_shards=options.shards, stages=options.stages
             )
         model = load(
             options.model,
@@ -198,11 +207,16 @@ def _generate(options: argparse.Namespace) -> None:
             sliding_window=window is not None,
             progress=progress,
         )
-    if isinstance(model, ParallelLlama):
+    if isinstance(model, ParallelModel):
         _print_workers(model)
+    shown: list[str] = prompts
+    inputs: list = prompts
+    if options.chat:
+        inputs = _chat(model, prompts, options.system)
+        shown = [f"{prompt}\n\n" for prompt in prompts] if len(prompts) * params.n > 1 else [""]
     events = generate(
         model,
-        prompts,
+        inputs,
         params,
         max_total_tokens=options.max_total_tokens,
         prefill_chunk_size=options.chunk,
@@ -212,7 +226,7 @@ def _generate(options: argparse.Namespace) -> None:
         if picture
         else None,
     )
-    with display_of(prompts, params.n) as display:
+    with display_of(shown, params.n) as display:
         for event in events:
             if isinstance(event, Statistics):
                 statistics = event
@@ -223,6 +237,17 @@ def _generate(options: argparse.Namespace) -> None:
     _print_statistics(statistics, model.options.dtype)
     if picture:
         picture.write_text(fullest[0].to_svg(), encoding="utf-8")
+
+
+def _chat(model, prompts: list[str], system: str | None) -> list[list[int]]:
+    """Token ids of conversations that each have one message of the user."""
+    from .models.chat import encode_chat
+
+    before = [] if system is None else [{"role": "system", "content": system}]
+    for index, prompt in enumerate(prompts):
+        if not prompt.strip():
+            raise ValueError(f"prompt {index + 1} is empty")
+    return [encode_chat(model, [*before, {"role": "user", "content": text}]) for text in prompts]
 
 
 def _print_workers(model) -> None:

@@ -31,27 +31,15 @@ class ChatTemplate:
     where : str
         What messages call the template.
 
-    Raises
-    ------
-    RuntimeError
-        Without Jinja, or with one whose sandbox has known holes.
-    ValueError
-        For a template with a mistake in it.
+    It is compiled when it is used first, so that a model runs without Jinja where nobody chats.
     """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str] | None = None, where: str = "template"
     ):
-        import jinja2
-
         self.source, self.where = source, where
         self._special_tokens = dict(special_tokens or {})
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            line = getattr(error, "lineno", None)
-            at = f", line {line}" if line else ""
-            raise ValueError(f"{where}{at}: {error}") from None
+        self._compiled = None
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ChatTemplate | None:
@@ -62,10 +50,8 @@ class ChatTemplate:
 
         Raises
         ------
-        RuntimeError
-            As of the constructor.
         ValueError
-            For a damaged file, a template with a mistake, and for several without a default.
+            For a damaged file, and for several templates without a default.
         """
         directory = Path(directory)
         file = directory / "tokenizer_config.json"
@@ -77,7 +63,9 @@ class ChatTemplate:
             source, where = fields.get("chat_template"), f"{file}: chat_template"
         if source is None:
             return None
-        return cls(_default(source, where), _special_tokens(fields), where)
+        more = directory / "special_tokens_map.json"  # in which older files have these
+        tokens = _special_tokens((read_json(more) if more.is_file() else {}) | fields)
+        return cls(_default(source, where), tokens, where)
 
     def render(
         self,
@@ -103,18 +91,21 @@ class ChatTemplate:
         Raises
         ------
         ValueError
-            For messages without a role, and for those that the template refuses; the text is the
-            template's own.
+            For a template with a mistake in it, for messages without a role, and for those that
+            the template refuses; the text is the template's own.
+        RuntimeError
+            Without Jinja, or with one whose sandbox has known holes.
         """
-        import jinja2
-
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
                 raise ValueError(
                     f"message {index + 1} must have a role of {', '.join(_ROLES)}, got {message!r}"
                 )
+        template = self._compile()
+        from jinja2 import TemplateError
+
         try:
-            return self._template.render(
+            return template.render(
                 **self._special_tokens,
                 messages=[dict(message) for message in messages],
                 tools=None if tools is None else list(tools),
@@ -122,27 +113,46 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
+        except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"{self.where} refuses the messages: {error}") from None
 
+    def _compile(self):
+        if self._compiled is not None:
+            return self._compiled
+        try:
+            import jinja2
+        except ModuleNotFoundError:
+            raise RuntimeError(
+                "chat templates need Jinja: pip install 'tvm-pagedkv[demo]'"
+            ) from None
+        try:
+            self._compiled = _environment().from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"{self.where}, line {error.lineno}: {error.message}") from None
+        return self._compiled
 
-def chat_prompt(template: ChatTemplate | None, text: str, system: str | None = None) -> str:
-    """One message of a user, with a system message before it, as the model is to answer it.
+
+def encode_chat(model, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+    """Token ids of a conversation that the model is to answer: a prompt of `generation.generate`.
+
+    Parameters
+    ----------
+    model : DecoderModel or ParallelModel
+    messages, **variables
+        As `ChatTemplate.render` takes them.
 
     Raises
     ------
     ValueError
         For a model without a template, and as of `ChatTemplate.render`.
     """
-    if template is None:
+    if model.chat_template is None:
         raise ValueError(
             "the model has no chat template (chat_template.jinja, or chat_template in "
-            "tokenizer_config.json); continue its text without --chat"
+            "tokenizer_config.json), so it can only continue texts"
         )
-    messages = [{"role": "user", "content": text}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return template.render(messages)
+    text = model.chat_template.render(messages, **variables)
+    return model.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _default(source: Any, where: str) -> str:

@@ -148,6 +148,8 @@ def test_ends_of_a_text(own, of_generation, ids, tmp_path):
         ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128},
          "Qwen3MoeForCausalLM is not supported: mixture-of-experts models are not there yet; sup"),
         ({"architectures": ["MixtralForCausalLM"]}, "mixture-of-experts models are not there yet"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"a": 1}},
+         "models with encoders of pictures or sound are not there yet"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 8, "kv_lora_rank": 4},
          r"mixture-of-experts models and models with multi-head latent attention \(MLA\) are not"),
         ({"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}},

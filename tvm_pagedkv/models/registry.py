@@ -33,6 +33,7 @@ _BY_MODEL_TYPE = {model_type: reader for model_type, reader in FAMILIES.values()
 _NOT_YET = {
     "mixture-of-experts models": ("num_local_experts", "num_experts", "n_routed_experts"),
     "models with multi-head latent attention (MLA)": ("kv_lora_rank",),
+    "models with encoders of pictures or sound": ("vision_config", "audio_config"),
 }
 
 

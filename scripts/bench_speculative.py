@@ -24,7 +24,7 @@ os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 from random_llama import write_random_llama  # noqa: E402
 
 from tvm_pagedkv.generation import FinishedEvent, SamplingParams, Statistics, generate  # noqa: E402
-from tvm_pagedkv.models import LlamaModel  # noqa: E402
+from tvm_pagedkv.models import DecoderModel  # noqa: E402
 
 PROMPTS = {
     "repetitive": "".join(
@@ -45,7 +45,7 @@ LARGE = {
 }
 
 
-def run(model: LlamaModel, prompt: str, num_tokens: int, speculative: int):
+def run(model: DecoderModel, prompt: str, num_tokens: int, speculative: int):
     """Tokens of a greedy continuation, and the statistics."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens)
     tokens = ()
@@ -57,7 +57,7 @@ def run(model: LlamaModel, prompt: str, num_tokens: int, speculative: int):
     raise AssertionError
 
 
-def compare(model: LlamaModel, prompt: str, plain: tuple, drafted: tuple) -> str:
+def compare(model: DecoderModel, prompt: str, plain: tuple, drafted: tuple) -> str:
     """Whether the texts are the same, or else the gap between the two logits where they part."""
     if plain == drafted:
         return "same text"
@@ -70,7 +70,7 @@ def compare(model: LlamaModel, prompt: str, plain: tuple, drafted: tuple) -> str
     return f"parts at token {same}, logits {gap:.1g} apart"
 
 
-def measure(model: LlamaModel, label: str, arguments: argparse.Namespace) -> None:
+def measure(model: DecoderModel, label: str, arguments: argparse.Namespace) -> None:
     """Print a line for each prompt and number of drafts."""
     for name, prompt in PROMPTS.items():
         for drafts in arguments.drafts:
@@ -110,7 +110,7 @@ def main() -> None:
         places = {"tiny": None, "random": folder}
         for name in arguments.models:
             for dtype in arguments.dtypes:
-                model = LlamaModel.from_pretrained(places.get(name, name), dtype)
+                model = DecoderModel.from_pretrained(places.get(name, name), dtype)
                 measure(model, f"{Path(name).name} {dtype}", arguments)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tvm_pagedkv.disaggregated import serve_prefill
 from tvm_pagedkv.generation import FinishedEvent, SamplingParams, Statistics, generate
-from tvm_pagedkv.models import LlamaModel
+from tvm_pagedkv.models import DecoderModel
 from tvm_pagedkv.transfer import NixlChannel, SharedMemoryChannel
 from tvm_pagedkv.transfer.nixl import use_loopback
 
@@ -24,7 +24,7 @@ def prefill_process(transport: str, address: str, directory: str | None, dtype: 
     """Load the model, then compute what the other process asks for."""
     if transport == "nixl":
         use_loopback()
-    model = LlamaModel.from_pretrained(directory, dtype)
+    model = DecoderModel.from_pretrained(directory, dtype)
     count = serve_prefill(model, CHANNELS[transport].connect(address))
     print(f"prefill process: computed {count} prompts")
 
@@ -44,7 +44,7 @@ def main() -> None:
         use_loopback()
     params = SamplingParams(n=options.n, max_tokens=options.max_tokens, seed=options.seed)
 
-    model = LlamaModel.from_pretrained(options.model, options.dtype, progress=print)
+    model = DecoderModel.from_pretrained(options.model, options.dtype, progress=print)
     with tempfile.TemporaryDirectory() as directory:
         address = str(Path(directory) / "prefill")
         process = multiprocessing.get_context("spawn").Process(

@@ -67,8 +67,8 @@ def test_creation_from_five_shapes_of_one_number(model, has_windows):
 
 def test_another_page_size_than_the_compiled_one(model):
     message = (
-        r"compiled for pages of 16 slots, but page_size is 32: create the cache with page_size 16, or "
-        r"compile the model with kernel_page_size=32"
+        r"compiled for pages of 16 slots, but page_size is 32: create the cache with page_size "
+        r"16, or compile the model with kernel_page_size=32"
     )
     with pytest.raises(ValueError, match=message):
         model["create"](*(Shape([n]) for n in (3, 100, 32, 32, 0)))

@@ -132,7 +132,7 @@ def write_bundle(
         }
         if not bare:
             architectures = {each["architecture"] for each in described}
-            manifest["libraries"] = add_libraries(built, architectures, folders)
+            manifest["libraries"] = _add_libraries(built, architectures, folders)
         if for_gpus and not bare:
             manifest["libraries"][_own_architecture()] += _add_cuda_libraries(built)
         manifest["files"] = {
@@ -219,23 +219,9 @@ def _as_json(value: Any) -> Any:
     return value
 
 
-def add_libraries(
+def _add_libraries(
     folder: Path, architectures: set[str], folders: Mapping[str, Path]
 ) -> dict[str, list[str]]:
-    """Copy the libraries that run kernels to ``lib/ARCHITECTURE``, where they are to be had.
-
-    Parameters
-    ----------
-    folder : Path
-    architectures : set of str
-    folders : architecture -> Path
-        Where libraries lie; those of this machine's architecture are the ones in use.
-
-    Returns
-    -------
-    dict
-        Of each architecture the libraries, as paths within `folder`.
-    """
     own = _own_architecture()
     added = {}
     for each in sorted(architectures):

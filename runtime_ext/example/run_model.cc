@@ -35,6 +35,7 @@ namespace ffi = tvm::ffi;
 
 namespace {
 
+using Map = ffi::Map<ffi::String, ffi::Any>;
 using Tokens = std::vector<int32_t>;
 
 constexpr DLDevice kCpu{kDLCPU, 0};
@@ -77,7 +78,7 @@ class Model {
     std::ifstream file(folder + "/model.json");
     if (!file) throw std::runtime_error("there is no " + folder + "/model.json");
     const std::string text{std::istreambuf_iterator<char>(file), {}};
-    const auto about = ffi::json::Parse(text).cast<ffi::Map<ffi::String, ffi::Any>>();
+    const auto about = ffi::json::Parse(text).cast<Map>();
     for (int64_t token : about["eos_token_ids"].cast<ffi::Array<int64_t>>()) {
       end_of_text_.insert(static_cast<int32_t>(token));
     }
@@ -87,9 +88,13 @@ class Model {
     weights_ = Find("vm.builtin.param_array_from_cache")("weight", -1);
     Find("vm.builtin.tensor_cache.clear")();
 
-    const ffi::Shape no_transfer{0};
-    cache_ = Call("create_kv_cache", ffi::Shape{max_num_sequences}, ffi::Shape{max_total_tokens},
-                  ffi::Shape{prefill_chunk_size}, no_transfer);
+    // Capacities are free; all else is what the kernels were compiled for.
+    Map bundle = Find("pagedkv.load_bundle")(ffi::String(folder), nullptr, nullptr).cast<Map>();
+    Map config = bundle["config"].cast<Map>();
+    config.Set("max_num_sequences", max_num_sequences);
+    config.Set("max_total_tokens", max_total_tokens);
+    config.Set("prefill_chunk_size", prefill_chunk_size);
+    cache_ = Find("pagedkv.create")(config, bundle["kernels"], kCpu);
   }
 
   bool IsEndOfText(int32_t token) const { return end_of_text_.count(token) != 0; }

@@ -6,14 +6,14 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from tvm.contrib import tvmjs
 
-from ..bundle_writer import add_libraries, architecture
-from .model import LlamaModel
+from ..bundle_writer import write_bundle
+from .model import DecoderModel
+from .options import cache_config
 
 MODEL, WEIGHTS, ABOUT = "model.so", "weights", "model.json"
 
@@ -29,15 +29,15 @@ def export_model(
 ) -> Path:
     """Write a folder with a compiled model, its weights and the libraries that run them.
 
-    The folder has ``model.so`` (the functions of `llama.Llama`), ``weights/`` (as TVM's tensor
-    cache, named ``weight_0``, ``weight_1``, ...), ``model.json`` (its ``vocab_size``, ``dtype`` and
-    ``eos_token_ids``), ``tokenizer.json`` and ``lib/``. ``runtime_ext/example/run_model.cc`` is a
-    program that runs it.
+    The folder is a bundle of the cache's kernels, which also has ``model.so`` (the functions of
+    `decoder.Decoder`), ``weights/`` (as TVM's tensor cache, named ``weight_0``, ``weight_1``, ...),
+    ``model.json`` (its ``vocab_size``, ``dtype`` and ``eos_token_ids``) and ``tokenizer.json``.
+    ``runtime_ext/example/run_model.cc`` is a program that runs it.
 
     Parameters
     ----------
     directory, dtype, page_size
-        As `LlamaModel.from_pretrained` takes them.
+        As `DecoderModel.from_pretrained` takes them.
     path : str or Path
         A folder that does not exist, or is empty.
     target : str, optional
@@ -52,36 +52,30 @@ def export_model(
 
     Raises
     ------
-    ValueError
-        For a folder with something in it, and as `LlamaModel.from_pretrained` does.
+    ValueError, RuntimeError
+        As `write_bundle` and `DecoderModel.from_pretrained`.
     FileNotFoundError
         Where the directory or one of its files is missing.
     """
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"a model needs a folder of its own, and {path} is not empty")
-    model = LlamaModel.from_pretrained(
+    model = DecoderModel.from_pretrained(
         directory, dtype, page_size=page_size, target=target, progress=progress
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".model-", dir=path.parent) as scratch:
-        built = Path(scratch) / "model"
-        built.mkdir()
-        shutil.copyfile(model.library, built / MODEL)
-        named = {f"weight_{i}": weight for i, weight in enumerate(model.parameters)}
-        with contextlib.redirect_stdout(None):  # it tells how many files it wrote
-            tvmjs.dump_tensor_cache(
-                named, str(built / WEIGHTS), encode_format="raw", show_progress=False
-            )
-        about = {
-            "vocab_size": model.config.vocab_size,
-            "dtype": model.options.dtype,
-            "eos_token_ids": list(model.config.eos_token_ids),
-        }
-        (built / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
-        model.tokenizer.save(str(built / "tokenizer.json"))
-        add_libraries(built, {architecture(model.options.target)}, {})
-        if path.exists():
-            path.rmdir()
-        built.rename(path)
+    config = cache_config(model.config, model.options)
+    write_bundle(config, path, [model.options.target], progress=progress)
+    shutil.copyfile(model.library, path / MODEL)
+    named = {f"weight_{i}": weight for i, weight in enumerate(model.parameters)}
+    with contextlib.redirect_stdout(None):  # it tells how many files it wrote
+        tvmjs.dump_tensor_cache(
+            named, str(path / WEIGHTS), encode_format="raw", show_progress=False
+        )
+    model.tokenizer.save(str(path / "tokenizer.json"))
+    about = {
+        "vocab_size": model.config.vocab_size,
+        "dtype": model.options.dtype,
+        "eos_token_ids": list(model.config.eos_token_ids),
+    }
+    (path / ABOUT).write_text(json.dumps(about, indent=1) + "\n")  # last: the folder is whole
     return path

@@ -6,7 +6,7 @@ import time
 
 from worker import serve
 
-from tvm_pagedkv.models import LlamaModel
+from tvm_pagedkv.models import DecoderModel
 
 CHUNK = 512
 
@@ -15,7 +15,7 @@ class Ours:
     """A model and its cache; one sequence."""
 
     def __init__(self, directory: str, dtype: str, num_positions: str):
-        self.model = LlamaModel.from_pretrained(directory, dtype)
+        self.model = DecoderModel.from_pretrained(directory, dtype)
         self.cache = self.model.create_cache(1, int(num_positions), CHUNK)
 
     def prefill(self, tokens: list[int]) -> tuple[float, int]:

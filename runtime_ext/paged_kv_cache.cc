@@ -161,9 +161,7 @@ std::vector<int64_t> PagedKVCacheObj::InitialArraySizes() const {
   sizes[kTreeOrderIndptr] = num_sequences + 1;
   sizes[kQueryIndptr] = num_sequences + 1;
   sizes[kQueryPositions] = num_rows;
-  const bool may_count_text =
-      config_.has_sequence_windows && config_.rope_mode != RopeMode::kInline;
-  sizes[kTextPositions] = may_count_text ? num_rows : 0;
+  sizes[kTextPositions] = num_rows;
   sizes[kPastLengths] = num_sequences;
   for (int32_t g = 0; g < table_.num_groups(); ++g) {
     sizes[ArrayIndex(g, kPageIndptr)] = num_sequences + 1;

@@ -317,9 +317,8 @@ class KVCacheConfig:
             if s.kind != "linear"
         }
         arrays = [2 * num_rows, num_sequences + 1]  # of token trees
-        arrays += [num_sequences + 1, num_rows, num_sequences]
-        if self.sliding_window and any(s.rope.mode != "inline" for s in layers):
-            arrays.append(num_rows)  # positions in the text
+        arrays += [num_sequences + 1, num_sequences]
+        arrays += [num_rows, num_rows]  # positions, within sequences and in the text
         for spec in groups.values():
             arrays += [num_sequences + 1, self.num_pages_of(spec)]
             length_rows = 4 if self.sliding_window and spec.window is None else 1

@@ -289,6 +289,37 @@ void TestTrees() {
   table.CheckIntegrity();
 }
 
+/*! \brief What a K is rotated by counts the whole text; the row is one of its window. */
+void TestPositionsInTheText() {
+  SequenceTable table(4, 4, {16});
+  ForwardPlan plan(&table, 64);
+  for (int64_t id : {0, 1}) table.Add(id);
+  CHECK_RAISES("ValueError", "at least 2 more than its sinks (2)",
+               table.EnableWindow(0, 3, 2, /*counts_row=*/true));
+  table.EnableWindow(0, 8, 2, /*counts_row=*/true);
+  Step(&plan, {0, 1}, {20, 5});
+  plan.Finish();
+  table.CheckIntegrity();
+  CHECK_EQUAL(table.At(0).length, 7);
+  CHECK_EQUAL(table.At(0).window.num_dropped, 13);
+
+  Prepare(&plan, {1, 0}, {1, 3});
+  plan.RequireTextPositions();
+  plan.Acquire();
+  Ints positions(4), windows(6);
+  plan.FillQueryPositions(positions.data());
+  CHECK_EQUAL(positions, (Ints{5, 7, 8, 9}));
+  plan.FillTextPositions(positions.data());
+  CHECK_EQUAL(positions, (Ints{5, 20, 21, 22}));
+  plan.FillWindows(0, windows.data());
+  CHECK_EQUAL(windows[5], 5);  // positions that a row sees besides the sinks and itself
+  plan.Release();
+  CHECK_RAISES("ValueError", "at most 6 rows", {
+    Prepare(&plan, {0}, {7});
+    plan.RequireRowsSeeEachOther("self_attention");
+  });
+}
+
 }  // namespace pagedkv
 
 int main() {
@@ -299,5 +330,6 @@ int main() {
   pagedkv::TestArraysOfAWindow();
   pagedkv::TestSegments();
   pagedkv::TestTrees();
+  pagedkv::TestPositionsInTheText();
   return 0;
 }

@@ -213,7 +213,7 @@ void CacheConfig::KeepStage(std::vector<int64_t> layer_indptr, std::optional<int
   layers = std::move(kept);
 }
 
-void CacheConfig::Validate() const {
+void CacheConfig::CheckSizes() const {
   CheckRange("max_num_sequences", max_num_sequences, 1, kInt32Max);
   CheckRange("prefill_chunk_size", prefill_chunk_size, 1, kInt32Max);
   CheckRange("page_size", page_size, 1, kMaxPageSize);
@@ -222,8 +222,11 @@ void CacheConfig::Validate() const {
   }
   // Slots are int32, those of a last page that is not full included.
   const int64_t num_extra_slots = (num_spare_pages + num_reserved_pages) * page_size;
-  CheckRange("max_total_tokens", max_total_tokens, 1,
-             std::max<int64_t>(kInt32Max - kMaxPageSize - num_extra_slots, 1));
+  CheckRange("max_total_tokens", max_total_tokens, 1, kInt32Max - kMaxPageSize - num_extra_slots);
+}
+
+void CacheConfig::Validate() const {
+  CheckSizes();
   if (kernel_sets.empty()) Raise(kValueError, "a cache needs at least one set of kernels");
   for (const LayerConfig& layer : layers) {
     CheckLayer(layer);

@@ -122,6 +122,7 @@ struct CacheConfig {
   void KeepStage(std::vector<int64_t> layer_indptr, std::optional<int64_t> index);
   /*! \brief Without a rotation, theta and scale are whatever the caller had at hand. */
   void ForgetUnusedRope();
+  void CheckSizes() const;
   void Validate() const;
 };
 

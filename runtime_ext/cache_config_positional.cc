@@ -215,6 +215,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
 
   result.ignores_sequence_windows = Holds(kinds, {3});
   result.has_sequence_windows = has_windows && !result.ignores_sequence_windows;
+  result.CheckSizes();
   GiveSparePages(&result);
   const bool has_mha = Holds(kinds, {0, 3}), has_mla = Holds(kinds, {1});
   const bool is_mixed = has_mha && has_mla;

@@ -82,7 +82,11 @@ CREATION = {
     "heads_zero": (ValueError, "num_kv_heads", {"layers": [{**LAYER, "num_kv_heads": 0}]}),
     "v_head_dim": (ValueError, "v_head_dim", {"layers": [{**LAYER, "v_head_dim": 4}]}),
     "kernel_set": (ValueError, "kernel_set", {"layers": [{**LAYER, "kernel_set": 1}]}),
-    "theta": (ValueError, "rope_theta", {"layers": [{**LAYER, "rope_theta": 0.0}]}),
+    "theta": (
+        ValueError,
+        "rope_theta",
+        {"layers": [{**LAYER, "rope_theta": 0.0}], "rope_mode": 1},
+    ),
     "layer_field": (ValueError, "unknown field 'size'", {"layers": [{**LAYER, "size": 1}]}),
 }
 

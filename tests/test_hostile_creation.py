@@ -105,7 +105,9 @@ def creation_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for field, values in LAYER_FIELDS.items():
         for name, value in values.items():
             layers = [LAYER, LAYER | {field: made(value)}]
-            yield f"layer {field}: {name}", case(make_config(layers=layers))
+            mode = int(field.startswith("rope"))  # without a rotation any number will do
+            config = make_config(layers=layers, rope_mode=mode)
+            yield f"layer {field}: {name}", case(config)
     for field in ("window", "v_head_dim", "num_kv_heads"):
         yield f"mla {field}", case(make_config(layers=[MLA_LAYER | {field: 25}]), MLA_KERNELS)
     for name, value in KERNEL_MAPS.items():
@@ -171,6 +173,8 @@ POSITIONAL = {
         "none": None, "few": Shape([4, 64, 16]), "empty": Shape([]), "zeros": Shape([0] * 5),
         "negative": Shape([-1] * 5), "high": Shape([2**63 - 1] * 5), "text": "x",
         "wide": Shape([2**32 + 4, 64, 16, 16, 0]), "page": Shape([4, 64, 16, 12, 0]),
+        "no_page": Shape([4, 64, 16, 0, 1]), "windows": Shape([2**31 - 1, 64, 16, 16, 1]),
+        "no_step": Shape([0, 64, 0, 16, 1]), "last": Shape([4, 2**31 - 257, 16, 16, 0]),
     },
     "layers": {
         "none": None, "one": Shape([0]), "empty": Shape([]), "backward": Shape([2, 0]),
@@ -211,7 +215,8 @@ def test_hostile_positional_creation(runtime):
     def cases():
         for name, values in POSITIONAL.items():
             for which, value in values.items():
-                args = positional(**{name: made(value)})
+                mode = {"mode": 1} if name in ("scale", "theta") else {}
+                args = positional(**mode, **{name: made(value)})
                 yield f"{name}: {which}", lambda a=args: refused(ERRORS, create, *a)
         for count in (0, 1, 27):
             yield f"{count} arguments", lambda n=count: refused(ERRORS, create, *positional()[:n])

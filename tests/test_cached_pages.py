@@ -82,12 +82,12 @@ def test_cached_pages_count_as_available():
 
 
 def test_reclaimed_pages_are_an_error_that_changes_nothing():
-    pair = Pair((6, 0), max_total_tokens=64, max_num_sequences=2)
-    text_of(pair, 0, 32, 12)  # the first group keeps positions from 20 on
-    pair.fork(0, 1, 12)
-    pair.step([1], [18])  # takes the pages of positions 0 to 3
+    pair = Pair((6,), max_total_tokens=64, max_num_sequences=2)
+    text_of(pair, 0, 32, 12)  # keeps positions from 20 on; five pages are free
+    pair.fork(0, 1, 12)  # holds positions from 4 on
+    pair.step([1], [24])  # takes the free pages and that of positions 0 to 3
     before = snapshot(pair.cache, [0, 1])
-    assert pair.cache.stats()["groups"][0]["num_reclaimed_pages"] > 0
+    assert pair.cache.stats()["num_reclaimed_pages"] == 1
     where = r"sequence 0 \(length 44\) at position 5: layers with a window of 6 would see "
     where += rf"position 0 next, but the pages of positions 0 to 3 {RECLAIMED}; "
     with pytest.raises(ValueError, match=rf"cannot pop {where}pop at position 9 or later, append"):
@@ -136,11 +136,11 @@ def test_an_aborted_step():
 def test_a_step_that_cannot_begin_reclaims_nothing():
     pair = Pair((6,), max_total_tokens=64, max_num_sequences=2)
     text_of(pair, 0, 32, 28)
-    pair.fork(0, 1)
+    text_of(pair, 1, 16)
     before = snapshot(pair.cache, [0, 1]), pair.cache.cached_pages()
-    with pytest.raises(pkv.CacheFullError, match="needs .* of 16 are available"):
-        pair.cache.begin_forward([0, 1], [16, 32 - 16])
-        pair.cache.begin_forward([0], [48])
+    assert len(before[1]) == 6
+    with pytest.raises(pkv.CacheFullError, match="needs 8 pages, but 6 of 16 are available"):
+        pair.cache.begin_forward([0, 1], [16, 16])
     pair.cache.check_integrity()
     assert (snapshot(pair.cache, [0, 1]), pair.cache.cached_pages()) == before
 

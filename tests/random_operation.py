@@ -22,6 +22,7 @@ class Operation(ABC):
 
     weight = 1.0
     needs_pages = False  # whether a CacheFullError may come
+    gives_pages_back = False  # whether it takes pages in a first call, before another one may fail
 
     def outcomes(self, world: World) -> set[str]:
         """What every run must see: "done", "refused", "full" or "a kernel fails"."""

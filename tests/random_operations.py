@@ -79,6 +79,12 @@ def may_be_gone(world: World, seq_id: int, length: int) -> bool:
     return any(kept.may_be_gone(seq_id, text_length, number) for kept, number in groups)
 
 
+def pick_to_go_back(world: World) -> int:
+    """A sequence; where there are windows, often one that is much longer than these."""
+    is_long = any(kept.window for kept in world.kept) and world.chance(0.4)
+    return max(world.ids, key=world.length) if is_long else world.pick()
+
+
 def outcomes_of_windows(world: World) -> set[str]:
     """A fork or pop further back than a window, with and without success."""
     return {"further back", "reclaimed"} if any(kept.window for kept in world.kept) else set()
@@ -98,7 +104,7 @@ class Fork(Operation):
     def draw(self, world: World) -> Any:
         if not world.ids or (world.is_crowded and world.chance(0.9)):
             return None
-        parent = world.pick()
+        parent = pick_to_go_back(world)
         most = world.length(parent) if world.chance(0.1) else world.committed_length(parent)
         return parent, world.new_id(), int(world.rng.integers(-1, most + 1))
 
@@ -138,8 +144,8 @@ class Pop(Operation):
     def draw(self, world: World) -> Any:
         if not world.ids:
             return None
-        seq_id = world.pick()
-        most = int(world.rng.integers(0, 8 if world.chance(0.6) else 40))
+        seq_id = pick_to_go_back(world)
+        most = int(world.rng.integers(0, 8 if world.chance(0.6) else 80))
         return seq_id, min(int(world.rng.integers(0, world.length(seq_id) + 1)), most)
 
     def refusal(self, world: World, args: Any) -> type[Exception] | None:

@@ -41,6 +41,8 @@ class Step(Operation):
         if not ids:
             return None
         batch = draw_batch(world, ids)
+        if any(kept.window for kept in world.kept) and world.chance(0.25):
+            batch = [max(ids, key=world.length)]  # windows slide over long sequences
         lengths = draw_lengths(world, batch)
         return batch, lengths, None, self.draw_layers(world, batch, lengths, has_trees=False)
 

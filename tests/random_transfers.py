@@ -50,7 +50,7 @@ class Arguments(NamedTuple):
 class Transfer(Operation):
     """Receives what a sequence of the other cache has beyond the length of one of this cache."""
 
-    weight, needs_pages = 0.12, True
+    weight, needs_pages, gives_pages_back = 0.12, True, True
 
     def outcomes(self, world: World) -> set[str]:
         return {"done", "refused", "full"}

@@ -354,7 +354,7 @@ class World:
         except Exception as error:
             self._check_error(operation, error, refusal, may_be_gone)
             after = self.state()
-            if isinstance(error, KernelFails):
+            if operation.gives_pages_back or isinstance(error, KernelFails):
                 before, after = map(without_reclaiming, (before, after))
             assert after == before, f"{name} {args} failed, but has changed the cache"
             if isinstance(error, pkv.CacheFullError):

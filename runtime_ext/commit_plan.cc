@@ -47,17 +47,14 @@ void CommitPlan::Prepare(IntSpan sequence_ids, IntSpan leaves) {
 
 void CommitPlan::Acquire() {
   try {
-    for (const Item& item : items_) {
-      const auto path_length = static_cast<int64_t>(item.path.size());
-      if (item.num_in_place == path_length) continue;
-      const int64_t first = item.sequence->committed_length();
-      std::vector<PageCopy> copies =
-          table_->AcquireCopies(item.sequence, first + item.num_in_place, first + path_length);
-      try {
-        copies_.insert(copies_.end(), copies.begin(), copies.end());
-      } catch (...) {
-        table_->ReleaseCopies(copies, /*were_made=*/false);
-        throw;
+    // Histories are spared with what all shared pages leave.
+    for (const CopiesOf which : {CopiesOf::kSharedPages, CopiesOf::kKeptPages}) {
+      for (const Item& item : items_) {
+        const auto path_length = static_cast<int64_t>(item.path.size());
+        if (item.num_in_place == path_length) continue;
+        const int64_t first = item.sequence->committed_length();
+        table_->AcquireCopies(item.sequence, first + item.num_in_place, first + path_length, which,
+                              &copies_);
       }
     }
   } catch (...) {

@@ -12,26 +12,39 @@ namespace pagedkv {
 
 std::vector<PageCopy> SequenceTable::AcquireCopies(Sequence* sequence, int64_t begin, int64_t end) {
   std::vector<PageCopy> copies;
+  try {
+    AcquireCopies(sequence, begin, end, CopiesOf::kSharedPages, &copies);
+    AcquireCopies(sequence, begin, end, CopiesOf::kKeptPages, &copies);
+  } catch (...) {
+    ReleaseCopies(copies, /*were_made=*/false);
+    throw;
+  }
+  return copies;
+}
+
+void SequenceTable::AcquireCopies(Sequence* sequence, int64_t begin, int64_t end, CopiesOf which,
+                                  std::vector<PageCopy>* copies) {
+  std::vector<PageCopy> more;
   for (int32_t g = 0; g < num_groups(); ++g) {
-    const size_t first = copies.size();
-    auto num_needed = [&] { return static_cast<int64_t>(copies.size() - first); };
+    const size_t first = more.size();
+    auto num_needed = [&] { return static_cast<int64_t>(more.size() - first); };
     const int64_t last = PageIndex(*sequence, g, end - 1);
-    // First those that other sequences own, then those that their histories note, if there is room.
-    for (const bool is_shared : {true, false}) {
-      for (int64_t index = PageIndex(*sequence, g, begin); index <= last; ++index) {
-        const int32_t page = sequence->pages[g][index];
-        if ((pools_[g].RefCount(page) > 1) != is_shared || !ShouldCopy(g, page, num_needed())) {
-          continue;
-        }
-        const int64_t text_length = sequence->window.TextLength(sequence->length);
-        auto used = std::min<int64_t>(page_size_, text_length - PageBegin(*sequence, g, index));
-        copies.push_back({sequence, g, index, page, -1, static_cast<int32_t>(used)});
-      }
+    for (int64_t index = PageIndex(*sequence, g, begin); index <= last; ++index) {
+      const int32_t page = sequence->pages[g][index];
+      const bool is_shared = pools_[g].RefCount(page) > 1;
+      if (is_shared != (which == CopiesOf::kSharedPages)) continue;
+      if (!ShouldCopy(g, page, num_needed())) continue;
+      const int64_t text_length = sequence->window.TextLength(sequence->length);
+      auto used = std::min<int64_t>(page_size_, text_length - PageBegin(*sequence, g, index));
+      more.push_back({sequence, g, index, page, -1, static_cast<int32_t>(used)});
     }
     if (num_needed() > pools_[g].num_available()) RaiseFull(g, num_needed());
   }
-  for (PageCopy& copy : copies) copy.destination = pools_[copy.group].Allocate();
-  return copies;
+  copies->reserve(copies->size() + more.size());  // the last step that may throw
+  for (PageCopy& copy : more) {
+    copy.destination = pools_[copy.group].Allocate();
+    copies->push_back(copy);
+  }
 }
 
 void SequenceTable::ReleaseCopies(const std::vector<PageCopy>& copies, bool were_made) noexcept {

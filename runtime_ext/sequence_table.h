@@ -79,6 +79,9 @@ struct PageCopy {
   int32_t length;  // slots in use
 };
 
+/*! \brief Pages that other sequences own, or that only their histories note. */
+enum class CopiesOf { kSharedPages, kKeptPages };
+
 /*! \brief Page lists of a sequence with room for the rows that it is to receive. */
 struct ReceivePlan {
   Sequence* sequence;
@@ -184,11 +187,16 @@ class SequenceTable {
   void FinishImport(int64_t id);
   int64_t num_importing() const;
 
+  // Copies before a write, in sequence_copies.cc.
   /*!
-   * \brief Takes a page for every shared page that holds a position of [begin, end).
+   * \brief Takes a page for every shared page that holds a position of [begin, end), and then for
+   *   the kept ones as long as there is room.
    * \throws Error (CacheFullError).
    */
   std::vector<PageCopy> AcquireCopies(Sequence* sequence, int64_t begin, int64_t end);
+  /*! \brief The same for one kind of pages, added to `copies`. \throws Error (CacheFullError). */
+  void AcquireCopies(Sequence* sequence, int64_t begin, int64_t end, CopiesOf which,
+                     std::vector<PageCopy>* copies);
   /*! \param were_made Whether something may have been written to the copies. */
   void ReleaseCopies(const std::vector<PageCopy>& copies, bool were_made) noexcept;
   /*! \brief Puts the copies in the place of their sources. */

@@ -48,7 +48,7 @@ class KVCache(CacheInspection, tvm_ffi.Object):
     def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
         """Add `child_id`, which shares the first `fork_pos` positions of its parent (-1: all).
 
-        A ValueError where a layer with a window no longer has what it would see from there.
+        A ValueError where pages that a layer's window would see there have been reclaimed.
         """
         ids = as_int("parent_id", parent_id), as_int("child_id", child_id)
         global_function(STATE + "fork_sequence")(self, *ids, as_int("fork_pos", fork_pos))
@@ -56,13 +56,13 @@ class KVCache(CacheInspection, tvm_ffi.Object):
     def pop_n(self, seq_id: int, n: int) -> None:
         """Drop the last `n` positions of a sequence.
 
-        Layers with a window let the last 16 positions be popped, and more as long as they still
-        have what they would see then: otherwise a ValueError.
+        Layers with a window let the last 16 positions be popped, and more unless the pages that
+        they would see then have been reclaimed: a ValueError.
         """
         global_function(STATE + "popn")(self, as_int("seq_id", seq_id), as_int("n", n))
 
     def clear(self) -> None:
-        """Remove all sequences."""
+        """Remove all sequences and give up all cached pages."""
         global_function(STATE + "clear")(self)
 
     def enable_sliding_window(self, seq_id: int, window: int, sink: int = 0) -> None:

@@ -262,7 +262,8 @@ def test_tokenizer_of_another_model(directory):
 def test_a_layer_of_each_kind_has_its_own_cache_rows():
     """Windows keep few pages; what else decides the kernels is the same."""
     from tvm_pagedkv.build import resolve_target
-    from tvm_pagedkv.models.options import BuildOptions, cache_config
+    from tvm_pagedkv.models.caches import cache_config
+    from tvm_pagedkv.models.options import BuildOptions
 
     config = config_of("Gemma2ForCausalLM", head_dim=16, sliding_window=32)
     options = BuildOptions("float32", 16, resolve_target())

@@ -110,6 +110,16 @@ class DecoderConfig:
         is_longrope = scaling.get("rope_type") == "longrope"
         return scaling["original_max_position_embeddings"] if is_longrope else None
 
+    def without_cache(self) -> DecoderConfig:
+        """The configuration with defaults for all that the code of the model does not depend on.
+
+        That is what the cache does with K and V, and what the host decides about texts.
+        """
+        layers = (LayerSpec(),) * self.num_layers
+        plain = DecoderConfig(self.vocab_size, 1, 1, 1, 1, 1, layers)
+        names = ("context_length", "attention_softcap", "longest_text", "eos_token_ids", "dtype")
+        return replace(self, layers=layers, **{name: getattr(plain, name) for name in names})
+
     @classmethod
     def from_directory(cls, directory: str | Path) -> DecoderConfig:
         """Read ``config.json`` and ``generation_config.json``, which may name more ends of a text.

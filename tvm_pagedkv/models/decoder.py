@@ -26,7 +26,7 @@ class Decoder(nn.Module):
 
     Of several pipeline stages, the first has `embed` and the last `prefill` and `decode`, over its
     own layers; the others have ``hidden(x, cache)`` -> x. The cache is one of
-    `options.cache_config`.
+    `caches.Caches`.
     """
 
     def __init__(self, config: DecoderConfig, options: BuildOptions):

@@ -14,16 +14,16 @@ from tvm.target import Target
 
 import tir_kernels
 
-from ..build import build_libraries, resolve_target
+from ..build import resolve_target
 from ..cache import KVCache
 from ..config import DTYPES
-from ..create import create
 from ..disk_cache import code_versions, library_file, load_library
+from .caches import Caches, cache_config, compile_kernels
 from .chat import ChatTemplate
 from .checkpoint import Checkpoint
 from .config import DecoderConfig
 from .decoder import build_module
-from .options import BuildOptions, cache_config
+from .options import BuildOptions
 from .tokens import check_batch, check_tokens
 from .weights import load_parameters
 
@@ -56,6 +56,7 @@ class DecoderModel:
         self.config, self.options, self.tokenizer = config, options, tokenizer
         self.chat_template = chat_template
         self.library, self.parameters = library, parameters
+        self._caches = Caches(config, options)
         self._vm = relax.VirtualMachine(load_library(library), tvm.cpu())
         names = ("embed", "prefill", "decode")
         self._embed, self._prefill, self._decode = (self._vm[name] for name in names)
@@ -130,14 +131,11 @@ class DecoderModel:
             length, as a text that ends up there needs it. Otherwise a step takes them when it ends
             there, and what the cache holds keeps the factors that it was rotated by.
         """
-        config = cache_config(
-            self.config,
-            self.options,
+        return self._caches.create(
             (max_num_sequences, max_total_tokens, prefill_chunk_size),
             enable_kv_transfer=enable_kv_transfer,
             long_texts=long_texts,
         )
-        return create(config, self.options.target)
 
     def prefill(
         self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
@@ -288,7 +286,7 @@ def executable_file(
         progress(f"compiled in {time.perf_counter() - start:.1f} s")
         return built
 
-    # The kernels of its caches, so that these need not wait for them.
-    build_libraries(cache_config(config, options), options.target, progress)
+    compile_kernels(config, options, progress)
     versions = code_versions(*_SOURCES)
-    return library_file([repr(config), repr(options), *versions], compile_model)
+    key = [repr(config.without_cache()), repr(options), *versions]
+    return library_file(key, compile_model)

@@ -21,13 +21,13 @@ from tvm import relax
 
 from ..build import resolve_target
 from ..cache import KVCache
-from ..create import create
 from ..disco import Worker, current_worker
 from ..disk_cache import load_library
+from .caches import Caches
 from .checkpoint import Checkpoint
 from .config import DecoderConfig
 from .model import executable_file
-from .options import BuildOptions, cache_config
+from .options import BuildOptions
 from .weights import load_parameters
 
 
@@ -66,6 +66,7 @@ class ModelWorker:
         )
         library = executable_file(self.config, self.options, lambda line: None)
         self.vm = relax.VirtualMachine(load_library(library), tvm.cpu())
+        self.make_caches = Caches(self.config, self.options)
         self.caches: dict[int, KVCache] = {}
         self.ids = count()
 
@@ -73,8 +74,8 @@ class ModelWorker:
         """Make a cache of this worker's layers and heads; the number by which it is known."""
         cache_id = next(self.ids)
         *sizes, long_texts = sizes_and_choice
-        config = cache_config(self.config, self.options, tuple(sizes), long_texts=bool(long_texts))
-        self.caches[cache_id] = create(config, self.options.target)
+        cache = self.make_caches.create(tuple(sizes), long_texts=bool(long_texts))
+        self.caches[cache_id] = cache
         return cache_id
 
     def cache(self, cache_id: int) -> KVCache:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The caches of a model: their layers, and their kernels, which all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import tvm
+
+from ..build import build_libraries, load_libraries
+from ..cache import KVCache
+from ..config import KVCacheConfig
+from ..create import config_map
+from .config import DecoderConfig
+from .options import BuildOptions
+
+
+class Caches:
+    """Makes caches for a model, or for a worker's layers and heads of it.
+
+    Parameters
+    ----------
+    config : DecoderConfig
+    options : BuildOptions
+    """
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions):
+        self._config, self._options = config, options
+        self._kernels = load_libraries(_libraries(config, options))
+        self._create = tvm.get_global_func("pagedkv.create")
+
+    def create(
+        self,
+        capacities: tuple[int, int, int],
+        *,
+        enable_kv_transfer: bool = False,
+        long_texts: bool = False,
+    ) -> KVCache:
+        """An empty cache.
+
+        Parameters
+        ----------
+        capacities : (max_num_sequences, max_total_tokens, prefill_chunk_size)
+        enable_kv_transfer : bool
+            As that of `KVCacheConfig`.
+        long_texts : bool
+            longrope: rotate all positions by the factors for texts beyond the original length.
+        """
+        config = cache_config(self._config, self._options, capacities, enable_kv_transfer)
+        described = config_map(config, self._kernels, tvm.cpu())
+        if long_texts and self._config.short_text:
+            factors = config.rope.scaling_dict["long_factor"]
+            both = np.array([*factors, *factors], "float32")
+            described["rope_ext_factors"] = tvm.runtime.tensor(both)
+        return self._create(described, [dict(each) for each in self._kernels.sets], tvm.cpu())
+
+
+def compile_kernels(
+    config: DecoderConfig, options: BuildOptions, progress: Callable[[str], None]
+) -> None:
+    """Compile the kernels of the caches, unless they are on the disk."""
+    _libraries(config, options, progress)
+
+
+def _libraries(config, options, progress=None):
+    return build_libraries(cache_config(config, options), options.target, progress)
+
+
+def cache_config(
+    config: DecoderConfig,
+    options: BuildOptions,
+    capacities: tuple[int, int, int] = (1, 1, 1),
+    enable_kv_transfer: bool = False,
+) -> KVCacheConfig:
+    """The cache of a worker's layers and heads.
+
+    Parameters
+    ----------
+    capacities : (max_num_sequences, max_total_tokens, prefill_chunk_size)
+        The kernels do not depend on them.
+    enable_kv_transfer : bool
+        As that of `KVCacheConfig`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For heads, page sizes and windows that have no kernels.
+    """
+    if config.longest_text and options.sliding_window:
+        raise ValueError(
+            "its dynamic rotation changes with the length of a text; it cannot run with a "
+            "sliding window"
+        )
+    if config.short_text and options.sliding_window:
+        raise ValueError(
+            "its longrope rotation has factors that change with the length of a text; it cannot "
+            "run with a sliding window"
+        )
+    # What is in a sequence's window moves with it, so it is rotated when it is read.
+    mode = "inline" if options.sliding_window else "normal"
+    layers = [replace(layer, rope=replace(layer.rope, mode=mode)) for layer in config.layers]
+    max_num_sequences, max_total_tokens, prefill_chunk_size = capacities
+    return KVCacheConfig(
+        num_layers=config.num_layers,
+        num_qo_heads=config.num_heads // options.num_shards,
+        num_kv_heads=config.num_kv_heads // options.num_shards,
+        qk_head_dim=config.head_dim,
+        dtype=options.dtype,
+        page_size=options.page_size,
+        max_num_sequences=max_num_sequences,
+        max_total_tokens=max_total_tokens,
+        prefill_chunk_size=prefill_chunk_size,
+        layers=layers,
+        rope=layers[0].rope,
+        sliding_window=options.sliding_window,
+        logit_softcap=config.attention_softcap,
+        enable_kv_transfer=enable_kv_transfer,
+        layer_indptr=options.layer_indptr or None,
+        stage=options.stage,
+    )

@@ -18,7 +18,7 @@ from .config import DecoderConfig
 def phi3(fields: Mapping[str, Any]) -> DecoderConfig:
     """Phi-3 and what has its architecture."""
     kind = read.FULL if fields.get("sliding_window") is None else read.SLIDING
-    fields = {**fields, "rope_scaling": _scaling(fields)}
+    fields = {"rms_norm_eps": 1e-5, **fields, "rope_scaling": _scaling(fields)}
     num_layers = read.positive(fields, "num_hidden_layers")
     return DecoderConfig(
         **read.shape(fields),

@@ -14,7 +14,7 @@ from tvm_pagedkv.cli import main
 from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.models import LlamaModel, ParallelLlama
 from tvm_pagedkv.models.parallel import resolve_stages
-from tvm_pagedkv.models.parallel_worker import LlamaWorker
+from tvm_pagedkv.models.parallel_worker import ModelWorker
 
 PAGE_SIZE, CAPACITIES = 16, (6, 320, 64)
 # Shards add up in another order.
@@ -220,14 +220,14 @@ def test_nobody_waits_for_a_worker_that_fails(model_of, monkeypatch):
     model = model_of(**SPLITS["both"])
     cache = model.create_cache(*CAPACITIES)
     cache.add_sequence(0)
-    compute = LlamaWorker._compute
+    compute = ModelWorker._compute
 
     def fail(self, *args):
         if self.worker.rank == 1:
             raise ValueError("out of ink")
         return compute(self, *args)
 
-    monkeypatch.setattr(LlamaWorker, "_compute", fail)
+    monkeypatch.setattr(ModelWorker, "_compute", fail)
     with pytest.raises(ValueError, match="out of ink"):
         model.prefill(cache, [0], [[1, 2, 3]])
 

@@ -37,16 +37,18 @@ def cache_dir(tmp_path, monkeypatch):
     monkeypatch.setattr(model_kernels, "_loaded", {})
 
 
-def _model_of_merge() -> tvm.IRModule:
-    """A model that hands its kernel to whoever makes caches."""
-    spec = make_spec((2, 1), 64)
-    kernels = ModelKernels(GPU, repr(spec))
+def _model_of_merge(*more: tuple[int, int]) -> tvm.IRModule:
+    """A model that gives away its kernels: an object with one for each choice of heads."""
     builder = relax.BlockBuilder()
     with builder.function("create", []):
-        merge = kernels.refer("merge", repr(spec), partial(build_kernel, "merge", spec))
-        link_when_finalized(builder, kernels.compile())
-        made = relax.call_pure_packed(KEEP, merge, ty_args=relax.AnyType())
-        builder.emit_func_output(builder.emit(made))
+        kept = []
+        for heads in ((2, 1), *more):
+            spec = make_spec(heads, 64)
+            kernels = ModelKernels(GPU, repr(spec))
+            merge = kernels.refer("merge", repr(spec), partial(build_kernel, "merge", spec))
+            link_when_finalized(builder, kernels.compile())
+            kept.append(relax.call_pure_packed(KEEP, merge, ty_args=relax.AnyType()))
+        builder.emit_func_output(builder.emit(relax.Tuple([builder.emit(call) for call in kept])))
     return builder.finalize()
 
 
@@ -74,7 +76,9 @@ def _states(rng) -> list[np.ndarray]:
 @needs_nvcc
 def test_an_exported_library_holds_device_code(tmp_path):
     path = tmp_path / "model.so"
-    tvm.compile(_model_of_merge(), GPU).export_library(str(path))
+    model = _model_of_merge((4, 1))
+    assert len(model.attrs["external_mods"]) == 2
+    tvm.compile(model, GPU).export_library(str(path))
     assert device_code(path) == {DeviceCode("sass", 90), DeviceCode("ptx", 90)}
     assert b"__launch_bounds__" not in path.read_bytes()
     merge = _kernel_of(tvm.runtime.load_module(str(path)))

@@ -87,9 +87,14 @@ def compile_object(source: str, path: Path, archs: Sequence[str] = ARCHS) -> Non
     bare = path.with_suffix(".bare.o")
     _compile(source, bare, archs, ["-c"])
     try:
-        _run("ld", "-r", bare, _static_runtime(), "-o", path)
-        # Another library may have a runtime of its own.
-        _run("objcopy", "--wildcard", "--keep-global-symbol=__tvm_ffi_*", path)
+        # Inline functions must not be shared with other objects, whose names are hidden as well.
+        _run("ld", "-r", "--force-group-allocation", bare, _static_runtime(), "-o", path)
+        # Another object may have a runtime of its own, and has these two symbols of every source.
+        _run(
+            *("objcopy", "--wildcard", "--keep-global-symbol=__tvm_ffi_*"),
+            *(f"--weaken-symbol=__tvm_ffi_{name}" for name in ("main", "_library_ctx")),
+            path,
+        )
     finally:
         bare.unlink()
 

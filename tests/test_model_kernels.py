@@ -19,7 +19,7 @@ from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 from tir_kernels import build_kernel
-from tvm_pagedkv import model_kernels
+from tvm_pagedkv import lowering, model_kernels
 from tvm_pagedkv.build import kernel_spec
 from tvm_pagedkv.model_kernels import ModelKernels, link_when_finalized
 
@@ -212,6 +212,8 @@ def test_kernels_that_differ_have_different_symbols(monkeypatch):
     assert all(f"pagedkv_{name}_" in " ".join(symbols[0]) for name in ("decode", "prefill"))
     for other, fields in zip(symbols[2:], others, strict=True):
         assert symbols[0].isdisjoint(other), fields
+    monkeypatch.setattr(lowering, "code_versions", lambda *sources: ("other sources",))
+    assert symbols[0].isdisjoint(_symbols(export_model(pkv.PagedKVCache)))
 
 
 def test_caches_and_models_share_kernels(cache_dir, tmp_path):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tir_kernels.spec import RopeSpec
@@ -31,6 +32,30 @@ def test_mla_prefill(spec, causal, seed):
     with multiprocessors(2):
         case.run(causal)
     case.verify(causal)
+
+
+@pytest.mark.parametrize(
+    "name, first, last", [("5x64+16-f16-p4", 60, 132), ("16x512+64-bf16-p16", 14, 35)]
+)
+def test_bounds_beside_those_of_tiles(name, first, last):
+    """The columns that all rows see end at every place of a tile."""
+    case = LatentBatch(SPECS[name], [(2, n) for n in range(first, last)], 0)
+    with multiprocessors(4):
+        case.run()
+    case.verify()
+
+
+@pytest.mark.parametrize("name", ["5x64+16-f16-p4", "16x512+64-bf16-p16"])
+def test_scores_that_grow(name):
+    """What was summed is scaled when scores outgrow the first ones."""
+    case = LatentBatch(SPECS[name], [(4, 150)], 0)
+    spec, slots = case.spec, case.slots(0)
+    growth = np.linspace(0.1, 8, len(slots))[:, None]
+    pages, offsets = np.divmod(slots, spec.page_size)
+    case.pages[pages, offsets] = case.pages[pages, offsets].astype(np.float32) * growth
+    with multiprocessors(1):
+        case.run()
+    case.verify()
 
 
 @pytest.mark.parametrize("count", [1, 4, 30])

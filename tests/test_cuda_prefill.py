@@ -70,6 +70,17 @@ def test_prefill_ragged(heads, dims, dtype, causal, seed):
     _check(RaggedBatch, make_spec(heads, dims, (dtype, dtype)), MIXED, seed, causal)
 
 
+def test_bounds_beside_those_of_tiles():
+    """The columns that all rows see end at every place of a tile."""
+    _check(PagedBatch, make_spec((1, 1), 16), [(2, n) for n in range(60, 130)])
+
+
+def test_windows_beside_the_bounds_of_tiles():
+    """They are longer than a tile; the first one that some rows see only begins with it."""
+    lengths = [(n, 240) for n in (1, 2, 3, 64, 65, 66, 67)]
+    _check(PagedBatch, make_spec((1, 1), 16), lengths, window=100)
+
+
 def test_many_sequences():
     """Blocks find their sequences, more than a warp has lanes, and some that are empty."""
     lengths = [(n % 3, n % 3 + n % 5) for n in range(70)]

@@ -56,6 +56,15 @@ def test_trees(spec, inline, window, seed):
         case.verify(inline, window)
 
 
+def test_trees_beside_the_bounds_of_tiles():
+    """Trees, and plain rows, begin at every place of a tile."""
+    spec, roots = make_spec((1, 1), 16, (F16, F16)), [-1, -1, 0, -1]
+    trees = [(len(p) or 2, n, p) for n in range(28, 68) for p in (roots, [])]
+    case = PagedTrees(spec, trees, 0)
+    case.run()
+    case.verify()
+
+
 @parametrize_seed
 def test_alibi(seed):
     slopes = tuple(reference.alibi_slopes(4))

@@ -10,9 +10,12 @@ from tvm.script import tirx as T
 
 from ..masks import CausalMask
 from ..spec import KernelSpec
-from .emit import index_temp
-from .prefill_unit import Unit
+from .emit import I32, U32, Registers, index_temp, ptx
+from .prefill_unit import PARKED, Unit
 from .rows import rows_of_pages
+
+# Words of what is parked that a step without a gap leaves.
+_OWN_WORDS = range(len(PARKED), len(PARKED) + 2)
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def step_of(spec: KernelSpec, a: SimpleNamespace, part, piece, sequence) -> Simp
     """
     tile, entry = part.tile, index_temp(a.page_indptr[sequence])
     return SimpleNamespace(
-        part=part,
+        slot=part.slot,
         is_whole=part.is_whole,
         states=part.partials,
         sequence=sequence,
@@ -77,5 +80,18 @@ def step_of(spec: KernelSpec, a: SimpleNamespace, part, piece, sequence) -> Simp
 class PartUnit(Unit):
     """What a block keeps for a part of a tile."""
 
+    def _park(self) -> None:
+        super()._park()
+        values = self.step.slot, self.step.is_whole
+        for word, value in zip(_OWN_WORDS, values, strict=True):
+            ptx("st.shared.b32", self.word_pointer(word), T.cast(value, U32))
+
+    def _recall(self) -> SimpleNamespace:
+        step, words = super()._recall(), Registers(len(_OWN_WORDS), U32, "part")
+        for i, word in enumerate(_OWN_WORDS):
+            ptx("ld.shared.b32", words[i], self.word_pointer(word))
+        step.slot, step.is_whole = T.cast(words[0], I32), words[1] != T.uint32(0)
+        return step
+
     def _place_of(self, row) -> tuple:
-        return self.step.part.slot, row
+        return self.step.slot, row

@@ -12,8 +12,8 @@ from pathlib import Path
 from tvm.contrib import tvmjs
 
 from ..bundle_writer import write_bundle
+from .caches import cache_config
 from .model import DecoderModel
-from .options import cache_config
 
 MODEL, WEIGHTS, ABOUT = "model.so", "weights", "model.json"
 

@@ -12,6 +12,12 @@
 
 namespace pagedkv {
 
+namespace {
+
+constexpr size_t kFirstRoom = 32;  // so that steps seldom allocate
+
+}  // namespace
+
 void PageHistory::Append(int32_t page, PagePool* pool) noexcept {
   // Pages are mostly reclaimed in the order in which they came, so what is of no use is in front.
   while (size() > 0 && !IsKnown(entries_[begin_], *pool)) DropFirst(pool);
@@ -21,6 +27,7 @@ void PageHistory::Append(int32_t page, PagePool* pool) noexcept {
     begin_ = 0;
   }
   try {
+    if (entries_.capacity() == 0) entries_.reserve(kFirstRoom);
     entries_.push_back({page, pool->Generation(page)});
   } catch (const std::bad_alloc&) {
     return Clear(pool);  // who goes back will hear that the pages are gone

@@ -190,7 +190,7 @@ class World {
 void TestRandomTexts() {
   for (const int32_t num_pages : {17, 20, 24, 40, 5000}) {
     int num_further_back = 0, num_reclaimed_errors = 0;
-    for (uint64_t seed = 0; seed < (num_pages < 5000 ? 50 : 4); ++seed) {
+    for (uint64_t seed = 0; seed < (num_pages < 5000 ? 30 : 2); ++seed) {
       std::printf("seed %d, %d pages\n", static_cast<int>(seed), num_pages);
       World world(seed, num_pages, 4 * num_pages);
       for (int i = 0; i < 500; ++i) world.Do();

@@ -44,7 +44,7 @@ def _double():
 def model() -> relax.VirtualMachine:
     """A compiled model whose function `create` makes the cache."""
     module = export_model(pkv.PagedKVCache)
-    return relax.VirtualMachine(pkv.compile(module, target="llvm"), tvm.cpu())
+    return relax.VirtualMachine(tvm.compile(module, target="llvm"), tvm.cpu())
 
 
 @pytest.mark.parametrize("has_windows", [0, 1])

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What mlc-llm's pass `DispatchKVCacheCreation` makes: our cache instead of TVM's."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
+
+from tvm_pagedkv.frontend import PagedKVCache
+from tvm_pagedkv.rope_config import ROPE_TYPES
+
+from .model_config import attention_of_compiled, warn_if_unknown
+from .modules import TRIED_WITH, find
+from .patches import Overlay, Patches
+
+# The pass gives these by keyword, with `target`.
+_ARGUMENTS = frozenset(
+    "attn_kind max_batch_size max_total_seq_len prefill_chunk_size page_size "
+    "support_sliding_window layer_partition num_hidden_layers num_attention_heads "
+    "num_key_value_heads qk_head_dim v_head_dim mla_original_qk_head_dim mla_original_v_head_dim "
+    "rope_mode rope_scale rope_theta rope_scaling rope_ext_factors rotary_dim "
+    "enable_disaggregation dtype target".split()
+)
+# What `RopeConfig` takes or ignores; mlc-llm's dictionaries hold more.
+_ROPE_KEYS_OF_MLC = ("inv_theta_log_scale", "rope_theta")
+
+
+def dispatch_to_our_cache(patches: Patches, flashinfer: bool) -> None:
+    """Let mlc-llm's pass make our cache.
+
+    Parameters
+    ----------
+    flashinfer : bool
+        Whether the pass may also add the creation function of a cache over FlashInfer's kernels,
+        which mlc-llm's engine prefers where it is there.
+    """
+    name = "DispatchKVCacheCreation"
+    dispatch = find("mlc_llm.compiler_pass.dispatch_kv_cache_creation", name, "kv_cache")
+    for wanted in ("TIRPagedKVCache", "FlashInferPagedKVCache"):
+        if not hasattr(dispatch.kv_cache, wanted):
+            raise ImportError(
+                f"{dispatch.__name__} makes no kv_cache.{wanted}; tvm_pagedkv.mlc was written for "
+                f"{TRIED_WITH}"
+            )
+    patches.set(dispatch, "kv_cache", Overlay(dispatch.kv_cache, TIRPagedKVCache=create_cache))
+
+    pipeline = find("mlc_llm.compiler_pass.pipeline", name)
+    original = pipeline.DispatchKVCacheCreation
+
+    def create_pass(target: Any, allow_flashinfer: bool, metadata: dict[str, Any]) -> Any:
+        warn_if_unknown(metadata.get("model_type", ""))
+        return original(target, allow_flashinfer and flashinfer, metadata)
+
+    patches.set(pipeline, name, create_pass)
+
+
+def create_cache(**arguments: Any) -> tvm_kv_cache.PagedKVCache:
+    """Make the cache of a model from the arguments of ``TIRPagedKVCache``.
+
+    Returns
+    -------
+    PagedKVCache
+        With `extern_mods`, its compiled kernels. For RoPE of a type that has no kernels here, TVM's
+        own one, with a warning; our runtime object drives its kernels.
+
+    Raises
+    ------
+    TypeError
+        Where mlc-llm gives other arguments than those that are known.
+    ValueError
+        On dimensions or targets that no kernel serves.
+    """
+    differing = _ARGUMENTS.symmetric_difference(arguments)
+    if differing:
+        raise TypeError(
+            "mlc-llm makes its cache with other arguments than expected; unknown or missing: "
+            f"{', '.join(sorted(differing))}. tvm_pagedkv.mlc was written for {TRIED_WITH}"
+        )
+    scaling = arguments["rope_scaling"] or {}
+    rope_type = scaling.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        warnings.warn(
+            f"there are no kernels for RoPE of type {rope_type!r}; this model keeps TVM's kernels",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return tvm_kv_cache.TIRPagedKVCache(**arguments)
+    arguments["rope_scaling"] = {
+        key: value for key, value in scaling.items() if key not in _ROPE_KEYS_OF_MLC
+    }
+    attention = attention_of_compiled(arguments["num_hidden_layers"])
+    if attention.kinds is not None:
+        arguments["attn_kind"] = list(attention.kinds)
+    if attention.window is not None:
+        arguments["layer_sliding_window_size"] = attention.window
+    return PagedKVCache(**arguments, logit_softcap=attention.logit_softcap)

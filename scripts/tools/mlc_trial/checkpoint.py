@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random checkpoints, and what transformers computes with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from .families import Family
+
+
+class Reference:
+    """A random model of a family in transformers, float32, with attention written out."""
+
+    def __init__(self, family: Family, folder: Path, seed: int):
+        torch.manual_seed(seed)
+        config = transformers.AutoConfig.for_model(family.kind, **family.fields)
+        config._attn_implementation = "eager"
+        self.model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        _draw_weights(self.model)
+        self.model.save_pretrained(folder)
+        self.weights = folder / "model.safetensors"
+        if family.prefix:
+            tensors = load_file(self.weights)
+            names = {name: name.removeprefix(family.prefix) for name in tensors}
+            save_file({names[name]: tensor for name, tensor in tensors.items()}, self.weights)
+        # With all defaults, as published checkpoints have them.
+        self.config = json.loads(config.to_json_string(use_diff=False)) | family.mlc_fields
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """Logits after each token, ``[len(tokens), vocab_size]``, without a cache."""
+        with torch.no_grad():
+            out = self.model(torch.tensor([tokens]), use_cache=False)
+        return out.logits[0].float().numpy()
+
+
+def _draw_weights(model: Any) -> None:
+    """Weights that make attention sharp and every bias and norm count."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim >= 2:
+                is_query_or_key = any(part in name for part in ("q_proj", "k_proj"))
+                gain = 2.0 if is_query_or_key else 1.0
+                weight.normal_(0.0, gain / weight.shape[-1] ** 0.5)
+            else:
+                weight.add_(torch.randn_like(weight) * 0.1)

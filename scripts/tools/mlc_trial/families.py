@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model families that are tried, each with the configuration of a small random checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_SIZE = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_GROUPED = {**_SIZE, "num_key_value_heads": 2}
+_GPT = {
+    "vocab_size": 256,
+    "n_embd": 128,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_inner": 192,
+    "n_positions": 2048,
+    "tie_word_embeddings": False,
+}
+_GEMMA2 = {
+    **_GROUPED,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 32,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 30.0,
+}
+
+
+def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family as transformers and as mlc-llm know it.
+
+    Parameters
+    ----------
+    kind : str
+        ``model_type`` in transformers.
+    fields : dict
+        Of its configuration.
+    mlc : str, optional
+        The name in mlc-llm, where it has another one.
+    mlc_fields : dict
+        What mlc-llm's configuration needs besides.
+    prefix : str
+        Of weights' names in transformers, which published checkpoints leave out.
+    window : int, optional
+        The sliding window that mlc-llm gives each sequence.
+    has_trees : bool
+        False where mlc-llm's model cannot run a token tree.
+    decodes_batches : bool
+        False where mlc-llm's ``batch_decode`` is right only for sequences of equal length.
+    decodes_equal_batches : bool
+        False where it takes one sequence.
+    """
+
+    kind: str
+    fields: dict[str, Any]
+    mlc: str | None = None
+    mlc_fields: dict[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    window: int | None = None
+    has_trees: bool = True
+    decodes_batches: bool = True
+    decodes_equal_batches: bool = True
+
+    @property
+    def vocab_size(self) -> int:
+        return self.fields["vocab_size"]
+
+    @property
+    def mlc_name(self) -> str:
+        return self.mlc or self.kind
+
+
+FAMILIES = {
+    "llama": Family("llama", _GROUPED),
+    "llama3-rope": Family(
+        "llama",
+        _GROUPED
+        | _rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "mistral": Family("mistral", _GROUPED | {"sliding_window": 4096}),
+    "mistral-window": Family(
+        "mistral",
+        _GROUPED | {"sliding_window": 24},
+        mlc_fields={"sliding_window_size": 24, "attention_sink_size": 0},
+        window=24,
+        has_trees=False,
+    ),
+    "ministral3-yarn": Family(
+        "ministral3",
+        _GROUPED
+        | {"head_dim": 32}
+        | _rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=1024,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.0,
+        ),
+    ),
+    "qwen2": Family("qwen2", _GROUPED),
+    "qwen3": Family("qwen3", _GROUPED | {"head_dim": 32}),
+    "gemma": Family("gemma", _GROUPED | {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": Family("gemma2", _GEMMA2 | {"sliding_window": 4096}),
+    "gemma2-window": Family("gemma2", _GEMMA2 | {"sliding_window": 24}),
+    "gemma3": Family(
+        "gemma3_text",
+        _GROUPED
+        | {
+            "num_hidden_layers": 6,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 32,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "phi": Family("phi", _SIZE | {"num_key_value_heads": 4}),
+    "phi3": Family("phi3", _GROUPED | {"sliding_window": None, "pad_token_id": 0}),
+    "phi3-longrope": Family(
+        "phi3",
+        _GROUPED
+        | {
+            "sliding_window": None,
+            "pad_token_id": 0,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 2048,
+        }
+        | _rope(
+            "longrope",
+            short_factor=[1.0 + 0.05 * i for i in range(16)],
+            long_factor=[1.0 + 0.5 * i for i in range(16)],
+            original_max_position_embeddings=2048,
+        ),
+    ),
+    "gpt_neox": Family("gpt_neox", _SIZE | {"hidden_act": "gelu"}),
+    "gpt2": Family(
+        "gpt2",
+        _GPT | {"tie_word_embeddings": True},
+        prefix="transformer.",
+        decodes_batches=False,
+        decodes_equal_batches=False,
+    ),
+    "gpt_bigcode": Family(
+        "gpt_bigcode",
+        _GPT | {"multi_query": True, "activation_function": "gelu_pytorch_tanh"},
+        decodes_batches=False,
+        decodes_equal_batches=False,
+    ),
+    "stablelm": Family("stablelm", _GROUPED | {"use_qkv_bias": True}),
+    "starcoder2": Family(
+        "starcoder2", _GROUPED | {"sliding_window": None, "tie_word_embeddings": True}
+    ),
+    "cohere": Family("cohere", _GROUPED | {"logit_scale": 1.0, "tie_word_embeddings": True}),
+    "olmo": Family("olmo", _GROUPED),
+    "olmo2": Family("olmo2", _GROUPED),
+    "nemotron": Family("nemotron", _GROUPED | {"hidden_act": "relu2"}),
+    "internlm": Family(
+        "llama",
+        _SIZE | {"num_key_value_heads": 4, "attention_bias": True},
+        mlc="internlm",
+        mlc_fields={"bias": True},
+    ),
+    "deepseek_v2": Family(
+        "deepseek_v2",
+        _SIZE
+        | {
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        }
+        | _rope(
+            "yarn",
+            factor=1.0,  # mlc-llm rotates by TVM's YaRN, whose upper half of dimensions is wrong
+            original_max_position_embeddings=1024,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            attention_factor=1.0,
+        ),
+        mlc_fields={"scoring_func": "softmax", "moe_layer_freq": 1},
+        decodes_batches=False,
+    ),
+}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .random_world import CHUNK, DIM, LATENT_DIM, MLA, Operation, World
+from .random_world import CHUNK, DIM, LATENT_DIM, MAX_BATCH, MLA, Operation, World
 
 UNKNOWN, NEW = 10**9, 10**8
 
@@ -270,12 +270,13 @@ class Mistake(Operation):
 
     def anywhere(self, world: World) -> list:
         cache, ids = world.cache, world.ids
+        batch = [*ids[: MAX_BATCH - 1], UNKNOWN]
         return [
             (KeyError, lambda: cache.remove_sequence(UNKNOWN)),
             (KeyError, lambda: cache.pop_n(UNKNOWN, 0)),
             (KeyError, lambda: cache.sequence_length(UNKNOWN)),
             (KeyError, lambda: cache.fork_sequence(UNKNOWN, NEW)),
-            (KeyError, lambda: cache.begin_forward([*ids, UNKNOWN], [1] * (len(ids) + 1))),
+            (KeyError, lambda: cache.begin_forward(batch, [1] * len(batch))),
             (KeyError, lambda: cache.commit_tree([*ids, UNKNOWN], [-1] * (len(ids) + 1))),
             (ValueError, lambda: cache.begin_forward([], [])),
             (ValueError, lambda: cache.end_forward()),

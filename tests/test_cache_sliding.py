@@ -104,7 +104,7 @@ def test_more_sequences_than_the_pool_of_windows_is_made_for():
     finished: list[int] = []
     for seq_id in range(20):
         cache.add_sequence(seq_id)
-        for _ in range(4):
+        for _ in range(2):
             while cache.num_available_pages() < chunk // 4 + 1:
                 cache.remove_sequence(finished.pop(0))
             with permissive_step(cache, [seq_id], [chunk]):

@@ -329,10 +329,10 @@ def test_windows_in_a_full_cache(whose):
     for _ in range(12):
         engine.step(range(4), [1] * 4)
         assert engine.num_available_pages > 0
-    if whose == "ours":  # the other one shows all rows of a chunk what the first one sees
-        for seq_id in range(4):
-            engine.step([seq_id], [16])
-        engine.step(range(4), [4] * 4)
+    for batch, lengths in [([i], [16]) for i in range(4)] + [(range(4), [4] * 4)]:
+        engine.begin(batch, lengths)  # its rows are there before the windows slide
+        call(STATE + "end_forward", engine.cache)
+        assert engine.num_available_pages > 0
 
 
 def test_windows_beside_layers_with_windows_have_no_effect():

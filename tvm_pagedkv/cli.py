@@ -146,7 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
     )
-    add.add_argument("--dtype", help="float32 (default), float16 or bfloat16")
+    add.add_argument(
+        "--dtype", help="float32, float16 or bfloat16 (default: what the model's config.json says)"
+    )
     add.add_argument("--page-size", type=int, default=16, help="tokens of a page (default 16)")
     add.add_argument("--cpu", metavar="NAME", help="native (default), or a CPU such as x86-64-v3")
     add = commands.add_parser("info", help="versions, target, threads and folders in force")

@@ -83,6 +83,7 @@ class Model {
       end_of_text_.insert(static_cast<int32_t>(token));
     }
     vocab_size_ = about["vocab_size"].cast<int64_t>();
+    longest_text_ = about["longest_text"].cast<ffi::Optional<int64_t>>().value_or(INT64_MAX);
 
     Find("vm.builtin.tensor_cache.load")(folder + "/weights", static_cast<int>(kDLCPU), 0);
     weights_ = Find("vm.builtin.param_array_from_cache")("weight", -1);
@@ -98,6 +99,13 @@ class Model {
   }
 
   bool IsEndOfText(int32_t token) const { return end_of_text_.count(token) != 0; }
+
+  /*! \brief Refuse a text that a rotation of the model cannot reach. */
+  void CheckLength(int64_t length) const {
+    if (length <= longest_text_) return;
+    throw std::out_of_range("a text would have " + std::to_string(length) +
+                            " tokens, and the model's longest is " + std::to_string(longest_text_));
+  }
 
   void Add(int64_t sequence) { Find("vm.builtin.kv_state_add_sequence")(cache_, sequence); }
 
@@ -143,7 +151,7 @@ class Model {
   ffi::Module vm_;
   ffi::Any weights_, cache_;
   std::set<int32_t> end_of_text_;
-  int64_t vocab_size_ = 0;
+  int64_t vocab_size_ = 0, longest_text_ = 0;
 };
 
 /*! \brief Continue all prompts in one batch; who has come to an end leaves it. */
@@ -157,6 +165,7 @@ std::vector<Tokens> Generate(const std::string& folder, int num_tokens,
 
   std::vector<int64_t> running(prompts.size());
   std::iota(running.begin(), running.end(), 0);
+  for (const Tokens& each : prompts) model.CheckLength(each.size() + num_tokens);
   for (int64_t sequence : running) model.Add(sequence);
   std::vector<Tokens> texts(prompts.size()), next = prompts;
   for (int step = 0; step < num_tokens && !running.empty(); ++step) {

@@ -31,7 +31,8 @@ def export_model(
 
     The folder is a bundle of the cache's kernels, which also has ``model.so`` (the functions of
     `decoder.Decoder`), ``weights/`` (as TVM's tensor cache, named ``weight_0``, ``weight_1``, ...),
-    ``model.json`` (its ``vocab_size``, ``dtype`` and ``eos_token_ids``) and ``tokenizer.json``.
+    ``model.json`` (its ``vocab_size``, ``dtype``, ``eos_token_ids``, and the ``longest_text`` that it
+    can continue or null) and ``tokenizer.json``.
     ``runtime_ext/example/run_model.cc`` is a program that runs it.
 
     Parameters
@@ -76,6 +77,7 @@ def export_model(
         "vocab_size": model.config.vocab_size,
         "dtype": model.options.dtype,
         "eos_token_ids": list(model.config.eos_token_ids),
+        "longest_text": model.config.longest_text,
     }
     (path / ABOUT).write_text(json.dumps(about, indent=1) + "\n")  # last: the folder is whole
     return path

@@ -117,6 +117,8 @@ def draw_layer(
     can_split = not 0 < world.layers[layer] < max(lengths)
     for seq_id, num_rows in zip(batch, lengths, strict=True):
         window = world.window(seq_id)
-        can_split = can_split and not 0 < window.size < num_rows + window.sinks - 1
+        can_split = can_split and not (
+            window.size and window.num_held < num_rows + window.sinks - 1
+        )
     kind = SplitAttention if can_split and world.chance(0.35) else Attention
     return kind(world, layer, batch, lengths)

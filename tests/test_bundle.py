@@ -160,8 +160,9 @@ def test_python_chooses_and_creates(bundle):
     for name in [loaded.target, *SECOND]:
         cache = pkv.load_bundle(bundle, name).create(max_num_sequences=1)
         cache.add_sequence(SEQUENCE)
+        cache.add_sequence(1)
         with pytest.raises(ValueError, match="max_num_sequences"):
-            cache.add_sequence(1)
+            cache.begin_forward([SEQUENCE, 1], [1, 1])
         with permissive_step(cache, [SEQUENCE], [ROWS]):
             reference.assert_close(cache.attention(0, inputs()).numpy(), expected(), "float32")
     with pytest.raises(ValueError, match="capacities of their own .* but page_size belongs"):

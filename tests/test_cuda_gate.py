@@ -204,8 +204,9 @@ def test_constant_loads_of_what_kernels_write_are_refused(kernel, spec, declared
     for text in (source, restricted):
         codes = machine_code(text, "90")
         found.append([line for line in failures(kernel, spec, codes) if "constant loads" in line])
-    assert found[0] == [] and len(found[1]) == 1
-    assert f"reads what kernels write by constant loads: {name}" in found[1][0]
+    assert found[0] == [] and len(found[1]) > 0  # a line for each tiling
+    reason = f"reads what kernels write by constant loads: {name}"
+    assert all(reason in line for line in found[1])
 
 
 def test_arguments_of_constant_loads_are_told(codes):

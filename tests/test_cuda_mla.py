@@ -50,9 +50,10 @@ def test_scores_that_grow(name):
     """What was summed is scaled when scores outgrow the first ones."""
     case = LatentBatch(SPECS[name], [(4, 150)], 0)
     spec, slots = case.spec, case.slots(0)
-    growth = np.linspace(0.1, 8, len(slots))[:, None]
+    growth = np.linspace(0.1, 14, len(slots))[:, None]
     pages, offsets = np.divmod(slots, spec.page_size)
-    case.pages[pages, offsets] = case.pages[pages, offsets].astype(np.float32) * growth
+    rotated = case.pages[pages, offsets, spec.v_head_dim :]  # which are no part of V
+    case.pages[pages, offsets, spec.v_head_dim :] = rotated.astype(np.float32) * growth
     with multiprocessors(1):
         case.run()
     case.verify()

@@ -31,9 +31,8 @@ def export_model(
 
     The folder is a bundle of the cache's kernels, which also has ``model.so`` (the functions of
     `decoder.Decoder`), ``weights/`` (as TVM's tensor cache, named ``weight_0``, ``weight_1``, ...),
-    ``model.json`` (its ``vocab_size``, ``dtype``, ``eos_token_ids``, and the ``longest_text`` that it
-    can continue or null) and ``tokenizer.json``.
-    ``runtime_ext/example/run_model.cc`` is a program that runs it.
+    ``model.json`` (its ``vocab_size``, ``dtype``, ``eos_token_ids``, and the ``longest_text`` that
+    it reaches or null) and ``tokenizer.json``. ``runtime_ext/example/run_model.cc`` runs it.
 
     Parameters
     ----------

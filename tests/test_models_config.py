@@ -224,7 +224,7 @@ def test_shards_lie_in_the_folder(directory, file):
 
 
 def test_tensors_that_the_model_has_no_use_for(directory):
-    """A bias that config.json does not tell of; tables of the rotation do no harm."""
+    """A bias that config.json does not name is refused; stored rotation tables are ignored."""
     tensors = load_file(directory / "model.safetensors")
     extra = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(16, "float32"),

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Whole generations beside llama.cpp: the same weights, threads and prompt, in turns.
+"""Whole generations beside llama.cpp: the same weights, threads and prompt, alternating.
 
     pip install llama-cpp-python gguf      # here or in an environment of its own, for --python
     python scripts/bench/bench_generate.py --python ENVIRONMENT/bin/python

@@ -103,7 +103,7 @@ void OverrideWithOption(const std::string& name, void (PagedKVCacheObj::*method)
 }
 
 /*! \brief What models call for a cache. A process without this library has no such function, and
- * the error of the Relax VM quotes the name: so the name tells what to do. tvm_pagedkv/frontend.py
+ * the error of the Relax VM quotes the name: so the name tells what to do. tvm_pagedkv/relax/frontend.py
  * has it too. */
 constexpr const char* kModelConstructor =
     "pagedkv.paged_attention_kv_cache_create (import tvm_pagedkv, or load libtvm_pagedkv.so)";

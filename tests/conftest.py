@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .expected_skips import pytest_configure  # noqa: F401  (a hook)
+from .support.expected_skips import pytest_configure  # noqa: F401  (a hook)
 
 _COMPILED = Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"
 os.environ.setdefault("TVM_PAGEDKV_CACHE", str(_COMPILED))
@@ -33,7 +33,7 @@ def device(monkeypatch):
     """A CUDA device that is emulated, in CUDA's place in TVM's runtime."""
     import tvm
 
-    from .cuda_emulator.device import plugged_in
+    from .support.cuda_emulator.device import plugged_in
 
     if tvm.cuda(0).exist:
         pytest.skip("this machine has the device that is emulated")

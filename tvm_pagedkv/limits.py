@@ -14,8 +14,8 @@ import tir_kernels
 from tir_kernels.cpu.bf16 import LLVM_HELPERS, PairOperands
 from tir_kernels.cpu.simd import Register, constant, load, store, temp
 
-from .build import resolve_target, vector_target
-from .disk_cache import cached_library, code_versions
+from .compiler.build import resolve_target, vector_target
+from .compiler.disk_cache import cached_library, code_versions
 from .huge_pages import huge_zeros
 from .threads import num_threads
 

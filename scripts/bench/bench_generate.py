@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 SCRIPTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(SCRIPTS), str(SCRIPTS.parent)]
+sys.path[:0] = [str(SCRIPTS / "tools"), str(SCRIPTS.parent)]
 
 from random_llama import SHAPE_1B, write_random_llama  # noqa: E402
 

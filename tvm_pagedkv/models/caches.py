@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import tvm
 
-from ..build import build_libraries, load_libraries
-from ..cache import KVCache
-from ..config import KVCacheConfig
-from ..create import config_map
+from ..cache.create import config_map
+from ..cache.kv_cache import KVCache
+from ..compiler.build import build_libraries, load_libraries
+from ..config.cache_config import KVCacheConfig
 from .config import DecoderConfig
 from .options import BuildOptions
 

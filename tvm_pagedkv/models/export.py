@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tvm.contrib import tvmjs
 
-from ..bundle_writer import write_bundle
+from ..bundle.writer import write_bundle
 from .caches import cache_config
 from .model import DecoderModel
 

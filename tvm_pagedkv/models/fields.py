@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..config import LayerSpec
-from ..rope_config import ROPE_TYPES, RopeConfig
+from ..config.cache_config import LayerSpec
+from ..config.rope_config import ROPE_TYPES, RopeConfig
 
 # What transformers calls the two kinds of layers.
 FULL, SLIDING = "full_attention", "sliding_attention"

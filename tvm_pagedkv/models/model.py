@@ -14,10 +14,10 @@ from tvm.target import Target
 
 import tir_kernels
 
-from ..build import resolve_target
-from ..cache import KVCache
-from ..config import DTYPES
-from ..disk_cache import code_versions, library_file, load_library
+from ..cache.kv_cache import KVCache
+from ..compiler.build import resolve_target
+from ..compiler.disk_cache import code_versions, library_file, load_library
+from ..config.cache_config import DTYPES
 from .caches import Caches, cache_config, compile_kernels
 from .chat import ChatTemplate
 from .checkpoint import Checkpoint
@@ -32,7 +32,7 @@ TINY = Path(__file__).parent / "tiny"
 _SOURCES = (
     Path(__file__).parent,
     Path(tir_kernels.__file__).parent,
-    Path(__file__).parents[1] / "build.py",
+    Path(__file__).parents[1] / "compiler" / "build.py",
 )
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from .. import disco
 from .._library import CacheFullError
-from ..build import resolve_target
-from ..cache import KVCache
+from ..cache.kv_cache import KVCache
+from ..compiler.build import resolve_target
+from ..distributed import disco
 from . import parallel_worker  # noqa: F401  workers of this process find its function
 from .chat import ChatTemplate
 from .config import DecoderConfig

@@ -19,10 +19,10 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from ..build import resolve_target
-from ..cache import KVCache
-from ..disco import Worker, current_worker
-from ..disk_cache import load_library
+from ..cache.kv_cache import KVCache
+from ..compiler.build import resolve_target
+from ..compiler.disk_cache import load_library
+from ..distributed.disco import Worker, current_worker
 from .caches import Caches
 from .checkpoint import Checkpoint
 from .config import DecoderConfig

@@ -1,0 +1,204 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiler makes of every kernel for GPUs, and whether it is what it has to be.
+
+It needs nvcc and no GPU. Exits with 1 when a kernel spills, exceeds a limit of the chip or lacks
+the instructions that make it fast. Floors are computed from data sheets; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Sequence
+
+from cuda_floors import DATA_SHEETS, floors
+from cuda_gate_rules import CHIPS, KIB, failures, resident_blocks
+
+import tir_kernels
+from tir_kernels.cuda.decode_tiling import DecodeTiling
+from tir_kernels.cuda.tiling import Tiling
+from tir_kernels.spec import CudaTarget, KernelSpec
+from tvm_pagedkv import KVCacheConfig, LayerSpec, RopeConfig
+from tvm_pagedkv.compiler.build import kernel_spec, resolve_target
+from tvm_pagedkv.compiler.cuda_build import cuda_spec
+from tvm_pagedkv.compiler.cuda_machine_code import (
+    INSTRUCTIONS,
+    MachineCode,
+    find_nvdisasm,
+    machine_code,
+)
+from tvm_pagedkv.compiler.cuda_source import cuda_source
+
+_MLA = LayerSpec("mla", mla_original_qk_head_dim=192, mla_original_v_head_dim=128)
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + i / 64 for i in range(64)],
+    "long_factor": [4 + i / 8 for i in range(64)],
+    "original_max_position_embeddings": 4096,
+}
+_LLAMA = dict(num_qo_heads=32, num_kv_heads=8, qk_head_dim=128)
+CONFIGURATIONS = {
+    "llama-float16": dict(**_LLAMA, dtype="float16"),
+    "llama-bfloat16": dict(**_LLAMA, dtype="bfloat16"),
+    "llama-float32": dict(**_LLAMA, dtype="float32"),
+    "llama-float16-pages-bfloat16": dict(**_LLAMA, dtype="float16", kv_dtype="bfloat16"),
+    "heads-of-64-float16": dict(_LLAMA, qk_head_dim=64, dtype="float16"),
+    "heads-of-256-bfloat16": dict(_LLAMA, qk_head_dim=256, dtype="bfloat16"),
+    "heads-of-256-float32": dict(_LLAMA, qk_head_dim=256, dtype="float32"),
+    "longrope-float16": dict(**_LLAMA, dtype="float16", rope=RopeConfig(scaling=_LONGROPE)),
+    "windows-cap-alibi-float16": dict(
+        **_LLAMA,
+        dtype="float16",
+        layers=[LayerSpec("mha_sliding", 1024)],
+        logit_softcap=30.0,
+        alibi=True,
+    ),
+    "falcon-bfloat16-pages-float16": dict(
+        num_qo_heads=71, num_kv_heads=1, qk_head_dim=64, dtype="bfloat16", kv_dtype="float16"
+    ),
+    "mla-512-64-bfloat16": dict(
+        num_qo_heads=128,
+        num_kv_heads=1,
+        qk_head_dim=576,
+        v_head_dim=512,
+        dtype="bfloat16",
+        layers=[_MLA],
+    ),
+}
+COLUMNS = (
+    *("kernel", "regs", "spilled", "stack", "shared KiB: static + dynamic / most", "threads"),
+    *("grid", "blocks/SM", "KiB ahead/SM", *INSTRUCTIONS, "instr.", "floor in us"),
+)
+
+
+def spec_of(name: str) -> KernelSpec:
+    """The spec of a configuration's layers."""
+    config = KVCacheConfig(1, **CONFIGURATIONS[name])
+    return cuda_spec(kernel_spec(config, config.layers[0], resolve_target()))
+
+
+@functools.cache
+def source_of(name: str, functions: Sequence[str] | None = None) -> str:
+    """The CUDA C++ of kernels of a configuration; None: of all, the stock cache's too."""
+    spec = spec_of(name)
+    functions = functions or tir_kernels.kernel_names(spec, for_stock=True)
+    return cuda_source(
+        {function: tir_kernels.build_kernel(function, spec) for function in functions}
+    )
+
+
+def codes_of(
+    name: str, arch: str, options: Sequence[str] = (), functions: Sequence[str] | None = None
+) -> dict[str, list[MachineCode]]:
+    """Of each function of a configuration, the machine code of its kernels."""
+    codes: dict[str, list[MachineCode]] = {}
+    for code in machine_code(source_of(name, functions), arch, options):
+        codes.setdefault(code.launch.function, []).append(code)
+    return codes
+
+
+def failures_of(name: str, codes: dict[str, list[MachineCode]]) -> list[str]:
+    """What is wrong with the code of a configuration."""
+    spec = spec_of(name)
+    return [line for function, code in codes.items() for line in failures(function, spec, code)]
+
+
+def ungated() -> list[str]:
+    """Names of kernels for GPUs that no configuration has."""
+    gated = {
+        kernel
+        for name in CONFIGURATIONS
+        for kernel in tir_kernels.kernel_names(spec_of(name), for_stock=True)
+    }
+    return [name for name in tir_kernels.names_for(CudaTarget()) if name not in gated]
+
+
+def ahead_bytes(code: MachineCode, spec: KernelSpec) -> int:
+    """Of K and V, that a multiprocessor waits for while it decodes; 0: for other kernels.
+
+    At the bandwidth of the data sheets and a latency of a microsecond, it takes 36 KiB on an H200.
+    """
+    kernel = code.launch.kernel.removesuffix("_kernel")
+    if kernel in ("decode", "decode_sliding", "decode_windowed"):
+        return DecodeTiling.of(spec).ahead_bytes * resident_blocks(code)
+    if code.launch.function == "mla_prefill":
+        for tiling in Tiling.choices(spec, spec.kv_dtype):
+            if tiling.num_bytes == code.launch.dynamic_bytes:
+                return tiling.ahead_bytes * resident_blocks(code)
+    return 0
+
+
+def row(code: MachineCode, spec: KernelSpec, floor: str) -> list[str]:
+    """A row of the table."""
+    launch, counts = code.launch, [str(count) for count in code.counts.values()]
+    shared = (code.static_bytes, launch.dynamic_bytes, CHIPS[code.arch].block_bytes)
+    static, dynamic, most = (f"{num_bytes / KIB:.4g}" for num_bytes in shared)
+    ahead = f"{ahead_bytes(code, spec) / KIB:.4g}"
+    grid = " x ".join("n" if n is None else str(n) for n in launch.grid).removesuffix(" x 1")
+    return [
+        *(launch.kernel, str(code.registers), str(code.spill_bytes), str(code.stack_bytes)),
+        *(f"{static} + {dynamic} / {most}", str(launch.threads), grid.removesuffix(" x 1")),
+        *(str(resident_blocks(code)), ahead, *counts, str(code.num_instructions), floor),
+    ]
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(cell) for cell in column) for column in zip(COLUMNS, *rows, strict=True)]
+    for cells in (COLUMNS, *rows):
+        padded = [
+            f"{c:<{w}}" if i in (0, len(widths) - 1) else f"{c:>{w}}"
+            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def main() -> int:
+    archs = [f"sm_{arch}" for arch in CHIPS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--archs", nargs="+", default=archs, choices=archs)
+    parser.add_argument(
+        "--configurations", nargs="+", default=list(CONFIGURATIONS), choices=CONFIGURATIONS
+    )
+    parser.add_argument("--max-registers", type=int, help="compile with so many registers at most")
+    args = parser.parse_args()
+    options = []
+    if args.max_registers:
+        options = [f"-maxrregcount={args.max_registers}", "-override-directive-values"]
+    is_sass = find_nvdisasm() is not None
+    print(
+        f"Instructions of {'the machine code' if is_sass else 'PTX: there is no nvdisasm'}. Floors"
+    )
+    for arch, sheet in DATA_SHEETS.items():
+        print(
+            f"  sm_{arch}: data sheet of the {sheet.name}: {sheet.bandwidth / 1e12:g} TB/s, "
+            f"{sheet.tensor_rate / 1e12:g} TFLOP/s dense on tensor cores, "
+            f"{sheet.float_rate / 1e12:g} in float32"
+        )
+    wrong = []
+    for name in args.configurations:
+        for arch in (arch.removeprefix("sm_") for arch in args.archs):
+            codes, spec = codes_of(name, arch, options), spec_of(name)
+            print(f"\n{name}, sm_{arch}")
+            print_table(
+                [
+                    row(code, spec, floors(function, spec, arch) if i == 0 else "")
+                    for function, kernels in codes.items()
+                    for i, code in enumerate(kernels)
+                ]
+            )
+            found = failures_of(name, codes)
+            wrong += found
+            for line in found:
+                print(f"FAILED: {line}")
+    left_out = ungated()
+    wrong += left_out
+    for kernel in left_out:
+        print(f"FAILED: no configuration has {kernel}")
+    print(f"\n{len(wrong)} failed" if wrong else "\nall passed")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What machine code has to be like: the limits of chips, and the instructions that kernels need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tir_kernels.cuda.builders import BUILDERS as ATTENTION  # the others move rows
+from tir_kernels.spec import KernelSpec
+from tvm_pagedkv.compiler.cuda_machine_code import MachineCode
+
+KIB = 1024
+MOST_REGISTERS = 255  # of a thread, for attention, which keeps its sums there
+MOST_REGISTERS_OF_MOVES = 64  # these wait for memory: many threads have to do so at a time
+LEAST_COPIES = 2  # asynchronous ones: of the first tile, and of the next ones
+# Arrays that the host copies before a step, and that no kernel writes. Only these may be loaded
+# through a cache that does not see what other kernels write while this one is there: with
+# programmatic dependent launch it may be there before those that write its arguments have ended.
+# The copy of an array is no kernel, so whatever comes behind it in the stream waits for its end.
+COPIED_ARRAYS = frozenset(
+    [
+        *("q_indptr", "kv_indptr", "page_indptr", "page_values", "length_info", "window_info"),
+        *("window_matrix", "k_rope_pos_offset", "q_rope_position", "row_indptr", "row_ids"),
+        *("tree_order_indptr", "tree_order", "position_map", "copies"),
+        *("length_indptr", "src_dst_slots"),
+    ]
+)
+_REGISTERS = 65536  # of a multiprocessor, of every chip
+_MOST_COLUMNS = 256  # of V that a block sums
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Limits of an architecture, from the CUDA programming guide.
+
+    Parameters
+    ----------
+    block_bytes : int
+        Shared memory that a block may have.
+    bytes, threads, blocks : int
+        Of a multiprocessor.
+    """
+
+    block_bytes: int
+    bytes: int
+    threads: int
+    blocks: int
+
+
+CHIPS = {
+    "80": Chip(163 * KIB, 164 * KIB, 2048, 32),
+    "86": Chip(99 * KIB, 100 * KIB, 1536, 16),
+    "89": Chip(99 * KIB, 100 * KIB, 1536, 24),
+    "90": Chip(227 * KIB, 228 * KIB, 2048, 32),
+    "100": Chip(227 * KIB, 228 * KIB, 2048, 32),
+    "120": Chip(99 * KIB, 100 * KIB, 1536, 24),
+}
+
+
+def is_launched(code: MachineCode) -> bool:
+    """Whether the chip has the shared memory that the launcher asks for."""
+    return code.launch.device_bytes <= CHIPS[code.arch].block_bytes
+
+
+def resident_blocks(code: MachineCode) -> int:
+    """Blocks of a kernel that a multiprocessor holds at a time."""
+    chip, warps = CHIPS[code.arch], -(-code.launch.threads // 32)
+    warp_registers = -(-code.registers * 32 // 256) * 256
+    return min(
+        chip.blocks,
+        chip.threads // (warps * 32),
+        _REGISTERS // warp_registers // warps,
+        chip.bytes // (code.shared_bytes + KIB),  # 1 KiB of each block is the system's
+    )
+
+
+def failures(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> list[str]:
+    """What is wrong with the code of a function.
+
+    Parameters
+    ----------
+    name : str
+        Of the function, as `tir_kernels.build_kernel` takes it.
+    spec : KernelSpec
+    codes : sequence of MachineCode
+        All kernels of the function, for one architecture.
+    """
+    return [*(line for code in codes for line in _of_kernel(name, code)), *_of(name, spec, codes)]
+
+
+def _of_kernel(name: str, code: MachineCode) -> Iterator[str]:
+    kernel, launch, chip = f"{code.launch.kernel} (sm_{code.arch})", code.launch, CHIPS[code.arch]
+    if code.spill_bytes or code.stack_bytes or code.counts["local"]:
+        yield (
+            f"{kernel} spills {code.spill_bytes} bytes, has a stack of {code.stack_bytes} and "
+            f"{code.counts['local']} accesses to local memory"
+        )
+    most = MOST_REGISTERS if name in ATTENTION else MOST_REGISTERS_OF_MOVES
+    if code.registers > most:
+        yield f"{kernel} has {code.registers} registers, more than {most}"
+    if launch.device_bytes and code.shared_bytes > launch.device_bytes:
+        yield (
+            f"{kernel} has {code.shared_bytes} bytes of shared memory, and is launched where a "
+            f"block may have {launch.device_bytes}"
+        )
+    if is_launched(code) and code.shared_bytes > chip.block_bytes:
+        yield f"{kernel} has {code.shared_bytes} bytes of shared memory of {chip.block_bytes}"
+    if launch.begins_early and int(code.arch) >= 90:
+        if not (code.counts["wait"] and code.counts["next"]):
+            yield f"{kernel} begins early, but does not wait, or does not let the next one begin"
+        elif code.early_accesses:
+            yield f"{kernel} has {code.early_accesses} accesses to memory before it waits"
+    elif code.counts["wait"] or code.counts["next"]:
+        yield f"{kernel} waits for the kernel before, though it does not begin early"
+    written = sorted(set(code.constant_arguments) - COPIED_ARRAYS)
+    if written:
+        yield f"{kernel} reads what kernels write by constant loads: {', '.join(written)}"
+    elif code.counts["constant"] and not code.constant_arguments:
+        yield f"{kernel} has {code.counts['constant']} constant loads that its PTX has not"
+    if launch.threads != launch.bound:
+        yield f"{kernel} is compiled for {launch.bound} threads and launched with {launch.threads}"
+    if is_launched(code) and not resident_blocks(code):
+        yield f"{kernel} does not fit into a multiprocessor"
+
+
+def _of(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[str]:
+    """Each branch that a launcher may take has all that the function needs."""
+    branches = {code.launch.device_bytes for code in codes if is_launched(code)}
+    if 0 not in branches:
+        yield f"{name} (sm_{codes[0].arch}) launches nothing where blocks have little shared memory"
+    for device_bytes in sorted(branches):
+        branch = [code for code in codes if code.launch.device_bytes == device_bytes]
+        yield from _of_branch(name, spec, branch)
+
+
+def _of_branch(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[str]:
+    counts = {key: sum(code.counts[key] for code in codes) for key in codes[0].counts}
+    if name not in ATTENTION:
+        least = {"ldg.128": 1, "stg.128": 1}
+    else:
+        least = {"ldgsts": LEAST_COPIES, "stg.128": 1}
+        if spec.dtype == spec.kv_dtype != "float32":
+            columns = min(spec.v_head_dim, spec.non_absorbed.v_head_dim, _MOST_COLUMNS)
+            # Sixteen positions over all columns of V, and a step of a loop over those of K.
+            least["mma"] = columns // 8 + 1
+            # Operands come four 8 x 8 matrices at a time; a product takes two of them, and two
+            # tiles of rows may share them.
+            least["ldsm"] = counts["mma"] // 4
+    for key, count in least.items():
+        if counts[key] < count:
+            branch = f"sm_{codes[0].arch}"
+            if codes[0].launch.device_bytes:
+                branch += f", where blocks may have {codes[0].launch.device_bytes} bytes"
+            yield f"{name} ({branch}) has {counts[key]} {key}, needs at least {count}"

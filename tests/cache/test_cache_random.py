@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random operations on two caches against the reference, with failures in between.
+
+Everything meets everything: chains, forks, pops, windows, MLA, token trees and their commits,
+shared prefixes, shared K and V, sinks, ALiBi, imports under way,
+transfers, kernels that throw.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from ..support.random_checkpoints import BeginImport, Export, FinishImport, ImportPages
+from ..support.random_operations import (
+    Add,
+    Clear,
+    EnableWindow,
+    Fork,
+    Mistake,
+    Overwrite,
+    Pop,
+    Remove,
+)
+from ..support.random_run import run, run_until_all_happened
+from ..support.random_steps import Commit, Step, TreeStep
+from ..support.random_transfers import ReleaseBlock, Transfer, connect
+from ..support.random_world import MLA, World
+
+NUM_STEPS = 450
+SEEDS, PAGE_SIZES = range(2), (1, 4, 16)
+SLOPES = 0.5, -0.1
+# Layers without a window, with windows of two sizes, and MLA layers, alone and mixed; rotation;
+# whether sequences have windows of their own; soft-cap, and ALiBi by slopes that heads have.
+WORLDS = {
+    "plain": {"layers": (0, 0)},
+    "rotated": {"layers": (0, 0), "mode": "normal", "softcap": 2.0},
+    "windows": {"layers": (0, 5, 0, 9, 5), "mode": "inline"},
+    "sliding": {"layers": (6, 6), "mode": "normal", "slopes": SLOPES},
+    "mla": {"layers": (MLA, MLA)},
+    "all": {"layers": (0, MLA, 5, MLA, 0, 9), "mode": "inline", "softcap": 2.0, "slopes": SLOPES},
+    "sequence_windows": {"layers": (0, 0), "mode": "inline", "has_windows": True, "softcap": 2.0},
+    "text_windows": {"layers": (0, 0), "mode": "normal", "has_windows": True},
+    "both_windows": {"layers": (0, 6, 0, 15), "has_windows": True, "slopes": SLOPES},
+}
+OPERATIONS = [
+    Step(), TreeStep(), Commit(), Add(), Remove(), Clear(), Fork(), Pop(), Overwrite(), Mistake(),
+    EnableWindow(), Export(), BeginImport(), ImportPages(), FinishImport(),
+    Transfer(), ReleaseBlock(),
+]  # fmt: skip
+
+
+def make_pair(rng: np.random.Generator, page_size: int, **fields) -> list[World]:
+    """A cache with room and one that is often full, whose checkpoints go from one to the other."""
+    pair = [
+        World(rng, page_size=page_size, aux_manager="merged", num_pages=40, **fields),
+        World(rng, page_size=page_size, aux_manager="plain", num_pages=13, **fields),
+    ]
+    pair[1].shelf = pair[0].shelf
+    connect(pair)
+    return pair
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("seed", SEEDS, ids="seed{}".format)
+def test_random_operations(record_property, seed, name):
+    pairs = []
+    for page_size in PAGE_SIZES:
+        print("page size", page_size)
+        rng = np.random.default_rng([seed, page_size])
+        pairs.append(make_pair(rng, page_size, **WORLDS[name]))
+        run(pairs[-1], OPERATIONS, NUM_STEPS)
+    worlds = [world for pair in pairs for world in pair]
+    run_until_all_happened(pairs, OPERATIONS, most_steps=20 * NUM_STEPS)
+    counts = sum((world.counts for world in worlds), Counter())
+    assert sum(counts.values()) >= len(PAGE_SIZES) * NUM_STEPS
+    record_property("random_steps", dict(counts))
+    print(dict(counts), dict(sum((world.failures for world in worlds), Counter())))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches with layers that have windows, over the compiled kernels, from `tvm_pagedkv.create`."""
+
+from __future__ import annotations
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
+import numpy as np
+import pytest
+
+import tvm_pagedkv as pkv
+
+from .. import reference
+from ..support.python_kernels import poison, shuffle
+
+HEADS, KV_HEADS, DIM = 4, 2, 32
+SM_SCALE = DIM**-0.5
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+class Model:
+    """A cache and one reference for each layer, since each layer has a rotation of its own."""
+
+    def __init__(self, layers, seed: int, **fields):
+        small = {"max_num_sequences": 4, "max_total_tokens": 1024, "prefill_chunk_size": 200}
+        self.config = pkv.KVCacheConfig(
+            num_layers=len(layers), num_qo_heads=HEADS, num_kv_heads=KV_HEADS, qk_head_dim=DIM,
+            layers=layers, **{"dtype": "float32", **small, **fields},
+        )  # fmt: skip
+        self.cache = pkv.create(self.config)
+        shuffle(self.cache, seed)
+        self.rng = np.random.default_rng(seed)
+        self.expected = [self.reference_of(layer) for layer in self.config.layers]
+
+    def reference_of(self, layer: pkv.LayerSpec) -> reference.ReferenceCache:
+        rope = reference.Rope(layer.rope.theta, layer.rope.scale, DIM, layer.rope.scaling_dict)
+        dtype = np.dtype(self.config.kv_dtype)
+        return reference.ReferenceCache(1, dtype, rope, layer.rope.mode, [layer.window])
+
+    def change(self, name: str, *args) -> None:
+        for each in (self.cache, *self.expected):
+            getattr(each, name)(*args)
+
+    def step(self, seq_ids: list[int], lengths: list[int]) -> None:
+        shape = (sum(lengths), HEADS + 2 * KV_HEADS, DIM)
+        with self.cache.forward(seq_ids, lengths):
+            for layer, expected in enumerate(self.expected):
+                qkv = self.rng.standard_normal(shape).astype(self.config.dtype)
+                out = self.cache.attention(layer, qkv).numpy()
+                o, _ = expected.attention(0, seq_ids, lengths, qkv, KV_HEADS, SM_SCALE)
+                what = f"layer {layer}, {lengths} rows of {seq_ids}"
+                reference.assert_close(out, o, self.config.dtype, what)
+        self.cache.check_integrity()
+        poison(self.cache)
+
+    def run(self) -> None:
+        """Chunks shorter and longer than the windows, forks, pops, several in one batch."""
+        for seq_id in (0, 1):
+            self.change("add_sequence", seq_id)
+        self.step([0, 1], [150, 3])
+        self.step([1, 0], [1, 1])
+        self.change("fork_sequence", 0, 2, 140)
+        self.change("fork_sequence", 1, 3)
+        self.step([2, 0, 1, 3], [1, 20, 1, 2])
+        self.change("pop_n", 0, 9)
+        self.step([3, 0], [100, 5])
+        self.change("pop_n", 3, 90)  # further back than the windows
+        for _ in range(20):
+            self.step([0, 1, 2, 3], [1, 1, 1, 1])
+        self.change("remove_sequence", 0)
+        self.step([2], [200])
+
+
+LAYERS = {
+    "own rotations": [
+        pkv.LayerSpec("mha_sliding", 20, rope=pkv.RopeConfig(theta=1e4)),
+        pkv.LayerSpec(rope=pkv.RopeConfig(theta=1e6, scaling={"rope_type": "linear", "factor": 8})),
+        pkv.LayerSpec("mha_sliding", 5, rope=pkv.RopeConfig(theta=500.0, scaling=YARN)),
+    ],
+    "inline": [
+        pkv.LayerSpec("mha_sliding", 20, rope=pkv.RopeConfig("inline")),
+        pkv.LayerSpec(rope=pkv.RopeConfig("inline", theta=1e6)),
+    ],
+    "all": [pkv.LayerSpec("mha_sliding", window) for window in (1, 64)],
+}
+
+
+@pytest.mark.parametrize("page_size", [4, 64])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
+def test_model(name, page_size, seed):
+    Model(LAYERS[name], seed, page_size=page_size).run()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
+def test_half_precision(dtype, seed):
+    Model([pkv.LayerSpec("mha_sliding", 30), pkv.LayerSpec()], seed, dtype=dtype).run()
+
+
+@pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
+def test_a_long_sequence_holds_a_few_pages(seed):
+    """Far behind the start of the sequence, with pages that were used before."""
+    window = 32
+    model = Model([pkv.LayerSpec("mha_sliding", window)], seed, max_total_tokens=512)
+    model.change("add_sequence", 0)
+    for i in range(30):
+        model.step([0], [199 if i % 3 else 1])
+    assert model.cache.sequence_length(0) > 3000
+    assert len(model.cache.page_table(0)) <= window // 16 + 2
+    assert model.cache.stats()["allocated_bytes"] == model.config.memory_bytes()

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building kernels: targets, sets of layers, and the files on disk whatever happens to them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+
+import tir_kernels
+import tvm_pagedkv
+from tvm_pagedkv.cache.create import config_map
+from tvm_pagedkv.compiler.build import build_kernels, resolve_target, vector_target
+from tvm_pagedkv.config.cache_config import KVCacheConfig, LayerSpec
+from tvm_pagedkv.config.rope_config import RopeConfig
+
+from .. import reference
+
+# The package's attribute of this name is the function.
+build = importlib.import_module("tvm_pagedkv.compiler.build")
+
+needs_x86 = pytest.mark.skipif(
+    not str(tvm.target.codegen.llvm_get_system_triple()).startswith("x86_64"),
+    reason="needs an x86 CPU",
+)
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def make_config(**changes) -> KVCacheConfig:
+    fields = {"num_layers": 2, "num_qo_heads": 4, "num_kv_heads": 2, "qk_head_dim": 32}
+    return KVCacheConfig(**(fields | {"dtype": "float32"} | changes))
+
+
+@pytest.fixture
+def cache_dir(tmp_path, monkeypatch) -> Path:
+    """An empty folder for compiled kernels, and two small kernels to compile."""
+    few = {name: tir_kernels.BUILDERS[name] for name in ("merge", "copy_single_page")}
+    monkeypatch.setattr(tir_kernels, "BUILDERS", few)
+    monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def check_merge(kernels) -> None:
+    """The loaded kernels compute: merge two states."""
+    rng = np.random.default_rng(0)
+    o, o_other = rng.standard_normal((2, 5, 4, 32), dtype=np.float32)
+    lse, lse_other = rng.standard_normal((2, 5, 4), dtype=np.float32)
+    actual = tvm.runtime.tensor(o), tvm.runtime.tensor(lse)
+    kernels["merge"](*actual, tvm.runtime.tensor(o_other), tvm.runtime.tensor(lse_other))
+    expected = reference.merge(o, lse, o_other, lse_other)
+    reference.assert_state_close([x.numpy() for x in actual], expected, "float32")
+
+
+# --- targets ------------------------------------------------------------------------------------
+
+
+@needs_x86
+def test_vector_traits_follow_the_target():
+    assert vector_target("x86-64-v4").lanes == 16
+    assert not vector_target("x86-64-v4").has_bf16_dot
+    assert vector_target("znver4").has_bf16_dot
+    assert vector_target("x86-64-v3") == vector_target({"kind": "llvm", "mcpu": "x86-64-v3"})
+    assert vector_target("x86-64-v3").lanes == 8
+    generic = vector_target(tvm.target.Target("llvm"))
+    assert generic.lanes == 4
+    assert not generic.has_f16_convert
+
+
+def test_native_is_the_default():
+    assert str(resolve_target()) == str(resolve_target("native"))
+    assert vector_target().lanes >= 4
+
+
+@needs_x86
+@pytest.mark.parametrize(
+    "flags, cpu, attributes",
+    [
+        (set(), "x86-64", ()),
+        (build._X86_LEVELS["x86-64-v3"], "x86-64-v3", ()),
+        (build._X86_LEVELS["x86-64-v4"], "x86-64", ()),  # AVX-512 with AVX2 hidden
+        (set.union(*build._X86_LEVELS.values()), "x86-64-v4", ()),
+        (set.union({"avx512_bf16"}, *build._X86_LEVELS.values()), "x86-64-v4", ("+avx512bf16",)),
+        ({"avx512_bf16"} | build._X86_LEVELS["x86-64-v3"], "x86-64-v3", ()),
+    ],
+)
+def test_native_is_the_highest_level_that_the_cpu_has(monkeypatch, flags, cpu, attributes):
+    monkeypatch.setattr(build, "_cpu_flags", lambda: flags)
+    target = build._native_target.__wrapped__()
+    assert target.attrs["mcpu"] == cpu
+    assert tuple(target.attrs.get("mattr", ())) == attributes
+
+
+def test_targets_that_cannot_be_served():
+    with pytest.raises(ValueError, match="got 'pentium-9'"):
+        resolve_target("pentium-9")
+    with pytest.raises(ValueError, match="not for 'c'"):
+        resolve_target(tvm.target.Target("c"))
+
+
+# --- sets ---------------------------------------------------------------------------------------
+
+
+def test_layers_that_are_alike_share_a_set(cache_dir):
+    far = RopeConfig(theta=1e6)
+    layers = [LayerSpec(), LayerSpec(rope=far), LayerSpec(), LayerSpec(num_kv_heads=4)]
+    built = build_kernels(make_config(num_layers=4, layers=layers))
+    assert built.layer_sets == (0, 1, 0, 2)
+    assert len(built.sets) == 3
+    assert all(set(kernels) == set(tir_kernels.BUILDERS) for kernels in built.sets)
+    with pytest.raises(ValueError, match="3 kernel sets"):
+        _ = built.kernels
+
+
+def test_layers_with_a_window_have_kernels_of_their_own(cache_dir):
+    local = RopeConfig(theta=1e6)
+    layers = [LayerSpec(), *(LayerSpec("mha_sliding", window) for window in (8, 9)),
+              LayerSpec("mha_sliding", 8, rope=local)]  # fmt: skip
+    built = build_kernels(make_config(num_layers=4, layers=layers))
+    assert built.layer_sets == (0, 1, 1, 2)  # one kernel for all windows
+
+
+@pytest.mark.parametrize("layer", [LayerSpec(), LayerSpec("mha_sliding", 8)], ids=["all", "window"])
+def test_kernels_of_another_kind_are_not_compiled(layer):
+    config = make_config(layers=[layer], num_layers=1)
+    names = tir_kernels.kernel_names(build.kernel_spec(config, config.layers[0], resolve_target()))
+    assert ("prefill" in names, "prefill_sliding" in names) == (
+        not layer.window,
+        bool(layer.window),
+    )
+    assert ("decode" in names, "decode_sliding" in names) == (not layer.window, bool(layer.window))
+
+
+def test_capacities_do_not_matter(cache_dir):
+    build_kernels(make_config())
+    build_kernels(
+        make_config(num_layers=9, max_total_tokens=128, max_num_sequences=1, prefill_chunk_size=7)
+    )
+    assert len(list(cache_dir.glob("*.so"))) == 1
+    build_kernels(make_config(page_size=4))
+    assert len(list(cache_dir.glob("*.so"))) == 2
+
+
+def test_unknown_kernel_is_named():
+    with pytest.raises(ValueError, match="no kernel 'mergee'; there are .*merge"):
+        tir_kernels.build_kernel("mergee", None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_kernels_build_in_one_module(tmp_path, monkeypatch, dtype):
+    monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
+    config = make_config(dtype=dtype, rope=RopeConfig(scaling=LONGROPE))
+    spec = build.kernel_spec(config, config.layers[0], resolve_target())
+    assert set(build_kernels(config).kernels) == set(tir_kernels.kernel_names(spec))
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def test_compiles_once_and_tells_so(cache_dir, capfd):
+    lines: list[str] = []
+    check_merge(build_kernels(make_config(), progress=lines.append).kernels)
+    assert len(lines) == 2
+    assert "4/2 heads of 32" in lines[0]
+    check_merge(build_kernels(make_config(), progress=lines.append).kernels)
+    assert len(lines) == 2
+    assert len(list(cache_dir.glob("*.so"))) == 1
+    build_kernels(make_config(page_size=2))  # no callback: silent
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: b"\x7fELF",
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-1],
+        lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
+    ],
+    ids=["empty", "header", "half", "short", "flipped-bit"],
+)
+def test_a_damaged_file_is_built_anew(cache_dir, damage):
+    cache_dir.mkdir(mode=0o700)
+    build_kernels(make_config(page_size=8))
+    (path,) = cache_dir.glob("*.so")
+    whole = path.read_bytes()
+    path.unlink()  # not written over: this process has it mapped
+    path.write_bytes(damage(whole))
+    lines: list[str] = []
+    check_merge(build_kernels(make_config(page_size=8), progress=lines.append).kernels)
+    assert len(lines) == 2
+    assert [p.name for p in cache_dir.glob("*.so")] == [path.name]
+
+
+def test_two_processes_at_once(cache_dir):
+    code = (
+        "import tir_kernels\n"
+        "from tests.compiler.test_build import build_kernels, check_merge, make_config\n"
+        "tir_kernels.BUILDERS = {'merge': tir_kernels.BUILDERS['merge']}\n"
+        "check_merge(build_kernels(make_config()).kernels)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=Path(__file__).parents[2], env=environment
+        )
+        for _ in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    assert len(list(cache_dir.glob("*.so"))) == 1
+
+
+@pytest.mark.parametrize(
+    "compiler, message",
+    [(None, "no C\\+\\+ compiler .* CXX"), ("/nowhere/g++", "running '/nowhere/g\\+\\+' gave")],
+)
+def test_a_missing_linker_is_named(cache_dir, monkeypatch, compiler, message):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(RuntimeError, match=message):
+        build_kernels(make_config())
+    assert not list(cache_dir.glob("*.so"))
+
+
+# --- the map of `pagedkv.create` ------------------------------------------------------------------
+
+
+def test_config_map(cache_dir):
+    rope = RopeConfig(mode="inline", theta=5e5, scale=0.5, scaling=LONGROPE)
+    config = make_config(rope=rope, kv_dtype="float16", max_total_tokens=100)
+    described = config_map(config, build_kernels(config), tvm.cpu())
+    factors = described.pop("rope_ext_factors")
+    np.testing.assert_array_equal(factors.numpy(), np.repeat([2.0, 1.0], 16))  # long, then short
+    layers = described.pop("layers")
+    assert described == {
+        "layer_indptr": (0, 2),
+        "stage": None,
+        "max_num_sequences": 32,
+        "max_total_tokens": 100,
+        "prefill_chunk_size": 2048,
+        "page_size": 16,
+        "dtype": "float32",
+        "kv_dtype": "float16",
+        "rope_mode": 2,
+        "sliding_window": False,
+        "aux_manager": "auto",
+        "share_prefix": True,
+        "enable_kv_transfer": False,
+    }
+    assert layers == 2 * [
+        {
+            "kind": "mha",
+            "window": 0,
+            "num_qo_heads": 4,
+            "num_kv_heads": 2,
+            "qk_head_dim": 32,
+            "v_head_dim": 32,
+            "rope_theta": 5e5,
+            "rope_scale": 0.5,
+            "rope_details": '{"original_max_position_embeddings": 4096, "rope_type": "longrope"}',
+            "kernel_set": 0,
+        }
+    ]
+    plain = config_map(make_config(), build_kernels(make_config()), tvm.cpu())
+    assert "rope_ext_factors" not in plain
+
+
+def test_what_layers_must_share(cache_dir):
+    layers = [LayerSpec(), LayerSpec(rope=RopeConfig(mode="none"))]
+    config = make_config(layers=layers)
+    with pytest.raises(ValueError, match="one rope mode"):
+        config_map(config, build_kernels(config), tvm.cpu())
+
+
+def test_create(tmp_path, monkeypatch):
+    monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
+    layers = [LayerSpec(), LayerSpec(rope=RopeConfig(theta=1e6))]
+    cache = tvm_pagedkv.create(make_config(layers=layers))
+    assert isinstance(cache, tvm_pagedkv.KVCache)
+    cache.add_sequence(0)
+    assert cache.sequence_length(0) == 0

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The emulator runs generated launchers, and shows waits and barriers that are missing."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import tvm
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+
+from tir_kernels.cuda.emit import launch, ptx, sync_block
+from tir_kernels.define import define_kernel
+from tvm_pagedkv.compiler.cuda_source import cuda_source
+
+from ..support.cuda_emulator import (
+    SCHEDULES,
+    Launch,
+    Schedule,
+    emulated,
+    launches,
+    mutated,
+    schedule,
+)
+
+THREADS, ROUNDS = 64, 4
+parametrize_schedules = pytest.mark.parametrize("chosen", SCHEDULES, ids=str)
+
+
+@functools.cache
+def reversing_source() -> str:
+    """A kernel that reverses rows of 256 floats, a ring of two stages at a time.
+
+    Thread i copies 16 bytes of each row, and writes those that thread 63 - i copied.
+    """
+
+    def body(x_handle, y_handle):
+        num_rows = T.int32()
+        shape = (num_rows, ROUNDS, 4 * THREADS)
+        place = {"align": 16, "elem_offset": T.int64(), "offset_factor": 4}
+        x = T.match_buffer(x_handle, shape, "float32", **place)
+        y = T.match_buffer(y_handle, shape, "float32", align=16)
+        IRBuilder.name("x", x)
+        IRBuilder.name("y", y)
+        with launch([num_rows], THREADS) as ((block,), thread):
+            ring = T.alloc_buffer((2, 4 * THREADS), "float32", scope="shared.dyn", align=16)
+
+            def copy(i):
+                to, source = ring.ptr_to([i % 2, 4 * thread]), x.ptr_to([block, i, 4 * thread])
+                ptx("cp.async.cg.shared.global", to, source, 16)
+                ptx("cp.async.commit_group")
+
+            with T.If(block < num_rows), T.Then():
+                copy(0)
+                for i in range(ROUNDS):
+                    if i + 1 < ROUNDS:
+                        copy(i + 1)
+                    ptx("cp.async.wait_group", 1 if i + 1 < ROUNDS else 0)
+                    sync_block()
+                    for e in range(4):
+                        value = ring[i % 2, 4 * THREADS - 1 - (4 * thread + e)]
+                        T.buffer_store(y, value, [block, i, 4 * thread + e])
+                    sync_block()
+
+    return cuda_source({"reverse": define_kernel({"x": T.handle, "y": T.handle}, body)})
+
+
+def reversed_rows(source: str, num_rows: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """What the kernel makes of rows, and what it should."""
+    rows = np.random.default_rng(0).standard_normal((num_rows, ROUNDS, 4 * THREADS), np.float32)
+    whole = tvm.runtime.tensor(np.concatenate([np.full(4, np.nan, np.float32), rows.reshape(-1)]))
+    y = tvm.runtime.tensor(np.full(rows.shape, np.nan, np.float32))
+    emulated(source).get_function("reverse")(whole._create_view(rows.shape, "float32", 16), y)
+    return y.numpy(), rows[:, :, ::-1]
+
+
+@parametrize_schedules
+def test_a_kernel_runs_under_every_schedule(chosen):
+    with schedule(chosen):
+        actual, expected = reversed_rows(reversing_source())
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_launches_are_told():
+    with launches() as made:
+        reversed_rows(reversing_source())
+    assert made == [Launch((3, 1, 1), THREADS, 2 * 16 * THREADS, begins_early=True)]
+
+
+def _caught(source: str) -> list[str]:
+    found = []
+    for chosen in SCHEDULES:
+        with schedule(chosen):
+            actual, expected = reversed_rows(source)
+        if not np.array_equal(actual, expected):
+            found.append(str(chosen))
+    return found
+
+
+def test_a_copy_that_is_not_waited_for_is_caught():
+    source = mutated(reversing_source(), "cp.async.wait_group 1", "cp.async.wait_group 2")
+    assert str(Schedule()) in _caught(source)
+
+
+BARRIER = "  tvm_builtin_cuda_cta_sync();\n"  # two in each round: before reading, after it
+
+
+def test_a_barrier_that_is_missing_before_reading_is_caught():
+    assert _caught(mutated(reversing_source(), BARRIER, which=2))
+
+
+def test_a_barrier_that_is_missing_before_writing_again_is_caught():
+    """Copies that land late never show it."""
+    found = _caught(mutated(reversing_source(), BARRIER, which=1))
+    assert str(Schedule("skewed", eager=True)) in found and str(Schedule()) not in found
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("(int64_t)2048", "(int64_t)1024", "shared memory: 16 bytes at .* of 1024"),
+        (BARRIER, f"if (threadIdx.x) {BARRIER}", "deadlock"),
+        ("x_ptr[", "x_ptr[1 + ", "not aligned"),
+    ],
+    ids=["beyond-shared-memory", "barrier-in-a-branch", "misaligned"],
+)
+def test_faults_are_errors(old, new, message):
+    with pytest.raises(RuntimeError, match=message):
+        reversed_rows(mutated(reversing_source(), old, new, which=0))
+
+
+def test_arguments_are_checked():
+    module = emulated(reversing_source())
+    x = tvm.runtime.tensor(np.zeros((1, ROUNDS, 8), np.float32))
+    with pytest.raises(ValueError, match=r"x\.\w+ on argument #0"):
+        module.get_function("reverse")(x, x)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools and batches beyond 32 bits on GPUs, emulated: memory that is not touched takes no room."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm.script import tirx as T
+
+from tir_kernels.cuda.decode_tiling import DecodeTiling
+from tir_kernels.cuda.emit import as_count, index_temp, launch
+from tir_kernels.cuda.page_split import PageSplit
+from tir_kernels.cuda.schedule import UnitOfBlock, sum_over
+from tir_kernels.define import define_kernel
+from tvm_pagedkv.compiler.cuda_source import cuda_source
+
+from .. import reference
+from ..support.attention_cases import compiled, cuda_text, tensors_for
+from ..support.cuda_cases import F16, make_spec
+from ..support.cuda_emulator import emulated, mutated
+
+SPEC = make_spec((2, 1), 64)
+PAGE_ELEMENTS = 2 * SPEC.page_size * SPEC.qk_head_dim
+NUM_PAGES = 2**31 // PAGE_ELEMENTS + 8
+LAST = NUM_PAGES - 1 - np.arange(4)  # pages whose elements are all beyond 2^31
+
+
+def large_pages() -> np.ndarray:
+    """A pool of more than 2^31 elements; the system gives it memory where it is written."""
+    return np.empty((NUM_PAGES, 2, 1, SPEC.page_size, SPEC.qk_head_dim), F16)
+
+
+def shared(array: np.ndarray):
+    """A tensor on the same memory."""
+    return tvm_ffi.from_dlpack(array)
+
+
+def written(pages: np.ndarray, rng) -> np.ndarray:
+    """Write rows to the last pages; what they hold."""
+    rows = rng.standard_normal((len(LAST), *pages.shape[1:]), np.float32).astype(F16)
+    pages[LAST] = rows
+    return rows
+
+
+def table(*arrays) -> list:
+    return [tensors_for(SPEC)(np.array(x, np.int32)) for x in arrays]
+
+
+def attend(kernel, name: str, pages: np.ndarray, rows: np.ndarray) -> float:
+    """The error of attention to the last pages."""
+    rng, num_rows = np.random.default_rng(1), 1 if name == "decode" else 3
+    tensor = tensors_for(SPEC)
+    q = rng.standard_normal((num_rows, 2, 64), np.float32).astype(F16)
+    o, lse = (
+        tensor(np.zeros(s, d)) for s, d in (((num_rows, 2, 64), F16), ((num_rows, 2), "float32"))
+    )
+    length = len(LAST) * SPEC.page_size
+    q_indptr = [] if name == "decode" else table([0, num_rows])
+    causal = [] if name == "decode" else [1]
+    positions = table(
+        [0, len(LAST)], LAST, [SPEC.page_size], [0], length - num_rows + np.arange(num_rows)
+    )
+    kernel(tensor(q), *q_indptr, shared(pages), *positions, o, lse, *causal, 0, 1.0, 1e4, 0.125)
+    k, v = (np.concatenate(list(rows[:, plane, 0]))[:, None] for plane in range(2))
+    expected = reference.attention(q, k, v, reference.causal_mask(num_rows, length), 0.125)
+    return float(np.abs(o.numpy().astype(np.float64) - expected[0]).max())
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_attention_to_the_last_pages_of_a_large_pool(name):
+    pages = large_pages()
+    rows = written(pages, np.random.default_rng(0))
+    assert attend(compiled(name, SPEC), name, pages, rows) < 2e-3
+
+
+def test_the_last_pages_are_written_and_copied():
+    rng, pages = np.random.default_rng(0), large_pages()
+    tensor = tensors_for(SPEC)
+    rows = written(pages, rng)
+    k, v = (rng.standard_normal((3, 1, 64), np.float32).astype(F16) for _ in range(2))
+    slots = LAST[0] * SPEC.page_size + np.arange(3)
+    compiled("transpose_append", SPEC)(shared(pages), tensor(k), tensor(v), *table(slots))
+    rows[0, 0, 0, :3], rows[0, 1, 0, :3] = k[:, 0], v[:, 0]
+    reference.assert_same_bits(pages[LAST], rows)
+
+    compiled("copy_single_page", SPEC)(shared(pages), int(LAST[0]), int(LAST[1]), 5)
+    rows[1, :, :, :5] = rows[0, :, :, :5]
+    compiled("copy_pages", SPEC)(shared(pages), *table([[LAST[1]], [LAST[2]], [7]]))
+    rows[2, :, :, :7] = rows[1, :, :, :7]
+    slots = [[LAST[2] * 16 + 1], [LAST[3] * 16 + 9]]
+    compiled("compact_copy", SPEC)(shared(pages), *table([0, 1], slots), 1)
+    rows[3, :, :, 9] = rows[2, :, :, 1]
+    reference.assert_same_bits(pages[LAST], rows)
+
+    out = [tensor(np.zeros((1, 2, 1, 64), F16)) for _ in range(2)]
+    slots = LAST[3] * 16 + np.array([9, 3])
+    compiled("debug_get_kv", SPEC)(shared(pages), *table(slots), *out, 0)
+    for plane in range(2):
+        reference.assert_same_bits(out[plane].numpy()[0, :, 0], rows[3, plane, 0, [9, 3]])
+
+
+def test_an_offset_of_32_bits_is_caught():
+    """It would reach 8 GiB before the pool: `LAST` is shortened to what is there."""
+    pages = large_pages()
+    rows = written(pages, np.random.default_rng(0))
+    pages[LAST - NUM_PAGES // 2] = 0
+    text = cuda_text("decode", SPEC)
+    # The page's number modulo a half, as if the highest bit of the offset were lost.
+    short = mutated(
+        text, "((int64_t)page_ptr[", f"((int64_t)-{NUM_PAGES // 2} + (int64_t)page_ptr["
+    )
+    assert attend(emulated(short).get_function("decode"), "decode", pages, rows) > 2e-3
+
+
+# --- counts of work -----------------------------------------------------------------------------
+
+
+def _run(body, *arrays) -> np.ndarray:
+    """The eight numbers that a kernel of one warp writes, which gets the int32 arrays."""
+
+    def define(*handles):
+        buffers = [
+            T.match_buffer(h, x.shape, "int32", align=4)
+            for h, x in zip(handles, arrays, strict=False)
+        ]
+        out = T.match_buffer(handles[-1], (8,), "int64", align=8)
+        with launch([1], 32) as (_, thread):
+            for i, value in enumerate(body(index_temp(thread), *buffers)):
+                with T.If(thread == 0), T.Then():
+                    T.buffer_store(out, as_count(value), [i])
+
+    names = [f"x{i}" for i in range(len(arrays))] + ["out"]
+    function = define_kernel(dict.fromkeys(names, T.handle), define)
+    out = tvm.runtime.tensor(np.zeros(8, np.int64))
+    source = cuda_source({"count": function})
+    emulated(source).get_function("count")(*(tvm.runtime.tensor(x) for x in arrays), out)
+    return out.numpy()
+
+
+def test_decode_shares_out_more_units_than_32_bits_count():
+    """Table entries times KV heads: sequences that share a prefix have the same pages."""
+    spec = make_spec((256, 256), 8, page=1)
+    indptr = np.array([0, 5, 12_000_000, 20_000_000], np.int32)
+    at = 19_000_000 * 256 + 77
+    share = -(-20_000_000 * 256 // 264)
+
+    def body(thread, indptr, entry):
+        at = as_count(entry[0]) * 256 + 77
+        a = SimpleNamespace(page_indptr=indptr, batch_size=T.int32(3))
+        split = PageSplit(spec, a, T.int32(264), DecodeTiling.of(spec).block_positions)
+        pair = split.pair(split.owner(at, thread), at)
+        return split.total, split.share, pair.sequence, pair.head, pair.begin, pair.end
+
+    head = (at - 12_000_000 * 256) // 8_000_000
+    begin = 12_000_000 * 256 + head * 8_000_000
+    expected = [20_000_000 * 256, share, 2, head, begin, begin + 8_000_000]
+    assert _run(body, indptr, np.array([19_000_000], np.int32))[:6].tolist() == expected
+
+
+def test_tiles_are_shared_out_beyond_32_bits():
+    """Tiles of rows times tiles of positions."""
+    counts = np.array([2**30, 3, 2**30, 2**30], np.int32)
+
+    def body(thread, counts):
+        def units_of(i):
+            return as_count(counts[i])
+
+        total = sum_over(T.int32(4), units_of, thread)
+        unit = UnitOfBlock(as_count(counts[0]) * 3, T.int32(4), units_of, thread, "int64")
+        return total, unit.sequence, unit.index, unit.count
+
+    assert _run(body, counts)[:4].tolist() == [3 * 2**30 + 3, 3, 2**30 - 3, 2**30]

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of several rows per sequence on tensor cores, emulated, against the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tir_kernels.cuda.tiling import MOST_ROWS
+from tir_kernels.spec import RopeSpec
+
+from .. import reference
+from ..kernels.test_window_kernels import WindowBatch
+from ..support import attention_cases
+from ..support.attention_cases import PagedBatch, RaggedBatch, cuda_text
+from ..support.cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
+from ..support.cuda_emulator import (
+    SCHEDULES,
+    emulated,
+    launches,
+    multiprocessors,
+    mutated,
+    schedule,
+)
+from ..support.kernel_specs import YARN
+
+SPECS = {
+    "8:2x128-f16-p16": make_spec((8, 2), 128),
+    "5:1x80-bf16-p4": make_spec((5, 1), 80, (BF16, BF16), 4),
+    "2:2x64-f16-p1": make_spec((2, 2), 64, page=1),
+    "71:1x24-f16-p256": make_spec((71, 1), 24, page=256),
+    "3:1x256-bf16-p32": make_spec((3, 1), 256, (BF16, BF16), 32),
+    "1:1x576-f16-p2": make_spec((1, 1), 576, (F16, F16), 2),
+    "8:2x64-f32-p16": make_spec((8, 2), 64, (F32, F32)),
+    "3:1x128-f32-bf16-p1": make_spec((3, 1), 128, (F32, BF16), 1),
+    "5:1x80-f16-f32-p8": make_spec((5, 1), 80, (F16, F32), 8),
+    "2:1x576-f32-p16": make_spec((2, 1), 576, (F32, F32)),
+}
+WHOLE_F32 = SPECS["8:2x64-f32-p16"]
+SMALL = SPECS["5:1x80-bf16-p4"]
+# Nothing cached; a prefix; empty sequences at the start, in the middle and at the end; rows without
+# anything to see; several tiles of either kind.
+MIXED = [(0, 0), (1, 1), (3, 70), (0, 33), (2, 0), (4, 6), (70, 131), (0, 0)]
+parametrize_causal = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+parametrize_kinds = pytest.mark.parametrize("kind", [PagedBatch, RaggedBatch])
+
+
+@pytest.fixture(autouse=True)
+def small_gpu():
+    """No tile is split: `test_cuda_prefill_split` is for those that are."""
+    with multiprocessors(1):
+        yield
+
+
+def _check(kind, spec, lengths, seed: int = 0, causal: bool = True, **how) -> None:
+    case = kind(spec, lengths, seed)
+    case.prefill(causal, **how)
+    case.verify(causal, **how)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@parametrize_causal
+@parametrize_seed
+def test_prefill(spec, causal, seed):
+    _check(PagedBatch, spec, MIXED, seed, causal)
+
+
+@pytest.mark.parametrize(
+    "heads, dims, dtype",
+    [((4, 2), (192, 128), F16), ((3, 3), (24, 104), BF16), ((2, 1), (64, 80), F16)],
+    ids=["192/128", "24/104", "64/80"],
+)
+@parametrize_causal
+@parametrize_seed
+def test_prefill_ragged(heads, dims, dtype, causal, seed):
+    _check(RaggedBatch, make_spec(heads, dims, (dtype, dtype)), MIXED, seed, causal)
+
+
+def test_bounds_beside_those_of_tiles():
+    """The columns that all rows see end at every place of a tile."""
+    _check(PagedBatch, make_spec((1, 1), 16), [(2, n) for n in range(60, 130)])
+
+
+def test_windows_beside_the_bounds_of_tiles():
+    """They are longer than a tile; the first one that some rows see only begins with it."""
+    lengths = [(n, 240) for n in (1, 2, 3, 64, 65, 66, 67)]
+    _check(PagedBatch, make_spec((1, 1), 16), lengths, window=100)
+
+
+def test_many_sequences():
+    """Blocks find their sequences, more than a warp has lanes, and some that are empty."""
+    lengths = [(n % 3, n % 3 + n % 5) for n in range(70)]
+    case = PagedBatch(make_spec((2, 1), 16, page=4), lengths, 0)
+    with launches() as made:
+        case.prefill()
+    case.verify()
+    rows = sum(n for n, _ in lengths)
+    assert made[0].grid == (2 * rows // MOST_ROWS + len(lengths), 1, 1)
+
+
+@parametrize_kinds
+@pytest.mark.parametrize("window", [1, 17, 64, 1000])
+@parametrize_seed
+def test_sliding_windows(kind, window, seed):
+    _check(kind, SMALL, MIXED, seed, window=window)
+
+
+@pytest.mark.parametrize("kind", [PagedBatch, RaggedBatch])
+@parametrize_seed
+def test_float32_with_everything(kind, seed):
+    slopes = tuple(reference.alibi_slopes(8))
+    spec = dataclasses.replace(WHOLE_F32, logit_softcap=1.5, alibi_slopes=slopes)
+    _check(kind, spec, MIXED, seed, window=40, inline=True)
+
+
+@parametrize_kinds
+@parametrize_seed
+def test_soft_cap(kind, seed):
+    _check(kind, dataclasses.replace(SMALL, logit_softcap=1.5), MIXED, seed)
+
+
+@parametrize_kinds
+@parametrize_seed
+def test_alibi(kind, seed):
+    spec = dataclasses.replace(SMALL, alibi_slopes=tuple(reference.alibi_slopes(5)))
+    _check(kind, spec, MIXED, seed)
+
+
+ROPES = {
+    "whole": RopeSpec(rotary_dim=80),
+    "partial-scaled": RopeSpec(5e5, 0.25, 20),
+    "yarn": RopeSpec(1e4, 1.0, 80, YARN),
+    "odd-pairs": RopeSpec(1e4, 1.0, 22),
+}
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+@parametrize_seed
+def test_inline_rope(rope, seed):
+    spec = dataclasses.replace(SMALL, rope=rope)
+    for kind in (PagedBatch, RaggedBatch):
+        _check(kind, spec, [(3, 70), (2, 2), (17, 30)], seed, inline=True)
+
+
+@parametrize_seed
+def test_inline_longrope_chooses_factors_by_sequence(seed):
+    scaling = (
+        ("long_factor", tuple(1.0 + i for i in range(16))),
+        ("original_max_position_embeddings", 64),
+        ("max_position_embeddings", 256),
+        ("rope_type", "longrope"),
+        ("short_factor", tuple(1.0 + 0.1 * i for i in range(16))),
+    )
+    spec = make_spec((4, 2), 32, rope=RopeSpec(1e4, 1.0, 32, scaling))
+    _check(PagedBatch, spec, [(6, 64), (3, 70), (2, 2)], seed, inline=True)
+
+
+# Of each sequence: rows of the step, slots, sinks, slot behind the gap, positions before a row.
+GAPPED = [
+    *((3, 9, 2, 5, 2), (1, 30, 5, 28, 9), (4, 4, 1, 1, 1), (7, 7, 9, 9, 2)),
+    *((70, 230, 4, 13, 40), (5, 90, 70, 75, 9), (2, 100, 3, 4, None)),
+]
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["plain", "inline"])
+@parametrize_seed
+def test_windows_of_sequences(inline, seed):
+    for spec in (SMALL, WHOLE_F32):
+        case = WindowBatch(spec, GAPPED, seed)
+        case.run("prefill", case.length_rows(4).reshape(-1), inline, causal=True)
+        case.verify(4, inline)
+    case = WindowBatch(SMALL, GAPPED, seed)
+    case.run("prefill_windowed", case.length_rows(3), inline, causal=True)
+    case.verify(3, inline)
+
+
+def test_another_rotation_than_the_baked_one_is_refused():
+    case = PagedBatch(SMALL, [(1, 4)], 0)
+    mode, scale, theta, sm_scale = case.scalars(causal=None, inline=True)
+    case.scalars = lambda causal, inline: [1, mode, scale, 2 * theta, sm_scale]
+    with pytest.raises(ValueError, match="rope_theta"):
+        case.prefill()
+
+
+def test_a_wrong_shape_is_told_by_the_name_of_its_argument():
+    case = PagedBatch(SMALL, [(1, 5)], 0)
+    case.q = case.q[:, :3]
+    with pytest.raises(ValueError, match=r"q\.shape\[1\]"):
+        case.prefill()
+
+
+# --- waits and barriers -------------------------------------------------------------------------
+
+# Both rotate K. One keeps Q in registers; the other reads it from shared memory to the end, and
+# puts O in its place, in another layout.
+RACING = [make_spec((2, 1), dims, rope=RopeSpec(rotary_dim=16)) for dims in ((32, 64), (80, 64))]
+BARRIER = "tvm_builtin_cuda_cta_sync();"
+WAIT = "tvm_builtin_ptx_cp_async_wait_group_async_wait_group_0();"
+
+
+def _wrong_schedules(source: str, spec, monkeypatch) -> list[str]:
+    function = emulated(source).get_function("prefill_ragged")
+    monkeypatch.setattr(attention_cases, "compiled", lambda *arguments: function)
+    wrong = []
+    for chosen in SCHEDULES:
+        case = RaggedBatch(spec, [(70, 200)], 0)
+        with schedule(chosen):
+            case.prefill(inline=True, causal=False)  # so that all warps have work to the end
+        try:
+            case.verify(inline=True, causal=False)
+        except AssertionError:
+            wrong.append(str(chosen))
+    return wrong
+
+
+@pytest.mark.parametrize("spec", RACING, ids=["registers", "shared"])
+def test_every_schedule_gives_what_is_right(spec, monkeypatch):
+    assert not _wrong_schedules(cuda_text("prefill_ragged", spec), spec, monkeypatch)
+
+
+# The barriers in the order of the source. In `_LAST` are the one behind the last tile and the one
+# before a block looks whether a row needs care: with one span, either of them does for both. Those
+# in `_CARE` are for V that is not finite.
+_CARE, _LAST = (3, 7), (5, 6)
+LEFT_OUT = {BARRIER: (9, [(0,), (1,), (2,), (4,), _LAST, (8,)]), WAIT: (2, [(0,), (1,)])}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT, ids=["barriers", "waits"])
+def test_none_can_be_left_out(what, monkeypatch):
+    """Each is missed by one of the specs at least."""
+    (count, all_places), missed = LEFT_OUT[what], set()
+    for spec in RACING:
+        source = cuda_text("prefill_ragged", spec)
+        assert source.count(f" {what}") == count
+        for places in all_places:
+            text = source
+            for which in reversed(places):
+                text = mutated(text, f" {what}", which=which)
+            if _wrong_schedules(text, spec, monkeypatch):
+                missed.add(places)
+    assert missed == set(all_places)
+
+
+def _wrong_with_nan(source: str, spec, monkeypatch) -> bool:
+    """Whether NaN in V at a position that some rows of a tile see reaches others, or gets lost."""
+    function = emulated(source).get_function("prefill_ragged")
+    monkeypatch.setattr(attention_cases, "compiled", lambda *arguments: function)
+    for chosen in SCHEDULES:
+        case = RaggedBatch(spec, [(70, 200)], 0)
+        case.v[190:, :, 3] = np.nan
+        try:
+            with schedule(chosen):
+                case.prefill()
+        except RuntimeError:  # threads of a block do not agree about the way to go on
+            return True
+        is_nan = np.isnan(case.o.numpy().astype(np.float32)).all(-1)
+        if not np.array_equal(is_nan[:, 0], np.arange(70) >= 60):
+            return True
+        if not np.isfinite(case.lse.numpy()).all():
+            return True
+    return False
+
+
+def test_no_barrier_of_care_can_be_left_out(monkeypatch):
+    spec = RACING[0]
+    source = cuda_text("prefill_ragged", spec)
+    assert not _wrong_with_nan(source, spec, monkeypatch)
+    for which in _CARE:
+        text = mutated(source, f" {BARRIER}", which=which)
+        assert _wrong_with_nan(text, spec, monkeypatch), which

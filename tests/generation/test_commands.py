@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's command for the main job, from a clean clone with nothing installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: nothing to clone")
+    folder = tmp_path_factory.mktemp("clone") / "tvm_pagedkv"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
+    return folder
+
+
+def _generate(clone: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    environment["TVM_PAGEDKV_CACHE"] = str(clone.parent / "compiled")
+    # The library is that of the tests in less time: they have been set up by the same script.
+    environment["CMAKE_ARGS"] = "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -DCMAKE_UNITY_BUILD=ON"
+    return subprocess.run(
+        [str(clone / "scripts" / "generate.sh"), *arguments],
+        cwd=clone.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def test_generate_from_a_clean_clone(clone):
+    first = _generate(clone, "The with statement", "--max-tokens", "48", "--seed", "1")
+    assert first.returncode == 0, first.stderr
+    assert "The with statement" in first.stdout
+    text = first.stdout.split("The with statement", 1)[1]
+    assert len(re.findall(r"[a-z]{2,}", text)) >= 4, text
+    second = _generate(clone, "The with statement", "--max-tokens", "48", "--seed", "1")
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.splitlines()[0] == first.stdout.splitlines()[0]
+    status = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True
+    )
+    assert status.stdout == "", "the commands leave files behind"
+
+
+def test_mistakes_end_with_a_sentence(clone):
+    result = _generate(clone, "text", "--model", "no/such/folder")
+    assert result.returncode == 2
+    assert "no/such/folder" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_wheel_has_all_that_an_installation_needs(clone):
+    """The wheel that pip has built and installed for the commands above, by its own record."""
+    _generate(clone, "--help")  # installs, where no test has done so
+    (record,) = clone.glob(".venv/lib/python*/site-packages/tvm_pagedkv-*.dist-info/RECORD")
+    names = {line.split(",")[0] for line in record.read_text().splitlines()}
+    assert {
+        "tvm_pagedkv/libtvm_pagedkv.so",
+        "tvm_pagedkv/models/tiny/model.safetensors",
+        "tvm_pagedkv/cli/command.py",
+        "tir_kernels/cpu/decode.py",
+    } <= names
+    assert not [name for name in names if name.startswith(("tests/", "runtime_ext/"))]

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How kernels cut their work: any number of threads, and counts that need more than 32 bits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm.script import tirx as T
+
+from tir_kernels import build_kernel
+from tir_kernels.cpu import cut_tiles, decode, mla, moves
+from tir_kernels.cpu.simd import Register, wide_temp
+from tir_kernels.cpu.tasks import Pieces, Queue
+from tir_kernels.define import define_kernel
+from tir_kernels.masks import CausalMask, WholeSequence
+from tvm_pagedkv.compiler.build import resolve_target
+from tvm_pagedkv.compiler.lowering import compile_kernel
+
+from ..support import attention_cases, mla_cases
+from ..support.attention_cases import PagedBatch
+from ..support.kernel_specs import F32, make_spec
+from ..support.mla_cases import LatentBatch
+from ..support.mla_cases import make_spec as make_mla_spec
+
+NUM_THREADS = "runtime.NumThreads"
+
+
+def compile_body(arguments: dict, body):
+    kernel = define_kernel(arguments, body, on_cpu=True)
+    return compile_kernel(kernel, "kernel", resolve_target("native"))["kernel"]
+
+
+@pytest.fixture
+def many_threads():
+    """Kernels are told of 200 threads; TVM's pool runs their tasks on those that it has."""
+    real = tvm.get_global_func(NUM_THREADS)
+    tvm_ffi.register_global_func(NUM_THREADS, lambda: 200, override=True)
+    yield 200
+    tvm_ffi.register_global_func(NUM_THREADS, real, override=True)
+
+
+@pytest.fixture
+def counted_tasks(monkeypatch):
+    """The numbers of tasks that decode and the MLA kernels make, which are compiled anew."""
+    seen = []
+    tvm_ffi.register_global_func("tests.saw_tasks", seen.append, override=True)
+    for module in (decode, cut_tiles):
+        for_tasks = module.for_tasks
+
+        def counted(num_tasks, body, for_tasks=for_tasks):
+            T.evaluate(T.call_packed("tests.saw_tasks", num_tasks))
+            for_tasks(num_tasks, body)
+
+        monkeypatch.setattr(module, "for_tasks", counted)
+
+    def compiled(name, spec, cpu="native"):
+        return compile_kernel(build_kernel(name, spec), name, resolve_target(cpu))[name]
+
+    for module in (attention_cases, mla_cases):
+        monkeypatch.setattr(module, "compiled", compiled)
+    yield seen
+    tvm_ffi.get_global_func("tests.saw_tasks")
+    tvm_ffi.remove_global_func("tests.saw_tasks")
+
+
+@pytest.mark.parametrize(
+    "heads, lengths",
+    [((4, 2), [(1, 9000), (1, 3), (1, 700), (1, 0)]), ((2, 1), [(1, 30_000)])],
+    ids=["some", "one"],
+)
+def test_decode_uses_every_thread(many_threads, counted_tasks, heads, lengths):
+    case = PagedBatch(make_spec(heads, 16, page=4), lengths, 0)
+    case.decode()
+    assert counted_tasks == [many_threads]
+    case.verify()
+
+
+def test_mla_uses_every_thread(many_threads, counted_tasks):
+    """One row on many positions, cut into as many pieces; the second tasks merge."""
+    case = LatentBatch(make_mla_spec(4, (24, 8), (F32, F32)), [(1, 30_000), (3, 70)], 0)
+    case.run()
+    assert counted_tasks == [many_threads] * 2
+    case.verify()
+
+
+@pytest.mark.parametrize("num_tasks", [1, 2, 7, 200, 5000])
+@pytest.mark.parametrize("total", [5000, 2**31 - 1, 2**31 + 12345, 2**40 + 1])
+def test_pieces_cover_any_number_of_units(total, num_tasks):
+    def body(begins_handle, counts_handle, total, num_tasks):
+        begins = moves.match(begins_handle, (T.int64(),), "int64")
+        counts = moves.match(counts_handle, (1,), "int32")
+        pieces = Pieces(wide_temp(total), num_tasks, least=T.int32(1000))
+        T.buffer_store(counts, pieces.count, [0])
+        with T.serial(pieces.count + 1) as piece:
+            T.buffer_store(begins, pieces.begin(piece), [piece])
+
+    arguments = {"begins": T.handle, "counts": T.handle, "total": T.int64, "num_tasks": T.int32}
+    kernel = compile_body(arguments, body)
+    begins = tvm.runtime.tensor(np.zeros(num_tasks * Pieces.ROUNDS + 1, np.int64))
+    count = tvm.runtime.tensor(np.zeros(1, np.int32))
+    kernel(begins, count, total, num_tasks)
+    count = int(count.numpy()[0])
+    begins = begins.numpy()[: count + 1]
+    sizes = np.diff(begins)
+    assert begins[0] == 0 and begins[-1] == total
+    assert (sizes >= 0).all() and sizes.max() <= total // num_tasks + 1
+    # In each round every task has as much, within one unit.
+    rounds = sizes.reshape(-1, num_tasks)
+    assert (rounds.max(axis=1) - rounds.min(axis=1) <= 1).all()
+    assert len(rounds) == 1 or (rounds[1:-1].sum(axis=1) >= num_tasks).all()
+
+
+def test_queue_passes_two_to_the_thirty_two_units():
+    """Items with as many units as 31 bits hold, of which the last few are taken."""
+    each, num_items = 2**31 - 1, 3
+
+    def body(taken_handle):
+        taken = moves.match(taken_handle, (10, 2), "int32")
+        queue, at = Queue(), Register(1, "int32", T.int32(0))
+        T.buffer_store(queue.next, T.int64(num_items * each - 5), [0])
+
+        def unit(item, index):
+            T.buffer_store(taken, item, [at.get(), 0])
+            T.buffer_store(taken, index, [at.get(), 1])
+            at.set(at.get() + 1)
+
+        with Queue.scope():
+            queue.for_units(T.int32(num_items), lambda item: T.int32(each), unit)
+
+    taken = tvm.runtime.tensor(np.full((10, 2), -1, np.int32))
+    compile_body({"taken": T.handle}, body)(taken)
+    want = [[2, each - 5 + i] for i in range(5)] + [[-1, -1]] * 5
+    np.testing.assert_array_equal(taken.numpy(), want)
+
+
+def test_cost_of_a_batch_of_mla():
+    """A million rows on a billion positions."""
+    rows, entries, page = 2**20, 2**26, 16
+    spec = make_mla_spec(4, (24, 8), (F32, F32), page)
+
+    def body(indptr_handle, lengths_handle, costs_handle):
+        indptr = moves.match(indptr_handle, (2, 2), "int32")
+        lengths = moves.match(lengths_handle, (1,), "int32")
+        costs = moves.match(costs_handle, (2,), "int64")
+        a = SimpleNamespace(
+            batch_size=T.int32(1),
+            q_indptr=_Row(indptr, 0),
+            page_indptr=_Row(indptr, 1),
+            lengths=WholeSequence(spec, lengths),
+            mask=CausalMask(T.int32(0)),
+        )
+        largest = Register(1, "int64", T.int64(0))
+
+        def see(tile):
+            largest.set(T.max(largest.get(), tile.before + tile.cost))
+
+        T.buffer_store(costs, mla._for_tiles(spec, a, see), [0])
+        T.buffer_store(costs, largest.get(), [1])
+
+    kernel = compile_body(dict.fromkeys(("indptr", "lengths", "costs"), T.handle), body)
+    indptr = np.array([[0, rows], [0, entries]], np.int32)
+    costs = tvm.runtime.tensor(np.zeros(2, np.int64))
+    kernel(*(tvm.runtime.tensor(x) for x in (indptr, np.array([page], np.int32))), costs)
+    assert costs.numpy().tolist() == [rows * (entries * page // 64)] * 2
+
+
+class _Row:
+    """A row of a matrix, to be indexed as an array is."""
+
+    def __init__(self, matrix, row: int):
+        self.matrix, self.row = matrix, row
+
+    def __getitem__(self, index):
+        return self.matrix[self.row, index]

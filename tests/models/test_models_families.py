@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits of small random models of every family, step by step, against transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tvm_pagedkv.generation.engine import SamplingParams, generate  # noqa: E402
+from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
+
+from ..support.model_cases import (  # noqa: E402
+    CHECKS,
+    PAGE_SIZE,
+    Pair,
+    assert_close,
+    random_tokens,
+    write_checkpoint,
+)
+
+# Alike wherever it does not matter, so that most kernels are compiled once.
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+NARROW = HEADS | {"hidden_size": 48, "intermediate_size": 80}  # heads wider than the residual
+WIDE = HEADS | {"hidden_size": 64, "intermediate_size": 80}
+LONG_FROM = 32
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": LONG_FROM,
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0],
+    "long_factor": [1.5, 2.0, 4.0, 9.0, 15.0, 24.0],
+}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+FAMILIES = {
+    "qwen2": WIDE
+    | {
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": NARROW,
+    "gemma2": NARROW
+    | {
+        "sliding_window": 7,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 4.0,
+        "query_pre_attn_scalar": 24,
+    },
+    "gemma3_text": NARROW
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 10,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": DEFAULT,
+        },
+    },
+    "phi3": WIDE
+    | {
+        "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": LONG_FROM,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": WIDE,
+}
+# What makes a family what it is: with another value the logits must be others, or the tests of
+# the family would not notice it.
+OTHER_VALUES = [
+    ("qwen2", {"sliding_window": 256}),
+    ("gemma2", {"sliding_window": 256}),
+    ("gemma2", {"attn_logit_softcapping": None}),
+    ("gemma2", {"final_logit_softcapping": None}),
+    ("gemma2", {"query_pre_attn_scalar": 16}),
+    ("gemma3_text", {"sliding_window": 256}),
+    ("gemma3_text", {"query_pre_attn_scalar": 16}),
+    ("gemma3_text", {"rope_parameters": {
+        "full_attention": DEFAULT, "sliding_attention": DEFAULT,
+    }}),
+    ("phi3", {"rope_parameters": LONGROPE | {"long_factor": LONGROPE["short_factor"]}}),
+    ("phi3", {"rope_parameters": LONGROPE | {"attention_factor": 1.0}}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory) -> Pair:
+    return Pair(tmp_path_factory.mktemp(request.param), request.param, FAMILIES[request.param])
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
+def test_logits(pair, check, seed):
+    check(pair, seed)
+
+
+@pytest.mark.parametrize(("family", "other"), OTHER_VALUES, ids=str)
+def test_the_checkpoints_show_what_is_special(family, other, tmp_path):
+    tokens = torch.tensor([list(random_tokens(0, 41)[0])])
+    logits = []
+    for fields in (FAMILIES[family], FAMILIES[family] | other):
+        with torch.no_grad():
+            logits.append(write_checkpoint(tmp_path, family, fields)(tokens).logits[0, 36:])
+    assert (logits[0] - logits[1]).abs().max() > 0.05
+
+
+# --- rotations that depend on the length ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("phi"), "phi3", FAMILIES["phi3"])
+
+
+def test_longrope_as_transformers_with_its_cache(phi):
+    """A step that ends beyond the original length takes the long factors; K stays as it was."""
+    (tokens,) = random_tokens(1, LONG_FROM + 20)
+    ours, theirs = phi.cache(), transformers.DynamicCache(config=phi.theirs.config)
+    ours.add_sequence(0)
+    for chunk in np.split(tokens, [20, LONG_FROM - 1, LONG_FROM, LONG_FROM + 1, LONG_FROM + 9]):
+        with torch.no_grad():
+            expected = phi.theirs(torch.tensor([list(chunk)]), past_key_values=theirs).logits[0]
+        assert_close(phi.ours.logits(ours, [0], [chunk])[0], expected.numpy())
+
+
+def test_generate_chooses_the_factors_of_longrope_once(phi):
+    """So that a text does not depend on its chunks: greedy text is that of whole forwards."""
+    for length, max_tokens in ((20, 12), (LONG_FROM + 8, 5)):
+        (tokens,) = random_tokens(2, length)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        for chunk in (7, 512):
+            *_, finished, _ = generate(
+                phi.ours, [tokens], params, prefill_chunk_size=chunk, speculative=0
+            )
+            text = [*tokens.tolist(), *finished.tokens]
+            best = phi.expected(text).argmax(-1)
+            assert best[length - 1 : len(text) - 1].tolist() == text[length:]
+
+
+DYNAMIC = WIDE | {
+    "max_position_embeddings": 48,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+}
+
+
+def test_dynamic_rotation_within_its_length(tmp_path):
+    pair = Pair(tmp_path, "llama", DYNAMIC)
+    CHECKS["prefill, decode"](pair, 0)
+    (tokens,) = random_tokens(0, 49)
+    cache = pair.cache()
+    cache.add_sequence(3)
+    pair.ours.prefill(cache, [3], [tokens[:46]])
+    reason = r"sequence 3 would have 49 positions; a dynamic rotation holds for 48 \(max_position"
+    with pytest.raises(ValueError, match=reason):
+        pair.ours.prefill(cache, [3], [tokens[46:]])
+    # A token tree counts by its depth: 46 + 2.
+    pair.ours.logits(cache, [3], [tokens[46:49]], [[-1, 0, 0]])
+    cache.commit_tree([3], [2])
+    with pytest.raises(ValueError, match=reason):
+        pair.ours.decode(cache, [3], tokens[:1])
+    assert cache.sequence_length(3) == 48
+    for load, options in (
+        (DecoderModel.from_pretrained, {"sliding_window": True}),
+        (ParallelModel.from_pretrained, {"stages": 2}),
+    ):
+        with pytest.raises(ValueError, match="dynamic rotation"):
+            load(tmp_path, **options)
+
+
+# --- other ways to run them ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("gemma"), "gemma2", FAMILIES["gemma2"])
+
+
+def test_bfloat16_is_close(tmp_path):
+    """Scaled embeddings, norms of all kinds and GELU, over kernels that the Llama tests use too."""
+    fields = NARROW | {
+        "num_attention_heads": 6,
+        "initializer_range": 0.1,
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), DEFAULT),
+    }
+    theirs = write_checkpoint(tmp_path, "gemma3_text", fields)
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    (tokens,) = random_tokens(4, 20)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([list(tokens)])).logits[0].numpy()
+    model = DecoderModel.from_pretrained(tmp_path, page_size=PAGE_SIZE)
+    assert model.options.dtype == "bfloat16"  # as config.json says
+    cache = model.create_cache(1, 64, 64)
+    cache.add_sequence(0)
+    found = model.logits(cache, [0], [tokens])[0]
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_drafts_change_no_text(gemma):
+    """Token trees in layers with and without windows."""
+    prompt = [5, 6, 7, 8] * 6
+    params = SamplingParams(temperature=0, max_tokens=30)
+    texts = []
+    for speculative in (0, 4):
+        *_, finished, _ = generate(gemma.ours, [prompt], params, speculative=speculative)
+        texts.append(finished.tokens)
+    assert texts[0] == texts[1] and len(texts[0]) == 30
+
+
+def test_workers_share_a_model(tmp_path):
+    """Two stages of two shards, each of which has the heads of the other tests' models."""
+    fields = FAMILIES["gemma2"] | {"num_attention_heads": 8, "num_key_value_heads": 4}
+    theirs = write_checkpoint(tmp_path, "gemma2", fields)
+    (tokens,) = random_tokens(5, 20)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([list(tokens)])).logits[0].numpy()
+    with ParallelModel.from_pretrained(
+        tmp_path, "float32", page_size=PAGE_SIZE, threads=True, num_shards=2, stages=2
+    ) as model:
+        cache = model.create_cache(1, 64, 64)
+        cache.add_sequence(0)
+        found = np.concatenate(model.logits(cache, [0], [tokens]))
+    assert_close(found, expected)
+
+
+def test_workers_do_not_share_norms_over_all_heads(tmp_path):
+    write_checkpoint(tmp_path, "olmo2", FAMILIES["olmo2"])
+    with pytest.raises(ValueError, match="num_shards must be 1: the model normalizes Q and K over"):
+        ParallelModel.from_pretrained(tmp_path, num_shards=2)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steps have to compute and read, counted anew from weights and masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tvm_pagedkv.config.cache_config import LayerSpec
+from tvm_pagedkv.generation.engine import SamplingParams, generate
+from tvm_pagedkv.models import DecoderConfig, DecoderModel
+from tvm_pagedkv.models.model import TINY
+from tvm_pagedkv.models.weights import weights
+from tvm_pagedkv.models.work import Work
+
+CONFIG = DecoderConfig.from_directory(TINY)
+
+
+def _num_weights(config: DecoderConfig) -> int:
+    """Of all matrices that rows are multiplied with; the table of embeddings is not."""
+    return sum(
+        int(np.prod(shape))
+        for ours, weight in weights(config, range(config.num_layers))
+        for _, shape, _ in weight.parts
+        if weight.is_matrix and ours != "embed_tokens"
+    )
+
+
+def _with_windows(*windows: int | None) -> DecoderConfig:
+    """The included model with a window for each of its layers."""
+    layers = [LayerSpec("mha_sliding", window) if window else LayerSpec() for window in windows]
+    return replace(CONFIG, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("windows", [(None,) * 4, (1,) * 4, (5, None, 5, 2)], ids=str)
+def test_flops_are_those_of_weights_and_masks(windows):
+    config = _with_windows(*windows)
+    chunks = [(0, 7), (12, 1), (3, 4)]
+    pairs = 0
+    for past, rows in chunks:
+        q, k = np.ogrid[past : past + rows, : past + rows]
+        for window in windows:
+            pairs += int(np.sum((k <= q) & (window is None or k > q - window)))
+    head = config.vocab_size * config.hidden_size
+    attention = 4 * config.num_heads * config.head_dim * pairs
+    rows = 12
+    expected = 2 * (_num_weights(config) - head) * rows + 2 * head * 3 + attention
+    assert Work(config, 4).flops(chunks, 3) == expected
+
+
+@pytest.mark.parametrize("windows", [(None,) * 4, (8, None, 30, 8)], ids=str)
+def test_bytes_are_those_of_weights_and_rows(windows):
+    """Two texts of 60 and 20 tokens that share 10."""
+    config = _with_windows(*windows)
+    rows = {None: 70, 8: 16, 30: 50}
+    numbers = 2 * config.num_kv_heads * config.head_dim * sum(rows[window] for window in windows)
+    found = Work(config, 2).num_bytes(70, [60, 20])
+    assert found == 2 * (_num_weights(config) + numbers)
+
+
+def test_generation_counts_its_steps():
+    """Two continuations of one prompt, whose K and V a step reads once; chunks of 8."""
+    model, prompt = DecoderModel.from_pretrained(), [*range(1, 20)]
+    params = SamplingParams(n=2, max_tokens=4)
+    *_, statistics = generate(model, [prompt], params, prefill_chunk_size=8)
+    work = Work(CONFIG, 4)
+    assert statistics.prefill_flops == sum(
+        work.flops([chunk], 1) for chunk in ((0, 8), (8, 8), (16, 3))
+    )
+    steps = statistics.decode_tokens // 2
+    assert steps == 3
+    read = sum(
+        work.num_bytes(len(prompt) + 2 * (step + 1), [len(prompt) + step + 1] * 2)
+        for step in range(steps)
+    )
+    assert statistics.decode_bytes == read

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specification of the attention kernels: a batch of sequences, ragged or over its pages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .dense_attention import alibi_bias, attention, causal_mask, past_mask
+from .mla import mla_absorbed
+from .pages import gather_slots, sequence_slots
+from .rope import rotate
+
+
+def paged_attention(
+    q,
+    q_indptr,
+    pages,
+    page_indptr,
+    page_values,
+    last_page_len,
+    sm_scale,
+    *,
+    causal=True,
+    inline=None,
+    window=None,
+    softcap=None,
+    alibi=None,
+):
+    """Attention of a batch over its pages.
+
+    Parameters
+    ----------
+    q : ``[T, Hq, D]``; q_indptr : ``[B + 1]``; pages : ``[P, 2, Hk, page, D]``
+    page_indptr, page_values, last_page_len : the page table, as the kernels take it.
+    causal : bool
+        Whether the rows are the last positions of the pages, or follow them.
+    inline : tuple (Rope, q_rope_position ``[T]``, k_rope_pos_offset ``[B]``), optional
+        Rotate Q and K here.
+    window : int, optional
+        Positions that a row sees, its own included.
+    softcap : float, optional
+    alibi : tuple (slopes ``[Hq]``, q_positions ``[T]``, k_rope_pos_offset ``[B]``), optional
+    """
+    page_size = pages.shape[3]
+    parts = []
+    for b in range(len(q_indptr) - 1):
+        page_ids = page_values[page_indptr[b] : page_indptr[b + 1]]
+        parts.append(gather_slots(pages, sequence_slots(page_ids, last_page_len[b], page_size)))
+    k, v = (np.concatenate(rows) for rows in zip(*parts, strict=True))
+    kv_indptr = np.cumsum([0, *(len(rows) for rows, _ in parts)])
+    return ragged_attention(
+        q, q_indptr, k, v, kv_indptr, sm_scale,
+        causal=causal, inline=inline, window=window, softcap=softcap, alibi=alibi,
+    )  # fmt: skip
+
+
+def ragged_attention(
+    q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None, softcap=None, alibi=None,
+    window=None,
+):  # fmt: skip
+    """As `paged_attention`, with K and V ``[S, Hk, D]`` ragged by ``kv_indptr [B + 1]``."""
+    outputs, lses = [], []
+    for b in range(len(q_indptr) - 1):
+        rows, columns = slice(q_indptr[b], q_indptr[b + 1]), slice(kv_indptr[b], kv_indptr[b + 1])
+        q_rows, k_rows = q[rows], k[columns]
+        num_rows, kv_len = len(q_rows), len(k_rows)
+        if inline is not None:
+            rope, q_positions, k_offsets = inline
+            q_rows = rotate(q_rows, q_positions[rows], rope)
+            k_rows = rotate(k_rows, k_offsets[b] + np.arange(kv_len), rope)
+        mask = (causal_mask if causal else past_mask)(num_rows, kv_len, window)
+        bias = None
+        if alibi is not None:
+            slopes, q_positions, k_offsets = alibi
+            bias = alibi_bias(slopes, q_positions[rows], k_offsets[b] + np.arange(kv_len))
+        o, lse = attention(q_rows, k_rows, v[columns], mask, sm_scale, softcap, bias=bias)
+        outputs.append(o)
+        lses.append(lse)
+    return np.concatenate(outputs), np.concatenate(lses)
+
+
+def mla_paged_attention(
+    q,
+    q_indptr,
+    pages,
+    page_indptr,
+    page_values,
+    last_page_len,
+    v_head_dim: int,
+    sm_scale: float,
+    *,
+    causal=True,
+):
+    """As `paged_attention`, with latent rows in ``pages [P, page, D]``."""
+    outputs, lses = [], []
+    page_size = pages.shape[1]
+    for b in range(len(q_indptr) - 1):
+        q_rows = q[q_indptr[b] : q_indptr[b + 1]]
+        page_ids = page_values[page_indptr[b] : page_indptr[b + 1]]
+        slots = sequence_slots(page_ids, last_page_len[b], page_size)
+        latent = pages[slots // page_size, slots % page_size]
+        shape = len(q_rows), len(latent)
+        mask = causal_mask(*shape) if causal else np.ones(shape, bool)
+        o, lse = mla_absorbed(q_rows, latent, v_head_dim, mask, sm_scale)
+        outputs.append(o)
+        lses.append(lse)
+    return np.concatenate(outputs), np.concatenate(lses)

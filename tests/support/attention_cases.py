@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches for the attention kernels: ragged, in shuffled pages, with NaN wherever nothing lies.
+
+Every array starts at an odd element of a larger allocation that is filled with garbage.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
+import numpy as np
+import tvm
+
+from tir_kernels import build_kernel
+from tir_kernels.spec import CudaTarget, KernelSpec
+from tvm_pagedkv.compiler.build import resolve_target
+from tvm_pagedkv.compiler.cuda_source import cuda_source
+from tvm_pagedkv.compiler.lowering import compile_kernel
+
+from .. import reference
+from .cuda_emulator import emulated
+
+PAST_THE_END = 1 << 20  # what the int32 arrays hold outside of their views
+SPARE_PAGES = 3
+K_ROPE_STEP = 7  # sequence b starts at position 7 * b, as after a window has slid
+
+
+@functools.lru_cache(maxsize=256)
+def compiled(name: str, spec: KernelSpec, cpu: str = "native"):
+    """The kernel `name`, built; for a GPU one that runs on the emulator."""
+    if isinstance(spec.target, CudaTarget):
+        return emulated(cuda_text(name, spec)).get_function(name)
+    return compile_kernel(build_kernel(name, spec), name, resolve_target(cpu))[name]
+
+
+@functools.lru_cache(maxsize=256)
+def cuda_text(name: str, spec: KernelSpec) -> str:
+    """The CUDA C++ of the kernel `name`."""
+    return cuda_source({name: build_kernel(name, spec)})
+
+
+def tensor(array: np.ndarray, shift: int = 3):
+    """`array` at element `shift` of a larger tensor."""
+    array = np.asarray(array)
+    garbage = PAST_THE_END if array.dtype == np.int32 else np.nan
+    whole = np.full(array.size + 2 * shift, garbage, array.dtype)
+    whole[shift : shift + array.size] = array.reshape(-1)
+    whole = tvm.runtime.tensor(whole)
+    return whole._create_view(array.shape, str(array.dtype), shift * array.dtype.itemsize)
+
+
+def tensors_for(spec: KernelSpec, place: Callable = tensor) -> Callable:
+    """`place`, as the spec's target asks for: what is not int32 starts at 16 bytes for GPUs."""
+    if not isinstance(spec.target, CudaTarget):
+        return place
+
+    def place_aligned(array: np.ndarray, *shift: int):
+        array = np.asarray(array)
+        return place(array, *([16 // array.itemsize] if array.dtype != np.int32 else shift))
+
+    return place_aligned
+
+
+def indptr(lengths) -> np.ndarray:
+    """``[B + 1]`` starts."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def normal(rng, shape, dtype: str) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+
+
+class AttentionCase:
+    """Outputs of a kernel, and what they must be by `expected`, which each kind of case has."""
+
+    is_inline = False  # whether the kernel has rotated Q and K
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The types whose rounding shows in the outputs."""
+        return self.spec.dtype, self.spec.kv_dtype
+
+    def verify(self, *args, **how) -> None:
+        """Compare `o` and `lse` with the reference; the arguments are those of `expected`."""
+        self.compare(self.expected(*args, **how), *self.dtypes)
+
+    def compare(self, expected, *dtypes: str) -> None:
+        """Compare what the kernel wrote with the expected pair."""
+        how = {"rounds_qk": self.is_inline}
+        reference.assert_state_close(self.state(), expected, *dtypes, **how)
+
+    def state(self):
+        """What the kernel wrote: o, lse."""
+        return self.o.numpy(), self.lse.numpy()
+
+
+class Batch(AttentionCase):
+    """What the paged and the ragged kernels have in common.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    lengths : (rows of the step, positions of K and V) per sequence
+    seed : int
+    """
+
+    def __init__(self, spec: KernelSpec, lengths, seed: int):
+        self.spec, self.rng = spec, np.random.default_rng(seed)
+        self.tensor = tensors_for(spec)
+        self.num_rows, self.kv_lens = (list(x) for x in zip(*lengths, strict=True))
+        self.q_indptr = indptr(self.num_rows)
+        shape = (sum(self.num_rows), spec.num_qo_heads)
+        self.q = normal(self.rng, (*shape, spec.qk_head_dim), spec.dtype)
+        self.k_offsets = (K_ROPE_STEP * np.arange(len(lengths))).astype(np.int32)
+        self.q_positions = np.concatenate(
+            [
+                o + np.arange(kv - n, kv)
+                for o, n, kv in zip(self.k_offsets, self.num_rows, self.kv_lens, strict=True)
+            ]
+        ).astype(np.int32)
+        self.sm_scale = spec.qk_head_dim**-0.5
+        self.o = self.tensor(np.full((*shape, spec.v_head_dim), np.nan, spec.dtype))
+        self.lse = self.tensor(np.full(shape, np.nan, np.float32))
+
+    def scalars(self, *, causal: bool | None, inline: bool) -> list:
+        """The trailing arguments of a kernel."""
+        self.is_inline = inline
+        rope = self.spec.rope
+        flags = [int(inline), rope.scale, rope.theta, self.sm_scale]
+        return flags if causal is None else [int(causal), *flags]
+
+    def reference_rope(self, inline: bool):
+        rope = self.spec.rope
+        table = reference.Rope(rope.theta, rope.scale, rope.rotary_dim, dict(rope.scaling or ()))
+        return (table, self.q_positions, self.k_offsets) if inline else None
+
+    def reference_alibi(self):
+        slopes = self.spec.alibi_slopes
+        return slopes and (slopes, self.q_positions, self.k_offsets)
+
+
+class PagedBatch(Batch):
+    """A batch whose K and V lie in shuffled pages."""
+
+    def __init__(self, spec: KernelSpec, lengths, seed: int):
+        super().__init__(spec, lengths, seed)
+        page = spec.page_size
+        num_pages = [-(-kv // page) for kv in self.kv_lens]
+        pool = sum(num_pages) + SPARE_PAGES
+        self.page_indptr = indptr(num_pages)
+        self.page_values = self.rng.permutation(pool)[: sum(num_pages)].astype(np.int32)
+        self.last_page_len = np.array(
+            [kv - max(n - 1, 0) * page for kv, n in zip(self.kv_lens, num_pages, strict=True)],
+            np.int32,
+        )
+        shape = (pool, 2, spec.num_kv_heads, page, spec.qk_head_dim)
+        self.pages = normal(self.rng, shape, spec.kv_dtype)
+        used = np.zeros((pool, page), bool)
+        for b in range(len(lengths)):
+            page_ids = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
+            slots = reference.sequence_slots(page_ids, self.last_page_len[b], page)
+            used[slots // page, slots % page] = True
+        self.pages[~np.broadcast_to(used[:, None, None, :, None], shape)] = np.nan
+
+    def _table(self) -> list:
+        arrays = (self.page_indptr, self.page_values, self.last_page_len, self.k_offsets)
+        return [self.tensor(x) for x in (*arrays, self.q_positions)]
+
+    def decode(self, cpu: str = "native", inline: bool = False, window=None) -> None:
+        """Run `decode`, or with a window `decode_sliding`; every sequence has one row."""
+        kernel = compiled("decode" if window is None else "decode_sliding", self.spec, cpu)
+        outputs = [self.o, self.lse, *self.scalars(causal=None, inline=inline)]
+        outputs += [] if window is None else [window]
+        kernel(self.tensor(self.q), self.tensor(self.pages), *self._table(), *outputs)
+
+    def prefill(
+        self, causal: bool = True, cpu: str = "native", inline: bool = False, window=None
+    ) -> None:
+        """Run `prefill`, or with a window `prefill_sliding`."""
+        kernel = compiled("prefill" if window is None else "prefill_sliding", self.spec, cpu)
+        outputs = [self.o, self.lse, *self.scalars(causal=causal, inline=inline)]
+        outputs += [] if window is None else [window]
+        q = (self.tensor(self.q), self.tensor(self.q_indptr))
+        kernel(*q, self.tensor(self.pages), *self._table(), *outputs)
+
+    def expected(self, causal: bool = True, inline: bool = False, window=None):
+        """What the reference says: o, lse."""
+        return reference.paged_attention(
+            self.q,
+            self.q_indptr,
+            self.pages,
+            self.page_indptr,
+            self.page_values,
+            self.last_page_len,
+            self.sm_scale,
+            causal=causal,
+            inline=self.reference_rope(inline),
+            window=window,
+            softcap=self.spec.logit_softcap,
+            alibi=self.reference_alibi(),
+        )
+
+
+class RaggedBatch(Batch):
+    """A batch whose K and V are ragged arrays."""
+
+    def __init__(self, spec: KernelSpec, lengths, seed: int):
+        super().__init__(spec, lengths, seed)
+        rows = (sum(self.kv_lens), spec.num_kv_heads)
+        self.kv_indptr = indptr(self.kv_lens)
+        self.k = normal(self.rng, (*rows, spec.qk_head_dim), spec.dtype)
+        self.v = normal(self.rng, (*rows, spec.v_head_dim), spec.dtype)
+
+    def prefill(
+        self, causal: bool = True, cpu: str = "native", inline: bool = False, window=None
+    ) -> None:
+        """Run `prefill_ragged`, or with a window `prefill_ragged_sliding`."""
+        name = "prefill_ragged" if window is None else "prefill_ragged_sliding"
+        arrays = (self.q, self.q_indptr, self.k, self.v, self.kv_indptr)
+        arrays = [self.tensor(x) for x in (*arrays, self.q_positions, self.k_offsets)]
+        scalars = self.scalars(causal=causal, inline=inline)
+        scalars += [] if window is None else [window]
+        compiled(name, self.spec, cpu)(*arrays, self.o, self.lse, *scalars)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return (self.spec.dtype,)  # there are no pages
+
+    def expected(self, causal: bool = True, inline: bool = False, window=None):
+        """What the reference says: o, lse."""
+        return reference.ragged_attention(
+            self.q,
+            self.q_indptr,
+            self.k,
+            self.v,
+            self.kv_indptr,
+            self.sm_scale,
+            causal=causal,
+            inline=self.reference_rope(inline),
+            softcap=self.spec.logit_softcap,
+            alibi=self.reference_alibi(),
+            window=window,
+        )

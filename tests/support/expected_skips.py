@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests that continuous integration may skip; any other skip fails its run.
+
+A test that is skipped everywhere tests nothing, and nobody reads the list of skips of a green run.
+With the environment variable CI set to "true", as `.ci/run` does, a skip must be listed here.
+"""
+
+from __future__ import annotations
+
+import os
+from fnmatch import fnmatchcase
+
+import pytest
+
+REFUSED = "float16 is refused without conversion in hardware, and the refusal has tests"
+NO_GPU = "continuous integration has no GPU; an emulated device takes its place"
+# Patterns of tests, and why they may be skipped.
+EXPECTED = {
+    "tests/kernels/test_attention_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
+    "tests/kernels/test_mla_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
+    "tests/kernels/test_sliding_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
+    "tests/kernels/test_window_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
+    "tests/cache/test_non_finite.py::test_every_nan_stays_nan*dtypes2-x86-64]": REFUSED,
+    "tests/scripts/test_gpu_check.py::test_caches_on_this_gpu*": NO_GPU,
+    "tests/drop_in/test_interop.py::test_stock_cuda_kernels_under_our_runtime": NO_GPU,
+}
+
+
+def is_expected(nodeid: str) -> bool:
+    """Whether a test, or a file that is skipped as a whole, is listed."""
+    return any(fnmatchcase(nodeid, pattern) for pattern in EXPECTED)
+
+
+class Skips:
+    """Fails the run when a skip is not expected.
+
+    Under pytest-xdist it belongs into the main process, which gets the reports of all workers.
+    """
+
+    def __init__(self):
+        self.unexpected: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not hasattr(report, "wasxfail"):
+            self._look_at(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._look_at(report)
+
+    def _look_at(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped and not is_expected(report.nodeid):
+            where = report.longrepr
+            self.unexpected[report.nodeid] = where[2] if isinstance(where, tuple) else str(where)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self.unexpected and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        if not self.unexpected:
+            return
+        terminalreporter.section("unexpected skips", red=True)
+        for nodeid, reason in sorted(self.unexpected.items()):
+            terminalreporter.write_line(f"{nodeid}: {reason}")
+        terminalreporter.write_line(
+            "The run fails: a skipped test proves nothing. Let it run here, or list it with a "
+            "reason in tests/support/expected_skips.py."
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("CI") == "true" and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Skips(), "expected skips")

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers do in a random step: each way to attend, and what the reference says of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import reference
+from .random_world import DIM, LATENT_DIM, MLA, NUM_QO_HEADS, V_DIM, World
+
+SM_SCALE = DIM**-0.5
+
+
+class Attention:
+    """`attention`, perhaps with sinks, and perhaps again with the queries of another layer."""
+
+    def __init__(self, world: World, layer: int, batch: list[int], lengths: list[int]):
+        self.layer, self.batch, self.lengths = layer, batch, lengths
+        num_rows = sum(lengths)
+        self.qkv = world.normal(num_rows, NUM_QO_HEADS + 2, DIM)
+        self.other_q = world.normal(num_rows, NUM_QO_HEADS, DIM) if world.chance(0.2) else None
+        self.sinks = world.normal(NUM_QO_HEADS) if world.chance(0.2) else None
+
+    def rotated(self, world: World, positions: np.ndarray, q: np.ndarray):
+        """q, k and v as a model passes them that rotates by itself where the pages want that."""
+        k, v = self.qkv[:, NUM_QO_HEADS:-1], self.qkv[:, -1:]
+        if world.mode == "normal":
+            q, k = (reference.rotate(x, positions, world.rope).astype("f4") for x in (q, k))
+        return q, k, v
+
+    def run(self, world: World, positions: np.ndarray) -> None:
+        """Call the cache; a second time does the same again."""
+        cache, layer = world.cache, self.layer
+        sinks = None if self.sinks is None else world.put(self.sinks)
+        self.outputs = [cache.attention(layer, world.put(self.qkv), sinks=sinks)]
+        if self.other_q is not None:
+            qkv = map(world.put, self.rotated(world, positions, self.other_q))
+            self.outputs.append(cache.attention_with_shared_kv(layer, *qkv, sinks=sinks))
+
+    def check(self, world: World) -> None:
+        """Append to the reference and compare."""
+        local = world.local(self.layer)
+        for i, out in enumerate(self.outputs):
+            qkv = self.qkv.copy()
+            if i == 1:  # the same K and V under other queries
+                qkv[:, :NUM_QO_HEADS] = self.other_q
+                for seq_id, num_rows in zip(self.batch, self.lengths, strict=True):
+                    rows = world.mha.sequences[seq_id][local]
+                    world.mha.sequences[seq_id][local] = tuple(x[:-num_rows] for x in rows)
+            arguments = local, self.batch, self.lengths, qkv, 1, SM_SCALE, self.sinks
+            want, _ = world.mha.attention(*arguments)
+            what = f"{self.batch} {self.lengths} layer {self.layer}, {type(self).__name__} {i}"
+            world.compare([out], [want], what)
+
+
+class SplitAttention(Attention):
+    """`self_attention`, `cross_attention` and their merge."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.sinks = self.other_q = None
+
+    def run(self, world: World, positions: np.ndarray) -> None:
+        cache, layer = world.cache, self.layer
+        q, k, v = map(world.put, self.rotated(world, positions, self.qkv[:, :NUM_QO_HEADS]))
+        self.parts = cache.self_attention(layer, q, k, v), cache.cross_attention(layer, q)
+        self.outputs = [cache.merge_attention(*self.parts[0], *self.parts[1])[0]]
+
+
+class LatentAttention:
+    """An MLA layer: absorbed attention to all, or to the past alone beside the step's own rows."""
+
+    def __init__(
+        self, world: World, layer: int, batch: list[int], lengths: list[int], is_whole: bool
+    ):
+        self.layer, self.batch, self.lengths, self.is_whole = layer, batch, lengths, is_whole
+        num_rows = sum(lengths)
+        self.latent = world.normal(num_rows, LATENT_DIM)
+        self.q, self.k = world.normal(num_rows, 4, LATENT_DIM), world.normal(num_rows, 4, 16)
+
+    def run(self, world: World, positions: np.ndarray) -> None:
+        cache, layer = world.cache, self.layer
+        cache.append_mla_kv(layer, world.put(self.latent))
+        if not self.is_whole:
+            k, v = world.put(self.k), world.put(self.k[:, :, :8])
+            self.own = cache.self_attention(layer, k, k, v, 0.3)
+        self.outputs = cache.cross_attention(layer, world.put(self.q), 0.25)
+
+    def check(self, world: World) -> None:
+        local, what = world.local(self.layer), f"{self.batch} {self.lengths} layer {self.layer}"
+        world.mla.append(local, self.batch, self.lengths, self.latent)
+        arguments = local, self.batch, self.lengths, self.q, V_DIM, 0.25
+        wanted = world.mla.absorbed(*arguments, with_step=self.is_whole)
+        world.compare(self.outputs, wanted, what)
+        if self.is_whole:
+            return
+        parts, start = [], 0
+        for seq_id, num_rows in zip(self.batch, self.lengths, strict=True):
+            rows = slice(start, start + num_rows)
+            start += num_rows
+            total = world.mla.length(seq_id, local)
+            mask = reference.tree_mask(world.tree(seq_id), num_rows, total)[:, -num_rows:]
+            k = self.k[rows]
+            parts.append(reference.attention(k, k, k[:, :, :8], mask, 0.3))
+        wanted = [np.concatenate(each) for each in zip(*parts, strict=True)]
+        world.compare(self.own, wanted, f"{what}, its own rows")
+
+
+def draw_layer(
+    world: World, layer: int, batch: list[int], lengths: list[int], has_trees: bool
+) -> Attention | LatentAttention:
+    """One of the ways in which the layer can attend in such a step."""
+    if world.layers[layer] == MLA:
+        can_be_whole = has_trees or max(lengths) == 1
+        return LatentAttention(world, layer, batch, lengths, can_be_whole and world.chance(0.5))
+    # Within a chunk that is longer than a window not all rows see each other.
+    can_split = not 0 < world.layers[layer] < max(lengths)
+    for seq_id, num_rows in zip(batch, lengths, strict=True):
+        window = world.window(seq_id)
+        can_split = can_split and not (
+            window.size and window.num_held < num_rows + window.sinks - 1
+        )
+    kind = SplitAttention if can_split and world.chance(0.35) else Attention
+    return kind(world, layer, batch, lengths)

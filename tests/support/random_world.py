@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache and the reference side by side, and the driver that applies random operations to both.
+
+An operation draws its arguments, tells whether the cache must refuse them, calls the cache, and
+after that brings the reference to the same state and compares. Whatever fails must leave the cache
+as it was, which `World.do` sees to: the memory of all pages in use included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tvm
+
+import tvm_pagedkv as pkv
+from tvm_pagedkv.transfer._runtime import pages_of
+
+from .. import reference
+from ..reference.window import Window, WindowedReferenceCache
+from .kept_positions import KeptPositions
+from .python_kernels import LAYER, MLA_LAYER, copy_pages, make_cache, share_every_prefix, view
+from .python_tree_kernels import MLA_KERNELS_WITH_TREES, kernels_with
+from .random_operation import KernelFails, Operation
+from .random_state import state_of, without_reclaiming
+
+NUM_QO_HEADS, DIM, CHUNK = 2, 4, 12
+MAX_BATCH, MAX_SEQUENCES = 4, 6  # of a step; that exist, mostly
+LATENT_DIM, V_DIM = 24, 16
+SHAPE = {**LAYER, "num_qo_heads": NUM_QO_HEADS, "num_kv_heads": 1, "qk_head_dim": DIM}
+MLA = "mla"  # a layer is this, or its window (0: none)
+MODES = {"none": 0, "normal": 1, "inline": 2}
+
+
+class World:
+    """A small cache over NumPy kernels, and what it must hold.
+
+    Parameters
+    ----------
+    rng : numpy.random.Generator
+    layers : sequence
+        Of each layer its window (0: none), or `MLA`.
+    page_size : int
+    mode : {"none", "normal", "inline"}
+        Rotation of the layers that are not MLA.
+    aux_manager : {"merged", "plain"}
+    num_pages : int
+        That a sequence can have at most; with windows somewhat more.
+    has_windows : bool
+        Whether sequences can have a window of their own; not with MLA.
+    softcap : float, optional
+    slopes : of each query head, optional
+        For ALiBi. Neither is for MLA layers.
+    device : EmulatedDevice, optional
+        None: on the CPU. On a device the host goes ahead: steps are compared when they have ended,
+        and it looks at the pages now and then only.
+    """
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        layers: Sequence[int | str],
+        page_size: int,
+        mode: str = "none",
+        aux_manager: str = "merged",
+        num_pages: int = 40,
+        has_windows: bool = False,
+        softcap: float | None = None,
+        slopes: Sequence[float] | None = None,
+        device: Any = None,
+    ):
+        self.has_windows, self.device = has_windows, device
+        self.can_stop = device is None  # where the host may wait for the device
+        self.inputs: list = []  # to free them would stop it
+        self.outputs: list = []  # with what they must be, to be compared when the host may wait
+        self.rng, self.layers, self.page_size, self.mode = rng, layers, page_size, mode
+        windows = [layer for layer in layers if layer != MLA]
+        # With windows long sequences are of interest.
+        self.max_total_tokens = num_pages * max(page_size, 4 if any(windows) else 1)
+        self.kept = [
+            KeptPositions(0 if kind == MLA else kind, page_size) for kind in dict.fromkeys(layers)
+        ]
+        float32 = np.dtype("float32")
+        self.rope = reference.Rope(rotary_dim=DIM)
+        self.mha = WindowedReferenceCache(
+            len(windows), float32, self.rope, mode, windows, softcap, [slopes] * len(windows)
+        )
+        self.mla = reference.ReferenceLatentCache(len(layers) - len(windows), float32)
+        self.references = [each for each in (self.mha, self.mla) if each.num_layers]
+        self.importing: dict[int, Any] = {}
+        self.shelf: list = []  # checkpoints
+        self.peer: World | None = None  # to which rows are sent
+        self.announced: list[int] = []  # blocks that are ready to be sent,
+        self.blocks: dict[int, Any] = {}  # and those that wait to be released
+        self.calls_left: int | None = None  # of kernels, until one fails
+        self.called: set[str] = set()  # kernels
+        self.has_moved = False  # rows of a commit, on a device
+        self.counts: Counter[str] = Counter()  # operations, by their outcome
+        self.failures: Counter[str] = Counter()  # of kernels, and within steps
+        self.next_id = 0
+        more = {"copy_pages": copy_pages} if self.chance(0.5) else {}
+        self.cache = make_cache(
+            [
+                self._wrapped({**each, **more})
+                for each in (kernels_with(softcap, slopes), MLA_KERNELS_WITH_TREES)
+            ],
+            layers=[self._layer(layer) for layer in layers],
+            max_num_sequences=MAX_BATCH,
+            max_total_tokens=self.max_total_tokens,
+            prefill_chunk_size=CHUNK,
+            page_size=page_size,
+            rope_mode=MODES[mode],
+            aux_manager=aux_manager,
+            sliding_window=has_windows,
+            device=device and device.device,
+        )
+        share_every_prefix(self.cache)
+
+    def _layer(self, layer: int | str) -> dict:
+        if layer == MLA:
+            return {**MLA_LAYER, "kernel_set": 1}
+        return {**SHAPE, "kind": "mha_sliding", "window": layer} if layer else SHAPE
+
+    def _wrapped(self, kernels: dict[str, Callable]) -> dict[str, Callable]:
+        if self.device is not None:
+            kernels = self.device.kernels(kernels)
+
+        def wrap(name: str, kernel: Callable) -> Callable:
+            def call(*args):
+                self.called.add(name)
+                # Of a commit on a device only the first move may fail, before it is launched.
+                is_move = self.device is not None and name == "compact_copy"
+                if self.calls_left == 0 and not self.has_moved:
+                    self.failures[f"{name} fails"] += 1
+                    if self.chance(0.5) and not is_move:  # after its work
+                        kernel(*args)
+                    raise KernelFails(name)
+                self.has_moved = self.has_moved or is_move
+                if self.calls_left:
+                    self.calls_left -= 1
+                kernel(*args)
+
+            return call
+
+        return {name: wrap(name, kernel) for name, kernel in kernels.items()}
+
+    # --- what is there --------------------------------------------------------------------------
+
+    @property
+    def ids(self) -> list[int]:
+        """Sequences that may be used."""
+        return list(self.references[0].sequences)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether there are as many sequences as are of interest; the cache takes more."""
+        return len(self.ids) + len(self.importing) >= MAX_SEQUENCES
+
+    def length(self, seq_id: int) -> int:
+        return self.references[0].length(seq_id)
+
+    def tree(self, seq_id: int) -> list[int]:
+        """Parents of the nodes that are not committed."""
+        return self.references[0].trees[seq_id]
+
+    def committed_length(self, seq_id: int) -> int:
+        return self.references[0].committed_length(seq_id)
+
+    def window(self, seq_id: int) -> Window:
+        """Of the sequence, and what it has dropped."""
+        return self.mha.of.get(seq_id) or Window()
+
+    def is_whole(self, seq_id: int) -> bool:
+        """Whether it neither has a window nor has dropped anything."""
+        return self.window(seq_id).size == 0 and self.window(seq_id).dropped == 0
+
+    def text_length(self, seq_id: int, length: int) -> int:
+        """Positions of the text up to the end of the first `length` that are held."""
+        window = self.window(seq_id)
+        return length if length <= window.sinks else length + window.dropped
+
+    def text_positions(self, seq_id: int, begin: int, end: int) -> np.ndarray:
+        """Where held positions are in the text, and so in the rows of the reference."""
+        positions, window = np.arange(begin, end), self.window(seq_id)
+        return positions + np.where(positions < window.sinks, 0, window.dropped)
+
+    def kept_text(self, seq_id: int, group: int) -> np.ndarray:
+        """Positions of the text whose rows a group has."""
+        length, kept = self.length(seq_id), self.kept[group]
+        if kept.window:
+            return np.arange(kept.first[seq_id], self.text_length(seq_id, length))
+        return self.text_positions(seq_id, 0, length)
+
+    def first_position(self, seq_id: int, group: int) -> int:
+        """First of the held positions from which on a group has all."""
+        first, window = self.kept[group].first[seq_id], self.window(seq_id)
+        return first if first <= window.sinks else max(first - window.dropped, window.sinks)
+
+    def first(self, seq_id: int) -> int:
+        """First position that all layers keep."""
+        return max(self.first_position(seq_id, group) for group in range(len(self.kept)))
+
+    def local(self, layer: int) -> int:
+        """The layer's index in the reference of its kind."""
+        is_mla = self.layers[layer] == MLA
+        return sum((each == MLA) == is_mla for each in self.layers[:layer])
+
+    def reference_of(self, layer: int) -> reference.ReferenceCache:
+        return self.mla if self.layers[layer] == MLA else self.mha
+
+    def rows(self, seq_id: int, layer: int) -> tuple[np.ndarray, ...]:
+        """K and V, or the latent rows, of the text, as the pages must hold them."""
+        rows = self.reference_of(layer).sequences[seq_id][self.local(layer)]
+        if rows is None:
+            is_mla = self.layers[layer] == MLA
+            empty = np.zeros((0, LATENT_DIM) if is_mla else (0, 1, DIM), np.float32)
+            rows = (empty,) if is_mla else (empty, empty)
+        return rows
+
+    @property
+    def groups(self) -> list[int]:
+        """Of each layer its group."""
+        kinds = list(dict.fromkeys(self.layers))
+        return [kinds.index(layer) for layer in self.layers]
+
+    def pages(self, layer: int) -> np.ndarray:
+        """The pages of a layer: the cache's own memory, or of a device's a copy."""
+        pages = pages_of(self.cache, layer)
+        return view(pages) if self.device is None else tvm.runtime.Tensor.numpy(pages)
+
+    def put(self, array: np.ndarray) -> Any:
+        """What a layer takes, where it must be until the device comes to it."""
+        if self.device is None:
+            return array
+        self.inputs.append(self.device.put(array))
+        return self.inputs[-1]
+
+    def compare(self, outputs: Any, wanted: Any, what: str) -> None:
+        """Of a step that has ended, some tensors with what the reference says."""
+        self.outputs.append((outputs, wanted, what))
+        if self.device is None:
+            self.compare_all()
+
+    def compare_all(self) -> None:
+        for outputs, wanted, what in self.outputs:
+            outputs = [out.numpy() for out in outputs]
+            if len(outputs) == 2:
+                reference.assert_state_close(outputs, wanted, "float32", what=what)
+            else:
+                reference.assert_close(outputs[0], wanted[0], "float32", what)
+        self.outputs, self.inputs = [], []
+
+    def num_reclaimed(self) -> list[int]:
+        """How often each group has given up known content for pages."""
+        return [group["num_reclaimed_pages"] for group in self.cache.stats()["groups"]]
+
+    def tables(self) -> list[dict[int, Any]]:
+        """Of each group the page tables."""
+        ids = [*self.cache.sequence_ids(), *self.importing]
+        return [{i: self.cache.page_table(i, g) for i in ids} for g in range(len(self.kept))]
+
+    def state(self) -> tuple:
+        """All that a failed call must leave alone."""
+        return state_of(self)
+
+    # --- drawing --------------------------------------------------------------------------------
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def pick(self, items: Sequence[int] | None = None) -> int:
+        items = self.ids if items is None else items
+        return items[self.rng.integers(len(items))]
+
+    def pick_some(self, ids: list[int]) -> list[int]:
+        """At least one, in any order."""
+        size = int(self.rng.integers(1, len(ids) + 1))
+        return [int(i) for i in self.rng.permutation(ids)[:size]]
+
+    def new_id(self) -> int:
+        self.next_id += int(self.rng.integers(1, 4))
+        return self.next_id * (-1 if self.chance(0.2) else 1)
+
+    def normal(self, *shape: int) -> np.ndarray:
+        return self.rng.standard_normal(shape, dtype=np.float32)
+
+    @contextmanager
+    def failing(self, after: int | None) -> Iterator[None]:
+        """Let kernels raise, all that come after so many calls of any of them; None: never."""
+        self.calls_left, self.has_moved = after, False
+        try:
+            yield
+        finally:
+            self.calls_left = None
+
+    # --- changing the reference -----------------------------------------------------------------
+
+    def add(self, seq_id: int) -> None:
+        for each in self.references:
+            each.add_sequence(seq_id)
+        for kept in self.kept:
+            kept.begin(seq_id)
+
+    def remove(self, seq_id: int) -> None:
+        if self.importing.pop(seq_id, None) is None:
+            for each in self.references:
+                each.remove_sequence(seq_id)
+
+    def shorten(self, seq_ids: Sequence[int]) -> None:
+        """After pops and commits: an empty sequence may begin anew."""
+        for seq_id in seq_ids:
+            if self.length(seq_id) == 0:
+                for kept in self.kept:
+                    kept.begin(seq_id)
+
+    def slide(self, seq_ids: Sequence[int]) -> None:
+        """A step of these sequences has ended, or a commit."""
+        self.mha.end_step(seq_id for seq_id in seq_ids if seq_id in self.mha.of)
+        for kept, num_reclaimed in zip(self.kept, self.num_reclaimed(), strict=True):
+            for seq_id in seq_ids:
+                length = self.text_length(seq_id, self.committed_length(seq_id))
+                kept.slide(seq_id, length, num_reclaimed)
+
+    # --- running --------------------------------------------------------------------------------
+
+    def do(self, operation: Operation) -> bool:
+        """Draw arguments, apply, and compare; a call that fails has changed nothing.
+
+        False where there was nothing to do it with.
+        """
+        args = operation.draw(self)
+        name = type(operation).__name__
+        if args is None:
+            return False
+        if self.device is not None:
+            self.can_stop = self.rng.random() < 0.2
+            if self.can_stop:
+                self.compare_all()
+        refusal, before = operation.refusal(self, args), self.state()
+        may_be_gone = operation.may_be_gone(self, args)
+        try:
+            result = operation.apply(self, args)
+        except Exception as error:
+            self._check_error(operation, error, refusal, may_be_gone)
+            after = self.state()
+            if operation.gives_pages_back or isinstance(error, KernelFails):
+                before, after = map(without_reclaiming, (before, after))
+            assert after == before, f"{name} {args} failed, but has changed the cache"
+            if isinstance(error, pkv.CacheFullError):
+                self.make_room()
+        else:
+            assert refusal is None, f"{name} {args} must raise {refusal.__name__}"
+            operation.check(self, args, result)
+            self.counts[f"{name}: done"] += 1
+        return True
+
+    def _check_error(
+        self, operation: Operation, error: Exception, refusal: type | None, may_be_gone: bool
+    ) -> None:
+        name = type(operation).__name__
+        if isinstance(error, pkv.CacheFullError):
+            assert operation.needs_pages, error
+            self._check_full_group(str(error))
+            self.counts[f"{name}: full"] += 1
+        elif isinstance(error, KernelFails) and refusal is None:
+            self.counts[f"{name}: a kernel fails"] += 1
+        elif may_be_gone and "have been reclaimed" in str(error):
+            assert isinstance(error, ValueError)
+            self.counts[f"{name}: reclaimed"] += 1
+        elif refusal is not None and isinstance(error, refusal):
+            self.counts[f"{name}: refused"] += 1
+        else:
+            raise error
+
+    def _check_full_group(self, message: str) -> None:
+        """Layers with a window do not run out before those without, but for tree nodes.
+
+        And where sequences have dropped what those layers still hold, blocks wait to be released,
+        or a receive takes pages before it lets others go.
+        """
+        group = re.search(r"in layer group (\d+)", message)
+        is_usual = not (self.has_windows or self.blocks or any(map(self.tree, self.ids)))
+        is_usual = is_usual and "the receive" not in message
+        # The pools of layers with a window are made for the sequences of one step.
+        is_usual = is_usual and len(self.ids) + len(self.importing) <= MAX_BATCH
+        if group and is_usual and any(kept.window == 0 for kept in self.kept):
+            assert self.kept[int(group[1])].window == 0, message
+
+    def make_room(self) -> None:
+        """Remove the longest sequence; there may be none where an import is longer than all."""
+        if self.ids or self.importing:
+            longest = max(self.ids, key=self.length) if self.ids else self.pick([*self.importing])
+            self.cache.remove_sequence(longest)
+            self.remove(longest)

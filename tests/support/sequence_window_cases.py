@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache whose sequences may have windows, and its reference, driven alike."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..reference.window import WindowedReferenceCache
+from .cache_cases import MODES, ROPE, CachePair, layer_of
+from .python_kernels import make_cache, poison, shuffle
+
+# Of two sequences, the first one with a window: shorter and longer chunks than it.
+CHUNKINGS = {
+    "one by one": [([0, 1], [1, 1])] * 60,
+    "chunks": [([0, 1], [13, 2]), ([1, 0], [18, 1]), ([0], [30]), ([1], [3]), ([0, 1], [5, 20])],
+    "mixed": [([0], [32]), ([0], [1]), ([1, 0], [1, 31]), ([1], [1]), ([0, 1], [7, 25])],
+}
+
+
+class WindowPair(CachePair):
+    """`layers` has their windows; 0: none, where those of the sequences count."""
+
+    def __init__(
+        self, layers=(0,), mode: str = "inline", seed: int = 0, kernels=None, cache=None, **fields
+    ):
+        cache = cache or make_cache(
+            kernels, layers=[layer_of(window) for window in layers], rope_mode=MODES[mode],
+            sliding_window=True, **{"max_total_tokens": 512, **fields},
+        )  # fmt: skip
+        shuffle(cache, seed)
+        expected = WindowedReferenceCache(len(layers), np.dtype("float32"), ROPE, mode, layers)
+        super().__init__(cache, expected, seed)
+        self.row = int(expected.counts_row)  # by this a window is larger than what is held
+
+    def add(self, seq_id: int, window: int = 0, sinks: int = 0) -> None:
+        super().add(seq_id)
+        if window:
+            self.enable(seq_id, window, sinks)
+
+    def enable(self, seq_id: int, window: int, sinks: int) -> None:
+        self.cache.enable_sliding_window(seq_id, window, sinks)
+        self.expected.enable_window(seq_id, window, sinks)
+
+    def pop(self, seq_id: int, n: int) -> None:
+        super().pop(seq_id, n)
+        self.check()
+
+    def step(self, seq_ids: list[int], lengths: list[int]) -> None:
+        positions = [
+            self.first_position(i) + np.arange(n) for i, n in zip(seq_ids, lengths, strict=True)
+        ]
+        with self.cache.forward(seq_ids, lengths):
+            np.testing.assert_array_equal(
+                self.cache.query_positions().numpy(), np.concatenate(positions)
+            )
+            for layer in range(self.expected.num_layers):
+                self.attend(layer, seq_ids, lengths)
+            self.cache.check_integrity()
+        self.expected.end_step(seq_ids)
+        self.check()
+
+    def first_position(self, seq_id: int) -> int:
+        """Of the next row, as models and rotations count it."""
+        length = self.expected.length(seq_id)
+        if self.expected.mode == "inline":
+            return length
+        return self.expected.text_position(seq_id, length)
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+        for seq_id in self.expected.sequences:
+            window, held = self.expected.of[seq_id], self.expected.length(seq_id)
+            assert self.cache.sequence_length(seq_id) == held
+            got = self.cache.sequence_window(seq_id)
+            sinks = window.sinks if window.size or window.dropped else 0
+            assert got == (window.size, sinks, window.dropped)
+        poison(self.cache)

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences in a file, in the safetensors format: each page once, whoever shares it.
+
+A file has a tensor ``layer.{i}`` for each layer, ``[num_pages, 2, num_kv_heads, page_size,
+head_dim]`` (of MLA layers ``[num_pages, page_size, head_dim]``), and in its ``__metadata__`` what a
+checkpoint says of each sequence, the tables that tell which pages these have, and checksums of the
+header and of every tensor. What was never written to a page is zero in the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import json
+import math
+import operator
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import tvm
+import tvm_ffi
+
+from .._functions import CACHE, global_function
+
+_FORMAT, _VERSION = "tvm_pagedkv.sequences", "1"
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_DIGEST_BYTES = 16
+_NO_DIGEST = "0" * (2 * _DIGEST_BYTES)
+_HEADER_DIGEST = re.compile(rb'"header_checksum":"([0-9a-f]{%d})"' % len(_NO_DIGEST))
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_BLOCK_BYTES = 8 * 2**20
+
+_digest = functools.partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
+
+
+# --- write --------------------------------------------------------------------------------------
+
+
+def save(cache, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -> None:
+    """`KVCache.save`."""
+    path = Path(path)
+    seq_ids = cache.sequence_ids() if seq_ids is None else _ids(seq_ids)
+    metadata = [global_function(CACHE + "get_checkpoint_metadata")(cache, i) for i in seq_ids]
+    lengths = [cache.sequence_length(i) for i in seq_ids]
+    layers = cache.description["layers"]
+    groups = {layer["group"]: _Pages(cache, layer["group"], seq_ids, lengths) for layer in layers}
+
+    # Layers whose pages are shared alike have one table.
+    tables: list[list[list[int]]] = []
+    for pages in groups.values():
+        if pages.numbers not in tables:
+            tables.append(pages.numbers)
+    num_pages = [len(groups[layer["group"]].ids) for layer in layers]
+    about = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "header_checksum": _NO_DIGEST,
+        "layout": cache.description["layout"],
+        "seq_ids": _json(seq_ids),
+        "metadata": _json(metadata),
+        "tables": _json(tables),
+        "table_of_layer": _json([tables.index(groups[x["group"]].numbers) for x in layers]),
+        "checksums": _json([_NO_DIGEST] * len(layers)),
+    }
+    header = {"__metadata__": about} | _tensors(cache, num_pages)
+
+    # Under another name until it is whole.
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(unfinished, "xb", opener=_open_private) as file:
+            file.write(_encode(header))
+            checksums = []
+            for index, layer in enumerate(layers):
+                pages, digest = groups[layer["group"]], _digest()
+                for block in _blocks(cache, index, len(pages.ids)):
+                    data = _empty(cache, index, len(block))
+                    global_function("pagedkv.export_pages")(
+                        cache, index, pages.shape(pages.ids, block),
+                        pages.shape(pages.num_slots, block), data,
+                    )  # fmt: skip
+                    digest.update(_bytes(data))
+                    file.write(_bytes(data))
+                checksums.append(digest.hexdigest())
+            about["checksums"] = _json(checksums)
+            about["header_checksum"] = _digest(_encode(header)).hexdigest()
+            file.seek(0)
+            file.write(_encode(header))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unfinished)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """K and V tell what was said: the file is its owner's alone, from the first byte on."""
+    return os.open(path, flags, 0o600)
+
+
+class _Pages:
+    """The pages that some sequences have in a group of layers, each once.
+
+    Attributes
+    ----------
+    ids : page ids
+    num_slots : slots in use of each of them
+    numbers : per sequence, indices into these
+    """
+
+    def __init__(self, cache, group: int, seq_ids: list[int], lengths: list[int]):
+        page_size, number_of, slots = cache.description["page_size"], {}, []
+        self.numbers = []
+        for seq_id, length in zip(seq_ids, lengths, strict=True):
+            table = cache.page_table(seq_id, group)
+            start = cache.first_position(seq_id, group)
+            self.numbers.append([])
+            for page in table:
+                number = number_of.setdefault(page, len(number_of))
+                if number == len(slots):
+                    slots.append(0)
+                slots[number] = max(slots[number], min(page_size, length - start))
+                start += page_size
+                self.numbers[-1].append(number)
+        self.ids, self.num_slots = list(number_of), slots
+
+    @staticmethod
+    def shape(values: list[int], block: range) -> tvm_ffi.Shape:
+        return tvm_ffi.Shape(values[block.start : block.stop])
+
+
+# --- read ---------------------------------------------------------------------------------------
+
+
+def load(
+    cache, path: str | os.PathLike, seq_ids: Mapping[int, int] | Iterable[int] | None = None
+) -> list[int]:
+    """`KVCache.load`."""
+    with open(path, "rb") as file:
+        try:
+            return _load(cache, file, seq_ids)
+        except _DamagedFile as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+class _DamagedFile(Exception):
+    """Says what is wrong with the file."""
+
+
+def _load(cache, file: BinaryIO, seq_ids: Mapping[int, int] | Iterable[int] | None) -> list[int]:
+    header = _read_header(file)
+    contents = _Contents(cache, header)
+    file_bytes = os.fstat(file.fileno()).st_size
+    if file_bytes != file.tell() + contents.num_bytes:
+        raise _DamagedFile(
+            f"must have {file.tell() + contents.num_bytes} bytes by its header, got {file_bytes}"
+        )
+    new_ids = contents.select(seq_ids)
+    taken = sorted(set(new_ids.values()) & set(cache.sequence_ids()))
+    if taken:
+        raise ValueError(f"sequence {taken[0]} is in the cache already; load it under another id")
+    wanted = contents.prepare(new_ids)
+    try:
+        for layer in range(len(wanted)):
+            _read_layer(cache, file, layer, contents, wanted[layer], new_ids)
+        if new_ids:
+            global_function(CACHE + "finish_import")(cache, next(iter(new_ids.values())))
+    except BaseException:
+        if new_ids:
+            cache.remove_sequence(next(iter(new_ids.values())))  # and with it all of the import
+        raise
+    return list(new_ids.values())
+
+
+def _read_header(file: BinaryIO) -> dict[str, Any]:
+    """The header, once its checksum is right."""
+    prefix = file.read(8)
+    num_bytes = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or num_bytes > _MAX_HEADER_BYTES:
+        raise _DamagedFile(f"is no safetensors file: its header would have {num_bytes} bytes")
+    raw = file.read(num_bytes)
+    found = _HEADER_DIGEST.search(raw)
+    if len(raw) < num_bytes or not raw.startswith(b"{") or not found:
+        raise _DamagedFile("is no file that KVCache.save wrote, or its header is damaged")
+    blank = raw[: found.start(1)] + _NO_DIGEST.encode() + raw[found.end(1) :]
+    if _digest(prefix + blank).hexdigest().encode() != found[1]:
+        raise _DamagedFile("the header is damaged: its checksum is wrong")
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise _DamagedFile("the header is no JSON") from None
+
+
+class _Contents:
+    """What the header says, compared with the cache; checksums do not protect against malice."""
+
+    def __init__(self, cache, header: dict[str, Any]):
+        self.cache = cache
+        try:
+            about = header.pop("__metadata__")
+            if (about["format"], about["version"]) != (_FORMAT, _VERSION):
+                raise _DamagedFile(
+                    f"must have format {_FORMAT} {_VERSION}, got {about['format']} "
+                    f"{about['version']}"
+                )
+            if about["layout"] != cache.description["layout"]:
+                raise _DamagedFile(
+                    f"has another layout than the cache: {about['layout']}; but the cache has "
+                    f"{cache.description['layout']}"
+                )
+            self.seq_ids = _ids(_integers(json.loads(about["seq_ids"])))
+            self.metadata = [str(text) for text in json.loads(about["metadata"])]
+            tables = [[_integers(x) for x in table] for table in json.loads(about["tables"])]
+            of_layer = _integers(json.loads(about["table_of_layer"]))
+            self.checksums = list(json.loads(about["checksums"]))
+            num_layers = len(cache.description["layers"])
+            if {len(of_layer), len(self.checksums)} != {num_layers}:
+                raise ValueError(f"it is not of {num_layers} layers")
+            if {len(x) for x in (self.metadata, *tables)} - {len(self.seq_ids)}:
+                raise ValueError("it is not of as many sequences everywhere")
+            if any(n < 0 for table in tables for x in table for n in x):
+                raise ValueError("a page has a negative number")
+            if any(not 0 <= index < len(tables) for index in of_layer):
+                raise ValueError("a layer has no table")
+            self.tables = [tables[index] for index in of_layer]
+            self.num_pages = [
+                1 + max((n for x in table for n in x), default=-1) for table in self.tables
+            ]
+            tensors = _tensors(cache, self.num_pages)
+            if header != tensors:
+                raise ValueError("its tensors are not those that its tables need")
+        except (
+            AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError,
+            ValueError,
+        ) as error:  # fmt: skip
+            raise _DamagedFile(f"the header is malformed: {error}") from None
+        self.num_bytes = max((x["data_offsets"][1] for x in tensors.values()), default=0)
+
+    def select(self, seq_ids: Mapping[int, int] | Iterable[int] | None) -> dict[int, int]:
+        """Ids in the file -> ids in the cache."""
+        old = self.seq_ids if seq_ids is None else _ids(seq_ids)
+        new = _ids(seq_ids.values()) if isinstance(seq_ids, Mapping) else old
+        new_ids = dict(zip(old, new, strict=True))
+        unknown = [i for i in new_ids if i not in self.seq_ids]
+        if unknown:
+            raise KeyError(f"no sequence {unknown[0]} in the file, which has {self.seq_ids}")
+        return new_ids
+
+    def prepare(self, new_ids: dict[int, int]) -> list[np.ndarray]:
+        """Begin the import; returns per layer which pages of the file it needs."""
+        chosen = [self.seq_ids.index(i) for i in new_ids]
+        wanted, group_tables = [], {}
+        for layer, table in zip(self.cache.description["layers"], self.tables, strict=True):
+            numbers = [table[i] for i in chosen]
+            mask = np.zeros(self.num_pages[len(wanted)], bool)
+            mask[np.array([n for x in numbers for n in x], np.int64)] = True
+            renumbered = (np.cumsum(mask) - 1).tolist()
+            numbers = [[renumbered[n] for n in x] for x in numbers]
+            if group_tables.setdefault(layer["group"], numbers) != numbers:
+                raise _DamagedFile("layers of one kind have different tables")
+            wanted.append(mask)
+        if not chosen:
+            return wanted
+        per_sequence = [
+            [tvm_ffi.Shape(group_tables[g][i]) for g in sorted(group_tables)]
+            for i in range(len(chosen))
+        ]
+        try:
+            global_function("pagedkv.prepare_imports")(
+                self.cache, tvm_ffi.Shape(list(new_ids.values())),
+                [self.metadata[i] for i in chosen], per_sequence,
+            )  # fmt: skip
+        except ValueError as error:
+            raise _DamagedFile(str(error)) from None
+        return wanted
+
+
+def _read_layer(cache, file, layer: int, contents: _Contents, wanted, new_ids) -> None:
+    """Read all pages of a layer, for the checksum, and import those that are wanted."""
+    digest = _digest()
+    for block in _blocks(cache, layer, len(wanted)):
+        data = _empty(cache, layer, len(block))
+        view = _bytes(data)
+        if file.readinto(view) != len(view):
+            raise _DamagedFile(f"ends within layer {layer}")
+        digest.update(view)
+        mask = wanted[block.start : block.stop]
+        if not mask.any():
+            continue
+        if not mask.all():
+            rows = np.frombuffer(view, np.uint8).reshape(len(block), -1)[mask]
+            data = _empty(cache, layer, len(rows))
+            _bytes(data)[:] = rows.reshape(-1)
+        global_function("pagedkv.import_pages")(cache, next(iter(new_ids.values())), layer, data)
+    if digest.hexdigest() != contents.checksums[layer]:
+        raise _DamagedFile(f"layer {layer} is damaged: its checksum is wrong")
+
+
+# --- both ---------------------------------------------------------------------------------------
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _ids(values: Iterable[int]) -> list[int]:
+    """Ids that a caller gives."""
+    ids = [operator.index(value) for value in values]
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"a sequence is there twice: {ids}")
+    return _integers(ids)
+
+
+def _integers(values: Any) -> list[int]:
+    if not isinstance(values, list) or any(type(x) is not int for x in values):
+        raise ValueError("expected a list of integers")
+    if any(not -(2**63) <= x < 2**63 for x in values):
+        raise ValueError("an integer exceeds 64 bits")
+    return values
+
+
+def _encode(header: dict[str, Any]) -> bytes:
+    """Length and text of a header, with blanks that align the tensors."""
+    text = _json(header).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise ValueError("the page tables of so many sequences do not fit into a file's header")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _page_shape(cache, layer: int) -> tuple[int, ...]:
+    info, about = cache.description["layers"][layer], cache.description
+    if info["kind"] == "mla":
+        return about["page_size"], info["qk_head_dim"]
+    return 2, info["num_kv_heads"], about["page_size"], info["qk_head_dim"]
+
+
+def _page_bytes(cache, layer: int) -> int:
+    itemsize = tvm_ffi.dtype(cache.description["kv_dtype"]).itemsize
+    return itemsize * math.prod(_page_shape(cache, layer))
+
+
+def _tensors(cache, num_pages: list[int]) -> dict[str, Any]:
+    """The header's entries of the tensors, one after the other."""
+    entries, begin = {}, 0
+    for layer, count in enumerate(num_pages):
+        end = begin + count * _page_bytes(cache, layer)
+        entries[f"layer.{layer}"] = {
+            "dtype": _DTYPES[cache.description["kv_dtype"]],
+            "shape": [count, *_page_shape(cache, layer)],
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    return entries
+
+
+def _blocks(cache, layer: int, num_pages: int) -> Iterator[range]:
+    step = max(1, _BLOCK_BYTES // _page_bytes(cache, layer))
+    for begin in range(0, num_pages, step):
+        yield range(begin, min(begin + step, num_pages))
+
+
+def _empty(cache, layer: int, num_pages: int) -> tvm.runtime.Tensor:
+    """Room for a part of a page group, on the host."""
+    shape = (1, num_pages, *_page_shape(cache, layer))
+    return tvm.runtime.empty(shape, cache.description["kv_dtype"])
+
+
+def _bytes(tensor: tvm.runtime.Tensor) -> memoryview:
+    """The memory of a tensor on the host, which must outlive it."""
+    num_bytes = math.prod(tensor.shape) * tvm_ffi.dtype(tensor.dtype).itemsize
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())).cast("B")

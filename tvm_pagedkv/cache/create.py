@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a configuration to a cache: build the kernels, spell the configuration as a map, create."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import tvm
+from tvm.target import Target
+from tvm_ffi import Shape
+
+from ..compiler import cuda_library
+from ..compiler.build import KernelLibraries, KernelSets, build_libraries, load_libraries
+from ..compiler.cuda_build import is_cuda
+from ..config.cache_config import MHA_KINDS, KVCacheConfig, LayerSpec
+from ..config.rope_config import ROPE_MODES, RopeConfig
+
+_NO_CUDA = (
+    "TVM has no CUDA runtime here, which needs the driver (libcuda.so.1) and libcudart.so of the "
+    "CUDA that the apache-tvm wheel is built for"
+)
+
+
+def create(
+    config: KVCacheConfig,
+    target: Target | str | Mapping | None = None,
+    device: tvm.runtime.Device | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
+):
+    """Compile the kernels of `config`, or load them from the disk, and make a cache.
+
+    Parameters
+    ----------
+    config : KVCacheConfig
+    target : optional
+        None: for `device`; "native": this machine's CPU; or the name of a CPU, "cuda", or a TVM
+        target.
+    device : optional
+        Where the pages lie; None: the GPU ``tvm.cuda(0)`` with target "cuda", else the CPU.
+    progress : callable, optional
+        Called with a line of text when something has to be compiled.
+
+    Returns
+    -------
+    KVCache
+
+    Raises
+    ------
+    ValueError
+        When the target is not for the device.
+    RuntimeError
+        Where there is no such GPU, no driver, or no nvcc to compile with; and where the kernels
+        were compiled for other GPUs.
+    MemoryError
+        When the device has not enough; nothing stays allocated.
+    """
+    device, target = _device_and_target(device, target)
+    built = build_libraries(config, target, progress)
+    if is_cuda(target):
+        for _, path in built.libraries:
+            cuda_library.require_code_for(device, path)
+    kernels = load_libraries(built)
+    make = tvm.get_global_func("pagedkv.create")
+    return make(config_map(config, kernels, device), [dict(s) for s in kernels.sets], device)
+
+
+def _device_and_target(device, target):
+    """Both, where one or both are left out; refused before anything is compiled."""
+    if device is None:
+        device = tvm.cuda(0) if is_cuda(target) else tvm.cpu()
+    on_gpu = device.dlpack_device_type() == tvm.cuda(0).dlpack_device_type()
+    if target is None:
+        target = "cuda" if on_gpu else None
+    if on_gpu != is_cuda(target):
+        raise ValueError(f"target {target!r} is not for device {device}")
+    if on_gpu and not tvm.cuda(device.index).exist:
+        has_runtime = tvm.get_global_func("device_api.cuda", allow_missing=True) is not None
+        missing = "the driver does not have it" if has_runtime else _NO_CUDA
+        raise RuntimeError(f"there is no device {device}: {missing}")
+    return device, target
+
+
+def config_map(
+    config: KVCacheConfig, kernels: KernelSets | KernelLibraries, device: tvm.runtime.Device
+) -> dict:
+    """The first argument of the global function ``pagedkv.create``."""
+    mode = _common(config, "mode", lambda rope: rope.mode)
+    described = {
+        "max_num_sequences": config.max_num_sequences,
+        "max_total_tokens": config.max_total_tokens,
+        "prefill_chunk_size": config.prefill_chunk_size,
+        "page_size": config.page_size,
+        "dtype": config.dtype,
+        "kv_dtype": config.kv_dtype,
+        "rope_mode": ROPE_MODES.index(mode),
+        "sliding_window": config.sliding_window,
+        "aux_manager": "auto",
+        "share_prefix": config.share_prefix,
+        "enable_kv_transfer": config.enable_kv_transfer,
+        "layers": [
+            {
+                "kind": layer.kind,
+                "window": layer.window or 0,
+                "num_qo_heads": layer.num_qo_heads,
+                "num_kv_heads": layer.num_kv_heads,
+                "qk_head_dim": layer.qk_head_dim,
+                "v_head_dim": layer.v_head_dim,
+                "rope_theta": layer.rope.theta,
+                "rope_scale": layer.rope.scale,
+                "rope_details": _rope_details(layer),
+                "kernel_set": kernel_set,
+                **_original_dims(layer),
+            }
+            for layer, kernel_set in zip(config.layers, kernels.layer_sets, strict=True)
+        ],
+        "layer_indptr": Shape(config.layer_indptr),
+        "stage": config.stage,
+    }
+    factors = _common(config, "longrope factors", _extension_factors)
+    if factors is not None:
+        values = np.array(factors, dtype=np.float32)
+        described["rope_ext_factors"] = tvm.runtime.tensor(values, device=device)
+    return described
+
+
+def _original_dims(layer: LayerSpec) -> dict[str, int]:
+    """MLA: the head dims before absorption, where they are known."""
+    names = ("mla_original_qk_head_dim", "mla_original_v_head_dim")
+    return {name: getattr(layer, name) for name in names if getattr(layer, name) is not None}
+
+
+def _rope_details(layer: LayerSpec) -> str:
+    """What beside theta and scale decides the rotation, in words; extension factors go apart."""
+    rope = layer.rope
+    details = {k: v for k, v in rope.scaling or () if k not in ("long_factor", "short_factor")}
+    if rope.rotary_dim not in (None, layer.qk_head_dim):
+        details["rotary_dim"] = rope.rotary_dim
+    return json.dumps(details, sort_keys=True) if details else ""
+
+
+def _extension_factors(rope: RopeConfig) -> tuple | None:
+    """longrope: long factors, then short ones, in the order of the kernels' argument."""
+    scaling = rope.scaling_dict
+    if scaling.get("rope_type") != "longrope":
+        return None
+    return (*scaling["long_factor"], *scaling["short_factor"])
+
+
+def _common(config: KVCacheConfig, what: str, of: Callable):
+    """A property of the rotation that all layers must share whose rows the cache rotates."""
+    rotated = [layer for layer in config.layers if layer.kind in MHA_KINDS]
+    values = {of(layer.rope) for layer in rotated or config.layers}
+    if len(values) != 1:
+        raise ValueError(
+            f"the layers of a cache must have one rope {what}, got {sorted(map(str, values))}"
+        )
+    return values.pop()

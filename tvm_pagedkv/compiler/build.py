@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A configuration and a target become compiled kernels, kept on disk for the next time."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import tvm
+from tvm.target import Target, codegen
+
+import tir_kernels
+from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
+
+from ..config.cache_config import KVCacheConfig, LayerSpec
+from .cuda_build import build_cuda_set, cuda_spec, is_cuda
+from .disk_cache import code_versions, library_file, load_library
+from .lowering import KernelObjects, kernel_symbol
+
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("build.py", "lowering.py"))
+
+# Features of an x86 level, beyond those of the next one, as Linux names them.
+_X86_LEVELS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+}
+
+
+# --- targets ------------------------------------------------------------------------------------
+
+
+def resolve_target(target: Target | str | Mapping | None = None) -> Target:
+    """A TVM target for code that runs here.
+
+    Parameters
+    ----------
+    target : optional
+        None or "native": this machine. Otherwise the name of a CPU or level that LLVM knows
+        ("x86-64-v3", "x86-64-v4", "znver4"), a TVM target, or what makes one.
+
+    Raises
+    ------
+    ValueError
+        For a string that names neither a CPU nor a target, and for targets other than CPUs.
+    """
+    if target is None or target == "native":
+        target = _native_target()
+    elif isinstance(target, str) and codegen.llvm_is_valid_cpu(target, _host_triple()):
+        target = Target({"kind": "llvm", "mcpu": target})
+    elif not isinstance(target, Target):
+        try:
+            target = Target(target)
+        except Exception as error:
+            raise ValueError(
+                f'target must be "native", a CPU that LLVM knows, or a TVM target; got {target!r}'
+            ) from error
+    require_cpu(target)
+    return target
+
+
+def require_cpu(target: Target) -> None:
+    """Refuse a target for which there are no kernels."""
+    if target.kind.name != "llvm":
+        raise ValueError(f"kernels are for CPUs, target kind 'llvm', not for {target.kind.name!r}")
+
+
+def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
+    """The SIMD traits of a target, from the features that LLVM enables for it."""
+    target = resolve_target(target)
+    features = {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
+    if "avx512f" in features:
+        return VectorTarget(lanes=16, registers=32, has_bf16_dot="avx512bf16" in features)
+    if "avx2" in features:
+        return VectorTarget(lanes=8, registers=16, has_f16_convert="f16c" in features)
+    is_arm = "neon" in features
+    return VectorTarget(lanes=4, registers=32 if is_arm else 16, has_f16_convert=is_arm)
+
+
+def _host_triple() -> str:
+    return str(codegen.llvm_get_system_triple())
+
+
+@functools.cache
+def _native_target() -> Target:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return Target({"kind": "llvm", "mcpu": str(codegen.llvm_get_system_cpu())})
+    flags = _cpu_flags()
+    needed: set[str] = set().union(*_X86_LEVELS.values())
+    for level, own in _X86_LEVELS.items():
+        if needed <= flags:
+            attributes = ["+avx512bf16"] if "avx512_bf16" in flags and level == "x86-64-v4" else []
+            return Target({"kind": "llvm", "mcpu": level, "mattr": attributes})
+        needed -= own
+    return Target({"kind": "llvm", "mcpu": "x86-64"})
+
+
+def _cpu_flags() -> set[str]:
+    """Features as Linux names them; a hypervisor may hide some of what the CPU's name promises."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next(
+        (set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set()
+    )
+
+
+# --- kernel sets --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelSets:
+    """Compiled kernels of a cache: one set for all layers that are alike.
+
+    Parameters
+    ----------
+    sets : tuple of mappings
+        Kernel name -> function.
+    layer_sets : tuple of int
+        The set of each layer; 0 where a layer needs none.
+    target : tvm.target.Target
+    """
+
+    sets: tuple[Mapping[str, tvm.ffi.Function], ...]
+    layer_sets: tuple[int, ...]
+    target: Target
+
+    @property
+    def kernels(self) -> Mapping[str, tvm.ffi.Function]:
+        """The set of a cache whose layers are all alike."""
+        if len(self.sets) != 1:
+            raise ValueError(f"the layers need {len(self.sets)} kernel sets; choose one of `sets`")
+        return self.sets[0]
+
+
+def kernel_spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> KernelSpec:
+    """What the kernels of a layer are built for; the same for layers that share kernels."""
+    rope = layer.rope
+    is_mla = layer.kind == "mla"
+    rotary_dim = rope.rotary_dim or layer.qk_head_dim
+    rope_spec = RopeSpec(rope.theta, rope.scale, rotary_dim, rope.scaling)
+    return KernelSpec(
+        num_qo_heads=layer.num_qo_heads,
+        num_kv_heads=layer.num_kv_heads,
+        qk_head_dim=layer.qk_head_dim,
+        v_head_dim=layer.v_head_dim,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        page_size=config.page_size,
+        rope=RopeSpec(rotary_dim=0) if is_mla else rope_spec,
+        target=vector_target(target),
+        kind=layer.kind,
+        logit_softcap=config.logit_softcap,
+        alibi_slopes=layer.alibi or None,
+        original_qk_head_dim=layer.mla_original_qk_head_dim or 0,
+        original_v_head_dim=layer.mla_original_v_head_dim or 0,
+    )
+
+
+def build_kernels(
+    config: KVCacheConfig,
+    target: Target | str | Mapping | None = None,
+    progress: Callable[[str], None] | None = None,
+    archs: Sequence[str] | None = None,
+) -> KernelSets:
+    """Compile the kernels of a configuration, or load them from the disk.
+
+    Parameters
+    ----------
+    config : KVCacheConfig
+        Its capacities do not matter: caches of any size share kernels.
+    target : optional
+        As `resolve_target` takes it, or "cuda" or a TVM target of that kind: kernels for GPUs. This
+        needs nvcc, but no GPU.
+    progress : callable, optional
+        Called with a line of text when something has to be compiled.
+    archs : sequence of str, optional
+        GPU architectures to compile for, such as ("80", "90"); None: all. There is PTX besides,
+        for later ones.
+
+    Raises
+    ------
+    RuntimeError
+        When the kernels cannot be compiled or linked; the message tells what is missing.
+    """
+    return load_libraries(build_libraries(config, target, progress, archs))
+
+
+def load_libraries(built: KernelLibraries) -> KernelSets:
+    """The functions of kernels that were built for a machine like this one."""
+    return KernelSets(
+        sets=tuple(_load(symbols, file) for symbols, file in built.libraries),
+        layer_sets=built.layer_sets,
+        target=built.target,
+    )
+
+
+@dataclass(frozen=True)
+class KernelLibraries:
+    """As `KernelSets`, not loaded: of each set the symbols by kernel name, and the library."""
+
+    libraries: tuple[tuple[Mapping[str, str], Path], ...]
+    layer_sets: tuple[int, ...]
+    target: Target
+
+
+def build_libraries(
+    config: KVCacheConfig,
+    target: Target | str | Mapping | None = None,
+    progress: Callable[[str], None] | None = None,
+    archs: Sequence[str] | None = None,
+) -> KernelLibraries:
+    """As `build_kernels`, for machines that need not be this one."""
+    progress, on_gpu = progress or (lambda _: None), is_cuda(target)
+    if archs is not None and not on_gpu:
+        raise ValueError(f'archs are for target "cuda", got target {target!r}')
+    cpu = resolve_target(None if on_gpu else target)
+    layer_specs = [
+        None if layer.kind == "linear" else kernel_spec(config, layer, cpu)
+        for layer in config.layers
+    ]
+    if on_gpu:
+        layer_specs = [spec and cuda_spec(spec) for spec in layer_specs]
+    specs = [spec for spec in dict.fromkeys(layer_specs) if spec is not None]
+
+    def build(spec: KernelSpec):
+        return build_cuda_set(spec, archs, progress) if on_gpu else _build_set(spec, cpu, progress)
+
+    return KernelLibraries(
+        libraries=tuple(build(spec) for spec in specs),
+        layer_sets=tuple(specs.index(spec) if spec else 0 for spec in layer_specs),
+        target=Target({"kind": "cuda", "arch": "sm_80"}) if on_gpu else cpu,
+    )
+
+
+def _build_set(spec: KernelSpec, target: Target, progress: Callable) -> tuple[Mapping, Path]:
+    builders = {
+        name: functools.partial(tir_kernels.build_kernel, name, spec)
+        for name in tir_kernels.kernel_names(spec)
+    }
+    what = (
+        f"{len(builders)} kernels: {spec.num_qo_heads}/{spec.num_kv_heads} heads of "
+        f"{spec.qk_head_dim}, {spec.dtype}, pages of {spec.page_size} {spec.kv_dtype}"
+    )
+    return _library_of(builders, (what, repr(spec)), target, progress)
+
+
+def _load(symbols: Mapping[str, str], file: Path) -> Mapping[str, tvm.ffi.Function]:
+    module = load_library(file)
+    return MappingProxyType({name: module[symbol] for name, symbol in symbols.items()})
+
+
+def load_kernels(
+    builders: Mapping[str, Callable],
+    key: tuple[str, ...],
+    target: Target,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Mapping[str, tvm.ffi.Function]:
+    """Compile kernels into one library, or load it from the disk.
+
+    Parameters
+    ----------
+    builders : mapping
+        Name -> callable that returns a PrimFunc.
+    key : tuple of str
+        What they are, for `progress`, then all that decides their code besides the sources.
+    target : tvm.target.Target
+    progress : callable, optional
+        Called with a line of text when they have to be compiled.
+    """
+    return _load(*_library_of(builders, key, target, progress))
+
+
+def _library_of(
+    builders: Mapping[str, Callable], key: tuple[str, ...], target: Target, progress: Callable
+) -> tuple[Mapping[str, str], Path]:
+    def compile_all() -> KernelObjects:
+        start = time.perf_counter()
+        progress(f"compiling {key[0]}")
+        built = KernelObjects({symbols[name]: builders[name] for name in builders}, target)
+        progress(f"compiled in {time.perf_counter() - start:.1f} s")
+        return built
+
+    symbols = {name: kernel_symbol(name, "\n".join(key[1:]), target) for name in builders}
+    versions = code_versions(*_SOURCES, Path(tir_kernels.__file__).parent)
+    return symbols, library_file([*key, str(target), *versions], compile_all)

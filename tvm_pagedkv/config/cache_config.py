@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen descriptions of a KV cache: validation, derived sizes, memory estimate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from .._checks import check_choice, check_head_dim, check_int, check_positive, freeze
+from .alibi import resolve_slopes
+from .rope_config import RopeConfig
+
+DTYPES = ("float32", "float16", "bfloat16")
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+MHA_KINDS = ("mha", "mha_sliding")
+LAYER_KINDS = (*MHA_KINDS, "mla", "linear")
+MAX_PAGE_SIZE = 256
+POPPABLE = 16  # positions that a layer with a window keeps beyond what its next row sees
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer. Fields that are None take the value of the cache's configuration.
+
+    Parameters
+    ----------
+    kind : {"mha", "mha_sliding", "mla", "linear"}
+        Kind of attention; "mha" covers multi-query and grouped-query attention. "linear" layers
+        keep no K and V: they are named so that the others have the ids of the model.
+    window : int, optional
+        Positions that a sliding layer sees, its own included. Needed by "mha_sliding" only.
+    num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim : int, optional
+        "mla": `qk_head_dim` is the width of a latent row, `v_head_dim` of its leading columns that
+        are V; `num_kv_heads` is 1, whatever the configuration says.
+    rope : RopeConfig, optional
+        "mla": models rotate for themselves.
+    mla_original_qk_head_dim, mla_original_v_head_dim : int, optional
+        "mla": head dims before absorption; without them the layer has no `self_attention`.
+    alibi : bool or sequence of float, optional
+        As that of the configuration; False: none. Not with "mla".
+    """
+
+    kind: str = "mha"
+    window: int | None = None
+    num_qo_heads: int | None = None
+    num_kv_heads: int | None = None
+    qk_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rope: RopeConfig | None = None
+    mla_original_qk_head_dim: int | None = None
+    mla_original_v_head_dim: int | None = None
+    alibi: bool | Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("layer.kind", self.kind, LAYER_KINDS)
+        if (self.kind == "mha_sliding") != (self.window is not None):
+            raise ValueError(
+                f"layer.window belongs to kind 'mha_sliding' and to no other; got kind "
+                f"{self.kind!r} with window {self.window!r}"
+            )
+        if self.window is not None:
+            check_int("layer.window", self.window)
+        object.__setattr__(self, "alibi", freeze(self.alibi))
+        self._check_original_dims()
+
+    def _check_original_dims(self) -> None:
+        names = ("mla_original_qk_head_dim", "mla_original_v_head_dim")
+        values = [getattr(self, name) for name in names]
+        if values == [None, None]:
+            return
+        if self.kind != "mla" or None in values:
+            raise ValueError(
+                f"layer.{names[0]} and layer.{names[1]} belong to kind 'mla' and go together; got "
+                f"{values[0]} and {values[1]} with kind {self.kind!r}"
+            )
+        for name, value in zip(names, values, strict=True):
+            check_head_dim(f"layer.{name}", value)
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that a position takes in the pages of a completed layer."""
+        if self.kind == "linear":
+            return 0
+        return self.qk_head_dim * (1 if self.kind == "mla" else 2 * self.num_kv_heads)
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """All that decides the memory and the kernels of a cache.
+
+    Parameters
+    ----------
+    num_layers : int
+    num_qo_heads, num_kv_heads : int
+        Query heads and KV heads; the first must be a multiple of the second.
+    qk_head_dim : int
+        Width of a row of Q and K: a multiple of 8 up to 576.
+    v_head_dim : int, optional
+        Width of a row of V; None: as `qk_head_dim`.
+    dtype : {"float32", "float16", "bfloat16"}
+        Type of Q, K, V and O in a step.
+    kv_dtype : str, optional
+        Type of the pages; None: as `dtype`.
+    page_size : int
+        Slots of a page: a power of two from 1 to 256.
+    max_num_sequences : int
+        Most sequences of one forward step. More of them may exist, as long as there are pages. The
+        pools of layers with a window have pages for so many sequences; where more exist that are
+        longer than the window, fewer pages may be available.
+    max_total_tokens : int
+        Tokens that the pages hold (rounded up to whole pages).
+    prefill_chunk_size : int
+        Most rows of one forward step.
+    rope : RopeConfig
+    layers : sequence of LayerSpec, optional
+        One per layer; None: `num_layers` plain ones.
+    sliding_window : bool
+        Whether sequences may be given a sliding window with sinks: `KVCache.enable_sliding_window`.
+        Not with MLA layers.
+    logit_softcap : float, optional
+        Soft-cap of the attention logits.
+    share_prefix : bool
+        Whether pages that sequences of a step share (`KVCache.fork_sequence`) are read once for all
+        of them, where that saves time.
+    alibi : bool or sequence of float, optional
+        ALiBi: attention adds ``slope * (position of K - position of Q)`` to the scaled logits,
+        after a soft-cap. True: the standard slopes; or a slope for each query head.
+    enable_kv_transfer : bool
+        On a CPU: keep the pages in memory that other processes of the host can map, so that
+        `transfer.SharedMemoryChannel` can send from the cache. Other channels, and receiving, do
+        without.
+    layer_indptr : sequence of int, optional
+        Pipeline stages: the first layer of each, then `num_layers`. A cache keeps the layers of its
+        stage alone, under the ids that they have in the whole model.
+    stage : int, optional
+        The stage of the cache. None with several stages: in a Disco session, that of the worker.
+
+    Raises
+    ------
+    ValueError, TypeError
+        On values that no cache can serve; the message names the field.
+    """
+
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    qk_head_dim: int
+    v_head_dim: int | None = None
+    dtype: str = "float16"
+    kv_dtype: str | None = None
+    page_size: int = 16
+    max_num_sequences: int = 32
+    max_total_tokens: int = 65536
+    prefill_chunk_size: int = 2048
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    layers: Sequence[LayerSpec] | None = None
+    sliding_window: bool = False
+    logit_softcap: float | None = None
+    share_prefix: bool = True
+    alibi: bool | Sequence[float] | None = None
+    enable_kv_transfer: bool = False
+    layer_indptr: Sequence[int] | None = None
+    stage: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enable_kv_transfer, bool):
+            raise TypeError(f"enable_kv_transfer must be a bool, got {self.enable_kv_transfer!r}")
+        for name in ("num_layers", "max_num_sequences", "max_total_tokens", "prefill_chunk_size"):
+            check_int(name, getattr(self, name))
+        check_choice("dtype", self.dtype, DTYPES)
+        object.__setattr__(self, "kv_dtype", self.kv_dtype or self.dtype)
+        check_choice("kv_dtype", self.kv_dtype, DTYPES)
+        check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.qk_head_dim)
+        if not isinstance(self.share_prefix, bool):
+            raise TypeError(f"share_prefix must be a bool, got {self.share_prefix!r}")
+        if not isinstance(self.rope, RopeConfig):
+            raise TypeError(f"rope must be a RopeConfig, got {self.rope!r}")
+        if self.logit_softcap is not None:
+            cap = check_positive("logit_softcap", self.logit_softcap)
+            object.__setattr__(self, "logit_softcap", cap)
+        object.__setattr__(self, "alibi", freeze(self.alibi))
+        layers = (LayerSpec(),) * self.num_layers if self.layers is None else tuple(self.layers)
+        if len(layers) != self.num_layers:
+            raise ValueError(f"layers has {len(layers)} entries for {self.num_layers} layers")
+        object.__setattr__(
+            self, "layers", tuple(self._complete(i, s) for i, s in enumerate(layers))
+        )
+        if all(layer.kind == "linear" for layer in self.layers):
+            raise ValueError("a cache needs a layer that keeps K and V; all are of kind 'linear'")
+        self._check_stages()
+        if self.sliding_window:
+            self._check_sliding_window()
+
+    def _check_stages(self) -> None:
+        indptr = (0, self.num_layers) if self.layer_indptr is None else tuple(self.layer_indptr)
+        for begin in indptr:
+            check_int("layer_indptr's numbers", begin, 0, self.num_layers)
+        indptr = tuple(map(int, indptr))
+        if indptr[:1] + indptr[-1:] != (0, self.num_layers) or list(indptr) != sorted(indptr):
+            raise ValueError(
+                f"layer_indptr must begin with 0, never fall, and end with the number of layers, "
+                f"{self.num_layers}; got {list(indptr)}"
+            )
+        object.__setattr__(self, "layer_indptr", indptr)
+        if self.stage is not None:
+            check_int("stage", self.stage, 0, len(indptr) - 2)
+
+    def _check_sliding_window(self) -> None:
+        for i, layer in enumerate(self.layers):
+            if layer.kind == "mla":
+                raise ValueError(
+                    f"layer {i}: sliding_window is not possible with MLA layers, whose kernels "
+                    "have no such mask"
+                )
+
+    def _complete(self, index: int, layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer, LayerSpec):
+            raise TypeError(f"layers[{index}] must be a LayerSpec, got {layer!r}")
+        filled = {
+            name: getattr(self, name) if getattr(layer, name) is None else getattr(layer, name)
+            for name in ("num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim", "rope")
+        }
+        if layer.kind == "mla":
+            if layer.num_kv_heads not in (None, 1):
+                raise ValueError(
+                    f"layer {index}: num_kv_heads of kind 'mla' must be 1, for all query heads "
+                    f"share the latent rows; got {layer.num_kv_heads}"
+                )
+            filled["num_kv_heads"] = 1
+        check_int("num_qo_heads", filled["num_qo_heads"], 1, 4096)
+        check_int("num_kv_heads", filled["num_kv_heads"], 1, 4096)
+        if filled["num_qo_heads"] % filled["num_kv_heads"]:
+            raise ValueError(
+                f"num_qo_heads ({filled['num_qo_heads']}) must be a multiple of num_kv_heads "
+                f"({filled['num_kv_heads']})"
+            )
+        check_head_dim("qk_head_dim", filled["qk_head_dim"])
+        check_head_dim("v_head_dim", filled["v_head_dim"])
+        if layer.kind == "mla":
+            check_int("v_head_dim", filled["v_head_dim"], 8, filled["qk_head_dim"])
+        elif filled["v_head_dim"] != filled["qk_head_dim"]:
+            raise ValueError(
+                f"layer {index}: a page keeps K and V rows of one width, so v_head_dim "
+                f"({filled['v_head_dim']}) must equal qk_head_dim ({filled['qk_head_dim']}); pad "
+                "the narrower one with zeros"
+            )
+        filled["alibi"] = self._alibi_of(index, layer, filled["num_qo_heads"])
+        rotary_dim = filled["rope"].rotary_dim
+        if rotary_dim is not None and rotary_dim > filled["qk_head_dim"]:
+            raise ValueError(
+                f"rope.rotary_dim ({rotary_dim}) exceeds qk_head_dim ({filled['qk_head_dim']})"
+            )
+        return replace(layer, **filled)
+
+    def _alibi_of(self, index: int, layer: LayerSpec, num_heads: int) -> bool | tuple[float, ...]:
+        """The slopes of a layer, or False."""
+        alibi = self.alibi if layer.alibi is None else layer.alibi
+        if alibi is None or alibi is False:
+            return False
+        name = "alibi" if layer.alibi is None else f"layers[{index}].alibi"
+        if layer.kind == "mla":
+            raise ValueError(f"{name}: layers of kind 'mla' have no ALiBi; layer {index} is one")
+        return resolve_slopes(name, alibi, num_heads)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool of layers without a window."""
+        return -(-self.max_total_tokens // self.page_size)
+
+    def num_pages_of(self, layer: LayerSpec) -> int:
+        """Pages of the pool of layers like `layer`: not more than they can ever need."""
+        if layer.kind == "linear":
+            return 0
+        if layer.window is None:
+            return self.num_pages
+        # What a sequence keeps between steps, wherever in a page it begins, and what a step adds.
+        pages_kept = (layer.window - 1 + POPPABLE + self.page_size - 2) // self.page_size + 1
+        batch_size = min(self.max_num_sequences, self.prefill_chunk_size)
+        pages_added = (self.prefill_chunk_size - batch_size) // self.page_size + batch_size
+        return min(self.num_pages, self.max_num_sequences * pages_kept + pages_added)
+
+    def memory_bytes(self) -> int:
+        """Bytes on the device of a cache that was just made, without making it.
+
+        With several pipeline stages and no `stage`: of the one that takes most. It is the
+        ``allocated_bytes`` of `KVCache.stats`; on GPUs those count the auxiliary arrays four times,
+        for steps take turns there. Only the auxiliary arrays may grow later: where
+        sequences share pages, a step's page table can have more entries than there are pages, and
+        token trees can grow in more than one step before a commit.
+        """
+        bounds = list(itertools.pairwise(self.layer_indptr))
+        stages = bounds if self.stage is None else bounds[self.stage : self.stage + 1]
+        return max(self._memory_bytes_of(self.layers[begin:end]) for begin, end in stages)
+
+    def _memory_bytes_of(self, layers: Sequence[LayerSpec]) -> int:
+        num_rows = self.prefill_chunk_size
+        numbers = sum(self.num_pages_of(s) * s.row_width for s in layers)
+        page_pool = numbers * self.page_size * ITEMSIZE[self.kv_dtype]
+
+        # Rows of Q, K and V of the widest layer, and the lse of a row, which is float32. MLA layers
+        # need none: their kernels take and give the tensors of the model.
+        mha = [s for s in layers if s.kind in MHA_KINDS]
+        q_width = max((s.num_qo_heads * s.qk_head_dim for s in mha), default=0)
+        kv_width = max((s.num_kv_heads * s.qk_head_dim for s in mha), default=0)
+        lse_bytes = max((s.num_qo_heads for s in mha), default=0) * ITEMSIZE["float32"]
+        workspace = num_rows * ((q_width + 2 * kv_width) * ITEMSIZE[self.dtype] + lse_bytes)
+
+        num_sequences = min(self.max_num_sequences, num_rows)
+        groups = {
+            (s.kind, s.num_qo_heads, s.num_kv_heads, s.qk_head_dim, s.v_head_dim, s.window): s
+            for s in layers
+            if s.kind != "linear"
+        }
+        arrays = [2 * num_rows, num_sequences + 1]  # of token trees
+        arrays += [num_sequences + 1, num_sequences]
+        arrays += [num_rows, num_rows]  # positions, within sequences and in the text
+        for spec in groups.values():
+            arrays += [num_sequences + 1, self.num_pages_of(spec)]
+            length_rows = 4 if self.sliding_window and spec.window is None else 1
+            arrays += [length_rows * num_sequences, num_sequences, num_rows]
+            arrays.append(3 * num_sequences)  # of pages that are copied
+        aux = sum(-(-size // 16) * 64 for size in arrays)  # int32, in steps of 64 bytes
+        return page_pool + workspace + aux

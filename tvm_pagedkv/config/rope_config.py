@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rotary position embedding of a cache's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .._checks import check_choice, check_int, check_positive, freeze
+
+ROPE_MODES = ("none", "normal", "inline")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+_REQUIRED_SCALING = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding of the cache's layers.
+
+    Parameters
+    ----------
+    mode : {"none", "normal", "inline"}
+        Rotate nothing; rotate Q and K before K is written; or keep K as it came and rotate Q and K
+        inside the attention kernels.
+    theta : float
+        The base. Mode "none" takes any value, and keeps the default.
+    scale : float
+        Factor on the position. Mode "none" takes any value, and keeps the default.
+    rotary_dim : int, optional
+        Leading dimensions of a head that are rotated (an even number); None for all.
+    scaling : mapping, optional
+        A Hugging Face ``rope_scaling`` / ``rope_parameters`` dictionary with ``rope_type`` (older
+        files: ``type``) "default", "linear", "llama3", "yarn" or "longrope".
+
+    Raises
+    ------
+    ValueError, TypeError
+        On values that no kernel can serve; the message names the field.
+    """
+
+    mode: str = "normal"
+    theta: float = 10000.0
+    scale: float = 1.0
+    rotary_dim: int | None = None
+    scaling: Mapping[str, Any] | tuple | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("rope.mode", self.mode, ROPE_MODES)
+        unused = self.mode == "none"  # models without a rotation pass -1, for example
+        for name in ("theta", "scale"):
+            value = getattr(RopeConfig, name) if unused else getattr(self, name)
+            object.__setattr__(self, name, check_positive(f"rope.{name}", value))
+        if self.rotary_dim is not None:
+            check_int("rope.rotary_dim", self.rotary_dim, 2)
+            if self.rotary_dim % 2:
+                raise ValueError(f"rope.rotary_dim must be even, got {self.rotary_dim}")
+        object.__setattr__(self, "scaling", self._canonical_scaling())
+
+    def _canonical_scaling(self) -> tuple | None:
+        if self.scaling is None:
+            return None
+        if not isinstance(self.scaling, (Mapping, tuple)):
+            raise TypeError(f"rope.scaling must be a mapping, got {self.scaling!r}")
+        scaling = dict(self.scaling)
+        rope_type = scaling.pop("rope_type", None) or scaling.pop("type", "default")
+        scaling.pop("type", None)
+        check_choice("rope.scaling['rope_type']", rope_type, ROPE_TYPES)
+        missing = [key for key in _REQUIRED_SCALING[rope_type] if key not in scaling]
+        if missing:
+            raise ValueError(f"rope.scaling of type {rope_type!r} needs {', '.join(missing)}")
+        if rope_type == "default":
+            return None
+        return freeze(scaling | {"rope_type": rope_type})
+
+    @property
+    def scaling_dict(self) -> dict[str, Any]:
+        """The scaling as a dictionary, empty where there is none."""
+        return dict(self.scaling or ())

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batched text generation over the cache: sampling, drafts, prompts computed elsewhere."""
+
+from .engine import generate
+from .events import FinishedEvent, Statistics, TextEvent
+from .parameters import SamplingParams, Window
+
+__all__ = [
+    "FinishedEvent",
+    "SamplingParams",
+    "Statistics",
+    "TextEvent",
+    "Window",
+    "generate",
+]

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batched sampling: prompts in, a stream of events out.
+
+Prompts wait until their pages are surely enough, are prefilled in chunks, and are forked for
+further continuations; all running continuations then advance by one token a step, or by those that
+were drafted and are right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from tokenizers.decoders import DecodeStream
+
+from tir_kernels.spec import ITEMSIZE
+
+from ..cache.kv_cache import KVCache
+from ..models import DecoderModel
+from ..models.work import Work
+from ..transfer import Channel
+from .disaggregated import RemotePrefill
+from .events import FinishedEvent, Statistics, TextEvent
+from .parameters import SamplingParams, Window, encode_prompt, sample
+from .speculative import Draft, HitRates, PromptLookup
+
+
+@dataclass(eq=False)
+class _Continuation:
+    prompt: int
+    index: int
+    seq_id: int
+    random: np.random.Generator
+    lookup: PromptLookup | None
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    stream: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
+
+
+def generate(
+    model: DecoderModel,
+    prompts: Sequence[str | Sequence[int]],
+    params: SamplingParams | None = None,
+    *,
+    max_total_tokens: int | None = None,
+    prefill_chunk_size: int = 512,
+    max_num_sequences: int = 32,
+    window: Window | None = None,
+    speculative: int = 0,
+    at_fullest: Callable[[KVCache], None] | None = None,
+    prefill_channel: Channel | None = None,
+) -> Iterator[TextEvent | FinishedEvent | Statistics]:
+    """Continue prompts.
+
+    Parameters
+    ----------
+    model : DecoderModel
+    prompts : sequence of str or of token ids
+    params : SamplingParams, optional
+    max_total_tokens : int, optional
+        Capacity of the cache; None: room for all that can run at a time.
+    prefill_chunk_size : int
+        Most rows of a prefill step; longer prompts take several.
+    max_num_sequences : int
+        Continuations that run at a time, at least `params.n`.
+    window : Window, optional
+        Of every text; the model must have been loaded with ``sliding_window``. Prompts and
+        continuations may then be longer than the model's context.
+    speculative : int
+        Most tokens that a step drafts for a continuation and verifies; 0: none. The text is the
+        same, but where tokens are as good as equally likely: kernels for one row and for several
+        round differently.
+    at_fullest : callable, optional
+        Called with the cache each time that more pages are in use than ever before.
+    prefill_channel : Channel, optional
+        Leads to a `disaggregated.serve_prefill`, which computes the prompts; it is closed at the
+        end. None: they are computed here.
+
+    Yields
+    ------
+    TextEvent, FinishedEvent, and at last one Statistics
+
+    Raises
+    ------
+    ValueError
+        Before anything is computed: for an empty prompt, one that is longer than the model's
+        context, or one that does not fit into the cache with its continuations.
+    """
+    return _Run(
+        model,
+        [encode_prompt(model, i, prompt, window is None) for i, prompt in enumerate(prompts)],
+        params or SamplingParams(),
+        max_total_tokens,
+        prefill_chunk_size,
+        max_num_sequences,
+        window,
+        speculative,
+        at_fullest,
+        prefill_channel,
+    ).events()
+
+
+class _Run:
+    """The state of one call of `generate`."""
+
+    def __init__(
+        self,
+        model,
+        prompts,
+        params,
+        max_total_tokens,
+        prefill_chunk_size,
+        max_num_sequences,
+        window,
+        speculative,
+        at_fullest,
+        prefill_channel,
+    ):
+        self.window = window
+        if window is not None:
+            window.check(model)
+            if speculative:
+                raise ValueError("a text with a window has no token trees, so no speculative")
+        self.model, self.prompts, self.params = model, prompts, params
+        self.chunk, self.page_size = prefill_chunk_size, model.options.page_size
+        self.slots, self.at_fullest = max(max_num_sequences, params.n), at_fullest
+        if prefill_chunk_size < 1:
+            raise ValueError(f"prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
+        if max_total_tokens is not None and max_total_tokens < 1:
+            raise ValueError(f"max_total_tokens must be at least 1, got {max_total_tokens}")
+        if speculative < 0:
+            raise ValueError(f"speculative must be 0 or more, got {speculative}")
+        if speculative and not isinstance(model, DecoderModel):
+            raise ValueError("a model of several workers has no token trees, so no speculative")
+        self.max_drafts, self.rates = speculative, HitRates()
+        needs = [self._pages_needed(prompt) for prompt in prompts]
+        if max_total_tokens is None:
+            at_a_time = max(1, self.slots // params.n)
+            num_pages = sum(sorted(needs)[-at_a_time:]) + self._pages_of_step()
+            max_total_tokens = num_pages * self.page_size
+        self.num_pages = -(-max_total_tokens // self.page_size)
+        for index, (prompt, need) in enumerate(zip(prompts, needs, strict=True)):
+            if need + self._pages_of_step() > self.num_pages:
+                raise ValueError(
+                    f"the cache is too small: prompt {index + 1} ({len(prompt)} tokens) with "
+                    f"{params.n} continuations of up to {self._limit(prompt)} tokens needs "
+                    f"{need + self._pages_of_step()} pages of {self.page_size}, and "
+                    f"max_total_tokens {max_total_tokens} gives {self.num_pages}"
+                )
+        rows = max(prefill_chunk_size, self.slots * (1 + speculative))
+        self.cache: KVCache = model.create_cache(
+            self.slots,
+            self.num_pages * self.page_size,
+            rows,
+            long_texts=self._has_long_texts(prefill_channel),
+        )
+        self.remote = RemotePrefill(self.cache, prefill_channel) if prefill_channel else None
+        self.work = Work(model.config, ITEMSIZE[model.options.dtype])
+        self.statistics = Statistics(pages_total=self.num_pages, page_size=self.page_size)
+        self.waiting = deque(range(len(prompts)))
+        self.running: list[_Continuation] = []
+        self.reserved = 0
+        self.next_id = 0
+
+    def events(self) -> Iterator[TextEvent | FinishedEvent | Statistics]:
+        """Run to the end."""
+        try:
+            while self.waiting or self.running:
+                started, logits = self._admit()
+                for continuation, row in zip(started, logits, strict=True):
+                    yield from self._advance(continuation, row)
+                if not started:
+                    yield from self._decode()
+            yield self.statistics
+        finally:
+            if self.remote is not None:
+                self.remote.close()
+
+    def _has_long_texts(self, prefill_channel) -> bool:
+        """Whether a text may end beyond the length up to which longrope has its short factors."""
+        limit = self.model.config.short_text
+        if limit is None or all(len(p) + self._limit(p) <= limit for p in self.prompts):
+            return False
+        if prefill_channel is not None:
+            raise ValueError(
+                f"a prompt and its continuation may be longer than {limit} tokens, beyond which a "
+                "longrope model rotates K by other factors than the other end does; ask for fewer "
+                "(max_tokens)"
+            )
+        return True
+
+    # --- capacity -------------------------------------------------------------------------------
+
+    def _limit(self, prompt: list[int]) -> int:
+        """Most tokens of a continuation."""
+        if self.window is not None:
+            return self.params.max_tokens
+        return min(self.params.max_tokens, self.model.config.context_length - len(prompt))
+
+    def _pages_needed(self, prompt: list[int]) -> int:
+        """Most pages that a prompt and its continuations can take; full pages are shared."""
+        full = len(prompt) // self.page_size
+        # The last token of a continuation is never appended.
+        length = len(prompt) + self._limit(prompt) - 1 + self.max_drafts
+        own = -(-length // self.page_size) - full
+        partial = 1 if len(prompt) % self.page_size and self.params.n > 1 else 0
+        need = full + self.params.n * own + partial
+        if self.window is None:
+            return need
+        # Sinks, window and a row more; both may begin and end within a page.
+        parts = self.window.sinks, self.window.size - self.window.sinks
+        return min(need, self.params.n * (sum(-(-part // self.page_size) for part in parts) + 2))
+
+    def _pages_of_step(self) -> int:
+        """Pages that a prefill step takes beyond them, until the window slides."""
+        return 0 if self.window is None else -(-self.chunk // self.page_size)
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def _admit(self) -> tuple[list[_Continuation], list[np.ndarray]]:
+        """Start all waiting prompts that fit: prefill each once, then fork."""
+        batch: list[tuple[int, int]] = []
+        while self.waiting:
+            need = self._pages_needed(self.prompts[self.waiting[0]])
+            slots = len(self.running) + (len(batch) + 1) * self.params.n
+            room = self.num_pages - self._pages_of_step()
+            if slots > self.slots or self.reserved + need > room:
+                break
+            self.reserved += need
+            self.cache.add_sequence(self.next_id)
+            self._enable_window(self.next_id)
+            batch.append((self.waiting.popleft(), self.next_id))
+            self.next_id += 1
+        if not batch:
+            return [], []
+        rows = self._prefill(batch)
+        started, logits = [], []
+        for prompt, seq_id in batch:
+            for index in range(self.params.n):
+                child = seq_id
+                if index:
+                    child = self.next_id
+                    self.next_id += 1
+                    self.cache.fork_sequence(seq_id, child)
+                    self._enable_window(child)
+                random = np.random.default_rng([self.params.seed, index])
+                lookup = None
+                if self.max_drafts:
+                    lookup = PromptLookup(self.prompts[prompt], self.rates)
+                started.append(_Continuation(prompt, index, child, random, lookup))
+                logits.append(rows[prompt])
+        self.running += started
+        self._note_pages()
+        return started, logits
+
+    def _enable_window(self, seq_id: int) -> None:
+        if self.window is not None:
+            self.cache.enable_sliding_window(seq_id, self.window.size, self.window.sinks)
+
+    def _prefill(self, batch: list[tuple[int, int]]) -> dict[int, np.ndarray]:
+        """Append the prompts in steps of at most `chunk` rows; logits after each prompt's last."""
+        start = time.perf_counter()
+        if self.remote is not None:
+            rows = self.remote.prefill([(seq_id, self.prompts[i]) for i, seq_id in batch])
+            self.statistics.prefill_tokens += sum(len(self.prompts[i]) for i, _ in batch)
+            self.statistics.prefill_seconds += time.perf_counter() - start
+            return {prompt: row for (prompt, _), row in zip(batch, rows, strict=True)}
+        queue = deque((prompt, seq_id, 0) for prompt, seq_id in batch)
+        logits, done = {}, {}
+        while queue:
+            step, room = [], self.chunk
+            while queue and room:
+                prompt, seq_id, begin = queue.popleft()
+                part = self.prompts[prompt][begin : begin + room]
+                room -= len(part)
+                step.append((prompt, seq_id, part))
+                if begin + len(part) < len(self.prompts[prompt]):
+                    queue.appendleft((prompt, seq_id, begin + len(part)))
+                    break
+            prompts, seq_ids, parts = zip(*step, strict=True)
+            chunks = [(done.get(seq_id, 0), len(part)) for _, seq_id, part in step]
+            done.update((seq_id, sum(chunk)) for seq_id, chunk in zip(seq_ids, chunks, strict=True))
+            self.statistics.prefill_flops += self.work.flops(chunks, len(step))
+            logits.update(zip(prompts, self.model.prefill(self.cache, seq_ids, parts), strict=True))
+            self.statistics.prefill_tokens += sum(len(part) for part in parts)
+        self.statistics.prefill_seconds += time.perf_counter() - start
+        return logits
+
+    def _decode(self) -> Iterator[TextEvent | FinishedEvent]:
+        """Advance all that run, by one token or by those of their drafts that are right."""
+        start = time.perf_counter()
+        running = list(self.running)
+        self.statistics.decode_bytes += self.work.num_bytes(*self._positions_read())
+        seq_ids = [c.seq_id for c in running]
+        drafts = [self._draft(c) for c in running]
+        is_plain = all(len(draft.tokens) == 1 for draft in drafts)
+        if is_plain:
+            tokens = [draft.tokens[0] for draft in drafts]
+            logits = self.model.decode(self.cache, seq_ids, tokens)[:, None]
+        else:
+            trees = [draft.tokens for draft in drafts], [draft.parents for draft in drafts]
+            logits = self.model.logits(self.cache, seq_ids, *trees)
+        self.statistics.decode_seconds += time.perf_counter() - start
+        self._note_pages()
+        leaves = {}
+        for c, draft, rows in zip(running, drafts, logits, strict=True):
+            self.statistics.drafted_tokens += len(draft.tokens) - 1
+            leaf = yield from self._follow(c, draft, rows)
+            if c in self.running:
+                leaves[c.seq_id] = leaf
+        if not is_plain:
+            start = time.perf_counter()
+            self.cache.commit_tree(list(leaves), list(leaves.values()))
+            self.statistics.decode_seconds += time.perf_counter() - start
+
+    def _positions_read(self) -> tuple[int, list[int]]:
+        """Positions that the next step reads, those of a shared prompt once; and of each text."""
+        prompts = {c.prompt: len(self.prompts[c.prompt]) for c in self.running}
+        lengths = [prompts[c.prompt] + len(c.tokens) for c in self.running]
+        if self.window is not None:  # which have pages of their own
+            lengths = [min(length, self.window.size) for length in lengths]
+            return sum(lengths), lengths
+        return sum(prompts.values()) + sum(len(c.tokens) for c in self.running), lengths
+
+    def _draft(self, c: _Continuation) -> Draft:
+        if c.lookup is None:
+            return Draft(c.tokens[-1:])
+        # The last token of a continuation is chosen by its predecessor's logits.
+        room = self._limit(self.prompts[c.prompt]) - len(c.tokens) - 1
+        return c.lookup.draft(self.max_drafts, room)
+
+    def _follow(self, c: _Continuation, draft: Draft, logits: np.ndarray):
+        """Choose tokens as long as they were drafted, and one more; the last node among them."""
+        node = 0
+        while True:
+            token = yield from self._advance(c, logits[node])
+            self.statistics.decode_tokens += 1
+            if c.lookup:
+                c.lookup.record(draft, node, token)
+            if c not in self.running:
+                return node
+            child = draft.child(node, token)
+            if child is None:
+                return node
+            node = child
+            self.statistics.accepted_tokens += 1
+
+    def _advance(self, c: _Continuation, logits: np.ndarray):
+        """Choose the next token of a continuation, and return it."""
+        token = sample(logits, self.params, c.random)
+        reason = None
+        if token in self.model.config.eos_token_ids:
+            reason = "eos"
+        else:
+            c.tokens.append(token)
+            if c.lookup:
+                c.lookup.append(token)
+            text = c.stream.step(self.model.tokenizer, token) or ""
+            c.text += text
+            yield TextEvent(c.prompt, c.index, token, text)
+            if len(c.tokens) == self._limit(self.prompts[c.prompt]):
+                reason = "length"
+        if reason:
+            self.cache.remove_sequence(c.seq_id)
+            self.running.remove(c)
+            if all(other.prompt != c.prompt for other in self.running):
+                self.reserved -= self._pages_needed(self.prompts[c.prompt])
+            yield FinishedEvent(c.prompt, c.index, tuple(c.tokens), c.text, reason)
+        return token
+
+    def _note_pages(self) -> None:
+        stats = self.cache.stats()
+        self.statistics.cache_bytes = stats["page_pool_bytes"]
+        if stats["num_used_pages"] > self.statistics.pages_used:
+            self.statistics.pages_used = stats["num_used_pages"]
+            self.statistics.pages_shared = stats["num_shared_pages"]
+            if self.at_fullest:
+                self.at_fullest(self.cache)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `generate` is told: how tokens are drawn, and what is kept of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .._checks import check_int
+from ..models import DecoderModel
+from ..models.tokens import check_tokens
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt.
+
+    Parameters
+    ----------
+    n : int
+        Continuations of each prompt.
+    temperature : float
+        0 takes the most likely token.
+    top_p : float
+        Sample among the most likely tokens whose probabilities add up to this.
+    max_tokens : int
+        Most tokens of a continuation.
+    seed : int
+        Continuation i of any prompt draws from a generator made from (seed, i), so a result does
+        not depend on what else is in the batch.
+    """
+
+    n: int = 1
+    temperature: float = 0.7
+    top_p: float = 0.95
+    max_tokens: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("n", self.n)
+        if not (self.temperature >= 0 and np.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        check_int("max_tokens", self.max_tokens)
+        check_int("seed", self.seed, 0, 2**63 - 1)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What is kept of a text, whatever its length.
+
+    Parameters
+    ----------
+    size : int
+        Tokens that are kept, less than the model's context.
+    sinks : int
+        Of these, the first ones of the text; the others are the last ones.
+    """
+
+    size: int
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("the window", self.size)
+        check_int("sinks", self.sinks, 0)
+        if self.sinks >= self.size:
+            raise ValueError(
+                f"sinks must be at least 0 and fewer than the window ({self.size}), got "
+                f"{self.sinks}"
+            )
+
+    def check(self, model: DecoderModel) -> None:
+        """Refuse a window that the model cannot have."""
+        if not model.options.sliding_window:
+            raise ValueError("load the model with sliding_window=True to give texts a window")
+        if self.size >= model.config.context_length:
+            raise ValueError(
+                f"the window must be less than the model's context ({model.config.context_length} "
+                f"tokens), got {self.size}"
+            )
+
+
+def encode_prompt(
+    model: DecoderModel, index: int, prompt: str | Sequence[int], fits_context: bool
+) -> list[int]:
+    """Tokens of a prompt, or a ValueError that says what is wrong with it."""
+    if isinstance(prompt, str):
+        tokens = model.tokenizer.encode(prompt).ids if prompt else []
+    else:
+        tokens = prompt
+    tokens = check_tokens(f"prompt {index + 1}", tokens, model.config.vocab_size).tolist()
+    if not tokens:
+        raise ValueError(f"prompt {index + 1} is empty")
+    if fits_context and len(tokens) >= model.config.context_length:
+        raise ValueError(
+            f"prompt {index + 1} has {len(tokens)} tokens; the model's context holds "
+            f"{model.config.context_length} with at least one for the continuation"
+        )
+    return tokens
+
+
+def sample(logits: np.ndarray, params: SamplingParams, random: np.random.Generator) -> int:
+    """Draw a token.
+
+    Parameters
+    ----------
+    logits : float32 [vocab_size]
+        Those of -inf are never drawn.
+    params : SamplingParams
+    random : numpy.random.Generator
+
+    Raises
+    ------
+    ValueError
+        For logits with NaN or +inf, and where none is finite.
+    """
+    if logits.ndim != 1 or not len(logits):
+        raise ValueError(f"logits must have shape [vocab_size], got {list(logits.shape)}")
+    top = logits.max()  # NaN, if there is one
+    if not np.isfinite(top):
+        raise ValueError(
+            f"logits must be finite, but for those of -inf; the largest of {len(logits)} is {top}"
+        )
+    if params.temperature == 0:
+        return int(logits.argmax())
+    with np.errstate(over="ignore"):  # to -inf
+        weights = np.exp((logits.astype("float64") - top) / params.temperature)
+    weights /= weights.sum()
+    if params.top_p < 1:
+        # All tokens below this bound together miss the nucleus, so they need not be sorted.
+        likely = np.flatnonzero(weights >= (1 - params.top_p) / len(weights))
+        order = likely[np.argsort(-weights[likely], kind="stable")]
+        count = int(np.searchsorted(np.cumsum(weights[order]), params.top_p)) + 1
+        order = order[:count]
+    else:
+        order = np.arange(len(weights))
+    cumulative = np.cumsum(weights[order])
+    chosen = np.searchsorted(cumulative, random.random() * cumulative[-1], side="right")
+    return int(order[min(chosen, len(order) - 1)])

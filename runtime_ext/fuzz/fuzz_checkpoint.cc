@@ -14,11 +14,11 @@
 #include <utility>
 #include <vector>
 
-#include "../checkpoint_metadata.h"
-#include "../error.h"
-#include "../forward_plan.h"
-#include "../sequence_table.h"
+#include "base/error.h"
 #include "bytes.h"
+#include "checkpoint/checkpoint_metadata.h"
+#include "state/forward_plan.h"
+#include "state/sequence_table.h"
 
 namespace pagedkv {
 

@@ -15,11 +15,11 @@
 #include <utility>
 #include <vector>
 
-#include "../commit_plan.h"
-#include "../error.h"
-#include "../forward_plan.h"
-#include "../sequence_table.h"
+#include "base/error.h"
 #include "bytes.h"
+#include "state/commit_plan.h"
+#include "state/forward_plan.h"
+#include "state/sequence_table.h"
 
 namespace pagedkv {
 

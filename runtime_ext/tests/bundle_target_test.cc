@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bundle_target.h"
+#include "bundle/bundle_target.h"
 
 #include <sstream>
 #include <string>

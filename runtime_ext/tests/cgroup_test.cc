@@ -3,7 +3,7 @@
  * \file cgroup_test.cc
  * \brief The limit of memory, from folders such as Linux mounts.
  */
-#include "cgroup.h"
+#include "device/cgroup.h"
 
 #include <unistd.h>
 

@@ -10,7 +10,7 @@
 #include <iostream>
 #include <string>
 
-#include "error.h"
+#include "base/error.h"
 
 #define CHECK_TRUE(condition)                                                        \
   do {                                                                               \

@@ -3,7 +3,7 @@
  * \file checkpoint_metadata_test.cc
  * \brief Metadata comes back as it was written, and damaged metadata does not.
  */
-#include "checkpoint_metadata.h"
+#include "checkpoint/checkpoint_metadata.h"
 
 #include <locale>
 #include <random>

@@ -3,7 +3,7 @@
  * \file forward_plan_test.cc
  * \brief A batch is checked before it changes anything, laid out as CSR arrays, and undone exactly.
  */
-#include "forward_plan.h"
+#include "state/forward_plan.h"
 
 #include <limits>
 #include <vector>

@@ -3,7 +3,7 @@
  * \file json_reader_test.cc
  * \brief Values of each kind, and text that is no JSON or not what was expected.
  */
-#include "json_reader.h"
+#include "checkpoint/json_reader.h"
 
 #include <vector>
 

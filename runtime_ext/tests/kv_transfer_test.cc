@@ -3,14 +3,14 @@
  * \file kv_transfer_test.cc
  * \brief Slot maps; receives that are finished, cancelled or used; pages that blocks keep.
  */
-#include "kv_transfer.h"
+#include "state/kv_transfer.h"
 
 #include <limits>
 #include <memory>
 
 #include "check.h"
-#include "forward_plan.h"
-#include "sequence_table.h"
+#include "state/forward_plan.h"
+#include "state/sequence_table.h"
 
 namespace pagedkv {
 

@@ -13,10 +13,10 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "check.h"
-#include "error.h"
-#include "forward_plan.h"
-#include "sequence_table.h"
+#include "state/forward_plan.h"
+#include "state/sequence_table.h"
 
 namespace pagedkv {
 

@@ -4,8 +4,8 @@
  * \brief Forks and pops further back than a window get back the pages that it has left behind.
  */
 #include "check.h"
-#include "forward_plan.h"
-#include "sequence_table.h"
+#include "state/forward_plan.h"
+#include "state/sequence_table.h"
 
 namespace pagedkv {
 

@@ -4,8 +4,8 @@
  * \brief Imports take pages at once, share them among their sequences, and fail as a whole.
  */
 #include "check.h"
-#include "forward_plan.h"
-#include "sequence_table.h"
+#include "state/forward_plan.h"
+#include "state/sequence_table.h"
 
 namespace pagedkv {
 

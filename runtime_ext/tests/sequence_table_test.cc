@@ -3,10 +3,10 @@
  * \file sequence_table_test.cc
  * \brief Add, remove, fork, pop, slide; errors change nothing; copies before a write from outside.
  */
-#include "sequence_table.h"
+#include "state/sequence_table.h"
 
 #include "check.h"
-#include "forward_plan.h"
+#include "state/forward_plan.h"
 
 namespace pagedkv {
 

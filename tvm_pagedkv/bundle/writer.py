@@ -27,7 +27,7 @@ from ..config.cache_config import KVCacheConfig
 from . import cuda as bundle_cuda
 from .load import MANIFEST, describe_config
 
-FORMAT = 1  # as kBundleFormat in runtime_ext/bundle.h
+FORMAT = 1  # as kBundleFormat in runtime_ext/bundle/bundle.h
 LIBRARIES = ("libtvm_ffi.so", "libtvm_runtime.so", "libtvm_pagedkv.so")
 _MACHINES = {62: "x86_64", 183: "aarch64"}  # of ELF files
 

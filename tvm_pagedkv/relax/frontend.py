@@ -25,7 +25,7 @@ from .frontend_methods import PagedKVCacheObject
 from .model_kernels import ModelKernels, link_when_finalized
 
 # The Relax VM quotes the name of a function that it does not find: ours tells what to do, where the
-# library is not loaded. runtime_ext/register.cc has it too.
+# library is not loaded. runtime_ext/ffi/register.cc has it too.
 MODEL_CONSTRUCTORS = {
     "pagedkv": "pagedkv.paged_attention_kv_cache_create "
     "(import tvm_pagedkv, or load libtvm_pagedkv.so)",

@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file bundle.cc
+ * \brief Bundles: checked, chosen from, loaded.
+ */
+#include "bundle/bundle.h"
+
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/extra/json.h>
+#include <tvm/ffi/extra/module.h>
+#include <tvm/runtime/base.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <vector>
+
+#include "base/error.h"
+#include "base/sha256.h"
+#include "bundle/bundle_device.h"
+#include "bundle/bundle_target.h"
+#include "device/device_memory.h"
+#include "ffi/loading.h"
+
+namespace pagedkv {
+
+namespace {
+
+using StringMap = ffi::Map<ffi::String, ffi::Any>;
+using Values = ffi::Array<ffi::Any>;
+
+constexpr int kMostNesting = 32;  // of brackets in a manifest
+constexpr const char* kManifest = "manifest.json";
+constexpr const char* kAdvice = "; copy the bundle anew, or write it again";
+
+template <typename T>
+T Get(const StringMap& map, const char* name) {
+  auto it = map.find(name);
+  std::optional<T> value;
+  if (it != map.end()) value = (*it).second.template try_cast<T>();
+  if (!value) Raise(kValueError, kManifest, " of the bundle lacks '", name, "', or has it wrong");
+  return *std::move(value);
+}
+
+std::set<std::string> Strings(const StringMap& map, const char* name) {
+  std::set<std::string> strings;
+  for (const auto& value : Get<ffi::Array<ffi::String>>(map, name)) strings.insert(value);
+  return strings;
+}
+
+StringMap AsMap(const ffi::Any& value) {
+  std::optional<StringMap> map = value.try_cast<StringMap>();
+  if (!map) Raise(kValueError, kManifest, " of the bundle has a value where a map should be");
+  return *std::move(map);
+}
+
+/*! \brief Whether brackets nest deeper than a manifest's: the parser of JSON recurses. */
+bool NestsTooDeep(const std::string& text) {
+  int depth = 0;
+  bool in_string = false;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (c == '"') in_string = !in_string;
+    if (in_string && c == '\\') ++i;  // what is escaped ends nothing
+    if (in_string) continue;
+    if (c == '[' || c == '{') ++depth;
+    if (c == ']' || c == '}') --depth;
+    if (depth > kMostNesting) return true;
+  }
+  return false;
+}
+
+/*! \brief The files of a bundle: read whole, and compared with what they should be. */
+class Files {
+ public:
+  explicit Files(const std::string& path) : folder_(path) {
+    if (!std::filesystem::is_regular_file(folder_ / kManifest)) {
+      Raise(kValueError, path, " is not a bundle: it has no ", kManifest,
+            "; `tvm-pagedkv bundle` writes one");
+    }
+    manifest_ = Read(kManifest);
+    const std::string digest = Read("manifest.sha256");
+    if (digest.substr(0, digest.find(' ')) != Sha256(manifest_)) {
+      Raise(kValueError, (folder_ / kManifest).string(), " is damaged: it is not what ",
+            "manifest.sha256 says", kAdvice);
+    }
+    if (NestsTooDeep(manifest_)) {
+      Raise(kValueError, (folder_ / kManifest).string(), " is no manifest: its brackets nest more ",
+            "than ", kMostNesting, " deep");
+    }
+    ffi::String error;
+    const ffi::Any parsed = ffi::json::Parse(manifest_, &error);
+    if (!error.empty()) {
+      Raise(kValueError, (folder_ / kManifest).string(), " is not JSON: ", std::string(error));
+    }
+    content_ = AsMap(parsed);
+  }
+
+  const std::string& manifest() const { return manifest_; }
+  const StringMap& content() const { return content_; }
+
+  /*! \brief The path of a file that is what the manifest says. */
+  std::string Checked(const std::string& name) const {
+    const StringMap about = AsMap(Get<ffi::Any>(Get<StringMap>(content_, "files"), name.c_str()));
+    const std::string path = (folder_ / name).string();
+    const std::string bytes = Read(name);
+    const auto num_bytes = Get<int64_t>(about, "bytes");
+    if (static_cast<int64_t>(bytes.size()) != num_bytes) {
+      Raise(kValueError, path, " is damaged: it has ", bytes.size(), " of its ", num_bytes,
+            " bytes", kAdvice);
+    }
+    if (Sha256(bytes) != std::string(Get<ffi::String>(about, "sha256"))) {
+      Raise(kValueError, path, " is damaged: its content is not what was written", kAdvice);
+    }
+    return path;
+  }
+
+ private:
+  std::string Read(const std::string& name) const {
+    RequireInside(name);
+    std::ifstream file(folder_ / name, std::ios::binary);
+    if (!file) Raise(kValueError, (folder_ / name).string(), " is missing", kAdvice);
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  }
+
+  /*! \brief A manifest may not name files elsewhere: they would be loaded as the bundle's code. */
+  void RequireInside(const std::string& name) const {
+    const std::filesystem::path relative(name);
+    bool is_inside = !name.empty() && relative.is_relative();
+    for (const auto& part : relative) is_inside = is_inside && part != "..";
+    if (is_inside) {
+      std::error_code error;  // a file that is missing is the caller's to report
+      const auto root = std::filesystem::weakly_canonical(folder_, error);
+      const auto path = std::filesystem::weakly_canonical(folder_ / relative, error);
+      is_inside =
+          !error &&
+          std::mismatch(root.begin(), root.end(), path.begin(), path.end()).first == root.end();
+    }
+    if (!is_inside) {
+      Raise(kValueError, kManifest, " of the bundle must name files within ", folder_.string(),
+            ", and '", name, "' is elsewhere");
+    }
+  }
+
+  std::filesystem::path folder_;
+  std::string manifest_;
+  StringMap content_;
+};
+
+void CheckVersions(const StringMap& manifest) {
+  const auto versions = Get<StringMap>(manifest, "versions");
+  const std::string own = Get<ffi::String>(versions, "tvm-pagedkv");
+  const auto format = Get<int64_t>(manifest, "format");
+  if (format != kBundleFormat || own != TVM_PAGEDKV_VERSION) {
+    Raise(kValueError, "the bundle was written by tvm-pagedkv ", own, " in format ", format,
+          ", and this is tvm-pagedkv ", TVM_PAGEDKV_VERSION, ", which reads its own of format ",
+          kBundleFormat, ": install tvm-pagedkv ", own, ", or write the bundle again");
+  }
+  TVMFFIVersion version;
+  TVMFFIGetVersion(&version);
+  const std::string tvm = Get<ffi::String>(versions, "apache-tvm");
+  if (Series(tvm) != Series(TVM_VERSION)) {
+    Raise(kValueError, "the bundle was compiled by apache-tvm ", tvm, ", and this library is for ",
+          Series(TVM_VERSION), ": install apache-tvm ", Series(tvm),
+          " with a tvm-pagedkv for it, or write the bundle again");
+  }
+  const std::string present = std::to_string(version.major) + "." + std::to_string(version.minor);
+  const std::string needed = Get<ffi::String>(versions, "apache-tvm-ffi");
+  if (Series(needed) != present) {
+    Raise(kValueError, "the bundle needs apache-tvm-ffi ", Series(needed),
+          ", and this process has ", present,
+          ": use the libraries of the bundle, or write the bundle again");
+  }
+}
+
+std::vector<BundleTarget> ReadTargets(const Values& targets) {
+  std::vector<BundleTarget> read;
+  for (const ffi::Any& each : targets) {
+    const StringMap map = AsMap(each);
+    BundleTarget target{Get<ffi::String>(map, "name"), Get<ffi::String>(map, "device"),
+                        Get<ffi::String>(map, "architecture"), Strings(map, "features")};
+    if (target.device == "cuda") {
+      for (const auto& code : Get<ffi::Array<ffi::String>>(map, "device_code")) {
+        ReadDeviceCode(code);
+        target.device_code.push_back(code);
+      }
+      target.driver = Get<int64_t>(map, "driver");
+      target.driver_for_ptx = Get<int64_t>(map, "driver_for_ptx");
+    }
+    read.push_back(std::move(target));
+  }
+  return read;
+}
+
+ffi::Tensor Floats(const Values& values) {
+  ffi::Tensor tensor =
+      AllocateTensor({static_cast<int64_t>(values.size())}, kFloat32, DLDevice{kDLCPU, 0},
+                     std::make_shared<std::atomic<int64_t>>(0));
+  auto* out = static_cast<float*>(tensor.data_ptr());
+  for (const ffi::Any& value : values) *out++ = static_cast<float>(value.cast<double>());
+  return tensor;
+}
+
+ffi::Tensor CopyTo(const ffi::Tensor& tensor, DLDevice device) {
+  if (device.device_type == kDLCPU) return tensor;
+  ffi::Tensor copy = AllocateTensor(tensor.shape(), tensor.dtype(), device,
+                                    std::make_shared<std::atomic<int64_t>>(0));
+  CopyBytes(tensor, 0, copy, 0, static_cast<int64_t>(ffi::GetDataSize(tensor)), nullptr);
+  Synchronize(device, nullptr);
+  return copy;
+}
+
+/*! \brief The configuration as pagedkv.create takes it; JSON has neither shapes nor tensors. */
+StringMap CacheMap(StringMap map, DLDevice device) {
+  if (map.count("layer_indptr")) {
+    const auto bounds = Get<ffi::Array<int64_t>>(map, "layer_indptr");
+    map.Set("layer_indptr", ffi::Shape(std::vector<int64_t>(bounds.begin(), bounds.end())));
+  }
+  if (map.count("rope_ext_factors")) {
+    map.Set("rope_ext_factors", CopyTo(Floats(Get<Values>(map, "rope_ext_factors")), device));
+  }
+  return map;
+}
+
+StringMap LoadKernels(const StringMap& set, const Files& files) {
+  const std::string path = files.Checked(Get<ffi::String>(set, "library"));
+  const ffi::Module library = ffi::Module::LoadFromFile(path);
+  StringMap kernels;
+  for (const auto& [name, symbol] : Get<StringMap>(set, "kernels")) {
+    auto function = library->GetFunction(symbol.cast<ffi::String>());
+    if (!function) Raise(kValueError, path, " lacks the kernel '", std::string(name), "'", kAdvice);
+    kernels.Set(name, *function);
+  }
+  return kernels;
+}
+
+/*! \brief The first device of the kind that the target is for. */
+DLDevice DeviceFor(const std::vector<BundleTarget>& targets, const std::string& name) {
+  bool is_for_gpu = !targets.empty();
+  for (const BundleTarget& target : targets) {
+    if (!name.empty() && target.name == name)
+      return {target.device == "cuda" ? kDLCUDA : kDLCPU, 0};
+    is_for_gpu = is_for_gpu && target.device == "cuda";
+  }
+  return {is_for_gpu ? kDLCUDA : kDLCPU, 0};
+}
+
+/*! \brief The paths, checked, of the libraries for an architecture; those that run the kernels. */
+std::vector<std::string> Libraries(const StringMap& manifest, const std::string& architecture,
+                                   const Files& files) {
+  std::vector<std::string> paths;
+  const auto libraries = Get<StringMap>(manifest, "libraries");
+  if (libraries.count(architecture) == 0)
+    return paths;  // whoever runs the kernels brings their own
+  for (const auto& name : Get<ffi::Array<ffi::String>>(libraries, architecture.c_str())) {
+    paths.push_back(files.Checked(name));
+  }
+  return paths;
+}
+
+}  // namespace
+
+int64_t ChooseBundleTarget(const Values& targets, const ffi::Optional<StringMap>& machine,
+                           const ffi::Optional<ffi::String>& name) {
+  Machine chosen = ThisCPU();
+  if (machine.has_value()) {
+    const StringMap& map = machine.value();
+    chosen = {Get<ffi::String>(map, "device"), Get<ffi::String>(map, "architecture"),
+              Strings(map, "features")};
+    if (chosen.device == "cuda") {
+      chosen.compute_capability = Get<int64_t>(map, "compute_capability");
+      chosen.driver = Get<int64_t>(map, "driver");
+    }
+  }
+  return static_cast<int64_t>(ChooseTarget(ReadTargets(targets), chosen, name.value_or("")));
+}
+
+StringMap LoadBundle(const std::string& path, const ffi::Optional<ffi::String>& target,
+                     const ffi::Optional<DLDevice>& device) {
+  const Files files(path);
+  const StringMap& manifest = files.content();
+  CheckVersions(manifest);
+  const auto described = Get<Values>(manifest, "targets");
+  const std::vector<BundleTarget> targets = ReadTargets(described);
+  const std::string wanted = target.value_or("");
+  const DLDevice chosen_device = device.value_or(DeviceFor(targets, wanted));
+  const std::vector<std::string> libraries = Libraries(manifest, ThisCPU().architecture, files);
+  const Machine machine = MachineOf(chosen_device, libraries);
+  const StringMap chosen = AsMap(described[ChooseTarget(targets, machine, wanted)]);
+  if (machine.device == "cuda" && machine.compute_capability == 0) {
+    Raise(kRuntimeError, "there is no device cuda:", chosen_device.device_id,
+          ": the driver does not have it");
+  }
+  ffi::Array<StringMap> kernels;
+  for (const ffi::Any& set : Get<Values>(chosen, "kernel_sets")) {
+    kernels.push_back(LoadKernels(AsMap(set), files));
+  }
+  return {{"config", CacheMap(Get<StringMap>(manifest, "cache"), chosen_device)},
+          {"kernels", kernels},
+          {"device", chosen_device},
+          {"target", Get<ffi::String>(chosen, "name")},
+          {"manifest", ffi::String(files.manifest())}};
+}
+
+}  // namespace pagedkv

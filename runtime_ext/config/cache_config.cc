@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file cache_config.cc
+ * \brief What a configuration must satisfy, however it was given; the sizes that follow.
+ */
+#include "config/cache_config.h"
+
+#include <tvm/ffi/dtype.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "attention/stock_window_backend.h"
+#include "base/error.h"
+#include "config/cache_config_checks.h"
+#include "device/device_memory.h"
+#include "state/sequence_table.h"
+
+namespace pagedkv {
+
+namespace {
+
+constexpr int64_t kMaxPageSize = 256;
+constexpr int64_t kMaxHeads = 4096;
+constexpr int64_t kMaxHeadDim = 4096;
+
+/*! \brief Kernels that are not ours leave windows of sequences to a pair of stock ones. */
+void RequireSequenceWindows(const LayerConfig& layer, const KernelSet& kernels) {
+  if (StockWindowBackend::Serves(kernels, layer)) {
+    Raise(kValueError,
+          "windows of sequences are not possible with layers that have a window over kernels of ",
+          "the stock cache");
+  }
+  if (layer.is_mla() || layer.window > 0) return;
+  if (kernels.IsOwn(KernelName::kPrefill) && kernels.IsOwn(KernelName::kDecode)) return;
+  for (KernelName name : {KernelName::kPrefillSliding, KernelName::kDecodeSliding}) {
+    if (kernels.IsStock(name)) continue;
+    Raise(kValueError, "windows of sequences over kernels of the stock cache need a kernel '",
+          ToString(name), "' of the same kind (tag tirx)");
+  }
+  for (KernelName name : {KernelName::kPrefillRagged, KernelName::kMerge}) {
+    if (kernels.Has(name)) continue;
+    Raise(kValueError, "windows of sequences over kernels of the stock cache need a kernel '",
+          ToString(name), "': a step's rows are a part of their own there");
+  }
+}
+
+void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
+  std::string missing;
+  auto require = [&](KernelName name) {
+    if (!kernels.Has(name)) missing += (missing.empty() ? "" : ", ") + std::string(ToString(name));
+  };
+  if (layer.is_mla()) {
+    if (kernels.IsFlashInfer(KernelName::kPrefillRagged)) {
+      Raise(kValueError, "FlashInfer's functions serve layers with K and V, not MLA layers");
+    }
+    require(KernelName::kTransposeAppendMLA);
+    require(KernelName::kMLAPrefill);
+  } else {
+    if (!kernels.Has(KernelName::kRopeAppend)) {
+      require(KernelName::kTransposeAppend);
+      require(KernelName::kSplitRotary);
+    }
+    require(layer.prefill());
+    require(layer.decode());
+    if (StockWindowBackend::Serves(kernels, layer)) {
+      for (KernelName name : {KernelName::kTransposeAppend, KernelName::kSplitRotary,
+                              KernelName::kPrefillRagged, KernelName::kMerge}) {
+        require(name);
+      }
+    }
+  }
+  require(KernelName::kCopySinglePage);
+  if (!missing.empty()) Raise(kValueError, "the cache needs kernels that are missing: ", missing);
+}
+
+void CheckLayer(const LayerConfig& layer) {
+  CheckRange("num_qo_heads", layer.num_qo_heads, 1, kMaxHeads);
+  CheckRange("num_kv_heads", layer.num_kv_heads, 1, kMaxHeads);
+  CheckRange("qk_head_dim", layer.qk_head_dim, 1, kMaxHeadDim);
+  if (layer.num_qo_heads % layer.num_kv_heads) {
+    Raise(kValueError, "num_qo_heads (", layer.num_qo_heads,
+          ") must be a multiple of num_kv_heads (", layer.num_kv_heads, ")");
+  }
+  if (layer.is_mla()) {
+    if (layer.num_kv_heads != 1) {
+      Raise(kValueError, "num_kv_heads of an MLA layer must be 1, got ", layer.num_kv_heads,
+            ": all query heads share the latent rows");
+    }
+    CheckRange("v_head_dim of an MLA layer", layer.v_head_dim, 1, layer.qk_head_dim);
+  } else if (layer.v_head_dim != layer.qk_head_dim) {
+    Raise(kValueError, "v_head_dim (", layer.v_head_dim, ") must equal qk_head_dim (",
+          layer.qk_head_dim, "): a page keeps K and V rows of one width");
+  }
+  const int64_t original_qk = layer.original_qk_head_dim, original_v = layer.original_v_head_dim;
+  CheckRange("mla_original_qk_head_dim", original_qk, 0, layer.is_mla() ? kMaxHeadDim : 0);
+  CheckRange("mla_original_v_head_dim", original_v, 0, layer.is_mla() ? kMaxHeadDim : 0);
+  if ((original_qk == 0) != (original_v == 0)) {
+    Raise(kValueError, "mla_original_qk_head_dim (", original_qk, ") and mla_original_v_head_dim (",
+          original_v, ") must be given together");
+  }
+}
+
+void CheckRope(const LayerConfig& layer) {
+  if (!(std::isfinite(layer.rope_theta) && layer.rope_theta > 0 &&
+        std::isfinite(layer.rope_scale) && layer.rope_scale > 0)) {
+    Raise(kValueError, "rope_theta and rope_scale must be positive, got ", layer.rope_theta,
+          " and ", layer.rope_scale);
+  }
+}
+
+void CheckExtensionFactors(const CacheConfig& config) {
+  const ffi::Tensor& factors = config.rope_ext_factors;
+  if (config.rope_mode != RopeMode::kNormal) {
+    Raise(kValueError, "rope_ext_factors need rope_mode 1 (normal)");
+  }
+  const DLDataType dtype = factors.dtype();
+  const DLDevice device = factors.device();
+  if (factors.ndim() != 1 || !factors.IsContiguous() || dtype.code != kDLFloat ||
+      dtype.bits != 32 || dtype.lanes != 1 || device.device_type != config.device.device_type ||
+      device.device_id != config.device.device_id) {
+    Raise(kValueError,
+          "rope_ext_factors must be a contiguous float32 tensor with one dimension on the cache's "
+          "device, got ",
+          factors.ndim(), " dimensions of ", ffi::DLDataTypeToString(dtype), " on device ",
+          device.device_type, ":", device.device_id);
+  }
+}
+
+}  // namespace
+
+int64_t CheckRange(const char* name, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) {
+    Raise(kValueError, name, " must be between ", low, " and ", high, ", got ", value);
+  }
+  return value;
+}
+
+DLDataType ParseDtype(const char* name, const std::string& text) {
+  if (text == "float32") return {kDLFloat, 32, 1};
+  if (text == "float16") return {kDLFloat, 16, 1};
+  if (text == "bfloat16") return {kDLBfloat, 16, 1};
+  Raise(kValueError, name, " must be one of float32, float16, bfloat16; got '", text, "'");
+}
+
+void CheckDevice(DLDevice device) {
+  if (!DeviceExists(device)) {
+    Raise(kValueError, "this machine has no device of type ", device.device_type, " with id ",
+          device.device_id);
+  }
+}
+
+bool CanOffsetPointers(DLDevice device) {
+  // Elsewhere a pointer may be a handle.
+  return device.device_type == kDLCPU || device.device_type == kDLCUDA;
+}
+
+const char* ToString(LayerKind kind) {
+  switch (kind) {
+    case LayerKind::kMHA:
+      return "mha";
+    case LayerKind::kMLA:
+      return "mla";
+    case LayerKind::kLinear:
+      return "linear";
+  }
+  return "";
+}
+
+const char* ToString(const LayerConfig& layer) {
+  return layer.window ? "mha_sliding" : ToString(layer.kind);
+}
+
+int64_t CacheConfig::NumPages(const LayerConfig& layer) const {
+  if (layer.window == 0) return num_pages();
+  // Between steps a sequence keeps this many positions, wherever in a page they begin.
+  // KVCacheConfig.num_pages_of has the same. More than max_num_sequences sequences may exist; where
+  // they need more pages, fewer are available.
+  const int64_t num_kept = layer.window - 1 + kPoppable;
+  const int64_t pages_kept = (num_kept + page_size - 2) / page_size + 1;
+  return std::min(num_pages(), max_num_sequences * pages_kept + MaxStepPages());
+}
+
+int64_t CacheConfig::MaxStepPages() const {
+  // A step adds most pages when it has many sequences.
+  const int64_t batch_size = std::min(max_num_sequences, prefill_chunk_size);
+  return (prefill_chunk_size - batch_size) / page_size + batch_size;
+}
+
+void CacheConfig::ForgetUnusedRope() {
+  // Models without a rotation pass anything, -1 for theta for example.
+  if (rope_mode != RopeMode::kNone) return;
+  for (LayerConfig& layer : layers) {
+    layer.rope_theta = LayerConfig().rope_theta;
+    layer.rope_scale = LayerConfig().rope_scale;
+  }
+}
+
+void CacheConfig::KeepStage(std::vector<int64_t> layer_indptr, std::optional<int64_t> index) {
+  if (layers.empty()) Raise(kValueError, "a cache needs at least one layer");
+  stage =
+      PipelineStage::Resolve(std::move(layer_indptr), static_cast<int64_t>(layers.size()), index);
+  std::vector<LayerConfig> kept;
+  for (int64_t id = stage.begin(); id < stage.end(); ++id) {
+    const bool is_linear = layers[id].kind == LayerKind::kLinear;
+    layer_index.push_back(is_linear ? -1 : static_cast<int64_t>(kept.size()));
+    if (is_linear) continue;
+    kept.push_back(layers[id]);
+    kept.back().id = id;
+  }
+  layers = std::move(kept);
+}
+
+void CacheConfig::CheckSizes() const {
+  CheckRange("max_num_sequences", max_num_sequences, 1, kInt32Max);
+  CheckRange("prefill_chunk_size", prefill_chunk_size, 1, kInt32Max);
+  CheckRange("page_size", page_size, 1, kMaxPageSize);
+  if (page_size & (page_size - 1)) {
+    Raise(kValueError, "page_size must be a power of two, got ", page_size);
+  }
+  // Slots are int32, those of a last page that is not full included.
+  const int64_t num_extra_slots = (num_spare_pages + num_reserved_pages) * page_size;
+  CheckRange("max_total_tokens", max_total_tokens, 1, kInt32Max - kMaxPageSize - num_extra_slots);
+}
+
+void CacheConfig::Validate() const {
+  CheckSizes();
+  if (kernel_sets.empty()) Raise(kValueError, "a cache needs at least one set of kernels");
+  for (const LayerConfig& layer : layers) {
+    CheckLayer(layer);
+    CheckRope(layer);
+    // Kernels count the tiles of one sequence in int32.
+    if (layer.num_kv_heads > kInt32Max / prefill_chunk_size) {
+      Raise(kValueError, "prefill_chunk_size (", prefill_chunk_size, ") times num_kv_heads (",
+            layer.num_kv_heads, ") must be below 2^31");
+    }
+    CheckRange("kernel_set", layer.kernel_set, 0, static_cast<int64_t>(kernel_sets.size()) - 1);
+    RequireKernels(layer, kernel_sets[layer.kernel_set]);
+    if (has_sequence_windows) RequireSequenceWindows(layer, kernel_sets[layer.kernel_set]);
+  }
+  if (rope_ext_factors.defined()) CheckExtensionFactors(*this);
+}
+
+}  // namespace pagedkv

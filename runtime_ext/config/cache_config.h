@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file cache_config.h
+ * \brief What a cache is made from, read from named fields or from the positional form.
+ */
+#ifndef TVM_PAGEDKV_CONFIG_CACHE_CONFIG_H_
+#define TVM_PAGEDKV_CONFIG_CACHE_CONFIG_H_
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "config/kernels.h"
+#include "config/pipeline_stage.h"
+
+namespace pagedkv {
+
+enum class RopeMode : int { kNone = 0, kNormal = 1, kInline = 2 };
+
+/*!
+ * \brief kMHA: `num_kv_heads` heads of K and V. kMLA: one latent row per position, which is K for
+ * all query heads and in its first `v_head_dim` columns V; `num_kv_heads` is 1. kLinear: linear
+ * attention, whose state is not K and V; such layers have an id here, and nothing else.
+ */
+enum class LayerKind : int { kMHA, kMLA, kLinear };
+
+/*! \brief The name by which users know the kind. */
+const char* ToString(LayerKind kind);
+
+struct LayerConfig {
+  LayerKind kind = LayerKind::kMHA;
+  int64_t id = 0;      // in the whole model
+  int64_t window = 0;  // positions that a row sees, its own included; 0: all
+  int64_t num_qo_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t qk_head_dim = 0;
+  int64_t v_head_dim = 0;
+  double rope_theta = 10000.0;
+  double rope_scale = 1.0;
+  std::string rope_details;  // what else decides the rotation, in words; only ever compared
+  int64_t kernel_set = 0;    // index into CacheConfig::kernel_sets
+  // MLA: head dims before absorption; 0: unknown, or absorbed attention only.
+  int64_t original_qk_head_dim = 0;
+  int64_t original_v_head_dim = 0;
+
+  bool is_mla() const { return kind == LayerKind::kMLA; }
+  /*! \brief Rows that a slot holds: K and V of each head, or the latent row. */
+  int64_t rows_per_slot() const { return is_mla() ? 1 : 2 * num_kv_heads; }
+
+  /*! \brief Layers of one shape and window have their pages in one group. */
+  bool SharesGroupWith(const LayerConfig& other) const {
+    return window == other.window && HasShapeOf(other);
+  }
+  KernelName prefill() const { return window ? KernelName::kPrefillSliding : KernelName::kPrefill; }
+  /*! \brief The kernel for pages that sequences share; a set may lack it. */
+  KernelName prefill_shared() const {
+    return is_mla() ? KernelName::kMLAPrefillShared : KernelName::kPrefillShared;
+  }
+  KernelName decode() const { return window ? KernelName::kDecodeSliding : KernelName::kDecode; }
+  KernelName tree() const {
+    if (is_mla()) return KernelName::kMLATree;
+    return window ? KernelName::kTreePagedSliding : KernelName::kTreePaged;
+  }
+  bool HasShapeOf(const LayerConfig& other) const {
+    return kind == other.kind && num_qo_heads == other.num_qo_heads &&
+           num_kv_heads == other.num_kv_heads && qk_head_dim == other.qk_head_dim &&
+           v_head_dim == other.v_head_dim;
+  }
+};
+
+/*! \brief The kind of the layer as users know it, with "mha_sliding" for a window. */
+const char* ToString(const LayerConfig& layer);
+
+struct CacheConfig {
+  int64_t max_num_sequences;
+  int64_t max_total_tokens;
+  int64_t prefill_chunk_size;
+  int64_t page_size;
+  DLDataType dtype;
+  DLDataType kv_dtype;
+  RopeMode rope_mode;
+  bool has_merged_aux;
+  bool share_prefix = true;   // pages that sequences of a batch share are read once
+  bool has_sequence_windows;  // whether a sequence may be given a window
+  /*! \brief Windows of sequences are accepted and have no effect: the layers have their own. */
+  bool ignores_sequence_windows = false;
+  /*! \brief Pages lie in memory that other processes of the host can map. */
+  bool enable_kv_transfer = false;
+  ffi::Tensor rope_ext_factors;  // undefined where there are none
+  DLDevice device;
+  PipelineStage stage;
+  std::vector<LayerConfig> layers;   // of the stage, those that keep K and V
+  std::vector<int64_t> layer_index;  // of every layer of the stage among `layers`; linear ones: -1
+  std::vector<KernelSet> kernel_sets;
+
+  /*! \brief Pages beyond max_total_tokens, which the positional form promises its callers. */
+  int64_t num_spare_pages = 0;
+  /*! \brief Pages that are never reported as available: a step takes them until windows slide. */
+  int64_t num_reserved_pages = 0;
+
+  /*! \brief Pages of the pool of layers that keep everything. */
+  int64_t num_pages() const {
+    return (max_total_tokens + page_size - 1) / page_size + num_spare_pages + num_reserved_pages;
+  }
+  /*! \brief The most pages that one step adds to sequences that share none. */
+  int64_t MaxStepPages() const;
+  /*! \brief Pages of the pool of layers like `layer`: not more than they can ever need. */
+  int64_t NumPages(const LayerConfig& layer) const;
+
+  /*! \brief Reads the arguments of `pagedkv.create`. */
+  static CacheConfig FromNamed(const ffi::Map<ffi::String, ffi::Any>& config,
+                               const ffi::AnyView& kernels, DLDevice device);
+  /*! \brief Reads those of `vm.builtin.paged_attention_kv_cache_create`. */
+  static CacheConfig FromPositional(ffi::PackedArgs args);
+
+ private:
+  /*! \brief Finds the stage, and drops the layers of the others and those that keep nothing. */
+  void KeepStage(std::vector<int64_t> layer_indptr, std::optional<int64_t> index);
+  /*! \brief Without a rotation, theta and scale are whatever the caller had at hand. */
+  void ForgetUnusedRope();
+  void CheckSizes() const;
+  void Validate() const;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_CONFIG_CACHE_CONFIG_H_

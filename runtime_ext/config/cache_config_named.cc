@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file cache_config_named.cc
+ * \brief Named creation: maps checked by name.
+ */
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "config/cache_config.h"
+#include "config/cache_config_checks.h"
+
+namespace pagedkv {
+
+namespace {
+
+using NamedValues = ffi::Map<ffi::String, ffi::Any>;
+
+/*! \brief The fields of a map, by name; one that nobody knows is an error. */
+class Fields {
+ public:
+  Fields(NamedValues map, std::string owner, std::initializer_list<const char*> known)
+      : map_(std::move(map)), owner_(std::move(owner)) {
+    std::string names;
+    for (const char* name : known) names += (names.empty() ? "" : ", ") + std::string(name);
+    for (const auto& [key, value] : map_) {
+      bool is_known = false;
+      for (const char* name : known) is_known = is_known || key == name;
+      if (!is_known) {
+        Raise(kValueError, "unknown field '", std::string(key), "' in ", owner_,
+              "; known: ", names);
+      }
+    }
+  }
+
+  template <typename T>
+  std::optional<T> Find(const char* name) const {
+    auto it = map_.find(name);
+    if (it == map_.end() || (*it).second == nullptr) return std::nullopt;
+    std::optional<T> value = (*it).second.template try_cast<T>();
+    if (!value) {
+      Raise(kTypeError, owner_, "['", name, "'] has the wrong type: ", (*it).second.GetTypeKey());
+    }
+    return value;
+  }
+
+  template <typename T>
+  T Get(const char* name) const {
+    std::optional<T> value = Find<T>(name);
+    if (!value) Raise(kValueError, owner_, " lacks the field '", name, "'");
+    return *std::move(value);
+  }
+
+ private:
+  NamedValues map_;
+  std::string owner_;
+};
+
+bool ParseAuxManager(const std::string& name, DLDevice device) {
+  if (name == "auto") return CanOffsetPointers(device);
+  if (name == "plain") return false;
+  if (name != "merged") {
+    Raise(kValueError, "aux_manager must be one of auto, merged, plain; got '", name, "'");
+  }
+  if (!CanOffsetPointers(device)) {
+    Raise(kValueError, "aux_manager 'merged' needs a device that can address into a buffer");
+  }
+  return true;
+}
+
+LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
+  Fields fields(map, owner,
+                {"kind", "window", "num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim",
+                 "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_theta", "rope_scale",
+                 "rope_details", "kernel_set"});
+  auto kind = fields.Get<std::string>("kind");
+  if (kind != "mha" && kind != "mha_sliding" && kind != "mla" && kind != "linear") {
+    Raise(kValueError, owner, "['kind'] must be one of mha, mha_sliding, mla, linear; got '", kind,
+          "'");
+  }
+  LayerConfig layer;
+  layer.window = fields.Find<int64_t>("window").value_or(0);
+  if (kind == "mha_sliding") {
+    CheckRange("window", layer.window, 1, kInt32Max);
+  } else if (layer.window != 0) {
+    Raise(kValueError, owner, "['window'] belongs to kind 'mha_sliding' only");
+  }
+  if (kind == "linear") {
+    layer.kind = LayerKind::kLinear;
+    return layer;
+  }
+  layer.kind = kind == "mla" ? LayerKind::kMLA : LayerKind::kMHA;
+  layer.num_qo_heads = fields.Get<int64_t>("num_qo_heads");
+  layer.num_kv_heads = layer.is_mla() ? fields.Find<int64_t>("num_kv_heads").value_or(1)
+                                      : fields.Get<int64_t>("num_kv_heads");
+  layer.original_qk_head_dim = fields.Find<int64_t>("mla_original_qk_head_dim").value_or(0);
+  layer.original_v_head_dim = fields.Find<int64_t>("mla_original_v_head_dim").value_or(0);
+  layer.qk_head_dim = fields.Get<int64_t>("qk_head_dim");
+  layer.v_head_dim = fields.Find<int64_t>("v_head_dim").value_or(layer.qk_head_dim);
+  layer.rope_theta = fields.Find<double>("rope_theta").value_or(layer.rope_theta);
+  layer.rope_scale = fields.Find<double>("rope_scale").value_or(layer.rope_scale);
+  layer.rope_details = fields.Find<std::string>("rope_details").value_or("");
+  layer.kernel_set = fields.Find<int64_t>("kernel_set").value_or(0);
+  return layer;
+}
+
+}  // namespace
+
+CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView& kernels,
+                                   DLDevice device) {
+  Fields fields(
+      config, "config",
+      {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size", "dtype",
+       "kv_dtype", "rope_mode", "sliding_window", "aux_manager", "rope_ext_factors", "layers",
+       "share_prefix", "enable_kv_transfer", "layer_indptr", "stage"});
+  CheckDevice(device);
+  CacheConfig result;
+  result.device = device;
+  result.max_num_sequences = fields.Get<int64_t>("max_num_sequences");
+  result.max_total_tokens = fields.Get<int64_t>("max_total_tokens");
+  result.prefill_chunk_size = fields.Get<int64_t>("prefill_chunk_size");
+  result.page_size = fields.Get<int64_t>("page_size");
+  auto dtype = fields.Get<std::string>("dtype");
+  result.dtype = ParseDtype("dtype", dtype);
+  result.kv_dtype = ParseDtype("kv_dtype", fields.Find<std::string>("kv_dtype").value_or(dtype));
+  result.rope_mode =
+      static_cast<RopeMode>(CheckRange("rope_mode", fields.Get<int64_t>("rope_mode"), 0, 2));
+  result.has_merged_aux =
+      ParseAuxManager(fields.Find<std::string>("aux_manager").value_or("auto"), device);
+  result.share_prefix = fields.Find<bool>("share_prefix").value_or(true);
+  result.has_sequence_windows = fields.Find<bool>("sliding_window").value_or(false);
+  result.enable_kv_transfer = fields.Find<bool>("enable_kv_transfer").value_or(false);
+  if (auto factors = fields.Find<ffi::Tensor>("rope_ext_factors")) {
+    result.rope_ext_factors = *factors;
+  }
+  auto layers = fields.Get<ffi::Array<ffi::Any>>("layers");
+  for (size_t i = 0; i < layers.size(); ++i) {
+    std::string owner = "config['layers'][" + std::to_string(i) + "]";
+    auto layer = layers[i].try_cast<NamedValues>();
+    if (!layer) Raise(kTypeError, owner, " must be a map, got ", layers[i].GetTypeKey());
+    result.layers.push_back(ParseLayer(*layer, owner));
+  }
+  if (auto map = kernels.try_cast<NamedValues>()) {
+    result.kernel_sets.push_back(KernelSet::FromMap(*map));
+  } else if (auto maps = kernels.try_cast<ffi::Array<NamedValues>>()) {
+    for (const NamedValues& each : *maps) result.kernel_sets.push_back(KernelSet::FromMap(each));
+  } else {
+    Raise(kTypeError, "kernels must be a map or an array of maps, got ", kernels.GetTypeKey());
+  }
+  auto layer_indptr = fields.Find<ffi::Shape>("layer_indptr").value_or(ffi::Shape());
+  result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, fields.Find<int64_t>("stage"));
+  result.ForgetUnusedRope();
+  result.Validate();
+  return result;
+}
+
+}  // namespace pagedkv

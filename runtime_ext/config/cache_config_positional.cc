@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file cache_config_positional.cc
+ * \brief The stock constructor's form: 28 or 29 arguments, each known by its index.
+ */
+#include <tvm/ffi/dtype.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "config/cache_config.h"
+#include "config/cache_config_checks.h"
+
+namespace pagedkv {
+
+namespace {
+
+template <typename T>
+T Argument(ffi::PackedArgs args, int index, const char* name) {
+  std::optional<T> value = args[index].try_cast<T>();
+  if (!value) {
+    Raise(kTypeError, "argument ", index, " (", name,
+          ") has the wrong type: ", args[index].GetTypeKey());
+  }
+  return *std::move(value);
+}
+
+ffi::Shape ShapeArgument(ffi::PackedArgs args, int index, const char* name, size_t min_size) {
+  auto shape = Argument<ffi::Shape>(args, index, name);
+  if (shape.size() < min_size) {
+    Raise(kValueError, "argument ", index, " (", name, ") needs ", min_size, " numbers, got ",
+          shape.size());
+  }
+  return shape;
+}
+
+/*!
+ * \brief Index 24: a plain function, or ["pagedkv", split_rotary, rope_append, page_size], then the
+ * kernels that the arguments have no place for: a name and a function of each.
+ */
+void SetRotary(const ffi::AnyView& value, int64_t page_size, KernelSet* kernels) {
+  constexpr size_t kNumFixed = 4;
+  auto array = value.as<ffi::Array<ffi::Any>>();
+  if (!array || array->size() < kNumFixed) {
+    kernels->Set(KernelName::kSplitRotary, value);
+    return;
+  }
+  auto built_page_size = (*array)[3].try_cast<int64_t>();
+  if (!built_page_size) Raise(kTypeError, "argument 24 needs the page size of the kernels");
+  if (*built_page_size != page_size) {
+    Raise(kValueError, "the model's kernels are compiled for pages of ", *built_page_size,
+          " slots, but page_size is ", page_size, ": create the cache with page_size ",
+          *built_page_size, ", or compile the model with kernel_page_size=", page_size,
+          ", an argument of tvm_pagedkv.PagedKVCache");
+  }
+  kernels->Set(KernelName::kSplitRotary, (*array)[1]);
+  kernels->Set(KernelName::kRopeAppend, (*array)[2]);
+  if (array->size() % 2) Raise(kTypeError, "argument 24 must end in pairs of a name and a kernel");
+  for (size_t i = kNumFixed; i < array->size(); i += 2) {
+    auto name = (*array)[i].try_cast<ffi::String>();
+    if (!name) {
+      Raise(kTypeError, "argument 24 needs a kernel's name, got ", (*array)[i].GetTypeKey());
+    }
+    kernels->Set(KernelNameOf(*name), (*array)[i + 1]);
+  }
+}
+
+/*! \brief The value when it is an array of `size` that begins with "pagedkv". */
+std::optional<ffi::Array<ffi::Any>> OwnArray(const ffi::AnyView& value, size_t size) {
+  auto array = value.as<ffi::Array<ffi::Any>>();
+  if (!array || array->size() != size) return std::nullopt;
+  auto tag = (*array)[0].try_cast<ffi::String>();
+  return tag && *tag == "pagedkv" ? array : std::nullopt;
+}
+
+/*! \brief What serves layers of a kind: the value, or one of ["pagedkv", of MHA, of MLA]. */
+ffi::Any OfKind(const ffi::AnyView& value, LayerKind kind) {
+  auto array = OwnArray(value, 3);
+  if (!array) return value;
+  return (*array)[kind == LayerKind::kMLA ? 2 : 1];
+}
+
+/*! \brief Index 15: as all kernels; or ["pagedkv", function, qk head dim, v head dim] of MLA
+ * layers; or ["pagedkv", of MHA, of MLA, qk head dim, v head dim], both dims those of MLA. */
+void SetRagged(const ffi::AnyView& value, LayerConfig* layer, KernelSet* kernels) {
+  auto array = value.as<ffi::Array<ffi::Any>>();
+  const size_t size = array ? array->size() : 0;
+  const bool is_of_both = OwnArray(value, 5).has_value();
+  if (!is_of_both && !(size == 4 && layer->is_mla())) {
+    kernels->Set(KernelName::kPrefillRagged, value);
+    return;
+  }
+  const int index = is_of_both && layer->is_mla() ? 2 : 1;
+  kernels->Set(KernelName::kPrefillRagged, ffi::Array<ffi::Any>{(*array)[0], (*array)[index]});
+  if (!layer->is_mla()) return;
+  std::optional<int64_t> dims[] = {(*array)[size - 2].try_cast<int64_t>(),
+                                   (*array)[size - 1].try_cast<int64_t>()};
+  if (!dims[0] || !dims[1]) {
+    Raise(kTypeError, "argument 15 (prefill_ragged) must end in two head dims");
+  }
+  layer->original_qk_head_dim = *dims[0];
+  layer->original_v_head_dim = *dims[1];
+}
+
+/*! \brief Index 23: of a step's parts, then of the fine-grained API. MLA layers use that alone. */
+void SetMerge(ffi::PackedArgs args, bool is_mixed, LayerKind kind, KernelSet* kernels) {
+  auto merge = Argument<ffi::Array<ffi::Any>>(args, 23, "merge functions");
+  if (merge.empty()) return;
+  const bool is_first = is_mixed && kind == LayerKind::kMHA;
+  kernels->Set(KernelName::kMerge, is_first ? merge.front() : merge.back());
+}
+
+/*! \brief The kernels of layers like `layer`, which is told the head dims that come with them. */
+KernelSet PositionalKernels(ffi::PackedArgs args, int64_t page_size, bool is_mixed,
+                            LayerConfig* layer) {
+  constexpr KernelName kFrom16[] = {
+      KernelName::kPrefill,       KernelName::kDecode,    KernelName::kPrefillSliding,
+      KernelName::kDecodeSliding, KernelName::kTreePaged, KernelName::kTree,
+      KernelName::kMLAPrefill,
+  };
+  KernelSet kernels;
+  kernels.Set(KernelName::kTransposeAppend, args[13]);
+  kernels.Set(KernelName::kTransposeAppendMLA, args[14]);
+  SetRagged(args[15], layer, &kernels);
+  int index = 16;
+  for (KernelName name : kFrom16) {
+    const ffi::AnyView value = args[index++];
+    kernels.Set(name, name == KernelName::kTree ? OfKind(value, layer->kind) : ffi::Any(value));
+  }
+  SetMerge(args, is_mixed, layer->kind, &kernels);
+  SetRotary(args[24], page_size, &kernels);
+  kernels.Set(KernelName::kCopySinglePage, OfKind(args[25], layer->kind));
+  kernels.Set(KernelName::kDebugGetKV, OfKind(args[26], layer->kind));
+  kernels.Set(KernelName::kCompactCopy, OfKind(args[27], layer->kind));
+  return kernels;
+}
+
+/*! \brief A layer of a kind, by the numbers that all layers share. */
+LayerConfig PositionalLayer(ffi::PackedArgs args, LayerKind kind, bool is_mixed) {
+  LayerConfig layer;
+  layer.kind = kind;
+  layer.num_qo_heads = Argument<int64_t>(args, 2, "num_qo_heads");
+  // Models give the KV heads that they have before absorption.
+  layer.num_kv_heads = layer.is_mla() ? 1 : Argument<int64_t>(args, 3, "num_kv_heads");
+  layer.qk_head_dim = Argument<int64_t>(args, 4, "qk_head_dim");
+  // Among MLA layers the two dims are those of MLA: a row of MHA is as wide as a latent one.
+  const bool is_mha_among_mla = is_mixed && !layer.is_mla();
+  layer.v_head_dim =
+      is_mha_among_mla ? layer.qk_head_dim : Argument<int64_t>(args, 5, "v_head_dim");
+  layer.rope_scale = Argument<double>(args, 9, "rope_scale");
+  layer.rope_theta = Argument<double>(args, 10, "rope_theta");
+  return layer;
+}
+
+int64_t PositionalWindow(const ffi::Shape& sizes) {
+  if (sizes.size() < 6) {
+    Raise(kValueError, "argument 0 (cache sizes) needs a 6th number, the window of the layers ",
+          "with one; got ", sizes.size(), " numbers");
+  }
+  return CheckRange("the layers' window", sizes[5], 1, kInt32Max);
+}
+
+bool Holds(const ffi::Shape& kinds, std::initializer_list<int64_t> some) {
+  return std::any_of(kinds.begin(), kinds.end(), [&](int64_t kind) {
+    return std::find(some.begin(), some.end(), kind) != some.end();
+  });
+}
+
+/*!
+ * \brief The pages that engines count on beyond max_total_tokens: one, and two for each sequence
+ * that may have a window. Rows of a step whose windows have not slid yet need more; nobody is told
+ * of these.
+ */
+void GiveSparePages(CacheConfig* config) {
+  config->num_spare_pages = 1;
+  if (!config->has_sequence_windows) return;
+  config->num_spare_pages += 2 * config->max_num_sequences;
+  config->num_reserved_pages = config->MaxStepPages();
+}
+
+}  // namespace
+
+CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
+  if (args.size() != 28 && args.size() != 29) {
+    Raise(kTypeError, "paged_attention_kv_cache_create takes 28 or 29 arguments, got ",
+          args.size());
+  }
+  auto sizes = ShapeArgument(args, 0, "cache sizes", 5);
+  auto layer_indptr = ShapeArgument(args, 1, "layer_indptr", 2);
+  auto kinds = ShapeArgument(args, 6, "attention kinds", 1);
+  auto enable_kv_transfer = Argument<int64_t>(args, 7, "enable_kv_transfer");
+  auto prototype = Argument<ffi::Tensor>(args, 12, "a tensor of the cache's type and device");
+  if (!prototype.defined()) Raise(kTypeError, "argument 12 must be a tensor, got None");
+
+  CacheConfig result;
+  result.max_num_sequences = sizes[0];
+  result.max_total_tokens = sizes[1];
+  result.prefill_chunk_size = sizes[2];
+  result.page_size = sizes[3];
+  const bool has_windows = CheckRange("the 5th cache size (sliding_window)", sizes[4], 0, 1) == 1;
+  result.enable_kv_transfer = enable_kv_transfer != 0;
+  result.device = prototype.device();
+  CheckDevice(result.device);
+  result.dtype = ParseDtype("dtype", ffi::DLDataTypeToString(prototype.dtype()));
+  result.kv_dtype = result.dtype;
+  result.has_merged_aux = CanOffsetPointers(result.device);
+  result.rope_mode =
+      static_cast<RopeMode>(CheckRange("rope_mode", Argument<int64_t>(args, 8, "rope_mode"), 0, 2));
+  // Front ends pass a number where there are no factors.
+  if (auto factors = args[11].as<ffi::Tensor>()) result.rope_ext_factors = *factors;
+
+  result.ignores_sequence_windows = Holds(kinds, {3});
+  result.has_sequence_windows = has_windows && !result.ignores_sequence_windows;
+  result.CheckSizes();
+  GiveSparePages(&result);
+  const bool has_mha = Holds(kinds, {0, 3}), has_mla = Holds(kinds, {1});
+  const bool is_mixed = has_mha && has_mla;
+  auto with_kernels = [&](LayerKind kind) {
+    LayerConfig layer = PositionalLayer(args, kind, is_mixed);
+    layer.kernel_set = static_cast<int64_t>(result.kernel_sets.size());
+    result.kernel_sets.push_back(PositionalKernels(args, result.page_size, is_mixed, &layer));
+    return layer;
+  };
+  LayerConfig mha, mla, linear;
+  if (has_mha) mha = with_kernels(LayerKind::kMHA);
+  if (has_mla) mla = with_kernels(LayerKind::kMLA);
+  linear.kind = LayerKind::kLinear;
+  for (int64_t kind : kinds) {
+    if (kind < 0 || kind > 3) {
+      Raise(kValueError, "argument 6 (attention kinds) has an unknown kind: ", kind);
+    }
+    result.layers.push_back(kind == 1 ? mla : kind == 2 ? linear : mha);
+    if (kind == 3) result.layers.back().window = PositionalWindow(sizes);
+  }
+  result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, std::nullopt);
+  result.ForgetUnusedRope();
+  result.Validate();
+  return result;
+}
+
+}  // namespace pagedkv

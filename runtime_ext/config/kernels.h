@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file kernels.h
+ * \brief The kernels of a set of layers, by name.
+ */
+#ifndef TVM_PAGEDKV_CONFIG_KERNELS_H_
+#define TVM_PAGEDKV_CONFIG_KERNELS_H_
+
+#include <tvm/ffi/any.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+
+#include <array>
+#include <string>
+
+namespace pagedkv {
+
+namespace ffi = tvm::ffi;
+
+enum class KernelName : int {
+  kTransposeAppend,
+  kTransposeAppendMLA,
+  kSplitRotary,
+  kRopeAppend,
+  kPrefillRagged,
+  kPrefill,
+  kDecode,
+  kPrefillSliding,
+  kDecodeSliding,
+  kPrefillRaggedSliding,
+  kPrefillShared,
+  kTreePaged,
+  kTreePagedSliding,
+  kTree,
+  kTreeSliding,
+  kMLAPrefill,
+  kMLAPrefillShared,
+  kMLATree,
+  kMerge,
+  kApplySinks,
+  kCopySinglePage,
+  kCopyPages,
+  kDebugGetKV,
+  kDebugGetKVMLA,
+  kCompactCopy,
+  kNumNames,
+};
+
+class KernelSet {
+ public:
+  /*!
+   * \brief Reads a map from kernel names to a function (ours) or to [tag, function].
+   * \throws Error (ValueError, TypeError).
+   */
+  static KernelSet FromMap(const ffi::Map<ffi::String, ffi::Any>& map);
+
+  /*!
+   * \brief Adds a kernel.
+   * \param value A function, [tag, function], ["flashinfer", run, plan], or nothing (None or an
+   *   empty array).
+   */
+  void Set(KernelName name, const ffi::AnyView& value);
+
+  bool Has(KernelName name) const { return entry(name).function != nullptr; }
+  /*! \brief Whether the kernel is one of ours, which takes what the stock ones cannot. */
+  bool IsOwn(KernelName name) const { return Has(name) && !IsStock(name) && !IsFlashInfer(name); }
+  /*! \brief Whether the kernel is one of the stock cache's, with its assumptions. */
+  bool IsStock(KernelName name) const { return entry(name).is_stock; }
+  /*! \brief Whether the kernel is FlashInfer's: `Get` is its `run`, which takes what `Plan` made.
+   */
+  bool IsFlashInfer(KernelName name) const { return entry(name).plan != nullptr; }
+  const ffi::Function& Plan(KernelName name) const { return entry(name).plan; }
+  /*! \throws Error (ValueError) that names the kernel when there is none. */
+  const ffi::Function& Get(KernelName name) const;
+
+ private:
+  struct Entry {
+    ffi::Function function{nullptr};
+    ffi::Function plan{nullptr};
+    bool is_stock = false;
+  };
+  void SetFlashInfer(KernelName name, const ffi::Array<ffi::Any>& array);
+  const Entry& entry(KernelName name) const { return entries_[static_cast<int>(name)]; }
+
+  std::array<Entry, static_cast<int>(KernelName::kNumNames)> entries_;
+};
+
+/*! \brief The name by which users know the kernel. */
+const char* ToString(KernelName name);
+/*! \throws Error (ValueError) that lists the names where this is none. */
+KernelName KernelNameOf(const std::string& name);
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_CONFIG_KERNELS_H_

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file device_memory.h
+ * \brief Tensors on the host and on devices: counted allocations, and views whose first dimension
+ * changes.
+ */
+#ifndef TVM_PAGEDKV_DEVICE_DEVICE_MEMORY_H_
+#define TVM_PAGEDKV_DEVICE_DEVICE_MEMORY_H_
+
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/container/tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "device/device_stream.h"
+#include "device/shared_memory.h"
+
+namespace pagedkv {
+
+inline constexpr DLDataType kByte{kDLUInt, 8, 1};
+inline constexpr DLDataType kInt32{kDLInt, 32, 1};
+inline constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+
+/*! \brief Bytes that are allocated now; shared with the tensors, which may outlive the cache. */
+using ByteCounter = std::shared_ptr<std::atomic<int64_t>>;
+
+/*!
+ * \brief Refuses what can never fit: a system that promises more memory than it has would end the
+ * process later, when the pages fill.
+ * \throws Error (MemoryError) when this machine has less than `num_bytes`, or the process's control
+ *   group (a container's limit) allows less.
+ */
+void RequireHostMemory(double num_bytes);
+
+/*! \brief A new tensor of which nothing is initialised; `counter` counts it until it is freed. */
+ffi::Tensor AllocateTensor(ffi::ShapeView shape, DLDataType dtype, DLDevice device,
+                           ByteCounter counter);
+
+/*! \brief A tensor at an offset in shared memory, which it keeps. */
+ffi::Tensor TensorIn(std::shared_ptr<SharedMemory> memory, int64_t byte_offset,
+                     ffi::ShapeView shape, DLDataType dtype, ByteCounter counter);
+
+/*!
+ * \brief A property of a device.
+ * \param kind One of tvm::runtime::DeviceAttrKind.
+ */
+ffi::Any DeviceAttribute(DLDevice device, int kind);
+/*! \brief Whether this machine has the device, and the process the runtime for it. */
+bool DeviceExists(DLDevice device);
+
+/*! \brief Page-locked memory where the device has it: a copy from it does not stop the host. */
+DLDevice StagingDevice(DLDevice device);
+
+/*! \brief Copies `num_bytes` from one place to the other; asynchronous where the device is. */
+void CopyBytes(const ffi::Tensor& source, int64_t source_offset, const ffi::Tensor& destination,
+               int64_t destination_offset, int64_t num_bytes, void* stream);
+
+/*!
+ * \brief A tensor over the first rows of a buffer, made once and moved from step to step.
+ *
+ * The tensor keeps the buffer alive. When someone else holds the tensor, a new one is made and
+ * theirs stays as it was.
+ */
+class StepView {
+ public:
+  /*! \brief Rows of shape `row_shape`. */
+  StepView(DLDataType dtype, std::vector<int64_t> row_shape);
+
+  const ffi::Tensor& Set(const ffi::Tensor& buffer, int64_t byte_offset, int64_t num_rows);
+  const ffi::Tensor& get() const { return view_; }
+
+ private:
+  DLDataType dtype_;
+  std::vector<int64_t> shape_;
+  ffi::Tensor buffer_;
+  ffi::Tensor view_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_DEVICE_DEVICE_MEMORY_H_

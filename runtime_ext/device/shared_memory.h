@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file shared_memory.h
+ * \brief Host memory without a name that other processes can map, read-only, by its descriptor.
+ */
+#ifndef TVM_PAGEDKV_DEVICE_SHARED_MEMORY_H_
+#define TVM_PAGEDKV_DEVICE_SHARED_MEMORY_H_
+
+#include <cstdint>
+
+namespace pagedkv {
+
+class SharedMemory {
+ public:
+  /*! \throws Error (MemoryError). */
+  explicit SharedMemory(int64_t num_bytes);  // 0 bytes have no data
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  char* data() const { return data_; }
+  int64_t num_bytes() const { return num_bytes_; }
+  int descriptor() const { return descriptor_; }
+
+ private:
+  void Unmap();
+
+  int64_t num_bytes_;
+  int descriptor_;
+  char* data_ = nullptr;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_DEVICE_SHARED_MEMORY_H_

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file loading.h
+ * \brief Whether this copy of the library fits the process that it was loaded into.
+ */
+#ifndef TVM_PAGEDKV_FFI_LOADING_H_
+#define TVM_PAGEDKV_FFI_LOADING_H_
+
+#include <string>
+
+namespace pagedkv {
+
+/*! \brief The path that this copy of the library was loaded from. */
+std::string LibraryPath();
+
+/*! \brief The first two numbers of a version, such as "0.27"; within them TVM's ABI stays as is. */
+std::string Series(const std::string& version);
+
+/*!
+ * \brief Why TVM's runtime in this process does not fit; empty where it does.
+ *
+ * The library calls C++ classes of libtvm_runtime.so, whose layout changes from series to series.
+ * The runtime does not tell its version, but the file _version.py of the wheel that it lies in
+ * does. Where there is none, as in bundles, which say their version themselves, only that of
+ * tvm-ffi is compared.
+ */
+std::string RuntimeMismatch();
+
+/*! \brief Which other copy of this library has registered its functions; empty if none has. */
+std::string OtherCopy();
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_FFI_LOADING_H_

@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file register.cc
+ * \brief Every registration: the stock names, which serve both kinds of cache, and our own.
+ */
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/reflection/registry.h>
+
+#include <array>
+#include <atomic>
+#include <new>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "bundle/bundle.h"
+#include "ffi/loading.h"
+#include "ffi/paged_kv_cache.h"
+
+namespace pagedkv {
+
+namespace {
+
+std::atomic<bool> use_stock_runtime{false};
+
+/*! \brief Calls f; an Error of ours leaves as the Python exception that it names. */
+template <typename F>
+auto Translate(F f) -> decltype(f()) {
+  try {
+    return f();
+  } catch (const Error& error) {
+    throw ffi::Error(error.kind(), error.message(), "");
+  } catch (const std::bad_alloc&) {
+    throw ffi::Error(kMemoryError, "the host has no memory left", "");
+  }
+}
+
+/*! \brief Calls f with the cache, in which no other thread is then. */
+template <typename F>
+auto Call(const PagedKVCache& cache, F f) {
+  PagedKVCacheObj& object = *cache.get();
+  return Translate([&] { return object.Enter([&] { return f(object); }); });
+}
+
+/*! \brief A method as a function whose first argument is the cache. */
+template <typename R, typename... Args>
+ffi::Function FromMethod(R (PagedKVCacheObj::*method)(Args...)) {
+  return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) -> R {
+    return Call(cache,
+                [&](PagedKVCacheObj& object) -> R { return (object.*method)(std::move(args)...); });
+  });
+}
+
+template <typename R, typename... Args>
+ffi::Function FromMethod(R (PagedKVCacheObj::*method)(Args...) const) {
+  return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) -> R {
+    return Call(cache,
+                [&](PagedKVCacheObj& object) -> R { return (object.*method)(std::move(args)...); });
+  });
+}
+
+/*! \brief As FromMethod, of one that waits for the next call where another one is under way. */
+template <typename... Args>
+ffi::Function FromDeferred(void (PagedKVCacheObj::*method)(Args...)) {
+  return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) {
+    Translate([&] { ((*cache.get()).*method)(std::move(args)...); });
+  });
+}
+
+/*! \brief Takes over a stock name: `ours` serves our caches, the stock function all others. */
+void Override(const std::string& name, ffi::Function ours) {
+  std::optional<ffi::Function> stock = ffi::Function::GetGlobal(name);
+  auto dispatch = [name, stock, ours](ffi::PackedArgs args, ffi::Any* result) {
+    if (args.size() > 0 && args[0].as<PagedKVCacheObj>() != nullptr) {
+      ours.CallPacked(args, result);
+    } else if (args.size() == 0 || args[0] == nullptr || !stock) {
+      throw ffi::Error(kTypeError, name + " needs a KV cache as its first argument", "");
+    } else {
+      stock->CallPacked(args, result);
+    }
+  };
+  ffi::Function::SetGlobal(name, ffi::Function::FromPacked(dispatch), /*override=*/true);
+}
+
+template <typename Method>
+void OverrideMethod(const std::string& name, Method method) {
+  Override(name, FromMethod(method));
+}
+
+/*! \brief As OverrideMethod; without its last argument the method gets None for it. */
+template <typename... Args>
+void OverrideWithOption(const std::string& name, void (PagedKVCacheObj::*method)(Args...)) {
+  constexpr int kNumArgs = 1 + sizeof...(Args);
+  ffi::Function whole = FromMethod(method);
+  Override(name, ffi::Function::FromPacked([whole](ffi::PackedArgs args, ffi::Any* result) {
+             if (args.size() != kNumArgs - 1) return whole.CallPacked(args, result);
+             std::array<ffi::AnyView, kNumArgs> padded;
+             for (int i = 0; i < kNumArgs - 1; ++i) padded[i] = args[i];
+             padded.back() = ffi::AnyView(nullptr);
+             whole.CallPacked(ffi::PackedArgs(padded.data(), kNumArgs), result);
+           }));
+}
+
+/*! \brief What models call for a cache. A process without this library has no such function, and
+ * the error of the Relax VM quotes the name: so the name tells what to do. tvm_pagedkv/relax/frontend.py
+ * has it too. */
+constexpr const char* kModelConstructor =
+    "pagedkv.paged_attention_kv_cache_create (import tvm_pagedkv, or load libtvm_pagedkv.so)";
+
+void CreatePositional(ffi::PackedArgs args, ffi::Any* result) {
+  Translate([&] { *result = PagedKVCache(CacheConfig::FromPositional(args)); });
+}
+
+void OverrideCreate() {
+  const char* name = "vm.builtin.paged_attention_kv_cache_create";
+  std::optional<ffi::Function> stock = ffi::Function::GetGlobal(name);
+  auto create = [stock](ffi::PackedArgs args, ffi::Any* result) {
+    if (use_stock_runtime && stock) return stock->CallPacked(args, result);
+    CreatePositional(args, result);
+  };
+  ffi::Function::SetGlobal(name, ffi::Function::FromPacked(create), /*override=*/true);
+}
+
+/*! \brief Returns the cache, so that a model can order what follows after it. */
+PagedKVCache AppendMLAKV(PagedKVCache cache, int64_t layer, ffi::Tensor kv) {
+  Call(cache, [&](PagedKVCacheObj& object) { object.AppendMLAKV(layer, std::move(kv)); });
+  return cache;
+}
+
+void OverrideStockNames() {
+  using Cache = PagedKVCacheObj;
+  OverrideCreate();
+
+  const std::string state = "vm.builtin.kv_state_";
+  OverrideMethod(state + "clear", &Cache::Clear);
+  OverrideMethod(state + "add_sequence", &Cache::AddSequence);
+  OverrideMethod(state + "remove_sequence", &Cache::RemoveSequence);
+  OverrideMethod(state + "fork_sequence", &Cache::ForkSequence);
+  OverrideMethod(state + "popn", &Cache::PopN);
+  OverrideWithOption(state + "begin_forward", &Cache::BeginForward);
+  OverrideMethod(state + "end_forward", &Cache::EndForward);
+
+  const std::string cache = "vm.builtin.attention_kv_cache_";
+  OverrideMethod(cache + "enable_sliding_window_for_seq", &Cache::EnableSlidingWindow);
+  OverrideMethod(cache + "commit_accepted_token_tree_nodes", &Cache::CommitTree);
+  OverrideMethod(cache + "empty", &Cache::IsEmpty);
+  OverrideMethod(cache + "get_num_available_pages", &Cache::NumAvailablePages);
+  OverrideMethod(cache + "get_total_sequence_length", &Cache::TotalLength);
+  OverrideMethod(cache + "get_sequence_length", &Cache::SequenceLength);
+  OverrideMethod(cache + "get_query_positions", &Cache::QueryPositions);
+  OverrideWithOption(cache + "attention_with_fused_qkv", &Cache::AttentionWithFusedQKV);
+  OverrideWithOption(cache + "attention_with_shared_kv", &Cache::AttentionWithSharedKV);
+  OverrideMethod(cache + "self_attention", &Cache::SelfAttention);
+  OverrideMethod(cache + "cross_attention", &Cache::CrossAttention);
+  OverrideMethod(cache + "merge_attn_output_inplace", &Cache::MergeAttention);
+  OverrideMethod(cache + "debug_get_kv", &Cache::DebugGetKV);
+  OverrideMethod(cache + "debug_get_kv_mla", &Cache::DebugGetKVMLA);
+  Override(cache + "append_mla_kv", ffi::Function::FromTyped(AppendMLAKV));
+
+  OverrideMethod(cache + "get_checkpoint_metadata", &Cache::CheckpointMetadata);
+  OverrideMethod(cache + "get_layout_hash", &Cache::LayoutHash);
+  OverrideMethod(cache + "export_page_group", &Cache::ExportPageGroup);
+  OverrideMethod(cache + "prepare_import", &Cache::PrepareImport);
+  OverrideMethod(cache + "import_page_group", &Cache::ImportPageGroup);
+  OverrideMethod(cache + "finish_import", &Cache::FinishImport);
+  OverrideMethod("vm.builtin.kv_cache_disagg_prepare_recv", &Cache::DisaggPrepareRecv);
+  OverrideMethod("vm.builtin.kv_cache_disagg_mark_send", &Cache::DisaggMarkSend);
+}
+
+void RequireSinks(const ffi::Tensor& sinks) {
+  if (!sinks.defined()) throw ffi::Error(kTypeError, "sinks must be a tensor, got None", "");
+}
+
+// Relax gives an output last.
+void AttentionWithSinks(PagedKVCache cache, int64_t layer, double sm_scale, ffi::Tensor qkv,
+                        ffi::Tensor sinks, ffi::Tensor o) {
+  RequireSinks(sinks);
+  Call(cache, [&](PagedKVCacheObj& object) {
+    object.AttentionWithFusedQKV(layer, sm_scale, qkv, o, sinks);
+  });
+}
+
+void SharedAttentionWithSinks(PagedKVCache cache, int64_t source, double sm_scale, ffi::Tensor q,
+                              ffi::Tensor current_k, ffi::Tensor current_v, ffi::Tensor sinks,
+                              ffi::Tensor o) {
+  RequireSinks(sinks);
+  Call(cache, [&](PagedKVCacheObj& object) {
+    object.AttentionWithSharedKV(source, sm_scale, q, current_k, current_v, o, sinks);
+  });
+}
+
+PagedKVCache Create(ffi::Map<ffi::String, ffi::Any> config, ffi::AnyView kernels, DLDevice device) {
+  return Translate([&] { return PagedKVCache(CacheConfig::FromNamed(config, kernels, device)); });
+}
+
+void DefineOwnNames() {
+  using Cache = PagedKVCacheObj;
+  tvm::ffi::reflection::GlobalDef()
+      .def("pagedkv.create", Create)
+      .def("pagedkv.attention_with_sinks", AttentionWithSinks)
+      .def("pagedkv.attention_with_shared_kv_and_sinks", SharedAttentionWithSinks)
+      .def("pagedkv.library",
+           [] {
+             return ffi::Map<ffi::String, ffi::String>{{"version", TVM_PAGEDKV_VERSION},
+                                                       {"path", LibraryPath()}};
+           })
+      .def("pagedkv.use_stock_runtime", [] { use_stock_runtime = true; })
+      .def("pagedkv.use_pagedkv_runtime", [] { use_stock_runtime = false; });
+  auto define = [](const char* name, ffi::Function function) {
+    ffi::Function::SetGlobal(std::string("pagedkv.") + name, std::move(function));
+  };
+  ffi::Function::SetGlobal(kModelConstructor, ffi::Function::FromPacked(CreatePositional));
+  define("abort_forward", FromMethod(&Cache::AbortForward));
+  define("missing_layers", FromMethod(&Cache::MissingLayers));
+  define("is_in_forward", FromMethod(&Cache::IsInForward));
+  define("total_length", FromMethod(&Cache::TotalLength));
+  define("stats", FromMethod(&Cache::Stats));
+  define("describe", FromMethod(&Cache::Describe));
+  define("check_layer", FromMethod(&Cache::CheckLayer));
+  define("sequence_ids", FromMethod(&Cache::SequenceIds));
+  define("page_table", FromMethod(&Cache::PageTable));
+  define("cached_pages", FromMethod(&Cache::CachedPages));
+  define("first_position", FromMethod(&Cache::FirstPosition));
+  define("sequence_window", FromMethod(&Cache::Window));
+  define("check_integrity", FromMethod(&Cache::CheckIntegrity));
+  define("debug_set_kv", FromMethod(&Cache::DebugSetKV));
+  define("debug_set_kv_mla", FromMethod(&Cache::DebugSetKVMLA));
+  define("export_pages", FromMethod(&Cache::ExportPages));
+  define("prepare_imports", FromMethod(&Cache::PrepareImports));
+  define("import_pages", FromMethod(&Cache::ImportPages));
+  define("receive_id", FromMethod(&Cache::ReceiveId));
+  define("finish_receive", FromMethod(&Cache::FinishReceive));
+  define("cancel_receive", FromMethod(&Cache::CancelReceive));
+  define("release_receive", FromDeferred(&Cache::ReleaseReceive));
+  define("set_send_handler", FromMethod(&Cache::SetSendHandler));
+  define("drop_send_handler", FromDeferred(&Cache::DropSendHandler));
+  define("send_id", FromMethod(&Cache::SendId));
+  define("cancel_send", FromMethod(&Cache::CancelSend));
+  define("send_block", FromMethod(&Cache::DescribeSendBlock));
+  define("release_send_block", FromMethod(&Cache::ReleaseSendBlock));
+  define("pages_of", FromMethod(&Cache::PagesOf));
+  define("shared_pages", FromMethod(&Cache::SharedPages));
+  define("copy_regions",
+         ffi::Function::FromTyped([](ffi::Tensor to, ffi::Tensor from, ffi::Tensor regions) {
+           Translate([&] { CopyRegions(to, from, regions); });
+         }));
+  define("load_bundle",
+         ffi::Function::FromTyped([](ffi::String path, ffi::Optional<ffi::String> target,
+                                     ffi::Optional<DLDevice> device) {
+           return Translate([&] { return LoadBundle(path, target, device); });
+         }));
+  define("choose_bundle_target",
+         ffi::Function::FromTyped([](ffi::Array<ffi::Any> targets,
+                                     ffi::Optional<ffi::Map<ffi::String, ffi::Any>> machine,
+                                     ffi::Optional<ffi::String> name) {
+           return Translate([&] { return ChooseBundleTarget(targets, machine, name); });
+         }));
+  define("poison_free_pages", FromMethod(&Cache::PoisonFreePages));
+  define("shuffle_free_pages", FromMethod(&Cache::ShuffleFreePages));
+  define("share_every_prefix", FromMethod(&Cache::ShareEveryPrefix));
+}
+
+/*! \brief Lets all that makes a cache say why there is none, rather than make one of stock TVM. */
+void DefineRefusals(const std::string& reason) {
+  auto refuse = [reason](ffi::PackedArgs, ffi::Any*) {
+    throw ffi::Error(kRuntimeError, reason, "");
+  };
+  for (const char* name : {"pagedkv.create", "pagedkv.load_bundle", kModelConstructor,
+                           "vm.builtin.paged_attention_kv_cache_create"}) {
+    ffi::Function::SetGlobal(name, ffi::Function::FromPacked(refuse), /*override=*/true);
+  }
+}
+
+/*! \brief Why this copy of the library has not registered its functions; empty if it has. */
+std::string& NotRegistered() {
+  static std::string reason;
+  return reason;
+}
+
+// An exception must not leave it: it would end the process.
+TVM_FFI_STATIC_INIT_BLOCK() {
+  try {
+    const std::string other = OtherCopy();
+    if (!other.empty()) {
+      NotRegistered() = "the process has loaded " + other + " already, and uses that; this is " +
+                        TVM_PAGEDKV_VERSION + " from " + LibraryPath();
+      return;
+    }
+    NotRegistered() = RuntimeMismatch();
+    if (!NotRegistered().empty()) return DefineRefusals(NotRegistered());
+    tvm::ffi::reflection::ObjectDef<PagedKVCacheObj>();
+    OverrideStockNames();
+    DefineOwnNames();
+  } catch (const std::exception& error) {
+    NotRegistered() = std::string("tvm_pagedkv cannot register its functions: ") + error.what();
+  }
+}
+
+}  // namespace
+
+ffi::String WhyNotRegistered() { return NotRegistered(); }
+
+ffi::String Version() { return TVM_PAGEDKV_VERSION; }
+
+}  // namespace pagedkv
+
+// Functions of this copy of the library, whether or not it has registered any.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pagedkv_why_not_registered, pagedkv::WhyNotRegistered);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(pagedkv_version, pagedkv::Version);

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file page_history.h
+ * \brief The pages that a window has left behind in one sequence, as far back as they may be known.
+ *
+ * A history owns no page. It notes each with its generation, and is one of its keepers; pages that
+ * were reclaimed since are found out by their generation. It has the pages right before the first
+ * one that the sequence holds, without gaps, and is never longer than the pool.
+ */
+#ifndef TVM_PAGEDKV_STATE_PAGE_HISTORY_H_
+#define TVM_PAGEDKV_STATE_PAGE_HISTORY_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "state/page_pool.h"
+
+namespace pagedkv {
+
+class PageHistory {
+ public:
+  struct Entry {
+    int32_t page;
+    uint64_t generation;
+  };
+
+  int64_t size() const { return static_cast<int64_t>(entries_.size() - begin_); }
+  /*!
+   * \brief The page that lies `distance` (1: right) before the first held one.
+   * \return -1 where its content is not known any more, or never was.
+   */
+  int32_t Find(int64_t distance, const PagePool& pool) const {
+    if (distance > size()) return -1;
+    const Entry& entry = entries_[entries_.size() - static_cast<size_t>(distance)];
+    return IsKnown(entry, pool) ? entry.page : -1;
+  }
+
+  /*! \brief Notes a page that its sequence still owns and is about to leave. */
+  void Append(int32_t page, PagePool* pool) noexcept;
+  /*! \brief Forgets the last `count` pages, or all. */
+  void DropLast(int64_t count, PagePool* pool) noexcept;
+  void Clear(PagePool* pool) noexcept { DropLast(size(), pool); }
+  /*! \brief Notes what another history has but its last `count` pages; this one must be empty. */
+  void CopyWithoutLast(const PageHistory& other, int64_t count, PagePool* pool) noexcept;
+
+  /*! \brief Adds this history to the keepers of each page. \throws Error (RuntimeError). */
+  void CountKeepers(const PagePool& pool, std::vector<int32_t>* num_keepers) const;
+
+ private:
+  static bool IsKnown(const Entry& entry, const PagePool& pool) {
+    return pool.Generation(entry.page) == entry.generation;
+  }
+  void DropFirst(PagePool* pool) noexcept;
+
+  std::vector<Entry> entries_;
+  size_t begin_ = 0;  // of those in use: the front is cut off now and then
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_PAGE_HISTORY_H_

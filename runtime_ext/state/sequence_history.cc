@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file sequence_history.cc
+ * \brief What windows of layers have left behind, and how forks and pops get it back.
+ *
+ * A page that a window leaves is noted in the sequence's history and becomes cached; forks copy the
+ * history. A fork or pop whose next row sees further back than the held pages takes pages from the
+ * history as if the window had never slid: they become held again, nothing is copied or computed.
+ */
+#include <algorithm>
+
+#include "base/error.h"
+#include "state/sequence_table.h"
+
+namespace pagedkv {
+
+int64_t SequenceTable::FirstPageAt(const Sequence& sequence, int32_t group,
+                                   int64_t text_length) const {
+  return std::min(sequence.first_pages[group], FirstPageToSee(group, text_length));
+}
+
+void SequenceTable::RequireWindow(const Sequence& sequence, int64_t length,
+                                  const char* what) const {
+  if (length == 0) return;
+  const int64_t text_length = sequence.window.TextLength(length);
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    const int64_t first = sequence.first_pages[g];
+    if (!HasWindow(g) || FirstPageToSee(g, text_length) >= first) continue;
+    if (sequence.receive != nullptr) {
+      Raise(kValueError, "cannot ", what, " sequence ", sequence.id, " (length ", sequence.length,
+            ") at position ", length, " while it is receiving positions from ",
+            sequence.receive->begin, " on: finish or cancel that first");
+    }
+    const int64_t end = std::min(first, PagesFor(text_length));
+    for (int64_t i = FirstPageToSee(g, text_length); i < end; ++i) {
+      if (PageBehind(sequence, g, i) < 0) RaiseReclaimed(sequence, g, length, what);
+    }
+  }
+}
+
+void SequenceTable::RaiseReclaimed(const Sequence& sequence, int32_t group, int64_t length,
+                                   const char* what) const {
+  const int64_t text_length = sequence.window.TextLength(length);
+  const int64_t first_seen = FirstVisible(group, text_length);
+  const int64_t end = std::min(sequence.first_pages[group], PagesFor(text_length));
+  int64_t first_missing = end, last_missing = 0;
+  for (int64_t i = FirstPageToSee(group, text_length); i < end; ++i) {
+    if (PageBehind(sequence, group, i) >= 0) continue;
+    first_missing = std::min(first_missing, i);
+    last_missing = i;
+  }
+  Raise(kValueError, "cannot ", what, " sequence ", sequence.id, " (length ", sequence.length,
+        ") at position ", length, ": layers with a window of ", windows_[group],
+        " would see position ", first_seen, " next, but the pages of positions ",
+        first_missing * page_size_, " to ", (last_missing + 1) * page_size_ - 1,
+        " have been reclaimed for others since their window left them behind; ", what,
+        " at position ", FirstReachable(sequence),
+        " or later, append the tokens to a new sequence, or make the cache with more pages");
+}
+
+/*! \brief The first position from which on forks and pops find all that they need. */
+int64_t SequenceTable::FirstReachable(const Sequence& sequence) const {
+  int64_t reachable = 0;
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    if (!HasWindow(g)) continue;
+    int64_t first = sequence.first_pages[g];
+    while (first > 0 && PageBehind(sequence, g, first - 1) >= 0) --first;
+    if (first > 0) reachable = std::max(reachable, first * page_size_ + windows_[g] - 1);
+  }
+  const SequenceWindow& window = sequence.window;
+  if (reachable <= window.num_sinks) return reachable;
+  return std::max(reachable - window.num_dropped, window.num_sinks);
+}
+
+void SequenceTable::LeaveBehind(Sequence* sequence, int32_t group, int32_t page) noexcept {
+  sequence->histories[group].Append(page, &pools_[group]);
+  pools_[group].Retire(page);
+}
+
+void SequenceTable::ReserveTakeBack(Sequence* sequence, int64_t text_length) {
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    if (!HasWindow(g)) continue;
+    const int64_t num_pages = PagesFor(text_length) - FirstPageAt(*sequence, g, text_length);
+    sequence->pages[g].reserve(static_cast<size_t>(std::max<int64_t>(num_pages, 0)));
+  }
+}
+
+void SequenceTable::TakeBack(Sequence* sequence, int64_t text_length) noexcept {
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    const int64_t first = sequence->first_pages[g];
+    const int64_t begin = FirstPageAt(*sequence, g, text_length);
+    if (!HasWindow(g) || begin == first) continue;
+    const int64_t end = std::min(first, PagesFor(text_length));
+    std::vector<int32_t>& pages = sequence->pages[g];
+    // What will be dropped makes room for what comes back.
+    const auto keep = static_cast<size_t>(std::max<int64_t>(PagesFor(text_length) - first, 0));
+    ReleasePages(sequence, g, std::min(keep, pages.size()));
+    pages.insert(pages.begin(), static_cast<size_t>(end - begin), -1);
+    for (int64_t i = begin; i < end; ++i) {
+      pages[i - begin] = PageBehind(*sequence, g, i);
+      pools_[g].AddOwner(pages[i - begin]);
+    }
+    sequence->histories[g].DropLast(first - begin, &pools_[g]);
+    sequence->first_pages[g] = begin;
+  }
+}
+
+void SequenceTable::LeaveReceiveBehind(Sequence* sequence, int32_t group) noexcept {
+  const Receive& receive = *sequence->receive;
+  const Receive::Group& backup = receive.groups[group];
+  const int64_t first = sequence->first_pages[group];
+  // Positions that no window of the receiver sees were never there: no history reaches over them.
+  const bool has_gap = first != backup.first_page + static_cast<int64_t>(backup.gone.size()) ||
+                       (first > backup.first_page && first * page_size_ > receive.begin);
+  if (has_gap) sequence->histories[group].Clear(&pools_[group]);
+  for (int32_t page : backup.gone) {
+    has_gap ? pools_[group].Retire(page) : LeaveBehind(sequence, group, page);
+  }
+}
+
+}  // namespace pagedkv

@@ -19,10 +19,10 @@
 
 #include "base/error.h"
 #include "base/sha256.h"
+#include "base/version.h"
 #include "bundle/bundle_device.h"
 #include "bundle/bundle_target.h"
 #include "device/device_memory.h"
-#include "ffi/loading.h"
 
 namespace pagedkv {
 
@@ -195,9 +195,8 @@ std::vector<BundleTarget> ReadTargets(const Values& targets) {
 }
 
 ffi::Tensor Floats(const Values& values) {
-  ffi::Tensor tensor =
-      AllocateTensor({static_cast<int64_t>(values.size())}, kFloat32, DLDevice{kDLCPU, 0},
-                     std::make_shared<std::atomic<int64_t>>(0));
+  ffi::Tensor tensor = AllocateTensor({static_cast<int64_t>(values.size())}, kFloat32,
+                                      DLDevice{kDLCPU, 0}, UncountedBytes());
   auto* out = static_cast<float*>(tensor.data_ptr());
   for (const ffi::Any& value : values) *out++ = static_cast<float>(value.cast<double>());
   return tensor;
@@ -205,8 +204,7 @@ ffi::Tensor Floats(const Values& values) {
 
 ffi::Tensor CopyTo(const ffi::Tensor& tensor, DLDevice device) {
   if (device.device_type == kDLCPU) return tensor;
-  ffi::Tensor copy = AllocateTensor(tensor.shape(), tensor.dtype(), device,
-                                    std::make_shared<std::atomic<int64_t>>(0));
+  ffi::Tensor copy = AllocateTensor(tensor.shape(), tensor.dtype(), device, UncountedBytes());
   CopyBytes(tensor, 0, copy, 0, static_cast<int64_t>(ffi::GetDataSize(tensor)), nullptr);
   Synchronize(device, nullptr);
   return copy;

@@ -12,9 +12,9 @@
 #include <string>
 #include <utility>
 
-#include "attention/stock_window_backend.h"
 #include "base/error.h"
 #include "config/cache_config_checks.h"
+#include "config/layer_kernels.h"
 #include "device/device_memory.h"
 #include "state/sequence_table.h"
 
@@ -25,56 +25,6 @@ namespace {
 constexpr int64_t kMaxPageSize = 256;
 constexpr int64_t kMaxHeads = 4096;
 constexpr int64_t kMaxHeadDim = 4096;
-
-/*! \brief Kernels that are not ours leave windows of sequences to a pair of stock ones. */
-void RequireSequenceWindows(const LayerConfig& layer, const KernelSet& kernels) {
-  if (StockWindowBackend::Serves(kernels, layer)) {
-    Raise(kValueError,
-          "windows of sequences are not possible with layers that have a window over kernels of ",
-          "the stock cache");
-  }
-  if (layer.is_mla() || layer.window > 0) return;
-  if (kernels.IsOwn(KernelName::kPrefill) && kernels.IsOwn(KernelName::kDecode)) return;
-  for (KernelName name : {KernelName::kPrefillSliding, KernelName::kDecodeSliding}) {
-    if (kernels.IsStock(name)) continue;
-    Raise(kValueError, "windows of sequences over kernels of the stock cache need a kernel '",
-          ToString(name), "' of the same kind (tag tirx)");
-  }
-  for (KernelName name : {KernelName::kPrefillRagged, KernelName::kMerge}) {
-    if (kernels.Has(name)) continue;
-    Raise(kValueError, "windows of sequences over kernels of the stock cache need a kernel '",
-          ToString(name), "': a step's rows are a part of their own there");
-  }
-}
-
-void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
-  std::string missing;
-  auto require = [&](KernelName name) {
-    if (!kernels.Has(name)) missing += (missing.empty() ? "" : ", ") + std::string(ToString(name));
-  };
-  if (layer.is_mla()) {
-    if (kernels.IsFlashInfer(KernelName::kPrefillRagged)) {
-      Raise(kValueError, "FlashInfer's functions serve layers with K and V, not MLA layers");
-    }
-    require(KernelName::kTransposeAppendMLA);
-    require(KernelName::kMLAPrefill);
-  } else {
-    if (!kernels.Has(KernelName::kRopeAppend)) {
-      require(KernelName::kTransposeAppend);
-      require(KernelName::kSplitRotary);
-    }
-    require(layer.prefill());
-    require(layer.decode());
-    if (StockWindowBackend::Serves(kernels, layer)) {
-      for (KernelName name : {KernelName::kTransposeAppend, KernelName::kSplitRotary,
-                              KernelName::kPrefillRagged, KernelName::kMerge}) {
-        require(name);
-      }
-    }
-  }
-  require(KernelName::kCopySinglePage);
-  if (!missing.empty()) Raise(kValueError, "the cache needs kernels that are missing: ", missing);
-}
 
 void CheckLayer(const LayerConfig& layer) {
   CheckRange("num_qo_heads", layer.num_qo_heads, 1, kMaxHeads);
@@ -238,7 +188,7 @@ void CacheConfig::Validate() const {
     }
     CheckRange("kernel_set", layer.kernel_set, 0, static_cast<int64_t>(kernel_sets.size()) - 1);
     RequireKernels(layer, kernel_sets[layer.kernel_set]);
-    if (has_sequence_windows) RequireSequenceWindows(layer, kernel_sets[layer.kernel_set]);
+    if (has_sequence_windows) RequireSequenceWindowKernels(layer, kernel_sets[layer.kernel_set]);
   }
   if (rope_ext_factors.defined()) CheckExtensionFactors(*this);
 }

@@ -102,6 +102,9 @@ struct CacheConfig {
   /*! \brief Pages that are never reported as available: a step takes them until windows slide. */
   int64_t num_reserved_pages = 0;
 
+  /*! \brief What kernels take as `rotary_mode`: 1 where they rotate Q and K as they read them. */
+  int64_t rotary_mode() const { return rope_mode == RopeMode::kInline; }
+
   /*! \brief Pages of the pool of layers that keep everything. */
   int64_t num_pages() const {
     return (max_total_tokens + page_size - 1) / page_size + num_spare_pages + num_reserved_pages;

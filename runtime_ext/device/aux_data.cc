@@ -88,8 +88,7 @@ void AuxData::Reserve(Buffer* buffer, int64_t num_elements) {
   ffi::Tensor device = AllocateTensor({capacity}, kInt32, device_, counter_);
   ffi::Tensor host = device;
   if (device_.device_type != kDLCPU) {
-    host = AllocateTensor({capacity}, kInt32, StagingDevice(device_),
-                          std::make_shared<std::atomic<int64_t>>(0));
+    host = AllocateTensor({capacity}, kInt32, StagingDevice(device_), UncountedBytes());
   }
   buffer->capacity = capacity;
   buffer->host = std::move(host);

@@ -97,6 +97,13 @@ struct ViewAllocator {
 
 }  // namespace
 
+ByteCounter UncountedBytes() { return std::make_shared<std::atomic<int64_t>>(0); }
+
+bool IsHost(DLDevice device) {
+  return device.device_type == kDLCPU || device.device_type == kDLCUDAHost ||
+         device.device_type == kDLROCMHost;
+}
+
 void RequireHostMemory(double num_bytes) {
   auto require = [&](double available, const char* who) {
     if (num_bytes <= available) return;

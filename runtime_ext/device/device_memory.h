@@ -24,8 +24,20 @@ inline constexpr DLDataType kByte{kDLUInt, 8, 1};
 inline constexpr DLDataType kInt32{kDLInt, 32, 1};
 inline constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 
+/*! \brief Bytes of an element. */
+constexpr int64_t ItemSize(DLDataType dtype) { return (dtype.bits + 7) / 8; }
+
 /*! \brief Bytes that are allocated now; shared with the tensors, which may outlive the cache. */
 using ByteCounter = std::shared_ptr<std::atomic<int64_t>>;
+
+/*! \brief A counter that nobody reads, for memory that does not count as a cache's. */
+ByteCounter UncountedBytes();
+
+/*! \brief Whether the CPU can read the memory, pinned memory included. */
+bool IsHost(DLDevice device);
+inline bool IsSame(DLDevice a, DLDevice b) {
+  return a.device_type == b.device_type && a.device_id == b.device_id;
+}
 
 /*!
  * \brief Refuses what can never fit: a system that promises more memory than it has would end the

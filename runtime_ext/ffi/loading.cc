@@ -18,6 +18,8 @@
 #include <iterator>
 #include <optional>
 
+#include "base/version.h"
+
 namespace pagedkv {
 
 namespace ffi = tvm::ffi;
@@ -46,10 +48,6 @@ std::string WheelVersion(const std::string& library) {
 }  // namespace
 
 std::string LibraryPath() { return PathOf(&LibraryPath); }
-
-std::string Series(const std::string& version) {
-  return version.substr(0, version.find('.', version.find('.') + 1));
-}
 
 std::string RuntimeMismatch() {
   auto mismatch = [](const std::string& package, const std::string& needed,

@@ -13,9 +13,6 @@ namespace pagedkv {
 /*! \brief The path that this copy of the library was loaded from. */
 std::string LibraryPath();
 
-/*! \brief The first two numbers of a version, such as "0.27"; within them TVM's ABI stays as is. */
-std::string Series(const std::string& version);
-
 /*!
  * \brief Why TVM's runtime in this process does not fit; empty where it does.
  *

@@ -15,8 +15,10 @@
 
 #include "base/error.h"
 #include "bundle/bundle.h"
+#include "ffi/arguments.h"
+#include "ffi/cache_object.h"
 #include "ffi/loading.h"
-#include "ffi/paged_kv_cache.h"
+#include "transfer/copy_regions.h"
 
 namespace pagedkv {
 
@@ -43,28 +45,39 @@ auto Call(const PagedKVCache& cache, F f) {
   return Translate([&] { return object.Enter([&] { return f(object); }); });
 }
 
-/*! \brief A method as a function whose first argument is the cache. */
-template <typename R, typename... Args>
-ffi::Function FromMethod(R (PagedKVCacheObj::*method)(Args...)) {
-  return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) -> R {
-    return Call(cache,
-                [&](PagedKVCacheObj& object) -> R { return (object.*method)(std::move(args)...); });
-  });
+/*! \brief A method of a part as a function whose first argument is the cache. */
+template <typename Part, typename R, typename... Args, typename Method>
+ffi::Function Bind(Method method) {
+  return ffi::Function::FromTyped(
+      [method](PagedKVCache cache, typename Argument<std::decay_t<Args>>::Type... args) {
+        return Call(cache, [&](PagedKVCacheObj& object) {
+          Part& part = *object.part<Part>();
+          if constexpr (std::is_void_v<R>) {
+            (part.*method)(Argument<std::decay_t<Args>>::Convert(std::move(args))...);
+          } else {
+            return ConvertResult(
+                (part.*method)(Argument<std::decay_t<Args>>::Convert(std::move(args))...));
+          }
+        });
+      });
 }
 
-template <typename R, typename... Args>
-ffi::Function FromMethod(R (PagedKVCacheObj::*method)(Args...) const) {
-  return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) -> R {
-    return Call(cache,
-                [&](PagedKVCacheObj& object) -> R { return (object.*method)(std::move(args)...); });
-  });
+template <typename Part, typename R, typename... Args>
+ffi::Function FromMethod(R (Part::*method)(Args...)) {
+  return Bind<Part, R, Args...>(method);
+}
+
+template <typename Part, typename R, typename... Args>
+ffi::Function FromMethod(R (Part::*method)(Args...) const) {
+  return Bind<Part, R, Args...>(method);
 }
 
 /*! \brief As FromMethod, of one that waits for the next call where another one is under way. */
-template <typename... Args>
-ffi::Function FromDeferred(void (PagedKVCacheObj::*method)(Args...)) {
+template <typename Part, typename... Args>
+ffi::Function FromDeferred(void (Part::*method)(Args...)) {
   return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) {
-    Translate([&] { ((*cache.get()).*method)(std::move(args)...); });
+    PagedKVCacheObj* object = cache.get();
+    Translate([&] { object->EnterOrDefer([=] { (object->part<Part>()->*method)(args...); }); });
   });
 }
 
@@ -89,8 +102,8 @@ void OverrideMethod(const std::string& name, Method method) {
 }
 
 /*! \brief As OverrideMethod; without its last argument the method gets None for it. */
-template <typename... Args>
-void OverrideWithOption(const std::string& name, void (PagedKVCacheObj::*method)(Args...)) {
+template <typename Part, typename... Args>
+void OverrideWithOption(const std::string& name, void (Part::*method)(Args...)) {
   constexpr int kNumArgs = 1 + sizeof...(Args);
   ffi::Function whole = FromMethod(method);
   Override(name, ffi::Function::FromPacked([whole](ffi::PackedArgs args, ffi::Any* result) {
@@ -124,48 +137,49 @@ void OverrideCreate() {
 
 /*! \brief Returns the cache, so that a model can order what follows after it. */
 PagedKVCache AppendMLAKV(PagedKVCache cache, int64_t layer, ffi::Tensor kv) {
-  Call(cache, [&](PagedKVCacheObj& object) { object.AppendMLAKV(layer, std::move(kv)); });
+  Call(cache, [&](PagedKVCacheObj& object) {
+    object.part<Attention>()->AppendMLAKV(layer, std::move(kv));
+  });
   return cache;
 }
 
 void OverrideStockNames() {
-  using Cache = PagedKVCacheObj;
   OverrideCreate();
 
   const std::string state = "vm.builtin.kv_state_";
-  OverrideMethod(state + "clear", &Cache::Clear);
-  OverrideMethod(state + "add_sequence", &Cache::AddSequence);
-  OverrideMethod(state + "remove_sequence", &Cache::RemoveSequence);
-  OverrideMethod(state + "fork_sequence", &Cache::ForkSequence);
-  OverrideMethod(state + "popn", &Cache::PopN);
-  OverrideWithOption(state + "begin_forward", &Cache::BeginForward);
-  OverrideMethod(state + "end_forward", &Cache::EndForward);
+  OverrideMethod(state + "clear", &Sequences::Clear);
+  OverrideMethod(state + "add_sequence", &Sequences::Add);
+  OverrideMethod(state + "remove_sequence", &Sequences::Remove);
+  OverrideMethod(state + "fork_sequence", &Sequences::Fork);
+  OverrideMethod(state + "popn", &Sequences::PopN);
+  OverrideWithOption(state + "begin_forward", &PagedKVCacheObj::BeginForward);
+  OverrideMethod(state + "end_forward", &PagedKVCacheObj::EndForward);
 
   const std::string cache = "vm.builtin.attention_kv_cache_";
-  OverrideMethod(cache + "enable_sliding_window_for_seq", &Cache::EnableSlidingWindow);
-  OverrideMethod(cache + "commit_accepted_token_tree_nodes", &Cache::CommitTree);
-  OverrideMethod(cache + "empty", &Cache::IsEmpty);
-  OverrideMethod(cache + "get_num_available_pages", &Cache::NumAvailablePages);
-  OverrideMethod(cache + "get_total_sequence_length", &Cache::TotalLength);
-  OverrideMethod(cache + "get_sequence_length", &Cache::SequenceLength);
-  OverrideMethod(cache + "get_query_positions", &Cache::QueryPositions);
-  OverrideWithOption(cache + "attention_with_fused_qkv", &Cache::AttentionWithFusedQKV);
-  OverrideWithOption(cache + "attention_with_shared_kv", &Cache::AttentionWithSharedKV);
-  OverrideMethod(cache + "self_attention", &Cache::SelfAttention);
-  OverrideMethod(cache + "cross_attention", &Cache::CrossAttention);
-  OverrideMethod(cache + "merge_attn_output_inplace", &Cache::MergeAttention);
-  OverrideMethod(cache + "debug_get_kv", &Cache::DebugGetKV);
-  OverrideMethod(cache + "debug_get_kv_mla", &Cache::DebugGetKVMLA);
+  OverrideMethod(cache + "enable_sliding_window_for_seq", &Sequences::EnableSlidingWindow);
+  OverrideMethod(cache + "commit_accepted_token_tree_nodes", &TreeCommit::Commit);
+  OverrideMethod(cache + "empty", &Sequences::IsEmpty);
+  OverrideMethod(cache + "get_num_available_pages", &Sequences::NumAvailablePages);
+  OverrideMethod(cache + "get_total_sequence_length", &Sequences::TotalLength);
+  OverrideMethod(cache + "get_sequence_length", &Sequences::Length);
+  OverrideMethod(cache + "get_query_positions", &Step::QueryPositions);
+  OverrideWithOption(cache + "attention_with_fused_qkv", &Attention::AttendFused);
+  OverrideWithOption(cache + "attention_with_shared_kv", &Attention::AttendShared);
+  OverrideMethod(cache + "self_attention", &Attention::SelfAttend);
+  OverrideMethod(cache + "cross_attention", &Attention::CrossAttend);
+  OverrideMethod(cache + "merge_attn_output_inplace", &Attention::Merge);
+  OverrideMethod(cache + "debug_get_kv", &DebugKV::Get);
+  OverrideMethod(cache + "debug_get_kv_mla", &DebugKV::GetMLA);
   Override(cache + "append_mla_kv", ffi::Function::FromTyped(AppendMLAKV));
 
-  OverrideMethod(cache + "get_checkpoint_metadata", &Cache::CheckpointMetadata);
-  OverrideMethod(cache + "get_layout_hash", &Cache::LayoutHash);
-  OverrideMethod(cache + "export_page_group", &Cache::ExportPageGroup);
-  OverrideMethod(cache + "prepare_import", &Cache::PrepareImport);
-  OverrideMethod(cache + "import_page_group", &Cache::ImportPageGroup);
-  OverrideMethod(cache + "finish_import", &Cache::FinishImport);
-  OverrideMethod("vm.builtin.kv_cache_disagg_prepare_recv", &Cache::DisaggPrepareRecv);
-  OverrideMethod("vm.builtin.kv_cache_disagg_mark_send", &Cache::DisaggMarkSend);
+  OverrideMethod(cache + "get_checkpoint_metadata", &CheckpointWriter::Metadata);
+  OverrideMethod(cache + "get_layout_hash", &CheckpointWriter::LayoutHash);
+  OverrideMethod(cache + "export_page_group", &CheckpointWriter::ExportPageGroup);
+  OverrideMethod(cache + "prepare_import", &CheckpointReader::Prepare);
+  OverrideMethod(cache + "import_page_group", &CheckpointReader::ImportPageGroup);
+  OverrideMethod(cache + "finish_import", &CheckpointReader::Finish);
+  OverrideMethod("vm.builtin.kv_cache_disagg_prepare_recv", &KVReceiver::Prepare);
+  OverrideMethod("vm.builtin.kv_cache_disagg_mark_send", &KVSender::MarkSend);
 }
 
 void RequireSinks(const ffi::Tensor& sinks) {
@@ -177,7 +191,7 @@ void AttentionWithSinks(PagedKVCache cache, int64_t layer, double sm_scale, ffi:
                         ffi::Tensor sinks, ffi::Tensor o) {
   RequireSinks(sinks);
   Call(cache, [&](PagedKVCacheObj& object) {
-    object.AttentionWithFusedQKV(layer, sm_scale, qkv, o, sinks);
+    object.part<Attention>()->AttendFused(layer, sm_scale, qkv, o, sinks);
   });
 }
 
@@ -186,7 +200,7 @@ void SharedAttentionWithSinks(PagedKVCache cache, int64_t source, double sm_scal
                               ffi::Tensor o) {
   RequireSinks(sinks);
   Call(cache, [&](PagedKVCacheObj& object) {
-    object.AttentionWithSharedKV(source, sm_scale, q, current_k, current_v, o, sinks);
+    object.part<Attention>()->AttendShared(source, sm_scale, q, current_k, current_v, o, sinks);
   });
 }
 
@@ -195,7 +209,6 @@ PagedKVCache Create(ffi::Map<ffi::String, ffi::Any> config, ffi::AnyView kernels
 }
 
 void DefineOwnNames() {
-  using Cache = PagedKVCacheObj;
   tvm::ffi::reflection::GlobalDef()
       .def("pagedkv.create", Create)
       .def("pagedkv.attention_with_sinks", AttentionWithSinks)
@@ -211,36 +224,36 @@ void DefineOwnNames() {
     ffi::Function::SetGlobal(std::string("pagedkv.") + name, std::move(function));
   };
   ffi::Function::SetGlobal(kModelConstructor, ffi::Function::FromPacked(CreatePositional));
-  define("abort_forward", FromMethod(&Cache::AbortForward));
-  define("missing_layers", FromMethod(&Cache::MissingLayers));
-  define("is_in_forward", FromMethod(&Cache::IsInForward));
-  define("total_length", FromMethod(&Cache::TotalLength));
-  define("stats", FromMethod(&Cache::Stats));
-  define("describe", FromMethod(&Cache::Describe));
-  define("check_layer", FromMethod(&Cache::CheckLayer));
-  define("sequence_ids", FromMethod(&Cache::SequenceIds));
-  define("page_table", FromMethod(&Cache::PageTable));
-  define("cached_pages", FromMethod(&Cache::CachedPages));
-  define("first_position", FromMethod(&Cache::FirstPosition));
-  define("sequence_window", FromMethod(&Cache::Window));
-  define("check_integrity", FromMethod(&Cache::CheckIntegrity));
-  define("debug_set_kv", FromMethod(&Cache::DebugSetKV));
-  define("debug_set_kv_mla", FromMethod(&Cache::DebugSetKVMLA));
-  define("export_pages", FromMethod(&Cache::ExportPages));
-  define("prepare_imports", FromMethod(&Cache::PrepareImports));
-  define("import_pages", FromMethod(&Cache::ImportPages));
-  define("receive_id", FromMethod(&Cache::ReceiveId));
-  define("finish_receive", FromMethod(&Cache::FinishReceive));
-  define("cancel_receive", FromMethod(&Cache::CancelReceive));
-  define("release_receive", FromDeferred(&Cache::ReleaseReceive));
-  define("set_send_handler", FromMethod(&Cache::SetSendHandler));
-  define("drop_send_handler", FromDeferred(&Cache::DropSendHandler));
-  define("send_id", FromMethod(&Cache::SendId));
-  define("cancel_send", FromMethod(&Cache::CancelSend));
-  define("send_block", FromMethod(&Cache::DescribeSendBlock));
-  define("release_send_block", FromMethod(&Cache::ReleaseSendBlock));
-  define("pages_of", FromMethod(&Cache::PagesOf));
-  define("shared_pages", FromMethod(&Cache::SharedPages));
+  define("abort_forward", FromMethod(&Step::Abort));
+  define("missing_layers", FromMethod(&Step::MissingLayers));
+  define("is_in_forward", FromMethod(&Step::IsInForward));
+  define("total_length", FromMethod(&Sequences::TotalLength));
+  define("stats", FromMethod(&Inspector::Stats));
+  define("describe", FromMethod(&Inspector::Describe));
+  define("check_layer", FromMethod(&LayerStorage::CheckLayer));
+  define("sequence_ids", FromMethod(&Inspector::SequenceIds));
+  define("page_table", FromMethod(&Inspector::PageTable));
+  define("cached_pages", FromMethod(&Inspector::CachedPages));
+  define("first_position", FromMethod(&Inspector::FirstPosition));
+  define("sequence_window", FromMethod(&Inspector::Window));
+  define("check_integrity", FromMethod(&Inspector::CheckIntegrity));
+  define("debug_set_kv", FromMethod(&DebugKV::Set));
+  define("debug_set_kv_mla", FromMethod(&DebugKV::SetMLA));
+  define("export_pages", FromMethod(&CheckpointWriter::ExportPages));
+  define("prepare_imports", FromMethod(&CheckpointReader::PrepareMany));
+  define("import_pages", FromMethod(&CheckpointReader::ImportPages));
+  define("receive_id", FromMethod(&KVReceiver::IdOf));
+  define("finish_receive", FromMethod(&KVReceiver::Finish));
+  define("cancel_receive", FromMethod(&KVReceiver::Cancel));
+  define("release_receive", FromDeferred(&KVReceiver::Release));
+  define("set_send_handler", FromMethod(&KVSender::SetHandler));
+  define("drop_send_handler", FromDeferred(&KVSender::DropHandler));
+  define("send_id", FromMethod(&KVSender::IdOf));
+  define("cancel_send", FromMethod(&KVSender::Cancel));
+  define("send_block", FromMethod(&KVSender::DescribeBlock));
+  define("release_send_block", FromMethod(&KVSender::ReleaseBlock));
+  define("pages_of", FromMethod(&LayerStorage::PagesOf));
+  define("shared_pages", FromMethod(&LayerStorage::SharedPages));
   define("copy_regions",
          ffi::Function::FromTyped([](ffi::Tensor to, ffi::Tensor from, ffi::Tensor regions) {
            Translate([&] { CopyRegions(to, from, regions); });
@@ -256,9 +269,9 @@ void DefineOwnNames() {
                                      ffi::Optional<ffi::String> name) {
            return Translate([&] { return ChooseBundleTarget(targets, machine, name); });
          }));
-  define("poison_free_pages", FromMethod(&Cache::PoisonFreePages));
-  define("shuffle_free_pages", FromMethod(&Cache::ShuffleFreePages));
-  define("share_every_prefix", FromMethod(&Cache::ShareEveryPrefix));
+  define("poison_free_pages", FromMethod(&Inspector::PoisonFreePages));
+  define("shuffle_free_pages", FromMethod(&Inspector::ShuffleFreePages));
+  define("share_every_prefix", FromMethod(&Step::ShareEveryPrefix));
 }
 
 /*! \brief Lets all that makes a cache say why there is none, rather than make one of stock TVM. */

@@ -121,6 +121,10 @@ class ForwardPlan {
   void FillFirstPositions(int32_t group, int32_t* out) const;
   /*! \brief Page ids, [NumPages]: kWithStep between Acquire and Commit, kPast after Commit. */
   void FillPageValues(int32_t group, PageRange range, int32_t* out) const;
+  /*! \brief Rows of FillLengths: 4 when a sequence has a window that the group follows, else 1. */
+  int64_t NumLengthRows(int32_t group) const;
+  /*! \brief FillLastPageLengths, then with 4 rows FillWindows, [NumLengthRows, B]. */
+  void FillLengths(int32_t group, PageRange range, int32_t* out) const;
   void FillLastPageLengths(PageRange range, int32_t* out) const;  // [B]
   /*!
    * \brief Where the windows of sequences lie in the page tables of a group, [3, B]: the slot

@@ -129,6 +129,15 @@ void ForwardPlan::FillPageValues(int32_t group, PageRange range, int32_t* out) c
   }
 }
 
+int64_t ForwardPlan::NumLengthRows(int32_t group) const {
+  return has_windows_ && !table_->HasWindow(group) ? 4 : 1;
+}
+
+void ForwardPlan::FillLengths(int32_t group, PageRange range, int32_t* out) const {
+  FillLastPageLengths(range, out);
+  if (NumLengthRows(group) > 1) FillWindows(group, out + num_sequences());
+}
+
 void ForwardPlan::FillLastPageLengths(PageRange range, int32_t* out) const {
   for (const Item& item : items_) {
     int64_t length = TextLength(item, range);

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file attention.h
+ * \brief What a model calls for a layer within a step.
+ *
+ * Each call checks its tensors first, so one that throws Error has written nothing. In shapes, T is
+ * the number of rows of the step.
+ */
+#ifndef TVM_PAGEDKV_ATTENTION_ATTENTION_H_
+#define TVM_PAGEDKV_ATTENTION_ATTENTION_H_
+
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/optional.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention/attention_backend.h"
+#include "attention/mla_attention.h"
+#include "step/step.h"
+
+namespace pagedkv {
+
+class Attention {
+ public:
+  /*! \param step Must outlive this. */
+  explicit Attention(Step* step);
+
+  /*!
+   * \brief Rotates and appends the rows of qkv, then attends to the past and the step's rows.
+   * \param qkv [T, num_qo_heads + 2 * num_kv_heads, head_dim].
+   * \param o [T, num_qo_heads, head_dim], written.
+   * \param sink_logits Learned attention sinks: a float32 logit for each query head.
+   */
+  void AttendFused(int64_t layer_id, double sm_scale, ffi::Tensor qkv, ffi::Tensor o,
+                   ffi::Optional<ffi::Tensor> sink_logits);
+  /*!
+   * \brief Attends over the pages of another layer, which has appended in this step.
+   * \param q [T, num_qo_heads, head_dim], rotated.
+   * \param current_k The rows that the source layer has appended; current_v as well.
+   */
+  void AttendShared(int64_t source_id, double sm_scale, ffi::Tensor q, ffi::Tensor current_k,
+                    ffi::Tensor current_v, ffi::Tensor o, ffi::Optional<ffi::Tensor> sink_logits);
+  /*!
+   * \brief Attends causally to the rows of the step alone; a layer with K and V appends them too.
+   * \param lse [T, num_qo_heads] float32, written.
+   */
+  void SelfAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor k, ffi::Tensor v,
+                  ffi::Tensor o, ffi::Tensor lse);
+  /*! \brief Attends to the past alone; for the exceptions of MLA layers see mla_attention.h. */
+  void CrossAttend(int64_t layer_id, double sm_scale, ffi::Tensor q, ffi::Tensor o,
+                   ffi::Tensor lse);
+  /*! \param kv Latent rows, [T, qk_head_dim]. */
+  void AppendMLAKV(int64_t layer_id, ffi::Tensor kv);
+  /*! \brief Merges the partial state (o_other, lse_other) into (o, lse), and returns these. */
+  ffi::Array<ffi::Tensor> Merge(ffi::Tensor o, ffi::Tensor lse, ffi::Tensor o_other,
+                                ffi::Tensor lse_other);
+
+ private:
+  /*! \brief One of the two, by the kind of the layer. */
+  struct LayerEntry {
+    std::unique_ptr<AttentionBackend> backend;
+    std::unique_ptr<MLAAttention> mla;
+  };
+
+  void CheckSinkLogits(const StoredLayer& layer, const ffi::Optional<ffi::Tensor>& logits) const;
+  /*! \brief Lets the sinks, if there are any, into the softmax of what is in call.o. */
+  void ApplySinkLogits(const StoredLayer& layer, const ffi::Optional<ffi::Tensor>& logits,
+                       const AttentionCall& call);
+  const KernelSet& MergeKernels(int64_t num_heads, int64_t width) const;
+
+  Step* step_;
+  const LayerStorage& storage_;
+  SharedBackendState shared_;
+  std::vector<LayerEntry> layers_;  // as LayerStorage::layers
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_ATTENTION_ATTENTION_H_

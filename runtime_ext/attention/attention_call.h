@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file attention_call.h
+ * \brief The tensors of one attention call of a layer. T is the number of rows of the step.
+ */
+#ifndef TVM_PAGEDKV_ATTENTION_ATTENTION_CALL_H_
+#define TVM_PAGEDKV_ATTENTION_ATTENTION_CALL_H_
+
+#include <tvm/ffi/container/tensor.h>
+
+namespace pagedkv {
+
+namespace ffi = tvm::ffi;
+
+struct AttentionCall {
+  double sm_scale;
+  const ffi::Tensor& q;    // [T, num_qo_heads, qk_head_dim]
+  const ffi::Tensor& o;    // [T, num_qo_heads, v_head_dim], written
+  const ffi::Tensor& lse;  // [T, num_qo_heads] float32, written: log2 of the sum of exponentials
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_ATTENTION_ATTENTION_CALL_H_

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file paged_backend.cc
+ * \brief Attention with kernels of this project.
+ */
+#include "attention/paged_backend.h"
+
+namespace pagedkv {
+
+PagedBackend::PagedBackend(Step* step, const StoredLayer& layer, const SharedBackendState& shared)
+    : step_(step),
+      layer_(layer),
+      pages_(step, layer),
+      ragged_(*step, layer, shared.flashinfer.get()),
+      has_rope_append_(layer.kernels->Has(KernelName::kRopeAppend)),
+      has_stock_kernels_(false) {
+  for (KernelName name : {layer.config.decode(), layer.config.prefill(), layer.config.tree()}) {
+    has_stock_kernels_ = has_stock_kernels_ || layer.kernels->IsStock(name);
+  }
+}
+
+Alignment PagedBackend::page_alignment() const {
+  return has_stock_kernels_ ? Alignment::kStock : Alignment::kElement;
+}
+
+void PagedBackend::Append(const ffi::Tensor& qkv) {
+  has_rope_append_ ? RotateAndAppend(qkv) : SplitAndAppend(qkv);
+}
+
+void PagedBackend::RotateAndAppend(const ffi::Tensor& qkv) {
+  const StepArrays& arrays = step_->arrays();
+  const ffi::Function& kernel = layer_.kernels->Get(KernelName::kRopeAppend);
+  const ffi::Tensor& q = step_->workspaces().group(layer_.group).q.get();
+  const int64_t apply_rope = config().rope_mode == RopeMode::kNormal;
+  const ffi::Tensor& factors = config().rope_ext_factors;
+  if (factors.defined()) {
+    kernel(qkv, arrays.query_indptr(), arrays.rope_positions(), arrays.slots(layer_.group), q,
+           layer_.pages, apply_rope, factors);
+  } else {
+    kernel(qkv, arrays.query_indptr(), arrays.rope_positions(), arrays.slots(layer_.group), q,
+           layer_.pages, apply_rope);
+  }
+}
+
+void PagedBackend::SplitAndAppend(const ffi::Tensor& qkv) {
+  const StepArrays& arrays = step_->arrays();
+  const GroupWorkspace& workspace = step_->workspaces().group(layer_.group);
+  const ffi::Tensor &q = workspace.q.get(), &k = workspace.k.get(), &v = workspace.v.get();
+  const ffi::Function& split = layer_.kernels->Get(KernelName::kSplitRotary);
+  const ffi::Tensor& factors = config().rope_ext_factors;
+  if (factors.defined()) {
+    split(qkv, arrays.rope_positions(), q, k, v, factors);
+  } else {
+    const int64_t apply_rope = config().rope_mode == RopeMode::kNormal;
+    split(qkv, arrays.rope_positions(), q, k, v, apply_rope);
+  }
+  layer_.kernels->Get(KernelName::kTransposeAppend)(layer_.pages, k, v, arrays.slots(layer_.group));
+}
+
+void PagedBackend::Attend(const AttentionCall& call, const ffi::Tensor&, const ffi::Tensor&) {
+  AttendToPages(call, pages_.WithStep());
+}
+
+void PagedBackend::AttendToPast(const AttentionCall& call) { AttendToPages(call, pages_.Past()); }
+
+void PagedBackend::AttendToPages(const AttentionCall& call, const PageTable& table) {
+  if (HasTreeMask(table.range)) {
+    AttendWithTreeMask(call, table);
+  } else if (plan().is_decode()) {
+    Decode(call, table);
+  } else {
+    Prefill(call, table);
+  }
+  pages_.AttendToSegments(call);
+}
+
+void PagedBackend::Decode(const AttentionCall& call, const PageTable& table) {
+  CallDecode(layer_.config.decode(), call, table, table.lengths);
+}
+
+void PagedBackend::Prefill(const AttentionCall& call, const PageTable& table) {
+  CallPrefill(layer_.config.prefill(), call, table, table.lengths);
+}
+
+// Kernels of layers with a window take it as their last argument.
+
+void PagedBackend::CallDecode(KernelName name, const AttentionCall& call, const PageTable& table,
+                              const ffi::Tensor& lengths) const {
+  const LayerConfig& config = layer_.config;
+  const StepArrays& arrays = step_->arrays();
+  auto launch = [&](auto... window) {
+    layer_.kernels->Get(name)(call.q, layer_.pages, table.indptr, table.page_ids, lengths,
+                              arrays.first_positions(layer_.group), arrays.query_positions(),
+                              call.o, call.lse, this->config().rotary_mode(), config.rope_scale,
+                              config.rope_theta, call.sm_scale, window...);
+  };
+  if (config.window == 0) return launch();
+  // The kernel takes the last position of the pages for the row's own. The past has no such one.
+  launch(table.range == PageRange::kWithStep ? config.window : config.window - 1);
+}
+
+void PagedBackend::CallPrefill(KernelName name, const AttentionCall& call, const PageTable& table,
+                               const ffi::Tensor& lengths) const {
+  const LayerConfig& config = layer_.config;
+  const StepArrays& arrays = step_->arrays();
+  const int64_t is_causal = table.range == PageRange::kWithStep;
+  auto launch = [&](auto... window) {
+    layer_.kernels->Get(name)(call.q, arrays.query_indptr(), layer_.pages, table.indptr,
+                              table.page_ids, lengths, arrays.first_positions(layer_.group),
+                              arrays.query_positions(), call.o, call.lse, is_causal,
+                              this->config().rotary_mode(), config.rope_scale, config.rope_theta,
+                              call.sm_scale, window...);
+  };
+  config.window == 0 ? launch() : launch(config.window);
+}
+
+void PagedBackend::AttendWithTreeMask(const AttentionCall& call, const PageTable& table) const {
+  const LayerConfig& config = layer_.config;
+  const StepArrays& arrays = step_->arrays();
+  auto launch = [&](auto... window) {
+    layer_.kernels->Get(config.tree())(
+        call.q, arrays.query_indptr(), layer_.pages, table.indptr, table.page_ids, table.lengths,
+        arrays.first_positions(layer_.group), arrays.query_positions(), call.o, call.lse,
+        this->config().rotary_mode(), config.rope_scale, config.rope_theta, call.sm_scale,
+        arrays.tree_order_indptr(), table.tree_order, window...);
+  };
+  config.window == 0 ? launch() : launch(config.window);
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file checkpoint_reader.cc
+ * \brief Sequences into a cache.
+ */
+#include "checkpoint/checkpoint_reader.h"
+
+#include <numeric>
+#include <utility>
+
+#include "base/error.h"
+#include "storage/page_io.h"
+
+namespace pagedkv {
+
+ImportedSequence CheckpointReader::ImportedFrom(int64_t sequence_id,
+                                                const std::string& metadata) const {
+  const SequenceState state = ReadMetadata(metadata, page_groups_.layout());
+  ImportedSequence imported{sequence_id, state.length, {}, {}};
+  for (const LayerGroup& group : step_->storage().groups()) {
+    const int64_t first = state.first_pages[group.layers[0]];
+    for (int64_t layer : group.layers) {
+      if (state.first_pages[layer] == first) continue;
+      Raise(kValueError, "checkpoint metadata: layers ", group.layers[0], " and ", layer,
+            " have the same window and must have the same first_position");
+    }
+    imported.first_pages.push_back(first);
+    imported.page_numbers.emplace_back();
+  }
+  return imported;
+}
+
+void CheckpointReader::Prepare(int64_t sequence_id, const std::string& metadata) {
+  step_->phase().RequireIdle("prepare_import");
+  ImportedSequence imported = ImportedFrom(sequence_id, metadata);
+  const int64_t num_pages = table_->PagesFor(imported.length);
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    // Compare before the vector grows: the metadata may claim any length.
+    const int64_t num_kept = num_pages - imported.first_pages[g];
+    if (num_kept > table_->pool(g).num_available()) table_->RaiseFull(g, num_kept, "the import");
+    imported.page_numbers[g].resize(num_kept);
+    std::iota(imported.page_numbers[g].begin(), imported.page_numbers[g].end(), 0);
+  }
+  table_->BeginImport({std::move(imported)}, step_->storage().layers().size());
+}
+
+void CheckpointReader::PrepareMany(
+    IntSpan sequence_ids, const std::vector<std::string>& metadata,
+    const std::vector<std::vector<std::vector<int64_t>>>& page_numbers) {
+  step_->phase().RequireIdle("prepare_imports");
+  if (metadata.size() != sequence_ids.size || page_numbers.size() != sequence_ids.size) {
+    Raise(kValueError, "prepare_imports needs metadata and page numbers for each of ",
+          sequence_ids.size, " sequences, got ", metadata.size(), " and ", page_numbers.size());
+  }
+  const auto num_groups = static_cast<size_t>(table_->num_groups());
+  std::vector<ImportedSequence> imported;
+  for (size_t i = 0; i < sequence_ids.size; ++i) {
+    imported.push_back(ImportedFrom(sequence_ids.data[i], metadata[i]));
+    if (page_numbers[i].size() != num_groups) {
+      Raise(kValueError, "sequence ", sequence_ids.data[i], " needs page numbers for each of ",
+            num_groups, " layer groups, got ", page_numbers[i].size());
+    }
+    imported.back().page_numbers = page_numbers[i];
+  }
+  table_->BeginImport(std::move(imported), step_->storage().layers().size());
+}
+
+void CheckpointReader::ImportPageGroup(int64_t sequence_id, int64_t page_group, ffi::Tensor data) {
+  const SequenceImport& import = table_->ImportOf(sequence_id);
+  const StoredLayer& layer = page_groups_.At(page_group, "page group");
+  if (import.num_arrived[page_group] > 0) {
+    Raise(kValueError, "page group ", page_group, " of sequence ", sequence_id,
+          " is there already");
+  }
+  const auto num_pages = static_cast<int64_t>(import.pages[layer.group].size());
+  page_groups_.CheckTensor("data", data, page_group, num_pages);
+  ImportPages(sequence_id, page_group, std::move(data));
+}
+
+void CheckpointReader::ImportPages(int64_t sequence_id, int64_t layer_index, ffi::Tensor data) {
+  step_->phase().RequireIdle("the import of pages");
+  SequenceImport& import = table_->ImportOf(sequence_id);
+  const StoredLayer& layer = page_groups_.At(layer_index, "layer");
+  if (!data.defined()) Raise(kTypeError, "data must be a tensor, got None");
+  const std::vector<int32_t>& pages = import.pages[layer.group];
+  const int64_t num_pages = data.ndim() > 1 ? data.size(1) : 0;
+  page_groups_.CheckTensor("data", data, layer_index, num_pages);
+  int64_t& num_arrived = import.num_arrived[layer_index];
+  const int64_t num_missing = static_cast<int64_t>(pages.size()) - num_arrived;
+  if (num_pages > num_missing) {
+    Raise(kValueError, "layer ", layer_index, " lacks ", num_missing, " pages, got ", num_pages);
+  }
+  const auto begin = pages.begin() + num_arrived;
+  const StreamOrder::Call on_stream(&step_->stream_order());
+  WritePages(layer, {begin, begin + num_pages}, data);
+  num_arrived += num_pages;
+}
+
+void CheckpointReader::Finish(int64_t sequence_id) {
+  step_->phase().RequireIdle("finish_import");
+  const SequenceImport& import = table_->ImportOf(sequence_id);
+  for (const StoredLayer& layer : step_->storage().layers()) {
+    const auto num_pages = static_cast<int64_t>(import.pages[layer.group].size());
+    const int64_t num_arrived = import.num_arrived[layer.index];
+    if (num_arrived == num_pages) continue;
+    Raise(kValueError, "the import of sequence ", sequence_id, " lacks page group ", layer.index,
+          ": ", num_arrived, " of its ", num_pages, " pages are there");
+  }
+  table_->FinishImport(sequence_id);
+}
+
+}  // namespace pagedkv

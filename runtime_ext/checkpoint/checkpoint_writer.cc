@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file checkpoint_writer.cc
+ * \brief Sequences out of a cache.
+ */
+#include "checkpoint/checkpoint_writer.h"
+
+#include <vector>
+
+#include "base/error.h"
+#include "storage/page_io.h"
+
+namespace pagedkv {
+
+// Whatever Sequence gains must pass through this and CheckpointReader::ImportedFrom.
+SequenceState CheckpointWriter::StateOf(const Sequence& sequence) const {
+  if (sequence.receive != nullptr) {
+    Raise(kValueError, "sequence ", sequence.id, " is receiving positions from ",
+          sequence.receive->begin, " on; a checkpoint needs them received first");
+  }
+  if (sequence.tree.size() > 0) {
+    Raise(kValueError, "sequence ", sequence.id, " has ", sequence.tree.size(),
+          " tree nodes that are not committed; a checkpoint needs them committed first");
+  }
+  if (sequence.window.IsSet()) {
+    Raise(kValueError, "sequence ", sequence.id, " has ",
+          sequence.window.size > 0 ? "a sliding window" : "dropped positions behind its sinks",
+          "; there are no checkpoints of such sequences");
+  }
+  SequenceState state{sequence.length, {}};
+  for (const StoredLayer& layer : step_->storage().layers()) {
+    state.first_pages.push_back(sequence.first_pages[layer.group]);
+  }
+  return state;
+}
+
+std::string CheckpointWriter::Metadata(int64_t sequence_id) const {
+  step_->phase().RequireIdle("get_checkpoint_metadata");
+  return WriteMetadata(page_groups_.layout(), sequence_id, StateOf(table_.At(sequence_id)));
+}
+
+void CheckpointWriter::ExportPageGroup(int64_t sequence_id, int64_t page_group,
+                                       ffi::Tensor out) const {
+  step_->phase().RequireIdle("export_page_group");
+  const Sequence& sequence = table_.At(sequence_id);
+  StateOf(sequence);  // throws where there is no checkpoint of it
+  const StoredLayer& layer = page_groups_.At(page_group, "page group");
+  const std::vector<int32_t>& ids = sequence.pages[layer.group];
+  const std::vector<int64_t> pages(ids.begin(), ids.end());
+  page_groups_.CheckTensor("out", out, page_group, static_cast<int64_t>(pages.size()));
+  const int64_t page_size = table_.page_size();
+  std::vector<int64_t> num_slots(pages.size(), page_size);
+  if (!pages.empty()) {
+    num_slots.back() = sequence.length - (table_.PagesFor(sequence.length) - 1) * page_size;
+  }
+  const StreamOrder::Call on_stream(&step_->stream_order());
+  ReadPages(layer, pages, num_slots, out);
+}
+
+void CheckpointWriter::ExportPages(int64_t layer_index, IntSpan pages, IntSpan num_slots,
+                                   ffi::Tensor out) const {
+  step_->phase().RequireIdle("export_pages");
+  const StoredLayer& layer = page_groups_.At(layer_index, "layer");
+  if (pages.size != num_slots.size) {
+    Raise(kValueError, "export_pages needs a number of slots for each page, got ", pages.size,
+          " pages and ", num_slots.size, " numbers");
+  }
+  const int64_t num_pool = table_.pool(layer.group).num_pages();
+  for (size_t i = 0; i < pages.size; ++i) {
+    if (pages.data[i] < 0 || pages.data[i] >= num_pool) {
+      Raise(kIndexError, "page ", pages.data[i], " is not in [0, ", num_pool, ")");
+    }
+    if (num_slots.data[i] < 0 || num_slots.data[i] > table_.page_size()) {
+      Raise(kValueError, "a page has 0 to ", table_.page_size(), " slots in use, got ",
+            num_slots.data[i]);
+    }
+  }
+  page_groups_.CheckTensor("out", out, layer_index, static_cast<int64_t>(pages.size));
+  const StreamOrder::Call on_stream(&step_->stream_order());
+  ReadPages(layer, {pages.data, pages.data + pages.size},
+            {num_slots.data, num_slots.data + num_slots.size}, out);
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file page_groups.cc
+ * \brief The page groups of a checkpoint, and the layout that they have in this cache.
+ */
+#include "checkpoint/page_groups.h"
+
+#include <tvm/ffi/dtype.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "device/device_stream.h"
+
+namespace pagedkv {
+
+namespace {
+
+const char* ToString(RopeMode mode) {
+  constexpr const char* kNames[] = {"none", "normal", "inline"};
+  return kNames[static_cast<int>(mode)];
+}
+
+/*! \brief What besides theta and scale decides the rotation, in words. */
+std::string RopeDetails(const CacheConfig& config, const LayerConfig& layer) {
+  const ffi::Tensor& factors = config.rope_ext_factors;
+  if (!factors.defined()) return layer.rope_details;
+  const auto num_bytes = static_cast<int64_t>(ffi::GetDataSize(*factors.GetDLTensorPtr()));
+  const ffi::Tensor host = AllocateTensor({num_bytes}, kByte, {kDLCPU, 0}, UncountedBytes());
+  void* stream = CurrentStream(config.device);
+  CopyBytes(factors, 0, host, 0, num_bytes, stream);
+  if (!IsHost(config.device)) Synchronize(config.device, stream);
+  const std::string bytes(static_cast<const char*>(host.data_ptr()), num_bytes);
+  return layer.rope_details + " factors=" + HexHash(bytes);
+}
+
+CheckpointLayout LayoutOf(const LayerStorage& storage) {
+  const CacheConfig& config = storage.config();
+  CheckpointLayout layout;
+  layout.page_size = config.page_size;
+  layout.dtype = ffi::DLDataTypeToString(config.kv_dtype);
+  layout.item_bytes = ItemSize(config.kv_dtype);
+  for (const StoredLayer& layer : storage.layers()) {
+    const LayerConfig& shape = layer.config;
+    layout.layers.push_back({pagedkv::ToString(shape), shape.window, shape.num_kv_heads,
+                             shape.qk_head_dim, shape.v_head_dim,
+                             RopeText(ToString(config.rope_mode), shape.rope_theta,
+                                      shape.rope_scale, RopeDetails(config, shape))});
+  }
+  // Layers of one stage may look like those of another.
+  if (layout.num_layers() < config.stage.num_layers()) {
+    layout.part = "of " + std::to_string(config.stage.num_layers()) + " layers:";
+    for (const StoredLayer& layer : storage.layers()) {
+      layout.part += " " + std::to_string(layer.config.id);
+    }
+  }
+  return layout;
+}
+
+}  // namespace
+
+PageGroups::PageGroups(const LayerStorage& storage)
+    : storage_(storage), layout_(LayoutOf(storage)) {}
+
+const StoredLayer& PageGroups::At(int64_t id, const char* what) const {
+  if (id < 0 || id >= layout_.num_layers()) {
+    Raise(kIndexError, what, " ", id, " is not in [0, ", layout_.num_layers(),
+          "): there is one for each layer");
+  }
+  return storage_.layers()[id];
+}
+
+void PageGroups::CheckTensor(const char* name, const ffi::Tensor& tensor, int64_t id,
+                             int64_t num_pages) const {
+  if (!tensor.defined()) Raise(kTypeError, name, " must be a tensor, got None");
+  const std::vector<int64_t> expected = layout_.GroupShape(id, num_pages);
+  ffi::ShapeView actual = tensor.shape();
+  if (!std::equal(actual.begin(), actual.end(), expected.begin(), expected.end())) {
+    auto text = [](const auto& shape) {
+      std::string list;
+      for (int64_t extent : shape) list += (list.empty() ? "" : ", ") + std::to_string(extent);
+      return "[" + list + "]";
+    };
+    Raise(kValueError, name, " must have shape ", text(expected), ", got ", text(actual));
+  }
+  const std::string dtype = ffi::DLDataTypeToString(tensor.dtype());
+  if (dtype != layout_.dtype) {
+    Raise(kValueError, name, " must be ", layout_.dtype, ", got ", dtype);
+  }
+  const DLDevice device = storage_.device();
+  if (!IsHost(tensor.device()) && !IsSame(tensor.device(), device)) {
+    Raise(kValueError, name, " must be on the cache's device (type ", device.device_type, ", id ",
+          device.device_id, ") or on the host, got type ", tensor.device().device_type, ", id ",
+          tensor.device().device_id);
+  }
+  if (!tensor.IsContiguous()) Raise(kValueError, name, " must be contiguous");
+}
+
+}  // namespace pagedkv

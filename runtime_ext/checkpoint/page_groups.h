@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file page_groups.h
+ * \brief The page groups of a checkpoint: what a sequence keeps of one layer.
+ *
+ * The id of a page group is the index of its layer among those that the cache keeps.
+ */
+#ifndef TVM_PAGEDKV_CHECKPOINT_PAGE_GROUPS_H_
+#define TVM_PAGEDKV_CHECKPOINT_PAGE_GROUPS_H_
+
+#include <tvm/ffi/container/tensor.h>
+
+#include <cstdint>
+
+#include "checkpoint/checkpoint_metadata.h"
+#include "storage/layer_storage.h"
+
+namespace pagedkv {
+
+class PageGroups {
+ public:
+  /*! \param storage Must outlive this. */
+  explicit PageGroups(const LayerStorage& storage);
+
+  const CheckpointLayout& layout() const { return layout_; }
+  /*! \throws Error (IndexError). \param what What the message calls the id. */
+  const StoredLayer& At(int64_t id, const char* what) const;
+  /*!
+   * \brief Checks a tensor for num_pages pages, on the cache's device or on the host.
+   * \throws Error (TypeError, ValueError) that names the tensor.
+   */
+  void CheckTensor(const char* name, const ffi::Tensor& tensor, int64_t id,
+                   int64_t num_pages) const;
+
+ private:
+  const LayerStorage& storage_;
+  CheckpointLayout layout_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_CHECKPOINT_PAGE_GROUPS_H_

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file layer_kernels.cc
+ * \brief What a layer can do with its kernel set.
+ */
+#include "config/layer_kernels.h"
+
+#include <string>
+
+#include "base/error.h"
+
+namespace pagedkv {
+
+bool HasStockWindow(const LayerConfig& layer, const KernelSet& kernels) {
+  return layer.window > 0 && (kernels.IsStock(layer.prefill()) || kernels.IsStock(layer.decode()));
+}
+
+bool CanSharePrefix(const LayerConfig& layer, const KernelSet& kernels) {
+  if (layer.window > 0 || !kernels.Has(layer.prefill_shared())) return false;
+  if (layer.is_mla()) return true;
+  for (KernelName name : {layer.prefill(), layer.decode(), layer.tree()}) {
+    if (kernels.IsStock(name) || kernels.IsFlashInfer(name)) return false;
+  }
+  return true;
+}
+
+void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
+  std::string missing;
+  auto require = [&](KernelName name) {
+    if (!kernels.Has(name)) missing += (missing.empty() ? "" : ", ") + std::string(ToString(name));
+  };
+  if (layer.is_mla()) {
+    if (kernels.IsFlashInfer(KernelName::kPrefillRagged)) {
+      Raise(kValueError, "FlashInfer's functions serve layers with K and V, not MLA layers");
+    }
+    require(KernelName::kTransposeAppendMLA);
+    require(KernelName::kMLAPrefill);
+  } else {
+    if (!kernels.Has(KernelName::kRopeAppend)) {
+      require(KernelName::kTransposeAppend);
+      require(KernelName::kSplitRotary);
+    }
+    require(layer.prefill());
+    require(layer.decode());
+    if (HasStockWindow(layer, kernels)) {
+      for (KernelName name : {KernelName::kTransposeAppend, KernelName::kSplitRotary,
+                              KernelName::kPrefillRagged, KernelName::kMerge}) {
+        require(name);
+      }
+    }
+  }
+  require(KernelName::kCopySinglePage);
+  if (!missing.empty()) Raise(kValueError, "the cache needs kernels that are missing: ", missing);
+}
+
+void RequireSequenceWindowKernels(const LayerConfig& layer, const KernelSet& kernels) {
+  if (HasStockWindow(layer, kernels)) {
+    Raise(kValueError,
+          "windows of sequences are not possible with layers that have a window over kernels of ",
+          "the stock cache");
+  }
+  if (layer.is_mla() || layer.window > 0) return;
+  if (kernels.IsOwn(KernelName::kPrefill) && kernels.IsOwn(KernelName::kDecode)) return;
+  for (KernelName name : {KernelName::kPrefillSliding, KernelName::kDecodeSliding}) {
+    if (kernels.IsStock(name)) continue;
+    Raise(kValueError, "windows of sequences over kernels of the stock cache need a kernel '",
+          ToString(name), "' of the same kind (tag tirx)");
+  }
+  for (KernelName name : {KernelName::kPrefillRagged, KernelName::kMerge}) {
+    if (kernels.Has(name)) continue;
+    Raise(kValueError, "windows of sequences over kernels of the stock cache need a kernel '",
+          ToString(name), "': they attend to the rows of a step separately and merge");
+  }
+}
+
+void RequireTreeKernel(const LayerConfig& layer, const KernelSet& kernels, RopeMode rope_mode) {
+  const KernelName name = layer.tree();
+  if (!kernels.Has(name)) {
+    Raise(kValueError, "layer ", layer.id, " has no kernel '", ToString(name),
+          "', which a step with token trees that branch needs");
+  }
+  if (kernels.IsStock(name) && rope_mode == RopeMode::kInline) {
+    Raise(kValueError, "layer ", layer.id, " has the stock cache's kernel '", ToString(name),
+          "', which does not rotate tree nodes by their depth, as rope_mode 2 (inline) needs");
+  }
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file cache_object.cc
+ * \brief The parts of a cache put together.
+ */
+#include "ffi/cache_object.h"
+
+#include <vector>
+
+namespace pagedkv {
+
+PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
+    : config_(std::move(config)),
+      storage_(config_),
+      page_groups_(storage_),
+      table_(config_.max_num_sequences, static_cast<int32_t>(config_.page_size),
+             storage_.NumPages(), storage_.Windows()),
+      copier_(storage_),
+      step_(storage_, &table_, &copier_),
+      sequences_(storage_, &table_, step_.phase()),
+      tree_commit_(&step_, &table_, &copier_),
+      attention_(&step_),
+      checkpoint_writer_(&step_, table_, page_groups_),
+      checkpoint_reader_(&step_, &table_, page_groups_),
+      receiver_(&step_, &table_, &copier_),
+      sender_(&step_, &table_),
+      debug_kv_(&step_, &table_, &copier_),
+      inspector_({&step_, &table_, copier_, tree_commit_, page_groups_, sender_}) {}
+
+void PagedKVCacheObj::BeginForward(IntSpan sequence_ids, IntSpan append_lengths,
+                                   std::optional<IntSpan> tree_parents) {
+  step_.phase().RequireIdle("begin_forward");
+  if (tree_parents) sender_.RequireNoSends(sequence_ids);
+  step_.Begin(sequence_ids, append_lengths, tree_parents);
+}
+
+void PagedKVCacheObj::EndForward() {
+  step_.phase().RequireOpenStep("end_forward");
+  const std::vector<int64_t> blocks = sender_.MakeBlocks();  // before windows let rows go
+  step_.End();
+  sender_.Announce(blocks);
+}
+
+}  // namespace pagedkv

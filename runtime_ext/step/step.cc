@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file step.cc
+ * \brief One forward step: a transaction from begin_forward to end_forward or abort_forward.
+ */
+#include "step/step.h"
+
+#include "config/layer_kernels.h"
+
+namespace pagedkv {
+
+namespace {
+
+bool CanSharePrefix(const LayerStorage& storage, const LayerGroup& group) {
+  if (!storage.config().share_prefix) return false;
+  for (int64_t index : group.layers) {
+    const StoredLayer& layer = storage.layers()[index];
+    if (!CanSharePrefix(layer.config, *layer.kernels)) return false;
+  }
+  return true;
+}
+
+void SharePrefixes(const LayerStorage& storage, int64_t min_saved_positions, ForwardPlan* plan) {
+  for (int32_t g = 0; g < storage.num_groups(); ++g) {
+    if (CanSharePrefix(storage, storage.groups()[g])) plan->SharePrefixes(g, min_saved_positions);
+  }
+}
+
+}  // namespace
+
+Step::Step(const LayerStorage& storage, SequenceTable* table, PageCopier* copier)
+    : storage_(storage),
+      copier_(copier),
+      stream_order_(storage.device()),
+      tensors_(storage.device(), storage.counter()),
+      plan_(table, storage.config().prefill_chunk_size),
+      workspaces_(storage),
+      arrays_(storage.config(), *table, plan_, storage.counter()),
+      past_(storage.config(), *table, plan_, storage.counter()),
+      last_append_(storage.layers().size(), 0) {
+  const bool is_host = storage.device().device_type == kDLCPU;
+  SharePrefixes(storage, is_host ? kMinSavedPositions : kMinSavedPositionsOnDevice, &plan_);
+}
+
+void Step::ShareEveryPrefix() {
+  phase_.RequireIdle("share_every_prefix");
+  SharePrefixes(storage_, /*min_saved_positions=*/1, &plan_);
+}
+
+void Step::Begin(IntSpan sequence_ids, IntSpan append_lengths,
+                 std::optional<IntSpan> tree_parents) {
+  phase_.RequireIdle("begin_forward");
+  StreamOrder::Call on_stream(&stream_order_);
+  StepPhase::Change change(&phase_);
+  plan_.Prepare(sequence_ids, append_lengths, tree_parents);
+  if (arrays_.counts_text()) plan_.RequireTextPositions();
+  if (plan_.needs_tree_mask()) RequireTreeKernels();
+  plan_.Acquire();
+  try {
+    copier_->Copy(plan_.copies());
+    arrays_.Fill();
+    workspaces_.SetNumRows(plan_.num_rows());
+  } catch (...) {
+    plan_.Release();
+    throw;
+  }
+  CountPagesRead();
+  plan_.Commit();
+  ++number_;
+  past_.BeginStep();
+  stream_order_.BeginStep();
+  change.BeginStep();
+}
+
+void Step::RequireTreeKernels() const {
+  for (const StoredLayer& layer : storage_.layers()) {
+    RequireTreeKernel(layer.config, *layer.kernels, storage_.config().rope_mode);
+  }
+}
+
+void Step::CountPagesRead() {
+  step_pages_read_ = PagesRead();
+  for (int32_t g = 0; g < storage_.num_groups(); ++g) {
+    const int64_t num_own = arrays_.num_page_ids(g);
+    step_pages_read_.with_sharing += num_own + plan_.NumSegmentPages(g);
+    step_pages_read_.without_sharing += num_own + plan_.NumSharedPages(g);
+  }
+  pages_read_.with_sharing += step_pages_read_.with_sharing;
+  pages_read_.without_sharing += step_pages_read_.without_sharing;
+}
+
+void Step::End() {
+  phase_.RequireOpenStep("end_forward");
+  stream_order_.EndStep();
+  plan_.Finish();
+  phase_.EndStep();
+}
+
+void Step::Abort() {
+  phase_.RequireOpenStep("abort_forward");
+  stream_order_.EndStep();
+  plan_.Abort();
+  phase_.EndStep();
+}
+
+std::vector<int64_t> Step::MissingLayers() const {
+  phase_.RequireForward("missing_layers");
+  std::vector<int64_t> ids;
+  for (const StoredLayer& layer : storage_.layers()) {
+    if (!HasAppended(layer)) ids.push_back(layer.config.id);
+  }
+  return ids;
+}
+
+ffi::Tensor Step::QueryPositions() const {
+  phase_.RequireForward("get_query_positions");
+  return arrays_.rope_positions();
+}
+
+}  // namespace pagedkv

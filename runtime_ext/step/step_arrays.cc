@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file step_arrays.cc
+ * \brief The int32 arrays of a step: sizes, content, copy to the device.
+ */
+#include "step/step_arrays.h"
+
+#include <algorithm>
+
+namespace pagedkv {
+
+StepArrays::StepArrays(const CacheConfig& config, const SequenceTable& table,
+                       const ForwardPlan& plan, const ByteCounter& counter)
+    : plan_(plan),
+      num_groups_(table.num_groups()),
+      is_inline_(config.rope_mode == RopeMode::kInline),
+      sizes_(InitialSizes(config, table)),
+      arrays_(config.has_merged_aux, config.device, sizes_, counter, {{2}}) {
+  static_assert(kTreeOrder == 0, "the shape of its rows, {2}, is given for the first array");
+}
+
+std::vector<int64_t> StepArrays::InitialSizes(const CacheConfig& config,
+                                              const SequenceTable& table) {
+  // Enough for every step of sequences that share no pages, with trees of one round.
+  // KVCacheConfig.memory_bytes computes the same.
+  const int64_t num_rows = config.prefill_chunk_size;
+  const int64_t num_sequences = std::min(config.max_num_sequences, num_rows);
+  std::vector<int64_t> sizes(kNumCommonArrays + table.num_groups() * kNumGroupArrays);
+  sizes[kTreeOrder] = num_rows;
+  sizes[kTreeOrderIndptr] = num_sequences + 1;
+  sizes[kQueryIndptr] = num_sequences + 1;
+  sizes[kQueryPositions] = num_rows;
+  sizes[kTextPositions] = num_rows;
+  sizes[kPastLengths] = num_sequences;
+  for (int32_t g = 0; g < table.num_groups(); ++g) {
+    sizes[Index(g, kPageIndptr)] = num_sequences + 1;
+    sizes[Index(g, kPageIds)] = table.pool(g).num_pages();
+    const bool has_windows = config.has_sequence_windows && !table.HasWindow(g);
+    sizes[Index(g, kLengths)] = (has_windows ? 4 : 1) * num_sequences;
+    sizes[Index(g, kFirstPositions)] = num_sequences;
+    sizes[Index(g, kSlots)] = num_rows;
+  }
+  return sizes;
+}
+
+PageTable StepArrays::page_table(int32_t group) const {
+  return {PageRange::kWithStep,  view(group, kPageIndptr),
+          view(group, kPageIds), view(group, kLengths),
+          tree_order(),          &arrays_,
+          Index(group, kLengths)};
+}
+
+void StepArrays::Fill() {
+  SetSizes();
+  SetSegmentSizes();
+  arrays_.Layout(sizes_);
+  Write();
+  if (has_segments_) WriteSegments();
+  arrays_.Upload();
+}
+
+void StepArrays::SetSizes() {
+  const int64_t num_sequences = plan_.num_sequences();
+  sizes_[kTreeOrder] = plan_.needs_tree_mask() ? plan_.num_tree_nodes() : 0;
+  sizes_[kTreeOrderIndptr] = plan_.needs_tree_mask() ? num_sequences + 1 : 0;
+  sizes_[kQueryIndptr] = num_sequences + 1;
+  sizes_[kQueryPositions] = plan_.num_rows();
+  sizes_[kTextPositions] = counts_text() ? plan_.num_rows() : 0;
+  sizes_[kPastLengths] = num_sequences;
+  for (int32_t g = 0; g < num_groups_; ++g) {
+    sizes_[Index(g, kPageIndptr)] = num_sequences + 1;
+    sizes_[Index(g, kPageIds)] = plan_.NumPages(g, PageRange::kWithStep);
+    sizes_[Index(g, kLengths)] = plan_.NumLengthRows(g) * num_sequences;
+    sizes_[Index(g, kFirstPositions)] = num_sequences;
+    sizes_[Index(g, kSlots)] = plan_.num_rows();
+  }
+}
+
+void StepArrays::SetSegmentSizes() {
+  const bool had_segments = has_segments_;
+  has_segments_ = false;
+  for (int32_t g = 0; g < num_groups_; ++g) {
+    has_segments_ = has_segments_ || !plan_.shared_prefix(g).segments().empty();
+  }
+  const size_t first = SegmentIndex(0, SegmentArray{});
+  if (!has_segments_) {
+    if (had_segments) std::fill(sizes_.begin() + first, sizes_.end(), 0);
+    return;
+  }
+  if (sizes_.size() == first) {  // the first step that has any
+    const size_t count = SegmentIndex(num_groups_, SegmentArray{}) - first;
+    arrays_.AddArrays(count);
+    sizes_.resize(first + count);
+  }
+  for (int32_t g = 0; g < num_groups_; ++g) {
+    const auto num_segments = static_cast<int64_t>(plan_.shared_prefix(g).segments().size());
+    sizes_[SegmentIndex(g, SegmentArray::kPageIndptr)] = num_segments + 1;
+    sizes_[SegmentIndex(g, SegmentArray::kPageIds)] = plan_.NumSegmentPages(g);
+    sizes_[SegmentIndex(g, SegmentArray::kFirstPositions)] = num_segments;
+    sizes_[SegmentIndex(g, SegmentArray::kRowIndptr)] = num_segments + 1;
+    sizes_[SegmentIndex(g, SegmentArray::kRows)] = plan_.NumSegmentRows(g);
+  }
+}
+
+void StepArrays::Write() {
+  if (plan_.needs_tree_mask()) {
+    plan_.FillTreeOrderIndptr(arrays_.host(kTreeOrderIndptr));
+    plan_.FillTreeOrder(PageRange::kWithStep, arrays_.host(kTreeOrder));
+  }
+  plan_.FillQueryIndptr(arrays_.host(kQueryIndptr));
+  plan_.FillQueryPositions(arrays_.host(kQueryPositions));
+  if (counts_text()) plan_.FillTextPositions(arrays_.host(kTextPositions));
+  plan_.FillPastLengths(arrays_.host(kPastLengths));
+  for (int32_t g = 0; g < num_groups_; ++g) {
+    auto host = [&](GroupArray array) { return arrays_.host(Index(g, array)); };
+    plan_.FillPageIndptr(g, PageRange::kWithStep, host(kPageIndptr));
+    plan_.FillPageValues(g, PageRange::kWithStep, host(kPageIds));
+    plan_.FillLengths(g, PageRange::kWithStep, host(kLengths));
+    plan_.FillFirstPositions(g, host(kFirstPositions));
+    plan_.FillSlots(g, host(kSlots));
+  }
+}
+
+void StepArrays::WriteSegments() {
+  for (int32_t g = 0; g < num_groups_; ++g) {
+    auto host = [&](SegmentArray array) { return arrays_.host(SegmentIndex(g, array)); };
+    plan_.FillSegmentPageIndptr(g, host(SegmentArray::kPageIndptr));
+    plan_.FillSegmentPageValues(g, host(SegmentArray::kPageIds));
+    plan_.FillSegmentFirstPositions(g, host(SegmentArray::kFirstPositions));
+    plan_.FillSegmentRowIndptr(g, host(SegmentArray::kRowIndptr));
+    plan_.FillSegmentRows(g, host(SegmentArray::kRows));
+  }
+}
+
+}  // namespace pagedkv

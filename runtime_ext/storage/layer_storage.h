@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file layer_storage.h
+ * \brief The layers that a cache keeps, their groups, and the memory of their pages.
+ */
+#ifndef TVM_PAGEDKV_STORAGE_LAYER_STORAGE_H_
+#define TVM_PAGEDKV_STORAGE_LAYER_STORAGE_H_
+
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/container/tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "config/cache_config.h"
+#include "config/kernels.h"
+#include "device/device_memory.h"
+#include "device/shared_memory.h"
+#include "storage/slot_layout.h"
+
+namespace pagedkv {
+
+/*! \brief Layers of one shape and window. They share a page pool and its page tables. */
+struct LayerGroup {
+  LayerConfig shape;
+  std::vector<int64_t> layers;  // indices into LayerStorage::layers
+};
+
+struct StoredLayer {
+  LayerConfig config;
+  int64_t index;  // into LayerStorage::layers
+  int32_t group;
+  const KernelSet* kernels;
+  SlotLayout layout;
+  ffi::Tensor pages;  // see SlotLayout
+};
+
+class LayerStorage {
+ public:
+  /*!
+   * \brief Allocates the pages of all layers.
+   * \param config Must outlive the storage.
+   * \throws Error (MemoryError) when the machine does not have that much memory.
+   */
+  explicit LayerStorage(const CacheConfig& config);
+  LayerStorage(const LayerStorage&) = delete;
+  LayerStorage& operator=(const LayerStorage&) = delete;
+
+  const CacheConfig& config() const { return config_; }
+  DLDevice device() const { return config_.device; }
+  int32_t num_groups() const { return static_cast<int32_t>(groups_.size()); }
+  const std::vector<LayerGroup>& groups() const { return groups_; }
+  const std::vector<StoredLayer>& layers() const { return layers_; }
+  /*!
+   * \brief The layer with this id in the model.
+   * \throws Error (IndexError, ValueError) when this cache keeps no K and V of such a layer.
+   */
+  const StoredLayer& At(int64_t layer_id) const;
+  void CheckLayer(int64_t layer_id) const { At(layer_id); }
+
+  std::vector<int32_t> NumPages() const;  // [group]
+  std::vector<int64_t> Windows() const;   // [group], 0 for none
+
+  /*! \brief Counts what the whole cache has allocated on its device. */
+  const ByteCounter& counter() const { return counter_; }
+  int64_t num_bytes() const { return num_bytes_; }
+  ffi::Tensor PagesOf(int64_t layer_id) const { return At(layer_id).pages; }
+  /*!
+   * \brief File descriptor and size of the memory that holds all pages, for other processes to map.
+   * [-1, 0] where the pages are not in shared memory.
+   */
+  ffi::Shape SharedPages() const;
+
+ private:
+  void MakeGroups();
+  void RequireMemory() const;
+  int64_t PoolBytes(const LayerConfig& layer) const;
+  ffi::Tensor AllocatePages(const LayerConfig& layer, int64_t shared_offset) const;
+
+  const CacheConfig& config_;
+  ByteCounter counter_;
+  std::vector<LayerGroup> groups_;
+  std::shared_ptr<SharedMemory> shared_pages_;  // with enable_kv_transfer on a CPU
+  std::vector<StoredLayer> layers_;
+  int64_t num_bytes_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STORAGE_LAYER_STORAGE_H_

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file page_io.cc
+ * \brief Whole pages of a layer out of its pool and into it.
+ */
+#include "storage/page_io.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "device/device_stream.h"
+
+namespace pagedkv {
+
+namespace {
+
+/*! \brief Host memory of one byte value, for copies to a device. */
+ffi::Tensor HostBytes(int64_t num_bytes, char value) {
+  ffi::Tensor bytes = AllocateTensor({num_bytes}, kByte, {kDLCPU, 0}, UncountedBytes());
+  std::fill_n(static_cast<char*>(bytes.data_ptr()), num_bytes, value);
+  return bytes;
+}
+
+/*! \brief Calls copy(begin, count) for every run of pages with consecutive ids. */
+template <typename Copy>
+void ForEachRun(const std::vector<int64_t>& pages, Copy copy) {
+  for (size_t begin = 0, end; begin < pages.size(); begin = end) {
+    for (end = begin + 1; end < pages.size() && pages[end] == pages[end - 1] + 1;) ++end;
+    copy(begin, end - begin);
+  }
+}
+
+/*! \brief Waits where the copy is between host memory, which is the caller's again, and a device.
+ */
+void FinishCopy(DLDevice device, const ffi::Tensor& tensor, void* stream) {
+  if (IsSame(tensor.device(), device) || IsHost(device)) return;
+  Synchronize(device, stream);
+}
+
+}  // namespace
+
+void ReadPages(const StoredLayer& layer, const std::vector<int64_t>& pages,
+               const std::vector<int64_t>& num_slots, const ffi::Tensor& out) {
+  const SlotLayout& layout = layer.layout;
+  const DLDevice device = layer.pages.device();
+  void* stream = CurrentStream(device);
+  ForEachRun(pages, [&](size_t begin, size_t count) {
+    CopyBytes(layer.pages, pages[begin] * layout.page_bytes(), out, begin * layout.page_bytes(),
+              count * layout.page_bytes(), stream);
+  });
+  FinishCopy(device, out, stream);
+  const int64_t block_bytes = layout.page_size * layout.row_bytes;  // K or V of one head
+  const ffi::Tensor zeros = HostBytes(block_bytes, '\0');
+  for (size_t i = 0; i < pages.size(); ++i) {
+    const int64_t used = num_slots[i] * layout.row_bytes;
+    for (int64_t block = 0; block < layout.rows_per_slot && used < block_bytes; ++block) {
+      const auto offset =
+          static_cast<int64_t>(i) * layout.page_bytes() + block * block_bytes + used;
+      if (IsHost(out.device())) {
+        auto* host = static_cast<char*>(out.data_ptr()) + out.byte_offset();
+        std::memset(host + offset, 0, block_bytes - used);
+      } else {
+        CopyBytes(zeros, 0, out, offset, block_bytes - used, stream);
+      }
+    }
+  }
+}
+
+void WritePages(const StoredLayer& layer, const std::vector<int64_t>& pages,
+                const ffi::Tensor& data) {
+  const int64_t page_bytes = layer.layout.page_bytes();
+  const DLDevice device = layer.pages.device();
+  void* stream = CurrentStream(device);
+  ForEachRun(pages, [&](size_t begin, size_t count) {
+    CopyBytes(data, begin * page_bytes, layer.pages, pages[begin] * page_bytes, count * page_bytes,
+              stream);
+  });
+  FinishCopy(device, data, stream);
+}
+
+void PoisonSlots(const StoredLayer& layer, const std::vector<bool>& is_held) {
+  const SlotLayout& layout = layer.layout;
+  const int64_t page_size = layout.page_size;
+  // All bits set: a NaN in every floating-point type.
+  const ffi::Tensor ones = HostBytes(layout.page_bytes(), '\xff');
+  void* stream = CurrentStream(layer.pages.device());
+  const auto num_slots = static_cast<int64_t>(is_held.size());
+  for (int64_t page_begin = 0; page_begin < num_slots; page_begin += page_size) {
+    const int64_t page_end = page_begin + page_size;
+    for (int64_t begin = page_begin, end; begin < page_end; begin = end) {
+      for (end = begin + 1; end < page_end && is_held[end] == is_held[begin];) ++end;
+      if (is_held[begin]) continue;
+      const bool is_whole = end - begin == page_size;
+      const int64_t num_copies = is_whole ? 1 : layout.rows_per_slot;
+      const int64_t num_bytes = is_whole ? layout.page_bytes() : (end - begin) * layout.row_bytes;
+      for (int64_t row = 0; row < num_copies; ++row) {
+        CopyBytes(ones, 0, layer.pages, layout.RowOffset(begin, row), num_bytes, stream);
+      }
+    }
+  }
+}
+
+}  // namespace pagedkv

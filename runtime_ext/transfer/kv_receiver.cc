@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file kv_receiver.cc
+ * \brief Positions of a sequence that another cache writes.
+ */
+#include "transfer/kv_receiver.h"
+
+#include <utility>
+
+#include "base/error.h"
+
+namespace pagedkv {
+
+namespace {
+
+std::vector<int64_t> EncodeSlotMap(const std::vector<SlotRuns>& groups) {
+  std::vector<int64_t> numbers;
+  for (const SlotRuns& runs : groups) {
+    numbers.push_back(static_cast<int64_t>(runs.size()));
+    for (const SlotRun& run : runs) numbers.insert(numbers.end(), {run.slot, run.length});
+  }
+  return numbers;
+}
+
+}  // namespace
+
+std::vector<int64_t> KVReceiver::Prepare(int64_t sequence_id, int64_t append_length) {
+  step_->phase().RequireIdle("prepare_recv");
+  Sequence& sequence = table_->At(sequence_id);
+  if (sequence.send) {
+    Raise(kValueError, "sequence ", sequence_id, " is being sent; it cannot receive as well");
+  }
+  const StreamOrder::Call on_stream(&step_->stream_order());
+  const StepPhase::Change change(&step_->phase());
+  ReceivePlan plan = table_->AcquireReceive(&sequence, append_length);
+  try {
+    copier_->Copy(plan.copies);
+    // Who writes to the slots knows no stream: kernels that use their pages must be done.
+    const DLDevice device = step_->storage().device();
+    if (HasStreams(device)) Synchronize(device, CurrentStream(device));
+  } catch (...) {
+    table_->ReleaseReceive(plan);
+    throw;
+  }
+  table_->CommitReceive(std::move(plan), ++last_id_);
+  return EncodeSlotMap(table_->SlotsOf(sequence, sequence.length - append_length, sequence.length));
+}
+
+int64_t KVReceiver::IdOf(int64_t sequence_id) {
+  step_->phase().RequireNotChanging("receive_id");
+  const Sequence& sequence = table_->At(sequence_id);
+  if (sequence.receive == nullptr || sequence.receive->is_in_step) return 0;
+  table_->HoldReceivePages(sequence);
+  return sequence.receive->id;
+}
+
+Sequence* KVReceiver::Find(int64_t sequence_id, int64_t receive_id, const char* what) {
+  step_->phase().RequireNotChanging(what);
+  Sequence& sequence = table_->At(sequence_id);
+  if (sequence.receive == nullptr || sequence.receive->id != receive_id ||
+      sequence.receive->is_in_step) {
+    Raise(kValueError, what, ": receive ", receive_id, " of sequence ", sequence_id,
+          " is not under way; the sequence was used, popped or removed since prepare_recv");
+  }
+  return &sequence;
+}
+
+void KVReceiver::Finish(int64_t sequence_id, int64_t receive_id) {
+  Sequence* sequence = Find(sequence_id, receive_id, "finish_receive");
+  table_->ReleaseReceivePages(receive_id);
+  table_->FinishReceive(sequence);
+}
+
+void KVReceiver::Cancel(int64_t sequence_id, int64_t receive_id) {
+  step_->phase().RequireNotChanging("cancel_receive");
+  const bool was_held = table_->ReleaseReceivePages(receive_id);
+  auto it = table_->sequences().find(sequence_id);
+  const bool is_receiving = it != table_->sequences().end() && it->second.receive != nullptr &&
+                            it->second.receive->id == receive_id && !it->second.receive->is_in_step;
+  if (was_held && !is_receiving) return;
+  table_->CancelReceive(Find(sequence_id, receive_id, "cancel_receive"));
+}
+
+void KVReceiver::Release(int64_t receive_id) { table_->ReleaseReceivePages(receive_id); }
+
+}  // namespace pagedkv

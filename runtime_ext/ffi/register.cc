@@ -115,9 +115,12 @@ void OverrideWithOption(const std::string& name, void (Part::*method)(Args...)) 
            }));
 }
 
-/*! \brief What models call for a cache. A process without this library has no such function, and
- * the error of the Relax VM quotes the name: so the name tells what to do. tvm_pagedkv/relax/frontend.py
- * has it too. */
+/*!
+ * \brief What models call to create a cache; tvm_pagedkv/relax/frontend.py has the same name.
+ *
+ * A process without this library has no such function, and the error of the Relax VM quotes the
+ * name. So the name says what to do.
+ */
 constexpr const char* kModelConstructor =
     "pagedkv.paged_attention_kv_cache_create (import tvm_pagedkv, or load libtvm_pagedkv.so)";
 

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write some text with two processes: one computes the prompts, the other one continues them.
+"""Write text with two processes: one computes the prompts, the other one continues them.
 
 python scripts/examples/disaggregated.py "The with statement" "A list is"
 """
-
-from __future__ import annotations
 
 import argparse
 import multiprocessing
 import tempfile
 from pathlib import Path
 
+from tvm_pagedkv.generation import FinishedEvent, SamplingParams, generate
 from tvm_pagedkv.generation.disaggregated import serve_prefill
-from tvm_pagedkv.generation.engine import FinishedEvent, SamplingParams, Statistics, generate
 from tvm_pagedkv.models import DecoderModel
 from tvm_pagedkv.transfer import NixlChannel, SharedMemoryChannel
 from tvm_pagedkv.transfer.nixl import use_loopback
@@ -20,13 +18,21 @@ from tvm_pagedkv.transfer.nixl import use_loopback
 CHANNELS = {"shared_memory": SharedMemoryChannel, "nixl": NixlChannel}
 
 
-def prefill_process(transport: str, address: str, directory: str | None, dtype: str) -> None:
-    """Load the model, then compute what the other process asks for."""
+def prefill_process(transport: str, address: str, directory: str | None) -> None:
+    """Load the model, then compute what the other process asks for, until it hangs up."""
     if transport == "nixl":
         use_loopback()
-    model = DecoderModel.from_pretrained(directory, dtype)
-    count = serve_prefill(model, CHANNELS[transport].connect(address))
-    print(f"prefill process: computed {count} prompts")
+    model = DecoderModel.from_pretrained(directory)
+    num_prompts = serve_prefill(model, CHANNELS[transport].connect(address))
+    print(f"the prefill process has computed {num_prompts} prompts")
+
+
+def texts_of(model, prompts, params, channel=None) -> list[str]:
+    """The continuations; with a channel, the prompts are computed at its other end."""
+    events = generate(model, prompts, params, prefill_channel=channel)
+    finished = [event for event in events if isinstance(event, FinishedEvent)]
+    finished.sort(key=lambda event: event.prompt)
+    return [prompts[event.prompt] + event.text for event in finished]
 
 
 def main() -> None:
@@ -34,48 +40,27 @@ def main() -> None:
     parser.add_argument("prompts", nargs="*", default=["The with statement", "A list is"])
     parser.add_argument("--transport", choices=list(CHANNELS), default="shared_memory")
     parser.add_argument("--model", help="a Hugging Face directory; default: the small model")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--max-tokens", type=int, default=60)
-    parser.add_argument("-n", type=int, default=1, help="continuations of each prompt")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help="compare with a single process")
     options = parser.parse_args()
     if options.transport == "nixl":
         use_loopback()
-    params = SamplingParams(n=options.n, max_tokens=options.max_tokens, seed=options.seed)
+    params = SamplingParams(max_tokens=options.max_tokens)
+    model = DecoderModel.from_pretrained(options.model, progress=print)
 
-    model = DecoderModel.from_pretrained(options.model, options.dtype, progress=print)
     with tempfile.TemporaryDirectory() as directory:
-        address = str(Path(directory) / "prefill")
+        address = str(Path(directory) / "prefill")  # a Unix socket in a folder of this user alone
         process = multiprocessing.get_context("spawn").Process(
-            target=prefill_process,
-            args=(options.transport, address, options.model, options.dtype),
-            daemon=True,
+            target=prefill_process, args=(options.transport, address, options.model), daemon=True
         )
         process.start()
         channel = CHANNELS[options.transport].listen(address, timeout=120.0)
-        texts = {}
-        for event in generate(model, options.prompts, params, prefill_channel=channel):
-            if isinstance(event, FinishedEvent):
-                texts[event.prompt, event.continuation] = event.text
-                print(
-                    f"[{event.prompt + 1}.{event.continuation + 1}] "
-                    f"{options.prompts[event.prompt]}{event.text}\n"
-                )
-            elif isinstance(event, Statistics):
-                print(
-                    f"{event.prefill_tokens} prompt tokens came from the prefill process, "
-                    f"{event.decode_tokens} were decoded here"
-                )
+        texts = texts_of(model, options.prompts, params, channel)
         process.join()
+    print("\n\n".join(texts))
     if options.check:
-        alone = {
-            (event.prompt, event.continuation): event.text
-            for event in generate(model, options.prompts, params)
-            if isinstance(event, FinishedEvent)
-        }
-        assert texts == alone, "a single process writes something else"
-        print("a single process writes the same")
+        assert texts == texts_of(model, options.prompts, params), "a single process differs"
+        print("\na single process writes the same")
 
 
 if __name__ == "__main__":

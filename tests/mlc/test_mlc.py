@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import tvm
@@ -213,9 +212,3 @@ def test_worker_processes_are_as_before_after_uninstall(mlc_llm):  # noqa: F811
     assert not tvm_ffi.get_global_func(name).same_as(before)
     pkv.mlc.uninstall()
     assert tvm_ffi.get_global_func(name).same_as(before)
-
-
-def test_the_example_of_the_page(mlc_llm):  # noqa: F811
-    page = Path(__file__).resolve().parents[2] / "docs" / "mlc-llm.md"
-    example = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL).group(1)
-    exec(compile(example, str(page), "exec"), {})

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links, paths and command lines of the documents are real."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+
+import pytest
+
+from tvm_pagedkv.cli import main
+
+from .documents import PAGES, ROOT, anchors_of, blocks_of, name_of, prose_of
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+_PATH = re.compile(r"`((?:tests|scripts|tvm_pagedkv|tir_kernels|runtime_ext|docs)/[\w./\-]*)`")
+
+
+def _is_relative(target: str) -> bool:
+    return "://" not in target and not target.startswith("mailto:")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in (a or b for a, b in _LINK.findall(prose_of(page))):
+        if not _is_relative(target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{name_of(page)} links to {target}"
+        assert file.is_relative_to(ROOT), f"{name_of(page)} links to {target}, outside"
+        if anchor:
+            assert anchor in anchors_of(file), f"{name_of(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_named_files_exist(page):
+    for path in _PATH.findall(prose_of(page)):
+        assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
+
+
+def _commands():
+    """Command lines of all shell blocks: where they are, and their words."""
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.language == "bash":
+                for line in block.code.replace("\\\n", " ").splitlines():
+                    words = shlex.split(line, comments=True)
+                    if words:
+                        yield block.where, words
+
+
+def _help(arguments: list[str]) -> str:
+    """What ``tvm-pagedkv ... --help`` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
+        main([*arguments, "--help"])
+    assert ended.value.code == 0, f"no such command: tvm-pagedkv {' '.join(arguments)}"
+    return out.getvalue()
+
+
+def _options(words: list[str]) -> list[str]:
+    return [word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+
+
+def test_command_lines_have_options_that_exist():
+    num_checked = 0
+    for where, words in _commands():
+        if words[0] in ("scripts/generate.sh", "tvm-pagedkv"):
+            words = words[1:] if words[0] == "tvm-pagedkv" else ["generate", *words[1:]]
+            text = _help(words[:1])
+        else:
+            script = next((word for word in words if word.startswith("scripts/")), None)
+            if script is None:
+                continue
+            assert (ROOT / script).is_file(), f"{where} calls {script}"
+            words = words[words.index(script) + 1 :]
+            text = (ROOT / script).read_text(encoding="utf-8")
+            if script == "scripts/test.sh":  # which passes what it does not know to pytest
+                continue
+        for option in _options(words):
+            num_checked += 1
+            found = re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text)
+            assert found, f"{where}: no option {option}"
+    assert num_checked > 20  # the documents have many more; none would mean that none is found

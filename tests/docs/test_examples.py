@@ -13,6 +13,7 @@ import pytest
 from .documents import ROOT, blocks_of
 
 EXAMPLES = ROOT / "scripts" / "examples"
+NO_OLD_NAMES = ("-W", "error::DeprecationWarning:__main__")
 # What each prints when it has done what it shows.
 PRINTS = {
     "relax_model.py": r"\[84, 104, 101(, \d+){8}\] in 10 positions",
@@ -34,7 +35,7 @@ def test_example(name, tmp_path):
     if name == "disaggregated.py":
         arguments += ["--check", "--max-tokens", "12"]
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
+        [sys.executable, *NO_OLD_NAMES, str(EXAMPLES / name), *arguments],
         cwd=tmp_path,
         capture_output=True,
         text=True,

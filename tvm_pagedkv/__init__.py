@@ -10,21 +10,17 @@ _library.load()
 import tvm_ffi  # noqa: E402
 
 from ._library import CacheFullError  # noqa: E402
-from .bundle.load import Bundle, load_bundle  # noqa: E402
-from .cache.kv_cache import KVCache  # noqa: E402
-from .config.cache_config import KVCacheConfig, LayerSpec  # noqa: E402
-from .config.rope_config import RopeConfig  # noqa: E402
+from ._version import __version__  # noqa: E402
+from .bundle import Bundle, load_bundle  # noqa: E402
+from .cache import KVCache  # noqa: E402
+from .config import KVCacheConfig, LayerSpec, RopeConfig  # noqa: E402
 from .threads import num_threads, set_num_threads  # noqa: E402
 
-__version__ = "0.1.0"
-
 if _library.has_compiler():
-    from .bundle.writer import write_bundle  # noqa: E402
-    from .cache.create import create  # noqa: E402
-    from .compiler.build import build_kernels as build  # noqa: E402
-    from .relax.compile_model import compile  # noqa: E402
-    from .relax.frontend import PagedKVCache  # noqa: E402
-    from .relax.frontend_methods import PagedKVCacheObject  # noqa: E402
+    from .bundle import write_bundle  # noqa: E402
+    from .compiler import build_kernels as build  # noqa: E402
+    from .compiler import create  # noqa: E402
+    from .relax import PagedKVCache, PagedKVCacheObject, compile  # noqa: E402
 
 
 def use_stock_runtime() -> None:
@@ -47,6 +43,7 @@ def __getattr__(name: str):
 
 
 __all__ = [
+    "__version__",
     "Bundle",
     "CacheFullError",
     "KVCache",

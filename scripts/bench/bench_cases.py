@@ -176,7 +176,7 @@ class PagedInputs:
     ):
         import tvm
 
-        from tvm_pagedkv.huge_pages import huge_zeros
+        from tvm_pagedkv.measure import huge_zeros
 
         heads = heads or Heads()
         inputs = inputs or Inputs(case, dtype, heads)

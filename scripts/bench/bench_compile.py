@@ -81,7 +81,7 @@ def construct(name: str) -> None:
 
 def print_construction() -> None:
     """Print the seconds of `construct` for CPUs and, where there is nvcc, for GPUs."""
-    from tvm_pagedkv.compiler.cuda_library import find_nvcc
+    from tvm_pagedkv.compiler.cuda.library import find_nvcc
 
     try:
         find_nvcc()

@@ -118,7 +118,7 @@ def main() -> None:
         measure_torch(arguments.torch, arguments.rows, arguments.budget)
         return
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tvm_pagedkv.limits import Limits
+    from tvm_pagedkv.measure import Limits
 
     limits = Limits()
     print(f"{os.environ['TVM_NUM_THREADS']} threads")

@@ -22,7 +22,7 @@ from bench_cases import PAGE, seconds_of
 
 from tvm_pagedkv.compiler.build import build_kernels
 from tvm_pagedkv.config.cache_config import KVCacheConfig, LayerSpec
-from tvm_pagedkv.limits import Limits
+from tvm_pagedkv.measure import Limits
 
 CKV, KPE = 512, 64
 WIDTH = CKV + KPE

@@ -26,7 +26,7 @@ import tvm
 from bench_cases import PAGE
 
 import tvm_pagedkv as pkv
-from tvm_pagedkv.limits import Limits
+from tvm_pagedkv.measure import Limits
 
 DIM = 128
 OWN_TOKENS = 5

@@ -15,6 +15,12 @@ from collections.abc import Sequence
 
 from cuda_floors import DATA_SHEETS, floors
 from cuda_gate_rules import CHIPS, KIB, failures, resident_blocks
+from cuda_machine_code import (
+    INSTRUCTIONS,
+    MachineCode,
+    find_nvdisasm,
+    machine_code,
+)
 
 import tir_kernels
 from tir_kernels.cuda.decode_tiling import DecodeTiling
@@ -22,14 +28,8 @@ from tir_kernels.cuda.tiling import Tiling
 from tir_kernels.spec import CudaTarget, KernelSpec
 from tvm_pagedkv import KVCacheConfig, LayerSpec, RopeConfig
 from tvm_pagedkv.compiler.build import kernel_spec, resolve_target
-from tvm_pagedkv.compiler.cuda_build import cuda_spec
-from tvm_pagedkv.compiler.cuda_machine_code import (
-    INSTRUCTIONS,
-    MachineCode,
-    find_nvdisasm,
-    machine_code,
-)
-from tvm_pagedkv.compiler.cuda_source import cuda_source
+from tvm_pagedkv.compiler.cuda.build import cuda_spec
+from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 _MLA = LayerSpec("mla", mla_original_qk_head_dim=192, mla_original_v_head_dim=128)
 _LONGROPE = {

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from cuda_machine_code import MachineCode
+
 from tir_kernels.cuda.builders import BUILDERS as ATTENTION  # the others move rows
 from tir_kernels.spec import KernelSpec
-from tvm_pagedkv.compiler.cuda_machine_code import MachineCode
 
 KIB = 1024
 MOST_REGISTERS = 255  # of a thread, for attention, which keeps its sums there

@@ -24,7 +24,7 @@ from tests.support import stock
 from tvm_pagedkv import _library
 from tvm_pagedkv.bundle import cuda as bundle_cuda
 from tvm_pagedkv.bundle.load import read_config
-from tvm_pagedkv.compiler.cuda_library import compile_library
+from tvm_pagedkv.compiler.cuda.library import compile_library
 
 MOST_BYTES = 40_000_000
 ROOT = Path(__file__).resolve().parents[2]

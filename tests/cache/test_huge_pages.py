@@ -85,7 +85,7 @@ def test_large_pools_are_advised(max_total_tokens):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_huge_zeros_is_an_array_and_a_tensor_over_the_same_memory(dtype):
-    from tvm_pagedkv.huge_pages import HUGE_PAGE_BYTES, huge_zeros
+    from tvm_pagedkv.measure import HUGE_PAGE_BYTES, huge_zeros
 
     array, tensor = huge_zeros((3, 5, 7), dtype)
     assert array.shape == tensor.shape == (3, 5, 7)
@@ -99,7 +99,7 @@ def test_huge_zeros_is_an_array_and_a_tensor_over_the_same_memory(dtype):
 
 @pytest.mark.skipif(not _system_tells_advice(), reason="the system does not tell what was advised")
 def test_huge_zeros_are_advised():
-    from tvm_pagedkv.huge_pages import huge_zeros
+    from tvm_pagedkv.measure import huge_zeros
 
     before = _advised_bytes()
     array, _ = huge_zeros((2**23,), "uint8")

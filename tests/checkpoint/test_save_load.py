@@ -16,7 +16,7 @@ import pytest
 
 import tvm_pagedkv as pkv
 from tvm_pagedkv.cache import checkpoint
-from tvm_pagedkv.cache.create import _rope_details
+from tvm_pagedkv.compiler.create import _rope_details
 
 from ..reference.checkpoint import page_group
 from ..support.checkpoint_cases import LAYERS, Fed, call, export, forked

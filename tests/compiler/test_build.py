@@ -15,8 +15,8 @@ import tvm
 
 import tir_kernels
 import tvm_pagedkv
-from tvm_pagedkv.cache.create import config_map
 from tvm_pagedkv.compiler.build import build_kernels, resolve_target, vector_target
+from tvm_pagedkv.compiler.create import config_map
 from tvm_pagedkv.config.cache_config import KVCacheConfig, LayerSpec
 from tvm_pagedkv.config.rope_config import RopeConfig
 
@@ -24,6 +24,7 @@ from .. import reference
 
 # The package's attribute of this name is the function.
 build = importlib.import_module("tvm_pagedkv.compiler.build")
+targets = importlib.import_module("tvm_pagedkv.compiler.targets")
 
 needs_x86 = pytest.mark.skipif(
     not str(tvm.target.codegen.llvm_get_system_triple()).startswith("x86_64"),
@@ -87,16 +88,16 @@ def test_native_is_the_default():
     "flags, cpu, attributes",
     [
         (set(), "x86-64", ()),
-        (build._X86_LEVELS["x86-64-v3"], "x86-64-v3", ()),
-        (build._X86_LEVELS["x86-64-v4"], "x86-64", ()),  # AVX-512 with AVX2 hidden
-        (set.union(*build._X86_LEVELS.values()), "x86-64-v4", ()),
-        (set.union({"avx512_bf16"}, *build._X86_LEVELS.values()), "x86-64-v4", ("+avx512bf16",)),
-        ({"avx512_bf16"} | build._X86_LEVELS["x86-64-v3"], "x86-64-v3", ()),
+        (targets._X86_LEVELS["x86-64-v3"], "x86-64-v3", ()),
+        (targets._X86_LEVELS["x86-64-v4"], "x86-64", ()),  # AVX-512 with AVX2 hidden
+        (set.union(*targets._X86_LEVELS.values()), "x86-64-v4", ()),
+        (set.union({"avx512_bf16"}, *targets._X86_LEVELS.values()), "x86-64-v4", ("+avx512bf16",)),
+        ({"avx512_bf16"} | targets._X86_LEVELS["x86-64-v3"], "x86-64-v3", ()),
     ],
 )
 def test_native_is_the_highest_level_that_the_cpu_has(monkeypatch, flags, cpu, attributes):
-    monkeypatch.setattr(build, "_cpu_flags", lambda: flags)
-    target = build._native_target.__wrapped__()
+    monkeypatch.setattr(targets, "_cpu_flags", lambda: flags)
+    target = targets._native_target.__wrapped__()
     assert target.attrs["mcpu"] == cpu
     assert tuple(target.attrs.get("mattr", ())) == attributes
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tvm_pagedkv.compiler import cache_folder, cuda_library, disk_cache
+from tvm_pagedkv.compiler import cache_folder, disk_cache
+from tvm_pagedkv.compiler.cuda import library as cuda_library
 from tvm_pagedkv.compiler.disk_cache import code_versions, sealed_file
 
 from ..support.in_child import failures
@@ -303,8 +304,8 @@ def test_a_changed_source_changes_the_key(tmp_path):
     "module, name, sources",
     [
         ("tvm_pagedkv.compiler.build", "_SOURCES", ["build.py", "lowering.py"]),
-        ("tvm_pagedkv.compiler.cuda_build", "SOURCES", ["cuda_library.py", "cuda_source.py"]),
-        ("tvm_pagedkv.limits", "_SOURCES", ["limits.py", "tir_kernels"]),
+        ("tvm_pagedkv.compiler.cuda.build", "SOURCES", ["library.py", "source.py"]),
+        ("tvm_pagedkv.measure.limits", "_SOURCES", ["limits.py", "tir_kernels"]),
         (
             "tvm_pagedkv.models.model",
             "_SOURCES",

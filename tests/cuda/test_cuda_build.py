@@ -13,10 +13,10 @@ import tvm_ffi
 import tvm_pagedkv as pkv
 from tir_kernels import build_kernel, kernel_names
 from tir_kernels.spec import VectorTarget
-from tvm_pagedkv.compiler import cuda_build
 from tvm_pagedkv.compiler.build import build_kernels
-from tvm_pagedkv.compiler.cuda_library import DeviceCode, compile_library, device_code, find_nvcc
-from tvm_pagedkv.compiler.cuda_source import cuda_source
+from tvm_pagedkv.compiler.cuda import build as cuda_build
+from tvm_pagedkv.compiler.cuda.library import DeviceCode, compile_library, device_code, find_nvcc
+from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from ..support.cuda_cases import F16, F32, make_spec
 

@@ -15,7 +15,7 @@ import tvm_ffi
 
 import tvm_pagedkv as pkv
 from tvm_pagedkv import page
-from tvm_pagedkv.compiler import cuda_library
+from tvm_pagedkv.compiler.cuda import library as cuda_library
 from tvm_pagedkv.transfer import SharedMemoryChannel, _runtime
 
 from .. import reference

@@ -13,7 +13,7 @@ from tvm.script.ir_builder import IRBuilder
 
 from tir_kernels.cuda.emit import launch, ptx, sync_block
 from tir_kernels.define import define_kernel
-from tvm_pagedkv.compiler.cuda_source import cuda_source
+from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from ..support.cuda_emulator import (
     SCHEDULES,

@@ -16,7 +16,7 @@ from tir_kernels.cuda.emit import as_count, index_temp, launch
 from tir_kernels.cuda.page_split import PageSplit
 from tir_kernels.cuda.schedule import UnitOfBlock, sum_over
 from tir_kernels.define import define_kernel
-from tvm_pagedkv.compiler.cuda_source import cuda_source
+from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from .. import reference
 from ..support.attention_cases import compiled, cuda_text, tensors_for

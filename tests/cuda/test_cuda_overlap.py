@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tir_kernels import build_kernel
-from tvm_pagedkv.compiler.cuda_source import cuda_source
+from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from .. import reference
 from ..support.attention_cases import PagedBatch

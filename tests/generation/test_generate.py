@@ -189,11 +189,26 @@ def test_command_streams_one_text(capfd):
     out, error = capfd.readouterr()
     assert out.startswith(PROMPTS[0])
     assert len(out) > len(PROMPTS[0]) + 10
+    assert re.search(
+        r"prefill \d+ tokens, \d+ tokens/s; decode \d+ tokens, \d+ tokens/s; pages \d+ of \d+",
+        error,
+    )
+
+
+def test_command_measures_the_machine_when_asked(capfd):
+    assert main(["generate", PROMPTS[0], "--max-tokens", "8", "--measure"]) == 0
     rates = (
         r"prefill \d+ tokens, \d+ tokens/s \(\d+% of the multiplication peak\); "
         r"decode \d+ tokens, \d+ tokens/s \(\d+% of the read bandwidth\); pages \d+ of \d+"
     )
-    assert re.search(rates, error)
+    assert re.search(rates, capfd.readouterr().err)
+
+
+def test_command_prints_a_traceback_when_asked(capfd):
+    assert main(["generate", "x", "--top-p", "2", "--traceback"]) == 2
+    error = capfd.readouterr().err
+    assert error.startswith("Traceback (most recent call last):")
+    assert error.splitlines()[-1].startswith("tvm-pagedkv: error: top_p must be in")
 
 
 def test_command_shows_several_texts(capfd, tmp_path):

@@ -15,8 +15,8 @@ from tvm.target import Target
 
 import tvm_pagedkv as pkv
 from tir_kernels import build_kernel
-from tvm_pagedkv.compiler import cuda_objects
-from tvm_pagedkv.compiler.cuda_library import DeviceCode, device_code
+from tvm_pagedkv.compiler.cuda import objects as cuda_objects
+from tvm_pagedkv.compiler.cuda.library import DeviceCode, device_code
 from tvm_pagedkv.relax import model_kernels
 from tvm_pagedkv.relax.model_kernels import ModelKernels, link_when_finalized
 

@@ -10,10 +10,8 @@ import pytest
 
 from tir_kernels import build_kernel
 from tir_kernels.spec import RopeSpec
-from tvm_pagedkv.compiler import cuda_machine_code
-from tvm_pagedkv.compiler.cuda_library import find_nvcc
-from tvm_pagedkv.compiler.cuda_machine_code import launches, machine_code
-from tvm_pagedkv.compiler.cuda_source import cuda_source
+from tvm_pagedkv.compiler.cuda.library import find_nvcc
+from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from ..support.cuda_cases import make_spec
 from ..support.cuda_emulator import mutated
@@ -45,9 +43,11 @@ def _has_nvcc() -> bool:
 pytestmark = pytest.mark.skipif(not _has_nvcc(), reason="needs nvcc")
 
 
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+@pytest.fixture(scope="module", autouse=True)
+def scripts():
+    with pytest.MonkeyPatch.context() as patches:
+        patches.syspath_prepend(str(SCRIPTS))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,8 @@ def codes(source):
 
 
 def by_name(source: str, arch: str, options=()) -> dict:
+    from cuda_machine_code import machine_code
+
     codes = machine_code(source, arch, options)
     return {code.launch.kernel.replace("_kernel", ""): code for code in codes}
 
@@ -126,6 +128,8 @@ def latent_source():
 
 def test_conditions_of_launches_are_read(latent_source):
     """Of MLA each tiling has a kernel that attends and one that merges."""
+    from cuda_machine_code import launches
+
     found = [(x.dynamic_bytes, x.device_bytes) for x in launches(latent_source)]
     most, more, least = 222384, 148144, 74096
     assert found == [(most, most), (0, most), (more, more), (0, more), (least, 0), (0, 0)]
@@ -176,6 +180,8 @@ def test_kernels_that_begin_early_wait_before_they_touch_memory(source):
 
 def test_accesses_before_the_wait_are_counted(source):
     """The wait comes last."""
+    from cuda_machine_code import machine_code
+
     wait = "  pagedkv_wait_for_before();\n"
     begin = source.index(wait, source.rindex(" merge_kernel("))
     end = source.index("\n}\n", begin) + 1
@@ -196,6 +202,7 @@ def test_accesses_before_the_wait_are_counted(source):
 def test_constant_loads_of_what_kernels_write_are_refused(kernel, spec, declared, name):
     """With a restricted pointer the compiler makes them of loads from what a kernel only reads."""
     from cuda_gate_rules import failures
+    from cuda_machine_code import machine_code
 
     source = cuda_source({kernel: build_kernel(kernel, spec)})
     pointer = f"{name}_ptr"
@@ -231,6 +238,8 @@ def test_kernels_that_move_rows_leave_room_for_many_threads(codes):
 
 
 def test_instructions_of_ptx_are_counted_without_a_disassembler(source, codes, monkeypatch):
+    import cuda_machine_code
+
     monkeypatch.setattr(cuda_machine_code, "find_nvdisasm", lambda: None)
     of_ptx = by_name(source, "80")
     assert not any(code.is_sass for code in of_ptx.values())

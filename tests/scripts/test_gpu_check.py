@@ -15,7 +15,7 @@ import tvm
 import tvm_pagedkv as pkv
 from tvm_pagedkv.bundle import cuda as bundle_cuda
 from tvm_pagedkv.bundle.load import read_config
-from tvm_pagedkv.compiler.cuda_library import DeviceCode
+from tvm_pagedkv.compiler.cuda.library import DeviceCode
 
 from ..cuda.test_cuda_build import needs_nvcc
 from ..support.cuda_emulator.device import plugged_in

@@ -16,7 +16,7 @@ import tvm
 from tir_kernels import build_kernel
 from tir_kernels.spec import CudaTarget, KernelSpec
 from tvm_pagedkv.compiler.build import resolve_target
-from tvm_pagedkv.compiler.cuda_source import cuda_source
+from tvm_pagedkv.compiler.cuda.source import cuda_source
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
 from .. import reference

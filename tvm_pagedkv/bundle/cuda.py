@@ -12,7 +12,7 @@ from typing import Any
 
 import tvm
 
-from ..compiler.cuda_library import cuda_version, device_code, find_nvcc
+from ..compiler.cuda import cuda_version, device_code, find_nvcc
 
 RUNTIME = "libtvm_runtime_cuda.so"
 NAME = "cuda"  # of the target

@@ -12,9 +12,8 @@ from typing import Any
 import tvm
 import tvm_ffi
 
-from ..cache.kv_cache import KVCache
-from ..config.cache_config import KVCacheConfig, LayerSpec
-from ..config.rope_config import RopeConfig
+from ..cache import KVCache
+from ..config import KVCacheConfig, LayerSpec, RopeConfig
 
 MANIFEST = "manifest.json"
 CAPACITIES = ("max_num_sequences", "max_total_tokens", "prefill_chunk_size")

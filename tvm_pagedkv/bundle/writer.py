@@ -18,12 +18,11 @@ import tvm
 import tvm_ffi.libinfo
 from tvm.target import Target, codegen
 
-from .. import __version__, _library
-from ..cache.create import config_map
-from ..compiler.build import build_libraries, resolve_target
-from ..compiler.cuda_build import is_cuda
-from ..compiler.cuda_library import check_archs
-from ..config.cache_config import KVCacheConfig
+from .. import _library
+from .._version import __version__
+from ..compiler import build_libraries, config_map, is_cuda, resolve_target
+from ..compiler.cuda import check_archs
+from ..config import KVCacheConfig
 from . import cuda as bundle_cuda
 from .load import MANIFEST, describe_config
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache: the runtime object with keywords, its creation, checkpoints and page maps."""
+"""The cache: the runtime object with keyword methods, checkpoints and page maps.
+
+Nothing here needs a compiler.
+"""
 
 from .kv_cache import KVCache
+from .page_map import PageMap
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "PageMap"]

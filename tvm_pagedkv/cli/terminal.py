@@ -4,23 +4,39 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
+from typing import Any
+
+_log = logging.getLogger("tvm_pagedkv")
 
 
-class Progress:
-    """A spinner on a terminal, lines on stderr elsewhere."""
+class Progress(logging.Handler):
+    """Shows what the package logs: as a spinner on a terminal, as lines on stderr elsewhere.
 
-    def __init__(self):
-        self._status = None
+    A context manager: it listens to the logger ``tvm_pagedkv`` while it is entered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._status: Any = None
+        self._level = logging.NOTSET
 
     def __enter__(self) -> Progress:
+        self._level = _log.level
+        _log.setLevel(logging.INFO)
+        _log.addHandler(self)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
+        _log.removeHandler(self)
+        _log.setLevel(self._level)
         if self._status is not None:
             self._status.stop()
 
-    def __call__(self, line: str) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a record."""
+        line = record.getMessage()
         if not sys.stderr.isatty():
             print(line, file=sys.stderr, flush=True)
             return

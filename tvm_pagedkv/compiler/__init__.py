@@ -1,2 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a configuration and a target to compiled kernels, kept on disk."""
+"""The compiler: a configuration and a target become kernels, kept on disk, and a cache.
+
+Everything here needs the compiler of apache-tvm. Running what was compiled does not.
+"""
+
+from .build import (
+    KernelLibraries,
+    KernelSets,
+    build_kernels,
+    build_libraries,
+    kernel_spec,
+    load_kernels,
+    load_libraries,
+)
+from .cache_folder import cache_dir
+from .create import config_map, create
+from .disk_cache import cached_library, code_versions, library_file, load_library
+from .lowering import KernelObjects, kernel_symbol
+from .progress import compiling
+from .targets import is_cuda, require_cpu, resolve_target, vector_target
+
+__all__ = [
+    "KernelLibraries",
+    "KernelObjects",
+    "KernelSets",
+    "build_kernels",
+    "build_libraries",
+    "cache_dir",
+    "cached_library",
+    "code_versions",
+    "compiling",
+    "config_map",
+    "create",
+    "is_cuda",
+    "kernel_spec",
+    "kernel_symbol",
+    "library_file",
+    "load_kernels",
+    "load_libraries",
+    "load_library",
+    "require_cpu",
+    "resolve_target",
+    "vector_target",
+]

@@ -4,113 +4,25 @@
 from __future__ import annotations
 
 import functools
-import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import tvm
-from tvm.target import Target, codegen
+from tvm.target import Target
 
 import tir_kernels
-from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
+from tir_kernels.spec import KernelSpec, RopeSpec
 
-from ..config.cache_config import KVCacheConfig, LayerSpec
-from .cuda_build import build_cuda_set, cuda_spec, is_cuda
+from ..config import KVCacheConfig, LayerSpec
+from .cuda.build import build_cuda_set, cuda_spec
 from .disk_cache import code_versions, library_file, load_library
 from .lowering import KernelObjects, kernel_symbol
+from .progress import compiling
+from .targets import is_cuda, resolve_target, vector_target
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("build.py", "lowering.py"))
-
-# Features of an x86 level, beyond those of the next one, as Linux names them.
-_X86_LEVELS = {
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
-}
-
-
-# --- targets ------------------------------------------------------------------------------------
-
-
-def resolve_target(target: Target | str | Mapping | None = None) -> Target:
-    """A TVM target for code that runs here.
-
-    Parameters
-    ----------
-    target : optional
-        None or "native": this machine. Otherwise the name of a CPU or level that LLVM knows
-        ("x86-64-v3", "x86-64-v4", "znver4"), a TVM target, or what makes one.
-
-    Raises
-    ------
-    ValueError
-        For a string that names neither a CPU nor a target, and for targets other than CPUs.
-    """
-    if target is None or target == "native":
-        target = _native_target()
-    elif isinstance(target, str) and codegen.llvm_is_valid_cpu(target, _host_triple()):
-        target = Target({"kind": "llvm", "mcpu": target})
-    elif not isinstance(target, Target):
-        try:
-            target = Target(target)
-        except Exception as error:
-            raise ValueError(
-                f'target must be "native", a CPU that LLVM knows, or a TVM target; got {target!r}'
-            ) from error
-    require_cpu(target)
-    return target
-
-
-def require_cpu(target: Target) -> None:
-    """Refuse a target for which there are no kernels."""
-    if target.kind.name != "llvm":
-        raise ValueError(f"kernels are for CPUs, target kind 'llvm', not for {target.kind.name!r}")
-
-
-def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
-    """The SIMD traits of a target, from the features that LLVM enables for it."""
-    target = resolve_target(target)
-    features = {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
-    if "avx512f" in features:
-        return VectorTarget(lanes=16, registers=32, has_bf16_dot="avx512bf16" in features)
-    if "avx2" in features:
-        return VectorTarget(lanes=8, registers=16, has_f16_convert="f16c" in features)
-    is_arm = "neon" in features
-    return VectorTarget(lanes=4, registers=32 if is_arm else 16, has_f16_convert=is_arm)
-
-
-def _host_triple() -> str:
-    return str(codegen.llvm_get_system_triple())
-
-
-@functools.cache
-def _native_target() -> Target:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return Target({"kind": "llvm", "mcpu": str(codegen.llvm_get_system_cpu())})
-    flags = _cpu_flags()
-    needed: set[str] = set().union(*_X86_LEVELS.values())
-    for level, own in _X86_LEVELS.items():
-        if needed <= flags:
-            attributes = ["+avx512bf16"] if "avx512_bf16" in flags and level == "x86-64-v4" else []
-            return Target({"kind": "llvm", "mcpu": level, "mattr": attributes})
-        needed -= own
-    return Target({"kind": "llvm", "mcpu": "x86-64"})
-
-
-def _cpu_flags() -> set[str]:
-    """Features as Linux names them; a hypervisor may hide some of what the CPU's name promises."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return next(
-        (set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set()
-    )
-
-
-# --- kernel sets --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -216,7 +128,7 @@ def build_libraries(
     archs: Sequence[str] | None = None,
 ) -> KernelLibraries:
     """As `build_kernels`, for machines that need not be this one."""
-    progress, on_gpu = progress or (lambda _: None), is_cuda(target)
+    on_gpu = is_cuda(target)
     if archs is not None and not on_gpu:
         raise ValueError(f'archs are for target "cuda", got target {target!r}')
     cpu = resolve_target(None if on_gpu else target)
@@ -238,7 +150,9 @@ def build_libraries(
     )
 
 
-def _build_set(spec: KernelSpec, target: Target, progress: Callable) -> tuple[Mapping, Path]:
+def _build_set(
+    spec: KernelSpec, target: Target, progress: Callable[[str], None] | None
+) -> tuple[Mapping[str, str], Path]:
     builders = {
         name: functools.partial(tir_kernels.build_kernel, name, spec)
         for name in tir_kernels.kernel_names(spec)
@@ -259,7 +173,7 @@ def load_kernels(
     builders: Mapping[str, Callable],
     key: tuple[str, ...],
     target: Target,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] | None = None,
 ) -> Mapping[str, tvm.ffi.Function]:
     """Compile kernels into one library, or load it from the disk.
 
@@ -277,14 +191,14 @@ def load_kernels(
 
 
 def _library_of(
-    builders: Mapping[str, Callable], key: tuple[str, ...], target: Target, progress: Callable
+    builders: Mapping[str, Callable],
+    key: tuple[str, ...],
+    target: Target,
+    progress: Callable[[str], None] | None,
 ) -> tuple[Mapping[str, str], Path]:
     def compile_all() -> KernelObjects:
-        start = time.perf_counter()
-        progress(f"compiling {key[0]}")
-        built = KernelObjects({symbols[name]: builders[name] for name in builders}, target)
-        progress(f"compiled in {time.perf_counter() - start:.1f} s")
-        return built
+        with compiling(key[0], progress):
+            return KernelObjects({symbols[name]: builders[name] for name in builders}, target)
 
     symbols = {name: kernel_symbol(name, "\n".join(key[1:]), target) for name in builders}
     versions = code_versions(*_SOURCES, Path(tir_kernels.__file__).parent)

@@ -8,6 +8,7 @@ those here together. Common subexpressions are left to LLVM.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ import tir_kernels
 from tir_kernels.cpu.tasks import TASK_LOOP
 
 from .disk_cache import code_versions, found_file, sealed_file
+from .progress import compiling
 
 _NUM_THREADS = 2  # LLVM takes most of the time, and the largest kernel a quarter of it
 
@@ -41,25 +43,37 @@ class KernelObjects:
         Symbol, as `kernel_symbol` makes it -> callable that returns the PrimFunc. It is called only
         where there is no file yet.
     target : tvm.target.Target
+    what : str, optional
+        What they are, for the log; None: the caller reports.
     """
 
-    def __init__(self, builders: Mapping[str, Callable[[], tirx.PrimFunc]], target: Target):
+    def __init__(
+        self,
+        builders: Mapping[str, Callable[[], tirx.PrimFunc]],
+        target: Target,
+        what: str | None = None,
+    ):
         self._target = target
         found = {symbol: found_file([symbol], ".o") for symbol in builders}
-        missing = {symbol: builders[symbol]() for symbol in builders if found[symbol] is None}
+        missing = [symbol for symbol in builders if found[symbol] is None]
+        report = compiling(what) if what and missing else contextlib.nullcontext()
+        with report:
+            compiled = self._compile({symbol: builders[symbol]() for symbol in missing})
+        self.paths = {symbol: found[symbol] or compiled[symbol] for symbol in builders}
 
+    def _compile(self, functions: Mapping[str, tirx.PrimFunc]) -> dict[str, Path]:
         def compile_missing(symbol: str) -> Path:
             def build(path: Path) -> None:
-                compile_kernel(missing[symbol], symbol, target).write_to_file(str(path), "o")
+                compiled = compile_kernel(functions[symbol], symbol, self._target)
+                compiled.write_to_file(str(path), "o")
 
             return sealed_file([symbol], ".o", build)
 
         # The large ones first, so that no thread is left alone with one. The calls of a pass and of
         # LLVM let other threads run.
-        order = sorted(missing, key=lambda symbol: len(missing[symbol].params), reverse=True)
+        order = sorted(functions, key=lambda symbol: len(functions[symbol].params), reverse=True)
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            compiled = dict(zip(order, pool.map(compile_missing, order), strict=True))
-        self.paths = {symbol: found[symbol] or compiled[symbol] for symbol in builders}
+            return dict(zip(order, pool.map(compile_missing, order), strict=True))
 
     def export_library(self, path: str) -> None:
         """Link all to a shared library.

@@ -1,7 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen descriptions of a cache: its layers, its rotary embedding, its size."""
 
-from .cache_config import POPPABLE, KVCacheConfig, LayerSpec
-from .rope_config import RopeConfig
+from .alibi import standard_slopes
+from .cache_config import (
+    DTYPES,
+    ITEMSIZE,
+    LAYER_KINDS,
+    MHA_KINDS,
+    POPPABLE,
+    KVCacheConfig,
+    LayerSpec,
+)
+from .rope_config import ROPE_MODES, ROPE_TYPES, RopeConfig
 
-__all__ = ["POPPABLE", "KVCacheConfig", "LayerSpec", "RopeConfig"]
+__all__ = [
+    "DTYPES",
+    "ITEMSIZE",
+    "LAYER_KINDS",
+    "MHA_KINDS",
+    "POPPABLE",
+    "ROPE_MODES",
+    "ROPE_TYPES",
+    "KVCacheConfig",
+    "LayerSpec",
+    "RopeConfig",
+    "standard_slopes",
+]

@@ -1,2 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that run on several workers."""
+"""Models that run on several workers of a Disco session."""
+
+from .disco import (
+    Worker,
+    current_worker,
+    forget,
+    load_disco,
+    process_session,
+    stage_function,
+    threaded_session,
+)
+
+__all__ = [
+    "Worker",
+    "current_worker",
+    "forget",
+    "load_disco",
+    "process_session",
+    "stage_function",
+    "threaded_session",
+]

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batched text generation over the cache: sampling, drafts, prompts computed elsewhere."""
 
+from .disaggregated import RemotePrefill, serve_prefill
 from .engine import generate
 from .events import FinishedEvent, Statistics, TextEvent
 from .parameters import SamplingParams, Window
 
 __all__ = [
     "FinishedEvent",
+    "RemotePrefill",
     "SamplingParams",
     "Statistics",
     "TextEvent",
     "Window",
     "generate",
+    "serve_prefill",
 ]

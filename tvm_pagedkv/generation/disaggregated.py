@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .._library import CacheFullError
-from ..cache.kv_cache import KVCache
+from ..cache import KVCache
 from ..models import DecoderModel
 from ..transfer import (
     Channel,

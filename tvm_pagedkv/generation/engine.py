@@ -18,9 +18,8 @@ from tokenizers.decoders import DecodeStream
 
 from tir_kernels.spec import ITEMSIZE
 
-from ..cache.kv_cache import KVCache
-from ..models import DecoderModel
-from ..models.work import Work
+from ..cache import KVCache
+from ..models import DecoderModel, Work
 from ..transfer import Channel
 from .disaggregated import RemotePrefill
 from .events import FinishedEvent, Statistics, TextEvent

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .._checks import check_int
-from ..models import DecoderModel
-from ..models.tokens import check_tokens
+from ..models import DecoderModel, check_tokens
 
 
 @dataclass(frozen=True)

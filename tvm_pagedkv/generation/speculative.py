@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-DEFAULT_DRAFTS = 8
 MATCH_LENGTHS = (8, 4, 2)  # of the n-grams that are looked up, longest first
 LONGEST_MATCH = 16  # more tokens that agree tell no more
 NUM_MATCHES = 6

@@ -8,9 +8,8 @@ from typing import Any
 
 from tvm.relax.frontend.nn.llm import kv_cache as tvm_kv_cache
 
-from tvm_pagedkv.config.rope_config import ROPE_TYPES
-from tvm_pagedkv.relax.frontend import PagedKVCache
-
+from ..config import ROPE_TYPES
+from ..relax import PagedKVCache
 from .model_config import attention_of_compiled, warn_if_unknown
 from .modules import TRIED_WITH, find
 from .patches import Overlay, Patches

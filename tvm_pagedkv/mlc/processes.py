@@ -9,8 +9,7 @@ from typing import Any
 
 import tvm_ffi
 
-from tvm_pagedkv.distributed.disco import load_disco
-
+from ..distributed import load_disco
 from .modules import find
 from .patches import Overlay, Patches
 

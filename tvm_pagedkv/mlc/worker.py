@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from tvm_pagedkv.distributed.disco import load_disco
-
+from ..distributed import load_disco
 from .drift import add_missing_tvm_names
 from .patches import Patches
 

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoders from Hugging Face directories: Llama, Qwen, Gemma, Phi, OLMo."""
 
+from .chat import encode_chat
 from .config import DecoderConfig
+from .export import export_model
 from .model import DecoderModel
 from .parallel import ParallelModel
+from .tokens import check_tokens
+from .work import Work
 
 # Their names while Llama was the only family.
 LlamaConfig, LlamaModel, ParallelLlama = DecoderConfig, DecoderModel, ParallelModel
@@ -15,4 +19,8 @@ __all__ = [
     "LlamaModel",
     "ParallelLlama",
     "ParallelModel",
+    "Work",
+    "check_tokens",
+    "encode_chat",
+    "export_model",
 ]

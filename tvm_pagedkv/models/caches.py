@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import tvm
 
-from ..cache.create import config_map
-from ..cache.kv_cache import KVCache
-from ..compiler.build import build_libraries, load_libraries
-from ..config.cache_config import KVCacheConfig
+from ..cache import KVCache
+from ..compiler import build_libraries, config_map, load_libraries
+from ..config import KVCacheConfig
 from .config import DecoderConfig
 from .options import BuildOptions
 
@@ -58,7 +57,7 @@ class Caches:
 
 
 def compile_kernels(
-    config: DecoderConfig, options: BuildOptions, progress: Callable[[str], None]
+    config: DecoderConfig, options: BuildOptions, progress: Callable[[str], None] | None
 ) -> None:
     """Compile the kernels of the caches, unless they are on the disk."""
     _libraries(config, options, progress)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.cache_config import DTYPES, LayerSpec
+from ..config import DTYPES, LayerSpec
 
 _EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"
 

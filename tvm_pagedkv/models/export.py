@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tvm.contrib import tvmjs
 
-from ..bundle.writer import write_bundle
+from ..bundle import write_bundle
 from .caches import cache_config
 from .model import DecoderModel
 

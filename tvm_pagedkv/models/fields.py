@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..config.cache_config import LayerSpec
-from ..config.rope_config import ROPE_TYPES, RopeConfig
+from ..config import ROPE_TYPES, LayerSpec, RopeConfig
 
 # What transformers calls the two kinds of layers.
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,10 +13,9 @@ from tvm.target import Target
 
 import tir_kernels
 
-from ..cache.kv_cache import KVCache
-from ..compiler.build import resolve_target
-from ..compiler.disk_cache import code_versions, library_file, load_library
-from ..config.cache_config import DTYPES
+from ..cache import KVCache
+from ..compiler import code_versions, compiling, library_file, load_library, resolve_target
+from ..config import DTYPES
 from .caches import Caches, cache_config, compile_kernels
 from .chat import ChatTemplate
 from .checkpoint import Checkpoint
@@ -99,7 +97,6 @@ class DecoderModel:
         ValueError
             Where the architecture is not known, or a tensor is missing or has the wrong shape.
         """
-        progress = progress or (lambda line: None)
         directory, config, dtype = read_config(directory, dtype)
         options = BuildOptions(dtype, page_size, resolve_target(target), sliding_window)
         check_cache(directory, config, options)
@@ -274,17 +271,14 @@ def load_tokenizer(directory: Path, config: DecoderConfig):
 
 
 def executable_file(
-    config: DecoderConfig, options: BuildOptions, progress: Callable[[str], None]
+    config: DecoderConfig, options: BuildOptions, progress: Callable[[str], None] | None = None
 ) -> Path:
     """A library with the compiled functions of the model, or of one of its stages."""
 
     def compile_model():
-        start = time.perf_counter()
         num_layers = len(options.layers_of(config))
-        progress(f"compiling the model ({num_layers} layers, {options.dtype})")
-        built = tvm.compile(build_module(config, options), options.target)
-        progress(f"compiled in {time.perf_counter() - start:.1f} s")
-        return built
+        with compiling(f"the model ({num_layers} layers, {options.dtype})", progress):
+            return tvm.compile(build_module(config, options), options.target)
 
     compile_kernels(config, options, progress)
     versions = code_versions(*_SOURCES)

@@ -9,7 +9,7 @@ from tvm.target import Target
 
 from tir_kernels.spec import VectorTarget
 
-from ..compiler.build import vector_target
+from ..compiler import vector_target
 from .config import DecoderConfig
 
 

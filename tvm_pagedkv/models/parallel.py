@@ -18,9 +18,9 @@ import numpy as np
 import tvm_ffi
 
 from .._library import CacheFullError
-from ..cache.kv_cache import KVCache
-from ..compiler.build import resolve_target
-from ..distributed import disco
+from ..cache import KVCache
+from ..compiler import resolve_target
+from ..distributed import forget, process_session, threaded_session
 from . import parallel_worker  # noqa: F401  workers of this process find its function
 from .chat import ChatTemplate
 from .config import DecoderConfig
@@ -160,9 +160,9 @@ class ParallelModel:
         tokenizer = load_tokenizer(directory, config)
         template = ChatTemplate.from_directory(directory)
         for each in options:
-            executable_file(config, each, progress or (lambda line: None))
+            executable_file(config, each, progress)
 
-        make = disco.threaded_session if threads else disco.process_session
+        make = threaded_session if threads else process_session
         session = make(num_shards * num_stages, num_stages)
         session.import_python_module(parallel_worker.__name__)
         described = {
@@ -289,7 +289,7 @@ class _Workers:
         """Let the workers forget the model; they end with what refers to their session."""
         session, self.session, self.run = self.session, None, None
         if session is not None:
-            disco.forget(session)
+            forget(session)
 
 
 class ParallelCache:

@@ -19,10 +19,9 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from ..cache.kv_cache import KVCache
-from ..compiler.build import resolve_target
-from ..compiler.disk_cache import load_library
-from ..distributed.disco import Worker, current_worker
+from ..cache import KVCache
+from ..compiler import load_library, resolve_target
+from ..distributed import Worker, current_worker
 from .caches import Caches
 from .checkpoint import Checkpoint
 from .config import DecoderConfig

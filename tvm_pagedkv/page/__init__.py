@@ -20,7 +20,7 @@ import tvm_ffi
 from tir_kernels import page_layer, page_table
 from tir_kernels.page_layer import PageLayerSpec
 
-from ..compiler.build import load_kernels, resolve_target, vector_target
+from ..compiler import load_kernels, resolve_target, vector_target
 from .arguments import (
     MLA_LAYOUT,
     Pools,

@@ -1,2 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of models written with ``tvm.relax.frontend.nn``, and the kernels they link."""
+"""The cache in models written with ``tvm.relax.frontend.nn``."""
+
+from .compile_model import compile
+from .frontend import PagedKVCache
+from .frontend_methods import PagedKVCacheObject
+
+__all__ = ["PagedKVCache", "PagedKVCacheObject", "compile"]

@@ -17,10 +17,9 @@ from tir_kernels import build_kernel
 from tir_kernels.cpu import stock_sliding
 from tir_kernels.spec import KernelSpec
 
-from ..compiler.build import kernel_spec, require_cpu, resolve_target
-from ..compiler.cuda_build import cuda_spec, is_cuda
-from ..compiler.cuda_objects import arch_of
-from ..config.cache_config import KVCacheConfig, LayerSpec, RopeConfig
+from ..compiler import is_cuda, kernel_spec, require_cpu, resolve_target
+from ..compiler.cuda import arch_of, cuda_spec
+from ..config import KVCacheConfig, LayerSpec, RopeConfig
 from .frontend_methods import PagedKVCacheObject
 from .model_kernels import ModelKernels, link_when_finalized
 

@@ -13,9 +13,8 @@ from tvm import relax, tirx
 from tvm.relax import BlockBuilder
 from tvm.target import Target
 
-from ..compiler.cuda_build import is_cuda
-from ..compiler.cuda_objects import CudaKernelObjects, cuda_kernel_symbol
-from ..compiler.lowering import KernelObjects, kernel_symbol
+from ..compiler import KernelObjects, is_cuda, kernel_symbol
+from ..compiler.cuda import CudaKernelObjects, cuda_kernel_symbol
 
 _ATTRIBUTE = "external_mods"  # of a module: what `relax.build` links to it
 # A library that is attached to a module more than once is linked once, if it is the same object.
@@ -62,9 +61,14 @@ class ModelKernels:
         list of tvm.runtime.Module
             The same objects in all caches of this process that share kernels.
         """
-        objects = CudaKernelObjects if is_cuda(self._target) else KernelObjects
+        objects: CudaKernelObjects | KernelObjects
+        if is_cuda(self._target):
+            objects = CudaKernelObjects(self._builders, self._target)
+        else:
+            what = f"{len(self._builders)} kernels of a model's cache"
+            objects = KernelObjects(self._builders, self._target, what)
         symbols_of: dict[Path, list[str]] = defaultdict(list)
-        for symbol, path in objects(self._builders, self._target).paths.items():
+        for symbol, path in objects.paths.items():
             symbols_of[path].append(symbol)
         return [_load(path, tuple(symbols)) for path, symbols in symbols_of.items()]
 

@@ -12,7 +12,7 @@ import tvm
 import tvm_ffi
 
 from .._functions import global_function
-from ..cache.kv_cache import KVCache
+from ..cache import KVCache
 
 
 def prepare_recv(cache: KVCache, seq_id: int, length: int) -> list[int]:

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ..cache.kv_cache import KVCache
+from ..cache import KVCache
 from .channel import Channel, ChannelClosed, MessageError, TransferError, TransferTimeout
 from .layout import check_layout, layout_of, num_slots_of
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..cache.kv_cache import KVCache
-from ..config.cache_config import ITEMSIZE
+from ..cache import KVCache
+from ..config import ITEMSIZE
 from .channel import TransferError
 
 PROTOCOL = 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache.kv_cache import KVCache
+from ..cache import KVCache
 from . import _runtime
 from .channel import Channel, MessageError, TransferError, TransferTimeout
 from .endpoint import Deadline, Endpoint, field, integers, quote

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cache.kv_cache import KVCache
+from ..cache import KVCache
 from . import _runtime
 from .channel import Channel, MessageError, TransferError, TransferTimeout
 from .endpoint import Deadline, Endpoint, integers, quote

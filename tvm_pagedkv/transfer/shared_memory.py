@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from ..cache.kv_cache import KVCache
+from ..cache import KVCache
 from . import _runtime
 from .channel import ChannelClosed, TransferError
 from .layout import pools_of

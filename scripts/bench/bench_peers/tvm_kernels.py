@@ -18,7 +18,7 @@ from tir_kernels import build_kernel
 from tvm_pagedkv import KVCacheConfig, use_stock_runtime
 from tvm_pagedkv.compiler.build import kernel_spec, load_kernels, resolve_target
 from tvm_pagedkv.compiler.disk_cache import code_versions
-from tvm_pagedkv.limits import READ_BYTES, Limits
+from tvm_pagedkv.measure import READ_BYTES, Limits
 from tvm_pagedkv.threads import set_num_threads
 
 KERNELS = ("prefill", "decode")

@@ -13,7 +13,7 @@ import tvm
 import tvm_ffi
 from tvm_ffi import libinfo
 
-from tvm_pagedkv.compiler.cuda_library import STAYS_LOADED
+from tvm_pagedkv.compiler.cuda.library import STAYS_LOADED
 from tvm_pagedkv.compiler.disk_cache import sealed_file
 
 _FFI = Path(libinfo.find_libtvm_ffi())

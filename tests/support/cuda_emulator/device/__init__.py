@@ -13,7 +13,8 @@ import numpy as np
 import tvm
 import tvm_ffi
 
-from tvm_pagedkv.compiler import cuda_build, cuda_library
+from tvm_pagedkv.compiler.cuda import build as cuda_build
+from tvm_pagedkv.compiler.cuda import library as cuda_library
 from tvm_pagedkv.compiler.disk_cache import code_versions
 
 from .. import library

@@ -11,11 +11,10 @@ import tvm
 from tvm.target import Target
 from tvm_ffi import Shape
 
-from ..compiler import cuda_library
-from ..compiler.build import KernelLibraries, KernelSets, build_libraries, load_libraries
-from ..compiler.cuda_build import is_cuda
-from ..config.cache_config import MHA_KINDS, KVCacheConfig, LayerSpec
-from ..config.rope_config import ROPE_MODES, RopeConfig
+from ..config import MHA_KINDS, ROPE_MODES, KVCacheConfig, LayerSpec, RopeConfig
+from .build import KernelLibraries, KernelSets, build_libraries, load_libraries
+from .cuda.library import require_code_for
+from .targets import is_cuda
 
 _NO_CUDA = (
     "TVM has no CUDA runtime here, which needs the driver (libcuda.so.1) and libcudart.so of the "
@@ -61,7 +60,7 @@ def create(
     built = build_libraries(config, target, progress)
     if is_cuda(target):
         for _, path in built.libraries:
-            cuda_library.require_code_for(device, path)
+            require_code_for(device, path)
     kernels = load_libraries(built)
     make = tvm.get_global_func("pagedkv.create")
     return make(config_map(config, kernels, device), [dict(s) for s in kernels.sets], device)

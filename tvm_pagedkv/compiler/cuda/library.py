@@ -48,7 +48,7 @@ def compile_library(source: str, path: Path, archs: Sequence[str] = ARCHS) -> No
     Parameters
     ----------
     source : str
-        What `cuda_source.cuda_source` returns.
+        What `source.cuda_source` returns.
     path : Path
     archs : sequence of str
         Numbers of architectures, such as "90".

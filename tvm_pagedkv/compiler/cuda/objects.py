@@ -11,11 +11,12 @@ from tvm.target import Target
 
 import tir_kernels
 
-from .cuda_build import SOURCES
-from .cuda_library import check_archs, compile_object, compiler_version
-from .cuda_source import cuda_source
-from .disk_cache import code_versions, sealed_file
-from .lowering import is_for_this_machine, unique_symbol
+from ..disk_cache import code_versions, sealed_file
+from ..lowering import is_for_this_machine, unique_symbol
+from ..progress import compiling
+from .build import SOURCES
+from .library import check_archs, compile_object, compiler_version
+from .source import cuda_source
 
 
 class CudaKernelObjects:
@@ -39,8 +40,9 @@ class CudaKernelObjects:
 
     def __init__(self, builders: Mapping[str, Callable[[], tirx.PrimFunc]], target: Target):
         def build(path: Path) -> None:
-            functions = {symbol: builder() for symbol, builder in builders.items()}
-            compile_object(cuda_source(functions), path, [arch_of(target)])
+            with compiling(f"{len(builders)} kernels for GPUs: {arch_of(target)}"):
+                functions = {symbol: builder() for symbol, builder in builders.items()}
+                compile_object(cuda_source(functions), path, [arch_of(target)])
 
         self.paths = dict.fromkeys(builders, sealed_file(sorted(builders), ".o", build))
 

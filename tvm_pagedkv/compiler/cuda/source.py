@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.backend.cuda import export_cuda_host
 from tvm.target import Target
 
-from .cuda_runtime import with_runtime
+from .runtime import with_runtime
 
 _KEEP_SOURCE = "TVM_COMPILE_FORCE_FALLBACK"
 

@@ -14,10 +14,9 @@ import tir_kernels
 from tir_kernels.cpu.bf16 import LLVM_HELPERS, PairOperands
 from tir_kernels.cpu.simd import Register, constant, load, store, temp
 
-from .compiler.build import resolve_target, vector_target
-from .compiler.disk_cache import cached_library, code_versions
+from ..compiler import cached_library, code_versions, compiling, resolve_target, vector_target
+from ..threads import num_threads
 from .huge_pages import huge_zeros
-from .threads import num_threads
 
 _SOURCES = (Path(__file__), Path(tir_kernels.__file__).parent)
 READ_BYTES = 2**28
@@ -64,6 +63,11 @@ def _emit_dot(sink, words, tasks: int) -> None:
             store(sink, (task, i * lanes), lanes, register.get())
 
 
+def _compile(functions: dict, target: tvm.target.Target):
+    with compiling("the measurements of the machine"):
+        return tvm.tirx.build(tvm.IRModule(functions), target=target)
+
+
 class Limits:
     """Sequential read bandwidth and FMA peak of all threads; keeps the times of every read.
 
@@ -100,7 +104,7 @@ class Limits:
         target = resolve_target()
         built = cached_library(
             [f"limits of {tasks} threads", str(target), *code_versions(*_SOURCES)],
-            lambda: tvm.tirx.build(tvm.IRModule(functions), target=target),
+            lambda: _compile(functions, target),
         )
         self._read, self._fma = built["read"], built["fma"]
         self._dot = built["dot"] if self.has_dot else None

@@ -19,8 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tir_kernels.cuda.launcher import BLOCK_SHARED_BYTES
-
-from .cuda_library import find_nvcc
+from tvm_pagedkv.compiler.cuda import find_nvcc
 
 # What is counted: instructions of the machine code, and of PTX.
 INSTRUCTIONS = {

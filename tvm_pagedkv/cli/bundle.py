@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tvm-pagedkv bundle`` and ``export``: folders that run without a compiler."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .terminal import Progress
+
+
+def add_parsers(commands) -> None:
+    """Add the commands and their options."""
+    add = commands.add_parser(
+        "bundle",
+        help="write a folder with compiled kernels and the libraries that run them",
+        description="Write a folder from which caches can be made without a compiler.",
+    )
+    add.set_defaults(run=_bundle)
+    add.add_argument("--out", required=True, metavar="DIR", help="the folder, new or empty")
+    add.add_argument(
+        "--target",
+        action="append",
+        choices=["cpu", "cuda"],
+        default=[],
+        help="may be repeated (default: cpu); cuda needs nvcc, but no GPU",
+    )
+    add.add_argument(
+        "--config", metavar="FILE", required=True, help="JSON with the fields of KVCacheConfig"
+    )
+    add.add_argument(
+        "--cpu",
+        action="append",
+        metavar="NAME",
+        help="native (default), a CPU such as x86-64-v3, or aarch64-linux-gnu[:CPU]; may be "
+        "repeated, and the best one is chosen where the bundle is loaded",
+    )
+    add.add_argument(
+        "--arch",
+        action="append",
+        default=[],
+        metavar="NUMBER",
+        help="GPU architecture such as 90, for --target cuda; may be repeated, and later ones run "
+        "PTX of the first",
+    )
+    add.add_argument(
+        "--libraries",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="libraries of another architecture to include",
+    )
+    add = commands.add_parser(
+        "export",
+        help="write a folder with a compiled model and the libraries that run it",
+        description="Write a folder from which a C++ program runs a model without a compiler.",
+    )
+    add.set_defaults(run=_export)
+    add.add_argument("--out", required=True, metavar="DIR", help="the folder, new or empty")
+    add.add_argument(
+        "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
+    )
+    add.add_argument(
+        "--dtype", help="float32, float16 or bfloat16 (default: what the model's config.json says)"
+    )
+    add.add_argument("--page-size", type=int, default=16, help="tokens of a page (default 16)")
+    add.add_argument("--cpu", metavar="NAME", help="native (default), or a CPU such as x86-64-v3")
+
+
+def _bundle(options: argparse.Namespace) -> None:
+    import json
+
+    from ..bundle import read_config, write_bundle
+
+    try:
+        config = read_config(json.loads(Path(options.config).read_bytes()))
+    except OSError as error:
+        raise ValueError(f"cannot read {options.config}: {error.strerror}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{options.config}: {error}") from None
+    targets = list(options.cpu or [])
+    if not targets and ("cpu" in options.target or not options.target):
+        targets = ["native"]
+    if "cuda" in options.target:
+        if not options.arch:
+            raise ValueError("--target cuda needs architectures, such as --arch 80 --arch 90")
+        targets.append("cuda")
+    elif options.arch:
+        raise ValueError("--arch needs --target cuda")
+    with Progress():
+        path = write_bundle(
+            config,
+            options.out,
+            targets,
+            archs=options.arch,
+            libraries=options.libraries,
+        )
+    _print_size(path)
+
+
+def _print_size(path: Path) -> None:
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    print(f"{path}: {size / 2**20:.1f} MiB")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from ..models import export_model
+
+    with Progress():
+        path = export_model(
+            options.model,
+            options.out,
+            options.dtype,
+            page_size=options.page_size,
+            target=options.cpu,
+        )
+    _print_size(path)

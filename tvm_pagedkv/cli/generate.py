@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tvm-pagedkv generate``: continue prompts with a language model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import deque
+from pathlib import Path
+
+from .statistics import MachineLimits, print_statistics
+from .terminal import Progress, display_of
+
+DEFAULT_DRAFTS = 8
+DEFAULT_SINKS = 4  # enough for the attention that models park on their first tokens
+
+
+def add_parser(commands) -> None:
+    """Add the command and its options."""
+    add = commands.add_parser(
+        "generate",
+        help="continue prompts with a language model",
+        description="Continue prompts with a language model (Llama, Mistral, Qwen, Gemma, Phi, "
+        "OLMo), several at a time.",
+    )
+    add.set_defaults(run=run)
+    add.add_argument("text", nargs="*", metavar="PROMPT", help="a prompt")
+    add.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
+    add.add_argument("--file", action="append", default=[], help="a UTF-8 file that is a prompt")
+    add.add_argument(
+        "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
+    )
+    add.add_argument(
+        "--chat", action="store_true", help="answer each prompt, by the chat template of the model"
+    )
+    add.add_argument("--system", metavar="TEXT", help="system message before each prompt of a chat")
+    add.add_argument(
+        "--dtype", help="float32, float16 or bfloat16 (default: what the model's config.json says)"
+    )
+    add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
+    add.add_argument("--temperature", type=float, default=0.7, help="default 0.7; 0: most likely")
+    add.add_argument("--top-p", type=float, default=0.95, help="default 0.95")
+    add.add_argument("--seed", type=int, default=0)
+    add.add_argument("--max-tokens", type=int, default=200, help="per continuation (default 200)")
+    add.add_argument("--page-size", type=int, default=16, help="tokens of a page (default 16)")
+    add.add_argument(
+        "--max-total-tokens", type=int, help="capacity of the cache (default: what is needed)"
+    )
+    add.add_argument("--chunk", type=int, default=512, help="rows of a prefill step (default 512)")
+    add.add_argument(
+        "--sliding-window", type=int, metavar="W", help="keep W tokens of each text (default: all)"
+    )
+    add.add_argument("--sinks", type=int, metavar="S", help="of these, the first S (default 4)")
+    add.add_argument(
+        "--shards", type=int, default=1, help="processes that share every layer (default 1)"
+    )
+    add.add_argument(
+        "--stages", type=int, default=1, help="pipeline stages of so many processes (default 1)"
+    )
+    add.add_argument(
+        "--speculative",
+        type=_drafts,
+        nargs="?",
+        const=DEFAULT_DRAFTS,
+        default=0,
+        metavar="N",
+        help="draft up to N tokens at a time from what the text repeats, and verify them in one "
+        f"step (default {DEFAULT_DRAFTS}); say it after the prompts",
+    )
+    add.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the machine, and print the share of its limits that was reached",
+    )
+    add.add_argument(
+        "--draw-pages", metavar="FILE", help="write an SVG of the pages at their fullest"
+    )
+
+
+def _drafts(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) == 0:
+        raise argparse.ArgumentTypeError(
+            f"the most tokens to draft must be 1 or more, got {text!r} (a prompt may not follow)"
+        )
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Continue the prompts, print the texts, and then what it took."""
+    prompts = _prompts(options)
+    picture = _picture_file(options.draw_pages)
+    _check(options)
+    try:
+        from ..generation import FinishedEvent, SamplingParams, Statistics, Window, generate
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"{error.name} is not installed; install what this command needs with: "
+            "pip install 'tvm-pagedkv[demo]'"
+        ) from None
+    from ..cache import PageMap
+
+    params = SamplingParams(
+        options.n, options.temperature, options.top_p, options.max_tokens, options.seed
+    )
+    window = None
+    if options.sliding_window is not None:
+        window = Window(options.sliding_window, _sinks(options))
+    with Progress():
+        model = _load(options)
+    if options.shards * options.stages > 1:
+        _print_workers(model)
+    shown: list[str] = prompts
+    inputs: list = prompts
+    if options.chat:
+        inputs = _chat(model, prompts, options.system)
+        shown = [f"{prompt}\n\n" for prompt in prompts] if len(prompts) * params.n > 1 else [""]
+    fullest: deque[PageMap] = deque(maxlen=1)
+
+    def keep_page_map(cache) -> None:
+        fullest.append(PageMap.of(getattr(cache, "first", cache)))
+
+    events = generate(
+        model,
+        inputs,
+        params,
+        max_total_tokens=options.max_total_tokens,
+        prefill_chunk_size=options.chunk,
+        window=window,
+        speculative=options.speculative,
+        at_fullest=keep_page_map if picture else None,
+    )
+    with display_of(shown, params.n) as display:
+        for event in events:
+            if isinstance(event, Statistics):
+                statistics = event
+            elif isinstance(event, FinishedEvent):
+                display.finished(event)
+            else:
+                display.text(event)
+    print_statistics(statistics, _measured(model.options.dtype) if options.measure else None)
+    if picture:
+        picture.write_text(fullest[0].to_svg(), encoding="utf-8")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that do not go together."""
+    if options.system is not None and not options.chat:
+        raise ValueError("--system needs --chat")
+    if options.sinks is not None and options.sliding_window is None:
+        raise ValueError("--sinks needs --sliding-window")
+    if options.speculative and options.sliding_window is not None:
+        raise ValueError("--speculative does not go with --sliding-window")
+    if options.speculative and (options.shards, options.stages) != (1, 1):
+        raise ValueError("--speculative does not go with --shards and --stages")
+
+
+def _sinks(options: argparse.Namespace) -> int:
+    if options.sinks is not None:
+        return options.sinks
+    return min(DEFAULT_SINKS, max(0, options.sliding_window - 1))
+
+
+def _load(options: argparse.Namespace):
+    """The model, run by this process or by several workers."""
+    from ..models import DecoderModel, ParallelModel
+
+    common = {
+        "page_size": options.page_size,
+        "sliding_window": options.sliding_window is not None,
+    }
+    if (options.shards, options.stages) == (1, 1):
+        return DecoderModel.from_pretrained(options.model, options.dtype, **common)
+    return ParallelModel.from_pretrained(
+        options.model, options.dtype, num_shards=options.shards, stages=options.stages, **common
+    )
+
+
+def _chat(model, prompts: list[str], system: str | None) -> list[list[int]]:
+    """Token ids of conversations that each have one message of the user."""
+    from ..models import encode_chat
+
+    before = [] if system is None else [{"role": "system", "content": system}]
+    for index, prompt in enumerate(prompts):
+        if not prompt.strip():
+            raise ValueError(f"prompt {index + 1} is empty")
+    return [encode_chat(model, [*before, {"role": "user", "content": text}]) for text in prompts]
+
+
+def _print_workers(model) -> None:
+    """Who has which part of the model."""
+    for index, worker in enumerate(model.workers()):
+        parts = [f"{name} {_span(worker[name])}" for name in ("layers", "heads", "kv_heads")]
+        line = f"worker {index}: process {worker['process']}, {', '.join(parts)}"
+        print(line.replace("_", " "), file=sys.stderr, flush=True)
+
+
+def _span(numbers: list[int]) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    prompts = [*options.text, *options.prompt]
+    for name in options.file:
+        try:
+            prompts.append(Path(name).read_bytes().decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"prompt file {name} is not UTF-8 text: byte {error.object[error.start]:#04x} at "
+                f"offset {error.start}"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"cannot read prompt file {name}: {error.strerror}") from None
+    if not prompts:
+        raise ValueError('no prompt; say, for example: tvm-pagedkv generate "The with statement"')
+    return prompts
+
+
+def _picture_file(name: str | None) -> Path | None:
+    """Where to draw; what cannot be written fails before anything takes time."""
+    if name is None:
+        return None
+    try:
+        with open(name, "a", encoding="utf-8"):
+            return Path(name)
+    except OSError as error:
+        raise ValueError(f"cannot write page map {name}: {error.strerror}") from None
+
+
+def _measured(dtype: str) -> MachineLimits:
+    """What the machine can do, measured now."""
+    from ..measure import Limits
+
+    with Progress():
+        limits = Limits()
+    for _ in range(3):
+        limits.read()
+    return MachineLimits(limits.peak(dtype), limits.read_bandwidth)

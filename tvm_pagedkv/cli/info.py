@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tvm-pagedkv info``: versions, target, threads and folders in force."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_parser(commands) -> None:
+    """Add the command."""
+    add = commands.add_parser("info", help="versions, target, threads and folders in force")
+    add.set_defaults(run=run)
+
+
+def run(_: argparse.Namespace) -> None:
+    """Print what is in force, a line each."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from .._library import path as library_path
+    from .._version import __version__
+    from ..compiler import cache_dir, resolve_target, vector_target
+    from ..threads import available_cpus, num_threads
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    target = resolve_target()
+    traits = vector_target(target)
+    files = [file for file in cache_dir().rglob("*") if file.is_file()]
+    megabytes = sum(file.stat().st_size for file in files) / 2**20
+    rows = {
+        "tvm-pagedkv": __version__,
+        "apache-tvm": installed("apache-tvm"),
+        "apache-tvm-ffi": installed("apache-tvm-ffi"),
+        "library": library_path(),
+        "target": f"{target.kind.name}, {target.attrs.get('mcpu', 'generic CPU')}",
+        "CPU": f"{traits.lanes} float32 lanes, {traits.registers} registers, "
+        f"bfloat16 dot product: {'yes' if traits.has_bf16_dot else 'no'}, "
+        f"float16 conversion: {'yes' if traits.has_f16_convert else 'no'}",
+        "threads": f"{num_threads()} of {len(available_cpus())} CPUs that the process may use",
+        "compiled files": f"{cache_dir()} ({len(files)} files, {megabytes:.1f} MiB)",
+    }
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Lint and format checks with pinned versions; `scripts/lint.sh --fix` repairs what it can.
+# Lint, format and type checks with pinned versions; `scripts/lint.sh --fix` repairs what it can.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup_venv.sh test
@@ -14,4 +14,5 @@ else  # a line each: a failure within a list of && does not end the script
   ruff format --check .
   clang-format --dry-run --Werror "${cpp[@]}"
 fi
+mypy --no-error-summary
 echo "lint: ok (${#cpp[@]} C++ files, $(git ls-files '*.py' | wc -l) Python files)"

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import _library
 
 _library.load()
 
 import tvm_ffi  # noqa: E402
 
-from ._library import CacheFullError  # noqa: E402
+from ._errors import CacheFullError  # noqa: E402
 from ._version import __version__  # noqa: E402
 from .bundle import Bundle, load_bundle  # noqa: E402
 from .cache import KVCache  # noqa: E402
@@ -33,7 +35,7 @@ def use_pagedkv_runtime() -> None:
     tvm_ffi.get_global_func("pagedkv.use_pagedkv_runtime")()
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in __all__ and not _library.has_compiler():
         raise ImportError(
             f"tvm_pagedkv.{name} needs the compiler of apache-tvm (libtvm_compiler.so), which is "

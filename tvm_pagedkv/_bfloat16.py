@@ -50,7 +50,7 @@ class Bfloat16Array:
     def __dlpack_device__(self) -> tuple[int, int]:
         return _DL_CPU, 0
 
-    def __dlpack__(self, **_) -> Any:
+    def __dlpack__(self, **_: Any) -> Any:
         array = self.array
         dims = ctypes.c_int64 * max(array.ndim, 1)
         shape = dims(*array.shape)

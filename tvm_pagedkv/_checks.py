@@ -15,7 +15,7 @@ def check_int(name: str, value: Any, minimum: int = 1, maximum: int = 2**31 - 1)
     """An integer of any type within bounds, both included."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    if not minimum <= value <= maximum:
+    if not minimum <= int(value) <= maximum:
         raise ValueError(f"{name} must be between {minimum} and {maximum}, got {value}")
     return int(value)
 
@@ -31,9 +31,10 @@ def check_positive(name: str, value: Any) -> float:
     """A finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not (value > 0 and math.isfinite(value)):
+    number = float(value)
+    if not (number > 0 and math.isfinite(number)):
         raise ValueError(f"{name} must be positive and finite, got {value}")
-    return float(value)
+    return number
 
 
 def check_head_dim(name: str, value: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tvm_ffi
@@ -13,7 +13,11 @@ import tvm_ffi
 STATE = "vm.builtin.kv_state_"
 CACHE = "vm.builtin.attention_kv_cache_"
 
-global_function = functools.cache(tvm_ffi.get_global_func)
+
+@functools.cache
+def global_function(name: str) -> Callable[..., Any]:
+    """Return the runtime's function of this name; a ValueError where there is none."""
+    return tvm_ffi.get_global_func(name)
 
 
 def as_int(name: str, value: Any) -> int:

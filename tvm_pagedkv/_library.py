@@ -9,12 +9,9 @@ import warnings
 from pathlib import Path
 
 from . import threads
+from ._errors import CacheFullError
 
 REQUIRED_TVM = "apache-tvm>=0.27,<0.28"
-
-
-class CacheFullError(RuntimeError):
-    """All pages are taken: says pages needed, free and total, and which sequences hold most."""
 
 
 def _check_tvm_version() -> None:

@@ -21,7 +21,7 @@ import tvm
 from bench_cases import PAGE, seconds_of
 
 from tvm_pagedkv.compiler.build import build_kernels
-from tvm_pagedkv.config.cache_config import KVCacheConfig, LayerSpec
+from tvm_pagedkv.config import KVCacheConfig, LayerSpec
 from tvm_pagedkv.measure import Limits
 
 CKV, KPE = 512, 64

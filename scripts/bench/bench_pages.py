@@ -33,7 +33,7 @@ from tir_kernels.cpu.moves import SERIAL_BELOW_BYTES
 from tir_kernels.spec import FLOAT_DTYPES
 from tvm_pagedkv import page
 from tvm_pagedkv.compiler.build import build_kernels
-from tvm_pagedkv.config.cache_config import KVCacheConfig
+from tvm_pagedkv.config import KVCacheConfig
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 NUM_THREADS = len(os.sched_getaffinity(0))

@@ -25,7 +25,7 @@ from bench_cases import DIM, DTYPES, HEADS, KV_HEADS, PAGE, Case, PagedInputs  #
 from bench_turns import Turns, columns_of, ratio_of  # noqa: E402
 
 from tvm_pagedkv.compiler.build import build_kernels  # noqa: E402
-from tvm_pagedkv.config.cache_config import POPPABLE, KVCacheConfig, LayerSpec  # noqa: E402
+from tvm_pagedkv.config import POPPABLE, KVCacheConfig, LayerSpec  # noqa: E402
 
 # (sequences, rows of the step, window)
 SHAPES = ((1, 1, 1024), (8, 1, 1024), (1, 1, 4096), (1, 512, 1024), (1, 512, 300), (4, 128, 4096))

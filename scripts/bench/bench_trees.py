@@ -24,7 +24,7 @@ from bench_cases import DIM, DTYPES, HEADS, KV_HEADS, Case, PagedInputs  # noqa:
 from bench_turns import Turns, columns_of, ratio_of  # noqa: E402
 
 from tvm_pagedkv.compiler.build import build_kernels  # noqa: E402
-from tvm_pagedkv.config.cache_config import KVCacheConfig  # noqa: E402
+from tvm_pagedkv.config import KVCacheConfig  # noqa: E402
 
 # (sequences, nodes of each, positions before them)
 SHAPES = ((1, 9, 2048), (8, 9, 1024), (1, 64, 2048), (4, 64, 512), (1, 512, 0), (1, 512, 2048))

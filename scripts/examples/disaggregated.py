@@ -29,7 +29,7 @@ def prefill_process(transport: str, address: str, directory: str | None) -> None
 
 def texts_of(model, prompts, params, channel=None) -> list[str]:
     """The continuations; with a channel, the prompts are computed at its other end."""
-    events = generate(model, prompts, params, prefill_channel=channel)
+    events = generate(model, prompts, params, kv_transfer_channel=channel)
     finished = [event for event in events if isinstance(event, FinishedEvent)]
     finished.sort(key=lambda event: event.prompt)
     return [prompts[event.prompt] + event.text for event in finished]

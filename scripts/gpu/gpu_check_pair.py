@@ -190,7 +190,7 @@ class Pair:
         sinks = None
         if self.rng.random() < 0.3:
             sinks = self.rng.standard_normal(self.config.layers[layer].num_qo_heads, np.float32)
-        out = self.cache.attention(layer, qkv, sinks=sinks)
+        out = self.cache.attention(layer, qkv, sink_logits=sinks)
         local = self.local(layer)
         o, _ = self.mha.attention(local, ids, lengths, qkv, num_kv_heads, scale, sinks)
         self.close(out, o, what)

@@ -8,7 +8,7 @@ import pytest
 from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 
 import tvm_pagedkv as pkv
-from tvm_pagedkv.config.alibi import standard_slopes
+from tvm_pagedkv.config import standard_slopes
 
 from .. import reference
 from ..relax.test_frontend import NUM_LAYERS, NUM_QO_HEADS, _compile, _create, check_fused

@@ -240,7 +240,7 @@ def test_learned_sinks():
         qkv = pair.qkv(sum(lengths))
         o, _ = pair.whole(0, [0, 1], lengths, qkv, sinks)
         with pair.cache.forward([0, 1], lengths):
-            out = pair.cache.attention(0, qkv, sinks=sinks)
+            out = pair.cache.attention(0, qkv, sink_logits=sinks)
         pair.expected.end_step([0, 1])
         reference.assert_close(out.numpy(), o, "float32")
 

@@ -85,9 +85,9 @@ def _check(cache: pkv.KVCache, heads, dim: int, dtype: str, seed: int, **fields)
         assert np.abs(outputs[0] - outputs[1]).max() > 0.05  # they matter
         q, k, v = np.split(qkv, [heads[0], heads[0] + heads[1]], axis=1)
         with cache.forward(seq_ids, lengths):
-            actual = cache.attention(0, qkv, sinks=sinks).numpy()
+            actual = cache.attention(0, qkv, sink_logits=sinks).numpy()
             reference.assert_close(actual, outputs[0], dtype, "attention")
-            shared = cache.attention_with_shared_kv(0, q, k, v, sinks=sinks).numpy()
+            shared = cache.attention_with_shared_kv(0, q, k, v, sink_logits=sinks).numpy()
             reference.assert_close(shared, outputs[0], dtype, "attention_with_shared_kv")
             plain = cache.attention_with_shared_kv(0, q, k, v).numpy()
             reference.assert_close(plain, outputs[1], dtype, "without")
@@ -159,11 +159,13 @@ def test_sinks_are_checked_before_anything_is_written(sinks, message):
     with cache.forward([0], [2]):
         before = snapshot(cache, [0])
         with pytest.raises(ValueError, match=message):
-            cache.attention(0, rows, sinks=sinks)
+            cache.attention(0, rows, sink_logits=sinks)
         assert snapshot(cache, [0]) == before
         cache.attention(0, rows)
         with pytest.raises(ValueError, match=message):
-            cache.attention_with_shared_kv(0, rows[:, :4], rows[:, :2], rows[:, :2], sinks=sinks)
+            cache.attention_with_shared_kv(
+                0, rows[:, :4], rows[:, :2], rows[:, :2], sink_logits=sinks
+            )
 
 
 def test_global_functions_take_them_last_and_do_without():
@@ -190,7 +192,7 @@ def test_a_cache_without_the_kernel_names_it():
     cache = make_cache(kernels={"apply_sinks": None}, num_layers=1)
     cache.add_sequence(0)
     with permissive_step(cache, [0], [1]), pytest.raises(ValueError, match="'apply_sinks'"):
-        cache.attention(0, np.zeros((1, 8, 8), F32), sinks=np.zeros(4, F32))
+        cache.attention(0, np.zeros((1, 8, 8), F32), sink_logits=np.zeros(4, F32))
 
 
 # --- the front end ------------------------------------------------------------------------------

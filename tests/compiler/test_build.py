@@ -17,8 +17,7 @@ import tir_kernels
 import tvm_pagedkv
 from tvm_pagedkv.compiler.build import build_kernels, resolve_target, vector_target
 from tvm_pagedkv.compiler.create import config_map
-from tvm_pagedkv.config.cache_config import KVCacheConfig, LayerSpec
-from tvm_pagedkv.config.rope_config import RopeConfig
+from tvm_pagedkv.config import KVCacheConfig, LayerSpec, RopeConfig
 
 from .. import reference
 

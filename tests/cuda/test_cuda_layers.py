@@ -74,7 +74,7 @@ def test_every_call_of_a_layer(device):
         with pair.cache.forward(seq_ids, lengths):
             for layer in range(2):
                 qkv = pair.qkv(sum(lengths))
-                out = pair.cache.attention(layer, qkv, sinks=sinks)
+                out = pair.cache.attention(layer, qkv, sink_logits=sinks)
                 o, _ = pair.whole(layer, seq_ids, lengths, qkv, sinks)
                 reference.assert_close(out.numpy(), o, pair.dtype, f"layer {layer}")
     pair.pop(1, 2)

@@ -69,7 +69,7 @@ def remote(tmp_path):
 @pytest.mark.parametrize("kind", ["shared_memory", pytest.param("nixl", marks=needs_nixl)])
 def test_same_text(model, remote, kind):
     params = SamplingParams(n=2, max_tokens=40, seed=3)
-    texts = run(model, params, prefill_channel=remote(kind))
+    texts = run(model, params, kv_transfer_channel=remote(kind))
     assert len(texts) == 6
     assert texts == run(model, params)
 

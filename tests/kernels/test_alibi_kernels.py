@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tir_kernels.spec import KernelSpec
-from tvm_pagedkv.config.alibi import standard_slopes
+from tvm_pagedkv.config import standard_slopes
 
 from ..support.attention_cases import PagedBatch, RaggedBatch
 from ..support.kernel_specs import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tir_kernels.spec import RopeSpec
-from tvm_pagedkv.config.alibi import standard_slopes
+from tvm_pagedkv.config import standard_slopes
 
 from .. import reference
 from ..reference import window as reference_window

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tvm_pagedkv.config.cache_config import LayerSpec
+from tvm_pagedkv.config import LayerSpec
 from tvm_pagedkv.generation.engine import SamplingParams, generate
 from tvm_pagedkv.models import DecoderConfig, DecoderModel
 from tvm_pagedkv.models.model import TINY

@@ -32,10 +32,10 @@ class Attention:
         """Call the cache; a second time does the same again."""
         cache, layer = world.cache, self.layer
         sinks = None if self.sinks is None else world.put(self.sinks)
-        self.outputs = [cache.attention(layer, world.put(self.qkv), sinks=sinks)]
+        self.outputs = [cache.attention(layer, world.put(self.qkv), sink_logits=sinks)]
         if self.other_q is not None:
             qkv = map(world.put, self.rotated(world, positions, self.other_q))
-            self.outputs.append(cache.attention_with_shared_kv(layer, *qkv, sinks=sinks))
+            self.outputs.append(cache.attention_with_shared_kv(layer, *qkv, sink_logits=sinks))
 
     def check(self, world: World) -> None:
         """Append to the reference and compare."""

@@ -93,7 +93,7 @@ class Bundle:
                 f"a bundle's caches can have capacities of their own ({', '.join(CAPACITIES)}), "
                 f"but {', '.join(other)} belongs to its kernels: write a bundle for that"
             )
-        config = replace(self.config, **capacities)
+        config = replace(self.config, **dict[str, Any](capacities))
         own = {name: getattr(config, name) for name in CAPACITIES}
         return dict(loaded["config"].items()) | own
 

@@ -6,5 +6,6 @@ Nothing here needs a compiler.
 
 from .kv_cache import KVCache
 from .page_map import PageMap
+from .stats import CacheStats, GroupStats
 
-__all__ = ["KVCache", "PageMap"]
+__all__ = ["CacheStats", "GroupStats", "KVCache", "PageMap"]

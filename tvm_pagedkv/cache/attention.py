@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 import tvm
 import tvm_ffi
 
+from .._deprecation import renamed_arguments
 from .._functions import CACHE, as_int, global_function
 from .inspection import CacheInspection
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# Output and log-sum-exp of attention to a part of the positions.
+AttentionState = tuple[tvm.runtime.Tensor, tvm.runtime.Tensor]
 
 
 class CacheAttention(CacheInspection):
@@ -21,6 +25,7 @@ class CacheAttention(CacheInspection):
 
     __slots__ = ()
 
+    @renamed_arguments(sinks="sink_logits")
     def attention(
         self,
         layer: int,
@@ -28,7 +33,7 @@ class CacheAttention(CacheInspection):
         sm_scale: float | None = None,
         out: Any = None,
         *,
-        sinks: Any = None,
+        sink_logits: Any = None,
     ) -> tvm.runtime.Tensor:
         """Append this step's K and V of a layer and attend with its Q.
 
@@ -40,10 +45,10 @@ class CacheAttention(CacheInspection):
             Factor on the logits; None: ``head_dim ** -0.5``.
         out : tensor ``[T, num_qo_heads, head_dim]``, optional
             Where to write the result; must be contiguous.
-        sinks : float32 ``[num_qo_heads]``, optional
-            Learned sinks: a logit of each head (natural, not scaled) that joins the softmax, with
-            nothing behind it. After `self_attention` or `cross_attention` they are a further part:
-            `merge_attention` with ``o = 0`` and ``lse = sinks * log2(e)`` in every row.
+        sink_logits : float32 ``[num_qo_heads]``, optional
+            Learned attention sinks: one logit per head, natural and unscaled, that joins the
+            softmax without a value. After `self_attention` or `cross_attention`, pass them to
+            `merge_attention` as a state with ``o = 0`` and ``lse = sink_logits * log2(e)``.
 
         Returns
         -------
@@ -52,11 +57,18 @@ class CacheAttention(CacheInspection):
         qkv = self._tensor("qkv", qkv)
         out = self._empty(layer, qkv.shape[0]) if out is None else out
         global_function(CACHE + "attention_with_fused_qkv")(
-            self, as_int("layer", layer), self._scale(layer, sm_scale), qkv, out, self._sinks(sinks)
+            self,
+            as_int("layer", layer),
+            self._scale(layer, sm_scale),
+            qkv,
+            out,
+            self._sink_logits(sink_logits),
         )
         return out
 
-    def self_attention(self, layer: int, q: Any, k: Any, v: Any, sm_scale: float | None = None):
+    def self_attention(
+        self, layer: int, q: Any, k: Any, v: Any, sm_scale: float | None = None
+    ) -> AttentionState:
         """Causal attention among the rows of this step; appends K and V as they are.
 
         With `cross_attention` and `merge_attention` it makes the whole of `attention` for models
@@ -86,7 +98,7 @@ class CacheAttention(CacheInspection):
         )
         return o, lse
 
-    def cross_attention(self, layer: int, q: Any, sm_scale: float | None = None):
+    def cross_attention(self, layer: int, q: Any, sm_scale: float | None = None) -> AttentionState:
         """Attention of ``q [T, num_qo_heads, head_dim]`` to what the cache held before this step.
 
         Of an MLA layer it is absorbed attention: to the latent rows, of which the first
@@ -107,7 +119,7 @@ class CacheAttention(CacheInspection):
         )
         return o, lse
 
-    def merge_attention(self, o: Any, lse: Any, o_other: Any, lse_other: Any):
+    def merge_attention(self, o: Any, lse: Any, o_other: Any, lse_other: Any) -> AttentionState:
         """Combine two attention states over disjoint positions, in place into the first pair.
 
         Parameters
@@ -119,6 +131,7 @@ class CacheAttention(CacheInspection):
         merged = global_function(CACHE + "merge_attn_output_inplace")(self, o, lse, *other)
         return merged[0], merged[1]
 
+    @renamed_arguments(sinks="sink_logits")
     def attention_with_shared_kv(
         self,
         source_layer: int,
@@ -127,7 +140,7 @@ class CacheAttention(CacheInspection):
         current_v: Any,
         sm_scale: float | None = None,
         *,
-        sinks: Any = None,
+        sink_logits: Any = None,
     ) -> tvm.runtime.Tensor:
         """Attention of a layer without K and V of its own to those of `source_layer`.
 
@@ -140,8 +153,8 @@ class CacheAttention(CacheInspection):
         current_k, current_v : ``[T, num_kv_heads, head_dim]``
             The source's rows of this step, as its pages have them.
         sm_scale : float, optional
-        sinks : float32 ``[num_qo_heads]``, optional
-            As `attention` takes them.
+        sink_logits : float32 ``[num_qo_heads]``, optional
+            Learned attention sinks, as for `attention`.
 
         Returns
         -------
@@ -163,7 +176,7 @@ class CacheAttention(CacheInspection):
             k,
             v,
             o,
-            self._sinks(sinks),
+            self._sink_logits(sink_logits),
         )
         return o
 
@@ -181,8 +194,8 @@ class CacheAttention(CacheInspection):
 
     # --- helpers --------------------------------------------------------------------------------
 
-    def _sinks(self, sinks: Any) -> tvm_ffi.Tensor | None:
-        return None if sinks is None else self._tensor("sinks", sinks)
+    def _sink_logits(self, sink_logits: Any) -> tvm_ffi.Tensor | None:
+        return None if sink_logits is None else self._tensor("sink_logits", sink_logits)
 
     def _layer(self, layer: int) -> dict[str, Any]:
         if layer not in self._layers:

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import io
 import json
 import math
 import operator
@@ -21,13 +22,16 @@ import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tvm
 import tvm_ffi
 
 from .._functions import CACHE, global_function
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
 
 _FORMAT, _VERSION = "tvm_pagedkv.sequences", "1"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -43,7 +47,7 @@ _digest = functools.partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
 # --- write --------------------------------------------------------------------------------------
 
 
-def save(cache, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -> None:
+def save(cache: KVCache, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -> None:
     """`KVCache.save`."""
     path = Path(path)
     seq_ids = cache.sequence_ids() if seq_ids is None else _ids(seq_ids)
@@ -115,9 +119,11 @@ class _Pages:
     numbers : per sequence, indices into these
     """
 
-    def __init__(self, cache, group: int, seq_ids: list[int], lengths: list[int]):
-        page_size, number_of, slots = cache.description["page_size"], {}, []
-        self.numbers = []
+    def __init__(self, cache: KVCache, group: int, seq_ids: list[int], lengths: list[int]):
+        page_size = cache.description["page_size"]
+        number_of: dict[int, int] = {}
+        slots: list[int] = []
+        self.numbers: list[list[int]] = []
         for seq_id, length in zip(seq_ids, lengths, strict=True):
             table = cache.page_table(seq_id, group)
             start = cache.first_position(seq_id, group)
@@ -133,14 +139,16 @@ class _Pages:
 
     @staticmethod
     def shape(values: list[int], block: range) -> tvm_ffi.Shape:
-        return tvm_ffi.Shape(values[block.start : block.stop])
+        return tvm_ffi.Shape(tuple(values[block.start : block.stop]))
 
 
 # --- read ---------------------------------------------------------------------------------------
 
 
 def load(
-    cache, path: str | os.PathLike, seq_ids: Mapping[int, int] | Iterable[int] | None = None
+    cache: KVCache,
+    path: str | os.PathLike,
+    seq_ids: Mapping[int, int] | Iterable[int] | None = None,
 ) -> list[int]:
     """`KVCache.load`."""
     with open(path, "rb") as file:
@@ -154,7 +162,9 @@ class _DamagedFile(Exception):
     """Says what is wrong with the file."""
 
 
-def _load(cache, file: BinaryIO, seq_ids: Mapping[int, int] | Iterable[int] | None) -> list[int]:
+def _load(
+    cache: KVCache, file: io.BufferedReader, seq_ids: Mapping[int, int] | Iterable[int] | None
+) -> list[int]:
     header = _read_header(file)
     contents = _Contents(cache, header)
     file_bytes = os.fstat(file.fileno()).st_size
@@ -179,7 +189,7 @@ def _load(cache, file: BinaryIO, seq_ids: Mapping[int, int] | Iterable[int] | No
     return list(new_ids.values())
 
 
-def _read_header(file: BinaryIO) -> dict[str, Any]:
+def _read_header(file: io.BufferedReader) -> dict[str, Any]:
     """The header, once its checksum is right."""
     prefix = file.read(8)
     num_bytes = int.from_bytes(prefix, "little")
@@ -201,7 +211,7 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
 class _Contents:
     """What the header says, compared with the cache; checksums do not protect against malice."""
 
-    def __init__(self, cache, header: dict[str, Any]):
+    def __init__(self, cache: KVCache, header: dict[str, Any]):
         self.cache = cache
         try:
             about = header.pop("__metadata__")
@@ -223,7 +233,7 @@ class _Contents:
             num_layers = len(cache.description["layers"])
             if {len(of_layer), len(self.checksums)} != {num_layers}:
                 raise ValueError(f"it is not of {num_layers} layers")
-            if {len(x) for x in (self.metadata, *tables)} - {len(self.seq_ids)}:
+            if {len(self.metadata), *map(len, tables)} - {len(self.seq_ids)}:
                 raise ValueError("it is not of as many sequences everywhere")
             if any(n < 0 for table in tables for x in table for n in x):
                 raise ValueError("a page has a negative number")
@@ -256,10 +266,11 @@ class _Contents:
     def prepare(self, new_ids: dict[int, int]) -> list[np.ndarray]:
         """Begin the import; returns per layer which pages of the file it needs."""
         chosen = [self.seq_ids.index(i) for i in new_ids]
-        wanted, group_tables = [], {}
+        wanted: list[np.ndarray] = []
+        group_tables: dict[int, list[list[int]]] = {}
         for layer, table in zip(self.cache.description["layers"], self.tables, strict=True):
             numbers = [table[i] for i in chosen]
-            mask = np.zeros(self.num_pages[len(wanted)], bool)
+            mask = np.zeros(self.num_pages[len(wanted)], np.bool_)
             mask[np.array([n for x in numbers for n in x], np.int64)] = True
             renumbered = (np.cumsum(mask) - 1).tolist()
             numbers = [[renumbered[n] for n in x] for x in numbers]
@@ -269,12 +280,12 @@ class _Contents:
         if not chosen:
             return wanted
         per_sequence = [
-            [tvm_ffi.Shape(group_tables[g][i]) for g in sorted(group_tables)]
+            [tvm_ffi.Shape(tuple(group_tables[g][i])) for g in sorted(group_tables)]
             for i in range(len(chosen))
         ]
         try:
             global_function("pagedkv.prepare_imports")(
-                self.cache, tvm_ffi.Shape(list(new_ids.values())),
+                self.cache, tvm_ffi.Shape(tuple(new_ids.values())),
                 [self.metadata[i] for i in chosen], per_sequence,
             )  # fmt: skip
         except ValueError as error:
@@ -282,7 +293,14 @@ class _Contents:
         return wanted
 
 
-def _read_layer(cache, file, layer: int, contents: _Contents, wanted, new_ids) -> None:
+def _read_layer(
+    cache: KVCache,
+    file: io.BufferedReader,
+    layer: int,
+    contents: _Contents,
+    wanted: np.ndarray,
+    new_ids: dict[int, int],
+) -> None:
     """Read all pages of a layer, for the checksum, and import those that are wanted."""
     digest = _digest()
     for block in _blocks(cache, layer, len(wanted)):
@@ -335,19 +353,19 @@ def _encode(header: dict[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _page_shape(cache, layer: int) -> tuple[int, ...]:
+def _page_shape(cache: KVCache, layer: int) -> tuple[int, ...]:
     info, about = cache.description["layers"][layer], cache.description
     if info["kind"] == "mla":
         return about["page_size"], info["qk_head_dim"]
     return 2, info["num_kv_heads"], about["page_size"], info["qk_head_dim"]
 
 
-def _page_bytes(cache, layer: int) -> int:
+def _page_bytes(cache: KVCache, layer: int) -> int:
     itemsize = tvm_ffi.dtype(cache.description["kv_dtype"]).itemsize
     return itemsize * math.prod(_page_shape(cache, layer))
 
 
-def _tensors(cache, num_pages: list[int]) -> dict[str, Any]:
+def _tensors(cache: KVCache, num_pages: list[int]) -> dict[str, Any]:
     """The header's entries of the tensors, one after the other."""
     entries, begin = {}, 0
     for layer, count in enumerate(num_pages):
@@ -361,13 +379,13 @@ def _tensors(cache, num_pages: list[int]) -> dict[str, Any]:
     return entries
 
 
-def _blocks(cache, layer: int, num_pages: int) -> Iterator[range]:
+def _blocks(cache: KVCache, layer: int, num_pages: int) -> Iterator[range]:
     step = max(1, _BLOCK_BYTES // _page_bytes(cache, layer))
     for begin in range(0, num_pages, step):
         yield range(begin, min(begin + step, num_pages))
 
 
-def _empty(cache, layer: int, num_pages: int) -> tvm.runtime.Tensor:
+def _empty(cache: KVCache, layer: int, num_pages: int) -> tvm.runtime.Tensor:
     """Room for a part of a page group, on the host."""
     shape = (1, num_pages, *_page_shape(cache, layer))
     return tvm.runtime.empty(shape, cache.description["kv_dtype"])

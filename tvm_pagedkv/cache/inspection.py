@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tvm
 import tvm_ffi
@@ -13,6 +13,7 @@ import tvm_ffi
 from .._functions import CACHE, as_int, global_function
 from .._tensors import as_tensor
 from .page_map import PageMap
+from .stats import CacheStats
 
 
 class CacheInspection:
@@ -100,14 +101,17 @@ class CacheInspection:
         ids = as_int("seq_id", seq_id), as_int("begin", begin)
         global_function("pagedkv.debug_set_kv_mla")(self, *ids, self._tensor("kv", kv))
 
-    def stats(self) -> dict[str, Any]:
-        """Pages, bytes and events: numbers by name, and a list of them by layer group.
+    def stats(self) -> CacheStats:
+        """Return counts of pages, bytes and events.
 
-        Every page is free, cached or used (held by a sequence or pinned).
+        Returns
+        -------
+        CacheStats
+            A dictionary; its entry ``groups`` has a dictionary for each layer group.
         """
         raw = dict(global_function("pagedkv.stats")(self).items())
         raw["groups"] = [dict(group.items()) for group in raw["groups"]]
-        return raw
+        return cast("CacheStats", raw)
 
     def check_integrity(self) -> None:
         """Prove the invariants of the state; raise a RuntimeError that says what is broken."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import tvm_ffi
 
+from .._deprecation import renamed_arguments
 from .._functions import CACHE, STATE, as_int, as_shape, global_function
 from . import checkpoint
 from .attention import CacheAttention
@@ -31,6 +32,30 @@ class KVCache(CacheAttention, tvm_ffi.Object):
     """
 
     __slots__ = ("__dict__",)
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self.sequence_ids())
+
+    def __contains__(self, seq_id: object) -> bool:
+        """Return whether a sequence has this id."""
+        return seq_id in self.sequence_ids()
+
+    def __bool__(self) -> bool:
+        """Return True: a cache without sequences is a cache nonetheless."""
+        return True
+
+    def __repr__(self) -> str:
+        """Return the cache's layers, sequences and pages in a line."""
+        about = f"{len(self.description['layers'])} layers"
+        try:
+            stats = self.stats()
+        except RuntimeError:  # another thread is inside
+            return f"<KVCache: {about}, in use by another thread>"
+        return (
+            f"<KVCache: {about}, {stats['num_sequences']} sequences, {stats['total_tokens']} "
+            f"tokens, {stats['num_used_pages']} of {stats['num_pages']} pages in use>"
+        )
 
     # --- sequences ------------------------------------------------------------------------------
 
@@ -62,8 +87,9 @@ class KVCache(CacheAttention, tvm_ffi.Object):
         """Remove all sequences and give up all cached pages."""
         global_function(STATE + "clear")(self)
 
-    def enable_sliding_window(self, seq_id: int, window: int, sink: int = 0) -> None:
-        """Let a sequence keep `window` positions: its first `sink` ones (at least 0) and its last.
+    @renamed_arguments(sink="sinks")
+    def enable_sliding_window(self, seq_id: int, window: int, sinks: int = 0) -> None:
+        """Let a sequence keep `window` positions: its first `sinks` ones and its last ones.
 
         In any chunking, a row sees the sinks and the last positions. Positions that leave are
         dropped when a step ends, and those of a longer sequence at once; then `sequence_length`
@@ -81,9 +107,9 @@ class KVCache(CacheAttention, tvm_ffi.Object):
         ValueError
             For a cache made without ``sliding_window`` or with MLA layers; a sequence that has a
             window; numbers out of range. Modes "normal" and "none" need a `window` of at least
-            ``sink + 2``.
+            ``sinks + 2``.
         """
-        arguments = as_int("seq_id", seq_id), as_int("window", window), as_int("sink", sink)
+        arguments = as_int("seq_id", seq_id), as_int("window", window), as_int("sinks", sinks)
         global_function(CACHE + "enable_sliding_window_for_seq")(self, *arguments)
 
     # --- the step -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
-    from .kv_cache import KVCache
+    from .inspection import CacheInspection
 
 WIDTH, MARGIN, LABEL_WIDTH = 960, 24, 52
 # Distances of pages, of which the widest is taken that keeps a panel within MAX_PANEL_HEIGHT.
@@ -59,7 +59,7 @@ class PageMap:
     groups: tuple[PageGroup, ...]
 
     @classmethod
-    def of(cls, cache: KVCache) -> PageMap:
+    def of(cls, cache: CacheInspection) -> PageMap:
         """Look at a cache."""
         page_size, layers = cache.description["page_size"], cache.description["layers"]
         lengths = {seq_id: cache.sequence_length(seq_id) for seq_id in cache.sequence_ids()}
@@ -198,12 +198,12 @@ class _Picture:
         yield self._text(MARGIN, self.y, "small", text)
         self.y += 10
 
-        symbols = {(): f"g{index}free", None: f"g{index}cached"}
+        symbols: dict[tuple[int, ...] | None, str] = {(): f"g{index}free", None: f"g{index}cached"}
         for owners in group.owners.values():
             symbols.setdefault(owners, f"g{index}o{len(symbols)}")
         yield f'<defs><clipPath id="g{index}clip">{_square(size, size / 8, "#000")}</clipPath>'
-        for owners, symbol in symbols.items():
-            yield self._symbol(symbol, owners, size, f"g{index}clip")
+        for drawn, symbol in symbols.items():
+            yield self._symbol(symbol, drawn, size, f"g{index}clip")
         yield "</defs>"
         for page in range(num_drawn):
             x, y = LABEL_WIDTH + page % columns * pitch, self.y + page // columns * pitch

@@ -140,7 +140,7 @@ def build_libraries(
         layer_specs = [spec and cuda_spec(spec) for spec in layer_specs]
     specs = [spec for spec in dict.fromkeys(layer_specs) if spec is not None]
 
-    def build(spec: KernelSpec):
+    def build(spec: KernelSpec) -> tuple[Mapping[str, str], Path]:
         return build_cuda_set(spec, archs, progress) if on_gpu else _build_set(spec, cpu, progress)
 
     return KernelLibraries(

@@ -122,9 +122,7 @@ def sweep(folder: Path, limit: int) -> None:
     for path in folder.glob(_BUILD + "*"):
         scratch = path.with_name(path.name.removesuffix(".lock"))
         with contextlib.suppress(OSError):
-            lock = _lock(scratch, wait=False)
-            if lock is not None:
-                _unlock(scratch, lock)
+            _unlock(scratch, _lock(scratch, wait=False))
     files = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -139,8 +137,14 @@ def sweep(folder: Path, limit: int) -> None:
         excess -= num_bytes
 
 
-def _lock(scratch: Path, wait: bool = True) -> int | None:
-    """The descriptor of a build's lock, which ends with the process; None: another has it."""
+def _lock(scratch: Path, wait: bool = True) -> int:
+    """Take a build's lock, which ends with the process, and return its descriptor.
+
+    Raises
+    ------
+    BlockingIOError
+        If another process has it and `wait` is false.
+    """
     path = _lock_path(scratch)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -150,9 +154,6 @@ def _lock(scratch: Path, wait: bool = True) -> int | None:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
         except BaseException:
             os.close(descriptor)
             raise
@@ -175,9 +176,15 @@ def _private_folder() -> Path:
     process = os.getpid()
     if process not in _private_folders:
         made = Path(tempfile.mkdtemp(prefix="tvm_pagedkv-"))
-        atexit.register(lambda: os.getpid() == process and shutil.rmtree(made, ignore_errors=True))
+        atexit.register(_remove_folder, made, process)
         _private_folders.setdefault(process, made)
     return _private_folders[process]
+
+
+def _remove_folder(folder: Path, process: int) -> None:
+    """Remove a private folder, unless this is a fork of the process that made it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _warn_once(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tvm
@@ -15,6 +16,9 @@ from ..config import MHA_KINDS, ROPE_MODES, KVCacheConfig, LayerSpec, RopeConfig
 from .build import KernelLibraries, KernelSets, build_libraries, load_libraries
 from .cuda.library import require_code_for
 from .targets import is_cuda
+
+if TYPE_CHECKING:
+    from ..cache import KVCache
 
 _NO_CUDA = (
     "TVM has no CUDA runtime here, which needs the driver (libcuda.so.1) and libcudart.so of the "
@@ -28,7 +32,7 @@ def create(
     device: tvm.runtime.Device | None = None,
     *,
     progress: Callable[[str], None] | None = None,
-):
+) -> KVCache:
     """Compile the kernels of `config`, or load them from the disk, and make a cache.
 
     Parameters
@@ -66,7 +70,9 @@ def create(
     return make(config_map(config, kernels, device), [dict(s) for s in kernels.sets], device)
 
 
-def _device_and_target(device, target):
+def _device_and_target(
+    device: tvm.runtime.Device | None, target: Target | str | Mapping | None
+) -> tuple[tvm.runtime.Device, Target | str | Mapping | None]:
     """Both, where one or both are left out; refused before anything is compiled."""
     if device is None:
         device = tvm.cuda(0) if is_cuda(target) else tvm.cpu()
@@ -148,7 +154,7 @@ def _extension_factors(rope: RopeConfig) -> tuple | None:
     return (*scaling["long_factor"], *scaling["short_factor"])
 
 
-def _common(config: KVCacheConfig, what: str, of: Callable):
+def _common(config: KVCacheConfig, what: str, of: Callable[[RopeConfig], Any]) -> Any:
     """A property of the rotation that all layers must share whose rows the cache rotates."""
     rotated = [layer for layer in config.layers if layer.kind in MHA_KINDS]
     values = {of(layer.rope) for layer in rotated or config.layers}

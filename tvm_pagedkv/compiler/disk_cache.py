@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import tvm
 import tvm_ffi
@@ -21,7 +22,7 @@ from . import cache_folder
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def cached_library(key: Iterable[str], compile_module: Callable[[], object]) -> tvm.runtime.Module:
+def cached_library(key: Iterable[str], compile_module: Callable[[], Any]) -> tvm.runtime.Module:
     """The library that `compile_module` makes for `key`, compiled now if this is the first time.
 
     Parameters
@@ -45,7 +46,7 @@ def cached_library(key: Iterable[str], compile_module: Callable[[], object]) -> 
     return load_library(library_file(key, compile_module))
 
 
-def library_file(key: Iterable[str], compile_module: Callable[[], object]) -> Path:
+def library_file(key: Iterable[str], compile_module: Callable[[], Any]) -> Path:
     """The file of `cached_library`."""
     return sealed_file(key, ".so", lambda path: _link(compile_module(), path))
 
@@ -132,7 +133,7 @@ def _file_name(key: Iterable[str], suffix: str) -> str:
     return hashlib.sha256("\n".join(key).encode()).hexdigest()[:32] + suffix
 
 
-def _link(module, path: Path) -> None:
+def _link(module: Any, path: Path) -> None:
     compiler = cc.get_cc()
     if compiler is None:
         raise RuntimeError(

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import tvm
 import tvm_ffi
@@ -169,9 +170,9 @@ def share_task_body(function: tirx.PrimFunc, symbol: str) -> dict[GlobalVar, tir
     dict
         The kernel, named `symbol`, and its private functions.
     """
-    functions = {}
+    functions: dict[GlobalVar, _TaskBody] = {}
 
-    def share(branch: tirx.IfThenElse, mutator):
+    def share(branch: tirx.IfThenElse, mutator: Any) -> Any:
         loop = branch.then_case
         if not isinstance(loop, tirx.For) or TASK_LOOP not in loop.annotations:
             return mutator.default_mutate(branch)
@@ -191,13 +192,15 @@ class _TaskBody:
 
     def __init__(self, loop: tirx.For):
         self.arguments: list = []
-        parameters, scalars, entry = [], [], []
+        parameters: list[Var] = []
+        scalars: list[Var] = []
+        entry: list[tirx.Stmt] = []
         written: list = []
         tvm_ffi.structural_walk(
             loop.body, (tirx.BufferStore, lambda store: written.append(store.buffer))
         )
 
-        def take(name: str, type_, argument) -> Var:
+        def take(name: str, type_: Any, argument: Any) -> Var:
             parameters.append(Var(name, type_))
             self.arguments.append(argument)
             return parameters[-1]
@@ -232,7 +235,7 @@ class _TaskBody:
         function = tirx.PrimFunc(parameters, body, ret_type=PrimType("int32"))
         self.function = function.with_attr("tirx.noalias", True)
 
-    def call(self, name: GlobalVar, task) -> tirx.AssertStmt:
+    def call(self, name: GlobalVar, task: Any) -> tirx.AssertStmt:
         """Call it; what it returns is not 0 when a buffer could not be allocated."""
         result = Call(name, [task, *self.arguments], ret_ty=PrimType("int32"))
         message = StringImm("no memory for the buffers of a task")
@@ -240,7 +243,7 @@ class _TaskBody:
 
 
 @tirx.transform.prim_func_pass(opt_level=0)
-def _run_on_cpu(function, _module, _context):
+def _run_on_cpu(function: tirx.PrimFunc, _module: Any, _context: Any) -> tirx.PrimFunc:
     """Say where the private functions run, as `MakePackedAPI` says it of the kernels."""
     if "global_symbol" in (function.attrs or {}):
         return function

@@ -2,15 +2,9 @@
 """Frozen descriptions of a cache: its layers, its rotary embedding, its size."""
 
 from .alibi import standard_slopes
-from .cache_config import (
-    DTYPES,
-    ITEMSIZE,
-    LAYER_KINDS,
-    MHA_KINDS,
-    POPPABLE,
-    KVCacheConfig,
-    LayerSpec,
-)
+from .cache_config import KVCacheConfig
+from .layer_spec import LAYER_KINDS, MHA_KINDS, LayerSpec
+from .memory import DTYPES, ITEMSIZE, POPPABLE
 from .rope_config import ROPE_MODES, ROPE_TYPES, RopeConfig
 
 __all__ = [

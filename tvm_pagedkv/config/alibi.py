@@ -32,7 +32,7 @@ def resolve_slopes(name: str, alibi: bool | Sequence[float], num_heads: int) -> 
     if alibi is True:
         return standard_slopes(num_heads)
     try:
-        slopes = tuple(float(slope) for slope in alibi)
+        slopes = tuple(float(slope) for slope in alibi or ())
     except TypeError:
         raise TypeError(f"{name} must be True or a sequence of slopes, got {alibi!r}") from None
     if len(slopes) != num_heads:

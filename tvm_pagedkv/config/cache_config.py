@@ -1,88 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen descriptions of a KV cache: validation, derived sizes, memory estimate."""
+"""`KVCacheConfig`: everything that decides the memory and the kernels of a cache."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from .._checks import check_choice, check_head_dim, check_int, check_positive, freeze
 from .alibi import resolve_slopes
+from .layer_spec import LayerSpec
+from .memory import DTYPES, memory_bytes, num_pages_of
 from .rope_config import RopeConfig
 
-DTYPES = ("float32", "float16", "bfloat16")
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-MHA_KINDS = ("mha", "mha_sliding")
-LAYER_KINDS = (*MHA_KINDS, "mla", "linear")
 MAX_PAGE_SIZE = 256
-POPPABLE = 16  # positions that a layer with a window keeps beyond what its next row sees
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """One layer. Fields that are None take the value of the cache's configuration.
-
-    Parameters
-    ----------
-    kind : {"mha", "mha_sliding", "mla", "linear"}
-        Kind of attention; "mha" covers multi-query and grouped-query attention. "linear" layers
-        keep no K and V: they are named so that the others have the ids of the model.
-    window : int, optional
-        Positions that a sliding layer sees, its own included. Needed by "mha_sliding" only.
-    num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim : int, optional
-        "mla": `qk_head_dim` is the width of a latent row, `v_head_dim` of its leading columns that
-        are V; `num_kv_heads` is 1, whatever the configuration says.
-    rope : RopeConfig, optional
-        "mla": models rotate for themselves.
-    mla_original_qk_head_dim, mla_original_v_head_dim : int, optional
-        "mla": head dims before absorption; without them the layer has no `self_attention`.
-    alibi : bool or sequence of float, optional
-        As that of the configuration; False: none. Not with "mla".
-    """
-
-    kind: str = "mha"
-    window: int | None = None
-    num_qo_heads: int | None = None
-    num_kv_heads: int | None = None
-    qk_head_dim: int | None = None
-    v_head_dim: int | None = None
-    rope: RopeConfig | None = None
-    mla_original_qk_head_dim: int | None = None
-    mla_original_v_head_dim: int | None = None
-    alibi: bool | Sequence[float] | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("layer.kind", self.kind, LAYER_KINDS)
-        if (self.kind == "mha_sliding") != (self.window is not None):
-            raise ValueError(
-                f"layer.window belongs to kind 'mha_sliding' and to no other; got kind "
-                f"{self.kind!r} with window {self.window!r}"
-            )
-        if self.window is not None:
-            check_int("layer.window", self.window)
-        object.__setattr__(self, "alibi", freeze(self.alibi))
-        self._check_original_dims()
-
-    def _check_original_dims(self) -> None:
-        names = ("mla_original_qk_head_dim", "mla_original_v_head_dim")
-        values = [getattr(self, name) for name in names]
-        if values == [None, None]:
-            return
-        if self.kind != "mla" or None in values:
-            raise ValueError(
-                f"layer.{names[0]} and layer.{names[1]} belong to kind 'mla' and go together; got "
-                f"{values[0]} and {values[1]} with kind {self.kind!r}"
-            )
-        for name, value in zip(names, values, strict=True):
-            check_head_dim(f"layer.{name}", value)
-
-    @property
-    def row_width(self) -> int:
-        """Numbers that a position takes in the pages of a completed layer."""
-        if self.kind == "linear":
-            return 0
-        return self.qk_head_dim * (1 if self.kind == "mla" else 2 * self.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -142,26 +73,53 @@ class KVCacheConfig:
         On values that no cache can serve; the message names the field.
     """
 
+    # Typed as a configuration has them: `__post_init__` completes what is None.
     num_layers: int
     num_qo_heads: int
     num_kv_heads: int
     qk_head_dim: int
-    v_head_dim: int | None = None
+    v_head_dim: int = None  # type: ignore[assignment]
     dtype: str = "float16"
-    kv_dtype: str | None = None
+    kv_dtype: str = None  # type: ignore[assignment]
     page_size: int = 16
     max_num_sequences: int = 32
     max_total_tokens: int = 65536
     prefill_chunk_size: int = 2048
     rope: RopeConfig = field(default_factory=RopeConfig)
-    layers: Sequence[LayerSpec] | None = None
+    layers: tuple[LayerSpec, ...] = None  # type: ignore[assignment]
     sliding_window: bool = False
     logit_softcap: float | None = None
     share_prefix: bool = True
-    alibi: bool | Sequence[float] | None = None
+    alibi: bool | tuple[float, ...] | None = None
     enable_kv_transfer: bool = False
-    layer_indptr: Sequence[int] | None = None
+    layer_indptr: tuple[int, ...] = None  # type: ignore[assignment]
     stage: int | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            num_layers: int,
+            num_qo_heads: int,
+            num_kv_heads: int,
+            qk_head_dim: int,
+            v_head_dim: int | None = None,
+            dtype: str = "float16",
+            kv_dtype: str | None = None,
+            page_size: int = 16,
+            max_num_sequences: int = 32,
+            max_total_tokens: int = 65536,
+            prefill_chunk_size: int = 2048,
+            rope: RopeConfig = ...,
+            layers: Sequence[LayerSpec] | None = None,
+            sliding_window: bool = False,
+            logit_softcap: float | None = None,
+            share_prefix: bool = True,
+            alibi: bool | Sequence[float] | None = None,
+            enable_kv_transfer: bool = False,
+            layer_indptr: Sequence[int] | None = None,
+            stage: int | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.enable_kv_transfer, bool):
@@ -273,56 +231,18 @@ class KVCacheConfig:
         return -(-self.max_total_tokens // self.page_size)
 
     def num_pages_of(self, layer: LayerSpec) -> int:
-        """Pages of the pool of layers like `layer`: not more than they can ever need."""
-        if layer.kind == "linear":
-            return 0
-        if layer.window is None:
-            return self.num_pages
-        # What a sequence keeps between steps, wherever in a page it begins, and what a step adds.
-        pages_kept = (layer.window - 1 + POPPABLE + self.page_size - 2) // self.page_size + 1
-        batch_size = min(self.max_num_sequences, self.prefill_chunk_size)
-        pages_added = (self.prefill_chunk_size - batch_size) // self.page_size + batch_size
-        return min(self.num_pages, self.max_num_sequences * pages_kept + pages_added)
+        """Return the pages of the pool that `layer` uses: no more than it can ever need."""
+        return num_pages_of(self, layer)
 
     def memory_bytes(self) -> int:
-        """Bytes on the device of a cache that was just made, without making it.
+        """Return the bytes that a new cache allocates on its device, without making one.
 
-        With several pipeline stages and no `stage`: of the one that takes most. It is the
-        ``allocated_bytes`` of `KVCache.stats`; on GPUs those count the auxiliary arrays four times,
-        for steps take turns there. Only the auxiliary arrays may grow later: where
-        sequences share pages, a step's page table can have more entries than there are pages, and
-        token trees can grow in more than one step before a commit.
+        With several pipeline stages and no `stage`, this is the largest stage. It equals the
+        ``allocated_bytes`` of `KVCache.stats` on a CPU; on a GPU those count the auxiliary arrays
+        four times, one copy per step in flight.
+
+        Only the auxiliary arrays can grow later: if sequences share pages, the page table of a step
+        can have more entries than the pool has pages, and token trees can grow over several steps
+        before a commit.
         """
-        bounds = list(itertools.pairwise(self.layer_indptr))
-        stages = bounds if self.stage is None else bounds[self.stage : self.stage + 1]
-        return max(self._memory_bytes_of(self.layers[begin:end]) for begin, end in stages)
-
-    def _memory_bytes_of(self, layers: Sequence[LayerSpec]) -> int:
-        num_rows = self.prefill_chunk_size
-        numbers = sum(self.num_pages_of(s) * s.row_width for s in layers)
-        page_pool = numbers * self.page_size * ITEMSIZE[self.kv_dtype]
-
-        # Rows of Q, K and V of the widest layer, and the lse of a row, which is float32. MLA layers
-        # need none: their kernels take and give the tensors of the model.
-        mha = [s for s in layers if s.kind in MHA_KINDS]
-        q_width = max((s.num_qo_heads * s.qk_head_dim for s in mha), default=0)
-        kv_width = max((s.num_kv_heads * s.qk_head_dim for s in mha), default=0)
-        lse_bytes = max((s.num_qo_heads for s in mha), default=0) * ITEMSIZE["float32"]
-        workspace = num_rows * ((q_width + 2 * kv_width) * ITEMSIZE[self.dtype] + lse_bytes)
-
-        num_sequences = min(self.max_num_sequences, num_rows)
-        groups = {
-            (s.kind, s.num_qo_heads, s.num_kv_heads, s.qk_head_dim, s.v_head_dim, s.window): s
-            for s in layers
-            if s.kind != "linear"
-        }
-        arrays = [2 * num_rows, num_sequences + 1]  # of token trees
-        arrays += [num_sequences + 1, num_sequences]
-        arrays += [num_rows, num_rows]  # positions, within sequences and in the text
-        for spec in groups.values():
-            arrays += [num_sequences + 1, self.num_pages_of(spec)]
-            length_rows = 4 if self.sliding_window and spec.window is None else 1
-            arrays += [length_rows * num_sequences, num_sequences, num_rows]
-            arrays.append(3 * num_sequences)  # of pages that are copied
-        aux = sum(-(-size // 16) * 64 for size in arrays)  # int32, in steps of 64 bytes
-        return page_pool + workspace + aux
+        return memory_bytes(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._checks import check_choice, check_int, check_positive, freeze
 
@@ -55,7 +55,18 @@ class RopeConfig:
     theta: float = 10000.0
     scale: float = 1.0
     rotary_dim: int | None = None
-    scaling: Mapping[str, Any] | tuple | None = None
+    scaling: tuple[tuple[str, Any], ...] | None = None  # sorted pairs, to be hashable
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            mode: str = "normal",
+            theta: float = 10000.0,
+            scale: float = 1.0,
+            rotary_dim: int | None = None,
+            scaling: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         check_choice("rope.mode", self.mode, ROPE_MODES)

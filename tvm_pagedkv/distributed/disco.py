@@ -27,6 +27,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ class Worker:
 
     def send(self, to: int, array: np.ndarray) -> None:
         """Send the numbers of an array to another worker."""
-        self.sockets[to].sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        self.sockets[to].sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def receive(self, sender: int, like: np.ndarray) -> np.ndarray:
         """An array of the shape and type of `like` from another worker."""
@@ -323,7 +324,7 @@ def _run_stage(module, name: str, x, *rest: Any):
     return result
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tvm_pagedkv.disco.connect": _connect,
     "tvm_pagedkv.disco.forget": _forget,
     "tvm_pagedkv.disco.run_stage": _run_stage,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._library import CacheFullError
+from .._errors import CacheFullError
 from ..cache import KVCache
 from ..models import DecoderModel
 from ..transfer import (
@@ -69,8 +69,14 @@ class RemotePrefill:
             raise
 
     def close(self) -> None:
-        """Let the other end go."""
+        """Let the other end go. May be called again."""
         self._receiver.close()
+
+    def __enter__(self) -> RemotePrefill:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def serve_prefill(
@@ -153,7 +159,7 @@ def _serve(model: DecoderModel, sender: Sender, request: Request, seq_id: int, c
     tokens = _check_tokens(model, request)
     sender.cache.add_sequence(seq_id)
     send = sender.send(request, seq_id)
-    logits = None
+    logits = np.zeros((1, 0), np.float32)  # a request has a token at least
     for begin in range(0, len(tokens), chunk):
         logits = model.prefill(sender.cache, [seq_id], [tokens[begin : begin + chunk]])
         sender.poll()

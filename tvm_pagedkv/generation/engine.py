@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from tokenizers.decoders import DecodeStream
 
-from tir_kernels.spec import ITEMSIZE
-
+from .._deprecation import renamed_arguments
 from ..cache import KVCache
+from ..config import ITEMSIZE
 from ..models import DecoderModel, Work
 from ..transfer import Channel
 from .disaggregated import RemotePrefill
 from .events import FinishedEvent, Statistics, TextEvent
+from .page_budget import PageBudget
 from .parameters import SamplingParams, Window, encode_prompt, sample
 from .speculative import Draft, HitRates, PromptLookup
 
@@ -39,6 +40,7 @@ class _Continuation:
     stream: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
 
 
+@renamed_arguments(prefill_channel="kv_transfer_channel")
 def generate(
     model: DecoderModel,
     prompts: Sequence[str | Sequence[int]],
@@ -50,7 +52,7 @@ def generate(
     window: Window | None = None,
     speculative: int = 0,
     at_fullest: Callable[[KVCache], None] | None = None,
-    prefill_channel: Channel | None = None,
+    kv_transfer_channel: Channel | None = None,
 ) -> Iterator[TextEvent | FinishedEvent | Statistics]:
     """Continue prompts.
 
@@ -74,7 +76,7 @@ def generate(
         round differently.
     at_fullest : callable, optional
         Called with the cache each time that more pages are in use than ever before.
-    prefill_channel : Channel, optional
+    kv_transfer_channel : Channel, optional
         Leads to a `disaggregated.serve_prefill`, which computes the prompts; it is closed at the
         end. None: they are computed here.
 
@@ -88,75 +90,90 @@ def generate(
         Before anything is computed: for an empty prompt, one that is longer than the model's
         context, or one that does not fit into the cache with its continuations.
     """
-    return _Run(
-        model,
-        [encode_prompt(model, i, prompt, window is None) for i, prompt in enumerate(prompts)],
-        params or SamplingParams(),
+    settings = _Settings(
         max_total_tokens,
         prefill_chunk_size,
         max_num_sequences,
         window,
         speculative,
         at_fullest,
-        prefill_channel,
-    ).events()
+        kv_transfer_channel,
+    )
+    encoded = [encode_prompt(model, i, prompt, window is None) for i, prompt in enumerate(prompts)]
+    return _Run(model, encoded, params or SamplingParams(), settings).events()
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The keyword arguments of `generate`."""
+
+    max_total_tokens: int | None
+    prefill_chunk_size: int
+    max_num_sequences: int
+    window: Window | None
+    speculative: int
+    at_fullest: Callable[[KVCache], None] | None
+    kv_transfer_channel: Channel | None
+
+    def check(self, model: DecoderModel) -> None:
+        """Refuse settings that do not go together, or not with the model."""
+        if self.window is not None:
+            self.window.check(model)
+            if self.speculative:
+                raise ValueError("a text with a window has no token trees, so no speculative")
+        if self.prefill_chunk_size < 1:
+            raise ValueError(
+                f"prefill_chunk_size must be at least 1, got {self.prefill_chunk_size}"
+            )
+        if self.max_total_tokens is not None and self.max_total_tokens < 1:
+            raise ValueError(f"max_total_tokens must be at least 1, got {self.max_total_tokens}")
+        if self.speculative < 0:
+            raise ValueError(f"speculative must be 0 or more, got {self.speculative}")
+        if self.speculative and not isinstance(model, DecoderModel):
+            raise ValueError("a model of several workers has no token trees, so no speculative")
 
 
 class _Run:
-    """The state of one call of `generate`."""
+    """The state of one call of `generate`.
+
+    Parameters
+    ----------
+    model : DecoderModel
+    prompts : list of token ids
+    params : SamplingParams
+    settings : _Settings
+    """
 
     def __init__(
         self,
-        model,
-        prompts,
-        params,
-        max_total_tokens,
-        prefill_chunk_size,
-        max_num_sequences,
-        window,
-        speculative,
-        at_fullest,
-        prefill_channel,
-    ):
-        self.window = window
-        if window is not None:
-            window.check(model)
-            if speculative:
-                raise ValueError("a text with a window has no token trees, so no speculative")
+        model: DecoderModel,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        settings: _Settings,
+    ) -> None:
+        settings.check(model)
         self.model, self.prompts, self.params = model, prompts, params
-        self.chunk, self.page_size = prefill_chunk_size, model.options.page_size
-        self.slots, self.at_fullest = max(max_num_sequences, params.n), at_fullest
-        if prefill_chunk_size < 1:
-            raise ValueError(f"prefill_chunk_size must be at least 1, got {prefill_chunk_size}")
-        if max_total_tokens is not None and max_total_tokens < 1:
-            raise ValueError(f"max_total_tokens must be at least 1, got {max_total_tokens}")
-        if speculative < 0:
-            raise ValueError(f"speculative must be 0 or more, got {speculative}")
-        if speculative and not isinstance(model, DecoderModel):
-            raise ValueError("a model of several workers has no token trees, so no speculative")
-        self.max_drafts, self.rates = speculative, HitRates()
-        needs = [self._pages_needed(prompt) for prompt in prompts]
-        if max_total_tokens is None:
-            at_a_time = max(1, self.slots // params.n)
-            num_pages = sum(sorted(needs)[-at_a_time:]) + self._pages_of_step()
-            max_total_tokens = num_pages * self.page_size
-        self.num_pages = -(-max_total_tokens // self.page_size)
-        for index, (prompt, need) in enumerate(zip(prompts, needs, strict=True)):
-            if need + self._pages_of_step() > self.num_pages:
-                raise ValueError(
-                    f"the cache is too small: prompt {index + 1} ({len(prompt)} tokens) with "
-                    f"{params.n} continuations of up to {self._limit(prompt)} tokens needs "
-                    f"{need + self._pages_of_step()} pages of {self.page_size}, and "
-                    f"max_total_tokens {max_total_tokens} gives {self.num_pages}"
-                )
-        rows = max(prefill_chunk_size, self.slots * (1 + speculative))
-        self.cache: KVCache = model.create_cache(
-            self.slots,
-            self.num_pages * self.page_size,
-            rows,
-            long_texts=self._has_long_texts(prefill_channel),
+        self.window, self.at_fullest = settings.window, settings.at_fullest
+        self.chunk, self.page_size = settings.prefill_chunk_size, model.options.page_size
+        self.num_slots = max(settings.max_num_sequences, params.n)
+        self.max_drafts, self.rates = settings.speculative, HitRates()
+        self.budget = PageBudget(
+            self.page_size,
+            model.config.context_length,
+            self.chunk,
+            params,
+            self.window,
+            self.max_drafts,
         )
-        self.remote = RemotePrefill(self.cache, prefill_channel) if prefill_channel else None
+        self.num_pages = self.budget.num_pages(prompts, self.num_slots, settings.max_total_tokens)
+        channel = settings.kv_transfer_channel
+        self.cache: KVCache = model.create_cache(
+            self.num_slots,
+            self.num_pages * self.page_size,
+            max(self.chunk, self.num_slots * (1 + self.max_drafts)),
+            long_texts=self._has_long_texts(channel),
+        )
+        self.remote = RemotePrefill(self.cache, channel) if channel else None
         self.work = Work(model.config, ITEMSIZE[model.options.dtype])
         self.statistics = Statistics(pages_total=self.num_pages, page_size=self.page_size)
         self.waiting = deque(range(len(prompts)))
@@ -178,12 +195,14 @@ class _Run:
             if self.remote is not None:
                 self.remote.close()
 
-    def _has_long_texts(self, prefill_channel) -> bool:
+    def _has_long_texts(self, kv_transfer_channel: Channel | None) -> bool:
         """Whether a text may end beyond the length up to which longrope has its short factors."""
         limit = self.model.config.short_text
-        if limit is None or all(len(p) + self._limit(p) <= limit for p in self.prompts):
+        if limit is None or all(
+            len(p) + self.budget.max_new_tokens(p) <= limit for p in self.prompts
+        ):
             return False
-        if prefill_channel is not None:
+        if kv_transfer_channel is not None:
             raise ValueError(
                 f"a prompt and its continuation may be longer than {limit} tokens, beyond which a "
                 "longrope model rotates K by other factors than the other end does; ask for fewer "
@@ -191,42 +210,16 @@ class _Run:
             )
         return True
 
-    # --- capacity -------------------------------------------------------------------------------
-
-    def _limit(self, prompt: list[int]) -> int:
-        """Most tokens of a continuation."""
-        if self.window is not None:
-            return self.params.max_tokens
-        return min(self.params.max_tokens, self.model.config.context_length - len(prompt))
-
-    def _pages_needed(self, prompt: list[int]) -> int:
-        """Most pages that a prompt and its continuations can take; full pages are shared."""
-        full = len(prompt) // self.page_size
-        # The last token of a continuation is never appended.
-        length = len(prompt) + self._limit(prompt) - 1 + self.max_drafts
-        own = -(-length // self.page_size) - full
-        partial = 1 if len(prompt) % self.page_size and self.params.n > 1 else 0
-        need = full + self.params.n * own + partial
-        if self.window is None:
-            return need
-        # Sinks, window and a row more; both may begin and end within a page.
-        parts = self.window.sinks, self.window.size - self.window.sinks
-        return min(need, self.params.n * (sum(-(-part // self.page_size) for part in parts) + 2))
-
-    def _pages_of_step(self) -> int:
-        """Pages that a prefill step takes beyond them, until the window slides."""
-        return 0 if self.window is None else -(-self.chunk // self.page_size)
-
     # --- steps ----------------------------------------------------------------------------------
 
     def _admit(self) -> tuple[list[_Continuation], list[np.ndarray]]:
         """Start all waiting prompts that fit: prefill each once, then fork."""
         batch: list[tuple[int, int]] = []
         while self.waiting:
-            need = self._pages_needed(self.prompts[self.waiting[0]])
-            slots = len(self.running) + (len(batch) + 1) * self.params.n
-            room = self.num_pages - self._pages_of_step()
-            if slots > self.slots or self.reserved + need > room:
+            need = self.budget.pages_of_prompt(self.prompts[self.waiting[0]])
+            num_running = len(self.running) + (len(batch) + 1) * self.params.n
+            room = self.num_pages - self.budget.pages_of_step()
+            if num_running > self.num_slots or self.reserved + need > room:
                 break
             self.reserved += need
             self.cache.add_sequence(self.next_id)
@@ -268,7 +261,8 @@ class _Run:
             self.statistics.prefill_seconds += time.perf_counter() - start
             return {prompt: row for (prompt, _), row in zip(batch, rows, strict=True)}
         queue = deque((prompt, seq_id, 0) for prompt, seq_id in batch)
-        logits, done = {}, {}
+        logits: dict[int, np.ndarray] = {}
+        done: dict[int, int] = {}
         while queue:
             step, room = [], self.chunk
             while queue and room:
@@ -295,6 +289,7 @@ class _Run:
         self.statistics.decode_bytes += self.work.num_bytes(*self._positions_read())
         seq_ids = [c.seq_id for c in running]
         drafts = [self._draft(c) for c in running]
+        logits: Iterable[np.ndarray]
         is_plain = all(len(draft.tokens) == 1 for draft in drafts)
         if is_plain:
             tokens = [draft.tokens[0] for draft in drafts]
@@ -328,10 +323,12 @@ class _Run:
         if c.lookup is None:
             return Draft(c.tokens[-1:])
         # The last token of a continuation is chosen by its predecessor's logits.
-        room = self._limit(self.prompts[c.prompt]) - len(c.tokens) - 1
+        room = self.budget.max_new_tokens(self.prompts[c.prompt]) - len(c.tokens) - 1
         return c.lookup.draft(self.max_drafts, room)
 
-    def _follow(self, c: _Continuation, draft: Draft, logits: np.ndarray):
+    def _follow(
+        self, c: _Continuation, draft: Draft, logits: np.ndarray
+    ) -> Generator[TextEvent | FinishedEvent, None, int]:
         """Choose tokens as long as they were drafted, and one more; the last node among them."""
         node = 0
         while True:
@@ -347,7 +344,9 @@ class _Run:
             node = child
             self.statistics.accepted_tokens += 1
 
-    def _advance(self, c: _Continuation, logits: np.ndarray):
+    def _advance(
+        self, c: _Continuation, logits: np.ndarray
+    ) -> Generator[TextEvent | FinishedEvent, None, int]:
         """Choose the next token of a continuation, and return it."""
         token = sample(logits, self.params, c.random)
         reason = None
@@ -360,13 +359,13 @@ class _Run:
             text = c.stream.step(self.model.tokenizer, token) or ""
             c.text += text
             yield TextEvent(c.prompt, c.index, token, text)
-            if len(c.tokens) == self._limit(self.prompts[c.prompt]):
+            if len(c.tokens) == self.budget.max_new_tokens(self.prompts[c.prompt]):
                 reason = "length"
         if reason:
             self.cache.remove_sequence(c.seq_id)
             self.running.remove(c)
             if all(other.prompt != c.prompt for other in self.running):
-                self.reserved -= self._pages_needed(self.prompts[c.prompt])
+                self.reserved -= self.budget.pages_of_prompt(self.prompts[c.prompt])
             yield FinishedEvent(c.prompt, c.index, tuple(c.tokens), c.text, reason)
         return token
 

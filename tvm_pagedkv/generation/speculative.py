@@ -19,7 +19,7 @@ LEAST_CHANCE = 0.2  # of a draft that is worth its row in the step
 class HitRates:
     """How often the token after a match was the right one, by the length of the match."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._hits, self._tries = ([n] * (LONGEST_MATCH + 1) for n in (1, 2))
 
     def __getitem__(self, length: int) -> float:
@@ -72,7 +72,9 @@ class PromptLookup:
     def __init__(self, tokens: Sequence[int], rates: HitRates):
         self.tokens: list[int] = []
         self.rates = rates
-        self._after = {length: defaultdict(list) for length in MATCH_LENGTHS}
+        self._after: dict[int, dict[tuple[int, ...], list[int]]] = {
+            length: defaultdict(list) for length in MATCH_LENGTHS
+        }
         for token in tokens:
             self.append(token)
 

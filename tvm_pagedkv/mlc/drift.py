@@ -87,14 +87,14 @@ def skip_slow_schedules(patches: Patches, pipeline: Any) -> None:
     """
     dl = pipeline.dl
 
-    class GEMV(dl.cpu.GEMV):
+    class GEMV(dl.cpu.GEMV):  # type: ignore[name-defined]
         def apply(self, func: Any, target: Any, tunable: bool) -> None:
             return None
 
     patches.set(pipeline, "dl", Overlay(dl, cpu=Overlay(dl.cpu, GEMV=GEMV)))
 
 
-def read_newer_configs(patches: Patches, config_base: type) -> None:
+def read_newer_configs(patches: Patches, config_base: Any) -> None:
     """Let mlc-llm read the ``rope_parameters`` of transformers 5, and YaRN as TVM wants it.
 
     Parameters
@@ -104,7 +104,7 @@ def read_newer_configs(patches: Patches, config_base: type) -> None:
     """
     original = config_base.from_dict.__func__
 
-    def from_dict(cls: type, source: dict[str, Any]) -> Any:
+    def from_dict(cls: Any, source: dict[str, Any]) -> Any:
         return original(cls, with_older_rope_fields(source, set(cls.__dataclass_fields__)))
 
     patches.set(config_base, "from_dict", classmethod(from_dict))

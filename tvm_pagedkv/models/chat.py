@@ -57,6 +57,7 @@ class ChatTemplate:
         file = directory / "tokenizer_config.json"
         fields = read_json(file) if file.is_file() else {}
         own = directory / "chat_template.jinja"
+        source: Any
         if own.is_file():
             source, where = own.read_text(encoding="utf-8"), str(own)
         else:

@@ -71,7 +71,7 @@ def _decoder(fields: Mapping[str, Any], layers, **own: Any) -> DecoderConfig:
         qkv_bias=bias,
         o_bias=bias,
         activation=read.activation(fields, "hidden_activation", known, "gelu_pytorch_tanh"),
-        attention_scale=scalar**-0.5,
+        attention_scale=None if scalar is None else scalar**-0.5,
         attention_softcap=read.positive_number(fields, "attn_logit_softcapping", None),
         logit_softcap=read.positive_number(fields, "final_logit_softcapping", None),
         embedding_scale=shape["hidden_size"] ** 0.5,

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from .._library import CacheFullError
-from ..cache import KVCache
+from .._deprecation import renamed_arguments
+from .._errors import CacheFullError
+from ..cache import CacheStats, KVCache
 from ..compiler import resolve_target
 from ..distributed import forget, process_session, threaded_session
 from . import parallel_worker  # noqa: F401  workers of this process find its function
@@ -225,7 +226,7 @@ class ParallelModel:
     def _step(self, cache, name, seq_ids, tokens) -> np.ndarray:
         ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
-        shapes = (tvm_ffi.Shape(list(numbers)) for numbers in (seq_ids, lengths, ids.tolist()))
+        shapes = (tvm_ffi.Shape(tuple(numbers)) for numbers in (seq_ids, lengths, ids.tolist()))
         return self.call("step", cache.id, name, *shapes)[-1].numpy()
 
     # --- workers --------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ class ParallelCache:
         """The cache of worker 0, which is of this process, to be looked at."""
         return self.model.first_cache(self.id)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> CacheStats:
         """Statistics of the cache of worker 0."""
         return self.first.stats()
 
@@ -328,8 +329,9 @@ class ParallelCache:
     def pop_n(self, seq_id: int, n: int) -> None:
         self._call("pop_n", seq_id, n)
 
-    def enable_sliding_window(self, seq_id: int, window: int, sink: int = 0) -> None:
-        self._call("enable_sliding_window", seq_id, window, sink)
+    @renamed_arguments(sink="sinks")
+    def enable_sliding_window(self, seq_id: int, window: int, sinks: int = 0) -> None:
+        self._call("enable_sliding_window", seq_id, window, sinks)
 
     def clear(self) -> None:
         self._call("clear")

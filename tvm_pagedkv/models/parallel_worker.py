@@ -63,7 +63,7 @@ class ModelWorker:
         self.parameters = load_parameters(
             self.config, self.options, Checkpoint(directory), worker.shard
         )
-        library = executable_file(self.config, self.options, lambda line: None)
+        library = executable_file(self.config, self.options)
         self.vm = relax.VirtualMachine(load_library(library), tvm.cpu())
         self.make_caches = Caches(self.config, self.options)
         self.caches: dict[int, KVCache] = {}
@@ -72,8 +72,9 @@ class ModelWorker:
     def create_cache(self, *sizes_and_choice: int) -> int:
         """Make a cache of this worker's layers and heads; the number by which it is known."""
         cache_id = next(self.ids)
-        *sizes, long_texts = sizes_and_choice
-        cache = self.make_caches.create(tuple(sizes), long_texts=bool(long_texts))
+        max_num_sequences, max_total_tokens, prefill_chunk_size, long_texts = sizes_and_choice
+        capacities = (max_num_sequences, max_total_tokens, prefill_chunk_size)
+        cache = self.make_caches.create(capacities, long_texts=bool(long_texts))
         self.caches[cache_id] = cache
         return cache_id
 

@@ -105,7 +105,13 @@ def _mlp(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight
 
 
 def _rows(
-    ours: str, theirs: str, outputs: dict[str, int], in_features: int, *, bias: bool, fused: str
+    ours: str,
+    theirs: str,
+    outputs: dict[str, int],
+    in_features: int,
+    *,
+    bias: bool,
+    fused: str | None,
 ) -> Iterator[tuple[str, Weight]]:
     """Projections of one input that are one matrix here; workers share the rows of each.
 
@@ -171,7 +177,9 @@ def load_parameters(
         if source.offset:
             array += dtype.type(source.offset)
         if source.is_matrix:
-            array = PackedMatrix(*array.shape, options.dtype, options.vector).pack(array)
+            out_features, in_features = array.shape
+            packed = PackedMatrix(out_features, in_features, options.dtype, options.vector)
+            array = packed.pack(array)
         loaded.append(tvm.runtime.tensor(array))
     return loaded
 

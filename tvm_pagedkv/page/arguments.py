@@ -120,8 +120,8 @@ def integers_out(name: str, value: Any, length: int | None = None) -> tvm_ffi.Te
     return _with_strides(tensor)
 
 
-def empty_places(count: int) -> tvm_ffi.Tensor:
-    """Where a kernel writes the places of `count` rows."""
+def empty_slots(count: int) -> tvm_ffi.Tensor:
+    """Return the array to which a kernel writes the slots of `count` rows."""
     return tvm.runtime.empty((count, 2), "int32")
 
 
@@ -182,6 +182,7 @@ class Pools:
         """Check the pages that an append is given."""
         if layout not in (*KV_LAYOUTS, MLA_LAYOUT):
             raise ValueError(f"kv_layout must be one of {', '.join(KV_LAYOUTS)}, got {layout!r}")
+        names: tuple[str, ...]
         if layout == MLA_LAYOUT:
             names = ("ckv_cache", "kpe_cache")
         elif isinstance(pages, (tuple, list)):

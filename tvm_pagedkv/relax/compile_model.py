@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import tvm
 
 
-def compile(module: tvm.IRModule, target=None, **options) -> tvm.runtime.Executable:
+def compile(module: tvm.IRModule, target: Any = None, **options: Any) -> tvm.runtime.Executable:
     """Compile a model: the same as ``tvm.compile``.
 
     .. deprecated:: 0.1

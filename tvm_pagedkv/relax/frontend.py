@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import tvm
 from tvm import relax, tirx
@@ -257,8 +257,9 @@ class _Kernels:
 
     def __init__(self, specs: dict[str, KernelSpec], tag: str, window: int, target: Target):
         self.tag, self.window, self.kinds = tag, window, set(specs)
-        self.mla = specs.get("mla")
-        self.mha = specs.get("mha", specs.get("mha_sliding"))
+        # None without such layers; callers ask for kernels of the layers that there are.
+        self.mla = cast(KernelSpec, specs.get("mla"))
+        self.mha = cast(KernelSpec, specs.get("mha", specs.get("mha_sliding")))
         self._listed = ModelKernels(target, repr(specs))
 
     def compile(self) -> list[tvm.runtime.Module]:
@@ -379,7 +380,9 @@ def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
     return kinds
 
 
-def _with_placeholder_factors(rope_scaling: dict[str, Any] | None, rotary_dim: int):
+def _with_placeholder_factors(
+    rope_scaling: dict[str, Any] | None, rotary_dim: int
+) -> dict[str, Any] | None:
     """longrope factors come as a tensor when the cache is created; the kernels do not bake them."""
     if not rope_scaling or rope_scaling.get("rope_type", "default") == "default":
         return None

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from tvm import relax
 from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as _PagedKVCacheBase
+
+from .._deprecation import renamed_arguments
 
 
 class PagedKVCacheObject(_PagedKVCacheBase):
@@ -15,21 +20,22 @@ class PagedKVCacheObject(_PagedKVCacheBase):
     does as well where a model has none. The sinks need a cache of this package.
     """
 
+    @renamed_arguments(sinks="sink_logits")
     def attention_with_fused_qkv(
         self,
         layer_id: int,
         qkv: Tensor,
         num_qo_heads: int,
         sm_scale: float,
-        sinks: Tensor | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Append this step's K and V of a layer and attend with its Q.
 
         Parameters
         ----------
         qkv : ``[b, s, num_qo_heads + 2 * num_kv_heads, head_dim]``
-        sinks : float32 ``[num_qo_heads]``, optional
-            A logit of each head that joins the softmax, with nothing behind it.
+        sink_logits : float32 ``[num_qo_heads]``, optional
+            Learned attention sinks: one logit per head that joins the softmax without a value.
 
         Returns
         -------
@@ -38,19 +44,20 @@ class PagedKVCacheObject(_PagedKVCacheBase):
         Raises
         ------
         ValueError
-            For sinks of another shape or type.
+            If `sink_logits` has another shape or dtype.
         """
-        if sinks is None:
+        if sink_logits is None:
             return super().attention_with_fused_qkv(layer_id, qkv, num_qo_heads, sm_scale)
         b, s, num_heads, dim = qkv.shape
         return self._with_sinks(
             "pagedkv.attention_with_sinks",
             (layer_id, sm_scale),
             [qkv.reshape(b * s, num_heads, dim)],
-            sinks,
+            sink_logits,
             (b, s, num_qo_heads, dim),
         )
 
+    @renamed_arguments(sinks="sink_logits")
     def attention_with_shared_kv(
         self,
         source_layer_id: int,
@@ -58,7 +65,7 @@ class PagedKVCacheObject(_PagedKVCacheBase):
         current_k: Tensor,
         current_v: Tensor,
         sm_scale: float,
-        sinks: Tensor | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Attend to the K and V of another layer, which has run in this step.
 
@@ -66,7 +73,8 @@ class PagedKVCacheObject(_PagedKVCacheBase):
         ----------
         q : ``[b, s, num_qo_heads, head_dim]``
         current_k, current_v : ``[b, s, num_kv_heads, head_dim]``
-        sinks : float32 ``[num_qo_heads]``, optional
+        sink_logits : float32 ``[num_qo_heads]``, optional
+            Learned attention sinks, as for `attention_with_fused_qkv`.
 
         Returns
         -------
@@ -75,9 +83,9 @@ class PagedKVCacheObject(_PagedKVCacheBase):
         Raises
         ------
         ValueError
-            For sinks of another shape or type.
+            If `sink_logits` has another shape or dtype.
         """
-        if sinks is None:
+        if sink_logits is None:
             return super().attention_with_shared_kv(
                 source_layer_id, q, current_k, current_v, sm_scale
             )
@@ -86,19 +94,25 @@ class PagedKVCacheObject(_PagedKVCacheBase):
             "pagedkv.attention_with_shared_kv_and_sinks",
             (source_layer_id, sm_scale),
             [x.reshape(b * s, *x.shape[2:]) for x in (q, current_k, current_v)],
-            sinks,
+            sink_logits,
             (b, s, q.shape[2], current_v.shape[3]),
         )
 
-    def _with_sinks(self, name: str, scalars, rows: list[Tensor], sinks: Tensor, shape) -> Tensor:
+    def _with_sinks(
+        self,
+        name: str,
+        scalars: Sequence[Any],
+        rows: list[Tensor],
+        sink_logits: Tensor,
+        shape: tuple[Any, ...],
+    ) -> Tensor:
         """Call a function whose tensors are `rows`, then the sinks, then its output."""
         b, s, num_heads, dim = shape
-        if list(sinks.shape) != [num_heads] or sinks.dtype != "float32":
-            raise ValueError(
-                f"sinks must be float32 [{num_heads}], got {sinks.dtype} {list(sinks.shape)}"
-            )
+        if list(sink_logits.shape) != [num_heads] or sink_logits.dtype != "float32":
+            got = f"{sink_logits.dtype} {list(sink_logits.shape)}"
+            raise ValueError(f"sink_logits must be float32 [{num_heads}], got {got}")
         arguments = [relax.prim_value(x) for x in scalars]
-        arguments += [x._expr for x in (*rows, sinks)]
+        arguments += [x._expr for x in (*rows, sink_logits)]
         out = relax.call_dps_packed(
             name,
             [self._expr, *arguments],

@@ -26,7 +26,7 @@ def mark_send(cache: KVCache, seq_id: int, begin: int, slots: Sequence[int], pee
     `peer` is the number under which the receiver was connected.
     """
     mark = global_function("vm.builtin.kv_cache_disagg_mark_send")
-    mark(cache, seq_id, begin, tvm_ffi.Shape(slots), peer)
+    mark(cache, seq_id, begin, tvm_ffi.Shape(tuple(slots)), peer)
 
 
 def receive_id(cache: KVCache, seq_id: int) -> int:
@@ -69,7 +69,9 @@ def set_send_handler(
     if handler is None:
         global_function("pagedkv.drop_send_handler")(cache, peer)
     else:
-        global_function("pagedkv.set_send_handler")(cache, peer, handler, tvm_ffi.Shape(num_slots))
+        global_function("pagedkv.set_send_handler")(
+            cache, peer, handler, tvm_ffi.Shape(tuple(num_slots))
+        )
 
 
 def forget_receiver(cache: KVCache, peer: int) -> None:

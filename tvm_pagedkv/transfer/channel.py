@@ -6,12 +6,15 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..cache import KVCache
 from . import _runtime
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class TransferError(RuntimeError):
@@ -42,6 +45,12 @@ class Channel(ABC):
     its cache. A sender keeps pages as they are from its offer until the receiver has said that it
     has read them, and confirms this: only confirmed rows count as received.
     """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     @abstractmethod
     def send(self, message: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import os
 import selectors
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from .addresses import Address, check_peer, check_socket, describe, is_path, resolve, socket_path
@@ -42,7 +43,9 @@ def connect(address: Address, timeout: float, secret: bytes | None) -> socket.so
     local = is_path(address)
     secret = secret_for(secret, is_required=not local)
     end = time.monotonic() + timeout
-    targets = [(socket.AF_UNIX, address)] if local else resolve(address, timeout)
+    targets: list[tuple[int, Any]] = [(socket.AF_UNIX, address)]
+    if isinstance(address, tuple):
+        targets = resolve(address, timeout)
     connection = None
     while connection is None:
         connection, errors = _try_all(targets, end)
@@ -105,10 +108,11 @@ class Listener:
         self._type, self._options = channel_type, options
         self._handshake_seconds = handshake_seconds
         try:
-            if local:
-                family, target = socket.AF_UNIX, socket_path(address)
-            else:
+            family: int
+            if isinstance(address, tuple):
                 family, target = resolve(address, RESOLVE_SECONDS)[0]
+            else:
+                family, target = socket.AF_UNIX, socket_path(address)
             self._socket = socket.socket(family, socket.SOCK_STREAM)
             with _closing_on_error(self._socket):
                 self._bind(target)
@@ -127,7 +131,7 @@ class Listener:
         """Where the other side can connect to: a path, or (host, port)."""
         return self._path or self._socket.getsockname()[:2]
 
-    def accept(self, timeout: float | None = 30.0):
+    def accept(self, timeout: float | None = 30.0) -> Any:
         """Wait for the next side that may come; returns a channel.
 
         Those that may not are turned away and logged. None waits without a time limit.
@@ -178,7 +182,7 @@ class Listener:
     def __enter__(self) -> Listener:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # --- inside ---------------------------------------------------------------------------------
@@ -197,7 +201,7 @@ class Listener:
     def _where(self) -> str:
         return describe(self.address)
 
-    def _advance(self, ready: socket.socket) -> socket.socket | None:
+    def _advance(self, ready: Any) -> socket.socket | None:
         """Accept a connection, or go on with its handshake; returns it when it may be used."""
         if ready is not self._socket:
             handshake = self._pending.get(ready)
@@ -280,7 +284,7 @@ def _try(family: int, target: Any, timeout: float) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _closing_on_error(connection: socket.socket):
+def _closing_on_error(connection: socket.socket) -> Iterator[None]:
     try:
         yield
     except BaseException:

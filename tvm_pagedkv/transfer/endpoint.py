@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cache import KVCache
 from .channel import Channel, ChannelClosed, MessageError, TransferError, TransferTimeout
 from .layout import check_layout, layout_of, num_slots_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _MAX_MESSAGES = 256  # that one poll handles, so that it ends also if the other side never does
 _MAX_QUOTED = 200  # characters of what the other side sent, in an error
@@ -69,7 +72,7 @@ class Endpoint(ABC):
         self.is_connected = False
         self.error: Exception | None = None  # after it the connection is of no more use
         self._layout = layout_of(cache)
-        hello = {"type": "hello", "role": self.role, "layout": self._layout}
+        hello: dict[str, Any] = {"type": "hello", "role": self.role, "layout": self._layout}
         hello |= {"num_slots": num_slots_of(cache), "memory": self._memory()}
         channel.send(hello)
 
@@ -125,10 +128,10 @@ class Endpoint(ABC):
         if self.error is None:
             self._fail(TransferError(f"this {self.role} was closed"))
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # --- for the two sides ----------------------------------------------------------------------

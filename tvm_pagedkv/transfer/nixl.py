@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import socket
 import time
 import uuid
 from typing import Any
@@ -21,7 +22,7 @@ from .sockets import SocketChannel
 _POLL_SECONDS = 20e-6
 
 
-def _api():
+def _api() -> Any:
     try:
         from nixl_cu12 import _api as api  # `import nixl` would import torch
     except ImportError:
@@ -51,7 +52,7 @@ class NixlChannel(SocketChannel):
         Where NIXL is not installed.
     """
 
-    def __init__(self, connection) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         api = _api()
         super().__init__(connection)
         self._name = f"tvm_pagedkv-{uuid.uuid4().hex}"
@@ -80,7 +81,7 @@ class NixlChannel(SocketChannel):
         both = np.array([ours, theirs], np.uint64)  # [side, layer, (address, size)]
         self._bases, self._sizes = both[..., 0].T, both[..., 1].T.astype(np.int64)
         try:
-            remote = self._agent.add_remote_agent(base64.b64decode(memory.get("metadata")))
+            remote = self._agent.add_remote_agent(base64.b64decode(memory["metadata"]))
         except Exception as error:  # NIXL's own kinds
             raise TransferError(f"NIXL cannot reach the sender: {error}") from None
         self._remote = remote.decode() if isinstance(remote, bytes) else remote

@@ -32,7 +32,7 @@ class SharedMemoryChannel(SocketChannel):
 
     descriptors_wanted = 1  # of the sender's memory
 
-    def __init__(self, connection) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         if connection.family != socket.AF_UNIX:
             raise ValueError("a SharedMemoryChannel needs a Unix socket: give a path")
         super().__init__(connection)

@@ -12,12 +12,15 @@ import socket
 import struct
 import time
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .addresses import Address, check_peer
 from .authentication import AuthenticatedSocket
 from .channel import Channel, ChannelClosed, MessageError, TransferError
 from .connections import Listener, connect
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _HEADER = struct.Struct("<I")  # bytes of the message that follows
 _MAX_MESSAGE = 1 << 26
@@ -73,7 +76,7 @@ class SocketChannel(Channel):
     @classmethod
     def listen(
         cls, address: Address, timeout: float = 30.0, secret: bytes | None = None, **options: Any
-    ):
+    ) -> Self:
         """Wait for one other side; see `Listener` for the arguments and errors."""
         with cls.listener(address, secret, **options) as listener:
             return listener.accept(timeout)
@@ -81,7 +84,7 @@ class SocketChannel(Channel):
     @classmethod
     def connect(
         cls, address: Address, timeout: float = 30.0, secret: bytes | None = None, **options: Any
-    ):
+    ) -> Self:
         """Connect to the side that listens, as soon as it does.
 
         Parameters
@@ -165,7 +168,7 @@ class SocketChannel(Channel):
         return message
 
     def _flush(self) -> None:
-        while self._outgoing and not self._is_ended:
+        while self._outgoing and not self._is_ended and self._socket is not None:
             try:
                 chunk = bytes(self._outgoing[:_CHUNK])
                 if self._descriptors_out:
@@ -181,6 +184,8 @@ class SocketChannel(Channel):
                 return
 
     def _fill(self) -> None:
+        if self._socket is None:
+            return
         room = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _DESCRIPTOR_BYTES)
         try:
             data, ancillary, flags, _ = self._socket.recvmsg(_CHUNK, room, _CLOSE_ON_EXEC)

@@ -16,7 +16,9 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import tvm
 from tvm_ffi import libinfo
 
 # For the linker: kernels may still be queued when the last cache that calls them is gone.
@@ -118,7 +120,7 @@ def _compile(source: str, path: Path, archs: Sequence[str], flags: Sequence[str]
         text.unlink()
 
 
-def _run(*command) -> None:
+def _run(*command: Any) -> None:
     if shutil.which(command[0]) is None:
         raise RuntimeError(f"there is no {command[0]} on PATH")
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
@@ -181,7 +183,7 @@ def compiler_version() -> tuple[str, ...]:
     return said, *flags
 
 
-def require_code_for(device, path: Path) -> None:
+def require_code_for(device: tvm.runtime.Device, path: Path) -> None:
     """Refuse a library that has nothing for a GPU to run.
 
     Machine code runs on GPUs of its major version, from its minor version on; PTX is compiled by

@@ -129,7 +129,9 @@ def with_runtime(source: str) -> str:
     definitions = _DEFINITIONS
     for name, symbol in {**_NAMES, "CAN_OVERLAP": _CAN_OVERLAP}.items():
         definitions = definitions.replace(f" {name}(", f" {symbol}(")
-    definitions = definitions.replace("::KERNEL", f"::{_KERNEL.search(source)[1]}")
+    kernel = _KERNEL.search(source)
+    assert kernel is not None, "the source has no kernel"
+    definitions = definitions.replace("::KERNEL", f"::{kernel[1]}")
     source = source.replace(_HOST_BEGIN, f'{_HOST_BEGIN}extern "C" int32_t {_CAN_OVERLAP}();\n')
     source = _ATTRIBUTE.sub(rf"\1[\2.numAttrs]\3\n  \2.numAttrs += {_CAN_OVERLAP}();", source)
     return source + _INCLUDES + definitions

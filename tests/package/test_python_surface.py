@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Python users expect beside the methods: protocols, typed results, warnings, logs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+import tvm_pagedkv as pkv
+from tvm_pagedkv._deprecation import renamed_arguments
+from tvm_pagedkv.cache import CacheStats, GroupStats
+from tvm_pagedkv.transfer import ChannelClosed, local_channels
+
+from ..support.cache_cases import DIM, HEADS, NUM_QO_HEADS
+from ..support.permissive_steps import permissive_step
+from ..support.python_kernels import make_cache
+
+QKV = np.ones((3, HEADS, DIM), "float32")
+
+
+@pytest.fixture
+def cache():
+    cache = make_cache()
+    for seq_id in (5, 7):
+        cache.add_sequence(seq_id)
+        with cache.forward([seq_id], [3]):
+            for layer in range(2):
+                cache.attention(layer, QKV)
+    return cache
+
+
+# --- protocols ----------------------------------------------------------------------------------
+
+
+def test_a_cache_is_a_container_of_sequences(cache):
+    assert len(cache) == 2
+    assert 5 in cache and np.int64(7) in cache
+    assert 6 not in cache and "5" not in cache and None not in cache
+    cache.clear()
+    assert len(cache) == 0 and 5 not in cache
+    assert cache  # code that asks `if cache` means whether there is one
+
+
+def test_a_cache_says_what_it_holds(cache):
+    assert repr(cache) == "<KVCache: 2 layers, 2 sequences, 6 tokens, 2 of 16 pages in use>"
+    with cache.forward([5], [3]):
+        assert repr(cache).startswith("<KVCache: 2 layers, 2 sequences, ")
+        for layer in range(2):
+            cache.attention(layer, QKV)
+
+
+def test_the_repr_of_a_busy_cache():
+    """A debugger shows it while another thread is inside."""
+    texts = []
+
+    def kernel_of_another_thread(*_):
+        thread = threading.Thread(target=lambda: texts.append(repr(cache)))
+        thread.start()
+        thread.join()
+
+    cache = make_cache({"transpose_append": kernel_of_another_thread})
+    cache.add_sequence(0)
+    with cache.forward([0], [3]):
+        for layer in range(2):
+            cache.attention(layer, QKV)
+    assert texts == ["<KVCache: 2 layers, in use by another thread>"] * 2
+
+
+def test_stats_have_the_keys_of_their_type(cache):
+    stats = cache.stats()
+    assert stats.keys() == CacheStats.__annotations__.keys()
+    assert all(type(stats[name]) is int for name in stats.keys() - {"groups"})
+    for group in stats["groups"]:
+        assert group.keys() == GroupStats.__annotations__.keys()
+        assert all(type(value) is int for value in group.values())
+
+
+def test_a_channel_closes_at_the_end_of_with():
+    one, other = local_channels()
+    with one as entered:
+        assert entered is one
+        one.send({"type": "hello"})
+    assert other.receive(0.0) == {"type": "hello"}
+    with pytest.raises(ChannelClosed):
+        other.receive(0.0)
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def test_a_full_cache_says_how_full(cache):
+    cache.add_sequence(0)
+    with permissive_step(cache, [0], [32]):  # 8 pages, the most that a step can take
+        pass
+    stats = cache.stats()
+    with pytest.raises(pkv.CacheFullError) as caught:
+        cache.begin_forward([0], [32])
+    error = caught.value
+    assert (error.needed, error.total) == (8, stats["num_pages"])
+    assert error.free == stats["num_free_pages"] + stats["num_cached_pages"] == 6
+
+
+def test_counts_of_an_error_that_the_runtime_has_not_raised():
+    error = pkv.CacheFullError("no room")
+    assert (error.needed, error.free, error.total) == (None, None, None)
+    assert str(error) == "no room"
+
+
+# --- former names of arguments ------------------------------------------------------------------
+
+
+def test_former_names_of_arguments_warn(cache):
+    logits = np.zeros(NUM_QO_HEADS, "float32")
+    with cache.forward([5], [3]):
+        new = cache.attention(0, QKV, sink_logits=logits).numpy()
+        cache.attention(1, QKV)
+    cache.pop_n(5, 3)
+    with cache.forward([5], [3]):
+        with pytest.warns(DeprecationWarning, match="sinks of attention .* sink_logits") as seen:
+            old = cache.attention(0, QKV, sinks=logits).numpy()
+        cache.attention(1, QKV)
+    assert seen[0].filename == __file__
+    np.testing.assert_array_equal(old, new)
+
+
+def test_a_window_takes_the_former_name_of_sinks():
+    cache = make_cache(sliding_window=True)
+    cache.add_sequence(0)
+    with pytest.warns(DeprecationWarning, match="sink of enable_sliding_window .* sinks"):
+        cache.enable_sliding_window(0, 8, sink=2)
+    assert cache.sequence_window(0)[:2] == (8, 2)
+
+
+def test_an_argument_under_both_names():
+    @renamed_arguments(old="new")
+    def function(new: int) -> int:
+        return new
+
+    assert function(1) == function(new=1) == 1
+    with pytest.raises(TypeError, match="got new twice: old is its former name"):
+        function(new=1, old=2)
+
+
+# --- logs ---------------------------------------------------------------------------------------
+
+
+def test_compilation_is_logged(tmp_path, monkeypatch, caplog):
+    import tir_kernels
+
+    few = {"merge": tir_kernels.BUILDERS["merge"]}
+    monkeypatch.setattr(tir_kernels, "BUILDERS", few)
+    monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
+    config = pkv.KVCacheConfig(num_layers=1, num_qo_heads=4, num_kv_heads=2, qk_head_dim=8)
+    caplog.set_level(logging.INFO, "tvm_pagedkv")
+    for _ in range(2):  # the second one finds it on the disk
+        pkv.build(config)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [record.name for record in caplog.records] == ["tvm_pagedkv.compiler"] * 2
+    assert lines[0].startswith("compiling 1 kernels: 4/2 heads of 8, float16")
+    assert lines[1].startswith("compiled in ")

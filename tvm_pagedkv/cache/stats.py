@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types of what `KVCache.stats` returns."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+
+class GroupStats(TypedDict):
+    """Counters of one layer group: the layers that share a page table.
+
+    Every page of its pool is free, cached or used.
+    """
+
+    num_layers: int
+    window: int
+    """Positions that a layer of the group sees; 0 without a window."""
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int
+    """Pages that no sequence holds but whose content is still known; they count as available."""
+    num_reclaimed_pages: int
+    """Cached pages that were reused since the cache was made."""
+    num_used_pages: int
+    """Pages that a sequence holds or a transfer has pinned."""
+    num_shared_pages: int
+    """Used pages with more than one owner."""
+
+
+class CacheStats(TypedDict):
+    """Pages, bytes and events of a cache. Page counts are sums over its layer groups.
+
+    Bytes are those on the cache's device. Counters of events start at 0 when the cache is made.
+    """
+
+    page_pool_bytes: int
+    workspace_bytes: int
+    """Q, K, V and lse rows of a step."""
+    aux_bytes: int
+    """Page tables, positions and other int32 arrays of a step."""
+    allocated_bytes: int
+    """Everything that the cache has allocated; see `KVCacheConfig.memory_bytes`."""
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_reclaimed_pages: int
+    num_used_pages: int
+    num_shared_pages: int
+    groups: list[GroupStats]
+    num_sequences: int
+    num_importing_sequences: int
+    """Sequences that `KVCache.load` or a transfer has begun to import."""
+    total_tokens: int
+    """Sum of the lengths of all sequences."""
+    num_windowed_sequences: int
+    """Sequences with a sliding window of their own."""
+    num_dropped_tokens: int
+    """Tokens that have left these windows, of the sequences that exist."""
+    num_forwards: int
+    """Steps that were begun."""
+    num_pinned_pages: int
+    """Pages that transfers keep as they are, counted once per pin."""
+    num_send_blocks: int
+    """Blocks of rows that receivers have not read yet."""
+    cow_page_copies: int
+    """Pages that were copied before a write because they had several owners."""
+    copied_inputs: int
+    """Input tensors that were copied because they were not contiguous."""
+    aux_bytes_copied: int
+    """Bytes of int32 arrays that were copied to the device."""
+    pages_read: int
+    """Pages that attention has read, counted once per step and group; a shared prefix once."""
+    pages_read_without_sharing: int
+    """The same if no prefix was shared."""
+    step_pages_read: int
+    """`pages_read` of the last step."""
+    step_pages_read_without_sharing: int
+    uncommitted_tree_nodes: int
+    committed_tree_nodes: int
+    dropped_tree_nodes: int
+    moved_tree_nodes: int
+    """Committed nodes whose rows were copied to other slots."""

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LayerSpec`: one layer of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from .._checks import check_choice, check_head_dim, check_int, freeze
+from .rope_config import RopeConfig
+
+MHA_KINDS = ("mha", "mha_sliding")
+LAYER_KINDS = (*MHA_KINDS, "mla", "linear")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer. Fields that are None take the value of the cache's configuration.
+
+    Parameters
+    ----------
+    kind : {"mha", "mha_sliding", "mla", "linear"}
+        Kind of attention; "mha" covers multi-query and grouped-query attention. "linear" layers
+        keep no K and V: they are named so that the others have the ids of the model.
+    window : int, optional
+        Positions that a sliding layer sees, its own included. Needed by "mha_sliding" only.
+    num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim : int, optional
+        "mla": `qk_head_dim` is the width of a latent row, `v_head_dim` of its leading columns that
+        are V; `num_kv_heads` is 1, whatever the configuration says.
+    rope : RopeConfig, optional
+        "mla": models rotate for themselves.
+    mla_original_qk_head_dim, mla_original_v_head_dim : int, optional
+        "mla": head dims before absorption; without them the layer has no `self_attention`.
+    alibi : bool or sequence of float, optional
+        As that of the configuration; False: none. Not with "mla".
+    """
+
+    kind: str = "mha"
+    window: int | None = None
+    # Typed as the layers of a configuration have them, where none of these is None.
+    num_qo_heads: int = None  # type: ignore[assignment]
+    num_kv_heads: int = None  # type: ignore[assignment]
+    qk_head_dim: int = None  # type: ignore[assignment]
+    v_head_dim: int = None  # type: ignore[assignment]
+    rope: RopeConfig = None  # type: ignore[assignment]
+    mla_original_qk_head_dim: int | None = None
+    mla_original_v_head_dim: int | None = None
+    alibi: Literal[False] | tuple[float, ...] = None  # type: ignore[assignment]
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            kind: str = "mha",
+            window: int | None = None,
+            num_qo_heads: int | None = None,
+            num_kv_heads: int | None = None,
+            qk_head_dim: int | None = None,
+            v_head_dim: int | None = None,
+            rope: RopeConfig | None = None,
+            mla_original_qk_head_dim: int | None = None,
+            mla_original_v_head_dim: int | None = None,
+            alibi: bool | Sequence[float] | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        check_choice("layer.kind", self.kind, LAYER_KINDS)
+        if (self.kind == "mha_sliding") != (self.window is not None):
+            raise ValueError(
+                f"layer.window belongs to kind 'mha_sliding' and to no other; got kind "
+                f"{self.kind!r} with window {self.window!r}"
+            )
+        if self.window is not None:
+            check_int("layer.window", self.window)
+        object.__setattr__(self, "alibi", freeze(self.alibi))
+        self._check_original_dims()
+
+    def _check_original_dims(self) -> None:
+        names = ("mla_original_qk_head_dim", "mla_original_v_head_dim")
+        values = [getattr(self, name) for name in names]
+        if values == [None, None]:
+            return
+        if self.kind != "mla" or None in values:
+            raise ValueError(
+                f"layer.{names[0]} and layer.{names[1]} belong to kind 'mla' and go together; got "
+                f"{values[0]} and {values[1]} with kind {self.kind!r}"
+            )
+        for name, value in zip(names, values, strict=True):
+            check_head_dim(f"layer.{name}", value)
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that a position takes in the pages of a completed layer."""
+        if self.kind == "linear":
+            return 0
+        return self.qk_head_dim * (1 if self.kind == "mla" else 2 * self.num_kv_heads)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of a cache, from its configuration: pages, workspaces, auxiliary arrays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .layer_spec import MHA_KINDS, LayerSpec
+
+if TYPE_CHECKING:
+    from .cache_config import KVCacheConfig
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+DTYPES = tuple(ITEMSIZE)
+POPPABLE = 16  # positions that a layer with a window keeps beyond what its next row sees
+
+
+def num_pages_of(config: KVCacheConfig, layer: LayerSpec) -> int:
+    """Pages of the pool of layers like `layer`: not more than they can ever need."""
+    if layer.kind == "linear":
+        return 0
+    if layer.window is None:
+        return config.num_pages
+    # What a sequence keeps between steps, wherever in a page it begins, and what a step adds.
+    pages_kept = (layer.window - 1 + POPPABLE + config.page_size - 2) // config.page_size + 1
+    batch_size = min(config.max_num_sequences, config.prefill_chunk_size)
+    pages_added = (config.prefill_chunk_size - batch_size) // config.page_size + batch_size
+    return min(config.num_pages, config.max_num_sequences * pages_kept + pages_added)
+
+
+def memory_bytes(config: KVCacheConfig) -> int:
+    """`KVCacheConfig.memory_bytes`."""
+    bounds = list(itertools.pairwise(config.layer_indptr))
+    stages = bounds if config.stage is None else bounds[config.stage : config.stage + 1]
+    return max(_memory_bytes_of(config, config.layers[begin:end]) for begin, end in stages)
+
+
+def _memory_bytes_of(config: KVCacheConfig, layers: Sequence[LayerSpec]) -> int:
+    num_rows = config.prefill_chunk_size
+    numbers = sum(num_pages_of(config, s) * s.row_width for s in layers)
+    page_pool = numbers * config.page_size * ITEMSIZE[config.kv_dtype]
+
+    # Rows of Q, K and V of the widest layer, and the lse of a row, which is float32. MLA layers
+    # need none: their kernels take and give the tensors of the model.
+    mha = [s for s in layers if s.kind in MHA_KINDS]
+    q_width = max((s.num_qo_heads * s.qk_head_dim for s in mha), default=0)
+    kv_width = max((s.num_kv_heads * s.qk_head_dim for s in mha), default=0)
+    lse_bytes = max((s.num_qo_heads for s in mha), default=0) * ITEMSIZE["float32"]
+    workspace = num_rows * ((q_width + 2 * kv_width) * ITEMSIZE[config.dtype] + lse_bytes)
+
+    num_sequences = min(config.max_num_sequences, num_rows)
+    groups = {
+        (s.kind, s.num_qo_heads, s.num_kv_heads, s.qk_head_dim, s.v_head_dim, s.window): s
+        for s in layers
+        if s.kind != "linear"
+    }
+    arrays = [2 * num_rows, num_sequences + 1]  # of token trees
+    arrays += [num_sequences + 1, num_sequences]
+    arrays += [num_rows, num_rows]  # positions, within sequences and in the text
+    for spec in groups.values():
+        arrays += [num_sequences + 1, num_pages_of(config, spec)]
+        length_rows = 4 if config.sliding_window and spec.window is None else 1
+        arrays += [length_rows * num_sequences, num_sequences, num_rows]
+        arrays.append(3 * num_sequences)  # of pages that are copied
+    aux = sum(-(-size // 16) * 64 for size in arrays)  # int32, in steps of 64 bytes
+    return page_pool + workspace + aux

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Appends of rows to pages that the caller owns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tvm_ffi
+
+from tir_kernels import page_layer
+from tir_kernels.page_layer import PageLayerSpec
+
+from ..compiler import load_kernels, resolve_target, vector_target
+from .arguments import MLA_LAYOUT, Pools, empty_slots, integers, no_finding, raise_finding
+from .table import table_kernels
+
+
+def append_paged_kv_cache(
+    append_key: Any,
+    append_value: Any,
+    batch_indices: Any,
+    positions: Any,
+    paged_kv_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write rows of K and V to the pages of their sequences.
+
+    Parameters
+    ----------
+    append_key, append_value : ``[T, H, D]``
+        float32, float16 or bfloat16; any strides between rows.
+    batch_indices, positions : ``[T]``
+        Sequence (-1: do not write the row) and position of each row, as
+        `get_batch_indices_positions` returns them. No two rows should have one position.
+    paged_kv_cache : one tensor or a pair (K, V)
+        ``[P, 2, page_size, H, D]`` or two of ``[P, page_size, H, D]``; with `kv_layout` "HND"
+        ``[P, 2, H, page_size, D]`` or two of ``[P, H, page_size, D]``. Rows of D elements are
+        contiguous; all other strides are free. The type may differ from that of the rows.
+    kv_indices, kv_indptr, kv_last_page_len : the page table, with the appended rows in it.
+    kv_layout : {"NHD", "HND"}
+
+    Raises
+    ------
+    TypeError
+        For what is no tensor.
+    ValueError
+        For shapes, types, strides and page tables that do not fit.
+    IndexError
+        For a sequence, position or page that does not exist.
+    """
+    pools = Pools.of(paged_kv_cache, kv_layout)
+    sources = pools.rows_for({"append_key": append_key, "append_value": append_value})
+    _append_rows(
+        sources, pools, batch_indices, positions, (kv_indices, kv_indptr, kv_last_page_len)
+    )
+
+
+def append_paged_kv_cache_decode(
+    append_key: Any,
+    append_value: Any,
+    paged_kv_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write one row of K and V to the last position of each sequence.
+
+    Parameters and errors are those of `append_paged_kv_cache`; `append_key` and `append_value` are
+    ``[B, H, D]``, and no sequence may be empty.
+    """
+    pools = Pools.of(paged_kv_cache, kv_layout)
+    sources = pools.rows_for({"append_key": append_key, "append_value": append_value})
+    table = _table(kv_indices, kv_indptr, kv_last_page_len)
+    num_sequences = table[2].shape[0]
+    if sources[0].shape[0] != num_sequences:
+        raise ValueError(
+            f"append_key must have a row for each of {num_sequences} sequences, "
+            f"got {sources[0].shape[0]}"
+        )
+    slots, found = empty_slots(num_sequences), no_finding()
+    sizes = (pools.num_pages, pools.page_size)
+    table_kernels()["last_places"](*table, *sizes, slots, found)
+    raise_finding(found, page_size=pools.page_size, num_pages=pools.num_pages, least=1)
+    _write(sources, pools, slots)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Any,
+    append_kpe: Any,
+    batch_indices: Any,
+    positions: Any,
+    ckv_cache: Any,
+    kpe_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any,
+) -> None:
+    """Write rows of the compressed KV and of the rotated key part to the pages of their sequences.
+
+    Parameters
+    ----------
+    append_ckv, append_kpe : ``[T, ckv_dim]`` and ``[T, kpe_dim]``, of any widths.
+    ckv_cache, kpe_cache : ``[P, page_size, ckv_dim]`` and ``[P, page_size, kpe_dim]``
+        With any strides between rows: two parts of one pool will do.
+    others : as `append_paged_kv_cache` takes them, and so are the errors.
+    """
+    pools = Pools.of((ckv_cache, kpe_cache), MLA_LAYOUT)
+    sources = pools.rows_for({"append_ckv": append_ckv, "append_kpe": append_kpe})
+    _append_rows(
+        sources, pools, batch_indices, positions, (kv_indices, kv_indptr, kv_last_page_len)
+    )
+
+
+def _table(
+    kv_indices: Any, kv_indptr: Any, kv_last_page_len: Any
+) -> tuple[tvm_ffi.Tensor, tvm_ffi.Tensor, tvm_ffi.Tensor]:
+    """Check a page table; return its indices, indptr and last page lengths as int32."""
+    indptr = integers("kv_indptr", kv_indptr)
+    last = integers("kv_last_page_len", kv_last_page_len, indptr.shape[0] - 1)
+    return integers("kv_indices", kv_indices), indptr, last
+
+
+def _append_rows(
+    sources: Sequence[tvm_ffi.Tensor],
+    pools: Pools,
+    batch_indices: Any,
+    positions: Any,
+    page_table: tuple[Any, Any, Any],
+) -> None:
+    """Find the slot of every row, and write the rows."""
+    num_rows = sources[0].shape[0]
+    batch_indices = integers("batch_indices", batch_indices, num_rows)
+    positions = integers("positions", positions, num_rows)
+    table = _table(*page_table)
+    slots, found = empty_slots(num_rows), no_finding()
+    sizes = (pools.num_pages, pools.page_size)
+    table_kernels()["row_places"](batch_indices, positions, *table, *sizes, slots, found)
+    raise_finding(
+        found,
+        page_size=pools.page_size,
+        num_pages=pools.num_pages,
+        num_entries=table[0].shape[0],
+        num_sequences=table[2].shape[0],
+    )
+    _write(sources, pools, slots)
+
+
+def _write(sources: Sequence[tvm_ffi.Tensor], pools: Pools, slots: tvm_ffi.Tensor) -> None:
+    if 0 in (pools.num_pages, slots.shape[0]):
+        return
+    k_dim, v_dim = (source.shape[-1] for source in sources)
+    append = _append_kernel(
+        k_dim, v_dim, str(sources[0].dtype), pools.dtype, pools.axes, pools.is_fused
+    )
+    append(*pools.tensors, *sources, slots)
+
+
+@functools.cache
+def _append_kernel(
+    k_dim: int, v_dim: int, dtype: str, kv_dtype: str, layout: str, is_fused: bool
+) -> tvm_ffi.Function:
+    target = resolve_target()
+    spec = PageLayerSpec(k_dim, v_dim, dtype, kv_dtype, layout, is_fused, vector_target(target))
+    builders = {"append": functools.partial(page_layer.append, spec)}
+    return load_kernels(builders, ("append", repr(spec)), target)["append"]

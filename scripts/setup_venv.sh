@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sourced with the extras to install as argument (. scripts/setup_venv.sh demo): creates .venv where
-# it is missing, installs the project into it where its sources have changed, and activates it.
+# Sourced with the extras to install as argument (. scripts/setup_venv.sh demo): creates .venv if it
+# is missing, installs the project into it if the sources have changed, and activates it. Prints one
+# line per phase, and pip's last lines only if it fails.
 
 _root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 _venv="$_root/.venv"
@@ -11,6 +12,32 @@ _sum() { # of the contents and names of the files under the given paths
     xargs -0 cksum | cksum)
 }
 
+_dependencies() { # the requirements of the project and of the extras, a line each
+  "$_venv/bin/python" - "$_root/pyproject.toml" "$_extras" <<'PYTHON'
+import sys
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # before Python 3.11
+    from pip._vendor import tomli as tomllib
+
+project = tomllib.loads(open(sys.argv[1], encoding="utf-8").read())["project"]
+extras = project["optional-dependencies"]
+for line in [*project["dependencies"], *(x for name in sys.argv[2].split(",") for x in extras[name])]:
+    print(line)
+PYTHON
+}
+
+_pip() { # install; quiet unless it fails
+  local log="$_venv/.pip.log"
+  if ! "$_venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" \
+    >"$log" 2>&1; then
+    tail -n 20 "$log" >&2
+    echo "setup: pip failed; all of its output is in $log" >&2
+    return 1
+  fi
+}
+
 _setup() {
   local python="${PYTHON:-python3}" sources wanted
   if [ ! -x "$_venv/bin/pip" ]; then
@@ -18,15 +45,19 @@ _setup() {
       echo "Python 3.10 or newer is needed; set PYTHON to one" >&2
       return 1
     fi
-    echo "creating $_venv" >&2
+    echo "setup: creating $_venv" >&2
     "$python" -m venv "$_venv"
   fi
   sources="$(_sum pyproject.toml CMakeLists.txt tvm_pagedkv tir_kernels runtime_ext)"
   wanted="$(_sum pyproject.toml)"
   if [ "$(cat "$_venv/.sources" 2>/dev/null)" != "$sources" ] ||
     [ "$(cat "$_venv/.extras-$_extras" 2>/dev/null)" != "$wanted" ]; then
-    echo "installing tvm_pagedkv[$_extras] into $_venv (a minute or two the first time)" >&2
-    "$_venv/bin/python" -m pip install --disable-pip-version-check "$_root[$_extras]" >&2
+    if [ "$(cat "$_venv/.extras-$_extras" 2>/dev/null)" != "$wanted" ]; then
+      echo "setup: installing the dependencies of tvm_pagedkv[$_extras]" >&2
+      _dependencies | _pip -r /dev/stdin || return 1
+    fi
+    echo "setup: building and installing tvm_pagedkv (about a minute)" >&2
+    _pip "$_root[$_extras]" || return 1
     echo "$sources" >"$_venv/.sources"
     echo "$wanted" >"$_venv/.extras-$_extras"
   fi

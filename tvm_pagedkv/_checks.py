@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a configuration's fields: each names the field, what it wants and what it got."""
+"""Checks of arguments. Each error names the argument, the expected values and the actual one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_HEAD_DIM = 576
 
 
 def check_int(name: str, value: Any, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-    """An integer of any type within bounds, both included."""
+    """Return `value` as an int if it is an integer in ``[minimum, maximum]``; else raise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if not minimum <= int(value) <= maximum:
@@ -21,14 +21,14 @@ def check_int(name: str, value: Any, minimum: int = 1, maximum: int = 2**31 - 1)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """One of some names."""
+    """Return `value` if it is one of `choices`; else raise a ValueError."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return value
 
 
 def check_positive(name: str, value: Any) -> float:
-    """A finite number above 0."""
+    """Return `value` as a float if it is positive and finite; else raise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     number = float(value)
@@ -38,7 +38,7 @@ def check_positive(name: str, value: Any) -> float:
 
 
 def check_head_dim(name: str, value: Any) -> int:
-    """The width of a head's rows."""
+    """Return `value` if kernels support it as a head dimension; else raise."""
     value = check_int(name, value, 8, MAX_HEAD_DIM)
     if value % 8:
         raise ValueError(f"{name} must be a multiple of 8, got {value}")
@@ -46,7 +46,7 @@ def check_head_dim(name: str, value: Any) -> int:
 
 
 def freeze(value: Any) -> Any:
-    """A value that can be hashed: mappings as sorted pairs, lists as tuples."""
+    """Return a hashable copy: mappings become sorted pairs, lists become tuples."""
     if isinstance(value, Mapping):
         return tuple(sorted((str(k), freeze(v)) for k, v in value.items()))
     if isinstance(value, (list, tuple)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads libtvm_pagedkv.so into a process that has a fitting apache-tvm."""
+"""Loading of libtvm_pagedkv.so, after a check of the installed apache-tvm."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def _check_tvm_version() -> None:
 
 
 def has_compiler() -> bool:
-    """Whether apache-tvm can compile here; its runtime alone can run what bundles hold."""
+    """Return whether the compiler of apache-tvm is here. Bundles run without it."""
     from tvm.base import _LOADED_LIBS
 
     return "tvm_compiler" in _LOADED_LIBS
 
 
 def path() -> Path:
-    """The library of this installation; an editable one keeps it apart from the sources.
+    """Return the path of the runtime library.
 
-    The environment variable ``TVM_PAGEDKV_LIBRARY`` names another build, such as one with
-    sanitizers.
+    The environment variable ``TVM_PAGEDKV_LIBRARY`` overrides the installed library, for example
+    with a build that has sanitizers.
 
     Raises
     ------
     ImportError
-        When the package was not built, or the variable names no file.
+        If the package has no library, or the variable names a file that does not exist.
     """
     chosen = os.environ.get("TVM_PAGEDKV_LIBRARY")
     if chosen:
@@ -66,17 +66,20 @@ def path() -> Path:
 
 
 def load() -> None:
-    """Load the library; after it the global functions of the cache are registered.
+    """Load the library, which registers the global functions of the cache.
+
+    If the process has already loaded another copy of this version, that copy is used and a
+    RuntimeWarning says so.
 
     Raises
     ------
     ImportError
-        When apache-tvm is missing or of another version, the library was not built, or the process
-        has loaded another version of it. Another copy of this version is used, with a warning.
+        If apache-tvm is missing or has another version, if the library was not built, or if the
+        process has loaded another version of the library.
     """
     _check_tvm_version()
     threads.set_defaults()
-    # tvm first: it registers the functions that the library takes over.
+    # tvm comes first: it registers the functions that the library overrides.
     import tvm  # noqa: F401
     import tvm_ffi
 

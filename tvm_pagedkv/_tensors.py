@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of other libraries, viewed with their strides or copied to the cache's device."""
+"""Conversion of tensors of other libraries: views with strides, or copies to a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tvm_ffi
 from ._bfloat16 import Bfloat16Array
 
 DL_CPU = 1
-# What DLPack calls the default stream, by device type: CUDA, ROCm.
+# DLPack's id of the default stream, by device type: CUDA, ROCm.
 _DEFAULT_STREAMS = {2: 1, 10: 0}
 
 
@@ -23,15 +23,15 @@ def as_tensor(name: str, value: Any, device: tvm_ffi.Device) -> tvm_ffi.Tensor:
     Parameters
     ----------
     name : str
-        How messages call it.
-    value : tvm tensor, NumPy array, or an object with DLPack
-        NumPy arrays are copied (to `device`), others are viewed.
+        The argument's name in errors.
+    value : tvm tensor, NumPy array, or object with ``__dlpack__``
+        NumPy arrays are copied to `device`; others are viewed.
     device : tvm_ffi.Device
 
     Raises
     ------
     TypeError
-        When `value` is no tensor.
+        If `value` is not a tensor.
     """
     if isinstance(value, np.ndarray):
         return tvm.runtime.tensor(np.ascontiguousarray(value), device)
@@ -43,16 +43,16 @@ def as_tensor(name: str, value: Any, device: tvm_ffi.Device) -> tvm_ffi.Tensor:
 
 
 def view(name: str, value: Any, *, is_written: bool = False) -> tvm_ffi.Tensor:
-    """A tensor on the memory of `value`, with its strides.
+    """Return a tensor on the memory of `value`, with its strides.
 
-    What is only read may be a copy, where there is no other way to it.
+    A read-only NumPy array is copied unless `is_written`, because DLPack cannot view it.
 
     Raises
     ------
     TypeError
-        When `value` is no tensor.
+        If `value` is not a tensor.
     ValueError
-        When it is to be written and must not be.
+        If `is_written` and `value` is read-only.
     """
     if isinstance(value, tvm_ffi.core.Tensor):
         return value
@@ -61,7 +61,7 @@ def view(name: str, value: Any, *, is_written: bool = False) -> tvm_ffi.Tensor:
             if is_written:
                 raise ValueError(f"{name} must be writeable")
             value = value.copy()
-        if value.dtype == ml_dtypes.bfloat16:  # NumPy takes none through DLPack
+        if value.dtype == ml_dtypes.bfloat16:  # which NumPy does not export through DLPack
             return tvm_ffi.from_dlpack(Bfloat16Array(name, value))
         return tvm_ffi.from_dlpack(value)
     if not hasattr(value, "__dlpack__"):
@@ -70,10 +70,11 @@ def view(name: str, value: Any, *, is_written: bool = False) -> tvm_ffi.Tensor:
 
 
 def _imported(value: Any) -> tvm_ffi.Tensor:
-    """View an object with DLPack; on a GPU the current stream waits for what still writes it.
+    """View an object with DLPack; on a GPU the current stream waits for its pending writes.
 
-    That is DLPack's protocol for streams: the producer is told the consumer's stream, and orders it
-    after its own. What frees or overwrites the memory later must wait for the consumer by itself.
+    This is DLPack's stream protocol: the consumer names its stream, and the producer makes that
+    stream wait for its own. The producer must wait for the consumer before it frees or overwrites
+    the memory.
     """
     if hasattr(value, "detach"):  # torch: DLPack refuses tensors with a gradient
         value = value.detach()
@@ -84,6 +85,6 @@ def _imported(value: Any) -> tvm_ffi.Tensor:
     stream = tvm_ffi.get_raw_stream(device) or _DEFAULT_STREAMS[device_type]
     try:
         capsule = value.__dlpack__(stream=stream, max_version=(1, 0))
-    except TypeError:  # a producer from before DLPack 1.0
+    except TypeError:  # a producer older than DLPack 1.0
         capsule = value.__dlpack__(stream=stream)
     return tvm_ffi.from_dlpack(capsule)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many threads run a kernel on the CPU.
+"""The number of threads that run a kernel on the CPU.
 
-apache-tvm 0.27 has a pool for each thread that calls kernels. It starts with the first parallel
-kernel, with as many workers as ``TVM_NUM_THREADS`` says, half of the CPUs unless it is set, and
-binds them to the first CPUs of the machine, whichever ones the process may use; a single worker,
-which is the caller, is bound to CPU 0. The defaults set here use the CPUs that the process may use,
-and no more of them than its control groups give it time on: what waits for a worker that is out of
-time waits for the rest of a period, 100 ms.
+apache-tvm 0.27 has one thread pool per calling thread. The pool starts with the first parallel
+kernel. It has ``TVM_NUM_THREADS`` workers (default: half of the CPUs) and binds them to the first
+CPUs of the machine, even to CPUs that the process may not use; a single worker, which is the
+caller, is bound to CPU 0.
+
+The defaults set here use the CPUs that the process may use, up to the CPU quota of its control
+groups. A worker that exceeds the quota sleeps for the rest of the period, 100 ms, and every other
+worker waits for it.
 """
 
 from __future__ import annotations
@@ -18,31 +20,32 @@ from pathlib import Path, PurePosixPath
 import tvm_ffi
 
 _CGROUPS, _MEMBERSHIP = "/sys/fs/cgroup", "/proc/self/cgroup"
-_SPECIFIED_CPUS = -2  # of runtime.config_threadpool: workers on the CPUs that it is given
+_SPECIFIED_CPUS = -2  # a mode of runtime.config_threadpool: bind workers to the given CPUs
 _chosen = threading.local()
 
 
 def available_cpus() -> list[int]:
-    """CPUs that this process may use."""
+    """Return the CPUs that this process may use, in ascending order."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def cpu_quota(root: str | Path = _CGROUPS, membership: str | Path = _MEMBERSHIP) -> float | None:
-    """CPUs' worth of time that Linux's control groups allow; containers limit CPUs by them.
+    """Return the CPU quota of Linux control groups, which containers use to limit CPUs.
 
     Parameters
     ----------
     root : path
-        Where the groups are mounted.
+        The mount point of the groups.
     membership : path
-        A file that names the groups of the process.
+        A file that lists the groups of the process.
 
     Returns
     -------
     float or None
-        The least limit of the process's groups and of theirs; None: there is no limit.
+        The smallest quota, in CPUs, of the process's groups and their ancestors; None if there is
+        no limit.
     """
     quotas = []
     for line in _read(Path(membership)).splitlines():  # "4:cpu,cpuacct:/group", "0::/group"
@@ -52,7 +55,7 @@ def cpu_quota(root: str | Path = _CGROUPS, membership: str | Path = _MEMBERSHIP)
             mounts = [Path(root), Path(root, "unified")]
         elif "cpu" in controllers.split(","):
             mounts = [Path(root, controllers), Path(root, "cpu")]
-        # A container may see the name of a group that is not mounted there, and its own as root.
+        # In a container the listed group may not be mounted; its own group is then the root.
         own = PurePosixPath(group.lstrip("/"))
         for mount in mounts:
             for each in (own, *own.parents):
@@ -61,7 +64,7 @@ def cpu_quota(root: str | Path = _CGROUPS, membership: str | Path = _MEMBERSHIP)
 
 
 def _quota(folder: Path) -> float | None:
-    """The limit of a group, in the files of version 2 or 1."""
+    """Return the quota of one group, from the files of cgroup version 2 or 1."""
     words = _read(folder / "cpu.max").split()
     if not words:
         words = [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
@@ -80,16 +83,16 @@ def _read(path: Path) -> str:
 
 
 def default_num_threads(quota: float | None) -> int:
-    """Threads that fill the CPUs, and no more of them than the quota allows all the time."""
+    """Return the number of CPUs that the process may use, limited by the quota."""
     num_cpus = len(available_cpus())
     return num_cpus if quota is None else max(1, min(num_cpus, int(quota)))
 
 
 def set_defaults() -> None:
-    """Choose for TVM what the environment leaves open; before its pools start.
+    """Set TVM's environment variables that are not set; call it before the pools start.
 
-    Workers are bound when there is one for every CPU of the machine. When there are fewer, other
-    processes may have theirs, and binding would put all of them on the same CPUs.
+    Workers are bound to CPUs only if there is one for every CPU of the machine. Otherwise other
+    processes may have pools too, and binding would put all of them on the same CPUs.
     """
     os.environ.setdefault("TVM_NUM_THREADS", str(default_num_threads(cpu_quota())))
     if os.environ["TVM_NUM_THREADS"] == "1" or os.environ["TVM_NUM_THREADS"] != str(os.cpu_count()):
@@ -97,25 +100,27 @@ def set_defaults() -> None:
 
 
 def num_threads() -> int:
-    """Threads that kernels called by this thread use."""
+    """Return the number of threads of kernels that the calling thread runs."""
     return tvm_ffi.get_global_func("runtime.NumThreads")()
 
 
 def set_num_threads(count: int) -> None:
-    """Let kernels use `count` threads: those of this thread, and of threads that called none yet.
+    """Set the number of threads of kernels.
+
+    It applies to the calling thread, and to other threads that have not run a kernel yet.
 
     Parameters
     ----------
     count : int
-        At least 1; at most the CPUs that the process may use.
+        From 1 to the number of CPUs that the process may use.
 
     Raises
     ------
     TypeError, ValueError
-        When `count` is none of these.
+        If `count` is not an integer in this range.
     RuntimeError
-        When this thread's pool has started with fewer threads, by ``TVM_NUM_THREADS`` or an earlier
-        call: a pool cannot grow beyond what it started with.
+        If this thread's pool has started with fewer threads, because of ``TVM_NUM_THREADS`` or an
+        earlier call. A pool cannot grow beyond its first size.
     """
     if not isinstance(count, int) or isinstance(count, bool):
         raise TypeError(f"count must be an int, got {count!r}")

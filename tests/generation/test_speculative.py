@@ -293,7 +293,7 @@ def test_mistakes(capfd):
     for value in ("0", "x", "-1"):
         with pytest.raises(SystemExit):
             main(["generate", "x", f"--speculative={value}"])
-        assert "the most tokens to draft must be 1 or more" in capfd.readouterr().err
+        assert "the number of tokens to draft must be at least 1" in capfd.readouterr().err
 
 
 def test_command(capfd):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bundles with kernels for GPUs have besides: the driver they need, and CUDA's runtime."""
+"""The parts of a bundle for GPUs: required driver versions, and the CUDA runtime."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ import tvm
 from ..compiler.cuda import cuda_version, device_code, find_nvcc
 
 RUNTIME = "libtvm_runtime_cuda.so"
-NAME = "cuda"  # of the target
+NAME = "cuda"  # the target's name in a manifest
 
 
 def describe_device_code(libraries: Iterable[Path]) -> dict[str, Any]:
-    """The fields of a target for GPUs that say where its libraries run.
+    """Return the manifest fields that say which GPUs and drivers can run the libraries.
 
-    Machine code needs a driver of the CUDA that compiled it, in any minor version; PTX needs that
-    very version, or a later one.
+    Machine code needs a driver for the major version of the CUDA that compiled it. PTX needs a
+    driver for that exact version or a later one.
+
+    Returns
+    -------
+    dict
+        ``device_code`` (names such as "sm_90"), ``driver`` and ``driver_for_ptx`` (minimum versions
+        such as 13000).
     """
     held, versions = [], []
     for library in libraries:
@@ -41,7 +47,7 @@ def _name(kind: str, arch: int) -> str:
 
 
 def runtime_libraries() -> list[Path]:
-    """TVM's runtime for GPUs, and CUDA's that it needs, where this machine has it."""
+    """Return TVM's runtime for GPUs, and the CUDA runtime that it needs if it is found."""
     needed = f"libcudart.so.{_cudart_major()}"
     found = next((path for path in _cudart_candidates(needed) if path.is_file()), None)
     return [_runtime(), *([found] if found else [])]
@@ -55,7 +61,7 @@ def _runtime() -> Path:
 
 
 def _cudart_major() -> int:
-    """The version of CUDA's runtime that TVM's names as needed."""
+    """Return the major version of the CUDA runtime that TVM's runtime links to."""
     named = re.search(rb"libcudart\.so\.(\d+)", _runtime().read_bytes())
     return int(named[1]) if named else 0
 

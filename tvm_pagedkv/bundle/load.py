@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`load_bundle`: caches from kernels that were compiled elsewhere; needs no compiler."""
+"""`load_bundle`: caches from kernels that were compiled ahead of time, without a compiler."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CAPACITIES = ("max_num_sequences", "max_total_tokens", "prefill_chunk_size")
 
 @dataclass(frozen=True)
 class Bundle:
-    """Kernels of one target of a bundle, loaded.
+    """A bundle with the loaded kernels of one of its targets; see `load_bundle`.
 
-    Parameters
+    Attributes
     ----------
     path : Path
         The folder.
     target : str
-        The name of the target that was chosen.
+        Name of the chosen target.
     device : tvm.runtime.Device
-        Where its kernels run, unless `create` is given another one.
+        Default device of caches.
     config : KVCacheConfig
-        What the kernels were compiled for, and the default capacities.
+        The configuration of the kernels, with default capacities.
     manifest : mapping
-        The content of manifest.json.
+        Content of manifest.json.
     """
 
     path: Path
@@ -47,16 +47,21 @@ class Bundle:
 
     @property
     def kernel_sets(self) -> tuple[Mapping[str, Any], ...]:
-        """The kernels for `device`: name -> function, a mapping for all layers that are alike."""
+        """The kernels for `device`: one mapping (name -> function) per set of layers."""
         return tuple(dict(kernels.items()) for kernels in self._loaded["kernels"])
 
     def cache_map(self, **capacities: int) -> dict[str, Any]:
-        """The first argument of the global function ``pagedkv.create`` for `device`.
+        """Return the configuration as the global function ``pagedkv.create`` takes it.
+
+        Parameters
+        ----------
+        **capacities : int
+            As for `create`.
 
         Raises
         ------
         ValueError
-            For what belongs to the kernels.
+            If a field is not a capacity.
         """
         return self._described(self._loaded, capacities)
 
@@ -65,20 +70,27 @@ class Bundle:
 
         Parameters
         ----------
-        device : optional
-            Where the pages lie; None: `device`. Unless a target was named, the bundle's kernels for
-            it are loaded.
-        **capacities
-            `max_num_sequences`, `max_total_tokens` and `prefill_chunk_size`, where they are to be
-            other than those of `config`.
+        device : tvm.runtime.Device, optional
+            Device of the pages; None: `Bundle.device`. For another device the kernels of a fitting
+            target are loaded, unless `load_bundle` was given a target.
+        **capacities : int
+            `max_num_sequences`, `max_total_tokens` and `prefill_chunk_size` that differ from those
+            of `config`.
+
+        Returns
+        -------
+        KVCache
+            An empty cache.
 
         Raises
         ------
         ValueError
-            For any other field: it would need other kernels. For a device that the bundle, or the
-            target that was named, has no kernels for.
+            If another field is given, which would need other kernels, or if the bundle or the named
+            target has no kernels for the device.
         RuntimeError
-            For a GPU that is not there, or without a driver.
+            If the GPU or its driver is missing.
+        MemoryError
+            If the device has too little memory.
         """
         loaded = self._loaded
         if device is not None and _place(device) != _place(self.device):
@@ -104,31 +116,34 @@ def load_bundle(
     config: KVCacheConfig | None = None,
     device: tvm.runtime.Device | None = None,
 ) -> Bundle:
-    """Load what ``tvm-pagedkv bundle`` has written.
+    """Load a bundle, which `write_bundle` or ``tvm-pagedkv bundle`` wrote.
 
-    Its libraries run in this process: load no bundle whose writer you would not run code of. The
-    checksums find damage, not malice.
+    The libraries of a bundle run in this process, so load only bundles whose author you trust.
+    Their checksums detect damage, not malice.
 
     Parameters
     ----------
     path : str or Path
         The folder.
     target : str, optional
-        The name of a target of the bundle; None: the one that asks for most of what the machine
-        has.
+        Name of a target of the bundle; None: the most specific one that the machine supports.
     config : KVCacheConfig, optional
-        What the caches are to be like, capacities aside.
-    device : optional
-        Where its kernels are to run; None: the CPU, or the GPU ``tvm.cuda(0)`` with a target for
-        GPUs that is named or the only one.
+        A configuration that the bundle must match, except for capacities.
+    device : tvm.runtime.Device, optional
+        Device of the kernels. None: ``tvm.cuda(0)`` if the named target, or the only one, is for
+        GPUs; else the CPU.
+
+    Returns
+    -------
+    Bundle
 
     Raises
     ------
     ValueError
-        When the bundle is damaged, of another version, for other machines, or not for `config`;
-        the message tells what is needed.
+        If the bundle is damaged, has another version, does not support this machine, or does not
+        match `config`; the message says what is needed.
     RuntimeError
-        For a GPU that is not there, or without a driver.
+        If the GPU or its driver is missing.
     """
     path = Path(path)
     loaded = _load(path, target, device)
@@ -161,22 +176,22 @@ def choose_target(
     architecture: str = "x86_64",
     name: str | None = None,
 ) -> str:
-    """The target that `load_bundle` would choose on a CPU with these features.
+    """Return the name of the target that `load_bundle` chooses on a given CPU.
 
     Parameters
     ----------
     manifest : mapping
-        Of a bundle.
+        Manifest of a bundle.
     features : iterable of str
-        As Linux names them in /proc/cpuinfo.
+        Features of the CPU, as Linux names them in /proc/cpuinfo.
     architecture : {"x86_64", "aarch64"}
     name : str, optional
-        Of the target to take.
+        Name of a target to require.
 
     Raises
     ------
     ValueError
-        When the CPU can run none of them, or not the named one.
+        If the CPU supports no target, or not the named one.
     """
     machine = {"device": "cpu", "architecture": architecture, "features": sorted(features)}
     choose = tvm_ffi.get_global_func("pagedkv.choose_bundle_target")
@@ -187,17 +202,22 @@ def choose_target(
 
 
 def describe_config(config: KVCacheConfig) -> dict[str, Any]:
-    """A configuration as JSON has it."""
+    """Return a configuration as JSON values, for `read_config`."""
     return json.loads(json.dumps(asdict(config)))
 
 
 def read_config(described: Mapping[str, Any]) -> KVCacheConfig:
-    """A configuration from JSON: the fields of `KVCacheConfig`, those with defaults optional.
+    """Return the configuration that JSON values describe.
+
+    Parameters
+    ----------
+    described : mapping
+        The fields of `KVCacheConfig`; those with a default may be missing.
 
     Raises
     ------
     ValueError, TypeError
-        On fields that are unknown, missing or wrong.
+        If a field is unknown, missing or invalid; the message names it.
     """
     given = _fields(KVCacheConfig, described, "config")
     if given.get("rope") is not None:

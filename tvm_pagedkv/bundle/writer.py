@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`write_bundle`: kernels for some targets, the libraries that run them, and a manifest."""
+"""`write_bundle`: a folder with compiled kernels, the libraries that run them, a manifest."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ..config import KVCacheConfig
 from . import cuda as bundle_cuda
 from .load import MANIFEST, describe_config
 
-FORMAT = 1  # as kBundleFormat in runtime_ext/bundle/bundle.h
+FORMAT = 1  # equals kBundleFormat in runtime_ext/bundle/bundle.h
 LIBRARIES = ("libtvm_ffi.so", "libtvm_runtime.so", "libtvm_pagedkv.so")
-_MACHINES = {62: "x86_64", 183: "aarch64"}  # of ELF files
+_MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of ELF files
 
-# Features that change the code of a kernel: LLVM's name, and Linux's where that is another one.
+# CPU features that change a kernel's code: LLVM's name, and Linux's name if it differs.
 _X86 = (
     "avx avx2 avx512bf16:avx512_bf16 avx512bitalg:avx512_bitalg avx512bw avx512cd avx512dq avx512f "
     "avx512fp16:avx512_fp16 avx512ifma avx512vbmi avx512vbmi2:avx512_vbmi2 avx512vl "
@@ -60,28 +60,27 @@ def write_bundle(
     bare: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write a folder from which caches can be made on machines that have no compiler.
+    """Write a bundle: a folder from which machines without a compiler can make caches.
 
     Parameters
     ----------
     config : KVCacheConfig
-        The caches; capacities may be chosen again when they are made.
+        Configuration of the caches. Capacities can be changed when a cache is made.
     path : str or Path
-        A folder that does not exist, or is empty.
-    targets : sequence
-        "native", CPUs that LLVM knows ("x86-64-v3"), "aarch64-linux-gnu" or
-        "aarch64-linux-gnu:CPU", or TVM targets. Other architectures than this machine's need a
-        linker, ``ARCHITECTURE-linux-gnu-g++`` on PATH. "cuda": GPUs, which needs nvcc.
+        A folder that does not exist or is empty.
+    targets : sequence of str, mapping or tvm.target.Target
+        "native", a CPU that LLVM knows ("x86-64-v3"), "aarch64-linux-gnu" or
+        "aarch64-linux-gnu:CPU", a TVM target, or "cuda". Another architecture needs a linker
+        ``ARCHITECTURE-linux-gnu-g++`` on PATH; "cuda" needs nvcc.
     archs : sequence of str
-        Of target "cuda": numbers of the architectures, such as "90". Later ones run PTX of the
-        first.
+        For target "cuda": compute capabilities such as "90". GPUs with a higher one run PTX.
     libraries : iterable of paths
-        Folders with the libraries of other architectures; without these the machine that loads the
-        bundle needs tvm_pagedkv installed.
+        Folders with the libraries of other architectures. Without them, a machine of such an
+        architecture needs tvm_pagedkv installed.
     bare : bool
-        Whether to leave out all libraries, for machines that have tvm_pagedkv.
+        Whether to leave out all libraries, for machines that have tvm_pagedkv installed.
     progress : callable, optional
-        Called with a line of text when something has to be compiled.
+        Called with a line of text before and after a compilation, which is logged as well.
 
     Returns
     -------
@@ -91,10 +90,10 @@ def write_bundle(
     Raises
     ------
     ValueError
-        For a folder with something in it, targets that have no kernels, and "cuda" without
-        architectures or with one that is too old.
+        If the folder is not empty, a target has no kernels, or `archs` is empty or too old for
+        "cuda".
     RuntimeError
-        When kernels cannot be compiled or linked; the message tells what is missing.
+        If compiling or linking fails; the message says what is missing.
     """
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -153,7 +152,7 @@ def write_bundle(
 
 
 def bundle_target(target: Target | str | Mapping) -> Target:
-    """A TVM target from what `write_bundle` takes for a CPU."""
+    """Return the TVM target of a CPU, as `write_bundle` takes it."""
     if isinstance(target, str) and "-linux-" in target:
         triple, _, cpu = target.partition(":")
         target = {"kind": "llvm", "mtriple": triple, **({"mcpu": cpu} if cpu else {})}
@@ -168,13 +167,13 @@ def _name_of(target: Target) -> str:
 
 
 def architecture(target: Target) -> str:
-    """The first part of a target's triple."""
+    """Return the architecture of a target: the first part of its triple."""
     triple = str(target.attrs.get("mtriple", "")) or str(codegen.llvm_get_system_triple())
     return triple.split("-")[0]
 
 
 def features(target: Target) -> list[str]:
-    """What a machine must have to run code for a target, as Linux names it."""
+    """Return the CPU features that code for a target needs, as Linux names them."""
     known = _FEATURES.get(architecture(target), {})
     enabled = {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
     return sorted(linux for llvm, linux in known.items() if llvm in enabled)
@@ -209,7 +208,7 @@ def _add_target(
 
 
 def _as_json(value: Any) -> Any:
-    """A configuration map: its shapes and tensors become lists."""
+    """Return a configuration map as JSON values: shapes and tensors become lists."""
     if isinstance(value, dict):
         return {name: _as_json(each) for name, each in value.items()}
     if isinstance(value, tvm.runtime.Tensor):

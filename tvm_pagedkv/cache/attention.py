@@ -16,7 +16,7 @@ from .inspection import CacheInspection
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Output and log-sum-exp of attention to a part of the positions.
+# A partial state: o [T, num_qo_heads, head_dim] and its base-2 log-sum-exp [T, num_qo_heads].
 AttentionState = tuple[tvm.runtime.Tensor, tvm.runtime.Tensor]
 
 
@@ -35,16 +35,18 @@ class CacheAttention(CacheInspection):
         *,
         sink_logits: Any = None,
     ) -> tvm.runtime.Tensor:
-        """Append this step's K and V of a layer and attend with its Q.
+        """Append this step's K and V of a layer, and attend with its Q.
 
         Parameters
         ----------
         layer : int
-        qkv : ``[T, num_qo_heads + 2 * num_kv_heads, head_dim]``, the cache's dtype
+            Id of an "mha" or "mha_sliding" layer.
+        qkv : tensor ``[T, num_qo_heads + 2 * num_kv_heads, head_dim]``, the cache's dtype
+            Rows of Q, K and V, unrotated unless the RoPE mode is "none".
         sm_scale : float, optional
             Factor on the logits; None: ``head_dim ** -0.5``.
-        out : tensor ``[T, num_qo_heads, head_dim]``, optional
-            Where to write the result; must be contiguous.
+        out : contiguous tensor ``[T, num_qo_heads, head_dim]``, optional
+            Receives the result.
         sink_logits : float32 ``[num_qo_heads]``, optional
             Learned attention sinks: one logit per head, natural and unscaled, that joins the
             softmax without a value. After `self_attention` or `cross_attention`, pass them to
@@ -52,7 +54,13 @@ class CacheAttention(CacheInspection):
 
         Returns
         -------
-        o : tvm tensor ``[T, num_qo_heads, head_dim]``, or `out`
+        o : tvm tensor ``[T, num_qo_heads, head_dim]``, the cache's dtype
+            `out`, if it was given.
+
+        Raises
+        ------
+        ValueError, TypeError, IndexError
+            If no step has begun, the layer does not exist, or a tensor does not fit.
         """
         qkv = self._tensor("qkv", qkv)
         out = self._empty(layer, qkv.shape[0]) if out is None else out
@@ -69,26 +77,35 @@ class CacheAttention(CacheInspection):
     def self_attention(
         self, layer: int, q: Any, k: Any, v: Any, sm_scale: float | None = None
     ) -> AttentionState:
-        """Causal attention among the rows of this step; appends K and V as they are.
+        """Attend causally among the rows of this step, and append K and V unrotated.
 
-        With `cross_attention` and `merge_attention` it makes the whole of `attention` for models
-        that rotate Q and K themselves.
+        For models that rotate Q and K themselves: `self_attention`, `cross_attention` and
+        `merge_attention` together compute what `attention` does.
 
-        Of an MLA layer it is the attention before absorption, where each query head has K and V of
-        its own, and appends nothing: `append_mla_kv` does.
+        For an MLA layer this is attention before absorption, where every query head has its own K
+        and V. It appends nothing; `append_mla_kv` does.
 
         Parameters
         ----------
-        q : ``[T, num_qo_heads, head_dim]``; k, v : ``[T, num_kv_heads, head_dim]``
-            MLA: q and k ``[T, num_qo_heads, mla_original_qk_head_dim]``, v ``[T, num_qo_heads,
-            mla_original_v_head_dim]``.
+        layer : int
+        q : tensor ``[T, num_qo_heads, head_dim]``
+            MLA: ``[T, num_qo_heads, mla_original_qk_head_dim]``.
+        k, v : tensors ``[T, num_kv_heads, head_dim]``
+            MLA: ``[T, num_qo_heads, mla_original_qk_head_dim]`` and
+            ``[T, num_qo_heads, mla_original_v_head_dim]``.
         sm_scale : float, optional
-            Factor on the logits; None: ``head_dim ** -0.5``, with MLA that before absorption.
+            Factor on the logits; None: ``head_dim ** -0.5``, for MLA of the original head_dim.
 
         Returns
         -------
-        o : tvm tensor ``[T, num_qo_heads, head_dim]``
-        lse : tvm tensor float32 ``[T, num_qo_heads]``, base 2
+        o : tvm tensor ``[T, num_qo_heads, head_dim]``, the cache's dtype
+        lse : tvm tensor float32 ``[T, num_qo_heads]``
+            Base-2 log-sum-exp of the logits.
+
+        Raises
+        ------
+        ValueError, TypeError, IndexError
+            As `attention`.
         """
         q, k, v = (self._tensor(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         width = v.shape[-1] if self._is_mla(layer) else None
@@ -99,18 +116,32 @@ class CacheAttention(CacheInspection):
         return o, lse
 
     def cross_attention(self, layer: int, q: Any, sm_scale: float | None = None) -> AttentionState:
-        """Attention of ``q [T, num_qo_heads, head_dim]`` to what the cache held before this step.
+        """Attend to the positions that the cache held before this step.
 
-        Of an MLA layer it is absorbed attention: to the latent rows, of which the first
-        `v_head_dim` columns are V. In a step where every sequence appends one row it covers this
-        step's row as well, unless `self_attention` of the layer was called before it in the step.
-        So a decode step is `append_mla_kv` and `cross_attention`; any step is `append_mla_kv`,
-        `self_attention`, `cross_attention` and, both in one space, `merge_attention`.
+        For an MLA layer this is absorbed attention to the latent rows, whose first `v_head_dim`
+        columns are V. If every sequence appends one row, it covers that row as well, unless
+        `self_attention` was called for the layer first. So a decode step calls `append_mla_kv` and
+        `cross_attention`; any other step calls `append_mla_kv`, `self_attention`, `cross_attention`
+        and, with both outputs in the same space, `merge_attention`.
+
+        Parameters
+        ----------
+        layer : int
+        q : tensor ``[T, num_qo_heads, head_dim]``
+        sm_scale : float, optional
+            Factor on the logits; None: as for `self_attention`.
 
         Returns
         -------
-        o, lse : as `self_attention`; rows of a sequence that was empty give 0 and -inf. MLA: o is
-            ``[T, num_qo_heads, v_head_dim]``.
+        o : tvm tensor ``[T, num_qo_heads, v_head_dim]``, the cache's dtype
+            0 for rows of a sequence that was empty.
+        lse : tvm tensor float32 ``[T, num_qo_heads]``
+            Base-2 log-sum-exp of the logits; -inf for these rows.
+
+        Raises
+        ------
+        ValueError, TypeError, IndexError
+            As `attention`.
         """
         q = self._tensor("q", q)
         o, lse = self._empty(layer, q.shape[0]), self._empty_lse(layer, q.shape[0])
@@ -120,12 +151,22 @@ class CacheAttention(CacheInspection):
         return o, lse
 
     def merge_attention(self, o: Any, lse: Any, o_other: Any, lse_other: Any) -> AttentionState:
-        """Combine two attention states over disjoint positions, in place into the first pair.
+        """Merge two partial states over disjoint positions into the first one, in place.
 
         Parameters
         ----------
-        o, o_other : ``[T, num_heads, head_dim]``; lse, lse_other : float32 ``[T, num_heads]``
-            The first pair must be contiguous tensors, for they are written.
+        o, lse : contiguous tensors ``[T, num_heads, head_dim]`` and float32 ``[T, num_heads]``
+            Overwritten with the merged state.
+        o_other, lse_other : tensors of the same shapes and dtypes
+
+        Returns
+        -------
+        o, lse : the arguments
+
+        Raises
+        ------
+        ValueError, TypeError
+            If a tensor does not fit, or `o` or `lse` cannot be written in place.
         """
         other = self._tensor("o_other", o_other), self._tensor("lse_other", lse_other)
         merged = global_function(CACHE + "merge_attn_output_inplace")(self, o, lse, *other)
@@ -142,28 +183,29 @@ class CacheAttention(CacheInspection):
         *,
         sink_logits: Any = None,
     ) -> tvm.runtime.Tensor:
-        """Attention of a layer without K and V of its own to those of `source_layer`.
-
-        The source must have run in this step; nothing is appended.
+        """Attend with the Q of a layer to the K and V of another layer; append nothing.
 
         Parameters
         ----------
         source_layer : int
-        q : ``[T, num_qo_heads, head_dim]``, rotated by the model where the mode is "normal".
-        current_k, current_v : ``[T, num_kv_heads, head_dim]``
-            The source's rows of this step, as its pages have them.
+            Id of the layer whose K and V are read; it must have run in this step.
+        q : tensor ``[T, num_qo_heads, head_dim]``
+            Rotated by the model if the RoPE mode is "normal".
+        current_k, current_v : tensors ``[T, num_kv_heads, head_dim]``
+            The source's rows of this step, as its pages hold them.
         sm_scale : float, optional
+            Factor on the logits; None: ``head_dim ** -0.5``.
         sink_logits : float32 ``[num_qo_heads]``, optional
             Learned attention sinks, as for `attention`.
 
         Returns
         -------
-        o : tvm tensor ``[T, num_qo_heads, head_dim]``
+        o : tvm tensor ``[T, num_qo_heads, head_dim]``, the cache's dtype
 
         Raises
         ------
         ValueError
-            Where the source has not run in this step, or is an MLA layer.
+            If the source has not run in this step, or is an MLA layer.
         """
         q = self._tensor("q", q)
         k, v = self._tensor("current_k", current_k), self._tensor("current_v", current_v)
@@ -181,14 +223,30 @@ class CacheAttention(CacheInspection):
         return o
 
     def append_mla_kv(self, layer: int, kv: Any) -> Self:
-        """Append the latent rows ``kv [T, qk_head_dim]`` of an MLA layer, in the cache's dtype."""
+        """Append this step's latent rows of an MLA layer.
+
+        Parameters
+        ----------
+        layer : int
+        kv : tensor ``[T, qk_head_dim]``, the cache's dtype
+            Compressed KV and rotated key part, concatenated.
+
+        Returns
+        -------
+        KVCache
+            This cache.
+        """
         kv = self._tensor("kv", kv)
         return global_function(CACHE + "append_mla_kv")(self, as_int("layer", layer), kv)
 
     def query_positions(self) -> tvm.runtime.Tensor:
-        """Position of each row in its sequence, int32 ``[T]``; valid until the next step.
+        """Return the RoPE position of each row of this step.
 
-        These are the positions to rotate by; `enable_sliding_window` says how a window counts.
+        Returns
+        -------
+        tvm tensor int32 ``[T]``
+            Valid until the next step. With a sliding window of the sequence, see
+            `enable_sliding_window` for how positions count.
         """
         return global_function(CACHE + "get_query_positions")(self)
 

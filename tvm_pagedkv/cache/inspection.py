@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What looks at a cache from outside: lengths, counters, rows, page tables, invariants."""
+"""Inspection of a cache: lengths, counters, rows, page tables, invariants."""
 
 from __future__ import annotations
 
@@ -17,53 +17,76 @@ from .stats import CacheStats
 
 
 class CacheInspection:
-    """The part of `KVCache` that looks at it from outside."""
+    """The methods of `KVCache` that read its state, and the ``debug_*`` methods."""
 
     __slots__ = ()
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """What the cache was made from: sizes, dtypes, and a list of the layers that it keeps."""
+        """What the cache was made from.
+
+        A dictionary with sizes, dtypes and the device, ``layout`` (what two caches must have in
+        common to exchange pages), and ``layers``, a dictionary for each layer that it keeps.
+        """
         raw = dict(global_function("pagedkv.describe")(self).items())
         raw["layer_indptr"] = tuple(raw["layer_indptr"])
         raw["layers"] = [dict(layer.items()) for layer in raw["layers"]]
         return raw
 
     def sequence_length(self, seq_id: int) -> int:
-        """Positions of a sequence."""
+        """Return the number of positions of a sequence.
+
+        Raises
+        ------
+        KeyError
+            If there is no such sequence.
+        """
         return global_function(CACHE + "get_sequence_length")(self, as_int("seq_id", seq_id))
 
     def total_length(self) -> int:
-        """Sum of the lengths of all sequences."""
+        """Return the sum of the lengths of all sequences."""
         return global_function(CACHE + "get_total_sequence_length")(self)
 
     def num_available_pages(self) -> int:
-        """Free pages, of the group of layers that has fewest.
+        """Return the available pages, free or cached, of the layer group that has fewest.
 
-        Beside layers without a window, those with one do not count: they never run out first, if
-        the cache was made without ``sliding_window``.
+        Layers with a window are ignored if there are others: they cannot run out first unless the
+        cache was made with ``sliding_window``.
         """
         return global_function(CACHE + "get_num_available_pages")(self)
 
     def is_empty(self) -> bool:
-        """Whether there is no sequence."""
+        """Return whether the cache has no sequence."""
         return bool(global_function(CACHE + "empty")(self))
 
     def is_in_forward(self) -> bool:
-        """Whether a step has begun and not ended."""
+        """Return whether a step has begun and not ended."""
         return bool(global_function("pagedkv.is_in_forward")(self))
 
     def debug_get_kv(
         self, seq_id: int, begin: int = 0, end: int | None = None
     ) -> tuple[tvm.runtime.Tensor, tvm.runtime.Tensor]:
-        """K and V of the positions ``[begin, end)`` of a sequence, as the pages hold them.
+        """Read K and V of positions ``[begin, end)`` of a sequence, as the pages hold them.
 
-        An IndexError where a layer with a window no longer has all of them.
+        Parameters
+        ----------
+        seq_id : int
+        begin, end : int
+            Range of positions; `end` None: the length of the sequence.
 
         Returns
         -------
         k, v : tvm tensors ``[num_layers, end - begin, num_kv_heads, head_dim]``, the pages' dtype
-            Of the layers that are not MLA.
+            One entry per layer that is not MLA.
+
+        Raises
+        ------
+        KeyError
+            If there is no such sequence.
+        ValueError
+            If the range is not within the sequence.
+        IndexError
+            If a layer with a window has dropped a part of the range.
         """
         begin, end = self._range(seq_id, begin, end)
         k, v = (self._empty_rows("mha", seq_id, begin, end) for _ in range(2))
@@ -73,12 +96,14 @@ class CacheInspection:
     def debug_get_kv_mla(
         self, seq_id: int, begin: int = 0, end: int | None = None
     ) -> tvm.runtime.Tensor:
-        """Latent rows of the positions ``[begin, end)`` of a sequence, as the pages hold them.
+        """Read the latent rows of positions ``[begin, end)`` of a sequence.
+
+        Parameters and errors are those of `debug_get_kv`.
 
         Returns
         -------
         kv : tvm tensor ``[num_layers, end - begin, qk_head_dim]``, the pages' dtype
-            Of the MLA layers.
+            One entry per MLA layer.
         """
         begin, end = self._range(seq_id, begin, end)
         kv = self._empty_rows("mla", seq_id, begin, end)
@@ -86,18 +111,39 @@ class CacheInspection:
         return kv
 
     def debug_set_kv(self, seq_id: int, begin: int, k: Any, v: Any) -> None:
-        """Overwrite K and V of the positions from `begin`; forks keep what they have.
+        """Overwrite K and V of the positions from `begin` on. Forks keep what they have.
 
         Parameters
         ----------
-        k, v : ``[num_layers, n, num_kv_heads, head_dim]``, the pages' dtype
+        seq_id, begin : int
+        k, v : tensors ``[num_layers, n, num_kv_heads, head_dim]``, the pages' dtype
+            One entry per layer that is not MLA.
+
+        Raises
+        ------
+        KeyError, IndexError, ValueError
+            As `debug_get_kv`, or if a tensor does not fit.
+        CacheFullError
+            If a shared page must be copied and no page is available.
         """
         k, v = self._tensor("k", k), self._tensor("v", v)
         ids = as_int("seq_id", seq_id), as_int("begin", begin)
         global_function("pagedkv.debug_set_kv")(self, *ids, k, v)
 
     def debug_set_kv_mla(self, seq_id: int, begin: int, kv: Any) -> None:
-        """Overwrite latent rows from `begin` by ``kv [num_layers, n, qk_head_dim]``."""
+        """Overwrite the latent rows of the positions from `begin` on. Forks keep what they have.
+
+        Parameters
+        ----------
+        seq_id, begin : int
+        kv : tensor ``[num_layers, n, qk_head_dim]``, the pages' dtype
+            One entry per MLA layer.
+
+        Raises
+        ------
+        KeyError, IndexError, ValueError, CacheFullError
+            As `debug_set_kv`.
+        """
         ids = as_int("seq_id", seq_id), as_int("begin", begin)
         global_function("pagedkv.debug_set_kv_mla")(self, *ids, self._tensor("kv", kv))
 
@@ -114,20 +160,30 @@ class CacheInspection:
         return cast("CacheStats", raw)
 
     def check_integrity(self) -> None:
-        """Prove the invariants of the state; raise a RuntimeError that says what is broken."""
+        """Check the invariants of the state.
+
+        Every page is free, cached, or counted once per owner; lengths match pages; nothing dangles.
+
+        Raises
+        ------
+        RuntimeError
+            If one is broken; the message says which.
+        """
         global_function("pagedkv.check_integrity")(self)
 
     def sequence_ids(self) -> list[int]:
-        """Ids of all sequences, in ascending order."""
+        """Return the ids of all sequences, in ascending order."""
         return list(global_function("pagedkv.sequence_ids")(self))
 
     def draw(self, path: str | Path | None = None) -> str:
-        """The page table of every sequence as text, by group; ``*`` marks a shared page.
+        """Return the page table of every sequence as text, by layer group.
+
+        An asterisk marks a shared page.
 
         Parameters
         ----------
-        path : optional
-            Where to write a picture as well: an SVG of who owns which page, and how full they are.
+        path : path, optional
+            Also write an SVG picture there: the owners of each page, and how full it is.
         """
         page_map = PageMap.of(self)
         if path is not None:
@@ -135,23 +191,36 @@ class CacheInspection:
         return page_map.to_text()
 
     def page_table(self, seq_id: int, group: int = 0) -> list[int]:
-        """Page ids that a group of layers keeps of a sequence, in order of position."""
+        """Return the page ids of a sequence in a layer group, in order of position.
+
+        Raises
+        ------
+        KeyError, IndexError
+            If there is no such sequence or group.
+        """
         ids = as_int("seq_id", seq_id), as_int("group", group)
         return list(global_function("pagedkv.page_table")(self, *ids))
 
     def cached_pages(self, group: int = 0) -> list[int]:
-        """Pages of a group of layers that no sequence holds, but whose content is still known.
+        """Return the cached pages of a layer group: those without owner whose content is known.
 
-        They count as available. The least recently used page comes first: it is reclaimed first.
+        They count as available. The least recently used page comes first and is reclaimed first.
         """
         return list(global_function("pagedkv.cached_pages")(self, as_int("group", group)))
 
     def sequence_window(self, seq_id: int) -> tuple[int, int, int]:
-        """Window of a sequence (0: none), its sinks, and how many positions it has dropped."""
+        """Return the sliding window of a sequence.
+
+        Returns
+        -------
+        window, sinks, num_dropped : int
+            Positions that the window keeps (0: there is none), leading ones of these, and the
+            number of positions that have left it.
+        """
         return tuple(global_function("pagedkv.sequence_window")(self, as_int("seq_id", seq_id)))
 
     def first_position(self, seq_id: int, group: int = 0) -> int:
-        """First position that a group of layers keeps of a sequence; 0 without a window."""
+        """Return the first position that a layer group keeps of a sequence; 0 without a window."""
         ids = as_int("seq_id", seq_id), as_int("group", group)
         return global_function("pagedkv.first_position")(self, *ids)
 
@@ -163,11 +232,11 @@ class CacheInspection:
         return as_int("begin", begin), end
 
     def _empty_rows(self, kind: str, seq_id: int, begin: int, end: int) -> tvm.runtime.Tensor:
-        """Room for these positions of all MLA layers, or of all others."""
+        """Allocate rows for these positions of all MLA layers, or of all others."""
         info = self.description
         layers = [x for x in info["layers"] if (x["kind"] == "mla") == (kind == "mla")]
         count = max(0, end - begin)
-        # A range that is too long must fail by its bounds, not by an attempt to allocate it.
+        # A range that is too long must fail with an IndexError, not with a failed allocation.
         if not layers or end > self.sequence_length(seq_id):
             shape: tuple[int, ...] = (0,)
         else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KVCache`: the runtime object with keywords; each method is one global function."""
+"""`KVCache`: the runtime object with keyword arguments; each method is one global function."""
 
 from __future__ import annotations
 
@@ -19,16 +19,23 @@ from .attention import CacheAttention
 class KVCache(CacheAttention, tvm_ffi.Object):
     """A paged KV cache.
 
-    Made by `tvm_pagedkv.create`, by ``pagedkv.create``, or by a Relax VM. It is a tvm object: every
-    ``vm.builtin.kv_state_*`` and ``vm.builtin.attention_kv_cache_*`` function takes it.
+    Create one with `tvm_pagedkv.create`, `Bundle.create`, the global function ``pagedkv.create`` or
+    a Relax VM. It is a TVM object: every ``vm.builtin.kv_state_*`` and
+    ``vm.builtin.attention_kv_cache_*`` function accepts it.
 
-    Tensor arguments are tvm tensors, NumPy arrays (bfloat16 by ml_dtypes) or anything with DLPack;
-    NumPy arrays and tensors that are not contiguous are copied. T is the number of rows of the
-    step: the sum of its append lengths. A call that raises has changed nothing.
+    Tensor arguments are TVM tensors, NumPy arrays (bfloat16 through ml_dtypes) or objects with
+    ``__dlpack__``. NumPy arrays and tensors that are not contiguous are copied. In shapes, T is the
+    number of rows of the step: the sum of its append lengths.
 
-    A cache may be used from any thread, but by one at a time: a call that comes while another
-    thread is inside raises a RuntimeError and changes nothing. Caches are independent of each
-    other. On a GPU the calls of a cache take effect in their order, whichever stream each is on.
+    A call that raises changes nothing.
+
+    ``len(cache)`` is the number of sequences, and ``seq_id in cache`` tells whether one exists.
+
+    Notes
+    -----
+    A cache may be used from any thread, but only from one at a time: a call that arrives while
+    another thread is inside raises a RuntimeError. Caches are independent of each other. On a GPU,
+    the calls of a cache take effect in program order, whatever stream each of them is on.
     """
 
     __slots__ = ("__dict__",)
@@ -60,17 +67,49 @@ class KVCache(CacheAttention, tvm_ffi.Object):
     # --- sequences ------------------------------------------------------------------------------
 
     def add_sequence(self, seq_id: int) -> None:
-        """Add an empty sequence under any id that is not in use."""
+        """Add an empty sequence.
+
+        Parameters
+        ----------
+        seq_id : int
+            Any 64-bit integer that is not in use.
+
+        Raises
+        ------
+        ValueError
+            If a sequence has this id.
+        """
         global_function(STATE + "add_sequence")(self, as_int("seq_id", seq_id))
 
     def remove_sequence(self, seq_id: int) -> None:
-        """Remove a sequence; its forks keep what they share."""
+        """Remove a sequence. Its forks keep the pages that they share with it.
+
+        Raises
+        ------
+        KeyError
+            If there is no such sequence.
+        """
         global_function(STATE + "remove_sequence")(self, as_int("seq_id", seq_id))
 
     def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
-        """Add `child_id`, which shares the first `fork_pos` positions of its parent (-1: all).
+        """Add a sequence that shares the first positions of another one, without a copy.
 
-        A ValueError where pages that a layer's window would see there have been reclaimed.
+        A shared page is copied when one of its owners writes to it.
+
+        Parameters
+        ----------
+        parent_id, child_id : int
+            An existing sequence, and an id that is not in use.
+        fork_pos : int
+            Number of positions to share, up to the parent's length; -1: all.
+
+        Raises
+        ------
+        KeyError
+            If there is no sequence `parent_id`.
+        ValueError
+            If `child_id` is in use, `fork_pos` is out of range, or a layer's window at that
+            position needs pages that have been reclaimed.
         """
         ids = as_int("parent_id", parent_id), as_int("child_id", child_id)
         global_function(STATE + "fork_sequence")(self, *ids, as_int("fork_pos", fork_pos))
@@ -78,36 +117,59 @@ class KVCache(CacheAttention, tvm_ffi.Object):
     def pop_n(self, seq_id: int, n: int) -> None:
         """Drop the last `n` positions of a sequence.
 
-        Layers with a window let the last 16 positions be popped, and more unless the pages that
-        they would see then have been reclaimed: a ValueError.
+        In layers with a window, the last 16 positions can always be popped; more can be popped
+        unless the pages that the window then needs have been reclaimed.
+
+        Raises
+        ------
+        KeyError
+            If there is no such sequence.
+        ValueError
+            If `n` is negative or too large.
         """
         global_function(STATE + "popn")(self, as_int("seq_id", seq_id), as_int("n", n))
 
     def clear(self) -> None:
-        """Remove all sequences and give up all cached pages."""
+        """Remove all sequences and free all cached pages."""
         global_function(STATE + "clear")(self)
 
     @renamed_arguments(sink="sinks")
     def enable_sliding_window(self, seq_id: int, window: int, sinks: int = 0) -> None:
-        """Let a sequence keep `window` positions: its first `sinks` ones and its last ones.
+        """Limit a sequence to a sliding window with attention sinks.
 
-        In any chunking, a row sees the sinks and the last positions. Positions that leave are
-        dropped when a step ends, and those of a longer sequence at once; then `sequence_length`
-        and every other position count what is held. Layers with a window of their own follow that
-        one alone. A fork has no window until it is given one: with as many sinks, where positions
-        have been dropped before the fork.
+        The sequence keeps `window` positions: the first `sinks` ones and the most recent ones. A
+        row sees the sinks and the window that ends at it, however the input is chunked.
+        Positions that leave the window are dropped when a step ends, or at once if the sequence is
+        longer than the window. After that, `sequence_length` and all positions count only what is
+        kept.
 
-        With ``rope`` of mode "normal" or "none" the row is one of the `window` positions, and
-        rotations and `query_positions` count all that was ever appended: without sinks this is the
-        window of models such as Mistral. With mode "inline" the row sees itself and `window`
-        positions besides, and rotations count within what it sees.
+        Layers with a window of their own ignore this one. A fork has no window until this method is
+        called for it, with the same number of sinks if the parent has dropped positions.
+
+        Parameters
+        ----------
+        seq_id : int
+        window : int
+            Number of positions to keep, the sinks included.
+        sinks : int
+            Number of leading positions to keep, at least 0.
 
         Raises
         ------
+        KeyError
+            If there is no such sequence.
         ValueError
-            For a cache made without ``sliding_window`` or with MLA layers; a sequence that has a
-            window; numbers out of range. Modes "normal" and "none" need a `window` of at least
-            ``sinks + 2``.
+            If the cache was made without ``sliding_window`` or has MLA layers, if the sequence has
+            a window, or if a number is out of range. RoPE modes "normal" and "none" need a `window`
+            of at least ``sinks + 2``.
+
+        Notes
+        -----
+        With ``rope`` of mode "normal" or "none", a row counts as one of the `window` positions, and
+        rotations and `query_positions` count every position ever appended; without sinks this is
+        the window of models such as Mistral. With mode "inline", a row sees itself and `window`
+        other positions, and rotations count positions within what the row sees, as StreamingLLM
+        does (https://arxiv.org/abs/2309.17453).
         """
         arguments = as_int("seq_id", seq_id), as_int("window", window), as_int("sinks", sinks)
         global_function(CACHE + "enable_sliding_window_for_seq")(self, *arguments)
@@ -122,10 +184,24 @@ class KVCache(CacheAttention, tvm_ffi.Object):
     ) -> None:
         """Begin a step that appends `append_lengths[i]` rows to sequence `seq_ids[i]`.
 
+        Parameters
+        ----------
+        seq_ids : sequence of int
+            Distinct ids, at most ``max_num_sequences``.
+        append_lengths : sequence of int
+            Number of rows per sequence, each at least 1; at most ``prefill_chunk_size`` in total.
+        token_tree_parents : sequence of int, optional
+            For each row, its parent in the token tree of its sequence: an index among all
+            uncommitted nodes of that sequence, or -1 for a root. Finish with `commit_tree`.
+
         Raises
         ------
+        KeyError
+            If there is no such sequence.
+        ValueError
+            If ids repeat, a length or the total is out of range, or the tree is invalid.
         CacheFullError
-            When there are too few free pages.
+            If too few pages are available.
         """
         ids, lengths = as_shape("seq_ids", seq_ids), as_shape("append_lengths", append_lengths)
         tree = token_tree_parents
@@ -136,20 +212,25 @@ class KVCache(CacheAttention, tvm_ffi.Object):
     def end_forward(self) -> None:
         """End the step.
 
-        Unlike `forward` it does not ask whether every layer was attended to.
-        """
-        global_function(STATE + "end_forward")(self)
-
-    def abort_forward(self) -> None:
-        """End the step as if it had never begun.
-
-        Lengths, pages, copies made for forks, token trees, windows and transfers are as before
-        `begin_forward`; nothing is offered to receivers.
+        Unlike `forward`, it does not check that every layer has run.
 
         Raises
         ------
         ValueError
-            Outside a step.
+            If no step has begun.
+        """
+        global_function(STATE + "end_forward")(self)
+
+    def abort_forward(self) -> None:
+        """Undo `begin_forward` and the appends of the step.
+
+        Lengths, pages, token trees, windows and transfers are as before the step, and no rows are
+        offered to receivers.
+
+        Raises
+        ------
+        ValueError
+            If no step has begun.
         """
         global_function("pagedkv.abort_forward")(self)
 
@@ -160,16 +241,25 @@ class KVCache(CacheAttention, tvm_ffi.Object):
         append_lengths: Sequence[int],
         token_tree_parents: Sequence[int] | None = None,
     ) -> Iterator[KVCache]:
-        """`begin_forward` and `end_forward` as a context manager.
+        """Run a step as a context manager: `begin_forward` on entry, `end_forward` on exit.
 
-        An exception within it, a KeyboardInterrupt too, aborts the step (`abort_forward`).
+        An exception inside it, including KeyboardInterrupt, aborts the step (`abort_forward`).
+
+        Parameters
+        ----------
+        seq_ids, append_lengths, token_tree_parents
+            As for `begin_forward`, and so are its errors.
+
+        Yields
+        ------
+        KVCache
+            This cache.
 
         Raises
         ------
         ValueError
-            Where a layer of the cache was not attended to (`attention` or `self_attention`, of an
-            MLA layer `append_mla_kv`): its pages would hold what lay there before. The step has
-            been aborted.
+            If a layer has not run: neither `attention` nor `self_attention` was called for it, or
+            for an MLA layer `append_mla_kv`. Its new slots hold no data, so the step is aborted.
         """
         self.begin_forward(seq_ids, append_lengths, token_tree_parents)
         try:
@@ -187,7 +277,23 @@ class KVCache(CacheAttention, tvm_ffi.Object):
         self.end_forward()
 
     def commit_tree(self, seq_ids: Sequence[int], leaf_indices: Sequence[int]) -> None:
-        """Keep of each sequence's token tree the path to a leaf (-1: nothing)."""
+        """Keep one path of each sequence's token tree and drop the other nodes.
+
+        Parameters
+        ----------
+        seq_ids : sequence of int
+            Sequences with a token tree.
+        leaf_indices : sequence of int
+            For each sequence, the last node of the path, as an index among all of its uncommitted
+            nodes; -1: drop the whole tree.
+
+        Raises
+        ------
+        KeyError, ValueError
+            If a sequence does not exist or has no such node, or a step is in progress.
+        CacheFullError
+            If a shared page must be copied and no page is available.
+        """
         leaves = as_shape("leaf_indices", leaf_indices)
         ids = as_shape("seq_ids", seq_ids)
         global_function(CACHE + "commit_accepted_token_tree_nodes")(self, ids, leaves)
@@ -195,17 +301,26 @@ class KVCache(CacheAttention, tvm_ffi.Object):
     # --- files ----------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -> None:
-        """Write sequences to a file in the safetensors format; `load` reads it.
+        """Write sequences to a file in the safetensors format, for `load`.
 
-        Pages that sequences share are written once. The file appears under its name when it is
-        whole, with a checksum for each layer; an older one is replaced. Only its owner may read it
-        (mode 0600). It takes a few megabytes of memory beside the cache. Not within a step.
+        Shared pages are written once. The file is renamed to `path` when it is complete, and
+        replaces an older one. It has a checksum per layer, and only its owner can read it (mode
+        0600). Saving needs a few megabytes of memory beside the cache.
 
         Parameters
         ----------
         path : path
-        seq_ids : ids, optional
-            None: all sequences.
+        seq_ids : iterable of int, optional
+            Sequences to write; None: all.
+
+        Raises
+        ------
+        KeyError
+            If there is no such sequence.
+        ValueError
+            If an id repeats, or a step is in progress.
+        OSError
+            If the file cannot be written.
         """
         checkpoint.save(self, path, seq_ids)
 
@@ -214,30 +329,33 @@ class KVCache(CacheAttention, tvm_ffi.Object):
         path: str | os.PathLike,
         seq_ids: Mapping[int, int] | Iterable[int] | None = None,
     ) -> list[int]:
-        """Add sequences of a file that `save` wrote: all of them or, where one fails, none.
+        """Add sequences from a file that `save` wrote: either all of them or none.
 
-        They share the pages that they shared when they were saved, and continue bit for bit as they
-        would have. The cache may have another capacity and another device; what must agree is
-        ``description["layout"]``: kinds, windows, heads, dimensions and rotation of the layers, the
-        pages' size and dtype.
+        The sequences share pages as they did when they were saved, and continue bit for bit as they
+        would have. Capacity and device of the cache may differ. The layout must not:
+        ``description["layout"]``, which has the kinds, windows, heads, dimensions and rotation of
+        the layers, and the size and type of pages.
 
         Parameters
         ----------
         path : path
-        seq_ids : mapping or ids, optional
-            Ids in the file and the ids to give them, or ids that stay as they are; None: all.
+        seq_ids : mapping or iterable of int, optional
+            Ids in the file -> new ids, or ids to keep; None: all.
 
         Returns
         -------
-        ids of the new sequences
+        list of int
+            The ids of the new sequences.
 
         Raises
         ------
         ValueError
-            The file is damaged or of another layout; or an id is in use.
+            If the file is damaged or has another layout, or if an id is in use.
         KeyError
-            The file has no such sequence.
+            If the file has no such sequence.
         CacheFullError
-            When there are too few free pages.
+            If too few pages are available.
+        OSError
+            If the file cannot be read.
         """
         return checkpoint.load(self, path, seq_ids)

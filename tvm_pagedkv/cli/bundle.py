@@ -14,7 +14,7 @@ def add_parsers(commands) -> None:
     add = commands.add_parser(
         "bundle",
         help="write a folder with compiled kernels and the libraries that run them",
-        description="Write a folder from which caches can be made without a compiler.",
+        description="Write a folder from which machines without a compiler can make caches.",
     )
     add.set_defaults(run=_bundle)
     add.add_argument("--out", required=True, metavar="DIR", help="the folder, new or empty")
@@ -33,22 +33,22 @@ def add_parsers(commands) -> None:
         action="append",
         metavar="NAME",
         help="native (default), a CPU such as x86-64-v3, or aarch64-linux-gnu[:CPU]; may be "
-        "repeated, and the best one is chosen where the bundle is loaded",
+        "repeated: loading chooses the most specific one that the machine supports",
     )
     add.add_argument(
         "--arch",
         action="append",
         default=[],
         metavar="NUMBER",
-        help="GPU architecture such as 90, for --target cuda; may be repeated, and later ones run "
-        "PTX of the first",
+        help="compute capability such as 90, for --target cuda; may be repeated. Newer GPUs run "
+        "PTX of the lowest",
     )
     add.add_argument(
         "--libraries",
         action="append",
         default=[],
         metavar="DIR",
-        help="libraries of another architecture to include",
+        help="a folder with the libraries of another architecture, to include",
     )
     add = commands.add_parser(
         "export",
@@ -61,9 +61,9 @@ def add_parsers(commands) -> None:
         "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
     )
     add.add_argument(
-        "--dtype", help="float32, float16 or bfloat16 (default: what the model's config.json says)"
+        "--dtype", help="float32, float16 or bfloat16 (default: that of the model's config.json)"
     )
-    add.add_argument("--page-size", type=int, default=16, help="tokens of a page (default 16)")
+    add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")
     add.add_argument("--cpu", metavar="NAME", help="native (default), or a CPU such as x86-64-v3")
 
 

@@ -12,7 +12,7 @@ from .statistics import MachineLimits, print_statistics
 from .terminal import Progress, display_of
 
 DEFAULT_DRAFTS = 8
-DEFAULT_SINKS = 4  # enough for the attention that models park on their first tokens
+DEFAULT_SINKS = 4  # enough for the attention sinks of common models
 
 
 def add_parser(commands) -> None:
@@ -31,32 +31,37 @@ def add_parser(commands) -> None:
         "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
     )
     add.add_argument(
-        "--chat", action="store_true", help="answer each prompt, by the chat template of the model"
+        "--chat", action="store_true", help="answer each prompt, using the model's chat template"
     )
     add.add_argument("--system", metavar="TEXT", help="system message before each prompt of a chat")
     add.add_argument(
-        "--dtype", help="float32, float16 or bfloat16 (default: what the model's config.json says)"
+        "--dtype", help="float32, float16 or bfloat16 (default: that of the model's config.json)"
     )
     add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
-    add.add_argument("--temperature", type=float, default=0.7, help="default 0.7; 0: most likely")
+    add.add_argument(
+        "--temperature", type=float, default=0.7, help="default 0.7; 0 takes the most likely token"
+    )
     add.add_argument("--top-p", type=float, default=0.95, help="default 0.95")
     add.add_argument("--seed", type=int, default=0)
     add.add_argument("--max-tokens", type=int, default=200, help="per continuation (default 200)")
-    add.add_argument("--page-size", type=int, default=16, help="tokens of a page (default 16)")
+    add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")
     add.add_argument(
-        "--max-total-tokens", type=int, help="capacity of the cache (default: what is needed)"
+        "--max-total-tokens", type=int, help="capacity of the cache (default: as needed)"
     )
-    add.add_argument("--chunk", type=int, default=512, help="rows of a prefill step (default 512)")
+    add.add_argument(
+        "--chunk", type=int, default=512, help="maximum rows of a prefill step (default 512)"
+    )
     add.add_argument(
         "--sliding-window", type=int, metavar="W", help="keep W tokens of each text (default: all)"
     )
-    add.add_argument("--sinks", type=int, metavar="S", help="of these, the first S (default 4)")
     add.add_argument(
-        "--shards", type=int, default=1, help="processes that share every layer (default 1)"
+        "--sinks",
+        type=int,
+        metavar="S",
+        help="attention sinks: of these W, keep the first S (default 4)",
     )
-    add.add_argument(
-        "--stages", type=int, default=1, help="pipeline stages of so many processes (default 1)"
-    )
+    add.add_argument("--shards", type=int, default=1, help="processes per layer (default 1)")
+    add.add_argument("--stages", type=int, default=1, help="number of pipeline stages (default 1)")
     add.add_argument(
         "--speculative",
         type=_drafts,
@@ -64,29 +69,27 @@ def add_parser(commands) -> None:
         const=DEFAULT_DRAFTS,
         default=0,
         metavar="N",
-        help="draft up to N tokens at a time from what the text repeats, and verify them in one "
-        f"step (default {DEFAULT_DRAFTS}); say it after the prompts",
+        help="speculative decoding: draft up to N tokens by prompt lookup and verify them in one "
+        f"step (default {DEFAULT_DRAFTS}); put it after the prompts",
     )
     add.add_argument(
         "--measure",
         action="store_true",
         help="measure the machine, and print the share of its limits that was reached",
     )
-    add.add_argument(
-        "--draw-pages", metavar="FILE", help="write an SVG of the pages at their fullest"
-    )
+    add.add_argument("--draw-pages", metavar="FILE", help="write an SVG of the pages at peak use")
 
 
 def _drafts(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) == 0:
         raise argparse.ArgumentTypeError(
-            f"the most tokens to draft must be 1 or more, got {text!r} (a prompt may not follow)"
+            f"the number of tokens to draft must be at least 1, got {text!r} (put prompts first)"
         )
     return int(text)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Continue the prompts, print the texts, and then what it took."""
+    """Continue the prompts; print the texts, then statistics."""
     prompts = _prompts(options)
     picture = _picture_file(options.draw_pages)
     _check(options)
@@ -143,7 +146,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options that do not go together."""
+    """Raise a ValueError if options do not go together."""
     if options.system is not None and not options.chat:
         raise ValueError("--system needs --chat")
     if options.sinks is not None and options.sliding_window is None:
@@ -161,7 +164,7 @@ def _sinks(options: argparse.Namespace) -> int:
 
 
 def _load(options: argparse.Namespace):
-    """The model, run by this process or by several workers."""
+    """Load the model, for this process or for several workers."""
     from ..models import DecoderModel, ParallelModel
 
     common = {
@@ -176,7 +179,7 @@ def _load(options: argparse.Namespace):
 
 
 def _chat(model, prompts: list[str], system: str | None) -> list[list[int]]:
-    """Token ids of conversations that each have one message of the user."""
+    """Return the token ids of conversations with one user message each."""
     from ..models import encode_chat
 
     before = [] if system is None else [{"role": "system", "content": system}]
@@ -187,7 +190,7 @@ def _chat(model, prompts: list[str], system: str | None) -> list[list[int]]:
 
 
 def _print_workers(model) -> None:
-    """Who has which part of the model."""
+    """Print the part of the model that each worker has."""
     for index, worker in enumerate(model.workers()):
         parts = [f"{name} {_span(worker[name])}" for name in ("layers", "heads", "kv_heads")]
         line = f"worker {index}: process {worker['process']}, {', '.join(parts)}"
@@ -216,7 +219,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _picture_file(name: str | None) -> Path | None:
-    """Where to draw; what cannot be written fails before anything takes time."""
+    """Return the file of the picture; raise a ValueError early if it cannot be written."""
     if name is None:
         return None
     try:
@@ -227,7 +230,7 @@ def _picture_file(name: str | None) -> Path | None:
 
 
 def _measured(dtype: str) -> MachineLimits:
-    """What the machine can do, measured now."""
+    """Measure the machine."""
     from ..measure import Limits
 
     with Progress():

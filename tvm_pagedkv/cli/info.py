@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tvm-pagedkv info``: versions, target, threads and folders in force."""
+"""``tvm-pagedkv info``: versions, target, threads and folders."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import argparse
 
 def add_parser(commands) -> None:
     """Add the command."""
-    add = commands.add_parser("info", help="versions, target, threads and folders in force")
+    add = commands.add_parser("info", help="versions, target, threads and folders")
     add.set_defaults(run=run)
 
 
 def run(_: argparse.Namespace) -> None:
-    """Print what is in force, a line each."""
+    """Print a line for each version, setting and folder."""
     from importlib.metadata import PackageNotFoundError, version
 
     from .._library import path as library_path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How texts and progress appear: as they come, in blocks, or live where a terminal allows."""
+"""Display of texts and progress: streamed, in blocks, or live on a terminal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Progress(logging.Handler):
 
 
 def display_of(prompts: list[str], n: int):
-    """How `n` continuations of each prompt appear; to be entered, and told of texts and ends."""
+    """Return the display for `n` continuations per prompt: a context manager for events."""
     if len(prompts) * n == 1:
         return _Stream(prompts[0])
     if sys.stdout.isatty():
@@ -62,7 +62,7 @@ def display_of(prompts: list[str], n: int):
 
 
 class _Stream(contextlib.AbstractContextManager):
-    """One continuation: the prompt, then the text as it comes."""
+    """Shows one continuation: the prompt, then the text as it is generated."""
 
     def __init__(self, prompt: str):
         print(prompt, end="", flush=True)
@@ -78,7 +78,7 @@ class _Stream(contextlib.AbstractContextManager):
 
 
 class _Blocks(contextlib.AbstractContextManager):
-    """Several continuations: each under a header when it is finished."""
+    """Shows several continuations: each under a header when it is finished."""
 
     def __init__(self, prompts: list[str], n: int):
         self.prompts, self.n = prompts, n
@@ -87,7 +87,7 @@ class _Blocks(contextlib.AbstractContextManager):
         """Nothing to clean up."""
 
     def text(self, event) -> None:
-        """Wait for the whole."""
+        """Show nothing until the continuation is finished."""
 
     def finished(self, event) -> None:
         header = f"prompt {event.prompt + 1}" if len(self.prompts) > 1 else ""
@@ -98,7 +98,7 @@ class _Blocks(contextlib.AbstractContextManager):
 
 
 class _Live(_Blocks):
-    """Several continuations on a terminal: all grow at a time, and stay when finished."""
+    """Shows several continuations live on a terminal; finished ones stay."""
 
     def __init__(self, prompts: list[str], n: int):
         super().__init__(prompts, n)

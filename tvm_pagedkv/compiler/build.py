@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration and a target become compiled kernels, kept on disk for the next time."""
+"""Compilation of the kernels of a configuration for a target, with a disk cache."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _SOURCES = tuple(Path(__file__).with_name(name) for name in ("build.py", "loweri
 
 @dataclass(frozen=True)
 class KernelSets:
-    """Compiled kernels of a cache: one set for all layers that are alike.
+    """Compiled kernels of a cache: layers with equal specs share a set.
 
     Parameters
     ----------
     sets : tuple of mappings
         Kernel name -> function.
     layer_sets : tuple of int
-        The set of each layer; 0 where a layer needs none.
+        Index of each layer's set; 0 for a layer that needs no kernels.
     target : tvm.target.Target
     """
 
@@ -44,14 +44,14 @@ class KernelSets:
 
     @property
     def kernels(self) -> Mapping[str, tvm.ffi.Function]:
-        """The set of a cache whose layers are all alike."""
+        """The only set; a ValueError if there are several."""
         if len(self.sets) != 1:
             raise ValueError(f"the layers need {len(self.sets)} kernel sets; choose one of `sets`")
         return self.sets[0]
 
 
 def kernel_spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> KernelSpec:
-    """What the kernels of a layer are built for; the same for layers that share kernels."""
+    """Return the spec of a layer's kernels. Layers with equal specs share kernels."""
     rope = layer.rope
     is_mla = layer.kind == "mla"
     rotary_dim = rope.rotary_dim or layer.qk_head_dim
@@ -80,31 +80,37 @@ def build_kernels(
     progress: Callable[[str], None] | None = None,
     archs: Sequence[str] | None = None,
 ) -> KernelSets:
-    """Compile the kernels of a configuration, or load them from the disk.
+    """Compile the kernels of a configuration, or load them from the disk cache.
 
     Parameters
     ----------
     config : KVCacheConfig
         Its capacities do not matter: caches of any size share kernels.
-    target : optional
-        As `resolve_target` takes it, or "cuda" or a TVM target of that kind: kernels for GPUs. This
-        needs nvcc, but no GPU.
+    target : str, mapping or tvm.target.Target, optional
+        A CPU, as `resolve_target` takes it, or "cuda" or a TVM target of that kind. Kernels for
+        GPUs need nvcc, but no GPU.
     progress : callable, optional
-        Called with a line of text when something has to be compiled.
+        Called with a line of text before and after a compilation, which is logged as well.
     archs : sequence of str, optional
-        GPU architectures to compile for, such as ("80", "90"); None: all. There is PTX besides,
-        for later ones.
+        Compute capabilities of GPUs to compile for, such as ("80", "90"); None: all. PTX for later
+        ones is always included.
+
+    Returns
+    -------
+    KernelSets
 
     Raises
     ------
+    ValueError
+        If the target or an architecture has no kernels.
     RuntimeError
-        When the kernels cannot be compiled or linked; the message tells what is missing.
+        If compiling or linking fails; the message says what is missing.
     """
     return load_libraries(build_libraries(config, target, progress, archs))
 
 
 def load_libraries(built: KernelLibraries) -> KernelSets:
-    """The functions of kernels that were built for a machine like this one."""
+    """Load kernels that were built for a machine like this one."""
     return KernelSets(
         sets=tuple(_load(symbols, file) for symbols, file in built.libraries),
         layer_sets=built.layer_sets,
@@ -114,7 +120,7 @@ def load_libraries(built: KernelLibraries) -> KernelSets:
 
 @dataclass(frozen=True)
 class KernelLibraries:
-    """As `KernelSets`, not loaded: of each set the symbols by kernel name, and the library."""
+    """`KernelSets` on disk: for each set, the symbols by kernel name, and the library."""
 
     libraries: tuple[tuple[Mapping[str, str], Path], ...]
     layer_sets: tuple[int, ...]
@@ -127,7 +133,11 @@ def build_libraries(
     progress: Callable[[str], None] | None = None,
     archs: Sequence[str] | None = None,
 ) -> KernelLibraries:
-    """As `build_kernels`, for machines that need not be this one."""
+    """Compile kernels as `build_kernels` does, without loading them.
+
+    The target can be another machine than this one. Parameters and errors are those of
+    `build_kernels`.
+    """
     on_gpu = is_cuda(target)
     if archs is not None and not on_gpu:
         raise ValueError(f'archs are for target "cuda", got target {target!r}')
@@ -175,17 +185,22 @@ def load_kernels(
     target: Target,
     progress: Callable[[str], None] | None = None,
 ) -> Mapping[str, tvm.ffi.Function]:
-    """Compile kernels into one library, or load it from the disk.
+    """Compile kernels into one library, or load it from the disk cache.
 
     Parameters
     ----------
     builders : mapping
         Name -> callable that returns a PrimFunc.
     key : tuple of str
-        What they are, for `progress`, then all that decides their code besides the sources.
+        A description for the log, then everything that decides the code besides the sources.
     target : tvm.target.Target
     progress : callable, optional
-        Called with a line of text when they have to be compiled.
+        Called with a line of text before and after a compilation, which is logged as well.
+
+    Returns
+    -------
+    mapping
+        Name -> function.
     """
     return _load(*_library_of(builders, key, target, progress))
 

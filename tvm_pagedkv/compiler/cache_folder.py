@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of compiled files: whom it is trusted to, one build per file, and its size."""
+"""The folder of compiled files: its owner and permissions, its locks, and its size."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from pathlib import Path
 
 _FOLDER, _LIMIT = "TVM_PAGEDKV_CACHE", "TVM_PAGEDKV_CACHE_MAX_MIB"
 _DEFAULT_LIMIT_MIB = 4096
-_MIN_IDLE_S = 3600  # a program may be about to load, or to link, what it has found just now
+_MIN_IDLE_S = 3600  # a program may be about to load or link a file that it has just found
 _BUILD = ".build-"
-_FILE_NAME = re.compile(r"[0-9a-f]{32}\.\w+")  # nothing else in the folder is ours to remove
+_FILE_NAME = re.compile(r"[0-9a-f]{32}\.\w+")  # nothing else in the folder may be removed
 
-_private_folders: dict[int, Path] = {}  # by process: a forked one outlives its parent's
+_private_folders: dict[int, Path] = {}  # by process id, because a fork may outlive its parent
 _warned: dict[str, object] = {}
 
 
 class UntrustedError(PermissionError):
-    """Says why what lies at a path could be another user's code."""
+    """A path could hold another user's code; the message says why."""
 
 
 def cache_dir() -> Path:
-    """Folder of compiled files: ``$TVM_PAGEDKV_CACHE``, or ``~/.cache/tvm_pagedkv``."""
+    """Return the folder of compiled files.
+
+    It is ``$TVM_PAGEDKV_CACHE``, or ``tvm_pagedkv`` in ``$XDG_CACHE_HOME`` (default: ``~/.cache``).
+    """
     chosen = os.environ.get(_FOLDER)
     if chosen:
         return Path(chosen).expanduser()
@@ -39,12 +42,12 @@ def cache_dir() -> Path:
 
 
 def max_bytes() -> int:
-    """The size that `sweep` keeps the folder to: ``$TVM_PAGEDKV_CACHE_MAX_MIB``, or 4 GiB.
+    """Return the size limit of the folder: ``$TVM_PAGEDKV_CACHE_MAX_MIB``, or 4 GiB.
 
     Raises
     ------
     ValueError
-        When the variable holds no positive integer.
+        If the variable is not a positive integer.
     """
     chosen = os.environ.get(_LIMIT) or str(_DEFAULT_LIMIT_MIB)
     if not re.fullmatch("[0-9]+", chosen) or int(chosen) == 0:
@@ -53,18 +56,20 @@ def max_bytes() -> int:
 
 
 def folders() -> list[Path]:
-    """The folders that may hold compiled files for this process."""
+    """Return the folders that may hold compiled files for this process."""
     private = _private_folders.get(os.getpid())
     return [cache_dir()] + ([private] if private else [])
 
 
 def require_trusted(path: Path) -> None:
-    """Refuse a file or folder that another user owns, root aside, or may write to.
+    """Refuse a file or folder that another user owns (except root) or can write to.
 
     Raises
     ------
     UntrustedError
+        If another user owns it or can write to it.
     FileNotFoundError
+        If there is none.
     """
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
@@ -80,19 +85,20 @@ def require_trusted(path: Path) -> None:
 
 @contextlib.contextmanager
 def building(name: str) -> Iterator[tuple[Path, Path]]:
-    """Hold the lock of a file while it is built; other processes that build it wait.
+    """Lock a file while it is built. Other processes that build it wait.
 
     Parameters
     ----------
     name : str
+        The file's name.
 
     Yields
     ------
     folder : Path
-        Where the file belongs. This is a private folder, removed when the process ends, where
-        `cache_dir` cannot be written or is not trusted; a warning says why.
+        The file's folder: `cache_dir`, or a private folder if `cache_dir` cannot be written or is
+        not trusted. The latter is removed when the process ends, and a warning says why it is used.
     scratch : Path
-        An empty folder on the same file system, removed in the end.
+        An empty folder on the same file system, removed on exit.
     """
     folder = cache_dir()
     try:
@@ -107,7 +113,7 @@ def building(name: str) -> Iterator[tuple[Path, Path]]:
         lock = _lock(folder / (_BUILD + name))
     scratch = folder / (_BUILD + name)
     try:
-        shutil.rmtree(scratch, ignore_errors=True)  # a killed build's
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a killed build
         scratch.mkdir(mode=0o700)
         yield folder, scratch
     finally:
@@ -115,9 +121,9 @@ def building(name: str) -> Iterator[tuple[Path, Path]]:
 
 
 def sweep(folder: Path, limit: int) -> None:
-    """Remove what killed builds left, and beyond `limit` bytes the files used longest ago.
+    """Remove leftovers of killed builds, and the least recently used files beyond `limit` bytes.
 
-    A file counts as used when its modification time is set, which `disk_cache` does at every use.
+    The modification time of a file is its last use; `disk_cache` sets it.
     """
     for path in folder.glob(_BUILD + "*"):
         scratch = path.with_name(path.name.removesuffix(".lock"))
@@ -150,7 +156,7 @@ def _lock(scratch: Path, wait: bool = True) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            # The one who held it may have removed the file: its lock binds nobody.
+            # The previous owner may have removed the file, and then this lock is void.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     return descriptor
@@ -163,7 +169,7 @@ def _lock(scratch: Path, wait: bool = True) -> int:
 def _unlock(scratch: Path, descriptor: int) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     _lock_path(scratch).unlink(missing_ok=True)
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may have the descriptor too
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may hold the descriptor too
     os.close(descriptor)
 
 
@@ -172,7 +178,7 @@ def _lock_path(scratch: Path) -> Path:
 
 
 def _private_folder() -> Path:
-    """A folder of this process, removed at its end."""
+    """Return a folder of this process, which is removed when it ends."""
     process = os.getpid()
     if process not in _private_folders:
         made = Path(tempfile.mkdtemp(prefix="tvm_pagedkv-"))

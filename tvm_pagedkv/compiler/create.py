@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a configuration to a cache: build the kernels, spell the configuration as a map, create."""
+"""Creation of a cache: compile its kernels and pass its configuration to the runtime."""
 
 from __future__ import annotations
 
@@ -33,32 +33,33 @@ def create(
     *,
     progress: Callable[[str], None] | None = None,
 ) -> KVCache:
-    """Compile the kernels of `config`, or load them from the disk, and make a cache.
+    """Make a cache. Its kernels are compiled, or loaded from the disk cache.
 
     Parameters
     ----------
     config : KVCacheConfig
-    target : optional
-        None: for `device`; "native": this machine's CPU; or the name of a CPU, "cuda", or a TVM
-        target.
-    device : optional
-        Where the pages lie; None: the GPU ``tvm.cuda(0)`` with target "cuda", else the CPU.
+    target : str, mapping or tvm.target.Target, optional
+        "native" (this machine's CPU), a CPU that LLVM knows such as "x86-64-v3", "cuda", or a TVM
+        target. None: "cuda" if `device` is a GPU, else "native".
+    device : tvm.runtime.Device, optional
+        The device of the pages. None: ``tvm.cuda(0)`` if `target` is "cuda", else the CPU.
     progress : callable, optional
-        Called with a line of text when something has to be compiled.
+        Called with a line of text before and after a compilation, which is logged as well.
 
     Returns
     -------
     KVCache
+        An empty cache.
 
     Raises
     ------
     ValueError
-        When the target is not for the device.
+        If the target does not fit the device.
     RuntimeError
-        Where there is no such GPU, no driver, or no nvcc to compile with; and where the kernels
-        were compiled for other GPUs.
+        If the GPU or its driver is missing, if a compiler is missing (a C++ compiler for CPUs, nvcc
+        for GPUs), or if the compiled kernels do not support this GPU.
     MemoryError
-        When the device has not enough; nothing stays allocated.
+        If the device has too little memory; nothing stays allocated.
     """
     device, target = _device_and_target(device, target)
     built = build_libraries(config, target, progress)
@@ -73,7 +74,7 @@ def create(
 def _device_and_target(
     device: tvm.runtime.Device | None, target: Target | str | Mapping | None
 ) -> tuple[tvm.runtime.Device, Target | str | Mapping | None]:
-    """Both, where one or both are left out; refused before anything is compiled."""
+    """Complete the pair, and refuse one that does not fit before anything is compiled."""
     if device is None:
         device = tvm.cuda(0) if is_cuda(target) else tvm.cpu()
     on_gpu = device.dlpack_device_type() == tvm.cuda(0).dlpack_device_type()
@@ -91,7 +92,7 @@ def _device_and_target(
 def config_map(
     config: KVCacheConfig, kernels: KernelSets | KernelLibraries, device: tvm.runtime.Device
 ) -> dict:
-    """The first argument of the global function ``pagedkv.create``."""
+    """Return the configuration as the global function ``pagedkv.create`` takes it."""
     mode = _common(config, "mode", lambda rope: rope.mode)
     described = {
         "max_num_sequences": config.max_num_sequences,
@@ -132,13 +133,16 @@ def config_map(
 
 
 def _original_dims(layer: LayerSpec) -> dict[str, int]:
-    """MLA: the head dims before absorption, where they are known."""
+    """Return the head dimensions of an MLA layer before absorption, if they are known."""
     names = ("mla_original_qk_head_dim", "mla_original_v_head_dim")
     return {name: getattr(layer, name) for name in names if getattr(layer, name) is not None}
 
 
 def _rope_details(layer: LayerSpec) -> str:
-    """What beside theta and scale decides the rotation, in words; extension factors go apart."""
+    """Return as text what decides the rotation besides theta, scale and extension factors.
+
+    Checkpoints and transfers compare it.
+    """
     rope = layer.rope
     details = {k: v for k, v in rope.scaling or () if k not in ("long_factor", "short_factor")}
     if rope.rotary_dim not in (None, layer.qk_head_dim):
@@ -147,7 +151,7 @@ def _rope_details(layer: LayerSpec) -> str:
 
 
 def _extension_factors(rope: RopeConfig) -> tuple | None:
-    """longrope: long factors, then short ones, in the order of the kernels' argument."""
+    """Return the long factors of longrope, then the short ones: the order of the kernels."""
     scaling = rope.scaling_dict
     if scaling.get("rope_type") != "longrope":
         return None
@@ -155,7 +159,7 @@ def _extension_factors(rope: RopeConfig) -> tuple | None:
 
 
 def _common(config: KVCacheConfig, what: str, of: Callable[[RopeConfig], Any]) -> Any:
-    """A property of the rotation that all layers must share whose rows the cache rotates."""
+    """Return a property of RoPE that all layers with rotated rows must share."""
     rotated = [layer for layer in config.layers if layer.kind in MHA_KINDS]
     values = {of(layer.rope) for layer in rotated or config.layers}
     if len(values) != 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled libraries on disk, built once per key whoever asks for them."""
+"""The disk cache of compiled files: each is built once per key, across processes."""
 
 from __future__ import annotations
 
@@ -23,63 +23,63 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def cached_library(key: Iterable[str], compile_module: Callable[[], Any]) -> tvm.runtime.Module:
-    """The library that `compile_module` makes for `key`, compiled now if this is the first time.
+    """Load the library of a key; compile it first if it is not in the cache.
 
     Parameters
     ----------
     key : iterable of str
-        All that decides the code: configuration, target, versions.
+        Everything that decides the code: configuration, target, versions.
     compile_module : callable
-        Returns what has ``export_library(path)``: what ``tvm.compile`` or ``tvm.tirx.build`` made,
-        or `lowering.KernelObjects`.
+        Returns an object with ``export_library(path)``: the result of ``tvm.compile`` or
+        ``tvm.tirx.build``, or `lowering.KernelObjects`.
 
     Returns
     -------
     tvm.runtime.Module
-        Loaded from the file. A damaged file is built anew.
+        The library. A damaged file is rebuilt.
 
     Raises
     ------
     RuntimeError
-        When the code cannot be linked; the message tells what is missing.
+        If the code cannot be linked; the message says what is missing.
     """
     return load_library(library_file(key, compile_module))
 
 
 def library_file(key: Iterable[str], compile_module: Callable[[], Any]) -> Path:
-    """The file of `cached_library`."""
+    """Return the file that `cached_library` loads, without loading it."""
     return sealed_file(key, ".so", lambda path: _link(compile_module(), path))
 
 
 def load_library(path: Path) -> tvm.runtime.Module:
-    """Load a library that is known to be whole."""
+    """Load a library whose checksum has been verified."""
     return tvm.runtime.load_module(str(path))
 
 
 def sealed_file(key: Iterable[str], suffix: str, build: Callable[[Path], None]) -> Path:
-    """The object file or library that `build` makes for `key`, built if this is the first time.
+    """Return the file of a key; build it first if it is not in the cache.
 
     Parameters
     ----------
     key : iterable of str
-        All that decides the content (configuration, target, versions); it is hashed.
+        Everything that decides the content: configuration, target, versions. It is hashed.
     suffix : str
-        Ending of the file's name, such as ``".so"``.
+        Suffix of the file's name, such as ``".so"``.
     build : callable
-        Writes the file at the path given to it, in a folder of its own. It is renamed when `build`
-        returns, so a reader never sees half a file, and one process builds while others wait.
+        Writes the file at the path that it is given. The file is renamed when `build` returns, so
+        readers never see an incomplete one. One process builds while others wait.
 
     Returns
     -------
     Path
-        The finished file, checked: a damaged one is built anew. It lies in `cache_folder.cache_dir`
-        or, with a warning, in a folder that goes with the process, where that one cannot be
-        written or other users may write there too.
+        The complete file, with a verified checksum. A damaged one is rebuilt. The file is in
+        `cache_folder.cache_dir`. If that folder cannot be written, or other users can write to it,
+        the file is in a folder that lasts as long as the process, and a warning says so.
 
     Raises
     ------
     ValueError
-        When ``$TVM_PAGEDKV_CACHE_MAX_MIB`` is no positive integer.
+        If ``$TVM_PAGEDKV_CACHE_MAX_MIB`` is not a positive integer.
     """
     key = list(key)
     found = found_file(key, suffix)
@@ -88,11 +88,11 @@ def sealed_file(key: Iterable[str], suffix: str, build: Callable[[Path], None]) 
     name = _file_name(key, suffix)
     limit = cache_folder.max_bytes()
     with cache_folder.building(name) as (folder, scratch):
-        if _is_usable(folder / name):  # by the process that had the lock before
+        if _is_usable(folder / name):  # built by the previous owner of the lock
             return folder / name
         built = scratch / name
         build(built)
-        with built.open("r+b") as file:  # what follows the sections of a library is nobody's
+        with built.open("r+b") as file:  # loaders ignore what follows the sections
             digest = hashlib.sha256(file.read()).digest()
             file.write(digest)
         built.chmod(0o600)
@@ -102,7 +102,7 @@ def sealed_file(key: Iterable[str], suffix: str, build: Callable[[Path], None]) 
 
 
 def found_file(key: Iterable[str], suffix: str) -> Path | None:
-    """The file of `sealed_file` where it has been built before, checked; else None."""
+    """Return the file of a key if it is in the cache and undamaged; else None."""
     name = _file_name(key, suffix)
     paths = (folder / name for folder in cache_folder.folders())
     return next((path for path in paths if _is_usable(path)), None)
@@ -110,14 +110,22 @@ def found_file(key: Iterable[str], suffix: str) -> Path | None:
 
 @functools.cache
 def code_versions(*sources: Path) -> tuple[str, ...]:
-    """What decides code besides configuration and target.
+    """Return what decides code besides configuration and target.
 
-    These are the versions of the compiler and of this package, the machine's triple, which targets
-    need not name, and a digest of `sources`: Python files, and folders of them.
+    Parameters
+    ----------
+    *sources : Path
+        Python files, or folders of them, that generate the code.
+
+    Returns
+    -------
+    tuple of str
+        The versions of the compiler and of this package, the machine's triple (which a target may
+        omit), and a digest of the sources.
     """
     try:
         own = importlib.metadata.version("tvm_pagedkv")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+    except importlib.metadata.PackageNotFoundError:  # not installed: run from a source tree
         own = "source"
     digest = hashlib.sha256()
     for source in sources:
@@ -149,7 +157,7 @@ def _link(module: Any, path: Path) -> None:
 
 
 def _is_usable(path: Path) -> bool:
-    """Whether a file is there, trusted and as it was written; loading a cut one could crash."""
+    """Return whether a file is trusted and undamaged. Loading a truncated one could crash."""
     try:
         cache_folder.require_trusted(path.parent)
         cache_folder.require_trusted(path)
@@ -158,6 +166,6 @@ def _is_usable(path: Path) -> bool:
         return False
     if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() != content[-_DIGEST_BYTES:]:
         return False
-    with contextlib.suppress(OSError):  # in a folder that this process may only read
-        os.utime(path)  # for `cache_folder.sweep`
+    with contextlib.suppress(OSError):  # the folder may be read-only
+        os.utime(path)  # its last use, for `cache_folder.sweep`
     return True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the PrimFunc of a CPU kernel to an object file, by the few passes that kernels need.
+"""Lowering of CPU kernels from PrimFuncs to object files, with only the passes that they need.
 
-The pipeline inside apache-tvm serves schedules of every kind; most of its passes look in vain for
-something to do in a kernel, and one of them, the compaction of buffers, takes longer than all of
-those here together. Common subexpressions are left to LLVM.
+apache-tvm's default pipeline serves schedules of every kind. Most of its passes have nothing to do
+in these kernels, and one of them, buffer compaction, takes longer than all passes here together.
+Common subexpressions are left to LLVM.
 """
 
 from __future__ import annotations
@@ -30,22 +30,27 @@ from tir_kernels.cpu.tasks import TASK_LOOP
 from .disk_cache import code_versions, found_file, sealed_file
 from .progress import compiling
 
-_NUM_THREADS = 2  # LLVM takes most of the time, and the largest kernel a quarter of it
+_NUM_THREADS = 2  # more would not help: the largest kernel takes a quarter of LLVM's time
 
 
 class KernelObjects:
-    """Object files of kernels, compiled side by side or found on the disk.
+    """Object files of kernels, compiled in parallel or found in the disk cache.
 
     Caches and models share the files of the kernels that they have in common.
 
     Parameters
     ----------
     builders : mapping
-        Symbol, as `kernel_symbol` makes it -> callable that returns the PrimFunc. It is called only
-        where there is no file yet.
+        Symbol, from `kernel_symbol` -> callable that returns the PrimFunc. It is called only if the
+        file does not exist.
     target : tvm.target.Target
     what : str, optional
-        What they are, for the log; None: the caller reports.
+        Description for the log; None: the caller logs.
+
+    Attributes
+    ----------
+    paths : dict
+        Symbol -> object file.
     """
 
     def __init__(
@@ -70,33 +75,33 @@ class KernelObjects:
 
             return sealed_file([symbol], ".o", build)
 
-        # The large ones first, so that no thread is left alone with one. The calls of a pass and of
-        # LLVM let other threads run.
+        # Large kernels come first, so that they do not run alone at the end. TVM releases Python's
+        # lock in passes and in LLVM.
         order = sorted(functions, key=lambda symbol: len(functions[symbol].params), reverse=True)
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             return dict(zip(order, pool.map(compile_missing, order), strict=True))
 
     def export_library(self, path: str) -> None:
-        """Link all to a shared library.
+        """Link all object files to a shared library.
 
         Raises
         ------
         RuntimeError
-            Without a linker for the target's architecture.
+            If there is no linker for the target's architecture.
         """
         objects = [str(object_) for object_ in self.paths.values()]
         cc.create_shared(path, objects, cc=cross_compiler(self._target))
 
 
 def kernel_symbol(name: str, key: str, target: Target) -> str:
-    """The symbol of a kernel for a CPU; kernels whose code may differ have different ones.
+    """Return the symbol of a CPU kernel. Kernels whose code may differ have different symbols.
 
     Parameters
     ----------
     name : str
+        The kernel's name.
     key : str
-        What decides the kernel's code besides its name, the target, and the versions of compiler
-        and sources: the repr of its spec.
+        What decides its code besides name, target, compiler and sources: the repr of its spec.
     target : tvm.target.Target
     """
     versions = code_versions(Path(__file__), Path(tir_kernels.__file__).parent)
@@ -104,19 +109,25 @@ def kernel_symbol(name: str, key: str, target: Target) -> str:
 
 
 def unique_symbol(name: str, key: Iterable[str]) -> str:
-    """A symbol that says what kernel it is, and ends in a digest of all that decides its code."""
+    """Return a symbol with the kernel's name and a digest of everything that decides its code."""
     digest = hashlib.sha256("\n".join([name, *key]).encode()).hexdigest()
     return f"pagedkv_{name}_{digest[:16]}"
 
 
 def is_for_this_machine(target: Target) -> bool:
-    """Whether a CPU target is of this machine's architecture."""
+    """Return whether a CPU target has this machine's architecture."""
     architecture = _triple_of(target).split("-")[0]
     return str(codegen.llvm_get_system_triple()).startswith(architecture + "-") or not architecture
 
 
 def cross_compiler(target: Target) -> str | None:
-    """What links code for another architecture than this machine's; None where it is the same."""
+    """Return the linker for a target of another architecture; None for this machine's.
+
+    Raises
+    ------
+    RuntimeError
+        If there is none on PATH.
+    """
     if is_for_this_machine(target):
         return None
     triple = _triple_of(target)
@@ -140,7 +151,7 @@ def compile_kernel(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.
 
 
 def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
-    """Lower one kernel to what the code generator takes."""
+    """Lower one kernel to the input of the code generator."""
     module = tvm.IRModule(share_task_body(function, symbol))
     return tvm.transform.Sequential(
         [
@@ -149,7 +160,7 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
             tirx.transform.FlattenBuffer(),
             tirx.transform.BF16ComputeLegalize(),
             tirx.transform.StorageRewrite(),  # moves buffers out of loops
-            tirx.transform.StmtSimplify(),  # or LLVM has three times the work
+            tirx.transform.StmtSimplify(),  # or LLVM takes three times as long
             s_tir.transform.RewriteUnsafeSelect(),
             _run_on_cpu,
             tirx.transform.MakePackedAPI(),
@@ -161,9 +172,9 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
 
 
 def share_task_body(function: tirx.PrimFunc, symbol: str) -> dict[GlobalVar, tirx.PrimFunc]:
-    """Give the body that `for_tasks` emits twice, in parallel and alone, a function of its own.
+    """Move the body that `for_tasks` emits twice, parallel and serial, to a private function.
 
-    Everything that LLVM does with a kernel takes half the time then.
+    This halves the time that LLVM takes for a kernel.
 
     Returns
     -------
@@ -188,7 +199,7 @@ def share_task_body(function: tirx.PrimFunc, symbol: str) -> dict[GlobalVar, tir
 
 
 class _TaskBody:
-    """The body of a loop as a function of its variable and of what it takes from around it."""
+    """The body of a loop as a function of its variable and of the variables it captures."""
 
     def __init__(self, loop: tirx.For):
         self.arguments: list = []
@@ -227,7 +238,7 @@ class _TaskBody:
         # The code generator ends the function with `return 0`.
         body = tirx.SeqStmt([*entry, loop.body])
         for data in parameters:
-            if isinstance(data.ty, PointerType):  # LLVM would believe in whole vectors
+            if isinstance(data.ty, PointerType):  # or LLVM assumes vector alignment
                 alignment = tirx.const(data.ty.element_type.dtype.itemsize, "int32")
                 body = tirx.AttrStmt(data, "storage_alignment", alignment, body)
         self.arguments += scalars
@@ -236,7 +247,7 @@ class _TaskBody:
         self.function = function.with_attr("tirx.noalias", True)
 
     def call(self, name: GlobalVar, task: Any) -> tirx.AssertStmt:
-        """Call it; what it returns is not 0 when a buffer could not be allocated."""
+        """Emit a call. The function returns nonzero if it could not allocate a buffer."""
         result = Call(name, [task, *self.arguments], ret_ty=PrimType("int32"))
         message = StringImm("no memory for the buffers of a task")
         return tirx.AssertStmt(result == 0, StringImm("RuntimeError"), [message])
@@ -244,7 +255,7 @@ class _TaskBody:
 
 @tirx.transform.prim_func_pass(opt_level=0)
 def _run_on_cpu(function: tirx.PrimFunc, _module: Any, _context: Any) -> tirx.PrimFunc:
-    """Say where the private functions run, as `MakePackedAPI` says it of the kernels."""
+    """Set the device of the private functions, as `MakePackedAPI` does for the kernels."""
     if "global_symbol" in (function.attrs or {}):
         return function
     zero, cpu = tirx.const(0, "int32"), tirx.const(1, "int32")

@@ -13,7 +13,7 @@ _log = logging.getLogger("tvm_pagedkv.compiler")
 
 @contextlib.contextmanager
 def compiling(what: str, progress: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Report that something is being compiled and, if that succeeds, how long it took.
+    """Report a compilation: a line before it, and one with its duration if it succeeds.
 
     Parameters
     ----------

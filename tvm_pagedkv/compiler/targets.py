@@ -12,7 +12,7 @@ from tvm.target import Target, codegen
 
 from tir_kernels.spec import VectorTarget
 
-# Features of an x86 level, beyond those of the next one, as Linux names them.
+# Features that an x86 level adds to the next lower one, as Linux names them.
 _X86_LEVELS = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
@@ -20,18 +20,18 @@ _X86_LEVELS = {
 
 
 def resolve_target(target: Target | str | Mapping | None = None) -> Target:
-    """A TVM target for code that runs here.
+    """Return the TVM target of a CPU.
 
     Parameters
     ----------
-    target : optional
-        None or "native": this machine. Otherwise the name of a CPU or level that LLVM knows
-        ("x86-64-v3", "x86-64-v4", "znver4"), a TVM target, or what makes one.
+    target : str, mapping or tvm.target.Target, optional
+        None or "native" is this machine. A string can name a CPU or level that LLVM knows
+        ("x86-64-v3", "znver4"); anything else is passed to ``tvm.target.Target``.
 
     Raises
     ------
     ValueError
-        For a string that names neither a CPU nor a target, and for targets other than CPUs.
+        If a string names neither a CPU nor a target, or if the target is not a CPU.
     """
     if target is None or target == "native":
         target = _native_target()
@@ -49,13 +49,13 @@ def resolve_target(target: Target | str | Mapping | None = None) -> Target:
 
 
 def require_cpu(target: Target) -> None:
-    """Refuse a target for which there are no kernels."""
+    """Raise a ValueError if a target is not a CPU."""
     if target.kind.name != "llvm":
         raise ValueError(f"kernels are for CPUs, target kind 'llvm', not for {target.kind.name!r}")
 
 
 def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
-    """The SIMD traits of a target, from the features that LLVM enables for it."""
+    """Return the SIMD traits of a CPU, from the features that LLVM enables for it."""
     target = resolve_target(target)
     features = {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
     if "avx512f" in features:
@@ -85,7 +85,7 @@ def _native_target() -> Target:
 
 
 def _cpu_flags() -> set[str]:
-    """Features as Linux names them; a hypervisor may hide some of what the CPU's name promises."""
+    """Return the CPU features that Linux reports. A hypervisor may hide some of the model's."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -96,6 +96,6 @@ def _cpu_flags() -> set[str]:
 
 
 def is_cuda(target: Target | str | Mapping | None) -> bool:
-    """Whether a target, as `build_kernels` takes it, is a GPU."""
+    """Return whether a target, as `build_kernels` takes it, is a CUDA GPU."""
     kind = target.get("kind") if isinstance(target, Mapping) else target
     return str(target.kind.name if isinstance(target, Target) else kind).startswith("cuda")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slopes of ALiBi: the standard ones, or those of the model."""
+"""ALiBi slopes: the standard ones, or those of a model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Sequence
 
 
 def standard_slopes(num_heads: int) -> tuple[float, ...]:
-    """The slopes of Press, Smith and Lewis (2022), also where heads are no power of two.
+    """Return the slopes of Press, Smith and Lewis (2022), for any number of heads.
 
-    For a power of two they are a geometric sequence that starts at its ratio, ``2 ** (-8 / n)``.
-    Other counts take those of the power below, then every other one of the power above.
+    For n heads, n a power of two, the slopes are a geometric sequence whose first term and ratio
+    are ``2 ** (-8 / n)``. Otherwise they are the slopes for the next lower power of two, followed
+    by every other slope for the next higher one.
+
+    Source: "Train Short, Test Long", https://arxiv.org/abs/2108.12409, and its reference code.
     """
     power = 1 << (num_heads.bit_length() - 1)
 
@@ -22,12 +25,12 @@ def standard_slopes(num_heads: int) -> tuple[float, ...]:
 
 
 def resolve_slopes(name: str, alibi: bool | Sequence[float], num_heads: int) -> tuple[float, ...]:
-    """The slopes that a setting means for a number of heads: True, or one number per head.
+    """Return the slopes of a setting: the standard ones for True, or one number per head.
 
     Raises
     ------
     ValueError, TypeError
-        The message calls the setting `name`.
+        If the setting is neither; the message calls it `name`.
     """
     if alibi is True:
         return standard_slopes(num_heads)

@@ -18,62 +18,64 @@ MAX_PAGE_SIZE = 256
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """All that decides the memory and the kernels of a cache.
+    """Everything that decides the memory and the kernels of a cache.
 
     Parameters
     ----------
     num_layers : int
+        Number of layers.
     num_qo_heads, num_kv_heads : int
-        Query heads and KV heads; the first must be a multiple of the second.
+        Number of query heads and of KV heads; the first is a multiple of the second.
     qk_head_dim : int
         Width of a row of Q and K: a multiple of 8 up to 576.
     v_head_dim : int, optional
-        Width of a row of V; None: as `qk_head_dim`.
+        Width of a row of V; None: `qk_head_dim`.
     dtype : {"float32", "float16", "bfloat16"}
         Type of Q, K, V and O in a step.
     kv_dtype : str, optional
-        Type of the pages; None: as `dtype`.
+        Type of the pages; None: `dtype`.
     page_size : int
-        Slots of a page: a power of two from 1 to 256.
+        Slots per page: a power of two from 1 to 256.
     max_num_sequences : int
-        Most sequences of one forward step. More of them may exist, as long as there are pages. The
-        pools of layers with a window have pages for so many sequences; where more exist that are
-        longer than the window, fewer pages may be available.
+        Maximum number of sequences in a step. More may exist while there are pages. The pools of
+        layers with a window are sized for this many sequences; if more than that are longer than
+        the window, fewer pages may be available.
     max_total_tokens : int
-        Tokens that the pages hold (rounded up to whole pages).
+        Number of tokens that the pages hold, rounded up to whole pages.
     prefill_chunk_size : int
-        Most rows of one forward step.
+        Maximum number of rows in a step.
     rope : RopeConfig
+        Rotary embedding of layers that have none of their own.
     layers : sequence of LayerSpec, optional
-        One per layer; None: `num_layers` plain ones.
+        One per layer; None: `num_layers` default layers.
     sliding_window : bool
-        Whether sequences may be given a sliding window with sinks: `KVCache.enable_sliding_window`.
-        Not with MLA layers.
+        Whether `KVCache.enable_sliding_window` can give sequences a sliding window with attention
+        sinks. Not possible with MLA layers.
     logit_softcap : float, optional
-        Soft-cap of the attention logits.
+        Soft-cap of the attention logits: ``cap * tanh(logit / cap)``.
     share_prefix : bool
-        Whether pages that sequences of a step share (`KVCache.fork_sequence`) are read once for all
-        of them, where that saves time.
+        Whether attention reads pages that several sequences of a step share only once, where that
+        is faster; see `KVCache.fork_sequence`.
     alibi : bool or sequence of float, optional
-        ALiBi: attention adds ``slope * (position of K - position of Q)`` to the scaled logits,
-        after a soft-cap. True: the standard slopes; or a slope for each query head.
+        ALiBi: attention adds ``slope * (position of K - position of Q)`` to the scaled and capped
+        logits. True: the standard slopes; otherwise one slope per query head.
     enable_kv_transfer : bool
-        On a CPU: keep the pages in memory that other processes of the host can map, so that
-        `transfer.SharedMemoryChannel` can send from the cache. Other channels, and receiving, do
-        without.
+        On a CPU, allocate the pages in memory that other processes of the host can map, so that a
+        `transfer.SharedMemoryChannel` can send from the cache. Other channels, and receivers, do
+        not need it.
     layer_indptr : sequence of int, optional
-        Pipeline stages: the first layer of each, then `num_layers`. A cache keeps the layers of its
-        stage alone, under the ids that they have in the whole model.
+        Pipeline stages: the first layer of each, then `num_layers`. A cache keeps only the layers
+        of its stage; layer ids are those of the whole model.
     stage : int, optional
-        The stage of the cache. None with several stages: in a Disco session, that of the worker.
+        The stage of the cache. None, with several stages: that of the worker in a Disco session.
 
     Raises
     ------
     ValueError, TypeError
-        On values that no cache can serve; the message names the field.
+        If no cache can have a value; the message names the field.
     """
 
-    # Typed as a configuration has them: `__post_init__` completes what is None.
+    # Typed as they are after `__post_init__`, which replaces None.
     num_layers: int
     num_qo_heads: int
     num_kv_heads: int
@@ -216,7 +218,7 @@ class KVCacheConfig:
         return replace(layer, **filled)
 
     def _alibi_of(self, index: int, layer: LayerSpec, num_heads: int) -> bool | tuple[float, ...]:
-        """The slopes of a layer, or False."""
+        """Return the ALiBi slopes of a layer, or False."""
         alibi = self.alibi if layer.alibi is None else layer.alibi
         if alibi is None or alibi is False:
             return False
@@ -227,11 +229,11 @@ class KVCacheConfig:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool of layers without a window."""
+        """Number of pages in the pool of layers without a window."""
         return -(-self.max_total_tokens // self.page_size)
 
     def num_pages_of(self, layer: LayerSpec) -> int:
-        """Return the pages of the pool that `layer` uses: no more than it can ever need."""
+        """Return the number of pages in the pool of `layer`: at most what it can ever need."""
         return num_pages_of(self, layer)
 
     def memory_bytes(self) -> int:

@@ -16,29 +16,35 @@ LAYER_KINDS = (*MHA_KINDS, "mla", "linear")
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer. Fields that are None take the value of the cache's configuration.
+    """One layer of a cache. Fields that are None take the value of the cache's configuration.
 
     Parameters
     ----------
     kind : {"mha", "mha_sliding", "mla", "linear"}
-        Kind of attention; "mha" covers multi-query and grouped-query attention. "linear" layers
-        keep no K and V: they are named so that the others have the ids of the model.
+        Kind of attention. "mha" covers multi-query and grouped-query attention. A "linear" layer
+        keeps no K and V; it is listed so that the other layers have the ids of the model.
     window : int, optional
-        Positions that a sliding layer sees, its own included. Needed by "mha_sliding" only.
+        Number of positions that a row of an "mha_sliding" layer sees, its own included.
     num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim : int, optional
-        "mla": `qk_head_dim` is the width of a latent row, `v_head_dim` of its leading columns that
-        are V; `num_kv_heads` is 1, whatever the configuration says.
+        For "mla", `qk_head_dim` is the width of a latent row, `v_head_dim` the number of its
+        leading columns that are V, and `num_kv_heads` is always 1.
     rope : RopeConfig, optional
-        "mla": models rotate for themselves.
+        Unused by "mla", whose models rotate Q and K themselves.
     mla_original_qk_head_dim, mla_original_v_head_dim : int, optional
-        "mla": head dims before absorption; without them the layer has no `self_attention`.
+        For "mla", the head dimensions before absorption. Without them the layer has no
+        `KVCache.self_attention`.
     alibi : bool or sequence of float, optional
-        As that of the configuration; False: none. Not with "mla".
+        ALiBi, as for `KVCacheConfig`; False for none. Not possible with "mla".
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a field has no possible meaning; the message names it.
     """
 
     kind: str = "mha"
     window: int | None = None
-    # Typed as the layers of a configuration have them, where none of these is None.
+    # Typed as they are in `KVCacheConfig.layers`, where none of these is None.
     num_qo_heads: int = None  # type: ignore[assignment]
     num_kv_heads: int = None  # type: ignore[assignment]
     qk_head_dim: int = None  # type: ignore[assignment]
@@ -91,7 +97,7 @@ class LayerSpec:
 
     @property
     def row_width(self) -> int:
-        """Numbers that a position takes in the pages of a completed layer."""
+        """Elements per position in the pages of the layer."""
         if self.kind == "linear":
             return 0
         return self.qk_head_dim * (1 if self.kind == "mla" else 2 * self.num_kv_heads)

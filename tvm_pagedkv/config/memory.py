@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a cache, from its configuration: pages, workspaces, auxiliary arrays."""
+"""The memory of a cache, computed from its configuration."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 DTYPES = tuple(ITEMSIZE)
-POPPABLE = 16  # positions that a layer with a window keeps beyond what its next row sees
+POPPABLE = 16  # positions that a layer with a window keeps beyond the window of its next row
 
 
 def num_pages_of(config: KVCacheConfig, layer: LayerSpec) -> int:
-    """Pages of the pool of layers like `layer`: not more than they can ever need."""
+    """`KVCacheConfig.num_pages_of`."""
     if layer.kind == "linear":
         return 0
     if layer.window is None:
         return config.num_pages
-    # What a sequence keeps between steps, wherever in a page it begins, and what a step adds.
+    # Pages that a sequence keeps between steps, for any offset in a page, and pages of a step.
     pages_kept = (layer.window - 1 + POPPABLE + config.page_size - 2) // config.page_size + 1
     batch_size = min(config.max_num_sequences, config.prefill_chunk_size)
     pages_added = (config.prefill_chunk_size - batch_size) // config.page_size + batch_size
@@ -39,11 +39,11 @@ def memory_bytes(config: KVCacheConfig) -> int:
 
 def _memory_bytes_of(config: KVCacheConfig, layers: Sequence[LayerSpec]) -> int:
     num_rows = config.prefill_chunk_size
-    numbers = sum(num_pages_of(config, s) * s.row_width for s in layers)
-    page_pool = numbers * config.page_size * ITEMSIZE[config.kv_dtype]
+    elements_per_slot = sum(num_pages_of(config, s) * s.row_width for s in layers)
+    page_pool = elements_per_slot * config.page_size * ITEMSIZE[config.kv_dtype]
 
-    # Rows of Q, K and V of the widest layer, and the lse of a row, which is float32. MLA layers
-    # need none: their kernels take and give the tensors of the model.
+    # Rows of Q, K and V of the widest layer, and their float32 lse. MLA layers need no workspace:
+    # their kernels read and write the model's tensors.
     mha = [s for s in layers if s.kind in MHA_KINDS]
     q_width = max((s.num_qo_heads * s.qk_head_dim for s in mha), default=0)
     kv_width = max((s.num_kv_heads * s.qk_head_dim for s in mha), default=0)
@@ -56,13 +56,13 @@ def _memory_bytes_of(config: KVCacheConfig, layers: Sequence[LayerSpec]) -> int:
         for s in layers
         if s.kind != "linear"
     }
-    arrays = [2 * num_rows, num_sequences + 1]  # of token trees
+    arrays = [2 * num_rows, num_sequences + 1]  # token trees
     arrays += [num_sequences + 1, num_sequences]
-    arrays += [num_rows, num_rows]  # positions, within sequences and in the text
+    arrays += [num_rows, num_rows]  # positions in sequences, and for RoPE
     for spec in groups.values():
         arrays += [num_sequences + 1, num_pages_of(config, spec)]
         length_rows = 4 if config.sliding_window and spec.window is None else 1
         arrays += [length_rows * num_sequences, num_sequences, num_rows]
-        arrays.append(3 * num_sequences)  # of pages that are copied
-    aux = sum(-(-size // 16) * 64 for size in arrays)  # int32, in steps of 64 bytes
+        arrays.append(3 * num_sequences)  # page copies
+    aux = sum(-(-size // 16) * 64 for size in arrays)  # int32, each aligned to 64 bytes
     return page_pool + workspace + aux

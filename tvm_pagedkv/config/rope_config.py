@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotary position embedding of a cache's layers."""
+"""`RopeConfig`: the rotary position embedding of a cache's layers."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class RopeConfig:
     Parameters
     ----------
     mode : {"none", "normal", "inline"}
-        Rotate nothing; rotate Q and K before K is written; or keep K as it came and rotate Q and K
-        inside the attention kernels.
+        "none" rotates nothing. "normal" rotates Q and K before K is written. "inline" writes K
+        unrotated, and rotates Q and K inside the attention kernels.
     theta : float
-        The base. Mode "none" takes any value, and keeps the default.
+        The base of the frequencies. Mode "none" ignores it.
     scale : float
-        Factor on the position. Mode "none" takes any value, and keeps the default.
+        A factor on the position. Mode "none" ignores it.
     rotary_dim : int, optional
-        Leading dimensions of a head that are rotated (an even number); None for all.
+        Number of leading dimensions of a head that are rotated, an even number; None for all.
     scaling : mapping, optional
-        A Hugging Face ``rope_scaling`` / ``rope_parameters`` dictionary with ``rope_type`` (older
-        files: ``type``) "default", "linear", "llama3", "yarn" or "longrope".
+        A Hugging Face ``rope_scaling`` / ``rope_parameters`` dictionary. Its ``rope_type`` (older
+        files: ``type``) is "default", "linear", "llama3", "yarn" or "longrope".
 
     Raises
     ------
     ValueError, TypeError
-        On values that no kernel can serve; the message names the field.
+        If a value has no kernel; the message names the field.
     """
 
     mode: str = "normal"
@@ -98,5 +98,5 @@ class RopeConfig:
 
     @property
     def scaling_dict(self) -> dict[str, Any]:
-        """The scaling as a dictionary, empty where there is none."""
+        """The scaling as a dictionary, which is empty if there is none."""
         return dict(self.scaling or ())

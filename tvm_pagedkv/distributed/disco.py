@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disco sessions on CPUs: several workers that run a model together, and how they talk.
+"""Disco sessions on CPUs: workers that run a model together, and their collective operations.
 
-Disco has no collective operations for CPUs. Here every worker is joined with every other one by a
-socket, and the names under which Disco looks for such operations are served: `allreduce`,
-`allgather` and `broadcast_from_worker0` within the worker's group, and `send_to_next_group` and
-`recv_from_prev_group`, which pass activations on between pipeline stages. Models call them as
-``tvm.relax.op.ccl`` does.
+Disco has no collectives for CPUs. Here a socket connects every pair of workers, and this module
+registers the functions that Disco looks up by name: `allreduce`, `allgather` and
+`broadcast_from_worker0` within a worker's group, and `send_to_next_group` and
+`recv_from_prev_group`, which pass activations between pipeline stages. Models call them through
+``tvm.relax.op.ccl``.
 
-Workers are threads or processes of one machine. Each makes its own cache, of its pipeline stage
-(`KVCacheConfig.layer_indptr`) and of its share of the heads.
+Workers are threads or processes of one machine. Each has its own cache, with the layers of its
+pipeline stage (`KVCacheConfig.layer_indptr`) and its share of the heads.
 
-A session ends when nothing refers to it or to what its workers hold. apache-tvm 0.27 then waits for
-its threads while Python stands still, and a reference that goes after `Session.shutdown` ends the
-process, for it is told to a worker that has gone. So workers are given no object that only Python
-could free, what Python has for a worker is kept here and goes with `forget`, and nothing here calls
-`shutdown`.
+A session ends when nothing refers to it or to an object of its workers. apache-tvm 0.27 then joins
+its threads while it holds Python's lock; and if a reference is dropped after `Session.shutdown`,
+Disco notifies a worker that no longer exists, which ends the process. So workers get no objects
+that only Python can free, the Python state of a worker is kept here until `forget`, and nothing
+here calls `shutdown`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ import tvm_ffi
 
 _CONNECT_TIMEOUT_S = 120.0
 _LENGTH_BYTES = 4
-# What Disco's numbers for reductions mean.
+# Disco's reductions, by number.
 _REDUCTIONS = (np.add, np.multiply, np.minimum, np.maximum, np.add)
 _AVERAGE = 4
 
 
 def load_disco():
-    """The module ``tvm.runtime.disco``, which apache-tvm 0.27 leaves out when it is imported."""
+    """Return the module ``tvm.runtime.disco``, which apache-tvm 0.27 does not import by itself."""
     disco = importlib.import_module("tvm.runtime.disco")
     functions = importlib.import_module("tvm.runtime.disco._ffi_api")
     if not hasattr(functions, "SessionThreaded"):
@@ -54,18 +54,23 @@ def load_disco():
 
 
 def threaded_session(num_workers: int, num_groups: int = 1):
-    """A Disco session whose workers are threads of this process.
+    """Start a Disco session whose workers are threads of this process.
 
     Parameters
     ----------
     num_workers : int
         A multiple of `num_groups`.
     num_groups : int
-        Pipeline stages; workers of one group are those of one stage, with consecutive ids.
+        Number of pipeline stages. The workers of a stage have consecutive ids.
 
     Returns
     -------
     tvm.runtime.disco.ThreadedSession
+
+    Raises
+    ------
+    ValueError
+        If the numbers do not fit.
     """
     _check_sizes(num_workers, num_groups)
     session = load_disco().ThreadedSession(num_workers, num_groups)
@@ -73,7 +78,10 @@ def threaded_session(num_workers: int, num_groups: int = 1):
 
 
 def process_session(num_workers: int, num_groups: int = 1):
-    """As `threaded_session`, but each worker except the first is a process of its own."""
+    """Start a Disco session whose workers, except the first, are processes.
+
+    Parameters and errors are those of `threaded_session`.
+    """
     _check_sizes(num_workers, num_groups)
     entry = "tvm_pagedkv.distributed.disco_worker"
     session = load_disco().ProcessSession(num_workers, num_groups, entry)
@@ -89,7 +97,7 @@ def _check_sizes(num_workers: int, num_groups: int) -> None:
 
 
 def _connected(session, num_workers: int, num_groups: int):
-    """Let the workers of a new session find each other in a folder that nobody else knows."""
+    """Connect the workers of a new session, which meet in a private folder."""
     folder = tempfile.mkdtemp(prefix="pagedkv-")
     try:
         session.get_global_func("tvm_pagedkv.disco.connect")(folder, num_workers, num_groups)
@@ -100,34 +108,36 @@ def _connected(session, num_workers: int, num_groups: int):
 
 
 def forget(session) -> None:
-    """Let the workers drop what they keep in Python: their sockets, and `Worker.state`.
+    """Drop the Python state of the workers: their sockets and `Worker.state`.
 
-    They end when the last reference to `session` or to what its workers hold goes, whenever that
-    is. In the meantime they cannot work together any more.
+    After this the workers cannot communicate. They end with the last reference to `session` or to
+    an object of its workers.
     """
     session.get_global_func("tvm_pagedkv.disco.forget")()
     session._sync_all()
-    for kept in ("_cache", "_import_python_module"):  # functions that refer to the session
+    for kept in ("_cache", "_import_python_module"):  # these refer to the session
         if hasattr(session, kept):
             delattr(session, kept)
 
 
 def stage_function(session, module, name: str):
-    """One function for all workers that does on each what its pipeline stage has to do.
+    """Return a function that runs on every worker the function of its pipeline stage.
 
     Parameters
     ----------
-    session : of this module, with a group for each stage
-    module : DRef of a Relax VM, as `Session.load_vm_module` returns it
+    session : tvm.runtime.disco.Session
+        A session of this module with one group per stage.
+    module : DRef of a Relax VM
+        The result of `Session.load_vm_module`.
     name : str
-        The module has a function ``{name}_{stage}`` for each stage, whose first argument is a
-        tensor and whose result is one of the same shape and type.
+        The module has a function ``{name}_{stage}`` for each stage. Its first argument is a tensor,
+        and its result is a tensor of the same shape and dtype.
 
     Returns
     -------
-    Callable
-        Takes the input of the first stage; the other stages take their input from the one before
-        them. The result is what each stage gives; on the workers of the last one, of the model.
+    callable
+        Takes the input of the first stage; each later stage receives the result of the stage before
+        it. Returns a DRef to the result of each stage: on the last stage, the model's result.
     """
     return functools.partial(session.get_global_func("tvm_pagedkv.disco.run_stage"), module, name)
 
@@ -136,7 +146,7 @@ def stage_function(session, module, name: str):
 
 
 class Worker:
-    """One worker: who it is, its sockets by the ids of the others, and what a model keeps in it."""
+    """A worker: its rank, its sockets by the rank of the other worker, and the model's state."""
 
     def __init__(self, rank: int, num_workers: int, num_groups: int):
         self.rank, self.group_size = rank, num_workers // num_groups
@@ -146,16 +156,16 @@ class Worker:
 
     @property
     def shard(self) -> int:
-        """Its number within its group."""
+        """The worker's rank within its group."""
         return self.rank % self.group_size
 
     @property
     def members(self) -> range:
-        """Workers of this one's group."""
+        """The ranks of the workers of this worker's group."""
         return range(self.group * self.group_size, (self.group + 1) * self.group_size)
 
     def connect(self, folder: Path, num_workers: int) -> None:
-        """Meet every other worker: those with higher ids call those with lower ones."""
+        """Connect to every other worker; the one with the higher rank dials."""
         with socket.socket(socket.AF_UNIX) as listener:
             listener.settimeout(_CONNECT_TIMEOUT_S)
             listener.bind(str(folder / f"{self.rank}.new"))
@@ -169,18 +179,18 @@ class Worker:
                 self.sockets[int.from_bytes(_receive(peer, _LENGTH_BYTES), "little")] = peer
 
     def close(self) -> None:
-        """Leave the others, whose waiting for this worker then fails."""
+        """Close all sockets; workers that wait for this one then fail."""
         for peer in self.sockets.values():
             peer.close()
 
     def send_on(self, value) -> None:
-        """Send a tensor to the worker with the same number in the next group."""
+        """Send a tensor to the worker with the same shard in the next group."""
         if self.group + 1 == self.num_groups:
             raise ValueError(f"worker {self.rank} is of the last group: there is none to send to")
         self.send(self.rank + self.group_size, value.numpy())
 
     def receive_into(self, target) -> None:
-        """Fill a tensor with what the worker of the group before this one sends on."""
+        """Fill a tensor with what the same shard of the previous group sends."""
         if self.group == 0:
             raise ValueError(f"worker {self.rank} is of the first group: nobody sends to it")
         received = _receive(
@@ -193,11 +203,11 @@ class Worker:
             _host(target).reshape(-1).view(np.uint8)[:] = received
 
     def send(self, to: int, array: np.ndarray) -> None:
-        """Send the numbers of an array to another worker."""
+        """Send the elements of an array to another worker."""
         self.sockets[to].sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def receive(self, sender: int, like: np.ndarray) -> np.ndarray:
-        """An array of the shape and type of `like` from another worker."""
+        """Receive an array with the shape and dtype of `like` from another worker."""
         data = _receive(self.sockets[sender], like.nbytes)
         return np.frombuffer(data, like.dtype).reshape(like.shape)
 
@@ -225,18 +235,18 @@ def _receive(peer: socket.socket, num_bytes: int) -> bytearray:
     return data
 
 
-# A worker is a thread, but Python forgets thread-local values between the calls of one that it
-# did not start: so by the thread's id.
+# By thread id: Python drops thread-local values between the calls of a thread that it did not
+# start.
 _workers: dict[int, Worker] = {}
 
 
 def current_worker() -> Worker:
-    """The worker that this thread is.
+    """Return the worker that runs in this thread.
 
     Raises
     ------
     RuntimeError
-        When it is none of a session made by this module.
+        If the thread is not a worker of a session of this module.
     """
     try:
         return _workers[threading.get_ident()]
@@ -247,7 +257,7 @@ def current_worker() -> Worker:
 
 
 def _host(tensor) -> np.ndarray:
-    """A NumPy array on the memory of a CPU tensor."""
+    """View a CPU tensor as a NumPy array."""
     if str(tensor.dtype) == "bfloat16":
         raise TypeError("collectives on CPUs take no bfloat16; convert to float32")
     return np.from_dlpack(tensor)
@@ -261,7 +271,7 @@ def _connect(folder: str, num_workers: int, num_groups: int) -> None:
 
 
 def _allreduce(send, reduction: int, in_group: bool, receive) -> None:
-    """The first worker of a group takes all parts in the order of their ids: all get one result."""
+    """Reduce on the first worker, in order of rank, so that all workers get identical results."""
     peers, value = current_worker(), _host(send)
     members = peers.members if in_group else range(len(peers.sockets) + 1)
     first = members[0]
@@ -283,7 +293,7 @@ def _allgather(send, in_group: bool, receive) -> None:
     peers, value = current_worker(), _host(send)
     members = peers.members if in_group else range(len(peers.sockets) + 1)
     parts = _host(receive).reshape(len(members), *value.shape)
-    # By rounds of one speaker, so that nobody waits for a reader that waits to be read.
+    # One worker sends at a time, so that no two workers block on sends to each other.
     for index, speaker in enumerate(members):
         if speaker == peers.rank:
             parts[index] = value
@@ -328,7 +338,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tvm_pagedkv.disco.connect": _connect,
     "tvm_pagedkv.disco.forget": _forget,
     "tvm_pagedkv.disco.run_stage": _run_stage,
-    # Disco puts the name of its library of collectives between the dots; on CPUs it has none.
+    # Disco puts the name of its collectives library between the dots; on CPUs it is empty.
     "runtime.disco..allreduce": _allreduce,
     "runtime.disco..allgather": _allgather,
     "runtime.disco..broadcast_from_worker0": _broadcast_from_worker0,

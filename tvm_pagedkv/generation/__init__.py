@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batched text generation over the cache: sampling, drafts, prompts computed elsewhere."""
+"""Batched text generation: sampling, speculative decoding, disaggregated prefill."""
 
 from .disaggregated import RemotePrefill, serve_prefill
 from .engine import generate

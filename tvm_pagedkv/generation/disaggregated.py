@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts computed in one process, continued in another: both ends for `generation.generate`."""
+"""Disaggregated prefill for `generate`: one process computes prompts, another continues them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,23 @@ _log = logging.getLogger("tvm_pagedkv.disaggregated")
 
 
 class RemotePrefill:
-    """The end that continues: asks the other end, a `serve_prefill`, for prompts.
+    """The decoding end: requests prompts from a `serve_prefill` at the other end.
+
+    A context manager that closes the channel.
 
     Parameters
     ----------
     cache : KVCache
     channel : Channel
     timeout : float
-        Seconds that a prompt may take.
+        Time limit of a prompt, in seconds.
+
+    Raises
+    ------
+    ValueError
+        If the layouts of the two caches differ.
+    TransferError
+        If the other end does not answer.
     """
 
     def __init__(self, cache: KVCache, channel: Channel, timeout: float = 120.0) -> None:
@@ -43,16 +52,24 @@ class RemotePrefill:
         self._receiver.connect()
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[np.ndarray]:
-        """Fill sequences, each empty, with the prompts ``(seq_id, tokens)``.
+        """Append prompts to sequences.
+
+        Parameters
+        ----------
+        prompts : sequence of (seq_id, tokens)
+            Empty sequences of the cache, and the tokens of each.
 
         Returns
         -------
-        float32 ``[vocab_size]`` each: logits after the prompt's last token
+        list of float32 ``[vocab_size]``
+            The logits after the last token of each prompt.
 
         Raises
         ------
         TransferError
-            The sequences are as they were before.
+            If a transfer fails. All sequences are as they were before.
+        CacheFullError
+            If too few pages are available.
         """
         tickets = []
         try:
@@ -69,7 +86,7 @@ class RemotePrefill:
             raise
 
     def close(self) -> None:
-        """Let the other end go. May be called again."""
+        """Close the channel. Repeated calls do nothing."""
         self._receiver.close()
 
     def __enter__(self) -> RemotePrefill:
@@ -87,29 +104,31 @@ def serve_prefill(
     prefill_chunk_size: int = 512,
     timeout: float = 120.0,
 ) -> int:
-    """Compute prompts for the other end until it closes the channel.
+    """Compute prompts for a `RemotePrefill` until it closes the channel.
 
-    Each chunk is sent as soon as it is computed, while the next one is. The other end may take as
-    long as it likes between its requests; a request that makes no sense is answered with an error.
+    Each chunk is sent while the next one is computed. There is no time limit between requests. An
+    invalid request is answered with an error.
 
     Parameters
     ----------
+    model : DecoderModel
+    channel : Channel
     max_total_tokens, prefill_chunk_size : int
-        Of the cache of this end; a longer prompt is refused.
+        Capacities of this end's cache. A longer prompt is refused.
     timeout : float
-        Seconds to wait for the other end's hello, and for its answers while it receives a prompt.
+        Time limit of the other end's hello, and of its answers during a transfer, in seconds.
 
     Returns
     -------
     int
-        Prompts that were computed.
+        Number of prompts that were computed.
 
     Raises
     ------
     TransferError
-        If the other end does not say hello in time, or sends what cannot be read.
+        If the other end does not say hello in time, or sends invalid messages.
     ValueError
-        If its cache does not fit.
+        If the layouts of the two caches differ.
     """
     cache = model.create_cache(4, max_total_tokens, prefill_chunk_size, enable_kv_transfer=True)
     num_served = 0
@@ -125,7 +144,7 @@ def serve_prefill(
 
 
 def _next_request(sender: Sender) -> Request:
-    """The next request, however long the other end takes."""
+    """Wait for the next request without a time limit."""
     while True:
         try:
             return sender.next_request()
@@ -135,7 +154,7 @@ def _next_request(sender: Sender) -> Request:
 
 
 def _answer(model: DecoderModel, sender: Sender, request: Request, seq_id: int, chunk: int) -> bool:
-    """Compute one prompt, or say why not; only the end of the connection is an error."""
+    """Answer one request; return whether its prompt was computed. Raise only if disconnected."""
     try:
         _serve(model, sender, request, seq_id, chunk)
         return True

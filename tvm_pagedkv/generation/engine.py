@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batched sampling: prompts in, a stream of events out.
+"""Batched generation: prompts in, a stream of events out.
 
-Prompts wait until their pages are surely enough, are prefilled in chunks, and are forked for
-further continuations; all running continuations then advance by one token a step, or by those that
-were drafted and are right.
+A prompt is admitted when enough pages are guaranteed to it and its continuations. It is prefilled
+in chunks and forked for each continuation. Then all running continuations advance together, by one
+token per step or by the accepted tokens of their drafts.
 """
 
 from __future__ import annotations
@@ -58,37 +58,40 @@ def generate(
 
     Parameters
     ----------
-    model : DecoderModel
+    model : DecoderModel or ParallelModel
     prompts : sequence of str or of token ids
     params : SamplingParams, optional
     max_total_tokens : int, optional
-        Capacity of the cache; None: room for all that can run at a time.
+        Capacity of the cache; None: enough for the largest possible batch.
     prefill_chunk_size : int
-        Most rows of a prefill step; longer prompts take several.
+        Maximum number of rows of a prefill step. Longer prompts take several steps.
     max_num_sequences : int
-        Continuations that run at a time, at least `params.n`.
+        Maximum number of continuations that run at a time; it is raised to `params.n`.
     window : Window, optional
-        Of every text; the model must have been loaded with ``sliding_window``. Prompts and
-        continuations may then be longer than the model's context.
+        Sliding window of every text, which may then be longer than the model's context. The model
+        must have been loaded with ``sliding_window``.
     speculative : int
-        Most tokens that a step drafts for a continuation and verifies; 0: none. The text is the
-        same, but where tokens are as good as equally likely: kernels for one row and for several
-        round differently.
+        Maximum number of tokens that a step drafts per continuation and verifies; 0: none. The text
+        is the same, except that near-ties may resolve differently, because kernels for one row and
+        for several rows round differently.
     at_fullest : callable, optional
-        Called with the cache each time that more pages are in use than ever before.
+        Called with the cache whenever more pages are in use than before.
     kv_transfer_channel : Channel, optional
-        Leads to a `disaggregated.serve_prefill`, which computes the prompts; it is closed at the
-        end. None: they are computed here.
+        A channel to `serve_prefill`, which computes the prompts. It is closed at the end. None: the
+        prompts are computed here.
 
     Yields
     ------
-    TextEvent, FinishedEvent, and at last one Statistics
+    TextEvent, FinishedEvent
+        As tokens are generated.
+    Statistics
+        The last event.
 
     Raises
     ------
     ValueError
-        Before anything is computed: for an empty prompt, one that is longer than the model's
-        context, or one that does not fit into the cache with its continuations.
+        If a prompt is empty, longer than the model's context, or too long for the cache with its
+        continuations, or if arguments do not go together. It is raised before any computation.
     """
     settings = _Settings(
         max_total_tokens,
@@ -116,7 +119,7 @@ class _Settings:
     kv_transfer_channel: Channel | None
 
     def check(self, model: DecoderModel) -> None:
-        """Refuse settings that do not go together, or not with the model."""
+        """Raise a ValueError if settings do not go together or do not suit the model."""
         if self.window is not None:
             self.window.check(model)
             if self.speculative:
@@ -182,7 +185,7 @@ class _Run:
         self.next_id = 0
 
     def events(self) -> Iterator[TextEvent | FinishedEvent | Statistics]:
-        """Run to the end."""
+        """Run all prompts to the end."""
         try:
             while self.waiting or self.running:
                 started, logits = self._admit()
@@ -196,7 +199,7 @@ class _Run:
                 self.remote.close()
 
     def _has_long_texts(self, kv_transfer_channel: Channel | None) -> bool:
-        """Whether a text may end beyond the length up to which longrope has its short factors."""
+        """Return whether a text may exceed the length up to which longrope uses short factors."""
         limit = self.model.config.short_text
         if limit is None or all(
             len(p) + self.budget.max_new_tokens(p) <= limit for p in self.prompts
@@ -213,7 +216,7 @@ class _Run:
     # --- steps ----------------------------------------------------------------------------------
 
     def _admit(self) -> tuple[list[_Continuation], list[np.ndarray]]:
-        """Start all waiting prompts that fit: prefill each once, then fork."""
+        """Admit the waiting prompts that fit: prefill each once, then fork its continuations."""
         batch: list[tuple[int, int]] = []
         while self.waiting:
             need = self.budget.pages_of_prompt(self.prompts[self.waiting[0]])
@@ -253,7 +256,7 @@ class _Run:
             self.cache.enable_sliding_window(seq_id, self.window.size, self.window.sinks)
 
     def _prefill(self, batch: list[tuple[int, int]]) -> dict[int, np.ndarray]:
-        """Append the prompts in steps of at most `chunk` rows; logits after each prompt's last."""
+        """Append prompts in steps of at most `chunk` rows; return the last logits of each."""
         start = time.perf_counter()
         if self.remote is not None:
             rows = self.remote.prefill([(seq_id, self.prompts[i]) for i, seq_id in batch])
@@ -283,7 +286,7 @@ class _Run:
         return logits
 
     def _decode(self) -> Iterator[TextEvent | FinishedEvent]:
-        """Advance all that run, by one token or by those of their drafts that are right."""
+        """Advance all running continuations, by one token or by the accepted tokens of drafts."""
         start = time.perf_counter()
         running = list(self.running)
         self.statistics.decode_bytes += self.work.num_bytes(*self._positions_read())
@@ -311,10 +314,13 @@ class _Run:
             self.statistics.decode_seconds += time.perf_counter() - start
 
     def _positions_read(self) -> tuple[int, list[int]]:
-        """Positions that the next step reads, those of a shared prompt once; and of each text."""
+        """Return the positions that the next step reads, in total and of each text.
+
+        The total counts the positions of a shared prompt once.
+        """
         prompts = {c.prompt: len(self.prompts[c.prompt]) for c in self.running}
         lengths = [prompts[c.prompt] + len(c.tokens) for c in self.running]
-        if self.window is not None:  # which have pages of their own
+        if self.window is not None:  # windows do not share pages
             lengths = [min(length, self.window.size) for length in lengths]
             return sum(lengths), lengths
         return sum(prompts.values()) + sum(len(c.tokens) for c in self.running), lengths
@@ -322,14 +328,14 @@ class _Run:
     def _draft(self, c: _Continuation) -> Draft:
         if c.lookup is None:
             return Draft(c.tokens[-1:])
-        # The last token of a continuation is chosen by its predecessor's logits.
+        # The last token of a continuation needs no row: its predecessor's logits decide it.
         room = self.budget.max_new_tokens(self.prompts[c.prompt]) - len(c.tokens) - 1
         return c.lookup.draft(self.max_drafts, room)
 
     def _follow(
         self, c: _Continuation, draft: Draft, logits: np.ndarray
     ) -> Generator[TextEvent | FinishedEvent, None, int]:
-        """Choose tokens as long as they were drafted, and one more; the last node among them."""
+        """Sample along the draft until a token differs; return the last accepted node."""
         node = 0
         while True:
             token = yield from self._advance(c, logits[node])
@@ -347,7 +353,7 @@ class _Run:
     def _advance(
         self, c: _Continuation, logits: np.ndarray
     ) -> Generator[TextEvent | FinishedEvent, None, int]:
-        """Choose the next token of a continuation, and return it."""
+        """Sample the next token of a continuation, yield its events, and return it."""
         token = sample(logits, self.params, c.random)
         reason = None
         if token in self.model.config.eos_token_ids:

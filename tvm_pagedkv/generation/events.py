@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `generation.generate` yields."""
+"""The events that `generate` yields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TextEvent:
-    """A continuation has grown: `text` is what `token` added, empty within a character."""
+    """A continuation has grown by a token.
+
+    Attributes
+    ----------
+    prompt, continuation : int
+        Index of the prompt, and of the continuation among those of the prompt.
+    token : int
+    text : str
+        The text that the token adds; empty if it ends within a character.
+    """
 
     prompt: int
     continuation: int
@@ -18,7 +27,16 @@ class TextEvent:
 
 @dataclass(frozen=True)
 class FinishedEvent:
-    """A continuation has ended: `reason` is "eos" or "length"."""
+    """A continuation has ended.
+
+    Attributes
+    ----------
+    prompt, continuation : int
+        Index of the prompt, and of the continuation among those of the prompt.
+    tokens : tuple of int
+    text : str
+    reason : {"eos", "length"}
+    """
 
     prompt: int
     continuation: int
@@ -29,18 +47,18 @@ class FinishedEvent:
 
 @dataclass
 class Statistics:
-    """What a run took. The last event of `generate`."""
+    """Counts and times of a run: the last event of `generate`."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
-    prefill_flops: int = 0  # 0 where another process has done it
+    prefill_flops: int = 0  # 0 if another process computed the prompts
     decode_tokens: int = 0
     decode_seconds: float = 0.0
-    decode_bytes: int = 0  # of weights, K and V; K and V of a common prompt once a step
+    decode_bytes: int = 0  # weights, K and V read; a shared prompt counts once per step
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     pages_total: int = 0
-    pages_used: int = 0  # at the fullest moment
-    pages_shared: int = 0  # of these, pages with more than one owner
+    pages_used: int = 0  # maximum of the run
+    pages_shared: int = 0  # pages of these with several owners
     page_size: int = 0
     cache_bytes: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `generate` is told: how tokens are drawn, and what is kept of a text."""
+"""Parameters of `generate`, prompt encoding, and sampling of a token."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ class SamplingParams:
     Parameters
     ----------
     n : int
-        Continuations of each prompt.
+        Number of continuations per prompt.
     temperature : float
         0 takes the most likely token.
     top_p : float
-        Sample among the most likely tokens whose probabilities add up to this.
+        Sample from the smallest set of most likely tokens with at least this total probability.
     max_tokens : int
-        Most tokens of a continuation.
+        Maximum number of tokens of a continuation.
     seed : int
-        Continuation i of any prompt draws from a generator made from (seed, i), so a result does
-        not depend on what else is in the batch.
+        Continuation i of any prompt uses a random generator seeded with (seed, i), so its result
+        does not depend on the rest of the batch.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a value is out of range; the message names the field.
     """
 
     n: int = 1
@@ -49,14 +54,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Window:
-    """What is kept of a text, whatever its length.
+    """A sliding window with attention sinks, for texts of any length.
 
     Parameters
     ----------
     size : int
-        Tokens that are kept, less than the model's context.
+        Number of tokens to keep, less than the model's context.
     sinks : int
-        Of these, the first ones of the text; the others are the last ones.
+        Number of these that are the first tokens of the text; the others are the most recent ones.
     """
 
     size: int
@@ -72,7 +77,7 @@ class Window:
             )
 
     def check(self, model: DecoderModel) -> None:
-        """Refuse a window that the model cannot have."""
+        """Raise a ValueError if the model cannot use the window."""
         if not model.options.sliding_window:
             raise ValueError("load the model with sliding_window=True to give texts a window")
         if self.size >= model.config.context_length:
@@ -85,7 +90,7 @@ class Window:
 def encode_prompt(
     model: DecoderModel, index: int, prompt: str | Sequence[int], fits_context: bool
 ) -> list[int]:
-    """Tokens of a prompt, or a ValueError that says what is wrong with it."""
+    """Return the token ids of a prompt; raise a ValueError if it is invalid."""
     if isinstance(prompt, str):
         tokens = model.tokenizer.encode(prompt).ids if prompt else []
     else:
@@ -102,19 +107,24 @@ def encode_prompt(
 
 
 def sample(logits: np.ndarray, params: SamplingParams, random: np.random.Generator) -> int:
-    """Draw a token.
+    """Sample a token.
 
     Parameters
     ----------
-    logits : float32 [vocab_size]
-        Those of -inf are never drawn.
+    logits : float32 ``[vocab_size]``
+        Tokens with a logit of -inf are never sampled.
     params : SamplingParams
     random : numpy.random.Generator
+
+    Returns
+    -------
+    int
+        The token id.
 
     Raises
     ------
     ValueError
-        For logits with NaN or +inf, and where none is finite.
+        If a logit is NaN or +inf, or all are -inf.
     """
     if logits.ndim != 1 or not len(logits):
         raise ValueError(f"logits must have shape [vocab_size], got {list(logits.shape)}")
@@ -129,7 +139,7 @@ def sample(logits: np.ndarray, params: SamplingParams, random: np.random.Generat
         weights = np.exp((logits.astype("float64") - top) / params.temperature)
     weights /= weights.sum()
     if params.top_p < 1:
-        # All tokens below this bound together miss the nucleus, so they need not be sorted.
+        # Tokens below this bound cannot be in the nucleus, so they are not sorted.
         likely = np.flatnonzero(weights >= (1 - params.top_p) / len(weights))
         order = likely[np.argsort(-weights[likely], kind="stable")]
         count = int(np.searchsorted(np.cumsum(weights[order]), params.top_p)) + 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts by prompt lookup: what followed where the text read before as it does at its end now.
+"""Drafts by prompt lookup: tokens that followed earlier occurrences of the text's last n-gram.
 
-Several such continuations are merged into a token tree, which the model verifies in one step.
+Several such continuations form a token tree, which the model verifies in one step.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MATCH_LENGTHS = (8, 4, 2)  # of the n-grams that are looked up, longest first
-LONGEST_MATCH = 16  # more tokens that agree tell no more
+MATCH_LENGTHS = (8, 4, 2)  # lengths of the n-grams to look up, longest first
+LONGEST_MATCH = 16  # longer matches do not predict better
 NUM_MATCHES = 6
-LEAST_CHANCE = 0.2  # of a draft that is worth its row in the step
+MIN_CHANCE = 0.2  # minimum probability of a draft that is worth a row of the step
 
 
 class HitRates:
-    """How often the token after a match was the right one, by the length of the match."""
+    """The rate at which the token after a match was right, by the length of the match."""
 
     def __init__(self) -> None:
         self._hits, self._tries = ([n] * (LONGEST_MATCH + 1) for n in (1, 2))
@@ -27,7 +27,7 @@ class HitRates:
         return self._hits[length] / self._tries[length]
 
     def record(self, length: int, is_hit: bool) -> None:
-        """Learn from a token that has become known."""
+        """Record whether a predicted token was right."""
         length = min(length, LONGEST_MATCH)
         self._hits[length] += is_hit
         self._tries[length] += 1
@@ -35,15 +35,15 @@ class HitRates:
 
 @dataclass
 class Draft:
-    """A token tree; its root is the last token of the text, which the cache does not hold yet.
+    """A token tree whose root is the last token of the text, which the cache does not hold yet.
 
     Parameters
     ----------
     tokens, parents : list of int
-        Of each node; parents before their children, -1 for the root.
+        Token and parent of each node. Parents precede their children; the root has -1.
     guesses : dict of int to (int, int)
-        By node, the token that was most likely to follow, drafted or not, and the length of the
-        match that said so.
+        For each node, the token that most likely follows, drafted or not, and the length of the
+        match that predicts it.
     """
 
     tokens: list[int]
@@ -51,7 +51,7 @@ class Draft:
     guesses: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def child(self, node: int, token: int) -> int | None:
-        """The node of `token` below `node`, if it was drafted."""
+        """Return the child of `node` with this token, or None."""
         for child in range(node + 1, len(self.tokens)):
             if self.parents[child] == node and self.tokens[child] == token:
                 return child
@@ -59,14 +59,14 @@ class Draft:
 
 
 class PromptLookup:
-    """The text of one continuation, and where its n-grams are.
+    """The text of one continuation, with an index of its n-grams.
 
     Parameters
     ----------
     tokens : sequence of int
         The text so far.
     rates : HitRates
-        May be shared by the texts of a run.
+        Can be shared by the texts of a run.
     """
 
     def __init__(self, tokens: Sequence[int], rates: HitRates):
@@ -79,16 +79,20 @@ class PromptLookup:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Let the text grow."""
+        """Append a token to the text."""
         self.tokens.append(token)
         for length, after in self._after.items():
             if len(self.tokens) >= length:
                 after[tuple(self.tokens[-length:])].append(len(self.tokens))
 
     def matches(self) -> list[tuple[int, int]]:
-        """Where the text read as at its end: (tokens that agree, position after them), best first.
+        """Return earlier occurrences of the end of the text, best first.
 
-        A longer match is better, then a later one.
+        Returns
+        -------
+        list of (length, position)
+            Number of matching tokens, and the position after them. Longer matches come first, then
+            later ones.
         """
         found: dict[int, int] = {}
         for length, after in self._after.items():
@@ -108,29 +112,29 @@ class PromptLookup:
         return length
 
     def draft(self, max_nodes: int, max_depth: int) -> Draft:
-        """The most probable continuations, as a token tree.
+        """Return the most probable continuations as a token tree.
 
         Parameters
         ----------
         max_nodes : int
-            Most drafted tokens.
+            Maximum number of drafted tokens.
         max_depth : int
-            Most tokens of a path.
+            Maximum number of drafted tokens on a path.
         """
         end = len(self.tokens)
         tree = Draft([self.tokens[-1]])
-        chances, rest = [1.0], [1.0]  # of a node; and that none of its children so far comes next
+        chances, rest = [1.0], [1.0]  # of a node; of none of its children so far
         children: list[dict[int, int]] = [{}]
         for length, position in self.matches():
             node, period = 0, end - position
             for depth in range(max_depth):
-                # Where the text ends, it goes on as it does from there.
+                # Beyond the end of the text, assume that it repeats.
                 token = self.tokens[position + depth % period]
                 tree.guesses.setdefault(node, (token, length + depth))
                 child = children[node].get(token)
                 if child is None:
                     chance = rest[node] * self.rates[length + depth]
-                    if chance < LEAST_CHANCE:
+                    if chance < MIN_CHANCE:
                         break
                     rest[node] -= chance
                     child = children[node][token] = len(tree.tokens)
@@ -143,14 +147,14 @@ class PromptLookup:
         return _most_probable(tree, chances, max_nodes)
 
     def record(self, draft: Draft, node: int, token: int) -> None:
-        """Learn from the token that has followed a node of a draft."""
+        """Record the token that followed a node of a draft."""
         if node in draft.guesses:
             guess, length = draft.guesses[node]
             self.rates.record(length, guess == token)
 
 
 def _most_probable(tree: Draft, chances: list[float], max_nodes: int) -> Draft:
-    """Keep the root and as many nodes; no node is more probable than its parent."""
+    """Keep the root and the `max_nodes` most probable nodes, which form a tree."""
     ranked = sorted(range(len(chances)), key=lambda node: -chances[node])
     kept = sorted(ranked[: max_nodes + 1])
     index = {node: i for i, node in enumerate(kept)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine can do, measured with kernels of the same compiler and thread pool."""
+"""Limits of the machine, measured with kernels of the same compiler and thread pool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .huge_pages import huge_zeros
 
 _SOURCES = (Path(__file__), Path(tir_kernels.__file__).parent)
 READ_BYTES = 2**28
-REGISTERS = 12  # of the FMA loop: enough to hide the latency
+REGISTERS = 12  # accumulators of the FMA loop: enough to hide its latency
 FMA_STEPS = 200_000
 
 
@@ -69,9 +69,14 @@ def _compile(functions: dict, target: tvm.target.Target):
 
 
 class Limits:
-    """Sequential read bandwidth and FMA peak of all threads; keeps the times of every read.
+    """Measures the sequential read bandwidth and the FMA peak of all threads together.
 
-    Also the peak of the dot product of bfloat16 pairs, where the CPU has it.
+    On CPUs with a dot product of bfloat16 pairs, it measures the peak of that as well.
+
+    Attributes
+    ----------
+    read_times : list of float
+        Seconds of every `read`, scaled to `READ_BYTES`.
     """
 
     def __init__(self):
@@ -117,30 +122,30 @@ class Limits:
         self.read_times: list[float] = []
 
     def read(self) -> float:
-        """Read `read_bytes`, which also flushes the caches; bytes per second."""
+        """Read `read_bytes`, which also flushes the CPU caches; return bytes per second."""
         start = time.perf_counter()
         self._read(self._source, self._sink)
         self.read_times.append((time.perf_counter() - start) * READ_BYTES / self.read_bytes)
         return READ_BYTES / self.read_times[-1]
 
     def fma(self) -> float:
-        """Seconds per GFLOP."""
+        """Return seconds per GFLOP of float32 FMA."""
         start = time.perf_counter()
         self._fma(self._sink)
         return (time.perf_counter() - start) * 1e9 / self.fma_flops
 
     def dot(self) -> float:
-        """Seconds per GFLOP of the dot product of bfloat16 pairs."""
+        """Return seconds per GFLOP of the dot product of bfloat16 pairs."""
         start = time.perf_counter()
         self._dot(self._sink, self._words)
         return (time.perf_counter() - start) * 1e9 / (2 * self.fma_flops)
 
     @property
     def read_bandwidth(self) -> float:
-        """Bytes per second of the fastest read."""
+        """The bandwidth of the fastest read, in bytes per second."""
         return READ_BYTES / min(self.read_times)
 
     def peak(self, dtype: str) -> float:
-        """Most flops per second of products of `dtype`, of five measurements."""
+        """Return the peak flops per second for `dtype`: the maximum of five measurements."""
         measure = self.dot if dtype == "bfloat16" and self.has_dot else self.fma
         return 1e9 / min(measure() for _ in range(5))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders from Hugging Face directories: Llama, Qwen, Gemma, Phi, OLMo."""
+"""Dense decoders from Hugging Face directories: Llama, Mistral, Qwen, Gemma, Phi, OLMo."""
 
 from .chat import encode_chat
 from .config import DecoderConfig
@@ -9,7 +9,7 @@ from .parallel import ParallelModel
 from .tokens import check_tokens
 from .work import Work
 
-# Their names while Llama was the only family.
+# Former names, from when Llama was the only family.
 LlamaConfig, LlamaModel, ParallelLlama = DecoderConfig, DecoderModel, ParallelModel
 
 __all__ = [

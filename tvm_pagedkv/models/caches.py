@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caches of a model: their layers, and their kernels, which all of them share."""
+"""Creation of a model's caches, which share their kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .options import BuildOptions
 
 
 class Caches:
-    """Makes caches for a model, or for a worker's layers and heads of it.
+    """Makes caches for a model, or for the layers and heads of a worker.
 
     Parameters
     ----------
@@ -37,15 +37,15 @@ class Caches:
         enable_kv_transfer: bool = False,
         long_texts: bool = False,
     ) -> KVCache:
-        """An empty cache.
+        """Make an empty cache.
 
         Parameters
         ----------
         capacities : (max_num_sequences, max_total_tokens, prefill_chunk_size)
         enable_kv_transfer : bool
-            As that of `KVCacheConfig`.
+            As for `KVCacheConfig`.
         long_texts : bool
-            longrope: rotate all positions by the factors for texts beyond the original length.
+            For longrope: rotate all positions by the long factors.
         """
         config = cache_config(self._config, self._options, capacities, enable_kv_transfer)
         described = config_map(config, self._kernels, tvm.cpu())
@@ -59,7 +59,7 @@ class Caches:
 def compile_kernels(
     config: DecoderConfig, options: BuildOptions, progress: Callable[[str], None] | None
 ) -> None:
-    """Compile the kernels of the caches, unless they are on the disk."""
+    """Compile the kernels of the caches, unless they are in the disk cache."""
     _libraries(config, options, progress)
 
 
@@ -73,19 +73,21 @@ def cache_config(
     capacities: tuple[int, int, int] = (1, 1, 1),
     enable_kv_transfer: bool = False,
 ) -> KVCacheConfig:
-    """The cache of a worker's layers and heads.
+    """Return the configuration of the cache of a worker's layers and heads.
 
     Parameters
     ----------
+    config : DecoderConfig
+    options : BuildOptions
     capacities : (max_num_sequences, max_total_tokens, prefill_chunk_size)
-        The kernels do not depend on them.
+        Kernels do not depend on them.
     enable_kv_transfer : bool
-        As that of `KVCacheConfig`.
+        As for `KVCacheConfig`.
 
     Raises
     ------
     ValueError, TypeError
-        For heads, page sizes and windows that have no kernels.
+        If the heads, the page size or a window have no kernels.
     """
     if config.longest_text and options.sliding_window:
         raise ValueError(
@@ -97,7 +99,7 @@ def cache_config(
             "its longrope rotation has factors that change with the length of a text; it cannot "
             "run with a sliding window"
         )
-    # What is in a sequence's window moves with it, so it is rotated when it is read.
+    # With a sliding window, positions change as the window moves, so K is rotated when it is read.
     mode = "inline" if options.sliding_window else "normal"
     layers = [replace(layer, rope=replace(layer.rope, mode=mode)) for layer in config.layers]
     max_num_sequences, max_total_tokens, prefill_chunk_size = capacities

@@ -25,13 +25,15 @@ class ChatTemplate:
     Parameters
     ----------
     source : str
-        Jinja.
+        The Jinja source.
     special_tokens : mapping
-        By the names that templates know, such as "bos_token".
+        Special tokens by their names in templates, such as "bos_token".
     where : str
-        What messages call the template.
+        Name of the template in errors.
 
-    It is compiled when it is used first, so that a model runs without Jinja where nobody chats.
+    Notes
+    -----
+    The template is compiled at its first use, so that Jinja is needed only for chats.
     """
 
     def __init__(
@@ -43,15 +45,15 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ChatTemplate | None:
-        """The template of a Hugging Face directory, or None where it has none.
+        """Load the template of a Hugging Face directory; return None if it has none.
 
-        ``chat_template.jinja`` counts before the ``chat_template`` of ``tokenizer_config.json``; of
-        several by name, the one called "default".
+        ``chat_template.jinja`` takes precedence over ``chat_template`` in
+        ``tokenizer_config.json``. Of several named templates, the one called "default" is used.
 
         Raises
         ------
         ValueError
-            For a damaged file, and for several templates without a default.
+            If a file is damaged, or several templates have no default.
         """
         directory = Path(directory)
         file = directory / "tokenizer_config.json"
@@ -64,7 +66,7 @@ class ChatTemplate:
             source, where = fields.get("chat_template"), f"{file}: chat_template"
         if source is None:
             return None
-        more = directory / "special_tokens_map.json"  # in which older files have these
+        more = directory / "special_tokens_map.json"  # older models have them here
         tokens = _special_tokens((read_json(more) if more.is_file() else {}) | fields)
         return cls(_default(source, where), tokens, where)
 
@@ -76,26 +78,32 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation; it holds all special tokens, so encode it without others.
+        """Render a conversation as text.
+
+        The text contains all special tokens, so encode it without adding any.
 
         Parameters
         ----------
         messages : sequence of mappings
-            Each with "role" and "content", as OpenAI has them.
+            Each has "role" and "content", as in OpenAI's API.
         add_generation_prompt : bool
             Whether the text ends with the beginning of the model's answer.
         tools : sequence of mappings, optional
-            JSON schemas of functions, for templates that know tools.
+            JSON schemas of functions, for templates that support tools.
         **variables
-            Others that the template knows, such as ``enable_thinking``.
+            Other variables of the template, such as ``enable_thinking``.
+
+        Returns
+        -------
+        str
 
         Raises
         ------
         ValueError
-            For a template with a mistake in it, for messages without a role, and for those that
-            the template refuses; the text is the template's own.
+            If the template is invalid, a message has no role, or the template rejects the messages;
+            the error has the template's own text.
         RuntimeError
-            Without Jinja, or with one whose sandbox has known holes.
+            If Jinja is missing, or its version has a known sandbox vulnerability.
         """
         for index, message in enumerate(messages):
             if not isinstance(message, Mapping) or message.get("role") not in _ROLES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DecoderConfig`: the shape of a dense decoder, whatever family it is of."""
+"""`DecoderConfig`: the shape of a dense decoder of any family."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and 
 
 @dataclass(frozen=True)
 class Norms:
-    """What checkpoints call the norms of a layer; None where the family has none.
+    """Names of a layer's norms in checkpoints; None if the family does not have one.
 
-    A norm after attention or the MLP applies to what is added to the residual stream.
+    A norm after attention or the MLP applies before the residual is added.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -35,36 +35,35 @@ class DecoderConfig:
     ----------
     vocab_size, hidden_size, intermediate_size : int
     num_heads, num_kv_heads, head_dim : int
-        Query heads, KV heads, and the width of one.
+        Number of query heads and of KV heads, and the width of a head.
     layers : tuple of LayerSpec
-        Kind, window and rotation of each layer.
+        Kind, window and rotary embedding of each layer.
     context_length : int
-        Most positions that the model was made for.
+        Maximum number of positions that the model was trained for.
     norm_eps : float
     norms : Norms
     norm_offset : float
-        What is added to the weights of all norms.
+        Constant that is added to the weights of all norms.
     qk_norm : {"head", "projection"}, optional
-        RMS norms of Q and of K before they are rotated: of each head with the same weights, or of
-        all heads together.
+        RMS norm of Q and K before the rotation: per head with shared weights, or over all heads.
     qkv_bias, o_bias, mlp_bias : bool
     activation : {"silu", "gelu_tanh"}
-        Of the gate of the MLP.
+        Activation of the MLP's gate.
     attention_scale : float, optional
-        Factor on the attention's logits; None: ``head_dim ** -0.5``.
+        Factor on the attention logits; None: ``head_dim ** -0.5``.
     attention_softcap, logit_softcap : float, optional
-        Soft-cap of the attention's logits, and of those of the vocabulary.
+        Soft-cap of the attention logits, and of the output logits.
     embedding_scale : float
         Factor on the embeddings.
     tied_embeddings : bool
     has_fused_weights : bool
-        Whether checkpoints keep Q, K and V in one tensor, and gate and up in another.
+        Whether checkpoints store Q, K and V in one tensor, and gate and up in another.
     longest_text : int, optional
-        Positions of a text beyond which the model would need K to be rotated anew.
+        Maximum length of a text, for models whose RoPE would need K to be rotated again beyond it.
     eos_token_ids : tuple of int
         Tokens that end a text.
     dtype : {"float32", "float16", "bfloat16"}
-        Type in which the checkpoint is meant to run.
+        Type in which the checkpoint should run.
     """
 
     vocab_size: int
@@ -95,17 +94,17 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model."""
+        """Number of layers of the whole model."""
         return len(self.layers)
 
     @property
     def sm_scale(self) -> float:
-        """Factor on the attention's logits."""
+        """Factor on the attention logits."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def short_text(self) -> int | None:
-        """longrope: positions up to which a text takes the short factors; None otherwise."""
+        """For longrope, the maximum length of a text that uses the short factors; else None."""
         scaling = self.layers[0].rope.scaling_dict
         is_longrope = scaling.get("rope_type") == "longrope"
         return scaling["original_max_position_embeddings"] if is_longrope else None

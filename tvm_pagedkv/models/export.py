@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`export_model`: a Hugging Face directory becomes a folder that a C++ program runs alone."""
+"""`export_model`: a Hugging Face model as a folder that a C++ program runs without Python."""
 
 from __future__ import annotations
 

@@ -70,32 +70,37 @@ class DecoderModel:
         target: Target | str | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> DecoderModel:
-        """Load a Hugging Face directory; compiled code is kept on disk for the next time.
+        """Load a Hugging Face directory. Compiled code is kept in the disk cache.
 
         Parameters
         ----------
         directory : path, optional
-            Holds config.json, ``*.safetensors`` and tokenizer.json; None: the small model that
-            comes with the package.
+            A folder with config.json, ``*.safetensors`` and tokenizer.json; None: the small model
+            in this package.
         dtype : {"float32", "float16", "bfloat16"}, optional
-            Of weights, activations and pages; None: what config.json says (``dtype`` or
-            ``torch_dtype``), float32 where it says nothing.
+            Type of weights, activations and pages. None: ``dtype`` or ``torch_dtype`` of
+            config.json, or float32.
         page_size : int
-            Slots of a page of the caches that the model makes.
+            Slots per page of the model's caches.
         sliding_window : bool
-            Whether sequences of these caches may be given a sliding window; K and Q are then
-            rotated within attention.
-        target : optional
-            None: this machine.
+            Whether sequences can get a sliding window. K and Q are then rotated inside attention.
+        target : str or tvm.target.Target, optional
+            A CPU, as `tvm_pagedkv.create` takes it; None: this machine.
         progress : callable, optional
-            Called with a line of text when something takes time.
+            Called with a line of text before and after a compilation, which is logged as well.
+
+        Returns
+        -------
+        DecoderModel
 
         Raises
         ------
         FileNotFoundError
-            Where the directory or one of its files is missing.
+            If the directory or one of its files is missing.
         ValueError
-            Where the architecture is not known, or a tensor is missing or has the wrong shape.
+            If the architecture is unknown, or a tensor is missing or has the wrong shape.
+        RuntimeError
+            If compiling or linking fails.
         """
         directory, config, dtype = read_config(directory, dtype)
         options = BuildOptions(dtype, page_size, resolve_target(target), sliding_window)
@@ -117,16 +122,20 @@ class DecoderModel:
         *,
         long_texts: bool = False,
     ) -> KVCache:
-        """An empty cache for this model.
+        """Make an empty cache for this model.
 
         Parameters
         ----------
         max_num_sequences, max_total_tokens, prefill_chunk_size, enable_kv_transfer
-            As those of `KVCacheConfig`.
+            As for `KVCacheConfig`.
         long_texts : bool
-            Models with longrope: rotate all positions by the factors for texts beyond the original
-            length, as a text that ends up there needs it. Otherwise a step takes them when it ends
-            there, and what the cache holds keeps the factors that it was rotated by.
+            For models with longrope: rotate all positions by the long factors, which texts need
+            that will exceed the original context. Otherwise a step uses the long factors only if it
+            ends beyond that length, and earlier rows of K keep the short ones.
+
+        Returns
+        -------
+        KVCache
         """
         return self._caches.create(
             (max_num_sequences, max_total_tokens, prefill_chunk_size),
@@ -137,19 +146,21 @@ class DecoderModel:
     def prefill(
         self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> np.ndarray:
-        """Append ``tokens[i]`` to sequence ``seq_ids[i]``; logits of the last row of each.
+        """Append ``tokens[i]`` to sequence ``seq_ids[i]``, and compute the last logits of each.
 
         Returns
         -------
-        logits : float32 [len(seq_ids), vocab_size]
+        logits : float32 ``[len(seq_ids), vocab_size]``
 
         Raises
         ------
         TypeError
-            For tokens that are no integers.
+            If a token is not an integer.
         ValueError
-            For a token that the vocabulary does not have, and for a text that the model's rotation
-            does not reach; the cache stays as it was.
+            If a token is not in the vocabulary, or a text is too long for the model's RoPE. The
+            cache stays as it was.
+        CacheFullError
+            If too few pages are available.
         """
         ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
@@ -161,11 +172,15 @@ class DecoderModel:
         return logits.numpy()
 
     def decode(self, cache: KVCache, seq_ids: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """Append one token to each sequence; logits float32 [len(seq_ids), vocab_size].
+        """Append one token to each sequence, and compute the logits.
+
+        Returns
+        -------
+        logits : float32 ``[len(seq_ids), vocab_size]``
 
         Raises
         ------
-        TypeError, ValueError
+        TypeError, ValueError, CacheFullError
             As `prefill`.
         """
         ids = check_tokens("tokens", tokens, self.config.vocab_size)
@@ -182,13 +197,17 @@ class DecoderModel:
         tokens: Sequence[Sequence[int]],
         parents: Sequence[Sequence[int]] | None = None,
     ) -> list[np.ndarray]:
-        """As `prefill`, with the logits of every row: float32 [len(tokens[i]), vocab_size] each.
+        """Append tokens as `prefill` does, and compute the logits of every row.
 
         Parameters
         ----------
-        parents : optional
-            Of each token, where they are nodes of token trees; to be followed by
-            `KVCache.commit_tree`.
+        parents : sequence of sequences of int, optional
+            The parent of each token in the token tree of its sequence. Call `KVCache.commit_tree`
+            after this step.
+
+        Returns
+        -------
+        list of float32 ``[len(tokens[i]), vocab_size]``
         """
         ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
@@ -201,7 +220,7 @@ class DecoderModel:
         return np.split(logits.numpy(), np.cumsum(lengths)[:-1])
 
     def _check_length(self, cache: KVCache, seq_ids: Sequence[int], lengths: Sequence[int]) -> None:
-        """Refuse a step beyond the length up to which a dynamic rotation holds."""
+        """Raise a ValueError if a step exceeds the length up to which a dynamic RoPE is valid."""
         limit = self.config.longest_text
         if limit is None:
             return
@@ -216,7 +235,7 @@ class DecoderModel:
 
 
 def _depth(parents: Sequence[int]) -> int:
-    """Nodes on the longest path of a token tree whose parents come before their children."""
+    """Return the number of nodes on the longest path of a token tree."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 + (depths[parent] if 0 <= parent < len(depths) else 0))
@@ -224,7 +243,7 @@ def _depth(parents: Sequence[int]) -> int:
 
 
 def read_config(directory: str | Path | None, dtype: str | None) -> tuple[Path, DecoderConfig, str]:
-    """The directory, its configuration, and the type to run in.
+    """Return the directory, its configuration, and the dtype to run in.
 
     Raises
     ------
@@ -239,7 +258,7 @@ def read_config(directory: str | Path | None, dtype: str | None) -> tuple[Path, 
 
 
 def check_cache(directory: Path, config: DecoderConfig, options: BuildOptions) -> None:
-    """Refuse heads, page sizes and windows that have no kernels, before anything takes time."""
+    """Raise a ValueError early if the cache of a model has no kernels."""
     try:
         cache_config(config, options)
     except (ValueError, TypeError) as error:
@@ -247,10 +266,10 @@ def check_cache(directory: Path, config: DecoderConfig, options: BuildOptions) -
 
 
 def load_tokenizer(directory: Path, config: DecoderConfig):
-    """The tokenizer of a Hugging Face directory.
+    """Load the tokenizer of a Hugging Face directory.
 
-    Tokens that were added to its vocabulary may be beyond the model's, as those for pictures are in
-    text models; they are refused when a prompt has one.
+    Added tokens may exceed the model's vocabulary, such as image tokens of text models. A prompt
+    with such a token is refused later.
     """
     from tokenizers import Tokenizer
 
@@ -273,7 +292,7 @@ def load_tokenizer(directory: Path, config: DecoderConfig):
 def executable_file(
     config: DecoderConfig, options: BuildOptions, progress: Callable[[str], None] | None = None
 ) -> Path:
-    """A library with the compiled functions of the model, or of one of its stages."""
+    """Return the library with the compiled functions of the model, or of one of its stages."""
 
     def compile_model():
         num_layers = len(options.layers_of(config))

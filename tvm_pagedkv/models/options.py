@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the code of a model depends on besides its configuration."""
+"""`BuildOptions`: what a model's code depends on besides its configuration."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class BuildOptions:
         return vector_target(self.target)
 
     def layers_of(self, config: DecoderConfig) -> range:
-        """The layers of the stage."""
+        """Return the layers of the stage."""
         indptr = self.layer_indptr or (0, config.num_layers)
         return range(*indptr[self.stage : self.stage + 2])
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage takes tokens."""
+        """Whether the stage has the token embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage gives logits."""
+        """Whether the stage computes logits."""
         return self.stage + 2 >= len(self.layer_indptr)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ParallelModel`: several workers of one machine run a model together.
+"""`ParallelModel`: a model that several workers of one machine run together.
 
-They share the layers (pipeline stages) and the heads of each layer (shards). Every worker has a
-KV cache of its own, of its layers and its KV heads alone; what sequences there are is the same in
-all of them.
+The workers divide the layers (pipeline stages) and the heads of each layer (shards). Every worker
+has its own KV cache for its layers and KV heads; all caches hold the same sequences.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ _ERRORS = {
 
 
 def resolve_stages(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """First layer of each pipeline stage, then `num_layers`.
+    """Return the first layer of each pipeline stage, then `num_layers`.
 
     Parameters
     ----------
     stages : int or sequence of int
-        A number of stages, which get as many layers each as can be; or what is returned.
+        The number of stages, which get equal numbers of layers as far as possible; or the result.
 
     Raises
     ------
     ValueError
-        Unless every stage has a layer, and every layer a stage.
+        If a stage has no layer, or a layer no stage.
     """
     if isinstance(stages, int):
         if not 1 <= stages <= num_layers:
@@ -63,7 +62,7 @@ def resolve_stages(stages: int | Sequence[int], num_layers: int) -> tuple[int, .
 
 
 def check_shards(config: DecoderConfig, num_shards: int) -> None:
-    """Refuse a number of shards that does not divide what the workers are to share."""
+    """Raise a ValueError if the number of shards does not divide the heads and the MLP."""
     if num_shards < 1:
         raise ValueError(f"num_shards must be at least 1, got {num_shards}")
     if num_shards > 1 and config.qk_norm == "projection":
@@ -82,8 +81,8 @@ def check_shards(config: DecoderConfig, num_shards: int) -> None:
 class ParallelModel:
     """A decoder like `DecoderModel`, run by ``num_shards * number of stages`` workers.
 
-    Made by `from_pretrained`. Its workers end with `close`, which a ``with`` statement calls, when
-    nothing refers to the model and its caches, or when the process ends.
+    Make one with `from_pretrained`. It is a context manager. The workers end with `close`, when
+    nothing refers to the model and its caches, or with the process.
     """
 
     def __init__(
@@ -122,19 +121,22 @@ class ParallelModel:
         Parameters
         ----------
         directory, dtype, page_size, sliding_window, progress
-            As of `DecoderModel.from_pretrained`.
+            As for `DecoderModel.from_pretrained`.
         num_shards : int
-            Workers that share each layer: a divisor of its heads, KV heads and MLP.
+            Number of workers per layer: a divisor of its heads, KV heads and MLP features.
         stages : int or sequence of int
-            Pipeline stages: their number, or the first layer of each and then the number of layers.
+            Pipeline stages: their number, or the first layer of each, then the number of layers.
         threads : bool
-            Whether workers are threads; if not, all but the first are processes of their own.
+            Whether workers are threads. Otherwise all but the first are processes.
+
+        Returns
+        -------
+        ParallelModel
 
         Raises
         ------
-        FileNotFoundError, ValueError
-            As of `DecoderModel.from_pretrained`; ValueError too where the model cannot be
-            shared so.
+        FileNotFoundError, ValueError, RuntimeError
+            As `DecoderModel.from_pretrained`; ValueError also if the model cannot be divided so.
         """
         directory, config, dtype = read_config(directory, dtype)
         check_shards(config, num_shards)
@@ -144,7 +146,7 @@ class ParallelModel:
             )
         indptr = resolve_stages(stages, config.num_layers)
         num_stages = len(indptr) - 1
-        # Compiled here, so that workers find it on disk.
+        # Compiled here, so that the workers find the files in the disk cache.
         options = [
             BuildOptions(
                 dtype,
@@ -189,22 +191,22 @@ class ParallelModel:
         *,
         long_texts: bool = False,
     ) -> ParallelCache:
-        """An empty cache for this model; as `DecoderModel.create_cache`."""
+        """Make an empty cache for this model; see `DecoderModel.create_cache`."""
         sizes = (max_num_sequences, max_total_tokens, prefill_chunk_size, int(long_texts))
         return ParallelCache(self, self.call("create_cache", *sizes)[0])
 
     def prefill(
         self, cache: ParallelCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> np.ndarray:
-        """Append ``tokens[i]`` to sequence ``seq_ids[i]``; logits of the last row of each.
+        """Append ``tokens[i]`` to sequence ``seq_ids[i]``, and compute the last logits of each.
 
         Returns
         -------
-        logits : float32 [len(seq_ids), vocab_size]
+        logits : float32 ``[len(seq_ids), vocab_size]``
 
         Raises
         ------
-        TypeError, ValueError
+        TypeError, ValueError, CacheFullError
             As `DecoderModel.prefill`.
         """
         return self._step(cache, "prefill", seq_ids, tokens)
@@ -212,14 +214,24 @@ class ParallelModel:
     def decode(
         self, cache: ParallelCache, seq_ids: Sequence[int], tokens: Sequence[int]
     ) -> np.ndarray:
-        """Append one token to each sequence; logits float32 [len(seq_ids), vocab_size]."""
+        """Append one token to each sequence, and compute the logits.
+
+        Returns
+        -------
+        logits : float32 ``[len(seq_ids), vocab_size]``
+        """
         ids = check_tokens("tokens", tokens, self.config.vocab_size)
         return self._step(cache, "decode", seq_ids, ids[:, None])
 
     def logits(
         self, cache: ParallelCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> list[np.ndarray]:
-        """As `prefill`, with the logits of every row: float32 [len(tokens[i]), vocab_size] each."""
+        """Append tokens as `prefill` does, and compute the logits of every row.
+
+        Returns
+        -------
+        list of float32 ``[len(tokens[i]), vocab_size]``
+        """
         rows = self._step(cache, "decode", seq_ids, tokens)
         return np.split(rows, np.cumsum([len(part) for part in tokens])[:-1])
 
@@ -232,20 +244,20 @@ class ParallelModel:
     # --- workers --------------------------------------------------------------------------------
 
     def workers(self) -> list[dict[str, Any]]:
-        """What each worker is and has: process, layers, heads, kv_heads, weight_bytes."""
+        """Describe each worker: process, layers, heads, kv_heads, weight_bytes."""
         return self.call("describe")
 
     def first_cache(self, cache_id: int) -> KVCache:
-        """The cache of worker 0."""
+        """Return the cache of worker 0."""
         return self._workers.call("cache", cache_id, only_first=True)[0]
 
     def call(self, command: str, *args: Any) -> list[Any]:
-        """Let all workers do a command of `ModelWorker`; what each of them returns."""
+        """Run a method of `ModelWorker` on all workers; return the result of each."""
         return _values(self._workers.call(command, *args))
 
 
 def _values(answers: list[Any]) -> list[Any]:
-    """What the answers of `parallel_worker` say, or the error of the worker that failed."""
+    """Return the values in the workers' answers, or raise the error of the worker that failed."""
     values, errors = [], []
     for answer in answers:
         if isinstance(answer, tvm_ffi.Tensor):
@@ -256,7 +268,7 @@ def _values(answers: list[Any]) -> list[Any]:
             errors.append((answer["error"], answer["text"]))
         values.append(answer.get("value"))
     if errors:
-        # Who lost another worker is not who failed.
+        # A worker that lost its connection is not the one that failed.
         known = [error for error in errors if error[0] in _ERRORS]
         name, text = (known or errors)[0]
         raise _ERRORS.get(name, RuntimeError)(text)
@@ -264,19 +276,19 @@ def _values(answers: list[Any]) -> list[Any]:
 
 
 class _Workers:
-    """A session, and the function of it that does commands."""
+    """A Disco session, and its function that runs commands."""
 
     def __init__(self, session):
         self.session = session
         self.run = session.get_global_func("tvm_pagedkv.models.run_worker")
 
     def load(self, options: str) -> list[Any]:
-        """The answer of every worker, which loads its part of the model."""
+        """Let every worker load its part of the model; return their answers."""
         load = self.session.get_global_func("tvm_pagedkv.models.load_worker")
         return self._answers(load(options), self.session.num_workers)
 
     def call(self, command: str, *args: Any, only_first: bool = False) -> list[Any]:
-        """The answer of every worker."""
+        """Run a command on all workers; return their answers."""
         if self.session is None:
             raise RuntimeError("the model is closed: its workers have ended")
         num_workers = 1 if only_first else self.session.num_workers
@@ -287,20 +299,20 @@ class _Workers:
         return [answers.debug_get_from_remote(worker) for worker in range(num_workers)]
 
     def close(self) -> None:
-        """Let the workers forget the model; they end with what refers to their session."""
+        """Drop the model in all workers. They end with the last reference to their session."""
         session, self.session, self.run = self.session, None, None
         if session is not None:
             forget(session)
 
 
 class ParallelCache:
-    """The caches of all workers as one: what changes the sequences goes to all of them.
+    """The caches of all workers as one. Its methods are those of `KVCache`, called on every worker.
 
     Parameters
     ----------
     model : ParallelModel
     cache_id : int
-        By which its workers know it.
+        Number of the cache in the workers.
     """
 
     def __init__(self, model: ParallelModel, cache_id: int):
@@ -309,15 +321,15 @@ class ParallelCache:
 
     @property
     def first(self) -> KVCache:
-        """The cache of worker 0, which is of this process, to be looked at."""
+        """The cache of worker 0, which is in this process, for inspection."""
         return self.model.first_cache(self.id)
 
     def stats(self) -> CacheStats:
-        """Statistics of the cache of worker 0."""
+        """Return the statistics of worker 0's cache."""
         return self.first.stats()
 
     def add_sequence(self, seq_id: int) -> None:
-        """As of `KVCache`, as all methods here."""
+        """Add an empty sequence."""
         self._call("add_sequence", seq_id)
 
     def remove_sequence(self, seq_id: int) -> None:
@@ -337,7 +349,7 @@ class ParallelCache:
         self._call("clear")
 
     def stats_of_workers(self) -> list[dict[str, Any]]:
-        """Statistics of the cache of each worker."""
+        """Return the statistics of each worker's cache."""
         return self.model.call("call", self.id, "stats")
 
     def _call(self, method: str, *args: int) -> None:

@@ -70,7 +70,7 @@ class ModelWorker:
         self.ids = count()
 
     def create_cache(self, *sizes_and_choice: int) -> int:
-        """Make a cache of this worker's layers and heads; the number by which it is known."""
+        """Make a cache for this worker's layers and heads; return its number."""
         cache_id = next(self.ids)
         max_num_sequences, max_total_tokens, prefill_chunk_size, long_texts = sizes_and_choice
         capacities = (max_num_sequences, max_total_tokens, prefill_chunk_size)
@@ -79,7 +79,7 @@ class ModelWorker:
         return cache_id
 
     def cache(self, cache_id: int) -> KVCache:
-        """One of the caches."""
+        """Return a cache by its number."""
         return self.caches[cache_id]
 
     def drop_cache(self, cache_id: int) -> None:
@@ -91,7 +91,7 @@ class ModelWorker:
         return getattr(self.caches[cache_id], method)(*args)
 
     def describe(self) -> dict[str, Any]:
-        """Which part of the model this is, and where."""
+        """Describe the worker and its part of the model."""
         layers, shard = self.options.layers_of(self.config), self.worker.shard
 
         def heads(count: int) -> list[int]:
@@ -114,7 +114,7 @@ class ModelWorker:
         lengths: Sequence[int],
         tokens: Sequence[int],
     ) -> tvm.runtime.Tensor | None:
-        """Run a step; the logits, on the workers of the last stage."""
+        """Run a step; return the logits on the last stage."""
         cache = self.caches[cache_id]
         with cache.forward(list(seq_ids), list(lengths)):
             try:
@@ -158,7 +158,7 @@ def _load(options: str) -> str:
 
 
 def _run(command: str, *args: Any) -> Any:
-    """Do a command of this thread's `ModelWorker`."""
+    """Run a command of this thread's `ModelWorker`."""
 
     def run() -> Any:
         model = current_worker().state

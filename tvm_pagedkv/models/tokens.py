@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids that callers give: checked, for the embedding reads the rows that they name."""
+"""Checks of token ids, which index the rows of the embedding."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 
 
 def check_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Token ids as an array.
+    """Check token ids and return them as an array.
 
     Parameters
     ----------
     name : str
-        What they are, for messages.
-    tokens : sequence of int, or array of integers [n]
+        Name of the argument in errors.
+    tokens : sequence of int, or integer array ``[n]``
     vocab_size : int
 
     Returns
     -------
-    int32 [n]
+    int32 ``[n]``
 
     Raises
     ------
     TypeError
-        For what are no integers.
+        If an id is not an integer.
     ValueError
-        For an id that the vocabulary does not have, and for arrays of other shapes.
+        If an id is not in the vocabulary, or an array has another shape.
     """
     if hasattr(tokens, "__array__"):
         ids = np.asarray(tokens)
@@ -38,7 +38,7 @@ def check_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> np.ndarra
         if ids.dtype.kind not in "iu":
             raise TypeError(f"{name} must be integers, got {ids.dtype}")
         tokens = ids.tolist()
-    # Python's own integers: NumPy's array functions take longer for the tokens of a decode step.
+    # Python integers are faster than NumPy functions for the few tokens of a decode step.
     tokens = list(tokens)
     for token in tokens:
         if type(token) is not int and not _is_integer(token):
@@ -57,12 +57,16 @@ def _is_integer(value: Any) -> bool:
 
 
 def check_batch(tokens: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
-    """The token ids of all sequences of a step, one after the other: int32 [number of tokens].
+    """Check the token ids of all sequences of a step and concatenate them.
+
+    Returns
+    -------
+    int32 ``[T]``
 
     Raises
     ------
     TypeError, ValueError
-        As `check_tokens`; ValueError where there are none.
+        As `check_tokens`; ValueError also if there are no sequences.
     """
     parts = [check_tokens(f"tokens[{i}]", part, vocab_size) for i, part in enumerate(tokens)]
     if not parts:

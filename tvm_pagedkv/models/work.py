@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of a model has to compute and to read, to be held against what the machine can."""
+"""`Work`: flops and bytes of a model's steps, to compare with the machine's limits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .config import DecoderConfig
 
 
 class Work:
-    """Of all workers of a model together.
+    """Counts flops and bytes of a model's steps, for all workers together.
 
     Parameters
     ----------
     config : DecoderConfig
     itemsize : int
-        Bytes of a weight, and of an element of K and V.
+        Bytes per weight, and per element of K and V.
     """
 
     def __init__(self, config: DecoderConfig, itemsize: int):
         c, self.itemsize = config, itemsize
-        self.windows = [layer.window for layer in c.layers]  # None: a row sees all before it
+        self.windows = [layer.window for layer in c.layers]  # None: no window
         rows = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size
         self.layer_weights = c.num_layers * rows * c.hidden_size
         self.head_weights = c.vocab_size * c.hidden_size
@@ -30,14 +30,14 @@ class Work:
         self.kv_width = c.head_dim * c.num_kv_heads
 
     def flops(self, chunks: Iterable[tuple[int, int]], num_logits: int) -> int:
-        """Of the products of a step: of linear layers and of attention.
+        """Return the flops of a step in linear layers and attention.
 
         Parameters
         ----------
-        chunks : of (past, rows)
-            Of each sequence, the positions before the step and those of it.
+        chunks : iterable of (past, rows)
+            For each sequence, its positions before the step, and the rows it appends.
         num_logits : int
-            Rows whose logits are computed.
+            Number of rows whose logits are computed.
         """
         total = 2 * self.head_weights * num_logits
         for past, rows in chunks:
@@ -47,14 +47,14 @@ class Work:
         return total
 
     def num_bytes(self, positions: int, lengths: Sequence[int]) -> int:
-        """To read in a step of a row each: all weights, and K and V.
+        """Return the bytes that a step with one row per sequence reads: weights, K and V.
 
         Parameters
         ----------
         positions : int
-            That a layer without a window reads, those that texts share counted once.
+            Positions that a layer without a window reads; shared ones count once.
         lengths : sequence of int
-            Of the texts. A layer with a window reads the last positions of each.
+            Lengths of the sequences. A layer with a window reads the last positions of each.
         """
         rows = sum(
             positions if window is None else seen
@@ -64,7 +64,7 @@ class Work:
         return (weights + 2 * self.kv_width * rows) * self.itemsize
 
     def _seen(self, lengths: np.ndarray) -> list[int]:
-        """Positions that the last rows of texts of these lengths see in each layer, in all."""
+        """Return for each layer the positions that the last rows of all sequences see, summed."""
         seen = {
             window: int(lengths.sum() if window is None else np.minimum(lengths, window).sum())
             for window in set(self.windows)

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that the caller owns: appends and page-table arithmetic, as ``flashinfer.page`` has them.
+"""Appends and page-table arithmetic on pages that the caller owns, for the CPU.
 
-The names, arguments and results are FlashInfer's; tensors lie on the CPU and may be of TVM, NumPy,
-or anything with DLPack (torch). Pools are written in place, whatever their strides. Arguments are
-checked before anything is written: a call that raises has changed nothing.
+Names, arguments and results are those of ``flashinfer.page``
+(https://docs.flashinfer.ai/api/page.html). Tensors are TVM tensors, NumPy arrays, or objects with
+``__dlpack__`` such as torch tensors, on the CPU. Pools are written in place, with any strides.
+Arguments are checked before anything is written: a call that raises changes nothing.
 
-A page table of B sequences is `kv_indices` (pages, in order of position), `kv_indptr` ``[B + 1]``
-and `kv_last_page_len` ``[B]`` (slots in use in the last page of each). Integers are int32 or int64.
+A page table of B sequences has three integer tensors, int32 or int64:
+
+- `kv_indices`: page ids, in order of position;
+- `kv_indptr` ``[B + 1]``: entries ``kv_indptr[b]`` to ``kv_indptr[b + 1]`` belong to sequence b;
+- `kv_last_page_len` ``[B]``: number of used slots in the last page of each sequence.
 """
 
 from .append import (

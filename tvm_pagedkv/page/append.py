@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Appends of rows to pages that the caller owns."""
+"""Appends of rows of K and V to pages that the caller owns."""
 
 from __future__ import annotations
 
@@ -28,30 +28,33 @@ def append_paged_kv_cache(
     kv_last_page_len: Any,
     kv_layout: str = "NHD",
 ) -> None:
-    """Write rows of K and V to the pages of their sequences.
+    """Append rows of K and V to sequences.
+
+    T is the number of rows, P the number of pages, H the number of KV heads, D the head dimension.
 
     Parameters
     ----------
-    append_key, append_value : ``[T, H, D]``
-        float32, float16 or bfloat16; any strides between rows.
-    batch_indices, positions : ``[T]``
-        Sequence (-1: do not write the row) and position of each row, as
-        `get_batch_indices_positions` returns them. No two rows should have one position.
-    paged_kv_cache : one tensor or a pair (K, V)
-        ``[P, 2, page_size, H, D]`` or two of ``[P, page_size, H, D]``; with `kv_layout` "HND"
-        ``[P, 2, H, page_size, D]`` or two of ``[P, H, page_size, D]``. Rows of D elements are
-        contiguous; all other strides are free. The type may differ from that of the rows.
-    kv_indices, kv_indptr, kv_last_page_len : the page table, with the appended rows in it.
+    append_key, append_value : tensors ``[T, H, D]``, float32, float16 or bfloat16
+        Rows, with any strides between them.
+    batch_indices, positions : integer tensors ``[T]``
+        Sequence (-1: skip the row) and position of each row, from `get_batch_indices_positions`.
+        Rows must not repeat a position.
+    paged_kv_cache : tensor, or pair of tensors (K, V)
+        ``[P, 2, page_size, H, D]``, or twice ``[P, page_size, H, D]``. With `kv_layout` "HND":
+        ``[P, 2, H, page_size, D]``, or twice ``[P, H, page_size, D]``. The D elements of a row are
+        contiguous; other strides are arbitrary. The dtype may differ from that of the rows.
+    kv_indices, kv_indptr, kv_last_page_len : integer tensors
+        The page table, which includes the appended rows.
     kv_layout : {"NHD", "HND"}
 
     Raises
     ------
     TypeError
-        For what is no tensor.
+        If an argument is not a tensor.
     ValueError
-        For shapes, types, strides and page tables that do not fit.
+        If shapes, dtypes, strides or the page table do not fit.
     IndexError
-        For a sequence, position or page that does not exist.
+        If a sequence, position or page does not exist.
     """
     pools = Pools.of(paged_kv_cache, kv_layout)
     sources = pools.rows_for({"append_key": append_key, "append_value": append_value})
@@ -69,10 +72,19 @@ def append_paged_kv_cache_decode(
     kv_last_page_len: Any,
     kv_layout: str = "NHD",
 ) -> None:
-    """Write one row of K and V to the last position of each sequence.
+    """Append one row of K and V to the last position of each sequence.
 
-    Parameters and errors are those of `append_paged_kv_cache`; `append_key` and `append_value` are
-    ``[B, H, D]``, and no sequence may be empty.
+    Parameters
+    ----------
+    append_key, append_value : tensors ``[B, H, D]``, float32, float16 or bfloat16
+        A row for each sequence.
+    paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len, kv_layout
+        As for `append_paged_kv_cache`.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As `append_paged_kv_cache`; ValueError also if a sequence is empty.
     """
     pools = Pools.of(paged_kv_cache, kv_layout)
     sources = pools.rows_for({"append_key": append_key, "append_value": append_value})
@@ -101,14 +113,21 @@ def append_paged_mla_kv_cache(
     kv_indptr: Any,
     kv_last_page_len: Any,
 ) -> None:
-    """Write rows of the compressed KV and of the rotated key part to the pages of their sequences.
+    """Append rows of the compressed KV and of the rotated key part (MLA) to sequences.
 
     Parameters
     ----------
-    append_ckv, append_kpe : ``[T, ckv_dim]`` and ``[T, kpe_dim]``, of any widths.
-    ckv_cache, kpe_cache : ``[P, page_size, ckv_dim]`` and ``[P, page_size, kpe_dim]``
-        With any strides between rows: two parts of one pool will do.
-    others : as `append_paged_kv_cache` takes them, and so are the errors.
+    append_ckv, append_kpe : tensors ``[T, ckv_dim]`` and ``[T, kpe_dim]``
+        Rows of any width.
+    ckv_cache, kpe_cache : tensors ``[P, page_size, ckv_dim]`` and ``[P, page_size, kpe_dim]``
+        Pages, with any strides between rows; they can be two slices of one pool.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
+        As for `append_paged_kv_cache`.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As `append_paged_kv_cache`.
     """
     pools = Pools.of((ckv_cache, kpe_cache), MLA_LAYOUT)
     sources = pools.rows_for({"append_ckv": append_ckv, "append_kpe": append_kpe})

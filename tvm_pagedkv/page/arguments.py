@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments of `page`: tensors as kernels take them, findings as errors."""
+"""Arguments of `page`: conversion to the tensors that kernels take, and errors."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ _MESSAGES = {
 
 
 def no_finding() -> np.ndarray:
-    """What a kernel writes its finding to."""
+    """Return the array to which a kernel writes its finding: kind, index, value."""
     return np.zeros(3, np.int64)
 
 
 def raise_finding(found: np.ndarray, **context: Any) -> None:
-    """Raise what a kernel found, if it found anything; `context` has names and sizes."""
+    """Raise a kernel's finding, if it has one, with names and sizes from `context`."""
     if not found[0]:
         return
     error, message = _MESSAGES[Finding(int(found[0]))]
@@ -92,7 +92,7 @@ def raise_finding(found: np.ndarray, **context: Any) -> None:
 
 
 def check_range(name: str, value: Any, least: int) -> None:
-    """Check an integer that kernels multiply as int64."""
+    """Check an integer argument; kernels multiply it as int64."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if not least <= value <= _INT32.max:
@@ -100,7 +100,7 @@ def check_range(name: str, value: Any, least: int) -> None:
 
 
 def integers(name: str, value: Any, length: int | None = None) -> tvm_ffi.Tensor:
-    """An int32 vector from an int32 or int64 one; `length` is what it must have."""
+    """Return an int32 or int64 vector as int32, and check its length if one is given."""
     tensor, dtype = _vector(name, value, length)
     if dtype == "int32" and tensor.is_contiguous():
         return _with_strides(tensor)

@@ -29,22 +29,28 @@ def get_batch_indices_positions(
     batch_indices: Any = None,
     positions: Any = None,
 ) -> tuple[Any, Any]:
-    """Give each appended row its sequence and its position.
+    """Compute the sequence and the position of each appended row.
 
     Parameters
     ----------
-    append_indptr : ``[B + 1]``
-        Rows ``append_indptr[b]`` up to ``append_indptr[b + 1]`` belong to sequence b.
-    seq_lens : ``[B]``
-        Lengths with the appended rows.
+    append_indptr : integer tensor ``[B + 1]``
+        Rows ``append_indptr[b]`` to ``append_indptr[b + 1]`` belong to sequence b.
+    seq_lens : integer tensor ``[B]``
+        Lengths of the sequences, including the appended rows.
     nnz : int
-        Number of rows; those that belong to no sequence get -1 and position 0.
-    batch_indices, positions : int32 ``[nnz]``, optional
-        Where to write the results.
+        Number of rows. Rows beyond the last sequence get sequence -1 and position 0.
+    batch_indices, positions : int32 tensors ``[nnz]``, optional
+        Receive the results.
 
     Returns
     -------
-    batch_indices, positions : int32 ``[nnz]``, of the library of `append_indptr`.
+    batch_indices, positions : int32 tensors ``[nnz]``
+        Tensors of the same library as `append_indptr`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit, or a sequence is shorter than its appended rows.
     """
     indptr = integers("append_indptr", append_indptr)
     lens = integers("seq_lens", seq_lens, indptr.shape[0] - 1)
@@ -61,18 +67,24 @@ def get_batch_indices_positions(
 
 
 def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
-    """Lengths of the sequences of a page table.
+    """Compute the lengths of the sequences of a page table.
 
     Parameters
     ----------
-    kv_indptr : ``[B + 1]``
-    kv_last_page_len : ``[B]``
-        Of no meaning where a sequence has no page: its length is 0.
+    kv_indptr : integer tensor ``[B + 1]``
+    kv_last_page_len : integer tensor ``[B]``
+        Ignored for a sequence without pages, whose length is 0.
     page_size : int
 
     Returns
     -------
-    int32 ``[B]``, of the library of `kv_indptr`.
+    int32 tensor ``[B]``
+        A tensor of the same library as `kv_indptr`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit.
     """
     indptr = integers("kv_indptr", kv_indptr)
     last = integers("kv_last_page_len", kv_last_page_len, indptr.shape[0] - 1)
@@ -94,28 +106,38 @@ def block_sparse_indices_to_vector_sparse_offsets(
     stride_n: int,
     block_size: int,
 ) -> Any:
-    """Spell a block-sparse table out: an offset for each position instead of an index a block.
+    """Expand a block-sparse table to one offset per position.
 
-    Position i of sequence b has the offset ``block_sparse_indices[block_sparse_indptr[b] + i //
-    block_size] * stride_block + (i % block_size) * stride_n``, which is written to
+    The offset of position i of sequence b is ``block_sparse_indices[block_sparse_indptr[b] + i //
+    block_size] * stride_block + (i % block_size) * stride_n``. It is written to
     ``vector_sparse_offsets[vector_sparse_indptr[b] + i]``.
 
     Parameters
     ----------
-    block_sparse_indices : ``[N]``
-    block_sparse_indptr : ``[B + 1]``
-    vector_sparse_offsets : int32 ``[M]``, written in place.
-    vector_sparse_indptr : ``[B + 1]``
-    kv_lens : ``[B]``
-        Positions of each sequence.
+    block_sparse_indices : integer tensor ``[N]``
+    block_sparse_indptr : integer tensor ``[B + 1]``
+    vector_sparse_offsets : int32 tensor ``[M]``
+        Receives the offsets.
+    vector_sparse_indptr : integer tensor ``[B + 1]``
+    kv_lens : integer tensor ``[B]``
+        Number of positions of each sequence.
     stride_block, stride_n : int
-        From one block to the next, and from one position to the next within a block.
+        Distance between blocks, and between positions within a block.
     block_size : int
 
     Returns
     -------
-    `vector_sparse_offsets`
-        Every block size takes this path. (FlashInfer returns other tensors for blocks of one.)
+    tensor
+        `vector_sparse_offsets`.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        If an argument does not fit.
+
+    Notes
+    -----
+    FlashInfer returns other tensors for a `block_size` of 1; this function does not.
     """
     indices = integers("block_sparse_indices", block_sparse_indices)
     block_indptr = integers("block_sparse_indptr", block_sparse_indptr)

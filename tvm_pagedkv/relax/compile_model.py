@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tvm_pagedkv.compile`, from the time when models with a cache needed it."""
+"""`tvm_pagedkv.compile`, which is deprecated."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import tvm
 
 
 def compile(module: tvm.IRModule, target: Any = None, **options: Any) -> tvm.runtime.Executable:
-    """Compile a model: the same as ``tvm.compile``.
+    """Compile a model, as ``tvm.compile`` does.
 
     .. deprecated:: 0.1
-        A `PagedKVCache` compiles its own kernels and links them to the model; call ``tvm.compile``.
+        Call ``tvm.compile``: a `PagedKVCache` compiles its kernels and links them to the model.
     """
     warnings.warn("call tvm.compile instead", DeprecationWarning, stacklevel=2)
     return tvm.compile(module, target, **options)

@@ -34,78 +34,81 @@ _MHA_KINDS = {"mha", "mha_sliding"}
 _KIND_NUMBERS = {
     "mha": int(AttnKind.MHA),
     "mla": int(AttnKind.MLA),
-    "linear": 2,  # which the stock front end has no name for
+    "linear": 2,  # TVM's front end has no name for it
     "mha_sliding": int(AttnKind.MHA_SLIDING),
 }
 
 
 class PagedKVCache(PagedKVCacheObject):
-    """A paged KV cache inside a Relax model; takes the place of ``TIRPagedKVCache``.
+    """A paged KV cache in a Relax model: a drop-in replacement of TVM's ``TIRPagedKVCache``.
 
-    A model switches with one import line: the constructor takes the same arguments, and all methods
+    A model switches with one import line. The constructor takes the same arguments, and all methods
     of the base class work (`attention_with_fused_qkv`, `self_attention`, `cross_attention`,
     `merge_attn_output_inplace`, `get_query_positions`, ...).
 
-    The kernels are compiled here, or found on the disk; the model refers to them as external
-    functions. A module that `export_tvm` or `BlockBuilder.finalize` makes has them attached; others
-    need `extern_mods` in their attribute "external_mods".
+    The constructor compiles the kernels, or finds them in the disk cache; the model refers to them
+    as external functions. Modules that `export_tvm` or `BlockBuilder.finalize` make have them
+    attached. For any other module, add `extern_mods` to its attribute "external_mods".
 
     Parameters
     ----------
     attn_kind : str or list of str
-        One kind for all layers, or one per layer: "mha", "mha_sliding", "mla" or "linear" (which
-        keeps no K and V). Beside "mla" layers, the heads of the others are as wide as a latent row.
+        One kind for all layers, or one per layer: "mha", "mha_sliding", "mla", or "linear", which
+        keeps no K and V. In a model with "mla" layers, the heads of other layers are as wide as a
+        latent row.
     max_batch_size, max_total_seq_len, prefill_chunk_size : tirx.Var or int
-        Capacities, given when the cache is created.
-    support_sliding_window : tirx.Var or int
-        1 where sequences may be given a sliding window, else 0; given when the cache is created.
+        Capacities. Symbolic ones are given when the cache is created.
     page_size : tirx.Var or int
-        Slots of a page, given when the cache is created; must be the one that the kernels are
-        compiled for.
+        Slots per page. A symbolic one is given when the cache is created, and must then equal
+        `kernel_page_size`.
+    support_sliding_window : tirx.Var or int
+        1 if sequences may get a sliding window, else 0.
     layer_partition : relax.ShapeExpr
-        First layer of each pipeline stage, then the number of layers. A Disco worker keeps the
-        layers of its stage alone; layer ids are those of the whole model.
+        The first layer of each pipeline stage, then the number of layers. A Disco worker keeps only
+        the layers of its stage; layer ids are those of the whole model.
     num_hidden_layers, num_attention_heads, num_key_value_heads, qk_head_dim, v_head_dim : int
-        `num_key_value_heads` is not of "mla" layers, and where there are some, `v_head_dim` is of
-        them alone.
+        "mla" layers ignore `num_key_value_heads`. If there are any, `v_head_dim` is theirs.
     mla_original_qk_head_dim, mla_original_v_head_dim : int
-        Head dims before absorption; used by "mla" only.
+        Head dimensions before absorption; used by "mla" only.
     rope_mode : RopeMode
     rope_scale, rope_theta : float
     rope_scaling : dict
-        Hugging Face rope scaling, may be empty.
+        Hugging Face RoPE scaling; may be empty.
     rope_ext_factors : relax.Expr
-        longrope: float32 ``[rotary_dim]``, long factors, then short ones. Otherwise ignored.
+        For longrope, float32 ``[rotary_dim]``: long factors, then short ones. Otherwise ignored.
     rotary_dim : int
+        Number of leading dimensions of a head that are rotated.
     enable_disaggregation : bool or tirx.Var
-        Keep the pages in memory that other processes of the host can map, as
-        `KVCacheConfig.enable_kv_transfer` does.
+        TVM's name of `KVCacheConfig.enable_kv_transfer`.
     dtype : str
+        Type of Q, K, V, O and the pages.
     target : tvm.target.Target
+        A CPU, or a GPU with a named architecture.
     name : str
+        Name of the Relax variable.
     layer_sliding_window_size : int
         Window of the "mha_sliding" layers: positions that a row sees, its own included.
     kernel_page_size : int
-        The page size that kernels are compiled for when `page_size` is symbolic.
+        Page size of the kernels if `page_size` is symbolic.
     logit_softcap : float, optional
         Soft-cap of the attention logits.
     alibi : bool or sequence of float, optional
-        ALiBi, as `KVCacheConfig` takes it.
+        ALiBi, as for `KVCacheConfig`.
     runtime : {"pagedkv", "stock"}
-        "stock": emit a cache that also the runtime object inside apache-tvm can drive.
+        "stock" emits a cache that TVM's own runtime object can run as well.
 
     Raises
     ------
     ValueError, TypeError
-        On dimensions that no kernel serves, as `KVCacheConfig` does, and on such targets: a GPU
-        must have its architecture named, and runs caches of runtime "pagedkv" only.
+        If dimensions have no kernel, as for `KVCacheConfig`, or if the target has none: a GPU needs
+        a named architecture and runtime "pagedkv".
     RuntimeError
-        Where no Relax function is being built, and for a GPU without nvcc.
+        If no Relax function is being built, or nvcc is missing for a GPU.
 
     Attributes
     ----------
     extern_mods : list of tvm.runtime.Module
-        The compiled kernels, as static libraries: the same objects in all caches that share them.
+        The compiled kernels as static libraries. Caches that share kernels have the same objects.
     """
 
     def __init__(
@@ -201,7 +204,7 @@ class PagedKVCache(PagedKVCacheObject):
                 "a PagedKVCache is made while a Relax function is built: in a method that "
                 "export_tvm calls, or in a function of a relax.BlockBuilder"
             )
-        # A symbolic one is decided when the cache is created.
+        # A symbolic value is known only when the cache is created.
         has_windows = not (isinstance(support_sliding_window, int) and not support_sliding_window)
         capacities = [
             max_batch_size,
@@ -248,22 +251,24 @@ class _Kernels:
 
     Parameters
     ----------
-    specs : layer kind -> KernelSpec
+    specs : dict
+        Layer kind -> KernelSpec.
     tag : {"pagedkv", "tirx"}
+        Tag of the kernels: for this package's runtime, or for TVM's.
     window : int
-        Of the "mha_sliding" layers; kernels for the stock runtime are built for it.
+        Window of the "mha_sliding" layers, a constant of kernels for TVM's runtime.
     target : tvm.target.Target
     """
 
     def __init__(self, specs: dict[str, KernelSpec], tag: str, window: int, target: Target):
         self.tag, self.window, self.kinds = tag, window, set(specs)
-        # None without such layers; callers ask for kernels of the layers that there are.
+        # None if there are no such layers; callers check.
         self.mla = cast(KernelSpec, specs.get("mla"))
         self.mha = cast(KernelSpec, specs.get("mha", specs.get("mha_sliding")))
         self._listed = ModelKernels(target, repr(specs))
 
     def compile(self) -> list[tvm.runtime.Module]:
-        """What to link for the kernels that `positional` has listed."""
+        """Compile the kernels that `positional` has listed; return libraries to link."""
         return self._listed.compile()
 
     def _function(self, name: str, spec: KernelSpec) -> relax.ExternFunc:
@@ -278,7 +283,7 @@ class _Kernels:
         return self._tagged(self._function(name, self.mla if kind == "mla" else self.mha))
 
     def _sliding(self, name: str, has_windows: bool) -> relax.Tuple:
-        """The stock runtime takes these kernels for windows of layers, or of sequences."""
+        """TVM's runtime uses these kernels for windows of layers and of sequences."""
         if self.tag == "tirx" and has_windows and self.kinds == {"mha"}:
             name = name.replace("sliding", "windowed")
             return self._tagged(self._function(name, self.mha))
@@ -289,7 +294,7 @@ class _Kernels:
         return self._tagged(self._listed.refer(f"stock_{name}", key, build))
 
     def _of_both(self, name: str, name_of_mla: str | None = None) -> relax.Expr:
-        """A kernel that pages of either shape need: one function, or one for each."""
+        """Return a kernel that both page shapes need: one function, or one per shape."""
         functions = []
         if self.mha:
             functions.append(self._function(name, self.mha))
@@ -298,7 +303,7 @@ class _Kernels:
         return functions[0] if len(functions) == 1 else self._tagged(*functions)
 
     def positional(self, has_windows: bool) -> list[relax.Expr]:
-        """Arguments 13 to 27 of the positional constructor."""
+        """Return arguments 13 to 27 of the positional constructor."""
         null = relax.op.null_value
         return [
             self._function("transpose_append", self.mha) if self.mha else null(),
@@ -326,13 +331,13 @@ class _Kernels:
         return self._tagged(*functions)
 
     def _tree(self) -> relax.Tuple:
-        """MLA layers of the stock runtime have no trees."""
+        """Return the tree kernels; TVM's runtime has no trees for MLA layers."""
         specs = [self.mha, self.mla if self.tag == "pagedkv" else None]
         functions = [self._function("tree", spec) for spec in specs if spec]
         return self._tagged(*functions) if functions else relax.Tuple([])
 
     def _merge(self) -> relax.Tuple:
-        """Of a step's parts, then of the fine-grained API, where MLA outputs are not absorbed."""
+        """Return the merges of partial states and of `merge_attention`, whose MLA o is wider."""
         of_parts = self.mha or replace(self.mla, original_qk_head_dim=0, original_v_head_dim=0)
         specs = (of_parts, self.mla or self.mha)
         return relax.Tuple([self._function("merge", spec) for spec in specs])
@@ -350,7 +355,7 @@ class _Kernels:
         return self._tagged(*fixed, *self._named())
 
     def _named(self) -> list[relax.Expr]:
-        """Kernels that the positional constructor has no index for: names and functions in turn."""
+        """Return kernels that have no position in the constructor, as names and functions."""
         specs = {}
         if self.mha:
             specs["apply_sinks"] = self.mha
@@ -383,7 +388,7 @@ def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:
 def _with_placeholder_factors(
     rope_scaling: dict[str, Any] | None, rotary_dim: int
 ) -> dict[str, Any] | None:
-    """longrope factors come as a tensor when the cache is created; the kernels do not bake them."""
+    """Add placeholders for longrope factors, which arrive when the cache is created."""
     if not rope_scaling or rope_scaling.get("rope_type", "default") == "default":
         return None
     scaling = dict(rope_scaling)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the functions of an `nn` model call on a cache that is given to them."""
+"""`PagedKVCacheObject`: the methods of a cache that is an argument of a model's function."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .._deprecation import renamed_arguments
 
 
 class PagedKVCacheObject(_PagedKVCacheBase):
-    """A cache as an argument of a model's function: ``spec.Object(object_type=...)``.
+    """A cache that is an argument of a model's function: ``spec.Object(object_type=...)``.
 
-    It has the methods of the class inside apache-tvm, two of them with learned sinks. That class
-    does as well where a model has none. The sinks need a cache of this package.
+    It adds learned attention sinks to two methods of TVM's ``PagedKVCache``. Models without them
+    can use TVM's class instead. The sinks need a cache of this package.
     """
 
     @renamed_arguments(sinks="sink_logits")
@@ -29,10 +29,11 @@ class PagedKVCacheObject(_PagedKVCacheBase):
         sm_scale: float,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Append this step's K and V of a layer and attend with its Q.
+        """Append this step's K and V of a layer, and attend with its Q.
 
         Parameters
         ----------
+        layer_id : int
         qkv : ``[b, s, num_qo_heads + 2 * num_kv_heads, head_dim]``
         sink_logits : float32 ``[num_qo_heads]``, optional
             Learned attention sinks: one logit per head that joins the softmax without a value.
@@ -67,10 +68,11 @@ class PagedKVCacheObject(_PagedKVCacheBase):
         sm_scale: float,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Attend to the K and V of another layer, which has run in this step.
+        """Attend to the K and V of another layer, which must have run in this step.
 
         Parameters
         ----------
+        source_layer_id : int
         q : ``[b, s, num_qo_heads, head_dim]``
         current_k, current_v : ``[b, s, num_kv_heads, head_dim]``
         sink_logits : float32 ``[num_qo_heads]``, optional
@@ -106,7 +108,7 @@ class PagedKVCacheObject(_PagedKVCacheBase):
         sink_logits: Tensor,
         shape: tuple[Any, ...],
     ) -> Tensor:
-        """Call a function whose tensors are `rows`, then the sinks, then its output."""
+        """Emit a call whose tensor arguments are `rows`, the sink logits, then the output."""
         b, s, num_heads, dim = shape
         if list(sink_logits.shape) != [num_heads] or sink_logits.dtype != "float32":
             got = f"{sink_logits.dtype} {list(sink_logits.shape)}"

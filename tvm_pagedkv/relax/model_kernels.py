@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled kernels of a model's cache: how the model refers to them, and what it links."""
+"""The compiled kernels of a model's cache: references in the model, and libraries to link."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tvm.target import Target
 from ..compiler import KernelObjects, is_cuda, kernel_symbol
 from ..compiler.cuda import CudaKernelObjects, cuda_kernel_symbol
 
-_ATTRIBUTE = "external_mods"  # of a module: what `relax.build` links to it
-# A library that is attached to a module more than once is linked once, if it is the same object.
+_ATTRIBUTE = "external_mods"  # the attribute of a module with what `relax.build` links
+# TVM links a library that is attached more than once only once if it is the same object.
 _loaded: dict[tuple[str, ...], tvm.runtime.Module] = {}
 
 
 class ModelKernels:
-    """The kernels that a model needs for a cache.
+    """Collects the kernels that a model needs for a cache, and compiles them.
 
     Parameters
     ----------
     target : tvm.target.Target
     key : str
-        What decides which kernels these are.
+        Identifies the set of kernels: the repr of its specs.
     """
 
     def __init__(self, target: Target, key: str):
@@ -36,13 +36,14 @@ class ModelKernels:
         self._builders: dict[str, Callable[[], tirx.PrimFunc]] = {}
 
     def refer(self, name: str, key: str, build: Callable[[], tirx.PrimFunc]) -> relax.ExternFunc:
-        """An expression for a kernel, which `compile` compiles.
+        """Return an expression for a kernel that `compile` will compile.
 
         Parameters
         ----------
         name : str
+            The kernel's name.
         key : str
-            What decides its code besides its name: the repr of its spec.
+            What decides its code besides the name: the repr of its spec.
         build : callable
             Returns the PrimFunc.
         """
@@ -54,12 +55,12 @@ class ModelKernels:
         return relax.ExternFunc(symbol)
 
     def compile(self) -> list[tvm.runtime.Module]:
-        """Static libraries with the kernels, compiled or found on the disk.
+        """Compile the kernels, or find them in the disk cache.
 
         Returns
         -------
         list of tvm.runtime.Module
-            The same objects in all caches of this process that share kernels.
+            Static libraries. Caches of this process that share kernels get the same objects.
         """
         objects: CudaKernelObjects | KernelObjects
         if is_cuda(self._target):
@@ -81,10 +82,10 @@ def _load(path: Path, symbols: tuple[str, ...]) -> tvm.runtime.Module:
 
 
 def link_when_finalized(builder: BlockBuilder, libraries: list[tvm.runtime.Module]) -> None:
-    """Let the module that a builder makes have libraries linked to it when it is compiled.
+    """Attach libraries to the module that a builder makes, so that compiling the module links them.
 
-    ``export_tvm`` of ``nn`` models makes modules by a builder, and has no other place for libraries
-    that a model needs without its author's doing. `BlockBuilder.finalize` is told to attach them.
+    ``export_tvm`` of ``nn`` models uses a builder and has no hook for libraries, so this wraps
+    `BlockBuilder.finalize`.
     """
     pending = vars(builder).setdefault("_pagedkv_libraries", [])
     pending += [library for library in libraries if library not in pending]

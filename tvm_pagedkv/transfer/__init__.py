@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K and V of a sequence from one cache to another: prefill in one place, decode in another.
+"""Transfer of K and V from one cache to another, for disaggregated prefill and decode.
 
-A `Receiver` requests the rows of a sequence, a `Sender` sends them as they are computed; between
-them lies a `Channel`: `local_channels` within a process, `SharedMemoryChannel` between processes of
-a host, `NixlChannel` over NIXL.
+A `Receiver` requests the rows of a sequence, and a `Sender` offers them as they are computed. A
+`Channel` connects the two: `local_channels` within a process, `SharedMemoryChannel` between
+processes of a host, `NixlChannel` over NIXL.
 """
 
 from .channel import (

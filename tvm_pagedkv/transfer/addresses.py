@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where two sides meet, a Unix socket path or a TCP address, and who may have made the path."""
+"""Addresses of listeners, Unix socket paths or TCP addresses, and checks of their owners."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .channel import AuthenticationError, TransferError, TransferTimeout
 Address = str | os.PathLike | tuple[str, int]
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
-_MAX_PATH_BYTES = 107  # of sockaddr_un, less the zero at the end
+_MAX_PATH_BYTES = 107  # of sockaddr_un, without the terminating zero
 
 
 def is_path(address: Address) -> bool:
-    """True for the path of a Unix socket, false for (host, port).
+    """Return whether an address is the path of a Unix socket; otherwise it is (host, port).
 
     Raises
     ------
@@ -43,7 +43,12 @@ def is_path(address: Address) -> bool:
 
 
 def resolve(address: tuple[str, int], timeout: float) -> list[tuple[int, Any]]:
-    """Socket family and socket address of each IP address of a host.
+    """Resolve the name of a host.
+
+    Returns
+    -------
+    list of (family, address)
+        Socket family and socket address of each IP address.
 
     Raises
     ------
@@ -58,10 +63,10 @@ def resolve(address: tuple[str, int], timeout: float) -> list[tuple[int, Any]]:
         except (OSError, UnicodeError) as error:
             found.append(error)
 
-    ask(socket.AI_NUMERICHOST)  # asks nobody
+    ask(socket.AI_NUMERICHOST)  # no query for a numeric address
     if isinstance(found[0], Exception):
         found.clear()
-        # The C library has no time limit for names, so a thread waits for the answer.
+        # getaddrinfo has no time limit, so it runs in a thread.
         thread = threading.Thread(target=ask, name="tvm_pagedkv resolve", daemon=True)
         thread.start()
         thread.join(max(0.0, timeout))
@@ -73,26 +78,26 @@ def resolve(address: tuple[str, int], timeout: float) -> list[tuple[int, Any]]:
 
 
 def describe(address: Address) -> str:
-    """The address as it reads in an error."""
+    """Return the address as text for an error."""
     if isinstance(address, tuple):
         return f"{address[0]}:{address[1]}"
     return os.fspath(address)
 
 
 def socket_path(address: str | os.PathLike) -> str:
-    """The path of a Unix socket with all links to its folder resolved.
+    """Resolve the links in the folder of a Unix socket's path.
 
     Raises
     ------
     OSError
-        If there is no such folder.
+        If the folder does not exist.
     TransferError
-        If another user may put a socket there, or take this one away.
+        If another user could create or remove a socket there.
     """
     path = Path(os.fspath(address)).absolute()
     try:
         folder = path.parent.resolve(strict=True)
-    except RuntimeError as error:  # a circle of links; an OSError from Python 3.13 on
+    except RuntimeError as error:  # a cycle of links; an OSError from Python 3.13 on
         raise TransferError(f"cannot use a Unix socket at {path}: {error}") from None
     for each in (folder, *folder.parents):
         _check_folder(each, holds_socket=each == folder)
@@ -105,14 +110,14 @@ def socket_path(address: str | os.PathLike) -> str:
 
 
 def check_socket(path: str) -> None:
-    """Check that a path leads to a socket that only this user, or root, can have made.
+    """Check that a path is a socket of this user or of root.
 
     Raises
     ------
     FileNotFoundError
-        If nothing is there yet.
+        If the path does not exist yet.
     TransferError
-        If it is something else, or lets other users connect.
+        If it is not a socket, has another owner, or lets other users connect.
     """
     status = os.lstat(path)
     if not stat.S_ISSOCK(status.st_mode):
@@ -124,11 +129,12 @@ def check_socket(path: str) -> None:
 
 
 def check_peer(connection: socket.socket) -> None:
-    """Check that the process at the other end of a Unix socket is of this user, or of root.
+    """Check that the peer of a Unix socket runs as this user or as root.
 
     Raises
     ------
     AuthenticationError
+        If it runs as another user.
     """
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(packed)
@@ -142,7 +148,7 @@ def check_peer(connection: socket.socket) -> None:
 def _check_folder(folder: Path, holds_socket: bool) -> None:
     status = folder.stat()
     _check_owner(folder, status.st_uid)
-    # Others may add to a sticky folder such as /tmp, but cannot rename what is in there.
+    # In a sticky folder such as /tmp, other users can add entries but not rename those of others.
     is_sticky = bool(status.st_mode & stat.S_ISVTX) and not holds_socket
     if status.st_mode & 0o022 and not is_sticky:
         raise TransferError(

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both sides of a TCP connection prove that they know a shared secret, without sending it.
+"""The handshake of TCP connections: both sides prove that they know a secret without sending it.
 
     listener                                   connector
     "tvm_pagedkv 1\\n", nonce L (32 bytes)  ->
                                            <-  nonce C, HMAC(secret, "connector" + L + C)
     HMAC(secret, "listener" + L + C)       ->  or 32 zero bytes: refused
 
-This is the handshake of `multiprocessing.connection` with SHA-256 in place of MD5 (its digest up to
-Python 3.11), and with the role in the digest: there, whoever can make a side connect twice gets the
-answer to the first challenge from the second connection. All sizes are fixed, so a stranger cannot
-make either side store more than a hundred bytes.
+It differs from the handshake of `multiprocessing.connection` in two ways. It uses SHA-256 instead
+of MD5, and the digest contains the role: otherwise a stranger could answer a challenge with the
+digest that a side computes in a second connection. All sizes are fixed, so a stranger cannot make
+either side buffer more than a hundred bytes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _MAGIC = b"tvm_pagedkv 1\n"
 _NONCE_BYTES = _DIGEST_BYTES = 32
 _REFUSED = bytes(_DIGEST_BYTES)
 
-# Yields (bytes to send, number of bytes to wait for); is sent those.
+# A generator that yields (bytes to send, number of bytes to receive) and is sent the latter.
 Steps = Generator[tuple[bytes, int], bytes, None]
 
 
 def secret_for(secret: bytes | None, is_required: bool) -> bytes | None:
-    """The secret of an argument or, where one is required, of the environment.
+    """Return the secret from an argument or, if one is required, from the environment.
 
     Raises
     ------
     TypeError
-        If it is not bytes.
+        If the argument is not bytes.
     ValueError
-        If there is none although it is required, or if it is too short.
+        If a required secret is missing, or the secret is too short.
     """
     origin = "secret"
     if secret is None and is_required:
@@ -54,7 +54,7 @@ def secret_for(secret: bytes | None, is_required: bool) -> bytes | None:
             )
     if secret is None:
         return None
-    if not isinstance(secret, bytes):  # its value must not get into an error
+    if not isinstance(secret, bytes):  # the error must not contain the value
         raise TypeError(f"secret must be bytes, got {type(secret).__name__}")
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
@@ -65,11 +65,11 @@ def secret_for(secret: bytes | None, is_required: bool) -> bytes | None:
 
 
 class AuthenticatedSocket(socket.socket):
-    """A TCP socket whose other side knows the secret; only `Handshake` makes one."""
+    """A TCP socket whose peer has proved that it knows the secret; made by `Handshake` only."""
 
 
 class Handshake:
-    """The handshake on one connection, as far as bytes have come.
+    """The handshake on one connection, which advances as bytes arrive.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class Handshake:
         The handshake owns it until `finish`.
     secret : bytes
     is_listener : bool
-        Which of the two roles this side has.
+        The role of this side.
     seconds : float
         Time limit of the whole handshake.
     """
@@ -94,16 +94,16 @@ class Handshake:
         self._send(data)
 
     def advance(self) -> bool:
-        """Handle the bytes that are there; returns whether the handshake has succeeded.
+        """Handle the bytes that have arrived; return whether the handshake has succeeded.
 
         Raises
         ------
         AuthenticationError, ChannelClosed
-            It has failed.
+            If it has failed.
         """
         while True:
             try:
-                # Never more than is wanted: what follows are messages.
+                # Never more than expected: the bytes that follow are messages.
                 data = self.connection.recv(self._wanted - len(self._received))
             except BlockingIOError:
                 return False
@@ -128,11 +128,12 @@ class Handshake:
                 return True
 
     def run(self) -> socket.socket:
-        """Wait until the handshake is done.
+        """Wait until the handshake has succeeded, and return the connection.
 
         Raises
         ------
         AuthenticationError, ChannelClosed, TransferTimeout
+            If it fails, or takes too long.
         """
         with selectors.DefaultSelector() as selector:
             selector.register(self.connection, selectors.EVENT_READ)
@@ -142,27 +143,27 @@ class Handshake:
         return self.finish()
 
     def finish(self) -> socket.socket:
-        """The connection, which belongs to the caller now."""
+        """Return the connection, which the caller owns from now on."""
         if self.connection.family == socket.AF_UNIX:
             return self.connection
         return AuthenticatedSocket(fileno=self.connection.detach())
 
     def timeout(self) -> TransferTimeout:
-        """The error of a handshake that took too long."""
+        """Return the error of a handshake that takes too long."""
         return TransferTimeout(f"the other side did not prove itself within {self._seconds:g} s")
 
     def _refuse(self) -> None:
         try:
             self.connection.send(_REFUSED)
         except OSError:
-            pass  # it is gone; there is nobody to tell
+            pass  # the peer is gone
 
     def _send(self, data: bytes) -> None:
         try:
             sent = self.connection.send(data) if data else 0
         except OSError:
             sent = -1
-        if sent != len(data):  # the first hundred bytes of a connection always fit
+        if sent != len(data):  # a new connection buffers a hundred bytes
             raise ChannelClosed("the other side closed the connection during the handshake")
 
 

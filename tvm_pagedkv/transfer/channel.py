@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Channel`: messages between a sender and a receiver, and how the receiver reads the pages."""
+"""`Channel`: messages between a sender and a receiver, and reads of the sender's pages."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ if TYPE_CHECKING:
 
 
 class TransferError(RuntimeError):
-    """A transfer failed: says why, and which side found out. Neither cache keeps a part of it."""
+    """A transfer failed. Neither cache keeps a part of it."""
 
 
 class TransferTimeout(TransferError, TimeoutError):
-    """The other side did not answer in time."""
+    """The peer did not answer in time."""
 
 
 class ChannelClosed(TransferError):
-    """The other side has closed the channel, or its process has ended."""
+    """The peer has closed the channel, or its process has ended."""
 
 
 class AuthenticationError(TransferError):
-    """The other side does not know the secret, or is of another user."""
+    """The peer does not know the secret, or runs as another user."""
 
 
 class MessageError(TransferError):
-    """One message is wrong; those after it can be read."""
+    """A message is invalid. Later messages can still be read."""
 
 
 class Channel(ABC):
     """One end of a connection between a `Sender` and a `Receiver`.
 
-    Messages are dictionaries of JSON values and go both ways, in order. Rows go one way: the
-    receiver reads them out of the sender's pages, so that nobody but a receiver ever writes into
-    its cache. A sender keeps pages as they are from its offer until the receiver has said that it
-    has read them, and confirms this: only confirmed rows count as received.
+    Messages are dictionaries of JSON values, go both ways, and arrive in order. Rows go one way:
+    the receiver reads them from the sender's pages, so only the receiver writes to its own cache.
+    The sender pins pages from the offer until the receiver reports that it has read them, and
+    confirms the report. Only confirmed rows count as received.
+
+    A channel is a context manager that closes it.
     """
 
     def __enter__(self) -> Self:
@@ -54,57 +56,83 @@ class Channel(ABC):
 
     @abstractmethod
     def send(self, message: dict[str, Any]) -> None:
-        """Queue a message; never waits. Raises `ChannelClosed`."""
+        """Queue a message without waiting.
+
+        Raises
+        ------
+        ChannelClosed
+            If either side has closed the channel.
+        """
 
     @abstractmethod
     def receive(self, timeout: float) -> dict[str, Any] | None:
-        """The next message; None when none comes within `timeout` seconds (0: is there already).
+        """Return the next message, or None if none arrives within `timeout` seconds.
 
-        Raises `ChannelClosed` once the other side is gone and its last message is read.
+        Raises
+        ------
+        ChannelClosed
+            If the channel is closed and the last message has been read.
+        MessageError
+            If the message is invalid.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything; the other side gets a `ChannelClosed`. May be called again."""
+        """Release everything; the peer gets a `ChannelClosed`. Repeated calls do nothing."""
 
     @abstractmethod
     def expose(self, cache: KVCache) -> dict[str, Any]:
-        """Sender: let the other side read the pages; returns what it must know, as JSON values."""
+        """Make the pages readable for the peer. The sender calls this.
+
+        Returns
+        -------
+        dict
+            JSON values that the peer passes to `attach`.
+        """
 
     @abstractmethod
     def attach(self, cache: KVCache, memory: dict[str, Any]) -> None:
-        """Receiver: prepare to read what the other side's `expose` has returned."""
-
-    @abstractmethod
-    def read(self, regions: dict[int, np.ndarray], tag: str, timeout: float) -> None:
-        """Receiver: copy bytes from the other side's pages into one's own.
+        """Prepare reads of the peer's pages. The receiver calls this.
 
         Parameters
         ----------
-        regions : layer -> int64 ``[n, 3]``
-            Destination and source offsets in the layer's pages, and numbers of bytes; within both.
+        cache : KVCache
+            The receiving cache.
+        memory : dict
+            The result of the peer's `expose`.
+        """
+
+    @abstractmethod
+    def read(self, regions: dict[int, np.ndarray], tag: str, timeout: float) -> None:
+        """Copy bytes from the peer's pages into the own pages. The receiver calls this.
+
+        Parameters
+        ----------
+        regions : dict
+            Layer -> int64 ``[n, 3]``: destination offset, source offset and size of each region, in
+            bytes, within the layer's pages on both sides.
         tag : str
-            Names the read; `was_read` on the other side is asked for it.
+            Identifies the read for the peer's `was_read`.
         timeout : float
             Seconds.
 
         Raises
         ------
         TransferError
-            After it nothing is written any more.
+            If the read fails. Nothing is written after that.
         """
 
     def was_read(self, tag: str, timeout: float) -> bool:
-        """Sender: whether a read of this tag has come to one's own memory.
+        """Return whether a read with this tag has reached the own memory. The sender calls this.
 
-        It may do so after the receiver has said it; so ask again later. With a `timeout` of 0 it
+        The receiver's report can arrive earlier, so ask again later. With a `timeout` of 0 this
         does not wait.
         """
         return True
 
 
 class _LocalEnd:
-    """The queue of one direction."""
+    """The message queue of one direction."""
 
     def __init__(self) -> None:
         self.messages: deque[dict[str, Any]] = deque()
@@ -113,7 +141,7 @@ class _LocalEnd:
 
 
 class LocalChannel(Channel):
-    """Between two caches of one process, which may belong to different threads."""
+    """A channel between two caches of one process, which may belong to different threads."""
 
     def __init__(self, inbox: _LocalEnd, outbox: _LocalEnd, caches: dict[str, KVCache]) -> None:
         self._inbox, self._outbox, self._caches = inbox, outbox, caches
@@ -165,7 +193,7 @@ class LocalChannel(Channel):
 
 
 def local_channels() -> tuple[LocalChannel, LocalChannel]:
-    """Two ends of a channel within this process, one for a `Sender` and one for a `Receiver`."""
+    """Return two ends of a channel in this process, for a `Sender` and a `Receiver`."""
     one, other = _LocalEnd(), _LocalEnd()
     caches: dict[str, KVCache] = {}
     return LocalChannel(one, other, caches), LocalChannel(other, one, caches)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections whose other side may use them: `connect`, and `Listener` for the side that waits."""
+"""Authenticated connections: `connect`, and `Listener` for the side that waits."""
 
 from __future__ import annotations
 
@@ -21,24 +21,32 @@ from .channel import AuthenticationError, ChannelClosed, TransferError, Transfer
 HANDSHAKE_SECONDS = 5.0
 RESOLVE_SECONDS = 30.0
 _RETRY_SECONDS = 0.01
-_MAX_HANDSHAKES = 64  # under way at a time
-# EAGAIN: the backlog of a Unix socket is full; ENOTCONN: who accepted has closed at once.
+_MAX_HANDSHAKES = 64  # at a time
+# EAGAIN: the backlog of a Unix socket is full. ENOTCONN: the peer accepted and closed at once.
 _NOBODY_YET = (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN, errno.ENOTCONN)
 
 _log = logging.getLogger("tvm_pagedkv.transfer")
 
 
 def connect(address: Address, timeout: float, secret: bytes | None) -> socket.socket:
-    """Connect to a `Listener` as soon as there is one; `timeout` covers all of it, in seconds.
+    """Connect to a `Listener`, and wait until there is one.
+
+    Parameters
+    ----------
+    address : path or (host, port)
+    timeout : float
+        Seconds in total, for name resolution, connection and handshake.
+    secret : bytes, optional
+        The shared secret; see `Listener`.
 
     Raises
     ------
     TypeError, ValueError
-        If the address or the secret cannot be used.
+        If the address or the secret is invalid.
     AuthenticationError
-        If the other side is of another user or does not know the secret.
+        If the peer runs as another user or does not know the secret.
     TransferError
-        If there is no way to the address; a `TransferTimeout` if nobody listens there in time.
+        If the address cannot be reached; a `TransferTimeout` if nobody listens there in time.
     """
     local = is_path(address)
     secret = secret_for(secret, is_required=not local)
@@ -68,29 +76,32 @@ def connect(address: Address, timeout: float, secret: bytes | None) -> socket.so
 
 
 class Listener:
-    """Waits for other sides at an address, and gives each one that may come a channel.
+    """Listens at an address and makes a channel for each authenticated peer.
 
-    Strangers are turned away without keeping anybody else waiting: handshakes go on side by side,
-    and each has a time limit.
+    Handshakes run concurrently and have a time limit, so strangers do not delay other peers. A
+    listener is a context manager that closes it.
 
     Parameters
     ----------
     channel_type : type
         Class of the channels: `SharedMemoryChannel` or `NixlChannel`.
-    address : path, or (host, port)
-        A path must not exist; it is there until `close`, for this user only. Port 0 takes any.
+    address : path or (host, port)
+        The path must not exist. It is created for this user only, and removed by `close`. Port 0
+        means any free port.
     secret : bytes, optional
-        What the other side must know, at least 16 bytes. A TCP address needs one; it can come from
-        the environment variable ``TVM_PAGEDKV_TRANSFER_SECRET`` instead.
+        A shared secret of at least 16 bytes. A TCP address needs one; None then means the
+        environment variable ``TVM_PAGEDKV_TRANSFER_SECRET``.
     handshake_seconds : float
         Time limit of a handshake.
+    **options
+        Keyword arguments of `channel_type`.
 
     Raises
     ------
     TypeError, ValueError
-        If the address or the secret cannot be used.
+        If the address or the secret is invalid.
     TransferError
-        If it is not possible to listen there, or if others may write to the path's folder.
+        If listening fails, or other users can write to the folder of the path.
     """
 
     def __init__(
@@ -128,18 +139,28 @@ class Listener:
 
     @property
     def address(self) -> Address:
-        """Where the other side can connect to: a path, or (host, port)."""
+        """The address that peers connect to: a path or (host, port)."""
         return self._path or self._socket.getsockname()[:2]
 
     def accept(self, timeout: float | None = 30.0) -> Any:
-        """Wait for the next side that may come; returns a channel.
+        """Wait for the next authenticated peer.
 
-        Those that may not are turned away and logged. None waits without a time limit.
+        Peers that fail the handshake are rejected and logged to ``tvm_pagedkv.transfer``.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None: no limit.
+
+        Returns
+        -------
+        Channel
+            An instance of `channel_type`.
 
         Raises
         ------
         TransferTimeout
-            If nobody comes in time; its cause is the error of the last one turned away.
+            If no peer comes in time; its cause is the error of the last rejected one.
         TransferError
             If the listener is closed.
         """
@@ -170,7 +191,7 @@ class Listener:
                 raise TransferTimeout(text) from refused
 
     def close(self) -> None:
-        """Listen no longer; channels stay as they are. May be called again."""
+        """Stop listening. Channels stay open. Repeated calls do nothing."""
         if self._socket.fileno() < 0:
             return
         self._remove_path()
@@ -202,11 +223,11 @@ class Listener:
         return describe(self.address)
 
     def _advance(self, ready: Any) -> socket.socket | None:
-        """Accept a connection, or go on with its handshake; returns it when it may be used."""
+        """Accept a connection or advance its handshake; return it once it is authenticated."""
         if ready is not self._socket:
             handshake = self._pending.get(ready)
             if handshake is None:
-                return None  # it had to make room
+                return None  # closed to make room for another one
             try:
                 if not handshake.advance():
                     return None
@@ -219,14 +240,14 @@ class Listener:
             connection, _ = self._socket.accept()
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.ECONNABORTED, errno.EINTR):
-                return None  # it has gone again
+                return None  # the peer is gone already
             raise TransferError(f"cannot accept a connection: {error}") from None
         with _closing_on_error(connection):
             if connection.family == socket.AF_UNIX:
                 check_peer(connection)
             if self._secret is None:
                 return connection
-            if len(self._pending) >= _MAX_HANDSHAKES:  # room for one that does not take long
+            if len(self._pending) >= _MAX_HANDSHAKES:  # make room for a faster one
                 oldest = next(iter(self._pending))
                 self._forget(oldest).connection.close()
             seconds = self._handshake_seconds
@@ -256,7 +277,7 @@ class Listener:
 def _try_all(
     targets: list[tuple[int, Any]], end: float
 ) -> tuple[socket.socket | None, list[OSError]]:
-    """The first connection that one of the targets accepts, or the error of each."""
+    """Return the first connection that a target accepts, or the error of each target."""
     errors: list[OSError] = []
     for family, target in targets:
         try:
@@ -269,7 +290,7 @@ def _try_all(
 
 
 def _try(family: int, target: Any, timeout: float) -> socket.socket:
-    """One attempt to connect."""
+    """Try once to connect."""
     if family == socket.AF_UNIX:
         target = socket_path(target)
         check_socket(target)
@@ -278,7 +299,7 @@ def _try(family: int, target: Any, timeout: float) -> socket.socket:
         connection.settimeout(timeout)
         connection.connect(target)
         if family != socket.AF_UNIX and connection.getsockname() == connection.getpeername():
-            # TCP connects a free port of this host to itself when chance picks it for both ends.
+            # TCP can connect a free port of this host to itself if it picks it for both ends.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     return connection
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `Sender` and `Receiver` share: the handshake, and messages that may be anything."""
+"""The common base of `Sender` and `Receiver`: hello messages, polling, untrusted messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .layout import check_layout, layout_of, num_slots_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_MAX_MESSAGES = 256  # that one poll handles, so that it ends also if the other side never does
-_MAX_QUOTED = 200  # characters of what the other side sent, in an error
+_MAX_MESSAGES = 256  # per poll, so that a poll ends even if the peer never stops sending
+_MAX_QUOTED = 200  # characters of a peer's value in an error
 
 
 def field(message: dict[str, Any], name: str, kind: type) -> Any:
-    """A field of a message; a `MessageError` where it is missing or of another type."""
+    """Return a field of a message; raise a `MessageError` if it is missing or has another type."""
     value = message.get(name)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise MessageError(
@@ -30,7 +30,7 @@ def field(message: dict[str, Any], name: str, kind: type) -> Any:
 
 
 def integers(message: dict[str, Any], name: str) -> list[int]:
-    """A field that is a list of 64-bit integers; a `MessageError` where it is not."""
+    """Return a list of 64-bit integers from a message; raise a `MessageError` otherwise."""
     values = field(message, name, list)
     for value in values:
         if not (type(value) is int and -(2**63) <= value < 2**63):
@@ -41,13 +41,13 @@ def integers(message: dict[str, Any], name: str) -> list[int]:
 
 
 def quote(value: Any) -> str:
-    """What the other side sent, as it reads in an error."""
+    """Return a peer's value as text for an error, shortened."""
     text = repr(value)
     return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
 
 
 class Deadline:
-    """Seconds that are left."""
+    """A point in time, given in seconds from now."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -57,7 +57,7 @@ class Deadline:
 
 
 class Endpoint(ABC):
-    """One side: says hello when it is made, checks the other side's hello when that comes."""
+    """One side of a transfer. It sends a hello when it is made, and checks the peer's hello."""
 
     role = ""
 
@@ -70,20 +70,26 @@ class Endpoint(ABC):
             raise ValueError(f"timeout must be positive, got {timeout}")
         self.cache, self.channel, self.timeout = cache, channel, float(timeout)
         self.is_connected = False
-        self.error: Exception | None = None  # after it the connection is of no more use
+        self.error: Exception | None = None  # the connection has failed with it
         self._layout = layout_of(cache)
         hello: dict[str, Any] = {"type": "hello", "role": self.role, "layout": self._layout}
         hello |= {"num_slots": num_slots_of(cache), "memory": self._memory()}
         channel.send(hello)
 
     def connect(self, timeout: float | None = None) -> None:
-        """Wait until the other side has said hello.
+        """Wait for the peer's hello.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None: the timeout of this object.
 
         Raises
         ------
         ValueError
-            Where the two caches do not fit together; the other side gets the same.
+            If the layouts of the two caches differ; the peer gets the same error.
         TransferTimeout, ChannelClosed
+            If the hello does not come in time, or the peer is gone.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         while not self.is_connected:
@@ -91,19 +97,19 @@ class Endpoint(ABC):
                 raise TransferTimeout(f"the other side did not say hello to this {self.role}")
 
     def poll(self, timeout: float = 0.0) -> bool:
-        """Handle the messages that are there, or wait up to `timeout` seconds for one.
+        """Handle the messages that have arrived; wait up to `timeout` seconds for the first one.
 
         Returns
         -------
         bool
-            Whether there was any.
+            Whether there was a message.
 
         Raises
         ------
         ValueError
-            Where the two caches do not fit together.
+            If the layouts of the two caches differ.
         TransferError
-            Where the connection has failed; so have all its transfers.
+            If the connection has failed, and with it all transfers.
         """
         if self.error is not None:
             raise self.error
@@ -124,7 +130,7 @@ class Endpoint(ABC):
         return num_found > 0
 
     def close(self) -> None:
-        """End the connection; transfers that are under way fail on both sides."""
+        """Close the connection. Transfers in progress fail on both sides."""
         if self.error is None:
             self._fail(TransferError(f"this {self.role} was closed"))
 
@@ -141,18 +147,18 @@ class Endpoint(ABC):
 
     @abstractmethod
     def _greet(self, hello: dict[str, Any]) -> None:
-        """The caches fit together; this is the rest of what the other side said."""
+        """Handle the rest of the peer's hello, after the layouts have been compared."""
 
     @abstractmethod
     def _handle(self, message: dict[str, Any]) -> None:
-        """A message after the hello."""
+        """Handle a message after the hello."""
 
     @abstractmethod
     def _abandon(self, error: Exception) -> None:
-        """All transfers fail with this error."""
+        """Fail all transfers with this error."""
 
     def _reject(self, message: Any, error: MessageError) -> None:
-        """A message is wrong, None if it could not be read: nothing can be said any more."""
+        """Handle an invalid message (None if it could not be parsed): fail the connection."""
         self._fail(error)
         raise error
 
@@ -176,7 +182,7 @@ class Endpoint(ABC):
             self._handle(message)
 
     def _poll_for(self, transfer: Any, timeout: float) -> bool:
-        """`poll`, where the other side may end the connection once this transfer is done."""
+        """Poll for a transfer; the peer may close the connection once it is done."""
         try:
             return self.poll(timeout) or transfer.is_done
         except TransferError:
@@ -185,7 +191,7 @@ class Endpoint(ABC):
             raise
 
     def _say(self, message: dict[str, Any]) -> None:
-        """Send a message; all is over when that is not possible."""
+        """Send a message; if that fails, fail the connection."""
         try:
             self.channel.send(message)
         except TransferError as error:
@@ -198,5 +204,5 @@ class Endpoint(ABC):
         try:
             self.channel.send({"type": "goodbye", "reason": str(error)})
         except Exception:
-            pass  # the first error is the one that counts
+            pass  # the first error is the one to report
         self.channel.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two caches must agree on, and where rows lie in a layer's pages."""
+"""The layout that two caches must share, and the byte regions of rows in a layer's pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAYER_FIELDS = (
 
 
 def layout_of(cache: KVCache) -> dict[str, Any]:
-    """All that decides what the bytes of a page mean, as JSON values."""
+    """Return everything that decides the meaning of a page's bytes, as JSON values."""
     info = cache.description
     return {
         "protocol": PROTOCOL,
@@ -39,12 +39,12 @@ def layout_of(cache: KVCache) -> dict[str, Any]:
 
 
 def pools_of(memory: dict[str, Any], num_layers: int) -> list[tuple[int, int]]:
-    """Where each layer's pages begin and their bytes, as the other side's `Channel.expose` says.
+    """Return the begin and size in bytes of each layer's pages, from the peer's `Channel.expose`.
 
     Raises
     ------
     TransferError
-        If it says anything else.
+        If the message is invalid.
     """
     layers = memory.get("layers")
     if not isinstance(layers, list) or len(layers) != num_layers:
@@ -61,7 +61,7 @@ def pools_of(memory: dict[str, Any], num_layers: int) -> list[tuple[int, int]]:
 
 
 def num_slots_of(cache: KVCache) -> list[int]:
-    """Slots of each group's pool."""
+    """Return the number of slots in the pool of each layer group."""
     page_size = cache.description["page_size"]
     return [group["num_pages"] * page_size for group in cache.stats()["groups"]]
 
@@ -93,7 +93,7 @@ def _difference(path: str, ours: Any, theirs: Any) -> str | None:
 
 
 def expand_map(numbers: Sequence[int], num_groups: int) -> list[np.ndarray]:
-    """The slot of every position, one int64 array for each group; -1 where it has none."""
+    """Return the slot of every position, as int64 ``[n]`` per layer group; -1: it has none."""
     groups, at = [], 0
     for _ in range(num_groups):
         count = numbers[at]
@@ -108,26 +108,28 @@ def _expand(slot: int, length: int) -> np.ndarray:
 
 
 def expand_runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The slots of runs, one after the other, for first slots and lengths ``[n]``."""
+    """Return the slots of runs, concatenated, from their first slots and lengths ``[n]``."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 
 
 def regions(layer: dict[str, Any], page_size: int, kv_dtype: str, runs: np.ndarray) -> np.ndarray:
-    """Where the rows of slots lie in the pages of a layer.
+    """Return the byte regions of runs of slots in the pages of a layer.
 
     Parameters
     ----------
-    layer : of `KVCache.description`
+    layer : dict
+        An entry of ``KVCache.description["layers"]``.
+    page_size : int
+    kv_dtype : str
     runs : int64 ``[n, 3]``
-        Source slot, destination slot and length, each run within one page on either side.
+        Source slot, destination slot and length; each run is within one page on both sides.
 
     Returns
     -------
     int64 ``[m, 3]``
-        Destination offset, source offset and length in bytes: one region for pages that are
-        copied as a whole and lie next to each other on both sides, otherwise one for each row of
-        heads.
+        Destination offset, source offset and size in bytes. Whole pages that are adjacent on both
+        sides form one region; otherwise there is one region per KV head.
     """
     num_rows = 1 if layer["kind"] == "mla" else 2 * layer["num_kv_heads"]
     row = layer["qk_head_dim"] * ITEMSIZE[kv_dtype]  # bytes

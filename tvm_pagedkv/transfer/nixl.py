@@ -33,23 +33,23 @@ def _api() -> Any:
 
 
 def use_loopback() -> None:
-    """Let NIXL talk within this host only; call it before the first `NixlChannel` is made."""
+    """Restrict NIXL to this host; call it before the first `NixlChannel` is made."""
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     os.environ.setdefault("UCX_TLS", "tcp,self,sm")
 
 
 class NixlChannel(SocketChannel):
-    """Between two processes, on one host or two; messages go over a Unix or TCP socket.
+    """A channel between two processes, on one host or two, with messages over a socket.
 
-    All pages are registered once. The receiver reads rows straight into its own pages. A read that
-    came too late, or to memory that its owner has let go, may look like any other to the one who
-    reads; so each has a tag of the connection's generation and its block, the owner must have been
-    notified of it, and the block must still be held: only then the sender confirms it.
+    All pages are registered once, and the receiver reads rows directly into its own pages. A reader
+    cannot tell whether a read came too late, when the sender had already released the memory. So
+    each read carries a tag with the connection's generation and its block, and the sender confirms
+    it only after NIXL has notified it of the tag while the block was still pinned.
 
     Raises
     ------
     ImportError
-        Where NIXL is not installed.
+        If NIXL is not installed.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -61,7 +61,7 @@ class NixlChannel(SocketChannel):
         self._cache: KVCache | None = None
         self._remote = ""  # the sender's agent
         self._generation = ""
-        self._bases = np.zeros((0, 2), np.uint64)  # [layer] here and there
+        self._bases = np.zeros((0, 2), np.uint64)  # per layer: own, peer's
         self._sizes = np.zeros((0, 2), np.int64)
         self._notifications: set[bytes] = set()
 
@@ -82,7 +82,7 @@ class NixlChannel(SocketChannel):
         self._bases, self._sizes = both[..., 0].T, both[..., 1].T.astype(np.int64)
         try:
             remote = self._agent.add_remote_agent(base64.b64decode(memory["metadata"]))
-        except Exception as error:  # NIXL's own kinds
+        except Exception as error:  # NIXL has its own types
             raise TransferError(f"NIXL cannot reach the sender: {error}") from None
         self._remote = remote.decode() if isinstance(remote, bytes) else remote
 
@@ -111,7 +111,7 @@ class NixlChannel(SocketChannel):
                 raise TransferError(f"NIXL could not read from the sender: state {state}")
             self._agent.release_xfer_handle(handle)
         except Exception as error:
-            self._stop(handle)  # whatever was under way must not write any more
+            self._stop(handle)  # a pending read must not write any more
             self.close()
             if isinstance(error, TransferError):
                 raise
@@ -142,11 +142,11 @@ class NixlChannel(SocketChannel):
         pools = [_runtime.pool_address(cache, i) for i in range(len(cache.description["layers"]))]
         descriptors = [(address, size, 0, "") for address, size in pools]
         self._registered = self._agent.register_memory(descriptors, "DRAM")
-        self._cache = cache  # its memory must not go before it is deregistered
+        self._cache = cache  # its memory must outlive the registration
         return pools
 
     def _descriptors(self, regions: dict[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Address, length and device of each region, here and there."""
+        """Return address, size and device of each region, on both sides."""
         sides: tuple[list, list] = ([], [])
         for layer, rows in regions.items():
             for side in range(2):
@@ -165,11 +165,11 @@ class NixlChannel(SocketChannel):
         self._agent.send_notif(self._remote, self._notification(tag))
 
     def _stop(self, handle: Any) -> None:
-        """Let go of the agent and of what it has registered."""
+        """Release the agent and its registrations."""
         agent, self._agent, self._cache = self._agent, None, None
         if agent is None:
             return
-        # Each of these fails when the other side is gone; the next one matters all the same.
+        # Any of these fails if the peer is gone; the next one is still needed.
         if handle is not None:
             with contextlib.suppress(Exception):
                 agent.release_xfer_handle(handle)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Receiver`: rows of sequences out of the cache of a `Sender`."""
+"""`Receiver`: the side of a transfer that requests K and V and reads them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,29 @@ from .layout import expand_map, expand_runs, regions
 
 @dataclass
 class Ticket:
-    """A request that is under way: positions up to `confirmed` are here."""
+    """A request of a `Receiver`.
+
+    Attributes
+    ----------
+    seq_id : int
+    begin, length : int
+        The requested positions ``[begin, begin + length)``.
+    read, confirmed : int
+        Positions below these have been read, and confirmed by the sender.
+    is_done : bool
+        Whether the sequence is complete.
+    result : JSON values
+        The argument of `Sender.finish`.
+    error : Exception, optional
+        The reason for a failure.
+    """
 
     id: int
     seq_id: int
     receive_id: int
     begin: int
     length: int
-    slots: list[np.ndarray]  # by group, of every position; -1 where a window keeps none
+    slots: list[np.ndarray]  # per layer group, of every position; -1: a window keeps none
     read: int
     confirmed: int
     unconfirmed: dict[int, int]  # block -> the position after its last
@@ -41,19 +56,19 @@ class Ticket:
 
 
 class Receiver(Endpoint):
-    """The side that needs K and V.
+    """The side that needs K and V. It is a context manager that closes the connection.
 
     Parameters
     ----------
     cache : KVCache
     channel : Channel
     timeout : float
-        Seconds that calls wait unless told otherwise.
+        Default time limit of calls, in seconds.
 
     Notes
     -----
-    A sequence has its new length from `request` on, but must not be used before the transfer is
-    done. A transfer that fails, for whatever reason, leaves the sequence as it was before.
+    A sequence has its new length as soon as `request` returns, but must not be used before the
+    transfer is done. A failed transfer leaves the sequence as it was before.
     """
 
     role = "receiver"
@@ -62,25 +77,36 @@ class Receiver(Endpoint):
         self._tickets: dict[int, Ticket] = {}
         self._ids = itertools.count(1)
         self._their_slots: list[int] = []
-        self._receives: set[int] = set()  # whose pages the cache keeps for us
+        self._receives: set[int] = set()  # receives whose pages are reserved
         super().__init__(cache, channel, timeout)
-        # Also when this object is forgotten rather than closed.
+        # For an object that is dropped without being closed.
         forget = weakref.finalize(self, _runtime.release_receives, cache, self._receives)
         forget.atexit = False  # the cache ends with the process
         self.poll()
 
     def request(self, seq_id: int, length: int, payload: Any = None) -> Ticket:
-        """Take pages for `length` more positions of a sequence and ask the sender for them.
+        """Reserve pages for more positions of a sequence and request them from the sender.
 
         Parameters
         ----------
-        payload : JSON values
-            What the sender must know, the tokens for example.
+        seq_id : int
+            A sequence of this cache, which may be empty.
+        length : int
+            Number of positions to append.
+        payload : JSON values, optional
+            Data for the sender, for example the tokens.
+
+        Returns
+        -------
+        Ticket
 
         Raises
         ------
         KeyError, ValueError, CacheFullError
+            If there is no such sequence, it cannot be extended, or too few pages are available.
             Nothing has changed.
+        TransferError
+            If the connection has failed.
         """
         if self.error is not None:
             raise self.error
@@ -103,12 +129,18 @@ class Receiver(Endpoint):
         return ticket
 
     def wait(self, ticket: Ticket, timeout: float | None = None) -> Any:
-        """Wait until all rows are here; returns what the sender's `finish` was given.
+        """Wait until all rows of a request have arrived.
+
+        Returns
+        -------
+        JSON values
+            The argument of the sender's `finish`.
 
         Raises
         ------
         TransferTimeout, TransferError
-            The sequence is as it was before `request`; the sender's calls fail as well.
+            If the transfer fails. The sequence is as it was before `request`, and the sender's
+            calls fail as well.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         while not ticket.is_done:
@@ -124,7 +156,7 @@ class Receiver(Endpoint):
         return ticket.result
 
     def cancel(self, ticket: Ticket) -> None:
-        """Give up: the sequence becomes what it was before `request`."""
+        """Cancel a request. The sequence is then as it was before `request`."""
         if not ticket.is_done and ticket.error is None:
             self._fail_ticket(ticket, TransferError(f"request {ticket.id} was cancelled"))
 
@@ -144,7 +176,7 @@ class Receiver(Endpoint):
         if kind not in ("offer", "confirmed", "finished", "failed"):
             raise MessageError(f"the sender sent a message of type {quote(kind)}")
         if ticket is None:
-            return  # about a transfer that has failed here; the sender hears of it
+            return  # the transfer has failed here, and the sender has been told
         if kind == "failed":
             reason = TransferError(f"the sender gave up: {field(message, 'reason', str)}")
             return self._drop(ticket, reason)
@@ -158,7 +190,7 @@ class Receiver(Endpoint):
             self._finish_if_complete(ticket)
         except TransferError as error:
             self._fail_ticket(ticket, error)
-        except Exception as error:  # of a channel, or of a cache that was used meanwhile
+        except Exception as error:  # from a channel, or a cache that was used in the meantime
             self._fail_ticket(ticket, TransferError(f"{type(error).__name__}: {error}"))
 
     def _read(self, ticket: Ticket, offer: dict[str, Any]) -> None:
@@ -187,7 +219,7 @@ class Receiver(Endpoint):
         ticket.confirmed = max(ticket.confirmed, ticket.unconfirmed.pop(block))
 
     def _check_offer(self, ticket: Ticket, offer: dict[str, Any]) -> list[np.ndarray]:
-        """The runs of an offer, which must go to just the slots that were asked for."""
+        """Check an offer and return its runs, which must match the requested slots exactly."""
         begin, end = field(offer, "begin", int), field(offer, "end", int)
         if begin != ticket.read or not begin < end <= ticket.end:
             raise TransferError(
@@ -242,7 +274,7 @@ class Receiver(Endpoint):
         try:
             self.channel.send({"type": "failed", "id": ticket.id, "reason": str(error)})
         except TransferError:
-            pass  # the other side is gone; there is nobody to tell
+            pass  # the peer is gone
 
     def _drop(self, ticket: Ticket, error: Exception) -> None:
         ticket.error = error
@@ -251,7 +283,7 @@ class Receiver(Endpoint):
             _runtime.cancel_receive(self.cache, ticket.seq_id, ticket.receive_id)
             self._receives.discard(ticket.receive_id)
         except (KeyError, ValueError):
-            pass  # the sequence is gone, or was used in the meantime
+            pass  # the sequence was removed, or used in the meantime
 
     def _abandon(self, error: Exception) -> None:
         for ticket in list(self._tickets.values()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Request`: what a receiver asks a sender for."""
+"""`Request`: a receiver's request, as the sender sees it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ from .endpoint import field, integers, quote
 
 @dataclass(frozen=True)
 class Request:
-    """What a receiver wants: `length` positions of a sequence from `begin` on.
+    """A receiver's request for positions of a sequence.
 
-    `payload` is what the receiver has said about it, the tokens for example.
+    Attributes
+    ----------
+    id : int
+        Number of the request in its connection.
+    begin, length : int
+        The positions ``[begin, begin + length)``.
+    payload : JSON values
+        The argument of `Receiver.request`, for example the tokens.
+    slots : tuple of int
+        Map of the receiver's slots, for the runtime.
     """
 
     id: int
@@ -25,15 +34,15 @@ class Request:
 
 
 def request_of(message: dict[str, Any]) -> Request:
-    """The request of a message.
+    """Return the request in a message.
 
-    The cache checks the slots when the request is answered; here it is only made sure that they are
-    those of as many positions as the receiver names.
+    The cache checks the slots when the request is answered. This function only checks that their
+    number equals the number of positions.
 
     Raises
     ------
     MessageError
-        If it makes no sense.
+        If the message is invalid.
     """
     request = Request(
         field(message, "id", int),
@@ -47,7 +56,7 @@ def request_of(message: dict[str, Any]) -> Request:
             f"the receiver asks for {quote(request.length)} positions from "
             f"{quote(request.begin)} on"
         )
-    slots = request.slots  # of each group: number of runs, then (slot, length) of each
+    slots = request.slots  # per group: number of runs, then (slot, length) per run
     if not slots or sum(slots[2 : 1 + 2 * slots[0] : 2]) != request.length:
         raise MessageError(
             f"the receiver asks for {request.length} positions, and has slots for others"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Sender`: rows of sequences to the cache of a `Receiver`, as they are computed."""
+"""`Sender`: the side of a transfer that computes K and V and offers them."""
 
 from __future__ import annotations
 
@@ -16,51 +16,66 @@ from .endpoint import Deadline, Endpoint, integers, quote
 from .endpoint import field as of
 from .requests import Request, request_of
 
-_MAX_REQUESTS = 1024  # that wait for `next_request`
+_MAX_REQUESTS = 1024  # maximum number of requests that wait for `next_request`
 _POLL_SECONDS = 20e-6
 
 
 @dataclass
 class Send:
-    """The answer to a request: positions up to `handed_over` are offered to the receiver."""
+    """The answer to a request.
+
+    Attributes
+    ----------
+    request : Request
+    seq_id : int
+        The sequence that is sent.
+    handed_over : int
+        Positions below this have been offered to the receiver.
+    is_finished : bool
+        Whether `Sender.finish` was called.
+    is_done : bool
+        Whether the receiver has all rows.
+    error : Exception, optional
+        The reason for a failure.
+    """
 
     request: Request
     seq_id: int
     handed_over: int
     id: int = 0
-    is_finished: bool = False  # by `Sender.finish`
-    is_done: bool = False  # the receiver has everything
+    is_finished: bool = False
+    is_done: bool = False
     error: Exception | None = None
-    blocks: set[int] = field(default_factory=set)  # that the receiver has not read yet
+    blocks: set[int] = field(default_factory=set)  # blocks that the receiver has not read yet
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """The receiver says that it has read a block, but the channel does not know of it yet."""
+    """A receiver's report that it has read a block, which the channel has not confirmed yet."""
 
     send: Send
     deadline: Deadline
 
 
 class Sender(Endpoint):
-    """The side that computes K and V.
+    """The side that computes K and V. It is a context manager that closes the connection.
 
     Parameters
     ----------
     cache : KVCache
     channel : Channel
     peer : int
-        The number under which ``kv_cache_disagg_mark_send`` knows the receiver: any int. Engines
-        pass the group offset of the destination (`recver_pe_offset`). A cache may have several
-        senders.
+        Number of the receiver, as ``kv_cache_disagg_mark_send`` takes it: any integer. Engines pass
+        the group offset of the destination (`recver_pe_offset`). A cache can have several senders
+        with different numbers.
     timeout : float
-        Seconds that calls wait unless told otherwise.
+        Default time limit of calls, in seconds.
 
     Notes
     -----
-    Nothing is copied within a step: when it ends, the receiver is told where the new rows lie, and
-    their pages stay as they are until it has read them, even when the sequence is removed. Its
-    answers are handled by the calls of this class and by nothing else; call `poll` now and then.
+    Nothing is copied during a step. When the step ends, the receiver is told the slots of the new
+    rows, and their pages are pinned until it has read them, even if the sequence is removed. Only
+    calls of this object handle the receiver's messages, so call `poll` regularly.
     """
 
     role = "sender"
@@ -77,7 +92,7 @@ class Sender(Endpoint):
 
     def poll(self, timeout: float = 0.0) -> bool:
         deadline = Deadline(timeout)
-        while self._unproved:  # a channel that learns of a read does not wake `receive`
+        while self._unproved:  # `receive` does not return when the channel learns of a read
             if super().poll(0.0) | self._check_claims():
                 return True
             if not deadline.left():
@@ -86,12 +101,12 @@ class Sender(Endpoint):
         return super().poll(deadline.left())
 
     def next_request(self, timeout: float | None = None) -> Request:
-        """The next request of the receiver.
+        """Return the next request of the receiver.
 
         Raises
         ------
         TransferTimeout
-            When none comes.
+            If none comes in time.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         while not self._requests:
@@ -100,14 +115,24 @@ class Sender(Endpoint):
         return self._requests.popleft()
 
     def send(self, request: Request, seq_id: int) -> Send:
-        """Answer a request with a sequence: what it holds now, and what steps add to it.
+        """Answer a request with a sequence: with its current rows, and with those of later steps.
 
         Positions beyond the request are not sent.
 
+        Parameters
+        ----------
+        request : Request
+        seq_id : int
+            A sequence of this cache.
+
+        Returns
+        -------
+        Send
+
         Raises
         ------
-        ValueError, KeyError
-            As ``kv_cache_disagg_mark_send``; the receiver's call fails as well.
+        KeyError, ValueError
+            If there is no such sequence, or it cannot be sent. The receiver's call fails as well.
         """
         if request.id in self._sends:
             raise ValueError(f"request {request.id} is being answered already")
@@ -121,22 +146,34 @@ class Sender(Endpoint):
         return send
 
     def refuse(self, request: Request, reason: str) -> None:
-        """Let the receiver's call fail; an answer to it that is under way ends."""
+        """Reject a request, or stop answering it. The receiver's call fails.
+
+        Parameters
+        ----------
+        request : Request
+        reason : str
+            Text for the receiver's error.
+        """
         send = self._sends.get(request.id)
         if send is not None:
             self._drop(send, TransferError(f"request {request.id} was refused: {reason}"))
         self._say({"type": "failed", "id": request.id, "reason": reason})
 
     def finish(self, send: Send, result: Any = None) -> None:
-        """Say that the sequence is complete; `result` (JSON values) is what the receiver's call
-        returns.
+        """Declare that all rows of a request have been computed.
+
+        Parameters
+        ----------
+        send : Send
+        result : JSON values, optional
+            The result of the receiver's `wait`.
 
         Raises
         ------
         ValueError
-            Where positions are missing; the receiver's call fails as well.
+            If positions are missing; the receiver's call fails as well.
         TransferError
-            Where the transfer has failed.
+            If the transfer has failed.
         """
         self.poll()
         self._check(send)
@@ -152,12 +189,14 @@ class Sender(Endpoint):
         send.is_finished = True
 
     def wait(self, send: Send, timeout: float | None = None) -> None:
-        """Wait until the receiver has everything; `finish` comes first.
+        """Wait until the receiver has all rows; call `finish` first.
 
         Raises
         ------
+        ValueError
+            If `finish` was not called.
         TransferTimeout, TransferError
-            The pages are let go; the receiver's call fails as well.
+            If the transfer fails. The pages are unpinned, and the receiver's call fails as well.
         """
         if not send.is_finished:
             raise ValueError(f"request {send.request.id} is not finished; call finish first")
@@ -175,7 +214,7 @@ class Sender(Endpoint):
         return self.channel.expose(self.cache)
 
     def _greet(self, hello: dict[str, Any]) -> None:
-        # The cache keeps the handler, which must not keep the cache.
+        # The cache refers to the handler, so the handler must not refer to the cache.
         this = weakref.ref(self)
 
         def handler(block: int) -> None:
@@ -184,12 +223,12 @@ class Sender(Endpoint):
                 sender._offer(block)
 
         _runtime.set_send_handler(self.cache, self.peer, handler, integers(hello, "num_slots"))
-        # Also when this object is forgotten rather than closed.
+        # For an object that is dropped without being closed.
         self._forget = weakref.finalize(self, _runtime.forget_receiver, self.cache, self.peer)
         self._forget.atexit = False  # the cache ends with the process
 
     def _offer(self, block: int) -> None:
-        """Called at the end of a step, whose error this must not be, nor other receivers'."""
+        """Offer a block. Called at the end of a step, which an error here must not fail."""
         try:
             self._offer_block(block)
         except Exception as error:
@@ -242,7 +281,7 @@ class Sender(Endpoint):
         self._requests.append(request)
 
     def _reject(self, message: Any, error: MessageError) -> None:
-        """A receiver learns what was wrong with its message, and may send others."""
+        """Tell the receiver what is wrong with its message; it may send others."""
         if not self.is_connected:
             super()._reject(message, error)
         request_id = message.get("id") if isinstance(message, dict) else None
@@ -253,20 +292,20 @@ class Sender(Endpoint):
         self._say({"type": "failed", "id": request_id, "reason": str(error)})
 
     def _confirm(self, send: Send | None, block: int, request_id: int) -> None:
-        """The receiver says that it has read a block."""
+        """Handle the receiver's report that it has read a block."""
         if send is None or block not in send.blocks:
             error = TransferError(f"block {block} was let go before it was read")
             if send is None:
                 return self._tell_failure(request_id, error)
             return self._fail_send(send, error)
-        # Half the time, so that who waits for the transfer hears of this and not of the time limit.
+        # Half the timeout, so that `wait` fails with this reason and not with a timeout.
         self._unproved.setdefault(block, _Claim(send, Deadline(self.timeout / 2)))
         self._check_claims()
 
     def _check_claims(self) -> bool:
-        """Confirm the blocks that the channel knows were read; returns whether any was decided.
+        """Confirm blocks that the channel knows to be read; return whether any was decided.
 
-        Nothing waits here: one thread may serve several receivers.
+        This does not wait, because one thread may serve several receivers.
         """
         num_decided = 0
         for block, claim in list(self._unproved.items()):
@@ -315,17 +354,17 @@ class Sender(Endpoint):
         try:
             self.channel.send({"type": "failed", "id": request_id, "reason": str(error)})
         except TransferError:
-            pass  # the other side is gone; there is nobody to tell
+            pass  # the peer is gone
 
     def _drop(self, send: Send, error: Exception | None) -> None:
-        """Let go of what a transfer holds."""
+        """Release what a transfer holds."""
         send.error = error
         self._sends.pop(send.request.id, None)
         try:
             if send.id:
                 _runtime.cancel_send(self.cache, send.seq_id, send.id)
         except KeyError:
-            pass  # the sequence is gone, and the mark with it
+            pass  # the sequence was removed, and its mark with it
         for block in send.blocks:
             _runtime.release_send_block(self.cache, block)
         send.blocks.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SharedMemoryChannel`: the receiver maps the sender's pages and copies out of them."""
+"""`SharedMemoryChannel`: the receiver maps the sender's pages and copies from them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x0002
 
 
 class SharedMemoryChannel(SocketChannel):
-    """Between two processes of one host, over a Unix socket.
+    """A channel between two processes of one host, over a Unix socket.
 
-    The sender's cache must be made with ``enable_kv_transfer``: then its pages lie in memory that
-    has no name. The socket hands its descriptor to the receiver, who maps it for reading, so rows
-    are copied once, from page to page. The memory goes when both processes have let it go; nothing
-    stays behind when they end in whatever way.
+    The sender's cache must be made with ``enable_kv_transfer``, which allocates its pages in
+    anonymous shared memory. The socket passes the file descriptor to the receiver, which maps the
+    memory, so rows are copied once, from page to page. The memory is freed when both processes have
+    released it, however they end.
     """
 
-    descriptors_wanted = 1  # of the sender's memory
+    descriptors_wanted = 1  # the sender's memory
 
     def __init__(self, connection: socket.socket) -> None:
         if connection.family != socket.AF_UNIX:
@@ -61,9 +61,9 @@ class SharedMemoryChannel(SocketChannel):
             num_bytes = os.fstat(descriptor).st_size
             if not fcntl.fcntl(descriptor, _F_GET_SEALS) & _F_SEAL_SHRINK:
                 raise TransferError("the sender could take its shared memory away while it is read")
-            # Private, so that DLPack takes it for memory that may be written; nobody does.
+            # A private map, because DLPack needs writable memory; nobody writes to it.
             self._map = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError, OverflowError) as error:  # of length 0, or a huge one
+        except (OSError, ValueError, OverflowError) as error:  # the size is 0 or too large
             raise TransferError(f"cannot map the sender's memory: {error}") from None
         finally:
             os.close(descriptor)
@@ -82,5 +82,5 @@ class SharedMemoryChannel(SocketChannel):
 
     def close(self) -> None:
         super().close()
-        self._sources.clear()  # the map goes with the last of them
+        self._sources.clear()  # the last one unmaps the memory
         self._map = self._cache = None

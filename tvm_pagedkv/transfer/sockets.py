@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SocketChannel`: messages as JSON over a stream socket, for channels between processes."""
+"""`SocketChannel`: JSON messages over a stream socket, for channels between processes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .connections import Listener, connect
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_HEADER = struct.Struct("<I")  # bytes of the message that follows
+_HEADER = struct.Struct("<I")  # size in bytes of the message that follows
 _MAX_MESSAGE = 1 << 26
 _CHUNK = 1 << 18
-_MAX_DESCRIPTORS = 16  # that are looked at in one piece; the kernel closes the others
+_MAX_DESCRIPTORS = 16  # per read; the operating system closes the others
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux
 
@@ -33,27 +33,29 @@ _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux
 class SocketChannel(Channel):
     """A channel whose messages go over a socket.
 
-    The end of a process closes its sockets, so the other side knows at once.
+    When a process ends, the operating system closes its sockets, so the peer notices at once.
 
     Parameters
     ----------
     connection : socket.socket
-        A connected Unix socket; the channel owns it from now on. TCP connections come from
-        `listen`, `listener` and `connect` only, which ask the other side for the secret.
+        A connected Unix socket, which the channel owns from now on. TCP connections come only from
+        `listen`, `listener` and `connect`, which authenticate the peer.
 
     Raises
     ------
     AuthenticationError
-        If the process at the other end is of another user.
+        If the peer runs as another user.
+    ValueError
+        If a TCP connection has not been authenticated.
     """
 
-    descriptors_wanted = 0  # file descriptors that the other side may send
+    descriptors_wanted = 0  # number of file descriptors that the peer may still send
 
     def __init__(self, connection: socket.socket) -> None:
         if connection.family == socket.AF_UNIX:
             check_peer(connection)
         elif isinstance(connection, AuthenticatedSocket):
-            # A host that is gone is noticed also while nobody has anything to say.
+            # So that a dead host is noticed while no messages are exchanged.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         else:
             raise ValueError("a TCP connection must come from listen or connect of the channel")
@@ -61,23 +63,23 @@ class SocketChannel(Channel):
         self._socket: socket.socket | None = connection
         self._incoming, self._outgoing = bytearray(), bytearray()
         self._is_ended = False
-        self._descriptors_out: list[int] = []  # go with the next bytes
+        self._descriptors_out: list[int] = []  # sent with the next bytes
         self._descriptors_in: list[int] = []
-        # Also when this object is forgotten rather than closed.
+        # For a channel that is dropped without being closed.
         weakref.finalize(self, _close_all, self._descriptors_in)
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
 
     @classmethod
     def listener(cls, address: Address, secret: bytes | None = None, **options: Any) -> Listener:
-        """A `Listener` that gives each other side a channel of this class."""
+        """Return a `Listener` that makes channels of this class; see there for arguments."""
         return Listener(cls, address, secret, **options)
 
     @classmethod
     def listen(
         cls, address: Address, timeout: float = 30.0, secret: bytes | None = None, **options: Any
     ) -> Self:
-        """Wait for one other side; see `Listener` for the arguments and errors."""
+        """Wait for one peer and return a channel; see `Listener` for arguments and errors."""
         with cls.listener(address, secret, **options) as listener:
             return listener.accept(timeout)
 
@@ -85,22 +87,22 @@ class SocketChannel(Channel):
     def connect(
         cls, address: Address, timeout: float = 30.0, secret: bytes | None = None, **options: Any
     ) -> Self:
-        """Connect to the side that listens, as soon as it does.
+        """Connect to a listener, and wait until there is one.
 
         Parameters
         ----------
-        address : path, or (host, port)
+        address : path or (host, port)
         timeout : float
-            Seconds for all of it: the host's name, the connection and the handshake.
+            Seconds in total, for name resolution, connection and handshake.
         secret : bytes, optional
-            What the other side must know; see `Listener`.
+            The shared secret; see `Listener`.
 
         Raises
         ------
         TypeError, ValueError
-            If the address or the secret cannot be used.
+            If the address or the secret is invalid.
         AuthenticationError, TransferTimeout, TransferError
-            If the other side may not be trusted, does not answer, or cannot be reached.
+            If the peer is not authentic, does not answer in time, or cannot be reached.
         """
         connection = connect(address, timeout, secret)
         try:
@@ -180,7 +182,7 @@ class SocketChannel(Channel):
             except BlockingIOError:
                 return
             except OSError:
-                self._outgoing.clear()  # what has come from there can still be read
+                self._outgoing.clear()  # received messages can still be read
                 return
 
     def _fill(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration becomes compiled kernels for GPUs, kept on disk for the next time."""
+"""Compilation of the kernels of a spec for GPUs, with the disk cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCES = tuple(
 
 
 def cuda_spec(spec: KernelSpec) -> KernelSpec:
-    """The spec of the same layers for a GPU."""
+    """Return the spec of the same layers for a GPU."""
     return replace(spec, target=CudaTarget())
 
 
@@ -30,16 +30,16 @@ def build_cuda_set(
     archs: Sequence[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Mapping[str, str], Path]:
-    """Compile the kernels of a spec into one library, or find it on the disk.
+    """Compile the kernels of a spec into one library, or find it in the disk cache.
 
     Parameters
     ----------
     spec : KernelSpec
-        For a GPU.
+        A spec for a GPU, from `cuda_spec`.
     archs : sequence of str, optional
-        As `library.compile_library` takes them; None: all that it knows.
+        Compute capabilities, as for `library.compile_library`; None: all of `library.ARCHS`.
     progress : callable, optional
-        Called with a line of text when they have to be compiled.
+        Called with a line of text before and after a compilation, which is logged as well.
 
     Returns
     -------

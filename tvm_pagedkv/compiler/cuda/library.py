@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From CUDA C++ to a library: device code of several architectures, and PTX for those to come.
+"""Compilation of CUDA C++ to libraries with device code of several architectures, and PTX.
 
-It needs nvcc, but no GPU and no driver; what it makes needs tvm-ffi, and a driver when it runs.
+It needs nvcc, but no GPU and no driver. The libraries need tvm-ffi, and a driver when they run.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import tvm
 from tvm_ffi import libinfo
 
-# For the linker: kernels may still be queued when the last cache that calls them is gone.
+# Linker flags: kernels may still be queued when the last cache that calls them is gone.
 STAYS_LOADED = ("-z", "nodelete")
-# Ampere, Ada, Hopper, Blackwell; the PTX is for the first one.
+# Ampere, Ada, Hopper, Blackwell. The PTX is for the lowest.
 ARCHS = ("80", "86", "89", "90", "100", "120")
 
 _FLAG_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
@@ -38,7 +38,7 @@ _KINDS = {1: "ptx", 2: "sass"}
 
 @dataclass(frozen=True, order=True)
 class DeviceCode:
-    """Code that a library holds: `kind` is "ptx" or "sass", `arch` a number such as 90."""
+    """Device code in a library: `kind` is "ptx" or "sass", `arch` a number such as 90."""
 
     kind: str
     arch: int
@@ -50,17 +50,18 @@ def compile_library(source: str, path: Path, archs: Sequence[str] = ARCHS) -> No
     Parameters
     ----------
     source : str
-        What `source.cuda_source` returns.
+        The result of `source.cuda_source`.
     path : Path
+        The library to write.
     archs : sequence of str
-        Numbers of architectures, such as "90".
+        Compute capabilities, such as "90".
 
     Raises
     ------
     ValueError
-        For architectures that are no numbers from 80 on, or none.
+        If `archs` is empty or has something else than numbers from 80 on.
     RuntimeError
-        Without nvcc, or when it fails; the message has its last lines.
+        If nvcc is missing or fails; the message has its last lines.
     """
     library = Path(libinfo.find_libtvm_ffi())
     flags = [part for flag in (*STAYS_LOADED, "-s") for part in ("-Xlinker", flag)]
@@ -73,25 +74,26 @@ def compile_library(source: str, path: Path, archs: Sequence[str] = ARCHS) -> No
 
 
 def compile_object(source: str, path: Path, archs: Sequence[str] = ARCHS) -> None:
-    """Compile one translation unit to an object file, for libraries that hold other things too.
+    """Compile one translation unit to an object file that can be linked to a model.
 
-    It has all that it needs of the CUDA runtime, so any linker can take it.
+    It contains the parts of the CUDA runtime that it needs, so any linker accepts it.
 
     Parameters
     ----------
-    source, path, archs : see `compile_library`
+    source, path, archs
+        As for `compile_library`.
 
     Raises
     ------
     ValueError, RuntimeError
-        As `compile_library`, and without the linker `ld`.
+        As `compile_library`; RuntimeError also if the linker `ld` is missing.
     """
     bare = path.with_suffix(".bare.o")
     _compile(source, bare, archs, ["-c"])
     try:
-        # Inline functions must not be shared with other objects, whose names are hidden as well.
+        # Inline functions must not be merged with those of other objects with hidden symbols.
         _run("ld", "-r", "--force-group-allocation", bare, _static_runtime(), "-o", path)
-        # Another object may have a runtime of its own, and has these two symbols of every source.
+        # Another object may contain the CUDA runtime too, and every source has these two symbols.
         _run(
             *("objcopy", "--wildcard", "--keep-global-symbol=__tvm_ffi_*"),
             *(f"--weaken-symbol=__tvm_ffi_{name}" for name in ("main", "_library_ctx")),
@@ -130,7 +132,7 @@ def _run(*command: Any) -> None:
 
 
 def _static_runtime() -> Path:
-    """The CUDA runtime to be linked in, of the compiler's folder."""
+    """Return the static CUDA runtime that belongs to nvcc."""
     roots = [Path(find_nvcc()).resolve().parents[1], Path(os.environ.get("CUDA_HOME", "/"))]
     for root in (*roots, Path("/usr/local/cuda")):
         for folder in (root / "lib64", *sorted(root.glob("targets/*/lib"))):
@@ -140,11 +142,12 @@ def _static_runtime() -> Path:
 
 
 def check_archs(archs: Sequence[str]) -> None:
-    """Refuse architectures for which there are no kernels, and none at all.
+    """Check compute capabilities.
 
     Raises
     ------
     ValueError
+        If there are none, or one has no kernels.
     """
     for arch in archs:
         if not re.fullmatch(r"\d{2,3}a?", arch) or int(arch.rstrip("a")) < 80:
@@ -157,7 +160,13 @@ def check_archs(archs: Sequence[str]) -> None:
 
 
 def find_nvcc() -> str:
-    """The compiler: of ``$CUDA_HOME``, on PATH, or where CUDA is usually installed."""
+    """Return nvcc from ``$CUDA_HOME``, PATH, or the default folder of CUDA.
+
+    Raises
+    ------
+    RuntimeError
+        If there is none.
+    """
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     candidates = [homes[0] and f"{homes[0]}/bin/nvcc", shutil.which("nvcc"), f"{homes[1]}/bin/nvcc"]
     for candidate in candidates:
@@ -171,9 +180,9 @@ def find_nvcc() -> str:
 
 @functools.cache
 def compiler_version() -> tuple[str, ...]:
-    """What nvcc says of its version, and the flags that it takes from the environment.
+    """Return the version that nvcc prints, and the flags that it takes from the environment.
 
-    Empty without nvcc: no file that it made is found on the disk then.
+    The tuple is empty without nvcc; then no compiled file is found in the disk cache.
     """
     try:
         said = subprocess.run([find_nvcc(), "--version"], capture_output=True, text=True).stdout
@@ -184,10 +193,10 @@ def compiler_version() -> tuple[str, ...]:
 
 
 def require_code_for(device: tvm.runtime.Device, path: Path) -> None:
-    """Refuse a library that has nothing for a GPU to run.
+    """Check that a GPU can run a library.
 
-    Machine code runs on GPUs of its major version, from its minor version on; PTX is compiled by
-    the driver for its version and all later ones.
+    Machine code runs on GPUs of the same major compute capability with an equal or higher minor
+    one. The driver compiles PTX for its compute capability and all higher ones.
 
     Parameters
     ----------
@@ -197,7 +206,7 @@ def require_code_for(device: tvm.runtime.Device, path: Path) -> None:
     Raises
     ------
     RuntimeError
-        That says what the GPU is and what the library holds.
+        If it cannot; the message names the GPU and the library's device code.
     """
     version = int(str(device.compute_version).replace(".", ""))
     held = device_code(path)
@@ -213,12 +222,12 @@ def require_code_for(device: tvm.runtime.Device, path: Path) -> None:
 
 
 def cuda_version(path: Path) -> int:
-    """The version of CUDA that compiled a library, such as 13000 for 13.0."""
+    """Return the version of CUDA that compiled a library, such as 13000 for 13.0."""
     return ctypes.c_int.in_dll(ctypes.CDLL(str(path)), _VERSION_SYMBOL).value
 
 
 def device_code(path: Path) -> set[DeviceCode]:
-    """What a library holds, read from the headers of its fat binaries."""
+    """Return the device code in a library, read from the headers of its fat binaries."""
     content, found, at = path.read_bytes(), set(), 0
     while (at := content.find(_MAGIC, at)) >= 0:
         _, header_bytes, num_bytes = struct.unpack_from("<HHQ", content, at + 4)

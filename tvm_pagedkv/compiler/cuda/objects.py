@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for GPUs as an object file, to be linked to a model."""
+"""Kernels for GPUs as object files that are linked to models."""
 
 from __future__ import annotations
 
@@ -20,22 +20,27 @@ from .source import cuda_source
 
 
 class CudaKernelObjects:
-    """One object file with all kernels of a cache, compiled or found on the disk.
+    """One object file with all kernels of a cache, compiled or found in the disk cache.
 
     Parameters
     ----------
     builders : mapping
-        Symbol, as `cuda_kernel_symbol` makes it -> callable that returns the PrimFunc. It is called
-        only where there is no file yet.
+        Symbol, from `cuda_kernel_symbol` -> callable that returns the PrimFunc. It is called only
+        if the file does not exist.
     target : tvm.target.Target
-        Of kind "cuda"; its `arch` says what for, such as "sm_90".
+        A target of kind "cuda" with an `arch` such as "sm_90".
+
+    Attributes
+    ----------
+    paths : dict
+        Symbol -> object file.
 
     Raises
     ------
     ValueError
-        For an architecture that has no kernels.
+        If the architecture has no kernels.
     RuntimeError
-        Without nvcc.
+        If nvcc is missing or fails.
     """
 
     def __init__(self, builders: Mapping[str, Callable[[], tirx.PrimFunc]], target: Target):
@@ -48,23 +53,23 @@ class CudaKernelObjects:
 
 
 def cuda_kernel_symbol(name: str, key: str, target: Target) -> str:
-    """The symbol of a kernel for a GPU, as `lowering.kernel_symbol` is for a CPU.
+    """Return the symbol of a GPU kernel; see `lowering.kernel_symbol`.
 
-    Its `key` must tell the whole set of kernels that the object file holds: another set may have
-    the same kernel, and both must be able to lie in one library.
+    `key` must identify the whole set of kernels in the object file: another set may contain the
+    same kernel, and it must be possible to link both to one library.
     """
     versions = code_versions(*SOURCES, Path(__file__), Path(tir_kernels.__file__).parent)
     return unique_symbol(name, [key, arch_of(target), *compiler_version(), *versions])
 
 
 def arch_of(target: Target) -> str:
-    """The number of a target's architecture, such as "90".
+    """Return the compute capability of a target, such as "90".
 
     Raises
     ------
     ValueError
-        Where the target names none, or one without kernels, or a host of another architecture than
-        this machine's: the code that launches kernels is compiled for this one.
+        If the target names none or one without kernels, or if its host has another architecture
+        than this machine, for which the launchers are compiled.
     """
     arch = str(target.attrs.get("arch", "")).removeprefix("sm_").rstrip("a")
     if not arch:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launchers of kernels for GPUs call: C functions over the CUDA runtime.
+"""C functions over the CUDA runtime that the launchers of kernels call.
 
-Scratch memory comes from a pool of the library's own, one for each device, in the order of the
-stream: nothing waits, calls on several streams do not share it, and a CUDA graph can capture it.
-How many blocks a device holds and how much shared memory a block may have is asked at each call,
-and the same each time.
+Scratch memory comes from a stream-ordered pool of the library, one per device: no call waits,
+streams do not share memory, and a CUDA graph can capture it. The number of resident blocks and the
+shared memory of a block are queried at each call; they do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tir_kernels.cuda.launcher import (
 )
 
 _DEFINITIONS = """
-// Of this library alone: the code of another one may be for other chips.
+// Internal to this library: another one may be compiled for other chips.
 namespace pagedkv {
 namespace {
 inline void Check(cudaError_t error) {
@@ -42,7 +41,7 @@ inline int Attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// What is found out of a device once.
+// A property of a device that is queried once.
 template <typename T>
 T Known(int device, T (*find)(int)) {
   static std::mutex mutex;
@@ -53,7 +52,7 @@ T Known(int device, T (*find)(int)) {
   return found->second;
 }
 
-// Keeps what is returned to it, so that steps allocate nothing once they are warm.
+// Keeps freed memory, so that warm steps allocate nothing.
 inline cudaMemPool_t MakePool(int device) {
   cudaMemPoolProps props = {};
   props.allocType = cudaMemAllocationTypePinned;
@@ -66,8 +65,8 @@ inline cudaMemPool_t MakePool(int device) {
   return pool;
 }
 
-// Kernels wait for those before them if they were compiled for chips that can; such a chip may run
-// code for older ones, that of PTX.
+// Programmatic dependent launch needs kernels that were compiled for compute capability 9.0. A chip
+// that has it may run PTX of an older one.
 inline bool CanOverlap(int) {
   cudaFuncAttributes attributes;
   Check(cudaFuncGetAttributes(&attributes, ::KERNEL));
@@ -76,7 +75,7 @@ inline bool CanOverlap(int) {
 }  // namespace
 }  // namespace pagedkv
 
-// No memory for no bytes: what needs no scratch then does without the pool.
+// A kernel without scratch memory does not touch the pool.
 extern "C" TVM_DLL float* TAKE(int64_t num_bytes) {
   if (num_bytes == 0) return nullptr;
   const int device = pagedkv::CurrentDevice();
@@ -117,7 +116,7 @@ _NAMES = {
 }
 _HOST_BEGIN = "#include <tvm/ffi/c_api.h>\n"
 _CAN_OVERLAP = "pagedkv_kernels_can_overlap"
-# Where a launcher gives a kernel the attribute that it may begin before the one before has ended.
+# Where a launcher allows a kernel to begin before the preceding one has ended.
 _ATTRIBUTE = re.compile(
     r"(\w+)\[(\w+)\.numAttrs\+\+\](\.val\.programmaticStreamSerializationAllowed = 1;)"
 )
@@ -125,7 +124,7 @@ _KERNEL = re.compile(r"^extern \"C\" __global__ void (?:__launch_bounds__\(.*?\)
 
 
 def with_runtime(source: str) -> str:
-    """Source with the functions behind it, and attributes of launches where the chip has them."""
+    """Append the functions, and set launch attributes only on chips that have them."""
     definitions = _DEFINITIONS
     for name, symbol in {**_NAMES, "CAN_OVERLAP": _CAN_OVERLAP}.items():
         definitions = definitions.replace(f" {name}(", f" {symbol}(")

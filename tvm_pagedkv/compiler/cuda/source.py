@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From PrimFuncs for GPUs to CUDA C++: kernels and the launchers that check their arguments."""
+"""Generation of CUDA C++ from PrimFuncs: kernels, and launchers that check arguments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .runtime import with_runtime
 
 _KEEP_SOURCE = "TVM_COMPILE_FORCE_FALLBACK"
 
-# A pointer argument of a kernel, other than an int32 array.
+# A pointer argument of a kernel that is not an int32 array.
 _DATA_POINTER = re.compile(r"(?<!\bint)\* __restrict__ (?=\w+_ptr\b)")
 _LOOP = re.compile(r"^(?P<pragma> *#pragma unroll\n)?(?P<indent> *)for \(", re.MULTILINE)
 
 
 def cuda_source(functions: Mapping[str, tirx.PrimFunc]) -> str:
-    """One translation unit with all functions.
+    """Generate one translation unit with all functions.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ def cuda_source(functions: Mapping[str, tirx.PrimFunc]) -> str:
     Returns
     -------
     str
-        It needs tvm-ffi and the CUDA runtime, and nothing of TVM besides.
+        CUDA C++ that depends on tvm-ffi and the CUDA runtime, but not on TVM.
     """
     module = tvm.IRModule(
         {symbol: f.with_attr("global_symbol", symbol) for symbol, f in functions.items()}
@@ -40,17 +40,17 @@ def cuda_source(functions: Mapping[str, tirx.PrimFunc]) -> str:
     target = Target(
         {
             "kind": "cuda",
-            "arch": "sm_80",  # of what is generated only warps of 32 threads depend on it
+            "arch": "sm_80",  # only the warp size of 32 depends on it
             "max_threads_per_block": 1024,
             "thread_warp_size": 32,
             "max_shared_memory_per_block": 232448,
         },
         host={"kind": "cuda_host"},
     )
-    # Loops are left for the compiler to unroll: the text stays short.
+    # nvcc unrolls loops, so that the source stays short.
     config = {"tirx.UnrollLoop": {"explicit_unroll": False}}
     before = os.environ.get(_KEEP_SOURCE)
-    os.environ[_KEEP_SOURCE] = "1"  # or a machine that has a driver compiles the kernels right here
+    os.environ[_KEEP_SOURCE] = "1"  # or TVM compiles here if there is a driver
     try:
         with target, tvm.transform.PassContext(config=config):
             built = tvm.compile(module, target=target, tir_pipeline="tirx")
@@ -64,18 +64,18 @@ def cuda_source(functions: Mapping[str, tirx.PrimFunc]) -> str:
 
 
 def _load_data_coherently(source: str) -> str:
-    """Drop ``__restrict__`` from every pointer that another kernel may write through.
+    """Drop ``__restrict__`` from every pointer to data that another kernel may write.
 
-    A kernel may begin before the one before it has ended, so its arguments may change while it is
-    there. Through a restricted pointer that a kernel only reads, the compiler loads with
-    ``ld.global.nc``, whose cache may hold what was there before. Only the int32 arrays keep the
-    qualifier: the host copies them before the step, and no kernel writes them.
+    A kernel may begin before the preceding one has ended, so its inputs may change while it runs.
+    Through a restricted pointer that is only read, nvcc loads with ``ld.global.nc``, whose cache
+    may hold stale data. Only int32 arrays keep the qualifier: the host copies them before the step,
+    and no kernel writes them.
     """
     return _DATA_POINTER.sub("* ", source)
 
 
 def _unroll_only_where_told(source: str) -> str:
-    """Keep the compiler from unrolling other loops, which takes registers from those that count."""
+    """Disable unrolling of all other loops, which would cost registers."""
 
     def mark(match: re.Match) -> str:
         indent = match["indent"]

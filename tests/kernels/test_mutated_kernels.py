@@ -17,7 +17,7 @@ from tir_kernels.cuda import columns
 from tir_kernels.cuda import team as cuda_team
 
 from ..support import kernel_specs
-from ..support.attention_cases import compiled, cuda_text
+from ..support.attention_cases import altered_kernels
 from ..support.cuda_cases import make_spec
 from ..support.page_kernel_cases import check_copy_single_page
 from ..support.tree_cases import PagedTrees, random_parents
@@ -73,14 +73,8 @@ MASKS = [
 @pytest.fixture
 def fresh_kernels():
     """A function that forgets the kernels that were built; what a test built is forgotten, too."""
-
-    def forget():
-        compiled.cache_clear()
-        cuda_text.cache_clear()
-
-    forget()
-    yield forget
-    forget()
+    with altered_kernels() as forget:
+        yield forget
 
 
 def check_trees(spec) -> None:

@@ -11,7 +11,6 @@ import tvm
 import tvm_ffi
 from tvm.script import tirx as T
 
-from tir_kernels import build_kernel
 from tir_kernels.cpu import cut_tiles, decode, mla, moves
 from tir_kernels.cpu.simd import Register, wide_temp
 from tir_kernels.cpu.tasks import Pieces, Queue
@@ -20,8 +19,7 @@ from tir_kernels.masks import CausalMask, WholeSequence
 from tvm_pagedkv.compiler.build import resolve_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
-from ..support import attention_cases, mla_cases
-from ..support.attention_cases import PagedBatch
+from ..support.attention_cases import PagedBatch, altered_kernels
 from ..support.kernel_specs import F32, make_spec
 from ..support.mla_cases import LatentBatch
 from ..support.mla_cases import make_spec as make_mla_spec
@@ -57,12 +55,8 @@ def counted_tasks(monkeypatch):
 
         monkeypatch.setattr(module, "for_tasks", counted)
 
-    def compiled(name, spec, cpu="native"):
-        return compile_kernel(build_kernel(name, spec), name, resolve_target(cpu))[name]
-
-    for module in (attention_cases, mla_cases):
-        monkeypatch.setattr(module, "compiled", compiled)
-    yield seen
+    with altered_kernels():
+        yield seen
     tvm_ffi.get_global_func("tests.saw_tasks")
     tvm_ffi.remove_global_func("tests.saw_tasks")
 

@@ -6,16 +6,18 @@ Every array starts at an odd element of a larger allocation that is filled with 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
+import pytest
 import tvm
 
 from tir_kernels import build_kernel
 from tir_kernels.spec import CudaTarget, KernelSpec
-from tvm_pagedkv.compiler.build import resolve_target
+from tvm_pagedkv.compiler.build import load_kernels, resolve_target
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
@@ -29,10 +31,36 @@ K_ROPE_STEP = 7  # sequence b starts at position 7 * b, as after a window has sl
 
 @functools.lru_cache(maxsize=256)
 def compiled(name: str, spec: KernelSpec, cpu: str = "native"):
-    """The kernel `name`, built; for a GPU one that runs on the emulator."""
+    """Compile the kernel `name`, or load it from the disk cache that all workers share.
+
+    Kernels for GPUs run on the emulator.
+    """
     if isinstance(spec.target, CudaTarget):
         return emulated(cuda_text(name, spec)).get_function(name)
-    return compile_kernel(build_kernel(name, spec), name, resolve_target(cpu))[name]
+    builders = {name: functools.partial(build_kernel, name, spec)}
+    return load_kernels(builders, (name, repr(spec)), resolve_target(cpu))[name]
+
+
+@contextlib.contextmanager
+def altered_kernels():
+    """Compile kernels in memory within, and forget them at the end.
+
+    For tests that change what builds a kernel: `compiled` and the disk cache know kernels by their
+    specs. It gives a function that forgets what was built so far.
+    """
+
+    def compile_all(builders, key, target) -> dict:
+        return {n: compile_kernel(build(), n, target)[n] for n, build in builders.items()}
+
+    def forget() -> None:
+        compiled.cache_clear()
+        cuda_text.cache_clear()
+
+    forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.load_kernels", compile_all)
+        yield forget
+    forget()
 
 
 @functools.lru_cache(maxsize=256)

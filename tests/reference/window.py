@@ -115,11 +115,24 @@ def paged_attention(
 
 
 class WindowedReferenceCache(ReferenceCache):
-    """As `ReferenceCache`, whose rows are those of the text: nothing is forgotten in fact."""
+    """A `ReferenceCache` whose sequences may have windows; it keeps the rows of the whole text.
 
-    def __init__(self, *args, counts_row: bool | None = None, **kwargs):
+    Parameters
+    ----------
+    counts_row : bool, optional
+        Whether a row is one of the positions of its window. By default it follows from `mode`.
+    slides_within_step : bool
+        False for the calling convention of apache-tvm, whose kernels get one window per sequence
+        and step: every row sees what the first row of the step sees, and the rows of the step up
+        to its own.
+    """
+
+    def __init__(
+        self, *args, counts_row: bool | None = None, slides_within_step: bool = True, **kwargs
+    ):
         super().__init__(*args, **kwargs)
         self.counts_row = self.mode != "inline" if counts_row is None else counts_row
+        self.slides_within_step = slides_within_step
         self.of: dict[int, Window] = {}
 
     def add_sequence(self, seq_id: int) -> None:
@@ -180,6 +193,12 @@ class WindowedReferenceCache(ReferenceCache):
             for x in self.sequences[seq_id][layer]
         )
 
+    def seen(self, seq_id: int, start: int, row: int) -> np.ndarray:
+        """Positions of the text that a row sees in a step whose first row is `start`."""
+        if self.slides_within_step:
+            return visible(self.of[seq_id], row)
+        return np.concatenate([visible(self.of[seq_id], start), np.arange(start + 1, row + 1)])
+
     def attention(self, layer, seq_ids, append_lengths, qkv, num_kv_heads, sm_scale, sinks=None):
         starts = [super(WindowedReferenceCache, self).length(i, layer) for i in seq_ids]
         whole = super().attention(
@@ -196,7 +215,7 @@ class WindowedReferenceCache(ReferenceCache):
                 text, end = start + np.arange(num_rows), start + num_rows
                 q = rotate(q, text, self.rope, end).astype(qkv.dtype)
             k, v = self.sequences[seq_id][layer]
-            seen = [visible(self.of[seq_id], start + r) for r in range(num_rows)]
+            seen = [self.seen(seq_id, start, row) for row in range(start, start + num_rows)]
             positions = np.array([len(columns) - 1 for columns in seen])
             extras = (self.softcap, sinks, self.alibi[layer])
             o, lse = attend(q, k, v, seen, positions, rope, sm_scale, *extras)

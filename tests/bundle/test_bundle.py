@@ -363,3 +363,9 @@ def test_other_architectures_need_a_linker(monkeypatch, tmp_path):
     assert pkv.load_bundle(path).target == own["name"]
     with pytest.raises(ValueError, match="aarch64-linux-gnu is for aarch64"):
         pkv.load_bundle(path, "aarch64-linux-gnu")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -103,3 +103,9 @@ def test_load(tmp_path):
             refused(load, str(whole), None, device) for device in (tvm.cuda(0), 1, "cuda", [])
         ]
     assert failures(cases) == []
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -150,3 +150,9 @@ def test_bloom():
         fork = [forward(1, part) for part in others[30:].split([4, 1, 5])]
     reference.assert_close(torch.cat(ours).numpy(), wanted[0], "float16", "one after another")
     reference.assert_close(torch.cat(fork).numpy(), wanted[1][30:], "float16", "from a fork")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -159,3 +159,9 @@ def test_integrity_is_checked_on_demand():
     with permissive_step(cache, [0], [4]):
         cache.check_integrity()
     cache.check_integrity()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -304,3 +304,9 @@ def test_stock_kernels_need_aligned_tensors():
         assert cache.stats()["copied_inputs"] == 0
         _raw_attention(cache, qkv, _out(1))  # inputs are copied to where they are aligned
         assert cache.stats()["copied_inputs"] == 1
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

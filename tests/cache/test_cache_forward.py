@@ -334,3 +334,9 @@ def test_query_positions():
     with permissive_step(cache, [0, 1], [1, 1]):
         assert cache.query_positions().numpy().tolist() == [3, 2]
     assert tuple(first.shape) == (5,)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -78,3 +78,9 @@ def test_random_operations(record_property, seed, name):
     assert sum(counts.values()) >= len(PAGE_SIZES) * NUM_STEPS
     record_property("random_steps", dict(counts))
     print(dict(counts), dict(sum((world.failures for world in worlds), Counter())))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -103,3 +103,9 @@ def test_mla_layers_share_nothing():
     rows = np.zeros((1, 2, 16), "float32")
     with permissive_step(cache, [0], [1]), pytest.raises(ValueError, match="MLA"):
         cache.attention_with_shared_kv(0, rows, rows, rows, 1.0)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -260,3 +260,9 @@ def test_positional_form():
         arguments[0] = Shape([4, 64, 32, 4, 0, window])
         with pytest.raises(ValueError, match="window must be between 1"):
             create(*arguments)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -164,3 +164,9 @@ def test_a_copy_that_fails_loses_one_page_at_most():
     pair.cache.check_integrity()
     assert pair.cache.cached_pages() == cached or pair.cache.cached_pages() == cached[1:]
     pair.step([1, 0], [9, 1])
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -154,3 +154,9 @@ def test_kernels_of_a_wrong_type():
 def test_kvcache_cannot_be_made_directly():
     with pytest.raises(TypeError):
         pkv.KVCache()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

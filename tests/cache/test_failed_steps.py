@@ -251,3 +251,9 @@ def test_what_follows_is_as_without_the_aborted_step(seed):
             for one, other in zip(*(c.debug_get_kv(i) for c in caches), strict=True):
                 np.testing.assert_array_equal(one.numpy(), other.numpy())
     reference.assert_close(outs[0][0].numpy(), outs[1][0].numpy(), "float32")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -321,3 +321,9 @@ def test_valid_arguments_in_and_out_of_phase(name):
         else:
             assert phase in (now, "any")
         cache.check_integrity()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

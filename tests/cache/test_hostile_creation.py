@@ -225,3 +225,9 @@ def test_hostile_positional_creation(runtime):
 
     failed = failures(cases())
     assert not failed, f"{len(failed)} cases\n" + "\n".join(failed[:20])
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

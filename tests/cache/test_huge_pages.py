@@ -108,3 +108,9 @@ def test_huge_zeros_are_advised():
 
 if __name__ == "__main__":
     print(json.dumps(_pool_and_advice(int(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -208,3 +208,9 @@ def test_a_stage_without_pages_has_nothing_to_send():
             pass
 
     assert failures([("mark_send", mark)]) == []
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -212,3 +212,9 @@ def test_mha_and_mla_layers_in_one_cache(own):
         for got, want in zip((k[i], v[i]), expected.kv(1, i), strict=True):
             np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(latent[i], pair.expected.latent(1, i))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -130,3 +130,9 @@ def test_a_layer_without_the_dims_before_absorption():
         np.testing.assert_allclose(o.numpy(), rows[:, :, :8], rtol=1e-6)
         with pytest.raises(ValueError, match="q must have shape"):
             cache.self_attention(0, rows, rows[:, :, :16], rows[:, :, :8], 0.1)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -309,3 +309,9 @@ def test_small_weights_fade_to_zero(name):
         v[0, 0] = 1 if score > -115 else 2.0**100
     getattr(case, name)()
     case.verify()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -334,3 +334,9 @@ def test_a_receive_that_is_finished_frees_nothing_and_pins_nothing():
         for layer in range(2):
             cache.attention(layer, rows(1))
     assert cache.stats()["cow_page_copies"] == copies
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

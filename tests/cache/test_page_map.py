@@ -215,3 +215,9 @@ def test_draw_writes_a_file_and_returns_text(tmp_path):
     assert path.read_text(encoding="utf-8") == PageMap.of(cache).to_svg()
     with pytest.raises(FileNotFoundError):
         cache.draw(tmp_path / "no" / "pages.svg")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

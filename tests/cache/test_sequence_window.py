@@ -312,3 +312,9 @@ def test_kernels_of_the_stock_cache_get_a_matrix(aux_manager):
     with pytest.raises(ValueError, match="need a kernel 'decode_sliding' of the same kind"):
         make_cache({"decode": record("decode"), "prefill_sliding": record("prefill_sliding")},
                    sliding_window=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -122,3 +122,9 @@ def test_a_full_cache():
     assert snapshot(pair.cache, [0, 1]) == before
     pair.remove(1)
     pair.step([0], [20])
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -143,3 +143,9 @@ def test_compiled_kernels(name, share_prefix):
         shared = first + 2 * second + 8 * own
         pages = family.step(list(range(8)), num_rows)
         assert pages == (shared if share_prefix else apart, apart)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

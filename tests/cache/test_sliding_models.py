@@ -108,3 +108,9 @@ def test_a_long_sequence_holds_a_few_pages(seed):
     assert model.cache.sequence_length(0) > 3000
     assert len(model.cache.page_table(0)) <= window // 16 + 2
     assert model.cache.stats()["allocated_bytes"] == model.config.memory_bytes()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -28,3 +28,9 @@ def test_growth_is_told():
     result = soak("--steps", "2000", "--limit", "-1000")
     assert result.returncode == 1, result.stdout
     assert "MiB since step 1000" in result.stdout
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -145,3 +145,9 @@ def test_outputs_must_be_compact():
         with pytest.raises(ValueError, match="qkv must have shape"):
             pair.cache.attention(0, _tensor(_every_other(pair.qkv(3), 0)))
     assert pair.cache.stats()["copied_inputs"] == 0
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -106,3 +106,9 @@ def test_mla_calls_out_of_order():
             pair.cache.cross_attention(0, q, 1.0)
             with pytest.raises(ValueError, match="with token trees, call self_attention"):
                 pair.cache.self_attention(0, k, k, k[:, :, :8])
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

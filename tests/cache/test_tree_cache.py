@@ -233,3 +233,9 @@ def test_global_functions():
     tvm_ffi.get_global_func(name)(cache, Shape([4]), Shape([2]))
     assert cache.sequence_length(4) == 5
     assert cache.description["layers"][0]["num_kv_heads"] == LAYER["num_kv_heads"]
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

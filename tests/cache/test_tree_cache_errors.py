@@ -185,3 +185,9 @@ def test_stock_kernels_do_not_rotate_nodes():
     with pytest.raises(ValueError, match="'tree_paged', which does not rotate tree nodes"):
         pair.cache.begin_forward([0], [2], [-1, -1])
     pair.step({0: [-1, 0]})
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

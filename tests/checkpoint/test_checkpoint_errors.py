@@ -142,3 +142,9 @@ def test_rope_fields_of_old_and_new_files():
     assert new.num_kv_heads == 2 and new.head_dim == 32
     plain = DecoderConfig.from_fields(shape | {"rope_theta": 1e6, "rope_scaling": None})
     assert plain.layers[0].rope.theta == 1e6 and plain.layers[0].rope.scaling is None
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -360,3 +360,9 @@ def test_checkpoints_of_the_stock_cache_can_be_read(stock):
     }.items():
         with pytest.raises(ValueError, match="another layout"):
             call("prepare_import", ours, 8, json.dumps(metadata | {field: value}))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -216,3 +216,9 @@ def test_another_layout_is_refused():
         call("prepare_import", Fed("mha", page_size=8).cache, 3, metadata)
     with pytest.raises(ValueError, match="another layout"):
         call("prepare_import", Fed("mixed").cache, 3, metadata)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -222,3 +222,9 @@ def test_words_for_the_rotation():
     factors = {"rope_type": "longrope", "original_max_position_embeddings": 64}
     factors |= {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
     assert "1.0, 1.0" not in details(scaling=factors)  # the cache has the factors themselves
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

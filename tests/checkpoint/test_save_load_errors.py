@@ -275,3 +275,9 @@ def test_pages_by_hand():
     call("finish_import", target.cache, 3)
     target.rows[3] = source.rows[3]
     target.check(3)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -293,3 +293,9 @@ def test_create(tmp_path, monkeypatch):
     assert isinstance(cache, tvm_pagedkv.KVCache)
     cache.add_sequence(0)
     assert cache.sequence_length(0) == 0
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -347,3 +347,9 @@ def test_nvcc_is_in_the_key(tmp_path, monkeypatch):
     before = version("13.0")
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-O1")
     assert version("13.0") != before
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

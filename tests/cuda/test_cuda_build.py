@@ -102,3 +102,9 @@ def test_gpus_have_the_kernels_that_cpus_have(kind):
 def test_archs_are_for_gpus():
     with pytest.raises(ValueError, match='target "cuda"'):
         build_kernels(pkv.KVCacheConfig(**CONFIG, **CAPACITIES), archs=("80",))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

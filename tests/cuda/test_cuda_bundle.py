@@ -257,3 +257,9 @@ def test_what_cannot_be_written(monkeypatch, tmp_path, capsys):
     assert cli.main([*command, "--target", "cuda", "--arch", "90"]) == 2
     assert "needs nvcc" in capsys.readouterr().err
     assert not path.exists() and not list(tmp_path.glob(".bundle-*"))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

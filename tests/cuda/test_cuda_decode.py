@@ -156,3 +156,9 @@ def test_no_wait_and_no_barrier_can_be_left_out(monkeypatch):
             if _wrong_schedules(text, spec, monkeypatch):
                 missed.add(place)
     assert missed == set(range(9))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

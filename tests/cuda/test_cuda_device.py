@@ -354,3 +354,9 @@ def test_pages_of_a_device_are_refused_by_functions_of_the_host(device):
     numbers = [np.array(x, "int32") for x in ([0], [0], [0], [0, 1], [1])]
     with pytest.raises(ValueError, match="these functions run on CPUs"):
         page.append_paged_kv_cache(rows, rows, numbers[0], numbers[1], pages, *numbers[2:])
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

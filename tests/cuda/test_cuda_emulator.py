@@ -136,3 +136,9 @@ def test_arguments_are_checked():
     x = tvm.runtime.tensor(np.zeros((1, ROUNDS, 8), np.float32))
     with pytest.raises(ValueError, match=r"x\.\w+ on argument #0"):
         module.get_function("reverse")(x, x)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -174,3 +174,9 @@ def test_tiles_are_shared_out_beyond_32_bits():
         return total, unit.sequence, unit.index, unit.count
 
     assert _run(body, counts)[:4].tolist() == [3 * 2**30 + 3, 3, 2**30 - 3, 2**30]
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -97,3 +97,9 @@ def test_parts_of_a_step(device):
                 again = pair.cache.attention(layer, qkv)
                 reference.assert_close(shared.numpy(), again.numpy(), pair.dtype, "shared K and V")
     pair.check_rows()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

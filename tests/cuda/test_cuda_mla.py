@@ -88,3 +88,9 @@ def test_a_rotation_in_the_spec_does_not_matter():
         case.run()
         case.verify()
     SharedBatch(spec, [(2, 3)], 0).check()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -100,3 +100,9 @@ def test_a_choice_that_does_not_fit_fails():
         kernel(*arguments, case.o, case.lse, 1, case.sm_scale)
     kernel(*arguments, case.o, case.lse, 1, case.sm_scale)
     case.verify()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

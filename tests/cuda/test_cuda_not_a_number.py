@@ -326,3 +326,9 @@ def test_merge_and_sinks(dtype):
     np.testing.assert_array_equal(np.isnan(lse), bad)
     bad[5, 0] = True
     np.testing.assert_array_equal(np.isnan(o).any(-1), bad)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

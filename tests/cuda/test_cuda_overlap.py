@@ -77,3 +77,9 @@ def test_code_for_chips_that_cannot_does_not():
     with ptx_version(80):
         made = run(mutated(source(), WAIT))
     assert [launch.begins_early for launch in made] == [False] * 4
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

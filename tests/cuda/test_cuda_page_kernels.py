@@ -190,3 +190,9 @@ def test_longrope_split_rotary_takes_the_call_for_one_sequence(start):
 def test_longrope_split_rotary_reads_each_position_as_often_in_a_long_call():
     of_few, of_many = (_split_rotary_with_longrope(n) for n in (20, 600))
     assert 0 < of_many <= 30 * of_few
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -270,3 +270,9 @@ def test_no_barrier_of_care_can_be_left_out(monkeypatch):
     for which in _CARE:
         text = mutated(source, f" {BARRIER}", which=which)
         assert _wrong_with_nan(text, spec, monkeypatch), which
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -165,3 +165,9 @@ def test_inline_rope_and_alibi():
     case = PagedBatch(spec, FEW_ROWS, 0)
     case.prefill(inline=True)
     case.verify(inline=True)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

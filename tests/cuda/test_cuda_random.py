@@ -22,3 +22,9 @@ def test_random_operations(device, seed, name):
         world.compare_all()
     done = sum(world.counts["Step: done"] for world in pair)
     assert done > NUM_STEPS / 10
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -217,3 +217,9 @@ def test_a_device_that_is_not_there():
     for target, device in (("cuda", tvm.cpu()), ("native", tvm.cuda(0))):
         with pytest.raises(ValueError, match="is not for device"):
             pkv.create(config, target, device)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

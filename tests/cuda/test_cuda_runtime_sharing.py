@@ -83,3 +83,9 @@ def test_little_is_read_again(device):
         pass
     stats = cache.stats()
     assert stats["step_pages_read"] == stats["step_pages_read_without_sharing"]
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -136,3 +136,9 @@ def test_no_barrier_can_be_left_out(monkeypatch):
             if not _wrong_schedules(name, mutated(source, barrier, which=place), monkeypatch)
         ]
     assert not left
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -227,3 +227,9 @@ def test_slots_are_handed_out_when_nothing_uses_them(device):
     assert device.num_pending() > 0
     tvm_ffi.get_global_func("vm.builtin.kv_cache_disagg_prepare_recv")(pair.cache, 0, 30)
     assert device.num_pending() == 0 and len(outputs) == 2
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

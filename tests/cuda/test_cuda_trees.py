@@ -101,3 +101,9 @@ def test_the_barrier_behind_positions_is_needed(monkeypatch):
         except AssertionError:
             wrong.append(True)
     assert wrong == [False, True]
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -225,3 +225,9 @@ def test_tensor_parallel(tmp_path):
 def test_stages_of_sharded_heads(tmp_path):
     path = _build(tmp_path / "model.so", 2, [0, 2, 3])
     _run(session_of("threaded", 4, 2), path, 2, 2)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

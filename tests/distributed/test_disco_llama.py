@@ -271,3 +271,9 @@ def test_what_outlives_its_model_does_no_harm(workers, when):
         timeout=120,
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

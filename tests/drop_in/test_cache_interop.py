@@ -242,3 +242,9 @@ def test_another_version_of_tvm_is_refused(monkeypatch):
     monkeypatch.setattr(_library.importlib.metadata, "version", lambda name: "0.26.1")
     with pytest.raises(ImportError, match="found 0.26.1; install it with: pip install"):
         _library.load()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -542,3 +542,9 @@ def test_the_constructors_ignore_them_as_well(theta, scale):
             positional(mode)
         with pytest.raises(ValueError, match="rope_theta and rope_scale must be positive"):
             named({**fields, "rope_mode": number}, kernels, tvm.cpu())
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -226,3 +226,9 @@ def test_prefill_over_pages_differs_from_stock_tvm_in_what_it_attends_to(both):
         assert {name for name in own if own[name] != theirs[name]} == differing
     assert (plan["kv_lens"], plan["causal"]) == ([23, 7], (bool, True))
     assert (run["mask_mode"], run["last_page_len"]) == ((int, 1), [7, 7])
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -197,3 +197,9 @@ def _run_scenario(cache, config: pkv.KVCacheConfig, device=None) -> None:
             state["end_forward"](cache)
         for seq_id in expected.sequences:
             assert length(cache, seq_id) == expected.length(seq_id)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -189,3 +189,9 @@ def test_a_cache_by_configuration(dtype, mode):
 def test_configurations_that_cannot_have_windows():
     with pytest.raises(ValueError, match="layer 1: sliding_window is not possible with MLA layers"):
         _config("none", layers=[pkv.LayerSpec(), pkv.LayerSpec("mla")])
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

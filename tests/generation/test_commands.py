@@ -73,3 +73,9 @@ def test_wheel_has_all_that_an_installation_needs(clone):
         "tir_kernels/cpu/decode.py",
     } <= names
     assert not [name for name in names if name.startswith(("tests/", "runtime_ext/"))]
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -91,3 +91,9 @@ def test_prompts_that_the_other_end_refuses(model, remote):
     (expected,) = model.prefill(local, [0], [tokens])
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
     prefill.close()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -266,3 +266,9 @@ def test_command_mistakes(capfd, tmp_path, monkeypatch, arguments, message):
     assert out == ""
     assert error.startswith("tvm-pagedkv: error: ") and error.count("\n") == 1
     assert message in error
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

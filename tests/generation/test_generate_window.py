@@ -103,3 +103,9 @@ def test_command(capsys):
     assert "--sinks needs --sliding-window" in capsys.readouterr().err
     assert main([*arguments, "--sliding-window", "3", "--sinks", "3"]) == 2
     assert "fewer than the window (3), got 3" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -280,3 +280,9 @@ def test_logits_that_are_none():
     for wrong in (None, 7, "###", "AAA=", ["AAAA"]):
         with pytest.raises(TransferError, match="sent no logits"):
             _decode_logits(wrong)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -306,3 +306,9 @@ def test_command(capfd):
     assert drafted.out == plain.out
     summary = r"accepted \d+ of \d+ drafted tokens \(\d+%\), \d\.\d\d tokens a step"
     assert re.search(rf"decode 99 tokens, \d+ tokens/s; {summary}; pages", drafted.err)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -143,3 +143,9 @@ def test_windows_that_are_no_integers(value):
     for fields in ({"size": value}, {"size": 8, "sinks": value}):
         with pytest.raises(TypeError, match="must be an integer, got"):
             Window(**fields)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -77,3 +77,9 @@ def test_patterns_name_no_more_than_they_should():
     assert is_expected(f"{file}[seed0-float16-x86-64]")
     assert not is_expected(f"{file}[seed0-float16-x86-64-v3]")
     assert not is_expected(f"{file}[seed0-float32-x86-64]")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

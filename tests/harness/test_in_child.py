@@ -33,3 +33,9 @@ def test_failures_have_names():
 def test_cases_that_cannot_be_drawn():
     (text,) = failures(1 / 0 for _ in range(1))
     assert "cannot be drawn" in text and "ZeroDivisionError" in text
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

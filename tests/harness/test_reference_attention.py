@@ -42,3 +42,9 @@ def test_each_row_is_as_specified(how, values):
                     np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12)
     assert np.isneginf(lse[2]).all() and not o[2].any()
     assert np.isnan(lse).any() == bool(values)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

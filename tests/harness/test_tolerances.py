@@ -78,3 +78,9 @@ def test_rows_of_zeros_are_exact():
 def test_shapes_must_be_the_same():
     with pytest.raises(AssertionError, match=r"shape \(2, 3\) != \(3,\)"):
         reference.assert_close(np.ones((2, 3)), np.ones(3), "float32")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -115,3 +115,9 @@ def test_other_instruction_sets(cpu, seed):
     case = PagedBatch(spec, BATCHES["tiles"], seed)
     case.prefill(True, cpu)
     case.verify()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

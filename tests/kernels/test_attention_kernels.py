@@ -313,3 +313,9 @@ def test_any_number_of_threads(threads):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", some, *selected]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -255,3 +255,9 @@ def test_moved_rows(monkeypatch, name, spec):
             continue
         with pytest.raises(AssertionError):
             check(spec)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

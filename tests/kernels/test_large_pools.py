@@ -263,3 +263,9 @@ def test_rows_of_a_step_beyond_the_limit():
     )
     case.o, case.lse = (tensor(np.array(x[-2:])) for x in (o, lse))
     case.verify()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -179,3 +179,9 @@ def test_kernels_of_a_kind():
     assert "prefill_ragged" in kernel_names(make_spec(4, (32, 8), original=(24, 16)))
     assert "decode" not in kernel_names(spec)
     assert "mla_prefill" not in kernel_names(type(spec)(4, 2, 32, 32))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

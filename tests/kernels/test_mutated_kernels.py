@@ -115,3 +115,9 @@ def test_slots_of_a_page(target, change, monkeypatch, fresh_kernels):
     monkeypatch.setattr(team, "copy_rows", mistaken)
     with pytest.raises(AssertionError):
         check_copy_single_page(SPECS[target], 0)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

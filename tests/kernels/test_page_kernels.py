@@ -231,3 +231,9 @@ def _aligned_zeros(nbytes: int, dtype) -> np.ndarray:
     backing = np.zeros(nbytes + 64, np.uint8)
     start = -backing.ctypes.data % 64
     return backing[start : start + nbytes].view(dtype)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -249,3 +249,9 @@ def test_rotate_rows(name, rotary_dim, scale, lanes):
     reference.assert_close(
         out.numpy()[:, None], reference.rotate(x[:, None], positions, expected), "float32"
     )
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

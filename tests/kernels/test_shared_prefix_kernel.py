@@ -223,3 +223,9 @@ def check_longrope_is_refused(spec: KernelSpec) -> None:
 
 def test_longrope_inside_the_kernel_is_refused():
     check_longrope_is_refused(make_spec((2, 2), 16, page=8))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

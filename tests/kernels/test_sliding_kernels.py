@@ -144,3 +144,9 @@ def test_soft_cap(seed):
     case = PagedBatch(spec, BATCHES["tiles"], seed)
     case.prefill(window=21)
     case.verify(window=21)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -170,3 +170,9 @@ class _Row:
 
     def __getitem__(self, index):
         return self.matrix[self.row, index]
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

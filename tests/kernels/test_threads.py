@@ -188,3 +188,9 @@ def test_defaults_follow_the_quota(monkeypatch):
     monkeypatch.setattr(os, "environ", {"TVM_NUM_THREADS": "5"})
     threads.set_defaults()
     assert os.environ["TVM_NUM_THREADS"] == "5"
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

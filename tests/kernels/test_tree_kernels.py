@@ -197,3 +197,9 @@ def test_a_tree_smaller_than_the_step_is_refused():
     case.order_indptr[1] = 2
     with pytest.raises(ValueError, match="tree_order must cover all rows"):
         case.run()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -181,3 +181,9 @@ def test_other_instruction_sets(cpu, dtype):
         causal = None if name == "decode" else True
         case.run(name, case.length_rows(4).reshape(-1), True, causal, cpu)
         case.verify(4, True)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

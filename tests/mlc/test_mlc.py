@@ -212,3 +212,9 @@ def test_worker_processes_are_as_before_after_uninstall(mlc_llm):  # noqa: F811
     assert not tvm_ffi.get_global_func(name).same_as(before)
     pkv.mlc.uninstall()
     assert tvm_ffi.get_global_func(name).same_as(before)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

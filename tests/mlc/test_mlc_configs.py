@@ -117,3 +117,9 @@ def test_patches_put_back_class_methods_and_inherited_ones():
 def test_an_overlay_hides_nothing_else():
     seen = Overlay(math, pi=3)
     assert (seen.pi, seen.e, math.pi) == (3, math.e, math.acos(-1))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

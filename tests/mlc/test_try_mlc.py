@@ -61,3 +61,9 @@ def test_a_folder_that_is_no_clone(tmp_path):
     done = subprocess.run([*command, "check"], cwd=TOOLS, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"{tmp_path} is no clone of mlc-llm" in done.stderr
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

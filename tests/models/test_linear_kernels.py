@@ -94,3 +94,9 @@ def test_float16_needs_conversion_in_hardware(function):
 def test_models_refuse_float16_without_conversion():
     with pytest.raises(ValueError, match="float16 needs a CPU target that converts"):
         LlamaModel.from_pretrained(dtype="float16", target="x86-64")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

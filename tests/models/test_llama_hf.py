@@ -100,3 +100,9 @@ def test_other_dtypes_follow(tmp_path):
         found = model.logits(cache, [0], [tokens])[0]
         error = np.abs(found - expected).max() / np.abs(expected).max()
         assert error < tolerance, (dtype, error)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

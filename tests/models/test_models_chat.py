@@ -189,3 +189,9 @@ def test_command_refuses_empty_messages(tmp_path, capfd):
     folder = str(directory_with(tmp_path, TINY_TEMPLATE))
     assert main(["generate", "a", " ", "--chat", "--model", folder]) == 2
     assert "prompt 2 is empty" in capfd.readouterr().err
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -273,3 +273,9 @@ def test_a_layer_of_each_kind_has_its_own_cache_rows():
     assert cache.logit_softcap == 50.0 and cache.sliding_window is False
     inline = cache_config(config, replace(options, sliding_window=True))
     assert {layer.rope.mode for layer in inline.layers} == {"inline"}
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

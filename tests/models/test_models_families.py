@@ -233,3 +233,9 @@ def test_workers_do_not_share_norms_over_all_heads(tmp_path):
     write_checkpoint(tmp_path, "olmo2", FAMILIES["olmo2"])
     with pytest.raises(ValueError, match="num_shards must be 1: the model normalizes Q and K over"):
         ParallelModel.from_pretrained(tmp_path, num_shards=2)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -90,3 +90,9 @@ def test_soft_cap():
     kernel = kernels.soft_cap_logits(len(logits), 30.0, VECTOR)
     found = _run(kernel, logits[None], out=((1, len(logits)), "float32"))[0]
     np.testing.assert_allclose(found, 30 * np.tanh(logits.astype("float64") / 30), rtol=2e-6)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -76,3 +76,9 @@ def test_generation_counts_its_steps():
         for step in range(steps)
     )
     assert statistics.decode_bytes == read
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -288,3 +288,9 @@ def test_kernels_compile_for_other_cpus(cpu):
     functions |= {name: build() for name, build in page_table.BUILDERS.items()}
     module = tvm.IRModule({n: f.with_attr("global_symbol", n) for n, f in functions.items()})
     assert tvm.tirx.build(module, target=resolve_target(cpu))["append"]
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

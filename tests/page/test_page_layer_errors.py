@@ -175,3 +175,9 @@ def test_bad_mla_appends():
             page.append_paged_mla_kv_cache(**(good | {name: value}))
     with pytest.raises(TypeError, match="ckv_cache must be a tensor, got NoneType"):
         page.append_paged_mla_kv_cache(**(good | {"ckv_cache": None}))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

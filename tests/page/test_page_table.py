@@ -111,3 +111,9 @@ def test_bad_index_arithmetic():
     assert (out == -7).all()
     offsets(*table, 8, 1, 2)
     np.testing.assert_array_equal(out, [24, 25, 8, 9])
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -118,3 +118,9 @@ def test_mistakes_are_told(program, folder, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert cli.main(["export", "--out", str(tmp_path)]) == 2
     assert "needs a folder of its own" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

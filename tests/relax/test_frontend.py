@@ -345,3 +345,9 @@ def test_arguments_that_no_kernel_serves(change, error):
     }
     with pytest.raises(error):
         pkv.PagedKVCache(**(arguments | change))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

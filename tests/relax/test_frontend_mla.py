@@ -252,3 +252,9 @@ def test_page_size_of_the_kernels_is_checked():
     _check(vm, page_size=4)
     with pytest.raises(ValueError, match="compiled for pages of 4 slots, but page_size is 16"):
         vm["create"](*(Shape([n]) for n in CAPACITIES.values()))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

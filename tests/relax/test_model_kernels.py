@@ -315,3 +315,9 @@ def test_the_example_of_the_document(tmp_path, monkeypatch, capsys):
     exec(compile(code, str(DOCUMENT), "exec"), {"__name__": "example"})
     assert capsys.readouterr().out == "(1, 5, 6, 32)\n"
     assert (tmp_path / "model.so").is_file()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

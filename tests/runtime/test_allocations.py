@@ -17,3 +17,9 @@ from ..support.cpp_build import build, needs_cmake, run
 def test_steps_allocate_nothing():
     folder = build("programs", "allocation_test", TVM_PAGEDKV_BUILD_BENCH="ON")
     print(run(str(folder / "allocation_test"), str(_library.path())))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -15,3 +15,9 @@ def test_core():
     options = {"TVM_PAGEDKV_BUILD_TESTS": "ON", "CMAKE_CXX_FLAGS_RELEASE": FLAGS}
     folder = build("unit_tests", "all", **options)
     print(run("ctest", "--test-dir", str(folder), "--output-on-failure"))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

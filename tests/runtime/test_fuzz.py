@@ -42,3 +42,9 @@ def test_the_driver_finds_a_bug_and_keeps_the_input(fuzzers, tmp_path):
     assert kept.read_bytes().startswith(b"page")
     again = fuzz(fuzzers / "finds_a_bug", tmp_path, str(kept))
     assert again.returncode != 0 and "heap-buffer-overflow" in again.stderr
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -184,3 +184,9 @@ def test_nothing_else_is_exported():
 
 def test_the_functions_of_the_library_itself():
     assert str(tvm_ffi.get_global_func("pagedkv.library")()["path"]) == str(LIBRARY)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -87,3 +87,9 @@ def test_finds_a_write_out_of_bounds(library, tmp_path):
     result = sanitized(library, log, "-c", code)
     assert result.returncode != 0
     assert "heap-buffer-overflow" in logs(log), result.stderr
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

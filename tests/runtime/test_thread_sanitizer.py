@@ -28,3 +28,9 @@ def test_no_data_races():
     )
     assert result.returncode == 0 and result.stdout.startswith("ok"), result.stderr[-6000:]
     print(result.stdout)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -113,3 +113,9 @@ def test_error_of_a_right_and_of_a_wrong_output(dtype, monkeypatch):
         wrong = output.copy()
         wrong[i] = output[i - 1]
         assert inputs.error(wrong) > 0.1, i
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -263,3 +263,9 @@ def test_floors_are_those_of_the_data_sheets():
     assert floors("prefill_shared", spec, "90") == "16 rows on 8k: 7.07, 64 rows on 8k: 8.69"
     assert floors("prefill", spec, "80") == "prefill 8k: 1.76e+03"
     assert floors("merge", spec, "90") == floors("decode", spec, "120") == ""
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

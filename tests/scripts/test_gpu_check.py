@@ -127,3 +127,9 @@ def check_timings(folder: Path, limits: dict) -> None:
     draw(records, limits, "title", folder / "plot.svg")
     speed._kernel = lambda *_: lambda *arguments: None
     assert [r.error for r in speed.prefill()] == [float("inf")] * 3
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -258,3 +258,9 @@ def test_mark_send_of_the_stock_interface():
     pump(sender, receiver)
     assert ticket.is_done
     check_rows(target, 0, qkv)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

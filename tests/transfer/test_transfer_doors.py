@@ -335,3 +335,9 @@ def test_addresses_that_are_none(address, error):
 def test_a_port_that_is_taken(listener):
     with pytest.raises(TransferError, match="cannot listen at 127.0.0.1:"):
         MessageChannel.listener(listener.address, SECRET)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -289,3 +289,9 @@ def test_a_receiver_that_is_forgotten(pair):
     pair.receiver = None
     assert pair.target.stats()["num_pinned_pages"] == 0
     pair.target.check_integrity()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

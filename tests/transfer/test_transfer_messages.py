@@ -205,3 +205,9 @@ def test_copies_of_views():
     )
     tvm_ffi.get_global_func("pagedkv.copy_regions")(*views)
     np.testing.assert_array_equal(target.numpy(), [20, 21, 22, 14, 15, 25, 26, 27])
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

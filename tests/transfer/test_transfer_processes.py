@@ -270,3 +270,9 @@ def test_nixl_reads_that_the_sender_does_not_know_of():
 def _pair(channel):
     one, other = socket.socketpair()
     return channel(one), channel(other)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

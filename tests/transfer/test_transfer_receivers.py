@@ -189,3 +189,9 @@ def test_a_sender_forgotten_while_the_cache_is_busy(pair, monkeypatch):
     del pair.sender
     gc.collect()
     assert hooks == []
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -126,3 +126,9 @@ def test_mark_send(stock):
     assert here[0] == local == [1, 2]
     table = ours.page_table(2)  # its first page is a copy: the block that is not read has the other
     assert here[1] == [table[position // 4] * 4 + position % 4 for position in (3, 4, 5)]
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

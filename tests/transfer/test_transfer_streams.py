@@ -205,3 +205,9 @@ def test_no_descriptors_for_the_sender():
     assert open_descriptors() <= before
     channel.close()
     other.close()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

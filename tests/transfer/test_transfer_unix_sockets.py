@@ -228,3 +228,9 @@ def test_a_user_who_is_not_root(tmp_path):
             assert found[0].receive(5.0) == {"text": 1}
 
     assert as_nobody(talk) == []
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -91,6 +91,7 @@ void DebugKV::CopySharedPages(Sequence* sequence, int64_t begin, int64_t count) 
     table_->ReleaseCopies(copies, /*were_made=*/true);
     throw;
   }
+  copier_->CountCommitted(copies.size());
   table_->CommitCopies(copies);
   table_->Overwrite(*sequence, begin, begin + count);
 }

@@ -60,7 +60,7 @@ void PastArrays::FillOnce() {
   for (int32_t g = 0; g < num_groups; ++g) {
     auto host = [&](Array array) { return arrays_->host(Index(g, array)); };
     plan_.FillPageIndptr(g, PageRange::kPast, host(kPageIndptr));
-    plan_.FillPageValues(g, PageRange::kPast, host(kPageIds));
+    plan_.FillPageIds(g, PageRange::kPast, host(kPageIds));
     plan_.FillLengths(g, PageRange::kPast, host(kLengths));
   }
   arrays_->Upload();

@@ -64,6 +64,7 @@ void Step::Begin(IntSpan sequence_ids, IntSpan append_lengths,
     plan_.Release();
     throw;
   }
+  copier_->CountCommitted(plan_.copies().size());
   CountPagesRead();
   plan_.Commit();
   ++number_;

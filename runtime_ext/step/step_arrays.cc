@@ -114,7 +114,7 @@ void StepArrays::Write() {
   for (int32_t g = 0; g < num_groups_; ++g) {
     auto host = [&](GroupArray array) { return arrays_.host(Index(g, array)); };
     plan_.FillPageIndptr(g, PageRange::kWithStep, host(kPageIndptr));
-    plan_.FillPageValues(g, PageRange::kWithStep, host(kPageIds));
+    plan_.FillPageIds(g, PageRange::kWithStep, host(kPageIds));
     plan_.FillLengths(g, PageRange::kWithStep, host(kLengths));
     plan_.FillFirstPositions(g, host(kFirstPositions));
     plan_.FillSlots(g, host(kSlots));
@@ -125,7 +125,7 @@ void StepArrays::WriteSegments() {
   for (int32_t g = 0; g < num_groups_; ++g) {
     auto host = [&](SegmentArray array) { return arrays_.host(SegmentIndex(g, array)); };
     plan_.FillSegmentPageIndptr(g, host(SegmentArray::kPageIndptr));
-    plan_.FillSegmentPageValues(g, host(SegmentArray::kPageIds));
+    plan_.FillSegmentPageIds(g, host(SegmentArray::kPageIds));
     plan_.FillSegmentFirstPositions(g, host(SegmentArray::kFirstPositions));
     plan_.FillSegmentRowIndptr(g, host(SegmentArray::kRowIndptr));
     plan_.FillSegmentRows(g, host(SegmentArray::kRows));

@@ -21,6 +21,7 @@ void TreeCommit::Commit(IntSpan sequence_ids, IntSpan leaves) {
     throw;
   }
   mover_.ReleaseArrays();
+  copier_->CountCommitted(plan.copies().size());
   counts_.committed += plan.num_committed();
   counts_.dropped += plan.num_dropped();
   counts_.moved += plan.num_moves();

@@ -39,7 +39,6 @@ void PageCopier::Copy(const std::vector<PageCopy>& copies) {
     next = until;
   }
   for (; next != end; ++next) CopyOne(*next);
-  num_copies_ += static_cast<int64_t>(copies.size());
 }
 
 void PageCopier::CopyOne(const PageCopy& copy) const {

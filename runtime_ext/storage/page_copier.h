@@ -9,6 +9,7 @@
 #ifndef TVM_PAGEDKV_STORAGE_PAGE_COPIER_H_
 #define TVM_PAGEDKV_STORAGE_PAGE_COPIER_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -26,6 +27,8 @@ class PageCopier {
   /*! \brief Copies in all layers of each page's group, on the current stream. */
   void Copy(const std::vector<PageCopy>& copies);
 
+  /*! \brief Counts copies that are now in page tables; those of a failed change do not count. */
+  void CountCommitted(size_t num_copies) { num_copies_ += static_cast<int64_t>(num_copies); }
   /*! \brief Pages copied so far; a page counts once for all layers of its group. */
   int64_t num_copies() const { return num_copies_; }
   /*! \brief Null without the kernel `copy_pages`. */

@@ -42,6 +42,7 @@ std::vector<int64_t> KVReceiver::Prepare(int64_t sequence_id, int64_t append_len
     table_->ReleaseReceive(plan);
     throw;
   }
+  copier_->CountCommitted(plan.copies.size());
   table_->CommitReceive(std::move(plan), ++last_id_);
   return EncodeSlotMap(table_->SlotsOf(sequence, sequence.length - append_length, sequence.length));
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file error.h
- * \brief One exception type that names the Python exception it becomes at the FFI boundary.
+ * \brief The exception of the runtime: it names the Python exception that users see.
  */
 #ifndef TVM_PAGEDKV_BASE_ERROR_H_
 #define TVM_PAGEDKV_BASE_ERROR_H_
@@ -22,7 +22,7 @@ inline constexpr const char* kMemoryError = "MemoryError";
 inline constexpr const char* kRuntimeError = "RuntimeError";
 inline constexpr const char* kCacheFullError = "CacheFullError";
 
-/*! \brief An error with the name of the Python exception that stands for it. */
+/*! \brief An error with the name of the Python exception that it becomes at the FFI. */
 class Error : public std::exception {
  public:
   Error(const char* kind, std::string message) : kind_(kind), message_(std::move(message)) {}
@@ -36,13 +36,13 @@ class Error : public std::exception {
   std::string message_;
 };
 
-/*! \brief A stream whose numbers read alike everywhere: programs may set a locale that groups. */
+/*! \brief A stream without digit grouping, whatever locale the program has set. */
 class ClassicText : public std::ostringstream {
  public:
   ClassicText() { imbue(std::locale::classic()); }
 };
 
-/*! \brief Throws an Error whose message is the parts, streamed one after the other. */
+/*! \brief Throws an Error. Its message is the concatenation of the parts. */
 template <typename... Parts>
 [[noreturn]] void Raise(const char* kind, const Parts&... parts) {
   ClassicText message;

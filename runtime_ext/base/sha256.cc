@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kBlockBytes = 64, kLengthBytes = 8;
 
-// The first 32 bits of what follows the point in the cube roots of the first 64 primes.
+// The first 32 bits of the fractional parts of the cube roots of the first 64 primes.
 constexpr uint32_t kRound[64] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
     0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
@@ -28,7 +28,7 @@ constexpr uint32_t kRound[64] = {
 
 uint32_t Rotate(uint32_t x, int count) { return (x >> count) | (x << (32 - count)); }
 
-/*! \brief Takes one block into the state. */
+/*! \brief Adds a block of 64 bytes to the state. */
 void Compress(const unsigned char* block, std::array<uint32_t, 8>* state) {
   uint32_t words[64];
   for (int i = 0; i < 16; ++i) {
@@ -57,14 +57,14 @@ void Compress(const unsigned char* block, std::array<uint32_t, 8>* state) {
 }  // namespace
 
 std::string Sha256(std::string_view bytes) {
-  // The same of the square roots of the first 8 primes.
+  // The same for the square roots of the first 8 primes.
   std::array<uint32_t, 8> state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                    0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
   auto data = reinterpret_cast<const unsigned char*>(bytes.data());
   size_t rest = bytes.size();
   for (; rest >= kBlockBytes; data += kBlockBytes, rest -= kBlockBytes) Compress(data, &state);
 
-  // The end: a one bit, zeros, and the number of bits.
+  // Padding: a one bit, zeros, and the number of bits.
   std::string end(reinterpret_cast<const char*>(data), rest);
   end.push_back(static_cast<char>(0x80));
   while (end.size() % kBlockBytes != kBlockBytes - kLengthBytes) end.push_back(0);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file bundle.cc
- * \brief Bundles: checked, chosen from, loaded.
+ * \brief Checks bundles, chooses a target and loads it.
  */
 #include "bundle/bundle.h"
 
@@ -31,7 +31,7 @@ namespace {
 using StringMap = ffi::Map<ffi::String, ffi::Any>;
 using Values = ffi::Array<ffi::Any>;
 
-constexpr int kMostNesting = 32;  // of brackets in a manifest
+constexpr int kMaxDepth = 32;  // of nested brackets in a manifest
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kAdvice = "; copy the bundle anew, or write it again";
 
@@ -56,23 +56,23 @@ StringMap AsMap(const ffi::Any& value) {
   return *std::move(map);
 }
 
-/*! \brief Whether brackets nest deeper than a manifest's: the parser of JSON recurses. */
+/*! \brief Whether brackets nest too deep: the JSON parser is recursive. */
 bool NestsTooDeep(const std::string& text) {
   int depth = 0;
   bool in_string = false;
   for (size_t i = 0; i < text.size(); ++i) {
     const char c = text[i];
     if (c == '"') in_string = !in_string;
-    if (in_string && c == '\\') ++i;  // what is escaped ends nothing
+    if (in_string && c == '\\') ++i;  // an escaped quote does not end the string
     if (in_string) continue;
     if (c == '[' || c == '{') ++depth;
     if (c == ']' || c == '}') --depth;
-    if (depth > kMostNesting) return true;
+    if (depth > kMaxDepth) return true;
   }
   return false;
 }
 
-/*! \brief The files of a bundle: read whole, and compared with what they should be. */
+/*! \brief The files of a bundle. Each is compared with the manifest when it is read. */
 class Files {
  public:
   explicit Files(const std::string& path) : folder_(path) {
@@ -88,7 +88,7 @@ class Files {
     }
     if (NestsTooDeep(manifest_)) {
       Raise(kValueError, (folder_ / kManifest).string(), " is no manifest: its brackets nest more ",
-            "than ", kMostNesting, " deep");
+            "than ", kMaxDepth, " deep");
     }
     ffi::String error;
     const ffi::Any parsed = ffi::json::Parse(manifest_, &error);
@@ -101,7 +101,7 @@ class Files {
   const std::string& manifest() const { return manifest_; }
   const StringMap& content() const { return content_; }
 
-  /*! \brief The path of a file that is what the manifest says. */
+  /*! \brief The path of a file, after its size and digest were checked. */
   std::string Checked(const std::string& name) const {
     const StringMap about = AsMap(Get<ffi::Any>(Get<StringMap>(content_, "files"), name.c_str()));
     const std::string path = (folder_ / name).string();
@@ -125,13 +125,13 @@ class Files {
     return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   }
 
-  /*! \brief A manifest may not name files elsewhere: they would be loaded as the bundle's code. */
+  /*! \brief Refuses files outside the bundle: they would be loaded as its code. */
   void RequireInside(const std::string& name) const {
     const std::filesystem::path relative(name);
     bool is_inside = !name.empty() && relative.is_relative();
     for (const auto& part : relative) is_inside = is_inside && part != "..";
     if (is_inside) {
-      std::error_code error;  // a file that is missing is the caller's to report
+      std::error_code error;  // the caller reports a missing file
       const auto root = std::filesystem::weakly_canonical(folder_, error);
       const auto path = std::filesystem::weakly_canonical(folder_ / relative, error);
       is_inside =
@@ -210,7 +210,7 @@ ffi::Tensor CopyTo(const ffi::Tensor& tensor, DLDevice device) {
   return copy;
 }
 
-/*! \brief The configuration as pagedkv.create takes it; JSON has neither shapes nor tensors. */
+/*! \brief The configuration for pagedkv.create: with shapes and tensors, which JSON lacks. */
 StringMap CacheMap(StringMap map, DLDevice device) {
   if (map.count("layer_indptr")) {
     const auto bounds = Get<ffi::Array<int64_t>>(map, "layer_indptr");
@@ -234,7 +234,7 @@ StringMap LoadKernels(const StringMap& set, const Files& files) {
   return kernels;
 }
 
-/*! \brief The first device of the kind that the target is for. */
+/*! \brief The first device of the target's kind. */
 DLDevice DeviceFor(const std::vector<BundleTarget>& targets, const std::string& name) {
   bool is_for_gpu = !targets.empty();
   for (const BundleTarget& target : targets) {
@@ -245,13 +245,12 @@ DLDevice DeviceFor(const std::vector<BundleTarget>& targets, const std::string& 
   return {is_for_gpu ? kDLCUDA : kDLCPU, 0};
 }
 
-/*! \brief The paths, checked, of the libraries for an architecture; those that run the kernels. */
+/*! \brief The checked paths of the libraries that run the kernels, for an architecture. */
 std::vector<std::string> Libraries(const StringMap& manifest, const std::string& architecture,
                                    const Files& files) {
   std::vector<std::string> paths;
   const auto libraries = Get<StringMap>(manifest, "libraries");
-  if (libraries.count(architecture) == 0)
-    return paths;  // whoever runs the kernels brings their own
+  if (libraries.count(architecture) == 0) return paths;  // the process has its own libraries
   for (const auto& name : Get<ffi::Array<ffi::String>>(libraries, architecture.c_str())) {
     paths.push_back(files.Checked(name));
   }

@@ -3,8 +3,9 @@
  * \file bundle.h
  * \brief Bundles: folders with compiled kernels, the libraries that run them, and a manifest.
  *
- * manifest.json says what the kernels are for, and bytes and SHA-256 of every file; its own digest
- * is in manifest.sha256, as sha256sum writes it. Nothing is loaded before it was checked.
+ * manifest.json describes the kernels and has the size and the SHA-256 of every file. Its own
+ * digest is in manifest.sha256, in the format of sha256sum. Every file is checked before it is
+ * loaded.
  */
 #ifndef TVM_PAGEDKV_BUNDLE_BUNDLE_H_
 #define TVM_PAGEDKV_BUNDLE_BUNDLE_H_
@@ -22,29 +23,29 @@ namespace pagedkv {
 
 namespace ffi = tvm::ffi;
 
-/*! \brief Of the manifest, and of how kernels and the cache call each other. */
+/*! \brief Version of the manifest and of the calling convention of kernels. */
 inline constexpr int64_t kBundleFormat = 1;
 
 /*!
- * \brief Checks a bundle and loads the kernels that this machine runs best.
+ * \brief Checks a bundle and loads the kernels of the best target for this machine.
  * \param path The folder.
- * \param target The name of the target to take; none: the best one.
- * \param device Where they will run; none: the first device that the target is for, a CPU if there
- *   is a target for one and none is named.
+ * \param target The name of the target; by default the best one.
+ * \param device The device of the kernels; by default the first device of the target's kind. When
+ *   no target is named and there is one for CPUs, that is the CPU.
  * \return "config", "kernels" and "device", as pagedkv.create takes them (capacities in the config
  *   may be changed), "target", the name of the target, and "manifest", the text of manifest.json.
- * \throws Error (ValueError) when the bundle is damaged, or of another version or machine;
- *   (RuntimeError) for a GPU that is not there, or without a driver.
+ * \throws Error (ValueError) when the bundle is damaged, or for another version or machine;
+ *   (RuntimeError) when the GPU or its driver is missing.
  */
 ffi::Map<ffi::String, ffi::Any> LoadBundle(const std::string& path,
                                            const ffi::Optional<ffi::String>& target,
                                            const ffi::Optional<DLDevice>& device);
 
 /*!
- * \brief The index of the target that a machine runs best.
+ * \brief The index of the best target for a machine.
  * \param targets As the manifest has them.
- * \param machine "device", "architecture" and "features", of a GPU "compute_capability" and
- *   "driver" besides; none: this CPU.
+ * \param machine "device", "architecture" and "features", for a GPU also "compute_capability" and
+ *   "driver"; by default this CPU.
  * \throws Error (ValueError).
  */
 int64_t ChooseBundleTarget(const ffi::Array<ffi::Any>& targets,

@@ -28,12 +28,12 @@ constexpr const char* kRuntime = "libtvm_runtime_cuda.so";
 
 bool HasRuntime() { return ffi::Function::GetGlobal("device_api.cuda").has_value(); }
 
-/*! \brief The version of CUDA that the driver is for; 0 where there is no driver. */
+/*! \brief The CUDA version of the driver; 0 without a driver. */
 int64_t DriverVersion() {
   void* driver = dlopen(kDriver, RTLD_NOW | RTLD_LOCAL);
   if (driver == nullptr) {
     const std::string reason = dlerror();
-    if (HasRuntime()) return 0;  // made by another one than NVIDIA's
+    if (HasRuntime()) return 0;  // not NVIDIA's driver
     Raise(kRuntimeError, "kernels for GPUs need the driver of NVIDIA, and there is none: ", reason);
   }
   int version = 0;
@@ -44,18 +44,18 @@ int64_t DriverVersion() {
   return version;
 }
 
-/*! \brief Loads a library that others name as needed: of the system, or from one of the paths. */
+/*! \brief Loads a dependency of other libraries, from the system or from one of the paths. */
 void LoadNeeded(const std::vector<std::string>& libraries, const std::string& prefix) {
   for (const std::string& path : libraries) {
     const std::string name = std::filesystem::path(path).filename().string();
     if (name.rfind(prefix, 0) != 0) continue;
     if (dlopen(name.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
-      dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);  // what needs it tells if this has failed
+      dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);  // a failure shows when the library is needed
     }
   }
 }
 
-/*! \brief TVM's runtime for GPUs, which lies beside the runtime that the process has. */
+/*! \brief TVM's GPU runtime, which is next to the runtime of the process. */
 void LoadRuntime(const std::vector<std::string>& libraries) {
   if (HasRuntime()) return;
   LoadNeeded(libraries, "libcudart");

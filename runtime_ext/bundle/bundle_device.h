@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file bundle_device.h
- * \brief What of a machine decides about the kernels of a bundle: its CPU, or a GPU and its driver.
+ * \brief The machine that a device belongs to: its CPU, or a GPU and its driver.
  */
 #ifndef TVM_PAGEDKV_BUNDLE_BUNDLE_DEVICE_H_
 #define TVM_PAGEDKV_BUNDLE_BUNDLE_DEVICE_H_
@@ -16,7 +16,7 @@
 namespace pagedkv {
 
 /*!
- * \brief The machine that a device is of.
+ * \brief The machine that a device belongs to.
  * \param device A CPU, or a GPU; one that is not there has an unknown compute capability.
  * \param libraries Paths of libraries that may be loaded if the process has none of their kind.
  * \throws Error (RuntimeError) for a GPU, without a driver or TVM's runtime for it; (ValueError)
@@ -24,7 +24,7 @@ namespace pagedkv {
  */
 Machine MachineOf(DLDevice device, const std::vector<std::string>& libraries);
 
-/*! \brief The name that bundles have for a kind of device; empty: they have none. */
+/*! \brief The name of a kind of device in bundles; empty when they have none. */
 std::string NameOfDevice(DLDevice device);
 
 }  // namespace pagedkv

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file bundle_target.cc
- * \brief The choice among a bundle's targets.
+ * \brief Chooses a target of a bundle.
  */
 #include "bundle/bundle_target.h"
 
@@ -22,7 +22,7 @@ constexpr const char* kArchitecture = "aarch64";
 constexpr const char* kArchitecture = "unknown";
 #endif
 
-/*! \brief 13.0 for 13000. */
+/*! \brief "13.0" for 13000. */
 std::string VersionOf(int64_t cuda) {
   return std::to_string(cuda / 1000) + "." + std::to_string(cuda % 1000 / 10);
 }
@@ -55,7 +55,7 @@ std::string GPUObstacle(const BundleTarget& target, const Machine& machine) {
          VersionOf(machine.driver);
 }
 
-/*! \brief What keeps the machine from running the target; empty: nothing. */
+/*! \brief What the machine lacks for the target; empty when it can run it. */
 std::string Obstacle(const BundleTarget& target, const Machine& machine) {
   if (target.device != machine.device) return "is for device " + target.device;
   if (target.architecture != machine.architecture) return "is for " + target.architecture;
@@ -94,7 +94,7 @@ std::set<std::string> ReadCPUFeatures(std::istream* lines) {
   while (std::getline(*lines, line)) {
     std::istringstream words(line);
     words >> word;
-    if (word != "flags" && word != "Features") continue;  // of x86, and of Arm
+    if (word != "flags" && word != "Features") continue;  // on x86 and on Arm
     words >> word;                                        // the colon
     std::set<std::string> features;
     while (words >> word) features.insert(word);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file bundle_target.h
- * \brief Which of a bundle's kernels a machine can run, and runs best.
+ * \brief Which targets of a bundle a machine can run, and which is best.
  */
 #ifndef TVM_PAGEDKV_BUNDLE_BUNDLE_TARGET_H_
 #define TVM_PAGEDKV_BUNDLE_BUNDLE_TARGET_H_
@@ -15,11 +15,12 @@
 
 namespace pagedkv {
 
-/*! \brief Code of a GPU: of its own kind, or PTX, which drivers compile for later ones too. */
+/*! \brief GPU code: machine code for one architecture, or PTX, which drivers compile for later
+ * ones. */
 struct DeviceCode {
   int64_t arch = 0;  // 90: compute capability 9.0
   bool is_ptx = false;
-  bool is_specific = false;  // runs on this architecture alone, as "sm_90a" does
+  bool is_specific = false;  // runs on this architecture only, such as "sm_90a"
 };
 
 /*!
@@ -33,21 +34,21 @@ struct BundleTarget {
   std::string name;
   std::string device;              // "cpu", "cuda"
   std::string architecture;        // of the host: "x86_64", "aarch64"
-  std::set<std::string> features;  // that the host must have, as Linux names them
-  // Of "cuda":
+  std::set<std::string> features;  // required of the host, with the names of /proc/cpuinfo
+  // For "cuda":
   std::vector<std::string> device_code = {};
-  int64_t driver = 0;          // the version of CUDA that drivers must know, as 13000 for 13.0
-  int64_t driver_for_ptx = 0;  // ... where they have to compile PTX
+  int64_t driver = 0;          // minimum CUDA version of the driver, 13000 for 13.0
+  int64_t driver_for_ptx = 0;  // the same when the driver has to compile PTX
 };
 
-/*! \brief What there is to run them. */
+/*! \brief The machine that runs kernels. */
 struct Machine {
   std::string device;
   std::string architecture;
   std::set<std::string> features;
-  // Of "cuda"; 0: not known.
+  // For "cuda"; 0 when unknown.
   int64_t compute_capability = 0;  // 90 for 9.0
-  int64_t driver = 0;              // the version of CUDA that it is for
+  int64_t driver = 0;              // CUDA version of the driver
 };
 
 /*! \brief The CPU of this process. A hypervisor may hide some of what the CPU's name promises. */
@@ -57,10 +58,10 @@ Machine ThisCPU();
 std::set<std::string> ReadCPUFeatures(std::istream* lines);
 
 /*!
- * \brief Chooses the target that asks for most of what the machine has; of equals the first one.
- * \param name Not empty: the target of this name or none.
+ * \brief Chooses the most specific target that the machine supports; the first one of equals.
+ * \param name If not empty, the only target to consider.
  * \return An index into `targets`.
- * \throws Error (ValueError) that says what each target needs and the machine lacks.
+ * \throws Error (ValueError) that lists what the machine lacks for each target.
  */
 size_t ChooseTarget(const std::vector<BundleTarget>& targets, const Machine& machine,
                     const std::string& name);

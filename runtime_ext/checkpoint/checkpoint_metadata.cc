@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file checkpoint_metadata.cc
- * \brief What a checkpoint of a sequence says of itself.
+ * \brief Writes and reads the metadata of a checkpoint.
  */
 #include "checkpoint/checkpoint_metadata.h"
 
@@ -22,13 +22,13 @@ constexpr const char* kCacheType = "pagedkv.KVCache";
 constexpr const char* kStockCacheType = "relax.vm.PagedAttentionKVCache";
 constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
 
-/*! \brief The fields that both kinds of cache write, those of the stock one, and our own. */
+/*! \brief The fields of the metadata: some are common, some only in stock or only in our files. */
 struct Fields {
   int64_t format_version = 0;
   std::string cache_type, dtype, layout_hash;
   int64_t page_size = 0, num_layers = 0, length = 0;
   std::vector<std::string> kinds;
-  // Of `logical_pages`: their number, the positions of the first one, and those of all.
+  // Of `logical_pages`: their number, the tokens of the first page, and the tokens of all pages.
   int64_t num_logical_pages = 0, first_length = 0, num_covered = 0;
   struct Group {
     int64_t index = 0, layer_begin = 0, layer_end = 0, num_pages = 0, num_bytes = 0;
@@ -46,7 +46,7 @@ struct Fields {
   std::optional<std::string> layout;
 };
 
-/*! \brief Text of a checkpoint as far as a message shows it. */
+/*! \brief Text of a checkpoint, cut for an error message. */
 std::string Shown(const std::string& text) {
   constexpr size_t kMaxShown = 1000;
   return text.size() > kMaxShown ? text.substr(0, kMaxShown) + "..." : text;
@@ -67,7 +67,7 @@ Fields::Group ReadGroup(JsonReader* reader) {
   return group;
 }
 
-/*! \brief Pages follow one another: each but the last is full. */
+/*! \brief Pages are consecutive, and all but the last one are full. */
 void ReadLogicalPage(JsonReader* reader, Fields* fields) {
   int64_t index = 0, start = 0, length = 0;
   reader->Object({{"logical_page_index", [&] { index = reader->Integer(); }},
@@ -90,7 +90,7 @@ Fields ReadFields(std::string_view text) {
   auto number = [&](double* field) { return [&reader, field] { *field = reader.Number(); }; };
   auto string = [&](std::string* field) { return [&reader, field] { *field = reader.String(); }; };
   auto boolean = [&](bool* field) { return [&reader, field] { *field = reader.Boolean(); }; };
-  // What does not decide whether the checkpoint fits need only be of the right type.
+  // Fields that do not decide whether the checkpoint fits only need the right type.
   int64_t other;
   std::string other_text;
   bool other_flag;
@@ -127,7 +127,7 @@ Fields ReadFields(std::string_view text) {
   return fields;
 }
 
-/*! \brief The layout of a stock cache, which has layers of one shape only. */
+/*! \brief The layout of a stock cache, whose layers all have one shape. */
 CheckpointLayout StockLayout(const Fields& fields) {
   CheckpointLayout layout;
   layout.page_size = fields.page_size;
@@ -160,7 +160,7 @@ void CheckLayout(const Fields& fields, const CheckpointLayout& layout) {
           " (hash ", Shown(fields.layout_hash), "), but the cache has ", expected, " (hash ", hash,
           ")");
   }
-  // Of our own checkpoints the layout has said so already; but what they say must agree.
+  // The layout of our own checkpoints has been compared already, but the fields must agree.
   bool agrees = fields.page_size == layout.page_size && fields.num_layers == layout.num_layers() &&
                 fields.dtype == layout.dtype && fields.kinds.size() == layout.layers.size();
   for (size_t i = 0; agrees && i < fields.kinds.size(); ++i) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file checkpoint_metadata.h
- * \brief What a checkpoint of a sequence says of itself, as JSON, and which caches may read it.
+ * \brief The metadata of a checkpoint, as JSON, and which caches can read it.
  *
- * A checkpoint is this text and a page group per layer. Nothing in either depends on which pages
- * the sequence had, or on what else was in the cache.
+ * A checkpoint of a sequence is this text and a page group per layer. It does not depend on page
+ * ids or on what else was in the cache.
  */
 #ifndef TVM_PAGEDKV_CHECKPOINT_CHECKPOINT_METADATA_H_
 #define TVM_PAGEDKV_CHECKPOINT_CHECKPOINT_METADATA_H_
@@ -17,7 +17,7 @@
 
 namespace pagedkv {
 
-/*! \brief Whatever makes the rows of one cache mean something else in another, and nothing more. */
+/*! \brief Everything that two caches must have in common to exchange rows, and nothing more. */
 struct CheckpointLayout {
   struct Layer {
     std::string kind;  // "mha", "mha_sliding" or "mla"
@@ -25,7 +25,7 @@ struct CheckpointLayout {
     int64_t num_kv_heads = 1;
     int64_t qk_head_dim = 0;
     int64_t v_head_dim = 0;
-    std::string rope;  // how K was rotated, or will be: RopeText; of MLA layers empty
+    std::string rope;  // how K is rotated, as RopeText; empty for MLA layers
 
     bool is_mla() const { return kind == "mla"; }
     std::string Text() const;
@@ -35,11 +35,11 @@ struct CheckpointLayout {
   std::string dtype;  // of the pages
   int64_t item_bytes = 1;
   std::vector<Layer> layers;
-  std::string part;  // which layers of the model these are, in words; empty: all
+  std::string part;  // which layers of the model these are, as text; empty for all
 
-  /*! \brief The layout in words; layouts are compatible where these are equal. */
+  /*! \brief The layout as text. Layouts with the same text are compatible. */
   std::string Text() const;
-  /*! \brief The HexHash of the words. */
+  /*! \brief The HexHash of the text. */
   std::string Hash() const;
 
   int64_t num_layers() const { return static_cast<int64_t>(layers.size()); }
@@ -52,20 +52,20 @@ struct CheckpointLayout {
 };
 
 /*!
- * \brief How a layer's K is rotated, in words.
+ * \brief How the K of a layer is rotated, as text.
  * \param mode "none", "normal" or "inline".
- * \param details What beside theta and scale decides it; may be empty.
+ * \param details Parameters other than theta and scale; may be empty.
  */
 std::string RopeText(const std::string& mode, double theta, double scale,
                      const std::string& details);
 
-/*! \brief 16 hex digits: a name for the bytes, which does not protect them. */
+/*! \brief A 64-bit hash as 16 hex digits. Not cryptographic. */
 std::string HexHash(const std::string& bytes);
 
-/*! \brief What a cache must know of a sequence beside the content of its pages. */
+/*! \brief The state of a sequence without the content of its pages. */
 struct SequenceState {
   int64_t length = 0;
-  std::vector<int64_t> first_pages;  // [layer] pages that have slid out of the layer's window
+  std::vector<int64_t> first_pages;  // [layer] pages that the window has moved past
 };
 
 /*! \brief The metadata of sequence `sequence_id`. */
@@ -74,7 +74,7 @@ std::string WriteMetadata(const CheckpointLayout& layout, int64_t sequence_id,
 
 /*!
  * \brief Reads metadata of a cache with this layout, ours or one of apache-tvm.
- * \throws Error (ValueError) unless it is complete and agrees with the layout and with itself.
+ * \throws Error (ValueError) unless it is complete, consistent and matches the layout.
  */
 SequenceState ReadMetadata(std::string_view text, const CheckpointLayout& layout);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file json_reader.cc
- * \brief Reads JSON whose structure the caller knows.
+ * \brief A pull parser for JSON with a known structure.
  */
 #include "checkpoint/json_reader.h"
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file json_reader.h
- * \brief Reads JSON whose structure the caller knows, value by value, without a tree.
+ * \brief A pull parser for JSON with a known structure.
  *
- * The caller says what must come next; anything else is an error that names the byte. So input of
- * any kind costs neither recursion nor memory beyond what the caller keeps. Strings are printable
- * ASCII, which is all that our own files hold.
+ * The caller asks for the next value; any other input is an error with its byte offset. So hostile
+ * input costs neither recursion nor memory beyond what the caller keeps. Strings are printable
+ * ASCII, as in our own files.
  */
 #ifndef TVM_PAGEDKV_CHECKPOINT_JSON_READER_H_
 #define TVM_PAGEDKV_CHECKPOINT_JSON_READER_H_
@@ -21,18 +21,18 @@ namespace pagedkv {
 
 class JsonReader {
  public:
-  /*! \brief A member of an object: `read` reads its value. */
+  /*! \brief A member of an object; `read` reads its value. */
   struct Field {
     const char* name;
     std::function<void()> read;
     bool is_required = true;
   };
 
-  /*! \param what How messages call the text; both it and `text` must outlive the reader. */
+  /*! \param what Names the text in error messages. Both must outlive the reader. */
   JsonReader(const char* what, std::string_view text) : what_(what), text_(text) {}
 
-  // Each throws Error (ValueError) when something else is there.
-  /*! \brief An object that has every required field, no field twice, and no unknown one. */
+  // Each throws Error (ValueError) when the next value is of another kind.
+  /*! \brief An object with every required field, no duplicate and no unknown one. */
   void Object(std::initializer_list<Field> fields);
   /*! \brief Calls read_item at each item. */
   void Array(const std::function<void()>& read_item);
@@ -40,10 +40,10 @@ class JsonReader {
   int64_t Integer();
   double Number();
   bool Boolean();
-  /*! \brief Nothing but white space is left. */
+  /*! \brief The end of the text, after white space. */
   void End();
 
-  /*! \throws Error (ValueError) that says where the reader is. */
+  /*! \throws Error (ValueError) with the byte offset. */
   [[noreturn]] void Fail(const std::string& why) const;
 
  private:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file cache_config.cc
- * \brief What a configuration must satisfy, however it was given; the sizes that follow.
+ * \brief Validation of a configuration, and the sizes that follow from it.
  */
 #include "config/cache_config.h"
 
@@ -103,7 +103,7 @@ void CheckDevice(DLDevice device) {
 }
 
 bool CanOffsetPointers(DLDevice device) {
-  // Elsewhere a pointer may be a handle.
+  // On other devices a pointer may be a handle.
   return device.device_type == kDLCPU || device.device_type == kDLCUDA;
 }
 
@@ -125,22 +125,22 @@ const char* ToString(const LayerConfig& layer) {
 
 int64_t CacheConfig::NumPages(const LayerConfig& layer) const {
   if (layer.window == 0) return num_pages();
-  // Between steps a sequence keeps this many positions, wherever in a page they begin.
-  // KVCacheConfig.num_pages_of has the same. More than max_num_sequences sequences may exist; where
-  // they need more pages, fewer are available.
+  // A sequence keeps this many positions between steps, which may start anywhere in a page.
+  // KVCacheConfig.num_pages_of computes the same. When more than max_num_sequences sequences exist
+  // and need more pages, fewer are available.
   const int64_t num_kept = layer.window - 1 + kPoppable;
   const int64_t pages_kept = (num_kept + page_size - 2) / page_size + 1;
   return std::min(num_pages(), max_num_sequences * pages_kept + MaxStepPages());
 }
 
 int64_t CacheConfig::MaxStepPages() const {
-  // A step adds most pages when it has many sequences.
+  // A step adds the most pages when it has many sequences.
   const int64_t batch_size = std::min(max_num_sequences, prefill_chunk_size);
   return (prefill_chunk_size - batch_size) / page_size + batch_size;
 }
 
 void CacheConfig::ForgetUnusedRope() {
-  // Models without a rotation pass anything, -1 for theta for example.
+  // Models without a rotation pass any value, such as -1 for theta.
   if (rope_mode != RopeMode::kNone) return;
   for (LayerConfig& layer : layers) {
     layer.rope_theta = LayerConfig().rope_theta;
@@ -170,7 +170,7 @@ void CacheConfig::CheckSizes() const {
   if (page_size & (page_size - 1)) {
     Raise(kValueError, "page_size must be a power of two, got ", page_size);
   }
-  // Slots are int32, those of a last page that is not full included.
+  // Slots are int32, including those of a partly filled last page.
   const int64_t num_extra_slots = (num_spare_pages + num_reserved_pages) * page_size;
   CheckRange("max_total_tokens", max_total_tokens, 1, kInt32Max - kMaxPageSize - num_extra_slots);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file cache_config.h
- * \brief What a cache is made from, read from named fields or from the positional form.
+ * \brief The configuration of a cache, read from named fields or from the positional form.
  */
 #ifndef TVM_PAGEDKV_CONFIG_CACHE_CONFIG_H_
 #define TVM_PAGEDKV_CONFIG_CACHE_CONFIG_H_
@@ -22,9 +22,9 @@ namespace pagedkv {
 enum class RopeMode : int { kNone = 0, kNormal = 1, kInline = 2 };
 
 /*!
- * \brief kMHA: `num_kv_heads` heads of K and V. kMLA: one latent row per position, which is K for
- * all query heads and in its first `v_head_dim` columns V; `num_kv_heads` is 1. kLinear: linear
- * attention, whose state is not K and V; such layers have an id here, and nothing else.
+ * \brief kMHA: `num_kv_heads` heads of K and V. kMLA: one latent row per token, which is K for all
+ * query heads, and whose first `v_head_dim` columns are V; `num_kv_heads` is 1. kLinear: linear
+ * attention, whose state is not in this cache; such a layer only has an id.
  */
 enum class LayerKind : int { kMHA, kMLA, kLinear };
 
@@ -34,24 +34,24 @@ const char* ToString(LayerKind kind);
 struct LayerConfig {
   LayerKind kind = LayerKind::kMHA;
   int64_t id = 0;      // in the whole model
-  int64_t window = 0;  // positions that a row sees, its own included; 0: all
+  int64_t window = 0;  // positions that a row sees, its own included; 0 for all
   int64_t num_qo_heads = 0;
   int64_t num_kv_heads = 0;
   int64_t qk_head_dim = 0;
   int64_t v_head_dim = 0;
   double rope_theta = 10000.0;
   double rope_scale = 1.0;
-  std::string rope_details;  // what else decides the rotation, in words; only ever compared
+  std::string rope_details;  // other RoPE parameters as text, for comparison only
   int64_t kernel_set = 0;    // index into CacheConfig::kernel_sets
-  // MLA: head dims before absorption; 0: unknown, or absorbed attention only.
+  // MLA: head dims before absorption; 0 when unknown or when all attention is absorbed.
   int64_t original_qk_head_dim = 0;
   int64_t original_v_head_dim = 0;
 
   bool is_mla() const { return kind == LayerKind::kMLA; }
-  /*! \brief Rows that a slot holds: K and V of each head, or the latent row. */
+  /*! \brief Rows of a slot: K and V of each head, or the latent row. */
   int64_t rows_per_slot() const { return is_mla() ? 1 : 2 * num_kv_heads; }
 
-  /*! \brief Layers of one shape and window have their pages in one group. */
+  /*! \brief Layers of one shape and window form a layer group. */
   bool SharesGroupWith(const LayerConfig& other) const {
     return window == other.window && HasShapeOf(other);
   }
@@ -72,7 +72,7 @@ struct LayerConfig {
   }
 };
 
-/*! \brief The kind of the layer as users know it, with "mha_sliding" for a window. */
+/*! \brief As above, but "mha_sliding" for a layer with a window. */
 const char* ToString(const LayerConfig& layer);
 
 struct CacheConfig {
@@ -84,46 +84,46 @@ struct CacheConfig {
   DLDataType kv_dtype;
   RopeMode rope_mode;
   bool has_merged_aux;
-  bool share_prefix = true;   // pages that sequences of a batch share are read once
-  bool has_sequence_windows;  // whether a sequence may be given a window
-  /*! \brief Windows of sequences are accepted and have no effect: the layers have their own. */
+  bool share_prefix = true;   // read shared pages of a batch once
+  bool has_sequence_windows;  // whether a sequence may have a window
+  /*! \brief Accept windows of sequences without effect, because the layers have their own. */
   bool ignores_sequence_windows = false;
-  /*! \brief Pages lie in memory that other processes of the host can map. */
+  /*! \brief Keep pages in memory that other processes of the host can map. */
   bool enable_kv_transfer = false;
-  ffi::Tensor rope_ext_factors;  // undefined where there are none
+  ffi::Tensor rope_ext_factors;  // undefined when there are none
   DLDevice device;
   PipelineStage stage;
-  std::vector<LayerConfig> layers;   // of the stage, those that keep K and V
-  std::vector<int64_t> layer_index;  // of every layer of the stage among `layers`; linear ones: -1
+  std::vector<LayerConfig> layers;   // layers of the stage with K and V
+  std::vector<int64_t> layer_index;  // [layer of the stage] index in `layers`; -1 for linear layers
   std::vector<KernelSet> kernel_sets;
 
-  /*! \brief Pages beyond max_total_tokens, which the positional form promises its callers. */
+  /*! \brief Pages beyond max_total_tokens that callers of the positional form rely on. */
   int64_t num_spare_pages = 0;
-  /*! \brief Pages that are never reported as available: a step takes them until windows slide. */
+  /*! \brief Pages never reported as available: a step needs them until windows slide. */
   int64_t num_reserved_pages = 0;
 
   /*! \brief What kernels take as `rotary_mode`: 1 where they rotate Q and K as they read them. */
   int64_t rotary_mode() const { return rope_mode == RopeMode::kInline; }
 
-  /*! \brief Pages of the pool of layers that keep everything. */
+  /*! \brief Pages of a pool of layers without a window. */
   int64_t num_pages() const {
     return (max_total_tokens + page_size - 1) / page_size + num_spare_pages + num_reserved_pages;
   }
-  /*! \brief The most pages that one step adds to sequences that share none. */
+  /*! \brief Maximum number of pages that one step adds to sequences without shared pages. */
   int64_t MaxStepPages() const;
-  /*! \brief Pages of the pool of layers like `layer`: not more than they can ever need. */
+  /*! \brief Pages of the pool of such a layer: at most what its window can need. */
   int64_t NumPages(const LayerConfig& layer) const;
 
   /*! \brief Reads the arguments of `pagedkv.create`. */
   static CacheConfig FromNamed(const ffi::Map<ffi::String, ffi::Any>& config,
                                const ffi::AnyView& kernels, DLDevice device);
-  /*! \brief Reads those of `vm.builtin.paged_attention_kv_cache_create`. */
+  /*! \brief Reads the arguments of `vm.builtin.paged_attention_kv_cache_create`. */
   static CacheConfig FromPositional(ffi::PackedArgs args);
 
  private:
-  /*! \brief Finds the stage, and drops the layers of the others and those that keep nothing. */
+  /*! \brief Finds the pipeline stage, and drops layers of other stages and linear layers. */
   void KeepStage(std::vector<int64_t> layer_indptr, std::optional<int64_t> index);
-  /*! \brief Without a rotation, theta and scale are whatever the caller had at hand. */
+  /*! \brief Resets theta and scale when nothing is rotated: callers pass any value then. */
   void ForgetUnusedRope();
   void CheckSizes() const;
   void Validate() const;

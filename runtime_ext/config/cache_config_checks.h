@@ -16,7 +16,7 @@ namespace pagedkv {
 
 constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
 
-/*! \brief Gives the value back; a ValueError when it is not in [low, high]. */
+/*! \return The value. \throws Error (ValueError) when it is not in [low, high]. */
 int64_t CheckRange(const char* name, int64_t value, int64_t low, int64_t high);
 
 DLDataType ParseDtype(const char* name, const std::string& text);
@@ -24,7 +24,7 @@ DLDataType ParseDtype(const char* name, const std::string& text);
 /*! \throws Error (ValueError) when this machine has no such device. */
 void CheckDevice(DLDevice device);
 
-/*! \brief Whether the device can address into a buffer, as merged auxiliary arrays need. */
+/*! \brief Whether tensors may start inside a buffer, as merged auxiliary arrays do. */
 bool CanOffsetPointers(DLDevice device);
 
 }  // namespace pagedkv

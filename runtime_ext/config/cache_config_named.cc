@@ -18,7 +18,7 @@ namespace {
 
 using NamedValues = ffi::Map<ffi::String, ffi::Any>;
 
-/*! \brief The fields of a map, by name; one that nobody knows is an error. */
+/*! \brief The fields of a map, by name. Unknown fields are an error. */
 class Fields {
  public:
   Fields(NamedValues map, std::string owner, std::initializer_list<const char*> known)

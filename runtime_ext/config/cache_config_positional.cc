@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file cache_config_positional.cc
- * \brief The stock constructor's form: 28 or 29 arguments, each known by its index.
+ * \brief Positional creation: the 28 or 29 arguments of the stock constructor.
  */
 #include <tvm/ffi/dtype.h>
 
@@ -77,7 +77,7 @@ std::optional<ffi::Array<ffi::Any>> OwnArray(const ffi::AnyView& value, size_t s
   return tag && *tag == "pagedkv" ? array : std::nullopt;
 }
 
-/*! \brief What serves layers of a kind: the value, or one of ["pagedkv", of MHA, of MLA]. */
+/*! \brief The value for layers of a kind: the value itself, or one of ["pagedkv", MHA, MLA]. */
 ffi::Any OfKind(const ffi::AnyView& value, LayerKind kind) {
   auto array = OwnArray(value, 3);
   if (!array) return value;
@@ -106,7 +106,8 @@ void SetRagged(const ffi::AnyView& value, LayerConfig* layer, KernelSet* kernels
   layer->original_v_head_dim = *dims[1];
 }
 
-/*! \brief Index 23: of a step's parts, then of the fine-grained API. MLA layers use that alone. */
+/*! \brief Index 23: the merge kernels of attention and of the fine-grained API. MLA uses the
+ * latter. */
 void SetMerge(ffi::PackedArgs args, bool is_mixed, LayerKind kind, KernelSet* kernels) {
   auto merge = Argument<ffi::Array<ffi::Any>>(args, 23, "merge functions");
   if (merge.empty()) return;
@@ -114,7 +115,7 @@ void SetMerge(ffi::PackedArgs args, bool is_mixed, LayerKind kind, KernelSet* ke
   kernels->Set(KernelName::kMerge, is_first ? merge.front() : merge.back());
 }
 
-/*! \brief The kernels of layers like `layer`, which is told the head dims that come with them. */
+/*! \brief The kernels of layers like `layer`. Sets the head dims of `layer` that come with them. */
 KernelSet PositionalKernels(ffi::PackedArgs args, int64_t page_size, bool is_mixed,
                             LayerConfig* layer) {
   constexpr KernelName kFrom16[] = {
@@ -139,12 +140,12 @@ KernelSet PositionalKernels(ffi::PackedArgs args, int64_t page_size, bool is_mix
   return kernels;
 }
 
-/*! \brief A layer of a kind, by the numbers that all layers share. */
+/*! \brief A layer of a kind, with the dimensions that all layers share. */
 LayerConfig PositionalLayer(ffi::PackedArgs args, LayerKind kind, bool is_mixed) {
   LayerConfig layer;
   layer.kind = kind;
   layer.num_qo_heads = Argument<int64_t>(args, 2, "num_qo_heads");
-  // Models give the KV heads that they have before absorption.
+  // Models pass the number of KV heads before absorption.
   layer.num_kv_heads = layer.is_mla() ? 1 : Argument<int64_t>(args, 3, "num_kv_heads");
   layer.qk_head_dim = Argument<int64_t>(args, 4, "qk_head_dim");
   // Among MLA layers the two dims are those of MLA: a row of MHA is as wide as a latent one.
@@ -210,7 +211,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   result.has_merged_aux = CanOffsetPointers(result.device);
   result.rope_mode =
       static_cast<RopeMode>(CheckRange("rope_mode", Argument<int64_t>(args, 8, "rope_mode"), 0, 2));
-  // Front ends pass a number where there are no factors.
+  // Front ends pass a number when there are no factors.
   if (auto factors = args[11].as<ffi::Tensor>()) result.rope_ext_factors = *factors;
 
   result.ignores_sequence_windows = Holds(kinds, {3});

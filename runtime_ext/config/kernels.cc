@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file kernels.cc
- * \brief The kernels of a set of layers, by name.
+ * \brief A kernel set.
  */
 #include "config/kernels.h"
 
@@ -109,7 +109,7 @@ void KernelSet::SetFlashInfer(KernelName name, const ffi::Array<ffi::Any>& array
   }
   if (!run || !plan) {
     Raise(kTypeError, "kernel '", ToString(name),
-          "' must have two functions (run, plan) after its ", "tag \"flashinfer\"");
+          "' must have two functions (run, plan) after its tag \"flashinfer\"");
   }
   Entry& entry = entries_[static_cast<int>(name)];
   entry.function = *run;

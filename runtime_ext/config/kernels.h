@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file kernels.h
- * \brief The kernels of a set of layers, by name.
+ * \brief A kernel set: the kernels that some layers share, by name.
  */
 #ifndef TVM_PAGEDKV_CONFIG_KERNELS_H_
 #define TVM_PAGEDKV_CONFIG_KERNELS_H_
@@ -51,25 +51,25 @@ enum class KernelName : int {
 class KernelSet {
  public:
   /*!
-   * \brief Reads a map from kernel names to a function (ours) or to [tag, function].
+   * \brief Reads a map from kernel names to values that Set takes.
    * \throws Error (ValueError, TypeError).
    */
   static KernelSet FromMap(const ffi::Map<ffi::String, ffi::Any>& map);
 
   /*!
    * \brief Adds a kernel.
-   * \param value A function, [tag, function], ["flashinfer", run, plan], or nothing (None or an
-   *   empty array).
+   * \param value A function (of this project), [tag, function] where the tag "tirx" means the stock
+   *   cache and "pagedkv" this project, ["flashinfer", run, plan], or None or an empty array for
+   *   no kernel.
    */
   void Set(KernelName name, const ffi::AnyView& value);
 
   bool Has(KernelName name) const { return entry(name).function != nullptr; }
-  /*! \brief Whether the kernel is one of ours, which takes what the stock ones cannot. */
+  /*! \brief Whether the kernel is of this project. */
   bool IsOwn(KernelName name) const { return Has(name) && !IsStock(name) && !IsFlashInfer(name); }
-  /*! \brief Whether the kernel is one of the stock cache's, with its assumptions. */
+  /*! \brief Whether the kernel is of the stock cache, with its assumptions on alignment. */
   bool IsStock(KernelName name) const { return entry(name).is_stock; }
-  /*! \brief Whether the kernel is FlashInfer's: `Get` is its `run`, which takes what `Plan` made.
-   */
+  /*! \brief Whether the kernel is of FlashInfer: `Get` is its `run`, `Plan` its `plan`. */
   bool IsFlashInfer(KernelName name) const { return entry(name).plan != nullptr; }
   const ffi::Function& Plan(KernelName name) const { return entry(name).plan; }
   /*! \throws Error (ValueError) that names the kernel when there is none. */
@@ -87,9 +87,9 @@ class KernelSet {
   std::array<Entry, static_cast<int>(KernelName::kNumNames)> entries_;
 };
 
-/*! \brief The name by which users know the kernel. */
+/*! \brief The name of the kernel in kernel maps. */
 const char* ToString(KernelName name);
-/*! \throws Error (ValueError) that lists the names where this is none. */
+/*! \throws Error (ValueError) that lists the known names. */
 KernelName KernelNameOf(const std::string& name);
 
 }  // namespace pagedkv

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file pipeline_stage.cc
- * \brief The stage of a cache, given or that of the Disco worker.
+ * \brief The pipeline stage of a cache: given, or that of the Disco worker.
  */
 #include "config/pipeline_stage.h"
 
@@ -29,7 +29,7 @@ std::optional<Worker> CurrentWorker() {
   try {
     return Worker{(*id)().cast<int64_t>(), (*count)().cast<int64_t>()};
   } catch (const tvm::ffi::Error&) {
-    return std::nullopt;  // so it says that this thread is of no worker
+    return std::nullopt;  // this thread belongs to no worker
   }
 }
 

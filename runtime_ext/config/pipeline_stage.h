@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file pipeline_stage.h
- * \brief Which layers of the model a cache keeps: those of its pipeline stage.
+ * \brief The pipeline stage of a cache: which layers of the model it keeps.
  *
- * Layers have the ids that they have in the whole model, in every stage.
+ * Layer ids are those of the whole model, in every stage.
  */
 #ifndef TVM_PAGEDKV_CONFIG_PIPELINE_STAGE_H_
 #define TVM_PAGEDKV_CONFIG_PIPELINE_STAGE_H_
@@ -25,13 +25,13 @@ struct PipelineStage {
   int64_t num_stages() const { return static_cast<int64_t>(layer_indptr.size()) - 1; }
   int64_t num_layers() const { return layer_indptr.back(); }
 
-  /*! \throws Error (IndexError) that tells whose layer it is, when it is not of this stage. */
+  /*! \throws Error (IndexError) that names the stage of the layer, when it is another one. */
   void RequireOwn(int64_t layer) const;
 
   /*!
-   * \brief Checks the stages of a model and finds the one of this cache.
-   * \param layer_indptr First layer of each stage, then num_layers; empty: one stage.
-   * \param index The stage; not given: that of the Disco worker which runs this thread. Workers of
+   * \brief Checks the stages of a model and finds that of this cache.
+   * \param layer_indptr First layer of each stage, then num_layers; empty for one stage.
+   * \param index The stage. By default that of the Disco worker that runs this thread; workers of
    *   one stage have consecutive ids.
    * \throws Error (ValueError).
    */

@@ -18,9 +18,9 @@ namespace pagedkv {
 
 namespace {
 
-// Elements. Compiled functions rely on tensors that begin at a multiple of as many bytes.
+// In elements. Compiled functions rely on tensors that start at a multiple of 64 bytes.
 constexpr int64_t kAlignment = 64 / sizeof(int32_t);
-constexpr size_t kNumTurns = 4, kTurnsOfStream = 2;
+constexpr size_t kNumStages = 4, kStagesPerStream = 2;
 constexpr int64_t kRedZone = kRedZoneBytes / sizeof(int32_t);  // elements
 
 int64_t RoundUp(int64_t size) { return (size + kAlignment - 1) / kAlignment * kAlignment; }
@@ -33,55 +33,55 @@ AuxData::AuxData(bool is_merged, DLDevice device, const std::vector<int64_t>& si
       device_(device),
       counter_(std::move(counter)),
       has_streams_(HasStreams(device)),
-      turns_(has_streams_ ? kNumTurns : 1) {
+      stages_(has_streams_ ? kNumStages : 1) {
   AddArrays(sizes.size(), row_shapes);
-  for (Turn& turn : turns_) {
-    turn_ = &turn;
-    Layout(sizes);  // memory for every step now: to allocate may stop the device
+  for (Stage& stage : stages_) {
+    stage_ = &stage;
+    Layout(sizes);  // allocate now: an allocation may synchronise the device
   }
-  turn_ = &turns_.front();
+  stage_ = &stages_.front();
   if (!has_streams_) return;
-  for (size_t i = 0; i < kNumTurns; ++i) {
-    turns_[i].copies =
-        i % kTurnsOfStream == 0 ? std::make_shared<DeviceStream>(device_) : turns_[i - 1].copies;
+  for (size_t i = 0; i < kNumStages; ++i) {
+    stages_[i].copies =
+        i % kStagesPerStream == 0 ? std::make_shared<DeviceStream>(device_) : stages_[i - 1].copies;
   }
 }
 
 void AuxData::AddArrays(size_t count, const std::vector<std::vector<int64_t>>& row_shapes) {
-  for (Turn& turn : turns_) {
-    if (is_merged_) turn.buffers.resize(1);
+  for (Stage& stage : stages_) {
+    if (is_merged_) stage.buffers.resize(1);
     for (size_t i = 0; i < count; ++i) {
       const std::vector<int64_t> shape =
           i < row_shapes.size() ? row_shapes[i] : std::vector<int64_t>();
       const int64_t row_size =
           std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
-      if (!is_merged_) turn.buffers.emplace_back();
-      turn.arrays.push_back(
-          {turn.buffers.size() - 1, row_size, 0, nullptr, StepView(kInt32, shape)});
+      if (!is_merged_) stage.buffers.emplace_back();
+      stage.arrays.push_back(
+          {stage.buffers.size() - 1, row_size, 0, nullptr, StepView(kInt32, shape)});
     }
   }
 }
 
 AuxData::~AuxData() {
   if (device_.device_type == kDLCPU) return;
-  // Best effort: a device that fails here has failed before, where it could be told.
+  // Best effort: a device that fails here has failed in a call before, which reported it.
   try {
-    if (has_streams_ && turn_->is_uploaded) OrderAfterReaders(*turn_);
-    for (const Turn& turn : turns_) WaitForCopies(turn);
+    if (has_streams_ && stage_->is_uploaded) OrderAfterReaders(*stage_);
+    for (const Stage& stage : stages_) WaitForCopies(stage);
   } catch (const std::exception&) {
   }
 }
 
 int64_t AuxData::num_bytes() const {
   int64_t num_elements = 0;
-  for (const Turn& turn : turns_) {
-    for (const Buffer& buffer : turn.buffers) num_elements += buffer.capacity;
+  for (const Stage& stage : stages_) {
+    for (const Buffer& buffer : stage.buffers) num_elements += buffer.capacity;
   }
   return num_elements * static_cast<int64_t>(sizeof(int32_t));
 }
 
 void AuxData::Reserve(Buffer* buffer, int64_t num_elements) {
-  // A buffer of its own for an array that begins empty still needs an address.
+  // An empty array in a buffer of its own still needs an address.
   num_elements = std::max<int64_t>(num_elements, 1);
   if (num_elements <= buffer->capacity) return;
   int64_t capacity = std::max(num_elements, 2 * buffer->capacity);
@@ -95,37 +95,37 @@ void AuxData::Reserve(Buffer* buffer, int64_t num_elements) {
   buffer->device = std::move(device);
 }
 
-void AuxData::OrderAfterReaders(const Turn& turn) {
-  // All kernels are queued that read the arrays of the pair. What follows on its stream, the copy
-  // of its next step, may overwrite them once these are through; later kernels do not count.
-  OrderStreams(device_, CurrentStream(device_), turn.copies->get());
+void AuxData::OrderAfterReaders(const Stage& stage) {
+  // All kernels that read the arrays of the pair are queued. The next copy on the pair's stream may
+  // overwrite the arrays once those kernels are done; it need not wait for later ones.
+  OrderStreams(device_, CurrentStream(device_), stage.copies->get());
 }
 
-void AuxData::WaitForCopies(const Turn& turn) {
-  void* stream = turn.copies == nullptr ? nullptr : turn.copies->get();
-  if (turn.is_uploaded) Synchronize(device_, stream);
+void AuxData::WaitForCopies(const Stage& stage) {
+  void* stream = stage.copies == nullptr ? nullptr : stage.copies->get();
+  if (stage.is_uploaded) Synchronize(device_, stream);
 }
 
-void AuxData::NextTurn() {
-  // The host is about to write what the last copy of the next turn reads.
+void AuxData::NextStage() {
+  // The host is about to write memory that the last copy of the next stage reads.
   if (!has_streams_) {
-    WaitForCopies(*turn_);
-    turn_->is_uploaded = false;
+    WaitForCopies(*stage_);
+    stage_->is_uploaded = false;
     return;
   }
-  const auto next = static_cast<size_t>(turn_ - turns_.data() + 1) % turns_.size();
-  if (next % kTurnsOfStream == 0) {
-    OrderAfterReaders(*turn_);
-    WaitForCopies(turns_[next]);
+  const auto next = static_cast<size_t>(stage_ - stages_.data() + 1) % stages_.size();
+  if (next % kStagesPerStream == 0) {
+    OrderAfterReaders(*stage_);
+    WaitForCopies(stages_[next]);
   }
-  turn_ = &turns_[next];
-  turn_->is_uploaded = false;
+  stage_ = &stages_[next];
+  stage_->is_uploaded = false;
 }
 
 void AuxData::Layout(const std::vector<int64_t>& sizes) {
-  if (turn_->is_uploaded) NextTurn();
-  std::vector<Array>& arrays = turn_->arrays;
-  std::vector<Buffer>& buffers = turn_->buffers;
+  if (stage_->is_uploaded) NextStage();
+  std::vector<Array>& arrays = stage_->arrays;
+  std::vector<Buffer>& buffers = stage_->buffers;
   for (Buffer& buffer : buffers) buffer.size = 0;
   for (size_t i = 0; i < arrays.size(); ++i) {
     Buffer& buffer = buffers[arrays[i].buffer];
@@ -146,17 +146,17 @@ void AuxData::Layout(const std::vector<int64_t>& sizes) {
 }
 
 ffi::Tensor AuxData::Matrix(size_t i, int64_t num_rows, int64_t num_columns) const {
-  const Array& array = turn_->arrays[i];
+  const Array& array = stage_->arrays[i];
   const int64_t byte_offset = array.offset * static_cast<int64_t>(sizeof(int32_t));
   return StepView(kInt32, {num_columns})
-      .Set(turn_->buffers[array.buffer].device, byte_offset, num_rows);
+      .Set(stage_->buffers[array.buffer].device, byte_offset, num_rows);
 }
 
 void AuxData::Upload() {
   if (device_.device_type == kDLCPU) return;
-  turn_->is_uploaded = true;
-  void* stream = turn_->copies == nullptr ? nullptr : turn_->copies->get();
-  for (const Buffer& buffer : turn_->buffers) {
+  stage_->is_uploaded = true;
+  void* stream = stage_->copies == nullptr ? nullptr : stage_->copies->get();
+  for (const Buffer& buffer : stage_->buffers) {
     if (buffer.size == 0) continue;
     int64_t num_bytes = buffer.size * static_cast<int64_t>(sizeof(int32_t));
     CopyBytes(buffer.host, 0, buffer.device, 0, num_bytes, stream);

@@ -1,18 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file aux_data.h
- * \brief The int32 arrays of a step: written on the host, copied to the device at once.
+ * \brief Int32 arrays that the host writes for kernels, with one copy to the device per step.
  *
- * Merged: slices of one buffer, each at a multiple of 64 bytes, laid out anew in each step; one
- * copy of exactly the bytes in use. Plain: a buffer and a copy for each array, for devices that
- * cannot address into a buffer. On a CPU the tensors lie on the host memory; nothing is copied.
+ * Merged: the arrays are slices of one buffer, each at a multiple of 64 bytes, laid out anew in
+ * each step. One copy brings exactly the bytes in use. Plain: each array has a buffer and a copy of
+ * its own, for devices that cannot address into a buffer. On a CPU the tensors are views of the
+ * host memory, and nothing is copied.
  *
- * Where the device has streams there are four of all that, in turns: the host writes the arrays of
- * a step, and they travel on a stream for copies, while kernels of the steps before still read
- * theirs. Each pair of turns has such a stream. One event a step lets the kernels wait for their
- * arrays; one for each pair lets its next copies, and the host before it writes, wait for all
- * kernels that read those of the last time. DeviceAPI cannot ask whether they are through, so the
- * host waits in every second step; where it is less than three steps ahead it need not stop.
+ * On devices with streams there is a ring of four stages, so that the host writes the arrays of a
+ * step while kernels of earlier steps read theirs:
+ *
+ *     stage         0   1   2   3   0   1 ...
+ *     copy stream   A   A   B   B   A   A ...
+ *
+ * Kernels of a step wait for its copy with an event. Before stages 0 and 2 are used again, their
+ * copy stream waits for all kernels that read the last arrays of the pair, and the host waits for
+ * that stream: DeviceAPI cannot ask whether an event has passed. So the host synchronises in every
+ * second step, and blocks only once it is three steps ahead of the device.
  */
 #ifndef TVM_PAGEDKV_DEVICE_AUX_DATA_H_
 #define TVM_PAGEDKV_DEVICE_AUX_DATA_H_
@@ -29,8 +34,8 @@ namespace pagedkv {
 class AuxData {
  public:
   /*!
-   * \brief Room for arrays of `sizes` rows; more is made when a step needs it.
-   * \param row_shapes Of the first arrays; those of the others, whose rows are numbers, are empty.
+   * \brief Allocates arrays of `sizes` rows. They grow when a step needs more.
+   * \param row_shapes Shapes of a row, of the first arrays. Rows of the other arrays are numbers.
    */
   AuxData(bool is_merged, DLDevice device, const std::vector<int64_t>& sizes, ByteCounter counter,
           const std::vector<std::vector<int64_t>>& row_shapes = {});
@@ -38,23 +43,23 @@ class AuxData {
   AuxData(const AuxData&) = delete;
   AuxData& operator=(const AuxData&) = delete;
 
-  /*! \brief Adds arrays behind the others, from the next Layout on. */
+  /*! \brief Appends arrays; the next Layout must have their sizes. */
   void AddArrays(size_t count, const std::vector<std::vector<int64_t>>& row_shapes = {});
 
   /*! \brief Lays out the arrays of the next step; their content is undefined until written. */
   void Layout(const std::vector<int64_t>& sizes);
   /*! \brief Where the host writes array `i`. */
-  int32_t* host(size_t i) { return turn_->arrays[i].host; }
+  int32_t* host(size_t i) { return stage_->arrays[i].host; }
   /*!
-   * \brief Copies what the host has written.
+   * \brief Copies the arrays to the device.
    *
-   * Kernels see it that are launched after it on the stream that is current now.
+   * Kernels that are launched later on the current stream see them.
    */
   void Upload();
   /*! \brief Array `i` as kernels take it. */
-  const ffi::Tensor& view(size_t i) const { return turn_->arrays[i].view.get(); }
+  const ffi::Tensor& view(size_t i) const { return stage_->arrays[i].view.get(); }
 
-  /*! \brief Array `i` from its start as a matrix. */
+  /*! \brief The first elements of array `i` as a matrix. */
   ffi::Tensor Matrix(size_t i, int64_t num_rows, int64_t num_columns) const;
 
   bool is_merged() const { return is_merged_; }
@@ -77,26 +82,26 @@ class AuxData {
     StepView view;
   };
 
-  /*! \brief All that a step's arrays take; steps take turns. */
-  struct Turn {
+  /*! \brief The arrays of one step in the ring. */
+  struct Stage {
     std::vector<Array> arrays;
     std::vector<Buffer> buffers;
-    std::shared_ptr<DeviceStream> copies;  // of a pair of turns
+    std::shared_ptr<DeviceStream> copies;  // shared by a pair of stages
     bool is_uploaded = false;
   };
 
   void Reserve(Buffer* buffer, int64_t num_elements);
-  void NextTurn();
-  void WaitForCopies(const Turn& turn);
-  void OrderAfterReaders(const Turn& turn);
+  void NextStage();
+  void WaitForCopies(const Stage& stage);
+  void OrderAfterReaders(const Stage& stage);
 
   bool is_merged_;
   DLDevice device_;
   ByteCounter counter_;
   bool has_streams_;
   int64_t num_bytes_copied_ = 0;
-  std::vector<Turn> turns_;
-  Turn* turn_;  // that of the step
+  std::vector<Stage> stages_;
+  Stage* stage_;  // that of the current step
 };
 
 }  // namespace pagedkv

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file compact_copy.cc
- * \brief Walks the dimensions of a tensor with strides; runs of elements are copied at once.
+ * \brief Walks the outer dimensions and copies runs of contiguous elements.
  */
 #include "device/compact_copy.h"
 
@@ -15,7 +15,7 @@ namespace {
 struct Walk {
   const int64_t* shape;
   const int64_t* strides;  // elements
-  int run_dim;             // from this dimension on, elements lie one after the other
+  int run_dim;             // the dimensions from this one on are contiguous
   int64_t item_bytes, run_bytes;
   char* to;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file compact_copy.h
- * \brief The elements of a tensor with strides, one after the other.
+ * \brief Copies a tensor with strides to a contiguous one.
  */
 #ifndef TVM_PAGEDKV_DEVICE_COMPACT_COPY_H_
 #define TVM_PAGEDKV_DEVICE_COMPACT_COPY_H_
@@ -11,9 +11,9 @@
 namespace pagedkv {
 
 /*!
- * \brief Copies host memory: any strides, any alignment.
+ * \brief Copies host memory with any strides and any alignment.
  * \param source On the CPU.
- * \param destination Contiguous, of the same shape and type.
+ * \param destination Contiguous, with the same shape and dtype.
  */
 void CopyCompact(const tvm::ffi::Tensor& source, const tvm::ffi::Tensor& destination);
 

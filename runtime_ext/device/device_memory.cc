@@ -28,7 +28,7 @@ namespace pagedkv {
 
 namespace {
 
-/*! \brief Memory of the host, aligned as TVM's kernels expect; large arrays for huge pages. */
+/*! \brief Host memory, aligned as TVM's kernels expect; large arrays on huge pages. */
 struct HostAllocator {
   ByteCounter counter;
 
@@ -50,7 +50,7 @@ struct HostAllocator {
   }
 };
 
-/*! \brief Memory of a device, from the runtime: a tensor of its own holds it. */
+/*! \brief Device memory, held by a tensor of the runtime. */
 struct DeviceAllocator {
   ByteCounter counter;
   ffi::Tensor memory;
@@ -170,7 +170,7 @@ void CopyBytes(const ffi::Tensor& source, int64_t source_offset, const ffi::Tens
   // The call goes to the device that is not the host.
   DLDevice device = from.device.device_type == kDLCPU ? to.device : from.device;
   if (device.device_type == kDLCUDAHost || device.device_type == kDLROCMHost) device = to.device;
-  // The FFI has no copy that takes a stream, so this one call goes through the C++ interface.
+  // The FFI has no copy with a stream, so this is the only call of the C++ interface.
   tvm::runtime::DeviceAPI::Get(device)->CopyDataFromTo(&from, &to, stream);
 }
 
@@ -189,8 +189,7 @@ const ffi::Tensor& StepView::Set(const ffi::Tensor& buffer, int64_t byte_offset,
   }
   auto* tensor = const_cast<DLTensor*>(view_.GetDLTensorPtr());
   tensor->shape[0] = num_rows;
-  // Compiled functions refuse an offset of their own in `byte_offset`, and other libraries forget
-  // to add it.
+  // Not in `byte_offset`: compiled functions refuse one, and other libraries forget to add it.
   tensor->data = static_cast<char*>(buffer.data_ptr()) + byte_offset;
   return view_;
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file device_memory.h
- * \brief Tensors on the host and on devices: counted allocations, and views whose first dimension
- * changes.
+ * \brief Tensors on the host and on devices: counted allocations, byte copies, and views whose
+ * first dimension changes.
  */
 #ifndef TVM_PAGEDKV_DEVICE_DEVICE_MEMORY_H_
 #define TVM_PAGEDKV_DEVICE_DEVICE_MEMORY_H_
@@ -27,7 +27,7 @@ inline constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 /*! \brief Bytes of an element. */
 constexpr int64_t ItemSize(DLDataType dtype) { return (dtype.bits + 7) / 8; }
 
-/*! \brief Bytes that are allocated now; shared with the tensors, which may outlive the cache. */
+/*! \brief Allocated bytes. Shared with the tensors, which may outlive the cache. */
 using ByteCounter = std::shared_ptr<std::atomic<int64_t>>;
 
 /*! \brief A counter that nobody reads, for memory that does not count as a cache's. */
@@ -40,18 +40,18 @@ inline bool IsSame(DLDevice a, DLDevice b) {
 }
 
 /*!
- * \brief Refuses what can never fit: a system that promises more memory than it has would end the
- * process later, when the pages fill.
- * \throws Error (MemoryError) when this machine has less than `num_bytes`, or the process's control
- *   group (a container's limit) allows less.
+ * \brief Refuses sizes that can never fit. A system that overcommits memory would otherwise kill
+ * the process later, when the pages fill.
+ * \throws Error (MemoryError) when the machine, or the control group of the process (the limit of a
+ *   container), has less than `num_bytes`.
  */
 void RequireHostMemory(double num_bytes);
 
-/*! \brief A new tensor of which nothing is initialised; `counter` counts it until it is freed. */
+/*! \brief A new uninitialised tensor; `counter` includes it until it is freed. */
 ffi::Tensor AllocateTensor(ffi::ShapeView shape, DLDataType dtype, DLDevice device,
                            ByteCounter counter);
 
-/*! \brief A tensor at an offset in shared memory, which it keeps. */
+/*! \brief A tensor at an offset in shared memory, which it keeps alive. */
 ffi::Tensor TensorIn(std::shared_ptr<SharedMemory> memory, int64_t byte_offset,
                      ffi::ShapeView shape, DLDataType dtype, ByteCounter counter);
 
@@ -60,25 +60,25 @@ ffi::Tensor TensorIn(std::shared_ptr<SharedMemory> memory, int64_t byte_offset,
  * \param kind One of tvm::runtime::DeviceAttrKind.
  */
 ffi::Any DeviceAttribute(DLDevice device, int kind);
-/*! \brief Whether this machine has the device, and the process the runtime for it. */
+/*! \brief Whether the machine has the device and the process has its runtime. */
 bool DeviceExists(DLDevice device);
 
-/*! \brief Page-locked memory where the device has it: a copy from it does not stop the host. */
+/*! \brief The device type of pinned host memory, if any: copies from it are asynchronous. */
 DLDevice StagingDevice(DLDevice device);
 
-/*! \brief Copies `num_bytes` from one place to the other; asynchronous where the device is. */
+/*! \brief Copies bytes between tensors; asynchronous on devices with streams. */
 void CopyBytes(const ffi::Tensor& source, int64_t source_offset, const ffi::Tensor& destination,
                int64_t destination_offset, int64_t num_bytes, void* stream);
 
 /*!
- * \brief A tensor over the first rows of a buffer, made once and moved from step to step.
+ * \brief A view of the first rows of a buffer that is reused from step to step without allocation.
  *
- * The tensor keeps the buffer alive. When someone else holds the tensor, a new one is made and
- * theirs stays as it was.
+ * The view keeps the buffer alive. While someone else holds the tensor, Set makes a new one and
+ * leaves theirs as it is.
  */
 class StepView {
  public:
-  /*! \brief Rows of shape `row_shape`. */
+  /*! \param row_shape Shape of a row. */
   StepView(DLDataType dtype, std::vector<int64_t> row_shape);
 
   const ffi::Tensor& Set(const ffi::Tensor& buffer, int64_t byte_offset, int64_t num_rows);

@@ -15,7 +15,7 @@ namespace pagedkv {
 
 namespace {
 
-/*! \brief A function of the runtime; never destroyed, for streams may be freed at exit. */
+/*! \brief A function of the runtime. Never destroyed: streams may be freed at exit. */
 const ffi::Function& Required(const char* name) {
   return *new ffi::Function(ffi::Function::GetGlobalRequired(name));
 }
@@ -50,7 +50,7 @@ DeviceStream::DeviceStream(DLDevice device) : device_(device) {
 
 DeviceStream::~DeviceStream() {
   static const ffi::Function& free = Required("runtime.Device_StreamFree");
-  // A device that fails here has failed before, where it could be told.
+  // A device that fails here has failed in a call before, which reported it.
   try {
     free(device_, Handle(stream_));
   } catch (const std::exception&) {
@@ -66,7 +66,7 @@ StreamOrder::Call::Call(StreamOrder* order)
 }
 
 StreamOrder::Call::~Call() noexcept(false) {
-  // begin_forward has made its own stream the home.
+  // begin_forward has made its own stream the home stream.
   if (!is_elsewhere_ || stream_ == order_->home_) return;
   try {
     OrderStreams(order_->device_, stream_, order_->home_);

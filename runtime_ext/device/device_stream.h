@@ -3,7 +3,7 @@
  * \file device_stream.h
  * \brief Streams of a device: the current one, events between two, and the order of a cache's work.
  *
- * All of it goes through functions of TVM's FFI, whose signatures are stable; the virtual functions
+ * All calls go through functions of TVM's FFI, whose signatures are stable. The virtual functions
  * of DeviceAPI are not.
  */
 #ifndef TVM_PAGEDKV_DEVICE_DEVICE_STREAM_H_
@@ -17,19 +17,19 @@ namespace pagedkv {
 
 namespace ffi = tvm::ffi;
 
-/*! \brief Whether work on the device is queued on streams, and events order these. */
+/*! \brief Whether the device queues work on streams. */
 bool HasStreams(DLDevice device);
 
-/*! \brief The stream on which this thread queues work now; null: the default stream. */
+/*! \brief The current stream of this thread; null for the default stream. */
 void* CurrentStream(DLDevice device);
 
 /*! \brief Blocks the host until all work queued on `stream` has finished. */
 void Synchronize(DLDevice device, void* stream);
 
-/*! \brief Makes later work on `after` wait for the work queued on `before` so far (an event). */
+/*! \brief Lets later work on `after` wait for the work queued on `before` so far (an event). */
 void OrderStreams(DLDevice device, void* before, void* after);
 
-/*! \brief A stream of its own. */
+/*! \brief A stream that this object owns. */
 class DeviceStream {
  public:
   explicit DeviceStream(DLDevice device);
@@ -47,21 +47,21 @@ class DeviceStream {
 /*!
  * \brief Keeps the work of one cache in the order of its calls, whichever stream each call is on.
  *
- * A step has a home stream: the one that is current in begin_forward. A call on another stream gets
- * an event from the home stream before it, and one back to it after it. So the work of any later
- * call comes after it, and nobody keeps the handle of the other stream, which may be destroyed as
- * soon as the call has returned. Between steps the home is the default stream, or one of the
- * cache's own: the stream of a step need not live longer than the step.
+ * A step has a home stream: the current stream of begin_forward. A call on another stream gets an
+ * event from the home stream before it and an event back after it. So the work of every later call
+ * comes after it, and the other stream may be destroyed as soon as the call has returned. Between
+ * steps the home stream is the default stream or one that the cache owns, so the stream of a step
+ * need not outlive it.
  */
 class StreamOrder {
  public:
   explicit StreamOrder(DLDevice device) : device_(device), has_streams_(HasStreams(device)) {}
 
-  /*! \brief One call that queues work; nothing on devices without streams. */
+  /*! \brief A call that queues work. Does nothing on devices without streams. */
   class Call {
    public:
     explicit Call(StreamOrder* order);
-    /*! \brief Orders the home stream after this call. Throws where the call has not thrown. */
+    /*! \brief Orders the home stream after this call. Throws only if the call has not thrown. */
     ~Call() noexcept(false);
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
@@ -73,9 +73,9 @@ class StreamOrder {
     int num_exceptions_;
   };
 
-  /*! \brief Makes the current stream the home; within a Call. */
+  /*! \brief Makes the current stream the home stream; within a Call. */
   void BeginStep();
-  /*! \brief Gives up the step's stream. */
+  /*! \brief Leaves the step's stream. */
   void EndStep();
   /*! \brief Blocks the host until all work of the cache has finished. */
   void Synchronize() const;
@@ -84,7 +84,7 @@ class StreamOrder {
   DLDevice device_;
   bool has_streams_;
   void* home_ = nullptr;
-  std::unique_ptr<DeviceStream> between_steps_;  // made when a step is not on the default stream
+  std::unique_ptr<DeviceStream> between_steps_;  // created when a step is not on the default stream
 };
 
 }  // namespace pagedkv

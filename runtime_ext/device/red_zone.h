@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file red_zone.h
- * \brief Builds with AddressSanitizer: memory between the parts of one allocation that nobody may
- * touch. It does not exist in other builds.
+ * \brief Red zones between the arrays of one allocation, in builds with AddressSanitizer only.
  */
 #ifndef TVM_PAGEDKV_DEVICE_RED_ZONE_H_
 #define TVM_PAGEDKV_DEVICE_RED_ZONE_H_
@@ -25,7 +24,7 @@
 namespace pagedkv {
 
 #ifdef TVM_PAGEDKV_HAS_RED_ZONES
-/*! \brief Bytes to leave after a part. */
+/*! \brief Bytes behind each array. */
 constexpr int64_t kRedZoneBytes = 64;
 inline void Forbid(const void* begin, size_t num_bytes) {
   __asan_poison_memory_region(begin, num_bytes);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file shared_memory.h
- * \brief Host memory without a name that other processes can map, read-only, by its descriptor.
+ * \brief Anonymous host memory that other processes can map read-only by its file descriptor.
  */
 #ifndef TVM_PAGEDKV_DEVICE_SHARED_MEMORY_H_
 #define TVM_PAGEDKV_DEVICE_SHARED_MEMORY_H_
@@ -13,7 +13,7 @@ namespace pagedkv {
 class SharedMemory {
  public:
   /*! \throws Error (MemoryError). */
-  explicit SharedMemory(int64_t num_bytes);  // 0 bytes have no data
+  explicit SharedMemory(int64_t num_bytes);  // data() is null for 0 bytes
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;

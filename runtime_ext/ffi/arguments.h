@@ -26,19 +26,19 @@ namespace ffi = tvm::ffi;
 
 /*! \brief What the FFI passes for a parameter of type T. A span is read until the call returns. */
 template <typename T>
-struct Argument {
+struct ArgumentOf {
   using Type = T;
   static T Convert(T value) { return value; }
 };
 
 template <>
-struct Argument<IntSpan> {
+struct ArgumentOf<IntSpan> {
   using Type = ffi::Shape;
   static IntSpan Convert(const ffi::Shape& shape) { return {shape.data(), shape.size()}; }
 };
 
 template <>
-struct Argument<std::optional<IntSpan>> {
+struct ArgumentOf<std::optional<IntSpan>> {
   using Type = ffi::Optional<ffi::Shape>;
   static std::optional<IntSpan> Convert(const ffi::Optional<ffi::Shape>& shape) {
     if (!shape.has_value()) return std::nullopt;
@@ -47,13 +47,13 @@ struct Argument<std::optional<IntSpan>> {
 };
 
 template <>
-struct Argument<std::string> {
+struct ArgumentOf<std::string> {
   using Type = ffi::String;
   static std::string Convert(const ffi::String& text) { return text; }
 };
 
 template <>
-struct Argument<std::vector<int64_t>> {
+struct ArgumentOf<std::vector<int64_t>> {
   using Type = ffi::Shape;
   static std::vector<int64_t> Convert(const ffi::Shape& shape) {
     return {shape.begin(), shape.end()};
@@ -61,11 +61,11 @@ struct Argument<std::vector<int64_t>> {
 };
 
 template <typename T>
-struct Argument<std::vector<T>> {
-  using Type = ffi::Array<typename Argument<T>::Type>;
+struct ArgumentOf<std::vector<T>> {
+  using Type = ffi::Array<typename ArgumentOf<T>::Type>;
   static std::vector<T> Convert(const Type& array) {
     std::vector<T> values;
-    for (const auto& value : array) values.push_back(Argument<T>::Convert(value));
+    for (const auto& value : array) values.push_back(ArgumentOf<T>::Convert(value));
     return values;
   }
 };

@@ -3,9 +3,10 @@
  * \file caller_guard.h
  * \brief One thread at a time inside an object, without a lock to wait for.
  *
- * Calls through the FFI release Python's global lock, so two threads may enter a cache at once. The
- * second one is refused: to let it wait would deadlock where the first one needs Python's lock for
- * a kernel or a handler. The thread that is inside may enter again, from a handler for example.
+ * Calls through the FFI release Python's global interpreter lock, so two threads may enter a cache
+ * at once. The second one is refused: if it waited, it would deadlock when the first one needs the
+ * interpreter lock for a kernel or a handler. The thread inside may enter again, for example from a
+ * handler.
  */
 #ifndef TVM_PAGEDKV_FFI_CALLER_GUARD_H_
 #define TVM_PAGEDKV_FFI_CALLER_GUARD_H_
@@ -22,7 +23,7 @@ namespace pagedkv {
 
 class CallerGuard {
  public:
-  /*! \brief Whether this thread is inside now: not so while another one is. */
+  /*! \brief Enters unless another thread is inside. \return Whether this thread is inside now. */
   bool TryEnter() {
     const void* nobody = nullptr;
     const void* me = ThisThread();
@@ -42,7 +43,7 @@ class CallerGuard {
   void Leave() noexcept {
     if (--depth_ == 0) owner_.store(nullptr, std::memory_order_release);
   }
-  /*! \brief Whether the call is not made from within another one. */
+  /*! \brief Whether this is not a nested call. */
   bool is_outermost() const { return depth_ == 1; }
 
  private:
@@ -56,10 +57,10 @@ class CallerGuard {
 };
 
 /*!
- * \brief Calls that could not be made when they came, for the next caller to make.
+ * \brief A queue of calls that could not run at once; the next caller runs them.
  *
- * Finalizers run in any thread and at any moment, also while their own thread is inside the object.
- * The lock is held for no longer than it takes to add or take a call, never while one is made.
+ * Finalizers run in any thread at any moment, even while their own thread is inside the object. The
+ * lock is only held to add or take calls, never while one runs.
  */
 class DeferredCalls {
  public:

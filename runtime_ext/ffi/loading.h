@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file loading.h
- * \brief Whether this copy of the library fits the process that it was loaded into.
+ * \brief Whether this copy of the library fits the process that loaded it.
  */
 #ifndef TVM_PAGEDKV_FFI_LOADING_H_
 #define TVM_PAGEDKV_FFI_LOADING_H_
@@ -14,7 +14,7 @@ namespace pagedkv {
 std::string LibraryPath();
 
 /*!
- * \brief Why TVM's runtime in this process does not fit; empty where it does.
+ * \brief Why TVM's runtime in this process does not fit; empty when it does.
  *
  * The library calls C++ classes of libtvm_runtime.so, whose layout changes from series to series.
  * The runtime does not tell its version, but the file _version.py of the wheel that it lies in

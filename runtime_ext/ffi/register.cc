@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file register.cc
- * \brief Every registration: the stock names, which serve both kinds of cache, and our own.
+ * \brief All registrations: the stock names, which serve both kinds of cache, and our own.
  */
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
@@ -26,7 +26,7 @@ namespace {
 
 std::atomic<bool> use_stock_runtime{false};
 
-/*! \brief Calls f; an Error of ours leaves as the Python exception that it names. */
+/*! \brief Calls f and turns an Error into the Python exception that it names. */
 template <typename F>
 auto Translate(F f) -> decltype(f()) {
   try {
@@ -38,7 +38,7 @@ auto Translate(F f) -> decltype(f()) {
   }
 }
 
-/*! \brief Calls f with the cache, in which no other thread is then. */
+/*! \brief Calls f with the cache as the only thread inside. */
 template <typename F>
 auto Call(const PagedKVCache& cache, F f) {
   PagedKVCacheObj& object = *cache.get();
@@ -49,14 +49,14 @@ auto Call(const PagedKVCache& cache, F f) {
 template <typename Part, typename R, typename... Args, typename Method>
 ffi::Function Bind(Method method) {
   return ffi::Function::FromTyped(
-      [method](PagedKVCache cache, typename Argument<std::decay_t<Args>>::Type... args) {
+      [method](PagedKVCache cache, typename ArgumentOf<std::decay_t<Args>>::Type... args) {
         return Call(cache, [&](PagedKVCacheObj& object) {
           Part& part = *object.part<Part>();
           if constexpr (std::is_void_v<R>) {
-            (part.*method)(Argument<std::decay_t<Args>>::Convert(std::move(args))...);
+            (part.*method)(ArgumentOf<std::decay_t<Args>>::Convert(std::move(args))...);
           } else {
             return ConvertResult(
-                (part.*method)(Argument<std::decay_t<Args>>::Convert(std::move(args))...));
+                (part.*method)(ArgumentOf<std::decay_t<Args>>::Convert(std::move(args))...));
           }
         });
       });
@@ -72,7 +72,7 @@ ffi::Function FromMethod(R (Part::*method)(Args...) const) {
   return Bind<Part, R, Args...>(method);
 }
 
-/*! \brief As FromMethod, of one that waits for the next call where another one is under way. */
+/*! \brief As FromMethod, for a method that is deferred while the cache is busy. */
 template <typename Part, typename... Args>
 ffi::Function FromDeferred(void (Part::*method)(Args...)) {
   return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) {
@@ -81,7 +81,7 @@ ffi::Function FromDeferred(void (Part::*method)(Args...)) {
   });
 }
 
-/*! \brief Takes over a stock name: `ours` serves our caches, the stock function all others. */
+/*! \brief Overrides a stock name: `ours` serves our caches, the stock function all others. */
 void Override(const std::string& name, ffi::Function ours) {
   std::optional<ffi::Function> stock = ffi::Function::GetGlobal(name);
   auto dispatch = [name, stock, ours](ffi::PackedArgs args, ffi::Any* result) {
@@ -101,7 +101,7 @@ void OverrideMethod(const std::string& name, Method method) {
   Override(name, FromMethod(method));
 }
 
-/*! \brief As OverrideMethod; without its last argument the method gets None for it. */
+/*! \brief As OverrideMethod, for a method whose last argument is optional (None). */
 template <typename Part, typename... Args>
 void OverrideWithOption(const std::string& name, void (Part::*method)(Args...)) {
   constexpr int kNumArgs = 1 + sizeof...(Args);
@@ -138,7 +138,7 @@ void OverrideCreate() {
   ffi::Function::SetGlobal(name, ffi::Function::FromPacked(create), /*override=*/true);
 }
 
-/*! \brief Returns the cache, so that a model can order what follows after it. */
+/*! \brief Returns the cache, so that a model can order later calls after this one. */
 PagedKVCache AppendMLAKV(PagedKVCache cache, int64_t layer, ffi::Tensor kv) {
   Call(cache, [&](PagedKVCacheObj& object) {
     object.part<Attention>()->AppendMLAKV(layer, std::move(kv));
@@ -189,7 +189,7 @@ void RequireSinks(const ffi::Tensor& sinks) {
   if (!sinks.defined()) throw ffi::Error(kTypeError, "sinks must be a tensor, got None", "");
 }
 
-// Relax gives an output last.
+// Relax passes the output last.
 void AttentionWithSinks(PagedKVCache cache, int64_t layer, double sm_scale, ffi::Tensor qkv,
                         ffi::Tensor sinks, ffi::Tensor o) {
   RequireSinks(sinks);
@@ -277,7 +277,7 @@ void DefineOwnNames() {
   define("share_every_prefix", FromMethod(&Step::ShareEveryPrefix));
 }
 
-/*! \brief Lets all that makes a cache say why there is none, rather than make one of stock TVM. */
+/*! \brief Makes every function that creates a cache raise the reason, instead of the stock one. */
 void DefineRefusals(const std::string& reason) {
   auto refuse = [reason](ffi::PackedArgs, ffi::Any*) {
     throw ffi::Error(kRuntimeError, reason, "");
@@ -288,13 +288,13 @@ void DefineRefusals(const std::string& reason) {
   }
 }
 
-/*! \brief Why this copy of the library has not registered its functions; empty if it has. */
+/*! \brief Why this copy of the library has not registered its functions; empty when it has. */
 std::string& NotRegistered() {
   static std::string reason;
   return reason;
 }
 
-// An exception must not leave it: it would end the process.
+// An exception that leaves this block would end the process.
 TVM_FFI_STATIC_INIT_BLOCK() {
   try {
     const std::string other = OtherCopy();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file bytes.h
- * \brief What a fuzz target reads its decisions from, and how it tells that something is wrong.
+ * \brief Decodes decisions from the input of a fuzz target, and reports failures.
  */
 #ifndef TVM_PAGEDKV_FUZZ_BYTES_H_
 #define TVM_PAGEDKV_FUZZ_BYTES_H_
@@ -22,7 +22,7 @@ namespace pagedkv {
     }                                                                                    \
   } while (false)
 
-/*! \brief Numbers out of an input; zeros when it has ended. */
+/*! \brief Numbers from an input; zeros behind its end. */
 class Bytes {
  public:
   Bytes(const uint8_t* data, size_t size) : data_(data), size_(size) {}
@@ -33,7 +33,7 @@ class Bytes {
     --size_;
     return *data_++;
   }
-  /*! \brief A number in [low, high], of a range of at most 256. */
+  /*! \brief A number in [low, high], a range of at most 256. */
   int64_t Between(int64_t low, int64_t high) { return low + Next() % (high - low + 1); }
   /*! \brief Mostly a number in [low, high], else one around it or at an end of int64. */
   int64_t Around(int64_t low, int64_t high) {

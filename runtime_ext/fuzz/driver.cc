@@ -38,7 +38,7 @@ uintptr_t last_place = 0;
 std::string save_folder = ".";
 const Input* current = nullptr;
 
-/*! \brief Called when the process is about to end by an error. */
+/*! \brief Called when a sanitizer is about to end the process. */
 void Save() {
   if (current == nullptr) return;
   uint64_t hash = 14695981039346656037u;
@@ -70,7 +70,7 @@ void Run(const Input& input) {
   current = nullptr;
 }
 
-/*! \brief Whether the last run reached an edge that none before it has, or far more often. */
+/*! \brief Whether the last run reached a new edge, or one far more often than before. */
 bool ReachedSomethingNew() {
   bool is_new = false;
   for (size_t i = 0; i < kNumEdges; ++i) {
@@ -109,7 +109,7 @@ class Mutator {
     if (size == 0 || (Below(3) == 0 && size < kMaxSize)) {
       Input part(1 + Below(16));
       std::generate(part.begin(), part.end(), [&] { return Byte(); });
-      if (!corpus.empty() && Below(2) == 0) {  // of another input
+      if (!corpus.empty() && Below(2) == 0) {  // splice from another input
         const Input& other = corpus[Below(corpus.size())];
         if (!other.empty()) {
           const size_t from = Below(other.size());
@@ -145,7 +145,7 @@ Input Read(const char* path) {
 
 }  // namespace
 
-/*! \brief The compiler calls it on every edge of the code under test. */
+/*! \brief The compiler inserts a call on every edge of the code under test. */
 extern "C" void __sanitizer_cov_trace_pc() {
   const auto place = reinterpret_cast<uintptr_t>(__builtin_return_address(0));
   uint8_t& count = edges[(place ^ (last_place << 1)) % kNumEdges];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file finds_a_bug.cc
- * \brief A target with a bug that only its coverage leads to: the driver's own test.
+ * \brief Tests the driver: a target with a bug that random input without coverage does not find.
  */
 #include <cstddef>
 #include <cstdint>

@@ -258,7 +258,7 @@ class World {
       slots[g].resize(plan_.num_rows());
       plan_.FillSlots(g, slots[g].data());
       std::vector<int32_t> pages(plan_.NumPages(g, PageRange::kWithStep));
-      plan_.FillPageValues(g, PageRange::kWithStep, pages.data());
+      plan_.FillPageIds(g, PageRange::kWithStep, pages.data());
     }
     if (has_trees) {
       std::vector<int32_t> order(2 * plan_.num_tree_nodes());

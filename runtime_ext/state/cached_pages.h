@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file cached_pages.h
- * \brief Pages that nobody owns but whose content is known, in the order of their last use.
+ * \brief A list of the cached pages of a pool, least recently used first.
  *
- * A doubly linked list through arrays with an element for each page: every operation takes constant
- * time, and none allocates after construction.
+ * A doubly linked list in an array with an element per page: every operation takes constant time
+ * and none allocates memory after construction.
  */
 #ifndef TVM_PAGEDKV_STATE_CACHED_PAGES_H_
 #define TVM_PAGEDKV_STATE_CACHED_PAGES_H_
@@ -26,7 +26,7 @@ class CachedPages {
   bool Contains(int32_t page) const { return links_[page].next != kNone; }
   /*! \brief The least recently used page; there must be one. */
   int32_t oldest() const { return links_[end_].next; }
-  /*! \brief All of them, the least recently used one first. */
+  /*! \brief All pages, least recently used first. */
   std::vector<int32_t> List() const {
     std::vector<int32_t> pages;
     for (int32_t page = oldest(); page != end_; page = links_[page].next) pages.push_back(page);
@@ -57,7 +57,7 @@ class CachedPages {
     ++size_;
   }
 
-  std::vector<Links> links_;  // [num_pages + 1]; the last element is before the first one
+  std::vector<Links> links_;  // [num_pages + 1]; the last element is the sentinel
   int32_t end_;
   int32_t size_ = 0;
 };

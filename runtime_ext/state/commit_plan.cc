@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file commit_plan.cc
- * \brief Which token tree nodes become part of their sequences.
+ * \brief The commit of token trees.
  */
 #include "state/commit_plan.h"
 
@@ -47,7 +47,7 @@ void CommitPlan::Prepare(IntSpan sequence_ids, IntSpan leaves) {
 
 void CommitPlan::Acquire() {
   try {
-    // Histories are spared with what all shared pages leave.
+    // Copies for shared pages come first; histories are spared with what is left.
     for (const CopiesOf which : {CopiesOf::kSharedPages, CopiesOf::kKeptPages}) {
       for (const Item& item : items_) {
         const auto path_length = static_cast<int64_t>(item.path.size());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file commit_plan.h
- * \brief Which token tree nodes become part of their sequences, and which slots they move to.
+ * \brief The commit of token trees: which nodes become positions, and which slots they move to.
  *
  * Prepare (may throw, changes nothing) -> Acquire (takes pages) -> the caller copies pages and
  * moves slots -> Commit, or Release when that failed.
@@ -29,12 +29,12 @@ class CommitPlan {
    * \throws Error (ValueError, KeyError).
    */
   void Prepare(IntSpan sequence_ids, IntSpan leaves);
-  /*! \brief Takes a page for every shared one that nodes move into. \throws Error (CacheFullError).
-   */
+  /*! \brief Takes a copy for every shared page that nodes move into. \throws Error
+   * (CacheFullError). */
   void Acquire();
-  /*! \brief Gives them back. \param were_copied Whether something may have been written to them. */
+  /*! \brief Undoes Acquire. \param were_copied Whether the new pages may have been written. */
   void Release(bool were_copied = true) noexcept;
-  /*! \brief Puts the copies in place, commits the accepted nodes and drops the others. */
+  /*! \brief Puts the copies into the page tables, commits the accepted nodes, drops the others. */
   void Commit() noexcept;
 
   /*! \brief Drops all nodes of the sequences instead. */
@@ -50,8 +50,8 @@ class CommitPlan {
 
   void FillMoveIndptr(int32_t* out) const;  // [B + 1]
   /*!
-   * \brief Slots to read, then as many to write, [2, num_moves]; after Acquire. In this order no
-   * slot is read after it was written.
+   * \brief Source slots and destination slots, [2, num_moves]; after Acquire. Moves in this order
+   * never read a slot that was written before.
    */
   void FillMoves(int32_t group, int32_t* out) const;
 
@@ -59,7 +59,7 @@ class CommitPlan {
   struct Item {
     Sequence* sequence;
     std::vector<int32_t> path;
-    int64_t num_in_place;  // nodes at the beginning of the path that lie where they belong
+    int64_t num_in_place;  // leading nodes of the path that are in their final slot
   };
 
   int32_t SlotOf(const Item& item, int32_t group, int64_t position) const;

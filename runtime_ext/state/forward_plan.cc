@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file forward_plan.cc
- * \brief One batch: checked, its pages taken, committed.
+ * \brief The plan of one step: checks, pages, commit.
  */
 #include "state/forward_plan.h"
 
@@ -105,7 +105,7 @@ void ForwardPlan::PrepareTrees() {
 void ForwardPlan::FindSharedLastPages(int32_t group) {
   const PagePool& pool = table_->pool(group);
   GroupPages& pages = groups_[group];
-  // Only a partly filled last page is written to.
+  // Rows go to the last page when it is not full.
   auto visit = [&](auto f) {
     for (size_t i = 0; i < items_.size(); ++i) {
       if (TextLength(items_[i], PageRange::kPast) % table_->page_size() == 0) continue;
@@ -127,8 +127,8 @@ bool ForwardPlan::MustCopyLastPage(int32_t group, size_t item) const {
   const int32_t page = items_[item].sequence->pages[group].back();
   const int32_t num_owners = table_->pool(group).RefCount(page);
   if (num_owners == 1) return false;
-  // Where all owners are of this batch one of them need not copy the page. It is the longest one,
-  // whose new rows overwrite none of the others': should the step be aborted, they get it back.
+  // When all owners are in this batch, one of them keeps the page: the longest, whose new rows
+  // overwrite none of the others. If the step is aborted, they all get it back.
   return pages.num_writers[page] < num_owners ||
          pages.longest_writer[page] != static_cast<int32_t>(item);
 }
@@ -159,7 +159,7 @@ void ForwardPlan::CountPages(int32_t group) {
   if (pool.num_held_and_kept() > 0) CopyKeptLastPages(group);
 }
 
-/*! \brief Whether the item's rows go to a page that the history of another sequence notes. */
+/*! \brief Whether the item's rows go to a page with keepers. */
 bool ForwardPlan::WritesToKeptPage(int32_t group, size_t item) const {
   const std::vector<int32_t>& list = items_[item].sequence->pages[group];
   return groups_[group].kept[item] == static_cast<int64_t>(list.size()) &&
@@ -167,7 +167,7 @@ bool ForwardPlan::WritesToKeptPage(int32_t group, size_t item) const {
          table_->pool(group).NumKeepers(list.back()) > 0;
 }
 
-/*! \brief Spares what histories note, while there is room. */
+/*! \brief Copies last pages with keepers instead of overwriting them, while there is room. */
 void ForwardPlan::CopyKeptLastPages(int32_t group) {
   GroupPages& pages = groups_[group];
   const int64_t num_left = table_->pool(group).num_available() - pages.offsets.back();
@@ -188,8 +188,8 @@ void ForwardPlan::FindSharedPages(int32_t group) {
   pages.shared.Clear();
   if (pool.num_shared() == 0) return;
   for (const Item& item : items_) {
-    // Whole pages before any tree node: all rows of the step see all of their slots, and none
-    // writes there. Of a sequence with a window this is not so.
+    // All rows of the step see every slot of a full page before the tree nodes, and none writes
+    // there. That is not so for a sequence with a window.
     const int64_t num_committed = item.past_length - item.num_earlier_nodes;
     const int64_t num_pages =
         item.sequence->window.IsSet() ? 0 : num_committed / table_->page_size();
@@ -199,7 +199,7 @@ void ForwardPlan::FindSharedPages(int32_t group) {
 }
 
 void ForwardPlan::Acquire() {
-  // Grow every vector first: what follows cannot fail.
+  // Reserve first: what follows cannot fail.
   size_t num_copies = 0;
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     GroupPages& pages = groups_[g];
@@ -315,11 +315,11 @@ void ForwardPlan::RequireTextPositions() const {
 void ForwardPlan::RequireRowsSeeEachOther(const char* what) const {
   for (const Item& item : items_) {
     const SequenceWindow& window = item.sequence->window;
-    const int64_t most = window.num_held() - window.num_sinks + 1;
-    if (window.size == 0 || item.num_append <= most) continue;
+    const int64_t max_rows = window.num_held() - window.num_sinks + 1;
+    if (window.size == 0 || item.num_append <= max_rows) continue;
     Raise(kValueError, what, " of ", item.num_append, " rows of sequence ", item.sequence->id,
           ", which has a window of ", window.size, " with ", window.num_sinks,
-          " sinks; use attention, or at most ", most, " rows");
+          " sinks; use attention, or at most ", max_rows, " rows");
   }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file forward_plan_arrays.cc
- * \brief The arrays of a batch, as the kernels take them.
+ * \brief The arrays of a step, as kernels take them.
  */
 #include <algorithm>
 #include <limits>
@@ -73,7 +73,7 @@ void ForwardPlan::FillTreeOrder(PageRange range, int32_t* out) const {
     const int64_t num_nodes = item.num_earlier_nodes + item.num_append;
     item.sequence->tree.FillOrder(out);
     for (int64_t i = item.num_earlier_nodes; range == PageRange::kPast && i < num_nodes; ++i) {
-      out[2 * i + 1] = out[2 * i];  // an empty interval: it sees, but nobody sees it
+      out[2 * i + 1] = out[2 * i];  // an empty interval: the node sees others, but no node sees it
     }
     out += 2 * num_nodes;
   }
@@ -114,7 +114,7 @@ void ForwardPlan::FillWindows(int32_t group, int32_t* out) const {
   }
 }
 
-void ForwardPlan::FillPageValues(int32_t group, PageRange range, int32_t* out) const {
+void ForwardPlan::FillPageIds(int32_t group, PageRange range, int32_t* out) const {
   const GroupPages& pages = groups_[group];
   for (size_t i = 0; i < items_.size(); ++i) {
     const int64_t num_shared = NumSharedPagesOf(group, i);
@@ -192,7 +192,7 @@ void ForwardPlan::FillSegmentPageIndptr(int32_t group, int32_t* out) const {
   }
 }
 
-void ForwardPlan::FillSegmentPageValues(int32_t group, int32_t* out) const {
+void ForwardPlan::FillSegmentPageIds(int32_t group, int32_t* out) const {
   const SharedPrefix& shared = shared_prefix(group);
   for (const SharedSegment& segment : shared.segments()) {
     const Item& item = items_[shared.members()[segment.begin]];

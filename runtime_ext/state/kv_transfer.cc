@@ -135,7 +135,7 @@ ReceivePlan SequenceTable::AcquireReceive(Sequence* sequence, int64_t count) {
       group.replaced = old.back();
       --num_retained;
       ++num_needed;
-      // Its copy is the first page that is taken.
+      // The copy is the first page that is allocated.
       plan.copies.push_back({sequence, g, num_retained, group.replaced, -1,
                              static_cast<int32_t>(begin % page_size_)});
     }
@@ -198,7 +198,7 @@ void SequenceTable::CancelReceive(Sequence* sequence) noexcept {
   for (int32_t g = num_groups() - 1; g >= 0; --g) {
     Receive::Group& group = sequence->receive->groups[g];
     ReleasePages(sequence, g, group.num_retained);
-    // There is room: AcquireReceive has seen to it.
+    // AcquireReceive has reserved the capacity.
     std::vector<int32_t>& pages = sequence->pages[g];
     if (group.replaced >= 0) pages.push_back(group.replaced);
     pages.insert(pages.begin(), group.gone.begin(), group.gone.end());

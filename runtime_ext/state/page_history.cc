@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file page_history.cc
- * \brief The pages that a window has left behind in one sequence.
+ * \brief The pages of one sequence that a window has moved past.
  */
 #include "state/page_history.h"
 
@@ -14,23 +14,23 @@ namespace pagedkv {
 
 namespace {
 
-constexpr size_t kFirstRoom = 32;  // so that steps seldom allocate
+constexpr size_t kInitialCapacity = 32;  // so that steps seldom allocate
 
 }  // namespace
 
 void PageHistory::Append(int32_t page, PagePool* pool) noexcept {
-  // Pages are mostly reclaimed in the order in which they came, so what is of no use is in front.
+  // Pages are mostly reclaimed in the order in which they were added, so stale ones are in front.
   while (size() > 0 && !IsKnown(entries_[begin_], *pool)) DropFirst(pool);
   if (size() == pool->num_pages()) DropFirst(pool);
-  if (begin_ > 8 && 2 * begin_ > entries_.size()) {  // seldom enough to cost nothing
+  if (begin_ > 8 && 2 * begin_ > entries_.size()) {  // amortised constant time
     entries_.erase(entries_.begin(), entries_.begin() + static_cast<ptrdiff_t>(begin_));
     begin_ = 0;
   }
   try {
-    if (entries_.capacity() == 0) entries_.reserve(kFirstRoom);
+    if (entries_.capacity() == 0) entries_.reserve(kInitialCapacity);
     entries_.push_back({page, pool->Generation(page)});
   } catch (const std::bad_alloc&) {
-    return Clear(pool);  // who goes back will hear that the pages are gone
+    return Clear(pool);  // a later pop or fork reports the pages as reclaimed
   }
   pool->AddKeeper(page);
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file page_history.h
- * \brief The pages that a window has left behind in one sequence, as far back as they may be known.
+ * \brief The pages of one sequence that the window of a layer group has moved past.
  *
- * A history owns no page. It notes each with its generation, and is one of its keepers; pages that
- * were reclaimed since are found out by their generation. It has the pages right before the first
- * one that the sequence holds, without gaps, and is never longer than the pool.
+ * A history owns no page. It stores page ids with their generation and is a keeper of each page, so
+ * it can tell which pages were reclaimed. It holds the pages right before the first page of the
+ * sequence, without gaps, and is never longer than the pool.
  */
 #ifndef TVM_PAGEDKV_STATE_PAGE_HISTORY_H_
 #define TVM_PAGEDKV_STATE_PAGE_HISTORY_H_
@@ -27,8 +27,8 @@ class PageHistory {
 
   int64_t size() const { return static_cast<int64_t>(entries_.size() - begin_); }
   /*!
-   * \brief The page that lies `distance` (1: right) before the first held one.
-   * \return -1 where its content is not known any more, or never was.
+   * \brief The page `distance` pages before the first one that the sequence holds.
+   * \return -1 when its content has been reclaimed, or was never known.
    */
   int32_t Find(int64_t distance, const PagePool& pool) const {
     if (distance > size()) return -1;
@@ -36,12 +36,12 @@ class PageHistory {
     return IsKnown(entry, pool) ? entry.page : -1;
   }
 
-  /*! \brief Notes a page that its sequence still owns and is about to leave. */
+  /*! \brief Adds a page that the sequence still owns and is about to retire. */
   void Append(int32_t page, PagePool* pool) noexcept;
   /*! \brief Forgets the last `count` pages, or all. */
   void DropLast(int64_t count, PagePool* pool) noexcept;
   void Clear(PagePool* pool) noexcept { DropLast(size(), pool); }
-  /*! \brief Notes what another history has but its last `count` pages; this one must be empty. */
+  /*! \brief Copies all but the last `count` pages of another history; this one must be empty. */
   void CopyWithoutLast(const PageHistory& other, int64_t count, PagePool* pool) noexcept;
 
   /*! \brief Adds this history to the keepers of each page. \throws Error (RuntimeError). */
@@ -54,7 +54,7 @@ class PageHistory {
   void DropFirst(PagePool* pool) noexcept;
 
   std::vector<Entry> entries_;
-  size_t begin_ = 0;  // of those in use: the front is cut off now and then
+  size_t begin_ = 0;  // entries before it are dropped; they are erased now and then
 };
 
 }  // namespace pagedkv

@@ -1,19 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file page_pool.h
- * \brief Pages with reference counts: who uses how much of a layer group's memory.
+ * \brief The page pool of a layer group: reference counts, and a cache of pages without owners.
+ *
+ *     free --Allocate--> held --Release--> free
+ *       ^                 | ^
+ *       |           Retire| |AddOwner
+ *       |                 v |
+ *       '---Reclaim----- cached
  *
  * A page is *held* while it has owners, *cached* when it has none but its content is still known,
- * and *free* otherwise. Free and cached pages are available: Allocate takes free ones first, then
- * reclaims the cached page that was used least recently. The *generation* of a page changes
- * whenever its content is given up, so that who notes both can tell later whether it is still
- * there.
+ * and *free* otherwise. Free and cached pages are available: Allocate takes free pages first, then
+ * reclaims the least recently used cached page. The *generation* of a page changes whenever its
+ * content is given up, so a pair (page, generation) tells later whether the content is still there.
  *
- * *Keepers* note a page without owning it. Their number decides only whether the content is worth
- * keeping: a page with keepers becomes cached, not free, and is copied before its owner overwrites
- * it, if there is room.
+ * *Keepers* refer to a page without owning it. They only decide whether its content is worth
+ * keeping: a page with keepers becomes cached instead of free, and it is copied before its owner
+ * overwrites it, if there is room.
  *
- * A pool knows page ids and nothing of their content. No call allocates after construction.
+ * A pool knows page ids and not their content. No call allocates memory after construction.
  */
 #ifndef TVM_PAGEDKV_STATE_PAGE_POOL_H_
 #define TVM_PAGEDKV_STATE_PAGE_POOL_H_
@@ -40,7 +45,7 @@ class PagePool {
   int32_t num_shared() const { return num_shared_; }
   /*! \brief Pages with owners and keepers. */
   int32_t num_held_and_kept() const { return num_held_and_kept_; }
-  /*! \brief How often content that was cached or kept has been given up for other content. */
+  /*! \brief How often known content has been overwritten or reclaimed. */
   int64_t num_reclaimed() const { return num_reclaimed_; }
   int32_t RefCount(int32_t page) const { return ref_counts_[page]; }
   int32_t NumKeepers(int32_t page) const { return contents_[page].num_keepers; }
@@ -51,9 +56,9 @@ class PagePool {
   /*!
    * \brief Takes an available page, with one owner.
    *
-   * The page freed last comes first (its lines may still be in a cache); a new pool hands out
-   * ascending ids, so that a sequence that grows alone lies in one piece.
-   * \note There must be one: callers compare with num_available() before they change anything.
+   * The page freed last comes first, for it may still be in a CPU cache. A new pool hands out
+   * ascending ids, so a sequence that grows alone has consecutive pages.
+   * \note Callers check num_available() before they change anything: there must be one.
    */
   int32_t Allocate() {
     if (free_.empty()) return Reclaim();
@@ -68,20 +73,20 @@ class PagePool {
   /*! \brief Adds an owner to a page that is held or cached. */
   void AddOwner(int32_t page);
 
-  /*! \brief Takes an owner away who has no use for the content; it stays for keepers only. */
+  /*! \brief Removes an owner. A page without owners becomes cached if it has keepers, else free. */
   void Release(int32_t page);
-  /*! \brief Takes an owner away; a page without owners becomes cached. */
+  /*! \brief Removes an owner. A page without owners becomes cached. */
   void Retire(int32_t page);
 
   void AddKeeper(int32_t page);
-  /*! \brief Takes a keeper away who has noted the page's present generation. */
+  /*! \brief Removes a keeper of the page's current generation. */
   void DropKeeper(int32_t page);
-  /*! \brief Gives up what keepers have noted of a held page: its owner will overwrite it. */
+  /*! \brief Drops all keepers of a held page, because its owner will overwrite it. */
   void Overwrite(int32_t page);
   /*! \brief Makes all cached pages free; none may have keepers. */
   void FreeCached();
 
-  /*! \brief Puts the free pages in a random order, so that tests see page tables in no order. */
+  /*! \brief Puts the free pages in a random order, so that tests get shuffled page tables. */
   void ShuffleFree(uint64_t seed);
 
   /*!
@@ -96,12 +101,12 @@ class PagePool {
   struct Content {
     uint64_t generation = 0;
     int32_t num_keepers = 0;
-    int32_t reclaimed_keepers = kNotReclaimed;  // how many lost it when the owner got the page
+    int32_t reclaimed_keepers = kNotReclaimed;  // keepers that Allocate dropped, for Unallocate
   };
 
   int32_t Reclaim();
   void Free(int32_t page);
-  /*! \brief Takes an owner away. \return Whether it was the last one. */
+  /*! \brief Removes an owner. \return Whether it was the last one. */
   bool DropOwner(int32_t page);
   void CheckLists(const std::vector<int32_t>& num_owners) const;
 

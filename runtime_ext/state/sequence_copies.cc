@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file sequence_copies.cc
- * \brief Copies of pages that a sequence writes to while other sequences own or note them.
+ * \brief Copies of shared pages, and of pages with keepers, before a write.
  */
 #include <algorithm>
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file sequence_history.cc
- * \brief What windows of layers have left behind, and how forks and pops get it back.
+ * \brief Pages that windows of layer groups have moved past, and how forks and pops take them back.
  *
- * A page that a window leaves is noted in the sequence's history and becomes cached; forks copy the
- * history. A fork or pop whose next row sees further back than the held pages takes pages from the
- * history as if the window had never slid: they become held again, nothing is copied or computed.
+ * Such a page goes to the history of its sequence and becomes cached; forks copy the history. When
+ * the next row after a fork or pop sees further back than the held pages, the missing ones are
+ * taken from the history: they become held again, and nothing is copied or computed.
  */
 #include <algorithm>
 
@@ -58,7 +58,7 @@ void SequenceTable::RaiseReclaimed(const Sequence& sequence, int32_t group, int6
         " or later, append the tokens to a new sequence, or make the cache with more pages");
 }
 
-/*! \brief The first position from which on forks and pops find all that they need. */
+/*! \brief Forks and pops are possible at this position and later. */
 int64_t SequenceTable::FirstReachable(const Sequence& sequence) const {
   int64_t reachable = 0;
   for (int32_t g = 0; g < num_groups(); ++g) {
@@ -92,7 +92,7 @@ void SequenceTable::TakeBack(Sequence* sequence, int64_t text_length) noexcept {
     if (!HasWindow(g) || begin == first) continue;
     const int64_t end = std::min(first, PagesFor(text_length));
     std::vector<int32_t>& pages = sequence->pages[g];
-    // What will be dropped makes room for what comes back.
+    // Drop the last pages first: they make room for those that come back.
     const auto keep = static_cast<size_t>(std::max<int64_t>(PagesFor(text_length) - first, 0));
     ReleasePages(sequence, g, std::min(keep, pages.size()));
     pages.insert(pages.begin(), static_cast<size_t>(end - begin), -1);
@@ -109,7 +109,7 @@ void SequenceTable::LeaveReceiveBehind(Sequence* sequence, int32_t group) noexce
   const Receive& receive = *sequence->receive;
   const Receive::Group& backup = receive.groups[group];
   const int64_t first = sequence->first_pages[group];
-  // Positions that no window of the receiver sees were never there: no history reaches over them.
+  // Positions outside the window were never received: the history cannot reach over that gap.
   const bool has_gap = first != backup.first_page + static_cast<int64_t>(backup.gone.size()) ||
                        (first > backup.first_page && first * page_size_ > receive.begin);
   if (has_gap) sequence->histories[group].Clear(&pools_[group]);

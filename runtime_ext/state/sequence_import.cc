@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file sequence_import.cc
- * \brief Sequences that come from elsewhere: pages first, their content then.
+ * \brief Imports: sequences take their pages first and get the content later.
  */
 #include <algorithm>
 #include <utility>
@@ -14,10 +14,10 @@ namespace pagedkv {
 void SequenceTable::CheckImported(const ImportedSequence& sequence, int32_t group) const {
   const int64_t first = sequence.first_pages[group];
   const int64_t last = FirstVisible(group, sequence.length) / page_size_;
-  const int64_t least = FirstPageToKeep(group, sequence.length);
-  if (first < least || first > last) {
+  const int64_t min_first = FirstPageToKeep(group, sequence.length);
+  if (first < min_first || first > last) {
     Raise(kValueError, "sequence ", sequence.id, " of length ", sequence.length,
-          " must keep its pages in layer group ", group, " from position ", least * page_size_,
+          " must keep its pages in layer group ", group, " from position ", min_first * page_size_,
           " to ", last * page_size_, " on, as its window of ", windows_[group],
           " has it; got those from position ", first * page_size_);
   }
@@ -35,7 +35,7 @@ int64_t SequenceTable::CountImported(const std::vector<ImportedSequence>& import
     CheckImported(sequence, group);
     num_numbers += static_cast<int64_t>(sequence.page_numbers[group].size());
   }
-  // Where in its sequences each page lies; all numbers must be used, so there are not more.
+  // The index of each page in its sequences. All numbers must be used, which bounds them.
   std::vector<int64_t> index_of(num_numbers, -1);
   int64_t num_pages = 0;
   for (const ImportedSequence& sequence : imported) {

@@ -16,7 +16,7 @@ namespace pagedkv {
 
 namespace {
 
-constexpr int64_t kMaxSpare = 1024;  // removed sequences that are kept
+constexpr int64_t kMaxSpare = 1024;  // removed sequences whose allocations are kept
 
 }  // namespace
 
@@ -83,7 +83,7 @@ void SequenceTable::RemoveOne(int64_t id) {
   for (int32_t g = 0; g < num_groups(); ++g) {
     sequence.histories[g].Clear(&pools_[g]);
     ReleasePages(&sequence, g, static_cast<size_t>(NumPages(sequence, g, num_known)));
-    // From the end: what other texts may begin with is reclaimed last.
+    // From the end, so that the beginning, which other texts may share, is reclaimed last.
     std::vector<int32_t>& pages = sequence.pages[g];
     for (; !pages.empty(); pages.pop_back()) pools_[g].Retire(pages.back());
   }
@@ -98,7 +98,7 @@ void SequenceTable::Recycle(int64_t id) noexcept {
   Sequence fresh;
   fresh.tree = std::move(old.tree);
   fresh.tree.Truncate(0);
-  fresh.pages = std::move(old.pages);  // lists without pages, but with room
+  fresh.pages = std::move(old.pages);  // empty vectors with capacity
   fresh.histories = std::move(old.histories);
   fresh.first_pages = std::move(old.first_pages);
   std::fill(fresh.first_pages.begin(), fresh.first_pages.end(), 0);
@@ -167,7 +167,7 @@ void SequenceTable::Pop(int64_t id, int64_t count) {
   FinishReceive(&sequence);
   TakeBack(&sequence, text_length);
   Truncate(&sequence, length);
-  // Rows that were handed over are no longer those of the sequence.
+  // A block has rows that the sequence no longer has.
   const bool was_handed_over = sequence.send && sequence.send->next > sequence.send->begin;
   if (was_handed_over && length < sequence.send->next) sequence.send.reset();
 }
@@ -194,10 +194,10 @@ void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
 }
 
 void SequenceTable::CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) const {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   At(id);
-  if (size < 1 || size > kMost) {
-    Raise(kValueError, "the window of sequence ", id, " must be between 1 and ", kMost, ", got ",
+  if (size < 1 || size > kMax) {
+    Raise(kValueError, "the window of sequence ", id, " must be between 1 and ", kMax, ", got ",
           size);
   }
   if (num_sinks < 0 || num_sinks >= size) {
@@ -305,7 +305,7 @@ void SequenceTable::Slide(Sequence* sequence) noexcept {
       if (HasWindow(g)) {
         LeaveBehind(sequence, g, first[i]);
       } else {
-        pools_[g].Retire(first[i]);  // positions there have no number any more: nobody goes back
+        pools_[g].Retire(first[i]);  // dropped positions cannot be reached by a fork or pop
       }
     }
     pages.erase(first, first + count);

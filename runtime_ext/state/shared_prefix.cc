@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file shared_prefix.cc
- * \brief Which first pages the sequences of a batch have in common, as a tree of segments.
+ * \brief The shared prefixes of a batch, as a tree of segments.
  */
 #include "state/shared_prefix.h"
 
@@ -11,7 +11,7 @@
 namespace pagedkv {
 
 SharedPrefix::SharedPrefix(int32_t num_pages, int32_t page_size)
-    : page_size_(page_size), level_begins_(1, 0), part_of_page_(num_pages, -1) {}
+    : page_size_(page_size), level_begins_(1, 0), child_of_page_(num_pages, -1) {}
 
 void SharedPrefix::Clear() {
   sequences_.clear();
@@ -26,7 +26,7 @@ void SharedPrefix::Find(const PagePool& pool) {
   Split({0, 0, 0, members_.size()}, pool, &nodes_);
   while (!nodes_.empty()) {
     next_nodes_.clear();
-    for (size_t i = 0; i < nodes_.size(); ++i) {  // which may grow
+    for (size_t i = 0; i < nodes_.size(); ++i) {  // nodes_ may grow
       const Node node = nodes_[i];
       if (IsWorthwhile(node)) {
         segments_.push_back(
@@ -44,8 +44,7 @@ void SharedPrefix::Find(const PagePool& pool) {
   }
 }
 
-/*! \brief Sorts the node's sequences by their next page; those that agree there are its children.
- */
+/*! \brief Sorts the sequences of a node by their next page. Those that share it form a child. */
 void SharedPrefix::Split(const Node& node, const PagePool& pool, std::vector<Node>* children) {
   const int64_t next = node.end_page;
   auto page_of = [&](size_t m) {
@@ -53,8 +52,8 @@ void SharedPrefix::Split(const Node& node, const PagePool& pool, std::vector<Nod
     if (next >= item.num_pages || pool.RefCount(item.pages[next]) == 1) return -1;
     return item.pages[next];
   };
-  // Parts are numbered as they come, so that the result depends on the batch only.
-  part_sizes_.clear();
+  // Children are numbered in batch order, so the result does not depend on page ids.
+  child_sizes_.clear();
   size_t num_alone = 0;
   for (size_t m = node.begin; m < node.end; ++m) {
     const int32_t page = page_of(m);
@@ -62,21 +61,21 @@ void SharedPrefix::Split(const Node& node, const PagePool& pool, std::vector<Nod
       ++num_alone;
       continue;
     }
-    if (part_of_page_[page] < 0) {
-      part_of_page_[page] = static_cast<int32_t>(part_sizes_.size());
-      part_sizes_.push_back(0);
+    if (child_of_page_[page] < 0) {
+      child_of_page_[page] = static_cast<int32_t>(child_sizes_.size());
+      child_sizes_.push_back(0);
     }
-    ++part_sizes_[part_of_page_[page]];
+    ++child_sizes_[child_of_page_[page]];
   }
-  if (part_sizes_.empty()) return;
+  if (child_sizes_.empty()) return;
 
   const size_t first_child = children->size();
   size_t begin = node.begin;
-  for (size_t& size : part_sizes_) {
-    const size_t part_begin = begin;
+  for (size_t& size : child_sizes_) {
+    const size_t child_begin = begin;
     begin += size;
-    children->push_back({node.first_page, next + 1, part_begin, begin});
-    size = part_begin;  // from here on: where its next sequence goes
+    children->push_back({node.first_page, next + 1, child_begin, begin});
+    size = child_begin;  // from here on the index of its next sequence
   }
   sorted_.assign(members_.begin() + node.begin, members_.begin() + node.end);
   size_t alone = node.end - num_alone;
@@ -84,18 +83,18 @@ void SharedPrefix::Split(const Node& node, const PagePool& pool, std::vector<Nod
     const size_t sequence = sorted_[m - node.begin];
     const Item& item = sequences_[sequence];
     const int32_t page = next < item.num_pages ? item.pages[next] : -1;
-    const int32_t part = page < 0 ? -1 : part_of_page_[page];
-    members_[part < 0 ? alone++ : part_sizes_[part]++] = sequence;
+    const int32_t child = page < 0 ? -1 : child_of_page_[page];
+    members_[child < 0 ? alone++ : child_sizes_[child]++] = sequence;
   }
-  auto child = children->begin() + static_cast<ptrdiff_t>(first_child);
-  for (auto it = child; it != children->end(); ++it) {
-    part_of_page_[sequences_[members_[it->begin]].pages[next]] = -1;
+  auto kept = children->begin() + static_cast<ptrdiff_t>(first_child);
+  for (auto it = kept; it != children->end(); ++it) {
+    child_of_page_[sequences_[members_[it->begin]].pages[next]] = -1;
     if (it->end - it->begin == 1) continue;
-    *child = *it;
-    child->end_page = CommonEnd(*child);
-    ++child;
+    *kept = *it;
+    kept->end_page = CommonEnd(*kept);
+    ++kept;
   }
-  children->erase(child, children->end());
+  children->erase(kept, children->end());
 }
 
 int64_t SharedPrefix::CommonEnd(const Node& node) const {
@@ -104,7 +103,7 @@ int64_t SharedPrefix::CommonEnd(const Node& node) const {
   for (size_t m = node.begin + 1; m < node.end; ++m) {
     const Item& other = sequences_[members_[m]];
     end = std::min(end, other.num_pages);
-    // Mostly so, and several times faster to find out than where they differ.
+    // The common case: std::equal is several times faster than std::mismatch.
     if (std::equal(first.pages + node.end_page, first.pages + end, other.pages + node.end_page)) {
       continue;
     }

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file shared_prefix.h
- * \brief Which first pages the sequences of a batch have in common, as a tree of segments.
+ * \brief The shared prefixes of a batch, as a tree of segments.
  *
- * A segment is a range of pages that at least two sequences of the batch share, and these
- * sequences. Segments of one level have no sequence in common, and what a sequence shares lies in
- * one segment a level, level after level: read once for each segment, each page serves all rows
- * below it.
+ *     sequence 0   [ a a a ][ b b ] . .
+ *     sequence 1   [ a a a ][ b b ] . . .
+ *     sequence 2   [ a a a ] . .
+ *                   level 0  level 1
+ *
+ * A segment is a range of pages that at least two sequences of the batch share, together with these
+ * sequences. Segments of one level have no sequence in common, and a sequence has at most one
+ * segment per level. Attention reads the pages of a segment once for all rows of its sequences.
  */
 #ifndef TVM_PAGEDKV_STATE_SHARED_PREFIX_H_
 #define TVM_PAGEDKV_STATE_SHARED_PREFIX_H_
@@ -20,14 +24,14 @@
 namespace pagedkv {
 
 /*!
- * \brief A segment is worth a call and a merge when it saves reading so many positions; one that is
- * not leaves its pages to what lies below it.
+ * \brief A segment pays for its launch and merge when it saves reading this many positions. Pages
+ * of a smaller one belong to the segments below it.
  */
 constexpr int64_t kMinSavedPositions = 512;
 /*!
- * \brief The same where a call is launches on a device: by data sheets, not measured.
+ * \brief As kMinSavedPositions, on a GPU. An estimate from data sheets, not measured.
  *
- * At 4 KiB a position this is 16 MiB, which an H200 reads in the time of one or two launches.
+ * At 4 KiB per position this is 16 MiB, which an H200 reads in the time of one or two launches.
  */
 constexpr int64_t kMinSavedPositionsOnDevice = 4096;
 
@@ -41,12 +45,12 @@ class SharedPrefix {
  public:
   SharedPrefix(int32_t num_pages, int32_t page_size);
 
-  /*! \brief What a segment has to save from now on. */
+  /*! \brief How many positions a segment has to save from now on. */
   void set_min_saved_positions(int64_t num_positions) { min_saved_positions_ = num_positions; }
 
-  /*! \brief Forgets the batch. */
+  /*! \brief Begins a new batch. */
   void Clear();
-  /*! \brief Adds a sequence, with the pages that may be shared; they are read by Find only. */
+  /*! \brief Adds a sequence with the pages that may be shared. Find reads them. */
   void Add(const int32_t* pages, int64_t num_pages) { sequences_.push_back({pages, num_pages, 0}); }
   /*! \brief Finds the segments. Once its vectors have grown it allocates nothing. */
   void Find(const PagePool& pool);
@@ -56,9 +60,9 @@ class SharedPrefix {
   /*! \brief Segments of level l are segments()[level_begins()[l] : level_begins()[l + 1]]. */
   const std::vector<size_t>& level_begins() const { return level_begins_; }
   size_t num_levels() const { return level_begins_.size() - 1; }
-  /*! \brief Sequences, as numbers in the order in which they were added. */
+  /*! \brief Sequences, numbered in the order in which they were added. */
   const std::vector<size_t>& members() const { return members_; }
-  /*! \brief How many first pages of a sequence lie in segments. */
+  /*! \brief Number of leading pages of a sequence that are in segments. */
   int64_t NumPagesOf(size_t sequence) const {
     return segments_.empty() ? 0 : sequences_[sequence].num_covered;
   }
@@ -86,9 +90,9 @@ class SharedPrefix {
   std::vector<SharedSegment> segments_;
   std::vector<size_t> level_begins_;
   // Scratch.
-  std::vector<int32_t> part_of_page_;  // [num_pages] -1 between calls
+  std::vector<int32_t> child_of_page_;  // [num_pages] -1 between calls
   std::vector<Node> nodes_, next_nodes_;
-  std::vector<size_t> part_sizes_, sorted_;
+  std::vector<size_t> child_sizes_, sorted_;
 };
 
 }  // namespace pagedkv

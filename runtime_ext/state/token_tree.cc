@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file token_tree.cc
- * \brief The nodes of a sequence that no commit has decided about.
+ * \brief The uncommitted token tree nodes of a sequence.
  */
 #include "state/token_tree.h"
 
@@ -56,7 +56,7 @@ std::vector<int32_t> TokenTree::PathTo(int64_t leaf) const {
 }
 
 void TokenTree::FillOrder(int32_t* out) const noexcept {
-  // out[i][1] is in turn the size of i's subtree, where its next child begins, and its end.
+  // out[i][1] first holds the size of i's subtree, then where its next child begins, then its end.
   for (int64_t i = 0; i < size(); ++i) out[2 * i + 1] = 1;
   for (int64_t i = size() - 1; i >= 0; --i) {
     if (parents_[i] != kNoParent) out[2 * parents_[i] + 1] += out[2 * i + 1];

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file token_tree.h
- * \brief The nodes of a sequence that no commit has decided about: a forest that grows in rounds.
+ * \brief The uncommitted token tree nodes of a sequence: a forest that grows in rounds.
  *
- * A node is a position of the sequence, after all that is committed, and has the index by which it
- * was appended. Its parent has a lower index; a node without one is a root, whenever it comes. The
- * RoPE position of a node is the number of committed positions plus its depth.
+ * A node is a position of the sequence behind the committed ones. Nodes count in the order in which
+ * they were appended, so a parent has a lower index. A node without a parent is a root; roots may
+ * come in any round. The RoPE position of a node is the number of committed positions plus its
+ * depth.
  */
 #ifndef TVM_PAGEDKV_STATE_TOKEN_TREE_H_
 #define TVM_PAGEDKV_STATE_TOKEN_TREE_H_
@@ -16,7 +17,7 @@
 
 namespace pagedkv {
 
-/*! \brief Integers that someone else owns. */
+/*! \brief A view of integers. */
 struct IntSpan {
   const int64_t* data;
   size_t size;
@@ -24,25 +25,25 @@ struct IntSpan {
 
 class TokenTree {
  public:
-  /*! \brief What stands for the parent of a root. */
+  /*! \brief The parent of a root. */
   static constexpr int32_t kNoParent = -1;
 
   bool empty() const { return parents_.empty(); }
   int64_t size() const { return static_cast<int64_t>(parents_.size()); }
-  /*! \brief Ancestors of a node. */
+  /*! \brief Number of ancestors. */
   int32_t depth(int64_t node) const { return depths_[node]; }
-  /*! \brief Whether every node is the child of the one before it, and the first one a root. */
+  /*! \brief Whether the first node is a root and every other one the child of its predecessor. */
   bool is_chain() const { return chain_length_ == size(); }
 
   /*!
-   * \brief Whether the tree with these parents after its nodes would still be a chain.
-   * \param sequence_id For messages.
+   * \brief Whether the tree would still be a chain with nodes of these parents appended.
+   * \param sequence_id For error messages.
    * \throws Error (ValueError) where a parent is neither an earlier node nor kNoParent.
    */
   bool CheckParents(IntSpan parents, int64_t sequence_id) const;
-  /*! \brief Makes room for so many nodes more: to append them then cannot fail. */
+  /*! \brief Makes room for `count` more nodes, so that appending them cannot fail. */
   void Reserve(int64_t count);
-  /*! \brief Appends nodes with parents that CheckParents has seen. */
+  /*! \brief Appends nodes with parents that CheckParents has accepted. */
   void Append(IntSpan parents);
   /*! \brief Drops the nodes from `size` on; there may be fewer. */
   void Truncate(int64_t size) noexcept;

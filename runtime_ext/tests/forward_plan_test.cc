@@ -68,7 +68,7 @@ void TestArrays() {
   CHECK_EQUAL(past, (Ints{4, 0, 6}));
   plan.FillPageIndptr(0, PageRange::kWithStep, page_indptr.data());
   CHECK_EQUAL(page_indptr, (Ints{0, 2, 4, 7}));
-  plan.FillPageValues(0, PageRange::kWithStep, values.data());
+  plan.FillPageIds(0, PageRange::kWithStep, values.data());
   CHECK_EQUAL(values, (Ints{2, 3, 4, 5, 0, 1, 6}));
   plan.FillLastPageLengths(PageRange::kWithStep, last.data());
   CHECK_EQUAL(last, (Ints{1, 1, 1}));
@@ -80,7 +80,7 @@ void TestArrays() {
   plan.FillPageIndptr(0, PageRange::kPast, page_indptr.data());
   CHECK_EQUAL(page_indptr, (Ints{0, 1, 1, 3}));
   values.resize(3);
-  plan.FillPageValues(0, PageRange::kPast, values.data());
+  plan.FillPageIds(0, PageRange::kPast, values.data());
   CHECK_EQUAL(values, (Ints{2, 0, 1}));
   plan.FillLastPageLengths(PageRange::kPast, last.data());
   CHECK_EQUAL(last, (Ints{4, 0, 2}));
@@ -161,7 +161,7 @@ void TestArraysOfAWindow() {
   CHECK_EQUAL(first, (Ints{12, 0}));
   plan.FillPageIndptr(0, PageRange::kWithStep, indptr.data());
   CHECK_EQUAL(indptr, (Ints{0, 6, 7}));
-  plan.FillPageValues(0, PageRange::kWithStep, values.data());
+  plan.FillPageIds(0, PageRange::kWithStep, values.data());
   CHECK_EQUAL(values, (Ints{3, 4, 5, 6, 7, 9, 8}));
   plan.FillQueryPositions(positions.data());
   CHECK_EQUAL(positions, (Ints{30, 31, 32, 2}));
@@ -170,7 +170,7 @@ void TestArraysOfAWindow() {
   plan.Commit();
   table.CheckIntegrity(/*has_slid=*/false);
   values.resize(6);
-  plan.FillPageValues(0, PageRange::kPast, values.data());
+  plan.FillPageIds(0, PageRange::kPast, values.data());
   CHECK_EQUAL(values, (Ints{3, 4, 5, 6, 7, 8}));
   plan.Finish();
   table.CheckIntegrity();
@@ -197,7 +197,7 @@ void TestSegments() {
   Ints page_indptr(2), values(2), first(1), row_indptr(2), rows(4);
   plan.FillSegmentPageIndptr(0, page_indptr.data());
   CHECK_EQUAL(page_indptr, (Ints{0, 2}));
-  plan.FillSegmentPageValues(0, values.data());
+  plan.FillSegmentPageIds(0, values.data());
   CHECK_EQUAL(values, (Ints{0, 1}));
   plan.FillSegmentFirstPositions(0, first.data());
   CHECK_EQUAL(first, (Ints{0}));
@@ -209,7 +209,7 @@ void TestSegments() {
   Ints indptr(4), own(5), positions(3), past(5), slots(4);
   plan.FillPageIndptr(0, PageRange::kWithStep, indptr.data());
   CHECK_EQUAL(indptr, (Ints{0, 1, 3, 5}));
-  plan.FillPageValues(0, PageRange::kWithStep, own.data());
+  plan.FillPageIds(0, PageRange::kWithStep, own.data());
   CHECK_EQUAL(own, (Ints{4, 2, 5, 2, 3}));
   plan.FillFirstPositions(0, positions.data());
   CHECK_EQUAL(positions, (Ints{2 * kPage, 2 * kPage, 2 * kPage}));
@@ -220,7 +220,7 @@ void TestSegments() {
   plan.Commit();
   table.CheckIntegrity();
   CHECK_EQUAL(plan.NumPages(0, PageRange::kPast), 5);
-  plan.FillPageValues(0, PageRange::kPast, past.data());
+  plan.FillPageIds(0, PageRange::kPast, past.data());
   CHECK_EQUAL(past, (Ints{4, 2, 5, 2, 3}));
 
   // Popped back to the end of the shared pages: nothing of the past is left for itself.

@@ -14,6 +14,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 namespace fs = std::filesystem;
 
 class Folder {
@@ -36,46 +38,43 @@ class Folder {
   fs::path path_;
 };
 
-void TestVersion2() {
+TEST_CASE("cgroup: version2") {
   Folder folder;
-  CHECK_TRUE(!folder.Limit());  // there is nothing
+  REQUIRE(!folder.Limit());  // there is nothing
   folder.Write("self", "0::/slice/app");
-  CHECK_TRUE(!folder.Limit());
+  REQUIRE(!folder.Limit());
   folder.Write("slice/app/memory.max", "max");
-  CHECK_TRUE(!folder.Limit());
+  REQUIRE(!folder.Limit());
   folder.Write("slice/app/memory.max", "3000");
-  CHECK_EQUAL(*folder.Limit(), 3000);
+  REQUIRE_EQ(*folder.Limit(), 3000);
   folder.Write("slice/memory.max", "2000");  // a parent's limit holds too
-  CHECK_EQUAL(*folder.Limit(), 2000);
+  REQUIRE_EQ(*folder.Limit(), 2000);
   folder.Write("slice/app/memory.max", "1000");
-  CHECK_EQUAL(*folder.Limit(), 1000);
+  REQUIRE_EQ(*folder.Limit(), 1000);
   folder.Write("slice/other/memory.max", "1");  // another group's does not
-  CHECK_EQUAL(*folder.Limit(), 1000);
+  REQUIRE_EQ(*folder.Limit(), 1000);
   folder.Write("memory.max", "500");
-  CHECK_EQUAL(*folder.Limit(), 500);
+  REQUIRE_EQ(*folder.Limit(), 500);
   folder.Write("self", "0::/not/mounted/here");  // in a container
-  CHECK_EQUAL(*folder.Limit(), 500);
+  REQUIRE_EQ(*folder.Limit(), 500);
   folder.Write("self", "nonsense\n0:\n::");
   folder.Write("memory.max", "words");
-  CHECK_TRUE(!folder.Limit());
+  REQUIRE(!folder.Limit());
 }
 
-void TestVersion1() {
+TEST_CASE("cgroup: version1") {
   Folder folder;
   folder.Write("self", "5:cpu,cpuacct:/app\n4:memory:/app\n1:name=systemd:/app\n0::/");
   folder.Write("cpu,cpuacct/app/memory.limit_in_bytes", "1");  // not that of memory
-  CHECK_TRUE(!folder.Limit());
+  REQUIRE(!folder.Limit());
   folder.Write("memory/memory.limit_in_bytes", "9223372036854771712");  // none
-  CHECK_EQUAL(*folder.Limit(), 9223372036854771712.0);
+  REQUIRE_EQ(*folder.Limit(), 9223372036854771712.0);
   folder.Write("memory/app/memory.limit_in_bytes", "4096");
-  CHECK_EQUAL(*folder.Limit(), 4096);
+  REQUIRE_EQ(*folder.Limit(), 4096);
   folder.Write("unified/memory.max", "100");  // both mounted
-  CHECK_EQUAL(*folder.Limit(), 100);
+  REQUIRE_EQ(*folder.Limit(), 100);
 }
+
+}  // namespace
 
 }  // namespace pagedkv
-
-int main() {
-  pagedkv::TestVersion2();
-  pagedkv::TestVersion1();
-}

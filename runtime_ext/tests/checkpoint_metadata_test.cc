@@ -13,6 +13,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 CheckpointLayout MakeLayout() {
   CheckpointLayout layout;
   layout.page_size = 4;
@@ -26,30 +28,30 @@ CheckpointLayout MakeLayout() {
   return layout;
 }
 
-void TestWords() {
+TEST_CASE("checkpoint metadata: words") {
   CheckpointLayout layout = MakeLayout();
   const std::string rope = " v_head_dim=8 rope=normal theta=10000 scale=1; ";
-  CHECK_EQUAL(layout.Text(), "page_size=4 dtype=float16; 1 x mha num_kv_heads=2 qk_head_dim=8" +
-                                 rope + "2 x mha_sliding window=5 num_kv_heads=2 qk_head_dim=8" +
-                                 rope + "1 x mla qk_head_dim=24 v_head_dim=16");
-  CHECK_EQUAL(RopeText("none", 5, 6, "x"), "none");
-  CHECK_EQUAL(RopeText("inline", 0.1, 2, "x"), "inline theta=0.10000000000000001 scale=2 x");
-  CHECK_EQUAL(HexHash(""), "cbf29ce484222325");  // the published values of FNV-1a
-  CHECK_EQUAL(HexHash("a"), "af63dc4c8601ec8c");
-  CHECK_EQUAL(layout.PageBytes(0), 2 * 2 * 4 * 8 * 2);
-  CHECK_EQUAL(layout.PageBytes(3), 4 * 24 * 2);
-  CHECK_EQUAL(layout.GroupShape(1, 7), (std::vector<int64_t>{1, 7, 2, 2, 4, 8}));
-  CHECK_EQUAL(layout.GroupShape(3, 7), (std::vector<int64_t>{1, 7, 4, 24}));
+  REQUIRE_EQ(layout.Text(), "page_size=4 dtype=float16; 1 x mha num_kv_heads=2 qk_head_dim=8" +
+                                rope + "2 x mha_sliding window=5 num_kv_heads=2 qk_head_dim=8" +
+                                rope + "1 x mla qk_head_dim=24 v_head_dim=16");
+  REQUIRE_EQ(RopeText("none", 5, 6, "x"), "none");
+  REQUIRE_EQ(RopeText("inline", 0.1, 2, "x"), "inline theta=0.10000000000000001 scale=2 x");
+  REQUIRE_EQ(HexHash(""), "cbf29ce484222325");  // the published values of FNV-1a
+  REQUIRE_EQ(HexHash("a"), "af63dc4c8601ec8c");
+  REQUIRE_EQ(layout.PageBytes(0), 2 * 2 * 4 * 8 * 2);
+  REQUIRE_EQ(layout.PageBytes(3), 4 * 24 * 2);
+  REQUIRE_EQ(layout.GroupShape(1, 7), (std::vector<int64_t>{1, 7, 2, 2, 4, 8}));
+  REQUIRE_EQ(layout.GroupShape(3, 7), (std::vector<int64_t>{1, 7, 4, 24}));
 }
 
-void TestRoundTrip() {
+TEST_CASE("checkpoint metadata: round trip") {
   CheckpointLayout layout = MakeLayout();
   for (int64_t length : {0, 1, 4, 5, 22, 4000}) {
     const int64_t first = length > 20 ? 3 : 0;
     std::string text = WriteMetadata(layout, -7, {length, {0, first, first, 0}});
     SequenceState state = ReadMetadata(text, layout);
-    CHECK_EQUAL(state.length, length);
-    CHECK_EQUAL(state.first_pages, (std::vector<int64_t>{0, first, first, 0}));
+    REQUIRE_EQ(state.length, length);
+    REQUIRE_EQ(state.first_pages, (std::vector<int64_t>{0, first, first, 0}));
   }
 }
 
@@ -68,7 +70,7 @@ std::string MessageOf(int64_t number) {
   }
 }
 
-void TestLocale() {
+TEST_CASE("checkpoint metadata: locale") {
   auto write = [] {
     CheckpointLayout layout = MakeLayout();
     layout.layers[0].rope = RopeText("normal", 10000.5, 0.25, "");
@@ -79,19 +81,20 @@ void TestLocale() {
   const std::locale before = std::locale::global(std::locale(std::locale(), new Grouped));
   std::ostringstream probe;
   probe << 10000.5;
-  CHECK_EQUAL(probe.str(), "1'00'00,5");
+  REQUIRE_EQ(probe.str(), "1'00'00,5");
   const std::string in_another = write();
   const std::string message = MessageOf(123456);
   std::locale::global(before);
-  CHECK_EQUAL(in_another, text);
-  CHECK_EQUAL(message, "got 123456");
+  REQUIRE_EQ(in_another, text);
+  REQUIRE_EQ(message, "got 123456");
 }
 
-void TestDamage() {
+TEST_CASE("checkpoint metadata: damage") {
   CheckpointLayout layout = MakeLayout();
   const std::string text = WriteMetadata(layout, 0, {22, {0, 3, 3, 0}});
   for (size_t length = 0; length < text.size(); ++length) {
-    CHECK_RAISES("ValueError", "checkpoint metadata", ReadMetadata(text.substr(0, length), layout));
+    REQUIRE_RAISES("ValueError", "checkpoint metadata",
+                   ReadMetadata(text.substr(0, length), layout));
   }
   std::mt19937 random(0);
   for (int i = 0; i < 20000; ++i) {
@@ -101,21 +104,21 @@ void TestDamage() {
     }
     try {
       SequenceState state = ReadMetadata(damaged, layout);
-      CHECK_EQUAL(state.length, 22);
-      CHECK_EQUAL(state.first_pages, (std::vector<int64_t>{0, 3, 3, 0}));
+      REQUIRE_EQ(state.length, 22);
+      REQUIRE_EQ(state.first_pages, (std::vector<int64_t>{0, 3, 3, 0}));
     } catch (const Error& error) {
-      CHECK_EQUAL(error.kind(), std::string("ValueError"));
+      REQUIRE_EQ(error.kind(), std::string("ValueError"));
     }
   }
 }
 
-void TestAnotherLayout() {
+TEST_CASE("checkpoint metadata: another layout") {
   const std::string text = WriteMetadata(MakeLayout(), 0, {5, {0, 0, 0, 0}});
   auto refuse = [&](const char* what, auto change) {
     CheckpointLayout layout = MakeLayout();
     change(&layout);
-    CHECK_RAISES("ValueError", "another layout", ReadMetadata(text, layout));
-    CHECK_RAISES("ValueError", what, ReadMetadata(text, layout));
+    REQUIRE_RAISES("ValueError", "another layout", ReadMetadata(text, layout));
+    REQUIRE_RAISES("ValueError", what, ReadMetadata(text, layout));
   };
   refuse("page_size=8", [](auto* layout) { layout->page_size = 8; });
   refuse("dtype=float32", [](auto* layout) { layout->dtype = "float32"; });
@@ -126,12 +129,6 @@ void TestAnotherLayout() {
   });
 }
 
-}  // namespace pagedkv
+}  // namespace
 
-int main() {
-  pagedkv::TestWords();
-  pagedkv::TestRoundTrip();
-  pagedkv::TestLocale();
-  pagedkv::TestDamage();
-  pagedkv::TestAnotherLayout();
-}
+}  // namespace pagedkv

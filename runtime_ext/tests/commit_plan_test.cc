@@ -13,6 +13,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 using Ids = std::vector<int64_t>;
 using Ints = std::vector<int32_t>;
 
@@ -42,61 +44,61 @@ struct Cache {
   ForwardPlan steps;
 };
 
-void TestErrors() {
+TEST_CASE("commit plan: errors") {
   Cache cache({16});
   SequenceTable& table = cache.table;
   table.Add(0);
   table.Add(1);
   cache.TreeStep({0}, {3}, {-1, 0, 0});
   CommitPlan plan(&table);
-  CHECK_RAISES("ValueError", "got 2 ids and 1 leaves", plan.Prepare(Span({0, 1}), Span({0})));
-  CHECK_RAISES("KeyError", "no sequence 7", plan.Prepare(Span({0, 7}), Span({0, -1})));
-  CHECK_RAISES("ValueError", "sequence 0 is twice", plan.Prepare(Span({0, 0}), Span({0, 0})));
-  CHECK_RAISES("ValueError", "one of its 3 token tree nodes", plan.Prepare(Span({0}), Span({3})));
-  CHECK_RAISES("ValueError", "or -1 for none, got -2", plan.Prepare(Span({0}), Span({-2})));
-  CHECK_RAISES("ValueError", "one of its 0 token tree nodes", plan.Prepare(Span({1}), Span({0})));
+  REQUIRE_RAISES("ValueError", "got 2 ids and 1 leaves", plan.Prepare(Span({0, 1}), Span({0})));
+  REQUIRE_RAISES("KeyError", "no sequence 7", plan.Prepare(Span({0, 7}), Span({0, -1})));
+  REQUIRE_RAISES("ValueError", "sequence 0 is twice", plan.Prepare(Span({0, 0}), Span({0, 0})));
+  REQUIRE_RAISES("ValueError", "one of its 3 token tree nodes", plan.Prepare(Span({0}), Span({3})));
+  REQUIRE_RAISES("ValueError", "or -1 for none, got -2", plan.Prepare(Span({0}), Span({-2})));
+  REQUIRE_RAISES("ValueError", "one of its 0 token tree nodes", plan.Prepare(Span({1}), Span({0})));
   plan.Prepare(Span({1}), Span({-1}));  // nothing to drop is no error
   plan.Acquire();
   plan.Commit();
-  CHECK_EQUAL(table.At(0).tree.size(), 3);
-  CHECK_EQUAL(table.At(1).length, 0);
+  REQUIRE_EQ(table.At(0).tree.size(), 3);
+  REQUIRE_EQ(table.At(1).length, 0);
 }
 
-void TestMoves() {
+TEST_CASE("commit plan: moves") {
   Cache cache({16});
   SequenceTable& table = cache.table;
   for (int64_t id : {0, 1, 2}) table.Add(id);
   cache.Step({0, 1, 2}, {6, 4, 1});                          // pages 0 1, 2, 3
   cache.TreeStep({0, 1}, {4, 3}, {-1, 0, 0, 1, -1, -1, 1});  // 4 5, 6
   cache.TreeStep({1, 0, 2}, {2, 1, 1}, {2, 2, 2, -1});       // 7, then all in old ones
-  CHECK_EQUAL(table.At(0).length, 11);
-  CHECK_EQUAL(table.At(0).committed_length(), 6);
-  CHECK_EQUAL(table.At(0).pages[0], (Ints{0, 1, 4}));
-  CHECK_EQUAL(table.At(1).pages[0], (Ints{2, 5, 6}));
+  REQUIRE_EQ(table.At(0).length, 11);
+  REQUIRE_EQ(table.At(0).committed_length(), 6);
+  REQUIRE_EQ(table.At(0).pages[0], (Ints{0, 1, 4}));
+  REQUIRE_EQ(table.At(1).pages[0], (Ints{2, 5, 6}));
 
   CommitPlan plan(&table);
   plan.Prepare(Span({2, 1, 0}), Span({0, 4, 4}));  // paths 0; 1 2 4; 0 2 4
   plan.Acquire();
-  CHECK_TRUE(plan.copies().empty());
-  CHECK_EQUAL(plan.num_moves(), 5);
-  CHECK_EQUAL(plan.num_committed(), 7);
-  CHECK_EQUAL(plan.num_dropped(), 4);
+  REQUIRE(plan.copies().empty());
+  REQUIRE_EQ(plan.num_moves(), 5);
+  REQUIRE_EQ(plan.num_committed(), 7);
+  REQUIRE_EQ(plan.num_dropped(), 4);
   Ints indptr(4), slots(10);
   plan.FillMoveIndptr(indptr.data());
-  CHECK_EQUAL(indptr, (Ints{0, 0, 3, 5}));
+  REQUIRE_EQ(indptr, (Ints{0, 0, 3, 5}));
   plan.FillMoves(0, slots.data());
-  CHECK_EQUAL(slots, (Ints{21, 22, 24, 16, 18, 20, 21, 22, 7, 16}));
+  REQUIRE_EQ(slots, (Ints{21, 22, 24, 16, 18, 20, 21, 22, 7, 16}));
   plan.Commit();
   table.CheckIntegrity();
-  CHECK_EQUAL(table.At(0).length, 9);
-  CHECK_EQUAL(table.At(1).length, 7);
-  CHECK_EQUAL(table.At(2).length, 2);
-  CHECK_EQUAL(table.At(1).pages[0], (Ints{2, 5}));
-  CHECK_TRUE(table.At(0).tree.empty());
-  CHECK_EQUAL(table.total_length(), 18);
+  REQUIRE_EQ(table.At(0).length, 9);
+  REQUIRE_EQ(table.At(1).length, 7);
+  REQUIRE_EQ(table.At(2).length, 2);
+  REQUIRE_EQ(table.At(1).pages[0], (Ints{2, 5}));
+  REQUIRE(table.At(0).tree.empty());
+  REQUIRE_EQ(table.total_length(), 18);
 }
 
-void TestDropAll() {
+TEST_CASE("commit plan: drop all") {
   Cache cache({16});
   SequenceTable& table = cache.table;
   table.Add(0);
@@ -104,53 +106,53 @@ void TestDropAll() {
   CommitPlan plan(&table);
   plan.Prepare(Span({0}), Span({-1}));
   plan.Acquire();
-  CHECK_EQUAL(plan.num_moves(), 0);
+  REQUIRE_EQ(plan.num_moves(), 0);
   plan.Commit();
   table.CheckIntegrity();
-  CHECK_EQUAL(table.At(0).length, 0);
-  CHECK_EQUAL(table.pool(0).num_used(), 0);
+  REQUIRE_EQ(table.At(0).length, 0);
+  REQUIRE_EQ(table.pool(0).num_used(), 0);
 }
 
-void TestSharedPages() {
+TEST_CASE("commit plan: shared pages") {
   Cache cache({4, 8});
   SequenceTable& table = cache.table;
   table.Add(0);
   cache.Step({0}, {5});                     // pages 0 1
   cache.TreeStep({0}, {4}, {-1, 0, 0, 2});  // 2
-  CHECK_RAISES("ValueError", "positions from 5 on are token tree nodes", table.Fork(0, 1, -1));
-  CHECK_RAISES("ValueError", "positions from 5 on are token tree nodes", table.Fork(0, 1, 6));
+  REQUIRE_RAISES("ValueError", "positions from 5 on are token tree nodes", table.Fork(0, 1, -1));
+  REQUIRE_RAISES("ValueError", "positions from 5 on are token tree nodes", table.Fork(0, 1, 6));
   table.Fork(0, 1, 5);
-  CHECK_TRUE(table.At(1).tree.empty());
+  REQUIRE(table.At(1).tree.empty());
   const Ints free_before = table.pool(0).free_pages();
   CommitPlan plan(&table);
   plan.Prepare(Span({0}), Span({3}));  // 0 2 3 move to slots of pages 1 and 2
   plan.Acquire();
-  CHECK_EQUAL(plan.copies().size(), 2u);
-  CHECK_EQUAL(plan.copies()[0].source, 1);
-  CHECK_EQUAL(plan.copies()[0].length, 4);
+  REQUIRE_EQ(plan.copies().size(), 2u);
+  REQUIRE_EQ(plan.copies()[0].source, 1);
+  REQUIRE_EQ(plan.copies()[0].length, 4);
   Ints slots(4);
   plan.FillMoves(0, slots.data());
-  CHECK_EQUAL(slots, (Ints{15, 8, 14, 15}));
+  REQUIRE_EQ(slots, (Ints{15, 8, 14, 15}));
   plan.Release();
-  CHECK_TRUE(table.pool(0).free_pages() == free_before);
+  REQUIRE(table.pool(0).free_pages() == free_before);
   table.CheckIntegrity();
 
   table.Add(2);
   cache.Step({2}, {4});  // the last page of the first group
-  CHECK_RAISES("CacheFullError", "needs 1 pages, but 0 of 4 are available", plan.Acquire());
+  REQUIRE_RAISES("CacheFullError", "needs 1 pages, but 0 of 4 are available", plan.Acquire());
   table.CheckIntegrity();
-  CHECK_EQUAL(table.At(0).tree.size(), 4);
+  REQUIRE_EQ(table.At(0).tree.size(), 4);
   table.Remove(2);
   plan.Prepare(Span({0}), Span({3}));
   plan.Acquire();
   plan.Commit();
   table.CheckIntegrity();
-  CHECK_EQUAL(table.At(0).length, 8);
-  CHECK_EQUAL(table.At(0).pages[0], (Ints{0, 3}));
-  CHECK_EQUAL(table.At(1).pages[0], (Ints{0, 1}));
+  REQUIRE_EQ(table.At(0).length, 8);
+  REQUIRE_EQ(table.At(0).pages[0], (Ints{0, 3}));
+  REQUIRE_EQ(table.At(1).pages[0], (Ints{0, 1}));
 }
 
-void TestPopAndRemove() {
+TEST_CASE("commit plan: pop and remove") {
   Cache cache({16});
   SequenceTable& table = cache.table;
   table.Add(0);
@@ -158,31 +160,31 @@ void TestPopAndRemove() {
   cache.TreeStep({0}, {6}, {-1, 0, 0, 1, 2, -1});
   table.Pop(0, 2);  // the nodes that were appended last
   table.CheckIntegrity();
-  CHECK_EQUAL(table.At(0).tree.size(), 4);
+  REQUIRE_EQ(table.At(0).tree.size(), 4);
   cache.TreeStep({0}, {1}, {3});
-  CHECK_EQUAL(table.At(0).tree.depth(4), 3);
+  REQUIRE_EQ(table.At(0).tree.depth(4), 3);
   table.Pop(0, 7);  // and then committed positions
   table.CheckIntegrity();
-  CHECK_TRUE(table.At(0).tree.empty());
-  CHECK_EQUAL(table.At(0).length, 3);
+  REQUIRE(table.At(0).tree.empty());
+  REQUIRE_EQ(table.At(0).length, 3);
   cache.TreeStep({0}, {2}, {-1, -1});
   table.Remove(0);
   table.CheckIntegrity();
-  CHECK_EQUAL(table.pool(0).num_used(), 0);
-  CHECK_EQUAL(table.total_length(), 0);
+  REQUIRE_EQ(table.pool(0).num_used(), 0);
+  REQUIRE_EQ(table.total_length(), 0);
 }
 
 /*! \brief The window follows the committed positions, and slides when nodes are committed. */
-void TestWindow() {
+TEST_CASE("commit plan: window") {
   Cache cache({64}, {3});
   SequenceTable& table = cache.table;
   table.Add(0);
   cache.Step({0}, {30});  // 30 - 2 - 16 = 12
-  CHECK_EQUAL(table.FirstPosition(table.At(0), 0), 12);
+  REQUIRE_EQ(table.FirstPosition(table.At(0), 0), 12);
   Ids parents(20, 0);
   parents[0] = -1;
   cache.TreeStep({0}, {20}, parents);
-  CHECK_EQUAL(table.FirstPosition(table.At(0), 0), 12);
+  REQUIRE_EQ(table.FirstPosition(table.At(0), 0), 12);
   cache.TreeStep({0}, {4}, {19, 20, 21, 22});
   CommitPlan plan(&table);
   plan.Prepare(Span({0}), Span({23}));  // 0 19 20 21 22 23
@@ -191,19 +193,11 @@ void TestWindow() {
   plan.FillMoves(0, slots.data());
   plan.Commit();
   table.CheckIntegrity();
-  CHECK_EQUAL(table.At(0).length, 36);
-  CHECK_EQUAL(table.FirstPosition(table.At(0), 0), 16);
-  CHECK_EQUAL(table.At(0).pages[0].size(), 5u);
+  REQUIRE_EQ(table.At(0).length, 36);
+  REQUIRE_EQ(table.FirstPosition(table.At(0), 0), 16);
+  REQUIRE_EQ(table.At(0).pages[0].size(), 5u);
 }
+
+}  // namespace
 
 }  // namespace pagedkv
-
-int main() {
-  pagedkv::TestErrors();
-  pagedkv::TestMoves();
-  pagedkv::TestDropAll();
-  pagedkv::TestSharedPages();
-  pagedkv::TestPopAndRemove();
-  pagedkv::TestWindow();
-  return 0;
-}

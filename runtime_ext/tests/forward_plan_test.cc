@@ -12,6 +12,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 using Ids = std::vector<int64_t>;
 using Ints = std::vector<int32_t>;
 
@@ -25,68 +27,68 @@ void Step(ForwardPlan* plan, const Ids& ids, const Ids& lengths) {
   plan->Commit();
 }
 
-void TestErrors() {
+TEST_CASE("forward plan: errors") {
   SequenceTable table(4, 4, {4});
   ForwardPlan plan(&table, 12);
   table.Add(0);
   table.Add(1);
-  CHECK_RAISES("ValueError", "got 2 ids and 1 lengths", Prepare(&plan, {0, 1}, {1}));
-  CHECK_RAISES("ValueError", "at least one sequence", Prepare(&plan, {}, {}));
-  CHECK_RAISES("KeyError", "no sequence 2", Prepare(&plan, {0, 2}, {1, 1}));
-  CHECK_RAISES("ValueError", "sequence 0 is twice", Prepare(&plan, {0, 1, 0}, {1, 1, 1}));
-  CHECK_RAISES("ValueError", "at least 1, got 0", Prepare(&plan, {0}, {0}));
-  CHECK_RAISES("ValueError", "at least 1, got -1", Prepare(&plan, {0, 1}, {2, -1}));
-  CHECK_RAISES("ValueError", "prefill_chunk_size (12)", Prepare(&plan, {0, 1}, {6, 7}));
+  REQUIRE_RAISES("ValueError", "got 2 ids and 1 lengths", Prepare(&plan, {0, 1}, {1}));
+  REQUIRE_RAISES("ValueError", "at least one sequence", Prepare(&plan, {}, {}));
+  REQUIRE_RAISES("KeyError", "no sequence 2", Prepare(&plan, {0, 2}, {1, 1}));
+  REQUIRE_RAISES("ValueError", "sequence 0 is twice", Prepare(&plan, {0, 1, 0}, {1, 1, 1}));
+  REQUIRE_RAISES("ValueError", "at least 1, got 0", Prepare(&plan, {0}, {0}));
+  REQUIRE_RAISES("ValueError", "at least 1, got -1", Prepare(&plan, {0, 1}, {2, -1}));
+  REQUIRE_RAISES("ValueError", "prefill_chunk_size (12)", Prepare(&plan, {0, 1}, {6, 7}));
   const int64_t huge = std::numeric_limits<int64_t>::max();
-  CHECK_RAISES("ValueError", "prefill_chunk_size (12)", Prepare(&plan, {0, 1}, {huge, huge}));
+  REQUIRE_RAISES("ValueError", "prefill_chunk_size (12)", Prepare(&plan, {0, 1}, {huge, huge}));
   Step(&plan, {0}, {12});
-  CHECK_RAISES("CacheFullError",
-               "needs 2 pages, but 1 of 4 are available; most are held by sequence 0 (3)",
-               Prepare(&plan, {1}, {5}));
+  REQUIRE_RAISES("CacheFullError",
+                 "needs 2 pages, but 1 of 4 are available; most are held by sequence 0 (3)",
+                 Prepare(&plan, {1}, {5}));
   Step(&plan, {1}, {4});
   table.CheckIntegrity();
 }
 
-void TestArrays() {
+TEST_CASE("forward plan: arrays") {
   SequenceTable table(4, 4, {16});
   ForwardPlan plan(&table, 64);
   for (int64_t id : {0, 1, 2}) table.Add(id);
   Step(&plan, {0, 1}, {6, 4});  // pages 0 1, 2
   Prepare(&plan, {1, 2, 0}, {1, 5, 3});
   plan.Acquire();  // 3, 4 5, 6
-  CHECK_EQUAL(plan.num_rows(), 9);
-  CHECK_TRUE(!plan.is_decode());
-  CHECK_EQUAL(plan.NumPages(0, PageRange::kWithStep), 7);
-  CHECK_EQUAL(plan.NumPages(0, PageRange::kPast), 3);
+  REQUIRE_EQ(plan.num_rows(), 9);
+  REQUIRE(!plan.is_decode());
+  REQUIRE_EQ(plan.NumPages(0, PageRange::kWithStep), 7);
+  REQUIRE_EQ(plan.NumPages(0, PageRange::kPast), 3);
 
   Ints indptr(4), positions(9), past(3), page_indptr(4), values(7), last(3), slots(9);
   plan.FillQueryIndptr(indptr.data());
-  CHECK_EQUAL(indptr, (Ints{0, 1, 6, 9}));
+  REQUIRE_EQ(indptr, (Ints{0, 1, 6, 9}));
   plan.FillQueryPositions(positions.data());
-  CHECK_EQUAL(positions, (Ints{4, 0, 1, 2, 3, 4, 6, 7, 8}));
+  REQUIRE_EQ(positions, (Ints{4, 0, 1, 2, 3, 4, 6, 7, 8}));
   plan.FillPastLengths(past.data());
-  CHECK_EQUAL(past, (Ints{4, 0, 6}));
+  REQUIRE_EQ(past, (Ints{4, 0, 6}));
   plan.FillPageIndptr(0, PageRange::kWithStep, page_indptr.data());
-  CHECK_EQUAL(page_indptr, (Ints{0, 2, 4, 7}));
+  REQUIRE_EQ(page_indptr, (Ints{0, 2, 4, 7}));
   plan.FillPageIds(0, PageRange::kWithStep, values.data());
-  CHECK_EQUAL(values, (Ints{2, 3, 4, 5, 0, 1, 6}));
+  REQUIRE_EQ(values, (Ints{2, 3, 4, 5, 0, 1, 6}));
   plan.FillLastPageLengths(PageRange::kWithStep, last.data());
-  CHECK_EQUAL(last, (Ints{1, 1, 1}));
+  REQUIRE_EQ(last, (Ints{1, 1, 1}));
   plan.FillSlots(0, slots.data());
-  CHECK_EQUAL(slots, (Ints{12, 16, 17, 18, 19, 20, 6, 7, 24}));
+  REQUIRE_EQ(slots, (Ints{12, 16, 17, 18, 19, 20, 6, 7, 24}));
 
   plan.Commit();
   table.CheckIntegrity();
   plan.FillPageIndptr(0, PageRange::kPast, page_indptr.data());
-  CHECK_EQUAL(page_indptr, (Ints{0, 1, 1, 3}));
+  REQUIRE_EQ(page_indptr, (Ints{0, 1, 1, 3}));
   values.resize(3);
   plan.FillPageIds(0, PageRange::kPast, values.data());
-  CHECK_EQUAL(values, (Ints{2, 0, 1}));
+  REQUIRE_EQ(values, (Ints{2, 0, 1}));
   plan.FillLastPageLengths(PageRange::kPast, last.data());
-  CHECK_EQUAL(last, (Ints{4, 0, 2}));
+  REQUIRE_EQ(last, (Ints{4, 0, 2}));
 }
 
-void TestCopyOnWrite() {
+TEST_CASE("forward plan: copy on write") {
   SequenceTable table(4, 4, {16, 16});
   ForwardPlan plan(&table, 64);
   table.Add(0);
@@ -97,35 +99,35 @@ void TestCopyOnWrite() {
   const Ints free_before = table.pool(1).free_pages();
   Prepare(&plan, {1, 2}, {1, 1});  // page 1 keeps sequence 0 as its owner: both copy
   plan.Acquire();
-  CHECK_EQUAL(plan.copies().size(), 4u);
-  CHECK_EQUAL(plan.copies()[0].source, 1);
-  CHECK_EQUAL(plan.copies()[0].length, 2);
-  CHECK_EQUAL(plan.copies()[1].length, 1);
+  REQUIRE_EQ(plan.copies().size(), 4u);
+  REQUIRE_EQ(plan.copies()[0].source, 1);
+  REQUIRE_EQ(plan.copies()[0].length, 2);
+  REQUIRE_EQ(plan.copies()[1].length, 1);
   plan.Release();
-  CHECK_TRUE(table.pool(1).free_pages() == free_before);
+  REQUIRE(table.pool(1).free_pages() == free_before);
   table.CheckIntegrity();
 
   Prepare(&plan, {2, 0, 1}, {1, 1, 1});  // all write: the last of the longest need not copy
   plan.Acquire();
-  CHECK_EQUAL(plan.copies().size(), 4u);
-  CHECK_EQUAL(plan.copies()[0].sequence->id, 2);
-  CHECK_EQUAL(plan.copies()[1].sequence->id, 0);
+  REQUIRE_EQ(plan.copies().size(), 4u);
+  REQUIRE_EQ(plan.copies()[0].sequence->id, 2);
+  REQUIRE_EQ(plan.copies()[1].sequence->id, 0);
   plan.Commit();
   plan.Finish();
-  CHECK_EQUAL(table.At(1).pages[0], (Ints{0, 1}));
-  CHECK_EQUAL(table.pool(0).num_shared(), 1);
-  CHECK_EQUAL(table.At(2).length, 6);
+  REQUIRE_EQ(table.At(1).pages[0], (Ints{0, 1}));
+  REQUIRE_EQ(table.pool(0).num_shared(), 1);
+  REQUIRE_EQ(table.At(2).length, 6);
   table.CheckIntegrity();
 
   table.Fork(0, 3, 4);  // at a page boundary nothing is written to a shared page
   Prepare(&plan, {3}, {1});
   plan.Acquire();
-  CHECK_TRUE(plan.copies().empty());
+  REQUIRE(plan.copies().empty());
   plan.Commit();
   table.CheckIntegrity();
 }
 
-void TestWriteAfterPopIntoASharedPage() {
+TEST_CASE("forward plan: write after pop into a shared page") {
   SequenceTable table(4, 4, {16});
   ForwardPlan plan(&table, 64);
   table.Add(0);
@@ -134,15 +136,15 @@ void TestWriteAfterPopIntoASharedPage() {
   table.Pop(1, 3);
   Prepare(&plan, {1}, {2});
   plan.Acquire();
-  CHECK_EQUAL(plan.copies().size(), 1u);
-  CHECK_EQUAL(plan.copies()[0].length, 1);
+  REQUIRE_EQ(plan.copies().size(), 1u);
+  REQUIRE_EQ(plan.copies()[0].length, 1);
   plan.Commit();
-  CHECK_EQUAL(table.At(0).pages[0], (Ints{0, 1}));
-  CHECK_EQUAL(table.At(1).pages[0], (Ints{0, 2}));
+  REQUIRE_EQ(table.At(0).pages[0], (Ints{0, 1}));
+  REQUIRE_EQ(table.At(1).pages[0], (Ints{0, 2}));
   table.CheckIntegrity();
 }
 
-void TestArraysOfAWindow() {
+TEST_CASE("forward plan: arrays of a window") {
   SequenceTable table(4, 4, {16}, {3});  // also keeps 16 positions to pop
   ForwardPlan plan(&table, 64);
   table.Add(0);
@@ -154,29 +156,29 @@ void TestArraysOfAWindow() {
   table.CheckIntegrity();
   Prepare(&plan, {0, 1}, {3, 1});
   plan.Acquire();  // 9
-  CHECK_EQUAL(plan.NumPages(0, PageRange::kWithStep), 7);
-  CHECK_EQUAL(plan.NumPages(0, PageRange::kPast), 6);
+  REQUIRE_EQ(plan.NumPages(0, PageRange::kWithStep), 7);
+  REQUIRE_EQ(plan.NumPages(0, PageRange::kPast), 6);
   Ints first(2), indptr(3), values(7), slots(4), positions(4);
   plan.FillFirstPositions(0, first.data());
-  CHECK_EQUAL(first, (Ints{12, 0}));
+  REQUIRE_EQ(first, (Ints{12, 0}));
   plan.FillPageIndptr(0, PageRange::kWithStep, indptr.data());
-  CHECK_EQUAL(indptr, (Ints{0, 6, 7}));
+  REQUIRE_EQ(indptr, (Ints{0, 6, 7}));
   plan.FillPageIds(0, PageRange::kWithStep, values.data());
-  CHECK_EQUAL(values, (Ints{3, 4, 5, 6, 7, 9, 8}));
+  REQUIRE_EQ(values, (Ints{3, 4, 5, 6, 7, 9, 8}));
   plan.FillQueryPositions(positions.data());
-  CHECK_EQUAL(positions, (Ints{30, 31, 32, 2}));
+  REQUIRE_EQ(positions, (Ints{30, 31, 32, 2}));
   plan.FillSlots(0, slots.data());
-  CHECK_EQUAL(slots, (Ints{30, 31, 36, 34}));
+  REQUIRE_EQ(slots, (Ints{30, 31, 36, 34}));
   plan.Commit();
   table.CheckIntegrity(/*has_slid=*/false);
   values.resize(6);
   plan.FillPageIds(0, PageRange::kPast, values.data());
-  CHECK_EQUAL(values, (Ints{3, 4, 5, 6, 7, 8}));
+  REQUIRE_EQ(values, (Ints{3, 4, 5, 6, 7, 8}));
   plan.Finish();
   table.CheckIntegrity();
 }
 
-void TestSegments() {
+TEST_CASE("forward plan: segments") {
   constexpr int32_t kPage = 256;  // two pages are worth a segment for two sequences
   SequenceTable table(4, kPage, {16, 16});
   ForwardPlan plan(&table, 2048);
@@ -187,56 +189,56 @@ void TestSegments() {
   table.Fork(0, 2, -1);
   Prepare(&plan, {1, 0, 2}, {1, 2, 1});
   plan.Acquire();  // 4, 5, and sequence 2 keeps page 3
-  CHECK_EQUAL(plan.shared_prefix(0).segments().size(), 1u);
-  CHECK_TRUE(plan.shared_prefix(1).segments().empty());
-  CHECK_EQUAL(plan.NumSegmentPages(0), 2);
-  CHECK_EQUAL(plan.NumSegmentRows(0), 4);
-  CHECK_EQUAL(plan.NumPages(0, PageRange::kWithStep), 5);
-  CHECK_EQUAL(plan.NumSharedPages(0), 6);
-  CHECK_EQUAL(plan.NumPages(1, PageRange::kWithStep), 11);
+  REQUIRE_EQ(plan.shared_prefix(0).segments().size(), 1u);
+  REQUIRE(plan.shared_prefix(1).segments().empty());
+  REQUIRE_EQ(plan.NumSegmentPages(0), 2);
+  REQUIRE_EQ(plan.NumSegmentRows(0), 4);
+  REQUIRE_EQ(plan.NumPages(0, PageRange::kWithStep), 5);
+  REQUIRE_EQ(plan.NumSharedPages(0), 6);
+  REQUIRE_EQ(plan.NumPages(1, PageRange::kWithStep), 11);
   Ints page_indptr(2), values(2), first(1), row_indptr(2), rows(4);
   plan.FillSegmentPageIndptr(0, page_indptr.data());
-  CHECK_EQUAL(page_indptr, (Ints{0, 2}));
+  REQUIRE_EQ(page_indptr, (Ints{0, 2}));
   plan.FillSegmentPageIds(0, values.data());
-  CHECK_EQUAL(values, (Ints{0, 1}));
+  REQUIRE_EQ(values, (Ints{0, 1}));
   plan.FillSegmentFirstPositions(0, first.data());
-  CHECK_EQUAL(first, (Ints{0}));
+  REQUIRE_EQ(first, (Ints{0}));
   plan.FillSegmentRowIndptr(0, row_indptr.data());
-  CHECK_EQUAL(row_indptr, (Ints{0, 4}));
+  REQUIRE_EQ(row_indptr, (Ints{0, 4}));
   plan.FillSegmentRows(0, rows.data());
-  CHECK_EQUAL(rows, (Ints{1, 2, 3, 0}));  // those first that have page 2 in common as well
+  REQUIRE_EQ(rows, (Ints{1, 2, 3, 0}));  // those first that have page 2 in common as well
   // The tables of the sequences begin after them, also those of the past.
   Ints indptr(4), own(5), positions(3), past(5), slots(4);
   plan.FillPageIndptr(0, PageRange::kWithStep, indptr.data());
-  CHECK_EQUAL(indptr, (Ints{0, 1, 3, 5}));
+  REQUIRE_EQ(indptr, (Ints{0, 1, 3, 5}));
   plan.FillPageIds(0, PageRange::kWithStep, own.data());
-  CHECK_EQUAL(own, (Ints{4, 2, 5, 2, 3}));
+  REQUIRE_EQ(own, (Ints{4, 2, 5, 2, 3}));
   plan.FillFirstPositions(0, positions.data());
-  CHECK_EQUAL(positions, (Ints{2 * kPage, 2 * kPage, 2 * kPage}));
+  REQUIRE_EQ(positions, (Ints{2 * kPage, 2 * kPage, 2 * kPage}));
   plan.FillFirstPositions(1, positions.data());
-  CHECK_EQUAL(positions, (Ints{0, 0, 0}));
+  REQUIRE_EQ(positions, (Ints{0, 0, 0}));
   plan.FillSlots(0, slots.data());
-  CHECK_EQUAL(slots, (Ints{4 * kPage + 9, 5 * kPage + 5, 5 * kPage + 6, 3 * kPage + 5}));
+  REQUIRE_EQ(slots, (Ints{4 * kPage + 9, 5 * kPage + 5, 5 * kPage + 6, 3 * kPage + 5}));
   plan.Commit();
   table.CheckIntegrity();
-  CHECK_EQUAL(plan.NumPages(0, PageRange::kPast), 5);
+  REQUIRE_EQ(plan.NumPages(0, PageRange::kPast), 5);
   plan.FillPageIds(0, PageRange::kPast, past.data());
-  CHECK_EQUAL(past, (Ints{4, 2, 5, 2, 3}));
+  REQUIRE_EQ(past, (Ints{4, 2, 5, 2, 3}));
 
   // Popped back to the end of the shared pages: nothing of the past is left for itself.
   table.Pop(1, 10);
   Prepare(&plan, {0, 1}, {1, 1});
   plan.Acquire();
-  CHECK_EQUAL(plan.NumSegmentPages(0), 2);
+  REQUIRE_EQ(plan.NumSegmentPages(0), 2);
   plan.Commit();
   plan.FillPageIndptr(0, PageRange::kPast, indptr.data());
-  CHECK_EQUAL((Ints{indptr[0], indptr[1], indptr[2]}), (Ints{0, 2, 2}));
+  REQUIRE_EQ((Ints{indptr[0], indptr[1], indptr[2]}), (Ints{0, 2, 2}));
   Prepare(&plan, {1}, {1});  // alone it shares with nobody
-  CHECK_TRUE(plan.shared_prefix(0).segments().empty());
-  CHECK_EQUAL(plan.NumPages(0, PageRange::kWithStep), 3);
+  REQUIRE(plan.shared_prefix(0).segments().empty());
+  REQUIRE_EQ(plan.NumPages(0, PageRange::kWithStep), 3);
 }
 
-void TestTrees() {
+TEST_CASE("forward plan: trees") {
   SequenceTable table(4, 4, {16});
   ForwardPlan plan(&table, 64);
   for (int64_t id : {0, 1}) table.Add(id);
@@ -245,91 +247,81 @@ void TestTrees() {
     plan.Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()},
                  IntSpan{parents.data(), parents.size()});
   };
-  CHECK_RAISES("ValueError", "the parent of each of its 3 rows, got 2 parents",
-               prepare({0, 1}, {1, 2}, {-1, -1}));
-  CHECK_RAISES("ValueError", "node 1 of sequence 1", prepare({0, 1}, {1, 2}, {-1, -1, 1}));
-  CHECK_TRUE(table.At(0).tree.empty());
+  REQUIRE_RAISES("ValueError", "the parent of each of its 3 rows, got 2 parents",
+                 prepare({0, 1}, {1, 2}, {-1, -1}));
+  REQUIRE_RAISES("ValueError", "node 1 of sequence 1", prepare({0, 1}, {1, 2}, {-1, -1, 1}));
+  REQUIRE(table.At(0).tree.empty());
 
   Ids parents{-1, 0, 1, -1, 0};
   Ids ids{0, 1}, lengths{3, 2};
   plan.Prepare({ids.data(), 2}, {lengths.data(), 2}, IntSpan{parents.data(), 5});
-  CHECK_TRUE(plan.has_trees() && !plan.needs_tree_mask());  // chains
+  REQUIRE((plan.has_trees() && !plan.needs_tree_mask()));  // chains
   plan.Acquire();
   plan.Release();
-  CHECK_TRUE(table.At(0).tree.empty());
+  REQUIRE(table.At(0).tree.empty());
 
   parents = {-1, 0, 0, -1, 0};
   plan.Prepare({ids.data(), 2}, {lengths.data(), 2}, IntSpan{parents.data(), 5});
-  CHECK_TRUE(plan.needs_tree_mask() && !plan.has_earlier_nodes());
+  REQUIRE((plan.needs_tree_mask() && !plan.has_earlier_nodes()));
   plan.Acquire();
   Ints positions(5), indptr(3), order(10), past_order(10);
   plan.FillQueryPositions(positions.data());
-  CHECK_EQUAL(positions, (Ints{6, 7, 7, 2, 3}));
+  REQUIRE_EQ(positions, (Ints{6, 7, 7, 2, 3}));
   plan.FillTreeOrderIndptr(indptr.data());
-  CHECK_EQUAL(indptr, (Ints{0, 3, 5}));
+  REQUIRE_EQ(indptr, (Ints{0, 3, 5}));
   plan.FillTreeOrder(PageRange::kWithStep, order.data());
-  CHECK_EQUAL(order, (Ints{0, 3, 1, 2, 2, 3, 0, 2, 1, 2}));
+  REQUIRE_EQ(order, (Ints{0, 3, 1, 2, 2, 3, 0, 2, 1, 2}));
   plan.Commit();
   plan.FillTreeOrder(PageRange::kPast, past_order.data());
-  CHECK_EQUAL(past_order, (Ints{0, 0, 1, 1, 2, 2, 0, 0, 1, 1}));
+  REQUIRE_EQ(past_order, (Ints{0, 0, 1, 1, 2, 2, 0, 0, 1, 1}));
   table.CheckIntegrity();
 
-  CHECK_RAISES("ValueError", "sequence 1 has 2 token tree nodes that are not committed",
-               Prepare(&plan, {1}, {1}));
+  REQUIRE_RAISES("ValueError", "sequence 1 has 2 token tree nodes that are not committed",
+                 Prepare(&plan, {1}, {1}));
   ids = {1}, lengths = {1}, parents = {1};
   plan.Prepare({ids.data(), 1}, {lengths.data(), 1}, IntSpan{parents.data(), 1});
-  CHECK_TRUE(!plan.needs_tree_mask() && plan.has_earlier_nodes());  // its tree is still a chain
-  CHECK_EQUAL(plan.num_tree_nodes(), 3);
+  REQUIRE((!plan.needs_tree_mask() && plan.has_earlier_nodes()));  // its tree is still a chain
+  REQUIRE_EQ(plan.num_tree_nodes(), 3);
   plan.Acquire();
   positions.resize(1);
   plan.FillQueryPositions(positions.data());
-  CHECK_EQUAL(positions, (Ints{4}));
+  REQUIRE_EQ(positions, (Ints{4}));
   plan.Release();
-  CHECK_EQUAL(table.At(1).tree.size(), 2);
+  REQUIRE_EQ(table.At(1).tree.size(), 2);
   table.CheckIntegrity();
 }
 
 /*! \brief What a K is rotated by counts the whole text; the row is one of its window. */
-void TestPositionsInTheText() {
+TEST_CASE("forward plan: positions in the text") {
   SequenceTable table(4, 4, {16});
   ForwardPlan plan(&table, 64);
   for (int64_t id : {0, 1}) table.Add(id);
-  CHECK_RAISES("ValueError", "at least 2 more than its sinks (2)",
-               table.EnableWindow(0, 3, 2, /*counts_row=*/true));
+  REQUIRE_RAISES("ValueError", "at least 2 more than its sinks (2)",
+                 table.EnableWindow(0, 3, 2, /*counts_row=*/true));
   table.EnableWindow(0, 8, 2, /*counts_row=*/true);
   Step(&plan, {0, 1}, {20, 5});
   plan.Finish();
   table.CheckIntegrity();
-  CHECK_EQUAL(table.At(0).length, 7);
-  CHECK_EQUAL(table.At(0).window.num_dropped, 13);
+  REQUIRE_EQ(table.At(0).length, 7);
+  REQUIRE_EQ(table.At(0).window.num_dropped, 13);
 
   Prepare(&plan, {1, 0}, {1, 3});
   plan.RequireTextPositions();
   plan.Acquire();
   Ints positions(4), windows(6);
   plan.FillQueryPositions(positions.data());
-  CHECK_EQUAL(positions, (Ints{5, 7, 8, 9}));
+  REQUIRE_EQ(positions, (Ints{5, 7, 8, 9}));
   plan.FillTextPositions(positions.data());
-  CHECK_EQUAL(positions, (Ints{5, 20, 21, 22}));
+  REQUIRE_EQ(positions, (Ints{5, 20, 21, 22}));
   plan.FillWindows(0, windows.data());
-  CHECK_EQUAL(windows[5], 5);  // positions that a row sees besides the sinks and itself
+  REQUIRE_EQ(windows[5], 5);  // positions that a row sees besides the sinks and itself
   plan.Release();
-  CHECK_RAISES("ValueError", "at most 6 rows", {
+  REQUIRE_RAISES("ValueError", "at most 6 rows", {
     Prepare(&plan, {0}, {7});
     plan.RequireRowsSeeEachOther("self_attention");
   });
 }
 
-}  // namespace pagedkv
+}  // namespace
 
-int main() {
-  pagedkv::TestErrors();
-  pagedkv::TestArrays();
-  pagedkv::TestCopyOnWrite();
-  pagedkv::TestWriteAfterPopIntoASharedPage();
-  pagedkv::TestArraysOfAWindow();
-  pagedkv::TestSegments();
-  pagedkv::TestTrees();
-  pagedkv::TestPositionsInTheText();
-  return 0;
-}
+}  // namespace pagedkv

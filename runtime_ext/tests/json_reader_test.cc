@@ -11,6 +11,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 int64_t Integer(const std::string& text) {
   JsonReader reader("text", text);
   int64_t value = reader.Integer();
@@ -32,46 +34,46 @@ std::string String(const std::string& text) {
   return value;
 }
 
-void TestNumbers() {
-  CHECK_EQUAL(Integer(" 12\n"), 12);
-  CHECK_EQUAL(Integer("-0"), 0);
-  CHECK_EQUAL(Integer("9223372036854775807"), INT64_MAX);
-  CHECK_EQUAL(Integer("-9223372036854775808"), INT64_MIN);
+TEST_CASE("json reader: numbers") {
+  REQUIRE_EQ(Integer(" 12\n"), 12);
+  REQUIRE_EQ(Integer("-0"), 0);
+  REQUIRE_EQ(Integer("9223372036854775807"), INT64_MAX);
+  REQUIRE_EQ(Integer("-9223372036854775808"), INT64_MIN);
   for (const char* text : {"9223372036854775808", "-9223372036854775809", "1.0", "1e3", "1E+3"}) {
-    CHECK_RAISES("ValueError", "an integer of 64 bits", Integer(text));
+    REQUIRE_RAISES("ValueError", "an integer of 64 bits", Integer(text));
   }
   for (const char* text : {"", "-", "+1", "01", "-01", ".5", "x", "\"1\"", "null", "[1]"}) {
-    CHECK_RAISES("ValueError", "expected a number at byte 0", Integer(text));
+    REQUIRE_RAISES("ValueError", "expected a number at byte 0", Integer(text));
   }
   for (const char* text : {"1.", "1.e3", "1e", "1e+"}) {
-    CHECK_RAISES("ValueError", "expected digits", Integer(text));
+    REQUIRE_RAISES("ValueError", "expected digits", Integer(text));
   }
-  CHECK_RAISES("ValueError", "after the end", Integer("1 2"));
-  CHECK_RAISES("ValueError", "after the end", Integer("0x10"));
-  CHECK_EQUAL(Number("-12.5e-1"), -1.25);
-  CHECK_EQUAL(Number("10000"), 10000.0);
+  REQUIRE_RAISES("ValueError", "after the end", Integer("1 2"));
+  REQUIRE_RAISES("ValueError", "after the end", Integer("0x10"));
+  REQUIRE_EQ(Number("-12.5e-1"), -1.25);
+  REQUIRE_EQ(Number("10000"), 10000.0);
   for (const char* text : {"1e999", "-1e999"}) {
-    CHECK_RAISES("ValueError", "a number of 64 bits", Number(text));
+    REQUIRE_RAISES("ValueError", "a number of 64 bits", Number(text));
   }
   for (const char* text : {"inf", "nan", "-inf"}) {
-    CHECK_RAISES("ValueError", "expected a number", Number(text));
+    REQUIRE_RAISES("ValueError", "expected a number", Number(text));
   }
 }
 
-void TestStrings() {
-  CHECK_EQUAL(String("\"\""), "");
-  CHECK_EQUAL(String(R"("a b\"\\\/\u0041")"), "a b\"\\/A");
+TEST_CASE("json reader: strings") {
+  REQUIRE_EQ(String("\"\""), "");
+  REQUIRE_EQ(String(R"("a b\"\\\/\u0041")"), "a b\"\\/A");
   for (const char* text : {"\"", "\"a", "\"\\", "\"\\\""}) {
-    CHECK_RAISES("ValueError", "a string does not end", String(text));
+    REQUIRE_RAISES("ValueError", "a string does not end", String(text));
   }
   for (const char* text : {R"("\n")", R"("\u00")", R"("\u00e9")", R"("\u000a")", R"("\u-041")"}) {
-    CHECK_RAISES("ValueError", "an escape in a string", String(text));
+    REQUIRE_RAISES("ValueError", "an escape in a string", String(text));
   }
-  CHECK_RAISES("ValueError", "printable ASCII at byte 2", String("\"a\n\""));
-  CHECK_RAISES("ValueError", "printable ASCII", String("\"\xc3\xa9\""));
-  CHECK_RAISES("ValueError", "printable ASCII", String(std::string("\"\0\"", 3)));
-  CHECK_EQUAL(String(JsonString("say \"a\\b\"")), "say \"a\\b\"");
-  CHECK_RAISES("ValueError", "printable ASCII", JsonString("\n"));
+  REQUIRE_RAISES("ValueError", "printable ASCII at byte 2", String("\"a\n\""));
+  REQUIRE_RAISES("ValueError", "printable ASCII", String("\"\xc3\xa9\""));
+  REQUIRE_RAISES("ValueError", "printable ASCII", String(std::string("\"\0\"", 3)));
+  REQUIRE_EQ(String(JsonString("say \"a\\b\"")), "say \"a\\b\"");
+  REQUIRE_RAISES("ValueError", "printable ASCII", JsonString("\n"));
 }
 
 struct Point {
@@ -90,34 +92,30 @@ Point ReadPoint(const std::string& text) {
   return point;
 }
 
-void TestObjectsAndArrays() {
+TEST_CASE("json reader: objects and arrays") {
   Point point = ReadPoint(" { \"flags\" : [ true , false ] , \"x\" : 3 } ");
-  CHECK_EQUAL(point.x, 3);
-  CHECK_EQUAL(point.y, -1);
-  CHECK_EQUAL(point.flags, (std::vector<bool>{true, false}));
-  CHECK_TRUE(ReadPoint("{\"x\":1,\"flags\":[]}").flags.empty());
-  CHECK_RAISES("ValueError", "a point: an object lacks the field 'x'", ReadPoint("{}"));
-  CHECK_RAISES("ValueError", "'x' is there twice", ReadPoint("{\"x\":1,\"x\":1}"));
-  CHECK_RAISES("ValueError", "unknown field 'z'", ReadPoint("{\"x\":1,\"z\":1}"));
-  CHECK_RAISES("ValueError", "expected an object", ReadPoint("[]"));
-  CHECK_RAISES("ValueError", "expected a string", ReadPoint("{\"x\":1,}"));
-  CHECK_RAISES("ValueError", "expected a string", ReadPoint("{x:1}"));
-  CHECK_RAISES("ValueError", "expected ':'", ReadPoint("{\"x\" 1}"));
-  CHECK_RAISES("ValueError", "expected ',' or '}'", ReadPoint("{\"x\":1 \"y\":2}"));
-  CHECK_RAISES("ValueError", "expected ',' or ']'", ReadPoint("{\"x\":1,\"flags\":[true}"));
-  CHECK_RAISES("ValueError", "expected true or false", ReadPoint("{\"x\":1,\"flags\":[true,]}"));
-  CHECK_RAISES("ValueError", "expected an array", ReadPoint("{\"x\":1,\"flags\":true}"));
-  CHECK_RAISES("ValueError", "after the end", ReadPoint("{\"x\":1}}"));
+  REQUIRE_EQ(point.x, 3);
+  REQUIRE_EQ(point.y, -1);
+  REQUIRE_EQ(point.flags, (std::vector<bool>{true, false}));
+  REQUIRE(ReadPoint("{\"x\":1,\"flags\":[]}").flags.empty());
+  REQUIRE_RAISES("ValueError", "a point: an object lacks the field 'x'", ReadPoint("{}"));
+  REQUIRE_RAISES("ValueError", "'x' is there twice", ReadPoint("{\"x\":1,\"x\":1}"));
+  REQUIRE_RAISES("ValueError", "unknown field 'z'", ReadPoint("{\"x\":1,\"z\":1}"));
+  REQUIRE_RAISES("ValueError", "expected an object", ReadPoint("[]"));
+  REQUIRE_RAISES("ValueError", "expected a string", ReadPoint("{\"x\":1,}"));
+  REQUIRE_RAISES("ValueError", "expected a string", ReadPoint("{x:1}"));
+  REQUIRE_RAISES("ValueError", "expected ':'", ReadPoint("{\"x\" 1}"));
+  REQUIRE_RAISES("ValueError", "expected ',' or '}'", ReadPoint("{\"x\":1 \"y\":2}"));
+  REQUIRE_RAISES("ValueError", "expected ',' or ']'", ReadPoint("{\"x\":1,\"flags\":[true}"));
+  REQUIRE_RAISES("ValueError", "expected true or false", ReadPoint("{\"x\":1,\"flags\":[true,]}"));
+  REQUIRE_RAISES("ValueError", "expected an array", ReadPoint("{\"x\":1,\"flags\":true}"));
+  REQUIRE_RAISES("ValueError", "after the end", ReadPoint("{\"x\":1}}"));
   const std::string text = "{\"flags\":[true,false],\"x\":3}";
   for (size_t length = 0; length < text.size(); ++length) {
-    CHECK_RAISES("ValueError", "a point: ", ReadPoint(text.substr(0, length)));
+    REQUIRE_RAISES("ValueError", "a point: ", ReadPoint(text.substr(0, length)));
   }
 }
 
-}  // namespace pagedkv
+}  // namespace
 
-int main() {
-  pagedkv::TestNumbers();
-  pagedkv::TestStrings();
-  pagedkv::TestObjectsAndArrays();
-}
+}  // namespace pagedkv

@@ -14,6 +14,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 using Numbers = std::vector<int64_t>;
 
 std::vector<SlotRuns> Parse(const Numbers& map, const Numbers& num_slots,
@@ -33,16 +35,16 @@ void BeginReceive(SequenceTable* table, int64_t id, int64_t count) {
   table->CheckIntegrity();
 }
 
-void TestMaps() {
+TEST_CASE("kv transfer: maps") {
   auto runs = Parse({2, 8, 4, 0, 3}, {16}, {false});
-  CHECK_EQUAL(NumPositions(runs[0]), 7);
-  CHECK_EQUAL(runs[0][1].slot, 0);
+  REQUIRE_EQ(NumPositions(runs[0]), 7);
+  REQUIRE_EQ(runs[0][1].slot, 0);
   runs = Parse({1, 4, 6, 2, -1, 2, 0, 4}, {16, 4}, {false, true});
-  CHECK_EQUAL(runs[1][0].slot, kNotWanted);
+  REQUIRE_EQ(runs[1][0].slot, kNotWanted);
 
   const int64_t kMax = std::numeric_limits<int64_t>::max();
   auto refuse = [](const char* text, const Numbers& map, bool has_window = false) {
-    CHECK_RAISES("ValueError", text, Parse(map, {16}, {has_window}));
+    REQUIRE_RAISES("ValueError", text, Parse(map, {16}, {has_window}));
   };
   refuse("has 0 groups", {});
   refuse("should have 0 runs", {0});
@@ -60,13 +62,13 @@ void TestMaps() {
   refuse("a run of 9223372036854775807", {1, 1, kMax});
   refuse("slot 5 twice", {2, 4, 4, 5, 1});
   refuse("more than 2^31 - 1", {2, -1, 0x7fffffff, 0, 1}, true);
-  CHECK_RAISES("ValueError", "has 1 groups, but the cache has 2",
-               Parse({1, 0, 4}, {16, 16}, {false, false}));
-  CHECK_RAISES("ValueError", "group 1 has 3 positions, that of group 0 has 4",
-               Parse({1, 0, 4, 1, 0, 3}, {16, 16}, {false, false}));
+  REQUIRE_RAISES("ValueError", "has 1 groups, but the cache has 2",
+                 Parse({1, 0, 4}, {16, 16}, {false, false}));
+  REQUIRE_RAISES("ValueError", "group 1 has 3 positions, that of group 0 has 4",
+                 Parse({1, 0, 4, 1, 0, 3}, {16, 16}, {false, false}));
 }
 
-void TestReceiveOnASharedPage() {
+TEST_CASE("kv transfer: receive on a shared page") {
   SequenceTable table(4, 4, {8});
   ForwardPlan plan(&table, 1 << 20);
   table.Add(0);
@@ -74,33 +76,33 @@ void TestReceiveOnASharedPage() {
   table.Fork(0, 1, -1);
   const std::vector<int32_t> before = table.At(1).pages[0], free = table.pool(0).free_pages();
   ReceivePlan receive = table.AcquireReceive(&table.At(1), 5);
-  CHECK_EQUAL(receive.copies.size(), 1u);
-  CHECK_EQUAL(receive.copies[0].length, 2);
+  REQUIRE_EQ(receive.copies.size(), 1u);
+  REQUIRE_EQ(receive.copies[0].length, 2);
   table.ReleaseReceive(receive);
-  CHECK_TRUE(table.pool(0).free_pages() == free);
+  REQUIRE(table.pool(0).free_pages() == free);
   table.CheckIntegrity();
 
   BeginReceive(&table, 1, 5);
-  CHECK_EQUAL(table.At(1).length, 11);
-  CHECK_TRUE(table.At(1).pages[0][1] != before[1]);
+  REQUIRE_EQ(table.At(1).length, 11);
+  REQUIRE(table.At(1).pages[0][1] != before[1]);
   table.Pop(1, 5);  // just what is being received: a cancellation
-  CHECK_TRUE(table.At(1).pages[0] == before);
-  CHECK_TRUE(table.pool(0).free_pages() == free);
-  CHECK_TRUE(table.At(1).receive == nullptr);
+  REQUIRE(table.At(1).pages[0] == before);
+  REQUIRE(table.pool(0).free_pages() == free);
+  REQUIRE(table.At(1).receive == nullptr);
   table.CheckIntegrity();
 
   BeginReceive(&table, 1, 5);
   table.FinishReceive(&table.At(1));
-  CHECK_EQUAL(table.pool(0).num_used(), 4);
+  REQUIRE_EQ(table.pool(0).num_used(), 4);
   table.CheckIntegrity();
-  CHECK_RAISES("CacheFullError", "needs 5 pages, but 4 of 8",
-               table.AcquireReceive(&table.At(1), 21));
-  CHECK_RAISES("ValueError", "at least 1", table.AcquireReceive(&table.At(1), 0));
-  CHECK_RAISES("ValueError", "2^31 - 1", table.AcquireReceive(&table.At(1), 0x7fffffff));
+  REQUIRE_RAISES("CacheFullError", "needs 5 pages, but 4 of 8",
+                 table.AcquireReceive(&table.At(1), 21));
+  REQUIRE_RAISES("ValueError", "at least 1", table.AcquireReceive(&table.At(1), 0));
+  REQUIRE_RAISES("ValueError", "2^31 - 1", table.AcquireReceive(&table.At(1), 0x7fffffff));
   table.CheckIntegrity();
 }
 
-void TestReceiveWithAWindow() {
+TEST_CASE("kv transfer: receive with a window") {
   SequenceTable table(4, 4, {64, 32}, {0, 6});
   ForwardPlan plan(&table, 1 << 20);
   table.Add(0);
@@ -108,28 +110,28 @@ void TestReceiveWithAWindow() {
   const std::vector<int32_t> before = table.At(0).pages[1];
   BeginReceive(&table, 0, 90);  // of which the window keeps those from (95 - 16) / 4 * 4 = 76 on
   std::vector<SlotRuns> slots = table.SlotsOf(table.At(0), 10, 100);
-  CHECK_EQUAL(NumPositions(slots[0]), 90);
-  CHECK_EQUAL(slots[1][0].slot, kNotWanted);
-  CHECK_EQUAL(slots[1][0].length, 66);
-  CHECK_EQUAL(NumPositions(slots[1]), 90);
-  CHECK_EQUAL(table.pool(1).num_used(), 3 + 6);
+  REQUIRE_EQ(NumPositions(slots[0]), 90);
+  REQUIRE_EQ(slots[1][0].slot, kNotWanted);
+  REQUIRE_EQ(slots[1][0].length, 66);
+  REQUIRE_EQ(NumPositions(slots[1]), 90);
+  REQUIRE_EQ(table.pool(1).num_used(), 3 + 6);
   table.CancelReceive(&table.At(0));
-  CHECK_EQUAL(table.At(0).length, 10);
-  CHECK_TRUE(table.At(0).pages[1] == before);
-  CHECK_EQUAL(table.At(0).first_pages[1], 0);
+  REQUIRE_EQ(table.At(0).length, 10);
+  REQUIRE(table.At(0).pages[1] == before);
+  REQUIRE_EQ(table.At(0).first_pages[1], 0);
   table.CheckIntegrity();
 
   BeginReceive(&table, 0, 90);
   Step(&plan, {0}, {1});  // uses the rows, so they are there
-  CHECK_EQUAL(table.pool(1).num_used(), 6);
+  REQUIRE_EQ(table.pool(1).num_used(), 6);
   BeginReceive(&table, 0, 3);
   table.Fork(0, 1, -1);
-  CHECK_TRUE(table.At(0).receive == nullptr);
+  REQUIRE(table.At(0).receive == nullptr);
   BeginReceive(&table, 1, 100);
   table.Remove(1);
   table.Remove(0);
   table.CheckIntegrity();
-  CHECK_EQUAL(table.pool(0).num_used() + table.pool(1).num_used(), 0);
+  REQUIRE_EQ(table.pool(0).num_used() + table.pool(1).num_used(), 0);
 }
 
 void Mark(SequenceTable* table, int64_t id, int64_t begin, SlotRuns slots) {
@@ -139,47 +141,41 @@ void Mark(SequenceTable* table, int64_t id, int64_t begin, SlotRuns slots) {
   table->At(id).send = std::move(mark);
 }
 
-void TestSend() {
+TEST_CASE("kv transfer: send") {
   SequenceTable table(4, 4, {16, 16}, {0, 6});
   ForwardPlan plan(&table, 1 << 20);
   table.Add(0);
   Step(&plan, {0}, {6});
   Mark(&table, 0, 1, {{9, 3}, {20, 4}});
   SendBlock block = table.AcquireSend(&table.At(0));  // positions 1 to 5
-  CHECK_EQUAL(block.end, 6);
-  CHECK_EQUAL(block.runs[0].size(), 2u);
-  CHECK_EQUAL(block.runs[0][0].source, 1);
-  CHECK_EQUAL(block.runs[0][0].destination, 9);
-  CHECK_EQUAL(block.runs[0][0].length, 3);
-  CHECK_EQUAL(block.runs[0][1].destination, 20);
-  CHECK_EQUAL(block.runs[0][1].length, 2);
-  CHECK_EQUAL(table.num_pins(), 4);
+  REQUIRE_EQ(block.end, 6);
+  REQUIRE_EQ(block.runs[0].size(), 2u);
+  REQUIRE_EQ(block.runs[0][0].source, 1);
+  REQUIRE_EQ(block.runs[0][0].destination, 9);
+  REQUIRE_EQ(block.runs[0][0].length, 3);
+  REQUIRE_EQ(block.runs[0][1].destination, 20);
+  REQUIRE_EQ(block.runs[0][1].length, 2);
+  REQUIRE_EQ(table.num_pins(), 4);
   table.CheckIntegrity();
   table.Pop(0, 1);  // a row that was handed over: the rest is not the same sequence
-  CHECK_TRUE(table.At(0).send == nullptr);
+  REQUIRE(table.At(0).send == nullptr);
   table.Remove(0);
   table.CheckIntegrity();
-  CHECK_EQUAL(table.pool(0).num_used(), 2);
+  REQUIRE_EQ(table.pool(0).num_used(), 2);
   table.ReleaseSend(block);
   table.CheckIntegrity();
-  CHECK_EQUAL(table.pool(0).num_used() + table.pool(1).num_used(), 0);
+  REQUIRE_EQ(table.pool(0).num_used() + table.pool(1).num_used(), 0);
 
   table.Add(1);
   Step(&plan, {1}, {40});
-  CHECK_RAISES("ValueError", "position 0 of sequence 1 is gone: layers with a window of 6",
-               Mark(&table, 1, 0, {{0, 16}}));
+  REQUIRE_RAISES("ValueError", "position 0 of sequence 1 is gone: layers with a window of 6",
+                 Mark(&table, 1, 0, {{0, 16}}));
   Mark(&table, 1, 38, {{5, 2}});
   table.ReleaseSend(table.AcquireSend(&table.At(1)));
-  CHECK_TRUE(table.At(1).send == nullptr);  // nothing is left to send
+  REQUIRE(table.At(1).send == nullptr);  // nothing is left to send
   table.CheckIntegrity();
 }
 
-}  // namespace pagedkv
+}  // namespace
 
-int main() {
-  pagedkv::TestMaps();
-  pagedkv::TestReceiveOnASharedPage();
-  pagedkv::TestReceiveWithAWindow();
-  pagedkv::TestSend();
-  return 0;
-}
+}  // namespace pagedkv

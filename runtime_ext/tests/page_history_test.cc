@@ -9,40 +9,42 @@
 
 namespace pagedkv {
 
+namespace {
+
 void Leave(PageHistory* history, int32_t page, PagePool* pool) {
   history->Append(page, pool);
   pool->Retire(page);
 }
 
-void TestFind() {
+TEST_CASE("page history: find") {
   PagePool pool(4);
   PageHistory history, child;
   for (int i = 0; i < 4; ++i) Leave(&history, pool.Allocate(), &pool);
-  CHECK_EQUAL(history.Find(1, pool), 3);
-  CHECK_EQUAL(history.Find(4, pool), 0);
-  CHECK_EQUAL(history.Find(5, pool), -1);
+  REQUIRE_EQ(history.Find(1, pool), 3);
+  REQUIRE_EQ(history.Find(4, pool), 0);
+  REQUIRE_EQ(history.Find(5, pool), -1);
   child.CopyWithoutLast(history, 1, &pool);
-  CHECK_EQUAL(child.Find(1, pool), 2);
-  CHECK_EQUAL(pool.NumKeepers(2), 2);
+  REQUIRE_EQ(child.Find(1, pool), 2);
+  REQUIRE_EQ(pool.NumKeepers(2), 2);
   pool.Allocate();  // page 0
-  CHECK_EQUAL(history.Find(4, pool), -1);
-  CHECK_EQUAL(child.Find(3, pool), -1);
-  CHECK_EQUAL(child.Find(2, pool), 1);
+  REQUIRE_EQ(history.Find(4, pool), -1);
+  REQUIRE_EQ(child.Find(3, pool), -1);
+  REQUIRE_EQ(child.Find(2, pool), 1);
   history.DropLast(2, &pool);
-  CHECK_EQUAL(history.Find(1, pool), 1);
-  CHECK_EQUAL(pool.NumKeepers(3), 0);
+  REQUIRE_EQ(history.Find(1, pool), 1);
+  REQUIRE_EQ(pool.NumKeepers(3), 0);
   history.Clear(&pool);
-  CHECK_EQUAL(history.size(), 0);
+  REQUIRE_EQ(history.size(), 0);
   std::vector<int32_t> num_keepers(4, 0);
   child.CountKeepers(pool, &num_keepers);
-  CHECK_EQUAL(num_keepers, (std::vector<int32_t>{0, 1, 1, 0}));
+  REQUIRE_EQ(num_keepers, (std::vector<int32_t>{0, 1, 1, 0}));
   pool.CheckIntegrity({1, 0, 0, 0}, num_keepers);
   child.CopyWithoutLast(history, 5, &pool);  // nothing
   child.Clear(&pool);
   pool.CheckIntegrity({1, 0, 0, 0}, {0, 0, 0, 0});
 }
 
-void TestALongTextHasAShortHistory() {
+TEST_CASE("page history: a long text has a short history") {
   PagePool pool(8);
   PageHistory history;
   const int32_t first = pool.Allocate();
@@ -50,19 +52,15 @@ void TestALongTextHasAShortHistory() {
   Leave(&history, first, &pool);
   for (int i = 0; i < 10000; ++i) {
     Leave(&history, pool.Allocate(), &pool);
-    CHECK_TRUE(history.size() <= 8);
+    REQUIRE(history.size() <= 8);
   }
-  for (int i = 1; i < 8; ++i) CHECK_TRUE(history.Find(i, pool) >= 0);
+  for (int i = 1; i < 8; ++i) REQUIRE(history.Find(i, pool) >= 0);
   std::vector<int32_t> num_keepers(8, 0), num_owners(8, 0);
   num_owners[first] = 1;
   history.CountKeepers(pool, &num_keepers);
   pool.CheckIntegrity(num_owners, num_keepers);
 }
 
-}  // namespace pagedkv
+}  // namespace
 
-int main() {
-  pagedkv::TestFind();
-  pagedkv::TestALongTextHasAShortHistory();
-  return 0;
-}
+}  // namespace pagedkv

@@ -20,6 +20,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 constexpr int64_t kMaxSequences = 6, kMaxLength = 90;
 constexpr int32_t kPageSize = 4;
 
@@ -62,8 +64,8 @@ class World {
     } catch (const Error& error) {
       const std::string text = error.what();
       const bool is_reclaimed = text.find("have been reclaimed") != std::string::npos;
-      CHECK_TRUE(is_reclaimed || text.find("are available") != std::string::npos);
-      CHECK_TRUE(!is_reclaimed || num_reclaimed() > 0);
+      REQUIRE((is_reclaimed || text.find("are available") != std::string::npos));
+      REQUIRE((!is_reclaimed || num_reclaimed() > 0));
       num_reclaimed_errors += is_reclaimed;
       if (!is_reclaimed) {  // make room
         table_.Remove(id);
@@ -170,10 +172,10 @@ class World {
   void Check() const {
     for (const auto& [id, text] : texts_) {
       const Sequence& sequence = table_.At(id);
-      CHECK_EQUAL(sequence.length, static_cast<int64_t>(text.size()));
+      REQUIRE_EQ(sequence.length, static_cast<int64_t>(text.size()));
       for (int32_t g = 0; g < 3; ++g) {
         for (int64_t i = table_.FirstPosition(sequence, g); i < sequence.length; ++i) {
-          CHECK_EQUAL(slots_[g][SlotOf(sequence, g, i)], text[i]);
+          REQUIRE_EQ(slots_[g][SlotOf(sequence, g, i)], text[i]);
         }
       }
     }
@@ -187,7 +189,7 @@ class World {
   int32_t last_token_ = 0;
 };
 
-void TestRandomTexts() {
+TEST_CASE("sequence history random: random texts") {
   for (const int32_t num_pages : {17, 20, 24, 40, 5000}) {
     int num_further_back = 0, num_reclaimed_errors = 0;
     for (uint64_t seed = 0; seed < (num_pages < 5000 ? 30 : 2); ++seed) {
@@ -197,15 +199,12 @@ void TestRandomTexts() {
       num_further_back += world.num_further_back;
       num_reclaimed_errors += world.num_reclaimed_errors;
     }
-    CHECK_TRUE(num_further_back > 20);
-    CHECK_EQUAL(num_reclaimed_errors > 20, num_pages < 5000);
-    CHECK_TRUE(num_reclaimed_errors == 0 || num_pages < 5000);
+    REQUIRE(num_further_back > 20);
+    REQUIRE_EQ(num_reclaimed_errors > 20, num_pages < 5000);
+    REQUIRE((num_reclaimed_errors == 0 || num_pages < 5000));
   }
 }
 
-}  // namespace pagedkv
+}  // namespace
 
-int main() {
-  pagedkv::TestRandomTexts();
-  return 0;
-}
+}  // namespace pagedkv

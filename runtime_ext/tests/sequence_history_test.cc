@@ -9,6 +9,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 using Pages = std::vector<int32_t>;
 
 struct World {
@@ -32,50 +34,50 @@ struct World {
   }
 };
 
-void TestPop() {
+TEST_CASE("sequence history: pop") {
   World world(16);
   SequenceTable& table = world.table;
   table.Add(0);
   world.Step({0}, {30});
   world.Step({0}, {30});  // holds pages 9 to 14
-  CHECK_EQUAL(table.At(0).first_pages[0], 9);
-  CHECK_EQUAL(table.pool(0).num_cached(), 9);
-  CHECK_EQUAL(table.pool(0).num_available(), 10);
+  REQUIRE_EQ(table.At(0).first_pages[0], 9);
+  REQUIRE_EQ(table.pool(0).num_cached(), 9);
+  REQUIRE_EQ(table.pool(0).num_available(), 10);
   table.Pop(0, 33);  // to 27, which sees position 22 next
-  CHECK_EQUAL(table.At(0).pages[0], (Pages{5, 6}));
-  CHECK_EQUAL(table.At(0).first_pages[0], 5);
+  REQUIRE_EQ(table.At(0).pages[0], (Pages{5, 6}));
+  REQUIRE_EQ(table.At(0).first_pages[0], 5);
   table.CheckIntegrity();
   world.Step({0}, {2});
-  CHECK_EQUAL(table.At(0).pages[0], (Pages{5, 6, table.At(0).pages[0][2]}));
+  REQUIRE_EQ(table.At(0).pages[0], (Pages{5, 6, table.At(0).pages[0][2]}));
   table.Pop(0, 28);  // to 1
-  CHECK_EQUAL(table.At(0).pages[0], (Pages{0}));
+  REQUIRE_EQ(table.At(0).pages[0], (Pages{0}));
   table.CheckIntegrity();
   table.Pop(0, 1);
-  CHECK_EQUAL(table.pool(0).num_used(), 0);
+  REQUIRE_EQ(table.pool(0).num_used(), 0);
   table.CheckIntegrity();
 }
 
-void TestForksShareTheHistory() {
+TEST_CASE("sequence history: forks share the history") {
   World world(40);
   SequenceTable& table = world.table;
   table.Add(0);
   world.Step({0}, {30});
   world.Step({0}, {30});
   table.Fork(0, 1, 40);  // sees 35 next
-  CHECK_EQUAL(table.At(1).pages[0], (Pages{8, 9}));
+  REQUIRE_EQ(table.At(1).pages[0], (Pages{8, 9}));
   table.Fork(1, 2, 10);
-  CHECK_EQUAL(table.At(2).pages[0], (Pages{1, 2}));
+  REQUIRE_EQ(table.At(2).pages[0], (Pages{1, 2}));
   table.Remove(0);
   table.CheckIntegrity();
   table.Pop(1, 20);
-  CHECK_EQUAL(table.At(1).pages[0], (Pages{3, 4}));
+  REQUIRE_EQ(table.At(1).pages[0], (Pages{3, 4}));
   world.Step({1, 2}, {30, 30});
   table.Pop(1, 31);
-  CHECK_EQUAL(table.At(1).pages[0], (Pages{3, 4}));
+  REQUIRE_EQ(table.At(1).pages[0], (Pages{3, 4}));
   table.CheckIntegrity();
 }
 
-void TestErrorsOfReclaimedPages() {
+TEST_CASE("sequence history: errors of reclaimed pages") {
   World world(12);
   SequenceTable& table = world.table;
   table.Add(0);
@@ -84,23 +86,24 @@ void TestErrorsOfReclaimedPages() {
   table.Add(1);
   world.Step({1}, {12});  // takes pages 11, 0 and 1
   const int64_t num_available = table.pool(0).num_available();
-  CHECK_RAISES("ValueError",
-               "cannot pop sequence 0 (length 44) at position 12: layers with a window of 6 would "
-               "see position 7 next, but the pages of positions 4 to 7 have been reclaimed for "
-               "others since their window left them behind; pop at position 13 or later",
-               table.Pop(0, 32));
-  CHECK_RAISES("ValueError", "the pages of positions 0 to 7 have been reclaimed",
-               table.Fork(0, 2, 8));
-  CHECK_EQUAL(table.At(0).length, 44);
-  CHECK_EQUAL(table.num_sequences(), 2);
-  CHECK_EQUAL(table.pool(0).num_available(), num_available);
+  REQUIRE_RAISES(
+      "ValueError",
+      "cannot pop sequence 0 (length 44) at position 12: layers with a window of 6 would "
+      "see position 7 next, but the pages of positions 4 to 7 have been reclaimed for "
+      "others since their window left them behind; pop at position 13 or later",
+      table.Pop(0, 32));
+  REQUIRE_RAISES("ValueError", "the pages of positions 0 to 7 have been reclaimed",
+                 table.Fork(0, 2, 8));
+  REQUIRE_EQ(table.At(0).length, 44);
+  REQUIRE_EQ(table.num_sequences(), 2);
+  REQUIRE_EQ(table.pool(0).num_available(), num_available);
   table.CheckIntegrity();
   table.Fork(0, 2, 13);
-  CHECK_EQUAL(table.At(2).pages[0], (Pages{2, 3}));
+  REQUIRE_EQ(table.At(2).pages[0], (Pages{2, 3}));
   table.CheckIntegrity();
 }
 
-void TestWritesSpareTheHistoryWhileThereIsRoom(bool is_step) {
+void WritesSpareTheHistoryWhileThereIsRoom(bool is_step) {
   for (const bool has_room : {true, false}) {
     World world(has_room ? 10 : 9);
     SequenceTable& table = world.table;
@@ -108,31 +111,35 @@ void TestWritesSpareTheHistoryWhileThereIsRoom(bool is_step) {
     world.Step({0}, {32});
     world.Step({0}, {1});  // holds pages 3 to 8
     table.Fork(0, 1, 10);
-    CHECK_EQUAL(table.At(1).pages[0], (Pages{1, 2}));
+    REQUIRE_EQ(table.At(1).pages[0], (Pages{1, 2}));
     table.Add(2);
     world.Step({2}, {1});
-    CHECK_EQUAL(table.pool(0).num_available(), has_room ? 1 : 0);
+    REQUIRE_EQ(table.pool(0).num_available(), has_room ? 1 : 0);
     if (is_step) {
       world.Step({1}, {1});  // slot 2 of page 2, which the history of 0 notes
     } else {
       const std::vector<PageCopy> copies = table.AcquireCopies(&table.At(1), 8, 10);
-      CHECK_EQUAL(copies.size(), has_room ? 1u : 0u);
+      REQUIRE_EQ(copies.size(), has_room ? 1u : 0u);
       table.CommitCopies(copies);
       table.Overwrite(table.At(1), 8, 10);
       table.CheckIntegrity();
     }
-    CHECK_EQUAL(table.At(1).pages[0], (Pages{1, has_room ? 0 : 2}));
+    REQUIRE_EQ(table.At(1).pages[0], (Pages{1, has_room ? 0 : 2}));
     if (has_room) {
       table.Fork(0, 3, 12);
-      CHECK_EQUAL(table.At(3).pages[0], (Pages{1, 2}));
+      REQUIRE_EQ(table.At(3).pages[0], (Pages{1, 2}));
     } else {
-      CHECK_RAISES("ValueError", "positions 8 to 11 have been reclaimed", table.Fork(0, 3, 12));
+      REQUIRE_RAISES("ValueError", "positions 8 to 11 have been reclaimed", table.Fork(0, 3, 12));
     }
     table.CheckIntegrity();
   }
 }
 
-void TestFailedAndAbortedSteps() {
+TEST_CASE("sequence history: writes spare the history while there is room") {
+  for (const bool is_step : {true, false}) WritesSpareTheHistoryWhileThereIsRoom(is_step);
+}
+
+TEST_CASE("sequence history: failed and aborted steps") {
   World world(12);
   SequenceTable& table = world.table;
   ForwardPlan& plan = world.plan;
@@ -144,41 +151,41 @@ void TestFailedAndAbortedSteps() {
   world.Prepare({1}, {16});
   plan.Acquire();
   plan.Release();
-  CHECK_EQUAL(table.pool(0).free_pages(), free);
-  CHECK_EQUAL(table.pool(0).cached_pages().List(), cached);
-  CHECK_EQUAL(table.pool(0).num_reclaimed(), 0);
+  REQUIRE_EQ(table.pool(0).free_pages(), free);
+  REQUIRE_EQ(table.pool(0).cached_pages().List(), cached);
+  REQUIRE_EQ(table.pool(0).num_reclaimed(), 0);
   table.CheckIntegrity();
   world.Prepare({1}, {16});
   plan.Acquire();
   plan.Commit();
   plan.Abort();
   table.CheckIntegrity();
-  CHECK_EQUAL(table.pool(0).num_available(), static_cast<int32_t>(free.size() + cached.size()));
-  CHECK_EQUAL(table.pool(0).cached_pages().List(), (Pages{3, 4}));
-  CHECK_RAISES("ValueError", "have been reclaimed", table.Fork(0, 2, 10));
-  CHECK_RAISES("CacheFullError", "needs 7 pages, but 6 of 12 are available",
-               world.Prepare({1}, {25}));
+  REQUIRE_EQ(table.pool(0).num_available(), static_cast<int32_t>(free.size() + cached.size()));
+  REQUIRE_EQ(table.pool(0).cached_pages().List(), (Pages{3, 4}));
+  REQUIRE_RAISES("ValueError", "have been reclaimed", table.Fork(0, 2, 10));
+  REQUIRE_RAISES("CacheFullError", "needs 7 pages, but 6 of 12 are available",
+                 world.Prepare({1}, {25}));
 }
 
-void TestRemovedSequencesAndClear() {
+TEST_CASE("sequence history: removed sequences and clear") {
   World world(8, 0);
   SequenceTable& table = world.table;
   table.Add(0);
   world.Step({0}, {10});
   table.Fork(0, 1, 4);
   table.Remove(0);
-  CHECK_EQUAL(table.pool(0).cached_pages().List(), (Pages{2, 1}));  // the end first
+  REQUIRE_EQ(table.pool(0).cached_pages().List(), (Pages{2, 1}));  // the end first
   table.Remove(1);
-  CHECK_EQUAL(table.pool(0).cached_pages().List(), (Pages{2, 1, 0}));
+  REQUIRE_EQ(table.pool(0).cached_pages().List(), (Pages{2, 1, 0}));
   table.Add(2);
   world.Step({2}, {24});
-  CHECK_EQUAL(table.pool(0).cached_pages().List(), (Pages{1, 0}));
+  REQUIRE_EQ(table.pool(0).cached_pages().List(), (Pages{1, 0}));
   table.Clear();
-  CHECK_EQUAL(table.pool(0).num_free(), 8);
+  REQUIRE_EQ(table.pool(0).num_free(), 8);
   table.CheckIntegrity();
 }
 
-void TestPinnedPagesStay() {
+TEST_CASE("sequence history: pinned pages stay") {
   World world(16);
   SequenceTable& table = world.table;
   table.Add(0);
@@ -196,18 +203,18 @@ void TestPinnedPagesStay() {
   table.ReleaseSend(block);
   table.CheckIntegrity();
   table.Remove(0);
-  CHECK_EQUAL(table.pool(0).num_used(), static_cast<int32_t>(table.At(1).pages[0].size()));
+  REQUIRE_EQ(table.pool(0).num_used(), static_cast<int32_t>(table.At(1).pages[0].size()));
   table.CheckIntegrity();
 }
 
-void TestReceives() {
+TEST_CASE("sequence history: receives") {
   World world(24);
   SequenceTable& table = world.table;
   table.Add(0);
   world.Step({0}, {20});
   ReceivePlan plan = table.AcquireReceive(&table.At(0), 20);
   table.CommitReceive(std::move(plan), 1);
-  CHECK_RAISES("ValueError", "finish or cancel that first", table.Fork(0, 1, 9));
+  REQUIRE_RAISES("ValueError", "finish or cancel that first", table.Fork(0, 1, 9));
   table.CancelReceive(&table.At(0));
   table.CheckIntegrity();
   for (const int64_t count : {20, 80}) {
@@ -217,26 +224,14 @@ void TestReceives() {
     table.CheckIntegrity();
     if (count == 20) {
       table.Fork(0, 1, 9);
-      CHECK_EQUAL(table.At(1).pages[0], (Pages{1, 2}));
+      REQUIRE_EQ(table.At(1).pages[0], (Pages{1, 2}));
     } else {  // positions in between were never there
-      CHECK_RAISES("ValueError", "have been reclaimed", table.Fork(0, 2, 9));
+      REQUIRE_RAISES("ValueError", "have been reclaimed", table.Fork(0, 2, 9));
     }
     table.CheckIntegrity();
   }
 }
 
-}  // namespace pagedkv
+}  // namespace
 
-int main() {
-  pagedkv::TestPop();
-  pagedkv::TestForksShareTheHistory();
-  pagedkv::TestErrorsOfReclaimedPages();
-  for (const bool is_step : {true, false}) {
-    pagedkv::TestWritesSpareTheHistoryWhileThereIsRoom(is_step);
-  }
-  pagedkv::TestFailedAndAbortedSteps();
-  pagedkv::TestRemovedSequencesAndClear();
-  pagedkv::TestPinnedPagesStay();
-  pagedkv::TestReceives();
-  return 0;
-}
+}  // namespace pagedkv

@@ -9,6 +9,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 void Append(SequenceTable* table, int64_t id, int64_t length) {
   ForwardPlan plan(table, 1 << 20);
   plan.Prepare({&id, 1}, {&length, 1});
@@ -17,27 +19,27 @@ void Append(SequenceTable* table, int64_t id, int64_t length) {
   plan.Finish();
 }
 
-void TestOne() {
+TEST_CASE("sequence import: one") {
   SequenceTable table(3, 4, {8, 8}, {0, 5});
   table.BeginImport({{5, 22, {0, 0}, {{0, 1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}}}}, 1);
   table.CheckIntegrity();
-  CHECK_EQUAL(table.pool(0).num_used(), 6);
-  CHECK_EQUAL(table.total_length(), 22);
-  CHECK_EQUAL(table.num_importing(), 1);
-  CHECK_RAISES("ValueError", "being imported", table.At(5));
-  CHECK_RAISES("ValueError", "being imported", table.Fork(5, 6, -1));
-  CHECK_RAISES("ValueError", "being imported", table.Pop(5, 1));
-  CHECK_RAISES("ValueError", "in the cache already", table.Add(5));
-  CHECK_EQUAL(table.ImportOf(5).pages[0], table.Peek(5).pages[0]);
+  REQUIRE_EQ(table.pool(0).num_used(), 6);
+  REQUIRE_EQ(table.total_length(), 22);
+  REQUIRE_EQ(table.num_importing(), 1);
+  REQUIRE_RAISES("ValueError", "being imported", table.At(5));
+  REQUIRE_RAISES("ValueError", "being imported", table.Fork(5, 6, -1));
+  REQUIRE_RAISES("ValueError", "being imported", table.Pop(5, 1));
+  REQUIRE_RAISES("ValueError", "in the cache already", table.Add(5));
+  REQUIRE_EQ(table.ImportOf(5).pages[0], table.Peek(5).pages[0]);
   table.FinishImport(5);
-  CHECK_RAISES("ValueError", "no import of sequence 5", table.FinishImport(5));
-  CHECK_RAISES("KeyError", "no sequence 7", table.FinishImport(7));
+  REQUIRE_RAISES("ValueError", "no import of sequence 5", table.FinishImport(5));
+  REQUIRE_RAISES("KeyError", "no sequence 7", table.FinishImport(7));
   Append(&table, 5, 4);
   table.CheckIntegrity();
-  CHECK_EQUAL(table.At(5).length, 26);
+  REQUIRE_EQ(table.At(5).length, 26);
 }
 
-void TestShared() {
+TEST_CASE("sequence import: shared") {
   // Sequence 2 shares a page with each of the others; 3 is empty.
   SequenceTable table(4, 4, {8});
   table.BeginImport({{1, 8, {0}, {{0, 1}}},
@@ -46,29 +48,29 @@ void TestShared() {
                      {3, 0, {0}, {{}}}},
                     2);
   table.CheckIntegrity();
-  CHECK_EQUAL(table.pool(0).num_used(), 6);
-  CHECK_EQUAL(table.pool(0).num_shared(), 2);
-  CHECK_EQUAL(table.num_importing(), 4);
-  CHECK_EQUAL(table.Peek(1).pages[0][0], table.Peek(2).pages[0][0]);
-  CHECK_EQUAL(table.Peek(4).pages[0][1], table.Peek(2).pages[0][1]);
+  REQUIRE_EQ(table.pool(0).num_used(), 6);
+  REQUIRE_EQ(table.pool(0).num_shared(), 2);
+  REQUIRE_EQ(table.num_importing(), 4);
+  REQUIRE_EQ(table.Peek(1).pages[0][0], table.Peek(2).pages[0][0]);
+  REQUIRE_EQ(table.Peek(4).pages[0][1], table.Peek(2).pages[0][1]);
   table.Remove(2);  // all of it
   table.CheckIntegrity();
-  CHECK_EQUAL(table.num_sequences(), 0);
-  CHECK_EQUAL(table.pool(0).num_free(), 8);
+  REQUIRE_EQ(table.num_sequences(), 0);
+  REQUIRE_EQ(table.pool(0).num_free(), 8);
 }
 
-void TestErrors() {
+TEST_CASE("sequence import: errors") {
   SequenceTable table(3, 4, {8, 8}, {0, 5});
   table.Add(1);
   table.Add(2);
   Append(&table, 1, 6);
   auto refuse = [&](const char* kind, const char* text, std::vector<ImportedSequence> imported) {
     std::vector<int32_t> free = table.pool(0).free_pages();
-    CHECK_RAISES(kind, text, table.BeginImport(imported, 1));
+    REQUIRE_RAISES(kind, text, table.BeginImport(imported, 1));
     table.CheckIntegrity();
-    CHECK_EQUAL(table.num_sequences(), 2);
-    CHECK_EQUAL(table.num_importing(), 0);
-    CHECK_TRUE(table.pool(0).free_pages() == free);
+    REQUIRE_EQ(table.num_sequences(), 2);
+    REQUIRE_EQ(table.num_importing(), 0);
+    REQUIRE(table.pool(0).free_pages() == free);
   };
   using Numbers = std::vector<std::vector<int64_t>>;
   const Numbers one{{0}, {0}};
@@ -87,16 +89,12 @@ void TestErrors() {
   const std::vector<int64_t> seven{0, 1, 2, 3, 4, 5, 6};
   refuse("CacheFullError", "the import needs 7 pages, but 6 of 8", {{5, 28, {0, 0}, {seven, {}}}});
   table.BeginImport({{2, 4, {0, 0}, one}}, 1);  // which was there, and empty
-  CHECK_EQUAL(table.num_importing(), 1);
+  REQUIRE_EQ(table.num_importing(), 1);
   table.Clear();
   table.CheckIntegrity();
-  CHECK_EQUAL(table.pool(1).num_free(), 8);
+  REQUIRE_EQ(table.pool(1).num_free(), 8);
 }
+
+}  // namespace
 
 }  // namespace pagedkv
-
-int main() {
-  pagedkv::TestOne();
-  pagedkv::TestShared();
-  pagedkv::TestErrors();
-}

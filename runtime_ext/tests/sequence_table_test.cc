@@ -10,6 +10,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 /*! \brief A step without kernels. */
 void Step(ForwardPlan* plan, std::vector<int64_t> ids, std::vector<int64_t> lengths) {
   plan->Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()});
@@ -24,37 +26,37 @@ void Append(SequenceTable* table, std::vector<int64_t> ids, std::vector<int64_t>
   table->CheckIntegrity();
 }
 
-void TestAddRemove() {
+TEST_CASE("sequence table: add remove") {
   SequenceTable table(2, 4, {8, 8});
   table.Add(-5);
-  CHECK_RAISES("ValueError", "sequence -5 is in the cache already", table.Add(-5));
+  REQUIRE_RAISES("ValueError", "sequence -5 is in the cache already", table.Add(-5));
   table.Add(int64_t{1} << 40);
-  CHECK_RAISES("KeyError", "no sequence 9", table.Remove(9));
+  REQUIRE_RAISES("KeyError", "no sequence 9", table.Remove(9));
   Append(&table, {-5}, {9});
-  CHECK_EQUAL(table.pool(0).num_used(), 3);
-  CHECK_EQUAL(table.pool(1).num_used(), 3);
-  CHECK_EQUAL(table.total_length(), 9);
+  REQUIRE_EQ(table.pool(0).num_used(), 3);
+  REQUIRE_EQ(table.pool(1).num_used(), 3);
+  REQUIRE_EQ(table.total_length(), 9);
   table.Remove(-5);
-  CHECK_EQUAL(table.pool(1).num_available(), 8);
-  CHECK_EQUAL(table.total_length(), 0);
+  REQUIRE_EQ(table.pool(1).num_available(), 8);
+  REQUIRE_EQ(table.total_length(), 0);
   table.CheckIntegrity();
 }
 
 /*! \brief max_num_sequences bounds the batch of a step, not the sequences that exist. */
-void TestMoreSequencesThanOneStepTakes() {
+TEST_CASE("sequence table: more sequences than one step takes") {
   SequenceTable table(2, 4, {8});
   for (int64_t id = 0; id < 6; ++id) table.Add(id);
   table.Fork(0, 6, -1);
-  CHECK_EQUAL(table.num_sequences(), 7);
+  REQUIRE_EQ(table.num_sequences(), 7);
   Append(&table, {5, 6}, {3, 4});
   ForwardPlan plan(&table, 64);
-  CHECK_RAISES("ValueError", "the step has 3 sequences, more than max_num_sequences (2)",
-               Step(&plan, {0, 1, 2}, {1, 1, 1}));
-  CHECK_EQUAL(table.pool(0).num_used(), 2);
+  REQUIRE_RAISES("ValueError", "the step has 3 sequences, more than max_num_sequences (2)",
+                 Step(&plan, {0, 1, 2}, {1, 1, 1}));
+  REQUIRE_EQ(table.pool(0).num_used(), 2);
   Append(&table, {0, 1}, {1, 1});
 }
 
-void TestForkAnyDepthInAnyOrder() {
+TEST_CASE("sequence table: fork any depth in any order") {
   SequenceTable table(8, 4, {16});
   table.Add(0);
   Append(&table, {0}, {10});
@@ -62,120 +64,121 @@ void TestForkAnyDepthInAnyOrder() {
   table.Fork(1, 2, 5);
   table.Fork(2, 3, 4);
   table.Fork(3, 4, 0);
-  CHECK_EQUAL(table.At(1).length, 10);
-  CHECK_EQUAL(table.At(2).length, 5);
-  CHECK_EQUAL(table.At(4).length, 0);
-  CHECK_EQUAL(table.pool(0).num_used(), 3);
-  CHECK_EQUAL(table.pool(0).RefCount(0), 4);
+  REQUIRE_EQ(table.At(1).length, 10);
+  REQUIRE_EQ(table.At(2).length, 5);
+  REQUIRE_EQ(table.At(4).length, 0);
+  REQUIRE_EQ(table.pool(0).num_used(), 3);
+  REQUIRE_EQ(table.pool(0).RefCount(0), 4);
   table.CheckIntegrity();
   table.Remove(0);
   table.Remove(2);
-  CHECK_EQUAL(table.pool(0).num_used(), 3);
+  REQUIRE_EQ(table.pool(0).num_used(), 3);
   table.Remove(1);
-  CHECK_EQUAL(table.pool(0).num_used(), 1);
+  REQUIRE_EQ(table.pool(0).num_used(), 1);
   table.Clear();
-  CHECK_EQUAL(table.pool(0).num_used(), 0);
-  CHECK_EQUAL(table.num_sequences(), 0);
+  REQUIRE_EQ(table.pool(0).num_used(), 0);
+  REQUIRE_EQ(table.num_sequences(), 0);
   table.CheckIntegrity();
 }
 
-void TestForkErrors() {
+TEST_CASE("sequence table: fork errors") {
   SequenceTable table(2, 4, {4});
   table.Add(0);
   Append(&table, {0}, {5});
-  CHECK_RAISES("ValueError", "fork position 6 of sequence 0", table.Fork(0, 1, 6));
-  CHECK_RAISES("ValueError", "fork position -2", table.Fork(0, 1, -2));
-  CHECK_RAISES("KeyError", "no sequence 7", table.Fork(7, 1, 0));
-  CHECK_RAISES("ValueError", "sequence 0 is in the cache", table.Fork(0, 0, 0));
+  REQUIRE_RAISES("ValueError", "fork position 6 of sequence 0", table.Fork(0, 1, 6));
+  REQUIRE_RAISES("ValueError", "fork position -2", table.Fork(0, 1, -2));
+  REQUIRE_RAISES("KeyError", "no sequence 7", table.Fork(7, 1, 0));
+  REQUIRE_RAISES("ValueError", "sequence 0 is in the cache", table.Fork(0, 0, 0));
   table.Fork(0, 1, -1);
-  CHECK_EQUAL(table.pool(0).RefCount(0), 2);
+  REQUIRE_EQ(table.pool(0).RefCount(0), 2);
   table.CheckIntegrity();
 }
 
-void TestPop() {
+TEST_CASE("sequence table: pop") {
   SequenceTable table(2, 4, {4});
   table.Add(0);
   Append(&table, {0}, {9});
   table.Pop(0, 0);
   table.Pop(0, 1);
-  CHECK_EQUAL(table.pool(0).num_used(), 2);
-  CHECK_RAISES("ValueError", "cannot pop 9 positions of sequence 0, which has 8", table.Pop(0, 9));
-  CHECK_RAISES("ValueError", "cannot pop -1", table.Pop(0, -1));
+  REQUIRE_EQ(table.pool(0).num_used(), 2);
+  REQUIRE_RAISES("ValueError", "cannot pop 9 positions of sequence 0, which has 8",
+                 table.Pop(0, 9));
+  REQUIRE_RAISES("ValueError", "cannot pop -1", table.Pop(0, -1));
   table.Pop(0, 8);
-  CHECK_EQUAL(table.pool(0).num_used(), 0);
+  REQUIRE_EQ(table.pool(0).num_used(), 0);
   table.CheckIntegrity();
 }
 
-void TestCopiesForAWriteFromOutside() {
+TEST_CASE("sequence table: copies for a write from outside") {
   SequenceTable table(4, 4, {6});
   table.Add(0);
   Append(&table, {0}, {10});
   table.Fork(0, 1, 6);  // shares pages 0 and 1 of 3
   std::vector<PageCopy> copies = table.AcquireCopies(&table.At(0), 5, 10);
-  CHECK_EQUAL(copies.size(), 1u);
-  CHECK_EQUAL(copies[0].index, 1);
-  CHECK_EQUAL(copies[0].length, 4);
+  REQUIRE_EQ(copies.size(), 1u);
+  REQUIRE_EQ(copies[0].index, 1);
+  REQUIRE_EQ(copies[0].length, 4);
   table.ReleaseCopies(copies, /*were_made=*/false);
   table.CheckIntegrity();
   copies = table.AcquireCopies(&table.At(1), 0, 6);
-  CHECK_EQUAL(copies.size(), 2u);
-  CHECK_EQUAL(copies[1].length, 2);
+  REQUIRE_EQ(copies.size(), 2u);
+  REQUIRE_EQ(copies[1].length, 2);
   table.CommitCopies(copies);
-  CHECK_EQUAL(table.pool(0).num_shared(), 0);
+  REQUIRE_EQ(table.pool(0).num_shared(), 0);
   table.CheckIntegrity();
   table.Fork(0, 2, -1);
-  CHECK_RAISES("CacheFullError",
-               "needs 3 pages, but 1 of 6 are available; most are held by sequence",
-               table.AcquireCopies(&table.At(2), 0, 10));
+  REQUIRE_RAISES("CacheFullError",
+                 "needs 3 pages, but 1 of 6 are available; most are held by sequence",
+                 table.AcquireCopies(&table.At(2), 0, 10));
   table.CheckIntegrity();
 }
 
 // Pages of 4 slots; the next row at position L sees L - 5 and later, and 16 more may be popped.
 SequenceTable WithWindow() { return SequenceTable(8, 4, {64, 16}, {0, 6}); }
 
-void TestSlide() {
+TEST_CASE("sequence table: slide") {
   SequenceTable table = WithWindow();
   ForwardPlan plan(&table, 64);
   table.Add(0);
   Step(&plan, {0}, {24});
-  CHECK_EQUAL(table.FirstPosition(table.At(0), 1), 0);  // 24 - 5 - 16 = 3
+  REQUIRE_EQ(table.FirstPosition(table.At(0), 1), 0);  // 24 - 5 - 16 = 3
   Step(&plan, {0}, {1});
-  CHECK_EQUAL(table.FirstPosition(table.At(0), 1), 4);
+  REQUIRE_EQ(table.FirstPosition(table.At(0), 1), 4);
   Step(&plan, {0}, {30});
-  CHECK_EQUAL(table.At(0).length, 55);
-  CHECK_EQUAL(table.FirstPosition(table.At(0), 0), 0);
-  CHECK_EQUAL(table.FirstPosition(table.At(0), 1), 32);  // 55 - 5 - 16 = 34
-  CHECK_EQUAL(table.pool(0).num_used(), 14);
-  CHECK_EQUAL(table.pool(1).num_used(), 6);
+  REQUIRE_EQ(table.At(0).length, 55);
+  REQUIRE_EQ(table.FirstPosition(table.At(0), 0), 0);
+  REQUIRE_EQ(table.FirstPosition(table.At(0), 1), 32);  // 55 - 5 - 16 = 34
+  REQUIRE_EQ(table.pool(0).num_used(), 14);
+  REQUIRE_EQ(table.pool(1).num_used(), 6);
   table.RequireKept(table.At(0), 32);
-  CHECK_RAISES("IndexError",
-               "position 31 of sequence 0 is gone: layers with a window of 6 keep "
-               "positions from 32 on",
-               table.RequireKept(table.At(0), 31));
+  REQUIRE_RAISES("IndexError",
+                 "position 31 of sequence 0 is gone: layers with a window of 6 keep "
+                 "positions from 32 on",
+                 table.RequireKept(table.At(0), 31));
   for (int i = 0; i < 100; ++i) Step(&plan, {0}, {2});
-  CHECK_EQUAL(table.pool(1).num_used(), 6);
+  REQUIRE_EQ(table.pool(1).num_used(), 6);
   table.Remove(0);
-  CHECK_EQUAL(table.pool(1).num_used(), 0);
+  REQUIRE_EQ(table.pool(1).num_used(), 0);
   table.CheckIntegrity();
 }
 
-void TestPopWithAWindow() {
+TEST_CASE("sequence table: pop with a window") {
   SequenceTable table = WithWindow();
   ForwardPlan plan(&table, 64);
   table.Add(0);
   Step(&plan, {0}, {55});  // keeps positions from 32 on
   table.Pop(0, 18);
-  CHECK_EQUAL(table.At(0).pages[1].size(), 2u);
+  REQUIRE_EQ(table.At(0).pages[1].size(), 2u);
   table.CheckIntegrity();
   Step(&plan, {0}, {3});
   table.Pop(0, 40);  // to nothing, which needs nothing
-  CHECK_EQUAL(table.FirstPosition(table.At(0), 1), 0);
+  REQUIRE_EQ(table.FirstPosition(table.At(0), 1), 0);
   table.CheckIntegrity();
   Step(&plan, {0}, {5});
-  CHECK_EQUAL(table.At(0).pages[1].size(), 2u);
+  REQUIRE_EQ(table.At(0).pages[1].size(), 2u);
 }
 
-void TestForkWithAWindow() {
+TEST_CASE("sequence table: fork with a window") {
   SequenceTable table = WithWindow();
   ForwardPlan plan(&table, 64);
   table.Add(0);
@@ -183,64 +186,65 @@ void TestForkWithAWindow() {
   table.Fork(0, 1, 37);
   table.Fork(0, 2, -1);
   table.Fork(0, 3, 0);
-  CHECK_EQUAL(table.At(1).pages[1].size(), 2u);
-  CHECK_EQUAL(table.At(2).pages[1].size(), 6u);
-  CHECK_EQUAL(table.FirstPosition(table.At(3), 1), 0);
-  CHECK_EQUAL(table.pool(1).num_used(), 6);
+  REQUIRE_EQ(table.At(1).pages[1].size(), 2u);
+  REQUIRE_EQ(table.At(2).pages[1].size(), 6u);
+  REQUIRE_EQ(table.FirstPosition(table.At(3), 1), 0);
+  REQUIRE_EQ(table.pool(1).num_used(), 6);
   table.CheckIntegrity();
   Step(&plan, {1, 2, 3}, {1, 20, 3});  // copies page 9 for 1 and page 13 for 2
-  CHECK_EQUAL(table.At(1).first_pages[1], 8);
-  CHECK_EQUAL(table.At(2).first_pages[1], 13);
+  REQUIRE_EQ(table.At(1).first_pages[1], 8);
+  REQUIRE_EQ(table.At(2).first_pages[1], 13);
   table.Remove(0);
   table.CheckIntegrity();
   std::vector<PageCopy> copies = table.AcquireCopies(&table.At(1), 32, 38);
-  CHECK_EQUAL(copies.size(), 2u);  // page 8, which 2 has as well, or its history notes
-  CHECK_EQUAL(copies[0].group, 0);
-  CHECK_EQUAL(copies[0].index, 8);
-  CHECK_EQUAL(copies[1].group, 1);
-  CHECK_EQUAL(copies[1].index, 0);
+  REQUIRE_EQ(copies.size(), 2u);  // page 8, which 2 has as well, or its history notes
+  REQUIRE_EQ(copies[0].group, 0);
+  REQUIRE_EQ(copies[0].index, 8);
+  REQUIRE_EQ(copies[1].group, 1);
+  REQUIRE_EQ(copies[1].index, 0);
   table.ReleaseCopies(copies, /*were_made=*/false);
   table.CheckIntegrity();
 }
 
-void TestWindowOfASequence() {
+TEST_CASE("sequence table: window of a sequence") {
   SequenceTable table(8, 4, {16});
   ForwardPlan plan(&table, 64);
   table.Add(0);
   table.EnableWindow(0, 8, 2);
   Step(&plan, {0}, {8});
-  CHECK_EQUAL(table.At(0).window.num_dropped, 0);
+  REQUIRE_EQ(table.At(0).window.num_dropped, 0);
   Step(&plan, {0}, {12});  // text positions 0, 1, 14 .. 19 in pages 0, 3 and 4
   table.CheckIntegrity();
-  CHECK_EQUAL(table.At(0).length, 8);
-  CHECK_EQUAL(table.total_length(), 8);
-  CHECK_EQUAL(table.At(0).pages[0], (std::vector<int32_t>{0, 3, 4}));
-  CHECK_EQUAL(table.WindowBegin(table.At(0), 0), 6);
-  CHECK_EQUAL(table.PageIndex(table.At(0), 0, 1), 0);
-  CHECK_EQUAL(table.PageIndex(table.At(0), 0, 2), 1);
-  CHECK_EQUAL(table.OffsetInPage(table.At(0), 2), 2);
-  CHECK_EQUAL(table.PageBegin(table.At(0), 0, 1), 12);
+  REQUIRE_EQ(table.At(0).length, 8);
+  REQUIRE_EQ(table.total_length(), 8);
+  REQUIRE_EQ(table.At(0).pages[0], (std::vector<int32_t>{0, 3, 4}));
+  REQUIRE_EQ(table.WindowBegin(table.At(0), 0), 6);
+  REQUIRE_EQ(table.PageIndex(table.At(0), 0, 1), 0);
+  REQUIRE_EQ(table.PageIndex(table.At(0), 0, 2), 1);
+  REQUIRE_EQ(table.OffsetInPage(table.At(0), 2), 2);
+  REQUIRE_EQ(table.PageBegin(table.At(0), 0, 1), 12);
   table.Fork(0, 1, 2);
   table.Fork(0, 2, 3);
-  CHECK_TRUE(!table.At(1).window.IsSet());
-  CHECK_EQUAL(table.At(2).window.num_dropped, 12);
-  CHECK_EQUAL(table.At(2).pages[0], (std::vector<int32_t>{0, 3}));
-  CHECK_RAISES("ValueError", "behind its 2 sinks; it needs as many, got 1",
-               table.EnableWindow(2, 8, 1));
-  CHECK_RAISES("ValueError", "has a window of 8 with 2 sinks already", table.EnableWindow(0, 8, 2));
+  REQUIRE(!table.At(1).window.IsSet());
+  REQUIRE_EQ(table.At(2).window.num_dropped, 12);
+  REQUIRE_EQ(table.At(2).pages[0], (std::vector<int32_t>{0, 3}));
+  REQUIRE_RAISES("ValueError", "behind its 2 sinks; it needs as many, got 1",
+                 table.EnableWindow(2, 8, 1));
+  REQUIRE_RAISES("ValueError", "has a window of 8 with 2 sinks already",
+                 table.EnableWindow(0, 8, 2));
   table.Pop(0, 6);  // to the sinks
-  CHECK_EQUAL(table.At(0).window.num_dropped, 0);
-  CHECK_EQUAL(table.At(0).pages[0], (std::vector<int32_t>{0}));
+  REQUIRE_EQ(table.At(0).window.num_dropped, 0);
+  REQUIRE_EQ(table.At(0).pages[0], (std::vector<int32_t>{0}));
   table.Pop(2, 1);  // a gap without anything behind it is none
-  CHECK_TRUE(!table.At(2).window.IsSet());
-  CHECK_EQUAL(table.pool(0).num_used(), 1);
+  REQUIRE(!table.At(2).window.IsSet());
+  REQUIRE_EQ(table.pool(0).num_used(), 1);
   table.CheckIntegrity();
   Step(&plan, {0, 1, 2}, {1, 1, 1});
   table.CheckIntegrity();
-  CHECK_EQUAL(table.pool(0).num_used(), 3);
+  REQUIRE_EQ(table.pool(0).num_used(), 3);
 }
 
-void TestWindowsAndTreesExcludeEachOther() {
+TEST_CASE("sequence table: windows and trees exclude each other") {
   SequenceTable table(8, 4, {16});
   ForwardPlan plan(&table, 64);
   for (int64_t id : {0, 1}) table.Add(id);
@@ -250,36 +254,23 @@ void TestWindowsAndTreesExcludeEachOther() {
   const std::vector<int64_t> lengths{1}, parents{-1};
   for (int64_t id : {0, 2}) {
     const std::vector<int64_t> ids{id};
-    CHECK_RAISES("ValueError", "so it cannot be in a step with token trees",
-                 plan.Prepare({ids.data(), 1}, {lengths.data(), 1}, IntSpan{parents.data(), 1}));
-    CHECK_RAISES("ValueError", "so it cannot be imported",
-                 table.BeginImport({{id, 0, {0}, {{}}}}, 1));
+    REQUIRE_RAISES("ValueError", "so it cannot be in a step with token trees",
+                   plan.Prepare({ids.data(), 1}, {lengths.data(), 1}, IntSpan{parents.data(), 1}));
+    REQUIRE_RAISES("ValueError", "so it cannot be imported",
+                   table.BeginImport({{id, 0, {0}, {{}}}}, 1));
   }
   const std::vector<int64_t> ids{1};
   plan.Prepare({ids.data(), 1}, {lengths.data(), 1}, IntSpan{parents.data(), 1});
   plan.Acquire();
   plan.Commit();
-  CHECK_RAISES("ValueError", "token tree nodes that are not committed",
-               table.EnableWindow(1, 8, 2));
+  REQUIRE_RAISES("ValueError", "token tree nodes that are not committed",
+                 table.EnableWindow(1, 8, 2));
   table.CheckIntegrity();
   table.Pop(1, 1);
   table.EnableWindow(1, 8, 2);
   table.CheckIntegrity();
 }
 
-}  // namespace pagedkv
+}  // namespace
 
-int main() {
-  pagedkv::TestAddRemove();
-  pagedkv::TestMoreSequencesThanOneStepTakes();
-  pagedkv::TestForkAnyDepthInAnyOrder();
-  pagedkv::TestForkErrors();
-  pagedkv::TestPop();
-  pagedkv::TestCopiesForAWriteFromOutside();
-  pagedkv::TestSlide();
-  pagedkv::TestPopWithAWindow();
-  pagedkv::TestForkWithAWindow();
-  pagedkv::TestWindowOfASequence();
-  pagedkv::TestWindowsAndTreesExcludeEachOther();
-  return 0;
-}
+}  // namespace pagedkv

@@ -14,6 +14,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 using Pages = std::vector<int32_t>;
 
 constexpr int32_t kNumPages = 64;
@@ -63,56 +65,56 @@ Pages NumbersOf(const SharedPrefix& shared, size_t num_sequences) {
 // A page of so many slots is worth a segment for two sequences.
 constexpr int32_t kLargePage = kMinSavedPositions;
 
-void TestNothingInCommon() {
+TEST_CASE("shared prefix: nothing in common") {
   SharedPrefix shared(kNumPages, kLargePage);
-  CHECK_EQUAL(Find(&shared, {}), "");
-  CHECK_EQUAL(Find(&shared, {{0, 1}}), "");
-  CHECK_EQUAL(Find(&shared, {{}, {}}), "");
-  CHECK_EQUAL(Find(&shared, {{0, 1}, {2, 3}, {}}), "");
-  CHECK_EQUAL(Find(&shared, {{0, 1}, {2, 1}}), "");  // a common page, but no common prefix
-  CHECK_EQUAL(shared.num_levels(), 0u);
-  CHECK_EQUAL(NumbersOf(shared, 2), (Pages{0, 0}));
+  REQUIRE_EQ(Find(&shared, {}), "");
+  REQUIRE_EQ(Find(&shared, {{0, 1}}), "");
+  REQUIRE_EQ(Find(&shared, {{}, {}}), "");
+  REQUIRE_EQ(Find(&shared, {{0, 1}, {2, 3}, {}}), "");
+  REQUIRE_EQ(Find(&shared, {{0, 1}, {2, 1}}), "");  // a common page, but no common prefix
+  REQUIRE_EQ(shared.num_levels(), 0u);
+  REQUIRE_EQ(NumbersOf(shared, 2), (Pages{0, 0}));
 }
 
-void TestAllInCommon() {
+TEST_CASE("shared prefix: all in common") {
   SharedPrefix shared(kNumPages, kLargePage);
-  CHECK_EQUAL(Find(&shared, {{0, 1, 2}, {0, 1, 2}, {0, 1, 2}}), "0+3: 0 1 2; | ");
-  CHECK_EQUAL(NumbersOf(shared, 3), (Pages{3, 3, 3}));
-  CHECK_EQUAL(Find(&shared, {{0, 1, 2}, {}, {0, 1}, {0, 1, 3}}), "0+2: 0 2 3; | ");
-  CHECK_EQUAL(NumbersOf(shared, 4), (Pages{2, 0, 2, 2}));
-  CHECK_EQUAL(Find(&shared, {{4}, {5}}), "");  // nothing is left of the last batch
+  REQUIRE_EQ(Find(&shared, {{0, 1, 2}, {0, 1, 2}, {0, 1, 2}}), "0+3: 0 1 2; | ");
+  REQUIRE_EQ(NumbersOf(shared, 3), (Pages{3, 3, 3}));
+  REQUIRE_EQ(Find(&shared, {{0, 1, 2}, {}, {0, 1}, {0, 1, 3}}), "0+2: 0 2 3; | ");
+  REQUIRE_EQ(NumbersOf(shared, 4), (Pages{2, 0, 2, 2}));
+  REQUIRE_EQ(Find(&shared, {{4}, {5}}), "");  // nothing is left of the last batch
 }
 
-void TestLevels() {
+TEST_CASE("shared prefix: levels") {
   SharedPrefix shared(kNumPages, kLargePage);
   const std::vector<Pages> batch{{0, 1, 2, 3, 4}, {9, 8},       {0, 1, 2, 3, 5}, {0, 1, 6, 7},
                                  {9, 8, 10},      {0, 1, 6, 7}, {0, 1, 2, 11},   {12}};
   // The members of a segment stand in the order of the segments below it.
   const std::string expected = "0+2: 0 2 6 3 5; 0+2: 1 4; | 2+1: 0 2 6; 2+2: 3 5; | 3+1: 0 2; | ";
-  CHECK_EQUAL(Find(&shared, batch), expected);
-  CHECK_EQUAL(NumbersOf(shared, 8), (Pages{4, 2, 4, 4, 2, 4, 3, 0}));
+  REQUIRE_EQ(Find(&shared, batch), expected);
+  REQUIRE_EQ(NumbersOf(shared, 8), (Pages{4, 2, 4, 4, 2, 4, 3, 0}));
   const size_t* data = shared.members().data();
-  CHECK_EQUAL(Find(&shared, batch), expected);
-  CHECK_TRUE(shared.members().data() == data);  // nothing was allocated anew
+  REQUIRE_EQ(Find(&shared, batch), expected);
+  REQUIRE(shared.members().data() == data);  // nothing was allocated anew
 }
 
-void TestThreshold() {
+TEST_CASE("shared prefix: threshold") {
   constexpr int32_t kPage = kMinSavedPositions / 4;
   SharedPrefix shared(kNumPages, kPage);
-  CHECK_EQUAL(Find(&shared, {{0, 1, 2}, {0, 1, 2}}), "");
-  CHECK_EQUAL(Find(&shared, {{0, 1, 2, 3}, {0, 1, 2, 3}}), "0+4: 0 1; | ");
-  CHECK_EQUAL(Find(&shared, {{0}, {0}, {0}, {0}}), "");
-  CHECK_EQUAL(Find(&shared, {{0}, {0}, {0}, {0}, {0}}), "0+1: 0 1 2 3 4; | ");
+  REQUIRE_EQ(Find(&shared, {{0, 1, 2}, {0, 1, 2}}), "");
+  REQUIRE_EQ(Find(&shared, {{0, 1, 2, 3}, {0, 1, 2, 3}}), "0+4: 0 1; | ");
+  REQUIRE_EQ(Find(&shared, {{0}, {0}, {0}, {0}}), "");
+  REQUIRE_EQ(Find(&shared, {{0}, {0}, {0}, {0}, {0}}), "0+1: 0 1 2 3 4; | ");
   // Page 0 alone is not worth it: the segments below it begin with it, on the first level.
   const std::vector<Pages> batch{{0, 1, 2, 3}, {0, 4, 5, 6}, {0, 1, 2, 3}, {0, 7}};
-  CHECK_EQUAL(Find(&shared, batch), "0+4: 0 2; | ");
-  CHECK_EQUAL(NumbersOf(shared, 4), (Pages{4, 0, 4, 0}));
+  REQUIRE_EQ(Find(&shared, batch), "0+4: 0 2; | ");
+  REQUIRE_EQ(NumbersOf(shared, 4), (Pages{4, 0, 4, 0}));
   // A segment that is not worth it below one that is.
-  CHECK_EQUAL(Find(&shared, {{0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}, {0, 1}}), "0+2: 0 1 2; | ");
+  REQUIRE_EQ(Find(&shared, {{0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}, {0, 1}}), "0+2: 0 1 2; | ");
 }
 
 /*! \brief Random trees against what the definition says. */
-void TestRandomTrees() {
+TEST_CASE("shared prefix: random trees") {
   std::mt19937 engine(7);
   auto draw = [&](int n) { return static_cast<int>(engine() % static_cast<unsigned>(n)); };
   SharedPrefix shared(kNumPages, kLargePage);
@@ -138,7 +140,7 @@ void TestRandomTrees() {
         while (same < size && batch[i][same] == batch[j][same]) ++same;
         if (i != j) common = std::max(common, same);
       }
-      CHECK_EQUAL(shared.NumPagesOf(i), static_cast<int64_t>(common));
+      REQUIRE_EQ(shared.NumPagesOf(i), static_cast<int64_t>(common));
       // Its segments cover these pages, one a level.
       int64_t covered = 0;
       for (size_t level = 0; level < shared.num_levels(); ++level) {
@@ -147,24 +149,17 @@ void TestRandomTrees() {
           const SharedSegment& segment = shared.segments()[s];
           auto begin = shared.members().begin();
           if (std::count(begin + segment.begin, begin + segment.end, i) == 0) continue;
-          CHECK_EQUAL(segment.first_page, covered);
+          REQUIRE_EQ(segment.first_page, covered);
           covered += segment.num_pages;
           ++num_of_level;
         }
-        CHECK_TRUE(num_of_level <= 1);
+        REQUIRE(num_of_level <= 1);
       }
-      CHECK_EQUAL(covered, static_cast<int64_t>(common));
+      REQUIRE_EQ(covered, static_cast<int64_t>(common));
     }
   }
 }
 
-}  // namespace pagedkv
+}  // namespace
 
-int main() {
-  pagedkv::TestNothingInCommon();
-  pagedkv::TestAllInCommon();
-  pagedkv::TestLevels();
-  pagedkv::TestThreshold();
-  pagedkv::TestRandomTrees();
-  return 0;
-}
+}  // namespace pagedkv

@@ -13,6 +13,8 @@
 
 namespace pagedkv {
 
+namespace {
+
 using Parents = std::vector<int64_t>;
 using Ints = std::vector<int32_t>;
 
@@ -31,61 +33,61 @@ Ints Order(const TokenTree& tree) {
   return order;
 }
 
-void TestErrors() {
+TEST_CASE("token tree: errors") {
   TokenTree tree;
   const char* first = "the parent of node 0 of sequence 7";
-  CHECK_RAISES("ValueError", first, tree.CheckParents(Span({0}), 7));
-  CHECK_RAISES("ValueError", "in [-1, 0), got -2", tree.CheckParents(Span({-2}), 7));
-  CHECK_RAISES("ValueError", "node 2 of sequence 7 (row 2 of its rows)",
-               tree.CheckParents(Span({-1, 0, 2}), 7));
+  REQUIRE_RAISES("ValueError", first, tree.CheckParents(Span({0}), 7));
+  REQUIRE_RAISES("ValueError", "in [-1, 0), got -2", tree.CheckParents(Span({-2}), 7));
+  REQUIRE_RAISES("ValueError", "node 2 of sequence 7 (row 2 of its rows)",
+                 tree.CheckParents(Span({-1, 0, 2}), 7));
   const int64_t huge = std::numeric_limits<int64_t>::max();
-  CHECK_RAISES("ValueError", "got 9223372036854775807", tree.CheckParents(Span({-1, huge}), 7));
-  CHECK_RAISES("ValueError", "got -9223372036854775807", tree.CheckParents(Span({-1, -huge}), 7));
+  REQUIRE_RAISES("ValueError", "got 9223372036854775807", tree.CheckParents(Span({-1, huge}), 7));
+  REQUIRE_RAISES("ValueError", "got -9223372036854775807", tree.CheckParents(Span({-1, -huge}), 7));
   Grow(&tree, {-1, 0, 0});
-  CHECK_RAISES("ValueError", "node 3 of sequence 7 (row 0 of its rows) must be an earlier node",
-               tree.CheckParents(Span({3}), 7));
-  CHECK_EQUAL(tree.size(), 3);
+  REQUIRE_RAISES("ValueError", "node 3 of sequence 7 (row 0 of its rows) must be an earlier node",
+                 tree.CheckParents(Span({3}), 7));
+  REQUIRE_EQ(tree.size(), 3);
 }
 
-void TestRounds() {
+TEST_CASE("token tree: rounds") {
   TokenTree tree;
-  CHECK_TRUE(tree.empty() && tree.is_chain());
+  REQUIRE((tree.empty() && tree.is_chain()));
   Grow(&tree, {-1, 0, 0});
-  CHECK_EQUAL(Order(tree), (Ints{0, 3, 1, 2, 2, 3}));
+  REQUIRE_EQ(Order(tree), (Ints{0, 3, 1, 2, 2, 3}));
   Grow(&tree, {1, 2, -1});  // a later root; children of nodes of the first round
-  CHECK_EQUAL(Order(tree), (Ints{0, 5, 1, 3, 3, 5, 2, 3, 4, 5, 5, 6}));
+  REQUIRE_EQ(Order(tree), (Ints{0, 5, 1, 3, 3, 5, 2, 3, 4, 5, 5, 6}));
   const Ints depths{0, 1, 1, 2, 2, 0};
-  for (int64_t i = 0; i < tree.size(); ++i) CHECK_EQUAL(tree.depth(i), depths[i]);
-  CHECK_EQUAL(tree.PathTo(4), (Ints{0, 2, 4}));
-  CHECK_EQUAL(tree.PathTo(2), (Ints{0, 2}));
-  CHECK_EQUAL(tree.PathTo(5), (Ints{5}));
+  for (int64_t i = 0; i < tree.size(); ++i) REQUIRE_EQ(tree.depth(i), depths[i]);
+  REQUIRE_EQ(tree.PathTo(4), (Ints{0, 2, 4}));
+  REQUIRE_EQ(tree.PathTo(2), (Ints{0, 2}));
+  REQUIRE_EQ(tree.PathTo(5), (Ints{5}));
   tree.Truncate(3);
-  CHECK_EQUAL(Order(tree), (Ints{0, 3, 1, 2, 2, 3}));
+  REQUIRE_EQ(Order(tree), (Ints{0, 3, 1, 2, 2, 3}));
   tree.Truncate(5);
-  CHECK_EQUAL(tree.size(), 3);
+  REQUIRE_EQ(tree.size(), 3);
   tree.Truncate(0);
-  CHECK_TRUE(tree.empty());
+  REQUIRE(tree.empty());
   tree.CheckIntegrity(7);
 }
 
-void TestChains() {
+TEST_CASE("token tree: chains") {
   TokenTree tree;
-  CHECK_TRUE(tree.CheckParents(Span({-1, 0, 1}), 7));
-  CHECK_TRUE(!tree.CheckParents(Span({-1, -1}), 7));
-  CHECK_TRUE(!tree.CheckParents(Span({-1, 0, 0}), 7));
+  REQUIRE(tree.CheckParents(Span({-1, 0, 1}), 7));
+  REQUIRE(!tree.CheckParents(Span({-1, -1}), 7));
+  REQUIRE(!tree.CheckParents(Span({-1, 0, 0}), 7));
   Grow(&tree, {-1, 0, 1});
-  CHECK_TRUE(tree.is_chain());
-  CHECK_TRUE(tree.CheckParents(Span({2, 3}), 7));
-  CHECK_TRUE(!tree.CheckParents(Span({1}), 7));
+  REQUIRE(tree.is_chain());
+  REQUIRE(tree.CheckParents(Span({2, 3}), 7));
+  REQUIRE(!tree.CheckParents(Span({1}), 7));
   Grow(&tree, {2, 2, 4});
-  CHECK_TRUE(!tree.is_chain());
+  REQUIRE(!tree.is_chain());
   tree.Truncate(4);  // without the branch it is one again
-  CHECK_TRUE(tree.is_chain());
+  REQUIRE(tree.is_chain());
   tree.CheckIntegrity(7);
 }
 
 /*! \brief The order says of every pair of nodes what following the parents says. */
-void TestOrderOfLargeTrees() {
+TEST_CASE("token tree: order of large trees") {
   std::mt19937 random(0);
   for (int64_t num_nodes : {1, 2, 50, 700}) {
     Parents parents;
@@ -100,19 +102,13 @@ void TestOrderOfLargeTrees() {
       for (int64_t node = i; node >= 0; node = parents[node]) is_seen[node] = true;
       for (int64_t j = 0; j < num_nodes; ++j) {
         const bool is_visible = order[2 * j] <= order[2 * i] && order[2 * i] < order[2 * j + 1];
-        CHECK_EQUAL(is_visible, is_seen[j]);
+        REQUIRE_EQ(is_visible, is_seen[j]);
       }
-      CHECK_EQUAL(static_cast<int64_t>(tree.PathTo(i).size()), tree.depth(i) + 1);
+      REQUIRE_EQ(static_cast<int64_t>(tree.PathTo(i).size()), tree.depth(i) + 1);
     }
   }
 }
 
-}  // namespace pagedkv
+}  // namespace
 
-int main() {
-  pagedkv::TestErrors();
-  pagedkv::TestRounds();
-  pagedkv::TestChains();
-  pagedkv::TestOrderOfLargeTrees();
-  return 0;
-}
+}  // namespace pagedkv

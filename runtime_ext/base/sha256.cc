@@ -5,9 +5,7 @@
  */
 #include "base/sha256.h"
 
-#include <array>
 #include <cstddef>
-#include <cstdint>
 
 namespace pagedkv {
 
@@ -56,29 +54,40 @@ void Compress(const unsigned char* block, std::array<uint32_t, 8>* state) {
 
 }  // namespace
 
-std::string Sha256(std::string_view bytes) {
-  // The same for the square roots of the first 8 primes.
-  std::array<uint32_t, 8> state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                   0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  auto data = reinterpret_cast<const unsigned char*>(bytes.data());
-  size_t rest = bytes.size();
-  for (; rest >= kBlockBytes; data += kBlockBytes, rest -= kBlockBytes) Compress(data, &state);
+// The same for the square roots of the first 8 primes.
+Sha256Stream::Sha256Stream()
+    : state_{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+             0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19} {}
 
-  // Padding: a one bit, zeros, and the number of bits.
-  std::string end(reinterpret_cast<const char*>(data), rest);
-  end.push_back(static_cast<char>(0x80));
-  while (end.size() % kBlockBytes != kBlockBytes - kLengthBytes) end.push_back(0);
-  const uint64_t num_bits = 8 * static_cast<uint64_t>(bytes.size());
-  for (int shift = 56; shift >= 0; shift -= 8) end.push_back(static_cast<char>(num_bits >> shift));
-  for (size_t i = 0; i < end.size(); i += kBlockBytes) {
-    Compress(reinterpret_cast<const unsigned char*>(end.data()) + i, &state);
+void Sha256Stream::Add(std::string_view bytes) {
+  num_bytes_ += bytes.size();
+  pending_.append(bytes);
+  size_t begin = 0;
+  for (; pending_.size() - begin >= kBlockBytes; begin += kBlockBytes) {
+    Compress(reinterpret_cast<const unsigned char*>(pending_.data()) + begin, &state_);
   }
+  pending_.erase(0, begin);
+}
+
+std::string Sha256Stream::Finish() {
+  // Padding: a one bit, zeros, and the number of bits.
+  const uint64_t num_bits = 8 * num_bytes_;
+  std::string end(1, static_cast<char>(0x80));
+  while ((pending_.size() + end.size()) % kBlockBytes != kBlockBytes - kLengthBytes) end += '\0';
+  for (int shift = 56; shift >= 0; shift -= 8) end += static_cast<char>(num_bits >> shift);
+  Add(end);
 
   std::string digits;
-  for (uint32_t word : state) {
+  for (uint32_t word : state_) {
     for (int shift = 28; shift >= 0; shift -= 4) digits += "0123456789abcdef"[word >> shift & 15];
   }
   return digits;
+}
+
+std::string Sha256(std::string_view bytes) {
+  Sha256Stream stream;
+  stream.Add(bytes);
+  return stream.Finish();
 }
 
 }  // namespace pagedkv

@@ -6,12 +6,29 @@
 #ifndef TVM_PAGEDKV_BASE_SHA256_H_
 #define TVM_PAGEDKV_BASE_SHA256_H_
 
+#include <array>
+#include <cstdint>
 #include <string>
 #include <string_view>
 
 namespace pagedkv {
 
-/*! \brief The digest of some bytes, in hexadecimal digits. */
+/*! \brief The digest of bytes that come in chunks. */
+class Sha256Stream {
+ public:
+  Sha256Stream();
+
+  void Add(std::string_view bytes);
+  /*! \return The digest in 64 hexadecimal digits. Nothing can be added after it. */
+  std::string Finish();
+
+ private:
+  std::array<uint32_t, 8> state_;
+  uint64_t num_bytes_ = 0;
+  std::string pending_;  // bytes of a block that is not full
+};
+
+/*! \brief The digest of bytes in 64 hexadecimal digits. */
 std::string Sha256(std::string_view bytes);
 
 }  // namespace pagedkv

@@ -32,6 +32,7 @@ using StringMap = ffi::Map<ffi::String, ffi::Any>;
 using Values = ffi::Array<ffi::Any>;
 
 constexpr int kMaxDepth = 32;  // of nested brackets in a manifest
+constexpr std::streamsize kChunkBytes = 1 << 20;
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kAdvice = "; copy the bundle anew, or write it again";
 
@@ -105,23 +106,36 @@ class Files {
   std::string Checked(const std::string& name) const {
     const StringMap about = AsMap(Get<ffi::Any>(Get<StringMap>(content_, "files"), name.c_str()));
     const std::string path = (folder_ / name).string();
-    const std::string bytes = Read(name);
+    std::ifstream file = Open(name);
+    Sha256Stream digest;
+    int64_t size = 0;
+    std::string chunk(kChunkBytes, '\0');
+    do {
+      file.read(chunk.data(), kChunkBytes);
+      digest.Add({chunk.data(), static_cast<size_t>(file.gcount())});
+      size += file.gcount();
+    } while (file);
     const auto num_bytes = Get<int64_t>(about, "bytes");
-    if (static_cast<int64_t>(bytes.size()) != num_bytes) {
-      Raise(kValueError, path, " is damaged: it has ", bytes.size(), " of its ", num_bytes,
-            " bytes", kAdvice);
+    if (size != num_bytes) {
+      Raise(kValueError, path, " is damaged: it has ", size, " of its ", num_bytes, " bytes",
+            kAdvice);
     }
-    if (Sha256(bytes) != std::string(Get<ffi::String>(about, "sha256"))) {
+    if (digest.Finish() != std::string(Get<ffi::String>(about, "sha256"))) {
       Raise(kValueError, path, " is damaged: its content is not what was written", kAdvice);
     }
     return path;
   }
 
  private:
-  std::string Read(const std::string& name) const {
+  std::ifstream Open(const std::string& name) const {
     RequireInside(name);
     std::ifstream file(folder_ / name, std::ios::binary);
     if (!file) Raise(kValueError, (folder_ / name).string(), " is missing", kAdvice);
+    return file;
+  }
+
+  std::string Read(const std::string& name) const {
+    std::ifstream file = Open(name);
     return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   }
 

@@ -7,7 +7,6 @@
  * does, each works or says that pages have been reclaimed.
  */
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <random>
 #include <string>
@@ -174,9 +173,12 @@ class World {
       const Sequence& sequence = table_.At(id);
       REQUIRE_EQ(sequence.length, static_cast<int64_t>(text.size()));
       for (int32_t g = 0; g < 3; ++g) {
-        for (int64_t i = table_.FirstPosition(sequence, g); i < sequence.length; ++i) {
-          REQUIRE_EQ(slots_[g][SlotOf(sequence, g, i)], text[i]);
+        const int64_t first = table_.FirstPosition(sequence, g);
+        Text held;
+        for (int64_t i = first; i < sequence.length; ++i) {
+          held.push_back(slots_[g][SlotOf(sequence, g, i)]);
         }
+        REQUIRE_EQ(held, Text(text.begin() + first, text.end()));
       }
     }
   }
@@ -193,7 +195,8 @@ TEST_CASE("sequence history random: random texts") {
   for (const int32_t num_pages : {17, 20, 24, 40, 5000}) {
     int num_further_back = 0, num_reclaimed_errors = 0;
     for (uint64_t seed = 0; seed < (num_pages < 5000 ? 30 : 2); ++seed) {
-      std::printf("seed %d, %d pages\n", static_cast<int>(seed), num_pages);
+      CAPTURE(seed);
+      CAPTURE(num_pages);
       World world(seed, num_pages, 4 * num_pages);
       for (int i = 0; i < 500; ++i) world.Do();
       num_further_back += world.num_further_back;

@@ -7,7 +7,7 @@
 
 using pagedkv::Sha256;
 
-TEST_CASE("sha256") {
+TEST_CASE("sha256: whole") {
   // What hashlib of Python says, for ends of every kind.
   REQUIRE_EQ(Sha256(std::string(0, 'a')),
              "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
@@ -21,4 +21,13 @@ TEST_CASE("sha256") {
              "ffe054fe7ae0cb6dc65c3af9b61d5209f439851db43d0ba5997337df154668eb");
   REQUIRE_EQ(Sha256(std::string(1000, 'a')),
              "41edece42d63e8d9bf515a9ba6932e1c20cbc9f5a5d134645adb5db1b9737ea3");
+}
+
+TEST_CASE("sha256: chunks") {
+  const std::string bytes(1000, 'a');
+  for (size_t chunk : {1, 7, 63, 64, 65, 999}) {
+    pagedkv::Sha256Stream stream;
+    for (size_t i = 0; i < bytes.size(); i += chunk) stream.Add(bytes.substr(i, chunk));
+    REQUIRE_EQ(stream.Finish(), Sha256(bytes));
+  }
 }

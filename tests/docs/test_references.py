@@ -10,6 +10,7 @@ import shlex
 
 import pytest
 
+import tir_kernels
 from tvm_pagedkv.cli import main
 
 from .documents import PAGES, ROOT, anchors_of, blocks_of, name_of, prose_of
@@ -39,6 +40,13 @@ def test_links_lead_somewhere(page):
 def test_named_files_exist(page):
     for path in _PATH.findall(prose_of(page)):
         assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
+
+
+def test_the_table_of_kernels_is_complete():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.split("| kernel | does |")[1].split("\n\n")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", " ".join(first_cells))) == set(tir_kernels.BUILDERS)
 
 
 def _commands():

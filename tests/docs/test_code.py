@@ -55,3 +55,9 @@ def test_output_follows_code_that_runs():
             assert is_run or not block.is_output, f"{block.where} shows output of nothing"
             if block.language == "python":
                 is_run = not block.reason_not_to_run
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -52,3 +52,9 @@ def test_the_page_about_relax_models_shows_the_example():
     assert len(blocks) >= 3
     for block in blocks:
         assert block.code in program, f"{block.where} differs from the example"
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

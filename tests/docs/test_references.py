@@ -93,3 +93,9 @@ def test_command_lines_have_options_that_exist():
             found = re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text)
             assert found, f"{where}: no option {option}"
     assert num_checked > 20  # the documents have many more; none would mean that none is found
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -48,3 +48,9 @@ def test_the_reference_has_every_public_name(site):
     hidden = {"compile", "__version__"}  # deprecated, and no class or function
     for name in set(pkv.__all__) - hidden:
         assert f'id="tvm_pagedkv.{name}"' in text, name
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__ and not _library.has_compiler():
         raise ImportError(
             f"tvm_pagedkv.{name} needs the compiler of apache-tvm (libtvm_compiler.so), which is "
-            "not here; load_bundle does without"
+            "not installed; load_bundle works without it"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -47,7 +47,7 @@ def path() -> Path:
     chosen = os.environ.get("TVM_PAGEDKV_LIBRARY")
     if chosen:
         if not Path(chosen).is_file():
-            raise ImportError(f"TVM_PAGEDKV_LIBRARY names no file: {chosen}")
+            raise ImportError(f"TVM_PAGEDKV_LIBRARY is not a file: {chosen}")
         return Path(chosen)
     name = "libtvm_pagedkv.so"
     beside = Path(__file__).with_name(name)

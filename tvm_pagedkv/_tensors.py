@@ -59,7 +59,7 @@ def view(name: str, value: Any, *, is_written: bool = False) -> tvm_ffi.Tensor:
     if isinstance(value, np.ndarray):
         if not value.flags.writeable:
             if is_written:
-                raise ValueError(f"{name} must be writeable")
+                raise ValueError(f"{name} must be writable")
             value = value.copy()
         if value.dtype == ml_dtypes.bfloat16:  # which NumPy does not export through DLPack
             return tvm_ffi.from_dlpack(Bfloat16Array(name, value))

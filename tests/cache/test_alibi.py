@@ -51,7 +51,7 @@ def test_settings():
         make_config(layers=[pkv.LayerSpec(alibi=(float("nan"),) * HEADS)])
     with pytest.raises(TypeError, match="alibi must be True or a sequence"):
         make_config(alibi=0.5)
-    with pytest.raises(ValueError, match="'mla' have no ALiBi; layer 0"):
+    with pytest.raises(ValueError, match="layer 0 is of kind 'mla', which has no ALiBi"):
         make_config(alibi=True, v_head_dim=8, layers=[pkv.LayerSpec("mla")])
 
 

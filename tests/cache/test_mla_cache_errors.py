@@ -21,8 +21,8 @@ append = tvm_ffi.get_global_func("vm.builtin.attention_kv_cache_append_mla_kv")
     [
         ({"num_kv_heads": 2}, "num_kv_heads of kind 'mla' must be 1"),
         ({"v_head_dim": 32}, "v_head_dim must be between 8 and 24"),
-        ({"mla_original_qk_head_dim": 16}, "go together"),
-        ({"kind": "mha", "mla_original_v_head_dim": 16}, "belong to kind 'mla'"),
+        ({"mla_original_qk_head_dim": 16}, "and need each other"),
+        ({"kind": "mha", "mla_original_v_head_dim": 16}, "are for kind 'mla' only"),
         ({"mla_original_qk_head_dim": 12, "mla_original_v_head_dim": 8}, "multiple of 8"),
     ],
 )

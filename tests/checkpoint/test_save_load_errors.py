@@ -80,7 +80,7 @@ def test_a_cut_or_longer_file(saved, seed, tmp_path):
             refused(saved[:length])
     for more in (b"\0", b" ", saved):
         refused(saved + more, "must have .* bytes by its header")
-    refused(b"", "no safetensors file")
+    refused(b"", "not a safetensors file")
     refused(saved[8:])
 
 
@@ -118,31 +118,31 @@ LIES = {
     "version": (_about(version="2"), "must have format"),
     "layout": (_about(layout="page_size=1"), "another layout than the cache: page_size=1"),
     "lacks": (lambda h: h["__metadata__"].pop("tables"), "malformed: 'tables'"),
-    "seq_ids": (_about(seq_ids=[-1, 3, 3, 5, 6]), "there twice"),
+    "seq_ids": (_about(seq_ids=[-1, 3, 3, 5, 6]), "must be distinct"),
     "seq_ids_float": (_about(seq_ids=[-1, 3, 4.0, 5, 6]), "list of integers"),
     "seq_ids_bool": (_about(seq_ids=[-1, 3, True, 5, 6]), "list of integers"),
     "seq_ids_wide": (_about(seq_ids=[-1, 3, 2**63, 5, 6]), "64 bits"),
-    "seq_ids_few": (_about(seq_ids=[-1, 3]), "as many sequences"),
+    "seq_ids_few": (_about(seq_ids=[-1, 3]), "differ in length"),
     "seq_ids_type": (_about(seq_ids={"a": 1}), "list of integers"),
-    "metadata_few": (_about(metadata=[]), "as many sequences"),
+    "metadata_few": (_about(metadata=[]), "differ in length"),
     "metadata": (_about(metadata=["{}"] * 5), "lacks the field"),
     "not_json": (_about(tables="["), "malformed"),
     "deep": (_about(tables="[" * 10**5), "malformed"),
     "tables_none": (_about(tables=[]), "malformed"),
     "tables_type": (_about(tables=[[["a"]] * 5] * 2), "list of integers"),
     "negative": (_tables(lambda t: t[0][1].__setitem__(0, -1)), "negative"),
-    "huge": (_tables(lambda t: t[0][1].__setitem__(0, 2**62)), "not those that its tables need"),
+    "huge": (_tables(lambda t: t[0][1].__setitem__(0, 2**62)), "do not match its page tables"),
     "swapped": (_tables(lambda t: t[0][1].reverse()), "has a wrong number"),
     "short": (_tables(lambda t: t[0][1].pop()), "needs 5 pages in layer group 0, got 4"),
     "of_layer": (_about(table_of_layer=[0, 1, 9]), "no table"),
-    "of_layer_few": (_about(table_of_layer=[0, 1]), "not of 3 layers"),
-    "of_layer_other": (_about(table_of_layer=[1, 0, 1]), "needs|not those that"),
-    "checksums": (_about(checksums=[1, 2]), "not of 3 layers"),
+    "of_layer_few": (_about(table_of_layer=[0, 1]), "does not have 3 layers"),
+    "of_layer_other": (_about(table_of_layer=[1, 0, 1]), "needs|do not match its"),
+    "checksums": (_about(checksums=[1, 2]), "does not have 3 layers"),
     "checksums_type": (_about(checksums=[1, 2, 3]), "checksum is wrong"),
-    "dtype": (lambda h: h["layer.0"].update(dtype="F16"), "not those that its tables need"),
-    "shape": (lambda h: h["layer.0"]["shape"].append(1), "not those that its tables need"),
-    "offsets": (lambda h: h["layer.1"].update(data_offsets=[0, 8]), "not those that"),
-    "more": (lambda h: h.update({"layer.3": h["layer.0"]}), "not those that its tables need"),
+    "dtype": (lambda h: h["layer.0"].update(dtype="F16"), "do not match its page tables"),
+    "shape": (lambda h: h["layer.0"]["shape"].append(1), "do not match its page tables"),
+    "offsets": (lambda h: h["layer.1"].update(data_offsets=[0, 8]), "do not match its page tables"),
+    "more": (lambda h: h.update({"layer.3": h["layer.0"]}), "do not match its page tables"),
     "about_type": (lambda h: h["__metadata__"].update(seq_ids=3), "malformed"),
 }
 
@@ -164,7 +164,7 @@ def test_a_cache_that_cannot_take_it(saved, tmp_path):
     path.write_bytes(saved)
     with pytest.raises(ValueError, match="sequence 1 is in the cache already"):
         cache.load(path, {3: 1})
-    with pytest.raises(ValueError, match="there twice"):
+    with pytest.raises(ValueError, match="must be distinct"):
         cache.load(path, {3: 7, 4: 7})
     with pytest.raises(ValueError, match="64 bits"):
         cache.load(path, {3: 2**63})

@@ -179,7 +179,7 @@ def test_messages_that_are_none(model, start, data):
     service.socket.sendall(struct.pack("<I", len(data)) + data)
     reply = service.channel.receive(10.0)
     assert (reply["type"], reply["id"]) == ("failed", None)
-    assert "no JSON" in reply["reason"] or "no message" in reply["reason"]
+    assert "not JSON" in reply["reason"] or "not a message" in reply["reason"]
     service.check(model)
     service.finish()
 
@@ -278,7 +278,7 @@ def test_logits_that_are_none():
     from tvm_pagedkv.generation.disaggregated import _decode_logits
 
     for wrong in (None, 7, "###", "AAA=", ["AAAA"]):
-        with pytest.raises(TransferError, match="sent no logits"):
+        with pytest.raises(TransferError, match="did not send logits"):
             _decode_logits(wrong)
 
 

@@ -289,7 +289,7 @@ def test_mistakes(capfd):
         generate(load("float32"), ["x"], speculative=-1)
     for option in (["--sliding-window", "64"], ["--shards", "2"], ["--stages", "2"]):
         assert main(["generate", "x", "--speculative", *option]) == 2
-        assert "--speculative does not go with --s" in capfd.readouterr().err
+        assert "--speculative cannot be combined with --s" in capfd.readouterr().err
     for value in ("0", "x", "-1"):
         with pytest.raises(SystemExit):
             main(["generate", "x", f"--speculative={value}"])

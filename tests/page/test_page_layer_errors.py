@@ -72,7 +72,7 @@ BAD_APPENDS = {
         ValueError,
         "twice",
     ),
-    "pool read-only": ("paged_kv_cache", _read_only(), ValueError, "must be writeable"),
+    "pool read-only": ("paged_kv_cache", _read_only(), ValueError, "must be writable"),
     "pool empty page": (
         "paged_kv_cache",
         np.zeros((5, 2, 0, 2, 64), "f4"),

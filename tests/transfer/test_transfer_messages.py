@@ -115,7 +115,7 @@ OFFERS = {
     "ragged": ({"runs": [[1, 2]]}, "no runs"),
     "text": ({"runs": [["a", 1, 2]]}, "no runs"),
     "huge": ({"runs": [[2**70, 1, 2]]}, "no runs"),
-    "begin_text": ({"begin": "6"}, "begin is '6', which is no int"),
+    "begin_text": ({"begin": "6"}, "begin is '6', which is not of type int"),
     "block": ({"block": None}, "block is None"),
 }
 

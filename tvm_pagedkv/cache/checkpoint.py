@@ -194,18 +194,18 @@ def _read_header(file: io.BufferedReader) -> dict[str, Any]:
     prefix = file.read(8)
     num_bytes = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or num_bytes > _MAX_HEADER_BYTES:
-        raise _DamagedFile(f"is no safetensors file: its header would have {num_bytes} bytes")
+        raise _DamagedFile(f"is not a safetensors file: its header would have {num_bytes} bytes")
     raw = file.read(num_bytes)
     found = _HEADER_DIGEST.search(raw)
     if len(raw) < num_bytes or not raw.startswith(b"{") or not found:
-        raise _DamagedFile("is no file that KVCache.save wrote, or its header is damaged")
+        raise _DamagedFile("was not written by KVCache.save, or its header is damaged")
     blank = raw[: found.start(1)] + _NO_DIGEST.encode() + raw[found.end(1) :]
     if _digest(prefix + blank).hexdigest().encode() != found[1]:
         raise _DamagedFile("the header is damaged: its checksum is wrong")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):
-        raise _DamagedFile("the header is no JSON") from None
+        raise _DamagedFile("the header is not JSON") from None
 
 
 class _Contents:
@@ -232,11 +232,11 @@ class _Contents:
             self.checksums = list(json.loads(about["checksums"]))
             num_layers = len(cache.description["layers"])
             if {len(of_layer), len(self.checksums)} != {num_layers}:
-                raise ValueError(f"it is not of {num_layers} layers")
+                raise ValueError(f"it does not have {num_layers} layers")
             if {len(self.metadata), *map(len, tables)} - {len(self.seq_ids)}:
-                raise ValueError("it is not of as many sequences everywhere")
+                raise ValueError("its lists of sequences differ in length")
             if any(n < 0 for table in tables for x in table for n in x):
-                raise ValueError("a page has a negative number")
+                raise ValueError("a page number is negative")
             if any(not 0 <= index < len(tables) for index in of_layer):
                 raise ValueError("a layer has no table")
             self.tables = [tables[index] for index in of_layer]
@@ -245,7 +245,7 @@ class _Contents:
             ]
             tensors = _tensors(cache, self.num_pages)
             if header != tensors:
-                raise ValueError("its tensors are not those that its tables need")
+                raise ValueError("its tensors do not match its page tables")
         except (
             AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError,
             ValueError,
@@ -332,7 +332,7 @@ def _ids(values: Iterable[int]) -> list[int]:
     """Ids that a caller gives."""
     ids = [operator.index(value) for value in values]
     if len(set(ids)) != len(ids):
-        raise ValueError(f"a sequence is there twice: {ids}")
+        raise ValueError(f"sequence ids must be distinct, got {ids}")
     return _integers(ids)
 
 
@@ -349,7 +349,7 @@ def _encode(header: dict[str, Any]) -> bytes:
     text = _json(header).encode("ascii")
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER_BYTES:
-        raise ValueError("the page tables of so many sequences do not fit into a file's header")
+        raise ValueError("the page tables exceed the size limit of a file's header")
     return len(text).to_bytes(8, "little") + text
 
 

@@ -152,9 +152,9 @@ def _check(options: argparse.Namespace) -> None:
     if options.sinks is not None and options.sliding_window is None:
         raise ValueError("--sinks needs --sliding-window")
     if options.speculative and options.sliding_window is not None:
-        raise ValueError("--speculative does not go with --sliding-window")
+        raise ValueError("--speculative cannot be combined with --sliding-window")
     if options.speculative and (options.shards, options.stages) != (1, 1):
-        raise ValueError("--speculative does not go with --shards and --stages")
+        raise ValueError("--speculative cannot be combined with --shards and --stages")
 
 
 def _sinks(options: argparse.Namespace) -> int:
@@ -214,7 +214,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         except OSError as error:
             raise ValueError(f"cannot read prompt file {name}: {error.strerror}") from None
     if not prompts:
-        raise ValueError('no prompt; say, for example: tvm-pagedkv generate "The with statement"')
+        raise ValueError('no prompt; for example: tvm-pagedkv generate "The with statement"')
     return prompts
 
 

@@ -46,7 +46,7 @@ class KernelSets:
     def kernels(self) -> Mapping[str, tvm.ffi.Function]:
         """The only set; a ValueError if there are several."""
         if len(self.sets) != 1:
-            raise ValueError(f"the layers need {len(self.sets)} kernel sets; choose one of `sets`")
+            raise ValueError(f"the layers need {len(self.sets)} kernel sets; use `sets`")
         return self.sets[0]
 
 

@@ -163,7 +163,7 @@ class KVCacheConfig:
         indptr = tuple(map(int, indptr))
         if indptr[:1] + indptr[-1:] != (0, self.num_layers) or list(indptr) != sorted(indptr):
             raise ValueError(
-                f"layer_indptr must begin with 0, never fall, and end with the number of layers, "
+                f"layer_indptr must begin with 0, ascend, and end with the number of layers, "
                 f"{self.num_layers}; got {list(indptr)}"
             )
         object.__setattr__(self, "layer_indptr", indptr)
@@ -175,7 +175,7 @@ class KVCacheConfig:
             if layer.kind == "mla":
                 raise ValueError(
                     f"layer {i}: sliding_window is not possible with MLA layers, whose kernels "
-                    "have no such mask"
+                    "do not support it"
                 )
 
     def _complete(self, index: int, layer: LayerSpec) -> LayerSpec:
@@ -224,7 +224,7 @@ class KVCacheConfig:
             return False
         name = "alibi" if layer.alibi is None else f"layers[{index}].alibi"
         if layer.kind == "mla":
-            raise ValueError(f"{name}: layers of kind 'mla' have no ALiBi; layer {index} is one")
+            raise ValueError(f"{name}: layer {index} is of kind 'mla', which has no ALiBi")
         return resolve_slopes(name, alibi, num_heads)
 
     @property

@@ -74,7 +74,7 @@ class LayerSpec:
         check_choice("layer.kind", self.kind, LAYER_KINDS)
         if (self.kind == "mha_sliding") != (self.window is not None):
             raise ValueError(
-                f"layer.window belongs to kind 'mha_sliding' and to no other; got kind "
+                f"layer.window is for kind 'mha_sliding' only, which needs it; got kind "
                 f"{self.kind!r} with window {self.window!r}"
             )
         if self.window is not None:
@@ -89,8 +89,8 @@ class LayerSpec:
             return
         if self.kind != "mla" or None in values:
             raise ValueError(
-                f"layer.{names[0]} and layer.{names[1]} belong to kind 'mla' and go together; got "
-                f"{values[0]} and {values[1]} with kind {self.kind!r}"
+                f"layer.{names[0]} and layer.{names[1]} are for kind 'mla' only and need "
+                f"each other; got {values[0]} and {values[1]} with kind {self.kind!r}"
             )
         for name, value in zip(names, values, strict=True):
             check_head_dim(f"layer.{name}", value)

@@ -186,13 +186,17 @@ class Worker:
     def send_on(self, value) -> None:
         """Send a tensor to the worker with the same shard in the next group."""
         if self.group + 1 == self.num_groups:
-            raise ValueError(f"worker {self.rank} is of the last group: there is none to send to")
+            raise ValueError(
+                f"worker {self.rank} is in the last group and has no next one to send to"
+            )
         self.send(self.rank + self.group_size, value.numpy())
 
     def receive_into(self, target) -> None:
         """Fill a tensor with what the same shard of the previous group sends."""
         if self.group == 0:
-            raise ValueError(f"worker {self.rank} is of the first group: nobody sends to it")
+            raise ValueError(
+                f"worker {self.rank} is in the first group and has no previous one to receive from"
+            )
         received = _receive(
             self.sockets[self.rank - self.group_size],
             math.prod(target.shape) * target.dtype.itemsize,
@@ -230,7 +234,7 @@ def _receive(peer: socket.socket, num_bytes: int) -> bytearray:
     while len(rest):
         count = peer.recv_into(rest)
         if count == 0:
-            raise ConnectionError("another Disco worker has gone")
+            raise ConnectionError("another Disco worker has ended")
         rest = rest[count:]
     return data
 
@@ -252,14 +256,14 @@ def current_worker() -> Worker:
         return _workers[threading.get_ident()]
     except KeyError:
         raise RuntimeError(
-            "this thread is no worker of a session made by tvm_pagedkv.disco"
+            "this thread is not a worker of a session made by tvm_pagedkv.distributed"
         ) from None
 
 
 def _host(tensor) -> np.ndarray:
     """View a CPU tensor as a NumPy array."""
     if str(tensor.dtype) == "bfloat16":
-        raise TypeError("collectives on CPUs take no bfloat16; convert to float32")
+        raise TypeError("collectives on CPUs do not support bfloat16; convert to float32")
     return np.from_dlpack(tensor)
 
 

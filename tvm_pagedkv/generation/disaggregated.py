@@ -205,4 +205,4 @@ def _decode_logits(text: Any) -> np.ndarray:
     try:
         return np.frombuffer(base64.b64decode(text, validate=True), "<f4")
     except (TypeError, ValueError):
-        raise TransferError("the other end sent no logits") from None
+        raise TransferError("the other end did not send logits") from None

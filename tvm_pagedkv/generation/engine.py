@@ -123,7 +123,7 @@ class _Settings:
         if self.window is not None:
             self.window.check(model)
             if self.speculative:
-                raise ValueError("a text with a window has no token trees, so no speculative")
+                raise ValueError("speculative must be 0 with a window, which has no token trees")
         if self.prefill_chunk_size < 1:
             raise ValueError(
                 f"prefill_chunk_size must be at least 1, got {self.prefill_chunk_size}"
@@ -133,7 +133,9 @@ class _Settings:
         if self.speculative < 0:
             raise ValueError(f"speculative must be 0 or more, got {self.speculative}")
         if self.speculative and not isinstance(model, DecoderModel):
-            raise ValueError("a model of several workers has no token trees, so no speculative")
+            raise ValueError(
+                "speculative must be 0 with several workers, which have no token trees"
+            )
 
 
 class _Run:

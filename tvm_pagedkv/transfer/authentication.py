@@ -59,7 +59,7 @@ def secret_for(secret: bytes | None, is_required: bool) -> bytes | None:
     if len(secret) < MIN_SECRET_BYTES:
         raise ValueError(
             f"{origin} must have at least {MIN_SECRET_BYTES} bytes, got {len(secret)}: "
-            "whoever records a handshake can try short ones"
+            "a short secret can be found from a recorded handshake"
         )
     return secret
 
@@ -178,7 +178,7 @@ def _listen(secret: bytes) -> Steps:
 def _connect(secret: bytes) -> Steps:
     greeting = yield b"", len(_MAGIC) + _NONCE_BYTES
     if not greeting.startswith(_MAGIC):
-        raise AuthenticationError("the other side does not ask for a secret")
+        raise AuthenticationError("the other side does not authenticate")
     theirs, ours = greeting[len(_MAGIC) :], os.urandom(_NONCE_BYTES)
     digest = yield ours + _digest(secret, b"connector", theirs, ours), _DIGEST_BYTES
     _check(digest, _digest(secret, b"listener", theirs, ours))

@@ -24,7 +24,7 @@ def field(message: dict[str, Any], name: str, kind: type) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise MessageError(
             f"the other side sent a {quote(message.get('type'))} message whose {name} is "
-            f"{quote(value)}, which is no {kind.__name__}"
+            f"{quote(value)}, which is not of type {kind.__name__}"
         )
     return value
 
@@ -164,7 +164,7 @@ class Endpoint(ABC):
 
     def _dispatch(self, message: Any) -> None:
         if not isinstance(message, dict):
-            raise MessageError(f"the other side sent {quote(message)}, which is no message")
+            raise MessageError(f"the other side sent {quote(message)}, which is not a message")
         kind = message.get("type")
         if kind == "hello":
             if self.is_connected:

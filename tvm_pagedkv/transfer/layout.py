@@ -70,7 +70,7 @@ def check_layout(ours: dict[str, Any], theirs: Any) -> None:
     """Raise a ValueError that names the first difference."""
     found = _difference("", ours, theirs)
     if found:
-        raise ValueError(f"the two caches do not fit together: {found}")
+        raise ValueError(f"the layouts of the two caches differ: {found}")
 
 
 def _difference(path: str, ours: Any, theirs: Any) -> str | None:

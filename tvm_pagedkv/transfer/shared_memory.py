@@ -60,7 +60,7 @@ class SharedMemoryChannel(SocketChannel):
         try:
             num_bytes = os.fstat(descriptor).st_size
             if not fcntl.fcntl(descriptor, _F_GET_SEALS) & _F_SEAL_SHRINK:
-                raise TransferError("the sender could take its shared memory away while it is read")
+                raise TransferError("the sender could shrink its shared memory while it is read")
             # A private map, because DLPack needs writable memory; nobody writes to it.
             self._map = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
         except (OSError, ValueError, OverflowError) as error:  # the size is 0 or too large

@@ -164,9 +164,9 @@ class SocketChannel(Channel):
         try:
             message = json.loads(data)
         except (ValueError, RecursionError):
-            raise MessageError("the other side sent a message that is no JSON") from None
+            raise MessageError("the other side sent a message that is not JSON") from None
         if not isinstance(message, dict):
-            raise MessageError("the other side sent JSON that is no message: expected an object")
+            raise MessageError("the other side sent JSON that is not a message: expected an object")
         return message
 
     def _flush(self) -> None:
@@ -205,7 +205,7 @@ class SocketChannel(Channel):
         if len(received) > self.descriptors_wanted or flags & socket.MSG_CTRUNC:
             _close_all(received)
             raise TransferError(
-                "the other side sent file descriptors that nobody asked for: expected up to "
+                "the other side sent unexpected file descriptors: expected up to "
                 f"{self.descriptors_wanted}"
             )
         self.descriptors_wanted -= len(received)

@@ -164,3 +164,9 @@ def test_former_names_of_modules_work(name):
     folder = {"disco": "distributed", "disaggregated": "generation"}[name]
     former = importlib.import_module(f"tvm_pagedkv.{name}")
     assert former is importlib.import_module(f"tvm_pagedkv.{folder}.{name}")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

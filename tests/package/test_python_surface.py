@@ -161,3 +161,9 @@ def test_compilation_is_logged(tmp_path, monkeypatch, caplog):
     assert [record.name for record in caplog.records] == ["tvm_pagedkv.compiler"] * 2
     assert lines[0].startswith("compiling 1 kernels: 4/2 heads of 8, float16")
     assert lines[1].startswith("compiled in ")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

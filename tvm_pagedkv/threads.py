@@ -128,12 +128,13 @@ def set_num_threads(count: int) -> None:
     if not 1 <= count <= len(cpus):
         raise ValueError(f"count must be between 1 and {len(cpus)}, the CPUs; got {count}")
     _configure(count, cpus)
-    most = num_threads()  # which starts the pool, hence not before
-    if most != count:
-        _configure(getattr(_chosen, "count", most), cpus)
+    num_started = num_threads()  # starts the pool
+    if num_started != count:
+        _configure(getattr(_chosen, "count", num_started), cpus)
         raise RuntimeError(
-            f"the pool of this thread started with {most} threads and cannot have {count}; call "
-            f"set_num_threads before its first kernel, or start Python with TVM_NUM_THREADS={count}"
+            f"the pool of this thread started with {num_started} threads and cannot have {count}; "
+            "call set_num_threads before its first kernel, or start Python with "
+            f"TVM_NUM_THREADS={count}"
         )
     _chosen.count = count
     os.environ["TVM_NUM_THREADS"] = str(count)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlc-llm over this package's cache: ``tvm_pagedkv.mlc.install()`` before compiling or serving."""
+"""mlc-llm with this package's cache: call ``install()`` before compiling or serving."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mlc-llm's pass `DispatchKVCacheCreation` makes: our cache instead of TVM's."""
+"""Replacement of the cache that mlc-llm's pass `DispatchKVCacheCreation` makes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .model_config import attention_of_compiled, warn_if_unknown
 from .modules import TRIED_WITH, find
 from .patches import Overlay, Patches
 
-# The pass gives these by keyword, with `target`.
+# The pass passes these by keyword, with `target`.
 _ARGUMENTS = frozenset(
     "attn_kind max_batch_size max_total_seq_len prefill_chunk_size page_size "
     "support_sliding_window layer_partition num_hidden_layers num_attention_heads "
@@ -22,18 +22,19 @@ _ARGUMENTS = frozenset(
     "rope_mode rope_scale rope_theta rope_scaling rope_ext_factors rotary_dim "
     "enable_disaggregation dtype target".split()
 )
-# What `RopeConfig` takes or ignores; mlc-llm's dictionaries hold more.
+# Keys of mlc-llm's dictionaries that `RopeConfig` does not take.
 _ROPE_KEYS_OF_MLC = ("inv_theta_log_scale", "rope_theta")
 
 
 def dispatch_to_our_cache(patches: Patches, flashinfer: bool) -> None:
-    """Let mlc-llm's pass make our cache.
+    """Make mlc-llm's pass create this package's cache.
 
     Parameters
     ----------
+    patches : Patches
     flashinfer : bool
-        Whether the pass may also add the creation function of a cache over FlashInfer's kernels,
-        which mlc-llm's engine prefers where it is there.
+        Whether the pass may also add a creation function for FlashInfer's kernels, which mlc-llm's
+        engine prefers.
     """
     name = "DispatchKVCacheCreation"
     dispatch = find("mlc_llm.compiler_pass.dispatch_kv_cache_creation", name, "kv_cache")
@@ -61,15 +62,16 @@ def create_cache(**arguments: Any) -> tvm_kv_cache.PagedKVCache:
     Returns
     -------
     PagedKVCache
-        With `extern_mods`, its compiled kernels. For RoPE of a type that has no kernels here, TVM's
-        own one, with a warning; our runtime object drives its kernels.
+        It has `extern_mods`, its compiled kernels. If RoPE is of a type without kernels here, this
+        is TVM's own cache with TVM's kernels, run by this package's runtime object; a warning says
+        so.
 
     Raises
     ------
     TypeError
-        Where mlc-llm gives other arguments than those that are known.
+        If mlc-llm passes other arguments than expected.
     ValueError
-        On dimensions or targets that no kernel serves.
+        If dimensions or the target have no kernels.
     """
     differing = _ARGUMENTS.symmetric_difference(arguments)
     if differing:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switches mlc-llm over to our cache, and back."""
+"""`install` and `uninstall`: switch mlc-llm to this package's cache, and back."""
 
 from __future__ import annotations
 

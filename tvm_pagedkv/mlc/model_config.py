@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's configuration says about attention and mlc-llm does not pass to its cache.
+"""Attention settings of a model's configuration that mlc-llm does not pass to its cache.
 
 mlc-llm leaves out Gemma 2's soft-cap, and takes the sliding window of its and Gemma 3's local
 layers for one of the whole model. Here they are read from the configuration of the model that is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the parts of mlc-llm that are replaced, or says what is missing."""
+"""Import of the parts of mlc-llm that are replaced, with errors that name what is missing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaced attributes of other packages, and how they were before."""
+"""Replacement of attributes of other packages, with undo."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ _MISSING = object()
 
 
 class Patches:
-    """Attributes that were set on modules and classes, for `undo` to put back."""
+    """Sets attributes of modules and classes, and restores them with `undo`."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute and remember what it was, or that there was none."""
+        """Set an attribute, and remember its former value or absence."""
         # A class attribute is read from the class itself: a classmethod must stay one, and an
         # inherited attribute must not be copied down.
         self._before.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
 
     def set_missing(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute only where there is none."""
+        """Set an attribute if it does not exist."""
         if not hasattr(owner, name):
             self.set(owner, name, value)
 
     def undo(self) -> None:
-        """Put every attribute back, the last one first."""
+        """Restore all attributes in reverse order."""
         while self._before:
             owner, name, value = self._before.pop()
             if value is _MISSING:

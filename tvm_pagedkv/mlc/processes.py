@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that mlc-llm starts: compilers just in time, and the workers of several devices."""
+"""Processes that mlc-llm starts: just-in-time compilers, and workers of several devices."""
 
 from __future__ import annotations
 

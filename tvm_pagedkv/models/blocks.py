@@ -14,7 +14,7 @@ from .options import BuildOptions
 
 
 class Linear(nn.Module):
-    """``x @ weight.T (+ bias) (+ residual)`` over packed weights, for x [n, in_features]."""
+    """``x @ weight.T (+ bias) (+ residual)`` with packed weights, for x ``[n, in_features]``."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Linear(nn.Module):
 
 
 class SplitLinear(Linear):
-    """`Linear` over the worker's share of the input features; the workers add up what they have."""
+    """`Linear` over the worker's share of the input features, followed by an all-reduce."""
 
     def __init__(
         self, in_features: int, out_features: int, options: BuildOptions, bias: bool = False
@@ -57,7 +57,7 @@ class SplitLinear(Linear):
 
 
 class Norm(nn.Module):
-    """RMS norm of the rows of x [n, features], added to a residual where one is given."""
+    """RMS norm of the rows of x ``[n, features]``, plus a residual if one is given."""
 
     def __init__(self, config: DecoderConfig, options: BuildOptions):
         self.features, self.epsilon = config.hidden_size, config.norm_eps
@@ -78,7 +78,7 @@ class Norm(nn.Module):
 
 
 class QkNorm(nn.Module):
-    """RMS norms of Q and K in rows that hold Q, K and V: of each head, or of all heads together."""
+    """RMS norm of Q and K in rows of Q, K and V: per head, or over all heads."""
 
     def __init__(self, config: DecoderConfig, options: BuildOptions):
         self.options, self.epsilon = options, config.norm_eps
@@ -102,7 +102,7 @@ class QkNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections around the attention of the cache, which rotates, appends and attends."""
+    """The projections before and after the cache's attention."""
 
     def __init__(self, config: DecoderConfig, options: BuildOptions):
         self.num_heads, self.head_dim = config.num_heads // options.num_shards, config.head_dim
@@ -124,7 +124,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """``activation(gate) * up`` between two projections."""
+    """The MLP: ``activation(gate) * up`` between two projections."""
 
     def __init__(self, config: DecoderConfig, options: BuildOptions):
         self.width, self.options = config.intermediate_size // options.num_shards, options
@@ -142,7 +142,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP, with norms before or after each, or both."""
+    """One layer: attention, then the MLP, each with norms before it, after it, or both."""
 
     def __init__(self, config: DecoderConfig, options: BuildOptions):
         def norm(name: str | None) -> Norm | None:
@@ -163,6 +163,6 @@ class Block(nn.Module):
 
 
 def _add(x: nn.Tensor, before: Norm | None, compute, after: Norm | None) -> nn.Tensor:
-    """``x + after(compute(before(x)))``; the last kernel of the chain adds x."""
+    """Return ``x + after(compute(before(x)))``; the last kernel of the chain adds x."""
     inner = x if before is None else before(x)
     return compute(inner, x) if after is None else after(compute(inner, None), x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named tensors of a Hugging Face directory, read one at a time."""
+"""`Checkpoint`: the named tensors of a Hugging Face directory, read one at a time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Checkpoint:
     Raises
     ------
     FileNotFoundError
-        Where the tensors, or a shard that the index names, are not there.
+        If the tensors, or a shard that the index names, are missing.
     ValueError
-        Where a file is damaged.
+        If a file is damaged.
     """
 
     def __init__(self, directory: str | Path):
@@ -54,16 +54,16 @@ class Checkpoint:
             self._readers.update(dict.fromkeys(reader.keys(), reader))
 
     def names(self) -> list[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return [*self._readers]
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """The tensor of this name, in the type it is stored in.
+        """Return a tensor in its stored dtype.
 
         Raises
         ------
         ValueError
-            Where it is missing, has another shape, or is not of a floating type.
+            If it is missing, has another shape, or is not of a floating-point type.
         """
         if name not in self._readers:
             raise ValueError(f"{self.directory} lacks tensor {name}; expected shape {list(shape)}")
@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 def _shards(index: Path) -> list[str]:
-    """Names of the files that an index lists, all of its own folder."""
+    """Return the file names in an index, which must be in the same folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index} has no weight_map")

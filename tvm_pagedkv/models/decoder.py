@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of a compiled decoder, over the blocks that all families share."""
+"""`Decoder`: the functions of a compiled model, built from the blocks of all families."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .options import BuildOptions
 
 
 class Decoder(nn.Module):
-    """The functions of the compiled model; T is the number of rows of a step, over all sequences.
+    """The functions of the compiled model. T is the number of rows of a step, for all sequences.
 
     - ``embed(ids int32 [T])`` -> x [T, hidden_size]
     - ``prefill(x, rows int32 [b], cache)`` -> logits float32 [b, vocab_size] of the chosen rows
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
 
 
 def build_module(config: DecoderConfig, options: BuildOptions) -> tvm.IRModule:
-    """The model as an IRModule whose functions take the weights as one packed argument."""
+    """Return the model as an IRModule whose functions take the weights as one packed argument."""
     packed = {"param_mode": "packed", "effect_mode": "none"}
     x = spec.Tensor(["n", config.hidden_size], options.dtype)
     cache = spec.Object(object_type=CacheObject)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of a decoder begin with: a PrimFunc over rows, and loops on all threads."""
+"""Common parts of a decoder's kernels: PrimFuncs over rows, and parallel loops."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows_kernel(arguments: Callable, body: Callable, target: VectorTarget) -> ti
 
 
 def parallel_if(condition, extent, body: Callable) -> None:
-    """Run ``body(i)`` for each i, on all threads where `condition` holds."""
+    """Emit a loop that runs ``body(i)`` for each i, in parallel if `condition` holds."""
     with T.If(condition):
         with T.Then():
             with T.parallel(extent) as i:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU kernels of a decoder that treat each row by itself: norms, gates, soft-cap, ..."""
+"""CPU kernels of a decoder that work row by row: norms, gates, soft-cap, ..."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PARALLEL_ELEMENTS = 1 << 15  # below: cheaper than waking the other threads
 def rms_norm(
     features: int, epsilon: float, dtype: str, target: VectorTarget, *, residual: bool = False
 ) -> tirx.PrimFunc:
-    """``x / sqrt(mean(x ** 2) + epsilon) * weight (+ residual)``.
+    """Build the kernel of ``x / sqrt(mean(x ** 2) + epsilon) * weight (+ residual)``.
 
     Arguments of the kernel: x [n, features], weight float32 [features], residual [n, features]
     where chosen, out [n, features].

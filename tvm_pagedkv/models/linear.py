@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers: packed weights, and the kernels that multiply with them or look rows up in them.
+"""Linear layers: packed weights, and the kernels that multiply with them or look up their rows.
 
-A matrix of `out_features` rows is kept as blocks of output features that are read once, in order,
-for a tile of rows of activations held in registers: ``[blocks, in_features, width]``. Where the CPU
-multiplies pairs of bfloat16, neighbours along the input features lie side by side:
-``[blocks, in_features / 2, width * 2]``.
+A weight matrix is packed as blocks of output features, ``[blocks, in_features, width]``. A block is
+read once, in order, for a tile of rows of activations in registers. If the CPU multiplies pairs of
+bfloat16, neighbouring input features are adjacent: ``[blocks, in_features / 2, width * 2]``.
 
-Prefill takes the blocks through the caches in parts of `DEPTH` input features, with all rows of a
-unit; the sums wait in float32 meanwhile.
+Prefill splits the blocks into parts of `DEPTH` input features, which stay in the CPU caches for
+all `UNIT_ROWS` rows; partial sums are float32.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from tir_kernels.spec import VectorTarget
 from .emit import parallel_if, rows_kernel
 
 TILE_ROWS = 6
-UNIT_ROWS = 16 * TILE_ROWS  # rows that reuse a part of a block before the next one
+UNIT_ROWS = 16 * TILE_ROWS  # rows that reuse a part of a block before the next part
 DEPTH = 512  # input features of a part
 # For a single row of activations: cache lines of weights read in a loop iteration, and prefetched
 # ahead of it. float16 gains 5 to 15 % on Zen 5 over two lines at a time, the other types nothing.
@@ -48,7 +47,7 @@ _PARALLEL_FLOPS = 1 << 19  # below: cheaper than waking the other threads
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """How a weight matrix is kept for a target.
+    """The packed layout of a weight matrix for a target.
 
     Parameters
     ----------
@@ -64,7 +63,7 @@ class PackedMatrix:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether two neighbouring input features are one operand."""
+        """Whether two neighbouring input features form one operand."""
         even = self.in_features % 2 == 0
         return self.dtype == "bfloat16" and self.target.has_bf16_dot and even
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama and Mistral: a norm before attention and before the MLP, SwiGLU, no norms of Q and K."""
+"""Llama and Mistral: norms before attention and MLP, SwiGLU, no norms of Q and K."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .config import DecoderConfig
 
 
 def llama(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Llama 1 to 3, and what has its architecture: TinyLlama, SmolLM, Vicuna, Yi, ..."""
+    """Read the fields of Llama 1 to 3 and of models with its architecture (TinyLlama, Yi, ...)."""
     if fields.get("sliding_window") is not None:
         window = read.positive(fields, "sliding_window")
         raise ValueError(
@@ -21,7 +21,7 @@ def llama(fields: Mapping[str, Any]) -> DecoderConfig:
 
 
 def mistral(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Mistral 7B and Nemo; version 0.1 has a window in every layer."""
+    """Read the fields of Mistral 7B and Nemo. Version 0.1 has a window in every layer."""
     has_window = fields.get("sliding_window") is not None
     return _decoder(fields, read.SLIDING if has_window else read.FULL)
 

@@ -15,12 +15,12 @@ from .config import DecoderConfig
 
 
 def qwen2(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Qwen2 and Qwen2.5, QwQ."""
+    """Read the fields of Qwen2, Qwen2.5 and QwQ."""
     return _decoder(fields, qkv_bias=True)
 
 
 def qwen3(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The dense Qwen3."""
+    """Read the fields of the dense Qwen3."""
     bias = read.flag(fields, "attention_bias")
     head_dim = {"head_dim": read.positive(fields, "head_dim", 128)}
     return _decoder({**fields, **head_dim}, qkv_bias=bias, o_bias=bias, qk_norm="head")
@@ -38,7 +38,7 @@ def _decoder(fields: Mapping[str, Any], **own: Any) -> DecoderConfig:
 
 
 def _kinds(fields: Mapping[str, Any]) -> list[str]:
-    """Of each layer; files name a window also where ``use_sliding_window`` turns it off."""
+    """Return the layers. Files may name a window that ``use_sliding_window`` disables."""
     num_layers = read.positive(fields, "num_hidden_layers")
     if not read.flag(fields, "use_sliding_window") or fields.get("sliding_window") is None:
         return [read.FULL] * num_layers

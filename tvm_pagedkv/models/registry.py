@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which family reads a ``config.json``: by ``architectures``, or by ``model_type`` without it."""
+"""The families, by ``architectures`` of config.json, or by ``model_type`` without it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .qwen import qwen2, qwen3
 
 Reader = Callable[[Mapping[str, Any]], DecoderConfig]
 
-# By architecture: the model_type, and what makes a `DecoderConfig` of the fields.
+# Architecture -> model_type, and the function that reads the fields as a `DecoderConfig`.
 FAMILIES: dict[str, tuple[str, Reader]] = {
     "LlamaForCausalLM": ("llama", llama),
     "MistralForCausalLM": ("mistral", mistral),
@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
 }
 _BY_MODEL_TYPE = {model_type: reader for model_type, reader in FAMILIES.values()}
 
-# What a model has that no family here computes yet, by the fields that show it.
+# Features that no family supports yet -> fields that indicate them.
 _NOT_YET = {
     "mixture-of-experts models": ("num_local_experts", "num_experts", "n_routed_experts"),
     "models with multi-head latent attention (MLA)": ("kv_lora_rank",),
@@ -43,8 +43,8 @@ def config_from_fields(fields: Mapping[str, Any]) -> DecoderConfig:
     Raises
     ------
     ValueError
-        For an architecture that is not known; the message lists those that are, and the nearest.
-        For fields that are missing or wrong.
+        If the architecture is unknown; the message lists the known ones and the nearest.
+        If a field is missing or invalid.
     """
     architectures = fields.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):

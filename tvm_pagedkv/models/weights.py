@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the weights of a decoder come from: the tensors of a checkpoint, by name and shape."""
+"""The sources of a decoder's weights: tensors of a checkpoint, by name and shape."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from .options import BuildOptions
 
 
 class Part(NamedTuple):
-    """A tensor of a checkpoint, or some rows of one."""
+    """A tensor of a checkpoint, or a range of its rows."""
 
     name: str
-    shape: tuple[int, ...]  # of the tensor
+    shape: tuple[int, ...]  # of the whole tensor
     rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One packed argument of the model: its parts, stacked along the first axis.
+    """One weight of the model: parts of a checkpoint, concatenated along the first axis.
 
     Parameters
     ----------
     parts : tuple of Part
     is_matrix : bool
-        Whether the stacked tensor is packed for the linear kernel.
+        Whether the result is packed for the linear kernel.
     split : {"rows", "columns", "first"}, optional
-        What a worker has of every part where several share the layer: its share of the rows, or of
-        the columns; "first": the first worker has it, and the others zeros. None: all have all.
+        How workers that share the layer divide every part: by rows or by columns; or "first": only
+        the first worker has it, and the others have zeros. None: every worker has all of it.
     offset : float
-        What is added to it.
+        Constant that is added.
     """
 
     parts: tuple[Part, ...]
@@ -48,7 +48,7 @@ class Weight:
     offset: float = 0.0
 
     def share(self, part: np.ndarray, shard: int, num_shards: int) -> np.ndarray:
-        """What worker `shard` of `num_shards` has of a part."""
+        """Return the share of a part that worker `shard` of `num_shards` has."""
         if self.split is None:
             return part
         if self.split == "first":
@@ -57,7 +57,7 @@ class Weight:
 
 
 def weights(config: DecoderConfig, layers: range) -> Iterator[tuple[str, Weight]]:
-    """Name in the model and source of every weight; its layers are these of the whole."""
+    """Yield the name and the source of every weight of these layers of the model."""
     size = (config.vocab_size, config.hidden_size)
     embedding = Weight((Part("model.embed_tokens.weight", size),), True)
     yield "embed_tokens", embedding
@@ -113,14 +113,14 @@ def _rows(
     bias: bool,
     fused: str | None,
 ) -> Iterator[tuple[str, Weight]]:
-    """Projections of one input that are one matrix here; workers share the rows of each.
+    """Yield projections of one input as one matrix. Workers divide the rows of each projection.
 
     Parameters
     ----------
     outputs : dict
-        Output features of each by its name below `theirs`.
+        Name below `theirs` -> number of output features.
     fused : str, optional
-        The tensor that holds them all.
+        Name of the tensor that holds all of them.
     """
 
     def parts(kind: str, columns: tuple[int, ...]) -> tuple[Part, ...]:
@@ -144,7 +144,7 @@ def _rows(
 def _columns(
     ours: str, theirs: str, shape: tuple[int, int], bias: bool
 ) -> Iterator[tuple[str, Weight]]:
-    """A projection whose input features the workers share."""
+    """Yield a projection whose input features the workers divide."""
     yield f"{ours}.weight", Weight((Part(f"{theirs}.weight", shape),), True, "columns")
     if bias:
         yield f"{ours}.bias", Weight((Part(f"{theirs}.bias", shape[:1]),), False, "first")
@@ -156,13 +156,15 @@ def _columns(
 def load_parameters(
     config: DecoderConfig, options: BuildOptions, checkpoint: Checkpoint, shard: int = 0
 ) -> list[tvm.runtime.Tensor]:
-    """Weights of a worker in the order of the compiled functions, one read at a time.
+    """Load the weights of a worker, in the order of the compiled functions.
+
+    Tensors are read one at a time, to save memory.
 
     Raises
     ------
     ValueError
-        For a tensor that is missing, has another shape or no floating type, and for one of a layer
-        that the model has no use for; the message names it and what was expected.
+        If a tensor is missing, has another shape or is not of a floating-point type, or if a
+        layer's tensor has no use; the message names it.
     """
     _refuse_unused(config, checkpoint)
     sources = dict(weights(config, options.layers_of(config)))
@@ -190,9 +192,10 @@ def _read(checkpoint: Checkpoint, part: Part) -> np.ndarray:
 
 
 def _refuse_unused(config: DecoderConfig, checkpoint: Checkpoint) -> None:
-    """A bias or a norm that is left out changes every result, so the file must be of another kind.
+    """Raise a ValueError for a layer's tensor that the model does not use.
 
-    Tables of the rotation are not weights; some older files have them.
+    An unused bias or norm means that the checkpoint is of another kind, and results would be wrong.
+    RoPE tables, which some older files have, are not weights.
     """
     known = {
         part.name for _, each in weights(config, range(config.num_layers)) for part in each.parts

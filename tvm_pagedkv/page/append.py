@@ -98,7 +98,7 @@ def append_paged_kv_cache_decode(
     slots, found = empty_slots(num_sequences), no_finding()
     sizes = (pools.num_pages, pools.page_size)
     table_kernels()["last_places"](*table, *sizes, slots, found)
-    raise_finding(found, page_size=pools.page_size, num_pages=pools.num_pages, least=1)
+    raise_finding(found, page_size=pools.page_size, num_pages=pools.num_pages, minimum=1)
     _write(sources, pools, slots)
 
 

@@ -33,7 +33,7 @@ _MESSAGES = {
     ),
     Finding.LAST_PAGE_LEN: (
         ValueError,
-        "kv_last_page_len[{index}] must be in [{least}, {page_size}], got {value}",
+        "kv_last_page_len[{index}] must be in [{minimum}, {page_size}], got {value}",
     ),
     Finding.BATCH_INDEX: (
         IndexError,
@@ -86,17 +86,17 @@ def raise_finding(found: np.ndarray, **context: Any) -> None:
     if not found[0]:
         return
     error, message = _MESSAGES[Finding(int(found[0]))]
-    names = {"indptr": "kv_indptr", "indices": "kv_indices", "entries": "kv_indices", "least": 0}
+    names = {"indptr": "kv_indptr", "indices": "kv_indices", "entries": "kv_indices", "minimum": 0}
     names |= {"num_pages": "indices from 0", "num_entries": _INT32.max} | context
     raise error(message.format(index=int(found[1]), value=int(found[2]), **names))
 
 
-def check_range(name: str, value: Any, least: int) -> None:
+def check_range(name: str, value: Any, minimum: int) -> None:
     """Check an integer argument; kernels multiply it as int64."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if not least <= value <= _INT32.max:
-        raise ValueError(f"{name} must be in [{least}, {_INT32.max}], got {value}")
+    if not minimum <= value <= _INT32.max:
+        raise ValueError(f"{name} must be in [{minimum}, {_INT32.max}], got {value}")
 
 
 def integers(name: str, value: Any, length: int | None = None) -> tvm_ffi.Tensor:

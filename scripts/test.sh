@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Set everything up in .venv and run all tests, a worker for each CPU; arguments go to pytest:
-# scripts/test.sh -k rope; scripts/test.sh -n 0 --pdb
+# Set up .venv and run the tests, one worker per CPU. `--all`, given first, adds the long runs.
+# Other arguments go to pytest: scripts/test.sh -k rope; scripts/test.sh -m quick;
+# scripts/test.sh tests/cache -n 0 --pdb
 set -euo pipefail
 cd "$(dirname "$0")/.."
+selection="not slow"
+if [ "${1:-}" = "--all" ]; then
+  selection=""
+  shift
+fi
 . scripts/setup_venv.sh test
-# Each worker begins with a run of neighbours, which use the same compiled kernels.
-exec python -m pytest tests -ra --durations=10 -n auto --maxprocesses=8 --dist=worksteal "$@"
+# Each worker starts with a run of neighbours, which use the same compiled kernels.
+exec python -m pytest -ra --durations=10 -n auto --maxprocesses=8 --dist=worksteal \
+  -m "$selection" "$@"

@@ -1,36 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests keep compiled files beside pytest's own cache, and workers leave each other the CPUs."""
+"""Set up the tests: the disk cache of compiled kernels, CPUs per worker, and selections."""
 
 import os
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from .support.expected_skips import pytest_configure  # noqa: F401  (a hook)
+from .support.selections import is_quick, runs_long
 
+# All workers, and the runs that follow, share what is compiled.
 _COMPILED = Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"
 os.environ.setdefault("TVM_PAGEDKV_CACHE", str(_COMPILED))
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Two threads, so that kernels still split their work; idle ones sleep instead of spinning. What
-    # tests start inherits it. Before the first import of tvm and torch, which read it once.
+    # Two threads, so that kernels still split their work; idle ones sleep instead of spinning.
+    # Processes that tests start inherit it. tvm and torch read it once, at their first import.
     os.environ.setdefault("TVM_NUM_THREADS", "2")
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Files that compile C++ or set up another environment, for a minute or more.
-_LONGEST = "test_sanitizers", "test_commands", "test_thread_sanitizer", "test_core_cpp", "test_fuzz"
+
+# After the variables are set, for this imports tvm.
+from tvm.testing.env import has_cuda  # noqa: E402
 
 
-def pytest_collection_modifyitems(items):
-    """Start with what takes longest, so that no worker is left with it at the end."""
-    items.sort(key=lambda item: item.path.stem not in _LONGEST)
+def pytest_report_header():
+    """Say why tests for a GPU do not run."""
+    return "" if has_cuda() else "no usable GPU: tests marked gpu are deselected"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(config, items):
+    """Mark the quick selection, leave out tests for an absent GPU, and start with the longest."""
+    for item in items:
+        if is_quick(item.nodeid) and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.quick)
+    if not has_cuda():
+        deselected = {item for item in items if item.get_closest_marker("gpu")}
+        config.hook.pytest_deselected(items=list(deselected))
+        items[:] = [item for item in items if item not in deselected]
+    items.sort(key=lambda item: not runs_long(item.nodeid))  # so that workers end together
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def runner(request):
+    """Run kernels for GPUs on the emulator and, where `-m gpu` selects it, on the GPU."""
+    from .support.gpu import kernels_on_gpu
+
+    with kernels_on_gpu() if request.param == "gpu" else nullcontext():
+        yield
 
 
 @pytest.fixture
 def device(monkeypatch):
-    """A CUDA device that is emulated, in CUDA's place in TVM's runtime."""
+    """Put an emulated CUDA device in the place of CUDA in TVM's runtime."""
     import tvm
 
     from .support.cuda_emulator.device import plugged_in
@@ -42,7 +68,7 @@ def device(monkeypatch):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say what the random tests have done, all workers together."""
+    """Report the operations of the random tests, of all workers together."""
     counts, num_tests = Counter(), 0
     for report in terminalreporter.getreports("passed"):
         done = dict(report.user_properties).get("random_steps")

@@ -30,7 +30,8 @@ from ..support.random_transfers import ReleaseBlock, Transfer, connect
 from ..support.random_world import MLA, World
 
 NUM_STEPS = 450
-SEEDS, PAGE_SIZES = range(2), (1, 4, 16)
+SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+PAGE_SIZES = 1, 4, 16
 SLOPES = 0.5, -0.1
 # Layers without a window, with windows of two sizes, and MLA layers, alone and mixed; rotation;
 # whether sequences have windows of their own; soft-cap, and ALiBi by slopes that heads have.

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from ..support.cpp_build import ROOT
 
 
@@ -15,6 +17,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow():
     result = soak("--steps", "60000")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -14,7 +14,7 @@ from .. import reference
 from ..kernels.test_window_kernels import WindowBatch
 from ..support import attention_cases
 from ..support.attention_cases import PagedBatch, cuda_text
-from ..support.cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
+from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import (
     SCHEDULES,
     emulated,
@@ -40,6 +40,7 @@ LENGTHS = [(1, n) for n in (0, 1, 33, 0, 64, 131, 0, 500, 0)]
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @parametrize_seed
+@on_gpu_too
 def test_decode(spec, seed):
     """By many blocks and by few; a kernel is built once for both."""
     for count in (FEW, 132):
@@ -49,12 +50,14 @@ def test_decode(spec, seed):
         case.verify()
 
 
+@on_gpu_too
 def test_no_sequences():
     case = PagedBatch(SPECS["8:2x128-f16-p16"], [(1, 0)] * 3, 0)
     case.decode()
     case.verify()
 
 
+@on_gpu_too
 def test_many_sequences():
     """Blocks find their sequences among more than 32, and again among those of one of 32 places."""
     lengths = [(1, n % 7 * (n % 3) + (900 if n == 71 else 0)) for n in range(1100)]
@@ -97,6 +100,7 @@ def test_a_skewed_batch_is_shared_out_as_evenly_as_an_even_one():
 
 @pytest.mark.parametrize("inline", [False, True], ids=["plain", "inline"])
 @parametrize_seed
+@on_gpu_too
 def test_windows(inline, seed):
     spec = dataclasses.replace(
         SPECS["8:2x128-f16-p16"],

@@ -9,7 +9,7 @@ import pytest
 from tir_kernels.spec import RopeSpec
 
 from ..kernels.test_shared_prefix_kernel import SharedBatch
-from ..support.cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
+from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import launches, multiprocessors
 from ..support.mla_cases import LatentBatch
 from ..support.tree_cases import LatentTrees
@@ -27,6 +27,7 @@ parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @parametrize_specs
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @parametrize_seed
+@on_gpu_too
 def test_mla_prefill(spec, causal, seed):
     case = LatentBatch(spec, [(0, 0), (1, 1), (3, 70), (0, 33), (2, 0), (20, 41), (1, 99)], seed)
     with multiprocessors(2):
@@ -37,6 +38,7 @@ def test_mla_prefill(spec, causal, seed):
 @pytest.mark.parametrize(
     "name, first, last", [("5x64+16-f16-p4", 60, 132), ("16x512+64-bf16-p16", 14, 35)]
 )
+@on_gpu_too
 def test_bounds_beside_those_of_tiles(name, first, last):
     """The columns that all rows see end at every place of a tile."""
     case = LatentBatch(SPECS[name], [(2, n) for n in range(first, last)], 0)
@@ -46,6 +48,7 @@ def test_bounds_beside_those_of_tiles(name, first, last):
 
 
 @pytest.mark.parametrize("name", ["5x64+16-f16-p4", "16x512+64-bf16-p16"])
+@on_gpu_too
 def test_scores_that_grow(name):
     """What was summed is scaled when scores outgrow the first ones."""
     case = LatentBatch(SPECS[name], [(4, 150)], 0)
@@ -72,12 +75,14 @@ def test_a_few_sequences_take_all_blocks(count):
 
 @parametrize_specs
 @parametrize_seed
+@on_gpu_too
 def test_mla_tree(spec, seed):
     case = LatentTrees(spec, paged_trees(seed), seed)
     case.run()
     case.verify()
 
 
+@on_gpu_too
 def test_a_rotation_in_the_spec_does_not_matter():
     """Latent rows come rotated, and the kernels have no argument that asks for it."""
     spec = make_spec((3, 1), (136, 128), kind="mla", rope=RopeSpec())

@@ -19,7 +19,7 @@ from .. import reference
 from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..kernels.test_window_kernels import WindowBatch
 from ..support.attention_cases import PagedBatch, RaggedBatch, compiled, normal, tensors_for
-from ..support.cuda_cases import BF16, F16, F32, make_spec
+from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too
 from ..support.cuda_emulator import multiprocessors
 from ..support.mla_cases import LatentBatch
 from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, random_parents
@@ -162,6 +162,7 @@ def check(monkeypatch, make: Callable, run: Callable, verify: Callable, position
 
 @parametrize_specs
 @pytest.mark.parametrize("window, count", [(None, 2), (None, 60), (40, 2)])
+@on_gpu_too
 def test_decode(spec, window, count, monkeypatch):
     with multiprocessors(count):
         check(
@@ -174,6 +175,7 @@ def test_decode(spec, window, count, monkeypatch):
 
 
 @pytest.mark.parametrize("name, kind, window, count", PREFILLS)
+@on_gpu_too
 def test_prefill(name, kind, window, count, monkeypatch):
     """Some rows of a tile see the position with NaN, and others do not."""
     spec = SPECS[name]
@@ -187,6 +189,7 @@ def test_prefill(name, kind, window, count, monkeypatch):
         )
 
 
+@on_gpu_too
 def test_rows_that_see_everything(monkeypatch):
     check(
         monkeypatch,
@@ -198,6 +201,7 @@ def test_rows_that_see_everything(monkeypatch):
 
 
 @parametrize_specs
+@on_gpu_too
 def test_gaps(spec, monkeypatch):
     """Rows see the sinks and the columns behind the gap."""
     sequences = [(1, 9, 2, 6, 6), (30, 200, 5, 28, 40), (2, 40, 0, 0, None)]
@@ -212,6 +216,7 @@ def test_gaps(spec, monkeypatch):
 
 @parametrize_specs
 @pytest.mark.parametrize("window", [None, 12], ids=["whole", "window"])
+@on_gpu_too
 def test_trees(spec, window, monkeypatch):
     rng = np.random.default_rng(0)
     trees = [(1, 9, [-1]), (40, 30, random_parents(rng, 50)), (6, 40, [])]
@@ -231,6 +236,7 @@ def test_trees(spec, window, monkeypatch):
 
 @parametrize_mla
 @parametrize_splits
+@on_gpu_too
 def test_mla(spec, count, monkeypatch):
     with multiprocessors(count):
         check(
@@ -243,6 +249,7 @@ def test_mla(spec, count, monkeypatch):
 
 
 @parametrize_mla
+@on_gpu_too
 def test_mla_trees(spec, monkeypatch):
     trees = [(1, 9, [-1]), (20, 30, random_parents(np.random.default_rng(0), 20))]
     check(
@@ -256,6 +263,7 @@ def test_mla_trees(spec, monkeypatch):
 
 @pytest.mark.parametrize("spec", [*SPECS.values(), *MLA.values()], ids=[*SPECS, *MLA])
 @parametrize_splits
+@on_gpu_too
 def test_shared_prefix(spec, count):
     """In the pages, in Q, and in the state that was there, whose weight may be next to nothing."""
     segments = [(2, 5), (-(-300 // spec.page_size), 20), (1, 70)]
@@ -296,6 +304,7 @@ def test_shared_prefix(spec, count):
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@on_gpu_too
 def test_merge_and_sinks(dtype):
     """NaN and +inf in an lse, and NaN in an o, come out; an o whose lse is -inf does not count."""
     spec, rng = make_spec((3, 1), 40, (dtype, dtype)), np.random.default_rng(0)

@@ -11,7 +11,7 @@ from tir_kernels.spec import RopeSpec
 from .. import reference
 from ..kernels.test_rope import ORIGINAL, specs_of
 from ..support.attention_cases import compiled, cuda_text, tensors_for
-from ..support.cuda_cases import BF16, F16, F32, make_spec
+from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too
 from ..support.cuda_emulator import (
     SCHEDULES,
     counting_loads,
@@ -43,6 +43,7 @@ parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
 @parametrize_specs
+@on_gpu_too
 def test_copies(spec):
     for num_rows in (0, 37):
         check_transpose_append(spec, num_rows, 0)
@@ -54,6 +55,7 @@ def test_copies(spec):
 
 
 @parametrize_specs
+@on_gpu_too
 def test_rotations(spec):
     for apply_rope in (0, 1):
         check_split_rotary(spec, 9, apply_rope, 0)
@@ -66,6 +68,7 @@ def test_rotations(spec):
     "name, rotary_dim, theta, scale",
     [("default", 2, 1e4, 1.0), ("default", 44, 5e5, 0.5), ("yarn", 96, 1e4, 1.0)],
 )
+@on_gpu_too
 def test_rope_append_with_each_rotation(name, rotary_dim, theta, scale):
     rope, expected = specs_of(name, rotary_dim, theta, scale)
     spec = make_spec((6, 2), 96, (F32, F32), rope=rope)
@@ -74,6 +77,7 @@ def test_rope_append_with_each_rotation(name, rotary_dim, theta, scale):
     check_rope_append(spec, expected, qkv, positions, [6, 6])
 
 
+@on_gpu_too
 def test_longrope_chooses_factors_by_sequence():
     rope, expected = specs_of("longrope", 96)
     spec = make_spec((3, 1), 96, (F32, F32), rope=rope)
@@ -85,12 +89,14 @@ def test_longrope_chooses_factors_by_sequence():
 
 
 @parametrize_specs
+@on_gpu_too
 def test_merge(spec):
     for num_rows in (0, 19):
         check_merge(spec, num_rows, 0)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@on_gpu_too
 def test_apply_sinks(dtype):
     spec, rng = make_spec((5, 1), 40, (dtype, dtype)), np.random.default_rng(0)
     o = rng.standard_normal((7, 5, 40), np.float32).astype(dtype)
@@ -106,6 +112,7 @@ def test_apply_sinks(dtype):
     reference.assert_lse_close(actual[1].numpy(), expected[1], F32, "lse")
 
 
+@on_gpu_too
 def test_latent_rows():
     spec, rng = make_spec((4, 1), (576, 512), kind="mla", page=4), np.random.default_rng(0)
     kv = rng.standard_normal((9, 576), np.float32).astype(F16)

@@ -15,7 +15,7 @@ from .. import reference
 from ..kernels.test_window_kernels import WindowBatch
 from ..support import attention_cases
 from ..support.attention_cases import PagedBatch, RaggedBatch, cuda_text
-from ..support.cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
+from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import (
     SCHEDULES,
     emulated,
@@ -63,6 +63,7 @@ def _check(kind, spec, lengths, seed: int = 0, causal: bool = True, **how) -> No
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @parametrize_causal
 @parametrize_seed
+@on_gpu_too
 def test_prefill(spec, causal, seed):
     _check(PagedBatch, spec, MIXED, seed, causal)
 
@@ -74,15 +75,18 @@ def test_prefill(spec, causal, seed):
 )
 @parametrize_causal
 @parametrize_seed
+@on_gpu_too
 def test_prefill_ragged(heads, dims, dtype, causal, seed):
     _check(RaggedBatch, make_spec(heads, dims, (dtype, dtype)), MIXED, seed, causal)
 
 
+@on_gpu_too
 def test_bounds_beside_those_of_tiles():
     """The columns that all rows see end at every place of a tile."""
     _check(PagedBatch, make_spec((1, 1), 16), [(2, n) for n in range(60, 130)])
 
 
+@on_gpu_too
 def test_windows_beside_the_bounds_of_tiles():
     """They are longer than a tile; the first one that some rows see only begins with it."""
     lengths = [(n, 240) for n in (1, 2, 3, 64, 65, 66, 67)]
@@ -103,12 +107,14 @@ def test_many_sequences():
 @parametrize_kinds
 @pytest.mark.parametrize("window", [1, 17, 64, 1000])
 @parametrize_seed
+@on_gpu_too
 def test_sliding_windows(kind, window, seed):
     _check(kind, SMALL, MIXED, seed, window=window)
 
 
 @pytest.mark.parametrize("kind", [PagedBatch, RaggedBatch])
 @parametrize_seed
+@on_gpu_too
 def test_float32_with_everything(kind, seed):
     slopes = tuple(reference.alibi_slopes(8))
     spec = dataclasses.replace(WHOLE_F32, logit_softcap=1.5, alibi_slopes=slopes)
@@ -117,12 +123,14 @@ def test_float32_with_everything(kind, seed):
 
 @parametrize_kinds
 @parametrize_seed
+@on_gpu_too
 def test_soft_cap(kind, seed):
     _check(kind, dataclasses.replace(SMALL, logit_softcap=1.5), MIXED, seed)
 
 
 @parametrize_kinds
 @parametrize_seed
+@on_gpu_too
 def test_alibi(kind, seed):
     spec = dataclasses.replace(SMALL, alibi_slopes=tuple(reference.alibi_slopes(5)))
     _check(kind, spec, MIXED, seed)
@@ -138,6 +146,7 @@ ROPES = {
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 @parametrize_seed
+@on_gpu_too
 def test_inline_rope(rope, seed):
     spec = dataclasses.replace(SMALL, rope=rope)
     for kind in (PagedBatch, RaggedBatch):
@@ -145,6 +154,7 @@ def test_inline_rope(rope, seed):
 
 
 @parametrize_seed
+@on_gpu_too
 def test_inline_longrope_chooses_factors_by_sequence(seed):
     scaling = (
         ("long_factor", tuple(1.0 + i for i in range(16))),
@@ -166,6 +176,7 @@ GAPPED = [
 
 @pytest.mark.parametrize("inline", [False, True], ids=["plain", "inline"])
 @parametrize_seed
+@on_gpu_too
 def test_windows_of_sequences(inline, seed):
     for spec in (SMALL, WHOLE_F32):
         case = WindowBatch(spec, GAPPED, seed)

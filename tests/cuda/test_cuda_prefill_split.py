@@ -16,7 +16,7 @@ from .. import reference
 from ..kernels.test_window_kernels import WindowBatch
 from ..support import attention_cases
 from ..support.attention_cases import PagedBatch, RaggedBatch, cuda_text
-from ..support.cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
+from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import emulated, launches, multiprocessors, mutated
 from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, chain, random_parents
 
@@ -111,6 +111,7 @@ def test_trees(kind, seed):
     check_is_split(made)
 
 
+@on_gpu_too
 def test_rows_of_no_sequence_are_left_alone():
     """The outputs may have more rows than the sequences."""
     case = PagedBatch(SMALL, [(2, 600), (3, 9)], 0)
@@ -159,6 +160,7 @@ def test_the_merge_waits(monkeypatch):
         case.verify()
 
 
+@on_gpu_too
 def test_inline_rope_and_alibi():
     slopes = tuple(reference.alibi_slopes(5))
     spec = dataclasses.replace(SMALL, alibi_slopes=slopes, rope=RopeSpec(rotary_dim=20))

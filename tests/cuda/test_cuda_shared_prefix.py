@@ -14,7 +14,7 @@ from .. import reference
 from ..kernels import test_shared_prefix_kernel
 from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..support.attention_cases import cuda_text
-from ..support.cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
+from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import (
     SCHEDULES,
     emulated,
@@ -51,6 +51,7 @@ def _batch(spec, segments, seed: int = 0) -> SharedBatch:
 
 @pytest.mark.parametrize("spec", [*SPECS.values(), *MLA.values()], ids=[*SPECS, *MLA])
 @parametrize_seed
+@on_gpu_too
 def test_shared_prefix(spec, seed):
     for segments, count in itertools.product(SEGMENTS.values(), (FEW, MANY)):
         with multiprocessors(count):
@@ -58,6 +59,7 @@ def test_shared_prefix(spec, seed):
 
 
 @parametrize_seed
+@on_gpu_too
 def test_some_segments_only(seed):
     """Of more segments than a warp has lanes."""
     case = _batch(SPECS["4:2x32-f32-p16"], [(16 + n % 3 * 32, n % 4) for n in range(70)], seed)
@@ -67,6 +69,7 @@ def test_some_segments_only(seed):
 
 
 @parametrize_seed
+@on_gpu_too
 def test_every_kind_of_logit(seed):
     slopes = tuple(reference.alibi_slopes(5))
     spec = dataclasses.replace(SPECS["5:1x80-bf16-p4"], logit_softcap=1.5, alibi_slopes=slopes)

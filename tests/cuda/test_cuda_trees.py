@@ -13,7 +13,7 @@ from tir_kernels.spec import RopeSpec
 from .. import reference
 from ..support import tree_cases
 from ..support.attention_cases import cuda_text
-from ..support.cuda_cases import BF16, F16, F32, make_spec, parametrize_seed
+from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import Schedule, emulated, mutated, schedule
 from ..support.tree_cases import PagedTrees, RaggedTrees, chain, random_parents
 
@@ -48,6 +48,7 @@ def ragged_trees(seed: int) -> list:
 @pytest.mark.parametrize("inline", [False, True], ids=["plain", "inline"])
 @pytest.mark.parametrize("window", [None, 7, 40])
 @parametrize_seed
+@on_gpu_too
 def test_trees(spec, inline, window, seed):
     for case in (
         PagedTrees(spec, paged_trees(seed), seed),
@@ -57,6 +58,7 @@ def test_trees(spec, inline, window, seed):
         case.verify(inline, window)
 
 
+@on_gpu_too
 def test_trees_beside_the_bounds_of_tiles():
     """Trees, and plain rows, begin at every place of a tile."""
     spec, roots = make_spec((1, 1), 16, (F16, F16)), [-1, -1, 0, -1]
@@ -67,6 +69,7 @@ def test_trees_beside_the_bounds_of_tiles():
 
 
 @parametrize_seed
+@on_gpu_too
 def test_alibi(seed):
     slopes = tuple(reference.alibi_slopes(4))
     spec = dataclasses.replace(SPECS["4:2x32-f32-p16"], alibi_slopes=slopes)
@@ -76,6 +79,7 @@ def test_alibi(seed):
 
 
 @parametrize_seed
+@on_gpu_too
 def test_nodes_that_nobody_sees(seed):
     case = PagedTrees(make_spec((2, 1), 32, (F16, F16)), paged_trees(seed)[1:4], seed)
     case.hide_step()

@@ -128,10 +128,9 @@ def test_our_tree_kernels_under_the_stock_runtime():
         reference.assert_close(out.numpy(), np.concatenate(expected), "float32", str(lengths))
 
 
+@pytest.mark.gpu
 def test_stock_cuda_kernels_under_our_runtime():
     device = tvm.cuda()
-    if not device.exist:
-        pytest.skip("no CUDA device")
     config = _config("float16", "normal")
     target = tvm.target.Target(
         {"kind": "cuda", "arch": f"sm_{device.compute_version.replace('.', '')}"}

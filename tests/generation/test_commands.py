@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # sets up a virtual environment
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from ..support.cpp_build import ROOT, build, needs_cmake, run
 
-pytestmark = needs_cmake
+pytestmark = [needs_cmake, pytest.mark.slow]
 
 # Leaks are not looked for: Python itself keeps memory to its end.
 OPTIONS = {

@@ -13,6 +13,7 @@ from ..support.cpp_build import build, needs_cmake
 
 
 @needs_cmake
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ThreadSanitizer of Linux")
 def test_no_data_races():
     options = {"TVM_PAGEDKV_BUILD_BENCH": "ON", "TVM_PAGEDKV_SANITIZE": "THREAD"}

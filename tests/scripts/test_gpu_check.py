@@ -47,7 +47,7 @@ def check(folder: Path, device) -> None:
 
 
 @needs_nvcc
-@pytest.mark.skipif(not tvm.cuda(0).exist, reason="this machine has no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
 def test_caches_on_this_gpu(tmp_path, name):
     arch = tvm.cuda(0).compute_version.replace(".", "")
@@ -84,6 +84,7 @@ def test_wrong_kernels_are_found(monkeypatch, tmp_path):
             caches.check_forwards(kernels, SIZE)
 
 
+@pytest.mark.slow
 def test_a_folder_is_packed_and_run(tmp_path):
     """On the CPU, for which the program can be tried: sections that time need torch."""
     python = "{}.{}".format(*sys.version_info)

@@ -29,14 +29,18 @@ SPARE_PAGES = 3
 K_ROPE_STEP = 7  # sequence b starts at position 7 * b, as after a window has slid
 
 
-@functools.lru_cache(maxsize=256)
 def compiled(name: str, spec: KernelSpec, cpu: str = "native"):
     """Compile the kernel `name`, or load it from the disk cache that all workers share.
 
-    Kernels for GPUs run on the emulator.
+    Kernels for GPUs run on the emulator, or on the GPU within `gpu.kernels_on_gpu`.
     """
     if isinstance(spec.target, CudaTarget):
         return emulated(cuda_text(name, spec)).get_function(name)
+    return _compiled_for_cpu(name, spec, cpu)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled_for_cpu(name: str, spec: KernelSpec, cpu: str):
     builders = {name: functools.partial(build_kernel, name, spec)}
     return load_kernels(builders, (name, repr(spec)), resolve_target(cpu))[name]
 
@@ -53,7 +57,7 @@ def altered_kernels():
         return {n: compile_kernel(build(), n, target)[n] for n, build in builders.items()}
 
     def forget() -> None:
-        compiled.cache_clear()
+        _compiled_for_cpu.cache_clear()
         cuda_text.cache_clear()
 
     forget()

@@ -8,6 +8,8 @@ import pytest
 from tir_kernels.spec import CudaTarget, KernelSpec, RopeSpec
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
+# Also runs on a GPU of this machine, where `-m gpu` selects that; see `runner` in conftest.
+on_gpu_too = pytest.mark.usefixtures("runner")
 parametrize_seed = pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 
 

@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 import pytest
 
 REFUSED = "float16 is refused without conversion in hardware, and the refusal has tests"
-NO_GPU = "continuous integration has no GPU; an emulated device takes its place"
 # Patterns of tests, and why they may be skipped.
 EXPECTED = {
     "tests/kernels/test_attention_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
@@ -21,8 +20,6 @@ EXPECTED = {
     "tests/kernels/test_sliding_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
     "tests/kernels/test_window_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
     "tests/cache/test_non_finite.py::test_every_nan_stays_nan*dtypes2-x86-64]": REFUSED,
-    "tests/scripts/test_gpu_check.py::test_caches_on_this_gpu*": NO_GPU,
-    "tests/drop_in/test_interop.py::test_stock_cuda_kernels_under_our_runtime": NO_GPU,
 }
 
 

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests `-m quick` selects, and which tests start first.
+
+Long runs are marked `slow` where they are defined.
+"""
+
+from __future__ import annotations
+
+# Some of every component: three minutes on two CPUs with an empty cache of compiled kernels.
+QUICK = (
+    "tests/bundle/test_hostile_bundles.py",
+    "tests/cache/test_cache_errors.py",
+    "tests/cache/test_cache_forward.py",
+    "tests/cache/test_cache_sliding.py",
+    "tests/cache/test_cached_pages.py",
+    "tests/cache/test_creation_errors.py",
+    "tests/cache/test_failed_steps.py",
+    "tests/cache/test_sequence_window.py",
+    "tests/cache/test_shared_prefix.py",
+    "tests/cache/test_tree_cache.py",
+    "tests/checkpoint/",
+    "tests/compiler/test_disk_cache.py",
+    "tests/cuda/test_cuda_decode.py",
+    "tests/cuda/test_cuda_emulator.py",
+    "tests/distributed/test_disco.py",
+    "tests/drop_in/test_engine_calls.py",
+    "tests/generation/test_tokens.py",
+    "tests/harness/",
+    "tests/kernels/test_attention_kernels.py::test_decode",
+    "tests/kernels/test_attention_kernels.py::test_prefill",
+    "tests/kernels/test_page_kernels.py",
+    "tests/kernels/test_tree_kernels.py",
+    "tests/mlc/test_mlc_configs.py",
+    "tests/models/test_models_config.py",
+    "tests/page/",
+    "tests/relax/test_model_kernels.py",
+    "tests/runtime/test_loading.py",
+    "tests/scripts/test_bench.py",
+    "tests/transfer/test_transfer.py",
+    "tests/transfer/test_transfer_errors.py",
+    "tests/transfer/test_transfer_messages.py",
+)
+# These compile C++ or set up another environment, for a minute or more.
+LONG = ("tests/generation/test_commands.py", "tests/runtime/", "tests/scripts/test_gpu_check.py")
+
+
+def is_quick(nodeid: str) -> bool:
+    """Whether a test belongs to the quick selection, unless it is slow."""
+    return nodeid.startswith(QUICK)
+
+
+def runs_long(nodeid: str) -> bool:
+    """Whether a test should start before others."""
+    return nodeid.startswith(LONG)

@@ -255,7 +255,11 @@ def payloads(dtype: str) -> np.ndarray:
     return np.array(patterns, f"uint{8 * itemsize}").view(dtype)
 
 
-@pytest.mark.parametrize("cpu", ["native", "x86-64-v4", "x86-64-v3", "x86-64"])
+# x86-64-v4 rounds as a CPU with products of bfloat16 pairs does, and reads them as x86-64-v3 does.
+CPUS = ["native", pytest.param("x86-64-v4", marks=pytest.mark.slow), "x86-64-v3", "x86-64"]
+
+
+@pytest.mark.parametrize("cpu", CPUS)
 @pytest.mark.parametrize("dtypes", [(F32, F32), (F32, BF16), (BF16, F16), (BF16, BF16)])
 def test_every_nan_stays_nan(dtypes, cpu):
     """Rounding must not carry from the fraction of a NaN into its exponent."""

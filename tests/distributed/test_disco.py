@@ -22,6 +22,7 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv.distributed import disco
 
 from .. import reference
+from ..support.model_target import MODEL_TARGET
 
 HEADS, KV_HEADS, DIM, WIDTH, NUM_LAYERS, WINDOW = 4, 2, 16, 24, 3, 6
 KINDS = ["mha", "mha_sliding", "mha"]
@@ -67,7 +68,7 @@ class Stages(nn.Module):
             rotary_dim=DIM,
             enable_disaggregation=False,
             dtype="float32",
-            target=tvm.target.Target("llvm"),
+            target=MODEL_TARGET,
             layer_sliding_window_size=WINDOW,
         )
 

@@ -220,11 +220,7 @@ def test_self_and_cross_merge_to_the_whole(seed):
 def test_kernels_share_a_module_and_a_library(seed, tmp_path):
     """Their LLVM helpers have the same names; a library holds compiled code only."""
     specs = [make_spec((2, 1), 32, (BF16, BF16), page) for page in (4, 16)]
-    functions = {
-        f"{name}_{spec.page_size}": build_kernel(name, spec)
-        for spec in specs
-        for name in ("decode", "prefill", "prefill_ragged")
-    }
+    functions = {f"prefill_{spec.page_size}": build_kernel("prefill", spec) for spec in specs}
     module = tvm.IRModule({n: f.with_attr("global_symbol", n) for n, f in functions.items()})
     path = tmp_path / "kernels.so"
     tvm.tirx.build(module, target=resolve_target("native")).export_library(str(path))

@@ -16,6 +16,7 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from .. import reference
+from ..support.model_target import MODEL_TARGET
 from ..support.permissive_steps import permissive_step
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 6, 2, 32, 2
@@ -66,7 +67,7 @@ class AttentionOnly(nn.Module):
             rotary_dim=HEAD_DIM,
             enable_disaggregation=False,
             dtype="float32",
-            **{"target": tvm.target.Target("llvm"), **self.extra},
+            **{"target": MODEL_TARGET, **self.extra},
         )
 
     def fused(self, qkv: nn.Tensor, cache: StockBase):

@@ -26,6 +26,7 @@ from tvm_pagedkv.relax.model_kernels import ModelKernels, link_when_finalized
 
 from .. import reference
 from ..runtime.test_loading import in_process
+from ..support.model_target import MODEL_TARGET
 from .test_frontend import CAPACITIES, HEAD_DIM, AttentionOnly, check_fused, export_model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "relax-models.md"
@@ -227,7 +228,7 @@ def test_caches_and_models_share_kernels(cache_dir, tmp_path):
     model_kernels._loaded.clear()
     again = export_model(pkv.PagedKVCache)
     assert _symbols(again) == _symbols(module)
-    pkv.build(pkv.KVCacheConfig(2, 6, 2, HEAD_DIM, dtype="float32"), target=Target("llvm"))
+    pkv.build(pkv.KVCacheConfig(2, 6, 2, HEAD_DIM, dtype="float32"), target=MODEL_TARGET)
     later = {path.name: path.stat().st_ino for path in cache_dir.glob("*.o")}
     assert later.items() >= files.items()
     assert len(later) < len(files) + 3

@@ -25,6 +25,7 @@ from ..relax.test_frontend import (
     AttentionOnly,
     _rows,
 )
+from .model_target import MODEL_TARGET
 
 STANDIN = Path(__file__).with_name("mlc_standin")
 
@@ -98,7 +99,7 @@ def compiled(model_type="plain", config=None, flashinfer=False, **model):
     arguments = interface.CompileArgs(
         interface.ModelType(model_type),
         exported(**model),
-        tvm.target.Target("llvm"),
+        MODEL_TARGET,
         flashinfer,
     )
     executable = interface.compile(arguments, config)

@@ -11,7 +11,7 @@ import pytest
 import tvm
 import tvm_ffi
 
-from tvm_pagedkv.compiler.cuda_library import compile_library, compiler_version
+from tvm_pagedkv.compiler.cuda.library import compile_library, compiler_version
 from tvm_pagedkv.compiler.disk_cache import sealed_file
 
 from . import attention_cases

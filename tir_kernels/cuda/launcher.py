@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launchers ask the CUDA runtime for, by C functions that `compiler.cuda_runtime` adds."""
+"""What launchers ask the CUDA runtime for, by C functions that `compiler.cuda.runtime` adds."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@
 
 #include <utility>
 
+#include "state/plan_arrays.h"
+
 namespace pagedkv {
 
 namespace {
@@ -97,17 +99,18 @@ const FlashInfer::Plan& FlashInfer::PlanPrefill(const StoredLayer& layer, Kernel
   if (IsCurrent(plan, function)) return plan;
   Staging* staging = Prepare(&plan);
   const ForwardPlan& batch = step_.plan();
+  const PlanArrays arrays(batch);
   const int64_t num_sequences = batch.num_sequences();
   ffi::Tensor query_indptr = HostArray(&plan, num_sequences + 1);
   ffi::Tensor kv_indptr = HostArray(&plan, num_sequences + 1);
   ffi::Tensor kv_lengths = HostArray(&plan, num_sequences);
-  batch.FillQueryIndptr(Data(query_indptr));
+  arrays.FillQueryIndptr(Data(query_indptr));
   if (use == kSelf) {
-    batch.FillQueryIndptr(Data(kv_indptr));
+    arrays.FillQueryIndptr(Data(kv_indptr));
   } else {
-    batch.FillPageIndptr(layer.group, RangeOf(use == kPast), Data(kv_indptr));
+    arrays.FillPageIndptr(layer.group, RangeOf(use == kPast), Data(kv_indptr));
   }
-  batch.FillPastLengths(Data(kv_lengths));
+  arrays.FillPastLengths(Data(kv_lengths));
   for (int64_t i = 0; i < num_sequences; ++i) {
     const int32_t num_append = Data(query_indptr)[i + 1] - Data(query_indptr)[i];
     const int32_t past = Data(kv_lengths)[i];
@@ -131,8 +134,9 @@ const FlashInfer::Plan& FlashInfer::PlanDecode(const StoredLayer& layer, Use use
   if (IsCurrent(plan, function)) return plan;
   Staging* staging = Prepare(&plan);
   const ForwardPlan& batch = step_.plan();
+  const PlanArrays arrays(batch);
   ffi::Tensor indptr = HostArray(&plan, batch.num_sequences() + 1);
-  batch.FillPageIndptr(layer.group, RangeOf(use == kPast), Data(indptr));
+  arrays.FillPageIndptr(layer.group, RangeOf(use == kPast), Data(indptr));
   const LayerConfig& config = layer.config;
   plan.info = function(float_workspace_, plan.int_workspace, staging->memory, indptr,
                        batch.num_sequences(), config.num_qo_heads, config.num_kv_heads,

@@ -19,6 +19,7 @@
 #include "bytes.h"
 #include "state/commit_plan.h"
 #include "state/forward_plan.h"
+#include "state/plan_arrays.h"
 #include "state/sequence_table.h"
 
 namespace pagedkv {
@@ -256,13 +257,13 @@ class World {
     std::vector<std::vector<int32_t>> slots(table_.num_groups());
     for (int32_t g = 0; g < table_.num_groups(); ++g) {
       slots[g].resize(plan_.num_rows());
-      plan_.FillSlots(g, slots[g].data());
-      std::vector<int32_t> pages(plan_.NumPages(g, PageRange::kWithStep));
-      plan_.FillPageIds(g, PageRange::kWithStep, pages.data());
+      PlanArrays(plan_).FillSlots(g, slots[g].data());
+      std::vector<int32_t> pages(PlanArrays(plan_).NumPages(g, PageRange::kWithStep));
+      PlanArrays(plan_).FillPageIds(g, PageRange::kWithStep, pages.data());
     }
     if (has_trees) {
       std::vector<int32_t> order(2 * plan_.num_tree_nodes());
-      plan_.FillTreeOrder(PageRange::kWithStep, order.data());
+      PlanArrays(plan_).FillTreeOrder(PageRange::kWithStep, order.data());
     }
     plan_.Commit();
     table_.CheckIntegrity(/*has_slid=*/false);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file forward_plan.h
- * \brief The plan of one step: checks the batch, takes its pages, lays out its CSR arrays.
+ * \brief The plan of one step: checks the batch and takes its pages. Its arrays: see plan_arrays.h.
  *
  *     Prepare   may throw, changes nothing
  *     Acquire   takes pages; then the caller copies pages and uploads arrays
@@ -96,59 +96,15 @@ class ForwardPlan {
   int64_t num_tree_nodes() const { return num_tree_nodes_; }
   /*! \brief Whether some of them are of earlier steps. */
   bool has_earlier_nodes() const { return num_tree_nodes_ > num_rows_; }
-  /*! \brief Page ids in the group's page table. */
-  int64_t NumPages(int32_t group, PageRange range) const;
   /*! \brief The pages that are in segments instead. */
   const SharedPrefix& shared_prefix(int32_t group) const { return groups_[group].shared; }
-  /*! \brief Page ids that the page table would have in addition without segments. */
-  int64_t NumSharedPages(int32_t group) const;
   /*! \brief Copies of shared pages that this step writes to; from Acquire to the end of the step.
    */
   const std::vector<PageCopy>& copies() const { return copies_; }
 
-  // Arrays, in forward_plan_arrays.cc, after Acquire. B is the number of sequences, T that of rows.
-  void FillQueryIndptr(int32_t* out) const;     // [B + 1]
-  void FillQueryPositions(int32_t* out) const;  // [T]
-  /*! \brief As FillQueryPositions, counting the positions that windows have dropped too, [T]. */
-  void FillTextPositions(int32_t* out) const;
-  void FillPastLengths(int32_t* out) const;      // [B]
-  void FillTreeOrderIndptr(int32_t* out) const;  // [B + 1]
-  /*! \brief As TokenTree::FillOrder, [num_tree_nodes, 2]; kPast: nobody sees this step's nodes. */
-  void FillTreeOrder(PageRange range, int32_t* out) const;
-  void FillPageIndptr(int32_t group, PageRange range, int32_t* out) const;  // [B + 1]
-  /*!
-   * \brief The position of the first slot of the page table, [B]. When a sequence has dropped
-   * positions this holds, in groups without a window, for the slots before them; in other groups
-   * for the slots behind them, and it may be negative.
-   */
-  void FillFirstPositions(int32_t group, int32_t* out) const;
-  /*! \brief Page ids, [NumPages]: kWithStep between Acquire and Commit, kPast after Commit. */
-  void FillPageIds(int32_t group, PageRange range, int32_t* out) const;
-  /*! \brief Rows of FillLengths: 4 when a sequence has a window that the group follows, else 1. */
-  int64_t NumLengthRows(int32_t group) const;
-  /*! \brief FillLastPageLengths, then with 4 rows FillWindows, [NumLengthRows, B]. */
-  void FillLengths(int32_t group, PageRange range, int32_t* out) const;
-  void FillLastPageLengths(PageRange range, int32_t* out) const;  // [B]
-  /*!
-   * \brief The windows of the sequences in the page tables of a group, [3, B]: the slot behind the
-   * dropped positions, the number of sinks, the positions that a row sees besides the sinks and
-   * itself. Slots between the sinks and the first number hold dropped positions.
-   */
-  void FillWindows(int32_t group, int32_t* out) const;
-  /*! \brief The slot of every row, [T]; between Acquire and Commit. */
-  void FillSlots(int32_t group, int32_t* out) const;
-
-  // Arrays of the group's S segments.
-  int64_t NumSegmentPages(int32_t group) const;
-  int64_t NumSegmentRows(int32_t group) const;
-  void FillSegmentPageIndptr(int32_t group, int32_t* out) const;      // [S + 1]
-  void FillSegmentPageIds(int32_t group, int32_t* out) const;         // [NumSegmentPages]
-  void FillSegmentFirstPositions(int32_t group, int32_t* out) const;  // [S]
-  void FillSegmentRowIndptr(int32_t group, int32_t* out) const;       // [S + 1]
-  /*! \brief Which rows of the step attend to each segment, [NumSegmentRows]. */
-  void FillSegmentRows(int32_t group, int32_t* out) const;
-
  private:
+  friend class PlanArrays;  // reads items and pages
+
   struct Item {
     Sequence* sequence;
     int64_t num_append;
@@ -183,11 +139,6 @@ class ForwardPlan {
   bool WritesToKeptPage(int32_t group, size_t item) const;
   void CopyKeptLastPages(int32_t group);
   void FindSharedPages(int32_t group);
-  int64_t NumSharedPagesOf(int32_t group, size_t item) const {
-    return groups_[group].shared.NumPagesOf(item);
-  }
-  int64_t NumPagesOf(int32_t group, size_t item, PageRange range) const;
-  int32_t PageOf(int32_t group, size_t item, int64_t position) const;
 
   SequenceTable* table_;
   int64_t max_num_rows_;

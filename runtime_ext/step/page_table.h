@@ -24,7 +24,7 @@ struct PageTable {
   const ffi::Tensor& page_ids;  // [indptr[B]]
   /*!
    * \brief Slots in use on the last page of each sequence, [B]. When a sequence has a window,
-   * followed by the three rows of ForwardPlan::FillWindows: [4 * B].
+   * followed by the three rows of PlanArrays::FillWindows: [4 * B].
    */
   const ffi::Tensor& lengths;
   /*! \brief Which tree nodes each node sees, [num_tree_nodes, 2]; empty without a tree mask. */

@@ -17,7 +17,7 @@ constexpr size_t kTreeOrder = 0;
 
 PastArrays::PastArrays(const CacheConfig& config, const SequenceTable& table,
                        const ForwardPlan& plan, const ByteCounter& counter)
-    : config_(config), table_(table), plan_(plan), counter_(counter) {}
+    : config_(config), table_(table), plan_(plan), plan_arrays_(plan), counter_(counter) {}
 
 PageTable PastArrays::page_table(int32_t group) {
   FillOnce();
@@ -52,16 +52,17 @@ void PastArrays::FillOnce() {
   sizes_.assign(1, plan_.needs_tree_mask() ? plan_.num_tree_nodes() : 0);
   for (int32_t g = 0; g < num_groups; ++g) {
     sizes_.push_back(plan_.num_sequences() + 1);
-    sizes_.push_back(plan_.NumPages(g, PageRange::kPast));
-    sizes_.push_back(plan_.NumLengthRows(g) * plan_.num_sequences());
+    sizes_.push_back(plan_arrays_.NumPages(g, PageRange::kPast));
+    sizes_.push_back(plan_arrays_.NumLengthRows(g) * plan_.num_sequences());
   }
   arrays_->Layout(sizes_);
-  if (plan_.needs_tree_mask()) plan_.FillTreeOrder(PageRange::kPast, arrays_->host(kTreeOrder));
+  if (plan_.needs_tree_mask())
+    plan_arrays_.FillTreeOrder(PageRange::kPast, arrays_->host(kTreeOrder));
   for (int32_t g = 0; g < num_groups; ++g) {
     auto host = [&](Array array) { return arrays_->host(Index(g, array)); };
-    plan_.FillPageIndptr(g, PageRange::kPast, host(kPageIndptr));
-    plan_.FillPageIds(g, PageRange::kPast, host(kPageIds));
-    plan_.FillLengths(g, PageRange::kPast, host(kLengths));
+    plan_arrays_.FillPageIndptr(g, PageRange::kPast, host(kPageIndptr));
+    plan_arrays_.FillPageIds(g, PageRange::kPast, host(kPageIds));
+    plan_arrays_.FillLengths(g, PageRange::kPast, host(kLengths));
   }
   arrays_->Upload();
   is_filled_ = true;

@@ -16,6 +16,7 @@
 #include "config/cache_config.h"
 #include "device/aux_data.h"
 #include "state/forward_plan.h"
+#include "state/plan_arrays.h"
 #include "step/page_table.h"
 
 namespace pagedkv {
@@ -42,6 +43,7 @@ class PastArrays {
   const CacheConfig& config_;
   const SequenceTable& table_;
   const ForwardPlan& plan_;
+  PlanArrays plan_arrays_;
   ByteCounter counter_;
   std::vector<int64_t> sizes_;
   std::unique_ptr<AuxData> arrays_;

@@ -6,6 +6,7 @@
 #include "step/step.h"
 
 #include "config/layer_kernels.h"
+#include "state/plan_arrays.h"
 
 namespace pagedkv {
 
@@ -80,11 +81,12 @@ void Step::RequireTreeKernels() const {
 }
 
 void Step::CountPagesRead() {
+  const PlanArrays plan_arrays(plan_);
   step_pages_read_ = PagesRead();
   for (int32_t g = 0; g < storage_.num_groups(); ++g) {
     const int64_t num_own = arrays_.num_page_ids(g);
-    step_pages_read_.with_sharing += num_own + plan_.NumSegmentPages(g);
-    step_pages_read_.without_sharing += num_own + plan_.NumSharedPages(g);
+    step_pages_read_.with_sharing += num_own + plan_arrays.NumSegmentPages(g);
+    step_pages_read_.without_sharing += num_own + plan_arrays.NumSharedPages(g);
   }
   pages_read_.with_sharing += step_pages_read_.with_sharing;
   pages_read_.without_sharing += step_pages_read_.without_sharing;

@@ -12,6 +12,7 @@ namespace pagedkv {
 StepArrays::StepArrays(const CacheConfig& config, const SequenceTable& table,
                        const ForwardPlan& plan, const ByteCounter& counter)
     : plan_(plan),
+      plan_arrays_(plan),
       num_groups_(table.num_groups()),
       is_inline_(config.rope_mode == RopeMode::kInline),
       sizes_(InitialSizes(config, table)),
@@ -69,8 +70,8 @@ void StepArrays::SetSizes() {
   sizes_[kPastLengths] = num_sequences;
   for (int32_t g = 0; g < num_groups_; ++g) {
     sizes_[Index(g, kPageIndptr)] = num_sequences + 1;
-    sizes_[Index(g, kPageIds)] = plan_.NumPages(g, PageRange::kWithStep);
-    sizes_[Index(g, kLengths)] = plan_.NumLengthRows(g) * num_sequences;
+    sizes_[Index(g, kPageIds)] = plan_arrays_.NumPages(g, PageRange::kWithStep);
+    sizes_[Index(g, kLengths)] = plan_arrays_.NumLengthRows(g) * num_sequences;
     sizes_[Index(g, kFirstPositions)] = num_sequences;
     sizes_[Index(g, kSlots)] = plan_.num_rows();
   }
@@ -95,40 +96,40 @@ void StepArrays::SetSegmentSizes() {
   for (int32_t g = 0; g < num_groups_; ++g) {
     const auto num_segments = static_cast<int64_t>(plan_.shared_prefix(g).segments().size());
     sizes_[SegmentIndex(g, SegmentArray::kPageIndptr)] = num_segments + 1;
-    sizes_[SegmentIndex(g, SegmentArray::kPageIds)] = plan_.NumSegmentPages(g);
+    sizes_[SegmentIndex(g, SegmentArray::kPageIds)] = plan_arrays_.NumSegmentPages(g);
     sizes_[SegmentIndex(g, SegmentArray::kFirstPositions)] = num_segments;
     sizes_[SegmentIndex(g, SegmentArray::kRowIndptr)] = num_segments + 1;
-    sizes_[SegmentIndex(g, SegmentArray::kRows)] = plan_.NumSegmentRows(g);
+    sizes_[SegmentIndex(g, SegmentArray::kRows)] = plan_arrays_.NumSegmentRows(g);
   }
 }
 
 void StepArrays::Write() {
   if (plan_.needs_tree_mask()) {
-    plan_.FillTreeOrderIndptr(arrays_.host(kTreeOrderIndptr));
-    plan_.FillTreeOrder(PageRange::kWithStep, arrays_.host(kTreeOrder));
+    plan_arrays_.FillTreeOrderIndptr(arrays_.host(kTreeOrderIndptr));
+    plan_arrays_.FillTreeOrder(PageRange::kWithStep, arrays_.host(kTreeOrder));
   }
-  plan_.FillQueryIndptr(arrays_.host(kQueryIndptr));
-  plan_.FillQueryPositions(arrays_.host(kQueryPositions));
-  if (counts_text()) plan_.FillTextPositions(arrays_.host(kTextPositions));
-  plan_.FillPastLengths(arrays_.host(kPastLengths));
+  plan_arrays_.FillQueryIndptr(arrays_.host(kQueryIndptr));
+  plan_arrays_.FillQueryPositions(arrays_.host(kQueryPositions));
+  if (counts_text()) plan_arrays_.FillTextPositions(arrays_.host(kTextPositions));
+  plan_arrays_.FillPastLengths(arrays_.host(kPastLengths));
   for (int32_t g = 0; g < num_groups_; ++g) {
     auto host = [&](GroupArray array) { return arrays_.host(Index(g, array)); };
-    plan_.FillPageIndptr(g, PageRange::kWithStep, host(kPageIndptr));
-    plan_.FillPageIds(g, PageRange::kWithStep, host(kPageIds));
-    plan_.FillLengths(g, PageRange::kWithStep, host(kLengths));
-    plan_.FillFirstPositions(g, host(kFirstPositions));
-    plan_.FillSlots(g, host(kSlots));
+    plan_arrays_.FillPageIndptr(g, PageRange::kWithStep, host(kPageIndptr));
+    plan_arrays_.FillPageIds(g, PageRange::kWithStep, host(kPageIds));
+    plan_arrays_.FillLengths(g, PageRange::kWithStep, host(kLengths));
+    plan_arrays_.FillFirstPositions(g, host(kFirstPositions));
+    plan_arrays_.FillSlots(g, host(kSlots));
   }
 }
 
 void StepArrays::WriteSegments() {
   for (int32_t g = 0; g < num_groups_; ++g) {
     auto host = [&](SegmentArray array) { return arrays_.host(SegmentIndex(g, array)); };
-    plan_.FillSegmentPageIndptr(g, host(SegmentArray::kPageIndptr));
-    plan_.FillSegmentPageIds(g, host(SegmentArray::kPageIds));
-    plan_.FillSegmentFirstPositions(g, host(SegmentArray::kFirstPositions));
-    plan_.FillSegmentRowIndptr(g, host(SegmentArray::kRowIndptr));
-    plan_.FillSegmentRows(g, host(SegmentArray::kRows));
+    plan_arrays_.FillSegmentPageIndptr(g, host(SegmentArray::kPageIndptr));
+    plan_arrays_.FillSegmentPageIds(g, host(SegmentArray::kPageIds));
+    plan_arrays_.FillSegmentFirstPositions(g, host(SegmentArray::kFirstPositions));
+    plan_arrays_.FillSegmentRowIndptr(g, host(SegmentArray::kRowIndptr));
+    plan_arrays_.FillSegmentRows(g, host(SegmentArray::kRows));
   }
 }
 

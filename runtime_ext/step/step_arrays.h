@@ -19,6 +19,7 @@
 #include "config/cache_config.h"
 #include "device/aux_data.h"
 #include "state/forward_plan.h"
+#include "state/plan_arrays.h"
 #include "step/page_table.h"
 
 namespace pagedkv {
@@ -90,6 +91,7 @@ class StepArrays {
   void WriteSegments();
 
   const ForwardPlan& plan_;
+  PlanArrays plan_arrays_;
   int32_t num_groups_;
   bool is_inline_;              // rope_mode
   std::vector<int64_t> sizes_;  // rows of each array

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "check.h"
+#include "state/plan_arrays.h"
 
 namespace pagedkv {
 
@@ -58,33 +59,33 @@ TEST_CASE("forward plan: arrays") {
   plan.Acquire();  // 3, 4 5, 6
   REQUIRE_EQ(plan.num_rows(), 9);
   REQUIRE(!plan.is_decode());
-  REQUIRE_EQ(plan.NumPages(0, PageRange::kWithStep), 7);
-  REQUIRE_EQ(plan.NumPages(0, PageRange::kPast), 3);
+  REQUIRE_EQ(PlanArrays(plan).NumPages(0, PageRange::kWithStep), 7);
+  REQUIRE_EQ(PlanArrays(plan).NumPages(0, PageRange::kPast), 3);
 
   Ints indptr(4), positions(9), past(3), page_indptr(4), values(7), last(3), slots(9);
-  plan.FillQueryIndptr(indptr.data());
+  PlanArrays(plan).FillQueryIndptr(indptr.data());
   REQUIRE_EQ(indptr, (Ints{0, 1, 6, 9}));
-  plan.FillQueryPositions(positions.data());
+  PlanArrays(plan).FillQueryPositions(positions.data());
   REQUIRE_EQ(positions, (Ints{4, 0, 1, 2, 3, 4, 6, 7, 8}));
-  plan.FillPastLengths(past.data());
+  PlanArrays(plan).FillPastLengths(past.data());
   REQUIRE_EQ(past, (Ints{4, 0, 6}));
-  plan.FillPageIndptr(0, PageRange::kWithStep, page_indptr.data());
+  PlanArrays(plan).FillPageIndptr(0, PageRange::kWithStep, page_indptr.data());
   REQUIRE_EQ(page_indptr, (Ints{0, 2, 4, 7}));
-  plan.FillPageIds(0, PageRange::kWithStep, values.data());
+  PlanArrays(plan).FillPageIds(0, PageRange::kWithStep, values.data());
   REQUIRE_EQ(values, (Ints{2, 3, 4, 5, 0, 1, 6}));
-  plan.FillLastPageLengths(PageRange::kWithStep, last.data());
+  PlanArrays(plan).FillLastPageLengths(PageRange::kWithStep, last.data());
   REQUIRE_EQ(last, (Ints{1, 1, 1}));
-  plan.FillSlots(0, slots.data());
+  PlanArrays(plan).FillSlots(0, slots.data());
   REQUIRE_EQ(slots, (Ints{12, 16, 17, 18, 19, 20, 6, 7, 24}));
 
   plan.Commit();
   table.CheckIntegrity();
-  plan.FillPageIndptr(0, PageRange::kPast, page_indptr.data());
+  PlanArrays(plan).FillPageIndptr(0, PageRange::kPast, page_indptr.data());
   REQUIRE_EQ(page_indptr, (Ints{0, 1, 1, 3}));
   values.resize(3);
-  plan.FillPageIds(0, PageRange::kPast, values.data());
+  PlanArrays(plan).FillPageIds(0, PageRange::kPast, values.data());
   REQUIRE_EQ(values, (Ints{2, 0, 1}));
-  plan.FillLastPageLengths(PageRange::kPast, last.data());
+  PlanArrays(plan).FillLastPageLengths(PageRange::kPast, last.data());
   REQUIRE_EQ(last, (Ints{4, 0, 2}));
 }
 
@@ -156,23 +157,23 @@ TEST_CASE("forward plan: arrays of a window") {
   table.CheckIntegrity();
   Prepare(&plan, {0, 1}, {3, 1});
   plan.Acquire();  // 9
-  REQUIRE_EQ(plan.NumPages(0, PageRange::kWithStep), 7);
-  REQUIRE_EQ(plan.NumPages(0, PageRange::kPast), 6);
+  REQUIRE_EQ(PlanArrays(plan).NumPages(0, PageRange::kWithStep), 7);
+  REQUIRE_EQ(PlanArrays(plan).NumPages(0, PageRange::kPast), 6);
   Ints first(2), indptr(3), values(7), slots(4), positions(4);
-  plan.FillFirstPositions(0, first.data());
+  PlanArrays(plan).FillFirstPositions(0, first.data());
   REQUIRE_EQ(first, (Ints{12, 0}));
-  plan.FillPageIndptr(0, PageRange::kWithStep, indptr.data());
+  PlanArrays(plan).FillPageIndptr(0, PageRange::kWithStep, indptr.data());
   REQUIRE_EQ(indptr, (Ints{0, 6, 7}));
-  plan.FillPageIds(0, PageRange::kWithStep, values.data());
+  PlanArrays(plan).FillPageIds(0, PageRange::kWithStep, values.data());
   REQUIRE_EQ(values, (Ints{3, 4, 5, 6, 7, 9, 8}));
-  plan.FillQueryPositions(positions.data());
+  PlanArrays(plan).FillQueryPositions(positions.data());
   REQUIRE_EQ(positions, (Ints{30, 31, 32, 2}));
-  plan.FillSlots(0, slots.data());
+  PlanArrays(plan).FillSlots(0, slots.data());
   REQUIRE_EQ(slots, (Ints{30, 31, 36, 34}));
   plan.Commit();
   table.CheckIntegrity(/*has_slid=*/false);
   values.resize(6);
-  plan.FillPageIds(0, PageRange::kPast, values.data());
+  PlanArrays(plan).FillPageIds(0, PageRange::kPast, values.data());
   REQUIRE_EQ(values, (Ints{3, 4, 5, 6, 7, 8}));
   plan.Finish();
   table.CheckIntegrity();
@@ -191,51 +192,51 @@ TEST_CASE("forward plan: segments") {
   plan.Acquire();  // 4, 5, and sequence 2 keeps page 3
   REQUIRE_EQ(plan.shared_prefix(0).segments().size(), 1u);
   REQUIRE(plan.shared_prefix(1).segments().empty());
-  REQUIRE_EQ(plan.NumSegmentPages(0), 2);
-  REQUIRE_EQ(plan.NumSegmentRows(0), 4);
-  REQUIRE_EQ(plan.NumPages(0, PageRange::kWithStep), 5);
-  REQUIRE_EQ(plan.NumSharedPages(0), 6);
-  REQUIRE_EQ(plan.NumPages(1, PageRange::kWithStep), 11);
+  REQUIRE_EQ(PlanArrays(plan).NumSegmentPages(0), 2);
+  REQUIRE_EQ(PlanArrays(plan).NumSegmentRows(0), 4);
+  REQUIRE_EQ(PlanArrays(plan).NumPages(0, PageRange::kWithStep), 5);
+  REQUIRE_EQ(PlanArrays(plan).NumSharedPages(0), 6);
+  REQUIRE_EQ(PlanArrays(plan).NumPages(1, PageRange::kWithStep), 11);
   Ints page_indptr(2), values(2), first(1), row_indptr(2), rows(4);
-  plan.FillSegmentPageIndptr(0, page_indptr.data());
+  PlanArrays(plan).FillSegmentPageIndptr(0, page_indptr.data());
   REQUIRE_EQ(page_indptr, (Ints{0, 2}));
-  plan.FillSegmentPageIds(0, values.data());
+  PlanArrays(plan).FillSegmentPageIds(0, values.data());
   REQUIRE_EQ(values, (Ints{0, 1}));
-  plan.FillSegmentFirstPositions(0, first.data());
+  PlanArrays(plan).FillSegmentFirstPositions(0, first.data());
   REQUIRE_EQ(first, (Ints{0}));
-  plan.FillSegmentRowIndptr(0, row_indptr.data());
+  PlanArrays(plan).FillSegmentRowIndptr(0, row_indptr.data());
   REQUIRE_EQ(row_indptr, (Ints{0, 4}));
-  plan.FillSegmentRows(0, rows.data());
+  PlanArrays(plan).FillSegmentRows(0, rows.data());
   REQUIRE_EQ(rows, (Ints{1, 2, 3, 0}));  // those first that have page 2 in common as well
   // The tables of the sequences begin after them, also those of the past.
   Ints indptr(4), own(5), positions(3), past(5), slots(4);
-  plan.FillPageIndptr(0, PageRange::kWithStep, indptr.data());
+  PlanArrays(plan).FillPageIndptr(0, PageRange::kWithStep, indptr.data());
   REQUIRE_EQ(indptr, (Ints{0, 1, 3, 5}));
-  plan.FillPageIds(0, PageRange::kWithStep, own.data());
+  PlanArrays(plan).FillPageIds(0, PageRange::kWithStep, own.data());
   REQUIRE_EQ(own, (Ints{4, 2, 5, 2, 3}));
-  plan.FillFirstPositions(0, positions.data());
+  PlanArrays(plan).FillFirstPositions(0, positions.data());
   REQUIRE_EQ(positions, (Ints{2 * kPage, 2 * kPage, 2 * kPage}));
-  plan.FillFirstPositions(1, positions.data());
+  PlanArrays(plan).FillFirstPositions(1, positions.data());
   REQUIRE_EQ(positions, (Ints{0, 0, 0}));
-  plan.FillSlots(0, slots.data());
+  PlanArrays(plan).FillSlots(0, slots.data());
   REQUIRE_EQ(slots, (Ints{4 * kPage + 9, 5 * kPage + 5, 5 * kPage + 6, 3 * kPage + 5}));
   plan.Commit();
   table.CheckIntegrity();
-  REQUIRE_EQ(plan.NumPages(0, PageRange::kPast), 5);
-  plan.FillPageIds(0, PageRange::kPast, past.data());
+  REQUIRE_EQ(PlanArrays(plan).NumPages(0, PageRange::kPast), 5);
+  PlanArrays(plan).FillPageIds(0, PageRange::kPast, past.data());
   REQUIRE_EQ(past, (Ints{4, 2, 5, 2, 3}));
 
   // Popped back to the end of the shared pages: nothing of the past is left for itself.
   table.Pop(1, 10);
   Prepare(&plan, {0, 1}, {1, 1});
   plan.Acquire();
-  REQUIRE_EQ(plan.NumSegmentPages(0), 2);
+  REQUIRE_EQ(PlanArrays(plan).NumSegmentPages(0), 2);
   plan.Commit();
-  plan.FillPageIndptr(0, PageRange::kPast, indptr.data());
+  PlanArrays(plan).FillPageIndptr(0, PageRange::kPast, indptr.data());
   REQUIRE_EQ((Ints{indptr[0], indptr[1], indptr[2]}), (Ints{0, 2, 2}));
   Prepare(&plan, {1}, {1});  // alone it shares with nobody
   REQUIRE(plan.shared_prefix(0).segments().empty());
-  REQUIRE_EQ(plan.NumPages(0, PageRange::kWithStep), 3);
+  REQUIRE_EQ(PlanArrays(plan).NumPages(0, PageRange::kWithStep), 3);
 }
 
 TEST_CASE("forward plan: trees") {
@@ -265,14 +266,14 @@ TEST_CASE("forward plan: trees") {
   REQUIRE((plan.needs_tree_mask() && !plan.has_earlier_nodes()));
   plan.Acquire();
   Ints positions(5), indptr(3), order(10), past_order(10);
-  plan.FillQueryPositions(positions.data());
+  PlanArrays(plan).FillQueryPositions(positions.data());
   REQUIRE_EQ(positions, (Ints{6, 7, 7, 2, 3}));
-  plan.FillTreeOrderIndptr(indptr.data());
+  PlanArrays(plan).FillTreeOrderIndptr(indptr.data());
   REQUIRE_EQ(indptr, (Ints{0, 3, 5}));
-  plan.FillTreeOrder(PageRange::kWithStep, order.data());
+  PlanArrays(plan).FillTreeOrder(PageRange::kWithStep, order.data());
   REQUIRE_EQ(order, (Ints{0, 3, 1, 2, 2, 3, 0, 2, 1, 2}));
   plan.Commit();
-  plan.FillTreeOrder(PageRange::kPast, past_order.data());
+  PlanArrays(plan).FillTreeOrder(PageRange::kPast, past_order.data());
   REQUIRE_EQ(past_order, (Ints{0, 0, 1, 1, 2, 2, 0, 0, 1, 1}));
   table.CheckIntegrity();
 
@@ -284,7 +285,7 @@ TEST_CASE("forward plan: trees") {
   REQUIRE_EQ(plan.num_tree_nodes(), 3);
   plan.Acquire();
   positions.resize(1);
-  plan.FillQueryPositions(positions.data());
+  PlanArrays(plan).FillQueryPositions(positions.data());
   REQUIRE_EQ(positions, (Ints{4}));
   plan.Release();
   REQUIRE_EQ(table.At(1).tree.size(), 2);
@@ -309,11 +310,11 @@ TEST_CASE("forward plan: positions in the text") {
   plan.RequireTextPositions();
   plan.Acquire();
   Ints positions(4), windows(6);
-  plan.FillQueryPositions(positions.data());
+  PlanArrays(plan).FillQueryPositions(positions.data());
   REQUIRE_EQ(positions, (Ints{5, 7, 8, 9}));
-  plan.FillTextPositions(positions.data());
+  PlanArrays(plan).FillTextPositions(positions.data());
   REQUIRE_EQ(positions, (Ints{5, 20, 21, 22}));
-  plan.FillWindows(0, windows.data());
+  PlanArrays(plan).FillWindows(0, windows.data());
   REQUIRE_EQ(windows[5], 5);  // positions that a row sees besides the sinks and itself
   plan.Release();
   REQUIRE_RAISES("ValueError", "at most 6 rows", {

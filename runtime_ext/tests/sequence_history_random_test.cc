@@ -15,6 +15,7 @@
 #include "base/error.h"
 #include "check.h"
 #include "state/forward_plan.h"
+#include "state/plan_arrays.h"
 #include "state/sequence_table.h"
 
 namespace pagedkv {
@@ -142,7 +143,7 @@ class World {
     Copy(plan_.copies());
     if (Below(8) == 0) return plan_.Release();
     std::vector<std::vector<int32_t>> slots(3, std::vector<int32_t>(plan_.num_rows()));
-    for (int32_t g = 0; g < 3; ++g) plan_.FillSlots(g, slots[g].data());
+    for (int32_t g = 0; g < 3; ++g) PlanArrays(plan_).FillSlots(g, slots[g].data());
     plan_.Commit();
     const bool is_aborted = Below(8) == 0;
     size_t row = 0;

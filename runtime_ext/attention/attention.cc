@@ -168,7 +168,7 @@ void Attention::AppendMLAKV(int64_t layer_id, ffi::Tensor kv) {
 void Attention::CheckSinkLogits(const StoredLayer& layer,
                                 const ffi::Optional<ffi::Tensor>& logits) const {
   if (!logits) return;
-  step_->tensors().CheckInput("sinks", *logits, {layer.config.num_qo_heads}, kFloat32);
+  step_->tensors().CheckInput("sink_logits", *logits, {layer.config.num_qo_heads}, kFloat32);
   layer.kernels->Get(KernelName::kApplySinks);
 }
 

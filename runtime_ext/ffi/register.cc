@@ -185,25 +185,27 @@ void OverrideStockNames() {
   OverrideMethod("vm.builtin.kv_cache_disagg_mark_send", &KVSender::MarkSend);
 }
 
-void RequireSinks(const ffi::Tensor& sinks) {
-  if (!sinks.defined()) throw ffi::Error(kTypeError, "sinks must be a tensor, got None", "");
+void RequireSinkLogits(const ffi::Tensor& sink_logits) {
+  if (!sink_logits.defined())
+    throw ffi::Error(kTypeError, "sink_logits must be a tensor, got None", "");
 }
 
 // Relax passes the output last.
 void AttentionWithSinks(PagedKVCache cache, int64_t layer, double sm_scale, ffi::Tensor qkv,
-                        ffi::Tensor sinks, ffi::Tensor o) {
-  RequireSinks(sinks);
+                        ffi::Tensor sink_logits, ffi::Tensor o) {
+  RequireSinkLogits(sink_logits);
   Call(cache, [&](PagedKVCacheObj& object) {
-    object.part<Attention>()->AttendFused(layer, sm_scale, qkv, o, sinks);
+    object.part<Attention>()->AttendFused(layer, sm_scale, qkv, o, sink_logits);
   });
 }
 
 void SharedAttentionWithSinks(PagedKVCache cache, int64_t source, double sm_scale, ffi::Tensor q,
-                              ffi::Tensor current_k, ffi::Tensor current_v, ffi::Tensor sinks,
+                              ffi::Tensor current_k, ffi::Tensor current_v, ffi::Tensor sink_logits,
                               ffi::Tensor o) {
-  RequireSinks(sinks);
+  RequireSinkLogits(sink_logits);
   Call(cache, [&](PagedKVCacheObj& object) {
-    object.part<Attention>()->AttendShared(source, sm_scale, q, current_k, current_v, o, sinks);
+    object.part<Attention>()->AttendShared(source, sm_scale, q, current_k, current_v, o,
+                                           sink_logits);
   });
 }
 

@@ -147,9 +147,9 @@ def test_the_parts_of_a_step_take_sinks_as_one_more_part(seed):
 @pytest.mark.parametrize(
     "sinks, message",
     [
-        (np.zeros(3, F32), r"sinks must have shape \[4\], got \[3\]"),
-        (np.zeros((1, 4), F32), r"sinks must have shape \[4\], got \[1, 4\]"),
-        (np.zeros(4, F16), "sinks must be float32, got float16"),
+        (np.zeros(3, F32), r"sink_logits must have shape \[4\], got \[3\]"),
+        (np.zeros((1, 4), F32), r"sink_logits must have shape \[4\], got \[1, 4\]"),
+        (np.zeros(4, F16), "sink_logits must be float32, got float16"),
     ],
 )
 def test_sinks_are_checked_before_anything_is_written(sinks, message):

@@ -148,8 +148,8 @@ def test_offers_that_are_wrong(pair, name):
 
 
 MESSAGES = {
-    "text": ("offer", "no message"),
-    "list": ([1], "no message"),
+    "text": ("offer", "not a message"),
+    "list": ([1], "not a message"),
     "type": ({"type": "x", "id": 1}, "of type 'x'"),
     "no_id": ({"type": "offer"}, "id is None"),
     "hello": ({"type": "hello"}, "hello twice"),

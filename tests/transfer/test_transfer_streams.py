@@ -149,8 +149,8 @@ def test_descriptions_of_memory(monkeypatch, name):
 FILES = {
     "pipe": (lambda: os.pipe()[0], "cannot map"),
     "file": (lambda: os.open(__file__, os.O_RDONLY), "cannot map"),
-    "not_sealed": (lambda: os.memfd_create("test", os.MFD_ALLOW_SEALING), "could take"),
-    "no_seals": (lambda: os.memfd_create("test"), "could take"),
+    "not_sealed": (lambda: os.memfd_create("test", os.MFD_ALLOW_SEALING), "could shrink"),
+    "no_seals": (lambda: os.memfd_create("test"), "could shrink"),
 }
 
 

@@ -30,8 +30,8 @@ def renamed_arguments(**former: str) -> Callable[[Callable[P, R]], Callable[P, R
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if kwargs:
-                for old in former.keys() & kwargs.keys():
+            for old in former:
+                if old in kwargs:
                     _rename(function.__name__, old, former[old], kwargs)
             return function(*args, **kwargs)
 

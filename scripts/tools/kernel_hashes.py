@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record the structure of the kernels, and compare it after a change that must not alter it.
+
+    python scripts/tools/kernel_hashes.py record before.json
+    python scripts/tools/kernel_hashes.py compare before.json
+    python scripts/tools/kernel_hashes.py compare before.json --only cuda-mla --kernel mla_tree
+
+A hash covers the structure of a kernel's TIR, types, shapes, constants and attributes included. The
+names of variables and buffers do not count. `compare` exits with 1 if a kernel differs, is missing
+or is new. `show` prints a kernel as TVMScript, to compare two trees with diff.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import tvm_ffi
+
+import tir_kernels
+from tir_kernels.cpu import stock_sliding
+from tir_kernels.spec import CudaTarget, KernelSpec, RopeSpec, VectorTarget
+
+F32, F16, BF16 = "float32", "float16", "bfloat16"
+AVX512 = VectorTarget()
+AVX512_BF16 = VectorTarget(has_bf16_dot=True)
+AVX2 = VectorTarget(lanes=8, registers=16)
+SSE = VectorTarget(lanes=4, registers=16, has_f16_convert=False)
+NEON = VectorTarget(lanes=4, registers=32)
+SM80, SM90 = CudaTarget(), CudaTarget(90)
+
+_LLAMA3 = (
+    ("factor", 8.0),
+    ("high_freq_factor", 4.0),
+    ("low_freq_factor", 1.0),
+    ("original_max_position_embeddings", 8192),
+    ("rope_type", "llama3"),
+)
+_YARN = (("factor", 4.0), ("original_max_position_embeddings", 32), ("rope_type", "yarn"))
+_LONGROPE = (
+    ("long_factor", tuple(2.0 + i for i in range(16))),
+    ("original_max_position_embeddings", 40),
+    ("rope_type", "longrope"),
+    ("short_factor", tuple(1.0 + i / 8 for i in range(16))),
+)
+
+
+def _spec(heads, dims, dtypes=(F32, F32), page=16, target=AVX512, **fields) -> KernelSpec:
+    qk, v = dims if isinstance(dims, tuple) else (dims, dims)
+    fields.setdefault("rope", RopeSpec(rotary_dim=qk))
+    return KernelSpec(*heads, qk, v, *dtypes, page_size=page, target=target, **fields)
+
+
+def _mla(heads, dims, dtypes=(BF16, BF16), page=16, target=AVX512_BF16) -> KernelSpec:
+    original = (dims[0] // 4 + 64, dims[0] // 4)
+    return replace(
+        _spec((heads, 1), dims, dtypes, page, target, rope=RopeSpec(rotary_dim=0), kind="mla"),
+        original_qk_head_dim=original[0],
+        original_v_head_dim=original[1],
+    )
+
+
+_ALIBI = {"alibi_slopes": tuple(2.0**-i for i in range(1, 9))}
+
+CPU_SPECS = {
+    "llama-f32": _spec((32, 8), 128),
+    "llama-bf16": _spec((32, 8), 128, (BF16, BF16), target=AVX512_BF16),
+    "llama-bf16-plain": _spec((32, 8), 128, (BF16, BF16)),
+    "llama-f16": _spec((32, 8), 128, (F16, F16)),
+    "llama-avx2": _spec((32, 8), 128, (F16, F16), target=AVX2),
+    "llama-sse": _spec((32, 8), 128, target=SSE),
+    "llama-neon": _spec((32, 8), 128, (BF16, BF16), target=NEON),
+    "page-1": _spec((32, 8), 128, (F16, F16), 1),
+    "page-256": _spec((71, 1), 64, (F16, F32), 256),
+    "group-5": _spec((5, 1), 80, (F32, BF16), 4),
+    "group-3-f16-pages": _spec((6, 2), 104, (F32, F16), 64),
+    "wide-heads": _spec((7, 1), 576, (BF16, F32), 2, AVX512_BF16),
+    "narrow-heads": _spec((2, 2), 8, page=8),
+    "mixed-types": _spec((16, 2), 96, (F16, BF16), 32, AVX2),
+    "dim-24": _spec((3, 1), 24, (BF16, BF16), 128, AVX512_BF16),
+    "dim-512": _spec((1, 1), 512, (BF16, F16), target=NEON),
+    "dim-256": _spec((2, 1), 256, (BF16, BF16), 8, AVX512_BF16),
+    "different-v": _spec((4, 4), (192, 128), (BF16, BF16), target=AVX512_BF16),
+    "yarn": _spec((4, 2), 96, (BF16, BF16), 64, rope=RopeSpec(1e4, 1.0, 96, _YARN)),
+    "llama3": _spec((8, 2), 64, (F16, F16), rope=RopeSpec(5e5, 1.0, 64, _LLAMA3)),
+    "longrope": _spec((4, 2), 32, rope=RopeSpec(1e4, 1.0, 32, _LONGROPE)),
+    "partial-rope": _spec((5, 1), 80, (F32, F32), 1, rope=RopeSpec(5e5, 0.25, 20)),
+    "odd-pairs": _spec((4, 2), 64, (BF16, BF16), 2, AVX512_BF16, rope=RopeSpec(rotary_dim=22)),
+    "no-rope": _spec((4, 2), 64, (F16, F16), rope=RopeSpec(rotary_dim=0)),
+    "softcap": _spec((8, 4), 128, (BF16, BF16), target=AVX512_BF16, logit_softcap=50.0),
+    "alibi": _spec((8, 8), 64, (F32, F32), **_ALIBI),
+    "sliding": _spec((8, 4), 128, (BF16, BF16), target=AVX512_BF16, kind="mha_sliding"),
+    "sliding-alibi": _spec((8, 2), 64, target=AVX2, kind="mha_sliding", **_ALIBI),
+    "mla-bf16": _mla(16, (512, 64)),
+    "mla-f32": _mla(5, (64, 16), (F32, F32), 4, AVX2),
+    "mla-f16": _mla(128, (512, 64), (F16, F16), 64, NEON),
+}
+CUDA_SPECS = {
+    "llama-f16": _spec((32, 8), 128, (F16, F16), target=SM80),
+    "llama-bf16": _spec((32, 8), 128, (BF16, BF16), target=SM90),
+    "llama-f32": _spec((32, 8), 128, target=SM80),
+    "page-1": _spec((32, 8), 128, (F16, F16), 1, SM80),
+    "page-256": _spec((71, 1), 64, (F16, F32), 256, SM80),
+    "group-5": _spec((5, 1), 80, (F32, BF16), 4, SM80),
+    "group-3-f16-pages": _spec((6, 2), 104, (F32, F16), 64, SM80),
+    "narrow-heads": _spec((2, 2), 8, page=8, target=SM80),
+    "dim-24": _spec((3, 1), 24, (BF16, BF16), 128, SM80),
+    "dim-256": _spec((2, 1), 256, (BF16, BF16), 8, SM80),
+    "dim-512": _spec((1, 1), 512, (BF16, BF16), target=SM80),
+    "different-v": _spec((4, 4), (192, 128), (BF16, BF16), target=SM80),
+    "group-64": _spec((64, 1), 128, (F16, F16), target=SM80),
+    "large-memory": _spec((32, 8), 256, (F16, F16), target=CudaTarget(90, 227 * 1024)),
+    "yarn": _spec((4, 2), 96, (BF16, BF16), 64, SM80, rope=RopeSpec(1e4, 1.0, 96, _YARN)),
+    "longrope": _spec((4, 2), 32, (F16, F16), target=SM80, rope=RopeSpec(1e4, 1.0, 32, _LONGROPE)),
+    "partial-rope": _spec((5, 1), 80, (F32, F32), 1, SM80, rope=RopeSpec(5e5, 0.25, 20)),
+    "no-rope": _spec((4, 2), 64, (F16, F16), target=SM80, rope=RopeSpec(rotary_dim=0)),
+    "softcap": _spec((8, 4), 128, (BF16, BF16), target=SM80, logit_softcap=50.0),
+    "alibi": _spec((8, 8), 64, (F16, F16), target=SM80, **_ALIBI),
+    "alibi-softcap-f32": _spec((8, 2), 64, target=SM80, logit_softcap=30.0, **_ALIBI),
+    "sliding": _spec((8, 4), 128, (BF16, BF16), target=SM80, kind="mha_sliding"),
+    "sliding-f32": _spec((8, 2), 64, target=SM80, kind="mha_sliding"),
+    "sliding-alibi": _spec((8, 2), 64, (F16, F16), target=SM80, kind="mha_sliding", **_ALIBI),
+    "mla-bf16": _mla(16, (512, 64), target=SM80),
+    "mla-f32": _mla(5, (64, 16), (F32, F32), 4, SM80),
+    "mla-f16": _mla(128, (512, 64), (F16, F16), 64, SM90),
+    "mla-mixed": _mla(8, (256, 32), (F16, BF16), 16, SM80),
+}
+SPECS = {f"cpu-{name}": spec for name, spec in CPU_SPECS.items()} | {
+    f"cuda-{name}": spec for name, spec in CUDA_SPECS.items()
+}
+
+
+def builders(spec: KernelSpec) -> dict:
+    """Name -> function that builds the kernel, for all kernels of a spec."""
+    names = tir_kernels.kernel_names(spec, for_stock=True)
+    found = {name: functools.partial(tir_kernels.build_kernel, name, spec) for name in names}
+    if isinstance(spec.target, VectorTarget) and spec.kind == "mha_sliding":
+        for build in (stock_sliding.decode_sliding, stock_sliding.prefill_sliding):
+            found[f"stock_{build.__name__}"] = functools.partial(build, spec, 24)
+    return found
+
+
+def _hashes_of(name: str) -> dict[str, str]:
+    """Hash of each kernel of a spec, or the error of one that cannot be built."""
+    found = {}
+    for kernel, build in builders(SPECS[name]).items():
+        try:
+            number = tvm_ffi.structural_hash(build(), map_free_vars=True)
+            found[f"{name}/{kernel}"] = f"{number & (2**64 - 1):016x}"
+        except Exception as error:  # a spec that a kernel refuses has to be refused afterwards too
+            found[f"{name}/{kernel}"] = type(error).__name__
+    return found
+
+
+def hashes(names: list[str], processes: int) -> dict[str, str]:
+    """Hash of every kernel of the named specs."""
+    if processes == 1:
+        groups = [_hashes_of(name) for name in names]
+    else:
+        with multiprocessing.get_context("spawn").Pool(processes) as pool:
+            groups = pool.map(_hashes_of, names, chunksize=1)
+    return {kernel: value for group in groups for kernel, value in group.items()}
+
+
+def compare(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Say of every kernel that differs how it does."""
+    lines = []
+    for kernel in sorted(before.keys() | after.keys()):
+        old, new = before.get(kernel, "missing"), after.get(kernel, "missing")
+        if old != new:
+            lines.append(f"{kernel}: {old} -> {new}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=("record", "compare", "show"))
+    parser.add_argument("file", type=Path, help="the JSON file; show: any path, unused")
+    parser.add_argument("--only", default="", help="specs whose name contains this")
+    parser.add_argument("--kernel", default="", help="kernels whose name contains this")
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    names = [name for name in SPECS if arguments.only in name]
+    if arguments.action == "show":
+        for name in names:
+            for kernel, build in builders(SPECS[name]).items():
+                if arguments.kernel in kernel:
+                    print(f"# {name}/{kernel}\n{build().script()}")
+        return
+    start = time.perf_counter()
+    found = hashes(names, arguments.processes)
+    seconds = time.perf_counter() - start
+    if arguments.action == "record":
+        arguments.file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        print(f"{len(found)} kernels of {len(names)} specs in {seconds:.0f} s")
+        return
+
+    def chosen(table: dict[str, str]) -> dict[str, str]:
+        return {
+            kernel: value
+            for kernel, value in table.items()
+            if kernel.split("/")[0] in names and arguments.kernel in kernel.split("/")[1]
+        }
+
+    before, after = chosen(json.loads(arguments.file.read_text())), chosen(found)
+    lines = compare(before, after)
+    print("\n".join([*lines, f"{len(before)} kernels, {len(lines)} differ ({seconds:.0f} s)"]))
+    sys.exit(bool(lines))
+
+
+if __name__ == "__main__":
+    main()

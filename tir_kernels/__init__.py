@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import append, latent, merge, page_copy, sinks
-from .cpu import decode, mla, prefill, shared_prefix, sliding, tree
+from .cpu.attention import mla, sliding, tree
+from .cpu.attention.decode import kernel as decode
+from .cpu.attention.prefill import kernel as prefill
+from .cpu.attention.shared import kernel as shared_prefix
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
+from .moves import append, copy, latent, merge, sink_logits
 from .spec import CudaTarget, KernelSpec, VectorTarget
 
 BUILDERS: dict[str, Callable] = {
@@ -28,11 +31,11 @@ BUILDERS: dict[str, Callable] = {
     "tree": tree.tree,
     "tree_sliding": tree.tree_sliding,
     "merge": merge.merge,
-    "apply_sinks": sinks.apply_sinks,
-    "copy_single_page": page_copy.copy_single_page,
-    "copy_pages": page_copy.copy_pages,
-    "debug_get_kv": page_copy.debug_get_kv,
-    "compact_copy": page_copy.compact_copy,
+    "apply_sinks": sink_logits.apply_sinks,
+    "copy_single_page": copy.copy_single_page,
+    "copy_pages": copy.copy_pages,
+    "debug_get_kv": copy.debug_get_kv,
+    "compact_copy": copy.compact_copy,
     "transpose_append_mla": latent.transpose_append_mla,
     "mla_prefill": mla.mla_prefill,
     "mla_prefill_shared": shared_prefix.mla_prefill_shared,
@@ -53,7 +56,7 @@ _MLA_ONLY = {
     "debug_get_kv_mla",
 }
 _BOTH = {"merge", "prefill_ragged", "tree", "copy_single_page", "copy_pages", "compact_copy"}
-_ANY_TARGET = (  # written in terms of a family
+_ANY_TARGET = (  # written in terms of a backend
     *("transpose_append", "split_rotary", "rope_append", "merge", "apply_sinks"),
     *("copy_single_page", "copy_pages", "debug_get_kv", "compact_copy"),
     *("transpose_append_mla", "debug_get_kv_mla"),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm.script import tirx as T
 
 from .spec import KernelSpec
@@ -65,3 +67,20 @@ def slot_page(slot, page_size):
 def slot_offset(slot, page_size):
     """Offset of a slot within its page."""
     return slot % page_size
+
+
+class Slot:
+    """Where a slot's rows lie: ``page`` and ``offset``, computed once."""
+
+    def __init__(self, slot, spec: KernelSpec, temp: Callable):
+        self.spec = spec
+        self.page = temp(slot_page(slot, spec.page_size), 1, "int32")
+        self.offset = temp(slot_offset(slot, spec.page_size), 1, "int32")
+
+    def row(self, plane: int, head) -> tuple:
+        """Indices of the row of `head`, less the last axis."""
+        return (self.page, plane, head, self.offset)
+
+    def indexed_row(self, index) -> tuple:
+        """Indices of the slot's row `index`, of ``rows_per_slot``, less the last axis."""
+        return slot_row(self.page, index, self.offset, self.spec)

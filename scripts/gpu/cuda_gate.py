@@ -23,8 +23,8 @@ from cuda_machine_code import (
 )
 
 import tir_kernels
-from tir_kernels.cuda.decode_tiling import DecodeTiling
-from tir_kernels.cuda.tiling import Tiling
+from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
+from tir_kernels.cuda.tiles.tiling import Tiling
 from tir_kernels.spec import CudaTarget, KernelSpec
 from tvm_pagedkv import KVCacheConfig, LayerSpec, RopeConfig
 from tvm_pagedkv.compiler.build import kernel_spec, resolve_target

@@ -24,7 +24,7 @@ from pathlib import Path
 import tvm_ffi
 
 import tir_kernels
-from tir_kernels.cpu import stock_sliding
+from tir_kernels.cpu.attention import stock_sliding
 from tir_kernels.spec import CudaTarget, KernelSpec, RopeSpec, VectorTarget
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"

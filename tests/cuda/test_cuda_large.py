@@ -11,10 +11,10 @@ import tvm
 import tvm_ffi
 from tvm.script import tirx as T
 
-from tir_kernels.cuda.decode_tiling import DecodeTiling
 from tir_kernels.cuda.emit import as_count, index_temp, launch
-from tir_kernels.cuda.page_split import PageSplit
-from tir_kernels.cuda.schedule import UnitOfBlock, sum_over
+from tir_kernels.cuda.splits.page_split import PageSplit
+from tir_kernels.cuda.splits.schedule import UnitOfBlock, sum_over
+from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
 from tir_kernels.define import define_kernel
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tir_kernels.cuda.tiling import MOST_ROWS
+from tir_kernels.cuda.tiles.tiling import MOST_ROWS
 from tir_kernels.spec import RopeSpec
 
 from .. import reference

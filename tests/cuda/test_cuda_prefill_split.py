@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tir_kernels.cuda.split_unit import LEAST_COLUMNS
-from tir_kernels.cuda.tiling import Tiling
+from tir_kernels.cuda.attention.fixed_split_tile import LEAST_COLUMNS
+from tir_kernels.cuda.tiles.tiling import Tiling
 from tir_kernels.spec import RopeSpec
 
 from .. import reference

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tvm.script import tirx as T
 
-from tir_kernels import tree_mask
-from tir_kernels.cpu import team as cpu_team
+from tir_kernels.cpu import backend as cpu_backend
+from tir_kernels.cpu.attention import tree_mask
 from tir_kernels.cpu.simd import broadcast, load, temp
-from tir_kernels.cuda import columns
-from tir_kernels.cuda import team as cuda_team
+from tir_kernels.cuda import backend as cuda_backend
+from tir_kernels.cuda.attention import tree_mask as columns
 
 from ..support import kernel_specs
 from ..support.attention_cases import altered_kernels
@@ -104,15 +104,15 @@ def test_masks_of_trees(target, mistake, monkeypatch, fresh_kernels):
 @parametrize_specs
 @pytest.mark.parametrize("change", [-1, 1], ids=["a slot is left out", "a slot more is copied"])
 def test_slots_of_a_page(target, change, monkeypatch, fresh_kernels):
-    team = {"cpu": cpu_team, "cuda": cuda_team}[target].Team
-    copy_rows = team.copy_rows
+    worker = {"cpu": cpu_backend, "cuda": cuda_backend}[target].Worker
+    copy_rows = worker.copy_rows
 
     def mistaken(self, count, *arguments):
         copy_rows(self, count + change, *arguments)
 
     check_copy_single_page(SPECS[target], 0)
     fresh_kernels()
-    monkeypatch.setattr(team, "copy_rows", mistaken)
+    monkeypatch.setattr(worker, "copy_rows", mistaken)
     with pytest.raises(AssertionError):
         check_copy_single_page(SPECS[target], 0)
 

@@ -8,8 +8,9 @@ import pytest
 import tvm
 from tvm.script import tirx as T
 
-from tir_kernels import rope as rope_module
 from tir_kernels.cpu import simd
+from tir_kernels.cpu.cos_sin import CosSin
+from tir_kernels.semantics import rope as rope_module
 from tir_kernels.spec import RopeSpec
 
 from .. import reference
@@ -177,7 +178,7 @@ def _build(function) -> tvm.ffi.Function:
 @pytest.mark.parametrize("lanes", [1, 4, 8, 16])
 def test_sine_and_cosine_to_three_parts_in_ten_million(lanes):
     def row(angles, out, start):
-        value = rope_module.sin_cos(simd.load(angles, (start,), lanes), lanes)
+        value = rope_module.sin_cos(simd.load(angles, (start,), lanes), lanes, simd)
         simd.store(out, (0, start), lanes, value.sin)
         simd.store(out, (1, start), lanes, value.cos)
 
@@ -225,7 +226,7 @@ def test_rotate_rows(name, rotary_dim, scale, lanes):
     spec, expected = specs_of(name, rotary_dim, scale=scale)
 
     def row(positions, x, n):
-        cos_sin = rope_module.CosSin(spec, lanes)
+        cos_sin = CosSin(spec, lanes)
         cos_sin.fill(positions[n])
         cos_sin.rotate(  # in place
             lambda dim, width: simd.load(x, (n, dim), width),

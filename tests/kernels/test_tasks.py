@@ -11,11 +11,14 @@ import tvm
 import tvm_ffi
 from tvm.script import tirx as T
 
-from tir_kernels.cpu import cut_tiles, decode, mla, moves
-from tir_kernels.cpu.simd import Register, wide_temp
+from tir_kernels.cpu import row_copy
+from tir_kernels.cpu.attention import mla
+from tir_kernels.cpu.attention.decode import kernel as decode
+from tir_kernels.cpu.attention.shared import split_tiles
+from tir_kernels.cpu.simd import Register, index_temp, wide_temp
 from tir_kernels.cpu.tasks import Pieces, Queue
 from tir_kernels.define import define_kernel
-from tir_kernels.masks import CausalMask, WholeSequence
+from tir_kernels.semantics.visibility import CausalMask, WholeSequence
 from tvm_pagedkv.compiler.build import resolve_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
@@ -46,7 +49,7 @@ def counted_tasks(monkeypatch):
     """The numbers of tasks that decode and the MLA kernels make, which are compiled anew."""
     seen = []
     tvm_ffi.register_global_func("tests.saw_tasks", seen.append, override=True)
-    for module in (decode, cut_tiles):
+    for module in (decode, split_tiles):
         for_tasks = module.for_tasks
 
         def counted(num_tasks, body, for_tasks=for_tasks):
@@ -85,8 +88,8 @@ def test_mla_uses_every_thread(many_threads, counted_tasks):
 @pytest.mark.parametrize("total", [5000, 2**31 - 1, 2**31 + 12345, 2**40 + 1])
 def test_pieces_cover_any_number_of_units(total, num_tasks):
     def body(begins_handle, counts_handle, total, num_tasks):
-        begins = moves.match(begins_handle, (T.int64(),), "int64")
-        counts = moves.match(counts_handle, (1,), "int32")
+        begins = row_copy.match(begins_handle, (T.int64(),), "int64")
+        counts = row_copy.match(counts_handle, (1,), "int32")
         pieces = Pieces(wide_temp(total), num_tasks, least=T.int32(1000))
         T.buffer_store(counts, pieces.count, [0])
         with T.serial(pieces.count + 1) as piece:
@@ -113,7 +116,7 @@ def test_queue_passes_two_to_the_thirty_two_units():
     each, num_items = 2**31 - 1, 3
 
     def body(taken_handle):
-        taken = moves.match(taken_handle, (10, 2), "int32")
+        taken = row_copy.match(taken_handle, (10, 2), "int32")
         queue, at = Queue(), Register(1, "int32", T.int32(0))
         T.buffer_store(queue.next, T.int64(num_items * each - 5), [0])
 
@@ -137,14 +140,14 @@ def test_cost_of_a_batch_of_mla():
     spec = make_mla_spec(4, (24, 8), (F32, F32), page)
 
     def body(indptr_handle, lengths_handle, costs_handle):
-        indptr = moves.match(indptr_handle, (2, 2), "int32")
-        lengths = moves.match(lengths_handle, (1,), "int32")
-        costs = moves.match(costs_handle, (2,), "int64")
+        indptr = row_copy.match(indptr_handle, (2, 2), "int32")
+        lengths = row_copy.match(lengths_handle, (1,), "int32")
+        costs = row_copy.match(costs_handle, (2,), "int64")
         a = SimpleNamespace(
             batch_size=T.int32(1),
             q_indptr=_Row(indptr, 0),
             page_indptr=_Row(indptr, 1),
-            lengths=WholeSequence(spec, lengths),
+            lengths=WholeSequence(spec, lengths, index_temp),
             mask=CausalMask(T.int32(0)),
         )
         largest = Register(1, "int64", T.int64(0))

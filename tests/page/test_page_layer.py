@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tvm
 
-from tir_kernels import page_layer, page_table
+from tir_kernels.cpu.page_ops import page_layer, page_table
 from tvm_pagedkv import page
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
 

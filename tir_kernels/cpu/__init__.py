@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels for CPUs: SIMD fragments, tasks, and attention built from them."""

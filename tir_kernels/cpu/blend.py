@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from tvm.script import tirx as T
 
+from ..semantics.partial_states import selected
 from . import simd
-from .row_numbers import RowNumbers
+from .row_vectors import RowNumbers
 
 
 def blend(parts: Sequence, weights: Sequence, numbers: RowNumbers) -> None:
@@ -41,15 +42,9 @@ def blend(parts: Sequence, weights: Sequence, numbers: RowNumbers) -> None:
         with T.Then():
             emit(lambda x, weight, lanes: x * simd.broadcast(weight, lanes))
         with T.Else():
-            emit(selected)
-
-
-def selected(value, weight, lanes: int, arithmetic=simd):
-    """``value * weight``, and zero where the weight is zero, whatever the value is."""
-    weight, zero = arithmetic.broadcast(weight, lanes), arithmetic.constant(0.0, lanes)
-    return arithmetic.temp(T.Select(weight == zero, zero, value * weight), lanes)
+            emit(lambda x, weight, lanes: selected(x, weight, lanes, simd))
 
 
 def weighted(o, index, weight, lanes: int):
     """``o * weight``, and zero where the weight is zero, whatever o holds."""
-    return selected(simd.temp(simd.load(o, index, lanes), lanes), weight, lanes)
+    return selected(simd.temp(simd.load(o, index, lanes), lanes), weight, lanes, simd)

@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.script import tirx as T
 
+from .. import vectors
 from ..spec import ITEMSIZE
+from ..vectors import F32, broadcast, constant, ramp, vector_type
+from ..vectors import load as load
 
-F32 = "float32"
 CACHE_LINE_BYTES = 64
 # Prefetches ask for L2: for L1 they would wait for its few miss buffers, which halves the rate of
 # scattered pages.
@@ -34,26 +36,6 @@ _EXP2_COEFFICIENTS = (
     0.05590642620117539,
     0.009582853221272234,
 )
-
-
-def vector_type(dtype: str, lanes: int) -> str:
-    """Name of the TIR type of `lanes` elements of `dtype`."""
-    return dtype if lanes == 1 else f"{dtype}x{lanes}"
-
-
-def ramp(start, lanes: int):
-    """Indices ``start .. start + lanes - 1``; legal on the last axis only."""
-    return start if lanes == 1 else T.ramp(start, 1, lanes)
-
-
-def broadcast(value, lanes: int):
-    """`value` in every lane."""
-    return value if lanes == 1 else T.broadcast(value, lanes)
-
-
-def constant(value: float, lanes: int):
-    """A float32 constant in every lane."""
-    return broadcast(T.float32(value), lanes)
 
 
 class Register:
@@ -93,22 +75,14 @@ def wide_temp(value):
     return temp(T.cast(value, "int64"), 1, "int64")
 
 
-def load(buffer, index: Sequence, lanes: int, to: str = F32):
-    """Load `lanes` contiguous elements at `index` and widen them to `to`."""
-    *outer, last = index
-    value = buffer[(*outer, ramp(last, lanes))]
-    return value if str(buffer.dtype) == to else T.cast(value, vector_type(to, lanes))
-
-
 def store(buffer, index: Sequence, lanes: int, value, source: str = F32) -> None:
     """Narrow `value` from `source` to the buffer's type and store it at `index`."""
-    *outer, last = index
     dtype = str(buffer.dtype)
     if dtype != source:
         if dtype == "bfloat16":
             value = _round_safe(value, lanes)
         value = T.cast(value, vector_type(dtype, lanes))
-    T.buffer_store(buffer, value, [*outer, ramp(last, lanes)])
+    vectors.store(buffer, index, lanes, value)
 
 
 def _round_safe(value, lanes: int):

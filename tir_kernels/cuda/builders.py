@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import decode, mla, prefill, shared_prefix, tree
+from .attention import decode, mla, prefill, shared_prefix, tree
 
 BUILDERS: dict[str, Callable] = {
     "prefill_ragged": prefill.prefill_ragged,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of `cpu.simd` for code whose vectors are threads: all lanes are 1."""
+"""The arithmetic of `cpu.simd` for code whose vectors are threads: all vectors have one lane."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
-from ..cpu.simd import F32, broadcast, constant, load, store, vector_type  # noqa: F401
+from ..vectors import F32, broadcast, constant  # noqa: F401
 from .emit import Registers, index_temp, ptx  # noqa: F401
 
 

@@ -19,7 +19,7 @@ from tir_kernels.cpu.simd import (
     store,
     temp,
 )
-from tir_kernels.soft_cap import soft_cap
+from tir_kernels.cpu.soft_cap import soft_cap
 from tir_kernels.spec import LOG2E, VectorTarget
 
 from .emit import parallel_if, rows_kernel

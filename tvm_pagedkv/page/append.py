@@ -9,8 +9,8 @@ from typing import Any
 
 import tvm_ffi
 
-from tir_kernels import page_layer
-from tir_kernels.page_layer import PageLayerSpec
+from tir_kernels.cpu.page_ops import page_layer
+from tir_kernels.cpu.page_ops.page_layer import PageLayerSpec
 
 from ..compiler import load_kernels, resolve_target, vector_target
 from .arguments import MLA_LAYOUT, Pools, empty_slots, integers, no_finding, raise_finding

@@ -12,7 +12,7 @@ import numpy as np
 import tvm
 import tvm_ffi
 
-from tir_kernels.page_table import Finding
+from tir_kernels.cpu.page_ops.page_table import Finding
 from tir_kernels.spec import FLOAT_DTYPES
 
 from .. import _tensors

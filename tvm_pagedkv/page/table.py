@@ -9,7 +9,7 @@ from typing import Any
 
 import tvm_ffi
 
-from tir_kernels import page_table
+from tir_kernels.cpu.page_ops import page_table
 
 from ..compiler import load_kernels, resolve_target
 from .arguments import (

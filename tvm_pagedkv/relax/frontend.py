@@ -14,7 +14,7 @@ from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, RopeMode
 from tvm.target import Target
 
 from tir_kernels import build_kernel
-from tir_kernels.cpu import stock_sliding
+from tir_kernels.cpu.attention import stock_sliding
 from tir_kernels.spec import KernelSpec
 
 from ..compiler import is_cuda, kernel_spec, require_cpu, resolve_target

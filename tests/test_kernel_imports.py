@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels' components import each other in one direction only."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import tir_kernels
+
+ROOT = Path(tir_kernels.__file__).parent
+TARGETS = {"tir_kernels.cpu", "tir_kernels.cuda"}
+# Component -> what it must not import. `backend` alone joins the targets.
+FORBIDDEN = {
+    "cpu": {"tir_kernels.cuda", "tir_kernels.moves", "tir_kernels.backend"},
+    "cuda": {"tir_kernels.cpu", "tir_kernels.moves", "tir_kernels.backend"},
+    "semantics": {*TARGETS, "tir_kernels.moves", "tir_kernels.backend"},
+    "moves": TARGETS,
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute names of the modules that a file imports, and of what it takes from them."""
+    package = ("tir_kernels", *path.relative_to(ROOT).parts[:-1])
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("component", FORBIDDEN)
+def test_no_import_against_the_arrows(component):
+    files = sorted((ROOT / component).rglob("*.py"))
+    assert len(files) > 4
+    for path in files:
+        for name in imports_of(path):
+            for forbidden in FORBIDDEN[component]:
+                assert not f"{name}.".startswith(f"{forbidden}."), f"{path} imports {name}"
+
+
+def test_imports_are_found():
+    assert "tir_kernels.spec" in imports_of(ROOT / "cpu/attention/mla.py")
+    assert "tir_kernels.cuda.backend" in imports_of(ROOT / "backend.py")

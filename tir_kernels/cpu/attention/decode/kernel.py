@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one query row per sequence over its pages.
+
+The work is bound by reading K and V once, so it is cut by pages: the units of the batch are the
+pages of every sequence, flattened through the page table's indptr, and tasks take pieces of them
+from a queue. A sequence that falls into one piece is finished there; one that is cut leaves partial
+states, which are merged in the same call. Where the pages are too few for that, or the heads too
+many to be kept at once, the KV heads come in parts, and the units are the pages of every (sequence,
+part).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ....semantics.visibility import CausalMask
+from ....signatures import DECODE, with_lengths
+from ....spec import KernelSpec
+from ...simd import Register, index_temp, wide_temp
+from ...tasks import Pieces, Queue, for_tasks, num_threads
+from ..define import attention_kernel
+from ..inline_rope import InlineRope
+from ..kv_operands import operands, single_row_operands
+from ..partial_states import Output, Partials
+from .single_row import Pages, SingleRow, attend_row, bind_lengths, heads_of
+from .split import Blocking, Segment
+
+SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
+SMALLEST_ELEMENTS = 1 << 16  # of K that are worth a cut
+UNITS_OF_TASK = 16  # fewer would leave tasks of too different a size
+
+
+def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
+    """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
+    bind_lengths(spec, a)
+    a.rope = InlineRope(spec, a)
+    heads, members = spec.num_kv_heads, Blocking.of(spec).most_members(spec)
+    # Table entries times KV heads may exceed 32 bits, and so does what counts units.
+    pages = wide_temp(a.page_indptr[a.batch_size])
+    threads = num_threads()
+    num_parts = -(-heads // members)
+    if members > 1:
+        is_enough = pages * num_parts >= threads * UNITS_OF_TASK
+        num_parts = index_temp(T.if_then_else(is_enough, num_parts, heads))
+    total = wide_temp(pages * num_parts)
+    elements = pages * (heads * spec.page_size * spec.qk_head_dim)
+    most = T.cast(T.min(T.cast(threads, "int64"), total), "int32")
+    num_tasks = index_temp(T.if_then_else(elements > SERIAL_ELEMENTS, most, 1))
+    # A piece reads as much, however many heads its units have.
+    heads_of_unit = (heads + num_parts - 1) // num_parts
+    least = T.max(1, SMALLEST_ELEMENTS // (heads_of_unit * spec.page_size * spec.qk_head_dim))
+    pieces = Pieces(total, num_tasks, least=index_temp(least))
+    queue, partials = Queue(), Partials(spec, pieces.count, members * spec.group_size)
+    ops = single_row_operands(spec, operands(spec, spec.kv_dtype), a.lengths.slot_of is not None)
+    ops.begin([a.q, a.pages])
+
+    def end_of(sequence):
+        """The first unit behind those of a sequence."""
+        return T.cast(a.page_indptr[sequence + 1], "int64") * num_parts
+
+    def pages_of(sequence):
+        """The first unit of a sequence, and the number of its pages."""
+        first = index_temp(a.page_indptr[sequence])
+        count = index_temp(a.page_indptr[sequence + 1] - first)
+        return wide_temp(T.cast(first, "int64") * num_parts), count
+
+    def task_body(task):
+        segment = Segment(spec, ops, a.sm_scale, members)
+        a.rope.begin_task()
+        sequence = Register(1, "int32", T.int32(0))
+
+        def attend_piece(_, piece):
+            current = Register(1, "int64", pieces.begin(piece))
+            last = pieces.begin(piece + 1)
+            with T.While(current.get() < last):
+                with T.While(end_of(sequence.get()) <= current.get()):
+                    sequence.set(sequence.get() + 1)
+                b = index_temp(sequence.get())
+                first_unit, num_pages = pages_of(b)
+                unit = wide_temp(current.get() - first_unit)
+                part = index_temp(T.cast(unit // num_pages, "int32"))
+                first_head, num_members = heads_of(spec, part, num_parts)
+                first_page = index_temp(T.cast(unit % num_pages, "int32"))
+                last_page = T.min(T.cast(num_pages, "int64"), first_page + last - current.get())
+                last_page = index_temp(T.cast(last_page, "int32"))
+                kv_len = a.lengths.kv_len(b, num_pages)
+                which = SingleRow(b, b, first_head, num_members)
+                attend_row(spec, a, segment, which, Pages(first_page, last_page, num_pages, kv_len))
+                num_rows = index_temp(num_members * spec.group_size)
+                with T.If(last_page - first_page == num_pages):
+                    with T.Then():
+                        Output(spec, a.o, a.lse, b, first_head).finish(segment, num_rows)
+                    with T.Else():
+                        slot = piece * 2 + T.if_then_else(first_page > 0, 0, 1)
+                        partials.put(slot, segment, num_rows, segment.row_of)
+                current.set(current.get() + (last_page - first_page))
+
+        queue.for_units(1, lambda _: pieces.count, attend_piece)
+
+    with ops.scope(), Queue.scope():
+        for_tasks(num_tasks, task_body)
+
+    # The pairs that were cut, found by their cuts.
+    sequence = Register(1, "int32", T.int32(0))
+    with T.serial(pieces.count - 1) as piece:
+        at = pieces.begin(piece + 1)
+        with T.While(end_of(sequence.get()) <= at):
+            sequence.set(sequence.get() + 1)
+        first_unit, num_pages = pages_of(sequence.get())
+        part = index_temp(T.cast((at - first_unit) // num_pages, "int32"))
+        begin = wide_temp(first_unit + T.cast(part, "int64") * num_pages)
+        # Only the cut in the piece that begins the pair counts.
+        with T.If(T.And(at > begin, pieces.begin(piece) <= begin)):
+            with T.Then():
+                count = Register(1, "int32", T.int32(1))  # of pieces that have a part of it
+                next_begin = Register(1, "int64", at)
+                with T.While(next_begin.get() < begin + num_pages):
+                    count.set(count.get() + 1)
+                    next_begin.set(pieces.begin(piece + count.get()))
+                first_head, num_members = heads_of(spec, part, num_parts)
+                output = Output(spec, a.o, a.lse, sequence.get(), first_head)
+                num_rows = num_members * spec.group_size
+                partials.merge(piece, count.get(), output, rows=(0, num_rows))
+    partials.free()
+    with T.serial(a.batch_size) as b:
+        with T.If(a.page_indptr[b + 1] == a.page_indptr[b]):
+            with T.Then():
+                with T.serial(heads) as head:
+                    Output(spec, a.o, a.lse, b, head).clear()
+
+
+def decode(spec: KernelSpec):
+    """Build the kernel `decode`: attention of one query row per sequence.
+
+    Its arguments are, with B sequences, P pages of the pool and N page table entries
+
+    * q ``[B, Hq, D]``, dtype;
+    * pages ``[P, 2, Hk, page, D]``, kv_dtype;
+    * page_indptr ``[B + 1]``, page_values ``[N]``, length_info ``[B]`` (or more, for windows of
+      sequences: see `masks.GappedSequence`), k_rope_pos_offset ``[B]`` and q_rope_position ``[B]``,
+      int32, at any element offset;
+    * o ``[B, Hq, D]``, dtype, and lse ``[B, Hq]``, float32, which are written;
+    * rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32.
+    """
+
+    return _decode(spec, "window_info")
+
+
+def decode_windowed(spec: KernelSpec):
+    """Build `decode` with ``length_info [3, B]``, as the stock cache passes it for windows."""
+    return _decode(spec, "window_matrix")
+
+
+def _decode(spec: KernelSpec, lengths: str):
+    def emit(a):
+        a.mask = CausalMask(1)
+        emit_decode(spec, a)
+
+    return attention_kernel(spec, with_lengths(DECODE, lengths), emit)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scores of a decode segment's rows: a block of K, read as it lies in the pages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ....semantics.softmax import HIDDEN
+from ...columns import chunks, for_columns
+from ...shuffles import next_power_of_two, reduce_each, widen
+from ...simd import (
+    Register,
+    add,
+    broadcast,
+    constant,
+    elements_per_line,
+    index_temp,
+    load,
+    shuffle,
+    store,
+    temp,
+)
+from ...soft_cap import soft_cap
+
+SOON = 8  # positions between a line's last prefetch and its use
+
+
+class Scores:
+    """Multiplies the rows of Q with blocks of K.
+
+    Parameters
+    ----------
+    segment : decode_segment.Segment
+        Has Q, the place for `rotated` rows of K, and the scores as `weights`.
+    """
+
+    def __init__(self, segment):
+        self.spec, self.ops, self.lanes = segment.spec, segment.ops, segment.lanes
+        self.blocking, self.segment = segment.blocking, segment
+        self.elements = self.spec.qk_head_dim // self.ops.numbers
+
+    def block(self, a, step: SimpleNamespace, k_offset) -> None:
+        """Multiply the rows of Q of a member with K's rows of a block, as `Segment.step` has it."""
+        at_once = self.blocking.positions
+        with T.serial((step.count + at_once - 1) // at_once) as i:
+            position = index_temp(step.first + i * at_once)
+            paged = step.rows.tile(position, at_once)
+            soon = step.rows.tile(position + SOON, at_once)
+            following = step.following.tile(step.following_first + i * at_once, at_once)
+
+            def prefetch(t, column):
+                following.prefetch_k(t, column)
+                paged.prefetch_v(t, column)
+                soon.prefetch_k(t, column)
+
+            def multiply(k):
+                self.segment.for_row_blocks(
+                    step.member,
+                    lambda _, first_row, row: self.tile(k, prefetch, first_row, row, i * at_once),
+                )
+
+            def rotated():
+                segment, dtype = self.segment, self.ops.dtype
+                with T.serial(at_once) as t:
+                    row = step.rows.tile(position + t, 1)
+                    a.rope.set_position(k_offset + position + t)
+                    a.rope.rotate_row(
+                        lambda column, lanes: row.load_k(0, column, lanes), segment.put_in_row
+                    )
+                    for c in chunks(self.elements, self.lanes):
+                        value = self.ops.pack(segment.row, c.start, c.lanes)
+                        store(segment.rotated, (t, c.start), c.lanes, value, dtype)
+                multiply(lambda t, element, n: load(segment.rotated, (t, element), n, dtype))
+
+            def plain():
+                multiply(lambda t, element, lanes: self.ops.load_k(paged, t, element, lanes))
+
+            a.rope.either(rotated, plain)
+
+    def tile(self, k, prefetch, first_row, weights_row, column) -> None:
+        """Multiply one set of rows with a few rows of K; lines that come next are asked for.
+
+        Parameters
+        ----------
+        k : ``(row, element, lanes) -> vector``
+        prefetch : ``(row, column)``
+        """
+        segment, ops, lanes = self.segment, self.ops, self.lanes
+        rows, step = range(self.blocking.rows), range(self.blocking.positions)
+        total = [[Register(lanes, init=constant(0.0, lanes)) for _ in step] for _ in rows]
+        line = elements_per_line(self.spec.kv_dtype) // ops.numbers
+
+        def multiply(start, parts):
+            for c in parts:
+                if c.start % line == 0:
+                    for t in step:
+                        prefetch(t, (start + c.start) * ops.numbers)
+                q = [
+                    temp(
+                        load(segment.q, (first_row + r, start + c.start), c.lanes, ops.dtype),
+                        c.lanes,
+                        ops.dtype,
+                    )
+                    for r in rows
+                ]
+                for t in step:
+                    row = temp(k(t, start + c.start, c.lanes), c.lanes, ops.dtype)
+                    for r in rows:
+                        if c.lanes == lanes:
+                            ops.multiply_add(total[r][t], q[r], row)
+                        else:
+                            part = Register(c.lanes, init=constant(0.0, c.lanes))
+                            ops.multiply_add(part, q[r], row)
+                            total[r][t].set(total[r][t].get() + widen(part.get(), c.lanes))
+
+        for_columns(self.elements, lanes, max(1, line // lanes), multiply)
+        at_once = max(1, lanes // len(step))
+        for first in range(0, len(rows), at_once):
+            batch = rows[first : first + at_once]
+            sums = reduce_each([total[r][t].get() for r in batch for t in step], lanes, add)
+            if not ops.scale_in_q:
+                width = next_power_of_two(len(batch) * len(step))
+                sums = temp(sums * broadcast(segment.factor, width), width)
+            for i, r in enumerate(batch):
+                part = [i * len(step) + t for t in step]
+                value = shuffle([sums], part) if len(part) > 1 or len(batch) > 1 else sums
+                store(segment.weights, (weights_row + r, column), len(step), value)
+
+    def cap(self) -> None:
+        """Apply the soft-cap to the scores of a block."""
+        weights = self.segment.weights
+        with T.serial(self.blocking.padded_rows) as row:
+            for c in chunks(self.segment.block, self.lanes):
+                score = load(weights, (row, c.start), c.lanes)
+                capped = soft_cap(score, self.spec.logit_softcap, c.lanes)
+                store(weights, (row, c.start), c.lanes, capped)
+
+    def hide(self, count, before) -> None:
+        """Hide the positions of a block from `count` on, and those before `before`."""
+        lanes, weights = self.lanes, self.segment.weights
+        with T.serial(self.blocking.padded_rows) as row:
+            for c in chunks(self.segment.block, lanes):
+                position = T.ramp(c.start, 1, lanes)
+                seen = position < broadcast(count, lanes)
+                if before is not None:
+                    seen = T.And(seen, position >= broadcast(before, lanes))
+                score = load(weights, (row, c.start), lanes)
+                hidden = T.Select(seen, score, constant(HIDDEN, lanes))
+                store(weights, (row, c.start), lanes, hidden)

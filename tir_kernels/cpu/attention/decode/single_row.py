@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sequence's only row of a step, for some of the KV heads, over some of its pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ....semantics.visibility import lengths_of
+from ....spec import KernelSpec
+from ...simd import index_temp
+from ...tasks import Queue, cut
+from ..kv_operands import single_row_operands
+from ..kv_rows import PagedRows
+from ..partial_states import Output
+from .split import Blocking, Segment
+from .values import STRIP
+
+SEQUENCES_OF_TASK = 8  # fewer would leave tasks of too different a size
+
+
+@dataclass(frozen=True)
+class SingleRow:
+    """A sequence, its row in Q, and the KV heads of a segment: int32 expressions."""
+
+    sequence: object
+    row: object
+    first_head: object
+    num_heads: object
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages ``first .. last - 1`` of `count`, which hold `kv_len` positions: int32."""
+
+    first: object
+    last: object
+    count: object
+    kv_len: object
+
+
+def bind_lengths(spec: KernelSpec, a: SimpleNamespace) -> None:
+    """Give a kernel over pages its `lengths`, and `gap_of` a sequence, which may be None."""
+    a.lengths = lengths_of(spec, a, index_temp)
+    a.gap_of = a.lengths.gap
+
+
+def paged_rows(spec: KernelSpec, a: SimpleNamespace, first_entry, num_pages, head) -> PagedRows:
+    """The rows of a sequence that has `num_pages` pages, the table's from `first_entry` on."""
+    return PagedRows(
+        spec,
+        a.pages,
+        a.page_values,
+        first_entry,
+        first_entry + num_pages - 1,
+        head=head,
+        slot_of=a.lengths.slot_of,
+    )
+
+
+def heads_of(spec: KernelSpec, part, num_parts):
+    """First KV head and number of heads of a part, of `num_parts` of like size."""
+    first = index_temp(cut(spec.num_kv_heads, part, num_parts))
+    return first, index_temp(cut(spec.num_kv_heads, part + 1, num_parts) - first)
+
+
+def attend_row(
+    spec: KernelSpec, a: SimpleNamespace, segment: Segment, which: SingleRow, pages: Pages
+) -> None:
+    """Attend from a cleared state, which is left in the segment.
+
+    A row of a sequence with a gap sees all that is held: between steps this is no more than the
+    window.
+    """
+    kv_len, page_size, members = pages.kv_len, spec.page_size, which.num_heads
+    first_entry = index_temp(a.page_indptr[which.sequence])
+    rows = paged_rows(spec, a, first_entry, pages.count, which.first_head)
+    k_offset = index_temp(a.k_rope_pos_offset[which.sequence])
+    begin = index_temp(pages.first * page_size)
+    end = index_temp(T.min(pages.last * page_size, kv_len))
+
+    def run(first_visible, end=end, k_offset=k_offset):
+        first_visible = index_temp(first_visible)
+        restart = index_temp(first_visible // STRIP * STRIP)
+        first = index_temp(T.max(begin, restart))
+        end = T.max(first, end)
+        segment.run(a, rows, first, end, k_offset, first_visible, members, restart)
+
+    gap = a.gap_of(which.sequence)
+    num_hidden = 0 if gap is None else gap.begin - gap.sinks
+    a.rope.begin_sequence(k_offset + kv_len - num_hidden)
+    a.mask.begin_sequence(which.sequence, kv_len)
+    with T.serial(members) as member:
+        segment.start(a, which.row, which.first_head + member, member)
+    if a.mask.has_window:
+        run(a.mask.begin(0, 1, kv_len))
+    elif gap is None:
+        segment.run(a, rows, begin, end, k_offset, members=members)
+    else:
+        gap.for_spans(
+            kv_len, k_offset, lambda span: run(span.begin, T.min(end, span.end), span.k_offset)
+        )
+    segment.values.in_column_order(members * segment.blocking.padded_rows)
+
+
+class Singles:
+    """The sequences of a batch that have one row, among others with more.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    ops : operands object
+        Those of the other sequences.
+    a : the kernel's arguments, with `lengths` and `gap_of`.
+    """
+
+    def __init__(self, spec: KernelSpec, ops, a: SimpleNamespace):
+        self.spec, self.a = spec, a
+        self.ops = single_row_operands(spec, ops, a.lengths.slot_of is not None)
+
+    def has(self, sequence):
+        """Whether it has one row, which sees all that is held."""
+        a = self.a
+        row, gap = index_temp(a.q_indptr[sequence]), a.gap_of(sequence)
+        is_single = a.q_indptr[sequence + 1] - row == 1
+        if gap is None:
+            return is_single
+        own = a.mask.own(0, 1, self._pages(sequence).kv_len)
+        is_recent = a.q_rope_position[row] <= gap.sinks + gap.back
+        return T.And(is_single, T.And(own - gap.back <= gap.begin, is_recent))
+
+    def begin_task(self) -> None:
+        """Make the buffers of a task."""
+        self.members = Blocking.of(self.spec).most_members(self.spec)
+        self.segment = Segment(self.spec, self.ops, self.a.sm_scale, self.members)
+
+    def attend(self, queue: Queue, num_tasks) -> None:
+        """Attend and store, for the sequences and KV heads that a task takes."""
+        spec, a, heads = self.spec, self.a, self.spec.num_kv_heads
+        is_enough = a.batch_size >= num_tasks * SEQUENCES_OF_TASK
+        num_parts = index_temp(T.if_then_else(is_enough, -(-heads // self.members), heads))
+
+        def attend_part(sequence, part):
+            first_head, num_heads = heads_of(spec, part, num_parts)
+            row = index_temp(a.q_indptr[sequence])
+            which = SingleRow(sequence, row, first_head, num_heads)
+            attend_row(spec, a, self.segment, which, self._pages(sequence))
+            num_rows = index_temp(num_heads * spec.group_size)
+            Output(spec, a.o, a.lse, row, first_head).finish(self.segment, num_rows)
+
+        queue.for_units(
+            a.batch_size, lambda b: T.if_then_else(self.has(b), num_parts, 0), attend_part
+        )
+
+    def _pages(self, sequence) -> Pages:
+        count = index_temp(self.a.page_indptr[sequence + 1] - self.a.page_indptr[sequence])
+        return Pages(0, count, count, self.a.lengths.kv_len(sequence, count))

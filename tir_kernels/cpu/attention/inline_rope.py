@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotation of Q and K inside the attention kernels, for ``rotary_mode`` 1.
+
+The pages then hold K as it came. The table is the one baked from the spec; a call that passes
+another base or scale is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from ...semantics.rope import inverse_frequencies, sin_cos
+from ...semantics.rotary_mode import has_rope, require_own_rotation
+from ...spec import KernelSpec
+from .. import simd
+from ..cos_sin import CosSin
+from ..simd import F32, broadcast, constant, literal, load, store, temp
+
+
+class InlineRope:
+    """The rotation of one kernel.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : the kernel's arguments `rotary_mode`, `rope_theta` and `rope_scale`.
+    """
+
+    def __init__(self, spec: KernelSpec, a):
+        self.rope, self.width, self.lanes = spec.rope, spec.qk_head_dim, spec.target.lanes
+        self.half = spec.rope.rotary_dim // 2
+        self.fits = has_rope(spec)
+        self.has_bias = spec.alibi_slopes is not None
+        self.mode = a.rotary_mode
+        require_own_rotation(spec, a)
+
+    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        """Emit `rotated` for rotary_mode 1 and `plain` for the rest."""
+        if not self.fits:
+            plain()
+            return
+        with T.If(self.mode == 1):
+            with T.Then():
+                rotated()
+            with T.Else():
+                plain()
+
+    def if_positions_matter(self, body: Callable[[], None]) -> None:
+        """Emit `body`, which finds positions, for a rotation or a bias that asks for them."""
+        if self.has_bias:
+            body()
+        else:
+            self.either(body, lambda: None)
+
+    def begin_task(self) -> None:
+        """Make the buffers of a task."""
+        if self.fits:
+            self.frequencies = T.alloc_buffer((self.half,), F32)
+            self.row = CosSin(self.rope, self.lanes)
+
+    def begin_sequence(self, length) -> None:
+        """Take the frequencies for a sequence of `length` positions."""
+        if not self.fits:
+            return
+        if self.rope.kind != "longrope":
+            self._fill(use_long=False)
+            return
+        original = dict(self.rope.scaling)["original_max_position_embeddings"]
+        with T.If(length > original):
+            with T.Then():
+                self._fill(use_long=True)
+            with T.Else():
+                self._fill(use_long=False)
+
+    def _fill(self, use_long: bool) -> None:
+        table = inverse_frequencies(self.rope, use_long).inv_freq
+        for start, lanes in self.row.chunks:
+            store(self.frequencies, (start,), lanes, literal(table[start : start + lanes]))
+
+    def set_position(self, position) -> None:
+        """Compute the angles for `rotate_row`."""
+        self.row.fill(position, lambda start, lanes: load(self.frequencies, (start,), lanes))
+
+    def rotate_row(self, source: Callable, sink: Callable) -> None:
+        """Rotate a row; `source` is ``(column, lanes) -> vector``, `sink` takes the vector too."""
+        self.row.rotate(source, sink)
+        rotated = 2 * self.half
+        for start, lanes in simd.chunks(self.width - rotated, self.lanes):
+            sink(rotated + start, lanes, source(rotated + start, lanes))
+
+    def rotate_tile(self, ops, k, num_positions: int, first_position, offsets) -> None:
+        """Rotate a packed tile of K in place.
+
+        Parameters
+        ----------
+        k : ``(element, position) -> (buffer, index)``
+        offsets : ``(column, lanes) -> int32 vector``, positions relative to `first_position`.
+        """
+        lanes, factor = self.lanes, inverse_frequencies(self.rope).attention_factor
+        elements = self.half // ops.numbers
+        with T.serial(elements) as element:
+            with T.serial(num_positions // lanes) as v:
+                position = broadcast(first_position, lanes) + offsets(v * lanes, lanes)
+                position = T.cast(position, simd.vector_type(F32, lanes))
+                if self.rope.scale != 1.0:
+                    position = position * constant(self.rope.scale, lanes)
+                position = temp(position, lanes)
+                at = [(element, v * lanes), (element + elements, v * lanes)]
+                before = [ops.unpack(load(*k(*i), lanes, ops.dtype)) for i in at]
+                after = [[], []]
+                for n, (x, y) in enumerate(zip(*before, strict=True)):
+                    frequency = self.frequencies[element * ops.numbers + n]
+                    rotation = sin_cos(position * broadcast(frequency, lanes), lanes, simd)
+                    sin, cos = (
+                        temp(value * constant(factor, lanes), lanes) if factor != 1.0 else value
+                        for value in (rotation.sin, rotation.cos)
+                    )
+                    after[0].append(temp(x * cos - y * sin, lanes))
+                    after[1].append(temp(y * cos + x * sin, lanes))
+                for i, numbers in zip(at, after, strict=True):
+                    store(*k(*i), lanes, ops.repack(numbers), ops.dtype)
+
+
+class NoRotation:
+    """In the place of `InlineRope` over latent rows, which models rotate themselves."""
+
+    def begin_task(self) -> None:
+        """Nothing to make."""
+
+    def begin_sequence(self, length) -> None:
+        """Nothing to know of a sequence."""
+
+    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        """Emit what does not rotate."""
+        plain()
+
+    def if_positions_matter(self, body: Callable[[], None]) -> None:
+        """They do not."""

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Absorbed MLA attention over pages: one latent row per position serves all query heads.
+
+A tile is some tokens of a sequence with all their heads, packed and multiplied as in `prefill`. The
+positions of a tile are cut as well, so that a single row over a long context uses every thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ...semantics.visibility import CausalMask, WholeSequence
+from ...signatures import MLA_PREFILL, MLA_TREE
+from ...spec import LOG2E, KernelSpec
+from ..simd import Register, index_temp, store, temp, wide_temp
+from .define import attention_kernel
+from .inline_rope import NoRotation
+from .kv_operands import operands
+from .kv_rows import LatentRows
+from .prefill.tile import POSITIONS, Tiling, Unit
+from .shared.split_tiles import TileWork, emit_cut_tiles
+from .shared.tile import SharedUnit
+from .tree_mask import TreeMask
+
+
+class _Tile(SimpleNamespace):
+    """Tokens of a sequence: `sequence`, `first_row` in Q of the sequence and its `num_rows`,
+    `first_token` and `num_tokens` of the tile, `kv_len`, `before`, the cost of all earlier tiles,
+    and `cost`: its blocks of positions (at least one) times its tokens.
+    """
+
+
+def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body: Callable[[_Tile], None]):
+    """Emit ``body(tile)`` for every tile of the batch; returns the cost of all."""
+    tokens = Tiling.of(spec).tokens
+    before = Register(1, "int64", T.int64(0))
+    with T.serial(a.batch_size) as b:
+        first_row = index_temp(a.q_indptr[b])
+        num_rows = index_temp(a.q_indptr[b + 1] - first_row)
+        num_pages = index_temp(a.page_indptr[b + 1] - a.page_indptr[b])
+        kv_len = a.lengths.kv_len(b, num_pages)
+        with T.serial((num_rows + tokens - 1) // tokens) as i:
+            first_token = index_temp(i * tokens)
+            num_tokens = index_temp(T.min(tokens, num_rows - first_token))
+            end = index_temp(a.mask.end(first_token + num_tokens - 1, num_rows, kv_len))
+            num_blocks = T.max((end + POSITIONS - 1) // POSITIONS, 1)
+            cost = wide_temp(T.cast(num_blocks, "int64") * num_tokens)
+            body(
+                _Tile(
+                    sequence=b,
+                    first_row=first_row,
+                    num_rows=num_rows,
+                    first_token=first_token,
+                    num_tokens=num_tokens,
+                    kv_len=kv_len,
+                    end=end,
+                    before=wide_temp(before.get()),
+                    cost=cost,
+                )
+            )
+            before.set(before.get() + cost)
+    return wide_temp(before.get())
+
+
+class _LatentUnit(Unit):
+    """The rows of a tile over some of the positions that they see.
+
+    The heads of one token see the same positions, unless the token is the node of a tree.
+    """
+
+    def __init__(self, spec: KernelSpec, ops, mask: CausalMask):
+        self.one_token = None
+        if not isinstance(mask, TreeMask):
+            self.one_token = SharedUnit(spec, ops, spec.num_qo_heads)
+        super().__init__(spec, ops, self.one_token.num_rows if self.one_token else 0)
+        if self.one_token:
+            self.one_token.o = self.o
+
+    def row_state(self, row):
+        """Index of a row's state in `state.top` and `state.total`."""
+        return self.state.index(row // self.tiling.rows, row % self.tiling.rows)
+
+    def run_blocks(self, a: SimpleNamespace, tile: _Tile, rows: LatentRows, begin, end) -> None:
+        """Attend to the blocks of positions ``begin .. end - 1``, from a cleared state."""
+        last = T.min(end, (tile.end + POSITIONS - 1) // POSITIONS)
+        end = index_temp(T.max(begin, last))
+        if not self.one_token:
+            self._run_tokens(a, tile, rows, begin, end)
+            return
+        with T.If(tile.num_tokens == 1):
+            with T.Then():
+                self._run_token(a, tile, rows, begin, end)
+            with T.Else():
+                self._run_tokens(a, tile, rows, begin, end)
+
+    def _run_token(self, a, tile: _Tile, rows: LatentRows, begin, end) -> None:
+        """Attend where all rows see the same."""
+        token = index_temp(tile.first_row + tile.first_token)
+        step = SimpleNamespace(
+            num_rows=T.int32(self.spec.num_qo_heads),
+            row_of=lambda head: (token, head),
+            kv_len=tile.end,
+            begin=begin,
+            end=end,
+            k_offset=0,
+        )
+        self.one_token.run(a, rows, step)
+        state = self.one_token.state
+        with T.serial(self.spec.num_qo_heads) as head:
+            row = index_temp(self.row_state(head))
+            T.buffer_store(self.state.top, state.top[self.one_token.row_state(head)], [row])
+            T.buffer_store(self.state.total, state.total[self.one_token.row_state(head)], [row])
+
+    def _run_tokens(self, a, tile: _Tile, rows: LatentRows, begin, end) -> None:
+        tiling, group = self.tiling, self.spec.num_qo_heads
+        num_rows = index_temp(tile.num_tokens * group)
+        num_blocks = index_temp((num_rows + tiling.rows - 1) // tiling.rows)
+        factor = temp(a.sm_scale * T.float32(LOG2E))
+
+        def end_of(row):
+            """First position that a row of the tile does not see."""
+            token = tile.first_token + T.min(row, num_rows - 1) // group
+            return a.mask.end(token, tile.num_rows, tile.kv_len)
+
+        with T.serial(num_blocks * tiling.rows) as row:
+            source = index_temp(T.min(row, num_rows - 1))
+            token = index_temp(tile.first_row + tile.first_token + source // group)
+            self.load_q(a, row, token, index_temp(source % group), factor)
+        with T.serial(num_blocks) as block:
+            self.state.reset(block)
+        step = SimpleNamespace(rows=rows, kv_len=tile.kv_len, k_offset=0)
+        with T.serial(begin, end) as i:
+            first = index_temp(i * POSITIONS)
+            self.pack(a, step, first)
+            self.attend(a, first, num_blocks, end_of, None, factor)
+
+    def finish_row(self, a: SimpleNamespace, tile: _Tile, row) -> None:
+        """Store a row that has seen all of its positions."""
+        token = tile.first_row + tile.first_token + row // self.spec.num_qo_heads
+        self.store_row(a, row, token, row % self.spec.num_qo_heads)
+
+
+class _Output:
+    """Rows of O and LSE of a tile, for `Partials.merge`."""
+
+    def __init__(self, spec: KernelSpec, a: SimpleNamespace, tile: _Tile):
+        self.a, self.group = a, spec.num_qo_heads
+        self.first_token = index_temp(tile.first_row + tile.first_token)
+
+    def _at(self, row) -> tuple:
+        return self.first_token + row // self.group, row % self.group
+
+    def put(self, row, column, lanes: int, value) -> None:
+        """Store columns of a row."""
+        store(self.a.o, (*self._at(row), column), lanes, value)
+
+    def put_lse(self, row, value) -> None:
+        """Store the log of a row's sum."""
+        T.buffer_store(self.a.lse, value, list(self._at(row)))
+
+
+def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
+    """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
+    a.lengths = WholeSequence(spec, a.length_info, index_temp)
+    a.rope = NoRotation()
+    a.mask.prepare(a)
+
+    def begin_task():
+        unit = _LatentUnit(spec, ops, a.mask)
+        a.mask.begin_task()
+        return unit
+
+    def rows_of(tile):
+        first = index_temp(a.page_indptr[tile.sequence])
+        last = index_temp(a.page_indptr[tile.sequence + 1] - 1)
+        rows = LatentRows(spec, a.pages, a.page_values, first, last, head=0)
+        a.mask.begin_sequence(tile.sequence, tile.kv_len)
+        return rows
+
+    tiles = TileWork(
+        group=spec.num_qo_heads,
+        positions=POSITIONS,
+        for_tiles=functools.partial(_for_tiles, spec, a),
+        begin_task=begin_task,
+        rows_of=rows_of,
+        output=_Output,
+    )
+    emit_cut_tiles(spec, ops, a, tiles)
+
+
+def mla_prefill(spec: KernelSpec):
+    """Build the kernel `mla_prefill`: absorbed attention of any number of rows per sequence.
+
+    The spec is of kind "mla". Its arguments are, with T rows, B sequences, P pages of the pool, N
+    page table entries, rows of D columns of which the first Dv are V
+
+    * q ``[T, Hq, D]``, dtype; q_indptr ``[B + 1]``, int32;
+    * pages ``[P, page, D]``, kv_dtype;
+    * page_indptr ``[B + 1]``, page_values ``[N]`` and length_info ``[B]``, int32; int32 arrays may
+      start at any element;
+    * o ``[T, Hq, Dv]``, dtype, and lse ``[T, Hq]``, float32, which are written;
+    * causal: int32, sm_scale: float32.
+    """
+
+    def emit(a):
+        a.mask = CausalMask(a.causal)
+        emit_mla(spec, operands(spec, spec.kv_dtype), a)
+
+    return attention_kernel(spec, MLA_PREFILL, emit)
+
+
+def mla_tree(spec: KernelSpec):
+    """Build the kernel `mla_tree`: absorbed attention of new tree nodes over the pages.
+
+    What a row sees is as in `tree_paged`: the rows are the last nodes of the uncommitted trees,
+    whose nodes are the last positions. Its arguments are those of `mla_prefill` without causal,
+    then tree_order_indptr ``[B + 1]`` and tree_order ``[M, 2]``, int32, as `tree_paged` takes them.
+    """
+
+    def emit(a):
+        a.mask = TreeMask(a, POSITIONS)
+        emit_mla(spec, operands(spec, spec.kv_dtype), a)
+
+    return attention_kernel(spec, MLA_TREE, emit)

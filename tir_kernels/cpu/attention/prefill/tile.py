@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tile of a sequence's tokens, with the query heads of one KV head, over all that they see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ....semantics.softmax import HIDDEN, inverse_total, log_sum
+from ....semantics.visibility import Span
+from ....spec import LOG2E, KernelSpec
+from ...columns import Panels, chunks, for_columns
+from ...matmul_tile import UNROLL, multiply_tile
+from ...operands import ROWS_AT_ONCE, pack_k
+from ...simd import F32, broadcast, constant, elements_per_line, index_temp, load, ramp, store, temp
+from ...soft_cap import soft_cap
+from ..alibi import AlibiBias
+from ..online_softmax import OnlineSoftmax
+from .masked_values import MaskedValues
+
+POSITIONS = 64  # of a tile of K and V
+VECTORS = 2  # of a register tile
+BLOCKS = 4  # register tiles of rows that use a part of K or V while it is in L1
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the rows of a unit go through the caches and the registers.
+
+    Parameters
+    ----------
+    tokens : int
+        Tokens of a unit; times the group size, its rows.
+    rows : int
+        Rows of a register tile.
+    """
+
+    tokens: int
+    rows: int
+    group_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Register tiles of a full unit."""
+        return -(-self.tokens * self.group_size // self.rows)
+
+    @staticmethod
+    def of(spec: KernelSpec) -> Tiling:
+        """Choose so that Q and O of a unit take at most half a megabyte."""
+        rows = max(32, min(512, 131072 // (spec.qk_head_dim + spec.v_head_dim)))
+        tokens = max(1, min(256, rows // spec.group_size))
+        return Tiling(tokens, 8 if spec.target.registers >= 32 else 6, spec.group_size)
+
+
+class Unit:
+    """The buffers of a task and what it does with them for one unit after another.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    ops : operands object
+    least_rows : int, optional
+        Rows that `o` has at least.
+    """
+
+    def __init__(self, spec: KernelSpec, ops, least_rows: int = 0):
+        self.spec, self.ops, self.lanes = spec, ops, spec.target.lanes
+        self.tiling = tiling = Tiling.of(spec)
+        self.depth = spec.qk_head_dim // ops.numbers
+        rows = tiling.num_blocks * tiling.rows
+        self.q = T.alloc_buffer((rows, self.depth), ops.dtype)
+        width = VECTORS * self.lanes
+        self.k = Panels(self.depth, POSITIONS, width, ops.dtype)
+        self.v = Panels(POSITIONS // ops.numbers, spec.v_head_dim, width, ops.dtype)
+        self.o = T.alloc_buffer((max(rows, least_rows), spec.v_head_dim), F32)
+        # Rows of the next tile; those of V are a part of K's with MLA.
+        self.num_prefetched = POSITIONS if spec.kind == "mla" else 2 * POSITIONS
+        self.rotated_q = T.alloc_buffer((-(-spec.qk_head_dim // 32) * 32,), F32)
+        rows_at_once = BLOCKS * tiling.rows
+        self.scores = T.alloc_buffer((rows_at_once, POSITIONS), F32)
+        self.weights = (
+            self.scores
+            if ops.dtype == F32
+            else T.alloc_buffer((rows_at_once, POSITIONS // ops.numbers), ops.dtype)
+        )
+        self.state = OnlineSoftmax(tiling.num_blocks, tiling.rows, self.lanes)
+        self.bias = AlibiBias.of(spec, rows)
+        self.masked_values = MaskedValues(spec, ops, self.v, VECTORS)
+
+    def run(self, a: SimpleNamespace, step: SimpleNamespace) -> None:
+        """Attend and store.
+
+        Parameters
+        ----------
+        a : the kernel's arguments.
+        step : of the unit: `rows`, the source of K and V, `k_offset` of their RoPE positions,
+            `head`; `first_row` of the sequence in Q and `num_rows` of it; `first_token` and
+            `num_tokens` of the tile; `kv_len`; `gap` of the columns, or None.
+        """
+        tiling, group = self.tiling, self.spec.group_size
+        num_rows = index_temp(step.num_tokens * group)
+        num_blocks = index_temp((num_rows + tiling.rows - 1) // tiling.rows)
+        factor = temp(a.sm_scale * T.float32(LOG2E))
+
+        def for_rows(body):
+            """Emit ``body(row, token, head)`` for all rows; the last one fills up the blocks."""
+            with T.serial(num_blocks * tiling.rows) as row:
+                source = index_temp(T.min(row, num_rows - 1))
+                token = index_temp(step.first_row + step.first_token + source // group)
+                body(row, token, index_temp(step.head * group + source % group))
+
+        for_rows(lambda row, token, head: self.clear(row))
+        with T.serial(num_blocks) as block:
+            self.state.reset(block)
+
+        def run_span(span):
+            most = None if step.gap is None else span.last_position
+            for_rows(lambda row, token, head: self.pack_q(a, row, token, head, factor, most))
+            self.run_span(a, step, span, num_rows, num_blocks, factor)
+
+        if step.gap is None:
+            run_span(Span(None, step.kv_len, step.k_offset, None, None))
+        else:
+            step.gap.for_spans(step.kv_len, step.k_offset, run_span)
+        with T.serial(num_rows) as row:
+            token = step.first_row + step.first_token + row // group
+            self.store_row(a, row, token, step.head * group + row % group)
+
+    def run_span(self, a, step, span: Span, num_rows, num_blocks, factor) -> None:
+        """Attend to the columns of a span; without a `begin` these are all."""
+        group = self.spec.group_size
+
+        def token_of(row):
+            return step.first_token + T.min(row, num_rows - 1) // group
+
+        def end_of(row):
+            """First position that a row of the unit does not see."""
+            return a.mask.end(token_of(row), step.num_rows, step.kv_len)
+
+        def begin_of(row):
+            """First position that a row of the unit sees, where it does not see some first ones."""
+            if a.mask.has_window:
+                return a.mask.begin(token_of(row), step.num_rows, step.kv_len)
+            own = a.mask.own(token_of(row), step.num_rows, step.kv_len)
+            return T.max(span.begin, own - span.back)
+
+        has_begin = a.mask.has_window or span.begin is not None
+        last = index_temp(T.min(end_of(num_rows - 1), span.end))
+        start = 0
+        if has_begin:  # at a whole vector of K
+            start = index_temp(begin_of(0) // self.lanes * self.lanes)
+            last = T.max(start, last)
+        with T.serial((last - start + POSITIONS - 1) // POSITIONS) as i:
+            first = index_temp(start + i * POSITIONS)
+            self.pack(a, step, first, span)
+            bounds = end_of, begin_of if has_begin else None
+            self.attend(a, first, num_blocks, *bounds, factor, span)
+
+    def load_q(self, a, row, token, head, factor) -> None:
+        """Pack a row of Q and clear its sums."""
+        self.pack_q(a, row, token, head, factor)
+        self.clear(row)
+
+    def clear(self, row) -> None:
+        """Clear the sums of a row."""
+        for c in chunks(self.spec.v_head_dim, self.lanes):
+            store(self.o, (row, c.start), c.lanes, constant(0.0, c.lanes))
+
+    def pack_q(self, a, row, token, head, factor, last_position=None) -> None:
+        """Pack a row of Q, which has its position, or `last_position` where that is less."""
+        parts, ops = chunks(self.depth, self.lanes), self.ops
+
+        def position():
+            own = a.q_rope_position[token]
+            return own if last_position is None else T.min(own, last_position)
+
+        def plain():
+            for c in parts:
+                q = ops.load_q(a.q, (token, head, c.start), c.lanes, factor)
+                store(self.q, (row, c.start), c.lanes, q, ops.dtype)
+
+        def rotated():
+            a.rope.set_position(position())
+            a.rope.rotate_row(
+                lambda column, lanes: load(a.q, (token, head, column), lanes),
+                lambda column, lanes, value: store(self.rotated_q, (column,), lanes, value),
+            )
+            for c in parts:
+                q = ops.load_rotated_q(self.rotated_q, c.start, c.lanes, factor)
+                store(self.q, (row, c.start), c.lanes, q, ops.dtype)
+
+        a.rope.either(rotated, plain)
+        if self.bias:
+            self.bias.set_row(row, head, position())
+
+    def pack(self, a, step, first, span: Span | None = None) -> None:
+        """Pack a tile of K and V; what lies beyond the span is left for the mask to hide."""
+        lanes, ops = self.lanes, self.ops
+        span = Span(None, step.kv_len, step.k_offset, None, None) if span is None else span
+        count = index_temp(T.min(POSITIONS, span.end - first))
+        with T.serial((count + lanes - 1) // lanes) as i:
+            pack_k(ops, step.rows, first + i * lanes, self.k.at, self.depth, i * lanes)
+        self.following = step.rows, index_temp(first + POSITIONS), span.end
+        a.mask.begin_tile(first, a.rope)
+
+        if self.bias:
+            self.tile_position = index_temp(span.k_offset + first)
+
+        def rotated():
+            position = index_temp(span.k_offset + first)
+            a.rope.rotate_tile(ops, self.k.at, POSITIONS, position, a.mask.offsets)
+
+        a.rope.either(rotated, lambda: None)
+        width = self.spec.v_head_dim
+        count = index_temp((count + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE * ROWS_AT_ONCE)
+        ops.pack_v(step.rows, first, span.end, self.v.at, width, count, span.begin)
+        self.num_packed = count
+
+    def _prefetch(self, part, part_rows) -> None:
+        """Ask for a part of the next tile: some rows of K, then of V.
+
+        Each product is preceded by a few, because asking for much at once would wait for memory.
+        """
+        rows, first, end = self.following
+        per_line = elements_per_line(self.spec.kv_dtype)
+        begin = index_temp(part * part_rows)
+        count = T.min(part_rows, self.num_prefetched - begin)
+        with T.If(first < end), T.Then(), T.serial(count) as i:
+            row = index_temp(begin + i)
+            with T.If(row < POSITIONS):
+                with T.Then():
+                    tile = rows.tile(first + row, 1)
+                    for column in range(0, self.spec.qk_head_dim, per_line):
+                        tile.prefetch_k(0, column)
+                with T.Else():
+                    tile = rows.tile(first + row - POSITIONS, 1)
+                    for column in range(0, self.spec.v_head_dim, per_line):
+                        tile.prefetch_v(0, column)
+
+    def attend(
+        self, a, first, num_blocks, end_of, begin_of, factor, span: Span | None = None
+    ) -> None:
+        """Take a packed tile into the sums of all rows that see some of it."""
+        rows = self.tiling.rows
+        last_row = num_blocks * rows - 1
+        is_masked = self._hides_some(a, first, 0, last_row, end_of, begin_of, span)
+        self.masked_values.look(is_masked, self.num_packed)
+        num_parts = num_blocks * (POSITIONS // (VECTORS * self.lanes))
+        part_rows = index_temp((self.num_prefetched + num_parts - 1) // num_parts)
+        with T.serial((num_blocks + BLOCKS - 1) // BLOCKS) as i:
+            block = index_temp(i * BLOCKS)
+            count = index_temp(T.min(BLOCKS, num_blocks - block))
+            is_seen = first < index_temp(end_of((block + count) * rows - 1))
+            if begin_of is not None:
+                is_seen = T.And(is_seen, first + POSITIONS > index_temp(begin_of(block * rows)))
+            with T.If(is_seen), T.Then():
+                blocks = SimpleNamespace(
+                    begin=block, count=count, num_all=num_blocks, part_rows=part_rows
+                )
+                self._attend(a, blocks, first, end_of, begin_of, factor, span)
+
+    def _hides_some(self, a, first, first_row, last_row, end_of, begin_of, span: Span | None):
+        """Whether a row from `first_row` to `last_row` does not see all of a tile."""
+        hides_some = first + POSITIONS > a.mask.shared_end(end_of(first_row))
+        if span is not None and span.begin is not None:
+            hides_some = T.Or(hides_some, first + POSITIONS > span.end)
+        if begin_of is not None:
+            last_begin = a.mask.shared_begin(begin_of(last_row))
+            hides_some = T.Or(hides_some, first < last_begin)
+        return hides_some
+
+    def _attend(self, a, blocks, first, end_of, begin_of, factor, span) -> None:
+        """Take a packed tile into the sums of some `blocks` of rows."""
+        block, count = blocks.begin, blocks.count
+        has_gap = span is not None and span.begin is not None
+        lanes, ops, rows = self.lanes, self.ops, self.tiling.rows
+        first_row = index_temp(block * rows)
+
+        def seen_by(row):
+            """How many columns some row up to that one sees.
+
+            On the diagonal no row sees the tile's last columns, and of sinks there are few: the
+            other columns are left out.
+            """
+            end = end_of(first_row + row)
+            end = T.min(end, span.end) if has_gap else end
+            return index_temp(T.max(T.min(POSITIONS, end - first), 0))
+
+        def score_tile(row, start, parts):
+            multiply_tile(
+                lambda i, k: self.q[first_row + row + i, k],
+                lambda k, c: self.k.at(k, start + c.start),
+                self.depth,
+                rows=rows,
+                parts=parts,
+                start=lambda i, c: constant(0.0, c.lanes),
+                finish=lambda i, c, value: store(
+                    self.scores, (row + i, start + c.start), c.lanes, logit(value, c.lanes)
+                ),
+                ops=ops,
+            )
+
+        def logit(value, width):
+            value = value if ops.scale_in_q else value * broadcast(factor, width)
+            return soft_cap(value, self.spec.logit_softcap, width)
+
+        width = VECTORS * lanes
+        last_row = index_temp(count * rows - 1)
+        with T.serial((seen_by(last_row) + width - 1) // width) as i:
+            with T.serial(count) as j:
+                with T.If(i * width < seen_by(j * rows + rows - 1)), T.Then():
+                    self._prefetch(i * blocks.num_all + block + j, blocks.part_rows)
+                    score_tile(index_temp(j * rows), i * width, chunks(width, lanes))
+        if self.bias:
+            with T.serial(count * rows) as i:
+                position = self.tile_position
+                self.bias.add(first_row + i, self.scores, i, position, a.mask.offsets)
+        last = first_row + last_row
+        hides_some = temp(
+            self._hides_some(a, first, first_row, last, end_of, begin_of, span), 1, "bool"
+        )
+
+        def visible_to(i):
+            """``(start, lanes) -> bool vector``: which columns of the tile row `i` sees."""
+            bounds = [index_temp(end_of(first_row + i))]
+            if a.mask.has_window:
+                bounds.append(index_temp(begin_of(first_row + i)))
+            row = a.mask.row(*bounds)
+            begin = index_temp(begin_of(first_row + i)) if has_gap else None
+
+            def visible(start, lanes: int):
+                seen = a.mask.visible(first, start, lanes, row)
+                if has_gap:
+                    column = ramp(first + start, lanes)
+                    seen = T.And(seen, column >= broadcast(begin, lanes))
+                    seen = T.And(seen, column < broadcast(span.end, lanes))
+                return seen
+
+            return visible
+
+        with T.If(hides_some), T.Then(), T.serial(count * rows) as i:
+            visible = visible_to(i)
+            for c in chunks(POSITIONS, lanes):
+                score = load(self.scores, (i, c.start), lanes)
+                score = T.Select(visible(c.start, lanes), score, constant(HIDDEN, lanes))
+                store(self.scores, (i, c.start), lanes, score)
+        with T.serial(count) as j:
+            row = index_temp(j * rows)
+            self.state.update(
+                block + j,
+                POSITIONS // lanes,
+                lambda i, v: load(self.scores, (row + i, v * lanes), lanes),
+                ops.weight_sink(self.weights, row),
+            )
+
+        step = UNROLL * ops.numbers
+
+        def decay(row, i):
+            return self.state.decay[self.state.index(block + row // rows, i)]
+
+        def output_tile(row, depth, start, parts):
+            multiply_tile(
+                lambda i, k: self.weights[row + i, k],
+                lambda k, c: self.v.at(k, start + c.start),
+                depth,
+                rows=rows,
+                parts=parts,
+                start=lambda i, c: (
+                    load(self.o, (first_row + row + i, start + c.start), c.lanes)
+                    * broadcast(decay(row, i), c.lanes)
+                ),
+                finish=lambda i, c, value: store(
+                    self.o, (first_row + row + i, start + c.start), c.lanes, value
+                ),
+                ops=ops,
+            )
+
+        def columns(start, parts):
+            with T.serial(count) as j:
+                row = index_temp(j * rows)
+                depth = index_temp((seen_by(row + rows - 1) + step - 1) // step * UNROLL)
+                output_tile(row, depth, start, parts)
+
+        with T.If(T.And(hides_some, self.masked_values.is_special)):
+            with T.Then(), T.serial(count * rows) as i:
+                visible = visible_to(i)
+                self.masked_values.add_row(
+                    self.o,
+                    first_row + i,
+                    temp(decay(i, i % rows)),
+                    POSITIONS // ops.numbers,
+                    lambda element: self.weights[i, element],
+                    lambda column: visible(column, 1),
+                )
+            with T.Else():
+                for_columns(self.spec.v_head_dim, lanes, VECTORS, columns)
+
+    def store_row(self, a, row, token, head) -> None:
+        """Divide a row by its sum and store it."""
+        state = self.state.index(row // self.tiling.rows, row % self.tiling.rows)
+        total = temp(self.state.total[state])
+        inverse = temp(inverse_total(total))
+        for c in chunks(self.spec.v_head_dim, self.lanes):
+            o = load(self.o, (row, c.start), c.lanes) * broadcast(inverse, c.lanes)
+            store(a.o, (token, head, c.start), c.lanes, o)
+        T.buffer_store(a.lse, log_sum(self.state.top[state], total), [token, head])

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of the rows of many sequences to pages that they have in common, merged in place.
+
+A tile is some rows of a segment, whatever sequences they belong to, with the query heads of one KV
+head: K and V are packed once for all of them, as in `prefill`. The positions of a tile are cut as
+well, as in `mla`, so that one segment and one KV head use every thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ....semantics.partial_states import MergedLse
+from ....semantics.rotary_mode import refuse_longrope
+from ....semantics.softmax import inverse_total, log_sum
+from ....signatures import MLA_PREFILL_SHARED, PREFILL_SHARED
+from ....spec import KernelSpec
+from ... import simd
+from ...blend import weighted
+from ...columns import chunks
+from ...simd import Register, broadcast, index_temp, load, store, temp, wide_temp
+from ...tasks import cut
+from ..define import attention_kernel
+from ..inline_rope import InlineRope, NoRotation
+from ..kv_operands import operands
+from ..kv_rows import LatentRows, PagedRows
+from ..prefill.tile import Tiling
+from .split_tiles import TileWork, emit_cut_tiles
+from .tile import POSITIONS, SharedUnit
+
+
+class _Tile(SimpleNamespace):
+    """Tokens of a segment with the query heads of one KV head.
+
+    `segment`, `head`; `first_token` in the row ids and `num_tokens` of the tile; `kv_len`;
+    `before`, the cost of all earlier tiles, and `cost`: its blocks of positions times its tokens.
+    """
+
+
+def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body):
+    """Emit ``body(tile)`` for every tile of the segments; returns the cost of all."""
+    most = Tiling.of(spec).tokens
+    before = Register(1, "int64", T.int64(0))
+    with T.serial(a.last_segment - a.first_segment) as i:
+        segment = index_temp(a.first_segment + i)
+        begin, end = (index_temp(a.row_indptr[segment + n]) for n in range(2))
+        num_pages = a.page_indptr[segment + 1] - a.page_indptr[segment]
+        kv_len = index_temp(num_pages * spec.page_size)
+        num_blocks = index_temp((kv_len + POSITIONS - 1) // POSITIONS)
+        # Tiles of like size: a small last one would pack K and V for few rows.
+        num_tiles = index_temp((end - begin + most - 1) // most)
+        with T.serial(spec.num_kv_heads) as head, T.serial(num_tiles) as tile:
+            first_token = index_temp(begin + cut(end - begin, tile, num_tiles))
+            num_tokens = index_temp(begin + cut(end - begin, tile + 1, num_tiles) - first_token)
+            cost = wide_temp(T.cast(num_blocks, "int64") * num_tokens)
+            body(
+                _Tile(
+                    segment=segment,
+                    head=head,
+                    first_token=first_token,
+                    num_tokens=num_tokens,
+                    kv_len=kv_len,
+                    before=wide_temp(before.get()),
+                    cost=cost,
+                )
+            )
+            before.set(before.get() + cost)
+    return wide_temp(before.get())
+
+
+class _Rotation(InlineRope):
+    """The rotation of K by its position in a segment."""
+
+    def __init__(self, spec: KernelSpec, a: SimpleNamespace):
+        super().__init__(spec, a)
+        self.first_positions = a.k_rope_pos_offset
+        refuse_longrope(spec, a)
+
+    def first_position(self, segment):
+        """The position of a segment's first slot."""
+        return index_temp(self.first_positions[segment])
+
+
+class _NoRotation(NoRotation):
+    """Models with MLA rotate the latent rows themselves."""
+
+    def first_position(self, segment):
+        """Nothing depends on it."""
+        return 0
+
+
+class _Output:
+    """Rows of O and LSE of a tile, into which a result is merged."""
+
+    def __init__(self, spec: KernelSpec, a: SimpleNamespace, tile: _Tile):
+        self.spec, self.a, self.tile = spec, a, tile
+
+    def put_lse(self, row, value) -> None:
+        """Merge the log of a row's sum; to be called before the columns of the row are put."""
+        group = self.spec.group_size
+        self.row = index_temp(self.a.row_ids[self.tile.first_token + row // group])
+        self.head = index_temp(self.tile.head * group + row % group)
+        merged = MergedLse(self.a.lse[self.row, self.head], value, 1, simd)
+        self.weights = merged.weights
+        T.buffer_store(self.a.lse, merged.lse, [self.row, self.head])
+
+    def put(self, row, column, lanes: int, value) -> None:
+        """Merge columns of a row."""
+        at = (self.row, self.head, column)
+        before = weighted(self.a.o, at, self.weights[0], lanes)
+        store(self.a.o, at, lanes, before + value * broadcast(self.weights[1], lanes))
+
+
+class _SharedUnit(SharedUnit):
+    """The rows of a tile over some of the positions of the segment."""
+
+    def run_blocks(self, a: SimpleNamespace, tile: _Tile, rows: PagedRows, begin, end) -> None:
+        """Attend to the blocks of positions ``begin .. end - 1``, from a cleared state."""
+        group = self.spec.group_size
+
+        def row_of(row):
+            token = index_temp(a.row_ids[tile.first_token + row // group])
+            return token, index_temp(tile.head * group + row % group)
+
+        step = SimpleNamespace(
+            num_rows=index_temp(tile.num_tokens * group),
+            row_of=row_of,
+            kv_len=tile.kv_len,
+            begin=begin,
+            end=end,
+            k_offset=a.rope.first_position(tile.segment),
+        )
+        self.run(a, rows, step)
+
+    def finish_row(self, a: SimpleNamespace, tile: _Tile, row) -> None:
+        """Merge a row that has seen the whole segment."""
+        output = _Output(self.spec, a, tile)
+        total = temp(self.state.total[row])
+        output.put_lse(row, log_sum(self.state.top[row], total))
+        inverse = temp(inverse_total(total))
+        for c in chunks(self.spec.v_head_dim, self.lanes):
+            o = load(self.o, (row, c.start), c.lanes) * broadcast(inverse, c.lanes)
+            output.put(row, c.start, c.lanes, o)
+
+
+def emit_shared(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
+    """Emit the body: `a` holds the matched arguments by their names, and `rope`."""
+    kind = LatentRows if spec.kind == "mla" else PagedRows
+
+    def begin_task():
+        unit = _SharedUnit(spec, ops, Tiling.of(spec).tokens * spec.group_size)
+        a.rope.begin_task()
+        a.rope.begin_sequence(T.int32(0))  # the length matters to longrope only
+        return unit
+
+    def rows_of(tile):
+        first = index_temp(a.page_indptr[tile.segment])
+        last = index_temp(a.page_indptr[tile.segment + 1] - 1)
+        return kind(spec, a.pages, a.page_values, first, last, head=tile.head)
+
+    tiles = TileWork(
+        group=spec.group_size,
+        positions=POSITIONS,
+        for_tiles=functools.partial(_for_tiles, spec, a),
+        begin_task=begin_task,
+        rows_of=rows_of,
+        output=_Output,
+    )
+    emit_cut_tiles(spec, ops, a, tiles)
+
+
+def prefill_shared(spec: KernelSpec):
+    """Build the kernel `prefill_shared`: rows of several sequences attend to pages they share.
+
+    A segment is a range of whole pages with the rows that see all of them. In one call a row may
+    belong to one segment at most. What the rows see in it is merged into their o and lse.
+
+    Its arguments are, with T rows, S segments with R rows in all, P pages of the pool and N page
+    table entries
+
+    * q ``[T, Hq, D]``, dtype; pages ``[P, 2, Hk, page, D]``, kv_dtype;
+    * page_indptr ``[S + 1]``, page_values ``[N]`` and k_rope_pos_offset ``[S]``, the position of a
+      segment's first slot, int32; int32 arrays may start at any element;
+    * row_indptr ``[S + 1]`` and row_ids ``[R]``, the rows of the segments, int32;
+    * q_rope_position ``[T]``, int32;
+    * o ``[T, Hq, D]``, dtype, and lse ``[T, Hq]``, float32, which are read and written;
+    * first_segment, last_segment: int32, the segments ``first_segment .. last_segment - 1`` to
+      attend to;
+    * rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32. With longrope, whose
+      frequencies are those of a sequence, rotary_mode 1 is refused.
+    """
+
+    def emit(a):
+        a.rope = _Rotation(spec, a)
+        emit_shared(spec, operands(spec, spec.kv_dtype), a)
+
+    return attention_kernel(spec, PREFILL_SHARED, emit)
+
+
+def mla_prefill_shared(spec: KernelSpec):
+    """Build the kernel `mla_prefill_shared`: the same over the latent rows of MLA.
+
+    Its arguments are those of `prefill_shared`, less the ones that a rotation needs; pages are
+    ``[P, page, D]`` and o is ``[T, Hq, Dv]``.
+    """
+
+    def emit(a):
+        a.rope = _NoRotation()
+        emit_shared(spec, operands(spec, spec.kv_dtype), a)
+
+    return attention_kernel(spec, MLA_PREFILL_SHARED, emit)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of rows whose positions are cut among tasks.
+
+Tasks take equal shares of all (tile, position) work, so that one tile with many positions uses
+every thread. A tile that falls into one task is finished there; one that is cut leaves partial
+states, which are merged in the same call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from tvm.script import tirx as T
+
+from ....spec import KernelSpec
+from ...simd import Register, index_temp, wide_temp
+from ...tasks import cut, for_tasks, num_threads
+from ..partial_states import Partials
+from ..prefill.tile import Tiling
+
+SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
+
+
+@dataclass(frozen=True)
+class TileWork:
+    """What a kernel's tiles are, and what is done with one.
+
+    A tile has `num_tokens`; `cost`, its blocks of positions times these; and `before`, the cost of
+    all earlier tiles. Costs are int64: a million rows on a million positions make 2**34.
+
+    Parameters
+    ----------
+    group : int
+        Rows of a token.
+    positions : int
+        Of a block.
+    for_tiles : ``body -> cost``
+        Emits ``body(tile)`` for every tile; returns the cost of all.
+    begin_task : ``() -> unit``
+        Makes the buffers of a task. A unit has ``run_blocks(a, tile, rows, begin, end)``, which
+        attends to blocks of positions from a cleared state, ``finish_row(a, tile, row)`` for a row
+        that has seen all of them, and the state that `Partials` keeps.
+    rows_of : ``tile -> rows``
+        The source of K and V.
+    output : ``(spec, a, tile) -> output``
+        What `Partials.merge` finishes rows with.
+    """
+
+    group: int
+    positions: int
+    for_tiles: Callable[[Callable[[Any], None]], Any]
+    begin_task: Callable[[], Any]
+    rows_of: Callable[[Any], Any]
+    output: Callable[[KernelSpec, SimpleNamespace, Any], Any]
+
+
+def emit_cut_tiles(spec: KernelSpec, ops, a: SimpleNamespace, tiles: TileWork) -> None:
+    """Emit the body of a kernel: `a` holds the matched arguments by their names."""
+    total = tiles.for_tiles(lambda tile: None)
+    width = tiles.group * (spec.qk_head_dim + spec.v_head_dim)
+    work = total * (tiles.positions * width)
+    most = T.cast(T.min(T.cast(num_threads(), "int64"), total), "int32")
+    num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, most, 1))
+    partials = Partials(spec, num_tasks, Tiling.of(spec).tokens * tiles.group)
+
+    def begin_of(task):
+        return wide_temp(cut(total, task, num_tasks, "int64"))
+
+    ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
+
+    def attend(task):
+        unit = tiles.begin_task()
+        task_begin, task_end = begin_of(task), begin_of(task + 1)
+
+        def attend_tile(tile):
+            begin = wide_temp(T.max(task_begin - tile.before, T.int64(0)))
+            end = wide_temp(T.min(task_end - tile.before, tile.cost))
+            with T.If(begin < end), T.Then():
+                rows = tiles.rows_of(tile)
+
+                def block_of(cost):
+                    block = (cost + tile.num_tokens - 1) // tile.num_tokens
+                    return index_temp(T.cast(block, "int32"))
+
+                unit.run_blocks(a, tile, rows, block_of(begin), block_of(end))
+                num_rows = index_temp(tile.num_tokens * tiles.group)
+                with T.If(T.And(begin == 0, end == tile.cost)):
+                    with T.Then(), T.serial(num_rows) as row:
+                        unit.finish_row(a, tile, row)
+                    with T.Else():
+                        slot = task * 2 + T.if_then_else(begin > 0, 0, 1)
+                        partials.put(slot, unit, num_rows)
+
+        tiles.for_tiles(attend_tile)
+
+    with ops.scope():
+        for_tasks(num_tasks, attend)
+
+    def merge(task):
+        """Finish some rows of every tile that was cut."""
+        first = Register(1, "int32", T.int32(0))  # the task that begins the tile
+
+        def merge_tile(tile):
+            end = wide_temp(tile.before + tile.cost)
+            with T.While(cut(total, first.get() + 1, num_tasks, "int64") <= tile.before):
+                first.set(first.get() + 1)
+            with T.If(cut(total, first.get() + 1, num_tasks, "int64") < end), T.Then():
+                count = Register(1, "int32", T.int32(1))
+                with T.While(cut(total, first.get() + count.get(), num_tasks, "int64") < end):
+                    count.set(count.get() + 1)
+                num_rows = index_temp(tile.num_tokens * tiles.group)
+                share = [index_temp(cut(num_rows, task + i, num_tasks)) for i in range(2)]
+                partials.merge(first.get(), count.get(), tiles.output(spec, a, tile), share)
+
+        tiles.for_tiles(merge_tile)
+
+    with T.If(num_tasks > 1), T.Then():
+        for_tasks(num_tasks, merge)
+    partials.free()

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many rows over positions that all of them see: everything transposed, rows lie along vectors.
+
+A score tile is some positions by some vectors of rows. Its scalars are elements of K, and those of
+the second product elements of V, so that neither is transposed; maxima and sums of rows need no
+shuffles; and no position needs a mask. Q and O are transposed instead, once for all positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from tvm.script import tirx as T
+
+from ....semantics.softmax import HIDDEN, NOTHING_SEEN
+from ....spec import LOG2E, KernelSpec
+from ...columns import Chunk, chunks
+from ...matmul_tile import UNROLL, multiply_tile
+from ...operands import ROWS_AT_ONCE
+from ...shuffles import next_power_of_two, transpose
+from ...simd import (
+    F32,
+    Register,
+    broadcast,
+    constant,
+    elements_per_line,
+    exp2,
+    index_temp,
+    load,
+    store,
+    temp,
+)
+from ...soft_cap import soft_cap
+from ..alibi import AlibiBias
+from ..kv_rows import PagedRows
+from .values import values_of
+
+POSITIONS = 64  # of a tile of K and V
+
+
+class _Plane(NamedTuple):
+    """What of K or V to ask for while a product runs: part `part` of its tile."""
+
+    is_v: bool
+    width: int
+    part: object
+    num_parts: int
+    num_steps: int
+
+
+class _Block:
+    """Rows that go through the registers together.
+
+    `index` of all `count` blocks; its first `vector` and their number, `num_vectors`; `scalars` of
+    a register tile.
+    """
+
+    def __init__(self, index, count):
+        self.index, self.count = index, count
+
+    def parts(self, lanes: int) -> list[Chunk]:
+        """The columns of a register tile."""
+        return [Chunk(n * lanes, lanes) for n in range(self.num_vectors)]
+
+
+class SharedUnit:
+    """The buffers of a task and what it does with them for one tile of rows after another.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    ops : operands object
+    most_rows : int
+        Rows of a tile.
+    """
+
+    def __init__(self, spec: KernelSpec, ops, most_rows: int):
+        self.spec, self.ops, self.lanes = spec, ops, spec.target.lanes
+        # Of a register tile; rows that fill no whole one take tiles of a single vector.
+        has_many = spec.target.registers >= 32
+        self.num_scalars, self.num_vectors = (8, 2) if has_many else (4, 3)
+        self.narrow_scalars = 16 if has_many and spec.v_head_dim % 16 == 0 else 8
+        self.depth = spec.qk_head_dim // ops.numbers
+        lanes, vectors = self.lanes, -(-most_rows // self.lanes)
+        self.q = T.alloc_buffer((vectors, self.depth, lanes), ops.dtype)
+        self.sums = T.alloc_buffer((vectors, spec.v_head_dim, lanes), F32)
+        self.k = T.alloc_buffer((POSITIONS, self.depth), ops.dtype)
+        self.values = values_of(spec, ops, self.k, POSITIONS)
+        self.q_rows = T.alloc_buffer((lanes, self.depth), ops.dtype)
+        self.rotated = T.alloc_buffer((-(-spec.qk_head_dim // 32) * 32,), F32)
+        self.scores = T.alloc_buffer((self.num_vectors, POSITIONS, lanes), F32)
+        self.weights = (
+            self.scores
+            if ops.dtype == F32
+            else T.alloc_buffer((self.num_vectors, POSITIONS // ops.numbers, lanes), ops.dtype)
+        )
+        self.decay = T.alloc_buffer((self.num_vectors * lanes,), F32)
+        self.state = SimpleNamespace(
+            top=T.alloc_buffer((vectors * lanes,), F32),
+            total=T.alloc_buffer((vectors * lanes,), F32),
+        )
+        self.num_rows = vectors * lanes
+        self.o = T.alloc_buffer((self.num_rows, spec.v_head_dim), F32)
+        self.bias = AlibiBias.of(spec, vectors * lanes)
+
+    def row_state(self, row):
+        """Index of a row's state in `state.top` and `state.total`."""
+        return row
+
+    def run(self, a: SimpleNamespace, rows: PagedRows, step: SimpleNamespace) -> None:
+        """Attend from a cleared state; leaves `o` and `state`.
+
+        Parameters
+        ----------
+        a : the kernel's arguments.
+        rows : the source of K and V.
+        step : `num_rows`; `row_of`, which maps a row to (row of Q, head); `kv_len`; `begin` and
+            `end`, in tiles of positions; `k_offset`, the RoPE position of the first.
+        """
+        lanes = self.lanes
+        num_vectors = index_temp((step.num_rows + lanes - 1) // lanes)
+        self.factor = temp(a.sm_scale * T.float32(LOG2E))
+        with T.serial(num_vectors) as vector:
+            self._load_q(a, step, vector)
+        num_wide = index_temp(num_vectors // self.num_vectors)
+        num_blocks = index_temp(num_vectors - num_wide * (self.num_vectors - 1))
+        with T.serial(step.begin, step.end) as i:
+            tile = SimpleNamespace(first=index_temp(i * POSITIONS), rows=rows, step=step)
+            self._copy(a, tile)
+            with T.serial(num_blocks) as index:
+                block = _Block(index, num_blocks)
+                with T.If(index < num_wide):
+                    with T.Then():
+                        block.vector = index_temp(index * self.num_vectors)
+                        block.num_vectors, block.scalars = self.num_vectors, self.num_scalars
+                        self._attend(tile, block)
+                    with T.Else():
+                        block.vector = index_temp(index + num_wide * (self.num_vectors - 1))
+                        block.num_vectors, block.scalars = 1, self.narrow_scalars
+                        self._attend(tile, block)
+        with T.serial(num_vectors) as vector:
+            _transpose(
+                lambda d, row, n: load(self.sums, (vector, d, row), n),
+                lambda row, d, n, value: store(self.o, (vector * lanes + row, d), n, value),
+                self.spec.v_head_dim,
+                lanes,
+            )
+
+    def _load_q(self, a, step, vector) -> None:
+        """Transpose a vector of rows of Q and clear their sums."""
+        parts, ops, lanes = chunks(self.depth, self.lanes), self.ops, self.lanes
+        with T.serial(lanes) as i:
+            row = index_temp(vector * lanes + i)
+            token, head = step.row_of(T.min(row, step.num_rows - 1))
+
+            def plain():
+                for c in parts:
+                    q = ops.load_q(a.q, (token, head, c.start), c.lanes, self.factor)
+                    store(self.q_rows, (i, c.start), c.lanes, q, ops.dtype)
+
+            def rotated():
+                a.rope.set_position(a.q_rope_position[token])
+                self._rotate(
+                    a,
+                    lambda column, lanes: load(a.q, (token, head, column), lanes),
+                    (self.q_rows, i),
+                    self.factor,
+                )
+
+            a.rope.either(rotated, plain)
+            if self.bias:
+                self.bias.set_row(row, head, a.q_rope_position[token])
+        _transpose(
+            lambda row, element, n: load(self.q_rows, (row, element), n, ops.dtype),
+            lambda element, row, n, q: store(self.q, (vector, element, row), n, q, ops.dtype),
+            lanes,
+            self.depth,
+            ops.dtype,
+        )
+        store(self.state.top, (vector * lanes,), lanes, constant(NOTHING_SEEN, lanes))
+        store(self.state.total, (vector * lanes,), lanes, constant(0.0, lanes))
+        with T.serial(self.spec.v_head_dim) as d:
+            store(self.sums, (vector, d, 0), lanes, constant(0.0, lanes))
+
+    def _rotate(self, a, source: Callable, target: tuple, factor) -> None:
+        """Rotate a row into ``target = (buffer, row)``."""
+        a.rope.rotate_row(
+            source, lambda column, lanes, value: store(self.rotated, (column,), lanes, value)
+        )
+        buffer, row = target
+        for c in chunks(self.depth, self.lanes):
+            elements = self.ops.load_rotated_q(self.rotated, c.start, c.lanes, factor)
+            store(buffer, (row, c.start), c.lanes, elements, self.ops.dtype)
+
+    def _copy(self, a, tile: SimpleNamespace) -> None:
+        """Copy a tile of K and V; positions beyond the last one repeat others."""
+        ops, step = self.ops, tile.step
+
+        def plain():
+            with T.serial(POSITIONS // ROWS_AT_ONCE) as i:
+                source = tile.rows.tile(tile.first + i * ROWS_AT_ONCE, ROWS_AT_ONCE)
+                first = index_temp(i * ROWS_AT_ONCE)
+                for c in chunks(self.depth, self.lanes):
+                    words = [
+                        temp(ops.load_k(source, t, c.start, c.lanes), c.lanes, ops.dtype)
+                        for t in range(ROWS_AT_ONCE)
+                    ]
+                    for t, k in enumerate(words):
+                        store(self.k, (first + t, c.start), c.lanes, k, ops.dtype)
+                    self.values.take(first, c, words)
+
+        def rotated():
+            with T.serial(POSITIONS) as i:
+                source = tile.rows.tile(tile.first + i, 1)
+                a.rope.set_position(step.k_offset + tile.first + i)
+                self._rotate(
+                    a,
+                    lambda column, lanes: source.load_k(0, column, lanes),
+                    (self.k, i),
+                    T.float32(1),
+                )
+
+        a.rope.either(rotated, plain)
+        self.values.pack(tile.rows, tile.first, step.kv_len)
+
+    def _prefetcher(self, tile, block: _Block, plane: _Plane) -> Callable | None:
+        """What asks for a part of the next tile, a little in each step of a product.
+
+        Asking for much at once would wait for the memory instead of multiplying.
+        """
+        spec = self.spec
+        # The positions of a part lie side by side in a page.
+        count = next_power_of_two(-(-POSITIONS // plane.num_parts))
+        if count > min(POSITIONS, spec.page_size):
+            return None
+        per_line = elements_per_line(spec.kv_dtype)
+        lines = -(-count * plane.width // per_line)
+        per_step = -(-lines // plane.num_steps)
+        # Every block asks for some parts, and for others again for what it has.
+        ahead = T.if_then_else(plane.part % block.count == block.index, POSITIONS, 0)
+        position = T.min(plane.part * count, POSITIONS - count)
+        source = tile.rows.tile(tile.first + ahead + position, count)
+        ask = source.prefetch_v if plane.is_v else source.prefetch_k
+
+        def prefetch(step):
+            for i in range(per_step):
+                ask(0, (step * per_step + i) * per_line)
+
+        return prefetch
+
+    def _attend(self, tile: SimpleNamespace, block: _Block) -> None:
+        """Take a tile of positions into the sums of a block of rows."""
+        self._score(tile, block)
+        num_seen = index_temp(T.min(POSITIONS, tile.step.kv_len - tile.first))
+        with T.serial(POSITIONS - num_seen) as i:
+            for n in range(block.num_vectors):
+                at = (n, num_seen + i, 0)
+                store(self.scores, at, self.lanes, constant(HIDDEN, self.lanes))
+        self._weigh(block)
+        self._add(tile, block)
+
+    def _score(self, tile: SimpleNamespace, block: _Block) -> None:
+        """Multiply K and Q."""
+        ops, lanes, width = self.ops, self.lanes, self.spec.qk_head_dim
+        num_tiles = POSITIONS // block.scalars
+
+        def logit(position, c, value):
+            value = value if ops.scale_in_q else value * broadcast(self.factor, lanes)
+            value = soft_cap(value, self.spec.logit_softcap, lanes)
+            if not self.bias:
+                return value
+            row = block.vector * lanes + c.start
+            at = tile.step.k_offset + tile.first + position
+            return value + self.bias.of_rows(row, lanes, at)
+
+        with T.serial(num_tiles) as i:
+            start = index_temp(i * block.scalars)
+            multiply_tile(
+                lambda j, element: self.k[start + j, element],
+                lambda element, c: (self.q, (block.vector + c.start // lanes, element, 0)),
+                self.depth,
+                rows=block.scalars,
+                parts=block.parts(lanes),
+                start=lambda j, c: constant(0.0, lanes),
+                finish=lambda j, c, value: store(
+                    self.scores, (c.start // lanes, start + j, 0), lanes, logit(start + j, c, value)
+                ),
+                ops=ops,
+                each_step=self._prefetcher(
+                    tile, block, _Plane(False, width, i, num_tiles, self.depth // UNROLL)
+                ),
+            )
+
+    def _add(self, tile: SimpleNamespace, block: _Block) -> None:
+        """Multiply V and the weights."""
+        ops, lanes, width = self.ops, self.lanes, self.spec.v_head_dim
+        num_tiles, depth = width // block.scalars, POSITIONS // ops.numbers
+        has_v = self.spec.kind != "mla"  # there it is a part of K
+
+        def at(j, c):
+            return (block.vector + c.start // lanes, column + j * self.values.step, 0)
+
+        with T.serial(num_tiles) as i:
+            start = index_temp(i * block.scalars)
+            column = index_temp(self.values.column(start))
+            plane = _Plane(True, width, i, num_tiles, depth // UNROLL)
+            multiply_tile(
+                lambda j, position: self.values.scalar(position, start, j),
+                lambda position, c: (self.weights, (c.start // lanes, position, 0)),
+                depth,
+                rows=block.scalars,
+                parts=block.parts(lanes),
+                start=lambda j, c: (
+                    load(self.sums, at(j, c), lanes) * load(self.decay, (c.start,), lanes)
+                ),
+                finish=lambda j, c, value: store(self.sums, at(j, c), lanes, value),
+                ops=ops,
+                each_step=self._prefetcher(tile, block, plane) if has_v else None,
+            )
+
+    def _weigh(self, block: _Block) -> None:
+        """Turn scores into weights; update maxima and sums, and say how earlier sums decay."""
+        ops, lanes = self.ops, self.lanes
+        at_once = 2 * ops.numbers  # positions
+        for n in range(block.num_vectors):
+            at = ((block.vector + n) * lanes,)
+            old = temp(load(self.state.top, at, lanes), lanes)
+            maxima = [Register(lanes, init=old) for _ in range(4)]
+            with T.serial(POSITIONS // 4) as i:
+                for j, maximum in enumerate(maxima):
+                    maximum.set(T.max(maximum.get(), load(self.scores, (n, i * 4 + j, 0), lanes)))
+            a, b, c, d = (m.get() for m in maxima)
+            top = temp(T.max(T.max(a, b), T.max(c, d)), lanes)
+            total = [Register(lanes, init=constant(0.0, lanes)) for _ in range(2)]
+            with T.serial(POSITIONS // at_once) as i:
+                for j in range(2):
+                    weights = [
+                        exp2(
+                            load(self.scores, (n, i * at_once + j * ops.numbers + m, 0), lanes)
+                            - top,
+                            lanes,
+                        )
+                        for m in range(ops.numbers)
+                    ]
+                    for weight in weights:
+                        total[j].set(total[j].get() + weight)
+                    store(self.weights, (n, i * 2 + j, 0), lanes, ops.repack(weights), ops.dtype)
+            decay = exp2(old - top, lanes)
+            store(self.decay, (n * lanes,), lanes, decay)
+            store(self.state.top, at, lanes, top)
+            value = load(self.state.total, at, lanes) * decay + total[0].get() + total[1].get()
+            store(self.state.total, at, lanes, value)
+
+
+def _transpose(source: Callable, sink: Callable, rows: int, columns: int, dtype=F32) -> None:
+    """Emit the transpose of a ``[rows, columns]`` block, in squares of as many lanes as fit.
+
+    Parameters
+    ----------
+    source : ``(row, column, lanes) -> vector``
+    sink : ``(column, row, lanes, value)``
+    rows, columns : int
+        Multiples of a common power of two; the squares are of 16 at most.
+    """
+    size = min(16, rows & -rows, columns & -columns)
+    with T.serial(rows // size) as i, T.serial(columns // size) as j:
+        square = transpose([source(i * size + r, j * size, size) for r in range(size)], dtype)
+        for c, value in enumerate(square):
+            sink(j * size + c, i * size, size, value)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels that move rows share: their buffers, their loops, and the copy of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm.script import tirx as T
+
+from ..layout import first_element
+from ..spec import ITEMSIZE
+from . import simd
+
+# Work below this many bytes moved (20 us or so) is not worth waking a thread.
+SERIAL_BELOW_BYTES = 512 * 1024
+
+
+def match(handle, shape: Sequence, dtype: str, strides: Sequence | None = None):
+    """Match a tensor that may start at any element of its allocation."""
+    align = ITEMSIZE.get(dtype, 4)
+    return T.match_buffer(
+        handle,
+        shape,
+        dtype,
+        strides=strides,
+        elem_offset=first_element(),
+        align=align,
+        offset_factor=1,
+    )
+
+
+def match_strided(handle, shape: Sequence, dtype: str):
+    """As `match`, with any strides but the last one: rows are contiguous."""
+    outer = [T.int64() for _ in shape[:-1]]
+    # The stride of an axis of one element may be anything, and does not matter.
+    last = T.int64(1) if int(shape[-1]) > 1 else T.int64()
+    return match(handle, [*shape[:-1], T.int64(int(shape[-1]))], dtype, [*outer, last])
+
+
+def for_each(count, bytes_each, body: Callable) -> None:
+    """Run ``body(i)`` for ``i < count``, on all threads where there is enough to move.
+
+    `bytes_each` (an int or an int64 expression) is what one call of `body` reads and writes. The
+    calls must not depend on each other; each thread takes a contiguous range.
+    """
+    with T.If(T.cast(count, "int64") * bytes_each < SERIAL_BELOW_BYTES):
+        with T.Then(), T.serial(count) as i:
+            body(i)
+        with T.Else(), T.parallel(count) as i:
+            body(i)
+
+
+def copy_row(
+    source, source_row: Sequence, sink, sink_row: Sequence, lanes: int, begin: int = 0
+) -> None:
+    """Copy elements `begin` to the end of a row; bit for bit where the types are the same.
+
+    Parameters
+    ----------
+    source, sink : buffers whose last axis is the row.
+    source_row, sink_row : indices of the leading axes.
+    lanes : float32 lanes of a vector.
+    """
+    width, dtype = int(source.shape[-1]), str(source.dtype)
+    same = dtype == str(sink.dtype)
+    through = dtype if same else simd.F32
+    for start, count in simd.chunks(width - begin, lanes * 4 // ITEMSIZE[through]):
+        dim = begin + start
+        value = simd.load(source, (*source_row, dim), count, to=through)
+        simd.store(sink, (*sink_row, dim), count, value, source=through)

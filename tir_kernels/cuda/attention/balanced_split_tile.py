@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tile of rows over a part of the positions that they see: what a block of a `TileSplit` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ...semantics.visibility import CausalMask
+from ...spec import KernelSpec
+from ..emit import I32, U32, Registers, index_temp, ptx
+from .kv_rows import rows_of_pages
+from .query_tile import PARKED, Unit
+
+# Words of what is parked that a step without a gap leaves.
+_OWN_WORDS = range(len(PARKED), len(PARKED) + 2)
+
+
+@dataclass(frozen=True)
+class PartMask:
+    """Rows see the columns ``first .. last - 1``, a part of those of their item.
+
+    Parameters
+    ----------
+    first, last : int32 expressions
+    whole : CausalMask, optional
+        What they see of all columns, from the first one on; None: all.
+    """
+
+    first: object
+    last: object
+    whole: CausalMask | None = None
+    has_window = True
+
+    def begin(self, row, num_rows, kv_len):
+        """First column that a row sees."""
+        return self.first
+
+    def end(self, row, num_rows, kv_len):
+        """First column behind these."""
+        if self.whole is None:
+            return self.last
+        return T.min(self.whole.end(row, num_rows, kv_len), self.last)
+
+
+def step_of(spec: KernelSpec, a: SimpleNamespace, part, piece, sequence) -> SimpleNamespace:
+    """What a `PartUnit` is told of its part: its `step`.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : the kernel's arguments.
+    part : as `tile_split.shared_out` tells it.
+    piece : int32 expression
+        Slice of the columns of V.
+    sequence : int32 expression
+        Of the page table.
+    """
+    tile, entry = part.tile, index_temp(a.page_indptr[sequence])
+    return SimpleNamespace(
+        slot=part.slot,
+        is_whole=part.is_whole,
+        states=part.partials,
+        sequence=sequence,
+        rows=lambda rows_per_thread: rows_of_pages(spec, a, entry, tile.head, rows_per_thread),
+        kv_len=part.kv_len,
+        gap=None,
+        k_offset=T.int32(0),
+        length=T.int32(0),  # it matters to longrope only
+        head=tile.head,
+        slice=piece,
+        first_row=tile.first_row,
+        num_rows=tile.num_rows,
+        first=tile.first,
+    )
+
+
+class PartUnit(Unit):
+    """What a block keeps for a part of a tile."""
+
+    def _park(self) -> None:
+        super()._park()
+        values = self.step.slot, self.step.is_whole
+        for word, value in zip(_OWN_WORDS, values, strict=True):
+            ptx("st.shared.b32", self.word_pointer(word), T.cast(value, U32))
+
+    def _recall(self) -> SimpleNamespace:
+        step, words = super()._recall(), Registers(len(_OWN_WORDS), U32, "part")
+        for i, word in enumerate(_OWN_WORDS):
+            ptx("ld.shared.b32", words[i], self.word_pointer(word))
+        step.slot, step.is_whole = T.cast(words[0], I32), words[1] != T.uint32(0)
+        return step
+
+    def _place_of(self, row) -> tuple:
+        return self.step.slot, row

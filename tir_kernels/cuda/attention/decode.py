@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one query row per sequence over its pages.
+
+The work is bound by reading K and V once, so it is cut by pages: as many blocks as the GPU holds
+take equal shares of the pages of all sequences and KV heads, whatever their lengths are. A block
+finds its share from the page table's starts, so every batch of a shape is launched alike. A pair of
+a sequence and a KV head that falls into one share is finished there; one that is cut leaves states,
+which a second kernel merges.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ...semantics.rotary_mode import require_own_rotation
+from ...semantics.visibility import (
+    CausalMask,
+    Span,
+    WindowMask,
+    lengths_of,
+)
+from ...signatures import DECODE, with_lengths
+from ...spec import KernelSpec
+from ..elements import store_floats
+from ..emit import I32, I64, Variable, as_count, count_temp, index_temp, launch
+from ..launcher import resident_blocks
+from ..splits.block_states import Partials
+from ..splits.page_split import PageSplit
+from ..tiles.decode_tiling import DecodeTiling
+from .decode_split import Segment
+from .kv_rows import PagedRows
+from .prefill import build
+
+
+def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
+    """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
+    require_own_rotation(spec, a)
+    lengths = lengths_of(spec, a, index_temp)
+    tiling = DecodeTiling.of(spec)
+    parts = tiling.row_slices * tiling.slices
+    num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, parts)
+    partials = Partials(spec, num_blocks)
+
+    def split_of() -> PageSplit:
+        return PageSplit(spec, a, num_blocks, tiling.block_positions)
+
+    def attend_to_share(block, part, thread) -> None:
+        split = split_of()
+        current = Variable(as_count(block) * split.share, I64)
+        last = count_temp(T.min(current.get() + split.share, split.total))
+        with T.If(current.get() < last), T.Then():
+            segment = Segment(spec, tiling, a, part, thread)
+            sequence = Variable(split.owner(current.get(), segment.lane))
+            with T.While(current.get() < last):
+                with T.While(split.first_unit(sequence.get() + 1) <= current.get()):
+                    sequence.set(sequence.get() + 1)
+                pair = split.pair(sequence.get(), current.get())
+                first = count_temp(current.get())
+                current.set(T.min(pair.end, last))
+                bounds = [
+                    index_temp(T.cast(at - pair.begin, I32) * split.positions)
+                    for at in (first, current.get())
+                ]
+                kv_len = lengths.kv_len(pair.sequence, pair.num_pages)
+                gap = lengths.gap(pair.sequence)
+                attend_to_pair(segment, pair, kv_len, gap, bounds)
+                store(
+                    segment,
+                    pair,
+                    T.And(first == pair.begin, current.get() == pair.end),
+                    partials.slot(block, first > pair.begin),
+                )
+
+    def attend_to_pair(segment, pair, kv_len, gap, bounds) -> None:
+        k_offset = index_temp(a.k_rope_pos_offset[pair.sequence])
+        num_hidden = 0 if gap is None else gap.begin - gap.sinks
+        step = SimpleNamespace(
+            pair=pair,
+            rows=PagedRows(spec, a, pair.first_entry, pair.head, tiling.rows_per_thread),
+            length=k_offset + kv_len - num_hidden,
+        )
+
+        def attend(span: Span, first_seen) -> None:
+            begin = index_temp(T.max(bounds[0], first_seen))
+            end = index_temp(T.min(bounds[1], span.end))
+            segment.attend(step, span, begin, end)
+
+        segment.softmax.reset()
+        if gap is None:
+            first_seen = a.mask.begin(0, 1, kv_len) if a.mask.has_window else 0
+            attend(Span(None, kv_len, k_offset, None, None), first_seen)
+        else:
+            own = a.mask.own(0, 1, kv_len)
+            gap.for_spans(
+                kv_len, k_offset, lambda span: attend(span, T.max(span.begin, own - span.back))
+            )
+
+    def store(segment, pair, is_whole, slot) -> None:
+        slot = index_temp(slot)
+
+        def index(head):
+            return pair.sequence, pair.head * spec.group_size + head
+
+        def put(head, column, values) -> None:
+            with T.If(is_whole):
+                with T.Then():
+                    store_floats(a.o, (*index(head), column), values)
+                with T.Else():
+                    partials.put((slot, head), column, values)
+
+        def put_lse(head, lse) -> None:
+            with T.If(is_whole):
+                with T.Then():
+                    T.buffer_store(a.lse, lse, list(index(head)))
+                with T.Else():
+                    partials.put_lse((slot, head), lse)
+
+        segment.store(put, put_lse)
+
+    with partials.allocated():
+        grid = [num_blocks, parts]
+        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, part), thread):
+            attend_to_share(block, part, thread)
+        partials.launch_merge(a, lambda lane: split_of(), clears_empty=True)
+
+
+def decode(spec: KernelSpec):
+    """Build the kernel `decode`; its arguments are those of the CPU's."""
+    return _build(spec, DECODE)
+
+
+def decode_windowed(spec: KernelSpec):
+    """Build the kernel `decode_windowed`; its arguments are those of the CPU's."""
+    return _build(spec, with_lengths(DECODE, "window_matrix"))
+
+
+def decode_sliding(spec: KernelSpec):
+    """Build the kernel `decode_sliding`; its arguments are those of the CPU's."""
+    names = (*with_lengths(DECODE, "length_info"), "window")
+    return _build(spec, names, lambda a: WindowMask(T.int32(1), a.window))
+
+
+def _build(spec: KernelSpec, names, mask_of=lambda a: CausalMask(T.int32(1))):
+    return build(spec, names, mask_of, emit_decode)

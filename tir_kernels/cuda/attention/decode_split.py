@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Query heads of one KV head over some positions of one sequence: what a block does at a time.
+
+Each crew of warps has every other tile of the positions, with a softmax of its own, and waits for
+nobody: the states of the crews are merged in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+
+from ...semantics.visibility import Span
+from ...spec import LOG2E, KernelSpec
+from ..emit import F32, WARP, Registers, index_temp, sync_block, sync_warp
+from ..scalars import temp
+from ..splits.partial_states import RUN, weigh
+from ..tiles.decode_tiling import DecodeTiling
+from ..tiles.fma import MultiplyAdds
+from ..tiles.logits import AlibiBias, hide, to_logits
+from ..tiles.mma import TensorCores
+from ..tiles.online_softmax import Accumulators, OnlineSoftmax
+from ..tiles.pipeline import Crew, Ring, commit, copy_rows, wait, zero_padding
+from ..tiles.shared_tiles import SharedTiles
+from .inline_rope import InlineRope
+from .kv_rows import as_int64
+
+MOST_KEPT = 128  # elements of a row of Q in registers: tiles of few positions leave room for them
+
+
+class Segment:
+    """What a block keeps, and does for one pair after the other.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    tiling : DecodeTiling
+    a : the kernel's arguments.
+    part : int32 expression
+        Which slice of the query heads of a KV head, times that of the columns of V.
+    thread : int32 expression
+    """
+
+    def __init__(self, spec: KernelSpec, tiling: DecodeTiling, a, part, thread):
+        self.spec, self.tiling, self.a = spec, tiling, a
+        lane = self.lane = index_temp(T.truncmod(thread, WARP))
+        crew = index_temp(T.truncdiv(thread, tiling.num_crew_threads))
+        crew_thread = index_temp(T.truncmod(thread, tiling.num_crew_threads))
+        self.warp_row = index_temp(T.truncdiv(crew_thread, WARP) * tiling.warp_rows)
+        self.block = Crew(thread, tiling.num_threads, sync_block)
+        meet = sync_warp if tiling.row_warps == 1 else sync_block
+        self.crew = Crew(crew_thread, tiling.num_crew_threads, meet, crew, tiling.crews)
+        self.first_row = index_temp(T.truncdiv(part, tiling.slices) * tiling.rows)
+        self.slice = index_temp(T.truncmod(part, tiling.slices))
+        self.v_begin = index_temp(self.slice * tiling.columns)
+        memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
+        IRBuilder.name("shared", memory)
+        num_tiles = tiling.stages * tiling.crews
+        self.q = SharedTiles(memory, 0, tiling.q)
+        self.k = SharedTiles(memory, self.q.end, tiling.k, num_tiles)
+        self.v = SharedTiles(memory, self.k.end, tiling.v, num_tiles)
+        self.states = SharedTiles(memory, self.q.end, tiling.state, tiling.crews)
+        if tiling.is_tensor:
+            self.products = TensorCores(
+                tiling, self.q, self.warp_row, lane, most_kept=MOST_KEPT, unrolled=1
+            )
+        else:
+            self.products = MultiplyAdds(tiling, self.q, self.warp_row, lane)
+        self.own_rows = [
+            self.warp_row + T.truncdiv(lane, 4) + 8 * h for h in range(tiling.rows_of_thread)
+        ]
+        self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
+        self.scores = Accumulators(tiling.positions, "scores", tiling.rows_of_thread)
+        self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
+        per_chunk = tiling.v.per_chunk
+        v_chunks = spec.v_head_dim // per_chunk
+        if tiling.slices > 1:
+            left = T.truncdiv(spec.v_head_dim - self.v_begin, per_chunk)
+            v_chunks = index_temp(T.min(tiling.v.chunks, left))
+        self.ring = Ring(
+            tiling,
+            self.k,
+            self.v,
+            self.crew,
+            k_chunks=spec.qk_head_dim // per_chunk,
+            v_chunks=v_chunks,
+            v_begin=self.v_begin,
+        )
+
+    def _row_in_group(self, row):
+        """Row of the tile -> query head of the KV head; the last one fills up."""
+        return T.min(self.first_row + row, self.spec.group_size - 1)
+
+    def attend(self, step: SimpleNamespace, span: Span, begin, end) -> None:
+        """Attend to the columns ``begin .. end - 1``, which are of a span.
+
+        Parameters
+        ----------
+        step : `pair`, `rows` where its K and V are, and `length`, positions of the sequence.
+        """
+        a, spec, tiling, pair = self.a, self.spec, self.tiling, step.pair
+        own = a.q_rope_position[pair.sequence]
+        own = index_temp(own if span.begin is None else T.min(own, span.last_position))
+        first_head = index_temp(pair.head * spec.group_size)
+        rope = InlineRope(spec, a, step)
+        if self.bias:
+            for h, row in enumerate(self.own_rows):
+                self.bias.set_row(h, first_head + self._row_in_group(row), own)
+        factor = temp(a.sm_scale * T.float32(LOG2E))
+        chunks = spec.qk_head_dim // self.q.layout.per_chunk
+
+        def q_pointer(row, chunk):
+            index = (as_int64(pair.sequence), first_head + self._row_in_group(row))
+            return a.q.ptr_to([*index, chunk * self.q.layout.per_chunk])
+
+        def take_q(groups_left: int):
+            wait(groups_left)
+            sync_block()
+            rope.rotate_q(self._view(self.block), lambda row: own)
+            self.products.begin()
+
+        def visit(first, tile):
+            def k_position(column):
+                return span.k_offset + first + column
+
+            rope.rotate_k(self._view(self.crew), tile, k_position)
+            self.products.scores(self.scores, self.k, tile)
+            to_logits(spec, self.scores, self.lane, factor, self.bias, k_position)
+            with T.If(first + tiling.positions > end), T.Then():
+                hide(self.scores, self.lane, lambda h, column: first + column < end)
+            self.softmax.update(self.scores)
+            self.products.accumulate(self.softmax.output, self.scores, self.v, tile)
+
+        with T.If(begin < end), T.Then():
+            sync_block()  # none reads any more what lies there
+            for tiles in (self.q, self.k):
+                zero_padding(tiles, spec.qk_head_dim, self.block.thread, self.block.num_threads)
+            # Rows behind the group's may hold anything: no other row sees them.
+            copy_rows(self.q, min(tiling.rows, spec.group_size), chunks, self.block, q_pointer)
+            commit()
+            self.ring.for_tiles(step.rows, begin, end, visit, take_q)
+
+    def _view(self, crew: Crew) -> SimpleNamespace:
+        """The tiles as `InlineRope` takes them, whose rows the threads of a crew share out."""
+        sizes = {"rows": self.tiling.rows, "positions": self.tiling.positions}
+        tiling = SimpleNamespace(num_threads=crew.num_threads, **sizes)
+        return SimpleNamespace(q=self.q, k=self.k, tiling=tiling, thread=crew.thread)
+
+    def store(self, put: Callable, put_lse: Callable) -> None:
+        """Merge the states of the crews, and hand out the rows of all.
+
+        Parameters
+        ----------
+        put : ``(query head of the KV head, column, values)`` of `RUN` columns.
+        put_lse : ``(query head of the KV head, lse)``
+        """
+        tiling, crew, states = self.tiling, self.crew.index, self.states
+        lse, output = self.softmax.finish(), self.softmax.output
+        sync_block()  # none reads K and V any more
+        for h, row in enumerate(self.own_rows):
+            with T.unroll(output.num_tiles) as n:
+                column = n * 8 + T.truncmod(self.lane, 4) * 2
+                states.store_pair(crew, row, column, *(output[n, h, e] for e in range(2)))
+            with T.If(T.truncmod(self.lane, 4) == 0), T.Then():
+                states.store_float(crew, row, tiling.columns, lse[h])
+        sync_block()
+        runs, logs = tiling.columns // RUN, Registers(tiling.crews, F32, "weights")
+        sums = Registers(RUN, F32, "sums")
+        with T.serial(T.ceildiv(tiling.rows * runs, tiling.num_threads)) as turn:
+            item = index_temp(turn * tiling.num_threads + self.block.thread)
+            row, column = (
+                index_temp(x) for x in (T.truncdiv(item, runs), T.truncmod(item, runs) * RUN)
+            )
+            head = index_temp(self.first_row + row)
+            is_row = T.And(row < tiling.rows, head < self.spec.group_size)
+            is_there = T.And(is_row, self.v_begin + column < self.spec.v_head_dim)
+            with T.If(is_there), T.Then():
+                for i in range(tiling.crews):
+                    logs[i] = states.load_float(i, row, tiling.columns)
+                merged = weigh(logs)
+                with T.If(T.And(column == 0, self.slice == 0)), T.Then():
+                    put_lse(head, merged)
+                sums.fill(T.float32(0))
+                for i in range(tiling.crews):
+                    values = states.load_floats(i, row, column, RUN)
+                    for e in range(RUN):
+                        sums[e] = sums[e] + logs[i] * values[e]
+                put(head, self.v_begin + column, sums)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Few tiles of rows, with the columns that each sees split among the blocks that a GPU holds.
+
+How many blocks split a tile follows from the shapes of the arguments: nothing is planned.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ...spec import KernelSpec
+from ..emit import I32, WARP, index_temp, launch
+from ..launcher import resident_blocks
+from ..splits.partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, States
+from ..tiles.tiling import Tiling
+from .kv_rows import as_int64
+from .query_tile import Unit
+
+LEAST_COLUMNS = 256  # that a block takes: loading Q, keeping states and merging them costs as much
+
+
+def splits_of(tiling: Tiling, num_units, num_positions):
+    """How many blocks shall split each unit, at least one.
+
+    Parameters
+    ----------
+    tiling : Tiling
+    num_units : int32 expression
+    num_positions : integer expression
+        No sequence has more of them.
+    """
+    resident = resident_blocks(tiling.num_bytes, tiling.min_blocks)
+    most = T.cast(T.truncdiv(num_positions + LEAST_COLUMNS - 1, LEAST_COLUMNS), I32)
+    splits = T.max(T.min(T.truncdiv(resident, T.max(num_units, 1)), most), 1)
+    return T.bind(splits, var=tirx.Var("splits", I32))
+
+
+class SplitStates(States):
+    """A state of each row for each block that splits its columns.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    splits : int32 expression
+        With 1, blocks see all and there is no state.
+    num_rows : int32 expression
+        Of Q.
+    """
+
+    def __init__(self, spec: KernelSpec, splits, num_rows):
+        self.splits = splits
+        places = T.if_then_else(splits > 1, splits, 0)
+        super().__init__(spec, (places, T.cast(num_rows, I32), spec.num_qo_heads))
+
+    def launch_merge(self, a: SimpleNamespace, num_rows) -> None:
+        """Merge the states of the rows ``0 .. num_rows - 1``; `num_rows` is on the device."""
+        blocks = T.ceildiv(T.cast(a.q.shape[0], I32) * self.spec.num_qo_heads, MERGED_ROWS)
+        with T.If(self.splits > 1), T.Then():
+            with launch([blocks], MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE) as ((block,), thread):
+                lane = index_temp(T.truncmod(thread, WARP))
+                at = index_temp(block * MERGED_ROWS + T.truncdiv(thread, WARP))
+                row = index_temp(T.truncdiv(at, self.spec.num_qo_heads))
+                head = index_temp(T.truncmod(at, self.spec.num_qo_heads))
+                with T.If(row < num_rows()), T.Then():
+                    output = as_int64(row), head
+                    self.merge(a, lambda i: (i, *output), self.splits, output, lane)
+
+
+class SplitUnit(Unit):
+    """What a block keeps for its share of what the rows of a tile see.
+
+    Its `step` has besides `split`, which of the blocks it is, and `states`, the `SplitStates`.
+    """
+
+    def _share_of(self, start, end) -> tuple:
+        positions = self.tiling.positions
+        start = index_temp(T.min(start, end))  # it may be as large as numbers are
+        tiles = T.ceildiv(end - start, positions)
+        share = T.truncdiv(tiles + self.step.states.splits - 1, self.step.states.splits)
+        share = index_temp(T.max(share * positions, LEAST_COLUMNS))
+        own = index_temp(start + self.step.split * share)
+        return own, index_temp(T.min(end, own + share))
+
+    def _place_of(self, row) -> tuple:
+        return (self.step.split, *self.output_row(row))

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotation of Q and K in shared memory, for ``rotary_mode`` 1: the pages hold K as it came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from ...semantics.rope import inverse_frequencies, sin_cos
+from ...semantics.rotary_mode import has_rope
+from ...spec import KernelSpec
+from .. import scalars
+from ..emit import F32, index_temp, sync_block
+from ..tiles.shared_tiles import SharedTiles
+
+
+class InlineRope:
+    """The rotation of one kernel.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : the kernel's argument `rotary_mode`, or none: rows are rotated already.
+    step : of the unit: `length`, positions of the sequence.
+    """
+
+    def __init__(self, spec: KernelSpec, a, step):
+        self.spec, self.step = spec, step
+        # Rows of a kernel that cannot be asked to rotate them are rotated already.
+        self.mode = getattr(a, "rotary_mode", None)
+        self.may_rotate = has_rope(spec) and self.mode is not None
+        self.half = spec.rope.rotary_dim // 2
+
+    def rotate_q(self, unit, position: Callable) -> None:
+        """Rotate the tile of Q of a unit; ``position(row)`` of its rows."""
+        self._rotate(unit, unit.q, 0, unit.tiling.rows, position)
+
+    def rotate_k(self, unit, stage, position: Callable) -> None:
+        """Rotate a tile of K of a unit; ``position(row)`` of its rows."""
+        self._rotate(unit, unit.k, stage, unit.tiling.positions, position)
+
+    def _rotate(self, unit, tiles: SharedTiles, tile, num_rows: int, position: Callable) -> None:
+        if not self.may_rotate:
+            return
+        half, num_threads = self.half, unit.tiling.num_threads
+        with T.If(self.mode == 1), T.Then():
+            with T.serial(T.ceildiv(num_rows * half, num_threads)) as turn:
+                item = index_temp(turn * num_threads + unit.thread)
+                with T.If(item < num_rows * half), T.Then():
+                    row, i = (
+                        index_temp(x) for x in (T.truncdiv(item, half), T.truncmod(item, half))
+                    )
+                    rotation = self._sin_cos(position(row), i)
+                    x, y = (tiles.load_float(tile, row, column) for column in (i, i + half))
+                    tiles.store_float(tile, row, i, x * rotation.cos - y * rotation.sin)
+                    tiles.store_float(tile, row, i + half, y * rotation.cos + x * rotation.sin)
+            sync_block()
+
+    def _sin_cos(self, position, i):
+        rope = self.spec.rope
+        scaled = T.cast(position, F32)
+        if rope.scale != 1.0:
+            scaled = scaled * T.float32(rope.scale)
+        frequency = scalars.lookup(inverse_frequencies(rope).inv_freq, i)
+        if rope.kind == "longrope":
+            original = dict(rope.scaling)["original_max_position_embeddings"]
+            of_long = scalars.lookup(inverse_frequencies(rope, use_long=True).inv_freq, i)
+            frequency = T.Select(self.step.length > original, of_long, frequency)
+        rotation = sin_cos(scalars.temp(scaled) * frequency, 1, scalars)
+        factor = inverse_frequencies(rope).attention_factor
+        if factor == 1.0:
+            return rotation
+        scaled = (scalars.temp(x * T.float32(factor)) for x in (rotation.sin, rotation.cos))
+        return type(rotation)(*scaled)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Absorbed MLA attention over pages: one latent row per position serves all query heads.
+
+It is the skeleton of `prefill` with all heads in the rows of a tile. The latent row is K, and its
+first columns are V, so a tile of it is copied once and multiplied twice. A decode step has few
+tiles, so as many blocks as the GPU holds take equal shares of their positions. Where blocks may
+have much shared memory, tiles have more rows, and fewer of them load the same latent rows.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from ...semantics.visibility import CausalMask, WholeSequence
+from ...signatures import MLA_PREFILL, MLA_TREE
+from ...spec import KernelSpec
+from ..emit import as_count, index_temp, opaque
+from ..splits.tile_split import TileSplit, shared_out
+from ..tiles.tiling import Tiling
+from ..tiles.tiling_choice import emit_chosen
+from .balanced_split_tile import PartMask, PartUnit, step_of
+from .define import attention_kernel
+from .non_finite_v import with_care
+from .tree import build_tree
+from .tree_mask import PlainColumns
+
+
+class SequenceSplit(TileSplit):
+    """Shares of tiles whose items are the sequences of a batch.
+
+    Parameters
+    ----------
+    spec, tiling, num_blocks, lane : see `TileSplit`
+    a : the kernel's arguments `q_indptr`, `page_indptr`, `length_info` and `batch_size`.
+    """
+
+    least_units = 1  # rows that see nothing are written too
+
+    def __init__(self, spec: KernelSpec, tiling: Tiling, a, num_blocks, lane):
+        self.a, self.lengths = a, WholeSequence(spec, a.length_info, index_temp)
+        super().__init__(spec, tiling, a.batch_size, num_blocks, lane)
+
+    def kv_len(self, i):
+        """Positions of sequence i."""
+        num_pages = index_temp(self.a.page_indptr[i + 1] - self.a.page_indptr[i])
+        return self.lengths.kv_len(i, num_pages)
+
+    def first_row(self, i):
+        """Where the rows of sequence i begin in Q."""
+        return self.a.q_indptr[i]
+
+    def num_rows(self, i):
+        """How many sequence i has."""
+        return self.a.q_indptr[i + 1] - self.a.q_indptr[i]
+
+
+def emit_mla(spec: KernelSpec, a: SimpleNamespace) -> None:
+    """Emit the body: `a` holds the matched arguments by their names."""
+    a.columns = PlainColumns()
+    mask = CausalMask(a.causal)
+
+    def emit_tiles(tiling: Tiling) -> None:
+        def attend(part, piece, thread) -> None:
+            a.mask = PartMask(part.first, part.last, mask)
+            step = step_of(spec, a, part, piece, part.tile.item)
+            with_care(lambda care: PartUnit(spec, tiling, a, step, opaque(thread), care).run())
+
+        with shared_out(spec, a, tiling, SequenceSplit, goes_on=False) as emit:
+            emit(attend)
+
+    num_rows = as_count(a.q.shape[0]) * spec.group_size
+    emit_chosen(Tiling.choices(spec, spec.kv_dtype), num_rows, a.batch_size, emit_tiles)
+
+
+def mla_prefill(spec: KernelSpec):
+    """Build the kernel `mla_prefill`; its arguments are those of the CPU's."""
+    return attention_kernel(spec, MLA_PREFILL, lambda a: emit_mla(spec, a))
+
+
+def mla_tree(spec: KernelSpec):
+    """Build the kernel `mla_tree`; its arguments are those of the CPU's."""
+    return build_tree(spec, MLA_TREE)

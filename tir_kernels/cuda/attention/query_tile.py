@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tile of a sequence's tokens, with the query heads of one KV head, over all that they see.
+
+The rows of a tile are tokens times the heads of the group, so K and V are read once for all of
+these heads, and few tokens fill the rows of an instruction too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+
+from ...semantics.visibility import Span
+from ...spec import LOG2E, KernelSpec
+from ..elements import store_words
+from ..emit import F32, I32, U32, WARP, Registers, index_temp, opaque, ptx, sync_block
+from ..scalars import temp
+from ..tiles.fma import MultiplyAdds
+from ..tiles.logits import AlibiBias, hide, to_logits
+from ..tiles.mma import TensorCores
+from ..tiles.online_softmax import Accumulators, OnlineSoftmax
+from ..tiles.pipeline import Crew, Ring, commit, copy_rows, wait, zero_padding
+from ..tiles.shared_tiles import SharedTiles
+from ..tiles.tiling import Tiling
+from .inline_rope import InlineRope
+from .kv_rows import as_int64
+from .non_finite_v import FIRST_WORD, Care
+
+# Fields of a step and of its gap that are kept in shared memory.
+PARKED = ("kv_len", "k_offset", "first_row", "num_rows", "first", "head")
+PARKED_OF_GAP = ("sinks", "begin", "back")
+assert len(PARKED) + len(PARKED_OF_GAP) <= FIRST_WORD
+
+
+class Unit:
+    """What a block keeps for a unit of work, and does with it. Subclasses say what it shares out.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    tiling : Tiling
+    a : the kernel's arguments.
+    step : of the unit: `rows`, which gives the source of K and V for a number of rows of a thread;
+        `sequence`, its `kv_len` and `gap`, `k_offset` of its RoPE positions, `head`, `slice` of the
+        columns of V; `first_row` of the sequence in Q, `num_rows` of it, and `first`, the first row
+        of the tile, counted in tokens times heads; `is_whole`, whether the block sees all that the
+        rows see, and if it does not, `states`, a `States` for them.
+    thread : int32 expression
+    care : Care, optional
+        None: all rows see the same columns.
+    """
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        tiling: Tiling,
+        a,
+        step: SimpleNamespace,
+        thread,
+        care: Care | None = None,
+    ):
+        self.spec, self.tiling, self.a, self.step, self.care = spec, tiling, a, step, care
+        self._place(thread)
+        self.crew = Crew(thread, tiling.num_threads, sync_block)
+        memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
+        self.memory = IRBuilder.name("shared", memory)
+        self.q = SharedTiles(memory, 0, tiling.q)
+        self.o = SharedTiles(memory, 0, tiling.o)
+        self.k = SharedTiles(memory, max(self.q.end, self.o.end), tiling.k, tiling.stages)
+        self.v_begin = step.slice * tiling.columns
+        if tiling.is_latent:
+            first_chunk = index_temp(T.truncdiv(self.v_begin, tiling.k.per_chunk))
+            self.v = SharedTiles(memory, self.k.begin, tiling.k, tiling.stages, first_chunk)
+        else:
+            self.v = SharedTiles(memory, self.k.end, tiling.v, tiling.stages)
+        is_tensor = tiling.is_tensor
+        products = TensorCores if is_tensor else MultiplyAdds
+        self.products = products(tiling, self.q, self.warp_row, self.lane)
+        self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
+        self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
+        self.rope = InlineRope(spec, a, step)
+        chunk = tiling.v.per_chunk
+        self.o_chunks = spec.v_head_dim // tiling.o.per_chunk
+        self.v_chunks = spec.v_head_dim // chunk
+        if tiling.slices > 1:
+            left = spec.v_head_dim - self.v_begin
+            self.v_chunks = index_temp(T.min(tiling.v.chunks, T.truncdiv(left, chunk)))
+            left_chunks = T.truncdiv(left, tiling.o.per_chunk)
+            self.o_chunks = index_temp(T.min(tiling.o.chunks, left_chunks))
+        self.columns = a.columns
+        self.columns.begin(self)
+        self.ring = Ring(
+            tiling,
+            self.k,
+            self.v,
+            self.crew,
+            k_chunks=spec.qk_head_dim // chunk,
+            v_chunks=self.v_chunks,
+            v_begin=self.v_begin,
+        )
+
+    def _place(self, thread) -> None:
+        """Find out which rows of the tile are the thread's."""
+        self.thread = thread
+        self.lane = index_temp(T.truncmod(thread, WARP))
+        self.warp_row = index_temp(T.truncdiv(thread, WARP) * self.tiling.warp_rows)
+
+    def table(self, i):
+        """Where entry i of the table of columns is, 4 bytes for each position of a tile."""
+        return self.memory.ptr_to([self.v.end + i * 4])
+
+    def bounds_pointer(self, row):
+        """Where the first column that a row sees is kept, and the one behind its last: 8 bytes."""
+        return self.memory.ptr_to([self.v.end + self.tiling.table_bytes + row * 8])
+
+    def word_pointer(self, i: int):
+        """Where word i of what the block knows of its unit is kept."""
+        end = self.v.end + self.tiling.table_bytes + self.tiling.rows * 8
+        return self.memory.ptr_to([end + i * 4])
+
+    # --- rows of the tile -----------------------------------------------------------------------
+
+    def _flat(self, row):
+        """Row of the tile -> row of the sequence, in tokens times heads; the last one fills up."""
+        return T.min(self.step.first + row, self.step.num_rows * self.spec.group_size - 1)
+
+    def token(self, row):
+        """Of the sequence, the token of a row of the tile."""
+        return T.truncdiv(self._flat(row), self.spec.group_size)
+
+    def row_of_q(self, row):
+        """The row of Q and O of a row of the tile."""
+        return self.step.first_row + self.token(row)
+
+    def output_row(self, row) -> tuple:
+        """Index of a row of the tile in Q and O, and in their logs."""
+        return as_int64(self.row_of_q(row)), self.head(row)
+
+    def is_there(self, row):
+        """Whether a row of the tile is a row of the sequence, and no filling."""
+        return self.step.first + row < self.step.num_rows * self.spec.group_size
+
+    def head(self, row):
+        """The query head of a row of the tile."""
+        group = self.spec.group_size
+        return self.step.head * group + T.truncmod(self._flat(row), group)
+
+    def own_row(self, h: int):
+        """Row h of the thread, in the tile."""
+        return self.warp_row + T.truncdiv(self.lane, 4) + 8 * h
+
+    def _end_of(self, row):
+        return self.a.mask.end(self.token(row), self.step.num_rows, self.step.kv_len)
+
+    def _begin_of(self, row, span: Span):
+        token, step, mask = self.token(row), self.step, self.a.mask
+        begin = T.int32(0)
+        if mask.has_window:
+            begin = mask.begin(token, step.num_rows, step.kv_len)
+        if span.begin is not None:
+            own = mask.own(token, step.num_rows, step.kv_len)
+            begin = T.max(begin, T.max(span.begin, own - span.back))
+        return begin
+
+    def _position(self, row, span: Span):
+        """RoPE position of the token of a row."""
+        own = self.a.q_rope_position[self.row_of_q(row)]
+        return own if span.begin is None else T.min(own, span.last_position)
+
+    # --- attention ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Attend and store."""
+        step = self.step
+        self.softmax.reset()
+        if self.care:
+            self.care.begin(self)
+        zero_padding(self.q, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
+        zero_padding(self.k, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
+        self._park()
+        if step.gap is None:
+            self._run_span(Span(None, step.kv_len, step.k_offset, None, None))
+        else:
+            with T.serial(step.gap.num_spans) as i:
+                step = self._recall()
+                self._run_span(step.gap.span(i, step.kv_len, step.k_offset))
+        self._recall()
+        lse = self.softmax.finish()
+        if self.care:
+            self.care.end(self, lse)
+        else:
+            self._prepare(lse)
+            self.store_lse(lse)
+            self.store_rows()
+
+    def _park(self) -> None:
+        """Keep what tells of the step in shared memory: passes over columns need the registers."""
+        step = self.step
+        values = [getattr(step, name) for name in PARKED]
+        if step.gap is not None:
+            values += [getattr(step.gap, name) for name in PARKED_OF_GAP]
+        for i, value in enumerate(values):
+            ptx("st.shared.b32", self.word_pointer(i), T.cast(value, U32))
+
+    def _recall(self) -> SimpleNamespace:
+        """The step, with what was parked in registers again."""
+        gap = self.step.gap
+        words = Registers(len(PARKED) + (len(PARKED_OF_GAP) if gap else 0), U32, "step")
+        for i in range(words.count):
+            ptx("ld.shared.b32", words[i], self.word_pointer(i))
+        values = [index_temp(T.cast(words[i], I32)) for i in range(words.count)]
+        if gap:
+            gap = replace(gap, **dict(zip(PARKED_OF_GAP, values[len(PARKED) :], strict=True)))
+        fields = dict(zip(PARKED, values, strict=False))
+        self.step = SimpleNamespace(**{**vars(self.step), **fields, "gap": gap})
+        return self.step
+
+    def _run_span(self, span: Span) -> None:
+        """Attend to the columns of a span."""
+        last_row = self.tiling.rows - 1
+        start = index_temp(self._begin_of(0, span))
+        end = index_temp(T.min(self._end_of(last_row), span.end))
+        start, end = self._share_of(start, end)
+        with T.If(start < end), T.Then():
+            self._attend(span, start, end)
+
+    def _share_of(self, start, end) -> tuple:
+        """Of the columns ``start .. end - 1``, which rows of the tile see, those of the block."""
+        return start, end
+
+    def _attend(self, span: Span, start, end) -> None:
+        tiling, lane = self.tiling, self.lane
+        if self.bias:
+            for h in range(tiling.rows_of_thread):
+                row = self.own_row(h)
+                self.bias.set_row(h, self.head(row), self._position(row, span))
+        # Between these, all rows of the block see all columns.
+        columns = self.columns
+        shared_end = index_temp(T.min(columns.shared_end(self._end_of(0)), span.end))
+        last_begin = self._begin_of(tiling.rows - 1, span)
+        shared_begin = index_temp(columns.shared_begin(last_begin))
+        factor = temp(self.a.sm_scale * T.float32(LOG2E))
+        warp_end = self._end_of_warp()
+        self._keep_bounds(span)
+        self._load_q(span)
+        self.products.begin()
+        rows = self.step.rows(tiling.rows_per_thread)
+        scores = Accumulators(tiling.positions, "scores", tiling.rows_of_thread)
+
+        def visit(first, stage):
+            columns.begin_tile(self, first)
+            if self.care:
+                self.care.begin_tile(self, stage)
+
+            def k_position(column):
+                return span.k_offset + columns.position(first, column)
+
+            self.rope.rotate_k(self, stage, k_position)
+            with T.If(first < warp_end), T.Then():
+                multiply(first, stage, k_position)
+
+        def multiply(first, stage, k_position):
+            self.products.scores(scores, self.k, stage)
+            to_logits(self.spec, scores, lane, factor, self.bias, k_position)
+            if self.care:
+                self.care.mark(self, scores)
+            hides_some = T.Or(first + tiling.positions > shared_end, first < shared_begin)
+            with T.If(hides_some), T.Then():
+                self._hide(scores, first)
+            self.softmax.update(scores)
+            self.products.accumulate(self.softmax.output, scores, self.v, stage)
+
+        self.ring.for_tiles(rows, start, end, visit)
+        sync_block()
+
+    def _end_of_warp(self):
+        """Behind the last column that rows of the warp see; 0 for a warp without rows."""
+        last = self._end_of(self.warp_row + self.tiling.warp_rows - 1)
+        return index_temp(T.if_then_else(self.is_there(self.warp_row), last, 0))
+
+    def _keep_bounds(self, span: Span) -> None:
+        """Find the bounds of all rows: few tiles of columns need them, and registers are scarce."""
+        tiling, thread = self.tiling, opaque(self.thread)
+        with T.serial(T.ceildiv(tiling.rows, tiling.num_threads)) as turn:
+            row = index_temp(turn * tiling.num_threads + thread)
+            with T.If(row < tiling.rows), T.Then():
+                bounds = self._begin_of(row, span), T.min(self._end_of(row), span.end)
+                words = [T.cast(bound, U32) for bound in bounds]
+                ptx("st.shared.v2.b32", self.bounds_pointer(row), *words)
+
+    def _hide(self, scores: Accumulators, first) -> None:
+        """Hide the columns of the tile from `first` on that a row does not see."""
+        bounds = Registers(2 * scores.rows, U32, "bounds")
+        for h in range(scores.rows):
+            pair = [bounds[2 * h + i] for i in range(2)]
+            ptx("ld.shared.v2.b32", *pair, self.bounds_pointer(self.own_row(h)))
+
+        def is_visible(h, column):
+            begin, end = (T.cast(bounds[2 * h + i], I32) for i in range(2))
+            is_between = T.And(first + column >= begin, first + column < end)
+            return T.And(is_between, self.columns.is_visible(first, column, h))
+
+        hide(scores, self.lane, is_visible)
+
+    def _load_q(self, span: Span) -> None:
+        """Bring the rows of Q into shared memory, rotated if it is asked for."""
+        chunks, tiling = self.spec.qk_head_dim // self.q.layout.per_chunk, self.tiling
+
+        def pointer(row, chunk):
+            column = chunk * self.q.layout.per_chunk
+            return self.a.q.ptr_to([*self.output_row(row), column])
+
+        crew = replace(self.crew, thread=opaque(self.thread))
+        copy_rows(self.q, tiling.rows, chunks, crew, pointer)
+        commit()
+        wait(0)
+        sync_block()
+        self.rope.rotate_q(self, lambda row: self._position(row, span))
+
+    def _prepare(self, lse: Registers) -> None:
+        """Change finished rows and their logs before they are stored."""
+
+    def _again(self) -> None:
+        """Find the thread's rows anew, or all that depends on them is kept since the first pass."""
+        self._place(opaque(self.crew.thread))
+
+    def _place_of(self, row) -> tuple:
+        """Of a row of the tile, the place of its state."""
+        raise NotImplementedError
+
+    def store_lse(self, lse: Registers) -> None:
+        """Hand out the logs of the rows; where others see more, with their states."""
+        self._again()
+        is_first = T.And(T.truncmod(self.lane, 4) == 0, self.step.slice == 0)
+        for h in range(lse.count):
+            row = self.own_row(h)
+            with T.If(T.And(is_first, self.is_there(row))), T.Then():
+                with T.If(self.step.is_whole):
+                    with T.Then():
+                        T.buffer_store(self.a.lse, lse[h], list(self.output_row(row)))
+                    with T.Else():
+                        self.step.states.put_lse(self._place_of(row), lse[h])
+
+    def store_rows(self) -> None:
+        """Hand out the rows; where others see more, as states."""
+        self._again()
+        with T.If(self.step.is_whole):
+            with T.Then():
+                self._put()
+            with T.Else():
+                self._keep()
+
+    def _keep(self) -> None:
+        """Keep the rows, for those that merge them."""
+        output, pair = self.softmax.output, Registers(2, F32, "pair")
+        quad = T.truncmod(self.lane, 4)
+        for h in range(output.rows):
+            row = self.own_row(h)
+            place = self._place_of(row)
+            with T.If(self.is_there(row)), T.Then(), T.unroll(output.num_tiles) as n:
+                with T.If(self.v_begin + n * 8 < self.spec.v_head_dim), T.Then():
+                    for e in range(2):
+                        pair[e] = output[n, h, e]
+                    self.step.states.put(place, self.v_begin + n * 8 + quad * 2, pair)
+
+    def _put(self) -> None:
+        """Write the rows of O, through shared memory."""
+        tiling, output = self.tiling, self.softmax.output
+        with T.unroll(output.num_tiles) as n:
+            for h in range(output.rows):
+                column = n * 8 + T.truncmod(self.lane, 4) * 2
+                pair = [output[n, h, e] for e in range(2)]
+                self.o.store_pair(0, self.own_row(h), column, *pair)
+        sync_block()
+        chunks, words = self.o.layout.chunks, Registers(4, U32, "words")
+        items = tiling.rows * chunks
+        with T.serial(T.ceildiv(items, tiling.num_threads)) as turn:
+            item = index_temp(turn * tiling.num_threads + self.thread)
+            row = index_temp(T.truncdiv(item, chunks))
+            chunk = index_temp(T.truncmod(item, chunks))
+            is_there = T.And(row < tiling.rows, self.is_there(row))
+            with T.If(T.And(is_there, chunk < self.o_chunks)), T.Then():
+                taken = [words[i] for i in range(4)]
+                ptx("ld.shared.v4.b32", *taken, self.o.pointer(0, row, chunk))
+                column = self.v_begin + chunk * self.o.layout.per_chunk
+                self._put_chunk(row, (*self.output_row(row), column), words)
+
+    def _put_chunk(self, row, index: tuple, words: Registers) -> None:
+        """Take 16 bytes of a row of O, from `index` on."""
+        store_words(words, self.a.o, index, 16)

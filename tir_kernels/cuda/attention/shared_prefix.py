@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of the rows of many sequences to pages that they have in common, merged in place.
+
+It is the skeleton of `prefill` with the rows of a tile taken from a list. As many blocks as the GPU
+holds take equal shares of all tiles and positions, as in `decode`. A tile that falls into one share
+is merged into O there; one that is cut leaves states, which a second kernel merges.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ...semantics.rotary_mode import refuse_longrope, require_own_rotation
+from ...signatures import MLA_PREFILL_SHARED, PREFILL_SHARED
+from ...spec import KernelSpec
+from ..emit import as_count, index_temp, launch
+from ..launcher import workspace
+from ..splits.tile_split import TileSplit, shared_out
+from ..tiles.tiling import Tiling
+from ..tiles.tiling_choice import emit_chosen
+from .balanced_split_tile import PartMask, step_of
+from .define import attention_kernel
+from .shared_tile import SharedUnit
+from .tree_mask import PlainColumns
+
+_COPY_THREADS = 128
+
+
+@contextmanager
+def _lse_before(a, slices: int):
+    """The logs that are there when the call begins.
+
+    Where blocks share out the columns of a row, one of them writes its log while others read it.
+    """
+    if slices == 1:
+        yield a.lse
+        return
+    num_rows, num_heads = a.lse.shape
+    with workspace(a.lse.shape, "lse_before") as before:
+        with launch([num_rows], _COPY_THREADS) as ((row,), thread):
+            with T.serial(-(-int(num_heads) // _COPY_THREADS)) as turn:
+                head = index_temp(turn * _COPY_THREADS + thread)
+                with T.If(T.And(row < num_rows, head < num_heads)), T.Then():
+                    T.buffer_store(before, a.lse[row, head], [row, head])
+        yield before
+
+
+class SegmentSplit(TileSplit):
+    """Shares of tiles whose items are the segments that a call is for; their rows are a list.
+
+    Parameters
+    ----------
+    spec, tiling, num_blocks, lane : see `TileSplit`
+    a : the kernel's arguments `row_indptr`, `row_ids`, `page_indptr`, `first_segment` and
+        `last_segment`.
+    """
+
+    def __init__(self, spec: KernelSpec, tiling: Tiling, a, num_blocks, lane):
+        self.a = a
+        super().__init__(spec, tiling, a.last_segment - a.first_segment, num_blocks, lane)
+
+    def _extent(self, indptr, i):
+        at = self.a.first_segment + i
+        return indptr[at + 1] - indptr[at]
+
+    def kv_len(self, i):
+        """Positions of item i, whose pages are full."""
+        return self._extent(self.a.page_indptr, i) * self.spec.page_size
+
+    def first_row(self, i):
+        """Where the rows of item i begin in `row_ids`."""
+        return self.a.row_indptr[self.a.first_segment + i]
+
+    def num_rows(self, i):
+        """How many item i has."""
+        return self._extent(self.a.row_indptr, i)
+
+    def row_id(self, at):
+        """Row of Q and O, of an entry of `row_ids`."""
+        return self.a.row_ids[at]
+
+
+def emit_shared(spec: KernelSpec, a: SimpleNamespace) -> None:
+    """Emit the body: `a` holds the matched arguments by their names."""
+    if hasattr(a, "rotary_mode"):
+        require_own_rotation(spec, a)
+        refuse_longrope(spec, a)
+    a.columns = PlainColumns()
+
+    def emit_tiles(tiling: Tiling) -> None:
+        with shared_out(spec, a, tiling, SegmentSplit, goes_on=True) as emit:
+            with _lse_before(a, tiling.slices) as lse_before:
+
+                def attend(part, piece, thread) -> None:
+                    segment = index_temp(a.first_segment + part.tile.item)
+                    offsets = getattr(a, "k_rope_pos_offset", None)
+                    step = step_of(spec, a, part, piece, segment)
+                    step.k_offset = T.int32(0) if offsets is None else index_temp(offsets[segment])
+                    step.lse_before = lse_before
+                    a.mask = PartMask(part.first, part.last)
+                    SharedUnit(spec, tiling, a, step, thread).run()
+
+                emit(attend)
+
+    # Of all segments of the step, with which those of the call stand for the host.
+    num_rows = as_count(a.row_ids.shape[0]) * spec.group_size
+    num_segments = a.row_indptr.shape[0] - 1
+    emit_chosen(Tiling.choices(spec, spec.kv_dtype), num_rows, num_segments, emit_tiles)
+
+
+def prefill_shared(spec: KernelSpec):
+    """Build the kernel `prefill_shared`; its arguments are those of the CPU's."""
+    return attention_kernel(spec, PREFILL_SHARED, lambda a: emit_shared(spec, a))
+
+
+def mla_prefill_shared(spec: KernelSpec):
+    """Build the kernel `mla_prefill_shared`; its arguments are those of the CPU's."""
+    return attention_kernel(spec, MLA_PREFILL_SHARED, lambda a: emit_shared(spec, a))

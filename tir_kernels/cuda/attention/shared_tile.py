@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tile of rows of many sequences over some positions that all of them see."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from ...semantics.partial_states import MergedLse, selected
+from .. import scalars
+from ..elements import load_floats, store_floats, widen_words
+from ..emit import F32, Registers, ptx, sync_warp
+from .balanced_split_tile import PartUnit
+
+
+class SharedUnit(PartUnit):
+    """What a block keeps for a part of a tile, whose rows are those of a list.
+
+    Rows that have seen all of a segment are merged into O and its logs; its `step` has besides
+    `lse_before`, the logs that were there.
+    """
+
+    def row_of_q(self, row):
+        """The row of Q and O of a row of the tile."""
+        return self.a.row_ids[super().row_of_q(row)]
+
+    def _prepare(self, lse: Registers) -> None:
+        with T.If(self.step.is_whole), T.Then():
+            self._merge(lse)
+
+    def _merge(self, lse: Registers) -> None:
+        """Make parts of O of the rows, and `lse` the logs of all parts.
+
+        The weights of what the rows had seen before are kept where their bounds were.
+        """
+        rows, output = range(lse.count), self.softmax.output
+        before = Registers(lse.count, F32, "before")
+        for h in rows:
+            before[h] = self.step.lse_before[self.output_row(self.own_row(h))]
+        sync_warp()  # all threads of a row have it
+        for h in rows:
+            merged = MergedLse(before[h], lse[h], 1, scalars)
+            lse[h] = merged.lse
+            with T.unroll(output.num_tiles) as n:
+                for e in range(2):
+                    output[n, h, e] = output[n, h, e] * merged.weights[1]
+            with T.If(T.truncmod(self.lane, 4) == 0), T.Then():
+                pointer = self.bounds_pointer(self.own_row(h))
+                ptx("st.shared.f32", pointer, merged.weights[0])
+
+    def _put_chunk(self, row, index: tuple, words: Registers) -> None:
+        o, count = self.a.o, self.o.layout.per_chunk
+        weight, values = Registers(1, F32, "weight"), Registers(count, F32, "values")
+        ptx("ld.shared.f32", weight[0], self.bounds_pointer(row))
+        widen_words(words, str(o.dtype), values)
+        before = load_floats(o, index, count)
+        for e in range(count):
+            values[e] = values[e] + selected(before[e], weight[0], 1, scalars)
+        store_floats(o, index, values)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of work that blocks share out in a row: two of each block, and their merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from ...spec import KernelSpec
+from ..elements import store_floats
+from ..emit import F32, I32, WARP, Registers, as_count, count_temp, index_temp, launch
+from .partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, RUN, States
+
+
+class Partials(States):
+    """Room for two states of each block: of what its first and its last unit belong to.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    num_blocks : int32 expression
+        That share the units.
+    num_rows : int, optional
+        Of a state; None: the query heads of a KV head.
+    goes_on : bool
+        As `States` takes it.
+    """
+
+    def __init__(
+        self, spec: KernelSpec, num_blocks, num_rows: int | None = None, goes_on: bool = False
+    ):
+        self.num_blocks, self.num_rows = num_blocks, num_rows or spec.group_size
+        super().__init__(spec, (2 * num_blocks, self.num_rows), goes_on)
+
+    def slot(self, block, is_first):
+        """Of what goes on from the block before, or of what goes on behind."""
+        return block * 2 + T.if_then_else(is_first, 0, 1)
+
+    def launch_merge(self, a, split_of: Callable, clears_empty: bool = False) -> None:
+        """Merge what was cut.
+
+        Parameters
+        ----------
+        a : the kernel's arguments.
+        split_of : callable
+            Emits how the units were cut, such as a `PageSplit`; takes the lane.
+        clears_empty : bool
+            Also clear the rows of sequences without pages, of which there is one each.
+        """
+        grid = [self.num_blocks, -(-self.num_rows // MERGED_ROWS)]
+        with launch(grid, MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE) as ((block, rows), thread):
+            lane = index_temp(T.truncmod(thread, WARP))
+            row = index_temp(rows * MERGED_ROWS + T.truncdiv(thread, WARP))
+            split = split_of(lane)
+            # The block that has the first unit, but not the last one, tells where it was cut.
+            cut = count_temp(as_count(block + 1) * split.share)
+            with T.If(T.And(cut < split.total, row < self.num_rows)), T.Then():
+                work = split.pair(split.owner(cut, lane), cut)
+                begins_here = T.And(work.begin < cut, work.begin >= cut - split.share)
+                with T.If(T.And(begins_here, work.is_there(row))), T.Then():
+                    last_block = T.cast(T.truncdiv(work.end - 1, split.share), I32)
+                    count = index_temp(last_block - block + 1)
+
+                    def place_of(i):
+                        return self.slot(block + i, i > 0), row
+
+                    self.merge(a, place_of, count, work.output_row(row), lane)
+            if clears_empty:
+                self._clear_empty(a, block, row, lane)
+
+    def _clear_empty(self, a, block, row, lane) -> None:
+        spec = self.spec
+        zeros = Registers(RUN, F32, "zeros")
+        zeros.fill(T.float32(0))
+        with T.serial(T.truncdiv(a.batch_size + self.num_blocks - 1, self.num_blocks)) as turn:
+            b = index_temp(turn * self.num_blocks + block)
+            with T.If(T.And(b < a.batch_size, row < spec.group_size)), T.Then():
+                with T.If(a.page_indptr[b + 1] == a.page_indptr[b]), T.Then():
+                    with T.serial(spec.num_kv_heads) as kv_head:
+                        head = index_temp(kv_head * spec.group_size + row)
+                        T.buffer_store(a.lse, T.reinterpret(F32, T.uint32(0xFF800000)), [b, head])
+                        with T.serial(-(-spec.v_head_dim // (RUN * WARP))) as part:
+                            column = index_temp((part * WARP + lane) * RUN)
+                            with T.If(column < spec.v_head_dim), T.Then():
+                                store_floats(a.o, (b, head, column), zeros)

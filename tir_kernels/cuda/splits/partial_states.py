@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of attention, parts of O with their lse, in a workspace, and how some become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+
+from tvm.script import tirx as T
+
+from ...spec import KernelSpec
+from ..elements import load_floats, store_floats
+from ..emit import F32, WARP, Registers, index_temp
+from ..launcher import workspace
+from ..scalars import exp2, log2, temp
+from ..warp import shuffle_xor
+
+LOWEST = -3.0e38  # finite, so that -inf less it is no NaN
+RUN = 8  # elements that a thread takes at once
+MERGED_ROWS = 4  # of a block that merges: a warp for each
+MIN_BLOCKS_OF_MERGE = 4  # of these on a multiprocessor: 128 registers
+
+
+def weigh(logs: Registers):
+    """Turn the lse of parts into their weights; returns the lse of all."""
+    top, total = Registers(1, F32, "top"), Registers(1, F32, "total")
+    top[0] = T.float32(LOWEST)
+    for i in range(logs.count):
+        top[0] = T.max(top[0], logs[i])
+    total[0] = T.float32(0)
+    for i in range(logs.count):
+        logs[i] = exp2(logs[i] - top[0])
+        total[0] = total[0] + logs[i]
+    lse, inverse = lse_of(top[0], total[0])
+    for i in range(logs.count):
+        logs[i] = logs[i] * inverse
+    return lse
+
+
+def lse_of(top, total):
+    """The lse of a maximum and the sum of exponentials relative to it, and the inverse of the sum.
+
+    Both are NaN where the sum is: the maximum of NaN and a number is the number.
+    """
+    is_empty = total <= T.float32(0.5)  # the exponential of the maximum itself is 1
+    empty = T.reinterpret(F32, T.uint32(0xFF800000))
+    lse = temp(T.if_then_else(is_empty, empty, top + log2(total)))
+    return lse, temp(T.if_then_else(is_empty, T.float32(0), T.float32(1) / total))
+
+
+class States:
+    """Room for states of rows, in global memory.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    places : sequence of int32 expressions
+        How many there are, of any number of dimensions.
+    goes_on : bool
+        The outputs hold another part of their rows, to be merged with.
+    """
+
+    def __init__(self, spec: KernelSpec, places: Sequence, goes_on: bool = False):
+        self.spec, self.goes_on = spec, goes_on
+        # The lse comes behind the row, and what keeps the rows aligned.
+        self.shape = (*places, spec.v_head_dim + RUN)
+        self.buffer = None
+
+    @contextmanager
+    def allocated(self):
+        """Launches within may use them."""
+        with workspace(self.shape, "partial_states") as self.buffer:
+            yield
+
+    def put(self, place: tuple, column, values: Registers) -> None:
+        """Keep elements of the row at a place."""
+        store_floats(self.buffer, (*place, column), values)
+
+    def put_lse(self, place: tuple, lse) -> None:
+        """Keep the lse of the row at a place."""
+        T.buffer_store(self.buffer, lse, [*place, self.spec.v_head_dim])
+
+    def merge(self, a, place_of: Callable, count, output: tuple, lane) -> None:
+        """Merge `count` states into a row of O and its logs, by a warp.
+
+        Parameters
+        ----------
+        a : the kernel's arguments `o` and `lse`.
+        place_of : callable
+            Number of a state -> its place.
+        output : tuple of int32 expressions
+            Index of the row.
+        """
+        width = self.spec.v_head_dim
+
+        def lse_at(i):
+            return self.buffer[(*place_of(i), width)]
+
+        top, total = Registers(1, F32, "top"), Registers(1, F32, "total")
+        top[0], total[0] = T.float32(LOWEST), T.float32(0)
+        if self.goes_on:
+            lse_before = temp(a.lse[output])
+            top[0] = T.max(top[0], lse_before)
+
+        def for_own(body):
+            with T.serial(T.ceildiv(count, WARP)) as turn:
+                i = index_temp(turn * WARP + lane)
+                with T.If(i < count), T.Then():
+                    body(i)
+
+        def raise_top(i):
+            top[0] = T.max(top[0], lse_at(i))
+
+        def add(i):
+            total[0] = total[0] + exp2(lse_at(i) - top[0])
+
+        for_own(raise_top)
+        for mask in (1, 2, 4, 8, 16):
+            top[0] = T.max(top[0], shuffle_xor(top[0], mask))
+        for_own(add)
+        for mask in (1, 2, 4, 8, 16):
+            total[0] = total[0] + shuffle_xor(total[0], mask)
+        if self.goes_on:
+            before = temp(exp2(lse_before - top[0]))
+            total[0] = total[0] + before
+        lse, inverse = lse_of(top[0], total[0])
+        with T.If(lane == 0), T.Then():
+            T.buffer_store(a.lse, lse, list(output))
+        sums = Registers(RUN, F32, "sums")
+        with T.serial(-(-width // (RUN * WARP))) as turn:
+            column = index_temp((turn * WARP + lane) * RUN)
+            with T.If(column < width), T.Then():
+                sums.fill(T.float32(0))
+                if self.goes_on:
+                    o = load_floats(a.o, (*output, column), RUN)
+                    weight = temp(before * inverse)
+                    for e in range(RUN):  # an o of nothing seen may hold anything
+                        sums[e] = T.Select(lse_before < LOWEST, T.float32(0), o[e] * weight)
+                with T.serial(count) as i:
+                    weight = temp(exp2(lse_at(i) - top[0]) * inverse)
+                    part = load_floats(self.buffer, (*place_of(i), column), RUN)
+                    for e in range(RUN):
+                        sums[e] = sums[e] + weight * part[e]
+                store_floats(a.o, (*output, column), sums)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of rows over the positions that they see, cut into equal shares on the device.
+
+A tile is some rows of an item, which is a sequence or a segment that sequences share, for one KV
+head. A unit is one block of the item's positions for it. The units of a step stand in the order of
+items, heads, tiles and positions, so that tiles over the same K and V come together, and all blocks
+take as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ...spec import KernelSpec
+from ..attention.kv_rows import as_int64
+from ..emit import (
+    I32,
+    I64,
+    WARP,
+    Variable,
+    as_count,
+    count_temp,
+    index_temp,
+    launch,
+    opaque,
+    sync_block,
+)
+from ..launcher import resident_blocks
+from ..tiles.tiling import Tiling
+from .block_states import Partials
+from .schedule import UnitOfBlock, sum_over
+
+LEAST_UNITS = 2  # of a share: copies of one block of positions pass while another is multiplied
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of an item for one KV head.
+
+    Parameters
+    ----------
+    split : TileSplit
+    item, head : int32 expressions
+    first_row, num_rows : int32 expressions
+        Of the item.
+    first : int32 expression
+        First row of the tile, counted in rows of the item times heads of the group.
+    begin, end : int64 expressions or None
+        Its units in the step, where they matter.
+    """
+
+    split: TileSplit
+    item: object
+    head: object
+    first_row: object
+    num_rows: object
+    first: object
+    begin: object
+    end: object
+
+    def is_there(self, row):
+        """Whether a row of the tile is one of the item."""
+        return self.first + row < self.num_rows * self.split.spec.group_size
+
+    def output_row(self, row) -> tuple:
+        """Index of a row of the tile in O and its logs."""
+        group = self.split.spec.group_size
+        at = self.first + row
+        row_id = self.split.row_id(self.first_row + T.truncdiv(at, group))
+        return as_int64(row_id), self.head * group + T.truncmod(at, group)
+
+
+class TileSplit:
+    """The shares of a step, as a block sees them. Subclasses say what the items are.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    tiling : Tiling
+    count : int32 expression
+        Items.
+    num_blocks : int32 expression
+        That share the units.
+    lane : int32 expression
+    """
+
+    least_units = 0  # of a tile: 1 where those without positions have to be visited
+
+    def __init__(self, spec: KernelSpec, tiling: Tiling, count, num_blocks, lane):
+        self.spec, self.tiling, self.count = spec, tiling, index_temp(count)
+        self.total = count_temp(sum_over(self.count, self.units_of, lane))
+        share = T.truncdiv(self.total + num_blocks - 1, as_count(num_blocks))
+        self.share = count_temp(T.max(share, T.int64(LEAST_UNITS)))
+
+    def kv_len(self, i):
+        """Positions of item i."""
+        raise NotImplementedError
+
+    def first_row(self, i):
+        """Where the rows of item i begin."""
+        raise NotImplementedError
+
+    def num_rows(self, i):
+        """How many item i has."""
+        raise NotImplementedError
+
+    def row_id(self, at):
+        """Row of Q and O, of a row counted as `first_row` does."""
+        return at
+
+    def _num_tiles(self, i):
+        rows = self.num_rows(i) * self.spec.group_size
+        return T.truncdiv(rows + self.tiling.rows - 1, self.tiling.rows)
+
+    def _units_of_tile(self, i):
+        positions = self.tiling.positions
+        units = T.truncdiv(self.kv_len(i) + positions - 1, positions)
+        return T.max(units, self.least_units) if self.least_units else units
+
+    def units_of(self, i):
+        """Units of item i, an int64."""
+        return as_count(self._num_tiles(i) * self.spec.num_kv_heads) * self._units_of_tile(i)
+
+    def owner(self, at, lane) -> UnitOfBlock:
+        """The item of a unit, as `sequence`, and which of its units it is, as `index`."""
+        return UnitOfBlock(at, self.count, self.units_of, lane, I64)
+
+    def pair(self, owner, at) -> Tile:
+        """The tile of a unit, whose owner has `sequence` and `index`."""
+        units = index_temp(self._units_of_tile(owner.sequence))
+        number = self._number(owner.index, units)
+        begin = count_temp(at - owner.index + as_count(number) * units)
+        return self._tile(owner.sequence, number, begin, count_temp(begin + units))
+
+    @staticmethod
+    def _number(index, units):
+        """The tile of an item that unit `index` of the item belongs to."""
+        return index_temp(T.cast(T.truncdiv(index, as_count(units)), I32))
+
+    def _tile(self, i, number, begin=None, end=None) -> Tile:
+        num_tiles = index_temp(self._num_tiles(i))
+        return Tile(
+            split=self,
+            item=i,
+            head=index_temp(T.truncdiv(number, num_tiles)),
+            first_row=index_temp(self.first_row(i)),
+            num_rows=index_temp(self.num_rows(i)),
+            first=index_temp(T.truncmod(number, num_tiles) * self.tiling.rows),
+            begin=begin,
+            end=end,
+        )
+
+    def for_tiles(self, block, lane, body: Callable) -> None:
+        """Emit ``body(part)`` for the parts of tiles in the share of a block.
+
+        A part has `tile` and the `kv_len` of its item, positions `first` to `last - 1`, `is_whole`,
+        whether these are all of the tile, and `goes_on`, whether there are others before them.
+        """
+        first = count_temp(as_count(block) * self.share)
+        # What a block takes fits into 32 bits, and registers are scarce.
+        left = Variable(T.cast(T.max(T.min(self.share, self.total - first), T.int64(0)), I32))
+        with T.If(left.get() > 0), T.Then():
+            owner = self.owner(first, lane)
+            item, index = Variable(owner.sequence), Variable(owner.index, I64)
+            with T.While(left.get() > 0):
+                with T.While(index.get() >= self.units_of(item.get())):
+                    index.set(index.get() - self.units_of(item.get()))
+                    item.set(item.get() + 1)
+                i = index_temp(item.get())
+                units = index_temp(self._units_of_tile(i))
+                number = self._number(index.get(), units)
+                begin = index_temp(T.cast(index.get() - as_count(number) * units, I32))
+                count = index_temp(T.min(units - begin, left.get()))
+                left.set(left.get() - count)
+                index.set(index.get() + as_count(count))
+                kv_len = index_temp(self.kv_len(i))
+                bounds = [index_temp(x * self.tiling.positions) for x in (begin, begin + count)]
+                body(
+                    SimpleNamespace(
+                        tile=self._tile(i, number),
+                        kv_len=kv_len,
+                        first=bounds[0],
+                        last=index_temp(T.min(bounds[1], kv_len)),
+                        is_whole=count == units,
+                        goes_on=begin > 0,
+                    )
+                )
+
+
+@contextmanager
+def shared_out(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling, split_kind, *, goes_on: bool):
+    """Launch a kernel whose blocks share out tiles, then one that merges those that were cut.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : the kernel's arguments.
+    tiling : Tiling
+    split_kind : type
+        Subclass of `TileSplit`, made with ``(spec, tiling, a, num_blocks, lane)``.
+    goes_on : bool
+        As `Partials` takes it.
+
+    Yields
+    ------
+    emit : callable
+        ``emit(body)`` launches the kernel: ``body(part, slice, thread)`` is what a block does with
+        a part, which has besides what `TileSplit.for_tiles` tells `partials` and its `slot` there.
+    """
+    num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, tiling.slices)
+    partials = Partials(spec, num_blocks, tiling.rows, goes_on=goes_on)
+
+    def split_of(lane) -> TileSplit:
+        return split_kind(spec, tiling, a, num_blocks, lane)
+
+    def emit(body: Callable) -> None:
+        grid = [num_blocks, tiling.slices]
+        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, piece), thread):
+            lane = index_temp(T.truncmod(thread, WARP))
+
+            def attend(part) -> None:
+                part.partials = partials
+                part.slot = index_temp(partials.slot(block, part.goes_on))
+                sync_block()  # none reads any more what the tile before left in shared memory
+                # Or all that depends on the thread only is kept in registers from tile to tile.
+                body(part, piece, opaque(thread))
+
+            split_of(lane).for_tiles(block, lane, attend)
+
+    with partials.allocated():
+        yield emit
+        partials.launch_merge(a, split_of)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the decode of a KV head's query rows is cut into tiles for the warps of a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...spec import KernelSpec
+from ..emit import WARP
+from .shared_tiles import TileLayout
+from .tiling import MOST_COLUMNS, MOST_FLOAT_COLUMNS, WARP_ROWS, BlockTiling, on_tensor_cores
+
+USUAL_WARPS = 4
+MOST_ROW_WARPS = 8
+# Two such blocks fit into most multiprocessors; only the smallest tiles may need more.
+USUAL_BYTES = 80 * 1024
+STAGES = (2, 3, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeTiling(BlockTiling):
+    """Sizes of the tiles of a block that has one row, whose warps are `row_warps` times `crews`.
+
+    Parameters
+    ----------
+    row_warps : int
+        Warps of a crew.
+    warp_rows : int
+        Query heads of the KV head that a warp has: 16, of which a thread holds two, or 8.
+    row_slices : int
+        Blocks that share out the query heads of a KV head.
+    """
+
+    row_warps: int
+    warp_rows: int
+    row_slices: int
+
+    @staticmethod
+    def of(spec: KernelSpec) -> DecodeTiling:
+        """The tiles for a spec: all query heads of a KV head in a block, if there is room.
+
+        Raises
+        ------
+        ValueError
+            For heads of which not even the smallest ones fit.
+        """
+        most, group = spec.target.max_shared_bytes, spec.group_size
+        widths = BlockTiling.widths(spec, spec.kv_dtype, MOST_COLUMNS)
+        warp_rows = WARP_ROWS
+        if not on_tensor_cores(spec.dtype, spec.kv_dtype):
+            # Half of a warp's rows would be empty, or need too many registers.
+            if group <= WARP_ROWS // 2 or widths["columns"] > MOST_FLOAT_COLUMNS:
+                warp_rows //= 2
+        row_warps = MOST_ROW_WARPS
+        while row_warps // 2 * warp_rows >= group:
+            row_warps //= 2
+        while row_warps:
+            rows = {
+                "row_warps": row_warps,
+                "warp_rows": warp_rows,
+                "row_slices": -(-group // (row_warps * warp_rows)),
+            }
+            usual = max(1, USUAL_WARPS // row_warps)
+            for num_bytes in (min(USUAL_BYTES, most), most):
+                for crews in (c for c in (4, 2, 1) if c <= usual):
+                    for positions in (32, 16, 8):
+                        tiling = DecodeTiling(crews=crews, positions=positions, **rows, **widths)
+                        if tiling.is_whole and tiling.num_bytes <= num_bytes:
+                            return tiling._with_stages(min(USUAL_BYTES, most))
+            row_warps //= 2
+        raise BlockTiling.too_large(spec)
+
+    def _with_stages(self, most_bytes: int) -> DecodeTiling:
+        """As many stages as there is room for."""
+        rings = [replace(self, stages=stages) for stages in STAGES[1:]]
+        return max([self, *(r for r in rings if r.num_bytes <= most_bytes)], key=lambda r: r.stages)
+
+    @property
+    def rows(self) -> int:
+        """Of Q."""
+        return self.row_warps * self.warp_rows
+
+    @property
+    def num_crew_threads(self) -> int:
+        """Threads of a crew."""
+        return self.row_warps * WARP
+
+    @property
+    def block_positions(self) -> int:
+        """That a block has tiles of at once."""
+        return self.positions * self.crews
+
+    @property
+    def state(self) -> TileLayout:
+        """Of a crew's part of O, with the lse in a chunk behind it: in the place of K and V."""
+        return TileLayout(self.rows, self.columns + 4, "float32")
+
+    @property
+    def num_bytes(self) -> int:
+        """Of shared memory."""
+        return self.q.num_bytes + self.crews * max(self.ring_bytes, self.state.num_bytes)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A ring of tiles of K and V in shared memory, filled by asynchronous copies ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from tvm.script import tirx as T
+
+from ..emit import I32, index_temp, ptx
+from .shared_tiles import CHUNK_BYTES, SharedTiles
+from .tiling import THREADS_PER_ROW, BlockTiling
+
+_COPY = "cp.async.cg.shared.global.L2::128B"
+
+
+def copy_chunk(to, source, num_bytes=CHUNK_BYTES) -> None:
+    """Copy 16 bytes to shared memory, the rest of them zeros where `num_bytes` are less."""
+    ptx(_COPY, to, source, CHUNK_BYTES, T.cast(num_bytes, "uint32"))
+
+
+def commit() -> None:
+    """Close the group of the copies since the last one."""
+    ptx("cp.async.commit_group")
+
+
+def wait(groups_left: int) -> None:
+    """Wait for all groups of this thread but the last ones."""
+    ptx("cp.async.wait_group", groups_left)
+
+
+def zero_padding(tiles: SharedTiles, width: int, thread, num_threads: int) -> None:
+    """Clear what the rows of tiles have behind `width` elements; no copy writes there."""
+    layout = tiles.layout
+    begin, end = width // layout.per_chunk, layout.chunks
+    rows = tiles.count * layout.rows
+    for chunk in range(begin, end):
+        with T.serial(T.ceildiv(rows, num_threads)) as turn:
+            item = index_temp(turn * num_threads + thread)
+            with T.If(item < rows), T.Then():
+                tile, row = T.truncdiv(item, layout.rows), T.truncmod(item, layout.rows)
+                ptx("st.shared.v4.b32", tiles.pointer(tile, row, chunk), *[T.uint32(0)] * 4)
+
+
+def copy_rows(tiles: SharedTiles, num_rows: int, chunks: int, crew: Crew, pointer) -> None:
+    """Start to copy `chunks` of each row of the first tile, from ``pointer(row, chunk)``."""
+    items = num_rows * chunks
+    with T.serial(T.ceildiv(items, crew.num_threads)) as turn:
+        item = index_temp(turn * crew.num_threads + crew.thread)
+        with T.If(item < items), T.Then():
+            row, chunk = T.truncdiv(item, chunks), T.truncmod(item, chunks)
+            copy_chunk(tiles.pointer(0, row, chunk), pointer(row, chunk))
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Threads that fill and read tiles together.
+
+    Parameters
+    ----------
+    thread : int32 expression
+        Of the crew.
+    num_threads : int
+    meet : callable
+        Emits a barrier of the crew.
+    index, count : int32 expression, int
+        Of `count` crews, each with stages of its own, the one that has every `count`-th tile from
+        `index` on.
+    """
+
+    thread: object
+    num_threads: int
+    meet: Callable
+    index: object = 0
+    count: int = 1
+
+
+class Ring:
+    """The tiles of K and V that a crew has at hand.
+
+    Parameters
+    ----------
+    tiling : BlockTiling
+    k, v : SharedTiles
+        A tile for each stage of each crew.
+    crew : Crew
+    k_chunks : int
+        Chunks of a row of K.
+    v_chunks : int or int32 expression
+        Chunks of a row of V that the block sums.
+    v_begin : int32 expression
+        First of these columns.
+    """
+
+    def __init__(self, tiling: BlockTiling, k, v, crew: Crew, *, k_chunks: int, v_chunks, v_begin):
+        self.tiling, self.k, self.v, self.crew = tiling, k, v, crew
+        self.chunk = index_temp(T.truncmod(crew.thread, THREADS_PER_ROW))
+        self.row = index_temp(T.truncdiv(crew.thread, THREADS_PER_ROW))
+        self.k_chunks, self.v_chunks, self.v_begin = k_chunks, v_chunks, v_begin
+
+    @property
+    def _row_step(self) -> int:
+        return self.crew.num_threads // THREADS_PER_ROW
+
+    def for_tiles(
+        self, rows, start, end, body: Callable, once: Callable = lambda groups_left: None
+    ) -> None:
+        """Emit ``body(first, stage)`` for the crew's tiles of the positions ``start .. end - 1``.
+
+        The copies of at least one tile are under way meanwhile. Positions behind the end are zeros.
+        In the end other threads may still be in the last tile.
+
+        Parameters
+        ----------
+        rows : where K and V are, such as `rows.PagedRows`.
+        once : callable
+            Emits what comes between the first copies and their use; takes the number of groups of
+            copies that were closed since the call.
+        """
+        tiling, crew, ahead = self.tiling, self.crew, self.tiling.stages - 1
+        positions = crew.count * tiling.positions  # of all crews together
+        num_tiles = index_temp(T.truncdiv(end - start + positions - 1, positions))
+        own_start = index_temp(start + crew.index * tiling.positions)
+
+        def position_of(tile, i):
+            return own_start + tile * positions + i * self._row_step + self.row
+
+        def stage_of(tile):
+            return index_temp(T.truncmod(tile, tiling.stages) * crew.count + crew.index)
+
+        def held(position):
+            return T.min(position, end - 1)
+
+        def find(tile):
+            with T.unroll(tiling.rows_per_thread) as i:
+                rows.find(i, held(position_of(tile, i)))
+
+        def issue(tile):
+            with T.If(tile < num_tiles), T.Then():
+                stage = stage_of(tile)
+                with T.unroll(tiling.rows_per_thread) as i:
+                    position = index_temp(position_of(tile, i))
+                    num_bytes = index_temp(T.if_then_else(position < end, CHUNK_BYTES, 0))
+                    at = index_temp(held(position))
+                    source = SimpleNamespace(rows=rows, position=at, num_bytes=num_bytes)
+                    self._copy_row(source, i, stage)
+                find(tile + 1)
+            commit()
+
+        find(T.int32(0))
+        for tile in range(ahead):
+            issue(T.int32(tile))
+        once(ahead)
+        with T.serial(num_tiles) as tile:
+            wait(ahead - 1)
+            # All have their copies, and none reads the tile any more that is written next.
+            crew.meet()
+            issue(tile + ahead)
+            body(index_temp(own_start + tile * positions), stage_of(tile))
+
+    def _copy_row(self, source, i, stage) -> None:
+        row = i * self._row_step + self.row
+        # Without tensor cores, registers are what there is least of.
+        loop = T.unroll if self.tiling.is_tensor else T.serial
+
+        def copy(tiles, pointer, num_chunks, most: int, first_column):
+            with loop(-(-most // THREADS_PER_ROW)) as k:
+                chunk = k * THREADS_PER_ROW + self.chunk
+                column = first_column + chunk * tiles.layout.per_chunk
+                to = tiles.pointer(stage, row, chunk)
+                if isinstance(num_chunks, int) and num_chunks % THREADS_PER_ROW == 0:
+                    copy_chunk(to, pointer(i, source.position, column), source.num_bytes)
+                else:
+                    with T.If(chunk < num_chunks), T.Then():
+                        copy_chunk(to, pointer(i, source.position, column), source.num_bytes)
+
+        copy(self.k, source.rows.k_pointer, self.k_chunks, self.k_chunks, T.cast(0, I32))
+        if self.tiling.is_latent:
+            return
+        copy(self.v, source.rows.v_pointer, self.v_chunks, self.v.layout.chunks, self.v_begin)

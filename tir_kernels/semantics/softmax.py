@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constants and final values of the online softmax in the exp2 domain."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from ..vectors import F32
+
+# Running maximum of a row that has seen no column: finite, so that `-inf - top` is not NaN, and no
+# larger than any score, so that every finite score counts.
+NOTHING_SEEN = -3.4028234663852886e38
+HIDDEN = float("-inf")  # score of a column that a row must not see: its weight is 0
+NO_SUM = 0.5  # the sum of a row that has seen a column is at least 1: its own maximum
+
+
+def inverse_total(total):
+    """``1 / total``; 1 for a row that has seen nothing, whose columns are 0; NaN for NaN."""
+    return T.Select(total < T.float32(NO_SUM), T.float32(1), T.float32(1) / total)
+
+
+def log_sum(top, total):
+    """Base-2 log of the sum of exponentials; -inf for a row that has seen nothing; NaN for NaN."""
+    empty = T.reinterpret(F32, T.uint32(0xFF800000))
+    return T.if_then_else(total < T.float32(NO_SUM), empty, top + T.log2(total))

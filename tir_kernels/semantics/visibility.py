@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a row may see, and how `length_info` describes a sequence: callables of parse time.
+
+A skeleton asks for lengths, slots and visible columns and knows nothing else about them, so a new
+kind of window is a new object here and leaves the skeletons alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.script import tirx as T
+
+from ..vectors import broadcast, ramp
+
+NO_LIMIT = (1 << 31) - 1
+
+
+class WholeSequence:
+    """Lengths where ``length_info[b]`` is the number of valid slots in the last page of b."""
+
+    has_gaps = False
+    # Position -> slot in the sequence; None: the same.
+    slot_of: Callable | None = None
+
+    def __init__(self, spec, length_info, index_temp: Callable):
+        self.page_size, self.info, self.index_temp = spec.page_size, length_info, index_temp
+
+    def kv_len(self, sequence, num_pages):
+        """Positions that `sequence`, which has `num_pages` pages, holds."""
+        length = (num_pages - 1) * self.page_size + self.info[sequence]
+        return self.index_temp(T.if_then_else(num_pages > 0, length, 0))
+
+    def gap(self, sequence) -> Gap | None:
+        """What `sequence` has dropped: nothing."""
+        return None
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What a sequence with a window has dropped: the slots ``sinks .. begin - 1`` of its pages.
+
+    Parameters
+    ----------
+    sinks, begin : int32 expressions
+    back : int32 expression
+        Positions that a row sees besides the sinks and itself, those right before it.
+    index_temp : callable
+        Materialises an int32 value.
+    """
+
+    sinks: object
+    begin: object
+    back: object
+    index_temp: Callable
+
+    def for_spans(self, kv_len, k_offset, body: Callable[[Span], None]) -> None:
+        """Emit ``body(span)`` for the columns behind the gap, then for the sinks, if there are any.
+
+        Every row sees the sinks right before what it sees of the others, so for them the rows of a
+        chunk that is longer than the window all stand at its end.
+        """
+        with T.serial(self.num_spans) as i:
+            body(self.span(i, kv_len, k_offset))
+
+    @property
+    def num_spans(self):
+        """How many there are to look at."""
+        return T.if_then_else(self.sinks > 0, 2, 1)
+
+    def span(self, i, kv_len, k_offset) -> Span:
+        """The columns behind the gap, or the sinks."""
+
+        def choose(window, sinks):
+            return self.index_temp(T.if_then_else(i == 0, window, sinks))
+
+        return Span(
+            begin=choose(self.begin, 0),
+            end=choose(kv_len, T.min(self.sinks, kv_len)),
+            k_offset=choose(k_offset + self.sinks - self.begin, k_offset),
+            back=choose(self.back, NO_LIMIT),
+            last_position=choose(NO_LIMIT, self.sinks + self.back),
+        )
+
+
+@dataclass(frozen=True)
+class Span:
+    """Columns ``begin .. end - 1`` of a sequence, all that a pass over its pages looks at.
+
+    Parameters
+    ----------
+    begin, end : int32 expressions
+    k_offset : int32 expression
+        RoPE position of column 0, if the span reached down to it.
+    back : int32 expression
+        A row sees as many columns before its own.
+    last_position : int32 expression
+        RoPE positions of rows beyond it are taken for it.
+    """
+
+    begin: object
+    end: object
+    k_offset: object
+    back: object
+    last_position: object
+
+
+class GappedSequence(WholeSequence):
+    """Lengths of sequences that may have dropped positions behind their first ones.
+
+    Parameters
+    ----------
+    a : the kernel's arguments, of them `window_info`: rows of B numbers
+
+        * slots in use of the last page; this row may be the only one;
+        * the slot, counted from the first page, behind the dropped positions;
+        * the number of sinks before them;
+        * positions that a row sees besides these and itself; without this row: all.
+
+        Or `window_matrix`: the first three rows as a matrix. Slots between sinks and the second
+        number hold nothing.
+    """
+
+    has_gaps = True
+
+    def __init__(self, spec, a, index_temp: Callable):
+        self.batch_size = a.batch_size
+        self.matrix = getattr(a, "window_matrix", None)
+        super().__init__(spec, None if self.matrix is not None else a.window_info, index_temp)
+        if self.matrix is None:
+            size = self.info.shape[0]
+            known = T.Or(size == 3 * a.batch_size, size == 4 * a.batch_size)
+            message = "length_info must have 1, 3 or 4 numbers for each sequence"
+            with T.Assert(T.Or(size == a.batch_size, known), message, "ValueError"):
+                T.evaluate(0)
+
+    def _number(self, row: int, sequence, default):
+        if self.matrix is not None:
+            return self.matrix[row, sequence] if row < 3 else default
+        if row == 0:
+            return self.info[sequence]
+        has_row = self.info.shape[0] > row * self.batch_size
+        return T.if_then_else(has_row, self.info[row * self.batch_size + sequence], default)
+
+    def kv_len(self, sequence, num_pages):
+        """Slots that `sequence`, which has `num_pages` pages, takes, the hidden ones included."""
+        length = (num_pages - 1) * self.page_size + self._number(0, sequence, 0)
+        return self.index_temp(T.if_then_else(num_pages > 0, length, 0))
+
+    def gap(self, sequence) -> Gap:
+        """What `sequence` has dropped."""
+        begin = self.index_temp(self._number(1, sequence, T.int32(0)))
+        sinks = self.index_temp(self._number(2, sequence, T.int32(0)))
+        back = self.index_temp(self._number(3, sequence, NO_LIMIT - sinks))
+        return Gap(sinks, begin, back, self.index_temp)
+
+
+def lengths_of(spec, a, index_temp: Callable) -> WholeSequence:
+    """The lengths that the arguments of a kernel over pages tell.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : the kernel's arguments.
+    index_temp : callable
+        Materialises an int32 value.
+    """
+    if hasattr(a, "length_info"):
+        return WholeSequence(spec, a.length_info, index_temp)
+    return GappedSequence(spec, a, index_temp)
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """Row r of the `num_rows` of a step sees the columns below ``kv_len - num_rows + r + 1``.
+
+    Parameters
+    ----------
+    causal : int32 expression; 0 lets every row see every column.
+    """
+
+    causal: object
+
+    # Whether rows do not see some first columns either: then there is `begin`.
+    has_window = False
+
+    def end(self, row, num_rows, kv_len):
+        """First column that `row` does not see; never less for a later row."""
+        bound = T.max(T.min(kv_len - num_rows + row + 1, kv_len), 0)
+        return T.if_then_else(self.causal != 0, bound, kv_len)
+
+    def own(self, row, num_rows, kv_len):
+        """The column of `row` itself."""
+        return kv_len + row - T.if_then_else(self.causal != 0, num_rows, 0)
+
+    def shared_end(self, end):
+        """All columns before it are seen by a row with this `end` and by later ones."""
+        return end
+
+    def shared_begin(self, begin):
+        """All columns from it on are seen by a row with this `begin` and by earlier ones."""
+        return begin
+
+    def row(self, end):
+        """What `visible` has to know of the row with this `end`."""
+        return end
+
+    def visible(self, first, start: int, lanes: int, row):
+        """Which of `lanes` columns from ``first + start`` on the `row` sees."""
+        return ramp(first + start, lanes) < broadcast(row, lanes)
+
+    def offsets(self, start, lanes: int):
+        """RoPE positions of columns of a tile, relative to its first column's."""
+        return ramp(start, lanes)
+
+    def prepare(self, a) -> None:
+        """Nothing to prepare for a call."""
+
+    def begin_task(self) -> None:
+        """Nothing to make for a task."""
+
+    def begin_sequence(self, sequence, kv_len) -> None:
+        """Nothing to know of a sequence."""
+
+    def begin_tile(self, first, rope) -> None:
+        """Nothing to know of a tile of columns."""
+
+
+@dataclass(frozen=True)
+class WindowMask(CausalMask):
+    """As `CausalMask`, but a row sees the last `window` positions only, its own included.
+
+    Parameters
+    ----------
+    causal : int32 expression; 0 when the rows of the step follow the columns.
+    window : int32 expression
+    """
+
+    window: object
+    has_window = True
+
+    def begin(self, row, num_rows, kv_len):
+        """First column that `row` sees; never less for a later row."""
+        return T.max(self.own(row, num_rows, kv_len) + 1 - self.window, 0)
+
+    def row(self, end, begin):
+        """What `visible` has to know of the row with these bounds."""
+        return end, begin
+
+    def visible(self, first, start: int, lanes: int, row):
+        """Which of `lanes` columns from ``first + start`` on the `row` sees."""
+        columns, (end, begin) = ramp(first + start, lanes), row
+        return T.And(columns >= broadcast(begin, lanes), columns < broadcast(end, lanes))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vocabulary in which `moves` are written once, with one implementation for each target.
 
-`cpu.backend` and `cuda.backend` define kernels, match their arguments, and distribute independent
-items of work over workers. A worker is one thread of a CPU or one block of a GPU; it copies, blends
-and rotates rows. Where one of its threads reads what another wrote, it calls `sync`.
+`cpu.backend` and `cuda.backend` distribute independent items of work over workers. A worker is one
+thread of a CPU or one block of a GPU; it copies, blends and rotates rows. Where one of its threads
+reads what another wrote, it calls `sync`.
 """
 
 from __future__ import annotations

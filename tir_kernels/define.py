@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From Python callables that emit TIR to the function of a kernel."""
+"""What the functions of kernels are defined with: attributes, and how arguments are aligned."""
 
 from __future__ import annotations
 
@@ -9,11 +9,42 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import prim_func
 
-_BEGINS_EARLY = "tirx.use_programtic_dependent_launch"  # the name has a letter less than it should
+from .spec import ITEMSIZE, CudaTarget, KernelSpec
+
+ACCESS_BYTES = 16  # that a thread of a GPU loads at once
+
+# What `T.match_buffer` is told of int32 arrays and of `lse`: they may start at any element.
+I32 = {"dtype": "int32", "align": 4, "offset_factor": 1}
+F32 = {"dtype": "float32", "align": 4, "offset_factor": 1}
+
+_BEGINS_EARLY = "tirx.use_programtic_dependent_launch"  # spelt so in TVM
+
+
+def aligned(spec: KernelSpec, dtype: str) -> dict:
+    """What `T.match_buffer` is told of arrays of rows: dtype and alignment for the target."""
+    itemsize = ITEMSIZE[dtype]
+    align = ACCESS_BYTES if isinstance(spec.target, CudaTarget) else itemsize
+    return {"dtype": dtype, "align": align, "offset_factor": align // itemsize}
+
+
+def attributes(spec: KernelSpec) -> dict:
+    """Attributes of a kernel's function; see `target_attributes`."""
+    return target_attributes(on_cpu=not isinstance(spec.target, CudaTarget))
+
+
+def target_attributes(*, on_cpu: bool) -> dict:
+    """Attributes of a kernel's function.
+
+    On GPUs blocks may begin before the previous kernel has ended; `cuda.emit.launch` lets them
+    wait.
+    """
+    if on_cpu:
+        return {"s_tir": True, "tirx.is_scheduled": True, "tirx.noalias": True}
+    return {"tirx.kernel_launch_params": [_BEGINS_EARLY]}
 
 
 def define_kernel(arguments: dict[str, Callable], body: Callable, *, on_cpu: bool = False):
-    """Define a kernel, or what launches it.
+    """Define a kernel whose arguments are data, not known to its source.
 
     Parameters
     ----------
@@ -22,7 +53,7 @@ def define_kernel(arguments: dict[str, Callable], body: Callable, *, on_cpu: boo
     body : callable
         Emits the body; takes the arguments.
     on_cpu : bool
-        It runs where it is called.
+        Whether it runs on the CPU.
 
     Returns
     -------
@@ -30,11 +61,8 @@ def define_kernel(arguments: dict[str, Callable], body: Callable, *, on_cpu: boo
         Private, free to be named by its module.
     """
     with IRBuilder() as builder:
-        with prim_func(is_private=True, s_tir=on_cpu):
+        with prim_func(is_private=True):
             T.func_name("kernel")
-            if on_cpu:
-                T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-            else:  # blocks may begin before the kernel before has ended: `launch` lets them wait
-                T.func_attr({"tirx.kernel_launch_params": [_BEGINS_EARLY]})
+            T.func_attr(target_attributes(on_cpu=on_cpu))
             body(*[T.arg(name, make()) for name, make in arguments.items()])
     return builder.get()

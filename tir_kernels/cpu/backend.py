@@ -7,35 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 
 from tvm.script import tirx as T
-from tvm.script.ir_builder import IRBuilder
 
-from .. import define
-from ..layout import Slot, pages_shape
+from ..layout import Slot
 from ..spec import KernelSpec
 from . import row_copy, simd
 from .blend import blend
 from .cos_sin import CosSin
 from .row_vectors import RowNumbers
-
-
-def match(handle, shape: Sequence, dtype: str):
-    """Match a tensor that may start at any element of its allocation."""
-    return IRBuilder.name(handle.name, row_copy.match(handle, shape, dtype))
-
-
-def match_rows(handle, shape: Sequence, dtype: str):
-    """Match an array of rows, which may start at any element."""
-    return match(handle, shape, dtype)
-
-
-def match_pages(handle, spec: KernelSpec):
-    """Match a layer's pool of any number of pages."""
-    return match(handle, pages_shape(T.int32(), spec), spec.kv_dtype)
-
-
-def define_kernel(arguments: dict[str, Callable], body: Callable):
-    """Define a kernel; see `define.define_kernel`."""
-    return define.define_kernel(arguments, body, on_cpu=True)
 
 
 def for_items(

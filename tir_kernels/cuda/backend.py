@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
-from ..define import define_kernel as define_kernel
-from ..layout import Slot, first_element, pages_shape
+from ..layout import Slot
 from ..semantics.partial_states import selected
 from ..semantics.rope import inverse_frequencies, sin_cos
 from ..spec import ITEMSIZE, KernelSpec
@@ -23,29 +22,6 @@ from .warp import shuffle_xor
 
 THREADS = 128
 MAXIMUM_THREADS = 512
-
-
-def match(handle, shape: Sequence, dtype: str):
-    """Match a tensor that may start at any element of its allocation."""
-    return _match(handle, shape, dtype, ITEMSIZE.get(dtype, 4))
-
-
-def match_rows(handle, shape: Sequence, dtype: str):
-    """Match an array of rows, each of them aligned to 16 bytes."""
-    return _match(handle, shape, dtype, ACCESS_BYTES)
-
-
-def match_pages(handle, spec: KernelSpec):
-    """Match a layer's pool of any number of pages."""
-    return match_rows(handle, pages_shape(T.int32(), spec), spec.kv_dtype)
-
-
-def _match(handle, shape: Sequence, dtype: str, align: int):
-    factor = align // ITEMSIZE.get(dtype, 4)
-    buffer = T.match_buffer(
-        handle, shape, dtype, elem_offset=first_element(), align=align, offset_factor=factor
-    )
-    return IRBuilder.name(handle.name, buffer)
 
 
 def for_items(

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
+from ..define import ACCESS_BYTES
 from ..spec import ITEMSIZE
 from .emit import F32, U32, Registers, ptx
 
-ACCESS_BYTES = 16
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 

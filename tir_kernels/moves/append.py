@@ -13,7 +13,8 @@ from tvm.script import tirx as T
 
 from .. import vectors
 from ..backend import backend_of
-from ..layout import K_PLANE, V_PLANE
+from ..define import F32, I32, aligned, attributes
+from ..layout import K_PLANE, V_PLANE, pages_shape
 from ..semantics.rope import base_inverse_frequencies
 from ..spec import ITEMSIZE, KernelSpec
 
@@ -24,34 +25,42 @@ def transpose_append(spec: KernelSpec):
     Arguments: pages ``[P, 2, Hk, page, D]``, k and v ``[T, Hk, D]``, position_map int32 ``[T]``
     (slots; a negative one: do not write).
     """
-    backend = backend_of(spec)
-    row_bytes = 2 * spec.num_kv_heads * spec.qk_head_dim * _copy_bytes(spec)
+    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    row = (spec.num_kv_heads, spec.qk_head_dim)
 
-    def body(pages_handle, k_handle, v_handle, map_handle) -> None:
-        num_rows = T.int64()
-        shape = (num_rows, spec.num_kv_heads, spec.qk_head_dim)
-        pages = backend.match_pages(pages_handle, spec)
-        planes = (
-            (K_PLANE, backend.match_rows(k_handle, shape, spec.dtype)),
-            (V_PLANE, backend.match_rows(v_handle, shape, spec.dtype)),
+    @T.prim_func(private=True)
+    def transpose_append(
+        var_pages: T.handle, var_k: T.handle, var_v: T.handle, var_position_map: T.handle
+    ):
+        T.func_attr(attributes(spec))
+        num_pages, n = T.int32(), T.int64()
+        pages = T.match_buffer(
+            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
         )
-        position_map = backend.match(map_handle, (num_rows,), "int32")
+        k = T.match_buffer(var_k, (n, *row), elem_offset=T.int64(), **rows)
+        v = T.match_buffer(var_v, (n, *row), elem_offset=T.int64(), **rows)
+        position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
+        _append_rows(spec, n, pages, {K_PLANE: k, V_PLANE: v}, position_map)
 
-        def append_row(n, worker, known) -> None:
-            slot = backend.read_index(position_map[n])
-            with T.If(slot >= 0), T.Then():
-                where = worker.slot(slot)
-                for plane, source in planes:
-                    worker.copy_rows(
-                        spec.num_kv_heads,
-                        lambda h, source=source: (source, (n, h)),
-                        lambda h, plane=plane: (pages, where.row(plane, h)),
-                    )
+    return transpose_append
 
-        backend.for_items(spec, num_rows, lambda known: row_bytes, append_row)
 
-    names = ("pages", "k", "v", "position_map")
-    return backend.define_kernel(dict.fromkeys(names, T.handle), body)
+def _append_rows(spec: KernelSpec, num_rows, pages, planes: dict, position_map) -> None:
+    backend = backend_of(spec)
+
+    def append_row(n, worker, known) -> None:
+        slot = backend.read_index(position_map[n])
+        with T.If(slot >= 0), T.Then():
+            where = worker.slot(slot)
+            for plane, source in planes.items():
+                worker.copy_rows(
+                    spec.num_kv_heads,
+                    lambda h, source=source: (source, (n, h)),
+                    lambda h, plane=plane: (pages, where.row(plane, h)),
+                )
+
+    row_bytes = 2 * spec.num_kv_heads * spec.qk_head_dim * _copy_bytes(spec)
+    backend.for_items(spec, num_rows, lambda known: row_bytes, append_row)
 
 
 def split_rotary(spec: KernelSpec):
@@ -61,46 +70,85 @@ def split_rotary(spec: KernelSpec):
     ``[T, Hq, D]``, k and v ``[T, Hk, D]``, apply_rope int64. longrope: in place of the last one,
     float32 ``[rotary_dim]``, the long factors, then the short ones.
     """
-    backend = backend_of(spec)
-    has_factors = spec.rope.kind == "longrope"
+    num_qo_heads, num_kv_heads, dim = spec.num_qo_heads, spec.num_kv_heads, spec.qk_head_dim
+    num_heads, rows = num_qo_heads + 2 * num_kv_heads, aligned(spec, spec.dtype)
+    if spec.rope.kind == "longrope":
+        return _split_rotary_longrope(spec)
 
-    def body(qkv_handle, map_handle, q_handle, k_handle, v_handle, last) -> None:
-        num_rows = T.int64()
-        step = _Step(spec, num_rows, qkv_handle, map_handle, q_handle)
-        kv_shape = (num_rows, spec.num_kv_heads, spec.qk_head_dim)
-        k = backend.match_rows(k_handle, kv_shape, spec.dtype)
-        v = backend.match_rows(v_handle, kv_shape, spec.dtype)
-        if has_factors:
-            step.take_factors(last)
-        else:
-            step.apply_rope = last > 0
+    @T.prim_func(private=True)
+    def split_rotary(
+        var_qkv: T.handle,
+        var_position_map: T.handle,
+        var_q: T.handle,
+        var_k: T.handle,
+        var_v: T.handle,
+        apply_rope: T.int64,
+    ):
+        T.func_attr(attributes(spec))
+        n = T.int64()
+        qkv = T.match_buffer(var_qkv, (n, num_heads, dim), elem_offset=T.int64(), **rows)
+        position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
+        q = T.match_buffer(var_q, (n, num_qo_heads, dim), elem_offset=T.int64(), **rows)
+        k = T.match_buffer(var_k, (n, num_kv_heads, dim), elem_offset=T.int64(), **rows)
+        v = T.match_buffer(var_v, (n, num_kv_heads, dim), elem_offset=T.int64(), **rows)
+        _split_rows(_Step(spec, n, qkv, position_map, q, apply_rope=apply_rope > 0), k, v)
 
-        def split_row(n, worker, first_factor) -> None:
-            rotation = step.rotation(n, worker, first_factor)
-            rotation.write_q()
-            rotation.write_k(lambda h: (k, (n, h)))
-            rotation.write_v(lambda h: (v, (n, h)))
+    return split_rotary
 
-        def split_rows(once=tuple) -> None:
-            backend.for_items(
-                spec,
-                num_rows,
-                lambda known: step.row_bytes,
-                split_row,
-                computed=[step.qkv, step.q, k],
-                once=once,
-            )
 
-        if not has_factors:
-            split_rows()
-            return
-        # Without a table of sequences the whole call is taken for one.
-        with backend.maximum(step.positions, num_rows) as last_position:
-            split_rows(lambda: step.first_factor(last_position()))
+def _split_rotary_longrope(spec: KernelSpec):
+    num_qo_heads, num_kv_heads, dim = spec.num_qo_heads, spec.num_kv_heads, spec.qk_head_dim
+    num_heads, rows = num_qo_heads + 2 * num_kv_heads, aligned(spec, spec.dtype)
 
-    arguments = dict.fromkeys(("qkv", "position_map", "q", "k", "v"), T.handle)
-    arguments |= {"ext_factors": T.handle} if has_factors else {"apply_rope": T.int64}
-    return backend.define_kernel(arguments, body)
+    @T.prim_func(private=True)
+    def split_rotary(
+        var_qkv: T.handle,
+        var_position_map: T.handle,
+        var_q: T.handle,
+        var_k: T.handle,
+        var_v: T.handle,
+        var_ext_factors: T.handle,
+    ):
+        T.func_attr(attributes(spec))
+        n = T.int64()
+        qkv = T.match_buffer(var_qkv, (n, num_heads, dim), elem_offset=T.int64(), **rows)
+        position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
+        q = T.match_buffer(var_q, (n, num_qo_heads, dim), elem_offset=T.int64(), **rows)
+        k = T.match_buffer(var_k, (n, num_kv_heads, dim), elem_offset=T.int64(), **rows)
+        v = T.match_buffer(var_v, (n, num_kv_heads, dim), elem_offset=T.int64(), **rows)
+        ext_factors = T.match_buffer(
+            var_ext_factors, (spec.rope.rotary_dim,), elem_offset=T.int64(), **F32
+        )
+        _split_rows(_Step(spec, n, qkv, position_map, q, factors=ext_factors), k, v)
+
+    return split_rotary
+
+
+def _split_rows(step: _Step, k, v) -> None:
+    backend = step.backend
+
+    def split_row(n, worker, first_factor) -> None:
+        rotation = step.rotation(n, worker, first_factor)
+        rotation.write_q()
+        rotation.write_k(lambda h: (k, (n, h)))
+        rotation.write_v(lambda h: (v, (n, h)))
+
+    def split_rows(once=tuple) -> None:
+        backend.for_items(
+            step.spec,
+            step.num_rows,
+            lambda known: step.row_bytes,
+            split_row,
+            computed=[step.qkv, step.q, k],
+            once=once,
+        )
+
+    if step.factors is None:
+        split_rows()
+        return
+    # Without a table of sequences the whole call is taken for one.
+    with backend.maximum(step.positions, step.num_rows) as last_position:
+        split_rows(lambda: step.first_factor(last_position()))
 
 
 def rope_append(spec: KernelSpec):
@@ -111,48 +159,109 @@ def rope_append(spec: KernelSpec):
     ``[T, Hq, D]``, pages ``[P, 2, Hk, page, D]``, apply_rope int64; longrope: also float32
     ``[rotary_dim]``, the long factors, then the short ones.
     """
-    backend = backend_of(spec)
-    handles = ("qkv", "q_indptr", "q_rope_position", "position_map", "q", "pages")
-
-    def body(*given) -> None:
-        qkv_handle, indptr_handle, positions_handle, map_handle, q_handle, pages_handle = given[:6]
-        apply_rope, *factors = given[6:]
-        num_rows, num_bounds = T.int64(), T.int64()
-        q_indptr = backend.match(indptr_handle, (num_bounds,), "int32")
-        step = _Step(spec, num_rows, qkv_handle, positions_handle, q_handle)
-        position_map = backend.match(map_handle, (num_rows,), "int32")
-        pages = backend.match_pages(pages_handle, spec)
-        step.apply_rope = apply_rope > 0
-        for handle in factors:
-            step.take_factors(handle)
-
-        def last_position(n):
-            sequence = _sequence_of(backend, q_indptr, num_bounds, n)
-            end = backend.read_index(q_indptr[sequence + 1])
-            return step.positions[T.cast(end - 1, "int64")]
-
-        def append_row(n, worker, known) -> None:
-            first_factor = step.first_factor(last_position(n)) if factors else None
-            rotation = step.rotation(n, worker, first_factor)
-            rotation.write_q()
-            slot = backend.read_index(position_map[n])
-            with T.If(slot >= 0), T.Then():
-                where = worker.slot(slot)
-                rotation.write_k(lambda h: (pages, where.row(K_PLANE, h)))
-                rotation.write_v(lambda h: (pages, where.row(V_PLANE, h)))
-
-        backend.for_items(
-            spec,
-            num_rows,
-            lambda known: step.row_bytes,
-            append_row,
-            computed=[step.qkv, step.q, pages],
-        )
-
-    arguments = dict.fromkeys(handles, T.handle) | {"apply_rope": T.int64}
+    num_qo_heads, dim = spec.num_qo_heads, spec.qk_head_dim
+    num_heads = num_qo_heads + 2 * spec.num_kv_heads
+    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
     if spec.rope.kind == "longrope":
-        arguments["ext_factors"] = T.handle
-    return backend.define_kernel(arguments, body)
+        return _rope_append_longrope(spec)
+
+    @T.prim_func(private=True)
+    def rope_append(
+        var_qkv: T.handle,
+        var_q_indptr: T.handle,
+        var_q_rope_position: T.handle,
+        var_position_map: T.handle,
+        var_q: T.handle,
+        var_pages: T.handle,
+        apply_rope: T.int64,
+    ):
+        T.func_attr(attributes(spec))
+        num_pages, num_starts, n = T.int32(), T.int64(), T.int64()
+        qkv = T.match_buffer(var_qkv, (n, num_heads, dim), elem_offset=T.int64(), **rows)
+        q_indptr = T.match_buffer(var_q_indptr, (num_starts,), elem_offset=T.int64(), **I32)
+        q_rope_position = T.match_buffer(var_q_rope_position, (n,), elem_offset=T.int64(), **I32)
+        position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
+        q = T.match_buffer(var_q, (n, num_qo_heads, dim), elem_offset=T.int64(), **rows)
+        pages = T.match_buffer(
+            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
+        )
+        step = T.meta_var(_Step(spec, n, qkv, q_rope_position, q, apply_rope=apply_rope > 0))
+        _rotate_and_append(step, q_indptr, num_starts, position_map, pages)
+
+    return rope_append
+
+
+def _rope_append_longrope(spec: KernelSpec):
+    num_qo_heads, dim = spec.num_qo_heads, spec.qk_head_dim
+    num_heads = num_qo_heads + 2 * spec.num_kv_heads
+    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+
+    @T.prim_func(private=True)
+    def rope_append(
+        var_qkv: T.handle,
+        var_q_indptr: T.handle,
+        var_q_rope_position: T.handle,
+        var_position_map: T.handle,
+        var_q: T.handle,
+        var_pages: T.handle,
+        apply_rope: T.int64,
+        var_ext_factors: T.handle,
+    ):
+        T.func_attr(attributes(spec))
+        num_pages, num_starts, n = T.int32(), T.int64(), T.int64()
+        qkv = T.match_buffer(var_qkv, (n, num_heads, dim), elem_offset=T.int64(), **rows)
+        q_indptr = T.match_buffer(var_q_indptr, (num_starts,), elem_offset=T.int64(), **I32)
+        q_rope_position = T.match_buffer(var_q_rope_position, (n,), elem_offset=T.int64(), **I32)
+        position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
+        q = T.match_buffer(var_q, (n, num_qo_heads, dim), elem_offset=T.int64(), **rows)
+        pages = T.match_buffer(
+            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
+        )
+        ext_factors = T.match_buffer(
+            var_ext_factors, (spec.rope.rotary_dim,), elem_offset=T.int64(), **F32
+        )
+        step = T.meta_var(
+            _Step(
+                spec,
+                n,
+                qkv,
+                q_rope_position,
+                q,
+                apply_rope=apply_rope > 0,
+                factors=ext_factors,
+            )
+        )
+        _rotate_and_append(step, q_indptr, num_starts, position_map, pages)
+
+    return rope_append
+
+
+def _rotate_and_append(step: _Step, q_indptr, num_starts, position_map, pages) -> None:
+    """Write Q of each row, and K and V to the row's slot, if it has one."""
+    spec, backend = step.spec, step.backend
+
+    def last_position(n):
+        sequence = _sequence_of(backend, q_indptr, num_starts, n)
+        end = backend.read_index(q_indptr[sequence + 1])
+        return step.positions[T.cast(end - 1, "int64")]
+
+    def append_row(n, worker, known) -> None:
+        first_factor = None if step.factors is None else step.first_factor(last_position(n))
+        rotation = step.rotation(n, worker, first_factor)
+        rotation.write_q()
+        slot = backend.read_index(position_map[n])
+        with T.If(slot >= 0), T.Then():
+            where = worker.slot(slot)
+            rotation.write_k(lambda h: (pages, where.row(K_PLANE, h)))
+            rotation.write_v(lambda h: (pages, where.row(V_PLANE, h)))
+
+    backend.for_items(
+        spec,
+        step.num_rows,
+        lambda known: step.row_bytes,
+        append_row,
+        computed=[step.qkv, step.q, pages],
+    )
 
 
 def _copy_bytes(spec: KernelSpec) -> int:
@@ -160,23 +269,27 @@ def _copy_bytes(spec: KernelSpec) -> int:
 
 
 class _Step:
-    """The fused rows of a step, their positions, and whether and how they are rotated."""
+    """The fused rows of a step, their positions, and whether and how they are rotated.
 
-    def __init__(self, spec: KernelSpec, num_rows, qkv_handle, positions_handle, q_handle):
-        backend, num_heads = backend_of(spec), spec.num_qo_heads + 2 * spec.num_kv_heads
-        self.spec, self.backend = spec, backend
-        self.row_bytes = num_heads * spec.qk_head_dim * _copy_bytes(spec)
-        qkv_shape = (num_rows, num_heads, spec.qk_head_dim)
-        self.qkv = backend.match_rows(qkv_handle, qkv_shape, spec.dtype)
-        self.positions = backend.match(positions_handle, (num_rows,), "int32")
-        q_shape = (num_rows, spec.num_qo_heads, spec.qk_head_dim)
-        self.q = backend.match_rows(q_handle, q_shape, spec.dtype)
-        self.apply_rope = None  # None: always
-        self.factors = None
+    Parameters
+    ----------
+    spec : KernelSpec
+    num_rows : int64 expression
+    qkv, positions, q : Buffers
+        Fused rows, their RoPE positions, and where rows of Q go.
+    apply_rope : bool expression, optional
+        None: rows are rotated always.
+    factors : Buffer, optional
+        longrope: the long factors, then the short ones.
+    """
 
-    def take_factors(self, handle) -> None:
-        """longrope: the factors."""
-        self.factors = self.backend.match(handle, (self.spec.rope.rotary_dim,), vectors.F32)
+    def __init__(
+        self, spec: KernelSpec, num_rows, qkv, positions, q, *, apply_rope=None, factors=None
+    ):
+        self.spec, self.backend, self.num_rows = spec, backend_of(spec), num_rows
+        self.qkv, self.positions, self.q = qkv, positions, q
+        self.apply_rope, self.factors = apply_rope, factors
+        self.row_bytes = int(qkv.shape[1]) * spec.qk_head_dim * _copy_bytes(spec)
 
     def first_factor(self, last_position):
         """longrope: where the factors of a sequence that ends at `last_position` begin."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ..backend import backend_of
-from ..layout import K_PLANE, V_PLANE, rows_per_slot, slot_row
+from ..define import I32, aligned, attributes
+from ..layout import K_PLANE, V_PLANE, pages_shape, rows_per_slot, slot_row
 from ..spec import ITEMSIZE, KernelSpec
 
 
@@ -21,59 +22,74 @@ def copy_single_page(spec: KernelSpec):
     Arguments: pages ``[P, 2, Hk, page, D]`` (MLA: ``[P, page, D]``), source page, destination page,
     length: int64.
     """
+    slots = aligned(spec, spec.kv_dtype)
+
+    @T.prim_func(private=True)
+    def copy_single_page(
+        var_pages: T.handle, source: T.int64, destination: T.int64, length: T.int64
+    ):
+        T.func_attr(attributes(spec))
+        num_pages = T.int32()
+        pages = T.match_buffer(
+            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
+        )
+        _copy_page(spec, pages, source, destination, length)
+
+    return copy_single_page
+
+
+def _copy_page(spec: KernelSpec, pages, source, destination, length) -> None:
+    """Copy each of a page's row sets, such as K of a head, at a time."""
     backend = backend_of(spec)
 
-    def body(pages_handle, source, destination, length) -> None:
-        pages = backend.match_pages(pages_handle, spec)
+    def copy_rows(i, worker, known) -> None:
+        index = backend.read_index(i)
+        worker.copy_rows(
+            length,
+            lambda offset: (pages, slot_row(source, index, offset, spec)),
+            lambda offset: (pages, slot_row(destination, index, offset, spec)),
+        )
 
-        def copy_rows(i, worker, known) -> None:
-            index = backend.read_index(i)
-            worker.copy_rows(
-                length,
-                lambda offset: (pages, slot_row(source, index, offset, spec)),
-                lambda offset: (pages, slot_row(destination, index, offset, spec)),
-            )
-
-        num_rows = T.int32(rows_per_slot(spec))
-        backend.for_items(spec, num_rows, lambda known: length * _row_bytes(spec), copy_rows)
-
-    arguments = {
-        "pages": T.handle,
-        "source": T.int64,
-        "destination": T.int64,
-        "length": T.int64,
-    }
-    return backend.define_kernel(arguments, body)
+    num_rows = T.int32(rows_per_slot(spec))
+    backend.for_items(spec, num_rows, lambda known: length * _row_bytes(spec), copy_rows)
 
 
 def copy_pages(spec: KernelSpec):
     """Build the kernel that copies the first slots of pages to other pages.
 
     Arguments: pages ``[P, 2, Hk, page, D]`` (MLA: ``[P, page, D]``), copies int32 ``[3, n]``: of
-    each copy the source page, the destination page and how many slots. They are made in any order,
-    so none writes what another one reads or writes.
+    each copy the source page, the destination page and the number of slots. They are made in any
+    order, so none writes what another one reads or writes.
     """
-    backend = backend_of(spec)
-    page_rows = rows_per_slot(spec)
+    slots = aligned(spec, spec.kv_dtype)
 
-    def body(pages_handle, copies_handle) -> None:
-        num_copies = T.int64()
-        pages = backend.match_pages(pages_handle, spec)
-        copies = backend.match(copies_handle, (3, num_copies), "int32")
+    @T.prim_func(private=True)
+    def copy_pages(var_pages: T.handle, var_copies: T.handle):
+        T.func_attr(attributes(spec))
+        num_pages, n = T.int32(), T.int64()
+        pages = T.match_buffer(
+            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
+        )
+        copies = T.match_buffer(var_copies, (3, n), elem_offset=T.int64(), **I32)
+        _copy_pages(spec, n, pages, copies)
 
-        def copy_rows(i, worker, known) -> None:
-            copy, index = (backend.read_index(f(i, page_rows)) for f in (T.truncdiv, T.truncmod))
-            source, destination, length = (backend.read_index(copies[k, copy]) for k in range(3))
-            worker.copy_rows(
-                length,
-                lambda offset: (pages, slot_row(source, index, offset, spec)),
-                lambda offset: (pages, slot_row(destination, index, offset, spec)),
-            )
+    return copy_pages
 
-        bytes_each = spec.page_size * _row_bytes(spec)
-        backend.for_items(spec, num_copies * page_rows, lambda known: bytes_each, copy_rows)
 
-    return backend.define_kernel(dict.fromkeys(("pages", "copies"), T.handle), body)
+def _copy_pages(spec: KernelSpec, num_copies, pages, copies) -> None:
+    backend, page_rows = backend_of(spec), rows_per_slot(spec)
+
+    def copy_rows(i, worker, known) -> None:
+        copy, index = (backend.read_index(f(i, page_rows)) for f in (T.truncdiv, T.truncmod))
+        source, destination, length = (backend.read_index(copies[k, copy]) for k in range(3))
+        worker.copy_rows(
+            length,
+            lambda offset: (pages, slot_row(source, index, offset, spec)),
+            lambda offset: (pages, slot_row(destination, index, offset, spec)),
+        )
+
+    bytes_each = spec.page_size * _row_bytes(spec)
+    backend.for_items(spec, num_copies * page_rows, lambda known: bytes_each, copy_rows)
 
 
 def debug_get_kv(spec: KernelSpec):
@@ -82,34 +98,45 @@ def debug_get_kv(spec: KernelSpec):
     Arguments: pages ``[P, 2, Hk, page, D]``, position_map int32 ``[n]`` (slots; a negative one:
     leave the row), k and v ``[num_layers, n, Hk, D]`` of the pages' type, layer: int64.
     """
+    slots, row = aligned(spec, spec.kv_dtype), (spec.num_kv_heads, spec.qk_head_dim)
+
+    @T.prim_func(private=True)
+    def debug_get_kv(
+        var_pages: T.handle,
+        var_position_map: T.handle,
+        var_k: T.handle,
+        var_v: T.handle,
+        layer: T.int64,
+    ):
+        T.func_attr(attributes(spec))
+        num_pages, num_layers, n = T.int32(), T.int64(), T.int64()
+        pages = T.match_buffer(
+            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
+        )
+        position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
+        k = T.match_buffer(var_k, (num_layers, n, *row), elem_offset=T.int64(), **slots)
+        v = T.match_buffer(var_v, (num_layers, n, *row), elem_offset=T.int64(), **slots)
+        _read_slots(spec, n, pages, position_map, {K_PLANE: k, V_PLANE: v}, layer)
+
+    return debug_get_kv
+
+
+def _read_slots(spec: KernelSpec, num_rows, pages, position_map, planes: dict, layer) -> None:
     backend = backend_of(spec)
 
-    def body(pages_handle, map_handle, k_handle, v_handle, layer) -> None:
-        num_rows = T.int64()
-        shape = (T.int64(), num_rows, spec.num_kv_heads, spec.qk_head_dim)
-        pages = backend.match_pages(pages_handle, spec)
-        position_map = backend.match(map_handle, (num_rows,), "int32")
-        planes = (
-            (K_PLANE, backend.match_rows(k_handle, shape, spec.kv_dtype)),
-            (V_PLANE, backend.match_rows(v_handle, shape, spec.kv_dtype)),
-        )
+    def read_row(n, worker, known) -> None:
+        slot = backend.read_index(position_map[n])
+        with T.If(slot >= 0), T.Then():
+            where = worker.slot(slot)
+            for plane, sink in planes.items():
+                worker.copy_rows(
+                    spec.num_kv_heads,
+                    lambda h, plane=plane: (pages, where.row(plane, h)),
+                    lambda h, sink=sink: (sink, (layer, n, h)),
+                )
 
-        def read_row(n, worker, known) -> None:
-            slot = backend.read_index(position_map[n])
-            with T.If(slot >= 0), T.Then():
-                where = worker.slot(slot)
-                for plane, sink in planes:
-                    worker.copy_rows(
-                        spec.num_kv_heads,
-                        lambda h, plane=plane: (pages, where.row(plane, h)),
-                        lambda h, sink=sink: (sink, (layer, n, h)),
-                    )
-
-        bytes_each = 2 * spec.num_kv_heads * _row_bytes(spec)
-        backend.for_items(spec, num_rows, lambda known: bytes_each, read_row)
-
-    arguments = dict.fromkeys(("pages", "position_map", "k", "v"), T.handle)
-    return backend.define_kernel(arguments | {"layer": T.int64}, body)
+    bytes_each = 2 * spec.num_kv_heads * _row_bytes(spec)
+    backend.for_items(spec, num_rows, lambda known: bytes_each, read_row)
 
 
 def compact_copy(spec: KernelSpec):
@@ -117,35 +144,54 @@ def compact_copy(spec: KernelSpec):
 
     Arguments: pages ``[P, 2, Hk, page, D]`` (MLA: ``[P, page, D]``), length_indptr int32
     ``[B + 1]``, src_dst_slots int32 ``[2, n]``, batch_size int32. The copies of a head are made in
-    order, so a slot may be written and then read; heads do not depend on each other and share out
-    the teams, and a thread of a worker always copies the same elements of a row.
+    order, so a slot may be written and then read. Heads do not depend on each other: workers share
+    them, and a thread of a worker always copies the same elements of a row.
     """
+    slots = aligned(spec, spec.kv_dtype)
+
+    @T.prim_func(private=True)
+    def compact_copy(
+        var_pages: T.handle,
+        var_length_indptr: T.handle,
+        var_src_dst_slots: T.handle,
+        batch_size: T.int32,
+    ):
+        T.func_attr(attributes(spec))
+        num_pages, n = T.int32(), T.int64()
+        pages = T.match_buffer(
+            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
+        )
+        length_indptr = T.match_buffer(
+            var_length_indptr,
+            (T.cast(batch_size, "int64") + 1,),
+            elem_offset=T.int64(),
+            **I32,
+        )
+        src_dst_slots = T.match_buffer(var_src_dst_slots, (2, n), elem_offset=T.int64(), **I32)
+        _copy_slots(spec, batch_size, pages, length_indptr, src_dst_slots)
+
+    return compact_copy
+
+
+def _copy_slots(spec: KernelSpec, batch_size, pages, indptr, slots) -> None:
     backend = backend_of(spec)
 
-    def body(pages_handle, indptr_handle, slots_handle, batch_size) -> None:
-        pages = backend.match_pages(pages_handle, spec)
-        indptr = backend.match(indptr_handle, (T.cast(batch_size, "int64") + 1,), "int32")
-        slots = backend.match(slots_handle, (2, T.int64()), "int32")
+    def read_range():
+        begin, end = (backend.read_index(indptr[i]) for i in (0, batch_size))
+        return begin, backend.read_index(end - begin)
 
-        def read_range():
-            begin, end = (backend.read_index(indptr[i]) for i in (0, batch_size))
-            return begin, backend.read_index(end - begin)
+    def copy_rows(i, worker, known) -> None:
+        index, (begin, count) = backend.read_index(i), known
+        with T.serial(count) as c:
+            source, destination = (worker.slot(slots[row, begin + c]) for row in range(2))
+            worker.copy_rows(
+                1,
+                lambda _: (pages, source.indexed_row(index)),
+                lambda _: (pages, destination.indexed_row(index)),
+            )
 
-        def copy_rows(i, worker, known) -> None:
-            index, (begin, count) = backend.read_index(i), known
-            with T.serial(count) as c:
-                source, destination = (worker.slot(slots[row, begin + c]) for row in range(2))
-                worker.copy_rows(
-                    1,
-                    lambda _: (pages, source.indexed_row(index)),
-                    lambda _: (pages, destination.indexed_row(index)),
-                )
+    def bytes_each(known):
+        return T.cast(known[1], "int64") * _row_bytes(spec)
 
-        def bytes_each(known):
-            return T.cast(known[1], "int64") * _row_bytes(spec)
-
-        num_rows = T.int32(rows_per_slot(spec))
-        backend.for_items(spec, num_rows, bytes_each, copy_rows, once=read_range)
-
-    arguments = dict.fromkeys(("pages", "length_indptr", "src_dst_slots"), T.handle)
-    return backend.define_kernel(arguments | {"batch_size": T.int32}, body)
+    num_rows = T.int32(rows_per_slot(spec))
+    backend.for_items(spec, num_rows, bytes_each, copy_rows, once=read_range)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ..backend import backend_of
+from ..define import I32, aligned, attributes
+from ..layout import pages_shape
 from ..spec import ITEMSIZE, KernelSpec
 
 
@@ -15,24 +17,33 @@ def transpose_append_mla(spec: KernelSpec):
     Arguments: pages ``[P, page, D]``, kv ``[T, D]``, position_map int32 ``[T]`` (slots; a negative
     one: do not write).
     """
+    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+
+    @T.prim_func(private=True)
+    def transpose_append_mla(var_pages: T.handle, var_kv: T.handle, var_position_map: T.handle):
+        T.func_attr(attributes(spec))
+        num_pages, n = T.int32(), T.int64()
+        pages = T.match_buffer(
+            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
+        )
+        kv = T.match_buffer(var_kv, (n, spec.qk_head_dim), elem_offset=T.int64(), **rows)
+        position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
+        _append_rows(spec, n, pages, kv, position_map)
+
+    return transpose_append_mla
+
+
+def _append_rows(spec: KernelSpec, num_rows, pages, kv, position_map) -> None:
     backend = backend_of(spec)
+
+    def append_row(n, worker, known) -> None:
+        slot = backend.read_index(position_map[n])
+        with T.If(slot >= 0), T.Then():
+            sink = worker.slot(slot).indexed_row(0)
+            worker.copy_rows(1, lambda _: (kv, (n,)), lambda _: (pages, sink))
+
     row_bytes = spec.qk_head_dim * (ITEMSIZE[spec.dtype] + ITEMSIZE[spec.kv_dtype])
-
-    def body(pages_handle, kv_handle, map_handle) -> None:
-        num_rows = T.int64()
-        pages = backend.match_pages(pages_handle, spec)
-        kv = backend.match_rows(kv_handle, (num_rows, spec.qk_head_dim), spec.dtype)
-        position_map = backend.match(map_handle, (num_rows,), "int32")
-
-        def append_row(n, worker, known) -> None:
-            slot = backend.read_index(position_map[n])
-            with T.If(slot >= 0), T.Then():
-                sink = worker.slot(slot).indexed_row(0)
-                worker.copy_rows(1, lambda _: (kv, (n,)), lambda _: (pages, sink))
-
-        backend.for_items(spec, num_rows, lambda known: row_bytes, append_row)
-
-    return backend.define_kernel(dict.fromkeys(("pages", "kv", "position_map"), T.handle), body)
+    backend.for_items(spec, num_rows, lambda known: row_bytes, append_row)
 
 
 def debug_get_kv_mla(spec: KernelSpec):
@@ -41,23 +52,34 @@ def debug_get_kv_mla(spec: KernelSpec):
     Arguments: pages ``[P, page, D]``, position_map int32 ``[n]`` (slots; a negative one: leave the
     row), kv ``[num_layers, n, D]`` of the pages' type, layer: int64.
     """
+    slots = aligned(spec, spec.kv_dtype)
+
+    @T.prim_func(private=True)
+    def debug_get_kv_mla(
+        var_pages: T.handle, var_position_map: T.handle, var_kv: T.handle, layer: T.int64
+    ):
+        T.func_attr(attributes(spec))
+        num_pages, num_layers, n = T.int32(), T.int64(), T.int64()
+        pages = T.match_buffer(
+            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
+        )
+        position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
+        kv = T.match_buffer(
+            var_kv, (num_layers, n, spec.qk_head_dim), elem_offset=T.int64(), **slots
+        )
+        _read_rows(spec, n, pages, position_map, kv, layer)
+
+    return debug_get_kv_mla
+
+
+def _read_rows(spec: KernelSpec, num_rows, pages, position_map, kv, layer) -> None:
     backend = backend_of(spec)
+
+    def read_row(n, worker, known) -> None:
+        slot = backend.read_index(position_map[n])
+        with T.If(slot >= 0), T.Then():
+            source = worker.slot(slot).indexed_row(0)
+            worker.copy_rows(1, lambda _: (pages, source), lambda _: (kv, (layer, n)))
+
     row_bytes = 2 * spec.qk_head_dim * ITEMSIZE[spec.kv_dtype]
-
-    def body(pages_handle, map_handle, kv_handle, layer) -> None:
-        num_rows = T.int64()
-        pages = backend.match_pages(pages_handle, spec)
-        position_map = backend.match(map_handle, (num_rows,), "int32")
-        shape = (T.int64(), num_rows, spec.qk_head_dim)
-        kv = backend.match_rows(kv_handle, shape, spec.kv_dtype)
-
-        def read_row(n, worker, known) -> None:
-            slot = backend.read_index(position_map[n])
-            with T.If(slot >= 0), T.Then():
-                source = worker.slot(slot).indexed_row(0)
-                worker.copy_rows(1, lambda _: (pages, source), lambda _: (kv, (layer, n)))
-
-        backend.for_items(spec, num_rows, lambda known: row_bytes, read_row)
-
-    arguments = dict.fromkeys(("pages", "position_map", "kv"), T.handle)
-    return backend.define_kernel(arguments | {"layer": T.int64}, body)
+    backend.for_items(spec, num_rows, lambda known: row_bytes, read_row)

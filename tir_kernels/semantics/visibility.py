@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
+from ..signatures.inputs import Lengths
 from ..vectors import broadcast, ramp
 
 NO_LIMIT = (1 << 31) - 1
@@ -111,14 +112,14 @@ class GappedSequence(WholeSequence):
 
     Parameters
     ----------
-    a : the kernel's arguments, of them `window_info`: rows of B numbers
+    a : the kernel's arguments, of them `length_info`: with `Lengths.WINDOWS` rows of B numbers
 
         * slots in use of the last page; this row may be the only one;
         * the slot, counted from the first page, behind the dropped positions;
         * the number of sinks before them;
         * positions that a row sees besides these and itself; without this row: all.
 
-        Or `window_matrix`: the first three rows as a matrix. Slots between sinks and the second
+        With `Lengths.MATRIX` the first three rows as a matrix. Slots between sinks and the second
         number hold nothing.
     """
 
@@ -126,8 +127,8 @@ class GappedSequence(WholeSequence):
 
     def __init__(self, spec, a, index_temp: Callable):
         self.batch_size = a.batch_size
-        self.matrix = getattr(a, "window_matrix", None)
-        super().__init__(spec, None if self.matrix is not None else a.window_info, index_temp)
+        self.matrix = a.length_info if a.length_form is Lengths.MATRIX else None
+        super().__init__(spec, None if self.matrix is not None else a.length_info, index_temp)
         if self.matrix is None:
             size = self.info.shape[0]
             known = T.Or(size == 3 * a.batch_size, size == 4 * a.batch_size)
@@ -166,7 +167,7 @@ def lengths_of(spec, a, index_temp: Callable) -> WholeSequence:
     index_temp : callable
         Materialises an int32 value.
     """
-    if hasattr(a, "length_info"):
+    if a.length_form is Lengths.LAST_PAGE:
         return WholeSequence(spec, a.length_info, index_temp)
     return GappedSequence(spec, a, index_temp)
 

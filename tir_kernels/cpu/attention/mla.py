@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
 from ...semantics.visibility import CausalMask, WholeSequence
-from ...signatures import MLA_PREFILL, MLA_TREE
+from ...signatures import latent
+from ...signatures.inputs import PagedInputs
 from ...spec import LOG2E, KernelSpec
 from ..simd import Register, index_temp, store, temp, wide_temp
-from .define import attention_kernel
+from .define import build
 from .inline_rope import NoRotation
 from .kv_operands import operands
 from .kv_rows import LatentRows
@@ -164,9 +166,8 @@ class _Output:
 
 
 def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
-    """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
-    a.lengths = WholeSequence(spec, a.length_info, index_temp)
-    a.rope = NoRotation()
+    """Emit the body for inputs with a `mask`."""
+    a = replace(a, lengths=WholeSequence(spec, a.length_info, index_temp), rope=NoRotation())
     a.mask.prepare(a)
 
     def begin_task():
@@ -193,36 +194,21 @@ def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
 
 
 def mla_prefill(spec: KernelSpec):
-    """Build the kernel `mla_prefill`: absorbed attention of any number of rows per sequence.
+    """Build the kernel `mla_prefill`; its arguments are those of `signatures.latent.mla_prefill`.
 
-    The spec is of kind "mla". Its arguments are, with T rows, B sequences, P pages of the pool, N
-    page table entries, rows of D columns of which the first Dv are V
-
-    * q ``[T, Hq, D]``, dtype; q_indptr ``[B + 1]``, int32;
-    * pages ``[P, page, D]``, kv_dtype;
-    * page_indptr ``[B + 1]``, page_values ``[N]`` and length_info ``[B]``, int32; int32 arrays may
-      start at any element;
-    * o ``[T, Hq, Dv]``, dtype, and lse ``[T, Hq]``, float32, which are written;
-    * causal: int32, sm_scale: float32.
+    The spec is of kind "mla".
     """
 
-    def emit(a):
-        a.mask = CausalMask(a.causal)
-        emit_mla(spec, operands(spec, spec.kv_dtype), a)
+    def attend(a: PagedInputs) -> None:
+        emit_mla(spec, operands(spec, spec.kv_dtype), replace(a, mask=CausalMask(a.causal)))
 
-    return attention_kernel(spec, MLA_PREFILL, emit)
+    return build(spec, latent.mla_prefill, attend)
 
 
 def mla_tree(spec: KernelSpec):
-    """Build the kernel `mla_tree`: absorbed attention of new tree nodes over the pages.
+    """Build the kernel `mla_tree`; its arguments are those of `signatures.latent.mla_tree`."""
 
-    What a row sees is as in `tree_paged`: the rows are the last nodes of the uncommitted trees,
-    whose nodes are the last positions. Its arguments are those of `mla_prefill` without causal,
-    then tree_order_indptr ``[B + 1]`` and tree_order ``[M, 2]``, int32, as `tree_paged` takes them.
-    """
+    def attend(a: PagedInputs) -> None:
+        emit_mla(spec, operands(spec, spec.kv_dtype), replace(a, mask=TreeMask(a, POSITIONS)))
 
-    def emit(a):
-        a.mask = TreeMask(a, POSITIONS)
-        emit_mla(spec, operands(spec, spec.kv_dtype), a)
-
-    return attention_kernel(spec, MLA_TREE, emit)
+    return build(spec, latent.mla_tree, attend)

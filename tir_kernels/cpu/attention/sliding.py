@@ -8,50 +8,39 @@ needs: columns are counted from the first slot of the table, which is position
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...semantics.visibility import WindowMask
-from ...signatures import DECODE, PREFILL, PREFILL_RAGGED, with_lengths
+from ...signatures import decode, prefill
+from ...signatures.inputs import PagedInputs, RaggedInputs
 from ...spec import KernelSpec
 from .decode.kernel import emit_decode
-from .define import attention_kernel
+from .define import build
 from .prefill.kernel import emit_paged, emit_ragged
 
 
 def decode_sliding(spec: KernelSpec):
-    """Build the kernel `decode_sliding`: a row sees the last `window` positions of its pages.
+    """Build the kernel `decode_sliding`; see `signatures.decode.decode_sliding`."""
 
-    Its arguments are those of `decode`, then window: int32, at least 0. What it costs follows the
-    window, but an even share for every thread needs a page table with little before the window.
-    """
+    def attend(a: PagedInputs) -> None:
+        emit_decode(spec, replace(a, mask=WindowMask(1, a.window)))
 
-    def emit(a):
-        a.mask = WindowMask(1, a.window)
-        emit_decode(spec, a)
-
-    return attention_kernel(spec, (*with_lengths(DECODE, "length_info"), "window"), emit)
+    return build(spec, decode.decode_sliding, attend)
 
 
 def prefill_sliding(spec: KernelSpec):
-    """Build the kernel `prefill_sliding`: a row sees its position and the `window` - 1 before it.
+    """Build the kernel `prefill_sliding`; see `signatures.prefill.prefill_sliding`."""
 
-    Its arguments are those of `prefill`, then window: int32, at least 1. The rows of a sequence are
-    the last positions of its pages, or follow them where causal is 0.
-    """
+    def attend(a: PagedInputs) -> None:
+        emit_paged(spec, replace(a, mask=WindowMask(a.causal, a.window)))
 
-    def emit(a):
-        a.mask = WindowMask(a.causal, a.window)
-        emit_paged(spec, a)
-
-    return attention_kernel(spec, (*with_lengths(PREFILL, "length_info"), "window"), emit)
+    return build(spec, prefill.prefill_sliding, attend)
 
 
 def prefill_ragged_sliding(spec: KernelSpec):
-    """Build the kernel `prefill_ragged_sliding`: `prefill_sliding` over ragged K and V.
+    """Build the kernel `prefill_ragged_sliding`; see `signatures.prefill`."""
 
-    Its arguments are those of `prefill_ragged`, then window: int32, at least 1.
-    """
+    def attend(a: RaggedInputs) -> None:
+        emit_ragged(spec, replace(a, mask=WindowMask(a.causal, a.window)))
 
-    def emit(a):
-        a.mask = WindowMask(a.causal, a.window)
-        emit_ragged(spec, a)
-
-    return attention_kernel(spec, (*PREFILL_RAGGED, "window"), emit)
+    return build(spec, prefill.prefill_ragged_sliding, attend, has_pages=False)

@@ -10,13 +10,16 @@ the window.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tvm.script import tirx as T
 
 from ...semantics.visibility import WindowMask
-from ...signatures import DECODE, PREFILL, with_lengths
+from ...signatures import decode, prefill
+from ...signatures.inputs import Lengths, PagedInputs
 from ...spec import KernelSpec
 from .decode.kernel import emit_decode
-from .define import attention_kernel
+from .define import build
 from .prefill.kernel import emit_paged
 
 
@@ -54,12 +57,16 @@ class _StockWindowMask(WindowMask):
         return kv_len
 
 
-def _describe(a, causal, window: int) -> None:
-    """Give matched arguments what the skeletons ask for."""
-    info, first_seen = a.window_matrix, a.k_rope_pos_offset
-    a.length_info = _Elements(lambda b: info[0, b])
-    a.k_rope_pos_offset = _Elements(lambda b: first_seen[b] - info[1, b])
-    a.mask = _StockWindowMask(causal, window, _Elements(lambda b: info[1, b]))
+def _described(a: PagedInputs, causal, window: int) -> PagedInputs:
+    """The inputs as the skeletons ask for them."""
+    info, first_seen = a.length_info, a.k_rope_pos_offset
+    return replace(
+        a,
+        length_info=_Elements(lambda b: info[0, b]),
+        length_form=Lengths.LAST_PAGE,
+        k_rope_pos_offset=_Elements(lambda b: first_seen[b] - info[1, b]),
+        mask=_StockWindowMask(causal, window, _Elements(lambda b: info[1, b])),
+    )
 
 
 def _check_window(window: int) -> None:
@@ -74,11 +81,10 @@ def decode_sliding(spec: KernelSpec, window: int):
     """
     _check_window(window)
 
-    def emit(a):
-        _describe(a, T.int32(0), window)
-        emit_decode(spec, a)
+    def attend(a: PagedInputs) -> None:
+        emit_decode(spec, _described(a, T.int32(0), window))
 
-    return attention_kernel(spec, with_lengths(DECODE, "window_matrix"), emit)
+    return build(spec, decode.decode, attend, lengths=Lengths.MATRIX)
 
 
 def prefill_sliding(spec: KernelSpec, window: int):
@@ -89,8 +95,7 @@ def prefill_sliding(spec: KernelSpec, window: int):
     """
     _check_window(window)
 
-    def emit(a):
-        _describe(a, a.causal, window)
-        emit_paged(spec, a)
+    def attend(a: PagedInputs) -> None:
+        emit_paged(spec, _described(a, a.causal, window))
 
-    return attention_kernel(spec, with_lengths(PREFILL, "window_matrix"), emit)
+    return build(spec, prefill.prefill, attend, lengths=Lengths.MATRIX)

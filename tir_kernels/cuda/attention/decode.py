@@ -10,6 +10,7 @@ which a second kernel merges.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from tvm.script import tirx as T
@@ -21,7 +22,8 @@ from ...semantics.visibility import (
     WindowMask,
     lengths_of,
 )
-from ...signatures import DECODE, with_lengths
+from ...signatures import decode as signatures
+from ...signatures.inputs import Lengths, PagedInputs
 from ...spec import KernelSpec
 from ..elements import store_floats
 from ..emit import I32, I64, Variable, as_count, count_temp, index_temp, launch
@@ -31,11 +33,10 @@ from ..splits.page_split import PageSplit
 from ..tiles.decode_tiling import DecodeTiling
 from .decode_split import Segment
 from .kv_rows import PagedRows
-from .prefill import build
 
 
-def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
-    """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
+def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
+    """Emit the body for inputs with a `mask`."""
     require_own_rotation(spec, a)
     lengths = lengths_of(spec, a, index_temp)
     tiling = DecodeTiling.of(spec)
@@ -126,21 +127,24 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
         partials.launch_merge(a, lambda lane: split_of(), clears_empty=True)
 
 
-def decode(spec: KernelSpec):
-    """Build the kernel `decode`; its arguments are those of the CPU's."""
-    return _build(spec, DECODE)
+def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS):
+    """Build the kernel `decode`; its arguments are those of `signatures.decode.decode`."""
+
+    def attend(a: PagedInputs) -> None:
+        emit_decode(spec, replace(a, mask=CausalMask(T.int32(1))))
+
+    return signatures.decode(spec, attend, lengths)
 
 
 def decode_windowed(spec: KernelSpec):
-    """Build the kernel `decode_windowed`; its arguments are those of the CPU's."""
-    return _build(spec, with_lengths(DECODE, "window_matrix"))
+    """Build `decode` with ``length_info [3, B]``, as the stock cache passes it for windows."""
+    return decode(spec, Lengths.MATRIX)
 
 
 def decode_sliding(spec: KernelSpec):
-    """Build the kernel `decode_sliding`; its arguments are those of the CPU's."""
-    names = (*with_lengths(DECODE, "length_info"), "window")
-    return _build(spec, names, lambda a: WindowMask(T.int32(1), a.window))
+    """Build the kernel `decode_sliding`; see `signatures.decode.decode_sliding`."""
 
+    def attend(a: PagedInputs) -> None:
+        emit_decode(spec, replace(a, mask=WindowMask(T.int32(1), a.window)))
 
-def _build(spec: KernelSpec, names, mask_of=lambda a: CausalMask(T.int32(1))):
-    return build(spec, names, mask_of, emit_decode)
+    return signatures.decode_sliding(spec, attend)

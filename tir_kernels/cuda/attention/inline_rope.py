@@ -28,7 +28,7 @@ class InlineRope:
     def __init__(self, spec: KernelSpec, a, step):
         self.spec, self.step = spec, step
         # Rows of a kernel that cannot be asked to rotate them are rotated already.
-        self.mode = getattr(a, "rotary_mode", None)
+        self.mode = a.rotary_mode
         self.may_rotate = has_rope(spec) and self.mode is not None
         self.half = spec.rope.rotary_dim // 2
 

@@ -9,17 +9,17 @@ have much shared memory, tiles have more rows, and fewer of them load the same l
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 from ...semantics.visibility import CausalMask, WholeSequence
-from ...signatures import MLA_PREFILL, MLA_TREE
+from ...signatures import latent
+from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
 from ..emit import as_count, index_temp, opaque
 from ..splits.tile_split import TileSplit, shared_out
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .balanced_split_tile import PartMask, PartUnit, step_of
-from .define import attention_kernel
 from .non_finite_v import with_care
 from .tree import build_tree
 from .tree_mask import PlainColumns
@@ -54,16 +54,16 @@ class SequenceSplit(TileSplit):
         return self.a.q_indptr[i + 1] - self.a.q_indptr[i]
 
 
-def emit_mla(spec: KernelSpec, a: SimpleNamespace) -> None:
-    """Emit the body: `a` holds the matched arguments by their names."""
-    a.columns = PlainColumns()
+def emit_mla(spec: KernelSpec, a: PagedInputs) -> None:
+    """Emit the body."""
+    a = replace(a, columns=PlainColumns())
     mask = CausalMask(a.causal)
 
     def emit_tiles(tiling: Tiling) -> None:
         def attend(part, piece, thread) -> None:
-            a.mask = PartMask(part.first, part.last, mask)
+            own = replace(a, mask=PartMask(part.first, part.last, mask))
             step = step_of(spec, a, part, piece, part.tile.item)
-            with_care(lambda care: PartUnit(spec, tiling, a, step, opaque(thread), care).run())
+            with_care(lambda care: PartUnit(spec, tiling, own, step, opaque(thread), care).run())
 
         with shared_out(spec, a, tiling, SequenceSplit, goes_on=False) as emit:
             emit(attend)
@@ -73,10 +73,10 @@ def emit_mla(spec: KernelSpec, a: SimpleNamespace) -> None:
 
 
 def mla_prefill(spec: KernelSpec):
-    """Build the kernel `mla_prefill`; its arguments are those of the CPU's."""
-    return attention_kernel(spec, MLA_PREFILL, lambda a: emit_mla(spec, a))
+    """Build the kernel `mla_prefill`; see `signatures.latent.mla_prefill`."""
+    return latent.mla_prefill(spec, lambda a: emit_mla(spec, a))
 
 
 def mla_tree(spec: KernelSpec):
-    """Build the kernel `mla_tree`; its arguments are those of the CPU's."""
-    return build_tree(spec, MLA_TREE)
+    """Build the kernel `mla_tree`; its arguments are those of `signatures.latent.mla_tree`."""
+    return build_tree(spec, latent.mla_tree)

@@ -8,6 +8,8 @@ come first. Of units that are too few for the whole GPU, several blocks split wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from tvm.script import tirx as T
@@ -18,44 +20,55 @@ from ...semantics.visibility import (
     WindowMask,
     lengths_of,
 )
-from ...signatures import PREFILL, PREFILL_RAGGED, with_lengths
+from ...signatures import prefill as signatures
+from ...signatures.inputs import Lengths, PagedInputs, RaggedInputs
 from ...spec import KernelSpec
 from ..emit import WARP, as_count, index_temp, launch, opaque
 from ..splits.schedule import UnitOfBlock
 from ..tiles.tiling import MOST_ROWS, Tiling
 from ..tiles.tiling_choice import emit_chosen
-from .define import attention_kernel
 from .fixed_split_tile import SplitStates, SplitUnit, splits_of
 from .kv_rows import RaggedRows, rows_of_pages
 from .non_finite_v import Care, with_care
 from .tree_mask import PlainColumns
 
 
-def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None:
-    """Emit the body.
+@dataclass(frozen=True)
+class KvSource:
+    """Where K and V of a call lie.
 
     Parameters
     ----------
-    a : the matched arguments by their names, `mask`, and of the source of K and V `kv_rows`, which
-        is ``(sequence, head) -> (rows, kv_len)``, where `rows` takes the rows of a thread, and
-        `gap_of`, what a sequence has dropped, or None; `k_offset_of`, the RoPE position of its
-        column 0; `most_positions` of a sequence, known to the host; perhaps `columns`. Without
-        q_indptr every sequence has one row.
-    tiling : Tiling
+    rows : callable
+        ``(sequence, head) -> (rows, kv_len)``, where `rows` takes the rows of a thread.
+    k_offset_of : callable
+        Sequence -> RoPE position of its column 0.
+    max_positions : integer expression
+        No sequence has more of them; known to the host.
     """
+
+    rows: Callable
+    k_offset_of: Callable
+    max_positions: object
+
+
+def emit_attention(
+    spec: KernelSpec, a: PagedInputs | RaggedInputs, source: KvSource, tiling: Tiling
+) -> None:
+    """Emit the body for inputs with a `mask`; without `q_indptr` every sequence has one row."""
     group = spec.group_size
-    if hasattr(a, "rotary_mode"):
+    if a.rotary_mode is not None:
         require_own_rotation(spec, a)
-    if not hasattr(a, "columns"):
-        a.columns = PlainColumns()
+    if a.columns is None:
+        a = replace(a, columns=PlainColumns())
     # No more units than that, for each sequence has less than a whole one besides whole ones.
     most_units = T.truncdiv(a.q.shape[0] * group, tiling.rows) + a.batch_size
     pairs = spec.num_kv_heads * tiling.slices
-    splits = splits_of(tiling, most_units * pairs, a.most_positions)
+    splits = splits_of(tiling, most_units * pairs, source.max_positions)
     states = SplitStates(spec, splits, a.q.shape[0])
 
     def first_row_of(sequence):
-        return a.q_indptr[sequence] if hasattr(a, "q_indptr") else sequence
+        return sequence if a.q_indptr is None else a.q_indptr[sequence]
 
     def rows_of(sequence):
         return first_row_of(sequence + 1) - first_row_of(sequence)
@@ -68,9 +81,9 @@ def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None
         unit = UnitOfBlock(block, a.batch_size, units_of, lane)
         with T.If(unit.sequence >= 0), T.Then():
             head = index_temp(T.truncdiv(pair, tiling.slices))
-            rows, kv_len = a.kv_rows(unit.sequence, head)
-            gap = a.gap_of(unit.sequence)
-            k_offset = index_temp(a.k_offset_of(unit.sequence))
+            rows, kv_len = source.rows(unit.sequence, head)
+            gap = a.gap(unit.sequence)
+            k_offset = index_temp(source.k_offset_of(unit.sequence))
             num_hidden = 0 if gap is None else gap.begin - gap.sinks
             step = SimpleNamespace(
                 sequence=unit.sequence,
@@ -97,10 +110,9 @@ def emit_attention(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling) -> None
         states.launch_merge(a, lambda: first_row_of(a.batch_size))
 
 
-def emit_paged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS) -> None:
+def emit_paged(spec: KernelSpec, a: PagedInputs, max_rows: int = MOST_ROWS) -> None:
     """Emit `emit_attention` with K and V from pages."""
-    lengths = lengths_of(spec, a, index_temp)
-    a.gap_of = lengths.gap
+    a = replace(a, lengths=lengths_of(spec, a, index_temp))
 
     def kv_rows(sequence, head):
         first = index_temp(a.page_indptr[sequence])
@@ -109,72 +121,79 @@ def emit_paged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS)
         def rows(rows_per_thread: int):
             return rows_of_pages(spec, a, first, head, rows_per_thread)
 
-        return rows, lengths.kv_len(sequence, num_pages)
+        return rows, a.lengths.kv_len(sequence, num_pages)
 
-    a.kv_rows, a.k_offset_of = kv_rows, lambda sequence: T.int32(0)
-    a.most_positions = as_count(a.page_values.shape[0]) * spec.page_size
-    if hasattr(a, "k_rope_pos_offset"):
-        a.k_offset_of = a.k_rope_pos_offset.__getitem__
-    choices = Tiling.choices(spec, spec.kv_dtype, most_rows)
+    source = KvSource(
+        rows=kv_rows,
+        k_offset_of=_offsets_of(a) or (lambda sequence: T.int32(0)),
+        max_positions=as_count(a.page_values.shape[0]) * spec.page_size,
+    )
+    choices = Tiling.choices(spec, spec.kv_dtype, max_rows)
     num_rows = as_count(a.q.shape[0]) * spec.group_size
-    emit_chosen(choices, num_rows, a.batch_size, lambda tiling: emit_attention(spec, a, tiling))
+
+    def emit(tiling: Tiling) -> None:
+        emit_attention(spec, a, source, tiling)
+
+    emit_chosen(choices, num_rows, a.batch_size, emit)
 
 
-def emit_ragged(spec: KernelSpec, a: SimpleNamespace, most_rows: int = MOST_ROWS) -> None:
+def emit_ragged(spec: KernelSpec, a: RaggedInputs, max_rows: int = MOST_ROWS) -> None:
     """Emit `emit_attention` with K and V from arrays."""
-    a.gap_of = lambda sequence: None
 
     def kv_rows(sequence, head):
         first = index_temp(a.kv_indptr[sequence])
         kv_len = index_temp(a.kv_indptr[sequence + 1] - first)
         return lambda rows_per_thread: RaggedRows(a, first, head), kv_len
 
-    a.kv_rows, a.most_positions = kv_rows, a.k.shape[0]
-    if hasattr(a, "k_rope_pos_offset"):
-        a.k_offset_of = a.k_rope_pos_offset.__getitem__
-    else:
-        a.k_offset_of = a.columns.first_of_ragged
-    emit_attention(spec, a, Tiling.of(spec, spec.dtype, most_rows))
+    source = KvSource(
+        rows=kv_rows,
+        k_offset_of=_offsets_of(a) or a.columns.first_of_ragged,
+        max_positions=a.k.shape[0],
+    )
+    emit_attention(spec, a, source, Tiling.of(spec, spec.dtype, max_rows))
 
 
-def build(spec: KernelSpec, names, mask_of, emit=emit_paged, **fields):
-    """Build a kernel: ``mask_of(a)`` is its mask, `fields` go to `emit`."""
-
-    def body(a):
-        a.mask = mask_of(a)
-        emit(spec, a, **fields)
-
-    return attention_kernel(spec, names, body)
+def _offsets_of(a: PagedInputs | RaggedInputs) -> Callable | None:
+    offsets = a.k_rope_pos_offset
+    return None if offsets is None else offsets.__getitem__
 
 
-def _causal(a):
-    return CausalMask(a.causal)
+def prefill(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS):
+    """Build the kernel `prefill`; its arguments are those of `signatures.prefill.prefill`."""
 
+    def attend(a: PagedInputs) -> None:
+        emit_paged(spec, replace(a, mask=CausalMask(a.causal)))
 
-def _window(a):
-    return WindowMask(a.causal, a.window)
-
-
-def prefill(spec: KernelSpec):
-    """Build the kernel `prefill`; its arguments are those of the CPU's."""
-    return build(spec, PREFILL, _causal)
+    return signatures.prefill(spec, attend, lengths)
 
 
 def prefill_windowed(spec: KernelSpec):
-    """Build the kernel `prefill_windowed`; its arguments are those of the CPU's."""
-    return build(spec, with_lengths(PREFILL, "window_matrix"), _causal)
+    """Build `prefill` with ``length_info [3, B]``, as the stock cache passes it for windows."""
+    return prefill(spec, Lengths.MATRIX)
 
 
 def prefill_sliding(spec: KernelSpec):
-    """Build the kernel `prefill_sliding`; its arguments are those of the CPU's."""
-    return build(spec, (*with_lengths(PREFILL, "length_info"), "window"), _window)
+    """Build the kernel `prefill_sliding`; see `signatures.prefill.prefill_sliding`."""
+
+    def attend(a: PagedInputs) -> None:
+        emit_paged(spec, replace(a, mask=WindowMask(a.causal, a.window)))
+
+    return signatures.prefill_sliding(spec, attend)
 
 
 def prefill_ragged(spec: KernelSpec):
-    """Build the kernel `prefill_ragged`; its arguments are those of the CPU's."""
-    return build(spec, PREFILL_RAGGED, _causal, emit_ragged)
+    """Build the kernel `prefill_ragged`; see `signatures.prefill.prefill_ragged`."""
+
+    def attend(a: RaggedInputs) -> None:
+        emit_ragged(spec, replace(a, mask=CausalMask(a.causal)))
+
+    return signatures.prefill_ragged(spec, attend)
 
 
 def prefill_ragged_sliding(spec: KernelSpec):
-    """Build the kernel `prefill_ragged_sliding`; its arguments are those of the CPU's."""
-    return build(spec, (*PREFILL_RAGGED, "window"), _window, emit_ragged)
+    """Build the kernel `prefill_ragged_sliding`; see `signatures.prefill`."""
+
+    def attend(a: RaggedInputs) -> None:
+        emit_ragged(spec, replace(a, mask=WindowMask(a.causal, a.window)))
+
+    return signatures.prefill_ragged_sliding(spec, attend)

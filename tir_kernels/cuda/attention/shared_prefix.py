@@ -9,12 +9,13 @@ is merged into O there; one that is cut leaves states, which a second kernel mer
 from __future__ import annotations
 
 from contextlib import contextmanager
-from types import SimpleNamespace
+from dataclasses import replace
 
 from tvm.script import tirx as T
 
 from ...semantics.rotary_mode import refuse_longrope, require_own_rotation
-from ...signatures import MLA_PREFILL_SHARED, PREFILL_SHARED
+from ...signatures import shared
+from ...signatures.inputs import SharedInputs
 from ...spec import KernelSpec
 from ..emit import as_count, index_temp, launch
 from ..launcher import workspace
@@ -22,7 +23,6 @@ from ..splits.tile_split import TileSplit, shared_out
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .balanced_split_tile import PartMask, step_of
-from .define import attention_kernel
 from .shared_tile import SharedUnit
 from .tree_mask import PlainColumns
 
@@ -83,12 +83,12 @@ class SegmentSplit(TileSplit):
         return self.a.row_ids[at]
 
 
-def emit_shared(spec: KernelSpec, a: SimpleNamespace) -> None:
-    """Emit the body: `a` holds the matched arguments by their names."""
-    if hasattr(a, "rotary_mode"):
+def emit_shared(spec: KernelSpec, a: SharedInputs) -> None:
+    """Emit the body."""
+    if a.rotary_mode is not None:
         require_own_rotation(spec, a)
         refuse_longrope(spec, a)
-    a.columns = PlainColumns()
+    a = replace(a, columns=PlainColumns())
 
     def emit_tiles(tiling: Tiling) -> None:
         with shared_out(spec, a, tiling, SegmentSplit, goes_on=True) as emit:
@@ -96,12 +96,12 @@ def emit_shared(spec: KernelSpec, a: SimpleNamespace) -> None:
 
                 def attend(part, piece, thread) -> None:
                     segment = index_temp(a.first_segment + part.tile.item)
-                    offsets = getattr(a, "k_rope_pos_offset", None)
+                    offsets = a.k_rope_pos_offset
                     step = step_of(spec, a, part, piece, segment)
                     step.k_offset = T.int32(0) if offsets is None else index_temp(offsets[segment])
                     step.lse_before = lse_before
-                    a.mask = PartMask(part.first, part.last)
-                    SharedUnit(spec, tiling, a, step, thread).run()
+                    own = replace(a, mask=PartMask(part.first, part.last))
+                    SharedUnit(spec, tiling, own, step, thread).run()
 
                 emit(attend)
 
@@ -112,10 +112,10 @@ def emit_shared(spec: KernelSpec, a: SimpleNamespace) -> None:
 
 
 def prefill_shared(spec: KernelSpec):
-    """Build the kernel `prefill_shared`; its arguments are those of the CPU's."""
-    return attention_kernel(spec, PREFILL_SHARED, lambda a: emit_shared(spec, a))
+    """Build the kernel `prefill_shared`; see `signatures.shared.prefill_shared`."""
+    return shared.prefill_shared(spec, lambda a: emit_shared(spec, a))
 
 
 def mla_prefill_shared(spec: KernelSpec):
-    """Build the kernel `mla_prefill_shared`; its arguments are those of the CPU's."""
-    return attention_kernel(spec, MLA_PREFILL_SHARED, lambda a: emit_shared(spec, a))
+    """Build the kernel `mla_prefill_shared`; see `signatures.shared.mla_prefill_shared`."""
+    return shared.mla_prefill_shared(spec, lambda a: emit_shared(spec, a))

@@ -3,45 +3,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from tvm.script import tirx as T
 
 from ...semantics.visibility import CausalMask
-from ...signatures import TREE, TREE_PAGED
+from ...signatures import tree as signatures
+from ...signatures.inputs import PagedInputs, RaggedInputs
 from ...spec import KernelSpec
-from .prefill import build, emit_paged, emit_ragged
+from .prefill import emit_paged, emit_ragged
 from .tree_mask import TreeColumns
 
 TREE_ROWS = 64  # of a block: trees have few nodes, and their masks take registers
 
 
 def tree_paged(spec: KernelSpec):
-    """Build the kernel `tree_paged`; its arguments are those of the CPU's.
-
-    Of a sequence with fewer nodes than rows, but some, the results are of no use.
-    """
-    return build_tree(spec, TREE_PAGED)
+    """Build the kernel `tree_paged`; its arguments are those of `signatures.tree.tree_paged`."""
+    return build_tree(spec, signatures.tree_paged)
 
 
 def tree_paged_sliding(spec: KernelSpec):
-    """Build the kernel `tree_paged_sliding`; its arguments are those of the CPU's."""
-    return build_tree(spec, (*TREE_PAGED, "window"))
+    """Build the kernel `tree_paged_sliding`; see `signatures.tree.tree_paged_sliding`."""
+    return build_tree(spec, signatures.tree_paged_sliding)
 
 
 def tree(spec: KernelSpec):
-    """Build the kernel `tree`; its arguments are those of the CPU's."""
-    return build_tree(spec, TREE, emit_ragged)
+    """Build the kernel `tree`; its arguments are those of `signatures.tree.tree`."""
+    return build_tree(spec, signatures.tree, emit_ragged)
 
 
 def tree_sliding(spec: KernelSpec):
-    """Build the kernel `tree_sliding`; its arguments are those of the CPU's."""
-    return build_tree(spec, (*TREE, "window"), emit_ragged)
+    """Build the kernel `tree_sliding`; see `signatures.tree.tree_sliding`."""
+    return build_tree(spec, signatures.tree_sliding, emit_ragged)
 
 
-def build_tree(spec: KernelSpec, names, emit=emit_paged):
+def build_tree(spec: KernelSpec, signature: Callable, emit: Callable = emit_paged):
     """Build a kernel whose columns are trees; without one, sequences are plain causal."""
 
-    def mask_of(a):
-        a.columns = TreeColumns(a)
-        return CausalMask(T.int32(1))
+    def attend(a: PagedInputs | RaggedInputs) -> None:
+        a = replace(a, columns=TreeColumns(a), mask=CausalMask(T.int32(1)))
+        emit(spec, a, max_rows=TREE_ROWS)
 
-    return build(spec, names, mask_of, emit, most_rows=TREE_ROWS)
+    return signature(spec, attend)

@@ -50,7 +50,7 @@ class TreeColumns(PlainColumns):
     """
 
     def __init__(self, a):
-        self.a, self.window = a, getattr(a, "window", None)
+        self.a, self.window = a, a.window
         self.indptr, self.order = a.tree_order_indptr, a.tree_order
 
     def begin(self, unit) -> None:

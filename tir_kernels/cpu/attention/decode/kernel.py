@@ -11,16 +11,17 @@ part).
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 from tvm.script import tirx as T
 
 from ....semantics.visibility import CausalMask
-from ....signatures import DECODE, with_lengths
+from ....signatures import decode as signatures
+from ....signatures.inputs import Lengths, PagedInputs
 from ....spec import KernelSpec
 from ...simd import Register, index_temp, wide_temp
 from ...tasks import Pieces, Queue, for_tasks, num_threads
-from ..define import attention_kernel
+from ..define import build
 from ..inline_rope import InlineRope
 from ..kv_operands import operands, single_row_operands
 from ..partial_states import Output, Partials
@@ -32,10 +33,10 @@ SMALLEST_ELEMENTS = 1 << 16  # of K that are worth a cut
 UNITS_OF_TASK = 16  # fewer would leave tasks of too different a size
 
 
-def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
-    """Emit the body: `a` holds the matched arguments by their names, and `mask`."""
-    bind_lengths(spec, a)
-    a.rope = InlineRope(spec, a)
+def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
+    """Emit the body for inputs with a `mask`."""
+    a = bind_lengths(spec, a)
+    a = replace(a, rope=InlineRope(spec, a))
     heads, members = spec.num_kv_heads, Blocking.of(spec).most_members(spec)
     # Table entries times KV heads may exceed 32 bits, and so does what counts units.
     pages = wide_temp(a.page_indptr[a.batch_size])
@@ -131,31 +132,15 @@ def emit_decode(spec: KernelSpec, a: SimpleNamespace) -> None:
                     Output(spec, a.o, a.lse, b, head).clear()
 
 
-def decode(spec: KernelSpec):
-    """Build the kernel `decode`: attention of one query row per sequence.
+def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS):
+    """Build the kernel `decode`; its arguments are those of `signatures.decode.decode`."""
 
-    Its arguments are, with B sequences, P pages of the pool and N page table entries
+    def attend(a: PagedInputs) -> None:
+        emit_decode(spec, replace(a, mask=CausalMask(1)))
 
-    * q ``[B, Hq, D]``, dtype;
-    * pages ``[P, 2, Hk, page, D]``, kv_dtype;
-    * page_indptr ``[B + 1]``, page_values ``[N]``, length_info ``[B]`` (or more, for windows of
-      sequences: see `masks.GappedSequence`), k_rope_pos_offset ``[B]`` and q_rope_position ``[B]``,
-      int32, at any element offset;
-    * o ``[B, Hq, D]``, dtype, and lse ``[B, Hq]``, float32, which are written;
-    * rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32.
-    """
-
-    return _decode(spec, "window_info")
+    return build(spec, signatures.decode, attend, lengths=lengths)
 
 
 def decode_windowed(spec: KernelSpec):
     """Build `decode` with ``length_info [3, B]``, as the stock cache passes it for windows."""
-    return _decode(spec, "window_matrix")
-
-
-def _decode(spec: KernelSpec, lengths: str):
-    def emit(a):
-        a.mask = CausalMask(1)
-        emit_decode(spec, a)
-
-    return attention_kernel(spec, with_lengths(DECODE, lengths), emit)
+    return decode(spec, Lengths.MATRIX)

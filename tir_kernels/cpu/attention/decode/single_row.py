@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 
 from tvm.script import tirx as T
 
 from ....semantics.visibility import lengths_of
+from ....signatures.inputs import PagedInputs
 from ....spec import KernelSpec
 from ...simd import index_temp
 from ...tasks import Queue, cut
@@ -41,13 +41,12 @@ class Pages:
     kv_len: object
 
 
-def bind_lengths(spec: KernelSpec, a: SimpleNamespace) -> None:
-    """Give a kernel over pages its `lengths`, and `gap_of` a sequence, which may be None."""
-    a.lengths = lengths_of(spec, a, index_temp)
-    a.gap_of = a.lengths.gap
+def bind_lengths(spec: KernelSpec, a: PagedInputs) -> PagedInputs:
+    """The inputs with their `lengths`."""
+    return replace(a, lengths=lengths_of(spec, a, index_temp))
 
 
-def paged_rows(spec: KernelSpec, a: SimpleNamespace, first_entry, num_pages, head) -> PagedRows:
+def paged_rows(spec: KernelSpec, a: PagedInputs, first_entry, num_pages, head) -> PagedRows:
     """The rows of a sequence that has `num_pages` pages, the table's from `first_entry` on."""
     return PagedRows(
         spec,
@@ -67,7 +66,7 @@ def heads_of(spec: KernelSpec, part, num_parts):
 
 
 def attend_row(
-    spec: KernelSpec, a: SimpleNamespace, segment: Segment, which: SingleRow, pages: Pages
+    spec: KernelSpec, a: PagedInputs, segment: Segment, which: SingleRow, pages: Pages
 ) -> None:
     """Attend from a cleared state, which is left in the segment.
 
@@ -88,7 +87,7 @@ def attend_row(
         end = T.max(first, end)
         segment.run(a, rows, first, end, k_offset, first_visible, members, restart)
 
-    gap = a.gap_of(which.sequence)
+    gap = a.gap(which.sequence)
     num_hidden = 0 if gap is None else gap.begin - gap.sinks
     a.rope.begin_sequence(k_offset + kv_len - num_hidden)
     a.mask.begin_sequence(which.sequence, kv_len)
@@ -113,17 +112,17 @@ class Singles:
     spec : KernelSpec
     ops : operands object
         Those of the other sequences.
-    a : the kernel's arguments, with `lengths` and `gap_of`.
+    a : the kernel's arguments, with `lengths`.
     """
 
-    def __init__(self, spec: KernelSpec, ops, a: SimpleNamespace):
+    def __init__(self, spec: KernelSpec, ops, a: PagedInputs):
         self.spec, self.a = spec, a
         self.ops = single_row_operands(spec, ops, a.lengths.slot_of is not None)
 
     def has(self, sequence):
         """Whether it has one row, which sees all that is held."""
         a = self.a
-        row, gap = index_temp(a.q_indptr[sequence]), a.gap_of(sequence)
+        row, gap = index_temp(a.q_indptr[sequence]), a.gap(sequence)
         is_single = a.q_indptr[sequence + 1] - row == 1
         if gap is None:
             return is_single

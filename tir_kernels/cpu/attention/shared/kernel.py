@@ -9,6 +9,7 @@ well, as in `mla`, so that one segment and one KV head use every thread.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 from tvm.script import tirx as T
@@ -16,14 +17,15 @@ from tvm.script import tirx as T
 from ....semantics.partial_states import MergedLse
 from ....semantics.rotary_mode import refuse_longrope
 from ....semantics.softmax import inverse_total, log_sum
-from ....signatures import MLA_PREFILL_SHARED, PREFILL_SHARED
+from ....signatures import shared
+from ....signatures.inputs import SharedInputs
 from ....spec import KernelSpec
 from ... import simd
 from ...blend import weighted
 from ...columns import chunks
 from ...simd import Register, broadcast, index_temp, load, store, temp, wide_temp
 from ...tasks import cut
-from ..define import attention_kernel
+from ..define import build
 from ..inline_rope import InlineRope, NoRotation
 from ..kv_operands import operands
 from ..kv_rows import LatentRows, PagedRows
@@ -147,7 +149,7 @@ class _SharedUnit(SharedUnit):
 
 
 def emit_shared(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
-    """Emit the body: `a` holds the matched arguments by their names, and `rope`."""
+    """Emit the body for inputs with a `rope`."""
     kind = LatentRows if spec.kind == "mla" else PagedRows
 
     def begin_task():
@@ -173,42 +175,19 @@ def emit_shared(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
 
 
 def prefill_shared(spec: KernelSpec):
-    """Build the kernel `prefill_shared`: rows of several sequences attend to pages they share.
+    """Build the kernel `prefill_shared`; see `signatures.shared.prefill_shared`."""
 
-    A segment is a range of whole pages with the rows that see all of them. In one call a row may
-    belong to one segment at most. What the rows see in it is merged into their o and lse.
-
-    Its arguments are, with T rows, S segments with R rows in all, P pages of the pool and N page
-    table entries
-
-    * q ``[T, Hq, D]``, dtype; pages ``[P, 2, Hk, page, D]``, kv_dtype;
-    * page_indptr ``[S + 1]``, page_values ``[N]`` and k_rope_pos_offset ``[S]``, the position of a
-      segment's first slot, int32; int32 arrays may start at any element;
-    * row_indptr ``[S + 1]`` and row_ids ``[R]``, the rows of the segments, int32;
-    * q_rope_position ``[T]``, int32;
-    * o ``[T, Hq, D]``, dtype, and lse ``[T, Hq]``, float32, which are read and written;
-    * first_segment, last_segment: int32, the segments ``first_segment .. last_segment - 1`` to
-      attend to;
-    * rotary_mode: int32, rope_scale, rope_theta, sm_scale: float32. With longrope, whose
-      frequencies are those of a sequence, rotary_mode 1 is refused.
-    """
-
-    def emit(a):
-        a.rope = _Rotation(spec, a)
+    def attend(a: SharedInputs) -> None:
+        a = replace(a, rope=_Rotation(spec, a))
         emit_shared(spec, operands(spec, spec.kv_dtype), a)
 
-    return attention_kernel(spec, PREFILL_SHARED, emit)
+    return build(spec, shared.prefill_shared, attend)
 
 
 def mla_prefill_shared(spec: KernelSpec):
-    """Build the kernel `mla_prefill_shared`: the same over the latent rows of MLA.
+    """Build the kernel `mla_prefill_shared`; see `signatures.shared.mla_prefill_shared`."""
 
-    Its arguments are those of `prefill_shared`, less the ones that a rotation needs; pages are
-    ``[P, page, D]`` and o is ``[T, Hq, Dv]``.
-    """
+    def attend(a: SharedInputs) -> None:
+        emit_shared(spec, operands(spec, spec.kv_dtype), replace(a, rope=_NoRotation()))
 
-    def emit(a):
-        a.rope = _NoRotation()
-        emit_shared(spec, operands(spec, spec.kv_dtype), a)
-
-    return attention_kernel(spec, MLA_PREFILL_SHARED, emit)
+    return build(spec, shared.mla_prefill_shared, attend)

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from . import bundle, generate, info
+from . import bundle, generate, info, kernel
 
 EXIT_MISTAKE = 2
 
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate.add_parser(commands)
     bundle.add_parsers(commands)
+    kernel.add_parser(commands)
     info.add_parser(commands)
     for command in commands.choices.values():
         command.add_argument(

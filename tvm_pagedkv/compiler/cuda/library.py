@@ -13,6 +13,7 @@ import re
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,38 @@ def compile_object(source: str, path: Path, archs: Sequence[str] = ARCHS) -> Non
         )
     finally:
         bare.unlink()
+
+
+def compile_ptx(source: str, arch: str) -> str:
+    """Compile one translation unit to PTX.
+
+    Parameters
+    ----------
+    source : str
+        CUDA C++.
+    arch : str
+        A compute capability, such as "90".
+
+    Returns
+    -------
+    str
+        The PTX.
+
+    Raises
+    ------
+    ValueError, RuntimeError
+        As `compile_library`.
+    """
+    check_archs([arch])
+    with tempfile.TemporaryDirectory() as folder:
+        text, path = Path(folder, "kernel.cu"), Path(folder, "kernel.ptx")
+        text.write_text(source)
+        _run(
+            *(find_nvcc(), "-std=c++17", "-O3", "-w", "-ptx", f"-arch=sm_{arch}"),
+            *(f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"),
+            *(text, "-o", path),
+        )
+        return path.read_text()
 
 
 def _compile(source: str, path: Path, archs: Sequence[str], flags: Sequence[str]) -> None:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tool that compares the structure of kernels notices a change, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tir_kernels.semantics import partial_states
+
+TOOLS = Path(__file__).resolve().parents[2] / "scripts" / "tools"
+ONLY = ["--only", "narrow-heads", "--processes", "1"]
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """A function that runs the tool and returns its exit status."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import kernel_hashes
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["kernel_hashes.py", *arguments])
+        try:
+            kernel_hashes.main()
+        except SystemExit as end:
+            return int(end.code)
+        return 0
+
+    return run
+
+
+def test_a_change_is_noticed(tool, tmp_path, monkeypatch, capsys):
+    file = str(tmp_path / "hashes.json")
+    assert tool("record", file, *ONLY) == 0
+    assert len(json.loads(Path(file).read_text())) == 34
+    assert tool("compare", file, *ONLY) == 0
+    monkeypatch.setattr(partial_states, "_FAR", -100.0)
+    capsys.readouterr()
+    assert tool("compare", file, *ONLY) == 1
+    changed = {
+        line.split(":")[0].split("/")[1] for line in capsys.readouterr().out.split("\n")[:-2]
+    }
+    assert {"merge", "apply_sinks", "prefill_shared"} == changed
+
+
+def test_a_missing_kernel_is_noticed(tool, tmp_path, capsys):
+    file = tmp_path / "hashes.json"
+    assert tool("record", str(file), *ONLY) == 0
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps(found | {"cpu-narrow-heads/lost": "0"}))
+    assert tool("compare", str(file), *ONLY) == 1
+    assert "cpu-narrow-heads/lost: 0 -> missing" in capsys.readouterr().out
+
+
+def test_it_shows_kernels(tool, capsys):
+    assert tool("show", "-", "--only", "cuda-narrow-heads", "--kernel", "merge") == 0
+    assert "# cuda-narrow-heads/merge" in capsys.readouterr().out

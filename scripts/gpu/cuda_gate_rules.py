@@ -12,7 +12,7 @@ from tir_kernels.cuda.builders import BUILDERS as ATTENTION  # the others move r
 from tir_kernels.spec import KernelSpec
 
 KIB = 1024
-MOST_REGISTERS = 255  # of a thread, for attention, which keeps its sums there
+MAX_REGISTERS = 255  # of a thread, for attention, which keeps its sums there
 MOST_REGISTERS_OF_MOVES = 64  # these wait for memory: many threads have to do so at a time
 LEAST_COPIES = 2  # asynchronous ones: of the first tile, and of the next ones
 # Arrays that the host copies before a step, and that no kernel writes. Only these may be loaded
@@ -97,7 +97,7 @@ def _of_kernel(name: str, code: MachineCode) -> Iterator[str]:
             f"{kernel} spills {code.spill_bytes} bytes, has a stack of {code.stack_bytes} and "
             f"{code.counts['local']} accesses to local memory"
         )
-    most = MOST_REGISTERS if name in ATTENTION else MOST_REGISTERS_OF_MOVES
+    most = MAX_REGISTERS if name in ATTENTION else MOST_REGISTERS_OF_MOVES
     if code.registers > most:
         yield f"{kernel} has {code.registers} registers, more than {most}"
     if launch.device_bytes and code.shared_bytes > launch.device_bytes:

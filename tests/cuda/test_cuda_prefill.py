@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tir_kernels.cuda.tiles.tiling import MOST_ROWS
+from tir_kernels.cuda.tiles.tiling import MAX_ROWS
 from tir_kernels.spec import RopeSpec
 
 from .. import reference
@@ -101,7 +101,7 @@ def test_many_sequences():
         case.prefill()
     case.verify()
     rows = sum(n for n, _ in lengths)
-    assert made[0].grid == (2 * rows // MOST_ROWS + len(lengths), 1, 1)
+    assert made[0].grid == (2 * rows // MAX_ROWS + len(lengths), 1, 1)
 
 
 @parametrize_kinds

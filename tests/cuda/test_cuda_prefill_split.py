@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tir_kernels.cuda.attention.fixed_split_tile import LEAST_COLUMNS
+from tir_kernels.cuda.attention.fixed_split_tile import MIN_COLUMNS
 from tir_kernels.cuda.tiles.tiling import Tiling
 from tir_kernels.spec import RopeSpec
 
@@ -138,8 +138,8 @@ def test_enough_tiles_are_not_split():
 
 def test_a_share_is_worth_its_merge():
     """A block has some tiles of columns, if the sequences have."""
-    assert LEAST_COLUMNS % Tiling.of(SMALL, BF16).positions == 0
-    for length, splits in ((LEAST_COLUMNS, 1), (LEAST_COLUMNS + 1, 2), (5 * LEAST_COLUMNS, 5)):
+    assert MIN_COLUMNS % Tiling.of(SMALL, BF16).positions == 0
+    for length, splits in ((MIN_COLUMNS, 1), (MIN_COLUMNS + 1, 2), (5 * MIN_COLUMNS, 5)):
         case = PagedBatch(SMALL, [(1, length)], 0)
         with launches() as made:
             case.prefill()

@@ -25,7 +25,7 @@ from ..support.tree_cases import PagedTrees, random_parents
 SPECS = {"cpu": kernel_specs.make_spec((4, 2), 32), "cuda": make_spec((4, 2), 32)}
 parametrize_specs = pytest.mark.parametrize("target", SPECS)
 
-_visible, _is_visible = tree_mask.TreeMask.visible, columns.TreeColumns.is_visible
+_visible, _is_visible = tree_mask.TreeMask.visible, columns.TreeMask.is_visible
 
 
 def blind_to_itself(self, first, start, lanes, row):
@@ -94,7 +94,7 @@ def test_trees_without_a_mistake(target):
 def test_masks_of_trees(target, mistake, monkeypatch, fresh_kernels):
     owner, name = {
         "cpu": (tree_mask.TreeMask, "visible"),
-        "cuda": (columns.TreeColumns, "is_visible"),
+        "cuda": (columns.TreeMask, "is_visible"),
     }[target]
     monkeypatch.setattr(owner, name, mistake)
     with pytest.raises(AssertionError):

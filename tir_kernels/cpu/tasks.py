@@ -60,20 +60,20 @@ class Pieces:
     ----------
     total : int64 expression
     num_tasks : int32 expression
-    least : int32 expression
+    min_units : int32 expression
         Units of a piece, where there are enough for one of each task.
     """
 
     ROUNDS = 4
     SHIFT = 2  # every round leaves a quarter
 
-    def __init__(self, total, num_tasks, *, least):
+    def __init__(self, total, num_tasks, *, min_units):
         self.total, self.num_tasks = total, num_tasks
-        least = wide_temp(T.cast(num_tasks, "int64") * least)
+        minimum = wide_temp(T.cast(num_tasks, "int64") * min_units)
         self.rounds = Register(1, "int32", T.int32(1))
         with T.serial(self.ROUNDS - 1):
             rounds = self.rounds.get()
-            with T.If(self._left(rounds) >= least), T.Then():
+            with T.If(self._left(rounds) >= minimum), T.Then():
                 self.rounds.set(rounds + 1)
 
     @property

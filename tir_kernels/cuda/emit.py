@@ -68,12 +68,12 @@ def ptx(instruction: str, *operands) -> None:
 
 
 def sync_block() -> None:
-    """Let all threads of a block meet."""
+    """A barrier of all threads of a block."""
     T.evaluate(T.cuda.cta_sync())
 
 
 def sync_warp() -> None:
-    """Let all threads of a warp meet."""
+    """A barrier of all threads of a warp."""
     T.evaluate(T.cuda.warp_sync())
 
 

@@ -38,18 +38,18 @@ def block_shared_bytes():
     return tirx.call_extern(I32, BLOCK_SHARED_BYTES)
 
 
-def resident_blocks(shared_bytes: int, most: int, parts: int = 1):
+def resident_blocks(shared_bytes: int, max_per_sm: int, parts: int = 1):
     """Blocks that the whole GPU holds at a time, at least one; the same in all calls.
 
     Parameters
     ----------
     shared_bytes : int
         Of a block.
-    most : int
-        Blocks of a multiprocessor that there are registers for.
+    max_per_sm : int
+        Blocks for which a multiprocessor has registers.
     parts : int
         Blocks that count as one.
     """
-    resident = tirx.call_extern(I32, RESIDENT_BLOCKS, T.int64(shared_bytes), T.int32(most))
+    resident = tirx.call_extern(I32, RESIDENT_BLOCKS, T.int64(shared_bytes), T.int32(max_per_sm))
     number = T.max(T.truncdiv(resident, parts), 1)
     return T.bind(number, var=tirx.Var("num_blocks", I32))

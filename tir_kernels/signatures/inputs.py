@@ -72,11 +72,11 @@ class AttentionInputs:
     Parameters
     ----------
     mask : visibility.CausalMask, optional
-        Which columns a row sees.
+        Which tree a row sees.
     rope : optional
         CPUs: the rotation inside the kernel.
-    columns : optional
-        GPUs: what the columns are besides a row of positions, such as the nodes of a tree.
+    tree : optional
+        GPUs: what the tree are besides a row of positions, such as the nodes of a tree.
     """
 
     batch_size: Any
@@ -96,7 +96,7 @@ class AttentionInputs:
     rope_theta: Any = None
     mask: Any = None
     rope: Any = None
-    columns: Any = None
+    tree: Any = None
 
     def __post_init__(self):
         for field in fields(self):  # errors of the launcher tell these names

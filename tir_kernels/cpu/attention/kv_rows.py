@@ -63,10 +63,10 @@ class PagedRows:
         self.first_entry, self.last_entry = first_entry, last_entry
         self.head, self.slot_of = head, slot_of
 
-    def of_member(self, member) -> PagedRows:
-        """The same positions of the KV head `member` heads after this one, or of the last one."""
+    def of_local_head(self, local_head) -> PagedRows:
+        """The same positions of the KV head so many heads after this one, or of the last one."""
         rows = copy.copy(self)
-        rows.head = index_temp(T.min(self.head + member, self.spec.num_kv_heads - 1))
+        rows.head = index_temp(T.min(self.head + local_head, self.spec.num_kv_heads - 1))
         return rows
 
     @property

@@ -23,9 +23,9 @@ from .define import build
 from .inline_rope import NoRotation
 from .kv_operands import operands
 from .kv_rows import LatentRows
-from .prefill.tile import POSITIONS, Tiling, Unit
+from .prefill.tile import POSITIONS, PrefillTile, Tiling
 from .shared.split_tiles import TileWork, emit_cut_tiles
-from .shared.tile import SharedUnit
+from .shared.tile import SharedTile
 from .tree_mask import TreeMask
 
 
@@ -68,7 +68,7 @@ def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body: Callable[[_Tile], Non
     return wide_temp(before.get())
 
 
-class _LatentUnit(Unit):
+class _LatentTile(PrefillTile):
     """The rows of a tile over some of the positions that they see.
 
     The heads of one token see the same positions, unless the token is the node of a tree.
@@ -77,13 +77,13 @@ class _LatentUnit(Unit):
     def __init__(self, spec: KernelSpec, ops, mask: CausalMask):
         self.one_token = None
         if not isinstance(mask, TreeMask):
-            self.one_token = SharedUnit(spec, ops, spec.num_qo_heads)
+            self.one_token = SharedTile(spec, ops, spec.num_qo_heads)
         super().__init__(spec, ops, self.one_token.num_rows if self.one_token else 0)
         if self.one_token:
             self.one_token.o = self.o
 
     def row_state(self, row):
-        """Index of a row's state in `state.top` and `state.total`."""
+        """Index of a row's state in `state.row_max` and `state.row_sum`."""
         return self.state.index(row // self.tiling.rows, row % self.tiling.rows)
 
     def run_blocks(self, a: SimpleNamespace, tile: _Tile, rows: LatentRows, begin, end) -> None:
@@ -114,8 +114,8 @@ class _LatentUnit(Unit):
         state = self.one_token.state
         with T.serial(self.spec.num_qo_heads) as head:
             row = index_temp(self.row_state(head))
-            T.buffer_store(self.state.top, state.top[self.one_token.row_state(head)], [row])
-            T.buffer_store(self.state.total, state.total[self.one_token.row_state(head)], [row])
+            T.buffer_store(self.state.row_max, state.row_max[self.one_token.row_state(head)], [row])
+            T.buffer_store(self.state.row_sum, state.row_sum[self.one_token.row_state(head)], [row])
 
     def _run_tokens(self, a, tile: _Tile, rows: LatentRows, begin, end) -> None:
         tiling, group = self.tiling, self.spec.num_qo_heads
@@ -147,7 +147,7 @@ class _LatentUnit(Unit):
 
 
 class _Output:
-    """Rows of O and LSE of a tile, for `Partials.merge`."""
+    """Rows of O and LSE of a tile, for `PartialStates.merge`."""
 
     def __init__(self, spec: KernelSpec, a: SimpleNamespace, tile: _Tile):
         self.a, self.group = a, spec.num_qo_heads
@@ -171,7 +171,7 @@ def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     a.mask.prepare(a)
 
     def begin_task():
-        unit = _LatentUnit(spec, ops, a.mask)
+        unit = _LatentTile(spec, ops, a.mask)
         a.mask.begin_task()
         return unit
 

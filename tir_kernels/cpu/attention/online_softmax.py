@@ -32,25 +32,27 @@ class OnlineSoftmax:
     def __init__(self, num_blocks: int, rows_per_block: int, lanes: int):
         self.rows, self.lanes = rows_per_block, lanes
         self.stride = next_power_of_two(rows_per_block)
-        self.top = T.alloc_buffer((num_blocks * self.stride,), F32)
-        self.total = T.alloc_buffer((num_blocks * self.stride,), F32)
-        self.decay = T.alloc_buffer((num_blocks * self.stride,), F32)
+        self.row_max = T.alloc_buffer((num_blocks * self.stride,), F32)
+        self.row_sum = T.alloc_buffer((num_blocks * self.stride,), F32)
+        self.rescale = T.alloc_buffer((num_blocks * self.stride,), F32)
 
     def index(self, block, row):
-        """Where the state of `row` of `block` lies in `top`, `total` and `decay`."""
+        """Where the state of `row` of `block` lies in `row_max`, `row_sum` and `rescale`."""
         return block * self.stride + row
 
     def reset(self, block) -> None:
         """Forget all columns."""
-        store(self.top, (block * self.stride,), self.stride, constant(NOTHING_SEEN, self.stride))
-        store(self.total, (block * self.stride,), self.stride, constant(0.0, self.stride))
+        store(
+            self.row_max, (block * self.stride,), self.stride, constant(NOTHING_SEEN, self.stride)
+        )
+        store(self.row_sum, (block * self.stride,), self.stride, constant(0.0, self.stride))
 
     def update(
         self, block, num_vectors: int, score: Callable, emit: Callable[[int, int, object], None]
     ) -> None:
         """Take in ``num_vectors * lanes`` columns.
 
-        Afterwards `decay` of a row is what its sums so far have to be multiplied by.
+        Afterwards `rescale` of a row is what its sums so far have to be multiplied by.
 
         Parameters
         ----------
@@ -63,19 +65,19 @@ class OnlineSoftmax:
             width = next_power_of_two(len(rows))
             at = (block * self.stride + first,)
             maxima = [_fold(maximum, [score(i, v) for v in range(num_vectors)]) for i in rows]
-            old = load(self.top, at, width)
+            old = load(self.row_max, at, width)
             new = temp(T.max(old, reduce_each(maxima, lanes, maximum)), width)
-            store(self.decay, at, width, exp2(old - new, width))
-            store(self.top, at, width, new)
+            store(self.rescale, at, width, exp2(old - new, width))
+            store(self.row_max, at, width, new)
             sums = []
             for i in rows:
-                top = temp(broadcast(self.top[self.index(block, i)], lanes), lanes)
+                top = temp(broadcast(self.row_max[self.index(block, i)], lanes), lanes)
                 weights = [exp2(score(i, v) - top, lanes) for v in range(num_vectors)]
                 for v, weight in enumerate(weights):
                     emit(i, v, weight)
                 sums.append(temp(_fold(add, weights), lanes))
-            total = load(self.total, at, width) * load(self.decay, at, width)
-            store(self.total, at, width, total + reduce_each(sums, lanes, add))
+            total = load(self.row_sum, at, width) * load(self.rescale, at, width)
+            store(self.row_sum, at, width, total + reduce_each(sums, lanes, add))
 
 
 def _fold(combine: Callable, values: list):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a decode segment: an output row, or a partial state to be merged."""
+"""What becomes of a decode split: an output row, or a partial state to be merged."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...spec import KernelSpec
 from ..columns import chunks, for_columns
 from ..simd import Register, broadcast, constant, exp2, index_temp, load, store, temp, wide_temp
 from ..workspace import Workspace
-from .decode.split import Segment
+from .decode.split import DecodeSplit
 
 _TOP, _TOTAL = range(2)
 
 
-class Partials:
+class PartialStates:
     """States of pairs (sequence, some KV heads) that were cut, two slots for each task.
 
     The even slot of a task is for a pair that an earlier task began, the odd one for a pair that
@@ -42,16 +42,16 @@ class Partials:
         self._states.free()  # the last one first, as the pool likes it
         self._o.free()
 
-    def put(self, slot, segment, num_rows, row_of: Callable = lambda row: row) -> None:
-        """Keep the first `num_rows` rows of a segment, which lie at ``row_of(row)`` in it."""
+    def put(self, slot, split, num_rows, row_of: Callable = lambda row: row) -> None:
+        """Keep the first `num_rows` rows of a split, which lie at ``row_of(row)`` in it."""
         slot = wide_temp(slot)
         with T.serial(num_rows) as row:
             source = index_temp(row_of(row))
-            for c in chunks(self.spec.v_head_dim, segment.lanes):
-                value = load(segment.o, (source, c.start), c.lanes)
+            for c in chunks(self.spec.v_head_dim, split.lanes):
+                value = load(split.o, (source, c.start), c.lanes)
                 store(self.o, (slot, row, c.start), c.lanes, value)
-            state = segment.row_state(source)
-            for n, value in ((_TOP, segment.state.top), (_TOTAL, segment.state.total)):
+            state = split.row_state(source)
+            for n, value in ((_TOP, split.state.row_max), (_TOTAL, split.state.row_sum)):
                 T.buffer_store(self.states, value[state], [slot, n, row])
 
     def merge(self, first_task, count, output, rows) -> None:
@@ -111,17 +111,17 @@ class Output:
         """Store the log of a row's sum."""
         T.buffer_store(self.lse, value, [self.sequence, self.first_head + row])
 
-    def finish(self, segment: Segment, num_rows) -> None:
-        """Store the first `num_rows` rows of a segment that is the whole of its sequence."""
+    def finish(self, split: DecodeSplit, num_rows) -> None:
+        """Store the first `num_rows` rows of a split that is the whole of its sequence."""
         with T.serial(num_rows) as row:
-            source = index_temp(segment.row_of(row))
-            state = segment.row_state(source)
-            total = temp(segment.state.total[state])
+            source = index_temp(split.row_of(row))
+            state = split.row_state(source)
+            total = temp(split.state.row_sum[state])
             inverse = temp(inverse_total(total))
-            for c in chunks(self.spec.v_head_dim, segment.lanes):
-                o = load(segment.o, (source, c.start), c.lanes)
+            for c in chunks(self.spec.v_head_dim, split.lanes):
+                o = load(split.o, (source, c.start), c.lanes)
                 self.put(row, c.start, c.lanes, o * broadcast(inverse, c.lanes))
-            self.put_lse(row, log_sum(segment.state.top[state], total))
+            self.put_lse(row, log_sum(split.state.row_max[state], total))
 
     def clear(self) -> None:
         """Store the result of a sequence that holds nothing."""

@@ -161,7 +161,7 @@ class TreeWindowMask(TreeMask):
             begin = index_temp(self._begin_of(row))
             for register, choose in zip(begins, (T.min, T.max), strict=True):
                 register.set(choose(register.get(), begin))
-        self.least_begin, self.most_begin = (index_temp(T.max(x.get(), 0)) for x in begins)
+        self.min_begin, self.max_begin = (index_temp(T.max(x.get(), 0)) for x in begins)
 
     def _begin_of(self, row):
         """First column that a row of the sequence sees, as if all columns were in a row.
@@ -172,11 +172,11 @@ class TreeWindowMask(TreeMask):
 
     def begin(self, row, num_rows, kv_len):
         """No row of the sequence sees a column before it."""
-        return self.least_begin
+        return self.min_begin
 
     def shared_begin(self, begin):
         """Between it and `shared_end` every row sees every column."""
-        return self.most_begin
+        return self.max_begin
 
     def row(self, end, begin):
         """What `visible` has to know of the row with this `end`: number and first column."""

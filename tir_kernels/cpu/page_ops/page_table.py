@@ -88,12 +88,12 @@ class _Table:
         self.last_page_len = _vector(last_handle, self.num_sequences)
         self.indices = _vector(indices_handle, self.num_entries)
 
-    def check(self, check: _Check, page_size, least: int = 0) -> None:
+    def check(self, check: _Check, page_size, minimum: int = 0) -> None:
         check.ascends(self.indptr, self.num_sequences, self.num_entries)
         with T.If(check.passed), T.Then(), T.serial(self.num_sequences) as b:
             begin, end = _wide(self.indptr[b]), _wide(self.indptr[b + 1])
             last = _wide(self.last_page_len[b])
-            fits = T.And(last >= T.int64(least), last <= page_size)
+            fits = T.And(last >= T.int64(minimum), last <= page_size)
             check.require(T.Or(begin == end, fits), Finding.LAST_PAGE_LEN, b, last)
 
     def write_place(self, check: _Check, places, n, entry, offset, num_pages) -> None:
@@ -176,7 +176,7 @@ def last_places():
         table = _Table(*table_handles)
         places = row_copy.match(places_handle, (table.num_sequences, 2), "int32")
         check = _Check(found_handle)
-        table.check(check, page_size, least=1)
+        table.check(check, page_size, minimum=1)
         with T.If(check.passed), T.Then(), T.serial(table.num_sequences) as b:
             begin, end = _wide(table.indptr[b]), _wide(table.indptr[b + 1])
             check.require(end > begin, Finding.NO_PAGE, b, end - begin)

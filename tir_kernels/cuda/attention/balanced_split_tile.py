@@ -12,10 +12,10 @@ from ...semantics.visibility import CausalMask
 from ...spec import KernelSpec
 from ..emit import I32, U32, Registers, index_temp, ptx
 from .kv_rows import rows_of_pages
-from .query_tile import PARKED, Unit
+from .query_tile import SPILLED, QueryTile
 
 # Words of what is parked that a step without a gap leaves.
-_OWN_WORDS = range(len(PARKED), len(PARKED) + 2)
+_OWN_WORDS = range(len(SPILLED), len(SPILLED) + 2)
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class PartMask:
         return T.min(self.whole.end(row, num_rows, kv_len), self.last)
 
 
-def step_of(spec: KernelSpec, a: SimpleNamespace, part, piece, sequence) -> SimpleNamespace:
-    """What a `PartUnit` is told of its part: its `step`.
+def step_of(spec: KernelSpec, a: SimpleNamespace, part, v_slice, sequence) -> SimpleNamespace:
+    """What a `BalancedSplitTile` is told of its part: its `step`.
 
     Parameters
     ----------
     spec : KernelSpec
     a : the kernel's arguments.
     part : as `tile_split.shared_out` tells it.
-    piece : int32 expression
+    v_slice : int32 expression
         Slice of the columns of V.
     sequence : int32 expression
         Of the page table.
@@ -62,7 +62,7 @@ def step_of(spec: KernelSpec, a: SimpleNamespace, part, piece, sequence) -> Simp
     return SimpleNamespace(
         slot=part.slot,
         is_whole=part.is_whole,
-        states=part.partials,
+        states=part.states,
         sequence=sequence,
         rows=lambda rows_per_thread: rows_of_pages(spec, a, entry, tile.head, rows_per_thread),
         kv_len=part.kv_len,
@@ -70,24 +70,24 @@ def step_of(spec: KernelSpec, a: SimpleNamespace, part, piece, sequence) -> Simp
         k_offset=T.int32(0),
         length=T.int32(0),  # it matters to longrope only
         head=tile.head,
-        slice=piece,
+        slice=v_slice,
         first_row=tile.first_row,
         num_rows=tile.num_rows,
         first=tile.first,
     )
 
 
-class PartUnit(Unit):
+class BalancedSplitTile(QueryTile):
     """What a block keeps for a part of a tile."""
 
-    def _park(self) -> None:
-        super()._park()
+    def _spill(self) -> None:
+        super()._spill()
         values = self.step.slot, self.step.is_whole
         for word, value in zip(_OWN_WORDS, values, strict=True):
             ptx("st.shared.b32", self.word_pointer(word), T.cast(value, U32))
 
-    def _recall(self) -> SimpleNamespace:
-        step, words = super()._recall(), Registers(len(_OWN_WORDS), U32, "part")
+    def _reload(self) -> SimpleNamespace:
+        step, words = super()._reload(), Registers(len(_OWN_WORDS), U32, "part")
         for i, word in enumerate(_OWN_WORDS):
             ptx("ld.shared.b32", words[i], self.word_pointer(word))
         step.slot, step.is_whole = T.cast(words[0], I32), words[1] != T.uint32(0)

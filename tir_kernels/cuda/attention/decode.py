@@ -28,7 +28,7 @@ from ...spec import KernelSpec
 from ..elements import store_floats
 from ..emit import I32, I64, Variable, as_count, count_temp, index_temp, launch
 from ..launcher import resident_blocks
-from ..splits.block_states import Partials
+from ..splits.block_states import BlockStates
 from ..splits.page_split import PageSplit
 from ..tiles.decode_tiling import DecodeTiling
 from .decode_split import Segment
@@ -42,7 +42,7 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
     tiling = DecodeTiling.of(spec)
     parts = tiling.row_slices * tiling.slices
     num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, parts)
-    partials = Partials(spec, num_blocks)
+    states = BlockStates(spec, num_blocks)
 
     def split_of() -> PageSplit:
         return PageSplit(spec, a, num_blocks, tiling.block_positions)
@@ -71,7 +71,7 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
                     segment,
                     pair,
                     T.And(first == pair.begin, current.get() == pair.end),
-                    partials.slot(block, first > pair.begin),
+                    states.slot(block, first > pair.begin),
                 )
 
     def attend_to_pair(segment, pair, kv_len, gap, bounds) -> None:
@@ -109,22 +109,22 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
                 with T.Then():
                     store_floats(a.o, (*index(head), column), values)
                 with T.Else():
-                    partials.put((slot, head), column, values)
+                    states.put((slot, head), column, values)
 
         def put_lse(head, lse) -> None:
             with T.If(is_whole):
                 with T.Then():
                     T.buffer_store(a.lse, lse, list(index(head)))
                 with T.Else():
-                    partials.put_lse((slot, head), lse)
+                    states.put_lse((slot, head), lse)
 
         segment.store(put, put_lse)
 
-    with partials.allocated():
+    with states.allocated():
         grid = [num_blocks, parts]
         with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, part), thread):
             attend_to_share(block, part, thread)
-        partials.launch_merge(a, lambda lane: split_of(), clears_empty=True)
+        states.launch_merge(a, lambda lane: split_of(), clears_empty=True)
 
 
 def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS):

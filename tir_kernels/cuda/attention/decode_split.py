@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Query heads of one KV head over some positions of one sequence: what a block does at a time.
+"""Query heads of one KV head over a split of one sequence's positions: what a block does at a time.
 
-Each crew of warps has every other tile of the positions, with a softmax of its own, and waits for
-nobody: the states of the crews are merged in the end.
+The warps of a block form groups. With G groups, each takes every G-th tile of positions, runs a
+softmax of its own and waits for no other; the partial states of the groups are merged in the end.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..tiles.fma import MultiplyAdds
 from ..tiles.logits import AlibiBias, hide, to_logits
 from ..tiles.mma import TensorCores
 from ..tiles.online_softmax import Accumulators, OnlineSoftmax
-from ..tiles.pipeline import Crew, Ring, commit, copy_rows, wait, zero_padding
+from ..tiles.pipeline import KvPipeline, ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..tiles.shared_tiles import SharedTiles
 from .inline_rope import InlineRope
 from .kv_rows import as_int64
 
-MOST_KEPT = 128  # elements of a row of Q in registers: tiles of few positions leave room for them
+MAX_KEPT = 128  # elements of a row of Q in registers: tiles of few positions leave room for them
 
 
 class Segment:
@@ -47,25 +47,27 @@ class Segment:
     def __init__(self, spec: KernelSpec, tiling: DecodeTiling, a, part, thread):
         self.spec, self.tiling, self.a = spec, tiling, a
         lane = self.lane = index_temp(T.truncmod(thread, WARP))
-        crew = index_temp(T.truncdiv(thread, tiling.num_crew_threads))
-        crew_thread = index_temp(T.truncmod(thread, tiling.num_crew_threads))
-        self.warp_row = index_temp(T.truncdiv(crew_thread, WARP) * tiling.warp_rows)
-        self.block = Crew(thread, tiling.num_threads, sync_block)
-        meet = sync_warp if tiling.row_warps == 1 else sync_block
-        self.crew = Crew(crew_thread, tiling.num_crew_threads, meet, crew, tiling.crews)
+        group = index_temp(T.truncdiv(thread, tiling.num_group_threads))
+        group_thread = index_temp(T.truncmod(thread, tiling.num_group_threads))
+        self.warp_row = index_temp(T.truncdiv(group_thread, WARP) * tiling.warp_rows)
+        self.block = ThreadGroup(thread, tiling.num_threads, sync_block)
+        sync = sync_warp if tiling.row_warps == 1 else sync_block
+        self.threads = ThreadGroup(
+            group_thread, tiling.num_group_threads, sync, group, tiling.kv_groups
+        )
         self.first_row = index_temp(T.truncdiv(part, tiling.slices) * tiling.rows)
         self.slice = index_temp(T.truncmod(part, tiling.slices))
         self.v_begin = index_temp(self.slice * tiling.columns)
         memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
         IRBuilder.name("shared", memory)
-        num_tiles = tiling.stages * tiling.crews
+        num_tiles = tiling.stages * tiling.kv_groups
         self.q = SharedTiles(memory, 0, tiling.q)
         self.k = SharedTiles(memory, self.q.end, tiling.k, num_tiles)
         self.v = SharedTiles(memory, self.k.end, tiling.v, num_tiles)
-        self.states = SharedTiles(memory, self.q.end, tiling.state, tiling.crews)
+        self.states = SharedTiles(memory, self.q.end, tiling.state, tiling.kv_groups)
         if tiling.is_tensor:
             self.products = TensorCores(
-                tiling, self.q, self.warp_row, lane, most_kept=MOST_KEPT, unrolled=1
+                tiling, self.q, self.warp_row, lane, max_kept=MAX_KEPT, unrolled=1
             )
         else:
             self.products = MultiplyAdds(tiling, self.q, self.warp_row, lane)
@@ -80,11 +82,11 @@ class Segment:
         if tiling.slices > 1:
             left = T.truncdiv(spec.v_head_dim - self.v_begin, per_chunk)
             v_chunks = index_temp(T.min(tiling.v.chunks, left))
-        self.ring = Ring(
+        self.pipeline = KvPipeline(
             tiling,
             self.k,
             self.v,
-            self.crew,
+            self.threads,
             k_chunks=spec.qk_head_dim // per_chunk,
             v_chunks=v_chunks,
             v_begin=self.v_begin,
@@ -126,7 +128,7 @@ class Segment:
             def k_position(column):
                 return span.k_offset + first + column
 
-            rope.rotate_k(self._view(self.crew), tile, k_position)
+            rope.rotate_k(self._view(self.threads), tile, k_position)
             self.products.scores(self.scores, self.k, tile)
             to_logits(spec, self.scores, self.lane, factor, self.bias, k_position)
             with T.If(first + tiling.positions > end), T.Then():
@@ -141,33 +143,33 @@ class Segment:
             # Rows behind the group's may hold anything: no other row sees them.
             copy_rows(self.q, min(tiling.rows, spec.group_size), chunks, self.block, q_pointer)
             commit()
-            self.ring.for_tiles(step.rows, begin, end, visit, take_q)
+            self.pipeline.for_tiles(step.rows, begin, end, visit, take_q)
 
-    def _view(self, crew: Crew) -> SimpleNamespace:
-        """The tiles as `InlineRope` takes them, whose rows the threads of a crew share out."""
+    def _view(self, threads: ThreadGroup) -> SimpleNamespace:
+        """The tiles as `InlineRope` takes them, for the threads of a group."""
         sizes = {"rows": self.tiling.rows, "positions": self.tiling.positions}
-        tiling = SimpleNamespace(num_threads=crew.num_threads, **sizes)
-        return SimpleNamespace(q=self.q, k=self.k, tiling=tiling, thread=crew.thread)
+        tiling = SimpleNamespace(num_threads=threads.num_threads, **sizes)
+        return SimpleNamespace(q=self.q, k=self.k, tiling=tiling, thread=threads.thread)
 
     def store(self, put: Callable, put_lse: Callable) -> None:
-        """Merge the states of the crews, and hand out the rows of all.
+        """Merge the partial states of the groups, and pass the rows of all to `put`.
 
         Parameters
         ----------
         put : ``(query head of the KV head, column, values)`` of `RUN` columns.
         put_lse : ``(query head of the KV head, lse)``
         """
-        tiling, crew, states = self.tiling, self.crew.index, self.states
+        tiling, threads, states = self.tiling, self.threads.index, self.states
         lse, output = self.softmax.finish(), self.softmax.output
         sync_block()  # none reads K and V any more
         for h, row in enumerate(self.own_rows):
             with T.unroll(output.num_tiles) as n:
                 column = n * 8 + T.truncmod(self.lane, 4) * 2
-                states.store_pair(crew, row, column, *(output[n, h, e] for e in range(2)))
+                states.store_pair(threads, row, column, *(output[n, h, e] for e in range(2)))
             with T.If(T.truncmod(self.lane, 4) == 0), T.Then():
-                states.store_float(crew, row, tiling.columns, lse[h])
+                states.store_float(threads, row, tiling.columns, lse[h])
         sync_block()
-        runs, logs = tiling.columns // RUN, Registers(tiling.crews, F32, "weights")
+        runs, logs = tiling.columns // RUN, Registers(tiling.kv_groups, F32, "weights")
         sums = Registers(RUN, F32, "sums")
         with T.serial(T.ceildiv(tiling.rows * runs, tiling.num_threads)) as turn:
             item = index_temp(turn * tiling.num_threads + self.block.thread)
@@ -178,13 +180,13 @@ class Segment:
             is_row = T.And(row < tiling.rows, head < self.spec.group_size)
             is_there = T.And(is_row, self.v_begin + column < self.spec.v_head_dim)
             with T.If(is_there), T.Then():
-                for i in range(tiling.crews):
+                for i in range(tiling.kv_groups):
                     logs[i] = states.load_float(i, row, tiling.columns)
                 merged = weigh(logs)
                 with T.If(T.And(column == 0, self.slice == 0)), T.Then():
                     put_lse(head, merged)
                 sums.fill(T.float32(0))
-                for i in range(tiling.crews):
+                for i in range(tiling.kv_groups):
                     values = states.load_floats(i, row, column, RUN)
                     for e in range(RUN):
                         sums[e] = sums[e] + logs[i] * values[e]

@@ -14,12 +14,12 @@ from tvm.script import tirx as T
 from ...spec import KernelSpec
 from ..emit import I32, WARP, index_temp, launch
 from ..launcher import resident_blocks
-from ..splits.partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, States
+from ..splits.partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, PartialStates
 from ..tiles.tiling import Tiling
 from .kv_rows import as_int64
-from .query_tile import Unit
+from .query_tile import QueryTile
 
-LEAST_COLUMNS = 256  # that a block takes: loading Q, keeping states and merging them costs as much
+MIN_COLUMNS = 256  # that a block takes: loading Q, keeping states and merging them costs as much
 
 
 def splits_of(tiling: Tiling, num_units, num_positions):
@@ -33,12 +33,12 @@ def splits_of(tiling: Tiling, num_units, num_positions):
         No sequence has more of them.
     """
     resident = resident_blocks(tiling.num_bytes, tiling.min_blocks)
-    most = T.cast(T.truncdiv(num_positions + LEAST_COLUMNS - 1, LEAST_COLUMNS), I32)
-    splits = T.max(T.min(T.truncdiv(resident, T.max(num_units, 1)), most), 1)
+    max_splits = T.cast(T.truncdiv(num_positions + MIN_COLUMNS - 1, MIN_COLUMNS), I32)
+    splits = T.max(T.min(T.truncdiv(resident, T.max(num_units, 1)), max_splits), 1)
     return T.bind(splits, var=tirx.Var("splits", I32))
 
 
-class SplitStates(States):
+class SplitStates(PartialStates):
     """A state of each row for each block that splits its columns.
 
     Parameters
@@ -69,7 +69,7 @@ class SplitStates(States):
                     self.merge(a, lambda i: (i, *output), self.splits, output, lane)
 
 
-class SplitUnit(Unit):
+class FixedSplitTile(QueryTile):
     """What a block keeps for its share of what the rows of a tile see.
 
     Its `step` has besides `split`, which of the blocks it is, and `states`, the `SplitStates`.
@@ -80,7 +80,7 @@ class SplitUnit(Unit):
         start = index_temp(T.min(start, end))  # it may be as large as numbers are
         tiles = T.ceildiv(end - start, positions)
         share = T.truncdiv(tiles + self.step.states.splits - 1, self.step.states.splits)
-        share = index_temp(T.max(share * positions, LEAST_COLUMNS))
+        share = index_temp(T.max(share * positions, MIN_COLUMNS))
         own = index_temp(start + self.step.split * share)
         return own, index_temp(T.min(end, own + share))
 

@@ -19,10 +19,10 @@ from ..emit import as_count, index_temp, opaque
 from ..splits.tile_split import TileSplit, shared_out
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import emit_chosen
-from .balanced_split_tile import PartMask, PartUnit, step_of
-from .non_finite_v import with_care
+from .balanced_split_tile import BalancedSplitTile, PartMask, step_of
+from .non_finite_v import with_guard
 from .tree import build_tree
-from .tree_mask import PlainColumns
+from .tree_mask import NoTree
 
 
 class SequenceSplit(TileSplit):
@@ -34,7 +34,7 @@ class SequenceSplit(TileSplit):
     a : the kernel's arguments `q_indptr`, `page_indptr`, `length_info` and `batch_size`.
     """
 
-    least_units = 1  # rows that see nothing are written too
+    min_units = 1  # rows that see nothing are written too
 
     def __init__(self, spec: KernelSpec, tiling: Tiling, a, num_blocks, lane):
         self.a, self.lengths = a, WholeSequence(spec, a.length_info, index_temp)
@@ -56,16 +56,20 @@ class SequenceSplit(TileSplit):
 
 def emit_mla(spec: KernelSpec, a: PagedInputs) -> None:
     """Emit the body."""
-    a = replace(a, columns=PlainColumns())
+    a = replace(a, tree=NoTree())
     mask = CausalMask(a.causal)
 
     def emit_tiles(tiling: Tiling) -> None:
-        def attend(part, piece, thread) -> None:
+        def attend(part, v_slice, thread) -> None:
             own = replace(a, mask=PartMask(part.first, part.last, mask))
-            step = step_of(spec, a, part, piece, part.tile.item)
-            with_care(lambda care: PartUnit(spec, tiling, own, step, opaque(thread), care).run())
+            step = step_of(spec, a, part, v_slice, part.tile.item)
+            with_guard(
+                lambda guard: BalancedSplitTile(
+                    spec, tiling, own, step, opaque(thread), guard
+                ).run()
+            )
 
-        with shared_out(spec, a, tiling, SequenceSplit, goes_on=False) as emit:
+        with shared_out(spec, a, tiling, SequenceSplit, is_continued=False) as emit:
             emit(attend)
 
     num_rows = as_count(a.q.shape[0]) * spec.group_size

@@ -3,7 +3,7 @@
 
 A row multiplies what it does not see by a weight of 0, and 0 times NaN is NaN. To look for NaN in
 every tile would cost time in every call, so a block looks at its output once, in the end. If a row
-is not finite though its weights are numbers, the block attends again, with care: it takes what is
+is not finite though its weights are numbers, the block attends again, with guard: it takes what is
 not finite out of each tile of V, and makes the scores of these positions NaN. So the rows that see
 them are NaN, and no others. Their logs, which do not depend on V, are those of the first pass.
 """
@@ -22,9 +22,9 @@ from ..warp import shuffle_xor
 
 # Words of shared memory of a unit: a bit for each position of a tile, and whether care is needed.
 FIRST_WORD = 9
-MOST_POSITIONS = 64
+MAX_POSITIONS = 64
 LARGEST = 3.0e38  # of all logs
-_NEEDED = FIRST_WORD + MOST_POSITIONS // 32
+_NEEDED = FIRST_WORD + MAX_POSITIONS // 32
 # What the exponents of the numbers in a word are if they are not finite.
 _EXPONENTS = {
     "float32": (0x7F800000,),
@@ -34,21 +34,21 @@ _EXPONENTS = {
 _QUICK, _CAREFUL, _DONE = range(3)
 
 
-def with_care(attend: Callable[[Care], None]) -> None:
-    """Emit ``attend(care)`` for a unit of a block, again where it has to be done with care.
+def with_guard(attend: Callable[[NonFiniteGuard], None]) -> None:
+    """Emit ``attend(guard)`` for a unit of a block, again where it has to be done with guard.
 
-    It has to make a `Unit` with this care and to run it, or nothing.
+    It has to make a `QueryTile` with this care and to run it, or nothing.
     """
     mode = Variable(T.int32(_QUICK), name="mode")
     following = Variable(T.int32(_DONE), name="following")
     with T.While(mode.get() < _DONE):
         following.set(T.int32(_DONE))
-        attend(Care(mode, following))
+        attend(NonFiniteGuard(mode, following))
         mode.set(following.get())
 
 
-class Care:
-    """Whether a block attends with care, and what it does then.
+class NonFiniteGuard:
+    """Whether a block attends with guard, and what it does then.
 
     Parameters
     ----------

@@ -25,12 +25,12 @@ from ...signatures.inputs import Lengths, PagedInputs, RaggedInputs
 from ...spec import KernelSpec
 from ..emit import WARP, as_count, index_temp, launch, opaque
 from ..splits.schedule import UnitOfBlock
-from ..tiles.tiling import MOST_ROWS, Tiling
+from ..tiles.tiling import MAX_ROWS, Tiling
 from ..tiles.tiling_choice import emit_chosen
-from .fixed_split_tile import SplitStates, SplitUnit, splits_of
+from .fixed_split_tile import FixedSplitTile, SplitStates, splits_of
 from .kv_rows import RaggedRows, rows_of_pages
-from .non_finite_v import Care, with_care
-from .tree_mask import PlainColumns
+from .non_finite_v import NonFiniteGuard, with_guard
+from .tree_mask import NoTree
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ def emit_attention(
     group = spec.group_size
     if a.rotary_mode is not None:
         require_own_rotation(spec, a)
-    if a.columns is None:
-        a = replace(a, columns=PlainColumns())
+    if a.tree is None:
+        a = replace(a, tree=NoTree())
     # No more units than that, for each sequence has less than a whole one besides whole ones.
-    most_units = T.truncdiv(a.q.shape[0] * group, tiling.rows) + a.batch_size
+    max_units = T.truncdiv(a.q.shape[0] * group, tiling.rows) + a.batch_size
     pairs = spec.num_kv_heads * tiling.slices
-    splits = splits_of(tiling, most_units * pairs, source.max_positions)
+    splits = splits_of(tiling, max_units * pairs, source.max_positions)
     states = SplitStates(spec, splits, a.q.shape[0])
 
     def first_row_of(sequence):
@@ -76,7 +76,7 @@ def emit_attention(
     def units_of(sequence):
         return T.truncdiv(rows_of(sequence) * group + tiling.rows - 1, tiling.rows)
 
-    def attend(block, pair, split, thread, care: Care) -> None:
+    def attend(block, pair, split, thread, guard: NonFiniteGuard) -> None:
         lane = index_temp(T.truncmod(thread, WARP))
         unit = UnitOfBlock(block, a.batch_size, units_of, lane)
         with T.If(unit.sequence >= 0), T.Then():
@@ -101,16 +101,16 @@ def emit_attention(
                 is_whole=splits == 1,
                 states=states,
             )
-            SplitUnit(spec, tiling, a, step, thread, care).run()
+            FixedSplitTile(spec, tiling, a, step, thread, guard).run()
 
     with states.allocated():
-        grid = [most_units, pairs, splits]
+        grid = [max_units, pairs, splits]
         with launch(grid, tiling.num_threads, tiling.min_blocks) as (blocks, thread):
-            with_care(lambda care: attend(*blocks, opaque(thread), care))
+            with_guard(lambda guard: attend(*blocks, opaque(thread), guard))
         states.launch_merge(a, lambda: first_row_of(a.batch_size))
 
 
-def emit_paged(spec: KernelSpec, a: PagedInputs, max_rows: int = MOST_ROWS) -> None:
+def emit_paged(spec: KernelSpec, a: PagedInputs, max_rows: int = MAX_ROWS) -> None:
     """Emit `emit_attention` with K and V from pages."""
     a = replace(a, lengths=lengths_of(spec, a, index_temp))
 
@@ -137,7 +137,7 @@ def emit_paged(spec: KernelSpec, a: PagedInputs, max_rows: int = MOST_ROWS) -> N
     emit_chosen(choices, num_rows, a.batch_size, emit)
 
 
-def emit_ragged(spec: KernelSpec, a: RaggedInputs, max_rows: int = MOST_ROWS) -> None:
+def emit_ragged(spec: KernelSpec, a: RaggedInputs, max_rows: int = MAX_ROWS) -> None:
     """Emit `emit_attention` with K and V from arrays."""
 
     def kv_rows(sequence, head):
@@ -147,7 +147,7 @@ def emit_ragged(spec: KernelSpec, a: RaggedInputs, max_rows: int = MOST_ROWS) ->
 
     source = KvSource(
         rows=kv_rows,
-        k_offset_of=_offsets_of(a) or a.columns.first_of_ragged,
+        k_offset_of=_offsets_of(a) or a.tree.first_of_ragged,
         max_positions=a.k.shape[0],
     )
     emit_attention(spec, a, source, Tiling.of(spec, spec.dtype, max_rows))

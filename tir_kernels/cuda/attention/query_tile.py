@@ -22,20 +22,20 @@ from ..tiles.fma import MultiplyAdds
 from ..tiles.logits import AlibiBias, hide, to_logits
 from ..tiles.mma import TensorCores
 from ..tiles.online_softmax import Accumulators, OnlineSoftmax
-from ..tiles.pipeline import Crew, Ring, commit, copy_rows, wait, zero_padding
+from ..tiles.pipeline import KvPipeline, ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..tiles.shared_tiles import SharedTiles
 from ..tiles.tiling import Tiling
 from .inline_rope import InlineRope
 from .kv_rows import as_int64
-from .non_finite_v import FIRST_WORD, Care
+from .non_finite_v import FIRST_WORD, NonFiniteGuard
 
 # Fields of a step and of its gap that are kept in shared memory.
-PARKED = ("kv_len", "k_offset", "first_row", "num_rows", "first", "head")
-PARKED_OF_GAP = ("sinks", "begin", "back")
-assert len(PARKED) + len(PARKED_OF_GAP) <= FIRST_WORD
+SPILLED = ("kv_len", "k_offset", "first_row", "num_rows", "first", "head")
+SPILLED_OF_GAP = ("sinks", "begin", "back")
+assert len(SPILLED) + len(SPILLED_OF_GAP) <= FIRST_WORD
 
 
-class Unit:
+class QueryTile:
     """What a block keeps for a unit of work, and does with it. Subclasses say what it shares out.
 
     Parameters
@@ -47,9 +47,9 @@ class Unit:
         `sequence`, its `kv_len` and `gap`, `k_offset` of its RoPE positions, `head`, `slice` of the
         columns of V; `first_row` of the sequence in Q, `num_rows` of it, and `first`, the first row
         of the tile, counted in tokens times heads; `is_whole`, whether the block sees all that the
-        rows see, and if it does not, `states`, a `States` for them.
+        rows see, and if it does not, `states`, a `PartialStates` for them.
     thread : int32 expression
-    care : Care, optional
+    care : NonFiniteGuard, optional
         None: all rows see the same columns.
     """
 
@@ -60,11 +60,11 @@ class Unit:
         a,
         step: SimpleNamespace,
         thread,
-        care: Care | None = None,
+        guard: NonFiniteGuard | None = None,
     ):
-        self.spec, self.tiling, self.a, self.step, self.care = spec, tiling, a, step, care
+        self.spec, self.tiling, self.a, self.step, self.guard = spec, tiling, a, step, guard
         self._place(thread)
-        self.crew = Crew(thread, tiling.num_threads, sync_block)
+        self.threads = ThreadGroup(thread, tiling.num_threads, sync_block)
         memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
         self.memory = IRBuilder.name("shared", memory)
         self.q = SharedTiles(memory, 0, tiling.q)
@@ -90,13 +90,13 @@ class Unit:
             self.v_chunks = index_temp(T.min(tiling.v.chunks, T.truncdiv(left, chunk)))
             left_chunks = T.truncdiv(left, tiling.o.per_chunk)
             self.o_chunks = index_temp(T.min(tiling.o.chunks, left_chunks))
-        self.columns = a.columns
-        self.columns.begin(self)
-        self.ring = Ring(
+        self.tree = a.tree
+        self.tree.begin(self)
+        self.pipeline = KvPipeline(
             tiling,
             self.k,
             self.v,
-            self.crew,
+            self.threads,
             k_chunks=spec.qk_head_dim // chunk,
             v_chunks=self.v_chunks,
             v_begin=self.v_begin,
@@ -176,45 +176,45 @@ class Unit:
         """Attend and store."""
         step = self.step
         self.softmax.reset()
-        if self.care:
-            self.care.begin(self)
+        if self.guard:
+            self.guard.begin(self)
         zero_padding(self.q, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
         zero_padding(self.k, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
-        self._park()
+        self._spill()
         if step.gap is None:
             self._run_span(Span(None, step.kv_len, step.k_offset, None, None))
         else:
             with T.serial(step.gap.num_spans) as i:
-                step = self._recall()
+                step = self._reload()
                 self._run_span(step.gap.span(i, step.kv_len, step.k_offset))
-        self._recall()
+        self._reload()
         lse = self.softmax.finish()
-        if self.care:
-            self.care.end(self, lse)
+        if self.guard:
+            self.guard.end(self, lse)
         else:
             self._prepare(lse)
             self.store_lse(lse)
             self.store_rows()
 
-    def _park(self) -> None:
+    def _spill(self) -> None:
         """Keep what tells of the step in shared memory: passes over columns need the registers."""
         step = self.step
-        values = [getattr(step, name) for name in PARKED]
+        values = [getattr(step, name) for name in SPILLED]
         if step.gap is not None:
-            values += [getattr(step.gap, name) for name in PARKED_OF_GAP]
+            values += [getattr(step.gap, name) for name in SPILLED_OF_GAP]
         for i, value in enumerate(values):
             ptx("st.shared.b32", self.word_pointer(i), T.cast(value, U32))
 
-    def _recall(self) -> SimpleNamespace:
+    def _reload(self) -> SimpleNamespace:
         """The step, with what was parked in registers again."""
         gap = self.step.gap
-        words = Registers(len(PARKED) + (len(PARKED_OF_GAP) if gap else 0), U32, "step")
+        words = Registers(len(SPILLED) + (len(SPILLED_OF_GAP) if gap else 0), U32, "step")
         for i in range(words.count):
             ptx("ld.shared.b32", words[i], self.word_pointer(i))
         values = [index_temp(T.cast(words[i], I32)) for i in range(words.count)]
         if gap:
-            gap = replace(gap, **dict(zip(PARKED_OF_GAP, values[len(PARKED) :], strict=True)))
-        fields = dict(zip(PARKED, values, strict=False))
+            gap = replace(gap, **dict(zip(SPILLED_OF_GAP, values[len(SPILLED) :], strict=True)))
+        fields = dict(zip(SPILLED, values, strict=False))
         self.step = SimpleNamespace(**{**vars(self.step), **fields, "gap": gap})
         return self.step
 
@@ -238,7 +238,7 @@ class Unit:
                 row = self.own_row(h)
                 self.bias.set_row(h, self.head(row), self._position(row, span))
         # Between these, all rows of the block see all columns.
-        columns = self.columns
+        columns = self.tree
         shared_end = index_temp(T.min(columns.shared_end(self._end_of(0)), span.end))
         last_begin = self._begin_of(tiling.rows - 1, span)
         shared_begin = index_temp(columns.shared_begin(last_begin))
@@ -252,8 +252,8 @@ class Unit:
 
         def visit(first, stage):
             columns.begin_tile(self, first)
-            if self.care:
-                self.care.begin_tile(self, stage)
+            if self.guard:
+                self.guard.begin_tile(self, stage)
 
             def k_position(column):
                 return span.k_offset + columns.position(first, column)
@@ -265,15 +265,15 @@ class Unit:
         def multiply(first, stage, k_position):
             self.products.scores(scores, self.k, stage)
             to_logits(self.spec, scores, lane, factor, self.bias, k_position)
-            if self.care:
-                self.care.mark(self, scores)
+            if self.guard:
+                self.guard.mark(self, scores)
             hides_some = T.Or(first + tiling.positions > shared_end, first < shared_begin)
             with T.If(hides_some), T.Then():
                 self._hide(scores, first)
             self.softmax.update(scores)
             self.products.accumulate(self.softmax.output, scores, self.v, stage)
 
-        self.ring.for_tiles(rows, start, end, visit)
+        self.pipeline.for_tiles(rows, start, end, visit)
         sync_block()
 
     def _end_of_warp(self):
@@ -301,7 +301,7 @@ class Unit:
         def is_visible(h, column):
             begin, end = (T.cast(bounds[2 * h + i], I32) for i in range(2))
             is_between = T.And(first + column >= begin, first + column < end)
-            return T.And(is_between, self.columns.is_visible(first, column, h))
+            return T.And(is_between, self.tree.is_visible(first, column, h))
 
         hide(scores, self.lane, is_visible)
 
@@ -313,8 +313,8 @@ class Unit:
             column = chunk * self.q.layout.per_chunk
             return self.a.q.ptr_to([*self.output_row(row), column])
 
-        crew = replace(self.crew, thread=opaque(self.thread))
-        copy_rows(self.q, tiling.rows, chunks, crew, pointer)
+        threads = replace(self.threads, thread=opaque(self.thread))
+        copy_rows(self.q, tiling.rows, chunks, threads, pointer)
         commit()
         wait(0)
         sync_block()
@@ -325,7 +325,7 @@ class Unit:
 
     def _again(self) -> None:
         """Find the thread's rows anew, or all that depends on them is kept since the first pass."""
-        self._place(opaque(self.crew.thread))
+        self._place(opaque(self.threads.thread))
 
     def _place_of(self, row) -> tuple:
         """Of a row of the tile, the place of its state."""

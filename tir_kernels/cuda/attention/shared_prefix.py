@@ -23,8 +23,8 @@ from ..splits.tile_split import TileSplit, shared_out
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .balanced_split_tile import PartMask, step_of
-from .shared_tile import SharedUnit
-from .tree_mask import PlainColumns
+from .shared_tile import SharedTile
+from .tree_mask import NoTree
 
 _COPY_THREADS = 128
 
@@ -88,20 +88,20 @@ def emit_shared(spec: KernelSpec, a: SharedInputs) -> None:
     if a.rotary_mode is not None:
         require_own_rotation(spec, a)
         refuse_longrope(spec, a)
-    a = replace(a, columns=PlainColumns())
+    a = replace(a, tree=NoTree())
 
     def emit_tiles(tiling: Tiling) -> None:
-        with shared_out(spec, a, tiling, SegmentSplit, goes_on=True) as emit:
+        with shared_out(spec, a, tiling, SegmentSplit, is_continued=True) as emit:
             with _lse_before(a, tiling.slices) as lse_before:
 
-                def attend(part, piece, thread) -> None:
+                def attend(part, v_slice, thread) -> None:
                     segment = index_temp(a.first_segment + part.tile.item)
                     offsets = a.k_rope_pos_offset
-                    step = step_of(spec, a, part, piece, segment)
+                    step = step_of(spec, a, part, v_slice, segment)
                     step.k_offset = T.int32(0) if offsets is None else index_temp(offsets[segment])
                     step.lse_before = lse_before
                     own = replace(a, mask=PartMask(part.first, part.last))
-                    SharedUnit(spec, tiling, own, step, thread).run()
+                    SharedTile(spec, tiling, own, step, thread).run()
 
                 emit(attend)
 

@@ -9,10 +9,10 @@ from ...semantics.partial_states import MergedLse, selected
 from .. import scalars
 from ..elements import load_floats, store_floats, widen_words
 from ..emit import F32, Registers, ptx, sync_warp
-from .balanced_split_tile import PartUnit
+from .balanced_split_tile import BalancedSplitTile
 
 
-class SharedUnit(PartUnit):
+class SharedTile(BalancedSplitTile):
     """What a block keeps for a part of a tile, whose rows are those of a list.
 
     Rows that have seen all of a segment are merged into O and its logs; its `step` has besides

@@ -13,7 +13,7 @@ from ...signatures import tree as signatures
 from ...signatures.inputs import PagedInputs, RaggedInputs
 from ...spec import KernelSpec
 from .prefill import emit_paged, emit_ragged
-from .tree_mask import TreeColumns
+from .tree_mask import TreeMask
 
 TREE_ROWS = 64  # of a block: trees have few nodes, and their masks take registers
 
@@ -42,7 +42,7 @@ def build_tree(spec: KernelSpec, signature: Callable, emit: Callable = emit_page
     """Build a kernel whose columns are trees; without one, sequences are plain causal."""
 
     def attend(a: PagedInputs | RaggedInputs) -> None:
-        a = replace(a, columns=TreeColumns(a), mask=CausalMask(T.int32(1)))
+        a = replace(a, tree=TreeMask(a), mask=CausalMask(T.int32(1)))
         emit(spec, a, max_rows=TREE_ROWS)
 
     return signature(spec, attend)

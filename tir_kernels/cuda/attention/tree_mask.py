@@ -13,7 +13,7 @@ from ...semantics.visibility import NO_LIMIT
 from ..emit import U32, Registers, Variable, index_temp, ptx, sync_block
 
 
-class PlainColumns:
+class NoTree:
     """Columns that follow each other: a row sees all between its bounds."""
 
     def begin(self, unit) -> None:
@@ -39,7 +39,7 @@ class PlainColumns:
         return T.bool(True)
 
 
-class TreeColumns(PlainColumns):
+class TreeMask(NoTree):
     """Columns of which the last ones are the nodes of a tree, as `tree_mask` tells.
 
     Where depths matter, the threads find those of a tile together and keep them in shared memory.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of work that blocks share out in a row: two of each block, and their merge."""
+"""Partial states of work that is divided among blocks in a row: two per block, and their merge."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tvm.script import tirx as T
 from ...spec import KernelSpec
 from ..elements import store_floats
 from ..emit import F32, I32, WARP, Registers, as_count, count_temp, index_temp, launch
-from .partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, RUN, States
+from .partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, RUN, PartialStates
 
 
-class Partials(States):
+class BlockStates(PartialStates):
     """Room for two states of each block: of what its first and its last unit belong to.
 
     Parameters
@@ -23,15 +23,15 @@ class Partials(States):
         That share the units.
     num_rows : int, optional
         Of a state; None: the query heads of a KV head.
-    goes_on : bool
-        As `States` takes it.
+    is_continued : bool
+        As `PartialStates` takes it.
     """
 
     def __init__(
-        self, spec: KernelSpec, num_blocks, num_rows: int | None = None, goes_on: bool = False
+        self, spec: KernelSpec, num_blocks, num_rows: int | None = None, is_continued: bool = False
     ):
         self.num_blocks, self.num_rows = num_blocks, num_rows or spec.group_size
-        super().__init__(spec, (2 * num_blocks, self.num_rows), goes_on)
+        super().__init__(spec, (2 * num_blocks, self.num_rows), is_continued)
 
     def slot(self, block, is_first):
         """Of what goes on from the block before, or of what goes on behind."""

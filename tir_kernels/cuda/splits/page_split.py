@@ -15,7 +15,7 @@ from ...spec import KernelSpec
 from ..emit import I32, WARP, Variable, as_count, count_temp, index_temp
 from ..warp import shuffle_xor
 
-MOST_POSITIONS = 64  # of a unit
+MAX_POSITIONS = 64  # of a unit
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,19 @@ class PageSplit:
     a : the kernel's arguments `page_indptr` and `batch_size`.
     num_blocks : int32 expression
         That share the units.
-    least : int
-        Positions of a share, at least, for that much comes at the cost of one.
+    min_positions : int
+        Positions of a share: so many cost no more than one.
     """
 
-    def __init__(self, spec: KernelSpec, a, num_blocks, least: int):
+    def __init__(self, spec: KernelSpec, a, num_blocks, min_positions: int):
         self.indptr, self.batch_size = a.page_indptr, a.batch_size
         self.group = spec.group_size
-        self.positions = min(spec.page_size, MOST_POSITIONS)
+        self.positions = min(spec.page_size, MAX_POSITIONS)
         self.per_page = spec.page_size // self.positions
         self.per_entry = self.per_page * spec.num_kv_heads
         self.total = count_temp(self.first_unit(a.batch_size))
         share = T.truncdiv(self.total + num_blocks - 1, as_count(num_blocks))
-        self.share = count_temp(T.max(share, T.int64(-(-least // self.positions))))
+        self.share = count_temp(T.max(share, T.int64(-(-min_positions // self.positions))))
 
     def first_unit(self, sequence):
         """The number of units before those of a sequence."""

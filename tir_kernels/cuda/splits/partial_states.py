@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of attention, parts of O with their lse, in a workspace, and how some become one."""
+"""Partial states ``(o, lse)`` in a workspace, and the kernel that merges them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lse_of(top, total):
     return lse, temp(T.if_then_else(is_empty, T.float32(0), T.float32(1) / total))
 
 
-class States:
+class PartialStates:
     """Room for states of rows, in global memory.
 
     Parameters
@@ -56,12 +56,12 @@ class States:
     spec : KernelSpec
     places : sequence of int32 expressions
         How many there are, of any number of dimensions.
-    goes_on : bool
+    is_continued : bool
         The outputs hold another part of their rows, to be merged with.
     """
 
-    def __init__(self, spec: KernelSpec, places: Sequence, goes_on: bool = False):
-        self.spec, self.goes_on = spec, goes_on
+    def __init__(self, spec: KernelSpec, places: Sequence, is_continued: bool = False):
+        self.spec, self.is_continued = spec, is_continued
         # The lse comes behind the row, and what keeps the rows aligned.
         self.shape = (*places, spec.v_head_dim + RUN)
         self.buffer = None
@@ -98,7 +98,7 @@ class States:
 
         top, total = Registers(1, F32, "top"), Registers(1, F32, "total")
         top[0], total[0] = T.float32(LOWEST), T.float32(0)
-        if self.goes_on:
+        if self.is_continued:
             lse_before = temp(a.lse[output])
             top[0] = T.max(top[0], lse_before)
 
@@ -120,7 +120,7 @@ class States:
         for_own(add)
         for mask in (1, 2, 4, 8, 16):
             total[0] = total[0] + shuffle_xor(total[0], mask)
-        if self.goes_on:
+        if self.is_continued:
             before = temp(exp2(lse_before - top[0]))
             total[0] = total[0] + before
         lse, inverse = lse_of(top[0], total[0])
@@ -131,7 +131,7 @@ class States:
             column = index_temp((turn * WARP + lane) * RUN)
             with T.If(column < width), T.Then():
                 sums.fill(T.float32(0))
-                if self.goes_on:
+                if self.is_continued:
                     o = load_floats(a.o, (*output, column), RUN)
                     weight = temp(before * inverse)
                     for e in range(RUN):  # an o of nothing seen may hold anything

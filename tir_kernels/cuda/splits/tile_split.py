@@ -32,10 +32,10 @@ from ..emit import (
 )
 from ..launcher import resident_blocks
 from ..tiles.tiling import Tiling
-from .block_states import Partials
+from .block_states import BlockStates
 from .schedule import UnitOfBlock, sum_over
 
-LEAST_UNITS = 2  # of a share: copies of one block of positions pass while another is multiplied
+MIN_UNITS = 2  # of a share: copies of one block of positions pass while another is multiplied
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class TileSplit:
     lane : int32 expression
     """
 
-    least_units = 0  # of a tile: 1 where those without positions have to be visited
+    min_units = 0  # of a tile: 1 where those without positions have to be visited
 
     def __init__(self, spec: KernelSpec, tiling: Tiling, count, num_blocks, lane):
         self.spec, self.tiling, self.count = spec, tiling, index_temp(count)
         self.total = count_temp(sum_over(self.count, self.units_of, lane))
         share = T.truncdiv(self.total + num_blocks - 1, as_count(num_blocks))
-        self.share = count_temp(T.max(share, T.int64(LEAST_UNITS)))
+        self.share = count_temp(T.max(share, T.int64(MIN_UNITS)))
 
     def kv_len(self, i):
         """Positions of item i."""
@@ -120,7 +120,7 @@ class TileSplit:
     def _units_of_tile(self, i):
         positions = self.tiling.positions
         units = T.truncdiv(self.kv_len(i) + positions - 1, positions)
-        return T.max(units, self.least_units) if self.least_units else units
+        return T.max(units, self.min_units) if self.min_units else units
 
     def units_of(self, i):
         """Units of item i, an int64."""
@@ -159,7 +159,7 @@ class TileSplit:
         """Emit ``body(part)`` for the parts of tiles in the share of a block.
 
         A part has `tile` and the `kv_len` of its item, positions `first` to `last - 1`, `is_whole`,
-        whether these are all of the tile, and `goes_on`, whether there are others before them.
+        whether these are all of the tile, and `is_continued`, whether there are others before them.
         """
         first = count_temp(as_count(block) * self.share)
         # What a block takes fits into 32 bits, and registers are scarce.
@@ -187,13 +187,15 @@ class TileSplit:
                         first=bounds[0],
                         last=index_temp(T.min(bounds[1], kv_len)),
                         is_whole=count == units,
-                        goes_on=begin > 0,
+                        is_continued=begin > 0,
                     )
                 )
 
 
 @contextmanager
-def shared_out(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling, split_kind, *, goes_on: bool):
+def shared_out(
+    spec: KernelSpec, a: SimpleNamespace, tiling: Tiling, split_kind, *, is_continued: bool
+):
     """Launch a kernel whose blocks share out tiles, then one that merges those that were cut.
 
     Parameters
@@ -203,35 +205,35 @@ def shared_out(spec: KernelSpec, a: SimpleNamespace, tiling: Tiling, split_kind,
     tiling : Tiling
     split_kind : type
         Subclass of `TileSplit`, made with ``(spec, tiling, a, num_blocks, lane)``.
-    goes_on : bool
-        As `Partials` takes it.
+    is_continued : bool
+        As `BlockStates` takes it.
 
     Yields
     ------
     emit : callable
         ``emit(body)`` launches the kernel: ``body(part, slice, thread)`` is what a block does with
-        a part, which has besides what `TileSplit.for_tiles` tells `partials` and its `slot` there.
+        a part, which has besides what `TileSplit.for_tiles` tells `states` and its `slot` there.
     """
     num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, tiling.slices)
-    partials = Partials(spec, num_blocks, tiling.rows, goes_on=goes_on)
+    states = BlockStates(spec, num_blocks, tiling.rows, is_continued=is_continued)
 
     def split_of(lane) -> TileSplit:
         return split_kind(spec, tiling, a, num_blocks, lane)
 
     def emit(body: Callable) -> None:
         grid = [num_blocks, tiling.slices]
-        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, piece), thread):
+        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, v_slice), thread):
             lane = index_temp(T.truncmod(thread, WARP))
 
             def attend(part) -> None:
-                part.partials = partials
-                part.slot = index_temp(partials.slot(block, part.goes_on))
+                part.states = states
+                part.slot = index_temp(states.slot(block, part.is_continued))
                 sync_block()  # none reads any more what the tile before left in shared memory
                 # Or all that depends on the thread only is kept in registers from tile to tile.
-                body(part, piece, opaque(thread))
+                body(part, v_slice, opaque(thread))
 
             split_of(lane).for_tiles(block, lane, attend)
 
-    with partials.allocated():
+    with states.allocated():
         yield emit
-        partials.launch_merge(a, split_of)
+        states.launch_merge(a, split_of)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from ...spec import KernelSpec
 from ..emit import WARP
 from .shared_tiles import TileLayout
-from .tiling import MOST_COLUMNS, MOST_FLOAT_COLUMNS, WARP_ROWS, BlockTiling, on_tensor_cores
+from .tiling import MAX_COLUMNS, MAX_FLOAT_COLUMNS, WARP_ROWS, BlockTiling, on_tensor_cores
 
 USUAL_WARPS = 4
-MOST_ROW_WARPS = 8
+MAX_ROW_WARPS = 8
 # Two such blocks fit into most multiprocessors; only the smallest tiles may need more.
 USUAL_BYTES = 80 * 1024
 STAGES = (2, 3, 4)
@@ -19,12 +19,12 @@ STAGES = (2, 3, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeTiling(BlockTiling):
-    """Sizes of the tiles of a block that has one row, whose warps are `row_warps` times `crews`.
+    """Sizes of the tiles of a decode block, which has `row_warps` times `kv_groups` warps.
 
     Parameters
     ----------
     row_warps : int
-        Warps of a crew.
+        Warps of a group.
     warp_rows : int
         Query heads of the KV head that a warp has: 16, of which a thread holds two, or 8.
     row_slices : int
@@ -44,14 +44,14 @@ class DecodeTiling(BlockTiling):
         ValueError
             For heads of which not even the smallest ones fit.
         """
-        most, group = spec.target.max_shared_bytes, spec.group_size
-        widths = BlockTiling.widths(spec, spec.kv_dtype, MOST_COLUMNS)
+        max_bytes, group = spec.target.max_shared_bytes, spec.group_size
+        widths = BlockTiling.widths(spec, spec.kv_dtype, MAX_COLUMNS)
         warp_rows = WARP_ROWS
         if not on_tensor_cores(spec.dtype, spec.kv_dtype):
             # Half of a warp's rows would be empty, or need too many registers.
-            if group <= WARP_ROWS // 2 or widths["columns"] > MOST_FLOAT_COLUMNS:
+            if group <= WARP_ROWS // 2 or widths["columns"] > MAX_FLOAT_COLUMNS:
                 warp_rows //= 2
-        row_warps = MOST_ROW_WARPS
+        row_warps = MAX_ROW_WARPS
         while row_warps // 2 * warp_rows >= group:
             row_warps //= 2
         while row_warps:
@@ -61,19 +61,23 @@ class DecodeTiling(BlockTiling):
                 "row_slices": -(-group // (row_warps * warp_rows)),
             }
             usual = max(1, USUAL_WARPS // row_warps)
-            for num_bytes in (min(USUAL_BYTES, most), most):
-                for crews in (c for c in (4, 2, 1) if c <= usual):
+            for num_bytes in (min(USUAL_BYTES, max_bytes), max_bytes):
+                for kv_groups in (c for c in (4, 2, 1) if c <= usual):
                     for positions in (32, 16, 8):
-                        tiling = DecodeTiling(crews=crews, positions=positions, **rows, **widths)
+                        tiling = DecodeTiling(
+                            kv_groups=kv_groups, positions=positions, **rows, **widths
+                        )
                         if tiling.is_whole and tiling.num_bytes <= num_bytes:
-                            return tiling._with_stages(min(USUAL_BYTES, most))
+                            return tiling._with_stages(min(USUAL_BYTES, max_bytes))
             row_warps //= 2
         raise BlockTiling.too_large(spec)
 
-    def _with_stages(self, most_bytes: int) -> DecodeTiling:
+    def _with_stages(self, max_bytes: int) -> DecodeTiling:
         """As many stages as there is room for."""
-        rings = [replace(self, stages=stages) for stages in STAGES[1:]]
-        return max([self, *(r for r in rings if r.num_bytes <= most_bytes)], key=lambda r: r.stages)
+        pipelines = [replace(self, stages=stages) for stages in STAGES[1:]]
+        return max(
+            [self, *(r for r in pipelines if r.num_bytes <= max_bytes)], key=lambda r: r.stages
+        )
 
     @property
     def rows(self) -> int:
@@ -81,21 +85,21 @@ class DecodeTiling(BlockTiling):
         return self.row_warps * self.warp_rows
 
     @property
-    def num_crew_threads(self) -> int:
-        """Threads of a crew."""
+    def num_group_threads(self) -> int:
+        """Threads of a group."""
         return self.row_warps * WARP
 
     @property
     def block_positions(self) -> int:
-        """That a block has tiles of at once."""
-        return self.positions * self.crews
+        """Positions that the groups of a block process at once."""
+        return self.positions * self.kv_groups
 
     @property
     def state(self) -> TileLayout:
-        """Of a crew's part of O, with the lse in a chunk behind it: in the place of K and V."""
+        """The partial state of a group, its lse in a chunk behind o; it replaces K and V."""
         return TileLayout(self.rows, self.columns + 4, "float32")
 
     @property
     def num_bytes(self) -> int:
         """Of shared memory."""
-        return self.q.num_bytes + self.crews * max(self.ring_bytes, self.state.num_bytes)
+        return self.q.num_bytes + self.kv_groups * max(self.pipeline_bytes, self.state.num_bytes)

@@ -18,7 +18,7 @@ from .online_softmax import ROWS, Accumulators
 from .shared_tiles import SharedTiles
 from .tiling import WARP_ROWS
 
-MOST_KEPT = 64  # elements of a row of Q: with 128 there were spills
+MAX_KEPT = 64  # elements of a row of Q: with 128 there were spills
 STEP = 16  # elements of a row that one instruction takes
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 _LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
@@ -40,7 +40,7 @@ class TensorCores:
     warp_row : int32 expression
         The warp's first row of it.
     lane : int32 expression
-    most_kept : int
+    max_kept : int
         Q stays in registers if its rows have no more elements.
     unrolled : int, optional
         Steps of a product with a Q that is not kept that a loop takes at once.
@@ -53,7 +53,7 @@ class TensorCores:
         warp_row,
         lane,
         *,
-        most_kept: int = MOST_KEPT,
+        max_kept: int = MAX_KEPT,
         unrolled: int | None = None,
     ):
         self.q, self.warp_row, self.lane, self.dtype = q, warp_row, lane, tiling.dtype
@@ -63,7 +63,7 @@ class TensorCores:
         short = _SHORT[tiling.dtype]
         self.instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32"
         # In registers if that leaves enough of them, or loaded again for each tile.
-        self.keeps_q = self.row_tiles * tiling.depth <= most_kept
+        self.keeps_q = self.row_tiles * tiling.depth <= max_kept
         kept = self.num_steps if self.keeps_q else 1
         self.left = Registers(4 * self.row_tiles * kept, U32, "q")
 

@@ -72,15 +72,15 @@ class OnlineSoftmax:
 
     def __init__(self, num_columns: int, rows: int = ROWS):
         self.rows = rows
-        self.top, self.total, self.decay = (
-            Registers(rows, F32, name) for name in ("top", "total", "decay")
+        self.row_max, self.row_sum, self.rescale = (
+            Registers(rows, F32, name) for name in ("row_max", "row_sum", "rescale")
         )
         self.output = Accumulators(num_columns, "output", rows)
 
     def reset(self) -> None:
         """Forget all columns."""
-        self.top.fill(T.float32(NOTHING_SEEN))
-        self.total.fill(T.float32(0))
+        self.row_max.fill(T.float32(NOTHING_SEEN))
+        self.row_sum.fill(T.float32(0))
         self.output.registers.fill(T.float32(0))
 
     def update(self, scores: Accumulators) -> None:
@@ -92,25 +92,25 @@ class OnlineSoftmax:
         """
         tops = Registers(self.rows, F32, "new_top")
         for h in range(self.rows):
-            tops[h] = self.top[h]
+            tops[h] = self.row_max[h]
             with T.unroll(scores.num_tiles) as n:
                 for e in range(2):
                     tops[h] = T.max(tops[h], scores[n, h, e])
             for mask in (1, 2):
                 tops[h] = T.max(tops[h], shuffle_xor(tops[h], mask))
-        grows = [tops[h] > self.top[h] + T.float32(SLACK) for h in range(self.rows)]
+        grows = [tops[h] > self.row_max[h] + T.float32(SLACK) for h in range(self.rows)]
         with T.If(functools.reduce(T.Or, grows)), T.Then():
             for h in range(self.rows):
-                self.decay[h] = exp2(self.top[h] - tops[h])
-                self.top[h] = tops[h]
-                self.total[h] = self.total[h] * self.decay[h]
-            self._scale(self.decay)
+                self.rescale[h] = exp2(self.row_max[h] - tops[h])
+                self.row_max[h] = tops[h]
+                self.row_sum[h] = self.row_sum[h] * self.rescale[h]
+            self._scale(self.rescale)
         for h in range(self.rows):
             with T.unroll(scores.num_tiles) as n:
                 for e in range(2):
-                    weight = exp2(scores[n, h, e] - self.top[h])
+                    weight = exp2(scores[n, h, e] - self.row_max[h])
                     scores[n, h, e] = weight
-                    self.total[h] = self.total[h] + weight
+                    self.row_sum[h] = self.row_sum[h] + weight
 
     def _scale(self, factors: Registers) -> None:
         output = self.output
@@ -125,13 +125,13 @@ class OnlineSoftmax:
         lse, inverse = (Registers(self.rows, F32, name) for name in ("lse", "inverse"))
         empty = T.reinterpret(F32, T.uint32(0xFF800000))
         for h in range(self.rows):
-            total = temp(self.total[h])
+            total = temp(self.row_sum[h])
             for mask in (1, 2):
                 total = temp(total + shuffle_xor(total, mask))
             # Not its opposite: the sum of a row that has seen something that is not a number is
             # NaN, and so are the row and its log.
             is_empty = total <= T.float32(NO_SUM)
             inverse[h] = T.if_then_else(is_empty, T.float32(0), T.float32(1) / total)
-            lse[h] = T.if_then_else(is_empty, empty, self.top[h] + log2(total))
+            lse[h] = T.if_then_else(is_empty, empty, self.row_max[h] + log2(total))
         self._scale(inverse)
         return lse

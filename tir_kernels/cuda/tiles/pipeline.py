@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ring of tiles of K and V in shared memory, filled by asynchronous copies ahead of their use."""
+"""The pipeline of K and V: tiles in shared memory, copied asynchronously ahead of their use."""
 
 from __future__ import annotations
 
@@ -44,48 +44,49 @@ def zero_padding(tiles: SharedTiles, width: int, thread, num_threads: int) -> No
                 ptx("st.shared.v4.b32", tiles.pointer(tile, row, chunk), *[T.uint32(0)] * 4)
 
 
-def copy_rows(tiles: SharedTiles, num_rows: int, chunks: int, crew: Crew, pointer) -> None:
+def copy_rows(
+    tiles: SharedTiles, num_rows: int, chunks: int, threads: ThreadGroup, pointer
+) -> None:
     """Start to copy `chunks` of each row of the first tile, from ``pointer(row, chunk)``."""
     items = num_rows * chunks
-    with T.serial(T.ceildiv(items, crew.num_threads)) as turn:
-        item = index_temp(turn * crew.num_threads + crew.thread)
+    with T.serial(T.ceildiv(items, threads.num_threads)) as turn:
+        item = index_temp(turn * threads.num_threads + threads.thread)
         with T.If(item < items), T.Then():
             row, chunk = T.truncdiv(item, chunks), T.truncmod(item, chunks)
             copy_chunk(tiles.pointer(0, row, chunk), pointer(row, chunk))
 
 
 @dataclass(frozen=True)
-class Crew:
-    """Threads that fill and read tiles together.
+class ThreadGroup:
+    """Threads that copy and read tiles together: a block, or some of its warps.
 
     Parameters
     ----------
     thread : int32 expression
-        Of the crew.
+        Index in the group.
     num_threads : int
-    meet : callable
-        Emits a barrier of the crew.
+    sync : callable
+        Emits a barrier of the group.
     index, count : int32 expression, int
-        Of `count` crews, each with stages of its own, the one that has every `count`-th tile from
-        `index` on.
+        Of `count` groups, each with its own stages, group `index` takes every `count`-th tile.
     """
 
     thread: object
     num_threads: int
-    meet: Callable
+    sync: Callable
     index: object = 0
     count: int = 1
 
 
-class Ring:
-    """The tiles of K and V that a crew has at hand.
+class KvPipeline:
+    """The stages of K and V of a thread group: every thread is producer and consumer.
 
     Parameters
     ----------
     tiling : BlockTiling
     k, v : SharedTiles
-        A tile for each stage of each crew.
-    crew : Crew
+        A tile for each stage of each group.
+    threads : ThreadGroup
     k_chunks : int
         Chunks of a row of K.
     v_chunks : int or int32 expression
@@ -94,23 +95,25 @@ class Ring:
         First of these columns.
     """
 
-    def __init__(self, tiling: BlockTiling, k, v, crew: Crew, *, k_chunks: int, v_chunks, v_begin):
-        self.tiling, self.k, self.v, self.crew = tiling, k, v, crew
-        self.chunk = index_temp(T.truncmod(crew.thread, THREADS_PER_ROW))
-        self.row = index_temp(T.truncdiv(crew.thread, THREADS_PER_ROW))
+    def __init__(
+        self, tiling: BlockTiling, k, v, threads: ThreadGroup, *, k_chunks: int, v_chunks, v_begin
+    ):
+        self.tiling, self.k, self.v, self.threads = tiling, k, v, threads
+        self.chunk = index_temp(T.truncmod(threads.thread, THREADS_PER_ROW))
+        self.row = index_temp(T.truncdiv(threads.thread, THREADS_PER_ROW))
         self.k_chunks, self.v_chunks, self.v_begin = k_chunks, v_chunks, v_begin
 
     @property
     def _row_step(self) -> int:
-        return self.crew.num_threads // THREADS_PER_ROW
+        return self.threads.num_threads // THREADS_PER_ROW
 
     def for_tiles(
         self, rows, start, end, body: Callable, once: Callable = lambda groups_left: None
     ) -> None:
-        """Emit ``body(first, stage)`` for the crew's tiles of the positions ``start .. end - 1``.
+        """Emit ``body(first, stage)`` for the group's tiles of the positions ``start .. end - 1``.
 
-        The copies of at least one tile are under way meanwhile. Positions behind the end are zeros.
-        In the end other threads may still be in the last tile.
+        Copies of at least one later tile are in flight meanwhile. Rows past the end are zeros. At
+        the end other threads may still read the last tile.
 
         Parameters
         ----------
@@ -119,16 +122,16 @@ class Ring:
             Emits what comes between the first copies and their use; takes the number of groups of
             copies that were closed since the call.
         """
-        tiling, crew, ahead = self.tiling, self.crew, self.tiling.stages - 1
-        positions = crew.count * tiling.positions  # of all crews together
+        tiling, threads, ahead = self.tiling, self.threads, self.tiling.stages - 1
+        positions = threads.count * tiling.positions  # of all groups together
         num_tiles = index_temp(T.truncdiv(end - start + positions - 1, positions))
-        own_start = index_temp(start + crew.index * tiling.positions)
+        own_start = index_temp(start + threads.index * tiling.positions)
 
         def position_of(tile, i):
             return own_start + tile * positions + i * self._row_step + self.row
 
         def stage_of(tile):
-            return index_temp(T.truncmod(tile, tiling.stages) * crew.count + crew.index)
+            return index_temp(T.truncmod(tile, tiling.stages) * threads.count + threads.index)
 
         def held(position):
             return T.min(position, end - 1)
@@ -155,8 +158,8 @@ class Ring:
         once(ahead)
         with T.serial(num_tiles) as tile:
             wait(ahead - 1)
-            # All have their copies, and none reads the tile any more that is written next.
-            crew.meet()
+            # All copies of the tile have arrived; no thread reads the stage that is next to write.
+            threads.sync()
             issue(tile + ahead)
             body(index_temp(own_start + tile * positions), stage_of(tile))
 
@@ -165,8 +168,8 @@ class Ring:
         # Without tensor cores, registers are what there is least of.
         loop = T.unroll if self.tiling.is_tensor else T.serial
 
-        def copy(tiles, pointer, num_chunks, most: int, first_column):
-            with loop(-(-most // THREADS_PER_ROW)) as k:
+        def copy(tiles, pointer, num_chunks, max_chunks: int, first_column):
+            with loop(-(-max_chunks // THREADS_PER_ROW)) as k:
                 chunk = k * THREADS_PER_ROW + self.chunk
                 column = first_column + chunk * tiles.layout.per_chunk
                 to = tiles.pointer(stage, row, chunk)

@@ -10,18 +10,18 @@ from ...spec import KernelSpec
 from ..emit import WARP
 from .shared_tiles import TileLayout
 
-MOST_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a thread
-MOST_FLOAT_COLUMNS = 128  # and in float32, with two rows in a thread; with 256 there were spills
-MOST_SUMS = 16 * 128  # columns of V times rows of a warp, beside long tiles of positions
+MAX_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a thread
+MAX_FLOAT_COLUMNS = 128  # and in float32, with two rows in a thread; with 256 there were spills
+MAX_SUMS = 16 * 128  # columns of V times rows of a warp, beside long tiles of positions
 STEP_BYTES = 48  # of what a block is told of its step, and of what it notes with care
 SLICE_UNIT = 64  # of columns that several blocks share out: a slice begins where a swizzle does
 WARP_ROWS = 16  # of an instruction
-MOST_ROWS = 128  # of a block
+MAX_ROWS = 128  # of a block
 THREADS_PER_ROW = 8  # that copy a row of K or V: 128 bytes side by side
 REGISTER_FILE = 65536
 # Shared memory that a block may have where it is more than 99 KB: on 8.0, and on 9.0 and 10.0.
 LARGE_SHARED_BYTES = (163 * 1024, 227 * 1024)
-MOST_REGISTERS = 255
+MAX_REGISTERS = 255
 
 
 def round_up(value: int, unit: int) -> int:
@@ -38,8 +38,7 @@ def on_tensor_cores(dtype: str, kv_dtype: str) -> bool:
 class BlockTiling:
     """Sizes of the tiles of a block, for either kind of attention.
 
-    Each kind says how many `rows` of Q there are and `warp_rows` of a warp, and `num_crew_threads`,
-    the threads of a crew.
+    Subclasses have `rows` of Q per block, `warp_rows` per warp, and `num_group_threads`.
 
     Parameters
     ----------
@@ -52,9 +51,9 @@ class BlockTiling:
     slices : int
         Blocks that share out the columns of V.
     stages : int
-        Tiles of K and V that shared memory holds, for each crew.
-    crews : int
-        Groups of warps that share out the positions: each has tiles of its own.
+        Tiles of K and V in shared memory, for each group of warps.
+    kv_groups : int
+        Groups of warps that divide the positions; each has its own stages.
     dtype, kv_dtype : str
         Of Q and O, and of K and V.
     is_latent : bool
@@ -68,15 +67,15 @@ class BlockTiling:
     dtype: str
     kv_dtype: str
     stages: int = 2
-    crews: int = 1
+    kv_groups: int = 1
     is_latent: bool = False
 
     @staticmethod
-    def widths(spec: KernelSpec, kv_dtype: str, most_float_columns: int) -> dict:
+    def widths(spec: KernelSpec, kv_dtype: str, max_float_columns: int) -> dict:
         """The sizes that head dims and types decide, by the names of fields."""
         is_tensor = on_tensor_cores(spec.dtype, kv_dtype)
         unit = 16 if is_tensor else 8
-        slices = -(-spec.v_head_dim // (MOST_COLUMNS if is_tensor else most_float_columns))
+        slices = -(-spec.v_head_dim // (MAX_COLUMNS if is_tensor else max_float_columns))
         return {
             "depth": round_up(spec.qk_head_dim, unit),
             "columns": round_up(-(-spec.v_head_dim // slices), unit if slices == 1 else SLICE_UNIT),
@@ -100,7 +99,7 @@ class BlockTiling:
 
     @property
     def is_whole(self) -> bool:
-        """Whether products take whole tiles, and each thread of a crew copies some of one."""
+        """Whether products take whole tiles, and each thread of a group copies some of one."""
         return self.positions % (16 if self.is_tensor else 8) == 0 and self.rows_per_thread > 0
 
     @property
@@ -111,17 +110,17 @@ class BlockTiling:
     @property
     def num_threads(self) -> int:
         """Threads of a block."""
-        return self.crews * self.num_crew_threads
+        return self.kv_groups * self.num_group_threads
 
     @property
     def min_blocks(self) -> int:
         """Blocks of a multiprocessor, so that a thread may have all registers that there are."""
-        return REGISTER_FILE // ((MOST_REGISTERS + 1) * self.num_threads)
+        return REGISTER_FILE // ((MAX_REGISTERS + 1) * self.num_threads)
 
     @property
     def rows_per_thread(self) -> int:
         """Rows of a tile of K and V that a thread copies."""
-        return self.positions * THREADS_PER_ROW // self.num_crew_threads
+        return self.positions * THREADS_PER_ROW // self.num_group_threads
 
     @property
     def q(self) -> TileLayout:
@@ -140,12 +139,12 @@ class BlockTiling:
 
     @property
     def ahead_bytes(self) -> int:
-        """That a block has asked memory for while it multiplies."""
-        return self.crews * self.ring_bytes // self.stages * (self.stages - 1)
+        """Bytes of K and V in flight per block while it multiplies."""
+        return self.kv_groups * self.pipeline_bytes // self.stages * (self.stages - 1)
 
     @property
-    def ring_bytes(self) -> int:
-        """Of shared memory, for the tiles of K and V of a crew."""
+    def pipeline_bytes(self) -> int:
+        """Shared memory for the stages of a group."""
         return self.stages * (self.k.num_bytes + (0 if self.is_latent else self.v.num_bytes))
 
 
@@ -167,7 +166,7 @@ class Tiling(BlockTiling):
 
     @staticmethod
     def of(
-        spec: KernelSpec, kv_dtype: str, most_rows: int = MOST_ROWS, most_bytes: int | None = None
+        spec: KernelSpec, kv_dtype: str, max_rows: int = MAX_ROWS, max_bytes: int | None = None
     ) -> Tiling:
         """The largest tiles that fit, rows before positions.
 
@@ -175,8 +174,8 @@ class Tiling(BlockTiling):
         ----------
         spec : KernelSpec
         kv_dtype : str
-        most_rows : int
-        most_bytes : int, optional
+        max_rows : int
+        max_bytes : int, optional
             Of shared memory, where it is more than the least that GPUs of the target have.
 
         Raises
@@ -184,15 +183,15 @@ class Tiling(BlockTiling):
         ValueError
             For heads of which not even the smallest ones fit.
         """
-        widths = BlockTiling.widths(spec, kv_dtype, MOST_FLOAT_COLUMNS)
-        sizes = [(size, WARP_ROWS) for size in (64, 32, 16) if size <= max(most_rows, WARP_ROWS)]
+        widths = BlockTiling.widths(spec, kv_dtype, MAX_FLOAT_COLUMNS)
+        sizes = [(size, WARP_ROWS) for size in (64, 32, 16) if size <= max(max_rows, WARP_ROWS)]
         # ALiBi takes two registers for each row of a thread.
-        has_registers = widths["columns"] <= MOST_COLUMNS // 2 and not spec.alibi_slopes
-        if most_rows >= MOST_ROWS and on_tensor_cores(spec.dtype, kv_dtype):
+        has_registers = widths["columns"] <= MAX_COLUMNS // 2 and not spec.alibi_slopes
+        if max_rows >= MAX_ROWS and on_tensor_cores(spec.dtype, kv_dtype):
             if has_registers:
-                sizes.insert(0, (MOST_ROWS, 2 * WARP_ROWS))
-            elif most_bytes:
-                sizes.insert(0, (MOST_ROWS, WARP_ROWS))
+                sizes.insert(0, (MAX_ROWS, 2 * WARP_ROWS))
+            elif max_bytes:
+                sizes.insert(0, (MAX_ROWS, WARP_ROWS))
         for (rows, warp_rows), positions in itertools.product(sizes, (64, 32, 16, 8)):
             tiling = Tiling(
                 rows=rows,
@@ -201,29 +200,29 @@ class Tiling(BlockTiling):
                 is_latent=spec.kind == "mla",
                 **widths,
             )
-            has_registers = warp_rows * tiling.columns <= MOST_SUMS or positions <= 32
+            has_registers = warp_rows * tiling.columns <= MAX_SUMS or positions <= 32
             if tiling.is_whole and has_registers:
-                if tiling.num_bytes <= (most_bytes or spec.target.max_shared_bytes):
+                if tiling.num_bytes <= (max_bytes or spec.target.max_shared_bytes):
                     return tiling
         raise BlockTiling.too_large(spec)
 
     @staticmethod
-    def choices(spec: KernelSpec, kv_dtype: str, most_rows: int = MOST_ROWS) -> list[Tiling]:
+    def choices(spec: KernelSpec, kv_dtype: str, max_rows: int = MAX_ROWS) -> list[Tiling]:
         """The tilings of a kernel, those with more rows first; the last one fits every GPU.
 
         The others are for MLA on GPUs whose blocks may have more shared memory: a latent row is so
         wide that few rows of Q lie beside it in 99 KB, and each tile of rows loads it again.
         """
-        found = [Tiling.of(spec, kv_dtype, most_rows)]
+        found = [Tiling.of(spec, kv_dtype, max_rows)]
         if spec.kind == "mla" and found[0].is_tensor:
-            for most_bytes in LARGE_SHARED_BYTES:
-                tiling = Tiling.of(spec, kv_dtype, most_rows, most_bytes)
+            for max_bytes in LARGE_SHARED_BYTES:
+                tiling = Tiling.of(spec, kv_dtype, max_rows, max_bytes)
                 if tiling.rows > found[0].rows:
                     found.insert(0, tiling)
         return found
 
     @property
-    def num_crew_threads(self) -> int:
+    def num_group_threads(self) -> int:
         """Threads of the block."""
         return self.rows // self.warp_rows * WARP
 
@@ -236,7 +235,7 @@ class Tiling(BlockTiling):
     def num_bytes(self) -> int:
         """Of shared memory."""
         tables = self.table_bytes + 8 * self.rows + STEP_BYTES
-        return max(self.q.num_bytes, self.o.num_bytes) + self.ring_bytes + tables
+        return max(self.q.num_bytes, self.o.num_bytes) + self.pipeline_bytes + tables
 
     @property
     def table_bytes(self) -> int:

@@ -24,36 +24,36 @@ from ...tasks import Pieces, Queue, for_tasks, num_threads
 from ..define import build
 from ..inline_rope import InlineRope
 from ..kv_operands import operands, single_row_operands
-from ..partial_states import Output, Partials
+from ..partial_states import Output, PartialStates
 from .single_row import Pages, SingleRow, attend_row, bind_lengths, heads_of
-from .split import Blocking, Segment
+from .split import Blocking, DecodeSplit
 
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
-SMALLEST_ELEMENTS = 1 << 16  # of K that are worth a cut
-UNITS_OF_TASK = 16  # fewer would leave tasks of too different a size
+MIN_ELEMENTS = 1 << 16  # of K that are worth a cut
+UNITS_PER_TASK = 16  # fewer would leave tasks of too different a size
 
 
 def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
     """Emit the body for inputs with a `mask`."""
     a = bind_lengths(spec, a)
     a = replace(a, rope=InlineRope(spec, a))
-    heads, members = spec.num_kv_heads, Blocking.of(spec).most_members(spec)
+    heads, max_local_heads = spec.num_kv_heads, Blocking.of(spec).max_local_heads(spec)
     # Table entries times KV heads may exceed 32 bits, and so does what counts units.
     pages = wide_temp(a.page_indptr[a.batch_size])
     threads = num_threads()
-    num_parts = -(-heads // members)
-    if members > 1:
-        is_enough = pages * num_parts >= threads * UNITS_OF_TASK
+    num_parts = -(-heads // max_local_heads)
+    if max_local_heads > 1:
+        is_enough = pages * num_parts >= threads * UNITS_PER_TASK
         num_parts = index_temp(T.if_then_else(is_enough, num_parts, heads))
     total = wide_temp(pages * num_parts)
     elements = pages * (heads * spec.page_size * spec.qk_head_dim)
-    most = T.cast(T.min(T.cast(threads, "int64"), total), "int32")
-    num_tasks = index_temp(T.if_then_else(elements > SERIAL_ELEMENTS, most, 1))
+    max_tasks = T.cast(T.min(T.cast(threads, "int64"), total), "int32")
+    num_tasks = index_temp(T.if_then_else(elements > SERIAL_ELEMENTS, max_tasks, 1))
     # A piece reads as much, however many heads its units have.
     heads_of_unit = (heads + num_parts - 1) // num_parts
-    least = T.max(1, SMALLEST_ELEMENTS // (heads_of_unit * spec.page_size * spec.qk_head_dim))
-    pieces = Pieces(total, num_tasks, least=index_temp(least))
-    queue, partials = Queue(), Partials(spec, pieces.count, members * spec.group_size)
+    min_units = T.max(1, MIN_ELEMENTS // (heads_of_unit * spec.page_size * spec.qk_head_dim))
+    pieces = Pieces(total, num_tasks, min_units=index_temp(min_units))
+    queue, states = Queue(), PartialStates(spec, pieces.count, max_local_heads * spec.group_size)
     ops = single_row_operands(spec, operands(spec, spec.kv_dtype), a.lengths.slot_of is not None)
     ops.begin([a.q, a.pages])
 
@@ -68,7 +68,7 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
         return wide_temp(T.cast(first, "int64") * num_parts), count
 
     def task_body(task):
-        segment = Segment(spec, ops, a.sm_scale, members)
+        split = DecodeSplit(spec, ops, a.sm_scale, max_local_heads)
         a.rope.begin_task()
         sequence = Register(1, "int32", T.int32(0))
 
@@ -82,20 +82,20 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
                 first_unit, num_pages = pages_of(b)
                 unit = wide_temp(current.get() - first_unit)
                 part = index_temp(T.cast(unit // num_pages, "int32"))
-                first_head, num_members = heads_of(spec, part, num_parts)
+                first_head, num_local_heads = heads_of(spec, part, num_parts)
                 first_page = index_temp(T.cast(unit % num_pages, "int32"))
                 last_page = T.min(T.cast(num_pages, "int64"), first_page + last - current.get())
                 last_page = index_temp(T.cast(last_page, "int32"))
                 kv_len = a.lengths.kv_len(b, num_pages)
-                which = SingleRow(b, b, first_head, num_members)
-                attend_row(spec, a, segment, which, Pages(first_page, last_page, num_pages, kv_len))
-                num_rows = index_temp(num_members * spec.group_size)
+                which = SingleRow(b, b, first_head, num_local_heads)
+                attend_row(spec, a, split, which, Pages(first_page, last_page, num_pages, kv_len))
+                num_rows = index_temp(num_local_heads * spec.group_size)
                 with T.If(last_page - first_page == num_pages):
                     with T.Then():
-                        Output(spec, a.o, a.lse, b, first_head).finish(segment, num_rows)
+                        Output(spec, a.o, a.lse, b, first_head).finish(split, num_rows)
                     with T.Else():
                         slot = piece * 2 + T.if_then_else(first_page > 0, 0, 1)
-                        partials.put(slot, segment, num_rows, segment.row_of)
+                        states.put(slot, split, num_rows, split.row_of)
                 current.set(current.get() + (last_page - first_page))
 
         queue.for_units(1, lambda _: pieces.count, attend_piece)
@@ -120,11 +120,11 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
                 with T.While(next_begin.get() < begin + num_pages):
                     count.set(count.get() + 1)
                     next_begin.set(pieces.begin(piece + count.get()))
-                first_head, num_members = heads_of(spec, part, num_parts)
+                first_head, num_local_heads = heads_of(spec, part, num_parts)
                 output = Output(spec, a.o, a.lse, sequence.get(), first_head)
-                num_rows = num_members * spec.group_size
-                partials.merge(piece, count.get(), output, rows=(0, num_rows))
-    partials.free()
+                num_rows = num_local_heads * spec.group_size
+                states.merge(piece, count.get(), output, rows=(0, num_rows))
+    states.free()
     with T.serial(a.batch_size) as b:
         with T.If(a.page_indptr[b + 1] == a.page_indptr[b]):
             with T.Then():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scores of a decode segment's rows: a block of K, read as it lies in the pages."""
+"""The scores of a decode split's rows: a block of K, read as it lies in the pages."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Scores:
 
     Parameters
     ----------
-    segment : decode_segment.Segment
+    split : split.DecodeSplit
         Has Q, the place for `rotated` rows of K, and the scores as `weights`.
     """
 
-    def __init__(self, segment):
-        self.spec, self.ops, self.lanes = segment.spec, segment.ops, segment.lanes
-        self.blocking, self.segment = segment.blocking, segment
+    def __init__(self, split):
+        self.spec, self.ops, self.lanes = split.spec, split.ops, split.lanes
+        self.blocking, self.split = split.blocking, split
         self.elements = self.spec.qk_head_dim // self.ops.numbers
 
     def block(self, a, step: SimpleNamespace, k_offset) -> None:
-        """Multiply the rows of Q of a member with K's rows of a block, as `Segment.step` has it."""
+        """Multiply a KV head's rows of Q with the rows of K of a block; see `DecodeSplit.step`."""
         at_once = self.blocking.positions
         with T.serial((step.count + at_once - 1) // at_once) as i:
             position = index_temp(step.first + i * at_once)
@@ -56,23 +56,23 @@ class Scores:
                 soon.prefetch_k(t, column)
 
             def multiply(k):
-                self.segment.for_row_blocks(
-                    step.member,
+                self.split.for_row_blocks(
+                    step.local_head,
                     lambda _, first_row, row: self.tile(k, prefetch, first_row, row, i * at_once),
                 )
 
             def rotated():
-                segment, dtype = self.segment, self.ops.dtype
+                split, dtype = self.split, self.ops.dtype
                 with T.serial(at_once) as t:
                     row = step.rows.tile(position + t, 1)
                     a.rope.set_position(k_offset + position + t)
                     a.rope.rotate_row(
-                        lambda column, lanes: row.load_k(0, column, lanes), segment.put_in_row
+                        lambda column, lanes: row.load_k(0, column, lanes), split.put_in_row
                     )
                     for c in chunks(self.elements, self.lanes):
-                        value = self.ops.pack(segment.row, c.start, c.lanes)
-                        store(segment.rotated, (t, c.start), c.lanes, value, dtype)
-                multiply(lambda t, element, n: load(segment.rotated, (t, element), n, dtype))
+                        value = self.ops.pack(split.row, c.start, c.lanes)
+                        store(split.rotated, (t, c.start), c.lanes, value, dtype)
+                multiply(lambda t, element, n: load(split.rotated, (t, element), n, dtype))
 
             def plain():
                 multiply(lambda t, element, lanes: self.ops.load_k(paged, t, element, lanes))
@@ -87,7 +87,7 @@ class Scores:
         k : ``(row, element, lanes) -> vector``
         prefetch : ``(row, column)``
         """
-        segment, ops, lanes = self.segment, self.ops, self.lanes
+        split, ops, lanes = self.split, self.ops, self.lanes
         rows, step = range(self.blocking.rows), range(self.blocking.positions)
         total = [[Register(lanes, init=constant(0.0, lanes)) for _ in step] for _ in rows]
         line = elements_per_line(self.spec.kv_dtype) // ops.numbers
@@ -99,7 +99,7 @@ class Scores:
                         prefetch(t, (start + c.start) * ops.numbers)
                 q = [
                     temp(
-                        load(segment.q, (first_row + r, start + c.start), c.lanes, ops.dtype),
+                        load(split.q, (first_row + r, start + c.start), c.lanes, ops.dtype),
                         c.lanes,
                         ops.dtype,
                     )
@@ -122,26 +122,26 @@ class Scores:
             sums = reduce_each([total[r][t].get() for r in batch for t in step], lanes, add)
             if not ops.scale_in_q:
                 width = next_power_of_two(len(batch) * len(step))
-                sums = temp(sums * broadcast(segment.factor, width), width)
+                sums = temp(sums * broadcast(split.factor, width), width)
             for i, r in enumerate(batch):
                 part = [i * len(step) + t for t in step]
                 value = shuffle([sums], part) if len(part) > 1 or len(batch) > 1 else sums
-                store(segment.weights, (weights_row + r, column), len(step), value)
+                store(split.weights, (weights_row + r, column), len(step), value)
 
     def cap(self) -> None:
         """Apply the soft-cap to the scores of a block."""
-        weights = self.segment.weights
+        weights = self.split.weights
         with T.serial(self.blocking.padded_rows) as row:
-            for c in chunks(self.segment.block, self.lanes):
+            for c in chunks(self.split.block, self.lanes):
                 score = load(weights, (row, c.start), c.lanes)
                 capped = soft_cap(score, self.spec.logit_softcap, c.lanes)
                 store(weights, (row, c.start), c.lanes, capped)
 
     def hide(self, count, before) -> None:
         """Hide the positions of a block from `count` on, and those before `before`."""
-        lanes, weights = self.lanes, self.segment.weights
+        lanes, weights = self.lanes, self.split.weights
         with T.serial(self.blocking.padded_rows) as row:
-            for c in chunks(self.segment.block, lanes):
+            for c in chunks(self.split.block, lanes):
                 position = T.ramp(c.start, 1, lanes)
                 seen = position < broadcast(count, lanes)
                 if before is not None:

@@ -15,15 +15,15 @@ from ...tasks import Queue, cut
 from ..kv_operands import single_row_operands
 from ..kv_rows import PagedRows
 from ..partial_states import Output
-from .split import Blocking, Segment
+from .split import Blocking, DecodeSplit
 from .values import STRIP
 
-SEQUENCES_OF_TASK = 8  # fewer would leave tasks of too different a size
+SEQUENCES_PER_TASK = 8  # fewer would leave tasks of too different a size
 
 
 @dataclass(frozen=True)
 class SingleRow:
-    """A sequence, its row in Q, and the KV heads of a segment: int32 expressions."""
+    """A sequence, its row in Q, and the KV heads of a split: int32 expressions."""
 
     sequence: object
     row: object
@@ -66,14 +66,14 @@ def heads_of(spec: KernelSpec, part, num_parts):
 
 
 def attend_row(
-    spec: KernelSpec, a: PagedInputs, segment: Segment, which: SingleRow, pages: Pages
+    spec: KernelSpec, a: PagedInputs, split: DecodeSplit, which: SingleRow, pages: Pages
 ) -> None:
-    """Attend from a cleared state, which is left in the segment.
+    """Attend from a cleared state, which is left in the split.
 
     A row of a sequence with a gap sees all that is held: between steps this is no more than the
     window.
     """
-    kv_len, page_size, members = pages.kv_len, spec.page_size, which.num_heads
+    kv_len, page_size, num_local_heads = pages.kv_len, spec.page_size, which.num_heads
     first_entry = index_temp(a.page_indptr[which.sequence])
     rows = paged_rows(spec, a, first_entry, pages.count, which.first_head)
     k_offset = index_temp(a.k_rope_pos_offset[which.sequence])
@@ -85,23 +85,23 @@ def attend_row(
         restart = index_temp(first_visible // STRIP * STRIP)
         first = index_temp(T.max(begin, restart))
         end = T.max(first, end)
-        segment.run(a, rows, first, end, k_offset, first_visible, members, restart)
+        split.run(a, rows, first, end, k_offset, first_visible, num_local_heads, restart)
 
     gap = a.gap(which.sequence)
     num_hidden = 0 if gap is None else gap.begin - gap.sinks
     a.rope.begin_sequence(k_offset + kv_len - num_hidden)
     a.mask.begin_sequence(which.sequence, kv_len)
-    with T.serial(members) as member:
-        segment.start(a, which.row, which.first_head + member, member)
+    with T.serial(num_local_heads) as local_head:
+        split.start(a, which.row, which.first_head + local_head, local_head)
     if a.mask.has_window:
         run(a.mask.begin(0, 1, kv_len))
     elif gap is None:
-        segment.run(a, rows, begin, end, k_offset, members=members)
+        split.run(a, rows, begin, end, k_offset, num_local_heads=num_local_heads)
     else:
         gap.for_spans(
             kv_len, k_offset, lambda span: run(span.begin, T.min(end, span.end), span.k_offset)
         )
-    segment.values.in_column_order(members * segment.blocking.padded_rows)
+    split.values.in_column_order(num_local_heads * split.blocking.padded_rows)
 
 
 class Singles:
@@ -132,22 +132,22 @@ class Singles:
 
     def begin_task(self) -> None:
         """Make the buffers of a task."""
-        self.members = Blocking.of(self.spec).most_members(self.spec)
-        self.segment = Segment(self.spec, self.ops, self.a.sm_scale, self.members)
+        self.num_local_heads = Blocking.of(self.spec).max_local_heads(self.spec)
+        self.split = DecodeSplit(self.spec, self.ops, self.a.sm_scale, self.num_local_heads)
 
     def attend(self, queue: Queue, num_tasks) -> None:
         """Attend and store, for the sequences and KV heads that a task takes."""
         spec, a, heads = self.spec, self.a, self.spec.num_kv_heads
-        is_enough = a.batch_size >= num_tasks * SEQUENCES_OF_TASK
-        num_parts = index_temp(T.if_then_else(is_enough, -(-heads // self.members), heads))
+        is_enough = a.batch_size >= num_tasks * SEQUENCES_PER_TASK
+        num_parts = index_temp(T.if_then_else(is_enough, -(-heads // self.num_local_heads), heads))
 
         def attend_part(sequence, part):
             first_head, num_heads = heads_of(spec, part, num_parts)
             row = index_temp(a.q_indptr[sequence])
             which = SingleRow(sequence, row, first_head, num_heads)
-            attend_row(spec, a, self.segment, which, self._pages(sequence))
+            attend_row(spec, a, self.split, which, self._pages(sequence))
             num_rows = index_temp(num_heads * spec.group_size)
-            Output(spec, a.o, a.lse, row, first_head).finish(self.segment, num_rows)
+            Output(spec, a.o, a.lse, row, first_head).finish(self.split, num_rows)
 
         queue.for_units(
             a.batch_size, lambda b: T.if_then_else(self.has(b), num_parts, 0), attend_part

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One query row per head over a range of the positions of one sequence, for some of its KV heads.
+"""One query row per head over a split: a range of positions of one sequence, for some KV heads.
 
-Heads take turns block by block, so that a page is read from its begin to its end: neighbouring
-heads lie side by side in it, and memory gives more when it is read in order (a fifth more, for
-pages of 4 KiB a head).
+The loop over KV heads is inside the loop over blocks of positions, so that a page is read from
+start to end: the heads of a page are adjacent, and sequential reads are faster (by a fifth, for
+pages of 4 KiB per head).
 
-A CPU seems to drop prefetches while its queue of misses is full, and a line that was dropped costs
-the whole latency when it is needed. So every line is asked for several times on its way: a turn
-ahead (the same positions of the head that comes next), half a turn ahead (K's lines while V is
-read, and V's while K is), and a few rows ahead. One thread on Zen 4 so reads a quarter more in
-float32; products of data that is in the caches already are up to 15 % slower.
+A CPU drops prefetches while its miss queue is full, and a dropped line costs the whole latency when
+it is needed. Every line is therefore prefetched several times: one head ahead (the same positions
+of the next KV head), half a head ahead (lines of K while V is read, and of V while K is), and a few
+rows ahead. On Zen 4 one thread reads a quarter more bytes per second in float32; data that is in
+the caches already is processed up to 15 % slower.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .scores import Scores
 from .values import Values
 
 BLOCK = 64  # positions of a softmax step
-STATE_BYTES = 1 << 16  # of the rows of Q and O of a segment, which stay in L2
+STATE_BYTES = 1 << 16  # of the rows of Q and O of a split, which stay in L2
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Blocking:
         """Rows of the group's buffers."""
         return self.rows * self.row_blocks
 
-    def most_members(self, spec: KernelSpec) -> int:
-        """KV heads of a segment: all, or so many that parts of equal size hold no more state."""
+    def max_local_heads(self, spec: KernelSpec) -> int:
+        """KV heads of a split: all, or so many that their rows of Q and O stay in L2."""
         row_bytes = 4 * (spec.qk_head_dim + spec.v_head_dim)
         most = max(1, STATE_BYTES // (row_bytes * self.padded_rows))
         return -(-spec.num_kv_heads // -(-spec.num_kv_heads // most))
@@ -67,19 +67,19 @@ class Blocking:
     @staticmethod
     def of(spec: KernelSpec) -> Blocking:
         """Choose for a spec."""
-        most_rows, accumulators = (8, 16) if spec.target.registers >= 32 else (4, 8)
-        row_blocks = -(-spec.group_size // most_rows)
+        max_rows, accumulators = (8, 16) if spec.target.registers >= 32 else (4, 8)
+        row_blocks = -(-spec.group_size // max_rows)
         rows = -(-spec.group_size // row_blocks)
         positions = 1 << ((accumulators + rows // 2) // rows).bit_length() - 1
         positions = min(positions, 8, spec.target.lanes)  # whose sums fill at most a vector
         return Blocking(rows, row_blocks, positions, max(1, accumulators // rows))
 
 
-class Segment:
-    """The part of a sequence that a task does for some KV heads, and the task's buffers for it.
+class DecodeSplit:
+    """Attention of one query row to a split of its positions, with a task's buffers for it.
 
-    A KV head of the segment is a member: its rows of Q, O and the state begin at
-    ``member * padded_rows``.
+    Its KV heads are numbered from 0 as local heads: the rows of Q, O and the state of one begin at
+    ``local_head * padded_rows``.
 
     Parameters
     ----------
@@ -88,13 +88,13 @@ class Segment:
         As `kv_operands.single_row_operands` chooses it.
     sm_scale : float32
         Factor of the scores.
-    members : int
+    num_local_heads : int
         KV heads that there is room for.
     """
 
     block = BLOCK
 
-    def __init__(self, spec: KernelSpec, ops, sm_scale, members: int = 1):
+    def __init__(self, spec: KernelSpec, ops, sm_scale, num_local_heads: int = 1):
         self.spec, self.ops, self.lanes = spec, ops, spec.target.lanes
         self.blocking = Blocking.of(spec)
         self.factor = temp(sm_scale * T.float32(LOG2E))
@@ -102,47 +102,47 @@ class Segment:
         whole = ops.numbers * self.lanes
         self.row = T.alloc_buffer((-(-spec.qk_head_dim // whole) * whole,), F32)  # that was rotated
         self.rotated = T.alloc_buffer((self.blocking.positions, elements), ops.dtype)  # rows of K
-        self.q = T.alloc_buffer((members * rows, elements), ops.dtype)
-        self.o = T.alloc_buffer((members * rows, spec.v_head_dim), F32)
+        self.q = T.alloc_buffer((num_local_heads * rows, elements), ops.dtype)
+        self.o = T.alloc_buffer((num_local_heads * rows, spec.v_head_dim), F32)
         self.weights = T.alloc_buffer((rows, BLOCK), F32)
         self.packed = self.weights
         if ops.numbers > 1:
             self.packed = T.alloc_buffer((rows, BLOCK // ops.numbers), ops.dtype)
-        row_blocks = members * self.blocking.row_blocks
+        row_blocks = num_local_heads * self.blocking.row_blocks
         self.state = OnlineSoftmax(row_blocks, self.blocking.rows, self.lanes)
-        self.bias = AlibiBias.of(spec, members * rows)
+        self.bias = AlibiBias.of(spec, num_local_heads * rows)
         self.scores, self.values = Scores(self), Values(self)
 
     def row_state(self, row):
-        """Index of the state of a row of O in `state.top` and `state.total`."""
+        """Index of the state of a row of O in `state.row_max` and `state.row_sum`."""
         rows = self.blocking.rows
         if rows == self.state.stride:
             return row
         return self.state.index(row // rows, row % rows)
 
     def row_of(self, row):
-        """Row of O of the query head `row`, counted over all members."""
+        """Row of O of the query head `row`, counted over all num_local_heads."""
         group, padded = self.spec.group_size, self.blocking.padded_rows
         return row if group == padded else row // group * padded + row % group
 
-    def for_row_blocks(self, member, body) -> None:
-        """Emit ``body(block, first_row, row)`` for the sets of rows of a member.
+    def for_row_blocks(self, local_head, body) -> None:
+        """Emit ``body(block, first_row, row)`` for the sets of rows of a KV head.
 
-        `block` counts over all members, as the rows of Q and O from `first_row` on do, and the rows
-        of the weights from `row` on over those of the member.
+        `block` and `first_row`, of Q and O, count over all local heads; `row`, of the weights, over
+        those of this one.
         """
         rows, row_blocks = self.blocking.rows, self.blocking.row_blocks
         if row_blocks == 1:
-            body(member, index_temp(member * rows), 0)
+            body(local_head, index_temp(local_head * rows), 0)
             return
         with T.serial(row_blocks) as i:
-            block = index_temp(member * row_blocks + i)
+            block = index_temp(local_head * row_blocks + i)
             body(block, index_temp(block * rows), i * rows)
 
-    def start(self, a, sequence, head, member=0) -> None:
+    def start(self, a, sequence, head, local_head=0) -> None:
         """Take the query rows of a KV head, scaled for exp2, and clear its sums."""
         spec, ops, padded_rows = self.spec, self.ops, self.blocking.padded_rows
-        base = index_temp(member * padded_rows)
+        base = index_temp(local_head * padded_rows)
         elements = chunks(spec.qk_head_dim // ops.numbers, self.lanes)
 
         def put_q(row, load_elements):
@@ -176,20 +176,28 @@ class Segment:
         with T.serial(padded_rows) as row:
             for c in chunks(spec.v_head_dim, self.lanes):
                 store(self.o, (base + row, c.start), c.lanes, constant(0.0, c.lanes))
-        self.for_row_blocks(member, lambda block, *_: self.state.reset(block))
+        self.for_row_blocks(local_head, lambda block, *_: self.state.reset(block))
 
     def put_in_row(self, column, lanes: int, value) -> None:
         """Keep columns of the row that is rotated."""
         store(self.row, (column,), lanes, value)
 
     def run(
-        self, a, rows: PagedRows, begin, end, k_offset, first_visible=None, members=1, restart=0
+        self,
+        a,
+        rows: PagedRows,
+        begin,
+        end,
+        k_offset,
+        first_visible=None,
+        num_local_heads=1,
+        restart=0,
     ) -> None:
         """Attend to the positions ``begin .. end - 1``, which RoPE counts from `k_offset`.
 
         `begin` is aligned to a strip or a page; positions before `first_visible` are hidden. `rows`
-        are those of the first member, whose KV head the others follow. After the last position the
-        next KV heads are expected, from `restart` on.
+        are those of the first local head. Behind the last position, prefetches take the next KV
+        heads, from `restart` on.
         """
         with T.serial((end - begin + BLOCK - 1) // BLOCK) as i:
             first = index_temp(begin + i * BLOCK)
@@ -197,29 +205,31 @@ class Segment:
             before = None if first_visible is None else index_temp(first_visible - first)
             is_end = first + BLOCK >= end
             next_first = index_temp(T.if_then_else(is_end, restart, first + BLOCK))
-            next_member = index_temp(T.if_then_else(is_end, members, 0))
-            with T.serial(members) as member:
-                is_last = member == members - 1
+            next_head = index_temp(T.if_then_else(is_end, num_local_heads, 0))
+            with T.serial(num_local_heads) as local_head:
+                is_last = local_head == num_local_heads - 1
                 step = SimpleNamespace(
-                    rows=rows.of_member(member),
-                    following=rows.of_member(T.if_then_else(is_last, next_member, member + 1)),
+                    rows=rows.of_local_head(local_head),
+                    following=rows.of_local_head(
+                        T.if_then_else(is_last, next_head, local_head + 1)
+                    ),
                     following_first=index_temp(T.if_then_else(is_last, next_first, first)),
                     first=first,
                     count=count,
                     before=before,
-                    member=member,
+                    local_head=local_head,
                 )
                 self.step(a, step, k_offset)
 
     def step(self, a, step: SimpleNamespace, k_offset) -> None:
-        """Attend to a block of positions with one member.
+        """Attend to a block of positions with one local_head.
 
         Parameters
         ----------
         step : namespace
-            `rows` of the member, its `first` position of the block, their `count`, those `before`
-            the first visible one (None: none), the `member`; `following` and `following_first`:
-            rows and position of what comes next, to be asked for meanwhile.
+            `rows` of the `local_head`; the `first` position of the block and their `count`; the
+            positions `before` the first visible one (None: none); `following` and
+            `following_first`: rows and position to prefetch.
         """
         self.scores.block(a, step, k_offset)
         if self.spec.logit_softcap is not None:
@@ -227,7 +237,7 @@ class Segment:
         if self.bias:
             padded_rows = self.blocking.padded_rows
             with T.serial(padded_rows) as row:
-                base = step.member * padded_rows
+                base = step.local_head * padded_rows
                 position = k_offset + step.first
                 self.bias.add(base + row, self.weights, row, position, a.mask.offsets)
         is_partial = step.count < BLOCK
@@ -235,7 +245,7 @@ class Segment:
             is_partial = T.Or(is_partial, step.before > 0)
         with T.If(is_partial), T.Then():
             self.scores.hide(step.count, step.before)
-        self.for_row_blocks(step.member, lambda *block: self.attend(step, *block))
+        self.for_row_blocks(step.local_head, lambda *block: self.attend(step, *block))
 
     def attend(self, step: SimpleNamespace, block, first_row, row) -> None:
         """Take a block of positions into the sums of a set of rows."""

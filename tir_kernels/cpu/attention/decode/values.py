@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of a decode segment's rows: weighted rows of V, read as they lie in the pages.
+"""The output of a decode split's rows: weighted rows of V, read as they lie in the pages.
 
 Pairs of bfloat16 are pairs of positions here. They are made of the words of two rows where these
 are: of each chunk the even columns come first, then the odd ones. Sums are kept in that order, and
@@ -24,15 +24,15 @@ class Values:
 
     Parameters
     ----------
-    segment : decode_segment.Segment
+    split : decode_segment.DecodeSplit
         Has O, the packed weights and the decays of the softmax.
     """
 
-    def __init__(self, segment):
-        self.spec, self.ops, self.lanes = segment.spec, segment.ops, segment.lanes
-        self.segment, self.rows = segment, range(segment.blocking.rows)
+    def __init__(self, split):
+        self.spec, self.ops, self.lanes = split.spec, split.ops, split.lanes
+        self.split, self.rows = split, range(split.blocking.rows)
         self.elements = self.spec.v_head_dim // self.ops.numbers  # of a row
-        self.elements_at_once = max(1, segment.blocking.vectors // self.ops.numbers)
+        self.elements_at_once = max(1, split.blocking.vectors // self.ops.numbers)
 
     def block(self, step: SimpleNamespace, first_row, weights_row) -> None:
         """Add the weighted rows of a block; those that are not visible are not read.
@@ -55,7 +55,7 @@ class Values:
         """Put the sums of the first rows into the order of the columns."""
         if self.ops.numbers == 1:
             return
-        o = self.segment.o
+        o = self.split.o
         with T.serial(num_rows) as row:
             for c in chunks(self.elements, self.lanes):
                 at = [(row, self._column(c.start, n, c.lanes)) for n in range(2)]
@@ -70,18 +70,18 @@ class Values:
         return element * self.ops.numbers + n * lanes
 
     def _decay(self, first_row) -> None:
-        segment = self.segment
+        split = self.split
         with T.serial(len(self.rows)) as r:
             for c in chunks(self.spec.v_head_dim, self.lanes):
-                decay = segment.state.decay[segment.row_state(first_row + r)]
+                decay = split.state.rescale[split.row_state(first_row + r)]
                 at = (first_row + r, c.start)
-                value = load(segment.o, at, c.lanes) * broadcast(decay, c.lanes)
-                store(segment.o, at, c.lanes, value)
+                value = load(split.o, at, c.lanes) * broadcast(decay, c.lanes)
+                store(split.o, at, c.lanes, value)
 
     def _strip(self, step, first_row, weights_row, columns, positions) -> None:
         """Add some columns of a strip: of `positions`, which are (first of the block, number)."""
         (start, parts), (column, left) = columns, positions
-        run, o = min(step.rows.run, STRIP), self.segment.o
+        run, o = min(step.rows.run, STRIP), self.split.o
         at = {
             (r, c, n): (first_row + r, self._column(start + c.start, n, c.lanes))
             for r in self.rows
@@ -130,7 +130,7 @@ class Values:
                         prefetch(x, (start + c.start) * ops.numbers)
             element = column // ops.numbers + i
             weight = [
-                temp(self.segment.packed[weights_row + r, element], 1, ops.dtype) for r in self.rows
+                temp(self.split.packed[weights_row + r, element], 1, ops.dtype) for r in self.rows
             ]
             for c in parts:
                 values = ops.load_v(tile, t, start + c.start, c.lanes)

@@ -25,10 +25,10 @@ from ..define import build
 from ..inline_rope import InlineRope
 from ..kv_operands import operands
 from ..kv_rows import RaggedRows
-from .tile import Tiling, Unit
+from .tile import PrefillTile, Tiling
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
-UNITS_OF_TASK = 8  # with fewer, units are halved, so that tasks finish together
+UNITS_PER_TASK = 8  # with fewer, units are halved, so that tasks finish together
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def emit_prefill(spec: KernelSpec, ops, a: PagedInputs | RaggedInputs, source: K
     rows, positions = T.cast(a.q_indptr[a.batch_size], "int64"), source.num_positions
     work = rows * (spec.num_qo_heads * spec.qk_head_dim) * positions // T.max(a.batch_size, 1)
     num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, num_threads(), 1))
-    most = Tiling.of(spec).tokens
-    has_many = rows * spec.num_kv_heads >= num_tasks * (UNITS_OF_TASK * most)
-    tokens = index_temp(T.if_then_else(has_many, most, (most + 1) // 2))
+    max_tokens = Tiling.of(spec).tokens
+    has_many = rows * spec.num_kv_heads >= num_tasks * (UNITS_PER_TASK * max_tokens)
+    tokens = index_temp(T.if_then_else(has_many, max_tokens, (max_tokens + 1) // 2))
     a = replace(a, rope=InlineRope(spec, a))
     singles = Singles(spec, ops, a) if source.has_singles else None
     a.mask.prepare(a)
@@ -79,7 +79,7 @@ def emit_prefill(spec: KernelSpec, ops, a: PagedInputs | RaggedInputs, source: K
     queues = [Queue() for _ in range(2 if singles else 1)]
 
     def task_body(task):
-        unit = Unit(spec, ops)
+        unit = PrefillTile(spec, ops)
         a.rope.begin_task()
         a.mask.begin_task()
         if not singles:
@@ -97,7 +97,7 @@ def emit_prefill(spec: KernelSpec, ops, a: PagedInputs | RaggedInputs, source: K
 
 
 def _attend_tiles(
-    spec: KernelSpec, a, source: KvSource, singles, unit: Unit, queue, tokens
+    spec: KernelSpec, a, source: KvSource, singles, unit: PrefillTile, queue, tokens
 ) -> None:
     """Do the units of a queue: tiles of `tokens` with the query heads of one KV head."""
     heads = spec.num_kv_heads

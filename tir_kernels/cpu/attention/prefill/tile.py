@@ -54,18 +54,18 @@ class Tiling:
         return Tiling(tokens, 8 if spec.target.registers >= 32 else 6, spec.group_size)
 
 
-class Unit:
+class PrefillTile:
     """The buffers of a task and what it does with them for one unit after another.
 
     Parameters
     ----------
     spec : KernelSpec
     ops : operands object
-    least_rows : int, optional
+    min_rows : int, optional
         Rows that `o` has at least.
     """
 
-    def __init__(self, spec: KernelSpec, ops, least_rows: int = 0):
+    def __init__(self, spec: KernelSpec, ops, min_rows: int = 0):
         self.spec, self.ops, self.lanes = spec, ops, spec.target.lanes
         self.tiling = tiling = Tiling.of(spec)
         self.depth = spec.qk_head_dim // ops.numbers
@@ -74,7 +74,7 @@ class Unit:
         width = VECTORS * self.lanes
         self.k = Panels(self.depth, POSITIONS, width, ops.dtype)
         self.v = Panels(POSITIONS // ops.numbers, spec.v_head_dim, width, ops.dtype)
-        self.o = T.alloc_buffer((max(rows, least_rows), spec.v_head_dim), F32)
+        self.o = T.alloc_buffer((max(rows, min_rows), spec.v_head_dim), F32)
         # Rows of the next tile; those of V are a part of K's with MLA.
         self.num_prefetched = POSITIONS if spec.kind == "mla" else 2 * POSITIONS
         self.rotated_q = T.alloc_buffer((-(-spec.qk_head_dim // 32) * 32,), F32)
@@ -358,7 +358,7 @@ class Unit:
         step = UNROLL * ops.numbers
 
         def decay(row, i):
-            return self.state.decay[self.state.index(block + row // rows, i)]
+            return self.state.rescale[self.state.index(block + row // rows, i)]
 
         def output_tile(row, depth, start, parts):
             multiply_tile(
@@ -400,9 +400,9 @@ class Unit:
     def store_row(self, a, row, token, head) -> None:
         """Divide a row by its sum and store it."""
         state = self.state.index(row // self.tiling.rows, row % self.tiling.rows)
-        total = temp(self.state.total[state])
+        total = temp(self.state.row_sum[state])
         inverse = temp(inverse_total(total))
         for c in chunks(self.spec.v_head_dim, self.lanes):
             o = load(self.o, (row, c.start), c.lanes) * broadcast(inverse, c.lanes)
             store(a.o, (token, head, c.start), c.lanes, o)
-        T.buffer_store(a.lse, log_sum(self.state.top[state], total), [token, head])
+        T.buffer_store(a.lse, log_sum(self.state.row_max[state], total), [token, head])

@@ -31,7 +31,7 @@ from ..kv_operands import operands
 from ..kv_rows import LatentRows, PagedRows
 from ..prefill.tile import Tiling
 from .split_tiles import TileWork, emit_cut_tiles
-from .tile import POSITIONS, SharedUnit
+from .tile import POSITIONS, SharedTile
 
 
 class _Tile(SimpleNamespace):
@@ -44,7 +44,7 @@ class _Tile(SimpleNamespace):
 
 def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body):
     """Emit ``body(tile)`` for every tile of the segments; returns the cost of all."""
-    most = Tiling.of(spec).tokens
+    max_tokens = Tiling.of(spec).tokens
     before = Register(1, "int64", T.int64(0))
     with T.serial(a.last_segment - a.first_segment) as i:
         segment = index_temp(a.first_segment + i)
@@ -53,7 +53,7 @@ def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body):
         kv_len = index_temp(num_pages * spec.page_size)
         num_blocks = index_temp((kv_len + POSITIONS - 1) // POSITIONS)
         # Tiles of like size: a small last one would pack K and V for few rows.
-        num_tiles = index_temp((end - begin + most - 1) // most)
+        num_tiles = index_temp((end - begin + max_tokens - 1) // max_tokens)
         with T.serial(spec.num_kv_heads) as head, T.serial(num_tiles) as tile:
             first_token = index_temp(begin + cut(end - begin, tile, num_tiles))
             num_tokens = index_temp(begin + cut(end - begin, tile + 1, num_tiles) - first_token)
@@ -116,7 +116,7 @@ class _Output:
         store(self.a.o, at, lanes, before + value * broadcast(self.weights[1], lanes))
 
 
-class _SharedUnit(SharedUnit):
+class _SharedPrefixTile(SharedTile):
     """The rows of a tile over some of the positions of the segment."""
 
     def run_blocks(self, a: SimpleNamespace, tile: _Tile, rows: PagedRows, begin, end) -> None:
@@ -140,8 +140,8 @@ class _SharedUnit(SharedUnit):
     def finish_row(self, a: SimpleNamespace, tile: _Tile, row) -> None:
         """Merge a row that has seen the whole segment."""
         output = _Output(self.spec, a, tile)
-        total = temp(self.state.total[row])
-        output.put_lse(row, log_sum(self.state.top[row], total))
+        total = temp(self.state.row_sum[row])
+        output.put_lse(row, log_sum(self.state.row_max[row], total))
         inverse = temp(inverse_total(total))
         for c in chunks(self.spec.v_head_dim, self.lanes):
             o = load(self.o, (row, c.start), c.lanes) * broadcast(inverse, c.lanes)
@@ -153,7 +153,7 @@ def emit_shared(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
     kind = LatentRows if spec.kind == "mla" else PagedRows
 
     def begin_task():
-        unit = _SharedUnit(spec, ops, Tiling.of(spec).tokens * spec.group_size)
+        unit = _SharedPrefixTile(spec, ops, Tiling.of(spec).tokens * spec.group_size)
         a.rope.begin_task()
         a.rope.begin_sequence(T.int32(0))  # the length matters to longrope only
         return unit

@@ -18,7 +18,7 @@ from tvm.script import tirx as T
 from ....spec import KernelSpec
 from ...simd import Register, index_temp, wide_temp
 from ...tasks import cut, for_tasks, num_threads
-from ..partial_states import Partials
+from ..partial_states import PartialStates
 from ..prefill.tile import Tiling
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
@@ -42,11 +42,11 @@ class TileWork:
     begin_task : ``() -> unit``
         Makes the buffers of a task. A unit has ``run_blocks(a, tile, rows, begin, end)``, which
         attends to blocks of positions from a cleared state, ``finish_row(a, tile, row)`` for a row
-        that has seen all of them, and the state that `Partials` keeps.
+        that has seen all of them, and the state that `PartialStates` keeps.
     rows_of : ``tile -> rows``
         The source of K and V.
     output : ``(spec, a, tile) -> output``
-        What `Partials.merge` finishes rows with.
+        What `PartialStates.merge` finishes rows with.
     """
 
     group: int
@@ -62,9 +62,9 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: SimpleNamespace, tiles: TileWork) -
     total = tiles.for_tiles(lambda tile: None)
     width = tiles.group * (spec.qk_head_dim + spec.v_head_dim)
     work = total * (tiles.positions * width)
-    most = T.cast(T.min(T.cast(num_threads(), "int64"), total), "int32")
-    num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, most, 1))
-    partials = Partials(spec, num_tasks, Tiling.of(spec).tokens * tiles.group)
+    max_tasks = T.cast(T.min(T.cast(num_threads(), "int64"), total), "int32")
+    num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, max_tasks, 1))
+    states = PartialStates(spec, num_tasks, Tiling.of(spec).tokens * tiles.group)
 
     def begin_of(task):
         return wide_temp(cut(total, task, num_tasks, "int64"))
@@ -92,7 +92,7 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: SimpleNamespace, tiles: TileWork) -
                         unit.finish_row(a, tile, row)
                     with T.Else():
                         slot = task * 2 + T.if_then_else(begin > 0, 0, 1)
-                        partials.put(slot, unit, num_rows)
+                        states.put(slot, unit, num_rows)
 
         tiles.for_tiles(attend_tile)
 
@@ -113,10 +113,10 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: SimpleNamespace, tiles: TileWork) -
                     count.set(count.get() + 1)
                 num_rows = index_temp(tile.num_tokens * tiles.group)
                 share = [index_temp(cut(num_rows, task + i, num_tasks)) for i in range(2)]
-                partials.merge(first.get(), count.get(), tiles.output(spec, a, tile), share)
+                states.merge(first.get(), count.get(), tiles.output(spec, a, tile), share)
 
         tiles.for_tiles(merge_tile)
 
     with T.If(num_tasks > 1), T.Then():
         for_tasks(num_tasks, merge)
-    partials.free()
+    states.free()

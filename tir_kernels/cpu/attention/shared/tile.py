@@ -65,25 +65,25 @@ class _Block:
         return [Chunk(n * lanes, lanes) for n in range(self.num_vectors)]
 
 
-class SharedUnit:
+class SharedTile:
     """The buffers of a task and what it does with them for one tile of rows after another.
 
     Parameters
     ----------
     spec : KernelSpec
     ops : operands object
-    most_rows : int
+    max_rows : int
         Rows of a tile.
     """
 
-    def __init__(self, spec: KernelSpec, ops, most_rows: int):
+    def __init__(self, spec: KernelSpec, ops, max_rows: int):
         self.spec, self.ops, self.lanes = spec, ops, spec.target.lanes
         # Of a register tile; rows that fill no whole one take tiles of a single vector.
         has_many = spec.target.registers >= 32
         self.num_scalars, self.num_vectors = (8, 2) if has_many else (4, 3)
         self.narrow_scalars = 16 if has_many and spec.v_head_dim % 16 == 0 else 8
         self.depth = spec.qk_head_dim // ops.numbers
-        lanes, vectors = self.lanes, -(-most_rows // self.lanes)
+        lanes, vectors = self.lanes, -(-max_rows // self.lanes)
         self.q = T.alloc_buffer((vectors, self.depth, lanes), ops.dtype)
         self.sums = T.alloc_buffer((vectors, spec.v_head_dim, lanes), F32)
         self.k = T.alloc_buffer((POSITIONS, self.depth), ops.dtype)
@@ -98,15 +98,15 @@ class SharedUnit:
         )
         self.decay = T.alloc_buffer((self.num_vectors * lanes,), F32)
         self.state = SimpleNamespace(
-            top=T.alloc_buffer((vectors * lanes,), F32),
-            total=T.alloc_buffer((vectors * lanes,), F32),
+            row_max=T.alloc_buffer((vectors * lanes,), F32),
+            row_sum=T.alloc_buffer((vectors * lanes,), F32),
         )
         self.num_rows = vectors * lanes
         self.o = T.alloc_buffer((self.num_rows, spec.v_head_dim), F32)
         self.bias = AlibiBias.of(spec, vectors * lanes)
 
     def row_state(self, row):
-        """Index of a row's state in `state.top` and `state.total`."""
+        """Index of a row's state in `state.row_max` and `state.row_sum`."""
         return row
 
     def run(self, a: SimpleNamespace, rows: PagedRows, step: SimpleNamespace) -> None:
@@ -179,8 +179,8 @@ class SharedUnit:
             self.depth,
             ops.dtype,
         )
-        store(self.state.top, (vector * lanes,), lanes, constant(NOTHING_SEEN, lanes))
-        store(self.state.total, (vector * lanes,), lanes, constant(0.0, lanes))
+        store(self.state.row_max, (vector * lanes,), lanes, constant(NOTHING_SEEN, lanes))
+        store(self.state.row_sum, (vector * lanes,), lanes, constant(0.0, lanes))
         with T.serial(self.spec.v_head_dim) as d:
             store(self.sums, (vector, d, 0), lanes, constant(0.0, lanes))
 
@@ -326,7 +326,7 @@ class SharedUnit:
         at_once = 2 * ops.numbers  # positions
         for n in range(block.num_vectors):
             at = ((block.vector + n) * lanes,)
-            old = temp(load(self.state.top, at, lanes), lanes)
+            old = temp(load(self.state.row_max, at, lanes), lanes)
             maxima = [Register(lanes, init=old) for _ in range(4)]
             with T.serial(POSITIONS // 4) as i:
                 for j, maximum in enumerate(maxima):
@@ -349,9 +349,9 @@ class SharedUnit:
                     store(self.weights, (n, i * 2 + j, 0), lanes, ops.repack(weights), ops.dtype)
             decay = exp2(old - top, lanes)
             store(self.decay, (n * lanes,), lanes, decay)
-            store(self.state.top, at, lanes, top)
-            value = load(self.state.total, at, lanes) * decay + total[0].get() + total[1].get()
-            store(self.state.total, at, lanes, value)
+            store(self.state.row_max, at, lanes, top)
+            value = load(self.state.row_sum, at, lanes) * decay + total[0].get() + total[1].get()
+            store(self.state.row_sum, at, lanes, value)
 
 
 def _transpose(source: Callable, sink: Callable, rows: int, columns: int, dtype=F32) -> None:

@@ -260,8 +260,17 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("workers", ["threads", "processes"])
-@pytest.mark.parametrize("when", ["collected after", "never collected", "never closed"])
+@pytest.mark.parametrize(
+    "workers, when",
+    [
+        ("threads", "collected after"),
+        ("threads", "never closed"),
+        ("processes", "never collected"),
+        ("processes", "never closed"),
+        pytest.param("threads", "never collected", marks=pytest.mark.slow),
+        pytest.param("processes", "collected after", marks=pytest.mark.slow),
+    ],
+)
 def test_what_outlives_its_model_does_no_harm(workers, when):
     """Whether references to workers go after the model, or when Python ends."""
     done = subprocess.run(

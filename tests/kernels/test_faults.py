@@ -51,7 +51,18 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+# All files share their comparison, so a run without the long ones tries three of them.
+IN_EVERY_RUN = (
+    "kernels/test_attention_kernels.py",
+    "kernels/test_mla_kernels.py",
+    "cuda/test_cuda_trees.py",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in FILES],
+)
 def test_attention(name):
     """Every comparison of a file's tests refuses every kind of mistake in attention."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

@@ -22,9 +22,19 @@ except ModuleNotFoundError:  # before Python 3.11
     from pip._vendor import tomli as tomllib
 
 project = tomllib.loads(open(sys.argv[1], encoding="utf-8").read())["project"]
-extras = project["optional-dependencies"]
-for line in [*project["dependencies"], *(x for name in sys.argv[2].split(",") for x in extras[name])]:
-    print(line)
+own = project["name"] + "["
+
+
+def requirements(names):
+    for name in names.split(","):
+        for line in project["optional-dependencies"][name]:
+            if line.startswith(own):  # an extra that contains others
+                yield from requirements(line[len(own) :].rstrip("]"))
+            else:
+                yield line
+
+
+print(*project["dependencies"], *requirements(sys.argv[2]), sep="\n")
 PYTHON
 }
 

@@ -248,7 +248,7 @@ def test_front_end(seed):
 
 
 def test_front_end_refuses_other_sinks():
-    with pytest.raises(ValueError, match=r"sinks must be float32 \[6\], got float16 \[6\]"):
+    with pytest.raises(ValueError, match=r"sink_logits must be float32 \[6\], got float16 \[6\]"):
         _compile(spec.Tensor([NUM_QO_HEADS], F16))
 
 

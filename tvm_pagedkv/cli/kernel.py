@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     import tir_kernels
 
     from ..compiler import is_cuda, kernel_spec, resolve_target
-    from ..compiler.cuda.build import cuda_spec
+    from ..compiler.cuda import cuda_spec
 
     config = _config(options.config)
     if not 0 <= options.layer < len(config.layers):
@@ -77,15 +77,14 @@ def run(options: argparse.Namespace) -> None:
     elif on_gpu:
         print(_cuda_text(options.name, function, options))
     else:
-        from ..compiler.lowering import compile_kernel
+        from ..compiler import compile_kernel
 
         module = compile_kernel(function, options.name, target)
         print(module.inspect_source("ll" if options.form == "source" else "asm"))
 
 
 def _cuda_text(name: str, function, options: argparse.Namespace) -> str:
-    from ..compiler.cuda.library import compile_ptx
-    from ..compiler.cuda.source import cuda_source
+    from ..compiler.cuda import compile_ptx, cuda_source
 
     source = cuda_source({name: function})
     return source if options.form == "source" else compile_ptx(source, options.arch)

@@ -16,7 +16,7 @@ from .build import (
 from .cache_folder import cache_dir
 from .create import config_map, create
 from .disk_cache import cached_library, code_versions, library_file, load_library
-from .lowering import KernelObjects, kernel_symbol
+from .lowering import KernelObjects, compile_kernel, kernel_symbol
 from .progress import compiling
 from .targets import is_cuda, require_cpu, resolve_target, vector_target
 
@@ -29,6 +29,7 @@ __all__ = [
     "cache_dir",
     "cached_library",
     "code_versions",
+    "compile_kernel",
     "compiling",
     "config_map",
     "create",

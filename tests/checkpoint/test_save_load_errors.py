@@ -190,7 +190,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     content = path.read_bytes()
     with pytest.raises(KeyError, match="no sequence 77"):
         source.cache.save(path, [3, 77])
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="must be distinct"):
         source.cache.save(path, [3, 3])
     with pytest.raises(FileNotFoundError):
         source.cache.save(tmp_path / "nowhere" / "x")

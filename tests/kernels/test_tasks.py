@@ -90,7 +90,7 @@ def test_pieces_cover_any_number_of_units(total, num_tasks):
     def body(begins_handle, counts_handle, total, num_tasks):
         begins = row_copy.match(begins_handle, (T.int64(),), "int64")
         counts = row_copy.match(counts_handle, (1,), "int32")
-        pieces = Pieces(wide_temp(total), num_tasks, least=T.int32(1000))
+        pieces = Pieces(wide_temp(total), num_tasks, min_units=T.int32(1000))
         T.buffer_store(counts, pieces.count, [0])
         with T.serial(pieces.count + 1) as piece:
             T.buffer_store(begins, pieces.begin(piece), [piece])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -52,6 +53,53 @@ class Tiling:
         rows = max(32, min(512, 131072 // (spec.qk_head_dim + spec.v_head_dim)))
         tokens = max(1, min(256, rows // spec.group_size))
         return Tiling(tokens, 8 if spec.target.registers >= 32 else 6, spec.group_size)
+
+
+@dataclass(frozen=True)
+class _TileView:
+    """Some blocks of rows and the tile of columns that they attend to.
+
+    Parameters
+    ----------
+    block, count, num_all : int32 expressions
+        First block, their number, and the number of all blocks of the unit.
+    part_rows : int32 expression
+        Rows of the next tile to prefetch with each product.
+    first, first_row : int32 expressions
+        First column of the tile, and first row of the blocks.
+    end_of, begin_of : callable
+        Row -> bounds of the columns that it sees; `begin_of` may be None.
+    factor : float32 expression
+        Scale of the logits times log2(e).
+    span : Span, optional
+        The columns that this pass looks at.
+    """
+
+    block: object
+    count: object
+    num_all: object
+    part_rows: object
+    first: object
+    first_row: object
+    end_of: Callable
+    begin_of: Callable | None
+    factor: object
+    span: Span | None
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether some columns before the span were dropped."""
+        return self.span is not None and self.span.begin is not None
+
+    def seen_by(self, row):
+        """How many columns some row up to that one sees.
+
+        On the diagonal no row sees the tile's last columns, and of sinks there are few: the other
+        columns are left out.
+        """
+        end = self.end_of(self.first_row + row)
+        end = T.min(end, self.span.end) if self.has_gap else end
+        return index_temp(T.max(T.min(POSITIONS, end - self.first), 0))
 
 
 class PrefillTile:
@@ -256,10 +304,21 @@ class PrefillTile:
             if begin_of is not None:
                 is_seen = T.And(is_seen, first + POSITIONS > index_temp(begin_of(block * rows)))
             with T.If(is_seen), T.Then():
-                blocks = SimpleNamespace(
-                    begin=block, count=count, num_all=num_blocks, part_rows=part_rows
+                self._attend(
+                    a,
+                    _TileView(
+                        block=block,
+                        count=count,
+                        num_all=num_blocks,
+                        part_rows=part_rows,
+                        first=first,
+                        first_row=index_temp(block * rows),
+                        end_of=end_of,
+                        begin_of=begin_of,
+                        factor=factor,
+                        span=span,
+                    ),
                 )
-                self._attend(a, blocks, first, end_of, begin_of, factor, span)
 
     def _hides_some(self, a, first, first_row, last_row, end_of, begin_of, span: Span | None):
         """Whether a row from `first_row` to `last_row` does not see all of a tile."""
@@ -271,26 +330,37 @@ class PrefillTile:
             hides_some = T.Or(hides_some, first < last_begin)
         return hides_some
 
-    def _attend(self, a, blocks, first, end_of, begin_of, factor, span) -> None:
-        """Take a packed tile into the sums of some `blocks` of rows."""
-        block, count = blocks.begin, blocks.count
-        has_gap = span is not None and span.begin is not None
-        lanes, ops, rows = self.lanes, self.ops, self.tiling.rows
-        first_row = index_temp(block * rows)
+    def _attend(self, a, view: _TileView) -> None:
+        """Take a packed tile into the sums of some blocks of rows: the steps of online softmax."""
+        last_row = index_temp(view.count * self.tiling.rows - 1)
+        self._multiply_q_k(view, last_row)
+        if self.bias:
+            self._add_bias(a, view)
+        last = view.first_row + last_row
+        hides_some = self._hides_some(
+            a, view.first, view.first_row, last, view.end_of, view.begin_of, view.span
+        )
+        hides_some = temp(hides_some, 1, "bool")
+        with T.If(hides_some), T.Then():
+            self._hide(a, view)
+        self._softmax(view)
+        with T.If(T.And(hides_some, self.masked_values.is_special)):
+            with T.Then():
+                self._add_some_of_v(a, view)
+            with T.Else():
+                self._add_weighted_v(view)
 
-        def seen_by(row):
-            """How many columns some row up to that one sees.
+    def _multiply_q_k(self, view: _TileView, last_row) -> None:
+        """``S = Q K^T``, scaled and capped; rows of the next tile are prefetched meanwhile."""
+        rows, ops, width = self.tiling.rows, self.ops, VECTORS * self.lanes
 
-            On the diagonal no row sees the tile's last columns, and of sinks there are few: the
-            other columns are left out.
-            """
-            end = end_of(first_row + row)
-            end = T.min(end, span.end) if has_gap else end
-            return index_temp(T.max(T.min(POSITIONS, end - first), 0))
+        def logit(value, lanes: int):
+            value = value if ops.scale_in_q else value * broadcast(view.factor, lanes)
+            return soft_cap(value, self.spec.logit_softcap, lanes)
 
         def score_tile(row, start, parts):
             multiply_tile(
-                lambda i, k: self.q[first_row + row + i, k],
+                lambda i, k: self.q[view.first_row + row + i, k],
                 lambda k, c: self.k.at(k, start + c.start),
                 self.depth,
                 rows=rows,
@@ -302,63 +372,64 @@ class PrefillTile:
                 ops=ops,
             )
 
-        def logit(value, width):
-            value = value if ops.scale_in_q else value * broadcast(factor, width)
-            return soft_cap(value, self.spec.logit_softcap, width)
+        with T.serial((view.seen_by(last_row) + width - 1) // width) as i:
+            with T.serial(view.count) as j:
+                with T.If(i * width < view.seen_by(j * rows + rows - 1)), T.Then():
+                    self._prefetch(i * view.num_all + view.block + j, view.part_rows)
+                    score_tile(index_temp(j * rows), i * width, chunks(width, self.lanes))
 
-        width = VECTORS * lanes
-        last_row = index_temp(count * rows - 1)
-        with T.serial((seen_by(last_row) + width - 1) // width) as i:
-            with T.serial(count) as j:
-                with T.If(i * width < seen_by(j * rows + rows - 1)), T.Then():
-                    self._prefetch(i * blocks.num_all + block + j, blocks.part_rows)
-                    score_tile(index_temp(j * rows), i * width, chunks(width, lanes))
-        if self.bias:
-            with T.serial(count * rows) as i:
-                position = self.tile_position
-                self.bias.add(first_row + i, self.scores, i, position, a.mask.offsets)
-        last = first_row + last_row
-        hides_some = temp(
-            self._hides_some(a, first, first_row, last, end_of, begin_of, span), 1, "bool"
-        )
+    def _add_bias(self, a, view: _TileView) -> None:
+        """Add the ALiBi bias to the scores."""
+        with T.serial(view.count * self.tiling.rows) as i:
+            position = self.tile_position
+            self.bias.add(view.first_row + i, self.scores, i, position, a.mask.offsets)
 
-        def visible_to(i):
-            """``(start, lanes) -> bool vector``: which columns of the tile row `i` sees."""
-            bounds = [index_temp(end_of(first_row + i))]
-            if a.mask.has_window:
-                bounds.append(index_temp(begin_of(first_row + i)))
-            row = a.mask.row(*bounds)
-            begin = index_temp(begin_of(first_row + i)) if has_gap else None
+    def _hide(self, a, view: _TileView) -> None:
+        """Hide the scores of columns that a row does not see."""
+        with T.serial(view.count * self.tiling.rows) as i:
+            visible = self._visible_to(a, view, i)
+            for c in chunks(POSITIONS, self.lanes):
+                score = load(self.scores, (i, c.start), self.lanes)
+                hidden = constant(HIDDEN, self.lanes)
+                score = T.Select(visible(c.start, self.lanes), score, hidden)
+                store(self.scores, (i, c.start), self.lanes, score)
 
-            def visible(start, lanes: int):
-                seen = a.mask.visible(first, start, lanes, row)
-                if has_gap:
-                    column = ramp(first + start, lanes)
-                    seen = T.And(seen, column >= broadcast(begin, lanes))
-                    seen = T.And(seen, column < broadcast(span.end, lanes))
-                return seen
+    def _visible_to(self, a, view: _TileView, i) -> Callable:
+        """``(start, lanes) -> bool vector``: which columns of the tile row `i` sees."""
+        bounds = [index_temp(view.end_of(view.first_row + i))]
+        if a.mask.has_window:
+            bounds.append(index_temp(view.begin_of(view.first_row + i)))
+        row = a.mask.row(*bounds)
+        begin = index_temp(view.begin_of(view.first_row + i)) if view.has_gap else None
 
-            return visible
+        def visible(start, lanes: int):
+            seen = a.mask.visible(view.first, start, lanes, row)
+            if view.has_gap:
+                column = ramp(view.first + start, lanes)
+                seen = T.And(seen, column >= broadcast(begin, lanes))
+                seen = T.And(seen, column < broadcast(view.span.end, lanes))
+            return seen
 
-        with T.If(hides_some), T.Then(), T.serial(count * rows) as i:
-            visible = visible_to(i)
-            for c in chunks(POSITIONS, lanes):
-                score = load(self.scores, (i, c.start), lanes)
-                score = T.Select(visible(c.start, lanes), score, constant(HIDDEN, lanes))
-                store(self.scores, (i, c.start), lanes, score)
-        with T.serial(count) as j:
-            row = index_temp(j * rows)
+        return visible
+
+    def _softmax(self, view: _TileView) -> None:
+        """Turn scores into weights, and update the maxima and sums of the rows."""
+        with T.serial(view.count) as j:
+            row = index_temp(j * self.tiling.rows)
             self.state.update(
-                block + j,
-                POSITIONS // lanes,
-                lambda i, v: load(self.scores, (row + i, v * lanes), lanes),
-                ops.weight_sink(self.weights, row),
+                view.block + j,
+                POSITIONS // self.lanes,
+                lambda i, v: load(self.scores, (row + i, v * self.lanes), self.lanes),
+                self.ops.weight_sink(self.weights, row),
             )
 
-        step = UNROLL * ops.numbers
+    def _rescale_of(self, view: _TileView, row, i):
+        """What the sums so far of row ``row + i`` are multiplied by."""
+        return self.state.rescale[self.state.index(view.block + row // self.tiling.rows, i)]
 
-        def decay(row, i):
-            return self.state.rescale[self.state.index(block + row // rows, i)]
+    def _add_weighted_v(self, view: _TileView) -> None:
+        """``O = O * rescale + P V``."""
+        rows, ops, step = self.tiling.rows, self.ops, UNROLL * self.ops.numbers
 
         def output_tile(row, depth, start, parts):
             multiply_tile(
@@ -368,34 +439,36 @@ class PrefillTile:
                 rows=rows,
                 parts=parts,
                 start=lambda i, c: (
-                    load(self.o, (first_row + row + i, start + c.start), c.lanes)
-                    * broadcast(decay(row, i), c.lanes)
+                    load(self.o, (view.first_row + row + i, start + c.start), c.lanes)
+                    * broadcast(self._rescale_of(view, row, i), c.lanes)
                 ),
                 finish=lambda i, c, value: store(
-                    self.o, (first_row + row + i, start + c.start), c.lanes, value
+                    self.o, (view.first_row + row + i, start + c.start), c.lanes, value
                 ),
                 ops=ops,
             )
 
         def columns(start, parts):
-            with T.serial(count) as j:
+            with T.serial(view.count) as j:
                 row = index_temp(j * rows)
-                depth = index_temp((seen_by(row + rows - 1) + step - 1) // step * UNROLL)
+                depth = index_temp((view.seen_by(row + rows - 1) + step - 1) // step * UNROLL)
                 output_tile(row, depth, start, parts)
 
-        with T.If(T.And(hides_some, self.masked_values.is_special)):
-            with T.Then(), T.serial(count * rows) as i:
-                visible = visible_to(i)
-                self.masked_values.add_row(
-                    self.o,
-                    first_row + i,
-                    temp(decay(i, i % rows)),
-                    POSITIONS // ops.numbers,
-                    lambda element: self.weights[i, element],
-                    lambda column: visible(column, 1),
-                )
-            with T.Else():
-                for_columns(self.spec.v_head_dim, lanes, VECTORS, columns)
+        for_columns(self.spec.v_head_dim, self.lanes, VECTORS, columns)
+
+    def _add_some_of_v(self, a, view: _TileView) -> None:
+        """As `_add_weighted_v` where V is not finite: row by row, over what each row sees."""
+        rows = self.tiling.rows
+        with T.serial(view.count * rows) as i:
+            visible = self._visible_to(a, view, i)
+            self.masked_values.add_row(
+                self.o,
+                view.first_row + i,
+                temp(self._rescale_of(view, i, i % rows)),
+                POSITIONS // self.ops.numbers,
+                lambda element: self.weights[i, element],
+                lambda column: visible(column, 1),
+            )
 
     def store_row(self, a, row, token, head) -> None:
         """Divide a row by its sum and store it."""

@@ -23,7 +23,8 @@ from .define import build
 from .inline_rope import NoRotation
 from .kv_operands import operands
 from .kv_rows import LatentRows
-from .prefill.tile import POSITIONS, PrefillTile, Tiling
+from .prefill.tile import PrefillTile
+from .prefill.tiling import POSITIONS, Tiling
 from .shared.split_tiles import TileWork, emit_cut_tiles
 from .shared.tile import SharedTile
 from .tree_mask import TreeMask

@@ -17,7 +17,7 @@ from ...signatures.inputs import PagedInputs, RaggedInputs
 from ...spec import KernelSpec
 from .define import build
 from .prefill.kernel import emit_paged, emit_ragged
-from .prefill.tile import POSITIONS as TILE
+from .prefill.tiling import POSITIONS as TILE
 from .tree_mask import TreeMask, TreeWindowMask
 
 

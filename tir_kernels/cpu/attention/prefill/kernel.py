@@ -25,7 +25,8 @@ from ..define import build
 from ..inline_rope import InlineRope
 from ..kv_operands import operands
 from ..kv_rows import RaggedRows
-from .tile import PrefillTile, Tiling
+from .tile import PrefillTile
+from .tiling import Tiling
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
 UNITS_PER_TASK = 8  # with fewer, units are halved, so that tasks finish together

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 from tvm.script import tirx as T
@@ -20,86 +19,10 @@ from ...soft_cap import soft_cap
 from ..alibi import AlibiBias
 from ..online_softmax import OnlineSoftmax
 from .masked_values import MaskedValues
+from .tiling import POSITIONS, TileView, Tiling
 
-POSITIONS = 64  # of a tile of K and V
 VECTORS = 2  # of a register tile
 BLOCKS = 4  # register tiles of rows that use a part of K or V while it is in L1
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How the rows of a unit go through the caches and the registers.
-
-    Parameters
-    ----------
-    tokens : int
-        Tokens of a unit; times the group size, its rows.
-    rows : int
-        Rows of a register tile.
-    """
-
-    tokens: int
-    rows: int
-    group_size: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Register tiles of a full unit."""
-        return -(-self.tokens * self.group_size // self.rows)
-
-    @staticmethod
-    def of(spec: KernelSpec) -> Tiling:
-        """Choose so that Q and O of a unit take at most half a megabyte."""
-        rows = max(32, min(512, 131072 // (spec.qk_head_dim + spec.v_head_dim)))
-        tokens = max(1, min(256, rows // spec.group_size))
-        return Tiling(tokens, 8 if spec.target.registers >= 32 else 6, spec.group_size)
-
-
-@dataclass(frozen=True)
-class _TileView:
-    """Some blocks of rows and the tile of columns that they attend to.
-
-    Parameters
-    ----------
-    block, count, num_all : int32 expressions
-        First block, their number, and the number of all blocks of the unit.
-    part_rows : int32 expression
-        Rows of the next tile to prefetch with each product.
-    first, first_row : int32 expressions
-        First column of the tile, and first row of the blocks.
-    end_of, begin_of : callable
-        Row -> bounds of the columns that it sees; `begin_of` may be None.
-    factor : float32 expression
-        Scale of the logits times log2(e).
-    span : Span, optional
-        The columns that this pass looks at.
-    """
-
-    block: object
-    count: object
-    num_all: object
-    part_rows: object
-    first: object
-    first_row: object
-    end_of: Callable
-    begin_of: Callable | None
-    factor: object
-    span: Span | None
-
-    @property
-    def has_gap(self) -> bool:
-        """Whether some columns before the span were dropped."""
-        return self.span is not None and self.span.begin is not None
-
-    def seen_by(self, row):
-        """How many columns some row up to that one sees.
-
-        On the diagonal no row sees the tile's last columns, and of sinks there are few: the other
-        columns are left out.
-        """
-        end = self.end_of(self.first_row + row)
-        end = T.min(end, self.span.end) if self.has_gap else end
-        return index_temp(T.max(T.min(POSITIONS, end - self.first), 0))
 
 
 class PrefillTile:
@@ -306,7 +229,7 @@ class PrefillTile:
             with T.If(is_seen), T.Then():
                 self._attend(
                     a,
-                    _TileView(
+                    TileView(
                         block=block,
                         count=count,
                         num_all=num_blocks,
@@ -330,7 +253,7 @@ class PrefillTile:
             hides_some = T.Or(hides_some, first < last_begin)
         return hides_some
 
-    def _attend(self, a, view: _TileView) -> None:
+    def _attend(self, a, view: TileView) -> None:
         """Take a packed tile into the sums of some blocks of rows: the steps of online softmax."""
         last_row = index_temp(view.count * self.tiling.rows - 1)
         self._multiply_q_k(view, last_row)
@@ -350,7 +273,7 @@ class PrefillTile:
             with T.Else():
                 self._add_weighted_v(view)
 
-    def _multiply_q_k(self, view: _TileView, last_row) -> None:
+    def _multiply_q_k(self, view: TileView, last_row) -> None:
         """``S = Q K^T``, scaled and capped; rows of the next tile are prefetched meanwhile."""
         rows, ops, width = self.tiling.rows, self.ops, VECTORS * self.lanes
 
@@ -378,13 +301,13 @@ class PrefillTile:
                     self._prefetch(i * view.num_all + view.block + j, view.part_rows)
                     score_tile(index_temp(j * rows), i * width, chunks(width, self.lanes))
 
-    def _add_bias(self, a, view: _TileView) -> None:
+    def _add_bias(self, a, view: TileView) -> None:
         """Add the ALiBi bias to the scores."""
         with T.serial(view.count * self.tiling.rows) as i:
             position = self.tile_position
             self.bias.add(view.first_row + i, self.scores, i, position, a.mask.offsets)
 
-    def _hide(self, a, view: _TileView) -> None:
+    def _hide(self, a, view: TileView) -> None:
         """Hide the scores of columns that a row does not see."""
         with T.serial(view.count * self.tiling.rows) as i:
             visible = self._visible_to(a, view, i)
@@ -394,7 +317,7 @@ class PrefillTile:
                 score = T.Select(visible(c.start, self.lanes), score, hidden)
                 store(self.scores, (i, c.start), self.lanes, score)
 
-    def _visible_to(self, a, view: _TileView, i) -> Callable:
+    def _visible_to(self, a, view: TileView, i) -> Callable:
         """``(start, lanes) -> bool vector``: which columns of the tile row `i` sees."""
         bounds = [index_temp(view.end_of(view.first_row + i))]
         if a.mask.has_window:
@@ -412,7 +335,7 @@ class PrefillTile:
 
         return visible
 
-    def _softmax(self, view: _TileView) -> None:
+    def _softmax(self, view: TileView) -> None:
         """Turn scores into weights, and update the maxima and sums of the rows."""
         with T.serial(view.count) as j:
             row = index_temp(j * self.tiling.rows)
@@ -423,11 +346,11 @@ class PrefillTile:
                 self.ops.weight_sink(self.weights, row),
             )
 
-    def _rescale_of(self, view: _TileView, row, i):
+    def _rescale_of(self, view: TileView, row, i):
         """What the sums so far of row ``row + i`` are multiplied by."""
         return self.state.rescale[self.state.index(view.block + row // self.tiling.rows, i)]
 
-    def _add_weighted_v(self, view: _TileView) -> None:
+    def _add_weighted_v(self, view: TileView) -> None:
         """``O = O * rescale + P V``."""
         rows, ops, step = self.tiling.rows, self.ops, UNROLL * self.ops.numbers
 
@@ -456,7 +379,7 @@ class PrefillTile:
 
         for_columns(self.spec.v_head_dim, self.lanes, VECTORS, columns)
 
-    def _add_some_of_v(self, a, view: _TileView) -> None:
+    def _add_some_of_v(self, a, view: TileView) -> None:
         """As `_add_weighted_v` where V is not finite: row by row, over what each row sees."""
         rows = self.tiling.rows
         with T.serial(view.count * rows) as i:

@@ -29,7 +29,7 @@ from ..define import build
 from ..inline_rope import InlineRope, NoRotation
 from ..kv_operands import operands
 from ..kv_rows import LatentRows, PagedRows
-from ..prefill.tile import Tiling
+from ..prefill.tiling import Tiling
 from .split_tiles import TileWork, emit_cut_tiles
 from .tile import POSITIONS, SharedTile
 

@@ -19,7 +19,7 @@ from ....spec import KernelSpec
 from ...simd import Register, index_temp, wide_temp
 from ...tasks import cut, for_tasks, num_threads
 from ..partial_states import PartialStates
-from ..prefill.tile import Tiling
+from ..prefill.tiling import Tiling
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
 

@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 
 from ...semantics.visibility import CausalMask, WholeSequence
 from ...signatures import latent
-from ...signatures.inputs import PagedInputs
+from ...signatures.inputs import AttentionInputs, PagedInputs
 from ...spec import LOG2E, KernelSpec
 from ..simd import Register, index_temp, store, temp, wide_temp
 from .define import build
@@ -37,7 +37,7 @@ class _Tile(SimpleNamespace):
     """
 
 
-def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body: Callable[[_Tile], None]):
+def _for_tiles(spec: KernelSpec, a: AttentionInputs, body: Callable[[_Tile], None]):
     """Emit ``body(tile)`` for every tile of the batch; returns the cost of all."""
     tokens = Tiling.of(spec).tokens
     before = Register(1, "int64", T.int64(0))
@@ -87,7 +87,7 @@ class _LatentTile(PrefillTile):
         """Index of a row's state in `state.row_max` and `state.row_sum`."""
         return self.state.index(row // self.tiling.rows, row % self.tiling.rows)
 
-    def run_blocks(self, a: SimpleNamespace, tile: _Tile, rows: LatentRows, begin, end) -> None:
+    def run_blocks(self, a: AttentionInputs, tile: _Tile, rows: LatentRows, begin, end) -> None:
         """Attend to the blocks of positions ``begin .. end - 1``, from a cleared state."""
         last = T.min(end, (tile.end + POSITIONS - 1) // POSITIONS)
         end = index_temp(T.max(begin, last))
@@ -141,7 +141,7 @@ class _LatentTile(PrefillTile):
             self.pack(a, step, first)
             self.attend(a, first, num_blocks, end_of, None, factor)
 
-    def finish_row(self, a: SimpleNamespace, tile: _Tile, row) -> None:
+    def finish_row(self, a: AttentionInputs, tile: _Tile, row) -> None:
         """Store a row that has seen all of its positions."""
         token = tile.first_row + tile.first_token + row // self.spec.num_qo_heads
         self.store_row(a, row, token, row % self.spec.num_qo_heads)
@@ -150,7 +150,7 @@ class _LatentTile(PrefillTile):
 class _Output:
     """Rows of O and LSE of a tile, for `PartialStates.merge`."""
 
-    def __init__(self, spec: KernelSpec, a: SimpleNamespace, tile: _Tile):
+    def __init__(self, spec: KernelSpec, a: AttentionInputs, tile: _Tile):
         self.a, self.group = a, spec.num_qo_heads
         self.first_token = index_temp(tile.first_row + tile.first_token)
 
@@ -166,7 +166,7 @@ class _Output:
         T.buffer_store(self.a.lse, value, list(self._at(row)))
 
 
-def emit_mla(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
+def emit_mla(spec: KernelSpec, ops, a: AttentionInputs) -> None:
     """Emit the body for inputs with a `mask`."""
     a = replace(a, lengths=WholeSequence(spec, a.length_info, index_temp), rope=NoRotation())
     a.mask.prepare(a)

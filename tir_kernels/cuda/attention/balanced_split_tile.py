@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from tvm.script import tirx as T
 
 from ...semantics.visibility import CausalMask
+from ...signatures.inputs import AttentionInputs
 from ...spec import KernelSpec
 from ..emit import I32, U32, Registers, index_temp, ptx
 from .kv_rows import rows_of_pages
@@ -45,7 +46,7 @@ class PartMask:
         return T.min(self.whole.end(row, num_rows, kv_len), self.last)
 
 
-def step_of(spec: KernelSpec, a: SimpleNamespace, part, v_slice, sequence) -> SimpleNamespace:
+def step_of(spec: KernelSpec, a: AttentionInputs, part, v_slice, sequence) -> SimpleNamespace:
     """What a `BalancedSplitTile` is told of its part: its `step`.
 
     Parameters

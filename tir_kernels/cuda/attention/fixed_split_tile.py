@@ -6,11 +6,10 @@ How many blocks split a tile follows from the shapes of the arguments: nothing i
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from tvm import tirx
 from tvm.script import tirx as T
 
+from ...signatures.inputs import AttentionInputs
 from ...spec import KernelSpec
 from ..emit import I32, WARP, index_temp, launch
 from ..launcher import resident_blocks
@@ -55,7 +54,7 @@ class SplitStates(PartialStates):
         places = T.if_then_else(splits > 1, splits, 0)
         super().__init__(spec, (places, T.cast(num_rows, I32), spec.num_qo_heads))
 
-    def launch_merge(self, a: SimpleNamespace, num_rows) -> None:
+    def launch_merge(self, a: AttentionInputs, num_rows) -> None:
         """Merge the states of the rows ``0 .. num_rows - 1``; `num_rows` is on the device."""
         blocks = T.ceildiv(T.cast(a.q.shape[0], I32) * self.spec.num_qo_heads, MERGED_ROWS)
         with T.If(self.splits > 1), T.Then():

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
+from ...signatures.inputs import AttentionInputs
 from ...spec import KernelSpec
 from ..attention.kv_rows import as_int64
 from ..emit import (
@@ -194,7 +195,7 @@ class TileSplit:
 
 @contextmanager
 def shared_out(
-    spec: KernelSpec, a: SimpleNamespace, tiling: Tiling, split_kind, *, is_continued: bool
+    spec: KernelSpec, a: AttentionInputs, tiling: Tiling, split_kind, *, is_continued: bool
 ):
     """Launch a kernel whose blocks share out tiles, then one that merges those that were cut.
 

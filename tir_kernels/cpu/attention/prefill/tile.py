@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 
 from ....semantics.softmax import HIDDEN, inverse_total, log_sum
 from ....semantics.visibility import Span
+from ....signatures.inputs import AttentionInputs
 from ....spec import LOG2E, KernelSpec
 from ...columns import Panels, chunks, for_columns
 from ...matmul_tile import UNROLL, multiply_tile
@@ -60,7 +61,7 @@ class PrefillTile:
         self.bias = AlibiBias.of(spec, rows)
         self.masked_values = MaskedValues(spec, ops, self.v, VECTORS)
 
-    def run(self, a: SimpleNamespace, step: SimpleNamespace) -> None:
+    def run(self, a: AttentionInputs, step: SimpleNamespace) -> None:
         """Attend and store.
 
         Parameters

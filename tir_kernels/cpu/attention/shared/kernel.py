@@ -18,7 +18,7 @@ from ....semantics.partial_states import MergedLse
 from ....semantics.rotary_mode import refuse_longrope
 from ....semantics.softmax import inverse_total, log_sum
 from ....signatures import shared
-from ....signatures.inputs import SharedInputs
+from ....signatures.inputs import AttentionInputs, SharedInputs
 from ....spec import KernelSpec
 from ... import simd
 from ...blend import weighted
@@ -42,7 +42,7 @@ class _Tile(SimpleNamespace):
     """
 
 
-def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body):
+def _for_tiles(spec: KernelSpec, a: AttentionInputs, body):
     """Emit ``body(tile)`` for every tile of the segments; returns the cost of all."""
     max_tokens = Tiling.of(spec).tokens
     before = Register(1, "int64", T.int64(0))
@@ -76,7 +76,7 @@ def _for_tiles(spec: KernelSpec, a: SimpleNamespace, body):
 class _Rotation(InlineRope):
     """The rotation of K by its position in a segment."""
 
-    def __init__(self, spec: KernelSpec, a: SimpleNamespace):
+    def __init__(self, spec: KernelSpec, a: AttentionInputs):
         super().__init__(spec, a)
         self.first_positions = a.k_rope_pos_offset
         refuse_longrope(spec, a)
@@ -97,7 +97,7 @@ class _NoRotation(NoRotation):
 class _Output:
     """Rows of O and LSE of a tile, into which a result is merged."""
 
-    def __init__(self, spec: KernelSpec, a: SimpleNamespace, tile: _Tile):
+    def __init__(self, spec: KernelSpec, a: AttentionInputs, tile: _Tile):
         self.spec, self.a, self.tile = spec, a, tile
 
     def put_lse(self, row, value) -> None:
@@ -119,7 +119,7 @@ class _Output:
 class _SharedPrefixTile(SharedTile):
     """The rows of a tile over some of the positions of the segment."""
 
-    def run_blocks(self, a: SimpleNamespace, tile: _Tile, rows: PagedRows, begin, end) -> None:
+    def run_blocks(self, a: AttentionInputs, tile: _Tile, rows: PagedRows, begin, end) -> None:
         """Attend to the blocks of positions ``begin .. end - 1``, from a cleared state."""
         group = self.spec.group_size
 
@@ -137,7 +137,7 @@ class _SharedPrefixTile(SharedTile):
         )
         self.run(a, rows, step)
 
-    def finish_row(self, a: SimpleNamespace, tile: _Tile, row) -> None:
+    def finish_row(self, a: AttentionInputs, tile: _Tile, row) -> None:
         """Merge a row that has seen the whole segment."""
         output = _Output(self.spec, a, tile)
         total = temp(self.state.row_sum[row])
@@ -148,7 +148,7 @@ class _SharedPrefixTile(SharedTile):
             output.put(row, c.start, c.lanes, o)
 
 
-def emit_shared(spec: KernelSpec, ops, a: SimpleNamespace) -> None:
+def emit_shared(spec: KernelSpec, ops, a: AttentionInputs) -> None:
     """Emit the body for inputs with a `rope`."""
     kind = LatentRows if spec.kind == "mla" else PagedRows
 

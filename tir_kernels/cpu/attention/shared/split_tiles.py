@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from tvm.script import tirx as T
 
+from ....signatures.inputs import AttentionInputs
 from ....spec import KernelSpec
 from ...simd import Register, index_temp, wide_temp
 from ...tasks import cut, for_tasks, num_threads
@@ -54,11 +54,11 @@ class TileWork:
     for_tiles: Callable[[Callable[[Any], None]], Any]
     begin_task: Callable[[], Any]
     rows_of: Callable[[Any], Any]
-    output: Callable[[KernelSpec, SimpleNamespace, Any], Any]
+    output: Callable[[KernelSpec, AttentionInputs, Any], Any]
 
 
-def emit_cut_tiles(spec: KernelSpec, ops, a: SimpleNamespace, tiles: TileWork) -> None:
-    """Emit the body of a kernel: `a` holds the matched arguments by their names."""
+def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -> None:
+    """Emit the body of a kernel."""
     total = tiles.for_tiles(lambda tile: None)
     width = tiles.group * (spec.qk_head_dim + spec.v_head_dim)
     work = total * (tiles.positions * width)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from tvm.script import tirx as T
 
 from ....semantics.softmax import HIDDEN, NOTHING_SEEN
+from ....signatures.inputs import AttentionInputs
 from ....spec import LOG2E, KernelSpec
 from ...columns import Chunk, chunks
 from ...matmul_tile import UNROLL, multiply_tile
@@ -109,7 +110,7 @@ class SharedTile:
         """Index of a row's state in `state.row_max` and `state.row_sum`."""
         return row
 
-    def run(self, a: SimpleNamespace, rows: PagedRows, step: SimpleNamespace) -> None:
+    def run(self, a: AttentionInputs, rows: PagedRows, step: SimpleNamespace) -> None:
         """Attend from a cleared state; leaves `o` and `state`.
 
         Parameters

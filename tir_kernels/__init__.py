@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tvm.error import DiagnosticError
+
 from .cpu.attention import mla, sliding, tree
 from .cpu.attention.decode import kernel as decode
 from .cpu.attention.prefill import kernel as prefill
@@ -96,7 +98,27 @@ def _builders(target: VectorTarget | CudaTarget) -> dict[str, Callable]:
 
 
 def build_kernel(name: str, spec: KernelSpec):
-    """Build the kernel `name` for `spec`; a private PrimFunc, free to be named by its module."""
+    """Build the kernel `name` for `spec`.
+
+    Returns
+    -------
+    tvm.tirx.PrimFunc
+        Private, free to be named by its module.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, and for a spec that the kernel does not support.
+    """
     if name not in BUILDERS:
         raise ValueError(f"no kernel {name!r}; there are {', '.join(BUILDERS)}")
-    return _builders(spec.target)[name](spec.non_absorbed if name in _NON_ABSORBED else spec)
+    try:
+        return _builders(spec.target)[name](spec.non_absorbed if name in _NON_ABSORBED else spec)
+    except DiagnosticError as error:  # the parser's, around what a fragment raised
+        raise _root(error) from None
+
+
+def _root(error: BaseException) -> BaseException:
+    while isinstance(error, DiagnosticError) and (error.__cause__ or error.__context__):
+        error = error.__cause__ or error.__context__
+    return error

@@ -229,7 +229,7 @@ def test_choice_by_features():
 
 
 def refused(folder: Path, text: str) -> None:
-    """By the function that C++ programs call, and by Python's."""
+    """Both loaders, that of C++ programs and Python's, refuse the folder."""
     with pytest.raises(ValueError, match=text):
         tvm_ffi.get_global_func("pagedkv.load_bundle")(str(folder), None, None)
     with pytest.raises(ValueError, match=text):

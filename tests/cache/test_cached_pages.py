@@ -42,7 +42,7 @@ def test_forks_anywhere(mode, page_size):
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_pops_to_anywhere(page_size):
-    """Of a sequence, and of one that was forked when its window had slid."""
+    """Covers a sequence, and a fork made after the window has slid."""
     pair = Pair((6, 0), "inline", page_size=page_size, max_total_tokens=512, max_num_sequences=8)
     text_of(pair, 0, 32, 32, 16)
     pair.fork(0, 1)

@@ -117,7 +117,7 @@ def test_a_kernel_that_fails_aborts(cache):
 
 
 def test_the_global_functions_stay_permissive(cache):
-    """As in the stock cache: what is left out is the caller's affair."""
+    """Skipping layers is allowed, as in the stock cache."""
     cache.begin_forward([0], [3])
     tvm_ffi.get_global_func("vm.builtin.kv_state_end_forward")(cache)
     assert cache.sequence_length(0) == 14

@@ -85,7 +85,7 @@ def refused(errors: tuple, function: Callable, *args: Any) -> None:
 
 
 def made(value: Any) -> Any:
-    """What a table tells: functions make objects, arrays become tensors."""
+    """Resolve a table of values: call functions, turn arrays into tensors."""
     if value is make_cache:
         return make_cache()
     return tvm.runtime.tensor(value) if isinstance(value, np.ndarray) else value

@@ -131,7 +131,7 @@ def cross_lse(pair: MLAPair, layer: int, q: np.ndarray) -> np.ndarray:
 
 
 def test_cross_attention_covers_the_step_where_self_attention_was_not_called():
-    """By layer and by step."""
+    """This holds for every choice of layers, and is decided anew in each step."""
     pair = MLAPair(make_mla_cache())
     pair.add(0, 1)
     pair.step([0], [5], "prefill")  # sequence 1 is empty

@@ -23,7 +23,7 @@ def rows(count: int) -> np.ndarray:
 
 
 def in_thread(function) -> list:
-    """What a function returns or raises in a thread of its own."""
+    """Return what a function returns or raises in its own thread."""
     results = []
 
     def run() -> None:
@@ -102,7 +102,7 @@ def test_the_same_thread_may_enter_again():
 
 
 def test_two_threads_that_fork_and_remove():
-    """What corrupted the reference counts: either succeeds, or is refused and changes nothing."""
+    """Calls that once corrupted reference counts either succeed or change nothing."""
     cache = make_cache(max_num_sequences=64)
     cache.add_sequence(0)
     with cache.forward([0], [9]):

@@ -216,7 +216,7 @@ def test_rows_from_outside():
 
 
 def test_a_window_for_a_sequence_that_is_longer():
-    """What lies outside is dropped at once."""
+    """Positions outside the window are dropped at once."""
     pair = WindowPair()
     pair.add(0)
     pair.step([0], [29])

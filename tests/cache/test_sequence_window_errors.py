@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sequence with a window is refused, and that a refusal changes nothing."""
+"""Calls that a sequence with a window refuses; a refused call changes nothing."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_trees_and_windows_exclude_each_other():
 
 
 def test_there_are_no_checkpoints():
-    """Of a sequence with a window or a gap; others of the cache have them."""
+    """Sequences with a window or a gap have none; others in the same cache do."""
     pair = WindowPair()
     pair.add(0, 8, 2)
     pair.add(1)

@@ -107,7 +107,7 @@ def test_parts_of_attention(view):
 
 @parametrize_view
 def test_mla(view, monkeypatch):
-    """What the pair of MLA caches computes in all its ways, from inputs with strides."""
+    """Return all results of the pair of MLA caches, computed from strided inputs."""
     pair = MLAPair(make_mla_cache(), seed=4)
     cache, num_copies = pair.cache, 0
     for name in ("append_mla_kv", "self_attention", "cross_attention"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of itself: lies are refused, and the layout decides who may read it."""
+"""Checkpoint metadata: false claims are refused, and the layout decides who may read it."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_code_for_other_devices(copy, device):
 
 @needs_nvcc
 def test_the_command(monkeypatch, tmp_path):
-    """What it writes, with machine code from nvcc."""
+    """The command writes machine code from nvcc."""
     monkeypatch.setattr(tir_kernels, "kernel_names", lambda spec: ("merge", "copy_single_page"))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     arguments = "bundle --target cuda --target cpu --arch 80 --arch 90 --config config.json --out b"
@@ -178,7 +178,7 @@ def test_choice_by_capability_and_driver(capability, driver, refusal):
 
 
 def loading(folder: Path, **environment: str) -> str:
-    """What a process says that loads a bundle for GPUs."""
+    """Return the output of a process that loads a bundle for GPUs."""
     program = f"import tvm_pagedkv as pkv; pkv.load_bundle({str(folder)!r}, 'cuda')"
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -42,7 +42,7 @@ LENGTHS = [(1, n) for n in (0, 1, 33, 0, 64, 131, 0, 500, 0)]
 @parametrize_seed
 @on_gpu_too
 def test_decode(spec, seed):
-    """By many blocks and by few; a kernel is built once for both."""
+    """Many blocks and few give the same result, from one compiled kernel."""
     for count in (FEW, 132):
         case = PagedBatch(spec, LENGTHS, seed)
         with multiprocessors(count):

@@ -56,7 +56,7 @@ class Steps:
                 self.cache.attention(layer, qkv, out=o)
 
     def calls(self, step, num_steps: int = 8, keeps_up: bool = True) -> dict:
-        """What the host calls in a step, on the average, once some have run."""
+        """Return the host's calls per step, averaged after a warm-up."""
         for _ in range(8):
             step()
         with self.device.counted() as calls:
@@ -241,7 +241,7 @@ CUDA_HOST = 3  # DLPack's number of page-locked memory
 
 @pytest.mark.parametrize("kind", ["mixed", "all"])
 def test_sequences_are_saved_and_loaded(device, tmp_path, kind):
-    """From the device to a file, and from there to the device and to the host."""
+    """A checkpoint goes from the device to a file, and back to the device and to the host."""
     source = forked(kind, emulated=device)
     source.cache.save(tmp_path / "chats", [3, 4, 5])
     wanted = source.step({3: 1, 5: 2, 4: 1}, salt=9)

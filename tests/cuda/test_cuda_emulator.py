@@ -68,7 +68,7 @@ def reversing_source() -> str:
 
 
 def reversed_rows(source: str, num_rows: int = 3) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernel makes of rows, and what it should."""
+    """Return the kernel's rows and the expected ones."""
     rows = np.random.default_rng(0).standard_normal((num_rows, ROUNDS, 4 * THREADS), np.float32)
     whole = tvm.runtime.tensor(np.concatenate([np.full(4, np.nan, np.float32), rows.reshape(-1)]))
     y = tvm.runtime.tensor(np.full(rows.shape, np.nan, np.float32))

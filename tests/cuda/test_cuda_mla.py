@@ -50,7 +50,7 @@ def test_bounds_beside_those_of_tiles(name, first, last):
 @pytest.mark.parametrize("name", ["5x64+16-f16-p4", "16x512+64-bf16-p16"])
 @on_gpu_too
 def test_scores_that_grow(name):
-    """What was summed is scaled when scores outgrow the first ones."""
+    """The sums are rescaled when later scores exceed the first ones."""
     case = LatentBatch(SPECS[name], [(4, 150)], 0)
     spec, slots = case.spec, case.slots(0)
     growth = np.linspace(0.1, 14, len(slots))[:, None]

@@ -27,7 +27,7 @@ parametrize_devices = pytest.mark.parametrize(
 
 
 def shared_bytes(rows: int) -> int:
-    """Of a block with a tile of so many rows."""
+    """Return the shared memory of a block whose tile has this many rows."""
     (found,) = (t.num_bytes for t in Tiling.choices(SPEC, BF16) if t.rows == rows)
     return found
 

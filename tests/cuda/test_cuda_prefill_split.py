@@ -35,7 +35,7 @@ parametrize_kinds = pytest.mark.parametrize("kind", [PagedBatch, RaggedBatch])
 
 
 def check_is_split(made: list) -> None:
-    """Of two launches, the first had blocks that split tiles; the second merged."""
+    """Check two launches: the first splits tiles over blocks, the second merges."""
     split, _ = made
     assert split.grid[2] > 1
     assert any(split.copied_bytes[split.grid[0] * split.grid[1] :])
@@ -88,7 +88,7 @@ def test_columns_of_v_are_shared_out_too(seed):
 
 @parametrize_seed
 def test_windows_of_sequences(seed):
-    """What comes before the gap is split, and what comes behind it."""
+    """Columns before the gap are split, and so are those behind it."""
     case = WindowBatch(SMALL, [(3, 1400, 600, 700, None), (2, 900, 4, 300, 580)], seed)
     with launches() as made:
         case.run("prefill", case.length_rows(4).reshape(-1), True, causal=True)

@@ -61,7 +61,7 @@ def test_shared_prefix(spec, seed):
 @parametrize_seed
 @on_gpu_too
 def test_some_segments_only(seed):
-    """Of more segments than a warp has lanes."""
+    """A few segments are chosen among more than a warp has lanes."""
     case = _batch(SPECS["4:2x32-f32-p16"], [(16 + n % 3 * 32, n % 4) for n in range(70)], seed)
     with multiprocessors(FEW):
         for first, last in ((0, 70), (0, 2), (37, 69), (1, 1)):

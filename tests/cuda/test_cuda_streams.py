@@ -175,7 +175,7 @@ def test_producers_are_waited_for(device, elsewhere, knows_versions):
 
 
 def test_a_producer_that_is_not_waited_for_is_refused(device):
-    """What the test above would see without the protocol."""
+    """Without the protocol the test above fails."""
     pair = pair_on(device)
     producer = Producer(device, np.ones((2, HEADS, DIM), "float32"), True)
     with pytest.raises(RuntimeError, match=RACE), pair.cache.forward([0], [2]):

@@ -121,7 +121,7 @@ def _build(path, num_shards: int, layer_indptr: list[int]) -> str:
 
 @functools.cache
 def _weights() -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each layer: into q, k and v ``[WIDTH, heads, DIM]``, and back ``[HEADS, DIM, WIDTH]``."""
+    """Return the QKV ``[WIDTH, heads, DIM]`` and output ``[HEADS, DIM, WIDTH]`` weights."""
     rng = np.random.default_rng(0)
     shapes = (WIDTH, HEADS + 2 * KV_HEADS, DIM), (HEADS, DIM, WIDTH)
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines pass and get: positions for compiled code, RoPE fields of models without RoPE."""
+"""Arguments and results of engines: positions for compiled code, RoPE fields without RoPE."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_theta_and_scale_without_a_rotation(theta, scale):
 
 
 class _Rope:
-    """What `create_positional` reads, unchecked."""
+    """The fields that `create_positional` reads, unchecked."""
 
     def __init__(self, mode: str, theta: float, scale: float):
         self.mode, self.theta, self.scale = mode, theta, scale

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What serving engines call, in the ways they call it: ours, next to the cache inside apache-tvm.
+"""Calls of serving engines, in their order: ours, next to the cache inside apache-tvm.
 
 The sequences of calls are those of mlc-llm's engine: prefill in chunks beside decode, forks and
 rollbacks of a prefix cache, token trees of speculative decoding.

@@ -244,7 +244,7 @@ def test_more_requests_than_can_wait(model, start):
 
 @pytest.mark.parametrize("when", ["at_once", "offered", "read"])
 def test_a_client_that_vanishes(model, start, when):
-    """In the middle of its request; nothing of it is left."""
+    """A client that goes away in the middle of its request leaves nothing behind."""
     service = start()
     receiver = service.client._receiver
     service.target.add_sequence(0)

@@ -42,7 +42,7 @@ def greedy(num_tokens: int, n: int = 1) -> SamplingParams:
 
 
 def margin_of(model: LlamaModel, prompt: str, tokens) -> np.ndarray:
-    """By how much each greedy token was more likely than the next best, in plain decoding."""
+    """Return the margin of each greedy token over the next best, in plain decoding."""
     cache = model.create_cache(1, 512, 512)
     cache.add_sequence(0)
     rows = [model.prefill(cache, [0], [model.tokenizer.encode(prompt).ids])[0]]
@@ -152,7 +152,7 @@ def test_rates_learn_what_is_not_drafted():
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 0.25)])
 def test_logits_of_a_tree_are_those_of_its_paths(dtype, tolerance):
-    """Of a compiled model: rows of a token tree against plain steps of forks."""
+    """Rows of a token tree agree with plain steps of forks, in a compiled model."""
     model = load(dtype)
     cache = model.create_cache(12, 1024, 128)
     texts = [list(b"The with statement is"), list(b"x = [1, 2")]

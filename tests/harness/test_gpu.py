@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `pytest -m gpu` runs, tried on an emulated device."""
+"""The path that `pytest -m gpu` takes, on an emulated device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens in a child process is told with the name of the case."""
+"""Failures and crashes in a child process are reported with the name of the case."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def merge_row_twice(kernel):
 
 
 def merge(o, lse, o_other, lse_other):
-    """As of `python_kernels`; a part that saw nothing may hold NaN."""
+    """Merge as in `python_kernels`; a partial state that saw nothing may hold NaN."""
     o, lse, o_other, lse_other = map(view, (o, lse, o_other, lse_other))
     parts = (np.where(np.isinf(y)[..., None], 0, x) for x, y in ((o, lse), (o_other, lse_other)))
     first, second = parts

@@ -55,7 +55,7 @@ class LargePool:
         self.tensor = tvm_ffi.from_dlpack(self.array)
 
     def slots(self, rng, count: int) -> np.ndarray:
-        """Some slots beyond the limit."""
+        """Return some slots beyond the limit."""
         page_size = self.array.shape[-2]
         last = rng.permutation(EXTRA_PAGES * page_size)[:count]
         return (self.first * page_size + last).astype(np.int32)
@@ -224,7 +224,7 @@ def test_page_layer_append(layout):
 
 @pytest.mark.parametrize("name", ["decode", "copy_pages"])
 def test_offsets_of_32_bits_are_found_out(name, monkeypatch):
-    """What the other tests rest on: kernels whose buffers begin at an int32 are wrong."""
+    """Kernels whose buffers start at an int32 offset fail; the other tests rely on that."""
     wide = T.int64
     monkeypatch.setattr(T, "int64", lambda *value: wide(*value) if value else T.int32())
     spec = make_spec((4, 2), 64, (F16, F16), 8)

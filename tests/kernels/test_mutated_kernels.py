@@ -50,13 +50,13 @@ def blind_to_a_column(self, first, start, lanes, row):
 
 
 def blind_to_the_first_node(self, first, column, h):
-    """On GPUs: the first node of a tree is skipped."""
+    """A CUDA mask skips the first node of a tree."""
     is_other = first + column != self.tree_start
     return T.And(_is_visible(self, first, column, h), is_other)
 
 
 def sees_the_second_node(self, first, column, h):
-    """On GPUs: all rows behind the second node of a tree see it."""
+    """A CUDA mask shows the second node of a tree to all rows behind it."""
     is_second = first + column == self.tree_start + 1
     return T.Or(_is_visible(self, first, column, h), is_second)
 

@@ -103,7 +103,7 @@ class SharedBatch(AttentionCase):
         self.merged, self.attended = (o.numpy(), lse.numpy()), (first, last)
 
     def segments(self, first: int, last: int | None) -> list:
-        """As the reference takes them."""
+        """Return page ids, row ids and first position of each segment."""
         return [
             (
                 self.page_values[self.page_indptr[s] : self.page_indptr[s + 1]],
@@ -118,7 +118,7 @@ class SharedBatch(AttentionCase):
         return [row for _, ids, _ in self.segments(first, last) for row in ids]
 
     def expected(self, first: int = 0, last: int | None = None, *, inline=False):
-        """What the reference says of the rows of these segments: o, lse."""
+        """Return the reference's `(o, lse)` of the rows of these segments."""
         rows, segments = self.rows(first, last), self.segments(first, last)
         o = np.where(self.nothing_seen[..., None], 0, self.o)
         arguments = (self.q, self.pages, segments, o, self.lse, self.sm_scale)
@@ -144,7 +144,7 @@ class SharedBatch(AttentionCase):
             assert after[others].tobytes() == before[others].tobytes()
 
     def state(self):
-        """What the kernel wrote for the rows of its segments: o, lse."""
+        """Return the `(o, lse)` that the kernel wrote for the rows of its segments."""
         return tuple(x[self.rows(*self.attended)] for x in self.merged)
 
 

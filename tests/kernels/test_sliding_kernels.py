@@ -39,7 +39,7 @@ def test_decode(spec, batch, window, seed):
 
 @parametrize_seed
 def test_decode_may_see_nothing(seed):
-    """What is left of a window of 1 over the past only."""
+    """A window of 1 leaves nothing of the past: rows that follow it get window 0."""
     case = PagedBatch(SPECS["32:8x128-f32-p16"], DECODE_BATCHES["cuts"], seed)
     case.decode(window=0)
     case.verify(window=0)

@@ -79,7 +79,7 @@ class WindowBatch(PagedBatch):
         )  # fmt: skip
 
     def expected(self, num_rows: int, inline: bool, causal: bool = True):
-        """What the reference says, which looks at no slot that is hidden: o, lse."""
+        """Return the reference's `(o, lse)`; it reads no hidden slot."""
         rope, slopes = self.spec.rope, self.spec.alibi_slopes
         table = reference.Rope(rope.theta, rope.scale, rope.rotary_dim, dict(rope.scaling or ()))
         return reference_window.paged_attention(

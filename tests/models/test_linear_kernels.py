@@ -56,7 +56,7 @@ def _random(rng, shape, dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("shape, dtype, cpu", CASES)
 def test_linear(shape, dtype, cpu):
-    """With a bias and a residual, and float32 outputs without them."""
+    """Linear layers agree with NumPy: with bias and residual, and plain with float32 output."""
     rng = np.random.default_rng(7)
     shape, cpu = SHAPES[shape], TARGETS[cpu]
     matrix = PackedMatrix(*shape, dtype, vector_target(_target(cpu)))

@@ -73,7 +73,7 @@ def test_norms_of_q_and_k(num_q, num_k, dim, per_head, dtype):
 
 
 def test_gates():
-    """From where an activation is 0 to where it is the identity; the gate alone shows."""
+    """Covers the range of the gate in which the activation goes from 0 to the identity."""
     gate = np.concatenate([np.linspace(-12, 12, 999), [-80.0, 80.0, 0.0]]).astype("float32")
     x = np.stack([np.concatenate([gate, np.ones_like(gate)])])
     g = gate.astype("float64")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps have to compute and read, counted anew from weights and masks."""
+"""Flops and bytes of steps agree with a count from weights and masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = DecoderConfig.from_directory(TINY)
 
 
 def _num_weights(config: DecoderConfig) -> int:
-    """Of all matrices that rows are multiplied with; the table of embeddings is not."""
+    """Count the weights of all matrices that multiply rows; the embedding table does not."""
     return sum(
         int(np.prod(shape))
         for ours, weight in weights(config, range(config.num_layers))

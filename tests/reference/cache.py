@@ -14,7 +14,7 @@ from .trees import tree_mask, tree_path, tree_positions
 
 
 class ReferenceCache:
-    """What a cache holds: per sequence and layer the K and V rows, rounded to the page type.
+    """The content of a cache: K and V rows per sequence and layer, rounded to the page type.
 
     It has no pages and no capacity; tests that need those compute them from the lengths. `trees`
     has the parents of the nodes that are not committed, which are a sequence's last rows.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds of a layer, from the rows of the sequence."""
+"""The bytes that a checkpoint holds for a layer, from the rows of the sequence."""
 
 from __future__ import annotations
 

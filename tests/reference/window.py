@@ -22,7 +22,7 @@ from . import ReferenceCache, alibi_bias, attention, gather_slots, rotate, seque
 
 @dataclass
 class Window:
-    """Of one sequence; `dropped` positions are missing behind its sinks."""
+    """The window of one sequence; `dropped` positions are missing behind its sinks."""
 
     size: int = 0  # 0: everything
     sinks: int = 0

@@ -45,7 +45,7 @@ def program(folder) -> str:
 
 
 def most_likely(model: DecoderModel, prompts: list[list[int]]) -> list[list[int]]:
-    """What the model says in Python: a cache for each prompt, which is computed anew each time."""
+    """Return the model's texts in Python, with a new cache for each prompt."""
     texts = []
     for prompt in prompts:
         cache = model.create_cache(1, 256)
@@ -78,7 +78,7 @@ def test_a_batch_of_tokens(program, folder):
 
 @needs_cmake
 def test_who_has_come_to_an_end_leaves_the_batch(program, tmp_path):
-    """With full stops, which some of the texts come to, as the end of a text."""
+    """Full stops, which some of the texts contain, end a text."""
     model = DecoderModel.from_pretrained()
     prompts = [model.tokenizer.encode(prompt).ids for prompt in PROMPTS]
     source = tmp_path / "source"

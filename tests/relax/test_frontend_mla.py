@@ -190,7 +190,7 @@ def test_model_gives_what_the_reference_gives(attn_kind):
 
 
 def test_kernels_without_tags_of_ours():
-    """What "stock" emits has the conventions of apache-tvm, which this runtime serves too."""
+    """Kernels for the stock runtime keep its conventions, which this runtime serves too."""
     _check(_compile(runtime="stock"), has_trees=False)
 
 

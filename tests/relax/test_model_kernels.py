@@ -69,7 +69,7 @@ def _check(executable, function: str = "create", **reference_arguments) -> None:
 
 
 def _rebuilding_pipeline() -> tvm.transform.Pass:
-    """What mlc-llm runs, as far as apache-tvm has it; int64 buffers do not pass through it."""
+    """Return mlc-llm's pipeline, as far as apache-tvm has it; it refuses int64 buffers."""
     return tvm.transform.Sequential(
         [
             relax.transform.LegalizeOps(),

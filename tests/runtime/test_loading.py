@@ -43,7 +43,7 @@ MODEL_CONSTRUCTORS = {list(MODEL_CONSTRUCTORS.values())!r}
 
 
 def in_process(code: str, *arguments: str | Path, status: int = 0, **variables: str) -> str:
-    """What a new Python prints and complains about; it must end with the status."""
+    """Return the output and errors of a new Python, which must exit with the status."""
     environment = {k: v for k, v in os.environ.items() if k != "TVM_PAGEDKV_LIBRARY"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler makes of kernels for GPUs, without one: the gate passes, and it can fail."""
+"""The gate for compiled CUDA kernels passes, and fails on wrong machine code. No GPU needed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def source():
 
 @pytest.fixture(scope="module")
 def codes(source):
-    """Of the kernels for sm_80: `prefill`, `prefill_1`, which merges what it split, and `merge`."""
+    """The sm_80 machine code of `prefill`, `prefill_1` (the merge of its splits) and `merge`."""
     return by_name(source, "80")
 
 
@@ -127,7 +127,7 @@ def latent_source():
 
 
 def test_conditions_of_launches_are_read(latent_source):
-    """Of MLA each tiling has a kernel that attends and one that merges."""
+    """Each MLA tiling has an attention kernel and a merge kernel."""
     from cuda_machine_code import launches
 
     found = [(x.dynamic_bytes, x.device_bytes) for x in launches(latent_source)]
@@ -200,7 +200,7 @@ def test_accesses_before_the_wait_are_counted(source):
     ],
 )
 def test_constant_loads_of_what_kernels_write_are_refused(kernel, spec, declared, name):
-    """With a restricted pointer the compiler makes them of loads from what a kernel only reads."""
+    """The compiler turns loads through a restricted pointer into constant loads."""
     from cuda_gate_rules import failures
     from cuda_machine_code import machine_code
 

@@ -86,7 +86,7 @@ def test_wrong_kernels_are_found(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_folder_is_packed_and_run(tmp_path):
-    """On the CPU, for which the program can be tried: sections that time need torch."""
+    """The program also runs on the CPU; its timed sections need torch."""
     python = "{}.{}".format(*sys.version_info)
     pack = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--pack", str(tmp_path / "folder")]
     pack += ["--device", "cpu", "--tiny", "--python", python]

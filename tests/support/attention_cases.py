@@ -124,12 +124,12 @@ class AttentionCase:
         reference.assert_state_close(self.state(), expected, *dtypes, **how)
 
     def state(self):
-        """What the kernel wrote: o, lse."""
+        """Return the `(o, lse)` that the kernel wrote."""
         return self.o.numpy(), self.lse.numpy()
 
 
 class Batch(AttentionCase):
-    """What the paged and the ragged kernels have in common.
+    """The part that batches of paged and of ragged kernels share.
 
     Parameters
     ----------
@@ -218,7 +218,7 @@ class PagedBatch(Batch):
         kernel(*q, self.tensor(self.pages), *self._table(), *outputs)
 
     def expected(self, causal: bool = True, inline: bool = False, window=None):
-        """What the reference says: o, lse."""
+        """Return the reference's `(o, lse)`."""
         return reference.paged_attention(
             self.q,
             self.q_indptr,
@@ -261,7 +261,7 @@ class RaggedBatch(Batch):
         return (self.spec.dtype,)  # there are no pages
 
     def expected(self, causal: bool = True, inline: bool = False, window=None):
-        """What the reference says: o, lse."""
+        """Return the reference's `(o, lse)`."""
         return reference.ragged_attention(
             self.q,
             self.q_indptr,

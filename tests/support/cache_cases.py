@@ -54,19 +54,19 @@ class CachePair:
         return self.normal(num_rows, HEADS, DIM)
 
     def whole(self, layer: int, seq_ids, lengths, qkv, sinks=None):
-        """What the reference says of a layer's attention, which appends to it: o, lse."""
+        """Append to a layer of the reference and return its `(o, lse)`."""
         scale = DIM**-0.5
         return self.expected.attention(layer, seq_ids, lengths, qkv, NUM_KV_HEADS, scale, sinks)
 
     def attend(self, layer: int, seq_ids, lengths) -> None:
-        """Within a step."""
+        """Attend in a layer and compare; call it within a step."""
         qkv = self.qkv(sum(lengths))
         out = self.cache.attention(layer, qkv).numpy()
         o, _ = self.whole(layer, seq_ids, lengths, qkv)
         reference.assert_close(out, o, self.dtype, f"layer {layer} of {seq_ids} {lengths}")
 
     def attend_in_parts(self, layer: int, seq_ids, lengths, qkv) -> None:
-        """Within a step: self and cross attention of a layer, merged."""
+        """Merge self and cross attention of a layer and compare; call it within a step."""
         q, k, v = np.split(qkv, [NUM_QO_HEADS, NUM_QO_HEADS + NUM_KV_HEADS], axis=1)
         parts = self.cache.self_attention(layer, q, k, v)
         poison(self.cache)

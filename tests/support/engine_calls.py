@@ -90,7 +90,7 @@ class Engine:
             self.expected.remove_sequence(seq_id)
 
     def begin(self, seq_ids, lengths, parents=None) -> None:
-        """With two arguments where there are no trees, as engines do."""
+        """Begin a step; without trees the call has two arguments, as engines make it."""
         tree = [] if parents is None else [Shape(parents)]
         call(STATE + "begin_forward", self.cache, Shape(seq_ids), Shape(lengths), *tree)
 

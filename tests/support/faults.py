@@ -124,7 +124,7 @@ class FaultyAttention:
         self.calls.append((keys, p.max((0, 1)), change))
 
     def faults(self, page_size: int, rounds_qk: bool) -> Iterator[Fault]:
-        """Of each kind the one that matters least, among those that matter."""
+        """Yield the fault of each kind that moves the least weight above the threshold."""
         if not self.calls:
             return
         columns = (np.concatenate(x) for x in zip(*self.calls, strict=True))
@@ -169,7 +169,7 @@ unnoticed: list[str] = []
 
 
 def verify(case, *args, **how) -> None:
-    """In place of `AttentionCase.verify`: the comparison must refuse what is faulty."""
+    """Replace `AttentionCase.verify`: the comparison must refuse faulty results."""
     test = os.environ["PYTEST_CURRENT_TEST"].split(" ")[0]
     try:
         for fault in _not_refused(case, args, how):

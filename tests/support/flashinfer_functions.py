@@ -49,7 +49,7 @@ class Call:
     arguments: dict[str, Any]
 
     def summary(self) -> dict[str, Any]:
-        """What does not depend on addresses, on page ids and on values of rows."""
+        """Return the part that does not depend on addresses, page ids or values."""
         told = {}
         for name, value in self.arguments.items():
             if isinstance(value, np.ndarray):

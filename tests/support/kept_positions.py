@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers with a window still have of a sequence, by the rule of the runtime object."""
+"""Positions that layers with a window keep, by the rule of the runtime object."""
 
 POPPABLE = 16  # positions before the window that are kept as well
 
 
 class KeptPositions:
-    """From where on a group of layers keeps the positions of each sequence.
+    """The first position of each sequence that a layer group keeps.
 
     They are positions of the text: where a sequence has a window of its own, that differs from
     those that it holds. What the window has left behind is there for forks and pops until its

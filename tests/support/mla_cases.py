@@ -83,7 +83,7 @@ class LatentBatch(AttentionCase):
         )
 
     def expected(self, causal: bool = True):
-        """What the reference says: o, lse."""
+        """Return the reference's `(o, lse)`."""
         return reference.mla_paged_attention(
             self.q,
             self.q_indptr,

@@ -18,7 +18,7 @@ UNKNOWN = 10**9
 
 @dataclass(eq=False)
 class Checkpoint:
-    """What was exported, and what the references held of the sequence."""
+    """An exported checkpoint, with the rows that the references held."""
 
     metadata: str
     page_groups: list[tvm.runtime.Tensor]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers do in a random step: each way to attend, and what the reference says of it."""
+"""Layers of a random step: each way to attend, with its expected result."""
 
 from __future__ import annotations
 

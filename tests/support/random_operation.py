@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to random worlds: one kind of change each."""
+"""Operations on random worlds, one kind of change each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @tvm_ffi.register_error("KernelFails")
 class KernelFails(RuntimeError):
-    """What a broken kernel raises."""
+    """The error that a broken kernel raises."""
 
 
 class Operation(ABC):
@@ -25,7 +25,7 @@ class Operation(ABC):
     gives_pages_back = False  # whether it takes pages in a first call, before another one may fail
 
     def outcomes(self, world: World) -> set[str]:
-        """What every run must see: "done", "refused", "full" or "a kernel fails"."""
+        """Return the outcomes that every run must see: done, refused, full, a kernel fails."""
         return {"done", "refused"}
 
     @abstractmethod
@@ -33,7 +33,7 @@ class Operation(ABC):
         """Arguments; None when there is nothing to do it with."""
 
     def refusal(self, world: World, args: Any) -> type[Exception] | None:
-        """What the cache must raise."""
+        """Return the error that the cache must raise."""
         return None
 
     def may_be_gone(self, world: World, args: Any) -> bool:

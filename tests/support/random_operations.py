@@ -66,7 +66,7 @@ class Clear(Operation):
 
 
 def refusal_of_windows(world: World, seq_id: int, length: int) -> type[Exception] | None:
-    """What a window would see was not imported, say."""
+    """Return the error where a layer with a window no longer has positions that are needed."""
     text_length = world.text_length(seq_id, length)
     is_gone = any(kept.is_gone(seq_id, text_length) for kept in world.kept)
     return ValueError if is_gone and length else None
@@ -134,7 +134,7 @@ class Fork(Operation):
 
 
 class Pop(Operation):
-    """Of tree nodes as well, and of what is before them."""
+    """Pop tree nodes, and committed positions before them."""
 
     weight = 0.06
 
@@ -156,7 +156,7 @@ class Pop(Operation):
         return may_be_gone(world, args[0], self.length_after(world, args))
 
     def length_after(self, world: World, args: Any) -> int:
-        """Of what is committed."""
+        """Return the committed length after the pop."""
         seq_id, count = args
         return min(world.length(seq_id) - count, world.committed_length(seq_id))
 

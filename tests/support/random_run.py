@@ -50,7 +50,7 @@ def run_until_all_happened(
 
 
 def never_seen(worlds: Sequence[World], operations: Sequence[Operation]) -> set[str]:
-    """Of the outcomes of all operations, the failures of all kernels, and what caches count."""
+    """Return outcomes of operations, kernel failures and counters that have not occurred yet."""
     wanted = {"a mistake in a step", "moved_tree_nodes", "cow_page_copies"}
     for operation in operations:
         outcomes = operation.outcomes(worlds[0])
@@ -117,7 +117,7 @@ def check_counters(world: World) -> None:
 
 
 def pages_of(world: World, block: Block, group: int) -> set[int]:
-    """What a block that is sent keeps."""
+    """Return the pages that a block keeps while it is sent."""
     return {*(block.slots[group] // world.page_size).tolist()}
 
 

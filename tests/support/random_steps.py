@@ -97,7 +97,7 @@ class Step(Operation):
             assert self.state(world) == before
 
     def make_mistakes(self, world: World, batch: list[int]) -> None:
-        """What is not possible within a step."""
+        """Make calls that are refused within a step."""
         cache, some, before = world.cache, batch[0], world.state()
         tensor = tvm.runtime.tensor(np.zeros((1, 1, DIM), "f4"))
         for error, call in (

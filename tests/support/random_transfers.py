@@ -19,7 +19,7 @@ PEER, UNKNOWN = 3, 10**9
 
 @dataclass
 class Block:
-    """What a sender keeps until it is released."""
+    """A block that a sender keeps until it is released."""
 
     slots: list[np.ndarray]  # of each group of layers
     rows: list[np.ndarray]  # of each layer, as they were when the block was ready

@@ -171,7 +171,7 @@ class World:
         return self.references[0].committed_length(seq_id)
 
     def window(self, seq_id: int) -> Window:
-        """Of the sequence, and what it has dropped."""
+        """Return the window of the sequence, with the number of dropped positions."""
         return self.mha.of.get(seq_id) or Window()
 
     def is_whole(self, seq_id: int) -> bool:
@@ -223,7 +223,7 @@ class World:
 
     @property
     def groups(self) -> list[int]:
-        """Of each layer its group."""
+        """Return the group of each layer."""
         kinds = list(dict.fromkeys(self.layers))
         return [kinds.index(layer) for layer in self.layers]
 
@@ -233,14 +233,14 @@ class World:
         return view(pages) if self.device is None else tvm.runtime.Tensor.numpy(pages)
 
     def put(self, array: np.ndarray) -> Any:
-        """What a layer takes, where it must be until the device comes to it."""
+        """Return a layer's input as a tensor that lives until the device has read it."""
         if self.device is None:
             return array
         self.inputs.append(self.device.put(array))
         return self.inputs[-1]
 
     def compare(self, outputs: Any, wanted: Any, what: str) -> None:
-        """Of a step that has ended, some tensors with what the reference says."""
+        """Keep tensors of a finished step with their expected values."""
         self.outputs.append((outputs, wanted, what))
         if self.device is None:
             self.compare_all()
@@ -259,7 +259,7 @@ class World:
         return [group["num_reclaimed_pages"] for group in self.cache.stats()["groups"]]
 
     def tables(self) -> list[dict[int, Any]]:
-        """Of each group the page tables."""
+        """Return the page tables of each group."""
         ids = [*self.cache.sequence_ids(), *self.importing]
         return [{i: self.cache.page_table(i, g) for i in ids} for g in range(len(self.kept))]
 

@@ -60,7 +60,7 @@ class WindowPair(CachePair):
         self.check()
 
     def first_position(self, seq_id: int) -> int:
-        """Of the next row, as models and rotations count it."""
+        """Return the position of the next row, as models and rotations count it."""
         length = self.expected.length(seq_id)
         if self.expected.mode == "inline":
             return length

@@ -73,7 +73,7 @@ def stock_cuda_kernels(
 def stock_cuda_module(
     num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: str, target: tvm.target.Target
 ) -> tvm.IRModule:
-    """What `stock_cuda_kernels` compiles: functions under symbols that begin with "stock_"."""
+    """Return the functions that `stock_cuda_kernels` compiles, under symbols "stock_*"."""
     heads = (num_kv_heads, num_qo_heads)
     functions = {
         "transpose_append": stock._kv_cache_transpose_append(num_kv_heads, head_dim, dtype),

@@ -47,7 +47,7 @@ def append(cache, seq_id: int, qkv: np.ndarray) -> list[np.ndarray]:
 
 
 def attend(qkv: np.ndarray, num_new: int, window: int | None = None) -> np.ndarray:
-    """What the reference says of the last rows of a sequence."""
+    """Return the reference's results for the last rows of a sequence."""
     q, k, v = np.split(qkv, [HEADS, HEADS + KV_HEADS], axis=1)
     mask = reference.causal_mask(num_new, len(qkv), window)
     return reference.attention(q[-num_new:], k, v, mask, DIM**-0.5)[0]

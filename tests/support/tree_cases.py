@@ -23,7 +23,7 @@ def chain(num_nodes: int) -> list[int]:
 
 
 class _Trees:
-    """What a batch needs to know of its sequences' trees."""
+    """The token trees of a batch."""
 
     def plant(self, parents: list[list[int]]) -> None:
         """Take the parents of each sequence's nodes; their depths become RoPE positions."""
@@ -50,7 +50,7 @@ class _Trees:
             rows[:, 1] = rows[:, 0]
 
     def mask(self, b: int, window: int | None = None) -> np.ndarray:
-        """What the rows of a sequence see."""
+        """Return the mask of the rows of a sequence."""
         num_rows, kv_len = self.num_rows[b], self.kv_lens[b]
         mask = reference.tree_mask(self.parents[b], num_rows, kv_len, window)
         if self.is_hidden and self.parents[b]:

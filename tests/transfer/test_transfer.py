@@ -146,7 +146,7 @@ def test_types(dtype):
 
 
 def test_several_sequences_and_forks():
-    """In one step and out of order; onto a fork, whose last page is another's as well."""
+    """Transfers in one step and out of order, onto a fork that shares its last page."""
     source, target = caches(1)
     sender, receiver = connect(source, target)
     qkv = rows(1, 30)

@@ -233,7 +233,7 @@ def test_a_listener_that_closes(fake_listener):
 
 
 def test_messages_behind_the_handshake_are_kept(listener, stranger, threads):
-    """What comes in one piece with the end of the handshake is a message."""
+    """Bytes that arrive together with the end of the handshake are a message."""
     accepted = threads.submit(listener.accept, 5.0)
     channel = MessageChannel.connect(listener.address, 5.0, SECRET)
     for number in range(100):

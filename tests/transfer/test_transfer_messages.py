@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the other side, or an engine, says of a transfer is checked before a byte is written."""
+"""Messages of peers and engines are validated before a byte is written."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ OFFERS = {
 
 @pytest.mark.parametrize("name", list(OFFERS))
 def test_offers_that_are_wrong(pair, name):
-    """What a sender says is checked before a byte is written."""
+    """A sender's messages are validated before a byte is written."""
     changes, text = OFFERS[name]
     send = pair.sender.send(pair.begin(), 0)
     channel, real = pair.sender.channel, pair.sender.channel.send

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes out of a socket may be anything: an error, and no memory or file is kept."""
+"""Arbitrary bytes from a socket give an error, and no memory or file is kept."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ MEMORIES = {
 
 @pytest.mark.parametrize("name", list(MEMORIES))
 def test_descriptions_of_memory(monkeypatch, name):
-    """What a sender says of its memory is checked before any is mapped."""
+    """A sender's description of its memory is validated before any is mapped."""
     one, other = (SharedMemoryChannel(end) for end in socket.socketpair())
     source, target = make_cache(enable_kv_transfer=True), make_cache()
     before = open_descriptors()

@@ -112,7 +112,7 @@ def overlapping():
 
 @dataclass(frozen=True)
 class Launch:
-    """Of one launch the blocks of the grid, the threads of a block, and its shared memory.
+    """One launch: blocks of the grid, threads per block, and shared memory per block.
 
     Also how many bytes each block copied asynchronously from global memory.
 

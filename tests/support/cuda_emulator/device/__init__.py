@@ -34,7 +34,7 @@ class EmulatedDevice:
 
     @contextmanager
     def counted(self) -> Iterator[Counter]:
-        """What the host calls meanwhile: copies, events, allocations, and how often it stops."""
+        """Count the host's copies, events, allocations and waits within."""
         before, calls = Counter(dict(self.counts().items())), Counter()
         yield calls
         calls.update(Counter(dict(self.counts().items())) - before)

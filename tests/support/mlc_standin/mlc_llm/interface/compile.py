@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an exported model to an executable."""
+"""Compile an exported model to an executable."""
 
 import dataclasses
 from typing import Any

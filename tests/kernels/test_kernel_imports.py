@@ -48,3 +48,9 @@ def test_no_import_against_the_arrows(component):
 def test_imports_are_found():
     assert "tir_kernels.spec" in imports_of(ROOT / "cpu/attention/mla.py")
     assert "tir_kernels.cuda.backend" in imports_of(ROOT / "backend.py")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

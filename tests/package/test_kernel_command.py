@@ -85,3 +85,9 @@ def test_ptx(printed):
 def test_mistakes(capsys, arguments, message):
     assert main(["kernel", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

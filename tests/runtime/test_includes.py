@@ -71,3 +71,9 @@ def test_violations_are_found(tmp_path, path, include):
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(f"#include {include}\n")
     assert len(find_violations(tmp_path)) == 1
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -57,3 +57,9 @@ def test_a_missing_kernel_is_noticed(tool, tmp_path, capsys):
 def test_it_shows_kernels(tool, capsys):
     assert tool("show", "-", "--only", "cuda-narrow-heads", "--kernel", "merge") == 0
     assert "# cuda-narrow-heads/merge" in capsys.readouterr().out
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from ..support.cpp_build import ROOT
+
 KERNELS = ("rope_append", "prefill", "decode", "copy_single_page")
 
 
@@ -68,12 +70,13 @@ def _pool_and_advice(max_total_tokens: int) -> dict[str, int]:
 @pytest.mark.skipif(not _system_tells_advice(), reason="the system does not tell what was advised")
 @pytest.mark.parametrize("max_total_tokens", [64, 4096])
 def test_large_pools_are_advised(max_total_tokens):
-    ran = subprocess.run(
-        [sys.executable, __file__, str(max_total_tokens)],
-        capture_output=True,
-        text=True,
-        timeout=300,
+    code = (
+        "import json\n"
+        "from tests.cache.test_huge_pages import _pool_and_advice\n"
+        f"print(json.dumps(_pool_and_advice({max_total_tokens})))"
     )
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     counts = json.loads(ran.stdout.splitlines()[-1])
     if max_total_tokens == 64:
@@ -104,10 +107,6 @@ def test_huge_zeros_are_advised():
     before = _advised_bytes()
     array, _ = huge_zeros((2**23,), "uint8")
     assert _advised_bytes() - before >= array.nbytes
-
-
-if __name__ == "__main__":
-    print(json.dumps(_pool_and_advice(int(sys.argv[1]))))
 
 
 if __name__ == "__main__":

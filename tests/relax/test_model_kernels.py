@@ -29,7 +29,6 @@ from ..runtime.test_loading import in_process
 from ..support.model_target import MODEL_TARGET
 from .test_frontend import CAPACITIES, HEAD_DIM, AttentionOnly, check_fused, export_model
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "relax-models.md"
 ROPE = reference.Rope(rotary_dim=HEAD_DIM)
 AARCH64 = Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-n1"})
 ELF_MACHINES = {62: "x86-64", 183: "aarch64"}
@@ -308,14 +307,6 @@ def test_another_page_size_than_that_of_the_kernels():
 
 
 # --- the document -------------------------------------------------------------------------------
-
-
-def test_the_example_of_the_document(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S))
-    exec(compile(code, str(DOCUMENT), "exec"), {"__name__": "example"})
-    assert capsys.readouterr().out == "(1, 5, 6, 32)\n"
-    assert (tmp_path / "model.so").is_file()
 
 
 if __name__ == "__main__":

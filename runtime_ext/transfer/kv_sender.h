@@ -30,7 +30,7 @@ class KVSender {
 
   /*!
    * \brief Connects a receiver, or disconnects it.
-   * \param handler Takes the id of a block; None lets go of all that was meant for the receiver.
+   * \param handler Takes the id of a block; None releases all blocks for the receiver.
    * \param num_slots Slots of the receiver's pools, for each layer group.
    */
   void SetHandler(int64_t peer, ffi::Optional<ffi::Function> handler, IntSpan num_slots);

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from .codec import CODECS, Codec
+
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -88,7 +90,7 @@ class KernelSpec:
     qk_head_dim, v_head_dim : int
         Width of a row of Q and K, and of V. Paged kernels of kind "mha" need them to be equal.
     dtype, kv_dtype : str
-        Type of Q, K, V and O in a step, and of the pages.
+        Type of Q, K, V and O in a step, and of the pages; the latter may name a codec.
     page_size : int
         Slots of a page: a power of two from 1 to 256.
     rope : RopeSpec
@@ -143,6 +145,11 @@ class KernelSpec:
     def group_size(self) -> int:
         """Query heads that share a KV head."""
         return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def codec(self) -> Codec | None:
+        """How the pages keep rows, if they are quantized."""
+        return CODECS.get(self.kv_dtype)
 
 
 LOG2E = math.log2(math.e)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The specification of quantized rows and pages; see `tir_kernels.codec` for the rules."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+SMALLEST_NORMAL = np.float32(2.0**-126)
+
+
+def hadamard(width: int) -> np.ndarray:
+    """The matrix that rows are multiplied with: ``[width, width]``, symmetric, its own inverse.
+
+    Blocks of the largest power of two that divides the width, on the diagonal.
+    """
+    size = width & -width
+    block = np.ones((1, 1))
+    while len(block) < size:
+        block = np.block([[block, block], [block, -block]]) / np.sqrt(2)
+    return np.kron(np.eye(width // size), block)
+
+
+def rotate(codec, rows: np.ndarray, v_width: int) -> np.ndarray:
+    """Rows ``[..., width]`` in float32, multiplied with Hadamard matrices if the codec does so.
+
+    The columns that are V and the other ones are multiplied apart.
+    """
+    rows = np.asarray(rows, dtype=np.float32)
+    if not codec.has_hadamard:
+        return rows
+    width = rows.shape[-1]
+    parts = [rows[..., :v_width]] + ([rows[..., v_width:]] if v_width < width else [])
+    with np.errstate(invalid="ignore", over="ignore"):
+        rotated = [part.astype(np.float64) @ hadamard(part.shape[-1]) for part in parts]
+    return np.concatenate(rotated, axis=-1).astype(np.float32)
+
+
+def quantize(codec, rows: np.ndarray, v_width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes ``[..., width]`` as numbers and scales ``[..., groups]`` of rows as they are rotated.
+
+    Both are float32; the scales are numbers of the codec's type.
+    """
+    rows = np.asarray(rows, dtype=np.float32)
+    width = rows.shape[-1]
+    codes, scales = np.zeros(rows.shape, np.float32), []
+    for begin, end in codec.groups(width, v_width):
+        group = rows[..., begin:end]
+        with np.errstate(all="ignore"):
+            largest, smallest = group.max(-1), group.min(-1)
+            extreme = np.maximum(largest, -smallest)
+            if codec.limit < 0:
+                extreme = np.where(largest > -smallest, largest, smallest)
+            scale = (extreme / np.float32(codec.limit)).astype(np.float32)
+            if codec.scale_dtype == "bfloat16":
+                scale = scale.astype(ml_dtypes.bfloat16).astype(np.float32)
+            scale = np.where(np.abs(scale) < SMALLEST_NORMAL, np.float32(0), scale)
+            is_finite = np.isfinite(group).all(-1)
+            is_known = is_finite & (scale != 0)
+            inverse = np.where(is_known, np.float32(1) / scale, np.float32(0))
+            code = np.where(is_known[..., None], group * inverse[..., None], np.float32(0))
+        codes[..., begin:end] = nearest_code(codec, code)
+        scales.append(np.where(is_finite, scale, np.float32(np.nan)))
+    return codes, np.stack(scales, axis=-1)
+
+
+def nearest_code(codec, values: np.ndarray) -> np.ndarray:
+    """The codes nearest to float32 values, as float32 numbers."""
+    if codec.name == "float8_e4m3fn":
+        limited = np.clip(values, -codec.limit, codec.limit)
+        return limited.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    lowest, highest = (-127, 127) if codec.bits == 8 else (-8, 7)
+    return np.clip(np.rint(values), lowest, highest).astype(np.float32)
+
+
+def dequantize(codec, codes: np.ndarray, scales: np.ndarray, v_width: int) -> np.ndarray:
+    """Rows ``[..., width]`` in float32, rotated back, of what `quantize` gives."""
+    rows = np.empty_like(codes)
+    for g, (begin, end) in enumerate(codec.groups(codes.shape[-1], v_width)):
+        rows[..., begin:end] = codes[..., begin:end] * scales[..., g, None]
+    return rotate(codec, rows, v_width)
+
+
+def keep(codec, rows: np.ndarray, v_width: int | None = None) -> np.ndarray:
+    """What a quantized cache gives back of rows ``[..., width]``: float32."""
+    v_width = rows.shape[-1] if v_width is None else v_width
+    return dequantize(codec, *quantize(codec, rotate(codec, rows, v_width), v_width), v_width)
+
+
+def code_bytes(codec, codes: np.ndarray) -> np.ndarray:
+    """Codes ``[..., width]`` as the bytes ``[..., row_bytes]`` of a page: uint8."""
+    if codec.name == "float8_e4m3fn":
+        return codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    if codec.bits == 8:
+        return codes.astype(np.int8).view(np.uint8)
+    half, nibbles = codes.shape[-1] // 2, (codes + 8).astype(np.uint8)
+    return nibbles[..., :half] | nibbles[..., half:] << 4
+
+
+def codes_of(codec, data: np.ndarray) -> np.ndarray:
+    """The inverse of `code_bytes`."""
+    if codec.name == "float8_e4m3fn":
+        return data.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    if codec.bits == 8:
+        return data.view(np.int8).astype(np.float32)
+    return np.concatenate([data & 15, data >> 4], axis=-1).astype(np.float32) - 8
+
+
+def page_parts(codec, pages: np.ndarray, row_shape: tuple, width: int, v_width: int):
+    """Views of ``pages uint8 [P, page_bytes]``: ``codes [P, *row_shape, row_bytes]``, ``scales``.
+
+    `row_shape` is ``(2, Hk, page_size)``, with MLA ``(page_size,)``; scales are
+    ``[P, *row_shape, groups]``.
+    """
+    num_rows, num_groups = int(np.prod(row_shape)), len(codec.groups(width, v_width))
+    codes_end = num_rows * codec.row_bytes(width)
+    scales_end = codes_end + num_rows * codec.scale_bytes(width, v_width)
+    dtype = ml_dtypes.bfloat16 if codec.scale_dtype == "bfloat16" else np.float32
+    codes = pages[:, :codes_end].reshape(len(pages), *row_shape, -1)
+    scales = pages[:, codes_end:scales_end].view(dtype)
+    return codes, scales.reshape(len(pages), *row_shape, num_groups)

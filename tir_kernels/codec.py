@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How pages keep rows of K and V in fewer bits: the only place that knows a format.
+
+A row of a quantized cache is kept as codes and, for each group of its values, a scale: a value is
+its code times the scale of its group. Everything else asks the codec: kernels, the arithmetic of
+pages, the memory of a cache, checkpoints and transfers.
+
+A page is a run of bytes::
+
+    codes   [rows, page_size, row_bytes]     rows: K of each head, then V; one latent row for MLA
+    scales  [rows, page_size, num_groups]    of type `scale_dtype`
+    padding to a multiple of 64 bytes
+
+The scale of a group is chosen when the row is appended and never changes:
+
+* ``scale = extreme / limit``, rounded to `scale_dtype`, where ``extreme`` is the value of the
+  largest magnitude (its magnitude, where `limit` is positive). A code is the nearest one to
+  ``value * (1 / scale)``, in float32, limited to the range of codes.
+* A scale below the smallest normal float32 number is 0, and so are the values of the group.
+* A group with a NaN or an infinity has the scale NaN: all its values come back as NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PAGE_ALIGNMENT = 64  # bytes: rows of codes do not straddle more cache lines than they must
+_SCALE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A format of quantized rows.
+
+    Parameters
+    ----------
+    name : str
+        The `kv_dtype` by which users choose it.
+    storage_dtype : {"int8", "uint8"}
+        Type of the bytes that hold codes. "uint8" with 8 bits: an 8-bit floating-point number.
+        With 4 bits: two codes plus 8 in a byte, an element of the first half of the row in the low
+        bits and the one half a row behind in the high bits.
+    bits : int
+        Of a code: 8 or 4.
+    limit : float
+        The code that the value of the largest magnitude gets. Negative: a value of that sign and
+        its opposite both get it, for the scale takes the sign.
+    group_size : int
+        Values that share a scale; 0: a whole row (MLA: the columns that are V, and the others).
+    scale_dtype : {"float32", "bfloat16"}
+        Type of the scales.
+    has_hadamard : bool
+        Whether rows are multiplied with a Hadamard matrix before they are quantized, which spreads
+        outliers; see `semantics.hadamard`. Q is multiplied too, and O is multiplied back.
+    """
+
+    name: str
+    storage_dtype: str
+    bits: int
+    limit: float
+    group_size: int = 0
+    scale_dtype: str = "float32"
+    has_hadamard: bool = False
+
+    def check_row(self, width: int, v_width: int) -> None:
+        """Check that rows of `width` values can be kept, the first `v_width` of which are V.
+
+        Raises
+        ------
+        ValueError
+            If they cannot be cut into groups.
+        """
+        for dim in (width, v_width) if self.group_size else ():
+            if dim % self.group_size:
+                raise ValueError(
+                    f"kv_dtype {self.name!r} keeps one scale for {self.group_size} values, so head "
+                    f"dims must be multiples of {self.group_size}, got {dim}; choose 'int8' or "
+                    "'float8_e4m3fn', which have one scale for a row"
+                )
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of the codes of a row of `width` values."""
+        return width * self.bits // 8
+
+    def groups(self, width: int, v_width: int) -> tuple[tuple[int, int], ...]:
+        """Columns ``(begin, end)`` of each group of a row; no group straddles `v_width`."""
+        if self.group_size:
+            return tuple((b, b + self.group_size) for b in range(0, width, self.group_size))
+        return ((0, width),) if v_width == width else ((0, v_width), (v_width, width))
+
+    def scale_bytes(self, width: int, v_width: int) -> int:
+        """Bytes of the scales of a row."""
+        return len(self.groups(width, v_width)) * _SCALE_BYTES[self.scale_dtype]
+
+    def page_bytes(self, num_rows: int, width: int, v_width: int) -> int:
+        """Bytes of a page of `num_rows` rows (``page_size`` times the rows of a slot)."""
+        used = num_rows * (self.row_bytes(width) + self.scale_bytes(width, v_width))
+        return -(-used // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+
+
+CODECS = {
+    codec.name: codec
+    for codec in (
+        Codec("int8", "int8", bits=8, limit=127.0),
+        Codec("float8_e4m3fn", "uint8", bits=8, limit=448.0),
+        Codec(
+            "int4",
+            "uint8",
+            bits=4,
+            limit=-8.0,
+            group_size=32,
+            scale_dtype="bfloat16",
+            has_hadamard=True,
+        ),
+    )
+}

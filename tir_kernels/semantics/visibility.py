@@ -92,12 +92,13 @@ class Span:
     Parameters
     ----------
     begin, end : int32 expressions
+        A `begin` of None: all columns of a sequence that has dropped none.
     k_offset : int32 expression
         RoPE position of column 0, if the span reached down to it.
     back : int32 expression
-        A row sees as many columns before its own.
+        A row sees as many columns before its own; None without `begin`.
     last_position : int32 expression
-        RoPE positions of rows beyond it are taken for it.
+        RoPE positions of rows beyond it are taken for it; None without `begin`.
     """
 
     begin: object
@@ -105,6 +106,11 @@ class Span:
     k_offset: object
     back: object
     last_position: object
+
+    @staticmethod
+    def whole(kv_len, k_offset) -> Span:
+        """All columns of a sequence without a gap: there is no `begin`."""
+        return Span(None, kv_len, k_offset, None, None)
 
 
 class GappedSequence(WholeSequence):

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 
 from tvm.script import tirx as T
 
-from ...semantics.visibility import CausalMask, WholeSequence
+from ...semantics.visibility import CausalMask, Span, WholeSequence
 from ...signatures import latent
 from ...signatures.inputs import AttentionInputs, PagedInputs
 from ...spec import LOG2E, KernelSpec
@@ -25,19 +24,38 @@ from .kv_operands import operands
 from .kv_rows import LatentRows
 from .prefill.tile import PrefillTile
 from .prefill.tiling import POSITIONS, Tiling
-from .shared.split_tiles import TileWork, emit_cut_tiles
+from .shared.split_tiles import CutTile, TileWork, emit_cut_tiles
 from .shared.tile import SharedTile
+from .shared.tiling import SharedStep
 from .tree_mask import TreeMask
 
 
-class _Tile(SimpleNamespace):
-    """Tokens of a sequence: `sequence`, `first_row` in Q of the sequence and its `num_rows`,
-    `first_token` and `num_tokens` of the tile, `kv_len`, `before`, the cost of all earlier tiles,
-    and `cost`: its blocks of positions (at least one) times its tokens.
+@dataclass(frozen=True, kw_only=True)
+class _SequenceTile(CutTile):
+    """Tokens of a sequence with all their heads; a tile that sees nothing costs one block.
+
+    Parameters
+    ----------
+    sequence : int32 expression
+    first_row, num_rows : int32 expressions
+        The sequence's rows of Q.
+    first_token : int32 expression
+        Counted from `first_row`.
+    kv_len : int32 expression
+        Positions of the sequence.
+    end : int32 expression
+        First position that no token sees.
     """
 
+    sequence: object
+    first_row: object
+    num_rows: object
+    first_token: object
+    kv_len: object
+    end: object
 
-def _for_tiles(spec: KernelSpec, a: AttentionInputs, body: Callable[[_Tile], None]):
+
+def _for_tiles(spec: KernelSpec, a: AttentionInputs, body: Callable[[_SequenceTile], None]):
     """Emit ``body(tile)`` for every tile of the batch; returns the cost of all."""
     tokens = Tiling.of(spec).tokens
     before = Register(1, "int64", T.int64(0))
@@ -53,7 +71,7 @@ def _for_tiles(spec: KernelSpec, a: AttentionInputs, body: Callable[[_Tile], Non
             num_blocks = T.max((end + POSITIONS - 1) // POSITIONS, 1)
             cost = wide_temp(T.cast(num_blocks, "int64") * num_tokens)
             body(
-                _Tile(
+                _SequenceTile(
                     sequence=b,
                     first_row=first_row,
                     num_rows=num_rows,
@@ -87,7 +105,9 @@ class _LatentTile(PrefillTile):
         """Index of a row's state in `state.row_max` and `state.row_sum`."""
         return self.state.index(row // self.tiling.rows, row % self.tiling.rows)
 
-    def run_blocks(self, a: AttentionInputs, tile: _Tile, rows: LatentRows, begin, end) -> None:
+    def run_blocks(
+        self, a: AttentionInputs, tile: _SequenceTile, rows: LatentRows, begin, end
+    ) -> None:
         """Attend to the blocks of positions ``begin .. end - 1``, from a cleared state."""
         last = T.min(end, (tile.end + POSITIONS - 1) // POSITIONS)
         end = index_temp(T.max(begin, last))
@@ -100,10 +120,10 @@ class _LatentTile(PrefillTile):
             with T.Else():
                 self._run_tokens(a, tile, rows, begin, end)
 
-    def _run_token(self, a, tile: _Tile, rows: LatentRows, begin, end) -> None:
+    def _run_token(self, a, tile: _SequenceTile, rows: LatentRows, begin, end) -> None:
         """Attend where all rows see the same."""
         token = index_temp(tile.first_row + tile.first_token)
-        step = SimpleNamespace(
+        step = SharedStep(
             num_rows=T.int32(self.spec.num_qo_heads),
             row_of=lambda head: (token, head),
             kv_len=tile.end,
@@ -118,7 +138,7 @@ class _LatentTile(PrefillTile):
             T.buffer_store(self.state.row_max, state.row_max[self.one_token.row_state(head)], [row])
             T.buffer_store(self.state.row_sum, state.row_sum[self.one_token.row_state(head)], [row])
 
-    def _run_tokens(self, a, tile: _Tile, rows: LatentRows, begin, end) -> None:
+    def _run_tokens(self, a, tile: _SequenceTile, rows: LatentRows, begin, end) -> None:
         tiling, group = self.tiling, self.spec.num_qo_heads
         num_rows = index_temp(tile.num_tokens * group)
         num_blocks = index_temp((num_rows + tiling.rows - 1) // tiling.rows)
@@ -135,13 +155,13 @@ class _LatentTile(PrefillTile):
             self.load_q(a, row, token, index_temp(source % group), factor)
         with T.serial(num_blocks) as block:
             self.state.reset(block)
-        step = SimpleNamespace(rows=rows, kv_len=tile.kv_len, k_offset=0)
+        span = Span.whole(tile.kv_len, 0)
         with T.serial(begin, end) as i:
             first = index_temp(i * POSITIONS)
-            self.pack(a, step, first)
-            self.attend(a, first, num_blocks, end_of, None, factor)
+            self.pack(a, rows, first, span)
+            self.attend(a, first, num_blocks, end_of, None, factor, span)
 
-    def finish_row(self, a: AttentionInputs, tile: _Tile, row) -> None:
+    def finish_row(self, a: AttentionInputs, tile: _SequenceTile, row) -> None:
         """Store a row that has seen all of its positions."""
         token = tile.first_row + tile.first_token + row // self.spec.num_qo_heads
         self.store_row(a, row, token, row % self.spec.num_qo_heads)
@@ -150,7 +170,7 @@ class _LatentTile(PrefillTile):
 class _Output:
     """Rows of O and LSE of a tile, for `PartialStates.merge`."""
 
-    def __init__(self, spec: KernelSpec, a: AttentionInputs, tile: _Tile):
+    def __init__(self, spec: KernelSpec, a: AttentionInputs, tile: _SequenceTile):
         self.a, self.group = a, spec.num_qo_heads
         self.first_token = index_temp(tile.first_row + tile.first_token)
 

@@ -25,8 +25,9 @@ from ..define import build
 from ..inline_rope import InlineRope
 from ..kv_operands import operands, single_row_operands
 from ..partial_states import Output, PartialStates
+from .blocking import Blocking
 from .single_row import Pages, SingleRow, attend_row, bind_lengths, heads_of
-from .split import Blocking, DecodeSplit
+from .split import DecodeSplit
 
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
 MIN_ELEMENTS = 1 << 16  # of K that are worth a cut

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from tvm.script import tirx as T
 
 from ....semantics.softmax import HIDDEN
@@ -23,6 +21,7 @@ from ...simd import (
     temp,
 )
 from ...soft_cap import soft_cap
+from .blocking import DecodeStep
 
 SOON = 8  # positions between a line's last prefetch and its use
 
@@ -41,7 +40,7 @@ class Scores:
         self.blocking, self.split = split.blocking, split
         self.elements = self.spec.qk_head_dim // self.ops.numbers
 
-    def block(self, a, step: SimpleNamespace, k_offset) -> None:
+    def block(self, a, step: DecodeStep, k_offset) -> None:
         """Multiply a KV head's rows of Q with the rows of K of a block; see `DecodeSplit.step`."""
         at_once = self.blocking.positions
         with T.serial((step.count + at_once - 1) // at_once) as i:

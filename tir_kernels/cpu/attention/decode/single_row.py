@@ -15,7 +15,8 @@ from ...tasks import Queue, cut
 from ..kv_operands import single_row_operands
 from ..kv_rows import PagedRows
 from ..partial_states import Output
-from .split import Blocking, DecodeSplit
+from .blocking import Blocking
+from .split import DecodeSplit
 from .values import STRIP
 
 SEQUENCES_PER_TASK = 8  # fewer would leave tasks of too different a size

@@ -14,9 +14,6 @@ the caches already is processed up to 15 % slower.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
-
 from tvm.script import tirx as T
 
 from ....spec import LOG2E, KernelSpec
@@ -25,54 +22,9 @@ from ...simd import F32, broadcast, constant, index_temp, load, store, temp
 from ..alibi import AlibiBias
 from ..kv_rows import PagedRows
 from ..online_softmax import OnlineSoftmax
+from .blocking import BLOCK, Blocking, DecodeStep
 from .scores import Scores
 from .values import Values
-
-BLOCK = 64  # positions of a softmax step
-STATE_BYTES = 1 << 16  # of the rows of Q and O of a split, which stay in L2
-
-
-@dataclass(frozen=True)
-class Blocking:
-    """How the rows of a group and the positions of a block go through the registers.
-
-    Parameters
-    ----------
-    rows : int
-        Query heads whose accumulators are live at once.
-    row_blocks : int
-        Such sets in a group; the last one may be padded.
-    positions : int
-        Rows of K that are multiplied at once.
-    vectors : int
-        Vectors of an output row that are live at once.
-    """
-
-    rows: int
-    row_blocks: int
-    positions: int
-    vectors: int
-
-    @property
-    def padded_rows(self) -> int:
-        """Rows of the group's buffers."""
-        return self.rows * self.row_blocks
-
-    def max_local_heads(self, spec: KernelSpec) -> int:
-        """KV heads of a split: all, or so many that their rows of Q and O stay in L2."""
-        row_bytes = 4 * (spec.qk_head_dim + spec.v_head_dim)
-        most = max(1, STATE_BYTES // (row_bytes * self.padded_rows))
-        return -(-spec.num_kv_heads // -(-spec.num_kv_heads // most))
-
-    @staticmethod
-    def of(spec: KernelSpec) -> Blocking:
-        """Choose for a spec."""
-        max_rows, accumulators = (8, 16) if spec.target.registers >= 32 else (4, 8)
-        row_blocks = -(-spec.group_size // max_rows)
-        rows = -(-spec.group_size // row_blocks)
-        positions = 1 << ((accumulators + rows // 2) // rows).bit_length() - 1
-        positions = min(positions, 8, spec.target.lanes)  # whose sums fill at most a vector
-        return Blocking(rows, row_blocks, positions, max(1, accumulators // rows))
 
 
 class DecodeSplit:
@@ -208,7 +160,7 @@ class DecodeSplit:
             next_head = index_temp(T.if_then_else(is_end, num_local_heads, 0))
             with T.serial(num_local_heads) as local_head:
                 is_last = local_head == num_local_heads - 1
-                step = SimpleNamespace(
+                step = DecodeStep(
                     rows=rows.of_local_head(local_head),
                     following=rows.of_local_head(
                         T.if_then_else(is_last, next_head, local_head + 1)
@@ -221,16 +173,8 @@ class DecodeSplit:
                 )
                 self.step(a, step, k_offset)
 
-    def step(self, a, step: SimpleNamespace, k_offset) -> None:
-        """Attend to a block of positions with one local_head.
-
-        Parameters
-        ----------
-        step : namespace
-            `rows` of the `local_head`; the `first` position of the block and their `count`; the
-            positions `before` the first visible one (None: none); `following` and
-            `following_first`: rows and position to prefetch.
-        """
+    def step(self, a, step: DecodeStep, k_offset) -> None:
+        """Attend to a block of positions: the steps of online softmax."""
         self.scores.block(a, step, k_offset)
         if self.spec.logit_softcap is not None:
             self.scores.cap()
@@ -247,7 +191,7 @@ class DecodeSplit:
             self.scores.hide(step.count, step.before)
         self.for_row_blocks(step.local_head, lambda *block: self.attend(step, *block))
 
-    def attend(self, step: SimpleNamespace, block, first_row, row) -> None:
+    def attend(self, step: DecodeStep, block, first_row, row) -> None:
         """Take a block of positions into the sums of a set of rows."""
         lanes = self.lanes
         self.state.update(

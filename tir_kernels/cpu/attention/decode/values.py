@@ -8,12 +8,11 @@ put into that of the columns once at the end.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from tvm.script import tirx as T
 
 from ...columns import chunks, for_columns
 from ...simd import Register, broadcast, elements_per_line, index_temp, load, shuffle, store, temp
+from .blocking import DecodeStep
 from .scores import SOON
 
 STRIP = 16  # rows of V that are read in all their columns before the next ones
@@ -24,7 +23,7 @@ class Values:
 
     Parameters
     ----------
-    split : decode_segment.DecodeSplit
+    split : split.DecodeSplit
         Has O, the packed weights and the decays of the softmax.
     """
 
@@ -34,7 +33,7 @@ class Values:
         self.elements = self.spec.v_head_dim // self.ops.numbers  # of a row
         self.elements_at_once = max(1, split.blocking.vectors // self.ops.numbers)
 
-    def block(self, step: SimpleNamespace, first_row, weights_row) -> None:
+    def block(self, step: DecodeStep, first_row, weights_row) -> None:
         """Add the weighted rows of a block; those that are not visible are not read.
 
         All columns of a few rows come before the next rows, so that memory is read in order.
@@ -78,7 +77,7 @@ class Values:
                 value = load(split.o, at, c.lanes) * broadcast(decay, c.lanes)
                 store(split.o, at, c.lanes, value)
 
-    def _strip(self, step, first_row, weights_row, columns, positions) -> None:
+    def _strip(self, step: DecodeStep, first_row, weights_row, columns, positions) -> None:
         """Add some columns of a strip: of `positions`, which are (first of the block, number)."""
         (start, parts), (column, left) = columns, positions
         run, o = min(step.rows.run, STRIP), self.split.o
@@ -101,7 +100,7 @@ class Values:
         for (r, c, n), value in total.items():
             store(o, at[r, c, n], c.lanes, value.get())
 
-    def _add_rows(self, step, total, weights_row, columns, positions) -> None:
+    def _add_rows(self, step: DecodeStep, total, weights_row, columns, positions) -> None:
         (start, parts), (column, num_rows) = columns, positions
         ops, run = self.ops, min(step.rows.run, STRIP)
         tile = step.rows.tile(step.first + column, run)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
@@ -26,7 +25,7 @@ from ..inline_rope import InlineRope
 from ..kv_operands import operands
 from ..kv_rows import RaggedRows
 from .tile import PrefillTile
-from .tiling import Tiling
+from .tiling import PrefillStep, Tiling
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
 UNITS_PER_TASK = 8  # with fewer, units are halved, so that tasks finish together
@@ -122,7 +121,7 @@ def _attend_tiles(
         a.mask.begin_sequence(b, kv_len)
         unit.run(
             a,
-            SimpleNamespace(
+            PrefillStep(
                 rows=rows,
                 kv_len=kv_len,
                 gap=gap,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
@@ -18,9 +17,10 @@ from ...operands import ROWS_AT_ONCE, pack_k
 from ...simd import F32, broadcast, constant, elements_per_line, index_temp, load, ramp, store, temp
 from ...soft_cap import soft_cap
 from ..alibi import AlibiBias
+from ..kv_rows import PagedRows, RaggedRows
 from ..online_softmax import OnlineSoftmax
 from .masked_values import MaskedValues
-from .tiling import POSITIONS, TileView, Tiling
+from .tiling import POSITIONS, PrefillStep, TileView, Tiling
 
 VECTORS = 2  # of a register tile
 BLOCKS = 4  # register tiles of rows that use a part of K or V while it is in L1
@@ -61,15 +61,13 @@ class PrefillTile:
         self.bias = AlibiBias.of(spec, rows)
         self.masked_values = MaskedValues(spec, ops, self.v, VECTORS)
 
-    def run(self, a: AttentionInputs, step: SimpleNamespace) -> None:
+    def run(self, a: AttentionInputs, step: PrefillStep) -> None:
         """Attend and store.
 
         Parameters
         ----------
         a : the kernel's arguments.
-        step : of the unit: `rows`, the source of K and V, `k_offset` of their RoPE positions,
-            `head`; `first_row` of the sequence in Q and `num_rows` of it; `first_token` and
-            `num_tokens` of the tile; `kv_len`; `gap` of the columns, or None.
+        step : PrefillStep
         """
         tiling, group = self.tiling, self.spec.group_size
         num_rows = index_temp(step.num_tokens * group)
@@ -93,14 +91,14 @@ class PrefillTile:
             self.run_span(a, step, span, num_rows, num_blocks, factor)
 
         if step.gap is None:
-            run_span(Span(None, step.kv_len, step.k_offset, None, None))
+            run_span(Span.whole(step.kv_len, step.k_offset))
         else:
             step.gap.for_spans(step.kv_len, step.k_offset, run_span)
         with T.serial(num_rows) as row:
             token = step.first_row + step.first_token + row // group
             self.store_row(a, row, token, step.head * group + row % group)
 
-    def run_span(self, a, step, span: Span, num_rows, num_blocks, factor) -> None:
+    def run_span(self, a, step: PrefillStep, span: Span, num_rows, num_blocks, factor) -> None:
         """Attend to the columns of a span; without a `begin` these are all."""
         group = self.spec.group_size
 
@@ -126,7 +124,7 @@ class PrefillTile:
             last = T.max(start, last)
         with T.serial((last - start + POSITIONS - 1) // POSITIONS) as i:
             first = index_temp(start + i * POSITIONS)
-            self.pack(a, step, first, span)
+            self.pack(a, step.rows, first, span)
             bounds = end_of, begin_of if has_begin else None
             self.attend(a, first, num_blocks, *bounds, factor, span)
 
@@ -167,14 +165,13 @@ class PrefillTile:
         if self.bias:
             self.bias.set_row(row, head, position())
 
-    def pack(self, a, step, first, span: Span | None = None) -> None:
+    def pack(self, a, rows: PagedRows | RaggedRows, first, span: Span) -> None:
         """Pack a tile of K and V; what lies beyond the span is left for the mask to hide."""
         lanes, ops = self.lanes, self.ops
-        span = Span(None, step.kv_len, step.k_offset, None, None) if span is None else span
         count = index_temp(T.min(POSITIONS, span.end - first))
         with T.serial((count + lanes - 1) // lanes) as i:
-            pack_k(ops, step.rows, first + i * lanes, self.k.at, self.depth, i * lanes)
-        self.following = step.rows, index_temp(first + POSITIONS), span.end
+            pack_k(ops, rows, first + i * lanes, self.k.at, self.depth, i * lanes)
+        self.following = rows, index_temp(first + POSITIONS), span.end
         a.mask.begin_tile(first, a.rope)
 
         if self.bias:
@@ -187,7 +184,7 @@ class PrefillTile:
         a.rope.either(rotated, lambda: None)
         width = self.spec.v_head_dim
         count = index_temp((count + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE * ROWS_AT_ONCE)
-        ops.pack_v(step.rows, first, span.end, self.v.at, width, count, span.begin)
+        ops.pack_v(rows, first, span.end, self.v.at, width, count, span.begin)
         self.num_packed = count
 
     def _prefetch(self, part, part_rows) -> None:
@@ -211,9 +208,7 @@ class PrefillTile:
                     for column in range(0, self.spec.v_head_dim, per_line):
                         tile.prefetch_v(0, column)
 
-    def attend(
-        self, a, first, num_blocks, end_of, begin_of, factor, span: Span | None = None
-    ) -> None:
+    def attend(self, a, first, num_blocks, end_of, begin_of, factor, span: Span) -> None:
         """Take a packed tile into the sums of all rows that see some of it."""
         rows = self.tiling.rows
         last_row = num_blocks * rows - 1
@@ -244,10 +239,10 @@ class PrefillTile:
                     ),
                 )
 
-    def _hides_some(self, a, first, first_row, last_row, end_of, begin_of, span: Span | None):
+    def _hides_some(self, a, first, first_row, last_row, end_of, begin_of, span: Span):
         """Whether a row from `first_row` to `last_row` does not see all of a tile."""
         hides_some = first + POSITIONS > a.mask.shared_end(end_of(first_row))
-        if span is not None and span.begin is not None:
+        if span.begin is not None:
             hides_some = T.Or(hides_some, first + POSITIONS > span.end)
         if begin_of is not None:
             last_begin = a.mask.shared_begin(begin_of(last_row))

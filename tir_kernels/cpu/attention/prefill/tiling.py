@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from ....semantics.visibility import Span
+from ....semantics.visibility import Gap, Span
 from ....spec import KernelSpec
 from ...simd import index_temp
+from ..kv_rows import PagedRows, RaggedRows
 
 POSITIONS = 64  # of a tile of K and V
 
@@ -44,9 +45,42 @@ class Tiling:
         return Tiling(tokens, 8 if spec.target.registers >= 32 else 6, spec.group_size)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrefillStep:
+    """Some tokens of a sequence with the query heads of one KV head, and what they attend to.
+
+    Parameters
+    ----------
+    rows : PagedRows or RaggedRows
+        K and V of the sequence.
+    kv_len : int32 expression
+        Positions of the sequence.
+    gap : Gap, optional
+        What the sequence has dropped.
+    k_offset : int32 expression
+        RoPE position of column 0.
+    head : int32 expression
+        The KV head.
+    first_row, num_rows : int32 expressions
+        The sequence's rows of Q.
+    first_token, num_tokens : int32 expressions
+        Tokens of the tile, counted from `first_row`.
+    """
+
+    rows: PagedRows | RaggedRows
+    kv_len: object
+    gap: Gap | None
+    k_offset: object
+    head: object
+    first_row: object
+    num_rows: object
+    first_token: object
+    num_tokens: object
+
+
 @dataclass(frozen=True)
 class TileView:
-    """Some blocks of rows and the tile of columns that they attend to.
+    """Some register tiles of rows and the packed tile of columns that they attend to.
 
     Parameters
     ----------
@@ -60,7 +94,7 @@ class TileView:
         Row -> bounds of the columns that it sees; `begin_of` may be None.
     factor : float32 expression
         Scale of the logits times log2(e).
-    span : Span, optional
+    span : Span
         The columns that this pass looks at.
     """
 
@@ -73,12 +107,12 @@ class TileView:
     end_of: Callable
     begin_of: Callable | None
     factor: object
-    span: Span | None
+    span: Span
 
     @property
     def has_gap(self) -> bool:
         """Whether some columns before the span were dropped."""
-        return self.span is not None and self.span.begin is not None
+        return self.span.begin is not None
 
     def seen_by(self, row):
         """How many columns some row up to that one sees.

@@ -9,8 +9,7 @@ well, as in `mla`, so that one segment and one KV head use every thread.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 
 from tvm.script import tirx as T
 
@@ -30,16 +29,28 @@ from ..inline_rope import InlineRope, NoRotation
 from ..kv_operands import operands
 from ..kv_rows import LatentRows, PagedRows
 from ..prefill.tiling import Tiling
-from .split_tiles import TileWork, emit_cut_tiles
-from .tile import POSITIONS, SharedTile
+from .split_tiles import CutTile, TileWork, emit_cut_tiles
+from .tile import SharedTile
+from .tiling import POSITIONS, SharedStep
 
 
-class _Tile(SimpleNamespace):
+@dataclass(frozen=True, kw_only=True)
+class _SegmentTile(CutTile):
     """Tokens of a segment with the query heads of one KV head.
 
-    `segment`, `head`; `first_token` in the row ids and `num_tokens` of the tile; `kv_len`;
-    `before`, the cost of all earlier tiles, and `cost`: its blocks of positions times its tokens.
+    Parameters
+    ----------
+    segment, head : int32 expressions
+    first_token : int32 expression
+        Its entry in `row_ids`.
+    kv_len : int32 expression
+        Positions of the segment.
     """
+
+    segment: object
+    head: object
+    first_token: object
+    kv_len: object
 
 
 def _for_tiles(spec: KernelSpec, a: AttentionInputs, body):
@@ -59,7 +70,7 @@ def _for_tiles(spec: KernelSpec, a: AttentionInputs, body):
             num_tokens = index_temp(begin + cut(end - begin, tile + 1, num_tiles) - first_token)
             cost = wide_temp(T.cast(num_blocks, "int64") * num_tokens)
             body(
-                _Tile(
+                _SegmentTile(
                     segment=segment,
                     head=head,
                     first_token=first_token,
@@ -97,7 +108,7 @@ class _NoRotation(NoRotation):
 class _Output:
     """Rows of O and LSE of a tile, into which a result is merged."""
 
-    def __init__(self, spec: KernelSpec, a: AttentionInputs, tile: _Tile):
+    def __init__(self, spec: KernelSpec, a: AttentionInputs, tile: _SegmentTile):
         self.spec, self.a, self.tile = spec, a, tile
 
     def put_lse(self, row, value) -> None:
@@ -119,7 +130,9 @@ class _Output:
 class _SharedPrefixTile(SharedTile):
     """The rows of a tile over some of the positions of the segment."""
 
-    def run_blocks(self, a: AttentionInputs, tile: _Tile, rows: PagedRows, begin, end) -> None:
+    def run_blocks(
+        self, a: AttentionInputs, tile: _SegmentTile, rows: PagedRows, begin, end
+    ) -> None:
         """Attend to the blocks of positions ``begin .. end - 1``, from a cleared state."""
         group = self.spec.group_size
 
@@ -127,7 +140,7 @@ class _SharedPrefixTile(SharedTile):
             token = index_temp(a.row_ids[tile.first_token + row // group])
             return token, index_temp(tile.head * group + row % group)
 
-        step = SimpleNamespace(
+        step = SharedStep(
             num_rows=index_temp(tile.num_tokens * group),
             row_of=row_of,
             kv_len=tile.kv_len,
@@ -137,7 +150,7 @@ class _SharedPrefixTile(SharedTile):
         )
         self.run(a, rows, step)
 
-    def finish_row(self, a: AttentionInputs, tile: _Tile, row) -> None:
+    def finish_row(self, a: AttentionInputs, tile: _SegmentTile, row) -> None:
         """Merge a row that has seen the whole segment."""
         output = _Output(self.spec, a, tile)
         total = temp(self.state.row_sum[row])

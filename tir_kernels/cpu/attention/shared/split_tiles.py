@@ -24,12 +24,27 @@ from ..prefill.tiling import Tiling
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
 
 
+@dataclass(frozen=True, kw_only=True)
+class CutTile:
+    """Some tokens, whose positions may be cut among tasks; kernels add what they are.
+
+    Parameters
+    ----------
+    num_tokens : int32 expression
+    cost : int64 expression
+        Its blocks of positions times its tokens: a million rows on a million positions make 2**34.
+    before : int64 expression
+        The cost of all earlier tiles.
+    """
+
+    num_tokens: object
+    cost: object
+    before: object
+
+
 @dataclass(frozen=True)
 class TileWork:
     """What a kernel's tiles are, and what is done with one.
-
-    A tile has `num_tokens`; `cost`, its blocks of positions times these; and `before`, the cost of
-    all earlier tiles. Costs are int64: a million rows on a million positions make 2**34.
 
     Parameters
     ----------
@@ -51,10 +66,10 @@ class TileWork:
 
     group: int
     positions: int
-    for_tiles: Callable[[Callable[[Any], None]], Any]
+    for_tiles: Callable[[Callable[[CutTile], None]], Any]
     begin_task: Callable[[], Any]
-    rows_of: Callable[[Any], Any]
-    output: Callable[[KernelSpec, AttentionInputs, Any], Any]
+    rows_of: Callable[[CutTile], Any]
+    output: Callable[[KernelSpec, AttentionInputs, CutTile], Any]
 
 
 def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -> None:
@@ -75,7 +90,7 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
         unit = tiles.begin_task()
         task_begin, task_end = begin_of(task), begin_of(task + 1)
 
-        def attend_tile(tile):
+        def attend_tile(tile: CutTile):
             begin = wide_temp(T.max(task_begin - tile.before, T.int64(0)))
             end = wide_temp(T.min(task_end - tile.before, tile.cost))
             with T.If(begin < end), T.Then():
@@ -103,7 +118,7 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
         """Finish some rows of every tile that was cut."""
         first = Register(1, "int32", T.int32(0))  # the task that begins the tile
 
-        def merge_tile(tile):
+        def merge_tile(tile: CutTile):
             end = wide_temp(tile.before + tile.cost)
             with T.While(cut(total, first.get() + 1, num_tasks, "int64") <= tile.before):
                 first.set(first.get() + 1)

@@ -9,15 +9,13 @@ shuffles; and no position needs a mask. Q and O are transposed instead, once for
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import NamedTuple
 
 from tvm.script import tirx as T
 
 from ....semantics.softmax import HIDDEN, NOTHING_SEEN
 from ....signatures.inputs import AttentionInputs
 from ....spec import LOG2E, KernelSpec
-from ...columns import Chunk, chunks
+from ...columns import chunks
 from ...matmul_tile import UNROLL, multiply_tile
 from ...operands import ROWS_AT_ONCE
 from ...shuffles import next_power_of_two, transpose
@@ -36,34 +34,8 @@ from ...simd import (
 from ...soft_cap import soft_cap
 from ..alibi import AlibiBias
 from ..kv_rows import PagedRows
+from .tiling import POSITIONS, KvTile, Prefetch, RowBlock, SharedStep, SoftmaxState
 from .values import values_of
-
-POSITIONS = 64  # of a tile of K and V
-
-
-class _Plane(NamedTuple):
-    """What of K or V to ask for while a product runs: part `part` of its tile."""
-
-    is_v: bool
-    width: int
-    part: object
-    num_parts: int
-    num_steps: int
-
-
-class _Block:
-    """Rows that go through the registers together.
-
-    `index` of all `count` blocks; its first `vector` and their number, `num_vectors`; `scalars` of
-    a register tile.
-    """
-
-    def __init__(self, index, count):
-        self.index, self.count = index, count
-
-    def parts(self, lanes: int) -> list[Chunk]:
-        """The columns of a register tile."""
-        return [Chunk(n * lanes, lanes) for n in range(self.num_vectors)]
 
 
 class SharedTile:
@@ -98,7 +70,7 @@ class SharedTile:
             else T.alloc_buffer((self.num_vectors, POSITIONS // ops.numbers, lanes), ops.dtype)
         )
         self.decay = T.alloc_buffer((self.num_vectors * lanes,), F32)
-        self.state = SimpleNamespace(
+        self.state = SoftmaxState(
             row_max=T.alloc_buffer((vectors * lanes,), F32),
             row_sum=T.alloc_buffer((vectors * lanes,), F32),
         )
@@ -110,15 +82,14 @@ class SharedTile:
         """Index of a row's state in `state.row_max` and `state.row_sum`."""
         return row
 
-    def run(self, a: AttentionInputs, rows: PagedRows, step: SimpleNamespace) -> None:
+    def run(self, a: AttentionInputs, rows: PagedRows, step: SharedStep) -> None:
         """Attend from a cleared state; leaves `o` and `state`.
 
         Parameters
         ----------
         a : the kernel's arguments.
         rows : the source of K and V.
-        step : `num_rows`; `row_of`, which maps a row to (row of Q, head); `kv_len`; `begin` and
-            `end`, in tiles of positions; `k_offset`, the RoPE position of the first.
+        step : SharedStep
         """
         lanes = self.lanes
         num_vectors = index_temp((step.num_rows + lanes - 1) // lanes)
@@ -128,19 +99,18 @@ class SharedTile:
         num_wide = index_temp(num_vectors // self.num_vectors)
         num_blocks = index_temp(num_vectors - num_wide * (self.num_vectors - 1))
         with T.serial(step.begin, step.end) as i:
-            tile = SimpleNamespace(first=index_temp(i * POSITIONS), rows=rows, step=step)
+            tile = KvTile(index_temp(i * POSITIONS), rows, step)
             self._copy(a, tile)
             with T.serial(num_blocks) as index:
-                block = _Block(index, num_blocks)
                 with T.If(index < num_wide):
                     with T.Then():
-                        block.vector = index_temp(index * self.num_vectors)
-                        block.num_vectors, block.scalars = self.num_vectors, self.num_scalars
-                        self._attend(tile, block)
+                        vector = index_temp(index * self.num_vectors)
+                        sizes = self.num_vectors, self.num_scalars
+                        self._attend(tile, RowBlock(index, num_blocks, vector, *sizes))
                     with T.Else():
-                        block.vector = index_temp(index + num_wide * (self.num_vectors - 1))
-                        block.num_vectors, block.scalars = 1, self.narrow_scalars
-                        self._attend(tile, block)
+                        vector = index_temp(index + num_wide * (self.num_vectors - 1))
+                        sizes = 1, self.narrow_scalars
+                        self._attend(tile, RowBlock(index, num_blocks, vector, *sizes))
         with T.serial(num_vectors) as vector:
             _transpose(
                 lambda d, row, n: load(self.sums, (vector, d, row), n),
@@ -149,7 +119,7 @@ class SharedTile:
                 lanes,
             )
 
-    def _load_q(self, a, step, vector) -> None:
+    def _load_q(self, a, step: SharedStep, vector) -> None:
         """Transpose a vector of rows of Q and clear their sums."""
         parts, ops, lanes = chunks(self.depth, self.lanes), self.ops, self.lanes
         with T.serial(lanes) as i:
@@ -195,7 +165,7 @@ class SharedTile:
             elements = self.ops.load_rotated_q(self.rotated, c.start, c.lanes, factor)
             store(buffer, (row, c.start), c.lanes, elements, self.ops.dtype)
 
-    def _copy(self, a, tile: SimpleNamespace) -> None:
+    def _copy(self, a, tile: KvTile) -> None:
         """Copy a tile of K and V; positions beyond the last one repeat others."""
         ops, step = self.ops, tile.step
 
@@ -226,7 +196,7 @@ class SharedTile:
         a.rope.either(rotated, plain)
         self.values.pack(tile.rows, tile.first, step.kv_len)
 
-    def _prefetcher(self, tile, block: _Block, plane: _Plane) -> Callable | None:
+    def _prefetcher(self, tile: KvTile, block: RowBlock, plane: Prefetch) -> Callable | None:
         """What asks for a part of the next tile, a little in each step of a product.
 
         Asking for much at once would wait for the memory instead of multiplying.
@@ -251,7 +221,7 @@ class SharedTile:
 
         return prefetch
 
-    def _attend(self, tile: SimpleNamespace, block: _Block) -> None:
+    def _attend(self, tile: KvTile, block: RowBlock) -> None:
         """Take a tile of positions into the sums of a block of rows."""
         self._score(tile, block)
         num_seen = index_temp(T.min(POSITIONS, tile.step.kv_len - tile.first))
@@ -262,7 +232,7 @@ class SharedTile:
         self._weigh(block)
         self._add(tile, block)
 
-    def _score(self, tile: SimpleNamespace, block: _Block) -> None:
+    def _score(self, tile: KvTile, block: RowBlock) -> None:
         """Multiply K and Q."""
         ops, lanes, width = self.ops, self.lanes, self.spec.qk_head_dim
         num_tiles = POSITIONS // block.scalars
@@ -290,11 +260,11 @@ class SharedTile:
                 ),
                 ops=ops,
                 each_step=self._prefetcher(
-                    tile, block, _Plane(False, width, i, num_tiles, self.depth // UNROLL)
+                    tile, block, Prefetch(False, width, i, num_tiles, self.depth // UNROLL)
                 ),
             )
 
-    def _add(self, tile: SimpleNamespace, block: _Block) -> None:
+    def _add(self, tile: KvTile, block: RowBlock) -> None:
         """Multiply V and the weights."""
         ops, lanes, width = self.ops, self.lanes, self.spec.v_head_dim
         num_tiles, depth = width // block.scalars, POSITIONS // ops.numbers
@@ -306,7 +276,7 @@ class SharedTile:
         with T.serial(num_tiles) as i:
             start = index_temp(i * block.scalars)
             column = index_temp(self.values.column(start))
-            plane = _Plane(True, width, i, num_tiles, depth // UNROLL)
+            plane = Prefetch(True, width, i, num_tiles, depth // UNROLL)
             multiply_tile(
                 lambda j, position: self.values.scalar(position, start, j),
                 lambda position, c: (self.weights, (c.start // lanes, position, 0)),
@@ -321,7 +291,7 @@ class SharedTile:
                 each_step=self._prefetcher(tile, block, plane) if has_v else None,
             )
 
-    def _weigh(self, block: _Block) -> None:
+    def _weigh(self, block: RowBlock) -> None:
         """Turn scores into weights; update maxima and sums, and say how earlier sums decay."""
         ops, lanes = self.ops, self.lanes
         at_once = 2 * ops.numbers  # positions

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 
 from tvm.script import tirx as T
 
@@ -12,8 +11,10 @@ from ...semantics.visibility import CausalMask
 from ...signatures.inputs import AttentionInputs
 from ...spec import KernelSpec
 from ..emit import I32, U32, Registers, index_temp, ptx
+from ..splits.tile_split import KvRange
 from .kv_rows import rows_of_pages
 from .query_tile import SPILLED, QueryTile
+from .tile_step import BalancedSplitStep
 
 # Words of what is parked that a step without a gap leaves.
 _OWN_WORDS = range(len(SPILLED), len(SPILLED) + 2)
@@ -46,27 +47,29 @@ class PartMask:
         return T.min(self.whole.end(row, num_rows, kv_len), self.last)
 
 
-def step_of(spec: KernelSpec, a: AttentionInputs, part, v_slice, sequence) -> SimpleNamespace:
-    """What a `BalancedSplitTile` is told of its part: its `step`.
+def step_of(
+    spec: KernelSpec, a: AttentionInputs, taken: KvRange, v_slice, sequence
+) -> BalancedSplitStep:
+    """The step of a `BalancedSplitTile`.
 
     Parameters
     ----------
     spec : KernelSpec
     a : the kernel's arguments.
-    part : as `tile_split.shared_out` tells it.
+    taken : KvRange
     v_slice : int32 expression
         Slice of the columns of V.
     sequence : int32 expression
         Of the page table.
     """
-    tile, entry = part.tile, index_temp(a.page_indptr[sequence])
-    return SimpleNamespace(
-        slot=part.slot,
-        is_whole=part.is_whole,
-        states=part.states,
+    tile, entry = taken.tile, index_temp(a.page_indptr[sequence])
+    return BalancedSplitStep(
+        slot=taken.slot,
+        is_whole=taken.is_whole,
+        states=taken.states,
         sequence=sequence,
         rows=lambda rows_per_thread: rows_of_pages(spec, a, entry, tile.head, rows_per_thread),
-        kv_len=part.kv_len,
+        kv_len=taken.kv_len,
         gap=None,
         k_offset=T.int32(0),
         length=T.int32(0),  # it matters to longrope only
@@ -79,7 +82,7 @@ def step_of(spec: KernelSpec, a: AttentionInputs, part, v_slice, sequence) -> Si
 
 
 class BalancedSplitTile(QueryTile):
-    """What a block keeps for a part of a tile."""
+    """What a block keeps for a tile over some of its positions; its step is balanced."""
 
     def _spill(self) -> None:
         super()._spill()
@@ -87,12 +90,13 @@ class BalancedSplitTile(QueryTile):
         for word, value in zip(_OWN_WORDS, values, strict=True):
             ptx("st.shared.b32", self.word_pointer(word), T.cast(value, U32))
 
-    def _reload(self) -> SimpleNamespace:
+    def _reload(self) -> BalancedSplitStep:
         step, words = super()._reload(), Registers(len(_OWN_WORDS), U32, "part")
         for i, word in enumerate(_OWN_WORDS):
             ptx("ld.shared.b32", words[i], self.word_pointer(word))
-        step.slot, step.is_whole = T.cast(words[0], I32), words[1] != T.uint32(0)
-        return step
+        slot, is_whole = T.cast(words[0], I32), words[1] != T.uint32(0)
+        self.step = replace(step, slot=slot, is_whole=is_whole)
+        return self.step
 
     def _place_of(self, row) -> tuple:
         return self.step.slot, row

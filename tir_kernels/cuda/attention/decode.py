@@ -11,7 +11,6 @@ which a second kernel merges.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
@@ -31,7 +30,7 @@ from ..launcher import resident_blocks
 from ..splits.block_states import BlockStates
 from ..splits.page_split import PageSplit
 from ..tiles.decode_tiling import DecodeTiling
-from .decode_split import Segment
+from .decode_split import DecodeStep, Segment
 from .kv_rows import PagedRows
 
 
@@ -77,7 +76,7 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
     def attend_to_pair(segment, pair, kv_len, gap, bounds) -> None:
         k_offset = index_temp(a.k_rope_pos_offset[pair.sequence])
         num_hidden = 0 if gap is None else gap.begin - gap.sinks
-        step = SimpleNamespace(
+        step = DecodeStep(
             pair=pair,
             rows=PagedRows(spec, a, pair.first_entry, pair.head, tiling.rows_per_thread),
             length=k_offset + kv_len - num_hidden,
@@ -91,7 +90,7 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
         segment.softmax.reset()
         if gap is None:
             first_seen = a.mask.begin(0, 1, kv_len) if a.mask.has_window else 0
-            attend(Span(None, kv_len, k_offset, None, None), first_seen)
+            attend(Span.whole(kv_len, k_offset), first_seen)
         else:
             own = a.mask.own(0, 1, kv_len)
             gap.for_spans(

@@ -8,7 +8,7 @@ softmax of its own and waits for no other; the partial states of the groups are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
@@ -17,6 +17,7 @@ from ...semantics.visibility import Span
 from ...spec import LOG2E, KernelSpec
 from ..emit import F32, WARP, Registers, index_temp, sync_block, sync_warp
 from ..scalars import temp
+from ..splits.page_split import Pair
 from ..splits.partial_states import RUN, weigh
 from ..tiles.decode_tiling import DecodeTiling
 from ..tiles.fma import MultiplyAdds
@@ -26,9 +27,26 @@ from ..tiles.online_softmax import Accumulators, OnlineSoftmax
 from ..tiles.pipeline import KvPipeline, ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..tiles.shared_tiles import SharedTiles
 from .inline_rope import InlineRope
-from .kv_rows import as_int64
+from .kv_rows import PagedRows, as_int64
 
 MAX_KEPT = 128  # elements of a row of Q in registers: tiles of few positions leave room for them
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """The query rows of a (sequence, KV head) pair, and where its K and V are.
+
+    Parameters
+    ----------
+    pair : Pair
+    rows : PagedRows
+    length : int32 expression
+        Positions of the sequence, the dropped ones included; longrope depends on it.
+    """
+
+    pair: Pair
+    rows: PagedRows
+    length: object
 
 
 class Segment:
@@ -96,18 +114,13 @@ class Segment:
         """Row of the tile -> query head of the KV head; the last one fills up."""
         return T.min(self.first_row + row, self.spec.group_size - 1)
 
-    def attend(self, step: SimpleNamespace, span: Span, begin, end) -> None:
-        """Attend to the columns ``begin .. end - 1``, which are of a span.
-
-        Parameters
-        ----------
-        step : `pair`, `rows` where its K and V are, and `length`, positions of the sequence.
-        """
+    def attend(self, step: DecodeStep, span: Span, begin, end) -> None:
+        """Attend to the columns ``begin .. end - 1``, which are of a span."""
         a, spec, tiling, pair = self.a, self.spec, self.tiling, step.pair
         own = a.q_rope_position[pair.sequence]
         own = index_temp(own if span.begin is None else T.min(own, span.last_position))
         first_head = index_temp(pair.head * spec.group_size)
-        rope = InlineRope(spec, a, step)
+        rope = InlineRope(spec, a, step.length)
         if self.bias:
             for h, row in enumerate(self.own_rows):
                 self.bias.set_row(h, first_head + self._row_in_group(row), own)
@@ -121,14 +134,14 @@ class Segment:
         def take_q(groups_left: int):
             wait(groups_left)
             sync_block()
-            rope.rotate_q(self._view(self.block), lambda row: own)
+            rope.rotate(self.q, 0, tiling.rows, self.block, lambda row: own)
             self.products.begin()
 
         def visit(first, tile):
             def k_position(column):
                 return span.k_offset + first + column
 
-            rope.rotate_k(self._view(self.threads), tile, k_position)
+            rope.rotate(self.k, tile, tiling.positions, self.threads, k_position)
             self.products.scores(self.scores, self.k, tile)
             to_logits(spec, self.scores, self.lane, factor, self.bias, k_position)
             with T.If(first + tiling.positions > end), T.Then():
@@ -144,12 +157,6 @@ class Segment:
             copy_rows(self.q, min(tiling.rows, spec.group_size), chunks, self.block, q_pointer)
             commit()
             self.pipeline.for_tiles(step.rows, begin, end, visit, take_q)
-
-    def _view(self, threads: ThreadGroup) -> SimpleNamespace:
-        """The tiles as `InlineRope` takes them, for the threads of a group."""
-        sizes = {"rows": self.tiling.rows, "positions": self.tiling.positions}
-        tiling = SimpleNamespace(num_threads=threads.num_threads, **sizes)
-        return SimpleNamespace(q=self.q, k=self.k, tiling=tiling, thread=threads.thread)
 
     def store(self, put: Callable, put_lse: Callable) -> None:
         """Merge the partial states of the groups, and pass the rows of all to `put`.

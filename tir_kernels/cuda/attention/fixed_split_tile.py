@@ -69,10 +69,7 @@ class SplitStates(PartialStates):
 
 
 class FixedSplitTile(QueryTile):
-    """What a block keeps for its share of what the rows of a tile see.
-
-    Its `step` has besides `split`, which of the blocks it is, and `states`, the `SplitStates`.
-    """
+    """What a block keeps for its split of what the rows of a tile see; its step is fixed."""
 
     def _share_of(self, start, end) -> tuple:
         positions = self.tiling.positions

@@ -12,6 +12,7 @@ from ...semantics.rotary_mode import has_rope
 from ...spec import KernelSpec
 from .. import scalars
 from ..emit import F32, index_temp, sync_block
+from ..tiles.pipeline import ThreadGroup
 from ..tiles.shared_tiles import SharedTiles
 
 
@@ -22,31 +23,39 @@ class InlineRope:
     ----------
     spec : KernelSpec
     a : the kernel's argument `rotary_mode`, or none: rows are rotated already.
-    step : of the unit: `length`, positions of the sequence.
+    length : int32 expression
+        Positions of the sequence, the dropped ones included.
     """
 
-    def __init__(self, spec: KernelSpec, a, step):
-        self.spec, self.step = spec, step
+    def __init__(self, spec: KernelSpec, a, length):
+        self.spec, self.length = spec, length
         # Rows of a kernel that cannot be asked to rotate them are rotated already.
         self.mode = a.rotary_mode
         self.may_rotate = has_rope(spec) and self.mode is not None
         self.half = spec.rope.rotary_dim // 2
 
-    def rotate_q(self, unit, position: Callable) -> None:
-        """Rotate the tile of Q of a unit; ``position(row)`` of its rows."""
-        self._rotate(unit, unit.q, 0, unit.tiling.rows, position)
+    def rotate(
+        self, tiles: SharedTiles, tile, num_rows: int, threads: ThreadGroup, position: Callable
+    ) -> None:
+        """Rotate a tile of Q or K by a group of threads.
 
-    def rotate_k(self, unit, stage, position: Callable) -> None:
-        """Rotate a tile of K of a unit; ``position(row)`` of its rows."""
-        self._rotate(unit, unit.k, stage, unit.tiling.positions, position)
-
-    def _rotate(self, unit, tiles: SharedTiles, tile, num_rows: int, position: Callable) -> None:
+        Parameters
+        ----------
+        tiles : SharedTiles
+        tile : int32 expression
+            Which of the tiles.
+        num_rows : int
+            Rows of the tile.
+        threads : ThreadGroup
+        position : callable
+            Row -> its RoPE position.
+        """
         if not self.may_rotate:
             return
-        half, num_threads = self.half, unit.tiling.num_threads
+        half, num_threads = self.half, threads.num_threads
         with T.If(self.mode == 1), T.Then():
             with T.serial(T.ceildiv(num_rows * half, num_threads)) as turn:
-                item = index_temp(turn * num_threads + unit.thread)
+                item = index_temp(turn * num_threads + threads.thread)
                 with T.If(item < num_rows * half), T.Then():
                     row, i = (
                         index_temp(x) for x in (T.truncdiv(item, half), T.truncmod(item, half))
@@ -66,7 +75,7 @@ class InlineRope:
         if rope.kind == "longrope":
             original = dict(rope.scaling)["original_max_position_embeddings"]
             of_long = scalars.lookup(inverse_frequencies(rope, use_long=True).inv_freq, i)
-            frequency = T.Select(self.step.length > original, of_long, frequency)
+            frequency = T.Select(self.length > original, of_long, frequency)
         rotation = sin_cos(scalars.temp(scaled) * frequency, 1, scalars)
         factor = inverse_frequencies(rope).attention_factor
         if factor == 1.0:

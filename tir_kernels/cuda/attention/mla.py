@@ -16,7 +16,7 @@ from ...signatures import latent
 from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
 from ..emit import as_count, index_temp, opaque
-from ..splits.tile_split import TileSplit, shared_out
+from ..splits.tile_split import KvRange, TileSplit, shared_out
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .balanced_split_tile import BalancedSplitTile, PartMask, step_of
@@ -60,9 +60,9 @@ def emit_mla(spec: KernelSpec, a: PagedInputs) -> None:
     mask = CausalMask(a.causal)
 
     def emit_tiles(tiling: Tiling) -> None:
-        def attend(part, v_slice, thread) -> None:
-            own = replace(a, mask=PartMask(part.first, part.last, mask))
-            step = step_of(spec, a, part, v_slice, part.tile.item)
+        def attend(taken: KvRange, v_slice, thread) -> None:
+            own = replace(a, mask=PartMask(taken.first, taken.last, mask))
+            step = step_of(spec, a, taken, v_slice, taken.tile.item)
             with_guard(
                 lambda guard: BalancedSplitTile(
                     spec, tiling, own, step, opaque(thread), guard

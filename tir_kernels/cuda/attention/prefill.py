@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
@@ -30,6 +29,7 @@ from ..tiles.tiling_choice import emit_chosen
 from .fixed_split_tile import FixedSplitTile, SplitStates, splits_of
 from .kv_rows import RaggedRows, rows_of_pages
 from .non_finite_v import NonFiniteGuard, with_guard
+from .tile_step import FixedSplitStep
 from .tree_mask import NoTree
 
 
@@ -85,7 +85,7 @@ def emit_attention(
             gap = a.gap(unit.sequence)
             k_offset = index_temp(source.k_offset_of(unit.sequence))
             num_hidden = 0 if gap is None else gap.begin - gap.sinks
-            step = SimpleNamespace(
+            step = FixedSplitStep(
                 sequence=unit.sequence,
                 rows=rows,
                 kv_len=kv_len,

@@ -8,7 +8,6 @@ these heads, and few tokens fill the rows of an instruction too.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
@@ -28,6 +27,7 @@ from ..tiles.tiling import Tiling
 from .inline_rope import InlineRope
 from .kv_rows import as_int64
 from .non_finite_v import FIRST_WORD, NonFiniteGuard
+from .tile_step import TileStep
 
 # Fields of a step and of its gap that are kept in shared memory.
 SPILLED = ("kv_len", "k_offset", "first_row", "num_rows", "first", "head")
@@ -43,13 +43,9 @@ class QueryTile:
     spec : KernelSpec
     tiling : Tiling
     a : the kernel's arguments.
-    step : of the unit: `rows`, which gives the source of K and V for a number of rows of a thread;
-        `sequence`, its `kv_len` and `gap`, `k_offset` of its RoPE positions, `head`, `slice` of the
-        columns of V; `first_row` of the sequence in Q, `num_rows` of it, and `first`, the first row
-        of the tile, counted in tokens times heads; `is_whole`, whether the block sees all that the
-        rows see, and if it does not, `states`, a `PartialStates` for them.
+    step : TileStep
     thread : int32 expression
-    care : NonFiniteGuard, optional
+    guard : NonFiniteGuard, optional
         None: all rows see the same columns.
     """
 
@@ -58,7 +54,7 @@ class QueryTile:
         spec: KernelSpec,
         tiling: Tiling,
         a,
-        step: SimpleNamespace,
+        step: TileStep,
         thread,
         guard: NonFiniteGuard | None = None,
     ):
@@ -81,7 +77,7 @@ class QueryTile:
         self.products = products(tiling, self.q, self.warp_row, self.lane)
         self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
         self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
-        self.rope = InlineRope(spec, a, step)
+        self.rope = InlineRope(spec, a, step.length)
         chunk = tiling.v.per_chunk
         self.o_chunks = spec.v_head_dim // tiling.o.per_chunk
         self.v_chunks = spec.v_head_dim // chunk
@@ -182,7 +178,7 @@ class QueryTile:
         zero_padding(self.k, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
         self._spill()
         if step.gap is None:
-            self._run_span(Span(None, step.kv_len, step.k_offset, None, None))
+            self._run_span(Span.whole(step.kv_len, step.k_offset))
         else:
             with T.serial(step.gap.num_spans) as i:
                 step = self._reload()
@@ -205,7 +201,7 @@ class QueryTile:
         for i, value in enumerate(values):
             ptx("st.shared.b32", self.word_pointer(i), T.cast(value, U32))
 
-    def _reload(self) -> SimpleNamespace:
+    def _reload(self) -> TileStep:
         """The step, with what was parked in registers again."""
         gap = self.step.gap
         words = Registers(len(SPILLED) + (len(SPILLED_OF_GAP) if gap else 0), U32, "step")
@@ -215,7 +211,7 @@ class QueryTile:
         if gap:
             gap = replace(gap, **dict(zip(SPILLED_OF_GAP, values[len(SPILLED) :], strict=True)))
         fields = dict(zip(SPILLED, values, strict=False))
-        self.step = SimpleNamespace(**{**vars(self.step), **fields, "gap": gap})
+        self.step = replace(self.step, **fields, gap=gap)
         return self.step
 
     def _run_span(self, span: Span) -> None:
@@ -258,7 +254,7 @@ class QueryTile:
             def k_position(column):
                 return span.k_offset + columns.position(first, column)
 
-            self.rope.rotate_k(self, stage, k_position)
+            self.rope.rotate(self.k, stage, tiling.positions, self.threads, k_position)
             with T.If(first < warp_end), T.Then():
                 multiply(first, stage, k_position)
 
@@ -318,7 +314,9 @@ class QueryTile:
         commit()
         wait(0)
         sync_block()
-        self.rope.rotate_q(self, lambda row: self._position(row, span))
+        self.rope.rotate(
+            self.q, 0, tiling.rows, self.threads, lambda row: self._position(row, span)
+        )
 
     def _prepare(self, lse: Registers) -> None:
         """Change finished rows and their logs before they are stored."""

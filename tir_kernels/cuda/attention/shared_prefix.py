@@ -19,7 +19,7 @@ from ...signatures.inputs import SharedInputs
 from ...spec import KernelSpec
 from ..emit import as_count, index_temp, launch
 from ..launcher import workspace
-from ..splits.tile_split import TileSplit, shared_out
+from ..splits.tile_split import KvRange, TileSplit, shared_out
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .balanced_split_tile import PartMask, step_of
@@ -94,14 +94,14 @@ def emit_shared(spec: KernelSpec, a: SharedInputs) -> None:
         with shared_out(spec, a, tiling, SegmentSplit, is_continued=True) as emit:
             with _lse_before(a, tiling.slices) as lse_before:
 
-                def attend(part, v_slice, thread) -> None:
-                    segment = index_temp(a.first_segment + part.tile.item)
+                def attend(taken: KvRange, v_slice, thread) -> None:
+                    segment = index_temp(a.first_segment + taken.tile.item)
                     offsets = a.k_rope_pos_offset
-                    step = step_of(spec, a, part, v_slice, segment)
-                    step.k_offset = T.int32(0) if offsets is None else index_temp(offsets[segment])
-                    step.lse_before = lse_before
-                    own = replace(a, mask=PartMask(part.first, part.last))
-                    SharedTile(spec, tiling, own, step, thread).run()
+                    step = step_of(spec, a, taken, v_slice, segment)
+                    if offsets is not None:
+                        step = replace(step, k_offset=index_temp(offsets[segment]))
+                    own = replace(a, mask=PartMask(taken.first, taken.last))
+                    SharedTile(spec, tiling, own, step, thread, lse_before).run()
 
                 emit(attend)
 

@@ -6,18 +6,29 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ...semantics.partial_states import MergedLse, selected
+from ...spec import KernelSpec
 from .. import scalars
 from ..elements import load_floats, store_floats, widen_words
 from ..emit import F32, Registers, ptx, sync_warp
+from ..tiles.tiling import Tiling
 from .balanced_split_tile import BalancedSplitTile
 
 
 class SharedTile(BalancedSplitTile):
-    """What a block keeps for a part of a tile, whose rows are those of a list.
+    """What a block keeps for a tile whose rows are those of a list.
 
-    Rows that have seen all of a segment are merged into O and its logs; its `step` has besides
-    `lse_before`, the logs that were there.
+    Rows that have seen all of a segment are merged into O and its logs.
+
+    Parameters
+    ----------
+    spec, tiling, a, step, thread : see `QueryTile`
+    lse_before : Buffer
+        The logs that were there when the call began.
     """
+
+    def __init__(self, spec: KernelSpec, tiling: Tiling, a, step, thread, lse_before):
+        super().__init__(spec, tiling, a, step, thread)
+        self.lse_before = lse_before
 
     def row_of_q(self, row):
         """The row of Q and O of a row of the tile."""
@@ -35,7 +46,7 @@ class SharedTile(BalancedSplitTile):
         rows, output = range(lse.count), self.softmax.output
         before = Registers(lse.count, F32, "before")
         for h in rows:
-            before[h] = self.step.lse_before[self.output_row(self.own_row(h))]
+            before[h] = self.lse_before[self.output_row(self.own_row(h))]
         sync_warp()  # all threads of a row have it
         for h in rows:
             merged = MergedLse(before[h], lse[h], 1, scalars)

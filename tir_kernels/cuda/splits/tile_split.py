@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
@@ -74,6 +73,33 @@ class Tile:
         at = self.first + row
         row_id = self.split.row_id(self.first_row + T.truncdiv(at, group))
         return as_int64(row_id), self.head * group + T.truncmod(at, group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvRange:
+    """The positions of a tile that a block attends to.
+
+    Parameters
+    ----------
+    tile : Tile
+    kv_len : int32 expression
+        Positions of the tile's item.
+    first, last : int32 expressions
+        The positions ``first .. last - 1``.
+    is_whole : bool expression
+        Whether these are all positions of the tile.
+    states : BlockStates
+    slot : int32 expression
+        Slot in `states`, if they are not.
+    """
+
+    tile: Tile
+    kv_len: object
+    first: object
+    last: object
+    is_whole: object
+    states: BlockStates
+    slot: object
 
 
 class TileSplit:
@@ -156,12 +182,8 @@ class TileSplit:
             end=end,
         )
 
-    def for_tiles(self, block, lane, body: Callable) -> None:
-        """Emit ``body(part)`` for the parts of tiles in the share of a block.
-
-        A part has `tile` and the `kv_len` of its item, positions `first` to `last - 1`, `is_whole`,
-        whether these are all of the tile, and `is_continued`, whether there are others before them.
-        """
+    def for_tiles(self, block, lane, states: BlockStates, body: Callable[[KvRange], None]) -> None:
+        """Emit ``body(taken)`` for the ranges of positions of tiles that a block takes."""
         first = count_temp(as_count(block) * self.share)
         # What a block takes fits into 32 bits, and registers are scarce.
         left = Variable(T.cast(T.max(T.min(self.share, self.total - first), T.int64(0)), I32))
@@ -182,13 +204,14 @@ class TileSplit:
                 kv_len = index_temp(self.kv_len(i))
                 bounds = [index_temp(x * self.tiling.positions) for x in (begin, begin + count)]
                 body(
-                    SimpleNamespace(
+                    KvRange(
                         tile=self._tile(i, number),
                         kv_len=kv_len,
                         first=bounds[0],
                         last=index_temp(T.min(bounds[1], kv_len)),
                         is_whole=count == units,
-                        is_continued=begin > 0,
+                        states=states,
+                        slot=index_temp(states.slot(block, begin > 0)),
                     )
                 )
 
@@ -212,8 +235,8 @@ def shared_out(
     Yields
     ------
     emit : callable
-        ``emit(body)`` launches the kernel: ``body(part, slice, thread)`` is what a block does with
-        a part, which has besides what `TileSplit.for_tiles` tells `states` and its `slot` there.
+        ``emit(body)`` launches the kernel: ``body(taken, slice, thread)`` is what a block does
+        with a `KvRange`.
     """
     num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, tiling.slices)
     states = BlockStates(spec, num_blocks, tiling.rows, is_continued=is_continued)
@@ -226,14 +249,12 @@ def shared_out(
         with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, v_slice), thread):
             lane = index_temp(T.truncmod(thread, WARP))
 
-            def attend(part) -> None:
-                part.states = states
-                part.slot = index_temp(states.slot(block, part.is_continued))
+            def attend(taken: KvRange) -> None:
                 sync_block()  # none reads any more what the tile before left in shared memory
                 # Or all that depends on the thread only is kept in registers from tile to tile.
-                body(part, v_slice, opaque(thread))
+                body(taken, v_slice, opaque(thread))
 
-            split_of(lane).for_tiles(block, lane, attend)
+            split_of(lane).for_tiles(block, lane, states, attend)
 
     with states.allocated():
         yield emit

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from tvm.script import tirx as T
 
@@ -147,8 +146,7 @@ class KvPipeline:
                     position = index_temp(position_of(tile, i))
                     num_bytes = index_temp(T.if_then_else(position < end, CHUNK_BYTES, 0))
                     at = index_temp(held(position))
-                    source = SimpleNamespace(rows=rows, position=at, num_bytes=num_bytes)
-                    self._copy_row(source, i, stage)
+                    self._copy_row(rows, i, at, num_bytes, stage)
                 find(tile + 1)
             commit()
 
@@ -163,7 +161,8 @@ class KvPipeline:
             issue(tile + ahead)
             body(index_temp(own_start + tile * positions), stage_of(tile))
 
-    def _copy_row(self, source, i, stage) -> None:
+    def _copy_row(self, rows, i, position, num_bytes, stage) -> None:
+        """Copy `num_bytes` of each chunk of the thread's i-th row, which is at a position."""
         row = i * self._row_step + self.row
         # Without tensor cores, registers are what there is least of.
         loop = T.unroll if self.tiling.is_tensor else T.serial
@@ -174,12 +173,12 @@ class KvPipeline:
                 column = first_column + chunk * tiles.layout.per_chunk
                 to = tiles.pointer(stage, row, chunk)
                 if isinstance(num_chunks, int) and num_chunks % THREADS_PER_ROW == 0:
-                    copy_chunk(to, pointer(i, source.position, column), source.num_bytes)
+                    copy_chunk(to, pointer(i, position, column), num_bytes)
                 else:
                     with T.If(chunk < num_chunks), T.Then():
-                        copy_chunk(to, pointer(i, source.position, column), source.num_bytes)
+                        copy_chunk(to, pointer(i, position, column), num_bytes)
 
-        copy(self.k, source.rows.k_pointer, self.k_chunks, self.k_chunks, T.cast(0, I32))
+        copy(self.k, rows.k_pointer, self.k_chunks, self.k_chunks, T.cast(0, I32))
         if self.tiling.is_latent:
             return
-        copy(self.v, source.rows.v_pointer, self.v_chunks, self.v.layout.chunks, self.v_begin)
+        copy(self.v, rows.v_pointer, self.v_chunks, self.v.layout.chunks, self.v_begin)

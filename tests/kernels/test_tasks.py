@@ -16,7 +16,7 @@ from tir_kernels.cpu.attention import mla
 from tir_kernels.cpu.attention.decode import kernel as decode
 from tir_kernels.cpu.attention.shared import split_tiles
 from tir_kernels.cpu.simd import Register, index_temp, wide_temp
-from tir_kernels.cpu.tasks import Pieces, Queue
+from tir_kernels.cpu.tasks import Splits, Queue
 from tir_kernels.define import define_kernel
 from tir_kernels.semantics.visibility import CausalMask, WholeSequence
 from tvm_pagedkv.compiler.build import resolve_target
@@ -77,7 +77,7 @@ def test_decode_uses_every_thread(many_threads, counted_tasks, heads, lengths):
 
 
 def test_mla_uses_every_thread(many_threads, counted_tasks):
-    """One row on many positions, cut into as many pieces; the second tasks merge."""
+    """One row on many positions, cut into as many splits; the second tasks merge."""
     case = LatentBatch(make_mla_spec(4, (24, 8), (F32, F32)), [(1, 30_000), (3, 70)], 0)
     case.run()
     assert counted_tasks == [many_threads] * 2
@@ -86,18 +86,18 @@ def test_mla_uses_every_thread(many_threads, counted_tasks):
 
 @pytest.mark.parametrize("num_tasks", [1, 2, 7, 200, 5000])
 @pytest.mark.parametrize("total", [5000, 2**31 - 1, 2**31 + 12345, 2**40 + 1])
-def test_pieces_cover_any_number_of_units(total, num_tasks):
+def test_splits_cover_any_number_of_items(total, num_tasks):
     def body(begins_handle, counts_handle, total, num_tasks):
         begins = row_copy.match(begins_handle, (T.int64(),), "int64")
         counts = row_copy.match(counts_handle, (1,), "int32")
-        pieces = Pieces(wide_temp(total), num_tasks, min_units=T.int32(1000))
-        T.buffer_store(counts, pieces.count, [0])
-        with T.serial(pieces.count + 1) as piece:
-            T.buffer_store(begins, pieces.begin(piece), [piece])
+        splits = Splits(wide_temp(total), num_tasks, min_items=T.int32(1000))
+        T.buffer_store(counts, splits.count, [0])
+        with T.serial(splits.count + 1) as split_id:
+            T.buffer_store(begins, splits.begin(split_id), [split_id])
 
     arguments = {"begins": T.handle, "counts": T.handle, "total": T.int64, "num_tasks": T.int32}
     kernel = compile_body(arguments, body)
-    begins = tvm.runtime.tensor(np.zeros(num_tasks * Pieces.ROUNDS + 1, np.int64))
+    begins = tvm.runtime.tensor(np.zeros(num_tasks * Splits.ROUNDS + 1, np.int64))
     count = tvm.runtime.tensor(np.zeros(1, np.int32))
     kernel(begins, count, total, num_tasks)
     count = int(count.numpy()[0])
@@ -111,8 +111,8 @@ def test_pieces_cover_any_number_of_units(total, num_tasks):
     assert len(rounds) == 1 or (rounds[1:-1].sum(axis=1) >= num_tasks).all()
 
 
-def test_queue_passes_two_to_the_thirty_two_units():
-    """Items with as many units as 31 bits hold, of which the last few are taken."""
+def test_queue_passes_two_to_the_thirty_two_items():
+    """Owners with as many items as 31 bits hold, of which the last few are taken."""
     each, num_items = 2**31 - 1, 3
 
     def body(taken_handle):
@@ -120,13 +120,13 @@ def test_queue_passes_two_to_the_thirty_two_units():
         queue, at = Queue(), Register(1, "int32", T.int32(0))
         T.buffer_store(queue.next, T.int64(num_items * each - 5), [0])
 
-        def unit(item, index):
-            T.buffer_store(taken, item, [at.get(), 0])
+        def take(owner, index):
+            T.buffer_store(taken, owner, [at.get(), 0])
             T.buffer_store(taken, index, [at.get(), 1])
             at.set(at.get() + 1)
 
         with Queue.scope():
-            queue.for_units(T.int32(num_items), lambda item: T.int32(each), unit)
+            queue.for_items(T.int32(num_items), lambda owner: T.int32(each), take)
 
     taken = tvm.runtime.tensor(np.full((10, 2), -1, np.int32))
     compile_body({"taken": T.handle}, body)(taken)

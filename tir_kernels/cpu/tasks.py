@@ -28,7 +28,7 @@ def num_threads():
 
 
 def cut(total, task, num_tasks, dtype: str = "int32"):
-    """First of `total` units that `task` does, of the type that `total` has.
+    """First of `total` items that `task` does, of the type that `total` has.
 
     The product is of 64 bits: the totals of a batch may need more than 40, and tasks are few.
     """
@@ -51,25 +51,25 @@ def for_tasks(num_tasks, body: Callable) -> None:
             body(T.int32(0))
 
 
-class Pieces:
-    """`total` units in pieces for a `Queue`: a large one for each task, then ever smaller ones.
+class Splits:
+    """`total` items cut into splits for a `Queue`: a large one for each task, then smaller ones.
 
-    So there are few cuts, and yet the last pieces are small.
+    So there are few cuts, and yet the last splits are small.
 
     Parameters
     ----------
     total : int64 expression
     num_tasks : int32 expression
-    min_units : int32 expression
-        Units of a piece, where there are enough for one of each task.
+    min_items : int32 expression
+        Items of a split, where there are enough for one split for each task.
     """
 
     ROUNDS = 4
     SHIFT = 2  # every round leaves a quarter
 
-    def __init__(self, total, num_tasks, *, min_units):
+    def __init__(self, total, num_tasks, *, min_items):
         self.total, self.num_tasks = total, num_tasks
-        minimum = wide_temp(T.cast(num_tasks, "int64") * min_units)
+        minimum = wide_temp(T.cast(num_tasks, "int64") * min_items)
         self.rounds = Register(1, "int32", T.int32(1))
         with T.serial(self.ROUNDS - 1):
             rounds = self.rounds.get()
@@ -81,25 +81,25 @@ class Pieces:
         """How many there are."""
         return self.rounds.get() * self.num_tasks
 
-    def begin(self, piece):
-        """The first unit of a piece, and of the piece after the last one the end of them all."""
-        before = index_temp(piece // self.num_tasks)
+    def begin(self, split_id):
+        """The first item of a split; that of the split after the last one is `total`."""
+        before = index_temp(split_id // self.num_tasks)
         left, after = (
             wide_temp(T.if_then_else(n < self.rounds.get(), self._left(n), T.int64(0)))
             for n in (before, before + 1)
         )
-        place = cut(left - after, piece - before * self.num_tasks, self.num_tasks, "int64")
-        return wide_temp(self.total - left + place)
+        offset = cut(left - after, split_id - before * self.num_tasks, self.num_tasks, "int64")
+        return wide_temp(self.total - left + offset)
 
     def _left(self, rounds):
-        """Units that are left after some rounds."""
+        """Items that are left after some rounds."""
         return T.shift_right(self.total, T.cast(rounds * self.SHIFT, "int64"))
 
 
 class Queue:
-    """Units of work that tasks take one after another, so that they finish together.
+    """Work items that tasks take one after another, so that they finish together.
 
-    To be made before the tasks begin, all of whose `for_units` are within its `scope`.
+    To be made before the tasks begin, all of whose `for_items` are within its `scope`.
     """
 
     def __init__(self):
@@ -109,17 +109,18 @@ class Queue:
 
     @staticmethod
     def scope():
-        """Where tasks may take units."""
+        """Where tasks may take items."""
         return T.attr(T.int32(0), "pragma_import_llvm", _TAKE)
 
-    def for_units(self, num_items, num_units: Callable, body: Callable) -> None:
-        """Emit ``body(item, unit)`` for the units that this task takes, in their order.
+    def for_items(self, num_owners, num_items: Callable, body: Callable) -> None:
+        """Emit ``body(owner, item)`` for the items that this task takes, in their order.
 
         Parameters
         ----------
-        num_items : int32 expression
-        num_units : ``item -> int32 expression``, of the units that an item has; those of all items
-            may be more.
+        num_owners : int32 expression
+            Such as the number of sequences.
+        num_items : callable
+            Owner -> number of its items, int32; their sum may need 64 bits.
         """
 
         def take():
@@ -127,10 +128,10 @@ class Queue:
             return T.call_extern("int64", "pagedkv_take_unit", address)
 
         taken = Register(1, "int64", take())
-        before = Register(1, "int64", T.int64(0))  # units of earlier items
-        with T.serial(num_items) as item:
-            end = wide_temp(before.get() + T.cast(num_units(item), "int64"))
+        before = Register(1, "int64", T.int64(0))  # items of earlier owners
+        with T.serial(num_owners) as owner:
+            end = wide_temp(before.get() + T.cast(num_items(owner), "int64"))
             with T.While(taken.get() < end):
-                body(item, index_temp(T.cast(taken.get() - before.get(), "int32")))
+                body(owner, index_temp(T.cast(taken.get() - before.get(), "int32")))
                 taken.set(take())
             before.set(end)

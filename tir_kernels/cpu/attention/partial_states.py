@@ -18,29 +18,34 @@ _TOP, _TOTAL = range(2)
 
 
 class PartialStates:
-    """States of pairs (sequence, some KV heads) that were cut, two slots for each task.
+    """States of the tiles or pairs (sequence, some KV heads) that several splits share.
 
-    The even slot of a task is for a pair that an earlier task began, the odd one for a pair that
-    this task begins and does not end. (Where tasks take pieces from a queue, read "piece".)
+    A split has two slots: the even one for what an earlier split began, the odd one for what it
+    begins and does not end.
 
     Parameters
     ----------
     spec : KernelSpec
-    num_tasks : int32 expression
+    num_splits : int32 expression
     num_rows : int
         Rows that a slot has room for.
     """
 
-    def __init__(self, spec: KernelSpec, num_tasks, num_rows: int):
+    def __init__(self, spec: KernelSpec, num_splits, num_rows: int):
         self.spec = spec
-        self._o = Workspace(num_tasks * 2, (num_rows, spec.v_head_dim))
-        self._states = Workspace(num_tasks * 2, (2, num_rows))
+        self._o = Workspace(num_splits * 2, (num_rows, spec.v_head_dim))
+        self._states = Workspace(num_splits * 2, (2, num_rows))
         self.o, self.states = self._o.buffer, self._states.buffer
 
     def free(self) -> None:
         """Give the memory back, when all is merged."""
         self._states.free()  # the last one first, as the pool likes it
         self._o.free()
+
+    @staticmethod
+    def slot(split_id, *, is_continued):
+        """The slot of what a split continues, or of what it begins."""
+        return split_id * 2 + T.if_then_else(is_continued, 0, 1)
 
     def put(self, slot, split, num_rows, row_of: Callable = lambda row: row) -> None:
         """Keep the first `num_rows` rows of a split, which lie at ``row_of(row)`` in it."""
@@ -54,8 +59,8 @@ class PartialStates:
             for n, value in ((_TOP, split.state.row_max), (_TOTAL, split.state.row_sum)):
                 T.buffer_store(self.states, value[state], [slot, n, row])
 
-    def merge(self, first_task, count, output, rows) -> None:
-        """Finish the pair that `first_task` begins and the ``count - 1`` tasks after it go on with.
+    def merge(self, first_split, count, output, rows) -> None:
+        """Finish what `first_split` begins and the ``count - 1`` splits after it continue.
 
         The lse of a row is put before its columns.
 
@@ -69,7 +74,7 @@ class PartialStates:
         top, total = Register(1), Register(1)
 
         def slot(i):
-            return T.cast((first_task + i) * 2 + T.if_then_else(i == 0, 1, 0), "int64")
+            return T.cast((first_split + i) * 2 + T.if_then_else(i == 0, 1, 0), "int64")
 
         with T.serial(begin, end) as row:
             top.set(T.float32(NOTHING_SEEN))

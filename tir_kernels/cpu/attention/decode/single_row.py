@@ -41,6 +41,11 @@ class Pages:
     count: object
     kv_len: object
 
+    @property
+    def is_whole(self):
+        """Whether these are all pages of the sequence."""
+        return self.last - self.first == self.count
+
 
 def bind_lengths(spec: KernelSpec, a: PagedInputs) -> PagedInputs:
     """The inputs with their `lengths`."""
@@ -60,10 +65,10 @@ def paged_rows(spec: KernelSpec, a: PagedInputs, first_entry, num_pages, head) -
     )
 
 
-def heads_of(spec: KernelSpec, part, num_parts):
-    """First KV head and number of heads of a part, of `num_parts` of like size."""
-    first = index_temp(cut(spec.num_kv_heads, part, num_parts))
-    return first, index_temp(cut(spec.num_kv_heads, part + 1, num_parts) - first)
+def heads_of(spec: KernelSpec, head_split, num_head_splits):
+    """First KV head and number of heads of a head split, of `num_head_splits` of like size."""
+    first = index_temp(cut(spec.num_kv_heads, head_split, num_head_splits))
+    return first, index_temp(cut(spec.num_kv_heads, head_split + 1, num_head_splits) - first)
 
 
 def attend_row(
@@ -140,18 +145,19 @@ class Singles:
         """Attend and store, for the sequences and KV heads that a task takes."""
         spec, a, heads = self.spec, self.a, self.spec.num_kv_heads
         is_enough = a.batch_size >= num_tasks * SEQUENCES_PER_TASK
-        num_parts = index_temp(T.if_then_else(is_enough, -(-heads // self.num_local_heads), heads))
+        num_head_splits = -(-heads // self.num_local_heads)
+        num_head_splits = index_temp(T.if_then_else(is_enough, num_head_splits, heads))
 
-        def attend_part(sequence, part):
-            first_head, num_heads = heads_of(spec, part, num_parts)
+        def attend_pair(sequence, head_split):
+            first_head, num_heads = heads_of(spec, head_split, num_head_splits)
             row = index_temp(a.q_indptr[sequence])
             which = SingleRow(sequence, row, first_head, num_heads)
             attend_row(spec, a, self.split, which, self._pages(sequence))
             num_rows = index_temp(num_heads * spec.group_size)
             Output(spec, a.o, a.lse, row, first_head).finish(self.split, num_rows)
 
-        queue.for_units(
-            a.batch_size, lambda b: T.if_then_else(self.has(b), num_parts, 0), attend_part
+        queue.for_items(
+            a.batch_size, lambda b: T.if_then_else(self.has(b), num_head_splits, 0), attend_pair
         )
 
     def _pages(self, sequence) -> Pages:

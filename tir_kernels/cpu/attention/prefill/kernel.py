@@ -134,7 +134,7 @@ def _attend_tiles(
             ),
         )
 
-    queue.for_units(a.batch_size, num_units, attend_tile)
+    queue.for_items(a.batch_size, num_units, attend_tile)
 
 
 def emit_paged(spec: KernelSpec, a: PagedInputs, has_singles: bool = True) -> None:

@@ -106,8 +106,7 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
                     with T.Then(), T.serial(num_rows) as row:
                         unit.finish_row(a, tile, row)
                     with T.Else():
-                        slot = task * 2 + T.if_then_else(begin > 0, 0, 1)
-                        states.put(slot, unit, num_rows)
+                        states.put(states.slot(task, is_continued=begin > 0), unit, num_rows)
 
         tiles.for_tiles(attend_tile)
 

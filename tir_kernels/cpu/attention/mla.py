@@ -22,6 +22,7 @@ from .define import build
 from .inline_rope import NoRotation
 from .kv_operands import operands
 from .kv_rows import LatentRows
+from .prefill.row_bounds import RowBounds
 from .prefill.tile import PrefillTile
 from .prefill.tiling import POSITIONS, Tiling
 from .shared.split_tiles import CutTile, TileWork, emit_cut_tiles
@@ -145,7 +146,6 @@ class _LatentTile(PrefillTile):
         factor = temp(a.sm_scale * T.float32(LOG2E))
 
         def end_of(row):
-            """First position that a row of the tile does not see."""
             token = tile.first_token + T.min(row, num_rows - 1) // group
             return a.mask.end(token, tile.num_rows, tile.kv_len)
 
@@ -156,10 +156,11 @@ class _LatentTile(PrefillTile):
         with T.serial(num_blocks) as block:
             self.state.reset(block)
         span = Span.whole(tile.kv_len, 0)
+        bounds = RowBounds(a.mask, span, end_of, None)
         with T.serial(begin, end) as i:
             first = index_temp(i * POSITIONS)
-            self.pack(a, rows, first, span)
-            self.attend(a, first, num_blocks, end_of, None, factor, span)
+            self.kv.pack(a, rows, first, span)
+            self.attend(a, first, num_blocks, bounds, factor)
 
     def finish_row(self, a: AttentionInputs, tile: _SequenceTile, row) -> None:
         """Store a row that has seen all of its positions."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from tvm.script import tirx as T
 
@@ -11,23 +12,54 @@ from ....semantics.softmax import HIDDEN, inverse_total, log_sum
 from ....semantics.visibility import Span
 from ....signatures.inputs import AttentionInputs
 from ....spec import LOG2E, KernelSpec
-from ...columns import Panels, chunks, for_columns
+from ...columns import chunks, for_columns
 from ...matmul_tile import UNROLL, multiply_tile
-from ...operands import ROWS_AT_ONCE, pack_k
-from ...simd import F32, broadcast, constant, elements_per_line, index_temp, load, ramp, store, temp
+from ...simd import F32, broadcast, constant, index_temp, load, store, temp
 from ...soft_cap import soft_cap
 from ..alibi import AlibiBias
-from ..kv_rows import PagedRows, RaggedRows
 from ..online_softmax import OnlineSoftmax
 from .masked_values import MaskedValues
-from .tiling import POSITIONS, PrefillStep, TileView, Tiling
+from .packed_kv import PackedKv
+from .row_bounds import RowBounds
+from .tiling import POSITIONS, VECTORS, PrefillStep, Tiling
 
-VECTORS = 2  # of a register tile
 BLOCKS = 4  # register tiles of rows that use a part of K or V while it is in L1
 
 
+@dataclass(frozen=True, kw_only=True)
+class TileView:
+    """Some blocks of rows, each a register tile high, and the packed tile that they attend to.
+
+    Parameters
+    ----------
+    block, count, num_all : int32 expressions
+        First block, their number, and the number of all blocks of the tile.
+    prefetched_rows : int32 expression
+        Rows of the next tile to prefetch with each product.
+    first, first_row : int32 expressions
+        First column of the packed tile, and first row of the blocks.
+    bounds : RowBounds
+        The columns that the rows see.
+    factor : float32 expression
+        Scale of the logits times log2(e).
+    """
+
+    block: object
+    count: Any
+    num_all: object
+    prefetched_rows: object
+    first: object
+    first_row: Any
+    bounds: RowBounds
+    factor: object
+
+    def num_seen(self, row):
+        """How many columns some row up to that one of the blocks sees."""
+        return self.bounds.num_seen(self.first, self.first_row + row)
+
+
 class PrefillTile:
-    """The buffers of a task and what it does with them for one unit after another.
+    """The buffers of a task and what it does with them for one tile after another.
 
     Parameters
     ----------
@@ -43,12 +75,8 @@ class PrefillTile:
         self.depth = spec.qk_head_dim // ops.numbers
         rows = tiling.num_blocks * tiling.rows
         self.q = T.alloc_buffer((rows, self.depth), ops.dtype)
-        width = VECTORS * self.lanes
-        self.k = Panels(self.depth, POSITIONS, width, ops.dtype)
-        self.v = Panels(POSITIONS // ops.numbers, spec.v_head_dim, width, ops.dtype)
+        self.kv = PackedKv(spec, ops)
         self.o = T.alloc_buffer((max(rows, min_rows), spec.v_head_dim), F32)
-        # Rows of the next tile; those of V are a part of K's with MLA.
-        self.num_prefetched = POSITIONS if spec.kind == "mla" else 2 * POSITIONS
         self.rotated_q = T.alloc_buffer((-(-spec.qk_head_dim // 32) * 32,), F32)
         rows_at_once = BLOCKS * tiling.rows
         self.scores = T.alloc_buffer((rows_at_once, POSITIONS), F32)
@@ -59,7 +87,7 @@ class PrefillTile:
         )
         self.state = OnlineSoftmax(tiling.num_blocks, tiling.rows, self.lanes)
         self.bias = AlibiBias.of(spec, rows)
-        self.masked_values = MaskedValues(spec, ops, self.v, VECTORS)
+        self.masked_values = MaskedValues(spec, ops, self.kv.v, VECTORS)
 
     def run(self, a: AttentionInputs, step: PrefillStep) -> None:
         """Attend and store.
@@ -106,17 +134,16 @@ class PrefillTile:
             return step.first_token + T.min(row, num_rows - 1) // group
 
         def end_of(row):
-            """First position that a row of the unit does not see."""
             return a.mask.end(token_of(row), step.num_rows, step.kv_len)
 
         def begin_of(row):
-            """First position that a row of the unit sees, where it does not see some first ones."""
             if a.mask.has_window:
                 return a.mask.begin(token_of(row), step.num_rows, step.kv_len)
             own = a.mask.own(token_of(row), step.num_rows, step.kv_len)
             return T.max(span.begin, own - span.back)
 
         has_begin = a.mask.has_window or span.begin is not None
+        bounds = RowBounds(a.mask, span, end_of, begin_of if has_begin else None)
         last = index_temp(T.min(end_of(num_rows - 1), span.end))
         start = 0
         if has_begin:  # at a whole vector of K
@@ -124,9 +151,8 @@ class PrefillTile:
             last = T.max(start, last)
         with T.serial((last - start + POSITIONS - 1) // POSITIONS) as i:
             first = index_temp(start + i * POSITIONS)
-            self.pack(a, step.rows, first, span)
-            bounds = end_of, begin_of if has_begin else None
-            self.attend(a, first, num_blocks, *bounds, factor, span)
+            self.kv.pack(a, step.rows, first, span)
+            self.attend(a, first, num_blocks, bounds, factor)
 
     def load_q(self, a, row, token, head, factor) -> None:
         """Pack a row of Q and clear its sums."""
@@ -165,89 +191,29 @@ class PrefillTile:
         if self.bias:
             self.bias.set_row(row, head, position())
 
-    def pack(self, a, rows: PagedRows | RaggedRows, first, span: Span) -> None:
-        """Pack a tile of K and V; what lies beyond the span is left for the mask to hide."""
-        lanes, ops = self.lanes, self.ops
-        count = index_temp(T.min(POSITIONS, span.end - first))
-        with T.serial((count + lanes - 1) // lanes) as i:
-            pack_k(ops, rows, first + i * lanes, self.k.at, self.depth, i * lanes)
-        self.following = rows, index_temp(first + POSITIONS), span.end
-        a.mask.begin_tile(first, a.rope)
-
-        if self.bias:
-            self.tile_position = index_temp(span.k_offset + first)
-
-        def rotated():
-            position = index_temp(span.k_offset + first)
-            a.rope.rotate_tile(ops, self.k.at, POSITIONS, position, a.mask.offsets)
-
-        a.rope.either(rotated, lambda: None)
-        width = self.spec.v_head_dim
-        count = index_temp((count + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE * ROWS_AT_ONCE)
-        ops.pack_v(rows, first, span.end, self.v.at, width, count, span.begin)
-        self.num_packed = count
-
-    def _prefetch(self, part, part_rows) -> None:
-        """Ask for a part of the next tile: some rows of K, then of V.
-
-        Each product is preceded by a few, because asking for much at once would wait for memory.
-        """
-        rows, first, end = self.following
-        per_line = elements_per_line(self.spec.kv_dtype)
-        begin = index_temp(part * part_rows)
-        count = T.min(part_rows, self.num_prefetched - begin)
-        with T.If(first < end), T.Then(), T.serial(count) as i:
-            row = index_temp(begin + i)
-            with T.If(row < POSITIONS):
-                with T.Then():
-                    tile = rows.tile(first + row, 1)
-                    for column in range(0, self.spec.qk_head_dim, per_line):
-                        tile.prefetch_k(0, column)
-                with T.Else():
-                    tile = rows.tile(first + row - POSITIONS, 1)
-                    for column in range(0, self.spec.v_head_dim, per_line):
-                        tile.prefetch_v(0, column)
-
-    def attend(self, a, first, num_blocks, end_of, begin_of, factor, span: Span) -> None:
-        """Take a packed tile into the sums of all rows that see some of it."""
+    def attend(self, a, first, num_blocks, bounds: RowBounds, factor) -> None:
+        """Take the packed tile, from `first` on, into the sums of all rows that see some of it."""
         rows = self.tiling.rows
-        last_row = num_blocks * rows - 1
-        is_masked = self._hides_some(a, first, 0, last_row, end_of, begin_of, span)
-        self.masked_values.look(is_masked, self.num_packed)
-        num_parts = num_blocks * (POSITIONS // (VECTORS * self.lanes))
-        part_rows = index_temp((self.num_prefetched + num_parts - 1) // num_parts)
+        is_masked = bounds.hides_some(first, 0, num_blocks * rows - 1)
+        self.masked_values.look(is_masked, self.kv.num_positions)
+        num_products = num_blocks * (POSITIONS // (VECTORS * self.lanes))
+        prefetched_rows = self.kv.rows_per_product(num_products)
         with T.serial((num_blocks + BLOCKS - 1) // BLOCKS) as i:
             block = index_temp(i * BLOCKS)
             count = index_temp(T.min(BLOCKS, num_blocks - block))
-            is_seen = first < index_temp(end_of((block + count) * rows - 1))
-            if begin_of is not None:
-                is_seen = T.And(is_seen, first + POSITIONS > index_temp(begin_of(block * rows)))
-            with T.If(is_seen), T.Then():
-                self._attend(
-                    a,
-                    TileView(
-                        block=block,
-                        count=count,
-                        num_all=num_blocks,
-                        part_rows=part_rows,
-                        first=first,
-                        first_row=index_temp(block * rows),
-                        end_of=end_of,
-                        begin_of=begin_of,
-                        factor=factor,
-                        span=span,
-                    ),
+            first_row, last_row = block * rows, (block + count) * rows - 1
+            with T.If(bounds.sees_some(first, first_row, last_row)), T.Then():
+                view = TileView(
+                    block=block,
+                    count=count,
+                    num_all=num_blocks,
+                    prefetched_rows=prefetched_rows,
+                    first=first,
+                    first_row=index_temp(first_row),
+                    bounds=bounds,
+                    factor=factor,
                 )
-
-    def _hides_some(self, a, first, first_row, last_row, end_of, begin_of, span: Span):
-        """Whether a row from `first_row` to `last_row` does not see all of a tile."""
-        hides_some = first + POSITIONS > a.mask.shared_end(end_of(first_row))
-        if span.begin is not None:
-            hides_some = T.Or(hides_some, first + POSITIONS > span.end)
-        if begin_of is not None:
-            last_begin = a.mask.shared_begin(begin_of(last_row))
-            hides_some = T.Or(hides_some, first < last_begin)
-        return hides_some
+                self._attend(a, view)
 
     def _attend(self, a, view: TileView) -> None:
         """Take a packed tile into the sums of some blocks of rows: the steps of online softmax."""
@@ -256,16 +222,13 @@ class PrefillTile:
         if self.bias:
             self._add_bias(a, view)
         last = view.first_row + last_row
-        hides_some = self._hides_some(
-            a, view.first, view.first_row, last, view.end_of, view.begin_of, view.span
-        )
-        hides_some = temp(hides_some, 1, "bool")
+        hides_some = temp(view.bounds.hides_some(view.first, view.first_row, last), 1, "bool")
         with T.If(hides_some), T.Then():
-            self._hide(a, view)
+            self._hide(view)
         self._softmax(view)
         with T.If(T.And(hides_some, self.masked_values.is_special)):
             with T.Then():
-                self._add_some_of_v(a, view)
+                self._add_some_of_v(view)
             with T.Else():
                 self._add_weighted_v(view)
 
@@ -280,7 +243,7 @@ class PrefillTile:
         def score_tile(row, start, parts):
             multiply_tile(
                 lambda i, k: self.q[view.first_row + row + i, k],
-                lambda k, c: self.k.at(k, start + c.start),
+                lambda k, c: self.kv.k.at(k, start + c.start),
                 self.depth,
                 rows=rows,
                 parts=parts,
@@ -291,45 +254,27 @@ class PrefillTile:
                 ops=ops,
             )
 
-        with T.serial((view.seen_by(last_row) + width - 1) // width) as i:
+        with T.serial((view.num_seen(last_row) + width - 1) // width) as i:
             with T.serial(view.count) as j:
-                with T.If(i * width < view.seen_by(j * rows + rows - 1)), T.Then():
-                    self._prefetch(i * view.num_all + view.block + j, view.part_rows)
+                with T.If(i * width < view.num_seen(j * rows + rows - 1)), T.Then():
+                    self.kv.prefetch(i * view.num_all + view.block + j, view.prefetched_rows)
                     score_tile(index_temp(j * rows), i * width, chunks(width, self.lanes))
 
     def _add_bias(self, a, view: TileView) -> None:
         """Add the ALiBi bias to the scores."""
         with T.serial(view.count * self.tiling.rows) as i:
-            position = self.tile_position
+            position = self.kv.first_position
             self.bias.add(view.first_row + i, self.scores, i, position, a.mask.offsets)
 
-    def _hide(self, a, view: TileView) -> None:
+    def _hide(self, view: TileView) -> None:
         """Hide the scores of columns that a row does not see."""
         with T.serial(view.count * self.tiling.rows) as i:
-            visible = self._visible_to(a, view, i)
+            visible = view.bounds.visible_to(view.first_row + i, view.first)
             for c in chunks(POSITIONS, self.lanes):
                 score = load(self.scores, (i, c.start), self.lanes)
                 hidden = constant(HIDDEN, self.lanes)
                 score = T.Select(visible(c.start, self.lanes), score, hidden)
                 store(self.scores, (i, c.start), self.lanes, score)
-
-    def _visible_to(self, a, view: TileView, i) -> Callable:
-        """``(start, lanes) -> bool vector``: which columns of the tile row `i` sees."""
-        bounds = [index_temp(view.end_of(view.first_row + i))]
-        if a.mask.has_window:
-            bounds.append(index_temp(view.begin_of(view.first_row + i)))
-        row = a.mask.row(*bounds)
-        begin = index_temp(view.begin_of(view.first_row + i)) if view.has_gap else None
-
-        def visible(start, lanes: int):
-            seen = a.mask.visible(view.first, start, lanes, row)
-            if view.has_gap:
-                column = ramp(view.first + start, lanes)
-                seen = T.And(seen, column >= broadcast(begin, lanes))
-                seen = T.And(seen, column < broadcast(view.span.end, lanes))
-            return seen
-
-        return visible
 
     def _softmax(self, view: TileView) -> None:
         """Turn scores into weights, and update the maxima and sums of the rows."""
@@ -353,7 +298,7 @@ class PrefillTile:
         def output_tile(row, depth, start, parts):
             multiply_tile(
                 lambda i, k: self.weights[row + i, k],
-                lambda k, c: self.v.at(k, start + c.start),
+                lambda k, c: self.kv.v.at(k, start + c.start),
                 depth,
                 rows=rows,
                 parts=parts,
@@ -370,16 +315,16 @@ class PrefillTile:
         def columns(start, parts):
             with T.serial(view.count) as j:
                 row = index_temp(j * rows)
-                depth = index_temp((view.seen_by(row + rows - 1) + step - 1) // step * UNROLL)
+                depth = index_temp((view.num_seen(row + rows - 1) + step - 1) // step * UNROLL)
                 output_tile(row, depth, start, parts)
 
         for_columns(self.spec.v_head_dim, self.lanes, VECTORS, columns)
 
-    def _add_some_of_v(self, a, view: TileView) -> None:
+    def _add_some_of_v(self, view: TileView) -> None:
         """As `_add_weighted_v` where V is not finite: row by row, over what each row sees."""
         rows = self.tiling.rows
         with T.serial(view.count * rows) as i:
-            visible = self._visible_to(a, view, i)
+            visible = view.bounds.visible_to(view.first_row + i, view.first)
             self.masked_values.add_row(
                 self.o,
                 view.first_row + i,

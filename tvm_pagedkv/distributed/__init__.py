@@ -2,14 +2,13 @@
 """Models that run on several workers of a Disco session."""
 
 from .disco import (
-    Worker,
-    current_worker,
     forget,
     load_disco,
     process_session,
     stage_function,
     threaded_session,
 )
+from .worker import Worker, current_worker
 
 __all__ = [
     "Worker",

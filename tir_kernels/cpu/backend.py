@@ -93,10 +93,10 @@ class Worker:
             (to, to_row), (of, of_row) = sink(i), source(i)
             row_copy.copy_row(of, of_row, to, to_row, self.lanes, begin)
 
-    def blend_rows(self, count, parts: Sequence[Callable], weights_of: Callable) -> None:
+    def blend_rows(self, count, rows: Sequence[Callable], weights_of: Callable) -> None:
         """Sum rows, ``i -> (buffer, indices)``, times ``weights_of(i)``, into the first ones."""
         with T.serial(count) as i:
-            blend([part(i) for part in parts], weights_of(i), self.numbers)
+            blend([row(i) for row in rows], weights_of(i), self.numbers)
 
     def cos_sin(self, rope) -> _CosSin:
         """Cosines and sines of one position."""

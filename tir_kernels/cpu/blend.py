@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted sums of rows, where a part of weight zero counts for nothing, whatever it holds."""
+"""Weighted sums of rows, where a row of weight zero counts for nothing, whatever it holds."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from . import simd
 from .row_vectors import RowNumbers
 
 
-def blend(parts: Sequence, weights: Sequence, numbers: RowNumbers) -> None:
+def blend(rows: Sequence, weights: Sequence, numbers: RowNumbers) -> None:
     """Sum rows times their weights into the first one, in place.
 
-    Rows without a part of weight zero have their own code: the selection of one costs more than
-    converting and adding do.
+    Where no weight is zero there is code of its own: selecting costs more than converting and
+    adding do.
 
     Parameters
     ----------
-    parts : ``(buffer, indices of its leading axes)`` of each row.
+    rows : ``(buffer, indices of its leading axes)`` of each row.
     weights : float32 expressions
     """
 
     def emit(scale: Callable) -> None:
-        for dim, count in numbers.chunks(int(parts[0][0].shape[-1])):
+        for dim, count in numbers.chunks(int(rows[0][0].shape[-1])):
             total, lanes = None, min(count, numbers.lanes)
-            for (part, row), weight in zip(parts, weights, strict=True):
-                vectors = numbers.load(part, (*row, dim), count)
+            for (buffer, row), weight in zip(rows, weights, strict=True):
+                vectors = numbers.load(buffer, (*row, dim), count)
                 if total is None:
                     total = [scale(x, weight, lanes) for x in vectors]
                 else:
                     total = [
                         t + scale(x, weight, lanes) for t, x in zip(total, vectors, strict=True)
                     ]
-            numbers.store(parts[0][0], (*parts[0][1], dim), count, total)
+            numbers.store(rows[0][0], (*rows[0][1], dim), count, total)
 
     with T.If(functools.reduce(T.And, [weight > T.float32(0) for weight in weights])):
         with T.Then():

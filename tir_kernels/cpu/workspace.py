@@ -48,8 +48,8 @@ class Workspace:
             ),
             pointer,
         )
-        is_there = T.Not(T.isnullptr(self.data))
-        with T.Assert(is_there, "no memory for the partial states", "RuntimeError"):
+        is_allocated = T.Not(T.isnullptr(self.data))
+        with T.Assert(is_allocated, "no memory for the partial states", "RuntimeError"):
             T.evaluate(0)
         self.buffer = T.decl_buffer((T.int64(_HUGE), *shape), F32, data=self.data)
 

@@ -151,23 +151,23 @@ class Worker:
         length = run_length(width, begin, most)
         self._for_runs(count, width, length, copy)
 
-    def blend_rows(self, count, parts: Sequence[Callable], weights_of: Callable) -> None:
+    def blend_rows(self, count, rows: Sequence[Callable], weights_of: Callable) -> None:
         """Sum rows, ``i -> (buffer, indices)``, times ``weights_of(i)``, into the first ones."""
-        width = int(parts[0](T.int64(0))[0].shape[-1])
+        width = int(rows[0](T.int64(0))[0].shape[-1])
         length = run_length(width)
 
         def blend(i, start):
-            rows = [(buffer, (*row, start)) for buffer, row in (part(i) for part in parts)]
+            inputs = [(buffer, (*at, start)) for buffer, at in (row(i) for row in rows)]
             weights = weights_of(i)
-            inputs = [load_floats(buffer, index, length) for buffer, index in rows]
+            loaded = [load_floats(buffer, index, length) for buffer, index in inputs]
             values = Registers(length, F32, "blended")
             for e in range(length):
                 terms = [
                     selected(x[e], weight, 1, scalars)
-                    for x, weight in zip(inputs, weights, strict=True)
+                    for x, weight in zip(loaded, weights, strict=True)
                 ]
                 values[e] = functools.reduce(lambda a, b: a + b, terms)
-            store_floats(*rows[0], values)
+            store_floats(*inputs[0], values)
 
         self._for_runs(count, width, length, blend)
 

@@ -36,7 +36,7 @@ def apply_sinks(spec: KernelSpec):
 
 
 def _weigh_rows(spec: KernelSpec, num_rows, o, lse, sinks) -> None:
-    """Scale every row by its share of the weight, and add the sink to its lse."""
+    """Scale every row by its weight, and add the sink to its lse."""
     backend, num_heads = backend_of(spec), spec.num_qo_heads
 
     def weigh_row(n, worker, known) -> None:

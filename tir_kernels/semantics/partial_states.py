@@ -9,14 +9,14 @@ from tvm.script import tirx as T
 # at most 1/3 and the error 2e-7.
 _LOG2 = tuple(2.8853900817779268 / n for n in (1, 3, 5, 7, 9, 11))
 
-_FAR = -125.0  # the smaller part weighs at least 2**_FAR of the other one, never 0
+_FAR = -125.0  # the smaller state weighs at least 2**_FAR of the other one, never 0
 
 
 class MergedLse:
-    """The lse of two parts together, and the weight of each: vectors of float32.
+    """The merged lse of two partial states, and the weight of each: vectors of float32.
 
-    A weight is 0 for an lse of -inf only, so that NaN in the o of another part is not taken for
-    that of a part which has seen nothing. An lse of NaN or +inf makes all of them NaN.
+    A weight is 0 for an lse of -inf only, so NaN in the o of a state that has seen something is
+    kept. An lse of NaN or +inf makes all of them NaN.
     `arithmetic` is `cpu.simd`, or `cuda.scalars` for one lane.
     """
 
@@ -28,16 +28,16 @@ class MergedLse:
         base = arithmetic.temp(T.max(top, lowest), lanes)  # finite, so that -inf - base is not NaN
         far, least = (arithmetic.constant(x, lanes) for x in (_FAR, 2.0**_FAR))
 
-        def part_of(x):
+        def power_of(x):
             distance = arithmetic.temp(x - base, lanes)
             power = T.Select(distance < far, least, arithmetic.exp2(distance, lanes))
             return arithmetic.temp(T.Select(x < lowest, zero, power), lanes)
 
-        parts = [part_of(x) for x in (a, b)]
-        total = arithmetic.temp(parts[0] + parts[1], lanes)
+        powers = [power_of(x) for x in (a, b)]
+        total = arithmetic.temp(powers[0] + powers[1], lanes)
         empty = total == zero  # it is at least 1 otherwise, or NaN
         inverse = arithmetic.temp(one / T.Select(empty, one, total), lanes)
-        self.weights = [arithmetic.temp(part * inverse, lanes) for part in parts]
+        self.weights = [arithmetic.temp(power * inverse, lanes) for power in powers]
         self.lse = arithmetic.temp(
             T.Select(empty, top, base + _log2(total, lanes, arithmetic)), lanes
         )

@@ -97,7 +97,7 @@ def append_paged_kv_cache_decode(
         )
     slots, found = empty_slots(num_sequences), no_finding()
     sizes = (pools.num_pages, pools.page_size)
-    table_kernels()["last_places"](*table, *sizes, slots, found)
+    table_kernels()["last_slots"](*table, *sizes, slots, found)
     raise_finding(found, page_size=pools.page_size, num_pages=pools.num_pages, minimum=1)
     _write(sources, pools, slots)
 
@@ -159,7 +159,7 @@ def _append_rows(
     table = _table(*page_table)
     slots, found = empty_slots(num_rows), no_finding()
     sizes = (pools.num_pages, pools.page_size)
-    table_kernels()["row_places"](batch_indices, positions, *table, *sizes, slots, found)
+    table_kernels()["row_slots"](batch_indices, positions, *table, *sizes, slots, found)
     raise_finding(
         found,
         page_size=pools.page_size,

@@ -124,7 +124,7 @@ class InlineRope:
 
 
 class NoRotation:
-    """In the place of `InlineRope` over latent rows, which models rotate themselves."""
+    """Stands in for `InlineRope` over latent rows, which models rotate themselves."""
 
     def begin_task(self) -> None:
         """Nothing to make."""

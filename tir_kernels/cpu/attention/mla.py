@@ -193,9 +193,9 @@ def emit_mla(spec: KernelSpec, ops, a: AttentionInputs) -> None:
     a.mask.prepare(a)
 
     def begin_task():
-        unit = _LatentTile(spec, ops, a.mask)
+        worker = _LatentTile(spec, ops, a.mask)
         a.mask.begin_task()
-        return unit
+        return worker
 
     def rows_of(tile):
         first = index_temp(a.page_indptr[tile.sequence])

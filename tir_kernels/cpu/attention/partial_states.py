@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a decode split: an output row, or a partial state to be merged."""
+"""What a split leaves: output rows, or partial states that are merged."""
 
 from __future__ import annotations
 

@@ -42,15 +42,15 @@ class PageLayerSpec:
 
 
 def append(spec: PageLayerSpec):
-    """Build the kernel that writes rows of K and V to their places.
+    """Build the kernel that writes rows of K and V to their slots.
 
     Arguments: the pages, k ``[T, H, k_dim]`` and v ``[T, H, v_dim]`` (layout "ND": without H),
-    places int32 ``[T, 2]`` (page, offset in it; a negative page: do not write). The pages are one
-    tensor ``[P, 2, *page]`` or two, ``[P, *page]``, with the axes of the layout. All but the places
-    may have any strides that leave rows contiguous. No two rows should have one place.
+    slots int32 ``[T, 2]`` (page, offset in it; a negative page: do not write). The pages are one
+    tensor ``[P, 2, *page]`` or two, ``[P, *page]``, with the axes of the layout. All but the slots
+    may have any strides that leave rows contiguous. No two rows should have one slot.
     """
 
-    def body(pages_handles, k_handle, v_handle, places_handle) -> None:
+    def body(pages_handles, k_handle, v_handle, slots_handle) -> None:
         num_rows = T.int64()
         outer = {"P": T.int64(), "N": T.int64()}
         if spec.layout != "ND":
@@ -69,11 +69,11 @@ def append(spec: PageLayerSpec):
             for plane, handle in zip(planes, pages_handles, strict=True):
                 shape = (outer["P"], *_page_shape(spec, outer, plane.width))
                 plane.pages = row_copy.match_strided(handle, shape, spec.kv_dtype)
-        places = row_copy.match(places_handle, (num_rows, 2), "int32")
+        slots = row_copy.match(slots_handle, (num_rows, 2), "int32")
 
         def append_row(n) -> None:
-            page = simd.temp(T.cast(places[n, 0], "int64"), 1, "int64")
-            offset = simd.temp(T.cast(places[n, 1], "int64"), 1, "int64")
+            page = simd.temp(T.cast(slots[n, 0], "int64"), 1, "int64")
+            offset = simd.temp(T.cast(slots[n, 1], "int64"), 1, "int64")
             with T.If(page >= T.int64(0)), T.Then():
                 for plane in planes:
                     plane.copy_row(n, page, offset, num_heads)
@@ -84,17 +84,15 @@ def append(spec: PageLayerSpec):
     if spec.is_fused:
 
         @T.prim_func(s_tir=True, private=True)
-        def kernel(pages: T.handle, k: T.handle, v: T.handle, places: T.handle):
+        def kernel(pages: T.handle, k: T.handle, v: T.handle, slots: T.handle):
             T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-            body((pages,), k, v, places)
+            body((pages,), k, v, slots)
     else:
 
         @T.prim_func(s_tir=True, private=True)
-        def kernel(
-            k_pages: T.handle, v_pages: T.handle, k: T.handle, v: T.handle, places: T.handle
-        ):
+        def kernel(k_pages: T.handle, v_pages: T.handle, k: T.handle, v: T.handle, slots: T.handle):
             T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-            body((k_pages, v_pages), k, v, places)
+            body((k_pages, v_pages), k, v, slots)
 
     return kernel
 

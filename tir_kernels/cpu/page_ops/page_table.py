@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic on page tables: places of rows, lengths, positions, vector-sparse offsets.
+"""Arithmetic on page tables: slots of rows, lengths, positions, vector-sparse offsets.
 
 A page table of B sequences is three int32 arrays: ``indices [N]`` (pages, in order of position),
 ``indptr [B + 1]`` (sequence b has ``indices[indptr[b] : indptr[b + 1]]``) and ``last_page_len [B]``
@@ -19,7 +19,7 @@ from tvm.script import tirx as T
 
 from .. import row_copy, simd
 
-_NUM_PARTS = 32  # of each sequence, where there is enough for several threads
+_NUM_TASKS = 32  # of each sequence, where there is enough for several threads
 _I64 = "int64"
 
 
@@ -96,38 +96,38 @@ class _Table:
             fits = T.And(last >= T.int64(minimum), last <= page_size)
             check.require(T.Or(begin == end, fits), Finding.LAST_PAGE_LEN, b, last)
 
-    def write_place(self, check: _Check, places, n, entry, offset, num_pages) -> None:
-        """Place `n` becomes slot `offset` of the page of table entry `entry`, a valid one."""
+    def write_slot(self, check: _Check, slots, n, entry, offset, num_pages) -> None:
+        """Store slot `offset` of the page of table entry `entry`, which is valid, as slot `n`."""
         page = _wide(self.indices[entry])
         is_page = T.And(page >= T.int64(0), page < num_pages)
         check.require(is_page, Finding.PAGE, entry, page)
-        _store_place(places, n, page, offset)
+        _store_slot(slots, n, page, offset)
 
 
-def _store_place(places, n, page, offset) -> None:
-    T.buffer_store(places, T.cast(page, "int32"), [n, 0])
-    T.buffer_store(places, T.cast(offset, "int32"), [n, 1])
+def _store_slot(slots, n, page, offset) -> None:
+    T.buffer_store(slots, T.cast(page, "int32"), [n, 0])
+    T.buffer_store(slots, T.cast(offset, "int32"), [n, 1])
 
 
-def row_places():
-    """Build the kernel that finds the places of rows given by sequence and position.
+def row_slots():
+    """Build the kernel that finds the slots of rows given by sequence and position.
 
-    Arguments: batch_indices int32 ``[T]`` (-1: no place), positions int32 ``[T]``, the page table
-    (indices, indptr, last_page_len), num_pages and page_size: int64, places int32 ``[T, 2]``
+    Arguments: batch_indices int32 ``[T]`` (-1: no slot), positions int32 ``[T]``, the page table
+    (indices, indptr, last_page_len), num_pages and page_size: int64, slots int32 ``[T, 2]``
     (page or -1, offset in it), finding.
     """
 
     def body(handles, num_pages, page_size) -> None:
-        batch_handle, positions_handle, *table_handles, places_handle, found_handle = handles
+        batch_handle, positions_handle, *table_handles, slots_handle, found_handle = handles
         num_rows = T.int64()
         batch_indices = _vector(batch_handle, num_rows)
         positions = _vector(positions_handle, num_rows)
         table = _Table(*table_handles)
-        places = row_copy.match(places_handle, (num_rows, 2), "int32")
+        slots = row_copy.match(slots_handle, (num_rows, 2), "int32")
         check = _Check(found_handle)
         table.check(check, page_size)
 
-        def place_row(n, b) -> None:
+        def find_slot(n, b) -> None:
             begin, end = _wide(table.indptr[b]), _wide(table.indptr[b + 1])
             position = _wide(positions[n])
             inside = T.And(position >= T.int64(0), position < (end - begin) * page_size)
@@ -135,15 +135,15 @@ def row_places():
             with T.If(check.passed), T.Then():
                 entry = _wide(begin + T.truncdiv(position, page_size))
                 offset = T.truncmod(position, page_size)
-                table.write_place(check, places, n, entry, offset, num_pages)
+                table.write_slot(check, slots, n, entry, offset, num_pages)
 
         with T.If(check.passed), T.Then(), T.serial(num_rows) as n:
             b = _wide(batch_indices[n])
             known = T.And(b >= T.int64(-1), b < table.num_sequences)
             check.require(known, Finding.BATCH_INDEX, n, b)
-            _store_place(places, n, T.int64(-1), T.int64(0))
+            _store_slot(slots, n, T.int64(-1), T.int64(0))
             with T.If(T.And(check.passed, b >= T.int64(0))), T.Then():
-                place_row(n, b)
+                find_slot(n, b)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(
@@ -154,27 +154,27 @@ def row_places():
         last_page_len: T.handle,
         num_pages: T.int64,
         page_size: T.int64,
-        places: T.handle,
+        slots: T.handle,
         finding: T.handle,
     ):
         T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
         table = (indices, indptr, last_page_len)
-        body((batch_indices, positions, *table, places, finding), num_pages, page_size)
+        body((batch_indices, positions, *table, slots, finding), num_pages, page_size)
 
     return kernel
 
 
-def last_places():
-    """Build the kernel that finds the place of each sequence's last position.
+def last_slots():
+    """Build the kernel that finds the slot of each sequence's last position.
 
     Arguments: the page table (indices, indptr, last_page_len; no sequence is empty), num_pages and
-    page_size: int64, places int32 ``[B, 2]`` (page, offset in it), finding.
+    page_size: int64, slots int32 ``[B, 2]`` (page, offset in it), finding.
     """
 
     def body(handles, num_pages, page_size) -> None:
-        *table_handles, places_handle, found_handle = handles
+        *table_handles, slots_handle, found_handle = handles
         table = _Table(*table_handles)
-        places = row_copy.match(places_handle, (table.num_sequences, 2), "int32")
+        slots = row_copy.match(slots_handle, (table.num_sequences, 2), "int32")
         check = _Check(found_handle)
         table.check(check, page_size, minimum=1)
         with T.If(check.passed), T.Then(), T.serial(table.num_sequences) as b:
@@ -182,7 +182,7 @@ def last_places():
             check.require(end > begin, Finding.NO_PAGE, b, end - begin)
             with T.If(check.passed), T.Then():
                 offset = table.last_page_len[b] - 1
-                table.write_place(check, places, b, end - 1, offset, num_pages)
+                table.write_slot(check, slots, b, end - 1, offset, num_pages)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(
@@ -191,11 +191,11 @@ def last_places():
         last_page_len: T.handle,
         num_pages: T.int64,
         page_size: T.int64,
-        places: T.handle,
+        slots: T.handle,
         finding: T.handle,
     ):
         T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        body((indices, indptr, last_page_len, places, finding), num_pages, page_size)
+        body((indices, indptr, last_page_len, slots, finding), num_pages, page_size)
 
     return kernel
 
@@ -271,7 +271,7 @@ def batch_indices_positions():
         with T.If(check.passed), T.Then():
             fill_unowned(T.int64(0), _wide(indptr[0]))
             fill_unowned(_wide(indptr[num_sequences]), num_rows)
-            _for_each_part(
+            _for_each_task(
                 num_sequences, num_rows, lambda b: T.cast(indptr[b + 1] - indptr[b], _I64), fill
             )
 
@@ -342,7 +342,7 @@ def vector_sparse_offsets():
                     T.buffer_store(offsets, value, [first_offset + at + j])
 
         with T.If(check.passed), T.Then():
-            _for_each_part(num_sequences, num_offsets, blocks_of, fill)
+            _for_each_task(num_sequences, num_offsets, blocks_of, fill)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(
@@ -363,24 +363,24 @@ def vector_sparse_offsets():
     return kernel
 
 
-def _for_each_part(num_sequences, num_elements, count_of: Callable, body: Callable) -> None:
+def _for_each_task(num_sequences, num_elements, count_of: Callable, body: Callable) -> None:
     """Run ``body(b, begin, end)`` on ranges that cover ``range(count_of(b))`` of each sequence b.
 
-    Each thread takes the same share of every sequence, so a long one does not keep one thread busy.
+    Every task takes an equal range of every sequence, so a long one does not keep one task busy.
     """
     with T.If(num_elements * 8 < row_copy.SERIAL_BELOW_BYTES):
         with T.Then(), T.serial(num_sequences) as b:
             body(b, T.int64(0), _wide(count_of(b)))
-        with T.Else(), T.parallel(T.int64(_NUM_PARTS)) as part, T.serial(num_sequences) as b:
+        with T.Else(), T.parallel(T.int64(_NUM_TASKS)) as task, T.serial(num_sequences) as b:
             count = _wide(count_of(b))
-            begin = _wide(T.truncdiv(count * part, T.int64(_NUM_PARTS)))
-            end = _wide(T.truncdiv(count * (part + 1), T.int64(_NUM_PARTS)))
+            begin = _wide(T.truncdiv(count * task, T.int64(_NUM_TASKS)))
+            end = _wide(T.truncdiv(count * (task + 1), T.int64(_NUM_TASKS)))
             body(b, begin, end)
 
 
 BUILDERS: dict[str, Callable] = {
-    "row_places": row_places,
-    "last_places": last_places,
+    "row_slots": row_slots,
+    "last_slots": last_slots,
     "sequence_lengths": sequence_lengths,
     "batch_indices_positions": batch_indices_positions,
     "vector_sparse_offsets": vector_sparse_offsets,

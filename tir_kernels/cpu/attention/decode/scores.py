@@ -32,7 +32,7 @@ class Scores:
     Parameters
     ----------
     split : split.DecodeSplit
-        Has Q, the place for `rotated` rows of K, and the scores as `weights`.
+        Has Q, room for `rotated` rows of K, and the scores as `weights`.
     """
 
     def __init__(self, split):
@@ -110,9 +110,9 @@ class Scores:
                         if c.lanes == lanes:
                             ops.multiply_add(total[r][t], q[r], row)
                         else:
-                            part = Register(c.lanes, init=constant(0.0, c.lanes))
-                            ops.multiply_add(part, q[r], row)
-                            total[r][t].set(total[r][t].get() + widen(part.get(), c.lanes))
+                            narrow = Register(c.lanes, init=constant(0.0, c.lanes))
+                            ops.multiply_add(narrow, q[r], row)
+                            total[r][t].set(total[r][t].get() + widen(narrow.get(), c.lanes))
 
         for_columns(self.elements, lanes, max(1, line // lanes), multiply)
         at_once = max(1, lanes // len(step))
@@ -123,8 +123,8 @@ class Scores:
                 width = next_power_of_two(len(batch) * len(step))
                 sums = temp(sums * broadcast(split.factor, width), width)
             for i, r in enumerate(batch):
-                part = [i * len(step) + t for t in step]
-                value = shuffle([sums], part) if len(part) > 1 or len(batch) > 1 else sums
+                own = [i * len(step) + t for t in step]
+                value = shuffle([sums], own) if len(own) > 1 or len(batch) > 1 else sums
                 store(split.weights, (weights_row + r, column), len(step), value)
 
     def cap(self) -> None:

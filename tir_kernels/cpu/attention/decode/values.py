@@ -61,8 +61,8 @@ class Values:
                 halves = [temp(load(o, i, c.lanes), c.lanes) for i in at]
                 order = [n * c.lanes + i for i in range(c.lanes) for n in range(2)]
                 for n, i in enumerate(at):
-                    part = order[n * c.lanes : (n + 1) * c.lanes]
-                    store(o, i, c.lanes, shuffle(halves, part))
+                    half = order[n * c.lanes : (n + 1) * c.lanes]
+                    store(o, i, c.lanes, shuffle(halves, half))
 
     def _column(self, element, n: int, lanes: int):
         """Where the sums of the n-th numbers of `lanes` elements begin."""
@@ -95,8 +95,8 @@ class Values:
         else:
             with T.serial((left + run - 1) // run) as j:
                 within = index_temp(column + j * run)
-                part = (within, T.min(run, left - j * run))
-                self._add_rows(step, total, weights_row, columns, part)
+                positions = (within, T.min(run, left - j * run))
+                self._add_rows(step, total, weights_row, columns, positions)
         for (r, c, n), value in total.items():
             store(o, at[r, c, n], c.lanes, value.get())
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of several query rows per sequence, over pages or ragged arrays: one skeleton.
 
-A unit of work is a tile of a sequence's tokens with all query heads of one KV head. It walks over
-tiles of positions: K is transposed and V copied into packed tiles once, and all rows of the unit
-multiply with them, a few at a time through the registers. Tiles that no row may see are skipped.
+Tasks take tiles of a sequence's tokens with all query heads of one KV head. A task walks over tiles
+of positions: K is transposed and V copied into packed tiles once, and all rows of the tile multiply
+with them, a few at a time through the registers. Tiles that no row may see are skipped.
+`signatures.prefill` has the arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .tile import PrefillTile
 from .tiling import PrefillStep, Tiling
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
-UNITS_PER_TASK = 8  # with fewer, units are halved, so that tasks finish together
+TILES_PER_TASK = 8  # with fewer, tiles are halved, so that tasks finish together
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class KvSource:
 def emit_prefill(spec: KernelSpec, ops, a: PagedInputs | RaggedInputs, source: KvSource) -> None:
     """Emit the body.
 
-    Tasks take units from queues: those of a sequence begin with the heavy, late tiles of a causal
+    Tasks take tiles from a queue: those of a sequence begin with the heavy, late tiles of a causal
     triangle. Where there are `Singles`, sequences of one row have a queue of their own. Half
     of the tasks begin with it, so that reading and multiplying go on at the same time.
 
@@ -70,7 +71,7 @@ def emit_prefill(spec: KernelSpec, ops, a: PagedInputs | RaggedInputs, source: K
     work = rows * (spec.num_qo_heads * spec.qk_head_dim) * positions // T.max(a.batch_size, 1)
     num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, num_threads(), 1))
     max_tokens = Tiling.of(spec).tokens
-    has_many = rows * spec.num_kv_heads >= num_tasks * (UNITS_PER_TASK * max_tokens)
+    has_many = rows * spec.num_kv_heads >= num_tasks * (TILES_PER_TASK * max_tokens)
     tokens = index_temp(T.if_then_else(has_many, max_tokens, (max_tokens + 1) // 2))
     a = replace(a, rope=InlineRope(spec, a))
     singles = Singles(spec, ops, a) if source.has_singles else None
@@ -79,30 +80,30 @@ def emit_prefill(spec: KernelSpec, ops, a: PagedInputs | RaggedInputs, source: K
     queues = [Queue() for _ in range(2 if singles else 1)]
 
     def task_body(task):
-        unit = PrefillTile(spec, ops)
+        tile = PrefillTile(spec, ops)
         a.rope.begin_task()
         a.mask.begin_task()
         if not singles:
-            _attend_tiles(spec, a, source, singles, unit, queues[0], tokens)
+            _attend_tiles(spec, a, source, singles, tile, queues[0], tokens)
             return
         singles.begin_task()
         with T.serial(2) as turn, T.If((task + turn) % 2 == 0):
             with T.Then():
                 singles.attend(queues[1], num_tasks)
             with T.Else():
-                _attend_tiles(spec, a, source, singles, unit, queues[0], tokens)
+                _attend_tiles(spec, a, source, singles, tile, queues[0], tokens)
 
     with ops.scope(), Queue.scope():
         for_tasks(num_tasks, task_body)
 
 
 def _attend_tiles(
-    spec: KernelSpec, a, source: KvSource, singles, unit: PrefillTile, queue, tokens
+    spec: KernelSpec, a, source: KvSource, singles, tile: PrefillTile, queue, tokens
 ) -> None:
-    """Do the units of a queue: tiles of `tokens` with the query heads of one KV head."""
+    """Attend with the tiles of a queue: `tokens` with the query heads of one KV head."""
     heads = spec.num_kv_heads
 
-    def num_units(b):
+    def num_tiles_of(b):
         num_rows = index_temp(a.q_indptr[b + 1] - a.q_indptr[b])
         num_tiles = (num_rows + tokens - 1) // tokens
         return heads * (T.if_then_else(singles.has(b), 0, num_tiles) if singles else num_tiles)
@@ -119,7 +120,7 @@ def _attend_tiles(
         num_hidden = 0 if gap is None else gap.begin - gap.sinks
         a.rope.begin_sequence(k_offset + kv_len - num_hidden)
         a.mask.begin_sequence(b, kv_len)
-        unit.run(
+        tile.run(
             a,
             PrefillStep(
                 rows=rows,
@@ -134,7 +135,7 @@ def _attend_tiles(
             ),
         )
 
-    queue.for_items(a.batch_size, num_units, attend_tile)
+    queue.for_items(a.batch_size, num_tiles_of, attend_tile)
 
 
 def emit_paged(spec: KernelSpec, a: PagedInputs, has_singles: bool = True) -> None:

@@ -19,7 +19,7 @@ from ...simd import Register, add, broadcast, constant, load, reduce_lanes, stor
 
 
 class MaskedValues:
-    """The rare case, for one unit.
+    """The rare case, for one tile.
 
     Parameters
     ----------

@@ -103,7 +103,7 @@ class PrefillTile:
         factor = temp(a.sm_scale * T.float32(LOG2E))
 
         def for_rows(body):
-            """Emit ``body(row, token, head)`` for all rows; the last one fills up the blocks."""
+            """Emit ``body(row, token, head)``; rows past the end repeat the last row."""
             with T.serial(num_blocks * tiling.rows) as row:
                 source = index_temp(T.min(row, num_rows - 1))
                 token = index_temp(step.first_row + step.first_token + source // group)

@@ -166,10 +166,10 @@ def emit_shared(spec: KernelSpec, ops, a: AttentionInputs) -> None:
     kind = LatentRows if spec.kind == "mla" else PagedRows
 
     def begin_task():
-        unit = _SharedPrefixTile(spec, ops, Tiling.of(spec).tokens * spec.group_size)
+        worker = _SharedPrefixTile(spec, ops, Tiling.of(spec).tokens * spec.group_size)
         a.rope.begin_task()
         a.rope.begin_sequence(T.int32(0))  # the length matters to longrope only
-        return unit
+        return worker
 
     def rows_of(tile):
         first = index_temp(a.page_indptr[tile.segment])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of rows whose positions are cut among tasks.
 
-Tasks take equal shares of all (tile, position) work, so that one tile with many positions uses
-every thread. A tile that falls into one task is finished there; one that is cut leaves partial
-states, which are merged in the same call.
+Every task takes one split, which is as much of all (tile, position) work as any other, so that one
+tile with many positions uses every thread. A tile that falls into one split is finished there; one
+that is cut leaves partial states, which are merged in the same call.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class TileWork:
         Of a block.
     for_tiles : ``body -> cost``
         Emits ``body(tile)`` for every tile; returns the cost of all.
-    begin_task : ``() -> unit``
-        Makes the buffers of a task. A unit has ``run_blocks(a, tile, rows, begin, end)``, which
+    begin_task : ``() -> worker``
+        Makes the buffers of a task. A worker has ``run_blocks(a, tile, rows, begin, end)``, which
         attends to blocks of positions from a cleared state, ``finish_row(a, tile, row)`` for a row
         that has seen all of them, and the state that `PartialStates` keeps.
     rows_of : ``tile -> rows``
@@ -87,7 +87,7 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
     ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
 
     def attend(task):
-        unit = tiles.begin_task()
+        worker = tiles.begin_task()
         task_begin, task_end = begin_of(task), begin_of(task + 1)
 
         def attend_tile(tile: CutTile):
@@ -100,13 +100,13 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
                     block = (cost + tile.num_tokens - 1) // tile.num_tokens
                     return index_temp(T.cast(block, "int32"))
 
-                unit.run_blocks(a, tile, rows, block_of(begin), block_of(end))
+                worker.run_blocks(a, tile, rows, block_of(begin), block_of(end))
                 num_rows = index_temp(tile.num_tokens * tiles.group)
                 with T.If(T.And(begin == 0, end == tile.cost)):
                     with T.Then(), T.serial(num_rows) as row:
-                        unit.finish_row(a, tile, row)
+                        worker.finish_row(a, tile, row)
                     with T.Else():
-                        states.put(states.slot(task, is_continued=begin > 0), unit, num_rows)
+                        states.put(states.slot(task, is_continued=begin > 0), worker, num_rows)
 
         tiles.for_tiles(attend_tile)
 
@@ -126,8 +126,8 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
                 with T.While(cut(total, first.get() + count.get(), num_tasks, "int64") < end):
                     count.set(count.get() + 1)
                 num_rows = index_temp(tile.num_tokens * tiles.group)
-                share = [index_temp(cut(num_rows, task + i, num_tasks)) for i in range(2)]
-                states.merge(first.get(), count.get(), tiles.output(spec, a, tile), share)
+                rows = [index_temp(cut(num_rows, task + i, num_tasks)) for i in range(2)]
+                states.merge(first.get(), count.get(), tiles.output(spec, a, tile), rows)
 
         tiles.for_tiles(merge_tile)
 

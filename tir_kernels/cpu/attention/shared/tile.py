@@ -196,24 +196,24 @@ class SharedTile:
         a.rope.either(rotated, plain)
         self.values.pack(tile.rows, tile.first, step.kv_len)
 
-    def _prefetcher(self, tile: KvTile, block: RowBlock, plane: Prefetch) -> Callable | None:
-        """What asks for a part of the next tile, a little in each step of a product.
+    def _prefetcher(self, tile: KvTile, block: RowBlock, following: Prefetch) -> Callable | None:
+        """What prefetches some positions of the next tile, a little in each step of a product.
 
         Asking for much at once would wait for the memory instead of multiplying.
         """
         spec = self.spec
-        # The positions of a part lie side by side in a page.
-        count = next_power_of_two(-(-POSITIONS // plane.num_parts))
+        # The positions of one product lie side by side in a page.
+        count = next_power_of_two(-(-POSITIONS // following.num_products))
         if count > min(POSITIONS, spec.page_size):
             return None
         per_line = elements_per_line(spec.kv_dtype)
-        lines = -(-count * plane.width // per_line)
-        per_step = -(-lines // plane.num_steps)
-        # Every block asks for some parts, and for others again for what it has.
-        ahead = T.if_then_else(plane.part % block.count == block.index, POSITIONS, 0)
-        position = T.min(plane.part * count, POSITIONS - count)
+        lines = -(-count * following.width // per_line)
+        per_step = -(-lines // following.num_steps)
+        # Every block prefetches for some products, and touches its own tile again for others.
+        ahead = T.if_then_else(following.product % block.count == block.index, POSITIONS, 0)
+        position = T.min(following.product * count, POSITIONS - count)
         source = tile.rows.tile(tile.first + ahead + position, count)
-        ask = source.prefetch_v if plane.is_v else source.prefetch_k
+        ask = source.prefetch_v if following.is_v else source.prefetch_k
 
         def prefetch(step):
             for i in range(per_step):
@@ -268,7 +268,7 @@ class SharedTile:
         """Multiply V and the weights."""
         ops, lanes, width = self.ops, self.lanes, self.spec.v_head_dim
         num_tiles, depth = width // block.scalars, POSITIONS // ops.numbers
-        has_v = self.spec.kind != "mla"  # there it is a part of K
+        has_v = self.spec.kind != "mla"  # there V is in K
 
         def at(j, c):
             return (block.vector + c.start // lanes, column + j * self.values.step, 0)
@@ -276,7 +276,7 @@ class SharedTile:
         with T.serial(num_tiles) as i:
             start = index_temp(i * block.scalars)
             column = index_temp(self.values.column(start))
-            plane = Prefetch(True, width, i, num_tiles, depth // UNROLL)
+            following = Prefetch(True, width, i, num_tiles, depth // UNROLL)
             multiply_tile(
                 lambda j, position: self.values.scalar(position, start, j),
                 lambda position, c: (self.weights, (c.start // lanes, position, 0)),
@@ -288,7 +288,7 @@ class SharedTile:
                 ),
                 finish=lambda j, c, value: store(self.sums, at(j, c), lanes, value),
                 ops=ops,
-                each_step=self._prefetcher(tile, block, plane) if has_v else None,
+                each_step=self._prefetcher(tile, block, following) if has_v else None,
             )
 
     def _weigh(self, block: RowBlock) -> None:

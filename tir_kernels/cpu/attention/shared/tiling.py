@@ -14,12 +14,15 @@ POSITIONS = 64  # of a tile of K and V
 
 
 class Prefetch(NamedTuple):
-    """What of the next tile of K or V to prefetch during a product: one of `num_parts` of it."""
+    """What to prefetch of the next tile of K or V during one of `num_products` products.
+
+    A product has `num_steps`; rows have `width` elements.
+    """
 
     is_v: bool
     width: int
-    part: object
-    num_parts: int
+    product: object
+    num_products: int
     num_steps: int
 
 

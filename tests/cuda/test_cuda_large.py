@@ -12,8 +12,8 @@ import tvm_ffi
 from tvm.script import tirx as T
 
 from tir_kernels.cuda.emit import as_count, index_temp, launch
-from tir_kernels.cuda.splits.page_split import PageSplit
-from tir_kernels.cuda.splits.schedule import UnitOfBlock, sum_over
+from tir_kernels.cuda.splits.page_schedule import PageSchedule
+from tir_kernels.cuda.splits.work_item import WorkItem, sum_over
 from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
 from tir_kernels.define import define_kernel
 from tvm_pagedkv.compiler.cuda.source import cuda_source
@@ -141,37 +141,37 @@ def _run(body, *arrays) -> np.ndarray:
     return out.numpy()
 
 
-def test_decode_shares_out_more_units_than_32_bits_count():
+def test_decode_splits_more_kv_tiles_than_32_bits_count():
     """Table entries times KV heads: sequences that share a prefix have the same pages."""
     spec = make_spec((256, 256), 8, page=1)
     indptr = np.array([0, 5, 12_000_000, 20_000_000], np.int32)
     at = 19_000_000 * 256 + 77
-    share = -(-20_000_000 * 256 // 264)
+    size = -(-20_000_000 * 256 // 264)
 
     def body(thread, indptr, entry):
         at = as_count(entry[0]) * 256 + 77
         a = SimpleNamespace(page_indptr=indptr, batch_size=T.int32(3))
-        split = PageSplit(spec, a, T.int32(264), DecodeTiling.of(spec).block_positions)
-        pair = split.pair(split.owner(at, thread), at)
-        return split.total, split.share, pair.sequence, pair.head, pair.begin, pair.end
+        schedule = PageSchedule(spec, a, T.int32(264), DecodeTiling.of(spec).block_positions)
+        pair = schedule.pair(schedule.owner(at, thread), at)
+        return schedule.total, schedule.split_size, pair.sequence, pair.head, pair.begin, pair.end
 
     head = (at - 12_000_000 * 256) // 8_000_000
     begin = 12_000_000 * 256 + head * 8_000_000
-    expected = [20_000_000 * 256, share, 2, head, begin, begin + 8_000_000]
+    expected = [20_000_000 * 256, size, 2, head, begin, begin + 8_000_000]
     assert _run(body, indptr, np.array([19_000_000], np.int32))[:6].tolist() == expected
 
 
-def test_tiles_are_shared_out_beyond_32_bits():
+def test_tiles_are_split_beyond_32_bits():
     """Tiles of rows times tiles of positions."""
     counts = np.array([2**30, 3, 2**30, 2**30], np.int32)
 
     def body(thread, counts):
-        def units_of(i):
+        def items_of(i):
             return as_count(counts[i])
 
-        total = sum_over(T.int32(4), units_of, thread)
-        unit = UnitOfBlock(as_count(counts[0]) * 3, T.int32(4), units_of, thread, "int64")
-        return total, unit.sequence, unit.index, unit.count
+        total = sum_over(T.int32(4), items_of, thread)
+        item = WorkItem(as_count(counts[0]) * 3, T.int32(4), items_of, thread, "int64")
+        return total, item.sequence, item.index, item.count
 
     assert _run(body, counts)[:4].tolist() == [3 * 2**30 + 3, 3, 2**30 - 3, 2**30]
 

@@ -38,7 +38,7 @@ def block_shared_bytes():
     return tirx.call_extern(I32, BLOCK_SHARED_BYTES)
 
 
-def resident_blocks(shared_bytes: int, max_per_sm: int, parts: int = 1):
+def resident_blocks(shared_bytes: int, max_per_sm: int, num_slices: int = 1):
     """Blocks that the whole GPU holds at a time, at least one; the same in all calls.
 
     Parameters
@@ -47,9 +47,9 @@ def resident_blocks(shared_bytes: int, max_per_sm: int, parts: int = 1):
         Of a block.
     max_per_sm : int
         Blocks for which a multiprocessor has registers.
-    parts : int
-        Blocks that count as one.
+    num_slices : int
+        Blocks that take slices of the same rows, and count as one.
     """
     resident = tirx.call_extern(I32, RESIDENT_BLOCKS, T.int64(shared_bytes), T.int32(max_per_sm))
-    number = T.max(T.truncdiv(resident, parts), 1)
+    number = T.max(T.truncdiv(resident, num_slices), 1)
     return T.bind(number, var=tirx.Var("num_blocks", I32))

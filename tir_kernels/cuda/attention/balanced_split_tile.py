@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tile of rows over a part of the positions that they see: what a block of a `TileSplit` does."""
+"""A tile of rows over a split of the positions that they see, as a `TileSchedule` cuts them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ...semantics.visibility import CausalMask
 from ...signatures.inputs import AttentionInputs
 from ...spec import KernelSpec
 from ..emit import I32, U32, Registers, index_temp, ptx
-from ..splits.tile_split import KvRange
+from ..splits.tile_schedule import KvSplit
 from .kv_rows import rows_of_pages
 from .query_tile import SPILLED, QueryTile
 from .tile_step import BalancedSplitStep
 
-# Words of what is parked that a step without a gap leaves.
+# Words for spilled fields that a step without a gap does not need.
 _OWN_WORDS = range(len(SPILLED), len(SPILLED) + 2)
 
 
 @dataclass(frozen=True)
-class PartMask:
-    """Rows see the columns ``first .. last - 1``, a part of those of their item.
+class SplitMask:
+    """Rows see the columns ``first .. last - 1``, a split of those of their item.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class PartMask:
 
 
 def step_of(
-    spec: KernelSpec, a: AttentionInputs, taken: KvRange, v_slice, sequence
+    spec: KernelSpec, a: AttentionInputs, split: KvSplit, v_slice, sequence
 ) -> BalancedSplitStep:
     """The step of a `BalancedSplitTile`.
 
@@ -56,20 +56,20 @@ def step_of(
     ----------
     spec : KernelSpec
     a : the kernel's arguments.
-    taken : KvRange
+    split : KvSplit
     v_slice : int32 expression
         Slice of the columns of V.
     sequence : int32 expression
         Of the page table.
     """
-    tile, entry = taken.tile, index_temp(a.page_indptr[sequence])
+    tile, entry = split.tile, index_temp(a.page_indptr[sequence])
     return BalancedSplitStep(
-        slot=taken.slot,
-        is_whole=taken.is_whole,
-        states=taken.states,
+        slot=split.slot,
+        is_whole=split.is_whole,
+        states=split.states,
         sequence=sequence,
         rows=lambda rows_per_thread: rows_of_pages(spec, a, entry, tile.head, rows_per_thread),
-        kv_len=taken.kv_len,
+        kv_len=split.kv_len,
         gap=None,
         k_offset=T.int32(0),
         length=T.int32(0),  # it matters to longrope only
@@ -91,12 +91,12 @@ class BalancedSplitTile(QueryTile):
             ptx("st.shared.b32", self.word_pointer(word), T.cast(value, U32))
 
     def _reload(self) -> BalancedSplitStep:
-        step, words = super()._reload(), Registers(len(_OWN_WORDS), U32, "part")
+        step, words = super()._reload(), Registers(len(_OWN_WORDS), U32, "split")
         for i, word in enumerate(_OWN_WORDS):
             ptx("ld.shared.b32", words[i], self.word_pointer(word))
         slot, is_whole = T.cast(words[0], I32), words[1] != T.uint32(0)
         self.step = replace(step, slot=slot, is_whole=is_whole)
         return self.step
 
-    def _place_of(self, row) -> tuple:
+    def _state_index(self, row) -> tuple:
         return self.step.slot, row

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one query row per sequence over its pages.
 
-The work is bound by reading K and V once, so it is cut by pages: as many blocks as the GPU holds
-take equal shares of the pages of all sequences and KV heads, whatever their lengths are. A block
-finds its share from the page table's starts, so every batch of a shape is launched alike. A pair of
-a sequence and a KV head that falls into one share is finished there; one that is cut leaves states,
-which a second kernel merges.
+The work is bound by reading K and V once, so it is split by pages: as many blocks as the GPU holds
+take equal splits of the pages of all sequences and KV heads, whatever their lengths are. A block
+finds its split from the page table's starts, so every batch of a shape is launched alike. A pair of
+a sequence and a KV head that falls into one split is finished there; one that is cut leaves partial
+states, which a second kernel merges. `signatures.decode` has the arguments.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..elements import store_floats
 from ..emit import I32, I64, Variable, as_count, count_temp, index_temp, launch
 from ..launcher import resident_blocks
 from ..splits.block_states import BlockStates
-from ..splits.page_split import PageSplit
+from ..splits.page_schedule import PageSchedule
 from ..tiles.decode_tiling import DecodeTiling
-from .decode_split import DecodeStep, Segment
+from .decode_split import DecodeSplit, DecodeStep
 from .kv_rows import PagedRows
 
 
@@ -39,41 +39,41 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
     require_own_rotation(spec, a)
     lengths = lengths_of(spec, a, index_temp)
     tiling = DecodeTiling.of(spec)
-    parts = tiling.row_slices * tiling.slices
-    num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, parts)
+    num_slices = tiling.row_slices * tiling.slices
+    num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, num_slices)
     states = BlockStates(spec, num_blocks)
 
-    def split_of() -> PageSplit:
-        return PageSplit(spec, a, num_blocks, tiling.block_positions)
+    def schedule_of() -> PageSchedule:
+        return PageSchedule(spec, a, num_blocks, tiling.block_positions)
 
-    def attend_to_share(block, part, thread) -> None:
-        split = split_of()
-        current = Variable(as_count(block) * split.share, I64)
-        last = count_temp(T.min(current.get() + split.share, split.total))
+    def attend_to_split(block, slice_id, thread) -> None:
+        schedule = schedule_of()
+        current = Variable(as_count(block) * schedule.split_size, I64)
+        last = count_temp(T.min(current.get() + schedule.split_size, schedule.total))
         with T.If(current.get() < last), T.Then():
-            segment = Segment(spec, tiling, a, part, thread)
-            sequence = Variable(split.owner(current.get(), segment.lane))
+            split = DecodeSplit(spec, tiling, a, slice_id, thread)
+            sequence = Variable(schedule.owner(current.get(), split.lane))
             with T.While(current.get() < last):
-                with T.While(split.first_unit(sequence.get() + 1) <= current.get()):
+                with T.While(schedule.first_kv_tile(sequence.get() + 1) <= current.get()):
                     sequence.set(sequence.get() + 1)
-                pair = split.pair(sequence.get(), current.get())
+                pair = schedule.pair(sequence.get(), current.get())
                 first = count_temp(current.get())
                 current.set(T.min(pair.end, last))
                 bounds = [
-                    index_temp(T.cast(at - pair.begin, I32) * split.positions)
+                    index_temp(T.cast(at - pair.begin, I32) * schedule.positions)
                     for at in (first, current.get())
                 ]
                 kv_len = lengths.kv_len(pair.sequence, pair.num_pages)
                 gap = lengths.gap(pair.sequence)
-                attend_to_pair(segment, pair, kv_len, gap, bounds)
+                attend_to_pair(split, pair, kv_len, gap, bounds)
                 store(
-                    segment,
+                    split,
                     pair,
                     T.And(first == pair.begin, current.get() == pair.end),
                     states.slot(block, first > pair.begin),
                 )
 
-    def attend_to_pair(segment, pair, kv_len, gap, bounds) -> None:
+    def attend_to_pair(split, pair, kv_len, gap, bounds) -> None:
         k_offset = index_temp(a.k_rope_pos_offset[pair.sequence])
         num_hidden = 0 if gap is None else gap.begin - gap.sinks
         step = DecodeStep(
@@ -85,9 +85,9 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
         def attend(span: Span, first_seen) -> None:
             begin = index_temp(T.max(bounds[0], first_seen))
             end = index_temp(T.min(bounds[1], span.end))
-            segment.attend(step, span, begin, end)
+            split.attend(step, span, begin, end)
 
-        segment.softmax.reset()
+        split.softmax.reset()
         if gap is None:
             first_seen = a.mask.begin(0, 1, kv_len) if a.mask.has_window else 0
             attend(Span.whole(kv_len, k_offset), first_seen)
@@ -97,7 +97,7 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
                 kv_len, k_offset, lambda span: attend(span, T.max(span.begin, own - span.back))
             )
 
-    def store(segment, pair, is_whole, slot) -> None:
+    def store(split, pair, is_whole, slot) -> None:
         slot = index_temp(slot)
 
         def index(head):
@@ -117,13 +117,13 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
                 with T.Else():
                     states.put_lse((slot, head), lse)
 
-        segment.store(put, put_lse)
+        split.store(put, put_lse)
 
     with states.allocated():
-        grid = [num_blocks, parts]
-        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, part), thread):
-            attend_to_share(block, part, thread)
-        states.launch_merge(a, lambda lane: split_of(), clears_empty=True)
+        grid = [num_blocks, num_slices]
+        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, slice_id), thread):
+            attend_to_split(block, slice_id, thread)
+        states.launch_merge(a, lambda lane: schedule_of(), clears_empty=True)
 
 
 def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS):

@@ -17,7 +17,7 @@ from ...semantics.visibility import Span
 from ...spec import LOG2E, KernelSpec
 from ..emit import F32, WARP, Registers, index_temp, sync_block, sync_warp
 from ..scalars import temp
-from ..splits.page_split import Pair
+from ..splits.page_schedule import Pair
 from ..splits.partial_states import RUN, weigh
 from ..tiles.decode_tiling import DecodeTiling
 from ..tiles.fma import MultiplyAdds
@@ -49,7 +49,7 @@ class DecodeStep:
     length: object
 
 
-class Segment:
+class DecodeSplit:
     """What a block keeps, and does for one pair after the other.
 
     Parameters
@@ -57,12 +57,12 @@ class Segment:
     spec : KernelSpec
     tiling : DecodeTiling
     a : the kernel's arguments.
-    part : int32 expression
+    slice_id : int32 expression
         Which slice of the query heads of a KV head, times that of the columns of V.
     thread : int32 expression
     """
 
-    def __init__(self, spec: KernelSpec, tiling: DecodeTiling, a, part, thread):
+    def __init__(self, spec: KernelSpec, tiling: DecodeTiling, a, slice_id, thread):
         self.spec, self.tiling, self.a = spec, tiling, a
         lane = self.lane = index_temp(T.truncmod(thread, WARP))
         group = index_temp(T.truncdiv(thread, tiling.num_group_threads))
@@ -73,8 +73,8 @@ class Segment:
         self.threads = ThreadGroup(
             group_thread, tiling.num_group_threads, sync, group, tiling.kv_groups
         )
-        self.first_row = index_temp(T.truncdiv(part, tiling.slices) * tiling.rows)
-        self.slice = index_temp(T.truncmod(part, tiling.slices))
+        self.first_row = index_temp(T.truncdiv(slice_id, tiling.slices) * tiling.rows)
+        self.slice = index_temp(T.truncmod(slice_id, tiling.slices))
         self.v_begin = index_temp(self.slice * tiling.columns)
         memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
         IRBuilder.name("shared", memory)
@@ -111,7 +111,7 @@ class Segment:
         )
 
     def _row_in_group(self, row):
-        """Row of the tile -> query head of the KV head; the last one fills up."""
+        """Row of the tile -> query head of the KV head; rows past the end repeat the last one."""
         return T.min(self.first_row + row, self.spec.group_size - 1)
 
     def attend(self, step: DecodeStep, span: Span, begin, end) -> None:
@@ -185,8 +185,8 @@ class Segment:
             )
             head = index_temp(self.first_row + row)
             is_row = T.And(row < tiling.rows, head < self.spec.group_size)
-            is_there = T.And(is_row, self.v_begin + column < self.spec.v_head_dim)
-            with T.If(is_there), T.Then():
+            is_inside = T.And(is_row, self.v_begin + column < self.spec.v_head_dim)
+            with T.If(is_inside), T.Then():
                 for i in range(tiling.kv_groups):
                     logs[i] = states.load_float(i, row, tiling.columns)
                 merged = weigh(logs)

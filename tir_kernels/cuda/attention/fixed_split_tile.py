@@ -21,23 +21,23 @@ from .query_tile import QueryTile
 MIN_COLUMNS = 256  # that a block takes: loading Q, keeping states and merging them costs as much
 
 
-def splits_of(tiling: Tiling, num_units, num_positions):
-    """How many blocks shall split each unit, at least one.
+def splits_of(tiling: Tiling, num_tiles, num_positions):
+    """How many blocks split the columns of each tile, at least one.
 
     Parameters
     ----------
     tiling : Tiling
-    num_units : int32 expression
+    num_tiles : int32 expression
     num_positions : integer expression
         No sequence has more of them.
     """
     resident = resident_blocks(tiling.num_bytes, tiling.min_blocks)
     max_splits = T.cast(T.truncdiv(num_positions + MIN_COLUMNS - 1, MIN_COLUMNS), I32)
-    splits = T.max(T.min(T.truncdiv(resident, T.max(num_units, 1)), max_splits), 1)
+    splits = T.max(T.min(T.truncdiv(resident, T.max(num_tiles, 1)), max_splits), 1)
     return T.bind(splits, var=tirx.Var("splits", I32))
 
 
-class SplitStates(PartialStates):
+class FixedSplitStates(PartialStates):
     """A state of each row for each block that splits its columns.
 
     Parameters
@@ -51,8 +51,8 @@ class SplitStates(PartialStates):
 
     def __init__(self, spec: KernelSpec, splits, num_rows):
         self.splits = splits
-        places = T.if_then_else(splits > 1, splits, 0)
-        super().__init__(spec, (places, T.cast(num_rows, I32), spec.num_qo_heads))
+        num_states = T.if_then_else(splits > 1, splits, 0)
+        super().__init__(spec, (num_states, T.cast(num_rows, I32), spec.num_qo_heads))
 
     def launch_merge(self, a: AttentionInputs, num_rows) -> None:
         """Merge the states of the rows ``0 .. num_rows - 1``; `num_rows` is on the device."""
@@ -71,14 +71,14 @@ class SplitStates(PartialStates):
 class FixedSplitTile(QueryTile):
     """What a block keeps for its split of what the rows of a tile see; its step is fixed."""
 
-    def _share_of(self, start, end) -> tuple:
+    def _split_of(self, start, end) -> tuple:
         positions = self.tiling.positions
         start = index_temp(T.min(start, end))  # it may be as large as numbers are
         tiles = T.ceildiv(end - start, positions)
-        share = T.truncdiv(tiles + self.step.states.splits - 1, self.step.states.splits)
-        share = index_temp(T.max(share * positions, MIN_COLUMNS))
-        own = index_temp(start + self.step.split * share)
-        return own, index_temp(T.min(end, own + share))
+        size = T.truncdiv(tiles + self.step.states.splits - 1, self.step.states.splits)
+        size = index_temp(T.max(size * positions, MIN_COLUMNS))
+        own = index_temp(start + self.step.split * size)
+        return own, index_temp(T.min(end, own + size))
 
-    def _place_of(self, row) -> tuple:
+    def _state_index(self, row) -> tuple:
         return (self.step.split, *self.output_row(row))

@@ -3,7 +3,7 @@
 
 It is the skeleton of `prefill` with all heads in the rows of a tile. The latent row is K, and its
 first columns are V, so a tile of it is copied once and multiplied twice. A decode step has few
-tiles, so as many blocks as the GPU holds take equal shares of their positions. Where blocks may
+tiles, so as many blocks as the GPU holds take equal splits of their positions. Where blocks may
 have much shared memory, tiles have more rows, and fewer of them load the same latent rows.
 """
 
@@ -16,25 +16,25 @@ from ...signatures import latent
 from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
 from ..emit import as_count, index_temp, opaque
-from ..splits.tile_split import KvRange, TileSplit, shared_out
+from ..splits.tile_schedule import KvSplit, TileSchedule, balanced_splits
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import emit_chosen
-from .balanced_split_tile import BalancedSplitTile, PartMask, step_of
+from .balanced_split_tile import BalancedSplitTile, SplitMask, step_of
 from .non_finite_v import with_guard
 from .tree import build_tree
 from .tree_mask import NoTree
 
 
-class SequenceSplit(TileSplit):
-    """Shares of tiles whose items are the sequences of a batch.
+class SequenceSchedule(TileSchedule):
+    """Splits of tiles whose items are the sequences of a batch.
 
     Parameters
     ----------
-    spec, tiling, num_blocks, lane : see `TileSplit`
+    spec, tiling, num_blocks, lane : see `TileSchedule`
     a : the kernel's arguments `q_indptr`, `page_indptr`, `length_info` and `batch_size`.
     """
 
-    min_units = 1  # rows that see nothing are written too
+    min_kv_tiles = 1  # rows that see nothing are written too
 
     def __init__(self, spec: KernelSpec, tiling: Tiling, a, num_blocks, lane):
         self.a, self.lengths = a, WholeSequence(spec, a.length_info, index_temp)
@@ -60,16 +60,16 @@ def emit_mla(spec: KernelSpec, a: PagedInputs) -> None:
     mask = CausalMask(a.causal)
 
     def emit_tiles(tiling: Tiling) -> None:
-        def attend(taken: KvRange, v_slice, thread) -> None:
-            own = replace(a, mask=PartMask(taken.first, taken.last, mask))
-            step = step_of(spec, a, taken, v_slice, taken.tile.item)
+        def attend(split: KvSplit, v_slice, thread) -> None:
+            own = replace(a, mask=SplitMask(split.first, split.last, mask))
+            step = step_of(spec, a, split, v_slice, split.tile.item)
             with_guard(
                 lambda guard: BalancedSplitTile(
                     spec, tiling, own, step, opaque(thread), guard
                 ).run()
             )
 
-        with shared_out(spec, a, tiling, SequenceSplit, is_continued=False) as emit:
+        with balanced_splits(spec, a, tiling, SequenceSchedule, is_continued=False) as emit:
             emit(attend)
 
     num_rows = as_count(a.q.shape[0]) * spec.group_size

@@ -20,7 +20,7 @@ from ..scalars import fused_multiply_add
 from ..tiles.logits import map_scores
 from ..warp import shuffle_xor
 
-# Words of shared memory of a unit: a bit for each position of a tile, and whether care is needed.
+# Words of shared memory of a tile: a bit for each position of a tile, and whether care is needed.
 FIRST_WORD = 9
 MAX_POSITIONS = 64
 LARGEST = 3.0e38  # of all logs
@@ -35,7 +35,7 @@ _QUICK, _CAREFUL, _DONE = range(3)
 
 
 def with_guard(attend: Callable[[NonFiniteGuard], None]) -> None:
-    """Emit ``attend(guard)`` for a unit of a block, again where it has to be done with guard.
+    """Emit ``attend(guard)`` for a tile, and again where it has to be careful.
 
     It has to make a `QueryTile` with this care and to run it, or nothing.
     """
@@ -63,31 +63,31 @@ class NonFiniteGuard:
     def _is_careful(self):
         return self.mode.get() == _CAREFUL
 
-    def begin(self, unit) -> None:
+    def begin(self, tile) -> None:
         """Note that no row has been found that needs care; a barrier has to follow."""
-        ptx("st.shared.b32", unit.word_pointer(_NEEDED), T.uint32(0))
+        ptx("st.shared.b32", tile.word_pointer(_NEEDED), T.uint32(0))
 
-    def begin_tile(self, unit, stage) -> None:
+    def begin_tile(self, tile, stage) -> None:
         """Take out of V of a tile what is not finite, and note its positions."""
         with T.If(self._is_careful), T.Then():
-            tiling, zeros = unit.tiling, [T.uint32(0)] * 4
+            tiling, zeros = tile.tiling, [T.uint32(0)] * 4
             with T.serial(T.ceildiv(tiling.positions, tiling.num_threads)) as turn:
-                position = index_temp(turn * tiling.num_threads + unit.thread)
+                position = index_temp(turn * tiling.num_threads + tile.thread)
                 bit = Variable(T.uint32(0), U32, "bit")
                 with T.If(position < tiling.positions), T.Then():
-                    with T.serial(unit.v_chunks) as chunk:
-                        words, pointer = Registers(4, U32), unit.v.pointer(stage, position, chunk)
+                    with T.serial(tile.v_chunks) as chunk:
+                        words, pointer = Registers(4, U32), tile.v.pointer(stage, position, chunk)
                         ptx("ld.shared.v4.b32", *[words[i] for i in range(4)], pointer)
                         with T.If(self._any_not_finite(words, tiling.kv_dtype)), T.Then():
                             bit.set(T.shift_left(T.uint32(1), T.cast(position % WARP, U32)))
                             ptx("st.shared.v4.b32", pointer, *zeros)
                 for mask in (1, 2, 4, 8, 16):
                     bit.set(T.bitwise_or(bit.get(), shuffle_xor(bit.get(), mask)))
-                is_first = T.And(unit.lane == 0, position < tiling.positions)
+                is_first = T.And(tile.lane == 0, position < tiling.positions)
                 with T.If(is_first), T.Then():
                     for word in range(-(-tiling.positions // WARP)):
                         with T.If(T.truncdiv(position, WARP) == word), T.Then():
-                            ptx("st.shared.b32", unit.word_pointer(FIRST_WORD + word), bit.get())
+                            ptx("st.shared.b32", tile.word_pointer(FIRST_WORD + word), bit.get())
             sync_block()
 
     @staticmethod
@@ -99,12 +99,12 @@ class NonFiniteGuard:
         ]
         return functools.reduce(T.Or, found)
 
-    def mark(self, unit, scores) -> None:
+    def mark(self, tile, scores) -> None:
         """Make the scores of the positions that `begin_tile` noted NaN."""
         with T.If(self._is_careful), T.Then():
-            words = Registers(-(-unit.tiling.positions // WARP), U32, "marked")
+            words = Registers(-(-tile.tiling.positions // WARP), U32, "marked")
             for i in range(words.count):
-                ptx("ld.shared.b32", words[i], unit.word_pointer(FIRST_WORD + i))
+                ptx("ld.shared.b32", words[i], tile.word_pointer(FIRST_WORD + i))
 
             def body(score, h, column):
                 word = words[0]
@@ -114,14 +114,14 @@ class NonFiniteGuard:
                 is_marked = T.bitwise_and(bit, T.uint32(1)) != T.uint32(0)
                 return T.if_then_else(is_marked, T.reinterpret(F32, T.uint32(0x7FC00000)), score)
 
-            map_scores(scores, unit.lane, body)
+            map_scores(scores, tile.lane, body)
 
-    def end(self, unit, lse: Registers) -> None:
+    def end(self, tile, lse: Registers) -> None:
         """Store finished rows, unless the block shall attend again, and their logs if it has not.
 
-        `unit` stores them by `store_lse` and `store_rows`.
+        `tile` stores them by `store_lse` and `store_rows`.
         """
-        output, width = unit.softmax.output, unit.spec.v_head_dim
+        output, width = tile.softmax.output, tile.spec.v_head_dim
         check = Registers(output.rows, F32, "check")
         check.fill(T.float32(0))
         # What is behind the columns of V may hold anything.
@@ -129,8 +129,8 @@ class NonFiniteGuard:
             for h in range(output.rows):
                 for e in range(2):
                     value = output[n, h, e]
-                    if unit.tiling.slices > 1:
-                        is_column = unit.v_begin + n * 8 < width
+                    if tile.tiling.slices > 1:
+                        is_column = tile.v_begin + n * 8 < width
                         value = T.if_then_else(is_column, value, T.float32(0))
                     # Adds 0, or NaN for what is not finite.
                     check[h] = fused_multiply_add(value, T.float32(0), check[h])
@@ -139,15 +139,15 @@ class NonFiniteGuard:
             T.And(check[h] != T.float32(0), lse[h] < T.float32(LARGEST)) for h in range(output.rows)
         ]
         with T.If(self.mode.get() == _QUICK), T.Then():
-            unit.store_lse(lse)
+            tile.store_lse(lse)
         with T.If(functools.reduce(T.Or, is_wrong)), T.Then():
-            ptx("st.shared.b32", unit.word_pointer(_NEEDED), T.uint32(1))
+            ptx("st.shared.b32", tile.word_pointer(_NEEDED), T.uint32(1))
         sync_block()
         needed = Registers(1, U32, "needed")
-        ptx("ld.shared.b32", needed[0], unit.word_pointer(_NEEDED))
+        ptx("ld.shared.b32", needed[0], tile.word_pointer(_NEEDED))
         with T.If(T.And(self.mode.get() == _QUICK, needed[0] != T.uint32(0))):
             with T.Then():
                 self.following.set(T.int32(_CAREFUL))
                 sync_block()  # all have seen the word
             with T.Else():
-                unit.store_rows()
+                tile.store_rows()

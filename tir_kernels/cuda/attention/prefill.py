@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of several query rows per sequence, over pages or ragged arrays: one skeleton.
 
-A block does one unit: a tile of a sequence's rows for one KV head. Which one, it finds out from
-the starts of the sequences, so the host plans nothing. Of a sequence the last rows, which see most,
-come first. Of units that are too few for the whole GPU, several blocks split what each sees.
+A block takes a tile of a sequence's rows for one KV head. Which one, it finds out from the starts
+of the sequences, so the host plans nothing. Of a sequence the last rows, which see most, come
+first. If the tiles are too few for the whole GPU, several blocks split the columns of each.
+`signatures.prefill` has the arguments.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from ...signatures import prefill as signatures
 from ...signatures.inputs import Lengths, PagedInputs, RaggedInputs
 from ...spec import KernelSpec
 from ..emit import WARP, as_count, index_temp, launch, opaque
-from ..splits.schedule import UnitOfBlock
+from ..splits.work_item import WorkItem
 from ..tiles.tiling import MAX_ROWS, Tiling
 from ..tiles.tiling_choice import emit_chosen
-from .fixed_split_tile import FixedSplitTile, SplitStates, splits_of
+from .fixed_split_tile import FixedSplitStates, FixedSplitTile, splits_of
 from .kv_rows import RaggedRows, rows_of_pages
 from .non_finite_v import NonFiniteGuard, with_guard
 from .tile_step import FixedSplitStep
@@ -61,11 +62,11 @@ def emit_attention(
         require_own_rotation(spec, a)
     if a.tree is None:
         a = replace(a, tree=NoTree())
-    # No more units than that, for each sequence has less than a whole one besides whole ones.
-    max_units = T.truncdiv(a.q.shape[0] * group, tiling.rows) + a.batch_size
+    # No more tiles than that, for each sequence has less than a whole one besides whole ones.
+    max_tiles = T.truncdiv(a.q.shape[0] * group, tiling.rows) + a.batch_size
     pairs = spec.num_kv_heads * tiling.slices
-    splits = splits_of(tiling, max_units * pairs, source.max_positions)
-    states = SplitStates(spec, splits, a.q.shape[0])
+    splits = splits_of(tiling, max_tiles * pairs, source.max_positions)
+    states = FixedSplitStates(spec, splits, a.q.shape[0])
 
     def first_row_of(sequence):
         return sequence if a.q_indptr is None else a.q_indptr[sequence]
@@ -73,20 +74,20 @@ def emit_attention(
     def rows_of(sequence):
         return first_row_of(sequence + 1) - first_row_of(sequence)
 
-    def units_of(sequence):
+    def tiles_of(sequence):
         return T.truncdiv(rows_of(sequence) * group + tiling.rows - 1, tiling.rows)
 
     def attend(block, pair, split, thread, guard: NonFiniteGuard) -> None:
         lane = index_temp(T.truncmod(thread, WARP))
-        unit = UnitOfBlock(block, a.batch_size, units_of, lane)
-        with T.If(unit.sequence >= 0), T.Then():
+        tile = WorkItem(block, a.batch_size, tiles_of, lane)
+        with T.If(tile.sequence >= 0), T.Then():
             head = index_temp(T.truncdiv(pair, tiling.slices))
-            rows, kv_len = source.rows(unit.sequence, head)
-            gap = a.gap(unit.sequence)
-            k_offset = index_temp(source.k_offset_of(unit.sequence))
+            rows, kv_len = source.rows(tile.sequence, head)
+            gap = a.gap(tile.sequence)
+            k_offset = index_temp(source.k_offset_of(tile.sequence))
             num_hidden = 0 if gap is None else gap.begin - gap.sinks
             step = FixedSplitStep(
-                sequence=unit.sequence,
+                sequence=tile.sequence,
                 rows=rows,
                 kv_len=kv_len,
                 gap=gap,
@@ -94,9 +95,9 @@ def emit_attention(
                 length=k_offset + kv_len - num_hidden,
                 head=head,
                 slice=index_temp(T.truncmod(pair, tiling.slices)),
-                first_row=index_temp(first_row_of(unit.sequence)),
-                num_rows=index_temp(rows_of(unit.sequence)),
-                first=index_temp((unit.count - 1 - unit.index) * tiling.rows),
+                first_row=index_temp(first_row_of(tile.sequence)),
+                num_rows=index_temp(rows_of(tile.sequence)),
+                first=index_temp((tile.count - 1 - tile.index) * tiling.rows),
                 split=split,
                 is_whole=splits == 1,
                 states=states,
@@ -104,7 +105,7 @@ def emit_attention(
             FixedSplitTile(spec, tiling, a, step, thread, guard).run()
 
     with states.allocated():
-        grid = [max_units, pairs, splits]
+        grid = [max_tiles, pairs, splits]
         with launch(grid, tiling.num_threads, tiling.min_blocks) as (blocks, thread):
             with_guard(lambda guard: attend(*blocks, opaque(thread), guard))
         states.launch_merge(a, lambda: first_row_of(a.batch_size))

@@ -36,7 +36,7 @@ assert len(SPILLED) + len(SPILLED_OF_GAP) <= FIRST_WORD
 
 
 class QueryTile:
-    """What a block keeps for a unit of work, and does with it. Subclasses say what it shares out.
+    """What a block keeps for a tile, and does with it. Subclasses say how columns are split.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class QueryTile:
         guard: NonFiniteGuard | None = None,
     ):
         self.spec, self.tiling, self.a, self.step, self.guard = spec, tiling, a, step, guard
-        self._place(thread)
+        self._assign_rows(thread)
         self.threads = ThreadGroup(thread, tiling.num_threads, sync_block)
         memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
         self.memory = IRBuilder.name("shared", memory)
@@ -98,8 +98,8 @@ class QueryTile:
             v_begin=self.v_begin,
         )
 
-    def _place(self, thread) -> None:
-        """Find out which rows of the tile are the thread's."""
+    def _assign_rows(self, thread) -> None:
+        """Find which rows of the tile are the thread's."""
         self.thread = thread
         self.lane = index_temp(T.truncmod(thread, WARP))
         self.warp_row = index_temp(T.truncdiv(thread, WARP) * self.tiling.warp_rows)
@@ -113,14 +113,17 @@ class QueryTile:
         return self.memory.ptr_to([self.v.end + self.tiling.table_bytes + row * 8])
 
     def word_pointer(self, i: int):
-        """Where word i of what the block knows of its unit is kept."""
+        """Where word i of the block's spilled fields is kept."""
         end = self.v.end + self.tiling.table_bytes + self.tiling.rows * 8
         return self.memory.ptr_to([end + i * 4])
 
     # --- rows of the tile -----------------------------------------------------------------------
 
     def _flat(self, row):
-        """Row of the tile -> row of the sequence, in tokens times heads; the last one fills up."""
+        """Row of the tile -> row of the sequence, in tokens times heads.
+
+        Rows past the end repeat the last row.
+        """
         return T.min(self.step.first + row, self.step.num_rows * self.spec.group_size - 1)
 
     def token(self, row):
@@ -135,8 +138,8 @@ class QueryTile:
         """Index of a row of the tile in Q and O, and in their logs."""
         return as_int64(self.row_of_q(row)), self.head(row)
 
-    def is_there(self, row):
-        """Whether a row of the tile is a row of the sequence, and no filling."""
+    def has_row(self, row):
+        """Whether a row of the tile is a row of the sequence."""
         return self.step.first + row < self.step.num_rows * self.spec.group_size
 
     def head(self, row):
@@ -193,7 +196,7 @@ class QueryTile:
             self.store_rows()
 
     def _spill(self) -> None:
-        """Keep what tells of the step in shared memory: passes over columns need the registers."""
+        """Spill the step to shared memory: passes over columns need the registers."""
         step = self.step
         values = [getattr(step, name) for name in SPILLED]
         if step.gap is not None:
@@ -202,7 +205,7 @@ class QueryTile:
             ptx("st.shared.b32", self.word_pointer(i), T.cast(value, U32))
 
     def _reload(self) -> TileStep:
-        """The step, with what was parked in registers again."""
+        """The step, with its spilled fields in registers again."""
         gap = self.step.gap
         words = Registers(len(SPILLED) + (len(SPILLED_OF_GAP) if gap else 0), U32, "step")
         for i in range(words.count):
@@ -219,12 +222,12 @@ class QueryTile:
         last_row = self.tiling.rows - 1
         start = index_temp(self._begin_of(0, span))
         end = index_temp(T.min(self._end_of(last_row), span.end))
-        start, end = self._share_of(start, end)
+        start, end = self._split_of(start, end)
         with T.If(start < end), T.Then():
             self._attend(span, start, end)
 
-    def _share_of(self, start, end) -> tuple:
-        """Of the columns ``start .. end - 1``, which rows of the tile see, those of the block."""
+    def _split_of(self, start, end) -> tuple:
+        """The columns of the block, of ``start .. end - 1``, which rows of the tile see."""
         return start, end
 
     def _attend(self, span: Span, start, end) -> None:
@@ -275,7 +278,7 @@ class QueryTile:
     def _end_of_warp(self):
         """Behind the last column that rows of the warp see; 0 for a warp without rows."""
         last = self._end_of(self.warp_row + self.tiling.warp_rows - 1)
-        return index_temp(T.if_then_else(self.is_there(self.warp_row), last, 0))
+        return index_temp(T.if_then_else(self.has_row(self.warp_row), last, 0))
 
     def _keep_bounds(self, span: Span) -> None:
         """Find the bounds of all rows: few tiles of columns need them, and registers are scarce."""
@@ -323,10 +326,10 @@ class QueryTile:
 
     def _again(self) -> None:
         """Find the thread's rows anew, or all that depends on them is kept since the first pass."""
-        self._place(opaque(self.threads.thread))
+        self._assign_rows(opaque(self.threads.thread))
 
-    def _place_of(self, row) -> tuple:
-        """Of a row of the tile, the place of its state."""
+    def _state_index(self, row) -> tuple:
+        """Index of the partial state of a row of the tile."""
         raise NotImplementedError
 
     def store_lse(self, lse: Registers) -> None:
@@ -335,12 +338,12 @@ class QueryTile:
         is_first = T.And(T.truncmod(self.lane, 4) == 0, self.step.slice == 0)
         for h in range(lse.count):
             row = self.own_row(h)
-            with T.If(T.And(is_first, self.is_there(row))), T.Then():
+            with T.If(T.And(is_first, self.has_row(row))), T.Then():
                 with T.If(self.step.is_whole):
                     with T.Then():
                         T.buffer_store(self.a.lse, lse[h], list(self.output_row(row)))
                     with T.Else():
-                        self.step.states.put_lse(self._place_of(row), lse[h])
+                        self.step.states.put_lse(self._state_index(row), lse[h])
 
     def store_rows(self) -> None:
         """Hand out the rows; where others see more, as states."""
@@ -357,12 +360,12 @@ class QueryTile:
         quad = T.truncmod(self.lane, 4)
         for h in range(output.rows):
             row = self.own_row(h)
-            place = self._place_of(row)
-            with T.If(self.is_there(row)), T.Then(), T.unroll(output.num_tiles) as n:
+            index = self._state_index(row)
+            with T.If(self.has_row(row)), T.Then(), T.unroll(output.num_tiles) as n:
                 with T.If(self.v_begin + n * 8 < self.spec.v_head_dim), T.Then():
                     for e in range(2):
                         pair[e] = output[n, h, e]
-                    self.step.states.put(place, self.v_begin + n * 8 + quad * 2, pair)
+                    self.step.states.put(index, self.v_begin + n * 8 + quad * 2, pair)
 
     def _put(self) -> None:
         """Write the rows of O, through shared memory."""
@@ -379,8 +382,8 @@ class QueryTile:
             item = index_temp(turn * tiling.num_threads + self.thread)
             row = index_temp(T.truncdiv(item, chunks))
             chunk = index_temp(T.truncmod(item, chunks))
-            is_there = T.And(row < tiling.rows, self.is_there(row))
-            with T.If(T.And(is_there, chunk < self.o_chunks)), T.Then():
+            is_inside = T.And(row < tiling.rows, self.has_row(row))
+            with T.If(T.And(is_inside, chunk < self.o_chunks)), T.Then():
                 taken = [words[i] for i in range(4)]
                 ptx("ld.shared.v4.b32", *taken, self.o.pointer(0, row, chunk))
                 column = self.v_begin + chunk * self.o.layout.per_chunk

@@ -2,8 +2,8 @@
 """Attention of the rows of many sequences to pages that they have in common, merged in place.
 
 It is the skeleton of `prefill` with the rows of a tile taken from a list. As many blocks as the GPU
-holds take equal shares of all tiles and positions, as in `decode`. A tile that falls into one share
-is merged into O there; one that is cut leaves states, which a second kernel merges.
+holds take equal splits of all tiles and positions, as in `decode`. A tile that falls into one split
+is merged into O there; one that is cut leaves partial states, which a second kernel merges.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ...signatures.inputs import SharedInputs
 from ...spec import KernelSpec
 from ..emit import as_count, index_temp, launch
 from ..launcher import workspace
-from ..splits.tile_split import KvRange, TileSplit, shared_out
+from ..splits.tile_schedule import KvSplit, TileSchedule, balanced_splits
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import emit_chosen
-from .balanced_split_tile import PartMask, step_of
+from .balanced_split_tile import SplitMask, step_of
 from .shared_tile import SharedTile
 from .tree_mask import NoTree
 
@@ -33,7 +33,7 @@ _COPY_THREADS = 128
 def _lse_before(a, slices: int):
     """The logs that are there when the call begins.
 
-    Where blocks share out the columns of a row, one of them writes its log while others read it.
+    Where several blocks sum columns of a row, one of them writes its log while others read it.
     """
     if slices == 1:
         yield a.lse
@@ -48,12 +48,12 @@ def _lse_before(a, slices: int):
         yield before
 
 
-class SegmentSplit(TileSplit):
-    """Shares of tiles whose items are the segments that a call is for; their rows are a list.
+class SegmentSchedule(TileSchedule):
+    """Splits of tiles whose items are the segments that a call is for; their rows are a list.
 
     Parameters
     ----------
-    spec, tiling, num_blocks, lane : see `TileSplit`
+    spec, tiling, num_blocks, lane : see `TileSchedule`
     a : the kernel's arguments `row_indptr`, `row_ids`, `page_indptr`, `first_segment` and
         `last_segment`.
     """
@@ -91,16 +91,16 @@ def emit_shared(spec: KernelSpec, a: SharedInputs) -> None:
     a = replace(a, tree=NoTree())
 
     def emit_tiles(tiling: Tiling) -> None:
-        with shared_out(spec, a, tiling, SegmentSplit, is_continued=True) as emit:
+        with balanced_splits(spec, a, tiling, SegmentSchedule, is_continued=True) as emit:
             with _lse_before(a, tiling.slices) as lse_before:
 
-                def attend(taken: KvRange, v_slice, thread) -> None:
-                    segment = index_temp(a.first_segment + taken.tile.item)
+                def attend(split: KvSplit, v_slice, thread) -> None:
+                    segment = index_temp(a.first_segment + split.tile.item)
                     offsets = a.k_rope_pos_offset
-                    step = step_of(spec, a, taken, v_slice, segment)
+                    step = step_of(spec, a, split, v_slice, segment)
                     if offsets is not None:
                         step = replace(step, k_offset=index_temp(offsets[segment]))
-                    own = replace(a, mask=PartMask(taken.first, taken.last))
+                    own = replace(a, mask=SplitMask(split.first, split.last))
                     SharedTile(spec, tiling, own, step, thread, lse_before).run()
 
                 emit(attend)

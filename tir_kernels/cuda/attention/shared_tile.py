@@ -39,7 +39,7 @@ class SharedTile(BalancedSplitTile):
             self._merge(lse)
 
     def _merge(self, lse: Registers) -> None:
-        """Make parts of O of the rows, and `lse` the logs of all parts.
+        """Weigh the rows for their sum with O, and make `lse` the merged logs.
 
         The weights of what the rows had seen before are kept where their bounds were.
         """

@@ -16,10 +16,10 @@ from ..emit import U32, Registers, Variable, index_temp, ptx, sync_block
 class NoTree:
     """Columns that follow each other: a row sees all between its bounds."""
 
-    def begin(self, unit) -> None:
-        """Go on with a unit of work."""
+    def begin(self, tile) -> None:
+        """Go on with a tile of rows."""
 
-    def begin_tile(self, unit, first) -> None:
+    def begin_tile(self, tile, first) -> None:
         """Go on with the columns from `first` on."""
 
     def shared_end(self, end):
@@ -53,19 +53,19 @@ class TreeMask(NoTree):
         self.a, self.window = a, a.window
         self.indptr, self.order = a.tree_order_indptr, a.tree_order
 
-    def begin(self, unit) -> None:
-        """Find the tree of the unit's sequence, and the numbers of the thread's rows."""
-        step = unit.step
+    def begin(self, tile) -> None:
+        """Find the tree of the tile's sequence, and the numbers of the thread's rows."""
+        step = tile.step
         self.first_node, self.num_nodes = self._nodes_of(step.sequence)
         self.num_nodes = index_temp(self.num_nodes)
         self.tree_start = index_temp(
             T.if_then_else(self.num_nodes > 0, step.kv_len - self.num_nodes, step.kv_len)
         )
         self.number, self.first_position = (
-            Registers(unit.softmax.rows, "int32", name) for name in ("number", "first_position")
+            Registers(tile.softmax.rows, "int32", name) for name in ("number", "first_position")
         )
-        for h in range(unit.softmax.rows):
-            token = unit.token(unit.own_row(h))
+        for h in range(tile.softmax.rows):
+            token = tile.token(tile.own_row(h))
             node = T.max(step.kv_len - step.num_rows + token - self.tree_start, 0)
             at = self.first_node + T.min(node, self.num_nodes - 1)
             self.number[h] = T.if_then_else(self.num_nodes > 0, self.order[at, 0], 0)
@@ -99,19 +99,19 @@ class TreeMask(NoTree):
             behind.set(num_nodes - self.depth(first_node, num_nodes, node))
         return index_temp(a.q_rope_position[a.q_indptr[sequence]] - (kv_len - behind.get()))
 
-    def begin_tile(self, unit, first) -> None:
+    def begin_tile(self, tile, first) -> None:
         """Find the positions of the tile's columns, where they matter."""
-        if self.window is not None or unit.bias:
-            self._find_positions(unit, first)
-        elif unit.rope.may_rotate:
-            with T.If(unit.rope.mode == 1), T.Then():
-                self._find_positions(unit, first)
+        if self.window is not None or tile.bias:
+            self._find_positions(tile, first)
+        elif tile.rope.may_rotate:
+            with T.If(tile.rope.mode == 1), T.Then():
+                self._find_positions(tile, first)
 
-    def _find_positions(self, unit, first) -> None:
-        self.table = unit.table
-        with T.serial(T.ceildiv(unit.tiling.positions, unit.tiling.num_threads)) as turn:
-            i = index_temp(turn * unit.tiling.num_threads + unit.thread)
-            with T.If(i < unit.tiling.positions), T.Then():
+    def _find_positions(self, tile, first) -> None:
+        self.table = tile.table
+        with T.serial(T.ceildiv(tile.tiling.positions, tile.tiling.num_threads)) as turn:
+            i = index_temp(turn * tile.tiling.num_threads + tile.thread)
+            with T.If(i < tile.tiling.positions), T.Then():
                 position = Variable(first + i)
                 node = index_temp(first + i - self.tree_start)
                 with T.If(T.And(node >= 0, node < self.num_nodes)), T.Then():

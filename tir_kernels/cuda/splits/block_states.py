@@ -14,13 +14,13 @@ from .partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, RUN, PartialStates
 
 
 class BlockStates(PartialStates):
-    """Room for two states of each block: of what its first and its last unit belong to.
+    """Room for two states of each block: of what its first and its last KV tile belong to.
 
     Parameters
     ----------
     spec : KernelSpec
     num_blocks : int32 expression
-        That share the units.
+        That share the KV tiles.
     num_rows : int, optional
         Of a state; None: the query heads of a KV head.
     is_continued : bool
@@ -37,14 +37,14 @@ class BlockStates(PartialStates):
         """Of what goes on from the block before, or of what goes on behind."""
         return block * 2 + T.if_then_else(is_first, 0, 1)
 
-    def launch_merge(self, a, split_of: Callable, clears_empty: bool = False) -> None:
+    def launch_merge(self, a, schedule_of: Callable, clears_empty: bool = False) -> None:
         """Merge what was cut.
 
         Parameters
         ----------
         a : the kernel's arguments.
-        split_of : callable
-            Emits how the units were cut, such as a `PageSplit`; takes the lane.
+        schedule_of : callable
+            Emits how the KV tiles were cut, such as a `PageSchedule`; takes the lane.
         clears_empty : bool
             Also clear the rows of sequences without pages, of which there is one each.
         """
@@ -52,20 +52,20 @@ class BlockStates(PartialStates):
         with launch(grid, MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE) as ((block, rows), thread):
             lane = index_temp(T.truncmod(thread, WARP))
             row = index_temp(rows * MERGED_ROWS + T.truncdiv(thread, WARP))
-            split = split_of(lane)
-            # The block that has the first unit, but not the last one, tells where it was cut.
-            cut = count_temp(as_count(block + 1) * split.share)
-            with T.If(T.And(cut < split.total, row < self.num_rows)), T.Then():
-                work = split.pair(split.owner(cut, lane), cut)
-                begins_here = T.And(work.begin < cut, work.begin >= cut - split.share)
-                with T.If(T.And(begins_here, work.is_there(row))), T.Then():
-                    last_block = T.cast(T.truncdiv(work.end - 1, split.share), I32)
+            schedule = schedule_of(lane)
+            # The block that has the first KV tile, but not the last one, tells where it was cut.
+            cut = count_temp(as_count(block + 1) * schedule.split_size)
+            with T.If(T.And(cut < schedule.total, row < self.num_rows)), T.Then():
+                work = schedule.pair(schedule.owner(cut, lane), cut)
+                begins_here = T.And(work.begin < cut, work.begin >= cut - schedule.split_size)
+                with T.If(T.And(begins_here, work.has_row(row))), T.Then():
+                    last_block = T.cast(T.truncdiv(work.end - 1, schedule.split_size), I32)
                     count = index_temp(last_block - block + 1)
 
-                    def place_of(i):
+                    def index_of(i):
                         return self.slot(block + i, i > 0), row
 
-                    self.merge(a, place_of, count, work.output_row(row), lane)
+                    self.merge(a, index_of, count, work.output_row(row), lane)
             if clears_empty:
                 self._clear_empty(a, block, row, lane)
 
@@ -80,7 +80,7 @@ class BlockStates(PartialStates):
                     with T.serial(spec.num_kv_heads) as kv_head:
                         head = index_temp(kv_head * spec.group_size + row)
                         T.buffer_store(a.lse, T.reinterpret(F32, T.uint32(0xFF800000)), [b, head])
-                        with T.serial(-(-spec.v_head_dim // (RUN * WARP))) as part:
-                            column = index_temp((part * WARP + lane) * RUN)
+                        with T.serial(-(-spec.v_head_dim // (RUN * WARP))) as i:
+                            column = index_temp((i * WARP + lane) * RUN)
                             with T.If(column < spec.v_head_dim), T.Then():
                                 store_floats(a.o, (b, head, column), zeros)

@@ -15,14 +15,14 @@ from ..launcher import workspace
 from ..scalars import exp2, log2, temp
 from ..warp import shuffle_xor
 
-LOWEST = -3.0e38  # finite, so that -inf less it is no NaN
+LOWEST = -3.0e38  # finite, so that `-inf - top` is not NaN
 RUN = 8  # elements that a thread takes at once
 MERGED_ROWS = 4  # of a block that merges: a warp for each
 MIN_BLOCKS_OF_MERGE = 4  # of these on a multiprocessor: 128 registers
 
 
 def weigh(logs: Registers):
-    """Turn the lse of parts into their weights; returns the lse of all."""
+    """Turn the lse of partial states into their weights; returns the merged lse."""
     top, total = Registers(1, F32, "top"), Registers(1, F32, "total")
     top[0] = T.float32(LOWEST)
     for i in range(logs.count):
@@ -54,16 +54,16 @@ class PartialStates:
     Parameters
     ----------
     spec : KernelSpec
-    places : sequence of int32 expressions
+    counts : sequence of int32 expressions
         How many there are, of any number of dimensions.
     is_continued : bool
-        The outputs hold another part of their rows, to be merged with.
+        The outputs hold another partial state of their rows, to be merged with.
     """
 
-    def __init__(self, spec: KernelSpec, places: Sequence, is_continued: bool = False):
+    def __init__(self, spec: KernelSpec, counts: Sequence, is_continued: bool = False):
         self.spec, self.is_continued = spec, is_continued
         # The lse comes behind the row, and what keeps the rows aligned.
-        self.shape = (*places, spec.v_head_dim + RUN)
+        self.shape = (*counts, spec.v_head_dim + RUN)
         self.buffer = None
 
     @contextmanager
@@ -72,29 +72,29 @@ class PartialStates:
         with workspace(self.shape, "partial_states") as self.buffer:
             yield
 
-    def put(self, place: tuple, column, values: Registers) -> None:
-        """Keep elements of the row at a place."""
-        store_floats(self.buffer, (*place, column), values)
+    def put(self, index: tuple, column, values: Registers) -> None:
+        """Keep elements of the row of a state."""
+        store_floats(self.buffer, (*index, column), values)
 
-    def put_lse(self, place: tuple, lse) -> None:
-        """Keep the lse of the row at a place."""
-        T.buffer_store(self.buffer, lse, [*place, self.spec.v_head_dim])
+    def put_lse(self, index: tuple, lse) -> None:
+        """Keep the lse of the row of a state."""
+        T.buffer_store(self.buffer, lse, [*index, self.spec.v_head_dim])
 
-    def merge(self, a, place_of: Callable, count, output: tuple, lane) -> None:
+    def merge(self, a, index_of: Callable, count, output: tuple, lane) -> None:
         """Merge `count` states into a row of O and its logs, by a warp.
 
         Parameters
         ----------
         a : the kernel's arguments `o` and `lse`.
-        place_of : callable
-            Number of a state -> its place.
+        index_of : callable
+            Number of a state -> its index.
         output : tuple of int32 expressions
             Index of the row.
         """
         width = self.spec.v_head_dim
 
         def lse_at(i):
-            return self.buffer[(*place_of(i), width)]
+            return self.buffer[(*index_of(i), width)]
 
         top, total = Registers(1, F32, "top"), Registers(1, F32, "total")
         top[0], total[0] = T.float32(LOWEST), T.float32(0)
@@ -138,7 +138,7 @@ class PartialStates:
                         sums[e] = T.Select(lse_before < LOWEST, T.float32(0), o[e] * weight)
                 with T.serial(count) as i:
                     weight = temp(exp2(lse_at(i) - top[0]) * inverse)
-                    part = load_floats(self.buffer, (*place_of(i), column), RUN)
+                    state = load_floats(self.buffer, (*index_of(i), column), RUN)
                     for e in range(RUN):
-                        sums[e] = sums[e] + weight * part[e]
+                        sums[e] = sums[e] + weight * state[e]
                 store_floats(a.o, (*output, column), sums)

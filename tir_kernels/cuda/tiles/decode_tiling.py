@@ -28,7 +28,7 @@ class DecodeTiling(BlockTiling):
     warp_rows : int
         Query heads of the KV head that a warp has: 16, of which a thread holds two, or 8.
     row_slices : int
-        Blocks that share out the query heads of a KV head.
+        Blocks among which the query heads of a KV head are sliced.
     """
 
     row_warps: int

@@ -57,7 +57,7 @@ class MultiplyAdds:
         """Add ``weights V``; the four lanes of a row tell each other the weights."""
         first_lane = self.lane - T.truncmod(self.lane, 4)
         rows, weight = range(output.rows), Registers(output.rows, F32, "weight")
-        # A loop over the lanes, or the places of all rows would be computed beforehand and kept.
+        # A loop over the lanes, or the offsets of all rows would be computed beforehand and kept.
         with T.unroll(weights.num_tiles) as n, T.serial(4) as lane:
             for t in range(2):
                 for h in rows:

@@ -75,16 +75,16 @@ class TensorCores:
             with T.unroll(self.num_steps) as step:
                 self._load_q(step, step)
 
-    def _load_q(self, place, step) -> None:
+    def _load_q(self, fragment, step) -> None:
         for m in range(self.row_tiles):
-            first = (place * self.row_tiles + m) * 4
+            first = (fragment * self.row_tiles + m) * 4
             _load(_LOAD, self.left, first, self.q.beyond(self.q_start, m * WARP_ROWS, step * 2))
 
-    def _multiply(self, products: Accumulators, tile, a: Registers, place, b, b_first) -> None:
-        """Add the products of all rows of a place in `a` with eight columns of `b`."""
+    def _multiply(self, products: Accumulators, tile, a: Registers, fragment, b, b_first) -> None:
+        """Add the products of fragment `fragment` of `a` with eight columns of `b`."""
         for m in range(self.row_tiles):
             d = [products[tile, ROWS * m + h, e] for h in range(ROWS) for e in range(2)]
-            left = [a[(place * self.row_tiles + m) * 4 + i] for i in range(4)]
+            left = [a[(fragment * self.row_tiles + m) * 4 + i] for i in range(4)]
             ptx(self.instruction, *d, *left, b[b_first], b[b_first + 1], *d)
 
     def scores(self, scores: Accumulators, k: SharedTiles, stage) -> None:
@@ -97,13 +97,13 @@ class TensorCores:
         together = self.num_steps if self.keeps_q else math.gcd(self.num_steps, self.unrolled)
         with T.serial(self.num_steps // together) as turn, T.unroll(together) as i:
             step = turn * together + i
-            place = step if self.keeps_q else 0
+            fragment = step if self.keeps_q else 0
             if not self.keeps_q:
                 self._load_q(0, step)
             with T.unroll(scores.num_tiles // 2) as pair:
                 _load(_LOAD, right, 0, k.beyond(start, pair * 16, step * 2))
                 for half in range(2):
-                    self._multiply(scores, pair * 2 + half, self.left, place, right, half * 2)
+                    self._multiply(scores, pair * 2 + half, self.left, fragment, right, half * 2)
 
     def accumulate(
         self, output: Accumulators, weights: Accumulators, v: SharedTiles, stage

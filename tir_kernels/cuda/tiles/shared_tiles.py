@@ -49,7 +49,7 @@ class TileLayout:
 
     @property
     def is_swizzled(self) -> bool:
-        """Whether chunks change places; else rows are padded."""
+        """Whether chunks are swizzled; else rows are padded."""
         return self.chunks % BANK_ROWS == 0
 
     @property
@@ -99,12 +99,12 @@ class SharedTiles:
         return self.memory.ptr_to([first + offset + byte])
 
     def start(self, tile, row, chunk):
-        """Offset of chunk 0 or 1 of a row, from which `beyond` finds other places of a tile."""
+        """Offset of chunk 0 or 1 of a row, from which `beyond` finds other chunks of a tile."""
         offset = self.layout.offset(row, self.first_chunk + chunk)
         return index_temp(self.begin + tile * self.layout.num_bytes + offset)
 
     def beyond(self, start, rows, chunks):
-        """The place so many rows, a multiple of eight, and chunks, an even number, from `start`.
+        """The offset so many rows, a multiple of eight, and chunks, an even number, from `start`.
 
         What is to be added is known beforehand, and what an xor with a number that is known adds:
         `pointer` would take a register for each chunk.

@@ -14,7 +14,7 @@ MAX_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a 
 MAX_FLOAT_COLUMNS = 128  # and in float32, with two rows in a thread; with 256 there were spills
 MAX_SUMS = 16 * 128  # columns of V times rows of a warp, beside long tiles of positions
 STEP_BYTES = 48  # of what a block is told of its step, and of what it notes with care
-SLICE_UNIT = 64  # of columns that several blocks share out: a slice begins where a swizzle does
+SLICE_MULTIPLE = 64  # columns: a slice begins where a swizzle does
 WARP_ROWS = 16  # of an instruction
 MAX_ROWS = 128  # of a block
 THREADS_PER_ROW = 8  # that copy a row of K or V: 128 bytes side by side
@@ -24,9 +24,9 @@ LARGE_SHARED_BYTES = (163 * 1024, 227 * 1024)
 MAX_REGISTERS = 255
 
 
-def round_up(value: int, unit: int) -> int:
-    """The next multiple of a unit."""
-    return -(-value // unit) * unit
+def round_up(value: int, multiple: int) -> int:
+    """Round up to a multiple."""
+    return -(-value // multiple) * multiple
 
 
 def on_tensor_cores(dtype: str, kv_dtype: str) -> bool:
@@ -49,7 +49,7 @@ class BlockTiling:
     columns : int
         Elements of a row of V that a block sums.
     slices : int
-        Blocks that share out the columns of V.
+        Blocks among which the columns of V are sliced.
     stages : int
         Tiles of K and V in shared memory, for each group of warps.
     kv_groups : int
@@ -74,11 +74,13 @@ class BlockTiling:
     def widths(spec: KernelSpec, kv_dtype: str, max_float_columns: int) -> dict:
         """The sizes that head dims and types decide, by the names of fields."""
         is_tensor = on_tensor_cores(spec.dtype, kv_dtype)
-        unit = 16 if is_tensor else 8
+        multiple = 16 if is_tensor else 8
         slices = -(-spec.v_head_dim // (MAX_COLUMNS if is_tensor else max_float_columns))
         return {
-            "depth": round_up(spec.qk_head_dim, unit),
-            "columns": round_up(-(-spec.v_head_dim // slices), unit if slices == 1 else SLICE_UNIT),
+            "depth": round_up(spec.qk_head_dim, multiple),
+            "columns": round_up(
+                -(-spec.v_head_dim // slices), multiple if slices == 1 else SLICE_MULTIPLE
+            ),
             "slices": slices,
             "dtype": spec.dtype,
             "kv_dtype": kv_dtype,
@@ -228,7 +230,7 @@ class Tiling(BlockTiling):
 
     @property
     def o(self) -> TileLayout:
-        """Of O, which takes the place of Q in the end."""
+        """The tile of O, which replaces Q in the end."""
         return TileLayout(self.rows, self.columns, self.dtype)
 
     @property

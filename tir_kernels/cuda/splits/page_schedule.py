@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of a batch, cut into equal shares on the device.
+"""The pages of a batch, cut into equal splits on the device.
 
-A unit is a page, or 64 positions of a larger one, of one KV head of a sequence. The units of the
-batch stand in the order of sequences, heads and positions, and every block takes as many.
+A KV tile is a page, or 64 positions of a larger one, of one KV head of a sequence. The KV tiles of
+the batch stand in the order of sequences, heads and positions, and every block takes as many.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...spec import KernelSpec
 from ..emit import I32, WARP, Variable, as_count, count_temp, index_temp
 from ..warp import shuffle_xor
 
-MAX_POSITIONS = 64  # of a unit
+MAX_POSITIONS = 64  # of a KV tile
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Pair:
     first_entry, num_pages : int32 expressions
         Of the sequence in the page table.
     begin, end : int64 expressions
-        Its units in the batch.
+        Its KV tiles in the batch.
     group : int
         Query heads of a KV head.
     """
@@ -41,7 +41,7 @@ class Pair:
     end: object
     group: int
 
-    def is_there(self, row):
+    def has_row(self, row):
         """Whether it has a row of the state."""
         return row < self.group
 
@@ -50,17 +50,17 @@ class Pair:
         return self.sequence, self.head * self.group + row
 
 
-class PageSplit:
-    """The shares of a batch, as a block sees them.
+class PageSchedule:
+    """The splits of a batch, as a block sees them.
 
     Parameters
     ----------
     spec : KernelSpec
     a : the kernel's arguments `page_indptr` and `batch_size`.
     num_blocks : int32 expression
-        That share the units.
+        That share the KV tiles.
     min_positions : int
-        Positions of a share: so many cost no more than one.
+        Positions of a split: so many cost no more than one.
     """
 
     def __init__(self, spec: KernelSpec, a, num_blocks, min_positions: int):
@@ -69,23 +69,23 @@ class PageSplit:
         self.positions = min(spec.page_size, MAX_POSITIONS)
         self.per_page = spec.page_size // self.positions
         self.per_entry = self.per_page * spec.num_kv_heads
-        self.total = count_temp(self.first_unit(a.batch_size))
-        share = T.truncdiv(self.total + num_blocks - 1, as_count(num_blocks))
-        self.share = count_temp(T.max(share, T.int64(-(-min_positions // self.positions))))
+        self.total = count_temp(self.first_kv_tile(a.batch_size))
+        size = T.truncdiv(self.total + num_blocks - 1, as_count(num_blocks))
+        self.split_size = count_temp(T.max(size, T.int64(-(-min_positions // self.positions))))
 
-    def first_unit(self, sequence):
-        """The number of units before those of a sequence."""
+    def first_kv_tile(self, sequence):
+        """The number of KV tiles before those of a sequence."""
         return as_count(self.indptr[sequence]) * self.per_entry
 
     def owner(self, at, lane):
-        """The sequence of a unit: a warp looks at 32 places at once."""
+        """The sequence of a KV tile: a warp looks at 32 of them at once."""
         low, width = Variable(T.int32(0)), Variable(self.batch_size)
         with T.While(width.get() > 1):
             step = index_temp(T.truncdiv(width.get() + WARP - 1, WARP))
             probe = index_temp(low.get() + (lane + 1) * step)
             passed = Variable(T.int32(0))
             with T.If(probe < low.get() + width.get()), T.Then():
-                with T.If(self.first_unit(probe) <= at), T.Then():
+                with T.If(self.first_kv_tile(probe) <= at), T.Then():
                     passed.set(T.int32(1))
             for mask in (1, 2, 4, 8, 16):
                 passed.set(passed.get() + shuffle_xor(passed.get(), mask))
@@ -95,14 +95,14 @@ class PageSplit:
         return low.get()
 
     def pair(self, sequence, at) -> Pair:
-        """The pair of a unit of a sequence."""
+        """The pair of a KV tile of a sequence."""
         sequence = index_temp(sequence)
         first_entry = index_temp(self.indptr[sequence])
         num_pages = index_temp(self.indptr[sequence + 1] - first_entry)
-        units = index_temp(num_pages * self.per_page)
-        first = count_temp(self.first_unit(sequence))
-        # Units of one sequence fit into 32 bits, since its K and V fit into memory.
-        head = index_temp(T.truncdiv(T.cast(at - first, I32), units))
-        begin = count_temp(first + as_count(head) * units)
-        end = count_temp(begin + units)
+        num_kv_tiles = index_temp(num_pages * self.per_page)
+        first = count_temp(self.first_kv_tile(sequence))
+        # KV tiles of one sequence fit into 32 bits, since its K and V fit into memory.
+        head = index_temp(T.truncdiv(T.cast(at - first, I32), num_kv_tiles))
+        begin = count_temp(first + as_count(head) * num_kv_tiles)
+        end = count_temp(begin + num_kv_tiles)
         return Pair(sequence, head, first_entry, num_pages, begin, end, self.group)

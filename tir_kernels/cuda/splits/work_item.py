@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block works at what: found on the device, from the starts of the sequences."""
+"""Which work items a block has: found on the device, from the starts of the sequences."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def sum_over(count, of: Callable, lane):
     return total.get()
 
 
-class UnitOfBlock:
-    """The unit of work with the number of a block, when every sequence has some.
+class WorkItem:
+    """The work item with a given number, when every sequence has some.
 
     Every warp finds it for itself, 32 sequences at a time.
 
@@ -34,31 +34,31 @@ class UnitOfBlock:
     number : expression of type `dtype`
         The same in all threads of a block.
     num_sequences : int32 expression
-    units_of : callable
-        Sequence -> number of its units, of the type of `number`.
+    items_of : callable
+        Sequence -> number of its work items, of the type of `number`.
     lane : int32 expression
     dtype : {"int32", "int64"}
 
     Attributes
     ----------
     sequence : int32 expression
-        Or -1, when there are less units.
+        Or -1, when there are fewer items.
     index : expression of the type of `number`
         Which one of the sequence.
     count : expression of the type of `number`
         How many the sequence has.
     """
 
-    def __init__(self, number, num_sequences, units_of: Callable, lane, dtype: str = I32):
+    def __init__(self, number, num_sequences, items_of: Callable, lane, dtype: str = I32):
         zero = tirx.const(0, dtype)
         sequence, base = Variable(T.int32(-1)), Variable(T.int32(0))
         index, count, before = (Variable(zero, dtype) for _ in range(3))
         with T.While(T.And(base.get() < num_sequences, sequence.get() < 0)):
             mine = index_temp(base.get() + lane)
-            units = Variable(zero, dtype)
+            items = Variable(zero, dtype)
             with T.If(mine < num_sequences), T.Then():
-                units.set(units_of(mine))
-            until = Variable(units.get(), dtype)  # units of the sequences up to the lane's
+                items.set(items_of(mine))
+            until = Variable(items.get(), dtype)  # items of the sequences up to the lane's
             for distance in (1, 2, 4, 8, 16):
                 other = temp(shuffle_up(until.get(), distance), dtype)
                 with T.If(lane >= distance), T.Then():
@@ -70,7 +70,7 @@ class UnitOfBlock:
                     passed.set(passed.get() + shuffle_xor(passed.get(), mask))
                 owner = index_temp(passed.get())
                 sequence.set(base.get() + owner)
-                count.set(shuffle_from(units.get(), owner))
+                count.set(shuffle_from(items.get(), owner))
                 index.set(number - before.get() - shuffle_from(until.get(), owner) + count.get())
             before.set(before.get() + total)
             base.set(base.get() + WARP)

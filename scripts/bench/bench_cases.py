@@ -169,10 +169,16 @@ class PagedInputs:
     """Arguments of the kernels `prefill` and `decode` for a case.
 
     Its pages are in random order, and in memory where those of a cache would be: on huge pages.
+    With a codec they are quantized.
     """
 
     def __init__(
-        self, case: Case, dtype: str, heads: Heads | None = None, inputs: Inputs | None = None
+        self,
+        case: Case,
+        dtype: str,
+        heads: Heads | None = None,
+        inputs: Inputs | None = None,
+        codec=None,
     ):
         import tvm
 
@@ -188,17 +194,21 @@ class PagedInputs:
         num_pages = -(-contexts // PAGE)
         page_indptr, row_indptr = (np.concatenate([[0], np.cumsum(n)]) for n in (num_pages, rows))
         page_ids = np.random.default_rng(0).permutation(page_indptr[-1])
-        shape = (int(page_indptr[-1]), 2, heads.kv, PAGE, heads.dim)
-        pages, page_tensor = huge_zeros(shape, dtype)
+        if codec is None:
+            shape = (int(page_indptr[-1]), 2, heads.kv, PAGE, heads.dim)
+            pages, page_tensor = huge_zeros(shape, dtype)
+            write = _write_rows
+        else:
+            size = codec.page_bytes(2 * heads.kv * PAGE, heads.dim, heads.dim)
+            pages, page_tensor = huge_zeros((int(page_indptr[-1]), size), "uint8")
+            write = functools.partial(_write_codes, codec)
         position = 0
         for i, context in enumerate(contexts):
             ids = page_ids[page_indptr[i] : page_indptr[i + 1]]
-            for which, values in enumerate((inputs.k, inputs.v)):
-                own = bits(values[position : position + context])
-                own = np.pad(own, ((0, len(ids) * PAGE - context), (0, 0), (0, 0)))
-                own = own.reshape(len(ids), PAGE, *own.shape[1:]).transpose(0, 2, 1, 3)
-                bits(pages)[ids, which] = own
+            for plane, values in enumerate((inputs.k, inputs.v)):
+                write(pages, ids, plane, values[position : position + context])
             position += context
+        self.num_bytes = pages.nbytes + 2 * inputs.q.nbytes
         self.output = tvm.runtime.tensor(np.zeros_like(inputs.q))
         lse = tvm.runtime.tensor(np.zeros(inputs.q.shape[:2], np.float32))
         q = tvm.runtime.tensor(inputs.q)
@@ -215,6 +225,26 @@ class PagedInputs:
             self.arguments = (q, *table, self.output, lse, *tail)
         else:
             self.arguments = (q, integers(row_indptr), *table, self.output, lse, 1, *tail)
+
+
+def _in_pages(rows: np.ndarray, num_pages: int) -> np.ndarray:
+    """Rows ``[n, heads, width]`` as ``[pages, heads, PAGE, width]``, with zeros behind them."""
+    rows = np.pad(rows, ((0, num_pages * PAGE - len(rows)), (0, 0), (0, 0)))
+    return rows.reshape(num_pages, PAGE, *rows.shape[1:]).swapaxes(1, 2)
+
+
+def _write_rows(pages: np.ndarray, ids: np.ndarray, plane: int, rows: np.ndarray) -> None:
+    bits(pages)[ids, plane] = _in_pages(bits(rows), len(ids))
+
+
+def _write_codes(codec, pages: np.ndarray, ids: np.ndarray, plane: int, rows: np.ndarray) -> None:
+    from tests.reference import quantized
+
+    heads, width = rows.shape[1:]
+    codes, scales = quantized.quantize(codec, quantized.rotate(codec, rows, width), width)
+    all_codes, all_scales = quantized.page_parts(codec, pages, (2, heads, PAGE), width, width)
+    all_codes[ids, plane] = _in_pages(quantized.code_bytes(codec, codes), len(ids))
+    all_scales[ids, plane] = _in_pages(scales, len(ids))
 
 
 def seconds_of(

@@ -53,7 +53,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dims", nargs="+", type=int, help="width of a head", default=[])
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="those whose name has TEXT")
     others = [name for name in PEERS if name != "ours"]
-    parser.add_argument("--peers", nargs="*", default=others, choices=others)
+    usual = [name for name in others if not PEERS[name].is_quantized]
+    parser.add_argument("--peers", nargs="*", default=usual, choices=others)
     parser.add_argument(
         "--python",
         nargs="+",

@@ -65,7 +65,8 @@ class Measurement:
             first = self._prepare(name, peer, case, dtype, heads, longest or self.longest, key)
             if first is None:
                 continue
-            about[name] = {x: first[x] for x in ("calls", "note", "error")}
+            told = ("calls", "note", "error", "bytes")
+            about[name] = {x: first[x] for x in told if x in first}
             slow = first["first_s"] > 1
             times[name] = [first["first_s"]] if slow else []
         takes_part = [name for name in times if not times[name]]

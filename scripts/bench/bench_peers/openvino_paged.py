@@ -11,7 +11,6 @@ import functools
 import numpy as np
 import openvino
 import openvino.op
-from bench_cases import bits
 from openvino import Type, opset13
 
 from bench_peers.peer import Peer, Prepared, Unsupported
@@ -61,6 +60,7 @@ class OpenVinoPaged(Peer):
     """``PagedAttentionExtension`` of the CPU plugin."""
 
     version = f"openvino {openvino.__version__}"
+    kv_precision: str | None = None  # None: as the case's type
 
     def bind_caller(self) -> None:
         """OpenVINO places its threads itself, the caller among them."""
@@ -71,7 +71,7 @@ class OpenVinoPaged(Peer):
             "INFERENCE_NUM_THREADS": len(self.cpus),
             "NUM_STREAMS": 1,
             "ENABLE_CPU_PINNING": True,
-            "KV_CACHE_PRECISION": PRECISIONS[dtype],
+            "KV_CACHE_PRECISION": self.kv_precision or PRECISIONS[dtype],
             "INFERENCE_PRECISION_HINT": "bf16" if dtype == "bfloat16" else "f32",
         }
         return openvino.Core().compile_model(model(heads), "CPU", options)
@@ -80,44 +80,78 @@ class OpenVinoPaged(Peer):
         compiled = self._compiled(dtype, heads)
         kinds = {name: x for x in compiled.inputs for name in x.names}
         rows, contexts = case.rows_and_contexts()
-        block = kinds["key_cache.0"].partial_shape[2].get_length()
+        block = kinds["value_cache.0"].partial_shape[2].get_length()  # K may have more rows: scales
         num_blocks = -(-contexts // block)
         starts = np.concatenate([[0], np.cumsum(num_blocks)])
         ids = np.random.default_rng(0).permutation(starts[-1])
         caches = {}
-        for name, values in (("key_cache.0", inputs.k), ("value_cache.0", inputs.v)):
+        for name in ("key_cache.0", "value_cache.0"):
             kind = kinds[name]
             shape = [x.get_length() for x in list(kind.partial_shape)[1:]]
-            if shape != [heads.kv, block, heads.dim] or kind.element_type.size != values.itemsize:
+            size = kind.element_type.size
+            if self.kv_precision is None and size != inputs.k.itemsize:
                 raise Unsupported(f"its pages are {kind.element_type.get_type_name()} {shape}")
             caches[name] = openvino.Tensor(kind.element_type, [len(ids), *shape])
-            pages, position = bits(caches[name].data), 0
-            for i, context in enumerate(contexts):
-                own = bits(values[position : position + context])
-                own = np.pad(own, ((0, num_blocks[i] * block - context), (0, 0), (0, 0)))
-                own = own.reshape(-1, block, *own.shape[1:]).swapaxes(1, 2)
-                pages[ids[starts[i] : starts[i + 1]]] = own
-                position += context
-        ends = np.cumsum(contexts)
-        new = np.concatenate([np.arange(e - r, e) for e, r in zip(ends, rows, strict=True)])
-        given = {
-            "query": inputs.q.astype(np.float32).reshape(case.num_rows, -1),
-            "key": inputs.k[new].astype(np.float32).reshape(case.num_rows, -1),
-            "value": inputs.v[new].astype(np.float32).reshape(case.num_rows, -1),
-            "past_lens": (contexts - rows).astype(np.int32),
-            "subsequence_begins": np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
-            "block_indices": ids.astype(np.int32),
-            "block_indices_begins": starts.astype(np.int32),
-            "max_context_len": np.array(contexts.max(), np.int32),
-        }
         request = compiled.create_infer_request()
-        for name, values in given.items():
-            request.set_tensor(name, openvino.Tensor(np.array(values, order="C")))
         for name, cache in caches.items():
             request.set_tensor(name, cache)
+
+        def give(new: np.ndarray, queries: np.ndarray, step: dict) -> None:
+            """Set the rows of a step, K and V by position, and its tables."""
+            given = {
+                "query": queries.astype(np.float32).reshape(len(new), -1),
+                "key": inputs.k[new].astype(np.float32).reshape(len(new), -1),
+                "value": inputs.v[new].astype(np.float32).reshape(len(new), -1),
+            } | {name: np.asarray(values, np.int32) for name, values in step.items()}
+            for name, values in given.items():
+                request.set_tensor(name, openvino.Tensor(np.array(values, order="C")))
+
+        # Fill the pages: a step in which each block is a sequence of its own.
+        lengths = np.concatenate(
+            [
+                np.append(np.full(n - 1, block), c - (n - 1) * block)
+                for n, c in zip(num_blocks, contexts, strict=True)
+            ]
+        )
+        positions = np.arange(case.num_positions)
+        give(
+            positions,
+            np.zeros((case.num_positions, heads.query, heads.dim)),
+            {
+                "past_lens": np.zeros(len(ids)),
+                "subsequence_begins": np.concatenate([[0], np.cumsum(lengths)]),
+                "block_indices": ids,
+                "block_indices_begins": np.arange(len(ids) + 1),
+                "max_context_len": block,
+            },
+        )
+        request.infer()
+
+        ends = np.cumsum(contexts)
+        new = np.concatenate([np.arange(e - r, e) for e, r in zip(ends, rows, strict=True)])
+        give(
+            new,
+            inputs.q,
+            {
+                "past_lens": contexts - rows,
+                "subsequence_begins": np.concatenate([[0], np.cumsum(rows)]),
+                "block_indices": ids,
+                "block_indices_begins": starts,
+                "max_context_len": contexts.max(),
+            },
+        )
         shape = (case.num_rows, heads.query, heads.dim)
+        kind = kinds["key_cache.0"].element_type.get_type_name()
+        page_bytes = sum(cache.byte_size for cache in caches.values())
         return Prepared(
             request.infer,
             lambda: request.get_output_tensor(0).data.reshape(shape),
-            note=f"appends too, pages of {block}",
+            note=f"appends too, pages of {block} {kind}",
+            num_bytes=page_bytes + 2 * inputs.q.nbytes if self.kv_precision else None,
         )
+
+
+class OpenVinoU8(OpenVinoPaged):
+    """With pages of 8 bits, its default on x86."""
+
+    kv_precision = "u8"

@@ -34,6 +34,8 @@ class Prepared:
     apart : callable, optional
         Runs the case some times and returns which share of the time the first thread to finish
         waits for the last one; None where that is not known.
+    num_bytes : int, optional
+        K, V, queries and outputs, where they are not all of the case's type.
     """
 
     run: Callable[[], object]
@@ -42,6 +44,7 @@ class Prepared:
     calls: int = 1
     note: str = ""
     apart: Callable[[], float | None] | None = None
+    num_bytes: int | None = None
 
 
 class Peer(ABC):

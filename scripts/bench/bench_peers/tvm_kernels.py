@@ -15,6 +15,7 @@ from bench_cases import PagedInputs
 from bench_peers import begin_forward
 from bench_peers.peer import Peer, Prepared
 from tir_kernels import build_kernel
+from tir_kernels.codec import CODECS
 from tvm_pagedkv import KVCacheConfig, use_stock_runtime
 from tvm_pagedkv.compiler.build import kernel_spec, load_kernels, resolve_target
 from tvm_pagedkv.compiler.disk_cache import code_versions
@@ -29,6 +30,7 @@ class TvmPeer(Peer):
     """Kernels that TVM compiles and its thread pool runs."""
 
     tag: str
+    kv_dtype: str | None = None  # None: as the case's type
 
     def __init__(self, cpus: list[int]):
         set_num_threads(len(cpus))
@@ -42,12 +44,13 @@ class TvmPeer(Peer):
         if case.kind == "begin_forward":
             kernels = self.kernels(begin_forward.SMALL, "float32", begin_forward.KERNELS)
             return begin_forward.prepare_begin_forward(kernels, self.tag, case.batch)
-        paged = PagedInputs(case, dtype, heads, inputs)
+        paged = PagedInputs(case, dtype, heads, inputs, CODECS.get(self.kv_dtype))
         kernel = self.kernels(heads, dtype)[case.kind]
         return Prepared(
             functools.partial(kernel, *paged.arguments),
             paged.output.numpy,
             apart=functools.partial(self.apart, case.kind, dtype, heads, paged.arguments),
+            num_bytes=paged.num_bytes if self.kv_dtype else None,
         )
 
     def apart(self, kind, dtype, heads, arguments) -> float | None:
@@ -67,10 +70,11 @@ class Ours(TvmPeer):
 
     @functools.cache  # noqa: B019  (lives as long as the process)
     def kernels(self, heads, dtype, names=KERNELS, *, stamped=False):
-        config = KVCacheConfig(1, heads.query, heads.kv, heads.dim, dtype=dtype)
+        shape = (heads.query, heads.kv, heads.dim)
+        config = KVCacheConfig(1, *shape, dtype=dtype, kv_dtype=self.kv_dtype)
         target = resolve_target(self.cpu)
         spec = kernel_spec(config, config.layers[0], target)
-        key = (f"{heads.label}, {dtype}", repr(spec))
+        key = (f"{heads.label}, {dtype}, {config.kv_dtype}", repr(spec))
         if stamped:
             key += ("stamped", *code_versions(Path(bench_balance.__file__)))
 
@@ -104,6 +108,24 @@ class OursAvx2(Ours):
     """The same, for CPUs without AVX-512."""
 
     cpu = "x86-64-v3"
+
+
+class OursInt8(Ours):
+    """With quantized pages."""
+
+    kv_dtype = "int8"
+
+
+class OursFp8(Ours):
+    """With quantized pages."""
+
+    kv_dtype = "float8_e4m3fn"
+
+
+class OursInt4(Ours):
+    """With quantized pages."""
+
+    kv_dtype = "int4"
 
 
 class Stock(TvmPeer):

@@ -40,6 +40,8 @@ def wheel_version() -> str:
 class VllmCpu(TorchPeer):
     """``cpu_attention_with_kv_cache``."""
 
+    kv_dtype = "auto"  # as the case's type
+
     def __init__(self, cpus):
         super().__init__(cpus)
         self._ops = load_operators()
@@ -65,21 +67,29 @@ class VllmCpu(TorchPeer):
             slots.append(table[i, positions // BLOCK] * BLOCK + positions % BLOCK)
             first += count
         shape = (len(ids) + 1, heads.kv, BLOCK, 2 * heads.dim)
-        cache = torch.zeros(shape, dtype=k.dtype).view(*shape[:2], BLOCK * 2, -1)
+        kind = k.dtype if self.kv_dtype == "auto" else torch.uint8
+        cache = torch.zeros(shape, dtype=kind).view(*shape[:2], BLOCK * 2, -1)
         key_cache, value_cache = cache.chunk(2, dim=2)
         slots = torch.from_numpy(np.concatenate(slots))
         self._ops.cpu_attn_reshape_and_cache(
-            *(k, v, key_cache, value_cache, slots, isa, 1.0, 1.0, "auto")
+            *(k, v, key_cache, value_cache, slots, isa, 1.0, 1.0, self.kv_dtype)
         )
         starts, lengths = int32(np.concatenate([[0], np.cumsum(rows)])), int32(contexts)
         plan = self._ops.get_scheduler_metadata(
             *(len(rows), heads.query, heads.kv, heads.dim, lengths, k.dtype, starts),
-            *(True, -1, isa, True, None, "auto"),
+            *(True, -1, isa, True, None, self.kv_dtype),
         )
         output = torch.empty_like(q)
         run = functools.partial(
             self._ops.cpu_attention_with_kv_cache,
             *(q, key_cache, value_cache, output, starts, lengths, heads.dim**-0.5),
-            *(True, None, -1, int32(table), 0.0, plan, None, None, 1.0, 1.0, "auto"),
+            *(True, None, -1, int32(table), 0.0, plan, None, None, 1.0, 1.0, self.kv_dtype),
         )
-        return Prepared(run, lambda: to_numpy(output), note=f"isa {isa}")
+        own = None if kind == k.dtype else cache.nbytes + 2 * inputs.q.nbytes
+        return Prepared(run, lambda: to_numpy(output), note=f"isa {isa}", num_bytes=own)
+
+
+class VllmFp8(VllmCpu):
+    """With pages of float8_e4m3fn, and the scale 1 for all of them, vLLM's default."""
+
+    kv_dtype = "fp8"

@@ -46,6 +46,8 @@ class Worker:
         self.peer.bind_caller()
         error = inputs.error(self.prepared.output()) if self.prepared.output else None
         notes = {"calls": self.prepared.calls, "note": self.prepared.note, "error": error}
+        if self.prepared.num_bytes is not None:
+            notes["bytes"] = self.prepared.num_bytes
         return {"first_s": first, **notes}
 
     def run(self, budget: float) -> dict:

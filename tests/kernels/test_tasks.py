@@ -16,7 +16,7 @@ from tir_kernels.cpu.attention import mla
 from tir_kernels.cpu.attention.decode import kernel as decode
 from tir_kernels.cpu.attention.shared import split_tiles
 from tir_kernels.cpu.simd import Register, index_temp, wide_temp
-from tir_kernels.cpu.tasks import Splits, Queue
+from tir_kernels.cpu.tasks import Queue, Splits
 from tir_kernels.define import define_kernel
 from tir_kernels.semantics.visibility import CausalMask, WholeSequence
 from tvm_pagedkv.compiler.build import resolve_target

@@ -5,15 +5,13 @@
 runtime inside apache-tvm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tvm.script import tirx as T
 
 from .. import vectors
 from ..backend import backend_of
-from ..define import F32, I32, aligned, attributes
+from ..define import F32, I32, aligned, attributes, prim_func
 from ..layout import K_PLANE, V_PLANE, pages_shape
 from ..semantics.rope import base_inverse_frequencies
 from ..spec import ITEMSIZE, KernelSpec
@@ -28,7 +26,7 @@ def transpose_append(spec: KernelSpec):
     rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
     row = (spec.num_kv_heads, spec.qk_head_dim)
 
-    @T.prim_func(private=True)
+    @prim_func
     def transpose_append(
         var_pages: T.handle, var_k: T.handle, var_v: T.handle, var_position_map: T.handle
     ):
@@ -75,7 +73,7 @@ def split_rotary(spec: KernelSpec):
     if spec.rope.kind == "longrope":
         return _split_rotary_longrope(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def split_rotary(
         var_qkv: T.handle,
         var_position_map: T.handle,
@@ -100,7 +98,7 @@ def _split_rotary_longrope(spec: KernelSpec):
     num_qo_heads, num_kv_heads, dim = spec.num_qo_heads, spec.num_kv_heads, spec.qk_head_dim
     num_heads, rows = num_qo_heads + 2 * num_kv_heads, aligned(spec, spec.dtype)
 
-    @T.prim_func(private=True)
+    @prim_func
     def split_rotary(
         var_qkv: T.handle,
         var_position_map: T.handle,
@@ -124,7 +122,7 @@ def _split_rotary_longrope(spec: KernelSpec):
     return split_rotary
 
 
-def _split_rows(step: _Step, k, v) -> None:
+def _split_rows(step: "_Step", k, v) -> None:
     backend = step.backend
 
     def split_row(n, worker, first_factor) -> None:
@@ -165,7 +163,7 @@ def rope_append(spec: KernelSpec):
     if spec.rope.kind == "longrope":
         return _rope_append_longrope(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def rope_append(
         var_qkv: T.handle,
         var_q_indptr: T.handle,
@@ -196,7 +194,7 @@ def _rope_append_longrope(spec: KernelSpec):
     num_heads = num_qo_heads + 2 * spec.num_kv_heads
     rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
 
-    @T.prim_func(private=True)
+    @prim_func
     def rope_append(
         var_qkv: T.handle,
         var_q_indptr: T.handle,
@@ -236,7 +234,7 @@ def _rope_append_longrope(spec: KernelSpec):
     return rope_append
 
 
-def _rotate_and_append(step: _Step, q_indptr, num_starts, position_map, pages) -> None:
+def _rotate_and_append(step: "_Step", q_indptr, num_starts, position_map, pages) -> None:
     """Write Q of each row, and K and V to the row's slot, if it has one."""
     spec, backend = step.spec, step.backend
 
@@ -297,7 +295,7 @@ class _Step:
         half = self.spec.rope.rotary_dim // 2
         return self.backend.read_index(T.Select(last_position >= limit, 0, half))
 
-    def rotation(self, n, worker, first_factor=None) -> _Rotation:
+    def rotation(self, n, worker, first_factor=None) -> "_Rotation":
         """Row `n`, its cosines and sines computed for all heads."""
         cos_sin = worker.cos_sin(self.spec.rope)
 
@@ -329,7 +327,7 @@ class _Step:
 class _Rotation:
     """One fused row with its cosines and sines; each method writes one kind of head."""
 
-    def __init__(self, step: _Step, n, worker, cos_sin):
+    def __init__(self, step: "_Step", n, worker, cos_sin):
         self.step, self.n, self.worker, self.cos_sin = step, n, worker, cos_sin
 
     def write_q(self) -> None:

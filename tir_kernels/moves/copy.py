@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies within a pool and out of it: pages, slots in order, slots to dense arrays."""
 
-from __future__ import annotations
-
 from tvm.script import tirx as T
 
 from ..backend import backend_of
-from ..define import I32, aligned, attributes
+from ..define import I32, aligned, attributes, prim_func
 from ..layout import K_PLANE, V_PLANE, pages_shape, rows_per_slot, slot_row
 from ..spec import ITEMSIZE, KernelSpec
 
@@ -24,7 +22,7 @@ def copy_single_page(spec: KernelSpec):
     """
     slots = aligned(spec, spec.kv_dtype)
 
-    @T.prim_func(private=True)
+    @prim_func
     def copy_single_page(
         var_pages: T.handle, source: T.int64, destination: T.int64, length: T.int64
     ):
@@ -63,7 +61,7 @@ def copy_pages(spec: KernelSpec):
     """
     slots = aligned(spec, spec.kv_dtype)
 
-    @T.prim_func(private=True)
+    @prim_func
     def copy_pages(var_pages: T.handle, var_copies: T.handle):
         T.func_attr(attributes(spec))
         num_pages, n = T.int32(), T.int64()
@@ -100,7 +98,7 @@ def debug_get_kv(spec: KernelSpec):
     """
     slots, row = aligned(spec, spec.kv_dtype), (spec.num_kv_heads, spec.qk_head_dim)
 
-    @T.prim_func(private=True)
+    @prim_func
     def debug_get_kv(
         var_pages: T.handle,
         var_position_map: T.handle,
@@ -149,7 +147,7 @@ def compact_copy(spec: KernelSpec):
     """
     slots = aligned(spec, spec.kv_dtype)
 
-    @T.prim_func(private=True)
+    @prim_func
     def compact_copy(
         var_pages: T.handle,
         var_length_indptr: T.handle,

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The latent rows of MLA: written to their slots, and read back."""
 
-from __future__ import annotations
-
 from tvm.script import tirx as T
 
 from ..backend import backend_of
-from ..define import I32, aligned, attributes
+from ..define import I32, aligned, attributes, prim_func
 from ..layout import pages_shape
 from ..spec import ITEMSIZE, KernelSpec
 
@@ -19,7 +17,7 @@ def transpose_append_mla(spec: KernelSpec):
     """
     rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
 
-    @T.prim_func(private=True)
+    @prim_func
     def transpose_append_mla(var_pages: T.handle, var_kv: T.handle, var_position_map: T.handle):
         T.func_attr(attributes(spec))
         num_pages, n = T.int32(), T.int64()
@@ -54,7 +52,7 @@ def debug_get_kv_mla(spec: KernelSpec):
     """
     slots = aligned(spec, spec.kv_dtype)
 
-    @T.prim_func(private=True)
+    @prim_func
     def debug_get_kv_mla(
         var_pages: T.handle, var_position_map: T.handle, var_kv: T.handle, layer: T.int64
     ):

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two partial states over disjoint positions become one."""
 
-from __future__ import annotations
-
 from tvm.script import tirx as T
 
 from .. import vectors
 from ..backend import backend_of
-from ..define import F32, aligned, attributes
+from ..define import F32, aligned, attributes, prim_func
 from ..semantics.partial_states import MergedLse
 from ..spec import ITEMSIZE, KernelSpec
 
@@ -22,7 +20,7 @@ def merge(spec: KernelSpec):
     num_heads, head_dim = spec.num_qo_heads, spec.v_head_dim
     rows = aligned(spec, spec.dtype)
 
-    @T.prim_func(private=True)
+    @prim_func
     def merge(var_o: T.handle, var_lse: T.handle, var_o_other: T.handle, var_lse_other: T.handle):
         T.func_attr(attributes(spec))
         n = T.int64()

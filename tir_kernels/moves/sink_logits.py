@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learned attention sinks: a logit of each head that takes weight from all positions."""
 
-from __future__ import annotations
-
 from tvm.script import tirx as T
 
 from .. import vectors
 from ..backend import backend_of
-from ..define import F32, aligned, attributes
+from ..define import F32, aligned, attributes, prim_func
 from ..semantics.partial_states import MergedLse
 from ..spec import ITEMSIZE, LOG2E, KernelSpec
 
@@ -23,7 +21,7 @@ def apply_sinks(spec: KernelSpec):
     num_heads, head_dim = spec.num_qo_heads, spec.v_head_dim
     rows = aligned(spec, spec.dtype)
 
-    @T.prim_func(private=True)
+    @prim_func
     def apply_sinks(var_o: T.handle, var_lse: T.handle, var_sinks: T.handle):
         T.func_attr(attributes(spec))
         n = T.int64()

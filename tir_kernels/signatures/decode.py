@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of decode kernels: one query row per sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ..define import F32, I32, aligned, attributes
-from ..layout import pages_shape
+from ..define import attributes, prim_func
 from ..spec import KernelSpec
+from .arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from .inputs import Lengths, PagedInputs
 
 
@@ -18,9 +16,9 @@ def decode(
 ):
     """Attention of one query row per sequence over its pages."""
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def decode(
         q: T.handle,
         pages: T.handle,
@@ -37,34 +35,19 @@ def decode(
         sm_scale: T.float32,
     ):
         T.func_attr(attributes(spec))
-        batch_size, num_pages, num_entries, num_lengths = T.int32(), T.int32(), T.int32(), T.int32()
+        batch_size, num_pages, num_entries, num_lengths = sizes(4)
         attend(
             PagedInputs(
                 batch_size=batch_size,
-                q=T.match_buffer(q, (batch_size, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                pages=T.match_buffer(
-                    pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-                ),
-                page_indptr=T.match_buffer(
-                    page_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                page_values=T.match_buffer(
-                    page_values, (num_entries,), elem_offset=T.int32(), **I32
-                ),
-                length_info=T.match_buffer(
-                    length_info,
-                    lengths.shape(batch_size, num_lengths),
-                    elem_offset=T.int32(),
-                    **I32,
-                ),
-                k_rope_pos_offset=T.match_buffer(
-                    k_rope_pos_offset, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                q_rope_position=T.match_buffer(
-                    q_rope_position, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                o=T.match_buffer(o, (batch_size, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (batch_size, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, batch_size, num_heads, qk_dim),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, batch_size + 1),
+                page_values=match_int32(page_values, num_entries),
+                length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                q_rope_position=match_int32(q_rope_position, batch_size),
+                o=match_rows(o, batch_size, num_heads, v_dim),
+                lse=match_float32(lse, batch_size, num_heads),
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,
@@ -83,9 +66,9 @@ def decode_sliding(spec: KernelSpec, attend: Callable[[PagedInputs], None]):
     if the page table has few pages before the window.
     """
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def decode_sliding(
         q: T.handle,
         pages: T.handle,
@@ -103,31 +86,19 @@ def decode_sliding(spec: KernelSpec, attend: Callable[[PagedInputs], None]):
         window: T.int32,
     ):
         T.func_attr(attributes(spec))
-        batch_size, num_pages, num_entries = T.int32(), T.int32(), T.int32()
+        batch_size, num_pages, num_entries = sizes(3)
         attend(
             PagedInputs(
                 batch_size=batch_size,
-                q=T.match_buffer(q, (batch_size, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                pages=T.match_buffer(
-                    pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-                ),
-                page_indptr=T.match_buffer(
-                    page_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                page_values=T.match_buffer(
-                    page_values, (num_entries,), elem_offset=T.int32(), **I32
-                ),
-                length_info=T.match_buffer(
-                    length_info, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                k_rope_pos_offset=T.match_buffer(
-                    k_rope_pos_offset, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                q_rope_position=T.match_buffer(
-                    q_rope_position, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                o=T.match_buffer(o, (batch_size, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (batch_size, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, batch_size, num_heads, qk_dim),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, batch_size + 1),
+                page_values=match_int32(page_values, num_entries),
+                length_info=match_int32(length_info, batch_size),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                q_rope_position=match_int32(q_rope_position, batch_size),
+                o=match_rows(o, batch_size, num_heads, v_dim),
+                lse=match_float32(lse, batch_size, num_heads),
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of prefill kernels: several query rows per sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ..define import F32, I32, aligned, attributes
-from ..layout import pages_shape
+from ..define import attributes, prim_func
 from ..spec import KernelSpec
+from .arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from .inputs import Lengths, PagedInputs, RaggedInputs
 
 
@@ -18,9 +16,9 @@ def prefill(
 ):
     """Attention of several query rows per sequence over its pages."""
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def prefill(
         q: T.handle,
         q_indptr: T.handle,
@@ -39,36 +37,20 @@ def prefill(
         sm_scale: T.float32,
     ):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_pages, num_entries = T.int32(), T.int32(), T.int32(), T.int32()
-        num_lengths = T.int32()
+        batch_size, num_rows, num_pages, num_entries, num_lengths = sizes(5)
         attend(
             PagedInputs(
                 batch_size=batch_size,
-                q=T.match_buffer(q, (num_rows, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                q_indptr=T.match_buffer(q_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32),
-                pages=T.match_buffer(
-                    pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-                ),
-                page_indptr=T.match_buffer(
-                    page_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                page_values=T.match_buffer(
-                    page_values, (num_entries,), elem_offset=T.int32(), **I32
-                ),
-                length_info=T.match_buffer(
-                    length_info,
-                    lengths.shape(batch_size, num_lengths),
-                    elem_offset=T.int32(),
-                    **I32,
-                ),
-                k_rope_pos_offset=T.match_buffer(
-                    k_rope_pos_offset, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                q_rope_position=T.match_buffer(
-                    q_rope_position, (num_rows,), elem_offset=T.int32(), **I32
-                ),
-                o=T.match_buffer(o, (num_rows, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (num_rows, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                q_indptr=match_int32(q_indptr, batch_size + 1),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, batch_size + 1),
+                page_values=match_int32(page_values, num_entries),
+                length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
                 causal=causal,
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,
@@ -88,9 +70,9 @@ def prefill_sliding(spec: KernelSpec, attend: Callable[[PagedInputs], None]):
     them where `causal` is 0.
     """
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def prefill_sliding(
         q: T.handle,
         q_indptr: T.handle,
@@ -110,32 +92,20 @@ def prefill_sliding(spec: KernelSpec, attend: Callable[[PagedInputs], None]):
         window: T.int32,
     ):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_pages, num_entries = T.int32(), T.int32(), T.int32(), T.int32()
+        batch_size, num_rows, num_pages, num_entries = sizes(4)
         attend(
             PagedInputs(
                 batch_size=batch_size,
-                q=T.match_buffer(q, (num_rows, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                q_indptr=T.match_buffer(q_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32),
-                pages=T.match_buffer(
-                    pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-                ),
-                page_indptr=T.match_buffer(
-                    page_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                page_values=T.match_buffer(
-                    page_values, (num_entries,), elem_offset=T.int32(), **I32
-                ),
-                length_info=T.match_buffer(
-                    length_info, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                k_rope_pos_offset=T.match_buffer(
-                    k_rope_pos_offset, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                q_rope_position=T.match_buffer(
-                    q_rope_position, (num_rows,), elem_offset=T.int32(), **I32
-                ),
-                o=T.match_buffer(o, (num_rows, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (num_rows, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                q_indptr=match_int32(q_indptr, batch_size + 1),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, batch_size + 1),
+                page_values=match_int32(page_values, num_entries),
+                length_info=match_int32(length_info, batch_size),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
                 causal=causal,
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,
@@ -151,9 +121,9 @@ def prefill_sliding(spec: KernelSpec, attend: Callable[[PagedInputs], None]):
 def prefill_ragged(spec: KernelSpec, attend: Callable[[RaggedInputs], None]):
     """Attention of several query rows per sequence over ragged K and V."""
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows = aligned(spec, spec.dtype)
+    match_rows = row_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def prefill_ragged(
         q: T.handle,
         q_indptr: T.handle,
@@ -171,29 +141,19 @@ def prefill_ragged(spec: KernelSpec, attend: Callable[[RaggedInputs], None]):
         sm_scale: T.float32,
     ):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_columns = T.int32(), T.int32(), T.int32()
+        batch_size, num_rows, num_columns = sizes(3)
         attend(
             RaggedInputs(
                 batch_size=batch_size,
-                q=T.match_buffer(q, (num_rows, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                q_indptr=T.match_buffer(q_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32),
-                k=T.match_buffer(
-                    k, (num_columns, spec.num_kv_heads, qk_dim), elem_offset=T.int64(), **rows
-                ),
-                v=T.match_buffer(
-                    v, (num_columns, spec.num_kv_heads, v_dim), elem_offset=T.int64(), **rows
-                ),
-                kv_indptr=T.match_buffer(
-                    kv_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                q_rope_position=T.match_buffer(
-                    q_rope_position, (num_rows,), elem_offset=T.int32(), **I32
-                ),
-                k_rope_pos_offset=T.match_buffer(
-                    k_rope_pos_offset, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                o=T.match_buffer(o, (num_rows, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (num_rows, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                q_indptr=match_int32(q_indptr, batch_size + 1),
+                k=match_rows(k, num_columns, spec.num_kv_heads, qk_dim),
+                v=match_rows(v, num_columns, spec.num_kv_heads, v_dim),
+                kv_indptr=match_int32(kv_indptr, batch_size + 1),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
                 causal=causal,
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,
@@ -208,9 +168,9 @@ def prefill_ragged(spec: KernelSpec, attend: Callable[[RaggedInputs], None]):
 def prefill_ragged_sliding(spec: KernelSpec, attend: Callable[[RaggedInputs], None]):
     """`prefill_ragged` of layers with a window of at least 1, as in `prefill_sliding`."""
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows = aligned(spec, spec.dtype)
+    match_rows = row_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def prefill_ragged_sliding(
         q: T.handle,
         q_indptr: T.handle,
@@ -229,29 +189,19 @@ def prefill_ragged_sliding(spec: KernelSpec, attend: Callable[[RaggedInputs], No
         window: T.int32,
     ):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_columns = T.int32(), T.int32(), T.int32()
+        batch_size, num_rows, num_columns = sizes(3)
         attend(
             RaggedInputs(
                 batch_size=batch_size,
-                q=T.match_buffer(q, (num_rows, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                q_indptr=T.match_buffer(q_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32),
-                k=T.match_buffer(
-                    k, (num_columns, spec.num_kv_heads, qk_dim), elem_offset=T.int64(), **rows
-                ),
-                v=T.match_buffer(
-                    v, (num_columns, spec.num_kv_heads, v_dim), elem_offset=T.int64(), **rows
-                ),
-                kv_indptr=T.match_buffer(
-                    kv_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                q_rope_position=T.match_buffer(
-                    q_rope_position, (num_rows,), elem_offset=T.int32(), **I32
-                ),
-                k_rope_pos_offset=T.match_buffer(
-                    k_rope_pos_offset, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                o=T.match_buffer(o, (num_rows, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (num_rows, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                q_indptr=match_int32(q_indptr, batch_size + 1),
+                k=match_rows(k, num_columns, spec.num_kv_heads, qk_dim),
+                v=match_rows(v, num_columns, spec.num_kv_heads, v_dim),
+                kv_indptr=match_int32(kv_indptr, batch_size + 1),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
                 causal=causal,
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of kernels for pages that several sequences of a step share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ..define import F32, I32, aligned, attributes
-from ..layout import pages_shape
+from ..define import attributes, prim_func
 from ..spec import KernelSpec
+from .arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from .inputs import SharedInputs
 
 
@@ -21,9 +19,9 @@ def prefill_shared(spec: KernelSpec, attend: Callable[[SharedInputs], None]):
     are those of a sequence, rotary_mode 1 is refused.
     """
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def prefill_shared(
         q: T.handle,
         pages: T.handle,
@@ -43,33 +41,20 @@ def prefill_shared(spec: KernelSpec, attend: Callable[[SharedInputs], None]):
         sm_scale: T.float32,
     ):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_pages, num_entries = T.int32(), T.int32(), T.int32(), T.int32()
-        num_row_ids = T.int32()
+        batch_size, num_rows, num_pages, num_entries, num_row_ids = sizes(5)
         attend(
             SharedInputs(
                 batch_size=batch_size,
-                q=T.match_buffer(q, (num_rows, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                pages=T.match_buffer(
-                    pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-                ),
-                page_indptr=T.match_buffer(
-                    page_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                page_values=T.match_buffer(
-                    page_values, (num_entries,), elem_offset=T.int32(), **I32
-                ),
-                k_rope_pos_offset=T.match_buffer(
-                    k_rope_pos_offset, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                row_indptr=T.match_buffer(
-                    row_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                row_ids=T.match_buffer(row_ids, (num_row_ids,), elem_offset=T.int32(), **I32),
-                q_rope_position=T.match_buffer(
-                    q_rope_position, (num_rows,), elem_offset=T.int32(), **I32
-                ),
-                o=T.match_buffer(o, (num_rows, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (num_rows, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, batch_size + 1),
+                page_values=match_int32(page_values, num_entries),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                row_indptr=match_int32(row_indptr, batch_size + 1),
+                row_ids=match_int32(row_ids, num_row_ids),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
                 first_segment=first_segment,
                 last_segment=last_segment,
                 rotary_mode=rotary_mode,
@@ -85,9 +70,9 @@ def prefill_shared(spec: KernelSpec, attend: Callable[[SharedInputs], None]):
 def mla_prefill_shared(spec: KernelSpec, attend: Callable[[SharedInputs], None]):
     """`prefill_shared` over the latent rows of MLA, which models rotate themselves."""
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def mla_prefill_shared(
         q: T.handle,
         pages: T.handle,
@@ -102,25 +87,18 @@ def mla_prefill_shared(spec: KernelSpec, attend: Callable[[SharedInputs], None])
         sm_scale: T.float32,
     ):
         T.func_attr(attributes(spec))
-        num_starts, num_rows, num_pages, num_entries = T.int32(), T.int32(), T.int32(), T.int32()
-        num_row_ids = T.int32()
+        num_starts, num_rows, num_pages, num_entries, num_row_ids = sizes(5)
         attend(
             SharedInputs(
                 batch_size=num_starts - 1,
-                q=T.match_buffer(q, (num_rows, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                pages=T.match_buffer(
-                    pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-                ),
-                page_indptr=T.match_buffer(
-                    page_indptr, (num_starts,), elem_offset=T.int32(), **I32
-                ),
-                page_values=T.match_buffer(
-                    page_values, (num_entries,), elem_offset=T.int32(), **I32
-                ),
-                row_indptr=T.match_buffer(row_indptr, (num_starts,), elem_offset=T.int32(), **I32),
-                row_ids=T.match_buffer(row_ids, (num_row_ids,), elem_offset=T.int32(), **I32),
-                o=T.match_buffer(o, (num_rows, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (num_rows, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, num_starts),
+                page_values=match_int32(page_values, num_entries),
+                row_indptr=match_int32(row_indptr, num_starts),
+                row_ids=match_int32(row_ids, num_row_ids),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
                 first_segment=first_segment,
                 last_segment=last_segment,
                 sm_scale=sm_scale,

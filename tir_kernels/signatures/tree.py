@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of kernels over token trees."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ..define import F32, I32, aligned, attributes
-from ..layout import pages_shape
+from ..define import attributes, prim_func
 from ..spec import KernelSpec
+from .arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from .inputs import PagedInputs, RaggedInputs
 
 
@@ -26,9 +24,9 @@ def tree_paged(spec: KernelSpec, attend: Callable[[PagedInputs], None]):
     columns before the tree; q_rope_position should say the same of the rows.
     """
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def tree_paged(
         q: T.handle,
         q_indptr: T.handle,
@@ -48,41 +46,26 @@ def tree_paged(spec: KernelSpec, attend: Callable[[PagedInputs], None]):
         tree_order: T.handle,
     ):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_pages, num_entries = T.int32(), T.int32(), T.int32(), T.int32()
-        num_nodes = T.int32()
+        batch_size, num_rows, num_pages, num_entries, num_nodes = sizes(5)
         attend(
             PagedInputs(
                 batch_size=batch_size,
-                q=T.match_buffer(q, (num_rows, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                q_indptr=T.match_buffer(q_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32),
-                pages=T.match_buffer(
-                    pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-                ),
-                page_indptr=T.match_buffer(
-                    page_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                page_values=T.match_buffer(
-                    page_values, (num_entries,), elem_offset=T.int32(), **I32
-                ),
-                length_info=T.match_buffer(
-                    length_info, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                k_rope_pos_offset=T.match_buffer(
-                    k_rope_pos_offset, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                q_rope_position=T.match_buffer(
-                    q_rope_position, (num_rows,), elem_offset=T.int32(), **I32
-                ),
-                o=T.match_buffer(o, (num_rows, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (num_rows, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                q_indptr=match_int32(q_indptr, batch_size + 1),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, batch_size + 1),
+                page_values=match_int32(page_values, num_entries),
+                length_info=match_int32(length_info, batch_size),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,
                 sm_scale=sm_scale,
-                tree_order_indptr=T.match_buffer(
-                    tree_order_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                tree_order=T.match_buffer(tree_order, (num_nodes, 2), elem_offset=T.int32(), **I32),
+                tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
+                tree_order=match_int32(tree_order, num_nodes, 2),
             )
         )
 
@@ -98,9 +81,9 @@ def tree_paged_sliding(spec: KernelSpec, attend: Callable[[PagedInputs], None]):
     its depth more than there are columns before the tree.
     """
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def tree_paged_sliding(
         q: T.handle,
         q_indptr: T.handle,
@@ -121,41 +104,26 @@ def tree_paged_sliding(spec: KernelSpec, attend: Callable[[PagedInputs], None]):
         window: T.int32,
     ):
         T.func_attr(attributes(spec))
-        batch_size, num_rows, num_pages, num_entries = T.int32(), T.int32(), T.int32(), T.int32()
-        num_nodes = T.int32()
+        batch_size, num_rows, num_pages, num_entries, num_nodes = sizes(5)
         attend(
             PagedInputs(
                 batch_size=batch_size,
-                q=T.match_buffer(q, (num_rows, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                q_indptr=T.match_buffer(q_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32),
-                pages=T.match_buffer(
-                    pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-                ),
-                page_indptr=T.match_buffer(
-                    page_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                page_values=T.match_buffer(
-                    page_values, (num_entries,), elem_offset=T.int32(), **I32
-                ),
-                length_info=T.match_buffer(
-                    length_info, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                k_rope_pos_offset=T.match_buffer(
-                    k_rope_pos_offset, (batch_size,), elem_offset=T.int32(), **I32
-                ),
-                q_rope_position=T.match_buffer(
-                    q_rope_position, (num_rows,), elem_offset=T.int32(), **I32
-                ),
-                o=T.match_buffer(o, (num_rows, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (num_rows, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                q_indptr=match_int32(q_indptr, batch_size + 1),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, batch_size + 1),
+                page_values=match_int32(page_values, num_entries),
+                length_info=match_int32(length_info, batch_size),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,
                 sm_scale=sm_scale,
-                tree_order_indptr=T.match_buffer(
-                    tree_order_indptr, (batch_size + 1,), elem_offset=T.int32(), **I32
-                ),
-                tree_order=T.match_buffer(tree_order, (num_nodes, 2), elem_offset=T.int32(), **I32),
+                tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
+                tree_order=match_int32(tree_order, num_nodes, 2),
                 window=window,
             )
         )
@@ -172,9 +140,9 @@ def tree(spec: KernelSpec, attend: Callable[[RaggedInputs], None]):
     first row, plus the difference of their depths.
     """
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows = aligned(spec, spec.dtype)
+    match_rows = row_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def tree(
         q: T.handle,
         q_indptr: T.handle,
@@ -192,28 +160,20 @@ def tree(spec: KernelSpec, attend: Callable[[RaggedInputs], None]):
         sm_scale: T.float32,
     ):
         T.func_attr(attributes(spec))
-        num_starts, num_rows, num_columns, num_nodes = T.int32(), T.int32(), T.int32(), T.int32()
+        num_starts, num_rows, num_columns, num_nodes = sizes(4)
         attend(
             RaggedInputs(
                 batch_size=num_starts - 1,
-                q=T.match_buffer(q, (num_rows, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                q_indptr=T.match_buffer(q_indptr, (num_starts,), elem_offset=T.int32(), **I32),
-                k=T.match_buffer(
-                    k, (num_columns, spec.num_kv_heads, qk_dim), elem_offset=T.int64(), **rows
-                ),
-                v=T.match_buffer(
-                    v, (num_columns, spec.num_kv_heads, v_dim), elem_offset=T.int64(), **rows
-                ),
-                kv_indptr=T.match_buffer(kv_indptr, (num_starts,), elem_offset=T.int32(), **I32),
-                q_rope_position=T.match_buffer(
-                    q_rope_position, (num_rows,), elem_offset=T.int32(), **I32
-                ),
-                tree_order_indptr=T.match_buffer(
-                    tree_order_indptr, (num_starts,), elem_offset=T.int32(), **I32
-                ),
-                tree_order=T.match_buffer(tree_order, (num_nodes, 2), elem_offset=T.int32(), **I32),
-                o=T.match_buffer(o, (num_rows, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (num_rows, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                q_indptr=match_int32(q_indptr, num_starts),
+                k=match_rows(k, num_columns, spec.num_kv_heads, qk_dim),
+                v=match_rows(v, num_columns, spec.num_kv_heads, v_dim),
+                kv_indptr=match_int32(kv_indptr, num_starts),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                tree_order_indptr=match_int32(tree_order_indptr, num_starts),
+                tree_order=match_int32(tree_order, num_nodes, 2),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,
@@ -227,9 +187,9 @@ def tree(spec: KernelSpec, attend: Callable[[RaggedInputs], None]):
 def tree_sliding(spec: KernelSpec, attend: Callable[[RaggedInputs], None]):
     """`tree` of layers with a window of at least 1, as in `tree_paged_sliding`."""
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
-    rows = aligned(spec, spec.dtype)
+    match_rows = row_matcher(spec)
 
-    @T.prim_func(private=True)
+    @prim_func
     def tree_sliding(
         q: T.handle,
         q_indptr: T.handle,
@@ -248,28 +208,20 @@ def tree_sliding(spec: KernelSpec, attend: Callable[[RaggedInputs], None]):
         window: T.int32,
     ):
         T.func_attr(attributes(spec))
-        num_starts, num_rows, num_columns, num_nodes = T.int32(), T.int32(), T.int32(), T.int32()
+        num_starts, num_rows, num_columns, num_nodes = sizes(4)
         attend(
             RaggedInputs(
                 batch_size=num_starts - 1,
-                q=T.match_buffer(q, (num_rows, num_heads, qk_dim), elem_offset=T.int64(), **rows),
-                q_indptr=T.match_buffer(q_indptr, (num_starts,), elem_offset=T.int32(), **I32),
-                k=T.match_buffer(
-                    k, (num_columns, spec.num_kv_heads, qk_dim), elem_offset=T.int64(), **rows
-                ),
-                v=T.match_buffer(
-                    v, (num_columns, spec.num_kv_heads, v_dim), elem_offset=T.int64(), **rows
-                ),
-                kv_indptr=T.match_buffer(kv_indptr, (num_starts,), elem_offset=T.int32(), **I32),
-                q_rope_position=T.match_buffer(
-                    q_rope_position, (num_rows,), elem_offset=T.int32(), **I32
-                ),
-                tree_order_indptr=T.match_buffer(
-                    tree_order_indptr, (num_starts,), elem_offset=T.int32(), **I32
-                ),
-                tree_order=T.match_buffer(tree_order, (num_nodes, 2), elem_offset=T.int32(), **I32),
-                o=T.match_buffer(o, (num_rows, num_heads, v_dim), elem_offset=T.int64(), **rows),
-                lse=T.match_buffer(lse, (num_rows, num_heads), elem_offset=T.int64(), **F32),
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                q_indptr=match_int32(q_indptr, num_starts),
+                k=match_rows(k, num_columns, spec.num_kv_heads, qk_dim),
+                v=match_rows(v, num_columns, spec.num_kv_heads, v_dim),
+                kv_indptr=match_int32(kv_indptr, num_starts),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                tree_order_indptr=match_int32(tree_order_indptr, num_starts),
+                tree_order=match_int32(tree_order, num_nodes, 2),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
                 rotary_mode=rotary_mode,
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,

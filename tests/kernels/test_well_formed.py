@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel is well-formed TIR, which building does not check, and private."""
+
+import pytest
+import tvm
+import tvm_ffi
+from tvm.script import tirx as T
+
+import tir_kernels
+from tir_kernels.define import prim_func
+from tir_kernels.spec import CudaTarget, KernelSpec, RopeSpec, VectorTarget
+
+F32, F16, BF16 = "float32", "float16", "bfloat16"
+LATENT = {"kind": "mla", "original_qk_head_dim": 48, "original_v_head_dim": 32}
+
+
+def make_spec(heads, dims, dtype: str, target, **fields) -> KernelSpec:
+    rope = RopeSpec(rotary_dim=0 if fields.get("kind") == "mla" else dims[0])
+    return KernelSpec(*heads, *dims, dtype, dtype, page_size=16, rope=rope, target=target, **fields)
+
+
+SPECS = {
+    "cpu": make_spec((4, 2), (64, 64), F32, VectorTarget(lanes=8, registers=16)),
+    "cpu-bf16": make_spec((4, 2), (64, 64), BF16, VectorTarget(has_bf16_dot=True)),
+    "cpu-sliding": make_spec((4, 2), (64, 64), F16, VectorTarget(), kind="mha_sliding"),
+    "cpu-mla": make_spec((4, 1), (80, 64), F32, VectorTarget(), **LATENT),
+    "cuda": make_spec((4, 2), (64, 64), F16, CudaTarget()),
+    "cuda-f32": make_spec((4, 2), (64, 64), F32, CudaTarget()),
+    "cuda-sliding": make_spec((4, 2), (64, 64), BF16, CudaTarget(), kind="mha_sliding"),
+    "cuda-mla": make_spec((4, 1), (80, 64), F16, CudaTarget(), **LATENT),
+}
+
+
+def check(function) -> None:
+    """Raise if a function is not well-formed, as `T.prim_func` does."""
+    tvm.s_tir.analysis.verify_well_formed(tvm.IRModule.from_expr(function))
+    if not function.attrs.get("s_tir", False):
+        tvm.tirx.analysis.verify_tirx_well_formed(function)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_kernels_are_well_formed(name):
+    spec = SPECS[name]
+    kernels = tir_kernels.kernel_names(spec, for_stock=True)
+    assert len(kernels) >= 8
+    for kernel in kernels:
+        function = tir_kernels.build_kernel(kernel, spec)
+        assert "global_symbol" not in function.attrs
+        check(function)
+
+
+def test_the_decorator_parses_as_that_of_tvm():
+    def body(o, n):
+        with T.serial(n) as i:
+            T.buffer_store(o, T.float32(1), [i])
+
+    @prim_func
+    def own(o: T.handle):
+        n = T.int32()
+        body(T.match_buffer(o, (n,), "float32"), n)
+
+    @T.prim_func(private=True)
+    def of_tvm(o: T.handle):
+        n = T.int32()
+        body(T.match_buffer(o, (n,), "float32"), n)
+
+    assert tvm_ffi.structural_equal(own, of_tvm)
+
+
+def test_a_kernel_that_is_not_well_formed_is_noticed():
+    @prim_func
+    def kernel(o: T.handle):
+        T.func_attr({"s_tir": True})
+        buffer = T.match_buffer(o, (4,), "float32")
+        T.buffer_store(buffer, T.float32(1), [tvm.tirx.Var("nowhere", "int32")])
+
+    with pytest.raises(Exception, match="nowhere"):
+        check(kernel)
+
+
+if __name__ == "__main__":
+    tvm.testing.main()

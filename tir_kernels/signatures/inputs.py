@@ -67,16 +67,16 @@ class Lengths(enum.Enum):
 class AttentionInputs:
     """Arguments of any attention kernel; None: the kernel does not have it.
 
-    Besides, the skeletons keep here what they derive from the arguments.
+    The skeletons also keep here what they derive from the arguments.
 
     Parameters
     ----------
     mask : visibility.CausalMask, optional
-        Which tree a row sees.
+        Which columns a row sees.
     rope : optional
-        CPUs: the rotation inside the kernel.
+        On CPUs: the rotation inside the kernel.
     tree : optional
-        GPUs: what the tree are besides a row of positions, such as the nodes of a tree.
+        On GPUs: `tree_mask.NoTree`, or the tree whose nodes are the last columns.
     """
 
     batch_size: Any

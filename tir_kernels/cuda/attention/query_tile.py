@@ -237,10 +237,10 @@ class QueryTile:
                 row = self.own_row(h)
                 self.bias.set_row(h, self.head(row), self._position(row, span))
         # Between these, all rows of the block see all columns.
-        columns = self.tree
-        shared_end = index_temp(T.min(columns.shared_end(self._end_of(0)), span.end))
+        tree = self.tree
+        shared_end = index_temp(T.min(tree.shared_end(self._end_of(0)), span.end))
         last_begin = self._begin_of(tiling.rows - 1, span)
-        shared_begin = index_temp(columns.shared_begin(last_begin))
+        shared_begin = index_temp(tree.shared_begin(last_begin))
         factor = temp(self.a.sm_scale * T.float32(LOG2E))
         warp_end = self._end_of_warp()
         self._keep_bounds(span)
@@ -250,12 +250,12 @@ class QueryTile:
         scores = Accumulators(tiling.positions, "scores", tiling.rows_of_thread)
 
         def visit(first, stage):
-            columns.begin_tile(self, first)
+            tree.begin_tile(self, first)
             if self.guard:
                 self.guard.begin_tile(self, stage)
 
             def k_position(column):
-                return span.k_offset + columns.position(first, column)
+                return span.k_offset + tree.position(first, column)
 
             self.rope.rotate(self.k, stage, tiling.positions, self.threads, k_position)
             with T.If(first < warp_end), T.Then():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention among the nodes of token trees, over pages or ragged arrays: `prefill` with columns."""
+"""Attention among the nodes of token trees, over pages or ragged arrays: `prefill` with trees."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tree_sliding(spec: KernelSpec):
 
 
 def build_tree(spec: KernelSpec, signature: Callable, emit: Callable = emit_paged):
-    """Build a kernel whose columns are trees; without one, sequences are plain causal."""
+    """Build a kernel whose last columns are nodes of trees; without a tree, rows are causal."""
 
     def attend(a: PagedInputs | RaggedInputs) -> None:
         a = replace(a, tree=TreeMask(a), mask=CausalMask(T.int32(1)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the columns of a sequence are besides a row of positions: nothing, or the nodes of a tree.
+"""What the columns of a sequence are: positions in a row, of which the last may be nodes of a tree.
 
-The bounds that a mask gives a row decide where a block looks; columns decide what a row sees
-between them, and where RoPE, ALiBi and windows count a column.
+The bounds that a mask gives a row decide where a block looks; the tree decides what a row sees
+between them, and at which position RoPE, ALiBi and windows count a column.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NoTree:
 
 
 class TreeMask(NoTree):
-    """Columns of which the last ones are the nodes of a tree, as `tree_mask` tells.
+    """Columns of which the last ones are the nodes of a tree, as `signatures.tree` says.
 
     Where depths matter, the threads find those of a tile together and keep them in shared memory.
 

@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
 
-from .spec import KernelSpec
+from .codec import Codec
+from .define import ACCESS_BYTES, aligned
+from .spec import ITEMSIZE, CudaTarget, KernelSpec
+from .vectors import F32
 
 K_PLANE, V_PLANE = 0, 1
 
@@ -33,8 +40,125 @@ def page_shape(spec: KernelSpec) -> tuple[int, ...]:
 
 
 def pages_shape(num_pages, spec: KernelSpec) -> tuple:
-    """Shape of a layer's pool: ``(num_pages, *page_shape)``."""
+    """Shape of a layer's pool whose rows are not quantized: ``(num_pages, *page_shape)``."""
     return (num_pages, *page_shape(spec))
+
+
+def row_bytes(spec: KernelSpec) -> int:
+    """Bytes that a row takes in a page, its scales included."""
+    codec = spec.codec
+    if codec is None:
+        return spec.qk_head_dim * ITEMSIZE[spec.kv_dtype]
+    scale_bytes = codec.scale_bytes(spec.qk_head_dim, spec.v_head_dim)
+    return codec.row_bytes(spec.qk_head_dim) + scale_bytes
+
+
+def match_pages(handle, num_pages, spec: KernelSpec):
+    """Match the pool of a layer: `pages_shape` of `kv_dtype`, or uint8 ``[num_pages, page_bytes]``.
+
+    Quantized pages start at a multiple of 4 bytes, on GPUs of 16; see `view_pages`.
+    """
+    if spec.codec is None:
+        shape, options = pages_shape(num_pages, spec), aligned(spec, spec.kv_dtype)
+    else:
+        align = ACCESS_BYTES if isinstance(spec.target, CudaTarget) else ITEMSIZE[F32]
+        shape = (num_pages, page_bytes(spec))
+        options = {"dtype": "uint8", "align": align, "offset_factor": align}
+    return T.match_buffer(handle, shape, elem_offset=first_element(), **options)
+
+
+def page_bytes(spec: KernelSpec) -> int:
+    """Bytes of a quantized page."""
+    spec.codec.check_row(spec.qk_head_dim, spec.v_head_dim)
+    num_rows = rows_per_slot(spec) * spec.page_size
+    return spec.codec.page_bytes(num_rows, spec.qk_head_dim, spec.v_head_dim)
+
+
+def view_pages(pages, spec: KernelSpec):
+    """What kernels read and write rows of: the matched pages, or their `QuantizedPages`.
+
+    To be called once, after all arguments are matched.
+    """
+    return pages if spec.codec is None else QuantizedPages.of(pages, spec)
+
+
+@dataclass(frozen=True)
+class QuantizedPages:
+    """The codes and the scales of quantized pages: two views of one array of bytes.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        With a codec.
+    codes : Buffer, of the codec's `storage_dtype`
+        ``[num_pages, *row_sets, page_size, row_bytes]``, see `page_shape`.
+    scales : Buffer, float32, or uint16: the bits of bfloat16 numbers
+        ``[num_pages, *row_sets, page_size, num_groups]``
+    """
+
+    spec: KernelSpec
+    codes: Any
+    scales: Any
+
+    dtype = "uint8"  # of the array
+
+    @staticmethod
+    def of(pages, spec: KernelSpec) -> QuantizedPages:
+        """Make the views of a buffer that `match_pages` has matched."""
+        codec, shape = spec.codec, page_shape(spec)[:-1]
+        num_pages, stride = pages.shape
+
+        def view(name: str, width: int, dtype: str, itemsize: int, begin: int):
+            strides, extent = [T.int64(1)], width
+            for size in reversed(shape):
+                strides.insert(0, T.int64(extent))
+                extent *= size
+            buffer = T.decl_buffer(
+                (num_pages, *shape, width),
+                dtype,
+                data=pages.data,
+                strides=[T.int64(int(stride) // itemsize), *strides],
+                elem_offset=pages.elem_offset // itemsize + begin // itemsize,
+                align=itemsize,
+            )
+            IRBuilder.name(name, buffer)
+            return buffer
+
+        row = codec.row_bytes(spec.qk_head_dim)
+        num_groups = len(codec.groups(spec.qk_head_dim, spec.v_head_dim))
+        scale_dtype, itemsize = {"float32": (F32, 4), "bfloat16": ("uint16", 2)}[codec.scale_dtype]
+        end = rows_per_slot(spec) * spec.page_size * row
+        return QuantizedPages(
+            spec,
+            view("codes", row, codec.storage_dtype, 1, 0),
+            view("scales", num_groups, scale_dtype, itemsize, end),
+        )
+
+    @property
+    def codec(self) -> Codec:
+        """The format."""
+        return self.spec.codec
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """Columns ``(begin, end)`` of each group of a row."""
+        return self.codec.groups(self.spec.qk_head_dim, self.spec.v_head_dim)
+
+    def group_of(self, column):
+        """The group of a column: an int for an int, an expression for one."""
+        if self.codec.group_size:
+            return column // self.codec.group_size
+        if len(self.groups) == 1:
+            return 0
+        begin = self.groups[1][0]
+        return int(column >= begin) if isinstance(column, int) else T.Select(column < begin, 0, 1)
+
+    def scale(self, row: Sequence, group):
+        """The scale of a group of the row at indices `row`, less the last axis: float32."""
+        value = self.scales[(*row, group)]
+        if str(self.scales.dtype) == F32:
+            return value
+        return T.reinterpret(F32, T.shift_left(T.cast(value, "uint32"), T.uint32(16)))
 
 
 def rows_per_slot(spec: KernelSpec) -> int:

@@ -151,5 +151,10 @@ class KernelSpec:
         """How the pages keep rows, if they are quantized."""
         return CODECS.get(self.kv_dtype)
 
+    @property
+    def row_dtype(self) -> str:
+        """Type in which rows are read back out of pages: a quantized cache gives the step's."""
+        return self.kv_dtype if self.codec is None else self.dtype
+
 
 LOG2E = math.log2(math.e)

@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 from ..semantics.rope import inverse_frequencies, sin_cos
 from ..spec import RopeSpec
 from . import row_copy, simd
+from .quantized_rows import writable
 from .row_vectors import RowNumbers
 
 
@@ -85,9 +86,10 @@ class CosSin:
     def rotate_rows(self, count, source: Callable, sink: Callable, numbers: RowNumbers) -> None:
         """Rotate rows, ``i -> (buffer, indices)``, that were brought into the order of chunks."""
         with T.serial(count) as i:
-            (buffer, row), (from_buffer, from_row) = sink(i), source(i)
-            self.rotate_chunks(numbers, (from_buffer, from_row), (buffer, row))
-            row_copy.copy_row(from_buffer, from_row, buffer, row, self.lanes, self.rope.rotary_dim)
+            (from_buffer, from_row), behind = source(i), self.rope.rotary_dim
+            with writable(*sink(i), self.lanes) as (buffer, row):
+                self.rotate_chunks(numbers, (from_buffer, from_row), (buffer, row))
+                row_copy.copy_row(from_buffer, from_row, buffer, row, self.lanes, behind)
 
     def rotate_chunks(self, numbers: RowNumbers, source: tuple, sink: tuple) -> None:
         """As `rotate`, from row to row: each a buffer and the indices of its leading axes."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 from tvm.script import tirx as T
 
-from ..layout import first_element
+from ..layout import QuantizedPages, first_element
 from ..spec import ITEMSIZE
-from . import simd
+from . import quantized_rows, simd
 
+_ITEMSIZE = ITEMSIZE | {"int8": 1, "uint8": 1, "uint16": 2}
 # Work below this many bytes moved (20 us or so) is not worth waking a thread.
 SERIAL_BELOW_BYTES = 512 * 1024
 
@@ -57,14 +58,29 @@ def copy_row(
 
     Parameters
     ----------
-    source, sink : buffers whose last axis is the row.
+    source, sink : buffers whose last axis is the row, or `QuantizedPages`
+        A row is quantized on its way into quantized pages, and dequantized on its way out.
     source_row, sink_row : indices of the leading axes.
     lanes : float32 lanes of a vector.
     """
+    is_quantized = [isinstance(pages, QuantizedPages) for pages in (source, sink)]
+    if all(is_quantized):
+        for part in ("codes", "scales"):
+            _copy_elements(
+                getattr(source, part), source_row, getattr(sink, part), sink_row, lanes, 0
+            )
+    elif is_quantized[0]:
+        quantized_rows.dequantize_row(source, source_row, sink, sink_row, lanes)
+    else:
+        with quantized_rows.writable(sink, sink_row, lanes) as (target, target_row):
+            _copy_elements(source, source_row, target, target_row, lanes, begin)
+
+
+def _copy_elements(source, source_row, sink, sink_row, lanes: int, begin: int) -> None:
     width, dtype = int(source.shape[-1]), str(source.dtype)
     same = dtype == str(sink.dtype)
     through = dtype if same else simd.F32
-    for start, count in simd.chunks(width - begin, lanes * 4 // ITEMSIZE[through]):
+    for start, count in simd.chunks(width - begin, lanes * 4 // _ITEMSIZE[through]):
         dim = begin + start
         value = simd.load(source, (*source_row, dim), count, to=through)
         simd.store(sink, (*sink_row, dim), count, value, source=through)

@@ -104,14 +104,14 @@ def shuffle(vectors: Sequence, lanes: Sequence[int]):
     return T.Shuffle(list(vectors), [T.int32(i) for i in lanes])
 
 
-def reduce_lanes(value, lanes: int, combine: Callable):
-    """Reduce a float32 vector to a scalar by halving."""
+def reduce_lanes(value, lanes: int, combine: Callable, dtype: str = F32):
+    """Reduce a vector to a scalar by halving."""
     while lanes > 1:
-        value = temp(value, lanes)
+        value = temp(value, lanes, dtype)
         half = lanes // 2
         value = combine(shuffle([value], range(half)), shuffle([value], range(half, lanes)))
         lanes = half
-    return temp(value)
+    return temp(value, 1, dtype)
 
 
 def add(a, b):

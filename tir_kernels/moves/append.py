@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from .. import vectors
 from ..backend import backend_of
 from ..define import F32, I32, aligned, attributes, prim_func
-from ..layout import K_PLANE, V_PLANE, pages_shape
+from ..layout import K_PLANE, V_PLANE, match_pages, row_bytes, view_pages
 from ..semantics.rope import base_inverse_frequencies
 from ..spec import ITEMSIZE, KernelSpec
 
@@ -23,7 +23,7 @@ def transpose_append(spec: KernelSpec):
     Arguments: pages ``[P, 2, Hk, page, D]``, k and v ``[T, Hk, D]``, position_map int32 ``[T]``
     (slots; a negative one: do not write).
     """
-    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    rows = aligned(spec, spec.dtype)
     row = (spec.num_kv_heads, spec.qk_head_dim)
 
     @prim_func
@@ -32,9 +32,7 @@ def transpose_append(spec: KernelSpec):
     ):
         T.func_attr(attributes(spec))
         num_pages, n = T.int32(), T.int64()
-        pages = T.match_buffer(
-            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-        )
+        pages = match_pages(var_pages, num_pages, spec)
         k = T.match_buffer(var_k, (n, *row), elem_offset=T.int64(), **rows)
         v = T.match_buffer(var_v, (n, *row), elem_offset=T.int64(), **rows)
         position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
@@ -44,7 +42,7 @@ def transpose_append(spec: KernelSpec):
 
 
 def _append_rows(spec: KernelSpec, num_rows, pages, planes: dict, position_map) -> None:
-    backend = backend_of(spec)
+    backend, pages = backend_of(spec), view_pages(pages, spec)
 
     def append_row(n, worker, known) -> None:
         slot = backend.read_index(position_map[n])
@@ -57,8 +55,8 @@ def _append_rows(spec: KernelSpec, num_rows, pages, planes: dict, position_map) 
                     lambda h, plane=plane: (pages, where.row(plane, h)),
                 )
 
-    row_bytes = 2 * spec.num_kv_heads * spec.qk_head_dim * _copy_bytes(spec)
-    backend.for_items(spec, num_rows, lambda known: row_bytes, append_row)
+    bytes_each = 2 * spec.num_kv_heads * _copy_bytes(spec)
+    backend.for_items(spec, num_rows, lambda known: bytes_each, append_row)
 
 
 def split_rotary(spec: KernelSpec):
@@ -159,7 +157,7 @@ def rope_append(spec: KernelSpec):
     """
     num_qo_heads, dim = spec.num_qo_heads, spec.qk_head_dim
     num_heads = num_qo_heads + 2 * spec.num_kv_heads
-    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    rows = aligned(spec, spec.dtype)
     if spec.rope.kind == "longrope":
         return _rope_append_longrope(spec)
 
@@ -180,9 +178,7 @@ def rope_append(spec: KernelSpec):
         q_rope_position = T.match_buffer(var_q_rope_position, (n,), elem_offset=T.int64(), **I32)
         position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
         q = T.match_buffer(var_q, (n, num_qo_heads, dim), elem_offset=T.int64(), **rows)
-        pages = T.match_buffer(
-            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-        )
+        pages = match_pages(var_pages, num_pages, spec)
         step = T.meta_var(_Step(spec, n, qkv, q_rope_position, q, apply_rope=apply_rope > 0))
         _rotate_and_append(step, q_indptr, num_starts, position_map, pages)
 
@@ -192,7 +188,7 @@ def rope_append(spec: KernelSpec):
 def _rope_append_longrope(spec: KernelSpec):
     num_qo_heads, dim = spec.num_qo_heads, spec.qk_head_dim
     num_heads = num_qo_heads + 2 * spec.num_kv_heads
-    rows, slots = aligned(spec, spec.dtype), aligned(spec, spec.kv_dtype)
+    rows = aligned(spec, spec.dtype)
 
     @prim_func
     def rope_append(
@@ -212,9 +208,7 @@ def _rope_append_longrope(spec: KernelSpec):
         q_rope_position = T.match_buffer(var_q_rope_position, (n,), elem_offset=T.int64(), **I32)
         position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
         q = T.match_buffer(var_q, (n, num_qo_heads, dim), elem_offset=T.int64(), **rows)
-        pages = T.match_buffer(
-            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-        )
+        pages = match_pages(var_pages, num_pages, spec)
         ext_factors = T.match_buffer(
             var_ext_factors, (spec.rope.rotary_dim,), elem_offset=T.int64(), **F32
         )
@@ -237,6 +231,7 @@ def _rope_append_longrope(spec: KernelSpec):
 def _rotate_and_append(step: "_Step", q_indptr, num_starts, position_map, pages) -> None:
     """Write Q of each row, and K and V to the row's slot, if it has one."""
     spec, backend = step.spec, step.backend
+    pages = view_pages(pages, spec)
 
     def last_position(n):
         sequence = _sequence_of(backend, q_indptr, num_starts, n)
@@ -263,7 +258,8 @@ def _rotate_and_append(step: "_Step", q_indptr, num_starts, position_map, pages)
 
 
 def _copy_bytes(spec: KernelSpec) -> int:
-    return ITEMSIZE[spec.dtype] + ITEMSIZE[spec.kv_dtype]
+    """Bytes that the copy of one row to the pages reads and writes."""
+    return spec.qk_head_dim * ITEMSIZE[spec.dtype] + row_bytes(spec)
 
 
 class _Step:
@@ -287,7 +283,7 @@ class _Step:
         self.spec, self.backend, self.num_rows = spec, backend_of(spec), num_rows
         self.qkv, self.positions, self.q = qkv, positions, q
         self.apply_rope, self.factors = apply_rope, factors
-        self.row_bytes = int(qkv.shape[1]) * spec.qk_head_dim * _copy_bytes(spec)
+        self.row_bytes = int(qkv.shape[1]) * _copy_bytes(spec)
 
     def first_factor(self, last_position):
         """longrope: where the factors of a sequence that ends at `last_position` begin."""

@@ -5,13 +5,21 @@ from tvm.script import tirx as T
 
 from ..backend import backend_of
 from ..define import I32, aligned, attributes, prim_func
-from ..layout import K_PLANE, V_PLANE, pages_shape, rows_per_slot, slot_row
+from ..layout import (
+    K_PLANE,
+    V_PLANE,
+    match_pages,
+    row_bytes,
+    rows_per_slot,
+    slot_row,
+    view_pages,
+)
 from ..spec import ITEMSIZE, KernelSpec
 
 
 def _row_bytes(spec: KernelSpec) -> int:
     """Bytes that the copy of one row reads and writes."""
-    return 2 * spec.qk_head_dim * ITEMSIZE[spec.kv_dtype]
+    return 2 * row_bytes(spec)
 
 
 def copy_single_page(spec: KernelSpec):
@@ -20,7 +28,6 @@ def copy_single_page(spec: KernelSpec):
     Arguments: pages ``[P, 2, Hk, page, D]`` (MLA: ``[P, page, D]``), source page, destination page,
     length: int64.
     """
-    slots = aligned(spec, spec.kv_dtype)
 
     @prim_func
     def copy_single_page(
@@ -28,9 +35,7 @@ def copy_single_page(spec: KernelSpec):
     ):
         T.func_attr(attributes(spec))
         num_pages = T.int32()
-        pages = T.match_buffer(
-            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-        )
+        pages = match_pages(var_pages, num_pages, spec)
         _copy_page(spec, pages, source, destination, length)
 
     return copy_single_page
@@ -38,7 +43,7 @@ def copy_single_page(spec: KernelSpec):
 
 def _copy_page(spec: KernelSpec, pages, source, destination, length) -> None:
     """Copy each of a page's row sets, such as K of a head, at a time."""
-    backend = backend_of(spec)
+    backend, pages = backend_of(spec), view_pages(pages, spec)
 
     def copy_rows(i, worker, known) -> None:
         index = backend.read_index(i)
@@ -59,15 +64,12 @@ def copy_pages(spec: KernelSpec):
     each copy the source page, the destination page and the number of slots. They are made in any
     order, so none writes what another one reads or writes.
     """
-    slots = aligned(spec, spec.kv_dtype)
 
     @prim_func
     def copy_pages(var_pages: T.handle, var_copies: T.handle):
         T.func_attr(attributes(spec))
         num_pages, n = T.int32(), T.int64()
-        pages = T.match_buffer(
-            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-        )
+        pages = match_pages(var_pages, num_pages, spec)
         copies = T.match_buffer(var_copies, (3, n), elem_offset=T.int64(), **I32)
         _copy_pages(spec, n, pages, copies)
 
@@ -75,7 +77,8 @@ def copy_pages(spec: KernelSpec):
 
 
 def _copy_pages(spec: KernelSpec, num_copies, pages, copies) -> None:
-    backend, page_rows = backend_of(spec), rows_per_slot(spec)
+    backend, pages = backend_of(spec), view_pages(pages, spec)
+    page_rows = rows_per_slot(spec)
 
     def copy_rows(i, worker, known) -> None:
         copy, index = (backend.read_index(f(i, page_rows)) for f in (T.truncdiv, T.truncmod))
@@ -94,9 +97,9 @@ def debug_get_kv(spec: KernelSpec):
     """Build the kernel that reads slots back into dense arrays.
 
     Arguments: pages ``[P, 2, Hk, page, D]``, position_map int32 ``[n]`` (slots; a negative one:
-    leave the row), k and v ``[num_layers, n, Hk, D]`` of the pages' type, layer: int64.
+    leave the row), k and v ``[num_layers, n, Hk, D]`` of type `KernelSpec.row_dtype`, layer: int64.
     """
-    slots, row = aligned(spec, spec.kv_dtype), (spec.num_kv_heads, spec.qk_head_dim)
+    rows, row = aligned(spec, spec.row_dtype), (spec.num_kv_heads, spec.qk_head_dim)
 
     @prim_func
     def debug_get_kv(
@@ -108,19 +111,17 @@ def debug_get_kv(spec: KernelSpec):
     ):
         T.func_attr(attributes(spec))
         num_pages, num_layers, n = T.int32(), T.int64(), T.int64()
-        pages = T.match_buffer(
-            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-        )
+        pages = match_pages(var_pages, num_pages, spec)
         position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
-        k = T.match_buffer(var_k, (num_layers, n, *row), elem_offset=T.int64(), **slots)
-        v = T.match_buffer(var_v, (num_layers, n, *row), elem_offset=T.int64(), **slots)
+        k = T.match_buffer(var_k, (num_layers, n, *row), elem_offset=T.int64(), **rows)
+        v = T.match_buffer(var_v, (num_layers, n, *row), elem_offset=T.int64(), **rows)
         _read_slots(spec, n, pages, position_map, {K_PLANE: k, V_PLANE: v}, layer)
 
     return debug_get_kv
 
 
 def _read_slots(spec: KernelSpec, num_rows, pages, position_map, planes: dict, layer) -> None:
-    backend = backend_of(spec)
+    backend, pages = backend_of(spec), view_pages(pages, spec)
 
     def read_row(n, worker, known) -> None:
         slot = backend.read_index(position_map[n])
@@ -133,7 +134,8 @@ def _read_slots(spec: KernelSpec, num_rows, pages, position_map, planes: dict, l
                     lambda h, sink=sink: (sink, (layer, n, h)),
                 )
 
-    bytes_each = 2 * spec.num_kv_heads * _row_bytes(spec)
+    row = row_bytes(spec) + spec.qk_head_dim * ITEMSIZE[spec.row_dtype]
+    bytes_each = 2 * spec.num_kv_heads * row
     backend.for_items(spec, num_rows, lambda known: bytes_each, read_row)
 
 
@@ -145,7 +147,6 @@ def compact_copy(spec: KernelSpec):
     order, so a slot may be written and then read. Heads do not depend on each other: workers share
     them, and a thread of a worker always copies the same elements of a row.
     """
-    slots = aligned(spec, spec.kv_dtype)
 
     @prim_func
     def compact_copy(
@@ -156,9 +157,7 @@ def compact_copy(spec: KernelSpec):
     ):
         T.func_attr(attributes(spec))
         num_pages, n = T.int32(), T.int64()
-        pages = T.match_buffer(
-            var_pages, pages_shape(num_pages, spec), elem_offset=T.int64(), **slots
-        )
+        pages = match_pages(var_pages, num_pages, spec)
         length_indptr = T.match_buffer(
             var_length_indptr,
             (T.cast(batch_size, "int64") + 1,),
@@ -172,7 +171,7 @@ def compact_copy(spec: KernelSpec):
 
 
 def _copy_slots(spec: KernelSpec, batch_size, pages, indptr, slots) -> None:
-    backend = backend_of(spec)
+    backend, pages = backend_of(spec), view_pages(pages, spec)
 
     def read_range():
         begin, end = (backend.read_index(indptr[i]) for i in (0, batch_size))

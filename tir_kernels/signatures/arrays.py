@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tvm.script import tirx as T
 
 from ..define import F32, I32, aligned
-from ..layout import pages_shape
+from ..layout import match_pages
 from ..spec import KernelSpec
 
 
@@ -42,9 +42,4 @@ def row_matcher(spec: KernelSpec) -> Callable:
 
 def page_matcher(spec: KernelSpec) -> Callable:
     """``(handle, num_pages) -> Buffer`` for the pool of a layer."""
-
-    def match_pages(handle, num_pages):
-        shape, slots = pages_shape(num_pages, spec), aligned(spec, spec.kv_dtype)
-        return T.match_buffer(handle, shape, elem_offset=T.int64(), **slots)
-
-    return match_pages
+    return lambda handle, num_pages: match_pages(handle, num_pages, spec)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codes of quantized rows as vectors: to numbers and back; see `tir_kernels.codec`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm.script import tirx as T
+
+from ..layout import QuantizedPages
+from ..spec import VectorTarget
+from . import simd
+from .simd import F32, broadcast, constant, ramp, rint, temp, vector_type
+
+_FLOAT8_TO_HALF = 2.0**8  # the exponents of float16 and of e4m3 begin so far apart
+
+
+def load_codes(pages: QuantizedPages, row: Sequence, column, lanes: int):
+    """The codes of `lanes` columns from `column` on, as float32 numbers.
+
+    Parameters
+    ----------
+    row : indices of the row, less the last axis.
+    column : a multiple of `lanes`, an int or an expression.
+    """
+    if pages.codec.bits == 4:
+        return T.cast(load_nibbles(pages, row, column, lanes), vector_type(F32, lanes)) - constant(
+            8.0, lanes
+        )
+    codes = pages.codes[(*row, ramp(column, lanes))]
+    if pages.codec.storage_dtype == "int8":
+        return T.cast(T.cast(codes, vector_type("int32", lanes)), vector_type(F32, lanes))
+    return _float8_to_float(codes, lanes, pages.spec.target)
+
+
+def load_nibbles(pages: QuantizedPages, row: Sequence, column, lanes: int):
+    """The 4-bit codes of `lanes` columns, plus 8: int32."""
+    half, wide = pages.spec.qk_head_dim // 2, vector_type("int32", lanes)
+    if isinstance(column, int):
+        is_high = T.int32(4 * (column // half))
+    else:
+        is_high = T.cast(column >= half, "int32") * 4
+    data = T.cast(pages.codes[(*row, ramp(column % half, lanes))], wide)
+    return T.bitwise_and(
+        T.shift_right(data, broadcast(is_high, lanes)), broadcast(T.int32(15), lanes)
+    )
+
+
+def load_values(pages: QuantizedPages, row: Sequence, column, lanes: int):
+    """The numbers that the codes of `lanes` columns of one group stand for."""
+    scale = broadcast(pages.scale(row, pages.group_of(column)), lanes)
+    return load_codes(pages, row, column, lanes) * scale
+
+
+def _float8_to_float(codes, lanes: int, target: VectorTarget):
+    """Bits of e4m3 numbers as float32. Those of NaN become 480: nobody appends them."""
+    bits = temp(T.cast(codes, vector_type("uint16", lanes)), lanes, "uint16")
+
+    def constant16(value: int):
+        return broadcast(T.uint16(value), lanes)
+
+    magnitude = T.bitwise_and(bits, constant16(0x7F))
+    if target.has_f16_convert:
+        sign = T.shift_left(T.bitwise_and(bits, constant16(0x80)), constant16(8))
+        half = T.bitwise_or(T.shift_left(magnitude, constant16(7)), sign)
+        value = T.cast(T.reinterpret(vector_type("float16", lanes), half), vector_type(F32, lanes))
+        return value * constant(_FLOAT8_TO_HALF, lanes)
+    wide, number = vector_type("uint32", lanes), vector_type(F32, lanes)
+    magnitude = temp(T.cast(magnitude, wide), lanes, "uint32")
+    moved = T.shift_left(magnitude, broadcast(T.uint32(20), lanes))
+    moved = moved + broadcast(T.uint32((127 - 7) << 23), lanes)
+    small = T.cast(T.cast(magnitude, vector_type("int32", lanes)), number)
+    small = small * constant(2.0**-9, lanes)
+    is_small = magnitude < broadcast(T.uint32(8), lanes)
+    value = T.Select(is_small, small, T.reinterpret(number, moved))
+    sign = T.bitwise_and(T.cast(bits, wide), broadcast(T.uint32(0x80), lanes))
+    sign = T.shift_left(sign, broadcast(T.uint32(24), lanes))
+    return T.reinterpret(number, T.bitwise_or(T.reinterpret(wide, value), sign))
+
+
+def nearest_float8(value, lanes: int):
+    """Bits of the e4m3 numbers nearest to float32 values, even ones at ties: uint32."""
+    wide = vector_type("uint32", lanes)
+
+    def integer(number: int):
+        return broadcast(T.uint32(number), lanes)
+
+    bits = temp(T.reinterpret(wide, value), lanes, "uint32")
+    magnitude = temp(T.bitwise_and(bits, integer(0x7FFFFFFF)), lanes, "uint32")
+    magnitude = temp(T.min(magnitude, integer(0x43E00000)), lanes, "uint32")  # 448
+    sign = T.bitwise_and(T.shift_right(bits, integer(24)), integer(0x80))
+    odd = T.bitwise_and(T.shift_right(magnitude, integer(20)), integer(1))
+    rounded = T.shift_right(magnitude + integer(0x7FFFF) + odd, integer(20))
+    normal = rounded - integer((127 - 7) << 3)
+    number = T.reinterpret(vector_type(F32, lanes), magnitude)
+    units = rint(temp(number * constant(2.0**9, lanes), lanes), lanes)
+    subnormal = T.cast(T.cast(units, vector_type("int32", lanes)), wide)
+    is_small = magnitude < integer(0x3C800000)  # 2**-6
+    return T.bitwise_or(T.Select(is_small, subnormal, normal), sign)
+
+
+def store_codes(pages: QuantizedPages, row: Sequence, column, lanes: int, values) -> None:
+    """Store the codes nearest to float32 vectors, within the range of codes or just outside.
+
+    With 4 bits the vectors are of two columns, `column` and the one half a row behind; else there
+    is one.
+    """
+    codec = pages.codec
+    if codec.bits == 4:
+        low, high = (
+            T.cast(rint(simd.at_most(v, 7.0, lanes), lanes), vector_type("int32", lanes))
+            for v in values
+        )
+        high = T.shift_left(high + broadcast(T.int32(8), lanes), broadcast(T.int32(4), lanes))
+        codes = T.bitwise_or(low + broadcast(T.int32(8), lanes), high)
+    elif codec.storage_dtype == "int8":
+        codes = T.cast(rint(values[0], lanes), vector_type("int32", lanes))
+    else:
+        codes = nearest_float8(values[0], lanes)
+    codes = T.cast(codes, vector_type(codec.storage_dtype, lanes))
+    T.buffer_store(pages.codes, codes, [*row, ramp(column, lanes)])

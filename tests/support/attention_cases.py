@@ -76,7 +76,7 @@ def cuda_text(name: str, spec: KernelSpec) -> str:
 def tensor(array: np.ndarray, shift: int = 3):
     """`array` at element `shift` of a larger tensor."""
     array = np.asarray(array)
-    garbage = PAST_THE_END if array.dtype == np.int32 else np.nan
+    garbage = {"i": PAST_THE_END, "u": 0xA5}.get(array.dtype.kind, np.nan)
     whole = np.full(array.size + 2 * shift, garbage, array.dtype)
     whole[shift : shift + array.size] = array.reshape(-1)
     whole = tvm.runtime.tensor(whole)

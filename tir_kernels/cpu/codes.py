@@ -47,9 +47,13 @@ def load_nibbles(pages: QuantizedPages, row: Sequence, column, lanes: int):
 
 
 def load_values(pages: QuantizedPages, row: Sequence, column, lanes: int):
-    """The numbers that the codes of `lanes` columns of one group stand for."""
-    scale = broadcast(pages.scale(row, pages.group_of(column)), lanes)
-    return load_codes(pages, row, column, lanes) * scale
+    """The numbers that the codes of `lanes` columns stand for."""
+    codes = load_codes(pages, row, column, lanes)
+    if pages.codec.group_size or pages.groups[0][1] % lanes == 0:
+        return codes * broadcast(pages.scale(row, pages.group_of(column)), lanes)
+    first, second = (broadcast(pages.scale(row, group), lanes) for group in range(2))
+    is_first = ramp(column, lanes) < broadcast(T.int32(pages.groups[0][1]), lanes)
+    return codes * T.Select(is_first, first, second)
 
 
 def _float8_to_float(codes, lanes: int, target: VectorTarget):

@@ -18,6 +18,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from .. import vectors
+from ..codec import CODECS
 from ..spec import ITEMSIZE
 from ..vectors import F32, broadcast, constant, ramp, vector_type
 from ..vectors import load as load
@@ -192,5 +193,7 @@ def prefetch(buffer, index: Sequence, locality: int = INTO_L2) -> None:
 
 
 def elements_per_line(dtype: str) -> int:
-    """Elements of `dtype` in a cache line."""
+    """Elements of `dtype` in a cache line; codes, if it names a codec."""
+    if dtype in CODECS:
+        return CACHE_LINE_BYTES * 8 // CODECS[dtype].bits
     return CACHE_LINE_BYTES // ITEMSIZE[dtype]

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from ...layout import view_pages
+from ...signatures.inputs import AttentionInputs
 from ...spec import KernelSpec
 from ..conversion import require_half_conversion
 
@@ -20,7 +23,7 @@ def build(
     signature : callable
         The kernel's function in `signatures`.
     attend : callable
-        Emits the body for the typed inputs.
+        Emits the body for the typed inputs, whose pages are as `layout.view_pages` gives them.
     has_pages : bool
         Whether it reads pages, which are of `spec.kv_dtype`.
     options
@@ -37,4 +40,8 @@ def build(
         For float16 on a target that cannot convert it.
     """
     require_half_conversion(spec, spec.dtype, *([spec.kv_dtype] if has_pages else []))
-    return signature(spec, attend, **options)
+
+    def attend_to_pages(a: AttentionInputs) -> None:
+        attend(replace(a, pages=view_pages(a.pages, spec)) if has_pages else a)
+
+    return signature(spec, attend_to_pages, **options)

@@ -47,6 +47,13 @@ class InlineRope:
             with T.Else():
                 plain()
 
+    def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        """As `either`, for rows of Q."""
+        self.either(rotated, plain)
+
+    def restore(self, o, row) -> None:
+        """Rows of O are as V is, which is not rotated."""
+
     def if_positions_matter(self, body: Callable[[], None]) -> None:
         """Emit `body`, which finds positions, for a rotation or a bias that asks for them."""
         if self.has_bias:
@@ -135,6 +142,17 @@ class NoRotation:
     def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
         """Emit what does not rotate."""
         plain()
+
+    def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        """Emit what does not rotate."""
+        plain()
+
+    def first_position(self, segment):
+        """Nothing depends on it."""
+        return 0
+
+    def restore(self, o, row) -> None:
+        """Nothing to restore."""
 
     def if_positions_matter(self, body: Callable[[], None]) -> None:
         """They do not."""

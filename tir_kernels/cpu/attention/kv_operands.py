@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from ...codec import CODECS
 from ...semantics.rotary_mode import has_rope
 from ...spec import KernelSpec
 from ..bf16 import PairOperands
 from ..operands import Float32Operands
+from .quantized_pairs import QuantizedPairs
 
 
 def operands(spec: KernelSpec, kv_dtype: str):
@@ -15,8 +17,11 @@ def operands(spec: KernelSpec, kv_dtype: str):
     if target.has_bf16_dot and target.lanes == PairOperands.lanes:
         # Both numbers of a pair have to rotate alike.
         pairs = spec.rope.rotary_dim % 4 == 0 or not has_rope(spec)
-        if spec.dtype == kv_dtype == "bfloat16" and pairs:
-            return PairOperands()
+        if spec.dtype == "bfloat16" and pairs:
+            if kv_dtype == "bfloat16":
+                return PairOperands()
+            if kv_dtype in CODECS:
+                return QuantizedPairs()
     return Float32Operands(spec.target.lanes)
 
 
@@ -24,7 +29,10 @@ def single_row_operands(spec: KernelSpec, ops, has_gaps: bool):
     """Those of the rows that attend alone: `ops`, where they serve rows as they lie in the pages.
 
     Pairs ask for rows of whole half vectors, and for both rows of a pair of positions in one page.
+    Quantized rows would be rounded to pairs again by every step.
     """
+    if isinstance(ops, QuantizedPairs):
+        return Float32Operands(spec.target.lanes)
     is_whole = spec.qk_head_dim % 16 == 0 and spec.v_head_dim % 16 == 0
     if ops.numbers == 1 or (is_whole and spec.page_size % ops.numbers == 0 and not has_gaps):
         return ops

@@ -12,8 +12,17 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ...layout import K_PLANE, V_PLANE, latent_index, row_index, slot_offset, slot_page
+from ...layout import (
+    K_PLANE,
+    V_PLANE,
+    QuantizedPages,
+    latent_index,
+    row_index,
+    slot_offset,
+    slot_page,
+)
 from ...spec import KernelSpec
+from ..codes import load_values
 from ..simd import index_temp, load, prefetch
 
 
@@ -40,13 +49,42 @@ class Tile:
         prefetch(*self.v(row, column))
 
 
+class QuantizedTile(Tile):
+    """As `Tile`, of `QuantizedPages`."""
+
+    def load_k(self, row, column, lanes: int):
+        return self._load(self.k(row, column), lanes)
+
+    def load_v(self, row, column, lanes: int):
+        return self._load(self.v(row, column), lanes)
+
+    def prefetch_k(self, row, column) -> None:
+        self._prefetch(self.k(row, column))
+
+    def prefetch_v(self, row, column) -> None:
+        self._prefetch(self.v(row, column))
+
+    @staticmethod
+    def _load(element, lanes: int):
+        pages, (*row, column) = element
+        return load_values(pages, row, column, lanes)
+
+    @staticmethod
+    def _prefetch(element) -> None:
+        """Ask for the line of a column's code, and with that of the first one for the scales."""
+        pages, (*row, column) = element
+        prefetch(pages.codes, (*row, column * pages.codec.bits // 8))
+        if isinstance(column, int) and column == 0:
+            prefetch(pages.scales, (*row, 0))
+
+
 class PagedRows:
     """The rows that a page table gives a sequence.
 
     Parameters
     ----------
     spec : KernelSpec
-    pages : Buffer ``[P, 2, Hk, page, D]``
+    pages : Buffer ``[P, 2, Hk, page, D]``, or QuantizedPages
     values : int32 Buffer, the page table of the batch.
     first_entry, last_entry : int32
         Entries of the sequence's first and last page in `values`.
@@ -84,7 +122,8 @@ class PagedRows:
             within = row % run if len(locations) > 1 else row
             return self.pages, self.index(page, plane, offset + within, column)
 
-        return Tile(
+        kind = QuantizedTile if isinstance(self.pages, QuantizedPages) else Tile
+        return kind(
             lambda row, column: element(K_PLANE, row, column),
             lambda row, column: element(V_PLANE, row, column),
         )

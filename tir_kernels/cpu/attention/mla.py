@@ -19,7 +19,7 @@ from ...signatures.inputs import AttentionInputs, PagedInputs
 from ...spec import LOG2E, KernelSpec
 from ..simd import Register, index_temp, store, temp, wide_temp
 from .define import build
-from .inline_rope import NoRotation
+from .rotation import rotation_of
 from .kv_operands import operands
 from .kv_rows import LatentRows
 from .prefill.row_bounds import RowBounds
@@ -189,11 +189,13 @@ class _Output:
 
 def emit_mla(spec: KernelSpec, ops, a: AttentionInputs) -> None:
     """Emit the body for inputs with a `mask`."""
-    a = replace(a, lengths=WholeSequence(spec, a.length_info, index_temp), rope=NoRotation())
+    lengths = WholeSequence(spec, a.length_info, index_temp)
+    a = replace(a, lengths=lengths, rope=rotation_of(spec, a))
     a.mask.prepare(a)
 
     def begin_task():
         worker = _LatentTile(spec, ops, a.mask)
+        a.rope.begin_task()
         a.mask.begin_task()
         return worker
 

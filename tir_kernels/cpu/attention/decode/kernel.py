@@ -19,7 +19,7 @@ from ....spec import KernelSpec
 from ...simd import Register, index_temp
 from ...tasks import Queue, for_tasks
 from ..define import build
-from ..inline_rope import InlineRope
+from ..rotation import rotation_of
 from ..kv_operands import operands, single_row_operands
 from ..partial_states import Output, PartialStates
 from .blocking import Blocking
@@ -31,7 +31,7 @@ from .split import DecodeSplit
 def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
     """Emit the body for inputs with a `mask`."""
     a = bind_lengths(spec, a)
-    a = replace(a, rope=InlineRope(spec, a))
+    a = replace(a, rope=rotation_of(spec, a))
     max_local_heads = Blocking.of(spec).max_local_heads(spec)
     schedule, queue = PageSchedule(spec, a, max_local_heads), Queue()
     states = PartialStates(spec, schedule.num_splits, max_local_heads * spec.group_size)

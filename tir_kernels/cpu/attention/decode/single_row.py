@@ -107,7 +107,11 @@ def attend_row(
         gap.for_spans(
             kv_len, k_offset, lambda span: run(span.begin, T.min(end, span.end), span.k_offset)
         )
-    split.values.in_column_order(num_local_heads * split.blocking.padded_rows)
+    num_rows = num_local_heads * split.blocking.padded_rows
+    split.values.in_column_order(num_rows)
+    if spec.codec and spec.codec.has_hadamard:
+        with T.serial(num_rows) as row:
+            a.rope.restore(split.o, row)
 
 
 class Singles:

@@ -114,7 +114,7 @@ class DecodeSplit:
                 a.rope.rotate_row(lambda i, lanes: load(a.q, (*at, i), lanes), self.put_in_row)
                 put_q(row, lambda i, n: ops.load_rotated_q(self.row, i, n, self.factor))
 
-        a.rope.either(rotated, plain)
+        a.rope.for_q(rotated, plain)
         if self.bias:
             with T.serial(padded_rows) as row:
                 query_head = head * spec.group_size + T.min(row, spec.group_size - 1)

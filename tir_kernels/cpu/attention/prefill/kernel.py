@@ -22,7 +22,7 @@ from ...simd import index_temp
 from ...tasks import Queue, for_tasks, num_threads
 from ..decode.single_row import Singles, bind_lengths, paged_rows
 from ..define import build
-from ..inline_rope import InlineRope
+from ..rotation import rotation_of
 from ..kv_operands import operands
 from ..kv_rows import RaggedRows
 from .tile import PrefillTile
@@ -73,7 +73,7 @@ def emit_prefill(spec: KernelSpec, ops, a: PagedInputs | RaggedInputs, source: K
     max_tokens = Tiling.of(spec).tokens
     has_many = rows * spec.num_kv_heads >= num_tasks * (TILES_PER_TASK * max_tokens)
     tokens = index_temp(T.if_then_else(has_many, max_tokens, (max_tokens + 1) // 2))
-    a = replace(a, rope=InlineRope(spec, a))
+    a = replace(a, rope=rotation_of(spec, a))
     singles = Singles(spec, ops, a) if source.has_singles else None
     a.mask.prepare(a)
     ops.begin([b for b in (a.q, *source.buffers) if str(b.dtype) == "bfloat16"])

@@ -123,6 +123,7 @@ class PrefillTile:
         else:
             step.gap.for_spans(step.kv_len, step.k_offset, run_span)
         with T.serial(num_rows) as row:
+            a.rope.restore(self.o, row)
             token = step.first_row + step.first_token + row // group
             self.store_row(a, row, token, step.head * group + row % group)
 
@@ -187,7 +188,7 @@ class PrefillTile:
                 q = ops.load_rotated_q(self.rotated_q, c.start, c.lanes, factor)
                 store(self.q, (row, c.start), c.lanes, q, ops.dtype)
 
-        a.rope.either(rotated, plain)
+        a.rope.for_q(rotated, plain)
         if self.bias:
             self.bias.set_row(row, head, position())
 

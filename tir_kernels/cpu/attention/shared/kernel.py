@@ -25,10 +25,11 @@ from ...columns import chunks
 from ...simd import Register, broadcast, index_temp, load, store, temp, wide_temp
 from ...tasks import cut
 from ..define import build
-from ..inline_rope import InlineRope, NoRotation
+from ..inline_rope import InlineRope
 from ..kv_operands import operands
 from ..kv_rows import LatentRows, PagedRows
 from ..prefill.tiling import Tiling
+from ..rotation import rotation_of
 from .split_tiles import CutTile, TileWork, emit_cut_tiles
 from .tile import SharedTile
 from .tiling import POSITIONS, SharedStep
@@ -95,14 +96,6 @@ class _Rotation(InlineRope):
     def first_position(self, segment):
         """The position of a segment's first slot."""
         return index_temp(self.first_positions[segment])
-
-
-class _NoRotation(NoRotation):
-    """Models with MLA rotate the latent rows themselves."""
-
-    def first_position(self, segment):
-        """Nothing depends on it."""
-        return 0
 
 
 class _Output:
@@ -191,7 +184,7 @@ def prefill_shared(spec: KernelSpec):
     """Build the kernel `prefill_shared`; see `signatures.shared.prefill_shared`."""
 
     def attend(a: SharedInputs) -> None:
-        a = replace(a, rope=_Rotation(spec, a))
+        a = replace(a, rope=rotation_of(spec, a, _Rotation))
         emit_shared(spec, operands(spec, spec.kv_dtype), a)
 
     return build(spec, shared.prefill_shared, attend)
@@ -201,6 +194,7 @@ def mla_prefill_shared(spec: KernelSpec):
     """Build the kernel `mla_prefill_shared`; see `signatures.shared.mla_prefill_shared`."""
 
     def attend(a: SharedInputs) -> None:
-        emit_shared(spec, operands(spec, spec.kv_dtype), replace(a, rope=_NoRotation()))
+        a = replace(a, rope=rotation_of(spec, a))
+        emit_shared(spec, operands(spec, spec.kv_dtype), a)
 
     return build(spec, shared.mla_prefill_shared, attend)

@@ -140,7 +140,7 @@ class SharedTile:
                     self.factor,
                 )
 
-            a.rope.either(rotated, plain)
+            a.rope.for_q(rotated, plain)
             if self.bias:
                 self.bias.set_row(row, head, a.q_rope_position[token])
         _transpose(

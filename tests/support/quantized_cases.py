@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the kernels that move rows of quantized pages, for specs of any target.
+
+Codes and scales are compared bit for bit where the kernel's arithmetic is that of the reference:
+rows that are neither rotated nor multiplied with Hadamard matrices. Otherwise rounding of the last
+bit may move a value across the middle between two codes, or a scale by one step.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
+import numpy as np
+
+from tir_kernels.layout import page_bytes, page_shape, rows_per_slot
+from tir_kernels.spec import CudaTarget, KernelSpec
+
+from .. import reference
+from ..reference import quantized
+from .attention_cases import compiled, normal, tensor
+
+GARBAGE = 0xA5  # of pages that nobody has written
+REORDERED = 2e-6  # how far sums in another order move a value, relative to the row
+CODECS = ("int8", "float8_e4m3fn", "int4")
+
+
+def pool(spec: KernelSpec, num_pages: int) -> np.ndarray:
+    """Quantized pages full of garbage: uint8 ``[num_pages, page_bytes]``."""
+    return np.full((num_pages, page_bytes(spec)), GARBAGE, np.uint8)
+
+
+def pages_tensor(pages: np.ndarray, spec: KernelSpec):
+    """Pages at the least aligned place that a kernel takes."""
+    return tensor(pages, 16 if isinstance(spec.target, CudaTarget) else 4)
+
+
+def page_parts(spec: KernelSpec, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Views of the codes and the scales of pages; see `reference.quantized.page_parts`."""
+    shape = page_shape(spec)[:-1]
+    return quantized.page_parts(spec.codec, pages, shape, spec.qk_head_dim, spec.v_head_dim)
+
+
+def slot_parts(spec: KernelSpec, pages: np.ndarray, slots) -> tuple[np.ndarray, np.ndarray]:
+    """Codes as numbers and scales of slots: ``[n, rows_per_slot, ...]`` float32; K, then V."""
+    page, offset = np.asarray(slots) // spec.page_size, np.asarray(slots) % spec.page_size
+    codes, scales = (
+        x[page, ..., offset, :].reshape(len(page), rows_per_slot(spec), -1)
+        for x in page_parts(spec, pages)
+    )
+    return quantized.codes_of(spec.codec, codes), scales.astype(np.float32)
+
+
+def write_rows(spec: KernelSpec, pages: np.ndarray, slots, rows: np.ndarray) -> None:
+    """Quantize rows ``[n, rows_per_slot, width]`` into slots, as the reference does."""
+    rotated = quantized.rotate(spec.codec, rows, spec.v_head_dim)
+    numbers, scales = quantized.quantize(spec.codec, rotated, spec.v_head_dim)
+    codes = quantized.code_bytes(spec.codec, numbers)
+    page, offset = np.asarray(slots) // spec.page_size, np.asarray(slots) % spec.page_size
+    for part, values in zip(page_parts(spec, pages), (codes, scales), strict=True):
+        shape = (len(page), *part.shape[1:-2], part.shape[-1])
+        with np.errstate(invalid="ignore"):
+            part[page, ..., offset, :] = values.reshape(shape).astype(part.dtype)
+
+
+def read_rows(spec: KernelSpec, pages: np.ndarray, slots) -> np.ndarray:
+    """What slots stand for: float32 ``[n, rows_per_slot, width]``."""
+    return quantized.dequantize(spec.codec, *slot_parts(spec, pages, slots), spec.v_head_dim)
+
+
+def hostile_rows(rng, shape, dtype: str) -> np.ndarray:
+    """Rows with zeros, subnormal and huge numbers, infinities and NaN among normal ones."""
+    rows = normal(rng, shape, dtype).astype(np.float32)
+    info, columns = ml_dtypes.finfo(np.dtype(dtype)), np.arange(shape[-1])
+    huge, tiny = float(info.max) / 16, float(info.smallest_subnormal)  # sums of the huge are finite
+    special = (
+        lambda row: 0 * row,
+        lambda row: np.full_like(row, -0.0),
+        lambda row: tiny * np.sign(row),
+        lambda row: row * (huge / np.abs(row).max()),
+        lambda row: row * 1e-37,
+        lambda row: row * 3e-6,
+        lambda row: np.where(columns == 3, np.nan, row),
+        lambda row: np.where(columns == row.size - 1, -np.inf, row),
+        lambda row: np.where(columns == 1, 1e4 * row, row),
+        lambda row: np.where(columns % 2, -1.0, 1.0),
+    )
+    flat = rows.reshape(-1, shape[-1])
+    for row, change in zip(flat[:: max(1, len(flat) // len(special))], special, strict=False):
+        row[:] = change(row)
+    return rows.astype(dtype)
+
+
+def assert_rows_kept(
+    spec: KernelSpec, pages: np.ndarray, slots, rows: np.ndarray, *, is_exact: bool
+) -> None:
+    """Compare the codes and scales of slots with those of rows ``[n, rows_per_slot, width]``."""
+    rotated = quantized.rotate(spec.codec, rows, spec.v_head_dim)
+    want_codes, want_scales = quantized.quantize(spec.codec, rotated, spec.v_head_dim)
+    codes, scales = slot_parts(spec, pages, slots)
+    if is_exact and not spec.codec.has_hadamard:
+        np.testing.assert_array_equal(scales, want_scales)
+        np.testing.assert_array_equal(codes, want_codes)
+        return
+    known = np.isfinite(want_scales)
+    np.testing.assert_array_equal(np.isnan(scales), ~known)
+    step = 2.0**-7 if spec.codec.scale_dtype == "bfloat16" else REORDERED
+    where = known & (want_scales != 0)
+    assert (np.abs(scales - want_scales)[where] <= step * np.abs(want_scales[where])).all()
+    # A code may be the neighbour of the right one, where the value is in the middle between both.
+    for g, (begin, end) in enumerate(spec.codec.groups(spec.qk_head_dim, spec.v_head_dim)):
+        value = codes[..., begin:end] * scales[..., g, None]
+        expected = rotated[..., begin:end]
+        size = np.abs(np.where(known[..., g, None], expected, 0)).max(-1, keepdims=True)
+        finest = 2.0**-9 if spec.codec.name == "float8_e4m3fn" else 1.0
+        gap = np.maximum(finest, np.abs(codes[..., begin:end]) / 8 if finest < 1 else 0)
+        limit = 0.5 * gap * np.abs(scales[..., g, None]) * 1.01
+        limit = limit + size * (REORDERED + (2**-8 if spec.codec.limit < 0 else 0))
+        wrong = np.abs(value - expected) > limit + 2.0**-125
+        assert not wrong[known[..., g]].any(), f"{wrong.sum()} values of group {g}"
+
+
+def check_transpose_append(spec: KernelSpec, num_rows: int, seed: int, cpu: str = "native") -> None:
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    num_pages = -(-num_rows // spec.page_size) + 3
+    shape = (num_rows, spec.num_kv_heads, spec.qk_head_dim)
+    k, v = (hostile_rows(rng, shape, spec.dtype) for _ in range(2))
+    slots = rng.permutation(num_pages * spec.page_size)[:num_rows].astype(np.int32)
+    slots[1::5] = -1
+    pages = pages_tensor(pool(spec, num_pages), spec)
+    compiled("transpose_append", spec, cpu)(pages, tensor(k), tensor(v), tensor(slots))
+    rows = np.stack([k, v], 1).astype(np.float32).reshape(num_rows, rows_per_slot(spec), -1)
+    is_kept = slots >= 0
+    assert_rows_kept(spec, pages.numpy(), slots[is_kept], rows[is_kept], is_exact=True)
+    assert_others_untouched(spec, pages.numpy(), slots[is_kept])
+
+
+def assert_others_untouched(spec: KernelSpec, pages: np.ndarray, slots) -> None:
+    """Check that slots that were not written, and padding, hold what `pool` has put there."""
+    page, offset = slots // spec.page_size, slots % spec.page_size
+    rest = pages.copy()
+    for part in page_parts(spec, rest):
+        view = part.view(np.uint8)
+        view[page, ..., offset, :] = GARBAGE
+    assert (rest == GARBAGE).all()
+
+
+def check_rope_append(
+    spec: KernelSpec, num_rows: int, apply_rope: int, seed: int, cpu: str = "native"
+) -> None:
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    num_qo, num_kv = spec.num_qo_heads, spec.num_kv_heads
+    num_pages = -(-num_rows // spec.page_size) + 3
+    qkv = normal(rng, (num_rows, num_qo + 2 * num_kv, spec.qk_head_dim), spec.dtype)
+    positions = rng.integers(0, 131072, num_rows).astype(np.int32)
+    slots = rng.permutation(num_pages * spec.page_size)[:num_rows].astype(np.int32)
+    slots[2::7] = -1
+    q_out = tensor(np.full((num_rows, num_qo, spec.qk_head_dim), np.nan, spec.dtype))
+    pages = pages_tensor(pool(spec, num_pages), spec)
+    indptr = np.array([0, num_rows // 3, num_rows], np.int32)
+    arrays = [tensor(x) for x in (qkv, indptr, positions, slots)]
+    compiled("rope_append", spec, cpu)(*arrays, q_out, pages, apply_rope)
+    q, k, v = np.split(qkv.astype(np.float32), [num_qo, num_qo + num_kv], axis=1)
+    if apply_rope:
+        rope = reference.Rope(rotary_dim=spec.rope.rotary_dim)
+        q, k = (reference.rotate(x, positions, rope) for x in (q, k))
+    reference.assert_close(q_out.numpy(), q, spec.dtype, "q")
+    rows = np.concatenate([k, v], 1)
+    is_kept = slots >= 0
+    assert_rows_kept(spec, pages.numpy(), slots[is_kept], rows[is_kept], is_exact=not apply_rope)
+    assert_others_untouched(spec, pages.numpy(), slots[is_kept])
+
+
+def check_transpose_append_mla(spec: KernelSpec, num_rows: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    num_pages = -(-num_rows // spec.page_size) + 3
+    kv = hostile_rows(rng, (num_rows, spec.qk_head_dim), spec.dtype)
+    slots = rng.permutation(num_pages * spec.page_size)[:num_rows].astype(np.int32)
+    slots[1::5] = -1
+    pages = pages_tensor(pool(spec, num_pages), spec)
+    compiled("transpose_append_mla", spec)(pages, tensor(kv), tensor(slots))
+    is_kept = slots >= 0
+    rows = kv.astype(np.float32)[is_kept, None]
+    assert_rows_kept(spec, pages.numpy(), slots[is_kept], rows, is_exact=True)
+    assert_others_untouched(spec, pages.numpy(), slots[is_kept])
+
+
+def random_pages(rng, spec: KernelSpec, num_pages: int) -> np.ndarray:
+    """Pages of random bytes."""
+    return rng.integers(0, 256, (num_pages, page_bytes(spec)), dtype=np.uint8)
+
+
+def check_copies(spec: KernelSpec, seed: int) -> None:
+    """Copy pages, single pages and slots: codes and scales move as they are."""
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+
+    def copy(pages, source, destination) -> None:
+        """Copy slots, given as (page, offset)."""
+        for part in page_parts(spec, pages):
+            part = part.view(np.uint8)
+            part[destination[0], ..., destination[1], :] = part[source[0], ..., source[1], :]
+
+    pages = random_pages(rng, spec, 43)
+    actual, length = pages_tensor(pages, spec), spec.page_size // 2
+    compiled("copy_single_page", spec)(actual, 3, 1, length)
+    copy(pages, (3, np.arange(length)), (1, np.arange(length)))
+    np.testing.assert_array_equal(actual.numpy(), pages)
+
+    pairs = rng.permutation(43).reshape(-1)[:40].reshape(2, 20)
+    copies = np.stack([*pairs, rng.integers(0, spec.page_size + 1, 20)]).astype(np.int32)
+    actual = pages_tensor(pages, spec)
+    compiled("copy_pages", spec)(actual, tensor(copies))
+    for source, destination, length in copies.T:
+        copy(pages, (source, np.arange(length)), (destination, np.arange(length)))
+    np.testing.assert_array_equal(actual.numpy(), pages)
+
+    slots = rng.integers(0, 43 * spec.page_size, (2, 50)).astype(np.int32)
+    indptr = np.array([0, 0, 20, 50], np.int32)
+    actual = pages_tensor(pages, spec)
+    compiled("compact_copy", spec)(actual, tensor(indptr), tensor(slots), 3)
+    for pair in slots.T:
+        source, destination = (([slot // spec.page_size], [slot % spec.page_size]) for slot in pair)
+        copy(pages, source, destination)
+    np.testing.assert_array_equal(actual.numpy(), pages)
+
+
+def check_debug_get_kv(spec: KernelSpec, num_rows: int, seed: int, cpu: str = "native") -> None:
+    """Read rows back: within rounding of what the codes stand for."""
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    num_pages, is_latent = -(-num_rows // spec.page_size) + 3, spec.kind == "mla"
+    slots = rng.permutation(num_pages * spec.page_size)[:num_rows].astype(np.int32)
+    pages, width = pool(spec, num_pages), spec.qk_head_dim
+    rows = hostile_rows(rng, (num_rows, rows_per_slot(spec), width), "float32")
+    rows = np.clip(rows, -1e4, 1e4)  # infinities become numbers; float16 has room for all
+    write_rows(spec, pages, slots, rows)
+    shape = (3, num_rows, width) if is_latent else (3, num_rows, spec.num_kv_heads, width)
+    sinks = [tensor(np.full(shape, 7, spec.dtype)) for _ in range(1 if is_latent else 2)]
+    name = "debug_get_kv_mla" if is_latent else "debug_get_kv"
+    compiled(name, spec, cpu)(pages_tensor(pages, spec), tensor(slots), *sinks, 1)
+    expected = read_rows(spec, pages, slots).reshape(num_rows, len(sinks), *shape[2:])
+    for n, sink in enumerate(sinks):
+        found = sink.numpy().astype(np.float32)
+        assert (found[[0, 2]] == 7).all()
+        want = expected[:, n]
+        if spec.codec.has_hadamard:
+            reference.assert_close(found[1], want, spec.dtype)
+        else:
+            np.testing.assert_array_equal(found[1], want.astype(spec.dtype).astype(np.float32))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done to Q and O where pages keep K and V multiplied with Hadamard matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from ...semantics.hadamard import k_parts, v_parts
+from ...semantics.rotary_mode import refuse_inline
+from ...spec import KernelSpec
+from .. import simd
+from ..hadamard import transform
+from ..simd import F32, index_temp, load, store
+
+
+class HadamardRotation:
+    """Stands in for `InlineRope`: rows of Q are always multiplied, those of K never.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+        With a codec that has Hadamard matrices.
+    a : the kernel's arguments; a call with `rotary_mode` 1 is refused.
+    """
+
+    def __init__(self, spec: KernelSpec, a):
+        self.spec, self.lanes = spec, spec.target.lanes
+        self.first_positions = a.k_rope_pos_offset
+        refuse_inline(spec, a)
+
+    def begin_task(self) -> None:
+        """Make the buffers of a task."""
+        self.row = T.alloc_buffer((self.spec.qk_head_dim,), F32)
+
+    def begin_sequence(self, length) -> None:
+        """Nothing to know of a sequence."""
+
+    def first_position(self, segment):
+        """The position of a segment's first slot, for a bias."""
+        return 0 if self.first_positions is None else index_temp(self.first_positions[segment])
+
+    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        """Emit what does not rotate K."""
+        plain()
+
+    def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        """Emit what rotates Q."""
+        rotated()
+
+    def if_positions_matter(self, body: Callable[[], None]) -> None:
+        """Emit `body`, which finds positions, for a bias that asks for them."""
+        if self.spec.alibi_slopes is not None:
+            body()
+
+    def set_position(self, position) -> None:
+        """All positions have the same matrix."""
+
+    def rotate_row(self, source: Callable, sink: Callable) -> None:
+        """Multiply a row of Q; `source` is ``(column, lanes) -> vector``, `sink` takes it too."""
+        columns = simd.chunks(self.spec.qk_head_dim, self.lanes)
+        for start, lanes in columns:
+            store(self.row, (start,), lanes, source(start, lanes))
+        transform(self.row, (), k_parts(self.spec), self.lanes)
+        for start, lanes in columns:
+            sink(start, lanes, load(self.row, (start,), lanes))
+
+    def restore(self, o, row) -> None:
+        """Multiply a row of sums of V back."""
+        transform(o, (row,), v_parts(self.spec), self.lanes)

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rotation of Q and K the attention kernels of a spec have."""
+
+from __future__ import annotations
+
+from ...signatures.inputs import AttentionInputs, PagedInputs
+from ...spec import KernelSpec
+from .hadamard_rotation import HadamardRotation
+from .inline_rope import InlineRope, NoRotation
+
+
+def rotation_of(
+    spec: KernelSpec, a: AttentionInputs, inline: type[InlineRope] = InlineRope
+) -> InlineRope | HadamardRotation | NoRotation:
+    """Choose by the spec and by where K lies; `inline` is what rotates in the kernel."""
+    if isinstance(a, PagedInputs) and spec.codec and spec.codec.has_hadamard:
+        return HadamardRotation(spec, a)
+    return NoRotation() if spec.kind == "mla" else inline(spec, a)

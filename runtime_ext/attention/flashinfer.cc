@@ -48,7 +48,6 @@ FlashInfer::FlashInfer(const Step& step)
       counter_(step.storage().counter()),
       float_workspace_(AllocateTensor({kFloatWorkspaceBytes}, kByte, device_, counter_)),
       empty_q_(AllocateTensor({0}, step.storage().config().dtype, kHost, counter_)),
-      empty_kv_(AllocateTensor({0}, step.storage().config().kv_dtype, kHost, counter_)),
       plans_(step.storage().num_groups() * kNumUses) {}
 
 bool FlashInfer::IsNeededBy(const CacheConfig& config) {
@@ -138,10 +137,11 @@ const FlashInfer::Plan& FlashInfer::PlanDecode(const StoredLayer& layer, Use use
   ffi::Tensor indptr = HostArray(&plan, batch.num_sequences() + 1);
   arrays.FillPageIndptr(layer.group, RangeOf(use == kPast), Data(indptr));
   const LayerConfig& config = layer.config;
-  plan.info = function(float_workspace_, plan.int_workspace, staging->memory, indptr,
-                       batch.num_sequences(), config.num_qo_heads, config.num_kv_heads,
-                       layer.layout.page_size, kHasCudaGraph, kNoWindow, /*logits_soft_cap=*/0.0,
-                       config.qk_head_dim, config.v_head_dim, empty_q_, empty_kv_);
+  plan.info =
+      function(float_workspace_, plan.int_workspace, staging->memory, indptr, batch.num_sequences(),
+               config.num_qo_heads, config.num_kv_heads, layer.layout.page_size, kHasCudaGraph,
+               kNoWindow, /*logits_soft_cap=*/0.0, config.qk_head_dim, config.v_head_dim, empty_q_,
+               AllocateTensor({0}, config.page_dtype, kHost, counter_));
   Finish(&plan, staging, function);
   return plan;
 }

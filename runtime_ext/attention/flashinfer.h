@@ -76,7 +76,7 @@ class FlashInfer {
   DLDevice device_;
   ByteCounter counter_;
   ffi::Tensor float_workspace_;  // scratch of one run
-  ffi::Tensor empty_q_, empty_kv_;
+  ffi::Tensor empty_q_;
   std::vector<Plan> plans_;  // [group, Use]
 };
 

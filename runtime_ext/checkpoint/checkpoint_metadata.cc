@@ -33,7 +33,7 @@ struct Fields {
   struct Group {
     int64_t index = 0, layer_begin = 0, layer_end = 0, num_pages = 0, num_bytes = 0;
     int64_t first_position = 0;
-    std::string dtype;
+    std::string dtype, kv_dtype;  // the latter with a codec only
     std::vector<int64_t> shape;
   };
   std::vector<Group> groups;
@@ -62,6 +62,7 @@ Fields::Group ReadGroup(JsonReader* reader) {
        {"first_position", integer(&group.first_position), false},
        {"num_logical_pages", integer(&group.num_pages)},
        {"dtype", [&] { group.dtype = reader->String(); }},
+       {"kv_dtype", [&] { group.kv_dtype = reader->String(); }, false},
        {"shape", [&] { reader->Array([&] { group.shape.push_back(reader->Integer()); }); }},
        {"nbytes", integer(&group.num_bytes)}});
   return group;
@@ -131,14 +132,31 @@ Fields ReadFields(std::string_view text) {
 CheckpointLayout StockLayout(const Fields& fields) {
   CheckpointLayout layout;
   layout.page_size = fields.page_size;
-  layout.dtype = fields.dtype;
   std::string rope = RopeText(fields.rope_mode, fields.theta, fields.scale,
                               fields.has_rope_factors ? "unknown factors" : "");
   for (const std::string& kind : fields.kinds) {
     layout.layers.push_back(
-        {kind, 0, fields.num_kv_heads, fields.qk_head_dim, fields.v_head_dim, rope});
+        {kind, 0, fields.num_kv_heads, fields.qk_head_dim, fields.v_head_dim, rope, fields.dtype});
   }
   return layout;
+}
+
+/*! \brief The types in the text of a layout, and the text without them. */
+std::pair<std::string, std::string> SplitTypes(const std::string& layout) {
+  const std::string key = " dtype=";
+  const size_t begin = layout.find(key), end = layout.find(';', begin);
+  if (begin == std::string::npos || end == std::string::npos) return {"", layout};
+  const size_t types = begin + key.size();
+  return {layout.substr(types, end - types), layout.substr(0, begin) + layout.substr(end)};
+}
+
+/*! \brief What to do where two layouts differ in nothing but how they keep K and V. */
+std::string ConversionHint(const std::string& checkpoint, const std::string& cache) {
+  const auto [theirs, their_rest] = SplitTypes(checkpoint);
+  const auto [ours, our_rest] = SplitTypes(cache);
+  if (theirs == ours || their_rest != our_rest) return "";
+  return "; they differ only in kv_dtype, " + Shown(theirs) + " and " + ours +
+         ": KVCache.load(..., convert=True) converts a file";
 }
 
 void CheckLayout(const Fields& fields, const CheckpointLayout& layout) {
@@ -158,11 +176,11 @@ void CheckLayout(const Fields& fields, const CheckpointLayout& layout) {
   if (actual != expected || (!is_stock && fields.layout_hash != hash)) {
     Raise(kValueError, "the checkpoint has another layout than the cache: ", Shown(actual),
           " (hash ", Shown(fields.layout_hash), "), but the cache has ", expected, " (hash ", hash,
-          ")");
+          ")", ConversionHint(actual, expected));
   }
   // The layout of our own checkpoints has been compared already, but the fields must agree.
   bool agrees = fields.page_size == layout.page_size && fields.num_layers == layout.num_layers() &&
-                fields.dtype == layout.dtype && fields.kinds.size() == layout.layers.size();
+                fields.dtype == layout.Types() && fields.kinds.size() == layout.layers.size();
   for (size_t i = 0; agrees && i < fields.kinds.size(); ++i) {
     agrees = fields.kinds[i] == layout.layers[i].kind;
   }
@@ -186,7 +204,10 @@ void CheckGroup(const Fields& fields, int64_t layer, const CheckpointLayout& lay
   }
   check("num_logical_pages", group.num_pages, fields.num_logical_pages - first / layout.page_size);
   check("nbytes", group.num_bytes, group.num_pages * layout.PageBytes(layer));
-  if (group.dtype != layout.dtype || group.shape != layout.GroupShape(layer, group.num_pages)) {
+  const CheckpointLayout::Layer& expected = layout.layers[layer];
+  const std::string codec = expected.codec_page_bytes ? expected.kv_dtype : "";
+  if (group.dtype != expected.GroupDtype() || group.kv_dtype != codec ||
+      group.shape != layout.GroupShape(layer, group.num_pages)) {
     Raise(kValueError, "checkpoint metadata: shape or dtype of group ", layer,
           " does not agree with the layout");
   }
@@ -214,9 +235,19 @@ std::string CheckpointLayout::Layer::Text() const {
   return text.str();
 }
 
+std::string CheckpointLayout::Types() const {
+  ClassicText text;
+  for (size_t i = 0, end; i < layers.size(); i = end) {
+    for (end = i + 1; end < layers.size() && layers[end].kv_dtype == layers[i].kv_dtype;) ++end;
+    if (end - i == layers.size()) return layers[i].kv_dtype;
+    text << (i ? ", " : "") << end - i << " x " << layers[i].kv_dtype;
+  }
+  return text.str();
+}
+
 std::string CheckpointLayout::Text() const {
   ClassicText text;
-  text << "page_size=" << page_size << " dtype=" << dtype;
+  text << "page_size=" << page_size << " dtype=" << Types();
   for (size_t i = 0, end; i < layers.size(); i = end) {
     const std::string layer = layers[i].Text();
     for (end = i + 1; end < layers.size() && layers[end].Text() == layer;) ++end;
@@ -240,12 +271,13 @@ std::string HexHash(const std::string& bytes) {
 
 std::vector<int64_t> CheckpointLayout::GroupShape(int64_t layer, int64_t num_pages) const {
   const Layer& l = layers[layer];
+  if (l.codec_page_bytes) return {1, num_pages, l.codec_page_bytes};
   if (l.is_mla()) return {1, num_pages, page_size, l.qk_head_dim};
   return {1, num_pages, 2, l.num_kv_heads, page_size, l.qk_head_dim};
 }
 
 int64_t CheckpointLayout::PageBytes(int64_t layer) const {
-  int64_t bytes = item_bytes;
+  int64_t bytes = layers[layer].codec_page_bytes ? 1 : layers[layer].item_bytes;
   for (int64_t extent : GroupShape(layer, 1)) bytes *= extent;
   return bytes;
 }
@@ -256,7 +288,7 @@ std::string WriteMetadata(const CheckpointLayout& layout, int64_t sequence_id,
   out << "{\"format_version\":" << kFormatVersion << ",\"cache_type\":" << JsonString(kCacheType)
       << ",\"page_size\":" << layout.page_size << ",\"num_layers\":" << layout.num_layers()
       << ",\"layer_begin\":0,\"layer_end\":" << layout.num_layers()
-      << ",\"dtype\":" << JsonString(layout.dtype) << ",\"attn_kinds\":[";
+      << ",\"dtype\":" << JsonString(layout.Types()) << ",\"attn_kinds\":[";
   const char* separator = "";
   for (const CheckpointLayout::Layer& layer : layout.layers) {
     out << std::exchange(separator, ",") << JsonString(layer.kind);
@@ -276,8 +308,12 @@ std::string WriteMetadata(const CheckpointLayout& layout, int64_t sequence_id,
     out << (l ? "," : "") << "{\"group_index\":" << l << ",\"layer_begin\":" << l
         << ",\"layer_end\":" << l + 1
         << ",\"first_position\":" << state.first_pages[l] * layout.page_size
-        << ",\"num_logical_pages\":" << num_kept << ",\"dtype\":" << JsonString(layout.dtype)
-        << ",\"shape\":[";
+        << ",\"num_logical_pages\":" << num_kept
+        << ",\"dtype\":" << JsonString(layout.layers[l].GroupDtype());
+    if (layout.layers[l].codec_page_bytes) {
+      out << ",\"kv_dtype\":" << JsonString(layout.layers[l].kv_dtype);
+    }
+    out << ",\"shape\":[";
     separator = "";
     for (int64_t extent : layout.GroupShape(l, num_kept)) {
       out << std::exchange(separator, ",") << extent;

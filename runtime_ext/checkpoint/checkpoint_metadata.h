@@ -25,27 +25,32 @@ struct CheckpointLayout {
     int64_t num_kv_heads = 1;
     int64_t qk_head_dim = 0;
     int64_t v_head_dim = 0;
-    std::string rope;  // how K is rotated, as RopeText; empty for MLA layers
+    std::string rope;      // how K is rotated, as RopeText; empty for MLA layers
+    std::string kv_dtype;  // how the pages keep rows: a type of numbers, or the name of a codec
+    int64_t item_bytes = 1;
+    int64_t codec_page_bytes = 0;  // of a page of codes and scales; 0 without a codec
 
     bool is_mla() const { return kind == "mla"; }
+    /*! \brief Type of the elements of a page group. */
+    std::string GroupDtype() const { return codec_page_bytes ? "uint8" : kv_dtype; }
     std::string Text() const;
   };
 
   int64_t page_size = 1;
-  std::string dtype;  // of the pages
-  int64_t item_bytes = 1;
   std::vector<Layer> layers;
   std::string part;  // which layers of the model these are, as text; empty for all
 
   /*! \brief The layout as text. Layouts with the same text are compatible. */
   std::string Text() const;
+  /*! \brief The kv_dtype of all layers: "int8", or "2 x int8, 1 x float16" where they differ. */
+  std::string Types() const;
   /*! \brief The HexHash of the text. */
   std::string Hash() const;
 
   int64_t num_layers() const { return static_cast<int64_t>(layers.size()); }
   /*!
    * \brief Shape of a layer's page group: [1, num_pages, 2, num_kv_heads, page_size, head_dim], of
-   * an MLA layer [1, num_pages, page_size, head_dim].
+   * an MLA layer [1, num_pages, page_size, head_dim], with a codec [1, num_pages, page_bytes].
    */
   std::vector<int64_t> GroupShape(int64_t layer, int64_t num_pages) const;
   int64_t PageBytes(int64_t layer) const;

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "storage/page_io.h"
+#include "storage/row_io.h"
 
 namespace pagedkv {
 
@@ -82,18 +83,62 @@ void CheckpointReader::ImportPages(int64_t sequence_id, int64_t layer_index, ffi
   SequenceImport& import = table_->ImportOf(sequence_id);
   const StoredLayer& layer = page_groups_.At(layer_index, "layer");
   if (!data.defined()) Raise(kTypeError, "data must be a tensor, got None");
-  const std::vector<int32_t>& pages = import.pages[layer.group];
   const int64_t num_pages = data.ndim() > 1 ? data.size(1) : 0;
   page_groups_.CheckTensor("data", data, layer_index, num_pages);
-  int64_t& num_arrived = import.num_arrived[layer_index];
+  const std::vector<int64_t> pages = NextPages(import, layer, num_pages);
+  const StreamOrder::Call on_stream(&step_->stream_order());
+  WritePages(layer, pages, data);
+  import.num_arrived[layer_index] += num_pages;
+}
+
+std::vector<int64_t> CheckpointReader::NextPages(const SequenceImport& import,
+                                                 const StoredLayer& layer,
+                                                 int64_t num_pages) const {
+  const std::vector<int32_t>& pages = import.pages[layer.group];
+  const int64_t num_arrived = import.num_arrived[layer.index];
   const int64_t num_missing = static_cast<int64_t>(pages.size()) - num_arrived;
   if (num_pages > num_missing) {
-    Raise(kValueError, "layer ", layer_index, " lacks ", num_missing, " pages, got ", num_pages);
+    Raise(kValueError, "layer ", layer.index, " lacks ", num_missing, " pages, got ", num_pages);
   }
   const auto begin = pages.begin() + num_arrived;
+  return {begin, begin + num_pages};
+}
+
+void CheckpointReader::ImportRows(int64_t sequence_id, int64_t layer_index, ffi::Tensor k,
+                                  ffi::Optional<ffi::Tensor> v) {
+  step_->phase().RequireIdle("the import of rows");
+  SequenceImport& import = table_->ImportOf(sequence_id);
+  const StoredLayer& layer = page_groups_.At(layer_index, "layer");
+  const LayerConfig& config = layer.config;
+  if (!k.defined()) Raise(kTypeError, "k must be a tensor, got None");
+  if (v.has_value() == config.is_mla()) {
+    Raise(kTypeError, "v must be ", config.is_mla() ? "None for an MLA layer" : "a tensor");
+  }
+  const int64_t page_size = table_->page_size(), num_rows = k.ndim() > 0 ? k.size(0) : 0;
+  if (num_rows % page_size) {
+    Raise(kValueError, "the rows of whole pages are a multiple of ", page_size, ", got ", num_rows);
+  }
+  TensorChecks& tensors = step_->tensors();
+  const DLDataType dtype = step_->storage().RowDtype(config);
+  LayerRows rows{std::move(k), v.value_or(ffi::Tensor())};
+  if (config.is_mla()) {
+    tensors.CheckInput("k", rows.k, {num_rows, config.qk_head_dim}, dtype);
+    tensors.MakeCompact({&rows.k}, Alignment::kElement);
+  } else {
+    tensors.CheckInput("k", rows.k, {num_rows, config.num_kv_heads, config.qk_head_dim}, dtype);
+    tensors.CheckInput("v", rows.v, {num_rows, config.num_kv_heads, config.v_head_dim}, dtype);
+    tensors.MakeCompact({&rows.k, &rows.v}, Alignment::kElement);
+  }
+  std::vector<int32_t> slots;
+  for (int64_t page : NextPages(import, layer, num_rows / page_size)) {
+    for (int64_t i = 0; i < page_size; ++i) {
+      slots.push_back(static_cast<int32_t>(page * page_size + i));
+    }
+  }
   const StreamOrder::Call on_stream(&step_->stream_order());
-  WritePages(layer, {begin, begin + num_pages}, data);
-  num_arrived += num_pages;
+  const StepPhase::Change change(&step_->phase());
+  WriteRows(layer, slots, rows);
+  import.num_arrived[layer_index] += num_rows / page_size;
 }
 
 void CheckpointReader::Finish(int64_t sequence_id) {

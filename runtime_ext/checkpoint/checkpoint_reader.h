@@ -11,6 +11,7 @@
 #define TVM_PAGEDKV_CHECKPOINT_CHECKPOINT_READER_H_
 
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/optional.h>
 
 #include <cstdint>
 #include <string>
@@ -39,10 +40,20 @@ class CheckpointReader {
   void ImportPageGroup(int64_t sequence_id, int64_t page_group, ffi::Tensor data);
   /*! \brief The next pages of a layer. */
   void ImportPages(int64_t sequence_id, int64_t layer, ffi::Tensor data);
+  /*!
+   * \brief The next pages of a layer as rows, which the layer rounds to its own type.
+   * \param k [num_rows, num_kv_heads, head_dim] of LayerStorage::RowDtype, a multiple of the page
+   *   size; of MLA layers [num_rows, head_dim].
+   * \param v As k; None for MLA layers.
+   */
+  void ImportRows(int64_t sequence_id, int64_t layer, ffi::Tensor k, ffi::Optional<ffi::Tensor> v);
   /*! \throws Error (ValueError) while pages are missing. */
   void Finish(int64_t sequence_id);
 
  private:
+  /*! \brief The ids of the next num_pages pages of a layer. */
+  std::vector<int64_t> NextPages(const SequenceImport& import, const StoredLayer& layer,
+                                 int64_t num_pages) const;
   ImportedSequence ImportedFrom(int64_t sequence_id, const std::string& metadata) const;
 
   Step* step_;

@@ -40,14 +40,14 @@ CheckpointLayout LayoutOf(const LayerStorage& storage) {
   const CacheConfig& config = storage.config();
   CheckpointLayout layout;
   layout.page_size = config.page_size;
-  layout.dtype = ffi::DLDataTypeToString(config.kv_dtype);
-  layout.item_bytes = ItemSize(config.kv_dtype);
   for (const StoredLayer& layer : storage.layers()) {
     const LayerConfig& shape = layer.config;
     layout.layers.push_back({pagedkv::ToString(shape), shape.window, shape.num_kv_heads,
                              shape.qk_head_dim, shape.v_head_dim,
                              RopeText(ToString(config.rope_mode), shape.rope_theta,
-                                      shape.rope_scale, RopeDetails(config, shape))});
+                                      shape.rope_scale, RopeDetails(config, shape)),
+                             shape.kv_dtype(), ItemSize(shape.page_dtype),
+                             shape.codec ? shape.codec->page_bytes : 0});
   }
   // Layers of one stage may look like those of another.
   if (layout.num_layers() < config.stage.num_layers()) {
@@ -86,8 +86,9 @@ void PageGroups::CheckTensor(const char* name, const ffi::Tensor& tensor, int64_
     Raise(kValueError, name, " must have shape ", text(expected), ", got ", text(actual));
   }
   const std::string dtype = ffi::DLDataTypeToString(tensor.dtype());
-  if (dtype != layout_.dtype) {
-    Raise(kValueError, name, " must be ", layout_.dtype, ", got ", dtype);
+  const std::string expected_dtype = layout_.layers[id].GroupDtype();
+  if (dtype != expected_dtype) {
+    Raise(kValueError, name, " must be ", expected_dtype, ", got ", dtype);
   }
   const DLDevice device = storage_.device();
   if (!IsHost(tensor.device()) && !IsSame(tensor.device(), device)) {

@@ -53,6 +53,17 @@ void CheckLayer(const LayerConfig& layer) {
   }
 }
 
+/*! \param num_rows Rows of a page. */
+void CheckCodec(const Codec& codec, int64_t num_rows) {
+  // The widest rows in the widest type, and room for padding.
+  constexpr int64_t kMaxRowBytes = kMaxHeadDim * 4, kMaxPadding = 4096;
+  if (codec.name.empty()) Raise(kValueError, "a codec needs a name");
+  CheckRange("row_bytes of a codec", codec.row_bytes, 1, kMaxRowBytes);
+  CheckRange("scale_bytes of a codec", codec.scale_bytes, 1, kMaxRowBytes);
+  const int64_t used = num_rows * (codec.row_bytes + codec.scale_bytes);
+  CheckRange("page_bytes of a codec", codec.page_bytes, used, used + kMaxPadding);
+}
+
 void CheckRope(const LayerConfig& layer) {
   if (!(std::isfinite(layer.rope_theta) && layer.rope_theta > 0 &&
         std::isfinite(layer.rope_scale) && layer.rope_scale > 0)) {
@@ -117,6 +128,10 @@ const char* ToString(LayerKind kind) {
       return "linear";
   }
   return "";
+}
+
+std::string LayerConfig::kv_dtype() const {
+  return codec ? codec->name : std::string(ffi::DLDataTypeToString(page_dtype));
 }
 
 const char* ToString(const LayerConfig& layer) {
@@ -187,6 +202,7 @@ void CacheConfig::Validate() const {
             layer.num_kv_heads, ") must be below 2^31");
     }
     CheckRange("kernel_set", layer.kernel_set, 0, static_cast<int64_t>(kernel_sets.size()) - 1);
+    if (layer.codec) CheckCodec(*layer.codec, page_size * layer.rows_per_slot());
     RequireKernels(layer, kernel_sets[layer.kernel_set]);
     if (has_sequence_windows) RequireSequenceWindowKernels(layer, kernel_sets[layer.kernel_set]);
   }

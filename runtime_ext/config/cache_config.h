@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "config/codec.h"
 #include "config/kernels.h"
 #include "config/pipeline_stage.h"
 
@@ -46,14 +47,19 @@ struct LayerConfig {
   // MLA: head dims before absorption; 0 when unknown or when all attention is absorbed.
   int64_t original_qk_head_dim = 0;
   int64_t original_v_head_dim = 0;
+  DLDataType page_dtype{};     // of the elements of pages; bytes where rows are quantized
+  std::optional<Codec> codec;  // how the pages keep rows, if they are quantized
 
   bool is_mla() const { return kind == LayerKind::kMLA; }
   /*! \brief Rows of a slot: K and V of each head, or the latent row. */
   int64_t rows_per_slot() const { return is_mla() ? 1 : 2 * num_kv_heads; }
 
-  /*! \brief Layers of one shape and window form a layer group. */
+  /*! \brief The name of the type by which the layer keeps rows. */
+  std::string kv_dtype() const;
+  /*! \brief Layers of one shape, window and type of rows form a layer group. */
   bool SharesGroupWith(const LayerConfig& other) const {
-    return window == other.window && HasShapeOf(other);
+    return window == other.window && HasShapeOf(other) && page_dtype == other.page_dtype &&
+           codec == other.codec;
   }
   KernelName prefill() const { return window ? KernelName::kPrefillSliding : KernelName::kPrefill; }
   /*! \brief The kernel for pages that sequences share; a set may lack it. */
@@ -81,7 +87,7 @@ struct CacheConfig {
   int64_t prefill_chunk_size;
   int64_t page_size;
   DLDataType dtype;
-  DLDataType kv_dtype;
+  std::string kv_dtype;  // of layers that have none of their own
   RopeMode rope_mode;
   bool has_merged_aux;
   bool share_prefix = true;   // read shared pages of a batch once

@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "config/cache_config.h"
 #include "config/cache_config_checks.h"
+#include "device/device_memory.h"
 
 namespace pagedkv {
 
@@ -70,11 +71,34 @@ bool ParseAuxManager(const std::string& name, DLDevice device) {
   return true;
 }
 
-LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
+Codec ParseCodec(const NamedValues& map, const std::string& owner) {
+  Fields fields(map, owner, {"name", "row_bytes", "scale_bytes", "page_bytes"});
+  return {fields.Get<std::string>("name"), fields.Get<int64_t>("row_bytes"),
+          fields.Get<int64_t>("scale_bytes"), fields.Get<int64_t>("page_bytes")};
+}
+
+/*! \brief The type of the layer's pages: a codec, a type of its own, or that of the cache. */
+void ParsePageType(const Fields& fields, const std::string& owner, const std::string& kv_dtype,
+                   LayerConfig* layer) {
+  const std::string name = fields.Find<std::string>("kv_dtype").value_or(kv_dtype);
+  if (auto codec = fields.Find<NamedValues>("codec")) {
+    layer->codec = ParseCodec(*codec, owner + "['codec']");
+    layer->page_dtype = kByte;
+    if (layer->codec->name != name) {
+      Raise(kValueError, owner, "['codec'] is of kv_dtype '", layer->codec->name, "', not '", name,
+            "'");
+    }
+  } else {
+    layer->page_dtype = ParseDtype("kv_dtype", name);
+  }
+}
+
+LayerConfig ParseLayer(const NamedValues& map, const std::string& owner,
+                       const std::string& kv_dtype) {
   Fields fields(map, owner,
                 {"kind", "window", "num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim",
                  "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_theta", "rope_scale",
-                 "rope_details", "kernel_set"});
+                 "rope_details", "kernel_set", "kv_dtype", "codec"});
   auto kind = fields.Get<std::string>("kind");
   if (kind != "mha" && kind != "mha_sliding" && kind != "mla" && kind != "linear") {
     Raise(kValueError, owner, "['kind'] must be one of mha, mha_sliding, mla, linear; got '", kind,
@@ -103,6 +127,7 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner) {
   layer.rope_scale = fields.Find<double>("rope_scale").value_or(layer.rope_scale);
   layer.rope_details = fields.Find<std::string>("rope_details").value_or("");
   layer.kernel_set = fields.Find<int64_t>("kernel_set").value_or(0);
+  ParsePageType(fields, owner, kv_dtype, &layer);
   return layer;
 }
 
@@ -124,7 +149,7 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
   result.page_size = fields.Get<int64_t>("page_size");
   auto dtype = fields.Get<std::string>("dtype");
   result.dtype = ParseDtype("dtype", dtype);
-  result.kv_dtype = ParseDtype("kv_dtype", fields.Find<std::string>("kv_dtype").value_or(dtype));
+  result.kv_dtype = fields.Find<std::string>("kv_dtype").value_or(dtype);
   result.rope_mode =
       static_cast<RopeMode>(CheckRange("rope_mode", fields.Get<int64_t>("rope_mode"), 0, 2));
   result.has_merged_aux =
@@ -140,7 +165,7 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
     std::string owner = "config['layers'][" + std::to_string(i) + "]";
     auto layer = layers[i].try_cast<NamedValues>();
     if (!layer) Raise(kTypeError, owner, " must be a map, got ", layers[i].GetTypeKey());
-    result.layers.push_back(ParseLayer(*layer, owner));
+    result.layers.push_back(ParseLayer(*layer, owner, result.kv_dtype));
   }
   if (auto map = kernels.try_cast<NamedValues>()) {
     result.kernel_sets.push_back(KernelSet::FromMap(*map));

@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "config/cache_config.h"
 #include "config/cache_config_checks.h"
+#include "device/device_memory.h"
 
 namespace pagedkv {
 
@@ -38,12 +39,37 @@ ffi::Shape ShapeArgument(ffi::PackedArgs args, int index, const char* name, size
   return shape;
 }
 
-/*!
- * \brief Index 24: a plain function, or ["pagedkv", split_rotary, rope_append, page_size], then the
- * kernels that the arguments have no place for: a name and a function of each.
+/*! \brief The number of fixed items of index 24; pairs of a name and a value follow them. */
+constexpr size_t kNumFixed = 4;
+
+/*! \brief A type of numbers by its name, or [name, row_bytes, scale_bytes, page_bytes] of a codec.
  */
-void SetRotary(const ffi::AnyView& value, int64_t page_size, KernelSet* kernels) {
-  constexpr size_t kNumFixed = 4;
+void SetPageType(const ffi::Any& value, LayerConfig* layer) {
+  if (auto name = value.try_cast<ffi::String>()) {
+    layer->page_dtype = ParseDtype("kv_dtype", *name);
+    return;
+  }
+  auto array = value.as<ffi::Array<ffi::Any>>();
+  std::optional<ffi::String> name;
+  std::optional<int64_t> sizes[3];
+  if (array && array->size() == 4) {
+    name = (*array)[0].try_cast<ffi::String>();
+    for (int i = 0; i < 3; ++i) sizes[i] = (*array)[1 + i].try_cast<int64_t>();
+  }
+  if (!name || !sizes[0] || !sizes[1] || !sizes[2]) {
+    Raise(kTypeError, "argument 24 needs a kv_dtype: a name, or a name and three sizes of a codec");
+  }
+  layer->page_dtype = kByte;
+  layer->codec = Codec{std::string(*name), *sizes[0], *sizes[1], *sizes[2]};
+}
+
+/*!
+ * \brief Index 24: a plain function, or ["pagedkv", split_rotary, rope_append, page_size], then
+ * what the arguments have no place for: pairs of a kernel's name and its function, and of
+ * "kv_dtype" or, for MLA layers, "mla_kv_dtype" and what SetPageType takes.
+ */
+void SetRotary(const ffi::AnyView& value, int64_t page_size, LayerConfig* layer,
+               KernelSet* kernels) {
   auto array = value.as<ffi::Array<ffi::Any>>();
   if (!array || array->size() < kNumFixed) {
     kernels->Set(KernelName::kSplitRotary, value);
@@ -64,6 +90,10 @@ void SetRotary(const ffi::AnyView& value, int64_t page_size, KernelSet* kernels)
     auto name = (*array)[i].try_cast<ffi::String>();
     if (!name) {
       Raise(kTypeError, "argument 24 needs a kernel's name, got ", (*array)[i].GetTypeKey());
+    }
+    if (*name == "kv_dtype" || *name == "mla_kv_dtype") {
+      if (layer->is_mla() == (*name == "mla_kv_dtype")) SetPageType((*array)[i + 1], layer);
+      continue;
     }
     kernels->Set(KernelNameOf(*name), (*array)[i + 1]);
   }
@@ -133,7 +163,7 @@ KernelSet PositionalKernels(ffi::PackedArgs args, int64_t page_size, bool is_mix
     kernels.Set(name, name == KernelName::kTree ? OfKind(value, layer->kind) : ffi::Any(value));
   }
   SetMerge(args, is_mixed, layer->kind, &kernels);
-  SetRotary(args[24], page_size, &kernels);
+  SetRotary(args[24], page_size, layer, &kernels);
   kernels.Set(KernelName::kCopySinglePage, OfKind(args[25], layer->kind));
   kernels.Set(KernelName::kDebugGetKV, OfKind(args[26], layer->kind));
   kernels.Set(KernelName::kCompactCopy, OfKind(args[27], layer->kind));
@@ -207,7 +237,6 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   result.device = prototype.device();
   CheckDevice(result.device);
   result.dtype = ParseDtype("dtype", ffi::DLDataTypeToString(prototype.dtype()));
-  result.kv_dtype = result.dtype;
   result.has_merged_aux = CanOffsetPointers(result.device);
   result.rope_mode =
       static_cast<RopeMode>(CheckRange("rope_mode", Argument<int64_t>(args, 8, "rope_mode"), 0, 2));
@@ -222,6 +251,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   const bool is_mixed = has_mha && has_mla;
   auto with_kernels = [&](LayerKind kind) {
     LayerConfig layer = PositionalLayer(args, kind, is_mixed);
+    layer.page_dtype = result.dtype;
     layer.kernel_set = static_cast<int64_t>(result.kernel_sets.size());
     result.kernel_sets.push_back(PositionalKernels(args, result.page_size, is_mixed, &layer));
     return layer;
@@ -230,6 +260,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   if (has_mha) mha = with_kernels(LayerKind::kMHA);
   if (has_mla) mla = with_kernels(LayerKind::kMLA);
   linear.kind = LayerKind::kLinear;
+  linear.page_dtype = result.dtype;
   for (int64_t kind : kinds) {
     if (kind < 0 || kind > 3) {
       Raise(kValueError, "argument 6 (attention kinds) has an unknown kind: ", kind);
@@ -237,6 +268,7 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
     result.layers.push_back(kind == 1 ? mla : kind == 2 ? linear : mha);
     if (kind == 3) result.layers.back().window = PositionalWindow(sizes);
   }
+  result.kv_dtype = (has_mha ? mha : has_mla ? mla : linear).kv_dtype();
   result.KeepStage({layer_indptr.begin(), layer_indptr.end()}, std::nullopt);
   result.ForgetUnusedRope();
   result.Validate();

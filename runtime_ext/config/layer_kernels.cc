@@ -24,7 +24,24 @@ bool CanSharePrefix(const LayerConfig& layer, const KernelSet& kernels) {
   return true;
 }
 
+namespace {
+
+/*! \throws Error (ValueError) where the set has kernels that do not know the layer's codec. */
+void RequireKernelsOfCodec(const LayerConfig& layer, const KernelSet& kernels) {
+  for (int i = 0; i < static_cast<int>(KernelName::kNumNames); ++i) {
+    const auto name = static_cast<KernelName>(i);
+    if (!kernels.IsStock(name) && !kernels.IsFlashInfer(name)) continue;
+    Raise(kValueError, "layer ", layer.id, " keeps K and V as ", layer.codec->name,
+          ", which only kernels of tvm_pagedkv can read, but its kernel '", ToString(name),
+          "' is of ", kernels.IsStock(name) ? "the stock cache (tag tirx)" : "FlashInfer",
+          "; give it kernels of tvm_pagedkv, or a kv_dtype of float32, float16 or bfloat16");
+  }
+}
+
+}  // namespace
+
 void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
+  if (layer.codec) RequireKernelsOfCodec(layer, kernels);
   std::string missing;
   auto require = [&](KernelName name) {
     if (!kernels.Has(name)) missing += (missing.empty() ? "" : ", ") + std::string(ToString(name));

@@ -154,6 +154,7 @@ DLDevice StagingDevice(DLDevice device) {
 
 void CopyBytes(const ffi::Tensor& source, int64_t source_offset, const ffi::Tensor& destination,
                int64_t destination_offset, int64_t num_bytes, void* stream) {
+  if (num_bytes == 0) return;
   DLTensor from = *source.GetDLTensorPtr();
   DLTensor to = *destination.GetDLTensorPtr();
   if (from.device.device_type == kDLCPU && to.device.device_type == kDLCPU) {

@@ -247,6 +247,7 @@ void DefineOwnNames() {
   define("export_pages", FromMethod(&CheckpointWriter::ExportPages));
   define("prepare_imports", FromMethod(&CheckpointReader::PrepareMany));
   define("import_pages", FromMethod(&CheckpointReader::ImportPages));
+  define("import_rows", FromMethod(&CheckpointReader::ImportRows));
   define("receive_id", FromMethod(&KVReceiver::IdOf));
   define("finish_receive", FromMethod(&KVReceiver::Finish));
   define("cancel_receive", FromMethod(&KVReceiver::Cancel));

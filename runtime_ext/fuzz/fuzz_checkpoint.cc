@@ -29,8 +29,6 @@ constexpr int64_t kMaxSequences = 5, kMaxId = 6, kMaxLength = 40;
 CheckpointLayout DrawLayout(Bytes* bytes) {
   CheckpointLayout layout;
   layout.page_size = int64_t{1} << bytes->Between(0, 3);
-  layout.dtype = bytes->Next() % 2 ? "float16" : "float32";
-  layout.item_bytes = layout.dtype == "float16" ? 2 : 4;
   const std::string rope = RopeText(bytes->Next() % 2 ? "normal" : "none", 1e4, 1, "");
   const int64_t num_layers = bytes->Between(1, 3);
   for (int64_t i = 0; i < num_layers; ++i) {
@@ -38,6 +36,11 @@ CheckpointLayout DrawLayout(Bytes* bytes) {
     if (kind == 0) layout.layers.push_back({"mha", 0, 2, 8, 8, rope});
     if (kind == 1) layout.layers.push_back({"mha_sliding", bytes->Between(1, 9), 2, 8, 8, rope});
     if (kind == 2) layout.layers.push_back({"mla", 0, 1, 24, 16, ""});
+    CheckpointLayout::Layer& layer = layout.layers.back();
+    const int64_t type = bytes->Between(0, 2);
+    layer.kv_dtype = type == 0 ? "float16" : type == 1 ? "float32" : "int8";
+    layer.item_bytes = type == 0 ? 2 : type == 1 ? 4 : 1;
+    layer.codec_page_bytes = type == 2 ? 64 * layout.page_size : 0;
   }
   return layout;
 }

@@ -6,9 +6,11 @@
 #include "inspect/debug_kv.h"
 
 #include <algorithm>
-#include <vector>
+#include <optional>
+#include <utility>
 
 #include "base/error.h"
+#include "storage/saved_slots.h"
 
 namespace pagedkv {
 
@@ -17,9 +19,12 @@ int64_t DebugKV::CountUniformLayers(LayerKind kind, const char* what) const {
   for (const StoredLayer& layer : step_->storage().layers()) {
     if (layer.config.kind != kind) continue;
     ++count;
-    if (!layer.config.HasShapeOf(ShapeOf(kind))) {
+    const LayerConfig& first = ShapeOf(kind);
+    const LayerStorage& storage = step_->storage();
+    if (!layer.config.HasShapeOf(first) ||
+        storage.RowDtype(layer.config) != storage.RowDtype(first)) {
       Raise(kValueError, what, " takes all ", ToString(kind),
-            " layers in one tensor, but those of this cache differ in their heads");
+            " layers in one tensor, but those of this cache differ in their heads or kv_dtype");
     }
   }
   if (count == 0) Raise(kValueError, what, " needs layers of kind ", ToString(kind));
@@ -52,41 +57,37 @@ Sequence* DebugKV::WritableSequence(int64_t sequence_id, int64_t begin, int64_t 
   return &sequence;
 }
 
-/*!
- * \brief Calls visit(layer, plane, row, paged, num_bytes) for every row of the positions.
- *
- * `plane` is 0 for K and latent rows and 1 for V; `row` and `paged` are byte offsets in the tensor
- * of all layers and in the pages of the layer.
- */
-template <typename Visitor>
-void DebugKV::VisitRows(LayerKind kind, const Sequence& sequence, int64_t begin, int64_t end,
-                        Visitor visit) const {
-  int64_t first_row = 0;  // of the layer in the tensor
+std::vector<int32_t> DebugKV::SlotsOf(const Sequence& sequence, int32_t group, int64_t begin,
+                                      int64_t end) const {
+  const int64_t page_size = table_->page_size();
+  std::vector<int32_t> slots;
+  for (int64_t position = begin; position < end; ++position) {
+    const int64_t page = sequence.pages[group][table_->PageIndex(sequence, group, position)];
+    slots.push_back(
+        static_cast<int32_t>(page * page_size + table_->OffsetInPage(sequence, position)));
+  }
+  return slots;
+}
+
+void DebugKV::Read(LayerKind kind, const Sequence& sequence, int64_t begin, int64_t end,
+                   const LayerRows& rows) const {
+  const StreamOrder::Call on_stream(&step_->stream_order());
+  int64_t index = 0;
   for (const StoredLayer& layer : step_->storage().layers()) {
     if (layer.config.kind != kind) continue;
-    const SlotLayout& layout = layer.layout;
-    const int64_t num_heads = layer.config.num_kv_heads;
-    const std::vector<int32_t>& pages = sequence.pages[layer.group];
-    for (int64_t position = begin; position < end; ++position) {
-      const int64_t page = pages[table_->PageIndex(sequence, layer.group, position)];
-      const int64_t slot = page * layout.page_size + table_->OffsetInPage(sequence, position);
-      const int64_t row = first_row + (position - begin) * num_heads;
-      for (int64_t i = 0; i < layout.rows_per_slot; ++i) {
-        visit(layer, i / num_heads, (row + i % num_heads) * layout.row_bytes,
-              layout.RowOffset(slot, i), layout.row_bytes);
-      }
-    }
-    first_row += (end - begin) * num_heads;
+    ReadRows(layer, SlotsOf(sequence, layer.group, begin, end), rows, index++);
   }
 }
 
-void DebugKV::CopySharedPages(Sequence* sequence, int64_t begin, int64_t count) {
+void DebugKV::Write(LayerKind kind, Sequence* sequence, int64_t begin, int64_t count,
+                    const LayerRows& rows) {
   table_->RequireKept(*sequence, begin);
+  const StreamOrder::Call on_stream(&step_->stream_order());
   const StepPhase::Change change(&step_->phase());
-  std::vector<PageCopy> copies;
+  const std::vector<PageCopy> copies = table_->AcquireCopies(sequence, begin, begin + count);
   try {
-    copies = table_->AcquireCopies(sequence, begin, begin + count);
     copier_->Copy(copies);
+    WriteToSlots(kind, SlotsBehind(copies, *sequence, begin, begin + count), rows);
   } catch (...) {
     table_->ReleaseCopies(copies, /*were_made=*/true);
     throw;
@@ -96,36 +97,66 @@ void DebugKV::CopySharedPages(Sequence* sequence, int64_t begin, int64_t count) 
   table_->Overwrite(*sequence, begin, begin + count);
 }
 
+std::vector<std::vector<int32_t>> DebugKV::SlotsBehind(const std::vector<PageCopy>& copies,
+                                                       const Sequence& sequence, int64_t begin,
+                                                       int64_t end) const {
+  const auto page_size = static_cast<int32_t>(table_->page_size());
+  std::vector<std::vector<int32_t>> slots;
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    slots.push_back(SlotsOf(sequence, g, begin, end));
+    for (int32_t& slot : slots.back()) {
+      for (const PageCopy& copy : copies) {
+        if (copy.group != g || copy.source != slot / page_size) continue;
+        slot = copy.destination * page_size + slot % page_size;
+        break;
+      }
+    }
+  }
+  return slots;
+}
+
+void DebugKV::WriteToSlots(LayerKind kind, const std::vector<std::vector<int32_t>>& slots,
+                           const LayerRows& rows) const {
+  const std::vector<StoredLayer>& layers = step_->storage().layers();
+  // A kernel may throw when others have written already; byte copies do not.
+  std::optional<SavedSlots> overwritten;
+  if (std::any_of(layers.begin(), layers.end(),
+                  [](const StoredLayer& layer) { return layer.config.codec.has_value(); })) {
+    overwritten.emplace(step_->storage(), static_cast<int64_t>(slots[0].size()));
+  }
+  int64_t index = 0;
+  try {
+    for (const StoredLayer& layer : layers) {
+      if (layer.config.kind != kind) continue;
+      const std::vector<int32_t>& own = slots[layer.group];
+      if (overwritten) overwritten->Save(layer, own.data(), static_cast<int64_t>(own.size()));
+      WriteRows(layer, own, rows.At(index++));
+    }
+  } catch (...) {
+    if (overwritten) overwritten->Restore();
+    throw;
+  }
+}
+
 void DebugKV::Get(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor k, ffi::Tensor v) {
   const int64_t num_layers = CountUniformLayers(LayerKind::kMHA, "debug_get_kv");
   const Sequence& sequence = ReadableSequence(sequence_id, begin, end);
   const LayerConfig& shape = ShapeOf(LayerKind::kMHA);
-  const DLDataType dtype = step_->storage().config().kv_dtype;
+  const DLDataType dtype = step_->storage().RowDtype(shape);
   step_->tensors().CheckOutput(
       "k", k, {num_layers, end - begin, shape.num_kv_heads, shape.qk_head_dim}, dtype);
   step_->tensors().CheckOutput(
       "v", v, {num_layers, end - begin, shape.num_kv_heads, shape.v_head_dim}, dtype);
-  const StreamOrder::Call on_stream(&step_->stream_order());
-  void* stream = CurrentStream(step_->storage().device());
-  VisitRows(
-      LayerKind::kMHA, sequence, begin, end,
-      [&](const StoredLayer& layer, int64_t plane, int64_t row, int64_t paged, int64_t num_bytes) {
-        CopyBytes(layer.pages, paged, plane == 0 ? k : v, row, num_bytes, stream);
-      });
+  Read(LayerKind::kMHA, sequence, begin, end, {std::move(k), std::move(v)});
 }
 
 void DebugKV::GetMLA(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor kv) {
   const int64_t num_layers = CountUniformLayers(LayerKind::kMLA, "debug_get_kv_mla");
   const Sequence& sequence = ReadableSequence(sequence_id, begin, end);
-  step_->tensors().CheckOutput("kv", kv,
-                               {num_layers, end - begin, ShapeOf(LayerKind::kMLA).qk_head_dim},
-                               step_->storage().config().kv_dtype);
-  const StreamOrder::Call on_stream(&step_->stream_order());
-  void* stream = CurrentStream(step_->storage().device());
-  VisitRows(LayerKind::kMLA, sequence, begin, end,
-            [&](const StoredLayer& layer, int64_t, int64_t row, int64_t paged, int64_t num_bytes) {
-              CopyBytes(layer.pages, paged, kv, row, num_bytes, stream);
-            });
+  const LayerConfig& shape = ShapeOf(LayerKind::kMLA);
+  step_->tensors().CheckOutput("kv", kv, {num_layers, end - begin, shape.qk_head_dim},
+                               step_->storage().RowDtype(shape));
+  Read(LayerKind::kMLA, sequence, begin, end, {std::move(kv), {}});
 }
 
 void DebugKV::Set(int64_t sequence_id, int64_t begin, ffi::Tensor k, ffi::Tensor v) {
@@ -136,20 +167,13 @@ void DebugKV::Set(int64_t sequence_id, int64_t begin, ffi::Tensor k, ffi::Tensor
   const int64_t count = k.size(1);
   Sequence* sequence = WritableSequence(sequence_id, begin, count);
   const LayerConfig& shape = ShapeOf(LayerKind::kMHA);
-  const DLDataType dtype = step_->storage().config().kv_dtype;
+  const DLDataType dtype = step_->storage().RowDtype(shape);
   TensorChecks& tensors = step_->tensors();
   tensors.CheckInput("k", k, {num_layers, count, shape.num_kv_heads, shape.qk_head_dim}, dtype);
   tensors.CheckInput("v", v, {num_layers, count, shape.num_kv_heads, shape.v_head_dim}, dtype);
   tensors.MakeCompact({&k, &v}, Alignment::kElement);
   if (count == 0) return;
-  const StreamOrder::Call on_stream(&step_->stream_order());
-  void* stream = CurrentStream(step_->storage().device());
-  CopySharedPages(sequence, begin, count);
-  VisitRows(
-      LayerKind::kMHA, *sequence, begin, begin + count,
-      [&](const StoredLayer& layer, int64_t plane, int64_t row, int64_t paged, int64_t num_bytes) {
-        CopyBytes(plane == 0 ? k : v, row, layer.pages, paged, num_bytes, stream);
-      });
+  Write(LayerKind::kMHA, sequence, begin, count, {std::move(k), std::move(v)});
 }
 
 void DebugKV::SetMLA(int64_t sequence_id, int64_t begin, ffi::Tensor kv) {
@@ -159,18 +183,13 @@ void DebugKV::SetMLA(int64_t sequence_id, int64_t begin, ffi::Tensor kv) {
   if (!kv.defined() || kv.ndim() != 3) Raise(kValueError, "kv must be a tensor with 3 dimensions");
   const int64_t count = kv.size(1);
   Sequence* sequence = WritableSequence(sequence_id, begin, count);
+  const LayerConfig& shape = ShapeOf(LayerKind::kMLA);
   TensorChecks& tensors = step_->tensors();
-  tensors.CheckInput("kv", kv, {num_layers, count, ShapeOf(LayerKind::kMLA).qk_head_dim},
-                     step_->storage().config().kv_dtype);
+  tensors.CheckInput("kv", kv, {num_layers, count, shape.qk_head_dim},
+                     step_->storage().RowDtype(shape));
   tensors.MakeCompact({&kv}, Alignment::kElement);
   if (count == 0) return;
-  const StreamOrder::Call on_stream(&step_->stream_order());
-  void* stream = CurrentStream(step_->storage().device());
-  CopySharedPages(sequence, begin, count);
-  VisitRows(LayerKind::kMLA, *sequence, begin, begin + count,
-            [&](const StoredLayer& layer, int64_t, int64_t row, int64_t paged, int64_t num_bytes) {
-              CopyBytes(kv, row, layer.pages, paged, num_bytes, stream);
-            });
+  Write(LayerKind::kMLA, sequence, begin, count, {std::move(kv), {}});
 }
 
 }  // namespace pagedkv

@@ -9,9 +9,11 @@
 #include <tvm/ffi/container/tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "step/step.h"
 #include "storage/page_copier.h"
+#include "storage/row_io.h"
 
 namespace pagedkv {
 
@@ -23,7 +25,8 @@ class DebugKV {
 
   /*!
    * \brief Copies positions [begin, end) of all layers with K and V.
-   * \param k [num_layers, end - begin, num_kv_heads, head_dim], written; v as well.
+   * \param k [num_layers, end - begin, num_kv_heads, head_dim], written; v as well. Quantized rows
+   *   come as numbers of the type that a step has.
    * \throws Error (KeyError; ValueError, also where those layers differ in their heads; IndexError
    *   where a window has dropped the positions).
    */
@@ -40,10 +43,20 @@ class DebugKV {
   const LayerConfig& ShapeOf(LayerKind kind) const;
   const Sequence& ReadableSequence(int64_t sequence_id, int64_t begin, int64_t end) const;
   Sequence* WritableSequence(int64_t sequence_id, int64_t begin, int64_t count);
-  template <typename Visitor>
-  void VisitRows(LayerKind kind, const Sequence& sequence, int64_t begin, int64_t end,
-                 Visitor visit) const;
-  void CopySharedPages(Sequence* sequence, int64_t begin, int64_t count);
+  std::vector<int32_t> SlotsOf(const Sequence& sequence, int32_t group, int64_t begin,
+                               int64_t end) const;
+  /*! \brief For each layer group SlotsOf as they will be once the copies are in page tables. */
+  std::vector<std::vector<int32_t>> SlotsBehind(const std::vector<PageCopy>& copies,
+                                                const Sequence& sequence, int64_t begin,
+                                                int64_t end) const;
+  /*! \brief Reads the rows of all layers of the kind. */
+  void Read(LayerKind kind, const Sequence& sequence, int64_t begin, int64_t end,
+            const LayerRows& rows) const;
+  /*! \brief Writes rows, to copies of pages that others hold. When it throws all is as before. */
+  void Write(LayerKind kind, Sequence* sequence, int64_t begin, int64_t count,
+             const LayerRows& rows);
+  void WriteToSlots(LayerKind kind, const std::vector<std::vector<int32_t>>& slots,
+                    const LayerRows& rows) const;
 
   Step* step_;
   SequenceTable* table_;

@@ -62,7 +62,9 @@ StringMap Inspector::Stats() const {
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     const LayerGroup& group = storage().groups()[g];
     StringMap about{{"num_layers", static_cast<int64_t>(group.layers.size())},
-                    {"window", group.shape.window}};
+                    {"window", group.shape.window},
+                    {"kv_dtype", ffi::String(group.shape.kv_dtype())},
+                    {"page_bytes", storage().layers()[group.layers[0]].layout.page_bytes}};
     PoolCounts counts;
     counts.Add(table_->pool(g));
     counts.AddTo(&about);
@@ -114,7 +116,13 @@ StringMap Inspector::DescribeLayer(const StoredLayer& layer) const {
           {"mla_original_v_head_dim", config.original_v_head_dim},
           {"rope_theta", config.rope_theta},
           {"rope_scale", config.rope_scale},
-          {"kernel_set", config.kernel_set}};
+          {"kernel_set", config.kernel_set},
+          {"kv_dtype", ffi::String(config.kv_dtype())},
+          {"row_dtype", ffi::DLDataTypeToString(storage().RowDtype(config))},
+          {"is_quantized", config.codec.has_value()},
+          {"row_bytes", layer.layout.sections[0].row_bytes},
+          {"scale_bytes", layer.layout.sections[1].row_bytes},
+          {"page_bytes", layer.layout.page_bytes}};
 }
 
 StringMap Inspector::Describe() const {
@@ -126,7 +134,7 @@ StringMap Inspector::Describe() const {
           {"prefill_chunk_size", config.prefill_chunk_size},
           {"page_size", config.page_size},
           {"dtype", ffi::DLDataTypeToString(config.dtype)},
-          {"kv_dtype", ffi::DLDataTypeToString(config.kv_dtype)},
+          {"kv_dtype", ffi::String(config.kv_dtype)},
           {"rope_mode", static_cast<int64_t>(config.rope_mode)},
           {"share_prefix", config.share_prefix},
           {"sliding_window", config.has_sequence_windows},

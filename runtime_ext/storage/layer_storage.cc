@@ -25,10 +25,12 @@ LayerStorage::LayerStorage(const CacheConfig& config)
   for (int32_t g = 0; g < num_groups(); ++g) {
     for (int64_t i : groups_[g].layers) {
       const LayerConfig& layer = config.layers[i];
-      const SlotLayout layout{config.page_size, layer.rows_per_slot(),
-                              layer.qk_head_dim * ItemSize(config.kv_dtype)};
-      layers_[i] = {
-          layer, i, g, &config.kernel_sets[layer.kernel_set], layout, AllocatePages(layer, offset)};
+      layers_[i] = {layer,
+                    i,
+                    g,
+                    &config.kernel_sets[layer.kernel_set],
+                    LayoutOf(layer),
+                    AllocatePages(layer, offset)};
       offset += PoolBytes(layer);
     }
   }
@@ -51,28 +53,42 @@ void LayerStorage::RequireMemory() const {
   double num_bytes = 0;
   for (const LayerGroup& group : groups_) {
     const LayerConfig& shape = group.shape;
-    const double page_bytes = static_cast<double>(config_.page_size * shape.rows_per_slot()) *
-                              static_cast<double>(shape.qk_head_dim * ItemSize(config_.kv_dtype));
+    const auto page_bytes = static_cast<double>(LayoutOf(shape).page_bytes);
     const double num_pages = static_cast<double>(config_.NumPages(shape));
     num_bytes += num_pages * (kStateBytes + page_bytes * static_cast<double>(group.layers.size()));
   }
   RequireHostMemory(num_bytes);
 }
 
+SlotLayout LayerStorage::LayoutOf(const LayerConfig& layer) const {
+  const int64_t page_size = config_.page_size, rows_per_slot = layer.rows_per_slot();
+  if (layer.codec) {
+    const Codec& codec = *layer.codec;
+    return SlotLayout::Quantized(page_size, rows_per_slot, codec.row_bytes, codec.scale_bytes,
+                                 codec.page_bytes);
+  }
+  return SlotLayout::Plain(page_size, rows_per_slot,
+                           layer.qk_head_dim * ItemSize(layer.page_dtype));
+}
+
 int64_t LayerStorage::PoolBytes(const LayerConfig& layer) const {
   constexpr int64_t kAlignment = 4096;  // of a page of memory, so that each pool can be mapped
-  const int64_t num_rows = config_.NumPages(layer) * layer.rows_per_slot() * config_.page_size;
-  const int64_t num_bytes = num_rows * layer.qk_head_dim * ItemSize(config_.kv_dtype);
+  const int64_t num_bytes = config_.NumPages(layer) * LayoutOf(layer).page_bytes;
   return (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
 ffi::Tensor LayerStorage::AllocatePages(const LayerConfig& layer, int64_t shared_offset) const {
-  std::vector<int64_t> shape{config_.NumPages(layer), config_.page_size, layer.qk_head_dim};
-  if (!layer.is_mla()) shape.insert(shape.begin() + 1, {2, layer.num_kv_heads});
-  if (shared_pages_ == nullptr) {
-    return AllocateTensor(ffi::Shape(shape), config_.kv_dtype, config_.device, counter_);
+  std::vector<int64_t> shape{config_.NumPages(layer)};
+  if (layer.codec) {
+    shape.push_back(layer.codec->page_bytes);
+  } else {
+    if (!layer.is_mla()) shape.insert(shape.end(), {2, layer.num_kv_heads});
+    shape.insert(shape.end(), {config_.page_size, layer.qk_head_dim});
   }
-  return TensorIn(shared_pages_, shared_offset, ffi::Shape(shape), config_.kv_dtype, counter_);
+  if (shared_pages_ == nullptr) {
+    return AllocateTensor(ffi::Shape(shape), layer.page_dtype, config_.device, counter_);
+  }
+  return TensorIn(shared_pages_, shared_offset, ffi::Shape(shape), layer.page_dtype, counter_);
 }
 
 const StoredLayer& LayerStorage::At(int64_t layer_id) const {

@@ -21,7 +21,8 @@
 
 namespace pagedkv {
 
-/*! \brief Layers of one shape and window. They share a page pool and its page tables. */
+/*! \brief Layers of one shape, window and type of rows. They share a page pool and its page tables.
+ */
 struct LayerGroup {
   LayerConfig shape;
   std::vector<int64_t> layers;  // indices into LayerStorage::layers
@@ -33,7 +34,7 @@ struct StoredLayer {
   int32_t group;
   const KernelSet* kernels;
   SlotLayout layout;
-  ffi::Tensor pages;  // see SlotLayout
+  ffi::Tensor pages;  // see SlotLayout; uint8 [num_pages, page_bytes] of quantized ones
 };
 
 class LayerStorage {
@@ -59,6 +60,11 @@ class LayerStorage {
   const StoredLayer& At(int64_t layer_id) const;
   void CheckLayer(int64_t layer_id) const { At(layer_id); }
 
+  /*! \brief Type of a layer's rows outside of its pages: quantized ones are read as in a step. */
+  DLDataType RowDtype(const LayerConfig& layer) const {
+    return layer.codec ? config_.dtype : layer.page_dtype;
+  }
+
   std::vector<int32_t> NumPages() const;  // [group]
   std::vector<int64_t> Windows() const;   // [group], 0 for none
 
@@ -75,6 +81,7 @@ class LayerStorage {
  private:
   void MakeGroups();
   void RequireMemory() const;
+  SlotLayout LayoutOf(const LayerConfig& layer) const;
   int64_t PoolBytes(const LayerConfig& layer) const;
   ffi::Tensor AllocatePages(const LayerConfig& layer, int64_t shared_offset) const;
 

@@ -7,65 +7,11 @@
 
 #include <algorithm>
 #include <optional>
-#include <utility>
 
 #include "device/device_stream.h"
+#include "storage/saved_slots.h"
 
 namespace pagedkv {
-
-namespace {
-
-/*! \brief The content of some slots of some layers, to be restored after a failure. */
-class SavedSlots {
- public:
-  SavedSlots(int64_t num_bytes, DLDevice device, ByteCounter counter)
-      : stream_(CurrentStream(device)),
-        buffer_(AllocateTensor({num_bytes}, kByte, device, std::move(counter))) {}
-
-  void Save(const StoredLayer& layer, const int32_t* slots, int64_t count) {
-    saved_.push_back({&layer, slots, count, end_});
-    end_ += count * layer.layout.slot_bytes();
-    Visit(saved_.back(), [&](int64_t paged, int64_t saved) {
-      CopyBytes(layer.pages, paged, buffer_, saved, layer.layout.row_bytes, stream_);
-    });
-  }
-
-  void Restore() {
-    for (const Entry& entry : saved_) {
-      Visit(entry, [&](int64_t paged, int64_t saved) {
-        CopyBytes(buffer_, saved, entry.layer->pages, paged, entry.layer->layout.row_bytes,
-                  stream_);
-      });
-    }
-  }
-
- private:
-  struct Entry {
-    const StoredLayer* layer;
-    const int32_t* slots;
-    int64_t count;
-    int64_t offset;
-  };
-
-  template <typename Visitor>
-  static void Visit(const Entry& entry, Visitor visit) {
-    const SlotLayout& layout = entry.layer->layout;
-    int64_t saved = entry.offset;
-    for (int64_t i = 0; i < entry.count; ++i) {
-      for (int64_t row = 0; row < layout.rows_per_slot; ++row) {
-        visit(layout.RowOffset(entry.slots[i], row), saved);
-        saved += layout.row_bytes;
-      }
-    }
-  }
-
-  void* stream_;
-  ffi::Tensor buffer_;
-  int64_t end_ = 0;
-  std::vector<Entry> saved_;
-};
-
-}  // namespace
 
 void NodeMover::FillArrays(const CommitPlan& plan) {
   const CacheConfig& config = storage_.config();
@@ -89,11 +35,7 @@ void NodeMover::Move(const CommitPlan& plan, bool* are_nodes_lost) {
   FillArrays(plan);
   std::optional<SavedSlots> overwritten;
   if (!HasStreams(storage_.device())) {
-    int64_t num_bytes = 0;
-    for (const StoredLayer& layer : storage_.layers()) {
-      num_bytes += plan.num_moves() * layer.layout.slot_bytes();
-    }
-    overwritten.emplace(num_bytes, storage_.device(), storage_.counter());
+    overwritten.emplace(storage_, plan.num_moves());
   }
   void* stream = CurrentStream(storage_.device());
   try {
@@ -124,9 +66,11 @@ void NodeMover::MoveLayer(const StoredLayer& layer, const CommitPlan& plan, void
   const int32_t* destinations = sources + plan.num_moves();
   const SlotLayout& layout = layer.layout;
   for (int64_t i = 0; i < plan.num_moves(); ++i) {
-    for (int64_t row = 0; row < layout.rows_per_slot; ++row) {
-      CopyBytes(layer.pages, layout.RowOffset(sources[i], row), layer.pages,
-                layout.RowOffset(destinations[i], row), layout.row_bytes, stream);
+    for (const SlotLayout::Section& section : layout.sections) {
+      for (int64_t row = 0; row < layout.rows_per_slot; ++row) {
+        CopyBytes(layer.pages, layout.RowOffset(section, sources[i], row), layer.pages,
+                  layout.RowOffset(section, destinations[i], row), section.row_bytes, stream);
+      }
     }
   }
 }

@@ -45,22 +45,29 @@ void ReadPages(const StoredLayer& layer, const std::vector<int64_t>& pages,
   const DLDevice device = layer.pages.device();
   void* stream = CurrentStream(device);
   ForEachRun(pages, [&](size_t begin, size_t count) {
-    CopyBytes(layer.pages, pages[begin] * layout.page_bytes(), out, begin * layout.page_bytes(),
-              count * layout.page_bytes(), stream);
+    CopyBytes(layer.pages, pages[begin] * layout.page_bytes, out, begin * layout.page_bytes,
+              count * layout.page_bytes, stream);
   });
   FinishCopy(device, out, stream);
-  const int64_t block_bytes = layout.page_size * layout.row_bytes;  // K or V of one head
-  const ffi::Tensor zeros = HostBytes(block_bytes, '\0');
+  const ffi::Tensor zeros = HostBytes(layout.page_bytes, '\0');
+  auto clear = [&](int64_t offset, int64_t num_bytes) {
+    if (IsHost(out.device())) {
+      auto* host = static_cast<char*>(out.data_ptr()) + out.byte_offset();
+      std::memset(host + offset, 0, num_bytes);
+    } else if (num_bytes > 0) {
+      CopyBytes(zeros, 0, out, offset, num_bytes, stream);
+    }
+  };
   for (size_t i = 0; i < pages.size(); ++i) {
-    const int64_t used = num_slots[i] * layout.row_bytes;
-    for (int64_t block = 0; block < layout.rows_per_slot && used < block_bytes; ++block) {
-      const auto offset =
-          static_cast<int64_t>(i) * layout.page_bytes() + block * block_bytes + used;
-      if (IsHost(out.device())) {
-        auto* host = static_cast<char*>(out.data_ptr()) + out.byte_offset();
-        std::memset(host + offset, 0, block_bytes - used);
-      } else {
-        CopyBytes(zeros, 0, out, offset, block_bytes - used, stream);
+    const int64_t num_unused = layout.page_size - num_slots[i];
+    const int64_t page_begin = static_cast<int64_t>(i) * layout.page_size;
+    clear(page_begin / layout.page_size * layout.page_bytes + layout.used_bytes(),
+          layout.page_bytes - layout.used_bytes());
+    if (num_unused == 0) continue;
+    for (const SlotLayout::Section& section : layout.sections) {
+      for (int64_t row = 0; row < layout.rows_per_slot; ++row) {
+        clear(layout.RowOffset(section, page_begin + num_slots[i], row),
+              num_unused * section.row_bytes);
       }
     }
   }
@@ -68,7 +75,7 @@ void ReadPages(const StoredLayer& layer, const std::vector<int64_t>& pages,
 
 void WritePages(const StoredLayer& layer, const std::vector<int64_t>& pages,
                 const ffi::Tensor& data) {
-  const int64_t page_bytes = layer.layout.page_bytes();
+  const int64_t page_bytes = layer.layout.page_bytes;
   const DLDevice device = layer.pages.device();
   void* stream = CurrentStream(device);
   ForEachRun(pages, [&](size_t begin, size_t count) {
@@ -81,8 +88,8 @@ void WritePages(const StoredLayer& layer, const std::vector<int64_t>& pages,
 void PoisonSlots(const StoredLayer& layer, const std::vector<bool>& is_held) {
   const SlotLayout& layout = layer.layout;
   const int64_t page_size = layout.page_size;
-  // All bits set: a NaN in every floating-point type.
-  const ffi::Tensor ones = HostBytes(layout.page_bytes(), '\xff');
+  // All bits set: a NaN in every floating-point type, also in those of scales.
+  const ffi::Tensor ones = HostBytes(layout.page_bytes, '\xff');
   void* stream = CurrentStream(layer.pages.device());
   const auto num_slots = static_cast<int64_t>(is_held.size());
   for (int64_t page_begin = 0; page_begin < num_slots; page_begin += page_size) {
@@ -90,11 +97,16 @@ void PoisonSlots(const StoredLayer& layer, const std::vector<bool>& is_held) {
     for (int64_t begin = page_begin, end; begin < page_end; begin = end) {
       for (end = begin + 1; end < page_end && is_held[end] == is_held[begin];) ++end;
       if (is_held[begin]) continue;
-      const bool is_whole = end - begin == page_size;
-      const int64_t num_copies = is_whole ? 1 : layout.rows_per_slot;
-      const int64_t num_bytes = is_whole ? layout.page_bytes() : (end - begin) * layout.row_bytes;
-      for (int64_t row = 0; row < num_copies; ++row) {
-        CopyBytes(ones, 0, layer.pages, layout.RowOffset(begin, row), num_bytes, stream);
+      if (end - begin == page_size) {
+        const int64_t page = begin / page_size;
+        CopyBytes(ones, 0, layer.pages, page * layout.page_bytes, layout.page_bytes, stream);
+        continue;
+      }
+      for (const SlotLayout::Section& section : layout.sections) {
+        for (int64_t row = 0; row < layout.rows_per_slot; ++row) {
+          CopyBytes(ones, 0, layer.pages, layout.RowOffset(section, begin, row),
+                    (end - begin) * section.row_bytes, stream);
+        }
       }
     }
   }

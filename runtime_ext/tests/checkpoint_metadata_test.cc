@@ -18,13 +18,22 @@ namespace {
 CheckpointLayout MakeLayout() {
   CheckpointLayout layout;
   layout.page_size = 4;
-  layout.dtype = "float16";
-  layout.item_bytes = 2;
   const std::string rope = RopeText("normal", 1e4, 1, "");
-  layout.layers = {{"mha", 0, 2, 8, 8, rope},
-                   {"mha_sliding", 5, 2, 8, 8, rope},
-                   {"mha_sliding", 5, 2, 8, 8, rope},
-                   {"mla", 0, 1, 24, 16, ""}};
+  layout.layers = {{"mha", 0, 2, 8, 8, rope, "float16", 2},
+                   {"mha_sliding", 5, 2, 8, 8, rope, "float16", 2},
+                   {"mha_sliding", 5, 2, 8, 8, rope, "float16", 2},
+                   {"mla", 0, 1, 24, 16, "", "float16", 2}};
+  return layout;
+}
+
+/*! \brief The same layers, of which the first two are quantized. */
+CheckpointLayout MakeQuantizedLayout() {
+  CheckpointLayout layout = MakeLayout();
+  for (int i = 0; i < 2; ++i) {
+    layout.layers[i].kv_dtype = "int8";
+    layout.layers[i].item_bytes = 1;
+    layout.layers[i].codec_page_bytes = 192;
+  }
   return layout;
 }
 
@@ -44,15 +53,48 @@ TEST_CASE("checkpoint metadata: words") {
   REQUIRE_EQ(layout.GroupShape(3, 7), (std::vector<int64_t>{1, 7, 4, 24}));
 }
 
-TEST_CASE("checkpoint metadata: round trip") {
-  CheckpointLayout layout = MakeLayout();
-  for (int64_t length : {0, 1, 4, 5, 22, 4000}) {
-    const int64_t first = length > 20 ? 3 : 0;
-    std::string text = WriteMetadata(layout, -7, {length, {0, first, first, 0}});
-    SequenceState state = ReadMetadata(text, layout);
-    REQUIRE_EQ(state.length, length);
-    REQUIRE_EQ(state.first_pages, (std::vector<int64_t>{0, first, first, 0}));
+TEST_CASE("checkpoint metadata: codecs") {
+  CheckpointLayout layout = MakeQuantizedLayout();
+  REQUIRE_EQ(layout.Types(), "2 x int8, 2 x float16");
+  REQUIRE_EQ(layout.Text().substr(0, 47), "page_size=4 dtype=2 x int8, 2 x float16; 1 x mh");
+  REQUIRE_EQ(layout.GroupShape(1, 7), (std::vector<int64_t>{1, 7, 192}));
+  REQUIRE_EQ(layout.PageBytes(1), 192);
+  REQUIRE_EQ(layout.layers[1].GroupDtype(), "uint8");
+  REQUIRE_EQ(layout.layers[2].GroupDtype(), "float16");
+  const std::string text = WriteMetadata(layout, 0, {5, {0, 0, 0, 0}});
+  REQUIRE_EQ(ReadMetadata(text, layout).length, 5);
+  // Other caches refuse it by name, and say that a file can be converted.
+  for (const char* what : {"another layout",
+                           "they differ only in kv_dtype, 2 x int8, 2 x float16 "
+                           "and float16",
+                           "convert=True"}) {
+    REQUIRE_RAISES("ValueError", what, ReadMetadata(text, MakeLayout()));
   }
+  layout.layers[1].codec_page_bytes = 256;
+  REQUIRE_RAISES("ValueError", "nbytes of group 1", ReadMetadata(text, layout));
+  layout = MakeQuantizedLayout();
+  auto altered = [&](const std::string& from, const std::string& to) {
+    std::string copy = text;
+    copy.replace(copy.find(from), from.size(), to);
+    return copy;
+  };
+  const std::string codec = "\"dtype\":\"uint8\",\"kv_dtype\":\"int8\"";
+  const char* what = "shape or dtype of group 0";
+  for (const char* other : {"\"dtype\":\"uint8\"", "\"dtype\":\"uint8\",\"kv_dtype\":\"int4\"",
+                            "\"dtype\":\"float16\",\"kv_dtype\":\"int8\""}) {
+    REQUIRE_RAISES("ValueError", what, ReadMetadata(altered(codec, other), layout));
+  }
+}
+
+TEST_CASE("checkpoint metadata: round trip") {
+  for (CheckpointLayout layout : {MakeLayout(), MakeQuantizedLayout()})
+    for (int64_t length : {0, 1, 4, 5, 22, 4000}) {
+      const int64_t first = length > 20 ? 3 : 0;
+      std::string text = WriteMetadata(layout, -7, {length, {0, first, first, 0}});
+      SequenceState state = ReadMetadata(text, layout);
+      REQUIRE_EQ(state.length, length);
+      REQUIRE_EQ(state.first_pages, (std::vector<int64_t>{0, first, first, 0}));
+    }
 }
 
 /*! \brief Writes 10000.5 as 1'00'00,5. */
@@ -90,7 +132,7 @@ TEST_CASE("checkpoint metadata: locale") {
 }
 
 TEST_CASE("checkpoint metadata: damage") {
-  CheckpointLayout layout = MakeLayout();
+  CheckpointLayout layout = MakeQuantizedLayout();
   const std::string text = WriteMetadata(layout, 0, {22, {0, 3, 3, 0}});
   for (size_t length = 0; length < text.size(); ++length) {
     REQUIRE_RAISES("ValueError", "checkpoint metadata",
@@ -121,7 +163,9 @@ TEST_CASE("checkpoint metadata: another layout") {
     REQUIRE_RAISES("ValueError", what, ReadMetadata(text, layout));
   };
   refuse("page_size=8", [](auto* layout) { layout->page_size = 8; });
-  refuse("dtype=float32", [](auto* layout) { layout->dtype = "float32"; });
+  refuse("dtype=float32", [](auto* layout) {
+    for (CheckpointLayout::Layer& layer : layout->layers) layer.kv_dtype = "float32";
+  });
   refuse("window=6", [](auto* layout) { layout->layers[2].window = 6; });
   refuse("theta=5", [](auto* layout) { layout->layers[0].rope = RopeText("normal", 5, 1, ""); });
   refuse("3 x", [](auto* layout) {

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "measure": {"base", "compiler"},
     "page": {"base", "compiler"},
     "distributed": set(),
-    "transfer": {"base", "config", "cache"},
+    "transfer": {"base", "cache"},
     "relax": {"base", "config", "compiler"},
     "bundle": {"base", "config", "cache", "compiler"},
     "models": {"base", "config", "cache", "compiler", "distributed", "bundle"},

@@ -77,14 +77,15 @@ class CacheInspection:
         Returns
         -------
         k, v : tvm tensors ``[num_layers, end - begin, num_kv_heads, head_dim]``, the pages' dtype
-            One entry per layer that is not MLA.
+            One entry per layer that is not MLA. Quantized rows are dequantized to the cache's
+            dtype.
 
         Raises
         ------
         KeyError
             If there is no such sequence.
         ValueError
-            If the range is not within the sequence.
+            If the range is not within the sequence, or layers differ in their heads or dtype.
         IndexError
             If a layer with a window has dropped a part of the range.
         """
@@ -102,7 +103,7 @@ class CacheInspection:
 
         Returns
         -------
-        kv : tvm tensor ``[num_layers, end - begin, qk_head_dim]``, the pages' dtype
+        kv : tvm tensor ``[num_layers, end - begin, qk_head_dim]``, the dtype of `debug_get_kv`
             One entry per MLA layer.
         """
         begin, end = self._range(seq_id, begin, end)
@@ -116,8 +117,8 @@ class CacheInspection:
         Parameters
         ----------
         seq_id, begin : int
-        k, v : tensors ``[num_layers, n, num_kv_heads, head_dim]``, the pages' dtype
-            One entry per layer that is not MLA.
+        k, v : tensors ``[num_layers, n, num_kv_heads, head_dim]``, the dtype of `debug_get_kv`
+            One entry per layer that is not MLA. Layers with a codec quantize them.
 
         Raises
         ------
@@ -136,7 +137,7 @@ class CacheInspection:
         Parameters
         ----------
         seq_id, begin : int
-        kv : tensor ``[num_layers, n, qk_head_dim]``, the pages' dtype
+        kv : tensor ``[num_layers, n, qk_head_dim]``, the dtype of `debug_get_kv`
             One entry per MLA layer.
 
         Raises
@@ -242,4 +243,6 @@ class CacheInspection:
         else:
             heads = () if kind == "mla" else (layers[0]["num_kv_heads"],)
             shape = (len(layers), count, *heads, layers[0]["qk_head_dim"])
-        return tvm.runtime.empty(shape, info["kv_dtype"], info["device"])
+        return tvm.runtime.empty(
+            shape, layers[0]["row_dtype"] if layers else "float32", info["device"]
+        )

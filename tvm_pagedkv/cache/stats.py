@@ -9,12 +9,18 @@ from typing import TypedDict
 class GroupStats(TypedDict):
     """Counters of one layer group: the layers that share a page table.
 
+    They have one kind, shape, window and kv_dtype.
+
     Every page of its pool is free, cached or used.
     """
 
     num_layers: int
     window: int
     """Positions that a layer of the group sees; 0 without a window."""
+    kv_dtype: str
+    """Type of the pages, or the codec that quantizes them."""
+    page_bytes: int
+    """Bytes of a page of one layer."""
     num_pages: int
     num_free_pages: int
     num_cached_pages: int

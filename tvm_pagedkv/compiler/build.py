@@ -62,7 +62,7 @@ def kernel_spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> Kern
         qk_head_dim=layer.qk_head_dim,
         v_head_dim=layer.v_head_dim,
         dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
+        kv_dtype=layer.kv_dtype,
         page_size=config.page_size,
         rope=RopeSpec(rotary_dim=0) if is_mla else rope_spec,
         target=vector_target(target),

@@ -118,6 +118,8 @@ def config_map(
                 "rope_scale": layer.rope.scale,
                 "rope_details": _rope_details(layer),
                 "kernel_set": kernel_set,
+                "kv_dtype": layer.kv_dtype,
+                **codec_map(layer, config.page_size),
                 **_original_dims(layer),
             }
             for layer, kernel_set in zip(config.layers, kernels.layer_sets, strict=True)
@@ -130,6 +132,20 @@ def config_map(
         values = np.array(factors, dtype=np.float32)
         described["rope_ext_factors"] = tvm.runtime.tensor(values, device=device)
     return described
+
+
+def codec_map(layer: LayerSpec, page_size: int) -> dict[str, dict[str, str | int]]:
+    """Return what the runtime knows of the codec of a layer; empty without one."""
+    codec = layer.codec
+    if codec is None:
+        return {}
+    sizes: dict[str, str | int] = {
+        "name": codec.name,
+        "row_bytes": codec.row_bytes(layer.qk_head_dim),
+        "scale_bytes": codec.scale_bytes(layer.qk_head_dim, layer.v_head_dim),
+        "page_bytes": layer.page_bytes(page_size),
+    }
+    return {"codec": sizes}
 
 
 def _original_dims(layer: LayerSpec) -> dict[str, int]:

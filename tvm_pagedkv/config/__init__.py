@@ -3,13 +3,15 @@
 
 from .alibi import standard_slopes
 from .cache_config import KVCacheConfig
+from .dtypes import DTYPES, ITEMSIZE, KV_DTYPES
 from .layer_spec import LAYER_KINDS, MHA_KINDS, LayerSpec
-from .memory import DTYPES, ITEMSIZE, POPPABLE
+from .memory import POPPABLE
 from .rope_config import ROPE_MODES, ROPE_TYPES, RopeConfig
 
 __all__ = [
     "DTYPES",
     "ITEMSIZE",
+    "KV_DTYPES",
     "LAYER_KINDS",
     "MHA_KINDS",
     "POPPABLE",

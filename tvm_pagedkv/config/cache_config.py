@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from .._checks import check_choice, check_head_dim, check_int, check_positive, freeze
 from .alibi import resolve_slopes
-from .layer_spec import LayerSpec
-from .memory import DTYPES, memory_bytes, num_pages_of
+from .dtypes import DTYPES, KV_DTYPES
+from .layer_spec import MHA_KINDS, LayerSpec
+from .memory import memory_bytes, num_pages_of
 from .rope_config import RopeConfig
 
 MAX_PAGE_SIZE = 256
@@ -33,7 +34,9 @@ class KVCacheConfig:
     dtype : {"float32", "float16", "bfloat16"}
         Type of Q, K, V and O in a step.
     kv_dtype : str, optional
-        Type of the pages; None: `dtype`.
+        Type of the pages: "float32", "float16" or "bfloat16", or a codec that quantizes rows as
+        they are appended, "int8", "float8_e4m3fn" or "int4". Layers may have one of their own.
+        None: `dtype`.
     page_size : int
         Slots per page: a power of two from 1 to 256.
     max_num_sequences : int
@@ -129,8 +132,9 @@ class KVCacheConfig:
         for name in ("num_layers", "max_num_sequences", "max_total_tokens", "prefill_chunk_size"):
             check_int(name, getattr(self, name))
         check_choice("dtype", self.dtype, DTYPES)
-        object.__setattr__(self, "kv_dtype", self.kv_dtype or self.dtype)
-        check_choice("kv_dtype", self.kv_dtype, DTYPES)
+        is_kv_dtype_given = self.kv_dtype is not None
+        object.__setattr__(self, "kv_dtype", self.kv_dtype if is_kv_dtype_given else self.dtype)
+        check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
@@ -152,9 +156,22 @@ class KVCacheConfig:
         )
         if all(layer.kind == "linear" for layer in self.layers):
             raise ValueError("a cache needs a layer that keeps K and V; all are of kind 'linear'")
+        self._settle_kv_dtype(is_kv_dtype_given)
         self._check_stages()
         if self.sliding_window:
             self._check_sliding_window()
+
+    def _settle_kv_dtype(self, is_given: bool) -> None:
+        """Check that a layer has the type of the cache, or take that of the layers."""
+        types = [layer.kv_dtype for layer in self.layers if layer.kind != "linear"]
+        if self.kv_dtype in types:
+            return
+        if is_given:
+            raise ValueError(
+                f"no layer has the kv_dtype {self.kv_dtype!r} of the cache, for each has its own; "
+                "leave that of the layers None"
+            )
+        object.__setattr__(self, "kv_dtype", types[0])
 
     def _check_stages(self) -> None:
         indptr = (0, self.num_layers) if self.layer_indptr is None else tuple(self.layer_indptr)
@@ -210,6 +227,9 @@ class KVCacheConfig:
                 "the narrower one with zeros"
             )
         filled["alibi"] = self._alibi_of(index, layer, filled["num_qo_heads"])
+        if layer.kind != "linear":
+            filled["kv_dtype"] = layer.kv_dtype or self.kv_dtype
+            _check_codec(index, replace(layer, **filled))
         rotary_dim = filled["rope"].rotary_dim
         if rotary_dim is not None and rotary_dim > filled["qk_head_dim"]:
             raise ValueError(
@@ -248,3 +268,19 @@ class KVCacheConfig:
         before a commit.
         """
         return memory_bytes(self)
+
+
+def _check_codec(index: int, layer: LayerSpec) -> None:
+    """Raise a ValueError if rows of a complete layer cannot be quantized as it says."""
+    if layer.codec is None:
+        return
+    try:
+        layer.codec.check_row(layer.qk_head_dim, layer.v_head_dim)
+    except ValueError as error:
+        raise ValueError(f"layer {index}: {error}") from None
+    if layer.codec.has_hadamard and layer.rope.mode == "inline" and layer.kind in MHA_KINDS:
+        raise ValueError(
+            f"layer {index}: kv_dtype {layer.kv_dtype!r} keeps K multiplied with a Hadamard "
+            'matrix, which rope mode "inline" cannot rotate when it is read; choose "int8" or '
+            '"float8_e4m3fn", or rope mode "normal"'
+        )

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from .._checks import check_choice, check_head_dim, check_int, freeze
+from .._codecs import CODECS
+from .dtypes import ITEMSIZE, KV_DTYPES
 from .rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    from tir_kernels.codec import Codec
 
 MHA_KINDS = ("mha", "mha_sliding")
 LAYER_KINDS = (*MHA_KINDS, "mla", "linear")
@@ -35,6 +40,8 @@ class LayerSpec:
         `KVCache.self_attention`.
     alibi : bool or sequence of float, optional
         ALiBi, as for `KVCacheConfig`; False for none. Not possible with "mla".
+    kv_dtype : str, optional
+        Type of the layer's pages, as for `KVCacheConfig`. Not for "linear".
 
     Raises
     ------
@@ -53,6 +60,7 @@ class LayerSpec:
     mla_original_qk_head_dim: int | None = None
     mla_original_v_head_dim: int | None = None
     alibi: Literal[False] | tuple[float, ...] = None  # type: ignore[assignment]
+    kv_dtype: str = None  # type: ignore[assignment]
 
     if TYPE_CHECKING:
 
@@ -68,6 +76,7 @@ class LayerSpec:
             mla_original_qk_head_dim: int | None = None,
             mla_original_v_head_dim: int | None = None,
             alibi: bool | Sequence[float] | None = None,
+            kv_dtype: str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -80,6 +89,13 @@ class LayerSpec:
         if self.window is not None:
             check_int("layer.window", self.window)
         object.__setattr__(self, "alibi", freeze(self.alibi))
+        if self.kv_dtype is not None:
+            check_choice("layer.kv_dtype", self.kv_dtype, KV_DTYPES)
+            if self.kind == "linear":
+                raise ValueError(
+                    f"layer.kv_dtype is not for kind 'linear', which keeps no K and V; got "
+                    f"{self.kv_dtype!r}"
+                )
         self._check_original_dims()
 
     def _check_original_dims(self) -> None:
@@ -96,8 +112,20 @@ class LayerSpec:
             check_head_dim(f"layer.{name}", value)
 
     @property
-    def row_width(self) -> int:
-        """Elements per position in the pages of the layer."""
+    def rows_per_slot(self) -> int:
+        """Rows per position in the pages of the layer: K and V of each head, or a latent row."""
         if self.kind == "linear":
             return 0
-        return self.qk_head_dim * (1 if self.kind == "mla" else 2 * self.num_kv_heads)
+        return 1 if self.kind == "mla" else 2 * self.num_kv_heads
+
+    @property
+    def codec(self) -> Codec | None:
+        """How the pages keep rows, if they are quantized."""
+        return CODECS.get(self.kv_dtype)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Return the bytes of a page of `page_size` slots, of a layer that is complete."""
+        num_rows = page_size * self.rows_per_slot
+        if self.codec is not None:
+            return self.codec.page_bytes(num_rows, self.qk_head_dim, self.v_head_dim)
+        return num_rows * self.qk_head_dim * ITEMSIZE[self.kv_dtype] if num_rows else 0

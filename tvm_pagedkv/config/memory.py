@@ -7,13 +7,12 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .dtypes import ITEMSIZE
 from .layer_spec import MHA_KINDS, LayerSpec
 
 if TYPE_CHECKING:
     from .cache_config import KVCacheConfig
 
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-DTYPES = tuple(ITEMSIZE)
 POPPABLE = 16  # positions that a layer with a window keeps beyond the window of its next row
 
 
@@ -39,8 +38,7 @@ def memory_bytes(config: KVCacheConfig) -> int:
 
 def _memory_bytes_of(config: KVCacheConfig, layers: Sequence[LayerSpec]) -> int:
     num_rows = config.prefill_chunk_size
-    elements_per_slot = sum(num_pages_of(config, s) * s.row_width for s in layers)
-    page_pool = elements_per_slot * config.page_size * ITEMSIZE[config.kv_dtype]
+    page_pool = sum(num_pages_of(config, s) * s.page_bytes(config.page_size) for s in layers)
 
     # Rows of Q, K and V of the widest layer, and their float32 lse. MLA layers need no workspace:
     # their kernels read and write the model's tensors.
@@ -52,7 +50,10 @@ def _memory_bytes_of(config: KVCacheConfig, layers: Sequence[LayerSpec]) -> int:
 
     num_sequences = min(config.max_num_sequences, num_rows)
     groups = {
-        (s.kind, s.num_qo_heads, s.num_kv_heads, s.qk_head_dim, s.v_head_dim, s.window): s
+        (
+            *(s.kind, s.num_qo_heads, s.num_kv_heads, s.qk_head_dim, s.v_head_dim),
+            *(s.window, s.kv_dtype),
+        ): s
         for s in layers
         if s.kind != "linear"
     }

@@ -143,7 +143,7 @@ def pages_of(cache: KVCache, layer: int) -> tvm_ffi.Tensor:
     Returns
     -------
     tensor ``[num_pages, 2, num_kv_heads, page_size, head_dim]``
-        MLA: ``[num_pages, page_size, head_dim]``.
+        MLA: ``[num_pages, page_size, head_dim]``. Quantized: uint8 ``[num_pages, page_bytes]``.
     """
     return global_function("pagedkv.pages_of")(cache, cache.description["layers"][layer]["id"])
 

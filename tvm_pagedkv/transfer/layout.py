@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from ..cache import KVCache
-from ..config import ITEMSIZE
 from .channel import TransferError
 
 PROTOCOL = 1
@@ -29,13 +28,20 @@ _LAYER_FIELDS = (
 def layout_of(cache: KVCache) -> dict[str, Any]:
     """Return everything that decides the meaning of a page's bytes, as JSON values."""
     info = cache.description
+    types = [str(layer["kv_dtype"]) for layer in info["layers"]]
     return {
         "protocol": PROTOCOL,
         "page_size": info["page_size"],
-        "kv_dtype": str(info["kv_dtype"]),
+        "kv_dtype": types[0] if len(set(types)) == 1 else types,
         "rope_mode": info["rope_mode"],
-        "layers": [{name: layer[name] for name in _LAYER_FIELDS} for layer in info["layers"]],
+        "layers": [_described(layer) for layer in info["layers"]],
     }
+
+
+def _described(layer: dict[str, Any]) -> dict[str, Any]:
+    # Sizes tell apart versions of a codec; those of plain pages follow from the other fields.
+    sizes = ("row_bytes", "scale_bytes", "page_bytes") if layer["is_quantized"] else ()
+    return {name: layer[name] for name in (*_LAYER_FIELDS, *sizes)}
 
 
 def pools_of(memory: dict[str, Any], num_layers: int) -> list[tuple[int, int]]:
@@ -113,7 +119,7 @@ def expand_runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 
 
-def regions(layer: dict[str, Any], page_size: int, kv_dtype: str, runs: np.ndarray) -> np.ndarray:
+def regions(layer: dict[str, Any], page_size: int, runs: np.ndarray) -> np.ndarray:
     """Return the byte regions of runs of slots in the pages of a layer.
 
     Parameters
@@ -121,7 +127,6 @@ def regions(layer: dict[str, Any], page_size: int, kv_dtype: str, runs: np.ndarr
     layer : dict
         An entry of ``KVCache.description["layers"]``.
     page_size : int
-    kv_dtype : str
     runs : int64 ``[n, 3]``
         Source slot, destination slot and length; each run is within one page on both sides.
 
@@ -129,22 +134,30 @@ def regions(layer: dict[str, Any], page_size: int, kv_dtype: str, runs: np.ndarr
     -------
     int64 ``[m, 3]``
         Destination offset, source offset and size in bytes. Whole pages that are adjacent on both
-        sides form one region; otherwise there is one region per KV head.
+        sides form one region; otherwise there is one region for K and one for V of each KV head,
+        and as many for the scales of quantized rows.
     """
     num_rows = 1 if layer["kind"] == "mla" else 2 * layer["num_kv_heads"]
-    row = layer["qk_head_dim"] * ITEMSIZE[kv_dtype]  # bytes
-    plane = page_size * row
+    page_bytes, row_bytes = layer["page_bytes"], layer["row_bytes"]
     source, destination, length = runs.T
     whole = length == page_size
     pages = runs[whole, :2] // page_size
     starts = np.flatnonzero(np.any(np.diff(pages, axis=0, prepend=-2) != 1, axis=1))
     counts = np.diff(starts, append=len(pages))
-    joined = np.stack([pages[starts, 1], pages[starts, 0], counts], 1) * (num_rows * plane)
+    joined = np.stack([pages[starts, 1], pages[starts, 0], counts], 1) * page_bytes
 
-    def offsets(slots: np.ndarray) -> np.ndarray:
-        page, slot = np.divmod(slots[~whole], page_size)
-        heads = page[:, None] * num_rows + np.arange(num_rows)
-        return (heads * plane + (slot * row)[:, None]).ravel()
+    def section(begin: int, row: int) -> np.ndarray:
+        """Return the regions of what has `row` bytes of each row, from `begin` on in a page."""
 
-    parts = [offsets(destination), offsets(source), np.repeat(length[~whole] * row, num_rows)]
-    return np.concatenate([joined, np.stack(parts, 1)])
+        def offsets(slots: np.ndarray) -> np.ndarray:
+            page, slot = np.divmod(slots[~whole], page_size)
+            first = page * page_bytes + begin + slot * row
+            return (first[:, None] + np.arange(num_rows) * page_size * row).ravel()
+
+        sizes = np.repeat(length[~whole] * row, num_rows)
+        return np.stack([offsets(destination), offsets(source), sizes], 1)
+
+    parts = [joined, section(0, row_bytes)]
+    if layer["is_quantized"]:
+        parts.append(section(num_rows * page_size * row_bytes, layer["scale_bytes"]))
+    return np.concatenate(parts)

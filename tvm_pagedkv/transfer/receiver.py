@@ -204,9 +204,7 @@ class Receiver(Endpoint):
         for index, layer in enumerate(info["layers"]):
             group = layer["group"]
             if group not in by_group:
-                by_group[group] = regions(
-                    layer, info["page_size"], str(info["kv_dtype"]), runs[group]
-                )
+                by_group[group] = regions(layer, info["page_size"], runs[group])
             by_layer[index] = by_group[group]
         self.channel.read(by_layer, f"{ticket.id}.{block}", self.timeout)
         ticket.read = offer["end"]

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file codec.h
+ * \brief What the runtime knows of a format of quantized pages: its name and its sizes.
+ *
+ * tir_kernels/codec.py defines the formats. Whoever creates a cache passes the sizes, and kernels
+ * read and write the bytes.
+ */
+#ifndef TVM_PAGEDKV_CONFIG_CODEC_H_
+#define TVM_PAGEDKV_CONFIG_CODEC_H_
+
+#include <cstdint>
+#include <string>
+
+namespace pagedkv {
+
+/*! \brief A page holds the codes of all its rows, then their scales, then padding. */
+struct Codec {
+  std::string name;         // the kv_dtype by which users choose it
+  int64_t row_bytes = 0;    // codes of a row
+  int64_t scale_bytes = 0;  // scales of a row
+  int64_t page_bytes = 0;
+
+  bool operator==(const Codec& other) const {
+    return name == other.name && row_bytes == other.row_bytes && scale_bytes == other.scale_bytes &&
+           page_bytes == other.page_bytes;
+  }
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_CONFIG_CODEC_H_

@@ -30,8 +30,8 @@ def refuse_inline(spec: KernelSpec, a) -> None:
     """Refuse a call with rotary_mode 1 where pages keep K multiplied with Hadamard matrices."""
     if a.rotary_mode is not None:
         message = (
-            f"kv_dtype {spec.kv_dtype!r} keeps K multiplied with a Hadamard matrix, which cannot be "
-            "rotated any more; append rotated K, or choose 'int8' or 'float8_e4m3fn'"
+            f"kv_dtype {spec.kv_dtype!r} keeps K multiplied with a Hadamard matrix, which cannot "
+            "be rotated any more; append rotated K, or choose 'int8' or 'float8_e4m3fn'"
         )
         with T.Assert(a.rotary_mode != 1, message, "ValueError"):
             T.evaluate(0)

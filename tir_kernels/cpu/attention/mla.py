@@ -19,12 +19,12 @@ from ...signatures.inputs import AttentionInputs, PagedInputs
 from ...spec import LOG2E, KernelSpec
 from ..simd import Register, index_temp, store, temp, wide_temp
 from .define import build
-from .rotation import rotation_of
 from .kv_operands import operands
 from .kv_rows import LatentRows
 from .prefill.row_bounds import RowBounds
 from .prefill.tile import PrefillTile
 from .prefill.tiling import POSITIONS, Tiling
+from .rotation import rotation_of
 from .shared.split_tiles import CutTile, TileWork, emit_cut_tiles
 from .shared.tile import SharedTile
 from .shared.tiling import SharedStep

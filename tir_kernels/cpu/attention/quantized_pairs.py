@@ -46,7 +46,9 @@ class QuantizedPairs(PairOperands):
                             pairs = shuffle([pairs], range(c.lanes))
                         if kv_len is not None:
                             pairs = self.select(
-                                pairs, lambda n: within(first + row + t + n, begin, kv_len), c.lanes
+                                pairs,
+                                lambda n, t=t: within(first + row + t + n, begin, kv_len),
+                                c.lanes,
                             )
                         at = packed((row + t) // 2, start + c.start)
                         store(*at, c.lanes, pairs, INT32)

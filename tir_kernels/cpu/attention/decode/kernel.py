@@ -19,9 +19,9 @@ from ....spec import KernelSpec
 from ...simd import Register, index_temp
 from ...tasks import Queue, for_tasks
 from ..define import build
-from ..rotation import rotation_of
 from ..kv_operands import operands, single_row_operands
 from ..partial_states import Output, PartialStates
+from ..rotation import rotation_of
 from .blocking import Blocking
 from .page_schedule import PageSchedule
 from .single_row import Pages, SingleRow, attend_row, bind_lengths

@@ -22,9 +22,9 @@ from ...simd import index_temp
 from ...tasks import Queue, for_tasks, num_threads
 from ..decode.single_row import Singles, bind_lengths, paged_rows
 from ..define import build
-from ..rotation import rotation_of
 from ..kv_operands import operands
 from ..kv_rows import RaggedRows
+from ..rotation import rotation_of
 from .tile import PrefillTile
 from .tiling import PrefillStep, Tiling
 

@@ -104,7 +104,7 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
                 num_rows = index_temp(tile.num_tokens * tiles.group)
                 if spec.codec and spec.codec.has_hadamard:
                     with T.serial(num_rows) as row:
-                        a.rope.restore(unit.o, row)
+                        a.rope.restore(worker.o, row)
                 with T.If(T.And(begin == 0, end == tile.cost)):
                     with T.Then(), T.serial(num_rows) as row:
                         worker.finish_row(a, tile, row)

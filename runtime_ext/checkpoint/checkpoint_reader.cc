@@ -34,7 +34,7 @@ ImportedSequence CheckpointReader::ImportedFrom(int64_t sequence_id,
 void CheckpointReader::Prepare(int64_t sequence_id, const std::string& metadata) {
   step_->phase().RequireIdle("prepare_import");
   ImportedSequence imported = ImportedFrom(sequence_id, metadata);
-  const int64_t num_pages = table_->PagesFor(imported.length);
+  const int64_t num_pages = table_->geometry().PagesFor(imported.length);
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     // Compare before the vector grows: the metadata may claim any length.
     const int64_t num_kept = num_pages - imported.first_pages[g];
@@ -42,7 +42,7 @@ void CheckpointReader::Prepare(int64_t sequence_id, const std::string& metadata)
     imported.page_numbers[g].resize(num_kept);
     std::iota(imported.page_numbers[g].begin(), imported.page_numbers[g].end(), 0);
   }
-  table_->BeginImport({std::move(imported)}, step_->storage().layers().size());
+  imports_.Begin({std::move(imported)}, step_->storage().layers().size());
 }
 
 void CheckpointReader::PrepareMany(
@@ -63,11 +63,11 @@ void CheckpointReader::PrepareMany(
     }
     imported.back().page_numbers = page_numbers[i];
   }
-  table_->BeginImport(std::move(imported), step_->storage().layers().size());
+  imports_.Begin(std::move(imported), step_->storage().layers().size());
 }
 
 void CheckpointReader::ImportPageGroup(int64_t sequence_id, int64_t page_group, ffi::Tensor data) {
-  const SequenceImport& import = table_->ImportOf(sequence_id);
+  const SequenceImport& import = imports_.At(sequence_id);
   const StoredLayer& layer = page_groups_.At(page_group, "page group");
   if (import.num_arrived[page_group] > 0) {
     Raise(kValueError, "page group ", page_group, " of sequence ", sequence_id,
@@ -80,7 +80,7 @@ void CheckpointReader::ImportPageGroup(int64_t sequence_id, int64_t page_group, 
 
 void CheckpointReader::ImportPages(int64_t sequence_id, int64_t layer_index, ffi::Tensor data) {
   step_->phase().RequireIdle("the import of pages");
-  SequenceImport& import = table_->ImportOf(sequence_id);
+  SequenceImport& import = imports_.At(sequence_id);
   const StoredLayer& layer = page_groups_.At(layer_index, "layer");
   if (!data.defined()) Raise(kTypeError, "data must be a tensor, got None");
   const int64_t num_pages = data.ndim() > 1 ? data.size(1) : 0;
@@ -143,7 +143,7 @@ void CheckpointReader::ImportRows(int64_t sequence_id, int64_t layer_index, ffi:
 
 void CheckpointReader::Finish(int64_t sequence_id) {
   step_->phase().RequireIdle("finish_import");
-  const SequenceImport& import = table_->ImportOf(sequence_id);
+  const SequenceImport& import = imports_.At(sequence_id);
   for (const StoredLayer& layer : step_->storage().layers()) {
     const auto num_pages = static_cast<int64_t>(import.pages[layer.group].size());
     const int64_t num_arrived = import.num_arrived[layer.index];
@@ -151,7 +151,7 @@ void CheckpointReader::Finish(int64_t sequence_id) {
     Raise(kValueError, "the import of sequence ", sequence_id, " lacks page group ", layer.index,
           ": ", num_arrived, " of its ", num_pages, " pages are there");
   }
-  table_->FinishImport(sequence_id);
+  imports_.Finish(sequence_id);
 }
 
 }  // namespace pagedkv

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "checkpoint/page_groups.h"
+#include "state/sequence_imports.h"
 #include "step/step.h"
 
 namespace pagedkv {
@@ -26,7 +27,7 @@ class CheckpointReader {
  public:
   /*! \brief All must outlive this. */
   CheckpointReader(Step* step, SequenceTable* table, const PageGroups& page_groups)
-      : step_(step), table_(table), page_groups_(page_groups) {}
+      : step_(step), table_(table), imports_(table), page_groups_(page_groups) {}
 
   /*! \throws Error (ValueError, CacheFullError); then nothing has changed, as in all of these. */
   void Prepare(int64_t sequence_id, const std::string& metadata);
@@ -58,6 +59,7 @@ class CheckpointReader {
 
   Step* step_;
   SequenceTable* table_;
+  SequenceImports imports_;
   const PageGroups& page_groups_;
 };
 

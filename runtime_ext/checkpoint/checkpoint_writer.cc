@@ -51,7 +51,8 @@ void CheckpointWriter::ExportPageGroup(int64_t sequence_id, int64_t page_group,
   const int64_t page_size = table_.page_size();
   std::vector<int64_t> num_slots(pages.size(), page_size);
   if (!pages.empty()) {
-    num_slots.back() = sequence.length - (table_.PagesFor(sequence.length) - 1) * page_size;
+    num_slots.back() =
+        sequence.length - (table_.geometry().PagesFor(sequence.length) - 1) * page_size;
   }
   const StreamOrder::Call on_stream(&step_->stream_order());
   ReadPages(layer, pages, num_slots, out);

@@ -18,7 +18,7 @@
 #include "bytes.h"
 #include "checkpoint/checkpoint_metadata.h"
 #include "state/forward_plan.h"
-#include "state/sequence_table.h"
+#include "state/sequence_imports.h"
 
 namespace pagedkv {
 
@@ -125,14 +125,15 @@ class World {
   World(const CheckpointLayout& layout, Bytes* bytes)
       : layout_(layout),
         table_(kMaxSequences, static_cast<int32_t>(layout.page_size), NumPages(layout, bytes),
-               Windows(layout)) {}
+               Windows(layout)),
+        imports_(&table_) {}
 
   void Apply(Bytes* bytes) {
     const State before = Look();
     try {
       switch (bytes->Between(0, 9)) {
         case 0:
-          table_.FinishImport(bytes->Around(0, kMaxId));
+          imports_.Finish(bytes->Around(0, kMaxId));
           break;
         case 1:
           table_.Remove(bytes->Around(0, kMaxId));
@@ -184,7 +185,7 @@ class World {
   }
 
   State Look() const {
-    State state{{table_.total_length(), table_.num_sequences(), table_.num_importing()}};
+    State state{{table_.total_length(), table_.num_sequences(), imports_.num_importing()}};
     std::set<int64_t> ids;
     for (const auto& [id, sequence] : table_.sequences()) ids.insert(id);
     for (int64_t id : ids) {
@@ -234,7 +235,8 @@ class World {
       const int64_t num_shared = bytes->Between(0, 8);
       for (int64_t g = 0; g < layout_.num_layers(); ++g) {
         std::vector<int64_t> numbers;
-        for (int64_t page = state.first_pages[g]; page < table_.PagesFor(state.length); ++page) {
+        for (int64_t page = state.first_pages[g]; page < table_.geometry().PagesFor(state.length);
+             ++page) {
           const auto k = static_cast<int64_t>(numbers.size());
           numbers.push_back(k < num_shared && k < num_numbers[g] ? k : num_numbers[g]++);
         }
@@ -242,10 +244,10 @@ class World {
         imported.back().page_numbers.push_back(std::move(numbers));
       }
     }
-    table_.BeginImport(imported, layout_.layers.size());
+    imports_.Begin(imported, layout_.layers.size());
     Compare(imported);
     const int64_t id = imported[0].id;
-    if (bytes->Next() % 4 > 0) table_.FinishImport(id);
+    if (bytes->Next() % 4 > 0) imports_.Finish(id);
   }
 
   static void Disturb(std::vector<int64_t>* numbers, Bytes* bytes) {
@@ -256,7 +258,7 @@ class World {
   void Compare(const std::vector<ImportedSequence>& imported) const {
     // What is written to the pages goes by number; one page has one place in its sequences.
     std::map<std::pair<int64_t, int64_t>, size_t> place_of;
-    const SequenceImport& import = table_.ImportOf(imported[0].id);
+    const SequenceImport& import = imports_.At(imported[0].id);
     for (const std::vector<int32_t>& pages : import.pages) {
       FUZZ_CHECK(std::set<int32_t>(pages.begin(), pages.end()).size() == pages.size());
       for (int32_t page : pages) FUZZ_CHECK(page >= 0);
@@ -279,6 +281,7 @@ class World {
 
   CheckpointLayout layout_;
   SequenceTable table_;
+  SequenceImports imports_;
 };
 
 }  // namespace

@@ -214,11 +214,12 @@ class World {
     const int64_t end = begin + 1 + bytes->Next() % (sequence.length - begin);
     const bool fails = bytes->Next() % 4 == 0;
     table_.RequireKept(sequence, begin);
-    const std::vector<PageCopy> copies = table_.AcquireCopies(&sequence, begin, end);
-    Copy(copies);
-    if (fails) return table_.ReleaseCopies(copies, /*were_made=*/true);
-    table_.CommitCopies(copies);
-    table_.Overwrite(sequence, begin, end);
+    CopyOnWrite copies(&table_);
+    copies.Acquire(&sequence, begin, end);
+    Copy(copies.copies());
+    if (fails) return copies.Release(/*were_made=*/true);
+    copies.Commit();
+    copies.Overwrite(sequence, begin, end);
     for (int64_t position = begin; position < end; ++position) {
       expected_.at(id).all[position] = ++last_token_;
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
@@ -311,7 +312,7 @@ class World {
       FUZZ_CHECK(sequence.length == static_cast<int64_t>(tokens.all.size()));
       FUZZ_CHECK(sequence.tree.size() == static_cast<int64_t>(tokens.parents.size()));
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
-        for (int64_t i = table_.FirstPosition(sequence, g); i < sequence.length; ++i) {
+        for (int64_t i = table_.geometry().FirstPosition(sequence, g); i < sequence.length; ++i) {
           FUZZ_CHECK(slots_[g].at(SlotOf(sequence, g, i)) == tokens.all[i]);
         }
       }

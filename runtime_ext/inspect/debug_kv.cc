@@ -62,9 +62,10 @@ std::vector<int32_t> DebugKV::SlotsOf(const Sequence& sequence, int32_t group, i
   const int64_t page_size = table_->page_size();
   std::vector<int32_t> slots;
   for (int64_t position = begin; position < end; ++position) {
-    const int64_t page = sequence.pages[group][table_->PageIndex(sequence, group, position)];
-    slots.push_back(
-        static_cast<int32_t>(page * page_size + table_->OffsetInPage(sequence, position)));
+    const int64_t page =
+        sequence.pages[group][table_->geometry().PageIndex(sequence, group, position)];
+    slots.push_back(static_cast<int32_t>(page * page_size +
+                                         table_->geometry().OffsetInPage(sequence, position)));
   }
   return slots;
 }
@@ -89,12 +90,12 @@ void DebugKV::Write(LayerKind kind, Sequence* sequence, int64_t begin, int64_t c
     copier_->Copy(copies);
     WriteToSlots(kind, SlotsBehind(copies, *sequence, begin, begin + count), rows);
   } catch (...) {
-    table_->ReleaseCopies(copies, /*were_made=*/true);
+    copies.Release(/*were_made=*/true);
     throw;
   }
-  copier_->CountCommitted(copies.size());
-  table_->CommitCopies(copies);
-  table_->Overwrite(*sequence, begin, begin + count);
+  copier_->CountCommitted(copies.copies().size());
+  copies.Commit();
+  copies.Overwrite(*sequence, begin, begin + count);
 }
 
 std::vector<std::vector<int32_t>> DebugKV::SlotsBehind(const std::vector<PageCopy>& copies,

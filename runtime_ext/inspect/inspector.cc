@@ -74,19 +74,20 @@ StringMap Inspector::Stats() const {
   all.AddTo(&stats);
   stats.Set("groups", groups);
 
-  int64_t num_uncommitted = 0, num_windows = 0, num_dropped = 0;
+  int64_t num_importing = 0, num_uncommitted = 0, num_windows = 0, num_dropped = 0;
   for (const auto& [id, sequence] : table_->sequences()) {
+    num_importing += sequence.import != nullptr;
     num_uncommitted += sequence.tree.size();
     num_windows += sequence.window.size > 0;
     num_dropped += sequence.window.num_dropped;
   }
   stats.Set("num_sequences", table_->num_sequences());
-  stats.Set("num_importing_sequences", table_->num_importing());
+  stats.Set("num_importing_sequences", num_importing);
   stats.Set("total_tokens", table_->total_length());
   stats.Set("num_windowed_sequences", num_windows);
   stats.Set("num_dropped_tokens", num_dropped);
   stats.Set("num_forwards", step.number());
-  stats.Set("num_pinned_pages", table_->num_pins());
+  stats.Set("num_pinned_pages", table_->pins().num_pins());
   stats.Set("num_send_blocks", parts_.sender.num_blocks());
   stats.Set("cow_page_copies", parts_.copier.num_copies());
   stats.Set("copied_inputs", step.tensors().num_copied());
@@ -177,7 +178,7 @@ std::vector<int64_t> Inspector::CachedPages(int64_t group) const {
 
 int64_t Inspector::FirstPosition(int64_t sequence_id, int64_t group) const {
   CheckGroup(group);
-  return table_->FirstPosition(table_->Peek(sequence_id), static_cast<int32_t>(group));
+  return table_->geometry().FirstPosition(table_->Peek(sequence_id), static_cast<int32_t>(group));
 }
 
 std::vector<int64_t> Inspector::Window(int64_t sequence_id) const {
@@ -222,7 +223,7 @@ std::vector<bool> Inspector::HeldSlots(int32_t group) const {
   }
   for (int32_t page = 0; page < pool.num_pages(); ++page) {
     const bool is_known = pool.NumKeepers(page) > 0 || pool.cached_pages().Contains(page);
-    if (is_known || table_->IsPinned(group, page)) hold(page);
+    if (is_known || table_->pins().IsPinned(group, page)) hold(page);
   }
   return is_held;
 }
@@ -233,10 +234,10 @@ void Inspector::HoldSequence(const Sequence& sequence, int32_t group,
   const SequenceWindow& window = sequence.window;
   const int64_t text_length = window.TextLength(sequence.length);
   for (size_t i = 0; i < sequence.pages[group].size(); ++i) {
-    const int64_t begin = table_->PageBegin(sequence, group, static_cast<int64_t>(i));
+    const int64_t begin = table_->geometry().PageBegin(sequence, group, static_cast<int64_t>(i));
     for (int64_t text = begin; text < std::min(text_length, begin + page_size); ++text) {
       // Layers with a window of their own may see what the sequence has dropped.
-      const bool is_dropped = !table_->HasWindow(group) && text >= window.num_sinks &&
+      const bool is_dropped = !table_->geometry().HasWindow(group) && text >= window.num_sinks &&
                               text < window.num_sinks + window.num_dropped;
       if (is_dropped) continue;
       (*is_held)[sequence.pages[group][i] * page_size + text - begin] = true;

@@ -19,7 +19,6 @@ void CommitPlan::Prepare(IntSpan sequence_ids, IntSpan leaves) {
           " ids and ", leaves.size, " leaves");
   }
   items_.clear();
-  copies_.clear();
   num_committed_ = num_dropped_ = num_moves_ = 0;
   std::unordered_set<int64_t> seen;
   for (size_t i = 0; i < sequence_ids.size; ++i) {
@@ -48,13 +47,12 @@ void CommitPlan::Prepare(IntSpan sequence_ids, IntSpan leaves) {
 void CommitPlan::Acquire() {
   try {
     // Copies for shared pages come first; histories are spared with what is left.
-    for (const CopiesOf which : {CopiesOf::kSharedPages, CopiesOf::kKeptPages}) {
+    for (const auto kind : {CopyOnWrite::Kind::kShared, CopyOnWrite::Kind::kKept}) {
       for (const Item& item : items_) {
         const auto path_length = static_cast<int64_t>(item.path.size());
         if (item.num_in_place == path_length) continue;
         const int64_t first = item.sequence->committed_length();
-        table_->AcquireCopies(item.sequence, first + item.num_in_place, first + path_length, which,
-                              &copies_);
+        copies_.Acquire(item.sequence, first + item.num_in_place, first + path_length, kind);
       }
     }
   } catch (...) {
@@ -63,18 +61,14 @@ void CommitPlan::Acquire() {
   }
 }
 
-void CommitPlan::Release(bool were_copied) noexcept {
-  table_->ReleaseCopies(copies_, were_copied);
-  copies_.clear();
-}
+void CommitPlan::Release(bool were_copied) noexcept { copies_.Release(were_copied); }
 
 void CommitPlan::Commit() noexcept {
-  table_->CommitCopies(copies_);
-  copies_.clear();
+  copies_.Commit();
   for (const Item& item : items_) {
     const auto path_length = static_cast<int64_t>(item.path.size());
     const int64_t first = item.sequence->committed_length();
-    table_->Overwrite(*item.sequence, first + item.num_in_place, first + path_length);
+    copies_.Overwrite(*item.sequence, first + item.num_in_place, first + path_length);
     table_->CommitNodes(item.sequence, path_length);
   }
 }
@@ -96,7 +90,7 @@ int32_t CommitPlan::SlotOf(const Item& item, int32_t group, int64_t position) co
   const int64_t page_size = table_->page_size();
   const int64_t index = position / page_size - item.sequence->first_pages[group];
   int32_t page = item.sequence->pages[group][index];
-  for (const PageCopy& copy : copies_) {
+  for (const PageCopy& copy : copies_.copies()) {
     if (copy.sequence == item.sequence && copy.group == group && copy.index == index) {
       page = copy.destination;
     }

@@ -15,13 +15,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "state/copy_on_write.h"
 #include "state/sequence_table.h"
 
 namespace pagedkv {
 
 class CommitPlan {
  public:
-  explicit CommitPlan(SequenceTable* table) : table_(table) {}
+  explicit CommitPlan(SequenceTable* table) : table_(table), copies_(table) {}
 
   /*!
    * \brief Checks what is to be committed.
@@ -46,7 +47,7 @@ class CommitPlan {
   /*! \brief Nodes that change their slot. */
   int64_t num_moves() const { return num_moves_; }
   /*! \brief Shared pages to copy before the moves; valid between Acquire and Commit. */
-  const std::vector<PageCopy>& copies() const { return copies_; }
+  const std::vector<PageCopy>& copies() const { return copies_.copies(); }
 
   void FillMoveIndptr(int32_t* out) const;  // [B + 1]
   /*!
@@ -66,7 +67,7 @@ class CommitPlan {
 
   SequenceTable* table_;
   std::vector<Item> items_;
-  std::vector<PageCopy> copies_;
+  CopyOnWrite copies_;
   int64_t num_committed_ = 0;
   int64_t num_dropped_ = 0;
   int64_t num_moves_ = 0;

@@ -146,7 +146,7 @@ void ForwardPlan::CountPages(int32_t group) {
     auto kept = static_cast<int64_t>(item.sequence->pages[group].size());
     if (has_shared_pages && MustCopyLastPage(group, i)) --kept;
     const int64_t length = item.past_length + item.num_append;
-    const int64_t num_pages = table_->NumPages(*item.sequence, group, length);
+    const int64_t num_pages = table_->geometry().NumPages(*item.sequence, group, length);
     num_entries += num_pages;
     pages.kept.push_back(kept);
     pages.offsets.push_back(pages.offsets.back() + num_pages - kept);
@@ -266,7 +266,7 @@ void ForwardPlan::Commit() noexcept {
                   pages.acquired.begin() + pages.offsets[i + 1]);
     }
   }
-  for (const PageCopy& copy : copies_) table_->PinInPlaceOfOwner(copy.group, copy.source);
+  for (const PageCopy& copy : copies_) table_->pins().PinInPlaceOfOwner(copy.group, copy.source);
   for (const Item& item : items_) {
     if (item.sequence->receive) item.sequence->receive->is_in_step = true;
     table_->Grow(item.sequence, item.num_append);
@@ -274,7 +274,7 @@ void ForwardPlan::Commit() noexcept {
 }
 
 void ForwardPlan::Finish() noexcept {
-  for (const PageCopy& copy : copies_) table_->Unpin(copy.group, copy.source);
+  for (const PageCopy& copy : copies_) table_->pins().Unpin(copy.group, copy.source);
   copies_.clear();
   for (const Item& item : items_) {
     table_->FinishReceive(item.sequence);
@@ -292,7 +292,7 @@ void ForwardPlan::Abort() noexcept {
   }
   for (const PageCopy& copy : copies_) {
     copy.sequence->pages[copy.group].push_back(copy.source);  // there was room for the copy
-    table_->OwnInPlaceOfPin(copy.group, copy.source);
+    table_->pins().OwnInPlaceOfPin(copy.group, copy.source);
   }
   copies_.clear();
   for (const Item& item : items_) {

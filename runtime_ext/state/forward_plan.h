@@ -21,6 +21,7 @@
 #include <optional>
 #include <vector>
 
+#include "state/copy_on_write.h"
 #include "state/sequence_table.h"
 #include "state/shared_prefix.h"
 

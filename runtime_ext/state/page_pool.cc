@@ -65,6 +65,11 @@ void PagePool::Release(int32_t page) {
   }
 }
 
+void PagePool::ReleaseFrom(size_t keep, std::vector<int32_t>* pages) {
+  // From the end, so that the pages come back in their order.
+  for (; pages->size() > keep; pages->pop_back()) Release(pages->back());
+}
+
 void PagePool::Retire(int32_t page) {
   if (DropOwner(page)) cached_.Insert(page);
 }

@@ -23,6 +23,7 @@
 #ifndef TVM_PAGEDKV_STATE_PAGE_POOL_H_
 #define TVM_PAGEDKV_STATE_PAGE_POOL_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -75,6 +76,8 @@ class PagePool {
 
   /*! \brief Removes an owner. A page without owners becomes cached if it has keepers, else free. */
   void Release(int32_t page);
+  /*! \brief Releases the pages of a list from index `keep` on, the last one first. */
+  void ReleaseFrom(size_t keep, std::vector<int32_t>* pages);
   /*! \brief Removes an owner. A page without owners becomes cached. */
   void Retire(int32_t page);
 

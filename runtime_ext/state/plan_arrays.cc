@@ -13,7 +13,8 @@ namespace pagedkv {
 int64_t PlanArrays::NumPagesOf(int32_t group, size_t item, PageRange range) const {
   const int64_t num_shared = NumSharedPagesOf(group, item);
   if (range == PageRange::kPast) {
-    return table_.NumPages(*items_[item].sequence, group, items_[item].past_length) - num_shared;
+    return table_.geometry().NumPages(*items_[item].sequence, group, items_[item].past_length) -
+           num_shared;
   }
   const GroupPages& pages = groups_[group];
   return pages.kept[item] + pages.offsets[item + 1] - pages.offsets[item] - num_shared;
@@ -95,7 +96,7 @@ void PlanArrays::FillFirstPositions(int32_t group, int32_t* out) const {
   for (size_t i = 0; i < items_.size(); ++i) {
     const Sequence& sequence = *items_[i].sequence;
     int64_t first = NumSharedPagesOf(group, i) * table_.page_size();
-    if (table_.HasWindow(group)) {
+    if (table_.geometry().HasWindow(group)) {
       first += sequence.first_pages[group] * table_.page_size() - sequence.window.num_dropped;
     }
     *out++ = static_cast<int32_t>(first);
@@ -107,7 +108,7 @@ void PlanArrays::FillWindows(int32_t group, int32_t* out) const {
   for (size_t i = 0; i < size; ++i) {
     const Sequence& sequence = *items_[i].sequence;
     const SequenceWindow& window = sequence.window;
-    out[i] = static_cast<int32_t>(table_.WindowBegin(sequence, group));
+    out[i] = static_cast<int32_t>(table_.geometry().WindowBegin(sequence, group));
     out[size + i] = static_cast<int32_t>(window.num_sinks);
     const int64_t num_seen =
         window.size > 0 ? window.num_held() : std::numeric_limits<int32_t>::max();
@@ -131,7 +132,7 @@ void PlanArrays::FillPageIds(int32_t group, PageRange range, int32_t* out) const
 }
 
 int64_t PlanArrays::NumLengthRows(int32_t group) const {
-  return plan_.has_windows() && !table_.HasWindow(group) ? 4 : 1;
+  return plan_.has_windows() && !table_.geometry().HasWindow(group) ? 4 : 1;
 }
 
 void PlanArrays::FillLengths(int32_t group, PageRange range, int32_t* out) const {
@@ -149,7 +150,7 @@ void PlanArrays::FillLastPageLengths(PageRange range, int32_t* out) const {
 int32_t PlanArrays::PageOf(int32_t group, size_t item, int64_t position) const {
   const GroupPages& pages = groups_[group];
   const Sequence& sequence = *items_[item].sequence;
-  int64_t index = table_.PageIndex(sequence, group, position);
+  int64_t index = table_.geometry().PageIndex(sequence, group, position);
   return index < pages.kept[item] ? sequence.pages[group][index]
                                   : pages.acquired[pages.offsets[item] + index - pages.kept[item]];
 }
@@ -160,7 +161,7 @@ void PlanArrays::FillSlots(int32_t group, int32_t* out) const {
     int64_t position = items_[i].past_length;
     const int64_t end = position + items_[i].num_append;
     while (position < end) {
-      const int64_t offset = table_.OffsetInPage(*items_[i].sequence, position);
+      const int64_t offset = table_.geometry().OffsetInPage(*items_[i].sequence, position);
       const int64_t page_end = std::min(end, position + page_size - offset);
       auto slot = static_cast<int32_t>(PageOf(group, i, position) * page_size + offset);
       for (; position < page_end; ++position) *out++ = slot++;

@@ -18,18 +18,34 @@ namespace {
 
 constexpr int64_t kMaxSpare = 1024;  // removed sequences whose allocations are kept
 
+std::vector<PagePool> MakePools(const std::vector<int32_t>& num_pages) {
+  std::vector<PagePool> pools;
+  pools.reserve(num_pages.size());
+  for (int32_t n : num_pages) pools.emplace_back(n);
+  return pools;
+}
+
 }  // namespace
+
+void RequireNoWindow(const Sequence& sequence, const char* what) {
+  if (!sequence.window.IsSet()) return;
+  Raise(kValueError, "sequence ", sequence.id, " cannot ", what, ": it has ",
+        sequence.window.size > 0 ? "a sliding window" : "dropped positions behind its sinks");
+}
 
 SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
                              const std::vector<int32_t>& num_pages, std::vector<int64_t> windows)
-    : max_num_sequences_(max_num_sequences), page_size_(page_size), windows_(std::move(windows)) {
-  windows_.resize(num_pages.size(), 0);
-  pools_.reserve(num_pages.size());
-  for (int32_t n : num_pages) {
-    pools_.emplace_back(n);
-    pins_.emplace_back(n, 0);
-  }
+    : max_num_sequences_(max_num_sequences),
+      geometry_(page_size, num_pages.size(), std::move(windows)),
+      pools_(MakePools(num_pages)),
+      pins_(&pools_),
+      histories_(&geometry_, &pools_) {
   spare_.reserve(std::min(max_num_sequences, kMaxSpare));
+}
+
+Sequence* SequenceTable::Find(int64_t id) {
+  auto it = sequences_.find(id);
+  return it == sequences_.end() ? nullptr : &it->second;
 }
 
 const Sequence& SequenceTable::Peek(int64_t id) const {
@@ -82,9 +98,10 @@ void SequenceTable::RemoveOne(int64_t id) {
   FinishReceive(&sequence);
   for (int32_t g = 0; g < num_groups(); ++g) {
     sequence.histories[g].Clear(&pools_[g]);
-    ReleasePages(&sequence, g, static_cast<size_t>(NumPages(sequence, g, num_known)));
-    // From the end, so that the beginning, which other texts may share, is reclaimed last.
+    const int64_t num_pages = geometry_.NumPages(sequence, g, num_known);
     std::vector<int32_t>& pages = sequence.pages[g];
+    pools_[g].ReleaseFrom(static_cast<size_t>(num_pages), &pages);
+    // From the end, so that the beginning, which other texts may share, is reclaimed last.
     for (; !pages.empty(); pages.pop_back()) pools_[g].Retire(pages.back());
   }
   total_length_ -= sequence.length;
@@ -118,22 +135,23 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
           ": positions from ", source.committed_length(),
           " on are token tree nodes that are not committed");
   }
-  RequireWindow(source, position, "fork");
+  histories_.Require(source, position, "fork");
   const SequenceWindow window = source.window.Prefix(position);
   std::vector<std::vector<int32_t>> pages(pools_.size());
   std::vector<int64_t> first_pages(pools_.size(), 0);
   for (int32_t g = 0; g < num_groups() && position > 0; ++g) {
     const int64_t first = source.first_pages[g];
-    if (HasWindow(g)) {
+    if (geometry_.HasWindow(g)) {
       const int64_t text_length = source.window.TextLength(position);
-      first_pages[g] = FirstPageAt(source, g, text_length);
-      const int64_t end = std::min(first, PagesFor(text_length));
-      for (int64_t i = first_pages[g]; i < end; ++i) pages[g].push_back(PageBehind(source, g, i));
+      first_pages[g] = geometry_.FirstPageAt(source, g, text_length);
+      const int64_t end = std::min(first, geometry_.PagesFor(text_length));
+      for (int64_t i = first_pages[g]; i < end; ++i)
+        pages[g].push_back(histories_.PageBehind(source, g, i));
     } else if (window.IsSet()) {
       first_pages[g] = first;
     }
     auto begin = source.pages[g].begin();
-    pages[g].insert(pages[g].end(), begin, begin + NumPages(source, g, position));
+    pages[g].insert(pages[g].end(), begin, begin + geometry_.NumPages(source, g, position));
   }
 
   Sequence* target = Insert(child);  // the last step that may throw
@@ -161,11 +179,11 @@ void SequenceTable::Pop(int64_t id, int64_t count) {
   if (sequence.receive && length == sequence.receive->begin) return CancelReceive(&sequence);
   const int64_t num_committed = std::min(length, sequence.committed_length());
   const int64_t text_length = sequence.window.TextLength(num_committed);
-  RequireWindow(sequence, num_committed, "pop");
-  ReserveTakeBack(&sequence, text_length);
+  histories_.Require(sequence, num_committed, "pop");
+  histories_.ReserveTakeBack(&sequence, text_length);
   sequence.tree.Truncate(std::max<int64_t>(length - sequence.committed_length(), 0));
   FinishReceive(&sequence);
-  TakeBack(&sequence, text_length);
+  histories_.TakeBack(&sequence, text_length);
   Truncate(&sequence, length);
   // A block has rows that the sequence no longer has.
   const bool was_handed_over = sequence.send && sequence.send->next > sequence.send->begin;
@@ -183,8 +201,9 @@ void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
   SequenceWindow& window = sequence->window;
   const bool has_lost_window = length <= window.num_sinks;
   for (int32_t g = 0; g < num_groups(); ++g) {
-    ReleasePages(sequence, g, static_cast<size_t>(NumPages(*sequence, g, length)));
-    if (length == 0 || (has_lost_window && !HasWindow(g))) sequence->first_pages[g] = 0;
+    const int64_t num_pages = geometry_.NumPages(*sequence, g, length);
+    pools_[g].ReleaseFrom(static_cast<size_t>(num_pages), &sequence->pages[g]);
+    if (length == 0 || (has_lost_window && !geometry_.HasWindow(g))) sequence->first_pages[g] = 0;
   }
   if (has_lost_window) {
     window.num_dropped = 0;
@@ -237,53 +256,12 @@ void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bo
   Slide(&sequence);
 }
 
-int64_t SequenceTable::NumPages(const Sequence& sequence, int32_t group, int64_t length) const {
-  const bool is_before_gap = !HasWindow(group) && length <= sequence.window.num_sinks;
-  const int64_t num_gone = is_before_gap ? 0 : sequence.first_pages[group];
-  return std::max<int64_t>(PagesFor(sequence.window.TextLength(length)) - num_gone, 0);
-}
-
-int64_t SequenceTable::PageIndex(const Sequence& sequence, int32_t group, int64_t position) const {
-  const int64_t page = sequence.window.TextPosition(position) / page_size_;
-  const bool is_before_gap = !HasWindow(group) && page < SinkPages(sequence);
-  return is_before_gap ? page : page - sequence.first_pages[group];
-}
-
-int64_t SequenceTable::PageBegin(const Sequence& sequence, int32_t group, int64_t index) const {
-  const bool is_before_gap = !HasWindow(group) && index < SinkPages(sequence);
-  return (is_before_gap ? index : index + sequence.first_pages[group]) * page_size_;
-}
-
-int64_t SequenceTable::FirstPosition(const Sequence& sequence, int32_t group) const {
-  if (!HasWindow(group)) return 0;
-  const SequenceWindow& window = sequence.window;
-  const int64_t first = sequence.first_pages[group] * page_size_;
-  if (first <= window.num_sinks) return first;
-  return std::max(first - window.num_dropped, window.num_sinks);
-}
-
-int64_t SequenceTable::FirstVisible(int32_t group, int64_t text_length) const {
-  return HasWindow(group) ? std::max<int64_t>(text_length - windows_[group] + 1, 0) : 0;
-}
-
-int64_t SequenceTable::FirstPageToKeep(int32_t group, int64_t text_length) const {
-  return std::max<int64_t>(FirstVisible(group, text_length) - kPoppable, 0) / page_size_;
-}
-
-int64_t SequenceTable::NumPagesGone(const Sequence& sequence, int32_t group) const {
-  const SequenceWindow& window = sequence.window;
-  if (HasWindow(group)) return FirstPageToKeep(group, TextLength(sequence));
-  // Behind the sinks' pages, up to the page with the first position that was not dropped.
-  int64_t first = (window.num_sinks + window.num_dropped) / page_size_;
-  return std::max<int64_t>(first - SinkPages(sequence), 0);
-}
-
 void SequenceTable::RequireKept(const Sequence& sequence, int64_t position) const {
   for (int32_t g = 0; g < num_groups(); ++g) {
-    int64_t first = FirstPosition(sequence, g);
+    int64_t first = geometry_.FirstPosition(sequence, g);
     if (position >= first) continue;
     Raise(kIndexError, "position ", position, " of sequence ", sequence.id,
-          " is gone: layers with a window of ", windows_[g], " keep positions from ", first,
+          " is gone: layers with a window of ", geometry_.window(g), " keep positions from ", first,
           " on only");
   }
 }
@@ -296,14 +274,14 @@ void SequenceTable::Slide(Sequence* sequence) noexcept {
     Grow(sequence, -num_dropped);
   }
   for (int32_t g = 0; g < num_groups(); ++g) {
-    const int64_t num_gone = NumPagesGone(*sequence, g);
+    const int64_t num_gone = geometry_.NumPagesGone(*sequence, g);
     auto count = static_cast<ptrdiff_t>(num_gone - sequence->first_pages[g]);
     if (count <= 0) continue;
     std::vector<int32_t>& pages = sequence->pages[g];
-    auto first = pages.begin() + (HasWindow(g) ? 0 : SinkPages(*sequence));
+    auto first = pages.begin() + (geometry_.HasWindow(g) ? 0 : geometry_.SinkPages(*sequence));
     for (ptrdiff_t i = 0; i < count; ++i) {
-      if (HasWindow(g)) {
-        LeaveBehind(sequence, g, first[i]);
+      if (geometry_.HasWindow(g)) {
+        histories_.LeaveBehind(sequence, g, first[i]);
       } else {
         pools_[g].Retire(first[i]);  // dropped positions cannot be reached by a fork or pop
       }
@@ -317,7 +295,7 @@ void SequenceTable::Clear() {
   for (auto& [id, sequence] : sequences_) {
     FinishReceive(&sequence);
     for (int32_t g = 0; g < num_groups(); ++g) {
-      ReleasePages(&sequence, g, 0);
+      pools_[g].ReleaseFrom(0, &sequence.pages[g]);
       sequence.histories[g].Clear(&pools_[g]);
     }
   }
@@ -326,33 +304,29 @@ void SequenceTable::Clear() {
   total_length_ = 0;
 }
 
-void SequenceTable::ReleasePages(Sequence* sequence, int32_t group, size_t keep) noexcept {
-  // From the end, so that the pages come back in their order.
-  std::vector<int32_t>& pages = sequence->pages[group];
-  while (pages.size() > keep) {
-    pools_[group].Release(pages.back());
-    pages.pop_back();
+void SequenceTable::FinishReceive(Sequence* sequence) noexcept {
+  if (sequence->receive == nullptr) return;
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    const Receive::Group& group = sequence->receive->groups[g];
+    if (group.replaced >= 0) pools_[g].Release(group.replaced);
+    if (geometry_.HasWindow(g)) histories_.LeaveReceiveBehind(sequence, g);
   }
+  sequence->receive.reset();
 }
 
-void SequenceTable::Pin(int32_t group, int32_t page) noexcept {
-  pools_[group].AddOwner(page);
-  PinInPlaceOfOwner(group, page);
-}
-
-void SequenceTable::Unpin(int32_t group, int32_t page) noexcept {
-  OwnInPlaceOfPin(group, page);
-  pools_[group].Release(page);
-}
-
-void SequenceTable::PinInPlaceOfOwner(int32_t group, int32_t page) noexcept {
-  ++pins_[group][page];
-  ++num_pins_;
-}
-
-void SequenceTable::OwnInPlaceOfPin(int32_t group, int32_t page) noexcept {
-  --num_pins_;
-  --pins_[group][page];
+void SequenceTable::CancelReceive(Sequence* sequence) noexcept {
+  if (sequence->receive == nullptr) return;
+  Grow(sequence, sequence->receive->begin - sequence->length);
+  for (int32_t g = num_groups() - 1; g >= 0; --g) {
+    Receive::Group& group = sequence->receive->groups[g];
+    std::vector<int32_t>& pages = sequence->pages[g];
+    pools_[g].ReleaseFrom(group.num_retained, &pages);
+    // Receives::Acquire has reserved the capacity.
+    if (group.replaced >= 0) pages.push_back(group.replaced);
+    pages.insert(pages.begin(), group.gone.begin(), group.gone.end());
+    sequence->first_pages[g] = group.first_page;
+  }
+  sequence->receive.reset();
 }
 
 void SequenceTable::RaiseFull(int32_t group, int64_t num_needed, const char* what) const {

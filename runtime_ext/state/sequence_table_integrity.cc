@@ -13,18 +13,21 @@ namespace pagedkv {
 void SequenceTable::CheckPages(const Sequence& sequence, int32_t group, bool has_slid) const {
   const int64_t first = sequence.first_pages[group];
   auto num_pages = static_cast<int64_t>(sequence.pages[group].size());
-  if (num_pages != NumPages(sequence, group, sequence.length)) {
+  if (num_pages != geometry_.NumPages(sequence, group, sequence.length)) {
     Raise(kRuntimeError, "sequence ", sequence.id, " of length ", sequence.length, " has ",
           num_pages, " pages beside ", first, " gone ones in group ", group);
   }
-  const bool is_missing = HasWindow(group)
-                              ? first * page_size_ > FirstVisible(group, TextLength(sequence))
-                              : first > NumPagesGone(sequence, group);
-  if (first < 0 || is_missing || (has_slid && first < NumPagesGone(sequence, group))) {
+  const bool is_missing =
+      geometry_.HasWindow(group)
+          ? first * geometry_.page_size() >
+                geometry_.FirstVisible(group,
+                                       sequence.window.TextLength(sequence.committed_length()))
+          : first > geometry_.NumPagesGone(sequence, group);
+  if (first < 0 || is_missing || (has_slid && first < geometry_.NumPagesGone(sequence, group))) {
     Raise(kRuntimeError, "sequence ", sequence.id, " of committed length ",
           sequence.committed_length(), " has lost ", first, " pages in group ", group,
-          " with a window of ", windows_[group], ", but ", NumPagesGone(sequence, group),
-          " are not needed");
+          " with a window of ", geometry_.window(group), ", but ",
+          geometry_.NumPagesGone(sequence, group), " are not needed");
   }
   for (int32_t page : sequence.pages[group]) {
     if (page < 0 || page >= pools_[group].num_pages()) {
@@ -53,9 +56,9 @@ void SequenceTable::CheckHistory(const Sequence& sequence, int32_t group,
   const PageHistory& history = sequence.histories[group];
   const int64_t first =
       sequence.receive ? sequence.receive->groups[group].first_page : sequence.first_pages[group];
-  if (history.size() > (HasWindow(group) ? first : 0)) {
+  if (history.size() > (geometry_.HasWindow(group) ? first : 0)) {
     Raise(kRuntimeError, "sequence ", sequence.id, " notes ", history.size(), " pages before the ",
-          first, " that have left group ", group, " with a window of ", windows_[group]);
+          first, " that have left group ", group, " with a window of ", geometry_.window(group));
   }
   history.CountKeepers(pools_[group], num_keepers);
 }
@@ -74,7 +77,7 @@ void SequenceTable::CheckIntegrity(bool has_slid) const {
     Raise(kRuntimeError, "the lengths sum to ", total_length, ", not to ", total_length_);
   }
   for (int32_t g = 0; g < num_groups(); ++g) {
-    std::vector<int32_t> num_owners = pins_[g], num_keepers(num_owners.size(), 0);
+    std::vector<int32_t> num_owners = pins_.counts(g), num_keepers(num_owners.size(), 0);
     for (const auto& [id, sequence] : sequences_) {
       if (sequence.id != id) Raise(kRuntimeError, "sequence ", id, " believes to be ", sequence.id);
       CheckWindow(sequence, has_slid);

@@ -36,7 +36,7 @@ std::vector<int64_t> StepArrays::InitialSizes(const CacheConfig& config,
   for (int32_t g = 0; g < table.num_groups(); ++g) {
     sizes[Index(g, kPageIndptr)] = num_sequences + 1;
     sizes[Index(g, kPageIds)] = table.pool(g).num_pages();
-    const bool has_windows = config.has_sequence_windows && !table.HasWindow(g);
+    const bool has_windows = config.has_sequence_windows && !table.geometry().HasWindow(g);
     sizes[Index(g, kLengths)] = (has_windows ? 4 : 1) * num_sequences;
     sizes[Index(g, kFirstPositions)] = num_sequences;
     sizes[Index(g, kSlots)] = num_rows;

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "device/aux_data.h"
-#include "state/sequence_table.h"
+#include "state/copy_on_write.h"
 #include "storage/layer_storage.h"
 
 namespace pagedkv {

@@ -180,11 +180,11 @@ TEST_CASE("commit plan: window") {
   SequenceTable& table = cache.table;
   table.Add(0);
   cache.Step({0}, {30});  // 30 - 2 - 16 = 12
-  REQUIRE_EQ(table.FirstPosition(table.At(0), 0), 12);
+  REQUIRE_EQ(table.geometry().FirstPosition(table.At(0), 0), 12);
   Ids parents(20, 0);
   parents[0] = -1;
   cache.TreeStep({0}, {20}, parents);
-  REQUIRE_EQ(table.FirstPosition(table.At(0), 0), 12);
+  REQUIRE_EQ(table.geometry().FirstPosition(table.At(0), 0), 12);
   cache.TreeStep({0}, {4}, {19, 20, 21, 22});
   CommitPlan plan(&table);
   plan.Prepare(Span({0}), Span({23}));  // 0 19 20 21 22 23
@@ -194,7 +194,7 @@ TEST_CASE("commit plan: window") {
   plan.Commit();
   table.CheckIntegrity();
   REQUIRE_EQ(table.At(0).length, 36);
-  REQUIRE_EQ(table.FirstPosition(table.At(0), 0), 16);
+  REQUIRE_EQ(table.geometry().FirstPosition(table.At(0), 0), 16);
   REQUIRE_EQ(table.At(0).pages[0].size(), 5u);
 }
 

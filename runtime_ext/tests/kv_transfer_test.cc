@@ -3,13 +3,13 @@
  * \file kv_transfer_test.cc
  * \brief Slot maps; receives that are finished, cancelled or used; pages that blocks keep.
  */
-#include "state/kv_transfer.h"
-
 #include <limits>
 #include <memory>
 
 #include "check.h"
 #include "state/forward_plan.h"
+#include "state/receives.h"
+#include "state/sends.h"
 #include "state/sequence_table.h"
 
 namespace pagedkv {
@@ -31,7 +31,8 @@ void Step(ForwardPlan* plan, Numbers ids, Numbers lengths) {
 }
 
 void BeginReceive(SequenceTable* table, int64_t id, int64_t count) {
-  table->CommitReceive(table->AcquireReceive(&table->At(id), count), 1);
+  Receives receives(table);
+  receives.Commit(receives.Acquire(&table->At(id), count), 1);
   table->CheckIntegrity();
 }
 
@@ -75,10 +76,11 @@ TEST_CASE("kv transfer: receive on a shared page") {
   Step(&plan, {0}, {6});
   table.Fork(0, 1, -1);
   const std::vector<int32_t> before = table.At(1).pages[0], free = table.pool(0).free_pages();
-  ReceivePlan receive = table.AcquireReceive(&table.At(1), 5);
+  Receives receives(&table);
+  ReceivePlan receive = receives.Acquire(&table.At(1), 5);
   REQUIRE_EQ(receive.copies.size(), 1u);
   REQUIRE_EQ(receive.copies[0].length, 2);
-  table.ReleaseReceive(receive);
+  receives.Release(receive);
   REQUIRE(table.pool(0).free_pages() == free);
   table.CheckIntegrity();
 
@@ -95,10 +97,9 @@ TEST_CASE("kv transfer: receive on a shared page") {
   table.FinishReceive(&table.At(1));
   REQUIRE_EQ(table.pool(0).num_used(), 4);
   table.CheckIntegrity();
-  REQUIRE_RAISES("CacheFullError", "needs 5 pages, but 4 of 8",
-                 table.AcquireReceive(&table.At(1), 21));
-  REQUIRE_RAISES("ValueError", "at least 1", table.AcquireReceive(&table.At(1), 0));
-  REQUIRE_RAISES("ValueError", "2^31 - 1", table.AcquireReceive(&table.At(1), 0x7fffffff));
+  REQUIRE_RAISES("CacheFullError", "needs 5 pages, but 4 of 8", receives.Acquire(&table.At(1), 21));
+  REQUIRE_RAISES("ValueError", "at least 1", receives.Acquire(&table.At(1), 0));
+  REQUIRE_RAISES("ValueError", "2^31 - 1", receives.Acquire(&table.At(1), 0x7fffffff));
   table.CheckIntegrity();
 }
 
@@ -109,7 +110,7 @@ TEST_CASE("kv transfer: receive with a window") {
   Step(&plan, {0}, {10});
   const std::vector<int32_t> before = table.At(0).pages[1];
   BeginReceive(&table, 0, 90);  // of which the window keeps those from (95 - 16) / 4 * 4 = 76 on
-  std::vector<SlotRuns> slots = table.SlotsOf(table.At(0), 10, 100);
+  std::vector<SlotRuns> slots = Receives(&table).SlotsOf(table.At(0), 10, 100);
   REQUIRE_EQ(NumPositions(slots[0]), 90);
   REQUIRE_EQ(slots[1][0].slot, kNotWanted);
   REQUIRE_EQ(slots[1][0].length, 66);
@@ -137,7 +138,7 @@ TEST_CASE("kv transfer: receive with a window") {
 void Mark(SequenceTable* table, int64_t id, int64_t begin, SlotRuns slots) {
   auto mark = std::make_unique<SendMark>();
   *mark = {1, 0, begin, begin + NumPositions(slots), begin, {slots, slots}};
-  table->RequireSendable(table->At(id), *mark);
+  Sends(table).RequireSendable(table->At(id), *mark);
   table->At(id).send = std::move(mark);
 }
 
@@ -147,7 +148,8 @@ TEST_CASE("kv transfer: send") {
   table.Add(0);
   Step(&plan, {0}, {6});
   Mark(&table, 0, 1, {{9, 3}, {20, 4}});
-  SendBlock block = table.AcquireSend(&table.At(0));  // positions 1 to 5
+  Sends sends(&table);
+  SendBlock block = sends.Acquire(&table.At(0));  // positions 1 to 5
   REQUIRE_EQ(block.end, 6);
   REQUIRE_EQ(block.runs[0].size(), 2u);
   REQUIRE_EQ(block.runs[0][0].source, 1);
@@ -155,14 +157,14 @@ TEST_CASE("kv transfer: send") {
   REQUIRE_EQ(block.runs[0][0].length, 3);
   REQUIRE_EQ(block.runs[0][1].destination, 20);
   REQUIRE_EQ(block.runs[0][1].length, 2);
-  REQUIRE_EQ(table.num_pins(), 4);
+  REQUIRE_EQ(table.pins().num_pins(), 4);
   table.CheckIntegrity();
   table.Pop(0, 1);  // a row that was handed over: the rest is not the same sequence
   REQUIRE(table.At(0).send == nullptr);
   table.Remove(0);
   table.CheckIntegrity();
   REQUIRE_EQ(table.pool(0).num_used(), 2);
-  table.ReleaseSend(block);
+  sends.Release(block);
   table.CheckIntegrity();
   REQUIRE_EQ(table.pool(0).num_used() + table.pool(1).num_used(), 0);
 
@@ -171,7 +173,7 @@ TEST_CASE("kv transfer: send") {
   REQUIRE_RAISES("ValueError", "position 0 of sequence 1 is gone: layers with a window of 6",
                  Mark(&table, 1, 0, {{0, 16}}));
   Mark(&table, 1, 38, {{5, 2}});
-  table.ReleaseSend(table.AcquireSend(&table.At(1)));
+  sends.Release(sends.Acquire(&table.At(1)));
   REQUIRE(table.At(1).send == nullptr);  // nothing is left to send
   table.CheckIntegrity();
 }

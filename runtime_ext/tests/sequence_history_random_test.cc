@@ -115,13 +115,14 @@ class World {
   void Overwrite(int64_t id) {
     Sequence& sequence = table_.At(id);
     int64_t begin = 0;
-    for (int32_t g : {0, 2}) begin = std::max(begin, table_.FirstPosition(sequence, g));
+    for (int32_t g : {0, 2}) begin = std::max(begin, table_.geometry().FirstPosition(sequence, g));
     if (begin >= sequence.length) return;
     begin += static_cast<int64_t>(Below(sequence.length - begin));
-    const std::vector<PageCopy> copies = table_.AcquireCopies(&sequence, begin, sequence.length);
-    Copy(copies);
-    table_.CommitCopies(copies);
-    table_.Overwrite(sequence, begin, sequence.length);
+    CopyOnWrite copies(&table_);
+    copies.Acquire(&sequence, begin, sequence.length);
+    Copy(copies.copies());
+    copies.Commit();
+    copies.Overwrite(sequence, begin, sequence.length);
     for (int64_t position = begin; position < sequence.length; ++position) {
       texts_.at(id)[position] = ++last_token_;
       for (int32_t g = 0; g < 3; ++g) slots_[g][SlotOf(sequence, g, position)] = last_token_;
@@ -174,7 +175,7 @@ class World {
       const Sequence& sequence = table_.At(id);
       REQUIRE_EQ(sequence.length, static_cast<int64_t>(text.size()));
       for (int32_t g = 0; g < 3; ++g) {
-        const int64_t first = table_.FirstPosition(sequence, g);
+        const int64_t first = table_.geometry().FirstPosition(sequence, g);
         Text held;
         for (int64_t i = first; i < sequence.length; ++i) {
           held.push_back(slots_[g][SlotOf(sequence, g, i)]);

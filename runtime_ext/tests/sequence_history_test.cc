@@ -5,6 +5,8 @@
  */
 #include "check.h"
 #include "state/forward_plan.h"
+#include "state/receives.h"
+#include "state/sends.h"
 #include "state/sequence_table.h"
 
 namespace pagedkv {
@@ -118,10 +120,11 @@ void WritesSpareTheHistoryWhileThereIsRoom(bool is_step) {
     if (is_step) {
       world.Step({1}, {1});  // slot 2 of page 2, which the history of 0 notes
     } else {
-      const std::vector<PageCopy> copies = table.AcquireCopies(&table.At(1), 8, 10);
-      REQUIRE_EQ(copies.size(), has_room ? 1u : 0u);
-      table.CommitCopies(copies);
-      table.Overwrite(table.At(1), 8, 10);
+      CopyOnWrite copies(&table);
+      copies.Acquire(&table.At(1), 8, 10);
+      REQUIRE_EQ(copies.copies().size(), has_room ? 1u : 0u);
+      copies.Commit();
+      copies.Overwrite(table.At(1), 8, 10);
       table.CheckIntegrity();
     }
     REQUIRE_EQ(table.At(1).pages[0], (Pages{1, has_room ? 0 : 2}));
@@ -191,16 +194,17 @@ TEST_CASE("sequence history: pinned pages stay") {
   table.Add(0);
   world.Step({0}, {30});
   Sequence& sequence = table.At(0);
-  const int64_t first = table.FirstPosition(sequence, 0);
+  const int64_t first = table.geometry().FirstPosition(sequence, 0);
   sequence.send = std::make_unique<SendMark>();
   *sequence.send = {1, 1, first, 30, first, {{{0, 30 - first}}}};
-  const SendBlock block = table.AcquireSend(&sequence);
+  Sends sends(&table);
+  const SendBlock block = sends.Acquire(&sequence);
   world.Step({0}, {30});
   table.Add(1);
   world.Step({1}, {4 * table.pool(0).num_available()});
   table.Pop(0, 60 - 28);  // the block has kept what it sees; of its last page there is a copy
   table.CheckIntegrity();
-  table.ReleaseSend(block);
+  sends.Release(block);
   table.CheckIntegrity();
   table.Remove(0);
   REQUIRE_EQ(table.pool(0).num_used(), static_cast<int32_t>(table.At(1).pages[0].size()));
@@ -212,13 +216,14 @@ TEST_CASE("sequence history: receives") {
   SequenceTable& table = world.table;
   table.Add(0);
   world.Step({0}, {20});
-  ReceivePlan plan = table.AcquireReceive(&table.At(0), 20);
-  table.CommitReceive(std::move(plan), 1);
+  Receives receives(&table);
+  ReceivePlan plan = receives.Acquire(&table.At(0), 20);
+  receives.Commit(std::move(plan), 1);
   REQUIRE_RAISES("ValueError", "finish or cancel that first", table.Fork(0, 1, 9));
   table.CancelReceive(&table.At(0));
   table.CheckIntegrity();
   for (const int64_t count : {20, 80}) {
-    table.CommitReceive(table.AcquireReceive(&table.At(0), count), 2);
+    receives.Commit(receives.Acquire(&table.At(0), count), 2);
     table.CheckIntegrity();
     table.FinishReceive(&table.At(0));
     table.CheckIntegrity();

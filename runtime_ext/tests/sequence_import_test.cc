@@ -5,7 +5,7 @@
  */
 #include "check.h"
 #include "state/forward_plan.h"
-#include "state/sequence_table.h"
+#include "state/sequence_imports.h"
 
 namespace pagedkv {
 
@@ -21,19 +21,19 @@ void Append(SequenceTable* table, int64_t id, int64_t length) {
 
 TEST_CASE("sequence import: one") {
   SequenceTable table(3, 4, {8, 8}, {0, 5});
-  table.BeginImport({{5, 22, {0, 0}, {{0, 1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}}}}, 1);
+  SequenceImports(&table).Begin({{5, 22, {0, 0}, {{0, 1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}}}}, 1);
   table.CheckIntegrity();
   REQUIRE_EQ(table.pool(0).num_used(), 6);
   REQUIRE_EQ(table.total_length(), 22);
-  REQUIRE_EQ(table.num_importing(), 1);
+  REQUIRE_EQ(SequenceImports(&table).num_importing(), 1);
   REQUIRE_RAISES("ValueError", "being imported", table.At(5));
   REQUIRE_RAISES("ValueError", "being imported", table.Fork(5, 6, -1));
   REQUIRE_RAISES("ValueError", "being imported", table.Pop(5, 1));
   REQUIRE_RAISES("ValueError", "in the cache already", table.Add(5));
-  REQUIRE_EQ(table.ImportOf(5).pages[0], table.Peek(5).pages[0]);
-  table.FinishImport(5);
-  REQUIRE_RAISES("ValueError", "no import of sequence 5", table.FinishImport(5));
-  REQUIRE_RAISES("KeyError", "no sequence 7", table.FinishImport(7));
+  REQUIRE_EQ(SequenceImports(&table).At(5).pages[0], table.Peek(5).pages[0]);
+  SequenceImports(&table).Finish(5);
+  REQUIRE_RAISES("ValueError", "no import of sequence 5", SequenceImports(&table).Finish(5));
+  REQUIRE_RAISES("KeyError", "no sequence 7", SequenceImports(&table).Finish(7));
   Append(&table, 5, 4);
   table.CheckIntegrity();
   REQUIRE_EQ(table.At(5).length, 26);
@@ -42,15 +42,15 @@ TEST_CASE("sequence import: one") {
 TEST_CASE("sequence import: shared") {
   // Sequence 2 shares a page with each of the others; 3 is empty.
   SequenceTable table(4, 4, {8});
-  table.BeginImport({{1, 8, {0}, {{0, 1}}},
-                     {2, 12, {0}, {{0, 2, 3}}},
-                     {4, 9, {0}, {{4, 2, 5}}},
-                     {3, 0, {0}, {{}}}},
-                    2);
+  SequenceImports(&table).Begin({{1, 8, {0}, {{0, 1}}},
+                                 {2, 12, {0}, {{0, 2, 3}}},
+                                 {4, 9, {0}, {{4, 2, 5}}},
+                                 {3, 0, {0}, {{}}}},
+                                2);
   table.CheckIntegrity();
   REQUIRE_EQ(table.pool(0).num_used(), 6);
   REQUIRE_EQ(table.pool(0).num_shared(), 2);
-  REQUIRE_EQ(table.num_importing(), 4);
+  REQUIRE_EQ(SequenceImports(&table).num_importing(), 4);
   REQUIRE_EQ(table.Peek(1).pages[0][0], table.Peek(2).pages[0][0]);
   REQUIRE_EQ(table.Peek(4).pages[0][1], table.Peek(2).pages[0][1]);
   table.Remove(2);  // all of it
@@ -66,10 +66,10 @@ TEST_CASE("sequence import: errors") {
   Append(&table, 1, 6);
   auto refuse = [&](const char* kind, const char* text, std::vector<ImportedSequence> imported) {
     std::vector<int32_t> free = table.pool(0).free_pages();
-    REQUIRE_RAISES(kind, text, table.BeginImport(imported, 1));
+    REQUIRE_RAISES(kind, text, SequenceImports(&table).Begin(imported, 1));
     table.CheckIntegrity();
     REQUIRE_EQ(table.num_sequences(), 2);
-    REQUIRE_EQ(table.num_importing(), 0);
+    REQUIRE_EQ(SequenceImports(&table).num_importing(), 0);
     REQUIRE(table.pool(0).free_pages() == free);
   };
   using Numbers = std::vector<std::vector<int64_t>>;
@@ -88,8 +88,8 @@ TEST_CASE("sequence import: errors") {
   refuse("ValueError", "from position 0 to 0 on", {{5, 22, {1, 0}, {{0, 1, 2, 3, 4}, {0}}}});
   const std::vector<int64_t> seven{0, 1, 2, 3, 4, 5, 6};
   refuse("CacheFullError", "the import needs 7 pages, but 6 of 8", {{5, 28, {0, 0}, {seven, {}}}});
-  table.BeginImport({{2, 4, {0, 0}, one}}, 1);  // which was there, and empty
-  REQUIRE_EQ(table.num_importing(), 1);
+  SequenceImports(&table).Begin({{2, 4, {0, 0}, one}}, 1);  // which was there, and empty
+  REQUIRE_EQ(SequenceImports(&table).num_importing(), 1);
   table.Clear();
   table.CheckIntegrity();
   REQUIRE_EQ(table.pool(1).num_free(), 8);

@@ -6,7 +6,9 @@
 #include "state/sequence_table.h"
 
 #include "check.h"
+#include "state/copy_on_write.h"
 #include "state/forward_plan.h"
+#include "state/sequence_imports.h"
 
 namespace pagedkv {
 
@@ -114,22 +116,23 @@ TEST_CASE("sequence table: copies for a write from outside") {
   table.Add(0);
   Append(&table, {0}, {10});
   table.Fork(0, 1, 6);  // shares pages 0 and 1 of 3
-  std::vector<PageCopy> copies = table.AcquireCopies(&table.At(0), 5, 10);
-  REQUIRE_EQ(copies.size(), 1u);
-  REQUIRE_EQ(copies[0].index, 1);
-  REQUIRE_EQ(copies[0].length, 4);
-  table.ReleaseCopies(copies, /*were_made=*/false);
+  CopyOnWrite writes(&table);
+  writes.Acquire(&table.At(0), 5, 10);
+  REQUIRE_EQ(writes.copies().size(), 1u);
+  REQUIRE_EQ(writes.copies()[0].index, 1);
+  REQUIRE_EQ(writes.copies()[0].length, 4);
+  writes.Release(/*were_made=*/false);
   table.CheckIntegrity();
-  copies = table.AcquireCopies(&table.At(1), 0, 6);
-  REQUIRE_EQ(copies.size(), 2u);
-  REQUIRE_EQ(copies[1].length, 2);
-  table.CommitCopies(copies);
+  writes.Acquire(&table.At(1), 0, 6);
+  REQUIRE_EQ(writes.copies().size(), 2u);
+  REQUIRE_EQ(writes.copies()[1].length, 2);
+  writes.Commit();
   REQUIRE_EQ(table.pool(0).num_shared(), 0);
   table.CheckIntegrity();
   table.Fork(0, 2, -1);
   REQUIRE_RAISES("CacheFullError",
                  "needs 3 pages, but 1 of 6 are available; most are held by sequence",
-                 table.AcquireCopies(&table.At(2), 0, 10));
+                 writes.Acquire(&table.At(2), 0, 10));
   table.CheckIntegrity();
 }
 
@@ -141,13 +144,13 @@ TEST_CASE("sequence table: slide") {
   ForwardPlan plan(&table, 64);
   table.Add(0);
   Step(&plan, {0}, {24});
-  REQUIRE_EQ(table.FirstPosition(table.At(0), 1), 0);  // 24 - 5 - 16 = 3
+  REQUIRE_EQ(table.geometry().FirstPosition(table.At(0), 1), 0);  // 24 - 5 - 16 = 3
   Step(&plan, {0}, {1});
-  REQUIRE_EQ(table.FirstPosition(table.At(0), 1), 4);
+  REQUIRE_EQ(table.geometry().FirstPosition(table.At(0), 1), 4);
   Step(&plan, {0}, {30});
   REQUIRE_EQ(table.At(0).length, 55);
-  REQUIRE_EQ(table.FirstPosition(table.At(0), 0), 0);
-  REQUIRE_EQ(table.FirstPosition(table.At(0), 1), 32);  // 55 - 5 - 16 = 34
+  REQUIRE_EQ(table.geometry().FirstPosition(table.At(0), 0), 0);
+  REQUIRE_EQ(table.geometry().FirstPosition(table.At(0), 1), 32);  // 55 - 5 - 16 = 34
   REQUIRE_EQ(table.pool(0).num_used(), 14);
   REQUIRE_EQ(table.pool(1).num_used(), 6);
   table.RequireKept(table.At(0), 32);
@@ -172,7 +175,7 @@ TEST_CASE("sequence table: pop with a window") {
   table.CheckIntegrity();
   Step(&plan, {0}, {3});
   table.Pop(0, 40);  // to nothing, which needs nothing
-  REQUIRE_EQ(table.FirstPosition(table.At(0), 1), 0);
+  REQUIRE_EQ(table.geometry().FirstPosition(table.At(0), 1), 0);
   table.CheckIntegrity();
   Step(&plan, {0}, {5});
   REQUIRE_EQ(table.At(0).pages[1].size(), 2u);
@@ -188,7 +191,7 @@ TEST_CASE("sequence table: fork with a window") {
   table.Fork(0, 3, 0);
   REQUIRE_EQ(table.At(1).pages[1].size(), 2u);
   REQUIRE_EQ(table.At(2).pages[1].size(), 6u);
-  REQUIRE_EQ(table.FirstPosition(table.At(3), 1), 0);
+  REQUIRE_EQ(table.geometry().FirstPosition(table.At(3), 1), 0);
   REQUIRE_EQ(table.pool(1).num_used(), 6);
   table.CheckIntegrity();
   Step(&plan, {1, 2, 3}, {1, 20, 3});  // copies page 9 for 1 and page 13 for 2
@@ -196,13 +199,15 @@ TEST_CASE("sequence table: fork with a window") {
   REQUIRE_EQ(table.At(2).first_pages[1], 13);
   table.Remove(0);
   table.CheckIntegrity();
-  std::vector<PageCopy> copies = table.AcquireCopies(&table.At(1), 32, 38);
+  CopyOnWrite writes(&table);
+  writes.Acquire(&table.At(1), 32, 38);
+  const std::vector<PageCopy>& copies = writes.copies();
   REQUIRE_EQ(copies.size(), 2u);  // page 8, which 2 has as well, or its history notes
   REQUIRE_EQ(copies[0].group, 0);
   REQUIRE_EQ(copies[0].index, 8);
   REQUIRE_EQ(copies[1].group, 1);
   REQUIRE_EQ(copies[1].index, 0);
-  table.ReleaseCopies(copies, /*were_made=*/false);
+  writes.Release(/*were_made=*/false);
   table.CheckIntegrity();
 }
 
@@ -218,11 +223,11 @@ TEST_CASE("sequence table: window of a sequence") {
   REQUIRE_EQ(table.At(0).length, 8);
   REQUIRE_EQ(table.total_length(), 8);
   REQUIRE_EQ(table.At(0).pages[0], (std::vector<int32_t>{0, 3, 4}));
-  REQUIRE_EQ(table.WindowBegin(table.At(0), 0), 6);
-  REQUIRE_EQ(table.PageIndex(table.At(0), 0, 1), 0);
-  REQUIRE_EQ(table.PageIndex(table.At(0), 0, 2), 1);
-  REQUIRE_EQ(table.OffsetInPage(table.At(0), 2), 2);
-  REQUIRE_EQ(table.PageBegin(table.At(0), 0, 1), 12);
+  REQUIRE_EQ(table.geometry().WindowBegin(table.At(0), 0), 6);
+  REQUIRE_EQ(table.geometry().PageIndex(table.At(0), 0, 1), 0);
+  REQUIRE_EQ(table.geometry().PageIndex(table.At(0), 0, 2), 1);
+  REQUIRE_EQ(table.geometry().OffsetInPage(table.At(0), 2), 2);
+  REQUIRE_EQ(table.geometry().PageBegin(table.At(0), 0, 1), 12);
   table.Fork(0, 1, 2);
   table.Fork(0, 2, 3);
   REQUIRE(!table.At(1).window.IsSet());
@@ -257,7 +262,7 @@ TEST_CASE("sequence table: windows and trees exclude each other") {
     REQUIRE_RAISES("ValueError", "so it cannot be in a step with token trees",
                    plan.Prepare({ids.data(), 1}, {lengths.data(), 1}, IntSpan{parents.data(), 1}));
     REQUIRE_RAISES("ValueError", "so it cannot be imported",
-                   table.BeginImport({{id, 0, {0}, {{}}}}, 1));
+                   SequenceImports(&table).Begin({{id, 0, {0}, {{}}}}, 1));
   }
   const std::vector<int64_t> ids{1};
   plan.Prepare({ids.data(), 1}, {lengths.data(), 1}, IntSpan{parents.data(), 1});

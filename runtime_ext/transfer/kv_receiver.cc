@@ -32,26 +32,27 @@ std::vector<int64_t> KVReceiver::Prepare(int64_t sequence_id, int64_t append_len
   }
   const StreamOrder::Call on_stream(&step_->stream_order());
   const StepPhase::Change change(&step_->phase());
-  ReceivePlan plan = table_->AcquireReceive(&sequence, append_length);
+  ReceivePlan plan = receives_.Acquire(&sequence, append_length);
   try {
     copier_->Copy(plan.copies);
     // Who writes to the slots knows no stream: kernels that use their pages must be done.
     const DLDevice device = step_->storage().device();
     if (HasStreams(device)) Synchronize(device, CurrentStream(device));
   } catch (...) {
-    table_->ReleaseReceive(plan);
+    receives_.Release(plan);
     throw;
   }
   copier_->CountCommitted(plan.copies.size());
-  table_->CommitReceive(std::move(plan), ++last_id_);
-  return EncodeSlotMap(table_->SlotsOf(sequence, sequence.length - append_length, sequence.length));
+  receives_.Commit(std::move(plan), ++last_id_);
+  return EncodeSlotMap(
+      receives_.SlotsOf(sequence, sequence.length - append_length, sequence.length));
 }
 
 int64_t KVReceiver::IdOf(int64_t sequence_id) {
   step_->phase().RequireNotChanging("receive_id");
   const Sequence& sequence = table_->At(sequence_id);
   if (sequence.receive == nullptr || sequence.receive->is_in_step) return 0;
-  table_->HoldReceivePages(sequence);
+  receives_.HoldPages(sequence);
   return sequence.receive->id;
 }
 
@@ -68,13 +69,13 @@ Sequence* KVReceiver::Find(int64_t sequence_id, int64_t receive_id, const char* 
 
 void KVReceiver::Finish(int64_t sequence_id, int64_t receive_id) {
   Sequence* sequence = Find(sequence_id, receive_id, "finish_receive");
-  table_->ReleaseReceivePages(receive_id);
+  receives_.ReleasePages(receive_id);
   table_->FinishReceive(sequence);
 }
 
 void KVReceiver::Cancel(int64_t sequence_id, int64_t receive_id) {
   step_->phase().RequireNotChanging("cancel_receive");
-  const bool was_held = table_->ReleaseReceivePages(receive_id);
+  const bool was_held = receives_.ReleasePages(receive_id);
   auto it = table_->sequences().find(sequence_id);
   const bool is_receiving = it != table_->sequences().end() && it->second.receive != nullptr &&
                             it->second.receive->id == receive_id && !it->second.receive->is_in_step;
@@ -82,6 +83,6 @@ void KVReceiver::Cancel(int64_t sequence_id, int64_t receive_id) {
   table_->CancelReceive(Find(sequence_id, receive_id, "cancel_receive"));
 }
 
-void KVReceiver::Release(int64_t receive_id) { table_->ReleaseReceivePages(receive_id); }
+void KVReceiver::Release(int64_t receive_id) { receives_.ReleasePages(receive_id); }
 
 }  // namespace pagedkv

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "state/receives.h"
 #include "step/step.h"
 #include "storage/page_copier.h"
 
@@ -22,12 +23,12 @@ class KVReceiver {
  public:
   /*! \brief All must outlive this. */
   KVReceiver(Step* step, SequenceTable* table, PageCopier* copier)
-      : step_(step), table_(table), copier_(copier) {}
+      : step_(step), table_(table), copier_(copier), receives_(table) {}
 
   /*!
    * \brief Appends positions that are to be received.
    * \return Where they lie, for each layer group: the number of runs, then for each run its first
-   *   slot and its length. See state/kv_transfer.h.
+   *   slot and its length. See state/slot_map.h.
    * \throws Error (KeyError, ValueError, CacheFullError); then nothing has changed.
    */
   std::vector<int64_t> Prepare(int64_t sequence_id, int64_t append_length);
@@ -50,6 +51,7 @@ class KVReceiver {
   Step* step_;
   SequenceTable* table_;
   PageCopier* copier_;
+  Receives receives_;
   int64_t last_id_ = 0;
 };
 

@@ -52,9 +52,9 @@ void KVSender::SetHandler(int64_t peer, ffi::Optional<ffi::Function> handler, In
 void KVSender::DropHandler(int64_t peer) noexcept {
   // Releasing the handler may run code that calls the cache, so it is the last thing to go.
   const auto handler = peers_.extract(peer);
-  table_->ForgetSends(peer);
+  sends_.ForgetPeer(peer);
   for (auto it = blocks_.begin(); it != blocks_.end();) {
-    if (it->second.peer == peer) table_->ReleaseSend(it->second);
+    if (it->second.peer == peer) sends_.Release(it->second);
     it = it->second.peer == peer ? blocks_.erase(it) : std::next(it);
   }
 }
@@ -81,7 +81,7 @@ void KVSender::RequireMaySend(const Sequence& sequence) const {
     Raise(kValueError, "sequence ", sequence.id,
           " cannot be sent: its last positions are token tree nodes that are not committed");
   }
-  table_->RequireNoWindow(sequence, "be sent");
+  RequireNoWindow(sequence, "be sent");
   if (table_->num_groups() == 0) {
     Raise(kValueError, "sequence ", sequence.id,
           " cannot be sent: no layer of this cache has K and V");
@@ -98,7 +98,8 @@ void KVSender::MarkSend(int64_t sequence_id, int64_t begin, IntSpan position_map
   const std::vector<int64_t>& num_slots = PeerAt(peer).num_slots;
   RequireMaySend(sequence);
   std::vector<bool> has_window;
-  for (int32_t g = 0; g < table_->num_groups(); ++g) has_window.push_back(table_->HasWindow(g));
+  for (int32_t g = 0; g < table_->num_groups(); ++g)
+    has_window.push_back(table_->geometry().HasWindow(g));
   auto slots = ParseSlotMap(position_map.data, position_map.size, num_slots, has_window);
   const int64_t count = NumPositions(slots[0]);
   if (begin < 0 || begin > std::numeric_limits<int32_t>::max() - count) {
@@ -106,7 +107,7 @@ void KVSender::MarkSend(int64_t sequence_id, int64_t begin, IntSpan position_map
   }
   auto mark = std::make_unique<SendMark>();
   *mark = {last_id_ + 1, peer, begin, begin + count, begin, std::move(slots)};
-  table_->RequireSendable(sequence, *mark);
+  sends_.RequireSendable(sequence, *mark);
   const int64_t send_id = mark->id;
   sequence.send = std::move(mark);
   ++last_id_;
@@ -122,7 +123,7 @@ void KVSender::MarkSend(int64_t sequence_id, int64_t begin, IntSpan position_map
     Announce({block});
   } catch (...) {  // the receiver does not know of the block, so the sequence is not being sent
     DropBlock(block);
-    table_->ForgetSend(sequence_id, send_id);
+    sends_.Forget(sequence_id, send_id);
     throw;
   }
 }
@@ -140,7 +141,7 @@ int64_t KVSender::MakeBlock(Sequence* sequence) {
   if (sequence->send == nullptr || sequence->length <= sequence->send->next) return 0;
   auto it = blocks_.emplace(last_id_ + 1, SendBlock{}).first;
   try {
-    it->second = table_->AcquireSend(sequence);
+    it->second = sends_.Acquire(sequence);
   } catch (...) {
     blocks_.erase(it);
     throw;
@@ -187,7 +188,7 @@ int64_t KVSender::IdOf(int64_t sequence_id) const {
 void KVSender::Cancel(int64_t sequence_id, int64_t send_id) {
   step_->phase().RequireNotChanging("cancel_send");
   table_->At(sequence_id);
-  table_->ForgetSend(sequence_id, send_id);
+  sends_.Forget(sequence_id, send_id);
 }
 
 ffi::Map<ffi::String, ffi::Any> KVSender::DescribeBlock(int64_t block_id) const {
@@ -216,7 +217,7 @@ void KVSender::ReleaseBlock(int64_t block_id) {
 void KVSender::DropBlock(int64_t block_id) noexcept {
   auto it = blocks_.find(block_id);
   if (it == blocks_.end()) return;
-  table_->ReleaseSend(it->second);
+  sends_.Release(it->second);
   blocks_.erase(it);
 }
 

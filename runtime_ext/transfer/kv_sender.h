@@ -19,6 +19,7 @@
 #include <map>
 #include <vector>
 
+#include "state/sends.h"
 #include "step/step.h"
 
 namespace pagedkv {
@@ -26,7 +27,7 @@ namespace pagedkv {
 class KVSender {
  public:
   /*! \brief Both must outlive this. */
-  KVSender(Step* step, SequenceTable* table) : step_(step), table_(table) {}
+  KVSender(Step* step, SequenceTable* table) : step_(step), table_(table), sends_(table) {}
 
   /*!
    * \brief Connects a receiver, or disconnects it.
@@ -74,6 +75,7 @@ class KVSender {
 
   Step* step_;
   SequenceTable* table_;
+  Sends sends_;
   std::map<int64_t, Peer> peers_;
   std::map<int64_t, SendBlock> blocks_;
   int64_t last_id_ = 0;  // of sends and blocks

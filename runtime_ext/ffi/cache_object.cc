@@ -18,6 +18,7 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
       copier_(storage_),
       step_(storage_, &table_, &copier_),
       sequences_(storage_, &table_, step_.phase()),
+      prefixes_(&step_, &table_),
       tree_commit_(&step_, &table_, &copier_),
       attention_(&step_),
       checkpoint_writer_(&step_, table_, page_groups_),

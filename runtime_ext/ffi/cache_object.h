@@ -25,6 +25,7 @@
 #include "inspect/debug_kv.h"
 #include "inspect/inspector.h"
 #include "state/sequence_table.h"
+#include "step/prefixes.h"
 #include "step/sequences.h"
 #include "step/step.h"
 #include "step/tree_commit.h"
@@ -77,9 +78,9 @@ class PagedKVCacheObj : public ffi::Object {
     if constexpr (std::is_same_v<Part, PagedKVCacheObj>) {
       return this;
     } else {
-      return &std::get<Part&>(std::tie(storage_, step_, sequences_, tree_commit_, attention_,
-                                       checkpoint_writer_, checkpoint_reader_, receiver_, sender_,
-                                       debug_kv_, inspector_));
+      return &std::get<Part&>(std::tie(storage_, step_, sequences_, prefixes_, tree_commit_,
+                                       attention_, checkpoint_writer_, checkpoint_reader_,
+                                       receiver_, sender_, debug_kv_, inspector_));
     }
   }
 
@@ -102,6 +103,7 @@ class PagedKVCacheObj : public ffi::Object {
   PageCopier copier_;
   Step step_;
   Sequences sequences_;
+  Prefixes prefixes_;
   TreeCommit tree_commit_;
   Attention attention_;
   CheckpointWriter checkpoint_writer_;

@@ -233,6 +233,11 @@ void DefineOwnNames() {
   define("missing_layers", FromMethod(&Step::MissingLayers));
   define("is_in_forward", FromMethod(&Step::IsInForward));
   define("total_length", FromMethod(&Sequences::TotalLength));
+  define("prefix_match", FromMethod(&Prefixes::Match));
+  define("prefix_add", FromMethod(&Prefixes::Add));
+  define("prefix_record", FromMethod(&Prefixes::Record));
+  define("prefix_record_step", FromMethod(&Prefixes::RecordStep));
+  define("prefix_length", FromMethod(&Prefixes::NumRecorded));
   define("stats", FromMethod(&Inspector::Stats));
   define("describe", FromMethod(&Inspector::Describe));
   define("check_layer", FromMethod(&LayerStorage::CheckLayer));

@@ -96,6 +96,7 @@ void DebugKV::Write(LayerKind kind, Sequence* sequence, int64_t begin, int64_t c
   copier_->CountCommitted(copies.copies().size());
   copies.Commit();
   copies.Overwrite(*sequence, begin, begin + count);
+  table_->prefixes().Drop(sequence);  // the rows are no longer those of its tokens
 }
 
 std::vector<std::vector<int32_t>> DebugKV::SlotsBehind(const std::vector<PageCopy>& copies,

@@ -86,6 +86,12 @@ StringMap Inspector::Stats() const {
   stats.Set("total_tokens", table_->total_length());
   stats.Set("num_windowed_sequences", num_windows);
   stats.Set("num_dropped_tokens", num_dropped);
+  const PrefixIndex& prefixes = table_->prefixes();
+  stats.Set("num_prefix_lookups", prefixes.counts().lookups);
+  stats.Set("num_prefix_hits", prefixes.counts().hits);
+  stats.Set("num_looked_up_tokens", prefixes.counts().tokens);
+  stats.Set("num_reused_tokens", prefixes.counts().reused_tokens);
+  stats.Set("num_findable_tokens", prefixes.tree().num_tokens());
   stats.Set("num_forwards", step.number());
   stats.Set("num_pinned_pages", table_->pins().num_pins());
   stats.Set("num_send_blocks", parts_.sender.num_blocks());

@@ -278,6 +278,7 @@ void ForwardPlan::Finish() noexcept {
   copies_.clear();
   for (const Item& item : items_) {
     table_->FinishReceive(item.sequence);
+    table_->prefixes().AddPages(item.sequence);  // before the windows leave some behind
     table_->Slide(item.sequence);
   }
 }
@@ -299,6 +300,7 @@ void ForwardPlan::Abort() noexcept {
     item.sequence->tree.Truncate(item.num_earlier_nodes);
     if (item.sequence->receive) item.sequence->receive->is_in_step = false;
     table_->Grow(item.sequence, -item.num_append);
+    table_->prefixes().Truncate(item.sequence, item.sequence->committed_length());
   }
 }
 

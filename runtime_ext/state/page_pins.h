@@ -35,11 +35,6 @@ class PagePins {
     OwnInPlaceOfPin(group, page);
     (*pools_)[group].Release(page);
   }
-  /*! \brief Removes a pin; see PagePool::Retire. */
-  void UnpinAndRetire(int32_t group, int32_t page) noexcept {
-    OwnInPlaceOfPin(group, page);
-    (*pools_)[group].Retire(page);
-  }
   /*! \brief Moves the ownership of a page from a sequence to a pin. */
   void PinInPlaceOfOwner(int32_t group, int32_t page) noexcept {
     ++counts_[group][page];

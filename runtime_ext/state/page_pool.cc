@@ -70,10 +70,6 @@ void PagePool::ReleaseFrom(size_t keep, std::vector<int32_t>* pages) {
   for (; pages->size() > keep; pages->pop_back()) Release(pages->back());
 }
 
-void PagePool::Retire(int32_t page) {
-  if (DropOwner(page)) cached_.Insert(page);
-}
-
 void PagePool::Free(int32_t page) {
   ++contents_[page].generation;
   contents_[page].reclaimed_keepers = kNotReclaimed;
@@ -87,7 +83,13 @@ void PagePool::AddKeeper(int32_t page) {
 
 void PagePool::DropKeeper(int32_t page) {
   const int32_t left = --contents_[page].num_keepers;
-  num_held_and_kept_ -= left == 0 && ref_counts_[page] > 0;
+  if (left > 0) return;
+  if (ref_counts_[page] > 0) {
+    --num_held_and_kept_;
+  } else {
+    cached_.Remove(page);
+    Free(page);
+  }
 }
 
 void PagePool::Overwrite(int32_t page) {
@@ -97,14 +99,6 @@ void PagePool::Overwrite(int32_t page) {
   ++content.generation;
   ++num_reclaimed_;
   --num_held_and_kept_;
-}
-
-void PagePool::FreeCached() {
-  while (cached_.size() > 0) {
-    const int32_t page = cached_.oldest();
-    cached_.Remove(page);
-    Free(page);
-  }
 }
 
 void PagePool::ShuffleFree(uint64_t seed) {
@@ -123,7 +117,10 @@ void PagePool::CheckLists(const std::vector<int32_t>& num_owners) const {
   if (static_cast<int32_t>(cached.size()) != num_cached()) {
     Raise(kRuntimeError, "the pool counts ", num_cached(), " cached pages but has ", cached.size());
   }
-  for (int32_t page : cached) is_cached[page] = true;
+  for (int32_t page : cached) {
+    is_cached[page] = true;
+    if (NumKeepers(page) == 0) Raise(kRuntimeError, "nobody can find the cached page ", page);
+  }
   for (int32_t page = 0; page < num_pages(); ++page) {
     if (is_free[page] + is_cached[page] + (num_owners[page] > 0) != 1) {
       Raise(kRuntimeError, "page ", page, " has ", num_owners[page], " owners and is ",

@@ -5,18 +5,18 @@
  *
  *     free --Allocate--> held --Release--> free
  *       ^                 | ^
- *       |           Retire| |AddOwner
- *       |                 v |
- *       '---Reclaim----- cached
+ *       |   Release, with | | AddOwner
+ *       |   keepers       v |
+ *       '---DropKeeper-- cached --Allocate--> held
  *
- * A page is *held* while it has owners, *cached* when it has none but its content is still known,
- * and *free* otherwise. Free and cached pages are available: Allocate takes free pages first, then
+ * A page is *held* while it has owners, *cached* when it has none but keepers, and *free*
+ * otherwise. Free and cached pages are available: Allocate takes free pages first, then
  * reclaims the least recently used cached page. The *generation* of a page changes whenever its
  * content is given up, so a pair (page, generation) tells later whether the content is still there.
  *
- * *Keepers* refer to a page without owning it. They only decide whether its content is worth
- * keeping: a page with keepers becomes cached instead of free, and it is copied before its owner
- * overwrites it, if there is room.
+ * *Keepers* can find a page without owning it: histories of sequences and the prefix tree. A page
+ * with keepers becomes cached instead of free, and it is copied before its owner overwrites it, if
+ * there is room.
  *
  * A pool knows page ids and not their content. No call allocates memory after construction.
  */
@@ -78,16 +78,13 @@ class PagePool {
   void Release(int32_t page);
   /*! \brief Releases the pages of a list from index `keep` on, the last one first. */
   void ReleaseFrom(size_t keep, std::vector<int32_t>* pages);
-  /*! \brief Removes an owner. A page without owners becomes cached. */
-  void Retire(int32_t page);
 
   void AddKeeper(int32_t page);
-  /*! \brief Removes a keeper of the page's current generation. */
+  /*! \brief Removes a keeper of the page's current generation. A cached page without becomes free.
+   */
   void DropKeeper(int32_t page);
   /*! \brief Drops all keepers of a held page, because its owner will overwrite it. */
   void Overwrite(int32_t page);
-  /*! \brief Makes all cached pages free; none may have keepers. */
-  void FreeCached();
 
   /*! \brief Puts the free pages in a random order, so that tests get shuffled page tables. */
   void ShuffleFree(uint64_t seed);

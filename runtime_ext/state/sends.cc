@@ -63,7 +63,7 @@ SendBlock Sends::Acquire(Sequence* sequence) const {
 void Sends::Release(const SendBlock& block) const noexcept {
   for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
     for (auto it = block.pages[g].rbegin(); it != block.pages[g].rend(); ++it) {
-      table_->pins().UnpinAndRetire(g, *it);  // its sequence may have been removed meanwhile
+      table_->pins().Unpin(g, *it);
     }
   }
 }

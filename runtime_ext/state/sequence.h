@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "state/page_history.h"
+#include "state/prefix_tree.h"
 #include "state/sequence_window.h"
 #include "state/slot_map.h"
 #include "state/token_tree.h"
@@ -52,6 +53,12 @@ struct SendMark {
   std::vector<SlotRuns> slots;  // [group] slots of the peer for [begin, end)
 };
 
+/*! \brief The tokens of the first positions of a sequence; see prefix_index.h. */
+struct TokenRecord {
+  PrefixTree::Cursor cursor;  // behind the full pages that are in the prefix tree
+  std::vector<int32_t> tail;  // the tokens behind them
+};
+
 struct Sequence {
   int64_t id = 0;
   int64_t length = 0;  // positions held, tree nodes included
@@ -67,6 +74,7 @@ struct Sequence {
   std::shared_ptr<SequenceImport> import;  // while its content is missing
   std::unique_ptr<Receive> receive;        // positions at the end that another cache writes
   std::unique_ptr<SendMark> send;          // positions that go to another cache
+  std::unique_ptr<TokenRecord> tokens;     // when its tokens are recorded
   uint64_t batch_mark = 0;  // scratch of ForwardPlan, which finds repeated ids with it
 
   int64_t committed_length() const { return length - tree.size(); }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -39,7 +40,8 @@ SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
       geometry_(page_size, num_pages.size(), std::move(windows)),
       pools_(MakePools(num_pages)),
       pins_(&pools_),
-      histories_(&geometry_, &pools_) {
+      histories_(&geometry_, &pools_),
+      prefixes_(&geometry_, &pools_, &histories_) {
   spare_.reserve(std::min(max_num_sequences, kMaxSpare));
 }
 
@@ -85,6 +87,17 @@ Sequence* SequenceTable::Insert(int64_t id) {
 
 void SequenceTable::Add(int64_t id) { Insert(id); }
 
+int64_t SequenceTable::AddWithPrefix(int64_t id, const std::string& salt, TokenSpan tokens) {
+  Sequence* sequence = Insert(id);
+  try {
+    Grow(sequence, prefixes_.Begin(sequence, salt, tokens));
+  } catch (...) {
+    Recycle(id);
+    throw;
+  }
+  return sequence->length;
+}
+
 void SequenceTable::Remove(int64_t id) {
   std::shared_ptr<SequenceImport> import = Peek(id).import;
   if (import == nullptr) return RemoveOne(id);
@@ -93,16 +106,12 @@ void SequenceTable::Remove(int64_t id) {
 
 void SequenceTable::RemoveOne(int64_t id) {
   Sequence& sequence = sequences_.at(id);
-  int64_t num_known = sequence.import ? 0 : sequence.committed_length();
-  if (sequence.receive) num_known = sequence.receive->begin;
   FinishReceive(&sequence);
+  prefixes_.Finish(&sequence);
   for (int32_t g = 0; g < num_groups(); ++g) {
     sequence.histories[g].Clear(&pools_[g]);
-    const int64_t num_pages = geometry_.NumPages(sequence, g, num_known);
-    std::vector<int32_t>& pages = sequence.pages[g];
-    pools_[g].ReleaseFrom(static_cast<size_t>(num_pages), &pages);
     // From the end, so that the beginning, which other texts may share, is reclaimed last.
-    for (; !pages.empty(); pages.pop_back()) pools_[g].Retire(pages.back());
+    pools_[g].ReleaseFrom(0, &sequence.pages[g]);
   }
   total_length_ -= sequence.length;
   Recycle(id);
@@ -154,6 +163,7 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
     pages[g].insert(pages[g].end(), begin, begin + geometry_.NumPages(source, g, position));
   }
 
+  std::unique_ptr<TokenRecord> tokens = prefixes_.ReserveFork(source);
   Sequence* target = Insert(child);  // the last step that may throw
   for (int32_t g = 0; g < num_groups(); ++g) {
     for (int32_t page : pages[g]) pools_[g].AddOwner(page);
@@ -167,6 +177,7 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
   target->pages = std::move(pages);
   target->first_pages = std::move(first_pages);
   Grow(target, position);
+  prefixes_.Fork(source, std::move(tokens), target);
 }
 
 void SequenceTable::Pop(int64_t id, int64_t count) {
@@ -210,6 +221,7 @@ void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
     if (window.size == 0) window.num_sinks = 0;
   }
   Grow(sequence, length - sequence->length);
+  prefixes_.Truncate(sequence, length);
 }
 
 void SequenceTable::CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) const {
@@ -250,6 +262,7 @@ void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bo
           " was forked from one that has dropped positions behind its ", window.num_sinks,
           " sinks; it needs as many, got ", num_sinks);
   }
+  prefixes_.Drop(&sequence);
   window.size = size;
   window.counts_row = counts_row;
   window.num_sinks = num_sinks;
@@ -283,7 +296,7 @@ void SequenceTable::Slide(Sequence* sequence) noexcept {
       if (geometry_.HasWindow(g)) {
         histories_.LeaveBehind(sequence, g, first[i]);
       } else {
-        pools_[g].Retire(first[i]);  // dropped positions cannot be reached by a fork or pop
+        pools_[g].Release(first[i]);  // dropped positions cannot be reached by a fork or pop
       }
     }
     pages.erase(first, first + count);
@@ -294,12 +307,13 @@ void SequenceTable::Slide(Sequence* sequence) noexcept {
 void SequenceTable::Clear() {
   for (auto& [id, sequence] : sequences_) {
     FinishReceive(&sequence);
+    prefixes_.Drop(&sequence);
     for (int32_t g = 0; g < num_groups(); ++g) {
       pools_[g].ReleaseFrom(0, &sequence.pages[g]);
       sequence.histories[g].Clear(&pools_[g]);
     }
   }
-  for (PagePool& pool : pools_) pool.FreeCached();
+  prefixes_.Clear();
   sequences_.clear();
   total_length_ = 0;
 }

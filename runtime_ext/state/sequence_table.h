@@ -15,12 +15,14 @@
 #define TVM_PAGEDKV_STATE_SEQUENCE_TABLE_H_
 
 #include <cstdint>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "state/page_geometry.h"
 #include "state/page_pins.h"
 #include "state/page_pool.h"
+#include "state/prefix_index.h"
 #include "state/sequence.h"
 #include "state/window_histories.h"
 
@@ -52,6 +54,8 @@ class SequenceTable {
   const std::unordered_map<int64_t, Sequence>& sequences() const { return sequences_; }
   PagePins& pins() { return pins_; }
   const PagePins& pins() const { return pins_; }
+  PrefixIndex& prefixes() { return prefixes_; }
+  const PrefixIndex& prefixes() const { return prefixes_; }
 
   /*!
    * \brief A sequence whose content is complete.
@@ -65,6 +69,11 @@ class SequenceTable {
   Sequence* Find(int64_t id);
 
   void Add(int64_t id);
+  /*!
+   * \brief Adds a sequence that begins with the pages of an earlier text of these tokens.
+   * \return Its length; see PrefixIndex.
+   */
+  int64_t AddWithPrefix(int64_t id, const std::string& salt, TokenSpan tokens);
   /*! \brief Removes a sequence. During an import, removes all sequences of the import. */
   void Remove(int64_t id);
   /*!
@@ -134,6 +143,7 @@ class SequenceTable {
   std::vector<PagePool> pools_;
   PagePins pins_;
   WindowHistories histories_;
+  PrefixIndex prefixes_;
   using Sequences = std::unordered_map<int64_t, Sequence>;
   Sequences sequences_;
   std::vector<Sequences::node_type> spare_;

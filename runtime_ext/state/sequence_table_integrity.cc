@@ -76,20 +76,23 @@ void SequenceTable::CheckIntegrity(bool has_slid) const {
   if (total_length != total_length_) {
     Raise(kRuntimeError, "the lengths sum to ", total_length, ", not to ", total_length_);
   }
+  std::vector<std::vector<int32_t>> num_keepers;  // [group][page]
+  for (const PagePool& pool : pools_) num_keepers.emplace_back(pool.num_pages(), 0);
+  prefixes_.CheckIntegrity(sequences_, &num_keepers);
   for (int32_t g = 0; g < num_groups(); ++g) {
-    std::vector<int32_t> num_owners = pins_.counts(g), num_keepers(num_owners.size(), 0);
+    std::vector<int32_t> num_owners = pins_.counts(g);
     for (const auto& [id, sequence] : sequences_) {
       if (sequence.id != id) Raise(kRuntimeError, "sequence ", id, " believes to be ", sequence.id);
       CheckWindow(sequence, has_slid);
       CheckPages(sequence, g, has_slid);
-      CheckHistory(sequence, g, &num_keepers);
+      CheckHistory(sequence, g, &num_keepers[g]);
       for (int32_t page : sequence.pages[g]) ++num_owners[page];
       if (sequence.receive == nullptr) continue;
       const Receive::Group& backup = sequence.receive->groups[g];
       for (int32_t page : backup.gone) ++num_owners[page];
       if (backup.replaced >= 0) ++num_owners[backup.replaced];
     }
-    pools_[g].CheckIntegrity(num_owners, num_keepers);
+    pools_[g].CheckIntegrity(num_owners, num_keepers[g]);
   }
 }
 

@@ -66,7 +66,7 @@ int64_t WindowHistories::FirstReachable(const Sequence& sequence) const {
 
 void WindowHistories::LeaveBehind(Sequence* sequence, int32_t group, int32_t page) const noexcept {
   sequence->histories[group].Append(page, &(*pools_)[group]);
-  (*pools_)[group].Retire(page);
+  (*pools_)[group].Release(page);
 }
 
 void WindowHistories::ReserveTakeBack(Sequence* sequence, int64_t text_length) const {
@@ -109,7 +109,7 @@ void WindowHistories::LeaveReceiveBehind(Sequence* sequence, int32_t group) cons
       (first > backup.first_page && first * geometry_->page_size() > receive.begin);
   if (has_gap) sequence->histories[group].Clear(&(*pools_)[group]);
   for (int32_t page : backup.gone) {
-    has_gap ? (*pools_)[group].Retire(page) : LeaveBehind(sequence, group, page);
+    has_gap ? (*pools_)[group].Release(page) : LeaveBehind(sequence, group, page);
   }
 }
 

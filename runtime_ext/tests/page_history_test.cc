@@ -13,7 +13,7 @@ namespace {
 
 void Leave(PageHistory* history, int32_t page, PagePool* pool) {
   history->Append(page, pool);
-  pool->Retire(page);
+  pool->Release(page);
 }
 
 TEST_CASE("page history: find") {

@@ -38,15 +38,18 @@ TEST_CASE("page pool: release undoes allocate") {
 TEST_CASE("page pool: cached pages are reclaimed in the order of their use") {
   PagePool pool(4);
   for (int i = 0; i < 4; ++i) pool.Allocate();
-  for (int32_t page : {2, 0, 3}) pool.Retire(page);
+  for (int32_t page : {2, 0, 3}) {
+    pool.AddKeeper(page);
+    pool.Release(page);
+  }
   REQUIRE_EQ(pool.num_free(), 0);
   REQUIRE_EQ(pool.num_cached(), 3);
   REQUIRE_EQ(pool.num_available(), 3);
   REQUIRE_EQ(pool.num_used(), 1);
-  pool.CheckIntegrity({0, 1, 0, 0}, {0, 0, 0, 0});
+  pool.CheckIntegrity({0, 1, 0, 0}, {1, 0, 1, 1});
   pool.AddOwner(0);  // found again, and used last from now on
   REQUIRE_EQ(pool.num_reclaimed(), 0);
-  pool.Retire(0);
+  pool.Release(0);
   REQUIRE_EQ(pool.cached_pages().List(), (std::vector<int32_t>{2, 3, 0}));
   pool.Release(1);
   REQUIRE_EQ(pool.Allocate(), 1);  // free pages first
@@ -61,7 +64,7 @@ TEST_CASE("page pool: cached pages are reclaimed in the order of their use") {
   REQUIRE(pool.Generation(2) == generation);
   REQUIRE_EQ(pool.num_reclaimed(), 0);
   REQUIRE_EQ(pool.cached_pages().List(), (std::vector<int32_t>{2, 3, 0}));
-  pool.FreeCached();
+  for (int32_t page : {3, 2, 0}) pool.DropKeeper(page);
   REQUIRE_EQ(pool.num_free(), 3);
   REQUIRE(pool.Generation(2) != generation);
   pool.CheckIntegrity({0, 1, 0, 0}, {0, 0, 0, 0});

@@ -175,6 +175,13 @@ TEST_CASE("sequence history: removed sequences and clear") {
   SequenceTable& table = world.table;
   table.Add(0);
   world.Step({0}, {10});
+  table.Remove(0);
+  REQUIRE_EQ(table.pool(0).num_free(), 8);  // nobody could find its pages
+  table.Add(0);
+  world.Step({0}, {10});
+  const Pages tokens{1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
+  table.prefixes().Record(&table.At(0), {tokens.data(), 10});
+  table.prefixes().AddPages(&table.At(0));
   table.Fork(0, 1, 4);
   table.Remove(0);
   REQUIRE_EQ(table.pool(0).cached_pages().List(), (Pages{2, 1}));  // the end first

@@ -75,8 +75,7 @@ def test_cached_pages_count_as_available():
     assert pair.cache.cached_pages() == oldest[2:]  # those of the first positions went first
     assert pair.cache.stats()["num_reclaimed_pages"] == 2
     pair.remove(1)
-    pages = pair.cache.cached_pages()
-    assert pages[:7] == oldest[2:] and len(pages) == 10
+    assert pair.cache.cached_pages() == oldest[2:]  # nobody can find the pages of 1
     pair.cache.clear()
     assert pair.cache.stats()["num_free_pages"] == 16 and pair.cache.cached_pages() == []
 

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file prefixes.h
+ * \brief Prompts that begin like earlier ones: token ids as callers give them.
+ */
+#ifndef TVM_PAGEDKV_STEP_PREFIXES_H_
+#define TVM_PAGEDKV_STEP_PREFIXES_H_
+
+#include <tvm/ffi/string.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "state/sequence_table.h"
+#include "step/step.h"
+
+namespace pagedkv {
+
+namespace ffi = tvm::ffi;
+
+class Prefixes {
+ public:
+  /*! \brief Both must outlive this. */
+  Prefixes(Step* step, SequenceTable* table) : step_(step), table_(table) {}
+
+  // Token ids are non-negative int32 values. Each call throws Error (ValueError, KeyError); then
+  // nothing has changed.
+  /*! \brief How many positions Add would reuse for these tokens. */
+  int64_t Match(IntSpan tokens, const ffi::Bytes& salt);
+  /*!
+   * \brief Adds a sequence that begins with the pages of an earlier text. Its tokens are recorded.
+   * \param salt The namespace: texts of different salts never meet.
+   * \return The length of the new sequence, less than the number of tokens.
+   */
+  int64_t Add(int64_t sequence_id, IntSpan tokens, const ffi::Bytes& salt);
+  /*!
+   * \brief Records the tokens of committed positions, so that others find their pages.
+   * \param begin The first position; those before it must be recorded.
+   */
+  void Record(int64_t sequence_id, int64_t begin, IntSpan tokens);
+  /*! \brief Records the tokens of all rows of the step; it counts when the step ends. */
+  void RecordStep(IntSpan tokens);
+  /*! \brief Positions of a sequence whose tokens are recorded. */
+  int64_t NumRecorded(int64_t sequence_id) const;
+
+ private:
+  TokenSpan Convert(IntSpan tokens);
+  void RequireNext(const Sequence& sequence, int64_t begin) const;
+
+  Step* step_;
+  SequenceTable* table_;
+  std::vector<int32_t> tokens_;  // scratch
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STEP_PREFIXES_H_

@@ -91,6 +91,13 @@ PAGES = shape((0, 1), outside=(0, 16), negative=(-1, 0), wide=(WIDE, 1), one=(0,
 SLOTS = shape((4, 2), many=(4, 5), negative=(4, -1), wide=(WIDE + 4, 2), one=(4,), none=())
 NEW_SEQS = shape((IMPORTED,), taken=(0,), none=(), two=(IMPORTED, IMPORTED + 1))
 IMPORTED_SEQ = integer(IMPORTED, 0, UNKNOWN, -1)
+TOKENS = shape((0, 1, 9), negative=(0, -1), wide=(WIDE, 1))
+NO_TOKENS = shape((), many=(1,), negative=(-1,), wide=(WIDE,))  # all those of sequence 0 are known
+STEP_TOKENS = shape(
+    (1, 2, 3, 4, 5), few=(1, 2, 3, 4), many=(1,) * 6, none=(), negative=(1, 2, 3, 4, -5),
+    wide=(1, WIDE, 3, 4, 5),
+)  # fmt: skip
+SALT = Kind(lambda: b"salt", {})
 BAD_METADATA = {
     "empty": lambda: "",
     "an_object": lambda: "{}",
@@ -167,6 +174,11 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     CACHE + "finish_import": ("imported", [IMPORTED_SEQ]),
     DISAGG + "prepare_recv": ("idle", [SEQ, integer(2, 0, -1, 2**31)]),
     DISAGG + "mark_send": ("send", [SEQ, integer(0, -1, 2**31), SLOT_MAP, integer(0, -1, 1)]),
+    OWN + "prefix_match": ("any", [TOKENS, SALT]),
+    OWN + "prefix_add": ("idle", [NEW_SEQ, TOKENS, SALT]),
+    OWN + "prefix_record": ("any", [SEQ, integer(6, 0, 5, 7, -1), NO_TOKENS]),
+    OWN + "prefix_record_step": ("step", [STEP_TOKENS]),
+    OWN + "prefix_length": ("any", [SEQ]),
     OWN + "is_in_forward": ("any", []),
     OWN + "total_length": ("any", []),
     OWN + "stats": ("any", []),

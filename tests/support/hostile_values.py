@@ -56,6 +56,7 @@ def make_world(phase: str) -> Any:
             for layer in (MHA, SLIDING):
                 cache.attention(layer, np.full((length, 8, 8), 0.5, "float32"))
             cache.append_mla_kv(MLA, np.full((length, 24), 0.5, "float32"))
+        cache.record_tokens(seq_id, range(length))
     if phase == "step":
         cache.begin_forward(STEP_IDS, STEP_LENGTHS)
         cache.attention(MHA, np.full((ROWS, 8, 8), 0.5, "float32"))  # a source for shared K and V

@@ -12,11 +12,11 @@ import tvm_ffi
 from .._deprecation import renamed_arguments
 from .._functions import CACHE, STATE, as_int, as_shape, global_function
 from . import checkpoint
-from .attention import CacheAttention
+from .prefix import CachePrefix, as_tokens
 
 
 @tvm_ffi.register_object("pagedkv.KVCache")
-class KVCache(CacheAttention, tvm_ffi.Object):
+class KVCache(CachePrefix, tvm_ffi.Object):
     """A paged KV cache.
 
     Create one with `tvm_pagedkv.create`, `Bundle.create`, the global function ``pagedkv.create`` or
@@ -65,21 +65,6 @@ class KVCache(CacheAttention, tvm_ffi.Object):
         )
 
     # --- sequences ------------------------------------------------------------------------------
-
-    def add_sequence(self, seq_id: int) -> None:
-        """Add an empty sequence.
-
-        Parameters
-        ----------
-        seq_id : int
-            Any 64-bit integer that is not in use.
-
-        Raises
-        ------
-        ValueError
-            If a sequence has this id.
-        """
-        global_function(STATE + "add_sequence")(self, as_int("seq_id", seq_id))
 
     def remove_sequence(self, seq_id: int) -> None:
         """Remove a sequence. Its forks keep the pages that they share with it.
@@ -181,6 +166,7 @@ class KVCache(CacheAttention, tvm_ffi.Object):
         seq_ids: Sequence[int],
         append_lengths: Sequence[int],
         token_tree_parents: Sequence[int] | None = None,
+        tokens: Sequence[int] | None = None,
     ) -> None:
         """Begin a step that appends `append_lengths[i]` rows to sequence `seq_ids[i]`.
 
@@ -193,13 +179,18 @@ class KVCache(CacheAttention, tvm_ffi.Object):
         token_tree_parents : sequence of int, optional
             For each row, its parent in the token tree of its sequence: an index among all
             uncommitted nodes of that sequence, or -1 for a root. Finish with `commit_tree`.
+        tokens : sequence of int, optional
+            The token id of each row, so that `add_sequence` finds these pages once the step has
+            ended. The tokens of all positions before them must be recorded, and the rows must not
+            be nodes of token trees.
 
         Raises
         ------
         KeyError
             If there is no such sequence.
         ValueError
-            If ids repeat, a length or the total is out of range, or the tree is invalid.
+            If ids repeat, a length or the total is out of range, or the tree or `tokens` are
+            invalid.
         CacheFullError
             If too few pages are available.
         """
@@ -207,7 +198,15 @@ class KVCache(CacheAttention, tvm_ffi.Object):
         tree = token_tree_parents
         if tree is not None:
             tree = as_shape("token_tree_parents", tree)
+        tokens = None if tokens is None else as_tokens(tokens)
         global_function(STATE + "begin_forward")(self, ids, lengths, tree)
+        if tokens is None:
+            return
+        try:
+            global_function("pagedkv.prefix_record_step")(self, tokens)
+        except BaseException:
+            self.abort_forward()
+            raise
 
     def end_forward(self) -> None:
         """End the step.
@@ -240,6 +239,7 @@ class KVCache(CacheAttention, tvm_ffi.Object):
         seq_ids: Sequence[int],
         append_lengths: Sequence[int],
         token_tree_parents: Sequence[int] | None = None,
+        tokens: Sequence[int] | None = None,
     ) -> Iterator[KVCache]:
         """Run a step as a context manager: `begin_forward` on entry, `end_forward` on exit.
 
@@ -247,7 +247,7 @@ class KVCache(CacheAttention, tvm_ffi.Object):
 
         Parameters
         ----------
-        seq_ids, append_lengths, token_tree_parents
+        seq_ids, append_lengths, token_tree_parents, tokens
             As for `begin_forward`, and so are its errors.
 
         Yields
@@ -261,7 +261,7 @@ class KVCache(CacheAttention, tvm_ffi.Object):
             If a layer has not run: neither `attention` nor `self_attention` was called for it, or
             for an MLA layer `append_mla_kv`. Its new slots hold no data, so the step is aborted.
         """
-        self.begin_forward(seq_ids, append_lengths, token_tree_parents)
+        self.begin_forward(seq_ids, append_lengths, token_tree_parents, tokens)
         try:
             yield self
             missing = global_function("pagedkv.missing_layers")(self)

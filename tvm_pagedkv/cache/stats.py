@@ -24,7 +24,7 @@ class GroupStats(TypedDict):
     num_pages: int
     num_free_pages: int
     num_cached_pages: int
-    """Pages that no sequence holds but whose content is still known; they count as available."""
+    """Pages that no sequence holds but that one can find; they count as available."""
     num_reclaimed_pages: int
     """Cached pages that were reused since the cache was made."""
     num_used_pages: int
@@ -58,6 +58,16 @@ class CacheStats(TypedDict):
     """Sequences that `KVCache.load` or a transfer has begun to import."""
     total_tokens: int
     """Sum of the lengths of all sequences."""
+    num_prefix_lookups: int
+    """Sequences that were added with their tokens."""
+    num_prefix_hits: int
+    """Those of them that reuse pages of an earlier text."""
+    num_looked_up_tokens: int
+    """Tokens of these lookups."""
+    num_reused_tokens: int
+    """Those of them that need not be computed."""
+    num_findable_tokens: int
+    """Tokens of the texts whose pages a lookup may find, now."""
     num_windowed_sequences: int
     """Sequences with a sliding window of their own."""
     num_dropped_tokens: int

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of `KVCache` that finds the pages of earlier texts by their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tvm_ffi
+
+from .._functions import STATE, as_int, global_function
+from .attention import CacheAttention
+
+
+def as_tokens(tokens: Sequence[int]) -> tvm_ffi.Shape:
+    """Return token ids as a Shape; raise a TypeError or ValueError if they are not integers."""
+    return tvm_ffi.Shape(tuple(as_int("tokens", token) for token in tokens))
+
+
+def as_salt(salt: bytes) -> bytes:
+    """Return the salt; raise a TypeError if it is not bytes."""
+    if not isinstance(salt, bytes):
+        raise TypeError(f"salt must be bytes, got {salt!r}")
+    return salt
+
+
+class CachePrefix(CacheAttention):
+    """The methods of `KVCache` that take token ids."""
+
+    __slots__ = ()
+
+    def add_sequence(
+        self, seq_id: int, tokens: Sequence[int] | None = None, salt: bytes = b""
+    ) -> int:
+        """Add a sequence; with `tokens`, one that begins with the pages of an earlier text.
+
+        The sequence gets the positions of the longest beginning of `tokens` that the cache still
+        has in all layers, but never all of them: at least the last token is to be appended by a
+        step. What is reused is what the tokens would have computed, if the model depends on nothing
+        but the tokens and what `salt` stands for.
+
+        Parameters
+        ----------
+        seq_id : int
+            Any 64-bit integer that is not in use.
+        tokens : sequence of int, optional
+            The ids of the prompt's tokens, each a non-negative int32. Without them, the sequence is
+            empty.
+        salt : bytes
+            The namespace: texts with different salts never share pages. Put into it what else K and
+            V depend on, such as an adapter or an image, or who may know of the text.
+
+        Returns
+        -------
+        int
+            The length of the sequence: ``tokens[length:]`` are to be appended.
+
+        Raises
+        ------
+        ValueError
+            If a sequence has this id, or a token id is out of range.
+        """
+        if tokens is None:
+            global_function(STATE + "add_sequence")(self, as_int("seq_id", seq_id))
+            return 0
+        arguments = as_int("seq_id", seq_id), as_tokens(tokens), as_salt(salt)
+        return global_function("pagedkv.prefix_add")(self, *arguments)
+
+    def match_prefix(self, tokens: Sequence[int], salt: bytes = b"") -> int:
+        """Return the number of positions that `add_sequence` would reuse for these tokens.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+        salt : bytes
+            As for `add_sequence`, and so are the errors.
+        """
+        return global_function("pagedkv.prefix_match")(self, as_tokens(tokens), as_salt(salt))
+
+    def record_tokens(self, seq_id: int, tokens: Sequence[int]) -> None:
+        """Tell the tokens of positions, so that other sequences find their pages.
+
+        `begin_forward` takes the tokens of a step; this method is for positions that came
+        otherwise, such as those of `commit_tree` or of a transfer. Full pages are found from now
+        on, or when the step ends that appends them; a last page that is not full is found when the
+        sequence has been removed.
+
+        Parameters
+        ----------
+        seq_id : int
+            A sequence without a window of its own. If none of its tokens are recorded, its text
+            belongs to the namespace ``b""``.
+        tokens : sequence of int
+            The ids of the tokens behind those that are recorded.
+
+        Raises
+        ------
+        KeyError
+            If there is no such sequence.
+        ValueError
+            If the sequence does not have that many committed positions, if it has a window, or if a
+            token id is out of range.
+        """
+        seq_id = as_int("seq_id", seq_id)
+        begin = self.num_recorded_tokens(seq_id)
+        global_function("pagedkv.prefix_record")(self, seq_id, begin, as_tokens(tokens))
+
+    def num_recorded_tokens(self, seq_id: int) -> int:
+        """Return the number of leading positions of a sequence whose tokens are recorded.
+
+        Raises
+        ------
+        KeyError
+            If there is no such sequence.
+        """
+        return global_function("pagedkv.prefix_length")(self, as_int("seq_id", seq_id))

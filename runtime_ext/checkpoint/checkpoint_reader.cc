@@ -107,7 +107,7 @@ std::vector<int64_t> CheckpointReader::NextPages(const SequenceImport& import,
 void CheckpointReader::ImportRows(int64_t sequence_id, int64_t layer_index, ffi::Tensor k,
                                   ffi::Optional<ffi::Tensor> v) {
   step_->phase().RequireIdle("the import of rows");
-  SequenceImport& import = table_->ImportOf(sequence_id);
+  SequenceImport& import = imports_.At(sequence_id);
   const StoredLayer& layer = page_groups_.At(layer_index, "layer");
   const LayerConfig& config = layer.config;
   if (!k.defined()) Raise(kTypeError, "k must be a tensor, got None");

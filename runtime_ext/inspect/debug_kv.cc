@@ -85,10 +85,11 @@ void DebugKV::Write(LayerKind kind, Sequence* sequence, int64_t begin, int64_t c
   table_->RequireKept(*sequence, begin);
   const StreamOrder::Call on_stream(&step_->stream_order());
   const StepPhase::Change change(&step_->phase());
-  const std::vector<PageCopy> copies = table_->AcquireCopies(sequence, begin, begin + count);
+  CopyOnWrite copies(table_);
+  copies.Acquire(sequence, begin, begin + count);
   try {
-    copier_->Copy(copies);
-    WriteToSlots(kind, SlotsBehind(copies, *sequence, begin, begin + count), rows);
+    copier_->Copy(copies.copies());
+    WriteToSlots(kind, SlotsBehind(copies.copies(), *sequence, begin, begin + count), rows);
   } catch (...) {
     copies.Release(/*were_made=*/true);
     throw;

@@ -96,11 +96,12 @@ def build_object(source: str, path: Path) -> None:
 def device() -> tvm_ffi.Module:
     """The library of the emulated device, which takes the place of CUDA in TVM's runtime."""
     source = _RUNTIME.parent / "device" / "device.cc"
+    content = _digest(*(path.read_bytes() for path in (source, source.with_suffix(".h"))))
     tvm_folder = Path(tvm.__file__).parent
     libraries = _links(runtime_path(), _FFI, tvm_folder / "lib" / "libtvm_runtime.so")
     include = f"-I{tvm_folder / 'include'}"
     runtime()
-    key = [str(runtime_path()), _digest(source.read_bytes()), *_FLAGS, *libraries]
+    key = [str(runtime_path()), content, *_FLAGS, *libraries]
     path = sealed_file(
         key,
         ".so",

@@ -125,21 +125,24 @@ def sweep(folder: Path, limit: int) -> None:
 
     The modification time of a file is its last use; `disk_cache` sets it.
     """
-    for path in folder.glob(_BUILD + "*"):
-        scratch = path.with_name(path.name.removesuffix(".lock"))
-        with contextlib.suppress(OSError):
-            _unlock(scratch, _lock(scratch, wait=False))
     files = []
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if _FILE_NAME.fullmatch(path.name):
-                files.append((path.stat().st_mtime, path.stat().st_size, path))
+    with os.scandir(folder) as entries:  # one system call per file: every build ends with a sweep
+        for entry in entries:
+            if entry.name.startswith(_BUILD):
+                scratch = folder / entry.name.removesuffix(".lock")
+                with contextlib.suppress(OSError):
+                    _unlock(scratch, _lock(scratch, wait=False))
+            elif _FILE_NAME.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat()
+                    files.append((status.st_mtime, status.st_size, entry.path))
     excess = sum(num_bytes for _, num_bytes, _ in files) - limit
     newest = time.time() - _MIN_IDLE_S
     for used, num_bytes, path in sorted(files):
         if excess <= 0 or used > newest:
             break
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
         excess -= num_bytes
 
 

@@ -23,8 +23,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# After the variables are set, for this imports tvm.
+# After the variables are set, for these import tvm.
 from tvm.testing.env import has_cuda  # noqa: E402
+
+from .support import model_target, script_frames  # noqa: E402
+
+script_frames.install()
 
 
 def pytest_report_header():
@@ -51,6 +55,13 @@ def runner(request):
     from .support.gpu import kernels_on_gpu
 
     with kernels_on_gpu() if request.param == "gpu" else nullcontext():
+        yield
+
+
+@pytest.fixture(scope="module")
+def unoptimized_kernels():
+    """Compile the kernels of a module's models without LLVM's optimisations."""
+    with model_target.unoptimized():
         yield
 
 

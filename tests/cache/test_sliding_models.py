@@ -12,6 +12,8 @@ import tvm_pagedkv as pkv
 from .. import reference
 from ..support.python_kernels import poison, shuffle
 
+pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
+
 HEADS, KV_HEADS, DIM = 4, 2, 32
 SM_SCALE = DIM**-0.5
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

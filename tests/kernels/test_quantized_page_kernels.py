@@ -22,10 +22,8 @@ from ..support.quantized_cases import (
     check_rope_append,
     check_transpose_append,
     check_transpose_append_mla,
-    page_parts,
-    pages_tensor,
-    pool,
 )
+from ..support.quantized_pages import page_parts, pool
 
 parametrize_codecs = pytest.mark.parametrize("codec", CODECS)
 parametrize_seed = pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
@@ -120,7 +118,7 @@ def test_every_float8_code_is_chosen_and_read_exactly(cpu):
     spec = make_spec((1, 1), 256, (F32, "float8_e4m3fn"), 2, target=target_of(cpu))
     numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     numbers = np.nan_to_num(numbers, nan=448.0)[None, None]
-    pages = pages_tensor(pool(spec, 1), spec)
+    pages = place(pool(spec, 1))
     slot = place(np.array([1], np.int32))
     compiled("transpose_append", spec, cpu)(pages, place(numbers), place(numbers[..., ::-1]), slot)
     codes, scales = page_parts(spec, pages.numpy())

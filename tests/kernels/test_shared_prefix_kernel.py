@@ -22,6 +22,8 @@ from ..support.attention_cases import (
     compiled,
     indptr,
     normal,
+    pool_of,
+    random_pages,
     tensors_for,
 )
 from ..support.kernel_specs import BF16, F16, F32, ROPE_SPECS, make_spec, parametrize_seed
@@ -75,7 +77,7 @@ class SharedBatch(AttentionCase):
         self.row_ids = self.rng.permutation(total)[: sum(num_rows)].astype(np.int32)
         self.first_positions = (7 * np.arange(len(segments))).astype(np.int32)
         self.q_positions = self.rng.integers(0, 500, total).astype(np.int32)
-        self.pages = normal(self.rng, pages_shape(pool, spec), spec.kv_dtype)
+        self.pages = random_pages(self.rng, pages_shape(pool, spec), spec)
         unused = np.setdiff1d(np.arange(pool), self.page_values)
         self.pages[unused] = np.nan
         self.q = normal(self.rng, (total, spec.num_qo_heads, spec.qk_head_dim), spec.dtype)
@@ -90,7 +92,8 @@ class SharedBatch(AttentionCase):
         last, self.is_inline = len(self.row_indptr) - 1 if last is None else last, inline
         tensor = tensors_for(self.spec)
         o, lse = tensor(self.o), tensor(self.lse)
-        table = [tensor(x) for x in (self.q, self.pages, self.page_indptr, self.page_values)]
+        pages = pool_of(self.spec, self.pages)
+        table = [tensor(x) for x in (self.q, pages, self.page_indptr, self.page_values)]
         rows = [tensor(x) for x in (self.row_indptr, self.row_ids)]
         if self.spec.kind == "mla":
             kernel = compiled("mla_prefill_shared", self.spec, cpu)

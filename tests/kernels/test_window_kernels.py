@@ -13,7 +13,7 @@ from tvm_pagedkv.config import standard_slopes
 
 from .. import reference
 from ..reference import window as reference_window
-from ..support.attention_cases import PagedBatch, compiled
+from ..support.attention_cases import PagedBatch, compiled, pool_of
 from ..support.kernel_specs import (
     BF16,
     F16,
@@ -74,7 +74,8 @@ class WindowBatch(PagedBatch):
             [] if name.startswith("decode") else [self.tensor(self.q_indptr)]
         )
         compiled(name, self.spec, cpu)(
-            *q, self.tensor(self.pages), *(self.tensor(x) for x in arrays), self.o, self.lse,
+            *q, self.tensor(pool_of(self.spec, self.pages)), *(self.tensor(x) for x in arrays),
+            self.o, self.lse,
             *self.scalars(causal=causal, inline=inline),
         )  # fmt: skip
 

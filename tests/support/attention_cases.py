@@ -22,7 +22,9 @@ from tvm_pagedkv.compiler.cuda.source import cuda_source
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
 from .. import reference
+from ..reference import quantized
 from .cuda_emulator import emulated
+from .quantized_pages import quantized_pool
 
 PAST_THE_END = 1 << 20  # what the int32 arrays hold outside of their views
 SPARE_PAGES = 3
@@ -74,8 +76,9 @@ def cuda_text(name: str, spec: KernelSpec) -> str:
 
 
 def tensor(array: np.ndarray, shift: int = 3):
-    """`array` at element `shift` of a larger tensor."""
+    """`array` at element `shift` of a larger tensor; quantized pages start at four bytes."""
     array = np.asarray(array)
+    shift += array.dtype == np.uint8 and -shift % 4
     garbage = {"i": PAST_THE_END, "u": 0xA5}.get(array.dtype.kind, np.nan)
     whole = np.full(array.size + 2 * shift, garbage, array.dtype)
     whole[shift : shift + array.size] = array.reshape(-1)
@@ -104,6 +107,23 @@ def normal(rng, shape, dtype: str) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32).astype(dtype)
 
 
+def page_dtype(spec: KernelSpec) -> str:
+    """Type of the pages of the reference."""
+    return spec.kv_dtype if spec.codec is None else "float32"
+
+
+def random_pages(rng, shape, spec: KernelSpec) -> np.ndarray:
+    """Pages of random rows; those that a quantized cache gives back, as float32, with a codec."""
+    if spec.codec is None:
+        return normal(rng, shape, spec.kv_dtype)
+    return quantized.keep(spec.codec, normal(rng, shape, "float32"), spec.v_head_dim)
+
+
+def pool_of(spec: KernelSpec, pages: np.ndarray) -> np.ndarray:
+    """What a kernel is given for pages; with a codec, rows of NaN are slots full of garbage."""
+    return pages if spec.codec is None else quantized_pool(spec, pages)
+
+
 class AttentionCase:
     """Outputs of a kernel, and what they must be by `expected`, which each kind of case has."""
 
@@ -112,7 +132,7 @@ class AttentionCase:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """The types whose rounding shows in the outputs."""
-        return self.spec.dtype, self.spec.kv_dtype
+        return (self.spec.dtype,) if self.spec.codec else (self.spec.dtype, self.spec.kv_dtype)
 
     def verify(self, *args, **how) -> None:
         """Compare `o` and `lse` with the reference; the arguments are those of `expected`."""
@@ -120,7 +140,9 @@ class AttentionCase:
 
     def compare(self, expected, *dtypes: str) -> None:
         """Compare what the kernel wrote with the expected pair."""
-        how = {"rounds_qk": self.is_inline}
+        # With bfloat16 rows, K is rounded to pairs after its codes were multiplied with scales.
+        is_rounded = self.spec.codec is not None and self.spec.dtype == "bfloat16"
+        how = {"rounds_qk": self.is_inline or is_rounded}
         reference.assert_state_close(self.state(), expected, *dtypes, **how)
 
     def state(self):
@@ -188,7 +210,7 @@ class PagedBatch(Batch):
             np.int32,
         )
         shape = (pool, 2, spec.num_kv_heads, page, spec.qk_head_dim)
-        self.pages = normal(self.rng, shape, spec.kv_dtype)
+        self.pages = random_pages(self.rng, shape, spec)
         used = np.zeros((pool, page), bool)
         for b in range(len(lengths)):
             page_ids = self.page_values[self.page_indptr[b] : self.page_indptr[b + 1]]
@@ -205,7 +227,8 @@ class PagedBatch(Batch):
         kernel = compiled("decode" if window is None else "decode_sliding", self.spec, cpu)
         outputs = [self.o, self.lse, *self.scalars(causal=None, inline=inline)]
         outputs += [] if window is None else [window]
-        kernel(self.tensor(self.q), self.tensor(self.pages), *self._table(), *outputs)
+        pages = self.tensor(pool_of(self.spec, self.pages))
+        kernel(self.tensor(self.q), pages, *self._table(), *outputs)
 
     def prefill(
         self, causal: bool = True, cpu: str = "native", inline: bool = False, window=None
@@ -215,7 +238,7 @@ class PagedBatch(Batch):
         outputs = [self.o, self.lse, *self.scalars(causal=causal, inline=inline)]
         outputs += [] if window is None else [window]
         q = (self.tensor(self.q), self.tensor(self.q_indptr))
-        kernel(*q, self.tensor(self.pages), *self._table(), *outputs)
+        kernel(*q, self.tensor(pool_of(self.spec, self.pages)), *self._table(), *outputs)
 
     def expected(self, causal: bool = True, inline: bool = False, window=None):
         """Return the reference's `(o, lse)`."""

@@ -9,7 +9,17 @@ from tir_kernels.spec import KernelSpec, RopeSpec
 from tvm_pagedkv.compiler.build import vector_target
 
 from .. import reference
-from .attention_cases import SPARE_PAGES, AttentionCase, compiled, indptr, normal, tensors_for
+from .attention_cases import (
+    SPARE_PAGES,
+    AttentionCase,
+    compiled,
+    indptr,
+    normal,
+    page_dtype,
+    pool_of,
+    random_pages,
+    tensors_for,
+)
 
 
 def make_spec(
@@ -55,10 +65,10 @@ class LatentBatch(AttentionCase):
             [kv - max(n - 1, 0) * page for kv, n in zip(self.kv_lens, num_pages, strict=True)],
             np.int32,
         )
-        self.pages = np.full((pool, page, spec.qk_head_dim), np.nan, spec.kv_dtype)
+        self.pages = np.full((pool, page, spec.qk_head_dim), np.nan, page_dtype(spec))
         for b in range(len(lengths)):
             slots = self.slots(b)
-            rows = normal(self.rng, (len(slots), spec.qk_head_dim), spec.kv_dtype)
+            rows = random_pages(self.rng, (len(slots), spec.qk_head_dim), spec)
             self.pages[slots // page, slots % page] = rows
         shape = (sum(self.num_rows), spec.num_qo_heads)
         self.q = normal(self.rng, (*shape, spec.qk_head_dim), spec.dtype)
@@ -75,7 +85,10 @@ class LatentBatch(AttentionCase):
         """Run `mla_prefill`."""
         table = (self.page_indptr, self.page_values, self.last_page_len)
         compiled("mla_prefill", self.spec, cpu)(
-            *(self.tensor(x) for x in (self.q, self.q_indptr, self.pages, *table)),
+            *(
+                self.tensor(x)
+                for x in (self.q, self.q_indptr, pool_of(self.spec, self.pages), *table)
+            ),
             self.o,
             self.lse,
             int(causal),

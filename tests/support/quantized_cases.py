@@ -11,59 +11,16 @@ from __future__ import annotations
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 
-from tir_kernels.layout import page_bytes, page_shape, rows_per_slot
-from tir_kernels.spec import CudaTarget, KernelSpec
+from tir_kernels.layout import page_bytes, rows_per_slot
+from tir_kernels.spec import KernelSpec
 
 from .. import reference
 from ..reference import quantized
-from .attention_cases import compiled, normal, tensor
+from .attention_cases import compiled, normal, tensor, tensors_for
+from .quantized_pages import GARBAGE, page_parts, pool, read_rows, slot_parts, write_rows
 
-GARBAGE = 0xA5  # of pages that nobody has written
 REORDERED = 2e-6  # how far sums in another order move a value, relative to the row
 CODECS = ("int8", "float8_e4m3fn", "int4")
-
-
-def pool(spec: KernelSpec, num_pages: int) -> np.ndarray:
-    """Quantized pages full of garbage: uint8 ``[num_pages, page_bytes]``."""
-    return np.full((num_pages, page_bytes(spec)), GARBAGE, np.uint8)
-
-
-def pages_tensor(pages: np.ndarray, spec: KernelSpec):
-    """Pages at the least aligned place that a kernel takes."""
-    return tensor(pages, 16 if isinstance(spec.target, CudaTarget) else 4)
-
-
-def page_parts(spec: KernelSpec, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Views of the codes and the scales of pages; see `reference.quantized.page_parts`."""
-    shape = page_shape(spec)[:-1]
-    return quantized.page_parts(spec.codec, pages, shape, spec.qk_head_dim, spec.v_head_dim)
-
-
-def slot_parts(spec: KernelSpec, pages: np.ndarray, slots) -> tuple[np.ndarray, np.ndarray]:
-    """Codes as numbers and scales of slots: ``[n, rows_per_slot, ...]`` float32; K, then V."""
-    page, offset = np.asarray(slots) // spec.page_size, np.asarray(slots) % spec.page_size
-    codes, scales = (
-        x[page, ..., offset, :].reshape(len(page), rows_per_slot(spec), -1)
-        for x in page_parts(spec, pages)
-    )
-    return quantized.codes_of(spec.codec, codes), scales.astype(np.float32)
-
-
-def write_rows(spec: KernelSpec, pages: np.ndarray, slots, rows: np.ndarray) -> None:
-    """Quantize rows ``[n, rows_per_slot, width]`` into slots, as the reference does."""
-    rotated = quantized.rotate(spec.codec, rows, spec.v_head_dim)
-    numbers, scales = quantized.quantize(spec.codec, rotated, spec.v_head_dim)
-    codes = quantized.code_bytes(spec.codec, numbers)
-    page, offset = np.asarray(slots) // spec.page_size, np.asarray(slots) % spec.page_size
-    for part, values in zip(page_parts(spec, pages), (codes, scales), strict=True):
-        shape = (len(page), *part.shape[1:-2], part.shape[-1])
-        with np.errstate(invalid="ignore"):
-            part[page, ..., offset, :] = values.reshape(shape).astype(part.dtype)
-
-
-def read_rows(spec: KernelSpec, pages: np.ndarray, slots) -> np.ndarray:
-    """What slots stand for: float32 ``[n, rows_per_slot, width]``."""
-    return quantized.dequantize(spec.codec, *slot_parts(spec, pages, slots), spec.v_head_dim)
 
 
 def hostile_rows(rng, shape, dtype: str) -> np.ndarray:
@@ -126,7 +83,7 @@ def check_transpose_append(spec: KernelSpec, num_rows: int, seed: int, cpu: str 
     k, v = (hostile_rows(rng, shape, spec.dtype) for _ in range(2))
     slots = rng.permutation(num_pages * spec.page_size)[:num_rows].astype(np.int32)
     slots[1::5] = -1
-    pages = pages_tensor(pool(spec, num_pages), spec)
+    pages = tensors_for(spec)(pool(spec, num_pages))
     compiled("transpose_append", spec, cpu)(pages, tensor(k), tensor(v), tensor(slots))
     rows = np.stack([k, v], 1).astype(np.float32).reshape(num_rows, rows_per_slot(spec), -1)
     is_kept = slots >= 0
@@ -156,7 +113,7 @@ def check_rope_append(
     slots = rng.permutation(num_pages * spec.page_size)[:num_rows].astype(np.int32)
     slots[2::7] = -1
     q_out = tensor(np.full((num_rows, num_qo, spec.qk_head_dim), np.nan, spec.dtype))
-    pages = pages_tensor(pool(spec, num_pages), spec)
+    pages = tensors_for(spec)(pool(spec, num_pages))
     indptr = np.array([0, num_rows // 3, num_rows], np.int32)
     arrays = [tensor(x) for x in (qkv, indptr, positions, slots)]
     compiled("rope_append", spec, cpu)(*arrays, q_out, pages, apply_rope)
@@ -178,7 +135,7 @@ def check_transpose_append_mla(spec: KernelSpec, num_rows: int, seed: int) -> No
     kv = hostile_rows(rng, (num_rows, spec.qk_head_dim), spec.dtype)
     slots = rng.permutation(num_pages * spec.page_size)[:num_rows].astype(np.int32)
     slots[1::5] = -1
-    pages = pages_tensor(pool(spec, num_pages), spec)
+    pages = tensors_for(spec)(pool(spec, num_pages))
     compiled("transpose_append_mla", spec)(pages, tensor(kv), tensor(slots))
     is_kept = slots >= 0
     rows = kv.astype(np.float32)[is_kept, None]
@@ -203,14 +160,14 @@ def check_copies(spec: KernelSpec, seed: int) -> None:
             part[destination[0], ..., destination[1], :] = part[source[0], ..., source[1], :]
 
     pages = random_pages(rng, spec, 43)
-    actual, length = pages_tensor(pages, spec), spec.page_size // 2
+    actual, length = tensors_for(spec)(pages), spec.page_size // 2
     compiled("copy_single_page", spec)(actual, 3, 1, length)
     copy(pages, (3, np.arange(length)), (1, np.arange(length)))
     np.testing.assert_array_equal(actual.numpy(), pages)
 
     pairs = rng.permutation(43).reshape(-1)[:40].reshape(2, 20)
     copies = np.stack([*pairs, rng.integers(0, spec.page_size + 1, 20)]).astype(np.int32)
-    actual = pages_tensor(pages, spec)
+    actual = tensors_for(spec)(pages)
     compiled("copy_pages", spec)(actual, tensor(copies))
     for source, destination, length in copies.T:
         copy(pages, (source, np.arange(length)), (destination, np.arange(length)))
@@ -218,7 +175,7 @@ def check_copies(spec: KernelSpec, seed: int) -> None:
 
     slots = rng.integers(0, 43 * spec.page_size, (2, 50)).astype(np.int32)
     indptr = np.array([0, 0, 20, 50], np.int32)
-    actual = pages_tensor(pages, spec)
+    actual = tensors_for(spec)(pages)
     compiled("compact_copy", spec)(actual, tensor(indptr), tensor(slots), 3)
     for pair in slots.T:
         source, destination = (([slot // spec.page_size], [slot % spec.page_size]) for slot in pair)
@@ -239,7 +196,7 @@ def check_debug_get_kv(spec: KernelSpec, num_rows: int, seed: int, cpu: str = "n
     shape = (3, num_rows, width) if is_latent else (3, num_rows, spec.num_kv_heads, width)
     sinks = [tensor(np.full(shape, 7, spec.dtype)) for _ in range(1 if is_latent else 2)]
     name = "debug_get_kv_mla" if is_latent else "debug_get_kv"
-    compiled(name, spec, cpu)(pages_tensor(pages, spec), tensor(slots), *sinks, 1)
+    compiled(name, spec, cpu)(tensors_for(spec)(pages), tensor(slots), *sinks, 1)
     expected = read_rows(spec, pages, slots).reshape(num_rows, len(sinks), *shape[2:])
     for n, sink in enumerate(sinks):
         found = sink.numpy().astype(np.float32)

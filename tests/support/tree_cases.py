@@ -8,7 +8,7 @@ import numpy as np
 from tir_kernels.spec import KernelSpec
 
 from .. import reference
-from .attention_cases import PagedBatch, RaggedBatch, compiled, indptr
+from .attention_cases import PagedBatch, RaggedBatch, compiled, indptr, pool_of
 from .mla_cases import LatentBatch
 
 
@@ -94,7 +94,7 @@ class PagedTrees(_Trees, PagedBatch):
         arrays = (
             self.tensor(self.q),
             self.tensor(self.q_indptr),
-            self.tensor(self.pages),
+            self.tensor(pool_of(self.spec, self.pages)),
             *self._table(),
         )
         outputs = (self.o, self.lse, *self.scalars(causal=None, inline=inline))
@@ -149,7 +149,10 @@ class LatentTrees(_Trees, LatentBatch):
         """Run `mla_tree`."""
         table = (self.page_indptr, self.page_values, self.last_page_len)
         compiled("mla_tree", self.spec, cpu)(
-            *(self.tensor(x) for x in (self.q, self.q_indptr, self.pages, *table)),
+            *(
+                self.tensor(x)
+                for x in (self.q, self.q_indptr, pool_of(self.spec, self.pages), *table)
+            ),
             self.o,
             self.lse,
             self.sm_scale,

@@ -45,9 +45,10 @@ class QuantizedPairs(PairOperands):
                         if c.lanes < self.lanes:
                             pairs = shuffle([pairs], range(c.lanes))
                         if kv_len is not None:
+                            position = first + row + t
                             pairs = self.select(
                                 pairs,
-                                lambda n, t=t: within(first + row + t + n, begin, kv_len),
+                                lambda n, at=position: within(at + n, begin, kv_len),
                                 c.lanes,
                             )
                         at = packed((row + t) // 2, start + c.start)

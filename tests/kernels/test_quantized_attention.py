@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention to quantized pages, against the reference over what the codes stand for.
+
+The numbers that codes stand for are exact, so errors are those of the arithmetic, as for pages that
+are not quantized. Slots that nobody has written hold random codes and scales, NaN among these.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tir_kernels.spec import RopeSpec
+
+from ..support.attention_cases import PagedBatch
+from ..support.kernel_specs import (
+    BATCHES,
+    BF16,
+    DECODE_BATCHES,
+    F16,
+    F32,
+    make_spec,
+    parametrize_seed,
+    target_of,
+)
+from ..support.mla_cases import LatentBatch
+from ..support.mla_cases import make_spec as make_mla_spec
+from ..support.quantized_cases import CODECS
+from ..support.tree_cases import LatentTrees, PagedTrees
+from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
+from .test_tree_kernels import paged_trees
+from .test_window_kernels import DECODES, PREFILLS, WindowBatch
+
+ALIBI = tuple(np.geomspace(1e-3, 1, 6))
+# Heads, head dims, page sizes; groups of one, of many and of odd numbers of heads.
+SHAPES = {
+    "32:8x128-p16": ((32, 8), 128, 16, {}),
+    "71:1x64-p256": ((71, 1), 64, 256, {}),
+    "5:5x96-p1": ((5, 5), 96, 1, {}),
+    "7:1x576-p2": ((7, 1), 576, 2, {}),
+    "6:2x256-p4-alibi": ((6, 2), 256, 4, {"alibi_slopes": ALIBI}),
+    "4:2x64-p8-cap": ((4, 2), 64, 8, {"logit_softcap": 30.0}),
+}
+ODD_SHAPES = {"5:1x80-p4": ((5, 1), 80, 4, {}), "2:2x8-p8": ((2, 2), 8, 8, {})}
+parametrize_shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+parametrize_codecs = pytest.mark.parametrize("codec", CODECS)
+parametrize_dtypes = pytest.mark.parametrize("dtype", [F32, F16, BF16])
+
+
+def spec_of(shape, dtype: str, codec: str, **fields):
+    heads, dim, page, more = shape
+    return make_spec(heads, dim, (dtype, codec), page, **more, **fields)
+
+
+@parametrize_shapes
+@parametrize_dtypes
+@parametrize_codecs
+@pytest.mark.parametrize("batch", DECODE_BATCHES)
+@parametrize_seed
+def test_decode(shape, dtype, codec, batch, seed):
+    case = PagedBatch(spec_of(shape, dtype, codec), DECODE_BATCHES[batch], seed)
+    case.decode()
+    case.verify()
+
+
+@parametrize_shapes
+@parametrize_dtypes
+@parametrize_codecs
+@pytest.mark.parametrize("batch", ["mixed", "tiles"])
+@parametrize_seed
+def test_prefill(shape, dtype, codec, batch, seed):
+    case = PagedBatch(spec_of(shape, dtype, codec), BATCHES[batch], seed)
+    case.prefill()
+    case.verify()
+
+
+@pytest.mark.parametrize("shape", ODD_SHAPES.values(), ids=ODD_SHAPES)
+@parametrize_dtypes
+@pytest.mark.parametrize("codec", ["int8", "float8_e4m3fn"])
+@parametrize_seed
+def test_rows_of_any_width(shape, dtype, codec, seed):
+    spec = spec_of(shape, dtype, codec)
+    case = PagedBatch(spec, DECODE_BATCHES["cuts"], seed)
+    case.decode()
+    case.verify()
+    case = PagedBatch(spec, BATCHES["mixed"], seed)
+    case.prefill(causal=False)
+    case.verify(causal=False)
+
+
+@parametrize_dtypes
+@parametrize_codecs
+@pytest.mark.parametrize("cpu", ["x86-64-v4", "x86-64-v3", "x86-64"])
+@parametrize_seed
+def test_other_cpus(dtype, codec, cpu, seed):
+    spec = spec_of(SHAPES["5:5x96-p1"], dtype, codec, target=target_of(cpu, dtype))
+    case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
+    case.decode(cpu)
+    case.verify()
+    case = PagedBatch(spec, BATCHES["mixed"], seed)
+    case.prefill(cpu=cpu)
+    case.verify()
+
+
+@parametrize_dtypes
+@parametrize_codecs
+@pytest.mark.parametrize("window", [1, 33, 100])
+@parametrize_seed
+def test_windows_of_layers(dtype, codec, window, seed):
+    spec = spec_of(SHAPES["6:2x256-p4-alibi"], dtype, codec, kind="mha_sliding")
+    case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
+    case.decode(window=window)
+    case.verify(window=window)
+    case = PagedBatch(spec, BATCHES["mixed"], seed)
+    case.prefill(window=window)
+    case.verify(window=window)
+
+
+@parametrize_dtypes
+@parametrize_codecs
+@pytest.mark.parametrize("batch", DECODES)
+@parametrize_seed
+def test_decode_of_sequences_with_gaps(dtype, codec, batch, seed):
+    case = WindowBatch(spec_of(SHAPES["5:5x96-p1"], dtype, codec), DECODES[batch], seed)
+    case.run("decode", case.length_rows(4).reshape(-1), False)
+    case.verify(4, False)
+
+
+@parametrize_dtypes
+@parametrize_codecs
+@pytest.mark.parametrize("batch", PREFILLS)
+@parametrize_seed
+def test_prefill_of_sequences_with_gaps(dtype, codec, batch, seed):
+    case = WindowBatch(spec_of(SHAPES["32:8x128-p16"], dtype, codec), PREFILLS[batch], seed)
+    case.run("prefill", case.length_rows(4).reshape(-1), False, causal=True)
+    case.verify(4, False)
+
+
+@parametrize_dtypes
+@parametrize_codecs
+@parametrize_seed
+def test_trees(dtype, codec, seed):
+    trees = paged_trees(np.random.default_rng(seed))
+    case = PagedTrees(spec_of(SHAPES["5:5x96-p1"], dtype, codec), trees, seed)
+    case.run()
+    case.verify()
+
+
+@pytest.mark.parametrize("shape", ["32:8x128-p16", "6:2x256-p4-alibi", "4:2x64-p8-cap"])
+@parametrize_dtypes
+@parametrize_codecs
+@pytest.mark.parametrize("segments", SEGMENTS)
+@parametrize_seed
+def test_shared_prefixes(shape, dtype, codec, segments, seed):
+    SharedBatch(spec_of(SHAPES[shape], dtype, codec), SEGMENTS[segments], seed).check()
+
+
+@pytest.mark.parametrize("dims", [(512, 64), (64, 32)], ids=lambda dims: f"{dims[0]}+{dims[1]}")
+@parametrize_dtypes
+@parametrize_codecs
+@parametrize_seed
+def test_latent_rows(dims, dtype, codec, seed):
+    spec = make_mla_spec(5, dims, (dtype, codec), 4)
+    for batch in ("mixed", "tiles"):
+        case = LatentBatch(spec, BATCHES[batch], seed)
+        case.run()
+        case.verify()
+    case = LatentTrees(spec, paged_trees(np.random.default_rng(seed)), seed)
+    case.run()
+    case.verify()
+    SharedBatch(spec, SEGMENTS["many"], seed).check()
+
+
+@pytest.mark.parametrize("codec", ["int8", "float8_e4m3fn"])
+@parametrize_dtypes
+@parametrize_seed
+def test_scales_of_latent_rows_change_within_a_vector(dtype, codec, seed):
+    case = LatentBatch(make_mla_spec(3, (40, 24), (dtype, codec), 4), BATCHES["mixed"], seed)
+    case.run()
+    case.verify()
+
+
+@pytest.mark.parametrize("rotary_dim", [128, 20])
+@pytest.mark.parametrize("codec", ["int8", "float8_e4m3fn"])
+@parametrize_dtypes
+@parametrize_seed
+def test_inline_rope(rotary_dim, codec, dtype, seed):
+    rope = RopeSpec(rotary_dim=rotary_dim)
+    spec = spec_of(SHAPES["32:8x128-p16"], dtype, codec, rope=rope)
+    case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
+    case.decode(inline=True)
+    case.verify(inline=True)
+    case = PagedBatch(spec, BATCHES["mixed"], seed)
+    case.prefill(inline=True)
+    case.verify(inline=True)
+    SharedBatch(spec, SEGMENTS["many"], seed).check(inline=True)
+
+
+def test_int4_refuses_inline_rope():
+    spec = spec_of(SHAPES["32:8x128-p16"], F32, "int4")
+    with pytest.raises(ValueError, match="kv_dtype 'int4' keeps K multiplied with a Hadamard"):
+        PagedBatch(spec, BATCHES["alone"], 0).prefill(inline=True)
+    with pytest.raises(ValueError, match="kv_dtype 'int4' keeps K multiplied with a Hadamard"):
+        PagedBatch(spec, DECODE_BATCHES["alone"], 0).decode(inline=True)
+
+
+@parametrize_codecs
+@parametrize_dtypes
+@parametrize_seed
+def test_rows_that_are_no_numbers_reach_only_those_that_see_them(codec, dtype, seed):
+    """A row of NaN in K or V has the scale NaN: it spoils what sees it, and nothing else."""
+    spec = spec_of(SHAPES["32:8x128-p16"], dtype, codec)
+    whole = PagedBatch(spec, [(30, 50)], seed)
+    whole.prefill()
+    for plane in range(2):
+        case = PagedBatch(spec, [(30, 50)], seed)
+        page = case.page_values[case.page_indptr[0] + 40 // spec.page_size]
+        case.pages[page, plane, :, 40 % spec.page_size] = np.nan
+        case.prefill()
+        o = case.o.numpy().astype(np.float32)
+        assert np.isnan(o[20:]).all()
+        np.testing.assert_array_equal(o[:20], whole.o.numpy()[:20].astype(np.float32))

@@ -34,7 +34,7 @@ SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytes
 PAGE_SIZES = 1, 4, 16
 SLOPES = 0.5, -0.1
 # Layers without a window, with windows of two sizes, and MLA layers, alone and mixed; rotation;
-# whether sequences have windows of their own; soft-cap, and ALiBi by slopes that heads have.
+# whether sequences have windows of their own; soft-cap, and ALiBi by slopes that heads have; codec.
 WORLDS = {
     "plain": {"layers": (0, 0)},
     "rotated": {"layers": (0, 0), "mode": "normal", "softcap": 2.0},
@@ -45,6 +45,8 @@ WORLDS = {
     "sequence_windows": {"layers": (0, 0), "mode": "inline", "has_windows": True, "softcap": 2.0},
     "text_windows": {"layers": (0, 0), "mode": "normal", "has_windows": True},
     "both_windows": {"layers": (0, 6, 0, 15), "has_windows": True, "slopes": SLOPES},
+    "int8": {"layers": (0, MLA, 5, MLA, 0, 9), "mode": "inline", "codec": "int8"},
+    "float8": {"layers": (0, 6), "mode": "normal", "has_windows": True, "codec": "float8_e4m3fn"},
 }
 OPERATIONS = [
     Step(), TreeStep(), Commit(), Add(), Remove(), Clear(), Fork(), Pop(), Overwrite(), Mistake(),

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tir_kernels.codec import Codec
+
 from .dense_attention import alibi_bias, attention
 from .mla import mla_absorbed, mla_expand
+from .quantized import keep
 from .rope import Rope, rotate
 from .trees import tree_mask, tree_path, tree_positions
 
@@ -22,7 +25,7 @@ class ReferenceCache:
     Parameters
     ----------
     num_layers : int
-    kv_dtype : numpy dtype of the pages.
+    kv_dtype : numpy dtype of the pages, or the `Codec` that quantizes their rows.
     rope : Rope or None
     mode : {"none", "normal", "inline"}
     windows : one per layer, optional
@@ -30,6 +33,8 @@ class ReferenceCache:
     softcap : float, optional
     alibi : one sequence of slopes, or None, per layer, optional
     """
+
+    v_width: int | None = None  # of quantized latent rows: their columns that are V
 
     def __init__(
         self,
@@ -92,6 +97,12 @@ class ReferenceCache:
         kv = self.sequences[seq_id][layer]
         return 0 if kv is None else len(kv[0])
 
+    def kept(self, rows: np.ndarray) -> np.ndarray:
+        """Rows ``[..., D]`` as the pages give them back."""
+        if isinstance(self.kv_dtype, Codec):
+            return keep(self.kv_dtype, rows, self.v_width)
+        return rows.astype(self.kv_dtype)
+
     def kv(self, seq_id: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V ``[length, Hk, D]`` as the pages hold them."""
         return self.sequences[seq_id][layer]
@@ -114,7 +125,7 @@ class ReferenceCache:
                 end = positions[-1] + 1
                 q = rotate(q, positions, self.rope, end).astype(qkv.dtype)
                 k = rotate(k, positions, self.rope, end)
-            k, v = k.astype(self.kv_dtype), v.astype(self.kv_dtype)
+            k, v = self.kept(k), self.kept(v)
             if held is not None:
                 k, v = np.concatenate([held[0], k]), np.concatenate([held[1], v])
             self.sequences[seq_id][layer] = (k, v)
@@ -136,7 +147,7 @@ class ReferenceLatentCache(ReferenceCache):
         """Append this step's rows of ``latent [T, D]``."""
         start = 0
         for seq_id, num_rows in zip(seq_ids, append_lengths, strict=True):
-            rows = np.asarray(latent[start : start + num_rows]).astype(self.kv_dtype)
+            rows = self.kept(np.asarray(latent[start : start + num_rows]))
             held = self.sequences[seq_id][layer]
             start += num_rows
             rows = rows if held is None else np.concatenate([held[0], rows])

@@ -76,8 +76,9 @@ def nearest_code(codec, values: np.ndarray) -> np.ndarray:
 def dequantize(codec, codes: np.ndarray, scales: np.ndarray, v_width: int) -> np.ndarray:
     """Rows ``[..., width]`` in float32, rotated back, of what `quantize` gives."""
     rows = np.empty_like(codes)
-    for g, (begin, end) in enumerate(codec.groups(codes.shape[-1], v_width)):
-        rows[..., begin:end] = codes[..., begin:end] * scales[..., g, None]
+    with np.errstate(all="ignore"):  # unused slots hold anything
+        for g, (begin, end) in enumerate(codec.groups(codes.shape[-1], v_width)):
+            rows[..., begin:end] = codes[..., begin:end] * scales[..., g, None]
     return rotate(codec, rows, v_width)
 
 
@@ -116,6 +117,6 @@ def page_parts(codec, pages: np.ndarray, row_shape: tuple, width: int, v_width: 
     codes_end = num_rows * codec.row_bytes(width)
     scales_end = codes_end + num_rows * codec.scale_bytes(width, v_width)
     dtype = ml_dtypes.bfloat16 if codec.scale_dtype == "bfloat16" else np.float32
-    codes = pages[:, :codes_end].reshape(len(pages), *row_shape, -1)
+    codes = pages[:, :codes_end].reshape(len(pages), *row_shape, codec.row_bytes(width))
     scales = pages[:, codes_end:scales_end].view(dtype)
     return codes, scales.reshape(len(pages), *row_shape, num_groups)

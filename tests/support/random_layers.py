@@ -115,6 +115,8 @@ def draw_layer(
         return LatentAttention(world, layer, batch, lengths, can_be_whole and world.chance(0.5))
     # Within a chunk that is longer than a window not all rows see each other.
     can_split = not 0 < world.layers[layer] < max(lengths)
+    # It sees the step's own rows before they are quantized, which the reference does not tell.
+    can_split = can_split and not world.quantized
     for seq_id, num_rows in zip(batch, lengths, strict=True):
         window = world.window(seq_id)
         can_split = can_split and not (

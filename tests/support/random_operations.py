@@ -244,7 +244,9 @@ class Overwrite(Operation):
 
     def check(self, world: World, args: Any, result: None) -> None:
         seq_id, begin, written, _ = args
-        layers = (world.mla if len(written) == 1 else world.mha).sequences[seq_id]
+        expected = world.mla if len(written) == 1 else world.mha
+        written = [expected.kept(new) for new in written]
+        layers = expected.sequences[seq_id]
         for layer, held in enumerate(layers):
             rows = tuple(x.copy() for x in held)
             for row, new in zip(rows, written, strict=True):

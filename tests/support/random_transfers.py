@@ -125,7 +125,7 @@ class Transfer(Operation):
         for layer, group in enumerate(world.groups):
             block.rows.append(peer.pages(layer)[slots_of(peer, layer, block.slots[group])])
             about = world.cache.description["layers"][layer]
-            rows = regions(about, world.page_size, "float32", runs[group])
+            rows = regions(about, world.page_size, runs[group])
             pages = (_runtime.pages_of(each.cache, layer) for each in (world, peer))
             _runtime.copy_regions(*pages, rows)
         peer.blocks[block_id] = block

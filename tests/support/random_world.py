@@ -18,6 +18,7 @@ import numpy as np
 import tvm
 
 import tvm_pagedkv as pkv
+from tir_kernels.codec import CODECS
 from tvm_pagedkv.transfer._runtime import pages_of
 
 from .. import reference
@@ -25,6 +26,7 @@ from ..reference.window import Window, WindowedReferenceCache
 from .kept_positions import KeptPositions
 from .python_kernels import LAYER, MLA_LAYER, copy_pages, make_cache, share_every_prefix, view
 from .python_tree_kernels import MLA_KERNELS_WITH_TREES, kernels_with
+from .quantized_kernels import QuantizedLayer
 from .random_operation import KernelFails, Operation
 from .random_state import state_of, without_reclaiming
 
@@ -58,6 +60,8 @@ class World:
     device : EmulatedDevice, optional
         None: on the CPU. On a device the host goes ahead: steps are compared when they have ended,
         and it looks at the pages now and then only.
+    codec : str, optional
+        By which the pages of all layers are quantized.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class World:
         softcap: float | None = None,
         slopes: Sequence[float] | None = None,
         device: Any = None,
+        codec: str | None = None,
     ):
         self.has_windows, self.device = has_windows, device
         self.can_stop = device is None  # where the host may wait for the device
@@ -84,12 +89,18 @@ class World:
         self.kept = [
             KeptPositions(0 if kind == MLA else kind, page_size) for kind in dict.fromkeys(layers)
         ]
-        float32 = np.dtype("float32")
+        self.quantized = {
+            is_mla: QuantizedLayer(codec, MLA_LAYER if is_mla else SHAPE, page_size)
+            for is_mla in (False, True)
+            if codec
+        }
+        kv_dtype = CODECS[codec] if codec else np.dtype("float32")
         self.rope = reference.Rope(rotary_dim=DIM)
         self.mha = WindowedReferenceCache(
-            len(windows), float32, self.rope, mode, windows, softcap, [slopes] * len(windows)
+            len(windows), kv_dtype, self.rope, mode, windows, softcap, [slopes] * len(windows)
         )
-        self.mla = reference.ReferenceLatentCache(len(layers) - len(windows), float32)
+        self.mla = reference.ReferenceLatentCache(len(layers) - len(windows), kv_dtype)
+        self.mla.v_width = V_DIM
         self.references = [each for each in (self.mha, self.mla) if each.num_layers]
         self.importing: dict[int, Any] = {}
         self.shelf: list = []  # checkpoints
@@ -105,8 +116,10 @@ class World:
         more = {"copy_pages": copy_pages} if self.chance(0.5) else {}
         self.cache = make_cache(
             [
-                self._wrapped({**each, **more})
-                for each in (kernels_with(softcap, slopes), MLA_KERNELS_WITH_TREES)
+                self._wrapped(self._on_pages(is_mla, {**each, **more}))
+                for is_mla, each in enumerate(
+                    (kernels_with(softcap, slopes), MLA_KERNELS_WITH_TREES)
+                )
             ],
             layers=[self._layer(layer) for layer in layers],
             max_num_sequences=MAX_BATCH,
@@ -121,9 +134,14 @@ class World:
         share_every_prefix(self.cache)
 
     def _layer(self, layer: int | str) -> dict:
+        codec = self.quantized[layer == MLA].fields if self.quantized else {}
         if layer == MLA:
-            return {**MLA_LAYER, "kernel_set": 1}
-        return {**SHAPE, "kind": "mha_sliding", "window": layer} if layer else SHAPE
+            return {**MLA_LAYER, **codec, "kernel_set": 1}
+        window = {"kind": "mha_sliding", "window": layer} if layer else {}
+        return {**SHAPE, **codec, **window}
+
+    def _on_pages(self, is_mla: int, kernels: dict[str, Callable]) -> dict[str, Callable]:
+        return self.quantized[bool(is_mla)].kernels(kernels) if self.quantized else kernels
 
     def _wrapped(self, kernels: dict[str, Callable]) -> dict[str, Callable]:
         if self.device is not None:
@@ -146,7 +164,11 @@ class World:
 
             return call
 
-        return {name: wrap(name, kernel) for name, kernel in kernels.items()}
+        # Reads change nothing, and no operation lets them fail.
+        return {
+            name: kernel if name.startswith("debug_get") else wrap(name, kernel)
+            for name, kernel in kernels.items()
+        }
 
     # --- what is there --------------------------------------------------------------------------
 
@@ -228,9 +250,17 @@ class World:
         return [kinds.index(layer) for layer in self.layers]
 
     def pages(self, layer: int) -> np.ndarray:
-        """The pages of a layer: the cache's own memory, or of a device's a copy."""
-        pages = pages_of(self.cache, layer)
-        return view(pages) if self.device is None else tvm.runtime.Tensor.numpy(pages)
+        """The pages of a layer: the cache's own memory, or of a device's a copy.
+
+        Those of a codec are dequantized.
+        """
+        memory = pages_of(self.cache, layer)
+        pages = view(memory) if self.device is None else tvm.runtime.Tensor.numpy(memory)
+        return self.numbers(layer, pages)
+
+    def numbers(self, layer: int, pages: np.ndarray) -> np.ndarray:
+        """Pages of a layer with rows of float32."""
+        return self.quantized[self.layers[layer] == MLA].numbers(pages) if self.quantized else pages
 
     def put(self, array: np.ndarray) -> Any:
         """Return a layer's input as a tensor that lives until the device has read it."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences in a file, in the safetensors format: each page once, whoever shares it.
 
-A file has a tensor ``layer.{i}`` for each layer, ``[num_pages, 2, num_kv_heads, page_size,
-head_dim]`` (of MLA layers ``[num_pages, page_size, head_dim]``), and in its ``__metadata__`` what a
-checkpoint says of each sequence, the tables that tell which pages these have, and checksums of the
-header and of every tensor. What was never written to a page is zero in the file.
+A file has a tensor ``layer.{i}`` for each layer, ``[num_pages, *page]`` as `PageFormat` describes
+pages, and in its ``__metadata__`` what a checkpoint says of each sequence, the tables that tell
+which pages these have, and checksums of the header and of every tensor. What was never written to a
+page is zero in the file.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ import tvm
 import tvm_ffi
 
 from .._functions import CACHE, global_function
+from .conversion import formats_of, import_converted, retyped
+from .page_format import PageFormat
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
 
 _FORMAT, _VERSION = "tvm_pagedkv.sequences", "1"
-_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 _DIGEST_BYTES = 16
 _NO_DIGEST = "0" * (2 * _DIGEST_BYTES)
 _HEADER_DIGEST = re.compile(rb'"header_checksum":"([0-9a-f]{%d})"' % len(_NO_DIGEST))
@@ -73,7 +75,8 @@ def save(cache: KVCache, path: str | os.PathLike, seq_ids: Iterable[int] | None 
         "table_of_layer": _json([tables.index(groups[x["group"]].numbers) for x in layers]),
         "checksums": _json([_NO_DIGEST] * len(layers)),
     }
-    header = {"__metadata__": about} | _tensors(cache, num_pages)
+    formats = [PageFormat.of(cache, index) for index in range(len(layers))]
+    header = {"__metadata__": about} | _tensors(formats, num_pages)
 
     # Under another name until it is whole.
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -83,8 +86,8 @@ def save(cache: KVCache, path: str | os.PathLike, seq_ids: Iterable[int] | None 
             checksums = []
             for index, layer in enumerate(layers):
                 pages, digest = groups[layer["group"]], _digest()
-                for block in _blocks(cache, index, len(pages.ids)):
-                    data = _empty(cache, index, len(block))
+                for block in _blocks(formats[index], len(pages.ids)):
+                    data = _empty(formats[index], len(block))
                     global_function("pagedkv.export_pages")(
                         cache, index, pages.shape(pages.ids, block),
                         pages.shape(pages.num_slots, block), data,
@@ -149,11 +152,13 @@ def load(
     cache: KVCache,
     path: str | os.PathLike,
     seq_ids: Mapping[int, int] | Iterable[int] | None = None,
+    *,
+    convert: bool = False,
 ) -> list[int]:
     """`KVCache.load`."""
     with open(path, "rb") as file:
         try:
-            return _load(cache, file, seq_ids)
+            return _load(cache, file, seq_ids, convert)
         except _DamagedFile as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
 
@@ -163,10 +168,13 @@ class _DamagedFile(Exception):
 
 
 def _load(
-    cache: KVCache, file: io.BufferedReader, seq_ids: Mapping[int, int] | Iterable[int] | None
+    cache: KVCache,
+    file: io.BufferedReader,
+    seq_ids: Mapping[int, int] | Iterable[int] | None,
+    convert: bool,
 ) -> list[int]:
     header = _read_header(file)
-    contents = _Contents(cache, header)
+    contents = _Contents(cache, header, convert)
     file_bytes = os.fstat(file.fileno()).st_size
     if file_bytes != file.tell() + contents.num_bytes:
         raise _DamagedFile(
@@ -211,7 +219,7 @@ def _read_header(file: io.BufferedReader) -> dict[str, Any]:
 class _Contents:
     """What the header says, compared with the cache; checksums do not protect against malice."""
 
-    def __init__(self, cache: KVCache, header: dict[str, Any]):
+    def __init__(self, cache: KVCache, header: dict[str, Any], convert: bool):
         self.cache = cache
         try:
             about = header.pop("__metadata__")
@@ -220,13 +228,15 @@ class _Contents:
                     f"must have format {_FORMAT} {_VERSION}, got {about['format']} "
                     f"{about['version']}"
                 )
-            if about["layout"] != cache.description["layout"]:
-                raise _DamagedFile(
-                    f"has another layout than the cache: {about['layout']}; but the cache has "
-                    f"{cache.description['layout']}"
-                )
+            try:
+                self.formats = formats_of(cache, about["layout"], convert=convert)
+            except ValueError as error:
+                raise _DamagedFile(str(error)) from None
+            self.is_converted = about["layout"] != cache.description["layout"]
             self.seq_ids = _ids(_integers(json.loads(about["seq_ids"])))
             self.metadata = [str(text) for text in json.loads(about["metadata"])]
+            if self.is_converted:
+                self.metadata = [retyped(cache, text) for text in self.metadata]
             tables = [[_integers(x) for x in table] for table in json.loads(about["tables"])]
             of_layer = _integers(json.loads(about["table_of_layer"]))
             self.checksums = list(json.loads(about["checksums"]))
@@ -243,7 +253,7 @@ class _Contents:
             self.num_pages = [
                 1 + max((n for x in table for n in x), default=-1) for table in self.tables
             ]
-            tensors = _tensors(cache, self.num_pages)
+            tensors = _tensors(self.formats, self.num_pages)
             if header != tensors:
                 raise ValueError("its tensors do not match its page tables")
         except (
@@ -302,9 +312,9 @@ def _read_layer(
     new_ids: dict[int, int],
 ) -> None:
     """Read all pages of a layer, for the checksum, and import those that are wanted."""
-    digest = _digest()
-    for block in _blocks(cache, layer, len(wanted)):
-        data = _empty(cache, layer, len(block))
+    digest, pages = _digest(), contents.formats[layer]
+    for block in _blocks(pages, len(wanted)):
+        data = _empty(pages, len(block))
         view = _bytes(data)
         if file.readinto(view) != len(view):
             raise _DamagedFile(f"ends within layer {layer}")
@@ -312,11 +322,16 @@ def _read_layer(
         mask = wanted[block.start : block.stop]
         if not mask.any():
             continue
+        importing = next(iter(new_ids.values()))
+        if contents.is_converted:
+            rows = np.frombuffer(view, np.uint8).reshape(len(block), -1)[mask]
+            import_converted(cache, importing, layer, pages, rows)
+            continue
         if not mask.all():
             rows = np.frombuffer(view, np.uint8).reshape(len(block), -1)[mask]
-            data = _empty(cache, layer, len(rows))
+            data = _empty(pages, len(rows))
             _bytes(data)[:] = rows.reshape(-1)
-        global_function("pagedkv.import_pages")(cache, next(iter(new_ids.values())), layer, data)
+        global_function("pagedkv.import_pages")(cache, importing, layer, data)
     if digest.hexdigest() != contents.checksums[layer]:
         raise _DamagedFile(f"layer {layer} is damaged: its checksum is wrong")
 
@@ -353,42 +368,29 @@ def _encode(header: dict[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _page_shape(cache: KVCache, layer: int) -> tuple[int, ...]:
-    info, about = cache.description["layers"][layer], cache.description
-    if info["kind"] == "mla":
-        return about["page_size"], info["qk_head_dim"]
-    return 2, info["num_kv_heads"], about["page_size"], info["qk_head_dim"]
-
-
-def _page_bytes(cache: KVCache, layer: int) -> int:
-    itemsize = tvm_ffi.dtype(cache.description["kv_dtype"]).itemsize
-    return itemsize * math.prod(_page_shape(cache, layer))
-
-
-def _tensors(cache: KVCache, num_pages: list[int]) -> dict[str, Any]:
+def _tensors(formats: list[PageFormat], num_pages: list[int]) -> dict[str, Any]:
     """The header's entries of the tensors, one after the other."""
     entries, begin = {}, 0
-    for layer, count in enumerate(num_pages):
-        end = begin + count * _page_bytes(cache, layer)
+    for layer, (pages, count) in enumerate(zip(formats, num_pages, strict=True)):
+        end = begin + count * pages.num_bytes
         entries[f"layer.{layer}"] = {
-            "dtype": _DTYPES[cache.description["kv_dtype"]],
-            "shape": [count, *_page_shape(cache, layer)],
+            "dtype": _DTYPES[pages.dtype],
+            "shape": [count, *pages.shape],
             "data_offsets": [begin, end],
         }
         begin = end
     return entries
 
 
-def _blocks(cache: KVCache, layer: int, num_pages: int) -> Iterator[range]:
-    step = max(1, _BLOCK_BYTES // _page_bytes(cache, layer))
+def _blocks(pages: PageFormat, num_pages: int) -> Iterator[range]:
+    step = max(1, _BLOCK_BYTES // pages.num_bytes)
     for begin in range(0, num_pages, step):
         yield range(begin, min(begin + step, num_pages))
 
 
-def _empty(cache: KVCache, layer: int, num_pages: int) -> tvm.runtime.Tensor:
+def _empty(pages: PageFormat, num_pages: int) -> tvm.runtime.Tensor:
     """Room for a part of a page group, on the host."""
-    shape = (1, num_pages, *_page_shape(cache, layer))
-    return tvm.runtime.empty(shape, cache.description["kv_dtype"])
+    return tvm.runtime.empty((1, num_pages, *pages.shape), pages.dtype)
 
 
 def _bytes(tensor: tvm.runtime.Tensor) -> memoryview:

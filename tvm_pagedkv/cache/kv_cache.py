@@ -328,6 +328,8 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         self,
         path: str | os.PathLike,
         seq_ids: Mapping[int, int] | Iterable[int] | None = None,
+        *,
+        convert: bool = False,
     ) -> list[int]:
         """Add sequences from a file that `save` wrote: either all of them or none.
 
@@ -341,6 +343,9 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         path : path
         seq_ids : mapping or iterable of int, optional
             Ids in the file -> new ids, or ids to keep; None: all.
+        convert : bool
+            Whether to take a file whose pages have another `kv_dtype`. Rows are dequantized and
+            rounded again, layer by layer, so the sequences do not continue bit for bit.
 
         Returns
         -------
@@ -350,7 +355,8 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         Raises
         ------
         ValueError
-            If the file is damaged or has another layout, or if an id is in use.
+            If the file is damaged or has another layout (with `convert`: in more than `kv_dtype`),
+            or if an id is in use.
         KeyError
             If the file has no such sequence.
         CacheFullError
@@ -358,4 +364,4 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         OSError
             If the file cannot be read.
         """
-        return checkpoint.load(self, path, seq_ids)
+        return checkpoint.load(self, path, seq_ids, convert=convert)

@@ -4,7 +4,8 @@
  * \brief Time of one begin_forward as a C++ program sees it, through the global functions.
  *
  * Kernels that do nothing stand in: only the planning and the arrays are timed.
- * Use: bench_begin_forward [batch = 64] [context = 2048] [page_size = 16]
+ * With `tokens`, the tokens of all rows are recorded, and recording those of a step is timed too.
+ * Use: bench_begin_forward [batch = 64] [context = 2048] [page_size = 16] [tokens]
  */
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
@@ -47,16 +48,19 @@ int main(int argc, char** argv) {
   const int64_t batch = argc > 1 ? std::atoll(argv[1]) : 64;
   const int64_t context = argc > 2 ? std::atoll(argv[2]) : 2048;
   const int64_t page_size = argc > 3 ? std::atoll(argv[3]) : 16;
+  const bool has_tokens = argc > 4;
   constexpr int kNumSteps = 2000;
 
   ffi::Any cache = MakeCache(batch, context, page_size);
   auto add = ffi::Function::GetGlobalRequired("vm.builtin.kv_state_add_sequence");
   auto begin = ffi::Function::GetGlobalRequired("vm.builtin.kv_state_begin_forward");
   auto end = ffi::Function::GetGlobalRequired("vm.builtin.kv_state_end_forward");
+  auto record = ffi::Function::GetGlobalRequired("pagedkv.prefix_record_step");
   std::vector<int64_t> ids;
   for (int64_t id = 0; id < batch; ++id) {
     add(cache, id);
     begin(cache, ffi::Shape{id}, ffi::Shape{context});
+    if (has_tokens) record(cache, ffi::Shape(std::vector<int64_t>(context, id)));
     end(cache);
     ids.push_back(id);
   }
@@ -65,6 +69,7 @@ int main(int argc, char** argv) {
   for (int step = 0; step < kNumSteps; ++step) {
     auto start = std::chrono::steady_clock::now();
     begin(cache, sequence_ids, append_lengths);
+    if (has_tokens) record(cache, sequence_ids);
     auto stop = std::chrono::steady_clock::now();
     end(cache);
     times_us.push_back(std::chrono::duration<double, std::micro>(stop - start).count());

@@ -5,32 +5,62 @@
  */
 #include "step/prefixes.h"
 
+#include <tvm/ffi/dtype.h>
+
 #include <limits>
-#include <string>
 
 #include "base/error.h"
 
 namespace pagedkv {
 
-TokenSpan Prefixes::Convert(IntSpan tokens) {
-  constexpr int64_t kMaxToken = std::numeric_limits<int32_t>::max();
-  tokens_.resize(tokens.size);
-  for (size_t i = 0; i < tokens.size; ++i) {
-    const int64_t token = tokens.data[i];
-    if (token < 0 || token > kMaxToken) {
-      Raise(kValueError, "token ids must be in [0, ", kMaxToken, "], got ", token, " at index ", i);
-    }
-    tokens_[i] = static_cast<int32_t>(token);
-  }
-  return {tokens_.data(), static_cast<int64_t>(tokens.size)};
+namespace {
+
+[[noreturn]] void RaiseNoToken(int64_t token, int64_t index) {
+  Raise(kValueError, "token ids must be in [0, ", std::numeric_limits<int32_t>::max(), "], got ",
+        token, " at index ", index);
 }
 
-int64_t Prefixes::Match(IntSpan tokens, const ffi::Bytes& salt) {
+}  // namespace
+
+TokenSpan Prefixes::Convert(const int64_t* tokens, size_t size) {
+  tokens_.resize(size);
+  for (size_t i = 0; i < size; ++i) {
+    if (tokens[i] < 0 || tokens[i] > std::numeric_limits<int32_t>::max()) {
+      RaiseNoToken(tokens[i], static_cast<int64_t>(i));
+    }
+    tokens_[i] = static_cast<int32_t>(tokens[i]);
+  }
+  return {tokens_.data(), static_cast<int64_t>(size)};
+}
+
+TokenSpan Prefixes::Convert(const TokenIds& tokens) {
+  if (const auto shape = tokens.as<ffi::Shape>()) return Convert(shape->data(), shape->size());
+  const auto tensor = tokens.get<ffi::Tensor>();
+  const DLDataType dtype = tensor.dtype();
+  const bool is_int = dtype.code == kDLInt && dtype.lanes == 1;
+  if (!is_int || (dtype.bits != 32 && dtype.bits != 64)) {
+    Raise(kTypeError, "token ids must be int32 or int64, got ", ffi::DLDataTypeToString(dtype));
+  }
+  if (tensor.ndim() != 1 || !tensor.IsContiguous() || tensor.device().device_type != kDLCPU) {
+    Raise(kValueError, "token ids must be a contiguous vector on the CPU, got shape ",
+          ffi::Shape(tensor.shape()));
+  }
+  if (dtype.bits == 64) {
+    return Convert(static_cast<const int64_t*>(tensor.data_ptr()), tensor.numel());
+  }
+  const auto* data = static_cast<const int32_t*>(tensor.data_ptr());
+  for (int64_t i = 0; i < tensor.numel(); ++i) {
+    if (data[i] < 0) RaiseNoToken(data[i], i);
+  }
+  return {data, tensor.numel()};
+}
+
+int64_t Prefixes::Match(const TokenIds& tokens, const ffi::Bytes& salt) {
   step_->phase().RequireNotChanging("prefix_match");
   return table_->prefixes().Match(salt, Convert(tokens));
 }
 
-int64_t Prefixes::Add(int64_t sequence_id, IntSpan tokens, const ffi::Bytes& salt) {
+int64_t Prefixes::Add(int64_t sequence_id, const TokenIds& tokens, const ffi::Bytes& salt) {
   step_->phase().RequireIdle("prefix_add");
   return table_->AddWithPrefix(sequence_id, salt, Convert(tokens));
 }
@@ -42,7 +72,7 @@ void Prefixes::RequireNext(const Sequence& sequence, int64_t begin) const {
         num_recorded, ", so those from there on come next, got those from position ", begin, " on");
 }
 
-void Prefixes::Record(int64_t sequence_id, int64_t begin, IntSpan tokens) {
+void Prefixes::Record(int64_t sequence_id, int64_t begin, const TokenIds& tokens) {
   step_->phase().RequireNotChanging("prefix_record");
   Sequence& sequence = table_->At(sequence_id);
   RequireNext(sequence, begin);
@@ -50,7 +80,7 @@ void Prefixes::Record(int64_t sequence_id, int64_t begin, IntSpan tokens) {
   if (!step_->IsInForward()) table_->prefixes().AddPages(&sequence);
 }
 
-void Prefixes::RecordStep(IntSpan tokens) {
+void Prefixes::RecordStep(const TokenIds& tokens) {
   step_->phase().RequireForward("prefix_record_step");
   const ForwardPlan& plan = step_->plan();
   if (plan.has_trees()) {
@@ -58,15 +88,15 @@ void Prefixes::RecordStep(IntSpan tokens) {
           "the rows of this step are nodes of token trees; record the tokens of those "
           "that are accepted, when they are committed");
   }
-  if (static_cast<int64_t>(tokens.size) != plan.num_rows()) {
+  TokenSpan rest = Convert(tokens);
+  if (rest.size != plan.num_rows()) {
     Raise(kValueError, "the step needs the tokens of its ", plan.num_rows(), " rows, got ",
-          tokens.size);
+          rest.size);
   }
   for (int64_t i = 0; i < plan.num_sequences(); ++i) {
     RequireNext(plan.SequenceAt(i), plan.PastLength(i));
     RequireNoWindow(plan.SequenceAt(i), "have its tokens recorded");
   }
-  TokenSpan rest = Convert(tokens);
   int64_t i = 0;
   try {
     for (; i < plan.num_sequences(); ++i) {

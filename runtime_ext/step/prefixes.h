@@ -6,6 +6,9 @@
 #ifndef TVM_PAGEDKV_STEP_PREFIXES_H_
 #define TVM_PAGEDKV_STEP_PREFIXES_H_
 
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/container/variant.h>
 #include <tvm/ffi/string.h>
 
 #include <cstdint>
@@ -18,6 +21,10 @@ namespace pagedkv {
 
 namespace ffi = tvm::ffi;
 
+/*! \brief Token ids: a Shape, or an int32 or int64 vector on the CPU, which is faster to make from
+ * Python. */
+using TokenIds = ffi::Variant<ffi::Shape, ffi::Tensor>;
+
 class Prefixes {
  public:
   /*! \brief Both must outlive this. */
@@ -26,25 +33,27 @@ class Prefixes {
   // Token ids are non-negative int32 values. Each call throws Error (ValueError, KeyError); then
   // nothing has changed.
   /*! \brief How many positions Add would reuse for these tokens. */
-  int64_t Match(IntSpan tokens, const ffi::Bytes& salt);
+  int64_t Match(const TokenIds& tokens, const ffi::Bytes& salt);
   /*!
    * \brief Adds a sequence that begins with the pages of an earlier text. Its tokens are recorded.
    * \param salt The namespace: texts of different salts never meet.
    * \return The length of the new sequence, less than the number of tokens.
    */
-  int64_t Add(int64_t sequence_id, IntSpan tokens, const ffi::Bytes& salt);
+  int64_t Add(int64_t sequence_id, const TokenIds& tokens, const ffi::Bytes& salt);
   /*!
    * \brief Records the tokens of committed positions, so that others find their pages.
    * \param begin The first position; those before it must be recorded.
    */
-  void Record(int64_t sequence_id, int64_t begin, IntSpan tokens);
+  void Record(int64_t sequence_id, int64_t begin, const TokenIds& tokens);
   /*! \brief Records the tokens of all rows of the step; it counts when the step ends. */
-  void RecordStep(IntSpan tokens);
+  void RecordStep(const TokenIds& tokens);
   /*! \brief Positions of a sequence whose tokens are recorded. */
   int64_t NumRecorded(int64_t sequence_id) const;
 
  private:
-  TokenSpan Convert(IntSpan tokens);
+  /*! \brief The view is valid until the next call. */
+  TokenSpan Convert(const TokenIds& tokens);
+  TokenSpan Convert(const int64_t* tokens, size_t size);
   void RequireNext(const Sequence& sequence, int64_t begin) const;
 
   Step* step_;

@@ -14,6 +14,7 @@ import tvm_pagedkv as pkv
 from .. import reference
 from ..support.cache_cases import DIM, HEADS, MODES, NUM_KV_HEADS
 from ..support.kernel_specs import parametrize_seed
+from ..support.mla_cache_cases import MLAPair, make_mla_cache
 from ..support.python_kernels import poison
 from .test_cache_sliding import Pair
 
@@ -235,6 +236,21 @@ def test_forks_keep_their_tokens():
     assert texts.run(3, [*prompt, 11]) == 10
     texts.check_kv(2)
     texts.check_kv(3)
+
+
+def test_mla_layers():
+    pair = MLAPair(make_mla_cache())
+    prompt = list(range(10))
+    pair.add(0)
+    pair.step([0], [10], "prefill")
+    pair.cache.record_tokens(0, prompt)
+    pair.expected.fork_sequence(0, 1, 9)
+    pair.remove(0)
+    assert pair.cache.add_sequence(1, prompt) == 9
+    pair.check_rows()
+    pair.step([1], [1], "decode")
+    pair.step([1], [3], "extend")
+    pair.check_rows()
 
 
 def test_errors_change_nothing():

@@ -5,15 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import tvm_ffi
 
 from .._functions import STATE, as_int, global_function
 from .attention import CacheAttention
 
 
-def as_tokens(tokens: Sequence[int]) -> tvm_ffi.Shape:
-    """Return token ids as a Shape; raise a TypeError or ValueError if they are not integers."""
-    return tvm_ffi.Shape(tuple(as_int("tokens", token) for token in tokens))
+def as_tokens(tokens: Sequence[int]) -> tvm_ffi.Tensor:
+    """Return token ids as a vector; raise a TypeError if they are not integers."""
+    array = np.asarray(tokens)
+    if array.size == 0:
+        array = np.empty(0, "int32")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError(f"tokens must be integers in one dimension, got {tokens!r:.80}")
+    # DLPack exports no read-only array; a copy of 8192 numbers takes some microseconds.
+    return tvm_ffi.from_dlpack(array.astype("int32" if array.dtype == "int32" else "int64"))
 
 
 def as_salt(salt: bytes) -> bytes:

@@ -5,7 +5,8 @@
  * tokens for each sequence.
  *
  * Slots of pages hold tokens here, so that a page that was not copied, was copied too late or was
- * given away twice shows as a wrong token of some sequence.
+ * given away twice shows as a wrong token of some sequence. No token is written twice, so what a
+ * lookup by tokens reuses must hold just these.
  */
 #include <algorithm>
 #include <map>
@@ -121,7 +122,7 @@ class World {
 
   void Draw(Bytes* bytes) {
     const int64_t id = bytes->Around(0, kMaxId);
-    switch (bytes->Between(0, 10)) {
+    switch (bytes->Between(0, 13)) {
       case 0:
         table_.Add(id);
         expected_[id] = {};
@@ -149,6 +150,13 @@ class World {
         break;
       case 6:
         Commit(bytes);
+        break;
+      case 7:
+      case 8:
+        Record(id, bytes);
+        break;
+      case 9:
+        AddLike(id, bytes);
         break;
       default:
         Step(bytes);
@@ -220,11 +228,52 @@ class World {
     if (fails) return copies.Release(/*were_made=*/true);
     copies.Commit();
     copies.Overwrite(sequence, begin, end);
+    table_.prefixes().Drop(&sequence);
     for (int64_t position = begin; position < end; ++position) {
       expected_.at(id).all[position] = ++last_token_;
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
         slots_[g][SlotOf(sequence, g, position)] = last_token_;
       }
+    }
+  }
+
+  /*! \brief Records tokens, sometimes more than there are. */
+  void Record(int64_t id, Bytes* bytes) {
+    Sequence& sequence = table_.At(id);
+    std::vector<int32_t> tokens = expected_.at(id).all;
+    tokens.erase(tokens.begin(), tokens.begin() + table_.prefixes().NumRecorded(sequence));
+    tokens.resize(std::min<size_t>(tokens.size() + 1, bytes->Next()));
+    table_.prefixes().Record(&sequence, {tokens.data(), static_cast<int64_t>(tokens.size())});
+    table_.prefixes().AddPages(&sequence);
+    texts_.push_back(expected_.at(id).all);
+  }
+
+  /*! \brief Adds a sequence whose prompt begins like a text that was there once. */
+  void AddLike(int64_t id, Bytes* bytes) {
+    if (texts_.empty()) return;
+    std::vector<int32_t> tokens = texts_[bytes->Next() % texts_.size()];
+    tokens.resize(std::min<size_t>(tokens.size(), bytes->Next()));
+    for (int64_t n = bytes->Between(0, 2); n > 0; --n) tokens.push_back(0);
+    const std::string salt = bytes->Next() % 8 == 0 ? "salt" : "";
+    const TokenSpan prompt{tokens.data(), static_cast<int64_t>(tokens.size())};
+    const int64_t length = table_.AddWithPrefix(id, salt, prompt);
+    FUZZ_CHECK(length <= std::max<int64_t>(prompt.size - 1, 0));
+    tokens.resize(length);
+    expected_[id] = {tokens, {}};
+  }
+
+  /*! \brief Records the tokens of the rows of a step, of sequences whose tokens are all known. */
+  void RecordStep(const std::vector<int64_t>& ids, const std::vector<int64_t>& lengths) {
+    int32_t token = last_token_;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      std::vector<int32_t> tokens;
+      for (int64_t n = 0; n < lengths[i]; ++n) tokens.push_back(++token);
+      Sequence& sequence = table_.At(ids[i]);
+      const bool is_next = table_.prefixes().NumRecorded(sequence) == plan_.PastLength(i);
+      if (!is_next || sequence.window.IsSet()) continue;
+      table_.prefixes().Record(&sequence, {tokens.data(), lengths[i]});
+      texts_.push_back(expected_.at(ids[i]).all);
+      texts_.back().insert(texts_.back().end(), tokens.begin(), tokens.end());
     }
   }
 
@@ -267,6 +316,7 @@ class World {
       PlanArrays(plan_).FillTreeOrder(PageRange::kWithStep, order.data());
     }
     plan_.Commit();
+    if (!has_trees && bytes->Next() % 2) RecordStep(ids, lengths);
     table_.CheckIntegrity(/*has_slid=*/false);
     if (end == 1) {  // an aborted step, whose kernels have written their rows
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
@@ -323,6 +373,7 @@ class World {
   ForwardPlan plan_;
   std::map<int64_t, Tokens> expected_;       // by sequence
   std::vector<std::vector<int32_t>> slots_;  // tokens by group and slot
+  std::vector<std::vector<int32_t>> texts_;  // whose pages may be found
   int32_t last_token_ = 0;
 };
 

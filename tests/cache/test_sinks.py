@@ -29,6 +29,7 @@ from ..relax.test_frontend import (
     _rows,
 )
 from ..support.attention_cases import compiled, normal, tensor
+from ..support.model_target import MODEL_TARGET
 from ..support.permissive_steps import permissive_step
 from ..support.python_kernels import LAYER, make_cache, poison, shuffle, snapshot
 
@@ -219,7 +220,7 @@ def _compile(sinks: spec.Tensor) -> relax.VirtualMachine:
             "attend": {**rows, "sinks": sinks, "cache": cache, "$": plain},
         }
     )[:2]
-    return relax.VirtualMachine(tvm.compile(module, target="llvm"), tvm.cpu())
+    return relax.VirtualMachine(tvm.compile(module, target=MODEL_TARGET), tvm.cpu())
 
 
 @parametrize_seed

@@ -115,7 +115,7 @@ def _build(path, num_shards: int, layer_indptr: list[int]) -> str:
     module, _ = model.export_tvm(
         {**functions, "create_kv_cache": dict.fromkeys(names, int) | {"$": plain}}
     )[:2]
-    tvm.compile(module, target="llvm").export_library(str(path))
+    tvm.compile(module, target=MODEL_TARGET).export_library(str(path))
     return str(path)
 
 

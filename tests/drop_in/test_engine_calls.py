@@ -18,6 +18,7 @@ import tvm_pagedkv as pkv
 
 from ..relax.test_frontend import export_model
 from ..support.engine_calls import CACHE, STATE, call, make_engine
+from ..support.model_target import MODEL_TARGET
 from ..support.python_tree_kernels import KERNELS_WITH_TREES
 
 BOTH = pytest.mark.parametrize("whose", ["stock", "ours"])
@@ -30,7 +31,7 @@ BOTH = pytest.mark.parametrize("whose", ["stock", "ours"])
 def model() -> relax.VirtualMachine:
     """A compiled model whose function `create` makes the cache."""
     module = export_model(pkv.PagedKVCache)
-    return relax.VirtualMachine(tvm.compile(module, target="llvm"), tvm.cpu())
+    return relax.VirtualMachine(tvm.compile(module, target=MODEL_TARGET), tvm.cpu())
 
 
 @pytest.mark.parametrize("has_windows", [0, 1])

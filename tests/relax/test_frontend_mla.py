@@ -130,7 +130,7 @@ def _compile(attn_kind="mla", **extra) -> relax.VirtualMachine:
             },
         }
     )[:2]
-    return relax.VirtualMachine(tvm.compile(module, target="llvm"), tvm.cpu())
+    return relax.VirtualMachine(tvm.compile(module, target=MODEL_TARGET), tvm.cpu())
 
 
 def _check(vm: relax.VirtualMachine, page_size: int = 16, has_trees: bool = True) -> None:
@@ -221,7 +221,7 @@ def test_mha_linear_and_mla_layers_in_one_model():
             },
         }
     )[:2]
-    vm = relax.VirtualMachine(tvm.compile(module, target="llvm"), tvm.cpu())
+    vm = relax.VirtualMachine(tvm.compile(module, target=MODEL_TARGET), tvm.cpu())
     cache = vm["create"](*(Shape([n]) for n in CAPACITIES.values()))
     mha = reference.ReferenceCache(1, np.float32)
     mla = reference.ReferenceLatentCache(1, np.float32)

@@ -87,6 +87,7 @@ PAGES_OF_MHA = tensor(1, 2, 2, 2, 4, 8, any_host=True)  # both pages of sequence
 SINKS = tensor(4, is_read=True)
 NO_SINKS = Kind(lambda: None, SINKS.wrong, takes_none=True)
 SOME_PAGES_OF_MHA = tensor(1, 2, 2, 2, 4, 8, free_axis=1, any_host=True)
+ROWS_OF_PAGES = tensor(8, 2, 8, is_read=True)  # of both pages of sequence 0
 PAGES = shape((0, 1), outside=(0, 16), negative=(-1, 0), wide=(WIDE, 1), one=(0,), none=())
 SLOTS = shape((4, 2), many=(4, 5), negative=(4, -1), wide=(WIDE + 4, 2), one=(4,), none=())
 NEW_SEQS = shape((IMPORTED,), taken=(0,), none=(), two=(IMPORTED, IMPORTED + 1))
@@ -199,6 +200,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "export_pages": ("idle", [GROUP, PAGES, SLOTS, PAGES_OF_MHA]),
     OWN + "prepare_imports": ("idle", [NEW_SEQS, array_of(metadata, BAD_METADATA), PAGE_NUMBERS]),
     OWN + "import_pages": ("import", [IMPORTED_SEQ, GROUP, SOME_PAGES_OF_MHA]),
+    OWN + "import_rows": ("import", [IMPORTED_SEQ, GROUP, ROWS_OF_PAGES, ROWS_OF_PAGES]),
     OWN + "share_every_prefix": ("idle", []),
     OWN + "receive_id": ("any", [SEQ]),
     OWN + "finish_receive": ("receive", [RECEIVING_SEQ, RECEIVE]),

@@ -55,7 +55,20 @@ LAYER_FIELDS = {
     "rope_scale": NO_SCALE,
     "kernel_set": {"negative": -1, "one": 1, "high": 2**63 - 1, "wide": 2**32, "text": "0"},
     "unknown": {"int": 1},
+    "kv_dtype": {"none_known": "int8", "int": 1, "text": "float"},  # a codec comes with its sizes
 }
+CODEC = {"name": "int8", "row_bytes": 8, "scale_bytes": 4, "page_bytes": 192}
+SIZES = {
+    "zero": 0, "negative": -1, "low": -(2**63), "high": 2**63 - 1, "wide": 2**32, "text": "8",
+    "half": 8.5, "none": None, "array": [8],
+}  # fmt: skip
+CODECS = {
+    "text": "int8", "int": 8, "empty": {}, "array": [CODEC], "unknown": CODEC | {"colour": 1},
+    "no_name": CODEC | {"name": ""}, "name": CODEC | {"name": 3},
+    "other": CODEC | {"name": "int4"}, "small": CODEC | {"page_bytes": 191},
+    **{f"{field}_{name}": CODEC | {field: size}
+       for field in ("row_bytes", "scale_bytes", "page_bytes") for name, size in SIZES.items()},
+}  # fmt: skip
 KERNEL_MAPS = {
     "none": None, "text": "prefill", "empty": {}, "nothing": [], "nones": [None], "ints": [1],
     "number": KERNELS | {"prefill": 1}, "missing": {"prefill": KERNELS["prefill"]},
@@ -108,6 +121,9 @@ def creation_cases() -> Iterator[tuple[str, Callable[[], None]]]:
             mode = int(field.startswith("rope"))  # without a rotation any number will do
             config = make_config(layers=layers, rope_mode=mode)
             yield f"layer {field}: {name}", case(config)
+    for name, value in CODECS.items():
+        layers = [LAYER, LAYER | {"kv_dtype": "int8", "codec": value}]
+        yield f"codec: {name}", case(make_config(layers=layers))
     for field in ("window", "v_head_dim", "num_kv_heads"):
         yield f"mla {field}", case(make_config(layers=[MLA_LAYER | {field: 25}]), MLA_KERNELS)
     for name, value in KERNEL_MAPS.items():

@@ -63,6 +63,11 @@ def add_parsers(commands) -> None:
     add.add_argument(
         "--dtype", help="float32, float16 or bfloat16 (default: that of the model's config.json)"
     )
+    add.add_argument(
+        "--kv-dtype",
+        help="type of the cache's pages: as for --dtype, or int8, float8_e4m3fn or int4, which "
+        "quantize K and V (default: that of --dtype)",
+    )
     add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")
     add.add_argument("--cpu", metavar="NAME", help="native (default), or a CPU such as x86-64-v3")
 
@@ -112,6 +117,7 @@ def _export(options: argparse.Namespace) -> None:
             options.out,
             options.dtype,
             page_size=options.page_size,
+            kv_dtype=options.kv_dtype,
             target=options.cpu,
         )
     _print_size(path)

@@ -37,6 +37,11 @@ def add_parser(commands) -> None:
     add.add_argument(
         "--dtype", help="float32, float16 or bfloat16 (default: that of the model's config.json)"
     )
+    add.add_argument(
+        "--kv-dtype",
+        help="type of the cache's pages: as for --dtype, or int8, float8_e4m3fn or int4, which "
+        "quantize K and V (default: that of --dtype)",
+    )
     add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
     add.add_argument(
         "--temperature", type=float, default=0.7, help="default 0.7; 0 takes the most likely token"
@@ -170,6 +175,7 @@ def _load(options: argparse.Namespace):
     common = {
         "page_size": options.page_size,
         "sliding_window": options.sliding_window is not None,
+        "kv_dtype": options.kv_dtype,
     }
     if (options.shards, options.stages) == (1, 1):
         return DecoderModel.from_pretrained(options.model, options.dtype, **common)

@@ -179,7 +179,8 @@ class _Run:
             long_texts=self._has_long_texts(channel),
         )
         self.remote = RemotePrefill(self.cache, channel) if channel else None
-        self.work = Work(model.config, ITEMSIZE[model.options.dtype])
+        options = model.options
+        self.work = Work(model.config, ITEMSIZE[options.dtype], options.kv_dtype)
         self.statistics = Statistics(pages_total=self.num_pages, page_size=self.page_size)
         self.waiting = deque(range(len(prompts)))
         self.running: list[_Continuation] = []

@@ -109,6 +109,7 @@ def cache_config(
         num_kv_heads=config.num_kv_heads // options.num_shards,
         qk_head_dim=config.head_dim,
         dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
         page_size=options.page_size,
         max_num_sequences=max_num_sequences,
         max_total_tokens=max_total_tokens,

@@ -24,6 +24,7 @@ def export_model(
     dtype: str | None = None,
     *,
     page_size: int = 16,
+    kv_dtype: str | None = None,
     target: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
@@ -36,7 +37,7 @@ def export_model(
 
     Parameters
     ----------
-    directory, dtype, page_size
+    directory, dtype, page_size, kv_dtype
         As `DecoderModel.from_pretrained` takes them.
     path : str or Path
         A folder that does not exist, or is empty.
@@ -61,7 +62,12 @@ def export_model(
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"a model needs a folder of its own, and {path} is not empty")
     model = DecoderModel.from_pretrained(
-        directory, dtype, page_size=page_size, target=target, progress=progress
+        directory,
+        dtype,
+        page_size=page_size,
+        kv_dtype=kv_dtype,
+        target=target,
+        progress=progress,
     )
     config = cache_config(model.config, model.options)
     write_bundle(config, path, [model.options.target], progress=progress)

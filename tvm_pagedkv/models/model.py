@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,7 @@ class DecoderModel:
         *,
         page_size: int = 16,
         sliding_window: bool = False,
+        kv_dtype: str | None = None,
         target: Target | str | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> DecoderModel:
@@ -78,12 +80,15 @@ class DecoderModel:
             A folder with config.json, ``*.safetensors`` and tokenizer.json; None: the small model
             in this package.
         dtype : {"float32", "float16", "bfloat16"}, optional
-            Type of weights, activations and pages. None: ``dtype`` or ``torch_dtype`` of
-            config.json, or float32.
+            Type of weights and activations. None: ``dtype`` or ``torch_dtype`` of config.json, or
+            float32.
         page_size : int
             Slots per page of the model's caches.
         sliding_window : bool
             Whether sequences can get a sliding window. K and Q are then rotated inside attention.
+        kv_dtype : str, optional
+            Type of the pages, or the codec that quantizes them, as for `KVCacheConfig`; None:
+            `dtype`.
         target : str or tvm.target.Target, optional
             A CPU, as `tvm_pagedkv.create` takes it; None: this machine.
         progress : callable, optional
@@ -103,7 +108,9 @@ class DecoderModel:
             If compiling or linking fails.
         """
         directory, config, dtype = read_config(directory, dtype)
-        options = BuildOptions(dtype, page_size, resolve_target(target), sliding_window)
+        options = BuildOptions(
+            dtype, page_size, resolve_target(target), sliding_window, kv_dtype=kv_dtype
+        )
         check_cache(directory, config, options)
         tokenizer = load_tokenizer(directory, config)
         template = ChatTemplate.from_directory(directory)
@@ -301,5 +308,5 @@ def executable_file(
 
     compile_kernels(config, options, progress)
     versions = code_versions(*_SOURCES)
-    key = [repr(config.without_cache()), repr(options), *versions]
+    key = [repr(config.without_cache()), repr(replace(options, kv_dtype=None)), *versions]
     return library_file(key, compile_model)

@@ -24,6 +24,7 @@ class BuildOptions:
     num_shards: int = 1  # workers that share the heads and the MLP of every layer
     layer_indptr: tuple[int, ...] = ()  # of pipeline stages, as `KVCacheConfig` has it; (): one
     stage: int = 0
+    kv_dtype: str | None = None  # of the pages of its caches; None: dtype
 
     @property
     def vector(self) -> VectorTarget:

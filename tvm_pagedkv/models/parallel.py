@@ -113,6 +113,7 @@ class ParallelModel:
         stages: int | Sequence[int] = 1,
         page_size: int = 16,
         sliding_window: bool = False,
+        kv_dtype: str | None = None,
         threads: bool = False,
         progress: Callable[[str], None] | None = None,
     ) -> ParallelModel:
@@ -120,7 +121,7 @@ class ParallelModel:
 
         Parameters
         ----------
-        directory, dtype, page_size, sliding_window, progress
+        directory, dtype, page_size, sliding_window, kv_dtype, progress
             As for `DecoderModel.from_pretrained`.
         num_shards : int
             Number of workers per layer: a divisor of its heads, KV heads and MLP features.
@@ -156,6 +157,7 @@ class ParallelModel:
                 num_shards=num_shards,
                 layer_indptr=indptr,
                 stage=stage,
+                kv_dtype=kv_dtype,
             )
             for stage in range(num_stages)
         ]
@@ -173,6 +175,7 @@ class ParallelModel:
             "dtype": dtype,
             "page_size": page_size,
             "sliding_window": sliding_window,
+            "kv_dtype": kv_dtype,
             "num_shards": num_shards,
             "layer_indptr": indptr,
         }

@@ -36,7 +36,7 @@ class ModelWorker:
     Parameters
     ----------
     worker : Worker
-    directory, dtype, page_size, sliding_window, num_shards, layer_indptr
+    directory, dtype, page_size, sliding_window, kv_dtype, num_shards, layer_indptr
         As of `ParallelModel`.
     """
 
@@ -47,6 +47,7 @@ class ModelWorker:
         dtype: str,
         page_size: int,
         sliding_window: bool,
+        kv_dtype: str | None,
         num_shards: int,
         layer_indptr: Sequence[int],
     ):
@@ -59,6 +60,7 @@ class ModelWorker:
             num_shards=num_shards,
             layer_indptr=tuple(layer_indptr),
             stage=worker.group,
+            kv_dtype=kv_dtype,
         )
         self.parameters = load_parameters(
             self.config, self.options, Checkpoint(directory), worker.shard

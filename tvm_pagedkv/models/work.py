@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from .._codecs import CODECS
 from .config import DecoderConfig
 
 
@@ -17,17 +18,22 @@ class Work:
     ----------
     config : DecoderConfig
     itemsize : int
-        Bytes per weight, and per element of K and V.
+        Bytes per weight, and per element of K and V unless a codec quantizes them.
+    kv_dtype : str, optional
+        The codec; None or a type of numbers: there is none.
     """
 
-    def __init__(self, config: DecoderConfig, itemsize: int):
+    def __init__(self, config: DecoderConfig, itemsize: int, kv_dtype: str | None = None):
         c, self.itemsize = config, itemsize
         self.windows = [layer.window for layer in c.layers]  # None: no window
         rows = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size
         self.layer_weights = c.num_layers * rows * c.hidden_size
         self.head_weights = c.vocab_size * c.hidden_size
         self.width = c.head_dim * c.num_heads
-        self.kv_width = c.head_dim * c.num_kv_heads
+        row_bytes, codec = c.head_dim * itemsize, CODECS.get(kv_dtype or "")
+        if codec is not None:
+            row_bytes = codec.row_bytes(c.head_dim) + codec.scale_bytes(c.head_dim, c.head_dim)
+        self.position_bytes = 2 * c.num_kv_heads * row_bytes  # of a layer
 
     def flops(self, chunks: Iterable[tuple[int, int]], num_logits: int) -> int:
         """Return the flops of a step in linear layers and attention.
@@ -61,7 +67,7 @@ class Work:
             for window, seen in zip(self.windows, self._seen(np.array(lengths)), strict=True)
         )
         weights = self.layer_weights + self.head_weights
-        return (weights + 2 * self.kv_width * rows) * self.itemsize
+        return weights * self.itemsize + self.position_bytes * rows
 
     def _seen(self, lengths: np.ndarray) -> list[int]:
         """Return for each layer the positions that the last rows of all sequences see, summed."""

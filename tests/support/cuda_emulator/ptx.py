@@ -127,6 +127,15 @@ def _store_shared(match, operands) -> str:
     return " ".join([to, *parts])
 
 
+def _permute(match, operands) -> str:
+    return "{} = emulator::PermuteBytes({}, {}, {});".format(*operands)
+
+
+def _fma_pairs(match, operands) -> str:
+    to, *factors = operands
+    return f"{to} = emulator::FmaPairs({', '.join(factors)}, {_FLOAT_TYPES[match[1]]});"
+
+
 def _function(name: str) -> Callable:
     return lambda match, operands: f"{operands[0]} = {name}({', '.join(operands[1:])});"
 
@@ -147,6 +156,8 @@ _INSTRUCTIONS: list[tuple[str, Callable]] = [
     (r"st\.shared" + _VECTOR, _store_shared),
     (r"ex2\.approx", _function("exp2f")),
     (r"lg2\.approx", _function("log2f")),
+    (r"prmt\.b32", _permute),
+    (r"fma\.rn\.(b?f16)x2", _fma_pairs),
     (r"fma\.rn\.f32", _function("fmaf")),
     (r"cvt\.rni\.f32\.f32", _function("rintf")),
     (r"mov\.b32", lambda match, operands: _copy(f"&{operands[0]}", f"&{operands[1]}", 4)),

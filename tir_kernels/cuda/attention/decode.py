@@ -31,7 +31,7 @@ from ..splits.block_states import BlockStates
 from ..splits.page_schedule import PageSchedule
 from ..tiles.decode_tiling import DecodeTiling
 from .decode_split import DecodeSplit, DecodeStep
-from .kv_rows import PagedRows
+from .kv_rows import rows_of_pages
 
 
 def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
@@ -78,7 +78,7 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
         num_hidden = 0 if gap is None else gap.begin - gap.sinks
         step = DecodeStep(
             pair=pair,
-            rows=PagedRows(spec, a, pair.first_entry, pair.head, tiling.rows_per_thread),
+            rows=rows_of_pages(spec, a, pair.first_entry, pair.head, tiling.rows_per_thread),
             length=k_offset + kv_len - num_hidden,
         )
 
@@ -87,7 +87,7 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
             end = index_temp(T.min(bounds[1], span.end))
             split.attend(step, span, begin, end)
 
-        split.softmax.reset()
+        split.reset()
         if gap is None:
             first_seen = a.mask.begin(0, 1, kv_len) if a.mask.has_window else 0
             attend(Span.whole(kv_len, k_offset), first_seen)

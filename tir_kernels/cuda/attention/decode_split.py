@@ -20,7 +20,9 @@ from ..scalars import temp
 from ..splits.page_schedule import Pair
 from ..splits.partial_states import RUN, weigh
 from ..tiles.decode_tiling import DecodeTiling
+from ..tiles.code_pipeline import CodePipeline
 from ..tiles.fma import MultiplyAdds
+from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
 from ..tiles.logits import AlibiBias, hide, to_logits
 from ..tiles.mma import TensorCores
 from ..tiles.online_softmax import Accumulators, OnlineSoftmax
@@ -78,10 +80,7 @@ class DecodeSplit:
         self.v_begin = index_temp(self.slice * tiling.columns)
         memory = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
         IRBuilder.name("shared", memory)
-        num_tiles = tiling.stages * tiling.kv_groups
         self.q = SharedTiles(memory, 0, tiling.q)
-        self.k = SharedTiles(memory, self.q.end, tiling.k, num_tiles)
-        self.v = SharedTiles(memory, self.k.end, tiling.v, num_tiles)
         self.states = SharedTiles(memory, self.q.end, tiling.state, tiling.kv_groups)
         if tiling.is_tensor:
             self.products = TensorCores(
@@ -95,6 +94,21 @@ class DecodeSplit:
         self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
         self.scores = Accumulators(tiling.positions, "scores", tiling.rows_of_thread)
         self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
+        self.scales = None
+        self.q_blocks, self.o_blocks = hadamard_blocks(tiling)
+        if tiling.codes:
+            self.pipeline = CodePipeline(tiling, memory, self.q.end, self.threads, self.v_begin)
+            self.scales = self.pipeline.scales
+            self.k, self.v = self.pipeline.k, self.pipeline.v
+        else:
+            self._make_stages(memory)
+
+    def _make_stages(self, memory) -> None:
+        """Lay out the stages of K and V in shared memory."""
+        spec, tiling = self.spec, self.tiling
+        num_tiles = tiling.stages * tiling.kv_groups
+        self.k = SharedTiles(memory, self.q.end, tiling.k, num_tiles)
+        self.v = SharedTiles(memory, self.k.end, tiling.v, num_tiles)
         per_chunk = tiling.v.per_chunk
         v_chunks = spec.v_head_dim // per_chunk
         if tiling.slices > 1:
@@ -109,6 +123,12 @@ class DecodeSplit:
             v_chunks=v_chunks,
             v_begin=self.v_begin,
         )
+
+    def reset(self) -> None:
+        """Forget all that was attended to."""
+        self.softmax.reset()
+        if self.scales:
+            self.scales.reset()
 
     def _row_in_group(self, row):
         """Row of the tile -> query head of the KV head; rows past the end repeat the last one."""
@@ -135,6 +155,9 @@ class DecodeSplit:
             wait(groups_left)
             sync_block()
             rope.rotate(self.q, 0, tiling.rows, self.block, lambda row: own)
+            if self.q_blocks:
+                rotate_rows(self.q, 0, tiling.rows, self.q_blocks, self.block)
+                sync_block()
             self.products.begin()
 
         def visit(first, tile):
@@ -143,10 +166,14 @@ class DecodeSplit:
 
             rope.rotate(self.k, tile, tiling.positions, self.threads, k_position)
             self.products.scores(self.scores, self.k, tile)
+            if self.scales:
+                self.scales.scale_scores(self.scores, tile, self.lane)
             to_logits(spec, self.scores, self.lane, factor, self.bias, k_position)
             with T.If(first + tiling.positions > end), T.Then():
                 hide(self.scores, self.lane, lambda h, column: first + column < end)
             self.softmax.update(self.scores)
+            if self.scales:
+                self.scales.scale_weights(self.scores, self.softmax.output, tile, self.lane)
             self.products.accumulate(self.softmax.output, self.scores, self.v, tile)
 
         with T.If(begin < end), T.Then():
@@ -168,6 +195,9 @@ class DecodeSplit:
         """
         tiling, threads, states = self.tiling, self.threads.index, self.states
         lse, output = self.softmax.finish(), self.softmax.output
+        if self.scales:
+            self.scales.finish(output)
+            rotate_accumulators(output, self.o_blocks, self.lane)
         sync_block()  # none reads K and V any more
         for h, row in enumerate(self.own_rows):
             with T.unroll(output.num_tiles) as n:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ...layout import K_PLANE, V_PLANE, latent_index, row_index
+from ...layout import K_PLANE, V_PLANE, code_byte, latent_index, row_index, scale_byte
 from ...spec import KernelSpec
 from ..emit import Registers
 
@@ -68,8 +68,34 @@ class LatentRows(PagedRows):
         return self.a.pages.ptr_to(list(latent_index(page, slot, column)))
 
 
+class QuantizedRows(PagedRows):
+    """Rows of codes and scales, of any kind of spec."""
+
+    def _byte_pointer(self, i, byte):
+        return self.a.pages.ptr_to([as_int64(self.page[i]), byte])
+
+    def _place(self, plane, position) -> tuple:
+        head = 0 if self.spec.kind == "mla" else self.head
+        return plane, head, self._slot(position)
+
+    def code_pointer(self, plane, i, position, byte):
+        """Where a byte of the codes of the i-th row is, which `find` found at this position."""
+        return self._byte_pointer(i, code_byte(self.spec, *self._place(plane, position)) + byte)
+
+    def scale_pointer(self, plane, i, position, word):
+        """Where a word of the scales of the i-th row is; the first one may begin before them."""
+        byte = scale_byte(self.spec, *self._place(plane, position))
+        return self._byte_pointer(i, byte - T.truncmod(byte, 4) + word * 4)
+
+    def scale_shift(self, plane, position):
+        """Bytes from the first word of the scales of a row to its first scale."""
+        return T.truncmod(scale_byte(self.spec, *self._place(plane, position)), 4)
+
+
 def rows_of_pages(spec: KernelSpec, *arguments) -> PagedRows:
     """The rows of a spec's pages; the arguments are those of `PagedRows`."""
+    if spec.codec:
+        return QuantizedRows(spec, *arguments)
     return (LatentRows if spec.kind == "mla" else PagedRows)(spec, *arguments)
 
 

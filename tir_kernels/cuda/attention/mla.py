@@ -66,7 +66,8 @@ def emit_mla(spec: KernelSpec, a: PagedInputs) -> None:
             with_guard(
                 lambda guard: BalancedSplitTile(
                     spec, tiling, own, step, opaque(thread), guard
-                ).run()
+                ).run(),
+                tiling,
             )
 
         with balanced_splits(spec, a, tiling, SequenceSchedule, is_continued=False) as emit:

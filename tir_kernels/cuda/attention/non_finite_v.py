@@ -18,6 +18,7 @@ from tvm.script import tirx as T
 from ..emit import F32, U32, WARP, Registers, Variable, index_temp, ptx, sync_block
 from ..scalars import fused_multiply_add
 from ..tiles.logits import map_scores
+from ..tiles.tiling import BlockTiling
 from ..warp import shuffle_xor
 
 # Words of shared memory of a tile: a bit for each position of a tile, and whether care is needed.
@@ -34,11 +35,15 @@ _EXPONENTS = {
 _QUICK, _CAREFUL, _DONE = range(3)
 
 
-def with_guard(attend: Callable[[NonFiniteGuard], None]) -> None:
+def with_guard(attend: Callable[[NonFiniteGuard | None], None], tiling: BlockTiling) -> None:
     """Emit ``attend(guard)`` for a tile, and again where it has to be careful.
 
-    It has to make a `QueryTile` with this care and to run it, or nothing.
+    It has to make a `QueryTile` with this care and to run it, or nothing. Codes of quantized V are
+    always finite, so these need no guard: ``attend(None)``.
     """
+    if tiling.codes:
+        attend(None)
+        return
     mode = Variable(T.int32(_QUICK), name="mode")
     following = Variable(T.int32(_DONE), name="following")
     with T.While(mode.get() < _DONE):

@@ -107,7 +107,7 @@ def emit_attention(
     with states.allocated():
         grid = [max_tiles, pairs, splits]
         with launch(grid, tiling.num_threads, tiling.min_blocks) as (blocks, thread):
-            with_guard(lambda guard: attend(*blocks, opaque(thread), guard))
+            with_guard(lambda guard: attend(*blocks, opaque(thread), guard), tiling)
         states.launch_merge(a, lambda: first_row_of(a.batch_size))
 
 

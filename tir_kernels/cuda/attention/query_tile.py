@@ -17,7 +17,9 @@ from ...spec import LOG2E, KernelSpec
 from ..elements import store_words
 from ..emit import F32, I32, U32, WARP, Registers, index_temp, opaque, ptx, sync_block
 from ..scalars import temp
+from ..tiles.code_pipeline import CodePipeline
 from ..tiles.fma import MultiplyAdds
+from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
 from ..tiles.logits import AlibiBias, hide, to_logits
 from ..tiles.mma import TensorCores
 from ..tiles.online_softmax import Accumulators, OnlineSoftmax
@@ -65,17 +67,12 @@ class QueryTile:
         self.memory = IRBuilder.name("shared", memory)
         self.q = SharedTiles(memory, 0, tiling.q)
         self.o = SharedTiles(memory, 0, tiling.o)
-        self.k = SharedTiles(memory, max(self.q.end, self.o.end), tiling.k, tiling.stages)
         self.v_begin = step.slice * tiling.columns
-        if tiling.is_latent:
-            first_chunk = index_temp(T.truncdiv(self.v_begin, tiling.k.per_chunk))
-            self.v = SharedTiles(memory, self.k.begin, tiling.k, tiling.stages, first_chunk)
-        else:
-            self.v = SharedTiles(memory, self.k.end, tiling.v, tiling.stages)
         is_tensor = tiling.is_tensor
         products = TensorCores if is_tensor else MultiplyAdds
         self.products = products(tiling, self.q, self.warp_row, self.lane)
         self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
+        self.q_blocks, self.o_blocks = hadamard_blocks(tiling)
         self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
         self.rope = InlineRope(spec, a, step.length)
         chunk = tiling.v.per_chunk
@@ -88,12 +85,31 @@ class QueryTile:
             self.o_chunks = index_temp(T.min(tiling.o.chunks, left_chunks))
         self.tree = a.tree
         self.tree.begin(self)
+        begin = max(self.q.end, self.o.end)
+        self.scales = None
+        if tiling.codes:
+            self.pipeline = CodePipeline(tiling, memory, begin, self.threads, self.v_begin)
+            self.scales = self.pipeline.scales
+            self.k, self.v = self.pipeline.k, self.pipeline.v
+        else:
+            self._make_stages(begin, chunk)
+        self.tables_begin = self.pipeline.end
+
+    def _make_stages(self, begin: int, chunk: int) -> None:
+        """Lay out the stages of K and V behind a byte of shared memory."""
+        tiling, memory = self.tiling, self.memory
+        self.k = SharedTiles(memory, begin, tiling.k, tiling.stages)
+        if tiling.is_latent:
+            first_chunk = index_temp(T.truncdiv(self.v_begin, tiling.k.per_chunk))
+            self.v = SharedTiles(memory, self.k.begin, tiling.k, tiling.stages, first_chunk)
+        else:
+            self.v = SharedTiles(memory, self.k.end, tiling.v, tiling.stages)
         self.pipeline = KvPipeline(
             tiling,
             self.k,
             self.v,
             self.threads,
-            k_chunks=spec.qk_head_dim // chunk,
+            k_chunks=self.spec.qk_head_dim // chunk,
             v_chunks=self.v_chunks,
             v_begin=self.v_begin,
         )
@@ -106,15 +122,15 @@ class QueryTile:
 
     def table(self, i):
         """Where entry i of the table of columns is, 4 bytes for each position of a tile."""
-        return self.memory.ptr_to([self.v.end + i * 4])
+        return self.memory.ptr_to([self.tables_begin + i * 4])
 
     def bounds_pointer(self, row):
         """Where the first column that a row sees is kept, and the one behind its last: 8 bytes."""
-        return self.memory.ptr_to([self.v.end + self.tiling.table_bytes + row * 8])
+        return self.memory.ptr_to([self.tables_begin + self.tiling.table_bytes + row * 8])
 
     def word_pointer(self, i: int):
         """Where word i of the block's spilled fields is kept."""
-        end = self.v.end + self.tiling.table_bytes + self.tiling.rows * 8
+        end = self.tables_begin + self.tiling.table_bytes + self.tiling.rows * 8
         return self.memory.ptr_to([end + i * 4])
 
     # --- rows of the tile -----------------------------------------------------------------------
@@ -175,6 +191,8 @@ class QueryTile:
         """Attend and store."""
         step = self.step
         self.softmax.reset()
+        if self.scales:
+            self.scales.reset()
         if self.guard:
             self.guard.begin(self)
         zero_padding(self.q, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
@@ -188,6 +206,9 @@ class QueryTile:
                 self._run_span(step.gap.span(i, step.kv_len, step.k_offset))
         self._reload()
         lse = self.softmax.finish()
+        if self.scales:
+            self.scales.finish(self.softmax.output)
+            rotate_accumulators(self.softmax.output, self.o_blocks, self.lane)
         if self.guard:
             self.guard.end(self, lse)
         else:
@@ -263,6 +284,8 @@ class QueryTile:
 
         def multiply(first, stage, k_position):
             self.products.scores(scores, self.k, stage)
+            if self.scales:
+                self.scales.scale_scores(scores, stage, lane)
             to_logits(self.spec, scores, lane, factor, self.bias, k_position)
             if self.guard:
                 self.guard.mark(self, scores)
@@ -270,6 +293,8 @@ class QueryTile:
             with T.If(hides_some), T.Then():
                 self._hide(scores, first)
             self.softmax.update(scores)
+            if self.scales:
+                self.scales.scale_weights(scores, self.softmax.output, stage, lane)
             self.products.accumulate(self.softmax.output, scores, self.v, stage)
 
         self.pipeline.for_tiles(rows, start, end, visit)
@@ -320,6 +345,9 @@ class QueryTile:
         self.rope.rotate(
             self.q, 0, tiling.rows, self.threads, lambda row: self._position(row, span)
         )
+        if self.q_blocks:
+            rotate_rows(self.q, 0, tiling.rows, self.q_blocks, self.threads)
+            sync_block()
 
     def _prepare(self, lse: Registers) -> None:
         """Change finished rows and their logs before they are stored."""

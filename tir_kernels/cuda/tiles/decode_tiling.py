@@ -47,7 +47,7 @@ class DecodeTiling(BlockTiling):
         max_bytes, group = spec.target.max_shared_bytes, spec.group_size
         widths = BlockTiling.widths(spec, spec.kv_dtype, MAX_COLUMNS)
         warp_rows = WARP_ROWS
-        if not on_tensor_cores(spec.dtype, spec.kv_dtype):
+        if not on_tensor_cores(spec.dtype, widths["kv_dtype"]):
             # Half of a warp's rows would be empty, or need too many registers.
             if group <= WARP_ROWS // 2 or widths["columns"] > MAX_FLOAT_COLUMNS:
                 warp_rows //= 2

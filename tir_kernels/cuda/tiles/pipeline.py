@@ -13,11 +13,20 @@ from .shared_tiles import CHUNK_BYTES, SharedTiles
 from .tiling import THREADS_PER_ROW, BlockTiling
 
 _COPY = "cp.async.cg.shared.global.L2::128B"
+_COPY_SMALL = "cp.async.ca.shared.global.L2::128B"
 
 
 def copy_chunk(to, source, num_bytes=CHUNK_BYTES) -> None:
     """Copy 16 bytes to shared memory, the rest of them zeros where `num_bytes` are less."""
     ptx(_COPY, to, source, CHUNK_BYTES, T.cast(num_bytes, "uint32"))
+
+
+def copy_bytes(to, source, size: int, num_bytes) -> None:
+    """Copy 4, 8 or 16 bytes to shared memory, the rest of them zeros where `num_bytes` are less."""
+    if size == CHUNK_BYTES:
+        copy_chunk(to, source, num_bytes)
+    else:
+        ptx(_COPY_SMALL, to, source, size, T.cast(num_bytes, "uint32"))
 
 
 def commit() -> None:
@@ -101,6 +110,11 @@ class KvPipeline:
         self.chunk = index_temp(T.truncmod(threads.thread, THREADS_PER_ROW))
         self.row = index_temp(T.truncdiv(threads.thread, THREADS_PER_ROW))
         self.k_chunks, self.v_chunks, self.v_begin = k_chunks, v_chunks, v_begin
+
+    @property
+    def end(self) -> int:
+        """Byte of shared memory behind the stages."""
+        return self.v.end
 
     @property
     def _row_step(self) -> int:

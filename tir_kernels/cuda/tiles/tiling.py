@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ...spec import KernelSpec
 from ..emit import WARP
+from .code_tiling import CodeTiling
 from .shared_tiles import TileLayout
 
 MAX_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a thread
@@ -55,7 +56,9 @@ class BlockTiling:
     kv_groups : int
         Groups of warps that divide the positions; each has its own stages.
     dtype, kv_dtype : str
-        Of Q and O, and of K and V.
+        Of Q and O, and of K and V as they are multiplied.
+    codes : CodeTiling, optional
+        Quantized pages: what is copied, to be widened to tiles of K and V.
     is_latent : bool
         V is the first columns of K.
     """
@@ -69,18 +72,24 @@ class BlockTiling:
     stages: int = 2
     kv_groups: int = 1
     is_latent: bool = False
+    codes: CodeTiling | None = None
 
     @staticmethod
     def widths(spec: KernelSpec, kv_dtype: str, max_float_columns: int) -> dict:
         """The sizes that head dims and types decide, by the names of fields."""
+        page_dtype = kv_dtype
+        if spec.codec and kv_dtype == spec.kv_dtype:
+            kv_dtype = spec.dtype
         is_tensor = on_tensor_cores(spec.dtype, kv_dtype)
         multiple = 16 if is_tensor else 8
         slices = -(-spec.v_head_dim // (MAX_COLUMNS if is_tensor else max_float_columns))
+        columns = round_up(
+            -(-spec.v_head_dim // slices), multiple if slices == 1 else SLICE_MULTIPLE
+        )
         return {
             "depth": round_up(spec.qk_head_dim, multiple),
-            "columns": round_up(
-                -(-spec.v_head_dim // slices), multiple if slices == 1 else SLICE_MULTIPLE
-            ),
+            "columns": columns,
+            "codes": CodeTiling.of(spec, page_dtype, columns),
             "slices": slices,
             "dtype": spec.dtype,
             "kv_dtype": kv_dtype,
@@ -142,12 +151,24 @@ class BlockTiling:
     @property
     def ahead_bytes(self) -> int:
         """Bytes of K and V in flight per block while it multiplies."""
-        return self.kv_groups * self.pipeline_bytes // self.stages * (self.stages - 1)
+        return self.kv_groups * self.stage_bytes * (self.stages - 1)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory for a tile of K and V as it is copied."""
+        return self.codes.stage_bytes(self.positions) if self.codes else self._tile_bytes
+
+    @property
+    def _tile_bytes(self) -> int:
+        return self.k.num_bytes + (0 if self.is_latent else self.v.num_bytes)
 
     @property
     def pipeline_bytes(self) -> int:
-        """Shared memory for the stages of a group."""
-        return self.stages * (self.k.num_bytes + (0 if self.is_latent else self.v.num_bytes))
+        """Shared memory for the stages of a group, and for the tile that is multiplied."""
+        stages = self.stages * self.stage_bytes
+        if not self.codes:
+            return stages
+        return stages + self._tile_bytes + self.codes.row_scales_bytes(self.positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +210,7 @@ class Tiling(BlockTiling):
         sizes = [(size, WARP_ROWS) for size in (64, 32, 16) if size <= max(max_rows, WARP_ROWS)]
         # ALiBi takes two registers for each row of a thread.
         has_registers = widths["columns"] <= MAX_COLUMNS // 2 and not spec.alibi_slopes
-        if max_rows >= MAX_ROWS and on_tensor_cores(spec.dtype, kv_dtype):
+        if max_rows >= MAX_ROWS and on_tensor_cores(spec.dtype, widths["kv_dtype"]):
             if has_registers:
                 sizes.insert(0, (MAX_ROWS, 2 * WARP_ROWS))
             elif max_bytes:

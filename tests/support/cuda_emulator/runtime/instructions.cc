@@ -55,6 +55,27 @@ uint16_t Narrow(float value, FloatType type) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+uint32_t PermuteBytes(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t digit = selector >> 4 * i & 0xf;
+    if (digit > 7) throw Fault("prmt: the emulator does not copy signs");
+    result |= static_cast<uint32_t>(bytes >> 8 * digit & 0xff) << 8 * i;
+  }
+  return result;
+}
+
+uint32_t FmaPairs(uint32_t a, uint32_t b, uint32_t c, FloatType type) {
+  uint32_t result = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const auto half = [&](uint32_t pair) -> double { return Widen(pair >> shift, type); };
+    const float sum = static_cast<float>(half(a) * half(b) + half(c));
+    result |= uint32_t{Narrow(sum, type)} << shift;
+  }
+  return result;
+}
+
 void SyncBarrier(int id, int num_threads) {
   Machine& m = machine();
   Barrier& barrier = m.barriers[id];

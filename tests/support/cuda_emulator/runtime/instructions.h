@@ -14,6 +14,11 @@ enum FloatType { kFloat16, kBFloat16 };
 float Widen(uint16_t bits, FloatType type);
 uint16_t Narrow(float value, FloatType type);  // to nearest, ties to even
 
+// prmt: four of the eight bytes of `low, high`, by the digits of the selector, the lowest first.
+uint32_t PermuteBytes(uint32_t low, uint32_t high, uint32_t selector);
+// fma.rn of two pairs of 16-bit numbers: ``a * b + c`` rounded once; subnormal numbers are kept.
+uint32_t FmaPairs(uint32_t a, uint32_t b, uint32_t c, FloatType type);
+
 // bar.sync, bar.arrive
 void SyncBarrier(int id, int num_threads);
 void ArriveAtBarrier(int id, int num_threads);

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codes of quantized rows, widened to pairs of float16 or bfloat16 numbers in registers.
+
+Codes become numbers without a conversion instruction: the bits of a code are put into the mantissa
+of a power of two that is as large as the codes' range, and that power is subtracted. An 8-bit
+floating-point number has its exponent and mantissa shifted to where a wider one has them. All
+results are exact.
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from ...codec import Codec
+from ..emit import U32, Registers, ptx
+
+_ONE = {"float16": 0x3C003C00, "bfloat16": 0x3F803F80}
+_SHORT = {"float16": "f16", "bfloat16": "bf16"}
+_ZERO = 0x80008000  # minus zero, which changes no number that it is added to
+LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632  # selectors of `permute`
+
+
+def _u32(value: int):
+    return T.uint32(value)
+
+
+def permute(low, high, selector: int):
+    """Four bytes of ``low, high``, by the digits of the selector, the lowest first."""
+    word = Registers(1, U32, "permuted")
+    ptx("prmt.b32", word[0], low, high, _u32(selector))
+    return word[0]
+
+
+def _fma(dtype: str, a, b, c):
+    """``a * b + c`` of two pairs, rounded once."""
+    word = Registers(1, U32, "pair")
+    ptx(f"fma.rn.{_SHORT[dtype]}x2", word[0], a, b, c)
+    return word[0]
+
+
+def multiply_pairs(dtype: str, a, b):
+    """The products of two pairs."""
+    return _fma(dtype, a, b, _u32(_ZERO))
+
+
+def narrow_dtype(dtype: str) -> str:
+    """The 16-bit type that codes are widened to on the way to `dtype`."""
+    return "float16" if dtype == "float32" else dtype
+
+
+def unit(codec: Codec, dtype: str) -> float:
+    """What a widened code of 1.0 stands for: what numbers in `dtype` are to be multiplied by."""
+    is_float = codec.storage_dtype == "uint8" and codec.bits == 8
+    return 256.0 if is_float and narrow_dtype(dtype) == "float16" else 1.0
+
+
+def widen(codec: Codec, dtype: str, word) -> list:
+    """Widen the codes in the four bytes ``b0 .. b3`` of a word.
+
+    Returns
+    -------
+    list of uint32 expressions
+        Pairs of `dtype`: those of ``b0, b2`` and of ``b1, b3``. With 4 bits, these of the low bits
+        and then these of the high bits.
+    """
+    if codec.bits == 4:
+        shifted = [T.shift_right(word, _u32(bits)) for bits in (0, 8, 4, 12)]
+        return [_nibbles(dtype, pair) for pair in shifted]
+    if codec.storage_dtype == "uint8":
+        return [_floats(dtype, bytes_) for bytes_ in (T.shift_left(word, _u32(8)), word)]
+    return [_integers(dtype, bytes_) for bytes_ in (word, T.shift_right(word, _u32(8)))]
+
+
+def _nibbles(dtype: str, word):
+    """The lowest 4 bits of each half, less 8."""
+    magic, minus = {"float16": (0x6400, 0xE408), "bfloat16": (0x4300, 0xC308)}[dtype]
+    pair = T.bitwise_or(T.bitwise_and(word, _u32(0x000F000F)), _u32(magic * 0x10001))
+    return _fma(dtype, pair, _u32(_ONE[dtype]), _u32(minus * 0x10001))
+
+
+def _integers(dtype: str, word):
+    """The low byte of each half, which is signed."""
+    if dtype == "float16":  # 1024 + 128 + code
+        pair = T.bitwise_xor(T.bitwise_and(word, _u32(0x00FF00FF)), _u32(0x64806480))
+        return _fma(dtype, pair, _u32(_ONE[dtype]), _u32(0xE480E480))
+    # bfloat16 has room for seven bits: 128 + these, less 128, or less 256 for a negative code.
+    low, sign = (
+        T.bitwise_or(T.bitwise_and(word, _u32(mask)), _u32(0x43004300))
+        for mask in (0x007F007F, 0x00800080)
+    )
+    return _fma(dtype, sign, _u32(0xBF80BF80), low)
+
+
+def _floats(dtype: str, word):
+    """The high byte of each half; a code that is no number becomes one."""
+    sign = T.bitwise_and(word, _u32(0x80008000))
+    if dtype == "float16":  # an exponent that is too small by 8; see `unit`
+        rest = T.bitwise_and(T.shift_right(word, _u32(1)), _u32(0x3F803F80))
+        return T.bitwise_or(rest, sign)
+    rest = T.bitwise_and(T.shift_right(word, _u32(4)), _u32(0x07F007F0))
+    return multiply_pairs(dtype, T.bitwise_or(rest, sign), _u32(0x7B807B80))  # 2 ** 120

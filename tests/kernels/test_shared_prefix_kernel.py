@@ -69,6 +69,7 @@ class SharedBatch(AttentionCase):
 
     def __init__(self, spec: KernelSpec, segments, seed: int):
         self.spec, self.rng = spec, np.random.default_rng(seed)
+        self.tensor = tensors_for(spec)
         num_pages, num_rows = (list(x) for x in zip(*segments, strict=True))
         total = sum(num_rows) + 3
         pool = sum(num_pages) + SPARE_PAGES
@@ -90,7 +91,7 @@ class SharedBatch(AttentionCase):
     def run(self, first: int = 0, last: int | None = None, *, inline=False, cpu="native"):
         """Attend to the segments ``first .. last - 1``; keep o and lse as `merged`."""
         last, self.is_inline = len(self.row_indptr) - 1 if last is None else last, inline
-        tensor = tensors_for(self.spec)
+        tensor = self.tensor
         o, lse = tensor(self.o), tensor(self.lse)
         pages = pool_of(self.spec, self.pages)
         table = [tensor(x) for x in (self.q, pages, self.page_indptr, self.page_values)]

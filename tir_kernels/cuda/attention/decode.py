@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from tvm.script import tirx as T
 
-from ...semantics.rotary_mode import require_own_rotation
+from ...semantics.rotary_mode import has_rope, require_own_rotation
 from ...semantics.visibility import (
     CausalMask,
     Span,
@@ -37,8 +37,24 @@ from .kv_rows import rows_of_pages
 def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
     """Emit the body for inputs with a `mask`."""
     require_own_rotation(spec, a)
-    lengths = lengths_of(spec, a, index_temp)
     tiling = DecodeTiling.of(spec)
+    if not spec.codec or not tiling.is_tensor:
+        _emit_tiles(spec, a, tiling)
+        return
+    # Codes are widened in registers, unless K has to be rotated before it is multiplied.
+    without_rope, of_codes = replace(a, rotary_mode=None), DecodeTiling.of(spec, is_widened=False)
+    if spec.codec.has_hadamard or not has_rope(spec):
+        _emit_tiles(spec, without_rope, of_codes)
+        return
+    with T.If(a.rotary_mode == 1):
+        with T.Then():
+            _emit_tiles(spec, a, tiling)
+        with T.Else():
+            _emit_tiles(spec, without_rope, of_codes)
+
+
+def _emit_tiles(spec: KernelSpec, a: PagedInputs, tiling: DecodeTiling) -> None:
+    lengths = lengths_of(spec, a, index_temp)
     num_slices = tiling.row_slices * tiling.slices
     num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, num_slices)
     states = BlockStates(spec, num_blocks)

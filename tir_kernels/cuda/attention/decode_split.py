@@ -22,9 +22,15 @@ from ..splits.partial_states import RUN, weigh
 from ..tiles.decode_tiling import DecodeTiling
 from ..tiles.code_pipeline import CodePipeline
 from ..tiles.fma import MultiplyAdds
+from ..tiles.group_scales import GroupScales
 from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
 from ..tiles.logits import AlibiBias, hide, to_logits
 from ..tiles.mma import TensorCores
+from ..tiles.mma_codes import (
+    CodeTensorCores,
+    PackedCodeTensorCores,
+    interleave_columns,
+)
 from ..tiles.online_softmax import Accumulators, OnlineSoftmax
 from ..tiles.pipeline import KvPipeline, ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..tiles.shared_tiles import SharedTiles
@@ -82,12 +88,6 @@ class DecodeSplit:
         IRBuilder.name("shared", memory)
         self.q = SharedTiles(memory, 0, tiling.q)
         self.states = SharedTiles(memory, self.q.end, tiling.state, tiling.kv_groups)
-        if tiling.is_tensor:
-            self.products = TensorCores(
-                tiling, self.q, self.warp_row, lane, max_kept=MAX_KEPT, unrolled=1
-            )
-        else:
-            self.products = MultiplyAdds(tiling, self.q, self.warp_row, lane)
         self.own_rows = [
             self.warp_row + T.truncdiv(lane, 4) + 8 * h for h in range(tiling.rows_of_thread)
         ]
@@ -102,6 +102,19 @@ class DecodeSplit:
             self.k, self.v = self.pipeline.k, self.pipeline.v
         else:
             self._make_stages(memory)
+        self.has_codes = tiling.codes is not None and not tiling.codes.is_widened
+        self.products = self._products()
+
+    def _products(self) -> TensorCores | MultiplyAdds:
+        tiling, operands = self.tiling, (self.tiling, self.q, self.warp_row, self.lane)
+        if not tiling.is_tensor:
+            return MultiplyAdds(*operands)
+        if not self.has_codes:
+            return TensorCores(*operands, max_kept=MAX_KEPT, unrolled=1)
+        if tiling.codes.codec.bits == 8:
+            return CodeTensorCores(*operands, max_kept=MAX_KEPT)
+        self.scales = GroupScales(self.pipeline, self.lane, tiling.dtype)
+        return PackedCodeTensorCores(*operands, self.scales, max_kept=MAX_KEPT)
 
     def _make_stages(self, memory) -> None:
         """Lay out the stages of K and V in shared memory."""
@@ -158,6 +171,9 @@ class DecodeSplit:
             if self.q_blocks:
                 rotate_rows(self.q, 0, tiling.rows, self.q_blocks, self.block)
                 sync_block()
+            if self.has_codes:
+                interleave_columns(self.q, tiling.rows, self.block)
+                sync_block()
             self.products.begin()
 
         def visit(first, tile):
@@ -165,6 +181,8 @@ class DecodeSplit:
                 return span.k_offset + first + column
 
             rope.rotate(self.k, tile, tiling.positions, self.threads, k_position)
+            if self.scales:
+                self.scales.begin_tile(step.rows, first)
             self.products.scores(self.scores, self.k, tile)
             if self.scales:
                 self.scales.scale_scores(self.scores, tile, self.lane)
@@ -201,8 +219,7 @@ class DecodeSplit:
         sync_block()  # none reads K and V any more
         for h, row in enumerate(self.own_rows):
             with T.unroll(output.num_tiles) as n:
-                column = n * 8 + T.truncmod(self.lane, 4) * 2
-                states.store_pair(threads, row, column, *(output[n, h, e] for e in range(2)))
+                states.store_pair(threads, row, *self.products.output_pair(output, n, h))
             with T.If(T.truncmod(self.lane, 4) == 0), T.Then():
                 states.store_float(threads, row, tiling.columns, lse[h])
         sync_block()

@@ -52,6 +52,7 @@ class CodePipeline(KvPipeline):
 
     def __init__(self, tiling: BlockTiling, memory, begin: int, threads: ThreadGroup, v_begin):
         codes, positions, count = tiling.codes, tiling.positions, threads.count
+        self.is_widened = codes.is_widened
         stages = tiling.stages * count
         self.codes, self.memory, self.v_begin = codes, memory, v_begin
         self.k_codes = SharedTiles(memory, begin, codes.k(positions), stages)
@@ -60,6 +61,14 @@ class CodePipeline(KvPipeline):
             self.v_codes = SharedTiles(memory, self.k_codes.end, codes.v(positions), stages)
             self.scales_begin = self.v_codes.end
         k_begin = self.scales_begin + stages * codes.scales_bytes(positions)
+        if not self.is_widened:
+            super().__init__(
+                tiling, self.k_codes, self.v_codes, threads, k_chunks=0, v_chunks=0, v_begin=v_begin
+            )
+            dtype = tiling.kv_dtype
+            self.scales = RowScales(memory, self.scales_begin, positions, codes.codec, dtype)
+            self._end = k_begin
+            return
         k = SharedTiles(memory, k_begin, tiling.k, count)
         if codes.is_latent:
             first_chunk = index_temp(T.truncdiv(v_begin, tiling.k.per_chunk))
@@ -79,6 +88,9 @@ class CodePipeline(KvPipeline):
         self, rows, start, end, body: Callable, once: Callable = lambda groups_left: None
     ) -> None:
         """Emit ``body(first, tile)`` as `KvPipeline.for_tiles` does, for widened tiles."""
+        if not self.is_widened:
+            super().for_tiles(rows, start, end, body, once)
+            return
 
         def visit(first, stage):
             self._widen(rows, first, stage)
@@ -115,7 +127,7 @@ class CodePipeline(KvPipeline):
             with T.If(word < words), T.Then():
                 plane, rest = self._plane_of(word)
                 source = rows.scale_pointer(plane, i, position, rest)
-                copy_bytes(self._word_pointer(stage, row, word), source, WORD_BYTES, size)
+                copy_bytes(self.word_pointer(stage, row, word), source, WORD_BYTES, size)
 
     def _plane_of(self, word):
         words = self.codes.scale_words
@@ -123,7 +135,8 @@ class CodePipeline(KvPipeline):
             return 0, word
         return T.truncdiv(word, words), T.truncmod(word, words)
 
-    def _word_pointer(self, stage, row, word, byte=0):
+    def word_pointer(self, stage, row, word, byte=0):
+        """Where a word of the scales of a row of a stage is, or a byte of it."""
         size = self.codes.scales_bytes(self.tiling.positions)
         at = stage * size + (row * self.codes.slot_words + word) * WORD_BYTES
         return self.memory.ptr_to([self.scales_begin + at + byte])
@@ -151,13 +164,13 @@ class CodePipeline(KvPipeline):
         word = (0 if codes.is_latent else plane * codes.scale_words) + 0
         value = Registers(1, F32, "scale")
         if codes.scale_bits == 32:
-            ptx("ld.shared.f32", value[0], self._word_pointer(stage, row, word + group))
+            ptx("ld.shared.f32", value[0], self.word_pointer(stage, row, word + group))
             return value[0]
         byte = group * 2
         if len(codes.groups) % 2:  # the first one may be the second half of a word
             byte = byte + rows.scale_shift(plane, first + row)
         bits = Registers(1, "uint16", "bits")
-        ptx("ld.shared.b16", bits[0], self._word_pointer(stage, row, word, byte))
+        ptx("ld.shared.b16", bits[0], self.word_pointer(stage, row, word, byte))
         return temp(T.reinterpret(F32, T.shift_left(T.cast(bits[0], U32), T.uint32(16))))
 
     def _top(self, of: Callable):
@@ -239,12 +252,11 @@ class CodePipeline(KvPipeline):
             pointer = source.pointer(stage, row, T.truncdiv(byte, 16), T.truncmod(byte, 16))
             taken = [words[i] for i in range(words.count)]
             ptx(f"ld.shared.v{words.count}.b32", *taken, pointer)
-            wide = [widen(codes.codec, dtype, words[i]) for i in range(words.count)]
             for half in halves:
                 column = index_temp(byte + half * row_bytes)
                 pairs = []
-                for even_odd in wide:
-                    even, odd = even_odd[2 * half : 2 * half + 2]
+                for i in range(words.count):
+                    even, odd = widen(codes.codec, dtype, words[i], half)
                     pairs += [permute(even, odd, s) for s in (LOW_HALVES, HIGH_HALVES)]
                 ratio = self._ratio(rows, first, stage, row, plane, self._group_of(column))
                 self._store(to, tile, row, column, pairs, ratio, plane)

@@ -26,6 +26,9 @@ class CodeTiling:
         Of V that a block sums.
     is_latent : bool
         V is the first columns of K.
+    is_widened : bool
+        Whether codes are widened to tiles in shared memory, or in registers when they are
+        multiplied.
     """
 
     codec: Codec
@@ -33,6 +36,7 @@ class CodeTiling:
     v_head_dim: int
     columns: int
     is_latent: bool
+    is_widened: bool = True
 
     @staticmethod
     def of(spec: KernelSpec, kv_dtype: str, columns: int) -> CodeTiling | None:

@@ -54,18 +54,24 @@ def unit(codec: Codec, dtype: str) -> float:
     return 256.0 if is_float and narrow_dtype(dtype) == "float16" else 1.0
 
 
-def widen(codec: Codec, dtype: str, word) -> list:
+def widen(codec: Codec, dtype: str, word, side: int = 0) -> list:
     """Widen the codes in the four bytes ``b0 .. b3`` of a word.
+
+    Parameters
+    ----------
+    codec : Codec
+    dtype : {"float16", "bfloat16"}
+    word : uint32 expression
+    side : {0, 1}
+        With 4 bits: those of the low bits, or of the high ones.
 
     Returns
     -------
-    list of uint32 expressions
-        Pairs of `dtype`: those of ``b0, b2`` and of ``b1, b3``. With 4 bits, these of the low bits
-        and then these of the high bits.
+    list of two uint32 expressions
+        Pairs of `dtype`: those of ``b0, b2`` and of ``b1, b3``.
     """
     if codec.bits == 4:
-        shifted = [T.shift_right(word, _u32(bits)) for bits in (0, 8, 4, 12)]
-        return [_nibbles(dtype, pair) for pair in shifted]
+        return [_nibbles(dtype, T.shift_right(word, _u32(4 * side + bits))) for bits in (0, 8)]
     if codec.storage_dtype == "uint8":
         return [_floats(dtype, bytes_) for bytes_ in (T.shift_left(word, _u32(8)), word)]
     return [_integers(dtype, bytes_) for bytes_ in (word, T.shift_right(word, _u32(8)))]

@@ -36,8 +36,14 @@ class DecodeTiling(BlockTiling):
     row_slices: int
 
     @staticmethod
-    def of(spec: KernelSpec) -> DecodeTiling:
+    def of(spec: KernelSpec, *, is_widened: bool = True) -> DecodeTiling:
         """The tiles for a spec: all query heads of a KV head in a block, if there is room.
+
+        Parameters
+        ----------
+        spec : KernelSpec
+        is_widened : bool
+            Of a spec with a codec: where codes are widened, see `CodeTiling`.
 
         Raises
         ------
@@ -46,6 +52,8 @@ class DecodeTiling(BlockTiling):
         """
         max_bytes, group = spec.target.max_shared_bytes, spec.group_size
         widths = BlockTiling.widths(spec, spec.kv_dtype, MAX_COLUMNS)
+        if spec.codec:
+            widths["codes"] = replace(widths["codes"], is_widened=is_widened)
         warp_rows = WARP_ROWS
         if not on_tensor_cores(spec.dtype, widths["kv_dtype"]):
             # Half of a warp's rows would be empty, or need too many registers.

@@ -38,6 +38,10 @@ class MultiplyAdds:
     def begin(self) -> None:
         """Q stays in shared memory."""
 
+    def output_pair(self, output: Accumulators, n, h: int) -> tuple:
+        """Column of the n-th pair of sums of row h that a thread holds, and the sums."""
+        return n * 8 + T.truncmod(self.lane, 4) * 2, output[n, h, 0], output[n, h, 1]
+
     def scores(self, scores: Accumulators, k: SharedTiles, stage) -> None:
         """Compute ``Q K^T``."""
         rows = range(scores.rows)

@@ -21,11 +21,12 @@ from .tiling import WARP_ROWS
 MAX_KEPT = 64  # elements of a row of Q: with 128 there were spills
 STEP = 16  # elements of a row that one instruction takes
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
-_LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
-_LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 
 
-def _load(instruction: str, registers: Registers, first, pointer) -> None:
+def load_matrices(instruction: str, registers: Registers, first, pointer) -> None:
+    """Load four matrices into registers from `first` on."""
     ptx(instruction, *[registers[first + i] for i in range(4)], pointer)
 
 
@@ -78,7 +79,8 @@ class TensorCores:
     def _load_q(self, fragment, step) -> None:
         for m in range(self.row_tiles):
             first = (fragment * self.row_tiles + m) * 4
-            _load(_LOAD, self.left, first, self.q.beyond(self.q_start, m * WARP_ROWS, step * 2))
+            pointer = self.q.beyond(self.q_start, m * WARP_ROWS, step * 2)
+            load_matrices(LOAD, self.left, first, pointer)
 
     def _multiply(self, products: Accumulators, tile, a: Registers, fragment, b, b_first) -> None:
         """Add the products of fragment `fragment` of `a` with eight columns of `b`."""
@@ -86,6 +88,10 @@ class TensorCores:
             d = [products[tile, ROWS * m + h, e] for h in range(ROWS) for e in range(2)]
             left = [a[(fragment * self.row_tiles + m) * 4 + i] for i in range(4)]
             ptx(self.instruction, *d, *left, b[b_first], b[b_first + 1], *d)
+
+    def output_pair(self, output: Accumulators, n, h: int) -> tuple:
+        """Column of the n-th pair of sums of row h that a thread holds, and the sums."""
+        return n * 8 + T.truncmod(self.lane, 4) * 2, output[n, h, 0], output[n, h, 1]
 
     def scores(self, scores: Accumulators, k: SharedTiles, stage) -> None:
         """Compute ``Q K^T``."""
@@ -101,7 +107,7 @@ class TensorCores:
             if not self.keeps_q:
                 self._load_q(0, step)
             with T.unroll(scores.num_tiles // 2) as pair:
-                _load(_LOAD, right, 0, k.beyond(start, pair * 16, step * 2))
+                load_matrices(LOAD, right, 0, k.beyond(start, pair * 16, step * 2))
                 for half in range(2):
                     self._multiply(scores, pair * 2 + half, self.left, fragment, right, half * 2)
 
@@ -119,6 +125,6 @@ class TensorCores:
                     low, high = (weights[step * 2 + i // 2, row, e] for e in range(2))
                     pack(left[m * 4 + i], self.dtype, low, high)
             with T.unroll(output.num_tiles // 2) as pair:
-                _load(_LOAD_TRANSPOSED, right, 0, v.beyond(start, step * STEP, pair * 2))
+                load_matrices(LOAD_TRANSPOSED, right, 0, v.beyond(start, step * STEP, pair * 2))
                 for i in range(2):
                     self._multiply(output, pair * 2 + i, left, 0, right, i * 2)

@@ -62,6 +62,9 @@ class RowScales:
         """Forget all scales."""
         self.top[0] = T.float32(0)
 
+    def begin_tile(self, rows, first) -> None:
+        """Go on with the tile of positions from `first` on."""
+
     def _pairs(self, plane: int, tile, lane, n) -> list:
         """The scales of the thread's two columns of tile n of eight positions."""
         words = Registers(4, U32, "scales")
@@ -108,8 +111,12 @@ class RowScales:
                 largest[0] = T.max(largest[0], scale)
         for mask in (1, 2):
             largest[0] = T.max(largest[0], shuffle_xor(largest[0], mask))
-        with T.If(largest[0] > self.top[0] * T.float32(_ROOM)), T.Then():
-            top = temp(power_of_two(largest[0]))
+        self._grow(output, largest[0])
+
+    def _grow(self, output: Accumulators, largest) -> None:
+        """Scale the output, if the largest scale is too large for it."""
+        with T.If(largest > self.top[0] * T.float32(_ROOM)), T.Then():
+            top = temp(power_of_two(largest))
             factor = temp(self.top[0] * inverse(top))
             self.top[0] = top
 

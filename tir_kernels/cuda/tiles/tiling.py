@@ -166,7 +166,7 @@ class BlockTiling:
     def pipeline_bytes(self) -> int:
         """Shared memory for the stages of a group, and for the tile that is multiplied."""
         stages = self.stages * self.stage_bytes
-        if not self.codes:
+        if not self.codes or not self.codes.is_widened:
             return stages
         return stages + self._tile_bytes + self.codes.row_scales_bytes(self.positions)
 

@@ -9,7 +9,6 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import prim_func as define
 
-from .codec import CODECS
 from .spec import ITEMSIZE, CudaTarget, KernelSpec
 
 ACCESS_BYTES = 16  # that a thread of a GPU loads at once
@@ -50,7 +49,6 @@ prim_func.dispatch_token = T.prim_func.dispatch_token  # the parser knows its de
 
 def aligned(spec: KernelSpec, dtype: str) -> dict:
     """What `T.match_buffer` is told of arrays of rows: dtype and alignment for the target."""
-    dtype = "uint8" if dtype in CODECS else dtype
     itemsize = ITEMSIZE[dtype]
     align = ACCESS_BYTES if isinstance(spec.target, CudaTarget) else itemsize
     return {"dtype": dtype, "align": align, "offset_factor": align // itemsize}

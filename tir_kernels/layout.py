@@ -120,6 +120,7 @@ class QuantizedPages:
                 strides=[T.int64(int(stride) // itemsize), *strides],
                 elem_offset=pages.elem_offset // itemsize + begin // itemsize,
                 align=itemsize,
+                layout=None,  # or GPUs take one without strides
             )
             IRBuilder.name(name, buffer)
             return buffer

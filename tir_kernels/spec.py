@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from .codec import CODECS, Codec
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)

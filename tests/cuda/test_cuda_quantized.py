@@ -17,7 +17,7 @@ from ..support.attention_cases import PagedBatch
 from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import multiprocessors
 from ..support.mla_cases import LatentBatch
-from ..support.quantized_cases import quantized_case
+from ..support.quantized_attention_cases import quantized_case
 from ..support.tree_cases import LatentTrees, PagedTrees
 from .test_cuda_trees import paged_trees
 

@@ -4,23 +4,26 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
-from ..layout import Slot
+from ..layout import QuantizedPages, Slot
 from ..semantics.partial_states import selected
 from ..semantics.rope import inverse_frequencies, sin_cos
-from ..spec import ITEMSIZE, KernelSpec
+from ..spec import KernelSpec
 from . import scalars
-from .elements import ACCESS_BYTES, copy_elements, load_floats, run_length, store_floats
+from .elements import ACCESS_BYTES, ITEMSIZE, copy_elements, load_floats, run_length, store_floats
 from .emit import F32, WARP, Registers, Variable, index_temp, launch, sync_block
 from .launcher import workspace
+from .quantized_rows import dequantize_row, quantize_row
 from .warp import shuffle_xor
 
 THREADS = 128
+WARPS = THREADS // WARP
 MAXIMUM_THREADS = 512
 
 
@@ -97,6 +100,13 @@ class Worker:
 
     def __init__(self, spec: KernelSpec, thread):
         self.spec, self.thread = spec, thread
+        self.shared = None
+        if spec.codec is not None and spec.codec.bits == 4:
+            # Cosines and sines, and behind them the row that each warp quantizes.
+            size = max(1, spec.rope.rotary_dim // 2)
+            self.scratch_begin = 2 * size
+            rows = 2 + -(-WARPS * spec.qk_head_dim // size)
+            self.shared = self._table(rows, size)
 
     def slot(self, slot) -> Slot:
         """Where a slot's rows lie."""
@@ -108,8 +118,17 @@ class Worker:
 
     def table(self, rows: int, size: int):
         """A float32 array ``[rows, size]`` of the worker; it can have one."""
+        return self._table(rows, size) if self.shared is None else self.shared
+
+    @staticmethod
+    def _table(rows: int, size: int):
         table = T.alloc_buffer((rows, size), F32, scope="shared.dyn", align=ACCESS_BYTES)
         return IRBuilder.name("table", table)
+
+    def _scratch(self) -> tuple:
+        """Room for a row of float32 numbers of the thread's warp: a table, and where it begins."""
+        warp = T.truncdiv(self.thread, WARP)
+        return self.shared, index_temp(self.scratch_begin + warp * self.spec.qk_head_dim)
 
     def for_elements(self, size: int, body: Callable) -> None:
         """Emit ``body(i, 1)`` for ``i < size``, shared out to the threads."""
@@ -137,11 +156,23 @@ class Worker:
         A thread takes the same elements in every call with as many rows.
         """
         to, of = (rows(T.int64(0))[0] for rows in (sink, source))
+        is_quantized = [isinstance(pages, QuantizedPages) for pages in (to, of)]
+        if all(is_quantized):
+            for part in ("codes", "scales"):
+                self.copy_rows(count, _part_of(source, part), _part_of(sink, part))
+            return
+        if is_quantized[0]:
+            self.quantize_rows(count, lambda i: _loader(*source(i)), sink)
+            return
+        if is_quantized[1]:
+            self._dequantize_rows(count, source, sink)
+            return
         width = int(to.shape[-1]) - begin
         if width == 0:
             return
         same = str(to.dtype) == str(of.dtype)
-        most = ACCESS_BYTES // ITEMSIZE[str(to.dtype)] if same else 8
+        itemsize = ITEMSIZE[str(to.dtype)]
+        most = ACCESS_BYTES // itemsize if same else 8
 
         def copy(i, start):
             start = begin + start
@@ -149,7 +180,37 @@ class Worker:
             copy_elements(to, (*to_row, start), of, (*of_row, start), length)
 
         length = run_length(width, begin, most)
+        if same and itemsize == 1:  # codes
+            length = math.gcd(width, most)
         self._for_runs(count, width, length, copy)
+
+    def _for_rows_of_warps(self, count, body: Callable) -> None:
+        """Emit ``body(row, lane)`` for rows, which warps share out."""
+        lane = index_temp(T.truncmod(self.thread, WARP))
+        with T.serial(T.ceildiv(T.cast(count, "int32"), WARPS)) as turn:
+            row = index_temp(turn * WARPS + T.truncdiv(self.thread, WARP))
+            with T.If(row < T.cast(count, "int32")), T.Then():
+                body(scalars.temp(T.cast(row, "int64"), 1, "int64"), lane)
+
+    def quantize_rows(self, count, load_run_of: Callable, sink: Callable) -> None:
+        """Quantize rows; ``load_run_of(i)(column, n)`` loads numbers of row i."""
+
+        def quantize(i, lane):
+            pages, row = sink(i)
+            quantize_row(pages, row, load_run_of(i), lane, self._scratch)
+
+        self._for_rows_of_warps(count, quantize)
+
+    def _dequantize_rows(self, count, source: Callable, sink: Callable) -> None:
+        def dequantize(i, lane):
+            (pages, row), (to, to_row) = source(i), sink(i)
+
+            def store_run(column, numbers):
+                store_floats(to, (*to_row, column), numbers)
+
+            dequantize_row(pages, row, store_run, lane)
+
+        self._for_rows_of_warps(count, dequantize)
 
     def blend_rows(self, count, rows: Sequence[Callable], weights_of: Callable) -> None:
         """Sum rows, ``i -> (buffer, indices)``, times ``weights_of(i)``, into the first ones."""
@@ -174,6 +235,21 @@ class Worker:
     def cos_sin(self, rope):
         """Cosines and sines of one position."""
         return CosSin(rope, self)
+
+
+def _part_of(rows: Callable, part: str) -> Callable:
+    """Rows of the codes or of the scales of quantized rows."""
+
+    def row_of(i):
+        pages, row = rows(i)
+        return getattr(pages, part), row
+
+    return row_of
+
+
+def _loader(buffer, row) -> Callable:
+    """``(column, n)`` -> n numbers of a row."""
+    return lambda column, n: load_floats(buffer, (*row, column), n)
 
 
 class CosSin:
@@ -211,6 +287,9 @@ class CosSin:
     def rotate_rows(self, count, source: Callable, sink: Callable) -> None:
         """Rotate the rows `source` into the rows `sink`, both ``i -> (buffer, indices)``."""
         half = self.half
+        if isinstance(sink(T.int64(0))[0], QuantizedPages):
+            self.worker.quantize_rows(count, lambda i: self._rotated_loader(*source(i)), sink)
+            return
         length = run_length(half)
 
         def rotate(i, start):
@@ -226,3 +305,35 @@ class CosSin:
 
         self.worker._for_runs(count, half, length, rotate)
         self.worker.copy_rows(count, source, sink, self.rope.rotary_dim)
+
+    def _rotated_loader(self, buffer, row) -> Callable:
+        """``(column, n)`` -> n numbers of a rotated row."""
+        load, half = _loader(buffer, row), self.half
+
+        def load_run(column, count: int) -> Registers:
+            numbers = Registers(count, F32, "rotated")
+            if half % count == 0:
+                self._rotate_run(load, column, count, numbers)
+                return numbers
+            for i in range(count):  # some of the run may be of the other half, or not rotated
+                one = Registers(1, F32, "one")
+                self._rotate_run(load, column + i, 1, one)
+                numbers[i] = one[0]
+            return numbers
+
+        return load_run
+
+    def _rotate_run(self, load: Callable, column, count: int, numbers: Registers) -> None:
+        """Rotate a run of columns, all of which are of one half, or behind both."""
+        half = self.half
+        own = load(column, count)
+        for i in range(count):
+            numbers[i] = own[i]
+        with T.If(column < 2 * half), T.Then():
+            is_first = index_temp(T.cast(column < half, "int32"))
+            partner = load(T.if_then_else(is_first != 0, column + half, column - half), count)
+            start = index_temp(T.if_then_else(is_first != 0, column, column - half))
+            for i in range(count):
+                cos, sin = (scalars.temp(self.table[side, start + i]) for side in range(2))
+                sin = T.if_then_else(is_first != 0, -sin, sin)
+                numbers[i] = own[i] * cos + partner[i] * sin

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from tvm.script import tirx as T
 
 from ..define import ACCESS_BYTES
-from ..spec import ITEMSIZE
+from ..spec import ITEMSIZE as FLOAT_ITEMSIZE
 from .emit import F32, U32, Registers, ptx
 
+# Of floating-point numbers, and of codes and scales of quantized pages.
+ITEMSIZE = FLOAT_ITEMSIZE | {"int8": 1, "uint8": 1, "uint16": 2}
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 

@@ -159,6 +159,7 @@ _INSTRUCTIONS: list[tuple[str, Callable]] = [
     (r"prmt\.b32", _permute),
     (r"fma\.rn\.(b?f16)x2", _fma_pairs),
     (r"fma\.rn\.f32", _function("fmaf")),
+    (r"div\.rn\.f32", lambda match, operands: "{} = {} / {};".format(*operands)),
     (r"cvt\.rni\.f32\.f32", _function("rintf")),
     (r"mov\.b32", lambda match, operands: _copy(f"&{operands[0]}", f"&{operands[1]}", 4)),
     (r"tanh\.approx", _function("tanhf")),

@@ -31,19 +31,20 @@ from ..splits.block_states import BlockStates
 from ..splits.page_schedule import PageSchedule
 from ..tiles.decode_tiling import DecodeTiling
 from .decode_split import DecodeSplit, DecodeStep
-from .kv_rows import rows_of_pages
+from .kv_rows import rows_of_pages, with_page_views
 
 
 def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
     """Emit the body for inputs with a `mask`."""
     require_own_rotation(spec, a)
+    a = with_page_views(spec, a)
     tiling = DecodeTiling.of(spec)
     if not spec.codec or not tiling.is_tensor:
         _emit_tiles(spec, a, tiling)
         return
     # Codes are widened in registers, unless K has to be rotated before it is multiplied.
     without_rope, of_codes = replace(a, rotary_mode=None), DecodeTiling.of(spec, is_widened=False)
-    if spec.codec.has_hadamard or not has_rope(spec):
+    if a.rotary_mode is None or not has_rope(spec):
         _emit_tiles(spec, without_rope, of_codes)
         return
     with T.If(a.rotary_mode == 1):

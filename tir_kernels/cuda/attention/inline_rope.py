@@ -32,8 +32,6 @@ class InlineRope:
         # Rows of a kernel that cannot be asked to rotate them are rotated already.
         self.mode = a.rotary_mode
         self.may_rotate = has_rope(spec) and self.mode is not None
-        if spec.codec and spec.codec.has_hadamard:  # K is not kept as it came
-            self.may_rotate = False
         self.half = spec.rope.rotary_dim // 2
 
     def rotate(

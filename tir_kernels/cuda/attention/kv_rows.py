@@ -8,11 +8,26 @@ registers are scarce.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tvm.script import tirx as T
 
-from ...layout import K_PLANE, V_PLANE, code_byte, latent_index, row_index, scale_byte
+from ...layout import K_PLANE, V_PLANE, latent_index, row_index, view_pages
+from ...semantics.rotary_mode import refuse_inline
+from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
 from ..emit import Registers
+
+
+def with_page_views(spec: KernelSpec, a: PagedInputs) -> PagedInputs:
+    """Inputs whose pages are as `layout.view_pages` gives them.
+
+    Pages that keep K multiplied with Hadamard matrices refuse calls that ask for a rotation.
+    """
+    if spec.codec and spec.codec.has_hadamard:
+        refuse_inline(spec, a)
+        a = replace(a, rotary_mode=None)
+    return replace(a, pages=view_pages(a.pages, spec))
 
 
 def as_int64(value):
@@ -69,27 +84,38 @@ class LatentRows(PagedRows):
 
 
 class QuantizedRows(PagedRows):
-    """Rows of codes and scales, of any kind of spec."""
+    """Rows of `QuantizedPages`, of any kind of spec."""
 
-    def _byte_pointer(self, i, byte):
-        return self.a.pages.ptr_to([as_int64(self.page[i]), byte])
-
-    def _place(self, plane, position) -> tuple:
-        head = 0 if self.spec.kind == "mla" else self.head
-        return plane, head, self._slot(position)
+    def _row(self, plane, i, position) -> tuple:
+        page, slot = as_int64(self.page[i]), self._slot(position)
+        return (page, slot) if self.spec.kind == "mla" else (page, plane, self.head, slot)
 
     def code_pointer(self, plane, i, position, byte):
         """Where a byte of the codes of the i-th row is, which `find` found at this position."""
-        return self._byte_pointer(i, code_byte(self.spec, *self._place(plane, position)) + byte)
+        return self.a.pages.codes.ptr_to([*self._row(plane, i, position), byte])
 
     def scale_pointer(self, plane, i, position, word):
         """Where a word of the scales of the i-th row is; the first one may begin before them."""
-        byte = scale_byte(self.spec, *self._place(plane, position))
-        return self._byte_pointer(i, byte - T.truncmod(byte, 4) + word * 4)
+        scale = word * self.scales_per_word
+        if self.may_shift:
+            scale = scale - T.truncdiv(self.scale_shift(plane, position), 2)
+        return self.a.pages.scales.ptr_to([*self._row(plane, i, position), scale])
+
+    @property
+    def scales_per_word(self) -> int:
+        """Scales in 4 bytes."""
+        return 2 if self.spec.codec.scale_dtype == "bfloat16" else 1
+
+    @property
+    def may_shift(self) -> bool:
+        """Whether the scales of some rows begin in the middle of a word."""
+        return len(self.a.pages.groups) % self.scales_per_word != 0
 
     def scale_shift(self, plane, position):
         """Bytes from the first word of the scales of a row to its first scale."""
-        return T.truncmod(scale_byte(self.spec, *self._place(plane, position)), 4)
+        head = 0 if self.spec.kind == "mla" else self.head
+        row = (plane * self.spec.num_kv_heads + head) * self.spec.page_size + self._slot(position)
+        return T.truncmod(row * len(self.a.pages.groups), 2) * 2 if self.may_shift else 0
 
 
 def rows_of_pages(spec: KernelSpec, *arguments) -> PagedRows:

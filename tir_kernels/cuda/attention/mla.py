@@ -20,6 +20,7 @@ from ..splits.tile_schedule import KvSplit, TileSchedule, balanced_splits
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .balanced_split_tile import BalancedSplitTile, SplitMask, step_of
+from .kv_rows import with_page_views
 from .non_finite_v import with_guard
 from .tree import build_tree
 from .tree_mask import NoTree
@@ -56,7 +57,7 @@ class SequenceSchedule(TileSchedule):
 
 def emit_mla(spec: KernelSpec, a: PagedInputs) -> None:
     """Emit the body."""
-    a = replace(a, tree=NoTree())
+    a = with_page_views(spec, replace(a, tree=NoTree()))
     mask = CausalMask(a.causal)
 
     def emit_tiles(tiling: Tiling) -> None:

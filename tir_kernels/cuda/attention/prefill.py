@@ -28,7 +28,7 @@ from ..splits.work_item import WorkItem
 from ..tiles.tiling import MAX_ROWS, Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .fixed_split_tile import FixedSplitStates, FixedSplitTile, splits_of
-from .kv_rows import RaggedRows, rows_of_pages
+from .kv_rows import RaggedRows, rows_of_pages, with_page_views
 from .non_finite_v import NonFiniteGuard, with_guard
 from .tile_step import FixedSplitStep
 from .tree_mask import NoTree
@@ -113,6 +113,7 @@ def emit_attention(
 
 def emit_paged(spec: KernelSpec, a: PagedInputs, max_rows: int = MAX_ROWS) -> None:
     """Emit `emit_attention` with K and V from pages."""
+    a = with_page_views(spec, a)
     a = replace(a, lengths=lengths_of(spec, a, index_temp))
 
     def kv_rows(sequence, head):

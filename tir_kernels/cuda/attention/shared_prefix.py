@@ -23,6 +23,7 @@ from ..splits.tile_schedule import KvSplit, TileSchedule, balanced_splits
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .balanced_split_tile import SplitMask, step_of
+from .kv_rows import with_page_views
 from .shared_tile import SharedTile
 from .tree_mask import NoTree
 
@@ -88,7 +89,7 @@ def emit_shared(spec: KernelSpec, a: SharedInputs) -> None:
     if a.rotary_mode is not None:
         require_own_rotation(spec, a)
         refuse_longrope(spec, a)
-    a = replace(a, tree=NoTree())
+    a = with_page_views(spec, replace(a, tree=NoTree()))
 
     def emit_tiles(tiling: Tiling) -> None:
         with balanced_splits(spec, a, tiling, SegmentSchedule, is_continued=True) as emit:

@@ -84,19 +84,26 @@ def _rotate_block(tiles: SharedTiles, tile, row, first: int, size: int, lane) ->
         loaded = tiles.load_floats(tile, row, column, count)
         for i in range(count):
             values[i] = loaded[i]
+    rotate_registers(values, lane)
+    if count == 1:
+        tiles.store_float(tile, row, column, values[0])
+    for i in range(0, count - 1, 2):
+        tiles.store_pair(tile, row, column + i, values[i], values[i + 1])
+
+
+def rotate_registers(values: Registers, lane) -> None:
+    """Multiply a block, of which each lane of a warp has `count` columns, by its matrix."""
     step = 1
-    while step < count:
-        for i in (i for i in range(count) if not i & step):
+    while step < values.count:
+        for i in (i for i in range(values.count) if not i & step):
             _combine(values, i, i + step)
         step *= 2
     for mask in (1, 2, 4, 8, 16):
-        for i in range(count):
+        for i in range(values.count):
             values[i] = _combine_lanes(values[i], lane, mask)
-    factor = T.float32(size**-0.5)
-    if count == 1:
-        tiles.store_float(tile, row, column, values[0] * factor)
-    for i in range(0, count - 1, 2):
-        tiles.store_pair(tile, row, column + i, values[i] * factor, values[i + 1] * factor)
+    factor = T.float32((values.count * WARP) ** -0.5)
+    for i in range(values.count):
+        values[i] = values[i] * factor
 
 
 def rotate_accumulators(sums: Accumulators, blocks: list, lane) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from ...spec import ITEMSIZE
-from ..elements import pack, widen_bits, widen_words
+from ..elements import ITEMSIZE, pack, widen_bits, widen_words
 from ..emit import F32, U32, Registers, index_temp, ptx
 
 CHUNK_BYTES = 16

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of float32 numbers quantized into pages, and read back, by a warp each.
+
+The bits of a number, shifted left by one, with the sign behind them, order numbers by magnitude,
+NaN above all. So one maximum finds the value that decides a scale, and whether all are finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm.script import tirx as T
+
+from ..codec import Codec
+from ..layout import QuantizedPages
+from ..semantics.hadamard import k_parts
+from . import scalars
+from .emit import F32, I32, U32, WARP, Registers, index_temp, ptx, sync_warp
+from .tiles.hadamard import blocks_of, rotate_registers
+from .warp import shuffle_xor
+
+RUN = 4  # columns that a lane has side by side: their codes are a word
+_INFINITE = 0xFF000000  # the key of infinities; that of NaN is larger
+_SMALLEST_NORMAL = 2.0**-126
+
+
+class Runs:
+    """Which columns of a row a lane has.
+
+    Parameters
+    ----------
+    begin, end : int
+        Columns that are shared out.
+    length : int
+        Columns of a run.
+    lane : int32 expression
+    """
+
+    def __init__(self, begin: int, end: int, length: int, lane):
+        self.begin, self.length, self.count = begin, length, (end - begin) // length
+        self.turns, self.lane = -(-self.count // WARP), lane
+        self.values = Registers(self.turns * length, F32, "values")
+
+    def column(self, turn: int):
+        """First column of the lane's run of a turn."""
+        return self.begin + (turn * WARP + self.lane) * self.length
+
+    def for_each(self, body: Callable) -> None:
+        """Emit ``body(turn, column)`` for the runs that there are."""
+        for turn in range(self.turns):
+            column = index_temp(self.column(turn))
+            if (turn + 1) * WARP <= self.count:
+                body(turn, column)
+            else:
+                with T.If(turn * WARP + self.lane < self.count), T.Then():
+                    body(turn, column)
+
+    def load(self, load_run: Callable) -> None:
+        """Fill the registers by ``load_run(column, length)``; lanes without a run have zeros."""
+        self.values.fill(T.float32(0))
+
+        def take(turn, column):
+            loaded = load_run(column, self.length)
+            for i in range(self.length):
+                self.values[turn * self.length + i] = loaded[i]
+
+        self.for_each(take)
+
+
+def quantize_row(
+    pages: QuantizedPages, row: Sequence, load_run: Callable, lane, scratch: Callable
+) -> None:
+    """Quantize a row of numbers into pages.
+
+    Parameters
+    ----------
+    pages : QuantizedPages
+    row : indices of the row, less the last axis.
+    load_run : callable
+        ``(column, count)`` -> registers of `count` numbers from a column on.
+    lane : int32 expression
+    scratch : callable
+        Gives a float32 Buffer and where the warp's room in it begins, of as many numbers as a row
+        has; needed with 4 bits.
+    """
+    if pages.codec.bits == 4:
+        _quantize_packed(pages, row, load_run, lane, scratch)
+        return
+    for group, (begin, end) in enumerate(pages.groups):
+        runs = Runs(begin, end, RUN, lane)
+        runs.load(load_run)
+        scale = _Scale(pages.codec, _largest(runs.values, WARP))
+        with T.If(lane == 0), T.Then():
+            scale.store(pages, row, group)
+
+        def store(turn, column, runs=runs, scale=scale):
+            codes = [scale.code(runs.values[turn * RUN + i]) for i in range(RUN)]
+            word = codes[0]
+            for i in range(1, RUN):
+                word = T.bitwise_or(word, T.shift_left(codes[i], T.uint32(8 * i)))
+            ptx("st.global.b32", pages.codes.ptr_to([*row, column]), word)
+
+        runs.for_each(store)
+
+
+def _quantize_packed(
+    pages: QuantizedPages, row: Sequence, load_run: Callable, lane, scratch: Callable
+) -> None:
+    """Quantize with 4 bits: the elements of a byte, half a row apart, meet in shared memory."""
+    codec, width = pages.codec, pages.spec.qk_head_dim
+    room, start = scratch()
+    for part in k_parts(pages.spec):
+        for begin, size in blocks_of(*part):
+            length = size // WARP
+            runs = Runs(begin, begin + size, length, lane)
+            runs.load(load_run)
+            rotate_registers(runs.values, lane)
+            # A group is of all lanes, or of some of them side by side.
+            lanes = codec.group_size // length if length < codec.group_size else 1
+            scale = _Scale(codec, _largest(runs.values, lanes))
+            column = index_temp(runs.column(0))
+            with T.If(T.truncmod(lane, lanes) == 0), T.Then():
+                scale.store(pages, row, T.truncdiv(column, codec.group_size))
+            for i in range(length):
+                code = T.reinterpret(F32, scale.code(runs.values[i]))
+                T.buffer_store(room, code, [0, start + column + i])
+    sync_warp()
+    half = width // 2
+    words = Runs(0, half, RUN, lane)
+
+    def store(turn, column):
+        word = Registers(1, U32, "word")
+        word[0] = T.uint32(0)
+        for side in range(2):
+            for i in range(RUN):
+                code = T.reinterpret(U32, room[0, start + side * half + column + i])
+                bits = T.uint32(8 * i + 4 * side)
+                word[0] = T.bitwise_or(word[0], T.shift_left(code, bits))
+        ptx("st.global.b32", pages.codes.ptr_to([*row, column]), word[0])
+
+    words.for_each(store)
+    sync_warp()
+
+
+def _largest(values: Registers, lanes: int):
+    """The key of the value of the largest magnitude that some lanes have: uint32."""
+    largest = Registers(1, U32, "largest")
+    largest[0] = T.uint32(0)
+    for i in range(values.count):
+        bits = scalars.temp(T.reinterpret(U32, values[i]), 1, U32)
+        key = T.bitwise_or(T.shift_left(bits, T.uint32(1)), T.shift_right(bits, T.uint32(31)))
+        largest[0] = T.max(largest[0], key)
+    mask = 1
+    while mask < lanes:
+        largest[0] = T.max(largest[0], shuffle_xor(largest[0], mask))
+        mask *= 2
+    return largest[0]
+
+
+def _divide(a, b):
+    """``a / b`` rounded to nearest, which `/` is not with fast arithmetic."""
+    quotient = Registers(1, F32, "quotient")
+    ptx("div.rn.f32", quotient[0], a, b)
+    return quotient[0]
+
+
+class _Scale:
+    """The scale of a group whose largest value has the key `key`, and the codes of its values."""
+
+    def __init__(self, codec: Codec, key):
+        self.codec = codec
+        is_finite = key < T.uint32(_INFINITE)
+        magnitude = T.shift_right(key, T.uint32(1))
+        sign = T.shift_left(T.bitwise_and(key, T.uint32(1)), T.uint32(31))
+        extreme = magnitude if codec.limit > 0 else T.bitwise_or(magnitude, sign)
+        quotient = _divide(T.reinterpret(F32, extreme), T.float32(codec.limit))
+        bits = scalars.temp(T.reinterpret(U32, quotient), 1, U32)
+        if codec.scale_dtype == "bfloat16":
+            odd = T.bitwise_and(T.shift_right(bits, T.uint32(16)), T.uint32(1))
+            bits = T.bitwise_and(bits + T.uint32(0x7FFF) + odd, T.uint32(0xFFFF0000))
+            bits = scalars.temp(bits, 1, U32)
+        exponent = T.bitwise_and(bits, T.uint32(0x7F800000))
+        self.is_known = scalars.temp(
+            T.cast(T.And(is_finite, exponent != T.uint32(0)), I32), 1, I32
+        )
+        not_a_number = T.if_then_else(is_finite, T.uint32(0), T.uint32(0x7FC00000))
+        is_known = self.is_known != 0
+        self.bits = scalars.temp(T.if_then_else(is_known, bits, not_a_number), 1, U32)
+        divisor = T.if_then_else(is_known, T.reinterpret(F32, bits), T.float32(1))
+        self.inverse = _divide(T.float32(1), scalars.temp(divisor))
+
+    def store(self, pages: QuantizedPages, row: Sequence, group) -> None:
+        """Store it as the scale of a group of a row."""
+        if self.codec.scale_dtype == "bfloat16":
+            bits = T.cast(T.shift_right(self.bits, T.uint32(16)), "uint16")
+        else:
+            bits = T.reinterpret(F32, self.bits)
+        T.buffer_store(pages.scales, bits, [*row, group])
+
+    def code(self, value):
+        """The bits of the code that is nearest to a value of the group: uint32."""
+        value = T.if_then_else(self.is_known != 0, value, T.float32(0))
+        scaled = scalars.fused_multiply_add(scalars.temp(value), self.inverse, T.float32(0))
+        if self.codec.name == "float8_e4m3fn":
+            return _float_code(scaled)
+        lowest, highest = (-127, 127) if self.codec.bits == 8 else (-8, 7)
+        nearest = scalars.rint(scaled)
+        limited = T.min(T.max(nearest, T.float32(lowest)), T.float32(highest))
+        code = T.cast(limited, I32) + (8 if self.codec.bits == 4 else 0)
+        return scalars.temp(T.cast(T.bitwise_and(code, 0xFF), U32), 1, U32)
+
+
+def _float_code(value):
+    """The nearest number with four bits of exponent and three of mantissa."""
+    bits = scalars.temp(T.reinterpret(U32, value), 1, U32)
+    sign = T.bitwise_and(T.shift_right(bits, T.uint32(24)), T.uint32(0x80))
+    size = T.reinterpret(F32, T.bitwise_and(bits, T.uint32(0x7FFFFFFF)))
+    size = scalars.temp(T.min(size, T.float32(448.0)))
+    magnitude = scalars.temp(T.reinterpret(U32, size), 1, U32)
+    odd = T.bitwise_and(T.shift_right(magnitude, T.uint32(20)), T.uint32(1))
+    rounded = T.shift_right(magnitude + T.uint32(0x7FFFF) + odd, T.uint32(20))
+    normal = rounded - T.uint32((127 - 7) << 3)
+    small = T.cast(T.cast(scalars.rint(size * T.float32(512.0)), I32), U32)
+    code = T.if_then_else(size < T.float32(2.0**-6), small, normal)
+    return scalars.temp(T.bitwise_or(code, sign), 1, U32)
+
+
+def dequantize_row(pages: QuantizedPages, row: Sequence, store_run: Callable, lane) -> None:
+    """Read a row, by ``store_run(column, registers)`` of the numbers from a column on."""
+    spec, codec = pages.spec, pages.codec
+    if codec.has_hadamard:
+        parts = [(b, b + size, size // WARP) for p in k_parts(spec) for b, size in blocks_of(*p)]
+    else:
+        parts = [(begin, end, RUN) for begin, end in pages.groups]
+    for begin, end, length in parts:
+        runs = Runs(begin, end, length, lane)
+        runs.load(lambda column, count: _load_numbers(pages, row, column, count))
+        if codec.has_hadamard:
+            rotate_registers(runs.values, lane)
+
+        def store(turn, column, runs=runs, length=length):
+            numbers = Registers(length, F32, "numbers")
+            for i in range(length):
+                numbers[i] = runs.values[turn * length + i]
+            store_run(column, numbers)
+
+        runs.for_each(store)
+
+
+def _load_numbers(pages: QuantizedPages, row: Sequence, column, count: int) -> Registers:
+    codec, half = pages.codec, pages.spec.qk_head_dim // 2
+    numbers, scale = Registers(count, F32, "numbers"), pages.scale(row, pages.group_of(column))
+    scale = scalars.temp(scale)
+    for i in range(count):
+        if codec.bits == 4:
+            at = column + i
+            byte = pages.codes[(*row, T.truncmod(at, half))]
+            shift = T.if_then_else(at < half, T.uint32(0), T.uint32(4))
+            nibble = T.bitwise_and(T.shift_right(T.cast(byte, U32), shift), T.uint32(15))
+            value = T.cast(T.cast(nibble, I32) - 8, F32)
+        elif codec.storage_dtype == "int8":
+            value = T.cast(pages.codes[(*row, column + i)], F32)
+        else:
+            value = _float_of(T.cast(pages.codes[(*row, column + i)], U32))
+        numbers[i] = value * scale
+    return numbers
+
+
+def _float_of(code):
+    """The number that an 8-bit floating-point code stands for."""
+    code = scalars.temp(code, 1, U32)
+    sign = T.shift_left(T.bitwise_and(code, T.uint32(0x80)), T.uint32(24))
+    size = T.bitwise_and(code, T.uint32(0x7F))
+    normal = T.reinterpret(F32, T.shift_left(size + T.uint32((127 - 7) << 3), T.uint32(20)))
+    small = T.cast(T.cast(size, I32), F32) * T.float32(2.0**-9)
+    value = scalars.temp(T.if_then_else(size < T.uint32(8), small, normal))
+    return T.reinterpret(F32, T.bitwise_or(T.reinterpret(U32, value), sign))

@@ -31,7 +31,7 @@ from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 from .test_tree_kernels import paged_trees
 from .test_window_kernels import DECODES, PREFILLS, WindowBatch
 
-ALIBI = tuple(np.geomspace(1e-3, 1, 6))
+ALIBI = tuple(np.geomspace(1e-3, 0.25, 6))
 # Heads, head dims, page sizes; groups of one, of many and of odd numbers of heads.
 SHAPES = {
     "32:8x128-p16": ((32, 8), 128, 16, {}),

@@ -9,31 +9,36 @@ import numpy as np
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
-def hadamard(width: int) -> np.ndarray:
-    """The matrix that rows are multiplied with: ``[width, width]``, symmetric, its own inverse.
+def hadamard(size: int) -> np.ndarray:
+    """The matrix that blocks of `size` values, a power of two, are multiplied with.
 
-    Blocks of the largest power of two that divides the width, on the diagonal.
+    ``[size, size]``, symmetric, its own inverse.
     """
-    size = width & -width
     block = np.ones((1, 1))
     while len(block) < size:
         block = np.block([[block, block], [block, -block]]) / np.sqrt(2)
-    return np.kron(np.eye(width // size), block)
+    return block
 
 
 def rotate(codec, rows: np.ndarray, v_width: int) -> np.ndarray:
     """Rows ``[..., width]`` in float32, multiplied with Hadamard matrices if the codec does so.
 
-    The columns that are V and the other ones are multiplied apart.
+    The columns that are V and the other ones are multiplied apart, each in blocks of the largest
+    power of two that divides their number.
     """
     rows = np.asarray(rows, dtype=np.float32)
     if not codec.has_hadamard:
         return rows
     width = rows.shape[-1]
     parts = [rows[..., :v_width]] + ([rows[..., v_width:]] if v_width < width else [])
-    with np.errstate(invalid="ignore", over="ignore"):
-        rotated = [part.astype(np.float64) @ hadamard(part.shape[-1]) for part in parts]
-    return np.concatenate(rotated, axis=-1).astype(np.float32)
+    rotated = []
+    for part in parts:
+        size = part.shape[-1] & -part.shape[-1]
+        blocks = part.reshape(*part.shape[:-1], part.shape[-1] // size, size)
+        with np.errstate(invalid="ignore", over="ignore"):
+            blocks = blocks.astype(np.float64) @ hadamard(size)
+            rotated.append(blocks.reshape(part.shape).astype(np.float32))
+    return np.concatenate(rotated, axis=-1)
 
 
 def quantize(codec, rows: np.ndarray, v_width: int) -> tuple[np.ndarray, np.ndarray]:

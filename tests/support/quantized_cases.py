@@ -59,20 +59,26 @@ def assert_rows_kept(
         return
     known = np.isfinite(want_scales)
     np.testing.assert_array_equal(np.isnan(scales), ~known)
-    step = 2.0**-7 if spec.codec.scale_dtype == "bfloat16" else REORDERED
-    where = known & (want_scales != 0)
-    assert (np.abs(scales - want_scales)[where] <= step * np.abs(want_scales[where])).all()
+    codec, width = spec.codec, spec.qk_head_dim
+    step = 2.0**-7 if codec.scale_dtype == "bfloat16" else REORDERED
+    # Where a rotation leaves next to nothing of a group, that is rounding, and so are its codes.
+    size = np.abs(np.where(np.isfinite(rotated), rotated, 0)).max(-1, keepdims=True)
+    rest = REORDERED * size / abs(codec.limit)
+    wrong = np.abs(scales - want_scales) > step * np.abs(want_scales) + rest
+    assert not wrong[known].any()
+    is_compared = known & (np.abs(want_scales) > 1e3 * rest)
     # A code may be the neighbour of the right one, where the value is in the middle between both.
-    for g, (begin, end) in enumerate(spec.codec.groups(spec.qk_head_dim, spec.v_head_dim)):
-        value = codes[..., begin:end] * scales[..., g, None]
-        expected = rotated[..., begin:end]
-        size = np.abs(np.where(known[..., g, None], expected, 0)).max(-1, keepdims=True)
-        finest = 2.0**-9 if spec.codec.name == "float8_e4m3fn" else 1.0
-        gap = np.maximum(finest, np.abs(codes[..., begin:end]) / 8 if finest < 1 else 0)
-        limit = 0.5 * gap * np.abs(scales[..., g, None]) * 1.01
-        limit = limit + size * (REORDERED + (2**-8 if spec.codec.limit < 0 else 0))
-        wrong = np.abs(value - expected) > limit + 2.0**-125
-        assert not wrong[known[..., g]].any(), f"{wrong.sum()} values of group {g}"
+    finest, steps = (2.0**-9, 8) if codec.name == "float8_e4m3fn" else (1.0, np.inf)
+    gap = np.maximum(finest, np.abs(want_codes) / steps)
+    columns = np.concatenate(
+        [
+            np.full(end - begin, g)
+            for g, (begin, end) in enumerate(codec.groups(width, spec.v_head_dim))
+        ]
+    )
+    differs = (codes != want_codes) & is_compared[..., columns]
+    assert (np.abs(codes - want_codes)[differs] <= gap[differs]).all()
+    assert differs.sum() <= 2 + codes.size // 100
 
 
 def check_transpose_append(spec: KernelSpec, num_rows: int, seed: int, cpu: str = "native") -> None:
@@ -85,7 +91,11 @@ def check_transpose_append(spec: KernelSpec, num_rows: int, seed: int, cpu: str 
     slots[1::5] = -1
     pages = tensors_for(spec)(pool(spec, num_pages))
     compiled("transpose_append", spec, cpu)(pages, tensor(k), tensor(v), tensor(slots))
-    rows = np.stack([k, v], 1).astype(np.float32).reshape(num_rows, rows_per_slot(spec), -1)
+    rows = (
+        np.stack([k, v], 1)
+        .astype(np.float32)
+        .reshape(num_rows, rows_per_slot(spec), spec.qk_head_dim)
+    )
     is_kept = slots >= 0
     assert_rows_kept(spec, pages.numpy(), slots[is_kept], rows[is_kept], is_exact=True)
     assert_others_untouched(spec, pages.numpy(), slots[is_kept])

@@ -28,7 +28,7 @@ def slot_parts(spec: KernelSpec, pages: np.ndarray, slots) -> tuple[np.ndarray, 
     """Codes as numbers and scales of slots: ``[n, rows_per_slot, ...]`` float32; K, then V."""
     page, offset = np.asarray(slots) // spec.page_size, np.asarray(slots) % spec.page_size
     codes, scales = (
-        x[page, ..., offset, :].reshape(len(page), rows_per_slot(spec), -1)
+        x[page, ..., offset, :].reshape(len(page), rows_per_slot(spec), x.shape[-1])
         for x in page_parts(spec, pages)
     )
     return quantized.codes_of(spec.codec, codes), scales.astype(np.float32)

@@ -98,6 +98,10 @@ class AttentionInputs:
     rope: Any = None
     tree: Any = None
 
+    def q_position(self, row):
+        """RoPE position of a row of Q; 0 in kernels that are not told."""
+        return 0 if self.q_rope_position is None else self.q_rope_position[row]
+
     def __post_init__(self):
         for field in fields(self):  # errors of the launcher tell these names
             if is_buffer_var(value := getattr(self, field.name)):

@@ -59,8 +59,8 @@ class QuantizedPairs(PairOperands):
     def _whole(self, value, lanes: int):
         """A vector of all lanes, which repeats the numbers of a narrower one."""
         value = temp(value, lanes)
-        if lanes == self.lanes:
-            return value
         if lanes == 1:
             return broadcast(value, self.lanes)
-        return temp(shuffle([value], [i % lanes for i in range(self.lanes)]), self.lanes)
+        while lanes < self.lanes:
+            value, lanes = temp(shuffle([value, value], range(2 * lanes)), 2 * lanes), 2 * lanes
+        return value

@@ -170,7 +170,7 @@ class PrefillTile:
         parts, ops = chunks(self.depth, self.lanes), self.ops
 
         def position():
-            own = a.q_rope_position[token]
+            own = a.q_position(token)
             return own if last_position is None else T.min(own, last_position)
 
         def plain():

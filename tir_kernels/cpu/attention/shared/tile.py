@@ -132,7 +132,7 @@ class SharedTile:
                     store(self.q_rows, (i, c.start), c.lanes, q, ops.dtype)
 
             def rotated():
-                a.rope.set_position(a.q_rope_position[token])
+                a.rope.set_position(a.q_position(token))
                 self._rotate(
                     a,
                     lambda column, lanes: load(a.q, (token, head, column), lanes),

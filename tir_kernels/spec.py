@@ -24,6 +24,8 @@ class VectorTarget:
         Number of SIMD registers.
     has_bf16_dot : bool
         Whether ``vdpbf16ps`` on 512-bit registers may be used.
+    has_vnni : bool
+        Whether ``vpdpbusd`` on 512-bit registers may be used.
     has_f16_convert : bool
         Whether float16 converts to and from float32 in hardware (F16C, AVX-512F, AArch64).
     """
@@ -31,6 +33,7 @@ class VectorTarget:
     lanes: int = 16
     registers: int = 32
     has_bf16_dot: bool = False
+    has_vnni: bool = False
     has_f16_convert: bool = True
 
 

@@ -13,7 +13,7 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def reduce_each(vectors: Sequence, lanes: int, combine: Callable):
+def reduce_each(vectors: Sequence, lanes: int, combine: Callable, dtype: str = F32):
     """Reduce every vector to a scalar and gather the scalars in one vector.
 
     Halves of two vectors share an operation, so n reductions cost n - 1 steps instead of
@@ -21,12 +21,12 @@ def reduce_each(vectors: Sequence, lanes: int, combine: Callable):
 
     Parameters
     ----------
-    vectors : sequence of float32 vectors of `lanes` lanes, at most `lanes` of them.
+    vectors : sequence of vectors of `lanes` lanes, at most `lanes` of them.
     combine : binary operation, `add` or `maximum` of `simd`.
 
     Returns
     -------
-    A float32 vector of ``next_power_of_two(len(vectors))`` lanes; lane i belongs to vector i.
+    A vector of ``next_power_of_two(len(vectors))`` lanes; lane i belongs to vector i.
     """
     num_lanes = next_power_of_two(len(vectors))
     assert num_lanes <= lanes
@@ -39,7 +39,7 @@ def reduce_each(vectors: Sequence, lanes: int, combine: Callable):
         low = [s + start + i for s in segments for start in (0, lanes) for i in range(half)]
         high = [i + half for i in low]
         current = [
-            temp(combine(shuffle([a, b], low), shuffle([a, b], high)), lanes)
+            temp(combine(shuffle([a, b], low), shuffle([a, b], high)), lanes, dtype)
             for a, b in zip(current[:pairs], current[pairs:], strict=True)
         ]
         width = half
@@ -49,7 +49,7 @@ def reduce_each(vectors: Sequence, lanes: int, combine: Callable):
         low = [s + i for s in range(0, total, width) for i in range(half)]
         value = combine(shuffle([value], low), shuffle([value], [i + half for i in low]))
         total, width = total // 2, half
-        value = temp(value, total)
+        value = temp(value, total, dtype)
     return value
 
 

@@ -17,6 +17,8 @@ _X86_LEVELS = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
 }
+# What kernels use beyond the highest level: flags of Linux, and LLVM's names for them.
+_BEYOND_LEVELS = {"avx512_bf16": "avx512bf16", "avx512_vnni": "avx512vnni"}
 
 
 def resolve_target(target: Target | str | Mapping | None = None) -> Target:
@@ -59,7 +61,12 @@ def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
     target = resolve_target(target)
     features = {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
     if "avx512f" in features:
-        return VectorTarget(lanes=16, registers=32, has_bf16_dot="avx512bf16" in features)
+        return VectorTarget(
+            lanes=16,
+            registers=32,
+            has_bf16_dot="avx512bf16" in features,
+            has_vnni="avx512vnni" in features,
+        )
     if "avx2" in features:
         return VectorTarget(lanes=8, registers=16, has_f16_convert="f16c" in features)
     is_arm = "neon" in features
@@ -78,7 +85,8 @@ def _native_target() -> Target:
     needed: set[str] = set().union(*_X86_LEVELS.values())
     for level, own in _X86_LEVELS.items():
         if needed <= flags:
-            attributes = ["+avx512bf16"] if "avx512_bf16" in flags and level == "x86-64-v4" else []
+            known = _BEYOND_LEVELS.items() if level == "x86-64-v4" else ()
+            attributes = [f"+{feature}" for flag, feature in known if flag in flags]
             return Target({"kind": "llvm", "mcpu": level, "mattr": attributes})
         needed -= own
     return Target({"kind": "llvm", "mcpu": "x86-64"})

@@ -23,9 +23,9 @@ from ..kv_operands import operands, single_row_operands
 from ..partial_states import Output, PartialStates
 from ..rotation import rotation_of
 from .blocking import Blocking
+from .code_split import scope_of, split_of
 from .page_schedule import PageSchedule
 from .single_row import Pages, SingleRow, attend_row, bind_lengths
-from .split import DecodeSplit
 
 
 def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
@@ -39,7 +39,7 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
     ops.begin([a.q, a.pages])
 
     def task_body(task):
-        split = DecodeSplit(spec, ops, a.sm_scale, max_local_heads)
+        split = split_of(spec, ops, a.sm_scale, max_local_heads)
         a.rope.begin_task()
         sequence = Register(1, "int32", T.int32(0))
 
@@ -65,7 +65,7 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
         num_rows = row.num_heads * spec.group_size
         states.merge(first_split, num_splits, output_of(row), rows=(0, num_rows))
 
-    with ops.scope(), Queue.scope():
+    with ops.scope(), Queue.scope(), scope_of(spec):
         for_tasks(schedule.num_tasks, task_body)
     schedule.for_cut_pairs(merge)
     states.free()

@@ -16,6 +16,7 @@ from ..kv_operands import single_row_operands
 from ..kv_rows import PagedRows
 from ..partial_states import Output
 from .blocking import Blocking
+from .code_split import split_of
 from .split import DecodeSplit
 from .values import STRIP
 
@@ -143,7 +144,7 @@ class Singles:
     def begin_task(self) -> None:
         """Make the buffers of a task."""
         self.num_local_heads = Blocking.of(self.spec).max_local_heads(self.spec)
-        self.split = DecodeSplit(self.spec, self.ops, self.a.sm_scale, self.num_local_heads)
+        self.split = split_of(self.spec, self.ops, self.a.sm_scale, self.num_local_heads)
 
     def attend(self, queue: Queue, num_tasks) -> None:
         """Attend and store, for the sequences and KV heads that a task takes."""

@@ -176,6 +176,11 @@ class DecodeSplit:
     def step(self, a, step: DecodeStep, k_offset) -> None:
         """Attend to a block of positions: the steps of online softmax."""
         self.scores.block(a, step, k_offset)
+        self.mask(a, step, k_offset)
+        self.for_row_blocks(step.local_head, lambda *block: self.attend(step, *block))
+
+    def mask(self, a, step: DecodeStep, k_offset) -> None:
+        """Cap the scores of a block, add the bias, and hide what is not visible."""
         if self.spec.logit_softcap is not None:
             self.scores.cap()
         if self.bias:
@@ -184,12 +189,14 @@ class DecodeSplit:
                 base = step.local_head * padded_rows
                 position = k_offset + step.first
                 self.bias.add(base + row, self.weights, row, position, a.mask.offsets)
-        is_partial = step.count < BLOCK
-        if step.before is not None:
-            is_partial = T.Or(is_partial, step.before > 0)
-        with T.If(is_partial), T.Then():
+        with T.If(self.is_partial(step)), T.Then():
             self.scores.hide(step.count, step.before)
-        self.for_row_blocks(step.local_head, lambda *block: self.attend(step, *block))
+
+    @staticmethod
+    def is_partial(step: DecodeStep):
+        """Whether some positions of a block are hidden."""
+        is_partial = step.count < BLOCK
+        return is_partial if step.before is None else T.Or(is_partial, step.before > 0)
 
     def attend(self, step: DecodeStep, block, first_row, row) -> None:
         """Take a block of positions into the sums of a set of rows."""

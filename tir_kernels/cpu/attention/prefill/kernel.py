@@ -10,6 +10,7 @@ with them, a few at a time through the registers. Tiles that no row may see are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from tvm.script import tirx as T
@@ -20,6 +21,7 @@ from ....signatures.inputs import Lengths, PagedInputs, RaggedInputs
 from ....spec import KernelSpec
 from ...simd import index_temp
 from ...tasks import Queue, for_tasks, num_threads
+from ..decode.code_split import scope_of
 from ..decode.single_row import Singles, bind_lengths, paged_rows
 from ..define import build
 from ..kv_operands import operands
@@ -93,7 +95,7 @@ def emit_prefill(spec: KernelSpec, ops, a: PagedInputs | RaggedInputs, source: K
             with T.Else():
                 _attend_tiles(spec, a, source, singles, tile, queues[0], tokens)
 
-    with ops.scope(), Queue.scope():
+    with ops.scope(), Queue.scope(), scope_of(spec) if singles else nullcontext():
         for_tasks(num_tasks, task_body)
 
 

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of quantized K and V brought into the order of byte dot products; see `cpu.vnni`.
+
+Codes are unsigned here: those of "int8" plus 128, those of "int4" plus 8. A dword of a block of K
+has four columns of one position, and a vector has the same columns of 16 positions. A dword of a
+block of V has one column of four positions, and a vector has 16 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from ....layout import K_PLANE, V_PLANE
+from ....spec import KernelSpec
+from ...simd import F32, broadcast, constant, load, prefetch, shuffle, store, temp
+from ...vnni import INT32, LANES, integer, interleave_bytes, transpose_dwords
+from .blocking import BLOCK
+
+POSITIONS = 16  # of a block of K that are transposed at once
+QUAD = 4  # positions of a dword of V
+LINE = 64  # bytes
+
+
+def has_code_blocks(spec: KernelSpec) -> bool:
+    """Whether decode multiplies the codes of a spec themselves."""
+    codec, target = spec.codec, spec.target
+    if codec is None or not target.has_vnni:
+        return False
+    is_integer = codec.bits == 4 or codec.storage_dtype == "int8"
+    return is_integer and codec.row_bytes(spec.qk_head_dim) % 16 == 0 and spec.qk_head_dim <= 256
+
+
+class CodeBlocks:
+    """The block of K, and that of V, that a task works at.
+
+    Attributes
+    ----------
+    k : int32 ``[vector, position]``: vectors of 16 positions for the dwords of their rows of codes
+    k_scales : float32 ``[group, POSITIONS]``
+    v : int32 ``[quad, vector, column]``
+    v_scales : float32 ``[group, BLOCK]``
+    """
+
+    def __init__(self, spec: KernelSpec):
+        self.spec, self.codec = spec, spec.codec
+        self.row_bytes = self.codec.row_bytes(spec.qk_head_dim)
+        self.groups = self.codec.groups(spec.qk_head_dim, spec.v_head_dim)
+        self.zero = 8 if self.codec.bits == 4 else 128  # the code of zero
+        self.k = T.alloc_buffer((self.row_bytes // 4, LANES), INT32)
+        self.k_scales = T.alloc_buffer((len(self.groups), POSITIONS), F32)
+        self.v = T.alloc_buffer((BLOCK // QUAD, spec.v_head_dim // LANES, LANES), INT32)
+        self.v_scales = T.alloc_buffer((len(self.groups), BLOCK), F32)
+
+    # --- codes ----------------------------------------------------------------------------------
+
+    def k_vector(self, dword):
+        """The unsigned codes of columns ``4 * dword .. + 3`` of all positions."""
+        per_row = self.row_bytes // 4
+        codes = load(self.k, (dword % per_row, 0), LANES, INT32)
+        if self.codec.bits == 8:
+            return codes
+        codes = T.shift_right(codes, broadcast(dword // per_row * 4, LANES))
+        return T.bitwise_and(codes, integer(0x0F0F0F0F))
+
+    def take_k(self, rows, position) -> None:
+        """Take `POSITIONS` positions from `position` on, and their scales."""
+        tile = rows.tile(position, POSITIONS)
+        for begin in range(0, self.row_bytes, LINE):
+            num_dwords = min(LINE, self.row_bytes - begin) // 4
+            lines = [self._dwords(tile.k(t, 0), begin, num_dwords) for t in range(POSITIONS)]
+            for i, vector in enumerate(transpose_dwords(lines)[:num_dwords]):
+                if self.codec.bits == 8:
+                    vector = self._unsigned(vector)
+                store(self.k, (begin // 4 + i, 0), LANES, vector, INT32)
+        self._take_scales(tile.k, self.k_scales, 0)
+
+    def take_v(self, rows, position, column) -> None:
+        """Take `POSITIONS` positions from `position` on, the first of which is `column`."""
+        tile = rows.tile(position, POSITIONS)
+        for t in range(0, POSITIONS, QUAD):
+            quad = column // QUAD + t // QUAD
+            for begin in range(0, self.row_bytes, LINE):
+                num_dwords = min(LINE, self.row_bytes - begin) // 4
+                lines = [self._dwords(tile.v(t + i, 0), begin, num_dwords) for i in range(QUAD)]
+                vectors = interleave_bytes(lines)[: num_dwords * 4 // LANES]
+                for i, vector in enumerate(vectors):
+                    self._put_v(quad, begin // LANES + i, vector)
+        self._take_scales(tile.v, self.v_scales, column)
+
+    def _put_v(self, quad, vector: int, codes) -> None:
+        """Keep the codes of some bytes of four rows."""
+        if self.codec.bits == 8:
+            store(self.v, (quad, vector, 0), LANES, self._unsigned(codes), INT32)
+            return
+        for high in range(2):
+            half = T.shift_right(codes, integer(4)) if high else codes
+            half = T.bitwise_and(half, integer(0x0F0F0F0F))
+            at = (quad, vector + high * (self.row_bytes // LANES), 0)
+            store(self.v, at, LANES, half, INT32)
+
+    @staticmethod
+    def _unsigned(codes):
+        """Signed bytes plus 128."""
+        return T.bitwise_xor(codes, integer(0x80808080 - (1 << 32)))
+
+    @staticmethod
+    def _dwords(element, begin: int, num_dwords: int):
+        """Bytes of a row of codes; the lanes of a vector that it does not fill repeat them."""
+        pages, (*row, _) = element
+        codes = pages.codes[(*row, T.ramp(begin, 1, 4 * num_dwords))]
+        value = T.reinterpret(f"int32x{num_dwords}", codes)
+        while num_dwords < LANES:
+            value = temp(value, num_dwords, INT32)
+            count, num_dwords = num_dwords, min(LANES, 2 * num_dwords)
+            value = shuffle([value, value], [i % count for i in range(num_dwords)])
+        return temp(value, LANES, INT32)
+
+    # --- scales ---------------------------------------------------------------------------------
+
+    def _take_scales(self, element, sink, column) -> None:
+        """Gather the scales of `POSITIONS` positions, group by group."""
+        pages, (*row, _) = element(0, 0)
+        num_groups, page_size = len(self.groups), self.spec.page_size
+        run = min(POSITIONS, page_size)
+        for first in range(0, POSITIONS, run):
+            pages, (*row, _) = element(first, 0)
+            # Slots of a page are neighbours: their scales are one run of numbers.
+            count = run * num_groups
+            if run < 4:
+                values = None
+            elif str(pages.scales.dtype) == F32:
+                values = temp(pages.scales[(*row, T.ramp(0, 1, count))], count)
+            else:
+                words = T.cast(pages.scales[(*row, T.ramp(0, 1, count))], f"uint32x{count}")
+                bits = T.shift_left(words, T.broadcast(T.uint32(16), count))
+                values = temp(T.reinterpret(f"float32x{count}", bits), count)
+            for group in range(num_groups):
+                if values is None:
+                    for i in range(run):
+                        pages, (*row, _) = element(first + i, 0)
+                        at = [group, column + first + i]
+                        T.buffer_store(sink, pages.scale(row, group), at)
+                    continue
+                order = range(group, count, num_groups)
+                value = shuffle([values], order) if num_groups > 1 else values
+                store(sink, (group, column + first), run, value)
+
+    # --- prefetches -----------------------------------------------------------------------------
+
+    def prefetch_scales(self, rows, position, count: int, plane: int) -> None:
+        """Ask for the scales of some positions of K or V."""
+        tile = rows.tile(position, count)
+        element = {K_PLANE: tile.k, V_PLANE: tile.v}[plane]
+        for first in range(0, count, min(count, rows.run)):
+            pages, (*row, _) = element(first, 0)
+            itemsize = 4 if str(pages.scales.dtype) == F32 else 2
+            num_scales = min(count, rows.run) * len(self.groups)
+            for scale in range(0, num_scales, LINE // itemsize):
+                prefetch(pages.scales, (*row, scale))
+
+    def prefetcher(self, rows, position, plane: int) -> Callable:
+        """What asks for the codes of `POSITIONS` positions of K or V, little by little.
+
+        Asking for much at once would wait for memory.
+
+        Returns
+        -------
+        callable
+            ``(part, num_parts)``, the first of which may be an expression.
+        """
+        is_one_run = rows.run >= POSITIONS
+        whole = rows.tile(position, POSITIONS) if is_one_run else None
+
+        def prefetch_part(part, num_parts: int) -> None:
+            count = POSITIONS // num_parts
+            tile, first = whole, part * count
+            if not is_one_run:
+                tile, first = rows.tile(position + part * count, count), 0
+            element = {K_PLANE: tile.k, V_PLANE: tile.v}[plane]
+            run = count if is_one_run else min(count, rows.run)
+            for t in range(0, count, run):
+                pages, (*row, _) = element(first + t, 0)
+                for byte in range(0, run * self.row_bytes, LINE):
+                    prefetch(pages.codes, (*row, byte))
+
+        return prefetch_part
+
+    def hide(self, count, before) -> None:
+        """Clear the scales of V of the positions from `count` on, and of those before `before`."""
+        for group in range(len(self.groups)):
+            for start in range(0, BLOCK, LANES):
+                position = T.ramp(start, 1, LANES)
+                seen = position < broadcast(count, LANES)
+                if before is not None:
+                    seen = T.And(seen, position >= broadcast(before, LANES))
+                scale = load(self.v_scales, (group, start), LANES)
+                scale = T.Select(seen, scale, constant(0.0, LANES))
+                store(self.v_scales, (group, start), LANES, scale)

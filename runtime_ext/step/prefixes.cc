@@ -36,6 +36,7 @@ TokenSpan Prefixes::Convert(const int64_t* tokens, size_t size) {
 TokenSpan Prefixes::Convert(const TokenIds& tokens) {
   if (const auto shape = tokens.as<ffi::Shape>()) return Convert(shape->data(), shape->size());
   const auto tensor = tokens.get<ffi::Tensor>();
+  if (!tensor.defined()) Raise(kTypeError, "token ids must be a Shape or a tensor, got None");
   const DLDataType dtype = tensor.dtype();
   const bool is_int = dtype.code == kDLInt && dtype.lanes == 1;
   if (!is_int || (dtype.bits != 32 && dtype.bits != 64)) {

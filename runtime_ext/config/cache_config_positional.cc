@@ -165,7 +165,8 @@ KernelSet PositionalKernels(ffi::PackedArgs args, int64_t page_size, bool is_mix
   SetMerge(args, is_mixed, layer->kind, &kernels);
   SetRotary(args[24], page_size, layer, &kernels);
   kernels.Set(KernelName::kCopySinglePage, OfKind(args[25], layer->kind));
-  kernels.Set(KernelName::kDebugGetKV, OfKind(args[26], layer->kind));
+  const KernelName read = layer->is_mla() ? KernelName::kDebugGetKVMLA : KernelName::kDebugGetKV;
+  kernels.Set(read, OfKind(args[26], layer->kind));
   kernels.Set(KernelName::kCompactCopy, OfKind(args[27], layer->kind));
   return kernels;
 }

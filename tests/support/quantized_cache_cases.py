@@ -168,7 +168,7 @@ class QuantizedPair:
         for kind in {layer["kind"] == "mla" for layer in self.layers}:
             read = self.cache.debug_get_kv_mla if kind else self.cache.debug_get_kv
             own = [i for i, x in enumerate(self.layers) if (x["kind"] == "mla") == kind]
-            groups = {self.cache.description["layers"][i]["group"] for i in own}
+            groups = range(len(self.cache.stats()["groups"]))
             for seq_id in filter(self.expected[0].length, self.expected[0].sequences):
                 begin = max(self.cache.first_position(seq_id, g) for g in groups)
                 actual = read(seq_id, begin)

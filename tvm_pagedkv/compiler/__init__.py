@@ -14,7 +14,7 @@ from .build import (
     load_libraries,
 )
 from .cache_folder import cache_dir
-from .create import config_map, create
+from .create import codec_map, config_map, create
 from .disk_cache import cached_library, code_versions, library_file, load_library
 from .lowering import KernelObjects, compile_kernel, kernel_symbol
 from .progress import compiling
@@ -29,6 +29,7 @@ __all__ = [
     "cache_dir",
     "cached_library",
     "code_versions",
+    "codec_map",
     "compile_kernel",
     "compiling",
     "config_map",

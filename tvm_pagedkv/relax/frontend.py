@@ -4,24 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
-import tvm
 from tvm import relax, tirx
 from tvm.relax.frontend.nn.llm.kv_cache import AttnKind, RopeMode
 from tvm.target import Target
 
-from tir_kernels import build_kernel
-from tir_kernels.cpu.attention import stock_sliding
 from tir_kernels.spec import KernelSpec
 
 from ..compiler import is_cuda, kernel_spec, require_cpu, resolve_target
 from ..compiler.cuda import arch_of, cuda_spec
 from ..config import KVCacheConfig, LayerSpec, RopeConfig
+from .constructor_kernels import ConstructorKernels, page_types
 from .frontend_methods import PagedKVCacheObject
-from .model_kernels import ModelKernels, link_when_finalized
+from .model_kernels import link_when_finalized
 
 # The Relax VM quotes the name of a function that it does not find: ours tells what to do, where the
 # library is not loaded. runtime_ext/ffi/register.cc has it too.
@@ -81,7 +77,7 @@ class PagedKVCache(PagedKVCacheObject):
     enable_disaggregation : bool or tirx.Var
         TVM's name of `KVCacheConfig.enable_kv_transfer`.
     dtype : str
-        Type of Q, K, V, O and the pages.
+        Type of Q, K, V and O.
     target : tvm.target.Target
         A CPU, or a GPU with a named architecture.
     name : str
@@ -94,6 +90,8 @@ class PagedKVCache(PagedKVCacheObject):
         Soft-cap of the attention logits.
     alibi : bool or sequence of float, optional
         ALiBi, as for `KVCacheConfig`.
+    kv_dtype : str, optional
+        Type of the pages, or the codec that quantizes them, as for `KVCacheConfig`; None: `dtype`.
     runtime : {"pagedkv", "stock"}
         "stock" emits a cache that TVM's own runtime object can run as well.
 
@@ -142,6 +140,7 @@ class PagedKVCache(PagedKVCacheObject):
         kernel_page_size: int = 16,
         logit_softcap: float | None = None,
         alibi: bool | Sequence[float] | None = None,
+        kv_dtype: str | None = None,
         runtime: str = "pagedkv",
     ) -> None:
         if runtime not in MODEL_CONSTRUCTORS:
@@ -162,6 +161,7 @@ class PagedKVCache(PagedKVCacheObject):
             qk_head_dim=qk_head_dim,
             v_head_dim=v_head_dim,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             page_size=page_size if isinstance(page_size, int) else kernel_page_size,
             rope=RopeConfig(
                 mode=RopeMode(rope_mode).name.lower(),
@@ -183,12 +183,17 @@ class PagedKVCache(PagedKVCacheObject):
             logit_softcap=logit_softcap,
             alibi=alibi,
         )
+        if runtime == "stock" and config.kv_dtype != dtype:
+            raise ValueError(
+                f"the stock runtime keeps K and V in the dtype of a step, {dtype}, not as "
+                f"{config.kv_dtype}: leave kv_dtype None, or choose runtime 'pagedkv'"
+            )
         if runtime == "stock" and "mla" in kinds and not _MHA_KINDS.isdisjoint(kinds):
             raise ValueError(
                 "the stock runtime has one copy_single_page for all layers, and the pages of 'mla' "
                 "layers have another shape than those of the others"
             )
-        kernels = _Kernels(
+        kernels = ConstructorKernels(
             {
                 kind: _spec(config, config.layers[kinds.index(kind)], target)
                 for kind in kinds
@@ -197,6 +202,7 @@ class PagedKVCache(PagedKVCacheObject):
             "tirx" if runtime == "stock" else "pagedkv",
             layer_sliding_window_size,
             target,
+            page_types(config),
         )
         builder = relax.BlockBuilder.current()
         if builder is None:
@@ -244,135 +250,6 @@ def _spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> KernelSpec
     if is_cuda(target):
         return cuda_spec(kernel_spec(config, layer, resolve_target()))
     return kernel_spec(config, layer, target)
-
-
-class _Kernels:
-    """Lists the kernels of a cache for the positional constructor, and compiles them.
-
-    Parameters
-    ----------
-    specs : dict
-        Layer kind -> KernelSpec.
-    tag : {"pagedkv", "tirx"}
-        Tag of the kernels: for this package's runtime, or for TVM's.
-    window : int
-        Window of the "mha_sliding" layers, a constant of kernels for TVM's runtime.
-    target : tvm.target.Target
-    """
-
-    def __init__(self, specs: dict[str, KernelSpec], tag: str, window: int, target: Target):
-        self.tag, self.window, self.kinds = tag, window, set(specs)
-        # None if there are no such layers; callers check.
-        self.mla = cast(KernelSpec, specs.get("mla"))
-        self.mha = cast(KernelSpec, specs.get("mha", specs.get("mha_sliding")))
-        self._listed = ModelKernels(target, repr(specs))
-
-    def compile(self) -> list[tvm.runtime.Module]:
-        """Compile the kernels that `positional` has listed; return libraries to link."""
-        return self._listed.compile()
-
-    def _function(self, name: str, spec: KernelSpec) -> relax.ExternFunc:
-        return self._listed.refer(name, repr(spec), partial(build_kernel, name, spec))
-
-    def _tagged(self, *values: relax.Expr) -> relax.Tuple:
-        return relax.Tuple([tvm.ir.StringImm(self.tag), *values])
-
-    def _needed(self, kind: str, name: str) -> relax.Tuple:
-        if kind not in self.kinds:
-            return relax.Tuple([])
-        return self._tagged(self._function(name, self.mla if kind == "mla" else self.mha))
-
-    def _sliding(self, name: str, has_windows: bool) -> relax.Tuple:
-        """TVM's runtime uses these kernels for windows of layers and of sequences."""
-        if self.tag == "tirx" and has_windows and self.kinds == {"mha"}:
-            name = name.replace("sliding", "windowed")
-            return self._tagged(self._function(name, self.mha))
-        if self.tag == "pagedkv" or "mha_sliding" not in self.kinds:
-            return self._needed("mha_sliding", name)
-        build = partial(getattr(stock_sliding, name), self.mha, self.window)
-        key = f"{self.mha} for a window of {self.window}"
-        return self._tagged(self._listed.refer(f"stock_{name}", key, build))
-
-    def _of_both(self, name: str, name_of_mla: str | None = None) -> relax.Expr:
-        """Return a kernel that both page shapes need: one function, or one per shape."""
-        functions = []
-        if self.mha:
-            functions.append(self._function(name, self.mha))
-        if self.mla:
-            functions.append(self._function(name_of_mla or name, self.mla))
-        return functions[0] if len(functions) == 1 else self._tagged(*functions)
-
-    def positional(self, has_windows: bool) -> list[relax.Expr]:
-        """Return arguments 13 to 27 of the positional constructor."""
-        null = relax.op.null_value
-        return [
-            self._function("transpose_append", self.mha) if self.mha else null(),
-            self._function("transpose_append_mla", self.mla) if self.mla else null(),
-            self._ragged(),
-            self._needed("mha", "prefill"),
-            self._needed("mha", "decode"),
-            self._sliding("prefill_sliding", has_windows),
-            self._sliding("decode_sliding", has_windows),
-            self._needed("mha", "tree_paged"),
-            self._tree(),
-            self._needed("mla", "mla_prefill"),
-            self._merge(),
-            self._rotary(),
-            self._of_both("copy_single_page"),
-            self._of_both("debug_get_kv", "debug_get_kv_mla"),
-            self._of_both("compact_copy"),
-        ]
-
-    def _ragged(self) -> relax.Tuple:
-        functions = [self._function("prefill_ragged", s) for s in (self.mha, self.mla) if s]
-        if self.mla and self.tag == "pagedkv":
-            dims = (self.mla.original_qk_head_dim, self.mla.original_v_head_dim)
-            functions += [relax.prim_value(dim) for dim in dims]
-        return self._tagged(*functions)
-
-    def _tree(self) -> relax.Tuple:
-        """Return the tree kernels; TVM's runtime has no trees for MLA layers."""
-        specs = [self.mha, self.mla if self.tag == "pagedkv" else None]
-        functions = [self._function("tree", spec) for spec in specs if spec]
-        return self._tagged(*functions) if functions else relax.Tuple([])
-
-    def _merge(self) -> relax.Tuple:
-        """Return the merges of partial states and of `merge_attention`, whose MLA o is wider."""
-        of_parts = self.mha or replace(self.mla, original_qk_head_dim=0, original_v_head_dim=0)
-        specs = (of_parts, self.mla or self.mha)
-        return relax.Tuple([self._function("merge", spec) for spec in specs])
-
-    def _rotary(self) -> relax.Expr:
-        split_rotary = rope_append = relax.op.null_value()
-        if self.mha:
-            split_rotary = self._function("split_rotary", self.mha)
-        if self.tag == "tirx":
-            return split_rotary
-        if self.mha:
-            rope_append = self._function("rope_append", self.mha)
-        page_size = (self.mha or self.mla).page_size
-        fixed = split_rotary, rope_append, relax.prim_value(page_size)
-        return self._tagged(*fixed, *self._named())
-
-    def _named(self) -> list[relax.Expr]:
-        """Return kernels that have no position in the constructor, as names and functions."""
-        specs = {}
-        if self.mha:
-            specs["apply_sinks"] = self.mha
-        if "mha" in self.kinds:
-            specs["prefill_shared"] = self.mha
-        if "mha_sliding" in self.kinds:
-            for name in ("prefill_ragged_sliding", "tree_paged_sliding", "tree_sliding"):
-                specs[name] = self.mha
-        if self.mla:
-            specs |= {"mla_prefill_shared": self.mla, "mla_tree": self.mla}
-        if not (self.mha and self.mla):  # whose pages differ
-            specs["copy_pages"] = self.mha or self.mla
-        return [
-            each
-            for name, spec in specs.items()
-            for each in (tvm.ir.StringImm(name), self._function(name, spec))
-        ]
 
 
 def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nn class with a codec: the model's cache quantizes, and other runtimes are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
+from tvm_ffi import Shape
+
+import tvm_pagedkv as pkv
+from tir_kernels.codec import CODECS
+
+from .. import reference
+from .test_frontend import (
+    CAPACITIES,
+    HEAD_DIM,
+    NUM_KV_HEADS,
+    NUM_QO_HEADS,
+    SM_SCALE,
+    export_model,
+)
+
+
+def made(**extra) -> tuple[relax.VirtualMachine, pkv.KVCache]:
+    vm = relax.VirtualMachine(
+        tvm.compile(export_model(pkv.PagedKVCache, **extra), target="llvm"), tvm.cpu()
+    )
+    return vm, vm["create"](*(Shape([n]) for n in CAPACITIES.values()))
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_a_model_with_a_codec(codec):
+    rope = {"mode": RopeMode.NONE}
+    vm, cache = made(rope=rope, kv_dtype=codec)
+    described = cache.description
+    assert [layer["kv_dtype"] for layer in described["layers"]] == [codec, codec]
+    expected = reference.ReferenceCache(2, CODECS[codec])
+    rng = np.random.default_rng(0)
+    cache.add_sequence(0)
+    expected.add_sequence(0)
+    for num_rows in (7, 1, 1, 3):
+        shape = (1, num_rows, NUM_QO_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
+        qkv = rng.standard_normal(shape, dtype="float32")
+        with cache.forward([0], [num_rows]):
+            outputs = vm["fused"](tvm.runtime.tensor(qkv), cache)
+        for layer, out in zip((1, 0), outputs, strict=True):
+            wanted, _ = expected.attention(layer, [0], [num_rows], qkv[0], NUM_KV_HEADS, SM_SCALE)
+            # A row may be rounded to the neighbour of a code; int4's are far apart.
+            tolerance = 0.05 if codec == "int4" else 0.01
+            np.testing.assert_allclose(out.numpy()[0], wanted, atol=tolerance)
+    k = cache.debug_get_kv(0)[0].numpy()
+    assert k.dtype == np.float32 and k.shape == (2, 12, NUM_KV_HEADS, HEAD_DIM)
+
+
+def test_pages_of_another_type_of_numbers():
+    _, cache = made(kv_dtype="bfloat16")
+    assert cache.description["kv_dtype"] == "bfloat16"
+    cache.add_sequence(0)
+    assert cache.debug_get_kv(0)[0].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float16"])
+def test_the_stock_runtime_is_refused(kv_dtype):
+    with pytest.raises(ValueError, match=f"dtype of a step, float32, not as {kv_dtype}"):
+        export_model(pkv.PagedKVCache, kv_dtype=kv_dtype, runtime="stock")
+
+
+def test_what_has_no_codec_is_refused():
+    with pytest.raises(ValueError, match="kv_dtype must be one of .*int4; got 'int3'"):
+        export_model(pkv.PagedKVCache, kv_dtype="int3")
+    with pytest.raises(ValueError, match='rope mode "inline"'):
+        export_model(pkv.PagedKVCache, {"mode": RopeMode.INLINE}, kv_dtype="int4")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tir_kernels.layout import row_bytes, rows_per_slot
 from tir_kernels.spec import ITEMSIZE, KernelSpec
 
 CONTEXT, CHUNK = 4096, 8192
@@ -60,7 +61,11 @@ def _attention(
     """Attention: K and V and Q are read once, O is written, and the products are done."""
     k_and_v = spec.qk_head_dim + (0 if spec.kind == "mla" else spec.v_head_dim)
     width = spec.qk_head_dim + spec.v_head_dim
-    pages = context * spec.num_kv_heads * k_and_v * ITEMSIZE[spec.kv_dtype]
+    if spec.codec:
+        slot_bytes = rows_per_slot(spec) * row_bytes(spec)
+    else:
+        slot_bytes = spec.num_kv_heads * k_and_v * ITEMSIZE[spec.kv_dtype]
+    pages = context * slot_bytes
     steps = rows * spec.num_qo_heads * width * ITEMSIZE[spec.dtype]
     hidden = rows * (rows - 1) // 2 if is_causal else 0
     seen = rows * context - hidden
@@ -87,10 +92,9 @@ def _shared(spec: KernelSpec) -> list[Work]:
 
 def _move(spec: KernelSpec) -> list[Work]:
     """Rows of a decode step, read once and written once."""
-    kv = spec.num_kv_heads * (spec.qk_head_dim + spec.v_head_dim)
     q = spec.num_qo_heads * spec.qk_head_dim
-    size, kv_size = ITEMSIZE[spec.dtype], ITEMSIZE[spec.kv_dtype]
-    num_bytes = 2 * q * size + kv * (size + kv_size)
+    size = ITEMSIZE[spec.dtype]
+    num_bytes = 2 * q * size + rows_per_slot(spec) * (spec.qk_head_dim * size + row_bytes(spec))
     return [Work(f"{b} rows", b * num_bytes) for b in BATCHES]
 
 
@@ -98,7 +102,8 @@ def _move(spec: KernelSpec) -> list[Work]:
 CASES = {
     "decode": _decode,
     "prefill": _prefill,
-    "prefill_ragged": lambda spec: _prefill(spec.non_absorbed),
+    # Fresh K and V are never quantized.
+    "prefill_ragged": lambda spec: _prefill(replace(spec.non_absorbed, kv_dtype=spec.dtype)),
     "prefill_shared": _shared,
     "mla_prefill_shared": _shared,
     "mla_prefill": lambda spec: _decode(spec) + _prefill(spec),

@@ -55,6 +55,29 @@ CONFIGURATIONS = {
         logit_softcap=30.0,
         alibi=True,
     ),
+    "llama-float16-pages-int8": dict(**_LLAMA, dtype="float16", kv_dtype="int8"),
+    "llama-bfloat16-pages-int4": dict(**_LLAMA, dtype="bfloat16", kv_dtype="int4"),
+    "windows-cap-alibi-bfloat16-pages-float8": dict(
+        **_LLAMA,
+        dtype="bfloat16",
+        kv_dtype="float8_e4m3fn",
+        layers=[LayerSpec("mha_sliding", 1024)],
+        logit_softcap=30.0,
+        alibi=True,
+    ),
+    "heads-of-256-float16-pages-int4": dict(
+        _LLAMA, qk_head_dim=256, dtype="float16", kv_dtype="int4"
+    ),
+    "llama-float32-pages-int4": dict(**_LLAMA, dtype="float32", kv_dtype="int4"),
+    "mla-512-64-bfloat16-pages-int8": dict(
+        num_qo_heads=128,
+        num_kv_heads=1,
+        qk_head_dim=576,
+        v_head_dim=512,
+        dtype="bfloat16",
+        kv_dtype="int8",
+        layers=[_MLA],
+    ),
     "falcon-bfloat16-pages-float16": dict(
         num_qo_heads=71, num_kv_heads=1, qk_head_dim=64, dtype="bfloat16", kv_dtype="float16"
     ),
@@ -120,13 +143,14 @@ def ahead_bytes(code: MachineCode, spec: KernelSpec) -> int:
 
     At the bandwidth of the data sheets and a latency of a microsecond, it takes 36 KiB on an H200.
     """
-    kernel = code.launch.kernel.removesuffix("_kernel")
-    if kernel in ("decode", "decode_sliding", "decode_windowed"):
-        return DecodeTiling.of(spec).ahead_bytes * resident_blocks(code)
-    if code.launch.function == "mla_prefill":
-        for tiling in Tiling.choices(spec, spec.kv_dtype):
-            if tiling.num_bytes == code.launch.dynamic_bytes:
-                return tiling.ahead_bytes * resident_blocks(code)
+    tilings: list = []
+    if code.launch.function in ("decode", "decode_sliding", "decode_windowed"):
+        tilings = [DecodeTiling.of(spec, is_widened=is_widened) for is_widened in (True, False)]
+    elif code.launch.function == "mla_prefill":
+        tilings = Tiling.choices(spec, spec.kv_dtype)
+    for tiling in tilings:
+        if tiling.num_bytes == code.launch.dynamic_bytes:
+            return tiling.ahead_bytes * resident_blocks(code)
     return 0
 
 

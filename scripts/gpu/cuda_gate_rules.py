@@ -141,13 +141,15 @@ def _of_branch(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Ite
         least = {"ldg.128": 1, "stg.128": 1}
     else:
         least = {"ldgsts": LEAST_COPIES, "stg.128": 1}
-        if spec.dtype == spec.kv_dtype != "float32":
+        if spec.dtype != "float32" and (spec.codec or spec.dtype == spec.kv_dtype):
             columns = min(spec.v_head_dim, spec.non_absorbed.v_head_dim, _MOST_COLUMNS)
             # Sixteen positions over all columns of V, and a step of a loop over those of K.
             least["mma"] = columns // 8 + 1
             # Operands come four 8 x 8 matrices at a time; a product takes two of them, and two
             # tiles of rows may share them.
             least["ldsm"] = counts["mma"] // 4
+            if spec.codec and spec.codec.bits == 4:  # decode widens eight from four of codes
+                least["ldsm"] //= 2
     for key, count in least.items():
         if counts[key] < count:
             branch = f"sm_{codes[0].arch}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 
+from tir_kernels import build_kernel
 from tir_kernels.spec import RopeSpec
 
 from .. import reference
@@ -138,6 +138,30 @@ def test_mla(spec, seed):
     case = quantized_case(LatentTrees)(spec, paged_trees(seed), seed)
     case.run()
     case.verify()
+
+
+@parametrize(SOME_SPECS)
+@on_gpu_too
+def test_rows_that_are_not_finite(spec):
+    """Rows of Q that see them are NaN, and the others are as if they were not there."""
+    for plane in (0, 1):
+        case = quantized_case(PagedBatch)(spec, [(40, 90), (1, 33)], 0)
+        slot = case.page_values[70 // spec.page_size], 70 % spec.page_size
+        case.pages[slot[0], plane, 0, slot[1], 3] = np.nan
+        case.quantize()
+        case.prefill()
+        case.verify()
+        is_nan = np.isnan(case.o.numpy().astype(np.float32)).any((1, 2))
+        # Row r of the first sequence sees positions up to 50 + r.
+        np.testing.assert_array_equal(is_nan, [50 + r >= 70 for r in range(40)] + [False])
+
+
+def test_what_a_codec_cannot_do():
+    case = quantized_case(PagedBatch)(SPECS["8:2x128-bf16-int4-p8"], [(1, 9)], 0)
+    with pytest.raises(ValueError, match="Hadamard matrix.*choose 'int8'"):
+        case.decode(inline=True)
+    with pytest.raises(ValueError, match="needs all columns of V.*choose 'int8'"):
+        build_kernel("prefill", make_spec((1, 1), 512, (F16, INT4)))
 
 
 if __name__ == "__main__":

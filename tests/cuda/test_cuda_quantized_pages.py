@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that move rows of quantized pages on GPUs, emulated, against the codecs' specification."""
+"""Kernels that move rows of quantized pages on GPUs, emulated, against the specification."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def quantized_case(case: type) -> type:
             self.tensor = tensor
 
         def compare(self, expected, *dtypes: str) -> None:
-            # Q and K are multiplied by matrices, and MLA's rotated columns of K by ratios of scales.
+            # Q is multiplied by a matrix, or the columns of K behind V by a ratio of scales.
             is_exact = not self.spec.codec.has_hadamard and self.spec.kind != "mla"
             rounds_qk = self.is_inline or not is_exact
             reference.assert_state_close(self.state(), expected, *dtypes, rounds_qk=rounds_qk)

@@ -19,8 +19,8 @@ from ..emit import F32, WARP, Registers, index_temp, sync_block, sync_warp
 from ..scalars import temp
 from ..splits.page_schedule import Pair
 from ..splits.partial_states import RUN, weigh
-from ..tiles.decode_tiling import DecodeTiling
 from ..tiles.code_pipeline import CodePipeline
+from ..tiles.decode_tiling import DecodeTiling
 from ..tiles.fma import MultiplyAdds
 from ..tiles.group_scales import GroupScales
 from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows

@@ -236,7 +236,7 @@ class CodePipeline(KvPipeline):
         return index_temp(T.if_then_else(column < self.codes.v_head_dim, 0, 1))
 
     def _widen_plane(self, rows, first, stage, tile, plane: int) -> None:
-        codes, unit = self.codes, self.codes.unit_bytes
+        codes, unit = self.codes, self.codes.widened_bytes
         dtype = narrow_dtype(self.tiling.kv_dtype)
         source, to, row_bytes = self.k_codes, self.k, codes.row_bytes
         if plane == V_PLANE:

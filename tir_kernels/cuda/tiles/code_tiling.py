@@ -65,8 +65,13 @@ class CodeTiling:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes that a thread copies or widens at once; all of them are in one group of scales."""
+        """Bytes that a thread copies at once; all of them are in one group of scales."""
         return math.gcd(CHUNK_BYTES, self.row_bytes, self.codec.row_bytes(self.v_head_dim))
+
+    @property
+    def widened_bytes(self) -> int:
+        """Bytes that a thread widens at once: with 4 bits each gives two numbers."""
+        return min(self.unit_bytes, CHUNK_BYTES * self.codec.bits // 8)
 
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:

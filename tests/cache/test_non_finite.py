@@ -18,7 +18,7 @@ from .. import reference
 from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..kernels.test_window_kernels import WindowBatch
 from ..support.attention_cases import PagedBatch, RaggedBatch, compiled, normal, tensor
-from ..support.kernel_specs import BF16, F16, F32, make_spec, parametrize_seed, target_of
+from ..support.kernel_specs import BF16, F16, F32, make_spec, other_cpu, parametrize_seed, target_of
 from ..support.mla_cases import LatentBatch
 from ..support.mla_cases import make_spec as make_mla_spec
 from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, chain, random_parents
@@ -256,10 +256,10 @@ def payloads(dtype: str) -> np.ndarray:
 
 
 # x86-64-v4 rounds as a CPU with products of bfloat16 pairs does, and reads them as x86-64-v3 does.
-CPUS = ["native", pytest.param("x86-64-v4", marks=pytest.mark.slow), "x86-64-v3", "x86-64"]
+OTHERS = other_cpu("x86-64-v4", pytest.mark.slow), other_cpu("x86-64-v3"), other_cpu("x86-64")
 
 
-@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("cpu", ["native", *OTHERS])
 @pytest.mark.parametrize("dtypes", [(F32, F32), (F32, BF16), (BF16, F16), (BF16, BF16)])
 def test_every_nan_stays_nan(dtypes, cpu):
     """Rounding must not carry from the fraction of a NaN into its exponent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm.testing
 
 from tir_kernels.spec import RopeSpec
 
@@ -39,10 +40,9 @@ SPECS = {
     "3:1x24-f32-f16-p256": make_spec((3, 1), 24, (F32, F16), 256),
     "1:1x576-f16-bf16-p2": make_spec((1, 1), 576, (F16, BF16), 2),
 }
-parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+spec = tvm.testing.parameter(by_dict=SPECS)
 
 
-@parametrize_specs
 @on_gpu_too
 def test_copies(spec):
     for num_rows in (0, 37):
@@ -54,7 +54,6 @@ def test_copies(spec):
         check_copy_pages(spec, num_copies, 0)
 
 
-@parametrize_specs
 @on_gpu_too
 def test_rotations(spec):
     for apply_rope in (0, 1):
@@ -88,7 +87,6 @@ def test_longrope_chooses_factors_by_sequence():
     check_rope_append(spec, expected, qkv, positions.astype(np.int32), lengths)
 
 
-@parametrize_specs
 @on_gpu_too
 def test_merge(spec):
     for num_rows in (0, 19):
@@ -200,6 +198,4 @@ def test_longrope_split_rotary_reads_each_position_as_often_in_a_long_call():
 
 
 if __name__ == "__main__":
-    import tvm.testing
-
     tvm.testing.main()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tvm.testing
 
 from tir_kernels.spec import KernelSpec
 from tvm_pagedkv.config import standard_slopes
@@ -20,6 +21,7 @@ from ..support.kernel_specs import (
     F32,
     ROPE_SPECS,
     make_spec,
+    parametrize_cpu,
     parametrize_seed,
     target_of,
 )
@@ -43,10 +45,9 @@ SPECS = {
         make_spec((3, 1), 128, (BF16, BF16)), logit_softcap=2.5, alibi_slopes=(0.0, -0.01, 0.7)
     ),
 }
-parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+spec = tvm.testing.parameter(by_dict=SPECS)
 
 
-@parametrize_specs
 @pytest.mark.parametrize("window", [None, 20], ids=["all", "window"])
 @parametrize_seed
 def test_decode(spec, window, seed):
@@ -56,7 +57,6 @@ def test_decode(spec, window, seed):
         case.verify(window=window)
 
 
-@parametrize_specs
 @pytest.mark.parametrize("window", [None, 20], ids=["all", "window"])
 @parametrize_seed
 def test_prefill(spec, window, seed):
@@ -66,7 +66,6 @@ def test_prefill(spec, window, seed):
         case.verify(window=window)
 
 
-@parametrize_specs
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @parametrize_seed
 def test_prefill_ragged(spec, causal, seed):
@@ -75,7 +74,6 @@ def test_prefill_ragged(spec, causal, seed):
     case.verify(causal)
 
 
-@parametrize_specs
 @parametrize_seed
 def test_trees_count_depth(spec, seed):
     rng = np.random.default_rng(seed)
@@ -87,7 +85,6 @@ def test_trees_count_depth(spec, seed):
         case.verify()
 
 
-@parametrize_specs
 @parametrize_seed
 def test_prefill_shared(spec, seed):
     SharedBatch(spec, SEGMENTS["many"], seed).check()
@@ -104,7 +101,7 @@ def test_beside_a_rotation(seed):
     case.verify(inline=True)
 
 
-@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
+@parametrize_cpu("x86-64-v3", "x86-64")
 @parametrize_seed
 def test_other_instruction_sets(cpu, seed):
     target = target_of(cpu)
@@ -118,6 +115,4 @@ def test_other_instruction_sets(cpu, seed):
 
 
 if __name__ == "__main__":
-    import tvm.testing
-
     tvm.testing.main()

@@ -26,6 +26,7 @@ from ..support.kernel_specs import (
     ROPE_SPECS,
     SPECS,
     make_spec,
+    parametrize_cpu,
     parametrize_seed,
     target_of,
 )
@@ -151,7 +152,7 @@ def test_another_rotation_than_the_baked_one_is_refused(name):
         case.decode() if name == "decode" else case.prefill()
 
 
-@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64-v4", "x86-64"])
+@parametrize_cpu("x86-64-v3", "x86-64-v4", "x86-64")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @parametrize_seed
 def test_other_instruction_sets(cpu, dtype, seed):

@@ -15,7 +15,7 @@ from tir_kernels.spec import VectorTarget
 
 from .. import reference
 from ..support.attention_cases import compiled, normal, tensor
-from ..support.kernel_specs import BF16, F16, F32, target_of
+from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, target_of
 from ..support.mla_cases import LatentBatch, make_spec
 
 # Between them: one head and many, counts that fill no whole register tile, every split and page
@@ -53,7 +53,7 @@ def test_mla_prefill(spec, batch, causal, seed):
     case.verify(causal)
 
 
-@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64-v4", "x86-64"])
+@parametrize_cpu("x86-64-v3", "x86-64-v4", "x86-64")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @parametrize_seed
 def test_other_instruction_sets(cpu, dtype, seed):

@@ -19,6 +19,7 @@ from tvm_pagedkv.compiler.build import vector_target
 
 from .. import reference
 from ..support.attention_cases import compiled, normal
+from ..support.kernel_specs import parametrize_cpu
 from ..support.page_kernel_cases import (
     check_compact_copy,
     check_copy_pages,
@@ -100,11 +101,9 @@ def test_rope_append(spec, num_rows, apply_rope, seed):
     check_rope_append(spec, rope, qkv, positions, lengths, apply_rope, seed=seed)
 
 
-@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
+@parametrize_cpu("x86-64-v3", "x86-64")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_rope_append_for_lesser_cpus(cpu, dtype):
-    if not str(tvm.target.codegen.llvm_get_system_triple()).startswith("x86_64"):
-        pytest.skip("needs an x86 CPU")
     spec = make_spec((5, 1), 104, (dtype, dtype), cpu=cpu)
     qkv, positions, _ = fused(np.random.default_rng(0), spec, 37)
     rope = reference.Rope(rotary_dim=104)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tir_kernels.layout import pages_shape
-from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
+from tir_kernels.spec import KernelSpec, RopeSpec
 
 from .. import reference
 from ..reference.shared_prefix import shared_attention, shared_latent_attention
@@ -26,7 +26,16 @@ from ..support.attention_cases import (
     random_pages,
     tensors_for,
 )
-from ..support.kernel_specs import BF16, F16, F32, ROPE_SPECS, make_spec, parametrize_seed
+from ..support.kernel_specs import (
+    BF16,
+    F16,
+    F32,
+    ROPE_SPECS,
+    make_spec,
+    parametrize_cpu,
+    parametrize_seed,
+    target_of,
+)
 
 SPECS = {
     "32:8x128-f32-p16": make_spec((32, 8), 128),
@@ -187,15 +196,11 @@ def test_soft_cap(dtype, seed):
     SharedBatch(spec, SEGMENTS["many"], seed).check()
 
 
-@pytest.mark.parametrize(
-    "cpu, target",
-    [("x86-64-v3", VectorTarget(8, 16)), ("x86-64", VectorTarget(4, 16, False, False))],
-    ids=["avx2", "sse"],
-)
+@parametrize_cpu("x86-64-v3", "x86-64")
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @parametrize_seed
-def test_older_cpus(cpu, target, dtype, seed):
-    spec = make_spec((6, 2), 72, (dtype, dtype), 8, target=target)
+def test_older_cpus(cpu, dtype, seed):
+    spec = make_spec((6, 2), 72, (dtype, dtype), 8, target=target_of(cpu, dtype))
     SharedBatch(spec, SEGMENTS["many"], seed).check(cpu=cpu)
 
 

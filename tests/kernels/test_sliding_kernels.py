@@ -18,6 +18,7 @@ from ..support.kernel_specs import (
     SOME_SPECS,
     SPECS,
     make_spec,
+    parametrize_cpu,
     parametrize_seed,
     target_of,
 )
@@ -120,7 +121,7 @@ def test_inline_rope_counts_from_the_first_slot(window, seed):
             case.verify(inline=True, window=window)
 
 
-@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
+@parametrize_cpu("x86-64-v3", "x86-64")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @parametrize_seed
 def test_other_instruction_sets(cpu, dtype, seed):

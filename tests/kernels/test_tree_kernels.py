@@ -15,6 +15,7 @@ from ..support.kernel_specs import (
     ROPE_SPECS,
     SPECS,
     make_spec,
+    parametrize_cpu,
     parametrize_seed,
     target_of,
 )
@@ -154,7 +155,7 @@ def test_inline_rope_follows_the_depth_of_nodes(rope, seed):
         case.verify(inline=True, window=9)
 
 
-@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
+@parametrize_cpu("x86-64-v3", "x86-64")
 @parametrize_seed
 def test_other_instruction_sets(cpu, seed):
     target = target_of(cpu)

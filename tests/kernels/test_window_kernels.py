@@ -21,6 +21,7 @@ from ..support.kernel_specs import (
     SOME_SPECS,
     SPECS,
     make_spec,
+    parametrize_cpu,
     parametrize_seed,
     target_of,
 )
@@ -172,7 +173,7 @@ def test_scaled_rotations(seed):
             case.verify(4, True)
 
 
-@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
+@parametrize_cpu("x86-64-v3", "x86-64")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_other_instruction_sets(cpu, dtype):
     target = target_of(cpu, dtype)

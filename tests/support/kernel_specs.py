@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from tvm.testing import env
 
 from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
 from tvm_pagedkv.compiler.build import vector_target
@@ -73,11 +74,27 @@ ROPE_SPECS = {
 }
 
 
+_RUNS_HERE = {
+    "x86-64": env.has_cpu_feature("sse2"),
+    "x86-64-v3": env.has_cpu_feature(["avx2", "f16c", "fma"]),
+    "x86-64-v4": env.has_x86_avx512(),
+}
+
+
+def other_cpu(cpu: str, *marks: pytest.MarkDecorator):
+    """A parameter: the name of a CPU to compile for. Skipped where this CPU cannot run the code."""
+    needed = pytest.mark.skipif(not _RUNS_HERE[cpu], reason=f"this CPU does not run {cpu}")
+    return pytest.param(cpu, marks=[needed, *marks])
+
+
+def parametrize_cpu(*cpus: str) -> pytest.MarkDecorator:
+    """Compile the kernels of a test for each of these CPUs."""
+    return pytest.mark.parametrize("cpu", [other_cpu(cpu) for cpu in cpus])
+
+
 def target_of(cpu: str, dtype: str = F32) -> VectorTarget:
-    """The target of another CPU; skips a test that cannot run there."""
+    """The target of another CPU; skips a test of a type that its kernels refuse."""
     target = vector_target(cpu)
-    if target.lanes > NATIVE.lanes:
-        pytest.skip(f"this CPU does not run {cpu}")
     if dtype == F16 and not target.has_f16_convert:
         pytest.skip("refused, see test_float16_needs_conversion_in_hardware")
     return target

@@ -15,6 +15,8 @@ from tvm_pagedkv.cache.page_map import PageMap, bands, colour
 from .. import reference
 from ..support.permissive_steps import permissive_step
 from ..support.python_kernels import KERNELS, LAYER, MLA_KERNELS, MLA_LAYER, make_cache, shuffle
+from ..support.quantized_cache_cases import LAYER as QUANTIZED_LAYER
+from ..support.quantized_cache_cases import make_quantized
 
 SVG = "{http://www.w3.org/2000/svg}"
 WINDOWS = {"one": (0, 0), "two": (0, 20, 0), "sliding": (7,)}
@@ -204,6 +206,16 @@ def test_mla_layers_have_a_panel_of_their_own():
     root, panels = parse(PageMap.of(cache).to_svg())
     headings = [x.text for x in root.iter(f"{SVG}text") if x.get("class") == "heading"]
     assert headings == ["Group 0: layer 0 (mla)", "Group 1: layer 1 (mha)", "Sequences"]
+
+
+def test_quantized_layers_are_named():
+    cache = make_quantized([QUANTIZED_LAYER, QUANTIZED_LAYER], ["int8", "float32"])
+    cache.add_sequence(0)
+    text = cache.draw()
+    assert "0 of 16 pages in use, int8" in text and text.count("int8") == 1
+    root, _ = parse(PageMap.of(cache).to_svg())
+    headings = [x.text for x in root.iter(f"{SVG}text") if x.get("class") == "heading"]
+    assert headings == ["Group 0: layer 0 (mha, int8)", "Group 1: layer 1 (mha)", "Sequences"]
 
 
 def test_draw_writes_a_file_and_returns_text(tmp_path):

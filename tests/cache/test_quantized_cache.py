@@ -12,7 +12,8 @@ import tvm
 import tvm_ffi
 
 import tvm_pagedkv as pkv
-from tvm_pagedkv.compiler import config_map
+from tir_kernels.spec import KernelSpec, VectorTarget
+from tvm_pagedkv.compiler import config_map, warn_if_slow
 
 from .. import reference
 from ..support.python_kernels import snapshot
@@ -264,6 +265,19 @@ def test_the_type_of_a_cache_is_that_of_a_layer():
     config = config_of(kv_dtype="int8", layers=layers)
     assert [layer.kv_dtype for layer in config.layers] == ["int8", None, "int8"]
     assert config.layers[1].page_bytes(4) == 0
+
+
+def test_a_codec_that_is_slow_on_a_target_is_told(caplog):
+    slow = VectorTarget(lanes=8, registers=16, has_f16_convert=False)
+    for codec in CODEC_NAMES:
+        for _ in range(2):
+            warn_if_slow(KernelSpec(4, 2, 32, 32, "float32", codec, target=slow))
+        warn_if_slow(KernelSpec(4, 2, 32, 32, "float32", "float32", target=slow))
+    told = [record.getMessage() for record in caplog.records]
+    assert all("kv_dtype None" in text and "without" in text for text in told)
+    named = [name for name in CODEC_NAMES for text in told if repr(name) in text]
+    expected = CODEC_NAMES if hasattr(slow, "has_vnni") else ("float8_e4m3fn",)
+    assert named == list(expected)  # once each
 
 
 def test_other_kernels_are_refused():

@@ -43,6 +43,7 @@ class PageGroup:
     owners: dict[int, tuple[int, ...]]  # sequences by page, of the pages in use
     slots: dict[int, int]  # slots in use by page, of the pages in use
     cached: frozenset[int]  # pages without an owner whose content is known
+    codec: str | None = None  # by which the pages are quantized
 
     @property
     def num_shared(self) -> int:
@@ -78,11 +79,9 @@ class PageMap:
             kind, num_pages = ours[0]["kind"], stats["num_pages"]
             ids = tuple(layer["id"] for layer in ours)
             cached = frozenset(cache.cached_pages(index))
-            groups.append(
-                PageGroup(
-                    ids, kind, stats["window"], num_pages, tables, first, owners, slots, cached
-                )
-            )
+            codec = ours[0]["kv_dtype"] if ours[0]["is_quantized"] else None
+            pages = num_pages, tables, first, owners, slots, cached
+            groups.append(PageGroup(ids, kind, stats["window"], *pages, codec))
         return cls(page_size, lengths, tuple(groups))
 
     def to_text(self) -> str:
@@ -91,7 +90,8 @@ class PageMap:
         for index, group in enumerate(self.groups):
             used = f"{len(group.owners)} of {group.num_pages} pages in use"
             cached = f", {len(group.cached)} cached" if group.cached else ""
-            lines.append(f"group {index}: {used}{cached}")
+            codec = f", {group.codec}" if group.codec else ""
+            lines.append(f"group {index}: {used}{cached}{codec}")
             for seq_id, table in group.tables.items():
                 pages = [f"{page}{'*' if len(group.owners[page]) > 1 else ''}" for page in table]
                 first = group.first_positions[seq_id]
@@ -184,7 +184,8 @@ class _Picture:
         self.y += 24
         name = "layer " if len(group.layers) == 1 else "layers "
         text = f"Group {index}: {name}{_ranges(group.layers)} ({group.kind}"
-        text += f", window {group.window})" if group.window else ")"
+        text += f", window {group.window}" if group.window else ""
+        text += f", {group.codec})" if group.codec else ")"
         yield f'<g class="panel" data-group="{index}">'
         yield self._text(MARGIN, self.y, "heading", text)
         self.y += 17

@@ -14,6 +14,7 @@ from .build import (
     load_libraries,
 )
 from .cache_folder import cache_dir
+from .codec_cost import warn_if_slow
 from .create import codec_map, config_map, create
 from .disk_cache import cached_library, code_versions, library_file, load_library
 from .lowering import KernelObjects, compile_kernel, kernel_symbol
@@ -44,4 +45,5 @@ __all__ = [
     "require_cpu",
     "resolve_target",
     "vector_target",
+    "warn_if_slow",
 ]

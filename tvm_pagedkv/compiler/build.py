@@ -16,6 +16,7 @@ import tir_kernels
 from tir_kernels.spec import KernelSpec, RopeSpec
 
 from ..config import KVCacheConfig, LayerSpec
+from .codec_cost import warn_if_slow
 from .cuda.build import build_cuda_set, cuda_spec
 from .disk_cache import code_versions, library_file, load_library
 from .lowering import KernelObjects, kernel_symbol
@@ -149,6 +150,8 @@ def build_libraries(
     if on_gpu:
         layer_specs = [spec and cuda_spec(spec) for spec in layer_specs]
     specs = [spec for spec in dict.fromkeys(layer_specs) if spec is not None]
+    for spec in specs:
+        warn_if_slow(spec)
 
     def build(spec: KernelSpec) -> tuple[Mapping[str, str], Path]:
         return build_cuda_set(spec, archs, progress) if on_gpu else _build_set(spec, cpu, progress)

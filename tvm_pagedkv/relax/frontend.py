@@ -12,7 +12,7 @@ from tvm.target import Target
 
 from tir_kernels.spec import KernelSpec
 
-from ..compiler import is_cuda, kernel_spec, require_cpu, resolve_target
+from ..compiler import is_cuda, kernel_spec, require_cpu, resolve_target, warn_if_slow
 from ..compiler.cuda import arch_of, cuda_spec
 from ..config import KVCacheConfig, LayerSpec, RopeConfig
 from .constructor_kernels import ConstructorKernels, page_types
@@ -249,7 +249,9 @@ class PagedKVCache(PagedKVCacheObject):
 def _spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> KernelSpec:
     if is_cuda(target):
         return cuda_spec(kernel_spec(config, layer, resolve_target()))
-    return kernel_spec(config, layer, target)
+    spec = kernel_spec(config, layer, target)
+    warn_if_slow(spec)
+    return spec
 
 
 def _layer_kinds(attn_kind: str | list[str], num_layers: int) -> list[str]:

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings of the logger ``tvm_pagedkv.compiler`` where a codec is slow on a target."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from tir_kernels.codec import Codec
+from tir_kernels.spec import KernelSpec, VectorTarget
+
+_log = logging.getLogger("tvm_pagedkv.compiler")
+
+
+def warn_if_slow(spec: KernelSpec) -> None:
+    """Log a warning, once per codec and target, if the target lacks what makes a codec fast."""
+    if spec.codec is not None and isinstance(spec.target, VectorTarget):
+        _warn(spec.codec, spec.target)
+
+
+@functools.cache
+def _warn(codec: Codec, target: VectorTarget) -> None:
+    missing = _missing(codec, target)
+    if missing:
+        _log.warning(
+            "kv_dtype %r on a CPU target without %s: attention converts every code to float32, so "
+            "the cache takes less memory, but decode is not faster than with 16-bit pages where "
+            "arithmetic is the limit; choose a target that has it, or kv_dtype None",
+            codec.name,
+            missing,
+        )
+
+
+def _missing(codec: Codec, target: VectorTarget) -> str:
+    """Return the instructions that the target lacks, or an empty string."""
+    is_integer = codec.bits == 4 or codec.storage_dtype == "int8"
+    if is_integer and not getattr(target, "has_vnni", True):
+        return "byte dot products (AVX512-VNNI)"
+    if not is_integer and not target.has_f16_convert:
+        return "conversion of float16 (F16C, AVX-512F or AArch64)"
+    return ""

@@ -30,6 +30,7 @@ from tir_kernels.spec import CudaTarget, KernelSpec, RopeSpec, VectorTarget
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 AVX512 = VectorTarget()
 AVX512_BF16 = VectorTarget(has_bf16_dot=True)
+AVX512_VNNI = VectorTarget(has_vnni=True)
 AVX2 = VectorTarget(lanes=8, registers=16)
 SSE = VectorTarget(lanes=4, registers=16, has_f16_convert=False)
 NEON = VectorTarget(lanes=4, registers=32)
@@ -97,6 +98,13 @@ CPU_SPECS = {
     "alibi": _spec((8, 8), 64, (F32, F32), **_ALIBI),
     "sliding": _spec((8, 4), 128, (BF16, BF16), target=AVX512_BF16, kind="mha_sliding"),
     "sliding-alibi": _spec((8, 2), 64, target=AVX2, kind="mha_sliding", **_ALIBI),
+    "int8": _spec((32, 8), 128, (F16, "int8"), target=AVX512_VNNI),
+    "int8-bf16": _spec((8, 2), 80, (BF16, "int8"), 4, AVX512_BF16),
+    "float8-avx2": _spec((8, 2), 128, (F16, "float8_e4m3fn"), target=AVX2),
+    "int4": _spec((8, 2), 96, (F16, "int4"), target=AVX512_VNNI),
+    "int4-neon": _spec((5, 1), 64, (F32, "int4"), 1, NEON),
+    "mla-int8": _mla(16, (512, 64), (BF16, "int8")),
+    "mla-int4": _mla(5, (64, 32), (F32, "int4"), 4, AVX2),
     "mla-bf16": _mla(16, (512, 64)),
     "mla-f32": _mla(5, (64, 16), (F32, F32), 4, AVX2),
     "mla-f16": _mla(128, (512, 64), (F16, F16), 64, NEON),

@@ -220,3 +220,23 @@ def test_rows_that_are_no_numbers_reach_only_those_that_see_them(codec, dtype, s
         o = case.o.numpy().astype(np.float32)
         assert np.isnan(o[20:]).all()
         np.testing.assert_array_equal(o[:20], whole.o.numpy()[:20].astype(np.float32))
+
+
+@parametrize_codecs
+@parametrize_dtypes
+@parametrize_seed
+def test_decode_of_rows_that_are_no_numbers(codec, dtype, seed):
+    """As above, for a head of one sequence; and a query that is no number spoils its head."""
+    spec, lengths = spec_of(SHAPES["32:8x128-p16"], dtype, codec), [(1, 70), (1, 200)]
+    whole = PagedBatch(spec, lengths, seed)
+    whole.decode()
+    for plane in range(2):
+        case = PagedBatch(spec, lengths, seed)
+        case.pages[case.page_values[2], plane, 3, 5] = np.nan  # of the first sequence
+        case.q[1, 9, 11] = np.nan
+        case.decode()
+        o, expected = (x.o.numpy().astype(np.float32) for x in (case, whole))
+        is_spoilt = np.zeros(o.shape, bool)
+        is_spoilt[0, 12:16] = is_spoilt[1, 9] = True
+        assert np.isnan(o[is_spoilt]).all()
+        np.testing.assert_array_equal(o[~is_spoilt], expected[~is_spoilt])

@@ -12,17 +12,30 @@ from contextlib import contextmanager
 
 from tvm.script import tirx as T
 
+from .. import vectors
 from ..layout import QuantizedPages
 from ..semantics.hadamard import k_parts
 from . import simd
 from .codes import load_values, store_codes
 from .columns import for_columns
 from .hadamard import transform
-from .simd import F32, Register, broadcast, load, maximum, reduce_lanes, store, temp, vector_type
+from .shuffles import next_power_of_two, reduce_each
+from .simd import (
+    F32,
+    Register,
+    broadcast,
+    constant,
+    load,
+    maximum,
+    shuffle,
+    store,
+    temp,
+    vector_type,
+)
 
 VECTORS_AT_ONCE = 8
 _INFINITE = 0xFF000000  # the key of infinities; that of NaN is larger
-_SMALLEST_NORMAL = 2.0**-126
+_SMALLEST_NORMAL = 0x00800000  # the bits of 2**-126
 
 
 @contextmanager
@@ -46,18 +59,16 @@ def quantize_row(numbers, pages: QuantizedPages, row: Sequence, lanes: int) -> N
     codec, groups = pages.codec, pages.groups
     if codec.has_hadamard:
         transform(numbers, (), k_parts(pages.spec), lanes)
-    inverse = T.alloc_buffer((len(groups),), F32)
-    known = T.alloc_buffer((len(groups),), "uint32")
-    for group, (begin, end) in enumerate(groups):
-        scale = _Scale(codec, _largest(numbers, begin, end, lanes))
-        T.buffer_store(inverse, scale.inverse, [group])
-        T.buffer_store(known, scale.mask, [group])
-        bits = scale.bits
-        if codec.scale_dtype == "bfloat16":
-            bits = T.cast(T.shift_right(bits, T.uint32(16)), "uint16")
-        else:
-            bits = T.reinterpret(F32, bits)
-        T.buffer_store(pages.scales, bits, [*row, group])
+    padded = len(groups) + lanes  # the last ones are stored by the vector
+    inverse = T.alloc_buffer((padded,), F32)
+    known = T.alloc_buffer((padded,), "uint32")
+    for first in range(0, len(groups), lanes):
+        batch = groups[first : first + lanes]
+        keys = [_largest(numbers, begin, end, lanes) for begin, end in batch]
+        scale = _Scale(codec, reduce_each(keys, lanes, maximum, "uint32"), len(batch))
+        store(inverse, (first,), scale.lanes, scale.inverse)
+        vectors.store(known, (first,), scale.lanes, scale.mask)
+        scale.store(pages, row, first, len(batch))
 
     def scaled(column, n: int):
         group = pages.group_of(column)
@@ -80,17 +91,17 @@ def quantize_row(numbers, pages: QuantizedPages, row: Sequence, lanes: int) -> N
 
 
 def _largest(numbers, begin: int, end: int, lanes: int):
-    """The key of the value of the largest magnitude: uint32."""
-    largest = Register(1, "uint32", T.uint32(0))
+    """A vector of keys, the largest of which is that of the value of the largest magnitude."""
+    largest = Register(lanes, "uint32", broadcast(T.uint32(0), lanes))
 
     def columns(start, parts):
-        found: dict[int, object] = {}
         for c in parts:
-            key = _key(load(numbers, (begin + start + c.start,), c.lanes), c.lanes)
-            before = found.get(c.lanes)
-            found[c.lanes] = key if before is None else T.max(before, key)
-        for n, key in found.items():
-            largest.set(T.max(largest.get(), reduce_lanes(key, n, maximum, "uint32")))
+            key, n = _key(load(numbers, (begin + start + c.start,), c.lanes), c.lanes), c.lanes
+            if n == 1:
+                key, n = broadcast(key, lanes), lanes
+            while n < lanes:
+                key, n = temp(shuffle([key, key], range(2 * n)), 2 * n, "uint32"), 2 * n
+            largest.set(T.max(largest.get(), key))
 
     for_columns(end - begin, lanes, VECTORS_AT_ONCE, columns)
     return largest.get()
@@ -104,30 +115,54 @@ def _key(value, lanes: int):
 
 
 class _Scale:
-    """The scale of a group whose largest value has the key `key`.
+    """The scales of some groups, whose largest values have the keys `key`: vectors.
 
-    `bits` of the scale as float32; `inverse`, or 0 where all codes are 0; `mask` for the bits of
-    the group's values: 0 there, else all ones.
+    `bits` of the scales as float32; `inverse`, or 0 where all codes are 0; `mask` for the bits of a
+    group's values: 0 there, else all ones.
     """
 
-    def __init__(self, codec, key):
-        is_finite = temp(key < T.uint32(_INFINITE), 1, "bool")
-        magnitude, sign = T.shift_right(key, T.uint32(1)), T.shift_left(key, T.uint32(31))
-        extreme = magnitude if codec.limit > 0 else T.bitwise_or(magnitude, sign)
-        scale = temp(T.reinterpret(F32, extreme) / T.float32(codec.limit))
-        bits = temp(T.reinterpret("uint32", scale), 1, "uint32")
-        if codec.scale_dtype == "bfloat16":
-            odd = T.bitwise_and(T.shift_right(bits, T.uint32(16)), T.uint32(1))
-            bits = T.bitwise_and(bits + T.uint32(0x7FFF) + odd, T.uint32(0xFFFF0000))
-            bits = temp(bits, 1, "uint32")
-        scale = temp(T.reinterpret(F32, bits))
-        is_normal = T.abs(scale) >= T.float32(_SMALLEST_NORMAL)
-        is_known = temp(T.And(is_finite, is_normal), 1, "bool")
-        quiet = T.Select(is_finite, T.uint32(0), T.uint32(0x7FC00000))
-        self.bits = temp(T.Select(is_known, bits, quiet), 1, "uint32")
-        divisor = T.Select(is_known, scale, T.float32(1))
-        self.inverse = T.Select(is_known, T.float32(1) / divisor, T.float32(0))
-        self.mask = T.Select(is_known, T.uint32(0xFFFFFFFF), T.uint32(0))
+    def __init__(self, codec, key, num_groups: int):
+        self.lanes = lanes = next_power_of_two(num_groups)
+        self.has_words = codec.scale_dtype == "bfloat16"
+        key = temp(key, lanes, "uint32")
+        wide, number = (vector_type(dtype, lanes) for dtype in ("uint32", F32))
+
+        def integer(value: int):
+            return broadcast(T.uint32(value), lanes)
+
+        is_finite = key < integer(_INFINITE)
+        extreme = T.shift_right(key, integer(1))
+        if codec.limit < 0:
+            extreme = T.bitwise_or(extreme, T.shift_left(key, integer(31)))
+        scale = T.reinterpret(number, extreme) / constant(codec.limit, lanes)
+        bits = temp(T.reinterpret(wide, temp(scale, lanes)), lanes, "uint32")
+        if self.has_words:
+            odd = T.bitwise_and(T.shift_right(bits, integer(16)), integer(1))
+            bits = T.bitwise_and(bits + integer(0x7FFF) + odd, integer(0xFFFF0000))
+            bits = temp(bits, lanes, "uint32")
+        scale = T.reinterpret(number, bits)
+        magnitude = T.bitwise_and(bits, integer(0x7FFFFFFF))
+        is_known = T.And(is_finite, magnitude >= integer(_SMALLEST_NORMAL))
+        quiet = T.Select(is_finite, integer(0), integer(0x7FC00000))
+        self.bits = temp(T.Select(is_known, bits, quiet), lanes, "uint32")
+        one, zero = (constant(x, lanes) for x in (1.0, 0.0))
+        self.inverse = T.Select(is_known, one / T.Select(is_known, scale, one), zero)
+        self.mask = T.Select(is_known, integer(0xFFFFFFFF), integer(0))
+
+    def store(self, pages: QuantizedPages, row: Sequence, first: int, num_groups: int) -> None:
+        """Store the scales of the groups of a row from `first` on."""
+        bits, dtype = self.bits, F32
+        if self.has_words:
+            bits, dtype = T.shift_right(bits, broadcast(T.uint32(16), self.lanes)), "uint16"
+            bits = T.cast(bits, vector_type(dtype, self.lanes))
+        else:
+            bits = T.reinterpret(vector_type(F32, self.lanes), bits)
+        if num_groups == self.lanes:
+            vectors.store(pages.scales, (*row, first), self.lanes, bits)
+            return
+        bits = temp(bits, self.lanes, dtype)
+        for group in range(num_groups):
+            T.buffer_store(pages.scales, shuffle([bits], [group]), [*row, first + group])
 
 
 def dequantize_row(pages: QuantizedPages, row: Sequence, sink, sink_row: Sequence, lanes: int):

@@ -26,7 +26,7 @@ from ..vectors import load as load
 CACHE_LINE_BYTES = 64
 # Prefetches ask for L2: for L1 they would wait for its few miss buffers, which halves the rate of
 # scattered pages.
-INTO_L2 = 2
+INTO_L2, INTO_L1 = 2, 3
 
 # The polynomial of degree 4 with p(0) = 1 that is nearest to 2**f on [-0.5, 0.5] by relative error,
 # which is at most 2.8e-6.

@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 
 from ....layout import K_PLANE, V_PLANE
 from ....spec import KernelSpec
-from ...simd import F32, broadcast, constant, load, prefetch, shuffle, store, temp
+from ...simd import F32, INTO_L1, broadcast, constant, load, prefetch, shuffle, store, temp
 from ...vnni import INT32, LANES, integer, interleave_bytes, transpose_dwords
 from .blocking import BLOCK
 
@@ -158,12 +158,12 @@ class CodeBlocks:
             itemsize = 4 if str(pages.scales.dtype) == F32 else 2
             num_scales = min(count, rows.run) * len(self.groups)
             for scale in range(0, num_scales, LINE // itemsize):
-                prefetch(pages.scales, (*row, scale))
+                prefetch(pages.scales, (*row, scale), INTO_L1)
 
     def prefetcher(self, rows, position, plane: int) -> Callable:
         """What asks for the codes of `POSITIONS` positions of K or V, little by little.
 
-        Asking for much at once would wait for memory.
+        Asking for much at once would wait for memory. A step has few enough lines for L1.
 
         Returns
         -------
@@ -183,7 +183,7 @@ class CodeBlocks:
             for t in range(0, count, run):
                 pages, (*row, _) = element(first + t, 0)
                 for byte in range(0, run * self.row_bytes, LINE):
-                    prefetch(pages.codes, (*row, byte))
+                    prefetch(pages.codes, (*row, byte), INTO_L1)
 
         return prefetch_part
 

@@ -16,7 +16,7 @@ _FLOAT8_TO_HALF = 2.0**8  # the exponents of float16 and of e4m3 begin so far ap
 
 
 def load_codes(pages: QuantizedPages, row: Sequence, column, lanes: int):
-    """The codes of `lanes` columns from `column` on, as float32 numbers.
+    """The codes of `lanes` columns from `column` on, as float32 numbers that `_scale` scales.
 
     Parameters
     ----------
@@ -50,25 +50,38 @@ def load_values(pages: QuantizedPages, row: Sequence, column, lanes: int):
     """The numbers that the codes of `lanes` columns stand for."""
     codes = load_codes(pages, row, column, lanes)
     if pages.codec.group_size or pages.groups[0][1] % lanes == 0:
-        return codes * broadcast(pages.scale(row, pages.group_of(column)), lanes)
-    first, second = (broadcast(pages.scale(row, group), lanes) for group in range(2))
+        return codes * broadcast(_scale(pages, row, pages.group_of(column)), lanes)
+    first, second = (broadcast(_scale(pages, row, group), lanes) for group in range(2))
     is_first = ramp(column, lanes) < broadcast(T.int32(pages.groups[0][1]), lanes)
     return codes * T.Select(is_first, first, second)
 
 
+def _scale(pages: QuantizedPages, row: Sequence, group):
+    """What `load_codes` is multiplied with."""
+    scale = pages.scale(row, group)
+    is_float8 = pages.codec.bits == 8 and pages.codec.storage_dtype == "uint8"
+    if is_float8 and pages.spec.target.has_f16_convert:
+        return scale * T.float32(_FLOAT8_TO_HALF)
+    return scale
+
+
 def _float8_to_float(codes, lanes: int, target: VectorTarget):
-    """Bits of e4m3 numbers as float32. Those of NaN become 480: nobody appends them."""
-    bits = temp(T.cast(codes, vector_type("uint16", lanes)), lanes, "uint16")
+    """Bits of e4m3 numbers as float32. Those of NaN become 480: nobody appends them.
 
-    def constant16(value: int):
-        return broadcast(T.uint16(value), lanes)
-
-    magnitude = T.bitwise_and(bits, constant16(0x7F))
+    Where float16 is converted in hardware, the numbers are 2**-8 of that; see `_scale`.
+    """
     if target.has_f16_convert:
-        sign = T.shift_left(T.bitwise_and(bits, constant16(0x80)), constant16(8))
-        half = T.bitwise_or(T.shift_left(magnitude, constant16(7)), sign)
-        value = T.cast(T.reinterpret(vector_type("float16", lanes), half), vector_type(F32, lanes))
-        return value * constant(_FLOAT8_TO_HALF, lanes)
+        # The sign, extended over the upper bits, is shifted to where float16 has it, and beyond the
+        # exponent once more, where it is cleared.
+        words = T.cast(
+            T.reinterpret(vector_type("int8", lanes), codes), vector_type("int16", lanes)
+        )
+        words = T.shift_left(words, broadcast(T.int16(7), lanes))
+        words = T.bitwise_and(words, broadcast(T.int16(0xBFFF - (1 << 16)), lanes))
+        half = T.reinterpret(vector_type("float16", lanes), words)
+        return T.cast(half, vector_type(F32, lanes))
+    bits = temp(T.cast(codes, vector_type("uint16", lanes)), lanes, "uint16")
+    magnitude = T.bitwise_and(bits, broadcast(T.uint16(0x7F), lanes))
     wide, number = vector_type("uint32", lanes), vector_type(F32, lanes)
     magnitude = temp(T.cast(magnitude, wide), lanes, "uint32")
     moved = T.shift_left(magnitude, broadcast(T.uint32(20), lanes))

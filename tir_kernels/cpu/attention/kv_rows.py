@@ -71,10 +71,10 @@ class QuantizedTile(Tile):
 
     @staticmethod
     def _prefetch(element) -> None:
-        """Ask for the line of a column's code, and with that of the first one for the scales."""
+        """Ask for the line of a column's code, and for that of the scales, if it may be the first."""
         pages, (*row, column) = element
         prefetch(pages.codes, (*row, column * pages.codec.bits // 8))
-        if isinstance(column, int) and column == 0:
+        if not isinstance(column, int) or column == 0:
             prefetch(pages.scales, (*row, 0))
 
 

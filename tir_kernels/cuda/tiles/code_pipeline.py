@@ -158,20 +158,35 @@ class CodePipeline(KvPipeline):
             with T.If(item < count), T.Then():
                 body(item)
 
-    def _group_scale(self, rows, first, stage, row, plane, group):
-        """The scale of a group of columns of a row."""
+    def _scale_pointer(self, rows, first, stage, row, plane, group):
+        """Where the scale of a group of columns of a row is."""
         codes = self.codes
-        word = (0 if codes.is_latent else plane * codes.scale_words) + 0
-        value = Registers(1, F32, "scale")
+        word = 0 if codes.is_latent else plane * codes.scale_words
         if codes.scale_bits == 32:
-            ptx("ld.shared.f32", value[0], self.word_pointer(stage, row, word + group))
-            return value[0]
+            return self.word_pointer(stage, row, word + group)
         byte = group * 2
         if len(codes.groups) % 2:  # the first one may be the second half of a word
             byte = byte + rows.scale_shift(plane, first + row)
+        return self.word_pointer(stage, row, word, byte)
+
+    def _group_scale(self, *at):
+        """The scale at a place, as `_scale_pointer` takes it."""
+        value, pointer = Registers(1, F32, "scale"), self._scale_pointer(*at)
+        if self.codes.scale_bits == 32:
+            ptx("ld.shared.f32", value[0], pointer)
+            return value[0]
         bits = Registers(1, "uint16", "bits")
-        ptx("ld.shared.b16", bits[0], self.word_pointer(stage, row, word, byte))
+        ptx("ld.shared.b16", bits[0], pointer)
         return temp(T.reinterpret(F32, T.shift_left(T.cast(bits[0], U32), T.uint32(16))))
+
+    def _store_group_scale(self, *at_and_value) -> None:
+        """Replace a scale by another one, which has no more bits than it."""
+        *at, value = at_and_value
+        if self.codes.scale_bits == 32:
+            ptx("st.shared.f32", self._scale_pointer(*at), value)
+            return
+        bits = T.shift_right(T.reinterpret(U32, value), T.uint32(16))
+        ptx("st.shared.b16", self._scale_pointer(*at), T.cast(bits, "uint16"))
 
     def _top(self, of: Callable):
         """What the scales of a row's groups are relative to, and 0 or NaN, if one of them is.
@@ -197,7 +212,9 @@ class CodePipeline(KvPipeline):
         return temp(power_of_two(top[0]) if is_packed else top[0]), check[0]
 
     def _write_row_scales(self, rows, first, stage, tile) -> None:
-        positions = self.tiling.positions
+        """Write the scales of rows; where a row has several, leave their ratios to it instead."""
+        codes, positions = self.codes, self.tiling.positions
+        planes = range(1 if codes.is_latent else 2)
 
         def write(item):
             row, plane = index_temp(T.truncmod(item, positions)), T.truncdiv(item, positions)
@@ -206,27 +223,27 @@ class CodePipeline(KvPipeline):
             def scale_of(group):
                 return self._group_scale(rows, first, stage, row, plane, group)
 
-            scale = scale_of(0)
-            if len(self.codes.groups) > 1 or self.codes.codec.bits == 4:
+            if self._has_ratios:
                 top, check = self._top(scale_of)
-                scale = top + check
-            ptx("st.shared.f32", self.scales.pointer(tile, row, plane), scale)
+                scale, factor = temp(top + check), temp(inverse(top))
+                with T.serial(len(codes.groups)) as group:
+                    of_group = scale_of(group)
+                    # The scale of the row is NaN if one of its groups is.
+                    is_finite = T.max(of_group, -of_group) < T.float32(_FINITE)
+                    ratio = T.if_then_else(is_finite, of_group * factor, T.float32(0))
+                    self._store_group_scale(rows, first, stage, row, plane, group, temp(ratio))
+            else:
+                scale = scale_of(0)
+            for own in (0, 1) if codes.is_latent else (plane,):
+                ptx("st.shared.f32", self.scales.pointer(tile, row, own), scale)
 
-        self._for_items(2 * positions, write)
+        self._for_items(len(planes) * positions, write)
+        if self._has_ratios:
+            self.threads.sync()
 
-    def _ratio(self, rows, first, stage, row, plane, group):
-        """Scale of a group relative to that of the row; None: there is one group."""
-        codes = self.codes
-        if len(codes.groups) == 1 and codes.codec.bits == 8:
-            return None
-
-        def scale_of(group):
-            return self._group_scale(rows, first, stage, row, plane, group)
-
-        top, _ = self._top(scale_of)
-        scale = scale_of(group)
-        is_finite = T.max(scale, -scale) < T.float32(_FINITE)  # the row's own scale is NaN if not
-        return temp(T.if_then_else(is_finite, scale * inverse(top), T.float32(0)))
+    @property
+    def _has_ratios(self) -> bool:
+        return len(self.codes.groups) > 1 or self.codes.codec.bits == 4
 
     def _group_of(self, column):
         if self.codes.codec.group_size:
@@ -258,7 +275,10 @@ class CodePipeline(KvPipeline):
                 for i in range(words.count):
                     even, odd = widen(codes.codec, dtype, words[i], half)
                     pairs += [permute(even, odd, s) for s in (LOW_HALVES, HIGH_HALVES)]
-                ratio = self._ratio(rows, first, stage, row, plane, self._group_of(column))
+                ratio = None
+                if self._has_ratios:
+                    group = self._group_of(column)
+                    ratio = self._group_scale(rows, first, stage, row, plane, group)
                 self._store(to, tile, row, column, pairs, ratio, plane)
 
         self._for_items(self.tiling.positions * units, widen_unit)

@@ -180,9 +180,7 @@ class _Scale:
             bits = T.bitwise_and(bits + T.uint32(0x7FFF) + odd, T.uint32(0xFFFF0000))
             bits = scalars.temp(bits, 1, U32)
         exponent = T.bitwise_and(bits, T.uint32(0x7F800000))
-        self.is_known = scalars.temp(
-            T.cast(T.And(is_finite, exponent != T.uint32(0)), I32), 1, I32
-        )
+        self.is_known = scalars.temp(T.cast(T.And(is_finite, exponent != T.uint32(0)), I32), 1, I32)
         not_a_number = T.if_then_else(is_finite, T.uint32(0), T.uint32(0x7FC00000))
         is_known = self.is_known != 0
         self.bits = scalars.temp(T.if_then_else(is_known, bits, not_a_number), 1, U32)

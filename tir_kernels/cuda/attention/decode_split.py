@@ -19,7 +19,6 @@ from ..emit import F32, WARP, Registers, index_temp, sync_block, sync_warp
 from ..scalars import temp
 from ..splits.page_schedule import Pair
 from ..splits.partial_states import RUN, weigh
-from ..tiles.code_pipeline import CodePipeline
 from ..tiles.decode_tiling import DecodeTiling
 from ..tiles.fma import MultiplyAdds
 from ..tiles.group_scales import GroupScales
@@ -32,10 +31,11 @@ from ..tiles.mma_codes import (
     interleave_columns,
 )
 from ..tiles.online_softmax import Accumulators, OnlineSoftmax
-from ..tiles.pipeline import KvPipeline, ThreadGroup, commit, copy_rows, wait, zero_padding
+from ..tiles.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..tiles.shared_tiles import SharedTiles
 from .inline_rope import InlineRope
 from .kv_rows import PagedRows, as_int64
+from .kv_stages import kv_pipeline
 
 MAX_KEPT = 128  # elements of a row of Q in registers: tiles of few positions leave room for them
 
@@ -94,14 +94,9 @@ class DecodeSplit:
         self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
         self.scores = Accumulators(tiling.positions, "scores", tiling.rows_of_thread)
         self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
-        self.scales = None
         self.q_blocks, self.o_blocks = hadamard_blocks(tiling)
-        if tiling.codes:
-            self.pipeline = CodePipeline(tiling, memory, self.q.end, self.threads, self.v_begin)
-            self.scales = self.pipeline.scales
-            self.k, self.v = self.pipeline.k, self.pipeline.v
-        else:
-            self._make_stages(memory)
+        self.pipeline = kv_pipeline(spec, tiling, memory, self.q.end, self.threads, self.v_begin)
+        self.k, self.v, self.scales = self.pipeline.k, self.pipeline.v, self.pipeline.scales
         self.has_codes = tiling.codes is not None and not tiling.codes.is_widened
         self.products = self._products()
 
@@ -115,27 +110,6 @@ class DecodeSplit:
             return CodeTensorCores(*operands, max_kept=MAX_KEPT)
         self.scales = GroupScales(self.pipeline, self.lane, tiling.dtype)
         return PackedCodeTensorCores(*operands, self.scales, max_kept=MAX_KEPT)
-
-    def _make_stages(self, memory) -> None:
-        """Lay out the stages of K and V in shared memory."""
-        spec, tiling = self.spec, self.tiling
-        num_tiles = tiling.stages * tiling.kv_groups
-        self.k = SharedTiles(memory, self.q.end, tiling.k, num_tiles)
-        self.v = SharedTiles(memory, self.k.end, tiling.v, num_tiles)
-        per_chunk = tiling.v.per_chunk
-        v_chunks = spec.v_head_dim // per_chunk
-        if tiling.slices > 1:
-            left = T.truncdiv(spec.v_head_dim - self.v_begin, per_chunk)
-            v_chunks = index_temp(T.min(tiling.v.chunks, left))
-        self.pipeline = KvPipeline(
-            tiling,
-            self.k,
-            self.v,
-            self.threads,
-            k_chunks=spec.qk_head_dim // per_chunk,
-            v_chunks=v_chunks,
-            v_begin=self.v_begin,
-        )
 
     def reset(self) -> None:
         """Forget all that was attended to."""

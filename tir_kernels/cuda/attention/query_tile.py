@@ -17,17 +17,17 @@ from ...spec import LOG2E, KernelSpec
 from ..elements import store_words
 from ..emit import F32, I32, U32, WARP, Registers, index_temp, opaque, ptx, sync_block
 from ..scalars import temp
-from ..tiles.code_pipeline import CodePipeline
 from ..tiles.fma import MultiplyAdds
 from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
 from ..tiles.logits import AlibiBias, hide, to_logits
 from ..tiles.mma import TensorCores
 from ..tiles.online_softmax import Accumulators, OnlineSoftmax
-from ..tiles.pipeline import KvPipeline, ThreadGroup, commit, copy_rows, wait, zero_padding
+from ..tiles.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..tiles.shared_tiles import SharedTiles
 from ..tiles.tiling import Tiling
 from .inline_rope import InlineRope
 from .kv_rows import as_int64
+from .kv_stages import kv_pipeline
 from .non_finite_v import FIRST_WORD, NonFiniteGuard
 from .tile_step import TileStep
 
@@ -75,44 +75,17 @@ class QueryTile:
         self.q_blocks, self.o_blocks = hadamard_blocks(tiling)
         self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
         self.rope = InlineRope(spec, a, step.length)
-        chunk = tiling.v.per_chunk
         self.o_chunks = spec.v_head_dim // tiling.o.per_chunk
-        self.v_chunks = spec.v_head_dim // chunk
         if tiling.slices > 1:
-            left = spec.v_head_dim - self.v_begin
-            self.v_chunks = index_temp(T.min(tiling.v.chunks, T.truncdiv(left, chunk)))
-            left_chunks = T.truncdiv(left, tiling.o.per_chunk)
+            left_chunks = T.truncdiv(spec.v_head_dim - self.v_begin, tiling.o.per_chunk)
             self.o_chunks = index_temp(T.min(tiling.o.chunks, left_chunks))
         self.tree = a.tree
         self.tree.begin(self)
         begin = max(self.q.end, self.o.end)
-        self.scales = None
-        if tiling.codes:
-            self.pipeline = CodePipeline(tiling, memory, begin, self.threads, self.v_begin)
-            self.scales = self.pipeline.scales
-            self.k, self.v = self.pipeline.k, self.pipeline.v
-        else:
-            self._make_stages(begin, chunk)
+        self.pipeline = kv_pipeline(spec, tiling, memory, begin, self.threads, self.v_begin)
+        self.k, self.v, self.scales = self.pipeline.k, self.pipeline.v, self.pipeline.scales
+        self.v_chunks = self.pipeline.v_chunks
         self.tables_begin = self.pipeline.end
-
-    def _make_stages(self, begin: int, chunk: int) -> None:
-        """Lay out the stages of K and V behind a byte of shared memory."""
-        tiling, memory = self.tiling, self.memory
-        self.k = SharedTiles(memory, begin, tiling.k, tiling.stages)
-        if tiling.is_latent:
-            first_chunk = index_temp(T.truncdiv(self.v_begin, tiling.k.per_chunk))
-            self.v = SharedTiles(memory, self.k.begin, tiling.k, tiling.stages, first_chunk)
-        else:
-            self.v = SharedTiles(memory, self.k.end, tiling.v, tiling.stages)
-        self.pipeline = KvPipeline(
-            tiling,
-            self.k,
-            self.v,
-            self.threads,
-            k_chunks=self.spec.qk_head_dim // chunk,
-            v_chunks=self.v_chunks,
-            v_begin=self.v_begin,
-        )
 
     def _assign_rows(self, thread) -> None:
         """Find which rows of the tile are the thread's."""

@@ -111,6 +111,8 @@ class KvPipeline:
         self.row = index_temp(T.truncdiv(threads.thread, THREADS_PER_ROW))
         self.k_chunks, self.v_chunks, self.v_begin = k_chunks, v_chunks, v_begin
 
+    scales = None  # K and V are multiplied as they are
+
     @property
     def end(self) -> int:
         """Byte of shared memory behind the stages."""

@@ -83,9 +83,7 @@ class RowScales:
                 for e in range(2):
                     scores[n, h, e] = scores[n, h, e] * scales[e]
 
-    def scale_weights(
-        self, weights: Accumulators, output: Accumulators, tile, lane
-    ) -> None:
+    def scale_weights(self, weights: Accumulators, output: Accumulators, tile, lane) -> None:
         """Multiply weights by the scales of their rows of V; the output may be scaled, too.
 
         The scale of a row that is hidden from a row of Q may be NaN; its weight stays 0.

@@ -273,7 +273,7 @@ def test_config_map(cache_dir):
             "rope_scale": 0.5,
             "rope_details": '{"original_max_position_embeddings": 4096, "rope_type": "longrope"}',
             "kernel_set": 0,
-                "kv_dtype": "float16",
+            "kv_dtype": "float16",
         }
     ]
     plain = config_map(make_config(), build_kernels(make_config()), tvm.cpu())

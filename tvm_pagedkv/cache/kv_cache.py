@@ -198,12 +198,12 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         tree = token_tree_parents
         if tree is not None:
             tree = as_shape("token_tree_parents", tree)
-        tokens = None if tokens is None else as_tokens(tokens)
+        recorded = None if tokens is None else as_tokens(tokens)
         global_function(STATE + "begin_forward")(self, ids, lengths, tree)
-        if tokens is None:
+        if recorded is None:
             return
         try:
-            global_function("pagedkv.prefix_record_step")(self, tokens)
+            global_function("pagedkv.prefix_record_step")(self, recorded)
         except BaseException:
             self.abort_forward()
             raise

@@ -71,7 +71,7 @@ class QuantizedTile(Tile):
 
     @staticmethod
     def _prefetch(element) -> None:
-        """Ask for the line of a column's code, and for that of the scales if it may be the first."""
+        """Ask for the line of a column's code and, if it may be the first, that of the scales."""
         pages, (*row, column) = element
         prefetch(pages.codes, (*row, column * pages.codec.bits // 8))
         if not isinstance(column, int) or column == 0:

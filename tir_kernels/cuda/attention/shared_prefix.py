@@ -20,7 +20,7 @@ from ...spec import KernelSpec
 from ..emit import as_count, index_temp, launch
 from ..launcher import workspace
 from ..splits.tile_schedule import KvSplit, TileSchedule, balanced_splits
-from ..tiles.tiling import Tiling
+from ..tiles.tiling import MAX_ROWS, Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .balanced_split_tile import SplitMask, step_of
 from .kv_rows import with_page_views
@@ -28,6 +28,7 @@ from .shared_tile import SharedTile
 from .tree_mask import NoTree
 
 _COPY_THREADS = 128
+_PACKED_ROWS = 64  # of a tile with codes of 4 bits: 128 would spill 32 bytes
 
 
 @contextmanager
@@ -109,7 +110,9 @@ def emit_shared(spec: KernelSpec, a: SharedInputs) -> None:
     # Of all segments of the step, with which those of the call stand for the host.
     num_rows = as_count(a.row_ids.shape[0]) * spec.group_size
     num_segments = a.row_indptr.shape[0] - 1
-    emit_chosen(Tiling.choices(spec, spec.kv_dtype), num_rows, num_segments, emit_tiles)
+    is_packed = spec.codec is not None and spec.codec.bits == 4
+    max_rows = _PACKED_ROWS if is_packed else MAX_ROWS
+    emit_chosen(Tiling.choices(spec, spec.kv_dtype, max_rows), num_rows, num_segments, emit_tiles)
 
 
 def prefill_shared(spec: KernelSpec):

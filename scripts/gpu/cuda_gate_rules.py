@@ -27,6 +27,8 @@ COPIED_ARRAYS = frozenset(
         *("length_indptr", "src_dst_slots"),
     ]
 )
+# Of quantized rows: the lanes of a warp have a few numbers each, side by side.
+_ROWS_OF_WARPS = ("transpose_append", "transpose_append_mla", "debug_get_kv", "debug_get_kv_mla")
 _REGISTERS = 65536  # of a multiprocessor, of every chip
 _MOST_COLUMNS = 256  # of V that a block sums
 
@@ -137,7 +139,9 @@ def _of(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[s
 
 def _of_branch(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[str]:
     counts = {key: sum(code.counts[key] for code in codes) for key in codes[0].counts}
-    if name not in ATTENTION:
+    if spec.codec and name in _ROWS_OF_WARPS:
+        least = {}
+    elif name not in ATTENTION:
         least = {"ldg.128": 1, "stg.128": 1}
     else:
         least = {"ldgsts": LEAST_COPIES, "stg.128": 1}

@@ -35,6 +35,7 @@ SPECS = {
     "6:2x96-f32-int4-p64": make_spec((6, 2), 96, (F32, INT4), 64),
     "3:1x24-bf16-int8-p2": make_spec((3, 1), 24, (BF16, INT8), 2),
     "2:2x40-f32-fp8-p256": make_spec((2, 2), 40, (F32, FP8), 256),
+    "2:1x256-bf16-int4-p16": make_spec((2, 1), 256, (BF16, INT4)),
     "3:1x264-f16-fp8-p32": make_spec((3, 1), 264, (F16, FP8), 32),
     "1:1x512-f16-int8-p16": make_spec((1, 1), 512, (F16, INT8)),
 }

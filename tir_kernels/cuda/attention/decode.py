@@ -33,13 +33,16 @@ from ..tiles.decode_tiling import DecodeTiling
 from .decode_split import DecodeSplit, DecodeStep
 from .kv_rows import rows_of_pages, with_page_views
 
+_MAX_PACKED_COLUMNS = 128  # of V with codes of 4 bits: 256 spilled 148 bytes
+
 
 def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
     """Emit the body for inputs with a `mask`."""
     require_own_rotation(spec, a)
     a = with_page_views(spec, a)
     tiling = DecodeTiling.of(spec)
-    if not spec.codec or not tiling.is_tensor:
+    has_registers = spec.codec and (spec.codec.bits == 8 or tiling.columns <= _MAX_PACKED_COLUMNS)
+    if not has_registers or not tiling.is_tensor:
         _emit_tiles(spec, a, tiling)
         return
     # Codes are widened in registers, unless K has to be rotated before it is multiplied.

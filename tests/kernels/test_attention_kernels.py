@@ -110,6 +110,16 @@ def test_prefill_ragged(spec, batch, causal, seed):
     case.verify(causal)
 
 
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16)], ids=["f32", "bf16"])
+@parametrize_seed
+def test_rows_that_see_nothing(dtypes, seed):
+    """Most rows of a tile see no column, those of whole groups of register tiles among them."""
+    case = RaggedBatch(make_spec((8, 2), 64, dtypes), [(100, 40), (150, 10), (40, 0)], seed)
+    case.prefill()
+    case.verify()
+    assert np.isneginf(case.lse.numpy()).any()
+
+
 @pytest.mark.parametrize("spec", ROPE_SPECS.values(), ids=ROPE_SPECS)
 @parametrize_seed
 def test_inline_rope(spec, seed):

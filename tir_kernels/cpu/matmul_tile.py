@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from tvm.script import tirx as T
 
 from .columns import Chunk
-from .simd import Register, load, temp
+from .simd import Register, constant, load, temp
 
 UNROLL = 2
 
@@ -24,6 +24,7 @@ def multiply_tile(
     finish: Callable,
     ops,
     each_step: Callable | None = None,
+    is_zero=None,
 ) -> None:
     """Emit ``start + a @ b`` for a few rows and a few vectors of columns.
 
@@ -38,10 +39,21 @@ def multiply_tile(
     start : ``(row, chunk) -> float32 vector``
     finish : ``(row, chunk, value)``
     ops : operands object, which has `dtype` and `add_products(accumulators, scalar, vectors)`.
+    is_zero : bool expression, optional
+        Whether zeros stand for `start`.
     each_step : ``(step)``, optional
         What else to do in each of the ``depth // UNROLL`` steps.
     """
-    total = {(i, c): Register(c.lanes, init=start(i, c)) for i in range(rows) for c in parts}
+    first = start if is_zero is None else lambda i, c: None
+    total = {(i, c): Register(c.lanes, init=first(i, c)) for i in range(rows) for c in parts}
+    if is_zero is not None:
+        with T.If(is_zero):
+            with T.Then():
+                for register in total.values():
+                    register.set(constant(0.0, register.lanes))
+            with T.Else():
+                for at, register in total.items():
+                    register.set(start(*at))
     with T.serial(depth // UNROLL) as step:
         if each_step:
             each_step(step)

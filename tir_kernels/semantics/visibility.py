@@ -82,6 +82,7 @@ class Gap:
             k_offset=choose(k_offset + self.sinks - self.begin, k_offset),
             back=choose(self.back, NO_LIMIT),
             last_position=choose(NO_LIMIT, self.sinks + self.back),
+            is_last=i == self.num_spans - 1,
         )
 
 
@@ -99,6 +100,8 @@ class Span:
         A row sees as many columns before its own; None without `begin`.
     last_position : int32 expression
         RoPE positions of rows beyond it are taken for it; None without `begin`.
+    is_last : bool expression
+        Whether no span of the sequence follows.
     """
 
     begin: object
@@ -106,11 +109,12 @@ class Span:
     k_offset: object
     back: object
     last_position: object
+    is_last: object
 
     @staticmethod
     def whole(kv_len, k_offset) -> Span:
         """All columns of a sequence without a gap: there is no `begin`."""
-        return Span(None, kv_len, k_offset, None, None)
+        return Span(None, kv_len, k_offset, None, None, is_last=T.bool(True))
 
 
 class GappedSequence(WholeSequence):

@@ -25,6 +25,8 @@ class HadamardRotation:
     a : the kernel's arguments; a call with `rotary_mode` 1 is refused.
     """
 
+    restores = True  # rows of O are transformed when they are complete
+
     def __init__(self, spec: KernelSpec, a):
         self.spec, self.lanes = spec, spec.target.lanes
         self.first_positions = a.k_rope_pos_offset
@@ -56,6 +58,9 @@ class HadamardRotation:
 
     def set_position(self, position) -> None:
         """All positions have the same matrix."""
+
+    def begin_row(self, token, position: Callable) -> None:
+        """As `set_position`, for a row of Q."""
 
     def rotate_row(self, source: Callable, sink: Callable) -> None:
         """Multiply a row of Q; `source` is ``(column, lanes) -> vector``, `sink` takes it too."""

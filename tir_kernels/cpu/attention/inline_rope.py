@@ -28,6 +28,8 @@ class InlineRope:
     a : the kernel's arguments `rotary_mode`, `rope_theta` and `rope_scale`.
     """
 
+    restores = False
+
     def __init__(self, spec: KernelSpec, a):
         self.rope, self.width, self.lanes = spec.rope, spec.qk_head_dim, spec.target.lanes
         self.half = spec.rope.rotary_dim // 2
@@ -90,6 +92,10 @@ class InlineRope:
         """Compute the angles for `rotate_row`."""
         self.row.fill(position, lambda start, lanes: load(self.frequencies, (start,), lanes))
 
+    def begin_row(self, token, position: Callable) -> None:
+        """Take the angles of a row of Q, which `position` gives the position of."""
+        self.set_position(position())
+
     def rotate_row(self, source: Callable, sink: Callable) -> None:
         """Rotate a row; `source` is ``(column, lanes) -> vector``, `sink` takes the vector too."""
         self.row.rotate(source, sink)
@@ -132,6 +138,8 @@ class InlineRope:
 
 class NoRotation:
     """Stands in for `InlineRope` over latent rows, which models rotate themselves."""
+
+    restores = False
 
     def begin_task(self) -> None:
         """Nothing to make."""

@@ -57,15 +57,18 @@ class RowBounds:
             sees_some = T.And(sees_some, first + POSITIONS > begin)
         return sees_some
 
+    def num_left(self, first, row):
+        """How many columns from `first` on some row up to `row` sees, in this tile and others."""
+        end = self.end_of(row)
+        return (T.min(end, self.span.end) if self.has_gap else end) - first
+
     def num_seen(self, first, row):
         """How many columns of the tile at `first` some row up to `row` sees.
 
         On the diagonal no row sees the tile's last columns, and of sinks there are few: the other
         columns are left out.
         """
-        end = self.end_of(row)
-        end = T.min(end, self.span.end) if self.has_gap else end
-        return index_temp(T.max(T.min(POSITIONS, end - first), 0))
+        return index_temp(T.max(T.min(POSITIONS, self.num_left(first, row)), 0))
 
     def visible_to(self, row, first) -> Callable:
         """``(start, lanes) -> bool vector``: which columns of the tile at `first` a row sees."""

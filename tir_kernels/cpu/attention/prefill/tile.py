@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from tvm.script import tirx as T
 
 from ....semantics.softmax import HIDDEN, inverse_total, log_sum
@@ -14,48 +11,18 @@ from ....signatures.inputs import AttentionInputs
 from ....spec import LOG2E, KernelSpec
 from ...columns import chunks, for_columns
 from ...matmul_tile import UNROLL, multiply_tile
-from ...simd import F32, broadcast, constant, index_temp, load, store, temp
+from ...simd import F32, Register, broadcast, constant, index_temp, load, store, temp
 from ...soft_cap import soft_cap
 from ..alibi import AlibiBias
 from ..online_softmax import OnlineSoftmax
 from .masked_values import MaskedValues
 from .packed_kv import PackedKv
 from .row_bounds import RowBounds
+from .tile_view import TileRows, TileView
 from .tiling import POSITIONS, VECTORS, PrefillStep, Tiling
 
+UNSEEN, BEGUN, STORED = range(3)  # how far a block of rows is
 BLOCKS = 4  # register tiles of rows that use a part of K or V while it is in L1
-
-
-@dataclass(frozen=True, kw_only=True)
-class TileView:
-    """Some blocks of rows, each a register tile high, and the packed tile that they attend to.
-
-    Parameters
-    ----------
-    block, count, num_all : int32 expressions
-        First block, their number, and the number of all blocks of the tile.
-    prefetched_rows : int32 expression
-        Rows of the next tile to prefetch with each product.
-    first, first_row : int32 expressions
-        First column of the packed tile, and first row of the blocks.
-    bounds : RowBounds
-        The columns that the rows see.
-    factor : float32 expression
-        Scale of the logits times log2(e).
-    """
-
-    block: object
-    count: Any
-    num_all: object
-    prefetched_rows: object
-    first: object
-    first_row: Any
-    bounds: RowBounds
-    factor: object
-
-    def num_seen(self, row):
-        """How many columns some row up to that one of the blocks sees."""
-        return self.bounds.num_seen(self.first, self.first_row + row)
 
 
 class PrefillTile:
@@ -87,6 +54,9 @@ class PrefillTile:
         )
         self.state = OnlineSoftmax(tiling.num_blocks, tiling.rows, self.lanes)
         self.bias = AlibiBias.of(spec, rows)
+        self.inverse = T.alloc_buffer((rows_at_once,), F32)
+        self.progress = T.alloc_buffer((tiling.num_blocks,), "int32")
+        self.num_packed, self.is_new = (Register(1, "int32", T.int32(0)) for _ in range(2))
         self.masked_values = MaskedValues(spec, ops, self.kv.v, VECTORS)
 
     def run(self, a: AttentionInputs, step: PrefillStep) -> None:
@@ -102,32 +72,36 @@ class PrefillTile:
         num_blocks = index_temp((num_rows + tiling.rows - 1) // tiling.rows)
         factor = temp(a.sm_scale * T.float32(LOG2E))
 
-        def for_rows(body):
-            """Emit ``body(row, token, head)``; rows past the end repeat the last row."""
-            with T.serial(num_blocks * tiling.rows) as row:
-                source = index_temp(T.min(row, num_rows - 1))
-                token = index_temp(step.first_row + step.first_token + source // group)
-                body(row, token, index_temp(step.head * group + source % group))
+        def at(row):
+            """Token and query head of a row; rows past the end repeat the last row."""
+            source = index_temp(T.min(row, num_rows - 1))
+            token = index_temp(step.first_row + step.first_token + source // group)
+            return token, index_temp(step.head * group + source % group)
 
-        for_rows(lambda row, token, head: self.clear(row))
         with T.serial(num_blocks) as block:
             self.state.reset(block)
+            T.buffer_store(self.progress, T.int32(UNSEEN), [block])
 
         def run_span(span):
-            most = None if step.gap is None else span.last_position
-            for_rows(lambda row, token, head: self.pack_q(a, row, token, head, factor, most))
-            self.run_span(a, step, span, num_rows, num_blocks, factor)
+            rows = TileRows(a, at, None if step.gap is None else span.last_position)
+            self.num_packed.set(0)
+            self.run_span(a, step, span, num_rows, num_blocks, factor, rows)
 
         if step.gap is None:
             run_span(Span.whole(step.kv_len, step.k_offset))
         else:
             step.gap.for_spans(step.kv_len, step.k_offset, run_span)
-        with T.serial(num_rows) as row:
-            a.rope.restore(self.o, row)
-            token = step.first_row + step.first_token + row // group
-            self.store_row(a, row, token, step.head * group + row % group)
+        with T.serial(num_blocks) as block:  # whose rows see nothing, or are to be restored
+            with T.If(self.progress[block] != STORED), T.Then(), T.serial(tiling.rows) as i:
+                row = index_temp(block * tiling.rows + i)
+                with T.If(self.progress[block] == UNSEEN), T.Then():
+                    self.clear(row)
+                a.rope.restore(self.o, row)
+                self.store_row(a, row, *at(row))
 
-    def run_span(self, a, step: PrefillStep, span: Span, num_rows, num_blocks, factor) -> None:
+    def run_span(
+        self, a, step: PrefillStep, span: Span, num_rows, num_blocks, factor, rows: TileRows
+    ) -> None:
         """Attend to the columns of a span; without a `begin` these are all."""
         group = self.spec.group_size
 
@@ -153,7 +127,7 @@ class PrefillTile:
         with T.serial((last - start + POSITIONS - 1) // POSITIONS) as i:
             first = index_temp(start + i * POSITIONS)
             self.kv.pack(a, step.rows, first, span)
-            self.attend(a, first, num_blocks, bounds, factor)
+            self.attend(a, first, num_blocks, bounds, factor, rows)
 
     def load_q(self, a, row, token, head, factor) -> None:
         """Pack a row of Q and clear its sums."""
@@ -179,7 +153,7 @@ class PrefillTile:
                 store(self.q, (row, c.start), c.lanes, q, ops.dtype)
 
         def rotated():
-            a.rope.set_position(position())
+            a.rope.begin_row(token, position)
             a.rope.rotate_row(
                 lambda column, lanes: load(a.q, (token, head, column), lanes),
                 lambda column, lanes, value: store(self.rotated_q, (column,), lanes, value),
@@ -192,8 +166,13 @@ class PrefillTile:
         if self.bias:
             self.bias.set_row(row, head, position())
 
-    def attend(self, a, first, num_blocks, bounds: RowBounds, factor) -> None:
-        """Take the packed tile, from `first` on, into the sums of all rows that see some of it."""
+    def attend(
+        self, a, first, num_blocks, bounds: RowBounds, factor, tile_rows: TileRows | None = None
+    ) -> None:
+        """Take the packed tile, from `first` on, into the sums of all rows that see some of it.
+
+        With `tile_rows`, Q is packed where it is seen first, and O stored where it is complete.
+        """
         rows = self.tiling.rows
         is_masked = bounds.hides_some(first, 0, num_blocks * rows - 1)
         self.masked_values.look(is_masked, self.kv.num_positions)
@@ -213,8 +192,48 @@ class PrefillTile:
                     first_row=index_temp(first_row),
                     bounds=bounds,
                     factor=factor,
+                    rows=tile_rows,
                 )
+                if tile_rows:
+                    self._pack_block_rows(view)
                 self._attend(a, view)
+
+    def _pack_block_rows(self, view: TileView) -> None:
+        """Pack the rows of Q of blocks that have not seen any columns yet."""
+        rows, q = self.tiling.rows, view.rows
+        self.is_new.set(T.if_then_else(self.progress[view.block] == UNSEEN, 1, 0))
+        with T.If(self.is_new.get() == 1), T.Then(), T.serial(view.count) as j:
+            T.buffer_store(self.progress, T.int32(BEGUN), [view.block + j])
+        with T.If(view.block >= self.num_packed.get()), T.Then():
+            self.num_packed.set(view.block + view.count)
+            with T.serial(view.count * rows) as i:
+                row = index_temp(view.first_row + i)
+                self.pack_q(q.a, row, *q.at(row), view.factor, q.last_position)
+
+    def _prefetch_rows(self, view: TileView, product) -> None:
+        """Prefetch some of the rows of Q that are packed next, with one of the products."""
+        count = self.tiling.rows * VECTORS * self.lanes // POSITIONS
+        q, end = view.rows, view.block + view.count
+        is_next = T.And(end == self.num_packed.get(), end < view.num_all)
+        with T.If(is_next), T.Then():
+            q.prefetch(end * self.tiling.rows + product * count, count)
+
+    def _finish_blocks(self, view: TileView) -> None:
+        """Store LSE of complete blocks, and what their rows of O are to be divided by."""
+        rows = self.tiling.rows
+
+        def finish(j):
+            T.buffer_store(self.progress, T.int32(STORED), [view.block + j])
+            with T.serial(rows) as i:
+                state = self.state.index(view.block + j, i)
+                total = temp(self.state.row_sum[state])
+                T.buffer_store(self.inverse, inverse_total(total), [j * rows + i])
+                lse = log_sum(self.state.row_max[state], total)
+                at = view.rows.at(view.first_row + j * rows + i)
+                T.buffer_store(view.rows.a.lse, lse, list(at))
+
+        with T.serial(view.count) as j:
+            view.either(j * rows + rows - 1, lambda: finish(j), lambda: None)
 
     def _attend(self, a, view: TileView) -> None:
         """Take a packed tile into the sums of some blocks of rows: the steps of online softmax."""
@@ -227,6 +246,8 @@ class PrefillTile:
         with T.If(hides_some), T.Then():
             self._hide(view)
         self._softmax(view)
+        if view.rows:
+            self._finish_blocks(view)
         with T.If(T.And(hides_some, self.masked_values.is_special)):
             with T.Then():
                 self._add_some_of_v(view)
@@ -255,11 +276,22 @@ class PrefillTile:
                 ops=ops,
             )
 
+        def scores(row, start, num_columns):
+            whole, narrow = chunks(width, self.lanes), chunks(self.lanes, self.lanes)
+            with T.If(num_columns > self.lanes):
+                with T.Then():
+                    score_tile(row, start, whole)
+                with T.Else():  # on the diagonal
+                    score_tile(row, start, narrow)
+
         with T.serial((view.num_seen(last_row) + width - 1) // width) as i:
             with T.serial(view.count) as j:
-                with T.If(i * width < view.num_seen(j * rows + rows - 1)), T.Then():
+                num_columns = index_temp(view.num_seen(j * rows + rows - 1) - i * width)
+                with T.If(num_columns > 0), T.Then():
                     self.kv.prefetch(i * view.num_all + view.block + j, view.prefetched_rows)
-                    score_tile(index_temp(j * rows), i * width, chunks(width, self.lanes))
+                    if view.rows:
+                        self._prefetch_rows(view, i * view.count + j)
+                    scores(index_temp(j * rows), i * width, num_columns)
 
     def _add_bias(self, a, view: TileView) -> None:
         """Add the ALiBi bias to the scores."""
@@ -296,28 +328,37 @@ class PrefillTile:
         """``O = O * rescale + P V``."""
         rows, ops, step = self.tiling.rows, self.ops, UNROLL * self.ops.numbers
 
-        def output_tile(row, depth, start, parts):
-            multiply_tile(
-                lambda i, k: self.weights[row + i, k],
-                lambda k, c: self.kv.v.at(k, start + c.start),
-                depth,
-                rows=rows,
-                parts=parts,
-                start=lambda i, c: (
-                    load(self.o, (view.first_row + row + i, start + c.start), c.lanes)
-                    * broadcast(self._rescale_of(view, row, i), c.lanes)
-                ),
-                finish=lambda i, c, value: store(
-                    self.o, (view.first_row + row + i, start + c.start), c.lanes, value
-                ),
-                ops=ops,
-            )
-
         def columns(start, parts):
             with T.serial(view.count) as j:
                 row = index_temp(j * rows)
                 depth = index_temp((view.num_seen(row + rows - 1) + step - 1) // step * UNROLL)
-                output_tile(row, depth, start, parts)
+                totals = []
+                multiply_tile(
+                    lambda i, k: self.weights[row + i, k],
+                    lambda k, c: self.kv.v.at(k, start + c.start),
+                    depth,
+                    rows=rows,
+                    parts=parts,
+                    start=lambda i, c: (
+                        load(self.o, (view.first_row + row + i, start + c.start), c.lanes)
+                        * broadcast(self._rescale_of(view, row, i), c.lanes)
+                    ),
+                    finish=lambda i, c, value: totals.append((i, c, value)),
+                    is_zero=self.is_new.get() == 1 if view.rows else None,
+                    ops=ops,
+                )
+
+                def put():
+                    for i, c, value in totals:
+                        store(self.o, (view.first_row + row + i, start + c.start), c.lanes, value)
+
+                def put_output():
+                    at = [view.rows.at(view.first_row + row + i) for i in range(rows)]
+                    for i, c, value in totals:
+                        o = value * broadcast(self.inverse[row + i], c.lanes)
+                        store(view.rows.a.o, (*at[i], start + c.start), c.lanes, o)
+
+                view.either(row + rows - 1, put_output, put)
 
         for_columns(self.spec.v_head_dim, self.lanes, VECTORS, columns)
 
@@ -325,6 +366,9 @@ class PrefillTile:
         """As `_add_weighted_v` where V is not finite: row by row, over what each row sees."""
         rows = self.tiling.rows
         with T.serial(view.count * rows) as i:
+            if view.rows:
+                with T.If(self.is_new.get() == 1), T.Then():
+                    self.clear(view.first_row + i)
             visible = view.bounds.visible_to(view.first_row + i, view.first)
             self.masked_values.add_row(
                 self.o,
@@ -334,6 +378,12 @@ class PrefillTile:
                 lambda element: self.weights[i, element],
                 lambda column: visible(column, 1),
             )
+
+            def put_output():
+                row = index_temp(view.first_row + i)
+                self.store_row(view.rows.a, row, *view.rows.at(row))
+
+            view.either(i // rows * rows + rows - 1, put_output, lambda: None)
 
     def store_row(self, a, row, token, head) -> None:
         """Divide a row by its sum and store it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tvm.error import DiagnosticError
 
-from .cpu.attention import mla, sliding, tree
+from .cpu.attention import append_prefill, mla, sliding, tree
 from .cpu.attention.decode import kernel as decode
 from .cpu.attention.prefill import kernel as prefill
 from .cpu.attention.shared import kernel as shared_prefix
@@ -22,6 +22,7 @@ BUILDERS: dict[str, Callable] = {
     "prefill_ragged": prefill.prefill_ragged,
     "prefill": prefill.prefill,
     "decode": decode.decode,
+    "append_prefill": append_prefill.append_prefill,
     "prefill_windowed": prefill.prefill_windowed,
     "decode_windowed": decode.decode_windowed,
     "prefill_sliding": sliding.prefill_sliding,
@@ -76,6 +77,8 @@ def kernel_names(spec: KernelSpec, for_stock: bool = False) -> list[str]:
         Those that only the stock cache calls are among them.
     """
     builders = _builders(spec.target)
+    if not append_prefill.is_possible(spec):
+        builders = {name: build for name, build in builders.items() if name != "append_prefill"}
     if spec.kind != "mla":
         window = _WITHOUT_WINDOW if spec.kind == "mha_sliding" else _WITH_WINDOW
         others = _MLA_ONLY | window | (set() if for_stock and spec.kind == "mha" else _STOCK_ONLY)

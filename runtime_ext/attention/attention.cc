@@ -55,11 +55,10 @@ void Attention::AttendFused(int64_t layer_id, double sm_scale, ffi::Tensor qkv, 
   tensors.CheckAlignment("o", o, alignment);
   CheckSinkLogits(layer, sink_logits);
   tensors.MakeCompact({&qkv}, alignment);
-  backend.Append(qkv);
-  step_->NoteAppend(layer);
   const GroupWorkspace& workspace = step_->workspaces().group(layer.group);
   const AttentionCall call{sm_scale, workspace.q.get(), o, workspace.lse.get()};
-  backend.Attend(call, workspace.k.get(), workspace.v.get());
+  backend.AppendAndAttend(qkv, call, workspace.k.get(), workspace.v.get());
+  step_->NoteAppend(layer);
   ApplySinkLogits(layer, sink_logits, call);
 }
 

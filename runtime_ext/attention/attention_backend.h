@@ -43,6 +43,12 @@ class AttentionBackend {
   virtual void Append(const ffi::Tensor& qkv) = 0;
   /*! \brief Attends to the past and causally to this step's rows k and v, which are appended. */
   virtual void Attend(const AttentionCall& call, const ffi::Tensor& k, const ffi::Tensor& v) = 0;
+  /*! \brief Append, then Attend, for which call.q, k and v are the group's workspace. */
+  virtual void AppendAndAttend(const ffi::Tensor& qkv, const AttentionCall& call,
+                               const ffi::Tensor& k, const ffi::Tensor& v) {
+    Append(qkv);
+    Attend(call, k, v);
+  }
   /*! \brief Attends to the past alone. */
   virtual void AttendToPast(const AttentionCall& call) = 0;
   /*! \brief Attends causally to this step's rows alone. */

@@ -61,6 +61,35 @@ void PagedBackend::Attend(const AttentionCall& call, const ffi::Tensor&, const f
   AttendToPages(call, pages_.WithStep());
 }
 
+bool PagedBackend::CanAppendWithPrefill() const {
+  const bool is_rotated_inside = config().rotary_mode() != 0;
+  if (!layer_.kernels->Has(KernelName::kAppendPrefill) ||
+      !layer_.kernels->IsOwn(layer_.config.prefill()) || layer_.config.window > 0 ||
+      is_rotated_inside || plan().is_decode() || HasTreeMask(PageRange::kWithStep) ||
+      !plan().shared_prefix(layer_.group).segments().empty()) {
+    return false;
+  }
+  // Sequences of one row are slower in a prefill tile than in `prefill`, which attends to them as
+  // decode does.
+  for (int64_t i = 0; i < plan().num_sequences(); ++i) {
+    if (plan().NumAppend(i) == 1) return false;
+  }
+  return true;
+}
+
+void PagedBackend::AppendAndAttend(const ffi::Tensor& qkv, const AttentionCall& call,
+                                   const ffi::Tensor& k, const ffi::Tensor& v) {
+  if (!CanAppendWithPrefill()) return AttentionBackend::AppendAndAttend(qkv, call, k, v);
+  const StepArrays& arrays = step_->arrays();
+  const PageTable table = pages_.WithStep();
+  const int64_t apply_rope = config().rope_mode == RopeMode::kNormal;
+  layer_.kernels->Get(KernelName::kAppendPrefill)(
+      qkv, arrays.query_indptr(), arrays.rope_positions(), arrays.slots(layer_.group),
+      layer_.pages, table.indptr, table.page_ids, table.lengths,
+      arrays.first_positions(layer_.group), arrays.query_positions(), call.o, call.lse, apply_rope,
+      call.sm_scale);
+}
+
 void PagedBackend::AttendToPast(const AttentionCall& call) { AttendToPages(call, pages_.Past()); }
 
 void PagedBackend::AttendToPages(const AttentionCall& call, const PageTable& table) {

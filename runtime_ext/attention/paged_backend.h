@@ -21,6 +21,8 @@ class PagedBackend : public AttentionBackend {
   void RequireRowKernel() const override { ragged_.RequireKernel(); }
   void Append(const ffi::Tensor& qkv) override;
   void Attend(const AttentionCall& call, const ffi::Tensor& k, const ffi::Tensor& v) override;
+  void AppendAndAttend(const ffi::Tensor& qkv, const AttentionCall& call, const ffi::Tensor& k,
+                       const ffi::Tensor& v) override;
   void AttendToPast(const AttentionCall& call) override;
   void AttendToRows(const AttentionCall& call, const ffi::Tensor& k,
                     const ffi::Tensor& v) override {
@@ -54,6 +56,8 @@ class PagedBackend : public AttentionBackend {
 
  private:
   void RotateAndAppend(const ffi::Tensor& qkv);
+  /*! \brief Whether one kernel can append and attend in this step. */
+  bool CanAppendWithPrefill() const;
   void AttendWithTreeMask(const AttentionCall& call, const PageTable& table) const;
 
   LayerPages pages_;

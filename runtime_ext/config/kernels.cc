@@ -19,6 +19,7 @@ constexpr const char* kNames[] = {
     "transpose_append_mla",
     "split_rotary",
     "rope_append",
+    "append_prefill",
     "prefill_ragged",
     "prefill",
     "decode",

@@ -24,6 +24,7 @@ enum class KernelName : int {
   kTransposeAppendMLA,
   kSplitRotary,
   kRopeAppend,
+  kAppendPrefill,
   kPrefillRagged,
   kPrefill,
   kDecode,

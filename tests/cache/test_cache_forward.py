@@ -53,6 +53,47 @@ def test_rope_append_takes_the_place_of_split_and_append():
     pair.check_rows()
 
 
+def test_append_prefill_serves_steps_of_several_rows():
+    calls = []
+
+    def noted(name):
+        def kernel(*args):
+            calls.append(name)
+            getattr(python_kernels, name)(*args)
+
+        return kernel
+
+    names = ("append_prefill", "rope_append", "prefill", "decode")
+    pair = PlainPair(make_cache({name: noted(name) for name in names}, rope_mode=1), "normal")
+    pair.add(0, 1)
+    for lengths, expected in (
+        ([5, 3], ["append_prefill"]),
+        ([4, 1], ["rope_append", "prefill"]),  # a single row is attended to as in decode
+        ([2, 9], ["append_prefill"]),
+        ([1, 1], ["rope_append", "decode"]),
+    ):
+        calls.clear()
+        pair.step([0, 1], lengths)
+        assert calls == expected * NUM_LAYERS, lengths
+    pair.check_rows()
+
+
+@pytest.mark.parametrize("mode", ["none", "inline"])
+def test_append_prefill_of_rope_modes(mode):
+    calls = []
+
+    def append_prefill(*args):
+        calls.append(args)
+        python_kernels.append_prefill(*args)
+
+    cache = make_cache({"append_prefill": append_prefill}, rope_mode=MODES[mode])
+    pair = PlainPair(cache, mode)
+    pair.add(0)
+    pair.step([0], [6])
+    pair.check_rows()
+    assert bool(calls) == (mode == "none")  # inline: attention rotates K too
+
+
 def test_half_precision_pages():
     pair = PlainPair(make_cache(dtype="float16"))
     pair.add(0)

@@ -96,7 +96,8 @@ def test_a_configuration_is_built_for_gpus(monkeypatch):
 def test_gpus_have_the_kernels_that_cpus_have(kind):
     spec = make_spec((2, 1), 64, kind=kind)
     on_cpu = dataclasses.replace(spec, target=VectorTarget())
-    assert sorted(kernel_names(spec)) == sorted(kernel_names(on_cpu))
+    only_on_cpu = {"append_prefill"}
+    assert set(kernel_names(spec)) == set(kernel_names(on_cpu)) - only_on_cpu
 
 
 def test_archs_are_for_gpus():

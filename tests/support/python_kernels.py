@@ -65,6 +65,18 @@ def rope_append(qkv, q_indptr, positions, position_map, q, pages, apply_rope):
     transpose_append(pages, k, v, position_map)
 
 
+def append_prefill(
+    qkv, q_indptr, rope_positions, position_map, pages, page_indptr, page_values, length_info,
+    k_offsets, q_positions, o, lse, apply_rope, sm_scale,
+):  # fmt: skip
+    q = tvm.runtime.tensor(np.zeros_like(view(o)))
+    rope_append(qkv, q_indptr, rope_positions, position_map, q, pages, apply_rope)
+    prefill(
+        q, q_indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
+        1, 0, 1.0, 1e4, sm_scale,
+    )  # fmt: skip
+
+
 def prefill(
     q, q_indptr, pages, page_indptr, page_values, length_info, k_offsets, q_positions, o, lse,
     causal, rotary_mode, rope_scale, rope_theta, sm_scale, window=None, *, softcap=None,

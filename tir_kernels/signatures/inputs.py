@@ -30,6 +30,10 @@ window               scalar                int32    positions that a row sees, i
 rotary_mode          scalar                int32    1: rotate Q and K inside the kernel
 rope_scale, _theta   scalar                float32  those of the spec, where rotary_mode is 1
 sm_scale             scalar                float32  factor on the logits
+qkv                  ``[T, Hq + 2 Hk, D]`` dtype    fused rows: Q, K and V, not rotated
+rope_position        ``[T]``               int32    position that Q and K are rotated by
+position_map         ``[T]``               int32    slot of a row; a negative one: do not write
+apply_rope           scalar                int64    0: Q and K stay as they are
 first_, last_segment scalar                int32    segments ``first .. last - 1`` are attended to
 ==================== ===================== ======== ================================================
 
@@ -128,6 +132,15 @@ class PagedInputs(AttentionInputs):
     def gap(self, sequence):
         """What a sequence has dropped, or None."""
         return self.lengths.gap(sequence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedInputs(PagedInputs):
+    """`q` has fused rows: Q, then K and V, which are appended to the pages first."""
+
+    rope_position: Any
+    position_map: Any
+    apply_rope: Any
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import tvm
 from tvm import relax
 from tvm.target import Target
 
-from tir_kernels import build_kernel
+from tir_kernels import build_kernel, kernel_names
 from tir_kernels.cpu.attention import stock_sliding
 from tir_kernels.spec import KernelSpec
 
@@ -162,6 +162,8 @@ class ConstructorKernels:
             specs["apply_sinks"] = self.mha
         if "mha" in self.kinds:
             specs["prefill_shared"] = self.mha
+            if "append_prefill" in kernel_names(self.mha):
+                specs["append_prefill"] = self.mha
         if "mha_sliding" in self.kinds:
             for name in ("prefill_ragged_sliding", "tree_paged_sliding", "tree_sliding"):
                 specs[name] = self.mha

@@ -65,7 +65,7 @@ def emit_prefill(spec: KernelSpec, ops, a: PagedInputs | RaggedInputs, source: K
     Parameters
     ----------
     ops : operands object
-    a : the inputs with a `mask`.
+    a : the inputs with a `mask`, and with a `rope` unless that is `InlineRope`.
     source : KvSource
     """
     # Multiply-adds, as if all sequences were alike.
@@ -75,7 +75,7 @@ def emit_prefill(spec: KernelSpec, ops, a: PagedInputs | RaggedInputs, source: K
     max_tokens = Tiling.of(spec).tokens
     has_many = rows * spec.num_kv_heads >= num_tasks * (TILES_PER_TASK * max_tokens)
     tokens = index_temp(T.if_then_else(has_many, max_tokens, (max_tokens + 1) // 2))
-    a = replace(a, rope=rotation_of(spec, a))
+    a = a if a.rope else replace(a, rope=rotation_of(spec, a))
     singles = Singles(spec, ops, a) if source.has_singles else None
     a.mask.prepare(a)
     ops.begin([b for b in (a.q, *source.buffers) if str(b.dtype) == "bfloat16"])

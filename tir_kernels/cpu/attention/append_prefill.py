@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rope_append` and `prefill` in one kernel, for a step of long prompts.
+
+In two kernels, rotated rows of Q are written to memory and read again, which is most of what an
+append moves. Here the append writes K and V only, and keeps the cosines and sines of each row in a
+table. Attention reads Q from the fused rows and rotates it as it packs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tvm.script import tirx as T
+
+from ...layout import K_PLANE, V_PLANE
+from ...semantics.rotary_mode import has_rope
+from ...semantics.visibility import CausalMask
+from ...signatures import append_prefill as signatures
+from ...signatures.inputs import FusedInputs
+from ...spec import KernelSpec
+from .. import backend, simd
+from ..cos_sin import CosSin
+from ..simd import F32, index_temp, load, store, temp
+from .define import build
+from .prefill.kernel import emit_paged
+
+
+class RotationTable:
+    """The cosines and sines of the rows of a step, and the rotation of Q by them.
+
+    It stands in for `inline_rope.InlineRope`: K in the pages is rotated already.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : FusedInputs
+    """
+
+    restores = False
+
+    def __init__(self, spec: KernelSpec, a: FusedInputs):
+        self.spec, self.is_rotated = spec, a.apply_rope > 0
+        self.width, self.lanes = spec.qk_head_dim, spec.target.lanes
+        self.fits = has_rope(spec)
+        self.half = spec.rope.rotary_dim // 2
+        if self.fits:
+            num_rows = T.cast(a.q.shape[0], "int64")
+            self.values = T.alloc_buffer((num_rows, 2, self.half), F32)
+
+    def keep(self, row, cos_sin: CosSin) -> None:
+        """Copy the cosines and sines of a row."""
+        for i, buffer in enumerate((cos_sin.cos, cos_sin.sin)):
+            for start, lanes in cos_sin.chunks:
+                store(self.values, (row, i, start), lanes, load(buffer, (start,), lanes))
+
+    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        """Emit what leaves K as it is."""
+        plain()
+
+    def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
+        """Emit both for a row of Q, which a call rotates or not."""
+        if not self.fits:
+            plain()
+            return
+        with T.If(self.is_rotated):
+            with T.Then():
+                rotated()
+            with T.Else():
+                plain()
+
+    def restore(self, o, row) -> None:
+        """Rows of O are as V is, which is not rotated."""
+
+    def if_positions_matter(self, body: Callable[[], None]) -> None:
+        """Emit `body` for a bias; the rotation has its own positions."""
+        if self.spec.alibi_slopes is not None:
+            body()
+
+    def begin_task(self) -> None:
+        """Nothing to make for a task."""
+
+    def begin_sequence(self, length) -> None:
+        """Nothing to know of a sequence."""
+
+    def begin_row(self, token, position: Callable) -> None:
+        """Take the angles of row `token` of the step."""
+        self.token = token
+
+    def rotate_row(self, source: Callable, sink: Callable) -> None:
+        """Rotate a row of Q; source and sink as of `InlineRope`."""
+        for start, lanes in simd.chunks(self.half, self.lanes):
+            x, y = (temp(source(at, lanes), lanes) for at in (start, start + self.half))
+            cos, sin = (
+                temp(load(self.values, (self.token, i, start), lanes), lanes) for i in (0, 1)
+            )
+            sink(start, lanes, x * cos - y * sin)
+            sink(start + self.half, lanes, y * cos + x * sin)
+        rotated = 2 * self.half
+        for start, lanes in simd.chunks(self.width - rotated, self.lanes):
+            sink(rotated + start, lanes, source(rotated + start, lanes))
+
+
+def _append(spec: KernelSpec, a: FusedInputs, table: RotationTable) -> None:
+    """Write K and V of the rows that have a slot, and the angles of all rows to the table."""
+    num_heads, first_k = spec.num_kv_heads, spec.num_qo_heads
+    first_v = first_k + num_heads
+
+    def append_row(n, worker: backend.Worker, known) -> None:
+        def rows_from(head):
+            return lambda h: (a.q, (n, head + h))
+
+        cos_sin = worker.cos_sin(spec.rope) if table.fits else None
+        if cos_sin:
+            with T.If(table.is_rotated), T.Then():
+                cos_sin.row.fill(a.rope_position[n])
+                table.keep(n, cos_sin.row)
+                cos_sin.row.reorder(worker.numbers)
+        slot = index_temp(a.position_map[n])
+        with T.If(slot >= 0), T.Then():
+            where = worker.slot(slot)
+
+            def sink(plane):
+                return lambda h: (a.pages, where.row(plane, h))
+
+            k = (num_heads, rows_from(first_k), sink(K_PLANE))
+            if cos_sin:
+                with T.If(table.is_rotated):
+                    with T.Then():
+                        cos_sin.rotate_rows(*k)
+                    with T.Else():
+                        worker.copy_rows(*k)
+            else:
+                worker.copy_rows(*k)
+            worker.copy_rows(num_heads, rows_from(first_v), sink(V_PLANE))
+
+    row_bytes = 2 * num_heads * spec.qk_head_dim * 8
+    backend.for_items(
+        spec, a.q.shape[0], lambda known: row_bytes, append_row, computed=[a.q, a.pages]
+    )
+
+
+def is_possible(spec: KernelSpec) -> bool:
+    """Whether layers of a spec can use the kernel.
+
+    With longrope a sequence's length decides the angles of its rows.
+    """
+    return spec.kind == "mha" and not spec.codec and spec.rope.kind != "longrope"
+
+
+def append_prefill(spec: KernelSpec):
+    """Build the kernel; its arguments are those of `signatures.append_prefill`."""
+    if not is_possible(spec):
+        raise ValueError(
+            "append_prefill needs layers without a window, pages that are not quantized, and a "
+            f"rotation other than longrope, got {spec}; use rope_append and prefill"
+        )
+
+    def attend(a: FusedInputs) -> None:
+        table = RotationTable(spec, a)
+        _append(spec, a, table)
+        emit_paged(spec, replace(a, mask=CausalMask(1), rope=table), has_singles=False)
+
+    return build(spec, signatures.append_prefill, attend)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 AttentionState = tuple[tvm.runtime.Tensor, tvm.runtime.Tensor]
 
 
+_attention_with_fused_qkv = functools.partial(global_function, CACHE + "attention_with_fused_qkv")
+
+
 class CacheAttention(CacheInspection):
     """The methods of `KVCache` that append K and V and attend to them."""
 
@@ -62,16 +65,18 @@ class CacheAttention(CacheInspection):
         ValueError, TypeError, IndexError
             If no step has begun, the layer does not exist, or a tensor does not fit.
         """
-        qkv = self._tensor("qkv", qkv)
-        out = self._empty(layer, qkv.shape[0]) if out is None else out
-        global_function(CACHE + "attention_with_fused_qkv")(
-            self,
-            as_int("layer", layer),
-            self._scale(layer, sm_scale),
-            qkv,
-            out,
-            self._sink_logits(sink_logits),
-        )
+        # Models call this for every layer of every step: the usual arguments are not converted.
+        if not isinstance(qkv, tvm_ffi.core.Tensor):
+            qkv = self._tensor("qkv", qkv)
+        if sm_scale is None:
+            sm_scale = self._default_scales.get(layer)
+        if sm_scale is None or type(sm_scale) is not float:
+            sm_scale = self._scale(layer, sm_scale)
+        if sink_logits is not None:
+            sink_logits = self._sink_logits(sink_logits)
+        if out is None:
+            out = self._empty(layer, qkv.shape[0])
+        _attention_with_fused_qkv()(self, as_int("layer", layer), sm_scale, qkv, out, sink_logits)
         return out
 
     def self_attention(
@@ -263,6 +268,12 @@ class CacheAttention(CacheInspection):
     @functools.cached_property
     def _layers(self) -> dict[int, dict[str, Any]]:
         return {layer["id"]: layer for layer in self.description["layers"]}
+
+    @functools.cached_property
+    def _default_scales(self) -> dict[int, float]:
+        """The factor on the logits of layers that are not MLA."""
+        layers = self._layers.values()
+        return {x["id"]: x["qk_head_dim"] ** -0.5 for x in layers if x["kind"] != "mla"}
 
     def _is_mla(self, layer: int) -> bool:
         return self._layer(layer)["kind"] == "mla"

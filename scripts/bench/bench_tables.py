@@ -23,7 +23,7 @@ def print_attention(
     """A line per case and peer, then what was not measured and why."""
     print(f"\n{dtype}, {heads.label}")
     print(
-        f"{'case':30} {'peer':12} {'best ms':>9} {'median':>9} {'n':>4} {'rate':>14} "
+        f"{'case':30} {'peer':16} {'best ms':>9} {'median':>9} {'n':>4} {'rate':>14} "
         f"{'of limit':>8} {'of GB/s':>7} {'to ours':>8}"
     )
     by_key = {(r["case"], r["peer"]): r for r in records}
@@ -34,7 +34,7 @@ def print_attention(
         ours = by_key.get((case, "ours"))
         ratio = f"{r['min_s'] / ours['min_s']:7.2f}x" if ours and peer != "ours" else ""
         print(
-            f"{case:30} {peer:12} {r['min_s'] * 1e3:9.3f} {r['median_s'] * 1e3:9.3f} {r['n']:4} "
+            f"{case:30} {peer:16} {r['min_s'] * 1e3:9.3f} {r['median_s'] * 1e3:9.3f} {r['n']:4} "
             f"{work / r['min_s'] / 1e9:6.1f} {unit:7} {share:8.0%} {reads:>7} {ratio:>8}  "
             f"{_notes(r, by_key)}".rstrip()
         )
@@ -76,7 +76,7 @@ def print_begin_forward(records: list[dict], absent: list[dict]) -> None:
             f"{r['min_s'] / reference['min_s']:7.2f}x" if reference and r["peer"] != "ours" else ""
         )
         print(
-            f"{r['case']:30} {r['peer']:12} {r['min_s'] * 1e6:7.2f} us best "
+            f"{r['case']:30} {r['peer']:16} {r['min_s'] * 1e6:7.2f} us best "
             f"{r['median_s'] * 1e6:7.2f} us median {r['n']:5} {ratio}".rstrip()
         )
     for r in absent:

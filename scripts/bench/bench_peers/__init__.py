@@ -34,6 +34,7 @@ _OPENVINO = (
 )
 PEERS = {
     "ours": Entry("tvm_kernels", "Ours", "pip install ."),
+    "ours, whole call": Entry("whole_call", "OursWholeCall", "pip install ."),
     "ours avx2": Entry("tvm_kernels", "OursAvx2", "an x86 CPU with AVX2"),
     "ours int8": Entry("tvm_kernels", "OursInt8", "pip install .", is_quantized=True),
     "ours fp8": Entry("tvm_kernels", "OursFp8", "pip install .", is_quantized=True),

@@ -84,10 +84,9 @@ void PagedBackend::AppendAndAttend(const ffi::Tensor& qkv, const AttentionCall& 
   const PageTable table = pages_.WithStep();
   const int64_t apply_rope = config().rope_mode == RopeMode::kNormal;
   layer_.kernels->Get(KernelName::kAppendPrefill)(
-      qkv, arrays.query_indptr(), arrays.rope_positions(), arrays.slots(layer_.group),
-      layer_.pages, table.indptr, table.page_ids, table.lengths,
-      arrays.first_positions(layer_.group), arrays.query_positions(), call.o, call.lse, apply_rope,
-      call.sm_scale);
+      qkv, arrays.query_indptr(), arrays.rope_positions(), arrays.slots(layer_.group), layer_.pages,
+      table.indptr, table.page_ids, table.lengths, arrays.first_positions(layer_.group),
+      arrays.query_positions(), call.o, call.lse, apply_rope, call.sm_scale);
 }
 
 void PagedBackend::AttendToPast(const AttentionCall& call) { AttendToPages(call, pages_.Past()); }

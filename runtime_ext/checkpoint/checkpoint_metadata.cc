@@ -135,8 +135,8 @@ CheckpointLayout StockLayout(const Fields& fields) {
   std::string rope = RopeText(fields.rope_mode, fields.theta, fields.scale,
                               fields.has_rope_factors ? "unknown factors" : "");
   for (const std::string& kind : fields.kinds) {
-    layout.layers.push_back(
-        {kind, 0, fields.num_kv_heads, fields.qk_head_dim, fields.v_head_dim, rope, fields.dtype});
+    layout.layers.push_back({kind, 0, fields.num_kv_heads, fields.qk_head_dim, fields.v_head_dim,
+                             rope, fields.dtype, 1, 0});
   }
   return layout;
 }

@@ -32,15 +32,18 @@ CheckpointLayout DrawLayout(Bytes* bytes) {
   const std::string rope = RopeText(bytes->Next() % 2 ? "normal" : "none", 1e4, 1, "");
   const int64_t num_layers = bytes->Between(1, 3);
   for (int64_t i = 0; i < num_layers; ++i) {
-    const int64_t kind = bytes->Between(0, 2);
-    if (kind == 0) layout.layers.push_back({"mha", 0, 2, 8, 8, rope});
-    if (kind == 1) layout.layers.push_back({"mha_sliding", bytes->Between(1, 9), 2, 8, 8, rope});
-    if (kind == 2) layout.layers.push_back({"mla", 0, 1, 24, 16, ""});
-    CheckpointLayout::Layer& layer = layout.layers.back();
-    const int64_t type = bytes->Between(0, 2);
-    layer.kv_dtype = type == 0 ? "float16" : type == 1 ? "float32" : "int8";
-    layer.item_bytes = type == 0 ? 2 : type == 1 ? 4 : 1;
-    layer.codec_page_bytes = type == 2 ? 64 * layout.page_size : 0;
+    const int64_t kind = bytes->Between(0, 2), type = bytes->Between(0, 2);
+    const char* const types[] = {"float16", "float32", "int8"};
+    const int64_t item_bytes[] = {2, 4, 1};
+    const int64_t page_bytes = type == 2 ? 64 * layout.page_size : 0;
+    auto add = [&](const char* name, int64_t window, int64_t heads, int64_t dim, int64_t v_dim,
+                   const std::string& rotation) {
+      layout.layers.push_back(
+          {name, window, heads, dim, v_dim, rotation, types[type], item_bytes[type], page_bytes});
+    };
+    if (kind == 0) add("mha", 0, 2, 8, 8, rope);
+    if (kind == 1) add("mha_sliding", bytes->Between(1, 9), 2, 8, 8, rope);
+    if (kind == 2) add("mla", 0, 1, 24, 16, "");
   }
   return layout;
 }

@@ -19,10 +19,10 @@ CheckpointLayout MakeLayout() {
   CheckpointLayout layout;
   layout.page_size = 4;
   const std::string rope = RopeText("normal", 1e4, 1, "");
-  layout.layers = {{"mha", 0, 2, 8, 8, rope, "float16", 2},
-                   {"mha_sliding", 5, 2, 8, 8, rope, "float16", 2},
-                   {"mha_sliding", 5, 2, 8, 8, rope, "float16", 2},
-                   {"mla", 0, 1, 24, 16, "", "float16", 2}};
+  layout.layers = {{"mha", 0, 2, 8, 8, rope, "float16", 2, 0},
+                   {"mha_sliding", 5, 2, 8, 8, rope, "float16", 2, 0},
+                   {"mha_sliding", 5, 2, 8, 8, rope, "float16", 2, 0},
+                   {"mla", 0, 1, 24, 16, "", "float16", 2, 0}};
   return layout;
 }
 

@@ -117,7 +117,9 @@ def test_a_model_has_all_kernels_of_its_caches(kinds, monkeypatch):
     on_cpu = export_model(pkv.PagedKVCache, kinds=kinds).script()
     digest = "_[0-9a-f]{16}"
     names = set(re.findall(rf"__tvm_ffi_(pagedkv_\w+){digest}\(", source))
-    assert names == set(re.findall(rf'ExternFunc\("(pagedkv_\w+){digest}"', on_cpu))
+    on_cpus_only = {"pagedkv_append_prefill"}
+    expected = set(re.findall(rf'ExternFunc\("(pagedkv_\w+){digest}"', on_cpu))
+    assert names == expected - on_cpus_only and on_cpus_only <= expected
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ def test_every_kernel_is_gated(monkeypatch):
     import cuda_gate
 
     assert cuda_gate.ungated() == []
-    monkeypatch.delitem(cuda_gate.CONFIGURATIONS, "mla-512-64-bfloat16")
+    for name in ("mla-512-64-bfloat16", "mla-512-64-bfloat16-pages-int8"):
+        monkeypatch.delitem(cuda_gate.CONFIGURATIONS, name)
     assert {"mla_prefill", "mla_tree"} <= set(cuda_gate.ungated())
 
 

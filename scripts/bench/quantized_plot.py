@@ -33,14 +33,19 @@ def draw(result: dict, path: str) -> None:
         sizes = [r["bytes"] / batches[0] / 1e6 for r in own]
         axes[-1].plot([_shape(r)[1] for r in own], sizes, **style)
     for axis, batch in zip(axes, batches, strict=False):
-        axis.set(title=f"decode, {batch} sequences", ylabel="ms")
+        axis.set(title=f"decode step, batch {batch}", ylabel="ms")
     axes[-1].set(title="read for a sequence", ylabel="MB")
+    contexts = sorted({_shape(r)[1] for r in steps})
     for axis in axes:
         axis.set(xscale="log", yscale="log", xlabel="context")
+        axis.set_xticks(contexts, labels=map(str, contexts))
+        axis.set_xticks([], minor=True)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
         axis.grid(alpha=0.3, which="both", linewidth=0.4)
-    axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(result["device"], fontsize=9)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 0.9, 1))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="center right", frameon=False)
     figure.savefig(path, dpi=120)
 
 

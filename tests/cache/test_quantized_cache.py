@@ -276,8 +276,7 @@ def test_a_codec_that_is_slow_on_a_target_is_told(caplog):
     told = [record.getMessage() for record in caplog.records]
     assert all("kv_dtype None" in text and "without" in text for text in told)
     named = [name for name in CODEC_NAMES for text in told if repr(name) in text]
-    expected = CODEC_NAMES if hasattr(slow, "has_vnni") else ("float8_e4m3fn",)
-    assert named == list(expected)  # once each
+    assert named == list(CODEC_NAMES)  # once each
 
 
 def test_other_kernels_are_refused():

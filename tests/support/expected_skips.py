@@ -19,6 +19,10 @@ EXPECTED = {
     "tests/kernels/test_mla_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
     "tests/kernels/test_sliding_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
     "tests/kernels/test_window_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
+    "tests/kernels/test_quantized_attention.py::test_other_cpus*x86-64-*-float16]": REFUSED,
+    "tests/kernels/test_quantized_page_kernels.py::test_append_for_other_cpus*float16-x86-64-*": (
+        REFUSED
+    ),
     "tests/cache/test_non_finite.py::test_every_nan_stays_nan*dtypes2-x86-64]": REFUSED,
 }
 

@@ -34,7 +34,7 @@ def _warn(codec: Codec, target: VectorTarget) -> None:
 def _missing(codec: Codec, target: VectorTarget) -> str:
     """Return the instructions that the target lacks, or an empty string."""
     is_integer = codec.bits == 4 or codec.storage_dtype == "int8"
-    if is_integer and not getattr(target, "has_vnni", True):
+    if is_integer and not target.has_vnni:
         return "byte dot products (AVX512-VNNI)"
     if not is_integer and not target.has_f16_convert:
         return "conversion of float16 (F16C, AVX-512F or AArch64)"

@@ -7,7 +7,7 @@
 
 #include <utility>
 
-#include "state/plan_arrays.h"
+#include "state/plans/plan_arrays.h"
 
 namespace pagedkv {
 

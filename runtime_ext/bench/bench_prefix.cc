@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "state/forward_plan.h"
-#include "state/sequence_table.h"
+#include "state/plans/forward_plan.h"
+#include "state/sequences/sequence_table.h"
 
 namespace {
 

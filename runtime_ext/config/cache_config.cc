@@ -16,7 +16,7 @@
 #include "config/cache_config_checks.h"
 #include "config/layer_kernels.h"
 #include "device/device_memory.h"
-#include "state/sequence_table.h"
+#include "state/sequences/sequence_table.h"
 
 namespace pagedkv {
 

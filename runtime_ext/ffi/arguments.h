@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "state/token_tree.h"
+#include "state/sequences/token_tree.h"
 
 namespace pagedkv {
 

@@ -24,7 +24,7 @@
 #include "ffi/caller_guard.h"
 #include "inspect/debug_kv.h"
 #include "inspect/inspector.h"
-#include "state/sequence_table.h"
+#include "state/sequences/sequence_table.h"
 #include "step/prefixes.h"
 #include "step/sequences.h"
 #include "step/step.h"

@@ -17,8 +17,8 @@
 #include "base/error.h"
 #include "bytes.h"
 #include "checkpoint/checkpoint_metadata.h"
-#include "state/forward_plan.h"
-#include "state/sequence_imports.h"
+#include "state/plans/forward_plan.h"
+#include "state/sequences/sequence_imports.h"
 
 namespace pagedkv {
 

@@ -18,10 +18,10 @@
 
 #include "base/error.h"
 #include "bytes.h"
-#include "state/commit_plan.h"
-#include "state/forward_plan.h"
-#include "state/plan_arrays.h"
-#include "state/sequence_table.h"
+#include "state/plans/commit_plan.h"
+#include "state/plans/forward_plan.h"
+#include "state/plans/plan_arrays.h"
+#include "state/sequences/sequence_table.h"
 
 namespace pagedkv {
 

@@ -13,7 +13,7 @@
 #include <cstdint>
 
 #include "device/aux_data.h"
-#include "state/forward_plan.h"
+#include "state/plans/forward_plan.h"
 
 namespace pagedkv {
 

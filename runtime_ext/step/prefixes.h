@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "state/sequence_table.h"
+#include "state/sequences/sequence_table.h"
 #include "step/step.h"
 
 namespace pagedkv {

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "state/sequence_table.h"
+#include "state/sequences/sequence_table.h"
 #include "step/step_phase.h"
 #include "storage/layer_storage.h"
 

@@ -6,7 +6,7 @@
 #include "step/step.h"
 
 #include "config/layer_kernels.h"
-#include "state/plan_arrays.h"
+#include "state/plans/plan_arrays.h"
 
 namespace pagedkv {
 

@@ -14,7 +14,7 @@
 
 #include "device/device_stream.h"
 #include "device/tensor_checks.h"
-#include "state/forward_plan.h"
+#include "state/plans/forward_plan.h"
 #include "step/past_arrays.h"
 #include "step/step_arrays.h"
 #include "step/step_phase.h"

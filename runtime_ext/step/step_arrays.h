@@ -18,8 +18,8 @@
 
 #include "config/cache_config.h"
 #include "device/aux_data.h"
-#include "state/forward_plan.h"
-#include "state/plan_arrays.h"
+#include "state/plans/forward_plan.h"
+#include "state/plans/plan_arrays.h"
 #include "step/page_table.h"
 
 namespace pagedkv {

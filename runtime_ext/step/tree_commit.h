@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "state/commit_plan.h"
+#include "state/plans/commit_plan.h"
 #include "step/step.h"
 #include "storage/node_mover.h"
 #include "storage/page_copier.h"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "device/aux_data.h"
-#include "state/commit_plan.h"
+#include "state/plans/commit_plan.h"
 #include "storage/layer_storage.h"
 
 namespace pagedkv {

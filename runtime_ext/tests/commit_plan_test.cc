@@ -4,12 +4,12 @@
  * \brief Commits are checked before they change anything, move nodes in order, and are undone
  * exactly.
  */
-#include "state/commit_plan.h"
+#include "state/plans/commit_plan.h"
 
 #include <vector>
 
 #include "check.h"
-#include "state/forward_plan.h"
+#include "state/plans/forward_plan.h"
 
 namespace pagedkv {
 

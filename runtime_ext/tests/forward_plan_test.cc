@@ -3,13 +3,13 @@
  * \file forward_plan_test.cc
  * \brief A batch is checked before it changes anything, laid out as CSR arrays, and undone exactly.
  */
-#include "state/forward_plan.h"
+#include "state/plans/forward_plan.h"
 
 #include <limits>
 #include <vector>
 
 #include "check.h"
-#include "state/plan_arrays.h"
+#include "state/plans/plan_arrays.h"
 
 namespace pagedkv {
 

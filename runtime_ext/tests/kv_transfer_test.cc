@@ -7,10 +7,10 @@
 #include <memory>
 
 #include "check.h"
-#include "state/forward_plan.h"
-#include "state/receives.h"
-#include "state/sends.h"
-#include "state/sequence_table.h"
+#include "state/plans/forward_plan.h"
+#include "state/sequences/receives.h"
+#include "state/sequences/sends.h"
+#include "state/sequences/sequence_table.h"
 
 namespace pagedkv {
 

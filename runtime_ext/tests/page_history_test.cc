@@ -3,7 +3,7 @@
  * \file page_history_test.cc
  * \brief A history finds pages by their distance until they are reclaimed, and stays short.
  */
-#include "state/page_history.h"
+#include "state/pages/page_history.h"
 
 #include "check.h"
 

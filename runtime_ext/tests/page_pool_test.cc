@@ -3,7 +3,7 @@
  * \file page_pool_test.cc
  * \brief Pages come in order, come back last in first out, and are counted.
  */
-#include "state/page_pool.h"
+#include "state/pages/page_pool.h"
 
 #include <set>
 

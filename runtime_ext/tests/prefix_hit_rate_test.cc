@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "check.h"
-#include "state/forward_plan.h"
-#include "state/sequence_table.h"
+#include "state/plans/forward_plan.h"
+#include "state/sequences/sequence_table.h"
 
 namespace pagedkv {
 

@@ -14,10 +14,10 @@
 
 #include "base/error.h"
 #include "check.h"
-#include "state/copy_on_write.h"
-#include "state/forward_plan.h"
-#include "state/plan_arrays.h"
-#include "state/sequence_table.h"
+#include "state/plans/forward_plan.h"
+#include "state/plans/plan_arrays.h"
+#include "state/sequences/copy_on_write.h"
+#include "state/sequences/sequence_table.h"
 
 namespace pagedkv {
 

@@ -4,8 +4,8 @@
  * \brief Imports take pages at once, share them among their sequences, and fail as a whole.
  */
 #include "check.h"
-#include "state/forward_plan.h"
-#include "state/sequence_imports.h"
+#include "state/plans/forward_plan.h"
+#include "state/sequences/sequence_imports.h"
 
 namespace pagedkv {
 

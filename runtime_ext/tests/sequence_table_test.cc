@@ -3,12 +3,12 @@
  * \file sequence_table_test.cc
  * \brief Add, remove, fork, pop, slide; errors change nothing; copies before a write from outside.
  */
-#include "state/sequence_table.h"
+#include "state/sequences/sequence_table.h"
 
 #include "check.h"
-#include "state/copy_on_write.h"
-#include "state/forward_plan.h"
-#include "state/sequence_imports.h"
+#include "state/plans/forward_plan.h"
+#include "state/sequences/copy_on_write.h"
+#include "state/sequences/sequence_imports.h"
 
 namespace pagedkv {
 

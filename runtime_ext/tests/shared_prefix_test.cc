@@ -3,7 +3,7 @@
  * \file shared_prefix_test.cc
  * \brief The tree of common page prefixes: exact, in the batch's order, and nothing lost.
  */
-#include "state/shared_prefix.h"
+#include "state/plans/shared_prefix.h"
 
 #include <algorithm>
 #include <random>

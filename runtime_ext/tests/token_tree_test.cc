@@ -3,7 +3,7 @@
  * \file token_tree_test.cc
  * \brief Trees that grow in rounds: what is refused, depths, depth-first order, paths, chains.
  */
-#include "state/token_tree.h"
+#include "state/sequences/token_tree.h"
 
 #include <limits>
 #include <random>

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "state/receives.h"
+#include "state/sequences/receives.h"
 #include "step/step.h"
 #include "storage/page_copier.h"
 
@@ -28,7 +28,7 @@ class KVReceiver {
   /*!
    * \brief Appends positions that are to be received.
    * \return Where they lie, for each layer group: the number of runs, then for each run its first
-   *   slot and its length. See state/slot_map.h.
+   *   slot and its length. See state/pages/slot_map.h.
    * \throws Error (KeyError, ValueError, CacheFullError); then nothing has changed.
    */
   std::vector<int64_t> Prepare(int64_t sequence_id, int64_t append_length);

@@ -19,7 +19,7 @@
 #include <map>
 #include <vector>
 
-#include "state/sends.h"
+#include "state/sequences/sends.h"
 #include "step/step.h"
 
 namespace pagedkv {

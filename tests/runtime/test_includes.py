@@ -12,7 +12,10 @@ RUNTIME = Path(__file__).resolve().parents[2] / "runtime_ext"
 # Bottom up. A folder may include those of lower levels and itself.
 LEVELS = [
     {"base"},
-    {"state"},
+    {"state/pages"},
+    {"state/prefixes"},
+    {"state/sequences"},
+    {"state/plans"},
     {"device"},
     {"config"},
     {"storage"},
@@ -21,9 +24,15 @@ LEVELS = [
     {"inspect", "bundle"},
     {"ffi"},
 ]
-STANDARD_ONLY = {"base", "state"}
+STANDARD_ONLY = ("base", "state/")
 PROGRAMS = {"tests", "fuzz", "bench", "example", "third_party"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+
+
+def folder_of(path: str) -> str:
+    """The component that a file belongs to: `state` has one in each of its folders."""
+    parts = path.split("/")
+    return "/".join(parts[:2]) if parts[0] == "state" and len(parts) > 2 else parts[0]
 
 
 def find_violations(root: Path) -> list[str]:
@@ -32,15 +41,15 @@ def find_violations(root: Path) -> list[str]:
     violations = []
     for path in sorted([*root.rglob("*.h"), *root.rglob("*.cc")]):
         name = path.relative_to(root)
-        folder = name.parts[0]
+        folder = folder_of(name.as_posix())
         if folder in PROGRAMS:
             continue
         if folder not in level_of:
             violations.append(f"{name}: the folder has no level")
             continue
         for kind, target in INCLUDE.findall(path.read_text()):
-            to = target.split("/")[0]
-            if kind == "<" and to in ("tvm", "dlpack") and folder in STANDARD_ONLY:
+            to = folder_of(target)
+            if kind == "<" and to in ("tvm", "dlpack") and folder.startswith(STANDARD_ONLY):
                 violations.append(f"{name} includes <{target}>")
             if kind == '"' and to != folder and level_of.get(to, len(LEVELS)) >= level_of[folder]:
                 violations.append(f'{name} includes "{target}"')
@@ -53,16 +62,17 @@ def test_includes_point_down():
 
 def test_every_level_is_there():
     assert {folder for folders in LEVELS for folder in folders} <= {
-        path.name for path in RUNTIME.iterdir() if any(path.glob("*.h"))
+        folder_of(path.relative_to(RUNTIME).as_posix()) for path in RUNTIME.rglob("*.h")
     }
 
 
 @pytest.mark.parametrize(
     ("path", "include"),
     [
-        ("state/page_pool.h", '"step/step.h"'),  # up
+        ("state/pages/page_pool.h", '"step/step.h"'),  # up
+        ("state/pages/page_pool.h", '"state/sequences/sequence.h"'),
         ("transfer/kv_sender.h", '"attention/attention.h"'),  # sideways
-        ("state/page_pool.h", "<tvm/ffi/container/tensor.h>"),
+        ("state/pages/page_pool.h", "<tvm/ffi/container/tensor.h>"),
         ("step/step.h", '"page_pool.h"'),  # without its folder
         ("new/new.h", "<vector>"),
     ],

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file page_pool.h
+ * \brief The page pool of a layer group: reference counts, and a cache of pages without owners.
+ *
+ *     free --Allocate--> held --Release--> free
+ *       ^                 | ^
+ *       |   Release, with | | AddOwner
+ *       |   keepers       v |
+ *       '---DropKeeper-- cached --Allocate--> held
+ *
+ * A page is *held* while it has owners, *cached* when it has none but keepers, and *free*
+ * otherwise. Free and cached pages are available: Allocate takes free pages first, then
+ * reclaims the least recently used cached page. The *generation* of a page changes whenever its
+ * content is given up, so a pair (page, generation) tells later whether the content is still there.
+ *
+ * *Keepers* can find a page without owning it: histories of sequences and the prefix tree. A page
+ * with keepers becomes cached instead of free, and it is copied before its owner overwrites it, if
+ * there is room.
+ *
+ * A pool knows page ids and not their content. No call allocates memory after construction.
+ */
+#ifndef TVM_PAGEDKV_STATE_PAGES_PAGE_POOL_H_
+#define TVM_PAGEDKV_STATE_PAGES_PAGE_POOL_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "state/pages/cached_pages.h"
+
+namespace pagedkv {
+
+class PagePool {
+ public:
+  explicit PagePool(int32_t num_pages);
+
+  int32_t num_pages() const { return static_cast<int32_t>(ref_counts_.size()); }
+  int32_t num_free() const { return static_cast<int32_t>(free_.size()); }
+  int32_t num_cached() const { return cached_.size(); }
+  /*! \brief Pages that Allocate can hand out. */
+  int32_t num_available() const { return num_free() + num_cached(); }
+  /*! \brief Pages with owners. */
+  int32_t num_used() const { return num_pages() - num_available(); }
+  /*! \brief Pages with more than one owner. */
+  int32_t num_shared() const { return num_shared_; }
+  /*! \brief Pages with owners and keepers. */
+  int32_t num_held_and_kept() const { return num_held_and_kept_; }
+  /*! \brief How often known content has been overwritten or reclaimed. */
+  int64_t num_reclaimed() const { return num_reclaimed_; }
+  int32_t RefCount(int32_t page) const { return ref_counts_[page]; }
+  int32_t NumKeepers(int32_t page) const { return contents_[page].num_keepers; }
+  uint64_t Generation(int32_t page) const { return contents_[page].generation; }
+  const std::vector<int32_t>& free_pages() const { return free_; }
+  const CachedPages& cached_pages() const { return cached_; }
+
+  /*!
+   * \brief Takes an available page, with one owner.
+   *
+   * The page freed last comes first, for it may still be in a CPU cache. A new pool hands out
+   * ascending ids, so a sequence that grows alone has consecutive pages.
+   * \note Callers check num_available() before they change anything: there must be one.
+   */
+  int32_t Allocate() {
+    if (free_.empty()) return Reclaim();
+    const int32_t page = free_.back();
+    free_.pop_back();
+    ref_counts_[page] = 1;
+    return page;
+  }
+  /*! \brief Undoes the last Allocate exactly: nothing has been written to the page. */
+  void Unallocate(int32_t page);
+
+  /*! \brief Adds an owner to a page that is held or cached. */
+  void AddOwner(int32_t page);
+
+  /*! \brief Removes an owner. A page without owners becomes cached if it has keepers, else free. */
+  void Release(int32_t page);
+  /*! \brief Releases the pages of a list from index `keep` on, the last one first. */
+  void ReleaseFrom(size_t keep, std::vector<int32_t>* pages);
+
+  void AddKeeper(int32_t page);
+  /*! \brief Removes a keeper of the page's current generation. A cached page without becomes free.
+   */
+  void DropKeeper(int32_t page);
+  /*! \brief Drops all keepers of a held page, because its owner will overwrite it. */
+  void Overwrite(int32_t page);
+
+  /*! \brief Puts the free pages in a random order, so that tests get shuffled page tables. */
+  void ShuffleFree(uint64_t seed);
+
+  /*!
+   * \brief Compares the state with the owners and keepers that a caller has counted for each page.
+   * \throws Error (RuntimeError) that says what is broken.
+   */
+  void CheckIntegrity(const std::vector<int32_t>& num_owners,
+                      const std::vector<int32_t>& num_keepers) const;
+
+ private:
+  static constexpr int32_t kNotReclaimed = -1;
+  struct Content {
+    uint64_t generation = 0;
+    int32_t num_keepers = 0;
+    int32_t reclaimed_keepers = kNotReclaimed;  // keepers that Allocate dropped, for Unallocate
+  };
+
+  int32_t Reclaim();
+  void Free(int32_t page);
+  /*! \brief Removes an owner. \return Whether it was the last one. */
+  bool DropOwner(int32_t page);
+  void CheckLists(const std::vector<int32_t>& num_owners) const;
+
+  std::vector<int32_t> ref_counts_;
+  std::vector<Content> contents_;
+  std::vector<int32_t> free_;  // a stack
+  CachedPages cached_;
+  int32_t num_shared_ = 0;
+  int32_t num_held_and_kept_ = 0;
+  int64_t num_reclaimed_ = 0;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_PAGES_PAGE_POOL_H_

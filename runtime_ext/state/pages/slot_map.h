@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file slot_map.h
+ * \brief Where a receiver wants positions: the slots of consecutive positions, for each layer
+ * group.
+ *
+ * A slot map has for each layer group the number of runs, then the first slot and the length of
+ * each run, in order of position. A run at slot kNotWanted stands for positions that the window of
+ * the receiver does not reach.
+ */
+#ifndef TVM_PAGEDKV_STATE_PAGES_SLOT_MAP_H_
+#define TVM_PAGEDKV_STATE_PAGES_SLOT_MAP_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace pagedkv {
+
+constexpr int64_t kNotWanted = -1;
+
+/*! \brief Slots of consecutive positions. */
+struct SlotRun {
+  int64_t slot;
+  int64_t length;
+};
+using SlotRuns = std::vector<SlotRun>;
+
+/*! \brief Appends slots, to the last run when they continue it. */
+void AppendRun(SlotRuns* runs, int64_t slot, int64_t length);
+
+/*!
+ * \brief Decodes a slot map.
+ * \param num_slots Slots of the receiver's pools, [group].
+ * \param has_window Whether a group may leave out leading positions, [group].
+ * \return The runs of each group: disjoint, within the pool, and for the same positions.
+ * \throws Error (ValueError).
+ */
+std::vector<SlotRuns> ParseSlotMap(const int64_t* data, size_t size,
+                                   const std::vector<int64_t>& num_slots,
+                                   const std::vector<bool>& has_window);
+
+/*! \brief Number of positions in the runs. */
+int64_t NumPositions(const SlotRuns& runs);
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_PAGES_SLOT_MAP_H_

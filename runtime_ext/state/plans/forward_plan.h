@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file forward_plan.h
+ * \brief The plan of one step: checks the batch and takes its pages. Its arrays: see plan_arrays.h.
+ *
+ *     Prepare   may throw, changes nothing
+ *     Acquire   takes pages; then the caller copies pages and uploads arrays
+ *     Commit    or Release when that failed
+ *     Finish    or Abort at the end of the step
+ *
+ * A plan is kept from step to step. Once its vectors have grown, a step allocates no memory.
+ *
+ * In groups that share prefixes, the page table of a sequence begins behind the pages that it
+ * shares with others of the batch. Those are in segments: see shared_prefix.h.
+ */
+#ifndef TVM_PAGEDKV_STATE_PLANS_FORWARD_PLAN_H_
+#define TVM_PAGEDKV_STATE_PLANS_FORWARD_PLAN_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "state/plans/shared_prefix.h"
+#include "state/sequences/copy_on_write.h"
+#include "state/sequences/sequence_table.h"
+
+namespace pagedkv {
+
+/*! \brief Pages with the rows of this step, or the pages of the past alone. */
+enum class PageRange { kWithStep, kPast };
+
+class ForwardPlan {
+ public:
+  ForwardPlan(SequenceTable* table, int64_t max_num_rows);
+
+  /*! \brief From the next step on, finds segments of the group that save this many positions. */
+  void SharePrefixes(int32_t group, int64_t min_saved_positions = kMinSavedPositions) {
+    groups_[group].shares_prefixes = true;
+    groups_[group].shared.set_min_saved_positions(min_saved_positions);
+  }
+
+  /*!
+   * \brief Checks the batch and counts its pages.
+   * \param tree_parents The parent of each row, when rows are nodes of token trees. Without it rows
+   *   are committed. Must stay valid until Commit or Release.
+   * \throws Error (ValueError, KeyError, CacheFullError).
+   */
+  void Prepare(IntSpan sequence_ids, IntSpan append_lengths,
+               std::optional<IntSpan> tree_parents = std::nullopt);
+  /*!
+   * \brief Takes the pages that Prepare has counted and appends the tree nodes. May throw
+   *   std::bad_alloc.
+   */
+  void Acquire();
+  /*!
+   * \brief Undoes Acquire. Cached pages that were taken for copies are free now, for they may have
+   *   been written.
+   */
+  void Release() noexcept;
+  /*!
+   * \brief Gives the pages to the sequences and updates their lengths.
+   *
+   * Until Finish or Abort, shared pages that copies have replaced stay pinned and receives of the
+   * sequences stay open, so that Abort can restore both.
+   */
+  void Commit() noexcept;
+  /*! \brief Ends the step: releases replaced pages and slides the windows. */
+  void Finish() noexcept;
+  /*!
+   * \brief Undoes Commit: lengths, pages, trees and receives are as before the step. Cached pages
+   *   that the step reclaimed are free now, for kernels may have written them.
+   */
+  void Abort() noexcept;
+
+  /*! \throws Error (ValueError) when a text position would exceed int32. */
+  void RequireTextPositions() const;
+  /*! \throws Error (ValueError) when the window of a sequence separates rows of this step. */
+  void RequireRowsSeeEachOther(const char* what) const;
+
+  int64_t num_sequences() const { return static_cast<int64_t>(items_.size()); }
+  int64_t num_rows() const { return num_rows_; }
+  /*! \brief Maximum number of rows of a sequence. */
+  int64_t max_append() const { return max_append_; }
+  /*! \brief Whether a sequence of the batch has a window, or has dropped positions. */
+  bool has_windows() const { return has_windows_; }
+  /*! \brief Whether every sequence appends one row. */
+  bool is_decode() const { return num_rows_ == num_sequences(); }
+  int64_t PastLength(int64_t i) const { return items_[i].past_length; }
+  int64_t NumAppend(int64_t i) const { return items_[i].num_append; }
+  const Sequence& SequenceAt(int64_t i) const { return *items_[i].sequence; }
+  /*! \brief Whether the rows are tree nodes. */
+  bool has_trees() const { return tree_parents_.has_value(); }
+  /*! \brief Whether a tree branches, so that the causal mask is not enough. */
+  bool needs_tree_mask() const { return needs_tree_mask_; }
+  /*! \brief Uncommitted nodes of the batch, of this and of earlier steps; after Prepare. */
+  int64_t num_tree_nodes() const { return num_tree_nodes_; }
+  /*! \brief Whether some of them are of earlier steps. */
+  bool has_earlier_nodes() const { return num_tree_nodes_ > num_rows_; }
+  /*! \brief The pages that are in segments instead. */
+  const SharedPrefix& shared_prefix(int32_t group) const { return groups_[group].shared; }
+  /*! \brief Copies of shared pages that this step writes to; from Acquire to the end of the step.
+   */
+  const std::vector<PageCopy>& copies() const { return copies_; }
+
+ private:
+  friend class PlanArrays;  // reads items and pages
+
+  struct Item {
+    Sequence* sequence;
+    int64_t num_append;
+    int64_t past_length;
+    int64_t num_earlier_nodes;
+    int64_t first_row;
+  };
+  /*! \brief Pages of item i: kept[i] old ones, then acquired[offsets[i] : offsets[i + 1]]. */
+  struct GroupPages {
+    std::vector<int64_t> kept;
+    std::vector<int64_t> offsets;
+    std::vector<int32_t> acquired;
+    // [num_pages] scratch: how many items write to a shared last page, and the longest item.
+    std::vector<int32_t> num_writers, longest_writer;
+    bool shares_prefixes = false;
+    SharedPrefix shared;
+  };
+
+  /*! \brief The length in text positions, which have a slot each. */
+  int64_t TextLength(const Item& item, PageRange range) const {
+    const int64_t num_append = range == PageRange::kWithStep ? item.num_append : 0;
+    return item.sequence->window.TextLength(item.past_length + num_append);
+  }
+  void PrepareItems(IntSpan sequence_ids, IntSpan append_lengths);
+  void PrepareTrees();
+  IntSpan TreeParentsOf(const Item& item) const {
+    return {tree_parents_->data + item.first_row, static_cast<size_t>(item.num_append)};
+  }
+  void FindSharedLastPages(int32_t group);
+  bool MustCopyLastPage(int32_t group, size_t item) const;
+  void CountPages(int32_t group);
+  bool WritesToKeptPage(int32_t group, size_t item) const;
+  void CopyKeptLastPages(int32_t group);
+  void FindSharedPages(int32_t group);
+
+  SequenceTable* table_;
+  int64_t max_num_rows_;
+  int64_t num_rows_ = 0;
+  int64_t max_append_ = 0;
+  bool has_windows_ = false;
+  uint64_t batch_mark_ = 0;
+  std::optional<IntSpan> tree_parents_;
+  bool needs_tree_mask_ = false;
+  int64_t num_tree_nodes_ = 0;
+  std::vector<Item> items_;
+  std::vector<GroupPages> groups_;
+  std::vector<PageCopy> copies_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_PLANS_FORWARD_PLAN_H_

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file prefix_node.h
+ * \brief A node of a prefix tree: a run of pages of text, and where their K and V are.
+ */
+#ifndef TVM_PAGEDKV_STATE_PREFIXES_PREFIX_NODE_H_
+#define TVM_PAGEDKV_STATE_PREFIXES_PREFIX_NODE_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace pagedkv {
+
+/*! \brief A view of token ids. */
+struct TokenSpan {
+  const int32_t* data;
+  int64_t size;
+
+  TokenSpan From(int64_t begin) const { return {data + begin, size - begin}; }
+};
+
+/*! \brief A page of the pool and the generation of its content; -1 for none. */
+struct StoredPage {
+  int32_t page = -1;
+  uint64_t generation = 0;
+};
+
+struct PrefixNode {
+  /*! \brief The order of siblings. */
+  struct TextOrder {
+    using is_transparent = void;
+    static bool Less(TokenSpan a, TokenSpan b) {
+      return std::lexicographical_compare(a.data, a.data + a.size, b.data, b.data + b.size);
+    }
+    template <typename A, typename B>
+    bool operator()(const A& a, const B& b) const {
+      return Less(FirstTokensOf(a), FirstTokensOf(b));
+    }
+    static TokenSpan FirstTokensOf(TokenSpan tokens) { return tokens; }
+    static TokenSpan FirstTokensOf(const std::unique_ptr<PrefixNode>& node) {
+      return node->TokensOf(0);
+    }
+  };
+  using Children = std::set<std::unique_ptr<PrefixNode>, TextOrder>;
+
+  PrefixNode(PrefixNode* parent, int64_t begin, int64_t page_size, size_t num_groups)
+      : parent(parent), begin(begin), page_size(page_size), num_groups(num_groups) {}
+
+  int64_t NumPages() const {
+    return (static_cast<int64_t>(tokens.size()) + page_size - 1) / page_size;
+  }
+  int64_t end() const { return begin + NumPages(); }
+  /*! \brief Fewer than page_size for a page that is not full, and for a root. */
+  TokenSpan TokensOf(int64_t offset) const {
+    const int64_t first = offset * page_size;
+    return {tokens.data() + first,
+            std::min(page_size, static_cast<int64_t>(tokens.size()) - first)};
+  }
+  /*! \brief [group] the pages of the pool for one page of text. */
+  StoredPage* StoredOf(int64_t offset) { return stored.data() + offset * num_groups; }
+  const StoredPage* StoredOf(int64_t offset) const { return stored.data() + offset * num_groups; }
+
+  /*! \brief Adds a page of text. May throw std::bad_alloc; then nothing has changed. */
+  void Append(TokenSpan page) {
+    stored.resize(stored.size() + num_groups);
+    try {
+      tokens.insert(tokens.end(), page.data, page.data + page.size);
+    } catch (...) {
+      stored.resize(stored.size() - num_groups);
+      throw;
+    }
+  }
+  void EraseFront(int64_t count) noexcept {
+    begin += count;
+    tokens.erase(tokens.begin(), tokens.begin() + count * page_size);
+    stored.erase(stored.begin(), stored.begin() + static_cast<ptrdiff_t>(count * num_groups));
+  }
+  /*! \brief Drops the pages of text from `count` on. */
+  void Truncate(int64_t count) noexcept {
+    tokens.resize(static_cast<size_t>(count * page_size));
+    stored.resize(static_cast<size_t>(count) * num_groups);
+  }
+
+  PrefixNode* parent;  // null for a root
+  int64_t begin;       // pages of text before the node
+  int64_t page_size;
+  size_t num_groups;
+  std::vector<int32_t> tokens;     // whole pages, or one page that is not full
+  std::vector<StoredPage> stored;  // [page][group]
+  Children children;
+  int64_t num_cursors = 0;
+  std::string salt;  // of a root
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_PREFIXES_PREFIX_NODE_H_

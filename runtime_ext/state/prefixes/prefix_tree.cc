@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file prefix_tree.cc
+ * \brief A radix tree over token ids: texts are found, added and erased.
+ */
+#include "state/prefixes/prefix_tree.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace pagedkv {
+
+namespace {
+
+int64_t NumCommon(TokenSpan a, TokenSpan b) {
+  const int64_t size = std::min(a.size, b.size);
+  return std::mismatch(a.data, a.data + size, b.data).first - a.data;
+}
+
+}  // namespace
+
+PrefixTree::PrefixTree(int32_t page_size, std::vector<PagePool>* pools)
+    : page_size_(page_size), pools_(pools), texts_(pools->size()) {}
+
+int64_t PrefixTree::FindChild(const PrefixNode& node, TokenSpan tokens, PrefixNode** child) const {
+  const TokenSpan page{tokens.data, std::min(tokens.size, page_size_)};
+  // In the order of texts, the one with the most tokens in common is a neighbour.
+  const auto next = node.children.lower_bound(page);
+  int64_t num_common = 0;
+  auto visit = [&](const std::unique_ptr<PrefixNode>& each) {
+    const int64_t count = NumCommon(each->TokensOf(0), page);
+    if (count <= num_common) return;
+    num_common = count;
+    *child = each.get();
+  };
+  if (next != node.children.end()) visit(*next);
+  if (num_common < page.size && next != node.children.begin()) visit(*std::prev(next));
+  return num_common;
+}
+
+void PrefixTree::Find(const std::string& salt, TokenSpan tokens, Path* path) const {
+  path->node = nullptr;
+  path->pages.clear();
+  path->partial = nullptr;
+  path->num_partial = 0;
+  const auto root = roots_.find(salt);
+  if (root == roots_.end()) return;
+  path->node = root->second.get();
+  for (;;) {
+    PrefixNode* child = nullptr;
+    int64_t num_common = FindChild(*path->node, tokens, &child);
+    int64_t offset = 0;
+    while (num_common == page_size_) {
+      path->node = child;
+      path->pages.push_back(child->StoredOf(offset++));
+      tokens = tokens.From(page_size_);
+      if (offset == child->NumPages()) break;
+      num_common = NumCommon(child->TokensOf(offset), tokens);
+    }
+    if (num_common == page_size_) continue;  // behind the last page of the child
+    if (num_common > 0) {
+      path->partial = child->StoredOf(offset);
+      path->num_partial = num_common;
+    }
+    return;
+  }
+}
+
+PrefixTree::Cursor PrefixTree::Enter(const std::string& salt) {
+  for (size_t g = 0; g < num_groups(); ++g) {
+    if (texts_[g].empty()) texts_[g].resize((*pools_)[g].num_pages(), TextPage{nullptr, 0});
+  }
+  auto root = roots_.find(salt);
+  if (root == roots_.end()) {
+    auto node = std::make_unique<PrefixNode>(nullptr, 0, page_size_, num_groups());
+    node->salt = salt;
+    root = roots_.emplace(salt, std::move(node)).first;
+  }
+  return EnterAt(root->second.get(), 0);
+}
+
+PrefixTree::Cursor PrefixTree::EnterAt(PrefixNode* node, int64_t num_pages) noexcept {
+  ++node->num_cursors;
+  Cursor cursor{node, num_pages};
+  MoveUp(&cursor);
+  return cursor;
+}
+
+void PrefixTree::Leave(const Cursor& cursor) noexcept {
+  --cursor.node->num_cursors;
+  Trim(cursor.node);
+}
+
+void PrefixTree::MoveTo(Cursor* cursor, PrefixNode* node, int64_t num_pages) noexcept {
+  const Cursor old = *cursor;
+  ++node->num_cursors;
+  *cursor = {node, num_pages};
+  Leave(old);
+}
+
+void PrefixTree::MoveUp(Cursor* cursor) noexcept {
+  PrefixNode* node = cursor->node;
+  while (node->parent != nullptr && cursor->num_pages <= node->begin) node = node->parent;
+  if (node != cursor->node) MoveTo(cursor, node, cursor->num_pages);
+}
+
+void PrefixTree::MoveBack(Cursor* cursor, int64_t num_pages) noexcept {
+  cursor->num_pages = num_pages;
+  MoveUp(cursor);
+}
+
+TokenSpan PrefixTree::TokensBefore(const Cursor& cursor, int64_t index) const noexcept {
+  const PrefixNode* node = cursor.node;
+  while (index < node->begin) node = node->parent;
+  return node->TokensOf(index - node->begin);
+}
+
+PrefixNode* PrefixTree::AddChild(PrefixNode* parent, TokenSpan tokens) {
+  auto node = std::make_unique<PrefixNode>(parent, parent->end(), page_size_, num_groups());
+  node->Append(tokens);
+  PrefixNode* child = parent->children.insert(std::move(node)).first->get();
+  num_tokens_ += tokens.size;
+  ++num_nodes_;
+  return child;
+}
+
+PrefixNode* PrefixTree::Split(PrefixNode* node, int64_t offset) {
+  PrefixNode* parent = node->parent;
+  auto above = std::make_unique<PrefixNode>(parent, node->begin, page_size_, num_groups());
+  for (int64_t i = 0; i < offset; ++i) above->Append(node->TokensOf(i));
+  PrefixNode::Children scratch;
+  scratch.insert(nullptr);  // allocates the element for `node`
+  auto below = scratch.extract(scratch.begin());
+  // What follows cannot fail. The lower part stays the same object: cursors that are in the upper
+  // part find it upwards.
+  PrefixNode* upper = above.get();
+  auto element = parent->children.extract(parent->children.find(node->TokensOf(0)));
+  below.value() = std::move(element.value());
+  element.value() = std::move(above);
+  parent->children.insert(std::move(element));
+  upper->stored.assign(node->StoredOf(0), node->StoredOf(offset));
+  for (int64_t i = 0; i < offset; ++i) {
+    for (size_t g = 0; g < num_groups(); ++g) {
+      const StoredPage& stored = upper->StoredOf(i)[g];
+      if (stored.page >= 0) texts_[g][stored.page].node = upper;
+    }
+  }
+  node->EraseFront(offset);
+  node->parent = upper;
+  upper->children.insert(std::move(below));
+  ++num_nodes_;
+  return upper;
+}
+
+PrefixTree::TextPage PrefixTree::Advance(Cursor* cursor, TokenSpan tokens) {
+  MoveUp(cursor);
+  PrefixNode* node = cursor->node;
+  const int64_t index = cursor->num_pages, offset = index - node->begin;
+  if (offset < node->NumPages()) {
+    if (NumCommon(node->TokensOf(offset), tokens) == page_size_) {
+      ++cursor->num_pages;
+      return {node, index};
+    }
+    node = Split(node, offset);
+    MoveTo(cursor, node, index);
+  }
+  PrefixNode* child = nullptr;
+  const int64_t num_common = FindChild(*node, tokens, &child);
+  if (num_common < page_size_) {
+    // At most one shorter page is the beginning of this one, which takes its place.
+    PrefixNode* beginning =
+        num_common > 0 && num_common == child->TokensOf(0).size ? child : nullptr;
+    const bool is_leaf = node->children.size() == (beginning != nullptr ? 1 : 0);
+    if (is_leaf && node->parent != nullptr) {
+      node->Append(tokens);
+      num_tokens_ += tokens.size;
+      child = node;
+    } else {
+      child = AddChild(node, tokens);
+    }
+    if (beginning != nullptr) Erase(beginning);
+  }
+  MoveTo(cursor, child, index + 1);
+  return {child, index};
+}
+
+PrefixTree::TextPage PrefixTree::AddPartial(Cursor* cursor, TokenSpan tokens) {
+  MoveUp(cursor);
+  PrefixNode* node = cursor->node;
+  const int64_t index = cursor->num_pages, offset = index - node->begin;
+  if (offset < node->NumPages()) {
+    if (NumCommon(node->TokensOf(offset), tokens) == tokens.size) return {nullptr, index};
+    node = Split(node, offset);
+    MoveTo(cursor, node, index);
+  }
+  PrefixNode* child = nullptr;
+  int64_t num_common = FindChild(*node, tokens, &child);
+  if (num_common == tokens.size) {
+    Trim(child);  // it may have lost its pages
+    num_common = FindChild(*node, tokens, &child);
+    if (num_common == tokens.size) {
+      const bool is_same = child->TokensOf(0).size == tokens.size;
+      return {is_same ? child : nullptr, index};
+    }
+  }
+  PrefixNode* beginning = num_common > 0 && num_common == child->TokensOf(0).size ? child : nullptr;
+  child = AddChild(node, tokens);
+  if (beginning != nullptr) Erase(beginning);
+  return {child, index};
+}
+
+void PrefixTree::Store(const TextPage& text, int32_t group, int32_t page) noexcept {
+  StoredPage& stored = text.node->StoredOf(text.index - text.node->begin)[group];
+  if (IsKnown(group, stored)) return;
+  PagePool& pool = (*pools_)[group];
+  std::vector<TextPage>& texts = texts_[group];
+  if (stored.page >= 0) texts[stored.page].node = nullptr;
+  stored.page = -1;
+  const TextPage other = texts[page];
+  if (other.node != nullptr) {
+    StoredPage& old = other.node->StoredOf(other.index - other.node->begin)[group];
+    if (IsKnown(group, old)) pool.DropKeeper(page);
+    old.page = -1;
+  }
+  stored = {page, pool.Generation(page)};
+  texts[page] = text;
+  pool.AddKeeper(page);
+  if (other.node != nullptr) Trim(other.node);
+}
+
+bool PrefixTree::IsKnown(const PrefixNode& node, int64_t offset) const {
+  for (size_t g = 0; g < num_groups(); ++g) {
+    if (IsKnown(g, node.StoredOf(offset)[g])) return true;
+  }
+  return false;
+}
+
+void PrefixTree::Forget(PrefixNode* node, int64_t offset) noexcept {
+  for (; offset < node->NumPages(); ++offset) {
+    for (size_t g = 0; g < num_groups(); ++g) {
+      StoredPage& stored = node->StoredOf(offset)[g];
+      if (stored.page < 0) continue;
+      if (IsKnown(g, stored)) (*pools_)[g].DropKeeper(stored.page);
+      texts_[g][stored.page].node = nullptr;
+      stored.page = -1;
+    }
+  }
+}
+
+void PrefixTree::Erase(PrefixNode* node) noexcept {
+  Forget(node, 0);
+  num_tokens_ -= static_cast<int64_t>(node->tokens.size());
+  --num_nodes_;
+  PrefixNode::Children& siblings = node->parent->children;
+  siblings.erase(siblings.find(node->TokensOf(0)));
+}
+
+void PrefixTree::Trim(PrefixNode* node) noexcept {
+  while (node->parent != nullptr && node->children.empty() && node->num_cursors == 0) {
+    int64_t num_pages = node->NumPages();
+    while (num_pages > 0 && !IsKnown(*node, num_pages - 1)) --num_pages;
+    if (num_pages == node->NumPages()) return;
+    if (num_pages > 0) {
+      Forget(node, num_pages);
+      num_tokens_ -= static_cast<int64_t>(node->tokens.size()) - num_pages * page_size_;
+      return node->Truncate(num_pages);
+    }
+    PrefixNode* parent = node->parent;
+    Erase(node);
+    node = parent;
+  }
+  const bool is_unused = node->children.empty() && node->num_cursors == 0;
+  if (node->parent == nullptr && is_unused) roots_.erase(roots_.find(node->salt));
+}
+
+void PrefixTree::Clear() noexcept {
+  // Not by recursion: a text of many branches is deep.
+  for (auto& [salt, root] : roots_) {
+    PrefixNode* node = root.get();
+    while (node->parent != nullptr || !node->children.empty()) {
+      PrefixNode* next = node->children.empty() ? node->parent : node->children.begin()->get();
+      if (node->children.empty()) Erase(node);
+      node = next;
+    }
+  }
+  roots_.clear();
+}
+
+}  // namespace pagedkv

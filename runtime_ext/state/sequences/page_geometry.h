@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file page_geometry.h
+ * \brief Which pages of a sequence hold which positions, in each layer group.
+ *
+ * A layer group with a window keeps the pages that the next row sees, and those of kPoppable more
+ * positions, so that many can always be popped. While a sequence has a token tree, the next row is
+ * the one behind the committed positions.
+ *
+ * A sequence can have a window of its own. In groups without a window it then gives up pages that
+ * hold dropped positions only; groups with a window follow that one.
+ */
+#ifndef TVM_PAGEDKV_STATE_SEQUENCES_PAGE_GEOMETRY_H_
+#define TVM_PAGEDKV_STATE_SEQUENCES_PAGE_GEOMETRY_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "state/sequences/sequence.h"
+
+namespace pagedkv {
+
+/*! \brief Positions that can always be popped. KVCacheConfig has the same number. */
+constexpr int64_t kPoppable = 16;
+
+class PageGeometry {
+ public:
+  /*! \param windows Window of each layer group; 0 for none. Missing ones are 0. */
+  PageGeometry(int32_t page_size, size_t num_groups, std::vector<int64_t> windows)
+      : page_size_(page_size), windows_(std::move(windows)) {
+    windows_.resize(num_groups, 0);
+  }
+
+  int32_t page_size() const { return page_size_; }
+  int32_t num_groups() const { return static_cast<int32_t>(windows_.size()); }
+  int64_t window(int32_t group) const { return windows_[group]; }
+  bool HasWindow(int32_t group) const { return windows_[group] > 0; }
+  int64_t PagesFor(int64_t length) const { return (length + page_size_ - 1) / page_size_; }
+
+  /*! \brief Pages of the first `length` positions that the group holds. */
+  int64_t NumPages(const Sequence& sequence, int32_t group, int64_t length) const {
+    const bool is_before_gap = !HasWindow(group) && length <= sequence.window.num_sinks;
+    const int64_t num_gone = is_before_gap ? 0 : sequence.first_pages[group];
+    return std::max<int64_t>(PagesFor(sequence.window.TextLength(length)) - num_gone, 0);
+  }
+  /*! \brief The index of the position's page in the page table; OffsetInPage is its slot there. */
+  int64_t PageIndex(const Sequence& sequence, int32_t group, int64_t position) const {
+    const int64_t page = sequence.window.TextPosition(position) / page_size_;
+    const bool is_before_gap = !HasWindow(group) && page < SinkPages(sequence);
+    return is_before_gap ? page : page - sequence.first_pages[group];
+  }
+  int64_t OffsetInPage(const Sequence& sequence, int64_t position) const {
+    return sequence.window.TextPosition(position) % page_size_;
+  }
+  /*! \brief The text position of the first slot of a page. */
+  int64_t PageBegin(const Sequence& sequence, int32_t group, int64_t index) const {
+    const bool is_before_gap = !HasWindow(group) && index < SinkPages(sequence);
+    return (is_before_gap ? index : index + sequence.first_pages[group]) * page_size_;
+  }
+  /*! \brief The group holds all positions from this one on. */
+  int64_t FirstPosition(const Sequence& sequence, int32_t group) const {
+    if (!HasWindow(group)) return 0;
+    const SequenceWindow& window = sequence.window;
+    const int64_t first = sequence.first_pages[group] * page_size_;
+    if (first <= window.num_sinks) return first;
+    return std::max(first - window.num_dropped, window.num_sinks);
+  }
+  /*! \brief The slot behind the dropped positions, counted from the first page of the page table.
+   */
+  int64_t WindowBegin(const Sequence& sequence, int32_t group) const {
+    const SequenceWindow& window = sequence.window;
+    return window.num_sinks + window.num_dropped - sequence.first_pages[group] * page_size_;
+  }
+
+  /*! \brief The first position that a row at text position `text_length` sees. */
+  int64_t FirstVisible(int32_t group, int64_t text_length) const {
+    return HasWindow(group) ? std::max<int64_t>(text_length - windows_[group] + 1, 0) : 0;
+  }
+  int64_t FirstPageToSee(int32_t group, int64_t text_length) const {
+    return FirstVisible(group, text_length) / page_size_;
+  }
+  /*! \brief As FirstPageToSee, with the positions that can always be popped. */
+  int64_t FirstPageToKeep(int32_t group, int64_t text_length) const {
+    return std::max<int64_t>(FirstVisible(group, text_length) - kPoppable, 0) / page_size_;
+  }
+  /*! \brief The first page to hold so that a row at this text position sees its window. */
+  int64_t FirstPageAt(const Sequence& sequence, int32_t group, int64_t text_length) const {
+    return std::min(sequence.first_pages[group], FirstPageToSee(group, text_length));
+  }
+  int64_t SinkPages(const Sequence& sequence) const { return PagesFor(sequence.window.num_sinks); }
+  /*! \brief Pages that a sequence may give up: before the first page, or behind its sinks. */
+  int64_t NumPagesGone(const Sequence& sequence, int32_t group) const {
+    const SequenceWindow& window = sequence.window;
+    if (HasWindow(group)) {
+      return FirstPageToKeep(group, window.TextLength(sequence.committed_length()));
+    }
+    // Behind the sinks' pages, up to the page with the first position that was not dropped.
+    const int64_t first = (window.num_sinks + window.num_dropped) / page_size_;
+    return std::max<int64_t>(first - SinkPages(sequence), 0);
+  }
+
+ private:
+  int32_t page_size_;
+  std::vector<int64_t> windows_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_SEQUENCES_PAGE_GEOMETRY_H_

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file prefix_index.cc
+ * \brief Sequences record their tokens, and reuse the pages of earlier texts.
+ */
+#include "state/sequences/prefix_index.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "base/error.h"
+
+namespace pagedkv {
+
+const StoredPage& PrefixIndex::StoredAt(int64_t index, int32_t group) const {
+  const bool is_whole = index < static_cast<int64_t>(path_.pages.size());
+  return (is_whole ? path_.pages[index] : path_.partial)[group];
+}
+
+bool PrefixIndex::IsKnown(int64_t index, int32_t group) const {
+  return tree_.IsKnown(group, StoredAt(index, group));
+}
+
+int64_t PrefixIndex::LongestKnown(int64_t length) const {
+  const int64_t page_size = geometry_->page_size();
+  for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+    if (geometry_->HasWindow(g)) continue;
+    const int64_t num_pages = geometry_->PagesFor(length);
+    int64_t known = 0;
+    while (known < num_pages && IsKnown(known, g)) ++known;
+    if (known < num_pages) length = known * page_size;
+  }
+  for (int32_t g = 0; g < geometry_->num_groups();) {
+    // From the end: the text must stop before a page of the window that is missing.
+    int64_t index = geometry_->PagesFor(length);
+    const int64_t first = geometry_->FirstPageToSee(g, length);
+    while (geometry_->HasWindow(g) && index > first && IsKnown(index - 1, g)) --index;
+    if (geometry_->HasWindow(g) && index > first) {
+      length = (index - 1) * page_size;
+      g = 0;
+    } else {
+      ++g;
+    }
+  }
+  return length;
+}
+
+int64_t PrefixIndex::Match(const std::string& salt, TokenSpan tokens) const {
+  tree_.Find(salt, tokens, &path_);
+  const int64_t found =
+      static_cast<int64_t>(path_.pages.size()) * geometry_->page_size() + path_.num_partial;
+  return LongestKnown(std::max<int64_t>(std::min(found, tokens.size - 1), 0));
+}
+
+std::unique_ptr<TokenRecord> PrefixIndex::ReserveRecord(int64_t num_tokens) const {
+  auto record = std::make_unique<TokenRecord>();
+  record->tail.reserve(std::max<int64_t>(geometry_->page_size(), num_tokens));
+  return record;
+}
+
+int64_t PrefixIndex::Begin(Sequence* sequence, const std::string& salt, TokenSpan tokens) {
+  std::unique_ptr<TokenRecord> record = ReserveRecord(0);
+  const PrefixTree::Cursor root = tree_.Enter(salt);
+  int64_t length;
+  try {
+    length = Match(salt, tokens);
+    for (std::vector<int32_t>& pages : sequence->pages) {
+      pages.reserve(geometry_->PagesFor(tokens.size));
+    }
+  } catch (...) {
+    tree_.Leave(root);
+    throw;
+  }
+  for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+    // Pages before the window come along while they are there, so that positions can be popped.
+    int64_t first = geometry_->FirstPageToSee(g, length);
+    const int64_t wanted = geometry_->FirstPageToKeep(g, length);
+    while (first > wanted && IsKnown(first - 1, g)) --first;
+    sequence->first_pages[g] = first;
+    for (; first < geometry_->PagesFor(length); ++first) {
+      const int32_t page = StoredAt(first, g).page;
+      (*pools_)[g].AddOwner(page);
+      sequence->pages[g].push_back(page);
+    }
+  }
+  const int64_t num_whole = length / geometry_->page_size() * geometry_->page_size();
+  record->cursor = tree_.EnterAt(path_.node, length / geometry_->page_size());
+  record->tail.assign(tokens.data + num_whole, tokens.data + length);
+  sequence->tokens = std::move(record);
+  tree_.Leave(root);
+  ++counts_.lookups;
+  counts_.hits += length > 0;
+  counts_.tokens += tokens.size;
+  counts_.reused_tokens += length;
+  return length;
+}
+
+void PrefixIndex::Record(Sequence* sequence, TokenSpan tokens) {
+  RequireNoWindow(*sequence, "have its tokens recorded");
+  const int64_t num_recorded = NumRecorded(*sequence);
+  const int64_t num_missing = NumRecordable(*sequence) - num_recorded;
+  if (tokens.size > num_missing) {
+    Raise(kValueError, "sequence ", sequence->id, " has ", NumRecordable(*sequence),
+          " committed positions, and the tokens of ", num_recorded,
+          " are recorded, so it takes at most ", num_missing, " more, got ", tokens.size);
+  }
+  if (tokens.size == 0) return;
+  if (sequence->tokens == nullptr) {
+    std::unique_ptr<TokenRecord> record = ReserveRecord(tokens.size);
+    record->cursor = tree_.Enter("");
+    sequence->tokens = std::move(record);
+  }
+  std::vector<int32_t>& tail = sequence->tokens->tail;
+  tail.insert(tail.end(), tokens.data, tokens.data + tokens.size);
+}
+
+void PrefixIndex::StorePages(const Sequence& sequence, const PrefixTree::TextPage& text) noexcept {
+  for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+    const int64_t offset = text.index - sequence.first_pages[g];
+    int32_t page = -1;
+    if (offset >= 0) {
+      page = sequence.pages[g][offset];
+    } else if (sequence.receive == nullptr) {  // a receive moves the first page on by itself
+      page = histories_->PageBehind(sequence, g, text.index);
+    }
+    if (page >= 0) tree_.Store(text, g, page);
+  }
+}
+
+void PrefixIndex::AddRecordedPages(Sequence* sequence) noexcept {
+  const int64_t page_size = geometry_->page_size();
+  TokenRecord& record = *sequence->tokens;
+  const auto num_tokens = static_cast<int64_t>(record.tail.size());
+  if (num_tokens < page_size) return;
+  int64_t used = 0;
+  try {
+    for (; num_tokens - used >= page_size; used += page_size) {
+      StorePages(*sequence, tree_.Advance(&record.cursor, {record.tail.data() + used, page_size}));
+    }
+  } catch (const std::bad_alloc&) {
+    return Drop(sequence);  // others will not find the rest of this text
+  }
+  record.tail.erase(record.tail.begin(), record.tail.begin() + used);
+}
+
+void PrefixIndex::TruncateRecord(TokenRecord* record, int64_t length) noexcept {
+  const int64_t page_size = geometry_->page_size();
+  const int64_t num_pages = length / page_size, num_tail = length % page_size;
+  if (length >= NumRecorded(*record)) return;
+  if (num_pages >= record->cursor.num_pages) {
+    record->tail.resize(length - record->cursor.num_pages * page_size);
+    return;
+  }
+  const TokenSpan tokens = tree_.TokensBefore(record->cursor, num_pages);
+  record->tail.assign(tokens.data, tokens.data + num_tail);  // within its capacity
+  tree_.MoveBack(&record->cursor, num_pages);
+}
+
+std::unique_ptr<TokenRecord> PrefixIndex::ReserveFork(const Sequence& source) const {
+  if (source.tokens == nullptr) return nullptr;
+  return ReserveRecord(static_cast<int64_t>(source.tokens->tail.size()));
+}
+
+void PrefixIndex::Fork(const Sequence& source, std::unique_ptr<TokenRecord> record,
+                       Sequence* target) noexcept {
+  if (record == nullptr) return;
+  const PrefixTree::Cursor& cursor = source.tokens->cursor;
+  record->cursor = tree_.EnterAt(cursor.node, cursor.num_pages);
+  record->tail = source.tokens->tail;  // within its capacity
+  TruncateRecord(record.get(), target->length);
+  target->tokens = std::move(record);
+}
+
+void PrefixIndex::Finish(Sequence* sequence) noexcept {
+  AddPages(sequence);
+  if (sequence->tokens == nullptr) return;
+  TokenRecord& record = *sequence->tokens;
+  if (!record.tail.empty()) {
+    const TokenSpan tail{record.tail.data(), static_cast<int64_t>(record.tail.size())};
+    try {
+      const PrefixTree::TextPage text = tree_.AddPartial(&record.cursor, tail);
+      if (text.node != nullptr) {
+        StorePages(*sequence, text);
+        tree_.Leave(tree_.EnterAt(text.node, text.index + 1));  // erases it if it got no pages
+      }
+    } catch (const std::bad_alloc&) {  // others will not find the last page
+    }
+  }
+  Drop(sequence);
+}
+
+void PrefixIndex::Drop(Sequence* sequence) noexcept {
+  if (sequence->tokens == nullptr) return;
+  tree_.Leave(sequence->tokens->cursor);
+  sequence->tokens.reset();
+}
+
+void PrefixIndex::CheckIntegrity(const std::unordered_map<int64_t, Sequence>& sequences,
+                                 std::vector<std::vector<int32_t>>* num_keepers) const {
+  std::map<const PrefixNode*, int64_t> num_cursors;
+  for (const auto& [id, sequence] : sequences) {
+    if (sequence.tokens == nullptr) continue;
+    ++num_cursors[sequence.tokens->cursor.node];
+    if (NumRecorded(sequence) > NumRecordable(sequence) || sequence.window.IsSet()) {
+      Raise(kRuntimeError, "sequence ", id, " has the tokens of ", NumRecorded(sequence),
+            " positions, but only ", NumRecordable(sequence), " committed ones");
+    }
+  }
+  tree_.CheckIntegrity(std::move(num_cursors), num_keepers);
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file receives.cc
+ * \brief Positions of sequences that another cache writes.
+ */
+#include "state/sequences/receives.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "base/error.h"
+
+namespace pagedkv {
+
+ReceivePlan Receives::Acquire(Sequence* sequence, int64_t count) const {
+  constexpr int64_t kMaxPositions = std::numeric_limits<int32_t>::max();
+  if (count < 1) {
+    Raise(kValueError, "the number of positions to receive must be at least 1, got ", count);
+  }
+  if (sequence->tree.size() > 0) {
+    Raise(kValueError, "sequence ", sequence->id,
+          " cannot receive: its last positions are token tree nodes that are not committed");
+  }
+  RequireNoWindow(*sequence, "receive");
+  if (count > kMaxPositions - sequence->length) {
+    Raise(kValueError, "sequence ", sequence->id, " of length ", sequence->length,
+          " cannot receive ", count, " positions: no more than 2^31 - 1 fit");
+  }
+  const PageGeometry& geometry = table_->geometry();
+  const int64_t page_size = geometry.page_size();
+  const auto num_groups = static_cast<size_t>(table_->num_groups());
+  const int64_t begin = sequence->length, end = begin + count;
+  ReceivePlan plan;
+  plan.sequence = sequence;
+  plan.count = count;
+  plan.receive = std::make_unique<Receive>();
+  plan.receive->begin = begin;
+  plan.pages.resize(num_groups);
+  plan.first_pages.resize(num_groups);
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    const PagePool& pool = table_->pool(g);
+    const std::vector<int32_t>& old = sequence->pages[g];
+    Receive::Group group;
+    group.first_page = sequence->first_pages[g];
+    const int64_t first = std::max(group.first_page, geometry.FirstPageToKeep(g, end));
+    const auto num_old = static_cast<int64_t>(old.size());
+    const int64_t num_gone = std::min(first - group.first_page, num_old);
+    int64_t num_retained = num_old - num_gone;
+    int64_t num_needed = geometry.PagesFor(end) - first - num_retained;
+    if (num_retained > 0 && begin % page_size != 0 && ShouldCopy(pool, old.back(), num_needed)) {
+      group.replaced = old.back();
+      --num_retained;
+      ++num_needed;
+      // The copy is the first page that is allocated.
+      plan.copies.push_back(
+          {sequence, g, num_retained, group.replaced, -1, static_cast<int32_t>(begin % page_size)});
+    }
+    if (num_needed > pool.num_available()) table_->RaiseFull(g, num_needed, "the receive");
+    group.gone.assign(old.begin(), old.begin() + num_gone);
+    group.num_retained = static_cast<size_t>(num_retained);
+    plan.first_pages[g] = first;
+    plan.pages[g].reserve(std::max(num_retained + num_needed, num_old));
+    plan.pages[g].assign(old.begin() + num_gone, old.begin() + num_gone + num_retained);
+    plan.receive->groups.push_back(std::move(group));
+  }
+  // What follows cannot fail.
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    const auto num_pages = static_cast<size_t>(geometry.PagesFor(end) - plan.first_pages[g]);
+    while (plan.pages[g].size() < num_pages) plan.pages[g].push_back(table_->pool(g).Allocate());
+  }
+  for (PageCopy& copy : plan.copies) copy.destination = plan.pages[copy.group][copy.index];
+  return plan;
+}
+
+void Receives::Release(const ReceivePlan& plan) const noexcept {
+  for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
+    PagePool& pool = table_->pool(g);
+    const Receive::Group& group = plan.receive->groups[g];
+    for (size_t i = plan.pages[g].size(); i > group.num_retained; --i) {
+      const int32_t page = plan.pages[g][i - 1];
+      const bool is_copy = group.replaced >= 0 && i - 1 == group.num_retained;
+      is_copy ? pool.Release(page) : pool.Unallocate(page);
+    }
+  }
+}
+
+void Receives::Commit(ReceivePlan plan, int64_t id) const noexcept {
+  Sequence* sequence = plan.sequence;
+  table_->FinishReceive(sequence);
+  const bool is_mid_page = sequence->length % table_->page_size() != 0;
+  for (int32_t g = 0; g < table_->num_groups() && is_mid_page; ++g) {
+    const Receive::Group& group = plan.receive->groups[g];
+    if (group.replaced >= 0 || group.num_retained == 0) continue;
+    table_->pool(g).Overwrite(plan.pages[g][group.num_retained - 1]);
+  }
+  sequence->pages = std::move(plan.pages);
+  sequence->first_pages = std::move(plan.first_pages);
+  sequence->receive = std::move(plan.receive);
+  sequence->receive->id = id;
+  table_->Grow(sequence, plan.count);
+}
+
+void Receives::HoldPages(const Sequence& sequence) {
+  const Receive& receive = *sequence.receive;
+  if (held_.count(receive.id)) return;
+  const PageGeometry& geometry = table_->geometry();
+  Pages written(table_->num_groups());
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    const int64_t begin = std::max(receive.begin, geometry.FirstPosition(sequence, g));
+    if (begin >= sequence.length) continue;
+    const std::vector<int32_t>& pages = sequence.pages[g];
+    written[g].assign(pages.begin() + geometry.PageIndex(sequence, g, begin), pages.end());
+  }
+  const Pages& kept = held_.emplace(receive.id, std::move(written)).first->second;
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    for (int32_t page : kept[g]) table_->pins().Pin(g, page);
+  }
+}
+
+bool Receives::ReleasePages(int64_t receive_id) noexcept {
+  auto it = held_.find(receive_id);
+  if (it == held_.end()) return false;
+  for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
+    const std::vector<int32_t>& pages = it->second[g];
+    for (auto page = pages.rbegin(); page != pages.rend(); ++page) table_->pins().Unpin(g, *page);
+  }
+  held_.erase(it);
+  return true;
+}
+
+std::vector<SlotRuns> Receives::SlotsOf(const Sequence& sequence, int64_t begin,
+                                        int64_t end) const {
+  const PageGeometry& geometry = table_->geometry();
+  const int64_t page_size = geometry.page_size();
+  std::vector<SlotRuns> runs(table_->num_groups());
+  for (int32_t g = 0; g < table_->num_groups(); ++g) {
+    const int64_t first = std::clamp(geometry.FirstPosition(sequence, g), begin, end);
+    AppendRun(&runs[g], kNotWanted, first - begin);
+    for (int64_t position = first; position < end;) {
+      const int64_t page_end = std::min(end, (position / page_size + 1) * page_size);
+      const int64_t index = position / page_size - sequence.first_pages[g];
+      const int64_t slot = int64_t{sequence.pages[g][index]} * page_size + position % page_size;
+      AppendRun(&runs[g], slot, page_end - position);
+      position = page_end;
+    }
+  }
+  return runs;
+}
+
+}  // namespace pagedkv

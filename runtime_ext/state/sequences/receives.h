@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file receives.h
+ * \brief Positions of sequences that another cache writes.
+ *
+ * A receive takes pages for the positions to come and hands out their slots. It is open until it is
+ * finished or cancelled (SequenceTable::FinishReceive, CancelReceive). It counts as finished as
+ * soon as the sequence is used: by a step, a fork or another receive. A pop of exactly its
+ * positions cancels it, any other pop finishes it.
+ */
+#ifndef TVM_PAGEDKV_STATE_SEQUENCES_RECEIVES_H_
+#define TVM_PAGEDKV_STATE_SEQUENCES_RECEIVES_H_
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "state/pages/slot_map.h"
+#include "state/sequences/copy_on_write.h"
+#include "state/sequences/sequence_table.h"
+
+namespace pagedkv {
+
+/*! \brief Page tables of a sequence with room for the positions that it receives. */
+struct ReceivePlan {
+  Sequence* sequence;
+  int64_t count;
+  std::vector<std::vector<int32_t>> pages;  // [group]
+  std::vector<int64_t> first_pages;         // [group]
+  std::vector<PageCopy> copies;             // to make before Commit
+  std::unique_ptr<Receive> receive;
+};
+
+class Receives {
+ public:
+  /*! \brief The table must outlive this. */
+  explicit Receives(SequenceTable* table) : table_(table) {}
+
+  /*!
+   * \brief Takes pages for `count` more positions, without those that windows will not reach.
+   * \throws Error (ValueError, CacheFullError).
+   */
+  ReceivePlan Acquire(Sequence* sequence, int64_t count) const;
+  /*! \brief Undoes Acquire. */
+  void Release(const ReceivePlan& plan) const noexcept;
+  void Commit(ReceivePlan plan, int64_t id) const noexcept;
+
+  /*!
+   * \brief Pins the pages of the sequence's receive until ReleasePages, even if the sequence is
+   * removed meanwhile. Idempotent.
+   */
+  void HoldPages(const Sequence& sequence);
+  /*! \brief Unpins the pages of a receive. \return Whether any were held. */
+  bool ReleasePages(int64_t receive_id) noexcept;
+
+  /*! \brief Slots of positions [begin, end), [group]; kNotWanted where the group has none. */
+  std::vector<SlotRuns> SlotsOf(const Sequence& sequence, int64_t begin, int64_t end) const;
+
+ private:
+  SequenceTable* table_;
+  using Pages = std::vector<std::vector<int32_t>>;  // [group]
+  std::unordered_map<int64_t, Pages> held_;         // by the id of the receive
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_SEQUENCES_RECEIVES_H_

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file sends.h
+ * \brief Positions of sequences that go to other caches.
+ *
+ * A sequence that is being sent has a mark with the slots of the receiver. As soon as positions are
+ * computed, they become a block, whose pages do not change until it is released, whatever the
+ * sequence does meanwhile.
+ */
+#ifndef TVM_PAGEDKV_STATE_SEQUENCES_SENDS_H_
+#define TVM_PAGEDKV_STATE_SEQUENCES_SENDS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "state/sequences/sequence_table.h"
+
+namespace pagedkv {
+
+/*! \brief Slots to copy, within one page on both sides. */
+struct CopyRun {
+  int64_t source;
+  int64_t destination;
+  int64_t length;
+};
+
+/*! \brief Positions that are ready to be sent. */
+struct SendBlock {
+  int64_t send_id;
+  int64_t sequence_id;
+  int64_t peer;
+  int64_t begin;
+  int64_t end;
+  std::vector<std::vector<CopyRun>> runs;   // [group]
+  std::vector<std::vector<int32_t>> pages;  // [group], pinned
+};
+
+class Sends {
+ public:
+  /*! \brief The table must outlive this. */
+  explicit Sends(SequenceTable* table) : table_(table) {}
+
+  /*! \throws Error (ValueError) when positions that the mark needs are gone. */
+  void RequireSendable(const Sequence& sequence, const SendMark& mark) const;
+  /*! \brief A block of the new positions of a mark. The last block of a mark removes it. */
+  SendBlock Acquire(Sequence* sequence) const;
+  void Release(const SendBlock& block) const noexcept;
+  /*! \brief Removes the mark of a sequence if it has this id. */
+  void Forget(int64_t sequence_id, int64_t send_id) const noexcept;
+  /*! \brief Removes all marks for a receiver. */
+  void ForgetPeer(int64_t peer) const noexcept;
+
+ private:
+  SequenceTable* table_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_SEQUENCES_SENDS_H_

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file sequence.h
+ * \brief One sequence: its length, its page table per layer group, and what is under way with it.
+ */
+#ifndef TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_H_
+#define TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "state/pages/page_history.h"
+#include "state/pages/slot_map.h"
+#include "state/prefixes/prefix_tree.h"
+#include "state/sequences/sequence_window.h"
+#include "state/sequences/token_tree.h"
+
+namespace pagedkv {
+
+/*! \brief Sequences that have pages but not yet their content; see sequence_imports.h. */
+struct SequenceImport {
+  std::vector<int64_t> ids;
+  std::vector<std::vector<int32_t>> pages;  // [group], without duplicates
+  std::vector<int64_t> num_arrived;         // [layer] pages that have their content
+};
+
+/*! \brief The state that a sequence returns to when a receive is cancelled; see receives.h. */
+struct Receive {
+  struct Group {
+    int64_t first_page;
+    std::vector<int32_t> gone;  // leading pages that the window moves past with the new positions
+    size_t num_retained;        // pages behind them that the sequence keeps
+    int32_t replaced = -1;      // a shared last page that was replaced by a copy
+  };
+  int64_t id;
+  int64_t begin;  // the length before the receive
+  std::vector<Group> groups;
+  bool is_in_step = false;  // a step uses the sequence; the receive ends with the step
+};
+
+/*!
+ * \brief Positions [begin, end) of a sequence go to a peer; those before `next` are in blocks. See
+ * sends.h.
+ */
+struct SendMark {
+  int64_t id;
+  int64_t peer;
+  int64_t begin;
+  int64_t end;
+  int64_t next;
+  std::vector<SlotRuns> slots;  // [group] slots of the peer for [begin, end)
+};
+
+/*! \brief The tokens of the first positions of a sequence; see prefix_index.h. */
+struct TokenRecord {
+  PrefixTree::Cursor cursor;  // behind the full pages that are in the prefix tree
+  std::vector<int32_t> tail;  // the tokens behind them
+};
+
+struct Sequence {
+  int64_t id = 0;
+  int64_t length = 0;  // positions held, tree nodes included
+  TokenTree tree;      // its nodes are the last positions
+  SequenceWindow window;
+  std::vector<std::vector<int32_t>> pages;  // [group], in order of position
+  /*! \brief [group] pages given up: in a group with a window those before the first page, else
+   * those behind the pages of the sinks. */
+  std::vector<int64_t> first_pages;
+  /*! \brief [group] pages before the first one, in groups with a window. During a receive, before
+   * the page that was the first one when it began. */
+  std::vector<PageHistory> histories;
+  std::shared_ptr<SequenceImport> import;  // while its content is missing
+  std::unique_ptr<Receive> receive;        // positions at the end that another cache writes
+  std::unique_ptr<SendMark> send;          // positions that go to another cache
+  std::unique_ptr<TokenRecord> tokens;     // when its tokens are recorded
+  uint64_t batch_mark = 0;  // scratch of ForwardPlan, which finds repeated ids with it
+
+  int64_t committed_length() const { return length - tree.size(); }
+};
+
+/*! \throws Error (ValueError) when the sequence has a window or dropped positions. */
+void RequireNoWindow(const Sequence& sequence, const char* what);
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_H_

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file sequence_imports.h
+ * \brief Imports: sequences take their pages first and get the content later.
+ *
+ * Until its import is finished, a sequence can only be removed, together with the others of the
+ * import.
+ */
+#ifndef TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_IMPORTS_H_
+#define TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_IMPORTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "state/sequences/sequence_table.h"
+
+namespace pagedkv {
+
+/*! \brief One sequence of an import. */
+struct ImportedSequence {
+  int64_t id;
+  int64_t length;
+  std::vector<int64_t> first_pages;                // [group]
+  std::vector<std::vector<int64_t>> page_numbers;  // [group] indices into SequenceImport::pages
+};
+
+class SequenceImports {
+ public:
+  /*! \brief The table must outlive this. */
+  explicit SequenceImports(SequenceTable* table) : table_(table) {}
+
+  /*!
+   * \brief Takes the pages of new sequences, or of existing empty ones.
+   * \throws Error (ValueError, CacheFullError).
+   */
+  void Begin(std::vector<ImportedSequence> imported, size_t num_layers) const;
+  /*! \throws Error (KeyError; ValueError when the sequence is not being imported). */
+  SequenceImport& At(int64_t id) const;
+  /*! \brief Makes all sequences of the import usable. */
+  void Finish(int64_t id) const;
+  /*! \brief Sequences that are being imported. */
+  int64_t num_importing() const;
+
+ private:
+  /*! \brief Adds the sequences that do not exist; others must be empty. \throws Error (ValueError).
+   */
+  void AddSequences(const std::vector<int64_t>& ids) const;
+  void Check(const ImportedSequence& sequence, int32_t group) const;
+  /*! \brief Pages of an import in a group. \throws Error (ValueError, CacheFullError). */
+  int64_t CountPages(const std::vector<ImportedSequence>& imported, int32_t group) const;
+
+  SequenceTable* table_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_IMPORTS_H_

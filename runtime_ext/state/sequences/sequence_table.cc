@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file sequence_table.cc
+ * \brief Sequences and their pages.
+ */
+#include "state/sequences/sequence_table.h"
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+
+namespace pagedkv {
+
+namespace {
+
+constexpr int64_t kMaxSpare = 1024;  // removed sequences whose allocations are kept
+
+std::vector<PagePool> MakePools(const std::vector<int32_t>& num_pages) {
+  std::vector<PagePool> pools;
+  pools.reserve(num_pages.size());
+  for (int32_t n : num_pages) pools.emplace_back(n);
+  return pools;
+}
+
+}  // namespace
+
+void RequireNoWindow(const Sequence& sequence, const char* what) {
+  if (!sequence.window.IsSet()) return;
+  Raise(kValueError, "sequence ", sequence.id, " cannot ", what, ": it has ",
+        sequence.window.size > 0 ? "a sliding window" : "dropped positions behind its sinks");
+}
+
+SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
+                             const std::vector<int32_t>& num_pages, std::vector<int64_t> windows)
+    : max_num_sequences_(max_num_sequences),
+      geometry_(page_size, num_pages.size(), std::move(windows)),
+      pools_(MakePools(num_pages)),
+      pins_(&pools_),
+      histories_(&geometry_, &pools_),
+      prefixes_(&geometry_, &pools_, &histories_) {
+  spare_.reserve(std::min(max_num_sequences, kMaxSpare));
+}
+
+Sequence* SequenceTable::Find(int64_t id) {
+  auto it = sequences_.find(id);
+  return it == sequences_.end() ? nullptr : &it->second;
+}
+
+const Sequence& SequenceTable::Peek(int64_t id) const {
+  auto it = sequences_.find(id);
+  if (it == sequences_.end()) Raise(kKeyError, "no sequence ", id, " in the cache");
+  return it->second;
+}
+
+const Sequence& SequenceTable::At(int64_t id) const {
+  const Sequence& sequence = Peek(id);
+  if (sequence.import != nullptr) {
+    Raise(kValueError, "sequence ", id, " is being imported: finish_import makes it usable, ",
+          "remove_sequence gives it up");
+  }
+  return sequence;
+}
+
+Sequence& SequenceTable::At(int64_t id) {
+  return const_cast<Sequence&>(static_cast<const SequenceTable*>(this)->At(id));
+}
+
+Sequence* SequenceTable::Insert(int64_t id) {
+  if (sequences_.count(id)) Raise(kValueError, "sequence ", id, " is in the cache already");
+  if (!spare_.empty()) {
+    Sequences::node_type node = std::move(spare_.back());
+    spare_.pop_back();
+    node.key() = node.mapped().id = id;
+    return &sequences_.insert(std::move(node)).position->second;
+  }
+  Sequence sequence;
+  sequence.id = id;
+  sequence.pages.resize(pools_.size());
+  sequence.first_pages.resize(pools_.size(), 0);
+  sequence.histories.resize(pools_.size());
+  return &sequences_.emplace(id, std::move(sequence)).first->second;
+}
+
+void SequenceTable::Add(int64_t id) { Insert(id); }
+
+int64_t SequenceTable::AddWithPrefix(int64_t id, const std::string& salt, TokenSpan tokens) {
+  Sequence* sequence = Insert(id);
+  try {
+    Grow(sequence, prefixes_.Begin(sequence, salt, tokens));
+  } catch (...) {
+    Recycle(id);
+    throw;
+  }
+  return sequence->length;
+}
+
+void SequenceTable::Remove(int64_t id) {
+  std::shared_ptr<SequenceImport> import = Peek(id).import;
+  if (import == nullptr) return RemoveOne(id);
+  for (int64_t each : import->ids) RemoveOne(each);
+}
+
+void SequenceTable::RemoveOne(int64_t id) {
+  Sequence& sequence = sequences_.at(id);
+  FinishReceive(&sequence);
+  prefixes_.Finish(&sequence);
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    sequence.histories[g].Clear(&pools_[g]);
+    // From the end, so that the beginning, which other texts may share, is reclaimed last.
+    pools_[g].ReleaseFrom(0, &sequence.pages[g]);
+  }
+  total_length_ -= sequence.length;
+  Recycle(id);
+}
+
+void SequenceTable::Recycle(int64_t id) noexcept {
+  Sequences::node_type node = sequences_.extract(id);
+  if (spare_.size() == spare_.capacity()) return;
+  Sequence& old = node.mapped();
+  Sequence fresh;
+  fresh.tree = std::move(old.tree);
+  fresh.tree.Truncate(0);
+  fresh.pages = std::move(old.pages);  // empty vectors with capacity
+  fresh.histories = std::move(old.histories);
+  fresh.first_pages = std::move(old.first_pages);
+  std::fill(fresh.first_pages.begin(), fresh.first_pages.end(), 0);
+  old = std::move(fresh);
+  spare_.push_back(std::move(node));
+}
+
+void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
+  const Sequence& source = At(parent);
+  if (position < -1 || position > source.length) {
+    Raise(kValueError, "fork position ", position, " of sequence ", parent, " is not in [0, ",
+          source.length, "], nor -1 for its end");
+  }
+  if (position == -1) position = source.length;
+  if (position > source.committed_length()) {
+    Raise(kValueError, "cannot fork sequence ", parent, " at position ", position,
+          ": positions from ", source.committed_length(),
+          " on are token tree nodes that are not committed");
+  }
+  histories_.Require(source, position, "fork");
+  const SequenceWindow window = source.window.Prefix(position);
+  std::vector<std::vector<int32_t>> pages(pools_.size());
+  std::vector<int64_t> first_pages(pools_.size(), 0);
+  for (int32_t g = 0; g < num_groups() && position > 0; ++g) {
+    const int64_t first = source.first_pages[g];
+    if (geometry_.HasWindow(g)) {
+      const int64_t text_length = source.window.TextLength(position);
+      first_pages[g] = geometry_.FirstPageAt(source, g, text_length);
+      const int64_t end = std::min(first, geometry_.PagesFor(text_length));
+      for (int64_t i = first_pages[g]; i < end; ++i)
+        pages[g].push_back(histories_.PageBehind(source, g, i));
+    } else if (window.IsSet()) {
+      first_pages[g] = first;
+    }
+    auto begin = source.pages[g].begin();
+    pages[g].insert(pages[g].end(), begin, begin + geometry_.NumPages(source, g, position));
+  }
+
+  std::unique_ptr<TokenRecord> tokens = prefixes_.ReserveFork(source);
+  Sequence* target = Insert(child);  // the last step that may throw
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    for (int32_t page : pages[g]) pools_[g].AddOwner(page);
+  }
+  FinishReceive(&At(parent));
+  for (int32_t g = 0; g < num_groups() && position > 0; ++g) {
+    const int64_t num_taken_back = std::max<int64_t>(source.first_pages[g] - first_pages[g], 0);
+    target->histories[g].CopyWithoutLast(source.histories[g], num_taken_back, &pools_[g]);
+  }
+  target->window = window;
+  target->pages = std::move(pages);
+  target->first_pages = std::move(first_pages);
+  Grow(target, position);
+  prefixes_.Fork(source, std::move(tokens), target);
+}
+
+void SequenceTable::Pop(int64_t id, int64_t count) {
+  Sequence& sequence = At(id);
+  if (count < 0 || count > sequence.length) {
+    Raise(kValueError, "cannot pop ", count, " positions of sequence ", id, ", which has ",
+          sequence.length);
+  }
+  const int64_t length = sequence.length - count;
+  if (sequence.receive && length == sequence.receive->begin) return CancelReceive(&sequence);
+  const int64_t num_committed = std::min(length, sequence.committed_length());
+  const int64_t text_length = sequence.window.TextLength(num_committed);
+  histories_.Require(sequence, num_committed, "pop");
+  histories_.ReserveTakeBack(&sequence, text_length);
+  sequence.tree.Truncate(std::max<int64_t>(length - sequence.committed_length(), 0));
+  FinishReceive(&sequence);
+  histories_.TakeBack(&sequence, text_length);
+  Truncate(&sequence, length);
+  // A block has rows that the sequence no longer has.
+  const bool was_handed_over = sequence.send && sequence.send->next > sequence.send->begin;
+  if (was_handed_over && length < sequence.send->next) sequence.send.reset();
+}
+
+void SequenceTable::CommitNodes(Sequence* sequence, int64_t count) noexcept {
+  const int64_t length = sequence->committed_length() + count;
+  sequence->tree.Truncate(0);
+  Truncate(sequence, length);
+  Slide(sequence);
+}
+
+void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
+  SequenceWindow& window = sequence->window;
+  const bool has_lost_window = length <= window.num_sinks;
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    const int64_t num_pages = geometry_.NumPages(*sequence, g, length);
+    pools_[g].ReleaseFrom(static_cast<size_t>(num_pages), &sequence->pages[g]);
+    if (length == 0 || (has_lost_window && !geometry_.HasWindow(g))) sequence->first_pages[g] = 0;
+  }
+  if (has_lost_window) {
+    window.num_dropped = 0;
+    if (window.size == 0) window.num_sinks = 0;
+  }
+  Grow(sequence, length - sequence->length);
+  prefixes_.Truncate(sequence, length);
+}
+
+void SequenceTable::CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) const {
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  At(id);
+  if (size < 1 || size > kMax) {
+    Raise(kValueError, "the window of sequence ", id, " must be between 1 and ", kMax, ", got ",
+          size);
+  }
+  if (num_sinks < 0 || num_sinks >= size) {
+    Raise(kValueError, "the sinks of sequence ", id,
+          " must be at least 0 and fewer than its window (", size, "), got ", num_sinks);
+  }
+}
+
+void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bool counts_row) {
+  CheckNewWindow(id, size, num_sinks);
+  if (counts_row && num_sinks + 1 == size) {
+    Raise(kValueError, "the window of sequence ", id, " (", size, ") must be at least 2 more than ",
+          "its sinks (", num_sinks, "): a row is one of the positions that it sees");
+  }
+  Sequence& sequence = At(id);
+  SequenceWindow& window = sequence.window;
+  if (window.size > 0) {
+    Raise(kValueError, "sequence ", id, " has a window of ", window.size, " with ",
+          window.num_sinks, " sinks already");
+  }
+  if (!sequence.tree.empty()) {
+    Raise(kValueError, "sequence ", id, " has ", sequence.tree.size(),
+          " token tree nodes that are not committed; commit or drop them before it gets a window");
+  }
+  if (sequence.receive || sequence.send) {
+    Raise(kValueError, "sequence ", id, sequence.receive ? " is receiving" : " is being sent",
+          "; it cannot get a window meanwhile");
+  }
+  if (window.num_dropped > 0 && window.num_sinks != num_sinks) {
+    Raise(kValueError, "sequence ", id,
+          " was forked from one that has dropped positions behind its ", window.num_sinks,
+          " sinks; it needs as many, got ", num_sinks);
+  }
+  prefixes_.Drop(&sequence);
+  window.size = size;
+  window.counts_row = counts_row;
+  window.num_sinks = num_sinks;
+  Slide(&sequence);
+}
+
+void SequenceTable::RequireKept(const Sequence& sequence, int64_t position) const {
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    int64_t first = geometry_.FirstPosition(sequence, g);
+    if (position >= first) continue;
+    Raise(kIndexError, "position ", position, " of sequence ", sequence.id,
+          " is gone: layers with a window of ", geometry_.window(g), " keep positions from ", first,
+          " on only");
+  }
+}
+
+void SequenceTable::Slide(Sequence* sequence) noexcept {
+  SequenceWindow& window = sequence->window;
+  if (window.size > 0 && sequence->length > window.num_held()) {
+    const int64_t num_dropped = sequence->length - window.num_held();
+    window.num_dropped += num_dropped;
+    Grow(sequence, -num_dropped);
+  }
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    const int64_t num_gone = geometry_.NumPagesGone(*sequence, g);
+    auto count = static_cast<ptrdiff_t>(num_gone - sequence->first_pages[g]);
+    if (count <= 0) continue;
+    std::vector<int32_t>& pages = sequence->pages[g];
+    auto first = pages.begin() + (geometry_.HasWindow(g) ? 0 : geometry_.SinkPages(*sequence));
+    for (ptrdiff_t i = 0; i < count; ++i) {
+      if (geometry_.HasWindow(g)) {
+        histories_.LeaveBehind(sequence, g, first[i]);
+      } else {
+        pools_[g].Release(first[i]);  // dropped positions cannot be reached by a fork or pop
+      }
+    }
+    pages.erase(first, first + count);
+    sequence->first_pages[g] = num_gone;
+  }
+}
+
+void SequenceTable::Clear() {
+  for (auto& [id, sequence] : sequences_) {
+    FinishReceive(&sequence);
+    prefixes_.Drop(&sequence);
+    for (int32_t g = 0; g < num_groups(); ++g) {
+      pools_[g].ReleaseFrom(0, &sequence.pages[g]);
+      sequence.histories[g].Clear(&pools_[g]);
+    }
+  }
+  prefixes_.Clear();
+  sequences_.clear();
+  total_length_ = 0;
+}
+
+void SequenceTable::FinishReceive(Sequence* sequence) noexcept {
+  if (sequence->receive == nullptr) return;
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    const Receive::Group& group = sequence->receive->groups[g];
+    if (group.replaced >= 0) pools_[g].Release(group.replaced);
+    if (geometry_.HasWindow(g)) histories_.LeaveReceiveBehind(sequence, g);
+  }
+  sequence->receive.reset();
+}
+
+void SequenceTable::CancelReceive(Sequence* sequence) noexcept {
+  if (sequence->receive == nullptr) return;
+  Grow(sequence, sequence->receive->begin - sequence->length);
+  for (int32_t g = num_groups() - 1; g >= 0; --g) {
+    Receive::Group& group = sequence->receive->groups[g];
+    std::vector<int32_t>& pages = sequence->pages[g];
+    pools_[g].ReleaseFrom(group.num_retained, &pages);
+    // Receives::Acquire has reserved the capacity.
+    if (group.replaced >= 0) pages.push_back(group.replaced);
+    pages.insert(pages.begin(), group.gone.begin(), group.gone.end());
+    sequence->first_pages[g] = group.first_page;
+  }
+  sequence->receive.reset();
+}
+
+void SequenceTable::RaiseFull(int32_t group, int64_t num_needed, const char* what) const {
+  constexpr size_t kNumNamed = 3;
+  std::vector<std::pair<size_t, int64_t>> holders;
+  for (const auto& [id, sequence] : sequences_) {
+    if (!sequence.pages[group].empty()) holders.emplace_back(sequence.pages[group].size(), id);
+  }
+  std::sort(holders.rbegin(), holders.rend());
+  ClassicText who;
+  for (size_t i = 0; i < std::min(kNumNamed, holders.size()); ++i) {
+    who << (i == 0 ? "; most are held by sequence " : ", ") << holders[i].second << " ("
+        << holders[i].first << ")";
+  }
+  std::string where = num_groups() > 1 ? " in layer group " + std::to_string(group) : "";
+  Raise(kCacheFullError, what, " needs ", num_needed, " pages, but ", pools_[group].num_available(),
+        " of ", pools_[group].num_pages(), " are available", where, who.str());
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file sequence_table.h
+ * \brief Sequences: a length and a page table per layer group. Fork, pop, remove, slide.
+ *
+ * Which pages a group keeps: see page_geometry.h. Pages that a window moves past become cached. A
+ * fork or pop that goes further back takes them back, unless they were reclaimed.
+ *
+ * Copies before a write, imports and transfers are classes of their own that work on a table:
+ * CopyOnWrite, SequenceImports, Receives, Sends.
+ *
+ * Every call checks its arguments first: one that throws has changed nothing.
+ */
+#ifndef TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_TABLE_H_
+#define TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_TABLE_H_
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "state/pages/page_pins.h"
+#include "state/pages/page_pool.h"
+#include "state/sequences/page_geometry.h"
+#include "state/sequences/prefix_index.h"
+#include "state/sequences/sequence.h"
+#include "state/sequences/window_histories.h"
+
+namespace pagedkv {
+
+class SequenceTable {
+ public:
+  /*!
+   * \param max_num_sequences The maximum of one step. Any number of sequences may exist.
+   * \param num_pages Pages of each layer group.
+   * \param windows Window of each layer group; 0 for none.
+   */
+  SequenceTable(int64_t max_num_sequences, int32_t page_size, const std::vector<int32_t>& num_pages,
+                std::vector<int64_t> windows = {});
+
+  /*! \brief Other classes point into a table. */
+  SequenceTable(const SequenceTable&) = delete;
+  SequenceTable& operator=(const SequenceTable&) = delete;
+
+  int32_t page_size() const { return geometry_.page_size(); }
+  const PageGeometry& geometry() const { return geometry_; }
+  int32_t num_groups() const { return static_cast<int32_t>(pools_.size()); }
+  int64_t max_num_sequences() const { return max_num_sequences_; }
+  int64_t num_sequences() const { return static_cast<int64_t>(sequences_.size()); }
+  /*! \brief Sum of the lengths; shared positions count once per sequence. */
+  int64_t total_length() const { return total_length_; }
+  PagePool& pool(int32_t group) { return pools_[group]; }
+  const PagePool& pool(int32_t group) const { return pools_[group]; }
+  const std::unordered_map<int64_t, Sequence>& sequences() const { return sequences_; }
+  PagePins& pins() { return pins_; }
+  const PagePins& pins() const { return pins_; }
+  PrefixIndex& prefixes() { return prefixes_; }
+  const PrefixIndex& prefixes() const { return prefixes_; }
+
+  /*!
+   * \brief A sequence whose content is complete.
+   * \throws Error (KeyError) when there is none; (ValueError) while it is being imported.
+   */
+  Sequence& At(int64_t id);
+  const Sequence& At(int64_t id) const;
+  /*! \brief As At, also for a sequence that is being imported. */
+  const Sequence& Peek(int64_t id) const;
+  /*! \brief As Peek; nullptr when there is none. */
+  Sequence* Find(int64_t id);
+
+  void Add(int64_t id);
+  /*!
+   * \brief Adds a sequence that begins with the pages of an earlier text of these tokens.
+   * \return Its length; see PrefixIndex.
+   */
+  int64_t AddWithPrefix(int64_t id, const std::string& salt, TokenSpan tokens);
+  /*! \brief Removes a sequence. During an import, removes all sequences of the import. */
+  void Remove(int64_t id);
+  /*!
+   * \brief Makes `child` share the first `position` positions of `parent` (-1: all).
+   *
+   * They must be committed: a token tree has one owner.
+   * \throws Error (KeyError; ValueError, also when needed pages have been reclaimed).
+   */
+  void Fork(int64_t parent, int64_t child, int64_t position);
+  /*!
+   * \brief Drops the last `count` positions. Tree nodes go first, in reverse order of appending.
+   * \throws Error (KeyError; ValueError, also when needed pages have been reclaimed).
+   */
+  void Pop(int64_t id, int64_t count);
+  /*! \brief Makes the first `count` nodes of the tree committed positions and drops the others. */
+  void CommitNodes(Sequence* sequence, int64_t count) noexcept;
+  /*!
+   * \brief Gives a sequence a window of `size` positions, `num_sinks` of them its first ones.
+   * \param counts_row Whether `size` includes the row itself.
+   * \throws Error (ValueError).
+   */
+  void EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bool counts_row = false);
+  /*! \brief The checks of EnableWindow on its arguments. \throws Error (KeyError, ValueError). */
+  void CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) const;
+  /*! \brief Drops the positions that have left the windows, and their pages. */
+  void Slide(Sequence* sequence) noexcept;
+  /*! \throws Error (IndexError) when a group no longer holds the page of `position`. */
+  void RequireKept(const Sequence& sequence, int64_t position) const;
+  void Clear();
+  /*! \brief Called by ForwardPlan when it commits. */
+  void Grow(Sequence* sequence, int64_t count) {
+    sequence->length += count;
+    total_length_ += count;
+  }
+
+  /*! \brief Ends an open receive: its positions are there. See receives.h. */
+  void FinishReceive(Sequence* sequence) noexcept;
+  /*! \brief Restores the sequence as it was before its receive. */
+  void CancelReceive(Sequence* sequence) noexcept;
+
+  /*! \throws Error (CacheFullError) that names the sequences with the most pages. */
+  [[noreturn]] void RaiseFull(int32_t group, int64_t num_needed,
+                              const char* what = "the step") const;
+
+  /*!
+   * \brief Checks the invariants; in sequence_table_integrity.cc.
+   * \param has_slid False within a step, when pages outside the windows are still there.
+   * \throws Error (RuntimeError) that names the broken invariant.
+   */
+  void CheckIntegrity(bool has_slid = true) const;
+
+ private:
+  Sequence* Insert(int64_t id);
+  void RemoveOne(int64_t id);
+  /*! \brief Keeps the allocations of a removed sequence for the next new one. */
+  void Recycle(int64_t id) noexcept;
+  void CheckWindow(const Sequence& sequence, bool has_slid) const;
+  void CheckPages(const Sequence& sequence, int32_t group, bool has_slid) const;
+  /*! \brief Adds the keepers of each page. */
+  void CheckHistory(const Sequence& sequence, int32_t group,
+                    std::vector<int32_t>* num_keepers) const;
+  void Truncate(Sequence* sequence, int64_t length) noexcept;
+
+  int64_t max_num_sequences_;
+  PageGeometry geometry_;
+  int64_t total_length_ = 0;
+  std::vector<PagePool> pools_;
+  PagePins pins_;
+  WindowHistories histories_;
+  PrefixIndex prefixes_;
+  using Sequences = std::unordered_map<int64_t, Sequence>;
+  Sequences sequences_;
+  std::vector<Sequences::node_type> spare_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_TABLE_H_

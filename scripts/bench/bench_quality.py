@@ -8,6 +8,7 @@ arithmetic is float32 everywhere: only the cache differs.
     python scripts/bench/bench_quality.py                  # the included model
     python scripts/bench/bench_quality.py --model DIR      # any Hugging Face directory
     python scripts/bench/bench_quality.py --drift          # attention over 32k positions instead
+    python scripts/bench/bench_quality.py --needle --model DIR   # of scripts/tools/train_copy.py
 
 The perplexity's change has the standard error over texts. KL is the divergence of the next token's
 distribution from that of the float32 cache, in nats.
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from quality_drift import drift_table
+from quality_needle import find_needles, print_needles
 from quality_texts import TEXTS, windows_of
 
 from tir_kernels.codec import CODECS
@@ -141,6 +143,7 @@ def main() -> None:
     parser.add_argument("--codecs", nargs="+", default=["float16", "bfloat16", *CODECS])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drift", action="store_true", help="errors of attention by context")
+    parser.add_argument("--needle", action="store_true", help="find what stood far back")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     if args.drift:
@@ -151,6 +154,10 @@ def main() -> None:
             for name in ("float32", *args.codecs)
         }
         length = args.length or models["float32"].config.context_length
+    if args.needle:
+        results = find_needles(models, args.texts, length, args.chunk, args.seed)
+        print_needles(results)
+    elif not args.drift:
         texts = windows_of(args.text, models["float32"], args.texts, length, args.seed)
         results = compare(models, texts, args.chunk)
         print_table(results)

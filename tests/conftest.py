@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from .support.expected_skips import pytest_configure  # noqa: F401  (a hook)
-from .support.selections import is_quick, runs_long
+from .support.selections import find_spared, is_quick, runs_long
 
 # All workers, and the runs that follow, share what is compiled.
 _COMPILED = Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"
@@ -40,6 +40,8 @@ def pytest_report_header():
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config, items):
     """Mark the quick selection, leave out tests for an absent GPU, and start with the longest."""
+    for item in find_spared(items):
+        item.add_marker(pytest.mark.slow)
     for item in items:
         if is_quick(item.nodeid) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.quick)

@@ -12,7 +12,7 @@
 
 #include "check.h"
 
-namespace pagedkv {
+namespace pagedkv::cgroup_test {
 
 namespace {
 
@@ -77,4 +77,4 @@ TEST_CASE("cgroup: version1") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::cgroup_test

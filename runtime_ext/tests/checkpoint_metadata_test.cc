@@ -11,7 +11,7 @@
 
 #include "check.h"
 
-namespace pagedkv {
+namespace pagedkv::checkpoint_metadata_test {
 
 namespace {
 
@@ -175,4 +175,4 @@ TEST_CASE("checkpoint metadata: another layout") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::checkpoint_metadata_test

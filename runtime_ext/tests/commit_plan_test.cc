@@ -11,7 +11,7 @@
 #include "check.h"
 #include "state/plans/forward_plan.h"
 
-namespace pagedkv {
+namespace pagedkv::commit_plan_test {
 
 namespace {
 
@@ -200,4 +200,4 @@ TEST_CASE("commit plan: window") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::commit_plan_test

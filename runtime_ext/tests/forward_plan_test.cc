@@ -11,7 +11,7 @@
 #include "check.h"
 #include "state/plans/plan_arrays.h"
 
-namespace pagedkv {
+namespace pagedkv::forward_plan_test {
 
 namespace {
 
@@ -325,4 +325,4 @@ TEST_CASE("forward plan: positions in the text") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::forward_plan_test

@@ -9,7 +9,7 @@
 
 #include "check.h"
 
-namespace pagedkv {
+namespace pagedkv::json_reader_test {
 
 namespace {
 
@@ -118,4 +118,4 @@ TEST_CASE("json reader: objects and arrays") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::json_reader_test

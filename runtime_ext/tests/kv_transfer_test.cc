@@ -12,7 +12,7 @@
 #include "state/sequences/sends.h"
 #include "state/sequences/sequence_table.h"
 
-namespace pagedkv {
+namespace pagedkv::kv_transfer_test {
 
 namespace {
 
@@ -180,4 +180,4 @@ TEST_CASE("kv transfer: send") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::kv_transfer_test

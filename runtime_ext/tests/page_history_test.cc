@@ -7,7 +7,7 @@
 
 #include "check.h"
 
-namespace pagedkv {
+namespace pagedkv::page_history_test {
 
 namespace {
 
@@ -63,4 +63,4 @@ TEST_CASE("page history: a long text has a short history") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::page_history_test

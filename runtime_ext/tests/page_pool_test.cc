@@ -9,7 +9,7 @@
 
 #include "check.h"
 
-namespace pagedkv {
+namespace pagedkv::page_pool_test {
 
 namespace {
 
@@ -149,4 +149,4 @@ TEST_CASE("page pool: integrity") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::page_pool_test

@@ -12,7 +12,7 @@
 #include "state/plans/forward_plan.h"
 #include "state/sequences/sequence_table.h"
 
-namespace pagedkv {
+namespace pagedkv::prefix_hit_rate_test {
 
 namespace {
 
@@ -90,4 +90,4 @@ TEST_CASE("prefix hit rate: as many hits as with an oracle that evicts by use") 
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::prefix_hit_rate_test

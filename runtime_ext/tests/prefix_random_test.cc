@@ -19,7 +19,7 @@
 #include "state/sequences/copy_on_write.h"
 #include "state/sequences/sequence_table.h"
 
-namespace pagedkv {
+namespace pagedkv::prefix_random_test {
 
 namespace {
 
@@ -322,4 +322,4 @@ TEST_CASE("prefix random: hits have the content of their tokens") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::prefix_random_test

@@ -7,7 +7,7 @@
 
 #include "check.h"
 
-namespace pagedkv {
+namespace pagedkv::prefix_tree_test {
 
 namespace {
 
@@ -156,4 +156,4 @@ TEST_CASE("prefix tree: cursors keep text") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::prefix_tree_test

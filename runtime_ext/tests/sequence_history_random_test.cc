@@ -18,7 +18,7 @@
 #include "state/plans/plan_arrays.h"
 #include "state/sequences/sequence_table.h"
 
-namespace pagedkv {
+namespace pagedkv::sequence_history_random_test {
 
 namespace {
 
@@ -212,4 +212,4 @@ TEST_CASE("sequence history random: random texts") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::sequence_history_random_test

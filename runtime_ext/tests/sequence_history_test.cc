@@ -9,7 +9,7 @@
 #include "state/sequences/sends.h"
 #include "state/sequences/sequence_table.h"
 
-namespace pagedkv {
+namespace pagedkv::sequence_history_test {
 
 namespace {
 
@@ -246,4 +246,4 @@ TEST_CASE("sequence history: receives") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::sequence_history_test

@@ -7,7 +7,7 @@
 #include "state/plans/forward_plan.h"
 #include "state/sequences/sequence_imports.h"
 
-namespace pagedkv {
+namespace pagedkv::sequence_import_test {
 
 namespace {
 
@@ -97,4 +97,4 @@ TEST_CASE("sequence import: errors") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::sequence_import_test

@@ -10,7 +10,7 @@
 #include "state/sequences/copy_on_write.h"
 #include "state/sequences/sequence_imports.h"
 
-namespace pagedkv {
+namespace pagedkv::sequence_table_test {
 
 namespace {
 
@@ -278,4 +278,4 @@ TEST_CASE("sequence table: windows and trees exclude each other") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::sequence_table_test

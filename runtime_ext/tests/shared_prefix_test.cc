@@ -12,7 +12,7 @@
 
 #include "check.h"
 
-namespace pagedkv {
+namespace pagedkv::shared_prefix_test {
 
 namespace {
 
@@ -162,4 +162,4 @@ TEST_CASE("shared prefix: random trees") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::shared_prefix_test

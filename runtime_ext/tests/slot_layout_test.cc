@@ -9,7 +9,7 @@
 
 #include "check.h"
 
-namespace pagedkv {
+namespace pagedkv::slot_layout_test {
 
 namespace {
 
@@ -48,4 +48,4 @@ TEST_CASE("slot layout: quantized pages have codes, scales and padding") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::slot_layout_test

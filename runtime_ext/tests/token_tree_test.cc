@@ -11,7 +11,7 @@
 
 #include "check.h"
 
-namespace pagedkv {
+namespace pagedkv::token_tree_test {
 
 namespace {
 
@@ -111,4 +111,4 @@ TEST_CASE("token tree: order of large trees") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::token_tree_test

@@ -26,6 +26,7 @@ from ..support.kernel_specs import (
 from ..support.mla_cases import LatentBatch
 from ..support.mla_cases import make_spec as make_mla_spec
 from ..support.quantized_cases import CODECS
+from ..support.selections import latin_square
 from ..support.tree_cases import LatentTrees, PagedTrees
 from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 from .test_tree_kernels import paged_trees
@@ -52,6 +53,7 @@ def spec_of(shape, dtype: str, codec: str, **fields):
     return make_spec(heads, dim, (dtype, codec), page, **more, **fields)
 
 
+@latin_square(3, "shape", "codec", "dtype")
 @parametrize_shapes
 @parametrize_dtypes
 @parametrize_codecs
@@ -63,6 +65,7 @@ def test_decode(shape, dtype, codec, batch, seed):
     case.verify()
 
 
+@latin_square(3, "shape", "codec", "dtype")
 @parametrize_shapes
 @parametrize_dtypes
 @parametrize_codecs
@@ -74,6 +77,7 @@ def test_prefill(shape, dtype, codec, batch, seed):
     case.verify()
 
 
+@latin_square(3, "shape", "codec", "dtype")
 @pytest.mark.parametrize("shape", ODD_SHAPES.values(), ids=ODD_SHAPES)
 @parametrize_dtypes
 @pytest.mark.parametrize("codec", ["int8", "float8_e4m3fn"])
@@ -88,6 +92,7 @@ def test_rows_of_any_width(shape, dtype, codec, seed):
     case.verify(causal=False)
 
 
+@latin_square(3, "cpu", "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
 @pytest.mark.parametrize("cpu", ["x86-64-v4", "x86-64-v3", "x86-64"])
@@ -102,6 +107,7 @@ def test_other_cpus(dtype, codec, cpu, seed):
     case.verify()
 
 
+@latin_square(3, "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
 @pytest.mark.parametrize("window", [1, 33, 100])
@@ -116,6 +122,7 @@ def test_windows_of_layers(dtype, codec, window, seed):
     case.verify(window=window)
 
 
+@latin_square(3, "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
 @pytest.mark.parametrize("batch", DECODES)
@@ -126,6 +133,7 @@ def test_decode_of_sequences_with_gaps(dtype, codec, batch, seed):
     case.verify(4, False)
 
 
+@latin_square(3, "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
 @pytest.mark.parametrize("batch", PREFILLS)
@@ -136,6 +144,7 @@ def test_prefill_of_sequences_with_gaps(dtype, codec, batch, seed):
     case.verify(4, False)
 
 
+@latin_square(3, "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
 @parametrize_seed
@@ -146,6 +155,7 @@ def test_trees(dtype, codec, seed):
     case.verify()
 
 
+@latin_square(3, "shape", "codec", "dtype")
 @pytest.mark.parametrize("shape", ["32:8x128-p16", "6:2x256-p4-alibi", "4:2x64-p8-cap"])
 @parametrize_dtypes
 @parametrize_codecs
@@ -155,6 +165,7 @@ def test_shared_prefixes(shape, dtype, codec, segments, seed):
     SharedBatch(spec_of(SHAPES[shape], dtype, codec), SEGMENTS[segments], seed).check()
 
 
+@latin_square(3, "dims", "codec", "dtype")
 @pytest.mark.parametrize("dims", [(512, 64), (64, 32)], ids=lambda dims: f"{dims[0]}+{dims[1]}")
 @parametrize_dtypes
 @parametrize_codecs
@@ -171,6 +182,7 @@ def test_latent_rows(dims, dtype, codec, seed):
     SharedBatch(spec, SEGMENTS["many"], seed).check()
 
 
+@latin_square(3, "codec", "dtype")
 @pytest.mark.parametrize("codec", ["int8", "float8_e4m3fn"])
 @parametrize_dtypes
 @parametrize_seed
@@ -180,6 +192,7 @@ def test_scales_of_latent_rows_change_within_a_vector(dtype, codec, seed):
     case.verify()
 
 
+@latin_square(3, "rotary_dim", "codec", "dtype")
 @pytest.mark.parametrize("rotary_dim", [128, 20])
 @pytest.mark.parametrize("codec", ["int8", "float8_e4m3fn"])
 @parametrize_dtypes
@@ -204,6 +217,7 @@ def test_int4_refuses_inline_rope():
         PagedBatch(spec, DECODE_BATCHES["alone"], 0).decode(inline=True)
 
 
+@latin_square(3, "codec", "dtype")
 @parametrize_codecs
 @parametrize_dtypes
 @parametrize_seed
@@ -222,6 +236,7 @@ def test_rows_that_are_no_numbers_reach_only_those_that_see_them(codec, dtype, s
         np.testing.assert_array_equal(o[:20], whole.o.numpy()[:20].astype(np.float32))
 
 
+@latin_square(3, "codec", "dtype")
 @parametrize_codecs
 @parametrize_dtypes
 @parametrize_seed

@@ -24,6 +24,7 @@ from ..support.quantized_cases import (
     check_transpose_append_mla,
 )
 from ..support.quantized_pages import page_parts, pool
+from ..support.selections import latin_square
 
 parametrize_codecs = pytest.mark.parametrize("codec", CODECS)
 parametrize_seed = pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
@@ -46,6 +47,7 @@ def quantized_spec(shape, dtype: str, codec: str, **fields):
     return make_spec(heads, dim, (dtype, codec), page, **more, **fields)
 
 
+@latin_square(3, "shape", "codec", "dtype")
 @parametrize_seed
 @pytest.mark.parametrize("num_rows", [0, 1, 700])
 @parametrize_codecs
@@ -55,6 +57,7 @@ def test_append_quantizes(shape, dtype, codec, num_rows, seed):
     check_transpose_append(quantized_spec(shape, dtype, codec), num_rows, seed)
 
 
+@latin_square(3, "shape", "codec", "dtype")
 @parametrize_seed
 @pytest.mark.parametrize("apply_rope", [0, 1])
 @parametrize_codecs
@@ -74,6 +77,7 @@ def test_rows_of_any_width(shape, codec, seed):
     check_debug_get_kv(spec, 60, seed)
 
 
+@latin_square(3, "cpu", "codec", "dtype")
 @parametrize_seed
 @parametrize_codecs
 @parametrize_cpus
@@ -92,6 +96,7 @@ def test_copies_move_codes_and_scales(shape, codec, seed):
     check_copies(quantized_spec(shape, F16, codec), seed)
 
 
+@latin_square(3, "shape", "codec", "dtype")
 @parametrize_seed
 @pytest.mark.parametrize("num_rows", [0, 1, 700])
 @parametrize_codecs
@@ -101,6 +106,7 @@ def test_debug_get_kv_dequantizes(shape, dtype, codec, num_rows, seed):
     check_debug_get_kv(quantized_spec(shape, dtype, codec), num_rows, seed)
 
 
+@latin_square(3, "dims", "codec", "dtype")
 @parametrize_seed
 @parametrize_codecs
 @parametrize_dtypes

@@ -6,6 +6,8 @@ Long runs are marked `slow` where they are defined.
 
 from __future__ import annotations
 
+import pytest
+
 # Some of every component: three minutes on two CPUs with an empty cache of compiled kernels.
 QUICK = (
     "tests/bundle/test_hostile_bundles.py",
@@ -56,3 +58,33 @@ def is_quick(nodeid: str) -> bool:
 def runs_long(nodeid: str) -> bool:
     """Whether a test should start before others."""
     return nodeid.startswith(LONG)
+
+
+def latin_square(size: int, *parameters: str) -> pytest.MarkDecorator:
+    """Run one in `size` combinations of a test's parameters; the others are slow.
+
+    Those run in which the indices of the values add up to a multiple of `size`. So any two of the
+    parameters meet in all their combinations, where the last one has `size` values.
+    """
+    return pytest.mark.latin_square(size, *parameters)
+
+
+def find_spared(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the combinations of parameters that are left to the long runs."""
+    seen: dict[tuple, list] = {}  # (test, parameter) -> values in their order
+    spared = set()
+    for item in items:
+        mark = item.get_closest_marker("latin_square")
+        if mark is None:
+            continue
+        size, *parameters = mark.args
+        total = 0
+        for name in parameters:
+            values = seen.setdefault((item.parent, item.originalname, name), [])
+            value = item.callspec.params[name]
+            if value not in values:
+                values.append(value)
+            total += values.index(value)
+        if total % size != 0:
+            spared.add(item)
+    return spared

@@ -103,7 +103,7 @@ def test_cpp_program(bundle, target):
     source = ROOT / "runtime_ext" / "example"
     python = f"-DPython_EXECUTABLE={sys.executable}"
     run("cmake", "-S", str(source), "-B", str(folder), f"-DBUNDLE={bundle}", python)
-    run("cmake", "--build", str(folder))
+    run("cmake", "--build", str(folder), "--target", "run_bundle")
     command = [str(folder / "run_bundle"), str(bundle), *([target] if target else [])]
     lines = run(*command, env={"TVM_NUM_THREADS": "2"}).splitlines()
     assert lines[0] == f"target {target or pkv.load_bundle(bundle).target}"

@@ -57,7 +57,7 @@ def test_settings():
         make_config(alibi=True, v_head_dim=8, layers=[pkv.LayerSpec("mla")])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, 1], ids=lambda seed: f"seed{seed}")
 def test_steps_with_forks_and_windows(dtype, seed):
     """Every layer its own slopes; one with a window, whose pages begin later and later."""

@@ -21,6 +21,7 @@ from ..support.attention_cases import PagedBatch, RaggedBatch, compiled, normal,
 from ..support.kernel_specs import BF16, F16, F32, make_spec, other_cpu, parametrize_seed, target_of
 from ..support.mla_cases import LatentBatch
 from ..support.mla_cases import make_spec as make_mla_spec
+from ..support.selections import latin_square
 from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, chain, random_parents
 
 NAN, INF = float("nan"), float("inf")
@@ -259,6 +260,7 @@ def payloads(dtype: str) -> np.ndarray:
 OTHERS = other_cpu("x86-64-v4", pytest.mark.slow), other_cpu("x86-64-v3"), other_cpu("x86-64")
 
 
+@latin_square(2, "cpu", "dtypes")
 @pytest.mark.parametrize("cpu", ["native", *OTHERS])
 @pytest.mark.parametrize("dtypes", [(F32, F32), (F32, BF16), (BF16, F16), (BF16, BF16)])
 def test_every_nan_stays_nan(dtypes, cpu):

@@ -11,6 +11,7 @@ import tvm_pagedkv as pkv
 
 from .. import reference
 from ..support.python_kernels import poison, shuffle
+from ..support.selections import latin_square
 
 pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
 
@@ -86,6 +87,7 @@ LAYERS = {
 }
 
 
+@latin_square(2, "page_size", "name")
 @pytest.mark.parametrize("page_size", [4, 64])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
@@ -93,7 +95,7 @@ def test_model(name, page_size, seed):
     Model(LAYERS[name], seed, page_size=page_size).run()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 def test_half_precision(dtype, seed):
     Model([pkv.LayerSpec("mha_sliding", 30), pkv.LayerSpec()], seed, dtype=dtype).run()

@@ -20,6 +20,7 @@ from tvm_pagedkv.compiler.create import config_map
 from tvm_pagedkv.config import KVCacheConfig, LayerSpec, RopeConfig
 
 from .. import reference
+from ..support import model_target
 
 # The package's attribute of this name is the function.
 build = importlib.import_module("tvm_pagedkv.compiler.build")
@@ -156,12 +157,13 @@ def test_unknown_kernel_is_named():
         tir_kernels.build_kernel("mergee", None)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_all_kernels_build_in_one_module(tmp_path, monkeypatch, dtype):
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
     config = make_config(dtype=dtype, rope=RopeConfig(scaling=LONGROPE))
     spec = build.kernel_spec(config, config.layers[0], resolve_target())
-    assert set(build_kernels(config).kernels) == set(tir_kernels.kernel_names(spec))
+    with model_target.unoptimized():
+        assert set(build_kernels(config).kernels) == set(tir_kernels.kernel_names(spec))
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -290,7 +292,8 @@ def test_what_layers_must_share(cache_dir):
 def test_create(tmp_path, monkeypatch):
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
     layers = [LayerSpec(), LayerSpec(rope=RopeConfig(theta=1e6))]
-    cache = tvm_pagedkv.create(make_config(layers=layers))
+    with model_target.unoptimized():
+        cache = tvm_pagedkv.create(make_config(layers=layers))
     assert isinstance(cache, tvm_pagedkv.KVCache)
     cache.add_sequence(0)
     assert cache.sequence_length(0) == 0

@@ -30,6 +30,7 @@ from ..support.kernel_specs import (
     parametrize_seed,
     target_of,
 )
+from ..support.selections import latin_square
 
 parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
@@ -162,6 +163,7 @@ def test_another_rotation_than_the_baked_one_is_refused(name):
         case.decode() if name == "decode" else case.prefill()
 
 
+@latin_square(3, "cpu", "dtype")
 @parametrize_cpu("x86-64-v3", "x86-64-v4", "x86-64")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @parametrize_seed
@@ -310,7 +312,7 @@ def _expected(case):
 
 
 @pytest.mark.skipif("PAGEDKV_TEST_THREADS" in os.environ, reason="runs inside itself")
-@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_any_number_of_threads(threads):
     """The pool cannot be resized once it runs, so this starts another interpreter."""
     environment = dict(os.environ, TVM_NUM_THREADS=str(threads), PAGEDKV_TEST_THREADS="1")

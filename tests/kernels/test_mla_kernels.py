@@ -17,6 +17,7 @@ from .. import reference
 from ..support.attention_cases import compiled, normal, tensor
 from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, target_of
 from ..support.mla_cases import LatentBatch, make_spec
+from ..support.selections import latin_square
 
 # Between them: one head and many, counts that fill no whole register tile, every split and page
 # size, every type of rows with every type of pages.
@@ -53,6 +54,7 @@ def test_mla_prefill(spec, batch, causal, seed):
     case.verify(causal)
 
 
+@latin_square(3, "cpu", "dtype")
 @parametrize_cpu("x86-64-v3", "x86-64-v4", "x86-64")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @parametrize_seed
@@ -73,7 +75,7 @@ def test_float16_needs_conversion_in_hardware():
 
 
 @pytest.mark.skipif("PAGEDKV_TEST_THREADS" in os.environ, reason="runs inside itself")
-@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("threads", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_any_number_of_threads(threads):
     """The pool cannot be resized once it runs, so this starts another interpreter."""
     environment = dict(os.environ, TVM_NUM_THREADS=str(threads), PAGEDKV_TEST_THREADS="1")

@@ -22,6 +22,7 @@ from ..support.kernel_specs import (
     parametrize_seed,
     target_of,
 )
+from ..support.selections import latin_square
 
 # Less than a page and more, no multiple of anything, and more than there is.
 WINDOWS = [1, 16, 37, 2**31 - 1]
@@ -121,6 +122,7 @@ def test_inline_rope_counts_from_the_first_slot(window, seed):
             case.verify(inline=True, window=window)
 
 
+@latin_square(3, "cpu", "dtype")
 @parametrize_cpu("x86-64-v3", "x86-64")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @parametrize_seed

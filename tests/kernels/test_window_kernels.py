@@ -25,6 +25,7 @@ from ..support.kernel_specs import (
     parametrize_seed,
     target_of,
 )
+from ..support.selections import latin_square
 
 NO_LIMIT = 2**31 - 1
 # Of each sequence: rows of the step, slots, sinks, slot behind the gap, positions before a row.
@@ -173,6 +174,7 @@ def test_scaled_rotations(seed):
             case.verify(4, True)
 
 
+@latin_square(3, "cpu", "dtype")
 @parametrize_cpu("x86-64-v3", "x86-64")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_other_instruction_sets(cpu, dtype):

@@ -14,8 +14,8 @@ import tvm_ffi  # noqa: E402
 from ._errors import CacheFullError  # noqa: E402
 from ._version import __version__  # noqa: E402
 from .bundle import Bundle, load_bundle  # noqa: E402
-from .cache import KVCache  # noqa: E402
-from .config import KVCacheConfig, LayerSpec, RopeConfig  # noqa: E402
+from .cache import KVCache, open_prefix_cache  # noqa: E402
+from .config import KVCacheConfig, LayerSpec, PrefixCacheConfig, RopeConfig  # noqa: E402
 from .threads import num_threads, set_num_threads  # noqa: E402
 
 if _library.has_compiler():
@@ -53,12 +53,14 @@ __all__ = [
     "LayerSpec",
     "PagedKVCache",
     "PagedKVCacheObject",
+    "PrefixCacheConfig",
     "RopeConfig",
     "build",
     "compile",
     "create",
     "load_bundle",
     "num_threads",
+    "open_prefix_cache",
     "set_num_threads",
     "use_pagedkv_runtime",
     "use_stock_runtime",

@@ -6,6 +6,7 @@
 #include "base/sha256.h"
 
 #include <cstddef>
+#include <cstring>
 
 namespace pagedkv {
 
@@ -23,6 +24,10 @@ constexpr uint32_t kRound[64] = {
     0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+// The same for the square roots of the first 8 primes.
+constexpr std::array<uint32_t, 8> kInitial = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                              0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
 uint32_t Rotate(uint32_t x, int count) { return (x >> count) | (x << (32 - count)); }
 
@@ -54,10 +59,7 @@ void Compress(const unsigned char* block, std::array<uint32_t, 8>* state) {
 
 }  // namespace
 
-// The same for the square roots of the first 8 primes.
-Sha256Stream::Sha256Stream()
-    : state_{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-             0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19} {}
+Sha256Stream::Sha256Stream() : state_(kInitial) {}
 
 void Sha256Stream::Add(std::string_view bytes) {
   num_bytes_ += bytes.size();
@@ -88,6 +90,27 @@ std::string Sha256(std::string_view bytes) {
   Sha256Stream stream;
   stream.Add(bytes);
   return stream.Finish();
+}
+
+Sha256Digest Sha256Bytes(const void* bytes, size_t size) noexcept {
+  const auto* data = static_cast<const unsigned char*>(bytes);
+  std::array<uint32_t, 8> state = kInitial;
+  size_t begin = 0;
+  for (; size - begin >= kBlockBytes; begin += kBlockBytes) Compress(data + begin, &state);
+  const size_t num_left = size - begin;
+  unsigned char end[2 * kBlockBytes] = {};
+  if (num_left > 0) std::memcpy(end, data + begin, num_left);
+  end[num_left] = 0x80;
+  const size_t num_end = num_left < kBlockBytes - kLengthBytes ? kBlockBytes : 2 * kBlockBytes;
+  for (size_t i = 0; i < kLengthBytes; ++i) {
+    end[num_end - 1 - i] = static_cast<unsigned char>(uint64_t{8} * size >> (8 * i));
+  }
+  for (size_t i = 0; i < num_end; i += kBlockBytes) Compress(end + i, &state);
+  Sha256Digest digest;
+  for (size_t i = 0; i < digest.size(); ++i) {
+    digest[i] = static_cast<uint8_t>(state[i / 4] >> (24 - 8 * (i % 4)));
+  }
+  return digest;
 }
 
 }  // namespace pagedkv

@@ -7,6 +7,7 @@
 #define TVM_PAGEDKV_BASE_SHA256_H_
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -30,6 +31,11 @@ class Sha256Stream {
 
 /*! \brief The digest of bytes in 64 hexadecimal digits. */
 std::string Sha256(std::string_view bytes);
+
+using Sha256Digest = std::array<uint8_t, 32>;
+
+/*! \brief The digest of bytes, as bytes; it allocates nothing. */
+Sha256Digest Sha256Bytes(const void* bytes, size_t size) noexcept;
 
 }  // namespace pagedkv
 

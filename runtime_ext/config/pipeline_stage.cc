@@ -20,7 +20,7 @@ struct Worker {
   int64_t num_workers;
 };
 
-/*! \brief The Disco worker that runs this thread. */
+// The worker that runs this thread.
 std::optional<Worker> CurrentWorker() {
   using tvm::ffi::Function;
   std::optional<Function> id = Function::GetGlobal("runtime.disco.worker_rank");
@@ -55,6 +55,12 @@ std::string ToString(const std::vector<int64_t>& numbers) {
 }
 
 }  // namespace
+
+std::optional<int64_t> CurrentWorkerId() {
+  const std::optional<Worker> worker = CurrentWorker();
+  if (!worker) return std::nullopt;
+  return worker->id;
+}
 
 PipelineStage PipelineStage::Resolve(std::vector<int64_t> layer_indptr, int64_t num_layers,
                                      std::optional<int64_t> index) {

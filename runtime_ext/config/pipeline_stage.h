@@ -39,6 +39,9 @@ struct PipelineStage {
                                std::optional<int64_t> index);
 };
 
+/*! \brief The id of the Disco worker that runs this thread, if one does. */
+std::optional<int64_t> CurrentWorkerId();
+
 }  // namespace pagedkv
 
 #endif  // TVM_PAGEDKV_CONFIG_PIPELINE_STAGE_H_

@@ -18,7 +18,8 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
       copier_(storage_),
       step_(storage_, &table_, &copier_),
       sequences_(storage_, &table_, step_.phase()),
-      prefixes_(&step_, &table_),
+      prefix_tiers_(&step_, &table_, page_groups_.layout().Text()),
+      prefixes_(&step_, &table_, &prefix_tiers_),
       tree_commit_(&step_, &table_, &copier_),
       attention_(&step_),
       checkpoint_writer_(&step_, table_, page_groups_),
@@ -26,7 +27,7 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
       receiver_(&step_, &table_, &copier_),
       sender_(&step_, &table_),
       debug_kv_(&step_, &table_, &copier_),
-      inspector_({&step_, &table_, copier_, tree_commit_, page_groups_, sender_}) {}
+      inspector_({&step_, &table_, copier_, tree_commit_, page_groups_, sender_, prefix_tiers_}) {}
 
 void PagedKVCacheObj::BeginForward(IntSpan sequence_ids, IntSpan append_lengths,
                                    std::optional<IntSpan> tree_parents) {

@@ -25,6 +25,7 @@
 #include "inspect/debug_kv.h"
 #include "inspect/inspector.h"
 #include "state/sequences/sequence_table.h"
+#include "step/prefix_tiers.h"
 #include "step/prefixes.h"
 #include "step/sequences.h"
 #include "step/step.h"
@@ -78,7 +79,7 @@ class PagedKVCacheObj : public ffi::Object {
     if constexpr (std::is_same_v<Part, PagedKVCacheObj>) {
       return this;
     } else {
-      return &std::get<Part&>(std::tie(storage_, step_, sequences_, prefixes_, tree_commit_,
+      return &std::get<Part&>(std::tie(storage_, step_, sequences_, prefix_tiers_, prefixes_, tree_commit_,
                                        attention_, checkpoint_writer_, checkpoint_reader_,
                                        receiver_, sender_, debug_kv_, inspector_));
     }
@@ -103,6 +104,7 @@ class PagedKVCacheObj : public ffi::Object {
   PageCopier copier_;
   Step step_;
   Sequences sequences_;
+  PrefixTiers prefix_tiers_;
   Prefixes prefixes_;
   TreeCommit tree_commit_;
   Attention attention_;

@@ -81,6 +81,15 @@ ffi::Function FromDeferred(void (Part::*method)(Args...)) {
   });
 }
 
+/*! \brief A method of a tier, which workers call while others are inside the cache. */
+template <typename R, typename... Args>
+ffi::Function FromTier(R (PrefixTierObj::*method)(Args...)) {
+  return ffi::Function::FromTyped([method](PrefixTier tier, std::decay_t<Args>... args) -> R {
+    if (!tier.defined()) throw ffi::Error(kTypeError, "the tier must be no None", "");
+    return Translate([&] { return (tier.get()->*method)(std::move(args)...); });
+  });
+}
+
 /*! \brief Overrides a stock name: `ours` serves our caches, the stock function all others. */
 void Override(const std::string& name, ffi::Function ours) {
   std::optional<ffi::Function> stock = ffi::Function::GetGlobal(name);
@@ -235,6 +244,17 @@ void DefineOwnNames() {
   define("total_length", FromMethod(&Sequences::TotalLength));
   define("prefix_match", FromMethod(&Prefixes::Match));
   define("prefix_add", FromMethod(&Prefixes::Add));
+  define("prefix_add_within", FromMethod(&Prefixes::AddWithin));
+  define("prefix_prefetch", FromMethod(&Prefixes::Prefetch));
+  define("prefix_open", FromMethod(&PrefixTiers::Open));
+  define("prefix_tier", FromMethod(&PrefixTiers::Get));
+  define("prefix_clear", FromMethod(&PrefixTiers::ForgetTexts));
+  define("tier_next_job", FromTier(&PrefixTierObj::NextJob));
+  define("tier_finish_job", FromTier(&PrefixTierObj::FinishJob));
+  define("tier_wait", FromTier(&PrefixTierObj::Wait));
+  define("tier_flush", FromTier(&PrefixTierObj::Flush));
+  define("tier_close", FromTier(&PrefixTierObj::Close));
+  define("tier_memory", FromTier(&PrefixTierObj::MemoryRange));
   define("prefix_record", FromMethod(&Prefixes::Record));
   define("prefix_record_step", FromMethod(&Prefixes::RecordStep));
   define("prefix_length", FromMethod(&Prefixes::NumRecorded));
@@ -314,6 +334,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
     NotRegistered() = RuntimeMismatch();
     if (!NotRegistered().empty()) return DefineRefusals(NotRegistered());
     tvm::ffi::reflection::ObjectDef<PagedKVCacheObj>();
+    tvm::ffi::reflection::ObjectDef<PrefixTierObj>();
     OverrideStockNames();
     DefineOwnNames();
   } catch (const std::exception& error) {

@@ -92,6 +92,8 @@ StringMap Inspector::Stats() const {
   stats.Set("num_looked_up_tokens", prefixes.counts().tokens);
   stats.Set("num_reused_tokens", prefixes.counts().reused_tokens);
   stats.Set("num_findable_tokens", prefixes.tree().num_tokens());
+  const StringMap tiers = parts_.prefix_tiers.Stats();
+  if (!tiers.empty()) stats.Set("prefix_tiers", tiers);
   stats.Set("num_forwards", step.number());
   stats.Set("num_pinned_pages", table_->pins().num_pins());
   stats.Set("num_send_blocks", parts_.sender.num_blocks());
@@ -194,6 +196,7 @@ std::vector<int64_t> Inspector::Window(int64_t sequence_id) const {
 
 void Inspector::CheckIntegrity() const {
   table_->CheckIntegrity(/*has_slid=*/!parts_.step->IsInForward());
+  parts_.prefix_tiers.CheckIntegrity();
 }
 
 void Inspector::ShuffleFreePages(int64_t seed) {

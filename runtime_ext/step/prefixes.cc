@@ -62,8 +62,26 @@ int64_t Prefixes::Match(const TokenIds& tokens, const ffi::Bytes& salt) {
 }
 
 int64_t Prefixes::Add(int64_t sequence_id, const TokenIds& tokens, const ffi::Bytes& salt) {
+  return AddWithin(sequence_id, tokens, salt, tiers_->default_wait());
+}
+
+int64_t Prefixes::AddWithin(int64_t sequence_id, const TokenIds& tokens, const ffi::Bytes& salt,
+                            double seconds) {
   step_->phase().RequireIdle("prefix_add");
-  return table_->AddWithPrefix(sequence_id, salt, Convert(tokens));
+  if (!(seconds >= 0)) Raise(kValueError, "wait must be at least 0 seconds, got ", seconds);
+  const TokenSpan span = Convert(tokens);
+  if (seconds > 0 && table_->Find(sequence_id) == nullptr) {
+    tiers_->Wait(table_->prefixes().Prefetch(salt, span), seconds);
+  }
+  std::vector<PageLoad> loads;
+  const int64_t length = table_->AddWithPrefix(sequence_id, salt, span, &loads);
+  tiers_->Load(sequence_id, loads);
+  return length;
+}
+
+int64_t Prefixes::Prefetch(const TokenIds& tokens, const ffi::Bytes& salt) {
+  step_->phase().RequireNotChanging("prefix_prefetch");
+  return table_->prefixes().Prefetch(salt, Convert(tokens));
 }
 
 void Prefixes::RequireNext(const Sequence& sequence, int64_t begin) const {

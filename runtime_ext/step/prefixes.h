@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "state/sequences/sequence_table.h"
+#include "step/prefix_tiers.h"
 #include "step/step.h"
 
 namespace pagedkv {
@@ -27,8 +28,9 @@ using TokenIds = ffi::Variant<ffi::Shape, ffi::Tensor>;
 
 class Prefixes {
  public:
-  /*! \brief Both must outlive this. */
-  Prefixes(Step* step, SequenceTable* table) : step_(step), table_(table) {}
+  /*! \brief All must outlive this. */
+  Prefixes(Step* step, SequenceTable* table, PrefixTiers* tiers)
+      : step_(step), table_(table), tiers_(tiers) {}
 
   // Token ids are non-negative int32 values. Each call throws Error (ValueError, KeyError); then
   // nothing has changed.
@@ -36,10 +38,16 @@ class Prefixes {
   int64_t Match(const TokenIds& tokens, const ffi::Bytes& salt);
   /*!
    * \brief Adds a sequence that begins with the pages of an earlier text. Its tokens are recorded.
+   * Waits for a store as long as the tiers were opened with.
    * \param salt The namespace: texts of different salts never meet.
    * \return The length of the new sequence, less than the number of tokens.
    */
   int64_t Add(int64_t sequence_id, const TokenIds& tokens, const ffi::Bytes& salt);
+  /*! \brief As Add; waits for a store at most this long. */
+  int64_t AddWithin(int64_t sequence_id, const TokenIds& tokens, const ffi::Bytes& salt,
+                    double seconds);
+  /*! \brief Begins to bring the pages of a text from the store. \return The lookup's ticket. */
+  int64_t Prefetch(const TokenIds& tokens, const ffi::Bytes& salt);
   /*!
    * \brief Records the tokens of committed positions, so that others find their pages.
    * \param begin The first position; those before it must be recorded.
@@ -58,6 +66,7 @@ class Prefixes {
 
   Step* step_;
   SequenceTable* table_;
+  PrefixTiers* tiers_;
   std::vector<int32_t> tokens_;  // scratch
 };
 

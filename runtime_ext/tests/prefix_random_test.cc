@@ -5,6 +5,7 @@
  *
  * The content of a slot stands for K and V: a number that depends on the salt and on all tokens up
  * to its position. While nothing is reclaimed, a hit is as long as the longest text that was added.
+ * With tiers, pages come and go in a host tier that is too small, and in a store that fails.
  */
 #include <algorithm>
 #include <map>
@@ -18,6 +19,7 @@
 #include "state/plans/plan_arrays.h"
 #include "state/sequences/copy_on_write.h"
 #include "state/sequences/sequence_table.h"
+#include "tier_fixture.h"
 
 namespace pagedkv::prefix_random_test {
 
@@ -50,14 +52,22 @@ struct Text {
 
 class World {
  public:
-  World(uint64_t seed, int32_t num_windowed, int32_t num_whole)
-      : engine_(seed),
+  World(uint64_t seed, int32_t num_windowed, int32_t num_whole, TierSetup setup = {})
+      : setup_(setup),
+        engine_(seed),
         table_(kMaxSequences, kPageSize, {num_windowed, num_whole, num_windowed}, {3, 0, 9}),
         plan_(&table_, 1 << 20),
-        slots_(3, Contents(std::max(num_windowed, num_whole) * kPageSize, 0)) {}
+        slots_(3, Contents(std::max(num_windowed, num_whole) * kPageSize, 0)),
+        tier_(setup, kPageSize, &slots_, &engine_) {
+    if (setup_.num_slots > 0) {
+      table_.prefixes().SetTier(tier_.tier(), &tier_, setup.policy, "a model");
+    }
+  }
 
   void Do() {
     const auto id = static_cast<int64_t>(Below(kMaxSequences));
+    if (setup_.has_store) tier_.Work(static_cast<int>(Below(4)));
+    if (setup_.has_faults && Below(4) == 0) tier_.Damage();
     try {
       if (!texts_.count(id)) {
         Add(id);
@@ -93,6 +103,7 @@ class World {
       }
     }
     table_.CheckIntegrity();
+    if (!setup_.has_faults) tier_.tier()->CheckIntegrity();  // damaged keys are no wrong state
     Check();
   }
 
@@ -105,7 +116,14 @@ class World {
       REQUIRE_EQ(table_.pool(g).num_free(), table_.pool(g).num_pages());
     }
     REQUIRE_EQ(table_.prefixes().tree().num_tokens(), 0);
+    table_.ForgetTexts();
+    if (setup_.has_store) tier_.Work(1 << 20);
+    REQUIRE_EQ(tier_.tier()->counts().num_values, 0);
+    REQUIRE_EQ(tier_.tier()->counts().pending_stores, 0);
+    tier_.tier()->CheckIntegrity();
   }
+  const TestTier& tier() const { return tier_; }
+  HostTier::Counts tier_counts() { return tier_.tier()->counts(); }
 
   bool HasReclaimed() const {
     bool has = false;
@@ -132,9 +150,23 @@ class World {
     Text text;
     if (Below(3) == 0) text.salt = "salt";
     const Tokens tokens = RandomTokens();
+    if (setup_.has_store && Below(2)) {
+      const int64_t ticket = table_.prefixes().Prefetch(text.salt, Span(tokens));
+      if (Below(2)) {
+        tier_.Work(1 << 20);
+        REQUIRE(tier_.tier()->Wait(ticket, 0));
+      }
+    }
     const int64_t matched = table_.prefixes().Match(text.salt, Span(tokens));
-    const int64_t length = table_.AddWithPrefix(id, text.salt, Span(tokens));
-    REQUIRE_EQ(length, matched);
+    std::vector<PageLoad> loads;
+    const int64_t length = table_.AddWithPrefix(id, text.salt, Span(tokens), &loads);
+    if (!setup_.has_faults) REQUIRE_EQ(length, matched);
+    if (Below(16) == 0) {
+      table_.CancelLoads(id, loads);
+      return;
+    }
+    tier_.Load(loads);
+    table_.FinishLoads(id, loads);
     int64_t longest = 0;
     for (const auto& [salt, added] : added_) {
       if (salt != text.salt) continue;
@@ -294,12 +326,14 @@ class World {
     }
   }
 
+  TierSetup setup_;
   std::mt19937_64 engine_;
   SequenceTable table_;
   ForwardPlan plan_;
   std::map<int64_t, Text> texts_;
   std::vector<std::pair<std::string, Tokens>> added_;  // texts whose pages others may find
   std::vector<Contents> slots_;                        // [group][slot]
+  TestTier tier_;
 };
 
 TEST_CASE("prefix random: hits have the content of their tokens") {
@@ -317,6 +351,36 @@ TEST_CASE("prefix random: hits have the content of their tokens") {
     }
     REQUIRE(num_hits > 100);
     REQUIRE_EQ(has_reclaimed, num_pages < 5000);
+  }
+}
+
+TEST_CASE("prefix random: tiers") {
+  for (const TierWrites writes : {TierWrites::kBack, TierWrites::kThrough, TierWrites::kSelective}) {
+    for (const bool has_store : {false, true}) {
+      for (const bool has_faults : {false, true}) {
+        int64_t num_host = 0, num_store = 0, num_damaged = 0, num_evicted = 0;
+        for (uint64_t seed = 0; seed < 12; ++seed) {
+          CAPTURE(static_cast<int>(writes));
+          CAPTURE(has_store);
+          CAPTURE(has_faults);
+          CAPTURE(seed);
+          const TierSetup setup{seed % 2 ? 6 : 40, {writes, 1}, has_store, has_faults};
+          const int32_t num_pages = seed % 3 ? 17 : 24;
+          World world(seed, num_pages, 3 * num_pages, setup);
+          for (int i = 0; i < 500; ++i) world.Do();
+          num_host += world.counts().host_tokens;
+          num_store += world.counts().store_tokens;
+          num_damaged += world.tier_counts().damaged;
+          num_evicted += world.tier_counts().evicted;
+          world.Clear();
+        }
+        CAPTURE(static_cast<int>(writes));
+        REQUIRE(num_host > 20);
+        REQUIRE(num_evicted > 20);
+        REQUIRE_EQ(num_store > 0, has_store);
+        REQUIRE_EQ(num_damaged > 0, has_faults);
+      }
+    }
   }
 }
 

@@ -31,3 +31,16 @@ TEST_CASE("sha256: chunks") {
     REQUIRE_EQ(stream.Finish(), Sha256(bytes));
   }
 }
+
+TEST_CASE("sha256: bytes") {
+  for (size_t size : {0, 1, 55, 56, 63, 64, 65, 96, 119, 120, 1000}) {
+    CAPTURE(size);
+    const std::string text(size, 'x');
+    std::string digits;
+    for (uint8_t byte : pagedkv::Sha256Bytes(text.data(), size)) {
+      digits += "0123456789abcdef"[byte >> 4];
+      digits += "0123456789abcdef"[byte & 15];
+    }
+    REQUIRE_EQ(digits, Sha256(text));
+  }
+}

@@ -22,6 +22,8 @@ from .test_cache_sliding import Pair
 class Texts(Pair):
     """Rows depend on the salt and on all tokens up to theirs, as those of a model do."""
 
+    has_steady_matches = True  # nothing comes or goes between a match and an addition
+
     def __init__(self, windows=(0, 0), mode: str = "none", seed: int = 0, **fields):
         super().__init__(windows, mode, seed, **fields)
         self.tokens: dict[int, list[int]] = {}
@@ -40,7 +42,8 @@ class Texts(Pair):
         matched = self.cache.match_prefix(tokens, salt)
         reused = self.cache.add_sequence(seq_id, tokens, salt)
         self.cache.check_integrity()
-        assert reused == matched == self.cache.num_recorded_tokens(seq_id)
+        assert reused == matched or not self.has_steady_matches
+        assert reused == self.cache.num_recorded_tokens(seq_id)
         assert reused == self.cache.sequence_length(seq_id) <= max(len(tokens) - 1, 0)
         self.expected.add_sequence(seq_id)
         self.tokens[seq_id], self.salts[seq_id] = list(tokens[:reused]), salt

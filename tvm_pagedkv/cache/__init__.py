@@ -6,6 +6,14 @@ Nothing here needs a compiler.
 
 from .kv_cache import KVCache
 from .page_map import PageMap
-from .stats import CacheStats, GroupStats
+from .stats import CacheStats, GroupStats, PrefixTierStats
+from .tiers import open_prefix_cache
 
-__all__ = ["CacheStats", "GroupStats", "KVCache", "PageMap"]
+__all__ = [
+    "CacheStats",
+    "GroupStats",
+    "KVCache",
+    "PageMap",
+    "PrefixTierStats",
+    "open_prefix_cache",
+]

@@ -158,6 +158,8 @@ class CacheInspection:
         """
         raw = dict(global_function("pagedkv.stats")(self).items())
         raw["groups"] = [dict(group.items()) for group in raw["groups"]]
+        if "prefix_tiers" in raw:
+            raw["prefix_tiers"] = dict(raw["prefix_tiers"].items())
         return cast("CacheStats", raw)
 
     def check_integrity(self) -> None:

@@ -9,7 +9,9 @@ import numpy as np
 import tvm_ffi
 
 from .._functions import STATE, as_int, global_function
+from ..stores.worker import close_worker
 from .attention import CacheAttention
+from .tiers import tier_of
 
 
 def as_tokens(tokens: Sequence[int]) -> tvm_ffi.Tensor:
@@ -36,7 +38,11 @@ class CachePrefix(CacheAttention):
     __slots__ = ()
 
     def add_sequence(
-        self, seq_id: int, tokens: Sequence[int] | None = None, salt: bytes = b""
+        self,
+        seq_id: int,
+        tokens: Sequence[int] | None = None,
+        salt: bytes = b"",
+        wait: float | None = None,
     ) -> int:
         """Add a sequence; with `tokens`, one that begins with the pages of an earlier text.
 
@@ -55,6 +61,9 @@ class CachePrefix(CacheAttention):
         salt : bytes
             The namespace: texts with different salts never share pages. Put into it what else K and
             V depend on, such as an adapter or an image, or who may know of the text.
+        wait : float, optional
+            The most seconds to wait for pages from the store of a cache with a `prefix_cache`;
+            None: as its configuration says. What arrives later is found by later calls.
 
         Returns
         -------
@@ -70,7 +79,65 @@ class CachePrefix(CacheAttention):
             global_function(STATE + "add_sequence")(self, as_int("seq_id", seq_id))
             return 0
         arguments = as_int("seq_id", seq_id), as_tokens(tokens), as_salt(salt)
-        return global_function("pagedkv.prefix_add")(self, *arguments)
+        if wait is None:
+            return global_function("pagedkv.prefix_add")(self, *arguments)
+        return global_function("pagedkv.prefix_add_within")(self, *arguments, float(wait))
+
+    def prefetch(self, tokens: Sequence[int], salt: bytes = b"") -> None:
+        """Begin to bring the pages of a text from the store into host memory.
+
+        It returns at once; a later `add_sequence` finds what has arrived. Without a store it does
+        nothing.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+        salt : bytes
+            As for `add_sequence`, and so are the errors.
+        """
+        global_function("pagedkv.prefix_prefetch")(self, as_tokens(tokens), as_salt(salt))
+
+    def forget_prefixes(self) -> None:
+        """Forget all texts, in the pages and in host memory: later lookups do not find them.
+
+        Sequences stay, without recorded tokens. Call it when K and V of a text change, as with new
+        weights. A store keeps what it has: use another name of the model for it.
+        """
+        global_function("pagedkv.prefix_clear")(self)
+
+    def flush_prefixes(self, timeout: float = 60.0) -> bool:
+        """Wait until the store has the pages that are to be written to it.
+
+        Parameters
+        ----------
+        timeout : float
+            The most seconds to wait.
+
+        Returns
+        -------
+        bool
+            Whether nothing is left to write.
+        """
+        tier = tier_of(self)
+        return tier is None or global_function("pagedkv.tier_flush")(tier, float(timeout))
+
+    def close_prefixes(self, timeout: float = 60.0) -> bool:
+        """Write what is pending to the store and close it; the cache can still be used.
+
+        Without this call, the same is done when the cache is freed, in the background.
+
+        Parameters
+        ----------
+        timeout : float
+            The most seconds to wait.
+
+        Returns
+        -------
+        bool
+            Whether the store was closed in that time.
+        """
+        tier = tier_of(self)
+        return tier is None or close_worker(tier, float(timeout))
 
     def match_prefix(self, tokens: Sequence[int], salt: bytes = b"") -> int:
         """Return the number of positions that `add_sequence` would reuse for these tokens.

@@ -33,10 +33,52 @@ class GroupStats(TypedDict):
     """Used pages with more than one owner."""
 
 
-class CacheStats(TypedDict):
+class PrefixTierStats(TypedDict):
+    """Counters of the tiers below the pages; a page counts once per layer group.
+
+    Counters of events start at 0 when the cache is made.
+    """
+
+    num_host_pages: int
+    """Pages in host memory, now."""
+    host_bytes: int
+    """Bytes of their slots."""
+    host_capacity_bytes: int
+    num_saved_pages: int
+    """Pages that were copied to host memory."""
+    num_failed_saves: int
+    """Those that were not, because no slot was free or the copy failed."""
+    num_evicted_pages: int
+    """Pages of host memory that made room for others."""
+    num_damaged_pages: int
+    """Pages whose checksum or text was wrong when they were read; they counted as missing."""
+    num_stored_pages: int
+    """Pages that the store took."""
+    num_failed_stores: int
+    num_pending_stores: int
+    """Pages that are to be written to the store, now."""
+    num_fetched_pages: int
+    """Pages that came from the store into host memory."""
+    num_failed_fetches: int
+    num_failed_loads: int
+    """Hits that got shorter because a page of host memory was gone or damaged."""
+    reused_device_tokens: int
+    """Reused tokens whose pages were in the pool."""
+    reused_host_tokens: int
+    """Reused tokens with a page that was copied back from host memory."""
+    reused_store_tokens: int
+    """Reused tokens with a page that had come from the store."""
+
+
+class _TieredStats(TypedDict, total=False):
+    prefix_tiers: PrefixTierStats
+
+
+class CacheStats(_TieredStats):
     """Pages, bytes and events of a cache. Page counts are sums over its layer groups.
 
     Bytes are those on the cache's device. Counters of events start at 0 when the cache is made.
+    ``prefix_tiers`` is there in a cache with a `prefix_cache`.
     """
 
     page_pool_bytes: int

@@ -12,6 +12,7 @@ import tvm
 from tvm.target import Target
 from tvm_ffi import Shape
 
+from ..cache import open_prefix_cache
 from ..config import MHA_KINDS, ROPE_MODES, KVCacheConfig, LayerSpec, RopeConfig
 from .build import KernelLibraries, KernelSets, build_libraries, load_libraries
 from .cuda.library import require_code_for
@@ -68,7 +69,10 @@ def create(
             require_code_for(device, path)
     kernels = load_libraries(built)
     make = tvm.get_global_func("pagedkv.create")
-    return make(config_map(config, kernels, device), [dict(s) for s in kernels.sets], device)
+    cache = make(config_map(config, kernels, device), [dict(s) for s in kernels.sets], device)
+    if config.prefix_cache is not None:
+        open_prefix_cache(cache, config.prefix_cache)
+    return cache
 
 
 def _device_and_target(

@@ -6,6 +6,7 @@ from .cache_config import KVCacheConfig
 from .dtypes import DTYPES, ITEMSIZE, KV_DTYPES
 from .layer_spec import LAYER_KINDS, MHA_KINDS, LayerSpec
 from .memory import POPPABLE
+from .prefix_cache_config import WRITE_POLICIES, PrefixCacheConfig
 from .rope_config import ROPE_MODES, ROPE_TYPES, RopeConfig
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "POPPABLE",
     "ROPE_MODES",
     "ROPE_TYPES",
+    "WRITE_POLICIES",
     "KVCacheConfig",
     "LayerSpec",
+    "PrefixCacheConfig",
     "RopeConfig",
     "standard_slopes",
 ]

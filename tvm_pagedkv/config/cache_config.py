@@ -12,6 +12,7 @@ from .alibi import resolve_slopes
 from .dtypes import DTYPES, KV_DTYPES
 from .layer_spec import MHA_KINDS, LayerSpec
 from .memory import memory_bytes, num_pages_of
+from .prefix_cache_config import PrefixCacheConfig
 from .rope_config import RopeConfig
 
 MAX_PAGE_SIZE = 256
@@ -71,6 +72,9 @@ class KVCacheConfig:
         of its stage; layer ids are those of the whole model.
     stage : int, optional
         The stage of the cache. None, with several stages: that of the worker in a Disco session.
+    prefix_cache : PrefixCacheConfig, optional
+        Tiers below the pages: host memory and stores that keep the pages of texts which the pool
+        has no room for. None: what the pool reclaims is gone.
 
     Raises
     ------
@@ -99,6 +103,7 @@ class KVCacheConfig:
     enable_kv_transfer: bool = False
     layer_indptr: tuple[int, ...] = None  # type: ignore[assignment]
     stage: int | None = None
+    prefix_cache: PrefixCacheConfig | None = None
 
     if TYPE_CHECKING:
 
@@ -124,11 +129,14 @@ class KVCacheConfig:
             enable_kv_transfer: bool = False,
             layer_indptr: Sequence[int] | None = None,
             stage: int | None = None,
+            prefix_cache: PrefixCacheConfig | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.enable_kv_transfer, bool):
             raise TypeError(f"enable_kv_transfer must be a bool, got {self.enable_kv_transfer!r}")
+        if not isinstance(self.prefix_cache, (PrefixCacheConfig, type(None))):
+            raise TypeError(f"prefix_cache must be a PrefixCacheConfig, got {self.prefix_cache!r}")
         for name in ("num_layers", "max_num_sequences", "max_total_tokens", "prefill_chunk_size"):
             check_int(name, getattr(self, name))
         check_choice("dtype", self.dtype, DTYPES)

@@ -19,6 +19,7 @@ PagePool::PagePool(int32_t num_pages)
 
 int32_t PagePool::Reclaim() {
   const int32_t page = cached_.oldest();
+  if (observer_ != nullptr) observer_->BeforeReclaim(page);
   cached_.Remove(page);
   ref_counts_[page] = 1;
   Content& content = contents_[page];

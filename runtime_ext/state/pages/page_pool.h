@@ -31,6 +31,14 @@
 
 namespace pagedkv {
 
+/*! \brief Hears of content that a pool is about to give up. */
+class PageObserver {
+ public:
+  virtual ~PageObserver() = default;
+  /*! \brief A cached page is handed out next; its content and generation are still as they were. */
+  virtual void BeforeReclaim(int32_t page) noexcept = 0;
+};
+
 class PagePool {
  public:
   explicit PagePool(int32_t num_pages);
@@ -86,6 +94,9 @@ class PagePool {
   /*! \brief Drops all keepers of a held page, because its owner will overwrite it. */
   void Overwrite(int32_t page);
 
+  /*! \brief The observer must outlive the pool; null for none. */
+  void SetObserver(PageObserver* observer) { observer_ = observer; }
+
   /*! \brief Puts the free pages in a random order, so that tests get shuffled page tables. */
   void ShuffleFree(uint64_t seed);
 
@@ -117,6 +128,7 @@ class PagePool {
   int32_t num_shared_ = 0;
   int32_t num_held_and_kept_ = 0;
   int64_t num_reclaimed_ = 0;
+  PageObserver* observer_ = nullptr;
 };
 
 }  // namespace pagedkv

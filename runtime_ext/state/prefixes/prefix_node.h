@@ -14,20 +14,20 @@
 #include <string>
 #include <vector>
 
+#include "state/tiers/page_key.h"
+
 namespace pagedkv {
-
-/*! \brief A view of token ids. */
-struct TokenSpan {
-  const int32_t* data;
-  int64_t size;
-
-  TokenSpan From(int64_t begin) const { return {data + begin, size - begin}; }
-};
 
 /*! \brief A page of the pool and the generation of its content; -1 for none. */
 struct StoredPage {
   int32_t page = -1;
   uint64_t generation = 0;
+};
+
+/*! \brief What a tree with keys has of each full page of text. */
+struct KeyedPage {
+  PageKey key{};  // zero of a page that is not full
+  int64_t num_hits = 0;
 };
 
 struct PrefixNode {
@@ -65,25 +65,42 @@ struct PrefixNode {
   StoredPage* StoredOf(int64_t offset) { return stored.data() + offset * num_groups; }
   const StoredPage* StoredOf(int64_t offset) const { return stored.data() + offset * num_groups; }
 
+  /*! \brief The key before page `offset` of the node. */
+  const PageKey& KeyBefore(int64_t offset) const {
+    if (offset > 0) return keyed[offset - 1].key;
+    return parent->parent == nullptr ? parent->root_key : parent->keyed.back().key;
+  }
+
   /*! \brief Adds a page of text. May throw std::bad_alloc; then nothing has changed. */
   void Append(TokenSpan page) {
-    stored.resize(stored.size() + num_groups);
+    const int64_t count = NumPages();
     try {
+      stored.resize(stored.size() + num_groups);
+      if (has_keys) keyed.emplace_back();
       tokens.insert(tokens.end(), page.data, page.data + page.size);
     } catch (...) {
-      stored.resize(stored.size() - num_groups);
+      stored.resize(static_cast<size_t>(count) * num_groups);
+      if (has_keys) keyed.resize(static_cast<size_t>(count));
       throw;
     }
+  }
+  /*! \brief Computes the key of the last page, if it is full. */
+  void AddKey() noexcept {
+    const int64_t last = NumPages() - 1;
+    if (!has_keys || TokensOf(last).size < page_size) return;
+    keyed[last].key = NextKey(KeyBefore(last), TokensOf(last));
   }
   void EraseFront(int64_t count) noexcept {
     begin += count;
     tokens.erase(tokens.begin(), tokens.begin() + count * page_size);
     stored.erase(stored.begin(), stored.begin() + static_cast<ptrdiff_t>(count * num_groups));
+    if (has_keys) keyed.erase(keyed.begin(), keyed.begin() + count);
   }
   /*! \brief Drops the pages of text from `count` on. */
   void Truncate(int64_t count) noexcept {
     tokens.resize(static_cast<size_t>(count * page_size));
     stored.resize(static_cast<size_t>(count) * num_groups);
+    if (has_keys) keyed.resize(static_cast<size_t>(count));
   }
 
   PrefixNode* parent;  // null for a root
@@ -95,6 +112,10 @@ struct PrefixNode {
   Children children;
   int64_t num_cursors = 0;
   std::string salt;  // of a root
+  // Only in trees with keys.
+  bool has_keys = false;
+  std::vector<KeyedPage> keyed;  // [page]
+  PageKey root_key{};            // of a root
 };
 
 }  // namespace pagedkv

@@ -9,6 +9,8 @@
 #include <iterator>
 #include <utility>
 
+#include "base/error.h"
+
 namespace pagedkv {
 
 namespace {
@@ -39,9 +41,16 @@ int64_t PrefixTree::FindChild(const PrefixNode& node, TokenSpan tokens, PrefixNo
   return num_common;
 }
 
+void PrefixTree::EnableKeys(std::string space) {
+  if (!roots_.empty()) Raise(kValueError, "the cache has texts: tiers come before the first one");
+  key_space_ = std::move(space);
+  has_keys_ = true;
+}
+
 void PrefixTree::Find(const std::string& salt, TokenSpan tokens, Path* path) const {
   path->node = nullptr;
   path->pages.clear();
+  path->keys.clear();
   path->partial = nullptr;
   path->num_partial = 0;
   const auto root = roots_.find(salt);
@@ -53,6 +62,7 @@ void PrefixTree::Find(const std::string& salt, TokenSpan tokens, Path* path) con
     int64_t offset = 0;
     while (num_common == page_size_) {
       path->node = child;
+      if (has_keys_) path->keys.push_back(child->keyed[offset].key);
       path->pages.push_back(child->StoredOf(offset++));
       tokens = tokens.From(page_size_);
       if (offset == child->NumPages()) break;
@@ -73,8 +83,9 @@ PrefixTree::Cursor PrefixTree::Enter(const std::string& salt) {
   }
   auto root = roots_.find(salt);
   if (root == roots_.end()) {
-    auto node = std::make_unique<PrefixNode>(nullptr, 0, page_size_, num_groups());
+    std::unique_ptr<PrefixNode> node = MakeNode(nullptr, 0);
     node->salt = salt;
+    if (has_keys_) node->root_key = RootKey(key_space_, salt);
     root = roots_.emplace(salt, std::move(node)).first;
   }
   return EnterAt(root->second.get(), 0);
@@ -116,9 +127,35 @@ TokenSpan PrefixTree::TokensBefore(const Cursor& cursor, int64_t index) const no
   return node->TokensOf(index - node->begin);
 }
 
+PrefixTree::TextPage PrefixTree::At(const Cursor& cursor, int64_t index) const noexcept {
+  PrefixNode* node = cursor.node;
+  while (index < node->begin) node = node->parent;
+  return {node, index};
+}
+
+PageText PrefixTree::TextOf(const TextPage& text) const noexcept {
+  const int64_t offset = text.index - text.node->begin;
+  return {text.node->keyed[offset].key, text.node->KeyBefore(offset), text.node->TokensOf(offset)};
+}
+
+bool PrefixTree::FindTextOf(int32_t group, int32_t page, TextPage* text) const noexcept {
+  if (texts_[group].empty()) return false;
+  *text = texts_[group][page];
+  if (text->node == nullptr) return false;
+  const int64_t offset = text->index - text->node->begin;
+  return IsKnown(group, text->node->StoredOf(offset)[group]);
+}
+
+std::unique_ptr<PrefixNode> PrefixTree::MakeNode(PrefixNode* parent, int64_t begin) const {
+  auto node = std::make_unique<PrefixNode>(parent, begin, page_size_, num_groups());
+  node->has_keys = has_keys_;
+  return node;
+}
+
 PrefixNode* PrefixTree::AddChild(PrefixNode* parent, TokenSpan tokens) {
-  auto node = std::make_unique<PrefixNode>(parent, parent->end(), page_size_, num_groups());
+  std::unique_ptr<PrefixNode> node = MakeNode(parent, parent->end());
   node->Append(tokens);
+  node->AddKey();
   PrefixNode* child = parent->children.insert(std::move(node)).first->get();
   num_tokens_ += tokens.size;
   ++num_nodes_;
@@ -127,7 +164,7 @@ PrefixNode* PrefixTree::AddChild(PrefixNode* parent, TokenSpan tokens) {
 
 PrefixNode* PrefixTree::Split(PrefixNode* node, int64_t offset) {
   PrefixNode* parent = node->parent;
-  auto above = std::make_unique<PrefixNode>(parent, node->begin, page_size_, num_groups());
+  std::unique_ptr<PrefixNode> above = MakeNode(parent, node->begin);
   for (int64_t i = 0; i < offset; ++i) above->Append(node->TokensOf(i));
   PrefixNode::Children scratch;
   scratch.insert(nullptr);  // allocates the element for `node`
@@ -140,6 +177,7 @@ PrefixNode* PrefixTree::Split(PrefixNode* node, int64_t offset) {
   element.value() = std::move(above);
   parent->children.insert(std::move(element));
   upper->stored.assign(node->StoredOf(0), node->StoredOf(offset));
+  if (has_keys_) upper->keyed.assign(node->keyed.begin(), node->keyed.begin() + offset);
   for (int64_t i = 0; i < offset; ++i) {
     for (size_t g = 0; g < num_groups(); ++g) {
       const StoredPage& stored = upper->StoredOf(i)[g];
@@ -174,6 +212,7 @@ PrefixTree::TextPage PrefixTree::Advance(Cursor* cursor, TokenSpan tokens) {
     const bool is_leaf = node->children.size() == (beginning != nullptr ? 1 : 0);
     if (is_leaf && node->parent != nullptr) {
       node->Append(tokens);
+      node->AddKey();
       num_tokens_ += tokens.size;
       child = node;
     } else {

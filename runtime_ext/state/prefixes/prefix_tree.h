@@ -49,6 +49,7 @@ class PrefixTree {
   struct Path {
     PrefixNode* node = nullptr;            // the root, or the node of the last whole page
     std::vector<const StoredPage*> pages;  // [page] -> [group], whole pages
+    std::vector<PageKey> keys;             // [page] in a tree with keys
     const StoredPage* partial = nullptr;   // [group] a page that begins with the next tokens
     int64_t num_partial = 0;               // how many of them
   };
@@ -58,6 +59,15 @@ class PrefixTree {
   PrefixTree(const PrefixTree&) = delete;
   PrefixTree& operator=(const PrefixTree&) = delete;
   ~PrefixTree() { Clear(); }
+
+  /*!
+   * \brief Keeps a key for each full page of text from now on.
+   * \param space See RootKey.
+   * \throws Error (ValueError) when the tree has texts.
+   */
+  void EnableKeys(std::string space);
+  bool has_keys() const { return has_keys_; }
+  const std::string& key_space() const { return key_space_; }
 
   /*! \brief Finds the longest beginning of a text. Its pages may have been reclaimed. */
   void Find(const std::string& salt, TokenSpan tokens, Path* path) const;
@@ -71,6 +81,16 @@ class PrefixTree {
   void MoveBack(Cursor* cursor, int64_t num_pages) noexcept;
   /*! \brief The tokens of a page of text before the cursor. */
   TokenSpan TokensBefore(const Cursor& cursor, int64_t index) const noexcept;
+  /*! \brief A page of text before the cursor. */
+  TextPage At(const Cursor& cursor, int64_t index) const noexcept;
+  /*! \brief What the key of a full page stands for. The tree must have keys. */
+  PageText TextOf(const TextPage& text) const noexcept;
+  /*! \brief The text that a known page of the pool is stored for. \return Whether there is one. */
+  bool FindTextOf(int32_t group, int32_t page, TextPage* text) const noexcept;
+  /*! \brief Counts a hit of a full page. \return How many it has. */
+  int64_t CountHit(const TextPage& text) noexcept {
+    return ++text.node->keyed[text.index - text.node->begin].num_hits;
+  }
   /*! \brief Moves a cursor over a whole page of text, which is added where the tree lacks it. */
   TextPage Advance(Cursor* cursor, TokenSpan tokens);
   /*!
@@ -102,6 +122,7 @@ class PrefixTree {
   size_t num_groups() const { return pools_->size(); }
   /*! \brief The child whose first page has the most tokens in common. \return How many. */
   int64_t FindChild(const PrefixNode& node, TokenSpan tokens, PrefixNode** child) const;
+  std::unique_ptr<PrefixNode> MakeNode(PrefixNode* parent, int64_t begin) const;
   PrefixNode* AddChild(PrefixNode* parent, TokenSpan tokens);
   /*! \brief Splits a node before its page `offset`. \return The new node above it. */
   PrefixNode* Split(PrefixNode* node, int64_t offset);
@@ -118,6 +139,8 @@ class PrefixTree {
 
   int64_t page_size_;
   std::vector<PagePool>* pools_;
+  bool has_keys_ = false;
+  std::string key_space_;
   std::map<std::string, std::unique_ptr<PrefixNode>> roots_;
   std::vector<std::vector<TextPage>> texts_;  // [group][page] the text that it is stored for
   int64_t num_nodes_ = 0;                     // without roots

@@ -23,6 +23,18 @@ void PrefixTree::CheckNode(const PrefixNode& node) const {
     Raise(kRuntimeError, "a node of the prefix tree at page ", node.begin, " has ", num_tokens,
           " tokens, ", node.stored.size(), " stored pages and ", node.children.size(), " children");
   }
+  if (node.has_keys != has_keys_ ||
+      node.keyed.size() != static_cast<size_t>(has_keys_ ? node.NumPages() : 0)) {
+    Raise(kRuntimeError, "a node of the prefix tree at page ", node.begin, " has ",
+          node.keyed.size(), " keys");
+  }
+  for (int64_t i = 0; has_keys_ && !is_root && i < node.NumPages(); ++i) {
+    const bool is_full = node.TokensOf(i).size == page_size_;
+    const PageKey key = is_full ? NextKey(node.KeyBefore(i), node.TokensOf(i)) : PageKey{};
+    if (node.keyed[i].key != key) {
+      Raise(kRuntimeError, "page ", node.begin + i, " of a text has the key of another text");
+    }
+  }
   const PrefixNode* last = nullptr;
   for (const auto& child : node.children) {
     if (child->parent != &node) Raise(kRuntimeError, "a node of the prefix tree has two parents");

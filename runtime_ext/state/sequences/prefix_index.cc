@@ -15,80 +15,63 @@
 
 namespace pagedkv {
 
-const StoredPage& PrefixIndex::StoredAt(int64_t index, int32_t group) const {
-  const bool is_whole = index < static_cast<int64_t>(path_.pages.size());
-  return (is_whole ? path_.pages[index] : path_.partial)[group];
-}
-
-bool PrefixIndex::IsKnown(int64_t index, int32_t group) const {
-  return tree_.IsKnown(group, StoredAt(index, group));
-}
-
-int64_t PrefixIndex::LongestKnown(int64_t length) const {
-  const int64_t page_size = geometry_->page_size();
-  for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
-    if (geometry_->HasWindow(g)) continue;
-    const int64_t num_pages = geometry_->PagesFor(length);
-    int64_t known = 0;
-    while (known < num_pages && IsKnown(known, g)) ++known;
-    if (known < num_pages) length = known * page_size;
-  }
-  for (int32_t g = 0; g < geometry_->num_groups();) {
-    // From the end: the text must stop before a page of the window that is missing.
-    int64_t index = geometry_->PagesFor(length);
-    const int64_t first = geometry_->FirstPageToSee(g, length);
-    while (geometry_->HasWindow(g) && index > first && IsKnown(index - 1, g)) --index;
-    if (geometry_->HasWindow(g) && index > first) {
-      length = (index - 1) * page_size;
-      g = 0;
-    } else {
-      ++g;
-    }
-  }
-  return length;
-}
-
-int64_t PrefixIndex::Match(const std::string& salt, TokenSpan tokens) const {
-  tree_.Find(salt, tokens, &path_);
-  const int64_t found =
-      static_cast<int64_t>(path_.pages.size()) * geometry_->page_size() + path_.num_partial;
-  return LongestKnown(std::max<int64_t>(std::min(found, tokens.size - 1), 0));
-}
-
 std::unique_ptr<TokenRecord> PrefixIndex::ReserveRecord(int64_t num_tokens) const {
   auto record = std::make_unique<TokenRecord>();
   record->tail.reserve(std::max<int64_t>(geometry_->page_size(), num_tokens));
   return record;
 }
 
-int64_t PrefixIndex::Begin(Sequence* sequence, const std::string& salt, TokenSpan tokens) {
-  std::unique_ptr<TokenRecord> record = ReserveRecord(0);
+int64_t PrefixIndex::FindAndPin(const std::string& salt, TokenSpan tokens,
+                                std::vector<PageLoad>* loads) {
+  constexpr int kMaxTries = 4;
+  for (int i = 0; i < kMaxTries; ++i) {
+    const int64_t length = search_.Find(salt, tokens);
+    if (search_.PinLoads(length, loads)) return length;
+    ++counts_.failed_loads;
+  }
+  const int64_t length = search_.FindInPools(salt, tokens);
+  search_.PinLoads(length, loads);  // nothing to pin: it finds what it has just found
+  return length;
+}
+
+void PrefixIndex::TakePages(Sequence* sequence, int64_t length,
+                            std::vector<PageLoad>* loads) noexcept {
+  for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+    const int64_t first = search_.first_page(g);
+    sequence->first_pages[g] = first;
+    for (int64_t i = first; i < geometry_->PagesFor(length); ++i) {
+      const int32_t page = search_.IsInPool(i, g) ? search_.StoredAt(i, g).page : -1;
+      if (page >= 0) (*pools_)[g].AddOwner(page);
+      sequence->pages[g].push_back(page);  // within its capacity
+    }
+  }
+  // Only now: what these reclaim must be none of the pages above.
+  for (PageLoad& load : *loads) {
+    load.page = (*pools_)[load.group].Allocate();
+    sequence->pages[load.group][load.index - sequence->first_pages[load.group]] = load.page;
+  }
+}
+
+int64_t PrefixIndex::Begin(Sequence* sequence, const std::string& salt, TokenSpan tokens,
+                           std::vector<PageLoad>* loads) {
+  std::unique_ptr<TokenRecord> record = ReserveRecord(tokens.size);
   const PrefixTree::Cursor root = tree_.Enter(salt);
   int64_t length;
   try {
-    length = Match(salt, tokens);
     for (std::vector<int32_t>& pages : sequence->pages) {
       pages.reserve(geometry_->PagesFor(tokens.size));
     }
+    length = FindAndPin(salt, tokens, loads);
+    if (tier_ != nullptr) CountLoads(length, *loads);
   } catch (...) {
     tree_.Leave(root);
     throw;
   }
-  for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
-    // Pages before the window come along while they are there, so that positions can be popped.
-    int64_t first = geometry_->FirstPageToSee(g, length);
-    const int64_t wanted = geometry_->FirstPageToKeep(g, length);
-    while (first > wanted && IsKnown(first - 1, g)) --first;
-    sequence->first_pages[g] = first;
-    for (; first < geometry_->PagesFor(length); ++first) {
-      const int32_t page = StoredAt(first, g).page;
-      (*pools_)[g].AddOwner(page);
-      sequence->pages[g].push_back(page);
-    }
-  }
-  const int64_t num_whole = length / geometry_->page_size() * geometry_->page_size();
-  record->cursor = tree_.EnterAt(path_.node, length / geometry_->page_size());
-  record->tail.assign(tokens.data + num_whole, tokens.data + length);
+  TakePages(sequence, length, loads);
+  // Pages behind the end of the tree's path are added when they have their content.
+  const int64_t num_pages = std::min(length / geometry_->page_size(), search_.num_whole());
+  record->cursor = tree_.EnterAt(search_.path().node, num_pages);
+  record->tail.assign(tokens.data + num_pages * geometry_->page_size(), tokens.data + length);
   sequence->tokens = std::move(record);
   tree_.Leave(root);
   ++counts_.lookups;
@@ -126,7 +109,13 @@ void PrefixIndex::StorePages(const Sequence& sequence, const PrefixTree::TextPag
     } else if (sequence.receive == nullptr) {  // a receive moves the first page on by itself
       page = histories_->PageBehind(sequence, g, text.index);
     }
-    if (page >= 0) tree_.Store(text, g, page);
+    if (page < 0) continue;
+    tree_.Store(text, g, page);
+    const bool is_full = text.node->TokensOf(text.index - text.node->begin).size ==
+                         geometry_->page_size();
+    if (tier_ != nullptr && policy_.writes == TierWrites::kThrough && is_full) {
+      saver_->Save(g, page, tree_.TextOf(text));
+    }
   }
 }
 
@@ -144,6 +133,7 @@ void PrefixIndex::AddRecordedPages(Sequence* sequence) noexcept {
     return Drop(sequence);  // others will not find the rest of this text
   }
   record.tail.erase(record.tail.begin(), record.tail.begin() + used);
+  if (tier_ != nullptr && policy_.writes == TierWrites::kThrough) Touch(record.cursor);
 }
 
 void PrefixIndex::TruncateRecord(TokenRecord* record, int64_t length) noexcept {

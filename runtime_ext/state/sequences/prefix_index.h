@@ -25,10 +25,31 @@
 #include "state/pages/page_pool.h"
 #include "state/prefixes/prefix_tree.h"
 #include "state/sequences/page_geometry.h"
+#include "state/sequences/prefix_search.h"
 #include "state/sequences/sequence.h"
 #include "state/sequences/window_histories.h"
 
 namespace pagedkv {
+
+/*! \brief Copies pages of the pools to the host tier, if it lacks them. */
+class PageSaver {
+ public:
+  virtual ~PageSaver() = default;
+  /*! \brief The copy is in the order of what is done with the page before and after the call. */
+  virtual void Save(int32_t group, int32_t page, const PageText& text) noexcept = 0;
+};
+
+/*! \brief When full pages are copied to the tier. */
+enum class TierWrites {
+  kThrough,    // as soon as they can be found
+  kBack,       // when the pool reclaims them
+  kSelective,  // when they have been found `min_hits` times
+};
+
+struct TierPolicy {
+  TierWrites writes = TierWrites::kBack;
+  int64_t min_hits = 1;
+};
 
 class PrefixIndex {
  public:
@@ -37,6 +58,9 @@ class PrefixIndex {
     int64_t hits = 0;           // those that reuse a position at least
     int64_t tokens = 0;         // that were looked up
     int64_t reused_tokens = 0;  // that need not be computed
+    int64_t host_tokens = 0;    // of these, on pages that came from host memory
+    int64_t store_tokens = 0;   // of these, on pages that had come there from a store
+    int64_t failed_loads = 0;   // hits whose values were gone or damaged when they were to be read
   };
 
   /*! \brief All must outlive this. */
@@ -45,19 +69,41 @@ class PrefixIndex {
       : geometry_(geometry),
         pools_(pools),
         histories_(histories),
-        tree_(geometry->page_size(), pools) {}
+        tree_(geometry->page_size(), pools),
+        search_(geometry, pools, &tree_) {}
+  ~PrefixIndex();
+  PrefixIndex(const PrefixIndex&) = delete;
+  PrefixIndex& operator=(const PrefixIndex&) = delete;
+
+  /*!
+   * \brief Keeps pages in a tier below the pools from now on. Both must outlive this.
+   * \param space What all texts have in common; see RootKey.
+   * \throws Error (ValueError) when tokens have been recorded, or there is a tier.
+   */
+  void SetTier(HostTier* tier, PageSaver* saver, TierPolicy policy, std::string space);
+  HostTier* tier() const { return tier_; }
 
   /*!
    * \brief How many positions of a text a new sequence would reuse.
    *
    * Never all of them: the last token must be computed, for what the model says next.
    */
-  int64_t Match(const std::string& salt, TokenSpan tokens) const;
+  int64_t Match(const std::string& salt, TokenSpan tokens) const {
+    return search_.Find(salt, tokens);
+  }
+  /*! \brief Begins to bring pages of a text from the store. \return The lookup's ticket, or 0. */
+  int64_t Prefetch(const std::string& salt, TokenSpan tokens) const;
   /*!
    * \brief Gives a new, empty sequence the pages that Match finds, and records their tokens.
+   * \param loads Pages that the caller fills from slots of the host tier, before FinishLoads.
    * \return The length that the caller gives the sequence. May throw std::bad_alloc.
    */
-  int64_t Begin(Sequence* sequence, const std::string& salt, TokenSpan tokens);
+  int64_t Begin(Sequence* sequence, const std::string& salt, TokenSpan tokens,
+                std::vector<PageLoad>* loads);
+  /*! \brief The pages have their content: others find them. */
+  void FinishLoads(Sequence* sequence, const std::vector<PageLoad>& loads) noexcept;
+  /*! \brief The pages have no content, and their sequence is about to be removed. */
+  void CancelLoads(Sequence* sequence, const std::vector<PageLoad>& loads) noexcept;
   /*!
    * \brief Records the tokens of the positions behind those that are recorded.
    * \throws Error (ValueError) when there are no such positions.
@@ -87,6 +133,8 @@ class PrefixIndex {
   void Drop(Sequence* sequence) noexcept;
   /*! \brief Forgets all texts. There must be no sequences with tokens. */
   void Clear() noexcept { tree_.Clear(); }
+  /*! \brief Copies what a pool is about to reclaim. */
+  void SaveReclaimed(int32_t group, int32_t page) noexcept;
 
   const PrefixTree& tree() const { return tree_; }
   const Counts& counts() const { return counts_; }
@@ -105,11 +153,13 @@ class PrefixIndex {
     return sequence.receive ? sequence.receive->begin : sequence.committed_length();
   }
   std::unique_ptr<TokenRecord> ReserveRecord(int64_t num_tokens) const;
-  /*! \brief A page of the text that Match has looked up. */
-  const StoredPage& StoredAt(int64_t index, int32_t group) const;
-  bool IsKnown(int64_t index, int32_t group) const;
-  /*! \brief The longest text, up to `length`, that every group still has for its next row. */
-  int64_t LongestKnown(int64_t length) const;
+  /*! \brief Searches, and pins what is to be loaded. */
+  int64_t FindAndPin(const std::string& salt, TokenSpan tokens, std::vector<PageLoad>* loads);
+  void TakePages(Sequence* sequence, int64_t length, std::vector<PageLoad>* loads) noexcept;
+  void CountLoads(int64_t length, const std::vector<PageLoad>& loads);
+  void CountHits(const TokenRecord& record) noexcept;
+  void Unpin(const std::vector<PageLoad>& loads) noexcept;
+  void Touch(const PrefixTree::Cursor& cursor) noexcept;
   void AddRecordedPages(Sequence* sequence) noexcept;
   void TruncateRecord(TokenRecord* record, int64_t length) noexcept;
   void StorePages(const Sequence& sequence, const PrefixTree::TextPage& text) noexcept;
@@ -119,7 +169,17 @@ class PrefixIndex {
   const WindowHistories* histories_;
   PrefixTree tree_;
   Counts counts_;
-  mutable PrefixTree::Path path_;  // scratch
+  mutable PrefixSearch search_;
+
+  struct Observer final : PageObserver {
+    PrefixIndex* index;
+    int32_t group;
+    void BeforeReclaim(int32_t page) noexcept override { index->SaveReclaimed(group, page); }
+  };
+  HostTier* tier_ = nullptr;
+  PageSaver* saver_ = nullptr;
+  TierPolicy policy_;
+  std::vector<Observer> observers_;  // [group]
 };
 
 }  // namespace pagedkv

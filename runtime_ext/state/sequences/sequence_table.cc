@@ -87,15 +87,31 @@ Sequence* SequenceTable::Insert(int64_t id) {
 
 void SequenceTable::Add(int64_t id) { Insert(id); }
 
-int64_t SequenceTable::AddWithPrefix(int64_t id, const std::string& salt, TokenSpan tokens) {
+int64_t SequenceTable::AddWithPrefix(int64_t id, const std::string& salt, TokenSpan tokens,
+                                     std::vector<PageLoad>* loads) {
   Sequence* sequence = Insert(id);
   try {
-    Grow(sequence, prefixes_.Begin(sequence, salt, tokens));
+    Grow(sequence, prefixes_.Begin(sequence, salt, tokens, loads));
   } catch (...) {
     Recycle(id);
     throw;
   }
   return sequence->length;
+}
+
+void SequenceTable::FinishLoads(int64_t id, const std::vector<PageLoad>& loads) noexcept {
+  prefixes_.FinishLoads(Find(id), loads);
+}
+
+void SequenceTable::CancelLoads(int64_t id, const std::vector<PageLoad>& loads) noexcept {
+  prefixes_.CancelLoads(Find(id), loads);
+  RemoveOne(id);
+}
+
+void SequenceTable::ForgetTexts() noexcept {
+  for (auto& [id, sequence] : sequences_) prefixes_.Drop(&sequence);
+  prefixes_.Clear();
+  if (prefixes_.tier() != nullptr) prefixes_.tier()->Clear();
 }
 
 void SequenceTable::Remove(int64_t id) {

@@ -73,7 +73,19 @@ class SequenceTable {
    * \brief Adds a sequence that begins with the pages of an earlier text of these tokens.
    * \return Its length; see PrefixIndex.
    */
-  int64_t AddWithPrefix(int64_t id, const std::string& salt, TokenSpan tokens);
+  int64_t AddWithPrefix(int64_t id, const std::string& salt, TokenSpan tokens) {
+    std::vector<PageLoad> loads;  // none without a tier
+    return AddWithPrefix(id, salt, tokens, &loads);
+  }
+  /*!
+   * \brief As above, in a cache with a host tier.
+   * \param loads Pages that the caller fills; then it calls FinishLoads or CancelLoads, at once.
+   */
+  int64_t AddWithPrefix(int64_t id, const std::string& salt, TokenSpan tokens,
+                        std::vector<PageLoad>* loads);
+  void FinishLoads(int64_t id, const std::vector<PageLoad>& loads) noexcept;
+  /*! \brief Removes the sequence again. */
+  void CancelLoads(int64_t id, const std::vector<PageLoad>& loads) noexcept;
   /*! \brief Removes a sequence. During an import, removes all sequences of the import. */
   void Remove(int64_t id);
   /*!
@@ -103,6 +115,8 @@ class SequenceTable {
   /*! \throws Error (IndexError) when a group no longer holds the page of `position`. */
   void RequireKept(const Sequence& sequence, int64_t position) const;
   void Clear();
+  /*! \brief Forgets all texts: nothing that was computed so far is found any more. */
+  void ForgetTexts() noexcept;
   /*! \brief Called by ForwardPlan when it commits. */
   void Grow(Sequence* sequence, int64_t count) {
     sequence->length += count;

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file prefix_index_tiers.cc
+ * \brief What a prefix index does for the tier below the pools: it saves pages and loads them.
+ */
+#include <utility>
+
+#include "base/error.h"
+#include "state/sequences/prefix_index.h"
+
+namespace pagedkv {
+
+PrefixIndex::~PrefixIndex() {
+  for (size_t g = 0; g < observers_.size(); ++g) (*pools_)[g].SetObserver(nullptr);
+}
+
+void PrefixIndex::SetTier(HostTier* tier, PageSaver* saver, TierPolicy policy, std::string space) {
+  if (tier_ != nullptr) Raise(kValueError, "the cache has a prefix cache below its pages already");
+  std::vector<Observer> observers(pools_->size());
+  tree_.EnableKeys(std::move(space));
+  tier_ = tier;
+  saver_ = saver;
+  policy_ = policy;
+  search_.SetTier(tier);
+  observers_ = std::move(observers);
+  for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+    observers_[g].index = this;
+    observers_[g].group = g;
+    if (policy.writes == TierWrites::kBack) (*pools_)[g].SetObserver(&observers_[g]);
+  }
+}
+
+void PrefixIndex::SaveReclaimed(int32_t group, int32_t page) noexcept {
+  PrefixTree::TextPage text;
+  if (!tree_.FindTextOf(group, page, &text)) return;
+  if (text.node->TokensOf(text.index - text.node->begin).size < geometry_->page_size()) return;
+  saver_->Save(group, page, tree_.TextOf(text));
+}
+
+int64_t PrefixIndex::Prefetch(const std::string& salt, TokenSpan tokens) const {
+  if (tier_ == nullptr || !tier_->has_store()) return 0;
+  return tier_->Begin(search_.MakeLookup(salt, tokens));
+}
+
+void PrefixIndex::CountLoads(int64_t length, const std::vector<PageLoad>& loads) {
+  // Positions of which a group came from below; from the store, if one group did.
+  const int64_t page_size = geometry_->page_size();
+  std::vector<char> tiers;
+  try {
+    tiers.resize(static_cast<size_t>(geometry_->PagesFor(length)), 0);
+  } catch (...) {
+    Unpin(loads);
+    throw;
+  }
+  for (const PageLoad& load : loads) {
+    char& tier = tiers[load.index];
+    tier = std::max(tier, static_cast<char>(tier_->IsFromStore(load.slot) ? 2 : 1));
+  }
+  for (size_t i = 0; i < tiers.size(); ++i) {
+    const int64_t count = std::min(page_size, length - static_cast<int64_t>(i) * page_size);
+    counts_.host_tokens += tiers[i] == 1 ? count : 0;
+    counts_.store_tokens += tiers[i] == 2 ? count : 0;
+  }
+}
+
+void PrefixIndex::Unpin(const std::vector<PageLoad>& loads) noexcept {
+  for (const PageLoad& load : loads) tier_->Unpin(load.slot);
+}
+
+void PrefixIndex::FinishLoads(Sequence* sequence, const std::vector<PageLoad>& loads) noexcept {
+  Unpin(loads);
+  const TokenRecord& record = *sequence->tokens;
+  for (const PageLoad& load : loads) {
+    if (load.index < record.cursor.num_pages) {
+      tree_.Store(tree_.At(record.cursor, load.index), load.group, load.page);
+    }
+  }
+  AddPages(sequence);
+  if (policy_.writes == TierWrites::kSelective && sequence->tokens != nullptr) {
+    CountHits(*sequence->tokens);
+  }
+}
+
+void PrefixIndex::CountHits(const TokenRecord& record) noexcept {
+  for (int64_t i = record.cursor.num_pages - 1; i >= 0; --i) {
+    const PrefixTree::TextPage text = tree_.At(record.cursor, i);
+    if (tree_.CountHit(text) != policy_.min_hits) continue;
+    for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+      const StoredPage& stored = text.node->StoredOf(i - text.node->begin)[g];
+      if (tree_.IsKnown(g, stored)) saver_->Save(g, stored.page, tree_.TextOf(text));
+    }
+  }
+}
+
+void PrefixIndex::CancelLoads(Sequence* sequence, const std::vector<PageLoad>& loads) noexcept {
+  Unpin(loads);
+  Drop(sequence);
+}
+
+void PrefixIndex::Touch(const PrefixTree::Cursor& cursor) noexcept {
+  // From the end: a page goes before those of its prefix, without which it is of no use.
+  for (const PrefixNode* node = cursor.node; node->parent != nullptr; node = node->parent) {
+    for (int64_t i = std::min(cursor.num_pages, node->end()) - node->begin - 1; i >= 0; --i) {
+      for (int32_t g = 0; g < geometry_->num_groups(); ++g) tier_->Touch(g, node->keyed[i].key);
+    }
+  }
+}
+
+}  // namespace pagedkv

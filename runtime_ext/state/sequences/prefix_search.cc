@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file prefix_search.cc
+ * \brief Which positions of a text the cache has.
+ */
+#include "state/sequences/prefix_search.h"
+
+#include <memory>
+#include <utility>
+
+namespace pagedkv {
+
+int64_t PrefixSearch::FindInPools(const std::string& salt, TokenSpan tokens) {
+  tree_->Find(salt, tokens, &path_);
+  tokens_ = tokens;
+  uses_partial_ = true;
+  num_keyed_ = 0;
+  const int64_t found = num_whole() * geometry_->page_size() + path_.num_partial;
+  return LongestOf(std::max<int64_t>(std::min(found, tokens.size - 1), 0));
+}
+
+void PrefixSearch::FindKeys(const std::string& salt, TokenSpan tokens) {
+  tree_->Find(salt, tokens, &path_);
+  tokens_ = tokens;
+  uses_partial_ = false;
+  keys_.clear();
+  keys_.push_back(RootKey(tree_->key_space(), salt));
+  keys_.insert(keys_.end(), path_.keys.begin(), path_.keys.end());
+  num_keyed_ = num_whole();
+}
+
+void PrefixSearch::ExtendKeys(int64_t end) {
+  const int64_t page_size = geometry_->page_size();
+  for (; num_keyed_ < end; ++num_keyed_) {
+    keys_.push_back(NextKey(keys_.back(), {tokens_.data + num_keyed_ * page_size, page_size}));
+  }
+}
+
+int64_t PrefixSearch::Find(const std::string& salt, TokenSpan tokens) {
+  if (tier_ == nullptr) return FindInPools(salt, tokens);
+  FindKeys(salt, tokens);
+  const int64_t page_size = geometry_->page_size(), num_full = tokens.size / page_size;
+  const int64_t limit = std::max<int64_t>(tokens.size - 1, 0);
+  int32_t required = 0;  // a group that needs every page
+  while (required < geometry_->num_groups() && geometry_->HasWindow(required)) ++required;
+  if (required == geometry_->num_groups()) {
+    ExtendKeys(num_full);
+  } else {
+    while (num_keyed_ < num_full) {
+      ExtendKeys(num_keyed_ + 1);
+      if (!IsInTier(num_keyed_ - 1, required)) break;
+    }
+  }
+  int64_t length = 0;
+  if (num_keyed_ > num_whole()) {
+    length = Fit(LongestOf(std::min(num_keyed_ * page_size, limit)));
+  }
+  // The pools may have the beginning of a page that the tier does not have.
+  uses_partial_ = true;
+  const int64_t with_partial =
+      Fit(LongestOf(std::min(num_whole() * page_size + path_.num_partial, limit)));
+  uses_partial_ = with_partial >= length;
+  return std::max(length, with_partial);
+}
+
+int64_t PrefixSearch::FirstPage(int32_t group, int64_t length) const {
+  int64_t first = geometry_->FirstPageToSee(group, length);
+  const int64_t wanted = geometry_->FirstPageToKeep(group, length);
+  while (first > wanted && IsKnown(first - 1, group)) --first;
+  return first;
+}
+
+int64_t PrefixSearch::Fit(int64_t length) const {
+  for (int32_t g = 0; g < geometry_->num_groups();) {
+    const PagePool& pool = (*pools_)[g];
+    int64_t num_needed = 0, index = FirstPage(g, length);
+    for (; index < geometry_->PagesFor(length); ++index) {
+      const bool is_held =
+          IsInPool(index, g) && pool.RefCount(StoredAt(index, g).page) > 0;
+      num_needed += !is_held;
+      if (num_needed > pool.num_available()) break;
+    }
+    if (index == geometry_->PagesFor(length)) {
+      ++g;
+    } else {
+      length = LongestOf(index * geometry_->page_size());
+      g = 0;
+    }
+  }
+  return length;
+}
+
+bool PrefixSearch::PinLoads(int32_t group, int64_t length, std::vector<PageLoad>* loads) {
+  const PagePool& pool = (*pools_)[group];
+  first_pages_[group] = FirstPage(group, length);
+  loads->reserve(loads->size() + geometry_->PagesFor(length));  // may throw: before any pin
+  int64_t num_needed = 0;
+  // From the end, so that the first pages are the ones used last when the pins go.
+  for (int64_t i = geometry_->PagesFor(length) - 1; i >= first_pages_[group]; --i) {
+    const bool is_in_pool = IsInPool(i, group);
+    num_needed += !is_in_pool || pool.RefCount(StoredAt(i, group).page) == 0;
+    if (num_needed > pool.num_available()) return false;
+    if (is_in_pool) continue;
+    if (i >= num_keyed_) return false;
+    const int32_t slot = tier_->Pin(group, TextAt(i));
+    if (slot < 0) return false;
+    loads->push_back({group, i, slot, -1});
+  }
+  return true;
+}
+
+bool PrefixSearch::PinLoads(int64_t length, std::vector<PageLoad>* loads) {
+  auto unpin = [&] {
+    for (const PageLoad& load : *loads) tier_->Unpin(load.slot);
+    loads->clear();
+  };
+  loads->clear();
+  first_pages_.resize(static_cast<size_t>(geometry_->num_groups()));
+  try {
+    bool is_complete = true;
+    for (int32_t g = 0; g < geometry_->num_groups() && is_complete; ++g) {
+      is_complete = PinLoads(g, length, loads);
+    }
+    if (!is_complete) unpin();
+    return is_complete;
+  } catch (...) {
+    unpin();
+    throw;
+  }
+}
+
+StoreLookup PrefixSearch::MakeLookup(const std::string& salt, TokenSpan tokens) {
+  FindKeys(salt, tokens);
+  const int64_t page_size = geometry_->page_size();
+  const int32_t num_groups = geometry_->num_groups();
+  ExtendKeys(tokens.size / page_size);
+  StoreLookup lookup;
+  lookup.page_size = page_size;
+  lookup.keys = keys_;
+  lookup.tokens.assign(tokens.data, tokens.data + num_keyed_ * page_size);
+  std::vector<bool> known(num_keyed_ * num_groups);
+  std::vector<int64_t> num_slots;
+  for (int32_t g = 0; g < num_groups; ++g) num_slots.push_back(tier_->num_slots(g));
+  for (int64_t i = 0; i < num_keyed_; ++i) {
+    for (int32_t g = 0; g < num_groups; ++g) {
+      known[i * num_groups + g] = IsKnown(i, g);
+      if (!known[i * num_groups + g]) lookup.values.push_back({i, g, !geometry_->HasWindow(g)});
+    }
+  }
+  // What is useful: the pages of the longest hit with what the store has, as far as there are slots.
+  const int64_t limit = std::min(num_keyed_ * page_size, std::max<int64_t>(tokens.size - 1, 0));
+  lookup.choose = [geometry = *geometry_, known, values = lookup.values, num_slots,
+                   limit](const std::vector<bool>& is_there) {
+    const int32_t num_groups = geometry.num_groups();
+    std::vector<bool> with_store = known;
+    for (size_t v = 0; v < values.size(); ++v) {
+      if (is_there[v]) with_store[values[v].page * num_groups + values[v].group] = true;
+    }
+    auto longest = [&](const std::vector<bool>& bits, int64_t length) {
+      return LongestKnown(geometry, length,
+                          [&](int64_t i, int32_t g) { return bits[i * num_groups + g]; });
+    };
+    const int64_t known_length = longest(known, limit);
+    int64_t length = longest(with_store, limit);
+    std::vector<size_t> chosen;
+    while (length > known_length) {
+      chosen.clear();
+      std::vector<int64_t> num_chosen(num_groups, 0);
+      int64_t end = -1;  // the page that has no slot
+      for (size_t v = 0; v < values.size() && end < 0; ++v) {
+        const auto& [page, group, is_required] = values[v];
+        if (page >= geometry.PagesFor(length)) break;
+        if (!is_there[v] || page < geometry.FirstPageToKeep(group, length)) continue;
+        if (++num_chosen[group] > num_slots[group]) end = page;
+        chosen.push_back(v);
+      }
+      if (end < 0) return chosen;
+      length = longest(with_store, end * geometry.page_size());
+    }
+    return std::vector<size_t>();
+  };
+  return lookup;
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file host_slots.cc
+ * \brief Slots of host memory that hold values of pages.
+ */
+#include "state/tiers/host_slots.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "base/error.h"
+
+namespace pagedkv {
+
+int64_t HostSlots::BytesPerPage(int32_t page_size, const std::vector<int64_t>& page_bytes) {
+  int64_t num_bytes = 0;
+  for (int64_t bytes : page_bytes) num_bytes += PageValueLayout(0, page_size, bytes).num_bytes();
+  return num_bytes;
+}
+
+int64_t HostSlots::NumSlotsIn(int64_t num_bytes, int32_t page_size,
+                              const std::vector<int64_t>& page_bytes) {
+  const int64_t most = std::numeric_limits<int32_t>::max() / 2 /
+                       static_cast<int64_t>(std::max<size_t>(page_bytes.size(), 1));
+  return std::min(num_bytes / BytesPerPage(page_size, page_bytes), most);
+}
+
+HostSlots::HostSlots(char* memory, int64_t num_slots, int32_t page_size,
+                     const std::vector<int64_t>& page_bytes)
+    : memory_(memory), slots_(num_slots * page_bytes.size()) {
+  const auto count = static_cast<int32_t>(num_slots);
+  for (size_t g = 0; g < page_bytes.size(); ++g) {
+    const auto first = static_cast<int32_t>(g) * count;
+    Group group{PageValueLayout(static_cast<int32_t>(g), page_size, page_bytes[g]),
+                first,
+                count,
+                num_bytes_,
+                CachedPages(count),
+                {},
+                {}};
+    size_t num_buckets = 1;
+    while (num_buckets < static_cast<size_t>(count)) num_buckets *= 2;
+    group.buckets.assign(num_buckets, kNone);
+    for (int32_t i = 0; i < count; ++i) {
+      group.free.push_back(first + count - 1 - i);
+      slots_[first + i].group = static_cast<int32_t>(g);
+    }
+    num_bytes_ += num_slots * group.layout.num_bytes();
+    groups_.push_back(std::move(group));
+  }
+}
+
+char* HostSlots::ValueOf(int32_t slot) const {
+  const Group& group = groups_[GroupOf(slot)];
+  return memory_ + group.offset + (slot - group.first_slot) * group.layout.num_bytes();
+}
+
+int32_t* HostSlots::BucketOf(int32_t group, const PageKey& key) {
+  uint64_t hash;  // keys are digests: any part of them is a hash
+  std::memcpy(&hash, key.data(), sizeof(hash));
+  std::vector<int32_t>& buckets = groups_[group].buckets;
+  return &buckets[hash & (buckets.size() - 1)];
+}
+
+int32_t HostSlots::Find(int32_t group, const PageKey& key) const {
+  int32_t slot = *const_cast<HostSlots*>(this)->BucketOf(group, key);
+  while (slot != kNone && slots_[slot].key != key) slot = slots_[slot].next;
+  return slot;
+}
+
+int32_t HostSlots::Reserve(int32_t group) {
+  Group& of = groups_[group];
+  int32_t slot;
+  if (!of.free.empty()) {
+    slot = of.free.back();
+  } else if (of.unused.size() > 0) {
+    slot = of.first_slot + of.unused.oldest();
+    Forget(slot);
+    ++num_evicted_;
+  } else {
+    return kNone;
+  }
+  of.free.pop_back();
+  slots_[slot].state = State::kReserved;
+  return slot;
+}
+
+void HostSlots::Free(int32_t slot) {
+  slots_[slot].state = State::kFree;
+  slots_[slot].is_from_store = false;
+  groups_[GroupOf(slot)].free.push_back(slot);  // within its capacity
+}
+
+void HostSlots::Release(int32_t slot) {
+  ++slots_[slot].generation;
+  Free(slot);
+}
+
+void HostSlots::Publish(int32_t slot, const PageKey& key, bool is_from_store) {
+  Slot& published = slots_[slot];
+  int32_t* bucket = BucketOf(published.group, key);
+  published.key = key;
+  published.state = State::kPublished;
+  published.is_from_store = is_from_store;
+  published.next = std::exchange(*bucket, slot);
+  Group& group = groups_[published.group];
+  group.unused.Insert(slot - group.first_slot);
+  ++num_published_;
+  num_published_bytes_ += group.layout.num_bytes();
+}
+
+void HostSlots::Pin(int32_t slot) {
+  Slot& pinned = slots_[slot];
+  Group& group = groups_[pinned.group];
+  if (pinned.num_pins++ == 0) group.unused.Remove(slot - group.first_slot);
+}
+
+void HostSlots::Unpin(int32_t slot) {
+  Slot& pinned = slots_[slot];
+  if (--pinned.num_pins > 0) return;
+  Group& group = groups_[pinned.group];
+  if (pinned.state == State::kForgotten) {
+    Free(slot);
+  } else {
+    group.unused.Insert(slot - group.first_slot);
+  }
+}
+
+void HostSlots::Touch(int32_t slot) {
+  if (slots_[slot].num_pins > 0) return;
+  Group& group = groups_[GroupOf(slot)];
+  group.unused.Remove(slot - group.first_slot);
+  group.unused.Insert(slot - group.first_slot);
+}
+
+void HostSlots::Unlink(int32_t slot) {
+  int32_t* link = BucketOf(GroupOf(slot), slots_[slot].key);
+  while (*link != slot) link = &slots_[*link].next;
+  *link = slots_[slot].next;
+}
+
+void HostSlots::Forget(int32_t slot) {
+  Slot& old = slots_[slot];
+  if (old.state != State::kPublished) return;
+  Unlink(slot);
+  ++old.generation;
+  Group& group = groups_[old.group];
+  --num_published_;
+  num_published_bytes_ -= group.layout.num_bytes();
+  if (old.num_pins > 0) {
+    old.state = State::kForgotten;
+    return;
+  }
+  group.unused.Remove(slot - group.first_slot);
+  Free(slot);
+}
+
+void HostSlots::CheckIntegrity() const {
+  int32_t num_published = 0;
+  for (const Group& group : groups_) {
+    std::vector<int32_t> found(group.num_slots, 0);
+    for (size_t i = 0; i < group.buckets.size(); ++i) {
+      for (int32_t slot = group.buckets[i]; slot != kNone; slot = slots_[slot].next) {
+        if (++found[slot - group.first_slot] > 1) {
+          Raise(kRuntimeError, "host slot ", slot, " is found twice");
+        }
+      }
+    }
+    std::vector<bool> is_free(group.num_slots, false);
+    for (int32_t slot : group.free) is_free[slot - group.first_slot] = true;
+    const std::vector<int32_t> unused = group.unused.List();
+    if (unused.size() != static_cast<size_t>(group.unused.size())) {
+      Raise(kRuntimeError, "the host tier counts ", group.unused.size(), " unused slots, but has ",
+            unused.size());
+    }
+    for (int32_t i = 0; i < group.num_slots; ++i) {
+      const Slot& slot = slots_[group.first_slot + i];
+      const bool is_published = slot.state == State::kPublished;
+      const bool may_be_pinned = is_published || slot.state == State::kForgotten;
+      const bool is_unused = is_published && slot.num_pins == 0;
+      if (found[i] != is_published || is_free[i] != (slot.state == State::kFree) ||
+          group.unused.Contains(i) != is_unused || slot.num_pins < 0 ||
+          (slot.num_pins > 0 && !may_be_pinned)) {
+        Raise(kRuntimeError, "host slot ", group.first_slot + i, " is in state ",
+              static_cast<int>(slot.state), " with ", slot.num_pins, " pins, but is ",
+              found[i] ? "found" : "not found", ", ", is_free[i] ? "free" : "not free", " and ",
+              group.unused.Contains(i) ? "unused" : "not unused");
+      }
+      num_published += is_published;
+      if (!is_published) continue;
+      const PageValueLayout& layout = group.layout;
+      const char* value = ValueOf(group.first_slot + i);
+      if (!layout.HasKey(slot.key, value)) {
+        Raise(kRuntimeError, "host slot ", group.first_slot + i, " has the value of another key");
+      }
+    }
+  }
+  if (num_published != num_published_) {
+    Raise(kRuntimeError, "the host tier counts ", num_published_, " values, but has ",
+          num_published);
+  }
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file host_slots.h
+ * \brief Slots of host memory that hold values of pages, found by key, least recently used first.
+ *
+ *     free --Reserve--> reserved --Publish--> published --Reserve (of another)--> reserved
+ *       ^                  |                      |
+ *       '-----Release------'-------Forget---------'
+ *
+ * Each layer group has as many slots as every other, of its own size. A published slot with pins is
+ * not reused; one that is forgotten meanwhile becomes free with its last pin. No call allocates
+ * memory after construction, and none is safe against other threads.
+ */
+#ifndef TVM_PAGEDKV_STATE_TIERS_HOST_SLOTS_H_
+#define TVM_PAGEDKV_STATE_TIERS_HOST_SLOTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "state/pages/cached_pages.h"
+#include "state/tiers/page_key.h"
+#include "state/tiers/page_value.h"
+
+namespace pagedkv {
+
+class HostSlots {
+ public:
+  /*!
+   * \param page_bytes [group] bytes of a page of all layers.
+   * \return The most slots of each group that fit; 0 if none do.
+   */
+  static int64_t NumSlotsIn(int64_t num_bytes, int32_t page_size,
+                            const std::vector<int64_t>& page_bytes);
+  /*! \brief Bytes of one slot of every group. */
+  static int64_t BytesPerPage(int32_t page_size, const std::vector<int64_t>& page_bytes);
+
+  /*! \param memory Must outlive this, aligned to kValueAlignment. */
+  HostSlots(char* memory, int64_t num_slots, int32_t page_size,
+            const std::vector<int64_t>& page_bytes);
+
+  int32_t num_slots(int32_t group) const { return groups_[group].num_slots; }
+  int32_t num_groups() const { return static_cast<int32_t>(groups_.size()); }
+  int64_t num_bytes() const { return num_bytes_; }
+  int32_t num_published() const { return num_published_; }
+  int64_t num_published_bytes() const { return num_published_bytes_; }
+  int64_t num_evicted() const { return num_evicted_; }
+  int32_t GroupOf(int32_t slot) const { return slots_[slot].group; }
+  const PageValueLayout& LayoutOf(int32_t slot) const { return groups_[GroupOf(slot)].layout; }
+  char* ValueOf(int32_t slot) const;
+  /*! \brief Changes whenever the slot is given up. */
+  uint64_t Generation(int32_t slot) const { return slots_[slot].generation; }
+  const PageKey& KeyOf(int32_t slot) const { return slots_[slot].key; }
+  bool IsPublished(int32_t slot) const { return slots_[slot].state == State::kPublished; }
+  /*! \brief Whether the value came from a store. */
+  bool IsFromStore(int32_t slot) const { return slots_[slot].is_from_store; }
+
+  /*! \return The published slot of the key; -1 if there is none. */
+  int32_t Find(int32_t group, const PageKey& key) const;
+  /*! \brief Takes a free slot, else the least recently used one without pins. \return -1: none. */
+  int32_t Reserve(int32_t group);
+  /*! \brief Gives a reserved slot back. */
+  void Release(int32_t slot);
+  /*! \brief Lets others find a reserved slot whose value is there. Its key must be new. */
+  void Publish(int32_t slot, const PageKey& key, bool is_from_store);
+  void Pin(int32_t slot);
+  /*! \brief Removes a pin; the slot was used just now. */
+  void Unpin(int32_t slot);
+  /*! \brief Makes a published slot the most recently used one. */
+  void Touch(int32_t slot);
+  /*! \brief Lets nobody find a published slot any more. */
+  void Forget(int32_t slot);
+
+  /*! \throws Error (RuntimeError) that names the broken invariant. */
+  void CheckIntegrity() const;
+
+ private:
+  static constexpr int32_t kNone = -1;
+  enum class State : uint8_t { kFree, kReserved, kPublished, kForgotten };
+  struct Slot {
+    PageKey key{};
+    uint64_t generation = 0;
+    int32_t group = 0;
+    int32_t num_pins = 0;
+    int32_t next = kNone;  // in its bucket
+    State state = State::kFree;
+    bool is_from_store = false;
+  };
+  struct Group {
+    PageValueLayout layout;
+    int32_t first_slot;
+    int32_t num_slots;
+    int64_t offset;               // bytes
+    CachedPages unused;           // published slots without pins, counted from first_slot
+    std::vector<int32_t> free;    // a stack
+    std::vector<int32_t> buckets;  // the first slot of each; a power of two
+  };
+
+  int32_t* BucketOf(int32_t group, const PageKey& key);
+  void Free(int32_t slot);
+  void Unlink(int32_t slot);
+
+  char* memory_;
+  int64_t num_bytes_ = 0;
+  std::vector<Group> groups_;
+  std::vector<Slot> slots_;
+  int32_t num_published_ = 0;
+  int64_t num_published_bytes_ = 0;
+  int64_t num_evicted_ = 0;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_TIERS_HOST_SLOTS_H_

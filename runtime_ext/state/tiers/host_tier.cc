@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file host_tier.cc
+ * \brief Values of pages in host memory.
+ */
+#include "state/tiers/host_tier.h"
+
+#include <exception>
+
+#include "base/error.h"
+
+namespace pagedkv {
+
+HostTier::HostTier(char* memory, int64_t num_slots, int32_t page_size,
+                   const std::vector<int64_t>& page_bytes, bool has_store)
+    : has_store_(has_store), slots_(memory, num_slots, page_size, page_bytes) {}
+
+bool HostTier::Has(int32_t group, const PageText& text) const {
+  const Lock lock(mutex_);
+  const int32_t slot = slots_.Find(group, text.key);
+  return slot >= 0 && slots_.LayoutOf(slot).IsOf(text, slots_.ValueOf(slot));
+}
+
+int32_t HostTier::Pin(int32_t group, const PageText& text) noexcept {
+  Lock lock(mutex_);
+  const int32_t slot = slots_.Find(group, text.key);
+  if (slot < 0) return -1;
+  slots_.Pin(slot);
+  const PageValueLayout& layout = slots_.LayoutOf(slot);
+  const char* value = slots_.ValueOf(slot);
+  lock.unlock();  // a pinned value stays as it is
+  const bool is_good = layout.IsOf(text, value) && layout.IsWhole(value);
+  if (is_good) return slot;
+  lock.lock();
+  ++counts_.damaged;
+  slots_.Forget(slot);
+  slots_.Unpin(slot);
+  return -1;
+}
+
+void HostTier::Unpin(int32_t slot) noexcept {
+  const Lock lock(mutex_);
+  slots_.Unpin(slot);
+}
+
+int32_t HostTier::Reserve(int32_t group, const PageKey& key) noexcept {
+  const Lock lock(mutex_);
+  const int32_t there = slots_.Find(group, key);
+  if (there >= 0) {
+    slots_.Touch(there);
+    return -1;
+  }
+  const int32_t slot = slots_.Reserve(group);
+  counts_.skipped += slot < 0;
+  return slot;
+}
+
+void HostTier::Publish(int32_t slot, const PageText& text) noexcept {
+  slots_.LayoutOf(slot).Seal(text, slots_.ValueOf(slot));
+  const Lock lock(mutex_);
+  if (slots_.Find(slots_.GroupOf(slot), text.key) >= 0) {  // a lookup brought it meanwhile
+    return slots_.Release(slot);
+  }
+  slots_.Publish(slot, text.key, /*is_from_store=*/false);
+  ++counts_.saved;
+  if (!has_store_ || is_closed_) return;
+  try {
+    puts_.push_back({slot, slots_.Generation(slot)});
+    changed_.notify_all();
+  } catch (const std::exception&) {
+    ++counts_.failed_stores;
+  }
+}
+
+void HostTier::Cancel(int32_t slot) noexcept {
+  const Lock lock(mutex_);
+  slots_.Release(slot);
+}
+
+void HostTier::Touch(int32_t group, const PageKey& key) noexcept {
+  const Lock lock(mutex_);
+  const int32_t slot = slots_.Find(group, key);
+  if (slot >= 0) slots_.Touch(slot);
+}
+
+void HostTier::Clear() noexcept {
+  const Lock lock(mutex_);
+  for (const auto& lookup : lookups_) lookup->is_cancelled = true;
+  lookups_.clear();
+  puts_.clear();
+  for (int32_t g = 0, slot = 0; g < slots_.num_groups(); ++g) {
+    for (int32_t i = 0; i < slots_.num_slots(g); ++i) slots_.Forget(slot++);
+  }
+  changed_.notify_all();
+}
+
+HostTier::Counts HostTier::counts() const {
+  const Lock lock(mutex_);
+  Counts counts = counts_;
+  counts.num_values = slots_.num_published();
+  counts.num_bytes = slots_.num_published_bytes();
+  counts.capacity_bytes = slots_.num_bytes();
+  counts.evicted = slots_.num_evicted();
+  counts.pending_stores = static_cast<int64_t>(puts_.size()) + num_puts_in_jobs_;
+  return counts;
+}
+
+void HostTier::CheckIntegrity() const {
+  const Lock lock(mutex_);
+  slots_.CheckIntegrity();
+  int64_t num_puts = 0;
+  for (const auto& [id, open] : open_jobs_) {
+    for (int32_t slot : open.slots) {
+      if (slot < 0) Raise(kRuntimeError, "job ", id, " has a slot that is none");
+    }
+    if (open.job.kind == StoreJob::Kind::kPut) num_puts += static_cast<int64_t>(open.slots.size());
+  }
+  if (num_puts != num_puts_in_jobs_) {
+    Raise(kRuntimeError, "the host tier counts ", num_puts_in_jobs_, " values in jobs that write, ",
+          "but has ", num_puts);
+  }
+}
+
+}  // namespace pagedkv

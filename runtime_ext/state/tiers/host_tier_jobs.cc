@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file host_tier_jobs.cc
+ * \brief The jobs of a host tier: what goes to the store, and what comes from it.
+ */
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+
+#include "base/error.h"
+#include "state/tiers/host_tier.h"
+
+namespace pagedkv {
+
+namespace {
+
+constexpr size_t kMaxLookups = 256;
+constexpr size_t kMaxExists = 256;             // keys of a job
+constexpr size_t kMaxValues = 64;              // values of a job
+constexpr int64_t kMaxJobBytes = 32ll << 20;
+constexpr double kLongest = 1e6;  // seconds
+
+std::chrono::steady_clock::time_point After(double seconds) {
+  const double bounded = std::isnan(seconds) ? 0 : std::clamp(seconds, 0.0, kLongest);
+  return std::chrono::steady_clock::now() +
+         std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+             std::chrono::duration<double>(bounded));
+}
+
+}  // namespace
+
+int64_t HostTier::Begin(StoreLookup lookup) {
+  if (!has_store_ || lookup.values.empty()) return 0;
+  auto shared = std::make_shared<StoreLookup>(std::move(lookup));
+  const Lock lock(mutex_);
+  if (is_closed_ || lookups_.size() >= kMaxLookups) return 0;
+  for (const auto& other : lookups_) {
+    const bool is_same = other->keys.back() == shared->keys.back() &&
+                         other->values.size() == shared->values.size();
+    if (is_same) return other->ticket;
+  }
+  shared->ticket = ++last_id_;
+  lookups_.push_back(shared);
+  changed_.notify_all();
+  return shared->ticket;
+}
+
+bool HostTier::Wait(int64_t ticket, double seconds) {
+  Lock lock(mutex_);
+  return changed_.wait_until(lock, After(seconds), [&] {
+    return std::none_of(lookups_.begin(), lookups_.end(),
+                        [&](const auto& lookup) { return lookup->ticket == ticket; });
+  });
+}
+
+bool HostTier::Flush(double seconds) {
+  Lock lock(mutex_);
+  return changed_.wait_until(lock, After(seconds),
+                             [&] { return puts_.empty() && num_puts_in_jobs_ == 0; });
+}
+
+void HostTier::Close() noexcept {
+  const Lock lock(mutex_);
+  is_closed_ = true;
+  for (const auto& lookup : lookups_) lookup->is_cancelled = true;
+  lookups_.clear();
+  changed_.notify_all();
+}
+
+std::optional<StoreJob> HostTier::NextJob(double seconds, bool* is_closed) {
+  Lock lock(mutex_);
+  const auto end = After(seconds);
+  for (;;) {
+    std::optional<StoreJob> job = TakeLookup();
+    if (!job) job = TakePuts();
+    *is_closed = !job && is_closed_;
+    if (job || is_closed_) return job;
+    if (changed_.wait_until(lock, end) == std::cv_status::timeout) return std::nullopt;
+  }
+}
+
+StoreJob HostTier::Open(OpenJob open) {
+  open.job.id = ++last_id_;
+  StoreJob job = open.job;
+  if (open.lookup != nullptr) open.lookup->is_in_job = true;
+  open_jobs_.emplace(job.id, std::move(open));
+  return job;
+}
+
+void HostTier::AddSlot(int32_t slot, OpenJob* open) const {
+  open->slots.push_back(slot);
+  open->job.addresses.push_back(reinterpret_cast<int64_t>(slots_.ValueOf(slot)));
+  open->job.sizes.push_back(slots_.LayoutOf(slot).num_bytes());
+}
+
+std::optional<StoreJob> HostTier::TakeLookup() {
+  for (size_t i = 0; i < lookups_.size();) {
+    const std::shared_ptr<StoreLookup> lookup = lookups_[i];
+    if (lookup->is_in_job) {
+      ++i;
+      continue;
+    }
+    OpenJob open;
+    open.lookup = lookup;
+    if (lookup->has_chosen) {
+      open.job.kind = StoreJob::Kind::kGet;
+      if (!FillGet(lookup.get(), &open)) {
+        EndLookup(lookup.get());
+        continue;
+      }
+    } else {
+      open.job.kind = StoreJob::Kind::kExists;
+      const size_t begin = lookup->is_there.size();
+      const size_t end = std::min(begin + kMaxExists, lookup->values.size());
+      for (size_t v = begin; v < end; ++v) {
+        const StoreLookup::Value& value = lookup->values[v];
+        open.job.keys.push_back(ValueKey(lookup->keys[value.page + 1], value.group));
+      }
+    }
+    return Open(std::move(open));
+  }
+  return std::nullopt;
+}
+
+bool HostTier::FillGet(StoreLookup* lookup, OpenJob* open) {
+  int64_t num_bytes = 0;
+  const size_t end = std::min(lookup->num_gotten + kMaxValues, lookup->chosen.size());
+  for (size_t i = lookup->num_gotten; i < end && num_bytes < kMaxJobBytes; ++i) {
+    const StoreLookup::Value& value = lookup->values[lookup->chosen[i]];
+    const int32_t slot = slots_.Reserve(value.group);
+    if (slot < 0) {
+      ++counts_.skipped;
+      break;
+    }
+    AddSlot(slot, open);
+    open->job.keys.push_back(ValueKey(lookup->keys[value.page + 1], value.group));
+    num_bytes += open->job.sizes.back();
+  }
+  return !open->slots.empty();
+}
+
+std::optional<StoreJob> HostTier::TakePuts() {
+  OpenJob open;
+  open.job.kind = StoreJob::Kind::kPut;
+  int64_t num_bytes = 0;
+  while (!puts_.empty() && open.slots.size() < kMaxValues && num_bytes < kMaxJobBytes) {
+    const Put put = puts_.front();
+    puts_.pop_front();
+    if (!slots_.IsPublished(put.slot) || slots_.Generation(put.slot) != put.generation) {
+      ++counts_.failed_stores;  // it was evicted first
+      continue;
+    }
+    slots_.Pin(put.slot);
+    AddSlot(put.slot, &open);
+    open.job.keys.push_back(ValueKey(slots_.KeyOf(put.slot), slots_.GroupOf(put.slot)));
+    num_bytes += open.job.sizes.back();
+  }
+  if (open.slots.empty()) {
+    changed_.notify_all();  // Flush
+    return std::nullopt;
+  }
+  num_puts_in_jobs_ += static_cast<int64_t>(open.slots.size());
+  return Open(std::move(open));
+}
+
+std::vector<std::string> HostTier::FinishJob(int64_t id, const std::vector<bool>& results) {
+  Lock lock(mutex_);
+  auto found = open_jobs_.find(id);
+  if (found == open_jobs_.end()) Raise(kValueError, "there is no job ", id);
+  if (results.size() != found->second.job.keys.size()) {
+    Raise(kValueError, "job ", id, " has ", found->second.job.keys.size(), " keys, got ",
+          results.size(), " results");
+  }
+  const OpenJob open = std::move(found->second);
+  open_jobs_.erase(found);
+  std::vector<std::string> complaints;
+  switch (open.job.kind) {
+    case StoreJob::Kind::kPut:
+      FinishPut(open, results);
+      break;
+    case StoreJob::Kind::kExists:
+      FinishExists(open.lookup.get(), results);
+      break;
+    case StoreJob::Kind::kGet:
+      complaints = FinishGet(open, results, &lock);
+      break;
+  }
+  changed_.notify_all();
+  return complaints;
+}
+
+void HostTier::FinishPut(const OpenJob& open, const std::vector<bool>& results) {
+  num_puts_in_jobs_ -= static_cast<int64_t>(open.slots.size());
+  for (size_t i = 0; i < open.slots.size(); ++i) {
+    slots_.Unpin(open.slots[i]);
+    ++(results[i] ? counts_.stored : counts_.failed_stores);
+  }
+}
+
+void HostTier::FinishExists(StoreLookup* lookup, const std::vector<bool>& results) {
+  lookup->is_in_job = false;
+  if (lookup->is_cancelled) return;
+  bool has_end = false;
+  for (bool is_there : results) {
+    has_end = has_end || (!is_there && lookup->values[lookup->is_there.size()].is_required);
+    lookup->is_there.push_back(is_there && !has_end);
+  }
+  if (!has_end && lookup->is_there.size() < lookup->values.size()) return;
+  lookup->is_there.resize(lookup->values.size(), false);
+  lookup->chosen = lookup->choose(lookup->is_there);
+  lookup->has_chosen = true;
+  if (lookup->chosen.empty()) EndLookup(lookup);
+}
+
+std::vector<std::string> HostTier::FinishGet(const OpenJob& open, std::vector<bool> results,
+                                             Lock* lock) {
+  StoreLookup* lookup = open.lookup.get();
+  std::vector<std::string> complaints;
+  std::vector<PageText> texts;
+  for (size_t i = 0; i < open.slots.size(); ++i) {
+    texts.push_back(lookup->TextOf(lookup->values[lookup->chosen[lookup->num_gotten + i]].page));
+  }
+  std::vector<bool> is_damaged(results.size(), false);
+  lock->unlock();  // reserved slots are nobody else's, and checksums take time
+  for (size_t i = 0; i < open.slots.size(); ++i) {
+    if (!results[i]) continue;
+    const PageValueLayout& layout = slots_.LayoutOf(open.slots[i]);
+    const char* value = slots_.ValueOf(open.slots[i]);
+    is_damaged[i] = !layout.IsWhole(value) || !layout.IsOf(texts[i], value);
+  }
+  const auto num_damaged = std::count(is_damaged.begin(), is_damaged.end(), true);
+  if (num_damaged > 0) {
+    complaints.push_back(std::to_string(num_damaged) + " of " + std::to_string(results.size()) +
+                         " values of the store are damaged, or of another text or format");
+  }
+  lock->lock();
+  bool has_failed = false;
+  for (size_t i = open.slots.size(); i-- > 0;) {  // the first page is the most recently used one
+    const int32_t slot = open.slots[i];
+    const bool is_good = results[i] && !is_damaged[i];
+    counts_.damaged += is_damaged[i];
+    counts_.failed_fetches += !is_good;
+    counts_.fetched += is_good;
+    has_failed = has_failed || !is_good;
+    const bool is_new = slots_.Find(slots_.GroupOf(slot), texts[i].key) < 0;
+    if (is_good && is_new && !lookup->is_cancelled) {
+      slots_.Publish(slot, texts[i].key, /*is_from_store=*/true);
+    } else {
+      slots_.Release(slot);
+    }
+  }
+  lookup->is_in_job = false;
+  lookup->num_gotten += open.slots.size();
+  if (lookup->is_cancelled) return complaints;
+  if (has_failed || lookup->num_gotten == lookup->chosen.size()) EndLookup(lookup);
+  return complaints;
+}
+
+void HostTier::EndLookup(const StoreLookup* lookup) {
+  auto is_it = [&](const auto& other) { return other.get() == lookup; };
+  lookups_.erase(std::remove_if(lookups_.begin(), lookups_.end(), is_it), lookups_.end());
+  changed_.notify_all();
+}
+
+}  // namespace pagedkv

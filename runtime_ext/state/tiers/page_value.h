@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file page_value.h
+ * \brief The value of a page in a layer group: a header, then the bytes of the page in each layer.
+ *
+ * The header says which text the page is of, and has a checksum over everything. A value is a
+ * multiple of kValueAlignment; the bytes between its parts are zero. Numbers are little-endian.
+ */
+#ifndef TVM_PAGEDKV_STATE_TIERS_PAGE_VALUE_H_
+#define TVM_PAGEDKV_STATE_TIERS_PAGE_VALUE_H_
+
+#include <cstdint>
+
+#include "state/tiers/page_key.h"
+
+namespace pagedkv {
+
+constexpr int64_t kValueAlignment = 64;
+
+/*! \brief The sizes of the values of a layer group. */
+class PageValueLayout {
+ public:
+  /*! \param data_bytes Bytes of a page of all layers of the group. */
+  PageValueLayout(int32_t group, int32_t page_size, int64_t data_bytes);
+
+  int64_t num_bytes() const { return num_bytes_; }
+  int64_t data_offset() const { return header_bytes_; }
+  int64_t data_bytes() const { return data_bytes_; }
+
+  /*! \brief Writes the header of a value whose data are there. */
+  void Seal(const PageText& text, char* value) const noexcept;
+  /*! \brief Whether the value is of this text, by its header alone. */
+  bool IsOf(const PageText& text, const char* value) const noexcept;
+  /*! \brief Whether the header has this key. */
+  bool HasKey(const PageKey& key, const char* value) const noexcept;
+  /*! \brief Whether the value is whole: its header is of this format and its checksum is right. */
+  bool IsWhole(const char* value) const noexcept;
+
+ private:
+  struct Header;
+
+  int32_t group_;
+  int32_t page_size_;
+  int64_t data_bytes_;
+  int64_t header_bytes_;
+  int64_t num_bytes_;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STATE_TIERS_PAGE_VALUE_H_

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file prefix_tiers.h
+ * \brief The tiers below the pages of a cache: they are opened once, before the first text.
+ */
+#ifndef TVM_PAGEDKV_STEP_PREFIX_TIERS_H_
+#define TVM_PAGEDKV_STEP_PREFIX_TIERS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "state/sequences/sequence_table.h"
+#include "step/step.h"
+#include "tiers/page_transfers.h"
+#include "tiers/prefix_tier.h"
+
+namespace pagedkv {
+
+class PrefixTiers {
+ public:
+  /*!
+   * \brief Both objects must outlive this.
+   * \param layout What decides the bytes of a page, in words.
+   */
+  PrefixTiers(Step* step, SequenceTable* table, std::string layout)
+      : step_(step), table_(table), layout_(std::move(layout)) {}
+  /*! \brief Lets the worker finish what is to be written, without waiting for it. */
+  ~PrefixTiers();
+  PrefixTiers(const PrefixTiers&) = delete;
+  PrefixTiers& operator=(const PrefixTiers&) = delete;
+
+  /*!
+   * \brief Keeps pages in host memory, and in a store if a worker serves one.
+   * \param options See PrefixTierOptions.
+   * \throws Error (ValueError, TypeError, MemoryError); then nothing has changed.
+   */
+  PrefixTier Open(const ffi::Map<ffi::String, ffi::Any>& options);
+  /*! \brief What Open has returned; null before. */
+  PrefixTier Get() const { return tier_; }
+  /*! \brief Forgets all texts, in the pools and in host memory. */
+  void ForgetTexts();
+
+  double default_wait() const { return default_wait_; }
+  bool Wait(int64_t ticket, double seconds) {
+    return ticket == 0 || tier_->tier()->Wait(ticket, seconds);
+  }
+  /*! \brief Fills the pages of a new sequence, or removes it again. */
+  void Load(int64_t sequence_id, const std::vector<PageLoad>& loads);
+  /*! \throws Error (RuntimeError). */
+  void CheckIntegrity() const;
+  /*! \brief Counts since the tiers were opened, and sizes now; empty without tiers. */
+  ffi::Map<ffi::String, ffi::Any> Stats() const;
+
+ private:
+  Step* step_;
+  SequenceTable* table_;
+  std::string layout_;
+  PrefixTier tier_;
+  std::unique_ptr<PageTransfers> transfers_;
+  double default_wait_ = 0;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_STEP_PREFIX_TIERS_H_

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file page_transfers.h
+ * \brief Pages of the layers to slots of the host tier and back, in the stream order of the cache.
+ */
+#ifndef TVM_PAGEDKV_TIERS_PAGE_TRANSFERS_H_
+#define TVM_PAGEDKV_TIERS_PAGE_TRANSFERS_H_
+
+#include <tvm/ffi/container/tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "device/device_stream.h"
+#include "state/sequences/prefix_index.h"
+#include "state/tiers/host_tier.h"
+#include "storage/layer_storage.h"
+
+namespace pagedkv {
+
+/*! \brief [group] bytes of a page of all its layers. */
+std::vector<int64_t> PageBytesOf(const LayerStorage& storage);
+
+class PageTransfers final : public PageSaver {
+ public:
+  /*!
+   * \brief All must outlive this.
+   * \param memory The memory of the tier's slots.
+   */
+  PageTransfers(const LayerStorage& storage, StreamOrder* order, HostTier* tier, ffi::Tensor memory)
+      : storage_(storage), order_(order), tier_(tier), memory_(std::move(memory)) {}
+
+  void Save(int32_t group, int32_t page, const PageText& text) noexcept override;
+  /*! \brief Fills pages. They may be read in stream order; their slots are free to go on return. */
+  void Load(const std::vector<PageLoad>& loads);
+  /*! \brief Copies that failed, such as those of a device that is lost. */
+  int64_t num_failed_saves() const { return num_failed_saves_; }
+
+ private:
+  /*! \brief Calls copy(layer, offset in the memory of the tier) for each layer of a group. */
+  template <typename Copy>
+  void ForEachLayer(int32_t group, int32_t slot, Copy copy) const;
+
+  const LayerStorage& storage_;
+  StreamOrder* order_;
+  HostTier* tier_;
+  ffi::Tensor memory_;
+  int64_t num_failed_saves_ = 0;
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_TIERS_PAGE_TRANSFERS_H_

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file prefix_tier.cc
+ * \brief The object of a host tier that workers hold.
+ */
+#include "tiers/prefix_tier.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "base/error.h"
+#include "device/device_memory.h"
+
+namespace pagedkv {
+
+namespace {
+
+constexpr int64_t kMinSlotsOfStore = 64;  // as many values as a job has
+constexpr double kMaxWait = 3600;
+
+template <typename T>
+T FieldOf(const ffi::Map<ffi::String, ffi::Any>& map, const char* name) {
+  auto it = map.find(name);
+  if (it == map.end()) Raise(kValueError, "the prefix cache's options lack the field '", name, "'");
+  std::optional<T> value = (*it).second.template try_cast<T>();
+  if (!value) {
+    Raise(kTypeError, "the prefix cache's option '", name, "' has the wrong type: ",
+          (*it).second.GetTypeKey());
+  }
+  return *std::move(value);
+}
+
+int64_t Address(const ffi::Tensor& memory) {
+  return reinterpret_cast<int64_t>(memory.data_ptr());
+}
+
+int64_t Padding(const ffi::Tensor& memory) {
+  return (kValueAlignment - Address(memory) % kValueAlignment) % kValueAlignment;
+}
+
+}  // namespace
+
+PrefixTierOptions PrefixTierOptions::FromMap(const ffi::Map<ffi::String, ffi::Any>& map) {
+  constexpr const char* kNames[] = {"host_bytes", "model", "write", "min_hits", "wait",
+                                    "has_store"};
+  for (const auto& [key, value] : map) {
+    const bool is_known =
+        std::any_of(std::begin(kNames), std::end(kNames), [&](const char* n) { return key == n; });
+    if (!is_known) Raise(kValueError, "the prefix cache has no option '", std::string(key), "'");
+  }
+  PrefixTierOptions options;
+  options.host_bytes = FieldOf<int64_t>(map, "host_bytes");
+  options.model = FieldOf<ffi::String>(map, "model");
+  options.writes = FieldOf<ffi::String>(map, "write");
+  options.min_hits = FieldOf<int64_t>(map, "min_hits");
+  options.wait = FieldOf<double>(map, "wait");
+  options.has_store = FieldOf<bool>(map, "has_store");
+  if (options.host_bytes < 0 || (options.host_bytes == 0 && !options.has_store)) {
+    Raise(kValueError, "host_bytes must be at least 1 without a store, got ", options.host_bytes);
+  }
+  if (options.writes != "through" && options.writes != "back" && options.writes != "selective") {
+    Raise(kValueError, "write must be 'through', 'back' or 'selective', got '", options.writes,
+          "'");
+  }
+  if (options.min_hits < 1) Raise(kValueError, "min_hits must be at least 1");
+  if (!(options.wait >= 0 && options.wait <= kMaxWait)) {
+    Raise(kValueError, "wait must be between 0 and ", kMaxWait, " seconds, got ", options.wait);
+  }
+  if (options.has_store && options.model.empty()) {
+    Raise(kValueError, "a prefix cache with a store needs the name of the model: the cache cannot "
+          "know of which weights its pages are");
+  }
+  return options;
+}
+
+PrefixTierObj::PrefixTierObj(const PrefixTierOptions& options, int32_t page_size,
+                             const std::vector<int64_t>& page_bytes, DLDevice device) {
+  const int64_t bytes_per_page = HostSlots::BytesPerPage(page_size, page_bytes);
+  int64_t num_slots = HostSlots::NumSlotsIn(options.host_bytes, page_size, page_bytes);
+  if (options.host_bytes == 0) num_slots = kMinSlotsOfStore;
+  if (num_slots == 0) {
+    Raise(kValueError, "host_bytes is ", options.host_bytes, ", but a page of all layers takes ",
+          bytes_per_page);
+  }
+  const int64_t num_bytes = num_slots * bytes_per_page + kValueAlignment;
+  RequireHostMemory(static_cast<double>(num_bytes));
+  memory_ = AllocateTensor({num_bytes}, kByte, StagingDevice(device), UncountedBytes());
+  char* begin = static_cast<char*>(memory_.data_ptr()) + Padding(memory_);
+  tier_ = std::make_unique<HostTier>(begin, num_slots, page_size, page_bytes, options.has_store);
+}
+
+ffi::Map<ffi::String, ffi::Any> PrefixTierObj::NextJob(double seconds) {
+  bool is_closed = false;
+  const std::optional<StoreJob> job = tier_->NextJob(seconds, &is_closed);
+  if (!job) return {{"kind", ffi::String(is_closed ? "closed" : "none")}};
+  constexpr const char* kNames[] = {"exists", "get", "put"};
+  ffi::Array<ffi::Any> keys;
+  for (const PageKey& key : job->keys) {
+    keys.push_back(ffi::Bytes(reinterpret_cast<const char*>(key.data()), key.size()));
+  }
+  return {{"kind", ffi::String(kNames[static_cast<int>(job->kind)])},
+          {"id", job->id},
+          {"keys", keys},
+          {"addresses", ffi::Shape(job->addresses)},
+          {"sizes", ffi::Shape(job->sizes)}};
+}
+
+ffi::Array<ffi::String> PrefixTierObj::FinishJob(int64_t id, const ffi::Bytes& results) {
+  std::vector<bool> flags;
+  for (size_t i = 0; i < results.size(); ++i) flags.push_back(results.data()[i] != 0);
+  ffi::Array<ffi::String> lines;
+  for (const std::string& line : tier_->FinishJob(id, flags)) lines.push_back(line);
+  return lines;
+}
+
+ffi::Shape PrefixTierObj::MemoryRange() {
+  const int64_t padding = Padding(memory_);
+  return ffi::Shape({Address(memory_) + padding, memory_.numel() - padding});
+}
+
+}  // namespace pagedkv

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file prefix_tier.h
+ * \brief The object of a host tier that workers hold: it does not keep the cache alive.
+ */
+#ifndef TVM_PAGEDKV_TIERS_PREFIX_TIER_H_
+#define TVM_PAGEDKV_TIERS_PREFIX_TIER_H_
+
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/container/shape.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/object.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "state/tiers/host_tier.h"
+
+namespace pagedkv {
+
+namespace ffi = tvm::ffi;
+
+/*! \brief How a cache keeps pages below its pools. */
+struct PrefixTierOptions {
+  int64_t host_bytes = 0;  // 0: as little as a store needs
+  std::string model;
+  std::string writes;  // "through", "back" or "selective"
+  int64_t min_hits = 1;
+  double wait = 0;  // seconds for which a new sequence waits for the store
+  bool has_store = false;
+
+  /*! \throws Error (ValueError, TypeError) that names the field. */
+  static PrefixTierOptions FromMap(const ffi::Map<ffi::String, ffi::Any>& map);
+};
+
+class PrefixTierObj : public ffi::Object {
+ public:
+  /*!
+   * \param page_bytes [group] bytes of a page of all layers.
+   * \param device The device of the pages: copies to it are from pinned memory.
+   * \throws Error (ValueError, MemoryError).
+   */
+  PrefixTierObj(const PrefixTierOptions& options, int32_t page_size,
+                const std::vector<int64_t>& page_bytes, DLDevice device);
+
+  HostTier* tier() { return tier_.get(); }
+  const ffi::Tensor& memory() const { return memory_; }
+
+  // What workers call, without the cache. Each may block without Python's global lock.
+  /*! \return The job's kind, id, keys, addresses and sizes; kind "none" or "closed" without one. */
+  ffi::Map<ffi::String, ffi::Any> NextJob(double seconds);
+  /*! \param results A byte for each key, 0 for no. \return Lines to log. */
+  ffi::Array<ffi::String> FinishJob(int64_t id, const ffi::Bytes& results);
+  bool Wait(int64_t ticket, double seconds) { return tier_->Wait(ticket, seconds); }
+  bool Flush(double seconds) { return tier_->Flush(seconds); }
+  void Close() { tier_->Close(); }
+  /*! \brief Address and size of the memory that jobs read and write. */
+  ffi::Shape MemoryRange();
+
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("pagedkv.PrefixTier", PrefixTierObj, ffi::Object);
+
+ private:
+  ffi::Tensor memory_;
+  std::unique_ptr<HostTier> tier_;
+};
+
+class PrefixTier : public ffi::ObjectRef {
+ public:
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NULLABLE(PrefixTier, ffi::ObjectRef, PrefixTierObj);
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_TIERS_PREFIX_TIER_H_

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages that the pool reclaims come back from host memory and from stores, as they were."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import numpy as np
+import pytest
+
+import tvm_pagedkv as pkv
+
+from ..support.dict_store import DictStore, FaultyStore, HangingStore
+from ..support.kernel_specs import parametrize_seed
+from .test_prefix_cache import Texts
+
+MB = 1 << 20
+SMALL = {"page_size": 4, "max_total_tokens": 64, "max_num_sequences": 2}
+
+
+class TieredTexts(Texts):
+    """Texts over a cache with tiers."""
+
+    has_steady_matches = False
+
+    def __init__(self, windows=(0, 0), mode: str = "none", seed: int = 0, tiers=None, **fields):
+        super().__init__(windows, mode, seed, **{**SMALL, **fields})
+        tiers = {"host_bytes": MB, **(tiers or {})}
+        pkv.open_prefix_cache(self.cache, pkv.PrefixCacheConfig(**tiers))
+
+    @property
+    def tiers(self) -> dict:
+        return self.cache.stats()["prefix_tiers"]
+
+    def once(self, prompt: list[int], salt: bytes = b"", check: bool = True) -> int:
+        """Run a prompt as a sequence that comes and goes; returns how much was reused."""
+        reused = self.run(7, prompt, salt)
+        if check:
+            self.check_kv(7)
+        self.finish(7)
+        return reused
+
+    def fill(self, first: int) -> None:
+        """Other texts take all pages."""
+        for begin in range(first, first + 40, 10):
+            self.once([100 + begin, *range(begin, begin + 39)])
+
+
+@pytest.mark.parametrize("write", ["back", "through", "selective"])
+def test_a_text_comes_back_from_host_memory(write):
+    texts = TieredTexts(tiers={"write": write})
+    prompt = list(range(30))
+    assert texts.once(prompt) == 0
+    if write == "selective":
+        assert texts.tiers["num_saved_pages"] == 0
+        assert texts.once(prompt) == 29
+    texts.fill(50)
+    reused = texts.run(0, [*prompt, 1, 2, 3])
+    assert reused == 28  # full pages
+    texts.check_kv(0)
+    stats = texts.tiers
+    assert stats["reused_host_tokens"] > 0 == stats["reused_store_tokens"]
+    assert stats["num_host_pages"] > 0
+    assert 0 < stats["host_bytes"] <= stats["host_capacity_bytes"] <= MB
+    assert texts.run(1, [*prompt, 1, 2, 9]) == 30 + 2  # what came back is found in the pool
+    texts.check_kv(1)
+
+
+@pytest.mark.parametrize("windows", [(0, 6), (6, 13)], ids=str)
+def test_windows_need_their_pages_only(windows):
+    texts = TieredTexts(windows, tiers={"write": "through"}, max_total_tokens=96)
+    prompt = list(range(40))
+    texts.once(prompt, check=False)
+    for begin in (50, 60, 70):
+        texts.once([begin, *range(39)], check=False)
+    before = texts.cache.stats()["num_reused_tokens"]
+    assert texts.run(0, [*prompt, 1, 2]) == 40
+    assert texts.tiers["reused_host_tokens"] > 0
+    assert texts.cache.stats()["num_reused_tokens"] == before + 40
+    texts.extend([0], [[4, 5, 6]])
+
+
+def test_salts_never_meet():
+    texts = TieredTexts(tiers={"write": "through"})
+    prompt = list(range(20))
+    texts.once(prompt, b"one")
+    texts.fill(50)
+    assert texts.cache.match_prefix(prompt) == texts.cache.match_prefix(prompt, b"two") == 0
+    assert texts.cache.match_prefix([*prompt, 1], b"one") == 20
+
+
+def test_a_store_serves_another_cache():
+    values: dict[bytes, bytes] = {}
+    prompt = list(range(30))
+    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    one.once(prompt)
+    assert one.cache.flush_prefixes(60)
+    assert one.tiers["num_stored_pages"] == 7 == len(values)
+    two = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    assert two.cache.match_prefix(prompt) == 0
+    assert two.cache.add_sequence(0, prompt) == 0  # it does not wait
+    two.cache.remove_sequence(0)
+    assert two.start(1, prompt) == 0
+    two.finish(1)
+    two.cache.add_sequence(0, [*prompt, 1], wait=60)
+    assert two.cache.sequence_length(0) == 28
+    two.cache.remove_sequence(0)
+    assert two.run(1, [*prompt, 1]) == 28
+    two.check_kv(1)
+    assert two.tiers["num_fetched_pages"] == 7
+    assert two.tiers["reused_store_tokens"] == 28
+    assert one.cache.close_prefixes(60) and two.cache.close_prefixes(60)
+
+
+@pytest.mark.parametrize("other", [{"model": "n"}, {"page_size": 8}, {"windows": (0, 6)}], ids=str)
+def test_other_models_and_layouts_never_meet(other):
+    values: dict[bytes, bytes] = {}
+    prompt = list(range(32))
+    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    one.once(prompt)
+    assert one.cache.close_prefixes(60) and values
+    fields = {k: v for k, v in other.items() if k != "model"}
+    tiers = {"store": DictStore(values), "model": other.get("model", "m"), "wait": 60.0}
+    two = TieredTexts(tiers=tiers, **fields)
+    assert two.run(0, prompt) == 0
+    two.cache.close_prefixes(60)
+
+
+def test_the_default_wait_is_that_of_the_configuration():
+    values: dict[bytes, bytes] = {}
+    prompt = list(range(30))
+    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    one.once(prompt)
+    one.cache.close_prefixes(60)
+    two = TieredTexts(tiers={"store": DictStore(values), "model": "m", "wait": 60.0})
+    assert two.cache.add_sequence(0, prompt) == 28
+    two.cache.close_prefixes(60)
+
+
+def test_nothing_waits_for_a_store_that_hangs():
+    store = HangingStore()
+    texts = TieredTexts(tiers={"store": store, "model": "m"})
+    texts.once(list(range(30)))
+    assert store.entered.wait(60)
+    texts.fill(50)
+    texts.cache.prefetch(list(range(200, 230)))
+    assert not texts.cache.flush_prefixes(0)
+    assert texts.cache.add_sequence(0, list(range(200, 230)), wait=0.01) == 0
+    assert not texts.cache.close_prefixes(0)
+    assert texts.once([1, 2, 3, 4, 5]) == 0  # the cache works on
+    store.release.set()
+    assert texts.cache.close_prefixes(60)
+    assert store.closed.is_set() and store.values
+
+
+def test_a_store_that_raises_is_a_miss(caplog):
+    class Broken(DictStore):
+        def exists(self, keys):
+            raise ConnectionError("no such host")
+
+        def put_from(self, keys, addresses, sizes):
+            return [True]  # of the wrong length
+
+    texts = TieredTexts(tiers={"store": Broken(), "model": "m"})
+    with caplog.at_level(logging.WARNING, "tvm_pagedkv.stores"):
+        assert texts.once(list(range(30))) == 0
+        assert texts.cache.flush_prefixes(60)
+        assert texts.cache.add_sequence(0, list(range(100, 130)), wait=60) == 0
+    assert "no such host" in caplog.text and "returned 1 results" in caplog.text
+    assert texts.tiers["num_failed_stores"] == 7
+    texts.cache.close_prefixes(60)
+
+
+@pytest.mark.parametrize("damage", ["bit", "short", "swapped", "version"])
+def test_damaged_values_are_misses(damage, caplog):
+    values: dict[bytes, bytes] = {}
+    prompt = list(range(30))
+    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    one.once(prompt)
+    one.cache.close_prefixes(60)
+    for i, (key, value) in enumerate(list(values.items())):
+        changed = bytearray(value)
+        if damage == "bit":
+            changed[len(value) - 1 - i] ^= 16
+        elif damage == "short":
+            changed = changed[:-1]
+        elif damage == "version":
+            changed[16] += 1
+        else:
+            changed = bytearray(list(values.values())[i - 1])
+        values[key] = bytes(changed)
+    two = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    caplog.set_level(logging.WARNING, "tvm_pagedkv.stores")
+    two.cache.add_sequence(0, prompt, wait=60)
+    reused = two.cache.sequence_length(0)
+    two.cache.remove_sequence(0)
+    assert reused < 28
+    assert two.tiers["num_failed_fetches"] > 0
+    two.once(prompt)
+    two.cache.close_prefixes(60)
+    assert ("damaged" in caplog.text) == (damage != "short")
+
+
+def test_forgotten_texts_are_not_found():
+    texts = TieredTexts(tiers={"write": "through"})
+    prompt = list(range(30))
+    texts.run(0, prompt)
+    texts.cache.forget_prefixes()
+    texts.cache.check_integrity()
+    assert texts.cache.match_prefix(prompt) == 0 == texts.tiers["num_host_pages"]
+    assert texts.cache.num_recorded_tokens(0) == 0
+    assert texts.cache.sequence_length(0) == 30
+
+
+def test_a_worker_ends_with_its_cache():
+    store = DictStore()
+    texts = TieredTexts(tiers={"store": store, "model": "m"})
+    texts.once(list(range(30)))
+    del texts
+    gc.collect()
+    assert store.closed.wait(60)
+    assert len(store.values) == 7  # what was pending was written
+    assert len(store.registered) == 1 and store.registered[0][1] >= MB // 2
+
+
+def test_errors_change_nothing():
+    texts = Texts(**SMALL)
+    config = pkv.PrefixCacheConfig(host_bytes=10)
+    with pytest.raises(ValueError, match="host_bytes is 10, but a page of all layers takes"):
+        pkv.open_prefix_cache(texts.cache, config)
+    assert "prefix_tiers" not in texts.cache.stats()
+    texts.start(0, [1, 2, 3])
+    config = pkv.PrefixCacheConfig(host_bytes=MB)
+    with pytest.raises(ValueError, match="the cache has texts"):
+        pkv.open_prefix_cache(texts.cache, config)
+    texts.finish(0)
+    pkv.open_prefix_cache(texts.cache, config)
+    with pytest.raises(ValueError, match="already"):
+        pkv.open_prefix_cache(texts.cache, config)
+    with pytest.raises(ValueError, match="wait must be at least 0"):
+        texts.cache.add_sequence(1, [1], wait=-1)
+    assert texts.cache.sequence_ids() == []
+    texts.cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "needs host_bytes, a disk_path or a store"),
+        ({"host_bytes": -1}, "host_bytes must be between"),
+        ({"disk_path": "x"}, "must name the model"),
+        ({"store": DictStore()}, "must name the model"),
+        ({"store": DictStore(), "disk_path": "x", "model": "m"}, "not both"),
+        ({"store": 3, "model": "m"}, "int lacks exists"),
+        ({"host_bytes": 1, "write": "around"}, "must be one of through, back, selective"),
+        ({"host_bytes": 1, "wait": -1}, "between 0 and 3600"),
+        ({"host_bytes": 1, "min_hits": 0}, "min_hits must be between"),
+    ],
+)
+def test_configurations_that_are_refused(fields, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        pkv.PrefixCacheConfig(**fields)
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (0, 6), (6, 13)], ids=str)
+@pytest.mark.parametrize("with_store", [False, True], ids=["host", "store"])
+@parametrize_seed
+def test_random_texts(windows, with_store, seed):
+    """A pool and a host tier that are always full, a store that fails: all is as in a cold run."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    tiers = {"host_bytes": 40_000, "write": ["back", "through", "selective"][seed % 3]}
+    if with_store:
+        tiers.update(store=FaultyStore(seed), model="m", wait=0.5 * (seed % 2))
+    fields = {"max_total_tokens": 160, "max_num_sequences": 4}
+    texts = TieredTexts(windows, "normal", seed, tiers, **fields)
+    prompts = [rng.integers(3, size=60).tolist() for _ in range(8)]
+    for _ in range(400):
+        seq_id = int(rng.integers(4))
+        length = int(rng.integers(1, 50))
+        prompt = prompts[rng.integers(8)][:length] + rng.integers(3, size=2).tolist()
+        salt = bytes(rng.integers(2, size=1).tolist())
+        try:
+            if seq_id in texts.tokens and rng.random() < 0.5:
+                if windows == (0, 0) and texts.tokens[seq_id]:
+                    texts.check_kv(seq_id)
+                texts.finish(seq_id)
+                del texts.tokens[seq_id]
+            elif seq_id in texts.tokens:
+                more = rng.integers(3, size=rng.integers(1, 20)).tolist()
+                before = list(texts.tokens[seq_id])
+                try:
+                    texts.extend([seq_id], [more], aborts=rng.random() < 0.2)
+                except pkv.CacheFullError:
+                    texts.tokens[seq_id] = before
+                    raise
+            else:
+                if rng.random() < 0.3:
+                    texts.cache.prefetch(prompt, salt)
+                texts.start(seq_id, prompt, salt)
+        except pkv.CacheFullError:
+            for each in list(texts.tokens):
+                texts.finish(each)
+            texts.tokens.clear()
+    stats = texts.tiers
+    print(stats)
+    assert stats["reused_host_tokens"] + stats["reused_store_tokens"] > 50
+    assert stats["num_evicted_pages"] > 0
+    texts.cache.close_prefixes(60)
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

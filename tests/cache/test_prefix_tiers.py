@@ -270,25 +270,28 @@ def test_random_texts(windows, with_store, seed):
     """A pool and a host tier that are always full, a store that fails: all is as in a cold run."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    tiers = {"host_bytes": 40_000, "write": ["back", "through", "selective"][seed % 3]}
+    tiers = {"host_bytes": 100_000, "write": ["back", "through", "selective"][seed % 3]}
     if with_store:
         tiers.update(store=FaultyStore(seed), model="m", wait=0.5 * (seed % 2))
-    fields = {"max_total_tokens": 160, "max_num_sequences": 4}
+    fields = {"max_total_tokens": 120, "max_num_sequences": 4}
     texts = TieredTexts(windows, "normal", seed, tiers, **fields)
     prompts = [rng.integers(3, size=60).tolist() for _ in range(8)]
-    for _ in range(400):
+    given: dict[int, list[int]] = {}
+    for _ in range(500):
         seq_id = int(rng.integers(4))
-        length = int(rng.integers(1, 50))
+        length = int(rng.integers(8, 50))
         prompt = prompts[rng.integers(8)][:length] + rng.integers(3, size=2).tolist()
         salt = bytes(rng.integers(2, size=1).tolist())
         try:
-            if seq_id in texts.tokens and rng.random() < 0.5:
+            if seq_id in texts.tokens and rng.random() < 0.3:
                 if windows == (0, 0) and texts.tokens[seq_id]:
                     texts.check_kv(seq_id)
                 texts.finish(seq_id)
                 del texts.tokens[seq_id]
             elif seq_id in texts.tokens:
-                more = rng.integers(3, size=rng.integers(1, 20)).tolist()
+                begin = len(texts.tokens[seq_id])
+                more = given[seq_id][begin : begin + int(rng.integers(1, 33))]
+                more = more or rng.integers(3, size=rng.integers(1, 9)).tolist()
                 before = list(texts.tokens[seq_id])
                 try:
                     texts.extend([seq_id], [more], aborts=rng.random() < 0.2)
@@ -298,6 +301,7 @@ def test_random_texts(windows, with_store, seed):
             else:
                 if rng.random() < 0.3:
                     texts.cache.prefetch(prompt, salt)
+                given[seq_id] = prompt
                 texts.start(seq_id, prompt, salt)
         except pkv.CacheFullError:
             for each in list(texts.tokens):

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of a `DiskStore`: which key is in which slot, and which slots to use next.
+
+Several processes share the index file. Those that change keys or slots hold the file lock; lookups
+do not, so what they find is a hint that the footer of the slot must confirm. Each change is a write
+to one place, in an order that is safe to stop at any point:
+
+1. `reserve` removes the entries of the least recently used slots and marks the slots as used now.
+2. The caller writes the slots, without the lock.
+3. `publish` adds entries for the slots that were written.
+
+A process that is killed in between leaves slots without entries. They are reused when they are the
+least recently used ones, so nothing has to be recovered.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .disk_layout import BUCKET_BYTES, ENTRY_BYTES, MIN_SLOT_BYTES, Layout
+from .positioned import read_exactly, write_exactly
+
+_ENTRY = struct.Struct("<32sQQ")  # key, size, slot
+_SIZE_AND_SLOT = struct.Struct("<QQ")
+_USE = struct.Struct("<Q")
+_OWNER = struct.Struct("<I")
+_MAX_CLOCK = 2**62  # a clock beyond it is damage
+
+
+class Found(NamedTuple):
+    slot: int
+    size: int
+    offset: int
+
+
+class Reserved(NamedTuple):
+    slot: int
+    offset: int
+    use: int
+
+
+class DiskIndex:
+    """The index file.
+
+    Parameters
+    ----------
+    descriptor : int
+        Of the open file; the caller closes it.
+    layout : Layout
+    grow : callable
+        ``grow(offset, size)`` reserves bytes of the data file; raises an OSError if the disk is full.
+    """
+
+    def __init__(
+        self, descriptor: int, layout: Layout, grow: Callable[[int, int], None]
+    ) -> None:
+        self._descriptor = descriptor
+        self._layout = layout
+        self._grow = grow
+        # By slot size: slots to use next, with the use that each had when they were chosen.
+        self._victims: dict[int, deque[tuple[int, int]]] = {}
+
+    # Lookups, without the lock.
+
+    def find(self, keys: Sequence[bytes]) -> list[Found | None]:
+        """Return for each key where its value should be."""
+        slabs = self._slabs()
+        return [self._find(key, slabs)[0] for key in keys]
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """Mark slots as used now."""
+        if slots:
+            now = self._tick()
+            for slot in slots:
+                self._set_use(slot, now)
+
+    # Changes; the caller has the lock.
+
+    def reserve(self, sizes: Sequence[int]) -> list[Reserved | None]:
+        """Take slots of the given sizes in bytes; None where there is no room."""
+        now = self._tick()
+        slabs = self._slabs()
+        wanted = [max(size, MIN_SLOT_BYTES) for size in sizes]
+        reserved: list[Reserved | None] = []
+        for i, slot_bytes in enumerate(wanted):
+            slot = None
+            if slot_bytes <= self._layout.slab_bytes:
+                slot = self._take(slot_bytes, slabs, now, wanted[i:].count(slot_bytes))
+            if slot is None:
+                reserved.append(None)
+                continue
+            self._disown(slot)
+            self._set_use(slot, now)
+            reserved.append(Reserved(slot, self._offset(slot, slabs), now))
+        return reserved
+
+    def publish(self, key: bytes, size: int, reserved: Reserved) -> bool:
+        """Add the entry of a slot that was written; False if another process has taken it."""
+        if self._use(reserved.slot) != reserved.use:
+            return False
+        found, entries, bucket = self._find(key, self._slabs())
+        if found is not None and found.size == size:  # another process was faster
+            self._set_use(reserved.slot, 0)
+            return True
+        if found is not None:
+            self.remove(key)
+            entries = self._bucket(bucket)
+        at = self._place(bucket, entries)
+        self._put_owner(reserved.slot, at + 1)
+        self._write_entry(at, _ENTRY.pack(key, size, reserved.slot))
+        return True
+
+    def release(self, reserved: Reserved) -> None:
+        """Give back a slot that was not written."""
+        if self._use(reserved.slot) == reserved.use:
+            self._set_use(reserved.slot, 0)
+
+    def remove(self, key: bytes) -> None:
+        """Remove the entry of a key and free its slot."""
+        bucket = self._bucket_of(key)
+        entries = self._bucket(bucket)
+        at = _position(entries, key)
+        if at is not None:
+            _, slot = _SIZE_AND_SLOT.unpack_from(entries, at + 32)
+            self._write_entry((bucket * BUCKET_BYTES + at) // ENTRY_BYTES, bytes(_ENTRY.size))
+            if slot < self._layout.num_slots:
+                self._set_use(slot, 0)
+
+    # Which slots come next.
+
+    def _take(self, slot_bytes: int, slabs: np.ndarray, now: int, count: int) -> int | None:
+        """Return a slot of a size that is free or least recently used, or None."""
+        victims = self._victims.setdefault(slot_bytes, deque())
+        for _ in range(2):
+            while victims:
+                slot, use = victims.popleft()
+                # Others may have used it, or its slab, since it was chosen.
+                if slabs[slot // self._layout.slots_per_slab] == slot_bytes:
+                    if self._use(slot) == use:
+                        return slot
+            victims.extend(self._choose(slot_bytes, slabs, now, count))
+        return None
+
+    def _choose(
+        self, slot_bytes: int, slabs: np.ndarray, now: int, count: int
+    ) -> list[tuple[int, int]]:
+        """Return slots to use next, free ones first; adds a slab to the size if it helps."""
+        per_slab = self._layout.slots_per_slab
+        uses = self._uses().reshape(-1, per_slab)
+        uses[uses > now] = 1  # damaged: not from the future
+        num_slots = self._layout.slab_bytes // slot_bytes
+        own = np.flatnonzero(slabs == slot_bytes)
+        slots = own[:, None] * per_slab + np.arange(num_slots)
+        own_uses = uses[own, :num_slots].ravel()
+        slots = slots.ravel()
+        free = np.flatnonzero(own_uses == 0)
+        if len(free):
+            return [(int(slots[i]), 0) for i in free]
+        slab = self._more(slot_bytes, slabs, uses, own_uses, now)
+        if slab is not None:
+            return [(slab * per_slab + i, 0) for i in range(num_slots)]
+        # A batch must not evict what it has stored itself.
+        old = np.flatnonzero(own_uses < now)
+        if not len(old):
+            return []
+        # Some at a time: choosing costs a look at all uses. Ascending slots are read and written
+        # faster than the exact order of their use.
+        count = min(len(old), max(count, len(own_uses) // 32))
+        oldest = old[np.argpartition(own_uses[old], count - 1)[:count]]
+        actual = self._uses()
+        return [(int(slot), int(actual[slot])) for slot in np.sort(slots[oldest])]
+
+    def _more(
+        self, slot_bytes: int, slabs: np.ndarray, uses: np.ndarray, own_uses: np.ndarray, now: int
+    ) -> int | None:
+        """Return a slab that is given to a size: an unused one, or one that nobody used for long."""
+        size = self._layout.slab_bytes
+        unused = np.flatnonzero(slabs == 0)
+        if len(unused):
+            slab = int(unused[0])
+            try:
+                self._grow(slab * size, size)
+            except OSError:
+                pass  # the disk is full: live with what the store has
+            else:
+                self._give(slab, slot_bytes, slabs)
+                return slab
+        newest = uses.max(axis=1)
+        newest[(slabs == slot_bytes) | (slabs == 0)] = now
+        slab = int(newest.argmin())
+        limit = now if not len(own_uses) else int(own_uses.min())
+        if newest[slab] >= limit:
+            return None
+        for slot in range(slab * self._layout.slots_per_slab, (slab + 1) * self._layout.slots_per_slab):
+            self._disown(slot)
+        self._give(slab, slot_bytes, slabs)
+        return slab
+
+    def _give(self, slab: int, slot_bytes: int, slabs: np.ndarray) -> None:
+        per_slab = self._layout.slots_per_slab
+        write_exactly(self._descriptor, bytes(8 * per_slab), self._layout.uses + 8 * slab * per_slab)
+        slabs[slab] = slot_bytes
+        write_exactly(self._descriptor, _OWNER.pack(slot_bytes), self._layout.slabs + 4 * slab)
+
+    # Entries.
+
+    def _find(self, key: bytes, slabs: np.ndarray) -> tuple[Found | None, bytes, int]:
+        bucket = self._bucket_of(key)
+        entries = self._bucket(bucket)
+        at = _position(entries, key)
+        if at is None:
+            return None, entries, bucket
+        size, slot = _SIZE_AND_SLOT.unpack_from(entries, at + 32)
+        if slot >= self._layout.num_slots:  # damaged
+            return None, entries, bucket
+        offset = self._offset(slot, slabs)
+        if offset < 0:
+            return None, entries, bucket
+        return Found(slot, size, offset), entries, bucket
+
+    def _place(self, bucket: int, entries: bytes) -> int:
+        """Return the number of an entry of a bucket that is free, or that of its oldest value."""
+        oldest, oldest_use = 0, _MAX_CLOCK
+        for at in range(0, BUCKET_BYTES, ENTRY_BYTES):
+            size, slot = _SIZE_AND_SLOT.unpack_from(entries, at + 32)
+            if not size or slot >= self._layout.num_slots:
+                oldest, oldest_use = at, -1
+                break
+            use = self._use(slot)
+            if use < oldest_use:
+                oldest, oldest_use = at, use
+        number = (bucket * BUCKET_BYTES + oldest) // ENTRY_BYTES
+        if oldest_use >= 0:
+            _, slot = _SIZE_AND_SLOT.unpack_from(entries, oldest + 32)
+            self._write_entry(number, bytes(_ENTRY.size))
+            self._set_use(slot, 0)
+        return number
+
+    def _disown(self, slot: int) -> None:
+        """Remove the entry of a slot, if it still has one."""
+        data = read_exactly(self._descriptor, _OWNER.size, self._layout.owners + 4 * slot)
+        number = _OWNER.unpack(data)[0] - 1
+        if not 0 <= number < self._layout.num_buckets * (BUCKET_BYTES // ENTRY_BYTES):
+            return
+        offset = self._layout.buckets + number * ENTRY_BYTES
+        _, size, owned = _ENTRY.unpack(read_exactly(self._descriptor, _ENTRY.size, offset))
+        if size and owned == slot:
+            self._write_entry(number, bytes(_ENTRY.size))
+
+    def _bucket_of(self, key: bytes) -> int:
+        return zlib.crc32(key) % self._layout.num_buckets
+
+    def _bucket(self, bucket: int) -> bytes:
+        offset = self._layout.buckets + bucket * BUCKET_BYTES
+        return read_exactly(self._descriptor, BUCKET_BYTES, offset)
+
+    def _write_entry(self, number: int, data: bytes) -> None:
+        write_exactly(self._descriptor, data, self._layout.buckets + number * ENTRY_BYTES)
+
+    # Numbers of slots and slabs.
+
+    def _offset(self, slot: int, slabs: np.ndarray) -> int:
+        slab, i = divmod(slot, self._layout.slots_per_slab)
+        slot_bytes = int(slabs[slab])
+        if not slot_bytes or (i + 1) * slot_bytes > self._layout.slab_bytes:
+            return -1
+        return slab * self._layout.slab_bytes + i * slot_bytes
+
+    def _slabs(self) -> np.ndarray:
+        data = read_exactly(self._descriptor, 4 * self._layout.num_slabs, self._layout.slabs)
+        slabs = np.frombuffer(data, np.uint32).copy()
+        slabs[(slabs > self._layout.slab_bytes) | (slabs % 4096 != 0)] = 0  # damaged
+        return slabs
+
+    def _uses(self) -> np.ndarray:
+        data = read_exactly(self._descriptor, 8 * self._layout.num_slots, self._layout.uses)
+        return np.frombuffer(data, np.uint64).copy()
+
+    def _use(self, slot: int) -> int:
+        data = read_exactly(self._descriptor, _USE.size, self._layout.uses + 8 * slot)
+        return int(_USE.unpack(data)[0])
+
+    def _set_use(self, slot: int, use: int) -> None:
+        write_exactly(self._descriptor, _USE.pack(use), self._layout.uses + 8 * slot)
+
+    def _put_owner(self, slot: int, number: int) -> None:
+        write_exactly(self._descriptor, _OWNER.pack(number), self._layout.owners + 4 * slot)
+
+    def _tick(self) -> int:
+        """Advance the clock. Lookups do it without the lock: two of them may get the same time."""
+        now = _USE.unpack(read_exactly(self._descriptor, _USE.size, self._layout.clock))[0] + 1
+        if now > _MAX_CLOCK:
+            now = 2  # damaged: all uses are from the future then, and count as old
+        write_exactly(self._descriptor, _USE.pack(now), self._layout.clock)
+        return int(now)
+
+
+def _position(entries: bytes, key: bytes) -> int | None:
+    """Return the offset of a key's entry in a bucket."""
+    at = entries.find(key)
+    while at >= 0 and at % ENTRY_BYTES:
+        at = entries.find(key, at + 1)
+    if at < 0 or not _SIZE_AND_SLOT.unpack_from(entries, at + 32)[0]:
+        return None
+    return at

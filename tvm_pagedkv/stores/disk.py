@@ -21,6 +21,7 @@ from .memory import check_batch, check_keys
 
 _log = logging.getLogger(__name__)
 _LOCK_POLL_SECONDS = 0.001
+_CLOSE_SECONDS = 1.0
 
 
 class DiskStore:
@@ -58,8 +59,8 @@ class DiskStore:
     Notes
     -----
     A value that the disk fails to read or write is a miss. A failure of the index raises an
-    OSError, as does a call that cannot get the lock; the cache takes both for misses. A damaged value
-    is removed when it is found.
+    OSError, as does a call that cannot get the lock; the cache takes both for misses. A damaged
+    value is removed when it is found.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class DiskStore:
         self._lock_seconds = check_positive("lock_seconds", lock_seconds)
         self._path = Path(path).absolute()
         self._process = os.getpid()
-        self._mutex = threading.Lock()
+        self._call = threading.Lock()
+        self._is_closed = False
         prepare_folder(self._path)
         with contextlib.ExitStack() as opened:
             self._lock_file = os.open(
@@ -98,15 +100,20 @@ class DiskStore:
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether the index has it."""
         check_keys(keys)
-        self._check_usable()
-        return [found is not None for found in self._index.find(keys)]
+        with self._using():
+            return [found is not None for found in self._index.find(keys)]
 
     def get_into(
         self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[bool]:
         """Read values to addresses; return for each whether it was read whole and undamaged."""
         check_batch(keys, addresses, sizes)
-        self._check_usable()
+        with self._using():
+            return self._get(keys, addresses, sizes)
+
+    def _get(
+        self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> list[bool]:
         results = [False] * len(keys)
         hits: list[tuple[int, Found]] = []
         for i, found in enumerate(self._index.find(keys)):
@@ -124,10 +131,18 @@ class DiskStore:
     ) -> list[bool]:
         """Write values that the store does not have; return for each whether it has it now."""
         check_batch(keys, addresses, sizes)
-        self._check_usable()
+        with self._using():
+            return self._put(keys, addresses, sizes)
+
+    def _put(
+        self, keys: Sequence[bytes], addresses: Sequence[int], sizes: Sequence[int]
+    ) -> list[bool]:
         found = self._index.find(keys)
-        has = {keys[i]: f.slot for i, f in enumerate(found) if f is not None and f.size == sizes[i]}
-        self._index.touch(list(has.values()))
+        there = {
+            keys[i]: f.slot for i, f in enumerate(found) if f is not None and f.size == sizes[i]
+        }
+        self._index.touch(list(there.values()))
+        has = set(there)
         new = {key: i for i, key in enumerate(keys) if key not in has}  # one of equal keys
         with self._locked():
             slots = self._index.reserve([slot_bytes_of(sizes[i]) for i in new.values()])
@@ -137,12 +152,14 @@ class DiskStore:
             if slot is not None
         ]
         written = self._slots.write([piece for _, piece in jobs])
+        done = [job for job, is_written in zip(jobs, written, strict=True) if is_written]
         with self._locked():
-            for (slot, piece), is_written in zip(jobs, written, strict=True):
+            for (slot, _), is_written in zip(jobs, written, strict=True):
                 if not is_written:
                     self._index.release(slot)
-                elif self._index.publish(piece.key, piece.size, slot):
-                    has[piece.key] = slot.slot
+            values = [(piece.key, piece.size, slot) for slot, piece in done]
+            published = self._index.publish(values)
+        has |= {key for (key, _, _), is_there in zip(values, published, strict=True) if is_there}
         if not all(written):
             _log.warning("%s: %d values could not be written", self._path, written.count(False))
         return [key in has for key in keys]
@@ -151,8 +168,22 @@ class DiskStore:
         """Do nothing: a disk reads and writes any memory."""
 
     def close(self) -> None:
-        """Close the files; closing again does nothing."""
-        self._opened.close()
+        """Close the files; closing again does nothing.
+
+        If a call in another thread hangs, the files are closed when it returns.
+        """
+        self._is_closed = True
+        if self._call.acquire(timeout=_CLOSE_SECONDS):
+            try:
+                self._opened.close()
+            finally:
+                self._call.release()
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _remove_damaged(self, damaged: list[tuple[bytes, Found]]) -> None:
         """Remove values that could not be read, so that they are written again."""
@@ -168,24 +199,32 @@ class DiskStore:
         if removed:
             _log.warning("%s: %d values were damaged, and are removed", self._path, removed)
 
-    def _check_usable(self) -> None:
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
         if os.getpid() != self._process:
             raise RuntimeError("a DiskStore cannot be used after a fork; open it in the child")
+        with self._call:
+            if self._is_closed:
+                raise ValueError("the DiskStore is closed")
+            try:
+                yield
+            finally:
+                if self._is_closed:
+                    self._opened.close()
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         deadline = time.monotonic() + self._lock_seconds
-        with self._mutex:
-            while True:
-                try:
-                    fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        text = f"another process has the lock for {self._lock_seconds} s"
-                        raise TimeoutError(errno.ETIMEDOUT, text, str(self._path)) from None
-                    time.sleep(_LOCK_POLL_SECONDS)
+        while True:
             try:
-                yield
-            finally:
-                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    text = f"another process has had the lock for {self._lock_seconds} s"
+                    raise TimeoutError(errno.ETIMEDOUT, text, str(self._path)) from None
+                time.sleep(_LOCK_POLL_SECONDS)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)

@@ -19,12 +19,11 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from .disk_layout import BUCKET_BYTES, ENTRY_BYTES, MIN_SLOT_BYTES, Layout
+from .disk_layout import BUCKET_BYTES, BUCKET_ENTRIES, ENTRY_BYTES, MIN_SLOT_BYTES, Layout
 from .positioned import read_exactly, write_exactly
 
 _ENTRY = struct.Struct("<32sQQ")  # key, size, slot
@@ -55,12 +54,11 @@ class DiskIndex:
         Of the open file; the caller closes it.
     layout : Layout
     grow : callable
-        ``grow(offset, size)`` reserves bytes of the data file; raises an OSError if the disk is full.
+        ``grow(offset, size)`` reserves bytes of the data file; an OSError says that the disk is
+        full.
     """
 
-    def __init__(
-        self, descriptor: int, layout: Layout, grow: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, descriptor: int, layout: Layout, grow: Callable[[int, int], None]) -> None:
         self._descriptor = descriptor
         self._layout = layout
         self._grow = grow
@@ -101,20 +99,29 @@ class DiskIndex:
             reserved.append(Reserved(slot, self._offset(slot, slabs), now))
         return reserved
 
-    def publish(self, key: bytes, size: int, reserved: Reserved) -> bool:
-        """Add the entry of a slot that was written; False if another process has taken it."""
+    def publish(self, values: Sequence[tuple[bytes, int, Reserved]]) -> list[bool]:
+        """Add entries of slots that were written; False where another process has taken the slot.
+
+        Parameters
+        ----------
+        values : sequence of (key, size, reserved)
+        """
+        slabs = self._slabs()
+        return [self._publish(*value, slabs) for value in values]
+
+    def _publish(self, key: bytes, size: int, reserved: Reserved, slabs: np.ndarray) -> bool:
         if self._use(reserved.slot) != reserved.use:
             return False
-        found, entries, bucket = self._find(key, self._slabs())
+        found, entries, bucket = self._find(key, slabs)
         if found is not None and found.size == size:  # another process was faster
             self._set_use(reserved.slot, 0)
             return True
-        if found is not None:
+        if _position(entries, key) is not None:
             self.remove(key)
             entries = self._bucket(bucket)
-        at = self._place(bucket, entries)
-        self._put_owner(reserved.slot, at + 1)
-        self._write_entry(at, _ENTRY.pack(key, size, reserved.slot))
+        number = self._place(bucket, entries)
+        self._put_owner(reserved.slot, number + 1)
+        self._write_entry(number, _ENTRY.pack(key, size, reserved.slot))
         return True
 
     def release(self, reserved: Reserved) -> None:
@@ -129,7 +136,7 @@ class DiskIndex:
         at = _position(entries, key)
         if at is not None:
             _, slot = _SIZE_AND_SLOT.unpack_from(entries, at + 32)
-            self._write_entry((bucket * BUCKET_BYTES + at) // ENTRY_BYTES, bytes(_ENTRY.size))
+            self._write_entry(bucket * BUCKET_ENTRIES + at // ENTRY_BYTES, bytes(_ENTRY.size))
             if slot < self._layout.num_slots:
                 self._set_use(slot, 0)
 
@@ -180,7 +187,7 @@ class DiskIndex:
     def _more(
         self, slot_bytes: int, slabs: np.ndarray, uses: np.ndarray, own_uses: np.ndarray, now: int
     ) -> int | None:
-        """Return a slab that is given to a size: an unused one, or one that nobody used for long."""
+        """Give an unused slab to a size, or one that nobody has used for long."""
         size = self._layout.slab_bytes
         unused = np.flatnonzero(slabs == 0)
         if len(unused):
@@ -198,14 +205,18 @@ class DiskIndex:
         limit = now if not len(own_uses) else int(own_uses.min())
         if newest[slab] >= limit:
             return None
-        for slot in range(slab * self._layout.slots_per_slab, (slab + 1) * self._layout.slots_per_slab):
+        for slot in range(
+            slab * self._layout.slots_per_slab, (slab + 1) * self._layout.slots_per_slab
+        ):
             self._disown(slot)
         self._give(slab, slot_bytes, slabs)
         return slab
 
     def _give(self, slab: int, slot_bytes: int, slabs: np.ndarray) -> None:
         per_slab = self._layout.slots_per_slab
-        write_exactly(self._descriptor, bytes(8 * per_slab), self._layout.uses + 8 * slab * per_slab)
+        write_exactly(
+            self._descriptor, bytes(8 * per_slab), self._layout.uses + 8 * slab * per_slab
+        )
         slabs[slab] = slot_bytes
         write_exactly(self._descriptor, _OWNER.pack(slot_bytes), self._layout.slabs + 4 * slab)
 
@@ -226,28 +237,24 @@ class DiskIndex:
         return Found(slot, size, offset), entries, bucket
 
     def _place(self, bucket: int, entries: bytes) -> int:
-        """Return the number of an entry of a bucket that is free, or that of its oldest value."""
-        oldest, oldest_use = 0, _MAX_CLOCK
-        for at in range(0, BUCKET_BYTES, ENTRY_BYTES):
-            size, slot = _SIZE_AND_SLOT.unpack_from(entries, at + 32)
+        """Return the number of an entry of a bucket: a free one, or that of the oldest value."""
+        first = bucket * BUCKET_ENTRIES
+        slots = []
+        for i in range(BUCKET_ENTRIES):
+            size, slot = _SIZE_AND_SLOT.unpack_from(entries, i * ENTRY_BYTES + 32)
             if not size or slot >= self._layout.num_slots:
-                oldest, oldest_use = at, -1
-                break
-            use = self._use(slot)
-            if use < oldest_use:
-                oldest, oldest_use = at, use
-        number = (bucket * BUCKET_BYTES + oldest) // ENTRY_BYTES
-        if oldest_use >= 0:
-            _, slot = _SIZE_AND_SLOT.unpack_from(entries, oldest + 32)
-            self._write_entry(number, bytes(_ENTRY.size))
-            self._set_use(slot, 0)
-        return number
+                return first + i
+            slots.append(slot)
+        oldest = min(range(BUCKET_ENTRIES), key=lambda i: self._use(slots[i]))
+        self._write_entry(first + oldest, bytes(_ENTRY.size))
+        self._set_use(slots[oldest], 0)
+        return first + oldest
 
     def _disown(self, slot: int) -> None:
         """Remove the entry of a slot, if it still has one."""
         data = read_exactly(self._descriptor, _OWNER.size, self._layout.owners + 4 * slot)
         number = _OWNER.unpack(data)[0] - 1
-        if not 0 <= number < self._layout.num_buckets * (BUCKET_BYTES // ENTRY_BYTES):
+        if not 0 <= number < self._layout.num_buckets * BUCKET_ENTRIES:
             return
         offset = self._layout.buckets + number * ENTRY_BYTES
         _, size, owned = _ENTRY.unpack(read_exactly(self._descriptor, _ENTRY.size, offset))

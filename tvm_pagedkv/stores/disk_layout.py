@@ -18,6 +18,7 @@ import stat
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 VERSION = 1
@@ -40,47 +41,47 @@ class Layout:
 
     max_bytes: int
 
-    @property
+    @cached_property
     def slab_bytes(self) -> int:
         return min(MAX_SLAB_BYTES, self.max_bytes // 16 // MIN_SLOT_BYTES * MIN_SLOT_BYTES)
 
-    @property
+    @cached_property
     def num_slabs(self) -> int:
         return self.max_bytes // self.slab_bytes
 
-    @property
+    @cached_property
     def slots_per_slab(self) -> int:
         return self.slab_bytes // MIN_SLOT_BYTES
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         return self.num_slabs * self.slots_per_slab
 
-    @property
+    @cached_property
     def num_buckets(self) -> int:
         return -(-self.num_slots // BUCKET_ENTRIES)
 
-    @property
+    @cached_property
     def clock(self) -> int:
         return BLOCK
 
-    @property
+    @cached_property
     def slabs(self) -> int:
         return 2 * BLOCK
 
-    @property
+    @cached_property
     def uses(self) -> int:
         return self.slabs + _blocks(4 * self.num_slabs)
 
-    @property
+    @cached_property
     def owners(self) -> int:
         return self.uses + _blocks(8 * self.num_slots)
 
-    @property
+    @cached_property
     def buckets(self) -> int:
         return self.owners + _blocks(4 * self.num_slots)
 
-    @property
+    @cached_property
     def index_bytes(self) -> int:
         return self.buckets + self.num_buckets * BUCKET_BYTES
 
@@ -183,7 +184,9 @@ def allocate(descriptor: int, offset: int, size: int, path: Path) -> None:
     try:
         os.posix_fallocate(descriptor, offset, size)
     except OSError as error:
-        raise OSError(error.errno, f"no room for {size} bytes: {error.strerror}", str(path)) from None
+        raise OSError(
+            error.errno, f"no room for {size} bytes: {error.strerror}", str(path)
+        ) from None
 
 
 def open_data(path: Path) -> int:
@@ -196,5 +199,3 @@ def open_data(path: Path) -> int:
         if error.errno != errno.EINVAL:  # a file system without O_DIRECT
             raise
     return os.open(data, flags, 0o600)
-
-

@@ -94,6 +94,7 @@ class SlotFile:
 
     def __init__(self, descriptor: int, num_threads: int) -> None:
         self._descriptor = descriptor
+        self._num_threads = num_threads
         self._local = threading.local()
         self._threads = ThreadPoolExecutor(num_threads, "pagedkv-disk")
 
@@ -127,7 +128,14 @@ class SlotFile:
                 runs[-1].append(piece)
             else:
                 runs.append([piece])
-        done = [ok for results in self._threads.map(work, runs) for ok in results]
+        # A few tasks: starting one takes longer than reading 64 KiB.
+        share = -(-len(runs) // (2 * self._num_threads)) or 1
+        tasks = [runs[start : start + share] for start in range(0, len(runs), share)]
+
+        def do(task: list[list[Piece]]) -> list[bool]:
+            return [ok for run in task for ok in work(run)]
+
+        done = [ok for results in self._threads.map(do, tasks) for ok in results]
         results = [False] * len(pieces)
         for i, ok in zip(order, done, strict=True):
             results[i] = ok

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from tvm_pagedkv.stores import DiskStore
+from tvm_pagedkv.stores import (
+    DiskStore,
+    GuardedStore,
+    MooncakeStore,
+    TieredStore,
+    ValkeyStore,
+)
 
 from ..support.store_cases import Values, get, key_of, put
 
@@ -13,11 +19,32 @@ SIZES = [1, 63, 4032, 4033, 4095, 4096, 4097, 65_536, 100_000, 262_144 + 64, 1 <
 KEYS = [key_of(i) for i in range(len(SIZES))]
 
 
-@pytest.fixture(params=["disk"])
+@pytest.fixture(params=["disk", "guarded disk", "tiered", "valkey", "mooncake"])
 def store(request, tmp_path):
-    made = DiskStore(tmp_path / "store", 64 << 20)
+    def disk(name, max_bytes=64 << 20):
+        return DiskStore(tmp_path / name, max_bytes)
+
+    if request.param == "disk":
+        made = disk("store")
+    elif request.param == "guarded disk":
+        made = GuardedStore(disk("store"), deadline=60)
+    elif request.param == "tiered":
+        made = TieredStore([disk("near"), disk("far")])
+    elif request.param == "valkey":
+        server = request.getfixturevalue("valkey")
+        made = ValkeyStore(f"valkey://127.0.0.1:{server.port}", prefix=str(tmp_path))
+    else:
+        made = mooncake_store(request)
     yield made
     made.close()
+
+
+def mooncake_store(request):
+    """A store with keys of its own, for the server outlives a test."""
+    master, _ = request.getfixturevalue("mooncake")
+    store = MooncakeStore(f"127.0.0.1:{master.port}")
+    store._client.remove_all(True)
+    return store
 
 
 @pytest.mark.parametrize("shift", [0, 64, 4095], ids="shift {}".format)

@@ -8,7 +8,6 @@ import pytest
 from tvm_pagedkv.stores import (
     DiskStore,
     GuardedStore,
-    MooncakeStore,
     TieredStore,
     ValkeyStore,
 )
@@ -34,17 +33,10 @@ def store(request, tmp_path):
         server = request.getfixturevalue("valkey")
         made = ValkeyStore(f"valkey://127.0.0.1:{server.port}", prefix=str(tmp_path))
     else:
-        made = mooncake_store(request)
+        yield request.getfixturevalue("mooncake_store")  # which closes it: that takes a second
+        return
     yield made
     made.close()
-
-
-def mooncake_store(request):
-    """A store with keys of its own, for the server outlives a test."""
-    master, _ = request.getfixturevalue("mooncake")
-    store = MooncakeStore(f"127.0.0.1:{master.port}")
-    store._client.remove_all(True)
-    return store
 
 
 @pytest.mark.parametrize("shift", [0, 64, 4095], ids="shift {}".format)

@@ -7,6 +7,7 @@ import ctypes
 import importlib.util
 import mmap
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import numpy as np
 from .._checks import check_choice, check_int
 from .memory import check_batch, check_keys, view
 
-# Of Mooncake's ErrorCode: what is a miss or a full store, and no failure of it.
-_NO_FAILURE = {-200, -704, -705, -706, -707}  # no room, no such key, busy with it
+# Of Mooncake's ErrorCode: no room, another size, not yet written, no such key, there, leased.
+_NO_FAILURE = {-200, -600, -703, -704, -705, -706}
+_CONNECT_SECONDS = 5.0
 
 
 def _library() -> Any:
@@ -39,6 +41,17 @@ def _load_cuda_runtime() -> None:
         for library in Path(folder).glob("cuda_runtime/lib/libcudart.so.12*"):
             ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
             return
+
+
+def _check_reachable(master: str) -> None:
+    """Raise if nothing listens at ``host:port``: Mooncake itself tries for a minute and a half."""
+    host, _, port = master.rpartition(":")
+    if "/" in master or not port.isdigit():  # several masters behind a name
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"no mooncake_master answers at {master}: {error}") from None
 
 
 class MooncakeStore:
@@ -91,6 +104,7 @@ class MooncakeStore:
         check_choice("protocol", protocol, ("tcp", "rdma"))
         check_int("segment_bytes", segment_bytes, 0, 2**48)
         check_int("buffer_bytes", buffer_bytes, 1 << 20, 2**40)
+        _check_reachable(master)
         self._process = os.getpid()
         self._registered: dict[int, int] = {}
         self._is_closed = False
@@ -99,7 +113,7 @@ class MooncakeStore:
             host, metadata, segment_bytes, 16 << 20, protocol, devices, master
         )
         if code != 0:
-            raise ConnectionError(f"no mooncake_master answers at {master} (error {code})")
+            raise ConnectionError(f"no mooncake_master takes this client at {master} (error {code})")
         self._buffer = memoryview(mmap.mmap(-1, buffer_bytes))
         self._address = np.frombuffer(self._buffer, np.uint8).ctypes.data
         self.register(self._address, buffer_bytes)
@@ -159,9 +173,13 @@ class MooncakeStore:
         """Unregister all memory and leave the store; closing again does nothing."""
         if not self._is_closed:
             self._is_closed = True
-            for address in self._registered:
-                self._client.unregister_buffer(address)
+            for address in list(self._registered):
+                self._unregister(address)
             self._client.close()
+
+    def _unregister(self, address: int) -> None:
+        self._client.unregister_buffer(address)
+        del self._registered[address]
 
     def _batches(
         self, addresses: Sequence[int], sizes: Sequence[int]

@@ -104,11 +104,12 @@ class MooncakeStore:
         check_choice("protocol", protocol, ("tcp", "rdma"))
         check_int("segment_bytes", segment_bytes, 0, 2**48)
         check_int("buffer_bytes", buffer_bytes, 1 << 20, 2**40)
+        library = _library()
         _check_reachable(master)
         self._process = os.getpid()
         self._registered: dict[int, int] = {}
         self._is_closed = False
-        self._client = _library().MooncakeDistributedStore()
+        self._client = library.MooncakeDistributedStore()
         code = self._client.setup(
             host, metadata, segment_bytes, 16 << 20, protocol, devices, master
         )

@@ -4,9 +4,9 @@
     python scripts/bench/bench_stores.py --folder /var/tmp
     python scripts/bench/bench_stores.py --valkey valkey://127.0.0.1:6379 --plot stores.png
 
-Each turn writes and reads the same bytes in the plainest way and then through each store: batches of
-values to a new file, each followed by fdatasync, and 1 MiB at a time back. Before a cold read the
-page cache drops the files. Networks: a pair of processes over a TCP connection of loopback.
+Each turn writes and reads the same bytes in the plainest way and then through each store: batches
+of values to a new file, each followed by fdatasync, and 1 MiB at a time back. The page cache drops
+the files before a cold read. Networks: a pair of processes over a TCP connection of loopback.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class DiskStore:
         for i, found in enumerate(self._index.find(keys)):
             if found is not None and found.size == sizes[i]:
                 hits.append((i, found))
-        pieces = [Piece(found.offset, keys[i], addresses[i], sizes[i]) for i, found in hits]
+        pieces = [_piece(found.offset, keys[i], addresses[i], sizes[i]) for i, found in hits]
         for (i, _), is_read in zip(hits, self._slots.read(pieces), strict=True):
             results[i] = is_read
         self._index.touch([found.slot for i, found in hits if results[i]])
@@ -147,7 +147,7 @@ class DiskStore:
         with self._locked():
             slots = self._index.reserve([slot_bytes_of(sizes[i]) for i in new.values()])
         jobs = [
-            (slot, Piece(slot.offset, key, addresses[i], sizes[i]))
+            (slot, _piece(slot.offset, key, addresses[i], sizes[i]))
             for slot, (key, i) in zip(slots, new.items(), strict=True)
             if slot is not None
         ]
@@ -228,3 +228,7 @@ class DiskStore:
             yield
         finally:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+
+def _piece(offset: int, key: bytes, address: int, size: int) -> Piece:
+    return Piece(offset, offset + slot_bytes_of(size), key, address, size)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .disk_layout import BUCKET_BYTES, BUCKET_ENTRIES, ENTRY_BYTES, MIN_SLOT_BYTES, Layout
+from .memory import KEY_BYTES
 from .positioned import read_exactly, write_exactly
 
 _ENTRY = struct.Struct("<32sQQ")  # key, size, slot
@@ -70,7 +71,7 @@ class DiskIndex:
     def find(self, keys: Sequence[bytes]) -> list[Found | None]:
         """Return for each key where its value should be."""
         slabs = self._slabs()
-        return [self._find(key, slabs)[0] for key in keys]
+        return [self._found(_entry_of(key, self._read_buckets(key)), slabs) for key in keys]
 
     def touch(self, slots: Sequence[int]) -> None:
         """Mark slots as used now."""
@@ -112,14 +113,15 @@ class DiskIndex:
     def _publish(self, key: bytes, size: int, reserved: Reserved, slabs: np.ndarray) -> bool:
         if self._use(reserved.slot) != reserved.use:
             return False
-        found, entries, bucket = self._find(key, slabs)
+        buckets = self._read_buckets(key)
+        found = self._found(_entry_of(key, buckets), slabs)
         if found is not None and found.size == size:  # another process was faster
             self._set_use(reserved.slot, 0)
             return True
-        if _position(entries, key) is not None:
+        if _entry_of(key, buckets) is not None:  # a value of another size
             self.remove(key)
-            entries = self._bucket(bucket)
-        number = self._place(bucket, entries)
+            buckets = self._read_buckets(key)
+        number = self._place(buckets)
         self._put_owner(reserved.slot, number + 1)
         self._write_entry(number, _ENTRY.pack(key, size, reserved.slot))
         return True
@@ -130,13 +132,11 @@ class DiskIndex:
             self._set_use(reserved.slot, 0)
 
     def remove(self, key: bytes) -> None:
-        """Remove the entry of a key and free its slot."""
-        bucket = self._bucket_of(key)
-        entries = self._bucket(bucket)
-        at = _position(entries, key)
-        if at is not None:
-            _, slot = _SIZE_AND_SLOT.unpack_from(entries, at + 32)
-            self._write_entry(bucket * BUCKET_ENTRIES + at // ENTRY_BYTES, bytes(_ENTRY.size))
+        """Remove the entry of a key, if it has one, and free its slot."""
+        entry = _entry_of(key, self._read_buckets(key))
+        if entry is not None:
+            number, _, slot = entry
+            self._write_entry(number, bytes(_ENTRY.size))
             if slot < self._layout.num_slots:
                 self._set_use(slot, 0)
 
@@ -222,33 +222,35 @@ class DiskIndex:
 
     # Entries.
 
-    def _find(self, key: bytes, slabs: np.ndarray) -> tuple[Found | None, bytes, int]:
-        bucket = self._bucket_of(key)
-        entries = self._bucket(bucket)
-        at = _position(entries, key)
-        if at is None:
-            return None, entries, bucket
-        size, slot = _SIZE_AND_SLOT.unpack_from(entries, at + 32)
-        if slot >= self._layout.num_slots:  # damaged
-            return None, entries, bucket
+    def _found(self, entry: tuple[int, int, int] | None, slabs: np.ndarray) -> Found | None:
+        if entry is None or entry[2] >= self._layout.num_slots:  # the latter is damage
+            return None
+        _, size, slot = entry
         offset = self._offset(slot, slabs)
-        if offset < 0:
-            return None, entries, bucket
-        return Found(slot, size, offset), entries, bucket
+        return None if offset < 0 else Found(slot, size, offset)
 
-    def _place(self, bucket: int, entries: bytes) -> int:
-        """Return the number of an entry of a bucket: a free one, or that of the oldest value."""
-        first = bucket * BUCKET_ENTRIES
-        slots = []
-        for i in range(BUCKET_ENTRIES):
-            size, slot = _SIZE_AND_SLOT.unpack_from(entries, i * ENTRY_BYTES + 32)
-            if not size or slot >= self._layout.num_slots:
-                return first + i
-            slots.append(slot)
-        oldest = min(range(BUCKET_ENTRIES), key=lambda i: self._use(slots[i]))
-        self._write_entry(first + oldest, bytes(_ENTRY.size))
-        self._set_use(slots[oldest], 0)
-        return first + oldest
+    def _place(self, buckets: list[tuple[int, bytes]]) -> int:
+        """Return the number of an entry of two buckets: a free one, or that of the oldest value.
+
+        Of the emptier bucket, which keeps nearly all of them from being full.
+        """
+        free: list[list[int]] = []
+        used: list[tuple[int, int]] = []
+        for first, entries in buckets:
+            free.append([])
+            for i in range(BUCKET_ENTRIES):
+                size, slot = _SIZE_AND_SLOT.unpack_from(entries, i * ENTRY_BYTES + KEY_BYTES)
+                if size and slot < self._layout.num_slots:
+                    used.append((first + i, slot))
+                else:
+                    free[-1].append(first + i)
+        emptier = max(free, key=len)
+        if emptier:
+            return emptier[0]
+        number, slot = min(used, key=lambda entry: self._use(entry[1]))
+        self._write_entry(number, bytes(_ENTRY.size))
+        self._set_use(slot, 0)
+        return number
 
     def _disown(self, slot: int) -> None:
         """Remove the entry of a slot, if it still has one."""
@@ -261,12 +263,15 @@ class DiskIndex:
         if size and owned == slot:
             self._write_entry(number, bytes(_ENTRY.size))
 
-    def _bucket_of(self, key: bytes) -> int:
-        return zlib.crc32(key) % self._layout.num_buckets
-
-    def _bucket(self, bucket: int) -> bytes:
-        offset = self._layout.buckets + bucket * BUCKET_BYTES
-        return read_exactly(self._descriptor, BUCKET_BYTES, offset)
+    def _read_buckets(self, key: bytes) -> list[tuple[int, bytes]]:
+        """Return the two buckets that may have a key: the number of the first entry, the bytes."""
+        buckets = []
+        for checksum in (zlib.crc32(key), zlib.crc32(key[::-1])):
+            bucket = checksum % self._layout.num_buckets
+            offset = self._layout.buckets + bucket * BUCKET_BYTES
+            data = read_exactly(self._descriptor, BUCKET_BYTES, offset)
+            buckets.append((bucket * BUCKET_ENTRIES, data))
+        return buckets
 
     def _write_entry(self, number: int, data: bytes) -> None:
         write_exactly(self._descriptor, data, self._layout.buckets + number * ENTRY_BYTES)
@@ -309,11 +314,14 @@ class DiskIndex:
         return int(now)
 
 
-def _position(entries: bytes, key: bytes) -> int | None:
-    """Return the offset of a key's entry in a bucket."""
-    at = entries.find(key)
-    while at >= 0 and at % ENTRY_BYTES:
-        at = entries.find(key, at + 1)
-    if at < 0 or not _SIZE_AND_SLOT.unpack_from(entries, at + 32)[0]:
-        return None
-    return at
+def _entry_of(key: bytes, buckets: list[tuple[int, bytes]]) -> tuple[int, int, int] | None:
+    """Return the number of a key's entry, the size of its value, and its slot."""
+    for first, entries in buckets:
+        at = entries.find(key)
+        while at >= 0 and at % ENTRY_BYTES:
+            at = entries.find(key, at + 1)
+        if at >= 0:
+            size, slot = _SIZE_AND_SLOT.unpack_from(entries, at + KEY_BYTES)
+            if size:
+                return first + at // ENTRY_BYTES, size, slot
+    return None

@@ -16,9 +16,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ BLOCK = 4096
 _FOOTER = struct.Struct("<8s32sQQ")  # magic, key, size, checksum
 _MAGIC = b"pkvslot1"
 _WORDS = BLOCK // 8
+_MAX_BLOCKS = (64 << 20) // BLOCK  # of a slot: the largest slab
 # Adjacent slots are read or written by one call up to this size, larger values by one call each.
 _RUN_BYTES = 1 << 20
 
@@ -39,16 +40,13 @@ def slot_bytes_of(size: int) -> int:
 
 
 class Piece(NamedTuple):
-    """A value in memory and the offset of its slot in the data file."""
+    """A value in memory, and its slot from `offset` to `end` in the data file."""
 
     offset: int
+    end: int
     key: bytes
     address: int
     size: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + slot_bytes_of(self.size)
 
 
 def _odd_weights(count: int) -> np.ndarray:
@@ -59,31 +57,30 @@ def _odd_weights(count: int) -> np.ndarray:
     return (state ^ (state >> np.uint64(31))) | np.uint64(1)
 
 
-_WEIGHTS = _odd_weights(_WORDS)
+_WEIGHTS = _odd_weights(2 * _WORDS)
+_BLOCK_WEIGHTS = _odd_weights(_MAX_BLOCKS)
 
 
-def checksum(*parts: memoryview) -> int:
-    """Return a 64-bit checksum of parts whose lengths are multiples of `BLOCK`.
+def checksum(body: memoryview, tail: memoryview) -> int:
+    """Return a 64-bit checksum of the whole blocks of a value, and of its one or two last blocks.
 
     A weighted sum modulo 2**64, with odd weights within a block and over blocks: a change within
     one aligned word always shows, others but for one in about 2**64. NumPy computes it at the speed
     of memory, which no checksum of the standard library does. It is no protection against intent.
     """
-    sums = [np.einsum("ij,j->i", _blocks(part), _WEIGHTS) for part in parts if len(part)]
-    each = np.concatenate(sums) if len(sums) > 1 else sums[0]
-    total = 0
-    for start in range(0, len(each), _WORDS):
-        some = each[start : start + _WORDS]
-        total = total * 0x9E3779B97F4A7C15 + int((some * _WEIGHTS[: len(some)]).sum())
+    words = np.frombuffer(tail, np.uint64)
+    total = int(words @ _WEIGHTS[: len(words)])
+    if len(body):
+        sums = np.frombuffer(body, np.uint64).reshape(-1, _WORDS) @ _WEIGHTS[:_WORDS]
+        total += int(sums @ _BLOCK_WEIGHTS[: len(sums)])
     return total & 0xFFFFFFFFFFFFFFFF
-
-
-def _blocks(part: memoryview) -> np.ndarray:
-    return np.frombuffer(part, np.uint64).reshape(-1, _WORDS)
 
 
 class SlotFile:
     """The data file, read and written at many offsets by a few threads.
+
+    The threads only wait for the disk. The caller's thread computes checksums of one run of
+    adjacent slots while others are in flight: several threads would fight for the interpreter.
 
     Parameters
     ----------
@@ -94,17 +91,16 @@ class SlotFile:
 
     def __init__(self, descriptor: int, num_threads: int) -> None:
         self._descriptor = descriptor
-        self._num_threads = num_threads
-        self._local = threading.local()
         self._threads = ThreadPoolExecutor(num_threads, "pagedkv-disk")
+        self._buffers = [memoryview(b"")] * (num_threads + 1)  # one for each run in flight
 
     def read(self, pieces: Sequence[Piece]) -> list[bool]:
         """Read values to their addresses; return for each whether it is the key's whole value."""
-        return self._each_run(pieces, self._read_run)
+        return self._transfer(pieces, os.preadv, _nothing, _take)
 
     def write(self, pieces: Sequence[Piece]) -> list[bool]:
         """Write values and footers, and wait for the disk; return for each whether it is there."""
-        written = self._each_run(pieces, self._write_run)
+        written = self._transfer(pieces, os.pwritev, _fill, _is_there)
         if any(written):
             os.fdatasync(self._descriptor)
         return written
@@ -113,94 +109,122 @@ class SlotFile:
         self._threads.shutdown()
         os.close(self._descriptor)
 
-    def _each_run(
-        self, pieces: Sequence[Piece], work: Callable[[list[Piece]], list[bool]]
+    def _transfer(
+        self,
+        pieces: Sequence[Piece],
+        call: Callable[[int, list[memoryview], int], int],
+        before: Callable[[Piece, memoryview, memoryview], None],
+        after: Callable[[Piece, memoryview, memoryview], bool],
     ) -> list[bool]:
-        order = sorted(range(len(pieces)), key=lambda i: pieces[i].offset)
-        runs: list[list[Piece]] = []
-        for i in order:
-            piece = pieces[i]
-            if (
-                runs
-                and runs[-1][-1].end == piece.offset
-                and piece.end - runs[-1][0].offset <= _RUN_BYTES
-            ):
-                runs[-1].append(piece)
-            else:
-                runs.append([piece])
-        # A few tasks: starting one takes longer than reading 64 KiB.
-        share = -(-len(runs) // (2 * self._num_threads)) or 1
-        tasks = [runs[start : start + share] for start in range(0, len(runs), share)]
-
-        def do(task: list[list[Piece]]) -> list[bool]:
-            return [ok for run in task for ok in work(run)]
-
-        done = [ok for results in self._threads.map(do, tasks) for ok in results]
+        """Return for each piece whether its run got that far and what `after` says."""
         results = [False] * len(pieces)
-        for i, ok in zip(order, done, strict=True):
-            results[i] = ok
+        flights: deque[_Flight] = deque()
+
+        def land() -> None:
+            flight = flights.popleft()
+            end = pieces[flight.run[0]].offset + flight.count()
+            for i, (body, tail) in zip(flight.run, flight.pairs, strict=True):
+                results[i] = pieces[i].end <= end and after(pieces[i], body, tail)
+
+        try:
+            for number, run in enumerate(_runs(pieces)):
+                if len(flights) == len(self._buffers):
+                    land()
+                pairs = self._views([pieces[i] for i in run], number % len(self._buffers))
+                for i, (body, tail) in zip(run, pairs, strict=True):
+                    before(pieces[i], body, tail)
+                memory = [part for pair in pairs for part in pair if len(part)]
+                offset = pieces[run[0]].offset
+                future = self._threads.submit(call, self._descriptor, memory, offset)
+                flights.append(_Flight(run, pairs, future))
+            while flights:
+                land()
+        finally:
+            wait([flight.future for flight in flights])  # they use the caller's memory
         return results
 
-    def _write_run(self, run: list[Piece]) -> list[bool]:
-        buffers: list[memoryview] = []
-        for piece, (body, tail) in zip(run, self._buffers(run), strict=True):
-            whole = len(body)
-            if piece.address % BLOCK and whole:
-                body[:] = view(piece.address, whole)
-            rest = piece.size - whole
-            tail[rest:] = bytes(len(tail) - rest)
-            if rest:
-                tail[:rest] = view(piece.address + whole, rest)
-            footer = (_MAGIC, piece.key, piece.size, checksum(body, tail))
-            _FOOTER.pack_into(tail, len(tail) - _FOOTER.size, *footer)
-            buffers += [body, tail] if whole else [tail]
-        try:
-            count = os.pwritev(self._descriptor, buffers, run[0].offset)
-        except OSError:
-            return [False] * len(run)
-        return [piece.end - run[0].offset <= count for piece in run]
+    def _views(self, run: list[Piece], number: int) -> list[tuple[memoryview, memoryview]]:
+        """Return views for the whole blocks and the last blocks of each slot of a run.
 
-    def _read_run(self, run: list[Piece]) -> list[bool]:
-        pairs = self._buffers(run)
-        try:
-            buffers = [buffer for pair in pairs for buffer in pair if len(buffer)]
-            count = os.preadv(self._descriptor, buffers, run[0].offset)
-        except OSError:
-            return [False] * len(run)
-        results = []
-        for piece, (body, tail) in zip(run, pairs, strict=True):
-            is_whole = piece.end - run[0].offset <= count and _matches(piece, body, tail)
-            if is_whole:
-                whole = len(body)
-                if piece.address % BLOCK and whole:
-                    view(piece.address, whole)[:] = body
-                if piece.size > whole:
-                    view(piece.address + whole, piece.size - whole)[:] = tail[: piece.size - whole]
-            results.append(is_whole)
-        return results
-
-    def _buffers(self, run: list[Piece]) -> list[tuple[memoryview, memoryview]]:
-        """Return views for the whole blocks and the last block of each slot of a run.
-
-        O_DIRECT needs aligned memory: values at other addresses go through a buffer of the thread.
+        O_DIRECT needs aligned memory: values at other addresses go through a buffer.
         """
-        buffer = self._buffer(run[-1].end - run[0].offset)
-        pairs, at = [], 0
+        size = run[-1].end - run[0].offset
+        if len(self._buffers[number]) < size:
+            self._buffers[number] = memoryview(mmap.mmap(-1, max(size, _RUN_BYTES)))
+        buffer = self._buffers[number]
+        pairs = []
         for piece in run:
-            whole, end = piece.size // BLOCK * BLOCK, at + piece.end - piece.offset
+            start = piece.offset - run[0].offset
+            whole = piece.size // BLOCK * BLOCK
             if piece.address % BLOCK:
-                body = buffer[at : at + whole]
+                body = buffer[start : start + whole]
             else:
                 body = view(piece.address, whole)
-            pairs.append((body, buffer[at + whole : end]))
-            at = end
+            pairs.append((body, buffer[start + whole : piece.end - run[0].offset]))
         return pairs
 
-    def _buffer(self, size: int) -> memoryview:
-        if getattr(self._local, "size", 0) < size:
-            self._local.size = max(size, _RUN_BYTES)
-            self._local.buffer = memoryview(mmap.mmap(-1, self._local.size))
-        return self._local.buffer
+
+class _Flight(NamedTuple):
+    """A run that a thread reads or writes."""
+
+    run: list[int]
+    pairs: list[tuple[memoryview, memoryview]]
+    future: Future[int]
+
+    def count(self) -> int:
+        """Return how many bytes were transferred, when they are."""
+        try:
+            return self.future.result()
+        except OSError:
+            return 0
+
+
+def _runs(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Return the indices of pieces in the order of their slots, adjacent ones together."""
+    runs: list[list[int]] = []
+    for i in sorted(range(len(pieces)), key=lambda i: pieces[i].offset):
+        piece = pieces[i]
+        if (
+            runs
+            and pieces[runs[-1][-1]].end == piece.offset
+            and piece.end - pieces[runs[-1][0]].offset <= _RUN_BYTES
+        ):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
+def _nothing(piece: Piece, body: memoryview, tail: memoryview) -> None:
+    """Prepare nothing."""
+
+
+def _is_there(piece: Piece, body: memoryview, tail: memoryview) -> bool:
+    return True
+
+
+def _fill(piece: Piece, body: memoryview, tail: memoryview) -> None:
+    """Copy what is not written in place, and add the footer."""
+    whole, rest = len(body), piece.size - len(body)
+    if piece.address % BLOCK and whole:
+        body[:] = view(piece.address, whole)
+    if rest:
+        tail[:rest] = view(piece.address + whole, rest)
+    tail[rest:] = bytes(len(tail) - rest)
+    footer = (_MAGIC, piece.key, piece.size, checksum(body, tail))
+    _FOOTER.pack_into(tail, len(tail) - _FOOTER.size, *footer)
+
+
+def _take(piece: Piece, body: memoryview, tail: memoryview) -> bool:
+    """Return whether a slot has the whole value of the key; copy what was not read in place."""
+    if not _matches(piece, body, tail):
+        return False
+    whole, rest = len(body), piece.size - len(body)
+    if piece.address % BLOCK and whole:
+        view(piece.address, whole)[:] = body
+    if rest:
+        view(piece.address + whole, rest)[:] = tail[:rest]
+    return True
 
 
 def _matches(piece: Piece, body: memoryview, tail: memoryview) -> bool:

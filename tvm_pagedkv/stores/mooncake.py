@@ -114,7 +114,9 @@ class MooncakeStore:
             host, metadata, segment_bytes, 16 << 20, protocol, devices, master
         )
         if code != 0:
-            raise ConnectionError(f"no mooncake_master takes this client at {master} (error {code})")
+            raise ConnectionError(
+                f"no mooncake_master takes this client at {master} (error {code})"
+            )
         self._buffer = memoryview(mmap.mmap(-1, buffer_bytes))
         self._address = np.frombuffer(self._buffer, np.uint8).ctypes.data
         self.register(self._address, buffer_bytes)

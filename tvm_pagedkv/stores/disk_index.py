@@ -158,11 +158,14 @@ class DiskIndex:
     def _choose(
         self, slot_bytes: int, slabs: np.ndarray, now: int, count: int
     ) -> list[tuple[int, int]]:
-        """Return slots to use next, free ones first; adds a slab to the size if it helps."""
+        """Return slots to use next: those of an unused slab, free ones, or the oldest."""
         per_slab = self._layout.slots_per_slab
+        num_slots = self._layout.slab_bytes // slot_bytes
+        slab = self._add_slab(slot_bytes, slabs)  # first, for uses are a long list to read
+        if slab is not None:
+            return [(slab * per_slab + i, 0) for i in range(num_slots)]
         uses = self._uses().reshape(-1, per_slab)
         uses[uses > now] = 1  # damaged: not from the future
-        num_slots = self._layout.slab_bytes // slot_bytes
         own = np.flatnonzero(slabs == slot_bytes)
         slots = own[:, None] * per_slab + np.arange(num_slots)
         own_uses = uses[own, :num_slots].ravel()
@@ -170,7 +173,7 @@ class DiskIndex:
         free = np.flatnonzero(own_uses == 0)
         if len(free):
             return [(int(slots[i]), 0) for i in free]
-        slab = self._more(slot_bytes, slabs, uses, own_uses, now)
+        slab = self._take_slab(slot_bytes, slabs, uses, own_uses, now)
         if slab is not None:
             return [(slab * per_slab + i, 0) for i in range(num_slots)]
         # A batch must not evict what it has stored itself.
@@ -184,30 +187,30 @@ class DiskIndex:
         actual = self._uses()
         return [(int(slot), int(actual[slot])) for slot in np.sort(slots[oldest])]
 
-    def _more(
+    def _add_slab(self, slot_bytes: int, slabs: np.ndarray) -> int | None:
+        """Give an unused slab to a size, if there is one and the disk has room."""
+        unused = np.flatnonzero(slabs == 0)
+        if not len(unused):
+            return None
+        slab, size = int(unused[0]), self._layout.slab_bytes
+        try:
+            self._grow(slab * size, size)
+        except OSError:
+            return None  # the disk is full: live with what the store has
+        self._give(slab, slot_bytes, slabs)
+        return slab
+
+    def _take_slab(
         self, slot_bytes: int, slabs: np.ndarray, uses: np.ndarray, own_uses: np.ndarray, now: int
     ) -> int | None:
-        """Give an unused slab to a size, or one that nobody has used for long."""
-        size = self._layout.slab_bytes
-        unused = np.flatnonzero(slabs == 0)
-        if len(unused):
-            slab = int(unused[0])
-            try:
-                self._grow(slab * size, size)
-            except OSError:
-                pass  # the disk is full: live with what the store has
-            else:
-                self._give(slab, slot_bytes, slabs)
-                return slab
+        """Give a slab of another size to a size, if all its values are older than the own ones."""
         newest = uses.max(axis=1)
         newest[(slabs == slot_bytes) | (slabs == 0)] = now
         slab = int(newest.argmin())
-        limit = now if not len(own_uses) else int(own_uses.min())
-        if newest[slab] >= limit:
+        if newest[slab] >= (int(own_uses.min()) if len(own_uses) else now):
             return None
-        for slot in range(
-            slab * self._layout.slots_per_slab, (slab + 1) * self._layout.slots_per_slab
-        ):
+        first = slab * self._layout.slots_per_slab
+        for slot in range(first, first + self._layout.slots_per_slab):
             self._disown(slot)
         self._give(slab, slot_bytes, slabs)
         return slab

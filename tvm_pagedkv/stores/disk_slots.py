@@ -122,7 +122,7 @@ class SlotFile:
 
         def land() -> None:
             flight = flights.popleft()
-            end = pieces[flight.run[0]].offset + flight.count()
+            end = pieces[flight.run[0]].offset + flight.num_bytes()
             for i, (body, tail) in zip(flight.run, flight.pairs, strict=True):
                 results[i] = pieces[i].end <= end and after(pieces[i], body, tail)
 
@@ -171,7 +171,7 @@ class _Flight(NamedTuple):
     pairs: list[tuple[memoryview, memoryview]]
     future: Future[int]
 
-    def count(self) -> int:
+    def num_bytes(self) -> int:
         """Return how many bytes were transferred, when they are."""
         try:
             return self.future.result()

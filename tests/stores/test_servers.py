@@ -148,7 +148,7 @@ def test_mooncake_servers_that_are_killed(tmp_path):
         guard.close()
 
 
-def test_mooncake_registered_memory_is_used_in_place(mooncake_store):
+def test_mooncake_uses_registered_memory_in_place(mooncake_store):
     from ..support.store_cases import Values, value_of
 
     values = Values(SIZES)

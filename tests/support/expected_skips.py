@@ -36,7 +36,7 @@ EXPECTED = {
     "tests/stores/test_stores.py::test_arguments_are_checked*mooncake*": NO_RDMA_LIBRARY,
     "tests/stores/test_stores.py::test_a_closed_store_stays_closed*mooncake*": NO_RDMA_LIBRARY,
     "tests/stores/test_servers.py::test_mooncake_servers_that_are_killed": NO_RDMA_LIBRARY,
-    "tests/stores/test_servers.py::test_mooncake_registered_memory_is_used_in_place": NO_RDMA_LIBRARY,
+    "tests/stores/test_servers.py::test_mooncake_uses_registered_memory_in_place": NO_RDMA_LIBRARY,
     "tests/stores/test_servers.py::test_no_mooncake_master": NO_RDMA_LIBRARY,
 }
 

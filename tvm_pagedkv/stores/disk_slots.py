@@ -16,20 +16,17 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
-
-import numpy as np
 
 from .memory import view
 
 BLOCK = 4096
 _FOOTER = struct.Struct("<8s32sQQ")  # magic, key, size, checksum
 _MAGIC = b"pkvslot1"
-_WORDS = BLOCK // 8
-_MAX_BLOCKS = (64 << 20) // BLOCK  # of a slot: the largest slab
 # Adjacent slots are read or written by one call up to this size, larger values by one call each.
 _RUN_BYTES = 1 << 20
 
@@ -49,31 +46,9 @@ class Piece(NamedTuple):
     size: int
 
 
-def _odd_weights(count: int) -> np.ndarray:
-    """Return fixed pseudo-random odd weights (splitmix64), the same for each NumPy version."""
-    state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (state ^ (state >> np.uint64(31))) | np.uint64(1)
-
-
-_WEIGHTS = _odd_weights(2 * _WORDS)
-_BLOCK_WEIGHTS = _odd_weights(_MAX_BLOCKS)
-
-
 def checksum(body: memoryview, tail: memoryview) -> int:
-    """Return a 64-bit checksum of the whole blocks of a value, and of its one or two last blocks.
-
-    A weighted sum modulo 2**64, with odd weights within a block and over blocks: a change within
-    one aligned word always shows, others but for one in about 2**64. NumPy computes it at the speed
-    of memory, which no checksum of the standard library does. It is no protection against intent.
-    """
-    words = np.frombuffer(tail, np.uint64)
-    total = int(words @ _WEIGHTS[: len(words)])
-    if len(body):
-        sums = np.frombuffer(body, np.uint64).reshape(-1, _WORDS) @ _WEIGHTS[:_WORDS]
-        total += int(sums @ _BLOCK_WEIGHTS[: len(sums)])
-    return total & 0xFFFFFFFFFFFFFFFF
+    """Return the CRC-32 of a slot's value. It finds damage, not intent."""
+    return zlib.crc32(tail, zlib.crc32(body))
 
 
 class SlotFile:

@@ -25,9 +25,10 @@ from ..support.random_operations import (
     Remove,
 )
 from ..support.random_run import run, run_until_all_happened
+from ..support.random_shapes import MLA
 from ..support.random_steps import Commit, Step, TreeStep
 from ..support.random_transfers import ReleaseBlock, Transfer, connect
-from ..support.random_world import MLA, World
+from ..support.random_world import World
 
 NUM_STEPS = 300
 SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
@@ -47,6 +48,8 @@ WORLDS = {
     "both_windows": {"layers": (0, 6, 0, 15), "has_windows": True, "slopes": SLOPES},
     "int8": {"layers": (0, MLA, 5, MLA, 0, 9), "mode": "inline", "codec": "int8"},
     "float8": {"layers": (0, 6), "mode": "normal", "has_windows": True, "codec": "float8_e4m3fn"},
+    "int4": {"layers": (0, MLA, 5), "mode": "normal", "codec": "int4"},
+    "int4_windows": {"layers": (0, 9), "has_windows": True, "codec": "int4"},
 }
 OPERATIONS = [
     Step(), TreeStep(), Commit(), Add(), Remove(), Clear(), Fork(), Pop(), Overwrite(), Mistake(),

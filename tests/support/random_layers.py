@@ -6,9 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from .. import reference
-from .random_world import DIM, LATENT_DIM, MLA, NUM_QO_HEADS, V_DIM, World
-
-SM_SCALE = DIM**-0.5
+from .random_shapes import MLA, NUM_QO_HEADS
+from .random_world import World
 
 
 class Attention:
@@ -16,9 +15,9 @@ class Attention:
 
     def __init__(self, world: World, layer: int, batch: list[int], lengths: list[int]):
         self.layer, self.batch, self.lengths = layer, batch, lengths
-        num_rows = sum(lengths)
-        self.qkv = world.normal(num_rows, NUM_QO_HEADS + 2, DIM)
-        self.other_q = world.normal(num_rows, NUM_QO_HEADS, DIM) if world.chance(0.2) else None
+        num_rows, dim = sum(lengths), world.shapes.dim
+        self.qkv = world.normal(num_rows, NUM_QO_HEADS + 2, dim)
+        self.other_q = world.normal(num_rows, NUM_QO_HEADS, dim) if world.chance(0.2) else None
         self.sinks = world.normal(NUM_QO_HEADS) if world.chance(0.2) else None
 
     def rotated(self, world: World, positions: np.ndarray, q: np.ndarray):
@@ -47,7 +46,7 @@ class Attention:
                 for seq_id, num_rows in zip(self.batch, self.lengths, strict=True):
                     rows = world.mha.sequences[seq_id][local]
                     world.mha.sequences[seq_id][local] = tuple(x[:-num_rows] for x in rows)
-            arguments = local, self.batch, self.lengths, qkv, 1, SM_SCALE, self.sinks
+            arguments = local, self.batch, self.lengths, qkv, 1, world.shapes.dim**-0.5, self.sinks
             want, _ = world.mha.attention(*arguments)
             what = f"{self.batch} {self.lengths} layer {self.layer}, {type(self).__name__} {i}"
             world.compare([out], [want], what)
@@ -74,9 +73,9 @@ class LatentAttention:
         self, world: World, layer: int, batch: list[int], lengths: list[int], is_whole: bool
     ):
         self.layer, self.batch, self.lengths, self.is_whole = layer, batch, lengths, is_whole
-        num_rows = sum(lengths)
-        self.latent = world.normal(num_rows, LATENT_DIM)
-        self.q, self.k = world.normal(num_rows, 4, LATENT_DIM), world.normal(num_rows, 4, 16)
+        num_rows, width = sum(lengths), world.shapes.latent_dim
+        self.latent = world.normal(num_rows, width)
+        self.q, self.k = world.normal(num_rows, 4, width), world.normal(num_rows, 4, 16)
 
     def run(self, world: World, positions: np.ndarray) -> None:
         cache, layer = world.cache, self.layer
@@ -89,7 +88,7 @@ class LatentAttention:
     def check(self, world: World) -> None:
         local, what = world.local(self.layer), f"{self.batch} {self.lengths} layer {self.layer}"
         world.mla.append(local, self.batch, self.lengths, self.latent)
-        arguments = local, self.batch, self.lengths, self.q, V_DIM, 0.25
+        arguments = local, self.batch, self.lengths, self.q, world.shapes.v_dim, 0.25
         wanted = world.mla.absorbed(*arguments, with_step=self.is_whole)
         world.compare(self.outputs, wanted, what)
         if self.is_whole:

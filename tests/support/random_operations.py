@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .random_world import CHUNK, DIM, LATENT_DIM, MAX_BATCH, MLA, Operation, World
+from .random_shapes import MLA
+from .random_world import CHUNK, MAX_BATCH, Operation, World
 
 UNKNOWN, NEW = 10**9, 10**8
 
@@ -231,9 +232,11 @@ class Overwrite(Operation):
         count = end - begin
         is_mla = world.pick([layer == MLA for layer in world.layers])
         if is_mla:
-            rows = [world.normal(world.mla.num_layers, count, LATENT_DIM)]
+            rows = [world.normal(world.mla.num_layers, count, world.shapes.latent_dim)]
         else:
-            rows = [world.normal(world.mha.num_layers, count, 1, DIM) for _ in range(2)]
+            rows = [
+                world.normal(world.mha.num_layers, count, 1, world.shapes.dim) for _ in range(2)
+            ]
         return seq_id, begin, rows, int(world.rng.integers(2)) if world.chance(0.5) else None
 
     def apply(self, world: World, args: Any) -> None:
@@ -300,7 +303,7 @@ class Mistake(Operation):
             (ValueError, lambda: cache.begin_forward([some], [CHUNK + 1])),
             (ValueError, lambda: cache.begin_forward([some], [1, 1])),
             (ValueError, lambda: cache.begin_forward([some], [1], [length + 1])),
-            (ValueError, lambda: cache.attention(0, np.zeros((1, 4, DIM), "f4"), 1.0)),
+            (ValueError, lambda: cache.attention(0, np.zeros((1, 4, world.shapes.dim), "f4"), 1.0)),
             (ValueError, lambda: self.read(world, some, length, length + 1)),
         ]
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from .python_kernels import poison, shuffle
+from .random_shapes import MLA
 from .random_transfers import Block
-from .random_world import CHUNK, DIM, LATENT_DIM, MAX_BATCH, MLA, Operation, World
+from .random_world import CHUNK, MAX_BATCH, Operation, World
 
 
 def run(worlds: Sequence[World], operations: Sequence[Operation], num_steps: int) -> None:
@@ -140,8 +141,8 @@ def _rows_of(world: World, layer: int) -> list[np.ndarray]:
     """All slots of a layer's pages."""
     pages = world.pages(layer)
     if world.layers[layer] == MLA:
-        return [pages.reshape(-1, LATENT_DIM)]
-    return [pages[:, plane].swapaxes(1, 2).reshape(-1, 1, DIM) for plane in range(2)]
+        return [pages.reshape(-1, world.shapes.latent_dim)]
+    return [pages[:, plane].swapaxes(1, 2).reshape(-1, 1, world.shapes.dim) for plane in range(2)]
 
 
 def check_readers(world: World, seq_id: int) -> None:

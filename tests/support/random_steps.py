@@ -11,7 +11,7 @@ import tvm
 
 from .. import reference
 from .random_layers import draw_layer
-from .random_world import CHUNK, DIM, MAX_BATCH, KernelFails, Operation, World
+from .random_world import CHUNK, MAX_BATCH, KernelFails, Operation, World
 
 NEW = 10**8
 
@@ -99,7 +99,7 @@ class Step(Operation):
     def make_mistakes(self, world: World, batch: list[int]) -> None:
         """Make calls that are refused within a step."""
         cache, some, before = world.cache, batch[0], world.state()
-        tensor = tvm.runtime.tensor(np.zeros((1, 1, DIM), "f4"))
+        tensor = tvm.runtime.tensor(np.zeros((1, 1, world.shapes.dim), "f4"))
         for error, call in (
             (ValueError, lambda: cache.begin_forward([some], [1])),
             (ValueError, lambda: cache.add_sequence(NEW)),

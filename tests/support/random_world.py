@@ -22,23 +22,21 @@ from tir_kernels.codec import CODECS
 from tvm_pagedkv.transfer._runtime import pages_of
 
 from .. import reference
-from ..reference.window import Window, WindowedReferenceCache
+from ..reference.window import WindowedReferenceCache
 from .kept_positions import KeptPositions
-from .python_kernels import LAYER, MLA_LAYER, copy_pages, make_cache, share_every_prefix, view
+from .python_kernels import copy_pages, make_cache, share_every_prefix, view
 from .python_tree_kernels import MLA_KERNELS_WITH_TREES, kernels_with
 from .quantized_kernels import QuantizedLayer
 from .random_operation import KernelFails, Operation
+from .random_shapes import MLA, Shapes
 from .random_state import state_of, without_reclaiming
+from .random_text import Text
 
-NUM_QO_HEADS, DIM, CHUNK = 2, 4, 12
-MAX_BATCH, MAX_SEQUENCES = 4, 6  # of a step; that exist, mostly
-LATENT_DIM, V_DIM = 24, 16
-SHAPE = {**LAYER, "num_qo_heads": NUM_QO_HEADS, "num_kv_heads": 1, "qk_head_dim": DIM}
-MLA = "mla"  # a layer is this, or its window (0: none)
+CHUNK, MAX_BATCH = 12, 4  # rows of a prefill chunk; sequences of a step
 MODES = {"none": 0, "normal": 1, "inline": 2}
 
 
-class World:
+class World(Text):
     """A small cache over NumPy kernels, and what it must hold.
 
     Parameters
@@ -83,6 +81,7 @@ class World:
         self.inputs: list = []  # to free them would stop it
         self.outputs: list = []  # with what they must be, to be compared when the host may wait
         self.rng, self.layers, self.page_size, self.mode = rng, layers, page_size, mode
+        self.shapes = Shapes.of(codec)
         windows = [layer for layer in layers if layer != MLA]
         # With windows long sequences are of interest.
         self.max_total_tokens = num_pages * max(page_size, 4 if any(windows) else 1)
@@ -90,17 +89,17 @@ class World:
             KeptPositions(0 if kind == MLA else kind, page_size) for kind in dict.fromkeys(layers)
         ]
         self.quantized = {
-            is_mla: QuantizedLayer(codec, MLA_LAYER if is_mla else SHAPE, page_size)
+            is_mla: QuantizedLayer(codec, self.shapes.layer(MLA if is_mla else 0), page_size)
             for is_mla in (False, True)
             if codec
         }
         kv_dtype = CODECS[codec] if codec else np.dtype("float32")
-        self.rope = reference.Rope(rotary_dim=DIM)
+        self.rope = reference.Rope(rotary_dim=self.shapes.dim)
         self.mha = WindowedReferenceCache(
             len(windows), kv_dtype, self.rope, mode, windows, softcap, [slopes] * len(windows)
         )
         self.mla = reference.ReferenceLatentCache(len(layers) - len(windows), kv_dtype)
-        self.mla.v_width = V_DIM
+        self.mla.v_width = self.shapes.v_dim
         self.references = [each for each in (self.mha, self.mla) if each.num_layers]
         self.importing: dict[int, Any] = {}
         self.shelf: list = []  # checkpoints
@@ -135,10 +134,7 @@ class World:
 
     def _layer(self, layer: int | str) -> dict:
         codec = self.quantized[layer == MLA].fields if self.quantized else {}
-        if layer == MLA:
-            return {**MLA_LAYER, **codec, "kernel_set": 1}
-        window = {"kind": "mha_sliding", "window": layer} if layer else {}
-        return {**SHAPE, **codec, **window}
+        return {**self.shapes.layer(layer), **codec}
 
     def _on_pages(self, is_mla: int, kernels: dict[str, Callable]) -> dict[str, Callable]:
         return self.quantized[bool(is_mla)].kernels(kernels) if self.quantized else kernels
@@ -172,60 +168,6 @@ class World:
 
     # --- what is there --------------------------------------------------------------------------
 
-    @property
-    def ids(self) -> list[int]:
-        """Sequences that may be used."""
-        return list(self.references[0].sequences)
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether there are as many sequences as are of interest; the cache takes more."""
-        return len(self.ids) + len(self.importing) >= MAX_SEQUENCES
-
-    def length(self, seq_id: int) -> int:
-        return self.references[0].length(seq_id)
-
-    def tree(self, seq_id: int) -> list[int]:
-        """Parents of the nodes that are not committed."""
-        return self.references[0].trees[seq_id]
-
-    def committed_length(self, seq_id: int) -> int:
-        return self.references[0].committed_length(seq_id)
-
-    def window(self, seq_id: int) -> Window:
-        """Return the window of the sequence, with the number of dropped positions."""
-        return self.mha.of.get(seq_id) or Window()
-
-    def is_whole(self, seq_id: int) -> bool:
-        """Whether it neither has a window nor has dropped anything."""
-        return self.window(seq_id).size == 0 and self.window(seq_id).dropped == 0
-
-    def text_length(self, seq_id: int, length: int) -> int:
-        """Positions of the text up to the end of the first `length` that are held."""
-        window = self.window(seq_id)
-        return length if length <= window.sinks else length + window.dropped
-
-    def text_positions(self, seq_id: int, begin: int, end: int) -> np.ndarray:
-        """Where held positions are in the text, and so in the rows of the reference."""
-        positions, window = np.arange(begin, end), self.window(seq_id)
-        return positions + np.where(positions < window.sinks, 0, window.dropped)
-
-    def kept_text(self, seq_id: int, group: int) -> np.ndarray:
-        """Positions of the text whose rows a group has."""
-        length, kept = self.length(seq_id), self.kept[group]
-        if kept.window:
-            return np.arange(kept.first[seq_id], self.text_length(seq_id, length))
-        return self.text_positions(seq_id, 0, length)
-
-    def first_position(self, seq_id: int, group: int) -> int:
-        """First of the held positions from which on a group has all."""
-        first, window = self.kept[group].first[seq_id], self.window(seq_id)
-        return first if first <= window.sinks else max(first - window.dropped, window.sinks)
-
-    def first(self, seq_id: int) -> int:
-        """First position that all layers keep."""
-        return max(self.first_position(seq_id, group) for group in range(len(self.kept)))
-
     def local(self, layer: int) -> int:
         """The layer's index in the reference of its kind."""
         is_mla = self.layers[layer] == MLA
@@ -239,7 +181,9 @@ class World:
         rows = self.reference_of(layer).sequences[seq_id][self.local(layer)]
         if rows is None:
             is_mla = self.layers[layer] == MLA
-            empty = np.zeros((0, LATENT_DIM) if is_mla else (0, 1, DIM), np.float32)
+            empty = np.zeros(
+                (0, self.shapes.latent_dim) if is_mla else (0, 1, self.shapes.dim), np.float32
+            )
             rows = (empty,) if is_mla else (empty, empty)
         return rows
 

@@ -187,6 +187,17 @@ def test_windows_of_sequences(inline, seed):
     case.verify(3, inline)
 
 
+@parametrize_seed
+@on_gpu_too
+def test_more_rows_than_positions(seed):
+    case = PagedBatch(SMALL, [(5, 3), (70, 10), (2, 0), (99, 1)], seed)
+    case.prefill()
+    case.verify()
+    case = WindowBatch(SMALL, [(5, 3, 0, 0, None), (70, 10, 2, 2, 4), (99, 1, 0, 0, 1)], seed)
+    case.run("prefill", case.length_rows(4).reshape(-1), False, causal=True)
+    case.verify(4, False)
+
+
 def test_another_rotation_than_the_baked_one_is_refused():
     case = PagedBatch(SMALL, [(1, 4)], 0)
     mode, scale, theta, sm_scale = case.scalars(causal=None, inline=True)

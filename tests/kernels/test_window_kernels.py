@@ -123,6 +123,22 @@ def test_prefill_over_the_past(inline, seed):
     case.verify(4, inline, causal=False)
 
 
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16)], ids=["f32", "bf16"])
+@parametrize_seed
+def test_more_rows_than_positions(dtypes, seed):
+    """Rows before position 0 see nothing, and the others what they see without these."""
+    spec = make_spec((8, 2), 64, dtypes)
+    lengths = [(5, 3), (70, 10), (130, 65), (2, 0), (200, 1)]
+    case = PagedBatch(spec, lengths, seed)
+    case.prefill()
+    case.verify()
+    assert np.isneginf(case.lse.numpy()).any() and np.isfinite(case.lse.numpy()).any()
+    gaps = [(0, 0, None), (2, 2, 4), (4, 13, 40), (0, 0, 3), (0, 0, 1)]
+    case = WindowBatch(spec, [(*a, *b) for a, b in zip(lengths, gaps, strict=True)], seed)
+    case.run("prefill", case.length_rows(4).reshape(-1), False, causal=True)
+    case.verify(4, False)
+
+
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 @parametrize_seed
 def test_other_forms_of_the_lengths(name, seed):

@@ -40,7 +40,8 @@ def visible(window: Window, row: int) -> np.ndarray:
     text = np.arange(row + 1)
     kept = (text < window.sinks) | (text >= window.sinks + window.dropped)
     if window.size:
-        kept &= (text < window.sinks) | (text >= row - (window.num_held - window.sinks))
+        back = int(window.num_held) - int(window.sinks)
+        kept &= (text < window.sinks) | (text >= int(row) - back)
     return text[kept]
 
 

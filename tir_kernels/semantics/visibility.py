@@ -116,6 +116,13 @@ class Span:
         """All columns of a sequence without a gap: there is no `begin`."""
         return Span(None, kv_len, k_offset, None, None, is_last=T.bool(True))
 
+    def first_seen(self, own):
+        """The first column that the row at column `own` sees, where there is a `begin`.
+
+        A row before column 0 sees nothing; without a limit, its first column would wrap around.
+        """
+        return T.max(self.begin, T.max(own, 0) - self.back)
+
 
 class GappedSequence(WholeSequence):
     """Lengths of sequences that may have dropped positions behind their first ones.

@@ -113,9 +113,7 @@ def _emit_tiles(spec: KernelSpec, a: PagedInputs, tiling: DecodeTiling) -> None:
             attend(Span.whole(kv_len, k_offset), first_seen)
         else:
             own = a.mask.own(0, 1, kv_len)
-            gap.for_spans(
-                kv_len, k_offset, lambda span: attend(span, T.max(span.begin, own - span.back))
-            )
+            gap.for_spans(kv_len, k_offset, lambda span: attend(span, span.first_seen(own)))
 
     def store(split, pair, is_whole, slot) -> None:
         slot = index_temp(slot)

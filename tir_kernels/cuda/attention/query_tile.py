@@ -150,7 +150,7 @@ class QueryTile:
             begin = mask.begin(token, step.num_rows, step.kv_len)
         if span.begin is not None:
             own = mask.own(token, step.num_rows, step.kv_len)
-            begin = T.max(begin, T.max(span.begin, own - span.back))
+            begin = T.max(begin, span.first_seen(own))
         return begin
 
     def _position(self, row, span: Span):

@@ -115,7 +115,7 @@ class PrefillTile:
             if a.mask.has_window:
                 return a.mask.begin(token_of(row), step.num_rows, step.kv_len)
             own = a.mask.own(token_of(row), step.num_rows, step.kv_len)
-            return T.max(span.begin, own - span.back)
+            return span.first_seen(own)
 
         has_begin = a.mask.has_window or span.begin is not None
         bounds = RowBounds(a.mask, span, end_of, begin_of if has_begin else None)

@@ -21,6 +21,7 @@ import tvm_ffi
 
 import tir_kernels
 import tvm_pagedkv as pkv
+from tir_kernels.codec import CODECS
 from tvm_pagedkv.bundle import writer as bundle_writer
 from tvm_pagedkv.bundle.load import choose_target
 from tvm_pagedkv.cli import command as cli
@@ -185,6 +186,30 @@ def test_every_layer_has_its_kernels(monkeypatch, tmp_path):
     assert loaded.config == config
     assert [len(s["kernels"]) for s in loaded.manifest["targets"][0]["kernel_sets"]] == [2, 2]
     assert [layer["kernel_set"] for layer in loaded.manifest["cache"]["layers"]] == [0, 1, 0]
+
+
+def test_codecs(tmp_path):
+    """The layers of a bundle keep their rows by a codec each."""
+    layers = [pkv.LayerSpec(kv_dtype=codec) for codec in CODECS]
+    rope = pkv.RopeConfig(mode="none")
+    config = pkv.KVCacheConfig(3, 4, 2, 32, dtype="float32", layers=layers, rope=rope)
+    loaded = pkv.load_bundle(pkv.write_bundle(config, tmp_path / "bundle", bare=True))
+    assert [layer.kv_dtype for layer in loaded.config.layers] == list(CODECS)
+    cache = loaded.create(max_total_tokens=64)
+    cache.add_sequence(0)
+    rng, caches = np.random.default_rng(0), []
+    for codec in CODECS.values():
+        caches.append(reference.ReferenceCache(1, codec))
+        caches[-1].add_sequence(0)
+    for num_rows in (9, 1, 5):
+        with cache.forward([0], [num_rows]):
+            for layer, (name, wanted) in enumerate(zip(CODECS, caches, strict=True)):
+                qkv = rng.standard_normal((num_rows, 8, 32), dtype="float32")
+                out = cache.attention(layer, qkv).numpy()
+                o, _ = wanted.attention(0, [0], [num_rows], qkv, 2, 32**-0.5)
+                # A row may be rounded to the neighbour of a code.
+                np.testing.assert_allclose(out, o, atol=0.05 if name == "int4" else 0.01)
+    assert cache.stats()["num_used_pages"] == 3  # one of each layer
 
 
 # --- the choice ---------------------------------------------------------------------------------

@@ -105,6 +105,15 @@ def test_windows_and_logits(spec, seed):
     case = quantized_case(WindowBatch)(spec, gapped, seed)
     case.run("decode", case.length_rows(4).reshape(-1), inline)
     case.verify(4, inline)
+    case = quantized_case(WindowBatch)(spec, gapped, seed)
+    case.run("decode_windowed", case.length_rows(3), inline)
+    case.verify(3, inline)
+    chunks = [(3, 9, 2, 5, 2), (4, 4, 1, 1, 1), (70, 130, 4, 13, 40), (2, 50, 3, 4, None)]
+    for name, num_rows in (("prefill", 4), ("prefill_windowed", 3)):
+        case = quantized_case(WindowBatch)(spec, chunks, seed)
+        lengths = case.length_rows(num_rows)
+        case.run(name, lengths.reshape(-1) if num_rows == 4 else lengths, inline, causal=True)
+        case.verify(num_rows, inline)
 
 
 @parametrize(SOME_SPECS)

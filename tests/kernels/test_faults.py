@@ -14,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tvm
 
 from tir_kernels.spec import KernelSpec
 
 from .. import reference
 from ..support import page_kernel_cases, python_kernels
+from ..support.kernel_specs import make_spec
 from ..support.page_kernel_cases import (
     check_compact_copy,
     check_copy_pages,
@@ -31,6 +33,7 @@ from ..support.page_kernel_cases import (
     fused,
 )
 from ..support.python_kernels import view
+from . import test_append_prefill as append_prefill_tests
 
 TESTS = Path(__file__).parents[1]
 # Files of attention kernels, and how many comparisons with the reference each has at least.
@@ -266,6 +269,41 @@ def test_moved_rows(monkeypatch, name, spec):
             continue
         with pytest.raises(AssertionError):
             check(spec)
+
+
+APPEND_PREFILL_FAULTS = {
+    "a row is not written": put(3, ROW, -1),
+    "a head of Q is that of the row before": repeat(0, (0,)),
+    "a head of K is that of the row before": repeat(0, (4,)),
+    "a head of V is that of the row before": repeat(0, (7,)),
+    "a row has the position of the one before": repeat(2),
+    "the last position is not seen": lambda kernel: (
+        lambda *x: kernel(*x[:7], np.maximum(view(x[7]) - 1, 1), *x[8:])
+    ),
+    "a page is read twice": lambda kernel: (
+        lambda *x: kernel(*x[:6], np.repeat(view(x[6])[::2], 2)[: len(view(x[6]))], *x[7:])
+    ),
+}
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float16", "float16")])
+def test_append_prefill(monkeypatch, dtypes):
+    """Its rows are appended and attended to in one kernel: both are compared."""
+    spec = make_spec((4, 2), 16, dtypes, 4)
+    for fault in (None, *APPEND_PREFILL_FAULTS.values()):
+        run = python_kernels.append_prefill if fault is None else fault(_append_prefill)
+        monkeypatch.setattr(append_prefill_tests, "compiled", lambda *_, run=run: run)
+        if fault is None:
+            append_prefill_tests.check(spec, [(8, 8), (ROWS - 8, 30)], 0, True)
+            continue
+        with pytest.raises(AssertionError):
+            append_prefill_tests.check(spec, [(8, 8), (ROWS - 8, 30)], 0, True)
+
+
+def _append_prefill(*arguments):
+    """The kernel in NumPy, some of whose arguments are arrays."""
+    arguments = (tvm.runtime.tensor(x) if isinstance(x, np.ndarray) else x for x in arguments)
+    python_kernels.append_prefill(*arguments)
 
 
 if __name__ == "__main__":

@@ -147,6 +147,21 @@ def test_prefill_of_sequences_with_gaps(dtype, codec, batch, seed):
 @latin_square(3, "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+@parametrize_seed
+def test_windows_as_the_stock_cache_passes_them(dtype, codec, name, seed):
+    """`decode_windowed` and `prefill_windowed`: three lengths of each sequence as a matrix."""
+    spec = spec_of(SHAPES["32:8x128-p16"], dtype, codec)
+    inline = codec != "int4"
+    for batch in (DECODES if name == "decode" else PREFILLS).values():
+        case = WindowBatch(spec, batch, seed)
+        causal = None if name == "decode" else True
+        case.run(f"{name}_windowed", case.length_rows(3), inline, causal)
+        case.verify(3, inline)
+
+
+@parametrize_dtypes
+@parametrize_codecs
 @parametrize_seed
 def test_trees(dtype, codec, seed):
     trees = paged_trees(np.random.default_rng(seed))

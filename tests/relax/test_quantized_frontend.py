@@ -14,6 +14,7 @@ import tvm_pagedkv as pkv
 from tir_kernels.codec import CODECS
 
 from .. import reference
+from . import test_frontend_mla
 from .test_frontend import (
     CAPACITIES,
     HEAD_DIM,
@@ -22,6 +23,8 @@ from .test_frontend import (
     SM_SCALE,
     export_model,
 )
+
+LATENT_ROPE = 32  # columns behind those that are V: int4 needs a multiple of 32
 
 
 def made(**extra) -> tuple[relax.VirtualMachine, pkv.KVCache]:
@@ -53,6 +56,41 @@ def test_a_model_with_a_codec(codec):
             np.testing.assert_allclose(out.numpy()[0], wanted, atol=tolerance)
     k = cache.debug_get_kv(0)[0].numpy()
     assert k.dtype == np.float32 and k.shape == (2, 12, NUM_KV_HEADS, HEAD_DIM)
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_a_model_with_latent_rows(monkeypatch, codec):
+    """MLA layers: rows of both groups of a latent row, appended and attended to."""
+    monkeypatch.setattr(test_frontend_mla, "KPE", LATENT_ROPE)
+    monkeypatch.setattr(test_frontend_mla, "QK_DIM", test_frontend_mla.NOPE + LATENT_ROPE)
+    monkeypatch.setattr(test_frontend_mla, "SM_SCALE", SM_SCALE)
+    vm = test_frontend_mla._compile(kv_dtype=codec)
+    capacities = test_frontend_mla.CAPACITIES.values()
+    cache = vm["create"](*(Shape([n]) for n in capacities))
+    assert [layer["kv_dtype"] for layer in cache.description["layers"]] == [codec, codec]
+    expected = reference.ReferenceLatentCache(2, CODECS[codec])
+    expected.v_width = latent = test_frontend_mla.CKV
+    heads, v_dim = test_frontend_mla.HEADS, test_frontend_mla.V_DIM
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((heads, latent, v_dim), dtype="float32") / 4
+    cache.add_sequence(0)
+    expected.add_sequence(0)
+    for num_rows in (18, 1, 1, 5, 1):
+        rows = rng.standard_normal((num_rows, latent + LATENT_ROPE), dtype="float32")
+        q = rng.standard_normal((num_rows, heads, latent + LATENT_ROPE), dtype="float32")
+        inputs = [tvm.runtime.tensor(x[None]) for x in (rows[:, None], q)]
+        with cache.forward([0], [num_rows]):
+            outputs = vm["decode"](*inputs, cache, tvm.runtime.tensor(weight))
+        for layer, out in enumerate(outputs):
+            expected.append(layer, [0], [num_rows], rows)
+            # A step of several rows attends to the past only, beside `self_attention`.
+            o, _ = expected.absorbed(
+                layer, [0], [num_rows], q, latent, SM_SCALE, with_step=num_rows == 1
+            )
+            wanted = np.einsum("nhc,hcv->nhv", o, weight)
+            tolerance = 0.2 if codec == "int4" else 0.04  # sums of 32 columns
+            np.testing.assert_allclose(out.numpy()[0], wanted, atol=tolerance)
+    assert cache.debug_get_kv_mla(0).numpy().shape == (2, 26, latent + LATENT_ROPE)
 
 
 def test_pages_of_another_type_of_numbers():

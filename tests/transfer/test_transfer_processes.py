@@ -28,7 +28,10 @@ from tvm_pagedkv.transfer import (
 from tvm_pagedkv.transfer.nixl import use_loopback
 
 from .. import reference
+from ..support import quantized_cache_cases
+from ..support.checkpoint_cases import export
 from ..support.python_kernels import LAYER, make_cache, poison, shuffle
+from ..support.quantized_cache_cases import CODEC_NAMES, QuantizedPair
 from ..support.transfer_cases import HEADS, KV_HEADS, append, attend, rows, state
 
 TIMEOUT = 60.0  # until the other process has started
@@ -178,6 +181,58 @@ def test_the_receiver_dies(start, kind):
     )
     process.join(10.0)
     assert process.exitcode == -signal.SIGKILL
+
+
+QUANTIZED_LAYERS = [quantized_cache_cases.LAYER, quantized_cache_cases.SLIDING_LAYER]
+QUANTIZED_LAYERS += [quantized_cache_cases.MLA_LAYER]
+
+
+def quantized_source(codec: str, seed: int = 1, **fields) -> QuantizedPair:
+    """A cache with one sequence, the same one in both processes."""
+    source = QuantizedPair(QUANTIZED_LAYERS, codec, seed=seed, **fields)
+    source.add(7)
+    return source
+
+
+def feed(source: QuantizedPair, length: int, after_step) -> None:
+    """Append rows in steps of several lengths."""
+    for begin in range(0, length, 9):
+        source.step([7], [min(9, length - begin)])
+        after_step()
+
+
+def send_quantized(kind: str, address: str, codec: str) -> None:
+    """The sender's process: one sequence, as it grows."""
+    source = quantized_source(codec, enable_kv_transfer=True)
+    with Sender(source.cache, open_channel(kind, address), timeout=TIMEOUT) as sender:
+        sender.connect()
+        request = sender.next_request()
+        send = sender.send(request, 7)
+        feed(source, request.length, sender.poll)
+        sender.finish(send, {"length": request.length})
+        sender.wait(send)
+
+
+@each_channel
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_quantized_rows(start, kind, codec):
+    """Codes and scales arrive as they are, and the sequence goes on in the other process."""
+    process, channel = start(send_quantized, kind, codec)
+    target, twin = quantized_source(codec, seed=2), quantized_source(codec)
+    with Receiver(target.cache, channel, TIMEOUT) as receiver:
+        ticket = receiver.request(7, 31)
+        assert receiver.wait(ticket) == {"length": 31}
+    feed(twin, 31, lambda: None)
+    for ours, theirs in zip(export(target.cache, 7)[1], export(twin.cache, 7)[1], strict=True):
+        # Pages of the receiver may begin elsewhere in a window.
+        common = min(ours.shape[1], theirs.shape[1])
+        assert common > 0
+        np.testing.assert_array_equal(ours.numpy()[:, -common:], theirs.numpy()[:, -common:])
+    target.expected = twin.expected
+    target.step([7], [3])
+    target.step([7], [1])
+    process.join(10.0)
+    assert process.exitcode == 0
 
 
 def test_shared_memory_needs_a_cache_for_it(tmp_path):

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
+from ..codec import Codec
 from ..layout import QuantizedPages
 from ..spec import VectorTarget
-from . import simd
+from . import packing
 from .simd import F32, broadcast, constant, ramp, rint, temp, vector_type
 
 _FLOAT8_TO_HALF = 2.0**8  # the exponents of float16 and of e4m3 begin so far apart
+# Bits of a power of two that is worth 2**20 times a number of exponent field `e`, less `e` itself,
+# and what makes the result of `_nearest_float8` a code: ``units - 8 + 8 * (e - (127 - 7))``.
+_POWER = (20 << 23) + (-8 - 8 * (127 - 7) - 8 * 20) % 128
 
 
 def load_codes(pages: QuantizedPages, row: Sequence, column, lanes: int):
@@ -95,25 +99,33 @@ def _float8_to_float(codes, lanes: int, target: VectorTarget):
     return T.reinterpret(number, T.bitwise_or(T.reinterpret(wide, value), sign))
 
 
-def nearest_float8(value, lanes: int):
-    """Bits of the e4m3 numbers nearest to float32 values, even ones at ties: uint32."""
-    wide = vector_type("uint32", lanes)
+def _nearest_float8(value, lanes: int):
+    """Bits of the e4m3 numbers nearest to float32 values, even ones at ties: int32, as a byte.
 
-    def integer(number: int):
-        return broadcast(T.uint32(number), lanes)
+    Values are 448 at most, or so near that this is the nearest number. A power of two whose last
+    bit is worth what that of the result is, added to the magnitude, rounds it: its bits grow by as
+    many units. Numbers below 2**-6 have the units of 2**-6.
+    """
+    wide, number = vector_type("int32", lanes), vector_type(F32, lanes)
 
-    bits = temp(T.reinterpret(wide, value), lanes, "uint32")
-    magnitude = temp(T.bitwise_and(bits, integer(0x7FFFFFFF)), lanes, "uint32")
-    magnitude = temp(T.min(magnitude, integer(0x43E00000)), lanes, "uint32")  # 448
-    sign = T.bitwise_and(T.shift_right(bits, integer(24)), integer(0x80))
-    odd = T.bitwise_and(T.shift_right(magnitude, integer(20)), integer(1))
-    rounded = T.shift_right(magnitude + integer(0x7FFFF) + odd, integer(20))
-    normal = rounded - integer((127 - 7) << 3)
-    number = T.reinterpret(vector_type(F32, lanes), magnitude)
-    units = rint(temp(number * constant(2.0**9, lanes), lanes), lanes)
-    subnormal = T.cast(T.cast(units, vector_type("int32", lanes)), wide)
-    is_small = magnitude < integer(0x3C800000)  # 2**-6
-    return T.bitwise_or(T.Select(is_small, subnormal, normal), sign)
+    def integer(value: int):
+        return broadcast(T.int32(value), lanes)
+
+    bits = temp(T.reinterpret(wide, value), lanes, "int32")
+    exponent = T.max(T.bitwise_and(bits, integer(0x7F800000)), integer((127 - 6) << 23))
+    power = T.reinterpret(number, temp(exponent + integer(_POWER), lanes, "int32"))
+    magnitude = T.reinterpret(number, T.bitwise_and(bits, integer(0x7FFFFFFF)))
+    rounded = temp(T.reinterpret(wide, temp(magnitude + power, lanes)), lanes, "int32")
+    code = rounded + T.shift_right(rounded, integer(20))  # eight times the exponent
+    sign = T.bitwise_and(T.shift_right(bits, integer(24)), integer(-128))
+    return T.bitwise_or(sign, T.bitwise_and(code, integer(127)))
+
+
+def _nearest_codes(codec: Codec, value, lanes: int):
+    """The codes nearest to float32 values: int32; those of 4 bits may be too large by one."""
+    if codec.name == "float8_e4m3fn":
+        return temp(_nearest_float8(value, lanes), lanes, "int32")
+    return temp(T.cast(rint(value, lanes), vector_type("int32", lanes)), lanes, "int32")
 
 
 def store_codes(pages: QuantizedPages, row: Sequence, column, lanes: int, values) -> None:
@@ -122,17 +134,33 @@ def store_codes(pages: QuantizedPages, row: Sequence, column, lanes: int, values
     With 4 bits the vectors are of two columns, `column` and the one half a row behind; else there
     is one.
     """
-    codec = pages.codec
-    if codec.bits == 4:
-        low, high = (
-            T.cast(rint(simd.at_most(v, 7.0, lanes), lanes), vector_type("int32", lanes))
-            for v in values
+    codes = [_nearest_codes(pages.codec, value, lanes) for value in values]
+    _store_bytes(pages, row, column, lanes, [T.cast(x, vector_type("int8", lanes)) for x in codes])
+
+
+def store_packed_codes(pages: QuantizedPages, row: Sequence, column, values) -> None:
+    """As `store_codes`, for `packing.VECTORS` vectors side by side in place of each."""
+    lanes = packing.VECTORS * packing.LANES
+    codes = [
+        packing.pack([_nearest_codes(pages.codec, value, packing.LANES) for value in each])
+        for each in values
+    ]
+    _store_bytes(pages, row, column, lanes, codes)
+
+
+def _store_bytes(pages: QuantizedPages, row: Sequence, column, lanes: int, codes) -> None:
+    """Store codes, int8; with 4 bits those of two columns."""
+    data, dtype = codes[0], pages.codec.storage_dtype
+    if pages.codec.bits == 4:
+
+        def integer(value: int):
+            return broadcast(T.int8(value), lanes)
+
+        low, high = (temp(T.min(x, integer(7)), lanes, "int8") for x in codes)
+        data = T.bitwise_or(
+            T.bitwise_and(low, integer(15)), T.shift_left(high, broadcast(T.int8(4), lanes))
         )
-        high = T.shift_left(high + broadcast(T.int32(8), lanes), broadcast(T.int32(4), lanes))
-        codes = T.bitwise_or(low + broadcast(T.int32(8), lanes), high)
-    elif codec.storage_dtype == "int8":
-        codes = T.cast(rint(values[0], lanes), vector_type("int32", lanes))
-    else:
-        codes = nearest_float8(values[0], lanes)
-    codes = T.cast(codes, vector_type(codec.storage_dtype, lanes))
-    T.buffer_store(pages.codes, codes, [*row, ramp(column, lanes)])
+        data = T.bitwise_xor(data, integer(0x88 - 256))  # plus 8, modulo 16
+    if dtype != "int8":
+        data = T.reinterpret(vector_type(dtype, lanes), data)
+    T.buffer_store(pages.codes, data, [*row, ramp(column, lanes)])

@@ -7,13 +7,20 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
-from ..semantics.hadamard import block_size
+from ..semantics.hadamard import block_factor, block_size
 from .simd import constant, literal, load, shuffle, store, temp
 
 VECTORS_AT_ONCE = 16  # that a transform keeps in registers
 
 
-def transform(buffer, row: Sequence, parts: Sequence[tuple[int, int]], lanes: int) -> None:
+def transform(
+    buffer,
+    row: Sequence,
+    parts: Sequence[tuple[int, int]],
+    lanes: int,
+    *,
+    is_scaled: bool = True,
+) -> None:
     """Multiply columns ``begin .. end - 1`` of a float32 row, for each of `parts`.
 
     Parameters
@@ -22,6 +29,8 @@ def transform(buffer, row: Sequence, parts: Sequence[tuple[int, int]], lanes: in
     row : indices of the leading axes.
     parts : as `semantics.hadamard.k_parts` gives them; blocks have `lanes` columns at least.
     lanes : float32 lanes of a vector.
+    is_scaled : bool
+        Whether to multiply with `block_factor`; else with matrices of 1 and -1.
     """
     for begin, end in parts:
         size = block_size(end - begin)
@@ -29,7 +38,8 @@ def transform(buffer, row: Sequence, parts: Sequence[tuple[int, int]], lanes: in
         with T.serial((end - begin) // size) as i:
             _far_stages(buffer, row, begin + i * size, size, inner, lanes)
         with T.serial((end - begin) // inner) as i:
-            _near_stages(buffer, row, begin + i * inner, inner, size**-0.5, lanes)
+            factor = block_factor(end - begin) if is_scaled else 1.0
+            _near_stages(buffer, row, begin + i * inner, inner, factor, lanes)
 
 
 def _far_stages(buffer, row, begin, size: int, inner: int, lanes: int) -> None:
@@ -47,8 +57,10 @@ def _far_stages(buffer, row, begin, size: int, inner: int, lanes: int) -> None:
 def _near_stages(buffer, row, begin, size: int, factor: float, lanes: int) -> None:
     """The stages of a block that fits the registers, times a factor."""
     at = [(*row, begin + start) for start in range(0, size, lanes)]
-    scale = constant(factor, lanes)
-    values = [temp(load(buffer, index, lanes) * scale, lanes) for index in at]
+    values = [load(buffer, index, lanes) for index in at]
+    if factor != 1.0:
+        values = [value * constant(factor, lanes) for value in values]
+    values = [temp(value, lanes) for value in values]
     stride = len(values) // 2
     while stride:
         for i in range(len(values)):

@@ -7,17 +7,19 @@ NaN above all. So one maximum finds the value that decides a scale, and whether 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from tvm.script import tirx as T
 
 from .. import vectors
+from ..codec import Codec
 from ..layout import QuantizedPages
-from ..semantics.hadamard import k_parts
-from . import simd
-from .codes import load_values, store_codes
-from .columns import for_columns
+from ..semantics.hadamard import block_factor, k_parts
+from . import packing, simd
+from .codes import load_values, store_codes, store_packed_codes
+from .columns import Chunk, for_columns
 from .hadamard import transform
 from .shuffles import next_power_of_two, reduce_each
 from .simd import (
@@ -25,6 +27,7 @@ from .simd import (
     Register,
     broadcast,
     constant,
+    literal,
     load,
     maximum,
     shuffle,
@@ -56,47 +59,90 @@ def writable(sink, row: Sequence, lanes: int) -> Iterator[tuple]:
 
 def quantize_row(numbers, pages: QuantizedPages, row: Sequence, lanes: int) -> None:
     """Quantize a float32 buffer of one row into pages; it is rotated in place before."""
-    codec, groups = pages.codec, pages.groups
+    codec, groups, is_packed = pages.codec, pages.groups, packing.can_pack(pages.spec.target)
+    factors = _factors(pages)
     if codec.has_hadamard:
-        transform(numbers, (), k_parts(pages.spec), lanes)
-    padded = len(groups) + lanes  # the last ones are stored by the vector
-    inverse = T.alloc_buffer((padded,), F32)
-    known = T.alloc_buffer((padded,), "uint32")
+        transform(numbers, (), k_parts(pages.spec), lanes, is_scaled=factors is None)
+    inverse = T.alloc_buffer((len(groups) + lanes,), F32)  # the last ones are stored by the vector
     for first in range(0, len(groups), lanes):
         batch = groups[first : first + lanes]
-        keys = [_largest(numbers, begin, end, lanes) for begin, end in batch]
-        scale = _Scale(codec, reduce_each(keys, lanes, maximum, "uint32"), len(batch))
+        keys = [_largest(codec, numbers, begin, end, lanes) for begin, end in batch]
+        factor = factors and factors[first : first + lanes]
+        scale = _Scale(codec, reduce_each(keys, lanes, maximum, "uint32"), len(batch), factor)
         store(inverse, (first,), scale.lanes, scale.inverse)
-        vectors.store(known, (first,), scale.lanes, scale.mask)
         scale.store(pages, row, first, len(batch))
+        _clear_unknown(numbers, batch, [inverse[first + i] == 0 for i in range(len(batch))], lanes)
 
     def scaled(column, n: int):
-        group = pages.group_of(column)
-        bits = T.reinterpret(vector_type("uint32", n), load(numbers, (column,), n))
-        bits = T.bitwise_and(bits, broadcast(known[group], n))
-        value = T.reinterpret(vector_type(F32, n), bits) * broadcast(inverse[group], n)
-        return temp(value, n)
+        factor = broadcast(inverse[pages.group_of(column)], n)
+        return temp(load(numbers, (column,), n) * factor, n)
 
     half = pages.spec.qk_head_dim // 2
+    behind = (0, half) if codec.bits == 4 else (0,)  # columns of a byte
     for begin, end in ((0, half),) if codec.bits == 4 else groups:
 
         def columns(start, parts, begin=begin):
-            for c in parts:
-                column = begin + start + c.start
-                at = (column, column + half) if codec.bits == 4 else (column,)
-                values = [scaled(i, c.lanes) for i in at]
-                store_codes(pages, row, column, c.lanes, values)
+            for run in _runs(parts, lanes, is_packed):
+                column = begin + start + run[0].start
+                values = [
+                    [scaled(begin + start + n + c.start, c.lanes) for c in run] for n in behind
+                ]
+                if len(run) > 1:
+                    store_packed_codes(pages, row, column, values)
+                else:
+                    store_codes(pages, row, column, run[0].lanes, [each[0] for each in values])
 
-        for_columns(end - begin, lanes, VECTORS_AT_ONCE, columns)
+        with packing.scope() if is_packed else nullcontext():
+            for_columns(end - begin, lanes, VECTORS_AT_ONCE, columns)
 
 
-def _largest(numbers, begin: int, end: int, lanes: int):
+def _factors(pages: QuantizedPages) -> list[float] | None:
+    """What the values of each group, multiplied with 1 and -1, lack; None: they lack nothing.
+
+    Scales take it in where sums are finite without it: numbers of float16 are small.
+    """
+    spec = pages.spec
+    if not pages.codec.has_hadamard or spec.dtype != "float16":
+        return None
+    parts = k_parts(spec)
+    return [
+        block_factor(end - begin)
+        for first, _ in pages.groups
+        for begin, end in parts
+        if begin <= first < end
+    ]
+
+
+def _clear_unknown(numbers, groups: Sequence, is_unknown: Sequence, lanes: int) -> None:
+    """Set the values of groups without a scale to zero: some may be NaN, or infinite.
+
+    This is rare: a branch costs less than a mask for each vector.
+    """
+    with T.If(functools.reduce(T.Or, is_unknown)), T.Then():
+        for (begin, end), condition in zip(groups, is_unknown, strict=True):
+            with T.If(condition), T.Then():
+                for start, n in simd.chunks(end - begin, lanes):
+                    store(numbers, (begin + start,), n, constant(0.0, n))
+
+
+def _runs(parts: list[Chunk], lanes: int, is_packed: bool) -> Iterator[list[Chunk]]:
+    """Yield as many whole vectors as are packed at once, and the others one by one."""
+    size = packing.VECTORS
+    whole = sum(c.lanes == lanes for c in parts) // size * size if is_packed else 0
+    for first in range(0, whole, size):
+        yield parts[first : first + size]
+    for chunk in parts[whole:]:
+        yield [chunk]
+
+
+def _largest(codec: Codec, numbers, begin: int, end: int, lanes: int):
     """A vector of keys, the largest of which is that of the value of the largest magnitude."""
     largest = Register(lanes, "uint32", broadcast(T.uint32(0), lanes))
 
     def columns(start, parts):
         for c in parts:
-            key, n = _key(load(numbers, (begin + start + c.start,), c.lanes), c.lanes), c.lanes
+            value, n = load(numbers, (begin + start + c.start,), c.lanes), c.lanes
+            key = _key(codec, value, n)
             if n == 1:
                 key, n = broadcast(key, lanes), lanes
             while n < lanes:
@@ -107,21 +153,37 @@ def _largest(numbers, begin: int, end: int, lanes: int):
     return largest.get()
 
 
-def _key(value, lanes: int):
-    one, last = (broadcast(T.uint32(n), lanes) for n in (1, 31))
+def _key(codec: Codec, value, lanes: int):
+    """The bits of a magnitude; where a scale has a sign, shifted left, and the sign behind them."""
     bits = temp(T.reinterpret(vector_type("uint32", lanes), value), lanes, "uint32")
-    key = T.bitwise_or(T.shift_left(bits, one), T.shift_right(bits, last))
+    if codec.limit > 0:
+        key = T.bitwise_and(bits, broadcast(T.uint32(0x7FFFFFFF), lanes))
+    else:
+        one, last = (broadcast(T.uint32(n), lanes) for n in (1, 31))
+        key = T.bitwise_or(T.shift_left(bits, one), T.shift_right(bits, last))
     return temp(key, lanes, "uint32")
 
 
 class _Scale:
-    """The scales of some groups, whose largest values have the keys `key`: vectors.
+    """The scales of groups, a lane each, from the keys of their largest values.
 
-    `bits` of the scales as float32; `inverse`, or 0 where all codes are 0; `mask` for the bits of a
-    group's values: 0 there, else all ones.
+    Attributes
+    ----------
+    bits : uint32 vector
+        Scales, 0 or NaN where there is none.
+    inverse : float32 vector
+        What values are multiplied with; 0 where there is no scale.
+
+    Parameters
+    ----------
+    codec : Codec
+    key : uint32 vector
+    num_groups : int
+    factors : sequence of float, optional
+        What the values of each group have to be multiplied with first.
     """
 
-    def __init__(self, codec, key, num_groups: int):
+    def __init__(self, codec: Codec, key, num_groups: int, factors: Sequence | None = None):
         self.lanes = lanes = next_power_of_two(num_groups)
         self.has_words = codec.scale_dtype == "bfloat16"
         key = temp(key, lanes, "uint32")
@@ -130,11 +192,14 @@ class _Scale:
         def integer(value: int):
             return broadcast(T.uint32(value), lanes)
 
-        is_finite = key < integer(_INFINITE)
-        extreme = T.shift_right(key, integer(1))
+        is_finite, extreme = key < integer(_INFINITE >> int(codec.limit > 0)), key
         if codec.limit < 0:
-            extreme = T.bitwise_or(extreme, T.shift_left(key, integer(31)))
-        scale = T.reinterpret(number, extreme) / constant(codec.limit, lanes)
+            extreme = T.bitwise_or(T.shift_right(key, integer(1)), T.shift_left(key, integer(31)))
+        extreme = T.reinterpret(number, extreme)
+        if factors:
+            factors = temp(literal([*factors, *[1.0] * (lanes - num_groups)]), lanes)
+            extreme = extreme * factors
+        scale = extreme / constant(codec.limit, lanes)
         bits = temp(T.reinterpret(wide, temp(scale, lanes)), lanes, "uint32")
         if self.has_words:
             odd = T.bitwise_and(T.shift_right(bits, integer(16)), integer(1))
@@ -146,8 +211,8 @@ class _Scale:
         quiet = T.Select(is_finite, integer(0), integer(0x7FC00000))
         self.bits = temp(T.Select(is_known, bits, quiet), lanes, "uint32")
         one, zero = (constant(x, lanes) for x in (1.0, 0.0))
-        self.inverse = T.Select(is_known, one / T.Select(is_known, scale, one), zero)
-        self.mask = T.Select(is_known, integer(0xFFFFFFFF), integer(0))
+        inverse = (factors if factors is not None else one) / T.Select(is_known, scale, one)
+        self.inverse = T.Select(is_known, inverse, zero)
 
     def store(self, pages: QuantizedPages, row: Sequence, first: int, num_groups: int) -> None:
         """Store the scales of the groups of a row from `first` on."""

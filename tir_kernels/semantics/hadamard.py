@@ -26,6 +26,11 @@ def v_parts(spec: KernelSpec) -> tuple[tuple[int, int], ...]:
     return ((0, spec.v_head_dim),)
 
 
+def block_factor(width: int) -> float:
+    """What makes the matrix of 1 and -1 orthogonal for blocks of `width` columns."""
+    return block_size(width) ** -0.5
+
+
 def block_size(width: int) -> int:
     """Rows of the matrix that the blocks of `width` columns are multiplied with."""
     return width & -width

@@ -136,6 +136,12 @@ class QuantizedPages:
         )
 
     @property
+    def scales_begin(self) -> int:
+        """The first byte of a page behind its codes."""
+        num_rows = rows_per_slot(self.spec) * self.spec.page_size
+        return num_rows * self.codec.row_bytes(self.spec.qk_head_dim)
+
+    @property
     def codec(self) -> Codec:
         """The format."""
         return self.spec.codec

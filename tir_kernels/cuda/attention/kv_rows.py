@@ -16,7 +16,7 @@ from ...layout import K_PLANE, V_PLANE, latent_index, row_index, view_pages
 from ...semantics.rotary_mode import refuse_inline
 from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
-from ..emit import Registers
+from ..emit import Registers, ptx
 
 
 def with_page_views(spec: KernelSpec, a: PagedInputs) -> PagedInputs:
@@ -86,20 +86,35 @@ class LatentRows(PagedRows):
 class QuantizedRows(PagedRows):
     """Rows of `QuantizedPages`, of any kind of spec."""
 
-    def _row(self, plane, i, position) -> tuple:
-        page, slot = as_int64(self.page[i]), self._slot(position)
-        return (page, slot) if self.spec.kind == "mla" else (page, plane, self.head, slot)
-
     def code_pointer(self, plane, i, position, byte):
         """Where a byte of the codes of the i-th row is, which `find` found at this position."""
-        return self.a.pages.codes.ptr_to([*self._row(plane, i, position), byte])
+        row_bytes = self.spec.codec.row_bytes(self.spec.qk_head_dim)
+        return self._byte_pointer(i, self._row(plane, position) * row_bytes + byte)
 
     def scale_pointer(self, plane, i, position, word):
         """Where a word of the scales of the i-th row is; the first one may begin before them."""
         scale = word * self.scales_per_word
         if self.may_shift:
             scale = scale - T.truncdiv(self.scale_shift(plane, position), 2)
-        return self.a.pages.scales.ptr_to([*self._row(plane, i, position), scale])
+        pages, itemsize = self.a.pages, 4 // self.scales_per_word
+        scale = self._row(plane, position) * len(pages.groups) + scale
+        return self._byte_pointer(i, pages.scales_begin + scale * itemsize)
+
+    def _row(self, plane, position):
+        """Rows of a page before one."""
+        head = 0 if self.spec.kind == "mla" else plane * self.spec.num_kv_heads + self.head
+        return head * self.spec.page_size + self._slot(position)
+
+    def _byte_pointer(self, i, byte):
+        """Where a byte of the page of the i-th row is.
+
+        The offset in the page goes through an instruction that the compiler does not look into: it
+        would keep sums of the base address and parts of offsets, in two registers each.
+        """
+        codes, offset = self.a.pages.codes, Registers(1, "int32", "offset")
+        ptx("mov.b32", offset[0], byte)
+        first = [as_int64(self.page[i]), *[0] * (len(codes.shape) - 2)]
+        return codes.ptr_to([*first, offset[0]])
 
     @property
     def scales_per_word(self) -> int:

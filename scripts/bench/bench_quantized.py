@@ -7,7 +7,8 @@ read before each run. GB/s count the pages as they lie in memory, scales include
 outputs; "of read" is the share of the read bandwidth measured around the peer's turns. "to 16 bits"
 is how many times faster than our kernels over pages of the case's type. The error is the largest
 one of some outputs, as a share of the largest of these, against float64 over K and V as they were
-before quantization.
+before quantization. At the end come the kernels that append and quantize rows, in turns with a copy
+that moves as many bytes through the same caches.
 
     python scripts/bench/bench_quantized.py --plot quantized.png
 """
@@ -29,6 +30,8 @@ from bench_shares import reads_text
 CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 ROWS = 512  # of a prefill
 PREFILLS = (512, 2560, 8704)  # positions that its last row sees
+APPENDED = (128, 2048)  # rows of appends
+CODEC_PEERS = {"ours int8": "int8", "ours fp8": "float8_e4m3fn", "ours int4": "int4"}
 USUAL = ("ours int8", "ours fp8", "ours int4", "openvino", "openvino u8", "vllm", "vllm fp8")
 
 
@@ -45,6 +48,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--cpus", nargs="+", type=int, help="CPUs to use (default: all)")
     parser.add_argument("--budget", type=float, default=0.25, help="seconds for a peer and case")
     parser.add_argument("--json", metavar="FILE", help="write all records")
+    parser.add_argument("--append-rows", nargs="*", type=int, default=APPENDED, help="of appends")
     parser.add_argument("--plot", metavar="FILE", help="draw time and bytes over the context")
     options = parser.parse_args()
     options.python = dict(x.split("=", 1) for x in options.python)
@@ -78,6 +82,20 @@ def print_records(records: list[dict]) -> None:
         )
 
 
+def appends_of(options: argparse.Namespace) -> list[dict]:
+    """Time appends in this process, with a thread on each of the CPUs, and print the table."""
+    if not options.append_rows:
+        return []
+    os.sched_setaffinity(0, options.cpus)
+    os.environ["TVM_NUM_THREADS"] = str(len(options.cpus))  # read at the first launch
+    from quantized_append import append_records, print_append_records
+
+    codecs = [CODEC_PEERS[name] for name in options.peers if name in CODEC_PEERS]
+    records = append_records([options.dtype], [None, *codecs], options.append_rows, options.budget)
+    print_append_records(records)
+    return records
+
+
 def main() -> None:
     options = options_of()
     peers, versions, missing = start_peers(["ours", *options.peers], options.cpus, options.python)
@@ -103,6 +121,7 @@ def main() -> None:
         print(f"not measured: {r['peer']}, {r['case']}: {r['reason']}")
     result = {"device": device, "versions": versions, "missing": missing, "limits": limits}
     result |= {"records": measurement.records, "absent": measurement.absent}
+    result["appends"] = appends_of(options)
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1))
     if options.plot:

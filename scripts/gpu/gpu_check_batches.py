@@ -7,6 +7,7 @@ import dataclasses
 
 import torch
 import tvm_ffi
+from gpu_check_codes import numbers, random_pages
 
 from tests.support import tolerances
 
@@ -23,6 +24,7 @@ class Shape:
     dtype: torch.dtype
     page_size: int = 16
     v_head_dim: int = 0
+    codec: str = ""
 
     @property
     def is_mla(self) -> bool:
@@ -35,6 +37,7 @@ class Shape:
     @property
     def label(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
+        name += f", {self.codec}" if self.codec else ""
         return f"{name} {self.num_qo_heads}/{self.num_kv_heads} x {self.head_dim}"
 
 
@@ -55,7 +58,11 @@ class Batch:
         counts = [-(-context // page) for context in contexts]
         self.num_pages = sum(counts)
         planes = () if shape.is_mla else (2, shape.num_kv_heads)
-        self.pages = self.normal(self.num_pages, *planes, page, shape.head_dim)
+        self.page_rows = (self.num_pages, *planes, page)
+        if shape.codec:
+            self.pages = random_pages(shape.codec, self.page_rows, shape.head_dim, device)
+        else:
+            self.pages = self.normal(*self.page_rows, shape.head_dim)
         self.q = self.normal(sum(rows), shape.num_qo_heads, shape.head_dim)
         self.o = torch.full((*self.q.shape[:2], shape.out_dim), torch.nan, dtype=shape.dtype,
                             device=device)  # fmt: skip
@@ -97,6 +104,9 @@ class Batch:
         shape = self.shape
         kv = shape.head_dim if shape.is_mla else 2 * shape.num_kv_heads * shape.head_dim
         rows = shape.num_qo_heads * (shape.head_dim + shape.out_dim)
+        if shape.codec:
+            own = self.pages.shape[1] * sum(self.contexts) // shape.page_size
+            return own + self.q.element_size() * rows * sum(self.rows)
         return self.q.element_size() * (kv * sum(self.contexts) + rows * sum(self.rows))
 
     @property
@@ -111,6 +121,8 @@ class Batch:
         """K and V ``[context, heads, dim]`` of a sequence."""
         begin, end = self.indptr[sequence : sequence + 2].tolist()
         held = self.pages[self.page_ids[begin:end].long()]
+        if self.shape.codec:
+            held = numbers(self.shape.codec, held, self.page_rows, self.shape.head_dim)
         context = self.contexts[sequence]
         if self.shape.is_mla:
             rows = held.reshape(-1, 1, self.shape.head_dim)[:context]

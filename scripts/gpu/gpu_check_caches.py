@@ -14,6 +14,7 @@ from gpu_check_pair import POPPABLE, Kernels, Pair
 
 import tvm_pagedkv as pkv
 from tests import reference
+from tests.reference import quantized
 from tests.support.python_kernels import share_every_prefix
 
 
@@ -74,7 +75,7 @@ def check_parts(kernels: Kernels, size: int, seed: int = 1) -> str:
     pair.commit({0: 1, 1: 3})
     pair.check_rows()
     for mode in ("normal", "none"):
-        if config.sliding_window and mode == "normal":
+        if mode == "normal" and (config.sliding_window or pair.codec):
             continue
         halves = Pair(kernels.create(mode, without="rope_append"), config, mode, seed)
         halves.add(0)
@@ -179,11 +180,19 @@ def check_the_rest(kernels: Kernels) -> str:
             reference.assert_close(first[0].numpy(), expected[0], config.dtype, "merge")
             reference.assert_lse_close(first[1].numpy(), expected[1], config.dtype, "lse of merge")
         elif name == "copy_single_page":  # in place of `copy_pages`, where that is missing
-            planes = () if layer.kind == "mla" else (2, heads[0])
-            pages = normal(7, *planes, page, heads[1])
+            rows = (page,) if layer.kind == "mla" else (2, heads[0], page)
+            if layer.codec:
+                shape = 7, layer.page_bytes(page)
+                pages = rng.integers(0, 256, shape, dtype=np.uint8)
+                parts = quantized.page_parts(layer.codec, pages, rows, heads[1], layer.v_head_dim)
+                parts = [part.view(np.uint8) for part in parts]
+            else:
+                pages = normal(7, *rows, heads[1])
+                parts = [pages]
             copied = tensor(pages)
             function(copied, 5, 2, page - 1)
-            pages[2, ..., : page - 1, :] = pages[5, ..., : page - 1, :]
+            for part in parts:
+                part[2, ..., : page - 1, :] = part[5, ..., : page - 1, :]
             reference.assert_same_bits(copied.numpy(), pages, name)
         elif name == "debug_get_kv":
             pages = normal(7, 2, heads[0], page, heads[1])

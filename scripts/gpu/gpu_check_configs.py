@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-NAMES = ("bfloat16", "bfloat16-wide", "float16", "float16-wide", "float32")
+CODED = ("float16-int8", "bfloat16-float8_e4m3fn", "bfloat16-int4")
+NAMES = ("bfloat16", "bfloat16-wide", "float16", "float16-wide", "float32", *CODED)
 YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
@@ -22,12 +23,14 @@ def config_of(name: str, is_tiny: bool = False) -> dict[str, Any]:
     ----------
     name : one of `NAMES`
         bfloat16: groups of 4 query heads, with a window too, and MLA; float16: groups of 4;
-        "-wide": groups of 8; float32: odd heads with all that is rare, rotated in the kernels.
+        "-wide": groups of 8; float32: odd heads with all that is rare, rotated in the kernels;
+        a codec: quantized pages, without a rotation, so that codes are those of the reference.
     is_tiny : bool
         The same kinds of layers, small enough to be emulated.
     """
-    dtype, _, is_wide = name.partition("-")
-    kv_heads, dim = (2, 16) if is_tiny else (8, 128)
+    dtype, _, variant = name.partition("-")
+    is_wide, is_coded = variant == "wide", name in CODED
+    kv_heads, dim = (2, 32 if is_coded else 16) if is_tiny else (8, 128)
     group = (3 if is_wide else 2) if is_tiny else (8 if is_wide else 4)
     common = {
         "num_qo_heads": group * kv_heads,
@@ -46,6 +49,9 @@ def config_of(name: str, is_tiny: bool = False) -> dict[str, Any]:
         mla |= {"mla_original_qk_head_dim": latent[2], "mla_original_v_head_dim": latent[3]}
         mla |= {"num_qo_heads": 4 if is_tiny else 16}
         layers = [{"kind": "mha"}, sliding, mla]
+    elif is_coded:
+        common |= {"kv_dtype": variant, "rope": {"mode": "none"}}
+        layers = [{"kind": "mha"}]
     elif name != "float32":
         layers = [{"kind": "mha"}]
     else:

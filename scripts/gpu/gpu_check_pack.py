@@ -15,7 +15,7 @@ from pathlib import Path
 import gpu_check_configs
 import tvm
 import tvm_ffi
-from gpu_check_configs import NAMES, config_of
+from gpu_check_configs import CODED, NAMES, config_of
 from tvm.backend.cuda import export_cuda_host
 from tvm.target import Target
 
@@ -69,7 +69,7 @@ def pack(folder: Path, archs: list[str], python: str, device: str, is_tiny: bool
         targets = {"targets": ["cuda"], "archs": archs} if device == "cuda" else {}
         config = read_config(config_of(name, is_tiny))
         pkv.write_bundle(config, folder / "bundles" / name, bare=True, progress=print, **targets)
-        if device == "cuda" and name != "float32":
+        if device == "cuda" and name not in ("float32", *CODED):
             _write_stock(folder / "stock", config, archs)
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {num_bytes / 1e6:.1f} MB")

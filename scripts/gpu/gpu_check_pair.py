@@ -14,6 +14,7 @@ import tvm_pagedkv as pkv
 from tests import reference
 from tests.reference.window import WindowedReferenceCache
 from tests.support.python_kernels import poison, shuffle
+from tir_kernels.codec import CODECS
 
 MODES = ("none", "normal", "inline")
 POPPABLE = 10  # positions: less than what layers with a window keep beyond it
@@ -80,7 +81,8 @@ class Pair:
         rotary_dim = rope.rotary_dim or mha[0].qk_head_dim
         rotation = reference.Rope(rope.theta, rope.scale, rotary_dim, rope.scaling_dict)
         kind = WindowedReferenceCache if config.sliding_window else reference.ReferenceCache
-        dtype = np.dtype(config.kv_dtype)
+        self.codec = CODECS.get(config.kv_dtype)
+        dtype = self.codec or np.dtype(config.kv_dtype)
         self.mha = kind(
             len(mha), dtype, rotation, mode, [layer.window for layer in mha],
             config.logit_softcap, [layer.alibi or None for layer in mha],
@@ -104,11 +106,23 @@ class Pair:
     def normal(self, *shape: int) -> np.ndarray:
         return self.rng.standard_normal(shape, np.float32).astype(self.dtype)
 
+    @property
+    def tolerance(self) -> dict:
+        """How `reference.assert_close` compares.
+
+        Products with numbers of a codec round K or Q. Sums of a Hadamard matrix are in another
+        order than those of the reference, so a code may be the neighbour of the expected one.
+        """
+        if self.codec is None:
+            return {}
+        return {"rounds_qk": True, "times": 20.0 if self.codec.has_hadamard else 1.0}
+
     def close(self, actual, expected, what: str) -> None:
-        reference.assert_close(actual.numpy(), expected, self.dtype, what)
+        reference.assert_close(actual.numpy(), expected, self.dtype, what, **self.tolerance)
 
     def lse_close(self, actual, expected, what: str) -> None:
-        reference.assert_lse_close(actual.numpy(), expected, self.dtype, f"lse of {what}")
+        what = f"lse of {what}"
+        reference.assert_lse_close(actual.numpy(), expected, self.dtype, what, **self.tolerance)
 
     # --- sequences ------------------------------------------------------------------------------
 
@@ -204,8 +218,22 @@ class Pair:
         o, lse = self.cache.merge_attention(*parts, *self.cache.cross_attention(layer, q))
         local = self.local(layer)
         want = self.mha.attention(local, ids, lengths, qkv, num_kv_heads, scale)
+        if self.codec:
+            want = self._attend_to_own_rows(local, ids, lengths, (q, k, v), scale)
         self.close(o, want[0], what)
         self.lse_close(lse, want[1], what)
+
+    def _attend_to_own_rows(self, local: int, ids, lengths, qkv, scale: float) -> tuple:
+        """Attention to the step's own rows before they are quantized, and to the past after it."""
+        states, start = [], 0
+        for seq_id, n in zip(ids, lengths, strict=True):
+            q, k, v = (x[start : start + n].astype(np.float32) for x in qkv)
+            held = self.mha.sequences[seq_id][local]
+            k, v = (np.concatenate([x[:-n], own]) for x, own in zip(held, (k, v), strict=True))
+            mask = reference.tree_mask(self.mha.trees[seq_id], n, len(k))
+            states.append(reference.attention(q, k, v, mask, scale))
+            start += n
+        return tuple(np.concatenate(parts) for parts in zip(*states, strict=True))
 
     def _attend_mla(self, layer: int, ids, lengths, has_trees: bool, what: str) -> None:
         spec, num_rows = self.config.layers[layer], sum(lengths)
@@ -261,4 +289,6 @@ class Pair:
                     for tensor, want in zip(tensors, rows or (), strict=rows is not None):
                         where = f"{what} of sequence {seq_id}, layer {layer}"
                         got = tensor.numpy()[layer]
-                        reference.assert_close(got, want[begin:], self.dtype, where)
+                        reference.assert_close(
+                            got, want[begin:], self.dtype, where, **self.tolerance
+                        )

@@ -14,6 +14,7 @@ import tvm
 import tvm_ffi
 from gpu_check_batches import Batch, Shape
 from gpu_check_clock import Clock
+from gpu_check_configs import CODED
 
 import tvm_pagedkv as pkv
 
@@ -81,6 +82,7 @@ def shape_of(config: pkv.KVCacheConfig, layer: int) -> Shape:
         getattr(torch, config.dtype),
         config.page_size,
         spec.v_head_dim if spec.kind == "mla" else 0,
+        spec.kv_dtype if spec.codec else "",
     )
 
 
@@ -110,9 +112,9 @@ class Speed:
         return bundle.kernel_sets[described["kernel_set"]][kernel]
 
     def decode(self) -> Iterator[Record]:
-        """Groups of 4 and 8 query heads, in both types; even and skewed batches of equal bytes."""
+        """Groups of 4 and 8 query heads, in both types, and codecs; even and skewed batches."""
         sizes = self.sizes
-        for name in ("bfloat16", "bfloat16-wide", "float16", "float16-wide"):
+        for name in ("bfloat16", "bfloat16-wide", "float16", "float16-wide", *CODED):
             shape = shape_of(self.bundles[name].config, 0)
             for count in sizes.batches:
                 contexts = [sizes.context] * count
@@ -130,7 +132,7 @@ class Speed:
     def prefill(self) -> Iterator[Record]:
         """A long prompt, causal."""
         n = self.sizes.prefill
-        for name in ("bfloat16", "bfloat16-wide", "float16"):
+        for name in ("bfloat16", "bfloat16-wide", "float16", *CODED):
             shape = shape_of(self.bundles[name].config, 0)
             limit = dict(limit="bfloat16", target=0.5)
             yield from self._attention(name, "prefill", shape, [n], [n], "causal", limit)
@@ -174,8 +176,9 @@ class Speed:
             function = peers.stock(self.stock, shape, kernel)
             return lambda: function(*arguments), lambda: batch.o
 
-        runs["apache-tvm"] = run_stock
-        if self.clock.is_gpu:
+        if not shape.codec:
+            runs["apache-tvm"] = run_stock
+        if self.clock.is_gpu and not shape.codec:
             for each in peers.SDPA:
                 runs[each] = lambda each=each: peers.sdpa(batch, each)
             runs["FlashInfer"] = lambda: peers.flashinfer(batch, kernel)

@@ -27,6 +27,7 @@ def run_script(name: str, *arguments: str) -> str:
 def test_quantized_pages_are_measured_beside_those_of_16_bits(tmp_path):
     path = tmp_path / "records.json"
     arguments = ["--batches", "1", "--contexts", "1024", "--prefills", "512", "--budget", "0.02"]
+    arguments += ["--append-rows", "3"]
     peers = ["ours int8", "ours int4", "openvino u8"]
     python = ["--python", "openvino u8=no/such/python"]
     text = run_script(
@@ -43,6 +44,14 @@ def test_quantized_pages_are_measured_beside_those_of_16_bits(tmp_path):
         # K and V of the pages, and Q and O of a row in float16.
         size = pages * CODECS[codec].page_bytes(rows, 128, 128) + 2 * 32 * 128 * 2
         assert records[peer, cases[0]]["bytes"] == size
+    appends = {(r["kernel"], r["kv_dtype"]): r for r in result["appends"]}
+    kernels = ("rope_append", "transpose_append")
+    assert set(appends) == {(k, d) for k in kernels for d in ("float16", "int8", "int4")}
+    assert appends["transpose_append", "int8"]["bytes"] == 3 * 2 * 8 * (2 * 128 + 128 + 4)
+    assert appends["rope_append", "int4"]["bytes"] == 3 * 2 * (
+        8 * (2 * 128 + 64 + 8) + 32 * 2 * 128
+    )
+    assert all(0 < r["share"] and len(r["shares"]) == 3 for r in result["appends"])
     errors = {peer: records[peer, cases[0]]["error"] for peer in ("ours", *peers[:2])}
     assert errors["ours"] < 1e-3 < errors["ours int8"] < 0.03 < errors["ours int4"] < 0.3
 

@@ -9,19 +9,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tvm
 
 import tvm_pagedkv as pkv
+from tir_kernels.codec import CODECS
 from tvm_pagedkv.bundle import cuda as bundle_cuda
 from tvm_pagedkv.bundle.load import read_config
 from tvm_pagedkv.compiler.cuda.library import DeviceCode
 
 from ..cuda.test_cuda_build import needs_nvcc
+from ..reference import quantized
 from ..support.cuda_emulator.device import plugged_in
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
 SIZE = 16
+CODED = ("float16-int8", "bfloat16-float8_e4m3fn", "bfloat16-int4")
 
 
 @pytest.fixture(autouse=True)
@@ -48,20 +52,40 @@ def check(folder: Path, device) -> None:
 
 @needs_nvcc
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", *CODED])
 def test_caches_on_this_gpu(tmp_path, name):
     arch = tvm.cuda(0).compute_version.replace(".", "")
     check(written(tmp_path / "b", name, targets=["cuda"], archs=[arch]), tvm.cuda(0))
 
 
 @pytest.mark.skipif(bool(tvm.cuda(0).exist), reason="this machine has the device that is emulated")
-def test_caches_on_an_emulated_device(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["bfloat16", "bfloat16-int4"])
+def test_caches_on_an_emulated_device(monkeypatch, tmp_path, name):
     held = {DeviceCode("sass", 80)}
     monkeypatch.setattr(bundle_cuda, "device_code", lambda path: held)
     monkeypatch.setattr(bundle_cuda, "cuda_version", lambda path: 13000)
     with plugged_in(monkeypatch) as device:
-        folder = written(tmp_path / "b", "bfloat16", targets=["cuda"], archs=["80"])
+        folder = written(tmp_path / "b", name, targets=["cuda"], archs=["80"])
         check(folder, device.device)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_caches_with_a_codec(tmp_path, name):
+    check(written(tmp_path / "b", name), tvm.cpu())
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_pages_that_are_timed(name):
+    """The numbers that errors are computed from are those of the reference."""
+    torch = pytest.importorskip("torch")
+    from gpu_check_codes import numbers, random_pages
+
+    codec, rows = CODECS[name.partition("-")[2]], (3, 2, 2, 4)
+    pages = random_pages(codec.name, rows, 64, torch.device("cpu"))
+    codes, scales = quantized.page_parts(codec, pages.numpy(), rows[1:], 64, 64)
+    codes = quantized.codes_of(codec, codes)
+    expected = quantized.dequantize(codec, codes, scales.astype(np.float32), 64)
+    np.testing.assert_allclose(numbers(codec.name, pages, rows, 64), expected, atol=1e-5)
 
 
 def test_wrong_kernels_are_found(monkeypatch, tmp_path):
@@ -123,11 +147,11 @@ def check_timings(folder: Path, limits: dict) -> None:
     records = [dataclasses.asdict(r) for each in found.values() for r in each]
     assert all(r["seconds"] > 0 for r in records)
     errors = [r["error"] for r in records if r["error"] is not None]
-    assert len(errors) == 16 and max(errors) <= 1
+    assert len(errors) == 16 + 9 and max(errors) <= 1  # the last ones are of codecs
     print_table(records, limits)
     draw(records, limits, "title", folder / "plot.svg")
     speed._kernel = lambda *_: lambda *arguments: None
-    assert [r.error for r in speed.prefill()] == [float("inf")] * 3
+    assert [r.error for r in speed.prefill()] == [float("inf")] * 6
 
 
 if __name__ == "__main__":

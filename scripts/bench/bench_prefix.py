@@ -4,10 +4,10 @@
 
 Requests arrive on a virtual clock that advances by the measured time of each step of a
 continuous-batching loop. The time to first token counts from a request's arrival. The hit rate is
-the share of the prompts' tokens that were not computed; beside it stands that of an exact simulation
-of a least-recently-used cache of as many pages, under the same schedule. tokens/s are those of
-prompts and answers over the time of all steps. "same" is the share of requests whose first token is
-that of the run without the cache.
+the share of the prompts' tokens that were not computed. The one beside it is that of an exact
+simulation of a least-recently-used cache of as many pages, under the same schedule. tokens/s are
+those of prompts and answers over the time of all steps. "same" is the share of requests whose first
+token is that of the run without the cache.
 
     python scripts/bench/bench_prefix.py --plot prefix.png
     python scripts/bench/bench_prefix.py --trace conversation_trace.jsonl   # in Mooncake's format

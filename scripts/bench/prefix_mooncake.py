@@ -88,9 +88,9 @@ def generate_trace(seed: int, num_requests: int) -> list[dict]:
                     "hash_ids": ids,
                 }
             )
-            if rng.random() > CONTINUES:
-                break
             time += sample(*GAP_S)
+            if time > SPAN_S or rng.random() > CONTINUES:
+                break
     return sorted(records, key=lambda record: record["timestamp"])
 
 

@@ -2,8 +2,8 @@
 """A continuous-batching loop over a real model, with arrivals on a virtual clock.
 
 Each step takes the next token of every running answer, and prompt tokens of the requests admitted
-first, up to the size of a chunk. The clock advances by the measured time of each step and jumps over
-the time in which nothing runs. Answers are those of the workload, so all runs compute the same
+first, up to the size of a chunk. The clock advances by the measured time of each step, and jumps
+over the time in which nothing runs. Answers are those of the workload, so all runs compute the same
 texts.
 """
 
@@ -259,9 +259,8 @@ class Replay:
         for a, part in rows:
             a.length += len(part)
             a.starts_in_page = False
-        self.run.events.append(
-            ("step", {a.index: a.length for a in answering + [a for a, _ in rows]})
-        )
+        stepped = answering + [a for a, _ in rows]
+        self.run.events.append(("step", {a.index: a.length for a in stepped}))
         self._publish(rows)
         self.begun, self.done = [], []
         for (a, _), row in zip(rows, logits[len(answering) :], strict=True):

@@ -211,7 +211,7 @@ def test_the_simulation_holds_the_pages_of_running_requests():
     assert (oracle.num_held, len(oracle.cached), oracle.num_missing) == (4, 1, 0)
     oracle.finish(0)
     oracle.finish(4)
-    assert oracle.num_held == 0 and len(oracle.cached) == 4 and serve(oracle, 5, a) == 7
+    assert oracle.num_held == 0 and len(oracle.cached) == 5 and serve(oracle, 5, a) == 7
 
 
 def test_the_simulation_keeps_what_was_computed_twice_once():

@@ -11,7 +11,7 @@ token is that of the run without the cache.
 
     python scripts/bench/bench_prefix.py --plot prefix.png
     python scripts/bench/bench_prefix.py --trace conversation_trace.jsonl   # in Mooncake's format
-    python scripts/bench/bench_prefix.py --workloads random --rounds 7 --steady   # what misses cost
+    python scripts/bench/bench_prefix.py --workloads random --rounds 15 --steady --pools 1  # misses
 
 The model is the included one; `--model` takes another, such as one of random_llama.py. Lengths and
 counts of published workloads are scaled (`--scale`, `--requests`).

@@ -24,7 +24,7 @@ os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
 from random_llama import write_random_llama  # noqa: E402
 
-from tvm_pagedkv.generation.engine import FinishedEvent, SamplingParams, Statistics, generate  # noqa: E402
+from tvm_pagedkv.generation import FinishedEvent, SamplingParams, Statistics, generate  # noqa: E402
 from tvm_pagedkv.models import DecoderModel  # noqa: E402
 
 PROMPTS = {

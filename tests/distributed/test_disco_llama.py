@@ -11,7 +11,7 @@ import pytest
 
 import tvm_pagedkv as pkv
 from tvm_pagedkv.cli.command import main
-from tvm_pagedkv.generation.engine import SamplingParams, generate
+from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.models import LlamaModel, ParallelLlama
 from tvm_pagedkv.models.parallel import resolve_stages
 from tvm_pagedkv.models.parallel_worker import ModelWorker

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
+from tvm_pagedkv.generation import FinishedEvent, SamplingParams, generate  # noqa: E402
 from tvm_pagedkv.generation.disaggregated import RemotePrefill, serve_prefill  # noqa: E402
-from tvm_pagedkv.generation.engine import FinishedEvent, SamplingParams, generate  # noqa: E402
 from tvm_pagedkv.models import LlamaModel  # noqa: E402
 from tvm_pagedkv.transfer import NixlChannel, SharedMemoryChannel, TransferError  # noqa: E402
 from tvm_pagedkv.transfer.nixl import use_loopback  # noqa: E402

@@ -14,14 +14,14 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
 from tvm_pagedkv.cli.command import main  # noqa: E402
-from tvm_pagedkv.generation.engine import (
+from tvm_pagedkv.generation import (
     FinishedEvent,
     SamplingParams,
     Statistics,
     TextEvent,
     generate,
-    sample,
 )
+from tvm_pagedkv.generation.parameters import sample  # noqa: E402
 from tvm_pagedkv.models import LlamaModel  # noqa: E402
 
 PROMPTS = ["The with statement", "A list is", "x", "The yield expression is used when defining"]

@@ -9,7 +9,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
 from tvm_pagedkv.cli.command import main  # noqa: E402
-from tvm_pagedkv.generation.engine import (
+from tvm_pagedkv.generation import (
     FinishedEvent,
     SamplingParams,
     Statistics,

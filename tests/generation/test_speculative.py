@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
 from tvm_pagedkv.cli.command import main  # noqa: E402
-from tvm_pagedkv.generation.engine import FinishedEvent, SamplingParams, Statistics, generate
+from tvm_pagedkv.generation import FinishedEvent, SamplingParams, Statistics, generate
 from tvm_pagedkv.generation.speculative import LONGEST_MATCH, Draft, HitRates, PromptLookup  # noqa: E402
 from tvm_pagedkv.models import LlamaModel  # noqa: E402
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tvm_pagedkv.generation.engine import SamplingParams, generate
+from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.generation.parameters import Window, sample
 from tvm_pagedkv.models import LlamaModel, ParallelLlama
 from tvm_pagedkv.models.tokens import check_batch, check_tokens

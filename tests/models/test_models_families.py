@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tvm_pagedkv.generation.engine import SamplingParams, generate  # noqa: E402
+from tvm_pagedkv.generation import SamplingParams, generate  # noqa: E402
 from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
 
 from ..support.model_cases import (  # noqa: E402
@@ -229,6 +229,35 @@ def test_workers_share_a_model(tmp_path):
         cache.add_sequence(0)
         found = np.concatenate(model.logits(cache, [0], [tokens]))
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_prompts_reuse_pages_of_layers_with_windows(family, stages, tmp_path):
+    """The windows of some prompts are gone when others begin; stages differ in what they have."""
+    write_checkpoint(tmp_path, family, FAMILIES[family])
+    options = {"page_size": PAGE_SIZE}
+    if stages == 1:
+        model = DecoderModel.from_pretrained(tmp_path, "float32", **options)
+    else:
+        options |= {"stages": stages, "threads": True}
+        model = ParallelModel.from_pretrained(tmp_path, "float32", **options)
+    base, *tails = random_tokens(7, 40, 1, 9, 5, 30, 2)
+    prompts = [
+        [*base[:size], *tail] for size, tail in zip((40, 40, 23, 30, 40), tails, strict=True)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=10)
+    for capacity in ({}, {"max_num_sequences": 2}, {"max_total_tokens": 128}):
+        texts = []
+        for prefix_cache in (False, True):
+            *events, statistics = generate(
+                model, prompts, params, prefill_chunk_size=16, prefix_cache=prefix_cache, **capacity
+            )
+            texts.append({e.prompt: e.tokens for e in events if hasattr(e, "reason")})
+        assert texts[0] == texts[1] and len(texts[0]) == 5
+        assert statistics.reused_tokens >= 20
+    if stages > 1:
+        model.close()
 
 
 def test_workers_do_not_share_norms_over_all_heads(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tvm_pagedkv.config import LayerSpec
-from tvm_pagedkv.generation.engine import SamplingParams, generate
+from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.models import DecoderConfig, DecoderModel
 from tvm_pagedkv.models.model import TINY
 from tvm_pagedkv.models.weights import weights

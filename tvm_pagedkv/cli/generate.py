@@ -28,6 +28,9 @@ def add_parser(commands) -> None:
     add.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
     add.add_argument("--file", action="append", default=[], help="a UTF-8 file that is a prompt")
     add.add_argument(
+        "--files", nargs="+", default=[], metavar="FILE", help="UTF-8 files, each of them a prompt"
+    )
+    add.add_argument(
         "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
     )
     add.add_argument(
@@ -55,6 +58,11 @@ def add_parser(commands) -> None:
     )
     add.add_argument(
         "--chunk", type=int, default=512, help="maximum rows of a prefill step (default 512)"
+    )
+    add.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="compute every prompt from its beginning, even if another one begins the same",
     )
     add.add_argument(
         "--sliding-window", type=int, metavar="W", help="keep W tokens of each text (default: all)"
@@ -136,6 +144,7 @@ def run(options: argparse.Namespace) -> None:
         window=window,
         speculative=options.speculative,
         at_fullest=keep_page_map if picture else None,
+        prefix_cache=not options.no_prefix_cache,
     )
     with display_of(shown, params.n) as display:
         for event in events:
@@ -209,7 +218,7 @@ def _span(numbers: list[int]) -> str:
 
 def _prompts(options: argparse.Namespace) -> list[str]:
     prompts = [*options.text, *options.prompt]
-    for name in options.file:
+    for name in (*options.file, *options.files):
         try:
             prompts.append(Path(name).read_bytes().decode("utf-8"))
         except UnicodeDecodeError as error:

@@ -34,12 +34,21 @@ def print_statistics(s: Statistics, limits: MachineLimits | None) -> None:
         )
         decode = _share(s.decode_bytes, s.decode_seconds, limits.read_bandwidth, "read bandwidth")
     print(
-        f"prefill {_rate(s.prefill_tokens, s.prefill_seconds)}{prefill}; "
+        f"prefill {_rate(s.prefill_tokens, s.prefill_seconds)}{prefill}; {reused(s)}"
         f"decode {_rate(s.decode_tokens, s.decode_seconds)}{decode}; "
         f"{_drafts(s)}pages {s.pages_used} of {s.pages_total} used, {s.pages_shared} shared "
         f"(of {s.page_size}); cache {_size(s.cache_bytes)}",
         file=sys.stderr,
     )
+
+
+def reused(s: Statistics) -> str:
+    """Return how many tokens of the prompts were not computed, and which tiers had their rows."""
+    if not s.reused_tokens:
+        return ""
+    tiers = [f"{count} from {tier}" for tier, count in s.reused_by_tier.items() if count]
+    where = f" ({', '.join(tiers)})" if tiers else ""
+    return f"reused {s.reused_tokens} of {s.prompt_tokens} prompt tokens{where}; "
 
 
 def _rate(num_tokens: int, seconds: float) -> str:

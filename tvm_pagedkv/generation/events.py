@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ class FinishedEvent:
 class Statistics:
     """Counts and times of a run: the last event of `generate`."""
 
-    prefill_tokens: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # of these; the cache had their rows
+    reused_by_tier: dict[str, int] = field(default_factory=dict)  # where the cache tells
+    prefill_tokens: int = 0  # that were computed
     prefill_seconds: float = 0.0
     prefill_flops: int = 0  # 0 if another process computed the prompts
     decode_tokens: int = 0

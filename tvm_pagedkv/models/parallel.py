@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from .._deprecation import renamed_arguments
 from .._errors import CacheFullError
-from ..cache import CacheStats, KVCache
+from ..cache import KVCache
 from ..compiler import resolve_target
 from ..distributed import forget, process_session, threaded_session
 from . import parallel_worker  # noqa: F401  workers of this process find its function
@@ -26,6 +25,7 @@ from .chat import ChatTemplate
 from .config import DecoderConfig
 from .model import check_cache, executable_file, load_tokenizer, read_config
 from .options import BuildOptions
+from .parallel_cache import ParallelCache
 from .tokens import check_batch, check_tokens
 
 _ERRORS = {
@@ -306,59 +306,3 @@ class _Workers:
         session, self.session, self.run = self.session, None, None
         if session is not None:
             forget(session)
-
-
-class ParallelCache:
-    """The caches of all workers as one. Its methods are those of `KVCache`, called on every worker.
-
-    Parameters
-    ----------
-    model : ParallelModel
-    cache_id : int
-        Number of the cache in the workers.
-    """
-
-    def __init__(self, model: ParallelModel, cache_id: int):
-        self.model, self.id = model, cache_id
-        weakref.finalize(self, _drop, model, cache_id).atexit = False
-
-    @property
-    def first(self) -> KVCache:
-        """The cache of worker 0, which is in this process, for inspection."""
-        return self.model.first_cache(self.id)
-
-    def stats(self) -> CacheStats:
-        """Return the statistics of worker 0's cache."""
-        return self.first.stats()
-
-    def add_sequence(self, seq_id: int) -> None:
-        """Add an empty sequence."""
-        self._call("add_sequence", seq_id)
-
-    def remove_sequence(self, seq_id: int) -> None:
-        self._call("remove_sequence", seq_id)
-
-    def fork_sequence(self, parent_id: int, child_id: int, fork_pos: int = -1) -> None:
-        self._call("fork_sequence", parent_id, child_id, fork_pos)
-
-    def pop_n(self, seq_id: int, n: int) -> None:
-        self._call("pop_n", seq_id, n)
-
-    @renamed_arguments(sink="sinks")
-    def enable_sliding_window(self, seq_id: int, window: int, sinks: int = 0) -> None:
-        self._call("enable_sliding_window", seq_id, window, sinks)
-
-    def clear(self) -> None:
-        self._call("clear")
-
-    def stats_of_workers(self) -> list[dict[str, Any]]:
-        """Return the statistics of each worker's cache."""
-        return self.model.call("call", self.id, "stats")
-
-    def _call(self, method: str, *args: int) -> None:
-        self.model.call("call", self.id, method, *map(int, args))
-
-
-def _drop(model: ParallelModel, cache_id: int) -> None:
-    if model.close.alive:
-        model.call("drop_cache", cache_id)

@@ -88,9 +88,10 @@ class ModelWorker:
         """Free a cache."""
         del self.caches[cache_id]
 
-    def call(self, cache_id: int, method: str, *args: int) -> Any:
-        """Call a method of the cache."""
-        return getattr(self.caches[cache_id], method)(*args)
+    def call(self, cache_id: int, method: str, *args: Any) -> Any:
+        """Call a method of the cache. Text stands for bytes in hexadecimal."""
+        values = [bytes.fromhex(each) if isinstance(each, str) else each for each in args]
+        return getattr(self.caches[cache_id], method)(*values)
 
     def describe(self) -> dict[str, Any]:
         """Describe the worker and its part of the model."""

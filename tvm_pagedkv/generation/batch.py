@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Batch`: the continuations that run, and what prefill and decode share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from tokenizers.decoders import DecodeStream
+
+from ..cache import KVCache
+from ..config import ITEMSIZE
+from ..models import DecoderModel, Work
+from .events import FinishedEvent, Statistics, TextEvent
+from .page_budget import PageBudget
+from .parameters import SamplingParams, sample
+from .speculative import PromptLookup
+
+
+@dataclass(eq=False)
+class Continuation:
+    """One text that grows: continuation `index` of prompt `prompt`, in sequence `seq_id`."""
+
+    prompt: int
+    index: int
+    seq_id: int
+    random: np.random.Generator
+    lookup: PromptLookup | None
+    length: int  # positions of the sequence, without uncommitted nodes
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    stream: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
+
+
+class Batch:
+    """The running continuations of a run.
+
+    Parameters
+    ----------
+    model : DecoderModel
+    cache : KVCache
+    prompts : sequence of token ids
+    params : SamplingParams
+    budget : PageBudget
+    records_tokens : bool
+        Whether the cache is told the tokens of continuations, so that later prompts find them.
+    at_fullest : callable, optional
+        Called with the cache whenever more pages are in use than before.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache: KVCache,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        budget: PageBudget,
+        records_tokens: bool,
+        at_fullest: Callable[[KVCache], None] | None,
+    ) -> None:
+        self.model, self.cache, self.prompts, self.params = model, cache, prompts, params
+        self.budget, self.records_tokens, self.at_fullest = budget, records_tokens, at_fullest
+        self.work = Work(model.config, ITEMSIZE[model.options.dtype], model.options.kv_dtype)
+        self.statistics = Statistics(page_size=budget.page_size)
+        self.running: list[Continuation] = []
+        self.finished: list[Continuation] = []  # their sequences still exist
+        self.num_removed = 0
+
+    def advance(
+        self, c: Continuation, logits: np.ndarray
+    ) -> Generator[TextEvent | FinishedEvent, None, int]:
+        """Sample the next token of a continuation, yield its events, and return it."""
+        token = sample(logits, self.params, c.random)
+        reason = None
+        if token in self.model.config.eos_token_ids:
+            reason = "eos"
+        else:
+            c.tokens.append(token)
+            if c.lookup:
+                c.lookup.append(token)
+            text = c.stream.step(self.model.tokenizer, token) or ""
+            c.text += text
+            yield TextEvent(c.prompt, c.index, token, text)
+            if len(c.tokens) == self.budget.max_new_tokens(self.prompts[c.prompt]):
+                reason = "length"
+        if reason:
+            self.running.remove(c)
+            self.finished.append(c)
+            yield FinishedEvent(c.prompt, c.index, tuple(c.tokens), c.text, reason)
+        return token
+
+    def remove_finished(self) -> None:
+        """Remove the sequences of the continuations that have ended."""
+        while self.finished:
+            self._remove(self.finished.pop())
+
+    def close(self) -> None:
+        """Remove all sequences."""
+        while self.running:
+            self.finished.append(self.running.pop())
+        self.remove_finished()
+
+    def _remove(self, c: Continuation) -> None:
+        num_decoded = c.length - len(self.prompts[c.prompt])
+        if self.records_tokens and num_decoded:
+            self.cache.record_tokens(c.seq_id, c.tokens[:num_decoded])
+        self.cache.remove_sequence(c.seq_id)
+        self.num_removed += 1
+
+    def num_used_pages(self) -> int | None:
+        """Return the pages in use; None if all layers have windows."""
+        groups = self.cache.stats()["groups"]
+        return max((g["num_used_pages"] for g in groups if not g["window"]), default=None)
+
+    def note_pages(self) -> None:
+        """Record the pages in use if they are more than before."""
+        stats = self.cache.stats()
+        self.statistics.cache_bytes = stats["page_pool_bytes"]
+        if stats["num_used_pages"] > self.statistics.pages_used:
+            self.statistics.pages_used = stats["num_used_pages"]
+            self.statistics.pages_shared = stats["num_shared_pages"]
+            if self.at_fullest:
+                self.at_fullest(self.cache)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Settings`: the keyword arguments of `generate`, and which of them go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..cache import KVCache
+from ..models import DecoderModel
+from ..transfer import Channel
+from .parameters import Window
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The keyword arguments of `generate`."""
+
+    max_total_tokens: int | None
+    prefill_chunk_size: int
+    max_num_sequences: int
+    window: Window | None
+    speculative: int
+    at_fullest: Callable[[KVCache], None] | None
+    kv_transfer_channel: Channel | None
+    prefix_cache: bool
+    cache: KVCache | None
+    long_texts: bool = False  # whether `cache` was made with `long_texts`
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether prompts find the pages of earlier texts.
+
+        Texts with a window have no recorded tokens, and another process computes whole prompts.
+        """
+        return self.prefix_cache and self.window is None and self.kv_transfer_channel is None
+
+    def check(self, model: DecoderModel) -> None:
+        """Raise a ValueError if settings do not go together or do not suit the model."""
+        if self.window is not None:
+            self.window.check(model)
+            if self.speculative:
+                raise ValueError("speculative must be 0 with a window, which has no token trees")
+        if self.prefill_chunk_size < 1:
+            raise ValueError(
+                f"prefill_chunk_size must be at least 1, got {self.prefill_chunk_size}"
+            )
+        if self.cache is not None and self.max_total_tokens is not None:
+            raise ValueError("max_total_tokens must be None with a cache, which has its capacity")
+        if self.max_total_tokens is not None and self.max_total_tokens < 1:
+            raise ValueError(f"max_total_tokens must be at least 1, got {self.max_total_tokens}")
+        if self.speculative < 0:
+            raise ValueError(f"speculative must be 0 or more, got {self.speculative}")
+        if self.speculative and not isinstance(model, DecoderModel):
+            raise ValueError(
+                "speculative must be 0 with several workers, which have no token trees"
+            )

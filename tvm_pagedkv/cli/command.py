@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from . import bundle, generate, info, kernel
+from . import bundle, chat, generate, info, kernel
 
 EXIT_MISTAKE = 2
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate.add_parser(commands)
+    chat.add_parser(commands)
     bundle.add_parsers(commands)
     kernel.add_parser(commands)
     info.add_parser(commands)

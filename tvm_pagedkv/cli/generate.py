@@ -9,7 +9,7 @@ from collections import deque
 from pathlib import Path
 
 from .statistics import MachineLimits, print_statistics
-from .terminal import Progress, display_of
+from .terminal import Progress, display_of, missing
 
 DEFAULT_DRAFTS = 8
 DEFAULT_SINKS = 4  # enough for the attention sinks of common models
@@ -109,10 +109,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         from ..generation import FinishedEvent, SamplingParams, Statistics, Window, generate
     except ModuleNotFoundError as error:
-        raise RuntimeError(
-            f"{error.name} is not installed; install what this command needs with: "
-            "pip install 'tvm-pagedkv[demo]'"
-        ) from None
+        raise missing(error, "demo") from None
     from ..cache import PageMap
 
     params = SamplingParams(

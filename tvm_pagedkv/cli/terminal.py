@@ -11,6 +11,14 @@ from typing import Any
 _log = logging.getLogger("tvm_pagedkv")
 
 
+def missing(error: ModuleNotFoundError, extra: str) -> RuntimeError:
+    """Return the error for a package that is not installed, which names the extra that has it."""
+    return RuntimeError(
+        f"{error.name} is not installed; install what this command needs with: "
+        f"pip install 'tvm-pagedkv[{extra}]'"
+    )
+
+
 class Progress(logging.Handler):
     """Shows what the package logs: as a spinner on a terminal, as lines on stderr elsewhere.
 

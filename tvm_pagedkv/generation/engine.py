@@ -8,7 +8,7 @@ token per step or by the accepted tokens of their drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from .._deprecation import renamed_arguments
 from ..cache import KVCache
@@ -154,7 +154,7 @@ class Run:
         self.prefill = Prefill(self.batch, settings, num_slots, num_pages, self.remote)
         self.decode = Decode(self.batch, settings.window, settings.speculative)
 
-    def events(self) -> Iterator[TextEvent | FinishedEvent | Statistics]:
+    def events(self) -> Generator[TextEvent | FinishedEvent | Statistics, None, None]:
         """Run all prompts to the end."""
         try:
             while self.prefill.waiting or self.batch.running:
@@ -169,8 +169,15 @@ class Run:
             if self.remote is not None:
                 self.remote.close()
             if not self.owns_cache:
-                self.prefill.close()
-                self.batch.close()
+                self._remove_sequences()
+
+    def _remove_sequences(self) -> None:
+        """Leave the caller's cache as it was, but for what can be found in it."""
+        cache = self.batch.cache
+        if isinstance(cache, KVCache) and cache.is_in_forward():  # an interrupt at its beginning
+            cache.abort_forward()
+        self.prefill.close()
+        self.batch.close()
 
 
 def _num_pages(

@@ -4,6 +4,7 @@
 from .chat import encode_chat
 from .config import DecoderConfig
 from .export import export_model
+from .fingerprint import fingerprint
 from .model import DecoderModel
 from .parallel import ParallelModel
 from .tokens import check_tokens
@@ -23,4 +24,5 @@ __all__ = [
     "check_tokens",
     "encode_chat",
     "export_model",
+    "fingerprint",
 ]

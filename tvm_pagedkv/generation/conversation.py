@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Conversation`: turns with a model, over one cache that keeps what was computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+from ..models import DecoderModel, encode_chat
+from .engine import Run
+from .events import FinishedEvent, Statistics, TextEvent
+from .parameters import SamplingParams
+from .settings import Settings
+
+DEFAULT_MAX_TOTAL_TOKENS = 4096
+
+
+class ContextFullError(ValueError):
+    """The conversation with the new message has no room for an answer."""
+
+
+@dataclass
+class Turn:
+    """What the last answer took.
+
+    Attributes
+    ----------
+    first_token_seconds : float
+        Time until the first token, the prompt included.
+    reason : {"eos", "length", "context", "stopped"}
+        Why the answer ended: "length" is the limit of an answer, "context" that of the
+        conversation, and "stopped" means that the caller or an error stopped it.
+    statistics : Statistics
+    """
+
+    first_token_seconds: float = 0.0
+    reason: str = "stopped"
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class Conversation:
+    """Messages and answers. Each answer finds the pages of the turns before it.
+
+    With a chat template, a turn is a message and its answer. A model without one continues texts:
+    each message is appended to the text so far, on a line of its own.
+
+    Parameters
+    ----------
+    model : DecoderModel
+    params : SamplingParams, optional
+        For each answer. `n` must be 1. The seed of turn i is ``seed + i``.
+    system : str, optional
+        The system message, for models with a chat template.
+    max_total_tokens : int, optional
+        Length of the conversation in tokens; None: the model's context, and at most 4096.
+    prefill_chunk_size : int
+        Maximum number of rows of a prefill step.
+    speculative : int
+        As for `generate`.
+    prefix_cache : bool
+        Whether answers reuse the turns before them.
+
+    Attributes
+    ----------
+    messages : list of dict
+        "role" and "content" of every message, without the system message.
+    tokens : list of int
+        The tokens of the text so far, as the model has read and written them.
+    last_turn : Turn
+
+    Raises
+    ------
+    ValueError
+        If arguments do not go together.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        params: SamplingParams | None = None,
+        *,
+        system: str | None = None,
+        max_total_tokens: int | None = None,
+        prefill_chunk_size: int = 512,
+        speculative: int = 0,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.model, self.params = model, params or SamplingParams()
+        context = model.config.context_length
+        self.capacity = min(context, max_total_tokens or DEFAULT_MAX_TOTAL_TOKENS)
+        if self.params.n != 1:
+            raise ValueError(f"a conversation has one answer per message, got n = {self.params.n}")
+        if max_total_tokens is not None and not 1 < max_total_tokens <= context:
+            raise ValueError(
+                f"max_total_tokens must be from 2 to the model's context, {context}, got "
+                f"{max_total_tokens}"
+            )
+        if system is not None and model.chat_template is None:
+            raise ValueError("the model has no chat template, so it takes no system message")
+        self.system = system
+        limit = model.config.short_text
+        self.has_long_texts = limit is not None and self.capacity > limit
+        page_size = model.options.page_size
+        # A last page that is not full is copied before it grows.
+        num_pages = -(-(self.capacity + speculative) // page_size) + 1
+        self.cache = model.create_cache(
+            1,
+            num_pages * page_size,
+            max(prefill_chunk_size, 1 + speculative),
+            long_texts=self.has_long_texts,
+        )
+        self._settings = Settings(
+            max_total_tokens=None,
+            prefill_chunk_size=prefill_chunk_size,
+            max_num_sequences=1,
+            window=None,
+            speculative=speculative,
+            at_fullest=None,
+            kv_transfer_channel=None,
+            prefix_cache=prefix_cache,
+            cache=self.cache,
+            long_texts=self.has_long_texts,
+        )
+        self.messages: list[dict[str, str]] = []
+        self.tokens: list[int] = []
+        self.last_turn = Turn()
+
+    def reply(self, message: str) -> Iterator[str]:
+        """Answer a message.
+
+        An iterator that is closed early stops the answer and keeps what was said. A turn whose
+        answer has no token leaves no trace.
+
+        Yields
+        ------
+        str
+            The answer in pieces.
+
+        Raises
+        ------
+        ContextFullError
+            If there is no room for an answer. The conversation is as it was.
+        ValueError
+            If the message is empty, or the chat template refuses the messages.
+        """
+        prompt = self._prompt(message)
+        room = self.capacity - len(prompt)
+        if room < 1:
+            raise ContextFullError(
+                f"the context is full: the conversation with this message has {len(prompt)} "
+                f"tokens, and at most {self.capacity - 1} leave room for an answer"
+            )
+        max_tokens = min(self.params.max_tokens, room)
+        seed = self.params.seed + len(self.messages) // 2
+        params = replace(self.params, max_tokens=max_tokens, seed=seed)
+        self._remove_leftovers()
+        return self._answer(message, prompt, params)
+
+    def _answer(self, message: str, prompt: list[int], params: SamplingParams) -> Iterator[str]:
+        start, turn = time.perf_counter(), Turn()
+        run = Run(self.model, [prompt], params, self._settings)
+        turn.statistics = run.batch.statistics
+        pieces: list[str] = []
+        tokens: list[int] = []
+        try:
+            with closing(run.events()) as events:
+                for event in events:
+                    if isinstance(event, TextEvent):
+                        if not tokens:
+                            turn.first_token_seconds = time.perf_counter() - start
+                        tokens.append(event.token)
+                        pieces.append(event.text)
+                        yield event.text
+                    elif isinstance(event, FinishedEvent):
+                        is_full = event.reason == "length" and (
+                            len(prompt) + len(tokens) == self.capacity
+                        )
+                        turn.reason = "context" if is_full else event.reason
+        finally:
+            self.last_turn = turn
+            if tokens or turn.reason == "eos":
+                self.tokens = [*prompt, *tokens]
+                self.messages.append({"role": "user", "content": message})
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self.messages, self.tokens = [], []
+
+    def trim(self) -> bool:
+        """Drop the oldest turn; return whether there was one."""
+        if not self.messages:
+            return False
+        del self.messages[:2]
+        self.tokens = []
+        if self.messages and self.model.chat_template is not None:
+            self.tokens = self._encode_chat(self.messages, add_generation_prompt=False)
+        elif self.messages:
+            for message in self.messages:
+                self.tokens += self._encode(message["content"], message["role"] == "user")
+        return True
+
+    def num_tokens(self) -> int:
+        """Return the length of the conversation in tokens."""
+        return len(self.tokens)
+
+    def _prompt(self, message: str) -> list[int]:
+        """Return the tokens that the model continues."""
+        if not message.strip():
+            raise ValueError("the message is empty")
+        if self.model.chat_template is None:
+            return [*self.tokens, *self._encode(message, True)]
+        return self._encode_chat([*self.messages, {"role": "user", "content": message}])
+
+    def _encode_chat(self, messages: list[dict[str, str]], **variables: bool) -> list[int]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return encode_chat(self.model, [*system, *messages], **variables)
+
+    def _encode(self, text: str, is_message: bool) -> list[int]:
+        """Return the tokens that a message or an answer adds to a text that is continued."""
+        is_first = not self.tokens
+        line = f"\n{text}" if is_message and not is_first else text
+        return self.model.tokenizer.encode(line, add_special_tokens=is_first).ids
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a KeyboardInterrupt has left behind."""
+        if self.cache.is_in_forward():
+            self.cache.abort_forward()
+        for seq_id in self.cache.sequence_ids():
+            self.cache.remove_sequence(seq_id)

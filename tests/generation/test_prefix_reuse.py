@@ -12,6 +12,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
 from tvm_pagedkv.cli.command import main  # noqa: E402
+from tvm_pagedkv.cli.statistics import print_statistics  # noqa: E402
 from tvm_pagedkv.generation import (  # noqa: E402
     FinishedEvent,
     SamplingParams,
@@ -226,6 +227,29 @@ def test_several_workers(model, workers):
     with pytest.raises(ValueError, match="token ids must be"):
         cache.add_sequence(3, [-1])
     assert cache.sequence_ids() == [1, 2]
+
+
+# --- tiers --------------------------------------------------------------------------------------
+
+
+def test_tiers_that_the_cache_counts(model, monkeypatch, capsys):
+    """The line of the command names the tiers; those of a cache that has some."""
+    counts = {"reused_device_tokens": 100, "reused_host_tokens": 7, "num_host_pages": 3}
+
+    def stats(self):
+        counts["reused_host_tokens"] += 5
+        return original(self) | {"prefix_tiers": dict(counts)}
+
+    cache = model.create_cache(8, 1024)
+    assert run(model, PROMPTS, cache=cache, max_num_sequences=8)[1].reused_by_tier == {}
+    original = type(cache).stats
+    monkeypatch.setattr(type(cache), "stats", stats)
+    _, statistics = run(model, PROMPTS, cache=cache, max_num_sequences=8)
+    assert statistics.reused_by_tier.keys() == {"device", "host"}
+    assert statistics.reused_by_tier["device"] == 0 < statistics.reused_by_tier["host"]
+    print_statistics(Statistics(9, 6, {"device": 4, "host": 2, "store": 0}), None)
+    error = capsys.readouterr().err
+    assert "reused 6 of 9 prompt tokens (4 from device, 2 from host); " in error
 
 
 # --- the command --------------------------------------------------------------------------------

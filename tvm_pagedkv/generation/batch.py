@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from tokenizers.decoders import DecodeStream
@@ -16,6 +18,8 @@ from .events import FinishedEvent, Statistics, TextEvent
 from .page_budget import PageBudget
 from .parameters import SamplingParams, sample
 from .speculative import PromptLookup
+
+_TIER = re.compile("reused_(.+)_tokens")
 
 
 @dataclass(eq=False)
@@ -107,6 +111,15 @@ class Batch:
             self.cache.record_tokens(c.seq_id, c.tokens[:num_decoded])
         self.cache.remove_sequence(c.seq_id)
         self.num_removed += 1
+
+    def reused_by_tier(self) -> dict[str, int]:
+        """Return the tokens that the cache has reused so far by where it had them.
+
+        Empty for a cache with a single tier.
+        """
+        counts: Any = self.cache.stats().get("prefix_tiers", {})
+        tiers = ((_TIER.fullmatch(name), count) for name, count in counts.items())
+        return {found[1]: count for found, count in tiers if found}
 
     def num_used_pages(self) -> int | None:
         """Return the pages in use; None if all layers have windows."""

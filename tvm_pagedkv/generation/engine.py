@@ -156,6 +156,7 @@ class Run:
 
     def events(self) -> Generator[TextEvent | FinishedEvent | Statistics, None, None]:
         """Run all prompts to the end."""
+        before = self.batch.reused_by_tier()
         try:
             while self.prefill.waiting or self.batch.running:
                 started = self.prefill.admit()
@@ -164,12 +165,20 @@ class Run:
                 self.batch.remove_finished()
                 if not started:
                     yield from self.decode.step()
+            self._count_tiers(before)
             yield self.batch.statistics
         finally:
             if self.remote is not None:
                 self.remote.close()
+            self._count_tiers(before)
             if not self.owns_cache:
                 self._remove_sequences()
+
+    def _count_tiers(self, before: dict[str, int]) -> None:
+        """Note what this run has reused of each tier."""
+        now = self.batch.reused_by_tier()
+        tiers = {tier: count - before.get(tier, 0) for tier, count in now.items()}
+        self.batch.statistics.reused_by_tier = tiers
 
     def _remove_sequences(self) -> None:
         """Leave the caller's cache as it was, but for what can be found in it."""

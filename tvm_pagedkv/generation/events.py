@@ -57,7 +57,7 @@ class Statistics:
     prefill_flops: int = 0  # 0 if another process computed the prompts
     decode_tokens: int = 0
     decode_seconds: float = 0.0
-    decode_bytes: int = 0  # weights, K and V read; a shared prompt counts once per step
+    decode_bytes: int = 0  # weights, K and V read; the prompt of forks once per step
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     pages_total: int = 0

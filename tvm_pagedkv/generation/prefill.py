@@ -64,6 +64,7 @@ class Prefill:
         self.admitted: list[_Admitted] = []
         self._texts: list[Any] = [np.asarray(prompt, "int32") for prompt in batch.prompts]
         self._ids = count(1 + max(batch.cache.sequence_ids(), default=-1))
+        self._num_held = batch.num_used_pages() or 0  # by sequences of the caller
         self._full_since = -1  # `num_removed` when a prompt did not fit
 
     def admit(self) -> list[tuple[Continuation, np.ndarray]]:
@@ -173,7 +174,7 @@ class Prefill:
         used = None if self.settings.window else batch.num_used_pages()
         if used is None:  # texts give up pages while they grow
             indices = {each.prompt for each in self.admitted} | {c.prompt for c in batch.running}
-            return sum(budget.pages_of_prompt(prompts[index]) for index in indices)
+            return self._num_held + sum(budget.pages_of_prompt(prompts[i]) for i in indices)
         for each in self.admitted:
             prompt = prompts[each.prompt]
             used += budget.pages_left_of_prompt(prompt, each.num_reused, each.length)

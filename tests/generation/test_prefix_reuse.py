@@ -13,6 +13,7 @@ pytest.importorskip("safetensors")
 
 from tvm_pagedkv.cli.command import main  # noqa: E402
 from tvm_pagedkv.cli.statistics import print_statistics  # noqa: E402
+from tvm_pagedkv.config import PrefixCacheConfig  # noqa: E402
 from tvm_pagedkv.generation import (  # noqa: E402
     FinishedEvent,
     SamplingParams,
@@ -22,6 +23,8 @@ from tvm_pagedkv.generation import (  # noqa: E402
     generate,
 )
 from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
+
+from ..support.dict_store import DictStore  # noqa: E402
 
 BASE = "The value of the expression is an object that is bound to the name in the local scope. "
 PROMPTS = [
@@ -252,6 +255,46 @@ def test_tiers_that_the_cache_counts(model, monkeypatch, capsys):
     assert "reused 6 of 9 prompt tokens (4 from device, 2 from host); " in error
 
 
+def test_texts_of_an_earlier_process_are_found_in_a_store(model):
+    values: dict[bytes, bytes] = {}
+
+    def config(name: str = "m") -> PrefixCacheConfig:
+        store = DictStore(values)
+        return PrefixCacheConfig(host_bytes=2**20, store=store, model=name, wait=60.0)
+
+    first = check_tiers(model, config())
+    assert values and first.reused_by_tier["store"] == 0
+    second = check_tiers(model, config())
+    assert second.reused_by_tier["store"] > 200
+    assert second.prefill_tokens < first.prefill_tokens / 4
+    assert sum(second.reused_by_tier.values()) == second.reused_tokens
+    assert check_tiers(model, config("other")).reused_by_tier["store"] == 0
+
+
+def check_tiers(model, config: PrefixCacheConfig) -> Statistics:
+    """Run all prompts with tiers; the text must not change, and the store must be closed."""
+    found, statistics = run(model, PROMPTS, prefix_cache=config)
+    assert found == run(model, PROMPTS, prefix_cache=False)[0]
+    assert config.store.closed.is_set()
+    return statistics
+
+
+def test_tiers_that_do_not_go_together(model):
+    config = PrefixCacheConfig(host_bytes=2**20)
+    windowed = DecoderModel.from_pretrained(sliding_window=True)
+    for other, options, message in (
+        (model, {"cache": model.create_cache(32, 1024)}, "must not have tiers with a window"),
+        (windowed, {"window": Window(64, 4)}, "must not have tiers with a window"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(other, PROMPTS, prefix_cache=config, **options)
+    with (
+        ParallelModel.from_pretrained(stages=2, threads=True) as workers,
+        pytest.raises(ValueError, match="must not have tiers with several workers"),
+    ):
+        generate(workers, PROMPTS, prefix_cache=config)
+
+
 # --- the command --------------------------------------------------------------------------------
 
 
@@ -272,6 +315,26 @@ def test_command_reuses_what_files_share(capfd, tmp_path):
     plain, error = capfd.readouterr()
     assert sorted(plain.split("---")) == sorted(out.split("---"))
     assert "reused" not in error and f"prefill {whole} tokens" in error
+
+
+def test_command_finds_texts_of_earlier_runs(capfd, tmp_path, monkeypatch):
+    values: dict[bytes, bytes] = {}
+    monkeypatch.setattr(  # where the package has no store of files
+        "tvm_pagedkv.stores.DiskStore", lambda *_: DictStore(values), raising=False
+    )
+    arguments = ["--temperature", "0", "--max-tokens", "12", PROMPTS[0]]
+    assert main(["generate", *arguments]) == 0
+    expected = capfd.readouterr().out
+    for num_reused in (0, 160):
+        folder = str(tmp_path / "pages")
+        assert main(["generate", *arguments, "--prompt-cache", folder]) == 0
+        out, error = capfd.readouterr()
+        assert out == expected
+        assert (f"reused {num_reused}" in error) == (num_reused > 0)
+        assert ("from store)" in error) == (num_reused > 0)
+    for option in (["--no-prefix-cache"], ["--sliding-window", "64"], ["--stages", "2"]):
+        assert main(["generate", *arguments, "--prompt-cache", "x", *option]) == 2
+        assert "--prompt-cache cannot be combined with --" in capfd.readouterr().err
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from .terminal import Progress, display_of, missing
 
 DEFAULT_DRAFTS = 8
 DEFAULT_SINKS = 4  # enough for the attention sinks of common models
+PROMPT_CACHE_HOST_BYTES = 256 * 2**20
+PROMPT_CACHE_WAIT = 30.0  # seconds
 
 
 def add_parser(commands) -> None:
@@ -63,6 +65,11 @@ def add_parser(commands) -> None:
         "--no-prefix-cache",
         action="store_true",
         help="compute every prompt from its beginning, even if another one begins the same",
+    )
+    add.add_argument(
+        "--prompt-cache",
+        metavar="DIR",
+        help="keep the pages of texts in this folder, and find those of earlier runs there",
     )
     add.add_argument(
         "--sliding-window", type=int, metavar="W", help="keep W tokens of each text (default: all)"
@@ -141,7 +148,7 @@ def run(options: argparse.Namespace) -> None:
         window=window,
         speculative=options.speculative,
         at_fullest=keep_page_map if picture else None,
-        prefix_cache=not options.no_prefix_cache,
+        prefix_cache=_prefix_cache(options),
     )
     with display_of(shown, params.n) as display:
         for event in events:
@@ -162,10 +169,32 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--system needs --chat")
     if options.sinks is not None and options.sliding_window is None:
         raise ValueError("--sinks needs --sliding-window")
+    if options.prompt_cache is not None:
+        for name in ("no_prefix_cache", "sliding_window"):
+            if getattr(options, name):
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"--prompt-cache cannot be combined with {option}")
+        if (options.shards, options.stages) != (1, 1):
+            raise ValueError("--prompt-cache cannot be combined with --shards and --stages")
     if options.speculative and options.sliding_window is not None:
         raise ValueError("--speculative cannot be combined with --sliding-window")
     if options.speculative and (options.shards, options.stages) != (1, 1):
         raise ValueError("--speculative cannot be combined with --shards and --stages")
+
+
+def _prefix_cache(options: argparse.Namespace):
+    """Return what `generate` takes: whether to reuse prefixes, or the tiers that keep them."""
+    if options.prompt_cache is None:
+        return not options.no_prefix_cache
+    from ..config import PrefixCacheConfig
+    from ..models import fingerprint
+
+    return PrefixCacheConfig(
+        disk_path=options.prompt_cache,
+        host_bytes=PROMPT_CACHE_HOST_BYTES,
+        model=fingerprint(options.model),
+        wait=PROMPT_CACHE_WAIT,
+    )
 
 
 def _sinks(options: argparse.Namespace) -> int:

@@ -8,10 +8,13 @@ token per step or by the accepted tokens of their drafts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 from .._deprecation import renamed_arguments
 from ..cache import KVCache
+from ..config import PrefixCacheConfig
 from ..models import DecoderModel
 from ..transfer import Channel
 from .batch import Batch
@@ -22,6 +25,8 @@ from .page_budget import PageBudget
 from .parameters import SamplingParams, Window, encode_prompt
 from .prefill import Prefill
 from .settings import Settings
+
+_log = logging.getLogger("tvm_pagedkv.generation")
 
 
 @renamed_arguments(prefill_channel="kv_transfer_channel")
@@ -37,7 +42,7 @@ def generate(
     speculative: int = 0,
     at_fullest: Callable[[KVCache], None] | None = None,
     kv_transfer_channel: Channel | None = None,
-    prefix_cache: bool = True,
+    prefix_cache: bool | PrefixCacheConfig = True,
     cache: KVCache | None = None,
 ) -> Iterator[TextEvent | FinishedEvent | Statistics]:
     """Continue prompts.
@@ -65,10 +70,11 @@ def generate(
     kv_transfer_channel : Channel, optional
         A channel to `serve_prefill`, which computes the prompts. It is closed at the end. None: the
         prompts are computed here.
-    prefix_cache : bool
+    prefix_cache : bool or PrefixCacheConfig
         Whether prompts reuse the pages of texts that begin with the same tokens, of this call and
         of earlier ones with the same `cache`. Texts with a `window` and prompts that come through a
-        channel never do.
+        channel never do. With a configuration, texts of earlier processes are found, too: in the
+        tiers that it names.
     cache : KVCache or ParallelCache, optional
         A cache from `model.create_cache`, for several calls in turn. None: a cache for this call.
 
@@ -143,8 +149,9 @@ class Run:
             num_pages = _num_pages(prompts, num_slots, budget, settings)
             num_rows = max(chunk, num_slots * (1 + settings.speculative))
             capacities = num_slots, num_pages * page_size, num_rows
-            cache = model.create_cache(*capacities, long_texts=has_long_texts)
-        self.owns_cache = settings.cache is None
+            tiers: Any = {} if settings.tiers is None else {"prefix_cache": settings.tiers}
+            cache = model.create_cache(*capacities, long_texts=has_long_texts, **tiers)
+        self.owns_cache, self.has_tiers = settings.cache is None, settings.tiers is not None
         self.remote = RemotePrefill(cache, channel) if channel else None
         records_tokens = settings.reuses_prefixes
         self.batch = Batch(
@@ -171,8 +178,10 @@ class Run:
             if self.remote is not None:
                 self.remote.close()
             self._count_tiers(before)
-            if not self.owns_cache:
+            if not self.owns_cache or self.has_tiers:
                 self._remove_sequences()
+            if self.has_tiers and not self.batch.cache.close_prefixes():
+                _log.warning("the store did not take all pages in time")
 
     def _count_tiers(self, before: dict[str, int]) -> None:
         """Note what this run has reused of each tier."""

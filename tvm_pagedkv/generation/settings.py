@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..cache import KVCache
+from ..config import PrefixCacheConfig
 from ..models import DecoderModel
 from ..transfer import Channel
 from .parameters import Window
@@ -23,7 +24,7 @@ class Settings:
     speculative: int
     at_fullest: Callable[[KVCache], None] | None
     kv_transfer_channel: Channel | None
-    prefix_cache: bool
+    prefix_cache: bool | PrefixCacheConfig
     cache: KVCache | None
     long_texts: bool = False  # whether `cache` was made with `long_texts`
 
@@ -33,7 +34,13 @@ class Settings:
 
         Texts with a window have no recorded tokens, and another process computes whole prompts.
         """
-        return self.prefix_cache and self.window is None and self.kv_transfer_channel is None
+        has_texts = self.window is None and self.kv_transfer_channel is None
+        return bool(self.prefix_cache) and has_texts
+
+    @property
+    def tiers(self) -> PrefixCacheConfig | None:
+        """The tiers below the pages."""
+        return self.prefix_cache if isinstance(self.prefix_cache, PrefixCacheConfig) else None
 
     def check(self, model: DecoderModel) -> None:
         """Raise a ValueError if settings do not go together or do not suit the model."""
@@ -47,6 +54,12 @@ class Settings:
             )
         if self.cache is not None and self.max_total_tokens is not None:
             raise ValueError("max_total_tokens must be None with a cache, which has its capacity")
+        if self.tiers is not None and not (self.reuses_prefixes and self.cache is None):
+            raise ValueError(
+                "prefix_cache must not have tiers with a window, a channel or a cache of your own"
+            )
+        if self.tiers is not None and not isinstance(model, DecoderModel):
+            raise ValueError("prefix_cache must not have tiers with several workers")
         if self.max_total_tokens is not None and self.max_total_tokens < 1:
             raise ValueError(f"max_total_tokens must be at least 1, got {self.max_total_tokens}")
         if self.speculative < 0:

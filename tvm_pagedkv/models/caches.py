@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import tvm
 
-from ..cache import KVCache
+from ..cache import KVCache, open_prefix_cache
 from ..compiler import build_libraries, config_map, load_libraries
-from ..config import KVCacheConfig
+from ..config import KVCacheConfig, PrefixCacheConfig
 from .config import DecoderConfig
 from .options import BuildOptions
 
@@ -36,6 +36,7 @@ class Caches:
         *,
         enable_kv_transfer: bool = False,
         long_texts: bool = False,
+        prefix_cache: PrefixCacheConfig | None = None,
     ) -> KVCache:
         """Make an empty cache.
 
@@ -46,6 +47,8 @@ class Caches:
             As for `KVCacheConfig`.
         long_texts : bool
             For longrope: rotate all positions by the long factors.
+        prefix_cache : PrefixCacheConfig, optional
+            Tiers below the pages. The name of the model gets what else K and V depend on.
         """
         config = cache_config(self._config, self._options, capacities, enable_kv_transfer)
         described = config_map(config, self._kernels, tvm.cpu())
@@ -53,7 +56,12 @@ class Caches:
             factors = config.rope.scaling_dict["long_factor"]
             both = np.array([*factors, *factors], "float32")
             described["rope_ext_factors"] = tvm.runtime.tensor(both)
-        return self._create(described, [dict(each) for each in self._kernels.sets], tvm.cpu())
+        cache = self._create(described, [dict(each) for each in self._kernels.sets], tvm.cpu())
+        if prefix_cache is not None:
+            factors_name = "long factors" if long_texts and self._config.short_text else ""
+            name = f"{prefix_cache.model} {self._options.dtype} {factors_name}".rstrip()
+            open_prefix_cache(cache, replace(prefix_cache, model=name))
+        return cache
 
 
 def compile_kernels(

@@ -16,7 +16,7 @@ import tir_kernels
 
 from ..cache import KVCache
 from ..compiler import code_versions, compiling, library_file, load_library, resolve_target
-from ..config import DTYPES
+from ..config import DTYPES, PrefixCacheConfig
 from .caches import Caches, cache_config, compile_kernels
 from .chat import ChatTemplate
 from .checkpoint import Checkpoint
@@ -128,6 +128,7 @@ class DecoderModel:
         enable_kv_transfer: bool = False,
         *,
         long_texts: bool = False,
+        prefix_cache: PrefixCacheConfig | None = None,
     ) -> KVCache:
         """Make an empty cache for this model.
 
@@ -139,6 +140,9 @@ class DecoderModel:
             For models with longrope: rotate all positions by the long factors, which texts need
             that will exceed the original context. Otherwise a step uses the long factors only if it
             ends beyond that length, and earlier rows of K keep the short ones.
+        prefix_cache : PrefixCacheConfig, optional
+            Tiers below the pages, which keep what the pool has no room for. Its `model` names the
+            weights, such as `models.fingerprint` does; their dtype is added to the name.
 
         Returns
         -------
@@ -148,6 +152,7 @@ class DecoderModel:
             (max_num_sequences, max_total_tokens, prefill_chunk_size),
             enable_kv_transfer=enable_kv_transfer,
             long_texts=long_texts,
+            prefix_cache=prefix_cache,
         )
 
     def prefill(

@@ -158,6 +158,22 @@ def test_damaged_files_give_misses(tmp_path, what):
         assert found > 60
 
 
+def test_pairs_of_flips_show(tmp_path):
+    """A sum of words would miss some pairs of the same high bit."""
+    for word in (1, 7, 600, 4099, 12_000):
+        folder = tmp_path / str(word)
+        with DiskStore(folder, LIMIT) as store:
+            assert put(store, KEYS[:1], [130_000]) == [True]
+        with open(folder / "data.bin", "r+b") as file:
+            for at in (7, 8 * word + 7):
+                file.seek(at)
+                byte = file.read(1)[0]
+                file.seek(at)
+                file.write(bytes([byte ^ 0x80]))
+        with DiskStore(folder, LIMIT) as store:
+            assert get(store, KEYS[:1], [130_000]) == [False]
+
+
 def test_a_damaged_value_is_reported_and_removed(tmp_path, caplog):
     with DiskStore(tmp_path / "store", LIMIT) as store:
         assert put(store, KEYS[:1], [60_000]) == [True]

@@ -325,7 +325,7 @@ def test_command_finds_texts_of_earlier_runs(capfd, tmp_path, monkeypatch):
     arguments = ["--temperature", "0", "--max-tokens", "12", PROMPTS[0]]
     assert main(["generate", *arguments]) == 0
     expected = capfd.readouterr().out
-    for num_reused in (0, 160):
+    for num_reused in (0, 192):
         folder = str(tmp_path / "pages")
         assert main(["generate", *arguments, "--prompt-cache", folder]) == 0
         out, error = capfd.readouterr()

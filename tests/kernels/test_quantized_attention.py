@@ -234,6 +234,22 @@ def test_int4_refuses_inline_rope():
 
 @latin_square(3, "codec", "dtype")
 @parametrize_codecs
+@pytest.mark.parametrize("size", [1e-30, 1e-33, 1e-36])
+@parametrize_seed
+def test_decode_of_tiny_values(codec, size, seed):
+    """Weights times scales of V below 2**-126 * 32639 count as zeros where bytes are multiplied."""
+    case = PagedBatch(spec_of(SHAPES["32:8x128-p16"], F32, codec), DECODE_BATCHES["cuts"], seed)
+    case.pages[:, 1] *= size
+    case.decode()
+    o, lse = case.expected()
+    left_out = (
+        2.0**-126 * 32639 * 127 * np.sqrt(128)
+    )  # a code times it, summed by a Hadamard matrix
+    np.testing.assert_allclose(case.lse.numpy(), lse, atol=1e-3)
+    np.testing.assert_allclose(case.o.numpy(), o, rtol=0, atol=left_out + 1e-3 * np.abs(o).max())
+
+
+@parametrize_codecs
 @parametrize_dtypes
 @parametrize_seed
 def test_rows_that_are_no_numbers_reach_only_those_that_see_them(codec, dtype, seed):

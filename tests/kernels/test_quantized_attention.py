@@ -242,9 +242,8 @@ def test_decode_of_tiny_values(codec, size, seed):
     case.pages[:, 1] *= size
     case.decode()
     o, lse = case.expected()
-    left_out = (
-        2.0**-126 * 32639 * 127 * np.sqrt(128)
-    )  # a code times it, summed by a Hadamard matrix
+    # Times the largest code, and summed by a Hadamard matrix.
+    left_out = 2.0**-126 * 32639 * 127 * np.sqrt(128)
     np.testing.assert_allclose(case.lse.numpy(), lse, atol=1e-3)
     np.testing.assert_allclose(case.o.numpy(), o, rtol=0, atol=left_out + 1e-3 * np.abs(o).max())
 

@@ -65,10 +65,12 @@ OTHERS = {
     OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime", OWN + "library",
 }  # fmt: skip
 # Their arguments have no cache: test_hostile_creation.py, test_transfer_messages.py,
-# test_hostile_bundles.py.
+# test_hostile_bundles.py, test_prefix_tiers.py.
 WITHOUT_CACHE = {
     *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions",
     OWN + "load_bundle", OWN + "choose_bundle_target",
+    *(f"{OWN}tier_{name}" for name in ("next_job", "finish_job", "wait", "flush")),
+    OWN + "tier_close", OWN + "tier_memory",
 }  # fmt: skip
 
 LAYER = integer(MHA, MLA, -1, 3, -(2**31), 2**31)
@@ -99,6 +101,26 @@ STEP_TOKENS = shape(
     wide=(1, WIDE, 3, 4, 5),
 )  # fmt: skip
 SALT = Kind(lambda: b"salt", {})
+SECONDS = Kind(lambda: 0.5, {"negative": lambda: -1.0, "nan": lambda: float("nan")})
+TIERS = {
+    "host_bytes": 1 << 20, "model": "", "write": "back", "min_hits": 1, "wait": 0.0,
+    "has_store": False,
+}  # fmt: skip
+TIER_OPTIONS = Kind(
+    lambda: TIERS,
+    {
+        "empty": dict,
+        "unknown": lambda: {**TIERS, "size": 1},
+        "none": lambda: {**TIERS, "host_bytes": 0},
+        "negative": lambda: {**TIERS, "host_bytes": -1},
+        "small": lambda: {**TIERS, "host_bytes": 100},
+        "float": lambda: {**TIERS, "host_bytes": 1.5},
+        "write": lambda: {**TIERS, "write": "around"},
+        "hits": lambda: {**TIERS, "min_hits": 0},
+        "wait": lambda: {**TIERS, "wait": float("nan")},
+        "unnamed": lambda: {**TIERS, "has_store": True},
+    },
+)
 BAD_METADATA = {
     "empty": lambda: "",
     "an_object": lambda: "{}",
@@ -177,6 +199,11 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     DISAGG + "mark_send": ("send", [SEQ, integer(0, -1, 2**31), SLOT_MAP, integer(0, -1, 1)]),
     OWN + "prefix_match": ("any", [TOKENS, SALT]),
     OWN + "prefix_add": ("idle", [NEW_SEQ, TOKENS, SALT]),
+    OWN + "prefix_add_within": ("idle", [NEW_SEQ, TOKENS, SALT, SECONDS]),
+    OWN + "prefix_prefetch": ("any", [TOKENS, SALT]),
+    OWN + "prefix_tier": ("any", []),
+    OWN + "prefix_clear": ("idle", []),
+    OWN + "prefix_open": ("textless", [TIER_OPTIONS]),
     OWN + "prefix_record": ("any", [SEQ, integer(6, 0, 5, 7, -1), NO_TOKENS]),
     OWN + "prefix_record_step": ("step", [STEP_TOKENS]),
     OWN + "prefix_length": ("any", [SEQ]),

@@ -8,11 +8,20 @@ import logging
 
 import numpy as np
 import pytest
+import tvm_ffi
 
 import tvm_pagedkv as pkv
 
 from ..support.dict_store import DictStore, FaultyStore, HangingStore
 from ..support.kernel_specs import parametrize_seed
+from ..support.python_kernels import poison
+from ..support.quantized_cache_cases import (
+    CODEC_NAMES,
+    LAYER,
+    MLA_LAYER,
+    SLIDING_LAYER,
+    make_quantized,
+)
 from .test_prefix_cache import Texts
 
 MB = 1 << 20
@@ -160,14 +169,14 @@ def test_a_store_that_raises_is_a_miss(caplog):
             raise ConnectionError("no such host")
 
         def put_from(self, keys, addresses, sizes):
-            return [True]  # of the wrong length
+            return []  # of the wrong length
 
     texts = TieredTexts(tiers={"store": Broken(), "model": "m"})
     with caplog.at_level(logging.WARNING, "tvm_pagedkv.stores"):
         assert texts.once(list(range(30))) == 0
         assert texts.cache.flush_prefixes(60)
         assert texts.cache.add_sequence(0, list(range(100, 130)), wait=60) == 0
-    assert "no such host" in caplog.text and "returned 1 results" in caplog.text
+    assert "no such host" in caplog.text and "returned 0 results" in caplog.text
     assert texts.tiers["num_failed_stores"] == 7
     texts.cache.close_prefixes(60)
 
@@ -261,6 +270,105 @@ def test_errors_change_nothing():
 def test_configurations_that_are_refused(fields, message):
     with pytest.raises((ValueError, TypeError), match=message):
         pkv.PrefixCacheConfig(**fields)
+
+
+ALL_KINDS = [LAYER, SLIDING_LAYER, MLA_LAYER]
+
+
+def rows_of(cache: pkv.KVCache, seq_id: int, begin: int, end: int) -> list[np.ndarray]:
+    """The rows of all layers; windows keep those from `begin` on."""
+    k, v = (x.numpy() for x in cache.debug_get_kv(seq_id, begin, end))
+    return [k, v, cache.debug_get_kv_mla(seq_id, begin, end).numpy()]
+
+
+@pytest.mark.parametrize("kv_dtype", [*CODEC_NAMES, "float16", "float32"])
+@pytest.mark.parametrize("write", ["back", "through"])
+def test_rows_of_all_kinds_of_layers_come_back_bit_for_bit(kv_dtype, write):
+    cache = make_quantized(ALL_KINDS, kv_dtype, max_total_tokens=64, max_num_sequences=2)
+    pkv.open_prefix_cache(cache, pkv.PrefixCacheConfig(host_bytes=MB, write=write))
+    rng = np.random.default_rng(0)
+
+    def run(prompt: list[int]) -> None:
+        cache.add_sequence(0)
+        for begin in range(0, len(prompt), 8):
+            some = prompt[begin : begin + 8]
+            with cache.forward([0], [len(some)], tokens=some):
+                for layer, each in enumerate(ALL_KINDS):
+                    width = each["qk_head_dim"]
+                    if each["kind"] == "mla":
+                        rows = rng.standard_normal((len(some), width)).astype("float32")
+                        cache.append_mla_kv(layer, rows)
+                        continue
+                    shape = (len(some), each["num_qo_heads"] + 2 * each["num_kv_heads"], width)
+                    cache.attention(layer, rng.standard_normal(shape).astype("float32"))
+
+    prompt = list(range(24))
+    run(prompt)
+    first = max(cache.first_position(0, group) for group in range(3))
+    expected = rows_of(cache, 0, first, 24)
+    cache.remove_sequence(0)
+    for begin in range(100, 400, 60):
+        run(list(range(begin, begin + 60)))
+        cache.remove_sequence(0)
+    poison(cache)
+    assert cache.add_sequence(0, [*prompt, 1]) == 24
+    cache.check_integrity()
+    stats = cache.stats()["prefix_tiers"]
+    assert stats["reused_host_tokens"] == 24
+    for actual, rows in zip(rows_of(cache, 0, first, 24), expected, strict=True):
+        np.testing.assert_array_equal(actual, rows)
+
+
+def test_wrong_arguments_of_workers():
+    texts = TieredTexts()
+    tier = tvm_ffi.get_global_func("pagedkv.prefix_tier")(texts.cache)
+    call = tvm_ffi.get_global_func
+    for name, arguments in {
+        "next_job": (0.0,),
+        "finish_job": (0, b""),
+        "wait": (1, 0.0),
+        "flush": (0.0,),
+        "close": (),
+        "memory": (),
+    }.items():
+        function = call(f"pagedkv.tier_{name}")
+        for wrong in (None, texts.cache, 3, "tier"):
+            with pytest.raises((TypeError, ValueError)):
+                function(wrong, *arguments)
+        with pytest.raises(TypeError):
+            function(tier, *arguments, None)
+    for number in (0, 1, -1, 2**63 - 1):
+        with pytest.raises(ValueError, match="there is no job"):
+            call("pagedkv.tier_finish_job")(tier, number, b"")
+    for seconds in (float("nan"), -1.0, float("-inf")):
+        assert call("pagedkv.tier_next_job")(tier, seconds)["kind"] == "none"
+    assert call("pagedkv.tier_wait")(tier, 77, float("inf"))  # there is no such lookup
+    assert call("pagedkv.tier_flush")(tier, float("inf"))
+    call("pagedkv.tier_close")(tier)
+    assert call("pagedkv.tier_next_job")(tier, float("inf"))["kind"] == "closed"
+    texts.once(list(range(9)))
+
+
+def test_jobs_take_one_result_for_each_key():
+    texts = Texts(**SMALL)
+    options = {"host_bytes": MB, "model": "m", "write": "through", "min_hits": 1, "wait": 0.0}
+    call = tvm_ffi.get_global_func
+    tier = call("pagedkv.prefix_open")(texts.cache, {**options, "has_store": True})
+    texts.run(0, list(range(9)))
+    job = call("pagedkv.tier_next_job")(tier, 0.0)
+    assert job["kind"] == "put" and len(job["keys"]) == 2
+    address, size = call("pagedkv.tier_memory")(tier)
+    for begin, count in zip(job["addresses"], job["sizes"], strict=True):
+        assert address <= begin and begin + count <= address + size
+    for results in (b"", b"\1", b"\1" * 3):
+        with pytest.raises(ValueError, match="has 2 keys, got"):
+            call("pagedkv.tier_finish_job")(tier, job["id"], results)
+    assert texts.cache.stats()["prefix_tiers"]["num_pending_stores"] == 2
+    call("pagedkv.tier_finish_job")(tier, job["id"], b"\1\0")
+    with pytest.raises(ValueError, match="there is no job"):
+        call("pagedkv.tier_finish_job")(tier, job["id"], b"\1\0")
+    stats = texts.cache.stats()["prefix_tiers"]
+    assert (stats["num_stored_pages"], stats["num_failed_stores"]) == (1, 1)
 
 
 @pytest.mark.parametrize("windows", [(0, 0), (0, 6), (6, 13)], ids=str)

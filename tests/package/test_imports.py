@@ -19,8 +19,9 @@ ROOT = Path(tvm_pagedkv.__file__).parent
 # A package may name only packages above its own line, so there is no cycle.
 MAY_IMPORT = {
     "base": set(),
-    "config": {"base"},
-    "cache": {"base"},
+    "stores": {"base"},
+    "config": {"base", "stores"},
+    "cache": {"base", "stores", "config"},
     "compiler": {"config", "cache"},
     "measure": {"base", "compiler"},
     "page": {"base", "compiler"},

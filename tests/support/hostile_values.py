@@ -34,10 +34,13 @@ def make_world(phase: str) -> Any:
         "idle": outside a step; "step": within one; "tree": between two, with uncommitted nodes;
         "import": while sequence `IMPORTED` lacks the pages of a layer; "imported": with all pages
         of it, before `finish_import`; "windows": outside a step, where sequences may have windows;
+        "textless": outside a step, before any tokens are recorded;
         "receive": while sequence 2 receives; "send": while sequence 1 is sent to receiver 0.
     """
     if phase == "windows":
         return _window_world()
+    if phase == "textless":
+        return make_cache()
     cache = make_cache(
         [KERNELS_WITH_TREES, MLA_KERNELS_WITH_TREES],
         layers=[

@@ -9,7 +9,7 @@ import numpy as np
 import tvm_ffi
 
 from .._functions import STATE, as_int, global_function
-from ..stores.worker import close_worker
+from ..stores import close_worker
 from .attention import CacheAttention
 from .tiers import tier_of
 

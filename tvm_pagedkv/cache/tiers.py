@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .._functions import global_function
 from ..config import PrefixCacheConfig
-from ..stores.worker import PrefixTier, StoreWorker
+from ..stores import PrefixTier, StoreWorker, open_disk_store
 
 if TYPE_CHECKING:
     from ..stores import PageStore
@@ -57,9 +57,7 @@ def open_prefix_cache(cache: KVCache, config: PrefixCacheConfig) -> None:
 def _open_store(config: PrefixCacheConfig) -> PageStore | None:
     if config.disk_path is None:
         return config.store
-    from ..stores import DiskStore  # type: ignore[attr-defined]
-
-    return DiskStore(config.disk_path, config.disk_bytes)
+    return open_disk_store(config.disk_path, config.disk_bytes)
 
 
 def tier_of(cache: KVCache) -> PrefixTier | None:

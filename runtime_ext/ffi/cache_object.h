@@ -79,9 +79,9 @@ class PagedKVCacheObj : public ffi::Object {
     if constexpr (std::is_same_v<Part, PagedKVCacheObj>) {
       return this;
     } else {
-      return &std::get<Part&>(std::tie(storage_, step_, sequences_, prefix_tiers_, prefixes_, tree_commit_,
-                                       attention_, checkpoint_writer_, checkpoint_reader_,
-                                       receiver_, sender_, debug_kv_, inspector_));
+      return &std::get<Part&>(std::tie(
+          storage_, step_, sequences_, prefix_tiers_, prefixes_, tree_commit_, attention_,
+          checkpoint_writer_, checkpoint_reader_, receiver_, sender_, debug_kv_, inspector_));
     }
   }
 

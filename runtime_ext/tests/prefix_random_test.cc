@@ -355,7 +355,8 @@ TEST_CASE("prefix random: hits have the content of their tokens") {
 }
 
 TEST_CASE("prefix random: tiers") {
-  for (const TierWrites writes : {TierWrites::kBack, TierWrites::kThrough, TierWrites::kSelective}) {
+  for (const TierWrites writes :
+       {TierWrites::kBack, TierWrites::kThrough, TierWrites::kSelective}) {
     for (const bool has_store : {false, true}) {
       for (const bool has_faults : {false, true}) {
         int64_t num_host = 0, num_store = 0, num_damaged = 0, num_evicted = 0;

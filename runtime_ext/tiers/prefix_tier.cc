@@ -27,15 +27,13 @@ T FieldOf(const ffi::Map<ffi::String, ffi::Any>& map, const char* name) {
   if (it == map.end()) Raise(kValueError, "the prefix cache's options lack the field '", name, "'");
   std::optional<T> value = (*it).second.template try_cast<T>();
   if (!value) {
-    Raise(kTypeError, "the prefix cache's option '", name, "' has the wrong type: ",
-          (*it).second.GetTypeKey());
+    Raise(kTypeError, "the prefix cache's option '", name,
+          "' has the wrong type: ", (*it).second.GetTypeKey());
   }
   return *std::move(value);
 }
 
-int64_t Address(const ffi::Tensor& memory) {
-  return reinterpret_cast<int64_t>(memory.data_ptr());
-}
+int64_t Address(const ffi::Tensor& memory) { return reinterpret_cast<int64_t>(memory.data_ptr()); }
 
 int64_t Padding(const ffi::Tensor& memory) {
   return (kValueAlignment - Address(memory) % kValueAlignment) % kValueAlignment;
@@ -44,8 +42,8 @@ int64_t Padding(const ffi::Tensor& memory) {
 }  // namespace
 
 PrefixTierOptions PrefixTierOptions::FromMap(const ffi::Map<ffi::String, ffi::Any>& map) {
-  constexpr const char* kNames[] = {"host_bytes", "model", "write", "min_hits", "wait",
-                                    "has_store"};
+  constexpr const char* kNames[] = {"host_bytes", "model", "write",
+                                    "min_hits",   "wait",  "has_store"};
   for (const auto& [key, value] : map) {
     const bool is_known =
         std::any_of(std::begin(kNames), std::end(kNames), [&](const char* n) { return key == n; });
@@ -70,7 +68,8 @@ PrefixTierOptions PrefixTierOptions::FromMap(const ffi::Map<ffi::String, ffi::An
     Raise(kValueError, "wait must be between 0 and ", kMaxWait, " seconds, got ", options.wait);
   }
   if (options.has_store && options.model.empty()) {
-    Raise(kValueError, "a prefix cache with a store needs the name of the model: the cache cannot "
+    Raise(kValueError,
+          "a prefix cache with a store needs the name of the model: the cache cannot "
           "know of which weights its pages are");
   }
   return options;

@@ -111,8 +111,8 @@ void PrefixIndex::StorePages(const Sequence& sequence, const PrefixTree::TextPag
     }
     if (page < 0) continue;
     tree_.Store(text, g, page);
-    const bool is_full = text.node->TokensOf(text.index - text.node->begin).size ==
-                         geometry_->page_size();
+    const bool is_full =
+        text.node->TokensOf(text.index - text.node->begin).size == geometry_->page_size();
     if (tier_ != nullptr && policy_.writes == TierWrites::kThrough && is_full) {
       saver_->Save(g, page, tree_.TextOf(text));
     }

@@ -75,8 +75,7 @@ int64_t PrefixSearch::Fit(int64_t length) const {
     const PagePool& pool = (*pools_)[g];
     int64_t num_needed = 0, index = FirstPage(g, length);
     for (; index < geometry_->PagesFor(length); ++index) {
-      const bool is_held =
-          IsInPool(index, g) && pool.RefCount(StoredAt(index, g).page) > 0;
+      const bool is_held = IsInPool(index, g) && pool.RefCount(StoredAt(index, g).page) > 0;
       num_needed += !is_held;
       if (num_needed > pool.num_available()) break;
     }
@@ -147,7 +146,8 @@ StoreLookup PrefixSearch::MakeLookup(const std::string& salt, TokenSpan tokens) 
       if (!known[i * num_groups + g]) lookup.values.push_back({i, g, !geometry_->HasWindow(g)});
     }
   }
-  // What is useful: the pages of the longest hit with what the store has, as far as there are slots.
+  // What is useful: the pages of the longest hit with what the store has, as far as there are
+  // slots.
   const int64_t limit = std::min(num_keyed_ * page_size, std::max<int64_t>(tokens.size - 1, 0));
   lookup.choose = [geometry = *geometry_, known, values = lookup.values, num_slots,
                    limit](const std::vector<bool>& is_there) {

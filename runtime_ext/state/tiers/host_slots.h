@@ -90,9 +90,9 @@ class HostSlots {
     PageValueLayout layout;
     int32_t first_slot;
     int32_t num_slots;
-    int64_t offset;               // bytes
-    CachedPages unused;           // published slots without pins, counted from first_slot
-    std::vector<int32_t> free;    // a stack
+    int64_t offset;                // bytes
+    CachedPages unused;            // published slots without pins, counted from first_slot
+    std::vector<int32_t> free;     // a stack
     std::vector<int32_t> buckets;  // the first slot of each; a power of two
   };
 

@@ -16,8 +16,8 @@ namespace pagedkv {
 namespace {
 
 constexpr size_t kMaxLookups = 256;
-constexpr size_t kMaxExists = 256;             // keys of a job
-constexpr size_t kMaxValues = 64;              // values of a job
+constexpr size_t kMaxExists = 256;  // keys of a job
+constexpr size_t kMaxValues = 64;   // values of a job
 constexpr int64_t kMaxJobBytes = 32ll << 20;
 constexpr double kLongest = 1e6;  // seconds
 
@@ -36,8 +36,8 @@ int64_t HostTier::Begin(StoreLookup lookup) {
   const Lock lock(mutex_);
   if (is_closed_ || lookups_.size() >= kMaxLookups) return 0;
   for (const auto& other : lookups_) {
-    const bool is_same = other->keys.back() == shared->keys.back() &&
-                         other->values.size() == shared->values.size();
+    const bool is_same =
+        other->keys.back() == shared->keys.back() && other->values.size() == shared->values.size();
     if (is_same) return other->ticket;
   }
   shared->ticket = ++last_id_;

@@ -77,8 +77,7 @@ void PageValueLayout::Seal(const PageText& text, char* value) const noexcept {
 bool PageValueLayout::IsOf(const PageText& text, const char* value) const noexcept {
   Header header;
   std::memcpy(&header, value, sizeof(header));
-  return header.key == text.key && header.parent == text.parent &&
-         text.tokens.size == page_size_ &&
+  return header.key == text.key && header.parent == text.parent && text.tokens.size == page_size_ &&
          std::memcmp(value + sizeof(header), text.tokens.data, page_size_ * sizeof(int32_t)) == 0;
 }
 

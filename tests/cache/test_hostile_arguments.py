@@ -65,7 +65,7 @@ OTHERS = {
     OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime", OWN + "library",
 }  # fmt: skip
 # Their arguments have no cache: test_hostile_creation.py, test_transfer_messages.py,
-# test_hostile_bundles.py, test_prefix_tiers.py.
+# test_hostile_bundles.py, test_prefix_stores.py.
 WITHOUT_CACHE = {
     *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions",
     OWN + "load_bundle", OWN + "choose_bundle_target",

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-
 import numpy as np
 import pytest
-import tvm_ffi
 
 import tvm_pagedkv as pkv
 
-from ..support.dict_store import DictStore, FaultyStore, HangingStore
+from ..support.dict_store import DictStore, FaultyStore
 from ..support.kernel_specs import parametrize_seed
 from ..support.python_kernels import poison
 from ..support.quantized_cache_cases import (
@@ -99,118 +95,6 @@ def test_salts_never_meet():
     assert texts.cache.match_prefix([*prompt, 1], b"one") == 20
 
 
-def test_a_store_serves_another_cache():
-    values: dict[bytes, bytes] = {}
-    prompt = list(range(30))
-    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
-    one.once(prompt)
-    assert one.cache.flush_prefixes(60)
-    assert one.tiers["num_stored_pages"] == 7 == len(values)
-    two = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
-    assert two.cache.match_prefix(prompt) == 0
-    assert two.cache.add_sequence(0, prompt) == 0  # it does not wait
-    two.cache.remove_sequence(0)
-    assert two.start(1, prompt) == 0
-    two.finish(1)
-    two.cache.add_sequence(0, [*prompt, 1], wait=60)
-    assert two.cache.sequence_length(0) == 28
-    two.cache.remove_sequence(0)
-    assert two.run(1, [*prompt, 1]) == 28
-    two.check_kv(1)
-    assert two.tiers["num_fetched_pages"] == 7
-    assert two.tiers["reused_store_tokens"] == 28
-    assert one.cache.close_prefixes(60) and two.cache.close_prefixes(60)
-
-
-@pytest.mark.parametrize("other", [{"model": "n"}, {"page_size": 8}, {"windows": (0, 6)}], ids=str)
-def test_other_models_and_layouts_never_meet(other):
-    values: dict[bytes, bytes] = {}
-    prompt = list(range(32))
-    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
-    one.once(prompt)
-    assert one.cache.close_prefixes(60) and values
-    fields = {k: v for k, v in other.items() if k != "model"}
-    tiers = {"store": DictStore(values), "model": other.get("model", "m"), "wait": 60.0}
-    two = TieredTexts(tiers=tiers, **fields)
-    assert two.run(0, prompt) == 0
-    two.cache.close_prefixes(60)
-
-
-def test_the_default_wait_is_that_of_the_configuration():
-    values: dict[bytes, bytes] = {}
-    prompt = list(range(30))
-    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
-    one.once(prompt)
-    one.cache.close_prefixes(60)
-    two = TieredTexts(tiers={"store": DictStore(values), "model": "m", "wait": 60.0})
-    assert two.cache.add_sequence(0, prompt) == 28
-    two.cache.close_prefixes(60)
-
-
-def test_nothing_waits_for_a_store_that_hangs():
-    store = HangingStore()
-    texts = TieredTexts(tiers={"store": store, "model": "m"})
-    texts.once(list(range(30)))
-    assert store.entered.wait(60)
-    texts.fill(50)
-    texts.cache.prefetch(list(range(200, 230)))
-    assert not texts.cache.flush_prefixes(0)
-    assert texts.cache.add_sequence(0, list(range(200, 230)), wait=0.01) == 0
-    assert not texts.cache.close_prefixes(0)
-    assert texts.once([1, 2, 3, 4, 5]) == 0  # the cache works on
-    store.release.set()
-    assert texts.cache.close_prefixes(60)
-    assert store.closed.is_set() and store.values
-
-
-def test_a_store_that_raises_is_a_miss(caplog):
-    class Broken(DictStore):
-        def exists(self, keys):
-            raise ConnectionError("no such host")
-
-        def put_from(self, keys, addresses, sizes):
-            return []  # of the wrong length
-
-    texts = TieredTexts(tiers={"store": Broken(), "model": "m"})
-    with caplog.at_level(logging.WARNING, "tvm_pagedkv.stores"):
-        assert texts.once(list(range(30))) == 0
-        assert texts.cache.flush_prefixes(60)
-        assert texts.cache.add_sequence(0, list(range(100, 130)), wait=60) == 0
-    assert "no such host" in caplog.text and "returned 0 results" in caplog.text
-    assert texts.tiers["num_failed_stores"] == 7
-    texts.cache.close_prefixes(60)
-
-
-@pytest.mark.parametrize("damage", ["bit", "short", "swapped", "version"])
-def test_damaged_values_are_misses(damage, caplog):
-    values: dict[bytes, bytes] = {}
-    prompt = list(range(30))
-    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
-    one.once(prompt)
-    one.cache.close_prefixes(60)
-    for i, (key, value) in enumerate(list(values.items())):
-        changed = bytearray(value)
-        if damage == "bit":
-            changed[len(value) - 1 - i] ^= 16
-        elif damage == "short":
-            changed = changed[:-1]
-        elif damage == "version":
-            changed[16] += 1
-        else:
-            changed = bytearray(list(values.values())[i - 1])
-        values[key] = bytes(changed)
-    two = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
-    caplog.set_level(logging.WARNING, "tvm_pagedkv.stores")
-    two.cache.add_sequence(0, prompt, wait=60)
-    reused = two.cache.sequence_length(0)
-    two.cache.remove_sequence(0)
-    assert reused < 28
-    assert two.tiers["num_failed_fetches"] > 0
-    two.once(prompt)
-    two.cache.close_prefixes(60)
-    assert ("damaged" in caplog.text) == (damage != "short")
-
-
 def test_forgotten_texts_are_not_found():
     texts = TieredTexts(tiers={"write": "through"})
     prompt = list(range(30))
@@ -220,17 +104,6 @@ def test_forgotten_texts_are_not_found():
     assert texts.cache.match_prefix(prompt) == 0 == texts.tiers["num_host_pages"]
     assert texts.cache.num_recorded_tokens(0) == 0
     assert texts.cache.sequence_length(0) == 30
-
-
-def test_a_worker_ends_with_its_cache():
-    store = DictStore()
-    texts = TieredTexts(tiers={"store": store, "model": "m"})
-    texts.once(list(range(30)))
-    del texts
-    gc.collect()
-    assert store.closed.wait(60)
-    assert len(store.values) == 7  # what was pending was written
-    assert len(store.registered) == 1 and store.registered[0][1] >= MB // 2
 
 
 def test_errors_change_nothing():
@@ -317,58 +190,6 @@ def test_rows_of_all_kinds_of_layers_come_back_bit_for_bit(kv_dtype, write):
     assert stats["reused_host_tokens"] == 24
     for actual, rows in zip(rows_of(cache, 0, first, 24), expected, strict=True):
         np.testing.assert_array_equal(actual, rows)
-
-
-def test_wrong_arguments_of_workers():
-    texts = TieredTexts()
-    tier = tvm_ffi.get_global_func("pagedkv.prefix_tier")(texts.cache)
-    call = tvm_ffi.get_global_func
-    for name, arguments in {
-        "next_job": (0.0,),
-        "finish_job": (0, b""),
-        "wait": (1, 0.0),
-        "flush": (0.0,),
-        "close": (),
-        "memory": (),
-    }.items():
-        function = call(f"pagedkv.tier_{name}")
-        for wrong in (None, texts.cache, 3, "tier"):
-            with pytest.raises((TypeError, ValueError)):
-                function(wrong, *arguments)
-        with pytest.raises(TypeError):
-            function(tier, *arguments, None)
-    for number in (0, 1, -1, 2**63 - 1):
-        with pytest.raises(ValueError, match="there is no job"):
-            call("pagedkv.tier_finish_job")(tier, number, b"")
-    for seconds in (float("nan"), -1.0, float("-inf")):
-        assert call("pagedkv.tier_next_job")(tier, seconds)["kind"] == "none"
-    assert call("pagedkv.tier_wait")(tier, 77, float("inf"))  # there is no such lookup
-    assert call("pagedkv.tier_flush")(tier, float("inf"))
-    call("pagedkv.tier_close")(tier)
-    assert call("pagedkv.tier_next_job")(tier, float("inf"))["kind"] == "closed"
-    texts.once(list(range(9)))
-
-
-def test_jobs_take_one_result_for_each_key():
-    texts = Texts(**SMALL)
-    options = {"host_bytes": MB, "model": "m", "write": "through", "min_hits": 1, "wait": 0.0}
-    call = tvm_ffi.get_global_func
-    tier = call("pagedkv.prefix_open")(texts.cache, {**options, "has_store": True})
-    texts.run(0, list(range(9)))
-    job = call("pagedkv.tier_next_job")(tier, 0.0)
-    assert job["kind"] == "put" and len(job["keys"]) == 2
-    address, size = call("pagedkv.tier_memory")(tier)
-    for begin, count in zip(job["addresses"], job["sizes"], strict=True):
-        assert address <= begin and begin + count <= address + size
-    for results in (b"", b"\1", b"\1" * 3):
-        with pytest.raises(ValueError, match="has 2 keys, got"):
-            call("pagedkv.tier_finish_job")(tier, job["id"], results)
-    assert texts.cache.stats()["prefix_tiers"]["num_pending_stores"] == 2
-    call("pagedkv.tier_finish_job")(tier, job["id"], b"\1\0")
-    with pytest.raises(ValueError, match="there is no job"):
-        call("pagedkv.tier_finish_job")(tier, job["id"], b"\1\0")
-    stats = texts.cache.stats()["prefix_tiers"]
-    assert (stats["num_stored_pages"], stats["num_failed_stores"]) == (1, 1)
 
 
 @pytest.mark.parametrize("windows", [(0, 0), (0, 6), (6, 13)], ids=str)

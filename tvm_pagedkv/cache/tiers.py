@@ -60,6 +60,6 @@ def _open_store(config: PrefixCacheConfig) -> PageStore | None:
     return open_disk_store(config.disk_path, config.disk_bytes)
 
 
-def tier_of(cache: KVCache) -> PrefixTier | None:
+def tier_of(cache: object) -> PrefixTier | None:
     """Return the tier below the pages of a cache, if there is one."""
     return global_function("pagedkv.prefix_tier")(cache)

@@ -99,6 +99,7 @@ class PrefixCacheConfig:
 def _check_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number of seconds, got {value!r}")
-    if not (math.isfinite(value) and 0 <= value <= 3600):
+    seconds = float(value)
+    if not (math.isfinite(seconds) and 0 <= seconds <= 3600):
         raise ValueError(f"{name} must be between 0 and 3600 seconds, got {value}")
-    return float(value)
+    return seconds

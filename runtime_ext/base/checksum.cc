@@ -14,10 +14,16 @@ namespace {
 constexpr size_t kNumLanes = 8;
 // Odd, so that a product with it can be undone: the fractional part of the golden ratio.
 constexpr uint64_t kFactor = 0x9e3779b97f4a7c15;
+// The same of the square root of 2.
+constexpr uint64_t kOtherFactor = 0x6a09e667f3bcc909;
 
+// Two products: a difference in the highest bit passes one of them unchanged, so the next word of
+// the lane could cancel it with a single bit.
 uint64_t Mix(uint64_t state, uint64_t word) {
   state = (state ^ word) * kFactor;
-  return state << 29 | state >> 35;  // the product moves differences up only
+  state ^= state >> 32;  // products move differences up only
+  state *= kOtherFactor;
+  return state ^ state >> 29;
 }
 
 }  // namespace
@@ -38,8 +44,7 @@ uint64_t Checksum(const void* bytes, size_t num_bytes) noexcept {
   }
   uint64_t result = num_bytes;
   for (uint64_t lane : lanes) result = Mix(result, lane);
-  result ^= result >> 32;
-  return result * kFactor;
+  return result;
 }
 
 }  // namespace pagedkv

@@ -4,8 +4,8 @@
  * \brief A 64-bit checksum of large values that detects damage, at the speed of memory.
  *
  * Eight lanes take one word of each block of 64 bytes. Every operation is a bijection of the lane,
- * so any damage within one lane changes the result; other damage goes unnoticed once in 2^64. It
- * is no defence against an attacker.
+ * so damage within one word always changes the result; other damage goes unnoticed about once in
+ * 2^64. It is no defence against an attacker.
  */
 #ifndef TVM_PAGEDKV_BASE_CHECKSUM_H_
 #define TVM_PAGEDKV_BASE_CHECKSUM_H_

@@ -248,6 +248,7 @@ void DefineOwnNames() {
   define("prefix_prefetch", FromMethod(&Prefixes::Prefetch));
   define("prefix_open", FromMethod(&PrefixTiers::Open));
   define("prefix_tier", FromMethod(&PrefixTiers::Get));
+  define("prefix_flush", FromMethod(&PrefixTiers::Flush));
   define("prefix_clear", FromMethod(&PrefixTiers::ForgetTexts));
   define("tier_next_job", FromTier(&PrefixTierObj::NextJob));
   define("tier_finish_job", FromTier(&PrefixTierObj::FinishJob));

@@ -24,6 +24,7 @@ TierPolicy PolicyOf(const PrefixTierOptions& options) {
 }  // namespace
 
 PrefixTiers::~PrefixTiers() {
+  Settle();
   if (tier_.defined()) tier_->Close();
 }
 
@@ -51,7 +52,13 @@ PrefixTier PrefixTiers::Open(const ffi::Map<ffi::String, ffi::Any>& map) {
 
 void PrefixTiers::ForgetTexts() {
   step_->phase().RequireIdle("prefix_clear");
+  Settle();
   table_->ForgetTexts();
+}
+
+bool PrefixTiers::Flush(double seconds) {
+  Settle();
+  return !tier_.defined() || tier_->Flush(seconds);
 }
 
 void PrefixTiers::Load(int64_t sequence_id, const std::vector<PageLoad>& loads) {

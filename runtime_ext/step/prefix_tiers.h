@@ -42,6 +42,13 @@ class PrefixTiers {
   /*! \brief Forgets all texts, in the pools and in host memory. */
   void ForgetTexts();
 
+  /*! \brief Waits until the store has what was to be written. \return Whether it has. */
+  bool Flush(double seconds);
+  /*! \brief Lets lookups find what was saved. */
+  void Settle() {
+    if (transfers_ != nullptr) transfers_->Settle();
+  }
+
   double default_wait() const { return default_wait_; }
   bool Wait(int64_t ticket, double seconds) {
     return ticket == 0 || tier_->tier()->Wait(ticket, seconds);

@@ -58,6 +58,7 @@ TokenSpan Prefixes::Convert(const TokenIds& tokens) {
 
 int64_t Prefixes::Match(const TokenIds& tokens, const ffi::Bytes& salt) {
   step_->phase().RequireNotChanging("prefix_match");
+  tiers_->Settle();
   return table_->prefixes().Match(salt, Convert(tokens));
 }
 
@@ -70,6 +71,7 @@ int64_t Prefixes::AddWithin(int64_t sequence_id, const TokenIds& tokens, const f
   step_->phase().RequireIdle("prefix_add");
   if (!(seconds >= 0)) Raise(kValueError, "wait must be at least 0 seconds, got ", seconds);
   const TokenSpan span = Convert(tokens);
+  tiers_->Settle();
   if (seconds > 0 && table_->Find(sequence_id) == nullptr) {
     tiers_->Wait(table_->prefixes().Prefetch(salt, span), seconds);
   }
@@ -81,6 +83,7 @@ int64_t Prefixes::AddWithin(int64_t sequence_id, const TokenIds& tokens, const f
 
 int64_t Prefixes::Prefetch(const TokenIds& tokens, const ffi::Bytes& salt) {
   step_->phase().RequireNotChanging("prefix_prefetch");
+  tiers_->Settle();
   return table_->prefixes().Prefetch(salt, Convert(tokens));
 }
 

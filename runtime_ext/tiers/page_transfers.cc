@@ -5,6 +5,7 @@
  */
 #include "tiers/page_transfers.h"
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 
@@ -48,12 +49,41 @@ void PageTransfers::Save(int32_t group, int32_t page, const PageText& text) noex
       std::memset(memory + offset + layout.used_bytes(), 0,
                   layout.page_bytes - layout.used_bytes());
     });
-    if (!IsHost(device)) Synchronize(device, stream);
-    tier_->Publish(slot, text);
+    if (IsHost(device)) return tier_->Publish(slot, text);
+    std::vector<int32_t> tokens(text.tokens.data, text.tokens.data + text.tokens.size);
+    PageText own = text;
+    own.tokens.data = tokens.data();
+    queued_.push_back({slot, own, std::move(tokens)});
   } catch (const std::exception&) {
+    // What is queued may still write to the slot.
+    try {
+      if (!IsHost(storage_.device())) order_->Synchronize();
+    } catch (const std::exception&) {
+    }
     ++num_failed_saves_;
-    tier_->Cancel(slot);
+    return tier_->Cancel(slot);
   }
+  constexpr size_t kMaxQueued = 1024;
+  const size_t limit = std::min<size_t>(kMaxQueued, tier_->num_slots(group) / 2);
+  if (queued_.size() > limit) Settle();
+}
+
+void PageTransfers::Settle() noexcept {
+  if (queued_.empty()) return;
+  bool is_done = true;
+  try {
+    // Those of a call that has not returned are on its own stream.
+    const DLDevice device = storage_.device();
+    Synchronize(device, CurrentStream(device));
+    order_->Synchronize();
+  } catch (const std::exception&) {
+    is_done = false;
+  }
+  for (const QueuedSave& save : queued_) {
+    num_failed_saves_ += !is_done;
+    is_done ? tier_->Publish(save.slot, save.text) : tier_->Cancel(save.slot);
+  }
+  queued_.clear();
 }
 
 void PageTransfers::Load(const std::vector<PageLoad>& loads) {

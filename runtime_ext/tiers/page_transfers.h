@@ -9,6 +9,7 @@
 #include <tvm/ffi/container/tensor.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "device/device_stream.h"
@@ -30,13 +31,26 @@ class PageTransfers final : public PageSaver {
   PageTransfers(const LayerStorage& storage, StreamOrder* order, HostTier* tier, ffi::Tensor memory)
       : storage_(storage), order_(order), tier_(tier), memory_(std::move(memory)) {}
 
+  /*!
+   * \brief On a device, the copy is queued: Settle lets others find the value.
+   *
+   * The host must not wait for the device in every step.
+   */
   void Save(int32_t group, int32_t page, const PageText& text) noexcept override;
+  /*! \brief Waits for queued copies, if there are any. */
+  void Settle() noexcept;
   /*! \brief Fills pages. They may be read in stream order; their slots are free to go on return. */
   void Load(const std::vector<PageLoad>& loads);
   /*! \brief Copies that failed, such as those of a device that is lost. */
   int64_t num_failed_saves() const { return num_failed_saves_; }
 
  private:
+  struct QueuedSave {
+    int32_t slot;
+    PageText text;                // of `tokens`
+    std::vector<int32_t> tokens;  // moving it leaves its data in place
+  };
+
   /*! \brief Calls copy(layer, offset in the memory of the tier) for each layer of a group. */
   template <typename Copy>
   void ForEachLayer(int32_t group, int32_t slot, Copy copy) const;
@@ -45,6 +59,7 @@ class PageTransfers final : public PageSaver {
   StreamOrder* order_;
   HostTier* tier_;
   ffi::Tensor memory_;
+  std::vector<QueuedSave> queued_;
   int64_t num_failed_saves_ = 0;
 };
 

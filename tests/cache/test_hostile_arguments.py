@@ -203,6 +203,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "prefix_prefetch": ("any", [TOKENS, SALT]),
     OWN + "prefix_tier": ("any", []),
     OWN + "prefix_clear": ("idle", []),
+    OWN + "prefix_flush": ("any", [Kind(lambda: 0.5, {})]),
     OWN + "prefix_open": ("textless", [TIER_OPTIONS]),
     OWN + "prefix_record": ("any", [SEQ, integer(6, 0, 5, 7, -1), NO_TOKENS]),
     OWN + "prefix_record_step": ("step", [STEP_TOKENS]),

@@ -118,8 +118,7 @@ class CachePrefix(CacheAttention):
         bool
             Whether nothing is left to write.
         """
-        tier = tier_of(self)
-        return tier is None or global_function("pagedkv.tier_flush")(tier, float(timeout))
+        return global_function("pagedkv.prefix_flush")(self, float(timeout))
 
     def close_prefixes(self, timeout: float = 60.0) -> bool:
         """Write what is pending to the store and close it; the cache can still be used.
@@ -137,7 +136,10 @@ class CachePrefix(CacheAttention):
             Whether the store was closed in that time.
         """
         tier = tier_of(self)
-        return tier is None or close_worker(tier, float(timeout))
+        if tier is None:
+            return True
+        global_function("pagedkv.prefix_flush")(self, 0.0)  # what was copied may be written
+        return close_worker(tier, float(timeout))
 
     def match_prefix(self, tokens: Sequence[int], salt: bytes = b"") -> int:
         """Return the number of positions that `add_sequence` would reuse for these tokens.

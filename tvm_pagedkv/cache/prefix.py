@@ -118,7 +118,12 @@ class CachePrefix(CacheAttention):
         bool
             Whether nothing is left to write.
         """
-        return global_function("pagedkv.prefix_flush")(self, float(timeout))
+        tier = tier_of(self)
+        if tier is None:
+            return True
+        global_function("pagedkv.prefix_flush")(self, 0.0)  # what was copied may be written
+        # Others may use the cache meanwhile.
+        return global_function("pagedkv.tier_flush")(tier, float(timeout))
 
     def close_prefixes(self, timeout: float = 60.0) -> bool:
         """Write what is pending to the store and close it; the cache can still be used.

@@ -317,11 +317,7 @@ def test_command_reuses_what_files_share(capfd, tmp_path):
     assert "reused" not in error and f"prefill {whole} tokens" in error
 
 
-def test_command_finds_texts_of_earlier_runs(capfd, tmp_path, monkeypatch):
-    values: dict[bytes, bytes] = {}
-    monkeypatch.setattr(  # where the package has no store of files
-        "tvm_pagedkv.stores.DiskStore", lambda *_: DictStore(values), raising=False
-    )
+def test_command_finds_texts_of_earlier_runs(capfd, tmp_path):
     arguments = ["--temperature", "0", "--max-tokens", "12", PROMPTS[0]]
     assert main(["generate", *arguments]) == 0
     expected = capfd.readouterr().out

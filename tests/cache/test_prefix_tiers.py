@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import tvm_pagedkv as pkv
+from tvm_pagedkv.cache import PrefixTierStats
 
 from ..support.dict_store import DictStore, FaultyStore
 from ..support.kernel_specs import parametrize_seed
@@ -65,6 +66,7 @@ def test_a_text_comes_back_from_host_memory(write):
     assert reused == 28  # full pages
     texts.check_kv(0)
     stats = texts.tiers
+    assert stats.keys() == PrefixTierStats.__annotations__.keys()
     assert stats["reused_host_tokens"] > 0 == stats["reused_store_tokens"]
     assert stats["num_host_pages"] > 0
     assert 0 < stats["host_bytes"] <= stats["host_capacity_bytes"] <= MB

@@ -92,6 +92,7 @@ int64_t PrefixSearch::Fit(int64_t length) const {
 bool PrefixSearch::PinLoads(int32_t group, int64_t length, std::vector<PageLoad>* loads) {
   const PagePool& pool = (*pools_)[group];
   first_pages_[group] = FirstPage(group, length);
+  if (tier_ == nullptr) return true;
   loads->reserve(loads->size() + geometry_->PagesFor(length));  // may throw: before any pin
   int64_t num_needed = 0;
   // From the end, so that the first pages are the ones used last when the pins go.

@@ -62,17 +62,39 @@ def _emit_tiles(spec: KernelSpec, a: PagedInputs, tiling: DecodeTiling) -> None:
     num_slices = tiling.row_slices * tiling.slices
     num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, num_slices)
     states = BlockStates(spec, num_blocks)
+    split = _PageSplit(spec, tiling, a, lengths, states)
+    with states.allocated():
+        grid = [num_blocks, num_slices]
+        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, slice_id), thread):
+            split.attend(block, slice_id, thread)
+        states.launch_merge(a, lambda lane: split.schedule(), clears_empty=True)
 
-    def schedule_of() -> PageSchedule:
-        return PageSchedule(spec, a, num_blocks, tiling.block_positions)
 
-    def attend_to_split(block, slice_id, thread) -> None:
-        schedule = schedule_of()
+class _PageSplit:
+    """What a block does: it attends to its split of the pages, pair by pair."""
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        tiling: DecodeTiling,
+        a: PagedInputs,
+        lengths,
+        states: BlockStates,
+    ) -> None:
+        self.spec, self.tiling, self.a = spec, tiling, a
+        self.lengths, self.states = lengths, states
+
+    def schedule(self) -> PageSchedule:
+        return PageSchedule(self.spec, self.a, self.states.num_blocks, self.tiling.block_positions)
+
+    def attend(self, block, slice_id, thread) -> None:
+        """Attend to the split of `block`: the end of one pair, whole pairs, and the next begun."""
+        schedule = self.schedule()
         current = Variable(as_count(block) * schedule.split_size, I64)
         last = count_temp(T.min(current.get() + schedule.split_size, schedule.total))
         with T.If(current.get() < last), T.Then():
-            split = DecodeSplit(spec, tiling, a, slice_id, thread)
-            sequence = Variable(schedule.owner(current.get(), split.lane))
+            rows = DecodeSplit(self.spec, self.tiling, self.a, slice_id, thread)
+            sequence = Variable(schedule.owner(current.get(), rows.lane))
             with T.While(current.get() < last):
                 with T.While(schedule.first_kv_tile(sequence.get() + 1) <= current.get()):
                     sequence.set(sequence.get() + 1)
@@ -83,31 +105,29 @@ def _emit_tiles(spec: KernelSpec, a: PagedInputs, tiling: DecodeTiling) -> None:
                     index_temp(T.cast(at - pair.begin, I32) * schedule.positions)
                     for at in (first, current.get())
                 ]
-                kv_len = lengths.kv_len(pair.sequence, pair.num_pages)
-                gap = lengths.gap(pair.sequence)
-                attend_to_pair(split, pair, kv_len, gap, bounds)
-                store(
-                    split,
-                    pair,
-                    T.And(first == pair.begin, current.get() == pair.end),
-                    states.slot(block, first > pair.begin),
-                )
+                self._attend_to_pair(rows, pair, bounds)
+                is_whole = T.And(first == pair.begin, current.get() == pair.end)
+                slot = self.states.slot(block, first > pair.begin)
+                self._store(rows, pair, is_whole, slot)
 
-    def attend_to_pair(split, pair, kv_len, gap, bounds) -> None:
+    def _attend_to_pair(self, rows: DecodeSplit, pair, bounds) -> None:
+        """Attend to the positions of a pair between `bounds` that its row sees."""
+        a = self.a
+        kv_len = self.lengths.kv_len(pair.sequence, pair.num_pages)
+        gap = self.lengths.gap(pair.sequence)
         k_offset = index_temp(a.k_rope_pos_offset[pair.sequence])
         num_hidden = 0 if gap is None else gap.begin - gap.sinks
-        step = DecodeStep(
-            pair=pair,
-            rows=rows_of_pages(spec, a, pair.first_entry, pair.head, tiling.rows_per_thread),
-            length=k_offset + kv_len - num_hidden,
+        kv_rows = rows_of_pages(
+            self.spec, a, pair.first_entry, pair.head, self.tiling.rows_per_thread
         )
+        step = DecodeStep(pair=pair, rows=kv_rows, length=k_offset + kv_len - num_hidden)
 
         def attend(span: Span, first_seen) -> None:
             begin = index_temp(T.max(bounds[0], first_seen))
             end = index_temp(T.min(bounds[1], span.end))
-            split.attend(step, span, begin, end)
+            rows.attend(step, span, begin, end)
 
-        split.reset()
+        rows.reset()
         if gap is None:
             first_seen = a.mask.begin(0, 1, kv_len) if a.mask.has_window else 0
             attend(Span.whole(kv_len, k_offset), first_seen)
@@ -115,11 +135,12 @@ def _emit_tiles(spec: KernelSpec, a: PagedInputs, tiling: DecodeTiling) -> None:
             own = a.mask.own(0, 1, kv_len)
             gap.for_spans(kv_len, k_offset, lambda span: attend(span, span.first_seen(own)))
 
-    def store(split, pair, is_whole, slot) -> None:
-        slot = index_temp(slot)
+    def _store(self, rows: DecodeSplit, pair, is_whole, slot) -> None:
+        """Store O and its lse where the pair is finished here, else a partial state."""
+        a, states, slot = self.a, self.states, index_temp(slot)
 
         def index(head):
-            return pair.sequence, pair.head * spec.group_size + head
+            return pair.sequence, pair.head * self.spec.group_size + head
 
         def put(head, column, values) -> None:
             with T.If(is_whole):
@@ -135,13 +156,7 @@ def _emit_tiles(spec: KernelSpec, a: PagedInputs, tiling: DecodeTiling) -> None:
                 with T.Else():
                     states.put_lse((slot, head), lse)
 
-        split.store(put, put_lse)
-
-    with states.allocated():
-        grid = [num_blocks, num_slices]
-        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, slice_id), thread):
-            attend_to_split(block, slice_id, thread)
-        states.launch_merge(a, lambda lane: schedule_of(), clears_empty=True)
+        rows.store(put, put_lse)
 
 
 def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS):

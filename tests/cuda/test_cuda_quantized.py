@@ -19,6 +19,7 @@ from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametr
 from ..support.cuda_emulator import multiprocessors
 from ..support.mla_cases import LatentBatch
 from ..support.quantized_attention_cases import quantized_case
+from ..support.selections import with_slow
 from ..support.tree_cases import LatentTrees, PagedTrees
 from .test_cuda_trees import paged_trees
 
@@ -53,8 +54,18 @@ DECODES = [(1, n) for n in (0, 1, 33, 0, 64, 131, 0, 500, 0)]
 PREFILLS = [(0, 0), (1, 1), (3, 70), (0, 33), (2, 0), (4, 6), (65, 65), (0, 0)]
 
 
+# Other heads with codecs and types that the rest has.
+REPEATED = (
+    "4:2x32-f16-int4-p1",
+    "3:1x24-bf16-int8-p2",
+    "2:2x40-f32-fp8-p256",
+    "1:1x512-f16-int8-p16",
+)
+
+
 def parametrize(specs: dict):
-    return pytest.mark.parametrize("spec", specs.values(), ids=specs)
+    slow = [specs[name] for name in REPEATED if name in specs]
+    return pytest.mark.parametrize("spec", with_slow(specs.values(), *slow), ids=specs)
 
 
 def modes(spec) -> tuple[bool, ...]:

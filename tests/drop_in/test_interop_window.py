@@ -147,7 +147,12 @@ def test_all_of_ours_under_the_positional_constructor():
 
 
 @pytest.mark.parametrize(
-    "dtype, mode", [("float32", "inline"), ("bfloat16", "inline"), ("float32", "normal")]
+    "dtype, mode",
+    [
+        ("float32", "inline"),
+        pytest.param("bfloat16", "inline", marks=pytest.mark.slow),
+        ("float32", "normal"),
+    ],
 )
 def test_a_cache_by_configuration(dtype, mode):
     """`create`, with layers that have windows of their own in between."""

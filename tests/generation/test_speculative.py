@@ -17,6 +17,8 @@ from tvm_pagedkv.generation import FinishedEvent, SamplingParams, Statistics, ge
 from tvm_pagedkv.generation.speculative import LONGEST_MATCH, Draft, HitRates, PromptLookup  # noqa: E402
 from tvm_pagedkv.models import LlamaModel  # noqa: E402
 
+from ..support.selections import with_slow
+
 NAMES = ("add", "sub", "mul", "matmul")
 LIST = "".join(f"object.__{name}__(self, other)\n" for name in NAMES) + "object."
 PROMPTS = ["The with statement", "a_stmt ::= ", LIST, "x", "* A list is\n* A tuple is\n*"]
@@ -150,7 +152,9 @@ def test_rates_learn_what_is_not_drafted():
 # --- verification -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 0.25)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("float32", 1e-4), pytest.param("bfloat16", 0.25, marks=pytest.mark.slow)]
+)
 def test_logits_of_a_tree_are_those_of_its_paths(dtype, tolerance):
     """Rows of a token tree agree with plain steps of forks, in a compiled model."""
     model = load(dtype)
@@ -186,7 +190,7 @@ def test_logits_of_a_tree_are_those_of_its_paths(dtype, tolerance):
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("dtype", MARGINS)
+@pytest.mark.parametrize("dtype", with_slow(MARGINS, "float16"))
 def test_greedy_text_is_the_same(dtype):
     """Up to the first token, if any, that plain decoding chose by less than the margin."""
     model, num_tokens = load(dtype), 120

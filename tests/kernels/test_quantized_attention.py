@@ -160,6 +160,7 @@ def test_windows_as_the_stock_cache_passes_them(dtype, codec, name, seed):
         case.verify(3, inline)
 
 
+@latin_square(3, "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
 @parametrize_seed
@@ -232,7 +233,6 @@ def test_int4_refuses_inline_rope():
         PagedBatch(spec, DECODE_BATCHES["alone"], 0).decode(inline=True)
 
 
-@latin_square(3, "codec", "dtype")
 @parametrize_codecs
 @pytest.mark.parametrize("size", [1e-30, 1e-33, 1e-36])
 @parametrize_seed
@@ -248,6 +248,7 @@ def test_decode_of_tiny_values(codec, size, seed):
     np.testing.assert_allclose(case.o.numpy(), o, rtol=0, atol=left_out + 1e-3 * np.abs(o).max())
 
 
+@latin_square(3, "codec", "dtype")
 @parametrize_codecs
 @parametrize_dtypes
 @parametrize_seed

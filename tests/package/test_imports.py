@@ -25,7 +25,6 @@ MAY_IMPORT = {
     "compiler": {"config", "cache"},
     "measure": {"base", "compiler"},
     "page": {"base", "compiler"},
-    "stores": {"base"},
     "distributed": set(),
     "transfer": {"base", "cache"},
     "relax": {"base", "config", "compiler"},

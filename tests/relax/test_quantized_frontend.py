@@ -14,6 +14,7 @@ import tvm_pagedkv as pkv
 from tir_kernels.codec import CODECS
 
 from .. import reference
+from ..support.selections import with_slow
 from . import test_frontend_mla
 from .test_frontend import (
     CAPACITIES,
@@ -34,7 +35,7 @@ def made(**extra) -> tuple[relax.VirtualMachine, pkv.KVCache]:
     return vm, vm["create"](*(Shape([n]) for n in CAPACITIES.values()))
 
 
-@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("codec", with_slow(CODECS, "float8_e4m3fn"))
 def test_a_model_with_a_codec(codec):
     rope = {"mode": RopeMode.NONE}
     vm, cache = made(rope=rope, kv_dtype=codec)
@@ -58,7 +59,7 @@ def test_a_model_with_a_codec(codec):
     assert k.dtype == np.float32 and k.shape == (2, 12, NUM_KV_HEADS, HEAD_DIM)
 
 
-@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("codec", with_slow(CODECS, "int8", "int4"))
 def test_a_model_with_latent_rows(monkeypatch, codec):
     """MLA layers: rows of both groups of a latent row, appended and attended to."""
     monkeypatch.setattr(test_frontend_mla, "KPE", LATENT_ROPE)

@@ -6,6 +6,8 @@ Long runs are marked `slow` where they are defined.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 # Some of every component: three minutes on two CPUs with an empty cache of compiled kernels.
@@ -67,6 +69,11 @@ def latin_square(size: int, *parameters: str) -> pytest.MarkDecorator:
     parameters meet in all their combinations, where the last one has `size` values.
     """
     return pytest.mark.latin_square(size, *parameters)
+
+
+def with_slow(values: Iterable, *slow) -> list:
+    """Return values of a parameter, of which those in `slow` are left to the long runs."""
+    return [pytest.param(v, marks=pytest.mark.slow) if v in slow else v for v in values]
 
 
 def find_spared(items: list[pytest.Item]) -> set[pytest.Item]:

@@ -196,12 +196,13 @@ def test_rows_of_all_kinds_of_layers_come_back_bit_for_bit(kv_dtype, write):
 
 @pytest.mark.parametrize("windows", [(0, 0), (0, 6), (6, 13)], ids=str)
 @pytest.mark.parametrize("with_store", [False, True], ids=["host", "store"])
+@pytest.mark.parametrize("write", ["back", "through", "selective"])
 @parametrize_seed
-def test_random_texts(windows, with_store, seed):
+def test_random_texts(windows, with_store, write, seed):
     """A pool and a host tier that are always full, a store that fails: all is as in a cold run."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    tiers = {"host_bytes": 100_000, "write": ["back", "through", "selective"][seed % 3]}
+    tiers = {"host_bytes": 40_000 if write == "selective" else 100_000, "write": write}
     if with_store:
         tiers.update(store=FaultyStore(seed), model="m", wait=0.5 * (seed % 2))
     fields = {"max_total_tokens": 120, "max_num_sequences": 4}

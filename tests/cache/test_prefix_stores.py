@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import tvm_ffi
@@ -12,6 +15,8 @@ import tvm_ffi
 from ..support.dict_store import DictStore, HangingStore
 from .test_prefix_cache import Texts
 from .test_prefix_tiers import MB, SMALL, TieredTexts
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_store_serves_another_cache():
@@ -135,6 +140,34 @@ def test_a_worker_ends_with_its_cache():
     assert store.closed.wait(60)
     assert len(store.values) == 7  # what was pending was written
     assert len(store.registered) == 1 and store.registered[0][1] >= MB // 2
+
+
+AT_EXIT = """
+import sys
+import tvm_pagedkv as pkv
+from tests.cache.test_prefix_stores import TieredTexts
+from tests.support.dict_store import DictStore, HangingStore
+
+class Telling(DictStore):
+    def close(self):
+        print("closed with", len(self.values), flush=True)
+
+store = Telling() if sys.argv[1] == "works" else HangingStore()
+texts = TieredTexts(tiers={"store": store, "model": "m"})
+texts.once(list(range(30)))
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("store", ["works", "hangs"])
+def test_the_interpreter_exits(store):
+    """Pending pages are written at exit; a store that hangs costs some seconds."""
+    command = [sys.executable, "-c", AT_EXIT, store]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "end"
+    assert ("closed with 7" in done.stdout) == (store == "works")
+    assert ("has not taken all pages" in done.stderr) == (store == "hangs")
 
 
 def test_wrong_arguments_of_workers():

@@ -115,7 +115,10 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         global_function(STATE + "popn")(self, as_int("seq_id", seq_id), as_int("n", n))
 
     def clear(self) -> None:
-        """Remove all sequences and free all cached pages."""
+        """Remove all sequences and free all cached pages.
+
+        The tiers of a `prefix_cache` keep what they have; `forget_prefixes` forgets it.
+        """
         global_function(STATE + "clear")(self)
 
     @renamed_arguments(sink="sinks")

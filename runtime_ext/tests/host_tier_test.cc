@@ -15,7 +15,7 @@
 #include "base/checksum.h"
 #include "check.h"
 
-namespace pagedkv {
+namespace pagedkv::host_tier_test {
 
 namespace {
 
@@ -211,4 +211,4 @@ TEST_CASE("host tier: threads") {
 
 }  // namespace
 
-}  // namespace pagedkv
+}  // namespace pagedkv::host_tier_test

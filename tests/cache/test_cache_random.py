@@ -30,7 +30,7 @@ from ..support.random_steps import Commit, Step, TreeStep
 from ..support.random_transfers import ReleaseBlock, Transfer, connect
 from ..support.random_world import World
 
-NUM_STEPS = 300
+NUM_STEPS = 450
 SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 PAGE_SIZES = 1, 4, 16
 SLOPES = 0.5, -0.1

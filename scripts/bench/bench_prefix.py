@@ -232,7 +232,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-running", type=int, default=16, help="requests at a time (default 16)")
     add("--admission", default="wait", choices=["wait", "fcfs"], help="see prefix_replay.py")
     add("--steady", action="store_true", help="the clock counts rows: all schedules are the same")
-    add("--rounds", type=int, default=1, help="runs of each, in turns; the median one counts")
+    add("--rounds", type=int, default=1, help="alternating runs of each; the median counts")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=os.cpu_count())
     add("--json", type=Path, help="write all records")

@@ -21,8 +21,7 @@ from tir_kernels.cpu.tasks import TASK_LOOP
 def stamped(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
     """The same kernel with one argument more: int64 ``[num_tasks, 2]``, cycles.
 
-    A task writes when it begins and when it ends. Work that is not dealt to several tasks leaves it
-    as it is.
+    A task writes when it begins and when it ends.
     """
     stamps = tirx.decl_buffer((tirx.Var("num_stamps", "int32"), 2), "int64", "stamps")
 
@@ -49,10 +48,11 @@ def apart(kernel: Callable, arguments: Sequence, before: Callable, num_threads: 
 
     The median of 21 runs, each after `before`; 0 where only one thread works.
     """
-    stamps, shares = tvm.runtime.tensor(np.zeros((num_threads, 2), np.int64)), []
+    shares = []
     for _ in range(21):
+        stamps = tvm.runtime.tensor(np.zeros((num_threads, 2), np.int64))
         before()
         kernel(*arguments, stamps)
-        begin, end = stamps.numpy().T
+        begin, end = (each[each > 0] for each in stamps.numpy().T)
         shares.append((end.max() - end.min()) / max(end.max() - begin.min(), 1))
     return statistics.median(shares)

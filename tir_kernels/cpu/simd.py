@@ -44,7 +44,8 @@ class Register:
 
     def __init__(self, lanes: int, dtype: str = F32, init=None):
         self.lanes = lanes
-        self.buffer = T.alloc_buffer((lanes,), dtype)
+        # The default layout says the same as none, and takes longer to make than the buffer.
+        self.buffer = T.alloc_buffer((lanes,), dtype, layout=None)
         if init is not None:
             self.set(init)
 

@@ -39,16 +39,12 @@ def cut(total, task, num_tasks, dtype: str = "int32"):
 def for_tasks(num_tasks, body: Callable) -> None:
     """Emit ``body(task)`` for every task, in parallel when there is more than one.
 
-    The body is emitted twice: a launch costs 1 us hot and up to 50 us when the workers sleep, so
-    small work must not pass through the pool at all. The loop is annotated, for a compiler that
-    makes one function of both.
+    A launch costs 1 us hot and up to 50 us when the workers sleep, so small work must not pass
+    through the pool at all. The loop is annotated: where `compiler.lowering` finds it, a single
+    task calls the body instead.
     """
-    with T.If(num_tasks > 1):
-        with T.Then():
-            with T.parallel(num_tasks, annotations={TASK_LOOP: 1}) as task:
-                body(task)
-        with T.Else():
-            body(T.int32(0))
+    with T.parallel(num_tasks, annotations={TASK_LOOP: 1}) as task:
+        body(task)
 
 
 class Splits:

@@ -90,7 +90,9 @@ class Registers:
 
     def __init__(self, count: int, dtype: str, name: str = "r"):
         self.count = count
-        self.buffer = IRBuilder.name(name, T.alloc_buffer((count,), dtype, scope="local"))
+        # The default layout says the same as none, and takes longer to make than the buffer.
+        buffer = T.alloc_buffer((count,), dtype, scope="local", layout=None)
+        self.buffer = IRBuilder.name(name, buffer)
 
     def __getitem__(self, i):
         return self.buffer[i]

@@ -172,9 +172,9 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
 
 
 def share_task_body(function: tirx.PrimFunc, symbol: str) -> dict[GlobalVar, tirx.PrimFunc]:
-    """Move the body that `for_tasks` emits twice, parallel and serial, to a private function.
+    """Move the bodies that `for_tasks` emits to private functions, which a single task calls itself.
 
-    This halves the time that LLVM takes for a kernel.
+    More tasks than one call them in a parallel loop.
 
     Returns
     -------
@@ -183,17 +183,16 @@ def share_task_body(function: tirx.PrimFunc, symbol: str) -> dict[GlobalVar, tir
     """
     functions: dict[GlobalVar, _TaskBody] = {}
 
-    def share(branch: tirx.IfThenElse, mutator: Any) -> Any:
-        loop = branch.then_case
-        if not isinstance(loop, tirx.For) or TASK_LOOP not in loop.annotations:
-            return mutator.default_mutate(branch)
+    def share(loop: tirx.For, mutator: Any) -> Any:
+        if TASK_LOOP not in loop.annotations:
+            return mutator.default_mutate(loop)
         name = GlobalVar(f"{symbol}_task_{len(functions)}")
         body = functions[name] = _TaskBody(loop)
         task = Var(loop.loop_var.name, loop.loop_var.ty)
         parallel = tirx.For(task, loop.min, loop.extent, loop.kind, body.call(name, task))
-        return tirx.IfThenElse(branch.condition, parallel, body.call(name, loop.min))
+        return tirx.IfThenElse(loop.extent > 1, parallel, body.call(name, loop.min))
 
-    body = tvm_ffi.structural_mutate(function.body, (tirx.IfThenElse, share))
+    body = tvm_ffi.structural_mutate(function.body, (tirx.For, share))
     kernel = function.with_body(body).with_attr("global_symbol", symbol)
     return {GlobalVar(symbol): kernel} | {name: f.function for name, f in functions.items()}
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A needle in a haystack: is a value found that was placed thousands of tokens back?
 
-A text of random tokens has a marker and `NEEDLE` random tokens after it at one place, and ends with
-the marker again. A model that was trained to copy goes on with the tokens of the needle. They are
-found when each of them is the most likely next token.
+A text of random tokens, each of which comes once if the vocabulary suffices, has a marker and
+`NEEDLE` random tokens after it at one place, and ends with the marker again. A model that was
+trained to copy goes on with the tokens of the needle. They are found when each of them is the most
+likely next token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def needle_texts(
     rng = np.random.default_rng([seed, distance])
     for _ in range(count):
         marker = rng.integers(vocabulary)
-        text = rng.integers(vocabulary - 1, size=length)
+        text = rng.choice(vocabulary - 1, length, replace=vocabulary <= length)
         text += text >= marker  # no other marker
         needle = np.concatenate([[marker], text[:NEEDLE]])
         text[-len(needle) :] = needle

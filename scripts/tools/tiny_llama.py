@@ -155,17 +155,17 @@ class Trainer:
     Parameters
     ----------
     model : Llama
-    matrix_rate : float
-        The learning rate of Muon.
+    matrix_rate, other_rate : float
+        The learning rates of Muon and of AdamW.
     """
 
-    def __init__(self, model: Llama, matrix_rate: float) -> None:
+    def __init__(self, model: Llama, matrix_rate: float, other_rate: float = 4e-3) -> None:
         self.model = model
         matrices = [p for p in model.layers.parameters() if p.ndim == 2]
         others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
         self.optimizers = [
             torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=0.02, adjust_lr_fn="original"),
-            torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.AdamW(others, lr=other_rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.peaks = [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a Llama of two layers to copy: to go on with what once followed the last tokens.
+"""Train a Llama of two layers to copy: to go on with what once followed the last token.
 
-The texts are random tokens, whose second half copies spans of what came before. Two layers learn to
-look for the last token and to read what followed it (an induction head, Olsson et al. 2022). The
-contexts grow from 128 to 8192 tokens, so that the model looks 4000 tokens back and more.
-`bench_quality.py --needle` needs such a model. 15 minutes on two cores.
+The texts are random tokens, each of which comes once, but the second half copies spans of what came
+before. Two layers learn to look for the last token and to read what followed it (an induction head,
+Olsson et al. 2022), first in short texts, where that takes few steps. Then the contexts grow from
+64 to 8192 tokens, so that the model looks 4000 tokens back and more. `bench_quality.py --needle`
+needs such a model. 15 minutes on two cores.
 
     pip install torch==2.13.0 safetensors tokenizers
     python scripts/tools/train_copy.py --out /tmp/copy
@@ -19,7 +20,7 @@ import torch
 from tiny_llama import CONFIG, Llama, Trainer, save
 
 COPY = CONFIG | {
-    "vocab_size": 2048,
+    "vocab_size": 12288,  # more than a text has tokens
     "hidden_size": 128,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -30,18 +31,23 @@ COPY = CONFIG | {
     "rope_theta": 1e6,  # half of the pairs turn by less than a radian in 8192 positions
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
-# Tokens of a text, texts in a step, steps.
-STAGES = [(128, 32, 600), (512, 8, 300), (2048, 2, 200), (8192, 1, 100)]
+# Tokens of a text, texts in a step, steps, learning rates of Muon and of AdamW.
+STAGES = [
+    (64, 32, 1200, 0.01, 4e-3),
+    (256, 8, 300, 0.003, 1e-3),
+    (1024, 2, 200, 0.003, 1e-3),
+    (8192, 1, 150, 0.003, 1e-3),
+]
 
 
 def copies(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Make texts int64 ``[batch, length]`` and their targets, -100 where nobody can know them."""
-    ids = torch.randint(COPY["vocab_size"], (batch, length + 1))
+    ids = torch.stack([torch.randperm(COPY["vocab_size"])[: length + 1] for _ in range(batch)])
     known = torch.zeros_like(ids, dtype=torch.bool)
     for row in range(batch):
         end = length // 2
         while end <= length:
-            size = min(int(torch.randint(8, 33, ())), length + 1 - end)
+            size = min(int(torch.randint(4, 17, ())), length + 1 - end)
             begin = int(torch.randint(0, end - size, ()))
             ids[row, end : end + size] = ids[row, begin : begin + size]
             known[row, end + 1 : end + size] = True
@@ -59,9 +65,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
 
     model = Llama(COPY)
-    for length, batch, steps in STAGES:
+    for length, batch, steps, *rates in STAGES:
         print(f"texts of {length} tokens, {batch} a step")
-        loss = Trainer(model, 0.01).run(
+        loss = Trainer(model, *rates).run(
             steps, lambda _, b=batch, n=length: copies(b, n), lambda: save(model, COPY, args.out)
         )
     print(f"saved in {args.out}, loss {loss:.3f} nats/token")

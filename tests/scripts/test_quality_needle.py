@@ -60,6 +60,13 @@ def test_texts_have_one_needle_twice(distance):
         assert np.sum(text == needle[0]) == 2
 
 
+def test_no_token_of_a_large_vocabulary_stands_twice_but_the_needle():
+    for text in needle_texts(3, LENGTH, 64, 4 * LENGTH, seed=2):
+        tokens, times = np.unique(text, return_counts=True)
+        np.testing.assert_array_equal(tokens[times > 1], np.sort(text[-NEEDLE - 1 :]))
+        assert times.max() == 2
+
+
 def test_a_copier_finds_every_needle_that_it_can_see():
     models = {"far": Copier(LENGTH), "near": Copier(100)}
     results = find_needles(models, 4, LENGTH, chunk=64, seed=0)

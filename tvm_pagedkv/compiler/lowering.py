@@ -172,7 +172,7 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
 
 
 def share_task_body(function: tirx.PrimFunc, symbol: str) -> dict[GlobalVar, tirx.PrimFunc]:
-    """Move the bodies that `for_tasks` emits to private functions, which a single task calls itself.
+    """Move the bodies that `for_tasks` emits to private functions, which a lone task calls itself.
 
     More tasks than one call them in a parallel loop.
 

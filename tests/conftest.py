@@ -27,7 +27,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # After the variables are set, for these import tvm.
 from tvm.testing.env import has_cuda  # noqa: E402
 
-from .support import model_target, script_frames  # noqa: E402
+from .support import lazy_kernels, model_target, script_frames  # noqa: E402
 
 script_frames.install()
 
@@ -69,7 +69,14 @@ def runner(request):
 
 @pytest.fixture(scope="module")
 def unoptimized_kernels():
-    """Compile the kernels of a module's models without LLVM's optimisations."""
+    """Compile the kernels of a module's caches when they are called, without optimisations."""
+    with model_target.unoptimized(), lazy_kernels.compiled_when_called():
+        yield
+
+
+@pytest.fixture
+def unoptimized():
+    """Compile the kernels of a test without optimisations."""
     with model_target.unoptimized():
         yield
 

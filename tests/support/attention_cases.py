@@ -14,6 +14,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 import pytest
 import tvm
+from tvm.target import Target
 
 from tir_kernels import build_kernel
 from tir_kernels.spec import CudaTarget, KernelSpec
@@ -38,13 +39,13 @@ def compiled(name: str, spec: KernelSpec, cpu: str = "native"):
     """
     if isinstance(spec.target, CudaTarget):
         return emulated(cuda_text(name, spec)).get_function(name)
-    return _compiled_for_cpu(name, spec, cpu)
+    return _compiled_for_cpu(name, spec, str(resolve_target(cpu)))
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled_for_cpu(name: str, spec: KernelSpec, cpu: str):
+def _compiled_for_cpu(name: str, spec: KernelSpec, target: str):
     builders = {name: functools.partial(build_kernel, name, spec)}
-    return load_kernels(builders, (name, repr(spec)), resolve_target(cpu))[name]
+    return load_kernels(builders, (name, repr(spec)), Target(target))[name]
 
 
 @contextlib.contextmanager

@@ -27,9 +27,10 @@ def needle_texts(
     rng = np.random.default_rng([seed, distance])
     for _ in range(count):
         marker = rng.integers(vocabulary)
-        text = rng.choice(vocabulary - 1, length, replace=vocabulary <= length)
-        text += text >= marker  # no other marker
-        needle = np.concatenate([[marker], text[:NEEDLE]])
+        size = length + NEEDLE
+        tokens = rng.choice(vocabulary - 1, size, replace=vocabulary <= size)
+        tokens += tokens >= marker  # no other marker
+        text, needle = tokens[:length], np.concatenate([[marker], tokens[length:]])
         text[-len(needle) :] = needle
         text[-len(needle) - distance : -distance] = needle
         yield text

@@ -185,12 +185,13 @@ class Trainer:
         parameters = sum(p.numel() for p in self.model.parameters())
         print(f"{parameters / 1e6:.2f} M parameters, {steps} steps", flush=True)
         start, average = time.perf_counter(), math.nan
+        has_bfloat16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
         for step in range(steps):
             cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps))
             for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
                 optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 50) * cosine
             inputs, targets = batch(step)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bfloat16):
                 logits = self.model(inputs)
             loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
             loss.backward()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from .support.expected_skips import pytest_configure  # noqa: F401  (a hook)
-from .support.selections import find_spared, is_quick, runs_long
+from .support.selections import find_spared, is_optimized, is_quick, runs_long
 
 # All workers, and the runs that follow, share what is compiled.
 _COMPILED = Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"
@@ -27,9 +27,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # After the variables are set, for these import tvm.
 from tvm.testing.env import has_cuda  # noqa: E402
 
-from .support import lazy_kernels, model_target, script_frames  # noqa: E402
+from .support import fast_compilation, script_frames  # noqa: E402
 
 script_frames.install()
+
+
+def pytest_addoption(parser):
+    """Add the choice to compile everything as in production."""
+    parser.addoption("--optimized", action="store_true", help="compile all kernels as users do")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Compile the kernels of most tests without optimisations, and those of caches when called."""
+    if item.config.getoption("--optimized") or is_optimized(item.nodeid):
+        return (yield)
+    with fast_compilation.unoptimized(), fast_compilation.when_called():
+        return (yield)
 
 
 def pytest_report_header():
@@ -64,20 +78,6 @@ def runner(request):
     from .support.gpu import kernels_on_gpu
 
     with kernels_on_gpu() if request.param == "gpu" else nullcontext():
-        yield
-
-
-@pytest.fixture(scope="module")
-def unoptimized_kernels():
-    """Compile the kernels of a module's caches when they are called, without optimisations."""
-    with model_target.unoptimized(), lazy_kernels.compiled_when_called():
-        yield
-
-
-@pytest.fixture
-def unoptimized():
-    """Compile the kernels of a test without optimisations."""
-    with model_target.unoptimized():
         yield
 
 

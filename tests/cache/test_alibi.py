@@ -14,8 +14,6 @@ from .. import reference
 from ..relax.test_frontend import NUM_LAYERS, NUM_QO_HEADS, _compile, _create, check_fused
 from ..support.python_kernels import poison, shuffle
 
-pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
-
 HEADS, KV_HEADS, DIM = 6, 2, 16
 SLOPES = (0.3, 0.0, 1.5, -0.1, 0.01, 2.0)
 

@@ -12,8 +12,6 @@ from .. import reference
 from ..support.permissive_steps import permissive_step
 from ..support.python_kernels import LAYER, make_cache, poison, shuffle
 
-pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
-
 NUM_QO_HEADS, NUM_KV_HEADS, DIM = 4, 2, 8
 ROPE = reference.Rope(rotary_dim=DIM)
 MODES = {"none": 0, "normal": 1, "inline": 2}

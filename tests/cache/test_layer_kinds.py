@@ -17,8 +17,6 @@ from ..support.in_child import failures
 from ..support.permissive_steps import permissive_step
 from ..support.python_kernels import KERNELS, LAYER, MLA_KERNELS, make_cache, poison, snapshot
 
-pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
-
 MHA, MLA, LINEAR, SLIDING = range(4)
 HEADS, KV_HEADS, WIDTH, V_WIDTH, WINDOW = 4, 2, 24, 16, 5
 SM_SCALE = WIDTH**-0.5

@@ -33,8 +33,6 @@ from ..support.python_kernels import (
     shuffle,
 )
 
-pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
-
 
 @pytest.mark.parametrize("aux_manager", ["merged", "plain"])
 @pytest.mark.parametrize("kernels", ["numpy", "float32", "bfloat16"])

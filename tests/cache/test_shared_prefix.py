@@ -12,8 +12,6 @@ from .. import reference
 from ..support.kernel_specs import parametrize_seed
 from ..support.python_kernels import LAYER, make_cache, poison, share_every_prefix, shuffle
 
-pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
-
 
 class Family:
     """A cache and the reference: a sequence, its forks, their forks; all of one layer."""

@@ -29,11 +29,9 @@ from ..relax.test_frontend import (
     _rows,
 )
 from ..support.attention_cases import compiled, normal, tensor
-from ..support.model_target import MODEL_TARGET
+from ..support.fast_compilation import MODEL_TARGET
 from ..support.permissive_steps import permissive_step
 from ..support.python_kernels import LAYER, make_cache, poison, shuffle, snapshot
-
-pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 parametrize_seed = pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")

@@ -13,8 +13,6 @@ from .. import reference
 from ..support.python_kernels import poison, shuffle
 from ..support.selections import latin_square
 
-pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
-
 HEADS, KV_HEADS, DIM = 4, 2, 32
 SM_SCALE = DIM**-0.5
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -22,8 +22,6 @@ from ..reference.checkpoint import page_group
 from ..support.checkpoint_cases import LAYERS, Fed, call, export, forked
 from ..support.permissive_steps import permissive_step
 
-pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
-
 STEPS = ({3: 1, 4: 1, 5: 1}, {5: 6, 3: 2}, {4: 9})
 
 

@@ -20,7 +20,7 @@ from tvm_pagedkv.compiler.create import config_map
 from tvm_pagedkv.config import KVCacheConfig, LayerSpec, RopeConfig
 
 from .. import reference
-from ..support import model_target
+from ..support import fast_compilation
 
 # The package's attribute of this name is the function.
 build = importlib.import_module("tvm_pagedkv.compiler.build")
@@ -162,7 +162,7 @@ def test_all_kernels_build_in_one_module(tmp_path, monkeypatch, dtype):
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
     config = make_config(dtype=dtype, rope=RopeConfig(scaling=LONGROPE))
     spec = build.kernel_spec(config, config.layers[0], resolve_target())
-    with model_target.unoptimized():
+    with fast_compilation.unoptimized():
         assert set(build_kernels(config).kernels) == set(tir_kernels.kernel_names(spec))
 
 
@@ -292,7 +292,7 @@ def test_what_layers_must_share(cache_dir):
 def test_create(tmp_path, monkeypatch):
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
     layers = [LayerSpec(), LayerSpec(rope=RopeConfig(theta=1e6))]
-    with model_target.unoptimized():
+    with fast_compilation.unoptimized():
         cache = tvm_pagedkv.create(make_config(layers=layers))
     assert isinstance(cache, tvm_pagedkv.KVCache)
     cache.add_sequence(0)

@@ -18,7 +18,7 @@ import tvm_pagedkv as pkv
 
 from ..relax.test_frontend import export_model
 from ..support.engine_calls import CACHE, STATE, call, make_engine
-from ..support.model_target import MODEL_TARGET
+from ..support.fast_compilation import MODEL_TARGET
 from ..support.python_tree_kernels import KERNELS_WITH_TREES
 
 BOTH = pytest.mark.parametrize("whose", ["stock", "ours"])

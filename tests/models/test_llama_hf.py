@@ -13,8 +13,6 @@ from tvm_pagedkv.models import DecoderModel  # noqa: E402
 
 from ..support.model_cases import CHECKS, PAGE_SIZE, Pair, random_tokens, write_checkpoint  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
-
 CONFIGS = {
     "gqa-tied": {
         "hidden_size": 48,

@@ -21,8 +21,6 @@ from ..support.model_cases import (  # noqa: E402
     write_checkpoint,
 )
 
-pytestmark = pytest.mark.usefixtures("unoptimized_kernels")
-
 # Alike wherever it does not matter, so that most kernels are compiled once.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 NARROW = HEADS | {"hidden_size": 48, "intermediate_size": 80}  # heads wider than the residual

@@ -16,7 +16,7 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..support.model_target import MODEL_TARGET
+from ..support.fast_compilation import MODEL_TARGET
 from ..support.permissive_steps import permissive_step
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 6, 2, 32, 2

@@ -26,7 +26,7 @@ from tvm_pagedkv.relax.model_kernels import ModelKernels, link_when_finalized
 
 from .. import reference
 from ..runtime.test_loading import in_process
-from ..support.model_target import MODEL_TARGET
+from ..support.fast_compilation import MODEL_TARGET
 from .test_frontend import CAPACITIES, HEAD_DIM, AttentionOnly, check_fused, export_model
 
 ROPE = reference.Rope(rotary_dim=HEAD_DIM)

@@ -18,12 +18,13 @@ from tvm.target import Target
 
 from tir_kernels import build_kernel
 from tir_kernels.spec import CudaTarget, KernelSpec
-from tvm_pagedkv.compiler.build import load_kernels, resolve_target
+from tvm_pagedkv.compiler.build import load_kernels
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
 from .. import reference
 from ..reference import quantized
+from . import fast_compilation
 from .cuda_emulator import emulated
 from .quantized_pages import quantized_pool
 
@@ -39,7 +40,7 @@ def compiled(name: str, spec: KernelSpec, cpu: str = "native"):
     """
     if isinstance(spec.target, CudaTarget):
         return emulated(cuda_text(name, spec)).get_function(name)
-    return _compiled_for_cpu(name, spec, str(resolve_target(cpu)))
+    return _compiled_for_cpu(name, spec, str(fast_compilation.resolve_target(cpu)))
 
 
 @functools.lru_cache(maxsize=256)

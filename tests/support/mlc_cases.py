@@ -25,7 +25,7 @@ from ..relax.test_frontend import (
     AttentionOnly,
     _rows,
 )
-from .model_target import MODEL_TARGET
+from .fast_compilation import MODEL_TARGET
 
 STANDIN = Path(__file__).with_name("mlc_standin")
 

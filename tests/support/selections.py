@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests `-m quick` selects, and which tests start first.
+"""Which tests `-m quick` selects, which start first, and which compile kernels as users do.
 
 Long runs are marked `slow` where they are defined.
 """
@@ -51,10 +51,23 @@ QUICK = (
 # These compile C++ or set up another environment, for a minute or more.
 LONG = ("tests/generation/test_commands.py", "tests/runtime/", "tests/scripts/test_gpu_check.py")
 
+# Kernels compiled together and with LLVM's optimisations; `--optimized` does so everywhere.
+OPTIMIZED = (
+    "tests/compiler/",
+    "tests/kernels/test_attention_kernels.py",
+    "tests/kernels/test_quantized_attention.py::test_decode",
+    "tests/kernels/test_quantized_attention.py::test_prefill",
+)
+
 
 def is_quick(nodeid: str) -> bool:
     """Whether a test belongs to the quick selection, unless it is slow."""
     return nodeid.startswith(QUICK)
+
+
+def is_optimized(nodeid: str) -> bool:
+    """Whether a test compiles kernels as users do, not in the fastest way."""
+    return nodeid.startswith(OPTIMIZED)
 
 
 def runs_long(nodeid: str) -> bool:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -12,11 +12,21 @@ from .random_shapes import MLA
 from .random_transfers import Block
 from .random_world import CHUNK, MAX_BATCH, Operation, World
 
+RARE = 4
 
-def run(worlds: Sequence[World], operations: Sequence[Operation], num_steps: int) -> None:
-    """Apply operations to worlds at random, and look at everything now and then."""
+def run(
+    worlds: Sequence[World],
+    operations: Sequence[Operation],
+    num_steps: int,
+    wanted: Collection[str] = (),
+) -> None:
+    """Apply operations to worlds at random, and look at everything now and then.
+
+    Operations that have an outcome in `wanted` are drawn `RARE` times as often.
+    """
     rng = worlds[0].rng
-    weights = np.array([operation.weight for operation in operations])
+    rare = {outcome.split(":")[0] for outcome in wanted}
+    weights = np.array([x.weight * (RARE if type(x).__name__ in rare else 1) for x in operations])
     step = 0
     while step < num_steps:
         operation = operations[rng.choice(len(operations), p=weights / weights.sum())]
@@ -43,9 +53,10 @@ def run_until_all_happened(
     """Go on until the run has seen all that it must see: what is rare takes its time."""
     worlds, steps_at_once = [world for pair in pairs for world in pair], 50
     for i in range(most_steps // steps_at_once):
-        if not never_seen(worlds, operations):
+        missing = never_seen(worlds, operations)
+        if not missing:
             return
-        run(pairs[i % len(pairs)], operations, steps_at_once)
+        run(pairs[i % len(pairs)], operations, steps_at_once, missing)
     missing = never_seen(worlds, operations)
     assert not missing, f"after {most_steps} more steps still never seen: {sorted(missing)}"
 

@@ -25,7 +25,8 @@ def draw_batch(world: World, ids: list[int]) -> list[int]:
 def draw_lengths(world: World, batch: list[int]) -> list[int]:
     if world.chance(0.5):
         return [1] * len(batch)
-    return [int(world.rng.integers(1, CHUNK // len(batch) + 1)) for _ in batch]
+    most = max(1, CHUNK // len(batch))
+    return [int(world.rng.integers(1, most + 1)) for _ in batch]
 
 
 class Step(Operation):

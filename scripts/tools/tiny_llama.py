@@ -102,7 +102,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids [b, n] to logits [b, n, vocab]; the embedding is also the output matrix."""
+    """Token ids [b, n] to logits; the embedding is also the output matrix."""
 
     def __init__(self, c: dict) -> None:
         super().__init__()
@@ -114,11 +114,12 @@ class Llama(nn.Module):
                 shrink = (2 * len(self.layers)) ** -0.5 if "o_proj" in name or "down" in name else 1
                 nn.init.normal_(parameter, std=0.04 * shrink)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Compute logits ``[k, vocab]`` at the k positions that bool ``[b, n]`` `counts` marks."""
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x)
-        return F.linear(self.norm(x), self.embed_tokens.weight)
+        return F.linear(self.norm(x[counts]), self.embed_tokens.weight)
 
 
 def build_tokenizer() -> Tokenizer:
@@ -191,9 +192,10 @@ class Trainer:
             for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
                 optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 50) * cosine
             inputs, targets = batch(step)
+            counts = targets != -100
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bfloat16):
-                logits = self.model(inputs)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+                logits = self.model(inputs, counts)
+            loss = F.cross_entropy(logits.float(), targets[counts])
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             for optimizer in self.optimizers:

@@ -28,14 +28,14 @@ def test_quantized_pages_are_measured_beside_those_of_16_bits(tmp_path):
     path = tmp_path / "records.json"
     arguments = ["--batches", "1", "--contexts", "1024", "--prefills", "512", "--budget", "0.02"]
     arguments += ["--append-rows", "3"]
-    peers = ["ours int8", "ours int4", "openvino u8"]
-    python = ["--python", "openvino u8=no/such/python"]
+    peers = ["ours int8", "ours int4", "openvino u8", "ggml q8_0"]
+    python = ["--python", "openvino u8=no/such/python", "ggml q8_0=no/such/python"]
     text = run_script(
         "bench_quantized.py", *arguments, "--peers", *peers, *python, "--json", str(path)
     )
     result = json.loads(path.read_text())
-    assert list(result["missing"]) == ["openvino u8"] and result["absent"] == []
-    assert "pip install openvino" in text
+    assert list(result["missing"]) == ["openvino u8", "ggml q8_0"] and result["absent"] == []
+    assert "pip install openvino" in text and "pip install llama-cpp-python" in text
     records = {(r["peer"], r["case"]): r for r in result["records"]}
     cases = ("decode 1 x 1024", "prefill 512 on 0")
     assert set(records) == {(peer, case) for peer in ("ours", *peers[:2]) for case in cases}

@@ -32,6 +32,10 @@ _OPENVINO = (
     "pip install openvino ml_dtypes, here or in an environment of its own "
     "(--python openvino=ENVIRONMENT/bin/python)"
 )
+_GGML = (
+    "pip install llama-cpp-python ml_dtypes, which compiles for minutes, here or in an environment "
+    "of its own (--python 'ggml f16=ENVIRONMENT/bin/python')"
+)
 PEERS = {
     "ours": Entry("tvm_kernels", "Ours", "pip install ."),
     "ours, whole call": Entry("whole_call", "OursWholeCall", "pip install ."),
@@ -53,4 +57,6 @@ PEERS = {
     ),
     "openvino": Entry("openvino_paged", "OpenVinoPaged", _OPENVINO),
     "openvino u8": Entry("openvino_paged", "OpenVinoU8", _OPENVINO, is_quantized=True),
+    "ggml f16": Entry("ggml_flash", "GgmlF16", _GGML, True),
+    "ggml q8_0": Entry("ggml_flash", "GgmlQ8", _GGML, True, is_quantized=True),
 }

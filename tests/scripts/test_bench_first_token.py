@@ -77,7 +77,9 @@ def test_the_benchmark_runs(tmp_path):
             computed = record["ttft_s"]
             assert record["tokens_s"] == length / computed
             continue
-        assert record["ttft_s"] == sorted(record["all_ttft_s"])[1] and len(record["all_ttft_s"]) == 3
+        assert (
+            record["ttft_s"] == sorted(record["all_ttft_s"])[1] and len(record["all_ttft_s"]) == 3
+        )
         assert record["gain"] == computed / record["ttft_s"]
         assert record["reused_bytes"] == record["num_reused"] * result["token_bytes"]
         assert ("gb_s" in record) == (record["tier"] != "pages")

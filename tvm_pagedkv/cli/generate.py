@@ -130,9 +130,10 @@ def run(options: argparse.Namespace) -> None:
         inputs = _chat(model, prompts, options.system)
         shown = [f"{prompt}\n\n" for prompt in prompts] if len(prompts) * params.n > 1 else [""]
     fullest: deque[PageMap] = deque(maxlen=1)
+    prefixes = _prefixes(model, inputs) if picture and options.prompt_cache else None
 
     def keep_page_map(cache) -> None:
-        fullest.append(PageMap.of(getattr(cache, "first", cache)))
+        fullest.append(PageMap.of(getattr(cache, "first", cache), prefixes))
 
     events = generate(
         model,
@@ -208,6 +209,12 @@ def _chat(model, prompts: list[str], system: str | None) -> list[list[int]]:
         if not prompt.strip():
             raise ValueError(f"prompt {index + 1} is empty")
     return [encode_chat(model, [*before, {"role": "user", "content": text}]) for text in prompts]
+
+
+def _prefixes(model, prompts: list) -> dict[str, list[int]]:
+    """Return the tokens of the prompts, for a picture of the tiers that have them."""
+    encoded = (model.tokenizer.encode(p).ids if isinstance(p, str) else p for p in prompts)
+    return {f"prompt {index + 1}": tokens for index, tokens in enumerate(encoded)}
 
 
 def _print_workers(model) -> None:

@@ -246,6 +246,7 @@ void DefineOwnNames() {
   define("prefix_add", FromMethod(&Prefixes::Add));
   define("prefix_add_within", FromMethod(&Prefixes::AddWithin));
   define("prefix_prefetch", FromMethod(&Prefixes::Prefetch));
+  define("prefix_locate", FromMethod(&Prefixes::Locate));
   define("prefix_open", FromMethod(&PrefixTiers::Open));
   define("prefix_tier", FromMethod(&PrefixTiers::Get));
   define("prefix_flush", FromMethod(&PrefixTiers::Flush));

@@ -87,6 +87,16 @@ int64_t Prefixes::Prefetch(const TokenIds& tokens, const ffi::Bytes& salt) {
   return table_->prefixes().Prefetch(salt, Convert(tokens));
 }
 
+ffi::Shape Prefixes::Locate(const TokenIds& tokens, const ffi::Bytes& salt, double seconds) {
+  step_->phase().RequireIdle("prefix_locate");
+  if (!(seconds >= 0)) Raise(kValueError, "timeout must be at least 0 seconds, got ", seconds);
+  tiers_->Settle();
+  const std::vector<PagePlace> places = table_->prefixes().Locate(salt, Convert(tokens), seconds);
+  std::vector<int64_t> numbers;
+  for (PagePlace place : places) numbers.push_back(static_cast<int64_t>(place));
+  return ffi::Shape(numbers);
+}
+
 void Prefixes::RequireNext(const Sequence& sequence, int64_t begin) const {
   const int64_t num_recorded = table_->prefixes().NumRecorded(sequence);
   if (begin == num_recorded) return;

@@ -49,6 +49,12 @@ class Prefixes {
   /*! \brief Begins to bring the pages of a text from the store. \return The lookup's ticket. */
   int64_t Prefetch(const TokenIds& tokens, const ffi::Bytes& salt);
   /*!
+   * \brief Where the full pages of a text are: 0 nowhere, 1 a pool, 2 host memory, 3 the store.
+   * \param seconds The most to wait for the store; what it has not told by then is nowhere.
+   * \return [page][group]
+   */
+  ffi::Shape Locate(const TokenIds& tokens, const ffi::Bytes& salt, double seconds);
+  /*!
    * \brief Records the tokens of committed positions, so that others find their pages.
    * \param begin The first position; those before it must be recorded.
    */

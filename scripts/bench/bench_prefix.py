@@ -9,7 +9,13 @@ simulation of a least-recently-used cache of as many pages, under the same sched
 those of prompts and answers over the time of all steps. "same" is the share of requests whose first
 token is that of the run without the cache.
 
+With tiers below the smallest pool, host memory has room for a share of the workload's distinct
+pages (`--host`), and what is below it for all of them. A second line has the share of the prompts'
+tokens and the bytes of K and V that each tier gave, and the bytes that it holds at the end. The
+simulation then has as many pages as all tiers together, in one list.
+
     python scripts/bench/bench_prefix.py --plot prefix.png
+    python scripts/bench/bench_prefix.py --tiers host disk store --valkey valkey://127.0.0.1:6379
     python scripts/bench/bench_prefix.py --trace conversation_trace.jsonl   # in Mooncake's format
     python scripts/bench/bench_prefix.py --workloads random --rounds 15 --steady --pools 1  # misses
 
@@ -24,6 +30,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from prefix_mooncake import generate_trace, read_trace, select, trace_workload  # noqa: E402
 from prefix_oracle import oracle_hits  # noqa: E402
 from prefix_replay import Policy, Replay, Run  # noqa: E402
+from prefix_tiers import DISK, HOST, STORE, TierRun, Tiers, print_tiers, store_opener  # noqa: E402
 from prefix_workloads import GENERATORS, Source, Workload  # noqa: E402
 
 MOONCAKE = "mooncake"
@@ -53,11 +61,26 @@ class Setup:
     label : str
     num_pages : int
     finds_prefix : bool
+    tiers : Tiers, optional
+        Tiers below the pages.
+    num_text_pages : int
+        Distinct pages of the workload.
     """
 
     label: str
     num_pages: int
     finds_prefix: bool = True
+    tiers: Tiers | None = None
+    num_text_pages: int = 0
+
+    @property
+    def num_oracle_pages(self) -> int:
+        """Pages of all tiers together."""
+        if self.tiers is None:
+            return self.num_pages
+        # What several requests are computing at a time has copies.
+        below = 2 * self.num_text_pages if self.tiers.below else 0
+        return self.num_pages + self.tiers.host_pages + below
 
 
 def workloads_of(options: argparse.Namespace, vocab_size: int) -> list[Workload]:
@@ -90,17 +113,22 @@ def distinct_pages(workload: Workload, page_size: int) -> int:
 
 
 def setups_of(workload: Workload, page_size: int, options: argparse.Namespace) -> list[Setup]:
-    """Without the cache and with room for a full batch, then with it and pools of several sizes.
+    """Without the cache and with room for a full batch, with pools of several sizes, with tiers.
 
     Share 0 is the pages of a quarter of a batch of requests of mean length, or of the longest one;
     to these comes a share of the workload's distinct pages.
     """
     lengths = [-(-len(request.text) // page_size) + 1 for request in workload.requests]
     batch = max(max(lengths), round(statistics.mean(lengths) * options.max_running / 4))
-    extra = [round(share * distinct_pages(workload, page_size)) for share in options.pools]
+    distinct = distinct_pages(workload, page_size)
+    extra = [round(share * distinct) for share in options.pools]
     setups = [Setup("off", 4 * batch + max(extra), finds_prefix=False)]
     for share, pages in zip(options.pools, extra, strict=True):
         setups.append(Setup(f"pool + {share:.0%}", batch + pages))
+    host = max(1, round(options.host * distinct))
+    for name in options.tiers:
+        tiers = Tiers(host, "" if name == HOST else name)
+        setups.append(Setup(f"+ {name}", batch + min(extra), True, tiers, distinct))
     return setups
 
 
@@ -154,14 +182,35 @@ def touch(cache, model, capacity: int, chunk: int) -> None:
 
 def measure(model, workload: Workload, setup: Setup, options: argparse.Namespace) -> Run:
     """Replay a workload once."""
+    if setup.tiers is not None:
+        with tempfile.TemporaryDirectory(prefix="bench-prefix-", dir=options.folder) as folder:
+            return measure_tiers(model, workload, setup, options, Path(folder))
+    return replay(model, workload, setup, options)[0]
+
+
+def measure_tiers(model, workload: Workload, setup: Setup, options, folder: Path) -> Run:
+    """Replay a workload with tiers; `Run.tiers` gets their figures."""
+    groups = model.create_cache(1, model.options.page_size, options.chunk).stats()["groups"]
+    page_bytes = sum(group["num_layers"] * group["page_bytes"] for group in groups)
+    opener = store_opener(options.valkey, options.mooncake)
+    tiers = TierRun(setup.tiers, page_bytes, setup.num_text_pages, folder, opener)
+    run, cache = replay(model, workload, setup, options, tiers.config)
+    run.tiers = tiers.close(cache, run.by_tier, page_bytes / model.options.page_size)
+    return run
+
+
+def replay(model, workload: Workload, setup: Setup, options, prefix_cache=None):
+    """Replay a workload; returns the run and its cache."""
     capacity = setup.num_pages * model.options.page_size
-    cache = model.create_cache(options.max_running, capacity, options.chunk)
+    cache = model.create_cache(
+        options.max_running, capacity, options.chunk, prefix_cache=prefix_cache
+    )
     touch(cache, model, capacity, options.chunk)
     step_s = (lambda rows, answers: rows * 1e-4 + answers * 1e-4) if options.steady else None
     policy = Policy(
         setup.finds_prefix, options.chunk, options.max_running, options.admission, step_s
     )
-    return Replay(model, cache, workload, policy)()
+    return Replay(model, cache, workload, policy)(), cache
 
 
 def record_of(workload: Workload, setup: Setup, runs: Sequence[Run], off: dict | None) -> dict:
@@ -186,10 +235,13 @@ def record_of(workload: Workload, setup: Setup, runs: Sequence[Run], off: dict |
         return record
     prompts = [request.prompt for request in workload.requests]
     texts = [request.text for request in workload.requests]
-    hits, missing = oracle_hits(run.events, prompts, texts, (run.num_pages, run.page_size))
+    hits, missing = oracle_hits(run.events, prompts, texts, (setup.num_oracle_pages, run.page_size))
     record["hit_rate"] = sum(run.reused) / workload.prompt_tokens
     record["oracle_hit_rate"] = sum(hits.values()) / workload.prompt_tokens
     record["oracle_missing_pages"] = missing
+    if setup.tiers is not None:
+        record["tiers"] = run.tiers
+        record["host_capacity_pages"] = setup.tiers.host_pages
     if off is not None:
         same = [a == b for a, b in zip(run.first_tokens, off["first_tokens"], strict=True)]
         record["same_first_tokens"] = sum(same) / len(same)
@@ -212,6 +264,8 @@ def print_record(record: dict) -> None:
     if "same_first_tokens" in record:
         line += f" {record['same_first_tokens']:6.1%}"
     print(line, flush=True)
+    if "tiers" in record:
+        print_tiers(record["tiers"], record["prompt_tokens"])
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -228,6 +282,11 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--longest", type=int, default=8192, help="tokens of a trace's prompt (default 8192)")
     add("--load", type=float, default=0.7, help="share of the time that the cacheless run works")
     add("--pools", type=float, nargs="+", default=[0.0, 0.25, 1.0], help="shares of all pages")
+    add("--tiers", nargs="*", default=[HOST, DISK], choices=[HOST, DISK, STORE])
+    add("--host", type=float, default=0.25, help="share of all pages that host memory holds")
+    add("--folder", type=Path, help="where the disk is (default: a temporary folder)")
+    add("--valkey", help="URL of the server that is the store")
+    add("--mooncake", help="address of the master that is the store")
     add("--chunk", type=int, default=256, help="rows of a step (default 256)")
     add("--max-running", type=int, default=16, help="requests at a time (default 16)")
     add("--admission", default="wait", choices=["wait", "fcfs"], help="see prefix_replay.py")
@@ -240,6 +299,8 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.pools or min(options.pools) < 0 or options.requests < 1 or options.rounds < 1:
         parser.error("--pools, --requests and --rounds take positive numbers")
+    if (STORE in options.tiers) != ((options.valkey or options.mooncake) is not None):
+        parser.error("--tiers store and one of --valkey and --mooncake go together")
     return options
 
 

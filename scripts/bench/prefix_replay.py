@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from prefix_tiers import reused_tokens
 from prefix_workloads import Workload
 
 from tvm_pagedkv.cache import KVCache
@@ -71,8 +72,9 @@ class Active:
 class Run:
     """What a run measured. Lists have an element for each request.
 
-    `busy_s` is the time of all steps; `events` is the schedule, as `prefix_oracle.oracle_hits`
-    takes it.
+    `by_tier` has the reused tokens by the tier that had them, in a cache with tiers, as
+    `prefix_tiers.COUNTERS` names them. `busy_s` is the time of all steps; `events` is the schedule,
+    as `prefix_oracle.oracle_hits` takes it.
     """
 
     num_pages: int
@@ -80,6 +82,8 @@ class Run:
     reused: list[int]
     ttft_s: list[float]
     first_tokens: list[int]
+    by_tier: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, dict] = field(default_factory=dict)  # as `prefix_tiers.TierRun.close` says
     busy_s: float = 0.0
     num_steps: int = 0
     events: list[tuple] = field(default_factory=list)
@@ -117,6 +121,7 @@ class Replay:
         self.run = Run(
             int(stats["num_pages"]), self.page_size, [0] * count, [0.0] * count, [0] * count
         )
+        self.counted = reused_tokens(cache)
         self.now = 0.0
         self.arrived = [0.0] * count
         self.ended: dict[int, float] = {}
@@ -228,14 +233,24 @@ class Replay:
         active = Active(
             index, request.prompt, request.output.tolist(), text, reused, reused % size > 0
         )
+        by_tier = self._count_tiers()
         self.run.events.append(("add", index))
         if cache.num_available_pages() < reserved + active.num_missing_pages(size):
             cache.remove_sequence(index)
             self.run.events.append(("refuse", index))
             return False
         self.run.reused[index] = reused
+        for tier, count in by_tier.items():
+            self.run.by_tier[tier] = self.run.by_tier.get(tier, 0) + count
         self.active.append(active)
         return True
+
+    def _count_tiers(self) -> dict[str, int]:
+        """Return what the last request has reused of each tier."""
+        before, self.counted = self.counted, self.counted and reused_tokens(self.cache)
+        if before is None or self.counted is None:
+            return {}
+        return {tier: count - before[tier] for tier, count in self.counted.items()}
 
     # --- steps ------------------------------------------------------------------------------------
 

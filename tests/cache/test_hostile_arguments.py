@@ -201,6 +201,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
     OWN + "prefix_add": ("idle", [NEW_SEQ, TOKENS, SALT]),
     OWN + "prefix_add_within": ("idle", [NEW_SEQ, TOKENS, SALT, SECONDS]),
     OWN + "prefix_prefetch": ("any", [TOKENS, SALT]),
+    OWN + "prefix_locate": ("idle", [TOKENS, SALT, SECONDS]),
     OWN + "prefix_tier": ("any", []),
     OWN + "prefix_clear": ("idle", []),
     OWN + "prefix_flush": ("any", [Kind(lambda: 0.5, {})]),

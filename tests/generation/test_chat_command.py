@@ -85,6 +85,56 @@ def test_a_session_goes_on_as_if_it_had_not_ended(chat, tmp_path):
     assert "computes the conversation anew" in notes
 
 
+def test_prefixes_of_an_earlier_chat_are_found_in_a_folder(chat, tmp_path):
+    lines = ["The with statement is an object that is bound to a name", "A list is", "/stats"]
+    plain, notes, _ = chat(lines)
+    _, in_pool, prompt = counts_of(notes)
+    assert "from" not in notes and in_pool >= prompt - 12  # the message and what ends a page
+    folder = str(tmp_path / "pages")
+    for num_chats in range(2):
+        out, notes, status = chat(
+            [lines[0], "/stats", *lines[1:]], "--prompt-cache", folder, "--max-tokens", "16"
+        )
+        assert status == 0 and out == plain and "in time" not in notes
+        first, second = (line for line in notes.splitlines() if "last answer: " in line)
+        if num_chats == 0:
+            assert "reused" not in first and "store" not in second
+            continue
+        tiers, reused, prompt = counts_of(first)
+        assert reused == (prompt - 1) // 16 * 16 > 0 and tiers == {"store": reused}
+        # The first turn is in the pool, and the folder has the page that the second one fills.
+        tiers, reused, prompt = counts_of(second)
+        assert tiers.keys() == {"device", "store"} and sum(tiers.values()) == reused
+        assert in_pool < reused == (prompt - 1) // 16 * 16
+    # Other weights, here another type of them, have no pages there.
+    _, notes, status = chat([lines[0], "/stats"], "--prompt-cache", folder, "--dtype", "bfloat16")
+    assert status == 0 and "last answer: first token" in notes
+
+
+def test_a_folder_and_a_session_go_together(chat, tmp_path):
+    """The pages of a checkpoint are found first, those of the folder where there is none."""
+    lines = ["The with statement", "A list is", "x"]
+    whole, *_ = chat(lines)
+    files = ["--session", str(tmp_path / "chat.json"), "--prompt-cache", str(tmp_path / "pages")]
+    checkpoint = ["--checkpoint", str(tmp_path / "checkpoint")]
+    parts = []
+    for line, more in zip(lines, (checkpoint, checkpoint, []), strict=True):
+        out, notes, status = chat([line, "/stats"], *files, *more)
+        assert status == 0 and "not used" not in notes
+        parts.append(out)
+    assert "".join(parts) == whole
+    tiers, reused, _ = counts_of(notes)
+    assert tiers == {"store": reused} and reused % 16 == 0 and reused >= 32
+
+
+def counts_of(notes: str) -> tuple[dict[str, int], int, int]:
+    """Of the last answer: tokens by tier, tokens that were reused, and those of the prompt."""
+    found = re.findall(r"reused (\d+) of (\d+) prompt tokens(?: \((.*?)\))?; ", notes)
+    reused, prompt, tiers = found[-1]
+    by_tier = re.findall(r"(\d+) from (\w+)", tiers)
+    return {tier: int(count) for count, tier in by_tier}, int(reused), int(prompt)
+
+
 def test_a_model_with_a_template(chat, tmp_path):
     folder = str(directory_with(tmp_path, TEMPLATE))
     session = str(tmp_path / "chat.json")
@@ -113,6 +163,8 @@ def test_a_full_context(chat):
         (["--system", "x"], "takes no system message"),
         (["--max-total-tokens", "1"], "max_total_tokens must be from 2 to"),
         (["--session", __file__], "is not JSON"),
+        (["--prompt-cache", "x", "--no-prefix-cache"], "cannot be combined with --no-prefix"),
+        (["--prompt-cache", __file__], "File exists"),
     ],
 )
 def test_mistakes(chat, arguments, message):

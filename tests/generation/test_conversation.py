@@ -14,6 +14,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 pytest.importorskip("jinja2")
 
+from tvm_pagedkv.config import PrefixCacheConfig  # noqa: E402
 from tvm_pagedkv.generation import (  # noqa: E402
     ContextFullError,
     Conversation,
@@ -27,6 +28,7 @@ from tvm_pagedkv.models import DecoderModel, encode_chat, fingerprint  # noqa: E
 from tvm_pagedkv.models.model import TINY  # noqa: E402
 
 from ..models.test_models_chat import directory_with  # noqa: E402
+from ..support.dict_store import DictStore  # noqa: E402
 
 # The text of a turn is the beginning of the text of the next one.
 TEMPLATE = (
@@ -74,6 +76,23 @@ def test_turns_are_reused_and_change_nothing(model, params, speculative):
         assert len(warm.cache) == 0
     assert warm.messages == cold.messages and warm.tokens == cold.tokens
     assert [each["content"] for each in warm.messages[::2]] == MESSAGES
+
+
+def test_tiers_keep_turns_for_later_conversations(model):
+    values: dict[bytes, bytes] = {}
+    expected = say(Conversation(model, SHORT, prefix_cache=False), *MESSAGES[:3])
+    for num_conversations in range(2):
+        store = DictStore(values)
+        tiers = PrefixCacheConfig(store=store, model="m", wait=60.0)
+        conversation = Conversation(model, SHORT, prefix_cache=tiers)
+        assert say(conversation, *MESSAGES[:3]) == expected
+        turn = conversation.last_turn.statistics
+        reused = turn.reused_by_tier["store"]
+        assert (reused > 0) == (num_conversations > 0)
+        assert not store.closed.is_set() and conversation.close() and store.closed.is_set()
+        assert len(values) >= turn.prompt_tokens // 16
+        say(conversation, MESSAGES[3])  # goes on without the store
+    assert Conversation(model, SHORT).close()
 
 
 def test_an_answer_is_what_generate_says(model):

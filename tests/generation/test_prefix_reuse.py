@@ -328,6 +328,14 @@ def test_command_finds_texts_of_earlier_runs(capfd, tmp_path):
         assert out == expected
         assert (f"reused {num_reused}" in error) == (num_reused > 0)
         assert ("from store)" in error) == (num_reused > 0)
+    picture = tmp_path / "pages.svg"
+    command = ["generate", *arguments, "--prompt-cache", folder, "--draw-pages", str(picture)]
+    assert main([*command, "--prompt", f"{BASE[:50]}default"]) == 0
+    capfd.readouterr()
+    rows = re.findall(r'data-prefix="(.*?)" data-group="0">(.*?)</g>', picture.read_text(), re.S)
+    assert [name for name, _ in rows] == ["prompt 1", "prompt 2"]
+    # Sequences use all pages of the first prompt.
+    assert 'href="#tierpages"' in rows[0][1] and 'href="#tier"' not in rows[0][1]
     for option in (["--no-prefix-cache"], ["--sliding-window", "64"], ["--stages", "2"]):
         assert main(["generate", *arguments, "--prompt-cache", "x", *option]) == 2
         assert "--prompt-cache cannot be combined with --" in capfd.readouterr().err

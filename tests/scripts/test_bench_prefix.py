@@ -236,10 +236,10 @@ def model():
     return DecoderModel.from_pretrained()
 
 
-def replay(model, workload, num_pages, **policy):
+def replay(model, workload, num_pages, tiers=None, **policy):
     from prefix_replay import Policy, Replay
 
-    cache = model.create_cache(16, num_pages * 16, 64)
+    cache = model.create_cache(16, num_pages * 16, 64, prefix_cache=tiers)
     settings = {"finds_prefix": True, "chunk": 64, "max_running": 8}
     settings["step_s"] = lambda rows, answers: rows * 1e-3 + answers * 1e-3
     run = Replay(model, cache, workload, Policy(**settings | policy))()
@@ -248,12 +248,13 @@ def replay(model, workload, num_pages, **policy):
     return run
 
 
-def hits_of(run, workload):
+def hits_of(run, workload, num_pages=None):
     from prefix_oracle import oracle_hits
 
+    num_pages = num_pages or run.num_pages
     prompts = [request.prompt for request in workload.requests]
     texts = [request.text for request in workload.requests]
-    hits, missing = oracle_hits(run.events, prompts, texts, (run.num_pages, run.page_size))
+    hits, missing = oracle_hits(run.events, prompts, texts, (num_pages, run.page_size))
     assert missing == 0
     return [hits[i] for i in range(len(prompts))]
 
@@ -321,10 +322,11 @@ def test_the_benchmark_runs(tmp_path):
     command += ["--scale", "0.04", "--pools", "0", "1", "--steady", "--rounds", "2"]
     command += ["--workloads", "chat", "self-consistency", "mooncake"]
     command += ["--json", str(records), "--plot", str(plot), "--threads", "1"]
+    command += ["--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(records.read_text())["records"]
-    setups = ("off", "pool + 0%", "pool + 100%")
+    setups = ("off", "pool + 0%", "pool + 100%", "+ host", "+ disk")
     workloads = ("chat", "self-consistency", "mooncake shape")
     keys = [(record["workload"], record["setup"]) for record in result]
     assert keys == [(workload, setup) for workload in workloads for setup in setups]
@@ -333,9 +335,19 @@ def test_the_benchmark_runs(tmp_path):
         assert 0 < record["ttft_median_s"] <= record["ttft_p90_s"] and record["tokens_s"] > 0
         assert ("hit_rate" in record) == (record["setup"] != "off")
         if "hit_rate" in record:
-            assert record["hit_rate"] == record["oracle_hit_rate"]
             assert record["same_first_tokens"] == 1
+            assert record["hit_rate"] <= record["oracle_hit_rate"]
+        if "tiers" in record:
+            names = ["pages", "host", *(["disk"] if record["setup"] == "+ disk" else [])]
+            assert list(record["tiers"]) == names
+            num_reused = sum(tier["reused_tokens"] for tier in record["tiers"].values())
+            assert num_reused / record["prompt_tokens"] == record["hit_rate"]
+            assert record["tiers"]["pages"]["held_bytes"] > 0
+        elif "hit_rate" in record:
+            assert record["hit_rate"] == record["oracle_hit_rate"]
     assert plot.stat().st_size > 0 and "seed 0" in done.stdout
+    assert done.stdout.count("    from pages ") == 6
+    assert sorted(tmp_path.iterdir()) == [plot, records]
 
 
 if __name__ == "__main__":

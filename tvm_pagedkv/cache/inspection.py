@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any, cast
 
 import tvm
@@ -12,7 +11,6 @@ import tvm_ffi
 
 from .._functions import CACHE, as_int, global_function
 from .._tensors import as_tensor
-from .page_map import PageMap
 from .stats import CacheStats
 
 
@@ -177,21 +175,6 @@ class CacheInspection:
     def sequence_ids(self) -> list[int]:
         """Return the ids of all sequences, in ascending order."""
         return list(global_function("pagedkv.sequence_ids")(self))
-
-    def draw(self, path: str | Path | None = None) -> str:
-        """Return the page table of every sequence as text, by layer group.
-
-        An asterisk marks a shared page.
-
-        Parameters
-        ----------
-        path : path, optional
-            Also write an SVG picture there: the owners of each page, and how full it is.
-        """
-        page_map = PageMap.of(self)
-        if path is not None:
-            Path(path).write_text(page_map.to_svg(), encoding="utf-8")
-        return page_map.to_text()
 
     def page_table(self, seq_id: int, group: int = 0) -> list[int]:
         """Return the page ids of a sequence in a layer group, in order of position.

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import colorsys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from xml.sax.saxutils import escape
+
+from .prefix_map import CachedPrefix, panel_of
+from .svg import MARGIN, WIDTH, count_of, ranges_of, square, text_of
 
 if TYPE_CHECKING:
-    from .inspection import CacheInspection
+    from .prefix import CachePrefix
 
-WIDTH, MARGIN, LABEL_WIDTH = 960, 24, 52
+LABEL_WIDTH = 52
 # Distances of pages, of which the widest is taken that keeps a panel within MAX_PANEL_HEIGHT.
 PITCHES = (36, 27, 22, 18, 13, 11, 9, 7, 5, 4)
 MAX_PANEL_HEIGHT = 640
@@ -58,10 +60,24 @@ class PageMap:
     page_size: int
     lengths: dict[int, int]  # by sequence, in ascending order of ids
     groups: tuple[PageGroup, ...]
+    prefixes: tuple[CachedPrefix, ...] = ()
 
     @classmethod
-    def of(cls, cache: CacheInspection) -> PageMap:
-        """Look at a cache."""
+    def of(
+        cls,
+        cache: CachePrefix,
+        prefixes: Mapping[str, Sequence[int]] | None = None,
+        salt: bytes = b"",
+    ) -> PageMap:
+        """Look at a cache, and at the tiers that have the pages of these texts.
+
+        Parameters
+        ----------
+        cache : KVCache
+        prefixes : name -> token ids, optional
+        salt : bytes
+            Of all prefixes.
+        """
         page_size, layers = cache.description["page_size"], cache.description["layers"]
         lengths = {seq_id: cache.sequence_length(seq_id) for seq_id in cache.sequence_ids()}
         groups = []
@@ -82,10 +98,15 @@ class PageMap:
             codec = ours[0]["kv_dtype"] if ours[0]["is_quantized"] else None
             pages = num_pages, tables, first, owners, slots, cached
             groups.append(PageGroup(ids, kind, stats["window"], *pages, codec))
-        return cls(page_size, lengths, tuple(groups))
+        texts = (prefixes or {}).items()
+        located = (CachedPrefix.of(cache, name, tokens, salt) for name, tokens in texts)
+        return cls(page_size, lengths, tuple(groups), tuple(located))
 
     def to_text(self) -> str:
-        """The page table of every sequence, by group; ``*`` marks a shared page."""
+        """The page table of every sequence, by group; ``*`` marks a shared page.
+
+        Then the tiers of the prefixes, with the indices of the pages of text that they have.
+        """
         lines = []
         for index, group in enumerate(self.groups):
             used = f"{len(group.owners)} of {group.num_pages} pages in use"
@@ -99,6 +120,8 @@ class PageMap:
                 lines.append(
                     f"  sequence {seq_id} ({self.lengths[seq_id]}): {gone}{' '.join(pages)}"
                 )
+        for prefix in self.prefixes:
+            lines += prefix.to_text(len(self.groups))
         return "\n".join(lines)
 
     def to_svg(self) -> str:
@@ -107,7 +130,7 @@ class PageMap:
         A page has the colour of its sequence, or diagonal bands in the colours of all of them and
         their number; the pale part at its top is not filled. In the file, every page is a ``use``
         with ``data-page`` and ``data-slots`` (in use) that refers to a symbol with ``data-owners``;
-        that of a cached page has ``data-cached``.
+        that of a cached page has ``data-cached``. Prefixes follow, see `prefix_map.panel_of`.
         """
         return "\n".join(_Picture(self).lines()) + "\n"
 
@@ -151,6 +174,9 @@ class _Picture:
         for index, group in enumerate(self.map.groups):
             body += self._panel(index, group)
         body += self._legend()
+        if self.map.prefixes:
+            lines, self.y = panel_of(self.map.prefixes, len(self.map.groups), self.y + 12)
+            body += lines
         height = self.y + MARGIN
         yield (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
@@ -161,20 +187,17 @@ class _Picture:
         yield from body
         yield "</svg>"
 
-    def _text(self, x: float, y: float, css: str, text: str) -> str:
-        return f'<text x="{x:g}" y="{y:g}" class="{css}">{escape(text)}</text>'
-
     def _title(self) -> Iterator[str]:
         groups, tokens = self.map.groups, sum(self.map.lengths.values())
         used, total = sum(len(g.owners) for g in groups), sum(g.num_pages for g in groups)
         self.y += 16
-        yield self._text(MARGIN, self.y, "title", f"{used:,} of {total:,} pages in use")
+        yield text_of(MARGIN, self.y, "title", f"{used:,} of {total:,} pages in use")
         self.y += 20
-        text = f"{_count(len(self.map.lengths), 'sequence')} with {_count(tokens, 'token')}; "
+        text = f"{count_of(len(self.map.lengths), 'sequence')} with {count_of(tokens, 'token')}; "
         text += f"{sum(g.num_shared for g in groups):,} pages are shared; "
         text += f"{sum(len(g.cached) for g in groups):,} are cached; "
-        text += f"a page holds {_count(self.map.page_size, 'token')}"
-        yield self._text(MARGIN, self.y, "small", text)
+        text += f"a page holds {count_of(self.map.page_size, 'token')}"
+        yield text_of(MARGIN, self.y, "small", text)
         self.y += 14
 
     def _panel(self, index: int, group: PageGroup) -> Iterator[str]:
@@ -183,11 +206,11 @@ class _Picture:
         size = pitch - max(1, pitch // 10)
         self.y += 24
         name = "layer " if len(group.layers) == 1 else "layers "
-        text = f"Group {index}: {name}{_ranges(group.layers)} ({group.kind}"
+        text = f"Group {index}: {name}{ranges_of(group.layers)} ({group.kind}"
         text += f", window {group.window}" if group.window else ""
         text += f", {group.codec})" if group.codec else ")"
         yield f'<g class="panel" data-group="{index}">'
-        yield self._text(MARGIN, self.y, "heading", text)
+        yield text_of(MARGIN, self.y, "heading", text)
         self.y += 17
         used, capacity = len(group.owners), len(group.owners) * self.map.page_size
         text = f"{used:,} of {group.num_pages:,} pages in use, {group.num_shared:,} shared"
@@ -196,20 +219,20 @@ class _Picture:
             text += f", {sum(group.slots.values()) / capacity:.0%} of their slots filled"
         if num_drawn < group.num_pages:
             text += f"; pages from {num_drawn} on are not drawn"
-        yield self._text(MARGIN, self.y, "small", text)
+        yield text_of(MARGIN, self.y, "small", text)
         self.y += 10
 
         symbols: dict[tuple[int, ...] | None, str] = {(): f"g{index}free", None: f"g{index}cached"}
         for owners in group.owners.values():
             symbols.setdefault(owners, f"g{index}o{len(symbols)}")
-        yield f'<defs><clipPath id="g{index}clip">{_square(size, size / 8, "#000")}</clipPath>'
+        yield f'<defs><clipPath id="g{index}clip">{square(size, size / 8, "#000")}</clipPath>'
         for drawn, symbol in symbols.items():
             yield self._symbol(symbol, drawn, size, f"g{index}clip")
         yield "</defs>"
         for page in range(num_drawn):
             x, y = LABEL_WIDTH + page % columns * pitch, self.y + page // columns * pitch
             if page % columns == 0 and (pitch > 10 or page // columns % 4 == 0):
-                yield self._text(LABEL_WIDTH - 6, y + size / 2 + 3, "label", str(page))
+                yield text_of(LABEL_WIDTH - 6, y + size / 2 + 3, "label", str(page))
             yield from self._page(group, page, symbols, x, y, size)
         self.y += -(-num_drawn // columns) * pitch
         yield "</g>"
@@ -221,7 +244,7 @@ class _Picture:
         data = f'id="{symbol}" data-owners="{" ".join(map(str, owners))}"'
         if len(owners) < 2:
             paint = self.colours[owners[0]] if owners else FREE
-            return f"<g {data}>{_square(size, size / 8, paint)}</g>"
+            return f"<g {data}>{square(size, size / 8, paint)}</g>"
         # Of many owners the bands would be too thin to see: then the first ones stand for all.
         shown = owners[: max(2, size // 4)]
         banded = _banded(size, [self.colours[owner] for owner in shown])
@@ -257,18 +280,18 @@ class _Picture:
     def _legend(self) -> Iterator[str]:
         self.y += 30
         yield '<g class="legend">'
-        yield self._text(MARGIN, self.y, "heading", "Sequences")
+        yield text_of(MARGIN, self.y, "heading", "Sequences")
         self.y += 20
         entries = [
-            (_square(13, 2, self.colours[i]), f"{i}: {_count(length, 'token')}")
+            (square(13, 2, self.colours[i]), f"{i}: {count_of(length, 'token')}")
             for i, length in list(self.map.lengths.items())[:MAX_SEQUENCES_NAMED]
         ]
         more = len(self.map.lengths) - len(entries)
         entries += [("", f"and {more} more")] if more else []
-        half = _square(13, 2, COLOURS[0])
+        half = square(13, 2, COLOURS[0])
         half += '<rect width="13" height="6.5" fill="#fff" fill-opacity=".72"/>'
         marks = [
-            (_square(13, 2, FREE), "free"),
+            (square(13, 2, FREE), "free"),
             (_cached(13), "cached: content is kept until the page is needed"),
             (_banded(13, COLOURS[:2]), "shared: the number counts its sequences"),
             (half, "partly filled"),
@@ -279,14 +302,10 @@ class _Picture:
                 x = MARGIN + i % columns * ((WIDTH - 2 * MARGIN) // columns)
                 y = self.y + i // columns * LEGEND_LINE
                 yield f'<g transform="translate({x},{y - 11})">{sample}</g>'
-                yield self._text(x + 20, y, "small", text)
+                yield text_of(x + 20, y, "small", text)
             self.y += -(-len(block) // columns) * LEGEND_LINE + 8
         self.y -= LEGEND_LINE
         yield "</g>"
-
-
-def _square(size: int, corner: float, paint: str) -> str:
-    return f'<rect width="{size}" height="{size}" rx="{corner:g}" fill="{paint}"/>'
 
 
 def _cached(size: int) -> str:
@@ -313,18 +332,3 @@ def _grid(num_pages: int) -> tuple[int, int]:
         if -(-num_pages // columns) * pitch <= MAX_PANEL_HEIGHT:
             break
     return pitch, columns
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """``0-3, 5`` for (0, 1, 2, 3, 5)."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import tvm_ffi
@@ -11,7 +12,10 @@ import tvm_ffi
 from .._functions import STATE, as_int, global_function
 from ..stores import close_worker
 from .attention import CacheAttention
+from .page_map import PageMap
 from .tiers import tier_of
+
+_TIERS = ("", "pages", "host", "store")  # as pagedkv.prefix_locate numbers them
 
 
 def as_tokens(tokens: Sequence[int]) -> tvm_ffi.Tensor:
@@ -156,6 +160,64 @@ class CachePrefix(CacheAttention):
             As for `add_sequence`, and so are the errors.
         """
         return global_function("pagedkv.prefix_match")(self, as_tokens(tokens), as_salt(salt))
+
+    def locate_prefix(
+        self, tokens: Sequence[int], salt: bytes = b"", timeout: float = 1.0
+    ) -> list[tuple[str, ...]]:
+        """Return where the full pages of a text are; nothing is loaded and nothing counts as used.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+        salt : bytes
+            As for `add_sequence`, and so are the errors.
+        timeout : float
+            The most seconds to wait for the store, if some pages are in no other tier.
+
+        Returns
+        -------
+        list of tuples of str
+            For each full page of text the first tier that has it, by layer group: "pages" (the
+            pool), "host", "store", or "" where no tier has it. Layers with a window need the last
+            pages of a hit only, so "" there may be no miss.
+
+        Raises
+        ------
+        ValueError
+            If `timeout` is negative, or a step has begun.
+        """
+        found = global_function("pagedkv.prefix_locate")(
+            self, as_tokens(tokens), as_salt(salt), float(timeout)
+        )
+        num_groups = len(self.stats()["groups"])
+        names = [_TIERS[int(place)] for place in found]
+        return [tuple(names[i : i + num_groups]) for i in range(0, len(names), num_groups)]
+
+    def draw(
+        self,
+        path: str | Path | None = None,
+        prefixes: Mapping[str, Sequence[int]] | None = None,
+        salt: bytes = b"",
+    ) -> str:
+        """Return the page table of every sequence as text, by layer group.
+
+        An asterisk marks a shared page. A line for each of the `prefixes` says which tiers have its
+        full pages.
+
+        Parameters
+        ----------
+        path : path, optional
+            Also write an SVG picture there: the owners of each page, and how full it is, and the
+            tier of each page of the prefixes.
+        prefixes : mapping of str to sequences of int, optional
+            Token ids by the names that the picture gives them.
+        salt : bytes
+            As for `add_sequence`, of all `prefixes`.
+        """
+        page_map = PageMap.of(self, prefixes, salt)
+        if path is not None:
+            Path(path).write_text(page_map.to_svg(), encoding="utf-8")
+        return page_map.to_text()
 
     def record_tokens(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Tell the tokens of positions, so that other sequences find their pages.

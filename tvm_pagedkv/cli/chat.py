@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from .chat_screen import screen_of
+from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .statistics import reused
 from .terminal import Progress, missing
 
@@ -67,12 +68,15 @@ def add_parser(commands) -> None:
     add.add_argument(
         "--no-prefix-cache", action="store_true", help="compute all turns again for every answer"
     )
+    add_prompt_cache(add)
 
 
 def run(options: argparse.Namespace) -> None:
     """Talk until the input ends."""
     if options.checkpoint is not None and options.session is None:
         raise ValueError("--checkpoint needs --session")
+    if options.prompt_cache is not None and options.no_prefix_cache:
+        raise ValueError("--prompt-cache cannot be combined with --no-prefix-cache")
     try:
         from ..generation import Conversation, SamplingParams
         from ..models import DecoderModel, fingerprint
@@ -89,13 +93,17 @@ def run(options: argparse.Namespace) -> None:
         system=options.system,
         max_total_tokens=options.max_total_tokens,
         prefill_chunk_size=options.chunk,
-        prefix_cache=not options.no_prefix_cache,
+        prefix_cache=prefix_cache_of(options),
     )
     chat = _Chat(conversation, fingerprint(options.model), options.session, options.checkpoint)
-    chat.open_session()
-    if options.system is not None:
-        conversation.system = options.system
-    chat.run()
+    try:
+        chat.open_session()
+        if options.system is not None:
+            conversation.system = options.system
+        chat.run()
+    finally:
+        if not conversation.close():
+            chat.screen.note(f"{options.prompt_cache} did not take all pages in time")
 
 
 class _Chat:

@@ -8,13 +8,12 @@ import sys
 from collections import deque
 from pathlib import Path
 
+from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .statistics import MachineLimits, print_statistics
 from .terminal import Progress, display_of, missing
 
 DEFAULT_DRAFTS = 8
 DEFAULT_SINKS = 4  # enough for the attention sinks of common models
-PROMPT_CACHE_HOST_BYTES = 256 * 2**20
-PROMPT_CACHE_WAIT = 30.0  # seconds
 
 
 def add_parser(commands) -> None:
@@ -66,11 +65,7 @@ def add_parser(commands) -> None:
         action="store_true",
         help="compute every prompt from its beginning, even if another one begins the same",
     )
-    add.add_argument(
-        "--prompt-cache",
-        metavar="DIR",
-        help="keep the pages of texts in this folder, and find those of earlier runs there",
-    )
+    add_prompt_cache(add)
     add.add_argument(
         "--sliding-window", type=int, metavar="W", help="keep W tokens of each text (default: all)"
     )
@@ -135,9 +130,10 @@ def run(options: argparse.Namespace) -> None:
         inputs = _chat(model, prompts, options.system)
         shown = [f"{prompt}\n\n" for prompt in prompts] if len(prompts) * params.n > 1 else [""]
     fullest: deque[PageMap] = deque(maxlen=1)
+    prefixes = _prefixes(model, inputs) if picture and options.prompt_cache else None
 
     def keep_page_map(cache) -> None:
-        fullest.append(PageMap.of(getattr(cache, "first", cache)))
+        fullest.append(PageMap.of(getattr(cache, "first", cache), prefixes))
 
     events = generate(
         model,
@@ -148,7 +144,7 @@ def run(options: argparse.Namespace) -> None:
         window=window,
         speculative=options.speculative,
         at_fullest=keep_page_map if picture else None,
-        prefix_cache=_prefix_cache(options),
+        prefix_cache=prefix_cache_of(options),
     )
     with display_of(shown, params.n) as display:
         for event in events:
@@ -182,21 +178,6 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--speculative cannot be combined with --shards and --stages")
 
 
-def _prefix_cache(options: argparse.Namespace):
-    """Return what `generate` takes: whether to reuse prefixes, or the tiers that keep them."""
-    if options.prompt_cache is None:
-        return not options.no_prefix_cache
-    from ..config import PrefixCacheConfig
-    from ..models import fingerprint
-
-    return PrefixCacheConfig(
-        disk_path=options.prompt_cache,
-        host_bytes=PROMPT_CACHE_HOST_BYTES,
-        model=fingerprint(options.model),
-        wait=PROMPT_CACHE_WAIT,
-    )
-
-
 def _sinks(options: argparse.Namespace) -> int:
     if options.sinks is not None:
         return options.sinks
@@ -228,6 +209,12 @@ def _chat(model, prompts: list[str], system: str | None) -> list[list[int]]:
         if not prompt.strip():
             raise ValueError(f"prompt {index + 1} is empty")
     return [encode_chat(model, [*before, {"role": "user", "content": text}]) for text in prompts]
+
+
+def _prefixes(model, prompts: list) -> dict[str, list[int]]:
+    """Return the tokens of the prompts, for a picture of the tiers that have them."""
+    encoded = (model.tokenizer.encode(p).ids if isinstance(p, str) else p for p in prompts)
+    return {f"prompt {index + 1}": tokens for index, tokens in enumerate(encoded)}
 
 
 def _print_workers(model) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
+from ..config import PrefixCacheConfig
 from ..models import DecoderModel, encode_chat
 from .engine import Run
 from .events import FinishedEvent, Statistics, TextEvent
@@ -59,8 +60,9 @@ class Conversation:
         Maximum number of rows of a prefill step.
     speculative : int
         As for `generate`.
-    prefix_cache : bool
-        Whether answers reuse the turns before them.
+    prefix_cache : bool or PrefixCacheConfig
+        Whether answers reuse the turns before them. With a configuration, texts of earlier
+        conversations are found, too: in the tiers that it names. Call `close` at the end.
 
     Attributes
     ----------
@@ -85,7 +87,7 @@ class Conversation:
         max_total_tokens: int | None = None,
         prefill_chunk_size: int = 512,
         speculative: int = 0,
-        prefix_cache: bool = True,
+        prefix_cache: bool | PrefixCacheConfig = True,
     ) -> None:
         self.model, self.params = model, params or SamplingParams()
         context = model.config.context_length
@@ -110,6 +112,7 @@ class Conversation:
             num_pages * page_size,
             max(prefill_chunk_size, 1 + speculative),
             long_texts=self.has_long_texts,
+            prefix_cache=prefix_cache if isinstance(prefix_cache, PrefixCacheConfig) else None,
         )
         self._settings = Settings(
             max_total_tokens=None,
@@ -119,7 +122,7 @@ class Conversation:
             speculative=speculative,
             at_fullest=None,
             kv_transfer_channel=None,
-            prefix_cache=prefix_cache,
+            prefix_cache=bool(prefix_cache),  # the cache has the tiers
             cache=self.cache,
             long_texts=self.has_long_texts,
         )
@@ -184,6 +187,23 @@ class Conversation:
                 self.tokens = [*prompt, *tokens]
                 self.messages.append({"role": "user", "content": message})
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def close(self, timeout: float = 60.0) -> bool:
+        """Write what is pending to the store of a `prefix_cache`, and close it.
+
+        Without a store it does nothing. The conversation can go on, without the store.
+
+        Parameters
+        ----------
+        timeout : float
+            The most seconds to wait.
+
+        Returns
+        -------
+        bool
+            Whether the store was closed in that time.
+        """
+        return self.cache.close_prefixes(timeout)
 
     def reset(self) -> None:
         """Forget all turns."""

@@ -94,6 +94,11 @@ class PrefixIndex {
   /*! \brief Begins to bring pages of a text from the store. \return The lookup's ticket, or 0. */
   int64_t Prefetch(const std::string& salt, TokenSpan tokens) const;
   /*!
+   * \brief Where the full pages of a text are. What a store has is seen if it answers in time.
+   * \return [page][group]; what has not been found in `seconds` is nowhere.
+   */
+  std::vector<PagePlace> Locate(const std::string& salt, TokenSpan tokens, double seconds) const;
+  /*!
    * \brief Gives a new, empty sequence the pages that Match finds, and records their tokens.
    * \param loads Pages that the caller fills from slots of the host tier, before FinishLoads.
    * \return The length that the caller gives the sequence. May throw std::bad_alloc.

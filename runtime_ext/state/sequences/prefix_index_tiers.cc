@@ -42,6 +42,26 @@ int64_t PrefixIndex::Prefetch(const std::string& salt, TokenSpan tokens) const {
   return tier_->Begin(search_.MakeLookup(salt, tokens));
 }
 
+std::vector<PagePlace> PrefixIndex::Locate(const std::string& salt, TokenSpan tokens,
+                                           double seconds) const {
+  StoreLookup question;
+  std::vector<PagePlace> places = search_.Locate(salt, tokens, &question);
+  if (tier_ == nullptr || !tier_->has_store() || question.values.empty()) return places;
+  const std::vector<StoreLookup::Value> values = question.values;
+  const auto found = std::make_shared<std::vector<bool>>();
+  question.choose = [found](const std::vector<bool>& is_there) {
+    *found = is_there;
+    return std::vector<size_t>();
+  };
+  const int64_t ticket = tier_->Begin(std::move(question));
+  if (ticket == 0 || !tier_->Wait(ticket, seconds)) return places;
+  for (size_t v = 0; v < found->size(); ++v) {  // none when the lookup was cancelled
+    if (!(*found)[v]) continue;
+    places[values[v].page * geometry_->num_groups() + values[v].group] = PagePlace::kStore;
+  }
+  return places;
+}
+
 void PrefixIndex::CountLoads(int64_t length, const std::vector<PageLoad>& loads) {
   // Positions of which a group came from below; from the store, if one group did.
   const int64_t page_size = geometry_->page_size();

@@ -129,6 +129,28 @@ bool PrefixSearch::PinLoads(int64_t length, std::vector<PageLoad>* loads) {
   }
 }
 
+std::vector<PagePlace> PrefixSearch::Locate(const std::string& salt, TokenSpan tokens,
+                                            StoreLookup* question) {
+  FindKeys(salt, tokens);
+  const int64_t num_pages = tokens.size / geometry_->page_size();
+  if (tier_ != nullptr) ExtendKeys(num_pages);
+  question->page_size = geometry_->page_size();
+  question->keys = keys_;
+  question->tokens.assign(tokens.data, tokens.data + num_pages * geometry_->page_size());
+  question->is_question = true;
+  std::vector<PagePlace> places;
+  for (int64_t i = 0; i < num_pages; ++i) {
+    for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+      places.push_back(IsInPool(i, g)   ? PagePlace::kPool
+                       : IsInTier(i, g) ? PagePlace::kHost
+                                        : PagePlace::kNowhere);
+      const bool is_nowhere = places.back() == PagePlace::kNowhere;
+      if (is_nowhere) question->values.push_back({i, g, /*is_required=*/false});
+    }
+  }
+  return places;
+}
+
 StoreLookup PrefixSearch::MakeLookup(const std::string& salt, TokenSpan tokens) {
   FindKeys(salt, tokens);
   const int64_t page_size = geometry_->page_size();

@@ -50,6 +50,9 @@ int64_t LongestKnown(const PageGeometry& geometry, int64_t length, IsKnown is_kn
   return length;
 }
 
+/*! \brief The first of the tiers that has a page of a text. */
+enum class PagePlace : int8_t { kNowhere, kPool, kHost, kStore };
+
 /*! \brief A page of a text that comes from the host tier. */
 struct PageLoad {
   int32_t group;
@@ -101,6 +104,12 @@ class PrefixSearch {
   int64_t first_page(int32_t group) const { return first_pages_[group]; }
   /*! \brief A lookup of the pages that neither a pool nor the tier has. May throw bad_alloc. */
   StoreLookup MakeLookup(const std::string& salt, TokenSpan tokens);
+  /*!
+   * \brief Where each full page of a text is, apart from the store. May throw std::bad_alloc.
+   * \param question Gets the values that neither a pool nor the tier has.
+   * \return [page][group]
+   */
+  std::vector<PagePlace> Locate(const std::string& salt, TokenSpan tokens, StoreLookup* question);
 
  private:
   bool IsInTier(int64_t index, int32_t group) const {

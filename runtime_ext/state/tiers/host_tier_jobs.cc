@@ -36,8 +36,9 @@ int64_t HostTier::Begin(StoreLookup lookup) {
   const Lock lock(mutex_);
   if (is_closed_ || lookups_.size() >= kMaxLookups) return 0;
   for (const auto& other : lookups_) {
-    const bool is_same =
-        other->keys.back() == shared->keys.back() && other->values.size() == shared->values.size();
+    const bool is_same = other->keys.back() == shared->keys.back() &&
+                         other->values.size() == shared->values.size() && !other->is_question &&
+                         !shared->is_question;
     if (is_same) return other->ticket;
   }
   shared->ticket = ++last_id_;

@@ -36,6 +36,7 @@ struct StoreLookup {
   std::vector<Value> values;    // in the order of pages
   /*! \brief [value] that the store has -> indices of values to get, in order. */
   std::function<std::vector<size_t>(const std::vector<bool>&)> choose;
+  bool is_question = false;  // it only asks, and chooses nothing
 
   // The progress, which the tier keeps.
   int64_t ticket = 0;

@@ -27,10 +27,10 @@ def count(output: str, name: str) -> int:
 def test_no_page_is_wrong(tmp_path):
     seed = str(secrets.randbelow(2**32))
     print("seed", seed)
-    result = prove(tmp_path, "--steps", "800", "--seed", seed)
+    result = prove(tmp_path, "--steps", "1500", "--seed", seed)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "no page was wrong" in result.stdout
-    assert count(result.stdout, "steps") >= 800
+    assert count(result.stdout, "steps") >= 1500
     for name in ("device_tokens", "host_tokens", "store_tokens"):
         assert count(result.stdout, name) > 0
 

@@ -116,6 +116,7 @@ class Process:
 
     def __init__(self, seed: str, setup: Setup, num_steps: int) -> None:
         self.seed, self.counts = seed, Counts()
+        self.was_killed = False
         self._report, write_end = os.pipe()
         self.pid = os.fork()
         if self.pid:
@@ -154,6 +155,7 @@ class Process:
                     os.kill(self.pid, signal.SIGUSR1)  # tells where it is
                     time.sleep(1.0)
                 os.kill(self.pid, signal.SIGKILL)
+                self.was_killed = True
                 _, status = os.waitpid(self.pid, 0)
                 break
             time.sleep(0.002)
@@ -195,7 +197,7 @@ class Proof:
                 self.damage.once()  # under running processes
             faults.append(process.end(seconds))
             self.counts["processes"] += 1
-            self.counts["kills"] += is_killed
+            self.counts["kills"] += process.was_killed
             for name in COUNTS:
                 self.counts[name] += process.counts[name]
         if self.draw.random() < 0.5:

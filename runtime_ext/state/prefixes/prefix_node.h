@@ -9,11 +9,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
+#include "state/prefixes/prefix_children.h"
 #include "state/tiers/page_key.h"
 
 namespace pagedkv {
@@ -30,24 +29,13 @@ struct KeyedPage {
   int64_t num_hits = 0;
 };
 
-struct PrefixNode {
-  /*! \brief The order of siblings. */
-  struct TextOrder {
-    using is_transparent = void;
-    static bool Less(TokenSpan a, TokenSpan b) {
-      return std::lexicographical_compare(a.data, a.data + a.size, b.data, b.data + b.size);
-    }
-    template <typename A, typename B>
-    bool operator()(const A& a, const B& b) const {
-      return Less(FirstTokensOf(a), FirstTokensOf(b));
-    }
-    static TokenSpan FirstTokensOf(TokenSpan tokens) { return tokens; }
-    static TokenSpan FirstTokensOf(const std::unique_ptr<PrefixNode>& node) {
-      return node->TokensOf(0);
-    }
-  };
-  using Children = std::set<std::unique_ptr<PrefixNode>, TextOrder>;
+/*! \brief How many tokens two texts begin with in common. */
+inline int64_t NumCommon(TokenSpan a, TokenSpan b) {
+  const int64_t size = std::min(a.size, b.size);
+  return std::mismatch(a.data, a.data + size, b.data).first - a.data;
+}
 
+struct PrefixNode {
   PrefixNode(PrefixNode* parent, int64_t begin, int64_t page_size, size_t num_groups)
       : parent(parent), begin(begin), page_size(page_size), num_groups(num_groups) {}
 
@@ -109,7 +97,7 @@ struct PrefixNode {
   size_t num_groups;
   std::vector<int32_t> tokens;     // whole pages, or one page that is not full
   std::vector<StoredPage> stored;  // [page][group]
-  Children children;
+  PrefixChildren children;
   int64_t num_cursors = 0;
   std::string salt;  // of a root
   // Only in trees with keys.

@@ -6,39 +6,17 @@
 #include "state/prefixes/prefix_tree.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "base/error.h"
 
 namespace pagedkv {
 
-namespace {
-
-int64_t NumCommon(TokenSpan a, TokenSpan b) {
-  const int64_t size = std::min(a.size, b.size);
-  return std::mismatch(a.data, a.data + size, b.data).first - a.data;
-}
-
-}  // namespace
-
 PrefixTree::PrefixTree(int32_t page_size, std::vector<PagePool>* pools)
     : page_size_(page_size), pools_(pools), texts_(pools->size()) {}
 
 int64_t PrefixTree::FindChild(const PrefixNode& node, TokenSpan tokens, PrefixNode** child) const {
-  const TokenSpan page{tokens.data, std::min(tokens.size, page_size_)};
-  // In the order of texts, the one with the most tokens in common is a neighbour.
-  const auto next = node.children.lower_bound(page);
-  int64_t num_common = 0;
-  auto visit = [&](const std::unique_ptr<PrefixNode>& each) {
-    const int64_t count = NumCommon(each->TokensOf(0), page);
-    if (count <= num_common) return;
-    num_common = count;
-    *child = each.get();
-  };
-  if (next != node.children.end()) visit(*next);
-  if (num_common < page.size && next != node.children.begin()) visit(*std::prev(next));
-  return num_common;
+  return node.children.Find({tokens.data, std::min(tokens.size, page_size_)}, child);
 }
 
 void PrefixTree::EnableKeys(std::string space) {
@@ -156,7 +134,7 @@ PrefixNode* PrefixTree::AddChild(PrefixNode* parent, TokenSpan tokens) {
   std::unique_ptr<PrefixNode> node = MakeNode(parent, parent->end());
   node->Append(tokens);
   node->AddKey();
-  PrefixNode* child = parent->children.insert(std::move(node)).first->get();
+  PrefixNode* child = parent->children.Insert(std::move(node));
   num_tokens_ += tokens.size;
   ++num_nodes_;
   return child;
@@ -166,16 +144,11 @@ PrefixNode* PrefixTree::Split(PrefixNode* node, int64_t offset) {
   PrefixNode* parent = node->parent;
   std::unique_ptr<PrefixNode> above = MakeNode(parent, node->begin);
   for (int64_t i = 0; i < offset; ++i) above->Append(node->TokensOf(i));
-  PrefixNode::Children scratch;
-  scratch.insert(nullptr);  // allocates the element for `node`
-  auto below = scratch.extract(scratch.begin());
+  PrefixNode* upper = above.get();
+  upper->children.Reserve();
   // What follows cannot fail. The lower part stays the same object: cursors that are in the upper
   // part find it upwards.
-  PrefixNode* upper = above.get();
-  auto element = parent->children.extract(parent->children.find(node->TokensOf(0)));
-  below.value() = std::move(element.value());
-  element.value() = std::move(above);
-  parent->children.insert(std::move(element));
+  std::unique_ptr<PrefixNode> below = parent->children.Replace(node, std::move(above));
   upper->stored.assign(node->StoredOf(0), node->StoredOf(offset));
   if (has_keys_) upper->keyed.assign(node->keyed.begin(), node->keyed.begin() + offset);
   for (int64_t i = 0; i < offset; ++i) {
@@ -186,7 +159,7 @@ PrefixNode* PrefixTree::Split(PrefixNode* node, int64_t offset) {
   }
   node->EraseFront(offset);
   node->parent = upper;
-  upper->children.insert(std::move(below));
+  upper->children.Insert(std::move(below));
   ++num_nodes_;
   return upper;
 }
@@ -291,8 +264,7 @@ void PrefixTree::Erase(PrefixNode* node) noexcept {
   Forget(node, 0);
   num_tokens_ -= static_cast<int64_t>(node->tokens.size());
   --num_nodes_;
-  PrefixNode::Children& siblings = node->parent->children;
-  siblings.erase(siblings.find(node->TokensOf(0)));
+  node->parent->children.Remove(node);
 }
 
 void PrefixTree::Trim(PrefixNode* node) noexcept {
@@ -318,7 +290,7 @@ void PrefixTree::Clear() noexcept {
   for (auto& [salt, root] : roots_) {
     PrefixNode* node = root.get();
     while (node->parent != nullptr || !node->children.empty()) {
-      PrefixNode* next = node->children.empty() ? node->parent : node->children.begin()->get();
+      PrefixNode* next = node->children.empty() ? node->parent : node->children.front();
       if (node->children.empty()) Erase(node);
       node = next;
     }

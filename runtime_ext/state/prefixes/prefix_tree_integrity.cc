@@ -35,20 +35,21 @@ void PrefixTree::CheckNode(const PrefixNode& node) const {
       Raise(kRuntimeError, "page ", node.begin + i, " of a text has the key of another text");
     }
   }
+  node.children.CheckIntegrity();
   const PrefixNode* last = nullptr;
-  for (const auto& child : node.children) {
-    if (child->parent != &node) Raise(kRuntimeError, "a node of the prefix tree has two parents");
+  node.children.ForEach([&](const PrefixNode& child) {
+    if (child.parent != &node) Raise(kRuntimeError, "a node of the prefix tree has two parents");
     if (last != nullptr) {
       // What begins with the tokens of another comes right behind it in this order.
-      const TokenSpan a = last->TokensOf(0), b = child->TokensOf(0);
-      const bool is_beginning = a.size <= b.size && std::equal(a.data, a.data + a.size, b.data);
-      if (is_beginning || !PrefixNode::TextOrder::Less(a, b)) {
-        Raise(kRuntimeError, "siblings of the prefix tree at page ", child->begin,
+      const TokenSpan a = last->TokensOf(0), b = child.TokensOf(0);
+      if (NumCommon(a, b) == a.size ||
+          !std::lexicographical_compare(a.data, a.data + a.size, b.data, b.data + b.size)) {
+        Raise(kRuntimeError, "siblings of the prefix tree at page ", child.begin,
               " are not in order, or one is the beginning of the other");
       }
     }
-    last = child.get();
-  }
+    last = &child;
+  });
 }
 
 void PrefixTree::CheckIntegrity(std::map<const PrefixNode*, int64_t> num_cursors,
@@ -84,7 +85,7 @@ void PrefixTree::CheckIntegrity(std::map<const PrefixNode*, int64_t> num_cursors
         (*num_keepers)[g][stored.page] += IsKnown(g, stored);
       }
     }
-    for (const auto& child : node.children) stack.push_back(child.get());
+    node.children.ForEach([&](const PrefixNode& child) { stack.push_back(&child); });
   }
   if (!num_cursors.empty()) Raise(kRuntimeError, "a cursor is at no node of the prefix tree");
   for (size_t g = 0; g < num_groups(); ++g) {

@@ -14,6 +14,7 @@ from .random_world import CHUNK, MAX_BATCH, Operation, World
 
 RARE = 4
 
+
 def run(
     worlds: Sequence[World],
     operations: Sequence[Operation],

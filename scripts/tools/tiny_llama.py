@@ -56,17 +56,16 @@ class Attention(nn.Module):
         self.register_buffer("cos", torch.cat([angle, angle], -1).cos(), persistent=False)
         self.register_buffer("sin", torch.cat([angle, angle], -1).sin(), persistent=False)
 
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
-        n = x.shape[-2]
-        return x * self.cos[:n].to(x.dtype) + torch.cat([-second, first], -1) * self.sin[:n].to(
-            x.dtype
-        )
+        cos, sin = self.cos[positions].to(x.dtype), self.sin[positions].to(x.dtype)
+        return x * cos + torch.cat([-second, first], -1) * sin
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         b, n, _ = x.shape
-        q = self.rotate(self.q_proj(x).view(b, n, self.heads, self.dim).transpose(1, 2))
-        k = self.rotate(self.k_proj(x).view(b, n, self.kv_heads, self.dim).transpose(1, 2))
+        q = self.q_proj(x).view(b, n, self.heads, self.dim).transpose(1, 2)
+        k = self.k_proj(x).view(b, n, self.kv_heads, self.dim).transpose(1, 2)
+        q, k = self.rotate(q, positions), self.rotate(k, positions)
         v = self.v_proj(x).view(b, n, self.kv_heads, self.dim).transpose(1, 2)
         group = self.heads // self.kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -96,8 +95,8 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
         self.post_attention_layernorm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x))
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), positions)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -114,11 +113,17 @@ class Llama(nn.Module):
                 shrink = (2 * len(self.layers)) ** -0.5 if "o_proj" in name or "down" in name else 1
                 nn.init.normal_(parameter, std=0.04 * shrink)
 
-    def forward(self, ids: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Compute logits ``[k, vocab]`` at the k positions that bool ``[b, n]`` `counts` marks."""
+    def forward(
+        self, ids: torch.Tensor, counts: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute logits ``[k, vocab]`` at the k tokens that bool ``[b, n]`` `counts` marks.
+
+        The tokens are at `positions`, int64 ``[n]``; None: 0 and so on.
+        """
         x = self.embed_tokens(ids)
+        positions = torch.arange(ids.shape[1]) if positions is None else positions
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, positions)
         return F.linear(self.norm(x[counts]), self.embed_tokens.weight)
 
 
@@ -173,10 +178,12 @@ class Trainer:
     def run(
         self,
         steps: int,
-        batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+        batch: Callable[[int], tuple[torch.Tensor, ...]],
         save: Callable[[], None] = lambda: None,
     ) -> float:
-        """Train on ``batch(step)``: ids int64 ``[b, n]``, and targets of which -100 do not count.
+        """Train on ``batch(step)``: ids and targets int64 ``[b, n]``, then positions or nothing.
+
+        Targets of -100 do not count.
 
         Returns
         -------
@@ -191,10 +198,10 @@ class Trainer:
             cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps))
             for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
                 optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / 50) * cosine
-            inputs, targets = batch(step)
+            inputs, targets, *positions = batch(step)
             counts = targets != -100
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bfloat16):
-                logits = self.model(inputs, counts)
+                logits = self.model(inputs, counts, *positions)
             loss = F.cross_entropy(logits.float(), targets[counts])
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,15 +67,20 @@ class _Source:
 @contextmanager
 def when_called() -> Iterator[None]:
     """Compile each kernel of a cache on the CPU at its first call."""
-    load = build._load
+    load, build_set = build._load, build._build_set
+    of_thread = threading.local()  # whether it makes a cache, for several may do so at once
 
     def find_names(spec: KernelSpec, target: Target, progress: Any) -> tuple:
+        if not getattr(of_thread, "makes_cache", False):
+            return build_set(spec, target, progress)
         return {name: name for name in tir_kernels.kernel_names(spec)}, _Source(spec, target)
 
     def find_sets(*arguments: Any) -> build.KernelLibraries:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "_build_set", find_names)
+        of_thread.makes_cache = True
+        try:
             return build.build_libraries(*arguments)
+        finally:
+            of_thread.makes_cache = False
 
     def load_later(symbols: Mapping[str, str], source: Any) -> Mapping[str, tvm.ffi.Function]:
         if not isinstance(source, _Source):
@@ -83,6 +89,7 @@ def when_called() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_load", load_later)
+        patch.setattr(build, "_build_set", find_names)
         for module in _MAKE_CACHES:
             patch.setattr(module, "build_libraries", find_sets)
         yield

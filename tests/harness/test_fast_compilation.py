@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests compile less of: nothing of it outlives the test."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+import tvm_pagedkv as pkv
+from tvm_pagedkv.compiler import build
+
+from ..support import fast_compilation
+
+
+def test_threads_that_make_caches_at_once_leave_the_compiler_as_it_was(monkeypatch):
+    create = importlib.import_module("tvm_pagedkv.compiler.create")  # the package has a function so
+    config = pkv.KVCacheConfig(num_layers=1, num_qo_heads=1, num_kv_heads=1, qk_head_dim=8)
+    before = build._build_set, build._load
+    inside = threading.Barrier(2)  # both threads are within
+    monkeypatch.setattr(build, "warn_if_slow", lambda spec: inside.wait(60))
+    for _ in range(40):  # they leave in either order
+        with fast_compilation.when_called():
+            made = []
+            threads = [
+                threading.Thread(target=lambda: made.append(create.build_libraries(config)))
+                for _ in range(2)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(made) == 2
+            assert all(
+                isinstance(source, fast_compilation._Source)
+                for built in made
+                for _, source in built.libraries
+            )
+        assert (build._build_set, build._load) == before
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -13,8 +13,10 @@
 #include <string>
 #include <utility>
 
+#include "base/checksum.h"
 #include "base/error.h"
 #include "bundle/bundle.h"
+#include "device/device_memory.h"
 #include "ffi/arguments.h"
 #include "ffi/cache_object.h"
 #include "ffi/loading.h"
@@ -222,11 +224,24 @@ PagedKVCache Create(ffi::Map<ffi::String, ffi::Any> config, ffi::AnyView kernels
   return Translate([&] { return PagedKVCache(CacheConfig::FromNamed(config, kernels, device)); });
 }
 
+/*! \brief What stores add to their values. The caller computes it without Python's global lock. */
+int64_t ChecksumOf(const ffi::Tensor& bytes, int64_t seed) {
+  return Translate([&] {
+    if (!bytes.defined()) Raise(kTypeError, "checksum takes a tensor, got None");
+    if (!IsHost(bytes.device()) || !bytes.IsContiguous() || bytes.dtype() != kByte) {
+      Raise(kValueError, "checksum takes contiguous bytes in host memory");
+    }
+    const char* data = static_cast<const char*>(bytes.data_ptr()) + bytes.byte_offset();
+    return static_cast<int64_t>(Checksum(data, bytes.numel(), static_cast<uint64_t>(seed)));
+  });
+}
+
 void DefineOwnNames() {
   tvm::ffi::reflection::GlobalDef()
       .def("pagedkv.create", Create)
       .def("pagedkv.attention_with_sinks", AttentionWithSinks)
       .def("pagedkv.attention_with_shared_kv_and_sinks", SharedAttentionWithSinks)
+      .def("pagedkv.checksum", ChecksumOf)
       .def("pagedkv.library",
            [] {
              return ffi::Map<ffi::String, ffi::String>{{"version", TVM_PAGEDKV_VERSION},

@@ -61,15 +61,17 @@ bool PrefixTiers::Flush(double seconds) {
   return !tier_.defined() || tier_->Flush(seconds);
 }
 
-void PrefixTiers::Load(int64_t sequence_id, const std::vector<PageLoad>& loads) {
-  if (transfers_ == nullptr) return;
+bool PrefixTiers::Load(int64_t sequence_id, const std::vector<PageLoad>& loads) {
+  if (transfers_ == nullptr) return true;
+  bool is_whole = false;
   try {
-    transfers_->Load(loads);
+    is_whole = transfers_->Load(loads);
   } catch (...) {
     table_->CancelLoads(sequence_id, loads);
     throw;
   }
-  table_->FinishLoads(sequence_id, loads);
+  is_whole ? table_->FinishLoads(sequence_id, loads) : table_->CancelLoads(sequence_id, loads);
+  return is_whole;
 }
 
 void PrefixTiers::CheckIntegrity() const {

@@ -53,8 +53,11 @@ class PrefixTiers {
   bool Wait(int64_t ticket, double seconds) {
     return ticket == 0 || tier_->tier()->Wait(ticket, seconds);
   }
-  /*! \brief Fills the pages of a new sequence, or removes it again. */
-  void Load(int64_t sequence_id, const std::vector<PageLoad>& loads);
+  /*!
+   * \brief Fills the pages of a new sequence, or removes it again.
+   * \return Whether all values were whole. Those that were not are gone.
+   */
+  bool Load(int64_t sequence_id, const std::vector<PageLoad>& loads);
   /*! \throws Error (RuntimeError). */
   void CheckIntegrity() const;
   /*! \brief Counts since the tiers were opened, and sizes now; empty without tiers. */

@@ -75,10 +75,11 @@ int64_t Prefixes::AddWithin(int64_t sequence_id, const TokenIds& tokens, const f
   if (seconds > 0 && table_->Find(sequence_id) == nullptr) {
     tiers_->Wait(table_->prefixes().Prefetch(salt, span), seconds);
   }
-  std::vector<PageLoad> loads;
-  const int64_t length = table_->AddWithPrefix(sequence_id, salt, span, &loads);
-  tiers_->Load(sequence_id, loads);
-  return length;
+  for (;;) {  // ends: there are fewer values after each damaged one
+    std::vector<PageLoad> loads;
+    const int64_t length = table_->AddWithPrefix(sequence_id, salt, span, &loads);
+    if (tiers_->Load(sequence_id, loads)) return length;
+  }
 }
 
 int64_t Prefixes::Prefetch(const TokenIds& tokens, const ffi::Bytes& salt) {

@@ -5,6 +5,7 @@
  */
 #include "state/tiers/host_tier.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <set>
@@ -49,6 +50,7 @@ class Fixture {
     const int32_t tokens[kPageSize] = {number, 1, 2, 3};
     const int32_t slot = tier.Pin(0, TextOf(tokens));
     if (slot < 0) return -1;
+    REQUIRE(tier.Verify(slot, tier.LayoutOf(slot).ChecksumOfData(tier.ValueOf(slot))));
     const std::string expected(page_bytes_, static_cast<char>(number));
     REQUIRE_EQ(std::string(tier.DataOf(slot), page_bytes_), expected);
     return slot;
@@ -66,8 +68,16 @@ class Fixture {
   HostTier tier;
 };
 
+void Seal(const PageValueLayout& layout, const PageText& text, char* value) {
+  layout.Seal(text, layout.ChecksumOfData(value), value);
+}
+
+bool IsWhole(const PageValueLayout& layout, const char* value) {
+  return layout.IsWhole(layout.ChecksumOfData(value), value);
+}
+
 TEST_CASE("checksum: every bit counts") {
-  for (size_t size : {0, 8, 56, 64, 72, 192}) {
+  for (size_t size : {0, 8, 56, 64, 72, 192, 300, 1100}) {
     std::string bytes(size, 'x');
     std::set<uint64_t> seen{Checksum(bytes.data(), size)};
     for (size_t bit = 0; bit < 8 * size; ++bit) {
@@ -79,6 +89,7 @@ TEST_CASE("checksum: every bit counts") {
   }
   const std::string zeros(128, '\0');
   REQUIRE_NE(Checksum(zeros.data(), 64), Checksum(zeros.data(), 128));
+  REQUIRE_NE(Checksum(zeros.data(), 64), Checksum(zeros.data(), 64, 1));
 }
 
 TEST_CASE("page keys: everything counts, and parts do not run into each other") {
@@ -101,19 +112,39 @@ TEST_CASE("page values: a bit that flips anywhere is found") {
   const PageText text = Fixture::TextOf(tokens);
   const PageValueLayout layout(0, kPageSize, 24);
   std::vector<char> value(layout.num_bytes(), 'x');
-  layout.Seal(text, value.data());
-  REQUIRE(layout.IsWhole(value.data()));
+  Seal(layout, text, value.data());
+  REQUIRE(IsWhole(layout, value.data()));
   REQUIRE(layout.IsOf(text, value.data()));
   for (size_t bit = 0; bit < 8 * value.size(); ++bit) {
     value[bit / 8] ^= static_cast<char>(1 << bit % 8);
-    REQUIRE_FALSE(layout.IsWhole(value.data()));
+    REQUIRE_FALSE(IsWhole(layout, value.data()));
     value[bit / 8] ^= static_cast<char>(1 << bit % 8);
   }
-  REQUIRE_FALSE(PageValueLayout(1, kPageSize, 24).IsWhole(value.data()));  // of another group
+  REQUIRE_FALSE(IsWhole(PageValueLayout(1, kPageSize, 24), value.data()));  // of another group
   const int32_t other[kPageSize] = {5, 6, 7, 9};
   PageText collision = Fixture::TextOf(other);
   collision.key = text.key;
   REQUIRE_FALSE(layout.IsOf(collision, value.data()));
+}
+
+TEST_CASE("page values: blocks count at their places, to the last byte") {
+  constexpr int64_t kBlock = PageValueLayout::kBlockBytes;
+  const int32_t tokens[kPageSize] = {5, 6, 7, 8};
+  const PageValueLayout layout(0, kPageSize, 2 * kBlock + 40);
+  REQUIRE_EQ(layout.num_blocks(), 3);
+  std::vector<char> value(layout.num_bytes(), '\0');
+  char* data = value.data() + layout.data_offset();
+  std::memset(data, 'a', kBlock);
+  std::memset(data + kBlock, 'b', kBlock);
+  Seal(layout, Fixture::TextOf(tokens), value.data());
+  REQUIRE(IsWhole(layout, value.data()));
+  for (int64_t byte : {int64_t{0}, kBlock - 1, kBlock, 2 * kBlock, 2 * kBlock + 39}) {
+    data[byte] ^= 1;
+    REQUIRE_FALSE(IsWhole(layout, value.data()));
+    data[byte] ^= 1;
+  }
+  std::swap_ranges(data, data + kBlock, data + kBlock);
+  REQUIRE_FALSE(IsWhole(layout, value.data()));
 }
 
 TEST_CASE("host tier: the least recently used value goes, but none with a pin") {

@@ -39,19 +39,28 @@ class TestTier final : public PageSaver {
 
   HostTier* tier() { return &tier_; }
 
-  void Save(int32_t group, int32_t page, const PageText& text) noexcept override {
-    const int32_t slot = tier_.Reserve(group, text.key);
-    if (slot < 0) return;
-    if (setup_.has_faults && Below(16) == 0) return tier_.Cancel(slot);
-    std::memcpy(tier_.DataOf(slot), (*slots_)[group].data() + page * page_size_,
-                page_bytes_[group]);
-    tier_.Publish(slot, text);
+  void Save(const std::vector<PageSave>& saves) noexcept override {
+    for (const auto& [group, page, text] : saves) {
+      const int32_t slot = tier_.Reserve(group, text.key);
+      if (slot < 0) continue;
+      if (setup_.has_faults && Below(16) == 0) {
+        tier_.Cancel(slot);
+        continue;
+      }
+      std::memcpy(tier_.DataOf(slot), (*slots_)[group].data() + page * page_size_,
+                  page_bytes_[group]);
+      tier_.Publish(slot, text);
+    }
   }
-  void Load(const std::vector<PageLoad>& loads) {
+  bool Load(const std::vector<PageLoad>& loads) {
+    bool is_whole = true;
     for (const PageLoad& load : loads) {
+      const uint64_t checksum = tier_.LayoutOf(load.slot).ChecksumOfData(tier_.ValueOf(load.slot));
+      is_whole = tier_.Verify(load.slot, checksum) && is_whole;
       std::memcpy((*slots_)[load.group].data() + load.page * page_size_, tier_.DataOf(load.slot),
                   page_bytes_[load.group]);
     }
+    return is_whole;
   }
   /*! \brief Damages a byte of the memory, values and headers alike. */
   void Damage() {

@@ -8,6 +8,9 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <limits>
+
+#include "device/parallel.h"
 
 namespace pagedkv {
 
@@ -22,6 +25,17 @@ std::vector<int64_t> PageBytesOf(const LayerStorage& storage) {
   return page_bytes;
 }
 
+PageTransfers::PageTransfers(const LayerStorage& storage, StreamOrder* order, HostTier* tier,
+                             ffi::Tensor memory)
+    : storage_(storage), order_(order), tier_(tier), memory_(std::move(memory)) {
+  for (const LayerGroup& group : storage.groups()) {
+    std::vector<int64_t>& offsets = offsets_.emplace_back(1, 0);
+    for (int64_t index : group.layers) {
+      offsets.push_back(offsets.back() + storage.layers()[index].layout.page_bytes);
+    }
+  }
+}
+
 template <typename Copy>
 void PageTransfers::ForEachLayer(int32_t group, int32_t slot, Copy copy) const {
   const char* begin = static_cast<const char*>(memory_.data_ptr());
@@ -33,38 +47,134 @@ void PageTransfers::ForEachLayer(int32_t group, int32_t slot, Copy copy) const {
   }
 }
 
-void PageTransfers::Save(int32_t group, int32_t page, const PageText& text) noexcept {
-  const int32_t slot = tier_->Reserve(group, text.key);
-  if (slot < 0) return;
+uint64_t PageTransfers::CopyBlock(Direction direction, const PageLoad& value, int64_t block) const {
+  const PageValueLayout& layout = tier_->LayoutOf(value.slot);
+  const std::vector<int64_t>& offsets = offsets_[value.group];
+  const std::vector<int64_t>& layers = storage_.groups()[value.group].layers;
+  char* data = tier_->DataOf(value.slot);
+  const int64_t block_begin = block * PageValueLayout::kBlockBytes;
+  const int64_t block_end = std::min(block_begin + PageValueLayout::kBlockBytes, offsets.back());
+  size_t i = std::upper_bound(offsets.begin(), offsets.end(), block_begin) - offsets.begin() - 1;
+  for (; i < layers.size() && offsets[i] < block_end; ++i) {
+    const StoredLayer& layer = storage_.layers()[layers[i]];
+    const int64_t begin = std::max(block_begin - offsets[i], int64_t{0});
+    const int64_t end = std::min(block_end - offsets[i], layer.layout.page_bytes);
+    char* in_page = static_cast<char*>(layer.pages.data_ptr()) + layer.pages.byte_offset() +
+                    value.page * layer.layout.page_bytes;
+    char* in_slot = data + offsets[i];
+    if (direction == Direction::kLoad) {
+      std::memcpy(in_page + begin, in_slot + begin, end - begin);
+    } else {  // what was never written does not leave the cache
+      const int64_t used_end = std::clamp(layer.layout.used_bytes(), begin, end);
+      std::memcpy(in_slot + begin, in_page + begin, used_end - begin);
+      std::memset(in_slot + used_end, 0, end - used_end);
+    }
+  }
+  // Behind the copy, which has brought the block into the CPU's cache.
+  return layout.ChecksumOfBlock(tier_->ValueOf(value.slot), block);
+}
+
+std::vector<uint64_t> PageTransfers::CopyBlocks(Direction direction,
+                                                const std::vector<PageLoad>& values) const {
+  constexpr int64_t kMinParallel = 32;
+  struct Block {
+    size_t value;
+    int64_t block;
+    uint64_t checksum;
+  };
+  std::vector<Block> blocks;
+  for (size_t i = 0; i < values.size(); ++i) {
+    const int64_t num_blocks = tier_->LayoutOf(values[i].slot).num_blocks();
+    for (int64_t b = 0; b < num_blocks; ++b) blocks.push_back({i, b, 0});
+  }
+  const bool is_host = IsHost(storage_.device());
+  ParallelFor(static_cast<int64_t>(blocks.size()), kMinParallel, [&](int64_t i) {
+    const PageLoad& value = values[blocks[i].value];
+    blocks[i].checksum = is_host
+                             ? CopyBlock(direction, value, blocks[i].block)
+                             : tier_->LayoutOf(value.slot)
+                                   .ChecksumOfBlock(tier_->ValueOf(value.slot), blocks[i].block);
+  });
+  std::vector<uint64_t> checksums(values.size(), 0);
+  for (const Block& block : blocks) checksums[block.value] ^= block.checksum;
+  return checksums;
+}
+
+void PageTransfers::Save(const std::vector<PageSave>& saves) noexcept {
+  try {
+    IsHost(storage_.device()) ? SaveOnHost(saves) : Queue(saves);
+  } catch (const std::exception&) {
+    num_failed_saves_ += static_cast<int64_t>(saves.size());
+  }
+}
+
+void PageTransfers::SaveOnHost(const std::vector<PageSave>& saves) {
+  // So few at a time that slots of pages which are saved now need not make room for one another.
+  int64_t limit = std::numeric_limits<int64_t>::max();
+  for (size_t g = 0; g < offsets_.size(); ++g) {
+    limit = std::min<int64_t>(limit, std::max(tier_->num_slots(static_cast<int32_t>(g)) / 2, 1));
+  }
+  for (size_t begin = 0; begin < saves.size();) {
+    const size_t end = std::min(saves.size(), begin + static_cast<size_t>(limit));
+    std::vector<PageLoad> values;
+    std::vector<const PageText*> texts;
+    values.reserve(end - begin);
+    texts.reserve(end - begin);
+    for (; begin < end; ++begin) {
+      const PageSave& save = saves[begin];
+      const int32_t slot = tier_->Reserve(save.group, save.text.key);
+      if (slot < 0) continue;
+      values.push_back({save.group, -1, slot, save.page});
+      texts.push_back(&save.text);
+    }
+    std::vector<uint64_t> checksums;
+    try {
+      checksums = CopyBlocks(Direction::kSave, values);
+    } catch (...) {
+      for (const PageLoad& value : values) tier_->Cancel(value.slot);
+      throw;
+    }
+    for (size_t i = 0; i < values.size(); ++i) {
+      tier_->Publish(values[i].slot, *texts[i], checksums[i]);
+    }
+  }
+}
+
+void PageTransfers::Queue(const std::vector<PageSave>& saves) {
+  for (const PageSave& save : saves) {
+    const int32_t slot = tier_->Reserve(save.group, save.text.key);
+    if (slot >= 0) QueueOne(save, slot);
+  }
+}
+
+void PageTransfers::QueueOne(const PageSave& save, int32_t slot) noexcept {
   try {
     const StreamOrder::Call on_stream(order_);
-    const DLDevice device = storage_.device();
-    void* stream = CurrentStream(device);
+    void* stream = CurrentStream(storage_.device());
     char* memory = static_cast<char*>(memory_.data_ptr());
-    ForEachLayer(group, slot, [&](const StoredLayer& layer, int64_t offset) {
+    ForEachLayer(save.group, slot, [&](const StoredLayer& layer, int64_t offset) {
       const SlotLayout& layout = layer.layout;
-      CopyBytes(layer.pages, page * layout.page_bytes, memory_, offset, layout.used_bytes(),
+      CopyBytes(layer.pages, save.page * layout.page_bytes, memory_, offset, layout.used_bytes(),
                 stream);
-      // What was never written does not leave the cache.
       std::memset(memory + offset + layout.used_bytes(), 0,
                   layout.page_bytes - layout.used_bytes());
     });
-    if (IsHost(device)) return tier_->Publish(slot, text);
-    std::vector<int32_t> tokens(text.tokens.data, text.tokens.data + text.tokens.size);
-    PageText own = text;
+    const TokenSpan text = save.text.tokens;
+    std::vector<int32_t> tokens(text.data, text.data + text.size);
+    PageText own = save.text;
     own.tokens.data = tokens.data();
     queued_.push_back({slot, own, std::move(tokens)});
   } catch (const std::exception&) {
     // What is queued may still write to the slot.
     try {
-      if (!IsHost(storage_.device())) order_->Synchronize();
+      order_->Synchronize();
     } catch (const std::exception&) {
     }
     ++num_failed_saves_;
     return tier_->Cancel(slot);
   }
   constexpr size_t kMaxQueued = 1024;
-  const size_t limit = std::min<size_t>(kMaxQueued, tier_->num_slots(group) / 2);
+  const size_t limit = std::min<size_t>(kMaxQueued, tier_->num_slots(save.group) / 2);
   if (queued_.size() > limit) Settle();
 }
 
@@ -86,10 +196,16 @@ void PageTransfers::Settle() noexcept {
   queued_.clear();
 }
 
-void PageTransfers::Load(const std::vector<PageLoad>& loads) {
-  if (loads.empty()) return;
+bool PageTransfers::Load(const std::vector<PageLoad>& loads) {
+  if (loads.empty()) return true;
   const StreamOrder::Call on_stream(order_);
   const DLDevice device = storage_.device();
+  const std::vector<uint64_t> checksums = CopyBlocks(Direction::kLoad, loads);
+  bool is_whole = true;
+  for (size_t i = 0; i < loads.size(); ++i) {
+    is_whole = tier_->Verify(loads[i].slot, checksums[i]) && is_whole;
+  }
+  if (!is_whole || IsHost(device)) return is_whole;
   void* stream = CurrentStream(device);
   for (const PageLoad& load : loads) {
     ForEachLayer(load.group, load.slot, [&](const StoredLayer& layer, int64_t offset) {
@@ -97,7 +213,8 @@ void PageTransfers::Load(const std::vector<PageLoad>& loads) {
       CopyBytes(memory_, offset, layer.pages, load.page * page_bytes, page_bytes, stream);
     });
   }
-  if (!IsHost(device)) Synchronize(device, stream);
+  Synchronize(device, stream);
+  return true;
 }
 
 }  // namespace pagedkv

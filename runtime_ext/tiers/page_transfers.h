@@ -2,6 +2,9 @@
 /*!
  * \file page_transfers.h
  * \brief Pages of the layers to slots of the host tier and back, in the stream order of the cache.
+ *
+ * Between pools and slots that are both in host memory, TVM's threads copy blocks, and compute the
+ * checksum of each while it is in the cache of their CPU.
  */
 #ifndef TVM_PAGEDKV_TIERS_PAGE_TRANSFERS_H_
 #define TVM_PAGEDKV_TIERS_PAGE_TRANSFERS_H_
@@ -28,19 +31,22 @@ class PageTransfers final : public PageSaver {
    * \brief All must outlive this.
    * \param memory The memory of the tier's slots.
    */
-  PageTransfers(const LayerStorage& storage, StreamOrder* order, HostTier* tier, ffi::Tensor memory)
-      : storage_(storage), order_(order), tier_(tier), memory_(std::move(memory)) {}
+  PageTransfers(const LayerStorage& storage, StreamOrder* order, HostTier* tier,
+                ffi::Tensor memory);
 
   /*!
    * \brief On a device, the copy is queued: Settle lets others find the value.
    *
    * The host must not wait for the device in every step.
    */
-  void Save(int32_t group, int32_t page, const PageText& text) noexcept override;
+  void Save(const std::vector<PageSave>& saves) noexcept override;
   /*! \brief Waits for queued copies, if there are any. */
   void Settle() noexcept;
-  /*! \brief Fills pages. They may be read in stream order; their slots are free to go on return. */
-  void Load(const std::vector<PageLoad>& loads);
+  /*!
+   * \brief Fills pages. They may be read in stream order; their slots are free to go on return.
+   * \return Whether all values were whole. Those that were not are gone.
+   */
+  bool Load(const std::vector<PageLoad>& loads);
   /*! \brief Copies that failed, such as those of a device that is lost. */
   int64_t num_failed_saves() const { return num_failed_saves_; }
 
@@ -51,14 +57,25 @@ class PageTransfers final : public PageSaver {
     std::vector<int32_t> tokens;  // moving it leaves its data in place
   };
 
+  void SaveOnHost(const std::vector<PageSave>& saves);
+  void Queue(const std::vector<PageSave>& saves);
+  void QueueOne(const PageSave& save, int32_t slot) noexcept;
+
+  enum class Direction { kSave, kLoad };
+
   /*! \brief Calls copy(layer, offset in the memory of the tier) for each layer of a group. */
   template <typename Copy>
   void ForEachLayer(int32_t group, int32_t slot, Copy copy) const;
+  /*! \brief Copies a block of a value on the host. \return What it adds to the checksum. */
+  uint64_t CopyBlock(Direction direction, const PageLoad& value, int64_t block) const;
+  /*! \brief [value] checksums of the data. On the host, this copies them to or from their pages. */
+  std::vector<uint64_t> CopyBlocks(Direction direction, const std::vector<PageLoad>& values) const;
 
   const LayerStorage& storage_;
   StreamOrder* order_;
   HostTier* tier_;
   ffi::Tensor memory_;
+  std::vector<std::vector<int64_t>> offsets_;  // [group][layer] in the data of a value, and the end
   std::vector<QueuedSave> queued_;
   int64_t num_failed_saves_ = 0;
 };

@@ -36,7 +36,8 @@ T FieldOf(const ffi::Map<ffi::String, ffi::Any>& map, const char* name) {
 int64_t Address(const ffi::Tensor& memory) { return reinterpret_cast<int64_t>(memory.data_ptr()); }
 
 int64_t Padding(const ffi::Tensor& memory) {
-  return (kValueAlignment - Address(memory) % kValueAlignment) % kValueAlignment;
+  constexpr int64_t kBlock = HostSlots::kBlockAlignment;
+  return (kBlock - Address(memory) % kBlock) % kBlock;
 }
 
 }  // namespace
@@ -84,7 +85,7 @@ PrefixTierObj::PrefixTierObj(const PrefixTierOptions& options, int32_t page_size
     Raise(kValueError, "host_bytes is ", options.host_bytes, ", but a page of all layers takes ",
           bytes_per_page);
   }
-  const int64_t num_bytes = num_slots * bytes_per_page + kValueAlignment;
+  const int64_t num_bytes = num_slots * bytes_per_page + HostSlots::kBlockAlignment;
   RequireHostMemory(static_cast<double>(num_bytes));
   memory_ = AllocateTensor({num_bytes}, kByte, StagingDevice(device), UncountedBytes());
   char* begin = static_cast<char*>(memory_.data_ptr()) + Padding(memory_);
@@ -109,9 +110,15 @@ ffi::Map<ffi::String, ffi::Any> PrefixTierObj::NextJob(double seconds) {
 
 ffi::Array<ffi::String> PrefixTierObj::FinishJob(int64_t id, const ffi::Bytes& results) {
   std::vector<bool> flags;
-  for (size_t i = 0; i < results.size(); ++i) flags.push_back(results.data()[i] != 0);
+  bool are_verified = true;
+  for (size_t i = 0; i < results.size(); ++i) {
+    flags.push_back(results.data()[i] != 0);
+    are_verified = are_verified && results.data()[i] != 1;
+  }
   ffi::Array<ffi::String> lines;
-  for (const std::string& line : tier_->FinishJob(id, flags)) lines.push_back(line);
+  for (const std::string& line : tier_->FinishJob(id, flags, are_verified)) {
+    lines.push_back(line);
+  }
   return lines;
 }
 

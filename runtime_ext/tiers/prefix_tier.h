@@ -54,7 +54,8 @@ class PrefixTierObj : public ffi::Object {
   // What workers call, without the cache. Each may block without Python's global lock.
   /*! \return The job's kind, id, keys, addresses and sizes; kind "none" or "closed" without one. */
   ffi::Map<ffi::String, ffi::Any> NextJob(double seconds);
-  /*! \param results A byte for each key, 0 for no. \return Lines to log. */
+  /*! \param results A byte for each key: 0 no, 1 yes, 2 verified by the store. \return Lines to
+   * log. */
   ffi::Array<ffi::String> FinishJob(int64_t id, const ffi::Bytes& results);
   bool Wait(int64_t ticket, double seconds) { return tier_->Wait(ticket, seconds); }
   bool Flush(double seconds) { return tier_->Flush(seconds); }

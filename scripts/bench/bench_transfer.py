@@ -70,8 +70,8 @@ def answer(sender: Sender, cache) -> None:
     request = sender.next_request()
     cache.add_sequence(0)
     send = sender.send(request, 0)
-    with cache.forward([0], [request.length]):
-        pass
+    cache.begin_forward([0], [request.length])
+    cache.end_forward()  # unlike `forward`, it does not ask for attention
     sender.finish(send)
     cache.remove_sequence(0)
     return send

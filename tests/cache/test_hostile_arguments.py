@@ -65,9 +65,9 @@ OTHERS = {
     OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime", OWN + "library",
 }  # fmt: skip
 # Their arguments have no cache: test_hostile_creation.py, test_transfer_messages.py,
-# test_hostile_bundles.py, test_prefix_stores.py.
+# test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py.
 WITHOUT_CACHE = {
-    *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions",
+    *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions", OWN + "checksum",
     OWN + "load_bundle", OWN + "choose_bundle_target",
     *(f"{OWN}tier_{name}" for name in ("next_job", "finish_job", "wait", "flush")),
     OWN + "tier_close", OWN + "tier_memory",

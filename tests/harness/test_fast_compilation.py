@@ -21,10 +21,11 @@ def test_threads_that_make_caches_at_once_leave_the_compiler_as_it_was(monkeypat
     for _ in range(40):  # they leave in either order
         with fast_compilation.when_called():
             made = []
-            threads = [
-                threading.Thread(target=lambda: made.append(create.build_libraries(config)))
-                for _ in range(2)
-            ]
+
+            def make(made: list = made) -> None:
+                made.append(create.build_libraries(config))
+
+            threads = [threading.Thread(target=make) for _ in range(2)]
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -26,6 +26,7 @@ LEVELS = [
     {"inspect", "bundle"},
     {"ffi"},
 ]
+VENDORED = "third_party/"  # below everything
 STANDARD_ONLY = ("base", "state/")
 PROGRAMS = {"tests", "fuzz", "bench", "example", "third_party"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
@@ -53,6 +54,8 @@ def find_violations(root: Path) -> list[str]:
             to = folder_of(target)
             if kind == "<" and to in ("tvm", "dlpack") and folder.startswith(STANDARD_ONLY):
                 violations.append(f"{name} includes <{target}>")
+            if target.startswith(VENDORED):
+                continue
             if kind == '"' and to != folder and level_of.get(to, len(LEVELS)) >= level_of[folder]:
                 violations.append(f'{name} includes "{target}"')
     return violations

@@ -63,6 +63,8 @@ class DiskStore:
     value is removed when it is found.
     """
 
+    verifies_values = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],

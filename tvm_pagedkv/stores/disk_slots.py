@@ -16,17 +16,20 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
+import numpy as np
+import tvm_ffi
+
+from .._functions import global_function
 from .memory import view
 
 BLOCK = 4096
-_FOOTER = struct.Struct("<8s32sQQ")  # magic, key, size, checksum
-_MAGIC = b"pkvslot1"
+_FOOTER = struct.Struct("<8s32sQq")  # magic, key, size, checksum
+_MAGIC = b"pkvslot2"
 # Adjacent slots are read or written by one call up to this size, larger values by one call each.
 _RUN_BYTES = 1 << 20
 
@@ -47,8 +50,12 @@ class Piece(NamedTuple):
 
 
 def checksum(body: memoryview, tail: memoryview) -> int:
-    """Return the CRC-32 of a slot's value. It finds damage, not intent."""
-    return zlib.crc32(tail, zlib.crc32(body))
+    """Return the checksum of a slot's value, 64 bits. It finds damage, not intent."""
+    of_bytes, result = global_function("pagedkv.checksum"), 0
+    for part in (body, tail):
+        if len(part):
+            result = of_bytes(tvm_ffi.from_dlpack(np.frombuffer(part, np.uint8)), result)
+    return result
 
 
 class SlotFile:

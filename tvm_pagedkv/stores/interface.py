@@ -14,6 +14,9 @@ class PageStore(Protocol):
     read. Addresses are of host memory that stays valid during the call. A store may lose values at
     any time, and may be used by several processes. Methods may raise any exception: the cache
     takes it for a miss. They are called by one thread at a time.
+
+    A store whose `get_into` verifies checksums of its own can say so by an attribute
+    ``verifies_values = True``: then the cache verifies its own one only when a page is filled.
     """
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:

@@ -54,6 +54,7 @@ void PrefixIndex::TakePages(Sequence* sequence, int64_t length,
 
 int64_t PrefixIndex::Begin(Sequence* sequence, const std::string& salt, TokenSpan tokens,
                            std::vector<PageLoad>* loads) {
+  counts_before_ = counts_;
   std::unique_ptr<TokenRecord> record = ReserveRecord(tokens.size);
   const PrefixTree::Cursor root = tree_.Enter(salt);
   int64_t length;
@@ -109,13 +110,7 @@ void PrefixIndex::StorePages(const Sequence& sequence, const PrefixTree::TextPag
     } else if (sequence.receive == nullptr) {  // a receive moves the first page on by itself
       page = histories_->PageBehind(sequence, g, text.index);
     }
-    if (page < 0) continue;
-    tree_.Store(text, g, page);
-    const bool is_full =
-        text.node->TokensOf(text.index - text.node->begin).size == geometry_->page_size();
-    if (tier_ != nullptr && policy_.writes == TierWrites::kThrough && is_full) {
-      saver_->Save(g, page, tree_.TextOf(text));
-    }
+    if (page >= 0) tree_.Store(text, g, page);
   }
 }
 
@@ -124,6 +119,7 @@ void PrefixIndex::AddRecordedPages(Sequence* sequence) noexcept {
   TokenRecord& record = *sequence->tokens;
   const auto num_tokens = static_cast<int64_t>(record.tail.size());
   if (num_tokens < page_size) return;
+  const int64_t begin = record.cursor.num_pages;
   int64_t used = 0;
   try {
     for (; num_tokens - used >= page_size; used += page_size) {
@@ -133,7 +129,16 @@ void PrefixIndex::AddRecordedPages(Sequence* sequence) noexcept {
     return Drop(sequence);  // others will not find the rest of this text
   }
   record.tail.erase(record.tail.begin(), record.tail.begin() + used);
-  if (tier_ != nullptr && policy_.writes == TierWrites::kThrough) Touch(record.cursor);
+  if (tier_ == nullptr || policy_.writes != TierWrites::kThrough) return;
+  try {
+    std::vector<PrefixTree::TextPage> texts;
+    for (int64_t i = begin; i < record.cursor.num_pages; ++i) {
+      texts.push_back(tree_.At(record.cursor, i));
+    }
+    SavePages(texts);
+  } catch (const std::bad_alloc&) {  // others will not find them there
+  }
+  Touch(record.cursor);
 }
 
 void PrefixIndex::TruncateRecord(TokenRecord* record, int64_t length) noexcept {

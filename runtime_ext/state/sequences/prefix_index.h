@@ -31,12 +31,20 @@
 
 namespace pagedkv {
 
+/*! \brief A page that the host tier should have. */
+struct PageSave {
+  int32_t group;
+  int32_t page;
+  PageText text;
+};
+
 /*! \brief Copies pages of the pools to the host tier, if it lacks them. */
 class PageSaver {
  public:
   virtual ~PageSaver() = default;
-  /*! \brief The copy is in the order of what is done with the page before and after the call. */
-  virtual void Save(int32_t group, int32_t page, const PageText& text) noexcept = 0;
+  /*! \brief The copies are in the order of what is done with the pages before and after the call.
+   */
+  virtual void Save(const std::vector<PageSave>& saves) noexcept = 0;
 };
 
 /*! \brief When full pages are copied to the tier. */
@@ -107,7 +115,7 @@ class PrefixIndex {
                 std::vector<PageLoad>* loads);
   /*! \brief The pages have their content: others find them. */
   void FinishLoads(Sequence* sequence, const std::vector<PageLoad>& loads) noexcept;
-  /*! \brief The pages have no content, and their sequence is about to be removed. */
+  /*! \brief Undoes Begin but for the pages, whose sequence is about to be removed. */
   void CancelLoads(Sequence* sequence, const std::vector<PageLoad>& loads) noexcept;
   /*!
    * \brief Records the tokens of the positions behind those that are recorded.
@@ -167,6 +175,8 @@ class PrefixIndex {
   void Touch(const PrefixTree::Cursor& cursor) noexcept;
   void AddRecordedPages(Sequence* sequence) noexcept;
   void TruncateRecord(TokenRecord* record, int64_t length) noexcept;
+  /*! \brief Copies pages of text, of which the pools have some, to the tier. */
+  void SavePages(const std::vector<PrefixTree::TextPage>& texts) noexcept;
   void StorePages(const Sequence& sequence, const PrefixTree::TextPage& text) noexcept;
 
   const PageGeometry* geometry_;
@@ -174,6 +184,7 @@ class PrefixIndex {
   const WindowHistories* histories_;
   PrefixTree tree_;
   Counts counts_;
+  Counts counts_before_;  // the last Begin
   mutable PrefixSearch search_;
 
   struct Observer final : PageObserver {

@@ -34,7 +34,10 @@ void PrefixIndex::SaveReclaimed(int32_t group, int32_t page) noexcept {
   PrefixTree::TextPage text;
   if (!tree_.FindTextOf(group, page, &text)) return;
   if (text.node->TokensOf(text.index - text.node->begin).size < geometry_->page_size()) return;
-  saver_->Save(group, page, tree_.TextOf(text));
+  try {
+    saver_->Save({{group, page, tree_.TextOf(text)}});
+  } catch (const std::bad_alloc&) {  // the page is lost
+  }
 }
 
 int64_t PrefixIndex::Prefetch(const std::string& salt, TokenSpan tokens) const {
@@ -102,19 +105,36 @@ void PrefixIndex::FinishLoads(Sequence* sequence, const std::vector<PageLoad>& l
 }
 
 void PrefixIndex::CountHits(const TokenRecord& record) noexcept {
-  for (int64_t i = record.cursor.num_pages - 1; i >= 0; --i) {
-    const PrefixTree::TextPage text = tree_.At(record.cursor, i);
-    if (tree_.CountHit(text) != policy_.min_hits) continue;
-    for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
-      const StoredPage& stored = text.node->StoredOf(i - text.node->begin)[g];
-      if (tree_.IsKnown(g, stored)) saver_->Save(g, stored.page, tree_.TextOf(text));
+  try {
+    std::vector<PrefixTree::TextPage> texts;
+    for (int64_t i = record.cursor.num_pages - 1; i >= 0; --i) {
+      const PrefixTree::TextPage text = tree_.At(record.cursor, i);
+      if (tree_.CountHit(text) == policy_.min_hits) texts.push_back(text);
     }
+    SavePages(texts);
+  } catch (const std::bad_alloc&) {  // others will not find them there
   }
+}
+
+void PrefixIndex::SavePages(const std::vector<PrefixTree::TextPage>& texts) noexcept {
+  std::vector<PageSave> saves;
+  try {
+    for (const PrefixTree::TextPage& text : texts) {
+      const StoredPage* stored = text.node->StoredOf(text.index - text.node->begin);
+      for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+        if (tree_.IsKnown(g, stored[g])) saves.push_back({g, stored[g].page, tree_.TextOf(text)});
+      }
+    }
+  } catch (const std::bad_alloc&) {  // the tier gets some of them
+  }
+  if (!saves.empty()) saver_->Save(saves);
 }
 
 void PrefixIndex::CancelLoads(Sequence* sequence, const std::vector<PageLoad>& loads) noexcept {
   Unpin(loads);
   Drop(sequence);
+  counts_ = counts_before_;
+  ++counts_.failed_loads;
 }
 
 void PrefixIndex::Touch(const PrefixTree::Cursor& cursor) noexcept {

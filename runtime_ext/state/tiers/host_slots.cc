@@ -8,16 +8,33 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "base/error.h"
 
 namespace pagedkv {
 
+namespace {
+
+/*! \brief [group] bytes of a slot. */
+std::vector<int64_t> SlotBytesOf(int32_t page_size, const std::vector<int64_t>& page_bytes) {
+  constexpr int64_t kBlock = HostSlots::kBlockAlignment;
+  std::vector<int64_t> slot_bytes;
+  for (int64_t bytes : page_bytes) {
+    slot_bytes.push_back(PageValueLayout(0, page_size, bytes).num_bytes());
+  }
+  const int64_t sum = std::accumulate(slot_bytes.begin(), slot_bytes.end(), int64_t{0});
+  if (sum < 16 * kBlock) return slot_bytes;  // it would cost too much of the memory
+  for (int64_t& bytes : slot_bytes) bytes = (bytes + kBlock - 1) / kBlock * kBlock;
+  return slot_bytes;
+}
+
+}  // namespace
+
 int64_t HostSlots::BytesPerPage(int32_t page_size, const std::vector<int64_t>& page_bytes) {
-  int64_t num_bytes = 0;
-  for (int64_t bytes : page_bytes) num_bytes += PageValueLayout(0, page_size, bytes).num_bytes();
-  return num_bytes;
+  const std::vector<int64_t> slot_bytes = SlotBytesOf(page_size, page_bytes);
+  return std::accumulate(slot_bytes.begin(), slot_bytes.end(), int64_t{0});
 }
 
 int64_t HostSlots::NumSlotsIn(int64_t num_bytes, int32_t page_size,
@@ -31,12 +48,14 @@ HostSlots::HostSlots(char* memory, int64_t num_slots, int32_t page_size,
                      const std::vector<int64_t>& page_bytes)
     : memory_(memory), slots_(num_slots * page_bytes.size()) {
   const auto count = static_cast<int32_t>(num_slots);
+  const std::vector<int64_t> slot_bytes = SlotBytesOf(page_size, page_bytes);
   for (size_t g = 0; g < page_bytes.size(); ++g) {
     const auto first = static_cast<int32_t>(g) * count;
     Group group{PageValueLayout(static_cast<int32_t>(g), page_size, page_bytes[g]),
                 first,
                 count,
                 num_bytes_,
+                slot_bytes[g],
                 CachedPages(count),
                 {},
                 {}};
@@ -47,14 +66,14 @@ HostSlots::HostSlots(char* memory, int64_t num_slots, int32_t page_size,
       group.free.push_back(first + count - 1 - i);
       slots_[first + i].group = static_cast<int32_t>(g);
     }
-    num_bytes_ += num_slots * group.layout.num_bytes();
+    num_bytes_ += num_slots * group.slot_bytes;
     groups_.push_back(std::move(group));
   }
 }
 
 char* HostSlots::ValueOf(int32_t slot) const {
   const Group& group = groups_[GroupOf(slot)];
-  return memory_ + group.offset + (slot - group.first_slot) * group.layout.num_bytes();
+  return memory_ + group.offset + (slot - group.first_slot) * group.slot_bytes;
 }
 
 int32_t* HostSlots::BucketOf(int32_t group, const PageKey& key) {

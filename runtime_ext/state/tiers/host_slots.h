@@ -35,7 +35,10 @@ class HostSlots {
   /*! \brief Bytes of one slot of every group. */
   static int64_t BytesPerPage(int32_t page_size, const std::vector<int64_t>& page_bytes);
 
-  /*! \param memory Must outlive this, aligned to kValueAlignment. */
+  /*! \brief Values that are not small lie at multiples: disks read and write them in place. */
+  static constexpr int64_t kBlockAlignment = 4096;
+
+  /*! \param memory Must outlive this, aligned to kBlockAlignment. */
   HostSlots(char* memory, int64_t num_slots, int32_t page_size,
             const std::vector<int64_t>& page_bytes);
 
@@ -90,7 +93,8 @@ class HostSlots {
     PageValueLayout layout;
     int32_t first_slot;
     int32_t num_slots;
-    int64_t offset;                // bytes
+    int64_t offset;  // bytes
+    int64_t slot_bytes;
     CachedPages unused;            // published slots without pins, counted from first_slot
     std::vector<int32_t> free;     // a stack
     std::vector<int32_t> buckets;  // the first slot of each; a power of two

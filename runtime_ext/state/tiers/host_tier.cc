@@ -22,20 +22,24 @@ bool HostTier::Has(int32_t group, const PageText& text) const {
 }
 
 int32_t HostTier::Pin(int32_t group, const PageText& text) noexcept {
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   const int32_t slot = slots_.Find(group, text.key);
   if (slot < 0) return -1;
   slots_.Pin(slot);
-  const PageValueLayout& layout = slots_.LayoutOf(slot);
-  const char* value = slots_.ValueOf(slot);
-  lock.unlock();  // a pinned value stays as it is
-  const bool is_good = layout.IsOf(text, value) && layout.IsWhole(value);
-  if (is_good) return slot;
-  lock.lock();
+  if (slots_.LayoutOf(slot).IsOf(text, slots_.ValueOf(slot))) return slot;
   ++counts_.damaged;
   slots_.Forget(slot);
   slots_.Unpin(slot);
   return -1;
+}
+
+bool HostTier::Verify(int32_t slot, uint64_t data_checksum) noexcept {
+  // A pinned value stays as it is.
+  if (slots_.LayoutOf(slot).IsWhole(data_checksum, slots_.ValueOf(slot))) return true;
+  const Lock lock(mutex_);
+  ++counts_.damaged;
+  slots_.Forget(slot);
+  return false;
 }
 
 void HostTier::Unpin(int32_t slot) noexcept {
@@ -55,8 +59,8 @@ int32_t HostTier::Reserve(int32_t group, const PageKey& key) noexcept {
   return slot;
 }
 
-void HostTier::Publish(int32_t slot, const PageText& text) noexcept {
-  slots_.LayoutOf(slot).Seal(text, slots_.ValueOf(slot));
+void HostTier::Publish(int32_t slot, const PageText& text, uint64_t data_checksum) noexcept {
+  slots_.LayoutOf(slot).Seal(text, data_checksum, slots_.ValueOf(slot));
   const Lock lock(mutex_);
   if (slots_.Find(slots_.GroupOf(slot), text.key) >= 0) {  // a lookup brought it meanwhile
     return slots_.Release(slot);

@@ -49,13 +49,21 @@ class HostTier {
   // --- values ---
   bool Has(int32_t group, const PageText& text) const;
   /*!
-   * \brief Finds a value and keeps it in its slot. Its checksum is verified.
-   * \return The slot; -1 when there is none, or when it was damaged.
+   * \brief Finds a value and keeps it in its slot.
+   * \return The slot; -1 when there is none, or when it is not of this text.
    */
   int32_t Pin(int32_t group, const PageText& text) noexcept;
+  /*!
+   * \brief Whether a pinned value is whole. If it is damaged, nobody finds it any more.
+   * \param data_checksum Of what was read from the slot.
+   */
+  bool Verify(int32_t slot, uint64_t data_checksum) noexcept;
   void Unpin(int32_t slot) noexcept;
   /*! \brief The bytes of the page, layer after layer, of a slot that is pinned or reserved. */
   char* DataOf(int32_t slot) const { return slots_.ValueOf(slot) + DataOffset(slot); }
+  /*! \brief The value of a slot that is pinned or reserved, and its layout. */
+  char* ValueOf(int32_t slot) const { return slots_.ValueOf(slot); }
+  const PageValueLayout& LayoutOf(int32_t slot) const { return slots_.LayoutOf(slot); }
   /*! \brief Where DataOf is in the memory of the tier. */
   int64_t DataOffset(int32_t slot) const { return slots_.LayoutOf(slot).data_offset(); }
   bool IsFromStore(int32_t slot) const { return slots_.IsFromStore(slot); }
@@ -64,8 +72,15 @@ class HostTier {
    * \return -1 when there is none, or when the tier has the value.
    */
   int32_t Reserve(int32_t group, const PageKey& key) noexcept;
-  /*! \brief Lets others find the value whose data is in a reserved slot; the store gets it, too. */
-  void Publish(int32_t slot, const PageText& text) noexcept;
+  /*!
+   * \brief Lets others find the value whose data is in a reserved slot; the store gets it, too.
+   * \param data_checksum Of the data.
+   */
+  void Publish(int32_t slot, const PageText& text, uint64_t data_checksum) noexcept;
+  /*! \brief The same, for data whose checksum is not known. */
+  void Publish(int32_t slot, const PageText& text) noexcept {
+    Publish(slot, text, slots_.LayoutOf(slot).ChecksumOfData(slots_.ValueOf(slot)));
+  }
   /*! \brief Gives up a reserved slot. */
   void Cancel(int32_t slot) noexcept;
   /*! \brief Marks a value as used just now. */
@@ -90,10 +105,12 @@ class HostTier {
   std::optional<StoreJob> NextJob(double seconds, bool* is_closed);
   /*!
    * \brief Reports what came of a job: for each key whether it was there, was read or was written.
+   * \param are_verified Whether the store has verified checksums of its own of what was read.
    * \return Lines about values that were damaged.
    * \throws Error (ValueError) when there is no such job, or the number of results is wrong.
    */
-  std::vector<std::string> FinishJob(int64_t id, const std::vector<bool>& results);
+  std::vector<std::string> FinishJob(int64_t id, const std::vector<bool>& results,
+                                     bool are_verified = false);
 
   Counts counts() const;
   /*! \throws Error (RuntimeError) that names the broken invariant. */
@@ -117,7 +134,8 @@ class HostTier {
   StoreJob Open(OpenJob open);
   void AddSlot(int32_t slot, OpenJob* open) const;
   void FinishExists(StoreLookup* lookup, const std::vector<bool>& results);
-  std::vector<std::string> FinishGet(const OpenJob& open, std::vector<bool> results, Lock* lock);
+  std::vector<std::string> FinishGet(const OpenJob& open, const std::vector<bool>& results,
+                                     bool are_verified, Lock* lock);
   void FinishPut(const OpenJob& open, const std::vector<bool>& results);
   void EndLookup(const StoreLookup* lookup);
 

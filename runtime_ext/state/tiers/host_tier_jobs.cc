@@ -165,7 +165,8 @@ std::optional<StoreJob> HostTier::TakePuts() {
   return Open(std::move(open));
 }
 
-std::vector<std::string> HostTier::FinishJob(int64_t id, const std::vector<bool>& results) {
+std::vector<std::string> HostTier::FinishJob(int64_t id, const std::vector<bool>& results,
+                                             bool are_verified) {
   Lock lock(mutex_);
   auto found = open_jobs_.find(id);
   if (found == open_jobs_.end()) Raise(kValueError, "there is no job ", id);
@@ -184,7 +185,7 @@ std::vector<std::string> HostTier::FinishJob(int64_t id, const std::vector<bool>
       FinishExists(open.lookup.get(), results);
       break;
     case StoreJob::Kind::kGet:
-      complaints = FinishGet(open, results, &lock);
+      complaints = FinishGet(open, results, are_verified, &lock);
       break;
   }
   changed_.notify_all();
@@ -214,8 +215,8 @@ void HostTier::FinishExists(StoreLookup* lookup, const std::vector<bool>& result
   if (lookup->chosen.empty()) EndLookup(lookup);
 }
 
-std::vector<std::string> HostTier::FinishGet(const OpenJob& open, std::vector<bool> results,
-                                             Lock* lock) {
+std::vector<std::string> HostTier::FinishGet(const OpenJob& open, const std::vector<bool>& results,
+                                             bool are_verified, Lock* lock) {
   StoreLookup* lookup = open.lookup.get();
   std::vector<std::string> complaints;
   std::vector<PageText> texts;
@@ -228,7 +229,9 @@ std::vector<std::string> HostTier::FinishGet(const OpenJob& open, std::vector<bo
     if (!results[i]) continue;
     const PageValueLayout& layout = slots_.LayoutOf(open.slots[i]);
     const char* value = slots_.ValueOf(open.slots[i]);
-    is_damaged[i] = !layout.IsWhole(value) || !layout.IsOf(texts[i], value);
+    // Pages are not filled from a value before its checksum is verified once more.
+    const bool is_whole = are_verified || layout.IsWhole(layout.ChecksumOfData(value), value);
+    is_damaged[i] = !is_whole || !layout.IsOf(texts[i], value);
   }
   const auto num_damaged = std::count(is_damaged.begin(), is_damaged.end(), true);
   if (num_damaged > 0) {

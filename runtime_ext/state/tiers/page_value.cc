@@ -5,6 +5,7 @@
  */
 #include "state/tiers/page_value.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 
@@ -15,7 +16,7 @@ namespace pagedkv {
 namespace {
 
 constexpr char kMagic[8] = {'p', 'a', 'g', 'e', 'd', 'k', 'v', '\0'};
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 
 int64_t Align(int64_t num_bytes) {
   return (num_bytes + kValueAlignment - 1) / kValueAlignment * kValueAlignment;
@@ -25,7 +26,7 @@ int64_t Align(int64_t num_bytes) {
 
 struct PageValueLayout::Header {
   char magic[8];
-  uint64_t checksum;  // of all bytes behind it
+  uint64_t checksum;  // of all bytes but these and those before
   uint32_t version;
   uint32_t group;
   uint64_t num_bytes;
@@ -48,9 +49,13 @@ struct PageValueLayout::Header {
     header.num_tokens = static_cast<uint32_t>(layout.page_size_);
     return header;
   }
-  static uint64_t ChecksumOf(const PageValueLayout& layout, const char* value) {
-    constexpr size_t kBegin = sizeof(magic) + sizeof(checksum);
-    return Checksum(value + kBegin, static_cast<size_t>(layout.num_bytes_) - kBegin);
+  static uint64_t ChecksumOf(const PageValueLayout& layout, uint64_t data_checksum,
+                             const char* value) {
+    constexpr int64_t kBegin = sizeof(magic) + sizeof(checksum);
+    const int64_t data_end = layout.header_bytes_ + layout.data_bytes_;
+    const uint64_t of_header =
+        Checksum(value + kBegin, layout.header_bytes_ - kBegin, data_checksum);
+    return Checksum(value + data_end, layout.num_bytes_ - data_end, of_header);
   }
 };
 
@@ -61,7 +66,20 @@ PageValueLayout::PageValueLayout(int32_t group, int32_t page_size, int64_t data_
       header_bytes_(Align(sizeof(Header) + page_size * sizeof(int32_t))),
       num_bytes_(header_bytes_ + Align(data_bytes)) {}
 
-void PageValueLayout::Seal(const PageText& text, char* value) const noexcept {
+uint64_t PageValueLayout::ChecksumOfBlock(const char* value, int64_t block) const noexcept {
+  const int64_t begin = block * kBlockBytes;
+  // The seed makes blocks that changed places damage.
+  return Checksum(value + header_bytes_ + begin, std::min(kBlockBytes, data_bytes_ - begin), block);
+}
+
+uint64_t PageValueLayout::ChecksumOfData(const char* value) const noexcept {
+  uint64_t checksum = 0;
+  for (int64_t i = 0; i < num_blocks(); ++i) checksum ^= ChecksumOfBlock(value, i);
+  return checksum;
+}
+
+void PageValueLayout::Seal(const PageText& text, uint64_t data_checksum,
+                           char* value) const noexcept {
   Header header = Header::Of(*this);
   header.key = text.key;
   header.parent = text.parent;
@@ -70,7 +88,7 @@ void PageValueLayout::Seal(const PageText& text, char* value) const noexcept {
   std::memcpy(value + sizeof(header), text.tokens.data, token_bytes);
   std::memset(value + header_bytes_ + data_bytes_, 0, num_bytes_ - header_bytes_ - data_bytes_);
   std::memcpy(value, &header, sizeof(header));
-  header.checksum = Header::ChecksumOf(*this, value);
+  header.checksum = Header::ChecksumOf(*this, data_checksum, value);
   std::memcpy(value, &header, sizeof(header));
 }
 
@@ -85,14 +103,14 @@ bool PageValueLayout::HasKey(const PageKey& key, const char* value) const noexce
   return std::memcmp(value + offsetof(Header, key), key.data(), key.size()) == 0;
 }
 
-bool PageValueLayout::IsWhole(const char* value) const noexcept {
+bool PageValueLayout::IsWhole(uint64_t data_checksum, const char* value) const noexcept {
   Header header, expected = Header::Of(*this);
   std::memcpy(&header, value, sizeof(header));
   expected.checksum = header.checksum;
   expected.key = header.key;
   expected.parent = header.parent;
   return std::memcmp(&header, &expected, sizeof(header)) == 0 &&
-         header.checksum == Header::ChecksumOf(*this, value);
+         header.checksum == Header::ChecksumOf(*this, data_checksum, value);
 }
 
 }  // namespace pagedkv

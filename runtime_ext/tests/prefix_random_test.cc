@@ -158,6 +158,7 @@ class World {
       }
     }
     const int64_t matched = table_.prefixes().Match(text.salt, Span(tokens));
+    if (!setup_.has_faults) CheckPlaces(text.salt, tokens, matched);
     std::vector<PageLoad> loads;
     int64_t length;
     for (;;) {
@@ -188,6 +189,18 @@ class World {
     }
     text.num_recorded = static_cast<size_t>(length);
     texts_[id] = text;
+  }
+
+  /*! \brief Locate names places of the pages of a hit, and changes nothing. */
+  void CheckPlaces(const std::string& salt, const Tokens& tokens, int64_t matched) {
+    const auto places = table_.prefixes().Locate(salt, Span(tokens), 0);
+    REQUIRE_EQ(places.size(), 3 * (tokens.size() / kPageSize));
+    for (int64_t page = 0; page < matched / kPageSize; ++page) {
+      const PagePlace place = places[3 * page + 1];  // the group without a window needs every page
+      REQUIRE((place == PagePlace::kPool || place == PagePlace::kHost));
+      if (setup_.num_slots == 0) REQUIRE(place == PagePlace::kPool);
+    }
+    REQUIRE_EQ(table_.prefixes().Match(salt, Span(tokens)), matched);
   }
 
   void Remove(int64_t id) {

@@ -155,7 +155,7 @@ def main() -> None:
         }
         length = args.length or models["float32"].config.context_length
     if args.needle:
-        results = find_needles(models, args.texts, length, args.chunk, args.seed)
+        results = find_needles(models, args.texts, length, args.chunk, args.seed, show)
         print_needles(results)
     elif not args.drift:
         texts = windows_of(args.text, models["float32"], args.texts, length, args.seed)

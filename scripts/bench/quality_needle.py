@@ -9,7 +9,7 @@ likely next token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -37,9 +37,16 @@ def needle_texts(
 
 
 def find_needles(
-    models: dict[str, DecoderModel], count: int, length: int, chunk: int, seed: int
+    models: dict[str, DecoderModel],
+    count: int,
+    length: int,
+    chunk: int,
+    seed: int,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> list[dict]:
     """Look for needles at all distances that fit into `length` tokens, with every model.
+
+    `progress` is called with a line for each text, and with an empty one at the end.
 
     Returns
     -------
@@ -56,7 +63,8 @@ def find_needles(
         for distance in distances:
             found, probabilities = 0, []
             texts = needle_texts(count, length, distance, model.config.vocab_size, seed)
-            for text in texts:
+            for number, text in enumerate(texts):
+                progress(f"{name}, {distance} tokens back: text {number + 1} of {count}")
                 likely = _last_probabilities(model, cache, text, chunk)
                 right = likely[np.arange(NEEDLE), text[-NEEDLE:]]
                 found += bool(np.all(right == likely.max(-1)))
@@ -70,6 +78,7 @@ def find_needles(
                     "texts": count,
                 }
             )
+    progress("")
     return results
 
 

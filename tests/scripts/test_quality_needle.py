@@ -69,7 +69,9 @@ def test_no_token_of_a_large_vocabulary_stands_twice_but_the_needle():
 
 def test_a_copier_finds_every_needle_that_it_can_see():
     models = {"far": Copier(LENGTH), "near": Copier(100)}
-    results = find_needles(models, 4, LENGTH, chunk=64, seed=0)
+    lines = []
+    results = find_needles(models, 4, LENGTH, chunk=64, seed=0, progress=lines.append)
+    assert len(lines) == 4 * len(results) + 1 and lines[-1] == ""
     assert [(r["codec"], r["distance"], r["found"]) for r in results] == [
         ("far", 256, 1.0),
         ("near", 256, 0.0),

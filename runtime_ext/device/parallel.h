@@ -15,10 +15,11 @@ namespace pagedkv {
 /*!
  * \brief Calls body(i) for each i in [0, count), in any order.
  * \param body Must not throw, and may be called again for an i that it was called for.
- * \param min_count Fewer are not worth waking threads.
+ * \param num_bytes That the loop moves: few are not worth waking threads.
  */
 template <typename Body>
-void ParallelFor(int64_t count, int64_t min_count, const Body& body) {
+void ParallelFor(int64_t count, int64_t num_bytes, const Body& body) {
+  constexpr int64_t kMinBytes = 2 << 20;
   struct Loop {
     int64_t count;
     const Body& body;
@@ -31,7 +32,8 @@ void ParallelFor(int64_t count, int64_t min_count, const Body& body) {
     }
   };
   Loop loop{count, body};
-  const bool is_done = count >= min_count && TVMBackendParallelLaunch(&Loop::Run, &loop, 0) == 0;
+  const bool is_done =
+      num_bytes >= kMinBytes && TVMBackendParallelLaunch(&Loop::Run, &loop, 0) == 0;
   for (int64_t i = 0; i < count && !is_done; ++i) body(i);
 }
 

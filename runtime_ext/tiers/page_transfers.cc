@@ -76,19 +76,20 @@ uint64_t PageTransfers::CopyBlock(Direction direction, const PageLoad& value, in
 
 std::vector<uint64_t> PageTransfers::CopyBlocks(Direction direction,
                                                 const std::vector<PageLoad>& values) const {
-  constexpr int64_t kMinParallel = 32;
   struct Block {
     size_t value;
     int64_t block;
     uint64_t checksum;
   };
   std::vector<Block> blocks;
+  int64_t num_bytes = 0;
   for (size_t i = 0; i < values.size(); ++i) {
     const int64_t num_blocks = tier_->LayoutOf(values[i].slot).num_blocks();
     for (int64_t b = 0; b < num_blocks; ++b) blocks.push_back({i, b, 0});
+    num_bytes += offsets_[values[i].group].back();
   }
   const bool is_host = IsHost(storage_.device());
-  ParallelFor(static_cast<int64_t>(blocks.size()), kMinParallel, [&](int64_t i) {
+  ParallelFor(static_cast<int64_t>(blocks.size()), num_bytes, [&](int64_t i) {
     const PageLoad& value = values[blocks[i].value];
     blocks[i].checksum = is_host
                              ? CopyBlock(direction, value, blocks[i].block)

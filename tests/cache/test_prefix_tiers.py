@@ -10,6 +10,7 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv.cache import PrefixTierStats
 
 from ..support.dict_store import DictStore, FaultyStore
+from ..support.host_memory import flip_bit_of
 from ..support.kernel_specs import parametrize_seed
 from ..support.python_kernels import poison
 from ..support.quantized_cache_cases import (
@@ -72,6 +73,33 @@ def test_a_text_comes_back_from_host_memory(write):
     assert 0 < stats["host_bytes"] <= stats["host_capacity_bytes"] <= MB
     assert texts.run(1, [*prompt, 1, 2, 9]) == 30 + 2  # what came back is found in the pool
     texts.check_kv(1)
+
+
+def counts_of(texts: TieredTexts) -> list[int]:
+    stats = texts.cache.stats()
+    names = ("num_prefix_lookups", "num_prefix_hits", "num_reused_tokens")
+    return [*(stats[name] for name in names), texts.tiers["reused_host_tokens"]]
+
+
+def test_damaged_host_memory_is_a_miss():
+    texts = TieredTexts(tiers={"write": "through"})
+    prompt = list(range(30))
+    texts.run(0, prompt)
+    row = texts.cache.debug_get_kv(0, 13, 14)[0].numpy()[0, 0, 0].tobytes()  # on page 3 of 7
+    texts.finish(0)
+    texts.fill(50)
+    before = counts_of(texts)
+    flip_bit_of(texts.cache, row)
+    assert texts.run(1, [*prompt, 1, 2, 3]) == 12
+    texts.check_kv(1)
+    after = counts_of(texts)
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 1, 12, 12]
+    assert texts.tiers["num_damaged_pages"] == texts.tiers["num_failed_loads"] == 1
+    texts.finish(1)  # its pages are saved anew
+    texts.fill(90)
+    assert texts.once([*prompt, 1, 2, 3, 4]) == 32
+    assert texts.tiers["num_damaged_pages"] == 1
+    texts.cache.check_integrity()
 
 
 @pytest.mark.parametrize("windows", [(0, 6), (6, 13)], ids=str)

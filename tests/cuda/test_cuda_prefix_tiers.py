@@ -15,6 +15,7 @@ import tvm_pagedkv as pkv
 
 from ..support.cache_cases import DIM, HEADS, NUM_QO_HEADS, layer_of
 from ..support.dict_store import DictStore
+from ..support.host_memory import flip_bit_of
 from ..support.python_kernels import KERNELS, LAYER, make_cache
 
 FIELDS = {"page_size": 4, "max_total_tokens": 64, "max_num_sequences": 2}
@@ -80,6 +81,24 @@ def test_rows_come_back_bit_for_bit(device, write, is_other):
     for got, want in zip(actual, expected, strict=True):
         count = min(got.shape[1], want.shape[1])
         np.testing.assert_array_equal(got[:, -count:], want[:, -count:])
+
+
+def test_damaged_host_memory_is_a_miss(device):
+    texts = Texts(device, write="through")
+    prompt = list(range(24))
+    texts.run(prompt)
+    expected = rows_of(texts.cache, 0, 8)
+    row = texts.cache.debug_get_kv(0, 9, 10)[0].numpy()[0, 0, 0].tobytes()  # on page 2 of 6
+    texts.cache.remove_sequence(0)
+    texts.fill()
+    texts.cache.match_prefix([0])  # until then, copies are on their way
+    flip_bit_of(texts.cache, row)
+    assert texts.cache.add_sequence(1, [*prompt, 1]) == 8
+    assert texts.cache.stats()["prefix_tiers"]["num_damaged_pages"] == 2  # of both layer groups
+    for got, want in zip(rows_of(texts.cache, 1, 8), expected, strict=True):
+        count = min(got.shape[1], want.shape[1])
+        np.testing.assert_array_equal(got[:, -count:], want[:, -count:])
+    texts.cache.check_integrity()
 
 
 @pytest.mark.parametrize("write", ["back", "through"])

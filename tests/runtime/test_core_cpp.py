@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds and runs the C++ unit tests of the std-only core."""
+"""Builds and runs the C++ unit tests of the std-only core, with sanitizers."""
 
 from __future__ import annotations
 
-from ..support.cpp_build import build, needs_cmake, run
+import os
+
+import pytest
+
+from ..support.cpp_build import build_core, needs_cmake, run
 
 pytestmark = needs_cmake
 
-# Without optimisation: it takes most of the time, and sanitizers find no less.
-FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -g1 -O0"
 
-
-def test_core():
-    options = {"TVM_PAGEDKV_BUILD_TESTS": "ON", "CMAKE_CXX_FLAGS_RELEASE": FLAGS}
-    folder = build("unit_tests", "all", **options)
-    print(run("ctest", "--test-dir", str(folder), "--output-on-failure"))
+@pytest.mark.parametrize("one_seed_in", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_core(one_seed_in):
+    folder = build_core("runtime_tests")
+    environment = os.environ | {"RUNTIME_TESTS_ONE_SEED_IN": str(one_seed_in)}
+    print(run("ctest", "--test-dir", str(folder), "--output-on-failure", env=environment))
 
 
 if __name__ == "__main__":

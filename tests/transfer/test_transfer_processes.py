@@ -99,9 +99,9 @@ def start(tmp_path):
 
     def begin(function, kind, *arguments):
         address = str(tmp_path / "channel")
-        process = multiprocessing.get_context("spawn").Process(
-            target=function, args=(kind, address, *arguments), daemon=True
-        )
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # tvm and torch are imported once
+        process = context.Process(target=function, args=(kind, address, *arguments), daemon=True)
         process.start()
         processes.append(process)
         return process, open_channel(kind, address, listen=True)

@@ -25,7 +25,9 @@ def test_threads_that_make_caches_at_once_leave_the_compiler_as_it_was(monkeypat
         with fast_compilation.when_called():
             made = []
             threads = [
-                threading.Thread(target=lambda: made.append(create.build_libraries(config)))
+                threading.Thread(
+                    target=lambda made=made: made.append(create.build_libraries(config))
+                )
                 for _ in range(2)
             ]
             for thread in threads:

@@ -43,7 +43,8 @@ def pytest_runtest_protocol(item):
     if item.config.getoption("--optimized") or is_optimized(item.nodeid):
         return (yield)
     with fast_compilation.unoptimized(), fast_compilation.when_called():
-        return (yield)
+        with fast_compilation.in_children():
+            return (yield)
 
 
 def pytest_report_header():

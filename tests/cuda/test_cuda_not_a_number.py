@@ -22,6 +22,7 @@ from ..support.attention_cases import PagedBatch, RaggedBatch, compiled, normal,
 from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too
 from ..support.cuda_emulator import multiprocessors
 from ..support.mla_cases import LatentBatch
+from ..support.selections import latin_square
 from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, random_parents
 
 NONE = RopeSpec(rotary_dim=0)
@@ -214,6 +215,7 @@ def test_gaps(spec, monkeypatch):
     )
 
 
+@latin_square(2, "spec", "window")
 @parametrize_specs
 @pytest.mark.parametrize("window", [None, 12], ids=["whole", "window"])
 @on_gpu_too
@@ -261,6 +263,7 @@ def test_mla_trees(spec, monkeypatch):
     )
 
 
+@latin_square(2, "spec", "count")
 @pytest.mark.parametrize("spec", [*SPECS.values(), *MLA.values()], ids=[*SPECS, *MLA])
 @parametrize_splits
 @on_gpu_too

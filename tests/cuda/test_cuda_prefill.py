@@ -25,6 +25,7 @@ from ..support.cuda_emulator import (
     schedule,
 )
 from ..support.kernel_specs import YARN
+from ..support.selections import with_slow
 
 SPECS = {
     "8:2x128-f16-p16": make_spec((8, 2), 128),
@@ -38,6 +39,8 @@ SPECS = {
     "5:1x80-f16-f32-p8": make_spec((5, 1), 80, (F16, F32), 8),
     "2:1x576-f32-p16": make_spec((2, 1), 576, (F32, F32)),
 }
+# Other widths with types that the rest has.
+REPEATED = SPECS["1:1x576-f16-p2"], SPECS["3:1x128-f32-bf16-p1"]
 WHOLE_F32 = SPECS["8:2x64-f32-p16"]
 SMALL = SPECS["5:1x80-bf16-p4"]
 # Nothing cached; a prefix; empty sequences at the start, in the middle and at the end; rows without
@@ -60,7 +63,7 @@ def _check(kind, spec, lengths, seed: int = 0, causal: bool = True, **how) -> No
     case.verify(causal, **how)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("spec", with_slow(SPECS.values(), *REPEATED), ids=SPECS)
 @parametrize_causal
 @parametrize_seed
 @on_gpu_too

@@ -19,7 +19,7 @@ from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametr
 from ..support.cuda_emulator import multiprocessors
 from ..support.mla_cases import LatentBatch
 from ..support.quantized_attention_cases import quantized_case
-from ..support.selections import with_slow
+from ..support.selections import latin_square, with_slow
 from ..support.tree_cases import LatentTrees, PagedTrees
 from .test_cuda_trees import paged_trees
 
@@ -63,8 +63,8 @@ REPEATED = (
 )
 
 
-def parametrize(specs: dict):
-    slow = [specs[name] for name in REPEATED if name in specs]
+def parametrize(specs: dict, repeated: tuple[str, ...] = REPEATED):
+    slow = [specs[name] for name in repeated if name in specs]
     return pytest.mark.parametrize("spec", with_slow(specs.values(), *slow), ids=specs)
 
 
@@ -98,7 +98,7 @@ def test_prefill(spec, seed):
     case.verify(inline=inline)
 
 
-@parametrize(SOME_SPECS)
+@parametrize(SOME_SPECS, ("8:2x128-f16-int8-p16", "71:1x80-bf16-fp8-p4"))
 @parametrize_seed
 @on_gpu_too
 def test_windows_and_logits(spec, seed):
@@ -127,6 +127,7 @@ def test_windows_and_logits(spec, seed):
         case.verify(num_rows, inline)
 
 
+@latin_square(3, "spec", "window")
 @parametrize(SOME_SPECS)
 @pytest.mark.parametrize("window", [None, 7])
 @parametrize_seed
@@ -138,7 +139,9 @@ def test_trees(spec, window, seed):
     case.verify(inline, window)
 
 
-@parametrize(SOME_SPECS | MLA)
+@parametrize(
+    SOME_SPECS | MLA, ("8:2x128-f16-int8-p16", "71:1x80-bf16-fp8-p4", "5x64+16-f16-fp8-p4")
+)
 @parametrize_seed
 @on_gpu_too
 def test_shared_prefix(spec, seed):

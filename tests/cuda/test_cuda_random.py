@@ -8,11 +8,13 @@ import pytest
 
 from ..cache.test_cache_random import OPERATIONS, WORLDS, make_pair
 from ..support.random_run import run
+from ..support.selections import with_slow
 
 NUM_STEPS, PAGE_SIZE = 250, 4
+REPEATED = ("plain", "sliding", "text_windows", "both_windows", "int8", "int4_windows")
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", with_slow(WORLDS, *REPEATED))
 @pytest.mark.parametrize("seed", [0], ids="seed{}".format)
 def test_random_operations(device, seed, name):
     rng = np.random.default_rng([seed, PAGE_SIZE])

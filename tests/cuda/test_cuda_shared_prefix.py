@@ -23,6 +23,7 @@ from ..support.cuda_emulator import (
     mutated,
     schedule,
 )
+from ..support.selections import with_slow
 
 FEW, MANY = 3, 132  # multiprocessors: blocks take several tiles and parts of others, or one part
 NONE = RopeSpec(rotary_dim=0)
@@ -49,7 +50,14 @@ def _batch(spec, segments, seed: int = 0) -> SharedBatch:
     return SharedBatch(spec, [(-(-slots // spec.page_size), n) for slots, n in segments], seed)
 
 
-@pytest.mark.parametrize("spec", [*SPECS.values(), *MLA.values()], ids=[*SPECS, *MLA])
+@pytest.mark.parametrize(
+    "spec",
+    # Quantized pages have a test with V in slices, which takes the longest of these.
+    with_slow(
+        [*SPECS.values(), *MLA.values()], SPECS["6:3x48-f16-bf16-p1"], MLA["16x512+64-bf16-p16"]
+    ),
+    ids=[*SPECS, *MLA],
+)
 @parametrize_seed
 @on_gpu_too
 def test_shared_prefix(spec, seed):

@@ -13,6 +13,7 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from .. import reference
+from ..support.selections import latin_square
 from ..support.stock import create_positional, stock_cuda_kernels, stock_kernels
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "qk_head_dim": 64}
@@ -60,6 +61,7 @@ STEPS = (
 )
 
 
+@latin_square(2, "runtime_of", "kernels_of", "dtype", "mode")
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("kernels_of", ["stock", "pagedkv"])

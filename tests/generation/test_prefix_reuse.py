@@ -25,6 +25,7 @@ from tvm_pagedkv.generation import (  # noqa: E402
 from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
 
 from ..support.dict_store import DictStore  # noqa: E402
+from ..support.selections import with_slow  # noqa: E402
 
 BASE = "The value of the expression is an object that is bound to the name in the local scope. "
 PROMPTS = [
@@ -206,9 +207,10 @@ def test_texts_with_a_window_reuse_nothing():
     assert check(model, PROMPTS).reused_tokens > 400
 
 
-@pytest.fixture(
-    params=[{"stages": 2}, {"num_shards": 2, "stages": [0, 1, 4], "threads": True}], ids=str
-)
+SHARDS_AND_STAGES = {"num_shards": 2, "stages": [0, 1, 4], "threads": True}
+
+
+@pytest.fixture(params=with_slow([{"stages": 2}, SHARDS_AND_STAGES], SHARDS_AND_STAGES), ids=str)
 def workers(request):
     with ParallelModel.from_pretrained(**request.param) as model:
         yield model

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 import threading
 
 import tvm_pagedkv as pkv
@@ -21,11 +24,12 @@ def test_threads_that_make_caches_at_once_leave_the_compiler_as_it_was(monkeypat
     for _ in range(40):  # they leave in either order
         with fast_compilation.when_called():
             made = []
-
-            def make(made: list = made) -> None:
-                made.append(create.build_libraries(config))
-
-            threads = [threading.Thread(target=make) for _ in range(2)]
+            threads = [
+                threading.Thread(
+                    target=lambda made=made: made.append(create.build_libraries(config))
+                )
+                for _ in range(2)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -37,6 +41,30 @@ def test_threads_that_make_caches_at_once_leave_the_compiler_as_it_was(monkeypat
                 for _, source in built.libraries
             )
         assert (build._build_set, build._load) == before
+
+
+def test_processes_that_tests_start_compile_what_they_call(tmp_path):
+    code = """
+import tvm_pagedkv as pkv
+from tvm_pagedkv.compiler import targets
+cache = pkv.create(pkv.KVCacheConfig(1, 1, 1, 8, dtype="float32", max_total_tokens=64))
+print(targets.resolve_target().export().get("opt-level"))
+"""
+    seen = []
+    for compiles_fast in (False, True):
+        folder = tmp_path / str(len(seen))
+        environment = os.environ | {"TVM_PAGEDKV_CACHE": str(folder)}
+        paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+        own = [path for path in paths if path and path != str(fast_compilation._CHILDREN)]
+        if compiles_fast:
+            own.insert(0, str(fast_compilation._CHILDREN))
+        environment["PYTHONPATH"] = os.pathsep.join(own)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        seen.append((done.stdout.strip(), len(list(folder.glob("*.so")))))
+    assert seen == [("None", 1), ("0", 0)]
 
 
 if __name__ == "__main__":

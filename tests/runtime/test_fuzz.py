@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.cpp_build import ROOT, build, needs_cmake
+from ..support.cpp_build import ROOT, build_core, needs_cmake
 
 pytestmark = needs_cmake
 
@@ -18,7 +18,7 @@ TARGETS = sorted(path.stem for path in (ROOT / "runtime_ext" / "fuzz").glob("fuz
 
 @pytest.fixture(scope="module")
 def fuzzers() -> Path:
-    return build("fuzz", "fuzzers", TVM_PAGEDKV_BUILD_FUZZERS="ON", CMAKE_CXX_COMPILER="g++")
+    return build_core("fuzzers")
 
 
 def fuzz(target: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess:

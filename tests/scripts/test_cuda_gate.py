@@ -19,14 +19,20 @@ from ..support.cuda_emulator import mutated
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
 # Of a configuration the architectures, and the kernels (None: all). A whole one takes two seconds.
 GATED = {
-    "llama-float16": (("80", "90"), None),
+    "llama-float16": (("80",), None),
     "llama-bfloat16": (("86", "89", "100", "120"), ("prefill",)),
     "llama-float32": (("80",), ("prefill", "decode", "prefill_shared")),
-    "heads-of-256-bfloat16": (("90",), None),
+    "heads-of-256-bfloat16": (("90",), ("prefill", "decode")),
     "longrope-float16": (("90",), ("split_rotary", "rope_append", "prefill")),
     "windows-cap-alibi-float16": (("80",), ("prefill_sliding", "decode_sliding", "tree_sliding")),
-    "heads-of-256-float32": (("80", "90"), ("prefill", "decode", "prefill_shared")),
+    "heads-of-256-float32": (("90",), ("prefill", "decode")),
     "falcon-bfloat16-pages-float16": (("90",), ("decode", "prefill")),
+    "mla-512-64-bfloat16": (("90",), ("mla_prefill",)),
+}
+MORE_GATED = {
+    "llama-float16": (("90",), None),
+    "heads-of-256-bfloat16": (("90",), None),
+    "heads-of-256-float32": (("80", "90"), ("prefill", "decode", "prefill_shared")),
     "mla-512-64-bfloat16": (("90",), None),
 }
 SPEC = make_spec((8, 2), 128)
@@ -68,12 +74,17 @@ def by_name(source: str, arch: str, options=()) -> dict:
     return {code.launch.kernel.replace("_kernel", ""): code for code in codes}
 
 
-@pytest.mark.parametrize("name", GATED)
-def test_kernels_pass(name):
+@pytest.mark.parametrize(
+    "name, gated",
+    [(name, GATED) for name in GATED]
+    + [pytest.param(name, MORE_GATED, marks=pytest.mark.slow) for name in MORE_GATED],
+    ids=[*GATED, *(f"{name}-more" for name in MORE_GATED)],
+)
+def test_kernels_pass(name, gated):
     """No spills, within the limits of the chip, with the instructions that make them fast."""
     import cuda_gate
 
-    archs, functions = GATED[name]
+    archs, functions = gated[name]
     for arch in archs:
         codes = cuda_gate.codes_of(name, arch, functions=functions)
         assert codes and cuda_gate.failures_of(name, codes) == []

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
+from types import MappingProxyType, ModuleType
 from typing import Any
 
-import pytest
 import tvm
 import tvm_ffi
 from tvm.target import Target
@@ -26,34 +27,47 @@ import tir_kernels
 from tir_kernels.spec import KernelSpec
 from tvm_pagedkv.compiler import build, targets
 
+try:
+    from .children.sitecustomize import at_level_0
+except ImportError:  # in a child, which has no package of tests
+    from sitecustomize import at_level_0
+
 MODEL_TARGET = Target({"kind": "llvm", "opt-level": 0})  # any x86-64
 
 
-_MAKE_CACHES = [
-    importlib.import_module(name)
-    for name in ("tvm_pagedkv.compiler.create", "tvm_pagedkv.models.caches")
-]
+_MAKE_CACHES = ("tvm_pagedkv.compiler.create", "tvm_pagedkv.models.caches")
+_CHILDREN = Path(__file__).resolve().parent / "children"
 _native_target = targets._native_target
+_of_thread = threading.local()  # whether it makes a cache, for several may do so at once
+
+
+def _patches() -> AbstractContextManager:
+    import pytest  # not in children, which have no use for it
+
+    return pytest.MonkeyPatch.context()
 
 
 @contextmanager
 def unoptimized() -> Iterator[None]:
     """Compile for this CPU without optimisations wherever no target is named."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(targets, "_native_target", lambda: _at_level_0(_native_target()))
+    with _patches() as patch:
+        patch.setattr(targets, "_native_target", lambda: at_level_0(_native_target()))
+        yield
+
+
+@contextmanager
+def in_children() -> Iterator[None]:
+    """Compile unoptimized, and when called, in the processes that a test starts."""
+    paths = [str(_CHILDREN), os.environ.get("PYTHONPATH", "")]
+    with _patches() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         yield
 
 
 def resolve_target(cpu: str) -> Target:
     """Return the target of a CPU, without optimisations within `unoptimized`."""
     target = targets.resolve_target(cpu)
-    return target if targets._native_target is _native_target else _at_level_0(target)
-
-
-def _at_level_0(target: Target) -> Target:
-    fields = target.export()
-    fields = {name: fields[name] for name in ("kind", "mcpu", "mattr") if name in fields}
-    return Target(fields | {"opt-level": 0})
+    return target if targets._native_target is _native_target else at_level_0(target)
 
 
 @dataclass(frozen=True)
@@ -67,32 +81,43 @@ class _Source:
 @contextmanager
 def when_called() -> Iterator[None]:
     """Compile each kernel of a cache on the CPU at its first call."""
+    makers = [importlib.import_module(name) for name in _MAKE_CACHES]
+    with _patches() as patch:
+        patch_compiler(patch.setattr)
+        for module in makers:
+            patch_maker(patch.setattr, module)
+        yield
+
+
+def patch_compiler(set_attribute: Callable) -> None:
+    """Let the compiler leave the kernels of the caches that `patch_maker` patches for later."""
     load, build_set = build._load, build._build_set
-    of_thread = threading.local()  # whether it makes a cache, for several may do so at once
 
     def find_names(spec: KernelSpec, target: Target, progress: Any) -> tuple:
-        if not getattr(of_thread, "makes_cache", False):
+        if not getattr(_of_thread, "makes_cache", False):
             return build_set(spec, target, progress)
         return {name: name for name in tir_kernels.kernel_names(spec)}, _Source(spec, target)
-
-    def find_sets(*arguments: Any) -> build.KernelLibraries:
-        of_thread.makes_cache = True
-        try:
-            return build.build_libraries(*arguments)
-        finally:
-            of_thread.makes_cache = False
 
     def load_later(symbols: Mapping[str, str], source: Any) -> Mapping[str, tvm.ffi.Function]:
         if not isinstance(source, _Source):
             return load(symbols, source)
         return MappingProxyType({name: _lazy_kernel(name, source) for name in symbols})
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_load", load_later)
-        patch.setattr(build, "_build_set", find_names)
-        for module in _MAKE_CACHES:
-            patch.setattr(module, "build_libraries", find_sets)
-        yield
+    set_attribute(build, "_load", load_later)
+    set_attribute(build, "_build_set", find_names)
+
+
+def patch_maker(set_attribute: Callable, module: ModuleType) -> None:
+    """Let a module that makes caches say so to the compiler."""
+
+    def find_sets(*arguments: Any) -> build.KernelLibraries:
+        _of_thread.makes_cache = True
+        try:
+            return build.build_libraries(*arguments)
+        finally:
+            _of_thread.makes_cache = False
+
+    set_attribute(module, "build_libraries", find_sets)
 
 
 def _lazy_kernel(name: str, source: _Source) -> tvm.ffi.Function:

@@ -52,14 +52,12 @@ QUICK = (
 LONG = ("tests/generation/test_commands.py", "tests/runtime/", "tests/scripts/test_gpu_check.py")
 
 # Kernels compiled together and with LLVM's optimisations; `--optimized` does so everywhere. Some of
-# these are about compilation or its files, some compare bits with those of other processes.
+# these are about compilation or its files.
 OPTIMIZED = (
     "tests/compiler/",
-    "tests/distributed/",
-    "tests/docs/test_code.py",
-    "tests/kernels/test_attention_kernels.py",
-    "tests/kernels/test_quantized_attention.py::test_decode",
-    "tests/kernels/test_quantized_attention.py::test_prefill",
+    "tests/kernels/test_attention_kernels.py::test_decode[",
+    "tests/kernels/test_attention_kernels.py::test_prefill[",
+    "tests/kernels/test_quantized_attention.py::test_decode[",
     "tests/package/test_python_surface.py",
     "tests/relax/test_export.py",
 )

@@ -94,14 +94,18 @@ def die_in_the_middle(kind: str, address: str) -> None:
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a function in another process; it is gone when the test ends."""
+    """Start a function in another process; it is gone when the test ends.
+
+    It is a fork of one that has imported this file, and ends without the handlers of libraries that
+    run at exit. With `is_new` it is a process as users start it.
+    """
     processes = []
 
-    def begin(function, kind, *arguments):
+    def begin(function, kind, *arguments, is_new=False):
         address = str(tmp_path / "channel")
-        process = multiprocessing.get_context("spawn").Process(
-            target=function, args=(kind, address, *arguments), daemon=True
-        )
+        context = multiprocessing.get_context("spawn" if is_new else "forkserver")
+        context.set_forkserver_preload([__name__])  # tvm and torch are imported once
+        process = context.Process(target=function, args=(kind, address, *arguments), daemon=True)
         process.start()
         processes.append(process)
         return process, open_channel(kind, address, listen=True)
@@ -116,7 +120,7 @@ def start(tmp_path):
 
 @each_channel
 def test_prompts_in_chunks(start, kind):
-    process, channel = start(send_in_chunks, kind, 13, 1000)
+    process, channel = start(send_in_chunks, kind, 13, 1000, is_new=True)
     target = make_cache(**SIZES)
     shuffle(target, 0)
     poison(target)

@@ -13,6 +13,7 @@ from tvm_pagedkv.config import standard_slopes
 from .. import reference
 from ..relax.test_frontend import NUM_LAYERS, NUM_QO_HEADS, _compile, _create, check_fused
 from ..support.python_kernels import poison, shuffle
+from ..support.selections import with_slow
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 SLOPES = (0.3, 0.0, 1.5, -0.1, 0.01, 2.0)
@@ -96,7 +97,7 @@ def test_steps_with_forks_and_windows(dtype, seed):
     step([1, 2, 3], [1, 1, 1])
 
 
-@pytest.mark.parametrize("alibi", [True, SLOPES], ids=["standard", "slopes"])
+@pytest.mark.parametrize("alibi", with_slow([True, SLOPES], SLOPES), ids=["standard", "slopes"])
 def test_front_end(alibi):
     rope = {"mode": RopeMode.NONE}
     vm = _compile(pkv.PagedKVCache, rope, alibi=alibi)

@@ -252,7 +252,7 @@ _CARE, _LAST = (3, 7), (5, 6)
 LEFT_OUT = {BARRIER: (9, [(0,), (1,), (2,), (4,), _LAST, (8,)]), WAIT: (2, [(0,), (1,)])}
 
 
-@pytest.mark.parametrize("what", LEFT_OUT, ids=["barriers", "waits"])
+@pytest.mark.parametrize("what", with_slow(LEFT_OUT, BARRIER), ids=["barriers", "waits"])
 def test_none_can_be_left_out(what, monkeypatch):
     """Each is missed by one of the specs at least."""
     (count, all_places), missed = LEFT_OUT[what], set()

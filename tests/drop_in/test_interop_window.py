@@ -20,6 +20,7 @@ from tvm_pagedkv.compiler.build import kernel_spec, load_kernels, resolve_target
 
 from .. import reference
 from ..reference.window import WindowedReferenceCache
+from ..support.selections import latin_square
 from ..support.stock import create_positional, stock_kernels
 
 NUM_LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 64
@@ -103,6 +104,7 @@ class _Pair:
             assert length == self.expected.length(seq_id)
 
 
+@latin_square(2, "runtime_of", "kernels_of", "mode")
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("kernels_of", ["stock", "pagedkv"])
 @pytest.mark.parametrize("runtime_of", ["stock", "pagedkv"])

@@ -190,7 +190,7 @@ def test_logits_of_a_tree_are_those_of_its_paths(dtype, tolerance):
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("dtype", with_slow(MARGINS, "float16"))
+@pytest.mark.parametrize("dtype", with_slow(MARGINS, "float16", "bfloat16"))
 def test_greedy_text_is_the_same(dtype):
     """Up to the first token, if any, that plain decoding chose by less than the margin."""
     model, num_tokens = load(dtype), 120

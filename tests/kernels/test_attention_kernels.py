@@ -23,6 +23,7 @@ from ..support.kernel_specs import (
     DECODE_BATCHES,
     F16,
     F32,
+    REPEATED,
     ROPE_SPECS,
     SPECS,
     make_spec,
@@ -30,9 +31,10 @@ from ..support.kernel_specs import (
     parametrize_seed,
     target_of,
 )
-from ..support.selections import latin_square
+from ..support.selections import latin_square, with_slow
 
-parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+specs = with_slow(SPECS.values(), *REPEATED)
+parametrize_specs = pytest.mark.parametrize("spec", specs, ids=SPECS)
 
 
 @parametrize_specs

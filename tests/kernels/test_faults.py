@@ -54,11 +54,8 @@ FILES = {
 }
 
 
-# All files share their comparison, so a run without the long ones tries two of them.
-IN_EVERY_RUN = (
-    "kernels/test_mla_kernels.py",
-    "cuda/test_cuda_trees.py",
-)
+# All files share their comparison, so a run without the long ones tries one of them.
+IN_EVERY_RUN = ("cuda/test_cuda_trees.py",)
 
 
 @pytest.mark.parametrize(

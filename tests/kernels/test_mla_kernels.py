@@ -17,7 +17,7 @@ from .. import reference
 from ..support.attention_cases import compiled, normal, tensor
 from ..support.kernel_specs import BF16, F16, F32, parametrize_cpu, target_of
 from ..support.mla_cases import LatentBatch, make_spec
-from ..support.selections import latin_square
+from ..support.selections import latin_square, with_slow
 
 # Between them: one head and many, counts that fill no whole register tile, every split and page
 # size, every type of rows with every type of pages.
@@ -40,7 +40,9 @@ BATCHES = {
     "mixed": [(0, 0), (1, 1), (3, 70), (0, 33), (2, 0), (4, 6), (0, 0)],
     "tiles": [(40, 300), (1, 64), (65, 65), (1, 257)],
 }
-parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+# The largest one takes as long as all others.
+specs = with_slow(SPECS.values(), SPECS["128x512+64-bf16-p64"])
+parametrize_specs = pytest.mark.parametrize("spec", specs, ids=SPECS)
 parametrize_seed = pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 
 
@@ -75,7 +77,8 @@ def test_float16_needs_conversion_in_hardware():
 
 
 @pytest.mark.skipif("PAGEDKV_TEST_THREADS" in os.environ, reason="runs inside itself")
-@pytest.mark.parametrize("threads", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_attention_kernels.py has a short one
+@pytest.mark.parametrize("threads", [1, 5])
 def test_any_number_of_threads(threads):
     """The pool cannot be resized once it runs, so this starts another interpreter."""
     environment = dict(os.environ, TVM_NUM_THREADS=str(threads), PAGEDKV_TEST_THREADS="1")

@@ -18,6 +18,7 @@ import tvm_pagedkv as pkv
 from .. import reference
 from ..support.fast_compilation import MODEL_TARGET
 from ..support.permissive_steps import permissive_step
+from ..support.selections import latin_square, with_slow
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 6, 2, 32, 2
 SM_SCALE = HEAD_DIM**-0.5
@@ -204,6 +205,7 @@ def test_model_gives_what_the_reference_gives(mode, scaling):
     cache.check_integrity()
 
 
+@latin_square(2, "mode", "kinds")
 @pytest.mark.parametrize("mode", [RopeMode.NORMAL, RopeMode.INLINE], ids=["normal", "inline"])
 @pytest.mark.parametrize("kinds", [["mha_sliding", "mha"], "mha_sliding"], ids=["mixed", "all"])
 def test_layers_with_a_window(kinds, mode):
@@ -289,7 +291,7 @@ def test_parts_merge_to_the_whole():
     reference.assert_lse_close(lse.numpy()[0], expected_lse, "float32", "lse")
 
 
-@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("page_size", with_slow([1, 64], 64))
 def test_other_page_sizes(page_size):
     vm = _compile(pkv.PagedKVCache, kernel_page_size=page_size)
     cache = _create(vm, page_size=page_size)

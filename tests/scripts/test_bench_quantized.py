@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tir_kernels.codec import CODECS
 
@@ -24,6 +25,7 @@ def run_script(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_quantized_pages_are_measured_beside_those_of_16_bits(tmp_path):
     path = tmp_path / "records.json"
     arguments = ["--batches", "1", "--contexts", "1024", "--prefills", "512", "--budget", "0.02"]

@@ -22,6 +22,7 @@ from tvm_pagedkv.compiler.cuda.library import DeviceCode
 from ..cuda.test_cuda_build import needs_nvcc
 from ..reference import quantized
 from ..support.cuda_emulator.device import plugged_in
+from ..support.selections import with_slow
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "gpu"
 SIZE = 16
@@ -59,7 +60,7 @@ def test_caches_on_this_gpu(tmp_path, name):
 
 
 @pytest.mark.skipif(bool(tvm.cuda(0).exist), reason="this machine has the device that is emulated")
-@pytest.mark.parametrize("name", ["bfloat16", "bfloat16-int4"])
+@pytest.mark.parametrize("name", with_slow(["bfloat16", "bfloat16-int4"], "bfloat16"))
 def test_caches_on_an_emulated_device(monkeypatch, tmp_path, name):
     held = {DeviceCode("sass", 80)}
     monkeypatch.setattr(bundle_cuda, "device_code", lambda path: held)

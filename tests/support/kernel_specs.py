@@ -42,6 +42,17 @@ SPECS = {
     "1:1x512-bf16-f16-p16": make_spec((1, 1), 512, (BF16, F16)),
     "2:1x256-bf16-p8": make_spec((2, 1), 256, (BF16, BF16), 8),
 }
+# Those whose dtypes, splits of a row and group sizes others have: left to the long runs where
+# kernels take long to compile.
+REPEATED = [
+    SPECS[name]
+    for name in (
+        "6:2x104-f32-f16-p64",
+        "16:2x96-f16-bf16-p32",
+        "3:1x24-bf16-p128",
+        "2:1x256-bf16-p8",
+    )
+]
 # Some of these, for kernels that share all but their masks with others.
 SOME_SPECS = {
     name: SPECS[name]

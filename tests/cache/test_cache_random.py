@@ -31,7 +31,7 @@ from ..support.random_transfers import ReleaseBlock, Transfer, connect
 from ..support.random_world import World
 from ..support.selections import with_slow
 
-NUM_STEPS = {0: 250, 1: 450, 2: 450}  # of each seed
+NUM_STEPS = {0: 150, 1: 450, 2: 450}  # of each seed
 NUM_MORE_STEPS = 9000
 # Seed 0 goes on until everything has happened in these only, the other seeds in all worlds.
 GO_ON = ("all", "sequence_windows")

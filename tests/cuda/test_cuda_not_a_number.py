@@ -22,7 +22,7 @@ from ..support.attention_cases import PagedBatch, RaggedBatch, compiled, normal,
 from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too
 from ..support.cuda_emulator import multiprocessors
 from ..support.mla_cases import LatentBatch
-from ..support.selections import latin_square
+from ..support.selections import few_of, latin_square
 from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, random_parents
 
 NONE = RopeSpec(rotary_dim=0)
@@ -36,7 +36,7 @@ MLA = {
     # V in two slices, which two blocks share out.
     "2x512+64-bf16-p16": make_spec((2, 1), (576, 512), (BF16, BF16), kind="mla", rope=NONE),
 }
-parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+parametrize_specs = pytest.mark.parametrize("spec", few_of(SPECS.values(), 2), ids=SPECS)
 parametrize_mla = pytest.mark.parametrize("spec", MLA.values(), ids=MLA)
 # One block for each multiprocessor's share, and many, which split the columns of a row.
 parametrize_splits = pytest.mark.parametrize("count", [2, 60], ids=["few-blocks", "many-blocks"])

@@ -12,6 +12,7 @@ from tir_kernels.spec import RopeSpec
 from .. import reference
 from ..support.attention_cases import PagedBatch, compiled, normal
 from ..support.kernel_specs import BF16, F16, F32, YARN, make_spec, parametrize_seed, target_of
+from ..support.selections import few_of
 
 SPECS = {
     "8:2x128-f32": make_spec((8, 2), 128),
@@ -93,7 +94,7 @@ def check(spec, lengths, seed: int, apply_rope: bool, cpu: str = "native") -> No
     case.verify()
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("spec", few_of(SPECS.values(), 5), ids=SPECS)
 @pytest.mark.parametrize("apply_rope", [True, False], ids=["rotated", "plain"])
 @pytest.mark.parametrize("batch", BATCHES)
 @parametrize_seed

@@ -36,6 +36,7 @@ from ..support.kernel_specs import (
     parametrize_seed,
     target_of,
 )
+from ..support.selections import few_of
 
 SPECS = {
     "32:8x128-f32-p16": make_spec((32, 8), 128),
@@ -161,14 +162,14 @@ class SharedBatch(AttentionCase):
         return tuple(x[self.rows(*self.attended)] for x in self.merged)
 
 
-@pytest.mark.parametrize("spec", MLA_SPECS.values(), ids=MLA_SPECS)
+@pytest.mark.parametrize("spec", few_of(MLA_SPECS.values(), 2), ids=MLA_SPECS)
 @pytest.mark.parametrize("segments", SEGMENTS)
 @parametrize_seed
 def test_mla_prefill_shared(spec, segments, seed):
     SharedBatch(spec, SEGMENTS[segments], seed).check()
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("spec", few_of(SPECS.values(), 3), ids=SPECS)
 @pytest.mark.parametrize("segments", SEGMENTS)
 @parametrize_seed
 def test_prefill_shared(spec, segments, seed):
@@ -182,7 +183,7 @@ def test_some_segments_only(seed):
         case.check(first, last)
 
 
-@pytest.mark.parametrize("spec", ROPE_SPECS.values(), ids=ROPE_SPECS)
+@pytest.mark.parametrize("spec", few_of(ROPE_SPECS.values(), 2), ids=ROPE_SPECS)
 @pytest.mark.parametrize("segments", ["long", "many"])
 @parametrize_seed
 def test_inline_rope(spec, segments, seed):

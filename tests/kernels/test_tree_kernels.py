@@ -20,6 +20,7 @@ from ..support.kernel_specs import (
     target_of,
 )
 from ..support.mla_cases import make_spec as make_mla_spec
+from ..support.selections import few_of
 from ..support.tree_cases import LatentTrees, PagedTrees, RaggedTrees, chain, random_parents
 
 PAGED_SPECS = {
@@ -54,7 +55,7 @@ def paged_trees(rng) -> list:
     ]
 
 
-@pytest.mark.parametrize("spec", PAGED_SPECS.values(), ids=PAGED_SPECS)
+@pytest.mark.parametrize("spec", few_of(PAGED_SPECS.values(), 3), ids=PAGED_SPECS)
 @parametrize_seed
 def test_tree_paged(spec, seed):
     case = PagedTrees(spec, paged_trees(np.random.default_rng(seed)), seed)
@@ -63,7 +64,7 @@ def test_tree_paged(spec, seed):
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 40, 500])
-@pytest.mark.parametrize("spec", PAGED_SPECS.values(), ids=PAGED_SPECS)
+@pytest.mark.parametrize("spec", few_of(PAGED_SPECS.values(), 3), ids=PAGED_SPECS)
 @parametrize_seed
 def test_tree_paged_sliding(spec, seed, window):
     rng = np.random.default_rng(seed)
@@ -96,7 +97,7 @@ MLA_SPECS = {
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
-@pytest.mark.parametrize("spec", MLA_SPECS.values(), ids=MLA_SPECS)
+@pytest.mark.parametrize("spec", few_of(MLA_SPECS.values(), 2), ids=MLA_SPECS)
 @parametrize_seed
 def test_mla_tree(spec, seed, is_hidden):
     rng = np.random.default_rng(seed)
@@ -132,7 +133,7 @@ def ragged_trees(rng) -> list:
     ]
 
 
-@pytest.mark.parametrize("spec", RAGGED_SPECS.values(), ids=RAGGED_SPECS)
+@pytest.mark.parametrize("spec", few_of(RAGGED_SPECS.values(), 2), ids=RAGGED_SPECS)
 @parametrize_seed
 def test_tree(spec, seed):
     case = RaggedTrees(spec, ragged_trees(np.random.default_rng(seed)), seed)

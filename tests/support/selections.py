@@ -92,6 +92,12 @@ def with_slow(values: Iterable, *slow) -> list:
     return [pytest.param(v, marks=pytest.mark.slow) if v in slow else v for v in values]
 
 
+def few_of(values: Iterable, count: int) -> list:
+    """Return values of a parameter, of which all but the first ones are left to the long runs."""
+    values = list(values)
+    return values[:count] + [pytest.param(v, marks=pytest.mark.slow) for v in values[count:]]
+
+
 def find_spared(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the combinations of parameters that are left to the long runs."""
     seen: dict[tuple, list] = {}  # (test, parameter) -> values in their order

@@ -2,7 +2,8 @@
 """Compile fast in the processes that tests start, as `fast_compilation` does in their own.
 
 Python imports this at its start, because `fast_compilation.in_children` puts this folder on
-PYTHONPATH. Nothing else is imported before the process imports the compiler.
+PYTHONPATH. Nothing else is imported before the process imports the compiler. TVM imports torch
+where it is installed, for a second, to take its tensors; here only processes that import it do.
 """
 
 import importlib.util
@@ -18,6 +19,8 @@ class _Finder:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
+        if name == "torch" and _importer().startswith(("tvm.", "tvm_ffi")):
+            raise ModuleNotFoundError("tests start without torch", name=name)
         if name != _TARGETS and name not in _MAKE_CACHES:
             return None
         others = [finder for finder in sys.meta_path if finder is not _Finder]
@@ -31,6 +34,14 @@ class _Finder:
 
             spec.loader.exec_module = load_and_patch
         return spec
+
+
+def _importer():
+    """Return the name of the module whose import statement is being run."""
+    frame = sys._getframe(2)
+    while "importlib" in frame.f_globals.get("__name__", "importlib"):
+        frame = frame.f_back
+    return frame.f_globals["__name__"]
 
 
 def _patch(module):

@@ -15,6 +15,7 @@
 
 #include "base/error.h"
 #include "check.h"
+#include "random_text.h"
 #include "state/plans/forward_plan.h"
 #include "state/plans/plan_arrays.h"
 #include "state/sequences/copy_on_write.h"
@@ -27,28 +28,6 @@ namespace {
 
 constexpr int64_t kMaxSequences = 6, kMaxLength = 60;
 constexpr int32_t kPageSize = 4;
-
-using Tokens = std::vector<int32_t>;
-using Contents = std::vector<uint32_t>;
-
-TokenSpan Span(const Tokens& tokens) {
-  return {tokens.data(), static_cast<int64_t>(tokens.size())};
-}
-
-uint32_t Next(uint32_t content, int32_t token) {
-  return (content ^ static_cast<uint32_t>(token + 1)) * 16777619u + 12345u;
-}
-
-/*! \brief A sequence as it should be. */
-struct Text {
-  std::string salt;
-  Tokens tokens;      // of all positions
-  Contents contents;  // of all positions
-  size_t num_recorded = 0;
-  bool is_altered = false;  // by debug_set_kv: no tokens stand for its contents
-
-  uint32_t last() const { return contents.empty() ? (salt.empty() ? 1 : 2) : contents.back(); }
-};
 
 class World {
  public:

@@ -38,12 +38,10 @@ PageTransfers::PageTransfers(const LayerStorage& storage, StreamOrder* order, Ho
 
 template <typename Copy>
 void PageTransfers::ForEachLayer(int32_t group, int32_t slot, Copy copy) const {
-  const char* begin = static_cast<const char*>(memory_.data_ptr());
-  int64_t offset = tier_->DataOf(slot) - begin;
-  for (int64_t index : storage_.groups()[group].layers) {
-    const StoredLayer& layer = storage_.layers()[index];
-    copy(layer, offset);
-    offset += layer.layout.page_bytes;
+  const int64_t begin = tier_->DataOf(slot) - static_cast<const char*>(memory_.data_ptr());
+  const std::vector<int64_t>& layers = storage_.groups()[group].layers;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    copy(storage_.layers()[layers[i]], begin + offsets_[group][i]);
   }
 }
 

@@ -157,7 +157,7 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
         [
             tirx.transform.BindTarget(target.with_host(target)),
             s_tir.transform.CanonicalizeLoop(),
-            tirx.transform.FlattenBuffer(),
+            _flatten_buffers,
             tirx.transform.BF16ComputeLegalize(),
             tirx.transform.StorageRewrite(),  # moves buffers out of loops
             tirx.transform.StmtSimplify(),  # or LLVM takes three times as long
@@ -260,3 +260,29 @@ def _run_on_cpu(function: tirx.PrimFunc, _module: Any, _context: Any) -> tirx.Pr
     zero, cpu = tirx.const(0, "int32"), tirx.const(1, "int32")
     body = tirx.AttrStmt(zero, "device_id", zero, function.body)
     return function.with_body(tirx.AttrStmt(zero, "device_type", cpu, body))
+
+
+@tvm.transform.module_pass(opt_level=0, name="FlattenBuffersWithoutSearch")
+def _flatten_buffers(module: tvm.IRModule, _context: Any) -> tvm.IRModule:
+    """Flatten buffers without a search for iteration maps, half of the time of all passes.
+
+    FlattenBuffer does not search where the extent of a loop depends on another loop, so there is
+    one around the body meanwhile. `StmtSimplify` finds the same indices.
+    """
+    zero, one = tirx.const(0, "int32"), tirx.const(1, "int32")
+    outer, inner = Var("outer", "int32"), Var("inner", "int32")
+
+    def wrap(function: tirx.PrimFunc) -> tirx.PrimFunc:
+        body = tirx.For(inner, zero, outer + one, tirx.ForKind.SERIAL, function.body)
+        return function.with_body(tirx.For(outer, zero, one, tirx.ForKind.SERIAL, body))
+
+    def unwrap(loop: tirx.For, mutator: Any) -> Any:
+        return loop.body.body if loop.loop_var.same_as(outer) else mutator.default_mutate(loop)
+
+    wrapped = {name: wrap(function) for name, function in module.functions_items()}
+    flat = tirx.transform.FlattenBuffer()(tvm.IRModule(wrapped))
+    functions = {
+        name: function.with_body(tvm_ffi.structural_mutate(function.body, (tirx.For, unwrap)))
+        for name, function in flat.functions_items()
+    }
+    return tvm.IRModule(functions)

@@ -8,19 +8,11 @@
 
 #include <doctest/doctest.h>
 
-#include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #include "base/error.h"
 
 namespace pagedkv {
-
-/*! \brief How many seeds a random test runs: all, or one in $RUNTIME_TESTS_ONE_SEED_IN. */
-inline int NumSeeds(int all, int at_least = 1) {
-  const char* one_in = std::getenv("RUNTIME_TESTS_ONE_SEED_IN");
-  return one_in == nullptr ? all : std::max(at_least, all / std::max(1, std::atoi(one_in)));
-}
 
 /*! \brief The message of the Error of this kind that `call` throws; fails the test without one. */
 template <typename F>

@@ -337,7 +337,7 @@ TEST_CASE("prefix random: hits have the content of their tokens") {
   for (const int32_t num_pages : {17, 24, 40, 5000}) {
     int64_t num_hits = 0;
     bool has_reclaimed = false;
-    const int num_seeds = NumSeeds(num_pages < 5000 ? 30 : 8);
+    const int num_seeds = num_pages < 5000 ? 30 : 8;
     for (int seed = 0; seed < num_seeds; ++seed) {
       CAPTURE(seed);
       CAPTURE(num_pages);
@@ -358,7 +358,7 @@ TEST_CASE("prefix random: tiers") {
     for (const bool has_store : {false, true}) {
       for (const bool has_faults : {false, true}) {
         int64_t num_host = 0, num_store = 0, num_damaged = 0, num_evicted = 0;
-        const int num_seeds = NumSeeds(12, 6);
+        const int num_seeds = 12;
         for (int seed = 0; seed < num_seeds; ++seed) {
           CAPTURE(static_cast<int>(writes));
           CAPTURE(has_store);

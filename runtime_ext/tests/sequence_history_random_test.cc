@@ -196,7 +196,7 @@ class World {
 TEST_CASE("sequence history random: random texts") {
   for (const int32_t num_pages : {17, 20, 24, 40, 5000}) {
     int num_further_back = 0, num_reclaimed_errors = 0;
-    const int num_seeds = NumSeeds(num_pages < 5000 ? 30 : 2);
+    const int num_seeds = num_pages < 5000 ? 30 : 2;
     for (int seed = 0; seed < num_seeds; ++seed) {
       CAPTURE(seed);
       CAPTURE(num_pages);

@@ -7,6 +7,8 @@ import math
 
 import numpy as np
 
+_SCORES_AT_ONCE = 1 << 14  # heads are taken together while their scores fit a cache
+
 
 def causal_mask(num_rows: int, kv_len: int, window: int | None = None) -> np.ndarray:
     """``[num_rows, kv_len]``: the rows are the last positions; each sees itself and the past.
@@ -51,46 +53,49 @@ def attention(
     o : float64 ``[T, Hq, Dv]`` and lse : float64 ``[T, Hq]``, base 2; see `softmax_sum` for values
     that are not finite. Positions that a row does not see may hold anything.
     """
-    q, k, v = (np.asarray(x, dtype=np.float64) for x in (q, k, v))
-    num_rows, num_qo_heads, _ = q.shape
+    q, k, v = (np.asarray(x, dtype=np.float64).swapaxes(0, 1) for x in (q, k, v))
+    num_qo_heads, num_rows, _ = q.shape
+    group = num_qo_heads // len(k)
     o = np.zeros((num_rows, num_qo_heads, v.shape[-1]))
     lse = np.full((num_rows, num_qo_heads), -np.inf)
-    group = num_qo_heads // k.shape[1]
-    for h in range(num_qo_heads):
-        scores = q[:, h] @ k[:, h // group].T * sm_scale
+    at_once = max(1, _SCORES_AT_ONCE // max(1, mask.size))
+    for first in range(0, num_qo_heads, at_once):
+        heads = np.arange(first, min(first + at_once, num_qo_heads))
+        k_of_heads, v_of_heads = k[heads // group], v[heads // group]
+        scores = q[heads] @ k_of_heads.swapaxes(1, 2) * sm_scale
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
         if bias is not None:
-            scores = scores + bias[h]
+            scores = scores + bias[heads]
         scores = scores * math.log2(math.e)
-        v_of_head = v[:, h // group]
-        finite = np.isfinite(scores) & np.isfinite(v_of_head).all(axis=-1)
-        usual = mask.any(axis=1) & (finite | ~mask).all(axis=1)
-        o[usual, h], lse[usual, h] = _usual_softmax_sums(scores[usual], mask[usual], v_of_head)
-        for t in np.flatnonzero(~usual):
+        finite = np.isfinite(scores) & np.isfinite(v_of_heads).all(axis=-1)[:, None]
+        usual = mask.any(axis=1) & (finite | ~mask).all(axis=2)
+        usual_o, usual_lse = _usual_softmax_sums(scores, mask & usual[..., None], v_of_heads)
+        o[:, heads], lse[:, heads] = usual_o.swapaxes(0, 1), usual_lse.T
+        for i, t in np.argwhere(~usual):
             seen = mask[t]
-            o[t, h], lse[t, h] = softmax_sum(scores[t, seen], v_of_head[seen])
+            o[t, heads[i]], lse[t, heads[i]] = softmax_sum(scores[i, t, seen], v_of_heads[i, seen])
     return (o, lse) if sinks is None else apply_sinks(o, lse, sinks)
 
 
 def _usual_softmax_sums(scores, mask, v) -> tuple[np.ndarray, np.ndarray]:
-    """`softmax_sum` of all rows at once, which see something, and finite numbers only.
+    """`softmax_sum` of all rows at once, which see finite numbers only; zeros where nothing is seen.
 
     Parameters
     ----------
-    scores, mask : ``[T, S]``; v : ``[S, Dv]``
+    scores, mask : ``[H, T, S]``; v : ``[H, S, Dv]``
 
     Returns
     -------
-    o : ``[T, Dv]`` and lse : ``[T]``, base 2.
+    o : ``[H, T, Dv]`` and lse : ``[H, T]``, base 2.
     """
-    if not len(scores):
-        return np.zeros((0, v.shape[-1])), np.zeros(0)
+    sees = mask.any(axis=-1)
     seen = np.where(mask, scores, -np.inf)
-    top = seen.max(axis=1)
-    weights = np.exp2(seen - top[:, None])
-    total = weights.sum(axis=1)
-    return weights @ np.where(np.isfinite(v), v, 0) / total[:, None], top + np.log2(total)
+    top = np.where(sees, seen.max(axis=-1, initial=-np.inf), 0.0)
+    weights = np.exp2(seen - top[..., None])
+    total = np.where(sees, weights.sum(axis=-1), 1.0)
+    o = weights @ np.where(np.isfinite(v), v, 0.0) / total[..., None]
+    return o, top + np.log2(total)
 
 
 def softmax_sum(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, float]:

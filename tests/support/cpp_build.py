@@ -61,8 +61,3 @@ def build(name: str, *targets: str, **options: str) -> Path:
         run("cmake", "--build", str(folder), "--parallel", jobs, "--target", *targets)
     return folder
 
-
-def build_core(target: str) -> Path:
-    """Build `runtime_tests` or `fuzzers`. They share the core, which takes half of the time."""
-    options = {"TVM_PAGEDKV_BUILD_TESTS": "ON", "TVM_PAGEDKV_BUILD_FUZZERS": "ON"}
-    return build("core", target, CMAKE_CXX_COMPILER="g++", **options)

@@ -33,8 +33,8 @@ from ..support.selections import with_slow
 
 NUM_STEPS = {0: 150, 1: 450, 2: 450}  # of each seed
 NUM_MORE_STEPS = 9000
-# Seed 0 goes on until everything has happened in these only, the other seeds in all worlds.
-GO_ON = ("all", "sequence_windows")
+# Seed 0 goes on until everything has happened in this world only, the other seeds in all worlds.
+GO_ON = ("sequence_windows",)
 PAGE_SIZES = 1, 4, 16
 SLOPES = 0.5, -0.1
 # Layers without a window, with windows of two sizes, and MLA layers, alone and mixed; rotation;

@@ -41,15 +41,22 @@ inline int Attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// A property of a device that is queried once.
+// A property of a device that is queried once. A list, not a map: threads may use it while the
+// process ends, and a map would take half of the time that the host's code takes to compile.
 template <typename T>
 T Known(int device, T (*find)(int)) {
+  struct Entry {
+    int device;
+    T value;
+    const Entry* next;
+  };
   static std::mutex mutex;
-  static std::map<int, T> known;
+  static const Entry* first = nullptr;
   std::lock_guard<std::mutex> lock(mutex);
-  auto found = known.find(device);
-  if (found == known.end()) found = known.emplace(device, find(device)).first;
-  return found->second;
+  const Entry* found = first;
+  while (found != nullptr && found->device != device) found = found->next;
+  if (found == nullptr) found = first = new Entry{device, find(device), first};
+  return found->value;
 }
 
 // Keeps freed memory, so that warm steps allocate nothing.
@@ -107,7 +114,7 @@ extern "C" TVM_DLL int32_t CAN_OVERLAP() {
   return pagedkv::Known(pagedkv::CurrentDevice(), pagedkv::CanOverlap);
 }
 """
-_INCLUDES = "#include <algorithm>\n#include <map>\n#include <mutex>\n#include <stdexcept>\n"
+_INCLUDES = "#include <algorithm>\n#include <mutex>\n#include <stdexcept>\n"
 _NAMES = {
     "TAKE": TAKE,
     "GIVE_BACK": GIVE_BACK,

@@ -20,6 +20,7 @@ from tvm_pagedkv.compiler import cache_folder, disk_cache
 from tvm_pagedkv.compiler.cuda import library as cuda_library
 from tvm_pagedkv.compiler.disk_cache import code_versions, sealed_file
 
+from ..support.fast_compilation import path_of_children
 from ..support.in_child import failures
 
 DAY = 24 * 3600
@@ -235,7 +236,7 @@ def test_a_private_folder_goes_with_its_process(folder):
     temporary = folder.with_name("tmp")
     temporary.mkdir()
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "PYTHONPATH": path_of_children(),
         "TMPDIR": str(temporary),
     }
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)

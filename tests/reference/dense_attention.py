@@ -79,7 +79,7 @@ def attention(
 
 
 def _usual_softmax_sums(scores, mask, v) -> tuple[np.ndarray, np.ndarray]:
-    """`softmax_sum` of all rows at once, which see finite numbers only; zeros where nothing is seen.
+    """`softmax_sum` of all rows at once, which see finite numbers only, or nothing.
 
     Parameters
     ----------

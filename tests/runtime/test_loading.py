@@ -18,6 +18,7 @@ from tvm_pagedkv import _library
 from tvm_pagedkv.relax.frontend import MODEL_CONSTRUCTORS
 
 from ..support.cpp_build import run
+from ..support.fast_compilation import path_of_children
 
 FFI = Path(libinfo.find_libtvm_ffi())
 TVM = Path(tvm.__file__).parent
@@ -45,7 +46,7 @@ MODEL_CONSTRUCTORS = {list(MODEL_CONSTRUCTORS.values())!r}
 def in_process(code: str, *arguments: str | Path, status: int = 0, **variables: str) -> str:
     """Return the output and errors of a new Python, which must exit with the status."""
     environment = {k: v for k, v in os.environ.items() if k != "TVM_PAGEDKV_LIBRARY"}
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    environment["PYTHONPATH"] = path_of_children()
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env=environment | variables, capture_output=True, text=True, timeout=120,

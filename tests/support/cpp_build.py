@@ -60,4 +60,3 @@ def build(name: str, *targets: str, **options: str) -> Path:
         jobs = str(min(os.cpu_count() or 1, 4))
         run("cmake", "--build", str(folder), "--parallel", jobs, "--target", *targets)
     return folder
-

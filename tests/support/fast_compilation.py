@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -62,6 +63,11 @@ def in_children() -> Iterator[None]:
     with _patches() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         yield
+
+
+def path_of_children() -> str:
+    """Return the PYTHONPATH of processes that import what this one does, and compile as it does."""
+    return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sys.path]))
 
 
 def resolve_target(cpu: str) -> Target:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from ..relax.test_frontend import (
     AttentionOnly,
     _rows,
 )
-from .fast_compilation import MODEL_TARGET
+from .fast_compilation import MODEL_TARGET, path_of_children
 
 STANDIN = Path(__file__).with_name("mlc_standin")
 
@@ -36,8 +35,7 @@ def mlc_llm(tmp_path, monkeypatch) -> Iterator[Path]:
     import tvm_pagedkv.mlc
 
     monkeypatch.syspath_prepend(str(STANDIN))
-    path = os.pathsep.join([str(STANDIN), *sys.path])
-    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("PYTHONPATH", path_of_children())
     monkeypatch.setenv("MLC_LLM_HOME", str(tmp_path / "mlc"))
     (tmp_path / "mlc" / "model_lib").mkdir(parents=True)
     yield tmp_path / "mlc"

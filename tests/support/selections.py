@@ -59,7 +59,6 @@ OPTIMIZED = (
     "tests/kernels/test_attention_kernels.py::test_prefill[",
     "tests/kernels/test_quantized_attention.py::test_decode[",
     "tests/package/test_python_surface.py",
-    "tests/relax/test_export.py",
 )
 
 

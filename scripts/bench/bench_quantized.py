@@ -43,7 +43,10 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float16", help="of queries, and of 16-bit pages")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="of decode")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, help="of decode")
-    parser.add_argument("--prefills", nargs="*", type=int, default=PREFILLS)
+    parser.add_argument(
+        "--prefills", nargs="*", type=int, default=PREFILLS,
+        help=f"contexts at the end of a prefill of {ROWS} rows",
+    )  # fmt: skip
     parser.add_argument("--peers", nargs="*", default=USUAL, choices=others)
     parser.add_argument("--python", nargs="+", default=[], metavar="PEER=PATH")
     parser.add_argument("--cpus", nargs="+", type=int, help="CPUs to use (default: all)")
@@ -52,6 +55,8 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--append-rows", nargs="*", type=int, default=APPENDED, help="of appends")
     parser.add_argument("--plot", metavar="FILE", help="draw time and bytes over the context")
     options = parser.parse_args()
+    if min(options.prefills, default=ROWS) < ROWS:
+        parser.error(f"--prefills: a context includes the {ROWS} rows of the prefill")
     options.python = dict(x.split("=", 1) for x in options.python)
     options.cpus = options.cpus or sorted(os.sched_getaffinity(0))
     return options

@@ -25,6 +25,16 @@ def run_script(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+def test_a_prefill_has_room_for_its_rows(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setattr(sys, "argv", ["bench_quantized.py", "--prefills", "512", "511"])
+    import bench_quantized
+
+    with pytest.raises(SystemExit):
+        bench_quantized.options_of()
+    assert "a context includes the 512 rows" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_quantized_pages_are_measured_beside_those_of_16_bits(tmp_path):
     path = tmp_path / "records.json"

@@ -43,6 +43,8 @@ SHAPES = {
     "4:2x64-p8-cap": ((4, 2), 64, 8, {"logit_softcap": 30.0}),
 }
 ODD_SHAPES = {"5:1x80-p4": ((5, 1), 80, 4, {}), "2:2x8-p8": ((2, 2), 8, 8, {})}
+# A byte of "int4" has a column of either half of a row, and a group has both, or ends in between.
+HALVED_SHAPES = {"6:1x32-p4": ((6, 1), 32, 4, {}), "2:2x160-p16": ((2, 2), 160, 16, {})}
 parametrize_codecs = pytest.mark.parametrize("codec", CODECS)
 parametrize_dtypes = pytest.mark.parametrize("dtype", [F32, F16, BF16])
 
@@ -95,6 +97,15 @@ def test_rows_of_any_width(shape, dtype, codec, seed):
     case = PagedBatch(spec, BATCHES["mixed"], seed)
     case.prefill(causal=False)
     case.verify(causal=False)
+
+
+@pytest.mark.parametrize("shape", HALVED_SHAPES.values(), ids=HALVED_SHAPES)
+@parametrize_seed
+def test_groups_of_both_halves(shape, seed):
+    spec = spec_of(shape, F32, "int4")
+    case = PagedBatch(spec, DECODE_BATCHES["mixed"], seed)
+    case.decode()
+    case.verify()
 
 
 @latin_square(3, "cpu", "codec", "dtype")

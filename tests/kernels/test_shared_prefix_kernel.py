@@ -77,6 +77,8 @@ class SharedBatch(AttentionCase):
     seed : int
     """
 
+    has_single_rows = False
+
     def __init__(self, spec: KernelSpec, segments, seed: int):
         self.spec, self.rng = spec, np.random.default_rng(seed)
         self.tensor = tensors_for(spec)

@@ -52,6 +52,8 @@ class LatentBatch(AttentionCase):
     seed : int
     """
 
+    has_single_rows = False
+
     def __init__(self, spec: KernelSpec, lengths, seed: int):
         self.spec, self.rng = spec, np.random.default_rng(seed)
         self.tensor = tensors_for(spec)

@@ -14,7 +14,18 @@ from tvm.script import tirx as T
 
 from . import simd
 from .shuffles import next_power_of_two, reduce_each
-from .simd import F32, Register, broadcast, constant, rint, shuffle, store, temp, vector_type
+from .simd import (
+    F32,
+    Register,
+    broadcast,
+    constant,
+    fused_multiply_add,
+    index_temp,
+    shuffle,
+    store,
+    temp,
+    vector_type,
+)
 
 INT32, LANES = "int32", 16
 MOST = 32639.0  # 127 * 256 + 127: the largest number of two signed bytes
@@ -54,61 +65,148 @@ def integer(value: int):
 
 
 class TwoBytes:
-    """Rows of numbers as two signed bytes: ``[row, high or low, dword of four numbers]``.
+    """Sets of rows of numbers as two signed bytes: ``[four rows, high or low, dword, row]``.
+
+    A dword has the bytes of four numbers of a row. The same dword of four rows lies side by side,
+    as four rows are narrowed together.
 
     Parameters
     ----------
-    num_rows : int
+    num_sets : int
+    rows : int
+        Rows of a set.
     width : int
-        Numbers of a row: a multiple of 16.
+        Numbers of a row.
+    zero : int
+        The unsigned code that stands for zero.
+    num_segments : int, optional
+        Parts of a row that are multiplied apart, all of the same multiple of 16 numbers.
 
     Attributes
     ----------
-    scale : float32, of each row
-    sums : int32, of each row: the sum of its numbers
+    scale : float32 ``[row of all sets]``
+    offsets : int32 ``[segment, row of all sets]``: what codes of zero add to its products, negated
     """
 
-    def __init__(self, num_rows: int, width: int):
-        self.width, padded = width, num_rows + LANES  # the last ones are stored by the vector
-        self.dwords = T.alloc_buffer((num_rows, 2, width // 4), INT32)
-        self.scale = T.alloc_buffer((padded,), F32)
-        self.inverse = T.alloc_buffer((padded,), F32)
-        self.sums = T.alloc_buffer((padded,), INT32)
+    def __init__(self, num_sets: int, rows: int, width: int, zero: int, num_segments: int = 1):
+        self.rows, self.zero = rows, zero
+        self.starts = range(0, width, LANES)
+        self.vectors_per_segment = len(self.starts) // num_segments
+        self.fours = -(-rows // 4)  # of a set
+        # As many as the vectors that `scale` and `zeros` are stored by have.
+        self.stride = rows // LANES * LANES + next_power_of_two(rows % LANES or 1)
+        self.dwords = T.alloc_buffer((num_sets * self.fours, 2, width // 4, 4), INT32)
+        self.scale = T.alloc_buffer((num_sets * self.stride,), F32)
+        self.inverse = T.alloc_buffer((num_sets * self.stride,), F32)
+        self.offsets = T.alloc_buffer((num_segments, num_sets * self.stride), INT32)
 
-    def set_rows(self, first, count: int, source: Callable) -> None:
-        """Take the numbers ``source(i, start)`` of `count` rows from `first` on, 16 at most.
+    def index(self, of_set, row: int):
+        """Where a row of a set lies in `scale` and in a segment of `offsets`."""
+        return of_set * self.stride + row
+
+    def dword(self, of_set, row: int, is_low: int, dword):
+        """Four bytes of a row of a set."""
+        return self.dwords[of_set * self.fours + row // 4, is_low, dword, row % 4]
+
+    def set_rows(self, of_set, source: Callable) -> None:
+        """Take the numbers ``source(row, start)`` of the rows of a set.
 
         `source` gives float32 vectors of 16 numbers, and is evaluated twice. A row of which some
         are NaN or infinite has the scale NaN.
         """
-        starts, lanes = range(0, self.width, LANES), next_power_of_two(count)
+        for first in range(0, self.rows, LANES):
+            rows = range(first, min(first + LANES, self.rows))
+            at, lanes = (index_temp(self.index(of_set, first)),), next_power_of_two(len(rows))
+            scale, inverse = _scale(self._largest(rows, source), lanes)
+            store(self.scale, at, lanes, scale)
+            store(self.inverse, at, lanes, inverse)
+            totals = []
+            for four in range(first, rows.stop, 4):
+                totals += self._set_four(of_set, range(four, min(four + 4, rows.stop)), source)
+            offset = self.vectors_per_segment * LANES * _OFFSET % (1 << 32)
+            for segment, sums in enumerate(zip(*totals, strict=True)):
+                total = reduce_each(sums, LANES, simd.add, "uint32")
+                total = total - broadcast(T.uint32(offset), lanes)
+                total = temp(T.reinterpret(vector_type(INT32, lanes), total), lanes, INT32)
+                offsets = total * broadcast(T.int32(-self.zero), lanes)
+                store(self.offsets, (segment, *at), lanes, offsets, INT32)
+
+    def _largest(self, rows: range, source: Callable):
+        """The bits of the largest magnitude of each row."""
         magnitude = broadcast(T.uint32(0x7FFFFFFF), LANES)
         largest = []
-        for i in range(count):
+        for i in rows:
             found = None
-            for start in starts:
+            for start in self.starts:
                 bits = T.bitwise_and(T.reinterpret("uint32x16", source(i, start)), magnitude)
                 found = bits if found is None else T.max(found, bits)
             largest.append(temp(found, LANES, "uint32"))
-        bits = temp(reduce_each(largest, LANES, simd.maximum, "uint32"), lanes, "uint32")
-        scale, inverse = _scale(bits, lanes)
-        store(self.scale, (first,), lanes, scale)
-        store(self.inverse, (first,), lanes, inverse)
-        sums = []
-        for i in range(count):
-            factor = temp(broadcast(self.inverse[first + i], LANES), LANES)
-            total = None
-            for start in starts:
-                number = rint(temp(source(i, start) * factor, LANES), LANES)
-                number = temp(T.cast(number, "int32x16"), LANES, INT32)
-                total = number if total is None else temp(total + number, LANES, INT32)
-                high = T.shift_right(number + integer(128), integer(8))
-                # The low byte of a number is its low part, modulo 256.
-                for n, part in enumerate((high, number)):
-                    dwords = T.reinterpret("int32x4", T.cast(part, "int8x16"))
-                    store(self.dwords, (first + i, n, start // 4), 4, dwords, INT32)
-            sums.append(total)
-        store(self.sums, (first,), lanes, reduce_each(sums, LANES, simd.add, INT32), INT32)
+        bits = reduce_each(largest, LANES, simd.maximum, "uint32")
+        return temp(bits, next_power_of_two(len(rows)), "uint32")
+
+    def _set_four(self, of_set, rows: range, source: Callable) -> list[list]:
+        """Take up to four rows; return the sums of their numbers plus `_OFFSET`, by segment."""
+        at = [self.index(of_set, i) for i in rows]
+        factors = [temp(broadcast(self.inverse[i], LANES), LANES) for i in at]
+        totals: list[list] = [[] for _ in rows]
+        for number, start in enumerate(self.starts):
+            four = []
+            for i, factor, sums in zip(rows, factors, totals, strict=True):
+                rounder = constant(_ROUNDER, LANES)
+                value = fused_multiply_add(source(i, start), factor, rounder, LANES)
+                bits = temp(T.reinterpret("uint32x16", value), LANES, "uint32")
+                four.append(bits)
+                if number % self.vectors_per_segment:
+                    sums[-1] = temp(sums[-1] + bits, LANES, "uint32")
+                else:
+                    sums.append(bits)
+            four += four[-1:] * (4 - len(four))  # missing rows repeat the last one
+            for n, dwords in enumerate(_bytes_of_four(*four)):
+                place = (of_set * self.fours + rows[0] // 4, n, start // 4, 0)
+                store(self.dwords, place, LANES, dwords, INT32)
+        return totals
+
+
+# Added to a small number, it leaves in the low bits the nearest whole number plus 128: with that,
+# the high one of its two bytes is the one that makes the low one signed.
+_ROUNDER = 1.5 * 2**23 + 128
+_OFFSET = 0x4B400000 + 128  # the bits of _ROUNDER
+
+
+def _bytes_of_four(a, b, c, d) -> tuple:
+    """The high and the low bytes of four rows of 16 numbers, as `TwoBytes` keeps them.
+
+    Rows are bits of numbers plus `_ROUNDER`. A result has a dword with the first four numbers of
+    each row, then one with the next four of each, and so on.
+    """
+
+    def shift(value, count: int):
+        by = broadcast(T.uint32(abs(count)), LANES)
+        return T.shift_left(value, by) if count > 0 else T.shift_right(value, by)
+
+    def either(even, odd, mask: int):
+        """The bits of `mask` from `even`, the others from `odd`."""
+        even = T.bitwise_and(even, broadcast(T.uint32(mask), LANES))
+        odd = T.bitwise_and(odd, broadcast(T.uint32(mask ^ 0xFFFFFFFF), LANES))
+        return temp(T.bitwise_or(even, odd), LANES, "uint32")
+
+    ab, cd = (either(even, shift(odd, 16), 0xFFFF) for even, odd in ((a, b), (c, d)))
+    high = either(shift(ab, -8), cd, 0x00FF00FF)
+    low = either(ab, shift(cd, 8), 0x00FF00FF)
+    low = T.bitwise_xor(low, broadcast(T.uint32(0x80808080), LANES))  # minus the 128
+    place = (0, 2, 1, 3)  # of the byte of each row in a dword
+    order = [
+        first + 4 * number + place[row]
+        for first in range(0, 64, 16)
+        for row in range(4)
+        for number in range(4)
+    ]
+
+    def in_order(dwords):
+        value = temp(T.reinterpret("uint8x64", dwords), 64, "uint8")
+        return T.reinterpret("int32x16", shuffle([value], order))
+
+    return in_order(high), in_order(low)
 
 
 def _scale(bits, lanes: int):

@@ -8,6 +8,7 @@ block of V has one column of four positions, and a vector has 16 columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tvm.script import tirx as T
@@ -47,6 +48,10 @@ class CodeBlocks:
         self.spec, self.codec = spec, spec.codec
         self.row_bytes = self.codec.row_bytes(spec.qk_head_dim)
         self.groups = self.codec.groups(spec.qk_head_dim, spec.v_head_dim)
+        self.halves = range(8 // self.codec.bits)  # a half of the columns each, of "int4"
+        # Dwords that belong to one group, in each half.
+        self.piece = math.gcd(self.row_bytes // 4, *(begin // 4 for begin, _ in self.groups))
+        self.num_pieces = self.row_bytes // 4 // self.piece
         self.zero = 8 if self.codec.bits == 4 else 128  # the code of zero
         self.k = T.alloc_buffer((self.row_bytes // 4, LANES), INT32)
         self.k_scales = T.alloc_buffer((len(self.groups), POSITIONS), F32)
@@ -55,14 +60,33 @@ class CodeBlocks:
 
     # --- codes ----------------------------------------------------------------------------------
 
-    def k_vector(self, dword):
-        """The unsigned codes of columns ``4 * dword .. + 3`` of all positions."""
-        per_row = self.row_bytes // 4
-        codes = load(self.k, (dword % per_row, 0), LANES, INT32)
-        if self.codec.bits == 8:
+    def k_vectors(self, dword, halves) -> list:
+        """Some halves of the unsigned codes of a dword of all positions; see `half_of`."""
+        codes = load(self.k, (dword, 0), LANES, INT32)
+        if len(self.halves) > 1:
+            codes = temp(codes, LANES, INT32)
+        return [temp(self.half_of(codes, half), LANES, INT32) for half in halves]
+
+    def half_of(self, codes, half: int):
+        """The codes of a half of the columns; those of the upper bits are 16 times too large."""
+        if len(self.halves) == 1:
             return codes
-        codes = T.shift_right(codes, broadcast(dword // per_row * 4, LANES))
-        return T.bitwise_and(codes, integer(0x0F0F0F0F))
+        mask = 0xF0F0F0F0 - (1 << 32) if half else 0x0F0F0F0F
+        return T.bitwise_and(codes, integer(mask))
+
+    @staticmethod
+    def sum_of(total, half: int):
+        """What a sum of products with `half_of` would be if all codes were themselves."""
+        return T.shift_right(total, integer(4)) if half else total
+
+    def segment(self, piece, half: int):
+        """Part of a row of Q that is multiplied with a piece: ``4 * self.piece`` columns."""
+        return half * self.num_pieces + piece
+
+    def group_of(self, piece, half: int):
+        """The group whose scales a piece has."""
+        width = self.spec.qk_head_dim // len(self.groups)
+        return self.segment(piece, half) * 4 * self.piece // width
 
     def take_k(self, rows, position) -> None:
         """Take `POSITIONS` positions from `position` on, and their scales."""
@@ -94,11 +118,9 @@ class CodeBlocks:
         if self.codec.bits == 8:
             store(self.v, (quad, vector, 0), LANES, self._unsigned(codes), INT32)
             return
-        for high in range(2):
-            half = T.shift_right(codes, integer(4)) if high else codes
-            half = T.bitwise_and(half, integer(0x0F0F0F0F))
-            at = (quad, vector + high * (self.row_bytes // LANES), 0)
-            store(self.v, at, LANES, half, INT32)
+        for half in self.halves:
+            at = (quad, vector + half * (self.row_bytes // LANES), 0)
+            store(self.v, at, LANES, self.half_of(codes, half), INT32)
 
     @staticmethod
     def _unsigned(codes):

@@ -16,25 +16,14 @@ from tvm.script import tirx as T
 from ....layout import K_PLANE, V_PLANE
 from ....spec import KernelSpec
 from ... import vnni
-from ...simd import (
-    Register,
-    add,
-    broadcast,
-    chunks,
-    constant,
-    index_temp,
-    load,
-    reduce_lanes,
-    shuffle,
-    store,
-    temp,
-)
-from ...vnni import INT32, LANES, TwoBytes, add_dots, add_vector_dots, integer, put_together
+from ...simd import Register, broadcast, constant, index_temp, load, store, temp
+from ...vnni import INT32, LANES, TwoBytes, add_dots, integer, put_together
 from .blocking import BLOCK, DecodeStep
 from .code_blocks import POSITIONS, QUAD, CodeBlocks, has_code_blocks
 from .split import DecodeSplit
 
-VECTORS = 2  # of columns of O that are summed at once
+ACCUMULATORS = 16  # sums that are in registers at once
+MAX_VECTORS = 4  # of columns of O that are summed at once
 DWORDS = 4  # of rows of K that are multiplied between prefetches
 
 
@@ -43,38 +32,24 @@ class CodeSplit(DecodeSplit):
 
     def __init__(self, spec: KernelSpec, ops, sm_scale, num_local_heads: int = 1):
         super().__init__(spec, ops, sm_scale, num_local_heads)
-        self.blocks = CodeBlocks(spec)
-        num_rows, self.num_groups = self.blocking.padded_rows, len(self.blocks.groups)
-        self.q_bytes = TwoBytes(num_local_heads * num_rows, spec.qk_head_dim)
-        # The code of zero times the sum of the numbers of a row in a group.
-        self.q_zeros = T.alloc_buffer((num_local_heads * num_rows, self.num_groups), INT32)
-        self.weight_bytes = TwoBytes(num_rows * self.num_groups, BLOCK)
+        blocks = self.blocks = CodeBlocks(spec)
+        row_blocks, rows = self.blocking.row_blocks, self.blocking.rows
+        width, num_segments = spec.qk_head_dim, blocks.num_pieces * len(blocks.halves)
+        self.q_bytes = TwoBytes(
+            num_local_heads * row_blocks, rows, width, blocks.zero, num_segments
+        )
+        self.weight_bytes = TwoBytes(1, rows * len(blocks.groups), BLOCK, blocks.zero)
 
     def start(self, a, sequence, head, local_head=0) -> None:
         """Take the query rows of a KV head and clear its sums."""
         super().start(a, sequence, head, local_head)
-        base = index_temp(local_head * self.blocking.padded_rows)
-        with T.serial(self.blocking.padded_rows) as i:
-            row = index_temp(base + i)
-            self.q_bytes.set_rows(row, 1, lambda _, start: load(self.q, (row, start), LANES))
-            for group, (begin, end) in enumerate(self.blocks.groups):
-                T.buffer_store(self.q_zeros, self._zeros(row, begin, end), [row, group])
 
-    def _zeros(self, row, begin: int, end: int):
-        """The products of columns of a row of Q with codes of zero: int32."""
-        totals = [Register(LANES, INT32, integer(0)) for _ in range(2)]
-        zero = self.blocks.zero * 0x01010101
-        zero = integer(zero - (zero >> 31 << 32))
-        for start, count in chunks((end - begin) // 4, LANES):
-            for n, total in enumerate(totals):
-                lanes = count
-                value = load(self.q_bytes.dwords, (row, n, begin // 4 + start), lanes, INT32)
-                while lanes < LANES:
-                    value = shuffle([value, broadcast(T.int32(0), lanes)], range(2 * lanes))
-                    lanes *= 2
-                    value = temp(value, lanes, INT32)
-                add_vector_dots(total, zero, value)
-        return reduce_lanes(put_together(*(t.get() for t in totals)), LANES, add, INT32)
+        def set_rows(block, first_row, _):
+            self.q_bytes.set_rows(
+                block, lambda i, start: load(self.q, (first_row + i, start), LANES)
+            )
+
+        self.for_row_blocks(local_head, set_rows)
 
     def step(self, a, step: DecodeStep, k_offset) -> None:
         """Attend to a block of positions with one local head."""
@@ -107,38 +82,59 @@ class CodeSplit(DecodeSplit):
             blocks.take_k(step.rows, position)
             self.for_row_blocks(
                 step.local_head,
-                lambda _, first_row, row: self._score_rows(first_row, row, column, prefetchers),
+                lambda block, _, row: self._score_rows(block, row, column, prefetchers),
             )
 
-    def _score_rows(self, first_row, weights_row, column, prefetchers) -> None:
+    def _score_rows(self, block, weights_row, column, prefetchers) -> None:
         """The scores of one set of rows for the positions in `blocks`."""
-        rows = range(self.blocking.rows)
+        blocks, rows = self.blocks, range(self.blocking.rows)
         scores = [Register(LANES, init=constant(0.0, LANES)) for _ in rows]
-        dwords = self.spec.qk_head_dim // 4 // self.num_groups  # of a group
-        num_steps = dwords // DWORDS
-        num_parts = 1 << (self.num_groups * num_steps).bit_length() - 1
+        if 2 * len(rows) * len(blocks.halves) <= ACCUMULATORS:
+            self._add_scores(scores, block, blocks.halves, prefetchers)
+        else:
+            for half in blocks.halves:  # or their sums would not fit the registers
+                self._add_scores(scores, block, [half], [] if half else prefetchers)
+        for r in rows:
+            factor = self.q_bytes.scale[self.q_bytes.index(block, r)]
+            value = scores[r].get() * broadcast(factor, LANES)
+            store(self.weights, (weights_row + r, column), LANES, value)
+
+    def _add_scores(self, scores: list[Register], block, halves, prefetchers) -> None:
+        """Add the products of some halves of the columns."""
+        blocks, q, rows = self.blocks, self.q_bytes, range(self.blocking.rows)
+        num_steps = blocks.piece // DWORDS
+        num_parts = 1 << (blocks.num_pieces * num_steps).bit_length() - 1
         num_parts = min(num_parts, POSITIONS // 2)
-        with T.serial(self.num_groups) as group:
-            totals = [[Register(LANES, INT32, integer(0)) for _ in range(2)] for _ in rows]
+        # Dwords take turns with accumulators, whose latency is longer than a dword takes.
+        num_turns = min(DWORDS, max(1, ACCUMULATORS // (2 * len(rows) * len(halves))))
+        with T.serial(blocks.num_pieces) as piece:
+            totals = {
+                (r, half, turn): [Register(LANES, INT32, integer(0)) for _ in range(2)]
+                for r in rows
+                for half in halves
+                for turn in range(num_turns)
+            }
             with T.serial(num_steps) as i:
-                part = index_temp((group * num_steps + i) % num_parts)
+                part = index_temp((piece * num_steps + i) % num_parts)
                 for prefetch_part in prefetchers:
                     prefetch_part(part, num_parts)
                 for d in range(DWORDS):
-                    dword = group * dwords + i * DWORDS + d
-                    codes = temp(self.blocks.k_vector(dword), LANES, INT32)
+                    dword = piece * blocks.piece + i * DWORDS + d
+                    codes = blocks.k_vectors(dword, halves)
                     for r in rows:
-                        for n in range(2):
-                            q = self.q_bytes.dwords[first_row + r, n, dword]
-                            add_dots(totals[r][n], codes, q)
-            scale = temp(load(self.blocks.k_scales, (group, 0), LANES), LANES)
-            for r in rows:
-                total = put_together(*(t.get() for t in totals[r]))
-                total = total - broadcast(self.q_zeros[first_row + r, group], LANES)
-                scores[r].fma(T.cast(total, "float32x16"), scale)
-        for r in rows:
-            value = scores[r].get() * broadcast(self.q_bytes.scale[first_row + r], LANES)
-            store(self.weights, (weights_row + r, column), LANES, value)
+                        for half, value in zip(halves, codes, strict=True):
+                            q_dword = blocks.row_bytes // 4 * half + dword
+                            for n, total in enumerate(totals[r, half, d % num_turns]):
+                                add_dots(total, value, q.dword(block, r, n, q_dword))
+            for half in halves:
+                at = (blocks.group_of(piece, half), 0)
+                scale = temp(load(blocks.k_scales, at, LANES), LANES)
+                for r in rows:
+                    turns = [totals[r, half, turn] for turn in range(num_turns)]
+                    total = blocks.sum_of(_sum_of_turns(turns), half)
+                    offset = q.offsets[blocks.segment(piece, half), q.index(block, r)]
+                    total = total + broadcast(offset, LANES)
+                    scores[r].fma(T.cast(total, "float32x16"), scale)
 
     def attend(self, step: DecodeStep, block, first_row, weights_row) -> None:
         """Take a block of positions into the sums of a set of rows."""
@@ -148,26 +144,24 @@ class CodeSplit(DecodeSplit):
             lambda i, v: load(self.weights, (weights_row + i, v * LANES), LANES),
             lambda i, v, weight: store(self.weights, (weights_row + i, v * LANES), LANES, weight),
         )
-        count = self.blocking.rows * self.num_groups
-        for first in range(0, count, LANES):
+        num_groups = len(self.blocks.groups)
 
-            def weighted(i, start, first=first):
-                row, group = divmod(first + i, self.num_groups)
-                weight = load(self.weights, (weights_row + row, start), LANES)
-                return weight * load(self.blocks.v_scales, (group, start), LANES)
+        def weighted(i, start):
+            row, group = divmod(i, num_groups)
+            weight = load(self.weights, (weights_row + row, start), LANES)
+            return weight * load(self.blocks.v_scales, (group, start), LANES)
 
-            at = weights_row * self.num_groups + first
-            self.weight_bytes.set_rows(index_temp(at), min(LANES, count - first), weighted)
-        num_vectors = self.spec.v_head_dim // LANES
-        for first in range(0, num_vectors, VECTORS):
-            vectors = range(first, min(first + VECTORS, num_vectors))
-            self._add_columns(step, first_row, weights_row, vectors)
+        self.weight_bytes.set_rows(0, weighted)
+        num_vectors, rows = self.spec.v_head_dim // LANES, self.blocking.rows
+        at_once = max(1, min(MAX_VECTORS, ACCUMULATORS // (2 * rows)))
+        for strip, first in enumerate(range(0, num_vectors, at_once)):
+            vectors = range(first, min(first + at_once, num_vectors))
+            self._add_columns(step, first_row, vectors, strip, -(-num_vectors // at_once))
 
-    def _add_columns(self, step: DecodeStep, first_row, weights_row, vectors: range) -> None:
-        """Add the weighted codes of some vectors of columns of one group."""
-        rows, ends = range(self.blocking.rows), [end for _, end in self.blocks.groups]
-        group = next(g for g, end in enumerate(ends) if vectors[0] * LANES < end)
-        strip, num_strips = vectors[0] // VECTORS, -(-self.spec.v_head_dim // LANES // VECTORS)
+    def _add_columns(self, step, first_row, vectors: range, strip: int, num_strips: int) -> None:
+        """Add the weighted codes of some vectors of columns: a strip of O."""
+        blocks, weights, rows = self.blocks, self.weight_bytes, range(self.blocking.rows)
+        width, half_width = self.spec.v_head_dim // len(blocks.groups), blocks.row_bytes // LANES
         num_parts = min(POSITIONS, 1 << num_strips.bit_length() - 1)
         totals = {
             (r, c): [Register(LANES, INT32, integer(0)) for _ in range(2)]
@@ -175,37 +169,50 @@ class CodeSplit(DecodeSplit):
             for c in vectors
         }
 
-        def packed_row(r):
-            return (weights_row + r) * self.num_groups + group
+        def packed_row(r: int, c: int) -> int:
+            return r * len(blocks.groups) + c * LANES // width
 
         with T.serial((step.count + POSITIONS - 1) // POSITIONS) as i:
             following = index_temp(step.following_first + i * POSITIONS)
             for plane in (V_PLANE, K_PLANE):
-                prefetch_part = self.blocks.prefetcher(step.following, following, plane)
+                prefetch_part = blocks.prefetcher(step.following, following, plane)
                 prefetch_part(strip % num_parts, num_parts)
             for j in range(POSITIONS // QUAD):
                 quad = i * (POSITIONS // QUAD) + j
                 codes = [
-                    temp(load(self.blocks.v, (quad, c, 0), LANES, INT32), LANES, INT32)
-                    for c in vectors
+                    temp(load(blocks.v, (quad, c, 0), LANES, INT32), LANES, INT32) for c in vectors
                 ]
                 for r in rows:
                     for n in range(2):
-                        weight = temp(self.weight_bytes.dwords[packed_row(r), n, quad], 1, INT32)
+                        dwords = {
+                            row: temp(weights.dword(0, row, n, quad), 1, INT32)
+                            for row in sorted({packed_row(r, c) for c in vectors})
+                        }
                         for c, value in zip(vectors, codes, strict=True):
-                            add_dots(totals[r, c][n], value, weight)
+                            add_dots(totals[r, c][n], value, dwords[packed_row(r, c)])
         for r in rows:
-            row = index_temp(packed_row(r))
             decay = temp(self.state.rescale[self.row_state(first_row + r)])
-            zeros = temp(self.weight_bytes.sums[row] * self.blocks.zero, 1, INT32)
-            scale = temp(self.weight_bytes.scale[row])
             for c in vectors:
-                total = put_together(*(t.get() for t in totals[r, c]))
-                total = total - broadcast(zeros, LANES)
-                value = T.cast(total, "float32x16") * broadcast(scale, LANES)
+                row = weights.index(0, packed_row(r, c))
+                total = blocks.sum_of(
+                    put_together(*(t.get() for t in totals[r, c])), c // half_width
+                )
+                total = total + broadcast(weights.offsets[0, row], LANES)
+                value = T.cast(total, "float32x16") * broadcast(weights.scale[row], LANES)
                 at = (first_row + r, c * LANES)
                 before = load(self.o, at, LANES) * broadcast(decay, LANES)
                 store(self.o, at, LANES, before + value)
+
+
+def _sum_of_turns(turns: list):
+    """The sum of products of all turns, of the high and of the low bytes."""
+    parts = []
+    for registers in zip(*turns, strict=True):
+        value = registers[0].get()
+        for register in registers[1:]:
+            value = temp(value + register.get(), LANES, INT32)
+        parts.append(value)
+    return put_together(*parts)
 
 
 def split_of(spec: KernelSpec, ops, sm_scale, num_local_heads: int) -> DecodeSplit:

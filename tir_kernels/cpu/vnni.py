@@ -93,8 +93,8 @@ class TwoBytes:
         self.starts = range(0, width, LANES)
         self.vectors_per_segment = len(self.starts) // num_segments
         self.fours = -(-rows // 4)  # of a set
-        # As many as the vectors that `scale` and `zeros` are stored by have.
-        self.stride = rows // LANES * LANES + next_power_of_two(rows % LANES or 1)
+        rest = rows % LANES  # which a vector of a power of two lanes stores
+        self.stride = rows - rest + (next_power_of_two(rest) if rest else 0)
         self.dwords = T.alloc_buffer((num_sets * self.fours, 2, width // 4, 4), INT32)
         self.scale = T.alloc_buffer((num_sets * self.stride,), F32)
         self.inverse = T.alloc_buffer((num_sets * self.stride,), F32)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -254,10 +255,11 @@ class Terminal:
 
 
 def _control(terminal: int) -> None:
-    """Let Ctrl-C in the terminal interrupt this process."""
+    """Let Ctrl-C in the terminal interrupt this process, also if tests run in the background."""
     import fcntl
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell ignores for what it starts there
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 

@@ -105,7 +105,7 @@ class CodeSplit(DecodeSplit):
         num_steps = blocks.piece // DWORDS
         num_parts = 1 << (blocks.num_pieces * num_steps).bit_length() - 1
         num_parts = min(num_parts, POSITIONS // 2)
-        # Dwords take turns with accumulators, whose latency is longer than a dword takes.
+        # Several sets of sums in turn: one would wait for the latency of the dot product.
         num_turns = min(DWORDS, max(1, ACCUMULATORS // (2 * len(rows) * len(halves))))
         with T.serial(blocks.num_pieces) as piece:
             totals = {

@@ -50,12 +50,7 @@ def scope():
 
 def add_dots(total: Register, unsigned, signed) -> None:
     """Add the products of the bytes of `unsigned` and of a scalar dword of signed bytes."""
-    add_vector_dots(total, unsigned, broadcast(signed, LANES))
-
-
-def add_vector_dots(total: Register, unsigned, signed) -> None:
-    """Add the products of the bytes of two vectors."""
-    arguments = ("pagedkv_byte_dot", total.get(), unsigned, signed)
+    arguments = ("pagedkv_byte_dot", total.get(), unsigned, broadcast(signed, LANES))
     total.set(T.call_pure_extern("int32x16", *arguments))
 
 

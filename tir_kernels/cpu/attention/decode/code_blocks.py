@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of quantized K and V brought into the order of byte dot products; see `cpu.vnni`.
 
-Codes are unsigned here: those of "int8" plus 128, those of "int4" plus 8. A dword of a block of K
+Codes are unsigned here: those of "int8" plus 128, those of "int4" plus 8; of these, the ones in the
+upper bits of a byte stay there, 16 times too large, and so are their sums. A dword of a block of K
 has four columns of one position, and a vector has the same columns of 16 positions. A dword of a
 block of V has one column of four positions, and a vector has 16 columns.
 """
@@ -62,9 +63,7 @@ class CodeBlocks:
 
     def k_vectors(self, dword, halves) -> list:
         """Some halves of the unsigned codes of a dword of all positions; see `half_of`."""
-        codes = load(self.k, (dword, 0), LANES, INT32)
-        if len(self.halves) > 1:
-            codes = temp(codes, LANES, INT32)
+        codes = temp(load(self.k, (dword, 0), LANES, INT32), LANES, INT32)
         return [temp(self.half_of(codes, half), LANES, INT32) for half in halves]
 
     def half_of(self, codes, half: int):

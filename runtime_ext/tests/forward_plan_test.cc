@@ -292,6 +292,30 @@ TEST_CASE("forward plan: trees") {
   table.CheckIntegrity();
 }
 
+/*! \brief Slots count the whole text, so the longest text keeps a shared page, not the sequence
+ * that holds the most positions. */
+TEST_CASE("forward plan: a sequence with a window writes to a shared page") {
+  SequenceTable table(4, 16, {8});
+  ForwardPlan plan(&table, 64);
+  table.Add(0);
+  Step(&plan, {0}, {14});
+  plan.Finish();
+  table.Fork(0, 1, -1);
+  table.EnableWindow(1, 6, 0, /*counts_row=*/true);
+  table.Pop(0, 1);
+  REQUIRE_EQ(table.At(0).length, 13);
+  REQUIRE_EQ(table.At(1).length, 5);  // of a text of 14
+  for (const Ids& ids : {Ids{0, 1}, Ids{1, 0}}) {
+    Prepare(&plan, ids, {1, 1});
+    plan.Acquire();
+    REQUIRE_EQ(plan.copies().size(), 1u);
+    REQUIRE_EQ(plan.copies()[0].sequence->id, 0);
+    REQUIRE_EQ(plan.copies()[0].length, 13);
+    plan.Release();
+  }
+  table.CheckIntegrity();
+}
+
 /*! \brief What a K is rotated by counts the whole text; the row is one of its window. */
 TEST_CASE("forward plan: positions in the text") {
   SequenceTable table(4, 4, {16});

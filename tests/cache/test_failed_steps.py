@@ -176,6 +176,24 @@ def test_windows_of_sequences():
     pair.step([0], [5])
 
 
+@pytest.mark.parametrize("mode", ["none", "inline"])
+@pytest.mark.parametrize("ids", [[0, 1], [1, 0]], ids=str)
+def test_a_window_that_has_dropped_positions_of_a_shared_page(mode, ids):
+    """Both write to the shared page: the slots count the text, not the positions that are held."""
+    pair = WindowPair(mode=mode)
+    pair.add(0)
+    pair.step([0], [14])
+    pair.fork(0, 1)
+    pair.enable(1, 6, 0)
+    pair.pop(0, 1)
+    before = state(pair.cache, [0, 1])
+    pair.cache.begin_forward(ids, [1, 1])
+    pair.cache.attention(0, rows(2, seed=7))
+    pair.cache.abort_forward()
+    assert state(pair.cache, [0, 1]) == before
+    pair.step(ids, [2, 1])  # compares what both attend to with the reference
+
+
 def test_receivers_hear_nothing_of_an_aborted_step(cache):
     offered = []
     num_slots = [group["num_pages"] * 4 for group in cache.stats()["groups"]]

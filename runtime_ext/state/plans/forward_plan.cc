@@ -117,7 +117,8 @@ void ForwardPlan::FindSharedLastPages(int32_t group) {
   visit([&](int32_t i, int32_t page) {
     int32_t& longest = pages.longest_writer[page];
     const bool is_first = pages.num_writers[page]++ == 0;
-    if (is_first || items_[i].past_length >= items_[longest].past_length) longest = i;
+    const int64_t length = TextLength(items_[i], PageRange::kPast);
+    if (is_first || length >= TextLength(items_[longest], PageRange::kPast)) longest = i;
   });
 }
 
@@ -127,8 +128,8 @@ bool ForwardPlan::MustCopyLastPage(int32_t group, size_t item) const {
   const int32_t page = items_[item].sequence->pages[group].back();
   const int32_t num_owners = table_->pool(group).RefCount(page);
   if (num_owners == 1) return false;
-  // When all owners are in this batch, one of them keeps the page: the longest, whose new rows
-  // overwrite none of the others. If the step is aborted, they all get it back.
+  // When all owners are in this batch, one of them keeps the page: the one with the longest text,
+  // whose new rows overwrite none of the others. If the step is aborted, they all get it back.
   return pages.num_writers[page] < num_owners ||
          pages.longest_writer[page] != static_cast<int32_t>(item);
 }

@@ -118,7 +118,7 @@ class ForwardPlan {
     std::vector<int64_t> kept;
     std::vector<int64_t> offsets;
     std::vector<int32_t> acquired;
-    // [num_pages] scratch: how many items write to a shared last page, and the longest item.
+    // [num_pages] scratch: how many items write to a shared last page, and the longest text.
     std::vector<int32_t> num_writers, longest_writer;
     bool shares_prefixes = false;
     SharedPrefix shared;

@@ -103,7 +103,7 @@ def functions_of(name: str, target, seconds: Counter) -> dict:
     from tir_kernels import build_kernel, kernel_names
     from tvm_pagedkv.compiler.build import kernel_spec
 
-    config = configuration(name)
+    config = configuration(name).resolved()
     specs = dict.fromkeys(kernel_spec(config, layer, target) for layer in config.layers)
     functions = {}
     with _Clock(seconds, "construction"):

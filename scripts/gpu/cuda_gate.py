@@ -98,7 +98,7 @@ COLUMNS = (
 
 def spec_of(name: str) -> KernelSpec:
     """The spec of a configuration's layers."""
-    config = KVCacheConfig(1, **CONFIGURATIONS[name])
+    config = KVCacheConfig(1, **CONFIGURATIONS[name]).resolved()
     return cuda_spec(kernel_spec(config, config.layers[0], resolve_target()))
 
 

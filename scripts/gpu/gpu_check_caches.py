@@ -21,7 +21,7 @@ from tests.support.python_kernels import share_every_prefix
 def check_forwards(kernels: Kernels, size: int, seed: int = 0) -> str:
     """A prefill, decode, forks, pops, trees and their commits, windows; `size` is of a prompt."""
     config = kernels.bundle.config
-    pair = Pair(kernels.create(), config, config.layers[0].rope.mode, seed)
+    pair = Pair(kernels.create(), config, config.resolved().layers[0].rope.mode, seed)
     for seq_id in range(3):
         pair.add(seq_id)
     pair.step({0: size, 1: size // 2 + 1})
@@ -88,7 +88,7 @@ def check_parts(kernels: Kernels, size: int, seed: int = 1) -> str:
 def check_shared_prefix(kernels: Kernels, size: int, seed: int = 2) -> str:
     """Sequences over one prefix, which is read once where there are kernels for that."""
     config = kernels.bundle.config
-    pair = Pair(kernels.create(), config, config.layers[0].rope.mode, seed)
+    pair = Pair(kernels.create(), config, config.resolved().layers[0].rope.mode, seed)
     share_every_prefix(pair.cache)
     pair.add(0)
     pair.step({0: size})
@@ -104,7 +104,7 @@ def check_shared_prefix(kernels: Kernels, size: int, seed: int = 2) -> str:
 def check_random(kernels: Kernels, size: int, seconds: float, least: int, seed: int = 3) -> str:
     """Random calls, for some seconds but at least so many."""
     config = kernels.bundle.config
-    pair = Pair(kernels.create(), config, config.layers[0].rope.mode, seed)
+    pair = Pair(kernels.create(), config, config.resolved().layers[0].rope.mode, seed)
     rng, counts, end, next_id = pair.rng, Counter(), time.perf_counter() + seconds, 0
     room = config.max_total_tokens // 2
     while time.perf_counter() < end or counts.total() < least:
@@ -166,9 +166,9 @@ def check_the_rest(kernels: Kernels) -> str:
         return rng.standard_normal(shape, np.float32).astype(config.dtype)
 
     slots = rng.permutation(7 * page)[:9].astype(np.int32)
-    unknown = []
+    layers, unknown = config.resolved().layers, []
     for index, name in left:
-        layer, function = config.layers[sets.index(index)], kernels.bundle.kernel_sets[index][name]
+        layer, function = layers[sets.index(index)], kernels.bundle.kernel_sets[index][name]
         heads = layer.num_kv_heads, layer.qk_head_dim
         if name == "merge":
             width = layer.mla_original_v_head_dim or layer.v_head_dim

@@ -73,19 +73,19 @@ class Pair:
     """
 
     def __init__(self, cache: pkv.KVCache, config: pkv.KVCacheConfig, mode: str, seed: int):
-        self.cache, self.config, self.rng = cache, config, np.random.default_rng(seed)
+        self.cache, self.config, self.rng = cache, config.resolved(), np.random.default_rng(seed)
         self.dtype = config.dtype
-        self.is_mla = [layer.kind == "mla" for layer in config.layers]
-        mha = [layer for layer in config.layers if layer.kind != "mla"]
+        self.is_mla = [layer.kind == "mla" for layer in self.config.layers]
+        mha = [layer for layer in self.config.layers if layer.kind != "mla"]
         rope = mha[0].rope
         rotary_dim = rope.rotary_dim or mha[0].qk_head_dim
         rotation = reference.Rope(rope.theta, rope.scale, rotary_dim, rope.scaling_dict)
         kind = WindowedReferenceCache if config.sliding_window else reference.ReferenceCache
-        self.codec = CODECS.get(config.kv_dtype)
-        dtype = self.codec or np.dtype(config.kv_dtype)
+        self.codec = CODECS.get(self.config.kv_dtype)
+        dtype = self.codec or np.dtype(self.config.kv_dtype)
         self.mha = kind(
             len(mha), dtype, rotation, mode, [layer.window for layer in mha],
-            config.logit_softcap, [layer.alibi or None for layer in mha],
+            config.logit_softcap, [layer.alibi for layer in mha],
         )  # fmt: skip
         self.references = [self.mha]
         if any(self.is_mla):

@@ -74,7 +74,7 @@ class Record:
 
 
 def shape_of(config: pkv.KVCacheConfig, layer: int) -> Shape:
-    spec = config.layers[layer]
+    spec = config.resolved().layers[layer]
     return Shape(
         spec.num_qo_heads,
         spec.num_kv_heads,
@@ -200,7 +200,7 @@ class Speed:
     def mla(self) -> Iterator[Record]:
         """Absorbed attention of one row to latent rows."""
         config = self.bundles["bfloat16"].config
-        layer = next(i for i, spec in enumerate(config.layers) if spec.kind == "mla")
+        layer = next(i for i, spec in enumerate(config.resolved().layers) if spec.kind == "mla")
         shape = shape_of(config, layer)
         for count in self.sizes.batches:
             contexts = [self.sizes.context] * count
@@ -261,7 +261,7 @@ class Speed:
         begin = tvm_ffi.get_global_func("vm.builtin.kv_state_begin_forward")
         end = tvm_ffi.get_global_func("vm.builtin.kv_state_end_forward")
         attend = tvm_ffi.get_global_func("vm.builtin.attention_kv_cache_attention_with_fused_qkv")
-        spec = bundle.config.layers[0]
+        spec = bundle.config.resolved().layers[0]
         heads = spec.num_qo_heads + 2 * spec.num_kv_heads
         dtype = getattr(torch, bundle.config.dtype)
         qkv = torch.randn(STEP_BATCH, heads, spec.qk_head_dim, device=self.clock.device).to(dtype)
@@ -304,7 +304,7 @@ class Speed:
             self.tell("not measured: shared prefixes: the bundle has no kernels for them")
             return
         bundle, count = self.bundles[name], self.sizes.batches[-1]
-        spec, dtype = bundle.config.layers[0], getattr(torch, bundle.config.dtype)
+        spec, dtype = bundle.config.resolved().layers[0], getattr(torch, bundle.config.dtype)
         heads = spec.num_qo_heads + 2 * spec.num_kv_heads
         rows = torch.randn(size, heads, spec.qk_head_dim, device=self.clock.device).to(dtype)
         for shares in (True, False):

@@ -194,7 +194,7 @@ def test_codecs(tmp_path):
     rope = pkv.RopeConfig(mode="none")
     config = pkv.KVCacheConfig(3, 4, 2, 32, dtype="float32", layers=layers, rope=rope)
     loaded = pkv.load_bundle(pkv.write_bundle(config, tmp_path / "bundle", bare=True))
-    assert [layer.kv_dtype for layer in loaded.config.layers] == list(CODECS)
+    assert [layer.kv_dtype for layer in loaded.config.resolved().layers] == list(CODECS)
     cache = loaded.create(max_total_tokens=64)
     cache.add_sequence(0)
     rng, caches = np.random.default_rng(0), []

@@ -43,12 +43,13 @@ def test_standard_slopes(num_heads):
 def test_settings():
     layers = [pkv.LayerSpec(), pkv.LayerSpec(alibi=False), pkv.LayerSpec(alibi=list(SLOPES))]
     config = make_config(num_layers=3, layers=layers, alibi=True)
-    assert [x.alibi for x in config.layers] == [standard_slopes(HEADS), False, SLOPES]
-    assert make_config().layers[0].alibi is False
+    resolved = config.resolved().layers
+    assert [layer.alibi for layer in resolved] == [standard_slopes(HEADS), None, SLOPES]
+    assert make_config().resolved().layers[0].alibi is None
     assert hash(config) == hash(make_config(num_layers=3, layers=layers, alibi=True))
     with pytest.raises(ValueError, match="alibi needs a slope for each of 6 heads, got 2"):
         make_config(alibi=(0.5, 0.25))
-    with pytest.raises(ValueError, match=r"layers\[0\].alibi must be finite"):
+    with pytest.raises(ValueError, match=r"layer.alibi must be finite"):
         make_config(layers=[pkv.LayerSpec(alibi=(float("nan"),) * HEADS)])
     with pytest.raises(TypeError, match="alibi must be True or a sequence"):
         make_config(alibi=0.5)
@@ -64,7 +65,7 @@ def test_steps_with_forks_and_windows(dtype, seed):
     layers.append(pkv.LayerSpec(alibi=SLOPES))
     config = make_config(num_layers=4, layers=layers, alibi=True, dtype=dtype)
     cache = pkv.create(config)
-    slopes = [layer.alibi or None for layer in config.layers]
+    slopes = [layer.alibi for layer in config.resolved().layers]
     windows = [layer.window for layer in layers]
     expected = reference.ReferenceCache(4, dtype, windows=windows, alibi=slopes)
     rng = np.random.default_rng(seed)

@@ -112,7 +112,7 @@ def test_memory_bytes_is_what_is_allocated(name, aux_manager):
         max_num_sequences=config.max_num_sequences,
         prefill_chunk_size=config.prefill_chunk_size,
         dtype=config.dtype,
-        kv_dtype=config.kv_dtype,
+        kv_dtype=config.resolved().kv_dtype,
         aux_manager=aux_manager,
         layers=[
             {
@@ -123,7 +123,7 @@ def test_memory_bytes_is_what_is_allocated(name, aux_manager):
                 "qk_head_dim": spec.qk_head_dim,
                 "v_head_dim": spec.v_head_dim,
             }
-            for spec in config.layers
+            for spec in config.resolved().layers
         ],
     )
     stats = cache.stats()

@@ -174,6 +174,7 @@ def config_of(**fields) -> pkv.KVCacheConfig:
 
 def created(config: pkv.KVCacheConfig) -> pkv.KVCache:
     """A cache of a configuration over NumPy kernels."""
+    resolved = config.resolved()
     layers = [
         {
             name: getattr(layer, name)
@@ -181,11 +182,11 @@ def created(config: pkv.KVCacheConfig) -> pkv.KVCache:
             if name[:4] != "num_"
         }
         | {"num_kv_heads": layer.num_kv_heads}
-        for layer in config.layers
+        for layer in resolved.layers
     ]
-    quantized = quantized_layers(layers, [x.kv_dtype for x in config.layers], config.page_size)
+    quantized = quantized_layers(layers, [x.kv_dtype for x in resolved.layers], config.page_size)
     sets = kernel_sets(layers, quantized)
-    described = config_map(config, SimpleNamespace(layer_sets=range(len(layers))), tvm.cpu())
+    described = config_map(resolved, SimpleNamespace(layer_sets=range(len(layers))), tvm.cpu())
     return tvm_ffi.get_global_func("pagedkv.create")(described, sets, tvm.cpu())
 
 
@@ -207,9 +208,8 @@ def test_memory(codec, name):
     cache = created(config)
     assert cache.stats()["allocated_bytes"] == config.memory_bytes()
     assert cache.description["kv_dtype"] == codec
-    plain = replace(
-        config, kv_dtype=None, layers=[replace(x, kv_dtype=None) for x in config.layers]
-    )
+    plain = [replace(layer, kv_dtype=None) for layer in config.layers or ()]
+    plain = replace(config, kv_dtype=None, layers=plain or None)
     assert config.memory_bytes() < plain.memory_bytes()
 
 
@@ -219,7 +219,8 @@ def test_memory(codec, name):
 def test_tokens_of_a_page(codec, factor):
     """Pages of 128 columns hold so many times the tokens of float16 ones of the same bytes."""
     wide = {"qk_head_dim": 128, "dtype": "float16", "page_size": 16}
-    quantized, plain = (config_of(**wide, kv_dtype=name).layers[0] for name in (codec, None))
+    configs = [config_of(**wide, kv_dtype=name) for name in (codec, None)]
+    quantized, plain = (config.resolved().layers[0] for config in configs)
     assert plain.page_bytes(16) / quantized.page_bytes(16) >= factor
 
 
@@ -241,7 +242,7 @@ ERRORS = {
     "linear": ({"layers": [{}, {}, {"kind": "linear", "kv_dtype": "int8"}]}, "keeps no K and V"),
     "nobody": (
         {"kv_dtype": "int8", "layers": [{"kv_dtype": "int4"}] * 3},
-        "no layer has the kv_dtype 'int8' of the cache",
+        "kv_dtype 'int8' has no effect: every layer sets its own",
     ),
 }
 
@@ -257,12 +258,13 @@ def test_configurations_without_a_codec(name):
 
 def test_the_type_of_a_cache_is_that_of_a_layer():
     config = config_of(layers=[pkv.LayerSpec(kv_dtype="int4")] * 3)
-    assert config.kv_dtype == "int4" and replace(config, max_num_sequences=2).kv_dtype == "int4"
+    assert config.resolved().kv_dtype == "int4"
+    assert replace(config, max_num_sequences=2).resolved().kv_dtype == "int4"
     # Latent rows are not rotated by the cache.
     config_of(kv_dtype="int4", layers=LAYERS["mla"], rope=pkv.RopeConfig(mode="inline"))
     # A linear layer has none.
     layers = [pkv.LayerSpec(), pkv.LayerSpec(kind="linear"), pkv.LayerSpec()]
-    config = config_of(kv_dtype="int8", layers=layers)
+    config = config_of(kv_dtype="int8", layers=layers).resolved()
     assert [layer.kv_dtype for layer in config.layers] == ["int8", None, "int8"]
     assert config.layers[1].page_bytes(4) == 0
 

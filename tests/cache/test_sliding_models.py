@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tvm_pagedkv as pkv
+from tvm_pagedkv.config import ResolvedLayer
 
 from .. import reference
 from ..support.python_kernels import poison, shuffle
@@ -30,11 +31,11 @@ class Model:
         self.cache = pkv.create(self.config)
         shuffle(self.cache, seed)
         self.rng = np.random.default_rng(seed)
-        self.expected = [self.reference_of(layer) for layer in self.config.layers]
+        self.expected = [self.reference_of(layer) for layer in self.config.resolved().layers]
 
-    def reference_of(self, layer: pkv.LayerSpec) -> reference.ReferenceCache:
+    def reference_of(self, layer: ResolvedLayer) -> reference.ReferenceCache:
         rope = reference.Rope(layer.rope.theta, layer.rope.scale, DIM, layer.rope.scaling_dict)
-        dtype = np.dtype(self.config.kv_dtype)
+        dtype = np.dtype(layer.kv_dtype)
         return reference.ReferenceCache(1, dtype, rope, layer.rope.mode, [layer.window])
 
     def change(self, name: str, *args) -> None:

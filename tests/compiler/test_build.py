@@ -134,7 +134,7 @@ def test_layers_with_a_window_have_kernels_of_their_own(cache_dir):
 
 @pytest.mark.parametrize("layer", [LayerSpec(), LayerSpec("mha_sliding", 8)], ids=["all", "window"])
 def test_kernels_of_another_kind_are_not_compiled(layer):
-    config = make_config(layers=[layer], num_layers=1)
+    config = make_config(layers=[layer], num_layers=1).resolved()
     names = tir_kernels.kernel_names(build.kernel_spec(config, config.layers[0], resolve_target()))
     assert ("prefill" in names, "prefill_sliding" in names) == (
         not layer.window,
@@ -162,7 +162,8 @@ def test_unknown_kernel_is_named():
 def test_all_kernels_build_in_one_module(tmp_path, monkeypatch, dtype):
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
     config = make_config(dtype=dtype, rope=RopeConfig(scaling=LONGROPE))
-    spec = build.kernel_spec(config, config.layers[0], resolve_target())
+    resolved = config.resolved()
+    spec = build.kernel_spec(resolved, resolved.layers[0], resolve_target())
     with fast_compilation.unoptimized():
         assert set(build_kernels(config).kernels) == set(tir_kernels.kernel_names(spec))
 
@@ -243,7 +244,7 @@ def test_a_missing_linker_is_named(cache_dir, monkeypatch, compiler, message):
 def test_config_map(cache_dir):
     rope = RopeConfig(mode="inline", theta=5e5, scale=0.5, scaling=LONGROPE)
     config = make_config(rope=rope, kv_dtype="float16", max_total_tokens=100)
-    described = config_map(config, build_kernels(config), tvm.cpu())
+    described = config_map(config.resolved(), build_kernels(config), tvm.cpu())
     factors = described.pop("rope_ext_factors")
     np.testing.assert_array_equal(factors.numpy(), np.repeat([2.0, 1.0], 16))  # long, then short
     layers = described.pop("layers")
@@ -277,7 +278,7 @@ def test_config_map(cache_dir):
             "kv_dtype": "float16",
         }
     ]
-    plain = config_map(make_config(), build_kernels(make_config()), tvm.cpu())
+    plain = config_map(make_config().resolved(), build_kernels(make_config()), tvm.cpu())
     assert "rope_ext_factors" not in plain
 
 
@@ -285,7 +286,7 @@ def test_what_layers_must_share(cache_dir):
     layers = [LayerSpec(), LayerSpec(rope=RopeConfig(mode="none"))]
     config = make_config(layers=layers)
     with pytest.raises(ValueError, match="one rope mode"):
-        config_map(config, build_kernels(config), tvm.cpu())
+        config_map(config.resolved(), build_kernels(config), tvm.cpu())
 
 
 def test_create(tmp_path, monkeypatch):

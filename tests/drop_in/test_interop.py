@@ -188,7 +188,7 @@ def _run_scenario(cache, config: pkv.KVCacheConfig, device=None) -> None:
                 qkv = rng.standard_normal((num_rows, heads, config.qk_head_dim))
                 qkv = qkv.astype(config.dtype)
                 out = tvm.runtime.empty(
-                    (num_rows, config.num_qo_heads, config.v_head_dim), config.dtype, device
+                    (num_rows, config.num_qo_heads, config.qk_head_dim), config.dtype, device
                 )
                 attention(cache, layer, SM_SCALE, tvm.runtime.tensor(qkv, device=device), out)
                 o, _ = expected.attention(

@@ -44,7 +44,8 @@ def _kernels(whose: str, mode: str) -> dict:
     if whose == "stock":
         return stock_kernels(HEADS, KV_HEADS, DIM, "float32", num_layers=NUM_LAYERS)
     config, target = _config(mode), resolve_target()
-    spec = kernel_spec(config, config.layers[0], target)
+    resolved = config.resolved()
+    spec = kernel_spec(resolved, resolved.layers[0], target)
     names = ("prefill_windowed", "decode_windowed")
     builders = {name: functools.partial(tir_kernels.build_kernel, name, spec) for name in names}
     windowed = load_kernels(builders, ("kernels for windows", repr(spec)), target)

@@ -26,7 +26,7 @@ CALLS = {
 
 
 def _assembly(name: str, dtype: str, group_size: int = 2) -> str:
-    config = KVCacheConfig(1, 2 * group_size, 2, 64, dtype=dtype)
+    config = KVCacheConfig(1, 2 * group_size, 2, 64, dtype=dtype).resolved()
     spec = kernel_spec(config, config.layers[0], TARGET)
     kernel = tir_kernels.build_kernel(name, spec)
     return compile_kernel(kernel, "kernel", TARGET).inspect_source("s")

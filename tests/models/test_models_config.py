@@ -268,7 +268,7 @@ def test_a_layer_of_each_kind_has_its_own_cache_rows():
     config = config_of("Gemma2ForCausalLM", head_dim=16, sliding_window=32)
     options = BuildOptions("float32", 16, resolve_target())
     cache = cache_config(config, options, (2, 4096, 64))
-    sizes = [cache.num_pages_of(layer) for layer in cache.layers]
+    sizes = [cache.resolved().num_pages_of(layer) for layer in cache.resolved().layers]
     assert sizes[1::2] == [256] * 3 and max(sizes[::2]) < 20
     assert cache.logit_softcap == 50.0 and cache.sliding_window is False
     inline = cache_config(config, replace(options, sliding_window=True))

@@ -251,7 +251,7 @@ def test_compile_is_an_alias():
 
 def _model_of(name: str, target: Target) -> tvm.IRModule:
     """A model that refers to one kernel."""
-    config = pkv.KVCacheConfig(1, 6, 2, HEAD_DIM, dtype="float32")
+    config = pkv.KVCacheConfig(1, 6, 2, HEAD_DIM, dtype="float32").resolved()
     spec = kernel_spec(config, config.layers[0], target)
     kernels = ModelKernels(target, name)
     builder = relax.BlockBuilder()

@@ -138,7 +138,7 @@ def create_positional(
         config.num_qo_heads,
         config.num_kv_heads,
         config.qk_head_dim,
-        config.v_head_dim,
+        config.v_head_dim or config.qk_head_dim,
         Shape(kinds or [0] * config.num_layers),
         config.enable_kv_transfer,
         rope_mode,

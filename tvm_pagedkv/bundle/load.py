@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import tvm
 import tvm_ffi
 
 from ..cache import KVCache
-from ..config import KVCacheConfig, LayerSpec, RopeConfig
+from ..config import KVCacheConfig, LayerSpec, ResolvedConfig, RopeConfig
 
 MANIFEST = "manifest.json"
 CAPACITIES = ("max_num_sequences", "max_total_tokens", "prefill_chunk_size")
@@ -254,9 +254,23 @@ def _fields(kind: type, described: Mapping[str, Any], what: str) -> dict[str, An
 def _check_config(own: KVCacheConfig, wanted: KVCacheConfig) -> None:
     if not isinstance(wanted, KVCacheConfig):
         raise TypeError(f"config must be a KVCacheConfig, got {wanted!r}")
-    for name in (f.name for f in fields(KVCacheConfig)):
-        has, wants = getattr(own, name), getattr(wanted, name)
-        if name not in CAPACITIES and has != wants:
+    for name, has, wants in _differences(own.resolved(), wanted.resolved()):
+        if name not in CAPACITIES:
             raise ValueError(
                 f"the bundle is for caches with {name}={has!r}, not {wants!r}; write one for that"
             )
+
+
+def _differences(own: ResolvedConfig, other: ResolvedConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Iterate over the fields that differ: their name and both values."""
+    yield from _unequal_fields(own, other, "")
+    if len(own.layers) != len(other.layers):
+        yield "num_layers", len(own.layers), len(other.layers)
+    for i, (layer, other_layer) in enumerate(zip(own.layers, other.layers, strict=False)):
+        yield from _unequal_fields(layer, other_layer, f"layers[{i}].")
+
+
+def _unequal_fields(own: Any, other: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    for name in (f.name for f in fields(own) if f.name != "layers"):
+        if getattr(own, name) != getattr(other, name):
+            yield prefix + name, getattr(own, name), getattr(other, name)

@@ -203,7 +203,7 @@ def _add_target(
         "features": [] if on_gpu else features(target),
         **(bundle_cuda.describe_device_code(path for _, path in sets.libraries) if on_gpu else {}),
         "kernel_sets": described,
-        "cache": _as_json(config_map(config, sets, tvm.cpu())),
+        "cache": _as_json(config_map(config.resolved(), sets, tvm.cpu())),
     }
 
 

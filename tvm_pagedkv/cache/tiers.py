@@ -38,7 +38,7 @@ def open_prefix_cache(cache: KVCache, config: PrefixCacheConfig) -> None:
     options = {
         "host_bytes": config.host_bytes,
         "model": config.model,
-        "write": config.write,
+        "write": config.resolved_write,
         "min_hits": config.min_hits,
         "wait": config.wait,
         "has_store": config.has_store,

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     from ..compiler import is_cuda, kernel_spec, resolve_target
     from ..compiler.cuda import cuda_spec
 
-    config = _config(options.config)
+    config = _config(options.config).resolved()
     if not 0 <= options.layer < len(config.layers):
         last = len(config.layers) - 1
         raise ValueError(f"--layer must be from 0 to {last}, got {options.layer}")

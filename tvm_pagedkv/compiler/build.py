@@ -15,7 +15,7 @@ from tvm.target import Target
 import tir_kernels
 from tir_kernels.spec import KernelSpec, RopeSpec
 
-from ..config import KVCacheConfig, LayerSpec
+from ..config import KVCacheConfig, ResolvedConfig, ResolvedLayer
 from .codec_cost import warn_if_slow
 from .cuda.build import build_cuda_set, cuda_spec
 from .disk_cache import code_versions, library_file, load_library
@@ -51,8 +51,9 @@ class KernelSets:
         return self.sets[0]
 
 
-def kernel_spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> KernelSpec:
+def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) -> KernelSpec:
     """Return the spec of a layer's kernels. Layers with equal specs share kernels."""
+    assert layer.kv_dtype is not None, "a linear layer has no kernels"
     rope = layer.rope
     is_mla = layer.kind == "mla"
     rotary_dim = rope.rotary_dim or layer.qk_head_dim
@@ -69,7 +70,7 @@ def kernel_spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> Kern
         target=vector_target(target),
         kind=layer.kind,
         logit_softcap=config.logit_softcap,
-        alibi_slopes=layer.alibi or None,
+        alibi_slopes=layer.alibi,
         original_qk_head_dim=layer.mla_original_qk_head_dim or 0,
         original_v_head_dim=layer.mla_original_v_head_dim or 0,
     )
@@ -143,9 +144,10 @@ def build_libraries(
     if archs is not None and not on_gpu:
         raise ValueError(f'archs are for target "cuda", got target {target!r}')
     cpu = resolve_target(None if on_gpu else target)
+    resolved = config.resolved()
     layer_specs = [
-        None if layer.kind == "linear" else kernel_spec(config, layer, cpu)
-        for layer in config.layers
+        None if layer.kind == "linear" else kernel_spec(resolved, layer, cpu)
+        for layer in resolved.layers
     ]
     if on_gpu:
         layer_specs = [spec and cuda_spec(spec) for spec in layer_specs]

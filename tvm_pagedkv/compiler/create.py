@@ -13,7 +13,14 @@ from tvm.target import Target
 from tvm_ffi import Shape
 
 from ..cache import open_prefix_cache
-from ..config import MHA_KINDS, ROPE_MODES, KVCacheConfig, LayerSpec, RopeConfig
+from ..config import (
+    MHA_KINDS,
+    ROPE_MODES,
+    KVCacheConfig,
+    ResolvedConfig,
+    ResolvedLayer,
+    RopeConfig,
+)
 from .build import KernelLibraries, KernelSets, build_libraries, load_libraries
 from .cuda.library import require_code_for
 from .targets import is_cuda
@@ -68,8 +75,9 @@ def create(
         for _, path in built.libraries:
             require_code_for(device, path)
     kernels = load_libraries(built)
+    described = config_map(config.resolved(), kernels, device)
     make = tvm.get_global_func("pagedkv.create")
-    cache = make(config_map(config, kernels, device), [dict(s) for s in kernels.sets], device)
+    cache = make(described, [dict(s) for s in kernels.sets], device)
     if config.prefix_cache is not None:
         open_prefix_cache(cache, config.prefix_cache)
     return cache
@@ -94,7 +102,7 @@ def _device_and_target(
 
 
 def config_map(
-    config: KVCacheConfig, kernels: KernelSets | KernelLibraries, device: tvm.runtime.Device
+    config: ResolvedConfig, kernels: KernelSets | KernelLibraries, device: tvm.runtime.Device
 ) -> dict:
     """Return the configuration as the global function ``pagedkv.create`` takes it."""
     mode = _common(config, "mode", lambda rope: rope.mode)
@@ -138,7 +146,7 @@ def config_map(
     return described
 
 
-def codec_map(layer: LayerSpec, page_size: int) -> dict[str, dict[str, str | int]]:
+def codec_map(layer: ResolvedLayer, page_size: int) -> dict[str, dict[str, str | int]]:
     """Return what the runtime knows of the codec of a layer; empty without one."""
     codec = layer.codec
     if codec is None:
@@ -152,13 +160,13 @@ def codec_map(layer: LayerSpec, page_size: int) -> dict[str, dict[str, str | int
     return {"codec": sizes}
 
 
-def _original_dims(layer: LayerSpec) -> dict[str, int]:
+def _original_dims(layer: ResolvedLayer) -> dict[str, int]:
     """Return the head dimensions of an MLA layer before absorption, if they are known."""
     names = ("mla_original_qk_head_dim", "mla_original_v_head_dim")
     return {name: getattr(layer, name) for name in names if getattr(layer, name) is not None}
 
 
-def _rope_details(layer: LayerSpec) -> str:
+def _rope_details(layer: ResolvedLayer) -> str:
     """Return as text what decides the rotation besides theta, scale and extension factors.
 
     Checkpoints and transfers compare it.
@@ -178,7 +186,7 @@ def _extension_factors(rope: RopeConfig) -> tuple | None:
     return (*scaling["long_factor"], *scaling["short_factor"])
 
 
-def _common(config: KVCacheConfig, what: str, of: Callable[[RopeConfig], Any]) -> Any:
+def _common(config: ResolvedConfig, what: str, of: Callable[[RopeConfig], Any]) -> Any:
     """Return a property of RoPE that all layers with rotated rows must share."""
     rotated = [layer for layer in config.layers if layer.kind in MHA_KINDS]
     values = {of(layer.rope) for layer in rotated or config.layers}

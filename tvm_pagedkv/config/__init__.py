@@ -5,8 +5,9 @@ from .alibi import standard_slopes
 from .cache_config import KVCacheConfig
 from .dtypes import DTYPES, ITEMSIZE, KV_DTYPES
 from .layer_spec import LAYER_KINDS, MHA_KINDS, LayerSpec
-from .memory import POPPABLE
 from .prefix_cache_config import WRITE_POLICIES, PrefixCacheConfig
+from .resolved_config import POPPABLE, ResolvedConfig
+from .resolved_layer import ResolvedLayer
 from .rope_config import ROPE_MODES, ROPE_TYPES, RopeConfig
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "KVCacheConfig",
     "LayerSpec",
     "PrefixCacheConfig",
+    "ResolvedConfig",
+    "ResolvedLayer",
     "RopeConfig",
     "standard_slopes",
 ]

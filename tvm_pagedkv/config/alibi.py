@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 
 def standard_slopes(num_heads: int) -> tuple[float, ...]:
@@ -24,22 +25,39 @@ def standard_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple(geometric(power) + geometric(2 * power)[::2][: num_heads - power])
 
 
-def resolve_slopes(name: str, alibi: bool | Sequence[float], num_heads: int) -> tuple[float, ...]:
-    """Return the slopes of a setting: the standard ones for True, or one number per head.
+def freeze_slopes(
+    name: str, alibi: bool | Sequence[float] | None
+) -> bool | tuple[float, ...] | None:
+    """Return a setting that can be hashed: slopes become a tuple of floats.
 
     Raises
     ------
     ValueError, TypeError
-        If the setting is neither; the message calls it `name`.
+        If the setting is neither a bool nor finite numbers; the message calls it `name`.
     """
-    if alibi is True:
-        return standard_slopes(num_heads)
+    if alibi is None or isinstance(alibi, bool):
+        return alibi
     try:
-        slopes = tuple(float(slope) for slope in alibi or ())
+        slopes = tuple(float(slope) for slope in alibi)
     except TypeError:
         raise TypeError(f"{name} must be True or a sequence of slopes, got {alibi!r}") from None
-    if len(slopes) != num_heads:
-        raise ValueError(f"{name} needs a slope for each of {num_heads} heads, got {len(slopes)}")
     if not all(map(math.isfinite, slopes)):
         raise ValueError(f"{name} must be finite, got {slopes}")
     return slopes
+
+
+def resolve_slopes(
+    name: str, alibi: Literal[True] | Sequence[float], num_heads: int
+) -> tuple[float, ...]:
+    """Return one slope per head: the standard ones for True.
+
+    Raises
+    ------
+    ValueError
+        If the number of slopes differs from that of heads; the message calls them `name`.
+    """
+    if alibi is True:
+        return standard_slopes(num_heads)
+    if len(alibi) != num_heads:
+        raise ValueError(f"{name} needs a slope for each of {num_heads} heads, got {len(alibi)}")
+    return tuple(alibi)

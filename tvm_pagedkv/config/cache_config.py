@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
-from .._checks import check_choice, check_head_dim, check_int, check_positive, freeze
-from .alibi import resolve_slopes
+from .._checks import check_choice, check_int, check_positive
+from .alibi import freeze_slopes
 from .dtypes import DTYPES, KV_DTYPES
-from .layer_spec import MHA_KINDS, LayerSpec
-from .memory import memory_bytes, num_pages_of
+from .layer_spec import LayerSpec
+from .memory import memory_bytes
 from .prefix_cache_config import PrefixCacheConfig
+from .resolved_config import ResolvedConfig
+from .resolved_layer import ResolvedLayer, resolve_layer
 from .rope_config import RopeConfig
 
 MAX_PAGE_SIZE = 256
@@ -21,6 +22,10 @@ MAX_PAGE_SIZE = 256
 @dataclass(frozen=True)
 class KVCacheConfig:
     """Everything that decides the memory and the kernels of a cache.
+
+    The fields keep what was given, None included, so `dataclasses.replace` changes one of them and
+    all that follows from it. `resolved` returns what follows: the values of each layer, say. Two
+    configurations that mean the same in different words are unequal; what they resolve to is equal.
 
     Parameters
     ----------
@@ -82,57 +87,36 @@ class KVCacheConfig:
         If no cache can have a value; the message names the field.
     """
 
-    # Typed as they are after `__post_init__`, which replaces None.
     num_layers: int
     num_qo_heads: int
     num_kv_heads: int
     qk_head_dim: int
-    v_head_dim: int = None  # type: ignore[assignment]
+    v_head_dim: int | None = None
     dtype: str = "float16"
-    kv_dtype: str = None  # type: ignore[assignment]
+    kv_dtype: str | None = None
     page_size: int = 16
     max_num_sequences: int = 32
     max_total_tokens: int = 65536
     prefill_chunk_size: int = 2048
     rope: RopeConfig = field(default_factory=RopeConfig)
-    layers: tuple[LayerSpec, ...] = None  # type: ignore[assignment]
+    layers: Sequence[LayerSpec] | None = None
     sliding_window: bool = False
     logit_softcap: float | None = None
     share_prefix: bool = True
-    alibi: bool | tuple[float, ...] | None = None
+    alibi: bool | Sequence[float] | None = None
     enable_kv_transfer: bool = False
-    layer_indptr: tuple[int, ...] = None  # type: ignore[assignment]
+    layer_indptr: Sequence[int] | None = None
     stage: int | None = None
     prefix_cache: PrefixCacheConfig | None = None
 
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            num_layers: int,
-            num_qo_heads: int,
-            num_kv_heads: int,
-            qk_head_dim: int,
-            v_head_dim: int | None = None,
-            dtype: str = "float16",
-            kv_dtype: str | None = None,
-            page_size: int = 16,
-            max_num_sequences: int = 32,
-            max_total_tokens: int = 65536,
-            prefill_chunk_size: int = 2048,
-            rope: RopeConfig = ...,
-            layers: Sequence[LayerSpec] | None = None,
-            sliding_window: bool = False,
-            logit_softcap: float | None = None,
-            share_prefix: bool = True,
-            alibi: bool | Sequence[float] | None = None,
-            enable_kv_transfer: bool = False,
-            layer_indptr: Sequence[int] | None = None,
-            stage: int | None = None,
-            prefix_cache: PrefixCacheConfig | None = None,
-        ) -> None: ...
-
     def __post_init__(self) -> None:
+        # Fields keep what the user said, in a form that can be hashed: `replace` reads them.
+        object.__setattr__(self, "alibi", freeze_slopes("alibi", self.alibi))
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
+        if self.layer_indptr is not None:
+            indptr = tuple(check_int("layer_indptr's numbers", i, 0) for i in self.layer_indptr)
+            object.__setattr__(self, "layer_indptr", indptr)
         if not isinstance(self.enable_kv_transfer, bool):
             raise TypeError(f"enable_kv_transfer must be a bool, got {self.enable_kv_transfer!r}")
         if not isinstance(self.prefix_cache, (PrefixCacheConfig, type(None))):
@@ -140,14 +124,11 @@ class KVCacheConfig:
         for name in ("num_layers", "max_num_sequences", "max_total_tokens", "prefill_chunk_size"):
             check_int(name, getattr(self, name))
         check_choice("dtype", self.dtype, DTYPES)
-        is_kv_dtype_given = self.kv_dtype is not None
-        object.__setattr__(self, "kv_dtype", self.kv_dtype if is_kv_dtype_given else self.dtype)
-        check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.kv_dtype is not None:
+            check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
-        if self.v_head_dim is None:
-            object.__setattr__(self, "v_head_dim", self.qk_head_dim)
         if not isinstance(self.share_prefix, bool):
             raise TypeError(f"share_prefix must be a bool, got {self.share_prefix!r}")
         if not isinstance(self.rope, RopeConfig):
@@ -155,114 +136,78 @@ class KVCacheConfig:
         if self.logit_softcap is not None:
             cap = check_positive("logit_softcap", self.logit_softcap)
             object.__setattr__(self, "logit_softcap", cap)
-        object.__setattr__(self, "alibi", freeze(self.alibi))
-        layers = (LayerSpec(),) * self.num_layers if self.layers is None else tuple(self.layers)
+        self.resolved()  # validates the layers and the stages
+
+    def resolved(self) -> ResolvedConfig:
+        """Return the values that the kernels and the memory of the cache are made from."""
+        layers = self._resolved_layers()
+        if self.sliding_window and any(layer.kind == "mla" for layer in layers):
+            index = next(i for i, layer in enumerate(layers) if layer.kind == "mla")
+            raise ValueError(
+                f"layer {index}: sliding_window is not possible with MLA layers, whose kernels "
+                "do not support it"
+            )
+        return ResolvedConfig(
+            layers=layers,
+            dtype=self.dtype,
+            kv_dtype=self._resolved_kv_dtype(layers),
+            page_size=self.page_size,
+            max_num_sequences=self.max_num_sequences,
+            max_total_tokens=self.max_total_tokens,
+            prefill_chunk_size=self.prefill_chunk_size,
+            sliding_window=self.sliding_window,
+            logit_softcap=self.logit_softcap,
+            share_prefix=self.share_prefix,
+            enable_kv_transfer=self.enable_kv_transfer,
+            layer_indptr=self._resolved_stages(),
+            stage=self.stage,
+        )
+
+    def _resolved_layers(self) -> tuple[ResolvedLayer, ...]:
+        layers = (LayerSpec(),) * self.num_layers if self.layers is None else self.layers
         if len(layers) != self.num_layers:
             raise ValueError(f"layers has {len(layers)} entries for {self.num_layers} layers")
-        object.__setattr__(
-            self, "layers", tuple(self._complete(i, s) for i, s in enumerate(layers))
-        )
-        if all(layer.kind == "linear" for layer in self.layers):
+        for i, layer in enumerate(layers):
+            if not isinstance(layer, LayerSpec):
+                raise TypeError(f"layers[{i}] must be a LayerSpec, got {layer!r}")
+        if all(layer.kind == "linear" for layer in layers):
             raise ValueError("a cache needs a layer that keeps K and V; all are of kind 'linear'")
-        self._settle_kv_dtype(is_kv_dtype_given)
-        self._check_stages()
-        if self.sliding_window:
-            self._check_sliding_window()
+        defaults = LayerSpec(
+            num_qo_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            qk_head_dim=self.qk_head_dim,
+            v_head_dim=self.v_head_dim,
+            rope=self.rope,
+            alibi=self.alibi,
+            kv_dtype=self.kv_dtype or self.dtype,
+        )
+        return tuple(resolve_layer(i, layer, defaults) for i, layer in enumerate(layers))
 
-    def _settle_kv_dtype(self, is_given: bool) -> None:
-        """Check that a layer has the type of the cache, or take that of the layers."""
-        types = [layer.kv_dtype for layer in self.layers if layer.kind != "linear"]
-        if self.kv_dtype in types:
-            return
-        if is_given:
-            raise ValueError(
-                f"no layer has the kv_dtype {self.kv_dtype!r} of the cache, for each has its own; "
-                "leave that of the layers None"
-            )
-        object.__setattr__(self, "kv_dtype", types[0])
+    def _resolved_kv_dtype(self, layers: Sequence[ResolvedLayer]) -> str:
+        """Return the type of the cache, which at least one layer has."""
+        types = [layer.kv_dtype for layer in layers if layer.kv_dtype is not None]
+        kv_dtype = self.kv_dtype or self.dtype
+        if kv_dtype in types:
+            return kv_dtype
+        if self.kv_dtype is None:
+            return types[0]
+        raise ValueError(f"kv_dtype {kv_dtype!r} has no effect: every layer sets its own")
 
-    def _check_stages(self) -> None:
+    def _resolved_stages(self) -> tuple[int, ...]:
         indptr = (0, self.num_layers) if self.layer_indptr is None else tuple(self.layer_indptr)
-        for begin in indptr:
-            check_int("layer_indptr's numbers", begin, 0, self.num_layers)
-        indptr = tuple(map(int, indptr))
         if indptr[:1] + indptr[-1:] != (0, self.num_layers) or list(indptr) != sorted(indptr):
             raise ValueError(
                 f"layer_indptr must begin with 0, ascend, and end with the number of layers, "
                 f"{self.num_layers}; got {list(indptr)}"
             )
-        object.__setattr__(self, "layer_indptr", indptr)
         if self.stage is not None:
             check_int("stage", self.stage, 0, len(indptr) - 2)
-
-    def _check_sliding_window(self) -> None:
-        for i, layer in enumerate(self.layers):
-            if layer.kind == "mla":
-                raise ValueError(
-                    f"layer {i}: sliding_window is not possible with MLA layers, whose kernels "
-                    "do not support it"
-                )
-
-    def _complete(self, index: int, layer: LayerSpec) -> LayerSpec:
-        if not isinstance(layer, LayerSpec):
-            raise TypeError(f"layers[{index}] must be a LayerSpec, got {layer!r}")
-        filled = {
-            name: getattr(self, name) if getattr(layer, name) is None else getattr(layer, name)
-            for name in ("num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim", "rope")
-        }
-        if layer.kind == "mla":
-            if layer.num_kv_heads not in (None, 1):
-                raise ValueError(
-                    f"layer {index}: num_kv_heads of kind 'mla' must be 1, for all query heads "
-                    f"share the latent rows; got {layer.num_kv_heads}"
-                )
-            filled["num_kv_heads"] = 1
-        check_int("num_qo_heads", filled["num_qo_heads"], 1, 4096)
-        check_int("num_kv_heads", filled["num_kv_heads"], 1, 4096)
-        if filled["num_qo_heads"] % filled["num_kv_heads"]:
-            raise ValueError(
-                f"num_qo_heads ({filled['num_qo_heads']}) must be a multiple of num_kv_heads "
-                f"({filled['num_kv_heads']})"
-            )
-        check_head_dim("qk_head_dim", filled["qk_head_dim"])
-        check_head_dim("v_head_dim", filled["v_head_dim"])
-        if layer.kind == "mla":
-            check_int("v_head_dim", filled["v_head_dim"], 8, filled["qk_head_dim"])
-        elif filled["v_head_dim"] != filled["qk_head_dim"]:
-            raise ValueError(
-                f"layer {index}: a page keeps K and V rows of one width, so v_head_dim "
-                f"({filled['v_head_dim']}) must equal qk_head_dim ({filled['qk_head_dim']}); pad "
-                "the narrower one with zeros"
-            )
-        filled["alibi"] = self._alibi_of(index, layer, filled["num_qo_heads"])
-        if layer.kind != "linear":
-            filled["kv_dtype"] = layer.kv_dtype or self.kv_dtype
-            _check_codec(index, replace(layer, **filled))
-        rotary_dim = filled["rope"].rotary_dim
-        if rotary_dim is not None and rotary_dim > filled["qk_head_dim"]:
-            raise ValueError(
-                f"rope.rotary_dim ({rotary_dim}) exceeds qk_head_dim ({filled['qk_head_dim']})"
-            )
-        return replace(layer, **filled)
-
-    def _alibi_of(self, index: int, layer: LayerSpec, num_heads: int) -> bool | tuple[float, ...]:
-        """Return the ALiBi slopes of a layer, or False."""
-        alibi = self.alibi if layer.alibi is None else layer.alibi
-        if alibi is None or alibi is False:
-            return False
-        name = "alibi" if layer.alibi is None else f"layers[{index}].alibi"
-        if layer.kind == "mla":
-            raise ValueError(f"{name}: layer {index} is of kind 'mla', which has no ALiBi")
-        return resolve_slopes(name, alibi, num_heads)
+        return indptr
 
     @property
     def num_pages(self) -> int:
         """Number of pages in the pool of layers without a window."""
-        return -(-self.max_total_tokens // self.page_size)
-
-    def num_pages_of(self, layer: LayerSpec) -> int:
-        """Return the number of pages in the pool of `layer`: at most what it can ever need."""
-        return num_pages_of(self, layer)
+        return self.resolved().num_pages
 
     def memory_bytes(self) -> int:
         """Return the bytes that a new cache allocates on its device, without making one.
@@ -275,20 +220,4 @@ class KVCacheConfig:
         can have more entries than the pool has pages, and token trees can grow over several steps
         before a commit.
         """
-        return memory_bytes(self)
-
-
-def _check_codec(index: int, layer: LayerSpec) -> None:
-    """Raise a ValueError if rows of a complete layer cannot be quantized as it says."""
-    if layer.codec is None:
-        return
-    try:
-        layer.codec.check_row(layer.qk_head_dim, layer.v_head_dim)
-    except ValueError as error:
-        raise ValueError(f"layer {index}: {error}") from None
-    if layer.codec.has_hadamard and layer.rope.mode == "inline" and layer.kind in MHA_KINDS:
-        raise ValueError(
-            f"layer {index}: kv_dtype {layer.kv_dtype!r} keeps K multiplied with a Hadamard "
-            'matrix, which rope mode "inline" cannot rotate when it is read; choose "int8" or '
-            '"float8_e4m3fn", or rope mode "normal"'
-        )
+        return memory_bytes(self.resolved())

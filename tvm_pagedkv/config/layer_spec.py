@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
-from .._checks import check_choice, check_head_dim, check_int, freeze
-from .._codecs import CODECS
-from .dtypes import ITEMSIZE, KV_DTYPES
+from .._checks import check_choice, check_head_dim, check_int
+from .alibi import freeze_slopes
+from .dtypes import KV_DTYPES
 from .rope_config import RopeConfig
-
-if TYPE_CHECKING:
-    from tir_kernels.codec import Codec
 
 MHA_KINDS = ("mha", "mha_sliding")
 LAYER_KINDS = (*MHA_KINDS, "mla", "linear")
@@ -51,33 +47,15 @@ class LayerSpec:
 
     kind: str = "mha"
     window: int | None = None
-    # Typed as they are in `KVCacheConfig.layers`, where none of these is None.
-    num_qo_heads: int = None  # type: ignore[assignment]
-    num_kv_heads: int = None  # type: ignore[assignment]
-    qk_head_dim: int = None  # type: ignore[assignment]
-    v_head_dim: int = None  # type: ignore[assignment]
-    rope: RopeConfig = None  # type: ignore[assignment]
+    num_qo_heads: int | None = None
+    num_kv_heads: int | None = None
+    qk_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rope: RopeConfig | None = None
     mla_original_qk_head_dim: int | None = None
     mla_original_v_head_dim: int | None = None
-    alibi: Literal[False] | tuple[float, ...] = None  # type: ignore[assignment]
-    kv_dtype: str = None  # type: ignore[assignment]
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            kind: str = "mha",
-            window: int | None = None,
-            num_qo_heads: int | None = None,
-            num_kv_heads: int | None = None,
-            qk_head_dim: int | None = None,
-            v_head_dim: int | None = None,
-            rope: RopeConfig | None = None,
-            mla_original_qk_head_dim: int | None = None,
-            mla_original_v_head_dim: int | None = None,
-            alibi: bool | Sequence[float] | None = None,
-            kv_dtype: str | None = None,
-        ) -> None: ...
+    alibi: bool | Sequence[float] | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("layer.kind", self.kind, LAYER_KINDS)
@@ -88,7 +66,7 @@ class LayerSpec:
             )
         if self.window is not None:
             check_int("layer.window", self.window)
-        object.__setattr__(self, "alibi", freeze(self.alibi))
+        object.__setattr__(self, "alibi", freeze_slopes("layer.alibi", self.alibi))
         if self.kv_dtype is not None:
             check_choice("layer.kv_dtype", self.kv_dtype, KV_DTYPES)
             if self.kind == "linear":
@@ -110,22 +88,3 @@ class LayerSpec:
             )
         for name, value in zip(names, values, strict=True):
             check_head_dim(f"layer.{name}", value)
-
-    @property
-    def rows_per_slot(self) -> int:
-        """Rows per position in the pages of the layer: K and V of each head, or a latent row."""
-        if self.kind == "linear":
-            return 0
-        return 1 if self.kind == "mla" else 2 * self.num_kv_heads
-
-    @property
-    def codec(self) -> Codec | None:
-        """How the pages keep rows, if they are quantized."""
-        return CODECS.get(self.kv_dtype)
-
-    def page_bytes(self, page_size: int) -> int:
-        """Return the bytes of a page of `page_size` slots, of a layer that is complete."""
-        num_rows = page_size * self.rows_per_slot
-        if self.codec is not None:
-            return self.codec.page_bytes(num_rows, self.qk_head_dim, self.v_head_dim)
-        return num_rows * self.qk_head_dim * ITEMSIZE[self.kv_dtype] if num_rows else 0

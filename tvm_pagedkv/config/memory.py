@@ -5,40 +5,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from .dtypes import ITEMSIZE
-from .layer_spec import MHA_KINDS, LayerSpec
-
-if TYPE_CHECKING:
-    from .cache_config import KVCacheConfig
-
-POPPABLE = 16  # positions that a layer with a window keeps beyond the window of its next row
+from .layer_spec import MHA_KINDS
+from .resolved_config import ResolvedConfig
+from .resolved_layer import ResolvedLayer
 
 
-def num_pages_of(config: KVCacheConfig, layer: LayerSpec) -> int:
-    """`KVCacheConfig.num_pages_of`."""
-    if layer.kind == "linear":
-        return 0
-    if layer.window is None:
-        return config.num_pages
-    # Pages that a sequence keeps between steps, for any offset in a page, and pages of a step.
-    pages_kept = (layer.window - 1 + POPPABLE + config.page_size - 2) // config.page_size + 1
-    batch_size = min(config.max_num_sequences, config.prefill_chunk_size)
-    pages_added = (config.prefill_chunk_size - batch_size) // config.page_size + batch_size
-    return min(config.num_pages, config.max_num_sequences * pages_kept + pages_added)
-
-
-def memory_bytes(config: KVCacheConfig) -> int:
-    """`KVCacheConfig.memory_bytes`."""
+def memory_bytes(config: ResolvedConfig) -> int:
+    """Return the bytes that a new cache allocates: `KVCacheConfig.memory_bytes`."""
     bounds = list(itertools.pairwise(config.layer_indptr))
     stages = bounds if config.stage is None else bounds[config.stage : config.stage + 1]
     return max(_memory_bytes_of(config, config.layers[begin:end]) for begin, end in stages)
 
 
-def _memory_bytes_of(config: KVCacheConfig, layers: Sequence[LayerSpec]) -> int:
+def _memory_bytes_of(config: ResolvedConfig, layers: Sequence[ResolvedLayer]) -> int:
     num_rows = config.prefill_chunk_size
-    page_pool = sum(num_pages_of(config, s) * s.page_bytes(config.page_size) for s in layers)
+    page_pool = sum(config.num_pages_of(s) * s.page_bytes(config.page_size) for s in layers)
 
     # Rows of Q, K and V of the widest layer, and their float32 lse. MLA layers need no workspace:
     # their kernels read and write the model's tensors.
@@ -61,7 +44,7 @@ def _memory_bytes_of(config: KVCacheConfig, layers: Sequence[LayerSpec]) -> int:
     arrays += [num_sequences + 1, num_sequences]
     arrays += [num_rows, num_rows]  # positions in sequences, and for RoPE
     for spec in groups.values():
-        arrays += [num_sequences + 1, num_pages_of(config, spec)]
+        arrays += [num_sequences + 1, config.num_pages_of(spec)]
         length_rows = 4 if config.sliding_window and spec.window is None else 1
         arrays += [length_rows * num_sequences, num_sequences, num_rows]
         arrays.append(3 * num_sequences)  # page copies

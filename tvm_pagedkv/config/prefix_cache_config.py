@@ -58,7 +58,7 @@ class PrefixCacheConfig:
     disk_bytes: int = 16 << 30
     store: PageStore | None = None
     model: str = ""
-    write: str = None  # type: ignore[assignment]
+    write: str | None = None
     min_hits: int = 1
     wait: float = 0.0
 
@@ -85,15 +85,19 @@ class PrefixCacheConfig:
                 "prefix_cache.model must name the model: pages in a store outlive the process, and "
                 "the cache cannot know from which weights they were computed"
             )
-        if self.write is None:
-            object.__setattr__(self, "write", "through" if self.has_store else "back")
-        check_choice("prefix_cache.write", self.write, WRITE_POLICIES)
+        if self.write is not None:
+            check_choice("prefix_cache.write", self.write, WRITE_POLICIES)
         object.__setattr__(self, "wait", _check_seconds("prefix_cache.wait", self.wait))
 
     @property
     def has_store(self) -> bool:
         """Whether there is a tier below host memory."""
         return self.store is not None or self.disk_path is not None
+
+    @property
+    def resolved_write(self) -> str:
+        """The policy of the cache: `write`, or its default."""
+        return self.write or ("through" if self.has_store else "back")
 
 
 def _check_seconds(name: str, value: Any) -> float:

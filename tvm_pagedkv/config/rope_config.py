@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .._checks import check_choice, check_int, check_positive, freeze
@@ -70,10 +70,10 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_choice("rope.mode", self.mode, ROPE_MODES)
-        unused = self.mode == "none"  # models without a rotation pass -1, for example
-        for name in ("theta", "scale"):
-            value = getattr(RopeConfig, name) if unused else getattr(self, name)
-            object.__setattr__(self, name, check_positive(f"rope.{name}", value))
+        if self.mode != "none":  # models without a rotation pass -1, for example
+            for name in ("theta", "scale"):
+                value = check_positive(f"rope.{name}", getattr(self, name))
+                object.__setattr__(self, name, value)
         if self.rotary_dim is not None:
             check_int("rope.rotary_dim", self.rotary_dim, 2)
             if self.rotary_dim % 2:
@@ -95,6 +95,12 @@ class RopeConfig:
         if rope_type == "default":
             return None
         return freeze(scaling | {"rope_type": rope_type})
+
+    def resolved(self) -> RopeConfig:
+        """Return the rotation of the kernels: what mode "none" ignores has its default."""
+        if self.mode != "none":
+            return self
+        return replace(self, theta=RopeConfig.theta, scale=RopeConfig.scale)
 
     @property
     def scaling_dict(self) -> dict[str, Any]:

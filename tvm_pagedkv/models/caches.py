@@ -11,7 +11,7 @@ import tvm
 
 from ..cache import KVCache, open_prefix_cache
 from ..compiler import build_libraries, config_map, load_libraries
-from ..config import KVCacheConfig, PrefixCacheConfig
+from ..config import KVCacheConfig, PrefixCacheConfig, RopeConfig
 from .config import DecoderConfig
 from .options import BuildOptions
 
@@ -51,7 +51,7 @@ class Caches:
             Tiers below the pages. The name of the model gets what else K and V depend on.
         """
         config = cache_config(self._config, self._options, capacities, enable_kv_transfer)
-        described = config_map(config, self._kernels, tvm.cpu())
+        described = config_map(config.resolved(), self._kernels, tvm.cpu())
         if long_texts and self._config.short_text:
             factors = config.rope.scaling_dict["long_factor"]
             both = np.array([*factors, *factors], "float32")
@@ -109,7 +109,8 @@ def cache_config(
         )
     # With a sliding window, positions change as the window moves, so K is rotated when it is read.
     mode = "inline" if options.sliding_window else "normal"
-    layers = [replace(layer, rope=replace(layer.rope, mode=mode)) for layer in config.layers]
+    ropes = [replace(layer.rope or RopeConfig(), mode=mode) for layer in config.layers]
+    layers = [replace(each, rope=rope) for each, rope in zip(config.layers, ropes, strict=True)]
     max_num_sequences, max_total_tokens, prefill_chunk_size = capacities
     return KVCacheConfig(
         num_layers=config.num_layers,
@@ -123,7 +124,7 @@ def cache_config(
         max_total_tokens=max_total_tokens,
         prefill_chunk_size=prefill_chunk_size,
         layers=layers,
-        rope=layers[0].rope,
+        rope=ropes[0],
         sliding_window=options.sliding_window,
         logit_softcap=config.attention_softcap,
         enable_kv_transfer=enable_kv_transfer,

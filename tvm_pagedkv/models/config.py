@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import DTYPES, LayerSpec
+from ..config import DTYPES, LayerSpec, RopeConfig
 
 _EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"
 
@@ -105,7 +105,7 @@ class DecoderConfig:
     @property
     def short_text(self) -> int | None:
         """For longrope, the maximum length of a text that uses the short factors; else None."""
-        scaling = self.layers[0].rope.scaling_dict
+        scaling = (self.layers[0].rope or RopeConfig()).scaling_dict
         is_longrope = scaling.get("rope_type") == "longrope"
         return scaling["original_max_position_embeddings"] if is_longrope else None
 

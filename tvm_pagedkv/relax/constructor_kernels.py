@@ -16,11 +16,11 @@ from tir_kernels.cpu.attention import stock_sliding
 from tir_kernels.spec import KernelSpec
 
 from ..compiler import codec_map
-from ..config import KVCacheConfig
+from ..config import ResolvedConfig
 from .model_kernels import ModelKernels
 
 
-def page_types(config: KVCacheConfig) -> dict[str, relax.Expr]:
+def page_types(config: ResolvedConfig) -> dict[str, relax.Expr]:
     """Return the type of pages of "mha" and of "mla" layers, where it is not the dtype."""
     types: dict[str, relax.Expr] = {}
     for layer in config.layers:

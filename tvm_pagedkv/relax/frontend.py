@@ -14,7 +14,7 @@ from tir_kernels.spec import KernelSpec
 
 from ..compiler import is_cuda, kernel_spec, require_cpu, resolve_target, warn_if_slow
 from ..compiler.cuda import arch_of, cuda_spec
-from ..config import KVCacheConfig, LayerSpec, RopeConfig
+from ..config import KVCacheConfig, LayerSpec, ResolvedConfig, ResolvedLayer, RopeConfig
 from .constructor_kernels import ConstructorKernels, page_types
 from .frontend_methods import PagedKVCacheObject
 from .model_kernels import link_when_finalized
@@ -182,7 +182,7 @@ class PagedKVCache(PagedKVCacheObject):
             ],
             logit_softcap=logit_softcap,
             alibi=alibi,
-        )
+        ).resolved()
         if runtime == "stock" and config.kv_dtype != dtype:
             raise ValueError(
                 f"the stock runtime keeps K and V in the dtype of a step, {dtype}, not as "
@@ -246,7 +246,7 @@ class PagedKVCache(PagedKVCacheObject):
         )
 
 
-def _spec(config: KVCacheConfig, layer: LayerSpec, target: Target) -> KernelSpec:
+def _spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) -> KernelSpec:
     if is_cuda(target):
         return cuda_spec(kernel_spec(config, layer, resolve_target()))
     spec = kernel_spec(config, layer, target)

@@ -71,7 +71,7 @@ class Ours(TvmPeer):
     @functools.cache  # noqa: B019  (lives as long as the process)
     def kernels(self, heads, dtype, names=KERNELS, *, stamped=False):
         shape = (heads.query, heads.kv, heads.dim)
-        config = KVCacheConfig(1, *shape, dtype=dtype, kv_dtype=self.kv_dtype)
+        config = KVCacheConfig(1, *shape, dtype=dtype, kv_dtype=self.kv_dtype).resolved()
         target = resolve_target(self.cpu)
         spec = kernel_spec(config, config.layers[0], target)
         key = (f"{heads.label}, {dtype}, {config.kv_dtype}", repr(spec))

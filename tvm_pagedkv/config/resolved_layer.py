@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ResolvedLayer`: a layer whose fields all have values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .._checks import check_head_dim, check_int
+from .._codecs import CODECS
+from .alibi import resolve_slopes
+from .dtypes import ITEMSIZE
+from .layer_spec import MHA_KINDS, LayerSpec
+from .rope_config import RopeConfig
+
+if TYPE_CHECKING:
+    from tir_kernels.codec import Codec
+
+
+@dataclass(frozen=True)
+class ResolvedLayer:
+    """A `LayerSpec` whose fields have the values that the layer's kernels and pages are made for.
+
+    The fields are those of `LayerSpec`. `alibi` is one slope per query head, or None; `kv_dtype` is
+    None for kind "linear" only; fields of other kinds are None.
+    """
+
+    kind: str
+    window: int | None
+    num_qo_heads: int
+    num_kv_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    rope: RopeConfig
+    mla_original_qk_head_dim: int | None
+    mla_original_v_head_dim: int | None
+    alibi: tuple[float, ...] | None
+    kv_dtype: str | None
+
+    @property
+    def rows_per_slot(self) -> int:
+        """Rows per position in the pages of the layer: K and V of each head, or a latent row."""
+        if self.kind == "linear":
+            return 0
+        return 1 if self.kind == "mla" else 2 * self.num_kv_heads
+
+    @property
+    def codec(self) -> Codec | None:
+        """How the pages keep rows, if they are quantized."""
+        return None if self.kv_dtype is None else CODECS.get(self.kv_dtype)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Return the bytes of a page of `page_size` slots."""
+        num_rows = page_size * self.rows_per_slot
+        if self.kv_dtype is None:
+            return 0
+        if self.codec is not None:
+            return self.codec.page_bytes(num_rows, self.qk_head_dim, self.v_head_dim)
+        return num_rows * self.qk_head_dim * ITEMSIZE[self.kv_dtype]
+
+
+def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> ResolvedLayer:
+    """Return layer `index` with the values of `defaults` for those that it leaves None.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If no layer can have a value; the message names the field.
+    """
+    inherited = ("num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim", "rope", "kv_dtype")
+    said = {
+        name: getattr(layer if getattr(layer, name) is not None else defaults, name)
+        for name in inherited
+    }
+    if layer.kind == "mla":
+        if layer.num_kv_heads not in (None, 1):
+            raise ValueError(
+                f"layer {index}: num_kv_heads of kind 'mla' must be 1, for all query heads "
+                f"share the latent rows; got {layer.num_kv_heads}"
+            )
+        said["num_kv_heads"] = 1
+    if layer.kind == "linear":
+        said["kv_dtype"] = None
+    if said["v_head_dim"] is None:
+        said["v_head_dim"] = defaults.qk_head_dim
+    _check_heads(said["num_qo_heads"], said["num_kv_heads"])
+    _check_widths(index, layer.kind, said["qk_head_dim"], said["v_head_dim"])
+    _check_rope(said["rope"], said["qk_head_dim"])
+    said["rope"] = said["rope"].resolved()
+    resolved = ResolvedLayer(
+        kind=layer.kind,
+        window=layer.window,
+        mla_original_qk_head_dim=layer.mla_original_qk_head_dim,
+        mla_original_v_head_dim=layer.mla_original_v_head_dim,
+        alibi=_slopes(index, layer, defaults, said["num_qo_heads"]),
+        **said,
+    )
+    _check_codec(index, resolved)
+    return resolved
+
+
+def _check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
+    check_int("num_qo_heads", num_qo_heads, 1, 4096)
+    check_int("num_kv_heads", num_kv_heads, 1, 4096)
+    if num_qo_heads % num_kv_heads:
+        raise ValueError(
+            f"num_qo_heads ({num_qo_heads}) must be a multiple of num_kv_heads ({num_kv_heads})"
+        )
+
+
+def _check_widths(index: int, kind: str, qk_head_dim: int, v_head_dim: int) -> None:
+    check_head_dim("qk_head_dim", qk_head_dim)
+    check_head_dim("v_head_dim", v_head_dim)
+    if kind == "mla":
+        check_int("v_head_dim", v_head_dim, 8, qk_head_dim)
+    elif v_head_dim != qk_head_dim:
+        raise ValueError(
+            f"layer {index}: a page keeps K and V rows of one width, so v_head_dim "
+            f"({v_head_dim}) must equal qk_head_dim ({qk_head_dim}); pad the narrower one with "
+            "zeros"
+        )
+
+
+def _check_rope(rope: RopeConfig, qk_head_dim: int) -> None:
+    if not isinstance(rope, RopeConfig):
+        raise TypeError(f"rope must be a RopeConfig, got {rope!r}")
+    if rope.rotary_dim is not None and rope.rotary_dim > qk_head_dim:
+        raise ValueError(f"rope.rotary_dim ({rope.rotary_dim}) exceeds qk_head_dim ({qk_head_dim})")
+
+
+def _slopes(
+    index: int, layer: LayerSpec, defaults: LayerSpec, num_heads: int
+) -> tuple[float, ...] | None:
+    """Return the ALiBi slopes of a layer, if it has any."""
+    name, alibi = f"layers[{index}].alibi", layer.alibi
+    if alibi is None:
+        name, alibi = "alibi", defaults.alibi
+    if alibi is None or alibi is False:
+        return None
+    if layer.kind == "mla":
+        raise ValueError(f"{name}: layer {index} is of kind 'mla', which has no ALiBi")
+    return resolve_slopes(name, alibi, num_heads)
+
+
+def _check_codec(index: int, layer: ResolvedLayer) -> None:
+    """Raise a ValueError if rows of the layer cannot be quantized as it says."""
+    if layer.codec is None:
+        return
+    try:
+        layer.codec.check_row(layer.qk_head_dim, layer.v_head_dim)
+    except ValueError as error:
+        raise ValueError(f"layer {index}: {error}") from None
+    if layer.codec.has_hadamard and layer.rope.mode == "inline" and layer.kind in MHA_KINDS:
+        raise ValueError(
+            f"layer {index}: kv_dtype {layer.kv_dtype!r} keeps K multiplied with a Hadamard "
+            'matrix, which rope mode "inline" cannot rotate when it is read; choose "int8" or '
+            '"float8_e4m3fn", or rope mode "normal"'
+        )

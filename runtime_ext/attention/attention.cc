@@ -183,7 +183,7 @@ ffi::Array<ffi::Tensor> Attention::Merge(ffi::Tensor o, ffi::Tensor lse, ffi::Te
                                          ffi::Tensor lse_other) {
   if (!o.defined()) Raise(kTypeError, "o must be a tensor, got None");
   if (o.ndim() != 3) {
-    Raise(kValueError, "o must have shape [rows, heads, dim], got ", ffi::Shape(o.shape()));
+    Raise(kValueError, "o must have shape [rows, heads, dim], got ", ShapeText(o.shape()));
   }
   TensorChecks& tensors = step_->tensors();
   const DLDataType dtype = storage_.config().dtype;

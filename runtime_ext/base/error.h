@@ -7,9 +7,10 @@
 #define TVM_PAGEDKV_BASE_ERROR_H_
 
 #include <exception>
-#include <locale>
-#include <sstream>
+#include <initializer_list>
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 
 namespace pagedkv {
@@ -36,18 +37,33 @@ class Error : public std::exception {
   std::string message_;
 };
 
-/*! \brief A stream without digit grouping, whatever locale the program has set. */
-class ClassicText : public std::ostringstream {
+/*! \brief A part of a message: text or a number, whatever locale the program has set. */
+class MessagePart {
  public:
-  ClassicText() { imbue(std::locale::classic()); }
+  MessagePart(std::string_view text) : text_(text) {}                     // NOLINT: converts
+  MessagePart(const char* text) : text_(text) {}                          // NOLINT: converts
+  MessagePart(const std::string& text) : text_(text) {}                   // NOLINT: converts
+  MessagePart(char character) : number_(1, character), text_(number_) {}  // NOLINT: converts
+  MessagePart(double number);                                             // NOLINT: converts
+  template <typename T, typename = std::enable_if_t<std::is_integral_v<T> || std::is_enum_v<T>>>
+  MessagePart(T number) : number_(std::to_string(+number)), text_(number_) {}  // NOLINT: converts
+  MessagePart(const MessagePart&) = delete;
+  MessagePart& operator=(const MessagePart&) = delete;
+
+  std::string_view text() const { return text_; }
+
+ private:
+  std::string number_;
+  std::string_view text_;
 };
+
+/*! \brief Throws an Error whose message is the concatenation of the parts. */
+[[noreturn]] void RaiseParts(const char* kind, std::initializer_list<MessagePart> parts);
 
 /*! \brief Throws an Error. Its message is the concatenation of the parts. */
 template <typename... Parts>
 [[noreturn]] void Raise(const char* kind, const Parts&... parts) {
-  ClassicText message;
-  (message << ... << parts);
-  throw Error(kind, message.str());
+  RaiseParts(kind, {MessagePart(parts)...});
 }
 
 }  // namespace pagedkv

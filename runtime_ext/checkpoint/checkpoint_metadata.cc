@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/text_stream.h"
 #include "checkpoint/json_reader.h"
 
 namespace pagedkv {

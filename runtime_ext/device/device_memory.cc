@@ -9,10 +9,10 @@
 #include <tvm/runtime/device_api.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <iomanip>
 #include <optional>
 #include <utility>
 
@@ -107,8 +107,10 @@ bool IsHost(DLDevice device) {
 void RequireHostMemory(double num_bytes) {
   auto require = [&](double available, const char* who) {
     if (num_bytes <= available) return;
-    Raise(kMemoryError, std::fixed, std::setprecision(0), "cannot allocate ", num_bytes,
-          " bytes: ", who, " ", available);
+    char message[160];
+    std::snprintf(message, sizeof message, "cannot allocate %.0f bytes: %s %.0f", num_bytes, who,
+                  available);
+    Raise(kMemoryError, message);
   };
 #ifdef _SC_PHYS_PAGES
   const double memory =

@@ -23,6 +23,15 @@ constexpr size_t kDeviceAlignment = 16;  // bytes: GPU kernels load rows in vect
 
 }  // namespace
 
+std::string ShapeText(ffi::ShapeView shape) {
+  std::string text = "[";
+  for (int64_t extent : shape) {
+    if (text.size() > 1) text += ", ";
+    text += std::to_string(extent);
+  }
+  return text + "]";
+}
+
 TensorChecks::TensorChecks(DLDevice device, ByteCounter counter)
     : device_(device), counter_(std::move(counter)) {}
 
@@ -37,7 +46,8 @@ void TensorChecks::CheckInput(const char* name, const ffi::Tensor& tensor,
   if (!tensor.defined()) Raise(kTypeError, name, " must be a tensor, got None");
   ffi::ShapeView actual = tensor.shape();
   if (!std::equal(actual.begin(), actual.end(), shape.begin(), shape.end())) {
-    Raise(kValueError, name, " must have shape ", ffi::Shape(shape), ", got ", ffi::Shape(actual));
+    Raise(kValueError, name, " must have shape ", ShapeText({shape.begin(), shape.size()}),
+          ", got ", ShapeText(actual));
   }
   if (tensor.dtype() != dtype) {
     Raise(kValueError, name, " must be ", ffi::DLDataTypeToString(dtype), ", got ",

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <string>
 
 #include "device/device_memory.h"
 
@@ -20,6 +21,9 @@ namespace pagedkv {
  * allocations; kernels of this project take any element address.
  */
 enum class Alignment { kElement, kStock };
+
+/*! \brief The shape in a message, such as "[2, 3]". */
+std::string ShapeText(ffi::ShapeView shape);
 
 class TensorChecks {
  public:

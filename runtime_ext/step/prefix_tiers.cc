@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/text_stream.h"
 
 namespace pagedkv {
 

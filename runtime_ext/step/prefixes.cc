@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "base/error.h"
+#include "device/tensor_checks.h"
 
 namespace pagedkv {
 
@@ -44,7 +45,7 @@ TokenSpan Prefixes::Convert(const TokenIds& tokens) {
   }
   if (tensor.ndim() != 1 || !tensor.IsContiguous() || tensor.device().device_type != kDLCPU) {
     Raise(kValueError, "token ids must be a contiguous vector on the CPU, got shape ",
-          ffi::Shape(tensor.shape()));
+          ShapeText(tensor.shape()));
   }
   if (dtype.bits == 64) {
     return Convert(static_cast<const int64_t*>(tensor.data_ptr()), tensor.numel());

@@ -6,20 +6,19 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 
-#include <array>
 #include <atomic>
-#include <new>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/checksum.h"
 #include "base/error.h"
 #include "bundle/bundle.h"
 #include "device/device_memory.h"
-#include "ffi/arguments.h"
 #include "ffi/cache_object.h"
 #include "ffi/loading.h"
+#include "ffi/method.h"
 #include "transfer/copy_regions.h"
 
 namespace pagedkv {
@@ -28,67 +27,12 @@ namespace {
 
 std::atomic<bool> use_stock_runtime{false};
 
-/*! \brief Calls f and turns an Error into the Python exception that it names. */
-template <typename F>
-auto Translate(F f) -> decltype(f()) {
-  try {
-    return f();
-  } catch (const Error& error) {
-    throw ffi::Error(error.kind(), error.message(), "");
-  } catch (const std::bad_alloc&) {
-    throw ffi::Error(kMemoryError, "the host has no memory left", "");
-  }
-}
-
-/*! \brief Calls f with the cache as the only thread inside. */
-template <typename F>
-auto Call(const PagedKVCache& cache, F f) {
-  PagedKVCacheObj& object = *cache.get();
-  return Translate([&] { return object.Enter([&] { return f(object); }); });
-}
-
-/*! \brief A method of a part as a function whose first argument is the cache. */
-template <typename Part, typename R, typename... Args, typename Method>
-ffi::Function Bind(Method method) {
-  return ffi::Function::FromTyped(
-      [method](PagedKVCache cache, typename ArgumentOf<std::decay_t<Args>>::Type... args) {
-        return Call(cache, [&](PagedKVCacheObj& object) {
-          Part& part = *object.part<Part>();
-          if constexpr (std::is_void_v<R>) {
-            (part.*method)(ArgumentOf<std::decay_t<Args>>::Convert(std::move(args))...);
-          } else {
-            return ConvertResult(
-                (part.*method)(ArgumentOf<std::decay_t<Args>>::Convert(std::move(args))...));
-          }
-        });
-      });
-}
-
-template <typename Part, typename R, typename... Args>
-ffi::Function FromMethod(R (Part::*method)(Args...)) {
-  return Bind<Part, R, Args...>(method);
-}
-
-template <typename Part, typename R, typename... Args>
-ffi::Function FromMethod(R (Part::*method)(Args...) const) {
-  return Bind<Part, R, Args...>(method);
-}
-
-/*! \brief As FromMethod, for a method that is deferred while the cache is busy. */
+/*! \brief A function of the cache whose call is deferred while the cache is busy. */
 template <typename Part, typename... Args>
 ffi::Function FromDeferred(void (Part::*method)(Args...)) {
   return ffi::Function::FromTyped([method](PagedKVCache cache, Args... args) {
     PagedKVCacheObj* object = cache.get();
     Translate([&] { object->EnterOrDefer([=] { (object->part<Part>()->*method)(args...); }); });
-  });
-}
-
-/*! \brief A method of a tier, which workers call while others are inside the cache. */
-template <typename R, typename... Args>
-ffi::Function FromTier(R (PrefixTierObj::*method)(Args...)) {
-  return ffi::Function::FromTyped([method](PrefixTier tier, std::decay_t<Args>... args) -> R {
-    if (!tier.defined()) throw ffi::Error(kTypeError, "the tier must be no None", "");
-    return Translate([&] { return (tier.get()->*method)(std::move(args)...); });
   });
 }
 
@@ -105,25 +49,6 @@ void Override(const std::string& name, ffi::Function ours) {
     }
   };
   ffi::Function::SetGlobal(name, ffi::Function::FromPacked(dispatch), /*override=*/true);
-}
-
-template <typename Method>
-void OverrideMethod(const std::string& name, Method method) {
-  Override(name, FromMethod(method));
-}
-
-/*! \brief As OverrideMethod, for a method whose last argument is optional (None). */
-template <typename Part, typename... Args>
-void OverrideWithOption(const std::string& name, void (Part::*method)(Args...)) {
-  constexpr int kNumArgs = 1 + sizeof...(Args);
-  ffi::Function whole = FromMethod(method);
-  Override(name, ffi::Function::FromPacked([whole](ffi::PackedArgs args, ffi::Any* result) {
-             if (args.size() != kNumArgs - 1) return whole.CallPacked(args, result);
-             std::array<ffi::AnyView, kNumArgs> padded;
-             for (int i = 0; i < kNumArgs - 1; ++i) padded[i] = args[i];
-             padded.back() = ffi::AnyView(nullptr);
-             whole.CallPacked(ffi::PackedArgs(padded.data(), kNumArgs), result);
-           }));
 }
 
 /*!
@@ -150,73 +75,143 @@ void OverrideCreate() {
 }
 
 /*! \brief Returns the cache, so that a model can order later calls after this one. */
-PagedKVCache AppendMLAKV(PagedKVCache cache, int64_t layer, ffi::Tensor kv) {
-  Call(cache, [&](PagedKVCacheObj& object) {
-    object.part<Attention>()->AppendMLAKV(layer, std::move(kv));
-  });
-  return cache;
+void AppendMLAKV(ffi::PackedArgs args, ffi::Any* result) {
+  static const ffi::Function append = ToFunction(Method<&Attention::AppendMLAKV>());
+  append.CallPacked(args, result);
+  *result = args[0];
 }
+
+struct CacheName {
+  const char* name;
+  CacheMethod method;
+};
+
+/*! \brief Names that apache-tvm has, too. */
+constexpr CacheName kStockNames[] = {
+    {"vm.builtin.kv_state_clear", Method<&Sequences::Clear>()},
+    {"vm.builtin.kv_state_add_sequence", Method<&Sequences::Add>()},
+    {"vm.builtin.kv_state_remove_sequence", Method<&Sequences::Remove>()},
+    {"vm.builtin.kv_state_fork_sequence", Method<&Sequences::Fork>()},
+    {"vm.builtin.kv_state_popn", Method<&Sequences::PopN>()},
+    {"vm.builtin.kv_state_begin_forward",
+     Method<&PagedKVCacheObj::BeginForward>(/*num_optional=*/1)},
+    {"vm.builtin.kv_state_end_forward", Method<&PagedKVCacheObj::EndForward>()},
+    {"vm.builtin.attention_kv_cache_enable_sliding_window_for_seq",
+     Method<&Sequences::EnableSlidingWindow>()},
+    {"vm.builtin.attention_kv_cache_commit_accepted_token_tree_nodes",
+     Method<&TreeCommit::Commit>()},
+    {"vm.builtin.attention_kv_cache_empty", Method<&Sequences::IsEmpty>()},
+    {"vm.builtin.attention_kv_cache_get_num_available_pages",
+     Method<&Sequences::NumAvailablePages>()},
+    {"vm.builtin.attention_kv_cache_get_total_sequence_length", Method<&Sequences::TotalLength>()},
+    {"vm.builtin.attention_kv_cache_get_sequence_length", Method<&Sequences::Length>()},
+    {"vm.builtin.attention_kv_cache_get_query_positions", Method<&Step::QueryPositions>()},
+    {"vm.builtin.attention_kv_cache_attention_with_fused_qkv",
+     Method<&Attention::AttendFused>(/*num_optional=*/1)},
+    {"vm.builtin.attention_kv_cache_attention_with_shared_kv",
+     Method<&Attention::AttendShared>(/*num_optional=*/1)},
+    {"vm.builtin.attention_kv_cache_self_attention", Method<&Attention::SelfAttend>()},
+    {"vm.builtin.attention_kv_cache_cross_attention", Method<&Attention::CrossAttend>()},
+    {"vm.builtin.attention_kv_cache_merge_attn_output_inplace", Method<&Attention::Merge>()},
+    {"vm.builtin.attention_kv_cache_debug_get_kv", Method<&DebugKV::Get>()},
+    {"vm.builtin.attention_kv_cache_debug_get_kv_mla", Method<&DebugKV::GetMLA>()},
+    {"vm.builtin.attention_kv_cache_get_checkpoint_metadata",
+     Method<&CheckpointWriter::Metadata>()},
+    {"vm.builtin.attention_kv_cache_get_layout_hash", Method<&CheckpointWriter::LayoutHash>()},
+    {"vm.builtin.attention_kv_cache_export_page_group",
+     Method<&CheckpointWriter::ExportPageGroup>()},
+    {"vm.builtin.attention_kv_cache_prepare_import", Method<&CheckpointReader::Prepare>()},
+    {"vm.builtin.attention_kv_cache_import_page_group",
+     Method<&CheckpointReader::ImportPageGroup>()},
+    {"vm.builtin.attention_kv_cache_finish_import", Method<&CheckpointReader::Finish>()},
+    {"vm.builtin.kv_cache_disagg_prepare_recv", Method<&KVReceiver::Prepare>()},
+    {"vm.builtin.kv_cache_disagg_mark_send", Method<&KVSender::MarkSend>()},
+};
+
+/*! \brief Our own names, without "pagedkv.". */
+constexpr CacheName kOwnNames[] = {
+    {"abort_forward", Method<&Step::Abort>()},
+    {"missing_layers", Method<&Step::MissingLayers>()},
+    {"is_in_forward", Method<&Step::IsInForward>()},
+    {"total_length", Method<&Sequences::TotalLength>()},
+    {"prefix_match", Method<&Prefixes::Match>()},
+    {"prefix_add", Method<&Prefixes::Add>()},
+    {"prefix_add_within", Method<&Prefixes::AddWithin>()},
+    {"prefix_prefetch", Method<&Prefixes::Prefetch>()},
+    {"prefix_locate", Method<&Prefixes::Locate>()},
+    {"prefix_open", Method<&PrefixTiers::Open>()},
+    {"prefix_tier", Method<&PrefixTiers::Get>()},
+    {"prefix_flush", Method<&PrefixTiers::Flush>()},
+    {"prefix_clear", Method<&PrefixTiers::ForgetTexts>()},
+    {"prefix_record", Method<&Prefixes::Record>()},
+    {"prefix_record_step", Method<&Prefixes::RecordStep>()},
+    {"prefix_length", Method<&Prefixes::NumRecorded>()},
+    {"stats", Method<&Inspector::Stats>()},
+    {"describe", Method<&Inspector::Describe>()},
+    {"check_layer", Method<&LayerStorage::CheckLayer>()},
+    {"sequence_ids", Method<&Inspector::SequenceIds>()},
+    {"page_table", Method<&Inspector::PageTable>()},
+    {"cached_pages", Method<&Inspector::CachedPages>()},
+    {"first_position", Method<&Inspector::FirstPosition>()},
+    {"sequence_window", Method<&Inspector::Window>()},
+    {"check_integrity", Method<&Inspector::CheckIntegrity>()},
+    {"debug_set_kv", Method<&DebugKV::Set>()},
+    {"debug_set_kv_mla", Method<&DebugKV::SetMLA>()},
+    {"export_pages", Method<&CheckpointWriter::ExportPages>()},
+    {"prepare_imports", Method<&CheckpointReader::PrepareMany>()},
+    {"import_pages", Method<&CheckpointReader::ImportPages>()},
+    {"import_rows", Method<&CheckpointReader::ImportRows>()},
+    {"receive_id", Method<&KVReceiver::IdOf>()},
+    {"finish_receive", Method<&KVReceiver::Finish>()},
+    {"cancel_receive", Method<&KVReceiver::Cancel>()},
+    {"set_send_handler", Method<&KVSender::SetHandler>()},
+    {"send_id", Method<&KVSender::IdOf>()},
+    {"cancel_send", Method<&KVSender::Cancel>()},
+    {"send_block", Method<&KVSender::DescribeBlock>()},
+    {"release_send_block", Method<&KVSender::ReleaseBlock>()},
+    {"pages_of", Method<&LayerStorage::PagesOf>()},
+    {"shared_pages", Method<&LayerStorage::SharedPages>()},
+    {"poison_free_pages", Method<&Inspector::PoisonFreePages>()},
+    {"shuffle_free_pages", Method<&Inspector::ShuffleFreePages>()},
+    {"share_every_prefix", Method<&Step::ShareEveryPrefix>()},
+};
+
+struct TierName {
+  const char* name;
+  TierMethod method;
+};
+
+/*! \brief Functions of a tier, without "pagedkv.". */
+constexpr TierName kTierNames[] = {
+    {"tier_next_job", MethodOfTier<&PrefixTierObj::NextJob>()},
+    {"tier_finish_job", MethodOfTier<&PrefixTierObj::FinishJob>()},
+    {"tier_wait", MethodOfTier<&PrefixTierObj::Wait>()},
+    {"tier_flush", MethodOfTier<&PrefixTierObj::Flush>()},
+    {"tier_close", MethodOfTier<&PrefixTierObj::Close>()},
+    {"tier_memory", MethodOfTier<&PrefixTierObj::MemoryRange>()},
+};
 
 void OverrideStockNames() {
   OverrideCreate();
-
-  const std::string state = "vm.builtin.kv_state_";
-  OverrideMethod(state + "clear", &Sequences::Clear);
-  OverrideMethod(state + "add_sequence", &Sequences::Add);
-  OverrideMethod(state + "remove_sequence", &Sequences::Remove);
-  OverrideMethod(state + "fork_sequence", &Sequences::Fork);
-  OverrideMethod(state + "popn", &Sequences::PopN);
-  OverrideWithOption(state + "begin_forward", &PagedKVCacheObj::BeginForward);
-  OverrideMethod(state + "end_forward", &PagedKVCacheObj::EndForward);
-
-  const std::string cache = "vm.builtin.attention_kv_cache_";
-  OverrideMethod(cache + "enable_sliding_window_for_seq", &Sequences::EnableSlidingWindow);
-  OverrideMethod(cache + "commit_accepted_token_tree_nodes", &TreeCommit::Commit);
-  OverrideMethod(cache + "empty", &Sequences::IsEmpty);
-  OverrideMethod(cache + "get_num_available_pages", &Sequences::NumAvailablePages);
-  OverrideMethod(cache + "get_total_sequence_length", &Sequences::TotalLength);
-  OverrideMethod(cache + "get_sequence_length", &Sequences::Length);
-  OverrideMethod(cache + "get_query_positions", &Step::QueryPositions);
-  OverrideWithOption(cache + "attention_with_fused_qkv", &Attention::AttendFused);
-  OverrideWithOption(cache + "attention_with_shared_kv", &Attention::AttendShared);
-  OverrideMethod(cache + "self_attention", &Attention::SelfAttend);
-  OverrideMethod(cache + "cross_attention", &Attention::CrossAttend);
-  OverrideMethod(cache + "merge_attn_output_inplace", &Attention::Merge);
-  OverrideMethod(cache + "debug_get_kv", &DebugKV::Get);
-  OverrideMethod(cache + "debug_get_kv_mla", &DebugKV::GetMLA);
-  Override(cache + "append_mla_kv", ffi::Function::FromTyped(AppendMLAKV));
-
-  OverrideMethod(cache + "get_checkpoint_metadata", &CheckpointWriter::Metadata);
-  OverrideMethod(cache + "get_layout_hash", &CheckpointWriter::LayoutHash);
-  OverrideMethod(cache + "export_page_group", &CheckpointWriter::ExportPageGroup);
-  OverrideMethod(cache + "prepare_import", &CheckpointReader::Prepare);
-  OverrideMethod(cache + "import_page_group", &CheckpointReader::ImportPageGroup);
-  OverrideMethod(cache + "finish_import", &CheckpointReader::Finish);
-  OverrideMethod("vm.builtin.kv_cache_disagg_prepare_recv", &KVReceiver::Prepare);
-  OverrideMethod("vm.builtin.kv_cache_disagg_mark_send", &KVSender::MarkSend);
+  Override("vm.builtin.attention_kv_cache_append_mla_kv", ffi::Function::FromPacked(AppendMLAKV));
+  for (const auto& [name, method] : kStockNames) Override(name, ToFunction(method));
 }
 
-void RequireSinkLogits(const ffi::Tensor& sink_logits) {
-  if (!sink_logits.defined())
-    throw ffi::Error(kTypeError, "sink_logits must be a tensor, got None", "");
-}
-
-// Relax passes the output last.
-void AttentionWithSinks(PagedKVCache cache, int64_t layer, double sm_scale, ffi::Tensor qkv,
-                        ffi::Tensor sink_logits, ffi::Tensor o) {
-  RequireSinkLogits(sink_logits);
-  Call(cache, [&](PagedKVCacheObj& object) {
-    object.part<Attention>()->AttendFused(layer, sm_scale, qkv, o, sink_logits);
-  });
-}
-
-void SharedAttentionWithSinks(PagedKVCache cache, int64_t source, double sm_scale, ffi::Tensor q,
-                              ffi::Tensor current_k, ffi::Tensor current_v, ffi::Tensor sink_logits,
-                              ffi::Tensor o) {
-  RequireSinkLogits(sink_logits);
-  Call(cache, [&](PagedKVCacheObj& object) {
-    object.part<Attention>()->AttendShared(source, sm_scale, q, current_k, current_v, o,
-                                           sink_logits);
+/*!
+ * \brief A method whose last argument is learned sinks, as a function that takes them second to
+ * last and requires them: Relax passes the output last.
+ */
+ffi::Function WithSinks(ffi::Function attend) {
+  return ffi::Function::FromPacked([attend](ffi::PackedArgs args, ffi::Any* result) {
+    std::vector<ffi::AnyView> swapped(args.size());
+    for (int i = 0; i < args.size(); ++i) swapped[i] = args[i];
+    if (swapped.size() >= 2) {
+      std::swap(swapped[swapped.size() - 2], swapped.back());
+      if (swapped.back() == nullptr) {
+        throw ffi::Error(kTypeError, "sink_logits must be a tensor, got None", "");
+      }
+    }
+    attend.CallPacked(ffi::PackedArgs(swapped.data(), args.size()), result);
   });
 }
 
@@ -239,8 +234,6 @@ int64_t ChecksumOf(const ffi::Tensor& bytes, int64_t seed) {
 void DefineOwnNames() {
   tvm::ffi::reflection::GlobalDef()
       .def("pagedkv.create", Create)
-      .def("pagedkv.attention_with_sinks", AttentionWithSinks)
-      .def("pagedkv.attention_with_shared_kv_and_sinks", SharedAttentionWithSinks)
       .def("pagedkv.checksum", ChecksumOf)
       .def("pagedkv.library",
            [] {
@@ -253,55 +246,13 @@ void DefineOwnNames() {
     ffi::Function::SetGlobal(std::string("pagedkv.") + name, std::move(function));
   };
   ffi::Function::SetGlobal(kModelConstructor, ffi::Function::FromPacked(CreatePositional));
-  define("abort_forward", FromMethod(&Step::Abort));
-  define("missing_layers", FromMethod(&Step::MissingLayers));
-  define("is_in_forward", FromMethod(&Step::IsInForward));
-  define("total_length", FromMethod(&Sequences::TotalLength));
-  define("prefix_match", FromMethod(&Prefixes::Match));
-  define("prefix_add", FromMethod(&Prefixes::Add));
-  define("prefix_add_within", FromMethod(&Prefixes::AddWithin));
-  define("prefix_prefetch", FromMethod(&Prefixes::Prefetch));
-  define("prefix_locate", FromMethod(&Prefixes::Locate));
-  define("prefix_open", FromMethod(&PrefixTiers::Open));
-  define("prefix_tier", FromMethod(&PrefixTiers::Get));
-  define("prefix_flush", FromMethod(&PrefixTiers::Flush));
-  define("prefix_clear", FromMethod(&PrefixTiers::ForgetTexts));
-  define("tier_next_job", FromTier(&PrefixTierObj::NextJob));
-  define("tier_finish_job", FromTier(&PrefixTierObj::FinishJob));
-  define("tier_wait", FromTier(&PrefixTierObj::Wait));
-  define("tier_flush", FromTier(&PrefixTierObj::Flush));
-  define("tier_close", FromTier(&PrefixTierObj::Close));
-  define("tier_memory", FromTier(&PrefixTierObj::MemoryRange));
-  define("prefix_record", FromMethod(&Prefixes::Record));
-  define("prefix_record_step", FromMethod(&Prefixes::RecordStep));
-  define("prefix_length", FromMethod(&Prefixes::NumRecorded));
-  define("stats", FromMethod(&Inspector::Stats));
-  define("describe", FromMethod(&Inspector::Describe));
-  define("check_layer", FromMethod(&LayerStorage::CheckLayer));
-  define("sequence_ids", FromMethod(&Inspector::SequenceIds));
-  define("page_table", FromMethod(&Inspector::PageTable));
-  define("cached_pages", FromMethod(&Inspector::CachedPages));
-  define("first_position", FromMethod(&Inspector::FirstPosition));
-  define("sequence_window", FromMethod(&Inspector::Window));
-  define("check_integrity", FromMethod(&Inspector::CheckIntegrity));
-  define("debug_set_kv", FromMethod(&DebugKV::Set));
-  define("debug_set_kv_mla", FromMethod(&DebugKV::SetMLA));
-  define("export_pages", FromMethod(&CheckpointWriter::ExportPages));
-  define("prepare_imports", FromMethod(&CheckpointReader::PrepareMany));
-  define("import_pages", FromMethod(&CheckpointReader::ImportPages));
-  define("import_rows", FromMethod(&CheckpointReader::ImportRows));
-  define("receive_id", FromMethod(&KVReceiver::IdOf));
-  define("finish_receive", FromMethod(&KVReceiver::Finish));
-  define("cancel_receive", FromMethod(&KVReceiver::Cancel));
+  for (const auto& [name, method] : kOwnNames) define(name, ToFunction(method));
+  for (const auto& [name, method] : kTierNames) define(name, ToFunction(method));
+  define("attention_with_sinks", WithSinks(ToFunction(Method<&Attention::AttendFused>())));
+  define("attention_with_shared_kv_and_sinks",
+         WithSinks(ToFunction(Method<&Attention::AttendShared>())));
   define("release_receive", FromDeferred(&KVReceiver::Release));
-  define("set_send_handler", FromMethod(&KVSender::SetHandler));
   define("drop_send_handler", FromDeferred(&KVSender::DropHandler));
-  define("send_id", FromMethod(&KVSender::IdOf));
-  define("cancel_send", FromMethod(&KVSender::Cancel));
-  define("send_block", FromMethod(&KVSender::DescribeBlock));
-  define("release_send_block", FromMethod(&KVSender::ReleaseBlock));
-  define("pages_of", FromMethod(&LayerStorage::PagesOf));
-  define("shared_pages", FromMethod(&LayerStorage::SharedPages));
   define("copy_regions",
          ffi::Function::FromTyped([](ffi::Tensor to, ffi::Tensor from, ffi::Tensor regions) {
            Translate([&] { CopyRegions(to, from, regions); });
@@ -317,9 +268,6 @@ void DefineOwnNames() {
                                      ffi::Optional<ffi::String> name) {
            return Translate([&] { return ChooseBundleTarget(targets, machine, name); });
          }));
-  define("poison_free_pages", FromMethod(&Inspector::PoisonFreePages));
-  define("shuffle_free_pages", FromMethod(&Inspector::ShuffleFreePages));
-  define("share_every_prefix", FromMethod(&Step::ShareEveryPrefix));
 }
 
 /*! \brief Makes every function that creates a cache raise the reason, instead of the stock one. */

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file method.cc
+ * \brief What all methods share when they are called through the FFI.
+ */
+#include "ffi/method.h"
+
+namespace pagedkv {
+
+namespace {
+
+void CheckCount(const ffi::PackedArgs& args, int num_args, int num_optional) {
+  if (args.size() <= num_args && args.size() >= num_args - num_optional) return;
+  throw ffi::Error(kTypeError,
+                   "Mismatched number of arguments: expected " + std::to_string(num_args) +
+                       ", got " + std::to_string(args.size()),
+                   "");
+}
+
+}  // namespace
+
+void RaiseMismatch(int index, const std::string& expected, const std::string& got) {
+  throw ffi::Error(kTypeError,
+                   "Mismatched type on argument #" + std::to_string(index) + ": expected " +
+                       expected + ", got " + got,
+                   "");
+}
+
+ffi::Function ToFunction(CacheMethod method) {
+  return ffi::Function::FromPacked([method](ffi::PackedArgs args, ffi::Any* result) {
+    CheckCount(args, method.num_args, method.num_optional);
+    const PagedKVCache cache = TakeArgument<PagedKVCache>(args, 0);
+    PagedKVCacheObj& object = *cache.get();
+    Translate([&] { object.Enter([&] { method.call(object, args, result); }); });
+  });
+}
+
+ffi::Function ToFunction(TierMethod method) {
+  return ffi::Function::FromPacked([method](ffi::PackedArgs args, ffi::Any* result) {
+    CheckCount(args, method.num_args, 0);
+    const PrefixTier tier = TakeArgument<PrefixTier>(args, 0);
+    if (!tier.defined()) throw ffi::Error(kTypeError, "the tier must be no None", "");
+    Translate([&] { method.call(*tier.get(), args, result); });
+  });
+}
+
+}  // namespace pagedkv

@@ -2,6 +2,9 @@
 # Sourced with the extras to install as argument (. scripts/setup_venv.sh demo): creates .venv if it
 # is missing, installs the project into it if the sources have changed, and activates it. Prints one
 # line per phase, and pip's last lines only if it fails.
+#
+# The C++ is built within .venv and stays in build/: other extras install packages only, and a
+# changed Python file is copied only.
 
 _root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 _venv="$_root/.venv"
@@ -12,8 +15,9 @@ _sum() { # of the contents and names of the files under the given paths
     xargs -0 cksum | cksum)
 }
 
-_dependencies() { # the requirements of the project and of the extras, a line each
+_requirements() { # what the build, the project and the extras need, a line each
   "$_venv/bin/python" - "$_root/pyproject.toml" "$_extras" <<'PYTHON'
+import shutil
 import sys
 
 try:
@@ -21,7 +25,8 @@ try:
 except ModuleNotFoundError:  # before Python 3.11
     from pip._vendor import tomli as tomllib
 
-project = tomllib.loads(open(sys.argv[1], encoding="utf-8").read())["project"]
+settings = tomllib.loads(open(sys.argv[1], encoding="utf-8").read())
+project = settings["project"]
 own = project["name"] + "["
 
 
@@ -34,6 +39,8 @@ def requirements(names):
                 yield line
 
 
+print(*settings["build-system"]["requires"], sep="\n")
+print(*[tool for tool in ("cmake", "ninja") if shutil.which(tool) is None], sep="\n")
 print(*project["dependencies"], *requirements(sys.argv[2]), sep="\n")
 PYTHON
 }
@@ -58,18 +65,17 @@ _setup() {
     echo "setup: creating $_venv" >&2
     "$python" -m venv "$_venv"
   fi
+  wanted="$(_requirements)" || return 1
+  if [ "$(cat "$_venv/.requirements-$_extras" 2>/dev/null)" != "$wanted" ]; then
+    echo "setup: installing what tvm_pagedkv[$_extras] needs" >&2
+    _pip -r /dev/stdin <<<"$wanted" || return 1
+    echo "$wanted" >"$_venv/.requirements-$_extras"
+  fi
   sources="$(_sum pyproject.toml CMakeLists.txt tvm_pagedkv tir_kernels runtime_ext)"
-  wanted="$(_sum pyproject.toml)"
-  if [ "$(cat "$_venv/.sources" 2>/dev/null)" != "$sources" ] ||
-    [ "$(cat "$_venv/.extras-$_extras" 2>/dev/null)" != "$wanted" ]; then
-    if [ "$(cat "$_venv/.extras-$_extras" 2>/dev/null)" != "$wanted" ]; then
-      echo "setup: installing the dependencies of tvm_pagedkv[$_extras]" >&2
-      _dependencies | _pip -r /dev/stdin || return 1
-    fi
-    echo "setup: building and installing tvm_pagedkv (about a minute)" >&2
-    _pip "$_root[$_extras]" || return 1
+  if [ "$(cat "$_venv/.sources" 2>/dev/null)" != "$sources" ]; then
+    echo "setup: building and installing tvm_pagedkv (less than a minute)" >&2
+    (cd "$_root" && PATH="$_venv/bin:$PATH" _pip --no-build-isolation --no-deps .) || return 1
     echo "$sources" >"$_venv/.sources"
-    echo "$wanted" >"$_venv/.extras-$_extras"
   fi
 }
 

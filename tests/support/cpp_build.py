@@ -52,8 +52,7 @@ def build(name: str, *targets: str, **options: str) -> Path:
         CMake variables.
     """
     folder = BUILDS / name
-    # Headers and templates, which take most of the time, are compiled once for several sources.
-    options = {"Python_EXECUTABLE": sys.executable, "CMAKE_UNITY_BUILD": "ON", **options}
+    options = {"Python_EXECUTABLE": sys.executable, **options}
     definitions = [f"-D{key}={value}" for key, value in options.items()]
     with _locked(folder):
         run("cmake", "-S", str(ROOT), "-B", str(folder), *definitions)

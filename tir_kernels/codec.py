@@ -52,6 +52,9 @@ class Codec:
     has_hadamard : bool
         Whether rows are multiplied with a Hadamard matrix before they are quantized, which spreads
         outliers; see `semantics.hadamard`. Q is multiplied too, and O is multiplied back.
+    revision : int
+        Add 1 whenever the bytes of a row change their meaning. Stores, checkpoints and transfers
+        refuse rows of another revision.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Codec:
     group_size: int = 0
     scale_dtype: str = "float32"
     has_hadamard: bool = False
+    revision: int = 1
 
     def check_row(self, width: int, v_width: int) -> None:
         """Check that rows of `width` values can be kept, the first `v_width` of which are V.

@@ -26,7 +26,7 @@ struct CheckpointLayout {
     int64_t qk_head_dim = 0;
     int64_t v_head_dim = 0;
     std::string rope;      // how K is rotated, as RopeText; empty for MLA layers
-    std::string kv_dtype;  // how the pages keep rows: a type of numbers, or the name of a codec
+    std::string kv_dtype;  // how the pages keep rows: a type of numbers, or Codec::Format
     int64_t item_bytes = 1;
     int64_t codec_page_bytes = 0;  // of a page of codes and scales; 0 without a codec
 
@@ -42,7 +42,8 @@ struct CheckpointLayout {
 
   /*! \brief The layout as text. Layouts with the same text are compatible. */
   std::string Text() const;
-  /*! \brief The kv_dtype of all layers: "int8", or "2 x int8, 1 x float16" where they differ. */
+  /*! \brief The kv_dtype of all layers: "int8.1", or "2 x int8.1, 1 x float16" where they differ.
+   */
   std::string Types() const;
   /*! \brief The HexHash of the text. */
   std::string Hash() const;

@@ -46,7 +46,8 @@ CheckpointLayout LayoutOf(const LayerStorage& storage) {
                              shape.qk_head_dim, shape.v_head_dim,
                              RopeText(ToString(config.rope_mode), shape.rope_theta,
                                       shape.rope_scale, RopeDetails(config, shape)),
-                             shape.kv_dtype(), ItemSize(shape.page_dtype),
+                             shape.codec ? shape.codec->Format() : shape.kv_dtype(),
+                             ItemSize(shape.page_dtype),
                              shape.codec ? shape.codec->page_bytes : 0});
   }
   // Layers of one stage may look like those of another.

@@ -62,6 +62,7 @@ void CheckCodec(const Codec& codec, int64_t num_rows) {
   CheckRange("scale_bytes of a codec", codec.scale_bytes, 1, kMaxRowBytes);
   const int64_t used = num_rows * (codec.row_bytes + codec.scale_bytes);
   CheckRange("page_bytes of a codec", codec.page_bytes, used, used + kMaxPadding);
+  CheckRange("revision of a codec", codec.revision, 1, kInt32Max);
 }
 
 void CheckRope(const LayerConfig& layer) {

@@ -72,9 +72,10 @@ bool ParseAuxManager(const std::string& name, DLDevice device) {
 }
 
 Codec ParseCodec(const NamedValues& map, const std::string& owner) {
-  Fields fields(map, owner, {"name", "row_bytes", "scale_bytes", "page_bytes"});
+  Fields fields(map, owner, {"name", "row_bytes", "scale_bytes", "page_bytes", "revision"});
   return {fields.Get<std::string>("name"), fields.Get<int64_t>("row_bytes"),
-          fields.Get<int64_t>("scale_bytes"), fields.Get<int64_t>("page_bytes")};
+          fields.Get<int64_t>("scale_bytes"), fields.Get<int64_t>("page_bytes"),
+          fields.Get<int64_t>("revision")};
 }
 
 /*! \brief The type of the layer's pages: a codec, a type of its own, or that of the cache. */

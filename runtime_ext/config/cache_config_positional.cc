@@ -42,8 +42,8 @@ ffi::Shape ShapeArgument(ffi::PackedArgs args, int index, const char* name, size
 /*! \brief The number of fixed items of index 24; pairs of a name and a value follow them. */
 constexpr size_t kNumFixed = 4;
 
-/*! \brief A type of numbers by its name, or [name, row_bytes, scale_bytes, page_bytes] of a codec.
- */
+/*! \brief A type of numbers by its name, or [name, row_bytes, scale_bytes, page_bytes, revision] of
+ * a codec. */
 void SetPageType(const ffi::Any& value, LayerConfig* layer) {
   if (auto name = value.try_cast<ffi::String>()) {
     layer->page_dtype = ParseDtype("kv_dtype", *name);
@@ -51,16 +51,17 @@ void SetPageType(const ffi::Any& value, LayerConfig* layer) {
   }
   auto array = value.as<ffi::Array<ffi::Any>>();
   std::optional<ffi::String> name;
-  std::optional<int64_t> sizes[3];
-  if (array && array->size() == 4) {
+  std::optional<int64_t> sizes[4];
+  if (array && array->size() == 5) {
     name = (*array)[0].try_cast<ffi::String>();
-    for (int i = 0; i < 3; ++i) sizes[i] = (*array)[1 + i].try_cast<int64_t>();
+    for (int i = 0; i < 4; ++i) sizes[i] = (*array)[1 + i].try_cast<int64_t>();
   }
-  if (!name || !sizes[0] || !sizes[1] || !sizes[2]) {
-    Raise(kTypeError, "argument 24 needs a kv_dtype: a name, or a name and three sizes of a codec");
+  if (!name || !sizes[0] || !sizes[1] || !sizes[2] || !sizes[3]) {
+    Raise(kTypeError,
+          "argument 24 needs a kv_dtype: a name, or a name, three sizes and a revision of a codec");
   }
   layer->page_dtype = kByte;
-  layer->codec = Codec{std::string(*name), *sizes[0], *sizes[1], *sizes[2]};
+  layer->codec = Codec{std::string(*name), *sizes[0], *sizes[1], *sizes[2], *sizes[3]};
 }
 
 /*!

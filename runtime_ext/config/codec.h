@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file codec.h
- * \brief What the runtime knows of a format of quantized pages: its name and its sizes.
+ * \brief What the runtime knows of a format of quantized pages: its name, revision and sizes.
  *
  * tir_kernels/codec.py defines the formats. Whoever creates a cache passes the sizes, and kernels
  * read and write the bytes.
@@ -20,10 +20,14 @@ struct Codec {
   int64_t row_bytes = 0;    // codes of a row
   int64_t scale_bytes = 0;  // scales of a row
   int64_t page_bytes = 0;
+  int64_t revision = 1;  // of the meaning of the bytes
+
+  /*! \brief The name and the revision: rows of another format have another text. */
+  std::string Format() const { return name + "." + std::to_string(revision); }
 
   bool operator==(const Codec& other) const {
     return name == other.name && row_bytes == other.row_bytes && scale_bytes == other.scale_bytes &&
-           page_bytes == other.page_bytes;
+           page_bytes == other.page_bytes && revision == other.revision;
   }
 };
 

@@ -129,6 +129,7 @@ StringMap Inspector::DescribeLayer(const StoredLayer& layer) const {
           {"kv_dtype", ffi::String(config.kv_dtype())},
           {"row_dtype", ffi::DLDataTypeToString(storage().RowDtype(config))},
           {"is_quantized", config.codec.has_value()},
+          {"codec_revision", config.codec ? config.codec->revision : 0},
           {"row_bytes", layer.layout.sections[0].row_bytes},
           {"scale_bytes", layer.layout.sections[1].row_bytes},
           {"page_bytes", layer.layout.page_bytes}};

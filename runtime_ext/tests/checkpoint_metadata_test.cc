@@ -30,7 +30,7 @@ CheckpointLayout MakeLayout() {
 CheckpointLayout MakeQuantizedLayout() {
   CheckpointLayout layout = MakeLayout();
   for (int i = 0; i < 2; ++i) {
-    layout.layers[i].kv_dtype = "int8";
+    layout.layers[i].kv_dtype = "int8.1";
     layout.layers[i].item_bytes = 1;
     layout.layers[i].codec_page_bytes = 192;
   }
@@ -55,8 +55,8 @@ TEST_CASE("checkpoint metadata: words") {
 
 TEST_CASE("checkpoint metadata: codecs") {
   CheckpointLayout layout = MakeQuantizedLayout();
-  REQUIRE_EQ(layout.Types(), "2 x int8, 2 x float16");
-  REQUIRE_EQ(layout.Text().substr(0, 47), "page_size=4 dtype=2 x int8, 2 x float16; 1 x mh");
+  REQUIRE_EQ(layout.Types(), "2 x int8.1, 2 x float16");
+  REQUIRE_EQ(layout.Text().substr(0, 49), "page_size=4 dtype=2 x int8.1, 2 x float16; 1 x mh");
   REQUIRE_EQ(layout.GroupShape(1, 7), (std::vector<int64_t>{1, 7, 192}));
   REQUIRE_EQ(layout.PageBytes(1), 192);
   REQUIRE_EQ(layout.layers[1].GroupDtype(), "uint8");
@@ -65,7 +65,7 @@ TEST_CASE("checkpoint metadata: codecs") {
   REQUIRE_EQ(ReadMetadata(text, layout).length, 5);
   // Other caches refuse it by name, and say that a file can be converted.
   for (const char* what : {"another layout",
-                           "they differ only in kv_dtype, 2 x int8, 2 x float16 "
+                           "they differ only in kv_dtype, 2 x int8.1, 2 x float16 "
                            "and float16",
                            "convert=True"}) {
     REQUIRE_RAISES("ValueError", what, ReadMetadata(text, MakeLayout()));
@@ -78,10 +78,10 @@ TEST_CASE("checkpoint metadata: codecs") {
     copy.replace(copy.find(from), from.size(), to);
     return copy;
   };
-  const std::string codec = "\"dtype\":\"uint8\",\"kv_dtype\":\"int8\"";
+  const std::string codec = "\"dtype\":\"uint8\",\"kv_dtype\":\"int8.1\"";
   const char* what = "shape or dtype of group 0";
   for (const char* other : {"\"dtype\":\"uint8\"", "\"dtype\":\"uint8\",\"kv_dtype\":\"int4\"",
-                            "\"dtype\":\"float16\",\"kv_dtype\":\"int8\""}) {
+                            "\"dtype\":\"float16\",\"kv_dtype\":\"int8.1\""}) {
     REQUIRE_RAISES("ValueError", what, ReadMetadata(altered(codec, other), layout));
   }
 }

@@ -99,12 +99,13 @@ TEST_CASE("page keys: everything counts, and parts do not run into each other") 
                                RootKey("ab", ""),
                                RootKey("", "ab"),
                                RootKey("a", ""),
+                               RootKey("a", "b", kValueRevision + 1),
                                NextKey(root, {tokens, 4}),
                                NextKey(root, {tokens, 3}),
                                NextKey(RootKey("a", ""), {tokens, 4}),
                                ValueKey(root, 0),
                                ValueKey(root, 1)};
-  REQUIRE_EQ(keys.size(), 9);
+  REQUIRE_EQ(keys.size(), 10);
 }
 
 TEST_CASE("page values: a bit that flips anywhere is found") {

@@ -81,7 +81,8 @@ PrefixTierObj::PrefixTierObj(const PrefixTierOptions& options, int32_t page_size
   const int64_t bytes_per_page = HostSlots::BytesPerPage(page_size, page_bytes);
   int64_t num_slots = HostSlots::NumSlotsIn(options.host_bytes, page_size, page_bytes);
   if (options.host_bytes == 0) num_slots = kMinSlotsOfStore;
-  if (num_slots == 0) {
+  const bool has_pages = !page_bytes.empty();  // a stage without K and V layers has none
+  if (num_slots == 0 && has_pages) {
     Raise(kValueError, "host_bytes is ", options.host_bytes, ", but a page of all layers takes ",
           bytes_per_page);
   }

@@ -57,7 +57,7 @@ LAYER_FIELDS = {
     "unknown": {"int": 1},
     "kv_dtype": {"none_known": "int8", "int": 1, "text": "float"},  # a codec comes with its sizes
 }
-CODEC = {"name": "int8", "row_bytes": 8, "scale_bytes": 4, "page_bytes": 192}
+CODEC = {"name": "int8", "row_bytes": 8, "scale_bytes": 4, "page_bytes": 192, "revision": 1}
 SIZES = {
     "zero": 0, "negative": -1, "low": -(2**63), "high": 2**63 - 1, "wide": 2**32, "text": "8",
     "half": 8.5, "none": None, "array": [8],
@@ -67,7 +67,8 @@ CODECS = {
     "no_name": CODEC | {"name": ""}, "name": CODEC | {"name": 3},
     "other": CODEC | {"name": "int4"}, "small": CODEC | {"page_bytes": 191},
     **{f"{field}_{name}": CODEC | {field: size}
-       for field in ("row_bytes", "scale_bytes", "page_bytes") for name, size in SIZES.items()},
+       for field in ("row_bytes", "scale_bytes", "page_bytes", "revision")
+       for name, size in SIZES.items()},
 }  # fmt: skip
 KERNEL_MAPS = {
     "none": None, "text": "prefill", "empty": {}, "nothing": [], "nones": [None], "ints": [1],

@@ -159,6 +159,25 @@ def test_a_stage_serves_its_layers_under_their_own_ids(stage):
         assert snapshot(cache, [0, 1, 2]) == before
 
 
+def test_a_stage_without_layers_has_tiers_without_pages():
+    cache = make_stage(1)
+    pkv.open_prefix_cache(cache, pkv.PrefixCacheConfig(host_bytes=1 << 20, write="through"))
+    prompt = list(range(30))
+    assert cache.match_prefix(prompt) == cache.add_sequence(0, prompt) == 0
+    with cache.forward([0], [30], tokens=prompt):
+        pass
+    assert cache.sequence_length(0) == cache.num_recorded_tokens(0) == 30
+    assert cache.locate_prefix(prompt) == [()] * (30 // cache.description["page_size"])
+    assert cache.locate_prefix([]) == []
+    cache.prefetch(prompt)
+    cache.remove_sequence(0)
+    assert cache.match_prefix(prompt) == 0  # as without tiers: it keeps nothing
+    tiers = cache.stats()["prefix_tiers"]
+    assert tiers["num_host_pages"] == tiers["host_capacity_bytes"] == 0
+    assert cache.flush_prefixes() and cache.close_prefixes()
+    cache.check_integrity()
+
+
 def test_stages_share_the_memory_of_the_whole():
     whole = make_cache([KERNELS, MLA_KERNELS], layers=[LAYERS[kind] for kind in KINDS])
     of_stages = [make_stage(stage).stats()["page_pool_bytes"] for stage in range(3)]

@@ -7,12 +7,18 @@ import gc
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tvm_ffi
 
+import tvm_pagedkv as pkv
+
+from ..support import quantized_kernels
 from ..support.dict_store import DictStore, HangingStore
+from ..support.quantized_cache_cases import LAYER, make_quantized
 from .test_prefix_cache import Texts
 from .test_prefix_tiers import MB, SMALL, TieredTexts
 
@@ -54,6 +60,28 @@ def test_other_models_and_layouts_never_meet(other):
     two = TieredTexts(tiers=tiers, **fields)
     assert two.run(0, prompt) == 0
     two.cache.close_prefixes(60)
+
+
+def test_rows_of_another_revision_of_a_codec_are_never_found(monkeypatch):
+    values: dict[bytes, bytes] = {}
+    prompt = list(range(25))
+
+    def reused() -> int:
+        cache = make_quantized([LAYER], "int4", max_total_tokens=64)
+        config = pkv.PrefixCacheConfig(store=DictStore(values), model="m")
+        pkv.open_prefix_cache(cache, config)
+        length = cache.add_sequence(0, prompt, wait=60)
+        rest = prompt[length:]
+        with cache.forward([0], [len(rest)], tokens=rest):
+            shape = (len(rest), LAYER["num_qo_heads"] + 2 * LAYER["num_kv_heads"], 32)
+            cache.attention(0, np.ones(shape, "float32"))
+        assert cache.close_prefixes(60)
+        return length
+
+    assert [reused(), reused()] == [0, 24]
+    codec = replace(quantized_kernels.CODECS["int4"], revision=2)
+    monkeypatch.setitem(quantized_kernels.CODECS, "int4", codec)
+    assert [reused(), reused()] == [0, 24]
 
 
 def test_the_default_wait_is_that_of_the_configuration():

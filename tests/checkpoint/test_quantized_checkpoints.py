@@ -58,7 +58,7 @@ def test_page_groups(codec):
         first = source.cache.first_position(4, described[index]["group"]) // PAGE_SIZE
         wanted = page_group(source.rows(index, 4), first, PAGE_SIZE)
         reference.assert_close(numbers(pages, groups[index].numpy()), wanted, "float32", group)
-        assert group.get("kv_dtype") == (kv_dtypes[index] if pages else None)
+        assert group.get("kv_dtype") == (f"{kv_dtypes[index]}.1" if pages else None)
         assert group["dtype"] == ("uint8" if pages else "float32")
         assert group["nbytes"] == described[index]["page_bytes"] * wanted.shape[1]
     restore(target.cache, 4, (metadata, groups))
@@ -146,7 +146,11 @@ def test_only_types_are_converted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "types", ["int3", "", "1 x int8", "1 x int8, 2 x float32", "99999999999 x int8, 1 x int4"]
+    "types",
+    [
+        *("int3", "", "1 x int8.1", "1 x int8.1, 2 x float32", "99999999999 x int8.1, 1 x int4.1"),
+        *("int8", "int8.2"),
+    ],
 )
 def test_layouts_of_unknown_types(types, tmp_path):
     """A file may claim anything, under a checksum that is right."""
@@ -154,11 +158,13 @@ def test_layouts_of_unknown_types(types, tmp_path):
     source.cache.save(tmp_path / "x")
     layout = source.cache.description["layout"]
     text = (tmp_path / "x").read_bytes()
-    changed = layout.replace("dtype=int8", f"dtype={types}")
+    changed = layout.replace("dtype=int8.1", f"dtype={types}")
     assert changed != layout
     rewritten = _with_layout(text, layout, changed)
     (tmp_path / "x").write_bytes(rewritten)
-    with pytest.raises(ValueError, match="another layout|known: float32|layout cannot be read"):
+    with pytest.raises(
+        ValueError, match="another layout|known: float32|layout cannot be read|knows revision 1"
+    ):
         target.cache.load(tmp_path / "x", convert=True)
     assert target.cache.is_empty()
 
@@ -177,10 +183,11 @@ def _with_layout(data: bytes, layout: str, changed: str) -> bytes:
 
 
 def test_types_of_a_layout():
-    assert types_of("page_size=4 dtype=int8; 2 x mha", 2) == (["int8"] * 2, "page_size=4; 2 x mha")
-    mixed = "page_size=4 dtype=2 x int8, 1 x int4; 3 x mha"
-    assert types_of(mixed, 3) == (["int8", "int8", "int4"], "page_size=4; 3 x mha")
-    for text in ("", "page_size=4", mixed.replace("2 x int8", "x"), mixed.replace("1 x", "2 x")):
+    uniform, rest = "page_size=4 dtype=int8.1; 2 x mha", "page_size=4; 2 x mha"
+    assert types_of(uniform, 2) == (["int8.1"] * 2, rest)
+    mixed = "page_size=4 dtype=2 x int8.1, 1 x float16; 3 x mha"
+    assert types_of(mixed, 3) == (["int8.1", "int8.1", "float16"], "page_size=4; 3 x mha")
+    for text in ("", "page_size=4", mixed.replace("2 x int8.1", "x"), mixed.replace("1 x", "2 x")):
         with pytest.raises(ValueError, match="its layout cannot be read"):
             types_of(text, 3)
 

@@ -45,6 +45,7 @@ class QuantizedLayer:
             "row_bytes": self.codec.row_bytes(self.width),
             "scale_bytes": self.codec.scale_bytes(self.width, self.v_width),
             "page_bytes": self.page_bytes,
+            "revision": self.codec.revision,
         }
         return {"kv_dtype": self.codec.name, "codec": {"name": self.codec.name, **sizes}}
 

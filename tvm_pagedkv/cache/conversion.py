@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import tvm
 
+from .._codecs import CODECS
 from .._functions import CACHE, global_function
 from .page_format import PageFormat
 
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 
 # The text of a layout, as runtime_ext/checkpoint/checkpoint_metadata.cc writes it.
 _LAYOUT = re.compile(r"(page_size=\d+) dtype=([^;]*); (.*)", re.DOTALL)
-_RUN = re.compile(r"(\d{1,9}) x (\w+)")
+_RUN = re.compile(r"(\d{1,9}) x ([\w.]+)")
 
 
 def types_of(layout: str, num_layers: int) -> tuple[list[str], str]:
-    """Return the kv_dtype of each layer of a layout, and the layout without them.
+    """Return the type of each layer's pages in a layout, and the layout without them.
+
+    A codec has its revision behind its name: "int8.1".
 
     Raises
     ------
@@ -71,7 +74,24 @@ def formats_of(cache: KVCache, layout: str, *, convert: bool) -> list[PageFormat
             "in the cache: load it with convert=True, which rounds the rows again, or into a cache "
             "with the file's kv_dtype"
         )
-    return [PageFormat.of(cache, layer, kv_dtype) for layer, kv_dtype in enumerate(theirs)]
+    return [PageFormat.of(cache, layer, _kv_dtype(text)) for layer, text in enumerate(theirs)]
+
+
+def _kv_dtype(text: str) -> str:
+    """Return the kv_dtype of a type in a layout.
+
+    Raises
+    ------
+    ValueError
+        If it is another revision of a codec.
+    """
+    name, _, revision = text.partition(".")
+    if name in CODECS and revision != str(CODECS[name].revision):
+        raise ValueError(
+            f"holds rows of revision {revision or 'unknown'} of {name}, and this version of "
+            f"tvm_pagedkv knows revision {CODECS[name].revision}"
+        )
+    return name
 
 
 def retyped(cache: KVCache, metadata: str) -> str:
@@ -83,11 +103,12 @@ def retyped(cache: KVCache, metadata: str) -> str:
     match = _LAYOUT.fullmatch(layout)
     assert match is not None
     about["dtype"] = match[2]
+    types, _ = types_of(layout, len(about["groups"]))
     for layer, group in enumerate(about["groups"]):
         own = PageFormat.of(cache, layer)
         num_pages = int(group["num_logical_pages"])
         group.pop("kv_dtype", None)
-        group |= {"kv_dtype": own.kv_dtype} if own.codec_page_bytes else {}
+        group |= {"kv_dtype": types[layer]} if own.codec_page_bytes else {}
         group |= {
             "dtype": own.dtype,
             "shape": [1, num_pages, *own.shape],

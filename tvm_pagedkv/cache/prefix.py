@@ -186,12 +186,12 @@ class CachePrefix(CacheAttention):
         ValueError
             If `timeout` is negative, or a step has begun.
         """
-        found = global_function("pagedkv.prefix_locate")(
-            self, as_tokens(tokens), as_salt(salt), float(timeout)
-        )
-        num_groups = len(self.stats()["groups"])
+        ids = as_tokens(tokens)
+        found = global_function("pagedkv.prefix_locate")(self, ids, as_salt(salt), float(timeout))
         names = [_TIERS[int(place)] for place in found]
-        return [tuple(names[i : i + num_groups]) for i in range(0, len(names), num_groups)]
+        num_pages = ids.shape[0] // self.description["page_size"]
+        num_groups = len(self.stats()["groups"])
+        return [tuple(names[i * num_groups : (i + 1) * num_groups]) for i in range(num_pages)]
 
     def draw(
         self,

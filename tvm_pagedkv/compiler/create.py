@@ -156,6 +156,7 @@ def codec_map(layer: ResolvedLayer, page_size: int) -> dict[str, dict[str, str |
         "row_bytes": codec.row_bytes(layer.qk_head_dim),
         "scale_bytes": codec.scale_bytes(layer.qk_head_dim, layer.v_head_dim),
         "page_bytes": layer.page_bytes(page_size),
+        "revision": codec.revision,
     }
     return {"codec": sizes}
 

@@ -31,8 +31,9 @@ def page_types(config: ResolvedConfig) -> dict[str, relax.Expr]:
             types[name] = tvm.ir.StringImm(layer.kv_dtype)
         else:
             codec = codec_map(layer, config.page_size)["codec"]
-            sizes = [codec[size] for size in ("row_bytes", "scale_bytes", "page_bytes")]
-            named = [tvm.ir.StringImm(layer.codec.name), *map(relax.prim_value, sizes)]
+            fields = ("row_bytes", "scale_bytes", "page_bytes", "revision")
+            numbers = [relax.prim_value(codec[field]) for field in fields]
+            named = [tvm.ir.StringImm(layer.codec.name), *numbers]
             types[name] = relax.Tuple(named)
     return types
 

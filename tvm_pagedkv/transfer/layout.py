@@ -39,9 +39,10 @@ def layout_of(cache: KVCache) -> dict[str, Any]:
 
 
 def _described(layer: dict[str, Any]) -> dict[str, Any]:
-    # Sizes tell apart versions of a codec; those of plain pages follow from the other fields.
-    sizes = ("row_bytes", "scale_bytes", "page_bytes") if layer["is_quantized"] else ()
-    return {name: layer[name] for name in (*_LAYER_FIELDS, *sizes)}
+    # Sizes of plain pages follow from the other fields.
+    codec = ("row_bytes", "scale_bytes", "page_bytes", "codec_revision")
+    fields = (*_LAYER_FIELDS, *codec) if layer["is_quantized"] else _LAYER_FIELDS
+    return {name: layer[name] for name in fields}
 
 
 def pools_of(memory: dict[str, Any], num_layers: int) -> list[tuple[int, int]]:

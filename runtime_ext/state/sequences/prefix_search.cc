@@ -37,7 +37,8 @@ void PrefixSearch::ExtendKeys(int64_t end) {
 }
 
 int64_t PrefixSearch::Find(const std::string& salt, TokenSpan tokens) {
-  if (tier_ == nullptr) return FindInPools(salt, tokens);
+  // A cache without pages keeps nothing in the tier either.
+  if (tier_ == nullptr || geometry_->num_groups() == 0) return FindInPools(salt, tokens);
   FindKeys(salt, tokens);
   const int64_t page_size = geometry_->page_size(), num_full = tokens.size / page_size;
   const int64_t limit = std::max<int64_t>(tokens.size - 1, 0);

@@ -28,7 +28,7 @@ class HostSlots {
  public:
   /*!
    * \param page_bytes [group] bytes of a page of all layers.
-   * \return The most slots of each group that fit; 0 if none do.
+   * \return The most slots of each group that fit; 0 if none do, or if there are no groups.
    */
   static int64_t NumSlotsIn(int64_t num_bytes, int32_t page_size,
                             const std::vector<int64_t>& page_bytes);

@@ -21,9 +21,10 @@ void AddText(const std::string& text, std::string* bytes) {
 
 }  // namespace
 
-PageKey RootKey(const std::string& space, const std::string& salt) {
+PageKey RootKey(const std::string& space, const std::string& salt, uint32_t value_revision) {
   std::string bytes;
   AddText(kFormat, &bytes);
+  AddText(std::to_string(value_revision), &bytes);
   AddText(space, &bytes);
   AddText(salt, &bytes);
   return Sha256Bytes(bytes.data(), bytes.size());

@@ -3,7 +3,8 @@
  * \file page_key.h
  * \brief Keys of full pages of text: a chain of SHA-256 digests.
  *
- *     root = H(format, space, salt)    key(page) = H(key of the page before, its token ids)
+ *     root = H(format, value revision, space, salt)    key(page) = H(key of the page before, its
+ * token ids)
  *
  * So a key stands for all tokens up to the end of its page, and for what K and V depend on besides.
  */
@@ -34,11 +35,15 @@ struct PageText {
   TokenSpan tokens;
 };
 
+/*! \brief Add 1 whenever the layout of values changes (page_value.h): old values are misses. */
+inline constexpr uint32_t kValueRevision = 2;
+
 /*!
  * \brief The key before the first page of a text.
  * \param space What all texts of a cache have in common: the model and the layout of its pages.
  */
-PageKey RootKey(const std::string& space, const std::string& salt);
+PageKey RootKey(const std::string& space, const std::string& salt,
+                uint32_t value_revision = kValueRevision);
 PageKey NextKey(const PageKey& parent, TokenSpan page) noexcept;
 /*! \brief The key under which stores have the value of a page in a layer group. */
 PageKey ValueKey(const PageKey& page, int32_t group) noexcept;

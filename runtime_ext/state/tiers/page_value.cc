@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <type_traits>
 
 #include "base/checksum.h"
 
@@ -16,7 +17,6 @@ namespace pagedkv {
 namespace {
 
 constexpr char kMagic[8] = {'p', 'a', 'g', 'e', 'd', 'k', 'v', '\0'};
-constexpr uint32_t kVersion = 2;
 
 int64_t Align(int64_t num_bytes) {
   return (num_bytes + kValueAlignment - 1) / kValueAlignment * kValueAlignment;
@@ -27,7 +27,7 @@ int64_t Align(int64_t num_bytes) {
 struct PageValueLayout::Header {
   char magic[8];
   uint64_t checksum;  // of all bytes but these and those before
-  uint32_t version;
+  uint32_t revision;
   uint32_t group;
   uint64_t num_bytes;
   uint64_t data_bytes;
@@ -39,9 +39,15 @@ struct PageValueLayout::Header {
 
   /*! \brief All but what the text and the data decide. */
   static Header Of(const PageValueLayout& layout) {
+    // The bytes of this struct are those of a value, which other machines read.
+    static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+    static_assert(std::is_trivially_copyable_v<Header> && sizeof(Header) == 112);
+    static_assert(offsetof(Header, checksum) == 8 && offsetof(Header, revision) == 16);
+    static_assert(offsetof(Header, num_bytes) == 24 && offsetof(Header, header_bytes) == 40);
+    static_assert(offsetof(Header, key) == 48 && offsetof(Header, parent) == 80);
     Header header{};
     std::memcpy(header.magic, kMagic, sizeof(kMagic));
-    header.version = kVersion;
+    header.revision = kValueRevision;
     header.group = static_cast<uint32_t>(layout.group_);
     header.num_bytes = static_cast<uint64_t>(layout.num_bytes_);
     header.data_bytes = static_cast<uint64_t>(layout.data_bytes_);

@@ -92,6 +92,7 @@ struct CacheConfig {
   bool has_merged_aux;
   bool share_prefix = true;   // read shared pages of a batch once
   bool has_sequence_windows;  // whether a sequence may have a window
+  std::optional<bool> sliding_window_includes_self;
   /*! \brief Accept windows of sequences without effect, because the layers have their own. */
   bool ignores_sequence_windows = false;
   /*! \brief Keep pages in memory that other processes of the host can map. */
@@ -110,6 +111,15 @@ struct CacheConfig {
 
   /*! \brief What kernels take as `rotary_mode`: 1 where they rotate Q and K as they read them. */
   int64_t rotary_mode() const { return rope_mode == RopeMode::kInline; }
+
+  /*!
+   * \brief Whether the window of a sequence includes the row itself. Unless the caller says so, it
+   * does with RoPE mode "normal" only: there the window is that of the model's mask. Callers of the
+   * stock functions rely on the other modes: a row sees `window` positions and itself.
+   */
+  bool window_includes_self() const {
+    return sliding_window_includes_self.value_or(rope_mode == RopeMode::kNormal);
+  }
 
   /*! \brief Pages of a pool of layers without a window. */
   int64_t num_pages() const {

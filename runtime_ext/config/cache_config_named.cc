@@ -136,11 +136,11 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner,
 
 CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView& kernels,
                                    DLDevice device) {
-  Fields fields(
-      config, "config",
-      {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size", "dtype",
-       "kv_dtype", "rope_mode", "sliding_window", "aux_manager", "rope_ext_factors", "layers",
-       "share_prefix", "enable_kv_transfer", "layer_indptr", "stage"});
+  Fields fields(config, "config",
+                {"max_num_sequences", "max_total_tokens", "prefill_chunk_size", "page_size",
+                 "dtype", "kv_dtype", "rope_mode", "sliding_window", "sliding_window_includes_self",
+                 "aux_manager", "rope_ext_factors", "layers", "share_prefix", "enable_kv_transfer",
+                 "layer_indptr", "stage"});
   CheckDevice(device);
   CacheConfig result;
   result.device = device;
@@ -157,6 +157,7 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
       ParseAuxManager(fields.Find<std::string>("aux_manager").value_or("auto"), device);
   result.share_prefix = fields.Find<bool>("share_prefix").value_or(true);
   result.has_sequence_windows = fields.Find<bool>("sliding_window").value_or(false);
+  result.sliding_window_includes_self = fields.Find<bool>("sliding_window_includes_self");
   result.enable_kv_transfer = fields.Find<bool>("enable_kv_transfer").value_or(false);
   if (auto factors = fields.Find<ffi::Tensor>("rope_ext_factors")) {
     result.rope_ext_factors = *factors;

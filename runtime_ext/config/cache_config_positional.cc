@@ -235,6 +235,10 @@ CacheConfig CacheConfig::FromPositional(ffi::PackedArgs args) {
   result.prefill_chunk_size = sizes[2];
   result.page_size = sizes[3];
   const bool has_windows = CheckRange("the 5th cache size (sliding_window)", sizes[4], 0, 1) == 1;
+  if (sizes.size() > 6) {  // only the models of our front end pass it
+    result.sliding_window_includes_self =
+        CheckRange("the 7th cache size (sliding_window_includes_self)", sizes[6], 0, 1) == 1;
+  }
   result.enable_kv_transfer = enable_kv_transfer != 0;
   result.device = prototype.device();
   CheckDevice(result.device);

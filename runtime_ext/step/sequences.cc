@@ -53,11 +53,7 @@ void Sequences::EnableSlidingWindow(int64_t sequence_id, int64_t window, int64_t
           "a sliding window of a sequence is not possible with MLA layers: their kernels have no "
           "such mask");
   }
-  // With inline RoPE, positions count within the window: the tokens held, then the row. That is
-  // what the stock cache does in all modes. Otherwise positions are those of the text, and the
-  // window is that of the model's mask, which includes the row itself.
-  const bool counts_row = config.rope_mode != RopeMode::kInline;
-  table_->EnableWindow(sequence_id, window, num_sinks, counts_row);
+  table_->EnableWindow(sequence_id, window, num_sinks, config.window_includes_self());
 }
 
 int64_t Sequences::NumAvailablePages() const {

@@ -322,8 +322,8 @@ TEST_CASE("forward plan: positions in the text") {
   ForwardPlan plan(&table, 64);
   for (int64_t id : {0, 1}) table.Add(id);
   REQUIRE_RAISES("ValueError", "at least 2 more than its sinks (2)",
-                 table.EnableWindow(0, 3, 2, /*counts_row=*/true));
-  table.EnableWindow(0, 8, 2, /*counts_row=*/true);
+                 table.EnableWindow(0, 3, 2, /*includes_self=*/true));
+  table.EnableWindow(0, 8, 2, /*includes_self=*/true);
   Step(&plan, {0, 1}, {20, 5});
   plan.Finish();
   table.CheckIntegrity();

@@ -28,6 +28,17 @@ def test_any_chunking(window, sinks, page_size, chunking, mode):
         assert pair.num_pages(0) <= most
 
 
+@pytest.mark.parametrize("mode", ["none", "normal", "inline"])
+@pytest.mark.parametrize("includes_self", [False, True])
+def test_a_window_includes_the_row_where_the_cache_says_so(includes_self, mode):
+    pair = WindowPair(mode=mode, includes_self=includes_self)
+    pair.add(0, 20, 5)
+    pair.add(1)
+    for seq_ids, lengths in CHUNKINGS["mixed"]:
+        pair.step(seq_ids, lengths)
+    assert pair.cache.sequence_length(0) == (19 if includes_self else 20)
+
+
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_chunking_does_not_matter(seed, mode):
@@ -102,7 +113,7 @@ def test_a_long_text_holds_a_few_pages():
             pass
         assert len(cache.page_table(0)) <= 6
         cache.check_integrity()
-    assert cache.sequence_length(0) == cache.total_length() == 63
+    assert cache.sequence_length(0) == cache.total_length() == 64
     assert cache.sequence_window(0) == (64, 4, 200_000 - 63)
     stats = cache.stats()
     assert (stats["num_windowed_sequences"], stats["num_dropped_tokens"]) == (1, 200_000 - 63)

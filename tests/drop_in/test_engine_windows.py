@@ -11,7 +11,19 @@ from tvm_ffi import Shape
 
 import tvm_pagedkv as pkv
 
-from ..support.engine_calls import CACHE, STATE, call, engine_config, make_engine
+from .. import reference
+from ..support.engine_calls import (
+    CACHE,
+    DIM,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    NUM_QO_HEADS,
+    SM_SCALE,
+    STATE,
+    call,
+    engine_config,
+    make_engine,
+)
 from ..support.python_kernels import KERNELS
 from ..support.stock import create_positional
 
@@ -46,6 +58,61 @@ def test_windows_as_for_mistral(whose, mode, window, sinks):
         engine.step([0, 1, 2], [1, 1, 1])
     engine.remove(0)
     engine.step([1, 2], [1, 1])
+
+
+@BOTH
+@pytest.mark.parametrize("mode", ["none", "inline"])
+def test_what_apache_tvm_pins(whose, mode):
+    """The mask that apache-tvm's own tests demand of the stock calls, in plain NumPy.
+
+    A row sees all that the sequence held before the step, then the rows of the step up to its own.
+    After the step the sequence holds its sinks and its last positions, `window` in all.
+    """
+    rope = reference.Rope(rotary_dim=DIM) if mode == "inline" else None
+    engine = make_engine(whose, rope=pkv.RopeConfig(mode=mode), sliding_window=True)
+    rng = np.random.default_rng(0)
+    windows = {0: (20, 6), 1: (25, 4), 2: (30, 8)}
+    held = {}
+    for seq_id, (window, sinks) in windows.items():
+        call(STATE + "add_sequence", engine.cache, seq_id)
+        call(CACHE + "enable_sliding_window_for_seq", engine.cache, seq_id, window, sinks)
+        held[seq_id] = np.zeros((0, 2 * NUM_KV_HEADS, DIM), "float32")
+    for lengths in [(4, 6, 6), (10, 9, 8), (6, 5, 4), (8, 12, 12)] + [(1, 1, 1)] * 12:
+        rows = rng.standard_normal((sum(lengths), NUM_QO_HEADS + 2 * NUM_KV_HEADS, DIM))
+        rows = rows.astype("float32")
+        engine.begin(list(windows), lengths)
+        for layer in range(NUM_LAYERS):
+            out = tvm.runtime.empty((len(rows), NUM_QO_HEADS, DIM), "float32")
+            attend = CACHE + "attention_with_fused_qkv"
+            call(attend, engine.cache, layer, SM_SCALE, tvm.runtime.tensor(rows), out)
+            for of_sequence, seq_id in zip(_split(rows, lengths), windows, strict=True):
+                k_and_v = np.concatenate([held[seq_id], of_sequence[:, NUM_QO_HEADS:]])
+                o = _causal_attention(of_sequence[:, :NUM_QO_HEADS], k_and_v, rope)
+                got = _split(out.numpy(), lengths)[seq_id]
+                reference.assert_close(got, o, "float32", f"{seq_id=} {lengths=}")
+        call(STATE + "end_forward", engine.cache)
+        for of_sequence, seq_id in zip(_split(rows, lengths), windows, strict=True):
+            window, sinks = windows[seq_id]
+            k_and_v = np.concatenate([held[seq_id], of_sequence[:, NUM_QO_HEADS:]])
+            num_dropped = max(0, len(k_and_v) - window)
+            held[seq_id] = np.concatenate([k_and_v[:sinks], k_and_v[sinks + num_dropped :]])
+            length = call(CACHE + "get_sequence_length", engine.cache, seq_id)
+            assert length == len(held[seq_id]) <= window
+
+
+def _split(rows: np.ndarray, lengths: tuple[int, ...]) -> list[np.ndarray]:
+    return np.split(rows, np.cumsum(lengths)[:-1])
+
+
+def _causal_attention(q: np.ndarray, k_and_v: np.ndarray, rope) -> np.ndarray:
+    """Attention of the rows `q` that end ``k_and_v [S, 2 * Hk, D]``, numbered from 0."""
+    k, v = k_and_v[:, :NUM_KV_HEADS], k_and_v[:, NUM_KV_HEADS:]
+    positions = np.arange(len(k))
+    if rope is not None:
+        k = reference.rotate(k, positions, rope)
+        q = reference.rotate(q, positions[-len(q) :], rope)
+    mask = positions <= positions[-len(q) :, None]
+    return reference.attention(q, k, v, mask, SM_SCALE)[0]
 
 
 @BOTH

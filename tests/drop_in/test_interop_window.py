@@ -66,9 +66,9 @@ class _Pair:
         self.cache, self.rng = cache, np.random.default_rng(0)
         self.expected = WindowedReferenceCache(
             NUM_LAYERS, np.dtype("float32"), reference.Rope(rotary_dim=DIM), mode,
-            counts_row=False if is_stock else None,
+            includes_self=False if is_stock else None,
         )  # fmt: skip
-        self.row = int(self.expected.counts_row)  # by this a window is larger than what is held
+        self.row = int(self.expected.includes_self)  # by this a window is larger than what is held
 
     def add(self, seq_id: int, window: int = 0, sinks: int = 0) -> None:
         _call(STATE + "add_sequence", self.cache, seq_id)

@@ -3,10 +3,11 @@
 
 A sequence with a window of `size` positions, `sinks` of them its first ones, holds these and its
 last ``size - sinks`` between steps. A row sees the sinks, the ``size - sinks`` positions before it,
-and itself, in any chunking. What it sees is numbered from 0, so rotations stay within the window.
+and itself, in any chunking. If the window includes the row itself, one position less is held, and
+the row sees `size` positions. Without a word from the caller it does so in mode "normal" only.
 
-So it is in mode "inline". In modes "normal" and "none" the row itself is one of the `size`
-positions, so one less is held, and Q and K are rotated by their positions in the whole text.
+In mode "inline" what a row sees is numbered from 0, so rotations stay within the window. In modes
+"normal" and "none" Q and K are rotated by their positions in the whole text.
 Layers with a window of their own follow that one alone.
 """
 
@@ -27,12 +28,12 @@ class Window:
     size: int = 0  # 0: everything
     sinks: int = 0
     dropped: int = 0
-    counts_row: bool = False  # whether a row is one of the `size` positions that it sees
+    includes_self: bool = False  # whether a row is one of the `size` positions that it sees
 
     @property
     def num_held(self) -> int:
         """Positions between steps."""
-        return self.size - self.counts_row
+        return self.size - self.includes_self
 
 
 def visible(window: Window, row: int) -> np.ndarray:
@@ -120,8 +121,8 @@ class WindowedReferenceCache(ReferenceCache):
 
     Parameters
     ----------
-    counts_row : bool, optional
-        Whether a row is one of the positions of its window. By default it follows from `mode`.
+    includes_self : bool, optional
+        Whether a row is one of the positions of its window. By default in mode "normal" only.
     slides_within_step : bool
         False for the calling convention of apache-tvm, whose kernels get one window per sequence
         and step: every row sees what the first row of the step sees, and the rows of the step up
@@ -129,10 +130,10 @@ class WindowedReferenceCache(ReferenceCache):
     """
 
     def __init__(
-        self, *args, counts_row: bool | None = None, slides_within_step: bool = True, **kwargs
+        self, *args, includes_self: bool | None = None, slides_within_step: bool = True, **kwargs
     ):
         super().__init__(*args, **kwargs)
-        self.counts_row = self.mode != "inline" if counts_row is None else counts_row
+        self.includes_self = self.mode == "normal" if includes_self is None else includes_self
         self.slides_within_step = slides_within_step
         self.of: dict[int, Window] = {}
 
@@ -146,7 +147,7 @@ class WindowedReferenceCache(ReferenceCache):
 
     def enable_window(self, seq_id: int, size: int, sinks: int) -> None:
         window = self.of[seq_id]
-        window.size, window.sinks, window.counts_row = size, sinks, self.counts_row
+        window.size, window.sinks, window.includes_self = size, sinks, self.includes_self
         self.end_step([seq_id])
 
     def end_step(self, seq_ids) -> None:

@@ -16,6 +16,7 @@ from tvm_ffi import Shape
 import tvm_pagedkv as pkv
 
 from .. import reference
+from ..reference.window import WindowedReferenceCache
 from ..support.fast_compilation import MODEL_TARGET
 from ..support.permissive_steps import permissive_step
 from ..support.selections import latin_square, with_slow
@@ -218,6 +219,31 @@ def test_layers_with_a_window(kinds, mode):
     assert cache.first_position(1, 0) > 0
 
 
+@pytest.mark.parametrize("mode", [RopeMode.NONE, RopeMode.NORMAL], ids=["none", "normal"])
+@pytest.mark.parametrize("includes_self", [False, True])
+def test_windows_of_sequences_include_the_row_where_the_model_says_so(mode, includes_self):
+    vm = _compile(pkv.PagedKVCache, {"mode": mode}, sliding_window_includes_self=includes_self)
+    cache = _create(vm, support_sliding_window=1)
+    expected = WindowedReferenceCache(
+        NUM_LAYERS, np.float32, reference.Rope(rotary_dim=HEAD_DIM), mode.name.lower(),
+        includes_self=includes_self,
+    )  # fmt: skip
+    cache.add_sequence(0)
+    expected.add_sequence(0)
+    cache.enable_sliding_window(0, 19, 3)
+    expected.enable_window(0, 19, 3)
+    rng = np.random.default_rng(0)
+    for num_rows in (25, 1, 8, 1):
+        qkv = _qkv(rng, num_rows)
+        with cache.forward([0], [num_rows]):
+            outputs = vm["fused"](tvm.runtime.tensor(qkv[None]), cache)
+        for layer in range(NUM_LAYERS):
+            o, _ = expected.attention(layer, [0], [num_rows], qkv, NUM_KV_HEADS, SM_SCALE)
+            reference.assert_close(outputs[1 - layer].numpy()[0], o, "float32")
+        expected.end_step([0])
+    assert cache.sequence_length(0) == 19 - includes_self
+
+
 def _create_with(runtime_of: str, vm: relax.VirtualMachine):
     if runtime_of == "stock":
         pkv.use_stock_runtime()
@@ -316,6 +342,16 @@ MLA_DIMS = {"mla_original_qk_head_dim": 16, "mla_original_v_head_dim": 16}
         ({"rope_scaling": {"rope_type": "linear"}}, ValueError),
         ({"dtype": "float64"}, ValueError),
         ({"runtime": "other"}, ValueError),
+        ({"sliding_window_includes_self": True}, ValueError),  # without windows
+        ({"sliding_window_includes_self": 1, "support_sliding_window": 1}, TypeError),
+        (
+            {
+                "sliding_window_includes_self": True,
+                "support_sliding_window": 1,
+                "runtime": "stock",
+            },
+            ValueError,
+        ),
         ({"target": tvm.target.Target({"kind": "cuda", "arch": "sm_75"})}, ValueError),
     ],
     ids=lambda value: str(value)[:40],

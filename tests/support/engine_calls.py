@@ -50,7 +50,7 @@ def make_engine(whose: str, kernels: dict | None = None, **fields) -> Engine:
         mode = "inline"  # what it makes of it
     expected = WindowedReferenceCache(
         NUM_LAYERS, np.dtype("float32"), reference.Rope(rotary_dim=DIM), mode,
-        counts_row=False if whose == "stock" else None,
+        includes_self=False if whose == "stock" else None,
         slides_within_step=False,  # the kernels have the arguments of apache-tvm's
     )  # fmt: skip
     return Engine(cache, expected)

@@ -197,7 +197,7 @@ class EnableWindow(Operation):
     def refusal(self, world: World, args: Any) -> type[Exception] | None:
         seq_id, size, sinks = args
         window = world.window(seq_id)
-        is_in_range = 0 <= sinks < size - world.mha.counts_row and size < 2**31
+        is_in_range = 0 <= sinks < size - world.mha.includes_self and size < 2**31
         fits = is_in_range and (window.dropped == 0 or sinks == window.sinks)
         is_free = window.size == 0 and not world.tree(seq_id)
         return None if world.has_windows and fits and is_free else ValueError

@@ -18,19 +18,26 @@ CHUNKINGS = {
 
 
 class WindowPair(CachePair):
-    """`layers` has their windows; 0: none, where those of the sequences count."""
+    """`layers` has their windows; 0: none, where those of the sequences count.
+
+    `includes_self` is the cache's ``sliding_window_includes_self``.
+    """
 
     def __init__(
-        self, layers=(0,), mode: str = "inline", seed: int = 0, kernels=None, cache=None, **fields
-    ):
+        self, layers=(0,), mode: str = "inline", seed: int = 0, kernels=None, cache=None,
+        includes_self: bool | None = None, **fields,
+    ):  # fmt: skip
         cache = cache or make_cache(
             kernels, layers=[layer_of(window) for window in layers], rope_mode=MODES[mode],
-            sliding_window=True, **{"max_total_tokens": 512, **fields},
+            sliding_window=True, sliding_window_includes_self=includes_self,
+            **{"max_total_tokens": 512, **fields},
         )  # fmt: skip
         shuffle(cache, seed)
-        expected = WindowedReferenceCache(len(layers), np.dtype("float32"), ROPE, mode, layers)
+        expected = WindowedReferenceCache(
+            len(layers), np.dtype("float32"), ROPE, mode, layers, includes_self=includes_self
+        )
         super().__init__(cache, expected, seed)
-        self.row = int(expected.counts_row)  # by this a window is larger than what is held
+        self.row = int(expected.includes_self)  # by this a window is larger than what is held
 
     def add(self, seq_id: int, window: int = 0, sinks: int = 0) -> None:
         super().add(seq_id)

@@ -148,16 +148,17 @@ class KVCache(CachePrefix, tvm_ffi.Object):
             If there is no such sequence.
         ValueError
             If the cache was made without ``sliding_window`` or has MLA layers, if the sequence has
-            a window, or if a number is out of range. RoPE modes "normal" and "none" need a `window`
-            of at least ``sinks + 2``.
+            a window, or if a number is out of range. A window that includes the row itself needs at
+            least ``sinks + 2`` positions.
 
         Notes
         -----
-        With ``rope`` of mode "normal" or "none", a row counts as one of the `window` positions, and
-        rotations and `query_positions` count every position ever appended; without sinks this is
-        the window of models such as Mistral. With mode "inline", a row sees itself and `window`
-        other positions, and rotations count positions within what the row sees, as StreamingLLM
-        does (https://arxiv.org/abs/2309.17453).
+        ``KVCacheConfig.sliding_window_includes_self`` says whether a row counts as one of the
+        `window` positions that it sees. By default it does with RoPE mode "normal" only.
+
+        With modes "normal" and "none", rotations and `query_positions` count every position ever
+        appended. With mode "inline", rotations count positions within what the row sees, as
+        StreamingLLM does (https://arxiv.org/abs/2309.17453).
         """
         arguments = as_int("seq_id", seq_id), as_int("window", window), as_int("sinks", sinks)
         global_function(CACHE + "enable_sliding_window_for_seq")(self, *arguments)

@@ -115,6 +115,7 @@ def config_map(
         "kv_dtype": config.kv_dtype,
         "rope_mode": ROPE_MODES.index(mode),
         "sliding_window": config.sliding_window,
+        "sliding_window_includes_self": config.sliding_window_includes_self,
         "aux_manager": "auto",
         "share_prefix": config.share_prefix,
         "enable_kv_transfer": config.enable_kv_transfer,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .._checks import check_choice, check_int, check_positive
 from .alibi import freeze_slopes
 from .dtypes import DTYPES, KV_DTYPES
-from .layer_spec import LayerSpec
+from .layer_spec import MHA_KINDS, LayerSpec
 from .memory import memory_bytes
 from .prefix_cache_config import PrefixCacheConfig
 from .resolved_config import ResolvedConfig
@@ -60,6 +60,10 @@ class KVCacheConfig:
     sliding_window : bool
         Whether `KVCache.enable_sliding_window` can give sequences a sliding window with attention
         sinks. Not possible with MLA layers.
+    sliding_window_includes_self : bool, optional
+        Whether such a window counts the query row itself. True: a row sees `window` positions, its
+        own included, as masks in transformers do. False: a row sees `window` positions and itself,
+        as in TVM's own cache. None: True with RoPE mode "normal", else False.
     logit_softcap : float, optional
         Soft-cap of the attention logits: ``cap * tanh(logit / cap)``.
     share_prefix : bool
@@ -101,6 +105,7 @@ class KVCacheConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     layers: Sequence[LayerSpec] | None = None
     sliding_window: bool = False
+    sliding_window_includes_self: bool | None = None
     logit_softcap: float | None = None
     share_prefix: bool = True
     alibi: bool | Sequence[float] | None = None
@@ -136,6 +141,7 @@ class KVCacheConfig:
         if self.logit_softcap is not None:
             cap = check_positive("logit_softcap", self.logit_softcap)
             object.__setattr__(self, "logit_softcap", cap)
+        self._check_window_convention()
         self.resolved()  # validates the layers and the stages
 
     def resolved(self) -> ResolvedConfig:
@@ -156,12 +162,29 @@ class KVCacheConfig:
             max_total_tokens=self.max_total_tokens,
             prefill_chunk_size=self.prefill_chunk_size,
             sliding_window=self.sliding_window,
+            sliding_window_includes_self=self._resolved_window_convention(layers),
             logit_softcap=self.logit_softcap,
             share_prefix=self.share_prefix,
             enable_kv_transfer=self.enable_kv_transfer,
             layer_indptr=self._resolved_stages(),
             stage=self.stage,
         )
+
+    def _check_window_convention(self) -> None:
+        includes_self = self.sliding_window_includes_self
+        if includes_self is None:
+            return
+        if not isinstance(includes_self, bool):
+            raise TypeError(
+                f"sliding_window_includes_self must be a bool or None, got {includes_self!r}"
+            )
+        if not self.sliding_window:
+            raise ValueError("sliding_window_includes_self requires sliding_window=True")
+
+    def _resolved_window_convention(self, layers: tuple[ResolvedLayer, ...]) -> bool:
+        if self.sliding_window_includes_self is not None:
+            return self.sliding_window_includes_self
+        return any(layer.rope.mode == "normal" for layer in layers if layer.kind in MHA_KINDS)
 
     def _resolved_layers(self) -> tuple[ResolvedLayer, ...]:
         layers = (LayerSpec(),) * self.num_layers if self.layers is None else self.layers

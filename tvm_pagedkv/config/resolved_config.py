@@ -26,6 +26,7 @@ class ResolvedConfig:
     max_total_tokens: int
     prefill_chunk_size: int
     sliding_window: bool
+    sliding_window_includes_self: bool
     logit_softcap: float | None
     share_prefix: bool
     enable_kv_transfer: bool

@@ -84,6 +84,8 @@ class PagedKVCache(PagedKVCacheObject):
         Name of the Relax variable.
     layer_sliding_window_size : int
         Window of the "mha_sliding" layers: positions that a row sees, its own included.
+    sliding_window_includes_self : bool, optional
+        Whether windows of sequences count the query row itself, as for `KVCacheConfig`.
     kernel_page_size : int
         Page size of the kernels if `page_size` is symbolic.
     logit_softcap : float, optional
@@ -137,6 +139,7 @@ class PagedKVCache(PagedKVCacheObject):
         name: str = "paged_kv_cache",
         *,
         layer_sliding_window_size: int = 1024,
+        sliding_window_includes_self: bool | None = None,
         kernel_page_size: int = 16,
         logit_softcap: float | None = None,
         alibi: bool | Sequence[float] | None = None,
@@ -154,6 +157,13 @@ class PagedKVCache(PagedKVCacheObject):
                 raise ValueError("for GPUs there are kernels for runtime 'pagedkv' only")
         else:
             require_cpu(target)
+        # A symbolic value is known only when the cache is created.
+        has_windows = not (isinstance(support_sliding_window, int) and not support_sliding_window)
+        if runtime == "stock" and sliding_window_includes_self:
+            raise ValueError(
+                "the windows of the stock runtime never include the row itself: leave "
+                "sliding_window_includes_self None, or choose runtime 'pagedkv'"
+            )
         config = KVCacheConfig(  # validates; its capacities stay symbolic in the model
             num_layers=num_hidden_layers,
             num_qo_heads=num_attention_heads,
@@ -180,6 +190,8 @@ class PagedKVCache(PagedKVCacheObject):
                 )
                 for kind in kinds
             ],
+            sliding_window=has_windows and "mla" not in kinds,
+            sliding_window_includes_self=sliding_window_includes_self,
             logit_softcap=logit_softcap,
             alibi=alibi,
         ).resolved()
@@ -210,8 +222,6 @@ class PagedKVCache(PagedKVCacheObject):
                 "a PagedKVCache is made while a Relax function is built: in a method that "
                 "export_tvm calls, or in a function of a relax.BlockBuilder"
             )
-        # A symbolic value is known only when the cache is created.
-        has_windows = not (isinstance(support_sliding_window, int) and not support_sliding_window)
         capacities = [
             max_batch_size,
             max_total_seq_len,
@@ -220,6 +230,8 @@ class PagedKVCache(PagedKVCacheObject):
             support_sliding_window,
             layer_sliding_window_size,
         ]
+        if runtime == "pagedkv" and sliding_window_includes_self is not None:
+            capacities.append(int(sliding_window_includes_self))
         arguments = [
             relax.ShapeExpr(capacities),
             layer_partition,

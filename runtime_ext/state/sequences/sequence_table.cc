@@ -254,11 +254,11 @@ void SequenceTable::CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) 
   }
 }
 
-void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bool counts_row) {
+void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bool includes_self) {
   CheckNewWindow(id, size, num_sinks);
-  if (counts_row && num_sinks + 1 == size) {
+  if (includes_self && num_sinks + 1 == size) {
     Raise(kValueError, "the window of sequence ", id, " (", size, ") must be at least 2 more than ",
-          "its sinks (", num_sinks, "): a row is one of the positions that it sees");
+          "its sinks (", num_sinks, "), because it includes the row itself");
   }
   Sequence& sequence = At(id);
   SequenceWindow& window = sequence.window;
@@ -281,7 +281,7 @@ void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bo
   }
   prefixes_.Drop(&sequence);
   window.size = size;
-  window.counts_row = counts_row;
+  window.includes_self = includes_self;
   window.num_sinks = num_sinks;
   Slide(&sequence);
 }

@@ -104,10 +104,10 @@ class SequenceTable {
   void CommitNodes(Sequence* sequence, int64_t count) noexcept;
   /*!
    * \brief Gives a sequence a window of `size` positions, `num_sinks` of them its first ones.
-   * \param counts_row Whether `size` includes the row itself.
+   * \param includes_self Whether `size` includes the row itself.
    * \throws Error (ValueError).
    */
-  void EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bool counts_row = false);
+  void EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bool includes_self = false);
   /*! \brief The checks of EnableWindow on its arguments. \throws Error (KeyError, ValueError). */
   void CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) const;
   /*! \brief Drops the positions that have left the windows, and their pages. */

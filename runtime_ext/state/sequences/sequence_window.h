@@ -21,13 +21,13 @@
 namespace pagedkv {
 
 struct SequenceWindow {
-  int64_t size = 0;         // 0: no window
-  bool counts_row = false;  // whether `size` includes the row itself
-  int64_t num_sinks = 0;    // 0 without a window and without dropped positions
-  int64_t num_dropped = 0;  // positions right behind the sinks
+  int64_t size = 0;            // 0: no window
+  bool includes_self = false;  // whether `size` includes the row itself
+  int64_t num_sinks = 0;       // 0 without a window and without dropped positions
+  int64_t num_dropped = 0;     // positions right behind the sinks
 
   /*! \brief Positions held between steps, sinks included. The next row sees these and itself. */
-  int64_t num_held() const { return size - (counts_row ? 1 : 0); }
+  int64_t num_held() const { return size - (includes_self ? 1 : 0); }
   /*! \brief False for a sequence that holds all its tokens and has no window. */
   bool IsSet() const { return size > 0 || num_dropped > 0; }
   int64_t TextPosition(int64_t position) const {

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tvm_pagedkv.models import DecoderConfig  # noqa: E402
-from tvm_pagedkv.models.model import TINY  # noqa: E402
+from tvm_pagedkv.models.source import TINY  # noqa: E402
 from tvm_pagedkv.models.weights import weights  # noqa: E402
 
 SHAPE_1B = {

@@ -15,7 +15,7 @@ pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from tvm_pagedkv.models import DecoderConfig, DecoderModel  # noqa: E402
-from tvm_pagedkv.models.model import TINY  # noqa: E402
+from tvm_pagedkv.models.source import TINY  # noqa: E402
 
 NORM = "model.layers.1.input_layernorm.weight"
 

@@ -25,7 +25,7 @@ from tvm_pagedkv.generation import (  # noqa: E402
     save_session,
 )
 from tvm_pagedkv.models import DecoderModel, encode_chat, fingerprint  # noqa: E402
-from tvm_pagedkv.models.model import TINY  # noqa: E402
+from tvm_pagedkv.models.source import TINY  # noqa: E402
 
 from ..models.test_models_chat import directory_with  # noqa: E402
 from ..support.dict_store import DictStore  # noqa: E402

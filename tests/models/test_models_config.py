@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from tvm_pagedkv import LayerSpec, RopeConfig  # noqa: E402
 from tvm_pagedkv.models import DecoderConfig, DecoderModel  # noqa: E402
-from tvm_pagedkv.models.model import TINY  # noqa: E402
 from tvm_pagedkv.models.registry import FAMILIES  # noqa: E402
+from tvm_pagedkv.models.source import TINY  # noqa: E402
 
 SHAPE = {
     "vocab_size": 100,
@@ -234,7 +234,7 @@ def test_tensors_that_the_model_has_no_use_for(directory):
     assert "has tensor model.layers.2.self_attn.q_proj.bias, which the model" in _message(directory)
     _edit(directory / "config.json", num_hidden_layers=2)
     assert "has tensor model.layers.2." in _message(directory)
-    assert "config.json only 2 layers" in _message(directory)
+    assert "the model has only 2 layers" in _message(directory)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_tokenizer_of_another_model(directory):
     save_file(tensors | {name: tensors[name][:200]}, directory / "model.safetensors")
     _edit(directory / "config.json", vocab_size=200)
     message = _message(directory)
-    assert "tokenizer.json has 256 tokens, and the model's embeddings have 200 rows" in message
+    assert "the tokenizer has 256 tokens, and the model's embeddings have 200 rows" in message
 
 
 def test_a_layer_of_each_kind_has_its_own_cache_rows():

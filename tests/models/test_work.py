@@ -11,7 +11,7 @@ import pytest
 from tvm_pagedkv.config import LayerSpec
 from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.models import DecoderConfig, DecoderModel
-from tvm_pagedkv.models.model import TINY
+from tvm_pagedkv.models.source import TINY
 from tvm_pagedkv.models.weights import weights
 from tvm_pagedkv.models.work import Work
 

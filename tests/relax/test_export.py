@@ -15,7 +15,7 @@ import tvm
 
 from tvm_pagedkv.cli import command as cli
 from tvm_pagedkv.models import DecoderModel
-from tvm_pagedkv.models.model import TINY
+from tvm_pagedkv.models.source import TINY
 
 from ..support.cpp_build import BUILDS, ROOT, needs_cmake, run
 

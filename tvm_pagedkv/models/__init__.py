@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense decoders from Hugging Face directories: Llama, Mistral, Qwen, Gemma, Phi, OLMo."""
+"""Dense decoders from Hugging Face directories and GGUF files."""
 
 from .chat import encode_chat
 from .config import DecoderConfig
 from .export import export_model
-from .fingerprint import fingerprint
 from .model import DecoderModel
 from .parallel import ParallelModel
+from .source import fingerprint
 from .tokens import check_tokens
 from .work import Work
 

@@ -31,26 +31,26 @@ class Checkpoint:
     """
 
     def __init__(self, directory: str | Path):
-        self.directory = Path(directory)
-        index = self.directory / "model.safetensors.index.json"
+        self.path = Path(directory)
+        index = self.path / "model.safetensors.index.json"
         if index.is_file():
             files = _shards(index)
         else:
-            files = sorted(file.name for file in self.directory.glob("*.safetensors"))
+            files = sorted(file.name for file in self.path.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(
-                f"{self.directory} has no tensors; expected model.safetensors, or "
+                f"{self.path} has no tensors; expected model.safetensors, or "
                 "model.safetensors.index.json and its shards"
             )
-        missing = [file for file in files if not (self.directory / file).is_file()]
+        missing = [file for file in files if not (self.path / file).is_file()]
         if missing:
             raise FileNotFoundError(
-                f"{self.directory} lacks {len(missing)} of the {len(files)} files that its index "
+                f"{self.path} lacks {len(missing)} of the {len(files)} files that its index "
                 f"names: {', '.join(missing)}"
             )
         self._readers = {}
         for file in files:
-            reader = _open(self.directory / file)
+            reader = _open(self.path / file)
             self._readers.update(dict.fromkeys(reader.keys(), reader))
 
     def names(self) -> list[str]:
@@ -66,17 +66,17 @@ class Checkpoint:
             If it is missing, has another shape, or is not of a floating-point type.
         """
         if name not in self._readers:
-            raise ValueError(f"{self.directory} lacks tensor {name}; expected shape {list(shape)}")
+            raise ValueError(f"{self.path} lacks tensor {name}; expected shape {list(shape)}")
         reader = self._readers[name]
         found = tuple(reader.get_slice(name).get_shape())
         if found != tuple(shape):
             raise ValueError(
-                f"{self.directory}: tensor {name} has shape {list(found)}; expected {list(shape)}"
+                f"{self.path}: tensor {name} has shape {list(found)}; expected {list(shape)}"
             )
         tensor = reader.get_tensor(name)
         if str(tensor.dtype) not in _FLOATS:
             raise ValueError(
-                f"{self.directory}: tensor {name} has type {tensor.dtype}; expected one of "
+                f"{self.path}: tensor {name} has type {tensor.dtype}; expected one of "
                 f"{', '.join(_FLOATS)}"
             )
         return tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`export_model`: a Hugging Face model as a folder that a C++ program runs without Python."""
+"""`export_model`: a model as a folder that a C++ program runs without Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL, WEIGHTS, ABOUT = "model.so", "weights", "model.json"
 
 
 def export_model(
-    directory: str | Path | None,
+    model: str | Path | None,
     path: str | Path,
     dtype: str | None = None,
     *,
@@ -37,7 +37,7 @@ def export_model(
 
     Parameters
     ----------
-    directory, dtype, page_size, kv_dtype
+    model, dtype, page_size, kv_dtype
         As `DecoderModel.from_pretrained` takes them.
     path : str or Path
         A folder that does not exist, or is empty.
@@ -56,33 +56,33 @@ def export_model(
     ValueError, RuntimeError
         As `write_bundle` and `DecoderModel.from_pretrained`.
     FileNotFoundError
-        Where the directory or one of its files is missing.
+        Where the model or one of its files is missing.
     """
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"a model needs a folder of its own, and {path} is not empty")
-    model = DecoderModel.from_pretrained(
-        directory,
+    loaded = DecoderModel.from_pretrained(
+        model,
         dtype,
         page_size=page_size,
         kv_dtype=kv_dtype,
         target=target,
         progress=progress,
     )
-    config = cache_config(model.config, model.options)
-    write_bundle(config, path, [model.options.target], progress=progress)
-    shutil.copyfile(model.library, path / MODEL)
-    named = {f"weight_{i}": weight for i, weight in enumerate(model.parameters)}
+    config = cache_config(loaded.config, loaded.options)
+    write_bundle(config, path, [loaded.options.target], progress=progress)
+    shutil.copyfile(loaded.library, path / MODEL)
+    named = {f"weight_{i}": weight for i, weight in enumerate(loaded.parameters)}
     with contextlib.redirect_stdout(None):  # it tells how many files it wrote
         tvmjs.dump_tensor_cache(
             named, str(path / WEIGHTS), encode_format="raw", show_progress=False
         )
-    model.tokenizer.save(str(path / "tokenizer.json"))
+    loaded.tokenizer.save(str(path / "tokenizer.json"))
     about = {
-        "vocab_size": model.config.vocab_size,
-        "dtype": model.options.dtype,
-        "eos_token_ids": list(model.config.eos_token_ids),
-        "longest_text": model.config.longest_text,
+        "vocab_size": loaded.config.vocab_size,
+        "dtype": loaded.options.dtype,
+        "eos_token_ids": list(loaded.config.eos_token_ids),
+        "longest_text": loaded.config.longest_text,
     }
     (path / ABOUT).write_text(json.dumps(about, indent=1) + "\n")  # last: the folder is whole
     return path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DecoderModel`: a Hugging Face directory becomes compiled code, weights and a tokenizer."""
+"""`DecoderModel`: a checkpoint becomes compiled code, weights and a tokenizer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from ..cache import KVCache
 from ..compiler import code_versions, compiling, library_file, load_library, resolve_target
 from ..config import DTYPES, PrefixCacheConfig
 from .caches import Caches, cache_config, compile_kernels
-from .chat import ChatTemplate
-from .checkpoint import Checkpoint
 from .config import DecoderConfig
 from .decoder import build_module
 from .options import BuildOptions
+from .source import ModelSource, open_model
 from .tokens import check_batch, check_tokens
 from .weights import load_parameters
 
-TINY = Path(__file__).parent / "tiny"
 # The files that decide the code of a model; the kernels of its caches are compiled by themselves.
 _SOURCES = (
     Path(__file__).parent,
@@ -49,11 +47,22 @@ class DecoderModel:
     tokenizer : tokenizers.Tokenizer, optional
     chat_template : ChatTemplate, optional
         None where the checkpoint has none.
+    sampling : dict, optional
+        The sampling parameters that the model's makers recommend.
     """
 
-    def __init__(self, config, options, library, parameters, tokenizer=None, chat_template=None):
+    def __init__(
+        self,
+        config,
+        options,
+        library,
+        parameters,
+        tokenizer=None,
+        chat_template=None,
+        sampling=None,
+    ):
         self.config, self.options, self.tokenizer = config, options, tokenizer
-        self.chat_template = chat_template
+        self.chat_template, self.sampling = chat_template, sampling or {}
         self.library, self.parameters = library, parameters
         self._caches = Caches(config, options)
         self._vm = relax.VirtualMachine(load_library(library), tvm.cpu())
@@ -63,7 +72,7 @@ class DecoderModel:
     @classmethod
     def from_pretrained(
         cls,
-        directory: str | Path | None = None,
+        model: str | Path | None = None,
         dtype: str | None = None,
         *,
         page_size: int = 16,
@@ -72,16 +81,16 @@ class DecoderModel:
         target: Target | str | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> DecoderModel:
-        """Load a Hugging Face directory. Compiled code is kept in the disk cache.
+        """Load a model. Compiled code is kept in the disk cache.
 
         Parameters
         ----------
-        directory : path, optional
-            A folder with config.json, ``*.safetensors`` and tokenizer.json; None: the small model
-            in this package.
+        model : path, optional
+            A folder with config.json, ``*.safetensors`` and tokenizer.json, or a GGUF file; None:
+            the small model in this package.
         dtype : {"float32", "float16", "bfloat16"}, optional
             Type of weights and activations. None: ``dtype`` or ``torch_dtype`` of config.json, or
-            float32.
+            float32; for a GGUF file the type of its matrices, or bfloat16 if these are quantized.
         page_size : int
             Slots per page of the model's caches.
         sliding_window : bool
@@ -101,22 +110,22 @@ class DecoderModel:
         Raises
         ------
         FileNotFoundError
-            If the directory or one of its files is missing.
+            If the model or one of its files is missing.
         ValueError
             If the architecture is unknown, or a tensor is missing or has the wrong shape.
         RuntimeError
             If compiling or linking fails.
         """
-        directory, config, dtype = read_config(directory, dtype)
+        source, config, dtype = read_model(model, dtype)
         options = BuildOptions(
             dtype, page_size, resolve_target(target), sliding_window, kv_dtype=kv_dtype
         )
-        check_cache(directory, config, options)
-        tokenizer = load_tokenizer(directory, config)
-        template = ChatTemplate.from_directory(directory)
-        parameters = load_parameters(config, options, Checkpoint(directory))
+        check_cache(source, config, options)
+        tokenizer = load_tokenizer(source, config)
+        template, sampling = source.chat_template(), source.sampling()
+        parameters = load_parameters(config, options, source.tensors())
         library = executable_file(config, options, progress)
-        return cls(config, options, library, parameters, tokenizer, template)
+        return cls(config, options, library, parameters, tokenizer, template, sampling)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -254,8 +263,10 @@ def _depth(parents: Sequence[int]) -> int:
     return max(depths, default=0)
 
 
-def read_config(directory: str | Path | None, dtype: str | None) -> tuple[Path, DecoderConfig, str]:
-    """Return the directory, its configuration, and the dtype to run in.
+def read_model(
+    model: str | Path | None, dtype: str | None
+) -> tuple[ModelSource, DecoderConfig, str]:
+    """Return the source of a model, its configuration, and the dtype to run in.
 
     Raises
     ------
@@ -264,39 +275,31 @@ def read_config(directory: str | Path | None, dtype: str | None) -> tuple[Path, 
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    directory = TINY if directory is None else Path(directory)
-    config = DecoderConfig.from_directory(directory)
-    return directory, config, dtype or config.dtype
+    source = open_model(model)
+    config = source.config()
+    return source, config, dtype or config.dtype
 
 
-def check_cache(directory: Path, config: DecoderConfig, options: BuildOptions) -> None:
+def check_cache(source: ModelSource, config: DecoderConfig, options: BuildOptions) -> None:
     """Raise a ValueError early if the cache of a model has no kernels."""
     try:
         cache_config(config, options)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"no cache for the model in {directory}: {error}") from None
+        raise ValueError(f"no cache for the model in {source.path}: {error}") from None
 
 
-def load_tokenizer(directory: Path, config: DecoderConfig):
-    """Load the tokenizer of a Hugging Face directory.
+def load_tokenizer(source: ModelSource, config: DecoderConfig):
+    """Load the tokenizer of a model.
 
     Added tokens may exceed the model's vocabulary, such as image tokens of text models. A prompt
     with such a token is refused later.
     """
-    from tokenizers import Tokenizer
-
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{directory} has no tokenizer.json")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{file} is not a readable tokenizer: {error}") from None
+    tokenizer = source.tokenizer()
     size = tokenizer.get_vocab_size(with_added_tokens=False)
     if size > config.vocab_size:
         raise ValueError(
-            f"{file} has {size} tokens, and the model's embeddings have {config.vocab_size} rows "
-            "(vocab_size in config.json); the tokenizer is that of another model"
+            f"{source.path}: the tokenizer has {size} tokens, and the model's embeddings have "
+            f"{config.vocab_size} rows (vocab_size); the tokenizer is that of another model"
         )
     return tokenizer
 

@@ -23,7 +23,7 @@ from ..distributed import forget, process_session, threaded_session
 from . import parallel_worker  # noqa: F401  workers of this process find its function
 from .chat import ChatTemplate
 from .config import DecoderConfig
-from .model import check_cache, executable_file, load_tokenizer, read_config
+from .model import check_cache, executable_file, load_tokenizer, read_model
 from .options import BuildOptions
 from .parallel_cache import ParallelCache
 from .tokens import check_batch, check_tokens
@@ -92,9 +92,10 @@ class ParallelModel:
         tokenizer,
         workers: _Workers,
         chat_template: ChatTemplate | None = None,
+        sampling: dict[str, Any] | None = None,
     ):
         self.config, self.options, self.tokenizer = config, options, tokenizer
-        self.chat_template = chat_template
+        self.chat_template, self.sampling = chat_template, sampling or {}
         self._workers, self.close = workers, weakref.finalize(self, workers.close)
 
     def __enter__(self) -> ParallelModel:
@@ -106,7 +107,7 @@ class ParallelModel:
     @classmethod
     def from_pretrained(
         cls,
-        directory: str | Path | None = None,
+        model: str | Path | None = None,
         dtype: str | None = None,
         *,
         num_shards: int = 1,
@@ -117,11 +118,11 @@ class ParallelModel:
         threads: bool = False,
         progress: Callable[[str], None] | None = None,
     ) -> ParallelModel:
-        """Load a Hugging Face directory for this machine.
+        """Load a model for this machine.
 
         Parameters
         ----------
-        directory, dtype, page_size, sliding_window, kv_dtype, progress
+        model, dtype, page_size, sliding_window, kv_dtype, progress
             As for `DecoderModel.from_pretrained`.
         num_shards : int
             Number of workers per layer: a divisor of its heads, KV heads and MLP features.
@@ -139,11 +140,12 @@ class ParallelModel:
         FileNotFoundError, ValueError, RuntimeError
             As `DecoderModel.from_pretrained`; ValueError also if the model cannot be divided so.
         """
-        directory, config, dtype = read_config(directory, dtype)
+        source, config, dtype = read_model(model, dtype)
         check_shards(config, num_shards)
         if config.longest_text is not None:
             raise ValueError(
-                f"several workers do not run models with a dynamic rotation, as that in {directory}"
+                "several workers do not run models with a dynamic rotation, as that in "
+                f"{source.path}"
             )
         indptr = resolve_stages(stages, config.num_layers)
         num_stages = len(indptr) - 1
@@ -161,9 +163,9 @@ class ParallelModel:
             )
             for stage in range(num_stages)
         ]
-        check_cache(directory, config, options[0])
-        tokenizer = load_tokenizer(directory, config)
-        template = ChatTemplate.from_directory(directory)
+        check_cache(source, config, options[0])
+        tokenizer = load_tokenizer(source, config)
+        template, sampling = source.chat_template(), source.sampling()
         for each in options:
             executable_file(config, each, progress)
 
@@ -171,7 +173,7 @@ class ParallelModel:
         session = make(num_shards * num_stages, num_stages)
         session.import_python_module(parallel_worker.__name__)
         described = {
-            "directory": str(directory.resolve()),
+            "model": str(source.path.resolve()),
             "dtype": dtype,
             "page_size": page_size,
             "sliding_window": sliding_window,
@@ -180,9 +182,9 @@ class ParallelModel:
             "layer_indptr": indptr,
         }
         workers = _Workers(session)
-        model = cls(config, options[0], tokenizer, workers, template)
+        loaded = cls(config, options[0], tokenizer, workers, template, sampling)
         _values(workers.load(json.dumps(described)))
-        return model
+        return loaded
 
     # --- steps ----------------------------------------------------------------------------------
 

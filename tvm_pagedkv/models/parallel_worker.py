@@ -23,10 +23,9 @@ from ..cache import KVCache
 from ..compiler import load_library, resolve_target
 from ..distributed import Worker, current_worker
 from .caches import Caches
-from .checkpoint import Checkpoint
-from .config import DecoderConfig
 from .model import executable_file
 from .options import BuildOptions
+from .source import open_model
 from .weights import load_parameters
 
 
@@ -36,14 +35,14 @@ class ModelWorker:
     Parameters
     ----------
     worker : Worker
-    directory, dtype, page_size, sliding_window, kv_dtype, num_shards, layer_indptr
+    model, dtype, page_size, sliding_window, kv_dtype, num_shards, layer_indptr
         As of `ParallelModel`.
     """
 
     def __init__(
         self,
         worker: Worker,
-        directory: str,
+        model: str,
         dtype: str,
         page_size: int,
         sliding_window: bool,
@@ -51,7 +50,8 @@ class ModelWorker:
         num_shards: int,
         layer_indptr: Sequence[int],
     ):
-        self.worker, self.config = worker, DecoderConfig.from_directory(directory)
+        source = open_model(model)
+        self.worker, self.config = worker, source.config()
         self.options = BuildOptions(
             dtype,
             page_size,
@@ -62,9 +62,7 @@ class ModelWorker:
             stage=worker.group,
             kv_dtype=kv_dtype,
         )
-        self.parameters = load_parameters(
-            self.config, self.options, Checkpoint(directory), worker.shard
-        )
+        self.parameters = load_parameters(self.config, self.options, source.tensors(), worker.shard)
         library = executable_file(self.config, self.options)
         self.vm = relax.VirtualMachine(load_library(library), tvm.cpu())
         self.make_caches = Caches(self.config, self.options)

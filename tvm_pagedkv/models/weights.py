@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import tvm
 
-from .checkpoint import Checkpoint
 from .config import DecoderConfig
 from .decoder import Decoder
 from .linear import PackedMatrix
 from .options import BuildOptions
+from .source import Tensors
 
 
 class Part(NamedTuple):
@@ -154,7 +154,7 @@ def _columns(
 
 
 def load_parameters(
-    config: DecoderConfig, options: BuildOptions, checkpoint: Checkpoint, shard: int = 0
+    config: DecoderConfig, options: BuildOptions, checkpoint: Tensors, shard: int = 0
 ) -> list[tvm.runtime.Tensor]:
     """Load the weights of a worker, in the order of the compiled functions.
 
@@ -186,12 +186,12 @@ def load_parameters(
     return loaded
 
 
-def _read(checkpoint: Checkpoint, part: Part) -> np.ndarray:
+def _read(checkpoint: Tensors, part: Part) -> np.ndarray:
     tensor = checkpoint.read(part.name, part.shape)
     return tensor if part.rows is None else tensor[slice(*part.rows)]
 
 
-def _refuse_unused(config: DecoderConfig, checkpoint: Checkpoint) -> None:
+def _refuse_unused(config: DecoderConfig, checkpoint: Tensors) -> None:
     """Raise a ValueError for a layer's tensor that the model does not use.
 
     An unused bias or norm means that the checkpoint is of another kind, and results would be wrong.
@@ -206,10 +206,10 @@ def _refuse_unused(config: DecoderConfig, checkpoint: Checkpoint) -> None:
             continue
         if int(layer[1]) >= config.num_layers:
             raise ValueError(
-                f"{checkpoint.directory} has tensor {name}, and config.json only "
+                f"{checkpoint.path} has tensor {name}, and the model has only "
                 f"{config.num_layers} layers"
             )
         raise ValueError(
-            f"{checkpoint.directory} has tensor {name}, which the model that config.json "
-            "describes does not have"
+            f"{checkpoint.path} has tensor {name}, which the model of this "
+            "configuration does not have"
         )

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files of every family against the Hugging Face directories of the same weights."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tvm_pagedkv.models import DecoderModel, fingerprint  # noqa: E402
+from tvm_pagedkv.models.gguf.dequantize import READABLE_TYPES, dequantize  # noqa: E402
+from tvm_pagedkv.models.gguf.file import GgufFile  # noqa: E402
+from tvm_pagedkv.models.source import TINY, HuggingFaceModel, open_model  # noqa: E402
+from tvm_pagedkv.models.weights import weights  # noqa: E402
+
+from ..support.gguf_cases import write_gguf  # noqa: E402
+from ..support.model_cases import write_checkpoint  # noqa: E402
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SHAPE = HEADS | {"hidden_size": 64, "intermediate_size": 80, "vocab_size": 300}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0],
+    "long_factor": [1.5, 2.0, 4.0, 9.0, 15.0, 24.0],
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def llama3_factors(scaling: dict, dim: int) -> np.ndarray:
+    """The tensor rope_freqs.weight, by the wave lengths as llama.cpp writes it."""
+    factors = []
+    for i in range(0, dim, 2):
+        length = 2 * np.pi * scaling["rope_theta"] ** (i / dim)
+        turns = scaling["original_max_position_embeddings"] / length
+        if turns > scaling["high_freq_factor"]:
+            factors.append(1.0)
+        elif turns < scaling["low_freq_factor"]:
+            factors.append(scaling["factor"])
+        else:
+            span = scaling["high_freq_factor"] - scaling["low_freq_factor"]
+            smooth = (turns - scaling["low_freq_factor"]) / span
+            factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return np.float32(factors)
+
+
+# Model type, fields of config.json, and what only a GGUF file has: keys and tensors.
+CASES = {
+    "llama": ("llama", {}, {}, {}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}, {}, {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}, {}, {}),
+    "llama 3": (
+        "llama",
+        {"rope_parameters": LLAMA3, "head_dim": 32},
+        {".rope.dimension_count": 32},
+        {"rope_freqs.weight": llama3_factors(LLAMA3, 32)},
+    ),
+    "llama, linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+        {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0},
+        {},
+    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}, {}, {}),
+    "qwen2, yarn": (
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e6,
+            }
+        },
+        {
+            ".rope.scaling.type": "yarn",
+            ".rope.scaling.factor": 4.0,
+            ".rope.scaling.original_context_length": 64,
+        },
+        {},
+    ),
+    "qwen3": ("qwen3", {"hidden_size": 48}, {}, {}),
+    "gemma2": ("gemma2", {"sliding_window": 7, "query_pre_attn_scalar": 16}, {}, {}),
+    "gemma2 27B": (
+        "gemma2",
+        {"sliding_window": 7, "query_pre_attn_scalar": 16, "head_dim": 32, "num_hidden_layers": 46},
+        {},
+        {},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {".rope.scaling.type": "linear", ".rope.scaling.factor": 8.0},
+        {},
+    ),
+    "gemma3, newer keys": (
+        "gemma3_text",
+        {
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 25,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
+        },
+        {
+            ".rope.freq_base_swa": 2e4,
+            ".attention.sliding_window_pattern": [False, True],
+            ".attention.scale": 0.2,
+        },
+        {},
+    ),
+    "phi3": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+        {".rope.dimension_count": 12, ".rope.scaling.original_context_length": 32},
+        {
+            "rope_factors_long.weight": np.float32(LONGROPE["long_factor"]),
+            "rope_factors_short.weight": np.float32(LONGROPE["short_factor"]),
+        },
+    ),
+    "phi3, window": ("phi3", {"sliding_window": 9}, {}, {}),
+    "olmo2": ("olmo2", {}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_configuration_and_weights_as_hugging_face(case, tmp_path):
+    model_type, fields, keys, tensors = CASES[case]
+    write_checkpoint(tmp_path, model_type, SHAPE | fields)
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", keys=keys, tensors=tensors)
+    theirs, ours = HuggingFaceModel(tmp_path), open_model(file)
+    expected, found = theirs.config(), ours.config()
+    assert _rounded(found) == _rounded(expected)
+    checkpoint, own = theirs.tensors(), ours.tensors()
+    parts = {
+        part for _, weight in weights(expected, range(expected.num_layers)) for part in weight.parts
+    }
+    assert {part.name for part in parts} == set(own.names())
+    for part in parts:
+        expected_values = checkpoint.read(part.name, part.shape).astype("float32")
+        # Norms of Gemma are stored with one added, which rounds.
+        atol = 1e-6 if model_type.startswith("gemma") and "norm" in part.name else 0
+        np.testing.assert_allclose(
+            own.read(part.name, part.shape), expected_values, rtol=0, atol=atol, err_msg=part.name
+        )
+
+
+def _rounded(config):
+    """A configuration whose numbers are float32, as GGUF stores them."""
+
+    def narrow(value):
+        if isinstance(value, float):
+            return float(np.float32(value))
+        if isinstance(value, tuple):
+            return tuple(narrow(each) for each in value)
+        return value
+
+    layers = tuple(
+        replace(layer, rope=replace(
+            layer.rope, theta=narrow(layer.rope.theta), scaling=narrow(layer.rope.scaling)
+        ))
+        for layer in config.layers
+    )  # fmt: skip
+    scale = config.attention_scale and round(config.attention_scale, 6)
+    return replace(config, layers=layers, norm_eps=narrow(config.norm_eps), attention_scale=scale)
+
+
+@pytest.mark.parametrize("name", READABLE_TYPES)
+def test_every_type_of_tensor(name, tmp_path):
+    """Random blocks: the file's reader finds the right bytes, and the package knows the numbers."""
+    kind = gguf.GGMLQuantizationType[name]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(0)
+    print("seed 0")
+    num_blocks = 2 if block > 1 else 64
+    rows = random.integers(0, 60, (3, num_blocks * size), dtype="u1")  # scales are finite
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("before", np.ones(5, "float32"))
+    if name in ("F32", "F16"):  # the writer knows them by the dtype of the array
+        writer.add_tensor("t", rows.view({"F32": "float32", "F16": "float16"}[name]))
+    else:
+        writer.add_tensor("t", rows, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "t.gguf")
+    values = file.read("t")
+    assert values.shape == (3, num_blocks * block) and values.dtype == np.float32
+    reader = {t.name: t for t in gguf.GGUFReader(tmp_path / "t.gguf").tensors}["t"]
+    np.testing.assert_array_equal(values, gguf.dequantize(reader.data, reader.tensor_type))
+    assert np.isfinite(values).all() and len(np.unique(values)) > 8
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16"])
+def test_quantized_values_are_near(name):
+    """What the package dequantizes is what was quantized, to half a step of the codes."""
+    values = np.random.default_rng(1).uniform(-1, 1, (4, 64)).astype("float32")
+    kind = gguf.GGMLQuantizationType[name]
+    found = dequantize(gguf.quants.quantize(values, kind).view("u1"), kind)
+    step = {"Q8_0": 1 / 127, "Q4_0": 1 / 8, "Q4_1": 2 / 15, "Q5_0": 1 / 16, "Q5_1": 2 / 31}
+    assert np.abs(found - values).max() <= step.get(name, 2**-7) * 1.01
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    write_checkpoint(folder, "llama", SHAPE | {"hidden_size": 64, "intermediate_size": 96})
+    return folder
+
+
+def test_logits_of_quantized_weights(directory, tmp_path):
+    """A whole model, against a Hugging Face directory of the dequantized weights."""
+    from safetensors.numpy import save_file
+
+    kind = gguf.GGMLQuantizationType.Q4_1
+    file = write_gguf(directory, tmp_path / "model.gguf", quantization=kind)
+    source = open_model(file)
+    config = source.config()
+    assert config.dtype == "bfloat16"
+    parts = {p for _, w in weights(config, range(config.num_layers)) for p in w.parts}
+    values = {part.name: source.tensors().read(part.name, part.shape) for part in parts}
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(directory / name, tmp_path)
+    save_file({n: np.ascontiguousarray(v) for n, v in values.items()}, tmp_path / "m.safetensors")
+    tokens, logits = [3, 77, 5, 290, 18], []
+    for each in (file, tmp_path):
+        model = DecoderModel.from_pretrained(each, "float32")
+        cache = model.create_cache(1, 64)
+        cache.add_sequence(0)
+        logits.append(model.prefill(cache, [0], [tokens]))
+    np.testing.assert_array_equal(*logits)
+
+
+def test_types_of_the_model(directory, tmp_path):
+    for name, dtype in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")):
+        kind = gguf.GGMLQuantizationType[name]
+        file = write_gguf(directory, tmp_path / f"{name}.gguf", quantization=kind)
+        assert open_model(file).config().dtype == dtype
+
+
+def test_folder_with_a_file_and_its_sampling(directory, tmp_path):
+    keys = {
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 20,
+        "tokenizer.ggml.eot_token_id": 7,
+        "tokenizer.chat_template": "{{ eos_token }}",
+    }
+    file = write_gguf(directory, tmp_path / "a.gguf", keys=keys)
+    source = open_model(tmp_path)
+    assert source.path == file and source.fingerprint() == fingerprint(file) != fingerprint(TINY)
+    assert source.sampling() == {"temperature": 0.5, "top_k": 20}
+    assert source.config().eos_token_ids == (2, 7)
+    assert source.chat_template().render([]) == source.tokenizer().id_to_token(2)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "eos_token_id": [9]}')
+    source = open_model(tmp_path)
+    assert source.sampling() == {"temperature": 0.2, "top_k": 20}
+    assert source.config().eos_token_ids == (2, 7, 9)
+    shutil.copy(file, tmp_path / "b.gguf")
+    with pytest.raises(ValueError, match="has several GGUF files; name one of a.gguf, b.gguf"):
+        open_model(tmp_path)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({".attention.head_count": "4"}, "llama.attention.head_count must be an integer, got '4'"),
+        ({".rope.scaling.type": "ntk"}, "llama.rope.scaling.type 'ntk' is not supported; expected"),
+        ({".rope.scaling.type": "yarn"}, "needs llama.rope.scaling.factor"),
+        ({".expert_count": 8}, "llama.expert_count: mixture-of-experts"),
+        ({".logit_scale": 0.5}, r"has the key llama.logit_scale \(0.5\), which is not supported"),
+        ({".rope.dimension_count": 8}, "llama.rope.dimension_count must be 16"),
+        ({".attention.value_length": 8}, "llama.attention.value_length must be 16"),
+        ({"split.count": 2}, "split.count: this is one of several files"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported; expecte"),
+        ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported; expect"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges has 'ab'; expected two tokens"),
+        ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type has 1 values for 300 tok"),
+        ({"general.sampling.top_p": 1.5}, "top_p must be at most 1, got 1.5"),
+    ],
+)  # fmt: skip
+def test_unsupported_keys_are_named(directory, keys, message, tmp_path):
+    file = write_gguf(directory, tmp_path / "model.gguf", keys=keys)
+    with pytest.raises(ValueError, match=message) as caught:
+        DecoderModel.from_pretrained(file)
+    assert str(caught.value).count(str(file)) == 1
+
+
+@pytest.mark.parametrize("key", [".block_count", "tokenizer.ggml.tokens", ".context_length"])
+def test_missing_keys_are_named(directory, key, tmp_path):
+    file = write_gguf(directory, tmp_path / "model.gguf", without=(key,))
+    with pytest.raises(ValueError, match=f"lacks the key .*{key}"):
+        DecoderModel.from_pretrained(file)
+
+
+def test_unknown_architectures_and_tensors_are_named(directory, tmp_path):
+    ones = np.ones((1, 300), "float32")
+    file = write_gguf(directory, tmp_path / "a.gguf", tensors={"blk.0.ssm_a.weight": ones})
+    with pytest.raises(ValueError, match="has the tensor blk.0.ssm_a.weight, which models of arch"):
+        open_model(file)
+    file = write_gguf(directory, tmp_path / "b.gguf", tensors={"rope_freqs.weight": ones[0, :8]})
+    assert open_model(file).config().layers[0].rope.scaling_dict["factor"] == 1.0
+    file = write_gguf(
+        directory, tmp_path / "c.gguf", tensors={"rope_freqs.weight": ones[0, :8] * 3}
+    )
+    with pytest.raises(ValueError, match="tensor rope_freqs.weight are not those of Llama 3"):
+        open_model(file)
+    writer = gguf.GGUFWriter(tmp_path / "d.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="general.architecture 'mamba' is not supported; expected"):
+        open_model(tmp_path / "d.gguf")
+
+
+def test_types_that_are_not_read_are_named(directory, tmp_path):
+    kind = gguf.GGMLQuantizationType.TQ2_0
+    rows = np.zeros((300, gguf.GGML_QUANT_SIZES[kind][1]), "u1")
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("t", rows, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="tensor t has type TQ2_0; expected one of F32, F16"):
+        GgufFile(tmp_path / "t.gguf").read("t")
+
+
+def test_damaged_files(directory, tmp_path):
+    """A file cut anywhere, or with any wrong byte of its header, raises a ValueError or loads."""
+    whole = write_gguf(directory, tmp_path / "model.gguf").read_bytes()
+    file = tmp_path / "damaged.gguf"
+    for length in (0, 3, 4, 7, 20, 60, 500, 4000):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="damaged.gguf"):
+            open_model(file)
+    file.write_bytes(whole[:-1000])
+    with pytest.raises(ValueError, match="is cut off within tensor"):
+        DecoderModel.from_pretrained(file)
+    random = np.random.default_rng(2)
+    print("seed 2")
+    refused = 0
+    for position in random.integers(4, 3000, 200):
+        damaged = bytearray(whole)
+        damaged[position] ^= int(random.integers(1, 256))
+        file.write_bytes(damaged)
+        try:
+            source = open_model(file)
+            source.tokenizer()
+        except ValueError:
+            refused += 1
+    assert refused > 20
+
+
+def test_files_of_other_kinds(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="expected a Hugging Face directory, or a .gguf file"):
+        open_model(tmp_path / "weights.bin")
+    with pytest.raises(FileNotFoundError, match="no model directory at"):
+        DecoderModel.from_pretrained(tmp_path / "none.gguf")
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers from the metadata of GGUF files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+
+from tvm_pagedkv.models.gguf.metadata import Metadata  # noqa: E402
+from tvm_pagedkv.models.gguf.tokenizer import (  # noqa: E402
+    build_tokenizer,
+    end_tokens,
+    special_tokens,
+)
+
+NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
+SPACE = "\u2581"
+
+
+def metadata_of(architecture: str = "llama", **keys) -> Metadata:
+    values = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return Metadata({"general.architecture": architecture, **values}, "file")
+
+
+# --- SentencePiece ------------------------------------------------------------------------------
+
+
+def vocabulary(random: np.random.Generator):
+    """Bytes, letters, and tokens made of two others, with scores in a random order."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256]
+    pieces = [SPACE, *"abcde"]
+    while len(pieces) < 60:
+        left, right = random.choice(pieces, 2)
+        if left + right not in pieces and len(left + right) < 7:
+            pieces.append(str(left + right))
+    scores = [0.0] * len(tokens) + [-1000.0] * 6
+    scores += (-1.0 - random.permutation(len(pieces) - 6)).tolist()
+    return tokens + pieces, types + [NORMAL] * len(pieces), scores
+
+
+def merged(text: str, tokens: list[str], scores: list[float]) -> list[str]:
+    """SentencePiece's BPE in plain Python: always the adjacent pair with the best score."""
+    pieces, score = list(text), dict(zip(tokens, scores, strict=True))
+    while True:
+        couples = enumerate(zip(pieces, pieces[1:], strict=False))
+        pairs = [(-score[a + b], i) for i, (a, b) in couples if a + b in score]
+        if not pairs:
+            break
+        _, i = min(pairs)
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+    found = []
+    for piece in pieces:
+        found += [piece] if piece in score else [f"<0x{b:02X}>" for b in piece.encode()]
+    return found
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_sentence_piece_merges_by_score(has_prefix):
+    print("seed 3")
+    random = np.random.default_rng(3)
+    tokens, types, scores = vocabulary(random)
+    tokenizer = build_tokenizer(
+        metadata_of(
+            model="llama", tokens=tokens, token_type=types, scores=scores,
+            add_space_prefix=has_prefix, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+    for _ in range(100):
+        text = "".join(random.choice([*"abcde ", "é", "\n"], 20)).strip() or "a"
+        prefix = SPACE if has_prefix else ""
+        expected = merged(prefix + text.replace(" ", SPACE), tokens, scores)
+        encoded = tokenizer.encode(text)
+        assert encoded.tokens == ["<s>", *expected], repr(text)
+        assert tokenizer.decode(encoded.ids) == text
+
+
+def test_lines_after_tokens_of_phi3():
+    """Its templates write a line after such a token, which the model never saw."""
+    tokens = ["<unk>", "<s>", "<|end|>", "<0x0A>", "a"]
+    types = [UNKNOWN, CONTROL, CONTROL, BYTE, NORMAL]
+    for architecture, expected in (
+        ("phi3", [2, 4]),
+        ("llama", [2, 3, 4]),
+    ):
+        metadata = metadata_of(
+            architecture, model="llama", tokens=tokens, token_type=types, scores=[0.0] * 5,
+            add_space_prefix=False, add_bos_token=False,
+        )  # fmt: skip
+        assert build_tokenizer(metadata).encode("<|end|>\na").ids == expected
+        assert end_tokens(metadata) == [2]
+
+
+# --- byte-level BPE -----------------------------------------------------------------------------
+
+TEXT = "I'LL see HTTPServer's 12345 naïve\n\n  x!//\nend"
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("gpt-2", ["I", "'", "LL", " see", " HTTPServer", "'s", " 12345", " naïve", "\n\n ", " x",
+                   "!//", "\n", "end"]),
+        ("smollm", ["I", "'", "LL", " see", " HTTPServer", "'s", " ", "1", "2", "3", "4", "5",
+                    " naïve", "\n\n ", " x", "!//", "\n", "end"]),
+        ("llama-bpe", ["I", "'LL", " see", " HTTPServer", "'s", " ", "123", "45", " naïve", "\n\n",
+                       " ", " x", "!//\n", "end"]),
+        ("qwen2", ["I", "'LL", " see", " HTTPServer", "'s", " ", "1", "2", "3", "4", "5", " naïve",
+                   "\n\n", " ", " x", "!//\n", "end"]),
+        ("gpt-4o", ["I'LL", " see", " HTTPServer's", " ", "123", "45", " naïve", "\n\n", " ", " x",
+                    "!//\n", "end"]),
+        ("tekken", ["I", "'LL", " see", " HTTPServer", "'s", " ", "1", "2", "3", "4", "5", " naïve",
+                    "\n\n", " ", " x", "!//\n", "end"]),
+    ],
+)  # fmt: skip
+def test_splits(name, pieces):
+    """Where words end before BPE, by the expression that the tokenizer's name stands for."""
+    metadata = metadata_of(model="gpt2", pre=name, tokens=["a", "b", "ab"], merges=["a b"])
+    spans = build_tokenizer(metadata).pre_tokenizer.pre_tokenize_str(TEXT)
+    assert [TEXT[begin:end] for _, (begin, end) in spans] == pieces
+
+
+def test_added_tokens_and_ends():
+    tokens = ["a", "b", "ab", "<bos>", "<eos>", "<|im_end|>", "<think>"]
+    keys = {
+        "model": "gpt2",
+        "pre": "smollm",
+        "tokens": tokens,
+        "token_type": [NORMAL] * 3 + [CONTROL] * 3 + [USER],
+        "merges": ["a b"],
+        "bos_token_id": 3,
+        "eos_token_id": 4,
+    }
+    metadata = metadata_of(**keys)
+    tokenizer = build_tokenizer(metadata)
+    assert tokenizer.encode("ab<|im_end|>b<think>").ids == [2, 5, 1, 6]
+    assert tokenizer.decode([2, 5, 6, 1], skip_special_tokens=True) == "ab<think>b"
+    assert end_tokens(metadata) == [4, 5]
+    assert special_tokens(metadata) == {"bos_token": "<bos>", "eos_token": "<eos>"}
+    both = build_tokenizer(metadata_of(**keys, add_bos_token=True, add_eos_token=True))
+    assert both.encode("ab").ids == [3, 2, 4]
+    assert both.encode("ab", add_special_tokens=False).ids == [2]
+    assert build_tokenizer(metadata_of(**keys | {"pre": "llama-bpe"})).encode("ab").ids == [3, 2]
+    with pytest.raises(ValueError, match="tokenizer.ggml.eos_token_id 9 is not in the vocabulary"):
+        special_tokens(metadata_of(**keys | {"eos_token_id": 9}))
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face directories written as GGUF files, with the writer and the names of llama.cpp."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+}
+
+
+def write_gguf(
+    directory: Path,
+    file: Path,
+    *,
+    keys: dict[str, Any] | None = None,
+    without: tuple[str, ...] = (),
+    tensors: dict[str, np.ndarray] | None = None,
+    quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> Path:
+    """Write the model of a Hugging Face directory, with a tokenizer of a byte per token.
+
+    Parameters
+    ----------
+    keys : dict
+        More keys, or other values for them; those that begin with "." are below the architecture.
+    without : tuple of str
+        Keys that are left out.
+    tensors : dict
+        More tensors by name.
+    quantization : GGMLQuantizationType
+        Type of the matrices.
+    """
+    fields = json.loads((directory / "config.json").read_text())
+    architecture = ARCHITECTURES[fields["model_type"]]
+    name = gguf.MODEL_ARCH_NAMES[architecture]
+    writer = gguf.GGUFWriter(file, name)
+    found = _keys(fields) | _vocabulary(fields["vocab_size"]) | (keys or {})
+    for key, value in found.items():
+        if key not in without:
+            _add(writer, f"{name}{key}" if key.startswith(".") else key, value)
+    names = gguf.get_tensor_name_map(architecture, fields["num_hidden_layers"])
+    for theirs, tensor in load_file(directory / "model.safetensors").items():
+        array = _as_llama_cpp_has_it(theirs, tensor.astype("float32"), fields)
+        kind = quantization if array.ndim > 1 else gguf.GGMLQuantizationType.F32
+        raw = gguf.quants.quantize(np.ascontiguousarray(array), kind)
+        writer.add_tensor(names.get_name(theirs, (".weight", ".bias")), raw, raw_dtype=kind)
+    for own, array in (tensors or {}).items():
+        writer.add_tensor(own, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _keys(fields: dict[str, Any]) -> dict[str, Any]:
+    rope = fields.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    found = {
+        ".context_length": fields["max_position_embeddings"],
+        ".embedding_length": fields["hidden_size"],
+        ".block_count": fields["num_hidden_layers"],
+        ".feed_forward_length": fields["intermediate_size"],
+        ".attention.head_count": fields["num_attention_heads"],
+        ".attention.head_count_kv": fields["num_key_value_heads"],
+        ".attention.layer_norm_rms_epsilon": fields["rms_norm_eps"],
+        ".attention.key_length": fields.get("head_dim"),
+        ".attention.value_length": fields.get("head_dim"),
+        ".rope.freq_base": rope.get("rope_theta"),
+        ".attn_logit_softcapping": fields.get("attn_logit_softcapping"),
+        ".final_logit_softcapping": fields.get("final_logit_softcapping"),
+    }
+    if fields["model_type"] in ("gemma2", "gemma3_text", "phi3"):
+        found[".attention.sliding_window"] = fields.get("sliding_window")
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _vocabulary(size: int) -> dict[str, Any]:
+    """A byte-level BPE with one merge; tokens beyond it are unused."""
+    letters = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [i for i in range(256) if i not in letters]
+    characters = [chr(i) for i in letters] + [chr(256 + i) for i in range(len(rest))]
+    tokens = (characters + ['!"'] + [f"<unused{i}>" for i in range(size)])[:size]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * size,
+        "tokenizer.ggml.merges": ['! "'],
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }[type(value)]
+    add(key, value)
+
+
+def _as_llama_cpp_has_it(name: str, tensor: np.ndarray, fields: dict[str, Any]) -> np.ndarray:
+    if fields["model_type"].startswith("gemma") and name.endswith("norm.weight"):
+        return tensor + 1
+    if fields["model_type"] == "llama" and ("q_proj" in name or "k_proj" in name):
+        heads = fields["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+        halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
+    return tensor

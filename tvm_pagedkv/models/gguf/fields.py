@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of ``config.json`` from the metadata of a GGUF file, for every architecture.
+
+What GGUF leaves out because llama.cpp knows it (softmax scales and rotations of Gemma) is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .metadata import Metadata
+
+Fields = dict[str, Any]
+Read = Callable[[str], np.ndarray]  # the name of a tensor -> its values
+
+# The frequencies of Llama 3.1 to 3.3, which GGUF files hold as factors only.
+_LLAMA3: dict[str, float] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LAYERS_OF_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+
+
+def config_fields(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], read: Read) -> Fields:
+    """Return the fields of the ``config.json`` of this model.
+
+    Parameters
+    ----------
+    metadata : Metadata
+    shapes : mapping
+        Shape of every tensor by its name in the file.
+    read : callable
+
+    Raises
+    ------
+    ValueError
+        If the architecture, a key or a tensor is unknown or invalid; the message names it.
+    """
+    architecture = metadata.architecture
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"general.architecture {architecture!r} is not supported; expected one of "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    if metadata.get("split.count", int, 0) > 1:
+        raise ValueError(
+            "split.count: this is one of several files; join them with llama-gguf-split --merge"
+        )
+    name, own = ARCHITECTURES[architecture]
+    fields = {"architectures": [name], **_shape(metadata, shapes)}
+    fields |= own(metadata, fields, shapes, read)
+    fields |= _scaling(metadata, fields, shapes, read)
+    if metadata.of_model("expert_count", int, 0):
+        raise ValueError(f"{architecture}.expert_count: mixture-of-experts models are unsupported")
+    metadata.refuse_unread()
+    return fields
+
+
+def _shape(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
+    """Return the dimensions, which all architectures spell alike."""
+    if "token_embd.weight" not in shapes:
+        raise ValueError("the file lacks the tensor token_embd.weight")
+    hidden_size = metadata.of_model("embedding_length", int)
+    num_heads = metadata.of_model("attention.head_count", int)
+    head_dim = metadata.of_model("attention.key_length", int, hidden_size // max(num_heads, 1))
+    if metadata.of_model("attention.value_length", int, head_dim) != head_dim:
+        raise ValueError(f"{metadata.architecture}.attention.value_length must be {head_dim}")
+    if not metadata.of_model("attention.causal", bool, True):
+        raise ValueError(f"{metadata.architecture}.attention.causal must be true")
+    for unused in ("vocab_size", "rope.scaling.attn_factor", "expert_used_count"):
+        metadata.of_model(unused, float, None)
+    metadata.of_model("rope.scaling.finetuned", bool, None)
+    rotary_dim = metadata.of_model("rope.dimension_count", int, head_dim)
+    return {
+        "vocab_size": shapes["token_embd.weight"][0],
+        "hidden_size": hidden_size,
+        "intermediate_size": metadata.of_model("feed_forward_length", int),
+        "num_hidden_layers": metadata.of_model("block_count", int),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.of_model("attention.head_count_kv", int, num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.of_model("context_length", int),
+        "rms_norm_eps": metadata.of_model("attention.layer_norm_rms_epsilon", float),
+        "rope_theta": metadata.of_model("rope.freq_base", float, 10000.0),
+        "partial_rotary_factor": rotary_dim / max(head_dim, 1),
+        "tie_word_embeddings": "output.weight" not in shapes,
+    }
+
+
+# --- rotation -----------------------------------------------------------------------------------
+
+
+def _scaling(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    """Return ``rope_scaling``: of the keys, or of the tensors with factors."""
+    key = f"{metadata.architecture}.rope.scaling.type"
+    kind = metadata.get(key, str, "none")
+    factor = metadata.of_model("rope.scaling.factor", float, None)
+    original = metadata.of_model("rope.scaling.original_context_length", int, None)
+    if "rope_freqs.weight" in shapes:
+        return {"rope_scaling": _llama3(fields, read("rope_freqs.weight"))}
+    if "rope_factors_long.weight" in shapes:
+        scaling: Fields = {"rope_type": "longrope"}
+        for name in ("long", "short"):
+            scaling[f"{name}_factor"] = read(f"rope_factors_{name}.weight").tolist()
+    elif kind in ("none", "longrope"):
+        return {}
+    elif kind in ("linear", "yarn"):
+        if factor is None:
+            raise ValueError(f"{key} {kind!r} needs {metadata.architecture}.rope.scaling.factor")
+        scaling = {"rope_type": kind, "factor": factor}
+    else:
+        raise ValueError(f"{key} {kind!r} is not supported; expected none, linear, yarn, longrope")
+    if original is not None and kind != "linear":
+        scaling["original_max_position_embeddings"] = original
+    return {"rope_scaling": scaling}
+
+
+def _llama3(fields: Fields, factors: np.ndarray) -> Fields:
+    """Return the scaling of Llama 3.1 and later, after a check that `factors` are its own."""
+    scaling = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
+    dim = fields["head_dim"]
+    inverse = fields["rope_theta"] ** -(np.arange(0, dim, 2) / dim)
+    rotations = _LLAMA3["original_max_position_embeddings"] * inverse / (2 * np.pi)
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    keep = np.clip((rotations - low) / (high - low), 0, 1)
+    expected = 1 / (keep + (1 - keep) / float(factors.max()))
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+        raise ValueError("the factors in tensor rope_freqs.weight are not those of Llama 3")
+    return scaling
+
+
+# --- architectures ------------------------------------------------------------------------------
+
+
+def _llama(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    if fields["partial_rotary_factor"] != 1:
+        raise ValueError(f"llama.rope.dimension_count must be {fields['head_dim']}")
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
+    }
+
+
+def _plain(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    return {}
+
+
+def _phi3(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    return {"sliding_window": metadata.of_model("attention.sliding_window", int, 0) or None}
+
+
+def _gemma2(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    return {
+        **_gemma(metadata, fields),
+        "attn_logit_softcapping": metadata.of_model("attn_logit_softcapping", float, 50.0),
+        "final_logit_softcapping": metadata.of_model("final_logit_softcapping", float, 30.0),
+    }
+
+
+def _gemma3(metadata: Metadata, fields: Fields, shapes, read: Read) -> Fields:
+    own = {
+        **_gemma(metadata, fields),
+        "rope_theta": metadata.of_model("rope.freq_base", float, 1e6),
+        "rope_local_base_freq": metadata.of_model("rope.freq_base_swa", float, 10000.0),
+        "final_logit_softcapping": metadata.of_model("final_logit_softcapping", float, None),
+    }
+    key = "attention.sliding_window_pattern"
+    if isinstance(metadata.of_model(key, object, 6), list):  # whether each layer has a window
+        has_window = metadata.of_model(key, list)
+        names = ("full_attention", "sliding_attention")
+        return {**own, "layer_types": [names[bool(each)] for each in has_window]}
+    return {**own, "sliding_window_pattern": metadata.of_model(key, int, 6)}
+
+
+def _gemma(metadata: Metadata, fields: Fields) -> Fields:
+    """Return the window and the softmax scale, which only the models of 27 B have of their own."""
+    scale = metadata.of_model("attention.scale", float, None)
+    scalar = fields["head_dim"] if scale is None else scale**-2
+    is_27b = fields["num_hidden_layers"] == _LAYERS_OF_GEMMA_27B[metadata.architecture]
+    if scale is None and is_27b:
+        scalar = fields["hidden_size"] / fields["num_attention_heads"]
+    return {
+        "sliding_window": metadata.of_model("attention.sliding_window", int),
+        "query_pre_attn_scalar": scalar,
+    }
+
+
+# general.architecture -> the architecture of config.json, and a function for the fields of its own.
+ARCHITECTURES: dict[str, tuple[str, Callable[..., Fields]]] = {
+    "llama": ("LlamaForCausalLM", _llama),
+    "qwen2": ("Qwen2ForCausalLM", _plain),
+    "qwen3": ("Qwen3ForCausalLM", _plain),
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
+    "gemma3": ("Gemma3ForCausalLM", _gemma3),
+    "phi3": ("Phi3ForCausalLM", _phi3),
+    "olmo2": ("Olmo2ForCausalLM", _plain),
+}

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GgufModel`: a GGUF file as the source of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..chat import ChatTemplate
+from ..config import DecoderConfig
+from ..sampling_defaults import sampling_defaults
+from .fields import config_fields
+from .file import GgufFile
+from .metadata import Metadata
+from .tensors import GgufTensors
+from .tokenizer import build_tokenizer, end_tokens, special_tokens
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# general.sampling.* -> fields of generation_config.json
+_SAMPLING = {
+    "temp": ("temperature", float),
+    "top_p": ("top_p", float),
+    "top_k": ("top_k", int),
+    "penalty_repeat": ("repetition_penalty", float),
+}
+
+
+class GgufModel:
+    """A GGUF file, which has everything in one: configuration, weights, tokenizer and template.
+
+    Parameters
+    ----------
+    path : path
+    generation : mapping
+        Fields of a ``generation_config.json``, which take precedence over those of the file.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If there is no such file, or it is not a model that is supported; the message names the key.
+    """
+
+    def __init__(self, path: str | Path, generation: Mapping[str, Any] | None = None):
+        self.path = Path(path)
+        self._file = GgufFile(self.path)
+        self._metadata = Metadata(self._file.metadata, str(self.path))
+        self._generation = dict(generation or {})
+        shapes = {name: info.shape for name, info in self._file.tensors.items()}
+        try:
+            fields = config_fields(self._metadata, shapes, self._file.read)
+            fields["eos_token_id"] = end_tokens(self._metadata)
+            config = DecoderConfig.from_fields(fields).with_eos(self._generation)
+        except (ValueError, TypeError) as error:
+            text = str(error)
+            where = "" if text.startswith(str(self.path)) else f"{self.path}: "
+            raise ValueError(f"{where}{text}") from None
+        architecture = self._metadata.architecture
+        self._tensors = GgufTensors(self._file, architecture, config.num_heads, config.num_kv_heads)
+        self._config = replace(config, dtype=self._tensors.dtype())
+
+    def config(self) -> DecoderConfig:
+        """Return the configuration."""
+        return self._config
+
+    def tensors(self) -> GgufTensors:
+        """Return the reader of the weights."""
+        return self._tensors
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises
+        ------
+        ValueError
+            If its kind is not supported, or it is damaged.
+        """
+        try:
+            return build_tokenizer(self._metadata)
+        except Exception as error:  # tokenizers raises bare Exception
+            text = str(error)
+            where = "" if text.startswith(str(self.path)) else f"{self.path}: "
+            raise ValueError(f"{where}{text}") from None
+
+    def chat_template(self) -> ChatTemplate | None:
+        """Return the chat template; None if the file has none."""
+        source = self._metadata.get("tokenizer.chat_template", str, None)
+        if source is None:
+            return None
+        where = f"{self.path}: tokenizer.chat_template"
+        return ChatTemplate(source, special_tokens(self._metadata), where)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that the model's makers recommend."""
+        found = {
+            ours: self._metadata.get(f"general.sampling.{theirs}", kind, None)
+            for theirs, (ours, kind) in _SAMPLING.items()
+        }
+        return sampling_defaults(found | self._generation, str(self.path))
+
+    def fingerprint(self) -> str:
+        """Return a name for the weights: by the header's keys, the size and modification time."""
+        info = self.path.stat()
+        digest = hashlib.sha256(f"{info.st_size} {info.st_mtime_ns}\n".encode())
+        digest.update(repr(self._file.metadata).encode())
+        return digest.hexdigest()

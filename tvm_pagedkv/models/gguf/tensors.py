@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GgufTensors`: the tensors of a GGUF file under the names and in the form of Hugging Face."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from .dequantize import type_name
+from .file import GgufFile
+
+_MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA = _LAYER | _NORMS_AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
+_LAYER_OF = {
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "olmo2": _LAYER | _NORMS_AFTER,
+    "phi3": _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
+# They belong to the rotation, not to the weights.
+_ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+class GgufTensors:
+    """Reads tensors one at a time, as `checkpoint.Checkpoint` does.
+
+    Parameters
+    ----------
+    file : GgufFile
+    architecture : str
+        ``general.architecture``.
+    num_heads, num_kv_heads : int
+
+    Raises
+    ------
+    ValueError
+        If a tensor is unknown; the message names it.
+    """
+
+    def __init__(self, file: GgufFile, architecture: str, num_heads: int, num_kv_heads: int):
+        self.path, self._file = file.path, file
+        self._names = {}
+        for name in file.tensors:
+            if name not in _ROPE_FACTORS:
+                self._names[_name(name, architecture, file)] = name
+        self._has_offset = architecture.startswith("gemma")
+        # llama.cpp rotates adjacent pairs in this architecture, so Q and K are permuted.
+        is_permuted = architecture == "llama"
+        self._heads = {"q_proj": num_heads, "k_proj": num_kv_heads} if is_permuted else {}
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return [*self._names]
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a tensor as float32.
+
+        Raises
+        ------
+        ValueError
+            If it is missing, has another shape, or a type that is not supported.
+        """
+        if name not in self._names:
+            raise ValueError(f"{self.path} lacks tensor {name}; expected shape {list(shape)}")
+        own = self._names[name]
+        found = self._file.tensors[own].shape
+        if found != tuple(shape):
+            raise ValueError(
+                f"{self.path}: tensor {own} has shape {list(found)}; expected {list(shape)}"
+            )
+        tensor = self._file.read(own)
+        if self._has_offset and name.endswith("norm.weight"):
+            return tensor - 1  # Hugging Face adds one when it applies the norm
+        num_heads = self._heads.get(name.split(".")[-2])
+        return tensor if num_heads is None else _halves(tensor, num_heads)
+
+    def dtype(self) -> str:
+        """Return the type in which the model should run: its own, or bfloat16 if quantized."""
+        found = {type_name(t.type_id) for t in self._file.tensors.values() if len(t.shape) > 1}
+        if found <= {"F32"}:
+            return "float32"
+        return "float16" if found <= {"F32", "F16"} else "bfloat16"
+
+
+def _name(name: str, architecture: str, file: GgufFile) -> str:
+    """Return the name of a tensor in Hugging Face directories."""
+    stem, _, kind = name.rpartition(".")
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if layer is None:
+        theirs = _MODEL.get(stem)
+    else:
+        theirs = _LAYER_OF.get(architecture, _LAYER).get(layer[2])
+        theirs = theirs and f"model.layers.{layer[1]}.{theirs}"
+    if theirs is None or kind not in ("weight", "bias"):
+        raise ValueError(
+            f"{file.path} has the tensor {name}, which models of architecture {architecture} do "
+            "not have"
+        )
+    return f"{theirs}.{kind}"
+
+
+def _halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """Return rows whose rotated pairs are adjacent with the pairs half a head apart."""
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model comes from: its configuration, weights, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from .chat import ChatTemplate
+from .checkpoint import Checkpoint
+from .config import DecoderConfig, read_json
+from .gguf import GgufModel
+from .sampling_defaults import sampling_defaults
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TINY = Path(__file__).parent / "tiny"
+
+
+class Tensors(Protocol):
+    """Named tensors, read one at a time."""
+
+    @property
+    def path(self) -> Path:
+        """Where they are, for errors."""
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, which are those of Hugging Face checkpoints."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a tensor; raise a ValueError if it is missing or has another shape or type."""
+
+
+class ModelSource(Protocol):
+    """A directory or a file with all that a model needs."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is, for errors."""
+
+    def config(self) -> DecoderConfig:
+        """Return the configuration."""
+
+    def tensors(self) -> Tensors:
+        """Return the reader of the weights."""
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer."""
+
+    def chat_template(self) -> ChatTemplate | None:
+        """Return the chat template; None if there is none."""
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that the makers recommend, as `sampling_defaults`."""
+
+    def fingerprint(self) -> str:
+        """Return a name for the weights, to tell whether K and V of another process are theirs."""
+
+
+class HuggingFaceModel:
+    """A Hugging Face directory as the source of a model.
+
+    Parameters
+    ----------
+    path : path
+        A folder with config.json, ``*.safetensors`` and tokenizer.json.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def config(self) -> DecoderConfig:
+        """Return the configuration."""
+        return DecoderConfig.from_directory(self.path)
+
+    def tensors(self) -> Checkpoint:
+        """Return the reader of the weights."""
+        return Checkpoint(self.path)
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer."""
+        from tokenizers import Tokenizer
+
+        file = self.path / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{self.path} has no tokenizer.json")
+        try:
+            return Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{file} is not a readable tokenizer: {error}") from None
+
+    def chat_template(self) -> ChatTemplate | None:
+        """Return the chat template; None if there is none."""
+        return ChatTemplate.from_directory(self.path)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return what generation_config.json says about sampling."""
+        file = self.path / "generation_config.json"
+        return sampling_defaults(read_json(file), str(file)) if file.is_file() else {}
+
+    def fingerprint(self) -> str:
+        """Return a name for the weights.
+
+        It depends on the content of config.json and tokenizer.json, and on the names, sizes and
+        modification times of the weights, which are too large to be read for this.
+        """
+        digest = hashlib.sha256()
+        for name in ("config.json", "tokenizer.json"):
+            digest.update((self.path / name).read_bytes() + b"\0")
+        for file in sorted(self.path.glob("*.safetensors*")):
+            info = file.stat()
+            digest.update(f"{file.name} {info.st_size} {info.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+
+def open_model(model: str | Path | None) -> ModelSource:
+    """Return the source of a model.
+
+    Parameters
+    ----------
+    model : path, optional
+        A Hugging Face directory, a GGUF file, or a directory with a single GGUF file, whose
+        ``generation_config.json`` counts if there is one. None: the small model in this package.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is nothing at this path.
+    ValueError
+        If it is a file of another kind, or a directory with several GGUF files.
+    """
+    path = TINY if model is None else Path(model)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(
+                f"{path} is a file; expected a Hugging Face directory, or a .gguf file"
+            )
+        return GgufModel(path)
+    files = [] if (path / "config.json").is_file() else sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{path} has several GGUF files; name one of {names}")
+    if not files:
+        return HuggingFaceModel(path)
+    generation = path / "generation_config.json"
+    return GgufModel(files[0], read_json(generation) if generation.is_file() else None)
+
+
+def fingerprint(model: str | Path | None = None) -> str:
+    """Return a name for a model, to tell whether K and V of an earlier process are its own.
+
+    Parameters
+    ----------
+    model : path, optional
+        As `open_model` takes it.
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be read.
+    """
+    return open_model(model).fingerprint()

@@ -27,9 +27,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # After the variables are set, for these import tvm.
 from tvm.testing.env import has_cuda  # noqa: E402
 
-from .support import fast_compilation, script_frames  # noqa: E402
+from tvm_pagedkv.compiler import vector_target  # noqa: E402
+
+from .support import fast_compilation, foreign_code, script_frames  # noqa: E402
 
 script_frames.install()
+foreign_code.install()
 
 
 def pytest_addoption(parser):
@@ -45,6 +48,17 @@ def pytest_runtest_protocol(item):
     with fast_compilation.unoptimized(), fast_compilation.when_called():
         with fast_compilation.in_children():
             return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skip what this CPU refuses: float16, where it cannot convert it."""
+    try:
+        return (yield)
+    except ValueError as error:
+        if vector_target().has_f16_convert or "has_f16_convert=False" not in str(error):
+            raise
+        pytest.skip("this CPU has no conversion of float16 (F16C), and kernels refuse it")
 
 
 def pytest_report_header():

@@ -5,22 +5,12 @@
  */
 #include "bundle/bundle_target.h"
 
-#include <fstream>
-#include <sstream>
-
+#include "base/cpu_features.h"
 #include "base/error.h"
 
 namespace pagedkv {
 
 namespace {
-
-#if defined(__x86_64__) || defined(_M_X64)
-constexpr const char* kArchitecture = "x86_64";
-#elif defined(__aarch64__) || defined(_M_ARM64)
-constexpr const char* kArchitecture = "aarch64";
-#else
-constexpr const char* kArchitecture = "unknown";
-#endif
 
 /*! \brief "13.0" for 13000. */
 std::string VersionOf(int64_t cuda) {
@@ -63,11 +53,8 @@ std::string Obstacle(const BundleTarget& target, const Machine& machine) {
     const std::string obstacle = GPUObstacle(target, machine);
     if (!obstacle.empty()) return obstacle;
   }
-  std::string lacking;
-  for (const std::string& feature : target.features) {
-    if (machine.features.count(feature) == 0) lacking += " " + feature;
-  }
-  return lacking.empty() ? "" : "needs" + lacking;
+  const std::string missing = MissingFeatures(target.features, machine.features);
+  return missing.empty() ? "" : "needs " + missing;
 }
 
 }  // namespace
@@ -89,24 +76,7 @@ DeviceCode ReadDeviceCode(const std::string& text) {
   return code;
 }
 
-std::set<std::string> ReadCPUFeatures(std::istream* lines) {
-  std::string line, word;
-  while (std::getline(*lines, line)) {
-    std::istringstream words(line);
-    words >> word;
-    if (word != "flags" && word != "Features") continue;  // on x86 and on Arm
-    words >> word;                                        // the colon
-    std::set<std::string> features;
-    while (words >> word) features.insert(word);
-    return features;
-  }
-  return {};
-}
-
-Machine ThisCPU() {
-  std::ifstream lines("/proc/cpuinfo");
-  return {"cpu", kArchitecture, ReadCPUFeatures(&lines), 0, 0};
-}
+Machine ThisCPU() { return {"cpu", CPUArchitecture(), CPUFeatures(), 0, 0}; }
 
 size_t ChooseTarget(const std::vector<BundleTarget>& targets, const Machine& machine,
                     const std::string& name) {

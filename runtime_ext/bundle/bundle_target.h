@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <istream>
 #include <set>
 #include <string>
 #include <vector>
@@ -34,7 +33,7 @@ struct BundleTarget {
   std::string name;
   std::string device;              // "cpu", "cuda"
   std::string architecture;        // of the host: "x86_64", "aarch64"
-  std::set<std::string> features;  // required of the host, with the names of /proc/cpuinfo
+  std::set<std::string> features;  // required of the host, as CPUFeatures names them
   // For "cuda":
   std::vector<std::string> device_code = {};
   int64_t driver = 0;          // minimum CUDA version of the driver, 13000 for 13.0
@@ -51,11 +50,8 @@ struct Machine {
   int64_t driver = 0;              // CUDA version of the driver
 };
 
-/*! \brief The CPU of this process. A hypervisor may hide some of what the CPU's name promises. */
+/*! \brief The CPU of this process. */
 Machine ThisCPU();
-
-/*! \brief The features among the lines of /proc/cpuinfo. */
-std::set<std::string> ReadCPUFeatures(std::istream* lines);
 
 /*!
  * \brief Chooses the most specific target that the machine supports; the first one of equals.

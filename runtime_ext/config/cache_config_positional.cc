@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "base/cpu_features.h"
 #include "base/error.h"
 #include "config/cache_config.h"
 #include "config/cache_config_checks.h"
@@ -64,10 +65,24 @@ void SetPageType(const ffi::Any& value, LayerConfig* layer) {
   layer->codec = Codec{std::string(*name), *sizes[0], *sizes[1], *sizes[2], *sizes[3]};
 }
 
+/*! \brief Refuses kernels for another CPU: an architecture, and features with spaces. */
+void RequireCPUOf(const ffi::Any& value) {
+  auto array = value.as<ffi::Array<ffi::Any>>();
+  std::optional<ffi::String> parts[2];
+  if (array && array->size() == 2) {
+    for (int i = 0; i < 2; ++i) parts[i] = (*array)[i].try_cast<ffi::String>();
+  }
+  if (!parts[0] || !parts[1]) {
+    Raise(kTypeError, "argument 24 needs the CPU of the kernels: an architecture and features");
+  }
+  RequireCPU("the model's kernels", *parts[0], SplitWords(*parts[1]));
+}
+
 /*!
  * \brief Index 24: a plain function, or ["pagedkv", split_rotary, rope_append, page_size], then
  * what the arguments have no place for: pairs of a kernel's name and its function, and of
- * "kv_dtype" or, for MLA layers, "mla_kv_dtype" and what SetPageType takes.
+ * "kv_dtype" or, for MLA layers, "mla_kv_dtype" and what SetPageType takes, and of "cpu" and
+ * ["x86_64", "avx avx2 ..."], the architecture and the features that the kernels need.
  */
 void SetRotary(const ffi::AnyView& value, int64_t page_size, LayerConfig* layer,
                KernelSet* kernels) {
@@ -94,6 +109,10 @@ void SetRotary(const ffi::AnyView& value, int64_t page_size, LayerConfig* layer,
     }
     if (*name == "kv_dtype" || *name == "mla_kv_dtype") {
       if (layer->is_mla() == (*name == "mla_kv_dtype")) SetPageType((*array)[i + 1], layer);
+      continue;
+    }
+    if (*name == "cpu") {
+      RequireCPUOf((*array)[i + 1]);
       continue;
     }
     kernels->Set(KernelNameOf(*name), (*array)[i + 1]);

@@ -73,8 +73,10 @@ ffi::Module LoadModel(const std::string& file) {
 class Model {
  public:
   Model(const std::string& folder, int64_t max_num_sequences, int64_t max_total_tokens,
-        int64_t prefill_chunk_size)
-      : vm_(LoadModel(folder + "/model.so")) {
+        int64_t prefill_chunk_size) {
+    // First, for it refuses a folder whose code is for another CPU.
+    Map bundle = Find("pagedkv.load_bundle")(ffi::String(folder), nullptr, nullptr).cast<Map>();
+    vm_ = LoadModel(folder + "/model.so");
     std::ifstream file(folder + "/model.json");
     if (!file) throw std::runtime_error("there is no " + folder + "/model.json");
     const std::string text{std::istreambuf_iterator<char>(file), {}};
@@ -90,7 +92,6 @@ class Model {
     Find("vm.builtin.tensor_cache.clear")();
 
     // Capacities are free; all else is what the kernels were compiled for.
-    Map bundle = Find("pagedkv.load_bundle")(ffi::String(folder), nullptr, nullptr).cast<Map>();
     Map config = bundle["config"].cast<Map>();
     config.Set("max_num_sequences", max_num_sequences);
     config.Set("max_total_tokens", max_total_tokens);
@@ -145,10 +146,10 @@ class Model {
 
   template <typename... Args>
   ffi::Any Call(const char* name, Args&&... args) {
-    return vm_->GetFunction(name).value()(std::forward<Args>(args)...);
+    return vm_.value()->GetFunction(name).value()(std::forward<Args>(args)...);
   }
 
-  ffi::Module vm_;
+  ffi::Optional<ffi::Module> vm_;
   ffi::Any weights_, cache_;
   std::set<int32_t> end_of_text_;
   int64_t vocab_size_ = 0, longest_text_ = 0;

@@ -8,11 +8,13 @@
 
 #include <atomic>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/checksum.h"
+#include "base/cpu_features.h"
 #include "base/error.h"
 #include "bundle/bundle.h"
 #include "device/device_memory.h"
@@ -256,6 +258,15 @@ void DefineOwnNames() {
   define("copy_regions",
          ffi::Function::FromTyped([](ffi::Tensor to, ffi::Tensor from, ffi::Tensor regions) {
            Translate([&] { CopyRegions(to, from, regions); });
+         }));
+  define("cpu_features", ffi::Function::FromTyped([] {
+           ffi::Array<ffi::String> names;
+           for (const std::string& feature : CPUFeatures()) names.push_back(feature);
+           return names;
+         }));
+  define("require_cpu", ffi::Function::FromTyped([](ffi::String what, ffi::String architecture,
+                                                    ffi::Array<ffi::String> features) {
+           Translate([&] { RequireCPU(what, architecture, {features.begin(), features.end()}); });
          }));
   define("load_bundle",
          ffi::Function::FromTyped([](ffi::String path, ffi::Optional<ffi::String> target,

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bundle/bundle_target.h"
 
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -10,7 +9,6 @@
 using pagedkv::BundleTarget;
 using pagedkv::ChooseTarget;
 using pagedkv::Machine;
-using pagedkv::ReadCPUFeatures;
 
 namespace {
 
@@ -70,12 +68,5 @@ TEST_CASE("bundle target") {
       "is for device cuda",
       Chosen({"cpu", "x86_64", {"sse2"}}));
   REQUIRE_RAISES("ValueError", "(cpu, riscv64)", Chosen({"cpu", "riscv64", {}}));
-
-  std::istringstream x86("processor\t: 0\nflags\t\t: fpu avx2\nflags : other\n");
-  REQUIRE_EQ(ReadCPUFeatures(&x86), (std::set<std::string>{"avx2", "fpu"}));
-  std::istringstream arm("processor : 0\nFeatures : fp asimd\n");
-  REQUIRE_EQ(ReadCPUFeatures(&arm), (std::set<std::string>{"asimd", "fp"}));
-  std::istringstream none("processor : 0\n");
-  REQUIRE(ReadCPUFeatures(&none).empty());
   REQUIRE_EQ(pagedkv::ThisCPU().device, "cpu");
 }

@@ -29,6 +29,7 @@ from tvm_pagedkv.cli import command as cli
 from .. import reference
 from ..reference.rope import Rope
 from ..support.cpp_build import BUILDS, ROOT, needs_cmake, run
+from ..support.foreign_code import runs_here
 from ..support.permissive_steps import permissive_step
 
 ROWS, SEQUENCE = 37, 7
@@ -51,7 +52,7 @@ V3 = {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "pni", "popc
 V3 |= {"sse4_1", "sse4_2", "ssse3"}
 V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 IS_X86 = platform.machine() == "x86_64"
-SECOND = ["x86-64-v3"] if IS_X86 else []
+SECOND = ["x86-64-v3"] if runs_here("x86-64-v3") else []
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,17 @@ def test_cpp_program(bundle, target):
     names = {Path(library).name for library in libraries}
     assert names == set(bundle_writer.LIBRARIES)
     assert all(Path(library).is_relative_to(bundle) for library in libraries)
+
+
+@pytest.mark.skipif(not SECOND, reason="hides features of x86-64")
+def test_a_cpu_without_what_the_kernels_need(bundle, copy, monkeypatch):
+    monkeypatch.setenv("TVM_PAGEDKV_CPU_FEATURES", " ".join(V3 | {"sse2"}))
+    assert pkv.load_bundle(bundle).target == "x86-64-v3"
+    monkeypatch.setenv("TVM_PAGEDKV_CPU_FEATURES", " ".join(V3 - {"f16c"}))
+    refused(bundle, r"this machine \(cpu, x86_64\) cannot run .*x86-64-v3 needs f16c")
+    monkeypatch.delenv("TVM_PAGEDKV_CPU_FEATURES")
+    rewrite(copy, lambda m: [t["features"].append("no_such_feature") for t in m["targets"]])
+    refused(copy, "x86-64-v3 needs no_such_feature")
 
 
 def test_python_without_compiler(bundle, tmp_path):
@@ -223,7 +235,7 @@ def manifest_of(*targets) -> dict:
                 "name": bundle_writer._name_of(target),
                 "device": "cpu",
                 "architecture": bundle_writer.architecture(target),
-                "features": bundle_writer.features(target),
+                "features": bundle_writer.required_features(target),
             }
         )
     return {"targets": described}

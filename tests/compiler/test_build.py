@@ -84,23 +84,36 @@ def test_native_is_the_default():
     assert vector_target().lanes >= 4
 
 
+def _features(cpu: str) -> set[str]:
+    return set(targets.required_features(resolve_target({"kind": "llvm", "mcpu": cpu})))
+
+
 @needs_x86
 @pytest.mark.parametrize(
-    "flags, cpu, attributes",
+    "has, more, lacks, cpu, attributes",
     [
-        (set(), "x86-64", ()),
-        (targets._X86_LEVELS["x86-64-v3"], "x86-64-v3", ()),
-        (targets._X86_LEVELS["x86-64-v4"], "x86-64", ()),  # AVX-512 with AVX2 hidden
-        (set.union(*targets._X86_LEVELS.values()), "x86-64-v4", ()),
-        (set.union({"avx512_bf16"}, *targets._X86_LEVELS.values()), "x86-64-v4", ("+avx512bf16",)),
-        ({"avx512_bf16"} | targets._X86_LEVELS["x86-64-v3"], "x86-64-v3", ()),
+        ("x86-64", [], [], "x86-64", ()),
+        ("x86-64-v2", [], [], "x86-64", ()),
+        ("x86-64-v3", [], [], "x86-64-v3", ()),
+        ("x86-64-v3", ["avx_vnni"], [], "x86-64-v3", ()),
+        ("x86-64-v3", [], ["popcnt"], "x86-64", ()),
+        ("x86-64-v4", [], [], "x86-64-v4", ()),
+        ("x86-64-v4", [], ["avx2"], "x86-64", ()),  # which a hypervisor hides
+        ("x86-64-v4", ["avx512_bf16"], [], "x86-64-v4", ("+avx512bf16",)),
+        ("x86-64-v3", ["avx512_bf16"], [], "x86-64-v3", ()),
+        ("sapphirerapids", [], [], "x86-64-v4", ("+avx512bf16", "+avx512vnni")),
+        ("sapphirerapids", [], ["avx512_bf16"], "x86-64-v4", ("+avx512vnni",)),
     ],
 )
-def test_native_is_the_highest_level_that_the_cpu_has(monkeypatch, flags, cpu, attributes):
-    monkeypatch.setattr(targets, "_cpu_flags", lambda: flags)
-    target = targets._native_target.__wrapped__()
+def test_native_is_the_highest_level_that_the_cpu_has(
+    monkeypatch, has, more, lacks, cpu, attributes
+):
+    features = frozenset((_features(has) | {*more}) - {*lacks})
+    monkeypatch.setattr(targets, "cpu_features", lambda: features)
+    target = resolve_target("native")
     assert target.attrs["mcpu"] == cpu
     assert tuple(target.attrs.get("mattr", ())) == attributes
+    assert features.issuperset(targets.required_features(target))
 
 
 def test_targets_that_cannot_be_served():

@@ -11,7 +11,16 @@ from tir_kernels.spec import RopeSpec
 
 from .. import reference
 from ..support.attention_cases import PagedBatch, compiled, normal
-from ..support.kernel_specs import BF16, F16, F32, YARN, make_spec, parametrize_seed, target_of
+from ..support.kernel_specs import (
+    BF16,
+    F16,
+    F32,
+    YARN,
+    make_spec,
+    parametrize_cpu,
+    parametrize_seed,
+    target_of,
+)
 from ..support.selections import few_of
 
 SPECS = {
@@ -102,7 +111,7 @@ def test_append_prefill(spec, batch, apply_rope, seed):
     check(spec, BATCHES[batch], seed, apply_rope)
 
 
-@pytest.mark.parametrize("cpu", ["x86-64-v3", "x86-64"])
+@parametrize_cpu("x86-64-v3", "x86-64")
 @parametrize_seed
 def test_narrow_vectors(cpu, seed):
     check(make_spec((8, 2), 64, target=target_of(cpu)), BATCHES["tiles"], seed, True, cpu)

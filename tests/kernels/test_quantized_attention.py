@@ -20,6 +20,7 @@ from ..support.kernel_specs import (
     F16,
     F32,
     make_spec,
+    parametrize_cpu,
     parametrize_seed,
     target_of,
 )
@@ -111,7 +112,7 @@ def test_groups_of_both_halves(shape, seed):
 @latin_square(3, "cpu", "codec", "dtype")
 @parametrize_dtypes
 @parametrize_codecs
-@pytest.mark.parametrize("cpu", ["x86-64-v4", "x86-64-v3", "x86-64"])
+@parametrize_cpu("x86-64-v4", "x86-64-v3", "x86-64")
 @parametrize_seed
 def test_other_cpus(dtype, codec, cpu, seed):
     spec = spec_of(SHAPES["5:5x96-p1"], dtype, codec, target=target_of(cpu, dtype))

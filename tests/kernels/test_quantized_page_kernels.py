@@ -13,7 +13,7 @@ from tir_kernels.spec import RopeSpec
 from ..reference import quantized
 from ..support.attention_cases import compiled
 from ..support.attention_cases import tensor as place
-from ..support.kernel_specs import BF16, F16, F32, make_spec, target_of
+from ..support.kernel_specs import BF16, F16, F32, make_spec, parametrize_cpu, target_of
 from ..support.mla_cases import make_spec as make_mla_spec
 from ..support.quantized_cases import (
     CODECS,
@@ -29,7 +29,6 @@ from ..support.selections import latin_square
 parametrize_codecs = pytest.mark.parametrize("codec", CODECS)
 parametrize_seed = pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 parametrize_dtypes = pytest.mark.parametrize("dtype", [F32, F16, BF16])
-parametrize_cpus = pytest.mark.parametrize("cpu", ["x86-64-v4", "x86-64-v3", "x86-64"])
 # Heads, head dims and page sizes; a rotation of some columns only; a block of 32 that repeats.
 SHAPES = {
     "32:8x128-p16": ((32, 8), 128, 16, {}),
@@ -80,7 +79,7 @@ def test_rows_of_any_width(shape, codec, seed):
 @latin_square(3, "cpu", "codec", "dtype")
 @parametrize_seed
 @parametrize_codecs
-@parametrize_cpus
+@parametrize_cpu("x86-64-v4", "x86-64-v3", "x86-64")
 @parametrize_dtypes
 def test_append_for_other_cpus(dtype, cpu, codec, seed):
     spec = quantized_spec(SHAPES["4:2x96-p1"], dtype, codec, target=target_of(cpu, dtype))
@@ -118,7 +117,7 @@ def test_latent_rows(dims, dtype, codec, seed):
     check_debug_get_kv(spec, 70, seed)
 
 
-@parametrize_cpus
+@parametrize_cpu("x86-64-v4", "x86-64-v3", "x86-64")
 def test_every_float8_code_is_chosen_and_read_exactly(cpu):
     """Rows of all finite codes with the scale 1 come back bit for bit."""
     spec = make_spec((1, 1), 256, (F32, "float8_e4m3fn"), 2, target=target_of(cpu))

@@ -12,6 +12,7 @@ from tir_kernels.cpu import simd
 from tir_kernels.cpu.cos_sin import CosSin
 from tir_kernels.semantics import rope as rope_module
 from tir_kernels.spec import RopeSpec
+from tvm_pagedkv.compiler import resolve_target
 
 from .. import reference
 
@@ -170,8 +171,7 @@ def test_unknown_type_and_missing_field_are_errors():
 
 
 def _build(function) -> tvm.ffi.Function:
-    target = tvm.target.Target({"kind": "llvm", "mcpu": "native"})
-    module = tvm.tirx.build(function.with_attr("global_symbol", "main"), target=target)
+    module = tvm.tirx.build(function.with_attr("global_symbol", "main"), target=resolve_target())
     return module["main"]
 
 

@@ -16,6 +16,7 @@ from tvm_pagedkv.models import LlamaModel
 from tvm_pagedkv.models.linear import DEPTH, UNIT_ROWS, PackedMatrix, embedding, linear
 
 from .. import reference
+from ..support.kernel_specs import needs_cpu
 
 # Rows of a tile and of a unit, and what is left of them.
 ROWS = (1, 2, 5, 6, 7, 13, UNIT_ROWS - 1, UNIT_ROWS, 2 * UNIT_ROWS + 3)
@@ -26,14 +27,15 @@ SHAPES = {
     "parts": (200, 2 * DEPTH + 6),
     "whole": (128, DEPTH),
 }
-TARGETS = {"native": None, "avx2": "x86-64-v3", "no pairs": "x86-64-v4"}
+TARGETS = {"native": "native", "avx2": "x86-64-v3", "no pairs": "x86-64-v4"}
 # Every shape with every dtype on this CPU; elsewhere the shape that has every kind of tail.
 # Without pairs only bfloat16 has other code than on this CPU.
 CASES = [
-    pytest.param(shape, dtype, cpu, marks=[] if is_short else pytest.mark.slow)
+    pytest.param(shape, dtype, cpu, marks=marks if is_short else [*marks, pytest.mark.slow])
     for shape in SHAPES
     for dtype in ("float32", "float16", "bfloat16")
     for cpu in TARGETS
+    for marks in [[] if cpu == "native" else [needs_cpu(TARGETS[cpu])]]
     for is_short in [
         shape == "parts"
         and (cpu in ("native", "avx2") or dtype == "bfloat16")
@@ -46,11 +48,7 @@ CASES = [
 @functools.cache
 def _compiled(function, matrix: PackedMatrix, cpu, *args, **options):
     kernel = function(matrix, *args, **dict(options)).with_attr("global_symbol", "kernel")
-    return tvm.tirx.build(tvm.IRModule({"kernel": kernel}), target=_target(cpu))["kernel"]
-
-
-def _target(cpu):
-    return resolve_target() if cpu is None else resolve_target({"kind": "llvm", "mcpu": cpu})
+    return tvm.tirx.build(tvm.IRModule({"kernel": kernel}), target=resolve_target(cpu))["kernel"]
 
 
 def _random(rng, shape, dtype: str) -> np.ndarray:
@@ -62,7 +60,7 @@ def test_linear(shape, dtype, cpu):
     """Linear layers agree with NumPy: with bias and residual, and plain with float32 output."""
     rng = np.random.default_rng(7)
     shape, cpu = SHAPES[shape], TARGETS[cpu]
-    matrix = PackedMatrix(*shape, dtype, vector_target(_target(cpu)))
+    matrix = PackedMatrix(*shape, dtype, vector_target(cpu))
     weight = _random(rng, shape, dtype)
     packed = tvm.runtime.tensor(matrix.pack(weight))
     bias = _random(rng, shape[:1], dtype)
@@ -88,12 +86,12 @@ def test_linear(shape, dtype, cpu):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_embedding(shape, dtype):
     rng = np.random.default_rng(8)
-    matrix = PackedMatrix(*shape, dtype, vector_target(_target(None)))
+    matrix = PackedMatrix(*shape, dtype, vector_target())
     weight = _random(rng, shape, dtype)
     ids = rng.integers(0, shape[0], 17).astype("int32")
     out = tvm.runtime.tensor(np.full((17, shape[1]), np.nan, dtype))
     packed = tvm.runtime.tensor(matrix.pack(weight))
-    _compiled(embedding, matrix, None)(tvm.runtime.tensor(ids), packed, out)
+    _compiled(embedding, matrix, "native")(tvm.runtime.tensor(ids), packed, out)
     np.testing.assert_array_equal(out.numpy(), weight[ids])
 
 

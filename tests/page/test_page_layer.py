@@ -287,7 +287,7 @@ def test_kernels_compile_for_other_cpus(cpu):
     functions = {"append": page_layer.append(spec)}
     functions |= {name: build() for name, build in page_table.BUILDERS.items()}
     module = tvm.IRModule({n: f.with_attr("global_symbol", n) for n, f in functions.items()})
-    assert tvm.tirx.build(module, target=resolve_target(cpu))["append"]
+    assert "append" in tvm.tirx.build(module, target=resolve_target(cpu)).mod.inspect_source("s")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -115,6 +116,11 @@ def test_mistakes_are_told(program, folder, tmp_path, capsys):
         done = subprocess.run([program, *arguments], capture_output=True, text=True)
         assert done.returncode == status, done
         assert text in done.stderr
+    without = dict(os.environ, TVM_PAGEDKV_CPU_FEATURES="")
+    arguments = [program, str(folder), "5", "1"]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=without)
+    if json.loads((folder / "manifest.json").read_text())["targets"][0]["features"]:
+        assert done.returncode == 1 and "cannot run the bundle's kernels" in done.stderr
     (tmp_path / "file").touch()
     assert cli.main(["export", "--out", str(tmp_path)]) == 2
     assert "needs a folder of its own" in capsys.readouterr().err

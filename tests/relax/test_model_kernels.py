@@ -27,6 +27,7 @@ from tvm_pagedkv.relax.model_kernels import ModelKernels, link_when_finalized
 from .. import reference
 from ..runtime.test_loading import in_process
 from ..support.fast_compilation import MODEL_TARGET
+from ..support.foreign_code import runs_here
 from .test_frontend import CAPACITIES, HEAD_DIM, AttentionOnly, check_fused, export_model
 
 ROPE = reference.Rope(rotary_dim=HEAD_DIM)
@@ -261,6 +262,21 @@ def _model_of(name: str, target: Target) -> tvm.IRModule:
         made = relax.call_pure_packed("tests.kernel", kernel, ty_args=relax.AnyType())
         builder.emit_func_output(builder.emit(made))
     return builder.finalize()
+
+
+@pytest.mark.skipif(not runs_here("x86-64-v3"), reason="hides features of x86-64")
+def test_a_cpu_without_what_the_kernels_need(monkeypatch, tmp_path):
+    """The constructor of the cache refuses it, in the library as in the process that compiled."""
+    target = Target({"kind": "llvm", "mcpu": "x86-64-v3"})
+    executable = tvm.compile(export_model(pkv.PagedKVCache, target=target), target="llvm")
+    executable.export_library(str(tmp_path / "model.so"))
+    monkeypatch.setenv("TVM_PAGEDKV_CPU_FEATURES", "sse2 avx fma")
+    for each in (executable, tvm.runtime.load_module(str(tmp_path / "model.so"))):
+        vm = relax.VirtualMachine(each, tvm.cpu())
+        with pytest.raises(ValueError, match="the model's kernels cannot run here: .* abm avx2 b"):
+            _create(vm)
+    monkeypatch.delenv("TVM_PAGEDKV_CPU_FEATURES")
+    _check(executable)
 
 
 @pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])

@@ -104,9 +104,11 @@ def patch_compiler(set_attribute: Callable) -> None:
             return build_set(spec, target, progress)
         return {name: name for name in tir_kernels.kernel_names(spec)}, _Source(spec, target)
 
-    def load_later(symbols: Mapping[str, str], source: Any) -> Mapping[str, tvm.ffi.Function]:
+    def load_later(
+        symbols: Mapping[str, str], source: Any, target: Target
+    ) -> Mapping[str, tvm.ffi.Function]:
         if not isinstance(source, _Source):
-            return load(symbols, source)
+            return load(symbols, source, target)
         return MappingProxyType({name: _lazy_kernel(name, source) for name in symbols})
 
     set_attribute(build, "_load", load_later)

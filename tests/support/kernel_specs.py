@@ -6,10 +6,11 @@ from __future__ import annotations
 import os
 
 import pytest
-from tvm.testing import env
 
 from tir_kernels.spec import KernelSpec, RopeSpec, VectorTarget
 from tvm_pagedkv.compiler.build import vector_target
+
+from .foreign_code import runs_here
 
 # The pool's default is one worker per two CPUs; the parallel paths need two.
 os.environ.setdefault("TVM_NUM_THREADS", "2")
@@ -85,17 +86,14 @@ ROPE_SPECS = {
 }
 
 
-_RUNS_HERE = {
-    "x86-64": env.has_cpu_feature("sse2"),
-    "x86-64-v3": env.has_cpu_feature(["avx2", "f16c", "fma"]),
-    "x86-64-v4": env.has_x86_avx512(),
-}
+def needs_cpu(cpu: str) -> pytest.MarkDecorator:
+    """Skip a test where this CPU cannot run code for another one."""
+    return pytest.mark.skipif(not runs_here(cpu), reason=f"this CPU does not run {cpu}")
 
 
 def other_cpu(cpu: str, *marks: pytest.MarkDecorator):
     """A parameter: the name of a CPU to compile for. Skipped where this CPU cannot run the code."""
-    needed = pytest.mark.skipif(not _RUNS_HERE[cpu], reason=f"this CPU does not run {cpu}")
-    return pytest.param(cpu, marks=[needed, *marks])
+    return pytest.param(cpu, marks=[needs_cpu(cpu), *marks])
 
 
 def parametrize_cpu(*cpus: str) -> pytest.MarkDecorator:

@@ -16,11 +16,18 @@ from typing import Any
 import numpy as np
 import tvm
 import tvm_ffi.libinfo
-from tvm.target import Target, codegen
+from tvm.target import Target
 
 from .. import _library
 from .._version import __version__
-from ..compiler import build_libraries, config_map, is_cuda, resolve_target
+from ..compiler import (
+    architecture,
+    build_libraries,
+    config_map,
+    is_cuda,
+    required_features,
+    resolve_target,
+)
 from ..compiler.cuda import check_archs
 from ..config import KVCacheConfig
 from . import cuda as bundle_cuda
@@ -29,25 +36,6 @@ from .load import MANIFEST, describe_config
 FORMAT = 1  # equals kBundleFormat in runtime_ext/bundle/bundle.h
 LIBRARIES = ("libtvm_ffi.so", "libtvm_runtime.so", "libtvm_pagedkv.so")
 _MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of ELF files
-
-# CPU features that change a kernel's code: LLVM's name, and Linux's name if it differs.
-_X86 = (
-    "avx avx2 avx512bf16:avx512_bf16 avx512bitalg:avx512_bitalg avx512bw avx512cd avx512dq avx512f "
-    "avx512fp16:avx512_fp16 avx512ifma avx512vbmi avx512vbmi2:avx512_vbmi2 avx512vl "
-    "avx512vnni:avx512_vnni avx512vpopcntdq:avx512_vpopcntdq avxvnni:avx_vnni bmi:bmi1 bmi2 f16c "
-    "fma gfni lzcnt:abm movbe popcnt sse3:pni sse4.1:sse4_1 sse4.2:sse4_2 ssse3 vaes vpclmulqdq"
-)
-_AARCH64 = (
-    "bf16 complxnum:fcma crc:crc32 dotprod:asimddp fp16fml:asimdfhm fullfp16:asimdhp i8mm "
-    "jsconv:jscvt lse:atomics neon:asimd rcpc:lrcpc rdm:asimdrdm sve sve2"
-)
-
-
-def _names(pairs: str) -> dict[str, str]:
-    return {pair.split(":")[0]: pair.split(":")[-1] for pair in pairs.split()}
-
-
-_FEATURES = {"x86_64": _names(_X86), "aarch64": _names(_AARCH64)}
 
 
 def write_bundle(
@@ -166,19 +154,6 @@ def _name_of(target: Target) -> str:
     return ":".join(filter(None, [triple, cpu])) + attributes
 
 
-def architecture(target: Target) -> str:
-    """Return the architecture of a target: the first part of its triple."""
-    triple = str(target.attrs.get("mtriple", "")) or str(codegen.llvm_get_system_triple())
-    return triple.split("-")[0]
-
-
-def features(target: Target) -> list[str]:
-    """Return the CPU features that code for a target needs, as Linux names them."""
-    known = _FEATURES.get(architecture(target), {})
-    enabled = {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
-    return sorted(linux for llvm, linux in known.items() if llvm in enabled)
-
-
 def _add_target(
     folder: Path,
     config: KVCacheConfig,
@@ -200,7 +175,7 @@ def _add_target(
         "device": "cuda" if on_gpu else "cpu",
         "target": str(target),
         "architecture": _own_architecture() if on_gpu else architecture(target),
-        "features": [] if on_gpu else features(target),
+        "features": [] if on_gpu else required_features(target),
         **(bundle_cuda.describe_device_code(path for _, path in sets.libraries) if on_gpu else {}),
         "kernel_sets": described,
         "cache": _as_json(config_map(config.resolved(), sets, tvm.cpu())),

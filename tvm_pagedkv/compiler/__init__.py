@@ -19,7 +19,14 @@ from .create import codec_map, config_map, create
 from .disk_cache import cached_library, code_versions, library_file, load_library
 from .lowering import KernelObjects, compile_kernel, kernel_symbol
 from .progress import compiling
-from .targets import is_cuda, require_cpu, resolve_target, vector_target
+from .targets import (
+    architecture,
+    is_cuda,
+    require_cpu,
+    required_features,
+    resolve_target,
+    vector_target,
+)
 
 __all__ = [
     "KernelLibraries",
@@ -27,6 +34,7 @@ __all__ = [
     "KernelSets",
     "build_kernels",
     "build_libraries",
+    "architecture",
     "cache_dir",
     "cached_library",
     "code_versions",
@@ -43,6 +51,7 @@ __all__ = [
     "load_libraries",
     "load_library",
     "require_cpu",
+    "required_features",
     "resolve_target",
     "vector_target",
     "warn_if_slow",

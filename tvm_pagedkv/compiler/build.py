@@ -104,7 +104,7 @@ def build_kernels(
     Raises
     ------
     ValueError
-        If the target or an architecture has no kernels.
+        If the target or an architecture has no kernels, or if this CPU cannot run them.
     RuntimeError
         If compiling or linking fails; the message says what is missing.
     """
@@ -112,9 +112,9 @@ def build_kernels(
 
 
 def load_libraries(built: KernelLibraries) -> KernelSets:
-    """Load kernels that were built for a machine like this one."""
+    """Load kernels; a ValueError if this CPU cannot run them."""
     return KernelSets(
-        sets=tuple(_load(symbols, file) for symbols, file in built.libraries),
+        sets=tuple(_load(symbols, file, built.target) for symbols, file in built.libraries),
         layer_sets=built.layer_sets,
         target=built.target,
     )
@@ -179,8 +179,8 @@ def _build_set(
     return _library_of(builders, (what, repr(spec)), target, progress)
 
 
-def _load(symbols: Mapping[str, str], file: Path) -> Mapping[str, tvm.ffi.Function]:
-    module = load_library(file)
+def _load(symbols: Mapping[str, str], file: Path, target: Target) -> Mapping[str, tvm.ffi.Function]:
+    module = load_library(file, target)
     return MappingProxyType({name: module[symbol] for name, symbol in symbols.items()})
 
 
@@ -206,8 +206,13 @@ def load_kernels(
     -------
     mapping
         Name -> function.
+
+    Raises
+    ------
+    ValueError
+        If this CPU cannot run code for the target.
     """
-    return _load(*_library_of(builders, key, target, progress))
+    return _load(*_library_of(builders, key, target, progress), target)
 
 
 def _library_of(

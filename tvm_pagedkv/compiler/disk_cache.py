@@ -15,23 +15,28 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm.support import cc
-from tvm.target import codegen
+from tvm.target import Target, codegen
 
 from . import cache_folder
+from .targets import require_runnable
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def cached_library(key: Iterable[str], compile_module: Callable[[], Any]) -> tvm.runtime.Module:
+def cached_library(
+    key: Iterable[str], compile_module: Callable[[], Any], target: Target
+) -> tvm.runtime.Module:
     """Load the library of a key; compile it first if it is not in the cache.
 
     Parameters
     ----------
     key : iterable of str
-        Everything that decides the code: configuration, target, versions.
+        Everything that decides the code besides the target: configuration, versions.
     compile_module : callable
         Returns an object with ``export_library(path)``: the result of ``tvm.compile`` or
         ``tvm.tirx.build``, or `lowering.KernelObjects`.
+    target : tvm.target.Target
+        What the code is compiled for.
 
     Returns
     -------
@@ -40,10 +45,12 @@ def cached_library(key: Iterable[str], compile_module: Callable[[], Any]) -> tvm
 
     Raises
     ------
+    ValueError
+        If this CPU cannot run code for the target.
     RuntimeError
         If the code cannot be linked; the message says what is missing.
     """
-    return load_library(library_file(key, compile_module))
+    return load_library(library_file([*key, str(target)], compile_module), target)
 
 
 def library_file(key: Iterable[str], compile_module: Callable[[], Any]) -> Path:
@@ -51,8 +58,13 @@ def library_file(key: Iterable[str], compile_module: Callable[[], Any]) -> Path:
     return sealed_file(key, ".so", lambda path: _link(compile_module(), path))
 
 
-def load_library(path: Path) -> tvm.runtime.Module:
-    """Load a library whose checksum has been verified."""
+def load_library(path: Path, target: Target) -> tvm.runtime.Module:
+    """Load a library whose checksum has been verified.
+
+    Machines with different CPUs may share the cache, and a caller may name another CPU than this
+    one, so a library is loaded only if this CPU can run code for its target; else a ValueError.
+    """
+    require_runnable(target)
     return tvm.runtime.load_module(str(path))
 
 

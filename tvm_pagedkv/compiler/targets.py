@@ -4,21 +4,41 @@
 from __future__ import annotations
 
 import functools
-import platform
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
+import tvm_ffi
 from tvm.target import Target, codegen
 
 from tir_kernels.spec import VectorTarget
 
-# Features that an x86 level adds to the next lower one, as Linux names them.
-_X86_LEVELS = {
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
-}
-# What kernels use beyond the highest level: flags of Linux, and LLVM's names for them.
-_BEYOND_LEVELS = {"avx512_bf16": "avx512bf16", "avx512_vnni": "avx512vnni"}
+# CPU features that change a kernel's code: LLVM's name, and Linux's name if it differs.
+_X86 = (
+    "amx-bf16:amx_bf16 amx-fp16:amx_fp16 amx-int8:amx_int8 amx-tile:amx_tile avx avx2 "
+    "avx512bf16:avx512_bf16 avx512bitalg:avx512_bitalg avx512bw avx512cd avx512dq avx512f "
+    "avx512fp16:avx512_fp16 avx512ifma avx512vbmi avx512vbmi2:avx512_vbmi2 avx512vl "
+    "avx512vnni:avx512_vnni avx512vp2intersect:avx512_vp2intersect "
+    "avx512vpopcntdq:avx512_vpopcntdq avxifma:avx_ifma avxneconvert:avx_ne_convert "
+    "avxvnni:avx_vnni avxvnniint16:avx_vnni_int16 avxvnniint8:avx_vnni_int8 bmi:bmi1 bmi2 f16c "
+    "fma fma4 gfni lzcnt:abm movbe popcnt sse3:pni sse4.1:sse4_1 sse4.2:sse4_2 sse4a ssse3 tbm "
+    "vaes vpclmulqdq xop"
+)
+_AARCH64 = (
+    "altnzcv:flagm2 bf16 complxnum:fcma crc:crc32 dotprod:asimddp flagm fp16fml:asimdfhm "
+    "fptoint:frint fullfp16:asimdhp i8mm jsconv:jscvt lse2:uscat lse:atomics neon:asimd "
+    "rcpc-immo:ilrcpc rcpc:lrcpc rdm:asimdrdm sve sve-bitperm:svebitperm sve2"
+)
+
+
+def _names(pairs: str) -> dict[str, str]:
+    return {pair.split(":")[0]: pair.split(":")[-1] for pair in pairs.split()}
+
+
+_LINUX_NAMES = {"x86_64": _names(_X86), "aarch64": _names(_AARCH64)}
+
+# The x86 levels that kernels distinguish, and LLVM's names of what they use beyond the highest.
+_X86_LEVELS = "x86-64-v4", "x86-64-v3", "x86-64"
+_BEYOND_LEVELS = {"x86-64-v4": ("avx512bf16", "avx512vnni")}
 
 
 def resolve_target(target: Target | str | Mapping | None = None) -> Target:
@@ -56,10 +76,44 @@ def require_cpu(target: Target) -> None:
         raise ValueError(f"kernels are for CPUs, target kind 'llvm', not for {target.kind.name!r}")
 
 
+def cpu_features() -> frozenset[str]:
+    """Return the features that code in this process may use, as Linux names them.
+
+    The runtime asks the CPU, so that what a hypervisor or an emulator hides is not used. With the
+    environment variable ``TVM_PAGEDKV_CPU_FEATURES``, only the features that it names are left.
+    """
+    return frozenset(map(str, tvm_ffi.get_global_func("pagedkv.cpu_features")()))
+
+
+def required_features(target: Target) -> list[str]:
+    """Return the CPU features that code for a target may use, as Linux names them."""
+    known = _LINUX_NAMES.get(architecture(target), {})
+    return sorted(linux for llvm, linux in known.items() if llvm in _enabled(target))
+
+
+def require_runnable(target: Target) -> None:
+    """Raise a ValueError if this machine's CPU cannot run code for a target.
+
+    The CPU executes what a function of the code says, and an instruction that it lacks ends the
+    process. So this comes before code is loaded.
+    """
+    if target.kind.name != "llvm":
+        return
+    name = ":".join(filter(None, [str(target.attrs.get(key, "")) for key in ("mtriple", "mcpu")]))
+    require = tvm_ffi.get_global_func("pagedkv.require_cpu")
+    what = f"code for {name or 'the target llvm'}"
+    require(what, architecture(target), required_features(target))
+
+
+def architecture(target: Target) -> str:
+    """Return the architecture of a target: the first part of its triple."""
+    triple = str(target.attrs.get("mtriple", "")) or _host_triple()
+    return triple.split("-")[0]
+
+
 def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
     """Return the SIMD traits of a CPU, from the features that LLVM enables for it."""
-    target = resolve_target(target)
-    features = {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
+    features = _enabled(resolve_target(target))
     if "avx512f" in features:
         return VectorTarget(
             lanes=16,
@@ -73,34 +127,41 @@ def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
     return VectorTarget(lanes=4, registers=32 if is_arm else 16, has_f16_convert=is_arm)
 
 
+def _enabled(target: Target) -> set[str]:
+    return {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
+
+
 def _host_triple() -> str:
     return str(codegen.llvm_get_system_triple())
 
 
-@functools.cache
 def _native_target() -> Target:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return Target({"kind": "llvm", "mcpu": str(codegen.llvm_get_system_cpu())})
-    flags = _cpu_flags()
-    needed: set[str] = set().union(*_X86_LEVELS.values())
-    for level, own in _X86_LEVELS.items():
-        if needed <= flags:
-            known = _BEYOND_LEVELS.items() if level == "x86-64-v4" else ()
-            attributes = [f"+{feature}" for flag, feature in known if flag in flags]
-            return Target({"kind": "llvm", "mcpu": level, "mattr": attributes})
-        needed -= own
-    return Target({"kind": "llvm", "mcpu": "x86-64"})
+    return _target_with(architecture(Target({"kind": "llvm"})), cpu_features())
 
 
-def _cpu_flags() -> set[str]:
-    """Return the CPU features that Linux reports. A hypervisor may hide some of the model's."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return next(
-        (set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set()
+@functools.cache
+def _target_with(machine: str, features: frozenset[str]) -> Target:
+    """Return the target of this CPU when it has these features."""
+    if machine == "x86_64":
+        return _x86_target(features)
+    target = Target({"kind": "llvm", "mcpu": str(codegen.llvm_get_system_cpu())})
+    known, enabled = _LINUX_NAMES.get(machine, {}), _enabled(target)
+    hidden = [f"-{llvm}" for llvm in known if llvm in enabled and known[llvm] not in features]
+    return Target({**target.export(), "mattr": hidden}) if hidden else target
+
+
+def _x86_target(features: frozenset[str]) -> Target:
+    linux = _LINUX_NAMES["x86_64"]
+    level = next(
+        level
+        for level in _X86_LEVELS
+        if features.issuperset(required_features(Target({"kind": "llvm", "mcpu": level})))
     )
+    fields: dict[str, Any] = {"kind": "llvm", "mcpu": level}
+    if level in _BEYOND_LEVELS:
+        known = _BEYOND_LEVELS[level]
+        fields["mattr"] = [f"+{name}" for name in known if linux[name] in features]
+    return Target(fields)
 
 
 def is_cuda(target: Target | str | Mapping | None) -> bool:

@@ -108,8 +108,9 @@ class Limits:
         functions = {"read": read, "fma": fma} | ({"dot": dot} if self.has_dot else {})
         target = resolve_target()
         built = cached_library(
-            [f"limits of {tasks} threads", str(target), *code_versions(*_SOURCES)],
+            [f"limits of {tasks} threads", *code_versions(*_SOURCES)],
             lambda: _compile(functions, target),
+            target,
         )
         self._read, self._fma = built["read"], built["fma"]
         self._dot = built["dot"] if self.has_dot else None

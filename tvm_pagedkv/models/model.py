@@ -65,7 +65,7 @@ class DecoderModel:
         self.chat_template, self.sampling = chat_template, sampling or {}
         self.library, self.parameters = library, parameters
         self._caches = Caches(config, options)
-        self._vm = relax.VirtualMachine(load_library(library), tvm.cpu())
+        self._vm = relax.VirtualMachine(load_library(library, options.target), tvm.cpu())
         names = ("embed", "prefill", "decode")
         self._embed, self._prefill, self._decode = (self._vm[name] for name in names)
 

@@ -64,7 +64,7 @@ class ModelWorker:
         )
         self.parameters = load_parameters(self.config, self.options, source.tensors(), worker.shard)
         library = executable_file(self.config, self.options)
-        self.vm = relax.VirtualMachine(load_library(library), tvm.cpu())
+        self.vm = relax.VirtualMachine(load_library(library, self.options.target), tvm.cpu())
         self.make_caches = Caches(self.config, self.options)
         self.caches: dict[int, KVCache] = {}
         self.ids = count()

@@ -15,7 +15,7 @@ from tir_kernels import build_kernel, kernel_names
 from tir_kernels.cpu.attention import stock_sliding
 from tir_kernels.spec import KernelSpec
 
-from ..compiler import codec_map
+from ..compiler import architecture, codec_map, is_cuda, required_features
 from ..config import ResolvedConfig
 from .model_kernels import ModelKernels
 
@@ -67,6 +67,7 @@ class ConstructorKernels:
         # None if there are no such layers; callers check.
         self.mla = cast(KernelSpec, specs.get("mla"))
         self.mha = cast(KernelSpec, specs.get("mha", specs.get("mha_sliding")))
+        self._target = target
         self._listed = ModelKernels(target, repr(specs))
 
     def compile(self) -> list[tvm.runtime.Module]:
@@ -157,7 +158,7 @@ class ConstructorKernels:
         return self._tagged(*fixed, *self._named())
 
     def _named(self) -> list[relax.Expr]:
-        """Return what has no position in the constructor: names with kernels or page types."""
+        """Return what has no position in the constructor: names with kernels, page types, CPU."""
         specs = {}
         if self.mha:
             specs["apply_sinks"] = self.mha
@@ -175,6 +176,13 @@ class ConstructorKernels:
         values = {name: self._function(name, spec) for name, spec in specs.items()}
         return [
             each
-            for name, value in (self.page_types | values).items()
+            for name, value in (self.page_types | values | self._cpu()).items()
             for each in (tvm.ir.StringImm(name), value)
         ]
+
+    def _cpu(self) -> dict[str, relax.Expr]:
+        """Return the CPU that the kernels need, so that the runtime refuses them on others."""
+        if is_cuda(self._target):
+            return {}
+        needed = architecture(self._target), " ".join(required_features(self._target))
+        return {"cpu": relax.Tuple([tvm.ir.StringImm(text) for text in needed])}

@@ -16,10 +16,13 @@ from tvm_ffi import libinfo
 from tvm_pagedkv.compiler.cuda.library import STAYS_LOADED
 from tvm_pagedkv.compiler.disk_cache import sealed_file
 
+from ..foreign_code import runs_here
+
 _FFI = Path(libinfo.find_libtvm_ffi())
 _RUNTIME = Path(__file__).parent / "runtime"
 _FLAGS = (
-    *("-std=c++17", "-fPIC", "-shared", "-w", "-march=x86-64-v3", "-fno-strict-aliasing"),
+    *("-std=c++17", "-fPIC", "-shared", "-w", "-fno-strict-aliasing"),
+    *(["-march=x86-64-v3"] if runs_here("x86-64-v3") else []),
     *(f"-I{_RUNTIME}", f"-I{libinfo.find_include_path()}"),
     f"-I{libinfo.find_dlpack_include_path()}",
 )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled files and the CPUs that they are for: asked of the CPU, kept apart, refused."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+
+import tvm_pagedkv as pkv
+from tvm_pagedkv.compiler import resolve_target, targets
+from tvm_pagedkv.compiler.disk_cache import load_library
+
+from ..support.foreign_code import runs_here
+
+HIDE = "TVM_PAGEDKV_CPU_FEATURES"
+CONFIG = pkv.KVCacheConfig(1, 2, 1, 32, dtype="float32", page_size=4)
+needs_avx2 = pytest.mark.skipif(
+    platform.machine() != "x86_64" or not runs_here("x86-64-v3"), reason="hides features of x86-64"
+)
+
+
+def _linux_features() -> set[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return set(line.split(":")[1].split())
+    return set()
+
+
+def test_features_are_those_that_linux_tells(monkeypatch):
+    monkeypatch.delenv(HIDE, raising=False)
+    known = set(targets._LINUX_NAMES[targets.architecture(resolve_target())].values())
+    assert known & _linux_features() <= targets.cpu_features()
+
+
+def test_variables_leave_features_out_and_add_none(monkeypatch):
+    features = targets.cpu_features()
+    for names in ("", "no_such_feature", " ".join(sorted(features)[:2])):
+        monkeypatch.setenv(HIDE, names)
+        assert targets.cpu_features() == features & set(names.split())
+
+
+@needs_avx2
+def test_machines_that_share_a_folder_have_files_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path / "cache"))
+    seen: set[Path] = set()
+    for features in ("", " ".join(targets.required_features(resolve_target("x86-64-v3"))), None):
+        monkeypatch.setenv(HIDE, features) if features is not None else monkeypatch.delenv(HIDE)
+        kernels = pkv.build(CONFIG)
+        needed = set(targets.required_features(kernels.target))
+        assert needed <= targets.cpu_features()
+        o, lse = np.ones((1, 2, 32), "float32"), np.zeros((1, 2), "float32")
+        arrays = [tvm.runtime.tensor(each) for each in (o, lse, 3 * o, lse)]
+        kernels.kernels["merge"](*arrays)
+        np.testing.assert_allclose(arrays[0].numpy(), 2 * o, rtol=1e-6)
+        files = set((tmp_path / "cache").glob("*.so"))
+        assert files > seen, "a machine uses the file of another one"
+        seen = files
+
+
+@pytest.mark.parametrize(
+    "target, needed",
+    [
+        ({"kind": "llvm", "mcpu": "x86-64-v4", "mattr": ["+amx-tile"]}, "amx_tile"),
+        ({"kind": "llvm", "mcpu": "sapphirerapids"}, "amx_bf16 amx_int8 amx_tile"),
+        ({"kind": "llvm", "mcpu": "bdver2"}, "fma4 tbm xop"),
+    ],
+)
+@needs_avx2
+def test_a_library_for_another_cpu_is_refused(monkeypatch, target, needed):
+    """Before the file is read. What this machine has of AMX is hidden."""
+    left = targets.cpu_features() - {"amx_bf16", "amx_int8", "amx_tile"}
+    monkeypatch.setenv(HIDE, " ".join(left))
+    with pytest.raises(ValueError, match=f"cannot run here: this CPU lacks .*{needed}"):
+        load_library(Path("no such file"), resolve_target(target))
+
+
+def test_a_library_for_another_architecture_is_refused():
+    other = "aarch64" if platform.machine() == "x86_64" else "x86_64"
+    target = tvm.target.Target({"kind": "llvm", "mtriple": f"{other}-linux-gnu"})
+    with pytest.raises(ValueError, match=f"code for {other}-linux-gnu cannot run .* for {other}, "):
+        load_library(Path("no such file"), target)
+
+
+@needs_avx2
+def test_every_way_to_kernels_refuses(monkeypatch):
+    monkeypatch.setenv(HIDE, "sse2")
+    for make in (pkv.build, pkv.create):
+        with pytest.raises(ValueError, match="code for x86-64-v3 cannot run here: this CPU lacks"):
+            make(CONFIG, target="x86-64-v3")
+
+
+@pytest.mark.parametrize(
+    "hidden, attributes", [(set(), None), ({"sve", "sve2"}, ["-sve", "-sve2"])]
+)
+def test_what_is_hidden_of_an_arm_cpu_is_not_used(monkeypatch, hidden, attributes):
+    triple = "aarch64-linux-gnu"
+    make = targets.Target
+
+    def target_of_arm(fields):
+        return make(fields | {"mtriple": triple})
+
+    monkeypatch.setattr(targets, "Target", target_of_arm)
+    monkeypatch.setattr(targets.codegen, "llvm_get_system_cpu", lambda: "neoverse-v2")
+    everything = frozenset(targets._LINUX_NAMES["aarch64"].values()) - hidden
+    target = targets._target_with.__wrapped__("aarch64", everything)
+    assert target.attrs["mcpu"] == "neoverse-v2"
+    assert list(target.attrs.get("mattr", [])) == (attributes or [])
+    assert set(targets.required_features(target)) <= everything
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

@@ -18,7 +18,7 @@ PagedKVCacheObj::PagedKVCacheObj(CacheConfig config)
       copier_(storage_),
       step_(storage_, &table_, &copier_),
       sequences_(storage_, &table_, step_.phase()),
-      prefix_tiers_(&step_, &table_, page_groups_.layout().Text()),
+      prefix_tiers_(&step_, &table_, &guard_, page_groups_.layout().Text()),
       prefixes_(&step_, &table_, &prefix_tiers_),
       tree_commit_(&step_, &table_, &copier_),
       attention_(&step_),

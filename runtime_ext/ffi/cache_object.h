@@ -17,11 +17,11 @@
 #include <utility>
 
 #include "attention/attention.h"
+#include "base/caller_guard.h"
 #include "checkpoint/checkpoint_reader.h"
 #include "checkpoint/checkpoint_writer.h"
 #include "checkpoint/page_groups.h"
 #include "config/cache_config.h"
-#include "ffi/caller_guard.h"
 #include "inspect/debug_kv.h"
 #include "inspect/inspector.h"
 #include "state/sequences/sequence_table.h"

@@ -59,7 +59,17 @@ void PrefixTiers::ForgetTexts() {
 
 bool PrefixTiers::Flush(double seconds) {
   Settle();
-  return !tier_.defined() || tier_->Flush(seconds);
+  if (!tier_.defined()) return true;
+  const PrefixTier tier = tier_;
+  const CallerGuard::Outside outside(guard_);
+  return tier->Flush(seconds);
+}
+
+bool PrefixTiers::Wait(int64_t ticket, double seconds) {
+  if (ticket == 0) return true;
+  const PrefixTier tier = tier_;
+  const CallerGuard::Outside outside(guard_);
+  return tier->Wait(ticket, seconds);
 }
 
 bool PrefixTiers::Load(int64_t sequence_id, const std::vector<PageLoad>& loads) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/caller_guard.h"
 #include "state/sequences/sequence_table.h"
 #include "step/step.h"
 #include "tiers/page_transfers.h"
@@ -21,11 +22,11 @@ namespace pagedkv {
 class PrefixTiers {
  public:
   /*!
-   * \brief Both objects must outlive this.
+   * \brief The objects must outlive this.
    * \param layout What decides the bytes of a page, in words.
    */
-  PrefixTiers(Step* step, SequenceTable* table, std::string layout)
-      : step_(step), table_(table), layout_(std::move(layout)) {}
+  PrefixTiers(Step* step, SequenceTable* table, CallerGuard* guard, std::string layout)
+      : step_(step), table_(table), guard_(guard), layout_(std::move(layout)) {}
   /*! \brief Lets the worker finish what is to be written, without waiting for it. */
   ~PrefixTiers();
   PrefixTiers(const PrefixTiers&) = delete;
@@ -42,17 +43,17 @@ class PrefixTiers {
   /*! \brief Forgets all texts, in the pools and in host memory. */
   void ForgetTexts();
 
+  // Calls that wait: other threads may use the cache meanwhile, and Python's signals end them.
   /*! \brief Waits until the store has what was to be written. \return Whether it has. */
   bool Flush(double seconds);
+  /*! \brief Waits for a lookup. \return Whether it has ended. */
+  bool Wait(int64_t ticket, double seconds);
   /*! \brief Lets lookups find what was saved. */
   void Settle() {
     if (transfers_ != nullptr) transfers_->Settle();
   }
 
   double default_wait() const { return default_wait_; }
-  bool Wait(int64_t ticket, double seconds) {
-    return ticket == 0 || tier_->tier()->Wait(ticket, seconds);
-  }
   /*!
    * \brief Fills the pages of a new sequence, or removes it again.
    * \return Whether all values were whole. Those that were not are gone.
@@ -66,6 +67,7 @@ class PrefixTiers {
  private:
   Step* step_;
   SequenceTable* table_;
+  CallerGuard* guard_;
   std::string layout_;
   PrefixTier tier_;
   std::unique_ptr<PageTransfers> transfers_;

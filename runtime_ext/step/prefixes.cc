@@ -71,10 +71,14 @@ int64_t Prefixes::AddWithin(int64_t sequence_id, const TokenIds& tokens, const f
                             double seconds) {
   step_->phase().RequireIdle("prefix_add");
   if (!(seconds >= 0)) Raise(kValueError, "wait must be at least 0 seconds, got ", seconds);
-  const TokenSpan span = Convert(tokens);
+  TokenSpan span = Convert(tokens);
   tiers_->Settle();
   if (seconds > 0 && table_->Find(sequence_id) == nullptr) {
     tiers_->Wait(table_->prefixes().Prefetch(salt, span), seconds);
+    // Other threads may have used the cache and its scratch memory.
+    step_->phase().RequireIdle("prefix_add");
+    span = Convert(tokens);
+    tiers_->Settle();
   }
   for (;;) {  // ends: there are fewer values after each damaged one
     std::vector<PageLoad> loads;
@@ -93,7 +97,8 @@ ffi::Shape Prefixes::Locate(const TokenIds& tokens, const ffi::Bytes& salt, doub
   step_->phase().RequireIdle("prefix_locate");
   if (!(seconds >= 0)) Raise(kValueError, "timeout must be at least 0 seconds, got ", seconds);
   tiers_->Settle();
-  const std::vector<PagePlace> places = table_->prefixes().Locate(salt, Convert(tokens), seconds);
+  auto wait = [&](int64_t ticket) { return tiers_->Wait(ticket, seconds); };
+  const std::vector<PagePlace> places = table_->prefixes().Locate(salt, Convert(tokens), wait);
   std::vector<int64_t> numbers;
   for (PagePlace place : places) numbers.push_back(static_cast<int64_t>(place));
   return ffi::Shape(numbers);

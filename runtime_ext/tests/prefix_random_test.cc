@@ -172,7 +172,7 @@ class World {
 
   /*! \brief Locate names places of the pages of a hit, and changes nothing. */
   void CheckPlaces(const std::string& salt, const Tokens& tokens, int64_t matched) {
-    const auto places = table_.prefixes().Locate(salt, Span(tokens), 0);
+    const auto places = table_.prefixes().Locate(salt, Span(tokens), [](int64_t) { return false; });
     REQUIRE_EQ(places.size(), 3 * (tokens.size() / kPageSize));
     for (int64_t page = 0; page < matched / kPageSize; ++page) {
       const PagePlace place = places[3 * page + 1];  // the group without a window needs every page

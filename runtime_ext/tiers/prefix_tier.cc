@@ -5,7 +5,11 @@
  */
 #include "tiers/prefix_tier.h"
 
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -38,6 +42,24 @@ int64_t Address(const ffi::Tensor& memory) { return reinterpret_cast<int64_t>(me
 int64_t Padding(const ffi::Tensor& memory) {
   constexpr int64_t kBlock = HostSlots::kBlockAlignment;
   return (kBlock - Address(memory) % kBlock) % kBlock;
+}
+
+/*!
+ * \brief Waits in slices, between which Python handles its signals.
+ * \param wait Waits for some seconds. \return Whether it need not wait any more.
+ * \throws ffi::EnvErrorAlreadySet when a handler has raised, such as KeyboardInterrupt.
+ */
+template <typename F>
+bool WaitInSlices(double seconds, F wait) {
+  constexpr double kSlice = 0.1;
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  for (;;) {
+    const double left = seconds - std::chrono::duration<double>(Clock::now() - begin).count();
+    if (wait(std::min(left, kSlice))) return true;
+    if (!(left > kSlice)) return false;  // NaN, too
+    if (TVMFFIEnvCheckSignals() != 0) throw ffi::EnvErrorAlreadySet();
+  }
 }
 
 }  // namespace
@@ -121,6 +143,14 @@ ffi::Array<ffi::String> PrefixTierObj::FinishJob(int64_t id, const ffi::Bytes& r
     lines.push_back(line);
   }
   return lines;
+}
+
+bool PrefixTierObj::Wait(int64_t ticket, double seconds) {
+  return WaitInSlices(seconds, [&](double slice) { return tier_->Wait(ticket, slice); });
+}
+
+bool PrefixTierObj::Flush(double seconds) {
+  return WaitInSlices(seconds, [&](double slice) { return tier_->Flush(slice); });
 }
 
 ffi::Shape PrefixTierObj::MemoryRange() {

@@ -51,14 +51,15 @@ class PrefixTierObj : public ffi::Object {
   HostTier* tier() { return tier_.get(); }
   const ffi::Tensor& memory() const { return memory_; }
 
-  // What workers call, without the cache. Each may block without Python's global lock.
+  // What is called without the cache. Each may block, without Python's global lock. Workers call
+  // NextJob, in threads that get no signals; Wait and Flush let Python handle its signals.
   /*! \return The job's kind, id, keys, addresses and sizes; kind "none" or "closed" without one. */
   ffi::Map<ffi::String, ffi::Any> NextJob(double seconds);
   /*! \param results A byte for each key: 0 no, 1 yes, 2 verified by the store. \return Lines to
    * log. */
   ffi::Array<ffi::String> FinishJob(int64_t id, const ffi::Bytes& results);
-  bool Wait(int64_t ticket, double seconds) { return tier_->Wait(ticket, seconds); }
-  bool Flush(double seconds) { return tier_->Flush(seconds); }
+  bool Wait(int64_t ticket, double seconds);
+  bool Flush(double seconds);
   void Close() { tier_->Close(); }
   /*! \brief Address and size of the memory that jobs read and write. */
   ffi::Shape MemoryRange();

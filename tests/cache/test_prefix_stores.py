@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +111,85 @@ def test_nothing_waits_for_a_store_that_hangs():
     store.release.set()
     assert texts.cache.close_prefixes(60)
     assert store.closed.is_set() and store.values
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, traceback
+from tests.cache.test_prefix_stores import TieredTexts
+from tests.support.dict_store import HangingStore
+
+store = HangingStore()
+texts = TieredTexts(tiers={"store": store, "model": "m"})
+cache, prompt = texts.cache, list(range(30))
+main = threading.main_thread().ident
+calls = {
+    "add_sequence": lambda: cache.add_sequence(0, prompt, wait=3600),
+    "locate_prefix": lambda: cache.locate_prefix(prompt, timeout=3600),
+    "flush_prefixes": lambda: cache.flush_prefixes(3600),
+    "close_prefixes": lambda: cache.close_prefixes(3600),
+}
+if sys.argv[1] in ("flush_prefixes", "close_prefixes"):
+    texts.once(prompt)
+
+def interrupt():
+    store.entered.wait()
+    while sys.argv[1] not in {f.name for f in traceback.extract_stack(sys._current_frames()[main])}:
+        pass
+    while True:
+        try:
+            cache.add_sequence(5)  # another thread uses the cache
+            break
+        except RuntimeError as error:  # until the main thread waits
+            assert "another thread is inside" in str(error)
+    os.kill(os.getpid(), signal.SIGINT)
+
+thread = threading.Thread(target=interrupt)
+thread.start()
+try:
+    calls[sys.argv[1]]()
+except KeyboardInterrupt:
+    thread.join()
+    print("interrupted", cache.sequence_ids())
+store.release.set()
+cache.check_integrity()
+assert cache.close_prefixes(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "call", ["add_sequence", "locate_prefix", "flush_prefixes", "close_prefixes"]
+)
+def test_ctrl_c_ends_a_wait_for_a_store(call):
+    command = [sys.executable, "-c", INTERRUPTED, call]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "interrupted [5]\n"
+
+
+def test_what_another_thread_did_during_a_wait_counts():
+    store = HangingStore()
+    texts = TieredTexts(tiers={"store": store, "model": "m"})
+    errors = []
+
+    def wait_for_the_store():
+        try:
+            texts.cache.add_sequence(0, list(range(30)), wait=3600)
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait_for_the_store)
+    thread.start()
+    assert store.entered.wait(60)
+    is_added = False
+    while not is_added:
+        with contextlib.suppress(RuntimeError):  # until the other thread waits
+            texts.cache.add_sequence(0)
+            is_added = True
+    store.release.set()
+    thread.join()
+    assert errors == ["sequence 0 is in the cache already"]
+    texts.cache.check_integrity()
+    texts.cache.close_prefixes(60)
 
 
 def test_a_store_that_raises_is_a_miss(caplog):

@@ -17,6 +17,7 @@
 #define TVM_PAGEDKV_STATE_SEQUENCES_PREFIX_INDEX_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -103,9 +104,12 @@ class PrefixIndex {
   int64_t Prefetch(const std::string& salt, TokenSpan tokens) const;
   /*!
    * \brief Where the full pages of a text are. What a store has is seen if it answers in time.
-   * \return [page][group]; what has not been found in `seconds` is nowhere.
+   * \param wait Waits for the lookup with a ticket; whether it has ended. The index may change
+   *   meanwhile.
+   * \return [page][group]; what has not been found in time is nowhere.
    */
-  std::vector<PagePlace> Locate(const std::string& salt, TokenSpan tokens, double seconds) const;
+  std::vector<PagePlace> Locate(const std::string& salt, TokenSpan tokens,
+                                const std::function<bool(int64_t)>& wait) const;
   /*!
    * \brief Gives a new, empty sequence the pages that Match finds, and records their tokens.
    * \param loads Pages that the caller fills from slots of the host tier, before FinishLoads.

@@ -46,7 +46,7 @@ int64_t PrefixIndex::Prefetch(const std::string& salt, TokenSpan tokens) const {
 }
 
 std::vector<PagePlace> PrefixIndex::Locate(const std::string& salt, TokenSpan tokens,
-                                           double seconds) const {
+                                           const std::function<bool(int64_t)>& wait) const {
   StoreLookup question;
   std::vector<PagePlace> places = search_.Locate(salt, tokens, &question);
   if (tier_ == nullptr || !tier_->has_store() || question.values.empty()) return places;
@@ -57,7 +57,7 @@ std::vector<PagePlace> PrefixIndex::Locate(const std::string& salt, TokenSpan to
     return std::vector<size_t>();
   };
   const int64_t ticket = tier_->Begin(std::move(question));
-  if (ticket == 0 || !tier_->Wait(ticket, seconds)) return places;
+  if (ticket == 0 || !wait(ticket)) return places;
   for (size_t v = 0; v < found->size(); ++v) {  // none when the lookup was cancelled
     if (!(*found)[v]) continue;
     places[values[v].page * geometry_->num_groups() + values[v].group] = PagePlace::kStore;

@@ -6,14 +6,16 @@
  * Calls through the FFI release Python's global interpreter lock, so two threads may enter a cache
  * at once. The second one is refused: if it waited, it would deadlock when the first one needs the
  * interpreter lock for a kernel or a handler. The thread inside may enter again, for example from a
- * handler.
+ * handler. A thread that waits for something outside of the object steps outside meanwhile.
  */
-#ifndef TVM_PAGEDKV_FFI_CALLER_GUARD_H_
-#define TVM_PAGEDKV_FFI_CALLER_GUARD_H_
+#ifndef TVM_PAGEDKV_BASE_CALLER_GUARD_H_
+#define TVM_PAGEDKV_BASE_CALLER_GUARD_H_
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -45,6 +47,30 @@ class CallerGuard {
   }
   /*! \brief Whether this is not a nested call. */
   bool is_outermost() const { return depth_ == 1; }
+
+  /*!
+   * \brief Lets other threads inside while this one waits, unless its call is a nested one.
+   *
+   * The object may be another one afterwards: check again whatever was checked before. The thread
+   * that steps outside must hold no lock that a call of another thread needs, such as Python's.
+   */
+  class Outside {
+   public:
+    explicit Outside(CallerGuard* guard) : guard_(guard->is_outermost() ? guard : nullptr) {
+      if (guard_ != nullptr) guard_->Leave();
+    }
+    /*! \brief Waits until the thread that is inside now has left. */
+    ~Outside() {
+      while (guard_ != nullptr && !guard_->TryEnter()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+    Outside(const Outside&) = delete;
+    Outside& operator=(const Outside&) = delete;
+
+   private:
+    CallerGuard* guard_;
+  };
 
  private:
   static const void* ThisThread() {
@@ -90,4 +116,4 @@ class DeferredCalls {
 
 }  // namespace pagedkv
 
-#endif  // TVM_PAGEDKV_FFI_CALLER_GUARD_H_
+#endif  // TVM_PAGEDKV_BASE_CALLER_GUARD_H_

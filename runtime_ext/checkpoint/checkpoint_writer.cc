@@ -27,6 +27,7 @@ SequenceState CheckpointWriter::StateOf(const Sequence& sequence) const {
           sequence.window.size > 0 ? "a sliding window" : "dropped positions behind its sinks",
           "; there are no checkpoints of such sequences");
   }
+  RequireWritten(sequence, sequence.length, "be saved");
   SequenceState state{sequence.length, {}};
   for (const StoredLayer& layer : step_->storage().layers()) {
     state.first_pages.push_back(sequence.first_pages[layer.group]);

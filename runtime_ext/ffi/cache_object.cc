@@ -38,7 +38,8 @@ void PagedKVCacheObj::BeginForward(IntSpan sequence_ids, IntSpan append_lengths,
 
 void PagedKVCacheObj::EndForward() {
   step_.phase().RequireOpenStep("end_forward");
-  const std::vector<int64_t> blocks = sender_.MakeBlocks();  // before windows let rows go
+  std::vector<int64_t> blocks;
+  if (step_.IsWritten()) blocks = sender_.MakeBlocks();  // before windows let rows go
   step_.End();
   sender_.Announce(blocks);
 }

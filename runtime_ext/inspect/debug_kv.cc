@@ -98,6 +98,11 @@ void DebugKV::Write(LayerKind kind, Sequence* sequence, int64_t begin, int64_t c
   copies.Commit();
   copies.Overwrite(*sequence, begin, begin + count);
   table_->prefixes().Drop(sequence);  // the rows are no longer those of its tokens
+  const std::vector<StoredLayer>& layers = step_->storage().layers();
+  if (std::all_of(layers.begin(), layers.end(),
+                  [kind](const StoredLayer& layer) { return layer.config.kind == kind; })) {
+    table_->NoteWritten(sequence, begin, begin + count);
+  }
 }
 
 std::vector<std::vector<int32_t>> DebugKV::SlotsBehind(const std::vector<PageCopy>& copies,

@@ -5,6 +5,8 @@
  */
 #include "step/step.h"
 
+#include <algorithm>
+
 #include "config/layer_kernels.h"
 #include "state/plans/plan_arrays.h"
 
@@ -95,7 +97,7 @@ void Step::CountPagesRead() {
 void Step::End() {
   phase_.RequireOpenStep("end_forward");
   stream_order_.EndStep();
-  plan_.Finish();
+  plan_.Finish(IsWritten());
   phase_.EndStep();
 }
 
@@ -104,6 +106,12 @@ void Step::Abort() {
   stream_order_.EndStep();
   plan_.Abort();
   phase_.EndStep();
+}
+
+bool Step::IsWritten() const {
+  const std::vector<StoredLayer>& layers = storage_.layers();
+  return std::all_of(layers.begin(), layers.end(),
+                     [this](const StoredLayer& layer) { return HasAppended(layer); });
 }
 
 std::vector<int64_t> Step::MissingLayers() const {

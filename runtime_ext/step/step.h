@@ -42,9 +42,13 @@ class Step {
    * \throws Error (ValueError, KeyError, CacheFullError); then nothing has changed.
    */
   void Begin(IntSpan sequence_ids, IntSpan append_lengths, std::optional<IntSpan> tree_parents);
+  /*! \brief Ends the step. Where a layer has not appended its rows, the sequences keep them, but
+   * nobody else gets them. */
   void End();
   /*! \brief Ends the step as if it had never begun: what layers have appended is dropped. */
   void Abort();
+  /*! \brief Whether every layer has appended its K and V in this step. */
+  bool IsWritten() const;
   /*! \brief Ids of the layers that have not appended their K and V in this step. */
   std::vector<int64_t> MissingLayers() const;
   bool IsInForward() const { return phase_.is_in_forward(); }

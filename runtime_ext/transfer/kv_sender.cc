@@ -138,7 +138,7 @@ void KVSender::RequireNoSends(IntSpan sequence_ids) const {
 }
 
 int64_t KVSender::MakeBlock(Sequence* sequence) {
-  if (sequence->send == nullptr || sequence->length <= sequence->send->next) return 0;
+  if (sequence->send == nullptr || sequence->publishable_length() <= sequence->send->next) return 0;
   auto it = blocks_.emplace(last_id_ + 1, SendBlock{}).first;
   try {
     it->second = sends_.Acquire(sequence);

@@ -166,6 +166,8 @@ def test_only_committed_rows_of_completed_steps_are_found():
     cache.begin_forward([0], [2], [-1, 0])
     with pytest.raises(ValueError, match="at most 0 more, got 1"):
         cache.record_tokens(0, [9])
+    for layer in range(2):
+        cache.attention(layer, texts.qkv(2))
     cache.end_forward()
     cache.commit_tree([0], [1])
     cache.record_tokens(0, [9, 10])

@@ -215,7 +215,8 @@ class KVCache(CachePrefix, tvm_ffi.Object):
     def end_forward(self) -> None:
         """End the step.
 
-        Unlike `forward`, it does not check that every layer has run.
+        Unlike `forward`, it does not require that every layer has run. Rows that a layer left out
+        stay in their sequence, but they are never found by their tokens, sent, stored or saved.
 
         Raises
         ------
@@ -322,7 +323,8 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         KeyError
             If there is no such sequence.
         ValueError
-            If an id repeats, or a step is in progress.
+            If an id repeats, a step is in progress, or a layer left a row of a sequence out of its
+            step.
         OSError
             If the file cannot be written.
         """

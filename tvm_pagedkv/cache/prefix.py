@@ -240,8 +240,8 @@ class CachePrefix(CacheAttention):
         KeyError
             If there is no such sequence.
         ValueError
-            If the sequence does not have that many committed positions, if it has a window, or if a
-            token id is out of range.
+            If the sequence does not have that many committed positions, if a layer left one of them
+            out of its step, if the sequence has a window, or if a token id is out of range.
         """
         seq_id = as_int("seq_id", seq_id)
         begin = self.num_recorded_tokens(seq_id)

@@ -69,12 +69,12 @@ void CommitPlan::Commit() noexcept {
     const auto path_length = static_cast<int64_t>(item.path.size());
     const int64_t first = item.sequence->committed_length();
     copies_.Overwrite(*item.sequence, first + item.num_in_place, first + path_length);
-    table_->CommitNodes(item.sequence, path_length);
+    table_->CommitNodes(item.sequence, item.path);
   }
 }
 
 void CommitPlan::DropNodes() noexcept {
-  for (const Item& item : items_) table_->CommitNodes(item.sequence, 0);
+  for (const Item& item : items_) table_->CommitNodes(item.sequence, {});
 }
 
 void CommitPlan::FillMoveIndptr(int32_t* out) const {

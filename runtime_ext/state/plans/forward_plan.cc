@@ -274,11 +274,12 @@ void ForwardPlan::Commit() noexcept {
   }
 }
 
-void ForwardPlan::Finish() noexcept {
+void ForwardPlan::Finish(bool is_written) noexcept {
   for (const PageCopy& copy : copies_) table_->pins().Unpin(copy.group, copy.source);
   copies_.clear();
   for (const Item& item : items_) {
     table_->FinishReceive(item.sequence);
+    if (!is_written) table_->NoteUnwritten(item.sequence, item.past_length);
     table_->prefixes().AddPages(item.sequence);  // before the windows leave some behind
     table_->Slide(item.sequence);
   }

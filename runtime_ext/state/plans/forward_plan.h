@@ -65,8 +65,12 @@ class ForwardPlan {
    * sequences stay open, so that Abort can restore both.
    */
   void Commit() noexcept;
-  /*! \brief Ends the step: releases replaced pages and slides the windows. */
-  void Finish() noexcept;
+  /*!
+   * \brief Ends the step: releases replaced pages and slides the windows.
+   * \param is_written Whether every layer has written its rows. Otherwise the sequences keep them,
+   *   and nobody else ever gets them.
+   */
+  void Finish(bool is_written = true) noexcept;
   /*!
    * \brief Undoes Commit: lengths, pages, trees and receives are as before the step. Cached pages
    *   that the step reclaimed are free now, for kernels may have written them.

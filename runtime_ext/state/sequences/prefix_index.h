@@ -9,9 +9,9 @@
  * window of the next row. A hit in the middle of a page shares that page, which the next write
  * copies.
  *
- * Recorded tokens are those of the first positions of a sequence, without gaps. Only committed
- * positions have any: not nodes of a token tree, and not what a receive is still bringing. A
- * sequence with a window of its own has none.
+ * Recorded tokens are those of the first positions of a sequence, without gaps. Only publishable
+ * positions have any: not nodes of a token tree, not what a receive is still bringing, and not rows
+ * that a layer left out. A sequence with a window of its own has none.
  */
 #ifndef TVM_PAGEDKV_STATE_SEQUENCES_PREFIX_INDEX_H_
 #define TVM_PAGEDKV_STATE_SEQUENCES_PREFIX_INDEX_H_
@@ -164,10 +164,6 @@ class PrefixIndex {
   int64_t NumRecorded(const TokenRecord& record) const {
     return record.cursor.num_pages * geometry_->page_size() +
            static_cast<int64_t>(record.tail.size());
-  }
-  /*! \brief Positions that may have tokens. */
-  static int64_t NumRecordable(const Sequence& sequence) {
-    return sequence.receive ? sequence.receive->begin : sequence.committed_length();
   }
   std::unique_ptr<TokenRecord> ReserveRecord(int64_t num_tokens) const;
   /*! \brief Searches, and pins what is to be loaded. */

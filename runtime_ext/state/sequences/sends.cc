@@ -12,6 +12,7 @@
 namespace pagedkv {
 
 void Sends::RequireSendable(const Sequence& sequence, const SendMark& mark) const {
+  RequireWritten(sequence, mark.end, "be sent");
   const PageGeometry& geometry = table_->geometry();
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     const SlotRun& first = mark.slots[g].front();
@@ -29,7 +30,7 @@ SendBlock Sends::Acquire(Sequence* sequence) const {
   const int64_t page_size = table_->page_size();
   const auto num_groups = static_cast<size_t>(table_->num_groups());
   SendMark& mark = *sequence->send;
-  const int64_t end = std::min(sequence->length, mark.end);
+  const int64_t end = std::min(sequence->publishable_length(), mark.end);
   SendBlock block{mark.id, sequence->id, mark.peer, mark.next, end, {}, {}};
   block.runs.resize(num_groups);
   block.pages.resize(num_groups);

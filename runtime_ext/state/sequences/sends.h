@@ -4,8 +4,8 @@
  * \brief Positions of sequences that go to other caches.
  *
  * A sequence that is being sent has a mark with the slots of the receiver. As soon as positions are
- * computed, they become a block, whose pages do not change until it is released, whatever the
- * sequence does meanwhile.
+ * written by every layer, they become a block, whose pages do not change until it is released,
+ * whatever the sequence does meanwhile.
  */
 #ifndef TVM_PAGEDKV_STATE_SEQUENCES_SENDS_H_
 #define TVM_PAGEDKV_STATE_SEQUENCES_SENDS_H_
@@ -40,7 +40,8 @@ class Sends {
   /*! \brief The table must outlive this. */
   explicit Sends(SequenceTable* table) : table_(table) {}
 
-  /*! \throws Error (ValueError) when positions that the mark needs are gone. */
+  /*! \throws Error (ValueError) when positions that the mark needs are gone, or were never written.
+   */
   void RequireSendable(const Sequence& sequence, const SendMark& mark) const;
   /*! \brief A block of the new positions of a mark. The last block of a mark removes it. */
   SendBlock Acquire(Sequence* sequence) const;

@@ -6,8 +6,10 @@
 #ifndef TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_H_
 #define TVM_PAGEDKV_STATE_SEQUENCES_SEQUENCE_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -60,6 +62,9 @@ struct TokenRecord {
 };
 
 struct Sequence {
+  /*! \brief What first_unwritten is when every layer has written all rows. */
+  static constexpr int64_t kAllWritten = std::numeric_limits<int64_t>::max();
+
   int64_t id = 0;
   int64_t length = 0;  // positions held, tree nodes included
   TokenTree tree;      // its nodes are the last positions
@@ -76,12 +81,27 @@ struct Sequence {
   std::unique_ptr<SendMark> send;          // positions that go to another cache
   std::unique_ptr<TokenRecord> tokens;     // when its tokens are recorded
   uint64_t batch_mark = 0;  // scratch of ForwardPlan, which finds repeated ids with it
+  /*! \brief The text position of the first row that a layer has left out of its step. The rows
+   * behind it were computed from it. A pop back to it removes the mark. */
+  int64_t first_unwritten = kAllWritten;
 
   int64_t committed_length() const { return length - tree.size(); }
+  /*!
+   * \brief Leading positions that are committed, have arrived, and were written by every layer.
+   *
+   * Only these may be found by their tokens, stored, sent or saved. For sequences without a window:
+   * of others, nothing is.
+   */
+  int64_t publishable_length() const {
+    return std::min(receive ? receive->begin : committed_length(), first_unwritten);
+  }
 };
 
 /*! \throws Error (ValueError) when the sequence has a window or dropped positions. */
 void RequireNoWindow(const Sequence& sequence, const char* what);
+
+/*! \throws Error (ValueError) when a layer has left out a row before position `end`. */
+void RequireWritten(const Sequence& sequence, int64_t end, const char* what);
 
 }  // namespace pagedkv
 

@@ -35,6 +35,14 @@ void RequireNoWindow(const Sequence& sequence, const char* what) {
         sequence.window.size > 0 ? "a sliding window" : "dropped positions behind its sinks");
 }
 
+void RequireWritten(const Sequence& sequence, int64_t end, const char* what) {
+  const int64_t first = sequence.first_unwritten;
+  if (first >= end) return;
+  Raise(kValueError, "sequence ", sequence.id, " cannot ", what, ": a step that ended without all ",
+        "layers left out the row at position ", first, "; pop the sequence back to length ", first,
+        " or less and append the tokens again");
+}
+
 SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
                              const std::vector<int32_t>& num_pages, std::vector<int64_t> windows)
     : max_num_sequences_(max_num_sequences),
@@ -191,6 +199,9 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
     target->histories[g].CopyWithoutLast(source.histories[g], num_taken_back, &pools_[g]);
   }
   target->window = window;
+  if (window.TextLength(position) > source.first_unwritten) {
+    target->first_unwritten = source.first_unwritten;
+  }
   target->pages = std::move(pages);
   target->first_pages = std::move(first_pages);
   Grow(target, position);
@@ -218,15 +229,38 @@ void SequenceTable::Pop(int64_t id, int64_t count) {
   if (was_handed_over && length < sequence.send->next) sequence.send.reset();
 }
 
-void SequenceTable::CommitNodes(Sequence* sequence, int64_t count) noexcept {
-  const int64_t length = sequence->committed_length() + count;
+void SequenceTable::CommitNodes(Sequence* sequence, const std::vector<int32_t>& path) noexcept {
+  const int64_t first = sequence->committed_length();
+  const int64_t length = first + static_cast<int64_t>(path.size());
+  if (sequence->first_unwritten >= first) {
+    // The mark moves to the first unwritten node of the path, which is in the order of the nodes.
+    const auto node = std::lower_bound(path.begin(), path.end(), sequence->first_unwritten - first);
+    sequence->first_unwritten = first + (node - path.begin());
+  }
   sequence->tree.Truncate(0);
   Truncate(sequence, length);
   Slide(sequence);
 }
 
+void SequenceTable::NoteUnwritten(Sequence* sequence, int64_t position) noexcept {
+  const int64_t text_position = sequence->window.TextPosition(position);
+  sequence->first_unwritten = std::min(sequence->first_unwritten, text_position);
+  prefixes_.Truncate(sequence, sequence->publishable_length());
+}
+
+void SequenceTable::NoteWritten(Sequence* sequence, int64_t begin, int64_t end) noexcept {
+  const SequenceWindow& window = sequence->window;
+  const int64_t first = sequence->first_unwritten;
+  if (first < window.TextPosition(begin) || first >= window.TextLength(end)) return;
+  sequence->first_unwritten =
+      end == sequence->length ? Sequence::kAllWritten : window.TextLength(end);
+}
+
 void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
   SequenceWindow& window = sequence->window;
+  if (window.TextLength(length) <= sequence->first_unwritten) {
+    sequence->first_unwritten = Sequence::kAllWritten;
+  }
   const bool has_lost_window = length <= window.num_sinks;
   for (int32_t g = 0; g < num_groups(); ++g) {
     const int64_t num_pages = geometry_.NumPages(*sequence, g, length);

@@ -100,8 +100,15 @@ class SequenceTable {
    * \throws Error (KeyError; ValueError, also when needed pages have been reclaimed).
    */
   void Pop(int64_t id, int64_t count);
-  /*! \brief Makes the first `count` nodes of the tree committed positions and drops the others. */
-  void CommitNodes(Sequence* sequence, int64_t count) noexcept;
+  /*!
+   * \brief Commits the nodes of a path of the tree, whose rows are in the slots behind the
+   * committed positions, and drops the others.
+   */
+  void CommitNodes(Sequence* sequence, const std::vector<int32_t>& path) noexcept;
+  /*! \brief A layer has left out the rows from this position on: they are published to nobody. */
+  void NoteUnwritten(Sequence* sequence, int64_t position) noexcept;
+  /*! \brief Somebody has written positions [begin, end) of every layer outside of a step. */
+  void NoteWritten(Sequence* sequence, int64_t begin, int64_t end) noexcept;
   /*!
    * \brief Gives a sequence a window of `size` positions, `num_sinks` of them its first ones.
    * \param includes_self Whether `size` includes the row itself.

@@ -72,6 +72,11 @@ void SequenceTable::CheckIntegrity(bool has_slid) const {
       Raise(kRuntimeError, "sequence ", id, " of length ", sequence.length, " has ",
             sequence.tree.size(), " tree nodes");
     }
+    const bool is_marked = sequence.first_unwritten != Sequence::kAllWritten;
+    if (is_marked && sequence.first_unwritten >= sequence.window.TextLength(sequence.length)) {
+      Raise(kRuntimeError, "sequence ", id, " of length ", sequence.length,
+            " lacks rows from text position ", sequence.first_unwritten, " on, behind its end");
+    }
   }
   if (total_length != total_length_) {
     Raise(kRuntimeError, "the lengths sum to ", total_length, ", not to ", total_length_);

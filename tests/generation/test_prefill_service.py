@@ -133,9 +133,9 @@ WRONG_REQUESTS = {
     "begin_wide": ({"begin": 10**40}, "from 1000"),
     "length_zero": ({"length": 0, "slots": [0]}, "0 positions"),
     "length_text": ({"length": "3"}, "length is '3'"),
-    "length_other": ({"length": 4}, "4 positions, and has slots for others"),
+    "length_other": ({"length": 4}, "covers 4 positions but has 3 slots"),
     "slots_none": ({"slots": None}, "slots is None"),
-    "slots_empty": ({"slots": []}, "slots for others"),
+    "slots_empty": ({"slots": []}, "but has 0 slots"),
     "slots_texts": ({"slots": ["1", 0, 3]}, "'1' in slots"),
     "slots_wide": ({"slots": [1, 2**63, 3]}, "in slots"),
     "slots_cut": ({"slots": [2, 0, 3]}, "should have 2 runs|numbers|runs"),
@@ -254,10 +254,8 @@ def test_a_client_that_vanishes(model, start, when):
     elif when == "read":
         while not ticket.read:
             receiver.poll(1.0)
-    start_time = time.monotonic()
     service.socket.close()
-    assert service.done.result(10.0) in (0, 1)
-    assert time.monotonic() - start_time < 5.0
+    assert service.done.result(60.0) in (0, 1)
     service.check_nothing_is_held()
 
 

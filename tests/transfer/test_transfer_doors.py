@@ -7,7 +7,6 @@ import contextlib
 import logging
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -152,14 +151,14 @@ def test_nobody_but_a_wrong_secret(threads):
     [(100, b""), (3, b"G"), (3, b"GET / HTTP/1.1\r\n\r\n" * 4), (3, b"\xff" * 64)],
     ids=["silent", "G", "GET", "ff"],
 )
-def test_strangers_keep_nobody_waiting(listener, threads, stranger, count, data):
-    accepted = threads.submit(listener.accept, 20.0)
-    for _ in range(count):
-        stranger(listener.address, data)
-    start = time.monotonic()
-    channel = MessageChannel.connect(listener.address, 20.0, SECRET)
-    check_messages(channel, accepted.result())
-    assert time.monotonic() - start < 3.0  # one alone may take up to 5 s
+def test_strangers_keep_nobody_waiting(threads, stranger, count, data):
+    """Nobody waits for the end of their handshakes: it does not come."""
+    with MessageChannel.listener(HERE, SECRET, handshake_seconds=1e6) as listener:
+        accepted = threads.submit(listener.accept, 60.0)
+        for _ in range(count):
+            stranger(listener.address, data)
+        channel = MessageChannel.connect(listener.address, 60.0, SECRET)
+        check_messages(channel, accepted.result())
 
 
 def test_a_silent_stranger_is_turned_away(stranger):
@@ -206,10 +205,8 @@ def test_listeners_that_are_not_the_other_side(fake_listener, name):
         return received
 
     address, received = fake_listener(serve)
-    start = time.monotonic()
-    with pytest.raises(error):
-        MessageChannel.connect(address, 0.3, SECRET)
-    assert time.monotonic() - start < 2.0
+    with pytest.raises(error):  # those that say something wrong need no time limit
+        MessageChannel.connect(address, 0.3 if error is TransferTimeout else 60.0, SECRET)
     assert SECRET not in received.result() and len(received.result()) in (0, 64)
 
 
@@ -242,31 +239,31 @@ def test_messages_behind_the_handshake_are_kept(listener, stranger, threads):
         assert accepted.result().receive(5.0) == {"number": number}
 
 
-def test_time_limits_cover_all_of_connect(monkeypatch):
+def test_time_limits_cover_all_of_connect(fake_clock, monkeypatch):
     with socket.create_server(HERE) as server:
         nobody = server.getsockname()
     for timeout in (0.0, 0.3):
-        start = time.monotonic()
+        start = fake_clock.time
         with pytest.raises(TransferTimeout, match="nobody listens at 127.0.0.1:"):
             MessageChannel.connect(nobody, timeout, SECRET)
-        assert timeout <= time.monotonic() - start < timeout + 1.0
+        assert fake_clock.time - start == pytest.approx(timeout)
 
+
+def test_a_slow_name_service_is_not_waited_for(monkeypatch):
     stop = threading.Event()
 
     def slow(*_, flags, **__):
         if flags & socket.AI_NUMERICHOST:
             raise socket.gaierror(socket.EAI_NONAME, "no number")
-        stop.wait(10.0)
+        stop.wait()
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    start = time.monotonic()
     with pytest.raises(TransferTimeout, match="was not resolved in 0.2 s"):
         MessageChannel.connect(("far.example", 1), 0.2, SECRET)
-    assert time.monotonic() - start < 2.0
     stop.set()
 
 
-def test_a_full_backlog_does_not_stop_connect():
+def test_a_full_backlog_does_not_stop_connect(fake_clock):
     """The kernel lets an attempt wait for minutes there."""
     server = socket.socket()
     server.bind(HERE)
@@ -276,10 +273,9 @@ def test_a_full_backlog_does_not_stop_connect():
         waiting.append(socket.socket())
         waiting[-1].setblocking(False)
         waiting[-1].connect_ex(server.getsockname())
-    start = time.monotonic()
     with pytest.raises(TransferTimeout):
         MessageChannel.connect(server.getsockname(), 0.3, SECRET)
-    assert time.monotonic() - start < 2.0
+    assert fake_clock.time == pytest.approx(0.3)
     for connection in (server, *waiting):
         connection.close()
 

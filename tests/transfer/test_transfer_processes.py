@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -150,10 +149,9 @@ def test_the_sender_dies(start, kind):
     before = state(target)
     receiver = Receiver(target, channel, TIMEOUT)
     ticket = receiver.request(2, 40, 5)
-    start_time = time.monotonic()
-    with pytest.raises(TransferError):
+    with pytest.raises(TransferError) as raised:
         receiver.wait(ticket)
-    assert time.monotonic() - start_time < TIMEOUT
+    assert not isinstance(raised.value, TransferTimeout)
     assert state(target) == before
     target.check_integrity()
     with pytest.raises(TransferError):
@@ -248,7 +246,7 @@ def test_shared_memory_needs_a_cache_for_it(tmp_path):
         other.receive(1.0)
     with pytest.raises(TransferTimeout, match="nobody listens"):
         SharedMemoryChannel.connect(tmp_path / "nowhere", 0.0)
-    with pytest.raises(TransferTimeout, match="nobody came"):
+    with pytest.raises(TransferTimeout, match="no authenticated peer"):
         SharedMemoryChannel.listen(tmp_path / "here", 0.01)
     assert not (tmp_path / "here").exists()
 
@@ -317,9 +315,9 @@ def test_nixl_reads_that_the_sender_does_not_know_of():
     other._generation = "another"  # as if it had read in an earlier connection
     sender.finish(send)
     receiver.poll(1.0)
-    with pytest.raises(TransferError, match="read out of other memory"):
+    with pytest.raises(TransferError, match="no read notification for block .* within"):
         sender.wait(send)
-    with pytest.raises(TransferError, match="read out of other memory"):
+    with pytest.raises(TransferError, match="no read notification for block .* within"):
         receiver.wait(ticket)
     assert state(target) == before
     assert source.stats()["num_pinned_pages"] == 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -101,20 +100,21 @@ def test_an_offer_that_cannot_be_described(monkeypatch):
     two.check_nothing_is_held()
 
 
-def test_a_receiver_that_claims_to_have_read():
+def test_a_receiver_that_claims_to_have_read(fake_clock):
     """The thread that serves both does not wait for the proof."""
     two = TwoReceivers(timeout=3.0)
-    two.senders[0].channel.was_read = lambda tag, timeout: bool(time.sleep(timeout))
+    time_limits = []
+    two.senders[0].channel.was_read = lambda tag, timeout: bool(time_limits.append(timeout))
     two.step()
     two.receivers[0].poll()
-    start = time.monotonic()
     two.senders[0].poll()
     two.check_second()
-    assert time.monotonic() - start < 1.2
+    assert time_limits and set(time_limits) == {0.0}
+    assert fake_clock.time == 0.0
     two.senders[0].finish(two.sends[0])
-    with pytest.raises(TransferError, match="read out of other memory"):
+    with pytest.raises(TransferError, match="no read notification for block .* within"):
         two.senders[0].wait(two.sends[0])
-    with pytest.raises(TransferError, match="read out of other memory"):
+    with pytest.raises(TransferError, match="no read notification for block .* within"):
         two.receivers[0].wait(two.tickets[0])
     two.check_nothing_is_held()
 
@@ -123,9 +123,7 @@ def test_a_receiver_that_never_stops_talking():
     two = TwoReceivers()
     channel = two.senders[0].channel
     channel.receive = lambda timeout: {"type": "failed", "id": 99, "reason": "again"}
-    start = time.monotonic()
-    assert two.senders[0].poll()
-    assert time.monotonic() - start < 1.0
+    assert two.senders[0].poll()  # it returns
     two.step()
     two.check_second()
 
@@ -154,22 +152,21 @@ def test_a_forgotten_sender(pair, monkeypatch):
     hooks = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: hooks.append(error))
     monkeypatch.setattr(sys, "unraisablehook", hooks.append)
-    locked, done = threading.Event(), threading.Event()
+    locked, done, held_until_done = threading.Event(), threading.Event(), []
 
     def hold():
         with channel._outbox.changed, channel._inbox.changed:
             locked.set()
-            done.wait(10.0)
+            held_until_done.append(done.wait(60.0))
 
     thread = threading.Thread(target=hold)
     thread.start()
-    locked.wait(10.0)
-    start = time.monotonic()
+    locked.wait(60.0)
     del send, pair.sender
     gc.collect()
-    assert time.monotonic() - start < 5.0
     done.set()
     thread.join()
+    assert held_until_done == [True]  # the collector did not wait for the locks
     assert hooks == []
     assert pair.source.stats()["num_send_blocks"] == 0
     append(pair.source, 0, pair.qkv[10:12])

@@ -18,9 +18,9 @@ import hmac
 import os
 import selectors
 import socket
-import time
 from collections.abc import Generator
 
+from . import clock
 from .channel import AuthenticationError, ChannelClosed, TransferTimeout
 
 SECRET_VARIABLE = "TVM_PAGEDKV_TRANSFER_SECRET"
@@ -86,7 +86,7 @@ class Handshake:
         self, connection: socket.socket, secret: bytes, is_listener: bool, seconds: float
     ) -> None:
         connection.setblocking(False)
-        self.connection, self.end = connection, time.monotonic() + seconds
+        self.connection, self.end = connection, clock.now() + seconds
         self._seconds, self._is_listener = seconds, is_listener
         self._steps = (_listen if is_listener else _connect)(secret)
         self._received = b""
@@ -138,7 +138,7 @@ class Handshake:
         with selectors.DefaultSelector() as selector:
             selector.register(self.connection, selectors.EVENT_READ)
             while not self.advance():
-                if not selector.select(max(0.0, self.end - time.monotonic())):
+                if not clock.wait(selector, max(0.0, self.end - clock.now())):
                     raise self.timeout()
         return self.finish()
 

@@ -10,10 +10,10 @@ import math
 import os
 import selectors
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
+from . import clock
 from .addresses import Address, check_peer, check_socket, describe, is_path, resolve, socket_path
 from .authentication import Handshake, secret_for
 from .channel import AuthenticationError, ChannelClosed, TransferError, TransferTimeout
@@ -50,7 +50,7 @@ def connect(address: Address, timeout: float, secret: bytes | None) -> socket.so
     """
     local = is_path(address)
     secret = secret_for(secret, is_required=not local)
-    end = time.monotonic() + timeout
+    end = clock.now() + timeout
     targets: list[tuple[int, Any]] = [(socket.AF_UNIX, address)]
     if isinstance(address, tuple):
         targets = resolve(address, timeout)
@@ -60,17 +60,17 @@ def connect(address: Address, timeout: float, secret: bytes | None) -> socket.so
         text = " and ".join(error.strerror or str(error) for error in errors)
         if connection is None and not any(error.errno in _NOBODY_YET for error in errors):
             raise TransferError(f"cannot connect to {describe(address)}: {text}")
-        if connection is None and time.monotonic() > end:
+        if connection is None and clock.now() >= end:
             raise TransferTimeout(
                 f"nobody listens at {describe(address)} within {timeout:g} s: {text}"
             )
         if connection is None:
-            time.sleep(min(_RETRY_SECONDS, max(0.0, end - time.monotonic())))
+            clock.sleep(min(_RETRY_SECONDS, max(0.0, end - clock.now())))
     with _closing_on_error(connection):
         if local:
             check_peer(connection)
         if secret is not None:
-            left = max(0.0, end - time.monotonic())
+            left = max(0.0, end - clock.now())
             connection = Handshake(connection, secret, is_listener=False, seconds=left).run()
     return connection
 
@@ -164,30 +164,30 @@ class Listener:
         TransferError
             If the listener is closed.
         """
-        end = math.inf if timeout is None else time.monotonic() + timeout
+        end = math.inf if timeout is None else clock.now() + timeout
         refused: TransferError | None = None
         while True:
             if self._socket.fileno() < 0:
                 raise TransferError("the listener is closed")
             limits = [handshake.end for handshake in self._pending.values()]
             limit = min([end, *limits])
-            left = None if limit == math.inf else max(0.0, limit - time.monotonic())
-            events = self._selector.select(left)
+            left = None if limit == math.inf else max(0.0, limit - clock.now())
+            events = clock.wait(self._selector, left)
             for key, _ in events:
                 try:
                     connection = self._advance(key.fileobj)
                 except (AuthenticationError, ChannelClosed) as error:
                     refused = error
-                    _log.warning("turned away a connection to %s: %s", self._where(), error)
+                    _log.warning("rejected a connection to %s: %s", self._where(), error)
                     continue
                 if connection is not None:
                     with _closing_on_error(connection):
                         return self._type(connection, **self._options)
             refused = self._drop_silent() or refused
-            if not events and time.monotonic() >= end:
-                text = f"nobody came to {self._where()} in {timeout:g} s"
+            if not events and clock.now() >= end:
+                text = f"no authenticated peer connected to {self._where()} within {timeout:g} s"
                 if refused is not None:
-                    text += f" who may; the last one was turned away: {refused}"
+                    text += f"; last rejection: {refused}"
                 raise TransferTimeout(text) from refused
 
     def close(self) -> None:
@@ -258,9 +258,9 @@ class Listener:
     def _drop_silent(self) -> TransferError | None:
         error = None
         for connection, handshake in list(self._pending.items()):
-            if handshake.end <= time.monotonic():
+            if handshake.end <= clock.now():
                 error = handshake.timeout()
-                _log.warning("turned away a connection to %s: %s", self._where(), error)
+                _log.warning("rejected a connection to %s: %s", self._where(), error)
                 self._forget(connection).connection.close()
         return error
 
@@ -281,7 +281,7 @@ def _try_all(
     errors: list[OSError] = []
     for family, target in targets:
         try:
-            return _try(family, target, max(0.001, end - time.monotonic())), errors
+            return _try(family, target, max(0.001, end - clock.now())), errors
         except TimeoutError as error:
             errors.append(OSError(errno.EAGAIN, str(error)))
         except OSError as error:
@@ -295,9 +295,16 @@ def _try(family: int, target: Any, timeout: float) -> socket.socket:
         target = socket_path(target)
         check_socket(target)
     connection = socket.socket(family, socket.SOCK_STREAM)
-    with _closing_on_error(connection):
-        connection.settimeout(timeout)
-        connection.connect(target)
+    with _closing_on_error(connection), selectors.DefaultSelector() as selector:
+        connection.setblocking(False)
+        error = connection.connect_ex(target)
+        if error == errno.EINPROGRESS:
+            selector.register(connection, selectors.EVENT_WRITE)
+            if not clock.wait(selector, timeout):
+                raise TimeoutError("timed out")
+            error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
         if family != socket.AF_UNIX and connection.getsockname() == connection.getpeername():
             # TCP can connect a free port of this host to itself if it picks it for both ends.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))

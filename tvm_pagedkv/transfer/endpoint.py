@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from ..cache import KVCache
 from .channel import Channel, ChannelClosed, MessageError, TransferError, TransferTimeout
+from .clock import Deadline
 from .layout import check_layout, layout_of, num_slots_of
 
 if TYPE_CHECKING:
@@ -44,16 +44,6 @@ def quote(value: Any) -> str:
     """Return a peer's value as text for an error, shortened."""
     text = repr(value)
     return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
-
-
-class Deadline:
-    """A point in time, given in seconds from now."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    def left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
 
 
 class Endpoint(ABC):

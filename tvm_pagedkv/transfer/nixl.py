@@ -7,14 +7,13 @@ import base64
 import contextlib
 import os
 import socket
-import time
 import uuid
 from typing import Any
 
 import numpy as np
 
 from ..cache import KVCache
-from . import _runtime
+from . import _runtime, clock
 from .channel import ChannelClosed, TransferError, TransferTimeout
 from .layout import pools_of
 from .sockets import SocketChannel
@@ -92,7 +91,7 @@ class NixlChannel(SocketChannel):
         local, remote = self._descriptors(regions)
         if not len(local):
             return self._notify(tag)
-        end, handle = time.monotonic() + timeout, None
+        end, handle = clock.now() + timeout, None
         try:
             handle = self._agent.initialize_xfer(
                 "READ",
@@ -103,9 +102,9 @@ class NixlChannel(SocketChannel):
             )
             state = self._agent.transfer(handle)
             while state == "PROC":
-                if time.monotonic() > end:
+                if clock.now() > end:
                     raise TransferTimeout(f"NIXL did not read {local[:, 1].sum()} bytes in time")
-                time.sleep(_POLL_SECONDS)
+                clock.sleep(_POLL_SECONDS)
                 state = self._agent.check_xfer_state(handle)
             if state != "DONE":
                 raise TransferError(f"NIXL could not read from the sender: state {state}")
@@ -118,14 +117,14 @@ class NixlChannel(SocketChannel):
             raise TransferError(f"NIXL could not read from the sender: {error}") from None
 
     def was_read(self, tag: str, timeout: float) -> bool:
-        wanted, end = self._notification(tag), time.monotonic() + timeout
+        wanted, end = self._notification(tag), clock.now() + timeout
         while wanted not in self._notifications:
             for messages in self._agent.get_new_notifs().values():
                 self._notifications.update(messages)
             if wanted not in self._notifications:
-                if time.monotonic() > end:
+                if clock.now() > end:
                     return False
-                time.sleep(_POLL_SECONDS)
+                clock.sleep(_POLL_SECONDS)
         self._notifications.discard(wanted)
         return True
 

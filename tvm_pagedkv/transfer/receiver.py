@@ -13,7 +13,8 @@ import numpy as np
 from ..cache import KVCache
 from . import _runtime
 from .channel import Channel, MessageError, TransferError, TransferTimeout
-from .endpoint import Deadline, Endpoint, field, integers, quote
+from .clock import Deadline
+from .endpoint import Endpoint, field, integers, quote
 from .layout import expand_map, expand_runs, regions
 
 

@@ -57,8 +57,9 @@ def request_of(message: dict[str, Any]) -> Request:
             f"{quote(request.begin)} on"
         )
     slots = request.slots  # per group: number of runs, then (slot, length) per run
-    if not slots or sum(slots[2 : 1 + 2 * slots[0] : 2]) != request.length:
+    num_slots = sum(slots[2 : 1 + 2 * slots[0] : 2]) if slots else 0
+    if num_slots != request.length:
         raise MessageError(
-            f"the receiver asks for {request.length} positions, and has slots for others"
+            f"the request covers {request.length} positions but has {num_slots} slots"
         )
     return request

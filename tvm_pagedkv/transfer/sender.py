@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..cache import KVCache
-from . import _runtime
+from . import _runtime, clock
 from .channel import Channel, MessageError, TransferError, TransferTimeout
-from .endpoint import Deadline, Endpoint, integers, quote
+from .clock import Deadline
+from .endpoint import Endpoint, integers, quote
 from .endpoint import field as of
 from .requests import Request, request_of
 
@@ -97,7 +97,7 @@ class Sender(Endpoint):
                 return True
             if not deadline.left():
                 return False
-            time.sleep(_POLL_SECONDS)
+            clock.sleep(_POLL_SECONDS)
         return super().poll(deadline.left())
 
     def next_request(self, timeout: float | None = None) -> Request:
@@ -318,7 +318,9 @@ class Sender(Endpoint):
                 elif claim.deadline.left():
                     continue
                 else:
-                    error = TransferError(f"block {block} was read out of other memory")
+                    error = TransferError(
+                        f"no read notification for block {block} within {self.timeout / 2:g} s"
+                    )
                     self._fail_send(send, error)
             self._unproved.pop(block, None)
             num_decided += 1

@@ -10,10 +10,10 @@ import os
 import selectors
 import socket
 import struct
-import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from . import clock
 from .addresses import Address, check_peer
 from .authentication import AuthenticatedSocket
 from .channel import Channel, ChannelClosed, MessageError, TransferError
@@ -121,7 +121,7 @@ class SocketChannel(Channel):
         self._flush()
 
     def receive(self, timeout: float) -> dict[str, Any] | None:
-        end = time.monotonic() + timeout
+        end = clock.now() + timeout
         while True:
             message = self._next_message()
             if message is not None:
@@ -134,7 +134,7 @@ class SocketChannel(Channel):
             self._flush()
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
             self._selector.modify(self._socket, events)
-            if not self._selector.select(max(0.0, end - time.monotonic())):
+            if not clock.wait(self._selector, max(0.0, end - clock.now())):
                 return None
             self._fill()
 

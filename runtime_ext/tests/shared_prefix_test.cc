@@ -132,7 +132,7 @@ TEST_CASE("shared prefix: random trees") {
     }
     Find(&shared, batch);
     for (size_t i = 0; i < batch.size(); ++i) {
-      // What it has in common with the sequence that it has most in common with.
+      // The longest prefix shared with another sequence.
       size_t common = 0;
       for (size_t j = 0; j < batch.size(); ++j) {
         const size_t size = std::min(batch[i].size(), batch[j].size());

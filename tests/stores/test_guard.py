@@ -109,7 +109,7 @@ def test_the_guard_opens_and_closes(guard, moody, clock, caplog, mood):
     }
     reason = "OSError: the wire is cut" if mood == "raise" else "a reply that is no list of 4"
     first, last = [record.getMessage() for record in caplog.records]
-    assert first.startswith(f"Moody fails, tried again every 10 s until it works: {reason}")
+    assert first.startswith(f"Moody is unavailable; retrying every 10 s: {reason}")
     assert last == "Moody works again"
 
 

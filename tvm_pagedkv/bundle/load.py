@@ -102,8 +102,8 @@ class Bundle:
         other = sorted(set(capacities) - set(CAPACITIES))
         if other:
             raise ValueError(
-                f"a bundle's caches can have capacities of their own ({', '.join(CAPACITIES)}), "
-                f"but {', '.join(other)} belongs to its kernels: write a bundle for that"
+                f"only capacities can change ({', '.join(CAPACITIES)}); {', '.join(other)} is "
+                "compiled in: write a bundle for that"
             )
         config = replace(self.config, **dict[str, Any](capacities))
         own = {name: getattr(config, name) for name in CAPACITIES}

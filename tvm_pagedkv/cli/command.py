@@ -51,7 +51,7 @@ def _first_line(error: Exception) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tvm-pagedkv", description="A paged KV cache for Apache TVM, at work."
+        prog="tvm-pagedkv", description="Run and package models on this cache."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate.add_parser(commands)

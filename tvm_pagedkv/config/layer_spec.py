@@ -61,7 +61,7 @@ class LayerSpec:
         check_choice("layer.kind", self.kind, LAYER_KINDS)
         if (self.kind == "mha_sliding") != (self.window is not None):
             raise ValueError(
-                f"layer.window is for kind 'mha_sliding' only, which needs it; got kind "
+                "layer.window is required for kind 'mha_sliding' and invalid otherwise; got kind "
                 f"{self.kind!r} with window {self.window!r}"
             )
         if self.window is not None:

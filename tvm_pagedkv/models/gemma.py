@@ -58,7 +58,7 @@ def _with_rotations(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _decoder(fields: Mapping[str, Any], layers, **own: Any) -> DecoderConfig:
     if fields.get("use_bidirectional_attention"):
-        raise ValueError("use_bidirectional_attention: models that do not write text have no cache")
+        raise ValueError("use_bidirectional_attention is unsupported")
     bias = read.flag(fields, "attention_bias")
     shape = read.shape(fields)
     scalar = read.positive_number(fields, "query_pre_attn_scalar", 256.0)

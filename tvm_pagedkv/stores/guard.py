@@ -273,7 +273,7 @@ class GuardedStore:
             self._open_until = self._clock() + self._pause
             self._counts["opened"] += 1
             _log.warning(
-                "%s fails, tried again every %g s until it works: %s",
+                "%s is unavailable; retrying every %g s: %s",
                 self._name,
                 self._pause,
                 reason,

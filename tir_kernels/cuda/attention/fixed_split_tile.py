@@ -69,7 +69,7 @@ class FixedSplitStates(PartialStates):
 
 
 class FixedSplitTile(QueryTile):
-    """What a block keeps for its split of what the rows of a tile see; its step is fixed."""
+    """Per-block state for one split of a tile's visible positions, with a fixed step."""
 
     def _split_of(self, start, end) -> tuple:
         positions = self.tiling.positions

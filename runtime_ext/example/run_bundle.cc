@@ -6,12 +6,8 @@
  * Use: run_bundle BUNDLE [TARGET]. Writes the output of layer 0, a line for each row of each head.
  * TARGET "cuda", or a bundle with no other one, runs on the first GPU.
  */
-#include <tvm/ffi/container/array.h>
-#include <tvm/ffi/container/map.h>
-#include <tvm/ffi/container/shape.h>
-#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
-#include <tvm/ffi/string.h>
+#include <tvm_pagedkv/kv_cache.h>
 
 #include <cmath>
 #include <cstdint>
@@ -23,7 +19,6 @@
 #include "libraries.h"
 
 namespace ffi = tvm::ffi;
-using Map = ffi::Map<ffi::String, ffi::Any>;
 
 namespace {
 
@@ -31,20 +26,19 @@ constexpr int64_t kPrompt = 37, kSequence = 7;
 
 ffi::Tensor MakeTensor(ffi::Shape shape, DLDevice device) {
   const DLDataType dtype{kDLFloat, 32, 1};
-  return Find("runtime.TVMTensorAllocWithScope")(shape, dtype, device, nullptr).cast<ffi::Tensor>();
+  return tvm_pagedkv::Call("runtime.TVMTensorAllocWithScope", shape, dtype, device, nullptr)
+      .cast<ffi::Tensor>();
 }
 
 void Run(const std::string& path, const ffi::Optional<ffi::String>& target) {
-  Map bundle = Find("pagedkv.load_bundle")(ffi::String(path), target, nullptr).cast<Map>();
-  std::printf("target %s\n", bundle["target"].cast<ffi::String>().c_str());
+  const auto bundle = tvm_pagedkv::Bundle::Load(path, target);
+  std::printf("target %s\n", bundle.target().c_str());
 
   // Capacities are free; all else is what the kernels were compiled for.
-  Map config = bundle["config"].cast<Map>();
-  config.Set("max_total_tokens", 4096);
-  const auto device = bundle["device"].cast<DLDevice>();
-  ffi::Any cache = Find("pagedkv.create")(config, bundle["kernels"], device);
+  const auto cache = bundle.CreateCache({{"max_total_tokens", 4096}});
+  const DLDevice device = bundle.device();
 
-  auto layers = config["layers"].cast<ffi::Array<Map>>();
+  const auto layers = bundle.layers();
   const int64_t num_qo_heads = layers[0]["num_qo_heads"].cast<int64_t>();
   const int64_t num_kv_heads = layers[0]["num_kv_heads"].cast<int64_t>();
   const int64_t head_dim = layers[0]["qk_head_dim"].cast<int64_t>();
@@ -54,19 +48,19 @@ void Run(const std::string& path, const ffi::Optional<ffi::String>& target) {
   for (size_t i = 0; i < values.size(); ++i) {
     values[i] = static_cast<float>(i * 7919 % 1009) / 512.0f - 1.0f;
   }
-  Find("runtime.TVMTensorCopyFromBytes")(qkv, static_cast<void*>(values.data()),
-                                         ffi::GetDataSize(qkv));
+  tvm_pagedkv::Call("runtime.TVMTensorCopyFromBytes", qkv, static_cast<void*>(values.data()),
+                    ffi::GetDataSize(qkv));
 
-  Find("vm.builtin.kv_state_add_sequence")(cache, kSequence);
-  Find("vm.builtin.kv_state_begin_forward")(cache, ffi::Shape{kSequence}, ffi::Shape{kPrompt});
-  auto attention = Find("vm.builtin.attention_kv_cache_attention_with_fused_qkv");
+  cache.AddSequence(kSequence);
+  cache.BeginForward({kSequence}, {kPrompt});
   const double scale = 1.0 / std::sqrt(static_cast<double>(head_dim));
   for (size_t layer = layers.size(); layer-- > 0;) {
-    attention(cache, static_cast<int64_t>(layer), scale, qkv, o);
+    cache.Attention(static_cast<int64_t>(layer), scale, qkv, o);
   }
-  Find("vm.builtin.kv_state_end_forward")(cache);
+  cache.EndForward();
 
-  Find("runtime.TVMTensorCopyToBytes")(o, static_cast<void*>(out.data()), ffi::GetDataSize(o));
+  tvm_pagedkv::Call("runtime.TVMTensorCopyToBytes", o, static_cast<void*>(out.data()),
+                    ffi::GetDataSize(o));
   for (size_t i = 0; i < out.size(); ++i) {
     std::printf("%.9g%c", out[i], (i + 1) % head_dim == 0 ? '\n' : ' ');
   }

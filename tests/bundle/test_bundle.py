@@ -101,7 +101,7 @@ def copy(bundle, tmp_path) -> Path:
 @needs_cmake
 @pytest.mark.parametrize("target", [None, *SECOND])
 def test_cpp_program(bundle, target):
-    folder = BUILDS / "example"
+    folder = BUILDS / f"example-{target}"
     source = ROOT / "runtime_ext" / "example"
     python = f"-DPython_EXECUTABLE={sys.executable}"
     run("cmake", "-S", str(source), "-B", str(folder), f"-DBUNDLE={bundle}", python)

@@ -63,7 +63,7 @@ void AuxData::AddArrays(size_t count, const std::vector<std::vector<int64_t>>& r
 }
 
 AuxData::~AuxData() {
-  if (device_.device_type == kDLCPU) return;
+  if (device_.device_type == kDLCPU || !process_.IsThis()) return;
   // Best effort: a device that fails here has failed in a call before, which reported it.
   try {
     if (has_streams_ && stage_->is_uploaded) OrderAfterReaders(*stage_);

@@ -27,6 +27,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/process.h"
 #include "device/device_memory.h"
 
 namespace pagedkv {
@@ -96,6 +97,7 @@ class AuxData {
   void OrderAfterReaders(const Stage& stage);
 
   bool is_merged_;
+  OwnProcess process_;
   DLDevice device_;
   ByteCounter counter_;
   bool has_streams_;

@@ -21,6 +21,7 @@
 #endif
 
 #include "base/error.h"
+#include "base/process.h"
 #include "device/cgroup.h"
 #include "device/huge_pages.h"
 
@@ -54,6 +55,7 @@ struct HostAllocator {
 struct DeviceAllocator {
   ByteCounter counter;
   ffi::Tensor memory;
+  OwnProcess process{};
 
   void AllocData(DLTensor* tensor) {
     static const auto& allocate =
@@ -69,6 +71,7 @@ struct DeviceAllocator {
   }
   void FreeData(DLTensor* tensor) {
     *counter -= static_cast<int64_t>(ffi::GetDataSize(*tensor));
+    if (!process.IsThis()) new ffi::Tensor(std::move(memory));  // not the child's to free
     memory = ffi::Tensor();
   }
 };

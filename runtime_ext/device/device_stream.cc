@@ -49,6 +49,7 @@ DeviceStream::DeviceStream(DLDevice device) : device_(device) {
 }
 
 DeviceStream::~DeviceStream() {
+  if (!process_.IsThis()) return;
   static const ffi::Function& free = Required("runtime.Device_StreamFree");
   // A device that fails here has failed in a call before, which reported it.
   try {

@@ -13,6 +13,8 @@
 
 #include <memory>
 
+#include "base/process.h"
+
 namespace pagedkv {
 
 namespace ffi = tvm::ffi;
@@ -40,6 +42,7 @@ class DeviceStream {
   void* get() const { return stream_; }
 
  private:
+  OwnProcess process_;
   DLDevice device_;
   void* stream_;
 };

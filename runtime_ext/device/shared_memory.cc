@@ -44,7 +44,14 @@ SharedMemory::SharedMemory(int64_t num_bytes) : num_bytes_(num_bytes) {
     errno = reason;
     fail("sealing");
   }
-  if (data_ != nullptr) madvise(data_, num_bytes_, MADV_HUGEPAGE);  // a hint
+  if (data_ == nullptr) return;
+  if (madvise(data_, num_bytes_, MADV_DONTFORK) != 0) {
+    const int reason = errno;
+    Unmap();
+    errno = reason;
+    fail("madvise");
+  }
+  madvise(data_, num_bytes_, MADV_HUGEPAGE);  // a hint
 }
 
 SharedMemory::~SharedMemory() {
@@ -53,7 +60,8 @@ SharedMemory::~SharedMemory() {
 }
 
 void SharedMemory::Unmap() {
-  if (data_ != nullptr) munmap(data_, num_bytes_);
+  // In a forked child, the addresses may have become those of something else.
+  if (data_ != nullptr && process_.IsThis()) munmap(data_, num_bytes_);
 }
 
 }  // namespace pagedkv

@@ -2,11 +2,15 @@
 /*!
  * \file shared_memory.h
  * \brief Anonymous host memory that other processes can map read-only by its file descriptor.
+ *
+ * A forked child does not have it: otherwise it could write what its parent reads.
  */
 #ifndef TVM_PAGEDKV_DEVICE_SHARED_MEMORY_H_
 #define TVM_PAGEDKV_DEVICE_SHARED_MEMORY_H_
 
 #include <cstdint>
+
+#include "base/process.h"
 
 namespace pagedkv {
 
@@ -25,6 +29,7 @@ class SharedMemory {
  private:
   void Unmap();
 
+  OwnProcess process_;
   int64_t num_bytes_;
   int descriptor_;
   char* data_ = nullptr;

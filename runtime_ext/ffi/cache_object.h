@@ -18,6 +18,7 @@
 
 #include "attention/attention.h"
 #include "base/caller_guard.h"
+#include "base/process.h"
 #include "checkpoint/checkpoint_reader.h"
 #include "checkpoint/checkpoint_writer.h"
 #include "checkpoint/page_groups.h"
@@ -43,10 +44,12 @@ class PagedKVCacheObj : public ffi::Object {
 
   /*!
    * \brief Makes a call as the only thread inside, after the calls that were deferred.
-   * \throws Error (RuntimeError) while another thread is inside; nothing has changed.
+   * \throws Error (RuntimeError) while another thread is inside, and in a forked child; nothing
+   *   has changed.
    */
   template <typename F>
   auto Enter(F call) -> decltype(call()) {
+    process_.Require("cache");
     guard_.Enter();
     const Leaving leaving{&guard_};
     if (guard_.is_outermost()) deferred_calls_.RunAll();
@@ -58,6 +61,7 @@ class PagedKVCacheObj : public ffi::Object {
    */
   template <typename F>
   void EnterOrDefer(F call) {
+    if (!process_.IsThis()) return;
     if (guard_.TryEnter()) {
       const Leaving leaving{&guard_};
       if (step_.phase().is_quiet()) {
@@ -94,6 +98,7 @@ class PagedKVCacheObj : public ffi::Object {
     ~Leaving() { guard->Leave(); }
   };
 
+  OwnProcess process_;
   CallerGuard guard_;
   DeferredCalls deferred_calls_;
   // Each of these may use those before it.

@@ -40,7 +40,10 @@ ffi::Function ToFunction(TierMethod method) {
     CheckCount(args, method.num_args, 0);
     const PrefixTier tier = TakeArgument<PrefixTier>(args, 0);
     if (!tier.defined()) throw ffi::Error(kTypeError, "the tier must be no None", "");
-    Translate([&] { method.call(*tier.get(), args, result); });
+    Translate([&] {
+      tier->process().Require("prefix cache");
+      method.call(*tier.get(), args, result);
+    });
   });
 }
 

@@ -25,6 +25,7 @@ TierPolicy PolicyOf(const PrefixTierOptions& options) {
 }  // namespace
 
 PrefixTiers::~PrefixTiers() {
+  if (!process_.IsThis()) return;
   Settle();
   if (tier_.defined()) tier_->Close();
 }

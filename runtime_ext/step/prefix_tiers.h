@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/caller_guard.h"
+#include "base/process.h"
 #include "state/sequences/sequence_table.h"
 #include "step/step.h"
 #include "tiers/page_transfers.h"
@@ -27,7 +28,8 @@ class PrefixTiers {
    */
   PrefixTiers(Step* step, SequenceTable* table, CallerGuard* guard, std::string layout)
       : step_(step), table_(table), guard_(guard), layout_(std::move(layout)) {}
-  /*! \brief Lets the worker finish what is to be written, without waiting for it. */
+  /*! \brief Lets the worker finish what is to be written, without waiting for it. In a forked child
+   * there is no worker. */
   ~PrefixTiers();
   PrefixTiers(const PrefixTiers&) = delete;
   PrefixTiers& operator=(const PrefixTiers&) = delete;
@@ -65,6 +67,7 @@ class PrefixTiers {
   ffi::Map<ffi::String, ffi::Any> Stats() const;
 
  private:
+  OwnProcess process_;
   Step* step_;
   SequenceTable* table_;
   CallerGuard* guard_;

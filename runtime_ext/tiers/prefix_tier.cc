@@ -115,6 +115,11 @@ PrefixTierObj::PrefixTierObj(const PrefixTierOptions& options, int32_t page_size
   tier_ = std::make_unique<HostTier>(begin, num_slots, page_size, page_bytes, options.has_store);
 }
 
+PrefixTierObj::~PrefixTierObj() {
+  // Threads of the parent may have held the lock, or waited: then no destructor would return.
+  if (!process_.IsThis()) tier_.release();
+}
+
 ffi::Map<ffi::String, ffi::Any> PrefixTierObj::NextJob(double seconds) {
   bool is_closed = false;
   const std::optional<StoreJob> job = tier_->NextJob(seconds, &is_closed);

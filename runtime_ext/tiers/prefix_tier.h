@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "base/process.h"
 #include "state/tiers/host_tier.h"
 
 namespace pagedkv {
@@ -48,7 +49,10 @@ class PrefixTierObj : public ffi::Object {
   PrefixTierObj(const PrefixTierOptions& options, int32_t page_size,
                 const std::vector<int64_t>& page_bytes, DLDevice device);
 
+  ~PrefixTierObj();
+
   HostTier* tier() { return tier_.get(); }
+  const OwnProcess& process() const { return process_; }
   const ffi::Tensor& memory() const { return memory_; }
 
   // What is called without the cache. Each may block, without Python's global lock. Workers call
@@ -68,6 +72,7 @@ class PrefixTierObj : public ffi::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("pagedkv.PrefixTier", PrefixTierObj, ffi::Object);
 
  private:
+  OwnProcess process_;
   ffi::Tensor memory_;
   std::unique_ptr<HostTier> tier_;
 };

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -155,6 +156,9 @@ def _call(
         return missing
     breaker.succeed()
     return results
+
+
+os.register_at_fork(after_in_child=_workers.clear)  # their threads are not in the child
 
 
 @atexit.register

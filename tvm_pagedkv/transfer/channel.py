@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,25 @@ from . import _runtime
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_of_parent: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def close_in_children(connection: Any) -> None:
+    """Call the `abandon` of a connection in forked children: it is the parent's.
+
+    So a child sends nothing and removes nothing, and a peer notices when the parent is gone.
+    """
+    _of_parent.add(connection)
+
+
+def _abandon_all() -> None:
+    for connection in list(_of_parent):
+        connection.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
 
 
 class TransferError(RuntimeError):

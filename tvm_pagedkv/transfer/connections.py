@@ -16,7 +16,13 @@ from typing import Any
 from . import clock
 from .addresses import Address, check_peer, check_socket, describe, is_path, resolve, socket_path
 from .authentication import Handshake, secret_for
-from .channel import AuthenticationError, ChannelClosed, TransferError, TransferTimeout
+from .channel import (
+    AuthenticationError,
+    ChannelClosed,
+    TransferError,
+    TransferTimeout,
+    close_in_children,
+)
 
 HANDSHAKE_SECONDS = 5.0
 RESOLVE_SECONDS = 30.0
@@ -136,6 +142,7 @@ class Listener:
             raise TransferError(f"cannot listen at {describe(address)}: {error}{hint}") from None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
+        close_in_children(self)
 
     @property
     def address(self) -> Address:
@@ -197,6 +204,13 @@ class Listener:
         self._remove_path()
         for connection in list(self._pending):
             self._forget(connection).connection.close()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close what a forked child has of its parent's listener, which goes on."""
+        for connection in self._pending:
+            connection.close()
+        self._pending.clear()
         self._selector.close()
         self._socket.close()
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from . import clock
 from .addresses import Address, check_peer
 from .authentication import AuthenticatedSocket
-from .channel import Channel, ChannelClosed, MessageError, TransferError
+from .channel import Channel, ChannelClosed, MessageError, TransferError, close_in_children
 from .connections import Listener, connect
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class SocketChannel(Channel):
         weakref.finalize(self, _close_all, self._descriptors_in)
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
+        close_in_children(self)
 
     @classmethod
     def listener(cls, address: Address, secret: bytes | None = None, **options: Any) -> Listener:
@@ -143,6 +144,12 @@ class SocketChannel(Channel):
             return
         with contextlib.suppress(TransferError):
             self._flush()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close what a forked child has of its parent's connection, which goes on."""
+        if self._socket is None:
+            return
         self._selector.close()
         self._socket.close()
         self._socket = None

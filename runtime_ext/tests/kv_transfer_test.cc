@@ -109,8 +109,11 @@ TEST_CASE("kv transfer: receive with a window") {
   table.Add(0);
   Step(&plan, {0}, {10});
   const std::vector<int32_t> before = table.At(0).pages[1];
-  BeginReceive(&table, 0, 90);  // of which the window keeps those from (95 - 16) / 4 * 4 = 76 on
-  std::vector<SlotRuns> slots = Receives(&table).SlotsOf(table.At(0), 10, 100);
+  Receives receives(&table);
+  ReceivePlan receive = receives.Acquire(&table.At(0), 90);
+  std::vector<SlotRuns> slots = receives.SlotsOf(receive);
+  receives.Commit(std::move(receive), 1);
+  table.CheckIntegrity();  // the window keeps positions from (95 - 16) / 4 * 4 = 76 on
   REQUIRE_EQ(NumPositions(slots[0]), 90);
   REQUIRE_EQ(slots[1][0].slot, kNotWanted);
   REQUIRE_EQ(slots[1][0].length, 66);
@@ -149,7 +152,10 @@ TEST_CASE("kv transfer: send") {
   Step(&plan, {0}, {6});
   Mark(&table, 0, 1, {{9, 3}, {20, 4}});
   Sends sends(&table);
-  SendBlock block = sends.Acquire(&table.At(0));  // positions 1 to 5
+  SendBlock block = sends.Plan(table.At(0));  // positions 1 to 5
+  REQUIRE_EQ(table.pins().num_pins(), 0);
+  REQUIRE_EQ(table.At(0).send->next, 1);
+  sends.Commit(block);
   REQUIRE_EQ(block.end, 6);
   REQUIRE_EQ(block.runs[0].size(), 2u);
   REQUIRE_EQ(block.runs[0][0].source, 1);
@@ -173,7 +179,9 @@ TEST_CASE("kv transfer: send") {
   REQUIRE_RAISES("ValueError", "position 0 of sequence 1 is gone: layers with a window of 6",
                  Mark(&table, 1, 0, {{0, 16}}));
   Mark(&table, 1, 38, {{5, 2}});
-  sends.Release(sends.Acquire(&table.At(1)));
+  block = sends.Plan(table.At(1));
+  sends.Commit(block);
+  sends.Release(block);
   REQUIRE(table.At(1).send == nullptr);  // nothing is left to send
   table.CheckIntegrity();
 }

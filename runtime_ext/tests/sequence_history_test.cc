@@ -205,7 +205,8 @@ TEST_CASE("sequence history: pinned pages stay") {
   sequence.send = std::make_unique<SendMark>();
   *sequence.send = {1, 1, first, 30, first, {{{0, 30 - first}}}};
   Sends sends(&table);
-  const SendBlock block = sends.Acquire(&sequence);
+  const SendBlock block = sends.Plan(sequence);
+  sends.Commit(block);
   world.Step({0}, {30});
   table.Add(1);
   world.Step({1}, {4 * table.pool(0).num_available()});

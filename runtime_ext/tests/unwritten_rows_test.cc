@@ -195,7 +195,8 @@ TEST_CASE("unwritten rows: not sent") {
   Sequence& sequence = cache.table.At(0);
   sequence.send = std::make_unique<SendMark>(SendMark{1, 1, 0, 9, 0, {{{0, 9}}}});
   sends.RequireSendable(sequence, *sequence.send);
-  SendBlock block = sends.Acquire(&sequence);
+  SendBlock block = sends.Plan(sequence);
+  sends.Commit(block);
   REQUIRE_EQ(block.end, 6);
   sends.Release(block);
   cache.Step(0, 1, /*is_written=*/false);
@@ -208,7 +209,8 @@ TEST_CASE("unwritten rows: not sent") {
   cache.table.Pop(0, 5);  // the send goes on where it was
   REQUIRE(sequence.send != nullptr);
   cache.Step(0, 4);
-  block = sends.Acquire(&sequence);
+  block = sends.Plan(sequence);
+  sends.Commit(block);
   REQUIRE_EQ(block.begin, 6);
   REQUIRE_EQ(block.end, 9);
   sends.Release(block);

@@ -33,7 +33,9 @@ std::vector<int64_t> KVReceiver::Prepare(int64_t sequence_id, int64_t append_len
   const StreamOrder::Call on_stream(&step_->stream_order());
   const StepPhase::Change change(&step_->phase());
   ReceivePlan plan = receives_.Acquire(&sequence, append_length);
+  std::vector<int64_t> slots;
   try {
+    slots = EncodeSlotMap(receives_.SlotsOf(plan));
     copier_->Copy(plan.copies);
     // Who writes to the slots knows no stream: kernels that use their pages must be done.
     const DLDevice device = step_->storage().device();
@@ -44,8 +46,7 @@ std::vector<int64_t> KVReceiver::Prepare(int64_t sequence_id, int64_t append_len
   }
   copier_->CountCommitted(plan.copies.size());
   receives_.Commit(std::move(plan), ++last_id_);
-  return EncodeSlotMap(
-      receives_.SlotsOf(sequence, sequence.length - append_length, sequence.length));
+  return slots;
 }
 
 int64_t KVReceiver::IdOf(int64_t sequence_id) {

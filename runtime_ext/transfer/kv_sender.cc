@@ -111,18 +111,17 @@ void KVSender::MarkSend(int64_t sequence_id, int64_t begin, IntSpan position_map
   const int64_t send_id = mark->id;
   sequence.send = std::move(mark);
   ++last_id_;
-  int64_t block = 0;
+  std::vector<int64_t> blocks;
   try {
-    block = MakeBlock(&sequence);
+    blocks = MakeBlocks({&sequence});
   } catch (...) {
     sequence.send.reset();
     throw;
   }
-  if (!block) return;
   try {
-    Announce({block});
+    Announce(blocks);
   } catch (...) {  // the receiver does not know of the block, so the sequence is not being sent
-    DropBlock(block);
+    for (int64_t block : blocks) DropBlock(block);
     sends_.Forget(sequence_id, send_id);
     throw;
   }
@@ -137,30 +136,30 @@ void KVSender::RequireNoSends(IntSpan sequence_ids) const {
   }
 }
 
-int64_t KVSender::MakeBlock(Sequence* sequence) {
-  if (sequence->send == nullptr || sequence->publishable_length() <= sequence->send->next) return 0;
-  auto it = blocks_.emplace(last_id_ + 1, SendBlock{}).first;
-  try {
-    it->second = sends_.Acquire(sequence);
-  } catch (...) {
-    blocks_.erase(it);
-    throw;
+std::vector<int64_t> KVSender::MakeBlocks() {
+  if (peers_.empty()) return {};
+  std::vector<const Sequence*> sequences;
+  for (const auto& [id, sequence] : table_->sequences()) {
+    if (sequence.send != nullptr) sequences.push_back(&sequence);
   }
-  return ++last_id_;
+  std::sort(sequences.begin(), sequences.end(),
+            [](const Sequence* a, const Sequence* b) { return a->id < b->id; });
+  return MakeBlocks(sequences);
 }
 
-std::vector<int64_t> KVSender::MakeBlocks() {
-  std::vector<int64_t> blocks;
-  if (peers_.empty()) return blocks;
+std::vector<int64_t> KVSender::MakeBlocks(const std::vector<const Sequence*>& sequences) {
   std::vector<int64_t> ids;
-  for (const auto& [id, sequence] : table_->sequences()) {
-    if (sequence.send != nullptr) ids.push_back(id);
+  std::map<int64_t, SendBlock> blocks;
+  for (const Sequence* sequence : sequences) {
+    if (sequence->publishable_length() <= sequence->send->next) continue;
+    ids.push_back(last_id_ + 1 + static_cast<int64_t>(ids.size()));
+    blocks.emplace(ids.back(), sends_.Plan(*sequence));
   }
-  std::sort(ids.begin(), ids.end());
-  for (int64_t id : ids) {
-    if (int64_t block = MakeBlock(&table_->At(id))) blocks.push_back(block);
-  }
-  return blocks;
+  // What follows cannot fail.
+  for (const auto& [id, block] : blocks) sends_.Commit(block);
+  last_id_ += static_cast<int64_t>(ids.size());
+  blocks_.merge(blocks);
+  return ids;
 }
 
 void KVSender::Announce(const std::vector<int64_t>& blocks) {

@@ -55,7 +55,10 @@ class KVSender {
   // Around a step.
   /*! \throws Error (ValueError) when one is being sent: rows of a token tree are not final. */
   void RequireNoSends(IntSpan sequence_ids) const;
-  /*! \brief Blocks of the rows that are ready; before windows let them go. */
+  /*!
+   * \brief Blocks of the rows that are ready; before windows let them go.
+   * \throws std::bad_alloc; then there are none of them.
+   */
   std::vector<int64_t> MakeBlocks();
   /*! \brief Calls the handlers of all blocks, then throws the first error of one. */
   void Announce(const std::vector<int64_t>& blocks);
@@ -69,8 +72,8 @@ class KVSender {
   };
   const Peer& PeerAt(int64_t peer) const;
   void RequireMaySend(const Sequence& sequence) const;
-  /*! \brief A block of the rows that are ready; 0 when there are none. */
-  int64_t MakeBlock(Sequence* sequence);
+  /*! \brief As MakeBlocks, of these sequences, which are being sent. */
+  std::vector<int64_t> MakeBlocks(const std::vector<const Sequence*>& sequences);
   void DropBlock(int64_t block_id) noexcept;
 
   Step* step_;

@@ -129,18 +129,17 @@ bool Receives::ReleasePages(int64_t receive_id) noexcept {
   return true;
 }
 
-std::vector<SlotRuns> Receives::SlotsOf(const Sequence& sequence, int64_t begin,
-                                        int64_t end) const {
-  const PageGeometry& geometry = table_->geometry();
-  const int64_t page_size = geometry.page_size();
+std::vector<SlotRuns> Receives::SlotsOf(const ReceivePlan& plan) const {
+  const int64_t page_size = table_->page_size();
+  const int64_t begin = plan.receive->begin, end = begin + plan.count;
   std::vector<SlotRuns> runs(table_->num_groups());
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
-    const int64_t first = std::clamp(geometry.FirstPosition(sequence, g), begin, end);
+    const int64_t first = std::clamp(plan.first_pages[g] * page_size, begin, end);
     AppendRun(&runs[g], kNotWanted, first - begin);
     for (int64_t position = first; position < end;) {
       const int64_t page_end = std::min(end, (position / page_size + 1) * page_size);
-      const int64_t index = position / page_size - sequence.first_pages[g];
-      const int64_t slot = int64_t{sequence.pages[g][index]} * page_size + position % page_size;
+      const int64_t index = position / page_size - plan.first_pages[g];
+      const int64_t slot = int64_t{plan.pages[g][index]} * page_size + position % page_size;
       AppendRun(&runs[g], slot, page_end - position);
       position = page_end;
     }

@@ -54,8 +54,8 @@ class Receives {
   /*! \brief Unpins the pages of a receive. \return Whether any were held. */
   bool ReleasePages(int64_t receive_id) noexcept;
 
-  /*! \brief Slots of positions [begin, end), [group]; kNotWanted where the group has none. */
-  std::vector<SlotRuns> SlotsOf(const Sequence& sequence, int64_t begin, int64_t end) const;
+  /*! \brief Slots of the positions to come, [group]; kNotWanted where the group has none. */
+  std::vector<SlotRuns> SlotsOf(const ReceivePlan& plan) const;
 
  private:
   SequenceTable* table_;

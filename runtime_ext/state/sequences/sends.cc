@@ -26,12 +26,12 @@ void Sends::RequireSendable(const Sequence& sequence, const SendMark& mark) cons
   }
 }
 
-SendBlock Sends::Acquire(Sequence* sequence) const {
+SendBlock Sends::Plan(const Sequence& sequence) const {
   const int64_t page_size = table_->page_size();
   const auto num_groups = static_cast<size_t>(table_->num_groups());
-  SendMark& mark = *sequence->send;
-  const int64_t end = std::min(sequence->publishable_length(), mark.end);
-  SendBlock block{mark.id, sequence->id, mark.peer, mark.next, end, {}, {}};
+  const SendMark& mark = *sequence.send;
+  const int64_t end = std::min(sequence.publishable_length(), mark.end);
+  SendBlock block{mark.id, sequence.id, mark.peer, mark.next, end, {}, {}};
   block.runs.resize(num_groups);
   block.pages.resize(num_groups);
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
@@ -41,8 +41,8 @@ SendBlock Sends::Acquire(Sequence* sequence) const {
       const int64_t last = std::min(run_end, end);
       int64_t position = run.slot == kNotWanted ? last : std::max(run_begin, mark.next);
       while (position < last) {
-        const int64_t index = position / page_size - sequence->first_pages[g];
-        const int32_t page = sequence->pages[g][index];
+        const int64_t index = position / page_size - sequence.first_pages[g];
+        const int32_t page = sequence.pages[g][index];
         const int64_t remote = run.slot + position - run_begin;
         const int64_t left = page_size - std::max(position % page_size, remote % page_size);
         const int64_t length = std::min(last - position, left);
@@ -53,12 +53,16 @@ SendBlock Sends::Acquire(Sequence* sequence) const {
       run_begin = run_end;
     }
   }
+  return block;
+}
+
+void Sends::Commit(const SendBlock& block) const noexcept {
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     for (int32_t page : block.pages[g]) table_->pins().Pin(g, page);
   }
-  mark.next = end;
-  if (end == mark.end) sequence->send.reset();
-  return block;
+  Sequence* sequence = table_->Find(block.sequence_id);
+  sequence->send->next = block.end;
+  if (block.end == sequence->send->end) sequence->send.reset();
 }
 
 void Sends::Release(const SendBlock& block) const noexcept {

@@ -5,7 +5,7 @@
  *
  * A sequence that is being sent has a mark with the slots of the receiver. As soon as positions are
  * written by every layer, they become a block, whose pages do not change until it is released,
- * whatever the sequence does meanwhile.
+ * whatever the sequence does meanwhile: Plan, then Commit.
  */
 #ifndef TVM_PAGEDKV_STATE_SEQUENCES_SENDS_H_
 #define TVM_PAGEDKV_STATE_SEQUENCES_SENDS_H_
@@ -43,8 +43,10 @@ class Sends {
   /*! \throws Error (ValueError) when positions that the mark needs are gone, or were never written.
    */
   void RequireSendable(const Sequence& sequence, const SendMark& mark) const;
-  /*! \brief A block of the new positions of a mark. The last block of a mark removes it. */
-  SendBlock Acquire(Sequence* sequence) const;
+  /*! \brief A block of the new positions of a mark; changes nothing. May throw std::bad_alloc. */
+  SendBlock Plan(const Sequence& sequence) const;
+  /*! \brief Pins the pages of a block. The last block of a mark removes it. */
+  void Commit(const SendBlock& block) const noexcept;
   void Release(const SendBlock& block) const noexcept;
   /*! \brief Removes the mark of a sequence if it has this id. */
   void Forget(int64_t sequence_id, int64_t send_id) const noexcept;

@@ -134,8 +134,11 @@ class HostTier {
   StoreJob Open(OpenJob open);
   void AddSlot(int32_t slot, OpenJob* open) const;
   void FinishExists(StoreLookup* lookup, const std::vector<bool>& results);
-  std::vector<std::string> FinishGet(const OpenJob& open, const std::vector<bool>& results,
-                                     bool are_verified, Lock* lock);
+  /*! \brief The texts whose values a get has asked for. */
+  static std::vector<PageText> TextsOf(const OpenJob& open);
+  /*! \param is_good Whether each value has come; cleared where one is damaged. */
+  std::vector<std::string> FinishGet(const OpenJob& open, const std::vector<PageText>& texts,
+                                     std::vector<bool> is_good, bool are_verified, Lock* lock);
   void FinishPut(const OpenJob& open, const std::vector<bool>& results);
   void EndLookup(const StoreLookup* lookup);
 

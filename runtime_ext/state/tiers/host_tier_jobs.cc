@@ -174,6 +174,10 @@ std::vector<std::string> HostTier::FinishJob(int64_t id, const std::vector<bool>
     Raise(kValueError, "job ", id, " has ", found->second.job.keys.size(), " keys, got ",
           results.size(), " results");
   }
+  // Before the job is closed: what is done to its slots afterwards allocates nothing.
+  const bool is_get = found->second.job.kind == StoreJob::Kind::kGet;
+  const std::vector<PageText> texts = is_get ? TextsOf(found->second) : std::vector<PageText>();
+  std::vector<bool> is_good = results;
   const OpenJob open = std::move(found->second);
   open_jobs_.erase(found);
   std::vector<std::string> complaints;
@@ -185,7 +189,7 @@ std::vector<std::string> HostTier::FinishJob(int64_t id, const std::vector<bool>
       FinishExists(open.lookup.get(), results);
       break;
     case StoreJob::Kind::kGet:
-      complaints = FinishGet(open, results, are_verified, &lock);
+      complaints = FinishGet(open, texts, std::move(is_good), are_verified, &lock);
       break;
   }
   changed_.notify_all();
@@ -215,40 +219,39 @@ void HostTier::FinishExists(StoreLookup* lookup, const std::vector<bool>& result
   if (lookup->chosen.empty()) EndLookup(lookup);
 }
 
-std::vector<std::string> HostTier::FinishGet(const OpenJob& open, const std::vector<bool>& results,
-                                             bool are_verified, Lock* lock) {
-  StoreLookup* lookup = open.lookup.get();
-  std::vector<std::string> complaints;
+std::vector<PageText> HostTier::TextsOf(const OpenJob& open) {
+  const StoreLookup& lookup = *open.lookup;
   std::vector<PageText> texts;
   for (size_t i = 0; i < open.slots.size(); ++i) {
-    texts.push_back(lookup->TextOf(lookup->values[lookup->chosen[lookup->num_gotten + i]].page));
+    texts.push_back(lookup.TextOf(lookup.values[lookup.chosen[lookup.num_gotten + i]].page));
   }
-  std::vector<bool> is_damaged(results.size(), false);
+  return texts;
+}
+
+std::vector<std::string> HostTier::FinishGet(const OpenJob& open,
+                                             const std::vector<PageText>& texts,
+                                             std::vector<bool> is_good, bool are_verified,
+                                             Lock* lock) {
+  StoreLookup* lookup = open.lookup.get();
+  int64_t num_damaged = 0;
   lock->unlock();  // reserved slots are nobody else's, and checksums take time
   for (size_t i = 0; i < open.slots.size(); ++i) {
-    if (!results[i]) continue;
+    if (!is_good[i]) continue;
     const PageValueLayout& layout = slots_.LayoutOf(open.slots[i]);
     const char* value = slots_.ValueOf(open.slots[i]);
     // Pages are not filled from a value before its checksum is verified once more.
     const bool is_whole = are_verified || layout.IsWhole(layout.ChecksumOfData(value), value);
-    is_damaged[i] = !is_whole || !layout.IsOf(texts[i], value);
-  }
-  const auto num_damaged = std::count(is_damaged.begin(), is_damaged.end(), true);
-  if (num_damaged > 0) {
-    complaints.push_back(std::to_string(num_damaged) + " of " + std::to_string(results.size()) +
-                         " values of the store are damaged, or of another text or format");
+    is_good[i] = is_whole && layout.IsOf(texts[i], value);
+    num_damaged += !is_good[i];
   }
   lock->lock();
-  bool has_failed = false;
+  counts_.damaged += num_damaged;
   for (size_t i = open.slots.size(); i-- > 0;) {  // the first page is the most recently used one
     const int32_t slot = open.slots[i];
-    const bool is_good = results[i] && !is_damaged[i];
-    counts_.damaged += is_damaged[i];
-    counts_.failed_fetches += !is_good;
-    counts_.fetched += is_good;
-    has_failed = has_failed || !is_good;
+    counts_.failed_fetches += !is_good[i];
+    counts_.fetched += is_good[i];
     const bool is_new = slots_.Find(slots_.GroupOf(slot), texts[i].key) < 0;
-    if (is_good && is_new && !lookup->is_cancelled) {
+    if (is_good[i] && is_new && !lookup->is_cancelled) {
       slots_.Publish(slot, texts[i].key, /*is_from_store=*/true);
     } else {
       slots_.Release(slot);
@@ -256,9 +259,12 @@ std::vector<std::string> HostTier::FinishGet(const OpenJob& open, const std::vec
   }
   lookup->is_in_job = false;
   lookup->num_gotten += open.slots.size();
-  if (lookup->is_cancelled) return complaints;
-  if (has_failed || lookup->num_gotten == lookup->chosen.size()) EndLookup(lookup);
-  return complaints;
+  const bool has_failed = std::find(is_good.begin(), is_good.end(), false) != is_good.end();
+  const bool has_ended = has_failed || lookup->num_gotten == lookup->chosen.size();
+  if (has_ended && !lookup->is_cancelled) EndLookup(lookup);
+  if (num_damaged == 0) return {};
+  return {std::to_string(num_damaged) + " of " + std::to_string(is_good.size()) +
+          " values of the store are damaged, or of another text or format"};
 }
 
 void HostTier::EndLookup(const StoreLookup* lookup) {

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file fuzz_sequence_table.cc
- * \brief Operations on sequences, steps and token trees, decoded from bytes, against a list of
- * tokens for each sequence.
+ * \brief Operations on sequences, steps, token trees and windows, decoded from bytes, against a
+ * list of tokens for each sequence.
  *
  * Slots of pages hold tokens here, so that a page that was not copied, was copied too late or was
  * given away twice shows as a wrong token of some sequence. No token is written twice, so what a
- * lookup by tokens reuses must hold just these.
+ * lookup by tokens reuses must hold just these. Some steps end without some of their layers: such
+ * rows, and what was computed from them, must never be found.
  */
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -36,7 +38,7 @@ struct Sizes {
 
   explicit Sizes(Bytes* bytes) {
     page_size = 1 << bytes->Between(0, 3);
-    const int64_t num_groups = bytes->Between(1, 3);
+    const int64_t num_groups = bytes->Between(0, 3);  // a stage may have no layers
     for (int64_t g = 0; g < num_groups; ++g) {
       num_pages.push_back(static_cast<int32_t>(bytes->Between(1, 40)));
       windows.push_back(bytes->Next() % 2 ? bytes->Between(1, 20) : 0);
@@ -48,11 +50,21 @@ struct Sizes {
 struct Tokens {
   std::vector<int32_t> all;      // those of tree nodes last
   std::vector<int64_t> parents;  // of each node; -1: none
+  size_t num_held = 0;           // positions that the window leaves between steps; 0: all
+  size_t num_sinks = 0;
+  bool has_dropped = false;
 
   size_t num_committed() const { return all.size() - parents.size(); }
   void Truncate(size_t length) {
     parents.resize(length > num_committed() ? length - num_committed() : 0);
     all.resize(length);
+    has_dropped = has_dropped && length > num_sinks;
+  }
+  void Slide() {
+    if (num_held == 0 || all.size() <= num_held) return;
+    const auto first = all.begin() + static_cast<ptrdiff_t>(num_sinks);
+    all.erase(first, first + static_cast<ptrdiff_t>(all.size() - num_held));
+    has_dropped = true;
   }
   void Commit(int64_t leaf) {
     std::vector<int32_t> path;
@@ -95,7 +107,9 @@ class World {
     std::sort(ids.begin(), ids.end());
     for (int64_t id : ids) {
       const Sequence& sequence = table_.At(id);
-      state.push_back({id, sequence.length, sequence.tree.size()});
+      const SequenceWindow& window = sequence.window;
+      state.push_back({id, sequence.length, sequence.tree.size(), sequence.first_unwritten,
+                       window.size, window.num_sinks, window.num_dropped});
       for (int64_t i = 0; i < sequence.tree.size(); ++i) {
         state.back().push_back(sequence.tree.depth(i));
       }
@@ -122,7 +136,7 @@ class World {
 
   void Draw(Bytes* bytes) {
     const int64_t id = bytes->Around(0, kMaxId);
-    switch (bytes->Between(0, 13)) {
+    switch (bytes->Between(0, 15)) {
       case 0:
         table_.Add(id);
         expected_[id] = {};
@@ -158,6 +172,9 @@ class World {
       case 9:
         AddLike(id, bytes);
         break;
+      case 10:
+        EnableWindow(id, bytes);
+        break;
       default:
         Step(bytes);
     }
@@ -179,7 +196,18 @@ class World {
     Tokens tokens = expected_.at(parent);
     if (position != -1) tokens.Truncate(position);
     FUZZ_CHECK(tokens.parents.empty());
+    tokens.num_held = 0;
     expected_[child] = std::move(tokens);
+  }
+
+  void EnableWindow(int64_t id, Bytes* bytes) {
+    const int64_t size = bytes->Around(1, 24), num_sinks = bytes->Around(0, 6);
+    const bool includes_self = bytes->Next() % 2;
+    table_.EnableWindow(id, size, num_sinks, includes_self);
+    Tokens& tokens = expected_.at(id);
+    tokens.num_held = size - (includes_self ? 1 : 0);
+    tokens.num_sinks = num_sinks;
+    tokens.Slide();
   }
 
   void Pop(int64_t id, Bytes* bytes) {
@@ -229,6 +257,7 @@ class World {
     copies.Commit();
     copies.Overwrite(sequence, begin, end);
     table_.prefixes().Drop(&sequence);
+    table_.NoteWritten(&sequence, begin, end);
     for (int64_t position = begin; position < end; ++position) {
       expected_.at(id).all[position] = ++last_token_;
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
@@ -259,7 +288,10 @@ class World {
     const int64_t length = table_.AddWithPrefix(id, salt, prompt);
     FUZZ_CHECK(length <= std::max<int64_t>(prompt.size - 1, 0));
     tokens.resize(length);
-    expected_[id] = {tokens, {}};
+    for (int32_t token : tokens) FUZZ_CHECK(!tainted_.count(token));
+    Tokens added;
+    added.all = std::move(tokens);
+    expected_[id] = std::move(added);
   }
 
   /*! \brief Records the tokens of the rows of a step, of sequences whose tokens are all known. */
@@ -296,7 +328,8 @@ class World {
         parents.push_back(is_chain ? first + n - 1 : bytes->Around(-1, last));
       }
     }
-    const int64_t end = bytes->Between(0, 4);
+    const int64_t end = bytes->Between(0, 5);
+    const uint8_t skipping_groups = end == 2 ? bytes->Next() | 1 << bytes->Next() % 3 : 0;
     const IntSpan tree{parents.data(), parents.size()};
     plan_.Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()},
                   has_trees ? std::optional<IntSpan>(tree) : std::nullopt);
@@ -324,15 +357,32 @@ class World {
       }
       return plan_.Abort();
     }
+    const bool is_written = end != 2;  // else a layer of some groups, or of none, is left out
     size_t row = 0;
     for (size_t i = 0; i < ids.size(); ++i) {
+      Tokens& tokens = expected_.at(ids[i]);
       for (int64_t n = 0; n < lengths[i]; ++n, ++row) {
-        expected_.at(ids[i]).all.push_back(++last_token_);
-        if (has_trees) expected_.at(ids[i]).parents.push_back(parents[row]);
-        for (int32_t g = 0; g < table_.num_groups(); ++g) slots_[g].at(slots[g][row]) = last_token_;
+        const int64_t parent = has_trees ? parents[row] : -1;
+        const bool is_tainted = !is_written || HasTaint(tokens, parent);
+        tokens.all.push_back(++last_token_);
+        if (has_trees) tokens.parents.push_back(parent);
+        if (!is_written) unwritten_.insert(last_token_);
+        if (is_tainted) tainted_.insert(last_token_);
+        for (int32_t g = 0; g < table_.num_groups(); ++g) {
+          slots_[g].at(slots[g][row]) = skipping_groups >> g & 1 ? -1 : last_token_;
+        }
       }
+      tokens.Slide();
     }
-    plan_.Finish();
+    plan_.Finish(is_written);
+  }
+
+  /*! \brief Whether a new row is computed from rows that a layer left out. */
+  bool HasTaint(const Tokens& tokens, int64_t parent) const {
+    const size_t num_committed = tokens.num_committed();
+    if (parent >= 0 && tainted_.count(tokens.all[num_committed + parent])) return true;
+    return std::any_of(tokens.all.begin(), tokens.all.begin() + num_committed,
+                       [this](int32_t token) { return tainted_.count(token) > 0; });
   }
 
   void Copy(const std::vector<PageCopy>& copies) {
@@ -344,9 +394,10 @@ class World {
   }
 
   int64_t SlotOf(const Sequence& sequence, int32_t group, int64_t position) const {
-    const int64_t page_size = table_.page_size();
-    const int64_t index = position / page_size - sequence.first_pages[group];
-    return sequence.pages[group].at(index) * page_size + position % page_size;
+    const PageGeometry& geometry = table_.geometry();
+    return sequence.pages[group].at(geometry.PageIndex(sequence, group, position)) *
+               table_.page_size() +
+           geometry.OffsetInPage(sequence, position);
   }
 
   void Check() const {
@@ -361,9 +412,15 @@ class World {
       const Sequence& sequence = table_.At(id);
       FUZZ_CHECK(sequence.length == static_cast<int64_t>(tokens.all.size()));
       FUZZ_CHECK(sequence.tree.size() == static_cast<int64_t>(tokens.parents.size()));
+      FUZZ_CHECK(tokens.has_dropped == (sequence.window.num_dropped > 0));
+      for (int64_t i = 0; i < sequence.length; ++i) {
+        const bool is_marked = sequence.window.TextPosition(i) >= sequence.first_unwritten;
+        FUZZ_CHECK(is_marked || !tainted_.count(tokens.all[i]));
+      }
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
         for (int64_t i = table_.geometry().FirstPosition(sequence, g); i < sequence.length; ++i) {
-          FUZZ_CHECK(slots_[g].at(SlotOf(sequence, g, i)) == tokens.all[i]);
+          const int32_t held = slots_[g].at(SlotOf(sequence, g, i));
+          FUZZ_CHECK(held == tokens.all[i] || unwritten_.count(tokens.all[i]));
         }
       }
     }
@@ -374,6 +431,8 @@ class World {
   std::map<int64_t, Tokens> expected_;       // by sequence
   std::vector<std::vector<int32_t>> slots_;  // tokens by group and slot
   std::vector<std::vector<int32_t>> texts_;  // whose pages may be found
+  std::set<int32_t> unwritten_;              // tokens of rows that a layer left out
+  std::set<int32_t> tainted_;                // these, and those computed from them
   int32_t last_token_ = 0;
 };
 

@@ -29,6 +29,7 @@ from tvm_pagedkv.cli import command as cli
 from .. import reference
 from ..reference.rope import Rope
 from ..support.cpp_build import BUILDS, ROOT, needs_cmake, run
+from ..support.dict_store import DictStore
 from ..support.foreign_code import runs_here
 from ..support.permissive_steps import permissive_step
 
@@ -198,6 +199,30 @@ def test_every_layer_has_its_kernels(monkeypatch, tmp_path):
     assert loaded.config == config
     assert [len(s["kernels"]) for s in loaded.manifest["targets"][0]["kernel_sets"]] == [2, 2]
     assert [layer["kernel_set"] for layer in loaded.manifest["cache"]["layers"]] == [0, 1, 0]
+
+
+def test_tiers_round_trip_and_are_opened(tmp_path):
+    tiers = pkv.PrefixCacheConfig(disk_path=tmp_path / "pages", disk_bytes=1 << 26, model="m")
+    rope = pkv.RopeConfig(mode="none")
+    config = pkv.KVCacheConfig(1, 4, 2, 32, dtype="float32", rope=rope, prefix_cache=tiers)
+    with pytest.raises(ValueError, match="prefix_cache.store is an object"):
+        other = pkv.PrefixCacheConfig(store=DictStore(), model="m")
+        pkv.write_bundle(replace(config, prefix_cache=other), tmp_path / "b", bare=True)
+    path = pkv.write_bundle(config, tmp_path / "b", bare=True)
+    loaded = pkv.load_bundle(path, config=replace(config, prefix_cache=None))  # tiers are free
+    as_text = replace(tiers, disk_path=str(tmp_path / "pages"))
+    assert loaded.config == replace(config, prefix_cache=as_text)
+    prompt, reused = list(range(40)), []
+    for _ in range(2):
+        cache = loaded.create(max_total_tokens=64)
+        reused.append(cache.add_sequence(0, prompt, wait=60))
+        rest = prompt[reused[-1] :]
+        with cache.forward([0], [len(rest)], tokens=rest):
+            cache.attention(0, np.ones((len(rest), 8, 32), "float32"))
+        assert cache.close_prefixes(60)
+    assert reused == [0, 32]
+    host = loaded.create(prefix_cache=pkv.PrefixCacheConfig(host_bytes=1 << 20))
+    assert host.stats()["prefix_tiers"]["host_capacity_bytes"] <= 1 << 20
 
 
 def test_codecs(tmp_path):

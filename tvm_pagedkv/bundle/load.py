@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 import tvm
 import tvm_ffi
 
-from ..cache import KVCache
-from ..config import KVCacheConfig, LayerSpec, ResolvedConfig, RopeConfig
+from ..cache import KVCache, open_prefix_cache
+from ..config import KVCacheConfig, LayerSpec, PrefixCacheConfig, ResolvedConfig, RopeConfig
 
 MANIFEST = "manifest.json"
 CAPACITIES = ("max_num_sequences", "max_total_tokens", "prefill_chunk_size")
@@ -65,7 +66,13 @@ class Bundle:
         """
         return self._described(self._loaded, capacities)
 
-    def create(self, device: tvm.runtime.Device | None = None, **capacities: int) -> KVCache:
+    def create(
+        self,
+        device: tvm.runtime.Device | None = None,
+        *,
+        prefix_cache: PrefixCacheConfig | None = None,
+        **capacities: int,
+    ) -> KVCache:
         """Make a cache.
 
         Parameters
@@ -73,6 +80,8 @@ class Bundle:
         device : tvm.runtime.Device, optional
             Device of the pages; None: `Bundle.device`. For another device the kernels of a fitting
             target are loaded, unless `load_bundle` was given a target.
+        prefix_cache : PrefixCacheConfig, optional
+            Tiers below the pages; None: those of `config`, if it has any.
         **capacities : int
             `max_num_sequences`, `max_total_tokens` and `prefill_chunk_size` that differ from those
             of `config`.
@@ -90,13 +99,19 @@ class Bundle:
         RuntimeError
             If the GPU or its driver is missing.
         MemoryError
-            If the device has too little memory.
+            If the device, or the host for its tiers, has too little memory.
+        OSError
+            If the folder of the tiers cannot be opened.
         """
         loaded = self._loaded
         if device is not None and _place(device) != _place(self.device):
             loaded = _load(self.path, self._named, device)
         make = tvm_ffi.get_global_func("pagedkv.create")
-        return make(self._described(loaded, capacities), loaded["kernels"], loaded["device"])
+        cache = make(self._described(loaded, capacities), loaded["kernels"], loaded["device"])
+        tiers = self.config.prefix_cache if prefix_cache is None else prefix_cache
+        if tiers is not None:
+            open_prefix_cache(cache, tiers)
+        return cache
 
     def _described(self, loaded: Mapping[str, Any], capacities: Mapping[str, int]) -> dict:
         other = sorted(set(capacities) - set(CAPACITIES))
@@ -128,7 +143,7 @@ def load_bundle(
     target : str, optional
         Name of a target of the bundle; None: the most specific one that the machine supports.
     config : KVCacheConfig, optional
-        A configuration that the bundle must match, except for capacities.
+        A configuration that the bundle must match, except for capacities and `prefix_cache`.
     device : tvm.runtime.Device, optional
         Device of the kernels. None: ``tvm.cuda(0)`` if the named target, or the only one, is for
         GPUs; else the CPU.
@@ -202,8 +217,20 @@ def choose_target(
 
 
 def describe_config(config: KVCacheConfig) -> dict[str, Any]:
-    """Return a configuration as JSON values, for `read_config`."""
-    return json.loads(json.dumps(asdict(config)))
+    """Return a configuration as JSON values, for `read_config`.
+
+    Raises
+    ------
+    ValueError
+        If its `prefix_cache` has a store that is an object of this process.
+    """
+    tiers = config.prefix_cache
+    if tiers is not None and tiers.store is not None:
+        raise ValueError(
+            "prefix_cache.store is an object, which JSON cannot describe: leave prefix_cache out "
+            "and give it to Bundle.create"
+        )
+    return json.loads(json.dumps(asdict(config), default=os.fspath))
 
 
 def read_config(described: Mapping[str, Any]) -> KVCacheConfig:
@@ -222,6 +249,9 @@ def read_config(described: Mapping[str, Any]) -> KVCacheConfig:
     given = _fields(KVCacheConfig, described, "config")
     if given.get("rope") is not None:
         given["rope"] = _rope(given["rope"])
+    if given.get("prefix_cache") is not None:
+        tiers = _fields(PrefixCacheConfig, given["prefix_cache"], "prefix_cache")
+        given["prefix_cache"] = PrefixCacheConfig(**tiers)
     if given.get("layers") is not None:
         layers = [_fields(LayerSpec, layer, "layer") for layer in given["layers"]]
         for layer in layers:

@@ -23,7 +23,8 @@ needs_cmake = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder, which is made if it is missing: other processes wait."""
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ def build(name: str, *targets: str, **options: str) -> Path:
     folder = BUILDS / name
     options = {"Python_EXECUTABLE": sys.executable, **options}
     definitions = [f"-D{key}={value}" for key, value in options.items()]
-    with _locked(folder):
+    with locked(folder):
         run("cmake", "-S", str(ROOT), "-B", str(folder), *definitions)
         jobs = str(min(os.cpu_count() or 1, 4))
         run("cmake", "--build", str(folder), "--parallel", jobs, "--target", *targets)

@@ -13,6 +13,10 @@ from fnmatch import fnmatchcase
 import pytest
 
 REFUSED = "float16 is refused without conversion in hardware, and the refusal has tests"
+NO_EMULATOR = (
+    "qemu-user and a compiler for AArch64 are packages of the system, and CPUs without F16C refuse "
+    "float16"
+)
 NO_RDMA_LIBRARY = "Mooncake needs the system's libibverbs1, which pip cannot install"
 # Patterns of tests, and why they may be skipped.
 EXPECTED = {
@@ -25,6 +29,13 @@ EXPECTED = {
         REFUSED
     ),
     "tests/cache/test_non_finite.py::test_every_nan_stays_nan*dtypes2-x86-64]": REFUSED,
+    "tests/kernels/test_emulated_cpus.py::test_rows_that_move*": NO_EMULATOR,
+    "tests/kernels/test_emulated_cpus.py::test_attention*": NO_EMULATOR,
+    "tests/kernels/test_emulated_cpus.py::test_trees_and_windows*": NO_EMULATOR,
+    "tests/kernels/test_emulated_cpus.py::test_latent_rows*": NO_EMULATOR,
+    "tests/kernels/test_emulated_cpus.py::test_quantized_pages*": NO_EMULATOR,
+    "tests/bundle/test_emulated_bundle.py::test_cpp_program*": NO_EMULATOR,
+    "tests/bundle/test_emulated_bundle.py::test_units_of_the_runtime*": NO_EMULATOR,
     "tests/stores/test_stores.py::test_values_come_back*mooncake*": NO_RDMA_LIBRARY,
     "tests/stores/test_stores.py::test_some_keys_are_missing*mooncake*": NO_RDMA_LIBRARY,
     "tests/stores/test_stores.py::test_another_size_is_a_miss*mooncake*": NO_RDMA_LIBRARY,

@@ -70,7 +70,7 @@ def path_of_children() -> str:
     return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sys.path]))
 
 
-def resolve_target(cpu: str) -> Target:
+def resolve_target(cpu: str | Mapping) -> Target:
     """Return the target of a CPU, without optimisations within `unoptimized`."""
     target = targets.resolve_target(cpu)
     return target if targets._native_target is _native_target else at_level_0(target)

@@ -64,7 +64,7 @@ def at_level_0(target):
     from tvm.target import Target
 
     fields = target.export()
-    fields = {name: fields[name] for name in ("kind", "mcpu", "mattr") if name in fields}
+    fields = {name: fields[name] for name in ("kind", "mtriple", "mcpu", "mattr") if name in fields}
     return Target(fields | {"opt-level": 0})
 
 

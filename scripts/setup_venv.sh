@@ -71,7 +71,7 @@ _setup() {
     _pip -r /dev/stdin <<<"$wanted" || return 1
     echo "$wanted" >"$_venv/.requirements-$_extras"
   fi
-  sources="$(_sum pyproject.toml CMakeLists.txt tvm_pagedkv tir_kernels runtime_ext)"
+  sources="$(_sum pyproject.toml CMakeLists.txt tvm_pagedkv tvm_pagedkv_cli tir_kernels runtime_ext)"
   if [ "$(cat "$_venv/.sources" 2>/dev/null)" != "$sources" ]; then
     echo "setup: building and installing tvm_pagedkv (less than a minute)" >&2
     (cd "$_root" && PATH="$_venv/bin:$PATH" _pip --no-build-isolation --no-deps .) || return 1

@@ -46,11 +46,11 @@ LARGE = {
 }
 
 
-def run(model: DecoderModel, prompt: str, num_tokens: int, speculative: int):
+def run(model: DecoderModel, prompt: str, num_tokens: int, num_drafts: int):
     """Tokens of a greedy continuation, and the statistics."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens)
     tokens = ()
-    for event in generate(model, [prompt], params, speculative=speculative):
+    for event in generate(model, [prompt], params, num_speculative_tokens=num_drafts):
         if isinstance(event, FinishedEvent):
             tokens = event.tokens
         elif isinstance(event, Statistics):

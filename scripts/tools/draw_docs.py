@@ -82,7 +82,7 @@ font-family="system-ui, sans-serif">
 def components() -> Drawing:
     d = Drawing(920, 640, "The components of tvm_pagedkv")
     d.text(20, 28, "tvm_pagedkv (Python): every row uses those below", bold=True, size=15)
-    for i, name in enumerate(("cli", "generation", "models", "mlc", "distributed")):
+    for i, name in enumerate(("tvm_pagedkv_cli", "generation", "models", "mlc", "distributed")):
         d.box(20 + 176 * i, 44, 160, 36, name, fill="caller")
     for i, name in enumerate(("relax", "cache", "bundle", "page", "transfer")):
         d.box(20 + 176 * i, 120, 160, 36, name, fill="caller")

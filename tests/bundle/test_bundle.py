@@ -24,7 +24,7 @@ import tvm_pagedkv as pkv
 from tir_kernels.codec import CODECS
 from tvm_pagedkv.bundle import writer as bundle_writer
 from tvm_pagedkv.bundle.load import choose_target
-from tvm_pagedkv.cli import command as cli
+from tvm_pagedkv_cli import command as cli
 
 from .. import reference
 from ..reference.rope import Rope

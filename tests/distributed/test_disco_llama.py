@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import tvm_pagedkv as pkv
-from tvm_pagedkv.cli.command import main
 from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.models import LlamaModel, ParallelLlama
 from tvm_pagedkv.models.parallel import resolve_stages
 from tvm_pagedkv.models.parallel_worker import ModelWorker
+from tvm_pagedkv_cli.command import main
 
 PAGE_SIZE, CAPACITIES = 16, (6, 320, 64)
 # Shards add up in another order.
@@ -110,7 +110,7 @@ def test_text_is_that_of_one_worker(whole, split):
     _, model = split
     prompts, params = ["The with statement", "A list is"], SamplingParams(n=2, max_tokens=24)
     texts, expected = (
-        [event.text for event in generate(each, prompts, params) if hasattr(event, "reason")]
+        [event.text for event in generate(each, prompts, params) if hasattr(event, "finish_reason")]
         for each in (model, whole)
     )
     assert texts == expected

@@ -70,7 +70,7 @@ def test_wheel_has_all_that_an_installation_needs(clone):
     assert {
         "tvm_pagedkv/libtvm_pagedkv.so",
         "tvm_pagedkv/models/tiny/model.safetensors",
-        "tvm_pagedkv/cli/command.py",
+        "tvm_pagedkv_cli/command.py",
         "tvm_pagedkv/py.typed",
         "tir_kernels/cpu/attention/decode/kernel.py",
     } <= names

@@ -59,9 +59,9 @@ def say(conversation: Conversation, *messages: str) -> list[str]:
 
 
 @pytest.mark.parametrize("params", [SHORT, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("speculative", [0, 3])
-def test_turns_are_reused_and_change_nothing(model, params, speculative):
-    warm = Conversation(model, params, speculative=speculative)
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_turns_are_reused_and_change_nothing(model, params, num_drafts):
+    warm = Conversation(model, params, num_speculative_tokens=num_drafts)
     cold = Conversation(model, params, prefix_cache=False)
     before = 0
     for message in MESSAGES:
@@ -120,11 +120,11 @@ def test_a_stopped_answer_is_kept(model, num_pieces):
     answer = conversation.reply(MESSAGES[1])
     pieces = [next(answer) for _ in range(num_pieces)]
     answer.close()
-    assert len(conversation.cache) == 0 and conversation.last_turn.reason != "eos"
+    assert len(conversation.cache) == 0 and conversation.last_turn.finish_reason != "stop"
     assert len(conversation.messages) == (4 if num_pieces else 2)
     if num_pieces:
         assert conversation.messages[-1]["content"] == "".join(pieces)
-        assert conversation.last_turn.reason == "stopped"
+        assert conversation.last_turn.finish_reason == "interrupted"
     (found,) = say(conversation, MESSAGES[2])
     assert conversation.last_turn.statistics.reused_tokens > 30
     cold = Conversation(model, SHORT, prefix_cache=False)
@@ -160,10 +160,10 @@ def test_a_full_context(model, monkeypatch):
     monkeypatch.setattr(model, "config", replace(model.config, eos_token_ids=()))
     conversation = Conversation(model, SHORT, max_total_tokens=100)
     say(conversation, "x")
-    assert conversation.last_turn.reason == "length" and conversation.num_tokens() < 60
+    assert conversation.last_turn.finish_reason == "length" and conversation.num_tokens() < 60
     conversation.params = replace(SHORT, max_tokens=1000)
     say(conversation, "x")
-    assert conversation.last_turn.reason == "context"
+    assert conversation.last_turn.finish_reason == "context"
     assert conversation.num_tokens() == 100
     messages = list(conversation.messages)
     with pytest.raises(ContextFullError, match=r"has 1\d\d tokens, and at most 99 leave room"):

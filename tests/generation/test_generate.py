@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.cli.command import main  # noqa: E402
 from tvm_pagedkv.generation import (
     FinishedEvent,
     SamplingParams,
@@ -23,6 +22,7 @@ from tvm_pagedkv.generation import (
 )
 from tvm_pagedkv.generation.parameters import sample  # noqa: E402
 from tvm_pagedkv.models import LlamaModel  # noqa: E402
+from tvm_pagedkv_cli.command import main  # noqa: E402
 
 PROMPTS = ["The with statement", "A list is", "x", "The yield expression is used when defining"]
 LONG_PROMPT = "The value of the expression is an object that is bound to the name in the "
@@ -98,9 +98,9 @@ def test_events_add_up(model):
         elif isinstance(event, FinishedEvent):
             assert growing.pop((event.prompt, event.continuation)) == (event.text, event.tokens)
             is_whole = len(event.tokens) == 30
-            assert event.reason == ("length" if is_whole else "eos")
+            assert event.finish_reason == ("length" if is_whole else "stop")
             assert len(event.tokens) <= 30 and eos not in event.tokens
-            reasons.append(event.reason)
+            reasons.append(event.finish_reason)
     assert not growing
     assert len(reasons) == 2 * len(PROMPTS) and "length" in reasons
 
@@ -131,7 +131,7 @@ def test_stops_at_the_context(model, monkeypatch):
     prompt = "a" * 500
     params = SamplingParams(max_tokens=10_000, temperature=2.0, top_p=1.0)
     (event, _) = [e for e in generate(model, [prompt], params) if not isinstance(e, TextEvent)]
-    assert event.reason == "length"
+    assert event.finish_reason == "length"
     assert len(event.tokens) == model.config.context_length - 501
 
 

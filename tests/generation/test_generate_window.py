@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.cli.command import main  # noqa: E402
 from tvm_pagedkv.generation import (
     FinishedEvent,
     SamplingParams,
@@ -17,6 +16,7 @@ from tvm_pagedkv.generation import (
     generate,
 )
 from tvm_pagedkv.models import LlamaModel  # noqa: E402
+from tvm_pagedkv_cli.command import main  # noqa: E402
 
 PROMPTS = ["The with statement", "A list is", "x"]
 GREEDY = SamplingParams(temperature=0, max_tokens=60)

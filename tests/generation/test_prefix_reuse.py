@@ -11,8 +11,6 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.cli.command import main  # noqa: E402
-from tvm_pagedkv.cli.statistics import print_statistics  # noqa: E402
 from tvm_pagedkv.config import PrefixCacheConfig  # noqa: E402
 from tvm_pagedkv.generation import (  # noqa: E402
     FinishedEvent,
@@ -23,6 +21,8 @@ from tvm_pagedkv.generation import (  # noqa: E402
     generate,
 )
 from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
+from tvm_pagedkv_cli.command import main  # noqa: E402
+from tvm_pagedkv_cli.statistics import print_statistics  # noqa: E402
 
 from ..support.dict_store import DictStore  # noqa: E402
 from ..support.selections import with_slow  # noqa: E402
@@ -83,7 +83,7 @@ def check(model, prompts, params=GREEDY, **options) -> Statistics:
         {"max_num_sequences": 2},
         {"max_total_tokens": 18 * 16},  # for the longest prompt and a few pages
         {"max_total_tokens": 20 * 16, "prefill_chunk_size": 33},
-        {"speculative": 4},
+        {"num_speculative_tokens": 4},
     ],
     ids=str,
 )
@@ -135,7 +135,7 @@ def test_random_prompts_in_small_pools(model, seed):
         "max_total_tokens": 16 * (fullest + int(rng.integers(6))),
         "prefill_chunk_size": int(rng.integers(1, 100)),
         "max_num_sequences": int(rng.integers(n, 12)),
-        "speculative": int(rng.choice([0, 3])),
+        "num_speculative_tokens": int(rng.choice([0, 3])),
     }
     check(model, prompts, params, **options)
 
@@ -157,12 +157,12 @@ def test_a_cache_for_several_calls(model):
     assert run(model, [grown])[0] == run(model, [grown], cache=cache, max_num_sequences=1)[0]
 
 
-@pytest.mark.parametrize("speculative", [0, 4])
+@pytest.mark.parametrize("num_drafts", [0, 4])
 @pytest.mark.parametrize("num_events", [1, 2, 9, 30])
-def test_a_call_that_stops_early_leaves_the_cache_usable(model, num_events, speculative):
+def test_a_call_that_stops_early_leaves_the_cache_usable(model, num_events, num_drafts):
     cache = model.create_cache(8, 1024)
     cache.add_sequence(7)  # of the caller
-    options = {"cache": cache, "max_num_sequences": 8, "speculative": speculative}
+    options = {"cache": cache, "max_num_sequences": 8, "num_speculative_tokens": num_drafts}
     events = generate(model, PROMPTS, GREEDY, **options)
     for _ in range(num_events):
         next(events)

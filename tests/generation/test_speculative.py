@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
-from tvm_pagedkv.cli.command import main  # noqa: E402
 from tvm_pagedkv.generation import FinishedEvent, SamplingParams, Statistics, generate
 from tvm_pagedkv.generation.speculative import LONGEST_MATCH, Draft, HitRates, PromptLookup  # noqa: E402
 from tvm_pagedkv.models import LlamaModel  # noqa: E402
+from tvm_pagedkv_cli.command import main  # noqa: E402
 
 from ..support.selections import with_slow
 
@@ -36,7 +36,9 @@ def run(model, prompts, params, **options):
     events = list(generate(model, prompts, params, **options))
     finished = [event for event in events if isinstance(event, FinishedEvent)]
     assert isinstance(events[-1], Statistics)
-    return {(f.prompt, f.continuation): (f.tokens, f.text, f.reason) for f in finished}, events[-1]
+    return {
+        (f.prompt, f.continuation): (f.tokens, f.text, f.finish_reason) for f in finished
+    }, events[-1]
 
 
 def greedy(num_tokens: int, n: int = 1) -> SamplingParams:
@@ -195,7 +197,7 @@ def test_greedy_text_is_the_same(dtype):
     """Up to the first token, if any, that plain decoding chose by less than the margin."""
     model, num_tokens = load(dtype), 120
     plain, _ = run(model, PROMPTS, greedy(num_tokens))
-    drafted, statistics = run(model, PROMPTS, greedy(num_tokens), speculative=8)
+    drafted, statistics = run(model, PROMPTS, greedy(num_tokens), num_speculative_tokens=8)
     assert statistics.accepted_tokens > 20
     num_sure = 0
     for key, (tokens, _, _) in plain.items():
@@ -212,7 +214,7 @@ def test_greedy_text_is_the_same(dtype):
 def test_number_of_drafts_does_not_matter(num_drafts):
     model = load("float32")
     plain, _ = run(model, PROMPTS, greedy(100))
-    drafted, statistics = run(model, PROMPTS, greedy(100), speculative=num_drafts)
+    drafted, statistics = run(model, PROMPTS, greedy(100), num_speculative_tokens=num_drafts)
     assert drafted == plain
     assert 0 < statistics.accepted_tokens <= statistics.drafted_tokens
 
@@ -222,7 +224,7 @@ def test_sampled_text_is_the_same():
     model = load("float32")
     params = SamplingParams(n=2, temperature=0.6, max_tokens=80, seed=4)
     plain, _ = run(model, PROMPTS, params)
-    drafted, statistics = run(model, PROMPTS, params, speculative=6)
+    drafted, statistics = run(model, PROMPTS, params, num_speculative_tokens=6)
     assert drafted == plain
     assert statistics.accepted_tokens > 0
 
@@ -238,7 +240,7 @@ def test_both_chains_and_trees_are_verified(monkeypatch):
 
     monkeypatch.setattr(type(model), "logits", watched)
     plain, _ = run(model, PROMPTS, greedy(100))
-    assert run(model, PROMPTS, greedy(100), speculative=8)[0] == plain
+    assert run(model, PROMPTS, greedy(100), num_speculative_tokens=8)[0] == plain
     assert shapes == {"chain", "tree"}
 
 
@@ -253,7 +255,7 @@ def test_repetitive_text_takes_fewer_steps(monkeypatch):
             return call(*args)
 
         monkeypatch.setattr(model, name, counted)
-    _, statistics = run(model, [LIST], greedy(200), speculative=8)
+    _, statistics = run(model, [LIST], greedy(200), num_speculative_tokens=8)
     assert steps["logits"] + steps["decode"] < 120
     assert steps["logits"] + steps["decode"] == 199 - statistics.accepted_tokens
 
@@ -262,11 +264,16 @@ def test_capacity_chunks_and_forks_do_not_matter():
     model = load("float32")
     plain, _ = run(model, PROMPTS, greedy(60, n=2))
     drafted, statistics = run(
-        model, PROMPTS, greedy(60, n=2), speculative=8, max_total_tokens=320, prefill_chunk_size=7
+        model,
+        PROMPTS,
+        greedy(60, n=2),
+        num_speculative_tokens=8,
+        max_total_tokens=320,
+        prefill_chunk_size=7,
     )
     assert drafted == plain
     assert statistics.pages_used <= statistics.pages_total == 20
-    one = run(model, PROMPTS, greedy(60), speculative=8, max_num_sequences=1)[0]
+    one = run(model, PROMPTS, greedy(60), num_speculative_tokens=8, max_num_sequences=1)[0]
     assert one == {key: plain[key] for key in plain if key[1] == 0}
 
 
@@ -275,7 +282,7 @@ def test_ends_at_the_limit_of_tokens_and_of_the_context():
     prompt = (LIST * 5)[: 512 - 20]
     for length in (1, 2, 3, 19, 100):
         plain, _ = run(model, [prompt], greedy(length))
-        assert run(model, [prompt], greedy(length), speculative=8)[0] == plain
+        assert run(model, [prompt], greedy(length), num_speculative_tokens=8)[0] == plain
 
 
 def test_ends_at_eos_within_a_draft(monkeypatch):
@@ -284,13 +291,13 @@ def test_ends_at_eos_within_a_draft(monkeypatch):
     model = load("float32")
     monkeypatch.setattr(model, "config", replace(model.config, eos_token_ids=(ord("("),)))
     plain, _ = run(model, PROMPTS, greedy(120))
-    assert any(reason == "eos" for _, _, reason in plain.values())
-    assert run(model, PROMPTS, greedy(120), speculative=8)[0] == plain
+    assert any(reason == "stop" for _, _, reason in plain.values())
+    assert run(model, PROMPTS, greedy(120), num_speculative_tokens=8)[0] == plain
 
 
 def test_mistakes(capfd):
-    with pytest.raises(ValueError, match="speculative must be 0 or more, got -1"):
-        generate(load("float32"), ["x"], speculative=-1)
+    with pytest.raises(ValueError, match="num_speculative_tokens must be 0 or more, got -1"):
+        generate(load("float32"), ["x"], num_speculative_tokens=-1)
     for option in (["--sliding-window", "64"], ["--shards", "2"], ["--stages", "2"]):
         assert main(["generate", "x", "--speculative", *option]) == 2
         assert "--speculative cannot be combined with --s" in capfd.readouterr().err

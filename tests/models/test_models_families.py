@@ -135,7 +135,7 @@ def test_generate_chooses_the_factors_of_longrope_once(phi):
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
         for chunk in (7, 512):
             *_, finished, _ = generate(
-                phi.ours, [tokens], params, prefill_chunk_size=chunk, speculative=0
+                phi.ours, [tokens], params, prefill_chunk_size=chunk, num_speculative_tokens=0
             )
             text = [*tokens.tolist(), *finished.tokens]
             best = phi.expected(text).argmax(-1)
@@ -207,8 +207,8 @@ def test_drafts_change_no_text(gemma):
     prompt = [5, 6, 7, 8] * 6
     params = SamplingParams(temperature=0, max_tokens=30)
     texts = []
-    for speculative in (0, 4):
-        *_, finished, _ = generate(gemma.ours, [prompt], params, speculative=speculative)
+    for num_drafts in (0, 4):
+        *_, finished, _ = generate(gemma.ours, [prompt], params, num_speculative_tokens=num_drafts)
         texts.append(finished.tokens)
     assert texts[0] == texts[1] and len(texts[0]) == 30
 
@@ -251,7 +251,7 @@ def test_prompts_reuse_pages_of_layers_with_windows(family, stages, tmp_path):
             *events, statistics = generate(
                 model, prompts, params, prefill_chunk_size=16, prefix_cache=prefix_cache, **capacity
             )
-            texts.append({e.prompt: e.tokens for e in events if hasattr(e, "reason")})
+            texts.append({e.prompt: e.tokens for e in events if hasattr(e, "finish_reason")})
         assert texts[0] == texts[1] and len(texts[0]) == 5
         assert statistics.reused_tokens >= 20
     if stages > 1:

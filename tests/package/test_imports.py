@@ -32,7 +32,6 @@ MAY_IMPORT = {
     "models": {"base", "config", "cache", "compiler", "distributed", "bundle"},
     "generation": {"base", "config", "cache", "transfer", "models"},
     "mlc": {"config", "distributed", "relax"},
-    "cli": {"base", "config", "cache", "compiler", "measure", "bundle", "models", "generation"},
 }
 # The package itself and the former names of modules: on top of everything, imported by nothing.
 TOP = {"__init__", "disaggregated", "disco"}

@@ -96,7 +96,7 @@ def check_prefill_then_decode(pair: Pair, seed: int) -> None:
 def check_chunks(pair: Pair, seed: int) -> None:
     """Chunks that end within, at and beyond the windows; the logits of every row."""
     (tokens,) = random_tokens(seed, 50)
-    cache = pair.cache(long_texts=True)
+    cache = pair.cache(use_long_rope_factors=True)
     cache.add_sequence(0)
     rows = [
         pair.ours.logits(cache, [0], [chunk])[0] for chunk in np.split(tokens, [1, 4, 9, 10, 33])

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from .events import FinishedEvent, Statistics, TextEvent
 from .page_budget import PageBudget
 from .parameters import SamplingParams, sample
 from .speculative import PromptLookup
+from .stop_strings import StopStrings
 
 _TIER = re.compile("reused_(.+)_tokens")
 
@@ -32,8 +33,11 @@ class Continuation:
     random: np.random.Generator
     lookup: PromptLookup | None
     length: int  # positions of the sequence, without uncommitted nodes
+    stops: StopStrings
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    undecided: list[int] = field(default_factory=list)  # tokens whose events wait for `stops`
+    decided: str = ""  # their text, without what `stops` holds
     stream: DecodeStream = field(default_factory=lambda: DecodeStream(skip_special_tokens=True))
 
 
@@ -49,7 +53,7 @@ class Batch:
     budget : PageBudget
     records_tokens : bool
         Whether the cache is told the tokens of continuations, so that later prompts find them.
-    at_fullest : callable, optional
+    on_peak_usage : callable, optional
         Called with the cache whenever more pages are in use than before.
     """
 
@@ -61,10 +65,10 @@ class Batch:
         params: SamplingParams,
         budget: PageBudget,
         records_tokens: bool,
-        at_fullest: Callable[[KVCache], None] | None,
+        on_peak_usage: Callable[[KVCache], None] | None,
     ) -> None:
         self.model, self.cache, self.prompts, self.params = model, cache, prompts, params
-        self.budget, self.records_tokens, self.at_fullest = budget, records_tokens, at_fullest
+        self.budget, self.records_tokens, self.on_peak_usage = budget, records_tokens, on_peak_usage
         self.work = Work(model.config, ITEMSIZE[model.options.dtype], model.options.kv_dtype)
         self.statistics = Statistics(page_size=budget.page_size)
         self.running: list[Continuation] = []
@@ -75,24 +79,41 @@ class Batch:
         self, c: Continuation, logits: np.ndarray
     ) -> Generator[TextEvent | FinishedEvent, None, int]:
         """Sample the next token of a continuation, yield its events, and return it."""
-        token = sample(logits, self.params, c.random)
+        text = self.prompts[c.prompt]
+        has_penalty = self.params.repetition_penalty != 1
+        token = sample(logits, self.params, c.random, [*text, *c.tokens] if has_penalty else ())
         reason = None
         if token in self.model.config.eos_token_ids:
-            reason = "eos"
+            reason = "stop"
         else:
             c.tokens.append(token)
             if c.lookup:
                 c.lookup.append(token)
-            text = c.stream.step(self.model.tokenizer, token) or ""
-            c.text += text
-            yield TextEvent(c.prompt, c.index, token, text)
-            if len(c.tokens) == self.budget.max_new_tokens(self.prompts[c.prompt]):
+            c.undecided.append(token)
+            added = c.stream.step(self.model.tokenizer, token) or ""
+            piece, is_stop = c.stops.push(added)
+            c.decided += piece
+            if is_stop:
+                reason = "stop"
+            elif len(c.tokens) == self.budget.max_new_tokens(self.prompts[c.prompt]):
                 reason = "length"
+        if reason:
+            c.decided += c.stops.rest()
+        if not c.stops.held:
+            yield from self._tell(c)
         if reason:
             self.running.remove(c)
             self.finished.append(c)
             yield FinishedEvent(c.prompt, c.index, tuple(c.tokens), c.text, reason)
         return token
+
+    def _tell(self, c: Continuation) -> Iterator[TextEvent]:
+        """Yield the events of the tokens that waited; the last of them has the text."""
+        text, c.decided = c.decided, ""
+        c.text += text
+        while c.undecided:
+            token = c.undecided.pop(0)
+            yield TextEvent(c.prompt, c.index, token, "" if c.undecided else text)
 
     def remove_finished(self) -> None:
         """Remove the sequences of the continuations that have ended."""
@@ -133,5 +154,5 @@ class Batch:
         if stats["num_used_pages"] > self.statistics.pages_used:
             self.statistics.pages_used = stats["num_used_pages"]
             self.statistics.pages_shared = stats["num_shared_pages"]
-            if self.at_fullest:
-                self.at_fullest(self.cache)
+            if self.on_peak_usage:
+                self.on_peak_usage(self.cache)

@@ -30,14 +30,14 @@ class Turn:
     ----------
     first_token_seconds : float
         Time until the first token, the prompt included.
-    reason : {"eos", "length", "context", "stopped"}
+    finish_reason : {"stop", "length", "context", "interrupted"}
         Why the answer ended: "length" is the limit of an answer, "context" that of the
-        conversation, and "stopped" means that the caller or an error stopped it.
+        conversation, and "interrupted" means that the caller or an error stopped it.
     statistics : Statistics
     """
 
     first_token_seconds: float = 0.0
-    reason: str = "stopped"
+    finish_reason: str = "interrupted"
     statistics: Statistics = field(default_factory=Statistics)
 
 
@@ -51,14 +51,15 @@ class Conversation:
     ----------
     model : DecoderModel
     params : SamplingParams, optional
-        For each answer. `n` must be 1. The seed of turn i is ``seed + i``.
+        For each answer; None: those that the makers of the model recommend. `n` must be 1. The seed
+        of turn i is ``seed + i``.
     system : str, optional
         The system message, for models with a chat template.
     max_total_tokens : int, optional
         Length of the conversation in tokens; None: the model's context, and at most 4096.
     prefill_chunk_size : int
         Maximum number of rows of a prefill step.
-    speculative : int
+    num_speculative_tokens : int
         As for `generate`.
     prefix_cache : bool or PrefixCacheConfig
         Whether answers reuse the turns before them. With a configuration, texts of earlier
@@ -86,10 +87,10 @@ class Conversation:
         system: str | None = None,
         max_total_tokens: int | None = None,
         prefill_chunk_size: int = 512,
-        speculative: int = 0,
+        num_speculative_tokens: int = 0,
         prefix_cache: bool | PrefixCacheConfig = True,
     ) -> None:
-        self.model, self.params = model, params or SamplingParams()
+        self.model, self.params = model, params or SamplingParams.for_model(model)
         context = model.config.context_length
         self.capacity = min(context, max_total_tokens or DEFAULT_MAX_TOTAL_TOKENS)
         if self.params.n != 1:
@@ -106,12 +107,12 @@ class Conversation:
         self.has_long_texts = limit is not None and self.capacity > limit
         page_size = model.options.page_size
         # A last page that is not full is copied before it grows.
-        num_pages = -(-(self.capacity + speculative) // page_size) + 1
+        num_pages = -(-(self.capacity + num_speculative_tokens) // page_size) + 1
         self.cache = model.create_cache(
             1,
             num_pages * page_size,
-            max(prefill_chunk_size, 1 + speculative),
-            long_texts=self.has_long_texts,
+            max(prefill_chunk_size, 1 + num_speculative_tokens),
+            use_long_rope_factors=self.has_long_texts,
             prefix_cache=prefix_cache if isinstance(prefix_cache, PrefixCacheConfig) else None,
         )
         self._settings = Settings(
@@ -119,12 +120,12 @@ class Conversation:
             prefill_chunk_size=prefill_chunk_size,
             max_num_sequences=1,
             window=None,
-            speculative=speculative,
-            at_fullest=None,
+            num_speculative_tokens=num_speculative_tokens,
+            on_peak_usage=None,
             kv_transfer_channel=None,
             prefix_cache=bool(prefix_cache),  # the cache has the tiers
             cache=self.cache,
-            long_texts=self.has_long_texts,
+            use_long_rope_factors=self.has_long_texts,
         )
         self.messages: list[dict[str, str]] = []
         self.tokens: list[int] = []
@@ -177,13 +178,13 @@ class Conversation:
                         pieces.append(event.text)
                         yield event.text
                     elif isinstance(event, FinishedEvent):
-                        is_full = event.reason == "length" and (
+                        is_full = event.finish_reason == "length" and (
                             len(prompt) + len(tokens) == self.capacity
                         )
-                        turn.reason = "context" if is_full else event.reason
+                        turn.finish_reason = "context" if is_full else event.finish_reason
         finally:
             self.last_turn = turn
-            if tokens or turn.reason == "eos":
+            if tokens or turn.finish_reason == "stop":
                 self.tokens = [*prompt, *tokens]
                 self.messages.append({"role": "user", "content": message})
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})

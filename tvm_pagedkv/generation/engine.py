@@ -39,8 +39,8 @@ def generate(
     prefill_chunk_size: int = 512,
     max_num_sequences: int = 32,
     window: Window | None = None,
-    speculative: int = 0,
-    at_fullest: Callable[[KVCache], None] | None = None,
+    num_speculative_tokens: int = 0,
+    on_peak_usage: Callable[[KVCache], None] | None = None,
     kv_transfer_channel: Channel | None = None,
     prefix_cache: bool | PrefixCacheConfig = True,
     cache: KVCache | None = None,
@@ -52,6 +52,7 @@ def generate(
     model : DecoderModel or ParallelModel
     prompts : sequence of str or of token ids
     params : SamplingParams, optional
+        None: those that the makers of the model recommend.
     max_total_tokens : int, optional
         Capacity of the cache; None: enough for the largest possible batch.
     prefill_chunk_size : int
@@ -61,11 +62,11 @@ def generate(
     window : Window, optional
         Sliding window of every text, which may then be longer than the model's context. The model
         must have been loaded with ``sliding_window``.
-    speculative : int
+    num_speculative_tokens : int
         Maximum number of tokens that a step drafts per continuation and verifies; 0: none. The text
         is the same, except that near-ties may resolve differently, because kernels for one row and
         for several rows round differently.
-    at_fullest : callable, optional
+    on_peak_usage : callable, optional
         Called with the cache whenever more pages are in use than before.
     kv_transfer_channel : Channel, optional
         A channel to `serve_prefill`, which computes the prompts. It is closed at the end. None: the
@@ -96,14 +97,14 @@ def generate(
         prefill_chunk_size,
         max_num_sequences,
         window,
-        speculative,
-        at_fullest,
+        num_speculative_tokens,
+        on_peak_usage,
         kv_transfer_channel,
         prefix_cache,
         cache,
     )
     encoded = [encode_prompt(model, i, prompt, window is None) for i, prompt in enumerate(prompts)]
-    return Run(model, encoded, params or SamplingParams(), settings).events()
+    return Run(model, encoded, params or SamplingParams.for_model(model), settings).events()
 
 
 class Run:
@@ -138,7 +139,7 @@ class Run:
             chunk,
             params,
             settings.window,
-            settings.speculative,
+            settings.num_speculative_tokens,
         )
         has_long_texts = _has_long_texts(model, prompts, budget, settings)
         channel = settings.kv_transfer_channel
@@ -147,19 +148,19 @@ class Run:
             num_pages = _check_cache(cache, prompts, num_slots, budget)
         else:
             num_pages = _num_pages(prompts, num_slots, budget, settings)
-            num_rows = max(chunk, num_slots * (1 + settings.speculative))
+            num_rows = max(chunk, num_slots * (1 + settings.num_speculative_tokens))
             capacities = num_slots, num_pages * page_size, num_rows
             tiers: Any = {} if settings.tiers is None else {"prefix_cache": settings.tiers}
-            cache = model.create_cache(*capacities, long_texts=has_long_texts, **tiers)
+            cache = model.create_cache(*capacities, use_long_rope_factors=has_long_texts, **tiers)
         self.owns_cache, self.has_tiers = settings.cache is None, settings.tiers is not None
         self.remote = RemotePrefill(cache, channel) if channel else None
         records_tokens = settings.reuses_prefixes
         self.batch = Batch(
-            model, cache, prompts, params, budget, records_tokens, settings.at_fullest
+            model, cache, prompts, params, budget, records_tokens, settings.on_peak_usage
         )
         self.batch.statistics.pages_total = num_pages
         self.prefill = Prefill(self.batch, settings, num_slots, num_pages, self.remote)
-        self.decode = Decode(self.batch, settings.window, settings.speculative)
+        self.decode = Decode(self.batch, settings.window, settings.num_speculative_tokens)
 
     def events(self) -> Generator[TextEvent | FinishedEvent | Statistics, None, None]:
         """Run all prompts to the end."""
@@ -249,7 +250,7 @@ def _has_long_texts(
             "longrope model rotates K by other factors than the other end does; ask for fewer "
             "(max_tokens)"
         )
-    if settings.cache is not None and not settings.long_texts:
+    if settings.cache is not None and not settings.use_long_rope_factors:
         raise ValueError(
             f"a prompt and its continuation may be longer than {limit} tokens, beyond which a "
             "longrope model rotates K by other factors than those in the cache; ask for fewer "

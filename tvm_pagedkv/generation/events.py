@@ -35,14 +35,14 @@ class FinishedEvent:
         Index of the prompt, and of the continuation among those of the prompt.
     tokens : tuple of int
     text : str
-    reason : {"eos", "length"}
+    finish_reason : {"stop", "length"}
     """
 
     prompt: int
     continuation: int
     tokens: tuple[int, ...]
     text: str
-    reason: str
+    finish_reason: str
 
 
 @dataclass

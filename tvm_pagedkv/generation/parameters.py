@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,12 @@ class SamplingParams:
         0 takes the most likely token.
     top_p : float
         Sample from the smallest set of most likely tokens with at least this total probability.
+    top_k : int
+        Sample from this many most likely tokens; 0: from all. It applies before `top_p`.
+    repetition_penalty : float
+        Divides positive logits of the tokens in the text so far, and multiplies negative ones.
+    stop : tuple of str
+        Strings that end a continuation, which stops before them.
     max_tokens : int
         Maximum number of tokens of a continuation.
     seed : int
@@ -41,6 +48,22 @@ class SamplingParams:
     top_p: float = 0.95
     max_tokens: int = 200
     seed: int = 0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+
+    @classmethod
+    def for_model(cls, model: DecoderModel, **given: Any) -> SamplingParams:
+        """Return the parameters that the makers of a model recommend, with others in their place.
+
+        Parameters
+        ----------
+        model : DecoderModel or ParallelModel
+        **given
+            Fields of this class. One that is None was not given.
+        """
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return cls(**{**model.sampling, **chosen})
 
     def __post_init__(self) -> None:
         check_int("n", self.n)
@@ -50,6 +73,11 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         check_int("max_tokens", self.max_tokens)
         check_int("seed", self.seed, 0, 2**63 - 1)
+        check_int("top_k", self.top_k, 0)
+        if not (self.repetition_penalty > 0 and np.isfinite(self.repetition_penalty)):
+            raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop must be a tuple of non-empty strings, got {self.stop!r}")
 
 
 @dataclass(frozen=True)
@@ -106,7 +134,12 @@ def encode_prompt(
     return tokens
 
 
-def sample(logits: np.ndarray, params: SamplingParams, random: np.random.Generator) -> int:
+def sample(
+    logits: np.ndarray,
+    params: SamplingParams,
+    random: np.random.Generator,
+    text: Sequence[int] = (),
+) -> int:
     """Sample a token.
 
     Parameters
@@ -115,6 +148,8 @@ def sample(logits: np.ndarray, params: SamplingParams, random: np.random.Generat
         Tokens with a logit of -inf are never sampled.
     params : SamplingParams
     random : numpy.random.Generator
+    text : sequence of int
+        The tokens so far, for `repetition_penalty`.
 
     Returns
     -------
@@ -133,10 +168,20 @@ def sample(logits: np.ndarray, params: SamplingParams, random: np.random.Generat
         raise ValueError(
             f"logits must be finite, but for those of -inf; the largest of {len(logits)} is {top}"
         )
+    if params.repetition_penalty != 1 and len(text):
+        logits = logits.copy()
+        seen = np.unique(np.asarray(text))
+        values = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+        top = logits.max()
     if params.temperature == 0:
         return int(logits.argmax())
     with np.errstate(over="ignore"):  # to -inf
         weights = np.exp((logits.astype("float64") - top) / params.temperature)
+    if 0 < params.top_k < len(weights):
+        others = np.argsort(-weights, kind="stable")[params.top_k :]
+        weights[others] = 0
     weights /= weights.sum()
     if params.top_p < 1:
         # Tokens below this bound cannot be in the nucleus, so they are not sorted.

@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from .._progress import report
 from .batch import Batch, Continuation
 from .disaggregated import RemotePrefill
 from .settings import Settings
 from .speculative import HitRates, PromptLookup
+from .stop_strings import StopStrings
 
 
 @dataclass(eq=False)
@@ -197,8 +199,11 @@ class Prefill:
             if self.settings.reuses_prefixes:
                 batch.cache.record_tokens(each.seq_id, part)
             each.length += len(part)
-            if each.length == len(batch.prompts[each.prompt]):
+            num_tokens = len(batch.prompts[each.prompt])
+            if each.length == num_tokens:
                 each.logits = row
+            if num_tokens > self.settings.prefill_chunk_size:
+                report(f"reading prompt {each.prompt + 1}", each.length, num_tokens)
 
     def _compute_remotely(self, remote: RemotePrefill) -> None:
         """Let the other end compute the prompts that fit."""
@@ -223,8 +228,13 @@ class Prefill:
                 self.batch.cache.fork_sequence(each.seq_id, seq_id)
                 self._enable_window(seq_id)
             random = np.random.default_rng([params.seed, index])
-            lookup = PromptLookup(prompt, self.rates) if self.settings.speculative else None
-            started.append(Continuation(each.prompt, index, seq_id, random, lookup, len(prompt)))
+            lookup = (
+                PromptLookup(prompt, self.rates) if self.settings.num_speculative_tokens else None
+            )
+            stops = StopStrings(params.stop)
+            started.append(
+                Continuation(each.prompt, index, seq_id, random, lookup, len(prompt), stops)
+            )
         return started
 
     def _enable_window(self, seq_id: int) -> None:

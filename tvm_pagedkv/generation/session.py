@@ -147,8 +147,8 @@ def _read(path: Path, conversation: Conversation) -> dict[str, Any]:
 def _model_name(conversation: Conversation, model: str) -> str:
     """Return a name for all that K and V depend on, beside the layout and the tokens."""
     options = conversation.model.options
-    long_texts = "long" if conversation.has_long_texts else "short"
-    return f"{model} {options.dtype} {long_texts}"
+    rope_factors = "long" if conversation.has_long_texts else "short"
+    return f"{model} {options.dtype} {rope_factors}"
 
 
 def _save_pages(conversation: Conversation, path: str | os.PathLike) -> int:

@@ -21,12 +21,12 @@ class Settings:
     prefill_chunk_size: int
     max_num_sequences: int
     window: Window | None
-    speculative: int
-    at_fullest: Callable[[KVCache], None] | None
+    num_speculative_tokens: int
+    on_peak_usage: Callable[[KVCache], None] | None
     kv_transfer_channel: Channel | None
     prefix_cache: bool | PrefixCacheConfig
     cache: KVCache | None
-    long_texts: bool = False  # whether `cache` was made with `long_texts`
+    use_long_rope_factors: bool = False  # whether `cache` was made with `use_long_rope_factors`
 
     @property
     def reuses_prefixes(self) -> bool:
@@ -46,8 +46,10 @@ class Settings:
         """Raise a ValueError if settings do not go together or do not suit the model."""
         if self.window is not None:
             self.window.check(model)
-            if self.speculative:
-                raise ValueError("speculative must be 0 with a window, which has no token trees")
+            if self.num_speculative_tokens:
+                raise ValueError(
+                    "num_speculative_tokens must be 0 with a window, which has no token trees"
+                )
         if self.prefill_chunk_size < 1:
             raise ValueError(
                 f"prefill_chunk_size must be at least 1, got {self.prefill_chunk_size}"
@@ -62,9 +64,11 @@ class Settings:
             raise ValueError("prefix_cache must not have tiers with several workers")
         if self.max_total_tokens is not None and self.max_total_tokens < 1:
             raise ValueError(f"max_total_tokens must be at least 1, got {self.max_total_tokens}")
-        if self.speculative < 0:
-            raise ValueError(f"speculative must be 0 or more, got {self.speculative}")
-        if self.speculative and not isinstance(model, DecoderModel):
+        if self.num_speculative_tokens < 0:
             raise ValueError(
-                "speculative must be 0 with several workers, which have no token trees"
+                f"num_speculative_tokens must be 0 or more, got {self.num_speculative_tokens}"
+            )
+        if self.num_speculative_tokens and not isinstance(model, DecoderModel):
+            raise ValueError(
+                "num_speculative_tokens must be 0 with several workers, which have no token trees"
             )

@@ -4,6 +4,10 @@
 from .chat import encode_chat
 from .config import DecoderConfig
 from .export import export_model
+from .hub import find_model
+from .included import SMOLLM2
+from .included import download as download_smollm2
+from .included import find as find_included
 from .model import DecoderModel
 from .parallel import ParallelModel
 from .source import fingerprint
@@ -20,9 +24,13 @@ __all__ = [
     "LlamaModel",
     "ParallelLlama",
     "ParallelModel",
+    "SMOLLM2",
     "Work",
     "check_tokens",
+    "download_smollm2",
     "encode_chat",
     "export_model",
+    "find_included",
+    "find_model",
     "fingerprint",
 ]

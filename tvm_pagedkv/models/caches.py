@@ -35,7 +35,7 @@ class Caches:
         capacities: tuple[int, int, int],
         *,
         enable_kv_transfer: bool = False,
-        long_texts: bool = False,
+        use_long_rope_factors: bool = False,
         prefix_cache: PrefixCacheConfig | None = None,
     ) -> KVCache:
         """Make an empty cache.
@@ -45,20 +45,22 @@ class Caches:
         capacities : (max_num_sequences, max_total_tokens, prefill_chunk_size)
         enable_kv_transfer : bool
             As for `KVCacheConfig`.
-        long_texts : bool
+        use_long_rope_factors : bool
             For longrope: rotate all positions by the long factors.
         prefix_cache : PrefixCacheConfig, optional
             Tiers below the pages. The name of the model gets what else K and V depend on.
         """
         config = cache_config(self._config, self._options, capacities, enable_kv_transfer)
         described = config_map(config.resolved(), self._kernels, tvm.cpu())
-        if long_texts and self._config.short_text:
+        if use_long_rope_factors and self._config.short_text:
             factors = config.rope.scaling_dict["long_factor"]
             both = np.array([*factors, *factors], "float32")
             described["rope_ext_factors"] = tvm.runtime.tensor(both)
         cache = self._create(described, [dict(each) for each in self._kernels.sets], tvm.cpu())
         if prefix_cache is not None:
-            factors_name = "long factors" if long_texts and self._config.short_text else ""
+            factors_name = (
+                "long factors" if use_long_rope_factors and self._config.short_text else ""
+            )
             name = f"{prefix_cache.model} {self._options.dtype} {factors_name}".rstrip()
             open_prefix_cache(cache, replace(prefix_cache, model=name))
         return cache

@@ -86,8 +86,8 @@ class DecoderModel:
         Parameters
         ----------
         model : path, optional
-            A folder with config.json, ``*.safetensors`` and tokenizer.json, or a GGUF file; None:
-            the small model in this package.
+            A folder with config.json, ``*.safetensors`` and tokenizer.json, a GGUF file, or a
+            name, as `find_model` takes it; None: the small model in this package.
         dtype : {"float32", "float16", "bfloat16"}, optional
             Type of weights and activations. None: ``dtype`` or ``torch_dtype`` of config.json, or
             float32; for a GGUF file the type of its matrices, or bfloat16 if these are quantized.
@@ -136,7 +136,7 @@ class DecoderModel:
         prefill_chunk_size: int = 512,
         enable_kv_transfer: bool = False,
         *,
-        long_texts: bool = False,
+        use_long_rope_factors: bool = False,
         prefix_cache: PrefixCacheConfig | None = None,
     ) -> KVCache:
         """Make an empty cache for this model.
@@ -145,7 +145,7 @@ class DecoderModel:
         ----------
         max_num_sequences, max_total_tokens, prefill_chunk_size, enable_kv_transfer
             As for `KVCacheConfig`.
-        long_texts : bool
+        use_long_rope_factors : bool
             For models with longrope: rotate all positions by the long factors, which texts need
             that will exceed the original context. Otherwise a step uses the long factors only if it
             ends beyond that length, and earlier rows of K keep the short ones.
@@ -160,7 +160,7 @@ class DecoderModel:
         return self._caches.create(
             (max_num_sequences, max_total_tokens, prefill_chunk_size),
             enable_kv_transfer=enable_kv_transfer,
-            long_texts=long_texts,
+            use_long_rope_factors=use_long_rope_factors,
             prefix_cache=prefix_cache,
         )
 

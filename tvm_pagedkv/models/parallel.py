@@ -194,10 +194,15 @@ class ParallelModel:
         max_total_tokens: int,
         prefill_chunk_size: int = 512,
         *,
-        long_texts: bool = False,
+        use_long_rope_factors: bool = False,
     ) -> ParallelCache:
         """Make an empty cache for this model; see `DecoderModel.create_cache`."""
-        sizes = (max_num_sequences, max_total_tokens, prefill_chunk_size, int(long_texts))
+        sizes = (
+            max_num_sequences,
+            max_total_tokens,
+            prefill_chunk_size,
+            int(use_long_rope_factors),
+        )
         return ParallelCache(self, self.call("create_cache", *sizes)[0])
 
     def prefill(

@@ -72,9 +72,13 @@ class ModelWorker:
     def create_cache(self, *sizes_and_choice: int) -> int:
         """Make a cache for this worker's layers and heads; return its number."""
         cache_id = next(self.ids)
-        max_num_sequences, max_total_tokens, prefill_chunk_size, long_texts = sizes_and_choice
+        max_num_sequences, max_total_tokens, prefill_chunk_size, use_long_rope_factors = (
+            sizes_and_choice
+        )
         capacities = (max_num_sequences, max_total_tokens, prefill_chunk_size)
-        cache = self.make_caches.create(capacities, long_texts=bool(long_texts))
+        cache = self.make_caches.create(
+            capacities, use_long_rope_factors=bool(use_long_rope_factors)
+        )
         self.caches[cache_id] = cache
         return cache_id
 

@@ -13,12 +13,12 @@ from .chat import ChatTemplate
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, read_json
 from .gguf import GgufModel
+from .hub import find_model
+from .included import TINY
 from .sampling_defaults import sampling_defaults
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-TINY = Path(__file__).parent / "tiny"
 
 
 class Tensors(Protocol):
@@ -124,7 +124,8 @@ def open_model(model: str | Path | None) -> ModelSource:
     ----------
     model : path, optional
         A Hugging Face directory, a GGUF file, or a directory with a single GGUF file, whose
-        ``generation_config.json`` counts if there is one. None: the small model in this package.
+        ``generation_config.json`` counts if there is one; or a name, as `find_model` takes it.
+        None: the small model in this package.
 
     Raises
     ------
@@ -133,7 +134,7 @@ def open_model(model: str | Path | None) -> ModelSource:
     ValueError
         If it is a file of another kind, or a directory with several GGUF files.
     """
-    path = TINY if model is None else Path(model)
+    path = TINY if model is None else find_model(model)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import tvm
 
+from .._progress import report
 from .config import DecoderConfig
 from .decoder import Decoder
 from .linear import PackedMatrix
@@ -169,7 +170,9 @@ def load_parameters(
     _refuse_unused(config, checkpoint)
     sources = dict(weights(config, options.layers_of(config)))
     loaded = []
-    for name, parameter in Decoder(config, options).named_parameters():
+    parameters = [*Decoder(config, options).named_parameters()]
+    for index, (name, parameter) in enumerate(parameters):
+        report("loading weights", index, len(parameters))
         source, dtype = sources[name], np.dtype(parameter.dtype)
         parts = [
             source.share(_read(checkpoint, part), shard, options.num_shards)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..generation import Statistics
+    from tvm_pagedkv.generation import Statistics
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ import sys
 from collections import deque
 from pathlib import Path
 
+from .model import add_model, choose_model
 from .prompt_cache import add_prompt_cache, prefix_cache_of
+from .sampling import add_sampling, sampling_of
 from .statistics import MachineLimits, print_statistics
 from .terminal import Progress, display_of, missing
 
@@ -21,8 +23,7 @@ def add_parser(commands) -> None:
     add = commands.add_parser(
         "generate",
         help="continue prompts with a language model",
-        description="Continue prompts with a language model (Llama, Mistral, Qwen, Gemma, Phi, "
-        "OLMo), several at a time.",
+        description="Continue prompts with a language model, several at a time.",
     )
     add.set_defaults(run=run)
     add.add_argument("text", nargs="*", metavar="PROMPT", help="a prompt")
@@ -31,9 +32,7 @@ def add_parser(commands) -> None:
     add.add_argument(
         "--files", nargs="+", default=[], metavar="FILE", help="UTF-8 files, each of them a prompt"
     )
-    add.add_argument(
-        "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
-    )
+    add_model(add)
     add.add_argument(
         "--chat", action="store_true", help="answer each prompt, using the model's chat template"
     )
@@ -47,18 +46,16 @@ def add_parser(commands) -> None:
         "quantize K and V (default: that of --dtype)",
     )
     add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
-    add.add_argument(
-        "--temperature", type=float, default=0.7, help="default 0.7; 0 takes the most likely token"
-    )
-    add.add_argument("--top-p", type=float, default=0.95, help="default 0.95")
-    add.add_argument("--seed", type=int, default=0)
-    add.add_argument("--max-tokens", type=int, default=200, help="per continuation (default 200)")
+    add_sampling(add, 200, "continuation")
     add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")
     add.add_argument(
         "--max-total-tokens", type=int, help="capacity of the cache (default: as needed)"
     )
     add.add_argument(
-        "--chunk", type=int, default=512, help="maximum rows of a prefill step (default 512)"
+        "--prefill-chunk-size",
+        type=int,
+        default=512,
+        help="maximum rows of a prefill step (default 512)",
     )
     add.add_argument(
         "--no-prefix-cache",
@@ -109,19 +106,23 @@ def run(options: argparse.Namespace) -> None:
     picture = _picture_file(options.draw_pages)
     _check(options)
     try:
-        from ..generation import FinishedEvent, SamplingParams, Statistics, Window, generate
+        from tvm_pagedkv.generation import (
+            FinishedEvent,
+            Statistics,
+            Window,
+            generate,
+        )
     except ModuleNotFoundError as error:
         raise missing(error, "demo") from None
-    from ..cache import PageMap
+    from tvm_pagedkv.cache import PageMap
 
-    params = SamplingParams(
-        options.n, options.temperature, options.top_p, options.max_tokens, options.seed
-    )
     window = None
     if options.sliding_window is not None:
         window = Window(options.sliding_window, _sinks(options))
+    choose_model(options)
     with Progress():
         model = _load(options)
+    params = sampling_of(options, model, options.n)
     if options.shards * options.stages > 1:
         _print_workers(model)
     shown: list[str] = prompts
@@ -140,14 +141,15 @@ def run(options: argparse.Namespace) -> None:
         inputs,
         params,
         max_total_tokens=options.max_total_tokens,
-        prefill_chunk_size=options.chunk,
+        prefill_chunk_size=options.prefill_chunk_size,
         window=window,
-        speculative=options.speculative,
-        at_fullest=keep_page_map if picture else None,
+        num_speculative_tokens=options.speculative,
+        on_peak_usage=keep_page_map if picture else None,
         prefix_cache=prefix_cache_of(options),
     )
-    with display_of(shown, params.n) as display:
+    with Progress() as progress, display_of(shown, params.n) as display:
         for event in events:
+            progress.stop()
             if isinstance(event, Statistics):
                 statistics = event
             elif isinstance(event, FinishedEvent):
@@ -186,7 +188,7 @@ def _sinks(options: argparse.Namespace) -> int:
 
 def _load(options: argparse.Namespace):
     """Load the model, for this process or for several workers."""
-    from ..models import DecoderModel, ParallelModel
+    from tvm_pagedkv.models import DecoderModel, ParallelModel
 
     common = {
         "page_size": options.page_size,
@@ -202,7 +204,7 @@ def _load(options: argparse.Namespace):
 
 def _chat(model, prompts: list[str], system: str | None) -> list[list[int]]:
     """Return the token ids of conversations with one user message each."""
-    from ..models import encode_chat
+    from tvm_pagedkv.models import encode_chat
 
     before = [] if system is None else [{"role": "system", "content": system}]
     for index, prompt in enumerate(prompts):
@@ -259,7 +261,7 @@ def _picture_file(name: str | None) -> Path | None:
 
 def _measured(dtype: str) -> MachineLimits:
     """Measure the machine."""
-    from ..measure import Limits
+    from tvm_pagedkv.measure import Limits
 
     with Progress():
         limits = Limits()

@@ -7,7 +7,9 @@ import argparse
 from pathlib import Path
 
 from .chat_screen import screen_of
+from .model import add_model, choose_model
 from .prompt_cache import add_prompt_cache, prefix_cache_of
+from .sampling import add_sampling, sampling_of
 from .statistics import reused
 from .terminal import Progress, missing
 
@@ -32,9 +34,7 @@ def add_parser(commands) -> None:
         "commands of the conversation.",
     )
     add.set_defaults(run=run)
-    add.add_argument(
-        "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
-    )
+    add_model(add)
     add.add_argument("--system", metavar="TEXT", help="system message before the conversation")
     add.add_argument(
         "--session",
@@ -50,12 +50,7 @@ def add_parser(commands) -> None:
         "--dtype", help="float32, float16 or bfloat16 (default: that of the model's config.json)"
     )
     add.add_argument("--kv-dtype", help="type of the cache's pages, as for generate")
-    add.add_argument(
-        "--temperature", type=float, default=0.7, help="default 0.7; 0 takes the most likely token"
-    )
-    add.add_argument("--top-p", type=float, default=0.95, help="default 0.95")
-    add.add_argument("--seed", type=int, default=0)
-    add.add_argument("--max-tokens", type=int, default=512, help="per answer (default 512)")
+    add_sampling(add, 512, "answer")
     add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")
     add.add_argument(
         "--max-total-tokens",
@@ -63,7 +58,10 @@ def add_parser(commands) -> None:
         help="length of the conversation (default: the model's context, and at most 4096)",
     )
     add.add_argument(
-        "--chunk", type=int, default=512, help="maximum rows of a prefill step (default 512)"
+        "--prefill-chunk-size",
+        type=int,
+        default=512,
+        help="maximum rows of a prefill step (default 512)",
     )
     add.add_argument(
         "--no-prefix-cache", action="store_true", help="compute all turns again for every answer"
@@ -78,21 +76,21 @@ def run(options: argparse.Namespace) -> None:
     if options.prompt_cache is not None and options.no_prefix_cache:
         raise ValueError("--prompt-cache cannot be combined with --no-prefix-cache")
     try:
-        from ..generation import Conversation, SamplingParams
-        from ..models import DecoderModel, fingerprint
+        from tvm_pagedkv.generation import Conversation
+        from tvm_pagedkv.models import DecoderModel, fingerprint
     except ModuleNotFoundError as error:
         raise missing(error, "chat") from None
-    params = SamplingParams(1, options.temperature, options.top_p, options.max_tokens, options.seed)
+    choose_model(options)
     with Progress():
         model = DecoderModel.from_pretrained(
             options.model, options.dtype, page_size=options.page_size, kv_dtype=options.kv_dtype
         )
     conversation = Conversation(
         model,
-        params,
+        sampling_of(options, model),
         system=options.system,
         max_total_tokens=options.max_total_tokens,
-        prefill_chunk_size=options.chunk,
+        prefill_chunk_size=options.prefill_chunk_size,
         prefix_cache=prefix_cache_of(options),
     )
     chat = _Chat(conversation, fingerprint(options.model), options.session, options.checkpoint)
@@ -167,10 +165,10 @@ class _Chat:
                 raise ValueError(f"no command {name}; /help lists them")
             self.commands[name](argument.strip())
         except (ValueError, OSError) as error:
-            self.screen.note(str(error).splitlines()[0])
+            self.screen.note(str(error))
 
     def _answer(self, message: str) -> None:
-        from ..generation import ContextFullError
+        from tvm_pagedkv.generation import ContextFullError
 
         try:
             answer = self.conversation.reply(message)
@@ -183,10 +181,10 @@ class _Chat:
             answer.close()
         finally:
             self.screen.end()
-        reason = self.conversation.last_turn.reason
+        reason = self.conversation.last_turn.finish_reason
         if reason == "context":
             self.screen.note("the context is full; /trim drops the oldest turn, /reset all")
-        elif reason == "stopped":
+        elif reason == "interrupted":
             self.screen.note("stopped")
         if self.session is not None:
             self._write(self.session, None)
@@ -236,7 +234,7 @@ class _Chat:
     # --- files ----------------------------------------------------------------------------------
 
     def _open(self, name: str, checkpoint: str | None) -> None:
-        from ..generation import load_session
+        from tvm_pagedkv.generation import load_session
 
         try:
             refusal = load_session(self.conversation, name, model=self.model, checkpoint=checkpoint)
@@ -248,7 +246,7 @@ class _Chat:
         self.screen.note(f"{name}: {num_turns} turns, {self.conversation.num_tokens()} tokens")
 
     def _write(self, name: str, checkpoint: str | None) -> None:
-        from ..generation import save_session
+        from tvm_pagedkv.generation import save_session
 
         try:
             save_session(self.conversation, name, model=self.model, checkpoint=checkpoint)

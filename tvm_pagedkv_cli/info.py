@@ -16,10 +16,10 @@ def run(_: argparse.Namespace) -> None:
     """Print a line for each version, setting and folder."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from .._library import path as library_path
-    from .._version import __version__
-    from ..compiler import cache_dir, resolve_target, vector_target
-    from ..threads import available_cpus, num_threads
+    from tvm_pagedkv._library import path as library_path
+    from tvm_pagedkv._version import __version__
+    from tvm_pagedkv.compiler import cache_dir, resolve_target, vector_target
+    from tvm_pagedkv.threads import available_cpus, num_threads
 
     def installed(package: str) -> str:
         try:
@@ -29,7 +29,11 @@ def run(_: argparse.Namespace) -> None:
 
     target = resolve_target()
     traits = vector_target(target)
-    files = [file for file in cache_dir().rglob("*") if file.is_file()]
+    files = [
+        file
+        for file in cache_dir().rglob("*")
+        if file.is_file() and file.relative_to(cache_dir()).parts[0] != "models"
+    ]
     megabytes = sum(file.stat().st_size for file in files) / 2**20
     rows = {
         "tvm-pagedkv": __version__,

@@ -7,7 +7,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..config import PrefixCacheConfig
+    from tvm_pagedkv.config import PrefixCacheConfig
 
 HOST_BYTES = 256 * 2**20
 WAIT_SECONDS = 30.0
@@ -37,8 +37,8 @@ def prefix_cache_of(options: argparse.Namespace) -> bool | PrefixCacheConfig:
     """
     if options.prompt_cache is None:
         return not options.no_prefix_cache
-    from ..config import PrefixCacheConfig
-    from ..models import fingerprint
+    from tvm_pagedkv.config import PrefixCacheConfig
+    from tvm_pagedkv.models import fingerprint
 
     return PrefixCacheConfig(
         disk_path=options.prompt_cache,

@@ -39,24 +39,36 @@ class Progress(logging.Handler):
     def __exit__(self, *_: object) -> None:
         _log.removeHandler(self)
         _log.setLevel(self._level)
+        self.stop()
+
+    def stop(self) -> None:
+        """Remove the spinner; the next record shows it again."""
         if self._status is not None:
             self._status.stop()
+            self._status = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a record."""
-        line = record.getMessage()
-        if not sys.stderr.isatty():
-            print(line, file=sys.stderr, flush=True)
-            return
-        try:
-            from rich.console import Console
-        except ModuleNotFoundError:
-            print(line, file=sys.stderr, flush=True)
+        """Show a record; steps of longer work only on a terminal."""
+        line, console = record.getMessage(), _console()
+        if console is None:
+            if record.name != "tvm_pagedkv.progress":
+                print(line, file=sys.stderr, flush=True)
             return
         if self._status is None:
-            self._status = Console(stderr=True).status(line)
+            self._status = console.status(line)
             self._status.start()
         self._status.update(line)
+
+
+def _console() -> Any:
+    """Return the terminal of stderr; None if it is none, or rich is not installed."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        return None
+    return Console(stderr=True)
 
 
 def display_of(prompts: list[str], n: int):
@@ -70,16 +82,23 @@ def display_of(prompts: list[str], n: int):
 
 
 class _Stream(contextlib.AbstractContextManager):
-    """Shows one continuation: the prompt, then the text as it is generated."""
+    """Shows one continuation: the prompt, then the text as it is generated.
+
+    The prompt waits for the first token, because the spinner of its computation is on this line.
+    """
 
     def __init__(self, prompt: str):
-        print(prompt, end="", flush=True)
+        self._prompt = prompt
 
     def __exit__(self, *_) -> None:
-        print(flush=True)
+        print(self._take_prompt(), flush=True)
 
     def text(self, event) -> None:
-        print(event.text, end="", flush=True)
+        print(self._take_prompt() + event.text, end="", flush=True)
+
+    def _take_prompt(self) -> str:
+        prompt, self._prompt = self._prompt, ""
+        return prompt
 
     def finished(self, event) -> None:
         """Nothing is left to print."""

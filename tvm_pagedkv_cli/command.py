@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``tvm-pagedkv``: its options, and how its errors appear."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from . import bundle, chat, generate, info, kernel, model
+
+EXIT_MISTAKE = 2
+# What a mistake of the user can raise, in the options or in the files that they name.
+_MISTAKES = (
+    ValueError, OSError, RuntimeError, MemoryError, ImportError, TypeError, LookupError,
+)  # fmt: skip
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+class _Version(argparse.Action):
+    """``--version``; a package's version takes time to find, so it is looked up when asked for."""
+
+    def __call__(self, parser, *_) -> None:
+        from importlib.metadata import version
+
+        print("tvm-pagedkv", version("tvm-pagedkv"))
+        parser.exit()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        The command line without the program's name; None: ``sys.argv[1:]``.
+
+    Returns
+    -------
+    int
+        The exit status: 0; 2 after an error, whose message is on stderr, with its cause and with
+        ``--traceback`` after the traceback; 130 after Ctrl-C.
+    """
+    options = None
+    try:
+        options = _parser().parse_args(arguments)
+        if options.threads is not None:  # read when TVM is loaded, here and in workers
+            os.environ["TVM_NUM_THREADS"] = str(options.threads)
+        options.run(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of stdout has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except _MISTAKES as error:
+        if options is not None and options.traceback:
+            traceback.print_exc()
+        print(f"tvm-pagedkv: error: {_text(error)}", file=sys.stderr)
+        return EXIT_MISTAKE
+    return 0
+
+
+def _text(error: BaseException) -> str:
+    """Return the message of an error, then the messages of its causes."""
+    is_key = isinstance(error, KeyError) and error.args  # whose str() adds quotes
+    text = str(error.args[0] if is_key else error).strip() or type(error).__name__
+    cause = error.__cause__
+    return text if cause is None else f"{text}\ncaused by: {_text(cause)}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tvm-pagedkv", description="Run and package language models on a paged KV cache."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    generate.add_parser(commands)
+    chat.add_parser(commands)
+    model.add_parser(commands)
+    bundle.add_parsers(commands)
+    kernel.add_parser(commands)
+    info.add_parser(commands)
+    for command in commands.choices.values():
+        command.add_argument(
+            "--traceback", action="store_true", help="print the traceback of an error"
+        )
+        command.add_argument(
+            "--threads", type=_positive, metavar="N", help="CPU threads (default: one per core)"
+        )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -72,6 +72,45 @@ def test_the_cause_of_an_error_is_shown(monkeypatch, capsys):
     )
 
 
+INTERRUPTED = """
+import logging, os, signal, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def interrupt_at(name):
+    if name.startswith(sys.argv[1]):
+        sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, Finder)]
+        log.handlers.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+
+class Finder:
+    def find_spec(self, name, *_):
+        interrupt_at(name)
+
+class Handler(logging.Handler):
+    def emit(self, record):
+        interrupt_at(record.getMessage())
+
+log = logging.getLogger("tvm_pagedkv.progress")
+log.addHandler(Handler())
+sys.meta_path.insert(0, Finder())
+from tvm_pagedkv_cli import main
+sys.exit(main(["generate", "a text", "--model", "tiny", "--prefill-chunk-size", "2"]))
+"""
+
+
+@pytest.mark.parametrize(
+    "when", ["tvm.runtime", "tokenizers", "tvm_pagedkv.models.gguf", "loading weights", "reading prompt 1"]
+)
+def test_ctrl_c_ends_the_command_at_any_moment(when):
+    """While modules are imported, weights are loaded, or a long prompt is computed."""
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, when], capture_output=True, text=True
+    )
+    assert result.returncode == 130, result.stderr
+    assert "Traceback" not in result.stderr and "Interrupt" not in result.stderr
+
+
 def test_an_interrupt_leaves_no_traceback(monkeypatch, capsys):
     def interrupt(_):
         raise KeyboardInterrupt

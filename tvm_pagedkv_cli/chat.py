@@ -9,7 +9,7 @@ from pathlib import Path
 from .chat_screen import screen_of
 from .model import add_model, choose_model
 from .prompt_cache import add_prompt_cache, prefix_cache_of
-from .sampling import add_sampling, sampling_of
+from .sampling import add_sampling, given_sampling
 from .statistics import reused
 from .terminal import Progress, missing
 
@@ -76,10 +76,11 @@ def run(options: argparse.Namespace) -> None:
     if options.prompt_cache is not None and options.no_prefix_cache:
         raise ValueError("--prompt-cache cannot be combined with --no-prefix-cache")
     try:
-        from tvm_pagedkv.generation import Conversation
+        from tvm_pagedkv.generation import Conversation, SamplingParams
         from tvm_pagedkv.models import DecoderModel, fingerprint
     except ModuleNotFoundError as error:
         raise missing(error, "chat") from None
+    given = given_sampling(options)
     choose_model(options)
     with Progress():
         model = DecoderModel.from_pretrained(
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
         )
     conversation = Conversation(
         model,
-        sampling_of(options, model),
+        SamplingParams.for_model(model, **given),
         system=options.system,
         max_total_tokens=options.max_total_tokens,
         prefill_chunk_size=options.prefill_chunk_size,

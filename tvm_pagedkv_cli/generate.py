@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .model import add_model, choose_model
 from .prompt_cache import add_prompt_cache, prefix_cache_of
-from .sampling import add_sampling, sampling_of
+from .sampling import add_sampling, given_sampling
 from .statistics import MachineLimits, print_statistics
 from .terminal import Progress, display_of, missing
 
@@ -108,6 +108,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         from tvm_pagedkv.generation import (
             FinishedEvent,
+            SamplingParams,
             Statistics,
             Window,
             generate,
@@ -119,10 +120,11 @@ def run(options: argparse.Namespace) -> None:
     window = None
     if options.sliding_window is not None:
         window = Window(options.sliding_window, _sinks(options))
+    given = given_sampling(options)
     choose_model(options)
     with Progress():
         model = _load(options)
-    params = sampling_of(options, model, options.n)
+    params = SamplingParams.for_model(model, **given)
     if options.shards * options.stages > 1:
         _print_workers(model)
     shown: list[str] = prompts

@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tvm_pagedkv.generation import SamplingParams
+from typing import Any
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int, per: str) -> None:
@@ -44,17 +41,25 @@ def add_sampling(parser: argparse.ArgumentParser, max_tokens: int, per: str) -> 
     )
 
 
-def sampling_of(options: argparse.Namespace, model, n: int = 1) -> SamplingParams:
-    """Return the parameters: those of the options, else of the model, else the defaults."""
+def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that the options give.
+
+    Raises
+    ------
+    ValueError
+        If one is out of range, before a model is loaded.
+    """
     from tvm_pagedkv.generation import SamplingParams
 
-    return SamplingParams.for_model(
-        model,
-        n=n,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-        stop=tuple(options.stop),
-    )
+    fields = {
+        "n": getattr(options, "n", None),
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k,
+        "max_tokens": options.max_tokens,
+        "seed": options.seed,
+        "stop": tuple(options.stop),
+    }
+    given = {name: value for name, value in fields.items() if value is not None}
+    SamplingParams(**given)
+    return given

@@ -261,7 +261,7 @@ def test_command_info(capfd):
 def test_command_mistakes(capfd, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
-    assert main(["generate", *arguments]) == 2
+    assert main(["generate", "--model", "tiny", *arguments]) == 2
     out, error = capfd.readouterr()
     assert out == ""
     assert error.startswith("tvm-pagedkv: error: ") and error.count("\n") == 1

@@ -15,6 +15,8 @@ from .support.selections import find_spared, is_optimized, is_quick, runs_long
 # All workers, and the runs that follow, share what is compiled.
 _COMPILED = Path(__file__).resolve().parent.parent / ".pytest_cache" / "compiled"
 os.environ.setdefault("TVM_PAGEDKV_CACHE", str(_COMPILED))
+# Commands without --model run the included model, whether or not this machine has a better one.
+os.environ["TVM_PAGEDKV_MODELS"] = str(_COMPILED.with_name("no_models"))
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Two threads, so that kernels still split their work; idle ones sleep instead of spinning.

@@ -19,7 +19,7 @@ from tvm_pagedkv_cli import main  # noqa: E402
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TVM_PAGEDKV_MODELS", str(tmp_path / "models"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -98,10 +98,7 @@ def test_downloads_are_checked(empty_cache, monkeypatch):
     assert not list(included.smollm2_folder().parent.iterdir()), "nothing is left behind"
 
 
-def test_generate_says_that_it_uses_the_tiny_model(empty_cache, monkeypatch, capfd):
-    monkeypatch.undo()
-    monkeypatch.setattr(included, "find", lambda name: TINY if name == "tiny" else None)
-    monkeypatch.setattr("tvm_pagedkv.models.find_included", included.find)
+def test_generate_says_that_it_uses_the_tiny_model(empty_cache, capfd):
     for arguments in ([], ["--model", "tiny"]):
         assert main(["generate", "A list", "--max-tokens", "2", *arguments]) == 0
         is_told = "using the tiny included model" in capfd.readouterr().err
@@ -113,10 +110,12 @@ def test_generate_says_that_it_uses_the_tiny_model(empty_cache, monkeypatch, cap
 
 @pytest.fixture(scope="module")
 def smollm2():
-    try:
-        return included.download()
-    except (RuntimeError, OSError) as error:
-        pytest.skip(f"SmolLM2 cannot be downloaded: {str(error).splitlines()[0]}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TVM_PAGEDKV_MODELS", str(Path(__file__).parents[2] / ".pytest_cache/models"))
+        try:
+            yield included.download()
+        except (RuntimeError, OSError) as error:
+            pytest.skip(f"SmolLM2 cannot be downloaded: {str(error).splitlines()[0]}")
 
 
 @pytest.mark.slow

@@ -100,7 +100,8 @@ sys.exit(main(["generate", "a text", "--model", "tiny", "--prefill-chunk-size", 
 
 
 @pytest.mark.parametrize(
-    "when", ["tvm.runtime", "tokenizers", "tvm_pagedkv.models.gguf", "loading weights", "reading prompt 1"]
+    "when",
+    ["tvm.runtime", "tokenizers", "tvm_pagedkv.models.gguf", "loading weights", "reading prompt 1"],
 )
 def test_ctrl_c_ends_the_command_at_any_moment(when):
     """While modules are imported, weights are loaded, or a long prompt is computed."""

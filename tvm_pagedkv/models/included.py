@@ -33,8 +33,13 @@ _GENERATION = {"temperature": 0.0, "top_p": 0.9}
 
 
 def smollm2_folder() -> Path:
-    """Return the folder of SmolLM2, which may not exist: ``models/`` in the cache folder."""
-    return cache_dir() / "models" / "SmolLM2-135M-Instruct"
+    """Return the folder of SmolLM2, which may not exist.
+
+    It is in ``$TVM_PAGEDKV_MODELS``, by default ``models/`` in the folder of compiled files.
+    """
+    chosen = os.environ.get("TVM_PAGEDKV_MODELS")
+    models = Path(chosen).expanduser() if chosen else cache_dir() / "models"
+    return models / "SmolLM2-135M-Instruct"
 
 
 def find(name: str) -> Path | None:

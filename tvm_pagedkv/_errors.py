@@ -17,8 +17,8 @@ class CacheFullError(RuntimeError):
     ----------
     needed : int or None
         Pages that the call needs.
-    free : int or None
-        Pages that are available: free, or cached and reclaimable.
+    available : int or None
+        Pages that are free, or cached and reclaimable.
     total : int or None
         Pages of the layer group that is short of them.
 
@@ -31,5 +31,5 @@ class CacheFullError(RuntimeError):
         super().__init__(*args)
         counts = _COUNTS.search(str(self))
         self.needed: int | None = int(counts[1]) if counts else None
-        self.free: int | None = int(counts[2]) if counts else None
+        self.available: int | None = int(counts[2]) if counts else None
         self.total: int | None = int(counts[3]) if counts else None

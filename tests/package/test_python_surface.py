@@ -101,12 +101,12 @@ def test_a_full_cache_says_how_full(cache):
         cache.begin_forward([0], [32])
     error = caught.value
     assert (error.needed, error.total) == (8, stats["num_pages"])
-    assert error.free == stats["num_free_pages"] + stats["num_cached_pages"] == 6
+    assert error.available == stats["num_free_pages"] + stats["num_cached_pages"] == 6
 
 
 def test_counts_of_an_error_that_the_runtime_has_not_raised():
     error = pkv.CacheFullError("no room")
-    assert (error.needed, error.free, error.total) == (None, None, None)
+    assert (error.needed, error.available, error.total) == (None, None, None)
     assert str(error) == "no room"
 
 

@@ -11,6 +11,8 @@ A page is a run of bytes::
     scales  [rows, page_size, num_groups]    of type `scale_dtype`
     padding to a multiple of 64 bytes
 
+Where K and V have codecs of their own, the codes of V follow those of K, and so do the scales.
+
 The scale of a group is chosen when the row is appended and never changes:
 
 * ``scale = extreme / limit``, rounded to `scale_dtype`, where ``extreme`` is the value of the
@@ -82,6 +84,16 @@ class Codec:
                     "'float8_e4m3fn', which have one scale for a row"
                 )
 
+    @property
+    def k(self) -> Codec:
+        """The format of rows of K."""
+        return self
+
+    @property
+    def v(self) -> Codec:
+        """The format of rows of V."""
+        return self
+
     def row_bytes(self, width: int) -> int:
         """Bytes of the codes of a row of `width` values."""
         return width * self.bits // 8
@@ -102,6 +114,68 @@ class Codec:
         return -(-used // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
 
+@dataclass(frozen=True)
+class CodecPair:
+    """The formats of pages whose rows of K and of V have codecs of their own.
+
+    Parameters
+    ----------
+    k, v : Codec
+        Two different ones.
+    """
+
+    k: Codec
+    v: Codec
+
+    @property
+    def name(self) -> str:
+        """The `kv_dtype`, such as "int8,int4"."""
+        return f"{self.k.name},{self.v.name}"
+
+    @property
+    def revision(self) -> int:
+        """A number that changes with the revision of either."""
+        return 1000 * self.k.revision + self.v.revision
+
+    @property
+    def has_hadamard(self) -> bool:
+        """Whether rows of K or of V are multiplied with a Hadamard matrix."""
+        return self.k.has_hadamard or self.v.has_hadamard
+
+    def check_row(self, width: int, v_width: int) -> None:
+        """Check that rows of `width` values can be kept, as `Codec.check_row`.
+
+        Raises
+        ------
+        ValueError
+            If they cannot, or if one row is K and V, as with MLA.
+        """
+        if width != v_width:
+            raise ValueError(
+                f"kv_dtype {self.name!r} has a codec for K and another one for V, but the latent "
+                "rows of MLA are both; choose one codec"
+            )
+        for codec in (self.k, self.v):
+            codec.check_row(width, v_width)
+
+    def page_bytes(self, num_rows: int, width: int, v_width: int) -> int:
+        """Bytes of a page of `num_rows` rows, half of which are K.
+
+        Raises
+        ------
+        ValueError
+            If the scales of V would not be aligned, which pages of one slot only can cause.
+        """
+        if num_rows // 2 * self.k.scale_bytes(width, v_width) % _SCALE_BYTES[self.v.scale_dtype]:
+            raise ValueError(
+                f"kv_dtype {self.name!r}: the scales of V would not begin at a multiple of "
+                f"{_SCALE_BYTES[self.v.scale_dtype]} bytes; choose a page_size of 2 or more"
+            )
+        row_bytes = (c.row_bytes(width) + c.scale_bytes(width, v_width) for c in (self.k, self.v))
+        used = num_rows // 2 * sum(row_bytes)
+        return -(-used // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+
+
 CODECS = {
     codec.name: codec
     for codec in (
@@ -118,3 +192,13 @@ CODECS = {
         ),
     )
 }
+
+
+def codec_of(kv_dtype: str) -> Codec | CodecPair | None:
+    """Return the codec that a `kv_dtype` names, or the pair, as in "int8,int4"; None: no codec."""
+    if kv_dtype in CODECS:
+        return CODECS[kv_dtype]
+    names = kv_dtype.split(",")
+    if len(names) != 2 or names[0] == names[1] or not all(name in CODECS for name in names):
+        return None
+    return CodecPair(*(CODECS[name] for name in names))

@@ -45,12 +45,13 @@ def pages_shape(num_pages, spec: KernelSpec) -> tuple:
 
 
 def row_bytes(spec: KernelSpec) -> int:
-    """Bytes that a row takes in a page, its scales included."""
+    """Bytes that a row takes in a page, its scales included: the mean of K and V."""
     codec = spec.codec
     if codec is None:
         return spec.qk_head_dim * ITEMSIZE[spec.kv_dtype]
-    scale_bytes = codec.scale_bytes(spec.qk_head_dim, spec.v_head_dim)
-    return codec.row_bytes(spec.qk_head_dim) + scale_bytes
+    widths = spec.qk_head_dim, spec.v_head_dim
+    rows = [c.row_bytes(widths[0]) + c.scale_bytes(*widths) for c in (codec.k, codec.v)]
+    return sum(rows) // 2
 
 
 def match_pages(handle, num_pages, spec: KernelSpec):
@@ -90,29 +91,41 @@ class QuantizedPages:
     ----------
     spec : KernelSpec
         With a codec.
+    codec : Codec
+        The format of these rows.
     codes : Buffer, of the codec's `storage_dtype`
         ``[num_pages, *row_sets, page_size, row_bytes]``, see `page_shape`.
     scales : Buffer, float32, or uint16: the bits of bfloat16 numbers
         ``[num_pages, *row_sets, page_size, num_groups]``
+    v : QuantizedPages, optional
+        What the rows of V are in, where they have a codec of their own. The same indices hold for
+        both, but only the rows of one plane are in each.
     """
 
     spec: KernelSpec
+    codec: Codec
     codes: Any
     scales: Any
+    v: QuantizedPages | None = None
 
     dtype = "uint8"  # of the array
 
     @staticmethod
     def of(pages, spec: KernelSpec) -> QuantizedPages:
         """Make the views of a buffer that `match_pages` has matched."""
-        codec, shape = spec.codec, page_shape(spec)[:-1]
+        shape, widths = page_shape(spec)[:-1], (spec.qk_head_dim, spec.v_head_dim)
         num_pages, stride = pages.shape
+        num_rows = rows_per_slot(spec) * spec.page_size
+        codecs = spec.codec.k, spec.codec.v
 
-        def view(name: str, width: int, dtype: str, itemsize: int, begin: int):
+        def view(name: str, width: int, dtype: str, itemsize: int, begin: int, plane: int):
+            """A view with elements of `itemsize`; `begin` and `plane`, its stride, are bytes."""
             strides, extent = [T.int64(1)], width
             for size in reversed(shape):
                 strides.insert(0, T.int64(extent))
                 extent *= size
+            if len(shape) > 1:
+                strides[0] = T.int64(plane // itemsize)
             buffer = T.decl_buffer(
                 (num_pages, *shape, width),
                 dtype,
@@ -125,26 +138,34 @@ class QuantizedPages:
             IRBuilder.name(name, buffer)
             return buffer
 
-        row = codec.row_bytes(spec.qk_head_dim)
-        num_groups = len(codec.groups(spec.qk_head_dim, spec.v_head_dim))
-        scale_dtype, itemsize = {"float32": (F32, 4), "bfloat16": ("uint16", 2)}[codec.scale_dtype]
-        end = rows_per_slot(spec) * spec.page_size * row
-        return QuantizedPages(
-            spec,
-            view("codes", row, codec.storage_dtype, 1, 0),
-            view("scales", num_groups, scale_dtype, itemsize, end),
-        )
+        # Bytes of what a page has of K, and where V begins behind it.
+        code_bytes = [codec.row_bytes(widths[0]) * num_rows // 2 for codec in codecs]
+        scale_bytes = codecs[0].scale_bytes(*widths) * num_rows // 2
+        end = sum(code_bytes)
+
+        def of_codec(codec: Codec, suffix: str, v: QuantizedPages | None) -> QuantizedPages:
+            dtype, itemsize = {"float32": (F32, 4), "bfloat16": ("uint16", 2)}[codec.scale_dtype]
+            row, num_groups = codec.row_bytes(widths[0]), len(codec.groups(*widths))
+            codes = view("codes" + suffix, row, codec.storage_dtype, 1, 0, code_bytes[0])
+            scales = view("scales" + suffix, num_groups, dtype, itemsize, end, scale_bytes)
+            return QuantizedPages(spec, codec, codes, scales, v)
+
+        v = of_codec(codecs[1], "_v", None) if codecs[0] != codecs[1] else None
+        return of_codec(codecs[0], "", v)
+
+    def of_plane(self, plane: int) -> QuantizedPages:
+        """What the rows of K or V are in."""
+        return self.v if self.v is not None and plane == V_PLANE else self
+
+    def of_row(self, row: Sequence) -> QuantizedPages:
+        """What the row at indices `row`, less the last axis, is in."""
+        return self.of_plane(row[1]) if self.v is not None else self
 
     @property
     def scales_begin(self) -> int:
-        """The first byte of a page behind its codes."""
+        """The first byte of a page behind its codes, where K and V have one codec."""
         num_rows = rows_per_slot(self.spec) * self.spec.page_size
         return num_rows * self.codec.row_bytes(self.spec.qk_head_dim)
-
-    @property
-    def codec(self) -> Codec:
-        """The format."""
-        return self.spec.codec
 
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
@@ -178,6 +199,23 @@ def slot_row(page, index, offset, spec: KernelSpec) -> tuple:
     if spec.kind == "mla":
         return (page, offset)
     return (page, index // spec.num_kv_heads, index % spec.num_kv_heads, offset)
+
+
+def for_row_set(index, spec: KernelSpec, body: Callable) -> None:
+    """Emit ``body(row)`` for row `index` of ``rows_per_slot`` of any slot.
+
+    ``row(page, offset)`` gives the indices of the row, less the last axis. Where K and V have
+    codecs of their own there is code for each.
+    """
+    codec, num_heads = spec.codec, spec.num_kv_heads
+    if codec is None or codec.k == codec.v:
+        body(lambda page, offset: slot_row(page, index, offset, spec))
+        return
+    with T.If(index < num_heads):
+        with T.Then():
+            body(lambda page, offset: (page, K_PLANE, index, offset))
+        with T.Else():
+            body(lambda page, offset: (page, V_PLANE, index - num_heads, offset))
 
 
 def row_index(page, plane, head, offset, dim) -> tuple:

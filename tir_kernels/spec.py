@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from .codec import CODECS, Codec
+from .codec import Codec, CodecPair, codec_of
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -93,7 +93,8 @@ class KernelSpec:
     qk_head_dim, v_head_dim : int
         Width of a row of Q and K, and of V. Paged kernels of kind "mha" need them to be equal.
     dtype, kv_dtype : str
-        Type of Q, K, V and O in a step, and of the pages; the latter may name a codec.
+        Type of Q, K, V and O in a step, and of the pages; the latter may name a codec,
+        or one for K and one for V, as in "int8,int4".
     page_size : int
         Slots of a page: a power of two from 1 to 256.
     rope : RopeSpec
@@ -150,9 +151,19 @@ class KernelSpec:
         return self.num_qo_heads // self.num_kv_heads
 
     @property
-    def codec(self) -> Codec | None:
+    def codec(self) -> Codec | CodecPair | None:
         """How the pages keep rows, if they are quantized."""
-        return CODECS.get(self.kv_dtype)
+        return codec_of(self.kv_dtype)
+
+    @property
+    def k_dtype(self) -> str:
+        """Type of the rows of K in the pages, or the name of their codec."""
+        return self.kv_dtype if self.codec is None else self.codec.k.name
+
+    @property
+    def v_dtype(self) -> str:
+        """As `k_dtype`, of V."""
+        return self.kv_dtype if self.codec is None else self.codec.v.name
 
     @property
     def row_dtype(self) -> str:

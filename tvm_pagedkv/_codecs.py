@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tir_kernels.codec import Codec
+    from tir_kernels.codec import Codec, CodecPair
 
 
 def _codec_module() -> ModuleType:
@@ -30,4 +31,6 @@ def _codec_module() -> ModuleType:
     return module
 
 
-CODECS: dict[str, Codec] = _codec_module().CODECS
+_codecs = _codec_module()
+CODECS: dict[str, Codec] = _codecs.CODECS
+codec_of: Callable[[str], Codec | CodecPair | None] = _codecs.codec_of

@@ -58,9 +58,16 @@ void CheckCodec(const Codec& codec, int64_t num_rows) {
   // The widest rows in the widest type, and room for padding.
   constexpr int64_t kMaxRowBytes = kMaxHeadDim * 4, kMaxPadding = 4096;
   if (codec.name.empty()) Raise(kValueError, "a codec needs a name");
-  CheckRange("row_bytes of a codec", codec.row_bytes, 1, kMaxRowBytes);
-  CheckRange("scale_bytes of a codec", codec.scale_bytes, 1, kMaxRowBytes);
-  const int64_t used = num_rows * (codec.row_bytes + codec.scale_bytes);
+  if (num_rows % 2 && !(codec.k == codec.v)) {
+    Raise(kValueError, "a codec of MLA layers has one size of rows, for they are both K and V");
+  }
+  int64_t used = 0;
+  for (const CodeSizes& sizes : {codec.k, codec.v}) {
+    CheckRange("row_bytes of a codec", sizes.row_bytes, 1, kMaxRowBytes);
+    CheckRange("scale_bytes of a codec", sizes.scale_bytes, 1, kMaxRowBytes);
+    used += num_rows * (sizes.row_bytes + sizes.scale_bytes);
+  }
+  used /= 2;
   CheckRange("page_bytes of a codec", codec.page_bytes, used, used + kMaxPadding);
   CheckRange("revision of a codec", codec.revision, 1, kInt32Max);
 }

@@ -72,9 +72,15 @@ bool ParseAuxManager(const std::string& name, DLDevice device) {
 }
 
 Codec ParseCodec(const NamedValues& map, const std::string& owner) {
-  Fields fields(map, owner, {"name", "row_bytes", "scale_bytes", "page_bytes", "revision"});
-  return {fields.Get<std::string>("name"), fields.Get<int64_t>("row_bytes"),
-          fields.Get<int64_t>("scale_bytes"), fields.Get<int64_t>("page_bytes"),
+  Fields fields(map, owner,
+                {"name", "row_bytes", "scale_bytes", "page_bytes", "revision", "v_row_bytes",
+                 "v_scale_bytes"});
+  const CodeSizes k{fields.Get<int64_t>("row_bytes"), fields.Get<int64_t>("scale_bytes")};
+  return {fields.Get<std::string>("name"),
+          k,
+          {fields.Find<int64_t>("v_row_bytes").value_or(k.row_bytes),
+           fields.Find<int64_t>("v_scale_bytes").value_or(k.scale_bytes)},
+          fields.Get<int64_t>("page_bytes"),
           fields.Get<int64_t>("revision")};
 }
 

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/cpu_features.h"
 #include "base/error.h"
@@ -43,8 +44,10 @@ ffi::Shape ShapeArgument(ffi::PackedArgs args, int index, const char* name, size
 /*! \brief The number of fixed items of index 24; pairs of a name and a value follow them. */
 constexpr size_t kNumFixed = 4;
 
-/*! \brief A type of numbers by its name, or [name, row_bytes, scale_bytes, page_bytes, revision] of
- * a codec. */
+/*!
+ * \brief A type of numbers by its name, or of a codec its name, row_bytes, scale_bytes, page_bytes,
+ * revision, and where V has others v_row_bytes and v_scale_bytes.
+ */
 void SetPageType(const ffi::Any& value, LayerConfig* layer) {
   if (auto name = value.try_cast<ffi::String>()) {
     layer->page_dtype = ParseDtype("kv_dtype", *name);
@@ -52,17 +55,21 @@ void SetPageType(const ffi::Any& value, LayerConfig* layer) {
   }
   auto array = value.as<ffi::Array<ffi::Any>>();
   std::optional<ffi::String> name;
-  std::optional<int64_t> sizes[4];
-  if (array && array->size() == 5) {
+  std::vector<int64_t> sizes;
+  if (array && (array->size() == 5 || array->size() == 7)) {
     name = (*array)[0].try_cast<ffi::String>();
-    for (int i = 0; i < 4; ++i) sizes[i] = (*array)[1 + i].try_cast<int64_t>();
+    for (size_t i = 1; i < array->size(); ++i) {
+      if (auto size = (*array)[i].try_cast<int64_t>()) sizes.push_back(*size);
+    }
   }
-  if (!name || !sizes[0] || !sizes[1] || !sizes[2] || !sizes[3]) {
+  if (!name || sizes.size() + 1 != array->size()) {
     Raise(kTypeError,
-          "argument 24 needs a kv_dtype: a name, or a name, three sizes and a revision of a codec");
+          "argument 24 needs a kv_dtype: a name, or a name, sizes and a revision of a codec");
   }
+  const CodeSizes k{sizes[0], sizes[1]};
   layer->page_dtype = kByte;
-  layer->codec = Codec{std::string(*name), *sizes[0], *sizes[1], *sizes[2], *sizes[3]};
+  layer->codec = Codec{std::string(*name), k, sizes.size() > 4 ? CodeSizes{sizes[4], sizes[5]} : k,
+                       sizes[2], sizes[3]};
 }
 
 /*! \brief Refuses kernels for another CPU: an architecture, and features with spaces. */

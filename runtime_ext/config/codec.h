@@ -14,11 +14,20 @@
 
 namespace pagedkv {
 
-/*! \brief A page holds the codes of all its rows, then their scales, then padding. */
-struct Codec {
-  std::string name;         // the kv_dtype by which users choose it
+/*! \brief Sizes of the rows of K, or of those of V. */
+struct CodeSizes {
   int64_t row_bytes = 0;    // codes of a row
   int64_t scale_bytes = 0;  // scales of a row
+
+  bool operator==(const CodeSizes& other) const {
+    return row_bytes == other.row_bytes && scale_bytes == other.scale_bytes;
+  }
+};
+
+/*! \brief A page holds the codes of all its rows, K first, then their scales, then padding. */
+struct Codec {
+  std::string name;  // the kv_dtype by which users choose it
+  CodeSizes k, v;    // the same for rows of MLA, which are both
   int64_t page_bytes = 0;
   int64_t revision = 1;  // of the meaning of the bytes
 
@@ -26,8 +35,8 @@ struct Codec {
   std::string Format() const { return name + "." + std::to_string(revision); }
 
   bool operator==(const Codec& other) const {
-    return name == other.name && row_bytes == other.row_bytes && scale_bytes == other.scale_bytes &&
-           page_bytes == other.page_bytes && revision == other.revision;
+    return name == other.name && k == other.k && v == other.v && page_bytes == other.page_bytes &&
+           revision == other.revision;
   }
 };
 

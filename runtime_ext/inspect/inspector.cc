@@ -111,6 +111,21 @@ StringMap Inspector::Stats() const {
   return stats;
 }
 
+namespace {
+
+/*! \brief [begin, row_bytes, first_row, num_rows] of each section of a page. */
+ffi::Array<ffi::Any> SectionsOf(const SlotLayout& layout) {
+  ffi::Array<ffi::Any> sections;
+  for (const SlotLayout::Section& section : layout.sections) {
+    if (section.num_rows == 0) continue;
+    sections.push_back(
+        ffi::Array<int64_t>{section.begin, section.row_bytes, section.first_row, section.num_rows});
+  }
+  return sections;
+}
+
+}  // namespace
+
 StringMap Inspector::DescribeLayer(const StoredLayer& layer) const {
   const LayerConfig& config = layer.config;
   return {{"id", config.id},
@@ -130,8 +145,7 @@ StringMap Inspector::DescribeLayer(const StoredLayer& layer) const {
           {"row_dtype", ffi::DLDataTypeToString(storage().RowDtype(config))},
           {"is_quantized", config.codec.has_value()},
           {"codec_revision", config.codec ? config.codec->revision : 0},
-          {"row_bytes", layer.layout.sections[0].row_bytes},
-          {"scale_bytes", layer.layout.sections[1].row_bytes},
+          {"sections", SectionsOf(layer.layout)},
           {"page_bytes", layer.layout.page_bytes}};
 }
 

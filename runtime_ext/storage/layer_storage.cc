@@ -63,9 +63,7 @@ void LayerStorage::RequireMemory() const {
 SlotLayout LayerStorage::LayoutOf(const LayerConfig& layer) const {
   const int64_t page_size = config_.page_size, rows_per_slot = layer.rows_per_slot();
   if (layer.codec) {
-    const Codec& codec = *layer.codec;
-    return SlotLayout::Quantized(page_size, rows_per_slot, codec.row_bytes, codec.scale_bytes,
-                                 codec.page_bytes);
+    return SlotLayout::Quantized(page_size, rows_per_slot, *layer.codec);
   }
   return SlotLayout::Plain(page_size, rows_per_slot,
                            layer.qk_head_dim * ItemSize(layer.page_dtype));

@@ -67,7 +67,7 @@ void NodeMover::MoveLayer(const StoredLayer& layer, const CommitPlan& plan, void
   const SlotLayout& layout = layer.layout;
   for (int64_t i = 0; i < plan.num_moves(); ++i) {
     for (const SlotLayout::Section& section : layout.sections) {
-      for (int64_t row = 0; row < layout.rows_per_slot; ++row) {
+      for (int64_t row = section.first_row; row < section.end_row(); ++row) {
         CopyBytes(layer.pages, layout.RowOffset(section, sources[i], row), layer.pages,
                   layout.RowOffset(section, destinations[i], row), section.row_bytes, stream);
       }

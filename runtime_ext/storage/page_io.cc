@@ -65,7 +65,7 @@ void ReadPages(const StoredLayer& layer, const std::vector<int64_t>& pages,
           layout.page_bytes - layout.used_bytes());
     if (num_unused == 0) continue;
     for (const SlotLayout::Section& section : layout.sections) {
-      for (int64_t row = 0; row < layout.rows_per_slot; ++row) {
+      for (int64_t row = section.first_row; row < section.end_row(); ++row) {
         clear(layout.RowOffset(section, page_begin + num_slots[i], row),
               num_unused * section.row_bytes);
       }
@@ -103,7 +103,7 @@ void PoisonSlots(const StoredLayer& layer, const std::vector<bool>& is_held) {
         continue;
       }
       for (const SlotLayout::Section& section : layout.sections) {
-        for (int64_t row = 0; row < layout.rows_per_slot; ++row) {
+        for (int64_t row = section.first_row; row < section.end_row(); ++row) {
           CopyBytes(ones, 0, layer.pages, layout.RowOffset(section, begin, row),
                     (end - begin) * section.row_bytes, stream);
         }

@@ -40,7 +40,7 @@ template <typename Visitor>
 void VisitPlainRows(const StoredLayer& layer, const std::vector<int32_t>& slots,
                     const LayerRows& rows, Visitor visit) {
   const SlotLayout& layout = layer.layout;
-  const int64_t num_heads = layer.config.num_kv_heads, row_bytes = layout.row_bytes();
+  const int64_t num_heads = layer.config.num_kv_heads, row_bytes = layout.sections[0].row_bytes;
   int64_t first_row = 0;
   for (int32_t slot : slots) {
     for (int64_t i = 0; i < layout.rows_per_slot; ++i) {

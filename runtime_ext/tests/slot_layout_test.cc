@@ -37,13 +37,25 @@ TEST_CASE("slot layout: plain pages have no other bytes") {
 }
 
 TEST_CASE("slot layout: quantized pages have codes, scales and padding") {
-  const SlotLayout layout = SlotLayout::Quantized(4, 6, 16, 4, 512);
+  const SlotLayout layout = SlotLayout::Quantized(4, 6, {"one", {16, 4}, {16, 4}, 512});
   REQUIRE_EQ(layout.used_bytes(), 4 * 6 * (16 + 4));
   const std::vector<int> covered = Coverage(layout, 2);
   for (size_t i = 0; i < covered.size(); ++i) {
     REQUIRE_EQ(covered[i], static_cast<int64_t>(i) % 512 < layout.used_bytes() ? 1 : 0);
   }
   REQUIRE_EQ(layout.RowOffset(layout.sections[1], 4 + 3, 5), 512 + 4 * 6 * 16 + (5 * 4 + 3) * 4);
+}
+
+TEST_CASE("slot layout: K and V of other sizes have sections of their own") {
+  const SlotLayout layout = SlotLayout::Quantized(4, 6, {"two", {16, 4}, {8, 2}, 384});
+  REQUIRE_EQ(layout.used_bytes(), 4 * 3 * (16 + 8 + 4 + 2));
+  const std::vector<int> covered = Coverage(layout, 2);
+  for (size_t i = 0; i < covered.size(); ++i) {
+    REQUIRE_EQ(covered[i], static_cast<int64_t>(i) % 384 < layout.used_bytes() ? 1 : 0);
+  }
+  // The last row of V of slot 3 of the second page: behind all codes and the scales of K.
+  const int64_t scales_of_v = 4 * 3 * (16 + 8 + 4);
+  REQUIRE_EQ(layout.RowOffset(layout.sections[3], 4 + 3, 5), 384 + scales_of_v + (2 * 4 + 3) * 2);
 }
 
 }  // namespace

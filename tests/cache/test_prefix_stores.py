@@ -17,8 +17,8 @@ import pytest
 import tvm_ffi
 
 import tvm_pagedkv as pkv
+from tir_kernels.codec import CODECS
 
-from ..support import quantized_kernels
 from ..support.dict_store import DictStore, HangingStore
 from ..support.quantized_cache_cases import LAYER, make_quantized
 from .test_prefix_cache import Texts
@@ -81,8 +81,7 @@ def test_rows_of_another_revision_of_a_codec_are_never_found(monkeypatch):
         return length
 
     assert [reused(), reused()] == [0, 24]
-    codec = replace(quantized_kernels.CODECS["int4"], revision=2)
-    monkeypatch.setitem(quantized_kernels.CODECS, "int4", codec)
+    monkeypatch.setitem(CODECS, "int4", replace(CODECS["int4"], revision=2))
     assert [reused(), reused()] == [0, 24]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tir_kernels.codec import Codec
+from tir_kernels.codec import Codec, CodecPair
 
 from .dense_attention import alibi_bias, attention
 from .mla import mla_absorbed, mla_expand
@@ -25,7 +25,7 @@ class ReferenceCache:
     Parameters
     ----------
     num_layers : int
-    kv_dtype : numpy dtype of the pages, or the `Codec` that quantizes their rows.
+    kv_dtype : numpy dtype of the pages, or what quantizes their rows: a `Codec`, or a `CodecPair`.
     rope : Rope or None
     mode : {"none", "normal", "inline"}
     windows : one per layer, optional
@@ -97,10 +97,10 @@ class ReferenceCache:
         kv = self.sequences[seq_id][layer]
         return 0 if kv is None else len(kv[0])
 
-    def kept(self, rows: np.ndarray) -> np.ndarray:
-        """Rows ``[..., D]`` as the pages give them back."""
-        if isinstance(self.kv_dtype, Codec):
-            return keep(self.kv_dtype, rows, self.v_width)
+    def kept(self, rows: np.ndarray, is_v: bool = False) -> np.ndarray:
+        """Rows ``[..., D]`` of K, or of V, as the pages give them back."""
+        if isinstance(self.kv_dtype, (Codec, CodecPair)):
+            return keep(self.kv_dtype.v if is_v else self.kv_dtype.k, rows, self.v_width)
         return rows.astype(self.kv_dtype)
 
     def kv(self, seq_id: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +125,7 @@ class ReferenceCache:
                 end = positions[-1] + 1
                 q = rotate(q, positions, self.rope, end).astype(qkv.dtype)
                 k = rotate(k, positions, self.rope, end)
-            k, v = self.kept(k), self.kept(v)
+            k, v = self.kept(k), self.kept(v, is_v=True)
             if held is not None:
                 k, v = np.concatenate([held[0], k]), np.concatenate([held[1], v])
             self.sequences[seq_id][layer] = (k, v)

@@ -112,16 +112,41 @@ def codes_of(codec, data: np.ndarray) -> np.ndarray:
     return np.concatenate([data & 15, data >> 4], axis=-1).astype(np.float32) - 8
 
 
-def page_parts(codec, pages: np.ndarray, row_shape: tuple, width: int, v_width: int):
-    """Views of ``pages uint8 [P, page_bytes]``: ``codes [P, *row_shape, row_bytes]``, ``scales``.
+def page_planes(codec, pages: np.ndarray, row_shape: tuple, width: int, v_width: int) -> list:
+    """Views of ``pages uint8 [P, page_bytes]``: ``(codec, codes, scales)`` of K, then of V.
 
-    `row_shape` is ``(2, Hk, page_size)``, with MLA ``(page_size,)``; scales are
-    ``[P, *row_shape, groups]``.
+    Where one codec serves both there is one entry. `row_shape` is ``(2, Hk, page_size)``, with MLA
+    ``(page_size,)``; that of a plane is ``(1, Hk, page_size)``, or the whole. Codes are
+    ``[P, *row_shape, row_bytes]``, scales ``[P, *row_shape, groups]``. Codes precede scales.
     """
-    num_rows, num_groups = int(np.prod(row_shape)), len(codec.groups(width, v_width))
-    codes_end = num_rows * codec.row_bytes(width)
-    scales_end = codes_end + num_rows * codec.scale_bytes(width, v_width)
-    dtype = ml_dtypes.bfloat16 if codec.scale_dtype == "bfloat16" else np.float32
-    codes = pages[:, :codes_end].reshape(len(pages), *row_shape, codec.row_bytes(width))
-    scales = pages[:, codes_end:scales_end].view(dtype)
-    return codes, scales.reshape(len(pages), *row_shape, num_groups)
+    codecs = [codec.k] if codec.k == codec.v else [codec.k, codec.v]
+    if len(codecs) == 2:
+        row_shape = (1, *row_shape[1:])
+    num_rows, begin, codes, scales = int(np.prod(row_shape)), 0, [], []
+    for each in codecs:
+        end = begin + num_rows * each.row_bytes(width)
+        codes.append(pages[:, begin:end].reshape(len(pages), *row_shape, each.row_bytes(width)))
+        begin = end
+    for each in codecs:
+        end = begin + num_rows * each.scale_bytes(width, v_width)
+        dtype = ml_dtypes.bfloat16 if each.scale_dtype == "bfloat16" else np.float32
+        shape = (len(pages), *row_shape, len(each.groups(width, v_width)))
+        scales.append(pages[:, begin:end].view(dtype).reshape(shape))
+        begin = end
+    return list(zip(codecs, codes, scales, strict=True))
+
+
+def page_parts(codec, pages: np.ndarray, row_shape: tuple, width: int, v_width: int):
+    """As `page_planes`, ``codes, scales`` of a codec that serves K and V."""
+    ((_, codes, scales),) = page_planes(codec, pages, row_shape, width, v_width)
+    return codes, scales
+
+
+def keep_pages(codec, rows: np.ndarray, v_width: int) -> np.ndarray:
+    """As `keep`, of rows ``[..., 2, Hk, page_size, width]``, K, then V (MLA: any rows)."""
+    if codec.k == codec.v:
+        return keep(codec.k, rows, v_width)
+    planes = (
+        keep(each, rows[..., i, :, :, :], v_width) for i, each in enumerate((codec.k, codec.v))
+    )
+    return np.stack(list(planes), axis=-4)

@@ -118,7 +118,7 @@ def random_pages(rng, shape, spec: KernelSpec) -> np.ndarray:
     """Pages of random rows; those that a quantized cache gives back, as float32, with a codec."""
     if spec.codec is None:
         return normal(rng, shape, spec.kv_dtype)
-    return quantized.keep(spec.codec, normal(rng, shape, "float32"), spec.v_head_dim)
+    return quantized.keep_pages(spec.codec, normal(rng, shape, "float32"), spec.v_head_dim)
 
 
 def pool_of(spec: KernelSpec, pages: np.ndarray) -> np.ndarray:
@@ -146,7 +146,7 @@ class AttentionCase:
         # With bfloat16 rows, K is rounded to pairs after its codes were multiplied with scales.
         is_rounded = self.spec.codec is not None and self.spec.dtype == "bfloat16"
         how = {"rounds_qk": self.is_inline or is_rounded}
-        multiplies_codes = self.spec.codec is not None and self.spec.kv_dtype != "float8_e4m3fn"
+        multiplies_codes = self.spec.codec and "float8" not in self.spec.kv_dtype
         has_dots = self.has_single_rows and getattr(self.spec.target, "has_vnni", False)
         if multiplies_codes and has_dots:
             how["times"] = 8.0  # integers of 16 bits multiply codes: 2.3e-4 of the row was measured

@@ -30,13 +30,16 @@ def page_bytes_of(spec: KernelSpec, pages: np.ndarray, rng) -> tuple[np.ndarray,
     row_shape = pages.shape[1:-1]
     size = codec.page_bytes(int(np.prod(row_shape)), width, v_width)
     data = rng.integers(0, 256, (len(pages), size), dtype=np.uint8)
-    rows = quantized.rotate(codec, pages, v_width)
-    codes, scales = quantized.quantize(codec, rows, v_width)
-    used = ~np.isnan(pages).all(-1)
-    to_codes, to_scales = quantized.page_parts(codec, data, row_shape, width, v_width)
-    to_codes[used] = quantized.code_bytes(codec, codes)[used]
-    to_scales[used] = scales.astype(to_scales.dtype)[used]
-    return data, quantized.dequantize(codec, codes, scales, v_width)
+    planes = quantized.page_planes(codec, data, row_shape, width, v_width)
+    kept, own = [], np.split(pages, len(planes), axis=1)
+    for (each, to_codes, to_scales), plane in zip(planes, own, strict=True):
+        rows = quantized.rotate(each, plane, v_width)
+        codes, scales = quantized.quantize(each, rows, v_width)
+        used = ~np.isnan(plane).all(-1)
+        to_codes[used] = quantized.code_bytes(each, codes)[used]
+        to_scales[used] = scales.astype(to_scales.dtype)[used]
+        kept.append(quantized.dequantize(each, codes, scales, v_width))
+    return data, np.concatenate(kept, axis=1)
 
 
 @functools.cache

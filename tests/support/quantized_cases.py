@@ -17,7 +17,15 @@ from tir_kernels.spec import KernelSpec
 from .. import reference
 from ..reference import quantized
 from .attention_cases import compiled, normal, tensor, tensors_for
-from .quantized_pages import GARBAGE, page_parts, pool, read_rows, slot_parts, write_rows
+from .quantized_pages import (
+    GARBAGE,
+    page_parts,
+    pool,
+    read_rows,
+    rows_of_planes,
+    slot_parts,
+    write_rows,
+)
 
 REORDERED = 2e-6  # how far sums in another order move a value, relative to the row
 CODECS = ("int8", "float8_e4m3fn", "int4")
@@ -50,16 +58,22 @@ def assert_rows_kept(
     spec: KernelSpec, pages: np.ndarray, slots, rows: np.ndarray, *, is_exact: bool
 ) -> None:
     """Compare the codes and scales of slots with those of rows ``[n, rows_per_slot, width]``."""
-    rotated = quantized.rotate(spec.codec, rows, spec.v_head_dim)
-    want_codes, want_scales = quantized.quantize(spec.codec, rotated, spec.v_head_dim)
-    codes, scales = slot_parts(spec, pages, slots)
-    if is_exact and not spec.codec.has_hadamard:
+    planes = slot_parts(spec, pages, slots)
+    for (codec, codes, scales), own in zip(planes, rows_of_planes(spec, rows), strict=True):
+        _assert_plane_kept(spec, codec, (codes, scales), own, is_exact=is_exact)
+
+
+def _assert_plane_kept(spec: KernelSpec, codec, kept: tuple, rows, *, is_exact: bool) -> None:
+    codes, scales = kept
+    rotated = quantized.rotate(codec, rows, spec.v_head_dim)
+    want_codes, want_scales = quantized.quantize(codec, rotated, spec.v_head_dim)
+    if is_exact and not codec.has_hadamard:
         np.testing.assert_array_equal(scales, want_scales)
         np.testing.assert_array_equal(codes, want_codes)
         return
     known = np.isfinite(want_scales)
     np.testing.assert_array_equal(np.isnan(scales), ~known)
-    codec, width = spec.codec, spec.qk_head_dim
+    width = spec.qk_head_dim
     step = 2.0**-7 if codec.scale_dtype == "bfloat16" else REORDERED
     # Where a rotation leaves next to nothing of a group, that is rounding, and so are its codes.
     size = np.abs(np.where(np.isfinite(rotated), rotated, 0)).max(-1, keepdims=True)

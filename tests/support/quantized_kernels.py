@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tvm
 
-from tir_kernels.codec import CODECS, Codec
+from tir_kernels.codec import Codec, CodecPair, codec_of
 
 from ..reference import quantized
 from .python_kernels import view
@@ -22,13 +22,14 @@ class QuantizedLayer:
     Parameters
     ----------
     codec : str
+        A codec, or a pair of them.
     layer : dict
         Fields of the layer, as ``pagedkv.create`` takes them.
     page_size : int
     """
 
     def __init__(self, codec: str, layer: dict[str, Any], page_size: int):
-        self.codec: Codec = CODECS[codec]
+        self.codec: Codec | CodecPair = codec_of(codec)
         self.is_mla = layer["kind"] == "mla"
         self.width: int = layer["qk_head_dim"]
         self.v_width: int = layer["v_head_dim"] if self.is_mla else self.width
@@ -42,38 +43,47 @@ class QuantizedLayer:
     def fields(self) -> dict[str, Any]:
         """What the layer tells ``pagedkv.create`` of its codec."""
         sizes = {
-            "row_bytes": self.codec.row_bytes(self.width),
-            "scale_bytes": self.codec.scale_bytes(self.width, self.v_width),
+            "row_bytes": self.codec.k.row_bytes(self.width),
+            "scale_bytes": self.codec.k.scale_bytes(self.width, self.v_width),
             "page_bytes": self.page_bytes,
             "revision": self.codec.revision,
         }
+        if self.codec.k != self.codec.v:
+            sizes["v_row_bytes"] = self.codec.v.row_bytes(self.width)
+            sizes["v_scale_bytes"] = self.codec.v.scale_bytes(self.width, self.v_width)
         return {"kv_dtype": self.codec.name, "codec": {"name": self.codec.name, **sizes}}
 
-    def parts(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Codes and scales of ``uint8 [P, page_bytes]``."""
-        return quantized.page_parts(self.codec, pages, self.row_shape, self.width, self.v_width)
+    def planes(self, pages: np.ndarray) -> list:
+        """Views of ``uint8 [P, page_bytes]``; see `reference.quantized.page_planes`."""
+        return quantized.page_planes(self.codec, pages, self.row_shape, self.width, self.v_width)
+
+    def parts(self, pages: np.ndarray) -> list[np.ndarray]:
+        """Codes and scales of ``uint8 [P, page_bytes]``, of K and V or of both."""
+        return [part for _, codes, scales in self.planes(pages) for part in (codes, scales)]
 
     def numbers(self, pages: np.ndarray) -> np.ndarray:
         """The pages with dequantized rows: float32 ``[P, *row_shape, width]``."""
-        codes, scales = self.parts(pages)
-        return quantized.dequantize(
-            self.codec,
-            quantized.codes_of(self.codec, codes),
-            scales.astype(np.float32),
-            self.v_width,
-        )
-
-    def keep(self, rows: np.ndarray) -> np.ndarray:
-        """What the pages give back of rows ``[..., width]``."""
-        return quantized.keep(self.codec, rows, self.v_width)
+        planes = [
+            quantized.dequantize(
+                codec, quantized.codes_of(codec, codes), scales.astype(np.float32), self.v_width
+            )
+            for codec, codes, scales in self.planes(pages)
+        ]
+        return np.concatenate(planes, axis=1)
 
     def write(self, pages: np.ndarray, index: tuple, rows: np.ndarray) -> None:
-        """Quantize rows ``[..., width]`` into the rows at an index of the pages."""
-        rotated = quantized.rotate(self.codec, rows, self.v_width)
-        new_codes, new_scales = quantized.quantize(self.codec, rotated, self.v_width)
-        codes, scales = self.parts(pages)
-        codes[index] = quantized.code_bytes(self.codec, new_codes)
-        scales[index] = new_scales
+        """Quantize rows into those at an index of the pages.
+
+        Rows are ``[2, Hk, width]`` for an index of a slot and ``[n, 2, Hk, page_size, width]`` for
+        one of pages; with MLA ``[width]`` and ``[n, page_size, width]``.
+        """
+        planes = self.planes(pages)
+        own = np.split(rows, len(planes), axis=0 if isinstance(index[0], int) else 1)
+        for (codec, codes, scales), plane in zip(planes, own, strict=True):
+            rotated = quantized.rotate(codec, plane, self.v_width)
+            new_codes, new_scales = quantized.quantize(codec, rotated, self.v_width)
+            codes[index] = quantized.code_bytes(codec, new_codes)
+            scales[index] = new_scales
 
     def kernels(self, plain: dict[str, Callable]) -> dict[str, Callable]:
         """Kernels over the quantized pages, from those over float32 pages."""

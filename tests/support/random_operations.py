@@ -248,7 +248,7 @@ class Overwrite(Operation):
     def check(self, world: World, args: Any, result: None) -> None:
         seq_id, begin, written, _ = args
         expected = world.mla if len(written) == 1 else world.mha
-        written = [expected.kept(new) for new in written]
+        written = [expected.kept(new, is_v=i == 1) for i, new in enumerate(written)]
         layers = expected.sequences[seq_id]
         for layer, held in enumerate(layers):
             rows = tuple(x.copy() for x in held)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tir_kernels.codec import CODECS
+from tir_kernels.codec import codec_of
 
 from .python_kernels import LAYER, MLA_LAYER
 
@@ -33,7 +33,8 @@ class Shapes:
     @staticmethod
     def of(codec: str | None) -> Shapes:
         """Shapes as small as a codec allows."""
-        size = CODECS[codec].group_size if codec else 0
+        found = codec_of(codec) if codec else None
+        size = max(found.k.group_size, found.v.group_size) if found else 0
         return Shapes(size, 2 * size, size) if size else Shapes()
 
     def layer(self, kind: int | str) -> dict[str, Any]:

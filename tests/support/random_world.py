@@ -18,7 +18,7 @@ import numpy as np
 import tvm
 
 import tvm_pagedkv as pkv
-from tir_kernels.codec import CODECS
+from tir_kernels.codec import codec_of
 from tvm_pagedkv.transfer._runtime import pages_of
 
 from .. import reference
@@ -93,7 +93,7 @@ class World(Text):
             for is_mla in (False, True)
             if codec
         }
-        kv_dtype = CODECS[codec] if codec else np.dtype("float32")
+        kv_dtype = codec_of(codec) if codec else np.dtype("float32")
         self.rope = reference.Rope(rotary_dim=self.shapes.dim)
         self.mha = WindowedReferenceCache(
             len(windows), kv_dtype, self.rope, mode, windows, softcap, [slopes] * len(windows)

@@ -52,6 +52,7 @@ def writable(sink, row: Sequence, lanes: int) -> Iterator[tuple]:
     if not isinstance(sink, QuantizedPages):
         yield sink, row
         return
+    sink = sink.of_row(row)
     numbers = T.alloc_buffer((sink.spec.qk_head_dim,), F32)
     yield numbers, ()
     quantize_row(numbers, sink, row, lanes)

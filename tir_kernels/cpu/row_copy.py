@@ -64,6 +64,10 @@ def copy_row(
     lanes : float32 lanes of a vector.
     """
     is_quantized = [isinstance(pages, QuantizedPages) for pages in (source, sink)]
+    if is_quantized[0]:
+        source = source.of_row(source_row)
+    if is_quantized[1]:
+        sink = sink.of_row(sink_row)
     if all(is_quantized):
         for part in ("codes", "scales"):
             _copy_elements(

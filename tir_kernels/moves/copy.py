@@ -8,10 +8,10 @@ from ..define import I32, aligned, attributes, prim_func
 from ..layout import (
     K_PLANE,
     V_PLANE,
+    for_row_set,
     match_pages,
     row_bytes,
     rows_per_slot,
-    slot_row,
     view_pages,
 )
 from ..spec import ITEMSIZE, KernelSpec
@@ -46,11 +46,14 @@ def _copy_page(spec: KernelSpec, pages, source, destination, length) -> None:
     backend, pages = backend_of(spec), view_pages(pages, spec)
 
     def copy_rows(i, worker, known) -> None:
-        index = backend.read_index(i)
-        worker.copy_rows(
-            length,
-            lambda offset: (pages, slot_row(source, index, offset, spec)),
-            lambda offset: (pages, slot_row(destination, index, offset, spec)),
+        for_row_set(
+            backend.read_index(i),
+            spec,
+            lambda row: worker.copy_rows(
+                length,
+                lambda offset: (pages, row(source, offset)),
+                lambda offset: (pages, row(destination, offset)),
+            ),
         )
 
     num_rows = T.int32(rows_per_slot(spec))
@@ -83,10 +86,14 @@ def _copy_pages(spec: KernelSpec, num_copies, pages, copies) -> None:
     def copy_rows(i, worker, known) -> None:
         copy, index = (backend.read_index(f(i, page_rows)) for f in (T.truncdiv, T.truncmod))
         source, destination, length = (backend.read_index(copies[k, copy]) for k in range(3))
-        worker.copy_rows(
-            length,
-            lambda offset: (pages, slot_row(source, index, offset, spec)),
-            lambda offset: (pages, slot_row(destination, index, offset, spec)),
+        for_row_set(
+            index,
+            spec,
+            lambda row: worker.copy_rows(
+                length,
+                lambda offset: (pages, row(source, offset)),
+                lambda offset: (pages, row(destination, offset)),
+            ),
         )
 
     bytes_each = spec.page_size * _row_bytes(spec)
@@ -181,10 +188,14 @@ def _copy_slots(spec: KernelSpec, batch_size, pages, indptr, slots) -> None:
         index, (begin, count) = backend.read_index(i), known
         with T.serial(count) as c:
             source, destination = (worker.slot(slots[row, begin + c]) for row in range(2))
-            worker.copy_rows(
-                1,
-                lambda _: (pages, source.indexed_row(index)),
-                lambda _: (pages, destination.indexed_row(index)),
+            for_row_set(
+                index,
+                spec,
+                lambda row: worker.copy_rows(
+                    1,
+                    lambda _: (pages, row(source.page, source.offset)),
+                    lambda _: (pages, row(destination.page, destination.offset)),
+                ),
             )
 
     def bytes_each(known):

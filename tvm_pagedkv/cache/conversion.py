@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import tvm
 
-from .._codecs import CODECS
+from .._codecs import codec_of
 from .._functions import CACHE, global_function
 from .page_format import PageFormat
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The text of a layout, as runtime_ext/checkpoint/checkpoint_metadata.cc writes it.
 _LAYOUT = re.compile(r"(page_size=\d+) dtype=([^;]*); (.*)", re.DOTALL)
-_RUN = re.compile(r"(\d{1,9}) x ([\w.]+)")
+_RUN = re.compile(r"(\d{1,9}) x ([\w.,]+)")
 
 
 def types_of(layout: str, num_layers: int) -> tuple[list[str], str]:
@@ -38,7 +38,7 @@ def types_of(layout: str, num_layers: int) -> tuple[list[str], str]:
         raise ValueError("its layout cannot be read")
     page_size, types, layers = match.groups()
     rest = f"{page_size}; {layers}"
-    if "," not in types:
+    if " x " not in types:
         return [types] * num_layers, rest
     runs = [_RUN.fullmatch(run) for run in types.split(", ")]
     counts = [(int(run[1]), run[2]) for run in runs if run is not None]
@@ -86,10 +86,11 @@ def _kv_dtype(text: str) -> str:
         If it is another revision of a codec.
     """
     name, _, revision = text.partition(".")
-    if name in CODECS and revision != str(CODECS[name].revision):
+    codec = codec_of(name)
+    if codec is not None and revision != str(codec.revision):
         raise ValueError(
             f"holds rows of revision {revision or 'unknown'} of {name}, and this version of "
-            f"tvm_pagedkv knows revision {CODECS[name].revision}"
+            f"tvm_pagedkv knows revision {codec.revision}"
         )
     return name
 

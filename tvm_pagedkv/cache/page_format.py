@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
-from .._codecs import CODECS
+from .._codecs import CODECS, codec_of
 
 if TYPE_CHECKING:
+    from tir_kernels.codec import Codec
+
     from .kv_cache import KVCache
 
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -58,11 +60,12 @@ class PageFormat:
             return cls(info["kv_dtype"], *rows, codec_page_bytes)
         if kv_dtype in _ITEMSIZE:
             return cls(kv_dtype, *rows)
-        if kv_dtype not in CODECS:
+        codec = codec_of(kv_dtype)
+        if codec is None:
             known = ", ".join([*_ITEMSIZE, *CODECS])
             raise ValueError(f"it has pages of kv_dtype {kv_dtype!r}; known: {known}")
-        CODECS[kv_dtype].check_row(*rows[1:])
-        num_bytes = CODECS[kv_dtype].page_bytes(math.prod(row_shape), *rows[1:])
+        codec.check_row(*rows[1:])
+        num_bytes = codec.page_bytes(math.prod(row_shape), *rows[1:])
         return cls(kv_dtype, *rows, num_bytes)
 
     @property
@@ -95,10 +98,23 @@ class PageFormat:
         if not self.codec_page_bytes:
             dtype = ml_dtypes.bfloat16 if self.kv_dtype == "bfloat16" else self.kv_dtype
             return pages.view(dtype).astype(np.float32).reshape(*shape, self.width)
-        codec, num_rows = CODECS[self.kv_dtype], math.prod(self.row_shape)
-        codes_end = num_rows * codec.row_bytes(self.width)
-        scales_end = codes_end + num_rows * codec.scale_bytes(self.width, self.v_width)
-        codes = np.ascontiguousarray(pages[:, :codes_end])
+        codec, widths = codec_of(self.kv_dtype), (self.width, self.v_width)
+        assert codec is not None
+        planes, num_rows = [codec.k], math.prod(self.row_shape)
+        if codec.v != codec.k:
+            planes, num_rows = [codec.k, codec.v], num_rows // 2
+        sizes = [num_rows * each.row_bytes(self.width) for each in planes]
+        sizes += [num_rows * each.scale_bytes(*widths) for each in planes]
+        sections = np.split(pages, np.cumsum(sizes), axis=1)
+        parts = [
+            self._dequantized(each, *map(np.ascontiguousarray, sections[n :: len(planes)][:2]))
+            for n, each in enumerate(planes)
+        ]
+        return np.concatenate(parts, axis=1).reshape(*shape, self.width)
+
+    def _dequantized(self, codec: Codec, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Return rows ``[n, num_rows, width]`` of bytes of codes and of scales, ``[n, ...]``."""
+        shape = (len(codes), codes.shape[1] // codec.row_bytes(self.width))
         if codec.bits == 4:  # the two halves of a row in one byte each
             halves = codes.reshape(*shape, self.width // 2)
             rows = np.concatenate([halves & 15, halves >> 4], axis=-1).astype(np.float32) - 8
@@ -106,12 +122,11 @@ class PageFormat:
             code_type = np.int8 if codec.storage_dtype == "int8" else getattr(ml_dtypes, codec.name)
             rows = codes.view(code_type).astype(np.float32).reshape(*shape, self.width)
         scale_type = ml_dtypes.bfloat16 if codec.scale_dtype == "bfloat16" else np.float32
-        scales = np.ascontiguousarray(pages[:, codes_end:scales_end]).view(scale_type)
         groups = codec.groups(self.width, self.v_width)
-        scales = scales.astype(np.float32).reshape(*shape, len(groups))
+        numbers = scales.view(scale_type).astype(np.float32).reshape(*shape, len(groups))
         with np.errstate(all="ignore"):  # a file may hold anything
             for g, (begin, end) in enumerate(groups):
-                rows[..., begin:end] *= scales[..., g, None]
+                rows[..., begin:end] *= numbers[..., g, None]
             return self._without_hadamard(rows) if codec.has_hadamard else rows
 
     def _without_hadamard(self, rows: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from tir_kernels.codec import Codec
+from tir_kernels.codec import Codec, CodecPair
 from tir_kernels.spec import KernelSpec, VectorTarget
 
 _log = logging.getLogger("tvm_pagedkv.compiler")
@@ -19,7 +19,7 @@ def warn_if_slow(spec: KernelSpec) -> None:
 
 
 @functools.cache
-def _warn(codec: Codec, target: VectorTarget) -> None:
+def _warn(codec: Codec | CodecPair, target: VectorTarget) -> None:
     missing = _missing(codec, target)
     if missing:
         _log.warning(
@@ -31,11 +31,11 @@ def _warn(codec: Codec, target: VectorTarget) -> None:
         )
 
 
-def _missing(codec: Codec, target: VectorTarget) -> str:
+def _missing(codec: Codec | CodecPair, target: VectorTarget) -> str:
     """Return the instructions that the target lacks, or an empty string."""
-    is_integer = codec.bits == 4 or codec.storage_dtype == "int8"
-    if is_integer and not target.has_vnni:
+    integers = [each.bits == 4 or each.storage_dtype == "int8" for each in (codec.k, codec.v)]
+    if any(integers) and not target.has_vnni:
         return "byte dot products (AVX512-VNNI)"
-    if not is_integer and not target.has_f16_convert:
+    if not all(integers) and not target.has_f16_convert:
         return "conversion of float16 (F16C, AVX-512F or AArch64)"
     return ""

@@ -152,12 +152,15 @@ def codec_map(layer: ResolvedLayer, page_size: int) -> dict[str, dict[str, str |
     codec = layer.codec
     if codec is None:
         return {}
+    widths = layer.qk_head_dim, layer.v_head_dim
     sizes: dict[str, str | int] = {
         "name": codec.name,
-        "row_bytes": codec.row_bytes(layer.qk_head_dim),
-        "scale_bytes": codec.scale_bytes(layer.qk_head_dim, layer.v_head_dim),
+        "row_bytes": codec.k.row_bytes(widths[0]),
+        "scale_bytes": codec.k.scale_bytes(*widths),
         "page_bytes": layer.page_bytes(page_size),
         "revision": codec.revision,
+        "v_row_bytes": codec.v.row_bytes(widths[0]),
+        "v_scale_bytes": codec.v.scale_bytes(*widths),
     }
     return {"codec": sizes}
 

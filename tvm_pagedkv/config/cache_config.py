@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .._checks import check_choice, check_int, check_positive
 from .alibi import freeze_slopes
-from .dtypes import DTYPES, KV_DTYPES
+from .dtypes import DTYPES, check_kv_dtype
 from .layer_spec import MHA_KINDS, LayerSpec
 from .memory import memory_bytes
 from .prefix_cache_config import PrefixCacheConfig
@@ -39,10 +39,11 @@ class KVCacheConfig:
         Width of a row of V; None: `qk_head_dim`.
     dtype : {"float32", "float16", "bfloat16"}
         Type of Q, K, V and O in a step.
-    kv_dtype : str, optional
+    kv_dtype : str or (str, str), optional
         Type of the pages: "float32", "float16" or "bfloat16", or a codec that quantizes rows as
-        they are appended, "int8", "float8_e4m3fn" or "int4". Layers may have one of their own.
-        None: `dtype`.
+        they are appended, "int8", "float8_e4m3fn" or "int4". A pair of codecs is for K and for V:
+        ("int8", "int4"), or in one string "int8,int4". Layers may have one of their own. None:
+        `dtype`.
     page_size : int
         Slots per page: a power of two from 1 to 256.
     max_num_sequences : int
@@ -97,7 +98,7 @@ class KVCacheConfig:
     qk_head_dim: int
     v_head_dim: int | None = None
     dtype: str = "float16"
-    kv_dtype: str | None = None
+    kv_dtype: str | Sequence[str] | None = None
     page_size: int = 16
     max_num_sequences: int = 32
     max_total_tokens: int = 65536
@@ -130,7 +131,7 @@ class KVCacheConfig:
             check_int(name, getattr(self, name))
         check_choice("dtype", self.dtype, DTYPES)
         if self.kv_dtype is not None:
-            check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+            object.__setattr__(self, "kv_dtype", check_kv_dtype("kv_dtype", self.kv_dtype))
         check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
@@ -202,19 +203,23 @@ class KVCacheConfig:
             v_head_dim=self.v_head_dim,
             rope=self.rope,
             alibi=self.alibi,
-            kv_dtype=self.kv_dtype or self.dtype,
+            kv_dtype=self._kv_dtype,
         )
         return tuple(resolve_layer(i, layer, defaults) for i, layer in enumerate(layers))
+
+    @property
+    def _kv_dtype(self) -> str:
+        """The type of layers that have none of their own."""
+        return self.dtype if self.kv_dtype is None else check_kv_dtype("kv_dtype", self.kv_dtype)
 
     def _resolved_kv_dtype(self, layers: Sequence[ResolvedLayer]) -> str:
         """Return the type of the cache, which at least one layer has."""
         types = [layer.kv_dtype for layer in layers if layer.kv_dtype is not None]
-        kv_dtype = self.kv_dtype or self.dtype
-        if kv_dtype in types:
-            return kv_dtype
+        if self._kv_dtype in types:
+            return self._kv_dtype
         if self.kv_dtype is None:
             return types[0]
-        raise ValueError(f"kv_dtype {kv_dtype!r} has no effect: every layer sets its own")
+        raise ValueError(f"kv_dtype {self.kv_dtype!r} has no effect: every layer sets its own")
 
     def _resolved_stages(self) -> tuple[int, ...]:
         indptr = (0, self.num_layers) if self.layer_indptr is None else tuple(self.layer_indptr)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .._checks import check_choice, check_head_dim, check_int
 from .alibi import freeze_slopes
-from .dtypes import KV_DTYPES
+from .dtypes import check_kv_dtype
 from .rope_config import RopeConfig
 
 MHA_KINDS = ("mha", "mha_sliding")
@@ -36,7 +36,7 @@ class LayerSpec:
         `KVCache.self_attention`.
     alibi : bool or sequence of float, optional
         ALiBi, as for `KVCacheConfig`; False for none. Not possible with "mla".
-    kv_dtype : str, optional
+    kv_dtype : str or (str, str), optional
         Type of the layer's pages, as for `KVCacheConfig`. Not for "linear".
 
     Raises
@@ -55,7 +55,7 @@ class LayerSpec:
     mla_original_qk_head_dim: int | None = None
     mla_original_v_head_dim: int | None = None
     alibi: bool | Sequence[float] | None = None
-    kv_dtype: str | None = None
+    kv_dtype: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         check_choice("layer.kind", self.kind, LAYER_KINDS)
@@ -68,7 +68,7 @@ class LayerSpec:
             check_int("layer.window", self.window)
         object.__setattr__(self, "alibi", freeze_slopes("layer.alibi", self.alibi))
         if self.kv_dtype is not None:
-            check_choice("layer.kv_dtype", self.kv_dtype, KV_DTYPES)
+            object.__setattr__(self, "kv_dtype", check_kv_dtype("layer.kv_dtype", self.kv_dtype))
             if self.kind == "linear":
                 raise ValueError(
                     f"layer.kv_dtype is not for kind 'linear', which keeps no K and V; got "

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .._checks import check_head_dim, check_int
-from .._codecs import CODECS
+from .._codecs import codec_of
 from .alibi import resolve_slopes
 from .dtypes import ITEMSIZE
 from .layer_spec import MHA_KINDS, LayerSpec
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
-    from tir_kernels.codec import Codec
+    from tir_kernels.codec import Codec, CodecPair
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class ResolvedLayer:
         return 1 if self.kind == "mla" else 2 * self.num_kv_heads
 
     @property
-    def codec(self) -> Codec | None:
+    def codec(self) -> Codec | CodecPair | None:
         """How the pages keep rows, if they are quantized."""
-        return None if self.kv_dtype is None else CODECS.get(self.kv_dtype)
+        return None if self.kv_dtype is None else codec_of(self.kv_dtype)
 
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of a page of `page_size` slots."""
@@ -152,7 +152,7 @@ def _check_codec(index: int, layer: ResolvedLayer) -> None:
         raise ValueError(f"layer {index}: {error}") from None
     if layer.codec.has_hadamard and layer.rope.mode == "inline" and layer.kind in MHA_KINDS:
         raise ValueError(
-            f"layer {index}: kv_dtype {layer.kv_dtype!r} keeps K multiplied with a Hadamard "
-            'matrix, which rope mode "inline" cannot rotate when it is read; choose "int8" or '
+            f"layer {index}: kv_dtype {layer.kv_dtype!r} keeps rows multiplied with a Hadamard "
+            'matrix, while rope mode "inline" rotates K when it is read; choose "int8" or '
             '"float8_e4m3fn", or rope mode "normal"'
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from .._codecs import CODECS
+from .._codecs import codec_of
 from .config import DecoderConfig
 
 
@@ -30,10 +30,13 @@ class Work:
         self.layer_weights = c.num_layers * rows * c.hidden_size
         self.head_weights = c.vocab_size * c.hidden_size
         self.width = c.head_dim * c.num_heads
-        row_bytes, codec = c.head_dim * itemsize, CODECS.get(kv_dtype or "")
+        row_bytes, codec = 2 * c.head_dim * itemsize, codec_of(kv_dtype or "")
         if codec is not None:
-            row_bytes = codec.row_bytes(c.head_dim) + codec.scale_bytes(c.head_dim, c.head_dim)
-        self.position_bytes = 2 * c.num_kv_heads * row_bytes  # of a layer
+            row_bytes = sum(
+                each.row_bytes(c.head_dim) + each.scale_bytes(c.head_dim, c.head_dim)
+                for each in (codec.k, codec.v)
+            )
+        self.position_bytes = c.num_kv_heads * row_bytes  # of a layer
 
     def flops(self, chunks: Iterable[tuple[int, int]], num_logits: int) -> int:
         """Return the flops of a step in linear layers and attention.

@@ -30,11 +30,8 @@ def page_types(config: ResolvedConfig) -> dict[str, relax.Expr]:
         if layer.codec is None:
             types[name] = tvm.ir.StringImm(layer.kv_dtype)
         else:
-            codec = codec_map(layer, config.page_size)["codec"]
-            fields = ("row_bytes", "scale_bytes", "page_bytes", "revision")
-            numbers = [relax.prim_value(codec[field]) for field in fields]
-            named = [tvm.ir.StringImm(layer.codec.name), *numbers]
-            types[name] = relax.Tuple(named)
+            codec, *numbers = codec_map(layer, config.page_size)["codec"].values()
+            types[name] = relax.Tuple([tvm.ir.StringImm(codec), *map(relax.prim_value, numbers)])
     return types
 
 

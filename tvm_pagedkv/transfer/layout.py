@@ -40,7 +40,7 @@ def layout_of(cache: KVCache) -> dict[str, Any]:
 
 def _described(layer: dict[str, Any]) -> dict[str, Any]:
     # Sizes of plain pages follow from the other fields.
-    codec = ("row_bytes", "scale_bytes", "page_bytes", "codec_revision")
+    codec = ("sections", "page_bytes", "codec_revision")
     fields = (*_LAYER_FIELDS, *codec) if layer["is_quantized"] else _LAYER_FIELDS
     return {name: layer[name] for name in fields}
 
@@ -138,8 +138,7 @@ def regions(layer: dict[str, Any], page_size: int, runs: np.ndarray) -> np.ndarr
         sides form one region; otherwise there is one region for K and one for V of each KV head,
         and as many for the scales of quantized rows.
     """
-    num_rows = 1 if layer["kind"] == "mla" else 2 * layer["num_kv_heads"]
-    page_bytes, row_bytes = layer["page_bytes"], layer["row_bytes"]
+    page_bytes = layer["page_bytes"]
     source, destination, length = runs.T
     whole = length == page_size
     pages = runs[whole, :2] // page_size
@@ -147,8 +146,8 @@ def regions(layer: dict[str, Any], page_size: int, runs: np.ndarray) -> np.ndarr
     counts = np.diff(starts, append=len(pages))
     joined = np.stack([pages[starts, 1], pages[starts, 0], counts], 1) * page_bytes
 
-    def section(begin: int, row: int) -> np.ndarray:
-        """Return the regions of what has `row` bytes of each row, from `begin` on in a page."""
+    def section(begin: int, row: int, num_rows: int) -> np.ndarray:
+        """Return the regions of `num_rows` rows of a slot, of `row` bytes each, in a section."""
 
         def offsets(slots: np.ndarray) -> np.ndarray:
             page, slot = np.divmod(slots[~whole], page_size)
@@ -158,7 +157,5 @@ def regions(layer: dict[str, Any], page_size: int, runs: np.ndarray) -> np.ndarr
         sizes = np.repeat(length[~whole] * row, num_rows)
         return np.stack([offsets(destination), offsets(source), sizes], 1)
 
-    parts = [joined, section(0, row_bytes)]
-    if layer["is_quantized"]:
-        parts.append(section(num_rows * page_size * row_bytes, layer["scale_bytes"]))
-    return np.concatenate(parts)
+    sections = layer["sections"]
+    return np.concatenate([joined, *(section(begin, row, n) for begin, row, _, n in sections)])

@@ -16,7 +16,7 @@ from ..simd import F32, index_temp, load, store
 
 
 class HadamardRotation:
-    """Stands in for `InlineRope`: rows of Q are always multiplied, those of K never.
+    """Stands in for `InlineRope`: rows of Q are multiplied where K was, those of K never.
 
     Parameters
     ----------
@@ -25,10 +25,10 @@ class HadamardRotation:
     a : the kernel's arguments; a call with `rotary_mode` 1 is refused.
     """
 
-    restores = True  # rows of O are transformed when they are complete
-
     def __init__(self, spec: KernelSpec, a):
         self.spec, self.lanes = spec, spec.target.lanes
+        self.multiplies_q = spec.codec.k.has_hadamard
+        self.restores = spec.codec.v.has_hadamard  # rows of O are multiplied when they are complete
         self.first_positions = a.k_rope_pos_offset
         refuse_inline(spec, a)
 
@@ -48,8 +48,8 @@ class HadamardRotation:
         plain()
 
     def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Emit what rotates Q."""
-        rotated()
+        """Emit what multiplies Q, or leaves it."""
+        (rotated if self.multiplies_q else plain)()
 
     def if_positions_matter(self, body: Callable[[], None]) -> None:
         """Emit `body`, which finds positions, for a bias that asks for them."""
@@ -72,5 +72,7 @@ class HadamardRotation:
             sink(start, lanes, load(self.row, (start,), lanes))
 
     def restore(self, o, row) -> None:
-        """Multiply a row of sums of V back."""
+        """Multiply a row of sums of V back, if V was multiplied."""
+        if not self.restores:
+            return
         transform(o, (row,), v_parts(self.spec), self.lanes)

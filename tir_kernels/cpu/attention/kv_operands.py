@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ...codec import CODECS
+from ...codec import codec_of
 from ...semantics.rotary_mode import has_rope
 from ...spec import KernelSpec
 from ..bf16 import PairOperands
@@ -20,7 +20,7 @@ def operands(spec: KernelSpec, kv_dtype: str):
         if spec.dtype == "bfloat16" and pairs:
             if kv_dtype == "bfloat16":
                 return PairOperands()
-            if kv_dtype in CODECS:
+            if codec_of(kv_dtype) is not None:
                 return QuantizedPairs()
     return Float32Operands(spec.target.lanes)
 

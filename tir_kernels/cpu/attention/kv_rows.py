@@ -116,14 +116,15 @@ class PagedRows:
         """`count` positions, a power of two; `position` is aligned to ``min(count, run)``."""
         run = min(self.run, count)
         locations = [self._locate(position + i) for i in range(0, count, run)]
+        is_quantized = isinstance(self.pages, QuantizedPages)
 
         def element(plane, row, column):
             page, offset = locations[row // run if len(locations) > 1 else 0]
             within = row % run if len(locations) > 1 else row
-            return self.pages, self.index(page, plane, offset + within, column)
+            pages = self.pages.of_plane(plane) if is_quantized else self.pages
+            return pages, self.index(page, plane, offset + within, column)
 
-        kind = QuantizedTile if isinstance(self.pages, QuantizedPages) else Tile
-        return kind(
+        return (QuantizedTile if is_quantized else Tile)(
             lambda row, column: element(K_PLANE, row, column),
             lambda row, column: element(V_PLANE, row, column),
         )

@@ -21,7 +21,18 @@ SOURCES = tuple(
 
 
 def cuda_spec(spec: KernelSpec) -> KernelSpec:
-    """Return the spec of the same layers for a GPU."""
+    """Return the spec of the same layers for a GPU.
+
+    Raises
+    ------
+    ValueError
+        If K and V have codecs of their own.
+    """
+    if spec.codec is not None and spec.codec.k != spec.codec.v:
+        raise ValueError(
+            f"kv_dtype {spec.kv_dtype!r}: kernels for GPUs know one codec for both K and V; choose "
+            "one, or a CPU"
+        )
     return replace(spec, target=CudaTarget())
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
+from ....codec import Codec
 from ....layout import K_PLANE, V_PLANE
 from ....spec import KernelSpec
 from ...simd import F32, INTO_L1, broadcast, constant, load, prefetch, shuffle, store, temp
@@ -30,8 +31,47 @@ def has_code_blocks(spec: KernelSpec) -> bool:
     codec, target = spec.codec, spec.target
     if codec is None or not target.has_vnni:
         return False
-    is_integer = codec.bits == 4 or codec.storage_dtype == "int8"
-    return is_integer and codec.row_bytes(spec.qk_head_dim) % 16 == 0 and spec.qk_head_dim <= 256
+    width = spec.qk_head_dim
+    return width <= 256 and all(
+        (each.bits == 4 or each.storage_dtype == "int8") and each.row_bytes(width) % 16 == 0
+        for each in (codec.k, codec.v)
+    )
+
+
+class CodeRows:
+    """How the rows of K or of V are taken apart.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    codec : Codec
+    """
+
+    def __init__(self, spec: KernelSpec, codec: Codec):
+        self.bits = codec.bits
+        self.width = spec.qk_head_dim
+        self.row_bytes = codec.row_bytes(spec.qk_head_dim)
+        self.groups = codec.groups(spec.qk_head_dim, spec.v_head_dim)
+        self.halves = range(8 // codec.bits)  # a half of the columns each, of "int4"
+        # Dwords that belong to one group, in each half.
+        self.piece = math.gcd(self.row_bytes // 4, *(begin // 4 for begin, _ in self.groups))
+        self.num_pieces = self.row_bytes // 4 // self.piece
+        self.zero = 8 if codec.bits == 4 else 128  # the code of zero
+
+    def half_of(self, codes, half: int):
+        """The codes of a half of the columns; those of the upper bits are 16 times too large."""
+        if len(self.halves) == 1:
+            return codes
+        mask = 0xF0F0F0F0 - (1 << 32) if half else 0x0F0F0F0F
+        return T.bitwise_and(codes, integer(mask))
+
+    def segment(self, piece, half: int):
+        """Part of a row of Q that is multiplied with a piece: ``4 * self.piece`` columns."""
+        return half * self.num_pieces + piece
+
+    def group_of(self, piece, half: int):
+        """The group whose scales a piece has."""
+        return self.segment(piece, half) * 4 * self.piece // (self.width // len(self.groups))
 
 
 class CodeBlocks:
@@ -46,55 +86,33 @@ class CodeBlocks:
     """
 
     def __init__(self, spec: KernelSpec):
-        self.spec, self.codec = spec, spec.codec
-        self.row_bytes = self.codec.row_bytes(spec.qk_head_dim)
-        self.groups = self.codec.groups(spec.qk_head_dim, spec.v_head_dim)
-        self.halves = range(8 // self.codec.bits)  # a half of the columns each, of "int4"
-        # Dwords that belong to one group, in each half.
-        self.piece = math.gcd(self.row_bytes // 4, *(begin // 4 for begin, _ in self.groups))
-        self.num_pieces = self.row_bytes // 4 // self.piece
-        self.zero = 8 if self.codec.bits == 4 else 128  # the code of zero
-        self.k = T.alloc_buffer((self.row_bytes // 4, LANES), INT32)
-        self.k_scales = T.alloc_buffer((len(self.groups), POSITIONS), F32)
+        self.spec = spec
+        self.k_rows, self.v_rows = CodeRows(spec, spec.codec.k), CodeRows(spec, spec.codec.v)
+        self.k = T.alloc_buffer((self.k_rows.row_bytes // 4, LANES), INT32)
+        self.k_scales = T.alloc_buffer((len(self.k_rows.groups), POSITIONS), F32)
         self.v = T.alloc_buffer((BLOCK // QUAD, spec.v_head_dim // LANES, LANES), INT32)
-        self.v_scales = T.alloc_buffer((len(self.groups), BLOCK), F32)
+        self.v_scales = T.alloc_buffer((len(self.v_rows.groups), BLOCK), F32)
 
     # --- codes ----------------------------------------------------------------------------------
 
     def k_vectors(self, dword, halves) -> list:
         """Some halves of the unsigned codes of a dword of all positions; see `half_of`."""
         codes = temp(load(self.k, (dword, 0), LANES, INT32), LANES, INT32)
-        return [temp(self.half_of(codes, half), LANES, INT32) for half in halves]
-
-    def half_of(self, codes, half: int):
-        """The codes of a half of the columns; those of the upper bits are 16 times too large."""
-        if len(self.halves) == 1:
-            return codes
-        mask = 0xF0F0F0F0 - (1 << 32) if half else 0x0F0F0F0F
-        return T.bitwise_and(codes, integer(mask))
+        return [temp(self.k_rows.half_of(codes, half), LANES, INT32) for half in halves]
 
     @staticmethod
     def sum_of(total, half: int):
         """What a sum of products with `half_of` would be if all codes were themselves."""
         return T.shift_right(total, integer(4)) if half else total
 
-    def segment(self, piece, half: int):
-        """Part of a row of Q that is multiplied with a piece: ``4 * self.piece`` columns."""
-        return half * self.num_pieces + piece
-
-    def group_of(self, piece, half: int):
-        """The group whose scales a piece has."""
-        width = self.spec.qk_head_dim // len(self.groups)
-        return self.segment(piece, half) * 4 * self.piece // width
-
     def take_k(self, rows, position) -> None:
         """Take `POSITIONS` positions from `position` on, and their scales."""
         tile = rows.tile(position, POSITIONS)
-        for begin in range(0, self.row_bytes, LINE):
-            num_dwords = min(LINE, self.row_bytes - begin) // 4
+        for begin in range(0, self.k_rows.row_bytes, LINE):
+            num_dwords = min(LINE, self.k_rows.row_bytes - begin) // 4
             lines = [self._dwords(tile.k(t, 0), begin, num_dwords) for t in range(POSITIONS)]
             for i, vector in enumerate(transpose_dwords(lines)[:num_dwords]):
-                if self.codec.bits == 8:
+                if self.k_rows.bits == 8:
                     vector = self._unsigned(vector)
                 store(self.k, (begin // 4 + i, 0), LANES, vector, INT32)
         self._take_scales(tile.k, self.k_scales, 0)
@@ -104,8 +122,8 @@ class CodeBlocks:
         tile = rows.tile(position, POSITIONS)
         for t in range(0, POSITIONS, QUAD):
             quad = column // QUAD + t // QUAD
-            for begin in range(0, self.row_bytes, LINE):
-                num_dwords = min(LINE, self.row_bytes - begin) // 4
+            for begin in range(0, self.v_rows.row_bytes, LINE):
+                num_dwords = min(LINE, self.v_rows.row_bytes - begin) // 4
                 lines = [self._dwords(tile.v(t + i, 0), begin, num_dwords) for i in range(QUAD)]
                 vectors = interleave_bytes(lines)[: num_dwords * 4 // LANES]
                 for i, vector in enumerate(vectors):
@@ -114,12 +132,12 @@ class CodeBlocks:
 
     def _put_v(self, quad, vector: int, codes) -> None:
         """Keep the codes of some bytes of four rows."""
-        if self.codec.bits == 8:
+        if self.v_rows.bits == 8:
             store(self.v, (quad, vector, 0), LANES, self._unsigned(codes), INT32)
             return
-        for half in self.halves:
-            at = (quad, vector + half * (self.row_bytes // LANES), 0)
-            store(self.v, at, LANES, self.half_of(codes, half), INT32)
+        for half in self.v_rows.halves:
+            at = (quad, vector + half * (self.v_rows.row_bytes // LANES), 0)
+            store(self.v, at, LANES, self.v_rows.half_of(codes, half), INT32)
 
     @staticmethod
     def _unsigned(codes):
@@ -142,8 +160,7 @@ class CodeBlocks:
 
     def _take_scales(self, element, sink, column) -> None:
         """Gather the scales of `POSITIONS` positions, group by group."""
-        pages, (*row, _) = element(0, 0)
-        num_groups, page_size = len(self.groups), self.spec.page_size
+        num_groups, page_size = len(element(0, 0)[0].groups), self.spec.page_size
         run = min(POSITIONS, page_size)
         for first in range(0, POSITIONS, run):
             pages, (*row, _) = element(first, 0)
@@ -177,7 +194,7 @@ class CodeBlocks:
         for first in range(0, count, min(count, rows.run)):
             pages, (*row, _) = element(first, 0)
             itemsize = 4 if str(pages.scales.dtype) == F32 else 2
-            num_scales = min(count, rows.run) * len(self.groups)
+            num_scales = min(count, rows.run) * len(pages.groups)
             for scale in range(0, num_scales, LINE // itemsize):
                 prefetch(pages.scales, (*row, scale), INTO_L1)
 
@@ -193,6 +210,7 @@ class CodeBlocks:
         """
         is_one_run = rows.run >= POSITIONS
         whole = rows.tile(position, POSITIONS) if is_one_run else None
+        num_bytes = {K_PLANE: self.k_rows, V_PLANE: self.v_rows}[plane].row_bytes
 
         def prefetch_part(part, num_parts: int) -> None:
             count = POSITIONS // num_parts
@@ -203,14 +221,14 @@ class CodeBlocks:
             run = count if is_one_run else min(count, rows.run)
             for t in range(0, count, run):
                 pages, (*row, _) = element(first + t, 0)
-                for byte in range(0, run * self.row_bytes, LINE):
+                for byte in range(0, run * num_bytes, LINE):
                     prefetch(pages.codes, (*row, byte), INTO_L1)
 
         return prefetch_part
 
     def hide(self, count, before) -> None:
         """Clear the scales of V of the positions from `count` on, and of those before `before`."""
-        for group in range(len(self.groups)):
+        for group in range(len(self.v_rows.groups)):
             for start in range(0, BLOCK, LANES):
                 position = T.ramp(start, 1, LANES)
                 seen = position < broadcast(count, LANES)

@@ -34,11 +34,12 @@ class CodeSplit(DecodeSplit):
         super().__init__(spec, ops, sm_scale, num_local_heads)
         blocks = self.blocks = CodeBlocks(spec)
         row_blocks, rows = self.blocking.row_blocks, self.blocking.rows
-        width, num_segments = spec.qk_head_dim, blocks.num_pieces * len(blocks.halves)
+        k, v = blocks.k_rows, blocks.v_rows
+        num_segments = k.num_pieces * len(k.halves)
         self.q_bytes = TwoBytes(
-            num_local_heads * row_blocks, rows, width, blocks.zero, num_segments
+            num_local_heads * row_blocks, rows, spec.qk_head_dim, k.zero, num_segments
         )
-        self.weight_bytes = TwoBytes(1, rows * len(blocks.groups), BLOCK, blocks.zero)
+        self.weight_bytes = TwoBytes(1, rows * len(v.groups), BLOCK, v.zero)
 
     def start(self, a, sequence, head, local_head=0) -> None:
         """Take the query rows of a KV head and clear its sums."""
@@ -89,10 +90,11 @@ class CodeSplit(DecodeSplit):
         """The scores of one set of rows for the positions in `blocks`."""
         blocks, rows = self.blocks, range(self.blocking.rows)
         scores = [Register(LANES, init=constant(0.0, LANES)) for _ in rows]
-        if 2 * len(rows) * len(blocks.halves) <= ACCUMULATORS:
-            self._add_scores(scores, block, blocks.halves, prefetchers)
+        halves = blocks.k_rows.halves
+        if 2 * len(rows) * len(halves) <= ACCUMULATORS:
+            self._add_scores(scores, block, halves, prefetchers)
         else:
-            for half in blocks.halves:  # or their sums would not fit the registers
+            for half in halves:  # or their sums would not fit the registers
                 self._add_scores(scores, block, [half], [] if half else prefetchers)
         for r in rows:
             factor = self.q_bytes.scale[self.q_bytes.index(block, r)]
@@ -102,12 +104,13 @@ class CodeSplit(DecodeSplit):
     def _add_scores(self, scores: list[Register], block, halves, prefetchers) -> None:
         """Add the products of some halves of the columns."""
         blocks, q, rows = self.blocks, self.q_bytes, range(self.blocking.rows)
-        num_steps = blocks.piece // DWORDS
-        num_parts = 1 << (blocks.num_pieces * num_steps).bit_length() - 1
+        k = blocks.k_rows
+        num_steps = k.piece // DWORDS
+        num_parts = 1 << (k.num_pieces * num_steps).bit_length() - 1
         num_parts = min(num_parts, POSITIONS // 2)
         # Several sets of sums in turn: one would wait for the latency of the dot product.
         num_turns = min(DWORDS, max(1, ACCUMULATORS // (2 * len(rows) * len(halves))))
-        with T.serial(blocks.num_pieces) as piece:
+        with T.serial(k.num_pieces) as piece:
             totals = {
                 (r, half, turn): [Register(LANES, INT32, integer(0)) for _ in range(2)]
                 for r in rows
@@ -119,20 +122,20 @@ class CodeSplit(DecodeSplit):
                 for prefetch_part in prefetchers:
                     prefetch_part(part, num_parts)
                 for d in range(DWORDS):
-                    dword = piece * blocks.piece + i * DWORDS + d
+                    dword = piece * k.piece + i * DWORDS + d
                     codes = blocks.k_vectors(dword, halves)
                     for r in rows:
                         for half, value in zip(halves, codes, strict=True):
-                            q_dword = blocks.row_bytes // 4 * half + dword
+                            q_dword = k.row_bytes // 4 * half + dword
                             for n, total in enumerate(totals[r, half, d % num_turns]):
                                 add_dots(total, value, q.dword(block, r, n, q_dword))
             for half in halves:
-                at = (blocks.group_of(piece, half), 0)
+                at = (k.group_of(piece, half), 0)
                 scale = temp(load(blocks.k_scales, at, LANES), LANES)
                 for r in rows:
                     turns = [totals[r, half, turn] for turn in range(num_turns)]
                     total = blocks.sum_of(_sum_of_turns(turns), half)
-                    offset = q.offsets[blocks.segment(piece, half), q.index(block, r)]
+                    offset = q.offsets[k.segment(piece, half), q.index(block, r)]
                     total = total + broadcast(offset, LANES)
                     scores[r].fma(T.cast(total, "float32x16"), scale)
 
@@ -144,7 +147,7 @@ class CodeSplit(DecodeSplit):
             lambda i, v: load(self.weights, (weights_row + i, v * LANES), LANES),
             lambda i, v, weight: store(self.weights, (weights_row + i, v * LANES), LANES, weight),
         )
-        num_groups = len(self.blocks.groups)
+        num_groups = len(self.blocks.v_rows.groups)
 
         def weighted(i, start):
             row, group = divmod(i, num_groups)
@@ -161,7 +164,8 @@ class CodeSplit(DecodeSplit):
     def _add_columns(self, step, first_row, vectors: range, strip: int, num_strips: int) -> None:
         """Add the weighted codes of some vectors of columns: a strip of O."""
         blocks, weights, rows = self.blocks, self.weight_bytes, range(self.blocking.rows)
-        width, half_width = self.spec.v_head_dim // len(blocks.groups), blocks.row_bytes // LANES
+        num_groups, half_width = len(blocks.v_rows.groups), blocks.v_rows.row_bytes // LANES
+        width = self.spec.v_head_dim // num_groups
         num_parts = min(POSITIONS, 1 << num_strips.bit_length() - 1)
         totals = {
             (r, c): [Register(LANES, INT32, integer(0)) for _ in range(2)]
@@ -170,7 +174,7 @@ class CodeSplit(DecodeSplit):
         }
 
         def packed_row(r: int, c: int) -> int:
-            return r * len(blocks.groups) + c * LANES // width
+            return r * num_groups + c * LANES // width
 
         with T.serial((step.count + POSITIONS - 1) // POSITIONS) as i:
             following = index_temp(step.following_first + i * POSITIONS)

@@ -89,7 +89,7 @@ class Scores:
         split, ops, lanes = self.split, self.ops, self.lanes
         rows, step = range(self.blocking.rows), range(self.blocking.positions)
         total = [[Register(lanes, init=constant(0.0, lanes)) for _ in step] for _ in rows]
-        line = elements_per_line(self.spec.kv_dtype) // ops.numbers
+        line = elements_per_line(self.spec.k_dtype) // ops.numbers
 
         def multiply(start, parts):
             for c in parts:

@@ -110,7 +110,7 @@ def attend_row(
         )
     num_rows = num_local_heads * split.blocking.padded_rows
     split.values.in_column_order(num_rows)
-    if spec.codec and spec.codec.has_hadamard:
+    if a.rope.restores:
         with T.serial(num_rows) as row:
             a.rope.restore(split.o, row)
 

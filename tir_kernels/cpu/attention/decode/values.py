@@ -105,7 +105,7 @@ class Values:
         ops, run = self.ops, min(step.rows.run, STRIP)
         tile = step.rows.tile(step.first + column, run)
         following = step.following.tile(step.following_first + column, run)
-        line = elements_per_line(self.spec.kv_dtype) // ops.numbers
+        line = elements_per_line(self.spec.v_dtype) // ops.numbers
 
         def prefetch(t, at):
             following.prefetch_v(t, at)

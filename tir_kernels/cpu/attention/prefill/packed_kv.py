@@ -71,7 +71,8 @@ class PackedKv:
         Each product is preceded by a few, because asking for much at once would wait for memory.
         """
         rows, first, end = self.following
-        per_line = elements_per_line(self.spec.kv_dtype)
+        spec = self.spec
+        k_line, v_line = map(elements_per_line, (spec.k_dtype, spec.v_dtype))
         begin = index_temp(product * rows_per_product)
         count = T.min(rows_per_product, self.num_prefetched - begin)
         with T.If(first < end), T.Then(), T.serial(count) as i:
@@ -79,9 +80,9 @@ class PackedKv:
             with T.If(row < POSITIONS):
                 with T.Then():
                     tile = rows.tile(first + row, 1)
-                    for column in range(0, self.spec.qk_head_dim, per_line):
+                    for column in range(0, spec.qk_head_dim, k_line):
                         tile.prefetch_k(0, column)
                 with T.Else():
                     tile = rows.tile(first + row - POSITIONS, 1)
-                    for column in range(0, self.spec.v_head_dim, per_line):
+                    for column in range(0, spec.v_head_dim, v_line):
                         tile.prefetch_v(0, column)

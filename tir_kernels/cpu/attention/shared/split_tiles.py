@@ -102,7 +102,7 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
 
                 worker.run_blocks(a, tile, rows, block_of(begin), block_of(end))
                 num_rows = index_temp(tile.num_tokens * tiles.group)
-                if spec.codec and spec.codec.has_hadamard:
+                if a.rope.restores:
                     with T.serial(num_rows) as row:
                         a.rope.restore(worker.o, row)
                 with T.If(T.And(begin == 0, end == tile.cost)):

@@ -206,7 +206,7 @@ class SharedTile:
         count = next_power_of_two(-(-POSITIONS // following.num_products))
         if count > min(POSITIONS, spec.page_size):
             return None
-        per_line = elements_per_line(spec.kv_dtype)
+        per_line = elements_per_line(spec.v_dtype if following.is_v else spec.k_dtype)
         lines = -(-count * following.width // per_line)
         per_step = -(-lines // following.num_steps)
         # Every block prefetches for some products, and touches its own tile again for others.

@@ -22,7 +22,7 @@ if _library.has_compiler():
     from .bundle import write_bundle  # noqa: E402
     from .compiler import build_kernels as build  # noqa: E402
     from .compiler import create  # noqa: E402
-    from .relax import PagedKVCache, PagedKVCacheObject, compile  # noqa: E402
+    from .relax import PagedKVCache, PagedKVCacheObject  # noqa: E402
 
 
 def use_stock_runtime() -> None:
@@ -56,7 +56,6 @@ __all__ = [
     "PrefixCacheConfig",
     "RopeConfig",
     "build",
-    "compile",
     "create",
     "load_bundle",
     "num_threads",

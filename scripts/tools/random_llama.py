@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tvm_pagedkv.models import DecoderConfig  # noqa: E402
+from tvm_pagedkv.models import config_from_directory  # noqa: E402
 from tvm_pagedkv.models.source import TINY  # noqa: E402
 from tvm_pagedkv.models.weights import weights  # noqa: E402
 
@@ -53,7 +53,7 @@ def write_random_llama(folder: Path, shape: dict) -> int:
     fields = json.loads((TINY / "config.json").read_text()) | shape
     (folder / "config.json").write_text(json.dumps(fields))
     rng, tensors = np.random.default_rng(0), {}
-    config = DecoderConfig.from_directory(folder)
+    config = config_from_directory(folder)
     for _, weight in weights(config, range(config.num_layers)):
         for name, dimensions, _ in weight.parts:
             if name in tensors:  # tied

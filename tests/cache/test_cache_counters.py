@@ -14,12 +14,12 @@ from ..support.python_kernels import KERNELS, MLA_KERNELS, copy_pages, make_cach
 
 def test_counters():
     cache = make_cache()
-    assert cache.is_empty() and cache.total_length() == 0
+    assert cache.is_empty and cache.total_length() == 0
     assert cache.num_available_pages() == 16
     cache.add_sequence(5)
-    assert not cache.is_empty()
+    assert not cache.is_empty
     with permissive_step(cache, [5], [9]):
-        assert cache.is_in_forward()
+        assert cache.is_in_forward
         assert cache.sequence_length(5) == 9  # grows when the step begins
     cache.fork_sequence(5, -6, 7)
     assert (cache.total_length(), cache.num_available_pages()) == (16, 13)
@@ -38,7 +38,7 @@ def test_counters():
     assert stats["groups"][0]["num_used_pages"] == 3
     assert stats["aux_bytes_copied"] == 0  # on a CPU
     cache.clear()
-    assert cache.is_empty() and cache.num_available_pages() == 16
+    assert cache.is_empty and cache.num_available_pages() == 16
     assert cache.stats()["num_forwards"] == 1
 
 

@@ -238,13 +238,13 @@ def test_within_a_step(name):
             call(cache)
         assert snapshot(cache, [0, 1]) == before
         cache.check_integrity()
-    assert not cache.is_in_forward()
+    assert not cache.is_in_forward
 
 
 def test_end_forward_runs_when_the_body_raises(cache):
     with pytest.raises(ZeroDivisionError), cache.forward([0], [1]):
         raise ZeroDivisionError
-    assert not cache.is_in_forward()
+    assert not cache.is_in_forward
 
 
 def test_a_step_of_too_many_sequences():

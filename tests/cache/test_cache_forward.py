@@ -254,7 +254,7 @@ def test_a_kernel_that_calls_back_finds_the_cache_busy():
     with pytest.raises(ValueError, match="within a step"):
         cache.begin_forward([1], [1])
     cache.check_integrity()
-    assert not cache.is_in_forward()
+    assert not cache.is_in_forward
 
 
 @pytest.mark.parametrize("mode", ["none", "inline"])

@@ -83,7 +83,7 @@ def test_an_exception_aborts(cache, error):
     with pytest.raises(error), cache.forward([0, 1], [10, 2]):
         cache.attention(0, rows(12, seed=7))
         raise error
-    assert not cache.is_in_forward() and state(cache, IDS) == before
+    assert not cache.is_in_forward and state(cache, IDS) == before
     cache.check_integrity()
 
 
@@ -95,7 +95,7 @@ def test_a_layer_left_out_aborts(cache, run):
         with cache.forward([2], [3]):
             for layer in run:
                 cache.attention(layer, rows(3))
-    assert not cache.is_in_forward() and state(cache, IDS) == before
+    assert not cache.is_in_forward and state(cache, IDS) == before
 
 
 def test_a_kernel_that_fails_aborts(cache):

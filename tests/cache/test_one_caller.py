@@ -247,7 +247,7 @@ def test_a_failing_handler_starves_nobody():
         with cache.forward([0, 1, 2], [2, 2, 2]):
             for layer in range(2):
                 cache.attention(layer, rows(6))
-    assert not cache.is_in_forward() and cache.sequence_length(1) == 2  # the step has ended
+    assert not cache.is_in_forward and cache.sequence_length(1) == 2  # the step has ended
     assert [_runtime.send_block(cache, block)["sequence_id"] for block in offered] == [0, 2]
     _runtime.set_send_handler(cache, 1, None)
     for block in offered:

@@ -173,7 +173,7 @@ def test_only_committed_rows_of_completed_steps_are_found():
     cache.record_tokens(0, [9, 10])
     with pytest.raises(ValueError, match="nodes of token trees"):
         cache.begin_forward([0], [1], [-1], tokens=[1])
-    assert not cache.is_in_forward() and cache.sequence_length(0) == 6
+    assert not cache.is_in_forward and cache.sequence_length(0) == 6
     cache.check_integrity()
 
 
@@ -282,7 +282,7 @@ def test_errors_change_nothing():
         cache.add_sequence(1, [1.5])
     with pytest.raises(KeyError):
         cache.record_tokens(7, [1])
-    assert cache.sequence_ids() == [0] and not cache.is_in_forward()
+    assert cache.sequence_ids() == [0] and not cache.is_in_forward
     assert cache.sequence_length(0) == 0
     cache.check_integrity()
 

@@ -14,7 +14,7 @@ pytest.importorskip("safetensors")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tvm_pagedkv.models import DecoderConfig, DecoderModel  # noqa: E402
+from tvm_pagedkv.models import DecoderModel, config_from_fields  # noqa: E402
 from tvm_pagedkv.models.source import TINY  # noqa: E402
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -130,17 +130,17 @@ def test_rope_fields_of_old_and_new_files():
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    new = DecoderConfig.from_fields(
+    new = config_from_fields(
         shape | {"rope_parameters": llama3 | {"rope_type": "llama3", "rope_theta": 5e5}}
     )
-    old = DecoderConfig.from_fields(
+    old = config_from_fields(
         shape | {"rope_theta": 5e5, "rope_scaling": llama3 | {"type": "llama3"}}
     )
     assert new == old
     (layer,) = new.layers
     assert layer.rope.theta == 5e5 and layer.rope.scaling_dict["factor"] == 8.0
     assert new.num_kv_heads == 2 and new.head_dim == 32
-    plain = DecoderConfig.from_fields(shape | {"rope_theta": 1e6, "rope_scaling": None})
+    plain = config_from_fields(shape | {"rope_theta": 1e6, "rope_scaling": None})
     assert plain.layers[0].rope.theta == 1e6 and plain.layers[0].rope.scaling is None
 
 

@@ -166,7 +166,7 @@ def test_layouts_of_unknown_types(types, tmp_path):
         ValueError, match="another layout|known: float32|layout cannot be read|knows revision 1"
     ):
         target.cache.load(tmp_path / "x", convert=True)
-    assert target.cache.is_empty()
+    assert target.cache.is_empty
 
 
 def _with_layout(data: bytes, layout: str, changed: str) -> bytes:

@@ -180,7 +180,7 @@ def test_a_cache_that_cannot_take_it(saved, tmp_path):
     small = Fed("all", max_total_tokens=48)
     with pytest.raises(pkv.CacheFullError, match="the import needs"):
         small.cache.load(path)
-    assert small.cache.is_empty() and small.cache.load(path, [3]) == [3]
+    assert small.cache.is_empty and small.cache.load(path, [3]) == [3]
 
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 
 import tvm_pagedkv as pkv
 from tvm_pagedkv.generation import SamplingParams, generate
-from tvm_pagedkv.models import LlamaModel, ParallelLlama
+from tvm_pagedkv.models import DecoderModel, ParallelModel
 from tvm_pagedkv.models.parallel import resolve_stages
 from tvm_pagedkv.models.parallel_worker import ModelWorker
 from tvm_pagedkv_cli.command import main
@@ -27,14 +27,14 @@ SPLITS = {
 
 
 @pytest.fixture(scope="module")
-def whole() -> LlamaModel:
-    return LlamaModel.from_pretrained()
+def whole() -> DecoderModel:
+    return DecoderModel.from_pretrained()
 
 
 @pytest.fixture(scope="module", params=list(SPLITS))
 def split(request):
     """The name of a split and its model."""
-    model = ParallelLlama.from_pretrained(**SPLITS[request.param])
+    model = ParallelModel.from_pretrained(**SPLITS[request.param])
     yield request.param, model
     model.close()
 
@@ -44,8 +44,8 @@ def model_of():
     """Loads models and ends their workers."""
     models = []
 
-    def load(*args, **options) -> ParallelLlama:
-        models.append(ParallelLlama.from_pretrained(*args, **options))
+    def load(*args, **options) -> ParallelModel:
+        models.append(ParallelModel.from_pretrained(*args, **options))
         return models[-1]
 
     yield load
@@ -152,7 +152,7 @@ def test_biases_and_untied_embeddings(model_of, tmp_path):
             torch.nn.init.normal_(parameter)
     network.save_pretrained(tmp_path)
     Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
-    expected = _drive(LlamaModel.from_pretrained(tmp_path))
+    expected = _drive(DecoderModel.from_pretrained(tmp_path))
     actual = _drive(model_of(tmp_path, num_shards=2, stages=2, threads=True))
     np.testing.assert_allclose(actual, expected, **TOLERANCE)
 
@@ -180,7 +180,7 @@ def test_biases_and_untied_embeddings(model_of, tmp_path):
 )
 def test_models_that_cannot_be_shared_so(options, message):
     with pytest.raises(ValueError, match=message):
-        ParallelLlama.from_pretrained(**options)
+        ParallelModel.from_pretrained(**options)
 
 
 @pytest.mark.parametrize("num_layers", [1, 5, 12])
@@ -244,11 +244,11 @@ def test_a_closed_model_says_so(model_of):
 
 _IN_CYCLES = """
 import gc, sys
-from tvm_pagedkv.models import ParallelLlama
+from tvm_pagedkv.models import ParallelModel
 
 gc.disable()
 for _ in range(2):
-    model = ParallelLlama.from_pretrained(num_shards=2, threads=sys.argv[1] == "threads")
+    model = ParallelModel.from_pretrained(num_shards=2, threads=sys.argv[1] == "threads")
     cycle = [model._workers.call("describe"), model._workers.session.empty((3,), "float32"), model]
     cycle.append(cycle)
     if sys.argv[2] != "never closed":

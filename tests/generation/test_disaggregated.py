@@ -14,7 +14,7 @@ pytest.importorskip("safetensors")
 
 from tvm_pagedkv.generation import FinishedEvent, SamplingParams, generate  # noqa: E402
 from tvm_pagedkv.generation.disaggregated import RemotePrefill, serve_prefill  # noqa: E402
-from tvm_pagedkv.models import LlamaModel  # noqa: E402
+from tvm_pagedkv.models import DecoderModel  # noqa: E402
 from tvm_pagedkv.transfer import NixlChannel, SharedMemoryChannel, TransferError  # noqa: E402
 from tvm_pagedkv.transfer.nixl import use_loopback  # noqa: E402
 
@@ -30,7 +30,7 @@ def prefill_process(kind: str, address: str) -> None:
     if kind == "nixl":
         use_loopback()
     channel = CHANNELS[kind].connect(address)
-    serve_prefill(LlamaModel.from_pretrained(), channel, prefill_chunk_size=20)
+    serve_prefill(DecoderModel.from_pretrained(), channel, prefill_chunk_size=20)
 
 
 def run(model, params, **options):
@@ -40,8 +40,8 @@ def run(model, params, **options):
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaModel:
-    return LlamaModel.from_pretrained()
+def model() -> DecoderModel:
+    return DecoderModel.from_pretrained()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tvm_pagedkv.generation import (
     generate,
 )
 from tvm_pagedkv.generation.parameters import sample  # noqa: E402
-from tvm_pagedkv.models import LlamaModel  # noqa: E402
+from tvm_pagedkv.models import DecoderModel  # noqa: E402
 from tvm_pagedkv_cli.command import main  # noqa: E402
 
 PROMPTS = ["The with statement", "A list is", "x", "The yield expression is used when defining"]
@@ -29,8 +29,8 @@ LONG_PROMPT = "The value of the expression is an object that is bound to the nam
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaModel:
-    return LlamaModel.from_pretrained()
+def model() -> DecoderModel:
+    return DecoderModel.from_pretrained()
 
 
 def _run(model, prompts, params=None, **options):

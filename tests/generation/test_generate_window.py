@@ -15,7 +15,7 @@ from tvm_pagedkv.generation import (
     Window,
     generate,
 )
-from tvm_pagedkv.models import LlamaModel  # noqa: E402
+from tvm_pagedkv.models import DecoderModel  # noqa: E402
 from tvm_pagedkv_cli.command import main  # noqa: E402
 
 PROMPTS = ["The with statement", "A list is", "x"]
@@ -23,8 +23,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60)
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaModel:
-    return LlamaModel.from_pretrained(sliding_window=True)
+def model() -> DecoderModel:
+    return DecoderModel.from_pretrained(sliding_window=True)
 
 
 def _run(model, prompts, params, **options):
@@ -36,7 +36,7 @@ def _run(model, prompts, params, **options):
 
 
 def test_a_window_that_holds_the_text_changes_nothing(model):
-    plain, _ = _run(LlamaModel.from_pretrained(), PROMPTS, GREEDY)
+    plain, _ = _run(DecoderModel.from_pretrained(), PROMPTS, GREEDY)
     for window in (None, Window(100, 4), Window(90)):
         assert _run(model, PROMPTS, GREEDY, window=window)[0] == plain
     assert _run(model, PROMPTS, GREEDY, window=Window(30, 4))[0] != plain
@@ -85,7 +85,7 @@ def test_mistakes(model):
     with pytest.raises(ValueError, match=f"less than the model's context .{context}"):
         generate(model, ["x"], GREEDY, window=Window(context))
     with pytest.raises(ValueError, match="load the model with sliding_window=True"):
-        generate(LlamaModel.from_pretrained(), ["x"], GREEDY, window=Window(8))
+        generate(DecoderModel.from_pretrained(), ["x"], GREEDY, window=Window(8))
     with pytest.raises(ValueError, match="the cache is too small"):
         generate(model, ["x"], GREEDY, window=Window(30), max_total_tokens=64)
 

@@ -15,7 +15,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("safetensors")
 
 from tvm_pagedkv.generation.disaggregated import RemotePrefill, serve_prefill  # noqa: E402
-from tvm_pagedkv.models import LlamaModel  # noqa: E402
+from tvm_pagedkv.models import DecoderModel  # noqa: E402
 from tvm_pagedkv.transfer import (
     ChannelClosed,
     Sender,
@@ -75,8 +75,8 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaModel:
-    return LlamaModel.from_pretrained()
+def model() -> DecoderModel:
+    return DecoderModel.from_pretrained()
 
 
 @pytest.fixture

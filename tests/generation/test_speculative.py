@@ -14,7 +14,7 @@ pytest.importorskip("safetensors")
 
 from tvm_pagedkv.generation import FinishedEvent, SamplingParams, Statistics, generate
 from tvm_pagedkv.generation.speculative import LONGEST_MATCH, Draft, HitRates, PromptLookup  # noqa: E402
-from tvm_pagedkv.models import LlamaModel  # noqa: E402
+from tvm_pagedkv.models import DecoderModel  # noqa: E402
 from tvm_pagedkv_cli.command import main  # noqa: E402
 
 from ..support.selections import with_slow
@@ -27,8 +27,8 @@ MARGINS = {"float32": 5e-5, "float16": 0.02, "bfloat16": 0.2}
 
 
 @functools.cache
-def load(dtype: str) -> LlamaModel:
-    return LlamaModel.from_pretrained(None, dtype)
+def load(dtype: str) -> DecoderModel:
+    return DecoderModel.from_pretrained(None, dtype)
 
 
 def run(model, prompts, params, **options):
@@ -45,7 +45,7 @@ def greedy(num_tokens: int, n: int = 1) -> SamplingParams:
     return SamplingParams(n=n, temperature=0, max_tokens=num_tokens)
 
 
-def margin_of(model: LlamaModel, prompt: str, tokens) -> np.ndarray:
+def margin_of(model: DecoderModel, prompt: str, tokens) -> np.ndarray:
     """Return the margin of each greedy token over the next best, in plain decoding."""
     cache = model.create_cache(1, 512, 512)
     cache.add_sequence(0)

@@ -8,7 +8,7 @@ import pytest
 
 from tvm_pagedkv.generation import SamplingParams, generate
 from tvm_pagedkv.generation.parameters import Window, sample
-from tvm_pagedkv.models import LlamaModel, ParallelLlama
+from tvm_pagedkv.models import DecoderModel, ParallelModel
 from tvm_pagedkv.models.tokens import check_batch, check_tokens
 
 from ..support.in_child import failures
@@ -29,7 +29,7 @@ def wrong(call, name: str, first: list[int], tokens, error: type, message: str):
             call(cache, [0], tokens)
         # The cache is as it was, and goes on.
         assert call.__self__.prefill(cache, [0], [first]).shape == (1, VOCAB)
-        if isinstance(call.__self__, LlamaModel):
+        if isinstance(call.__self__, DecoderModel):
             assert cache.sequence_length(0) == 2 * len(first)
             cache.check_integrity()
 
@@ -55,11 +55,11 @@ def cases(model):
 
 
 def test_wrong_tokens():
-    assert failures(cases(LlamaModel.from_pretrained())) == []
+    assert failures(cases(DecoderModel.from_pretrained())) == []
 
 
 def test_wrong_tokens_for_workers():
-    model = ParallelLlama.from_pretrained(num_shards=2, threads=True)
+    model = ParallelModel.from_pretrained(num_shards=2, threads=True)
     try:
         cache = model.create_cache(2, 64, 16)
         cache.add_sequence(0)
@@ -97,7 +97,7 @@ def test_arrays_of_tokens(dtype):
 )
 def test_wrong_prompts(prompt, error, message):
     with pytest.raises(error, match=message):
-        generate(LlamaModel.from_pretrained(), ["a", prompt])
+        generate(DecoderModel.from_pretrained(), ["a", prompt])
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
@@ -116,7 +116,7 @@ def test_wrong_logits(temperature, top_p):
 
 
 def test_a_model_that_computes_nan():
-    model = LlamaModel.from_pretrained()
+    model = DecoderModel.from_pretrained()
     original = model.prefill
     model.prefill = lambda *arguments: original(*arguments) * np.float32("nan")
     with pytest.raises(ValueError, match="logits must be finite"):

@@ -12,7 +12,7 @@ import tvm
 
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
-from tvm_pagedkv.models import LlamaModel
+from tvm_pagedkv.models import DecoderModel
 from tvm_pagedkv.models.linear import DEPTH, UNIT_ROWS, PackedMatrix, embedding, linear
 
 from .. import reference
@@ -104,7 +104,7 @@ def test_float16_needs_conversion_in_hardware(function):
 
 def test_models_refuse_float16_without_conversion():
     with pytest.raises(ValueError, match="float16 needs a CPU target that converts"):
-        LlamaModel.from_pretrained(dtype="float16", target="x86-64")
+        DecoderModel.from_pretrained(dtype="float16", target="x86-64")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,12 @@ pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from tvm_pagedkv import LayerSpec, RopeConfig  # noqa: E402
-from tvm_pagedkv.models import DecoderConfig, DecoderModel  # noqa: E402
+from tvm_pagedkv.models import (  # noqa: E402
+    DecoderConfig,
+    DecoderModel,
+    config_from_directory,
+    config_from_fields,
+)  # noqa: E402
 from tvm_pagedkv.models.registry import FAMILIES  # noqa: E402
 from tvm_pagedkv.models.source import TINY  # noqa: E402
 
@@ -33,7 +38,7 @@ FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
 def config_of(architecture: str, **fields) -> DecoderConfig:
-    return DecoderConfig.from_fields({"architectures": [architecture], **SHAPE, **fields})
+    return config_from_fields({"architectures": [architecture], **SHAPE, **fields})
 
 
 # --- old and new spellings -----------------------------------------------------------------------
@@ -102,9 +107,7 @@ def test_qwen_has_windows_only_where_they_are_on():
 def test_the_model_type_will_do(name):
     model_type, _ = FAMILIES[name]
     fields = SHAPE | {"sliding_window": 32} if "Llama" not in name else SHAPE
-    assert DecoderConfig.from_fields(fields | {"model_type": model_type}) == config_of(
-        name, **fields
-    )
+    assert config_from_fields(fields | {"model_type": model_type}) == config_of(name, **fields)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_ends_of_a_text(own, of_generation, ids, tmp_path):
     if of_generation != "no file":
         text = json.dumps({"eos_token_id": of_generation})
         (tmp_path / "generation_config.json").write_text(text)
-    assert DecoderConfig.from_directory(tmp_path).eos_token_ids == ids
+    assert config_from_directory(tmp_path).eos_token_ids == ids
 
 
 # --- what is not supported -----------------------------------------------------------------------
@@ -158,7 +161,7 @@ def test_ends_of_a_text(own, of_generation, ids, tmp_path):
 )  # fmt: skip
 def test_architectures(fields, message):
     with pytest.raises(ValueError, match=message):
-        DecoderConfig.from_fields(SHAPE | fields)
+        config_from_fields(SHAPE | fields)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import pytest
 
 from tvm_pagedkv.config import LayerSpec
 from tvm_pagedkv.generation import SamplingParams, generate
-from tvm_pagedkv.models import DecoderConfig, DecoderModel
+from tvm_pagedkv.models import DecoderConfig, DecoderModel, config_from_directory
 from tvm_pagedkv.models.source import TINY
 from tvm_pagedkv.models.weights import weights
 from tvm_pagedkv.models.work import Work
 
-CONFIG = DecoderConfig.from_directory(TINY)
+CONFIG = config_from_directory(TINY)
 
 
 def _num_weights(config: DecoderConfig) -> int:

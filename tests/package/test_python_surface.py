@@ -8,13 +8,14 @@ import threading
 
 import numpy as np
 import pytest
+import tvm_ffi
 
 import tvm_pagedkv as pkv
-from tvm_pagedkv._deprecation import renamed_arguments
+from tvm_pagedkv import transfer
 from tvm_pagedkv.cache import CacheStats, GroupStats
 from tvm_pagedkv.transfer import ChannelClosed, local_channels
 
-from ..support.cache_cases import DIM, HEADS, NUM_QO_HEADS
+from ..support.cache_cases import DIM, HEADS
 from ..support.permissive_steps import permissive_step
 from ..support.python_kernels import make_cache
 
@@ -110,39 +111,22 @@ def test_counts_of_an_error_that_the_runtime_has_not_raised():
     assert str(error) == "no room"
 
 
-# --- former names of arguments ------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------
 
 
-def test_former_names_of_arguments_warn(cache):
-    logits = np.zeros(NUM_QO_HEADS, "float32")
-    with cache.forward([5], [3]):
-        new = cache.attention(0, QKV, sink_logits=logits).numpy()
-        cache.attention(1, QKV)
-    cache.pop_n(5, 3)
-    with cache.forward([5], [3]):
-        with pytest.warns(DeprecationWarning, match="sinks of attention .* sink_logits") as seen:
-            old = cache.attention(0, QKV, sinks=logits).numpy()
-        cache.attention(1, QKV)
-    assert seen[0].filename == __file__
-    np.testing.assert_array_equal(old, new)
-
-
-def test_a_window_takes_the_former_name_of_sinks():
-    cache = make_cache(sliding_window=True)
-    cache.add_sequence(0)
-    with pytest.warns(DeprecationWarning, match="sink of enable_sliding_window .* sinks"):
-        cache.enable_sliding_window(0, 8, sink=2)
-    assert cache.sequence_window(0)[:2] == (8, 2)
-
-
-def test_an_argument_under_both_names():
-    @renamed_arguments(old="new")
-    def function(new: int) -> int:
-        return new
-
-    assert function(1) == function(new=1) == 1
-    with pytest.raises(TypeError, match="got new twice: old is its former name"):
-        function(new=1, old=2)
+def test_what_is_true_of_an_object_is_an_attribute():
+    """``cache.is_empty`` as ``ticket.is_done``: where one is called, the other is always true."""
+    packages = (pkv, pkv.cache, transfer, pkv.stores, pkv.bundle, pkv.config)
+    classes = {each for package in packages for each in vars(package).values()
+               if isinstance(each, type)}  # fmt: skip
+    assert {pkv.KVCache, transfer.Ticket} <= classes
+    called = [
+        f"{each.__name__}.{name}"
+        for each in classes
+        for name in set(dir(each)) - set(dir(tvm_ffi.Object))
+        if name.startswith(("is_", "has_")) and callable(getattr(each, name))
+    ]
+    assert called == []
 
 
 # --- logs ---------------------------------------------------------------------------------------

@@ -242,11 +242,6 @@ def test_caches_and_models_share_kernels(cache_dir, tmp_path):
         _check(loaded)
 
 
-def test_compile_is_an_alias():
-    with pytest.warns(DeprecationWarning, match=r"tvm\.compile"):
-        _check(pkv.compile(export_model(pkv.PagedKVCache), target="llvm"))
-
-
 # --- other machines -----------------------------------------------------------------------------
 
 

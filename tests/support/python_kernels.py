@@ -284,7 +284,7 @@ def snapshot(cache: pkv.KVCache, seq_ids) -> dict[str, Any]:
         for is_mla, several in shapes.items()
         if len(several) == 1
     ]
-    state: dict[str, Any] = {"stats": cache.stats(), "in_forward": cache.is_in_forward()}
+    state: dict[str, Any] = {"stats": cache.stats(), "in_forward": cache.is_in_forward}
     for seq_id in seq_ids:
         tables = [cache.page_table(seq_id, group) for group in groups]
         first = [cache.first_position(seq_id, group) for group in groups]

@@ -98,7 +98,7 @@ def check_counters(world: World) -> None:
     lengths |= {i: checkpoint.length for i, checkpoint in world.importing.items()}
     assert world.cache.total_length() == stats["total_tokens"] == sum(lengths.values())
     assert stats["num_sequences"] == len(lengths)
-    assert world.cache.is_empty() == (not lengths)
+    assert world.cache.is_empty == (not lengths)
     groups = range(len(world.kept))
     pins = [len(pages_of(world, block, g)) for block in world.blocks.values() for g in groups]
     assert stats["num_pinned_pages"] == sum(pins)

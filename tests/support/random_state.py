@@ -26,7 +26,7 @@ def state_of(world: World) -> tuple:
     stats["cached_pages"] = [cache.cached_pages(g) for g in range(len(tables))]
     if world.device is not None:  # arrays that a call has made remain
         stats = {name: stats[name] for name in stats if "bytes" not in name}
-    return stats, cache.is_in_forward(), lengths, tables, first, memory
+    return stats, cache.is_in_forward, lengths, tables, first, memory
 
 
 def without_reclaiming(state: tuple) -> tuple:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import tvm
 import tvm_ffi
 
-from .._deprecation import renamed_arguments
 from .._functions import CACHE, as_int, global_function
 from .inspection import CacheInspection
 
@@ -28,7 +27,6 @@ class CacheAttention(CacheInspection):
 
     __slots__ = ()
 
-    @renamed_arguments(sinks="sink_logits")
     def attention(
         self,
         layer: int,
@@ -177,7 +175,6 @@ class CacheAttention(CacheInspection):
         merged = global_function(CACHE + "merge_attn_output_inplace")(self, o, lse, *other)
         return merged[0], merged[1]
 
-    @renamed_arguments(sinks="sink_logits")
     def attention_with_shared_kv(
         self,
         source_layer: int,

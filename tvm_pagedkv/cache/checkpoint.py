@@ -22,18 +22,16 @@ import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tvm
 import tvm_ffi
 
-from .._functions import CACHE, global_function
+from .._functions import CACHE, STATE, global_function
 from .conversion import formats_of, import_converted, retyped
+from .inspection import CacheInspection
 from .page_format import PageFormat
-
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
 
 _FORMAT, _VERSION = "tvm_pagedkv.sequences", "1"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
@@ -49,7 +47,9 @@ _digest = functools.partial(hashlib.blake2b, digest_size=_DIGEST_BYTES)
 # --- write --------------------------------------------------------------------------------------
 
 
-def save(cache: KVCache, path: str | os.PathLike, seq_ids: Iterable[int] | None = None) -> None:
+def save(
+    cache: CacheInspection, path: str | os.PathLike, seq_ids: Iterable[int] | None = None
+) -> None:
     """`KVCache.save`."""
     path = Path(path)
     seq_ids = cache.sequence_ids() if seq_ids is None else _ids(seq_ids)
@@ -122,7 +122,7 @@ class _Pages:
     numbers : per sequence, indices into these
     """
 
-    def __init__(self, cache: KVCache, group: int, seq_ids: list[int], lengths: list[int]):
+    def __init__(self, cache: CacheInspection, group: int, seq_ids: list[int], lengths: list[int]):
         page_size = cache.description["page_size"]
         number_of: dict[int, int] = {}
         slots: list[int] = []
@@ -149,7 +149,7 @@ class _Pages:
 
 
 def load(
-    cache: KVCache,
+    cache: CacheInspection,
     path: str | os.PathLike,
     seq_ids: Mapping[int, int] | Iterable[int] | None = None,
     *,
@@ -168,7 +168,7 @@ class _DamagedFile(Exception):
 
 
 def _load(
-    cache: KVCache,
+    cache: CacheInspection,
     file: io.BufferedReader,
     seq_ids: Mapping[int, int] | Iterable[int] | None,
     convert: bool,
@@ -192,7 +192,8 @@ def _load(
             global_function(CACHE + "finish_import")(cache, next(iter(new_ids.values())))
     except BaseException:
         if new_ids:
-            cache.remove_sequence(next(iter(new_ids.values())))  # and with it all of the import
+            importing = next(iter(new_ids.values()))
+            global_function(STATE + "remove_sequence")(cache, importing)  # and all of the import
         raise
     return list(new_ids.values())
 
@@ -219,7 +220,7 @@ def _read_header(file: io.BufferedReader) -> dict[str, Any]:
 class _Contents:
     """What the header says, compared with the cache; checksums do not protect against malice."""
 
-    def __init__(self, cache: KVCache, header: dict[str, Any], convert: bool):
+    def __init__(self, cache: CacheInspection, header: dict[str, Any], convert: bool):
         self.cache = cache
         try:
             about = header.pop("__metadata__")
@@ -304,7 +305,7 @@ class _Contents:
 
 
 def _read_layer(
-    cache: KVCache,
+    cache: CacheInspection,
     file: io.BufferedReader,
     layer: int,
     contents: _Contents,

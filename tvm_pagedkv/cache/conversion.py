@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -13,10 +12,8 @@ import tvm
 
 from .._codecs import codec_of
 from .._functions import CACHE, global_function
+from .inspection import CacheInspection
 from .page_format import PageFormat
-
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
 
 # The text of a layout, as runtime_ext/checkpoint/checkpoint_metadata.cc writes it.
 _LAYOUT = re.compile(r"(page_size=\d+) dtype=([^;]*); (.*)", re.DOTALL)
@@ -47,7 +44,7 @@ def types_of(layout: str, num_layers: int) -> tuple[list[str], str]:
     return [kv_dtype for count, kv_dtype in counts for _ in range(count)], rest
 
 
-def formats_of(cache: KVCache, layout: str, *, convert: bool) -> list[PageFormat]:
+def formats_of(cache: CacheInspection, layout: str, *, convert: bool) -> list[PageFormat]:
     """Return how a file with a layout holds the pages of each layer.
 
     Raises
@@ -95,7 +92,7 @@ def _kv_dtype(text: str) -> str:
     return name
 
 
-def retyped(cache: KVCache, metadata: str) -> str:
+def retyped(cache: CacheInspection, metadata: str) -> str:
     """Return the metadata of a sequence as this cache would have written it."""
     about = json.loads(metadata)
     layout = cache.description["layout"]
@@ -119,7 +116,7 @@ def retyped(cache: KVCache, metadata: str) -> str:
 
 
 def import_converted(
-    cache: KVCache, seq_id: int, layer: int, source: PageFormat, pages: np.ndarray
+    cache: CacheInspection, seq_id: int, layer: int, source: PageFormat, pages: np.ndarray
 ) -> None:
     """Give the next pages of a layer to an import, as rows that the layer rounds.
 

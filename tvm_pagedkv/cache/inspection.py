@@ -53,12 +53,14 @@ class CacheInspection:
         """
         return global_function(CACHE + "get_num_available_pages")(self)
 
+    @property
     def is_empty(self) -> bool:
-        """Return whether the cache has no sequence."""
+        """Whether the cache has no sequence."""
         return bool(global_function(CACHE + "empty")(self))
 
+    @property
     def is_in_forward(self) -> bool:
-        """Return whether a step has begun and not ended."""
+        """Whether a step has begun and not ended."""
         return bool(global_function("pagedkv.is_in_forward")(self))
 
     def debug_get_kv(

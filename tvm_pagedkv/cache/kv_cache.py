@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import tvm_ffi
 
-from .._deprecation import renamed_arguments
 from .._functions import CACHE, STATE, as_int, as_shape, global_function
 from . import checkpoint
-from .prefix import CachePrefix, as_tokens
+from .prefix import CachePrefix
+from .prefix_lookup import as_tokens
 
 
 @tvm_ffi.register_object("pagedkv.KVCache")
@@ -121,7 +121,6 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         """
         global_function(STATE + "clear")(self)
 
-    @renamed_arguments(sink="sinks")
     def enable_sliding_window(self, seq_id: int, window: int, sinks: int = 0) -> None:
         """Limit a sequence to a sliding window with attention sinks.
 
@@ -276,7 +275,7 @@ class KVCache(CachePrefix, tvm_ffi.Object):
                     "to; call attention (append_mla_kv for MLA layers) once for every layer"
                 )
         except BaseException:
-            if self.is_in_forward():
+            if self.is_in_forward:
                 self.abort_forward()
             raise
         self.end_forward()

@@ -11,11 +11,10 @@ import ml_dtypes
 import numpy as np
 
 from .._codecs import CODECS, codec_of
+from .inspection import CacheInspection
 
 if TYPE_CHECKING:
     from tir_kernels.codec import Codec
-
-    from .kv_cache import KVCache
 
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -43,7 +42,7 @@ class PageFormat:
     codec_page_bytes: int = 0
 
     @classmethod
-    def of(cls, cache: KVCache, layer: int, kv_dtype: str | None = None) -> PageFormat:
+    def of(cls, cache: CacheInspection, layer: int, kv_dtype: str | None = None) -> PageFormat:
         """Return the format of a layer of a cache, or the one it would have with a `kv_dtype`.
 
         Raises

@@ -6,13 +6,10 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from .inspection import CacheInspection
 from .prefix_map import CachedPrefix, panel_of
 from .svg import MARGIN, WIDTH, count_of, ranges_of, square, text_of
-
-if TYPE_CHECKING:
-    from .prefix import CachePrefix
 
 LABEL_WIDTH = 52
 # Distances of pages, of which the widest is taken that keeps a panel within MAX_PANEL_HEIGHT.
@@ -65,7 +62,7 @@ class PageMap:
     @classmethod
     def of(
         cls,
-        cache: CachePrefix,
+        cache: CacheInspection,
         prefixes: Mapping[str, Sequence[int]] | None = None,
         salt: bytes = b"",
     ) -> PageMap:

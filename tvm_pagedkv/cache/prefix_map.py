@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape, quoteattr
 
+from .inspection import CacheInspection
+from .prefix_lookup import locate_prefix
 from .svg import MARGIN, WIDTH, count_of, ranges_of, square, text_of
-
-if TYPE_CHECKING:
-    from .prefix import CachePrefix
 
 # What tiers are called, and their colours: the nearer, the darker.
 PAINTS = {"pages": "#1d5c45", "host": "#58a784", "store": "#b7dccb", "": "#ffffff"}
@@ -30,9 +28,11 @@ class CachedPrefix:
     tiers: tuple[tuple[str, ...], ...]  # [page][group] as `KVCache.locate_prefix` returns them
 
     @classmethod
-    def of(cls, cache: CachePrefix, name: str, tokens: Sequence[int], salt: bytes) -> CachedPrefix:
+    def of(
+        cls, cache: CacheInspection, name: str, tokens: Sequence[int], salt: bytes
+    ) -> CachedPrefix:
         """Look up a text."""
-        return cls(name, len(tokens), tuple(cache.locate_prefix(tokens, salt)))
+        return cls(name, len(tokens), tuple(locate_prefix(cache, tokens, salt)))
 
     def of_group(self, group: int) -> list[str]:
         """Return the tier of each page in a layer group."""

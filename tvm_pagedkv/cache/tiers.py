@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from .._functions import global_function
 from ..config import PrefixCacheConfig
 from ..stores import PrefixTier, StoreWorker, open_disk_store
+from .inspection import CacheInspection
 
 if TYPE_CHECKING:
     from ..stores import PageStore
-    from .kv_cache import KVCache
 
 
-def open_prefix_cache(cache: KVCache, config: PrefixCacheConfig) -> None:
+def open_prefix_cache(cache: CacheInspection, config: PrefixCacheConfig) -> None:
     """Keep the pages of texts in tiers below the pages of a cache.
 
     `tvm_pagedkv.create` does this for a `KVCacheConfig` with ``prefix_cache``; call it for caches

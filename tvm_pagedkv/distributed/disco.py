@@ -28,7 +28,6 @@ import tvm
 import tvm_ffi
 
 from . import collectives  # noqa: F401  registers the functions of workers
-from .worker import Worker, current_worker  # noqa: F401  `tvm_pagedkv.disco` had them
 
 
 def load_disco():

@@ -247,7 +247,7 @@ class Conversation:
 
     def _remove_leftovers(self) -> None:
         """Remove what a KeyboardInterrupt has left behind."""
-        if self.cache.is_in_forward():
+        if self.cache.is_in_forward:
             self.cache.abort_forward()
         for seq_id in self.cache.sequence_ids():
             self.cache.remove_sequence(seq_id)

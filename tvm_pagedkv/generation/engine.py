@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from .._deprecation import renamed_arguments
 from ..cache import KVCache
 from ..config import PrefixCacheConfig
 from ..models import DecoderModel
@@ -29,7 +28,6 @@ from .settings import Settings
 _log = logging.getLogger("tvm_pagedkv.generation")
 
 
-@renamed_arguments(prefill_channel="kv_transfer_channel")
 def generate(
     model: DecoderModel,
     prompts: Sequence[str | Sequence[int]],
@@ -193,7 +191,7 @@ class Run:
     def _remove_sequences(self) -> None:
         """Leave the caller's cache as it was, but for what can be found in it."""
         cache = self.batch.cache
-        if isinstance(cache, KVCache) and cache.is_in_forward():  # an interrupt at its beginning
+        if isinstance(cache, KVCache) and cache.is_in_forward:  # an interrupt at its beginning
             cache.abort_forward()
         self.prefill.close()
         self.batch.close()

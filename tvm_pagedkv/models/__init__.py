@@ -10,23 +10,20 @@ from .included import download as download_smollm2
 from .included import find as find_included
 from .model import DecoderModel
 from .parallel import ParallelModel
+from .registry import config_from_directory, config_from_fields
 from .source import fingerprint
 from .tokens import check_tokens
 from .work import Work
 
-# Former names, from when Llama was the only family.
-LlamaConfig, LlamaModel, ParallelLlama = DecoderConfig, DecoderModel, ParallelModel
-
 __all__ = [
     "DecoderConfig",
     "DecoderModel",
-    "LlamaConfig",
-    "LlamaModel",
-    "ParallelLlama",
     "ParallelModel",
     "SMOLLM2",
     "Work",
     "check_tokens",
+    "config_from_directory",
+    "config_from_fields",
     "download_smollm2",
     "encode_chat",
     "export_model",

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import DTYPES, LayerSpec, RopeConfig
-
-_EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"
+from ..config import LayerSpec, RopeConfig
 
 
 @dataclass(frozen=True)
@@ -118,64 +115,6 @@ class DecoderConfig:
         plain = DecoderConfig(self.vocab_size, 1, 1, 1, 1, 1, layers)
         names = ("context_length", "attention_softcap", "longest_text", "eos_token_ids", "dtype")
         return replace(self, layers=layers, **{name: getattr(plain, name) for name in names})
-
-    @classmethod
-    def from_directory(cls, directory: str | Path) -> DecoderConfig:
-        """Read ``config.json`` and ``generation_config.json``, which may name more ends of a text.
-
-        Raises
-        ------
-        FileNotFoundError
-            Where there is no such directory, or no config.json in it.
-        ValueError
-            Where a file is no JSON, lacks a field, or describes a model of another kind.
-        """
-        directory = Path(directory)
-        if not directory.is_dir():
-            raise FileNotFoundError(
-                f"no model directory at {directory}; expected a folder with {_EXPECTED_FILES}"
-            )
-        file = directory / "config.json"
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{directory} has no config.json; expected a Hugging Face model with "
-                f"{_EXPECTED_FILES}"
-            )
-        fields = read_json(file)
-        try:
-            config = cls.from_fields(fields)
-            file = directory / "generation_config.json"
-            if file.is_file():
-                config = config.with_eos(read_json(file))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{file}: {error}") from None
-        return config
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> DecoderConfig:
-        """Interpret the fields of a ``config.json`` of any version of transformers."""
-        from .registry import config_from_fields  # whose families make objects of this class
-
-        config = config_from_fields(fields).with_eos(fields)
-        return replace(config, dtype=_dtype(fields))
-
-    def with_eos(self, fields: Mapping[str, Any]) -> DecoderConfig:
-        """The configuration with the ``eos_token_id`` of the fields besides its own."""
-        from .fields import token_ids
-
-        found = token_ids("eos_token_id", fields.get("eos_token_id"))
-        return replace(self, eos_token_ids=tuple(dict.fromkeys((*self.eos_token_ids, *found))))
-
-
-def _dtype(fields: Mapping[str, Any]) -> str:
-    """The type that newer files call ``dtype`` and older ones ``torch_dtype``."""
-    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    value = fields.get(name)
-    if value is None or value == "auto" or value == "float64":
-        return "float32"
-    if value not in DTYPES:
-        raise ValueError(f"{name} {value!r} is not supported; expected one of {', '.join(DTYPES)}")
-    return value
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ has its own KV cache for its layers and KV heads; all caches hold the same seque
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,22 +15,16 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from .._errors import CacheFullError
-from ..cache import KVCache
 from ..compiler import resolve_target
-from ..distributed import forget, process_session, threaded_session
+from ..distributed import process_session, threaded_session
 from . import parallel_worker  # noqa: F401  workers of this process find its function
 from .chat import ChatTemplate
 from .config import DecoderConfig
 from .model import check_cache, executable_file, load_tokenizer, read_model
 from .options import BuildOptions
 from .parallel_cache import ParallelCache
+from .parallel_workers import Workers
 from .tokens import check_batch, check_tokens
-
-_ERRORS = {
-    error.__name__: error
-    for error in (ValueError, KeyError, IndexError, TypeError, MemoryError, CacheFullError)
-}
 
 
 def resolve_stages(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
@@ -90,13 +83,13 @@ class ParallelModel:
         config: DecoderConfig,
         options: BuildOptions,
         tokenizer,
-        workers: _Workers,
+        workers: Workers,
         chat_template: ChatTemplate | None = None,
         sampling: dict[str, Any] | None = None,
     ):
         self.config, self.options, self.tokenizer = config, options, tokenizer
         self.chat_template, self.sampling = chat_template, sampling or {}
-        self._workers, self.close = workers, weakref.finalize(self, workers.close)
+        self._workers, self.close = workers, workers.close
 
     def __enter__(self) -> ParallelModel:
         return self
@@ -181,10 +174,9 @@ class ParallelModel:
             "num_shards": num_shards,
             "layer_indptr": indptr,
         }
-        workers = _Workers(session)
-        loaded = cls(config, options[0], tokenizer, workers, template, sampling)
-        _values(workers.load(json.dumps(described)))
-        return loaded
+        workers = Workers(session)
+        workers.load(json.dumps(described))
+        return cls(config, options[0], tokenizer, workers, template, sampling)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -203,7 +195,7 @@ class ParallelModel:
             prefill_chunk_size,
             int(use_long_rope_factors),
         )
-        return ParallelCache(self, self.call("create_cache", *sizes)[0])
+        return ParallelCache(self._workers, self._call("create_cache", *sizes)[0])
 
     def prefill(
         self, cache: ParallelCache, seq_ids: Sequence[int], tokens: Sequence[Sequence[int]]
@@ -249,67 +241,13 @@ class ParallelModel:
         ids = check_batch(tokens, self.config.vocab_size)
         lengths = [len(part) for part in tokens]
         shapes = (tvm_ffi.Shape(tuple(numbers)) for numbers in (seq_ids, lengths, ids.tolist()))
-        return self.call("step", cache.id, name, *shapes)[-1].numpy()
+        return self._call("step", cache.id, name, *shapes)[-1].numpy()
 
     # --- workers --------------------------------------------------------------------------------
 
     def workers(self) -> list[dict[str, Any]]:
         """Describe each worker: process, layers, heads, kv_heads, weight_bytes."""
-        return self.call("describe")
+        return self._call("describe")
 
-    def first_cache(self, cache_id: int) -> KVCache:
-        """Return the cache of worker 0."""
-        return self._workers.call("cache", cache_id, only_first=True)[0]
-
-    def call(self, command: str, *args: Any) -> list[Any]:
-        """Run a method of `ModelWorker` on all workers; return the result of each."""
-        return _values(self._workers.call(command, *args))
-
-
-def _values(answers: list[Any]) -> list[Any]:
-    """Return the values in the workers' answers, or raise the error of the worker that failed."""
-    values, errors = [], []
-    for answer in answers:
-        if isinstance(answer, tvm_ffi.Tensor):
-            values.append(answer)
-            continue
-        answer = json.loads(answer)
-        if "error" in answer:
-            errors.append((answer["error"], answer["text"]))
-        values.append(answer.get("value"))
-    if errors:
-        # A worker that lost its connection is not the one that failed.
-        known = [error for error in errors if error[0] in _ERRORS]
-        name, text = (known or errors)[0]
-        raise _ERRORS.get(name, RuntimeError)(text)
-    return values
-
-
-class _Workers:
-    """A Disco session, and its function that runs commands."""
-
-    def __init__(self, session):
-        self.session = session
-        self.run = session.get_global_func("tvm_pagedkv.models.run_worker")
-
-    def load(self, options: str) -> list[Any]:
-        """Let every worker load its part of the model; return their answers."""
-        load = self.session.get_global_func("tvm_pagedkv.models.load_worker")
-        return self._answers(load(options), self.session.num_workers)
-
-    def call(self, command: str, *args: Any, only_first: bool = False) -> list[Any]:
-        """Run a command on all workers; return their answers."""
-        if self.session is None:
-            raise RuntimeError("the model is closed: its workers have ended")
-        num_workers = 1 if only_first else self.session.num_workers
-        return self._answers(self.run(command, *args), num_workers)
-
-    @staticmethod
-    def _answers(answers, num_workers: int) -> list[Any]:
-        return [answers.debug_get_from_remote(worker) for worker in range(num_workers)]
-
-    def close(self) -> None:
-        """Drop the model in all workers. They end with the last reference to their session."""
-        session, self.session, self.run = self.session, None, None
-        if session is not None:
-            forget(session)
+    def _call(self, command: str, *args: Any) -> list[Any]:
+        return self._workers.call(command, *args)

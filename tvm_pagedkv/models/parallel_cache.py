@@ -6,15 +6,12 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tvm_ffi
 
-from .._deprecation import renamed_arguments
 from ..cache import CacheStats, KVCache
-
-if TYPE_CHECKING:
-    from .parallel import ParallelModel
+from .parallel_workers import Workers
 
 
 class ParallelCache:
@@ -22,19 +19,19 @@ class ParallelCache:
 
     Parameters
     ----------
-    model : ParallelModel
+    workers : Workers
     cache_id : int
         Number of the cache in the workers.
     """
 
-    def __init__(self, model: ParallelModel, cache_id: int):
-        self.model, self.id = model, cache_id
-        weakref.finalize(self, _drop, model, cache_id).atexit = False
+    def __init__(self, workers: Workers, cache_id: int):
+        self.id, self._workers = cache_id, workers
+        weakref.finalize(self, _drop, workers, cache_id).atexit = False
 
     @property
     def first(self) -> KVCache:
         """The cache of worker 0, which is in this process, for inspection."""
-        return self.model.first_cache(self.id)
+        return self._workers.call_first("cache", self.id)
 
     def stats(self) -> CacheStats:
         """Return the statistics of worker 0's cache."""
@@ -82,7 +79,6 @@ class ParallelCache:
     def pop_n(self, seq_id: int, n: int) -> None:
         self._call("pop_n", seq_id, n)
 
-    @renamed_arguments(sink="sinks")
     def enable_sliding_window(self, seq_id: int, window: int, sinks: int = 0) -> None:
         self._call("enable_sliding_window", seq_id, window, sinks)
 
@@ -95,7 +91,7 @@ class ParallelCache:
 
     def _call(self, method: str, *args: int | bytes | tuple[int, ...]) -> list[Any]:
         """Call a method of every worker's cache; return the results."""
-        return self.model.call("call", self.id, method, *map(_argument, args))
+        return self._workers.call("call", self.id, method, *map(_argument, args))
 
 
 def _shape(tokens: Sequence[int]) -> tuple[int, ...]:
@@ -110,6 +106,6 @@ def _argument(value: int | bytes | tuple[int, ...]) -> Any:
     return value.hex() if isinstance(value, bytes) else int(value)
 
 
-def _drop(model: ParallelModel, cache_id: int) -> None:
-    if model.close.alive:
-        model.call("drop_cache", cache_id)
+def _drop(workers: Workers, cache_id: int) -> None:
+    if workers.close.alive:
+        workers.call("drop_cache", cache_id)

@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families, by ``architectures`` of config.json, or by ``model_type`` without it."""
+"""The configuration of a model of any family, from the files of a Hugging Face directory.
+
+The family is found by ``architectures`` of config.json, or by ``model_type`` without it.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from .config import DecoderConfig
+from ..config import DTYPES
+from .config import DecoderConfig, read_json
+from .fields import token_ids
 from .gemma import gemma2, gemma3
 from .llama import llama, mistral
 from .olmo import olmo2
 from .phi import phi3
 from .qwen import qwen2, qwen3
+
+_EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"
 
 Reader = Callable[[Mapping[str, Any]], DecoderConfig]
 
@@ -35,6 +44,37 @@ _NOT_YET = {
     "models with multi-head latent attention (MLA)": ("kv_lora_rank",),
     "models with encoders of pictures or sound": ("vision_config", "audio_config"),
 }
+
+
+def config_from_directory(directory: str | Path) -> DecoderConfig:
+    """Read ``config.json`` and ``generation_config.json``, which may name more ends of a text.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such directory, or no config.json in it.
+    ValueError
+        If a file is not JSON, lacks a field, or describes a model of another kind.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"no model directory at {directory}; expected a folder with {_EXPECTED_FILES}"
+        )
+    file = directory / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{directory} has no config.json; expected a Hugging Face model with {_EXPECTED_FILES}"
+        )
+    fields = read_json(file)
+    try:
+        config = config_from_fields(fields)
+        file = directory / "generation_config.json"
+        if file.is_file():
+            config = with_eos(config, read_json(file))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from None
+    return config
 
 
 def config_from_fields(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -61,7 +101,24 @@ def config_from_fields(fields: Mapping[str, Any]) -> DecoderConfig:
             f"quantized weights ({method or 'quantization_config'}) are not supported; take the "
             "checkpoint in float32, float16 or bfloat16"
         )
-    return reader(fields)
+    return replace(with_eos(reader(fields), fields), dtype=_dtype(fields))
+
+
+def with_eos(config: DecoderConfig, fields: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration with the ``eos_token_id`` of the fields besides its own."""
+    found = token_ids("eos_token_id", fields.get("eos_token_id"))
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *found))))
+
+
+def _dtype(fields: Mapping[str, Any]) -> str:
+    """Return the type that newer files call ``dtype`` and older ones ``torch_dtype``."""
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    value = fields.get(name)
+    if value is None or value == "auto" or value == "float64":
+        return "float32"
+    if value not in DTYPES:
+        raise ValueError(f"{name} {value!r} is not supported; expected one of {', '.join(DTYPES)}")
+    return value
 
 
 def _unknown(architectures: list[str], fields: Mapping[str, Any]) -> str:

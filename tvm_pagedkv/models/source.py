@@ -15,6 +15,7 @@ from .config import DecoderConfig, read_json
 from .gguf import GgufModel
 from .hub import find_model
 from .included import TINY
+from .registry import config_from_directory
 from .sampling_defaults import sampling_defaults
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class HuggingFaceModel:
 
     def config(self) -> DecoderConfig:
         """Return the configuration."""
-        return DecoderConfig.from_directory(self.path)
+        return config_from_directory(self.path)
 
     def tensors(self) -> Checkpoint:
         """Return the reader of the weights."""

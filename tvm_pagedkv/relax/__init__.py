@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache in models written with ``tvm.relax.frontend.nn``."""
 
-from .compile_model import compile
 from .frontend import PagedKVCache
 from .frontend_methods import PagedKVCacheObject
 
-__all__ = ["PagedKVCache", "PagedKVCacheObject", "compile"]
+__all__ = ["PagedKVCache", "PagedKVCacheObject"]

@@ -10,8 +10,6 @@ from tvm import relax
 from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as _PagedKVCacheBase
 
-from .._deprecation import renamed_arguments
-
 
 class PagedKVCacheObject(_PagedKVCacheBase):
     """A cache that is an argument of a model's function: ``spec.Object(object_type=...)``.
@@ -20,7 +18,6 @@ class PagedKVCacheObject(_PagedKVCacheBase):
     can use TVM's class instead. The sinks need a cache of this package.
     """
 
-    @renamed_arguments(sinks="sink_logits")
     def attention_with_fused_qkv(
         self,
         layer_id: int,
@@ -58,7 +55,6 @@ class PagedKVCacheObject(_PagedKVCacheBase):
             (b, s, num_qo_heads, dim),
         )
 
-    @renamed_arguments(sinks="sink_logits")
     def attention_with_shared_kv(
         self,
         source_layer_id: int,

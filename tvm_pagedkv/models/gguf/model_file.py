@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..chat import ChatTemplate
 from ..config import DecoderConfig
+from ..registry import config_from_fields, with_eos
 from ..sampling_defaults import sampling_defaults
 from .fields import config_fields
 from .file import GgufFile
@@ -54,7 +55,7 @@ class GgufModel:
         try:
             fields = config_fields(self._metadata, shapes, self._file.read)
             fields["eos_token_id"] = end_tokens(self._metadata)
-            config = DecoderConfig.from_fields(fields).with_eos(self._generation)
+            config = with_eos(config_from_fields(fields), self._generation)
         except (ValueError, TypeError) as error:
             text = str(error)
             where = "" if text.startswith(str(self.path)) else f"{self.path}: "

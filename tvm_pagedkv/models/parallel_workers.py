@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Workers`: the workers of a `ParallelModel`, which run commands and answer."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from typing import Any
+
+import tvm_ffi
+
+from .._errors import CacheFullError
+from ..distributed import forget
+
+_ERRORS = {
+    error.__name__: error
+    for error in (ValueError, KeyError, IndexError, TypeError, MemoryError, CacheFullError)
+}
+
+
+class Workers:
+    """A Disco session whose workers each have a `ModelWorker`.
+
+    The workers end with `close`, when nothing refers to this object, or with the process.
+    """
+
+    def __init__(self, session):
+        run = session.get_global_func("tvm_pagedkv.models.run_worker")
+        self._held = {"session": session, "run": run}
+        self.close = weakref.finalize(self, _end, self._held)
+
+    @property
+    def session(self):
+        """The session; a RuntimeError once it is closed."""
+        return self._part("session")
+
+    def load(self, options: str) -> None:
+        """Let every worker load its part of the model."""
+        load = self.session.get_global_func("tvm_pagedkv.models.load_worker")
+        self._values(load(options), self.session.num_workers)
+
+    def call(self, command: str, *args: Any) -> list[Any]:
+        """Run a method of `ModelWorker` on all workers; return the result of each."""
+        return self._values(self._part("run")(command, *args), self.session.num_workers)
+
+    def call_first(self, command: str, *args: Any) -> Any:
+        """Run a method of `ModelWorker` on all workers; return an object of worker 0.
+
+        Worker 0 is in this process.
+        """
+        return self._part("run")(command, *args).debug_get_from_remote(0)
+
+    def _part(self, name: str) -> Any:
+        if not self._held:
+            raise RuntimeError("the model is closed: its workers have ended")
+        return self._held[name]
+
+    def _values(self, answers, num_workers: int) -> list[Any]:
+        return _values([answers.debug_get_from_remote(worker) for worker in range(num_workers)])
+
+
+def _end(held: dict[str, Any]) -> None:
+    """Drop the model in all workers. They end with the last reference to their session."""
+    session = held["session"]
+    held.clear()
+    forget(session)
+
+
+def _values(answers: list[Any]) -> list[Any]:
+    """Return the values in the workers' answers, or raise the error of the worker that failed."""
+    values, errors = [], []
+    for answer in answers:
+        if isinstance(answer, tvm_ffi.Tensor):
+            values.append(answer)
+            continue
+        answer = json.loads(answer)
+        if "error" in answer:
+            errors.append((answer["error"], answer["text"]))
+        values.append(answer.get("value"))
+    if errors:
+        # A worker that lost its connection is not the one that failed.
+        known = [error for error in errors if error[0] in _ERRORS]
+        name, text = (known or errors)[0]
+        raise _ERRORS.get(name, RuntimeError)(text)
+    return values

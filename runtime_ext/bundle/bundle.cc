@@ -7,7 +7,6 @@
 
 #include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/extra/json.h>
-#include <tvm/ffi/extra/module.h>
 #include <tvm/runtime/base.h>
 
 #include <algorithm>
@@ -21,6 +20,7 @@
 #include "base/sha256.h"
 #include "base/version.h"
 #include "bundle/bundle_device.h"
+#include "bundle/bundle_library.h"
 #include "bundle/bundle_target.h"
 #include "device/device_memory.h"
 
@@ -102,9 +102,13 @@ class Files {
   const std::string& manifest() const { return manifest_; }
   const StringMap& content() const { return content_; }
 
+  /*! \brief The SHA-256 of a file, as the manifest has it. */
+  std::string Digest(const std::string& name) const {
+    return Get<ffi::String>(Description(name), "sha256");
+  }
+
   /*! \brief The path of a file, after its size and digest were checked. */
   std::string Checked(const std::string& name) const {
-    const StringMap about = AsMap(Get<ffi::Any>(Get<StringMap>(content_, "files"), name.c_str()));
     const std::string path = (folder_ / name).string();
     std::ifstream file = Open(name);
     Sha256Stream digest;
@@ -115,18 +119,22 @@ class Files {
       digest.Add({chunk.data(), static_cast<size_t>(file.gcount())});
       size += file.gcount();
     } while (file);
-    const auto num_bytes = Get<int64_t>(about, "bytes");
+    const auto num_bytes = Get<int64_t>(Description(name), "bytes");
     if (size != num_bytes) {
       Raise(kValueError, path, " is damaged: it has ", size, " of its ", num_bytes, " bytes",
             kAdvice);
     }
-    if (digest.Finish() != std::string(Get<ffi::String>(about, "sha256"))) {
+    if (digest.Finish() != Digest(name)) {
       Raise(kValueError, path, " is damaged: its content is not what was written", kAdvice);
     }
     return path;
   }
 
  private:
+  StringMap Description(const std::string& name) const {
+    return AsMap(Get<ffi::Any>(Get<StringMap>(content_, "files"), name.c_str()));
+  }
+
   std::ifstream Open(const std::string& name) const {
     RequireInside(name);
     std::ifstream file(folder_ / name, std::ios::binary);
@@ -237,8 +245,9 @@ StringMap CacheMap(StringMap map, DLDevice device) {
 }
 
 StringMap LoadKernels(const StringMap& set, const Files& files) {
-  const std::string path = files.Checked(Get<ffi::String>(set, "library"));
-  const ffi::Module library = ffi::Module::LoadFromFile(path);
+  const std::string file = Get<ffi::String>(set, "library");
+  const std::string path = files.Checked(file);
+  const ffi::Module library = LoadBundleLibrary(path, files.Digest(file));
   StringMap kernels;
   for (const auto& [name, symbol] : Get<StringMap>(set, "kernels")) {
     auto function = library->GetFunction(symbol.cast<ffi::String>());

@@ -35,7 +35,8 @@ inline constexpr int64_t kBundleFormat = 1;
  * \return "config", "kernels" and "device", as pagedkv.create takes them (capacities in the config
  *   may be changed), "target", the name of the target, and "manifest", the text of manifest.json.
  * \throws Error (ValueError) when the bundle is damaged, or for another version or machine;
- *   (RuntimeError) when the GPU or its driver is missing.
+ *   (RuntimeError) when the GPU or its driver is missing, or when a file has changed since this
+ *   process loaded it.
  */
 ffi::Map<ffi::String, ffi::Any> LoadBundle(const std::string& path,
                                            const ffi::Optional<ffi::String>& target,

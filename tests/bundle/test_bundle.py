@@ -30,6 +30,7 @@ from .. import reference
 from ..reference.rope import Rope
 from ..support.cpp_build import BUILDS, ROOT, needs_cmake, run
 from ..support.dict_store import DictStore
+from ..support.fast_compilation import path_of_children
 from ..support.foreign_code import runs_here
 from ..support.permissive_steps import permissive_step
 
@@ -155,7 +156,8 @@ try:
 except ImportError as error:
     print(error)
 """
-    environment = dict(os.environ, PYTHONPATH=str(tmp_path))
+    package = Path(pkv.__file__).parents[1]  # the one under test, whatever else is installed
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(package)])}
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
@@ -165,6 +167,35 @@ except ImportError as error:
     )
     assert done.returncode == 0, done.stderr
     assert "libtvm_compiler.so" in done.stdout and "load_bundle" in done.stdout
+    reference.assert_close(np.load(tmp_path / "out.npy"), expected(), "float32")
+
+
+def test_a_second_load_leaves_the_first_usable(bundle, tmp_path):
+    """Both use one library, even by a link, and the second bundle is freed first.
+
+    malloc overwrites what is freed, so that a use of it crashes at once.
+    """
+    (tmp_path / "link").symlink_to(bundle)
+    np.save(tmp_path / "qkv.npy", inputs())
+    program = f"""
+import gc, os, numpy as np, tvm_pagedkv as pkv
+first = pkv.load_bundle({str(bundle)!r})
+for path in ({str(bundle)!r}, {str(tmp_path / "link")!r}):
+    pkv.load_bundle(path)
+    gc.collect()
+for _ in range(4):
+    cache = first.create(max_total_tokens=64)
+    cache.add_sequence({SEQUENCE})
+    with cache.forward([{SEQUENCE}], [{ROWS}]):
+        for layer in (1, 0):
+            out = cache.attention(layer, np.load({str(tmp_path / "qkv.npy")!r}))
+np.save({str(tmp_path / "out.npy")!r}, out.numpy())
+"""
+    environment = os.environ | {"PYTHONPATH": path_of_children(), "MALLOC_PERTURB_": "165"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
     reference.assert_close(np.load(tmp_path / "out.npy"), expected(), "float32")
 
 
@@ -201,13 +232,15 @@ def test_every_layer_has_its_kernels(monkeypatch, tmp_path):
     assert [layer["kernel_set"] for layer in loaded.manifest["cache"]["layers"]] == [0, 1, 0]
 
 
-def test_tiers_round_trip_and_are_opened(tmp_path):
+def test_tiers_round_trip_and_are_opened(tmp_path, monkeypatch):
     tiers = pkv.PrefixCacheConfig(disk_path=tmp_path / "pages", disk_bytes=1 << 26, model="m")
     rope = pkv.RopeConfig(mode="none")
     config = pkv.KVCacheConfig(1, 4, 2, 32, dtype="float32", rope=rope, prefix_cache=tiers)
-    with pytest.raises(ValueError, match="prefix_cache.store is an object"):
-        other = pkv.PrefixCacheConfig(store=DictStore(), model="m")
-        pkv.write_bundle(replace(config, prefix_cache=other), tmp_path / "b", bare=True)
+    other = pkv.PrefixCacheConfig(store=DictStore(), model="m")
+    with monkeypatch.context() as patch:
+        patch.setattr(bundle_writer, "build_libraries", None)  # it is refused before that
+        with pytest.raises(ValueError, match="prefix_cache.store is an object"):
+            pkv.write_bundle(replace(config, prefix_cache=other), tmp_path / "b", bare=True)
     path = pkv.write_bundle(config, tmp_path / "b", bare=True)
     loaded = pkv.load_bundle(path, config=replace(config, prefix_cache=None))  # tiers are free
     as_text = replace(tiers, disk_path=str(tmp_path / "pages"))
@@ -303,6 +336,7 @@ def test_damaged_files(copy, pattern):
     chosen = pkv.load_bundle(copy).target
     (file,) = copy.glob(pattern.format(chosen))
     whole = file.read_bytes()
+    file.unlink()  # the process has mapped this one
     file.write_bytes(whole[:-7])
     name_in_text = re.escape(file.name)
     refused(copy, f"{name_in_text} is damaged: it .*; copy the bundle anew, or write it again")
@@ -313,6 +347,31 @@ def test_damaged_files(copy, pattern):
     file.unlink()
     refused(copy, "is not a bundle" if file.suffix == ".json" else f"{name_in_text} is missing")
     file.write_bytes(whole)
+    assert pkv.load_bundle(copy).target == chosen
+
+
+def test_a_bundle_that_replaces_a_loaded_one(copy, tmp_path):
+    """The dynamic loader would hand out the old code, by its path."""
+    manifest = json.loads((copy / "manifest.json").read_text())
+    chosen = pkv.load_bundle(copy).target
+    (name,) = (
+        each["kernel_sets"][0]["library"] for each in manifest["targets"] if each["name"] == chosen
+    )
+    content = (copy / name).read_bytes()
+
+    def replace_library(content: bytes) -> None:
+        (copy / name).unlink()
+        (copy / name).write_bytes(content)
+        described = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        rewrite(copy, lambda manifest: manifest["files"].update({name: described}))
+
+    replace_library(content + b"\0")  # loaders ignore what follows the sections
+    with pytest.raises(RuntimeError, match=f"{re.escape(name)} has changed since .* loaded it"):
+        pkv.load_bundle(copy)
+    moved = copy.rename(tmp_path / "elsewhere")
+    assert pkv.load_bundle(moved).target == chosen
+    copy = moved.rename(copy)
+    replace_library(content)
     assert pkv.load_bundle(copy).target == chosen
 
 

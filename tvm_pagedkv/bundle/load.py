@@ -158,7 +158,8 @@ def load_bundle(
         If the bundle is damaged, has another version, does not support this machine, or does not
         match `config`; the message says what is needed.
     RuntimeError
-        If the GPU or its driver is missing.
+        If the GPU or its driver is missing, or if the bundle has replaced another one that this
+        process has loaded from the same path.
     """
     path = Path(path)
     loaded = _load(path, target, device)

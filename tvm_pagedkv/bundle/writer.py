@@ -78,8 +78,8 @@ def write_bundle(
     Raises
     ------
     ValueError
-        If the folder is not empty, a target has no kernels, or `archs` is empty or too old for
-        "cuda".
+        If the folder is not empty, a target has no kernels, `archs` is empty or too old for
+        "cuda", or the `prefix_cache` of `config` has a store that is an object.
     RuntimeError
         If compiling or linking fails; the message says what is missing.
     """
@@ -98,6 +98,7 @@ def write_bundle(
     if not resolved:
         raise ValueError("a bundle needs at least one target")
     folders = {_architecture_of(Path(f)): Path(f) for f in libraries}
+    written_config = describe_config(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".bundle-", dir=path.parent) as scratch:
         built = Path(scratch) / "bundle"
@@ -112,7 +113,7 @@ def write_bundle(
                 "apache-tvm": importlib.metadata.version("apache-tvm"),
                 "apache-tvm-ffi": importlib.metadata.version("apache-tvm-ffi"),
             },
-            "config": describe_config(config),
+            "config": written_config,
             "cache": described[0].pop("cache"),
             "targets": [{k: v for k, v in each.items() if k != "cache"} for each in described],
             "libraries": {},

@@ -103,6 +103,7 @@ ffi::Map<ffi::String, ffi::Any> PrefixTiers::Stats() const {
           {"num_damaged_pages", tier.damaged},
           {"num_stored_pages", tier.stored},
           {"num_failed_stores", tier.failed_stores},
+          {"num_dropped_stores", tier.dropped_stores},
           {"num_pending_stores", tier.pending_stores},
           {"num_fetched_pages", tier.fetched},
           {"num_failed_fetches", tier.failed_fetches},

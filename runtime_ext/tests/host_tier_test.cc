@@ -208,6 +208,59 @@ TEST_CASE("host tier: jobs write what is still there, then it closes") {
   f.tier.CheckIntegrity();
 }
 
+StoreLookup LookupOf(int32_t number) {
+  const int32_t tokens[kPageSize] = {number, 1, 2, 3};
+  const PageText text = Fixture::TextOf(tokens);
+  StoreLookup lookup;
+  lookup.page_size = kPageSize;
+  lookup.keys = {text.parent, text.key};
+  lookup.tokens.assign(tokens, tokens + kPageSize);
+  lookup.values = {{0, 0, true}};
+  lookup.choose = [](const std::vector<bool>&) { return std::vector<size_t>(); };
+  return lookup;
+}
+
+TEST_CASE("host tier: lookups overtake a write a few times, not for ever") {
+  Fixture f(2, true);
+  constexpr int32_t kLimit = HostTier::kMaxLookupJobsInARow;
+  std::string order;
+  bool is_closed = false;
+  for (int32_t i = 0; i < 3 * kLimit; ++i) {
+    REQUIRE_NE(f.tier.Begin(LookupOf(100 + i)), 0);  // there is always another one
+    REQUIRE_NE(f.tier.Begin(LookupOf(200 + i)), 0);
+    if (i == kLimit || i == kLimit + 1) REQUIRE(f.Save(i));
+    const std::optional<StoreJob> job = f.tier.NextJob(0, &is_closed);
+    REQUIRE(job);
+    order += job->kind == StoreJob::Kind::kPut ? 'w' : 'r';
+    f.tier.FinishJob(job->id, std::vector<bool>(job->keys.size(), false));
+  }
+  // Lookups before the first value was saved do not count, and the job takes both values.
+  const std::string reads(kLimit, 'r');
+  REQUIRE_EQ(order, reads + reads + "w" + std::string(kLimit - 1, 'r'));
+}
+
+TEST_CASE("host tier: the queue of writes is bounded, and what it drops stays in memory") {
+  constexpr auto kBound = static_cast<int32_t>(HostTier::kMaxQueuedPuts);
+  Fixture f(kBound + 2, true);
+  for (int32_t i = 0; i < kBound + 2; ++i) REQUIRE(f.Save(i));
+  REQUIRE_EQ(f.tier.counts().pending_stores, kBound);
+  REQUIRE_EQ(f.tier.counts().dropped_stores, 2);
+  REQUIRE_EQ(f.tier.counts().failed_stores, 0);
+  f.tier.Unpin(f.Pin(kBound + 1));  // its content is compared
+  REQUIRE(f.Save(kBound + 2));      // evicts the first value, whose write makes room
+  REQUIRE_EQ(f.tier.counts().pending_stores, kBound);
+  REQUIRE_EQ(f.tier.counts().dropped_stores, 2);
+  REQUIRE_EQ(f.tier.counts().failed_stores, 1);
+  for (bool is_closed = false;;) {
+    const std::optional<StoreJob> job = f.tier.NextJob(0, &is_closed);
+    if (!job) break;
+    f.tier.FinishJob(job->id, std::vector<bool>(job->keys.size(), true));
+  }
+  REQUIRE_EQ(f.tier.counts().stored, kBound);
+  REQUIRE(f.tier.Flush(0));
+  f.tier.CheckIntegrity();
+}
+
 TEST_CASE("host tier: threads") {
   Fixture f(8, true);
   std::atomic<int64_t> num_written{0};

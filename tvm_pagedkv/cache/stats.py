@@ -55,6 +55,9 @@ class PrefixTierStats(TypedDict):
     num_stored_pages: int
     """Pages that the store took."""
     num_failed_stores: int
+    """Pages that the store did not take, and pages evicted from host memory before it had them."""
+    num_dropped_stores: int
+    """Pages that were not queued for the store because its queue was full; they stay in memory."""
     num_pending_stores: int
     """Pages that are to be written to the store, now."""
     num_fetched_pages: int

@@ -5,8 +5,6 @@
  */
 #include "state/tiers/host_tier.h"
 
-#include <exception>
-
 #include "base/error.h"
 
 namespace pagedkv {
@@ -67,13 +65,7 @@ void HostTier::Publish(int32_t slot, const PageText& text, uint64_t data_checksu
   }
   slots_.Publish(slot, text.key, /*is_from_store=*/false);
   ++counts_.saved;
-  if (!has_store_ || is_closed_) return;
-  try {
-    puts_.push_back({slot, slots_.Generation(slot)});
-    changed_.notify_all();
-  } catch (const std::exception&) {
-    ++counts_.failed_stores;
-  }
+  if (has_store_ && !is_closed_) QueuePut(slot);
 }
 
 void HostTier::Cancel(int32_t slot) noexcept {

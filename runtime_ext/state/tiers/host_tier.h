@@ -39,8 +39,14 @@ class HostTier {
     int64_t failed_stores = 0;  // that it did not take
     int64_t fetched = 0;        // that came from the store
     int64_t failed_fetches = 0;
+    int64_t dropped_stores = 0;  // that were not queued for the store: its queue was full
     int64_t pending_stores = 0;  // that wait for the store, or are on their way
   };
+
+  /*! \brief Jobs of lookups in a row while a value waits to be written; then comes a write. */
+  static constexpr int32_t kMaxLookupJobsInARow = 4;
+  /*! \brief Values that wait to be written. At this bound, new values stay in memory only. */
+  static constexpr size_t kMaxQueuedPuts = 1 << 14;
 
   /*! \param memory As for HostSlots. */
   HostTier(char* memory, int64_t num_slots, int32_t page_size,
@@ -128,6 +134,12 @@ class HostTier {
   };
   using Lock = std::unique_lock<std::mutex>;
 
+  /*! \brief Queues a published value for the store, or counts it as dropped. */
+  void QueuePut(int32_t slot) noexcept;
+  bool IsCurrent(const Put& put) const {
+    return slots_.IsPublished(put.slot) && slots_.Generation(put.slot) == put.generation;
+  }
+  std::optional<StoreJob> TakeJob();
   std::optional<StoreJob> TakeLookup();
   std::optional<StoreJob> TakePuts();
   bool FillGet(StoreLookup* lookup, OpenJob* open);
@@ -151,6 +163,7 @@ class HostTier {
   std::deque<std::shared_ptr<StoreLookup>> lookups_;
   std::map<int64_t, OpenJob> open_jobs_;
   int64_t num_puts_in_jobs_ = 0;
+  int32_t num_lookup_jobs_in_a_row_ = 0;  // while a put waited
   int64_t last_id_ = 0;
   bool is_closed_ = false;
 };

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <exception>
 #include <limits>
 
 #include "base/error.h"
@@ -73,12 +74,21 @@ std::optional<StoreJob> HostTier::NextJob(double seconds, bool* is_closed) {
   Lock lock(mutex_);
   const auto end = After(seconds);
   for (;;) {
-    std::optional<StoreJob> job = TakeLookup();
-    if (!job) job = TakePuts();
+    std::optional<StoreJob> job = TakeJob();
     *is_closed = !job && is_closed_;
     if (job || is_closed_) return job;
     if (changed_.wait_until(lock, end) == std::cv_status::timeout) return std::nullopt;
   }
+}
+
+std::optional<StoreJob> HostTier::TakeJob() {
+  // Requests wait for lookups, so these go first; but writes must not starve.
+  const bool is_put_due = num_lookup_jobs_in_a_row_ >= kMaxLookupJobsInARow;
+  std::optional<StoreJob> job = is_put_due ? TakePuts() : TakeLookup();
+  if (!job) job = is_put_due ? TakeLookup() : TakePuts();
+  const bool has_overtaken = job && job->kind != StoreJob::Kind::kPut && !puts_.empty();
+  num_lookup_jobs_in_a_row_ = has_overtaken ? num_lookup_jobs_in_a_row_ + 1 : 0;
+  return job;
 }
 
 StoreJob HostTier::Open(OpenJob open) {
@@ -141,6 +151,24 @@ bool HostTier::FillGet(StoreLookup* lookup, OpenJob* open) {
   return !open->slots.empty();
 }
 
+void HostTier::QueuePut(int32_t slot) noexcept {
+  // Values that were evicted meanwhile take no room from others; the oldest are evicted first.
+  while (puts_.size() >= kMaxQueuedPuts && !IsCurrent(puts_.front())) {
+    puts_.pop_front();
+    ++counts_.failed_stores;
+  }
+  if (puts_.size() >= kMaxQueuedPuts) {
+    ++counts_.dropped_stores;
+    return;
+  }
+  try {
+    puts_.push_back({slot, slots_.Generation(slot)});
+    changed_.notify_all();
+  } catch (const std::exception&) {
+    ++counts_.failed_stores;
+  }
+}
+
 std::optional<StoreJob> HostTier::TakePuts() {
   OpenJob open;
   open.job.kind = StoreJob::Kind::kPut;
@@ -148,7 +176,7 @@ std::optional<StoreJob> HostTier::TakePuts() {
   while (!puts_.empty() && open.slots.size() < kMaxValues && num_bytes < kMaxJobBytes) {
     const Put put = puts_.front();
     puts_.pop_front();
-    if (!slots_.IsPublished(put.slot) || slots_.Generation(put.slot) != put.generation) {
+    if (!IsCurrent(put)) {
       ++counts_.failed_stores;  // it was evicted first
       continue;
     }

@@ -289,7 +289,7 @@ class _Picture:
         half += '<rect width="13" height="6.5" fill="#fff" fill-opacity=".72"/>'
         marks = [
             (square(13, 2, FREE), "free"),
-            (_cached(13), "cached: content is kept until the page is needed"),
+            (_cached(13), "cached: kept until the page is needed"),
             (_banded(13, COLOURS[:2]), "shared: the number counts its sequences"),
             (half, "partly filled"),
         ]

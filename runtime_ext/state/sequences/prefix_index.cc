@@ -72,6 +72,7 @@ int64_t PrefixIndex::Begin(Sequence* sequence, const std::string& salt, TokenSpa
   // Pages behind the end of the tree's path are added when they have their content.
   const int64_t num_pages = std::min(length / geometry_->page_size(), search_.num_whole());
   record->cursor = tree_.EnterAt(search_.path().node, num_pages);
+  record->num_kept = num_pages;
   record->tail.assign(tokens.data + num_pages * geometry_->page_size(), tokens.data + length);
   sequence->tokens = std::move(record);
   tree_.Leave(root);
@@ -139,7 +140,7 @@ void PrefixIndex::AddRecordedPages(Sequence* sequence) noexcept {
     SavePages(texts);
   } catch (const std::bad_alloc&) {  // others will not find them there
   }
-  Touch(record.cursor);
+  TouchKept(&record, record.cursor.num_pages - begin);
 }
 
 void PrefixIndex::TruncateRecord(TokenRecord* record, int64_t length) noexcept {
@@ -166,6 +167,7 @@ void PrefixIndex::Fork(const Sequence& source, std::unique_ptr<TokenRecord> reco
   const PrefixTree::Cursor& cursor = source.tokens->cursor;
   record->cursor = tree_.EnterAt(cursor.node, cursor.num_pages);
   record->tail = source.tokens->tail;  // within its capacity
+  record->num_kept = source.tokens->num_kept;
   TruncateRecord(record.get(), target->length);
   target->tokens = std::move(record);
 }

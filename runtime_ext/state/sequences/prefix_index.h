@@ -172,7 +172,9 @@ class PrefixIndex {
   void CountLoads(int64_t length, const std::vector<PageLoad>& loads);
   void CountHits(const TokenRecord& record) noexcept;
   void Unpin(const std::vector<PageLoad>& loads) noexcept;
-  void Touch(const PrefixTree::Cursor& cursor) noexcept;
+  bool Touch(const TokenRecord& record, int64_t index) noexcept;
+  /*! \brief Marks the pages of a text that the tier has without a gap as used just now. */
+  void TouchKept(TokenRecord* record, int64_t num_new) noexcept;
   void AddRecordedPages(Sequence* sequence) noexcept;
   void TruncateRecord(TokenRecord* record, int64_t length) noexcept;
   /*! \brief Copies pages of text, of which the pools have some, to the tier. */

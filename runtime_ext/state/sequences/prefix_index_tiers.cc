@@ -3,6 +3,7 @@
  * \file prefix_index_tiers.cc
  * \brief What a prefix index does for the tier below the pools: it saves pages and loads them.
  */
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -102,6 +103,9 @@ void PrefixIndex::FinishLoads(Sequence* sequence, const std::vector<PageLoad>& l
   if (policy_.writes == TierWrites::kSelective && sequence->tokens != nullptr) {
     CountHits(*sequence->tokens);
   }
+  if (policy_.writes == TierWrites::kThrough && sequence->tokens != nullptr) {
+    TouchKept(sequence->tokens.get(), 0);
+  }
 }
 
 void PrefixIndex::CountHits(const TokenRecord& record) noexcept {
@@ -137,12 +141,27 @@ void PrefixIndex::CancelLoads(Sequence* sequence, const std::vector<PageLoad>& l
   ++counts_.failed_loads;
 }
 
-void PrefixIndex::Touch(const PrefixTree::Cursor& cursor) noexcept {
-  // From the end: a page goes before those of its prefix, without which it is of no use.
-  for (const PrefixNode* node = cursor.node; node->parent != nullptr; node = node->parent) {
-    for (int64_t i = std::min(cursor.num_pages, node->end()) - node->begin - 1; i >= 0; --i) {
-      for (int32_t g = 0; g < geometry_->num_groups(); ++g) tier_->Touch(g, node->keyed[i].key);
-    }
+bool PrefixIndex::Touch(const TokenRecord& record, int64_t index) noexcept {
+  const PrefixTree::TextPage text = tree_.At(record.cursor, index);
+  const PageKey& key = text.node->keyed[text.index - text.node->begin].key;
+  bool is_there = false;
+  for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+    is_there = tier_->Touch(g, key) || is_there;
+  }
+  return is_there;
+}
+
+void PrefixIndex::TouchKept(TokenRecord* record, int64_t num_new) noexcept {
+  // The last page keeps those before it. A tier that is too small loses some at the end, and those
+  // behind them are of less use than the beginning, so the last page before the gap is touched
+  // last. Where the gap is wide, the next steps go on looking for it.
+  constexpr int64_t kMaxVisits = 8;
+  int64_t num_visits = kMaxVisits + num_new;
+  int64_t& num_kept = record->num_kept;
+  num_kept = std::min(num_kept, record->cursor.num_pages);
+  while (num_kept > 0 && num_visits-- > 0 && !Touch(*record, num_kept - 1)) --num_kept;
+  while (num_kept < record->cursor.num_pages && num_visits-- > 0 && Touch(*record, num_kept)) {
+    ++num_kept;
   }
 }
 

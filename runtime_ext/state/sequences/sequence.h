@@ -59,6 +59,7 @@ struct SendMark {
 struct TokenRecord {
   PrefixTree::Cursor cursor;  // behind the full pages that are in the prefix tree
   std::vector<int32_t> tail;  // the tokens behind them
+  int64_t num_kept = 0;       // leading pages that the host tier had when it was last asked
 };
 
 struct Sequence {

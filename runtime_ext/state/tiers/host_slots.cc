@@ -118,39 +118,72 @@ void HostSlots::Release(int32_t slot) {
   Free(slot);
 }
 
-void HostSlots::Publish(int32_t slot, const PageKey& key, bool is_from_store) {
+HostSlots::Slot* HostSlots::ParentOf(const Slot& slot) {
+  if (slot.parent == kNone) return nullptr;
+  Slot& parent = slots_[slot.parent];
+  return parent.generation == slot.parent_generation ? &parent : nullptr;
+}
+
+void HostSlots::Attach(int32_t slot) {
+  const Slot& attached = slots_[slot];
+  Group& group = groups_[attached.group];
+  if (attached.num_children == 0) group.unused.Insert(slot - group.first_slot);
+  Slot* parent = ParentOf(attached);
+  if (parent == nullptr) return;
+  parent->is_used = false;
+  const bool was_unused = IsUnused(attached.parent);
+  ++parent->num_children;
+  if (was_unused) group.unused.Remove(attached.parent - group.first_slot);
+}
+
+void HostSlots::Detach(int32_t slot, bool is_in_use) {
+  const Slot& detached = slots_[slot];
+  Group& group = groups_[detached.group];
+  if (detached.num_children == 0) group.unused.Remove(slot - group.first_slot);
+  Slot* parent = ParentOf(detached);
+  if (parent == nullptr) return;
+  --parent->num_children;
+  if (!IsUnused(detached.parent)) return;
+  // Unless it was used since, it was last used with the child that is evicted: it goes next.
+  const int32_t index = detached.parent - group.first_slot;
+  is_in_use || parent->is_used ? group.unused.Insert(index) : group.unused.InsertOldest(index);
+  parent->is_used = false;
+}
+
+void HostSlots::Publish(int32_t slot, const PageKey& key, const PageKey& parent,
+                        bool is_from_store) {
   Slot& published = slots_[slot];
+  published.parent = Find(published.group, parent);
+  if (published.parent != kNone) published.parent_generation = Generation(published.parent);
+  published.num_children = 0;
+  published.is_used = false;
   int32_t* bucket = BucketOf(published.group, key);
   published.key = key;
   published.state = State::kPublished;
   published.is_from_store = is_from_store;
   published.next = std::exchange(*bucket, slot);
-  Group& group = groups_[published.group];
-  group.unused.Insert(slot - group.first_slot);
+  Attach(slot);
   ++num_published_;
-  num_published_bytes_ += group.layout.num_bytes();
+  num_published_bytes_ += LayoutOf(slot).num_bytes();
 }
 
 void HostSlots::Pin(int32_t slot) {
-  Slot& pinned = slots_[slot];
-  Group& group = groups_[pinned.group];
-  if (pinned.num_pins++ == 0) group.unused.Remove(slot - group.first_slot);
+  if (slots_[slot].num_pins == 0) Detach(slot, /*is_in_use=*/true);
+  ++slots_[slot].num_pins;
 }
 
 void HostSlots::Unpin(int32_t slot) {
   Slot& pinned = slots_[slot];
   if (--pinned.num_pins > 0) return;
-  Group& group = groups_[pinned.group];
-  if (pinned.state == State::kForgotten) {
-    Free(slot);
-  } else {
-    group.unused.Insert(slot - group.first_slot);
-  }
+  pinned.state == State::kForgotten ? Free(slot) : Attach(slot);
 }
 
 void HostSlots::Touch(int32_t slot) {
-  if (slots_[slot].num_pins > 0) return;
-  Group& group = groups_[GroupOf(slot)];
+  Slot& touched = slots_[slot];
+  if (Slot* parent = ParentOf(touched)) parent->is_used = false;
+  touched.is_used = touched.num_children > 0;
+  if (!IsUnused(slot)) return;
+  Group& group = groups_[touched.group];
   group.unused.Remove(slot - group.first_slot);
   group.unused.Insert(slot - group.first_slot);
 }
@@ -166,19 +199,24 @@ void HostSlots::Forget(int32_t slot) {
   if (old.state != State::kPublished) return;
   Unlink(slot);
   ++old.generation;
-  Group& group = groups_[old.group];
   --num_published_;
-  num_published_bytes_ -= group.layout.num_bytes();
+  num_published_bytes_ -= LayoutOf(slot).num_bytes();
   if (old.num_pins > 0) {
     old.state = State::kForgotten;
     return;
   }
-  group.unused.Remove(slot - group.first_slot);
+  Detach(slot, /*is_in_use=*/false);
   Free(slot);
 }
 
 void HostSlots::CheckIntegrity() const {
   int32_t num_published = 0;
+  std::vector<int32_t> num_children(slots_.size(), 0);
+  for (const Slot& slot : slots_) {
+    const bool is_attached = slot.state == State::kPublished && slot.num_pins == 0;
+    if (!is_attached || slot.parent == kNone) continue;
+    num_children[slot.parent] += Generation(slot.parent) == slot.parent_generation;
+  }
   for (const Group& group : groups_) {
     std::vector<int32_t> found(group.num_slots, 0);
     for (size_t i = 0; i < group.buckets.size(); ++i) {
@@ -199,7 +237,11 @@ void HostSlots::CheckIntegrity() const {
       const Slot& slot = slots_[group.first_slot + i];
       const bool is_published = slot.state == State::kPublished;
       const bool may_be_pinned = is_published || slot.state == State::kForgotten;
-      const bool is_unused = is_published && slot.num_pins == 0;
+      const bool is_unused = is_published && IsUnused(group.first_slot + i);
+      if (is_published && slot.num_children != num_children[group.first_slot + i]) {
+        Raise(kRuntimeError, "host slot ", group.first_slot + i, " counts ", slot.num_children,
+              " children, but has ", num_children[group.first_slot + i]);
+      }
       if (found[i] != is_published || is_free[i] != (slot.state == State::kFree) ||
           group.unused.Contains(i) != is_unused || slot.num_pins < 0 ||
           (slot.num_pins > 0 && !may_be_pinned)) {

@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file host_slots.h
- * \brief Slots of host memory that hold values of pages, found by key, least recently used first.
+ * \brief Slots of host memory that hold values of pages, found by key.
  *
  *     free --Reserve--> reserved --Publish--> published --Reserve (of another)--> reserved
  *       ^                  |                      |
  *       '-----Release------'-------Forget---------'
  *
  * Each layer group has as many slots as every other, of its own size. A published slot with pins is
- * not reused; one that is forgotten meanwhile becomes free with its last pin. No call allocates
- * memory after construction, and none is safe against other threads.
+ * not reused; one that is forgotten meanwhile becomes free with its last pin.
+ *
+ * Eviction takes the least recently used slot without pins or children. A child is a slot without
+ * pins whose page of text follows, and which was published later. So using the last page of a text
+ * keeps all pages before it, without a visit to them.
+ *
+ * No call allocates memory after construction, and none is safe against other threads.
  */
 #ifndef TVM_PAGEDKV_STATE_TIERS_HOST_SLOTS_H_
 #define TVM_PAGEDKV_STATE_TIERS_HOST_SLOTS_H_
@@ -60,17 +65,25 @@ class HostSlots {
 
   /*! \return The published slot of the key; -1 if there is none. */
   int32_t Find(int32_t group, const PageKey& key) const;
-  /*! \brief Takes a free slot, else the least recently used one without pins. \return -1: none. */
+  /*! \brief Takes a free slot, else evicts one. \return -1 when there is none. */
   int32_t Reserve(int32_t group);
   /*! \brief Gives a reserved slot back. */
   void Release(int32_t slot);
-  /*! \brief Lets others find a reserved slot whose value is there. Its key must be new. */
-  void Publish(int32_t slot, const PageKey& key, bool is_from_store);
+  /*!
+   * \brief Lets others find a reserved slot whose value is there.
+   * \param key Must be new.
+   * \param parent The key of the page before.
+   */
+  void Publish(int32_t slot, const PageKey& key, const PageKey& parent, bool is_from_store);
   void Pin(int32_t slot);
   /*! \brief Removes a pin; the slot was used just now. */
   void Unpin(int32_t slot);
-  /*! \brief Makes a published slot the most recently used one. */
+  /*! \brief Marks a published slot as used just now. */
   void Touch(int32_t slot);
+  /*! \brief Whether a published slot has no pins and no children. */
+  bool IsUnused(int32_t slot) const {
+    return slots_[slot].num_pins == 0 && slots_[slot].num_children == 0;
+  }
   /*! \brief Lets nobody find a published slot any more. */
   void Forget(int32_t slot);
 
@@ -85,9 +98,13 @@ class HostSlots {
     uint64_t generation = 0;
     int32_t group = 0;
     int32_t num_pins = 0;
-    int32_t next = kNone;  // in its bucket
+    int32_t next = kNone;    // in its bucket
+    int32_t parent = kNone;  // the slot of the page before, while it has this generation
+    uint64_t parent_generation = 0;
+    int32_t num_children = 0;
     State state = State::kFree;
     bool is_from_store = false;
+    bool is_used = false;  // it was used after its children
   };
   struct Group {
     PageValueLayout layout;
@@ -95,12 +112,18 @@ class HostSlots {
     int32_t num_slots;
     int64_t offset;  // bytes
     int64_t slot_bytes;
-    CachedPages unused;            // published slots without pins, counted from first_slot
+    CachedPages unused;            // published slots without pins or children, from first_slot
     std::vector<int32_t> free;     // a stack
     std::vector<int32_t> buckets;  // the first slot of each; a power of two
   };
 
   int32_t* BucketOf(int32_t group, const PageKey& key);
+  /*! \return The slot's parent; null when there is none. */
+  Slot* ParentOf(const Slot& slot);
+  /*! \brief A published slot has no pins now: it counts as a child. */
+  void Attach(int32_t slot);
+  /*! \brief It has pins, or is given up. \param is_in_use Then its parent is in use as well. */
+  void Detach(int32_t slot, bool is_in_use);
   void Free(int32_t slot);
   void Unlink(int32_t slot);
 

@@ -23,6 +23,7 @@ int32_t HostTier::Pin(int32_t group, const PageText& text) noexcept {
   const Lock lock(mutex_);
   const int32_t slot = slots_.Find(group, text.key);
   if (slot < 0) return -1;
+  slots_.Touch(slot);
   slots_.Pin(slot);
   if (slots_.LayoutOf(slot).IsOf(text, slots_.ValueOf(slot))) return slot;
   ++counts_.damaged;
@@ -49,7 +50,7 @@ int32_t HostTier::Reserve(int32_t group, const PageKey& key) noexcept {
   const Lock lock(mutex_);
   const int32_t there = slots_.Find(group, key);
   if (there >= 0) {
-    slots_.Touch(there);
+    if (slots_.IsUnused(there)) slots_.Touch(there);  // else its children keep it
     return -1;
   }
   const int32_t slot = slots_.Reserve(group);
@@ -63,7 +64,7 @@ void HostTier::Publish(int32_t slot, const PageText& text, uint64_t data_checksu
   if (slots_.Find(slots_.GroupOf(slot), text.key) >= 0) {  // a lookup brought it meanwhile
     return slots_.Release(slot);
   }
-  slots_.Publish(slot, text.key, /*is_from_store=*/false);
+  slots_.Publish(slot, text.key, text.parent, /*is_from_store=*/false);
   ++counts_.saved;
   if (has_store_ && !is_closed_) QueuePut(slot);
 }
@@ -73,10 +74,12 @@ void HostTier::Cancel(int32_t slot) noexcept {
   slots_.Release(slot);
 }
 
-void HostTier::Touch(int32_t group, const PageKey& key) noexcept {
+bool HostTier::Touch(int32_t group, const PageKey& key) noexcept {
   const Lock lock(mutex_);
+  ++counts_.touches;
   const int32_t slot = slots_.Find(group, key);
   if (slot >= 0) slots_.Touch(slot);
+  return slot >= 0;
 }
 
 void HostTier::Clear() noexcept {

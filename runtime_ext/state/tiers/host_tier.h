@@ -34,6 +34,7 @@ class HostTier {
     int64_t saved = 0;          // values that were copied from pages
     int64_t skipped = 0;        // that found no slot
     int64_t evicted = 0;        // that made room for others
+    int64_t touches = 0;        // calls of Touch
     int64_t damaged = 0;        // whose checksum or text was wrong when they were read
     int64_t stored = 0;         // that the store took
     int64_t failed_stores = 0;  // that it did not take
@@ -89,8 +90,11 @@ class HostTier {
   }
   /*! \brief Gives up a reserved slot. */
   void Cancel(int32_t slot) noexcept;
-  /*! \brief Marks a value as used just now. */
-  void Touch(int32_t group, const PageKey& key) noexcept;
+  /*!
+   * \brief Marks a value, and with it those of the pages before, as used just now.
+   * \return Whether it is there.
+   */
+  bool Touch(int32_t group, const PageKey& key) noexcept;
   /*! \brief Forgets all values in memory; lookups end. What goes to the store goes on. */
   void Clear() noexcept;
 

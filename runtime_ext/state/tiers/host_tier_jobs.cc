@@ -274,13 +274,13 @@ std::vector<std::string> HostTier::FinishGet(const OpenJob& open,
   }
   lock->lock();
   counts_.damaged += num_damaged;
-  for (size_t i = open.slots.size(); i-- > 0;) {  // the first page is the most recently used one
+  for (size_t i = 0; i < open.slots.size(); ++i) {  // each page keeps those before it
     const int32_t slot = open.slots[i];
     counts_.failed_fetches += !is_good[i];
     counts_.fetched += is_good[i];
     const bool is_new = slots_.Find(slots_.GroupOf(slot), texts[i].key) < 0;
     if (is_good[i] && is_new && !lookup->is_cancelled) {
-      slots_.Publish(slot, texts[i].key, /*is_from_store=*/true);
+      slots_.Publish(slot, texts[i].key, texts[i].parent, /*is_from_store=*/true);
     } else {
       slots_.Release(slot);
     }

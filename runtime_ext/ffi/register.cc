@@ -6,12 +6,12 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 
+#include <array>
 #include <atomic>
 #include <optional>
 #include <set>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "base/checksum.h"
 #include "base/cpu_features.h"
@@ -203,18 +203,21 @@ void OverrideStockNames() {
  * \brief A method whose last argument is learned sinks, as a function that takes them second to
  * last and requires them: Relax passes the output last.
  */
-ffi::Function WithSinks(ffi::Function attend) {
-  return ffi::Function::FromPacked([attend](ffi::PackedArgs args, ffi::Any* result) {
-    std::vector<ffi::AnyView> swapped(args.size());
-    for (int i = 0; i < args.size(); ++i) swapped[i] = args[i];
-    if (swapped.size() >= 2) {
-      std::swap(swapped[swapped.size() - 2], swapped.back());
-      if (swapped.back() == nullptr) {
-        throw ffi::Error(kTypeError, "sink_logits must be a tensor, got None", "");
-      }
-    }
-    attend.CallPacked(ffi::PackedArgs(swapped.data(), args.size()), result);
-  });
+template <auto kAttend>
+ffi::Function WithSinks() {
+  static constexpr CacheMethod kMethod = Method<kAttend>();
+  return ffi::Function::FromPacked(
+      [attend = ToFunction(kMethod)](ffi::PackedArgs args, ffi::Any* result) {
+        if (args.size() != kMethod.num_args)
+          return attend.CallPacked(args, result);            // which refuses
+        std::array<ffi::AnyView, kMethod.num_args> swapped;  // a step allocates nothing
+        for (int i = 0; i < args.size(); ++i) swapped[i] = args[i];
+        std::swap(swapped[kMethod.num_args - 2], swapped.back());
+        if (swapped.back() == nullptr) {
+          throw ffi::Error(kTypeError, "sink_logits must be a tensor, got None", "");
+        }
+        attend.CallPacked(ffi::PackedArgs(swapped.data(), args.size()), result);
+      });
 }
 
 PagedKVCache Create(ffi::Map<ffi::String, ffi::Any> config, ffi::AnyView kernels, DLDevice device) {
@@ -250,9 +253,8 @@ void DefineOwnNames() {
   ffi::Function::SetGlobal(kModelConstructor, ffi::Function::FromPacked(CreatePositional));
   for (const auto& [name, method] : kOwnNames) define(name, ToFunction(method));
   for (const auto& [name, method] : kTierNames) define(name, ToFunction(method));
-  define("attention_with_sinks", WithSinks(ToFunction(Method<&Attention::AttendFused>())));
-  define("attention_with_shared_kv_and_sinks",
-         WithSinks(ToFunction(Method<&Attention::AttendShared>())));
+  define("attention_with_sinks", WithSinks<&Attention::AttendFused>());
+  define("attention_with_shared_kv_and_sinks", WithSinks<&Attention::AttendShared>());
   define("release_receive", FromDeferred(&KVReceiver::Release));
   define("drop_send_handler", FromDeferred(&KVSender::DropHandler));
   define("copy_regions",

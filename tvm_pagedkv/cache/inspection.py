@@ -29,6 +29,8 @@ class CacheInspection:
         raw = dict(global_function("pagedkv.describe")(self).items())
         raw["layer_indptr"] = tuple(raw["layer_indptr"])
         raw["layers"] = [dict(layer.items()) for layer in raw["layers"]]
+        for layer in raw["layers"]:  # lists, so that the description can be written as JSON
+            layer["sections"] = [list(section) for section in layer["sections"]]
         return raw
 
     def sequence_length(self, seq_id: int) -> int:

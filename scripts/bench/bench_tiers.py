@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import tvm_ffi
-from bench_transfer import make_cache
+from bench_transfer import append, make_cache
 
 from tvm_pagedkv import KVCache, PrefixCacheConfig
 from tvm_pagedkv.cache import open_prefix_cache
@@ -100,8 +100,7 @@ class Texts:
         self.seed += 1
         tokens = self.tokens()
         cache.add_sequence(0)
-        cache.begin_forward([0], [self.options.tokens])
-        cache.end_forward()
+        append(cache, self.options, self.options.tokens)
         for pool, rows in zip(self.pools, self.rows(), strict=True):
             pool[cache.page_table(0)] = rows
 

@@ -65,13 +65,22 @@ def make_cache(options, is_sender: bool):
     return cache
 
 
-def answer(sender: Sender, cache) -> None:
+def append(cache, options, length: int) -> None:
+    """Append rows to sequence 0, in every layer: others must not get what a layer left out."""
+    heads = options.qo_heads + 2 * options.kv_heads
+    qkv = np.zeros((length, heads, options.head_dim), np.float16)
+    out = np.empty((length, options.qo_heads, options.head_dim), np.float16)
+    with cache.forward([0], [length]):
+        for layer in range(options.layers):
+            cache.attention(layer, qkv, out=out)
+
+
+def answer(options, sender: Sender, cache) -> None:
     """Have the rows of one request computed, and send them."""
     request = sender.next_request()
     cache.add_sequence(0)
     send = sender.send(request, 0)
-    cache.begin_forward([0], [request.length])
-    cache.end_forward()  # unlike `forward`, it does not ask for attention
+    append(cache, options, request.length)
     sender.finish(send)
     cache.remove_sequence(0)
     return send
@@ -84,7 +93,7 @@ def sending_process(options, kind: str, address: str) -> None:
     sender = Sender(cache, CHANNELS[kind].connect(address))
     try:
         while True:
-            sender.wait(answer(sender, cache))
+            sender.wait(answer(options, sender, cache))
     except ChannelClosed:
         pass
 
@@ -113,7 +122,7 @@ def within_a_process(options):
     def once():
         target.add_sequence(0)
         ticket = receiver.request(0, options.tokens)
-        send = answer(sender, source)
+        send = answer(options, sender, source)
         while receiver.poll() | sender.poll():
             pass
         assert ticket.is_done and send.is_done

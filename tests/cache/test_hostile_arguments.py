@@ -68,7 +68,7 @@ OTHERS = {
 # test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py.
 WITHOUT_CACHE = {
     *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions", OWN + "checksum",
-    OWN + "load_bundle", OWN + "choose_bundle_target",
+    OWN + "load_bundle", OWN + "choose_bundle_target", OWN + "cpu_features", OWN + "require_cpu",
     *(f"{OWN}tier_{name}" for name in ("next_job", "finish_job", "wait", "flush")),
     OWN + "tier_close", OWN + "tier_memory",
 }  # fmt: skip

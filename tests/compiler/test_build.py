@@ -272,6 +272,7 @@ def test_config_map(cache_dir):
         "kv_dtype": "float16",
         "rope_mode": 2,
         "sliding_window": False,
+        "sliding_window_includes_self": False,
         "aux_manager": "auto",
         "share_prefix": True,
         "enable_kv_transfer": False,

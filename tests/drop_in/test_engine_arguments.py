@@ -82,7 +82,7 @@ def test_kernels_of_others_get_tensors_without_an_offset():
 def test_theta_and_scale_without_a_rotation(theta, scale):
     """Models without RoPE pass -1 for theta, for example."""
     config = engine_config(rope=pkv.RopeConfig(mode="none", theta=theta, scale=scale))
-    assert config.rope == pkv.RopeConfig(mode="none")
+    assert all(each.rope == pkv.RopeConfig(mode="none") for each in config.resolved().layers)
     for mode in ("normal", "inline"):
         with pytest.raises(ValueError, match=r"rope\.(theta|scale)"):
             pkv.RopeConfig(mode=mode, theta=theta, scale=scale)

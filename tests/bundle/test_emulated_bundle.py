@@ -14,7 +14,7 @@ import pytest
 import tvm_pagedkv as pkv
 
 from .. import reference
-from ..support.cpp_build import BUILDS, ROOT, build, needs_cmake, run
+from ..support.cpp_build import BUILDS, ROOT, build, locked, needs_cmake, run
 from ..support.emulated_cpus import CPUS, EmulatedCPU
 from .test_bundle import CONFIG, ROWS, SCALING, expected
 
@@ -82,7 +82,7 @@ def _write(path: Path, cpu: EmulatedCPU) -> Path:
 
 @needs_cmake
 @parametrize_cpus
-def test_cpp_program(bundles, name):
+def test_cpp_program(bundles, tmp_path, name):
     cpu = ALL[name]
     if cpu.obstacle:
         pytest.skip(cpu.obstacle)
@@ -90,14 +90,16 @@ def test_cpp_program(bundles, name):
     folder = BUILDS / f"emulated-example-{cpu.architecture}"
     options = {"BUNDLE": str(bundle), "Python_EXECUTABLE": sys.executable, **_options(cpu)}
     definitions = [f"-D{key}={value}" for key, value in options.items()]
-    run("cmake", "-S", str(ROOT / "runtime_ext" / "example"), "-B", str(folder), *definitions)
-    run("cmake", "--build", str(folder), "--target", "run_bundle")
-    lines = cpu.run(folder / "run_bundle", str(bundle), LD_LIBRARY_PATH="").splitlines()
+    with locked(folder):  # two CPUs of an architecture share it
+        run("cmake", "-S", str(ROOT / "runtime_ext" / "example"), "-B", str(folder), *definitions)
+        run("cmake", "--build", str(folder), "--target", "run_bundle")
+        program = shutil.copy(folder / "run_bundle", tmp_path)
+    lines = cpu.run(program, str(bundle), LD_LIBRARY_PATH="").splitlines()
     assert lines[0] == f"target {chosen}"
     rows = [line.split() for line in lines[1:] if not line.startswith("library")]
     actual = np.array(rows, "float32").reshape(ROWS, 4, 32)
     reference.assert_close(actual, expected(), "float32")
-    command = [*cpu.emulator, str(folder / "run_bundle"), str(bundle), refused]
+    command = [*cpu.emulator, program, str(bundle), refused]
     done = subprocess.run(command, capture_output=True, text=True, env=cpu.environment())
     assert done.returncode == 1 and said in done.stderr
 

@@ -121,9 +121,9 @@ def test_windows(inline, seed):
 
 # --- waits and barriers -------------------------------------------------------------------------
 
-# Crews of one warp, and a crew of more: barriers of the warp, and of the block.
+# Groups of threads of one warp, and one of more: barriers of the warp, and of the block.
 ROPE = RopeSpec(rotary_dim=16)
-RACING = [make_spec((heads, 1), dim, page=8, rope=ROPE) for heads, dim in ((2, 64), (20, 144))]
+RACING = [make_spec((heads, 1), dim, page=8, rope=ROPE) for heads, dim in ((2, 64), (20, 192))]
 CALLS = r" tvm_builtin_(?:cuda_(?:cta|warp)_sync|ptx_cp_async_wait_group\w+)\(\);"
 
 

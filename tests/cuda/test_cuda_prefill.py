@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -295,6 +296,42 @@ def test_no_barrier_of_care_can_be_left_out(monkeypatch):
     for which in _CARE:
         text = mutated(source, f" {BARRIER}", which=which)
         assert _wrong_with_nan(text, spec, monkeypatch), which
+
+
+def test_a_branch_before_matrix_instructions_is_caught(monkeypatch):
+    """PTX does not promise that the threads of a warp come together again behind a branch."""
+    spec = next(iter(SPECS.values()))
+    source = cuda_text("prefill", spec)
+    # Each thread decides for itself whether to scale its rows, instead of all by a vote.
+    alone = re.sub(r"\w+any_sync\(\(uint\)4294967295, ", "(", source)
+    assert alone != source
+    function = emulated(alone).get_function("prefill")
+    monkeypatch.setattr(attention_cases, "compiled", lambda *arguments: function)
+    case = PagedBatch(spec, MIXED, 0)
+    case.sm_scale = 10.0  # the maximum of some rows grows much from tile to tile
+    with pytest.raises(RuntimeError, match="ldmatrix.aligned in a warp whose threads took other"):
+        case.prefill(True)
+
+
+def test_uneven_copies_keep_a_warp_together(monkeypatch):
+    """With heads of 80, only some threads of a warp copy the last chunks of a row."""
+    source = cuda_text("prefill", SMALL)
+    function = emulated(mutated(source, " tvm_builtin_cuda_warp_sync();", which=0))
+    function = function.get_function("prefill")
+    monkeypatch.setattr(attention_cases, "compiled", lambda *arguments: function)
+    with pytest.raises(RuntimeError, match="ldmatrix.aligned in a warp whose threads took other"):
+        PagedBatch(SMALL, MIXED, 0).prefill(True)
+
+
+@pytest.mark.parametrize("spec", [SPECS["8:2x128-f16-p16"], WHOLE_F32], ids=["f16", "f32"])
+def test_scores_far_below_zero_count(spec):
+    """Finite scores weigh what they weigh, however small all of them are."""
+    case = PagedBatch(spec, [(1, 33), (70, 131)], 0)
+    case.q[:], case.pages[:, 0] = -1, 1  # so all scores are equal
+    case.sm_scale = 1e33
+    case.prefill(True)
+    case.verify(True)
+    assert np.isfinite(case.lse.numpy()).all()
 
 
 if __name__ == "__main__":

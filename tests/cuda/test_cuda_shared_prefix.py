@@ -110,7 +110,7 @@ def test_longrope_inside_the_kernel_is_refused():
 
 RACING = {  # O takes the place of Q: in the same layout, and in another one
     "prefill_shared": make_spec((2, 1), 64, page=8, rope=NONE),
-    "mla_prefill_shared": make_spec((2, 1), (80, 64), page=8, rope=NONE, kind="mla"),
+    "mla_prefill_shared": make_spec((2, 1), (128, 64), page=8, rope=NONE, kind="mla"),
 }
 # Before a tile, and the tile of O is there; between them are those that `prefill` has too. The
 # threads of a row have read its log.

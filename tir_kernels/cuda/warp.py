@@ -10,6 +10,11 @@ from .emit import WARP
 _ALL = 0xFFFFFFFF
 
 
+def any_of(condition):
+    """Whether the condition holds in any lane: the same answer in all of them."""
+    return T.cuda.any_sync(T.uint32(_ALL), T.cast(condition, "int32")) != 0
+
+
 def shuffle_up(value, distance: int):
     """The value of the lane `distance` before."""
     return T.tvm_warp_shuffle_up(T.uint32(_ALL), value, distance, WARP, WARP)

@@ -19,6 +19,14 @@ _HELPER = re.compile(
 )
 _KERNEL = re.compile(r'^extern "C" __global__ void [^;{]*\{.*?^\}\n', re.MULTILINE | re.DOTALL)
 _ASSEMBLY = re.compile(r'asm(?: volatile)?\s*\(\s*((?:"(?:[^"\\]|\\.)*"\s*)+)')
+_BRANCH = re.compile(
+    r"^(?P<value> *[\w ]+ condval(?:_\d+)?;\n)?"
+    r"(?P<begin> *(?:} else )?if \()(?P<condition>.+)(?P<end>\) \{(?: break; })?)$",
+    re.MULTILINE,
+)
+_LOOP = re.compile(
+    r"^(?P<begin> *for \([^;]*; )(?P<condition>[^;]*)(?P<end>; [^;]*\) \{)$", re.MULTILINE
+)
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _DYNAMIC_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];")
 _HOST_BEGIN = "#include <tvm/ffi/c_api.h>"
@@ -66,7 +74,14 @@ def _kernel(text: str) -> str:
     text = _DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)emulator::SharedBase();", text)
     if "__shared__" in text:
         raise NotImplementedError("the emulator knows dynamic shared memory only")
-    return text
+    return _BRANCH.sub(_note_branch, _LOOP.sub(_note_branch, text))
+
+
+def _note_branch(match: re.Match) -> str:
+    """Let the emulator know which way a thread takes; see `MeetInWarp`."""
+    if match.groupdict().get("value"):
+        return match[0]  # it chooses a value: machine code selects, and does not branch
+    return f"{match['begin']}emulator::Branch({match['condition']}){match['end']}"
 
 
 def _host(text: str, on_device: bool) -> str:

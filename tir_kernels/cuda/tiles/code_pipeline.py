@@ -101,6 +101,8 @@ class CodePipeline(KvPipeline):
 
     # --- copies ---------------------------------------------------------------------------------
 
+    _copies_evenly = False  # few threads copy scales
+
     def _copy_row(self, rows, i, position, num_bytes, stage) -> None:
         row, unit = i * self._row_step + self.row, self.codes.unit_bytes
         size = index_temp(T.min(num_bytes, unit))

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
+from ...semantics.softmax import HIDDEN
 from ...spec import LOG2E, KernelSpec
 from ..emit import F32, Registers
 from ..scalars import exp2, lookup, temp
-from .online_softmax import HIDDEN, Accumulators
+from .online_softmax import Accumulators
 
 
 def soft_cap(score, cap: float | None):

@@ -13,13 +13,11 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
+from ...semantics.softmax import NO_SUM, NOTHING_SEEN
 from ..emit import F32, Registers
 from ..scalars import exp2, log2, temp
-from ..warp import shuffle_xor
+from ..warp import any_of, shuffle_xor
 
-NOTHING_SEEN = -1.0e30  # running maximum of a row that has seen no column
-HIDDEN = -2.0e30  # score of a column that a row must not see: exp2 of it is 0
-NO_SUM = 0.5  # the sum of a row that has seen a column is at least 1: its own maximum
 ROWS = 2  # of a thread, in an instruction
 SLACK = 8.0  # powers of two by which a running maximum may lag behind
 
@@ -89,6 +87,9 @@ class OnlineSoftmax:
         Weights may be as large as ``2 ** SLACK``: after the first columns of a row its maximum
         seldom grows by more, so the output is seldom scaled. Sums come out the same. That of a row
         is left spread over its four lanes.
+
+        The lanes of a warp vote whether to scale, so that they stay together: matrix instructions
+        follow, which all of them have to reach at once.
         """
         tops = Registers(self.rows, F32, "new_top")
         for h in range(self.rows):
@@ -99,7 +100,7 @@ class OnlineSoftmax:
             for mask in (1, 2):
                 tops[h] = T.max(tops[h], shuffle_xor(tops[h], mask))
         grows = [tops[h] > self.row_max[h] + T.float32(SLACK) for h in range(self.rows)]
-        with T.If(functools.reduce(T.Or, grows)), T.Then():
+        with T.If(any_of(functools.reduce(T.Or, grows))), T.Then():
             for h in range(self.rows):
                 self.rescale[h] = exp2(self.row_max[h] - tops[h])
                 self.row_max[h] = tops[h]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from ..emit import I32, index_temp, ptx
+from ..emit import I32, index_temp, ptx, sync_warp
 from .shared_tiles import CHUNK_BYTES, SharedTiles
 from .tiling import THREADS_PER_ROW, BlockTiling
 
@@ -64,6 +64,11 @@ def copy_rows(
             copy_chunk(tiles.pointer(0, row, chunk), pointer(row, chunk))
 
 
+def _is_even(num_chunks) -> bool:
+    """Whether the threads of a row copy equally many of its chunks."""
+    return isinstance(num_chunks, int) and num_chunks % THREADS_PER_ROW == 0
+
+
 @dataclass(frozen=True)
 class ThreadGroup:
     """Threads that copy and read tiles together: a block, or some of its warps.
@@ -117,6 +122,11 @@ class KvPipeline:
     def end(self) -> int:
         """Byte of shared memory behind the stages."""
         return self.v.end
+
+    @property
+    def _copies_evenly(self) -> bool:
+        """Whether all threads of a row copy equally many chunks, without a branch."""
+        return all(_is_even(count) for count in (self.k_chunks, self.v_chunks))
 
     @property
     def _row_step(self) -> int:
@@ -175,6 +185,10 @@ class KvPipeline:
             # All copies of the tile have arrived; no thread reads the stage that is next to write.
             threads.sync()
             issue(tile + ahead)
+            if not self._copies_evenly:
+                # PTX does not promise that threads which took other branches come together again
+                # by themselves, and matrix instructions require it.
+                sync_warp()
             body(index_temp(own_start + tile * positions), stage_of(tile))
 
     def _copy_row(self, rows, i, position, num_bytes, stage) -> None:
@@ -188,7 +202,7 @@ class KvPipeline:
                 chunk = k * THREADS_PER_ROW + self.chunk
                 column = first_column + chunk * tiles.layout.per_chunk
                 to = tiles.pointer(stage, row, chunk)
-                if isinstance(num_chunks, int) and num_chunks % THREADS_PER_ROW == 0:
+                if _is_even(num_chunks):
                     copy_chunk(to, pointer(i, position, column), num_bytes)
                 else:
                     with T.If(chunk < num_chunks), T.Then():

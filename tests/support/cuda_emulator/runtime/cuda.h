@@ -31,6 +31,8 @@ using uchar = unsigned char;
 using ushort = unsigned short;
 using half = _Float16;
 
+#define CUDART_INF_F INFINITY
+
 // Stored as its upper 16 bits, computed with as a float.
 struct nv_bfloat16 {
   uint16_t bits;
@@ -58,6 +60,8 @@ EMULATOR_SHUFFLE(__shfl_sync, kShuffleIndex)
 EMULATOR_SHUFFLE(__shfl_xor_sync, kShuffleXor)
 EMULATOR_SHUFFLE(__shfl_down_sync, kShuffleDown)
 EMULATOR_SHUFFLE(__shfl_up_sync, kShuffleUp)
+
+inline int __any_sync(unsigned, int predicate) { return emulator::IsAny(predicate != 0); }
 
 // As in CUDA, the number wins over a NaN.
 inline float max(float a, float b) { return fmaxf(a, b); }

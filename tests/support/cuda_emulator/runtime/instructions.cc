@@ -82,6 +82,7 @@ void SyncBarrier(int id, int num_threads) {
   const uint64_t phase = barrier.phase;
   ArriveAtBarrier(id, num_threads);
   WaitUntil([&] { return barrier.phase != phase; });
+  m.current->path = 0;
 }
 
 void ArriveAtBarrier(int id, int num_threads) {
@@ -151,6 +152,18 @@ void Shuffle(ShuffleMode mode, void* value, size_t num_bytes, int operand, int w
   });
 }
 
+bool IsAny(bool condition) {
+  struct Lane {
+    bool condition, is_any;
+  } mine{condition, false};
+  MeetInWarp("vote", &mine, [](void** slots) {
+    bool is_any = false;
+    for (int i = 0; i < kWarpSize; ++i) is_any |= static_cast<Lane*>(slots[i])->condition;
+    for (int i = 0; i < kWarpSize; ++i) static_cast<Lane*>(slots[i])->is_any = is_any;
+  });
+  return mine.is_any;
+}
+
 void SyncWarp() {
   MeetInWarp("bar.warp.sync", nullptr, [](void**) {});
 }
@@ -160,7 +173,7 @@ void LoadMatrices(uint32_t* const* registers, int count, bool transposed, uint32
     uint32_t* const* registers;
     uint32_t address;
   } mine{registers, address};
-  MeetInWarp("ldmatrix", &mine, [=](void** slots) {
+  auto load = [=](void** slots) {
     for (int matrix = 0; matrix < count; ++matrix) {
       uint16_t rows[8][8];
       for (int i = 0; i < 8; ++i) {
@@ -174,7 +187,8 @@ void LoadMatrices(uint32_t* const* registers, int count, bool transposed, uint32
         *static_cast<Lane*>(slots[lane])->registers[matrix] = low | uint32_t{high} << 16;
       }
     }
-  });
+  };
+  MeetInWarp("ldmatrix", &mine, load, /*is_aligned=*/true);
 }
 
 void MultiplyMatrices(float* const* d, const uint32_t* a, const uint32_t* b, const float* c,
@@ -185,7 +199,7 @@ void MultiplyMatrices(float* const* d, const uint32_t* a, const uint32_t* b, con
     const float* c;
   } mine{d, a, b, c};
   const float* table = Table(type).data();
-  MeetInWarp(type == kFloat16 ? "mma.f16" : "mma.bf16", &mine, [=](void** slots) {
+  auto multiply = [=](void** slots) {
     float rows[16][16], columns[16][8];  // of A; of B, [k][n]
     for (int lane = 0; lane < kWarpSize; ++lane) {
       const Lane& from = *static_cast<Lane*>(slots[lane]);
@@ -212,7 +226,8 @@ void MultiplyMatrices(float* const* d, const uint32_t* a, const uint32_t* b, con
       for (int r = 0; r < 4; ++r) sums[r] = to.c[r] + products[group + r / 2 * 8][pair + r % 2];
       for (int r = 0; r < 4; ++r) *to.d[r] = sums[r];
     }
-  });
+  };
+  MeetInWarp(type == kFloat16 ? "mma.f16" : "mma.bf16", &mine, multiply, /*is_aligned=*/true);
 }
 
 void Load(void* registers, const void* from, size_t num_bytes) {

@@ -31,6 +31,8 @@ void WaitForCopies(int groups_left);
 // shfl.sync of a value of any type: lane `from(lane)` of each segment of `width` lanes.
 enum ShuffleMode { kShuffleXor, kShuffleDown, kShuffleUp, kShuffleIndex };
 void Shuffle(ShuffleMode mode, void* value, size_t num_bytes, int operand, int width);
+// vote.sync.any
+bool IsAny(bool condition);
 void SyncWarp();
 
 // ldmatrix of `count` 8 x 8 matrices of 16 bits; the lane's `address` is that of one row.

@@ -259,9 +259,21 @@ void WaitUntil(const std::function<bool()>& condition) {
   ++machine().progress;
 }
 
-void MeetInWarp(const char* operation, void* mine, const std::function<void(void**)>& combine) {
+bool Branch(bool condition) {
+  uint64_t& path = machine().current->path;
+  path = (path ^ (condition ? 1 : 2)) * 1099511628211u;
+  return condition;
+}
+
+void MeetInWarp(const char* operation, void* mine, const std::function<void(void**)>& combine,
+                bool is_aligned) {
   Machine& m = machine();
   Warp& warp = m.warps[m.current->linear / kWarpSize];
+  const uint64_t path = std::exchange(m.current->path, 0);
+  if (warp.arrived > 0 && is_aligned && path != warp.path) {
+    throw Fault(std::string(operation) + ".aligned in a warp whose threads took other branches");
+  }
+  warp.path = path;
   if (warp.arrived > 0 && warp.operation != operation) {
     throw Fault(std::string("threads of a warp meet in ") + warp.operation + " and in " +
                 operation);

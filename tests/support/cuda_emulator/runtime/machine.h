@@ -44,6 +44,7 @@ struct Warp {
   int arrived = 0;
   uint64_t phase = 0;
   const char* operation = nullptr;
+  uint64_t path = 0;  // of the last thread that arrived
   void* slots[kWarpSize] = {};
 };
 
@@ -58,6 +59,7 @@ struct Thread {
   bool done = false;
   Index3 index;
   int linear = 0;
+  uint64_t path = 0;  // a hash of its branches since the threads of its warp last met
   // Groups of asynchronous copies that were committed, and the copies of the open one.
   std::deque<std::vector<std::function<void()>>> committed;
   std::vector<std::function<void()>> open;
@@ -135,8 +137,14 @@ void WaitForGridBefore();
 // Lets other threads run until `condition` holds.
 void WaitUntil(const std::function<bool()>& condition);
 
-// Threads of a warp meet; the last one runs `combine` on the pointers that all deposited.
-void MeetInWarp(const char* operation, void* mine, const std::function<void(void**)>& combine);
+// Notes which way a thread takes at a branch.
+bool Branch(bool condition);
+
+// Threads of a warp meet; the last one runs `combine` on the pointers that all deposited. Where the
+// operation is `.aligned`, all of them must have taken the same branches since they last met: PTX
+// does not promise that threads come together again behind a branch.
+void MeetInWarp(const char* operation, void* mine, const std::function<void(void**)>& combine,
+                bool is_aligned = false);
 
 // Shared memory: addresses are offsets into it.
 char* SharedBase();

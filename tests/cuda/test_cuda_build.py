@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from tvm.backend.cuda import export_cuda_host
 
 import tvm_pagedkv as pkv
 from tir_kernels import build_kernel, kernel_names
@@ -52,6 +53,26 @@ def test_a_library_loads_without_a_gpu_and_checks_arguments(library):
     o, lse = (tvm.runtime.tensor(np.zeros((1, 2, *d), t)) for d, t in (((64,), F16), ((), F32)))
     with pytest.raises(ValueError, match="o.device_type.*\n.*\n.*expected cuda"):
         merge(o, lse, o, lse)
+
+
+@pytest.mark.parametrize(
+    "old, new, what",
+    [
+        ("for (", "for(", "loops"),
+        ("* __restrict__ ", " *__restrict__ ", "pointers to data"),
+        ("numAttrs++]", "numAttrs]", "launches that may begin early"),
+        ("#include <tvm/ffi/c_api.h>", "#include  <tvm/ffi/c_api.h>", "beginning of the host's"),
+    ],
+)
+def test_code_that_is_printed_in_another_way_is_refused(monkeypatch, old, new, what):
+    def export(module) -> str:
+        text = export_cuda_host(module)
+        assert old in text
+        return text.replace(old, new)
+
+    monkeypatch.setattr(f"{cuda_source.__module__}.export_cuda_host", export)
+    with pytest.raises(RuntimeError, match=f"[1-9] {what}.*, of which 0 look as expected"):
+        cuda_source({"decode": build_kernel("decode", make_spec((2, 1), 64))})
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from tir_kernels.cuda.launcher import (
     TAKE,
 )
 
+from .rewrite import rewrite
+
 _DEFINITIONS = """
 // Internal to this library: another one may be compiled for other chips.
 namespace pagedkv {
@@ -121,12 +123,11 @@ _NAMES = {
     "RESIDENT_BLOCKS": RESIDENT_BLOCKS,
     "BLOCK_SHARED_BYTES": BLOCK_SHARED_BYTES,
 }
-_HOST_BEGIN = "#include <tvm/ffi/c_api.h>\n"
+_HOST_BEGIN = re.compile(r"^#include <tvm/ffi/c_api\.h>\n", re.MULTILINE)
 _CAN_OVERLAP = "pagedkv_kernels_can_overlap"
 # Where a launcher allows a kernel to begin before the preceding one has ended.
-_ATTRIBUTE = re.compile(
-    r"(\w+)\[(\w+)\.numAttrs\+\+\](\.val\.programmaticStreamSerializationAllowed = 1;)"
-)
+_ALLOWED = "programmaticStreamSerializationAllowed"
+_ATTRIBUTE = re.compile(rf"(\w+)\[(\w+)\.numAttrs\+\+\](\.val\.{_ALLOWED} = 1;)")
 _KERNEL = re.compile(r"^extern \"C\" __global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\(", re.M)
 
 
@@ -138,6 +139,9 @@ def with_runtime(source: str) -> str:
     kernel = _KERNEL.search(source)
     assert kernel is not None, "the source has no kernel"
     definitions = definitions.replace("::KERNEL", f"::{kernel[1]}")
-    source = source.replace(_HOST_BEGIN, f'{_HOST_BEGIN}extern "C" int32_t {_CAN_OVERLAP}();\n')
-    source = _ATTRIBUTE.sub(rf"\1[\2.numAttrs]\3\n  \2.numAttrs += {_CAN_OVERLAP}();", source)
+    declared = rf'\g<0>extern "C" int32_t {_CAN_OVERLAP}();\n'
+    source = rewrite(source, _HOST_BEGIN, declared, 1, "beginning of the host's code")
+    guarded = rf"\1[\2.numAttrs]\3\n  \2.numAttrs += {_CAN_OVERLAP}();"
+    count = source.count(_ALLOWED)
+    source = rewrite(source, _ATTRIBUTE, guarded, count, "launches that may begin early")
     return source + _INCLUDES + definitions

@@ -12,12 +12,13 @@ from tvm import tirx
 from tvm.backend.cuda import export_cuda_host
 from tvm.target import Target
 
+from .rewrite import rewrite
 from .runtime import with_runtime
 
 _KEEP_SOURCE = "TVM_COMPILE_FORCE_FALLBACK"
 
 # A pointer argument of a kernel that is not an int32 array.
-_DATA_POINTER = re.compile(r"(?<!\bint)\* __restrict__ (?=\w+_ptr\b)")
+_DATA_POINTER = re.compile(r"(?<!\bint)\* __restrict__ ")
 _LOOP = re.compile(r"^(?P<pragma> *#pragma unroll\n)?(?P<indent> *)for \(", re.MULTILINE)
 
 
@@ -71,7 +72,8 @@ def _load_data_coherently(source: str) -> str:
     may hold stale data. Only int32 arrays keep the qualifier: the host copies them before the step,
     and no kernel writes them.
     """
-    return _DATA_POINTER.sub("* ", source)
+    count = source.count("__restrict__") - len(re.findall(r"\bint\* __restrict__", source))
+    return rewrite(source, _DATA_POINTER, "* ", count, "pointers to data")
 
 
 def _unroll_only_where_told(source: str) -> str:
@@ -81,4 +83,4 @@ def _unroll_only_where_told(source: str) -> str:
         indent = match["indent"]
         return match[0] if match["pragma"] else f"{indent}#pragma unroll 1\n{indent}for ("
 
-    return _LOOP.sub(mark, source)
+    return rewrite(source, _LOOP, mark, len(re.findall(r"\bfor\s*\(", source)), "loops")

@@ -21,7 +21,7 @@ from .threads import num_threads, set_num_threads  # noqa: E402
 if _library.has_compiler():
     from .bundle import write_bundle  # noqa: E402
     from .compiler import build_kernels as build  # noqa: E402
-    from .compiler import create  # noqa: E402
+    from .compiler import create, native_target  # noqa: E402
     from .relax import PagedKVCache, PagedKVCacheObject  # noqa: E402
 
 
@@ -58,6 +58,7 @@ __all__ = [
     "build",
     "create",
     "load_bundle",
+    "native_target",
     "num_threads",
     "open_prefix_cache",
     "set_num_threads",

@@ -13,11 +13,11 @@ from tvm.relax.frontend.nn.llm.kv_cache import RopeMode
 from tvm_ffi import Shape
 
 # The line that swaps the cache; PagedKVCacheObject is the type of one that functions are given.
-from tvm_pagedkv import PagedKVCache, PagedKVCacheObject
+from tvm_pagedkv import PagedKVCache, PagedKVCacheObject, native_target
 
 LAYERS, HEADS, KV_HEADS, DIM, VOCAB = 2, 6, 2, 32, 258
 HIDDEN = HEADS * DIM
-target = tvm.target.Target("llvm")  # {"kind": "llvm", "mcpu": "x86-64-v4"} is faster, where it runs
+target = native_target()  # this machine's CPU; tvm.target.Target("llvm") runs on all, and slower
 
 
 class Block(nn.Module):

@@ -17,6 +17,7 @@ import tir_kernels
 import tvm_pagedkv
 from tvm_pagedkv.compiler.build import build_kernels, resolve_target, vector_target
 from tvm_pagedkv.compiler.create import config_map
+from tvm_pagedkv.compiler.targets import native_target
 from tvm_pagedkv.config import KVCacheConfig, LayerSpec, RopeConfig
 
 from .. import reference
@@ -79,8 +80,27 @@ def test_vector_traits_follow_the_target():
     assert not generic.has_f16_convert
 
 
+@needs_x86
+def test_a_target_without_a_cpu_is_told_from_this_machine(monkeypatch, caplog):
+    """Kernels for ``llvm`` alone take a multiple of the time, and nothing else says why."""
+    targets._warn_without_cpu.cache_clear()
+    features = frozenset(_features("x86-64-v3"))
+    monkeypatch.setattr(targets, "cpu_features", lambda: features)
+    for target in (tvm.target.Target("llvm"), "llvm", "llvm", "x86-64", None):
+        vector_target(target)
+    (record,) = caplog.records
+    assert "vectors of 128 bits, and this machine's CPU has vectors of 256" in record.getMessage()
+    assert "mcpu='x86-64-v3'" in record.getMessage()
+    caplog.clear()
+    targets._warn_without_cpu.cache_clear()
+    monkeypatch.setattr(targets, "cpu_features", lambda: frozenset(_features("x86-64")))
+    vector_target("llvm")
+    assert not caplog.records
+    targets._warn_without_cpu.cache_clear()
+
+
 def test_native_is_the_default():
-    assert str(resolve_target()) == str(resolve_target("native"))
+    assert str(resolve_target()) == str(resolve_target("native")) == str(native_target())
     assert vector_target().lanes >= 4
 
 

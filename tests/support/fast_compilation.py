@@ -38,7 +38,7 @@ MODEL_TARGET = Target({"kind": "llvm", "opt-level": 0})  # any x86-64
 
 _MAKE_CACHES = ("tvm_pagedkv.compiler.create", "tvm_pagedkv.models.caches")
 _CHILDREN = Path(__file__).resolve().parent / "children"
-_native_target = targets._native_target
+_native_target = targets.native_target
 _of_thread = threading.local()  # whether it makes a cache, for several may do so at once
 
 
@@ -52,7 +52,7 @@ def _patches() -> AbstractContextManager:
 def unoptimized() -> Iterator[None]:
     """Compile for this CPU without optimisations wherever no target is named."""
     with _patches() as patch:
-        patch.setattr(targets, "_native_target", lambda: at_level_0(_native_target()))
+        patch.setattr(targets, "native_target", lambda: at_level_0(_native_target()))
         yield
 
 
@@ -73,7 +73,7 @@ def path_of_children() -> str:
 def resolve_target(cpu: str | Mapping) -> Target:
     """Return the target of a CPU, without optimisations within `unoptimized`."""
     target = targets.resolve_target(cpu)
-    return target if targets._native_target is _native_target else at_level_0(target)
+    return target if targets.native_target is _native_target else at_level_0(target)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from .progress import compiling
 from .targets import (
     architecture,
     is_cuda,
+    native_target,
     require_cpu,
     required_features,
     resolve_target,
@@ -50,6 +51,7 @@ __all__ = [
     "load_kernels",
     "load_libraries",
     "load_library",
+    "native_target",
     "require_cpu",
     "required_features",
     "resolve_target",

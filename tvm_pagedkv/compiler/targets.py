@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ import tvm_ffi
 from tvm.target import Target, codegen
 
 from tir_kernels.spec import VectorTarget
+
+_log = logging.getLogger("tvm_pagedkv.compiler")
 
 # CPU features that change a kernel's code: LLVM's name, and Linux's name if it differs.
 _X86 = (
@@ -56,7 +59,7 @@ def resolve_target(target: Target | str | Mapping | None = None) -> Target:
         If a string names neither a CPU nor a target, or if the target is not a CPU.
     """
     if target is None or target == "native":
-        target = _native_target()
+        target = native_target()
     elif isinstance(target, str) and codegen.llvm_is_valid_cpu(target, _host_triple()):
         target = Target({"kind": "llvm", "mcpu": target})
     elif not isinstance(target, Target):
@@ -112,8 +115,19 @@ def architecture(target: Target) -> str:
 
 
 def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
-    """Return the SIMD traits of a CPU, from the features that LLVM enables for it."""
-    features = _enabled(resolve_target(target))
+    """Return the SIMD traits of a CPU, from the features that LLVM enables for it.
+
+    A target that names no CPU gets those that all CPUs of its architecture have. A warning of the
+    logger ``tvm_pagedkv.compiler`` says so where this machine's CPU has wider vectors.
+    """
+    target = resolve_target(target)
+    traits = _traits(frozenset(_enabled(target)))
+    if "mcpu" not in target.attrs and architecture(target) == _host_triple().split("-")[0]:
+        _warn_without_cpu(traits.lanes, _traits(frozenset(_enabled(native_target()))).lanes)
+    return traits
+
+
+def _traits(features: frozenset[str]) -> VectorTarget:
     if "avx512f" in features:
         return VectorTarget(
             lanes=16,
@@ -127,6 +141,18 @@ def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
     return VectorTarget(lanes=4, registers=32 if is_arm else 16, has_f16_convert=is_arm)
 
 
+@functools.cache
+def _warn_without_cpu(lanes: int, native_lanes: int) -> None:
+    if lanes < native_lanes:
+        _log.warning(
+            "the target names no CPU, so its kernels use vectors of %d bits, and this machine's "
+            "CPU has vectors of %d bits; name it by mcpu=%r, or use tvm_pagedkv.native_target()",
+            32 * lanes,
+            32 * native_lanes,
+            str(native_target().attrs["mcpu"]),
+        )
+
+
 def _enabled(target: Target) -> set[str]:
     return {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
 
@@ -135,7 +161,8 @@ def _host_triple() -> str:
     return str(codegen.llvm_get_system_triple())
 
 
-def _native_target() -> Target:
+def native_target() -> Target:
+    """Return the TVM target of this machine's CPU, which `create` compiles for by default."""
     return _target_with(architecture(Target({"kind": "llvm"})), cpu_features())
 
 

@@ -46,8 +46,8 @@ def _importer():
 
 def _patch(module):
     if module.__name__ == _TARGETS:
-        native = module._native_target
-        module._native_target = lambda: at_level_0(native())
+        native = module.native_target
+        module.native_target = lambda: at_level_0(native())
         return
     fast_compilation = sys.modules.get("fast_compilation_of_child")
     if fast_compilation is None:

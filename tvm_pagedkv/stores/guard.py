@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .._checks import check_int, check_positive
+from .breaker import CircuitBreaker
 from .interface import PageStore
 from .memory import check_batch, check_keys, view
 
@@ -86,7 +87,7 @@ class GuardedStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._deadline = check_positive("deadline", deadline)
-        self._max_failures = check_int("failures", failures)
+        check_int("failures", failures)
         self._pause = check_positive("pause", pause)
         check_int("buffer_bytes", buffer_bytes, _ALIGNMENT, 2**40)
         self._clock = clock
@@ -97,8 +98,7 @@ class GuardedStore:
         self._buffer = memoryview(mmap.mmap(-1, buffer_bytes))
         self._address = np.frombuffer(self._buffer, np.uint8).ctypes.data
         self._late: _Job | None = None  # missed its deadline and has not returned
-        self._in_a_row = 0
-        self._open_until: float | None = None
+        self._breaker = CircuitBreaker(failures, self._pause, self._pause, clock)
         self._counts = dict.fromkeys(("calls", "failures", "timeouts", "refused", "opened"), 0)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         threading.Thread(
@@ -113,7 +113,7 @@ class GuardedStore:
     @property
     def is_open(self) -> bool:
         """Whether calls are answered without the store."""
-        return self._open_until is not None
+        return self._breaker.is_open
 
     def stats(self) -> dict[str, int]:
         """Return counts of calls.
@@ -232,7 +232,7 @@ class GuardedStore:
             if not self._late.done.is_set():
                 return False
             self._late = None
-        return self._open_until is None or self._clock() >= self._open_until
+        return self._breaker.may_call
 
     def _call(
         self,
@@ -259,24 +259,15 @@ class GuardedStore:
         return None
 
     def _succeed(self) -> None:
-        self._in_a_row = 0
-        if self._open_until is not None:
-            self._open_until = None
+        if self._breaker.succeed():
             _log.warning("%s works again", self._name)
 
     def _fail(self, reason: str) -> None:
         self._counts["failures"] += 1
-        self._in_a_row += 1
-        if self._open_until is not None:  # the try failed
-            self._open_until = self._clock() + self._pause
-        elif self._in_a_row >= self._max_failures:
-            self._open_until = self._clock() + self._pause
+        if self._breaker.fail():
             self._counts["opened"] += 1
             _log.warning(
-                "%s is unavailable; retrying every %g s: %s",
-                self._name,
-                self._pause,
-                reason,
+                "%s is unavailable; retrying every %g s: %s", self._name, self._pause, reason
             )
 
     def _check_usable(self) -> None:

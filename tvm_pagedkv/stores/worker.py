@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import tvm_ffi
 
 from .._functions import global_function
+from .breaker import CircuitBreaker
 from .interface import PageStore
 
 logger = logging.getLogger("tvm_pagedkv.stores")
@@ -32,28 +33,6 @@ _workers: dict[int, StoreWorker] = {}  # those that run, by the address of their
 @tvm_ffi.register_object("pagedkv.PrefixTier")
 class PrefixTier(tvm_ffi.Object):
     """The host memory below the pages of a cache, as the runtime's functions take it."""
-
-
-class _Breaker:
-    """Leaves a store alone for a while after several calls in a row have failed."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._num_failures = 0
-        self._until = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return self._clock() < self._until
-
-    def succeed(self) -> None:
-        self._num_failures = 0
-
-    def fail(self) -> None:
-        self._num_failures += 1
-        excess = self._num_failures - _MAX_FAILURES
-        if excess >= 0:
-            self._until = self._clock() + min(_MIN_PAUSE * 2 ** min(excess, 10), _MAX_PAUSE)
 
 
 class StoreWorker:
@@ -72,7 +51,7 @@ class StoreWorker:
     ) -> None:
         self._tier = tier
         self._store = store
-        self._breaker = _Breaker(clock)
+        self._breaker = CircuitBreaker(_MAX_FAILURES, _MIN_PAUSE, _MAX_PAUSE, clock)
         self._thread = threading.Thread(target=self._run, name="tvm_pagedkv store", daemon=True)
         _workers[_address_of(tier)] = self
         self._thread.start()
@@ -104,7 +83,7 @@ def _address_of(tier: PrefixTier) -> int:
     return int(global_function("pagedkv.tier_memory")(tier)[0])
 
 
-def _serve(tier: PrefixTier, store: PageStore, breaker: _Breaker) -> None:
+def _serve(tier: PrefixTier, store: PageStore, breaker: CircuitBreaker) -> None:
     """Loop over the jobs of a tier."""
     next_job = global_function("pagedkv.tier_next_job")
     finish_job = global_function("pagedkv.tier_finish_job")
@@ -134,11 +113,11 @@ def _serve(tier: PrefixTier, store: PageStore, breaker: _Breaker) -> None:
 
 
 def _call(
-    store: PageStore, breaker: _Breaker, kind: str, keys: Sequence[bytes], job: tvm_ffi.Map
+    store: PageStore, breaker: CircuitBreaker, kind: str, keys: Sequence[bytes], job: tvm_ffi.Map
 ) -> list[bool]:
     """Do a job; what fails is a miss."""
     missing = [False] * len(keys)
-    if breaker.is_open:
+    if not breaker.may_call:
         return missing
     try:
         if kind == "exists":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel is built for: frozen, hashable values that the builders close over."""
+"""Specs of kernels: frozen, hashable values that the builders close over."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from .codec import Codec, CodecPair, codec_of
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+STORED_ITEMSIZE = ITEMSIZE | {"int8": 1, "uint8": 1, "uint16": 2}  # also of codes and scales
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """All that decides the code of the kernels of one set of layers.
+    """Everything that decides the code of the kernels of one set of layers.
 
     Parameters
     ----------
@@ -152,7 +153,7 @@ class KernelSpec:
 
     @property
     def codec(self) -> Codec | CodecPair | None:
-        """How the pages keep rows, if they are quantized."""
+        """Return the codec of the pages, if they are quantized."""
         return codec_of(self.kv_dtype)
 
     @property
@@ -162,7 +163,7 @@ class KernelSpec:
 
     @property
     def v_dtype(self) -> str:
-        """As `k_dtype`, of V."""
+        """Return what `k_dtype` is for K, of V."""
         return self.kv_dtype if self.codec is None else self.codec.v.name
 
     @property

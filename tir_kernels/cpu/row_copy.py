@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels that move rows share: their buffers, their loops, and the copy of a row."""
+"""Buffers, loops and the copy of a row, for all kernels that move rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from tvm.script import tirx as T
 
 from ..layout import QuantizedPages, first_element
-from ..spec import ITEMSIZE
+from ..spec import ITEMSIZE, STORED_ITEMSIZE
 from . import quantized_rows, simd
 
-_ITEMSIZE = ITEMSIZE | {"int8": 1, "uint8": 1, "uint16": 2}
 # Work below this many bytes moved (20 us or so) is not worth waking a thread.
 SERIAL_BELOW_BYTES = 512 * 1024
 
@@ -31,7 +30,7 @@ def match(handle, shape: Sequence, dtype: str, strides: Sequence | None = None):
 
 
 def match_strided(handle, shape: Sequence, dtype: str):
-    """As `match`, with any strides but the last one: rows are contiguous."""
+    """Do what `match` does, with any strides but the last one: rows are contiguous."""
     outer = [T.int64() for _ in shape[:-1]]
     # The stride of an axis of one element may be anything, and does not matter.
     last = T.int64(1) if int(shape[-1]) > 1 else T.int64()
@@ -84,7 +83,7 @@ def _copy_elements(source, source_row, sink, sink_row, lanes: int, begin: int) -
     width, dtype = int(source.shape[-1]), str(source.dtype)
     same = dtype == str(sink.dtype)
     through = dtype if same else simd.F32
-    for start, count in simd.chunks(width - begin, lanes * 4 // _ITEMSIZE[through]):
+    for start, count in simd.chunks(width - begin, lanes * 4 // STORED_ITEMSIZE[through]):
         dim = begin + start
         value = simd.load(source, (*source_row, dim), count, to=through)
         simd.store(sink, (*sink_row, dim), count, value, source=through)

@@ -14,9 +14,9 @@ from tvm.script.ir_builder import IRBuilder
 from ..layout import QuantizedPages, Slot
 from ..semantics.partial_states import selected
 from ..semantics.rope import inverse_frequencies, sin_cos
-from ..spec import KernelSpec
+from ..spec import STORED_ITEMSIZE, KernelSpec
 from . import scalars
-from .elements import ACCESS_BYTES, ITEMSIZE, copy_elements, load_floats, run_length, store_floats
+from .elements import ACCESS_BYTES, copy_elements, load_floats, run_length, store_floats
 from .emit import F32, WARP, Registers, Variable, index_temp, launch, sync_block
 from .launcher import workspace
 from .quantized_rows import dequantize_row, quantize_row
@@ -109,7 +109,7 @@ class Worker:
             self.shared = self._table(rows, size)
 
     def slot(self, slot) -> Slot:
-        """Where a slot's rows lie."""
+        """Return the location of a slot's rows."""
         return Slot(slot, self.spec, scalars.temp)
 
     def sync(self) -> None:
@@ -171,17 +171,17 @@ class Worker:
         if width == 0:
             return
         same = str(to.dtype) == str(of.dtype)
-        itemsize = ITEMSIZE[str(to.dtype)]
-        most = ACCESS_BYTES // itemsize if same else 8
+        itemsize = STORED_ITEMSIZE[str(to.dtype)]
+        max_run = ACCESS_BYTES // itemsize if same else 8
 
         def copy(i, start):
             start = begin + start
             (_, to_row), (_, of_row) = sink(i), source(i)
             copy_elements(to, (*to_row, start), of, (*of_row, start), length)
 
-        length = run_length(width, begin, most)
+        length = run_length(width, begin, max_run)
         if same and itemsize == 1:  # codes
-            length = math.gcd(width, most)
+            length = math.gcd(width, max_run)
         self._for_runs(count, width, length, copy)
 
     def _for_rows_of_warps(self, count, body: Callable) -> None:

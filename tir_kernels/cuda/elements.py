@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from tvm.script import tirx as T
 
 from ..define import ACCESS_BYTES
-from ..spec import ITEMSIZE as FLOAT_ITEMSIZE
+from ..spec import STORED_ITEMSIZE
 from .emit import F32, U32, Registers, ptx
 
-# Of floating-point numbers, and of codes and scales of quantized pages.
-ITEMSIZE = FLOAT_ITEMSIZE | {"int8": 1, "uint8": 1, "uint16": 2}
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 
@@ -36,7 +34,7 @@ def _access(name: str, words: Registers, buffer, index: Sequence, num_bytes: int
     *outer, last = index
     for start in range(0, num_bytes, ACCESS_BYTES):
         count = min(num_bytes - start, ACCESS_BYTES) // 4
-        pointer = buffer.ptr_to([*outer, last + start // ITEMSIZE[str(buffer.dtype)]])
+        pointer = buffer.ptr_to([*outer, last + start // STORED_ITEMSIZE[str(buffer.dtype)]])
         registers = [words[start // 4 + i] for i in range(count)]
         operands = (*registers, pointer) if name.startswith("ld") else (pointer, *registers)
         ptx(f"{name}.v{count}.b32" if count > 1 else f"{name}.b32", *operands)
@@ -45,7 +43,7 @@ def _access(name: str, words: Registers, buffer, index: Sequence, num_bytes: int
 def load_floats(buffer, index: Sequence, count: int) -> Registers:
     """Load `count` elements, widened to float32."""
     dtype = str(buffer.dtype)
-    values, num_bytes = Registers(count, F32, "values"), count * ITEMSIZE[dtype]
+    values, num_bytes = Registers(count, F32, "values"), count * STORED_ITEMSIZE[dtype]
     if num_bytes % 4:
         for i in range(count):
             values[i] = T.cast(buffer[(*index[:-1], index[-1] + i)], F32)
@@ -68,7 +66,7 @@ def widen_words(words: Registers, dtype: str, values: Registers, first: int = 0)
 def store_floats(buffer, index: Sequence, values: Registers) -> None:
     """Store elements, narrowed from float32."""
     dtype = str(buffer.dtype)
-    num_bytes = values.count * ITEMSIZE[dtype]
+    num_bytes = values.count * STORED_ITEMSIZE[dtype]
     if num_bytes % 4:
         for i in range(values.count):
             T.buffer_store(buffer, T.cast(values[i], dtype), [*index[:-1], index[-1] + i])
@@ -84,7 +82,7 @@ def store_floats(buffer, index: Sequence, values: Registers) -> None:
 
 def copy_elements(to, to_index: Sequence, of, of_index: Sequence, count: int) -> None:
     """Copy `count` elements; bit for bit where the types are the same."""
-    num_bytes = count * ITEMSIZE[str(of.dtype)]
+    num_bytes = count * STORED_ITEMSIZE[str(of.dtype)]
     if str(to.dtype) != str(of.dtype):
         store_floats(to, to_index, load_floats(of, of_index, count))
     elif num_bytes % 4:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from .._checks import check_choice
 from .._codecs import CODECS, codec_of
 
+# tir_kernels.spec has the same table: a configuration must not import TVM for it.
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 DTYPES = tuple(ITEMSIZE)
 KV_DTYPES = (*DTYPES, *CODECS)

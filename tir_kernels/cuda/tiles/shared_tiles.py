@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from ..elements import ITEMSIZE, pack, widen_bits, widen_words
+from ...spec import STORED_ITEMSIZE
+from ..elements import pack, widen_bits, widen_words
 from ..emit import F32, U32, Registers, index_temp, ptx
 
 CHUNK_BYTES = 16
@@ -39,7 +40,7 @@ class TileLayout:
     @property
     def per_chunk(self) -> int:
         """Elements of a chunk."""
-        return CHUNK_BYTES // ITEMSIZE[self.dtype]
+        return CHUNK_BYTES // STORED_ITEMSIZE[self.dtype]
 
     @property
     def chunks(self) -> int:
@@ -58,7 +59,7 @@ class TileLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tile."""
+        """Return the size of the tile in bytes."""
         return self.rows * self.stride
 
     def offset(self, row, chunk):
@@ -92,7 +93,7 @@ class SharedTiles:
         return self.begin + self.count * self.layout.num_bytes
 
     def pointer(self, tile, row, chunk, byte=0):
-        """Where a chunk begins, or a byte of it."""
+        """Return a pointer to a chunk, or to a byte of it."""
         first = self.begin + tile * self.layout.num_bytes
         offset = self.layout.offset(row, self.first_chunk + chunk)
         return self.memory.ptr_to([first + offset + byte])
@@ -116,10 +117,10 @@ class SharedTiles:
         return self.memory.ptr_to([start + offset + rows * layout.stride])
 
     def element_pointer(self, tile, row, column):
-        """Where an element is."""
+        """Return a pointer to an element."""
         layout = self.layout
         chunk, rest = (f(column, layout.per_chunk) for f in (T.truncdiv, T.truncmod))
-        return self.pointer(tile, row, chunk, rest * ITEMSIZE[layout.dtype])
+        return self.pointer(tile, row, chunk, rest * STORED_ITEMSIZE[layout.dtype])
 
     def load_float(self, tile, row, column):
         """Load an element, widened to float32."""
@@ -146,7 +147,7 @@ class SharedTiles:
     def store_pair(self, tile, row, column, low, high) -> None:
         """Store two elements next to each other, narrowed from float32."""
         pointer, dtype = self.element_pointer(tile, row, column), self.layout.dtype
-        words = Registers(ITEMSIZE[dtype] // 2, U32, "words")
+        words = Registers(STORED_ITEMSIZE[dtype] // 2, U32, "words")
         if dtype == F32:
             words[0], words[1] = (T.reinterpret(U32, x) for x in (low, high))
             ptx("st.shared.v2.b32", pointer, words[0], words[1])
@@ -159,7 +160,7 @@ class SharedTiles:
         layout, values = self.layout, Registers(count, F32, "values")
         dtype, step = layout.dtype, min(count, layout.per_chunk)
         for first in range(0, count, step):
-            num_words = step * ITEMSIZE[dtype] // 4
+            num_words = step * STORED_ITEMSIZE[dtype] // 4
             words = Registers(num_words, U32, "words")
             taken = [words[i] for i in range(num_words)]
             vector = f".v{num_words}" if num_words > 1 else ""

@@ -65,7 +65,7 @@ OTHERS = {
     OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime", OWN + "library",
 }  # fmt: skip
 # Their arguments have no cache: test_hostile_creation.py, test_transfer_messages.py,
-# test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py.
+# test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py, test_other_machines.py.
 WITHOUT_CACHE = {
     *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions", OWN + "checksum",
     OWN + "load_bundle", OWN + "choose_bundle_target", OWN + "cpu_features", OWN + "require_cpu",
@@ -103,8 +103,8 @@ STEP_TOKENS = shape(
 SALT = Kind(lambda: b"salt", {})
 SECONDS = Kind(lambda: 0.5, {"negative": lambda: -1.0, "nan": lambda: float("nan")})
 TIERS = {
-    "host_bytes": 1 << 20, "model": "", "write": "back", "min_hits": 1, "wait": 0.0,
-    "has_store": False,
+    "host_bytes": 1 << 20, "model_id": "", "write_policy": "back", "min_hits": 1,
+    "lookup_timeout": 0.0, "has_store": False,
 }  # fmt: skip
 TIER_OPTIONS = Kind(
     lambda: TIERS,
@@ -115,9 +115,9 @@ TIER_OPTIONS = Kind(
         "negative": lambda: {**TIERS, "host_bytes": -1},
         "small": lambda: {**TIERS, "host_bytes": 100},
         "float": lambda: {**TIERS, "host_bytes": 1.5},
-        "write": lambda: {**TIERS, "write": "around"},
+        "write_policy": lambda: {**TIERS, "write_policy": "around"},
         "hits": lambda: {**TIERS, "min_hits": 0},
-        "wait": lambda: {**TIERS, "wait": float("nan")},
+        "lookup_timeout": lambda: {**TIERS, "lookup_timeout": float("nan")},
         "unnamed": lambda: {**TIERS, "has_store": True},
     },
 )

@@ -121,18 +121,23 @@ def test_a_build_that_fails_lets_the_next_one_try(folder):
 
 @pytest.mark.parametrize("key", ["the same", "another"])
 def test_a_killed_build_leaves_nothing_for_long(folder, key):
+    reader, writer = os.pipe()
+
+    def build_for_ever(path: Path) -> None:
+        path.with_suffix(".scratch").write_bytes(b"half")
+        os.write(writer, b"x")
+        signal.pause()
+
     child = os.fork()
     if child == 0:
         try:
-            sealed_file(["the same"], ".so", Build(folder, seconds=60))
+            sealed_file(["the same"], ".so", build_for_ever)
         finally:
             os._exit(1)
-    deadline = time.monotonic() + 20
-    while not list(folder.glob(".build-*/*.scratch")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    os.read(reader, 1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    os.close(reader), os.close(writer)
     assert list(folder.glob(".build-*"))
     path = sealed_file([key], ".so", Build(folder))
     assert [p.name for p in folder.iterdir()] == [path.name]
@@ -140,10 +145,11 @@ def test_a_killed_build_leaves_nothing_for_long(folder, key):
 
 def test_a_running_build_is_not_swept(folder):
     reader, writer = os.pipe()
+    is_swept, sweep = os.pipe()
 
     def build(path: Path) -> None:
         os.write(writer, b"x")
-        time.sleep(0.5)
+        os.read(is_swept, 1)
         path.write_bytes(b"slow")  # its folder is still there
 
     child = os.fork()
@@ -155,9 +161,11 @@ def test_a_running_build_is_not_swept(folder):
             os._exit(status)
     os.read(reader, 1)
     sealed_file(["quick"], ".so", Build(folder))
+    os.write(sweep, b"x")
     assert os.waitpid(child, 0)[1] == 0
     assert len(list(folder.iterdir())) == 2
-    os.close(reader), os.close(writer)
+    for end in (reader, writer, is_swept, sweep):
+        os.close(end)
 
 
 # --- trust --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 
 import tvm_pagedkv as pkv
 from tvm_pagedkv.compiler import resolve_target, targets
@@ -47,6 +48,7 @@ def test_variables_leave_features_out_and_add_none(monkeypatch):
 def test_machines_that_share_a_folder_have_files_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path / "cache"))
     seen: set[Path] = set()
+    targets_seen: set[str] = set()
     for features in ("", " ".join(targets.required_features(resolve_target("x86-64-v3"))), None):
         monkeypatch.setenv(HIDE, features) if features is not None else monkeypatch.delenv(HIDE)
         kernels = pkv.build(CONFIG)
@@ -57,7 +59,9 @@ def test_machines_that_share_a_folder_have_files_of_their_own(monkeypatch, tmp_p
         kernels.kernels["merge"](*arrays)
         np.testing.assert_allclose(arrays[0].numpy(), 2 * o, rtol=1e-6)
         files = set((tmp_path / "cache").glob("*.so"))
-        assert files > seen, "a machine uses the file of another one"
+        if str(kernels.target) not in targets_seen:  # without AVX-512 the last two are alike
+            assert files > seen, "a machine uses the file of another one"
+        targets_seen.add(str(kernels.target))
         seen = files
 
 
@@ -110,6 +114,28 @@ def test_what_is_hidden_of_an_arm_cpu_is_not_used(monkeypatch, hidden, attribute
     assert target.attrs["mcpu"] == "neoverse-v2"
     assert list(target.attrs.get("mattr", [])) == (attributes or [])
     assert set(targets.required_features(target)) <= everything
+
+
+def test_the_runtime_refuses_wrong_arguments():
+    ask, require = (
+        tvm_ffi.get_global_func(f"pagedkv.{n}") for n in ("cpu_features", "require_cpu")
+    )
+    architecture = platform.machine()
+    require("kernels", architecture, list(ask()))
+    for wrong in (None, 1, ["x"]):
+        with pytest.raises(TypeError):
+            ask(wrong)
+        for position in range(3):
+            arguments = ["kernels", architecture, ["sse2"]]
+            arguments[position] = wrong if position < 2 else [None]
+            with pytest.raises(TypeError):
+                require(*arguments)
+    with pytest.raises(TypeError):
+        require("kernels", architecture)
+    with pytest.raises(ValueError, match="kernels"):
+        require("kernels", architecture, ["no_such_feature"])
+    with pytest.raises(ValueError, match="kernels"):
+        require("kernels", "no_such_architecture", [])
 
 
 if __name__ == "__main__":

@@ -71,6 +71,14 @@ def fake_listener():
         yield start
 
 
+@pytest.fixture
+def nobody():
+    """An address at which nobody listens, held so that nobody else gets it."""
+    with socket.socket() as holder:
+        holder.bind(HERE)
+        yield holder.getsockname()
+
+
 def check_messages(one, other) -> None:
     one.send({"text": "to the other"})
     other.send({"text": "back"})
@@ -239,9 +247,7 @@ def test_messages_behind_the_handshake_are_kept(listener, stranger, threads):
         assert accepted.result().receive(5.0) == {"number": number}
 
 
-def test_time_limits_cover_all_of_connect(fake_clock, monkeypatch):
-    with socket.create_server(HERE) as server:
-        nobody = server.getsockname()
+def test_time_limits_cover_all_of_connect(fake_clock, nobody):
     for timeout in (0.0, 0.3):
         start = fake_clock.time
         with pytest.raises(TransferTimeout, match="nobody listens at 127.0.0.1:"):
@@ -280,10 +286,8 @@ def test_a_full_backlog_does_not_stop_connect(fake_clock):
         connection.close()
 
 
-def test_a_host_with_several_addresses(monkeypatch, listener, threads):
+def test_a_host_with_several_addresses(monkeypatch, listener, nobody, threads):
     """One that cannot be reached or is not listened at does not hide the next."""
-    with socket.create_server(HERE) as server:
-        nobody = server.getsockname()
     targets = [("255.255.255.255", 1), nobody, listener.address]
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", target) for target in targets]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)

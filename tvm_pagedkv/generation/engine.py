@@ -213,12 +213,12 @@ def _check_cache(
     cache: KVCache, prompts: Sequence[Sequence[int]], num_slots: int, budget: PageBudget
 ) -> int:
     """Check the capacities of a cache that the caller gave; return its pages."""
-    info = getattr(cache, "first", cache).description
+    info = (cache.first if hasattr(cache, "first") else cache).description
     num_rows = max(budget.prefill_chunk_size, num_slots * (1 + budget.max_drafts))
-    for name, least in (("max_num_sequences", num_slots), ("prefill_chunk_size", num_rows)):
-        if info[name] < least:
+    for name, minimum in (("max_num_sequences", num_slots), ("prefill_chunk_size", num_rows)):
+        if info[name] < minimum:
             raise ValueError(
-                f"the cache must have a {name} of at least {least} for these arguments, got "
+                f"the cache must have a {name} of at least {minimum} for these arguments, got "
                 f"{info[name]}"
             )
     if info["page_size"] != budget.page_size:

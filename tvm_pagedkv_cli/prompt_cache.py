@@ -43,6 +43,6 @@ def prefix_cache_of(options: argparse.Namespace) -> bool | PrefixCacheConfig:
     return PrefixCacheConfig(
         disk_path=options.prompt_cache,
         host_bytes=HOST_BYTES,
-        model=fingerprint(options.model),
-        wait=WAIT_SECONDS,
+        model_id=fingerprint(options.model),
+        lookup_timeout=WAIT_SECONDS,
     )

@@ -17,8 +17,8 @@ namespace pagedkv {
 namespace {
 
 TierPolicy PolicyOf(const PrefixTierOptions& options) {
-  if (options.writes == "through") return {TierWrites::kThrough, options.min_hits};
-  if (options.writes == "back") return {TierWrites::kBack, options.min_hits};
+  if (options.write_policy == "through") return {TierWrites::kThrough, options.min_hits};
+  if (options.write_policy == "back") return {TierWrites::kBack, options.min_hits};
   return {TierWrites::kSelective, options.min_hits};
 }
 
@@ -42,13 +42,13 @@ PrefixTier PrefixTiers::Open(const ffi::Map<ffi::String, ffi::Any>& map) {
                                                    object->memory());
   // Workers of a tensor-parallel model have other heads on pages of the same form.
   ClassicText space;
-  space << "model=" << options.model << "\nlayout=" << layout_
+  space << "model=" << options.model_id << "\nlayout=" << layout_
         << "\ndtype=" << std::string(ffi::DLDataTypeToString(config.dtype)) << "\nworker=";
   if (const std::optional<int64_t> worker = CurrentWorkerId()) space << *worker;
   table_->prefixes().SetTier(object->tier(), transfers.get(), PolicyOf(options), space.str());
   tier_ = PrefixTier(std::move(object));
   transfers_ = std::move(transfers);
-  default_wait_ = options.wait;
+  default_wait_ = options.lookup_timeout;
   return tier_;
 }
 
@@ -108,7 +108,7 @@ ffi::Map<ffi::String, ffi::Any> PrefixTiers::Stats() const {
           {"num_fetched_pages", tier.fetched},
           {"num_failed_fetches", tier.failed_fetches},
           {"num_failed_loads", hits.failed_loads},
-          {"reused_device_tokens", hits.reused_tokens - hits.host_tokens - hits.store_tokens},
+          {"reused_pool_tokens", hits.reused_tokens - hits.host_tokens - hits.store_tokens},
           {"reused_host_tokens", hits.host_tokens},
           {"reused_store_tokens", hits.store_tokens}};
 }

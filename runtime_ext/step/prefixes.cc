@@ -70,7 +70,8 @@ int64_t Prefixes::Add(int64_t sequence_id, const TokenIds& tokens, const ffi::By
 int64_t Prefixes::AddWithin(int64_t sequence_id, const TokenIds& tokens, const ffi::Bytes& salt,
                             double seconds) {
   step_->phase().RequireIdle("prefix_add");
-  if (!(seconds >= 0)) Raise(kValueError, "wait must be at least 0 seconds, got ", seconds);
+  if (!(seconds >= 0))
+    Raise(kValueError, "lookup_timeout must be at least 0 seconds, got ", seconds);
   TokenSpan span = Convert(tokens);
   tiers_->Settle();
   if (seconds > 0 && table_->Find(sequence_id) == nullptr) {

@@ -65,8 +65,8 @@ bool WaitInSlices(double seconds, F wait) {
 }  // namespace
 
 PrefixTierOptions PrefixTierOptions::FromMap(const ffi::Map<ffi::String, ffi::Any>& map) {
-  constexpr const char* kNames[] = {"host_bytes", "model", "write",
-                                    "min_hits",   "wait",  "has_store"};
+  constexpr const char* kNames[] = {"host_bytes", "model_id",       "write_policy",
+                                    "min_hits",   "lookup_timeout", "has_store"};
   for (const auto& [key, value] : map) {
     const bool is_known =
         std::any_of(std::begin(kNames), std::end(kNames), [&](const char* n) { return key == n; });
@@ -74,23 +74,25 @@ PrefixTierOptions PrefixTierOptions::FromMap(const ffi::Map<ffi::String, ffi::An
   }
   PrefixTierOptions options;
   options.host_bytes = FieldOf<int64_t>(map, "host_bytes");
-  options.model = FieldOf<ffi::String>(map, "model");
-  options.writes = FieldOf<ffi::String>(map, "write");
+  options.model_id = FieldOf<ffi::String>(map, "model_id");
+  options.write_policy = FieldOf<ffi::String>(map, "write_policy");
   options.min_hits = FieldOf<int64_t>(map, "min_hits");
-  options.wait = FieldOf<double>(map, "wait");
+  options.lookup_timeout = FieldOf<double>(map, "lookup_timeout");
   options.has_store = FieldOf<bool>(map, "has_store");
   if (options.host_bytes < 0 || (options.host_bytes == 0 && !options.has_store)) {
     Raise(kValueError, "host_bytes must be at least 1 without a store, got ", options.host_bytes);
   }
-  if (options.writes != "through" && options.writes != "back" && options.writes != "selective") {
-    Raise(kValueError, "write must be 'through', 'back' or 'selective', got '", options.writes,
-          "'");
+  if (options.write_policy != "through" && options.write_policy != "back" &&
+      options.write_policy != "selective") {
+    Raise(kValueError, "write_policy must be 'through', 'back' or 'selective', got '",
+          options.write_policy, "'");
   }
   if (options.min_hits < 1) Raise(kValueError, "min_hits must be at least 1");
-  if (!(options.wait >= 0 && options.wait <= kMaxWait)) {
-    Raise(kValueError, "wait must be between 0 and ", kMaxWait, " seconds, got ", options.wait);
+  if (!(options.lookup_timeout >= 0 && options.lookup_timeout <= kMaxWait)) {
+    Raise(kValueError, "lookup_timeout must be between 0 and ", kMaxWait, " seconds, got ",
+          options.lookup_timeout);
   }
-  if (options.has_store && options.model.empty()) {
+  if (options.has_store && options.model_id.empty()) {
     Raise(kValueError,
           "a prefix cache with a store needs the name of the model: the cache cannot "
           "know of which weights its pages are");

@@ -26,13 +26,13 @@ namespace pagedkv {
 
 namespace ffi = tvm::ffi;
 
-/*! \brief How a cache keeps pages below its pools. */
+/*! \brief Options of the tiers below the pools of a cache. */
 struct PrefixTierOptions {
   int64_t host_bytes = 0;  // 0: as little as a store needs
-  std::string model;
-  std::string writes;  // "through", "back" or "selective"
+  std::string model_id;
+  std::string write_policy;  // "through", "back" or "selective"
   int64_t min_hits = 1;
-  double wait = 0;  // seconds for which a new sequence waits for the store
+  double lookup_timeout = 0;  // seconds for which a new sequence waits for the store
   bool has_store = false;
 
   /*! \throws Error (ValueError, TypeError) that names the field. */

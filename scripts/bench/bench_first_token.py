@@ -40,14 +40,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-TIERS = ("pages", "host", "disk", "restart")
+TIERS = ("pool", "host", "disk", "restart")
 WAIT_S = 600.0  # for the store
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What computing a prompt of some length took and gave."""
+    """Times and results of computing a prompt of some length."""
 
     ttft_s: float
     first_token: int
@@ -56,7 +56,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a cached prompt took: `add_s` to find and load it, `step_s` to compute the rest."""
+    """Times of a cached prompt: `add_s` to find and load it, `step_s` to compute the rest."""
 
     num_reused: int
     add_s: float
@@ -114,8 +114,8 @@ class FirstToken:
             host_bytes=num_bytes * 5 // 4 + 16 * MIB,
             disk_path=self.folder,
             disk_bytes=4 * num_bytes + 64 * MIB,
-            model=self.name,
-            wait=WAIT_S,
+            model_id=self.name,
+            lookup_timeout=WAIT_S,
         )
         return self.model.create_cache(1, capacity, self.chunk, prefix_cache=tiers)
 
@@ -158,7 +158,7 @@ class FirstToken:
 
     def _leave_in(self, tier: str) -> None:
         """Let the text be in this tier, and in none above it."""
-        if tier in ("pages", "host"):
+        if tier in ("pool", "host"):
             self.cache.add_sequence(1, self.text)
             self.cache.remove_sequence(1)
         if tier == "host":
@@ -174,7 +174,7 @@ class FirstToken:
         in_pool, fetched = (now - then for now, then in zip(_counts(cache), before, strict=True))
         num_pages = full // self.page_size * self.num_groups
         is_right = {
-            "pages": in_pool >= full and fetched == 0,
+            "pool": in_pool >= full and fetched == 0,
             "host": in_pool == 0 and fetched == 0,
         }
         if not is_right.get(tier, in_pool == 0 and fetched >= num_pages):
@@ -210,7 +210,7 @@ class FirstToken:
                 record["all_ttft_s"] = [each.ttft_s for each in lookups[length, tier]]
                 record["reused_bytes"] = num_bytes
                 record["gain"] = computed / median.ttft_s
-                if tier != "pages":  # nothing is loaded to the pool from itself
+                if tier != "pool":  # nothing is loaded to the pool from itself
                     record["gb_s"] = num_bytes / median.add_s / 1e9
                 records.append(record)
         return records
@@ -219,7 +219,7 @@ class FirstToken:
 def _counts(cache) -> tuple[int, int]:
     """Tokens that were found in the pool, and pages that came from disk."""
     tiers = cache.stats()["prefix_tiers"]
-    return tiers["reused_device_tokens"], tiers["num_fetched_pages"]
+    return tiers["reused_pool_tokens"], tiers["num_fetched_pages"]
 
 
 def print_records(records: Sequence[dict]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast pages go to the tiers below a cache and come back, beside copies and plain files.
+"""Throughput to and from the tiers below a cache, beside copies and plain files.
 
     python scripts/bench/bench_tiers.py --folder /var/tmp
 
@@ -80,7 +80,8 @@ class Texts:
         disk_bytes = 4 * self.num_bytes + (64 << 20)
         disk = {} if folder is None else {"disk_path": folder, "disk_bytes": disk_bytes}
         host_bytes = self.num_bytes * 9 // 8 + (64 << 20)
-        config = PrefixCacheConfig(host_bytes=host_bytes, model="m", write="through", **disk)
+        tiers = {"host_bytes": host_bytes, "model_id": "m", "write_policy": "through", **disk}
+        config = PrefixCacheConfig(**tiers)
         open_prefix_cache(self.cache, config)
 
     def tokens(self) -> list[int]:
@@ -117,11 +118,11 @@ class Texts:
         """Return the seconds of the lookup that brings all pages back from below the pool."""
         cache, wanted = self.cache, self.num_pages * self.options.page_size
         tokens = [*self.tokens(), 0]
-        in_pool = cache.stats()["prefix_tiers"]["reused_device_tokens"]
+        in_pool = cache.stats()["prefix_tiers"]["reused_pool_tokens"]
         start = time.perf_counter()
-        num_found = cache.add_sequence(1, tokens, wait=WAIT_S)
+        num_found = cache.add_sequence(1, tokens, lookup_timeout=WAIT_S)
         seconds = time.perf_counter() - start
-        in_pool = cache.stats()["prefix_tiers"]["reused_device_tokens"] - in_pool
+        in_pool = cache.stats()["prefix_tiers"]["reused_pool_tokens"] - in_pool
         is_right = all(
             np.array_equal(pool[cache.page_table(1)], rows)
             for pool, rows in zip(self.pools, self.rows(), strict=True)

@@ -19,7 +19,7 @@ from tvm_pagedkv.stores import DiskStore, MooncakeStore, PageStore, ValkeyStore
 HOST, DISK, STORE = "host", "disk", "store"
 # The cache's counters of reused tokens, and what is known of each tier here.
 COUNTERS = {
-    "pages": "reused_device_tokens",
+    "pool": "reused_pool_tokens",
     HOST: "reused_host_tokens",
     "below": "reused_store_tokens",
 }
@@ -126,8 +126,8 @@ class TierRun:
             # A value has a header, and begins at a multiple of 4096 bytes.
             host_bytes=max(1, tiers.host_pages) * (-(-page_bytes // 4096) * 4096 + 4096),
             store=self.store,
-            model=f"run {uuid.uuid4()}",  # a server may have pages of other runs
-            wait=WAIT_S,
+            model_id=f"run {uuid.uuid4()}",  # a server may have pages of other runs
+            lookup_timeout=WAIT_S,
         )
 
     def close(self, cache: KVCache, reused: dict[str, int], token_bytes: float) -> dict[str, dict]:
@@ -144,7 +144,7 @@ class TierRun:
         Returns
         -------
         dict of dicts
-            By tier, "pages", "host", "disk" and "store": ``reused_tokens``, ``reused_bytes``, and
+            By tier, "pool", "host", "disk" and "store": ``reused_tokens``, ``reused_bytes``, and
             ``held_bytes`` at the end.
         """
         cache.flush_prefixes(FLUSH_S)
@@ -155,7 +155,7 @@ class TierRun:
             * (group["num_cached_pages"] + group["num_used_pages"])
             for group in stats["groups"]
         )
-        held = {"pages": in_pool, HOST: stats["prefix_tiers"]["host_bytes"]}
+        held = {"pool": in_pool, HOST: stats["prefix_tiers"]["host_bytes"]}
         if self.store is not None:
             held[self.tiers.below] = sum(self.store.sizes.values())
         cache.close_prefixes(FLUSH_S)

@@ -48,7 +48,7 @@ MAX_SECONDS = 1.0  # of a life that is killed
 HANG_SECONDS = 120.0
 REPORT_SECONDS = 10.0
 COUNTS = (
-    "steps", "lookups", "checked_pages", "device_tokens", "host_tokens", "store_tokens",
+    "steps", "lookups", "checked_pages", "pool_tokens", "host_tokens", "store_tokens",
     "damaged_values", "jumps", "host_damages", "full", "refused_folders",
 )  # fmt: skip
 
@@ -67,7 +67,7 @@ class Counts:
 
 
 class Setup(NamedTuple):
-    """What all processes of a proof have in common."""
+    """Settings that all processes of a run share."""
 
     folder: Path
     valkey: str | None
@@ -180,13 +180,13 @@ class Proof:
         self.damage = Damage(self.draw, setup.folder, setup.valkey, FAR_PREFIX)
         self.counts = dict.fromkeys((*COUNTS, "processes", "kills"), 0)
 
-    def life(self, most_steps: int) -> str:
+    def life(self, max_steps: int) -> str:
         """Run one or two processes; return what went wrong, or nothing."""
         count = 2 if self.draw.random() < 0.3 else 1
         number = self.counts["processes"]
         processes = []
         for i in range(count):
-            steps = min(self.draw.choice((50, 500, 5000)), most_steps // count + 1)
+            steps = min(self.draw.choice((50, 500, 5000)), max_steps // count + 1)
             seed = f"{self.seed}/{number + i}"
             processes.append(Process(seed, self.setup, steps))
         faults = []

@@ -83,9 +83,9 @@ class World:
         tiers = pkv.PrefixCacheConfig(
             host_bytes=draw.choice((12_000, 40_000)),
             store=store,
-            model=self._model,
-            write=draw.choice(("back", "through", "selective")),
-            wait=draw.choice((0.0, 0.005)),
+            model_id=self._model,
+            write_policy=draw.choice(("back", "through", "selective")),
+            lookup_timeout=draw.choice((0.0, 0.005)),
         )
         self._find_pages()
         pkv.open_prefix_cache(self._cache, tiers)
@@ -280,7 +280,7 @@ class World:
 
     def _count_tiers(self) -> None:
         stats = self._cache.stats()["prefix_tiers"]
-        names = {f"{tier}_tokens": f"reused_{tier}_tokens" for tier in ("device", "host", "store")}
+        names = {f"{tier}_tokens": f"reused_{tier}_tokens" for tier in ("pool", "host", "store")}
         names["damaged_values"] = "num_damaged_pages"
         for name, key in names.items():
             self._counts.add(name, stats[key] - self._before.get(key, 0))

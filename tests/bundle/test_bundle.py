@@ -233,10 +233,10 @@ def test_every_layer_has_its_kernels(monkeypatch, tmp_path):
 
 
 def test_tiers_round_trip_and_are_opened(tmp_path, monkeypatch):
-    tiers = pkv.PrefixCacheConfig(disk_path=tmp_path / "pages", disk_bytes=1 << 26, model="m")
+    tiers = pkv.PrefixCacheConfig(disk_path=tmp_path / "pages", disk_bytes=1 << 26, model_id="m")
     rope = pkv.RopeConfig(mode="none")
     config = pkv.KVCacheConfig(1, 4, 2, 32, dtype="float32", rope=rope, prefix_cache=tiers)
-    other = pkv.PrefixCacheConfig(store=DictStore(), model="m")
+    other = pkv.PrefixCacheConfig(store=DictStore(), model_id="m")
     with monkeypatch.context() as patch:
         patch.setattr(bundle_writer, "build_libraries", None)  # it is refused before that
         with pytest.raises(ValueError, match="prefix_cache.store is an object"):
@@ -248,7 +248,7 @@ def test_tiers_round_trip_and_are_opened(tmp_path, monkeypatch):
     prompt, reused = list(range(40)), []
     for _ in range(2):
         cache = loaded.create(max_total_tokens=64)
-        reused.append(cache.add_sequence(0, prompt, wait=60))
+        reused.append(cache.add_sequence(0, prompt, lookup_timeout=60))
         rest = prompt[reused[-1] :]
         with cache.forward([0], [len(rest)], tokens=rest):
             cache.attention(0, np.ones((len(rest), 8, 32), "float32"))

@@ -84,7 +84,7 @@ def test_random_operations(record_property, seed, name):
         run(pairs[-1], OPERATIONS, NUM_STEPS[seed])
     worlds = [world for pair in pairs for world in pair]
     if seed != 0 or name in GO_ON:
-        run_until_all_happened(pairs, OPERATIONS, most_steps=NUM_MORE_STEPS)
+        run_until_all_happened(pairs, OPERATIONS, max_steps=NUM_MORE_STEPS)
     counts = sum((world.counts for world in worlds), Counter())
     assert sum(counts.values()) >= len(PAGE_SIZES) * NUM_STEPS[seed]
     record_property("random_steps", dict(counts))

@@ -17,8 +17,8 @@ from tests.support.dict_store import DictStore, HangingStore
 from tvm_pagedkv.transfer import SharedMemoryChannel
 
 hanging = HangingStore()
-busy = TieredTexts(tiers={"store": hanging, "model": "m"}, enable_kv_transfer=True)
-idle = TieredTexts(tiers={"store": DictStore(), "model": "m"})
+busy = TieredTexts(tiers={"store": hanging, "model_id": "m"}, enable_kv_transfer=True)
+idle = TieredTexts(tiers={"store": DictStore(), "model_id": "m"})
 prompt = list(range(30))
 for texts in (busy, idle):
     texts.run(0, prompt)

@@ -161,7 +161,7 @@ def test_a_stage_serves_its_layers_under_their_own_ids(stage):
 
 def test_a_stage_without_layers_has_tiers_without_pages():
     cache = make_stage(1)
-    pkv.open_prefix_cache(cache, pkv.PrefixCacheConfig(host_bytes=1 << 20, write="through"))
+    pkv.open_prefix_cache(cache, pkv.PrefixCacheConfig(host_bytes=1 << 20, write_policy="through"))
     prompt = list(range(30))
     assert cache.match_prefix(prompt) == cache.add_sequence(0, prompt) == 0
     with cache.forward([0], [30], tokens=prompt):

@@ -22,7 +22,7 @@ PROMPT = list(range(30))  # seven full pages of four
 
 def stored_texts(store=None, **fields) -> TieredTexts:
     store = DictStore() if store is None else store
-    return TieredTexts(tiers={"store": store, "model": "m"}, **fields)
+    return TieredTexts(tiers={"store": store, "model_id": "m"}, **fields)
 
 
 def test_pages_move_down_tier_by_tier():
@@ -33,12 +33,12 @@ def test_pages_move_down_tier_by_tier():
     texts.once(PROMPT)
     assert texts.cache.flush_prefixes(60)
     before = texts.cache.stats()
-    assert locate(PROMPT) == locate(PROMPT[:28]) == [("pages",)] * 7
+    assert locate(PROMPT) == locate(PROMPT[:28]) == [("pool",)] * 7
     texts.cache.clear()
     assert locate(PROMPT) == [("host",)] * 7
     assert locate([*PROMPT[:10], 99, *PROMPT[11:]], timeout=60) == [("host",)] * 2 + [("",)] * 5
     texts.cache.add_sequence(0, PROMPT[:9])
-    assert locate(PROMPT) == [("pages",)] * 2 + [("host",)] * 5
+    assert locate(PROMPT) == [("pool",)] * 2 + [("host",)] * 5
     texts.cache.remove_sequence(0)
     texts.cache.forget_prefixes()
     assert locate(PROMPT, timeout=60) == [("store",)] * 7
@@ -59,7 +59,7 @@ def test_caches_without_tiers():
     texts = Texts(**SMALL)
     texts.run(0, PROMPT)
     texts.finish(0)
-    assert texts.cache.locate_prefix([*PROMPT[:8], *PROMPT]) == [("pages",)] * 2 + [("",)] * 7
+    assert texts.cache.locate_prefix([*PROMPT[:8], *PROMPT]) == [("pool",)] * 2 + [("",)] * 7
 
 
 @parametrize_seed
@@ -72,12 +72,12 @@ def test_the_leading_pages_are_what_is_reused(seed):
         prompt = prompts[rng.integers(4)][: int(rng.integers(1, 60))]
         found = texts.cache.locate_prefix(prompt, timeout=60)
         assert len(found) == len(prompt) // 4
-        num_near = next((i for i, (tier,) in enumerate(found) if tier not in ("pages", "host")),
+        num_near = next((i for i, (tier,) in enumerate(found) if tier not in ("pool", "host")),
                         len(found))  # fmt: skip
         num_all = next((i for i, (tier,) in enumerate(found) if not tier), len(found))
         # The pool may have the beginning of the page behind, and the last token is computed.
         assert texts.cache.match_prefix(prompt) // 4 == min(num_near, (len(prompt) - 1) // 4)
-        reused = texts.cache.add_sequence(9, prompt, wait=60)
+        reused = texts.cache.add_sequence(9, prompt, lookup_timeout=60)
         texts.cache.remove_sequence(9)
         assert reused // 4 == min(num_all, (len(prompt) - 1) // 4)
         texts.once(prompt, check=False)
@@ -85,7 +85,7 @@ def test_the_leading_pages_are_what_is_reused(seed):
             assert texts.cache.flush_prefixes(60)
             texts.cache.forget_prefixes()
         seen |= {tier for (tier,) in found}
-    assert seen == {"", "pages", "host", "store"}
+    assert seen == {"", "pool", "host", "store"}
     assert texts.cache.close_prefixes(60)
 
 
@@ -95,8 +95,8 @@ def test_groups_have_tiers_of_their_own():
     texts.once([*range(40), 1, 2], check=False)
     found = texts.cache.locate_prefix(list(range(40)))
     assert len(found) == 10 and {len(tiers) for tiers in found} == {2}
-    assert {tiers[0] for tiers in found} == {"pages"}
-    assert {tiers[1] for tiers in found} <= {"pages", "host"} != {"pages"}
+    assert {tiers[0] for tiers in found} == {"pool"}
+    assert {tiers[1] for tiers in found} <= {"pool", "host"} != {"pool"}
     assert texts.cache.close_prefixes(60)
 
 
@@ -116,7 +116,7 @@ def test_a_store_that_hangs_is_not_waited_for():
     while texts.tiers["num_host_pages"] < 7 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert texts.cache.add_sequence(0, PROMPT) == 28
-    assert texts.cache.locate_prefix(PROMPT) == [("pages",)] * 7
+    assert texts.cache.locate_prefix(PROMPT) == [("pool",)] * 7
     assert texts.cache.close_prefixes(60)
 
 
@@ -164,7 +164,7 @@ def test_the_picture_says_where_prefixes_are(tmp_path):
     texts.once(other)
     assert texts.cache.flush_prefixes(60)
     texts.cache.forget_prefixes()
-    texts.cache.add_sequence(0, PROMPT[:17], wait=60)
+    texts.cache.add_sequence(0, PROMPT[:17], lookup_timeout=60)
     texts.cache.remove_sequence(0)
     texts.cache.clear()
     texts.cache.add_sequence(0, PROMPT[:9])
@@ -175,15 +175,15 @@ def test_the_picture_says_where_prefixes_are(tmp_path):
     for name, tokens in prefixes.items():
         expected = [tier for (tier,) in texts.cache.locate_prefix(tokens, timeout=60)]
         assert rows[name, 0] == expected
-    assert rows["a & b", 0] == ["pages"] * 2 + ["host"] * 2 + ["store"] * 3
+    assert rows["a & b", 0] == ["pool"] * 2 + ["host"] * 2 + ["store"] * 3
     assert rows["new", 0] == [""] and rows["short", 0] == []
     assert (
         "a & b: 30 tokens; 2 pages in the pool; 2 pages in host memory; 3 pages in the store"
         in lines
     )
     assert text.splitlines()[-4:] == [
-        "prefix a & b (30), group 0: pages 0-1, host 2-3, store 4-6",
-        "prefix other (21), group 0: pages 0-1, store 2-4",
+        "prefix a & b (30), group 0: pool 0-1, host 2-3, store 4-6",
+        "prefix other (21), group 0: pool 0-1, store 2-4",
         "prefix new (5), group 0: nowhere 0",
         "prefix short (2), group 0: no full page",
     ]

@@ -30,17 +30,17 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_store_serves_another_cache():
     values: dict[bytes, bytes] = {}
     prompt = list(range(30))
-    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    one = TieredTexts(tiers={"store": DictStore(values), "model_id": "m"})
     one.once(prompt)
     assert one.cache.flush_prefixes(60)
     assert one.tiers["num_stored_pages"] == 7 == len(values)
-    two = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    two = TieredTexts(tiers={"store": DictStore(values), "model_id": "m"})
     assert two.cache.match_prefix(prompt) == 0
     assert two.cache.add_sequence(0, prompt) == 0  # it does not wait
     two.cache.remove_sequence(0)
     assert two.start(1, prompt) == 0
     two.finish(1)
-    two.cache.add_sequence(0, [*prompt, 1], wait=60)
+    two.cache.add_sequence(0, [*prompt, 1], lookup_timeout=60)
     assert two.cache.sequence_length(0) == 28
     two.cache.remove_sequence(0)
     assert two.run(1, [*prompt, 1]) == 28
@@ -50,15 +50,19 @@ def test_a_store_serves_another_cache():
     assert one.cache.close_prefixes(60) and two.cache.close_prefixes(60)
 
 
-@pytest.mark.parametrize("other", [{"model": "n"}, {"page_size": 8}, {"windows": (0, 6)}], ids=str)
+OTHERS = [{"model_id": "n"}, {"page_size": 8}, {"windows": (0, 6)}]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_other_models_and_layouts_never_meet(other):
     values: dict[bytes, bytes] = {}
     prompt = list(range(32))
-    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    one = TieredTexts(tiers={"store": DictStore(values), "model_id": "m"})
     one.once(prompt)
     assert one.cache.close_prefixes(60) and values
-    fields = {k: v for k, v in other.items() if k != "model"}
-    tiers = {"store": DictStore(values), "model": other.get("model", "m"), "wait": 60.0}
+    fields = {k: v for k, v in other.items() if k != "model_id"}
+    name = other.get("model_id", "m")
+    tiers = {"store": DictStore(values), "model_id": name, "lookup_timeout": 60.0}
     two = TieredTexts(tiers=tiers, **fields)
     assert two.run(0, prompt) == 0
     two.cache.close_prefixes(60)
@@ -70,9 +74,9 @@ def test_rows_of_another_revision_of_a_codec_are_never_found(monkeypatch):
 
     def reused() -> int:
         cache = make_quantized([LAYER], "int4", max_total_tokens=64)
-        config = pkv.PrefixCacheConfig(store=DictStore(values), model="m")
+        config = pkv.PrefixCacheConfig(store=DictStore(values), model_id="m")
         pkv.open_prefix_cache(cache, config)
-        length = cache.add_sequence(0, prompt, wait=60)
+        length = cache.add_sequence(0, prompt, lookup_timeout=60)
         rest = prompt[length:]
         with cache.forward([0], [len(rest)], tokens=rest):
             shape = (len(rest), LAYER["num_qo_heads"] + 2 * LAYER["num_kv_heads"], 32)
@@ -88,23 +92,23 @@ def test_rows_of_another_revision_of_a_codec_are_never_found(monkeypatch):
 def test_the_default_wait_is_that_of_the_configuration():
     values: dict[bytes, bytes] = {}
     prompt = list(range(30))
-    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    one = TieredTexts(tiers={"store": DictStore(values), "model_id": "m"})
     one.once(prompt)
     one.cache.close_prefixes(60)
-    two = TieredTexts(tiers={"store": DictStore(values), "model": "m", "wait": 60.0})
+    two = TieredTexts(tiers={"store": DictStore(values), "model_id": "m", "lookup_timeout": 60.0})
     assert two.cache.add_sequence(0, prompt) == 28
     two.cache.close_prefixes(60)
 
 
 def test_nothing_waits_for_a_store_that_hangs():
     store = HangingStore()
-    texts = TieredTexts(tiers={"store": store, "model": "m"})
+    texts = TieredTexts(tiers={"store": store, "model_id": "m"})
     texts.once(list(range(30)))
     assert store.entered.wait(60)
     texts.fill(50)
     texts.cache.prefetch(list(range(200, 230)))
     assert not texts.cache.flush_prefixes(0)
-    assert texts.cache.add_sequence(0, list(range(200, 230)), wait=0.01) == 0
+    assert texts.cache.add_sequence(0, list(range(200, 230)), lookup_timeout=0.01) == 0
     assert not texts.cache.close_prefixes(0)
     assert texts.once([1, 2, 3, 4, 5]) == 0  # the cache works on
     store.release.set()
@@ -117,12 +121,13 @@ import os, signal, sys, threading, traceback
 from tests.cache.test_prefix_stores import TieredTexts
 from tests.support.dict_store import HangingStore
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
 store = HangingStore()
-texts = TieredTexts(tiers={"store": store, "model": "m"})
+texts = TieredTexts(tiers={"store": store, "model_id": "m"})
 cache, prompt = texts.cache, list(range(30))
 main = threading.main_thread().ident
 calls = {
-    "add_sequence": lambda: cache.add_sequence(0, prompt, wait=3600),
+    "add_sequence": lambda: cache.add_sequence(0, prompt, lookup_timeout=3600),
     "locate_prefix": lambda: cache.locate_prefix(prompt, timeout=3600),
     "flush_prefixes": lambda: cache.flush_prefixes(3600),
     "close_prefixes": lambda: cache.close_prefixes(3600),
@@ -167,12 +172,12 @@ def test_ctrl_c_ends_a_wait_for_a_store(call):
 
 def test_what_another_thread_did_during_a_wait_counts():
     store = HangingStore()
-    texts = TieredTexts(tiers={"store": store, "model": "m"})
+    texts = TieredTexts(tiers={"store": store, "model_id": "m"})
     errors = []
 
     def wait_for_the_store():
         try:
-            texts.cache.add_sequence(0, list(range(30)), wait=3600)
+            texts.cache.add_sequence(0, list(range(30)), lookup_timeout=3600)
         except ValueError as error:
             errors.append(str(error))
 
@@ -199,10 +204,10 @@ def test_a_store_that_raises_is_a_miss(caplog):
         def put_from(self, keys, addresses, sizes):
             return []  # of the wrong length
 
-    texts = TieredTexts(tiers={"store": Broken(), "model": "m"})
+    texts = TieredTexts(tiers={"store": Broken(), "model_id": "m"})
     with caplog.at_level(logging.WARNING, "tvm_pagedkv.stores"):
         # A lookup first: three failures open the circuit breaker, however writes are batched.
-        assert texts.cache.add_sequence(0, list(range(100, 130)), wait=60) == 0
+        assert texts.cache.add_sequence(0, list(range(100, 130)), lookup_timeout=60) == 0
         assert texts.once(list(range(30))) == 0
         assert texts.cache.flush_prefixes(60)
     assert "no such host" in caplog.text and "returned 0 results" in caplog.text
@@ -214,7 +219,7 @@ def test_a_store_that_raises_is_a_miss(caplog):
 def test_damaged_values_are_misses(damage, caplog):
     values: dict[bytes, bytes] = {}
     prompt = list(range(30))
-    one = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    one = TieredTexts(tiers={"store": DictStore(values), "model_id": "m"})
     one.once(prompt)
     one.cache.close_prefixes(60)
     for i, (key, value) in enumerate(list(values.items())):
@@ -228,9 +233,9 @@ def test_damaged_values_are_misses(damage, caplog):
         else:
             changed = bytearray(list(values.values())[i - 1])
         values[key] = bytes(changed)
-    two = TieredTexts(tiers={"store": DictStore(values), "model": "m"})
+    two = TieredTexts(tiers={"store": DictStore(values), "model_id": "m"})
     caplog.set_level(logging.WARNING, "tvm_pagedkv.stores")
-    two.cache.add_sequence(0, prompt, wait=60)
+    two.cache.add_sequence(0, prompt, lookup_timeout=60)
     reused = two.cache.sequence_length(0)
     two.cache.remove_sequence(0)
     assert reused < 28
@@ -242,7 +247,7 @@ def test_damaged_values_are_misses(damage, caplog):
 
 def test_a_worker_ends_with_its_cache():
     store = DictStore()
-    texts = TieredTexts(tiers={"store": store, "model": "m"})
+    texts = TieredTexts(tiers={"store": store, "model_id": "m"})
     texts.once(list(range(30)))
     del texts
     gc.collect()
@@ -262,7 +267,7 @@ class Telling(DictStore):
         print("closed with", len(self.values), flush=True)
 
 store = Telling() if sys.argv[1] == "works" else HangingStore()
-texts = TieredTexts(tiers={"store": store, "model": "m"})
+texts = TieredTexts(tiers={"store": store, "model_id": "m"})
 texts.once(list(range(30)))
 print("end", flush=True)
 """
@@ -311,7 +316,10 @@ def test_wrong_arguments_of_workers():
 
 def test_jobs_take_one_result_for_each_key():
     texts = Texts(**SMALL)
-    options = {"host_bytes": MB, "model": "m", "write": "through", "min_hits": 1, "wait": 0.0}
+    options = {
+        "host_bytes": MB, "model_id": "m", "write_policy": "through", "min_hits": 1,
+        "lookup_timeout": 0.0,
+    }  # fmt: skip
     call = tvm_ffi.get_global_func
     tier = call("pagedkv.prefix_open")(texts.cache, {**options, "has_store": True})
     texts.run(0, list(range(9)))

@@ -56,7 +56,7 @@ class TieredTexts(Texts):
 
 @pytest.mark.parametrize("write", ["back", "through", "selective"])
 def test_a_text_comes_back_from_host_memory(write):
-    texts = TieredTexts(tiers={"write": write})
+    texts = TieredTexts(tiers={"write_policy": write})
     prompt = list(range(30))
     assert texts.once(prompt) == 0
     if write == "selective":
@@ -82,7 +82,7 @@ def counts_of(texts: TieredTexts) -> list[int]:
 
 
 def test_damaged_host_memory_is_a_miss():
-    texts = TieredTexts(tiers={"write": "through"})
+    texts = TieredTexts(tiers={"write_policy": "through"})
     prompt = list(range(30))
     texts.run(0, prompt)
     row = texts.cache.debug_get_kv(0, 13, 14)[0].numpy()[0, 0, 0].tobytes()  # on page 3 of 7
@@ -104,7 +104,7 @@ def test_damaged_host_memory_is_a_miss():
 
 @pytest.mark.parametrize("windows", [(0, 6), (6, 13)], ids=str)
 def test_windows_need_their_pages_only(windows):
-    texts = TieredTexts(windows, tiers={"write": "through"}, max_total_tokens=96)
+    texts = TieredTexts(windows, tiers={"write_policy": "through"}, max_total_tokens=96)
     prompt = list(range(40))
     texts.once(prompt, check=False)
     for begin in (50, 60, 70):
@@ -117,7 +117,7 @@ def test_windows_need_their_pages_only(windows):
 
 
 def test_salts_never_meet():
-    texts = TieredTexts(tiers={"write": "through"})
+    texts = TieredTexts(tiers={"write_policy": "through"})
     prompt = list(range(20))
     texts.once(prompt, b"one")
     texts.fill(50)
@@ -126,7 +126,7 @@ def test_salts_never_meet():
 
 
 def test_forgotten_texts_are_not_found():
-    texts = TieredTexts(tiers={"write": "through"})
+    texts = TieredTexts(tiers={"write_policy": "through"})
     prompt = list(range(30))
     texts.run(0, prompt)
     texts.cache.forget_prefixes()
@@ -150,8 +150,8 @@ def test_errors_change_nothing():
     pkv.open_prefix_cache(texts.cache, config)
     with pytest.raises(ValueError, match="already"):
         pkv.open_prefix_cache(texts.cache, config)
-    with pytest.raises(ValueError, match="wait must be at least 0"):
-        texts.cache.add_sequence(1, [1], wait=-1)
+    with pytest.raises(ValueError, match="lookup_timeout must be at least 0"):
+        texts.cache.add_sequence(1, [1], lookup_timeout=-1)
     assert texts.cache.sequence_ids() == []
     texts.cache.check_integrity()
 
@@ -163,10 +163,10 @@ def test_errors_change_nothing():
         ({"host_bytes": -1}, "host_bytes must be between"),
         ({"disk_path": "x"}, "must name the model"),
         ({"store": DictStore()}, "must name the model"),
-        ({"store": DictStore(), "disk_path": "x", "model": "m"}, "not both"),
-        ({"store": 3, "model": "m"}, "int lacks exists"),
-        ({"host_bytes": 1, "write": "around"}, "must be one of through, back, selective"),
-        ({"host_bytes": 1, "wait": -1}, "between 0 and 3600"),
+        ({"store": DictStore(), "disk_path": "x", "model_id": "m"}, "not both"),
+        ({"store": 3, "model_id": "m"}, "int lacks exists"),
+        ({"host_bytes": 1, "write_policy": "around"}, "must be one of through, back, selective"),
+        ({"host_bytes": 1, "lookup_timeout": -1}, "between 0 and 3600"),
         ({"host_bytes": 1, "min_hits": 0}, "min_hits must be between"),
     ],
 )
@@ -188,7 +188,7 @@ def rows_of(cache: pkv.KVCache, seq_id: int, begin: int, end: int) -> list[np.nd
 @pytest.mark.parametrize("write", ["back", "through"])
 def test_rows_of_all_kinds_of_layers_come_back_bit_for_bit(kv_dtype, write):
     cache = make_quantized(ALL_KINDS, kv_dtype, max_total_tokens=64, max_num_sequences=2)
-    pkv.open_prefix_cache(cache, pkv.PrefixCacheConfig(host_bytes=MB, write=write))
+    pkv.open_prefix_cache(cache, pkv.PrefixCacheConfig(host_bytes=MB, write_policy=write))
     rng = np.random.default_rng(0)
 
     def run(prompt: list[int]) -> None:
@@ -230,9 +230,9 @@ def test_random_texts(windows, with_store, write, seed):
     """A pool and a host tier that are always full, a store that fails: all is as in a cold run."""
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
-    tiers = {"host_bytes": 40_000 if write == "selective" else 100_000, "write": write}
+    tiers = {"host_bytes": 40_000 if write == "selective" else 100_000, "write_policy": write}
     if with_store:
-        tiers.update(store=FaultyStore(seed), model="m", wait=0.5 * (seed % 2))
+        tiers.update(store=FaultyStore(seed), model_id="m", lookup_timeout=0.5 * (seed % 2))
     fields = {"max_total_tokens": 120, "max_num_sequences": 4}
     texts = TieredTexts(windows, "normal", seed, tiers, **fields)
     prompts = [rng.integers(3, size=60).tolist() for _ in range(8)]

@@ -31,7 +31,7 @@ def test_no_page_is_wrong(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "no page was wrong" in result.stdout
     assert count(result.stdout, "steps") >= 1500
-    for name in ("device_tokens", "host_tokens", "store_tokens"):
+    for name in ("pool_tokens", "host_tokens", "store_tokens"):
         assert count(result.stdout, name) > 0
 
 

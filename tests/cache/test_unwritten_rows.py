@@ -131,7 +131,7 @@ def test_only_what_every_layer_wrote_is_found(layers, whole, partial):
 @pytest.mark.parametrize("write", ["through", "back", "selective"])
 def test_a_store_never_gets_such_rows(write):
     values: dict[bytes, bytes] = {}
-    one = TieredTexts(tiers={"store": DictStore(values), "model": "m", "write": write})
+    one = TieredTexts(tiers={"store": DictStore(values), "model_id": "m", "write_policy": write})
     one.cache.add_sequence(0)
     step(one.cache, PROMPT[:6], fused, fused)
     step(one.cache, PROMPT[6:], fused)
@@ -140,7 +140,7 @@ def test_a_store_never_gets_such_rows(write):
     one.cache.remove_sequence(0)
     one.fill(50)  # reclaims all pages
     assert one.cache.flush_prefixes(60)
-    two = TieredTexts(tiers={"store": DictStore(values), "model": "m", "wait": 60.0})
+    two = TieredTexts(tiers={"store": DictStore(values), "model_id": "m", "lookup_timeout": 60.0})
     assert two.cache.add_sequence(0, PROMPT) == 4
     assert one.cache.close_prefixes(60) and two.cache.close_prefixes(60)
 

@@ -143,11 +143,11 @@ def test_a_rotation_needs_a_base() -> None:
 
 def test_the_default_write_policy_follows_the_store() -> None:
     host = pkv.PrefixCacheConfig(host_bytes=1 << 20)
-    assert host.write is None and host.resolved_write == "back"
-    with_store = replace(host, disk_path="pages", model="model")
-    assert with_store.resolved_write == "through"
-    assert replace(with_store, disk_path=None).resolved_write == "back"
-    assert replace(with_store, write="selective").resolved_write == "selective"
+    assert host.write_policy is None and host.resolved_write_policy == "back"
+    with_store = replace(host, disk_path="pages", model_id="model")
+    assert with_store.resolved_write_policy == "through"
+    assert replace(with_store, disk_path=None).resolved_write_policy == "back"
+    assert replace(with_store, write_policy="selective").resolved_write_policy == "selective"
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def rows_of(cache, seq_id: int, end: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("write", ["back", "through", "selective"])
 @pytest.mark.parametrize("is_other", [False, True], ids=["default stream", "other stream"])
 def test_rows_come_back_bit_for_bit(device, write, is_other):
-    texts = Texts(device, write=write)
+    texts = Texts(device, write_policy=write)
     stream = device.device.create_raw_stream() if is_other else None
     prompt = list(range(24))
     if stream is not None:
@@ -84,7 +84,7 @@ def test_rows_come_back_bit_for_bit(device, write, is_other):
 
 
 def test_damaged_host_memory_is_a_miss(device):
-    texts = Texts(device, write="through")
+    texts = Texts(device, write_policy="through")
     prompt = list(range(24))
     texts.run(prompt)
     expected = rows_of(texts.cache, 0, 8)
@@ -104,7 +104,7 @@ def test_damaged_host_memory_is_a_miss(device):
 @pytest.mark.parametrize("write", ["back", "through"])
 def test_steps_that_save_pages_do_not_stop_the_host(device, write):
     num_stops = []
-    for texts in (Texts(device), Texts(device, write=write)):
+    for texts in (Texts(device), Texts(device, write_policy=write)):
         texts.fill()
         before = texts.cache.stats()["num_reclaimed_pages"]
         with device.counted() as calls:
@@ -118,7 +118,7 @@ def test_steps_that_save_pages_do_not_stop_the_host(device, write):
 
 def test_a_cache_that_dies_writes_what_is_queued(device):
     store = DictStore()
-    texts = Texts(device, store=store, model="m")
+    texts = Texts(device, store=store, model_id="m")
     texts.run(list(range(24)))
     del texts
     assert store.closed.wait(60)

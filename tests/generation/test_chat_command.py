@@ -105,7 +105,7 @@ def test_prefixes_of_an_earlier_chat_are_found_in_a_folder(chat, tmp_path):
         assert reused == (prompt - 1) // 16 * 16 > 0 and tiers == {"store": reused}
         # The first turn is in the pool, and the folder has the page that the second one fills.
         tiers, reused, prompt = counts_of(second)
-        assert tiers.keys() == {"device", "store"} and sum(tiers.values()) == reused
+        assert tiers.keys() == {"pool", "store"} and sum(tiers.values()) == reused
         assert in_pool < reused == (prompt - 1) // 16 * 16
     # Other weights, here another type of them, have no pages there.
     _, notes, status = chat([lines[0], "/stats"], "--prompt-cache", folder, "--dtype", "bfloat16")

@@ -83,7 +83,7 @@ def test_tiers_keep_turns_for_later_conversations(model):
     expected = say(Conversation(model, SHORT, prefix_cache=False), *MESSAGES[:3])
     for num_conversations in range(2):
         store = DictStore(values)
-        tiers = PrefixCacheConfig(store=store, model="m", wait=60.0)
+        tiers = PrefixCacheConfig(store=store, model_id="m", lookup_timeout=60.0)
         conversation = Conversation(model, SHORT, prefix_cache=tiers)
         assert say(conversation, *MESSAGES[:3]) == expected
         turn = conversation.last_turn.statistics

@@ -239,7 +239,7 @@ def test_several_workers(model, workers):
 
 def test_tiers_that_the_cache_counts(model, monkeypatch, capsys):
     """The line of the command names the tiers; those of a cache that has some."""
-    counts = {"reused_device_tokens": 100, "reused_host_tokens": 7, "num_host_pages": 3}
+    counts = {"reused_pool_tokens": 100, "reused_host_tokens": 7, "num_host_pages": 3}
 
     def stats(self):
         counts["reused_host_tokens"] += 5
@@ -250,9 +250,9 @@ def test_tiers_that_the_cache_counts(model, monkeypatch, capsys):
     original = type(cache).stats
     monkeypatch.setattr(type(cache), "stats", stats)
     _, statistics = run(model, PROMPTS, cache=cache, max_num_sequences=8)
-    assert statistics.reused_by_tier.keys() == {"device", "host"}
-    assert statistics.reused_by_tier["device"] == 0 < statistics.reused_by_tier["host"]
-    print_statistics(Statistics(9, 6, {"device": 4, "host": 2, "store": 0}), None)
+    assert statistics.reused_by_tier.keys() == {"pool", "host"}
+    assert statistics.reused_by_tier["pool"] == 0 < statistics.reused_by_tier["host"]
+    print_statistics(Statistics(9, 6, {"pool": 4, "host": 2, "store": 0}), None)
     error = capsys.readouterr().err
     assert "reused 6 of 9 prompt tokens (4 from device, 2 from host); " in error
 
@@ -262,7 +262,7 @@ def test_texts_of_an_earlier_process_are_found_in_a_store(model):
 
     def config(name: str = "m") -> PrefixCacheConfig:
         store = DictStore(values)
-        return PrefixCacheConfig(host_bytes=2**20, store=store, model=name, wait=60.0)
+        return PrefixCacheConfig(host_bytes=2**20, store=store, model_id=name, lookup_timeout=60.0)
 
     first = check_tiers(model, config())
     assert values and first.reused_by_tier["store"] == 0

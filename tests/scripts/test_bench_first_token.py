@@ -14,7 +14,7 @@ import pytest
 from tvm_pagedkv.models import DecoderModel
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
-TIERS = ("pages", "host", "disk", "restart")
+TIERS = ("pool", "host", "disk", "restart")
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def test_pages_from_another_tier_are_noticed(bench, monkeypatch):
             bench.look_up(100, tier)
         bench.cache.remove_sequence(1)
     bench.cache.clear()
-    with pytest.raises(RuntimeError, match="pages: 0 of 96 tokens came from the pool"):
-        bench.look_up(100, "pages")
+    with pytest.raises(RuntimeError, match="pool: 0 of 96 tokens came from the pool"):
+        bench.look_up(100, "pool")
 
 
 def test_other_rows_are_noticed(bench):
@@ -82,7 +82,7 @@ def test_the_benchmark_runs(tmp_path):
         )
         assert record["gain"] == computed / record["ttft_s"]
         assert record["reused_bytes"] == record["num_reused"] * result["token_bytes"]
-        assert ("gb_s" in record) == (record["tier"] != "pages")
+        assert ("gb_s" in record) == (record["tier"] != "pool")
         if "gb_s" in record:
             assert record["gb_s"] == record["reused_bytes"] / record["add_s"] / 1e9
     assert "GB/s" in done.stdout and list(tmp_path.iterdir()) == [path]

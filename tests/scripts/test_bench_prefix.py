@@ -338,11 +338,11 @@ def test_the_benchmark_runs(tmp_path):
             assert record["same_first_tokens"] == 1
             assert record["hit_rate"] <= record["oracle_hit_rate"]
         if "tiers" in record:
-            names = ["pages", "host", *(["disk"] if record["setup"] == "+ disk" else [])]
+            names = ["pool", "host", *(["disk"] if record["setup"] == "+ disk" else [])]
             assert list(record["tiers"]) == names
             num_reused = sum(tier["reused_tokens"] for tier in record["tiers"].values())
             assert num_reused / record["prompt_tokens"] == record["hit_rate"]
-            assert record["tiers"]["pages"]["held_bytes"] > 0
+            assert record["tiers"]["pool"]["held_bytes"] > 0
         elif "hit_rate" in record:
             assert record["hit_rate"] == record["oracle_hit_rate"]
     assert plot.stat().st_size > 0 and "seed 0" in done.stdout

@@ -44,7 +44,7 @@ def test_tiers_have_all_that_the_pool_has_lost(model, name, below, tmp_path):
         # A page that host memory needs for another one before the disk has it is lost.
         assert (0 if below else most // 16 * 16) <= reused <= most
     assert sum(run.reused) > sum(pool.reused) and run.first_tokens == pool.first_tokens
-    assert sum(run.by_tier.values()) == sum(run.reused) and run.by_tier["pages"] > 0
+    assert sum(run.by_tier.values()) == sum(run.reused) and run.by_tier["pool"] > 0
     assert run.by_tier["below" if below else "host"] > 0
     assert pool.by_tier == {} and (run.by_tier["below"] > 0) == bool(below)
 
@@ -62,10 +62,10 @@ def test_the_bytes_of_a_tier(model, tmp_path):
             model.prefill(cache, [seq_id], [request.prompt[begin : begin + 64].tolist()])
         cache.record_tokens(seq_id, request.prompt)
         cache.remove_sequence(seq_id)
-    assert reused_tokens(cache) == {"pages": 0, "host": 0, "below": 0}
-    figures = tiers.close(cache, {"pages": 3, "host": 5, "below": 7}, 2048.0)
+    assert reused_tokens(cache) == {"pool": 0, "host": 0, "below": 0}
+    figures = tiers.close(cache, {"pool": 3, "host": 5, "below": 7}, 2048.0)
     num_full = sum(len(request.prompt) // 16 for request in workload.requests)
-    assert figures["pages"] == {
+    assert figures["pool"] == {
         "reused_tokens": 3, "reused_bytes": 3 * 2048, "held_bytes": 20 * 32768
     }  # fmt: skip
     for tier, count in (("host", 5), ("disk", 7)):

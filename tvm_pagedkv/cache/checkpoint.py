@@ -218,7 +218,7 @@ def _read_header(file: io.BufferedReader) -> dict[str, Any]:
 
 
 class _Contents:
-    """What the header says, compared with the cache; checksums do not protect against malice."""
+    """The content of a header, compared with the cache; checksums do not stop malice."""
 
     def __init__(self, cache: CacheInspection, header: dict[str, Any], convert: bool):
         self.cache = cache

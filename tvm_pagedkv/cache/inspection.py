@@ -21,7 +21,7 @@ class CacheInspection:
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """What the cache was made from.
+        """Return what the cache was made from.
 
         A dictionary with sizes, dtypes and the device, ``layout`` (what two caches must have in
         common to exchange pages), and ``layers``, a dictionary for each layer that it keeps.

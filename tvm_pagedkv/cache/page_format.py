@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the pages of a layer look in a file: their shape, their type, and the rows they hold."""
+"""Pages of a layer in a file: their shape, their type, and the rows they hold."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns which page of a cache: one moment of it, as text or as an SVG picture."""
+"""The owners of a cache's pages at one moment, as text or as an SVG picture."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PageGroup:
 
 @dataclass(frozen=True)
 class PageMap:
-    """What a cache held when it was looked at."""
+    """The pages that a cache held at one moment."""
 
     page_size: int
     lengths: dict[int, int]  # by sequence, in ascending order of ids
@@ -145,7 +145,7 @@ def bands(size: float, count: int) -> list[list[tuple[float, float]]]:
     """A square cut into `count` diagonal bands, each a polygon."""
 
     def cut(total: float) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Where the line x + y = total leaves the square: at the bottom left, at the top right."""
+        """Return where the line x + y = total leaves the square: bottom left, then top right."""
         low, high = max(0.0, total - size), min(size, total)
         return (low, high), (high, low)
 

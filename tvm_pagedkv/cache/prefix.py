@@ -24,7 +24,7 @@ class CachePrefix(CacheAttention):
         seq_id: int,
         tokens: Sequence[int] | None = None,
         salt: bytes = b"",
-        wait: float | None = None,
+        lookup_timeout: float | None = None,
     ) -> int:
         """Add a sequence; with `tokens`, one that begins with the pages of an earlier text.
 
@@ -43,7 +43,7 @@ class CachePrefix(CacheAttention):
         salt : bytes
             The namespace: texts with different salts never share pages. Put into it what else K and
             V depend on, such as an adapter or an image, or who may know of the text.
-        wait : float, optional
+        lookup_timeout : float, optional
             The most seconds to wait for pages from the store of a cache with a `prefix_cache`;
             None: as its configuration says. What arrives later is found by later calls.
 
@@ -61,9 +61,9 @@ class CachePrefix(CacheAttention):
             global_function(STATE + "add_sequence")(self, as_int("seq_id", seq_id))
             return 0
         arguments = as_int("seq_id", seq_id), as_tokens(tokens), as_salt(salt)
-        if wait is None:
+        if lookup_timeout is None:
             return global_function("pagedkv.prefix_add")(self, *arguments)
-        return global_function("pagedkv.prefix_add_within")(self, *arguments, float(wait))
+        return global_function("pagedkv.prefix_add_within")(self, *arguments, float(lookup_timeout))
 
     def prefetch(self, tokens: Sequence[int], salt: bytes = b"") -> None:
         """Begin to bring the pages of a text from the store into host memory.
@@ -155,9 +155,9 @@ class CachePrefix(CacheAttention):
         Returns
         -------
         list of tuples of str
-            For each full page of text the first tier that has it, by layer group: "pages" (the
-            pool), "host", "store", or "" where no tier has it. Layers with a window need the last
-            pages of a hit only, so "" there may be no miss.
+            For each full page of text the first tier that has it, by layer group: "pool",
+            "host", "store", or "" where no tier has it. Layers with a window need the last pages of
+            a hit only, so "" there may be no miss.
 
         Raises
         ------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pages of a text are, by its tokens."""
+"""Lookup of the tier of each page of a text, by its tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tvm_ffi
 from .._functions import global_function
 from .inspection import CacheInspection
 
-_TIERS = ("", "pages", "host", "store")  # as pagedkv.prefix_locate numbers them
+_TIERS = ("", "pool", "host", "store")  # as pagedkv.prefix_locate numbers them
 
 
 def as_tokens(tokens: Sequence[int]) -> tvm_ffi.Tensor:

@@ -13,15 +13,15 @@ from .prefix_lookup import locate_prefix
 from .svg import MARGIN, WIDTH, count_of, ranges_of, square, text_of
 
 # What tiers are called, and their colours: the nearer, the darker.
-PAINTS = {"pages": "#1d5c45", "host": "#58a784", "store": "#b7dccb", "": "#ffffff"}
-NAMES = {"pages": "in the pool", "host": "in host memory", "store": "in the store", "": "nowhere"}
+PAINTS = {"pool": "#1d5c45", "host": "#58a784", "store": "#b7dccb", "": "#ffffff"}
+NAMES = {"pool": "in the pool", "host": "in host memory", "store": "in the store", "": "nowhere"}
 MAX_PREFIXES_DRAWN, MAX_BLOCKS_DRAWN = 32, 1 << 12
 PITCH, LINE = 14, 20
 
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """Where the full pages of a text were when it was looked up."""
+    """The tiers of the full pages of a text when it was looked up."""
 
     name: str
     num_tokens: int

@@ -65,7 +65,7 @@ class PrefixTierStats(TypedDict):
     num_failed_fetches: int
     num_failed_loads: int
     """Hits that got shorter because a page of host memory was gone or damaged."""
-    reused_device_tokens: int
+    reused_pool_tokens: int
     """Reused tokens whose pages were in the pool."""
     reused_host_tokens: int
     """Reused tokens with a page that was copied back from host memory."""

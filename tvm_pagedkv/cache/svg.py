@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of a page map draw with."""
+"""Drawing primitives of page maps."""
 
 from __future__ import annotations
 

@@ -37,10 +37,10 @@ def open_prefix_cache(cache: CacheInspection, config: PrefixCacheConfig) -> None
     """
     options = {
         "host_bytes": config.host_bytes,
-        "model": config.model,
-        "write": config.resolved_write,
+        "model_id": config.model_id,
+        "write_policy": config.resolved_write_policy,
         "min_hits": config.min_hits,
-        "wait": config.wait,
+        "lookup_timeout": config.lookup_timeout,
         "has_store": config.has_store,
     }
     store = _open_store(config)  # first: what fails leaves the cache as it is

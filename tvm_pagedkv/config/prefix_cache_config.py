@@ -21,7 +21,7 @@ _STORE_METHODS = ("exists", "get_into", "put_from", "register", "close")
 
 @dataclass(frozen=True)
 class PrefixCacheConfig:
-    """Tiers below the pages of a cache: host memory, and a store outside the process.
+    """Tiers below the page pool: host memory, and a store outside the process.
 
     Parameters
     ----------
@@ -34,16 +34,16 @@ class PrefixCacheConfig:
         The most bytes that the folder may take.
     store : PageStore, optional
         An object with the methods of `tvm_pagedkv.stores.PageStore`. The cache closes it.
-    model : str
+    model_id : str
         The name of the model and of what else decides K and V, such as a revision of the weights.
         Pages of other names are never used. Required with a store, which outlives the process.
-    write : {"through", "back", "selective"}, optional
+    write_policy : {"through", "back", "selective"}, optional
         When a full page is copied to host memory, and from there to the store: as soon as it can be
         found, when the pool reclaims it, or when it has been found `min_hits` times. None:
         "through" with a store, else "back".
     min_hits : int
         For "selective".
-    wait : float
+    lookup_timeout : float
         The most seconds for which `KVCache.add_sequence` waits until a store has been asked. 0: it
         does not ask; `KVCache.prefetch` does.
 
@@ -57,17 +57,17 @@ class PrefixCacheConfig:
     disk_path: str | os.PathLike | None = None
     disk_bytes: int = 16 << 30
     store: PageStore | None = None
-    model: str = ""
-    write: str | None = None
+    model_id: str = ""
+    write_policy: str | None = None
     min_hits: int = 1
-    wait: float = 0.0
+    lookup_timeout: float = 0.0
 
     def __post_init__(self) -> None:
         check_int("prefix_cache.host_bytes", self.host_bytes, 0, MAX_BYTES)
         check_int("prefix_cache.disk_bytes", self.disk_bytes, 1, MAX_BYTES)
         check_int("prefix_cache.min_hits", self.min_hits)
-        if not isinstance(self.model, str):
-            raise TypeError(f"prefix_cache.model must be a str, got {self.model!r}")
+        if not isinstance(self.model_id, str):
+            raise TypeError(f"prefix_cache.model_id must be a str, got {self.model_id!r}")
         if self.disk_path is not None and self.store is not None:
             raise ValueError("prefix_cache takes a disk_path or a store, not both")
         if self.disk_path is not None:
@@ -80,14 +80,15 @@ class PrefixCacheConfig:
             )
         if not self.has_store and self.host_bytes == 0:
             raise ValueError("prefix_cache needs host_bytes, a disk_path or a store")
-        if self.has_store and not self.model:
+        if self.has_store and not self.model_id:
             raise ValueError(
-                "prefix_cache.model must name the model: pages in a store outlive the process, and "
-                "the cache cannot know from which weights they were computed"
+                "prefix_cache.model_id must name the model: pages in a store outlive the process, "
+                "and the cache cannot know from which weights they were computed"
             )
-        if self.write is not None:
-            check_choice("prefix_cache.write", self.write, WRITE_POLICIES)
-        object.__setattr__(self, "wait", _check_seconds("prefix_cache.wait", self.wait))
+        if self.write_policy is not None:
+            check_choice("prefix_cache.write_policy", self.write_policy, WRITE_POLICIES)
+        seconds = _check_seconds("prefix_cache.lookup_timeout", self.lookup_timeout)
+        object.__setattr__(self, "lookup_timeout", seconds)
 
     @property
     def has_store(self) -> bool:
@@ -95,9 +96,9 @@ class PrefixCacheConfig:
         return self.store is not None or self.disk_path is not None
 
     @property
-    def resolved_write(self) -> str:
-        """The policy of the cache: `write`, or its default."""
-        return self.write or ("through" if self.has_store else "back")
+    def resolved_write_policy(self) -> str:
+        """The policy of the cache: `write_policy`, or its default."""
+        return self.write_policy or ("through" if self.has_store else "back")
 
 
 def _check_seconds(name: str, value: Any) -> float:

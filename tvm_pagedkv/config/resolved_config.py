@@ -12,7 +12,7 @@ POPPABLE = 16  # positions that a layer with a window keeps beyond the window of
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """What follows from a `KVCacheConfig`, with a value for each field that it left None.
+    """A `KVCacheConfig` with a value for each field that it left None.
 
     `KVCacheConfig.resolved` makes it. Configurations that mean the same resolve to equal ones.
     The fields are those of `KVCacheConfig`; what layers can have of their own is in `layers` only.

@@ -46,7 +46,7 @@ class ResolvedLayer:
 
     @property
     def codec(self) -> Codec | CodecPair | None:
-        """How the pages keep rows, if they are quantized."""
+        """Return the codec of the pages, if they are quantized."""
         return None if self.kv_dtype is None else codec_of(self.kv_dtype)
 
     def page_bytes(self, page_size: int) -> int:

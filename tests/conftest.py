@@ -26,7 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# After the variables are set, for these import tvm.
+# After the variables are set, because these import tvm.
 from tvm.testing.env import has_cuda  # noqa: E402
 
 from tvm_pagedkv.compiler import vector_target  # noqa: E402

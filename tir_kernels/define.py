@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels are defined with: decorator, attributes, and how arguments are aligned."""
+"""Definition of kernels: decorator, attributes, and alignment of arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ prim_func.dispatch_token = T.prim_func.dispatch_token  # the parser knows its de
 
 
 def aligned(spec: KernelSpec, dtype: str) -> dict:
-    """What `T.match_buffer` is told of arrays of rows: dtype and alignment for the target."""
+    """Return dtype and alignment of arrays of rows, as `T.match_buffer` takes them."""
     itemsize = ITEMSIZE[dtype]
     align = ACCESS_BYTES if isinstance(spec.target, CudaTarget) else itemsize
     return {"dtype": dtype, "align": align, "offset_factor": align // itemsize}

@@ -76,7 +76,7 @@ def page_bytes(spec: KernelSpec) -> int:
 
 
 def view_pages(pages, spec: KernelSpec):
-    """What kernels read and write rows of: the matched pages, or their `QuantizedPages`.
+    """Return the object whose rows kernels read and write: matched pages or `QuantizedPages`.
 
     To be called once, after all arguments are matched.
     """
@@ -154,11 +154,11 @@ class QuantizedPages:
         return of_codec(codecs[0], "", v)
 
     def of_plane(self, plane: int) -> QuantizedPages:
-        """What the rows of K or V are in."""
+        """Return the storage of the rows of K or V."""
         return self.v if self.v is not None and plane == V_PLANE else self
 
     def of_row(self, row: Sequence) -> QuantizedPages:
-        """What the row at indices `row`, less the last axis, is in."""
+        """Return the storage of the row at indices `row`, without the last axis."""
         return self.of_plane(row[1]) if self.v is not None else self
 
     @property
@@ -239,7 +239,7 @@ def slot_offset(slot, page_size):
 
 
 class Slot:
-    """Where a slot's rows lie: ``page`` and ``offset``, computed once."""
+    """The location of a slot's rows: ``page`` and ``offset``, computed once."""
 
     def __init__(self, slot, spec: KernelSpec, temp: Callable):
         self.spec = spec

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file attention.cc
- * \brief What a model calls for a layer within a step: checks, then the layer's backend.
+ * \brief The calls of a model for a layer within a step: checks, then the layer's backend.
  */
 #include "attention/attention.h"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file attention.h
- * \brief What a model calls for a layer within a step.
+ * \brief The calls of a model for a layer within a step.
  *
  * Each call checks its tensors first, so one that throws Error has written nothing. In shapes, T is
  * the number of rows of the step.

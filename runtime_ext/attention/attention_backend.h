@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file attention_backend.h
- * \brief How a layer with K and V appends and attends. Chosen when the cache is created.
+ * \brief Append and attention of a layer with K and V. Chosen when the cache is created.
  *
  *     PagedBackend              kernels of this project: one pass over the pages
  *       StockBackend            kernels of the stock cache: sequences with a window take two passes
@@ -28,10 +28,9 @@ class AttentionBackend {
  public:
   virtual ~AttentionBackend() = default;
 
-  // Alignment of the tensors that the kernels for this step read and write.
-  /*! \brief Of Append, Attend and AttendToPast. */
+  /*! \brief Alignment of the tensors that Append, Attend and AttendToPast need in this step. */
   virtual Alignment page_alignment() const = 0;
-  /*! \brief Of AttendToRows. */
+  /*! \brief Alignment of the tensors that AttendToRows needs in this step. */
   virtual Alignment row_alignment() const = 0;
   /*! \throws Error (ValueError) when the kernel for AttendToRows is missing. */
   virtual void RequireRowKernel() const = 0;
@@ -56,7 +55,7 @@ class AttentionBackend {
                             const ffi::Tensor& v) = 0;
 };
 
-/*! \brief What backends of a cache share; null where no layer needs it. */
+/*! \brief State that the backends of a cache share; null where no layer needs it. */
 struct SharedBackendState {
   std::unique_ptr<FlashInfer> flashinfer;
   std::unique_ptr<StockWindowTables> stock_windows;

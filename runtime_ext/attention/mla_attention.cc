@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file mla_attention.cc
- * \brief What an MLA layer does within a step.
+ * \brief An MLA layer within a step.
  */
 #include "attention/mla_attention.h"
 

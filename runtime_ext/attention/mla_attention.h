@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file mla_attention.h
- * \brief What an MLA layer does within a step.
+ * \brief An MLA layer within a step.
  *
  * A model appends the latent rows of the step, then attends in one of three ways:
  *   - self_attention, not absorbed, over the rows of this step: a prompt without a past;

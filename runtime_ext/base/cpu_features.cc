@@ -27,7 +27,7 @@ constexpr const char* kArchitecture = "x86_64";
 
 enum Register { kEAX, kEBX, kECX, kEDX };
 
-/*! \brief What the operating system must save for a feature: bits of XCR0. */
+/*! \brief The state that the operating system must save for a feature: bits of XCR0. */
 enum State : uint64_t { kNone = 0, kAVX = 0x6, kAVX512 = 0xe6, kAMX = 0x60000 };
 
 struct Feature {

@@ -10,7 +10,7 @@
 
 namespace pagedkv {
 
-/*! \brief How many forks made this process from the one that loaded the library. */
+/*! \brief The number of forks between the process that loaded the library and this one. */
 int64_t NumForks();
 
 /*!

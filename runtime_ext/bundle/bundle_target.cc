@@ -45,7 +45,7 @@ std::string GPUObstacle(const BundleTarget& target, const Machine& machine) {
          VersionOf(machine.driver);
 }
 
-/*! \brief What the machine lacks for the target; empty when it can run it. */
+/*! \brief Returns what the machine lacks for the target; empty when it can run it. */
 std::string Obstacle(const BundleTarget& target, const Machine& machine) {
   if (target.device != machine.device) return "is for device " + target.device;
   if (target.architecture != machine.architecture) return "is for " + target.architecture;

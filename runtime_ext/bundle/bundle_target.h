@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file bundle_target.h
- * \brief Which targets of a bundle a machine can run, and which is best.
+ * \brief The choice among the targets of a bundle that a machine can run.
  */
 #ifndef TVM_PAGEDKV_BUNDLE_BUNDLE_TARGET_H_
 #define TVM_PAGEDKV_BUNDLE_BUNDLE_TARGET_H_
@@ -28,7 +28,7 @@ struct DeviceCode {
  */
 DeviceCode ReadDeviceCode(const std::string& text);
 
-/*! \brief What kernels were compiled for. */
+/*! \brief The target that kernels were compiled for. */
 struct BundleTarget {
   std::string name;
   std::string device;              // "cpu", "cuda"

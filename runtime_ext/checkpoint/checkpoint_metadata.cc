@@ -151,7 +151,7 @@ std::pair<std::string, std::string> SplitTypes(const std::string& layout) {
   return {layout.substr(types, end - types), layout.substr(0, begin) + layout.substr(end)};
 }
 
-/*! \brief What to do where two layouts differ in nothing but how they keep K and V. */
+/*! \brief The advice where two layouts differ only in how they keep K and V. */
 std::string ConversionHint(const std::string& checkpoint, const std::string& cache) {
   const auto [theirs, their_rest] = SplitTypes(checkpoint);
   const auto [ours, our_rest] = SplitTypes(cache);

@@ -58,7 +58,7 @@ struct CheckpointLayout {
 };
 
 /*!
- * \brief How the K of a layer is rotated, as text.
+ * \brief The rotation of a layer's K, as text.
  * \param mode "none", "normal" or "inline".
  * \param details Parameters other than theta and scale; may be empty.
  */

@@ -23,7 +23,7 @@ const char* ToString(RopeMode mode) {
   return kNames[static_cast<int>(mode)];
 }
 
-/*! \brief What besides theta and scale decides the rotation, in words. */
+/*! \brief What decides the rotation besides theta and scale, in words. */
 std::string RopeDetails(const CacheConfig& config, const LayerConfig& layer) {
   const ffi::Tensor& factors = config.rope_ext_factors;
   if (!factors.defined()) return layer.rope_details;

@@ -59,7 +59,7 @@ void CheckCodec(const Codec& codec, int64_t num_rows) {
   constexpr int64_t kMaxRowBytes = kMaxHeadDim * 4, kMaxPadding = 4096;
   if (codec.name.empty()) Raise(kValueError, "a codec needs a name");
   if (num_rows % 2 && !(codec.k == codec.v)) {
-    Raise(kValueError, "a codec of MLA layers has one size of rows, for they are both K and V");
+    Raise(kValueError, "a codec of MLA layers has one row size, because its rows are both K and V");
   }
   int64_t used = 0;
   for (const CodeSizes& sizes : {codec.k, codec.v}) {

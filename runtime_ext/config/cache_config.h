@@ -78,7 +78,7 @@ struct LayerConfig {
   }
 };
 
-/*! \brief As above, but "mha_sliding" for a layer with a window. */
+/*! \brief The same, but "mha_sliding" for a layer with a window. */
 const char* ToString(const LayerConfig& layer);
 
 struct CacheConfig {
@@ -109,7 +109,7 @@ struct CacheConfig {
   /*! \brief Pages never reported as available: a step needs them until windows slide. */
   int64_t num_reserved_pages = 0;
 
-  /*! \brief What kernels take as `rotary_mode`: 1 where they rotate Q and K as they read them. */
+  /*! \brief The `rotary_mode` of kernels: 1 where they rotate Q and K as they read them. */
   int64_t rotary_mode() const { return rope_mode == RopeMode::kInline; }
 
   /*!

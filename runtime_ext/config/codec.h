@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file codec.h
- * \brief What the runtime knows of a format of quantized pages: its name, revision and sizes.
+ * \brief The name, revision and sizes of a format of quantized pages.
  *
  * tir_kernels/codec.py defines the formats. Whoever creates a cache passes the sizes, and kernels
  * read and write the bytes.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file layer_kernels.cc
- * \brief What a layer can do with its kernel set.
+ * \brief The abilities of a layer with its kernel set.
  */
 #include "config/layer_kernels.h"
 

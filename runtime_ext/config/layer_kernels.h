@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file layer_kernels.h
- * \brief What a layer can do with its kernel set. Asked when a cache is created, not in each call.
+ * \brief The abilities of a layer with its kernel set. Asked when a cache is created, not in each
+ * call.
  *
  * A set may mix kernels of this project, of the stock cache and of FlashInfer. They differ in what
  * they know: stock kernels with a window take none as an argument, FlashInfer plans on its own.

@@ -49,7 +49,7 @@ class AuxData {
 
   /*! \brief Lays out the arrays of the next step; their content is undefined until written. */
   void Layout(const std::vector<int64_t>& sizes);
-  /*! \brief Where the host writes array `i`. */
+  /*! \brief The memory where the host writes array `i`. */
   int32_t* host(size_t i) { return stage_->arrays[i].host; }
   /*!
    * \brief Copies the arrays to the device.

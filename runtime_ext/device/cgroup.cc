@@ -34,12 +34,12 @@ bool Contains(const std::string& list, const std::string& name) {
 }  // namespace
 
 std::optional<double> CgroupMemoryLimit(const std::string& root, const std::string& membership) {
-  std::optional<double> least;
+  std::optional<double> minimum;
   // A container may see the name of a group that is not mounted there, and its own one as the root.
   auto take = [&](const fs::path& mount, const std::string& group, const char* file) {
     for (fs::path path = fs::path(group).relative_path();; path = path.parent_path()) {
       const std::optional<double> limit = ReadLimit(mount / path / file);
-      if (limit) least = std::min(least.value_or(*limit), *limit);
+      if (limit) minimum = std::min(minimum.value_or(*limit), *limit);
       if (path.empty()) break;
     }
   };
@@ -57,7 +57,7 @@ std::optional<double> CgroupMemoryLimit(const std::string& root, const std::stri
       take(fs::path(root) / "memory", group, "memory.limit_in_bytes");
     }
   }
-  return least;
+  return minimum;
 }
 
 }  // namespace pagedkv

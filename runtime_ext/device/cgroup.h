@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file cgroup.h
- * \brief What Linux's control groups allow this process; containers limit memory by them.
+ * \brief Limits of Linux's control groups, by which containers limit memory.
  */
 #ifndef TVM_PAGEDKV_DEVICE_CGROUP_H_
 #define TVM_PAGEDKV_DEVICE_CGROUP_H_

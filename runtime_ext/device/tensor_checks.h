@@ -33,7 +33,7 @@ class TensorChecks {
   /*! \brief A tensor that is written: contiguous, of this shape and dtype, on the device. */
   void CheckOutput(const char* name, const ffi::Tensor& tensor,
                    std::initializer_list<int64_t> shape, DLDataType dtype) const;
-  /*! \brief As CheckOutput, for a tensor that is read: on the host it may have strides. */
+  /*! \brief Like CheckOutput, for a tensor that is read: on the host it may have strides. */
   void CheckInput(const char* name, const ffi::Tensor& tensor, std::initializer_list<int64_t> shape,
                   DLDataType dtype) const;
   void CheckAlignment(const char* name, const ffi::Tensor& tensor, Alignment alignment) const;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file libraries.h
- * \brief What both examples begin with: the libraries of a folder, loaded in their order.
+ * \brief Loads the libraries of a folder in their order, for both examples.
  */
 #ifndef TVM_PAGEDKV_EXAMPLE_LIBRARIES_H_
 #define TVM_PAGEDKV_EXAMPLE_LIBRARIES_H_
@@ -12,7 +12,7 @@
 #include <cstdio>
 #include <string>
 
-/*! \brief Where a folder has the libraries of this machine. */
+/*! \brief Returns where a folder has the libraries of this machine. */
 inline std::string Libraries(const std::string& folder) {
 #if defined(__x86_64__)
   return folder + "/lib/x86_64/";

@@ -74,7 +74,7 @@ class Model {
  public:
   Model(const std::string& folder, int64_t max_num_sequences, int64_t max_total_tokens,
         int64_t prefill_chunk_size) {
-    // First, for it refuses a folder whose code is for another CPU.
+    // First: it refuses a folder whose code is for another CPU.
     Map bundle = Find("pagedkv.load_bundle")(ffi::String(folder), nullptr, nullptr).cast<Map>();
     vm_ = LoadModel(folder + "/model.so");
     std::ifstream file(folder + "/model.json");

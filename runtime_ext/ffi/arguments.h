@@ -24,7 +24,7 @@ namespace pagedkv {
 
 namespace ffi = tvm::ffi;
 
-/*! \brief What the FFI passes for a parameter of type T. A span is read until the call returns. */
+/*! \brief The FFI's type for a parameter of type T. A span is read until the call returns. */
 template <typename T>
 struct ArgumentOf {
   using Type = T;

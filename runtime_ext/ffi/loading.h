@@ -23,7 +23,7 @@ std::string LibraryPath();
  */
 std::string RuntimeMismatch();
 
-/*! \brief Which other copy of this library has registered its functions; empty if none has. */
+/*! \brief Returns the copy of this library that has registered its functions; empty if none has. */
 std::string OtherCopy();
 
 }  // namespace pagedkv

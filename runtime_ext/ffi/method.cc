@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file method.cc
- * \brief What all methods share when they are called through the FFI.
+ * \brief Code that all methods share when they are called through the FFI.
  */
 #include "ffi/method.h"
 

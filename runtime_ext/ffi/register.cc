@@ -54,7 +54,7 @@ void Override(const std::string& name, ffi::Function ours) {
 }
 
 /*!
- * \brief What models call to create a cache; tvm_pagedkv/relax/frontend.py has the same name.
+ * \brief The function with which models create a cache; tvm_pagedkv/relax/frontend.py names it too.
  *
  * A process without this library has no such function, and the error of the Relax VM quotes the
  * name. So the name says what to do.
@@ -224,7 +224,7 @@ PagedKVCache Create(ffi::Map<ffi::String, ffi::Any> config, ffi::AnyView kernels
   return Translate([&] { return PagedKVCache(CacheConfig::FromNamed(config, kernels, device)); });
 }
 
-/*! \brief What stores add to their values. The caller computes it without Python's global lock. */
+/*! \brief The checksum that stores add to their values, computed without Python's global lock. */
 int64_t ChecksumOf(const ffi::Tensor& bytes, int64_t seed) {
   return Translate([&] {
     if (!bytes.defined()) Raise(kTypeError, "checksum takes a tensor, got None");

@@ -55,7 +55,7 @@ void Replace(std::string* text, const std::string& from, const std::string& to) 
   if (at != std::string::npos) text->replace(at, from.size(), to);
 }
 
-/*! \brief What a cache of apache-tvm would write, which has layers of one kind without windows. */
+/*! \brief Metadata as a cache of apache-tvm would write it: layers of one kind without windows. */
 void MakeStock(std::string* text, const CheckpointLayout& layout) {
   const CheckpointLayout::Layer& layer = layout.layers[0];
   Replace(text, "pagedkv.KVCache", "relax.vm.PagedAttentionKVCache");
@@ -213,7 +213,7 @@ class World {
     plan.Finish();
   }
 
-  /*! \brief What a text says, which must come through another writing and reading. */
+  /*! \brief The content of a text, which another write and read must preserve. */
   SequenceState Read(Bytes* bytes) const {
     const bool is_foreign = bytes->Next() % 8 == 1;
     const CheckpointLayout writer = is_foreign ? DrawLayout(bytes) : layout_;

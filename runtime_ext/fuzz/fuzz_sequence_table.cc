@@ -46,7 +46,7 @@ struct Sizes {
   }
 };
 
-/*! \brief What a sequence must hold. */
+/*! \brief The rows that a sequence must hold. */
 struct Tokens {
   std::vector<int32_t> all;      // those of tree nodes last
   std::vector<int64_t> parents;  // of each node; -1: none
@@ -242,7 +242,7 @@ class World {
     for (size_t i = 0; i < ids.size(); ++i) expected_.at(ids[i]).Commit(leaves[i]);
   }
 
-  /*! \brief What debug_set_kv does; the copies may fail. */
+  /*! \brief Does what debug_set_kv does; the copies may fail. */
   void Overwrite(int64_t id, Bytes* bytes) {
     Sequence& sequence = table_.At(id);
     if (sequence.length == 0) return;

@@ -33,7 +33,7 @@ class DebugKV {
   void Get(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor k, ffi::Tensor v);
   /*! \brief Overwrites the positions from `begin` on; k and v have the shape of Get. */
   void Set(int64_t sequence_id, int64_t begin, ffi::Tensor k, ffi::Tensor v);
-  /*! \brief As Get, of the MLA layers. \param kv [num_layers, end - begin, head_dim], written. */
+  /*! \brief Like Get, of the MLA layers. \param kv [num_layers, end - begin, head_dim], written. */
   void GetMLA(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor kv);
   void SetMLA(int64_t sequence_id, int64_t begin, ffi::Tensor kv);
 
@@ -45,7 +45,7 @@ class DebugKV {
   Sequence* WritableSequence(int64_t sequence_id, int64_t begin, int64_t count);
   std::vector<int32_t> SlotsOf(const Sequence& sequence, int32_t group, int64_t begin,
                                int64_t end) const;
-  /*! \brief For each layer group SlotsOf as they will be once the copies are in page tables. */
+  /*! \brief Returns SlotsOf each layer group as they will be once the copies are in page tables. */
   std::vector<std::vector<int32_t>> SlotsBehind(const std::vector<PageCopy>& copies,
                                                 const Sequence& sequence, int64_t begin,
                                                 int64_t end) const;

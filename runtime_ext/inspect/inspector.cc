@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file inspector.cc
- * \brief What a cache says of itself.
+ * \brief The description and statistics of a cache.
  */
 #include "inspect/inspector.h"
 

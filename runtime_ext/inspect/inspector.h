@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file inspector.h
- * \brief What a cache says of itself, and checks that tests run on it.
+ * \brief The description and statistics of a cache, and checks that tests run on it.
  */
 #ifndef TVM_PAGEDKV_INSPECT_INSPECTOR_H_
 #define TVM_PAGEDKV_INSPECT_INSPECTOR_H_

@@ -27,7 +27,7 @@ struct PageTable {
    * followed by the three rows of PlanArrays::FillWindows: [4 * B].
    */
   const ffi::Tensor& lengths;
-  /*! \brief Which tree nodes each node sees, [num_tree_nodes, 2]; empty without a tree mask. */
+  /*! \brief The tree nodes that each node sees, [num_tree_nodes, 2]; empty without a tree mask. */
   const ffi::Tensor& tree_order;
   const AuxData* arrays;
   size_t lengths_array;

@@ -29,7 +29,7 @@ class PastArrays {
 
   void BeginStep() { is_filled_ = false; }
   PageTable page_table(int32_t group);
-  /*! \brief As StepArrays::tree_order, but no row sees the nodes of this step. */
+  /*! \brief Like StepArrays::tree_order, but no row sees the nodes of this step. */
   const ffi::Tensor& tree_order();
 
   /*! \brief Null until a layer has asked for any. */

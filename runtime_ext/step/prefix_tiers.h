@@ -40,7 +40,7 @@ class PrefixTiers {
    * \throws Error (ValueError, TypeError, MemoryError); then nothing has changed.
    */
   PrefixTier Open(const ffi::Map<ffi::String, ffi::Any>& options);
-  /*! \brief What Open has returned; null before. */
+  /*! \brief The tier that Open has returned; null before. */
   PrefixTier Get() const { return tier_; }
   /*! \brief Forgets all texts, in the pools and in host memory. */
   void ForgetTexts();

@@ -34,7 +34,7 @@ class Prefixes {
 
   // Token ids are non-negative int32 values. Each call throws Error (ValueError, KeyError); then
   // nothing has changed.
-  /*! \brief How many positions Add would reuse for these tokens. */
+  /*! \brief Returns how many positions Add would reuse for these tokens. */
   int64_t Match(const TokenIds& tokens, const ffi::Bytes& salt);
   /*!
    * \brief Adds a sequence that begins with the pages of an earlier text. Its tokens are recorded.
@@ -43,13 +43,13 @@ class Prefixes {
    * \return The length of the new sequence, less than the number of tokens.
    */
   int64_t Add(int64_t sequence_id, const TokenIds& tokens, const ffi::Bytes& salt);
-  /*! \brief As Add; waits for a store at most this long. */
+  /*! \brief Like Add; waits for a store at most this long. */
   int64_t AddWithin(int64_t sequence_id, const TokenIds& tokens, const ffi::Bytes& salt,
                     double seconds);
   /*! \brief Begins to bring the pages of a text from the store. \return The lookup's ticket. */
   int64_t Prefetch(const TokenIds& tokens, const ffi::Bytes& salt);
   /*!
-   * \brief Where the full pages of a text are: 0 nowhere, 1 a pool, 2 host memory, 3 the store.
+   * \brief The tier of each full page of a text: 0 none, 1 a pool, 2 host memory, 3 the store.
    * \param seconds The most to wait for the store; what it has not told by then is nowhere.
    * \return [page][group]
    */

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file sequences.cc
- * \brief What happens to sequences between steps.
+ * \brief Operations on sequences between steps.
  */
 #include "step/sequences.h"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file sequences.h
- * \brief What happens to sequences between steps.
+ * \brief Operations on sequences between steps.
  */
 #ifndef TVM_PAGEDKV_STEP_SEQUENCES_H_
 #define TVM_PAGEDKV_STEP_SEQUENCES_H_

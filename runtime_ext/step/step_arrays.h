@@ -48,7 +48,7 @@ class StepArrays {
   const ffi::Tensor& tree_order() const { return common(kTreeOrder); }
   /*! \brief The slot of every row, [T]. */
   const ffi::Tensor& slots(int32_t group) const { return view(group, kSlots); }
-  /*! \brief What to add to a slot of the page table to get its position, [B]. */
+  /*! \brief The offset from a slot of the page table to its position, [B]. */
   const ffi::Tensor& first_positions(int32_t group) const { return view(group, kFirstPositions); }
   PageTable page_table(int32_t group) const;
   int64_t num_page_ids(int32_t group) const { return sizes_[Index(group, kPageIds)]; }

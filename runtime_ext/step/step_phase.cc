@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file step_phase.cc
- * \brief Which calls each phase of a step allows.
+ * \brief The calls that each phase of a step allows.
  */
 #include "step/step_phase.h"
 

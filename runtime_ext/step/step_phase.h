@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file step_phase.h
- * \brief Where a cache is between begin_forward and end_forward, and which calls that allows.
+ * \brief The phase of a cache between begin_forward and end_forward, and the calls that it allows.
  *
  *     kIdle -> kChanging -> kForward <-> kAttending
  *       ^----------'           '-> kIdle (end_forward, abort_forward)
@@ -19,7 +19,7 @@ class StepPhase {
   void RequireIdle(const char* what) const;
   /*! \brief Within a step, and no kernel of it runs. */
   void RequireForward(const char* what) const;
-  /*! \brief As RequireForward, for the calls that end the step. */
+  /*! \brief Like RequireForward, for the calls that end the step. */
   void RequireOpenStep(const char* what) const;
   /*! \brief Page tables are consistent: within a step that is so as well. */
   void RequireNotChanging(const char* what) const;

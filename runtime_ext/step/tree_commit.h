@@ -15,7 +15,7 @@
 
 namespace pagedkv {
 
-/*! \brief How many tree nodes all commits together have ... */
+/*! \brief Counts of the tree nodes of all commits. */
 struct TreeNodeCounts {
   int64_t committed = 0;
   int64_t dropped = 0;

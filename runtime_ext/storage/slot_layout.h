@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file slot_layout.h
- * \brief Where the rows of a slot lie in the pages of a layer.
+ * \brief The location of a slot's rows in the pages of a layer.
  *
  * A layer with K and V has pages [num_pages, 2, num_kv_heads, page_size, head_dim], an MLA layer
  * [num_pages, page_size, head_dim]. A slot holds one token: a row of K and one of V for each head,

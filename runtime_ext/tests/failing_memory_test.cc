@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file failing_memory_test.cc
- * \brief Where memory runs out in the middle of a call, the call has changed nothing.
+ * \brief A call in which memory runs out has changed nothing.
  */
 #include "failing_memory.h"
 

@@ -316,7 +316,7 @@ TEST_CASE("forward plan: a sequence with a window writes to a shared page") {
   table.CheckIntegrity();
 }
 
-/*! \brief What a K is rotated by counts the whole text; the row is one of its window. */
+/*! \brief Rotations of K count the whole text; the row is one of its window. */
 TEST_CASE("forward plan: positions in the text") {
   SequenceTable table(4, 4, {16});
   ForwardPlan plan(&table, 64);

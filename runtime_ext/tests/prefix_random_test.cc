@@ -215,7 +215,7 @@ class World {
     text.num_recorded = std::min(text.num_recorded, length);
   }
 
-  /*! \brief What debug_set_kv does. */
+  /*! \brief Does what debug_set_kv does. */
   void Overwrite(int64_t id) {
     Sequence& sequence = table_.At(id);
     int64_t begin = 0;

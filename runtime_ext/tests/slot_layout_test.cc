@@ -13,7 +13,7 @@ namespace pagedkv::slot_layout_test {
 
 namespace {
 
-/*! \brief How many rows cover each byte of the pages. */
+/*! \brief The number of rows that cover each byte of the pages. */
 std::vector<int> Coverage(const SlotLayout& layout, int64_t num_pages) {
   std::vector<int> covered(num_pages * layout.page_bytes, 0);
   for (int64_t slot = 0; slot < num_pages * layout.page_size; ++slot) {

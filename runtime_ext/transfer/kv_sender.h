@@ -72,7 +72,7 @@ class KVSender {
   };
   const Peer& PeerAt(int64_t peer) const;
   void RequireMaySend(const Sequence& sequence) const;
-  /*! \brief As MakeBlocks, of these sequences, which are being sent. */
+  /*! \brief Like MakeBlocks, of these sequences, which are being sent. */
   std::vector<int64_t> MakeBlocks(const std::vector<const Sequence*>& sequences);
   void DropBlock(int64_t block_id) noexcept;
 

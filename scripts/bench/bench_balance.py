@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When each thread finishes its part of a kernel, by a clock that the kernel itself reads.
+"""Finish times of the threads of a kernel, by a clock that the kernel itself reads.
 
 The time that a thread's CPU is busy would tell nothing: threads of the pool spin while they wait.
 """
@@ -44,7 +44,7 @@ def stamped(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def apart(kernel: Callable, arguments: Sequence, before: Callable, num_threads: int) -> float:
-    """How long the first thread waits for the last one, as a share of the whole time.
+    """Return how long the first thread waits for the last one, as a share of the whole time.
 
     The median of 21 runs, each after `before`; 0 where only one thread works.
     """

@@ -46,5 +46,5 @@ def measure(program: Path, case: Case, cpus: list[int]) -> dict:
         command = ["taskset", "-c", str(cpus[0]), *command]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.search(r"min ([\d.]+) us\s+median ([\d.]+) us.* of (\d+)", done.stdout)
-    least, median, count = found.groups()
-    return {"min_s": float(least) / 1e6, "median_s": float(median) / 1e6, "n": int(count)}
+    minimum, median, count = found.groups()
+    return {"min_s": float(minimum) / 1e6, "median_s": float(median) / 1e6, "n": int(count)}

@@ -70,7 +70,7 @@ def medians(runs: list, rounds: int) -> list[float]:
 
 
 def measure(rounds: int) -> None:
-    """What a child process does: print the medians of five lines of runs."""
+    """Print the medians of five lines of runs, in a child process."""
     product = products()
     (before,) = medians([product], rounds)  # no pool of TVM's has started yet
     step = decode_step()

@@ -97,7 +97,7 @@ class Case:
         return vectors * heads.dim * itemsize(dtype)
 
     def flops(self, heads: Heads) -> int:
-        """Of the two products, over what the causal mask leaves."""
+        """Return the operations of the two products, over what the causal mask leaves."""
         seen = sum(
             rows * (context - rows) + rows * (rows + 1) // 2 for rows, context in self.sequences
         )
@@ -137,7 +137,7 @@ class Inputs:
         self.k, self.v = (random_values(shape, dtype, seed) for seed in (1, 2))
 
     def parts(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Of sequences that are alike: q [batch, rows, ...], k and v [batch, context, ...]."""
+        """Return q [batch, rows, ...], k and v [batch, context, ...] of equal sequences."""
         row = position = 0
         for batch, rows, context in self.case.parts:
             end_row, end = row + batch * rows, position + batch * context
@@ -248,18 +248,18 @@ def _write_codes(codec, pages: np.ndarray, ids: np.ndarray, plane: int, rows: np
 
 
 def seconds_of(
-    run: Callable, before: Callable, budget: float, *, least: int = 3, warms_up: bool = True
+    run: Callable, before: Callable, budget: float, *, min_runs: int = 3, warms_up: bool = True
 ) -> list[float]:
     """Times of `run`, each after `before`: as many as fit the budget, at most 2000.
 
-    At least `least`, where one takes less than a second; after a run that does not count if
+    At least `min_runs`, where one takes less than a second; after a run that does not count if
     `warms_up`.
     """
     if warms_up:
         before()
         run()
     times, end = [], time.perf_counter() + budget
-    while not times or (len(times) < least and times[0] < 1) or time.perf_counter() < end:
+    while not times or (len(times) < min_runs and times[0] < 1) or time.perf_counter() < end:
         before()
         start = time.perf_counter()
         run()

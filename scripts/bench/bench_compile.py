@@ -38,7 +38,7 @@ def configuration(name: str):
 
 
 def seconds_in_process(option: str, name: str, folder: str) -> float:
-    """What a new process with compiled files in `folder` prints."""
+    """Return what a new process with compiled files in `folder` prints."""
     command = [sys.executable, __file__, option, name]
     environment = os.environ | {"TVM_PAGEDKV_CACHE": folder}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -92,8 +92,8 @@ def print_construction() -> None:
     for kind in kinds:
         with tempfile.TemporaryDirectory() as folder:
             first, *later = (seconds_in_process("--construct", kind, folder) for _ in range(11))
-        middle, most = statistics.median(later) * 1e3, max(later) * 1e3
-        print(f"{kind:10} {first:6.2f} s {middle:7.1f} ms {most:7.1f} ms")
+        middle, maximum = statistics.median(later) * 1e3, max(later) * 1e3
+        print(f"{kind:10} {first:6.2f} s {middle:7.1f} ms {maximum:7.1f} ms")
 
 
 def functions_of(name: str, target, seconds: Counter) -> dict:

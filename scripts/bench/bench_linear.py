@@ -63,7 +63,7 @@ def measure_torch(dtype: str, rows: list[int], budget: float) -> None:
 
 
 def torch_times(dtype: str, rows: list[int], budget: float) -> dict:
-    """What a process that runs `measure_torch` measures."""
+    """Return what a process that runs `measure_torch` measures."""
     command = [sys.executable, __file__, "--torch", dtype, "--budget", str(budget), "--rows"]
     done = subprocess.run([*command, *map(str, rows)], capture_output=True, text=True)
     if done.returncode:

@@ -45,7 +45,7 @@ class Case:
         return self.batch * self.context * WIDTH * (4 if dtype == "float32" else 2)
 
     def flops(self, num_heads: int) -> int:
-        """Of the two products, over what the causal mask leaves."""
+        """Return the operations of the two products, over what the causal mask leaves."""
         seen = self.rows * (self.context - self.rows) + self.rows * (self.rows + 1) // 2
         return 2 * num_heads * (WIDTH + CKV) * self.batch * seen
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""What the prefix cache saves: workloads replayed on a real model, with and without it.
+"""Savings of the prefix cache: workloads replayed on a real model, with and without it.
 
 Requests arrive on a virtual clock that advances by the measured time of each step of a
 continuous-batching loop. The time to first token counts from a request's arrival. The hit rate is
@@ -102,7 +102,7 @@ def workloads_of(options: argparse.Namespace, vocab_size: int) -> list[Workload]
 
 
 def distinct_pages(workload: Workload, page_size: int) -> int:
-    """How many pages all texts of a workload have, beginnings that are equal counted once."""
+    """Return the pages of all texts of a workload, with equal beginnings counted once."""
     nodes: dict[tuple[int, bytes], int] = {}
     for request in workload.requests:
         node, text = 0, request.text
@@ -113,7 +113,7 @@ def distinct_pages(workload: Workload, page_size: int) -> int:
 
 
 def setups_of(workload: Workload, page_size: int, options: argparse.Namespace) -> list[Setup]:
-    """Without the cache and with room for a full batch, with pools of several sizes, with tiers.
+    """Return the setups: no cache and room for a full batch, pools of several sizes, tiers.
 
     Share 0 is the pages of a quarter of a batch of requests of mean length, or of the longest one;
     to these comes a share of the workload's distinct pages.
@@ -133,7 +133,7 @@ def setups_of(workload: Workload, page_size: int, options: argparse.Namespace) -
 
 
 class Pace:
-    """How long the model takes, measured once: from it follows how fast requests may arrive."""
+    """Times of the model, measured once; they decide how fast requests may arrive."""
 
     def __init__(self, model, chunk: int):
         cache, rng = model.create_cache(8, 8 * (2 * chunk + 64), chunk), np.random.default_rng(0)
@@ -154,7 +154,7 @@ class Pace:
         self.answer_s = min(steps) / 8
 
     def seconds(self, workload: Workload) -> float:
-        """How long a workload takes without a cache, about."""
+        """Estimate how long a workload takes without a cache."""
         lengths = [len(request.prompt) for request in workload.requests]
         prompts = sum(n * self.row_s + n * n / 2 * self.depth_s for n in lengths)
         return prompts + workload.output_tokens * self.answer_s

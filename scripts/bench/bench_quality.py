@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quantized cache loses: perplexity and the distribution of the next token, by codec.
+"""Quality of quantized caches: perplexity and the next token's distribution, by codec.
 
 Every text runs through the model once for each codec, in steps of `--chunk` tokens and at the same
 time through a float32 cache, so that the distributions of all positions are compared. Model
@@ -54,7 +54,7 @@ class Comparison:
         return float(np.sum(expected[rows, targets] - actual[rows, targets]))
 
     def result(self, perplexity: float) -> dict:
-        """What the table and the JSON file show."""
+        """Return what the table and the JSON file show."""
         changes, divergences = np.array(self.changes), np.concatenate(self.divergences)
         error = changes.std(ddof=1) / np.sqrt(len(changes)) if len(changes) > 1 else np.nan
         return {

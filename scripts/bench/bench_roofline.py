@@ -33,8 +33,8 @@ def draw(result: dict, path: str) -> None:
     if not records:
         raise ValueError("nothing to draw: no attention was measured")
     all_heads = [json.dumps(r["heads"]) for r in records]
-    most = max(dict.fromkeys(all_heads), key=all_heads.count)
-    records = [r for r, heads in zip(records, all_heads, strict=True) if heads == most]
+    usual = max(dict.fromkeys(all_heads), key=all_heads.count)
+    records = [r for r, heads in zip(records, all_heads, strict=True) if heads == usual]
     cases = list(dict.fromkeys(r["case"] for r in records))
     peers = [name for name in PEERS if any(r["peer"] == name for r in records)]
     dtypes = [name for name in DTYPES if any(r["dtype"] == name for r in records)]
@@ -59,7 +59,7 @@ def draw(result: dict, path: str) -> None:
         axis.set_xlabel("flops per byte (decode: peers are drawn right of ours)")
         axis.grid(alpha=0.3, which="both", linewidth=0.4)
     axes[0][0].set_ylabel("GFLOP/s")
-    figure.suptitle(f"{Heads(**json.loads(most)).label}; {result['device']}")
+    figure.suptitle(f"{Heads(**json.loads(usual)).label}; {result['device']}")
     entries = [Line2D([], [], marker="s", ls="", color=COLORS[x], label=x) for x in peers]
     entries += [Line2D([], [], ls="", label="")]
     entries += [Line2D([], [], marker=markers[x], ls="", color="gray", label=x) for x in cases]

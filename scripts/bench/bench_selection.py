@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases, head counts and types a run of bench_cpu.py measures."""
+"""The cases, head counts and types that a run of bench_cpu.py measures."""
 
 from __future__ import annotations
 

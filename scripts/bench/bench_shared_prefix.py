@@ -103,12 +103,12 @@ def measure(steps: dict, peak: Callable, limits: Limits, budget: float) -> dict:
     """Least seconds of every step, and under "read" and "peak" of the limits' loops."""
     # One thread: its own time, whatever else the machine does.
     clock = time.thread_time if os.environ["TVM_NUM_THREADS"] == "1" else time.perf_counter
-    least = {}
+    minimum = {}
 
     def take(name: str, run: Callable) -> None:
         start = clock()
         run()
-        least[name] = min(clock() - start, least.get(name, math.inf))
+        minimum[name] = min(clock() - start, minimum.get(name, math.inf))
 
     for step in steps.values():
         step.run()
@@ -119,7 +119,7 @@ def measure(steps: dict, peak: Callable, limits: Limits, budget: float) -> dict:
             take("read", limits.read)
             take(name, step.run)
         rounds += 1
-    return least
+    return minimum
 
 
 def print_plans(prefix: int, budget: float) -> None:
@@ -143,15 +143,15 @@ def print_plans(prefix: int, budget: float) -> None:
                 if i == 0 and length:
                     with cache.forward([0], [length]):
                         pass
-            ones, least, end = [1] * batch, math.inf, time.perf_counter() + budget
+            ones, minimum, end = [1] * batch, math.inf, time.perf_counter() + budget
             while time.perf_counter() < end:
                 start = time.thread_time()
                 cache.begin_forward(ids, ones)
-                least = min(least, time.thread_time() - start)
+                minimum = min(minimum, time.thread_time() - start)
                 cache.end_forward()
                 for i in ids:
                     cache.pop_n(i, 1)
-            line += f" {least * 1e6:8.1f}"
+            line += f" {minimum * 1e6:8.1f}"
         print(line, flush=True)
 
 

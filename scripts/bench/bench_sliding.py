@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""What a window costs: of a layer (decode_sliding, prefill_sliding), and of sequences with sinks.
+"""Cost of windows: of layers (decode_sliding, prefill_sliding), of sequences with sinks.
 
 All runs of a line attend to the same number of (row, position) pairs, the first without a window.
 The page tables of layers with a window begin as early as the runtime keeps pages; sequences with
@@ -35,7 +35,7 @@ SINKS = 4
 
 
 def cases_of(batch: int, rows: int, window: int) -> list[Case]:
-    """Without a window, with a layer's and with a sequence's: as many visible pairs, nearly."""
+    """Return cases without a window, with a layer's, with a sequence's: nearly equal work."""
     kind = "decode" if rows == 1 else "prefill"
     pasts = (
         window - 1 - (rows - 1) // 2,  # the mean row of a causal chunk sees `window` positions

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast stores of pages take and give values, beside the disk or the network under them.
+"""Throughput of stores of pages, beside the disk or the network under them.
 
     python scripts/bench/bench_stores.py --folder /var/tmp
     python scripts/bench/bench_stores.py --valkey valkey://127.0.0.1:6379 --plot stores.png

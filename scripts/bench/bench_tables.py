@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bench_cpu.py measured, as text."""
+"""Measurements of bench_cpu.py as text."""
 
 from __future__ import annotations
 

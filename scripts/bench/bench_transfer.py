@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a prompt goes from one cache to another, beside a copy of as many bytes.
+"""Throughput from one cache to another, beside a copy of as many bytes.
 
 python scripts/bench/bench_transfer.py
 """

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""What a token tree costs: tree_paged against prefill for the same rows and pages.
+"""Cost of token trees: tree_paged against prefill for the same rows and pages.
 
 Trees are binary, chains, or roots alone. Both kernels of a line read the same positions; where a
 row of `prefill` sees the rows before it, a node sees its ancestors only. Times are medians of N
@@ -74,10 +74,10 @@ def measure(dtype: str, shapes: list[str], budget: float) -> None:
                 lambda given=(*common, *scalars, *trees): kernels["tree_paged"](*given),
             )
             times = turns.seconds_of(runs)
-            least = min(times[1]) / min(times[0])
+            minimum = min(times[1]) / min(times[0])
             label = f"{dtype:8} B={batch} {shape:6} {rows:3} on {past:4}"
             print(
-                f"{label} {columns_of(times)} {ratio_of(times):5.2f}x ({least:4.2f}) "
+                f"{label} {columns_of(times)} {ratio_of(times):5.2f}x ({minimum:4.2f}) "
                 f"{len(times[0]):4}",
                 flush=True,
             )

@@ -41,5 +41,5 @@ def columns_of(times: Sequence[list[float]]) -> str:
 
 
 def ratio_of(times: Sequence[list[float]]) -> float:
-    """How much longer the second run takes than the first, in the median."""
+    """Return the ratio of the second run's median to the first one's."""
     return statistics.median(times[1]) / statistics.median(times[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefix cache of so many pages can reuse: an exact simulation of least recently used.
+"""An exact simulation of a least-recently-used prefix cache of a given number of pages.
 
 The simulation follows the schedule of a run: when requests were admitted, how far each step brought
 them, and when they finished. It keeps one page for each page of text. Pages that running requests

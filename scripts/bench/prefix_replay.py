@@ -25,7 +25,7 @@ from tvm_pagedkv.models import DecoderModel
 
 @dataclass(frozen=True)
 class Policy:
-    """How requests are scheduled.
+    """The scheduling of requests.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class Active:
 
 @dataclass
 class Run:
-    """What a run measured. Lists have an element for each request.
+    """Measurements of a run. Lists have an element for each request.
 
     `by_tier` has the reused tokens by the tier that had them, in a cache with tiers, as
     `prefix_tiers.COUNTERS` names them. `busy_s` is the time of all steps; `events` is the schedule,
@@ -214,7 +214,7 @@ class Replay:
         return shared >= self.cache.match_prefix(self.requests[index].prompt) + size
 
     def _common_pages(self, a: int, b: int) -> int:
-        """Whole pages at the beginning of both prompts, without the last token of the first."""
+        """Return the full pages that begin both prompts, without the first one's last token."""
         if (a, b) not in self.common:
             first, second = self.requests[a].prompt[:-1], self.requests[b].prompt
             size = min(len(first), len(second))

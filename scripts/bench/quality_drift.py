@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far attention over a long, quantized context is from float64, by codec and context."""
+"""Distance of attention over a long, quantized context from float64, by codec and context."""
 
 from __future__ import annotations
 

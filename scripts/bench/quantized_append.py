@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast kernels append and quantize rows, beside a copy that moves as many bytes."""
+"""Throughput of kernels that append and quantize rows, beside a copy of as many bytes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler makes of every kernel for GPUs, and whether it is what it has to be.
+"""Check the machine code that the compiler makes of every kernel for GPUs.
 
 It needs nvcc and no GPU. Exits with 1 when a kernel spills, exceeds a limit of the chip or lacks
 the instructions that make it fast. Floors are computed from data sheets; nothing is measured.
@@ -91,7 +91,7 @@ CONFIGURATIONS = {
     ),
 }
 COLUMNS = (
-    *("kernel", "regs", "spilled", "stack", "shared KiB: static + dynamic / most", "threads"),
+    *("kernel", "regs", "spilled", "stack", "shared KiB: static + dynamic / limit", "threads"),
     *("grid", "blocks/SM", "KiB ahead/SM", *INSTRUCTIONS, "instr.", "floor in us"),
 )
 
@@ -115,7 +115,7 @@ def source_of(name: str, functions: Sequence[str] | None = None) -> str:
 def codes_of(
     name: str, arch: str, options: Sequence[str] = (), functions: Sequence[str] | None = None
 ) -> dict[str, list[MachineCode]]:
-    """Of each function of a configuration, the machine code of its kernels."""
+    """Return the machine code of the kernels of each function of a configuration."""
     codes: dict[str, list[MachineCode]] = {}
     for code in machine_code(source_of(name, functions), arch, options):
         codes.setdefault(code.launch.function, []).append(code)
@@ -123,7 +123,7 @@ def codes_of(
 
 
 def failures_of(name: str, codes: dict[str, list[MachineCode]]) -> list[str]:
-    """What is wrong with the code of a configuration."""
+    """Return what is wrong with the code of a configuration."""
     spec = spec_of(name)
     return [line for function, code in codes.items() for line in failures(function, spec, code)]
 
@@ -139,7 +139,7 @@ def ungated() -> list[str]:
 
 
 def ahead_bytes(code: MachineCode, spec: KernelSpec) -> int:
-    """Of K and V, that a multiprocessor waits for while it decodes; 0: for other kernels.
+    """Return the bytes of K and V in flight per multiprocessor in decode; 0: other kernels.
 
     At the bandwidth of the data sheets and a latency of a microsecond, it takes 36 KiB on an H200.
     """
@@ -158,12 +158,12 @@ def row(code: MachineCode, spec: KernelSpec, floor: str) -> list[str]:
     """A row of the table."""
     launch, counts = code.launch, [str(count) for count in code.counts.values()]
     shared = (code.static_bytes, launch.dynamic_bytes, CHIPS[code.arch].block_bytes)
-    static, dynamic, most = (f"{num_bytes / KIB:.4g}" for num_bytes in shared)
+    static, dynamic, limit = (f"{num_bytes / KIB:.4g}" for num_bytes in shared)
     ahead = f"{ahead_bytes(code, spec) / KIB:.4g}"
     grid = " x ".join("n" if n is None else str(n) for n in launch.grid).removesuffix(" x 1")
     return [
         *(launch.kernel, str(code.registers), str(code.spill_bytes), str(code.stack_bytes)),
-        *(f"{static} + {dynamic} / {most}", str(launch.threads), grid.removesuffix(" x 1")),
+        *(f"{static} + {dynamic} / {limit}", str(launch.threads), grid.removesuffix(" x 1")),
         *(str(resident_blocks(code)), ahead, *counts, str(code.num_instructions), floor),
     ]
 
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument(
         "--configurations", nargs="+", default=list(CONFIGURATIONS), choices=CONFIGURATIONS
     )
-    parser.add_argument("--max-registers", type=int, help="compile with so many registers at most")
+    parser.add_argument("--max-registers", type=int, help="compile with at most N registers")
     args = parser.parse_args()
     options = []
     if args.max_registers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What machine code has to be like: the limits of chips, and the instructions that kernels need."""
+"""Rules for machine code: the limits of chips, and the instructions that kernels need."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tir_kernels.spec import KernelSpec
 
 KIB = 1024
 MAX_REGISTERS = 255  # of a thread, for attention, which keeps its sums there
-MOST_REGISTERS_OF_MOVES = 64  # these wait for memory: many threads have to do so at a time
-LEAST_COPIES = 2  # asynchronous ones: of the first tile, and of the next ones
+MAX_REGISTERS_OF_MOVES = 64  # these wait for memory: many threads have to do so at a time
+MIN_COPIES = 2  # asynchronous ones: of the first tile, and of the next ones
 # Arrays that the host copies before a step, and that no kernel writes. Only these may be loaded
 # through a cache that does not see what other kernels write while this one is there: with
 # programmatic dependent launch it may be there before those that write its arguments have ended.
@@ -79,7 +79,7 @@ def resident_blocks(code: MachineCode) -> int:
 
 
 def failures(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> list[str]:
-    """What is wrong with the code of a function.
+    """Yield what is wrong with the code of a function.
 
     Parameters
     ----------
@@ -99,9 +99,9 @@ def _of_kernel(name: str, code: MachineCode) -> Iterator[str]:
             f"{kernel} spills {code.spill_bytes} bytes, has a stack of {code.stack_bytes} and "
             f"{code.counts['local']} accesses to local memory"
         )
-    most = MAX_REGISTERS if name in ATTENTION else MOST_REGISTERS_OF_MOVES
-    if code.registers > most:
-        yield f"{kernel} has {code.registers} registers, more than {most}"
+    limit = MAX_REGISTERS if name in ATTENTION else MAX_REGISTERS_OF_MOVES
+    if code.registers > limit:
+        yield f"{kernel} has {code.registers} registers, more than {limit}"
     if launch.device_bytes and code.shared_bytes > launch.device_bytes:
         yield (
             f"{kernel} has {code.shared_bytes} bytes of shared memory, and is launched where a "
@@ -140,21 +140,21 @@ def _of(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[s
 def _of_branch(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[str]:
     counts = {key: sum(code.counts[key] for code in codes) for key in codes[0].counts}
     if spec.codec and name in _ROWS_OF_WARPS:
-        least = {}
+        wanted = {}
     elif name not in ATTENTION:
-        least = {"ldg.128": 1, "stg.128": 1}
+        wanted = {"ldg.128": 1, "stg.128": 1}
     else:
-        least = {"ldgsts": LEAST_COPIES, "stg.128": 1}
+        wanted = {"ldgsts": MIN_COPIES, "stg.128": 1}
         if spec.dtype != "float32" and (spec.codec or spec.dtype == spec.kv_dtype):
             columns = min(spec.v_head_dim, spec.non_absorbed.v_head_dim, _MOST_COLUMNS)
             # Sixteen positions over all columns of V, and a step of a loop over those of K.
-            least["mma"] = columns // 8 + 1
+            wanted["mma"] = columns // 8 + 1
             # Operands come four 8 x 8 matrices at a time; a product takes two of them, and two
             # tiles of rows may share them.
-            least["ldsm"] = counts["mma"] // 4
+            wanted["ldsm"] = counts["mma"] // 4
             if spec.codec and spec.codec.bits == 4:  # decode widens eight from four of codes
-                least["ldsm"] //= 2
-    for key, count in least.items():
+                wanted["ldsm"] //= 2
+    for key, count in wanted.items():
         if counts[key] < count:
             branch = f"sm_{codes[0].arch}"
             if codes[0].launch.device_bytes:

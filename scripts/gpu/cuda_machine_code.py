@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler made of kernels for GPUs: registers, spills, shared memory, instructions.
+"""Machine code of kernels for GPUs: registers, spills, shared memory, instructions.
 
 It needs nvcc, but no GPU. Instructions are those of the machine code where there is nvdisasm, which
 the extra "cuda" installs; of PTX otherwise.
@@ -59,7 +59,7 @@ _PROPERTIES = re.compile(
 
 @dataclass(frozen=True)
 class Launch:
-    """How a function launches a kernel.
+    """A kernel launch of a function.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class MachineCode:
 
     @property
     def shared_bytes(self) -> int:
-        """Of a block."""
+        """Return the shared memory of a block."""
         return self.static_bytes + self.launch.dynamic_bytes
 
 
@@ -193,7 +193,7 @@ def launches(source: str) -> list[Launch]:
 
 
 def _conditions(launcher: str) -> list[tuple[int, int, int]]:
-    """Where in a launcher a condition on the shared memory of the device holds, and which one."""
+    """Return the ranges of a launcher that depend on the device's shared memory, and how."""
     found = []
     for match in _CONDITION.finditer(launcher):
         indent, num_bytes = match.groups()

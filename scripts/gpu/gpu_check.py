@@ -31,7 +31,7 @@ TIMINGS = (
     "shared_prefix",
 )
 SECTIONS = ("limits", *(f"caches {name}" for name in NAMES), *TIMINGS)
-MOST_SECONDS = 90  # of a section
+MAX_SECONDS = 90  # of a section
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -82,7 +82,7 @@ def run_all(options: argparse.Namespace) -> int:
     for name in names:
         left = options.budget - (time.perf_counter() - start)
         print(f"--- {name} ({time.perf_counter() - start:.0f} s)", flush=True)
-        results[name] = run_child(options, name, min(left, MOST_SECONDS))
+        results[name] = run_child(options, name, min(left, MAX_SECONDS))
         for failure in results[name]["failures"]:
             print(f"FAILED: {failure}", flush=True)
         if results[name].get("is_hopeless"):
@@ -132,7 +132,7 @@ def run_child(options: argparse.Namespace, name: str, seconds: float) -> dict:
 
 
 class Section:
-    """What a section found, and how it tells of it."""
+    """Results of a section, and how it reports them."""
 
     def __init__(self):
         self.start, self.failures, self.records = time.perf_counter(), [], []
@@ -158,7 +158,7 @@ def sentence(error: BaseException) -> str:
 
 
 def run_section(options: argparse.Namespace) -> dict:
-    """What the child process writes."""
+    """Run a section, and write its results, in the child process."""
     section, result, has_torch = Section(), {}, True
     try:
         try:
@@ -189,12 +189,12 @@ def run_caches(section: Section, folder: Path, device, is_tiny: bool) -> None:
     """Caches of a bundle against the reference."""
     import gpu_check_caches as caches
 
-    size, seconds, least = (24, 0.0, 40) if is_tiny else (200, 8.0, 30)
+    size, seconds, min_calls = (24, 0.0, 40) if is_tiny else (200, 8.0, 30)
     kernels = caches.load(folder, device)
     section.attempt("forwards", lambda: caches.check_forwards(kernels, size))
     section.attempt("parts of forwards", lambda: caches.check_parts(kernels, size))
     section.attempt("shared prefixes", lambda: caches.check_shared_prefix(kernels, size))
-    section.attempt("random calls", lambda: caches.check_random(kernels, size, seconds, least))
+    section.attempt("random calls", lambda: caches.check_random(kernels, size, seconds, min_calls))
     section.attempt("kernels", lambda: caches.check_the_rest(kernels))
 
 

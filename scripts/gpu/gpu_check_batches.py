@@ -87,7 +87,7 @@ class Batch:
         return self.integers([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
     def arguments(self, name: str) -> list:
-        """Of the kernel decode, prefill or mla_prefill."""
+        """Return the arguments of the kernel decode, prefill or mla_prefill."""
         table = [self.indptr, self.page_ids, self.last_page_len]
         q = [self.q] if name == "decode" else [self.q, self.q_indptr]
         if name == "mla_prefill":
@@ -111,7 +111,7 @@ class Batch:
 
     @property
     def flops(self) -> int:
-        """Of the two products, over what the causal mask leaves."""
+        """Return the operations of the two products, over what the causal mask leaves."""
         pairs = sum(
             n * (c - n) + n * (n + 1) // 2 for n, c in zip(self.rows, self.contexts, strict=True)
         )

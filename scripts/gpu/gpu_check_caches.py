@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to caches on a GPU, beside their references: every kernel, and random calls."""
+"""Checks of caches on a GPU beside their references: every kernel, and random calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_forwards(kernels: Kernels, size: int, seed: int = 0) -> str:
 
 
 def check_saved(kernels: Kernels, pair: Pair) -> None:
-    """What is saved and loaded has the same bits."""
+    """Check that what is saved and loaded has the same bits."""
     ids = sorted(set(pair.ids) - pair.windowed)
     other = kernels.create()
     with tempfile.TemporaryDirectory() as folder:
@@ -101,13 +101,13 @@ def check_shared_prefix(kernels: Kernels, size: int, seed: int = 2) -> str:
     return f"{stats['pages_read']} pages read of {stats['pages_read_without_sharing']}"
 
 
-def check_random(kernels: Kernels, size: int, seconds: float, least: int, seed: int = 3) -> str:
-    """Random calls, for some seconds but at least so many."""
+def check_random(kernels: Kernels, size: int, seconds: float, min_calls: int, seed: int = 3) -> str:
+    """Random calls, for some seconds but at least `min_calls` of them."""
     config = kernels.bundle.config
     pair = Pair(kernels.create(), config, config.resolved().layers[0].rope.mode, seed)
     rng, counts, end, next_id = pair.rng, Counter(), time.perf_counter() + seconds, 0
     room = config.max_total_tokens // 2
-    while time.perf_counter() < end or counts.total() < least:
+    while time.perf_counter() < end or counts.total() < min_calls:
         ids = pair.ids
         plain = [i for i in ids if i not in pair.windowed and pair.slack[i] == 0]
         plain = [i for i in plain if pair.mha.length(i) > POPPABLE]
@@ -138,8 +138,8 @@ def check_random(kernels: Kernels, size: int, seconds: float, least: int, seed: 
             pair.commit({one: int(rng.integers(-1, num_nodes))})
         else:
             batch = rng.permutation(ids)[: rng.integers(1, len(ids) + 1)].tolist()
-            most = max(2, size // len(batch))
-            pair.step({i: 1 if what == "decode" else int(rng.integers(1, most)) for i in batch})
+            longest = max(2, size // len(batch))
+            pair.step({i: 1 if what == "decode" else int(rng.integers(1, longest)) for i in batch})
         next_id += what in ("add", "fork")
         counts[what] += 1
         if counts.total() % 10 == 0:

@@ -11,16 +11,16 @@ from collections.abc import Callable
 import torch
 import tvm_ffi
 
-MOST_RUNS = 40
+MAX_RUNS = 40
 AHEAD_CYCLES = 6_000_000  # of waiting on the GPU: some ms, in which the host queues the runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Seconds of a run: the median and the least of `n`."""
+    """Seconds of a run: the median and the minimum of `n`."""
 
     median: float
-    least: float
+    minimum: float
     n: int
 
 
@@ -41,14 +41,14 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def time(self, run: Callable[[], object], seconds: float = 0.25) -> Time:
-        """Of `run`, which queues its work: as many as fit the seconds, at least three."""
+        """Time `run`, which queues its work: as many runs as fit the seconds, at least three."""
         run()
         self.wait()
         start = time.perf_counter()
         run()
         self.wait()
         once = time.perf_counter() - start
-        count = max(3, min(MOST_RUNS, int(seconds / max(once, 1e-6))))
+        count = max(3, min(MAX_RUNS, int(seconds / max(once, 1e-6))))
         times = self._events(run, count) if self.is_gpu else self._host(run, count)
         return Time(statistics.median(times), min(times), len(times))
 
@@ -71,9 +71,9 @@ class Clock:
         return times
 
     def time_alone(self, run: Callable[[], object], after: Callable[[], object]) -> Time:
-        """Of `run` on a device that has nothing to do, from the host's call to its end."""
+        """Time `run` on an idle device, from the host's call to its end."""
         times = []
-        for i in range(MOST_RUNS + 5):
+        for i in range(MAX_RUNS + 5):
             self.wait()
             start = time.perf_counter()
             run()
@@ -84,9 +84,9 @@ class Clock:
         return Time(statistics.median(times), min(times), len(times))
 
     def time_short(self, runs: list[Callable[[], object]]) -> Time:
-        """Of one of several runs that take microseconds: replays of a graph of them all."""
+        """Time one of several runs that take microseconds, by replays of a graph of them all."""
         whole = self.time(self.recorded(runs))
-        return Time(whole.median / len(runs), whole.least / len(runs), whole.n)
+        return Time(whole.median / len(runs), whole.minimum / len(runs), whole.n)
 
     def recorded(self, runs: list[Callable[[], object]]) -> Callable[[], object]:
         """Replays a CUDA graph of runs; where there is no GPU, does them."""

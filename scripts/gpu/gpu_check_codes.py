@@ -26,7 +26,7 @@ def random_pages(kv_dtype: str, rows: tuple[int, ...], width: int, device) -> to
 
 
 def numbers(kv_dtype: str, pages: torch.Tensor, rows: tuple[int, ...], width: int) -> torch.Tensor:
-    """What pages ``[n, page_bytes]`` stand for: float32 ``[n, *rows[1:], width]``."""
+    """Decode pages ``[n, page_bytes]`` to float32 ``[n, *rows[1:], width]``."""
     codec = CODECS[kv_dtype]
     codes, scales = _parts(codec, pages, rows[1] * rows[2] * rows[3], width)
     if codec.bits == 4:

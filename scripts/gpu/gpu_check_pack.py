@@ -26,7 +26,7 @@ from tvm_pagedkv.bundle import cuda as bundle_cuda
 from tvm_pagedkv.bundle.load import read_config
 from tvm_pagedkv.compiler.cuda.library import compile_library
 
-MOST_BYTES = 40_000_000
+MAX_BYTES = 40_000_000
 ROOT = Path(__file__).resolve().parents[2]
 # What nothing imports without the compiler, and what is for compilers in C++.
 WITHOUT = {
@@ -73,8 +73,8 @@ def pack(folder: Path, archs: list[str], python: str, device: str, is_tiny: bool
             _write_stock(folder / "stock", config, archs)
     num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {num_bytes / 1e6:.1f} MB")
-    if num_bytes > MOST_BYTES:
-        raise RuntimeError(f"the folder may have {MOST_BYTES} bytes, and has {num_bytes}")
+    if num_bytes > MAX_BYTES:
+        raise RuntimeError(f"the folder may have {MAX_BYTES} bytes, and has {num_bytes}")
 
 
 def _copy_python(folder: Path, python: str) -> None:

@@ -108,7 +108,7 @@ class Pair:
 
     @property
     def tolerance(self) -> dict:
-        """How `reference.assert_close` compares.
+        """Return how `reference.assert_close` compares.
 
         Products with numbers of a codec round K or Q. Sums of a Hadamard matrix are in another
         order than those of the reference, so a code may be the neighbour of the expected one.
@@ -210,7 +210,7 @@ class Pair:
         self.close(out, o, what)
 
     def _attend_in_parts(self, layer: int, ids, lengths, has_trees: bool, what: str) -> None:
-        """As models do that rotate for themselves: to this step, to the past, merged."""
+        """Attend to this step and to the past and merge, as models that rotate themselves do."""
         qkv, num_kv_heads, scale = self._qkv(layer, sum(lengths))
         heads = self.config.layers[layer].num_qo_heads
         q, k, v = np.split(qkv, [heads, heads + num_kv_heads], axis=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU's attention is measured beside: apache-tvm's own kernels, torch, FlashInfer."""
+"""Peers of a GPU's attention: apache-tvm's own kernels, torch, FlashInfer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Absent(Exception):
 
 
 def stock_library(folder: Path, shape: Shape) -> str:
-    """Where the kernels of apache-tvm for a layer lie."""
+    """Return the path of apache-tvm's kernels for a layer."""
     dtype = str(shape.dtype).removeprefix("torch.")
     return str(folder / f"{dtype}-{shape.num_qo_heads}-{shape.num_kv_heads}.so")
 

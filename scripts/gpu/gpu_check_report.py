@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the check of a GPU measured, as a table and as a picture."""
+"""Measurements of a GPU check, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STOCK_TARGET = 5.0
 
 
 def share(record: dict, limits: dict[str, float]) -> float | None:
-    """Of the limit that the record names; None without one."""
+    """Return the share of the limit that the record names; None without one."""
     if not record["limit"] or not limits:
         return None
     work = record["num_bytes"] if record["limit"] == "copy" else record["flops"]

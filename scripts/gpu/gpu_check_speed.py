@@ -25,7 +25,7 @@ _OF_DECODE = dict(limit="copy", target=0.85)
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured: sequences and contexts of decode, rows of a prefill, few behind a past."""
+    """Sizes to measure: sequences and contexts of decode, rows of prefills short and long."""
 
     batches: tuple[int, ...] = (16, 64)
     context: int = 4096
@@ -40,21 +40,21 @@ TINY = Sizes((2,), 40, 5, 33, 3, 16)
 
 @dataclasses.dataclass
 class Record:
-    """What came out.
+    """A measurement.
 
     Parameters
     ----------
     case, peer : str
     seconds : float
         The median.
-    least, n :
+    minimum, n :
         The best one, and how many there were.
     num_bytes, flops : int
         That have to be moved and done; 0: not of interest.
     limit : {"copy", "bfloat16", ""}
         What the share is of.
     target : float
-        Least share, or most microseconds where there is no limit; 0: none.
+        Minimum share, or maximum microseconds where there is no limit; 0: none.
     error : float or None
         Of sampled rows, in tolerances; None: not compared.
     note : str
@@ -63,7 +63,7 @@ class Record:
     case: str
     peer: str
     seconds: float
-    least: float
+    minimum: float
     n: int
     num_bytes: int = 0
     flops: int = 0
@@ -156,7 +156,7 @@ class Speed:
             batch.o.fill_(torch.nan)
             time = self.clock.time(replay)
             case = f"{kernel} {shape.label}, {rows} on {self.sizes.context}, from a graph"
-            yield Record(case, "ours", time.median, time.least, time.n, batch.num_bytes,
+            yield Record(case, "ours", time.median, time.minimum, time.n, batch.num_bytes,
                          error=batch.error())  # fmt: skip
 
     def _attention(
@@ -194,7 +194,7 @@ class Speed:
                 self.tell(f"not measured: {peer}, {case}: {_sentence(reason)}")
                 continue
             own_limit = limit if peer == "ours" else dict(limit=limit["limit"])
-            yield Record(case, peer, time.median, time.least, time.n, **work, **own_limit,
+            yield Record(case, peer, time.median, time.minimum, time.n, **work, **own_limit,
                          error=error)  # fmt: skip
 
     def mla(self) -> Iterator[Record]:
@@ -209,11 +209,11 @@ class Speed:
             arguments = batch.arguments("mla_prefill")
             time = self.clock.time(lambda f=function, a=arguments: f(*a))
             case = f"MLA decode {shape.label}, {count} x {self.sizes.context}"
-            yield Record(case, "ours", time.median, time.least, time.n, batch.num_bytes,
+            yield Record(case, "ours", time.median, time.minimum, time.n, batch.num_bytes,
                          batch.flops, "copy", error=batch.error())  # fmt: skip
 
     def rope_append(self) -> Iterator[Record]:
-        """What a decode step does to its new rows, before attention."""
+        """Time what a decode step does to its new rows, before attention."""
         for name in ("bfloat16", "float16"):
             shape, device = shape_of(self.bundles[name].config, 0), self.clock.device
             heads = shape.num_qo_heads + 2 * shape.num_kv_heads
@@ -226,7 +226,7 @@ class Speed:
             each = [tvm_ffi.from_dlpack(qkv) for qkv in qkvs]
             case = f"rope + append {shape.label}, {STEP_BATCH} rows"
             time = self.clock.time_short([functools.partial(own, x, *fixed, 1) for x in each])
-            yield Record(case, "ours", time.median, time.least, time.n, target=6.0)
+            yield Record(case, "ours", time.median, time.minimum, time.n, target=6.0)
             try:
                 rotate = peers.stock(self.stock, shape, "split_rotary")
                 append = peers.stock(self.stock, shape, "transpose_append")
@@ -243,10 +243,10 @@ class Speed:
                 append(pages, k, v, m)
 
             time = self.clock.time_short([lambda x=x: run_stock(x) for x in each])
-            yield Record(case, "apache-tvm", time.median, time.least, time.n, note="2 kernels")
+            yield Record(case, "apache-tvm", time.median, time.minimum, time.n, note="2 kernels")
 
     def begin_forward(self) -> Iterator[Record]:
-        """From the call to the first kernel that can run; and all of a decode step."""
+        """Time begin_forward up to the first kernel that can run, and a whole decode step."""
         bundle, size = self.bundles["bfloat16"], self.sizes.step_context
         tokens = STEP_BATCH * (size + 64)
         cache = bundle.create(
@@ -285,7 +285,7 @@ class Speed:
                 pop(cache, seq_id, 1)
 
         time = self.clock.time_alone(first_kernel, after)
-        yield Record(case, "ours", time.median, time.least, time.n, target=30.0)
+        yield Record(case, "ours", time.median, time.minimum, time.n, target=30.0)
 
         def step() -> None:
             begin(cache, ids, ones, None)
@@ -293,7 +293,7 @@ class Speed:
 
         time = self.clock.time_alone(step, after)
         case = f"begin_forward and attention of a layer, {STEP_BATCH} x {size}"
-        yield Record(case, "ours", time.median, time.least, time.n)
+        yield Record(case, "ours", time.median, time.minimum, time.n)
 
     def shared_prefix(self) -> Iterator[Record]:
         """A decode step of sequences over one prefix, read once or by each."""
@@ -330,7 +330,7 @@ class Speed:
             cache.end_forward()
             what = "read once" if shares else "read by each"
             case = f"decode over one prefix, {count} x {size}"
-            yield Record(case, f"ours, {what}", time.median, time.least, time.n)
+            yield Record(case, f"ours, {what}", time.median, time.minimum, time.n)
 
 
 def _sentence(error: BaseException) -> str:

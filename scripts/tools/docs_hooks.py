@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mkdocs does besides: shapes in the type column of the API reference are code."""
+"""Hooks of mkdocs: shapes in the type column of the API reference are code."""
 
 import re
 

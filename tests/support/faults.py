@@ -32,8 +32,8 @@ from .cuda_emulator.library import runtime
 # How much weight a mistake must move to be required to be noticed: that of one position in 4096.
 # ALiBi leaves less to distant positions. V does not show in the log-sum-exp. Where rotated Q and K
 # are rounded to 16 bits, that alone moves more; the same kernels run without a rotation as well.
-LEAST_WEIGHT = {"page": 2**-12, "eight positions": 2**-12, "row of K": 2**-12, "rows of V": 2**-10}
-LEAST_WEIGHT_ROUNDED_QK = 2**-5
+MIN_WEIGHT = {"page": 2**-12, "eight positions": 2**-12, "row of K": 2**-12, "rows of V": 2**-10}
+MIN_WEIGHT_ROUNDED_QK = 2**-5
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class FaultyAttention:
         largest = np.zeros((2, len(unique)))  # over all calls
         for row, values in zip(largest, (weights, changes), strict=True):
             np.maximum.at(row, index, values)
-        for kind, least_weight in LEAST_WEIGHT.items():
-            least_weight = max(least_weight, LEAST_WEIGHT_ROUNDED_QK if rounds_qk else 0)
+        for kind, min_weight in MIN_WEIGHT.items():
+            min_weight = max(min_weight, MIN_WEIGHT_ROUNDED_QK if rounds_qk else 0)
             size = {"page": page_size, "row of K": 1}.get(kind, 8)
             best = None
             for run, _, _ in self.calls:
@@ -144,7 +144,7 @@ class FaultyAttention:
                 moved = np.maximum.reduceat(
                     largest[int(kind == "row of K"), places], np.arange(0, len(run), size)
                 )
-                moved = np.where(moved >= least_weight, moved, np.inf)
+                moved = np.where(moved >= min_weight, moved, np.inf)
                 i = int(moved.argmin())
                 if moved[i] < (best.weight if best else np.inf):
                     best = Fault(kind, run[i * size : (i + 1) * size], float(moved[i]))

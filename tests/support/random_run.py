@@ -49,17 +49,17 @@ def run(
 
 
 def run_until_all_happened(
-    pairs: Sequence[Sequence[World]], operations: Sequence[Operation], most_steps: int
+    pairs: Sequence[Sequence[World]], operations: Sequence[Operation], max_steps: int
 ) -> None:
     """Go on until the run has seen all that it must see: what is rare takes its time."""
     worlds, steps_at_once = [world for pair in pairs for world in pair], 50
-    for i in range(most_steps // steps_at_once):
+    for i in range(max_steps // steps_at_once):
         missing = never_seen(worlds, operations)
         if not missing:
             return
         run(pairs[i % len(pairs)], operations, steps_at_once, missing)
     missing = never_seen(worlds, operations)
-    assert not missing, f"after {most_steps} more steps still never seen: {sorted(missing)}"
+    assert not missing, f"after {max_steps} more steps still never seen: {sorted(missing)}"
 
 
 def never_seen(worlds: Sequence[World], operations: Sequence[Operation]) -> set[str]:

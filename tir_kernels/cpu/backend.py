@@ -68,7 +68,7 @@ class Worker:
         self.numbers = RowNumbers(spec.target, computed) if computed else None
 
     def slot(self, slot) -> Slot:
-        """Where a slot's rows lie."""
+        """Return the location of a slot's rows."""
         return Slot(slot, self.spec, simd.temp)
 
     def sync(self) -> None:

@@ -75,7 +75,7 @@ class PairOperands:
         self.views = [(buffer, _as_words(buffer)) for buffer in buffers]
 
     def scope(self):
-        """Where the LLVM helpers are known."""
+        """Open the scope in which the LLVM helpers are known."""
         return T.attr(T.int32(0), "pragma_import_llvm", LLVM_HELPERS)
 
     def multiply_add(self, total: Register, a, b) -> None:

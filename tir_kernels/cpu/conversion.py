@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which types a CPU can convert."""
+"""The types that a CPU can convert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def require_half_conversion(spec: KernelSpec, *dtypes: str) -> None:
 
 
 def require_half_target(target: VectorTarget, dtypes: Sequence[str], got: str) -> None:
-    """As `require_half_conversion`, for kernels without a `KernelSpec`."""
+    """Do what `require_half_conversion` does, for kernels without a `KernelSpec`."""
     if "float16" in dtypes and not target.has_f16_convert:
         raise ValueError(
             "float16 needs a CPU target that converts float16 in hardware (F16C, AVX-512F or "

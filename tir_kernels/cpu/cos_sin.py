@@ -92,7 +92,7 @@ class CosSin:
                 row_copy.copy_row(from_buffer, from_row, buffer, row, self.lanes, behind)
 
     def rotate_chunks(self, numbers: RowNumbers, source: tuple, sink: tuple) -> None:
-        """As `rotate`, from row to row: each a buffer and the indices of its leading axes."""
+        """Do what `rotate` does from row to row; each is a buffer and its leading indices."""
         (source, source_row), (sink, sink_row) = source, sink
         for start, count in numbers.chunks(self.half):
             dims = (start, start + self.half)

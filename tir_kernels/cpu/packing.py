@@ -37,7 +37,7 @@ def can_pack(target: VectorTarget) -> bool:
 
 
 def scope():
-    """Where `pack` may be emitted."""
+    """Open the scope in which `pack` may be emitted."""
     return T.attr(T.int32(0), "pragma_import_llvm", _LLVM_HELPERS)
 
 

@@ -34,7 +34,7 @@ class RowNumbers:
         self.wide = self.ops.numbers * self.lanes
 
     def scope(self):
-        """Where loads and stores may be emitted."""
+        """Open the scope in which loads and stores may be emitted."""
         return self.ops.scope()
 
     def chunks(self, width: int) -> list[tuple[int, int]]:

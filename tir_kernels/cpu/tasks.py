@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a kernel divides its work among the threads of TVM's pool."""
+"""The division of a kernel's work among the threads of TVM's pool."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Splits:
 
     @property
     def count(self):
-        """How many there are."""
+        """Return their number."""
         return self.rounds.get() * self.num_tasks
 
     def begin(self, split_id):
@@ -105,7 +105,7 @@ class Queue:
 
     @staticmethod
     def scope():
-        """Where tasks may take items."""
+        """Open the scope in which tasks may take items."""
         return T.attr(T.int32(0), "pragma_import_llvm", _TAKE)
 
     def for_items(self, num_owners, num_items: Callable, body: Callable) -> None:

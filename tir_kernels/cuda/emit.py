@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What device code is written with: registers, instructions, barriers, launches.
+"""Building blocks of device code: registers, instructions, barriers, launches.
 
 Plain Python functions that emit TIR. A register is a small buffer in the scope "local", whose loops
 are unrolled, so that the compiler keeps it where its name says.

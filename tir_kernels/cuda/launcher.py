@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launchers ask the CUDA runtime for, by C functions that `compiler.cuda.runtime` adds."""
+"""Queries of launchers to the CUDA runtime, by C functions of `compiler.cuda.runtime`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the threads of a warp tell each other; all of them have to take part."""
+"""Exchange among the threads of a warp; all of them have to take part."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ class _Rotation:
         self._write_rotated(spec.num_kv_heads, spec.num_qo_heads, sink)
 
     def write_v(self, sink: Callable) -> None:
-        """As `write_k`, without a rotation."""
+        """Do what `write_k` does, without a rotation."""
         spec = self.step.spec
         first_head = spec.num_qo_heads + spec.num_kv_heads
         self.worker.copy_rows(spec.num_kv_heads, self._heads_from(first_head), sink)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels compute, free of target code: visibility, RoPE, softmax, partial states."""
+"""Semantics of the kernels, free of target code: visibility, RoPE, softmax, partial states."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How two partial states ``(o, lse)`` of a row, over disjoint positions, become one."""
+"""The merge of two partial states ``(o, lse)`` of a row over disjoint positions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class MergedLse:
         lowest = arithmetic.constant(-3.0e38, lanes)
         top = arithmetic.temp(T.max(a, b), lanes)
         base = arithmetic.temp(T.max(top, lowest), lanes)  # finite, so that -inf - base is not NaN
-        far, least = (arithmetic.constant(x, lanes) for x in (_FAR, 2.0**_FAR))
+        far, minimum = (arithmetic.constant(x, lanes) for x in (_FAR, 2.0**_FAR))
 
         def power_of(x):
             distance = arithmetic.temp(x - base, lanes)
-            power = T.Select(distance < far, least, arithmetic.exp2(distance, lanes))
+            power = T.Select(distance < far, minimum, arithmetic.exp2(distance, lanes))
             return arithmetic.temp(T.Select(x < lowest, zero, power), lanes)
 
         powers = [power_of(x) for x in (a, b)]

@@ -22,7 +22,7 @@ from ..vectors import F32, vector_type
 
 @dataclass(frozen=True)
 class RopeTable:
-    """What a rotation is made of.
+    """The frequencies and scale of a rotation.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def _yarn(rope: RopeSpec, scaling: dict, use_long: bool):
     original, factor = scaling["original_max_position_embeddings"], _length_factor(scaling)
 
     def dimension_of(rotations: float) -> float:
-        """Where the wave turns `rotations` times within the original length."""
+        """Return the dimension whose wave turns `rotations` times within the original length."""
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low = dimension_of(scaling.get("beta_fast") or 32)
@@ -132,7 +132,7 @@ def _longrope(rope: RopeSpec, scaling: dict, use_long: bool):
 
 
 def _length_factor(scaling: dict) -> float:
-    """By how much the context grew: `factor`, or the ratio of the two lengths."""
+    """Return by how much the context grew: `factor`, or the ratio of the two lengths."""
     original = scaling["original_max_position_embeddings"]
     return scaling.get("factor") or scaling.get("max_position_embeddings", original) / original
 

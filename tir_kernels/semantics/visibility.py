@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row may see, and how `length_info` describes a sequence: callables of parse time.
+"""Visibility of positions, and the sequences that `length_info` describes, at parse time.
 
 A skeleton asks for lengths, slots and visible columns and knows nothing else about them, so a new
 kind of window is a new object here and leaves the skeletons alone.
@@ -34,13 +34,13 @@ class WholeSequence:
         return self.index_temp(T.if_then_else(num_pages > 0, length, 0))
 
     def gap(self, sequence) -> Gap | None:
-        """What `sequence` has dropped: nothing."""
+        """Return what `sequence` has dropped: nothing."""
         return None
 
 
 @dataclass(frozen=True)
 class Gap:
-    """What a sequence with a window has dropped: the slots ``sinks .. begin - 1`` of its pages.
+    """The slots ``sinks .. begin - 1`` of its pages that a sequence with a window has dropped.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class Gap:
 
     @property
     def num_spans(self):
-        """How many there are to look at."""
+        """Return the number of spans to look at."""
         return T.if_then_else(self.sinks > 0, 2, 1)
 
     def span(self, i, kv_len, k_offset) -> Span:
@@ -167,7 +167,7 @@ class GappedSequence(WholeSequence):
         return self.index_temp(T.if_then_else(num_pages > 0, length, 0))
 
     def gap(self, sequence) -> Gap:
-        """What `sequence` has dropped."""
+        """Return what `sequence` has dropped."""
         begin = self.index_temp(self._number(1, sequence, T.int32(0)))
         sinks = self.index_temp(self._number(2, sequence, T.int32(0)))
         back = self.index_temp(self._number(3, sequence, NO_LIMIT - sinks))
@@ -221,11 +221,11 @@ class CausalMask:
         return begin
 
     def row(self, end):
-        """What `visible` has to know of the row with this `end`."""
+        """Return what `visible` needs of the row with this `end`."""
         return end
 
     def visible(self, first, start: int, lanes: int, row):
-        """Which of `lanes` columns from ``first + start`` on the `row` sees."""
+        """Return which of `lanes` columns from ``first + start`` on the `row` sees."""
         return ramp(first + start, lanes) < broadcast(row, lanes)
 
     def offsets(self, start, lanes: int):
@@ -247,7 +247,7 @@ class CausalMask:
 
 @dataclass(frozen=True)
 class WindowMask(CausalMask):
-    """As `CausalMask`, but a row sees the last `window` positions only, its own included.
+    """A `CausalMask` in which a row sees the last `window` positions only, its own included.
 
     Parameters
     ----------
@@ -263,10 +263,10 @@ class WindowMask(CausalMask):
         return T.max(self.own(row, num_rows, kv_len) + 1 - self.window, 0)
 
     def row(self, end, begin):
-        """What `visible` has to know of the row with these bounds."""
+        """Return what `visible` needs of the row with these bounds."""
         return end, begin
 
     def visible(self, first, start: int, lanes: int, row):
-        """Which of `lanes` columns from ``first + start`` on the `row` sees."""
+        """Return which of `lanes` columns from ``first + start`` on the `row` sees."""
         columns, (end, begin) = ramp(first + start, lanes), row
         return T.And(columns >= broadcast(begin, lanes), columns < broadcast(end, lanes))

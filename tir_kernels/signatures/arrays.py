@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the arrays among the arguments are matched: `T.match_buffer` with alignments and offsets.
+"""Matching of array arguments: `T.match_buffer` with alignments and offsets.
 
 The TVMScript parser evaluates every expression in a kernel by itself, which takes about 0.1 ms.
 What is done in these functions costs next to nothing.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention kernels are given: their arguments, matched, as typed values.
+"""Arguments of the attention kernels, matched, as typed values.
 
 An argument has one name, type and shape in all kernels. With T rows of Q in B sequences (decode:
 ``T = B``), S rows of ragged K and V, N page table entries, M tree nodes, Hq query heads and Hk KV
@@ -130,7 +130,7 @@ class PagedInputs(AttentionInputs):
     lengths: Any = None
 
     def gap(self, sequence):
-        """What a sequence has dropped, or None."""
+        """Return what a sequence has dropped, or None."""
         return self.lengths.gap(sequence)
 
 

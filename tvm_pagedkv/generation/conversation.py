@@ -24,7 +24,7 @@ class ContextFullError(ValueError):
 
 @dataclass
 class Turn:
-    """What the last answer took.
+    """Statistics of the last answer.
 
     Attributes
     ----------

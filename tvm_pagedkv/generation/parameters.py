@@ -15,7 +15,7 @@ from ..models import DecoderModel, check_tokens
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue a prompt.
+    """Settings of how to continue a prompt.
 
     Parameters
     ----------

@@ -106,8 +106,8 @@ class PromptLookup:
 
     def _match_length(self, position: int) -> int:
         tokens, end, length = self.tokens, len(self.tokens), 0
-        most = min(position, LONGEST_MATCH)
-        while length < most and tokens[position - 1 - length] == tokens[end - 1 - length]:
+        limit = min(position, LONGEST_MATCH)
+        while length < limit and tokens[position - 1 - length] == tokens[end - 1 - length]:
             length += 1
         return length
 

@@ -22,7 +22,7 @@ from .patches import Patches
 
 @dataclass(frozen=True)
 class Attention:
-    """What the layers of a model do that mlc-llm's arguments do not say.
+    """Properties of a model's layers that mlc-llm's arguments do not say.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def compiling(model_type: str, config: Any) -> Iterator[None]:
 
 
 def attention_of_compiled(num_layers: int) -> Attention:
-    """What is to be said of the model that is being compiled."""
+    """Return the properties of the model that is being compiled."""
     model = _compiled.get()
     if model is None:
         return Attention()
@@ -97,7 +97,7 @@ def _gemma3(config: Any, num_layers: int) -> Attention:
 
 
 def _kinds(config: Any, num_layers: int, is_sliding: Callable[[int], bool]) -> tuple[str, ...]:
-    """From ``layer_types`` where the configuration has them, else from the family's pattern."""
+    """Return the kinds of ``layer_types``, or else of the family's pattern."""
     types = (config.kwargs or {}).get("layer_types")
     if types is None:
         return tuple("mha_sliding" if is_sliding(i) else "mha" for i in range(num_layers))

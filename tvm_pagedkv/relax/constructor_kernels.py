@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the positional constructor of a cache is told of its kernels and pages."""
+"""Arguments of the positional constructor that describe kernels and pages."""
 
 from __future__ import annotations
 

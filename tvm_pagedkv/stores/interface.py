@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store of pages does: values of bytes under keys of bytes, in batches."""
+"""The interface of a store of pages: values of bytes under keys of bytes, in batches."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class PagePool {
   int32_t num_shared() const { return num_shared_; }
   /*! \brief Pages with owners and keepers. */
   int32_t num_held_and_kept() const { return num_held_and_kept_; }
-  /*! \brief How often known content has been overwritten or reclaimed. */
+  /*! \brief The number of times that known content was overwritten or reclaimed. */
   int64_t num_reclaimed() const { return num_reclaimed_; }
   int32_t RefCount(int32_t page) const { return ref_counts_[page]; }
   int32_t NumKeepers(int32_t page) const { return contents_[page].num_keepers; }
@@ -65,7 +65,7 @@ class PagePool {
   /*!
    * \brief Takes an available page, with one owner.
    *
-   * The page freed last comes first, for it may still be in a CPU cache. A new pool hands out
+   * The page freed last comes first, because it may still be in a CPU cache. A new pool hands out
    * ascending ids, so a sequence that grows alone has consecutive pages.
    * \note Callers check num_available() before they change anything: there must be one.
    */

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file slot_map.h
- * \brief Where a receiver wants positions: the slots of consecutive positions, for each layer
+ * \brief The slots where a receiver wants positions: those of consecutive positions, for each layer
  * group.
  *
  * A slot map has for each layer group the number of runs, then the first slot and the length of

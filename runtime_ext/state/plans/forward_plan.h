@@ -34,7 +34,7 @@ class ForwardPlan {
  public:
   ForwardPlan(SequenceTable* table, int64_t max_num_rows);
 
-  /*! \brief From the next step on, finds segments of the group that save this many positions. */
+  /*! \brief Lets later steps find segments of the group that save this many positions. */
   void SharePrefixes(int32_t group, int64_t min_saved_positions = kMinSavedPositions) {
     groups_[group].shares_prefixes = true;
     groups_[group].shared.set_min_saved_positions(min_saved_positions);
@@ -54,8 +54,8 @@ class ForwardPlan {
    */
   void Acquire();
   /*!
-   * \brief Undoes Acquire. Cached pages that were taken for copies are free now, for they may have
-   *   been written.
+   * \brief Undoes Acquire. Cached pages that were taken for copies are free now, because they may
+   * have been written.
    */
   void Release() noexcept;
   /*!

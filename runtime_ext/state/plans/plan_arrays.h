@@ -30,11 +30,12 @@ class PlanArrays {
 
   void FillQueryIndptr(int32_t* out) const;     // [B + 1]
   void FillQueryPositions(int32_t* out) const;  // [T]
-  /*! \brief As FillQueryPositions, counting the positions that windows have dropped too, [T]. */
+  /*! \brief Like FillQueryPositions, counting the positions that windows have dropped too, [T]. */
   void FillTextPositions(int32_t* out) const;
   void FillPastLengths(int32_t* out) const;      // [B]
   void FillTreeOrderIndptr(int32_t* out) const;  // [B + 1]
-  /*! \brief As TokenTree::FillOrder, [num_tree_nodes, 2]; kPast: nobody sees this step's nodes. */
+  /*! \brief Like TokenTree::FillOrder, [num_tree_nodes, 2]; kPast: no row sees this step's nodes.
+   */
   void FillTreeOrder(PageRange range, int32_t* out) const;
   void FillPageIndptr(int32_t group, PageRange range, int32_t* out) const;  // [B + 1]
   /*!
@@ -66,7 +67,7 @@ class PlanArrays {
   void FillSegmentPageIds(int32_t group, int32_t* out) const;         // [NumSegmentPages]
   void FillSegmentFirstPositions(int32_t group, int32_t* out) const;  // [S]
   void FillSegmentRowIndptr(int32_t group, int32_t* out) const;       // [S + 1]
-  /*! \brief Which rows of the step attend to each segment, [NumSegmentRows]. */
+  /*! \brief The rows of the step that attend to each segment, [NumSegmentRows]. */
   void FillSegmentRows(int32_t group, int32_t* out) const;
 
  private:

@@ -29,7 +29,7 @@ namespace pagedkv {
  */
 constexpr int64_t kMinSavedPositions = 512;
 /*!
- * \brief As kMinSavedPositions, on a GPU. An estimate from data sheets, not measured.
+ * \brief Like kMinSavedPositions, on a GPU. An estimate from data sheets, not measured.
  *
  * At 4 KiB per position this is 16 MiB, which an H200 reads in the time of one or two launches.
  */
@@ -45,7 +45,7 @@ class SharedPrefix {
  public:
   SharedPrefix(int32_t num_pages, int32_t page_size);
 
-  /*! \brief How many positions a segment has to save from now on. */
+  /*! \brief Sets how many positions a segment has to save from now on. */
   void set_min_saved_positions(int64_t num_positions) { min_saved_positions_ = num_positions; }
 
   /*! \brief Begins a new batch. */

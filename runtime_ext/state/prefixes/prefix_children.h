@@ -81,7 +81,7 @@ class PrefixChildren {
   /*! \brief The first child behind the page or equal to it; it may be the end of a block. */
   Place LowerBound(uint64_t head, TokenSpan page) const;
   int64_t NumCommonWith(uint64_t head, TokenSpan page, const Child& child) const;
-  /*! \brief Where a child is. */
+  /*! \brief The location of a child. */
   Place PlaceOf(const PrefixNode* node) const;
   void SetSkip(int64_t skip) noexcept;
 

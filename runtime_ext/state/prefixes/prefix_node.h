@@ -23,13 +23,13 @@ struct StoredPage {
   uint64_t generation = 0;
 };
 
-/*! \brief What a tree with keys has of each full page of text. */
+/*! \brief The state of a full page of text in a tree with keys. */
 struct KeyedPage {
   PageKey key{};  // zero of a page that is not full
   int64_t num_hits = 0;
 };
 
-/*! \brief How many tokens two texts begin with in common. */
+/*! \brief Returns the number of tokens that two texts share at their beginning. */
 inline int64_t NumCommon(TokenSpan a, TokenSpan b) {
   const int64_t size = std::min(a.size, b.size);
   return std::mismatch(a.data, a.data + size, b.data).first - a.data;

@@ -45,7 +45,7 @@ class PrefixTree {
     PrefixNode* node;
     int64_t index;  // in the text
   };
-  /*! \brief What the tree has of a text; valid until the tree changes. */
+  /*! \brief The part of a text that the tree has; valid until the tree changes. */
   struct Path {
     PrefixNode* node = nullptr;            // the root, or the node of the last whole page
     std::vector<const StoredPage*> pages;  // [page] -> [group], whole pages
@@ -83,7 +83,7 @@ class PrefixTree {
   TokenSpan TokensBefore(const Cursor& cursor, int64_t index) const noexcept;
   /*! \brief A page of text before the cursor. */
   TextPage At(const Cursor& cursor, int64_t index) const noexcept;
-  /*! \brief What the key of a full page stands for. The tree must have keys. */
+  /*! \brief Returns the text that the key of a full page stands for. The tree must have keys. */
   PageText TextOf(const TextPage& text) const noexcept;
   /*! \brief The text that a known page of the pool is stored for. \return Whether there is one. */
   bool FindTextOf(int32_t group, int32_t page, TextPage* text) const noexcept;

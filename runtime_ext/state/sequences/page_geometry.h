@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file page_geometry.h
- * \brief Which pages of a sequence hold which positions, in each layer group.
+ * \brief The mapping from positions to pages of a sequence, in each layer group.
  *
  * A layer group with a window keeps the pages that the next row sees, and those of kPoppable more
  * positions, so that many can always be popped. While a sequence has a token tree, the next row is
@@ -82,7 +82,7 @@ class PageGeometry {
   int64_t FirstPageToSee(int32_t group, int64_t text_length) const {
     return FirstVisible(group, text_length) / page_size_;
   }
-  /*! \brief As FirstPageToSee, with the positions that can always be popped. */
+  /*! \brief Like FirstPageToSee, with the positions that can always be popped. */
   int64_t FirstPageToKeep(int32_t group, int64_t text_length) const {
     return std::max<int64_t>(FirstVisible(group, text_length) - kPoppable, 0) / page_size_;
   }

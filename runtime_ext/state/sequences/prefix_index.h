@@ -93,9 +93,9 @@ class PrefixIndex {
   HostTier* tier() const { return tier_; }
 
   /*!
-   * \brief How many positions of a text a new sequence would reuse.
+   * \brief Returns how many positions of a text a new sequence would reuse.
    *
-   * Never all of them: the last token must be computed, for what the model says next.
+   * Never all of them: the last token must be computed for its logits.
    */
   int64_t Match(const std::string& salt, TokenSpan tokens) const {
     return search_.Find(salt, tokens);
@@ -103,7 +103,7 @@ class PrefixIndex {
   /*! \brief Begins to bring pages of a text from the store. \return The lookup's ticket, or 0. */
   int64_t Prefetch(const std::string& salt, TokenSpan tokens) const;
   /*!
-   * \brief Where the full pages of a text are. What a store has is seen if it answers in time.
+   * \brief Returns the tier of each full page of a text. A store counts if it answers in time.
    * \param wait Waits for the lookup with a ticket; whether it has ended. The index may change
    *   meanwhile.
    * \return [page][group]; what has not been found in time is nowhere.

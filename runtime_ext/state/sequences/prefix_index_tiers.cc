@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file prefix_index_tiers.cc
- * \brief What a prefix index does for the tier below the pools: it saves pages and loads them.
+ * \brief The part of a prefix index that saves pages to the tier below the pools and loads them.
  */
 #include <algorithm>
 #include <utility>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file prefix_search.cc
- * \brief Which positions of a text the cache has.
+ * \brief The search for the positions of a text that the cache has.
  */
 #include "state/sequences/prefix_search.h"
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file prefix_search.h
- * \brief Which positions of a text the cache has: in its pools, and in the host tier below them.
+ * \brief The search for the positions of a text in the pools and in the host tier below them.
  *
  * The prefix tree knows the pages of the pools. The host tier is asked by key, for pages that were
  * reclaimed and for pages behind the end of the tree's path.
@@ -71,12 +71,12 @@ class PrefixSearch {
   void SetTier(HostTier* tier) { tier_ = tier; }
 
   /*!
-   * \brief How many positions of a text can be reused, and for how many of them there are pages.
+   * \brief Finds how many positions of a text can be reused, and for how many there are pages.
    *
-   * Never all of them: the last token must be computed, for what the model says next.
+   * Never all of them: the last token must be computed for its logits.
    */
   int64_t Find(const std::string& salt, TokenSpan tokens);
-  /*! \brief As Find, without the tier. */
+  /*! \brief Like Find, without the tier. */
   int64_t FindInPools(const std::string& salt, TokenSpan tokens);
 
   // About the text of the last search, whose tokens must still be there.
@@ -105,7 +105,7 @@ class PrefixSearch {
   /*! \brief A lookup of the pages that neither a pool nor the tier has. May throw bad_alloc. */
   StoreLookup MakeLookup(const std::string& salt, TokenSpan tokens);
   /*!
-   * \brief Where each full page of a text is, apart from the store. May throw std::bad_alloc.
+   * \brief Finds each full page of a text, apart from the store. May throw std::bad_alloc.
    * \param question Gets the values that neither a pool nor the tier has.
    * \return [page][group]
    */

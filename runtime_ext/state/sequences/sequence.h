@@ -63,7 +63,7 @@ struct TokenRecord {
 };
 
 struct Sequence {
-  /*! \brief What first_unwritten is when every layer has written all rows. */
+  /*! \brief The value of first_unwritten when every layer has written all rows. */
   static constexpr int64_t kAllWritten = std::numeric_limits<int64_t>::max();
 
   int64_t id = 0;

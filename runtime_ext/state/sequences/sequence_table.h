@@ -63,9 +63,9 @@ class SequenceTable {
    */
   Sequence& At(int64_t id);
   const Sequence& At(int64_t id) const;
-  /*! \brief As At, also for a sequence that is being imported. */
+  /*! \brief Like At, also for a sequence that is being imported. */
   const Sequence& Peek(int64_t id) const;
-  /*! \brief As Peek; nullptr when there is none. */
+  /*! \brief Like Peek; nullptr when there is none. */
   Sequence* Find(int64_t id);
 
   void Add(int64_t id);
@@ -78,7 +78,7 @@ class SequenceTable {
     return AddWithPrefix(id, salt, tokens, &loads);
   }
   /*!
-   * \brief As above, in a cache with a host tier.
+   * \brief The same, in a cache with a host tier.
    * \param loads Pages that the caller fills; then it calls FinishLoads or CancelLoads, at once.
    */
   int64_t AddWithPrefix(int64_t id, const std::string& salt, TokenSpan tokens,

@@ -40,9 +40,9 @@ int64_t HostSlots::BytesPerPage(int32_t page_size, const std::vector<int64_t>& p
 int64_t HostSlots::NumSlotsIn(int64_t num_bytes, int32_t page_size,
                               const std::vector<int64_t>& page_bytes) {
   if (page_bytes.empty()) return 0;
-  const int64_t most =
+  const int64_t max_slots =
       std::numeric_limits<int32_t>::max() / 2 / static_cast<int64_t>(page_bytes.size());
-  return std::min(num_bytes / BytesPerPage(page_size, page_bytes), most);
+  return std::min(num_bytes / BytesPerPage(page_size, page_bytes), max_slots);
 }
 
 HostSlots::HostSlots(char* memory, int64_t num_slots, int32_t page_size,

@@ -71,7 +71,7 @@ class HostTier {
   /*! \brief The value of a slot that is pinned or reserved, and its layout. */
   char* ValueOf(int32_t slot) const { return slots_.ValueOf(slot); }
   const PageValueLayout& LayoutOf(int32_t slot) const { return slots_.LayoutOf(slot); }
-  /*! \brief Where DataOf is in the memory of the tier. */
+  /*! \brief The offset of DataOf in the memory of the tier. */
   int64_t DataOffset(int32_t slot) const { return slots_.LayoutOf(slot).data_offset(); }
   bool IsFromStore(int32_t slot) const { return slots_.IsFromStore(slot); }
   /*!

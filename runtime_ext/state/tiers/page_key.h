@@ -28,7 +28,7 @@ struct TokenSpan {
 
 using PageKey = Sha256Digest;
 
-/*! \brief What a key stands for: the page behind `parent` with these tokens. */
+/*! \brief The text that a key stands for: the page behind `parent` with these tokens. */
 struct PageText {
   PageKey key;
   PageKey parent;

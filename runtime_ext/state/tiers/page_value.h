@@ -33,7 +33,7 @@ class PageValueLayout {
 
   /*! \brief Blocks of the data, the last of which may be shorter. */
   int64_t num_blocks() const { return (data_bytes_ + kBlockBytes - 1) / kBlockBytes; }
-  /*! \brief What a block adds, by exclusive or, to the checksum of the data. */
+  /*! \brief The number that a block adds, by exclusive or, to the checksum of the data. */
   uint64_t ChecksumOfBlock(const char* value, int64_t block) const noexcept;
   uint64_t ChecksumOfData(const char* value) const noexcept;
 

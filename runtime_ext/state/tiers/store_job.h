@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file store_job.h
- * \brief What a worker does for a host tier: calls of a store, with keys and addresses.
+ * \brief A worker's job for a host tier: a call of a store, with keys and addresses.
  *
  * A lookup finds the values of a text that a store has and brings them into host memory: jobs of
  * kind kExists, a choice of what is useful, then jobs of kind kGet.

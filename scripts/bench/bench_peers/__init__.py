@@ -11,7 +11,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a peer is, how to get it, and whether its threads are OpenMP's.
+    """Module of a peer, how to install it, and whether its threads are OpenMP's.
 
     Peers with quantized pages are those of bench_quantized.py.
     """

@@ -74,7 +74,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def causal_mask(rows: int, context: int) -> np.ndarray:
-    """What is added to the scores: float16 ``[rows, context]``, 0 where a row sees, else -inf."""
+    """Return the addend of the scores: float16 ``[rows, context]``, 0 where visible, else -inf."""
     position, row = np.arange(context), np.arange(rows)[:, None]
     return np.where(position <= context - rows + row, 0, -np.inf).astype(np.float16)
 
@@ -136,7 +136,7 @@ class Graph:
             raise RuntimeError(f"ggml_backend_graph_compute returned {status}")
 
     def output(self) -> np.ndarray:
-        """What the operators computed: float32 ``[rows of all sequences, heads, dim]``."""
+        """Return the output: float32 ``[rows of all sequences, heads, dim]``."""
         outputs = []
         for tensor, shape in self._outputs:
             values = np.empty(shape, np.float32)
@@ -146,7 +146,7 @@ class Graph:
 
 
 class GgmlF16(Peer):
-    """With K and V in float16."""
+    """ggml's attention with K and V in float16."""
 
     kv_type = F16
 
@@ -186,7 +186,7 @@ class GgmlF16(Peer):
 
 
 class GgmlQ8(GgmlF16):
-    """With K and V in q8_0."""
+    """ggml's attention with K and V in q8_0."""
 
     kv_type = Q8_0
 

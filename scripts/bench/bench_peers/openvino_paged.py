@@ -152,6 +152,6 @@ class OpenVinoPaged(Peer):
 
 
 class OpenVinoU8(OpenVinoPaged):
-    """With pages of 8 bits, its default on x86."""
+    """OpenVINO with pages of 8 bits, its default on x86."""
 
     kv_precision = "u8"

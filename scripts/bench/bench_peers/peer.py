@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a peer is to the worker that times it."""
+"""The interface of a peer for the worker that times it."""
 
 from __future__ import annotations
 

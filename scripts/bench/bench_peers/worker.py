@@ -54,11 +54,11 @@ class Worker:
         """Time the case that was prepared last."""
         before = self.prepared.before or self.peer.flush
         warms_up = self.first_s < budget / 2
-        times = seconds_of(self.prepared.run, before, budget, least=1, warms_up=warms_up)
+        times = seconds_of(self.prepared.run, before, budget, min_runs=1, warms_up=warms_up)
         return {"times_s": times}
 
     def apart(self) -> dict:
-        """How far apart the threads finish the case that was prepared last."""
+        """Return how far apart the threads finish the case that was prepared last."""
         return {"apart": self.prepared.apart() if self.prepared.apart else None}
 
     def read(self) -> dict:

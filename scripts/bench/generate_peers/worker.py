@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process of an engine does: a line of JSON in, a line of JSON out."""
+"""The process of an engine: a line of JSON in, a line of JSON out."""
 
 import json
 import sys

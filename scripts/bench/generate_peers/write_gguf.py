@@ -54,7 +54,7 @@ def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls a tensor."""
+    """Return llama.cpp's name of a tensor."""
     stem = name.removesuffix(".weight")
     if stem in OTHERS:
         return f"{OTHERS[stem]}.weight"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done with a cache, and how far the logits are from those of transformers."""
+"""Scenarios of a cache, and the distance of the logits from those of transformers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every attention kernel for CPUs is checked for before it is built."""
+"""Checks of every attention kernel for CPUs before it is built."""
 
 from __future__ import annotations
 

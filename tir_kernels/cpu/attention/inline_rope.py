@@ -50,7 +50,7 @@ class InlineRope:
                 plain()
 
     def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        """As `either`, for rows of Q."""
+        """Do what `either` does, for rows of Q."""
         self.either(rotated, plain)
 
     def restore(self, o, row) -> None:

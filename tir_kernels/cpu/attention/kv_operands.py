@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operands the attention kernels of a spec multiply: float32 numbers or pairs of bfloat16."""
+"""The operands that attention kernels of a spec multiply: float32 or pairs of bfloat16."""
 
 from __future__ import annotations
 

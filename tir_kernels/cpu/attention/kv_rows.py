@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the K and V rows of one sequence and one KV head lie: in pages, or in ragged arrays.
+"""Access to the K and V rows of a sequence and a KV head, in pages or in ragged arrays.
 
 The attention skeletons see tiles of consecutive positions only. A tile may start or end beyond
-the sequence: its rows are then some other row of that sequence, for the mask to hide.
+the sequence: its rows are then some other row of that sequence, which the mask hides.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 A score that is NaN or +inf makes the row NaN: its weight is NaN, by way of ``inf - inf`` for +inf,
 and with it the row's sum of weights and every column of O, whatever comes later. A running maximum
-that is wrong because of NaN does no harm, for that row is NaN already. A score of -inf is a weight
+that is wrong because of NaN does no harm: that row is NaN already. A score of -inf is a weight
 of 0, and so is a hidden one.
 """
 
@@ -37,7 +37,7 @@ class OnlineSoftmax:
         self.rescale = T.alloc_buffer((num_blocks * self.stride,), F32)
 
     def index(self, block, row):
-        """Where the state of `row` of `block` lies in `row_max`, `row_sum` and `rescale`."""
+        """Return the index of `row` of `block` in `row_max`, `row_sum` and `rescale`."""
         return block * self.stride + row
 
     def reset(self, block) -> None:

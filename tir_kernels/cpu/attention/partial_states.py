@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a split leaves: output rows, or partial states that are merged."""
+"""Results of a split: output rows, or partial states to merge."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rotation of Q and K the attention kernels of a spec have."""
+"""The rotation of Q and K in the attention kernels of a spec."""
 
 from __future__ import annotations
 

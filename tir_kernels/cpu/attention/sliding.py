@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of layers with a window: decode and prefill with one more argument and another mask.
 
-The page table of a sequence may begin anywhere in it, for the runtime keeps only what the window
+The page table of a sequence may begin anywhere in it: the runtime keeps only what the window
 needs: columns are counted from the first slot of the table, which is position
 ``k_rope_pos_offset[b]`` of the sequence. One kernel serves all windows.
 """

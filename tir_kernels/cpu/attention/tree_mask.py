@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the nodes of token trees see: the columns before the tree, their ancestors and themselves.
+"""Masks of token trees: a node sees the columns before the tree, its ancestors and itself.
 
 The nodes of a sequence's tree are its last columns, in order of appending, parents before their
 children. The order of a node is its depth-first number and the end of its subtree, so that node j
@@ -123,20 +123,20 @@ class TreeMask(CausalMask):
         return load(self.offset, (start,), lanes, "int32")
 
     def row(self, end):
-        """What `visible` has to know of the row with this `end`: its number."""
+        """Return what `visible` needs of the row with this `end`: its number."""
         node = T.max(end - 1 - self.tree_start, 0)
         number = T.if_then_else(self.num_nodes > 0, self.order[self.first_node + node, 0], end - 1)
         return index_temp(T.if_then_else(end > 0, number, -1))
 
     def visible(self, first, start: int, lanes: int, row):
-        """Which of `lanes` columns from ``first + start`` on the `row` sees."""
+        """Return which of `lanes` columns from ``first + start`` on the `row` sees."""
         number = temp(broadcast(row, lanes), lanes, "int32")
         low = load(self.low, (start,), lanes, "int32") <= number
         return T.And(low, number < load(self.high, (start,), lanes, "int32"))
 
 
 class TreeWindowMask(TreeMask):
-    """As `TreeMask`, but a row sees only what is less than `window` before it, by RoPE positions.
+    """A `TreeMask` in which a row sees only the last `window` RoPE positions.
 
     Those of the rows are `q_rope_position`; columns before the tree are in a row, and those of the
     tree are as far behind them as they are deep.
@@ -179,12 +179,12 @@ class TreeWindowMask(TreeMask):
         return self.max_begin
 
     def row(self, end, begin):
-        """What `visible` has to know of the row with this `end`: number and first column."""
+        """Return what `visible` needs of the row with this `end`: number and first column."""
         row = T.max(end - 1 - (self.kv_len - self.num_rows), 0)
         return super().row(end), index_temp(self._begin_of(row))
 
     def visible(self, first, start: int, lanes: int, row):
-        """Which of `lanes` columns from ``first + start`` on the `row` sees."""
+        """Return which of `lanes` columns from ``first + start`` on the `row` sees."""
         number, begin = row
         positions = load(self.offset, (start,), lanes, "int32") + broadcast(first, lanes)
         is_near = positions >= broadcast(begin, lanes)

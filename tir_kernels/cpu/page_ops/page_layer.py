@@ -17,7 +17,7 @@ LAYOUTS = ("NHD", "HND", "ND")
 
 @dataclass(frozen=True)
 class PageLayerSpec:
-    """What an append is built for; pages, slots of a page and heads may be any number.
+    """The spec of an append; pages, slots of a page and heads may be any number.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ _I64 = "int64"
 
 
 class Finding(enum.IntEnum):
-    """What is wrong with a page table, or with rows that refer to it."""
+    """A fault of a page table, or of rows that refer to it."""
 
     NONE = 0
     INDPTR_ORDER = 1  # indptr[i] is negative or below the one before it

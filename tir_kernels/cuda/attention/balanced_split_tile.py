@@ -82,7 +82,7 @@ def step_of(
 
 
 class BalancedSplitTile(QueryTile):
-    """What a block keeps for a tile over some of its positions; its step is balanced."""
+    """Per-block state for a tile and a balanced range of its positions."""
 
     def _spill(self) -> None:
         super()._spill()

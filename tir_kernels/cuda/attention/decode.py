@@ -71,7 +71,7 @@ def _emit_tiles(spec: KernelSpec, a: PagedInputs, tiling: DecodeTiling) -> None:
 
 
 class _PageSplit:
-    """What a block does: it attends to its split of the pages, pair by pair."""
+    """The work of a block: it attends to its split of the pages, pair by pair."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class DecodeStep:
 
 
 class DecodeSplit:
-    """What a block keeps, and does for one pair after the other.
+    """Per-block state and work, one pair after the other.
 
     Parameters
     ----------

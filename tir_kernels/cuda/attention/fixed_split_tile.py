@@ -22,7 +22,7 @@ MIN_COLUMNS = 256  # that a block takes: loading Q, keeping states and merging t
 
 
 def splits_of(tiling: Tiling, num_tiles, num_positions):
-    """How many blocks split the columns of each tile, at least one.
+    """Return how many blocks split the columns of each tile, at least one.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the K and V rows of one sequence and one KV head lie, for threads that copy tiles of them.
+"""Access to the K and V rows of a sequence and a KV head, for threads that copy tiles of them.
 
 A thread copies a few rows of each tile. It looks up their pages a tile ahead (`find`), so that the
 copies (`k_pointer`) do not wait for the page table; the rest is computed when it is needed, since
@@ -60,11 +60,11 @@ class PagedRows:
         self.page[i] = self.a.page_values[entry]
 
     def k_pointer(self, i, position, column):
-        """Where the i-th row of K is, which `find` found at this position, from a column on."""
+        """Return a pointer to a column of the i-th row of K, which `find` found there."""
         return self._pointer(K_PLANE, i, position, column)
 
     def v_pointer(self, i, position, column):
-        """Where the i-th row of V is, likewise."""
+        """Return a pointer to a column of the i-th row of V, likewise."""
         return self._pointer(V_PLANE, i, position, column)
 
     def _slot(self, position):
@@ -87,12 +87,12 @@ class QuantizedRows(PagedRows):
     """Rows of `QuantizedPages`, of any kind of spec."""
 
     def code_pointer(self, plane, i, position, byte):
-        """Where a byte of the codes of the i-th row is, which `find` found at this position."""
+        """Return a pointer to a byte of the codes of the i-th row, which `find` found."""
         row_bytes = self.spec.codec.row_bytes(self.spec.qk_head_dim)
         return self._byte_pointer(i, self._row(plane, position) * row_bytes + byte)
 
     def scale_pointer(self, plane, i, position, word):
-        """Where a word of the scales of the i-th row is; the first one may begin before them."""
+        """Return a pointer to a word of the i-th row's scales; the first may begin before them."""
         scale = word * self.scales_per_word
         if self.may_shift:
             scale = scale - T.truncdiv(self.scale_shift(plane, position), 2)
@@ -106,7 +106,7 @@ class QuantizedRows(PagedRows):
         return head * self.spec.page_size + self._slot(position)
 
     def _byte_pointer(self, i, byte):
-        """Where a byte of the page of the i-th row is.
+        """Return a pointer to a byte of the page of the i-th row.
 
         The offset in the page goes through an instruction that the compiler does not look into: it
         would keep sums of the base address and parts of offsets, in two registers each.
@@ -159,9 +159,9 @@ class RaggedRows:
         """There is nothing to look up."""
 
     def k_pointer(self, i, position, column):
-        """Where the row of K at a position is, from a column on."""
+        """Return a pointer to a column of the row of K at a position."""
         return self.a.k.ptr_to([as_int64(self.first_row + position), self.head, column])
 
     def v_pointer(self, i, position, column):
-        """Where the row of V at a position is, from a column on."""
+        """Return a pointer to a column of the row of V at a position."""
         return self.a.v.ptr_to([as_int64(self.first_row + position), self.head, column])

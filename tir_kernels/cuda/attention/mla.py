@@ -47,11 +47,11 @@ class SequenceSchedule(TileSchedule):
         return self.lengths.kv_len(i, num_pages)
 
     def first_row(self, i):
-        """Where the rows of sequence i begin in Q."""
+        """Return where the rows of sequence i begin in Q."""
         return self.a.q_indptr[i]
 
     def num_rows(self, i):
-        """How many sequence i has."""
+        """Return the number of rows of sequence i."""
         return self.a.q_indptr[i + 1] - self.a.q_indptr[i]
 
 

@@ -36,7 +36,7 @@ from .tree_mask import NoTree
 
 @dataclass(frozen=True)
 class KvSource:
-    """Where K and V of a call lie.
+    """The source of K and V of a call.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def emit_attention(
         require_own_rotation(spec, a)
     if a.tree is None:
         a = replace(a, tree=NoTree())
-    # No more tiles than that, for each sequence has less than a whole one besides whole ones.
+    # An upper bound: each sequence has at most one partial tile.
     max_tiles = T.truncdiv(a.q.shape[0] * group, tiling.rows) + a.batch_size
     pairs = spec.num_kv_heads * tiling.slices
     splits = splits_of(tiling, max_tiles * pairs, source.max_positions)

@@ -38,7 +38,7 @@ assert len(SPILLED) + len(SPILLED_OF_GAP) <= FIRST_WORD
 
 
 class QueryTile:
-    """What a block keeps for a tile, and does with it. Subclasses say how columns are split.
+    """Per-block state and work of a tile. Subclasses say how columns are split.
 
     Parameters
     ----------
@@ -94,15 +94,15 @@ class QueryTile:
         self.warp_row = index_temp(T.truncdiv(thread, WARP) * self.tiling.warp_rows)
 
     def table(self, i):
-        """Where entry i of the table of columns is, 4 bytes for each position of a tile."""
+        """Return a pointer to entry i of the table of columns, 4 bytes for each position."""
         return self.memory.ptr_to([self.tables_begin + i * 4])
 
     def bounds_pointer(self, row):
-        """Where the first column that a row sees is kept, and the one behind its last: 8 bytes."""
+        """Return a pointer to a row's first visible column and the one after its last: 8 bytes."""
         return self.memory.ptr_to([self.tables_begin + self.tiling.table_bytes + row * 8])
 
     def word_pointer(self, i: int):
-        """Where word i of the block's spilled fields is kept."""
+        """Return a pointer to word i of the block's spilled fields."""
         end = self.tables_begin + self.tiling.table_bytes + self.tiling.rows * 8
         return self.memory.ptr_to([end + i * 4])
 
@@ -116,7 +116,7 @@ class QueryTile:
         return T.min(self.step.first + row, self.step.num_rows * self.spec.group_size - 1)
 
     def token(self, row):
-        """Of the sequence, the token of a row of the tile."""
+        """Return the token, within the sequence, of a row of the tile."""
         return T.truncdiv(self._flat(row), self.spec.group_size)
 
     def row_of_q(self, row):

@@ -73,11 +73,11 @@ class SegmentSchedule(TileSchedule):
         return self._extent(self.a.page_indptr, i) * self.spec.page_size
 
     def first_row(self, i):
-        """Where the rows of item i begin in `row_ids`."""
+        """Return where the rows of item i begin in `row_ids`."""
         return self.a.row_indptr[self.a.first_segment + i]
 
     def num_rows(self, i):
-        """How many item i has."""
+        """Return the number of rows of item i."""
         return self._extent(self.a.row_indptr, i)
 
     def row_id(self, at):

@@ -15,7 +15,7 @@ from .balanced_split_tile import BalancedSplitTile
 
 
 class SharedTile(BalancedSplitTile):
-    """What a block keeps for a tile whose rows are those of a list.
+    """Per-block state of a tile whose rows are those of a list.
 
     Rows that have seen all of a segment are merged into O and its logs.
 

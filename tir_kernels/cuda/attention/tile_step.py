@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a block is told of the tile of query rows that it attends with, and of its columns."""
+"""Arguments of a block: its tile of query rows, and the columns of the tile."""
 
 from __future__ import annotations
 

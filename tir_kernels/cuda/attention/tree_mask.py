@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the columns of a sequence are: positions in a row, of which the last may be nodes of a tree.
+"""Columns of a sequence: consecutive positions, the last of which may be nodes of a tree.
 
 The bounds that a mask gives a row decide where a block looks; the tree decides what a row sees
 between them, and at which position RoPE, ALiBi and windows count a column.
@@ -125,7 +125,7 @@ class TreeMask(NoTree):
         return T.min(end, self.tree_start)
 
     def shared_begin(self, begin):
-        """With a window, rows see different columns from the first one on."""
+        """Return no limit with a window: rows then begin at different columns."""
         return begin if self.window is None else T.int32(NO_LIMIT)
 
     def position(self, first, column):
@@ -135,7 +135,7 @@ class TreeMask(NoTree):
         return T.cast(word[0], "int32")
 
     def is_visible(self, first, column, h: int):
-        """Of the nodes a row sees its ancestors and itself."""
+        """Return whether a row sees a column; it sees its ancestors among the nodes, and itself."""
         node = first + column - self.tree_start
         at = self.first_node + node
         begins, ends = (self.order[at, side] for side in range(2))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How blocks share out work on the device, and how their partial states are merged."""
+"""Work division among blocks on the device, and the merge of their partial states."""

@@ -34,7 +34,7 @@ class BlockStates(PartialStates):
         super().__init__(spec, (2 * num_blocks, self.num_rows), is_continued)
 
     def slot(self, block, is_first):
-        """Of what goes on from the block before, or of what goes on behind."""
+        """Return the slot of the state that the block before began, or that the next one ends."""
         return block * 2 + T.if_then_else(is_first, 0, 1)
 
     def launch_merge(self, a, schedule_of: Callable, clears_empty: bool = False) -> None:

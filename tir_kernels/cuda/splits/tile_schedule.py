@@ -129,11 +129,11 @@ class TileSchedule:
         raise NotImplementedError
 
     def first_row(self, i):
-        """Where the rows of item i begin."""
+        """Return where the rows of item i begin."""
         raise NotImplementedError
 
     def num_rows(self, i):
-        """How many item i has."""
+        """Return the number of rows of item i."""
         raise NotImplementedError
 
     def row_id(self, at):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which work items a block has: found on the device, from the starts of the sequences."""
+"""The work items of a block, found on the device from the starts of the sequences."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the decode of a KV head's query rows is cut into tiles for the warps of a block."""
+"""Tiling of the decode of a KV head's query rows for the warps of a block."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class DecodeTiling(BlockTiling):
         raise BlockTiling.too_large(spec)
 
     def _with_stages(self, max_bytes: int) -> DecodeTiling:
-        """As many stages as there is room for."""
+        """Return the tiling with as many stages as there is room for."""
         pipelines = [replace(self, stages=stages) for stages in STAGES[1:]]
         return max(
             [self, *(r for r in pipelines if r.num_bytes <= max_bytes)], key=lambda r: r.stages
@@ -89,7 +89,7 @@ class DecodeTiling(BlockTiling):
 
     @property
     def rows(self) -> int:
-        """Of Q."""
+        """Return the rows of Q in a tile."""
         return self.row_warps * self.warp_rows
 
     @property
@@ -109,5 +109,5 @@ class DecodeTiling(BlockTiling):
 
     @property
     def num_bytes(self) -> int:
-        """Of shared memory."""
+        """Return the bytes of shared memory."""
         return self.q.num_bytes + self.kv_groups * max(self.pipeline_bytes, self.state.num_bytes)

@@ -18,7 +18,7 @@ STEP = 8  # elements of a row at a time
 
 
 class MultiplyAdds:
-    """What a warp multiplies.
+    """The products of a warp.
 
     Parameters
     ----------

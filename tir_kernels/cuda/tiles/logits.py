@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From products to scores: scale, soft-cap, ALiBi and masks, on the registers of a thread."""
+"""Scores from products: scale, soft-cap, ALiBi and masks, in the registers of a thread."""
 
 from __future__ import annotations
 

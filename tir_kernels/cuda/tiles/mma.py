@@ -31,7 +31,7 @@ def load_matrices(instruction: str, registers: Registers, first, pointer) -> Non
 
 
 class TensorCores:
-    """What a warp multiplies.
+    """The products of a warp.
 
     Parameters
     ----------

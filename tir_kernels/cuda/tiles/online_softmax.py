@@ -40,7 +40,7 @@ class Accumulators:
         self.registers = Registers(self.num_tiles * rows * 2, F32, name)
 
     def register(self, n, h: int, e: int):
-        """Which one is column e of the thread in row h of tile n, of eight columns."""
+        """Return the register of the thread's column e in row h of tile n, of eight columns."""
         return (n * self.rows + h) * 2 + e
 
     def __getitem__(self, at):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How attention is cut into tiles that fit into the registers and the shared memory of a block."""
+"""Tiles of attention that fit into the registers and the shared memory of a block."""
 
 from __future__ import annotations
 
@@ -135,17 +135,17 @@ class BlockTiling:
 
     @property
     def q(self) -> TileLayout:
-        """Of Q."""
+        """Return the layout of a tile of Q."""
         return TileLayout(self.rows, self.depth, self.dtype)
 
     @property
     def k(self) -> TileLayout:
-        """Of K."""
+        """Return the layout of a tile of K."""
         return TileLayout(self.positions, self.depth, self.kv_dtype)
 
     @property
     def v(self) -> TileLayout:
-        """Of V."""
+        """Return the layout of a tile of V."""
         return TileLayout(self.positions, self.columns, self.kv_dtype)
 
     @property
@@ -256,11 +256,11 @@ class Tiling(BlockTiling):
 
     @property
     def num_bytes(self) -> int:
-        """Of shared memory."""
+        """Return the bytes of shared memory."""
         tables = self.table_bytes + 8 * self.rows + STEP_BYTES
         return max(self.q.num_bytes, self.o.num_bytes) + self.pipeline_bytes + tables
 
     @property
     def table_bytes(self) -> int:
-        """Of a table of the positions of a tile; one of the bounds of rows comes behind it."""
+        """Return the bytes of the table of a tile's positions; row bounds follow it."""
         return round_up(4 * self.positions, 8)

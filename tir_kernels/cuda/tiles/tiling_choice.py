@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several tilings a call takes: its launcher decides.
+"""The launcher's choice among several tilings.
 
 What a block may have of shared memory is known where the kernels run, not where they are built:
 machine code for 8.0 runs on 8.6 and 8.9, and PTX for 9.0 on 12.0, whose blocks have less.

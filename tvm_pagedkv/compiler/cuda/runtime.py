@@ -101,10 +101,10 @@ extern "C" TVM_DLL int32_t GIVE_BACK(float* memory) {
   return 0;
 }
 
-extern "C" TVM_DLL int32_t RESIDENT_BLOCKS(int64_t shared_bytes, int32_t most) {
+extern "C" TVM_DLL int32_t RESIDENT_BLOCKS(int64_t shared_bytes, int32_t max_blocks) {
   const int64_t bytes = pagedkv::Attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   shared_bytes += pagedkv::Attribute(cudaDevAttrReservedSharedMemoryPerBlock);
-  const int64_t blocks = std::min<int64_t>(most, bytes / shared_bytes);
+  const int64_t blocks = std::min<int64_t>(max_blocks, bytes / shared_bytes);
   return pagedkv::Attribute(cudaDevAttrMultiProcessorCount) * static_cast<int32_t>(blocks);
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rows and the positions of a decode split go through the registers."""
+"""Register blocking of a decode split: its rows and its positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATE_BYTES = 1 << 16  # of the rows of Q and O of a split, which stay in L2
 
 @dataclass(frozen=True)
 class Blocking:
-    """How the rows of a group and the positions of a block go through the registers.
+    """Register blocking of the rows of a group and the positions of a block.
 
     Parameters
     ----------
@@ -41,8 +41,8 @@ class Blocking:
     def max_local_heads(self, spec: KernelSpec) -> int:
         """KV heads of a split: all, or so many that their rows of Q and O stay in L2."""
         row_bytes = 4 * (spec.qk_head_dim + spec.v_head_dim)
-        most = max(1, STATE_BYTES // (row_bytes * self.padded_rows))
-        return -(-spec.num_kv_heads // -(-spec.num_kv_heads // most))
+        max_heads = max(1, STATE_BYTES // (row_bytes * self.padded_rows))
+        return -(-spec.num_kv_heads // -(-spec.num_kv_heads // max_heads))
 
     @staticmethod
     def of(spec: KernelSpec) -> Blocking:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How decode splits the pages of a batch among tasks.
+"""The split of a batch's pages among decode tasks.
 
 A pair is a sequence with some of the KV heads, its head split: all heads that a task has room for,
 or one where the pages are too few to employ every task. The pages of all pairs, in the order of
@@ -60,7 +60,7 @@ class PageSchedule:
 
     @property
     def num_splits(self):
-        """How many splits there are, int32."""
+        """Return the number of splits, int32."""
         return self.splits.count
 
     def for_pairs(

@@ -65,7 +65,7 @@ class Values:
                     store(o, i, c.lanes, shuffle(halves, half))
 
     def _column(self, element, n: int, lanes: int):
-        """Where the sums of the n-th numbers of `lanes` elements begin."""
+        """Return where the sums of the n-th numbers of `lanes` elements begin."""
         return element * self.ops.numbers + n * lanes
 
     def _decay(self, first_row) -> None:

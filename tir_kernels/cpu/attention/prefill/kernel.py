@@ -36,7 +36,7 @@ TILES_PER_TASK = 8  # with fewer, tiles are halved, so that tasks finish togethe
 
 @dataclass(frozen=True)
 class KvSource:
-    """Where K and V of a call lie.
+    """The source of K and V of a call.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ class MaskedValues:
         self._is_special.set(0)
         with T.If(is_masked), T.Then():
             found = Register(1, init=T.float32(0))
-            # Loaded, for a product with a constant 0 would be folded.
+            # Loaded, because a product with a constant 0 would be folded.
             zero = Register(self.lanes, self.ops.dtype, self._zeros(self.lanes))
 
             def columns(start, parts):

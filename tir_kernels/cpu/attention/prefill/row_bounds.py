@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which columns of a span the rows of a prefill tile see."""
+"""The columns of a span that the rows of a prefill tile see."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class RowBounds:
         return sees_some
 
     def num_left(self, first, row):
-        """How many columns from `first` on some row up to `row` sees, in this tile and others."""
+        """Return how many columns from `first` on some row up to `row` sees, in any tile."""
         end = self.end_of(row)
         return (T.min(end, self.span.end) if self.has_gap else end) - first
 
     def num_seen(self, first, row):
-        """How many columns of the tile at `first` some row up to `row` sees.
+        """Return how many columns of the tile at `first` some row up to `row` sees.
 
         On the diagonal no row sees the tile's last columns, and of sinks there are few: the other
         columns are left out.

@@ -321,7 +321,7 @@ class PrefillTile:
             )
 
     def _rescale_of(self, view: TileView, row, i):
-        """What the sums so far of row ``row + i`` are multiplied by."""
+        """Return the factor of the previous sums of row ``row + i``."""
         return self.state.rescale[self.state.index(view.block + row // self.tiling.rows, i)]
 
     def _add_weighted_v(self, view: TileView) -> None:
@@ -363,7 +363,7 @@ class PrefillTile:
         for_columns(self.spec.v_head_dim, self.lanes, VECTORS, columns)
 
     def _add_some_of_v(self, view: TileView) -> None:
-        """As `_add_weighted_v` where V is not finite: row by row, over what each row sees."""
+        """Do what `_add_weighted_v` does where V is not finite: row by row, over what it sees."""
         rows = self.tiling.rows
         with T.serial(view.count * rows) as i:
             if view.rows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill tile knows of the rows that it takes a packed tile of K and V into."""
+"""The view that a prefill tile has of its rows and of a packed tile of K and V."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tiling import POSITIONS
 
 @dataclass(frozen=True)
 class TileRows:
-    """Where the rows of a tile lie in Q and O.
+    """The rows of a tile in Q and O.
 
     Parameters
     ----------
@@ -84,5 +84,5 @@ class TileView:
                 incomplete()
 
     def num_seen(self, row):
-        """How many columns some row up to that one of the blocks sees."""
+        """Return how many columns some row up to that one of the blocks sees."""
         return self.bounds.num_seen(self.first, self.first_row + row)

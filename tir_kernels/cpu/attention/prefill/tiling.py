@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rows of a prefill tile go through the caches and the registers."""
+"""Cache and register blocking of the rows of a prefill tile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VECTORS = 2  # of a register tile
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the rows of a tile go through the caches and the registers.
+    """Cache and register blocking of the rows of a tile.
 
     Parameters
     ----------

@@ -44,7 +44,7 @@ class CutTile:
 
 @dataclass(frozen=True)
 class TileWork:
-    """What a kernel's tiles are, and what is done with one.
+    """The tiles of a kernel, and the work on one of them.
 
     Parameters
     ----------

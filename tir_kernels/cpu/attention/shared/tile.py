@@ -197,7 +197,7 @@ class SharedTile:
         self.values.pack(tile.rows, tile.first, step.kv_len)
 
     def _prefetcher(self, tile: KvTile, block: RowBlock, following: Prefetch) -> Callable | None:
-        """What prefetches some positions of the next tile, a little in each step of a product.
+        """Return a function that prefetches a little of the next tile in each step of a product.
 
         Asking for much at once would wait for the memory instead of multiplying.
         """

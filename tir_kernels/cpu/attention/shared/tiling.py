@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `SharedTile` works on: rows, the positions that all of them see, and blocks of both."""
+"""The work of a `SharedTile`: rows, the positions that all of them see, and blocks of both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POSITIONS = 64  # of a tile of K and V
 
 
 class Prefetch(NamedTuple):
-    """What to prefetch of the next tile of K or V during one of `num_products` products.
+    """The part of the next tile of K or V to prefetch during one of `num_products` products.
 
     A product has `num_steps`; rows have `width` elements.
     """

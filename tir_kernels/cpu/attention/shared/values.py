@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the scalars of V lie for `SharedTile`: in a packed tile of their own, or in that of K.
+"""Scalars of V for `SharedTile`, in a separate packed tile or in that of K.
 
 A latent row of MLA is K, and V with its first columns: a tile of it is copied once.
 """

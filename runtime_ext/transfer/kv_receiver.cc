@@ -6,6 +6,7 @@
 #include "transfer/kv_receiver.h"
 
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 
@@ -24,7 +25,7 @@ std::vector<int64_t> EncodeSlotMap(const std::vector<SlotRuns>& groups) {
 
 }  // namespace
 
-std::vector<int64_t> KVReceiver::Prepare(int64_t sequence_id, int64_t append_length) {
+ffi::Shape KVReceiver::Prepare(int64_t sequence_id, int64_t append_length) {
   step_->phase().RequireIdle("prepare_recv");
   Sequence& sequence = table_->At(sequence_id);
   if (sequence.send) {
@@ -33,9 +34,9 @@ std::vector<int64_t> KVReceiver::Prepare(int64_t sequence_id, int64_t append_len
   const StreamOrder::Call on_stream(&step_->stream_order());
   const StepPhase::Change change(&step_->phase());
   ReceivePlan plan = receives_.Acquire(&sequence, append_length);
-  std::vector<int64_t> slots;
+  ffi::Shape slots;  // as the caller gets it: what follows the commit must not allocate
   try {
-    slots = EncodeSlotMap(receives_.SlotsOf(plan));
+    slots = ffi::Shape(EncodeSlotMap(receives_.SlotsOf(plan)));
     copier_->Copy(plan.copies);
     // Who writes to the slots knows no stream: kernels that use their pages must be done.
     const DLDevice device = step_->storage().device();

@@ -10,14 +10,17 @@
 #ifndef TVM_PAGEDKV_TRANSFER_KV_RECEIVER_H_
 #define TVM_PAGEDKV_TRANSFER_KV_RECEIVER_H_
 
+#include <tvm/ffi/container/shape.h>
+
 #include <cstdint>
-#include <vector>
 
 #include "state/sequences/receives.h"
 #include "step/step.h"
 #include "storage/page_copier.h"
 
 namespace pagedkv {
+
+namespace ffi = tvm::ffi;
 
 class KVReceiver {
  public:
@@ -27,11 +30,11 @@ class KVReceiver {
 
   /*!
    * \brief Appends positions that are to be received.
-   * \return Where they lie, for each layer group: the number of runs, then for each run its first
+   * \return Their slots, for each layer group: the number of runs, then for each run its first
    *   slot and its length. See state/pages/slot_map.h.
    * \throws Error (KeyError, ValueError, CacheFullError); then nothing has changed.
    */
-  std::vector<int64_t> Prepare(int64_t sequence_id, int64_t append_length);
+  ffi::Shape Prepare(int64_t sequence_id, int64_t append_length);
   /*!
    * \brief The id of the receive of a sequence that is under way; 0 for none. Ids count from 1.
    *

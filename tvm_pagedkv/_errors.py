@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 
+# The counts are read from the message, because only that survives pickling: tvm-ffi drops the
+# extra_context of an error there.
 _COUNTS = re.compile(r"needs (\d+) pages, but (\d+) of (\d+) are available")
 
 

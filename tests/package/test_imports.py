@@ -143,6 +143,60 @@ def test_a_wrong_import_is_found(file, statement, message):
     assert message in told
 
 
+# --- the way from a configuration to loaded kernels ---------------------------------------------
+
+# Files of `compiler`, from the bottom up: each may import only those before it. So `create` builds
+# and loads, `build` chooses kernels, `cuda` and `lowering` compile them, `disk_cache` keeps them.
+COMPILER = (
+    *("cache_folder", "codec_cost", "progress", "targets"),
+    *("disk_cache", "lowering", "cuda", "build", "create", "__init__"),
+)
+CUDA = ("library", "runtime", "source", "build", "objects", "__init__")
+
+
+def climbs(folder: str, order: tuple[str, ...], texts: dict[Path, str]) -> list[str]:
+    """Imports within a folder that are not of a name before the importing one in `order`."""
+    found = []
+    for file, text in texts.items():
+        own = file.relative_to(ROOT / folder).with_suffix("").parts[0]
+        for each in imports(file, text):
+            inner = each.module.removeprefix(folder.replace("/", ".")).strip(".")
+            if inner == each.module or (not inner and each.name is None):
+                continue
+            name = inner.split(".")[0] or each.name
+            if name != own and order.index(name) >= order.index(own):
+                found.append(f"{file.relative_to(ROOT)} imports {name}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("folder", "order"), [("compiler", COMPILER), ("compiler/cuda", CUDA)], ids=["all", "cuda"]
+)
+def test_kernels_are_built_in_one_direction(folder, order):
+    files = [*(ROOT / folder).rglob("*.py")]
+    assert {f.relative_to(ROOT / folder).with_suffix("").parts[0] for f in files} == {*order}
+    assert climbs(folder, order, {file: file.read_text() for file in files}) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "statement"),
+    [
+        ("compiler/cuda/source.py", "from ..build import kernel_spec"),
+        ("compiler/disk_cache.py", "from .lowering import KernelObjects"),
+        ("compiler/lowering.py", "def f():\n    from .cuda import cuda_source"),
+        ("compiler/targets.py", "from . import disk_cache"),
+    ],
+)
+def test_a_climb_is_found(file, statement):
+    (found,) = climbs("compiler", COMPILER, {ROOT / file: statement})
+    assert found.startswith(file)
+
+
+def test_only_the_face_of_the_command_imports_the_command_line():
+    named = [f for f in ROOT.rglob("*.py") if "tvm_pagedkv_cli" in f.read_text()]
+    assert [f.name for f in named] == ["__main__.py"]
+
+
 # --- circles ------------------------------------------------------------------------------------
 
 

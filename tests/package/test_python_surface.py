@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 
 import numpy as np
 import pytest
 import tvm_ffi
 
+import tir_kernels
 import tvm_pagedkv as pkv
 from tvm_pagedkv import transfer
 from tvm_pagedkv.cache import CacheStats, GroupStats
@@ -103,12 +105,19 @@ def test_a_full_cache_says_how_full(cache):
     error = caught.value
     assert (error.needed, error.total) == (8, stats["num_pages"])
     assert error.available == stats["num_free_pages"] + stats["num_cached_pages"] == 6
+    copy = pickle.loads(pickle.dumps(error))  # from a worker process, say
+    assert (copy.needed, copy.available, copy.total) == (8, 6, error.total)
 
 
 def test_counts_of_an_error_that_the_runtime_has_not_raised():
     error = pkv.CacheFullError("no room")
     assert (error.needed, error.available, error.total) == (None, None, None)
     assert str(error) == "no room"
+
+
+def test_the_kernels_and_the_configuration_have_the_same_types():
+    """Two tables, so that a configuration does not import TVM."""
+    assert tir_kernels.spec.ITEMSIZE == pkv.config.ITEMSIZE
 
 
 # --- names --------------------------------------------------------------------------------------

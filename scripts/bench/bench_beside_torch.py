@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""A decode step of the cache and a product of torch in one process: alone, and taking turns.
+"""A decode step of the cache and a product of torch in one process: alone, and alternating.
 
 Both thread pools spin for a while after their work, on the CPUs that the other one wants. A process
 for each choice of the environment variables that end the spinning.
@@ -59,7 +59,7 @@ def decode_step():
 
 
 def medians(runs: list, rounds: int) -> list[float]:
-    """Milliseconds of each run, when they take turns."""
+    """Milliseconds of each run, when they alternate."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
         for run, taken in zip(runs, times, strict=True):
@@ -87,8 +87,8 @@ def main() -> None:
     if options.child:
         measure(options.rounds)
         return
-    print(f"{'medians in ms':24s} {'torch alone':>12s} {'in turns':>12s}", end=" ")
-    print(f"{'ours alone':>12s} {'in turns':>12s}")
+    print(f"{'medians in ms':24s} {'torch alone':>12s} {'alternating':>12s}", end=" ")
+    print(f"{'ours alone':>12s} {'alternating':>12s}")
     command = [sys.executable, __file__, "--child", "--rounds", str(options.rounds)]
     for name, variables in ENVIRONMENTS.items():
         environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | variables

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention kernels and begin_forward on the CPU, beside other implementations and the limits.
 
-Every peer has a process of its own, with a thread bound to each CPU, and they take turns. What is
+Every peer has a process of its own, with a thread bound to each CPU, and they alternate. What is
 printed is the best of N, and the median; before each run 256 MiB are read, so that nothing of the
 cache's pages is in the caches. GB/s count K, V, queries and outputs once; GFLOP/s the two products
 over what the causal mask leaves. "of limit" is the share of what binds. Read bandwidth, "of GB/s",
-which changes on some machines, is measured before and after each peer's turn in each round: the
-share is the median of what the turns reach. The peak of multiplications (float32 FMA, or dot
+which changes on some machines, is measured before and after each peer's run in each round: the
+share is the median of what the rounds reach. The peak of multiplications (float32 FMA, or dot
 products of bfloat16 pairs) is the best one measured between the cases, beside the best time.
 """
 

@@ -119,10 +119,10 @@ def generations(options: argparse.Namespace, folder: Path) -> list[dict]:
         replies: list[list[dict]] = [[] for _ in engines]
         for engine in engines:
             engine.ask(prompt[:64], 4)
-        for turn in range(options.rounds):
+        for number in range(options.rounds):
             for engine, said in zip(engines, replies, strict=True):
                 said.append(engine.ask(prompt, options.tokens))
-            print(f"{dtype}: round {turn + 1} of {options.rounds}", file=sys.stderr, flush=True)
+            print(f"{dtype}: round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
         for engine in engines:
             engine.close()
         for engine, said in zip(engines, replies, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures cases with the peers' processes in turns, and keeps what came out."""
+"""Measures cases with the peers' processes alternating, and keeps what came out."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Measurement:
         self._pace: dict[tuple[str, str, str], float] = {}
 
     def measure(self, case: Case, dtype: str, heads: Heads, longest: float | None = None) -> None:
-        """Time a case with every peer, in rounds, and what the machine can read between the turns.
+        """Time a case with every peer, in rounds, and what the machine can read between the rounds.
 
         What takes a second is measured once, and what is slow in fewer rounds. A round is measured
-        again where the read bandwidth changed during our turn.
+        again where the read bandwidth changed during our own.
         """
         self.progress(f"{dtype} {heads.label} {case.label}")
         key = {"dtype": dtype, "heads": dataclasses.asdict(heads), "case": case.label}
@@ -70,10 +70,10 @@ class Measurement:
             slow = first["first_s"] > 1
             times[name] = [first["first_s"]] if slow else []
         takes_part = [name for name in times if not times[name]]
-        turns = {name: [] for name in times}
+        rounds = {name: [] for name in times}
         for number in range(ROUNDS + MORE_ROUNDS):
             due = [x for x in takes_part if sum(times[x]) < max(SLOW_S, self.budget)]
-            steady = sum(is_steady(turn["reads"]) for turn in turns.get("ours", []))
+            steady = sum(is_steady(each["reads"]) for each in rounds.get("ours", []))
             if number >= ROUNDS and (steady >= ROUNDS or "ours" not in due):
                 break
             after = self._read_bandwidth()
@@ -87,7 +87,7 @@ class Measurement:
                     continue
                 before, after = after, self._read_bandwidth()
                 times[name] += taken
-                turns[name].append({"min_s": min(taken), "reads": [before, after]})
+                rounds[name].append({"min_s": min(taken), "reads": [before, after]})
         for name in times:
             with contextlib.suppress(PeerFailed):
                 if self.shows_balance:
@@ -103,7 +103,7 @@ class Measurement:
                 own = {"min_s": min(taken), "median_s": statistics.median(taken), "n": len(taken)}
                 record = {"peer": name, "kind": case.kind, **key, **work, **own, **about[name]}
                 once = [{"min_s": min(taken), "reads": [limits["read"]]}]
-                self.records.append(record | summary_of(turns[name] or once))
+                self.records.append(record | summary_of(rounds[name] or once))
 
     def _read_bandwidth(self) -> float:
         """Bytes per second that the machine can read just now."""

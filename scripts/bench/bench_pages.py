@@ -4,7 +4,7 @@
 
 Prints for each the median time, bytes read and written per second, two shares of what plain loops
 take that move as many bytes (`bench_streams`), and how many times faster it is than the kernel
-inside apache-tvm. Loops and kernels find their data in the same caches, and take turns. "of copy"
+inside apache-tvm. Loops and kernels find their data in the same caches, and alternate. "of copy"
 is the share of a copy from one array to another; "of loop" that of a loop over as many arrays as
 the kernel has (an update in place writes to lines that it has read, and is faster than a copy). No
 loop converts numbers, as kernels of 16 bits have to. Loops are called as often as the kernel, and

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over quantized pages on the CPU, beside 16-bit pages and other implementations.
 
-Every peer has a process of its own and they take turns, as in bench_cpu.py: best of N, with 256 MiB
+Every peer has a process of its own and they alternate, as in bench_cpu.py: best of N, with 256 MiB
 read before each run. GB/s count the pages as they lie in memory, scales included, and queries and
-outputs; "of read" is the share of the read bandwidth measured around the peer's turns. "to 16 bits"
-is how many times faster than our kernels over pages of the case's type. The error is the largest
+outputs; "of read" is the share of the read bandwidth measured around the rounds. "to 16 bits" is
+how many times faster than our kernels over pages of the case's type. The error is the largest
 one of some outputs, as a share of the largest of these, against float64 over K and V as they were
-before quantization. At the end come the kernels that append and quantize rows, in turns with a copy
-that moves as many bytes through the same caches.
+before quantization. At the end come the kernels that append and quantize rows, alternating with a
+copy that moves as many bytes through the same caches.
 
     python scripts/bench/bench_quantized.py --plot quantized.png
 """
@@ -79,7 +79,7 @@ def print_records(records: list[dict]) -> None:
     own = {r["case"]: r["min_s"] for r in records if r["peer"] == "ours"}
     for r in records:
         rate = r["bytes"] / r["min_s"]
-        shares = [r["bytes"] / turn["min_s"] / max(turn["reads"]) for turn in r["turns"]]
+        shares = [r["bytes"] / each["min_s"] / max(each["reads"]) for each in r["rounds"]]
         ratio = f"{own[r['case']] / r['min_s']:9.2f}x" if r["case"] in own else ""
         print(
             f"{r['case']:20} {r['peer']:14} {r['min_s'] * 1e3:9.3f} {r['bytes'] / 1e6:7.1f} "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of several runs, taken in turns with cold caches."""
+"""Times of several runs, alternating with cold caches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from bench_cases import FLUSH_BYTES
 
 
-class Turns:
-    """What lies in the caches before every run, and the seconds that a line of runs takes."""
+class Rounds:
+    """Seconds of several runs in rounds, each run with caches that hold other data."""
 
     def __init__(self, budget: float):
         self.budget = budget

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode steps of many sequences over one prefix: read once, read by each fork, and in own copies.
 
-A step's attention is timed through the cache, in turns, each time after the caches were emptied;
+A step's attention is timed through the cache, alternating, each time after the caches were emptied;
 what is printed is the minimum of many. GB/s are bytes of K and V that the step has to read once,
 over the time. The limit of a step is the larger one of the times that reading these and the two
 products take at the read bandwidth and at the peak of the multiplications (float32 FMA, or dot

@@ -5,7 +5,7 @@
 All runs of a line attend to the same number of (row, position) pairs, the first without a window.
 The page tables of layers with a window begin as early as the runtime keeps pages; sequences with
 one keep sinks, a gap in the page behind them, and the window. Times are medians of N with cold
-caches (the fastest in brackets), taken in turns.
+caches (the fastest in brackets), alternating.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
 from bench_cases import DIM, DTYPES, HEADS, KV_HEADS, PAGE, Case, PagedInputs  # noqa: E402
-from bench_turns import Turns, columns_of, ratio_of  # noqa: E402
+from bench_rounds import Rounds, columns_of, ratio_of  # noqa: E402
 
 from tvm_pagedkv.compiler.build import build_kernels  # noqa: E402
 from tvm_pagedkv.config import POPPABLE, KVCacheConfig, LayerSpec  # noqa: E402
@@ -60,7 +60,7 @@ def measure(dtype: str, budget: float) -> None:
     layers = [LayerSpec(), LayerSpec("mha_sliding", 1)]
     config = KVCacheConfig(2, HEADS, KV_HEADS, DIM, dtype=dtype, layers=layers)
     plain_kernels, sliding_kernels = build_kernels(config).sets
-    turns = Turns(budget)
+    rounds = Rounds(budget)
     for batch, rows, window in SHAPES:
         cases = cases_of(batch, rows, window)
         kind = cases[0].kind
@@ -70,7 +70,7 @@ def measure(dtype: str, budget: float) -> None:
             (sliding_kernels[f"{kind}_sliding"], (*of_layer, window)),
             (plain_kernels[kind], with_sinks(cases[2], window, of_sequences)),
         )
-        times = turns.seconds_of([functools.partial(kernel, *given) for kernel, given in calls])
+        times = rounds.seconds_of([functools.partial(kernel, *given) for kernel, given in calls])
         label = f"{dtype:9} {kind:7} B={batch} rows={rows:4} window={window:4}"
         ratios = " ".join(f"{ratio_of([times[0], taken]):8.2f}x" for taken in times[1:])
         print(f"{label} {columns_of(times)} {ratios} {len(times[0]):4}", flush=True)

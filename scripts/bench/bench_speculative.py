@@ -4,9 +4,9 @@
 
 One prompt makes the included model go on with a list, one with prose. The model of random weights
 is large enough for its weights to come from memory; it looks at little but the last token, so its
-text runs into a cycle: that is the most that drafts can give. Runs with and without drafts take
-turns; rates are medians (the best in brackets). Texts are compared, and where they part, the two
-logits.
+text runs into a cycle: that is the most that drafts can give. Runs with and without drafts
+alternate; rates are medians (the best in brackets). Texts are compared, and where they diverge, the
+two logits.
 """
 
 from __future__ import annotations

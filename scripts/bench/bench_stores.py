@@ -4,7 +4,7 @@
     python scripts/bench/bench_stores.py --folder /var/tmp
     python scripts/bench/bench_stores.py --valkey valkey://127.0.0.1:6379 --plot stores.png
 
-Each turn writes and reads the same bytes in the plainest way and then through each store: batches
+Each round writes and reads the same bytes in the plainest way and then through each store: batches
 of values to a new file, each followed by fdatasync, and 1 MiB at a time back. The page cache drops
 the files before a cold read. Networks: a pair of processes over a TCP connection of loopback.
 """
@@ -145,20 +145,20 @@ def measure(options: argparse.Namespace, stores: dict[str, PageStore]) -> list[d
     """Return a record for each store, size and operation."""
     records = []
     for kib in options.kib:
-        turns: dict[tuple[str, str, str], list[float]] = {}
+        rounds: dict[tuple[str, str, str], list[float]] = {}
         values = Values(kib << 10, options.mib << 20)
         for store in stores.values():
             store.register(values.addresses[0], len(values.memory))
-        for _ in range(options.turns):
+        for _ in range(options.rounds):
             values.keys = Values(kib << 10, options.mib << 20).keys
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                 for peer, operation, seconds in disk_turn(Path(folder), values):
-                    turns.setdefault((DISK, peer, operation), []).append(seconds)
+                    rounds.setdefault((DISK, peer, operation), []).append(seconds)
             if stores:
                 for peer, operation, seconds in network_turn(stores, values):
-                    turns.setdefault((NETWORK, peer, operation), []).append(seconds)
-        for (medium, peer, operation), seconds in turns.items():
-            under = turns[medium, "file" if medium == DISK else "loopback", operation]
+                    rounds.setdefault((NETWORK, peer, operation), []).append(seconds)
+        for (medium, peer, operation), seconds in rounds.items():
+            under = rounds[medium, "file" if medium == DISK else "loopback", operation]
             middle = statistics.median(seconds)
             records.append(
                 {
@@ -219,8 +219,8 @@ def main() -> None:
         "--folder", help="where the disk is written; the default for temporary files"
     )
     parser.add_argument("--kib", type=int, nargs="+", default=[64, 256, 1024], help="of a value")
-    parser.add_argument("--mib", type=int, default=512, help="written and read in a turn")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=512, help="written and read in a round")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--valkey", metavar="URL", help="measure this server too")
     parser.add_argument("--mooncake", metavar="HOST:PORT", help="measure the store of this master")
     parser.add_argument("--json", metavar="FILE", help="write all records")

@@ -60,7 +60,9 @@ def _notes(record: dict, by_key: dict) -> str:
     if record.get("apart") is not None:
         notes.append(f"threads finish {record['apart']:.1%} apart")
     if record["unsteady"]:
-        notes.append(f"{record['unsteady']} of {len(record['turns'])} turns while reading changed")
+        notes.append(
+            f"{record['unsteady']} of {len(record['rounds'])} rounds while reading changed"
+        )
     if record["error"] is not None and not record["error"] < 0.03:
         notes.append(f"WRONG RESULT: off by {record['error']:.0%}")
     return ", ".join(notes)

@@ -3,12 +3,12 @@
 
     python scripts/bench/bench_tiers.py --folder /var/tmp
 
-In each turn, the pages of a text are copied to host memory when its tokens are recorded, come
+In each round, the pages of a text are copied to host memory when its tokens are recorded, come
 back from there when the pool has forgotten them, go to a folder, and come back from the folder when
 host memory has forgotten them, too. Beside them, as many bytes are copied between two arrays page
 by page, and go to a plain file and back past the page cache of the system. The cache has the shape
 of a Llama, and kernels that do nothing: it is the tiers that are measured. What comes back is
-compared with what went away. A first turn, in which all memory is touched, does not count.
+compared with what went away. A first round, in which all memory is touched, does not count.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class PlainFile:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Return GB/s of each turn."""
+    """Return GB/s of each round."""
     in_memory, on_disk = Texts(options), Texts(options, folder / "pages")
     page_bytes = in_memory.num_bytes // in_memory.num_pages
     copies = Copies(in_memory.num_pages, page_bytes, options.threads)
@@ -216,7 +216,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
     def add(name: str, num_bytes: int, seconds: float) -> None:
         speeds.setdefault(name, []).append(num_bytes / seconds / 1e9)
 
-    for turn in range(options.rounds + 1):
+    for number in range(options.rounds + 1):
         num_bytes = in_memory.num_bytes
         add("copy, 1 thread", num_bytes, copies.one())
         add("copy, all threads", num_bytes, copies.all())
@@ -230,13 +230,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
         on_disk.cache.forget_prefixes()
         add("disk to pool", num_bytes, on_disk.come_back())
         on_disk.cache.forget_prefixes()
-        print(f"turn {turn} of {options.rounds}", flush=True)
+        print(f"round {number} of {options.rounds}", flush=True)
     on_disk.cache.close_prefixes(WAIT_S)
     return {name: figures[1:] for name, figures in speeds.items()}
 
 
 def share_of(name: str, speeds: dict[str, list[float]]) -> float:
-    """The median over turns of the share of the fastest limit."""
+    """The median over rounds of the share of the fastest limit."""
     limits = zip(*(speeds[limit] for limit in LIMITS[name]), strict=True)
     return statistics.median(
         speed / max(limit) for speed, limit in zip(speeds[name], limits, strict=True)

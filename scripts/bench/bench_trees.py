@@ -4,7 +4,7 @@
 
 Trees are binary, chains, or roots alone. Both kernels of a line read the same positions; where a
 row of `prefill` sees the rows before it, a node sees its ancestors only. Times are medians of N
-with cold caches (the fastest in brackets), taken in turns.
+with cold caches (the fastest in brackets), alternating.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("TVM_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 
 from bench_cases import DIM, DTYPES, HEADS, KV_HEADS, Case, PagedInputs  # noqa: E402
-from bench_turns import Turns, columns_of, ratio_of  # noqa: E402
+from bench_rounds import Rounds, columns_of, ratio_of  # noqa: E402
 
 from tvm_pagedkv.compiler.build import build_kernels  # noqa: E402
 from tvm_pagedkv.config import KVCacheConfig  # noqa: E402
@@ -58,7 +58,7 @@ def measure(dtype: str, shapes: list[str], budget: float) -> None:
 
     config = KVCacheConfig(1, HEADS, KV_HEADS, DIM, dtype=dtype)
     kernels = build_kernels(config).kernels
-    turns = Turns(budget)
+    rounds = Rounds(budget)
     for batch, rows, past in SHAPES:
         plain = PagedInputs(Case("prefill", batch, rows, past + rows), dtype).arguments
         *common, _, rotary_mode, scale, theta, sm_scale = plain  # without `causal`
@@ -73,7 +73,7 @@ def measure(dtype: str, shapes: list[str], budget: float) -> None:
                 lambda given=plain: kernels["prefill"](*given),
                 lambda given=(*common, *scalars, *trees): kernels["tree_paged"](*given),
             )
-            times = turns.seconds_of(runs)
+            times = rounds.seconds_of(runs)
             minimum = min(times[1]) / min(times[0])
             label = f"{dtype:8} B={batch} {shape:6} {rows:3} on {past:4}"
             print(

@@ -11,7 +11,7 @@ from bench_cases import DIM, HEADS, KV_HEADS, PAGE, itemsize
 from bench_pages import median_seconds
 from bench_streams import Streams
 
-TURNS = 3
+ROUNDS = 3
 KERNELS = ("rope_append", "transpose_append")
 
 
@@ -55,7 +55,7 @@ def _arguments(dtype: str, kv_dtype: str, num_rows: int) -> tuple[dict[str, tupl
 def append_records(
     dtypes: list[str], kv_dtypes: list[str], all_rows: list[int], budget: float
 ) -> list[dict]:
-    """Time the kernels, and the fastest of the loops that copy as many bytes, in turns.
+    """Time the kernels, and the fastest of the loops that copy as many bytes, alternating.
 
     `kv_dtypes` may name codecs and types of numbers; None is that of the rows.
     """
@@ -79,14 +79,14 @@ def append_records(
                     def run(kernel=kernels[name], arguments=arguments[name]):
                         kernel(*arguments)
 
-                    turns = []
-                    for _ in range(TURNS):
-                        seconds, *copies = median_seconds([run, *loops], budget / TURNS)
-                        turns.append((min(copies) / seconds, seconds, min(copies)))
-                    share, seconds, copy = statistics.median_low(turns)
+                    rounds = []
+                    for _ in range(ROUNDS):
+                        seconds, *copies = median_seconds([run, *loops], budget / ROUNDS)
+                        rounds.append((min(copies) / seconds, seconds, min(copies)))
+                    share, seconds, copy = statistics.median_low(rounds)
                     shape = {"kernel": name, "dtype": dtype, "kv_dtype": kv_dtype, "rows": num_rows}
                     found = {"bytes": moved, "seconds": seconds, "copy_s": copy, "share": share}
-                    records.append(shape | found | {"shares": [turn[0] for turn in turns]})
+                    records.append(shape | found | {"shares": [each[0] for each in rounds]})
     return records
 
 
@@ -94,13 +94,13 @@ def print_append_records(records: list[dict]) -> None:
     """A line per kernel, type, codec and number of rows."""
     print(
         f"\n{'append':17} {'rows of':9} {'pages of':14} {'rows':>5} {'us':>9} {'GB/s':>6} "
-        f"{'copy':>6} {'of copy':>8} {'turns':>15}"
+        f"{'copy':>6} {'of copy':>8} {'rounds':>15}"
     )
     for r in records:
         rate = r["bytes"] / 1e9
-        turns = " ".join(f"{share:.0%}" for share in r["shares"])
+        rounds = " ".join(f"{share:.0%}" for share in r["shares"])
         print(
             f"{r['kernel']:17} {r['dtype']:9} {r['kv_dtype']:14} {r['rows']:5} "
             f"{r['seconds'] * 1e6:9.1f} {rate / r['seconds']:6.1f} {rate / r['copy_s']:6.1f} "
-            f"{r['share']:8.0%} {turns:>15}"
+            f"{r['share']:8.0%} {rounds:>15}"
         )

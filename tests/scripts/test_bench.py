@@ -40,7 +40,7 @@ def test_each_case_has_a_record_of_each_peer_that_is_here(tmp_path):
     assert all(0 <= r["apart"] < 1 for r in ours)
     assert all(rate > 0 for rate in result["limits"].values())
     assert all(case in done.stdout for case in cases)
-    assert all(r["read"] > 0 and len(r["turns"]) >= 1 for r in result["records"] if "turns" in r)
+    assert all(r["read"] > 0 and len(r["rounds"]) >= 1 for r in result["records"] if "rounds" in r)
 
 
 class ScriptedPeers:

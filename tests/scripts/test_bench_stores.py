@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "bench_stor
 
 def test_each_store_is_measured_beside_its_medium(tmp_path):
     path, plot = tmp_path / "records.json", tmp_path / "plot.svg"
-    arguments = ["--kib", "64", "256", "--mib", "16", "--turns", "2", "--folder", str(tmp_path)]
+    arguments = ["--kib", "64", "256", "--mib", "16", "--rounds", "2", "--folder", str(tmp_path)]
     with valkey_server(tmp_path) as server:
         arguments += ["--valkey", f"valkey://127.0.0.1:{server.port}"]
         command = [sys.executable, str(SCRIPT), *arguments]

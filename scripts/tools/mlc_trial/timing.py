@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Milliseconds of a decode step of either cache, in turns."""
+"""Milliseconds of a decode step of either cache, alternating."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTEXT, _TURNS, _STEPS = 900, 5, 30
 
 
 def decode_ms(sessions: dict[str, Session], batch: int) -> dict[str, float]:
-    """The median step of the best turn of each session: `batch` sequences of 900 tokens.
+    """The median step of the best round of each session: `batch` sequences of 900 tokens.
 
     A session that cannot take so many tokens is left out.
     """

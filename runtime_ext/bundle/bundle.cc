@@ -88,8 +88,8 @@ class Files {
             "manifest.sha256 says", kAdvice);
     }
     if (NestsTooDeep(manifest_)) {
-      Raise(kValueError, (folder_ / kManifest).string(), " is no manifest: its brackets nest more ",
-            "than ", kMaxDepth, " deep");
+      Raise(kValueError, (folder_ / kManifest).string(),
+            " is not a manifest: its brackets nest more ", "than ", kMaxDepth, " deep");
     }
     ffi::String error;
     const ffi::Any parsed = ffi::json::Parse(manifest_, &error);

@@ -4,8 +4,9 @@
  * \brief A pull parser for JSON with a known structure.
  *
  * The caller asks for the next value; any other input is an error with its byte offset. So hostile
- * input costs neither recursion nor memory beyond what the caller keeps. Strings are printable
- * ASCII, as in our own files.
+ * input costs neither recursion nor memory beyond what the caller keeps: tvm::ffi::json, which
+ * reads trusted files, overflows the stack at a million nested arrays. Strings are printable ASCII,
+ * as in our own files.
  */
 #ifndef TVM_PAGEDKV_CHECKPOINT_JSON_READER_H_
 #define TVM_PAGEDKV_CHECKPOINT_JSON_READER_H_

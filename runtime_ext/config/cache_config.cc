@@ -122,7 +122,7 @@ void CheckDevice(DLDevice device) {
 }
 
 bool CanOffsetPointers(DLDevice device) {
-  // On other devices a pointer may be a handle.
+  // On OpenCL or Vulkan `data` is the handle of a buffer: there is no address within it.
   return device.device_type == kDLCPU || device.device_type == kDLCUDA;
 }
 

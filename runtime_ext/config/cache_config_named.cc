@@ -116,7 +116,8 @@ LayerConfig ParseLayer(const NamedValues& map, const std::string& owner,
   if (kind == "mha_sliding") {
     CheckRange("window", layer.window, 1, kInt32Max);
   } else if (layer.window != 0) {
-    Raise(kValueError, owner, "['window'] belongs to kind 'mha_sliding' only");
+    Raise(kValueError, owner,
+          "['window'] is required for kind 'mha_sliding', and invalid otherwise");
   }
   if (kind == "linear") {
     layer.kind = LayerKind::kLinear;

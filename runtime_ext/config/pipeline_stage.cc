@@ -37,9 +37,10 @@ int64_t StageOfWorker(int64_t num_stages) {
   if (num_stages == 1) return 0;
   std::optional<Worker> worker = CurrentWorker();
   if (!worker) {
-    Raise(kValueError, "layer_indptr has ", num_stages,
-          " pipeline stages, and this is no Disco worker, whose id would tell which one the cache "
-          "is of; give 'stage' to pagedkv.create");
+    Raise(
+        kValueError, "layer_indptr has ", num_stages,
+        " pipeline stages, and this is not a Disco worker, whose id would say which one the cache "
+        "is of; give 'stage' to pagedkv.create");
   }
   if (worker->num_workers % num_stages != 0) {
     Raise(kValueError, num_stages,

@@ -77,7 +77,11 @@ CREATION = {
         "stage must be between 0 and 1",
         {"layer_indptr": Shape([0, 1, 2]), "stage": 2},
     ),
-    "window": (ValueError, "belongs to kind", {"layers": [{**LAYER, "window": 4}]}),
+    "window": (
+        ValueError,
+        "required for kind 'mha_sliding', and invalid otherwise",
+        {"layers": [{**LAYER, "window": 4}]},
+    ),
     "heads": (ValueError, "multiple", {"layers": [{**LAYER, "num_kv_heads": 3}]}),
     "heads_zero": (ValueError, "num_kv_heads", {"layers": [{**LAYER, "num_kv_heads": 0}]}),
     "v_head_dim": (ValueError, "v_head_dim", {"layers": [{**LAYER, "v_head_dim": 4}]}),

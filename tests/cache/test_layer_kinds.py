@@ -192,7 +192,7 @@ def test_a_stage_of_a_config():
         assert cache.stats()["allocated_bytes"] == config.memory_bytes()
     most = max(cache.stats()["allocated_bytes"] for cache in caches)
     assert pkv.KVCacheConfig(**fields).memory_bytes() == most
-    with pytest.raises(ValueError, match="2 pipeline stages, and this is no Disco worker"):
+    with pytest.raises(ValueError, match="2 pipeline stages, and this is not a Disco worker"):
         pkv.create(pkv.KVCacheConfig(**fields))
     for change in ({"layer_indptr": [0, 2]}, {"layer_indptr": [0, 3, 1, 3]}, {"stage": 2}):
         with pytest.raises(ValueError, match="layer_indptr|stage must be between 0 and 1"):

@@ -64,7 +64,7 @@ def _step_without(device, event: int) -> int:
 
 
 def test_the_arrays_of_segments_are_waited_for(device):
-    """They travel with the step's own: its last event says that all are there."""
+    """They are copied with the step's own arrays: its last event covers both."""
     last = _step_without(device, -1) - 1
     with pytest.raises(RuntimeError, match="without an event between"):
         _step_without(device, last)

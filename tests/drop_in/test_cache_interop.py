@@ -144,7 +144,12 @@ def _positional(config, kernels):
 POSITIONAL = {
     "sizes": (0, Shape([4, 256, 64]), ValueError, "needs 5 numbers, got 3"),
     "sizes_type": (0, 4, TypeError, "argument 0"),
-    "stages": (1, Shape([0, 1, 2]), ValueError, "2 pipeline stages, and this is no Disco worker"),
+    "stages": (
+        1,
+        Shape([0, 1, 2]),
+        ValueError,
+        "2 pipeline stages, and this is not a Disco worker",
+    ),
     "indptr": (1, Shape([0, 3]), ValueError, "layer_indptr"),
     "mla": (6, Shape([0, 1]), ValueError, "missing: transpose_append_mla, mla_prefill"),
     "linear": (6, Shape([2, 2]), ValueError, "at least one set of kernels"),

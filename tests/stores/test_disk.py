@@ -110,11 +110,11 @@ def test_other_folders_are_refused(folder):
     folder.parent.mkdir()
     folder.mkdir(0o700)
     (folder / "thesis.tex").write_text("")
-    with pytest.raises(ValueError, match="no folder of a DiskStore: it has 'thesis.tex'"):
+    with pytest.raises(ValueError, match="not the folder of a DiskStore: it has 'thesis.tex'"):
         DiskStore(folder, LIMIT)
     (folder / "thesis.tex").unlink()
     (folder / "index.bin").write_bytes(b"garbage" * 1000)
-    with pytest.raises(ValueError, match="no index of a DiskStore; remove the folder"):
+    with pytest.raises(ValueError, match="not the index of a DiskStore; remove the folder"):
         DiskStore(folder, LIMIT)
     (folder / "index.bin").unlink()
     DiskStore(folder, LIMIT)

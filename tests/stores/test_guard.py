@@ -107,7 +107,7 @@ def test_the_guard_opens_and_closes(guard, moody, clock, caplog, mood):
         "refused": 5,
         "opened": 1,
     }
-    reason = "OSError: the wire is cut" if mood == "raise" else "a reply that is no list of 4"
+    reason = "OSError: the wire is cut" if mood == "raise" else "a reply that is not a list of 4"
     first, last = [record.getMessage() for record in caplog.records]
     assert first.startswith(f"Moody is unavailable; retrying every 10 s: {reason}")
     assert last == "Moody works again"

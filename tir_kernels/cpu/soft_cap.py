@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 from ..spec import LOG2E
 from .simd import F32, at_least, at_most, broadcast, constant, rint, temp, vector_type
 
-# 2**f - 1 on [-0.5, 0.5], less its factor f: Taylor, relative error 2e-8.
+# (2**f - 1) / f on [-0.5, 0.5]: Taylor, relative error 2e-8.
 _COEFFICIENTS = tuple(math.log(2) ** n / math.factorial(n) for n in range(1, 9))
 _LIMIT = 40.0  # tanh(x) is 1 in float32 where 2 * x * log2(e) is beyond it
 

@@ -234,5 +234,5 @@ def _architecture_of(folder: Path) -> str:
     head = (folder / LIBRARIES[-1]).read_bytes()[:20]
     machine = struct.unpack("<H", head[18:20])[0] if head[:4] == b"\x7fELF" else None
     if machine not in _MACHINES:
-        raise ValueError(f"{folder / LIBRARIES[-1]} is no library for x86_64 or aarch64")
+        raise ValueError(f"{folder / LIBRARIES[-1]} is not a library for x86_64 or aarch64")
     return _MACHINES[machine]

@@ -110,7 +110,9 @@ def prepare_folder(path: Path) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, "the path of a DiskStore is no folder", str(path))
+        raise NotADirectoryError(
+            errno.ENOTDIR, "the path of a DiskStore is not a folder", str(path)
+        )
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(
             errno.EPERM,
@@ -121,7 +123,7 @@ def prepare_folder(path: Path) -> None:
     strangers = sorted({entry.name for entry in path.iterdir()} - _NAMES)
     if strangers:
         raise ValueError(
-            f"{path} is no folder of a DiskStore: it has {strangers[0]!r}; choose an empty folder"
+            f"{path} is not the folder of a DiskStore: it has {strangers[0]!r}; choose an empty folder"
         )
 
 
@@ -164,7 +166,7 @@ def _check(index: Path, descriptor: int, layout: Layout) -> None:
     found = os.pread(descriptor, _HEADER.size + 4, 0)
     hint = f"remove the folder {index.parent} to start an empty store"
     if len(found) < _HEADER.size + 4 or found[:8] != _MAGIC:
-        raise ValueError(f"{index} is no index of a DiskStore; {hint}")
+        raise ValueError(f"{index} is not the index of a DiskStore; {hint}")
     _, version, _, max_bytes, _ = _HEADER.unpack(found[: _HEADER.size])
     if zlib.crc32(found[: _HEADER.size]) != int.from_bytes(found[_HEADER.size :], "little"):
         raise ValueError(f"the header of {index} is damaged; {hint}")

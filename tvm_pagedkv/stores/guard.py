@@ -252,7 +252,7 @@ class GuardedStore:
         elif job.error is not None:
             self._fail(f"{type(job.error).__name__}: {job.error}")
         elif count is not None and not (isinstance(job.result, list) and len(job.result) == count):
-            self._fail(f"a reply that is no list of {count} results")
+            self._fail(f"a reply that is not a list of {count} results")
         else:
             self._succeed()
             return job.result

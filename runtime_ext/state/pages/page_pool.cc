@@ -110,7 +110,8 @@ void PagePool::ShuffleFree(uint64_t seed) {
 void PagePool::CheckLists(const std::vector<int32_t>& num_owners) const {
   std::vector<bool> is_free(ref_counts_.size(), false), is_cached(ref_counts_.size(), false);
   for (int32_t page : free_) {
-    if (page < 0 || page >= num_pages()) Raise(kRuntimeError, "free page ", page, " is no page");
+    if (page < 0 || page >= num_pages())
+      Raise(kRuntimeError, "free page ", page, " is out of range");
     if (is_free[page]) Raise(kRuntimeError, "page ", page, " is free twice");
     is_free[page] = true;
   }
@@ -120,7 +121,8 @@ void PagePool::CheckLists(const std::vector<int32_t>& num_owners) const {
   }
   for (int32_t page : cached) {
     is_cached[page] = true;
-    if (NumKeepers(page) == 0) Raise(kRuntimeError, "nobody can find the cached page ", page);
+    if (NumKeepers(page) == 0)
+      Raise(kRuntimeError, "the cached page ", page, " cannot be found by anything");
   }
   for (int32_t page = 0; page < num_pages(); ++page) {
     if (is_free[page] + is_cached[page] + (num_owners[page] > 0) != 1) {

@@ -177,7 +177,7 @@ class PrefixIndex {
   void TouchKept(TokenRecord* record, int64_t num_new) noexcept;
   void AddRecordedPages(Sequence* sequence) noexcept;
   void TruncateRecord(TokenRecord* record, int64_t length) noexcept;
-  /*! \brief Copies pages of text, of which the pools have some, to the tier. */
+  /*! \brief Copies pages of text, some of which are in the pools, to the tier. */
   void SavePages(const std::vector<PrefixTree::TextPage>& texts) noexcept;
   void StorePages(const Sequence& sequence, const PrefixTree::TextPage& text) noexcept;
 

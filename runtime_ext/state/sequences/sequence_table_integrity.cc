@@ -31,7 +31,7 @@ void SequenceTable::CheckPages(const Sequence& sequence, int32_t group, bool has
   }
   for (int32_t page : sequence.pages[group]) {
     if (page < 0 || page >= pools_[group].num_pages()) {
-      Raise(kRuntimeError, "sequence ", sequence.id, " has page ", page, ", which is no page");
+      Raise(kRuntimeError, "sequence ", sequence.id, " has page ", page, ", which is out of range");
     }
   }
 }

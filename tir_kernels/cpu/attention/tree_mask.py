@@ -21,7 +21,7 @@ class TreeMask(CausalMask):
 
     A node whose interval is empty sees its ancestors, but is seen by nobody. A tile of columns is
     described once, by the interval of depth-first numbers that see each column, and then serves all
-    rows. Tiles of which the rows see everything are not looked at.
+    rows. Tiles whose rows see every column skip the mask.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ class MaskedValues:
 
     @property
     def is_special(self):
-        """Whether the tile holds NaN or infinity, as far as `look` was to find out."""
+        """Whether the tile holds NaN or infinity, if `look` asked for it."""
         return self._is_special.get() != 0
 
     def look(self, is_masked, num_positions) -> None:

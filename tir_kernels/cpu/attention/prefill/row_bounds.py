@@ -15,7 +15,7 @@ from .tiling import POSITIONS
 
 @dataclass(frozen=True)
 class RowBounds:
-    """The columns ``begin_of(row) .. end_of(row) - 1``, of which the mask may hide more.
+    """The columns ``begin_of(row) .. end_of(row) - 1``, some of which the mask may hide.
 
     Neither bound is less for a later row.
 

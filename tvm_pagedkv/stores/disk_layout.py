@@ -123,7 +123,7 @@ def prepare_folder(path: Path) -> None:
     strangers = sorted({entry.name for entry in path.iterdir()} - _NAMES)
     if strangers:
         raise ValueError(
-            f"{path} is not the folder of a DiskStore: it has {strangers[0]!r}; choose an empty folder"
+            f"{path} is not the folder of a DiskStore: it has {strangers[0]!r}; choose an empty one"
         )
 
 

@@ -58,7 +58,7 @@ def ragged_attention(
     q, q_indptr, k, v, kv_indptr, sm_scale, *, causal=True, inline=None, softcap=None, alibi=None,
     window=None,
 ):  # fmt: skip
-    """As `paged_attention`, with K and V ``[S, Hk, D]`` ragged by ``kv_indptr [B + 1]``."""
+    """Do what `paged_attention` does, with K and V ``[S, Hk, D]`` by ``kv_indptr [B + 1]``."""
     outputs, lses = [], []
     for b in range(len(q_indptr) - 1):
         rows, columns = slice(q_indptr[b], q_indptr[b + 1]), slice(kv_indptr[b], kv_indptr[b + 1])
@@ -91,7 +91,7 @@ def mla_paged_attention(
     *,
     causal=True,
 ):
-    """As `paged_attention`, with latent rows in ``pages [P, page, D]``."""
+    """Do what `paged_attention` does, with latent rows in ``pages [P, page, D]``."""
     outputs, lses = [], []
     page_size = pages.shape[1]
     for b in range(len(q_indptr) - 1):

@@ -88,7 +88,7 @@ def dequantize(codec, codes: np.ndarray, scales: np.ndarray, v_width: int) -> np
 
 
 def keep(codec, rows: np.ndarray, v_width: int | None = None) -> np.ndarray:
-    """What a quantized cache gives back of rows ``[..., width]``: float32."""
+    """Quantize and dequantize rows ``[..., width]``: float32."""
     v_width = rows.shape[-1] if v_width is None else v_width
     return dequantize(codec, *quantize(codec, rotate(codec, rows, v_width), v_width), v_width)
 
@@ -137,13 +137,13 @@ def page_planes(codec, pages: np.ndarray, row_shape: tuple, width: int, v_width:
 
 
 def page_parts(codec, pages: np.ndarray, row_shape: tuple, width: int, v_width: int):
-    """As `page_planes`, ``codes, scales`` of a codec that serves K and V."""
+    """Return what `page_planes` does, ``codes, scales`` of a codec that serves K and V."""
     ((_, codes, scales),) = page_planes(codec, pages, row_shape, width, v_width)
     return codes, scales
 
 
 def keep_pages(codec, rows: np.ndarray, v_width: int) -> np.ndarray:
-    """As `keep`, of rows ``[..., 2, Hk, page_size, width]``, K, then V (MLA: any rows)."""
+    """Do what `keep` does, for ``[..., 2, Hk, page_size, width]``, K, then V (MLA: any rows)."""
     if codec.k == codec.v:
         return keep(codec.k, rows, v_width)
     planes = (

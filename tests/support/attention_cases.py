@@ -122,7 +122,7 @@ def random_pages(rng, shape, spec: KernelSpec) -> np.ndarray:
 
 
 def pool_of(spec: KernelSpec, pages: np.ndarray) -> np.ndarray:
-    """What a kernel is given for pages; with a codec, rows of NaN are slots full of garbage."""
+    """Return the pages for a kernel; with a codec, rows of NaN are slots full of garbage."""
     return pages if spec.codec is None else quantized_pool(spec, pages)
 
 

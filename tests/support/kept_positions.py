@@ -27,7 +27,7 @@ class KeptPositions:
         return max(0, length - self.window + 1) if self.window else 0
 
     def slide(self, seq_id: int, length: int, num_reclaimed: int) -> None:
-        """So many positions of the text are committed."""
+        """Slide the window when this many positions of the text are committed."""
         first = self.first_after(seq_id, length)
         for page in range(self.first[seq_id] // self.page_size, first // self.page_size):
             self.left[seq_id][page] = num_reclaimed
@@ -74,7 +74,7 @@ class KeptPositions:
         self.first[child] = first
 
     def pop(self, seq_id: int, length: int) -> None:
-        """So many committed positions of the text remain."""
+        """Pop back to this many committed positions of the text."""
         self.fork(seq_id, seq_id, length)
 
     def num_pages(self, seq_id: int, length: int) -> int:

@@ -272,7 +272,7 @@ def shuffle(cache: pkv.KVCache, seed: int) -> None:
 
 
 def snapshot(cache: pkv.KVCache, seq_ids) -> dict[str, Any]:
-    """All that a failed call must leave alone."""
+    """Return everything that a failed call must leave alone."""
     groups = range(len(cache.stats()["groups"]))
     # Rows are read of all layers of a kind at a time, if these have one shape.
     shapes: dict[bool, set] = {}

@@ -22,7 +22,7 @@ from .python_kernels import (
 
 
 class _Tree:
-    """What the rows of a sequence see of its columns, and where these are, as the kernels know it.
+    """The columns that the rows of a sequence see, and where these are, as the kernels know it.
 
     Parameters
     ----------

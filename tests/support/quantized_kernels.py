@@ -41,7 +41,7 @@ class QuantizedLayer:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What the layer tells ``pagedkv.create`` of its codec."""
+        """Return the layer's description of its codec for ``pagedkv.create``."""
         sizes = {
             "row_bytes": self.codec.k.row_bytes(self.width),
             "scale_bytes": self.codec.k.scale_bytes(self.width, self.v_width),

@@ -62,7 +62,7 @@ def write_rows(spec: KernelSpec, pages: np.ndarray, slots, rows: np.ndarray) -> 
 
 
 def read_rows(spec: KernelSpec, pages: np.ndarray, slots) -> np.ndarray:
-    """What slots stand for: float32 ``[n, rows_per_slot, width]``."""
+    """Decode slots: float32 ``[n, rows_per_slot, width]``."""
     planes = slot_parts(spec, pages, slots)
     return np.concatenate([quantized.dequantize(*each, spec.v_head_dim) for each in planes], axis=1)
 

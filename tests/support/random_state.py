@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a failed call must leave alone in a random world's cache."""
+"""Snapshots of what a failed call must leave alone in a random world's cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def state_of(world: World) -> tuple:
 
 
 def without_reclaiming(state: tuple) -> tuple:
-    """What is as before where a call may have written to pages that it then gave back.
+    """Return what does not change where a call has written to pages that it then gave back.
 
     Those that it had reclaimed are free then.
     """

@@ -68,7 +68,7 @@ class Text:
         return length if length <= window.sinks else length + window.dropped
 
     def text_positions(self, seq_id: int, begin: int, end: int) -> np.ndarray:
-        """Where held positions are in the text, and so in the rows of the reference."""
+        """Return the positions in the text, and in the reference's rows, of held positions."""
         positions, window = np.arange(begin, end), self.window(seq_id)
         return positions + np.where(positions < window.sinks, 0, window.dropped)
 

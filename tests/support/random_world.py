@@ -229,7 +229,7 @@ class World(Text):
         self.outputs, self.inputs = [], []
 
     def num_reclaimed(self) -> list[int]:
-        """How often each group has given up known content for pages."""
+        """Return how often each group has given up known content for pages."""
         return [group["num_reclaimed_pages"] for group in self.cache.stats()["groups"]]
 
     def tables(self) -> list[dict[int, Any]]:
@@ -238,7 +238,7 @@ class World(Text):
         return [{i: self.cache.page_table(i, g) for i in ids} for g in range(len(self.kept))]
 
     def state(self) -> tuple:
-        """All that a failed call must leave alone."""
+        """Return everything that a failed call must leave alone."""
         return state_of(self)
 
     # --- drawing --------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class World(Text):
         return items[self.rng.integers(len(items))]
 
     def pick_some(self, ids: list[int]) -> list[int]:
-        """At least one, in any order."""
+        """Pick at least one, in any order."""
         size = int(self.rng.integers(1, len(ids) + 1))
         return [int(i) for i in self.rng.permutation(ids)[:size]]
 

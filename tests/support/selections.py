@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests `-m quick` selects, which start first, and which compile kernels as users do.
+"""Tests that `-m quick` selects, that start first, and that compile kernels as users do.
 
 Long runs are marked `slow` where they are defined.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How close a result must be to the reference: one table for all tests.
+"""Tolerances of results against the reference: one table for all tests.
 
 Attention is compared row by row: a row is the output of one head for one token, and its size is the
 root mean square of its values. Over n positions of similar weight that is 1 / sqrt(n), so a fixed

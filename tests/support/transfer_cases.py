@@ -60,7 +60,7 @@ def pump(sender, receiver) -> None:
 
 
 def state(cache) -> dict:
-    """All that a transfer that fails must leave alone."""
+    """Return everything that a failed transfer must leave alone."""
     found = snapshot(cache, cache.sequence_ids())
     # An event: a copy that was given back was made all the same.
     del found["stats"]["cow_page_copies"]

@@ -60,7 +60,7 @@ class _Trees:
         return mask
 
     def expected(self, inline: bool = False, window: int | None = None):
-        """What the reference says, o and lse, where ``self.kv(b)`` gives a sequence's K and V."""
+        """Return the reference's o and lse; ``self.kv(b)`` gives a sequence's K and V."""
         states = []
         for b in range(len(self.parents)):
             rows = slice(self.q_indptr[b], self.q_indptr[b + 1])

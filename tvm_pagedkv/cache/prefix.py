@@ -44,7 +44,7 @@ class CachePrefix(CacheAttention):
             The namespace: texts with different salts never share pages. Put into it what else K and
             V depend on, such as an adapter or an image, or who may know of the text.
         lookup_timeout : float, optional
-            The most seconds to wait for pages from the store of a cache with a `prefix_cache`;
+            Maximum seconds to wait for pages from the store of a cache with a `prefix_cache`;
             None: as its configuration says. What arrives later is found by later calls.
 
         Returns
@@ -66,7 +66,7 @@ class CachePrefix(CacheAttention):
         return global_function("pagedkv.prefix_add_within")(self, *arguments, float(lookup_timeout))
 
     def prefetch(self, tokens: Sequence[int], salt: bytes = b"") -> None:
-        """Begin to bring the pages of a text from the store into host memory.
+        """Begin to load the pages of a text from the store into host memory.
 
         It returns at once; a later `add_sequence` finds what has arrived. Without a store it does
         nothing.
@@ -93,7 +93,7 @@ class CachePrefix(CacheAttention):
         Parameters
         ----------
         timeout : float
-            The most seconds to wait.
+            Maximum seconds to wait.
 
         Returns
         -------
@@ -115,7 +115,7 @@ class CachePrefix(CacheAttention):
         Parameters
         ----------
         timeout : float
-            The most seconds to wait.
+            Maximum seconds to wait.
 
         Returns
         -------
@@ -150,7 +150,7 @@ class CachePrefix(CacheAttention):
         salt : bytes
             As for `add_sequence`, and so are the errors.
         timeout : float
-            The most seconds to wait for the store, if some pages are in no other tier.
+            Maximum seconds to wait for the store, if some pages are in no other tier.
 
         Returns
         -------
@@ -193,7 +193,7 @@ class CachePrefix(CacheAttention):
         return page_map.to_text()
 
     def record_tokens(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """Tell the tokens of positions, so that other sequences find their pages.
+        """Record the tokens of positions, so that other sequences find their pages.
 
         `begin_forward` takes the tokens of a step; this method is for positions that came
         otherwise, such as those of `commit_tree` or of a transfer. Full pages are found from now

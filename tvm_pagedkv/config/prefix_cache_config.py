@@ -31,7 +31,7 @@ class PrefixCacheConfig:
     disk_path : path, optional
         A folder for pages, opened as a `tvm_pagedkv.stores.DiskStore`. Not together with `store`.
     disk_bytes : int
-        The most bytes that the folder may take.
+        Maximum bytes that the folder may take.
     store : PageStore, optional
         An object with the methods of `tvm_pagedkv.stores.PageStore`. The cache closes it.
     model_id : str
@@ -44,7 +44,7 @@ class PrefixCacheConfig:
     min_hits : int
         For "selective".
     lookup_timeout : float
-        The most seconds for which `KVCache.add_sequence` waits until a store has been asked. 0: it
+        Maximum seconds that `KVCache.add_sequence` waits for the answer of a store. 0: it
         does not ask; `KVCache.prefetch` does.
 
     Raises

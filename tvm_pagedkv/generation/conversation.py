@@ -197,7 +197,7 @@ class Conversation:
         Parameters
         ----------
         timeout : float
-            The most seconds to wait.
+            Maximum seconds to wait.
 
         Returns
         -------

@@ -26,7 +26,7 @@ _ORDERS = ("in turn", "shuffled", "skewed")
 
 @dataclass(frozen=True)
 class Schedule:
-    """How threads take turns.
+    """The order in which threads run.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def counting_loads(source: str, argument: str) -> str:
 
 
 def num_loads() -> int:
-    """How many loads were counted since the last call."""
+    """Return the number of loads since the last call."""
     return runtime().emulator_take_num_loads()
 
 

@@ -48,7 +48,7 @@ PrefixTier PrefixTiers::Open(const ffi::Map<ffi::String, ffi::Any>& map) {
   table_->prefixes().SetTier(object->tier(), transfers.get(), PolicyOf(options), space.str());
   tier_ = PrefixTier(std::move(object));
   transfers_ = std::move(transfers);
-  default_wait_ = options.lookup_timeout;
+  lookup_timeout_ = options.lookup_timeout;
   return tier_;
 }
 

@@ -55,7 +55,7 @@ class PrefixTiers {
     if (transfers_ != nullptr) transfers_->Settle();
   }
 
-  double default_wait() const { return default_wait_; }
+  double lookup_timeout() const { return lookup_timeout_; }
   /*!
    * \brief Fills the pages of a new sequence, or removes it again.
    * \return Whether all values were whole. Those that were not are gone.
@@ -74,7 +74,7 @@ class PrefixTiers {
   std::string layout_;
   PrefixTier tier_;
   std::unique_ptr<PageTransfers> transfers_;
-  double default_wait_ = 0;
+  double lookup_timeout_ = 0;
 };
 
 }  // namespace pagedkv

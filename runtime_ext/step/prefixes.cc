@@ -64,7 +64,7 @@ int64_t Prefixes::Match(const TokenIds& tokens, const ffi::Bytes& salt) {
 }
 
 int64_t Prefixes::Add(int64_t sequence_id, const TokenIds& tokens, const ffi::Bytes& salt) {
-  return AddWithin(sequence_id, tokens, salt, tiers_->default_wait());
+  return AddWithin(sequence_id, tokens, salt, tiers_->lookup_timeout());
 }
 
 int64_t Prefixes::AddWithin(int64_t sequence_id, const TokenIds& tokens, const ffi::Bytes& salt,

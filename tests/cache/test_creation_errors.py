@@ -69,7 +69,7 @@ CREATION = {
         {"layers": [MLA_LAYER]},
     ),
     "kind": (ValueError, "must be one of mha", {"layers": [{**LAYER, "kind": "other"}]}),
-    "stages": (ValueError, "no Disco worker", {"layer_indptr": Shape([0, 1, 2])}),
+    "stages": (ValueError, "not a Disco worker", {"layer_indptr": Shape([0, 1, 2])}),
     "layer_indptr": (ValueError, r"got \[0, 1\]", {"layer_indptr": Shape([0, 1])}),
     "layer_indptr_falls": (ValueError, "never fall", {"layer_indptr": Shape([0, 2, 1, 2])}),
     "stage": (

@@ -89,7 +89,7 @@ def test_rows_of_another_revision_of_a_codec_are_never_found(monkeypatch):
     assert [reused(), reused()] == [0, 24]
 
 
-def test_the_default_wait_is_that_of_the_configuration():
+def test_the_default_timeout_is_that_of_the_configuration():
     values: dict[bytes, bytes] = {}
     prompt = list(range(30))
     one = TieredTexts(tiers={"store": DictStore(values), "model_id": "m"})

@@ -254,7 +254,7 @@ def test_tiers_that_the_cache_counts(model, monkeypatch, capsys):
     assert statistics.reused_by_tier["pool"] == 0 < statistics.reused_by_tier["host"]
     print_statistics(Statistics(9, 6, {"pool": 4, "host": 2, "store": 0}), None)
     error = capsys.readouterr().err
-    assert "reused 6 of 9 prompt tokens (4 from device, 2 from host); " in error
+    assert "reused 6 of 9 prompt tokens (4 from pool, 2 from host); " in error
 
 
 def test_texts_of_an_earlier_process_are_found_in_a_store(model):
@@ -337,7 +337,7 @@ def test_command_finds_texts_of_earlier_runs(capfd, tmp_path):
     rows = re.findall(r'data-prefix="(.*?)" data-group="0">(.*?)</g>', picture.read_text(), re.S)
     assert [name for name, _ in rows] == ["prompt 1", "prompt 2"]
     # Sequences use all pages of the first prompt.
-    assert 'href="#tierpages"' in rows[0][1] and 'href="#tier"' not in rows[0][1]
+    assert 'href="#tierpool"' in rows[0][1] and 'href="#tier"' not in rows[0][1]
     for option in (["--no-prefix-cache"], ["--sliding-window", "64"], ["--stages", "2"]):
         assert main(["generate", *arguments, "--prompt-cache", "x", *option]) == 2
         assert "--prompt-cache cannot be combined with --" in capfd.readouterr().err

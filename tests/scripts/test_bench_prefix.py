@@ -346,7 +346,7 @@ def test_the_benchmark_runs(tmp_path):
         elif "hit_rate" in record:
             assert record["hit_rate"] == record["oracle_hit_rate"]
     assert plot.stat().st_size > 0 and "seed 0" in done.stdout
-    assert done.stdout.count("    from pages ") == 6
+    assert done.stdout.count("    from pool ") == 6
     assert sorted(tmp_path.iterdir()) == [plot, records]
 
 

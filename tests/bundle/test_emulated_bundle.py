@@ -14,9 +14,9 @@ import pytest
 import tvm_pagedkv as pkv
 
 from .. import reference
+from ..support.bundle_cases import CONFIG, ROWS, SCALING, expected
 from ..support.cpp_build import BUILDS, ROOT, build, locked, needs_cmake, run
 from ..support.emulated_cpus import CPUS, EmulatedCPU
-from .test_bundle import CONFIG, ROWS, SCALING, expected
 
 TARGETS = {
     "x86_64": ["x86-64", "x86-64-v3", "x86-64-v4"],

@@ -23,7 +23,7 @@ from tvm_pagedkv.compiler.cuda.library import DeviceCode
 from tvm_pagedkv_cli import command as cli
 
 from .. import reference
-from ..bundle.test_bundle import CONFIG, ROWS, SCALING, SEQUENCE, expected, inputs, rewrite
+from ..support.bundle_cases import CONFIG, ROWS, SCALING, SEQUENCE, expected, inputs, rewrite
 from ..support.cpp_build import BUILDS, ROOT, needs_cmake, run
 from ..support.cuda_emulator.device import plugged_in
 from ..support.permissive_steps import permissive_step

@@ -313,7 +313,7 @@ def test_a_changed_source_changes_the_key(tmp_path):
     "module, name, sources",
     [
         ("tvm_pagedkv.compiler.build", "_SOURCES", ["build.py", "lowering.py"]),
-        ("tvm_pagedkv.compiler.cuda.build", "SOURCES", ["library.py", "source.py"]),
+        ("tvm_pagedkv.compiler.cuda.build", "SOURCES", ["cuda"]),
         ("tvm_pagedkv.measure.limits", "_SOURCES", ["limits.py", "tir_kernels"]),
         (
             "tvm_pagedkv.models.model",

@@ -120,9 +120,9 @@ def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
     A target that names no CPU gets those that all CPUs of its architecture have. A warning of the
     logger ``tvm_pagedkv.compiler`` says so where this machine's CPU has wider vectors.
     """
-    target = resolve_target(target)
-    traits = _traits(frozenset(_enabled(target)))
-    if "mcpu" not in target.attrs and architecture(target) == _host_triple().split("-")[0]:
+    cpu = resolve_target(target)
+    traits = _traits(frozenset(_enabled(cpu)))
+    if "mcpu" not in cpu.attrs and architecture(cpu) == _host_triple().split("-")[0]:
         _warn_without_cpu(traits.lanes, _traits(frozenset(_enabled(native_target()))).lanes)
     return traits
 

@@ -63,7 +63,8 @@ def add_parsers(commands) -> None:
         help="as for generate, but for the default (default: the tiny included model)",
     )
     add.add_argument(
-        "--dtype", help="float32, float16 or bfloat16 (default: that of the model's config.json)"
+        "--dtype",
+        help="float32, float16 or bfloat16 (default: the checkpoint's; float16 if it is quantized)",
     )
     add.add_argument(
         "--kv-dtype",

@@ -47,7 +47,8 @@ def add_parser(commands) -> None:
         help="keep the pages of the session here at the end, so that nothing is computed again",
     )
     add.add_argument(
-        "--dtype", help="float32, float16 or bfloat16 (default: that of the model's config.json)"
+        "--dtype",
+        help="float32, float16 or bfloat16 (default: the checkpoint's; float16 if it is quantized)",
     )
     add.add_argument("--kv-dtype", help="type of the cache's pages, as for generate")
     add_sampling(add, 512, "answer")

@@ -38,7 +38,8 @@ def add_parser(commands) -> None:
     )
     add.add_argument("--system", metavar="TEXT", help="system message before each prompt of a chat")
     add.add_argument(
-        "--dtype", help="float32, float16 or bfloat16 (default: that of the model's config.json)"
+        "--dtype",
+        help="float32, float16 or bfloat16 (default: the checkpoint's; float16 if it is quantized)",
     )
     add.add_argument(
         "--kv-dtype",

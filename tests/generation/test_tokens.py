@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -119,7 +121,10 @@ def test_a_model_that_computes_nan():
     model = DecoderModel.from_pretrained()
     original = model.prefill
     model.prefill = lambda *arguments: original(*arguments) * np.float32("nan")
-    with pytest.raises(ValueError, match="logits must be finite"):
+    with pytest.raises(ValueError, match=r"logits must be finite.* is nan$"):
+        list(generate(model, ["a"]))
+    model.options = replace(model.options, dtype="float16")
+    with pytest.raises(ValueError, match="logits must be finite.*run it in bfloat16"):
         list(generate(model, ["a"]))
 
 

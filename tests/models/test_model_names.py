@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -120,13 +121,17 @@ def smollm2():
 
 @pytest.mark.slow
 def test_the_capital_of_france(smollm2):
-    """The README's command, with the default model."""
+    """The README's command, with the default model, dtype and sampling."""
     command = [sys.executable, "-m", "tvm_pagedkv", "generate", "--chat"]
-    result = subprocess.run(
-        [*command, "What is the capital of France?"], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "The capital of France is Paris.\n"
+    for more in ([], ["--seed", "7"]):  # the most likely tokens, which no seed changes
+        result = subprocess.run(
+            [*command, "What is the capital of France?", *more],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "TVM_PAGEDKV_MODELS": str(smollm2.parent)},
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == "The capital of France is Paris.\n"
 
 
 @pytest.mark.slow

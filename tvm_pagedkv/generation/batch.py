@@ -81,7 +81,16 @@ class Batch:
         """Sample the next token of a continuation, yield its events, and return it."""
         text = self.prompts[c.prompt]
         has_penalty = self.params.repetition_penalty != 1
-        token = sample(logits, self.params, c.random, [*text, *c.tokens] if has_penalty else ())
+        seen = [*text, *c.tokens] if has_penalty else ()
+        try:
+            token = sample(logits, self.params, c.random, seen)
+        except ValueError as error:
+            if self.model.options.dtype != "float16":
+                raise
+            raise ValueError(
+                f"{error}; the activations of this model may exceed the range of float16: run it "
+                "in bfloat16 (--dtype bfloat16)"
+            ) from None
         reason = None
         if token in self.model.config.eos_token_ids:
             reason = "stop"

@@ -60,7 +60,9 @@ class DecoderConfig:
     eos_token_ids : tuple of int
         Tokens that end a text.
     dtype : {"float32", "float16", "bfloat16"}
-        Type in which the checkpoint should run.
+        Type of the checkpoint. `default_dtype` decides in which type the model runs.
+    overflows_float16 : bool
+        Whether activations of the family are known to exceed the range of float16.
     """
 
     vocab_size: int
@@ -88,6 +90,7 @@ class DecoderConfig:
     longest_text: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
+    overflows_float16: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -113,7 +116,10 @@ class DecoderConfig:
         """
         layers = (LayerSpec(),) * self.num_layers
         plain = DecoderConfig(self.vocab_size, 1, 1, 1, 1, 1, layers)
-        names = ("context_length", "attention_softcap", "longest_text", "eos_token_ids", "dtype")
+        names = (
+            "context_length", "attention_softcap", "longest_text", "eos_token_ids", "dtype",
+            "overflows_float16",
+        )  # fmt: skip
         return replace(self, layers=layers, **{name: getattr(plain, name) for name in names})
 
 

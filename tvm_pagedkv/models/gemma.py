@@ -5,6 +5,7 @@ Norms before and after attention and the MLP, all of which multiply by 1 + weigh
 by sqrt(hidden_size); GELU; a softmax scale of its own. Gemma 2 has soft-caps of the attention's and
 of the final logits, and a window in every other layer. Gemma 3 has norms of each head of Q and K,
 windows in five of six layers, and a rotation of its own for each of the two kinds of layers.
+Activations of both exceed the range of float16.
 """
 
 from __future__ import annotations
@@ -77,5 +78,6 @@ def _decoder(fields: Mapping[str, Any], layers, **own: Any) -> DecoderConfig:
         embedding_scale=shape["hidden_size"] ** 0.5,
         tied_embeddings=read.flag(fields, "tie_word_embeddings", True),
         longest_text=read.longest_text(fields),
+        overflows_float16=True,
         **own,
     )

@@ -15,11 +15,19 @@ from tvm.target import Target
 import tir_kernels
 
 from ..cache import KVCache
-from ..compiler import code_versions, compiling, library_file, load_library, resolve_target
+from ..compiler import (
+    code_versions,
+    compiling,
+    library_file,
+    load_library,
+    resolve_target,
+    vector_target,
+)
 from ..config import DTYPES, PrefixCacheConfig
 from .caches import Caches, cache_config, compile_kernels
 from .config import DecoderConfig
 from .decoder import build_module
+from .default_dtype import default_dtype
 from .options import BuildOptions
 from .source import ModelSource, open_model
 from .tokens import check_batch, check_tokens
@@ -90,7 +98,9 @@ class DecoderModel:
             name, as `find_model` takes it; None: the small model in this package.
         dtype : {"float32", "float16", "bfloat16"}, optional
             Type of weights and activations. None: ``dtype`` or ``torch_dtype`` of config.json, or
-            float32; for a GGUF file the type of its matrices, or bfloat16 if these are quantized.
+            float32; for a GGUF file the type of its matrices, or float16 if these are quantized.
+            In place of float16, Gemma runs in bfloat16, and CPUs without conversion of float16 run
+            in float32.
         page_size : int
             Slots per page of the model's caches.
         sliding_window : bool
@@ -116,9 +126,13 @@ class DecoderModel:
         RuntimeError
             If compiling or linking fails.
         """
-        source, config, dtype = read_model(model, dtype)
+        source, config = read_model(model, dtype)
         options = BuildOptions(
-            dtype, page_size, resolve_target(target), sliding_window, kv_dtype=kv_dtype
+            dtype or default_dtype(config, vector_target(target)),
+            page_size,
+            resolve_target(target),
+            sliding_window,
+            kv_dtype=kv_dtype,
         )
         check_cache(source, config, options)
         tokenizer = load_tokenizer(source, config)
@@ -263,10 +277,8 @@ def _depth(parents: Sequence[int]) -> int:
     return max(depths, default=0)
 
 
-def read_model(
-    model: str | Path | None, dtype: str | None
-) -> tuple[ModelSource, DecoderConfig, str]:
-    """Return the source of a model, its configuration, and the dtype to run in.
+def read_model(model: str | Path | None, dtype: str | None) -> tuple[ModelSource, DecoderConfig]:
+    """Return the source of a model and its configuration, after a check of the dtype to run in.
 
     Raises
     ------
@@ -276,8 +288,7 @@ def read_model(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     source = open_model(model)
-    config = source.config()
-    return source, config, dtype or config.dtype
+    return source, source.config()
 
 
 def check_cache(source: ModelSource, config: DecoderConfig, options: BuildOptions) -> None:

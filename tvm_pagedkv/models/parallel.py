@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from ..compiler import resolve_target
+from ..compiler import resolve_target, vector_target
 from ..distributed import process_session, threaded_session
 from . import parallel_worker  # noqa: F401  workers of this process find its function
 from .chat import ChatTemplate
 from .config import DecoderConfig
+from .default_dtype import default_dtype
 from .model import check_cache, executable_file, load_tokenizer, read_model
 from .options import BuildOptions
 from .parallel_cache import ParallelCache
@@ -133,7 +134,8 @@ class ParallelModel:
         FileNotFoundError, ValueError, RuntimeError
             As `DecoderModel.from_pretrained`; ValueError also if the model cannot be divided so.
         """
-        source, config, dtype = read_model(model, dtype)
+        source, config = read_model(model, dtype)
+        dtype = dtype or default_dtype(config, vector_target())
         check_shards(config, num_shards)
         if config.longest_text is not None:
             raise ValueError(

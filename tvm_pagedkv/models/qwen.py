@@ -13,10 +13,16 @@ from typing import Any
 from . import fields as read
 from .config import DecoderConfig
 
+_HIDDEN_SIZE_OF_72B = 8192
+
 
 def qwen2(fields: Mapping[str, Any]) -> DecoderConfig:
-    """Read the fields of Qwen2, Qwen2.5 and QwQ."""
-    return _decoder(fields, qkv_bias=True)
+    """Read the fields of Qwen2, Qwen2.5 and QwQ.
+
+    In the models of 72 B, hidden states of a few channels exceed the range of float16.
+    """
+    is_72b = read.positive(fields, "hidden_size") >= _HIDDEN_SIZE_OF_72B
+    return _decoder(fields, qkv_bias=True, overflows_float16=is_72b)
 
 
 def qwen3(fields: Mapping[str, Any]) -> DecoderConfig:

@@ -97,11 +97,15 @@ class GgufTensors:
         return tensor if num_heads is None else _halves(tensor, num_heads)
 
     def dtype(self) -> str:
-        """Return the type in which the model should run: its own, or bfloat16 if quantized."""
+        """Return the type of the matrices, or the 16-bit type that rounds quantized ones less.
+
+        A quantized number is a small integer times a float16 scale. It fits the 11 bits of
+        float16's mantissa better than the 8 of bfloat16's.
+        """
         found = {type_name(t.type_id) for t in self._file.tensors.values() if len(t.shape) > 1}
         if found <= {"F32"}:
             return "float32"
-        return "float16" if found <= {"F32", "F16"} else "bfloat16"
+        return "bfloat16" if found <= {"F32", "BF16"} else "float16"
 
 
 def _name(name: str, architecture: str, file: GgufFile) -> str:

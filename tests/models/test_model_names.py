@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("gguf")
@@ -135,42 +136,31 @@ def test_the_capital_of_france(smollm2):
 
 
 @pytest.mark.slow
-def test_logits_of_smollm2(smollm2, tmp_path):
-    """Those of transformers, for the weights that `gguf` dequantizes."""
+def test_smollm2_is_that_of_transformers(smollm2):
+    """transformers reads the file itself: names, permutations, tokenizer and chat template."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="transformers needs accelerate to read GGUF files")
     from tvm_pagedkv.models import DecoderModel, encode_chat
-    from tvm_pagedkv.models.source import open_model
-    from tvm_pagedkv.models.weights import weights
 
-    source = open_model(smollm2)
-    config = source.config()
-    parts = {p for _, w in weights(config, range(config.num_layers)) for p in w.parts}
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            max_position_embeddings=8192,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-            tie_word_embeddings=True,
-        )
+    file = {"gguf_file": included._FILE}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2, **file, dtype=torch.float32
     ).eval()
-    values = {p.name: torch.tensor(source.tensors().read(p.name, p.shape)) for p in parts}
-    left = theirs.load_state_dict(values, strict=False)
-    assert left.missing_keys == ["lm_head.weight"] and not left.unexpected_keys
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2, **file)
     model = DecoderModel.from_pretrained(smollm2, "float32")
-    for text in ("What is the capital of France?", "Write 3 lines.\n\n  naïve 日本語 🙂"):
-        tokens = encode_chat(model, [{"role": "user", "content": text}])
+    for text in ("What is the capital of France?", "Write 3 lines.\n\n  naïve 日本語 🙂\t12345"):
+        assert model.tokenizer.encode(text).ids == tokenizer(text)["input_ids"]
+        messages = [{"role": "user", "content": text}]
+        tokens = encode_chat(model, messages)
+        assert tokens == tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         cache = model.create_cache(1, 512)
         cache.add_sequence(0)
         with torch.no_grad():
             expected = theirs(torch.tensor([tokens])).logits[0].numpy()
         found = model.logits(cache, [0], [tokens])[0]
-        assert abs(found - expected).max() < 1e-3
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def write_gguf(
     without: tuple[str, ...] = (),
     tensors: dict[str, np.ndarray] | None = None,
     quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    encode: Callable[[str, np.ndarray], np.ndarray] | None = None,
 ) -> Path:
     """Write the model of a Hugging Face directory, with a tokenizer of a byte per token.
 
@@ -43,6 +45,8 @@ def write_gguf(
         More tensors by name.
     quantization : GGMLQuantizationType
         Type of the matrices.
+    encode : callable
+        From the name in the directory and the values of a matrix to its rows in this type.
     """
     fields = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[fields["model_type"]]
@@ -54,9 +58,12 @@ def write_gguf(
             _add(writer, f"{name}{key}" if key.startswith(".") else key, value)
     names = gguf.get_tensor_name_map(architecture, fields["num_hidden_layers"])
     for theirs, tensor in load_file(directory / "model.safetensors").items():
-        array = _as_llama_cpp_has_it(theirs, tensor.astype("float32"), fields)
-        kind = quantization if array.ndim > 1 else gguf.GGMLQuantizationType.F32
-        raw = gguf.quants.quantize(np.ascontiguousarray(array), kind)
+        kind, raw = gguf.GGMLQuantizationType.F32, tensor.astype("float32")
+        if raw.ndim > 1:
+            kind = quantization
+            raw = gguf.quants.quantize(raw, kind) if encode is None else encode(theirs, raw)
+        # Of matrices it moves whole rows, and so it may come after.
+        raw = np.ascontiguousarray(_as_llama_cpp_has_it(theirs, raw, fields))
         writer.add_tensor(names.get_name(theirs, (".weight", ".bias")), raw, raw_dtype=kind)
     for own, array in (tensors or {}).items():
         writer.add_tensor(own, array)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of every family that GGUF files hold, with what only the files have."""
+
+from __future__ import annotations
+
+import numpy as np
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SHAPE = HEADS | {"hidden_size": 64, "intermediate_size": 80, "vocab_size": 300}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0, 1.1, 1.2, 1.4, 1.7, 2.0],
+    "long_factor": [1.5, 2.0, 4.0, 9.0, 15.0, 24.0],
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def llama3_factors(scaling: dict, dim: int) -> np.ndarray:
+    """The tensor rope_freqs.weight, by the wave lengths as llama.cpp writes it."""
+    factors = []
+    for i in range(0, dim, 2):
+        length = 2 * np.pi * scaling["rope_theta"] ** (i / dim)
+        turns = scaling["original_max_position_embeddings"] / length
+        if turns > scaling["high_freq_factor"]:
+            factors.append(1.0)
+        elif turns < scaling["low_freq_factor"]:
+            factors.append(scaling["factor"])
+        else:
+            span = scaling["high_freq_factor"] - scaling["low_freq_factor"]
+            smooth = (turns - scaling["low_freq_factor"]) / span
+            factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return np.float32(factors)
+
+
+# Model type, fields of config.json, and what only a GGUF file has: keys and tensors.
+CASES = {
+    "llama": ("llama", {}, {}, {}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}, {}, {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}, {}, {}),
+    "llama 3": (
+        "llama",
+        {"rope_parameters": LLAMA3, "head_dim": 32},
+        {".rope.dimension_count": 32},
+        {"rope_freqs.weight": llama3_factors(LLAMA3, 32)},
+    ),
+    "llama, linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+        {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0},
+        {},
+    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}, {}, {}),
+    "qwen2, yarn": (
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e6,
+            }
+        },
+        {
+            ".rope.scaling.type": "yarn",
+            ".rope.scaling.factor": 4.0,
+            ".rope.scaling.original_context_length": 64,
+        },
+        {},
+    ),
+    "qwen3": ("qwen3", {"hidden_size": 48}, {}, {}),
+    "gemma2": ("gemma2", {"sliding_window": 7, "query_pre_attn_scalar": 16}, {}, {}),
+    "gemma2 27B": (
+        "gemma2",
+        {"sliding_window": 7, "query_pre_attn_scalar": 16, "head_dim": 32, "num_hidden_layers": 46},
+        {},
+        {},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 7,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {".rope.scaling.type": "linear", ".rope.scaling.factor": 8.0},
+        {},
+    ),
+    "gemma3, newer keys": (
+        "gemma3_text",
+        {
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 25,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
+        },
+        {
+            ".rope.freq_base_swa": 2e4,
+            ".attention.sliding_window_pattern": [False, True],
+            ".attention.scale": 0.2,
+        },
+        {},
+    ),
+    "phi3": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+        {".rope.dimension_count": 12, ".rope.scaling.original_context_length": 32},
+        {
+            "rope_factors_long.weight": np.float32(LONGROPE["long_factor"]),
+            "rope_factors_short.weight": np.float32(LONGROPE["short_factor"]),
+        },
+    ),
+    "phi3, window": ("phi3", {"sliding_window": 9}, {}, {}),
+    "olmo2": ("olmo2", {}, {}, {}),
+}

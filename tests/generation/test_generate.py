@@ -246,7 +246,7 @@ def test_command_info(capfd):
     [
         ([], "no prompt"),
         ([""], "prompt 1 is empty"),
-        (["x", "--model", "no/such/folder"], "no model directory at no/such/folder"),
+        (["x", "--model", "no/such/folder"], "there is no file or folder no/such/folder"),
         (["x", "--temperature", "-1"], "temperature must be 0 or more"),
         (["x", "--top-p", "2"], "top_p must be in"),
         (["x", "--dtype", "int8"], "dtype must be one of"),

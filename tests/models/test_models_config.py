@@ -136,6 +136,17 @@ def test_ends_of_a_text(own, of_generation, ids, tmp_path):
     assert config_from_directory(tmp_path).eos_token_ids == ids
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", '{"eos_token_id": "x"}'])
+def test_errors_name_the_file_once(text, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
+    file = tmp_path / "generation_config.json"
+    for each in (file, tmp_path / "config.json"):
+        each.write_text(text)
+        with pytest.raises(ValueError) as caught:
+            config_from_directory(tmp_path)
+        assert str(caught.value).count(str(each)) == 1
+
+
 # --- what is not supported -----------------------------------------------------------------------
 
 

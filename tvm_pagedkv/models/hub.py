@@ -8,7 +8,8 @@ from pathlib import Path
 
 from . import included
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./-]+\.gguf)?")
+# A file directly below a folder, such as models/a.gguf, is a path.
+_HUB_ID = re.compile(r"\w[\w.-]*/(?![^/]+\.gguf$)\w[\w.-]*(/[\w./-]+\.gguf)?", re.ASCII)
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 

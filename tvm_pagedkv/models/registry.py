@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,18 @@ def config_from_directory(directory: str | Path) -> DecoderConfig:
         raise FileNotFoundError(
             f"{directory} has no config.json; expected a Hugging Face model with {_EXPECTED_FILES}"
         )
+    config = _interpret(file, config_from_fields)
+    file = directory / "generation_config.json"
+    return _interpret(file, partial(with_eos, config)) if file.is_file() else config
+
+
+def _interpret(file: Path, interpret: Reader) -> DecoderConfig:
+    """Return the configuration in a file; a ValueError that names the file once."""
     fields = read_json(file)
     try:
-        config = config_from_fields(fields)
-        file = directory / "generation_config.json"
-        if file.is_file():
-            config = with_eos(config, read_json(file))
+        return interpret(fields)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {error}") from None
-    return config
 
 
 def config_from_fields(fields: Mapping[str, Any]) -> DecoderConfig:

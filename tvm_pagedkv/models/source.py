@@ -14,7 +14,7 @@ from .checkpoint import Checkpoint
 from .config import DecoderConfig, read_json
 from .gguf import GgufModel
 from .hub import find_model
-from .included import TINY
+from .included import NAMES, TINY
 from .registry import config_from_directory
 from .sampling_defaults import sampling_defaults
 
@@ -136,6 +136,11 @@ def open_model(model: str | Path | None) -> ModelSource:
         If it is a file of another kind, or a directory with several GGUF files.
     """
     path = TINY if model is None else find_model(model)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"there is no file or folder {path}; a model is a Hugging Face directory, a GGUF file, "
+            f"{', '.join(NAMES)}, or an id of the Hugging Face Hub such as org/name"
+        )
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(

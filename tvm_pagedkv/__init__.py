@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from . import _library
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__:  # python -m tvm_pagedkv
+    from tvm_pagedkv_cli.command import before_tvm
+
+    before_tvm()
+
+from . import _library  # noqa: E402
 
 _library.load()
 

@@ -85,6 +85,8 @@ def _bundle(options: argparse.Namespace) -> None:
         config = read_config(json.loads(Path(options.config).read_bytes()))
     except OSError as error:
         raise ValueError(f"cannot read {options.config}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{options.config} is not JSON: {error}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{options.config}: {error}") from None
     targets = list(options.cpu or [])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from .chat_screen import screen_of
@@ -76,6 +77,9 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("--checkpoint needs --session")
     if options.prompt_cache is not None and options.no_prefix_cache:
         raise ValueError("--prompt-cache cannot be combined with --no-prefix-cache")
+    for name in (options.session, options.checkpoint):
+        if name is not None:  # now, not when the conversation is over
+            _check_folder(Path(name))
     try:
         from tvm_pagedkv.generation import Conversation, SamplingParams
         from tvm_pagedkv.models import DecoderModel, fingerprint
@@ -104,6 +108,14 @@ def run(options: argparse.Namespace) -> None:
     finally:
         if not conversation.close():
             chat.screen.note(f"{options.prompt_cache} did not take all pages in time")
+
+
+def _check_folder(file: Path) -> None:
+    """Raise a ValueError if a file cannot be written because of its folder."""
+    if not file.parent.is_dir():
+        raise ValueError(f"cannot write {file}: there is no folder {file.parent}")
+    if not os.access(file.parent, os.W_OK):
+        raise ValueError(f"cannot write {file}: the folder {file.parent} is not writable")
 
 
 class _Chat:

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from . import bundle, chat, generate, info, kernel, model
 
@@ -18,9 +21,20 @@ _MISTAKES = (
 )  # fmt: skip
 
 
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are a sentence, without all options before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_MISTAKE, f"tvm-pagedkv: error: {message}; see {self.prog} --help\n")
+
+
+def _threads(text: str) -> int:
+    num_cpus = len(os.sched_getaffinity(0))
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= num_cpus:
+        raise argparse.ArgumentTypeError(
+            f"expected an integer from 1 to {num_cpus}, the CPUs that the process may use, got "
+            f"{text!r}"
+        )
     return int(text)
 
 
@@ -49,10 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ``--traceback`` after the traceback; 130 after Ctrl-C.
     """
     options = None
+    warnings.showwarning = _show_warning
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as `before_tvm` left it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        options = _parser().parse_args(arguments)
-        if options.threads is not None:  # read when TVM is loaded, here and in workers
-            os.environ["TVM_NUM_THREADS"] = str(options.threads)
+        options = _parse(arguments)
         options.run(options)
     except KeyboardInterrupt:
         return 130
@@ -67,16 +82,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"tvm-pagedkv: warning: {message}", file=sys.stderr)
+
+
+def before_tvm() -> None:
+    """Parse ``sys.argv`` before TVM is loaded, and let Ctrl-C end the process meanwhile.
+
+    ``python -m tvm_pagedkv`` imports the package, and with it TVM, before it calls `main`. This
+    comes before that: ``--help`` and mistakes end the process at once, and ``--threads`` is known.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _parse(sys.argv[1:])
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    options = _parser().parse_args(arguments)
+    if options.threads is not None:  # read when TVM is loaded, here and in workers
+        os.environ["TVM_NUM_THREADS"] = str(options.threads)
+    return options
+
+
 def _text(error: BaseException) -> str:
     """Return the message of an error, then the messages of its causes."""
-    is_key = isinstance(error, KeyError) and error.args  # whose str() adds quotes
-    text = str(error.args[0] if is_key else error).strip() or type(error).__name__
+    if isinstance(error, KeyError) and error.args:  # whose str() adds quotes
+        text = str(error.args[0])
+    elif isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    else:
+        text = str(error)
+    text = text.strip() or type(error).__name__
     cause = error.__cause__
     return text if cause is None else f"{text}\ncaused by: {_text(cause)}"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tvm-pagedkv", description="Run and package language models on a paged KV cache."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
@@ -92,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
             "--traceback", action="store_true", help="print the traceback of an error"
         )
         command.add_argument(
-            "--threads", type=_positive, metavar="N", help="CPU threads (default: one per core)"
+            "--threads", type=_threads, metavar="N", help="CPU threads (default: one per core)"
         )
     return parser
 

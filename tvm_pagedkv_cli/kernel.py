@@ -100,5 +100,7 @@ def _config(path: str | None):
         return read_config(json.loads(Path(path).read_bytes()))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None

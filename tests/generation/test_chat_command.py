@@ -160,10 +160,11 @@ def test_a_full_context(chat):
     ("arguments", "message"),
     [
         (["--checkpoint", "x"], "--checkpoint needs --session"),
-        (["--model", "no/such/folder"], "no model directory at no/such/folder"),
+        (["--model", "no/such/folder"], "there is no file or folder no/such/folder"),
         (["--system", "x"], "takes no system message"),
         (["--max-total-tokens", "1"], "max_total_tokens must be from 2 to"),
         (["--session", __file__], "is not JSON"),
+        (["--session", "/no/such/s.json"], "cannot write /no/such/s.json: there is no folder /no"),
         (["--prompt-cache", "x", "--no-prefix-cache"], "cannot be combined with --no-prefix"),
         (["--prompt-cache", __file__], "File exists"),
     ],

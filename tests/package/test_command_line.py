@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 from tvm_pagedkv import __version__
 from tvm_pagedkv_cli import command
 
+LIGHT = [["--help"], ["generate", "--help"], ["--version"], ["no"]]
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"], ["no"]])
+
+@pytest.mark.parametrize("arguments", LIGHT)
 def test_nothing_heavy_is_imported_for_the_arguments(arguments):
     program = (
         "import sys, tvm_pagedkv_cli\n"
@@ -38,6 +43,48 @@ def test_python_m_is_the_command():
     assert result.stdout == f"tvm-pagedkv {__version__}\n" and result.returncode == 0
 
 
+@pytest.mark.parametrize("arguments", LIGHT)
+def test_python_m_parses_before_tvm_is_loaded(arguments):
+    """Otherwise ``--help`` takes seconds, and ``--threads`` comes after TVM has chosen CPUs."""
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "tvm_pagedkv", *arguments],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == (2 if arguments == ["no"] else 0)
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "argparse" in imported and not imported & {"tvm", "tvm_ffi", "numpy"}
+
+
+def test_threads_are_set_before_tvm_is_loaded():
+    """A single thread is not bound to a CPU: the process may still use all of them."""
+    command = [sys.executable, "-m", "tvm_pagedkv", "info", "--threads", "1"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TVM_")}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+    assert f"1 of {len(os.sched_getaffinity(0))} CPUs that the process may use" in found
+
+
+@pytest.mark.parametrize("count", ["0", "many", "-1", "100000", "²"])
+def test_threads_beyond_the_cpus_are_refused(count, capsys):
+    """Threads spin while they wait for each other: hundreds on a few CPUs take minutes to end."""
+    with pytest.raises(SystemExit) as caught:
+        command.main(["generate", "x", f"--threads={count}"])
+    assert caught.value.code == 2
+    num_cpus = len(os.sched_getaffinity(0))
+    error = f"from 1 to {num_cpus}, the CPUs that the process may use, got '{count}'; see tvm-paged"
+    assert error in capsys.readouterr().err
+
+
+def test_mistakes_in_the_arguments_are_one_line(capsys):
+    for arguments in ([], ["no"], ["generate", "--top-k", "x"], ["generate", "x", "--no-option"]):
+        with pytest.raises(SystemExit) as caught:
+            command.main(arguments)
+        error = capsys.readouterr().err
+        assert caught.value.code == 2
+        assert error.startswith("tvm-pagedkv: error: ") and error.endswith(" --help\n")
+        assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
@@ -47,6 +94,8 @@ def test_python_m_is_the_command():
         (TypeError("a must be an int"), "tvm-pagedkv: error: a must be an int\n"),
         (ImportError("libx.so is missing"), "tvm-pagedkv: error: libx.so is missing\n"),
         (MemoryError(), "tvm-pagedkv: error: MemoryError\n"),
+        (PermissionError(13, "Permission denied", "/a/b"),
+         "tvm-pagedkv: error: /a/b: Permission denied\n"),
     ],
 )  # fmt: skip
 def test_errors_are_shown_whole(monkeypatch, capsys, error, shown):
@@ -56,6 +105,16 @@ def test_errors_are_shown_whole(monkeypatch, capsys, error, shown):
     monkeypatch.setattr(command.info, "run", fail)
     assert command.main(["info"]) == 2
     assert capsys.readouterr().err == shown
+
+
+def test_warnings_are_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(
+        command.info, "run", lambda _: warnings.warn("the disk is full", stacklevel=1)
+    )
+    with warnings.catch_warnings():  # restores how they are shown
+        warnings.simplefilter("always")
+        assert command.main(["info"]) == 0
+    assert capsys.readouterr().err == "tvm-pagedkv: warning: the disk is full\n"
 
 
 def test_the_cause_of_an_error_is_shown(monkeypatch, capsys):
@@ -110,6 +169,17 @@ def test_ctrl_c_ends_the_command_at_any_moment(when):
     )
     assert result.returncode == 130, result.stderr
     assert "Traceback" not in result.stderr and "Interrupt" not in result.stderr
+
+
+def test_ctrl_c_ends_python_m_while_tvm_is_loaded():
+    command = [sys.executable, "-X", "importtime", "-m", "tvm_pagedkv", "info"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if "numpy" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == -signal.SIGINT and "Traceback" not in rest
 
 
 def test_an_interrupt_leaves_no_traceback(monkeypatch, capsys):

@@ -78,9 +78,10 @@ def test_ptx(printed):
         (["unknown"], "no kernel 'unknown'"),
         (["merge", "--layer", "7"], "--layer must be from 0 to 0, got 7"),
         (["merge", "--config", "/nowhere.json"], "cannot read /nowhere.json"),
+        (["merge", "--config", __file__], "test_kernel_command.py is not JSON"),
         (["merge", "--target", "no-such-cpu"], "target must be"),
     ],
-    ids=["name", "layer", "config", "target"],
+    ids=["name", "layer", "config", "json", "target"],
 )
 def test_mistakes(capsys, arguments, message):
     assert main(["kernel", *arguments]) == 2

@@ -163,6 +163,8 @@ def run(options: argparse.Namespace) -> None:
     print_statistics(statistics, _measured(model.options.dtype) if options.measure else None)
     if picture:
         picture.write_text(fullest[0].to_svg(), encoding="utf-8")
+    if options.shards * options.stages > 1:
+        model.close()  # not when the interpreter ends, where Ctrl-C finds no handler
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -27,7 +27,10 @@ import tempfile
 import tvm
 import tvm_ffi
 
-from . import collectives  # noqa: F401  registers the functions of workers
+from . import (
+    collectives,  # noqa: F401  registers the functions of workers
+    interrupts,
+)
 
 
 def load_disco():
@@ -71,7 +74,8 @@ def process_session(num_workers: int, num_groups: int = 1):
     """
     _check_sizes(num_workers, num_groups)
     entry = "tvm_pagedkv.distributed.disco_worker"
-    session = load_disco().ProcessSession(num_workers, num_groups, entry)
+    with interrupts.ignored_by_children():
+        session = load_disco().ProcessSession(num_workers, num_groups, entry)
     return _connected(session, num_workers, num_groups)
 
 
@@ -87,8 +91,9 @@ def _connected(session, num_workers: int, num_groups: int):
     """Connect the workers of a new session, which meet in a private folder."""
     folder = tempfile.mkdtemp(prefix="pagedkv-")
     try:
-        session.get_global_func("tvm_pagedkv.disco.connect")(folder, num_workers, num_groups)
-        session._sync_all()
+        with interrupts.deferred():
+            session.get_global_func("tvm_pagedkv.disco.connect")(folder, num_workers, num_groups)
+            session._sync_all()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return session

@@ -10,7 +10,7 @@ from typing import Any
 import tvm_ffi
 
 from .._errors import CacheFullError
-from ..distributed import forget
+from ..distributed import forget, interrupts
 
 _ERRORS = {
     error.__name__: error
@@ -36,19 +36,22 @@ class Workers:
 
     def load(self, options: str) -> None:
         """Let every worker load its part of the model."""
-        load = self.session.get_global_func("tvm_pagedkv.models.load_worker")
-        self._values(load(options), self.session.num_workers)
+        with interrupts.deferred():
+            load = self.session.get_global_func("tvm_pagedkv.models.load_worker")
+            self._values(load(options), self.session.num_workers)
 
     def call(self, command: str, *args: Any) -> list[Any]:
         """Run a method of `ModelWorker` on all workers; return the result of each."""
-        return self._values(self._part("run")(command, *args), self.session.num_workers)
+        with interrupts.deferred():
+            return self._values(self._part("run")(command, *args), self.session.num_workers)
 
     def call_first(self, command: str, *args: Any) -> Any:
         """Run a method of `ModelWorker` on all workers; return an object of worker 0.
 
         Worker 0 is in this process.
         """
-        return self._part("run")(command, *args).debug_get_from_remote(0)
+        with interrupts.deferred():
+            return self._part("run")(command, *args).debug_get_from_remote(0)
 
     def _part(self, name: str) -> Any:
         if not self._held:
@@ -61,9 +64,11 @@ class Workers:
 
 def _end(held: dict[str, Any]) -> None:
     """Drop the model in all workers. They end with the last reference to their session."""
-    session = held["session"]
-    held.clear()
-    forget(session)
+    with interrupts.deferred():
+        session = held["session"]
+        held.clear()
+        forget(session)
+        del session  # the last reference: the processes end here
 
 
 def _values(answers: list[Any]) -> list[Any]:

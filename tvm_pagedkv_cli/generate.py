@@ -239,6 +239,9 @@ def _span(numbers: list[int]) -> str:
 
 def _prompts(options: argparse.Namespace) -> list[str]:
     prompts = [*options.text, *options.prompt]
+    for index, prompt in enumerate(prompts):
+        if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise ValueError(f"prompt {index + 1} is not UTF-8 text")
     for name in (*options.file, *options.files):
         try:
             prompts.append(Path(name).read_bytes().decode("utf-8"))

@@ -246,6 +246,7 @@ def test_command_info(capfd):
     [
         ([], "no prompt"),
         ([""], "prompt 1 is empty"),
+        (["a", "caf\udce9"], "prompt 2 is not UTF-8 text"),  # as the shell's bytes arrive
         (["x", "--model", "no/such/folder"], "there is no file or folder no/such/folder"),
         (["x", "--temperature", "-1"], "temperature must be 0 or more"),
         (["x", "--top-p", "2"], "top_p must be in"),

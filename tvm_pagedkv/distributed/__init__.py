@@ -8,11 +8,13 @@ from .disco import (
     stage_function,
     threaded_session,
 )
+from .interrupts import deferred as deferred_interrupts
 from .worker import Worker, current_worker
 
 __all__ = [
     "Worker",
     "current_worker",
+    "deferred_interrupts",
     "forget",
     "load_disco",
     "process_session",

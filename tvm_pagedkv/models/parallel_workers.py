@@ -10,7 +10,7 @@ from typing import Any
 import tvm_ffi
 
 from .._errors import CacheFullError
-from ..distributed import forget, interrupts
+from ..distributed import deferred_interrupts, forget
 
 _ERRORS = {
     error.__name__: error
@@ -36,13 +36,13 @@ class Workers:
 
     def load(self, options: str) -> None:
         """Let every worker load its part of the model."""
-        with interrupts.deferred():
+        with deferred_interrupts():
             load = self.session.get_global_func("tvm_pagedkv.models.load_worker")
             self._values(load(options), self.session.num_workers)
 
     def call(self, command: str, *args: Any) -> list[Any]:
         """Run a method of `ModelWorker` on all workers; return the result of each."""
-        with interrupts.deferred():
+        with deferred_interrupts():
             return self._values(self._part("run")(command, *args), self.session.num_workers)
 
     def call_first(self, command: str, *args: Any) -> Any:
@@ -50,7 +50,7 @@ class Workers:
 
         Worker 0 is in this process.
         """
-        with interrupts.deferred():
+        with deferred_interrupts():
             return self._part("run")(command, *args).debug_get_from_remote(0)
 
     def _part(self, name: str) -> Any:
@@ -64,7 +64,7 @@ class Workers:
 
 def _end(held: dict[str, Any]) -> None:
     """Drop the model in all workers. They end with the last reference to their session."""
-    with interrupts.deferred():
+    with deferred_interrupts():
         session = held["session"]
         held.clear()
         forget(session)

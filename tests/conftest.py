@@ -3,6 +3,7 @@
 
 import gc
 import os
+import signal
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,6 +36,9 @@ from .support import fast_compilation, foreign_code, script_frames  # noqa: E402
 
 script_frames.install()
 foreign_code.install()
+# A shell that starts the tests in the background lets them ignore Ctrl-C, which some of them send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):

@@ -73,7 +73,8 @@ def test_failures_are_not_hidden(tmp_path):
 @pytest.mark.parametrize("pattern", EXPECTED)
 def test_listed_tests_exist(pattern):
     file, _, name = pattern.partition("::")
-    assert f"def {name.split('*')[0]}(" in (ROOT / file).read_text()
+    source = (ROOT / file).read_text()
+    assert f"def {name.split('*')[0]}(" in source if name else "importorskip" in source
 
 
 def test_patterns_name_no_more_than_they_should():

@@ -52,7 +52,9 @@ WORLDS = {
     "int8": {"layers": (0, MLA, 5, MLA, 0, 9), "mode": "inline", "codec": "int8"},
     "float8": {"layers": (0, 6), "mode": "normal", "has_windows": True, "codec": "float8_e4m3fn"},
     "int4": {"layers": (0, MLA, 5), "mode": "normal", "codec": "int4"},
+    "int5": {"layers": (0, MLA, 5), "mode": "normal", "codec": "int5"},
     "pair": {"layers": (0, 9), "has_windows": True, "codec": "int8,int4"},
+    "int5_pair": {"layers": (0, 9), "has_windows": True, "codec": "int5,int4"},
     "int4_windows": {"layers": (0, 9), "has_windows": True, "codec": "int4"},
 }
 OPERATIONS = [

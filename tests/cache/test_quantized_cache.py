@@ -214,7 +214,7 @@ def test_memory(codec, name):
 
 
 @pytest.mark.parametrize(
-    ("codec", "factor"), [("int8", 1.9), ("float8_e4m3fn", 1.9), ("int4", 3.5)]
+    ("codec", "factor"), [("int8", 1.9), ("float8_e4m3fn", 1.9), ("int5", 3.1), ("int4", 3.5)]
 )
 def test_tokens_of_a_page(codec, factor):
     """Pages of 128 columns hold so many times the tokens of float16 ones of the same bytes."""
@@ -225,12 +225,19 @@ def test_tokens_of_a_page(codec, factor):
 
 
 ERRORS = {
-    "unknown": ({"kv_dtype": "int3"}, "kv_dtype must be one of .*, int8, float8_e4m3fn, int4; got"),
+    "unknown": (
+        {"kv_dtype": "int3"},
+        "kv_dtype must be one of .*, int8, float8_e4m3fn, int5, int4; got",
+    ),
     "unknown of a layer": (
         {"layers": [{"kv_dtype": "fp8"}, {}, {}]},
         "layer.kv_dtype must be one of .*int8",
     ),
     "groups": ({"kv_dtype": "int4", "qk_head_dim": 80}, "layer 0: .*multiples of 32, got 80; cho"),
+    "words of bits": (
+        {"kv_dtype": "int5", "qk_head_dim": 80},
+        "layer 0: .*fifth bits of 32 .*got 80",
+    ),
     "groups of latent rows": (
         {"kv_dtype": "int4", "layers": [{"kind": "mla", "qk_head_dim": 64, "v_head_dim": 24}] * 3},
         "layer 0: .*multiples of 32, got 24",
@@ -279,6 +286,14 @@ def test_a_codec_that_is_slow_on_a_target_is_told(caplog):
     assert all("kv_dtype None" in text and "without" in text for text in told)
     named = [name for name in CODEC_NAMES for text in told if repr(name) in text]
     assert named == list(CODEC_NAMES)  # once each
+
+
+def test_bit_planes_are_slow_on_every_cpu(caplog):
+    fast = VectorTarget(lanes=16, registers=32, has_f16_convert=True, has_vnni=True)
+    for codec in ("int8", "int4", "int8,int4", "int5,int4"):
+        warn_if_slow(KernelSpec(4, 2, 32, 32, "float32", codec, target=fast))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "kv_dtype 'int5,int4': attention converts every code to float32" in told
 
 
 def test_other_kernels_are_refused():

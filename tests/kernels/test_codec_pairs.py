@@ -27,6 +27,8 @@ SPECS = {
     "int4,int8": make_spec((4, 2), 64, (BF16, "int4,int8"), 8),
     "int4,float8": make_spec((5, 5), 96, (F32, "int4,float8_e4m3fn"), 2),
     "float8,int8": make_spec((6, 2), 256, (BF16, "float8_e4m3fn,int8"), 4),
+    "int5,int4": make_spec((6, 2), 64, (F16, "int5,int4"), 16),
+    "int8,int5": make_spec((5, 5), 96, (F32, "int8,int5"), 4),
 }
 parametrize_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
@@ -65,8 +67,9 @@ def test_windows_trees_and_shared_prefixes(spec):
     SharedBatch(spec, SEGMENTS["many"], 0).check()
 
 
-def test_other_cpus():
-    spec = make_spec((4, 2), 64, (F32, "int8,int4"), 8, target=target_of("x86-64-v3", F32))
+@pytest.mark.parametrize("codec", ["int8,int4", "int5,int4"])
+def test_other_cpus(codec):
+    spec = make_spec((4, 2), 64, (F32, codec), 8, target=target_of("x86-64-v3", F32))
     check_transpose_append(spec, 40, 0, "x86-64-v3")
     check_debug_get_kv(spec, 40, 0, "x86-64-v3")
     case = PagedBatch(spec, DECODE_BATCHES["mixed"], 0)
@@ -74,9 +77,11 @@ def test_other_cpus():
     case.verify()
 
 
-def test_gpus_have_no_kernels_for_pairs():
+def test_gpus_have_no_kernels_for_pairs_and_bit_planes():
     with pytest.raises(ValueError, match="'int8,int4': kernels for GPUs know one codec for both"):
         cuda_spec(SPECS["int8,int4"])
+    with pytest.raises(ValueError, match="'int5' has kernels for CPUs only; choose another codec"):
+        cuda_spec(make_spec((4, 2), 64, (F16, "int5")))
 
 
 if __name__ == "__main__":

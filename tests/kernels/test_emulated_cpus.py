@@ -102,7 +102,7 @@ def test_latent_rows(cpu, dtypes):
 
 @latin_square(2, "cpu", "codec", "dtype")
 @pytest.mark.parametrize("dtype", [F32, F16])
-@pytest.mark.parametrize("codec", ["int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "float8_e4m3fn", "int5"])
 def test_quantized_pages(cpu, codec, dtype):
     needs_conversion(cpu, dtype)
     spec = make_spec((5, 5), 96, (dtype, codec), 4, target=cpu.traits)

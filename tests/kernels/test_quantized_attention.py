@@ -169,7 +169,7 @@ def test_prefill_of_sequences_with_gaps(dtype, codec, batch, seed):
 def test_windows_as_the_stock_cache_passes_them(dtype, codec, name, seed):
     """`decode_windowed` and `prefill_windowed`: three lengths of each sequence as a matrix."""
     spec = spec_of(SHAPES["4:2x64-p8-cap"], dtype, codec)
-    inline = codec != "int4"
+    inline = not spec.codec.has_hadamard
     for batch in (DECODES if name == "decode" else PREFILLS).values():
         case = WindowBatch(spec, batch, seed)
         causal = None if name == "decode" else True

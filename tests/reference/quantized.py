@@ -56,17 +56,33 @@ def quantize(codec, rows: np.ndarray, v_width: int) -> tuple[np.ndarray, np.ndar
             extreme = np.maximum(largest, -smallest)
             if codec.limit < 0:
                 extreme = np.where(largest > -smallest, largest, smallest)
-            scale = (extreme / np.float32(codec.limit)).astype(np.float32)
-            if codec.scale_dtype == "bfloat16":
-                scale = scale.astype(ml_dtypes.bfloat16).astype(np.float32)
+            scale = rounded_scale(codec, extreme / np.float32(codec.limit))
             scale = np.where(np.abs(scale) < SMALLEST_NORMAL, np.float32(0), scale)
             is_finite = np.isfinite(group).all(-1)
             is_known = is_finite & (scale != 0)
             inverse = np.where(is_known, np.float32(1) / scale, np.float32(0))
             code = np.where(is_known[..., None], group * inverse[..., None], np.float32(0))
         codes[..., begin:end] = nearest_code(codec, code)
+        if codec.fits_scales:
+            fitted = fitted_scale(codec, scale, code, codes[..., begin:end])
+            scale = np.where(is_known & (np.abs(fitted) >= SMALLEST_NORMAL), fitted, scale)
         scales.append(np.where(is_finite, scale, np.float32(np.nan)))
     return codes, np.stack(scales, axis=-1)
+
+
+def rounded_scale(codec, scale: np.ndarray) -> np.ndarray:
+    """Scales rounded to the codec's type, as float32 numbers."""
+    scale = scale.astype(np.float32)
+    if codec.scale_dtype == "bfloat16":
+        scale = scale.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return scale
+
+
+def fitted_scale(codec, scale: np.ndarray, values: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """The scales with the least squared error for codes ``[..., n]`` of `values` over `scale`."""
+    with np.errstate(invalid="ignore"):
+        products, squares = (codes * values).sum(-1), (codes * codes).sum(-1)
+        return rounded_scale(codec, scale * (products / squares))
 
 
 def nearest_code(codec, values: np.ndarray) -> np.ndarray:
@@ -74,7 +90,7 @@ def nearest_code(codec, values: np.ndarray) -> np.ndarray:
     if codec.name == "float8_e4m3fn":
         limited = np.clip(values, -codec.limit, codec.limit)
         return limited.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    lowest, highest = (-127, 127) if codec.bits == 8 else (-8, 7)
+    lowest, highest = {8: (-127, 127), 5: (-16, 15), 4: (-8, 7)}[codec.bits]
     return np.clip(np.rint(values), lowest, highest).astype(np.float32)
 
 
@@ -99,8 +115,12 @@ def code_bytes(codec, codes: np.ndarray) -> np.ndarray:
         return codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     if codec.bits == 8:
         return codes.astype(np.int8).view(np.uint8)
-    half, nibbles = codes.shape[-1] // 2, (codes + 8).astype(np.uint8)
-    return nibbles[..., :half] | nibbles[..., half:] << 4
+    half, unsigned = codes.shape[-1] // 2, (codes + 2 ** (codec.bits - 1)).astype(np.uint8)
+    nibbles = unsigned & 15
+    planes = [nibbles[..., :half] | nibbles[..., half:] << 4]
+    if codec.bits == 5:
+        planes.append(np.packbits(unsigned >> 4, axis=-1, bitorder="little"))
+    return np.concatenate(planes, axis=-1)
 
 
 def codes_of(codec, data: np.ndarray) -> np.ndarray:
@@ -109,7 +129,12 @@ def codes_of(codec, data: np.ndarray) -> np.ndarray:
         return data.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     if codec.bits == 8:
         return data.view(np.int8).astype(np.float32)
-    return np.concatenate([data & 15, data >> 4], axis=-1).astype(np.float32) - 8
+    if codec.bits == 4:
+        return np.concatenate([data & 15, data >> 4], axis=-1).astype(np.float32) - 8
+    half = data.shape[-1] * 4 // 5  # nibbles of the halves of a row, then a bit for each column
+    low, bits = data[..., :half], np.unpackbits(data[..., half:], axis=-1, bitorder="little")
+    unsigned = np.concatenate([low & 15, low >> 4], axis=-1) + 16 * bits
+    return unsigned.astype(np.float32) - 16
 
 
 def page_planes(codec, pages: np.ndarray, row_shape: tuple, width: int, v_width: int) -> list:

@@ -25,8 +25,8 @@ MLA_LAYER = {
     "mla_original_qk_head_dim": 16,
     "mla_original_v_head_dim": 8,
 }
-CODEC_NAMES = ("int8", "float8_e4m3fn", "int4")
-PAIR_NAMES = ("int8,int4", "int4,float8_e4m3fn")  # of layers with K and V
+CODEC_NAMES = ("int8", "float8_e4m3fn", "int5", "int4")
+PAIR_NAMES = ("int8,int4", "int5,int4", "int4,float8_e4m3fn")  # of layers with K and V
 PAGE_SIZE = 4
 
 

@@ -28,7 +28,7 @@ from .quantized_pages import (
 )
 
 REORDERED = 2e-6  # how far sums in another order move a value, relative to the row
-CODECS = ("int8", "float8_e4m3fn", "int4")
+CODECS = ("int8", "float8_e4m3fn", "int5", "int4")
 
 
 def hostile_rows(rng, shape, dtype: str) -> np.ndarray:

@@ -10,7 +10,8 @@ from tvm.script import tirx as T
 from ..codec import Codec
 from ..layout import QuantizedPages
 from ..spec import VectorTarget
-from . import packing
+from . import bit_masks, packing
+from .shuffles import concatenate
 from .simd import F32, broadcast, constant, ramp, rint, temp, vector_type
 
 _FLOAT8_TO_HALF = 2.0**8  # the exponents of float16 and of e4m3 begin so far apart
@@ -27,27 +28,43 @@ def load_codes(pages: QuantizedPages, row: Sequence, column, lanes: int):
     row : indices of the row, less the last axis.
     column : a multiple of `lanes`, an int or an expression.
     """
-    if pages.codec.bits == 4:
-        return T.cast(load_nibbles(pages, row, column, lanes), vector_type(F32, lanes)) - constant(
-            8.0, lanes
-        )
+    if pages.codec.is_packed:
+        codes = T.cast(_load_packed(pages, row, column, lanes), vector_type(F32, lanes))
+        return codes + constant(float(pages.codec.lowest), lanes)
     codes = pages.codes[(*row, ramp(column, lanes))]
     if pages.codec.storage_dtype == "int8":
         return T.cast(T.cast(codes, vector_type("int32", lanes)), vector_type(F32, lanes))
     return _float8_to_float(codes, lanes, pages.spec.target)
 
 
-def load_nibbles(pages: QuantizedPages, row: Sequence, column, lanes: int):
-    """The 4-bit codes of `lanes` columns, plus 8: int32."""
+def _load_packed(pages: QuantizedPages, row: Sequence, column, lanes: int):
+    """The packed codes of `lanes` columns, less the lowest code: int32."""
     half, wide = pages.spec.qk_head_dim // 2, vector_type("int32", lanes)
     if isinstance(column, int):
         is_high = T.int32(4 * (column // half))
     else:
         is_high = T.cast(column >= half, "int32") * 4
     data = T.cast(pages.codes[(*row, ramp(column % half, lanes))], wide)
-    return T.bitwise_and(
+    low = T.bitwise_and(
         T.shift_right(data, broadcast(is_high, lanes)), broadcast(T.int32(15), lanes)
     )
+    if not pages.codec.has_bit_plane:
+        return low
+    # Bit i of the word belongs to lane i, and becomes bit 4.
+    word = T.shift_left(_load_bits(pages, row, column, lanes), T.int32(4))
+    bits = T.shift_right(broadcast(word, lanes), ramp(0, lanes))
+    return T.bitwise_or(low, T.bitwise_and(bits, broadcast(T.int32(16), lanes)))
+
+
+def _load_bits(pages: QuantizedPages, row: Sequence, column, lanes: int):
+    """The fifth bits of `lanes` columns, 16 at most, from bit 0 of an int32 on."""
+    first = pages.spec.qk_head_dim // 2 + column // 8
+    if lanes < 8:
+        word = T.cast(pages.codes[(*row, first)], "int32")
+        return temp(T.shift_right(word, T.int32(0) + column % 8), 1, "int32")
+    data = pages.codes[(*row, ramp(first, lanes // 8))]
+    word = data if lanes == 8 else T.reinterpret("uint16", data)
+    return temp(T.cast(word, "int32"), 1, "int32")
 
 
 def load_values(pages: QuantizedPages, row: Sequence, column, lanes: int):
@@ -63,8 +80,7 @@ def load_values(pages: QuantizedPages, row: Sequence, column, lanes: int):
 def _scale(pages: QuantizedPages, row: Sequence, group):
     """What `load_codes` is multiplied with."""
     scale = pages.scale(row, group)
-    is_float8 = pages.codec.bits == 8 and pages.codec.storage_dtype == "uint8"
-    if is_float8 and pages.spec.target.has_f16_convert:
+    if not pages.codec.is_integer and pages.spec.target.has_f16_convert:
         return scale * T.float32(_FLOAT8_TO_HALF)
     return scale
 
@@ -122,24 +138,31 @@ def _nearest_float8(value, lanes: int):
 
 
 def _nearest_codes(codec: Codec, value, lanes: int):
-    """The codes nearest to float32 values: int32; those of 4 bits may be too large by one."""
-    if codec.name == "float8_e4m3fn":
+    """The codes nearest to float32 values: int32; packed ones may be too large by one."""
+    if not codec.is_integer:
         return temp(_nearest_float8(value, lanes), lanes, "int32")
-    return temp(T.cast(rint(value, lanes), vector_type("int32", lanes)), lanes, "int32")
+    whole = value if codec.fits_scales else rint(value, lanes)  # rounded already, for the sums
+    return temp(T.cast(whole, vector_type("int32", lanes)), lanes, "int32")
 
 
 def store_codes(pages: QuantizedPages, row: Sequence, column, lanes: int, values) -> None:
     """Store the codes nearest to float32 vectors, within the range of codes or just outside.
 
-    With 4 bits the vectors are of two columns, `column` and the one half a row behind; else there
-    is one.
+    Parameters
+    ----------
+    values : sequence of sequences of vectors of `lanes` lanes
+        Vectors side by side from `column` on; of packed codes, also those half a row behind.
     """
-    codes = [_nearest_codes(pages.codec, value, lanes) for value in values]
-    _store_bytes(pages, row, column, lanes, [T.cast(x, vector_type("int8", lanes)) for x in codes])
+    width = lanes * len(values[0])
+    codes = [
+        concatenate([_nearest_codes(pages.codec, value, lanes) for value in each], lanes, "int32")
+        for each in values
+    ]
+    _store_bytes(pages, row, column, width, [T.cast(x, vector_type("int8", width)) for x in codes])
 
 
 def store_packed_codes(pages: QuantizedPages, row: Sequence, column, values) -> None:
-    """As `store_codes`, for `packing.VECTORS` vectors side by side in place of each."""
+    """As `store_codes`, for `packing.VECTORS` vectors that one instruction narrows."""
     lanes = packing.VECTORS * packing.LANES
     codes = [
         packing.pack([_nearest_codes(pages.codec, value, packing.LANES) for value in each])
@@ -149,18 +172,24 @@ def store_packed_codes(pages: QuantizedPages, row: Sequence, column, values) -> 
 
 
 def _store_bytes(pages: QuantizedPages, row: Sequence, column, lanes: int, codes) -> None:
-    """Store codes, int8; with 4 bits those of two columns."""
-    data, dtype = codes[0], pages.codec.storage_dtype
-    if pages.codec.bits == 4:
+    """Store codes, int8; of packed ones those of two columns."""
+    data, codec = codes[0], pages.codec
+    if codec.is_packed:
 
         def integer(value: int):
             return broadcast(T.int8(value), lanes)
 
-        low, high = (temp(T.min(x, integer(7)), lanes, "int8") for x in codes)
-        data = T.bitwise_or(
-            T.bitwise_and(low, integer(15)), T.shift_left(high, broadcast(T.int8(4), lanes))
-        )
-        data = T.bitwise_xor(data, integer(0x88 - 256))  # plus 8, modulo 16
-    if dtype != "int8":
-        data = T.reinterpret(vector_type(dtype, lanes), data)
+        if not codec.fits_scales:
+            codes = [T.min(x, integer(codec.highest)) for x in codes]
+        low, high = codes = [temp(x, lanes, "int8") for x in codes]
+        data = T.bitwise_or(T.bitwise_and(low, integer(15)), T.shift_left(high, integer(4)))
+        if codec.has_bit_plane:  # 16 more leaves the low bits alone
+            half = pages.spec.qk_head_dim // 2
+            for first, each in zip((column, column + half), codes, strict=True):
+                bits = T.reinterpret(f"uint8x{lanes // 8}", bit_masks.not_negative(each, lanes))
+                T.buffer_store(pages.codes, bits, [*row, ramp(half + first // 8, lanes // 8)])
+        else:
+            data = T.bitwise_xor(data, integer(0x88 - 256))  # plus 8, modulo 16
+    if codec.storage_dtype != "int8":
+        data = T.reinterpret(vector_type(codec.storage_dtype, lanes), data)
     T.buffer_store(pages.codes, data, [*row, ramp(column, lanes)])

@@ -17,7 +17,7 @@ from .. import vectors
 from ..codec import Codec
 from ..layout import QuantizedPages
 from ..semantics.hadamard import block_factor, k_parts
-from . import packing, simd
+from . import bit_masks, packing, simd
 from .codes import load_values, store_codes, store_packed_codes
 from .columns import Chunk, for_columns
 from .hadamard import transform
@@ -25,11 +25,13 @@ from .shuffles import next_power_of_two, reduce_each
 from .simd import (
     F32,
     Register,
+    add,
     broadcast,
     constant,
     literal,
     load,
     maximum,
+    rint,
     shuffle,
     store,
     temp,
@@ -60,7 +62,7 @@ def writable(sink, row: Sequence, lanes: int) -> Iterator[tuple]:
 
 def quantize_row(numbers, pages: QuantizedPages, row: Sequence, lanes: int) -> None:
     """Quantize a float32 buffer of one row into pages; it is rotated in place before."""
-    codec, groups, is_packed = pages.codec, pages.groups, packing.can_pack(pages.spec.target)
+    codec, groups, can_pack = pages.codec, pages.groups, packing.can_pack(pages.spec.target)
     factors = _factors(pages)
     if codec.has_hadamard:
         transform(numbers, (), k_parts(pages.spec), lanes, is_scaled=factors is None)
@@ -71,29 +73,40 @@ def quantize_row(numbers, pages: QuantizedPages, row: Sequence, lanes: int) -> N
         factor = factors and factors[first : first + lanes]
         scale = _Scale(codec, reduce_each(keys, lanes, maximum, "uint32"), len(batch), factor)
         store(inverse, (first,), scale.lanes, scale.inverse)
-        scale.store(pages, row, first, len(batch))
         _clear_unknown(numbers, batch, [inverse[first + i] == 0 for i in range(len(batch))], lanes)
+        if codec.fits_scales:
+            sums = [
+                _round(codec, numbers, b, inverse[first + i], lanes) for i, b in enumerate(batch)
+            ]
+            scale.fit(*(reduce_each(each, lanes, add) for each in zip(*sums, strict=True)))
+        scale.store(pages, row, first, len(batch))
 
     def scaled(column, n: int):
+        if codec.fits_scales:
+            return temp(load(numbers, (column,), n), n)
         factor = broadcast(inverse[pages.group_of(column)], n)
         return temp(load(numbers, (column,), n) * factor, n)
 
     half = pages.spec.qk_head_dim // 2
-    behind = (0, half) if codec.bits == 4 else (0,)  # columns of a byte
-    for begin, end in ((0, half),) if codec.bits == 4 else groups:
+    behind = (0, half) if codec.is_packed else (0,)  # columns of a byte
+    at_once = max(1, bit_masks.LANES // lanes) if codec.has_bit_plane else 1
+    for begin, end in ((0, half),) if codec.is_packed else groups:
 
         def columns(start, parts, begin=begin):
-            for run in _runs(parts, lanes, is_packed):
+            for run in _runs(parts, lanes, can_pack, at_once):
                 column = begin + start + run[0].start
                 values = [
                     [scaled(begin + start + n + c.start, c.lanes) for c in run] for n in behind
                 ]
-                if len(run) > 1:
+                if can_pack and len(run) > 1:
                     store_packed_codes(pages, row, column, values)
                 else:
-                    store_codes(pages, row, column, run[0].lanes, [each[0] for each in values])
+                    store_codes(pages, row, column, run[0].lanes, values)
 
-        with packing.scope() if is_packed else nullcontext():
+        with (
+            packing.scope() if can_pack else nullcontext(),
+            bit_masks.scope() if codec.has_bit_plane else nullcontext(),
+        ):
             for_columns(end - begin, lanes, VECTORS_AT_ONCE, columns)
 
 
@@ -126,14 +139,39 @@ def _clear_unknown(numbers, groups: Sequence, is_unknown: Sequence, lanes: int) 
                     store(numbers, (begin + start,), n, constant(0.0, n))
 
 
-def _runs(parts: list[Chunk], lanes: int, is_packed: bool) -> Iterator[list[Chunk]]:
-    """Yield as many whole vectors as are packed at once, and the others one by one."""
+def _round(codec: Codec, numbers, group: tuple[int, int], factor, lanes: int) -> tuple:
+    """Replace the values of a group with their codes, as numbers.
+
+    Returns
+    -------
+    Vectors whose sums are those of ``code * value * factor``, and of ``code**2``.
+    """
+    (begin, end), zero = group, constant(0.0, lanes)
+    products, squares = (Register(lanes, init=zero) for _ in range(2))
+    factor = temp(factor)
+
+    def columns(start, parts):
+        for c in parts:
+            at = (begin + start + c.start,)
+            value = temp(load(numbers, at, c.lanes) * broadcast(factor, c.lanes), c.lanes)
+            code = T.min(rint(value, c.lanes), constant(float(codec.highest), c.lanes))
+            code = temp(code, c.lanes)
+            store(numbers, at, c.lanes, code)
+            products.fma(code, value)
+            squares.fma(code, code)
+
+    for_columns(end - begin, lanes, VECTORS_AT_ONCE, columns)
+    return products.get(), squares.get()
+
+
+def _runs(parts: list[Chunk], lanes: int, can_pack: bool, at_once: int) -> Iterator[list[Chunk]]:
+    """Yield as many whole vectors as are packed at once, and the others `at_once` by `at_once`."""
     size = packing.VECTORS
-    whole = sum(c.lanes == lanes for c in parts) // size * size if is_packed else 0
+    whole = sum(c.lanes == lanes for c in parts) // size * size if can_pack else 0
     for first in range(0, whole, size):
         yield parts[first : first + size]
-    for chunk in parts[whole:]:
-        yield [chunk]
+    for first in range(whole, len(parts), at_once):
+        yield parts[first : first + at_once]
 
 
 def _largest(codec: Codec, numbers, begin: int, end: int, lanes: int):
@@ -173,7 +211,7 @@ class _Scale:
     bits : uint32 vector
         Scales, 0 or NaN where there is none.
     inverse : float32 vector
-        What values are multiplied with; 0 where there is no scale.
+        What values are multiplied with to be rounded; 0 where there is no scale.
 
     Parameters
     ----------
@@ -200,12 +238,7 @@ class _Scale:
         if factors:
             factors = temp(literal([*factors, *[1.0] * (lanes - num_groups)]), lanes)
             extreme = extreme * factors
-        scale = extreme / constant(codec.limit, lanes)
-        bits = temp(T.reinterpret(wide, temp(scale, lanes)), lanes, "uint32")
-        if self.has_words:
-            odd = T.bitwise_and(T.shift_right(bits, integer(16)), integer(1))
-            bits = T.bitwise_and(bits + integer(0x7FFF) + odd, integer(0xFFFF0000))
-            bits = temp(bits, lanes, "uint32")
+        bits = self._rounded(extreme / constant(codec.limit, lanes))
         scale = T.reinterpret(number, bits)
         magnitude = T.bitwise_and(bits, integer(0x7FFFFFFF))
         is_known = T.And(is_finite, magnitude >= integer(_SMALLEST_NORMAL))
@@ -213,7 +246,32 @@ class _Scale:
         self.bits = temp(T.Select(is_known, bits, quiet), lanes, "uint32")
         one, zero = (constant(x, lanes) for x in (1.0, 0.0))
         inverse = (factors if factors is not None else one) / T.Select(is_known, scale, one)
-        self.inverse = T.Select(is_known, inverse, zero)
+        self.inverse = temp(T.Select(is_known, inverse, zero), lanes)
+
+    def fit(self, products, squares) -> None:
+        """Replace the scales by those that fit the codes best; `inverse` stays."""
+        lanes, number = self.lanes, vector_type(F32, self.lanes)
+        ratio = temp(products / squares, lanes)
+        fitted = self._rounded(T.reinterpret(number, self.bits) * ratio)
+        magnitude = T.bitwise_and(fitted, broadcast(T.uint32(0x7FFFFFFF), lanes))
+        is_normal = magnitude >= broadcast(T.uint32(_SMALLEST_NORMAL), lanes)
+        is_known = T.And(self.inverse != constant(0.0, lanes), is_normal)
+        self.bits = temp(T.Select(is_known, fitted, self.bits), lanes, "uint32")
+
+    def _rounded(self, scale):
+        """The bits of scales rounded to the codec's type, as float32 numbers: uint32."""
+        lanes = self.lanes
+
+        def integer(value: int):
+            return broadcast(T.uint32(value), lanes)
+
+        wide = vector_type("uint32", lanes)
+        bits = temp(T.reinterpret(wide, temp(scale, lanes)), lanes, "uint32")
+        if self.has_words:
+            odd = T.bitwise_and(T.shift_right(bits, integer(16)), integer(1))
+            bits = T.bitwise_and(bits + integer(0x7FFF) + odd, integer(0xFFFF0000))
+            bits = temp(bits, lanes, "uint32")
+        return bits
 
     def store(self, pages: QuantizedPages, row: Sequence, first: int, num_groups: int) -> None:
         """Store the scales of the groups of a row from `first` on."""

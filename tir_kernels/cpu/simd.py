@@ -194,7 +194,7 @@ def prefetch(buffer, index: Sequence, locality: int = INTO_L2) -> None:
 
 
 def elements_per_line(dtype: str) -> int:
-    """Elements of `dtype` in a cache line; codes, if it names a codec."""
+    """Elements of `dtype` in a cache line; codes, if it names a codec: a power of two."""
     if dtype in CODECS:
-        return CACHE_LINE_BYTES * 8 // CODECS[dtype].bits
+        return 1 << (CACHE_LINE_BYTES * 8 // CODECS[dtype].bits).bit_length() - 1
     return CACHE_LINE_BYTES // ITEMSIZE[dtype]

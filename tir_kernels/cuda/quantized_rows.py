@@ -119,11 +119,13 @@ def _quantize_packed(
             lanes = codec.group_size // length if length < codec.group_size else 1
             scale = _Scale(codec, _largest(runs.values, lanes))
             column = index_temp(runs.column(0))
-            with T.If(T.truncmod(lane, lanes) == 0), T.Then():
-                scale.store(pages, row, T.truncdiv(column, codec.group_size))
             for i in range(length):
                 code = T.reinterpret(F32, scale.code(runs.values[i]))
                 T.buffer_store(room, code, [0, start + column + i])
+            if codec.fits_scales:
+                scale.fit(runs.values, lanes)
+            with T.If(T.truncmod(lane, lanes) == 0), T.Then():
+                scale.store(pages, row, T.truncdiv(column, codec.group_size))
     sync_warp()
     half = width // 2
     words = Runs(0, half, RUN, lane)
@@ -174,11 +176,7 @@ class _Scale:
         sign = T.shift_left(T.bitwise_and(key, T.uint32(1)), T.uint32(31))
         extreme = magnitude if codec.limit > 0 else T.bitwise_or(magnitude, sign)
         quotient = _divide(T.reinterpret(F32, extreme), T.float32(codec.limit))
-        bits = scalars.temp(T.reinterpret(U32, quotient), 1, U32)
-        if codec.scale_dtype == "bfloat16":
-            odd = T.bitwise_and(T.shift_right(bits, T.uint32(16)), T.uint32(1))
-            bits = T.bitwise_and(bits + T.uint32(0x7FFF) + odd, T.uint32(0xFFFF0000))
-            bits = scalars.temp(bits, 1, U32)
+        bits = self._rounded(quotient)
         exponent = T.bitwise_and(bits, T.uint32(0x7F800000))
         self.is_known = scalars.temp(T.cast(T.And(is_finite, exponent != T.uint32(0)), I32), 1, I32)
         not_a_number = T.if_then_else(is_finite, T.uint32(0), T.uint32(0x7FC00000))
@@ -195,17 +193,55 @@ class _Scale:
             bits = T.reinterpret(F32, self.bits)
         T.buffer_store(pages.scales, bits, [*row, group])
 
+    def fit(self, values: Registers, lanes: int) -> None:
+        """Replace the scale by the one that fits the codes of the values of some lanes best."""
+        sums = Registers(2, F32, "sums")
+        sums.fill(T.float32(0))
+        for i in range(values.count):
+            scaled = scalars.temp(self._scaled(values[i]))
+            code = scalars.temp(self._nearest(scaled))
+            sums[0] = scalars.fused_multiply_add(code, scaled, sums[0])
+            sums[1] = scalars.fused_multiply_add(code, code, sums[1])
+        mask = 1
+        while mask < lanes:
+            for n in range(2):
+                sums[n] = sums[n] + shuffle_xor(sums[n], mask)
+            mask *= 2
+        is_known = self.is_known != 0
+        ratio = _divide(sums[0], scalars.temp(T.if_then_else(is_known, sums[1], T.float32(1))))
+        fitted = self._rounded(T.reinterpret(F32, self.bits) * ratio)
+        exponent = T.bitwise_and(fitted, T.uint32(0x7F800000))
+        is_fitted = T.And(is_known, exponent != T.uint32(0))
+        self.bits = scalars.temp(T.if_then_else(is_fitted, fitted, self.bits), 1, U32)
+
     def code(self, value):
         """The bits of the code that is nearest to a value of the group: uint32."""
-        value = T.if_then_else(self.is_known != 0, value, T.float32(0))
-        scaled = scalars.fused_multiply_add(scalars.temp(value), self.inverse, T.float32(0))
-        if self.codec.name == "float8_e4m3fn":
+        scaled = self._scaled(value)
+        if not self.codec.is_integer:
             return _float_code(scaled)
-        lowest, highest = (-127, 127) if self.codec.bits == 8 else (-8, 7)
-        nearest = scalars.rint(scaled)
-        limited = T.min(T.max(nearest, T.float32(lowest)), T.float32(highest))
-        code = T.cast(limited, I32) + (8 if self.codec.bits == 4 else 0)
+        code = T.cast(self._nearest(scaled), I32)
+        if self.codec.is_packed:
+            code = code - self.codec.lowest
         return scalars.temp(T.cast(T.bitwise_and(code, 0xFF), U32), 1, U32)
+
+    def _scaled(self, value):
+        """A value in units of the scale that its code is chosen by."""
+        value = T.if_then_else(self.is_known != 0, value, T.float32(0))
+        return scalars.fused_multiply_add(scalars.temp(value), self.inverse, T.float32(0))
+
+    def _nearest(self, scaled):
+        """The nearest integer among the codes, as a number."""
+        lowest, highest = self.codec.lowest, self.codec.highest
+        return T.min(T.max(scalars.rint(scaled), T.float32(lowest)), T.float32(highest))
+
+    def _rounded(self, scale):
+        """The bits of a scale rounded to the codec's type, as a float32 number: uint32."""
+        bits = scalars.temp(T.reinterpret(U32, scale), 1, U32)
+        if self.codec.scale_dtype == "bfloat16":
+            odd = T.bitwise_and(T.shift_right(bits, T.uint32(16)), T.uint32(1))
+            bits = T.bitwise_and(bits + T.uint32(0x7FFF) + odd, T.uint32(0xFFFF0000))
+            bits = scalars.temp(bits, 1, U32)
+        return bits
 
 
 def _float_code(value):

@@ -114,11 +114,14 @@ class PageFormat:
     def _dequantized(self, codec: Codec, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """Return rows ``[n, num_rows, width]`` of bytes of codes and of scales, ``[n, ...]``."""
         shape = (len(codes), codes.shape[1] // codec.row_bytes(self.width))
-        if codec.bits == 4:  # the two halves of a row in one byte each
-            halves = codes.reshape(*shape, self.width // 2)
-            rows = np.concatenate([halves & 15, halves >> 4], axis=-1).astype(np.float32) - 8
+        if codec.is_packed:  # the two halves of a row in one byte each, then the fifth bits
+            halves, bits = np.split(codes.reshape(*shape, -1), [self.width // 2], axis=-1)
+            unsigned = np.concatenate([halves & 15, halves >> 4], axis=-1)
+            if codec.has_bit_plane:
+                unsigned |= np.unpackbits(bits, axis=-1, bitorder="little") << 4
+            rows = unsigned.astype(np.float32) + codec.lowest
         else:
-            code_type = np.int8 if codec.storage_dtype == "int8" else getattr(ml_dtypes, codec.name)
+            code_type = np.int8 if codec.is_integer else getattr(ml_dtypes, codec.name)
             rows = codes.view(code_type).astype(np.float32).reshape(*shape, self.width)
         scale_type = ml_dtypes.bfloat16 if codec.scale_dtype == "bfloat16" else np.float32
         groups = codec.groups(self.width, self.v_width)

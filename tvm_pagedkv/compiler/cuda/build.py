@@ -24,12 +24,16 @@ def cuda_spec(spec: KernelSpec) -> KernelSpec:
     Raises
     ------
     ValueError
-        If K and V have codecs of their own.
+        If K and V have codecs of their own, or one that kernels for GPUs do not know.
     """
     if spec.codec is not None and spec.codec.k != spec.codec.v:
         raise ValueError(
             f"kv_dtype {spec.kv_dtype!r}: kernels for GPUs know one codec for both K and V; choose "
             "one, or a CPU"
+        )
+    if spec.codec is not None and not spec.codec.k.has_cuda_kernels:
+        raise ValueError(
+            f"kv_dtype {spec.kv_dtype!r} has kernels for CPUs only; choose another codec, or a CPU"
         )
     return replace(spec, target=CudaTarget())
 

@@ -33,7 +33,7 @@ def has_code_blocks(spec: KernelSpec) -> bool:
         return False
     width = spec.qk_head_dim
     return width <= 256 and all(
-        (each.bits == 4 or each.storage_dtype == "int8") and each.row_bytes(width) % 16 == 0
+        each.is_integer and not each.has_bit_plane and each.row_bytes(width) % 16 == 0
         for each in (codec.k, codec.v)
     )
 

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bit for each lane of a vector of bytes, as an integer: `movmsk` and its like.
+
+LLVM has an instruction or two for it on every target, and TIR has no expression for it.
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+LANES = 16  # fewest bytes of a vector
+
+# linkonce_odr: several kernels of one module may bring the same helper.
+_LLVM_HELPERS = (
+    "".join(
+        f"""
+define linkonce_odr i{lanes} @pagedkv_not_negative_{lanes}(<{lanes} x i8> %x) #0 {{
+  %lanes = icmp sge <{lanes} x i8> %x, zeroinitializer
+  %bits = bitcast <{lanes} x i1> %lanes to i{lanes}
+  ret i{lanes} %bits
+}}
+"""
+        for lanes in (LANES, 4 * LANES)
+    )
+    + "attributes #0 = { alwaysinline nounwind readnone }\n"
+)
+
+
+def scope():
+    """Where `not_negative` may be emitted."""
+    return T.attr(T.int32(0), "pragma_import_llvm", _LLVM_HELPERS)
+
+
+def not_negative(codes, lanes: int):
+    """Bit i of an integer of `lanes` bits, 16 or 64: whether lane i of a vector of int8 is >= 0."""
+    return T.call_pure_extern(f"uint{lanes}", f"pagedkv_not_negative_{lanes}", codes)

@@ -288,14 +288,6 @@ def test_a_codec_that_is_slow_on_a_target_is_told(caplog):
     assert named == list(CODEC_NAMES)  # once each
 
 
-def test_bit_planes_are_slow_on_every_cpu(caplog):
-    fast = VectorTarget(lanes=16, registers=32, has_f16_convert=True, has_vnni=True)
-    for codec in ("int8", "int4", "int8,int4", "int5,int4"):
-        warn_if_slow(KernelSpec(4, 2, 32, 32, "float32", codec, target=fast))
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert "kv_dtype 'int5,int4': attention converts every code to float32" in told
-
-
 def test_other_kernels_are_refused():
     quantized = make_quantized([LAYER], "int8")  # its own are taken
     assert quantized.description["layers"][0]["is_quantized"]

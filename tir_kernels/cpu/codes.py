@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tvm.script import tirx as T
@@ -65,6 +66,27 @@ def _load_bits(pages: QuantizedPages, row: Sequence, column, lanes: int):
     data = pages.codes[(*row, ramp(first, lanes // 8))]
     word = data if lanes == 8 else T.reinterpret("uint16", data)
     return temp(T.cast(word, "int32"), 1, "int32")
+
+
+def load_unpacked(pages: QuantizedPages, row: Sequence, column: int, num_columns: int):
+    """The codes of columns, less the lowest code, a byte each: int32, four columns a lane.
+
+    Only of codecs with a bit plane. Within `bit_masks.scope`.
+    """
+    half = pages.spec.qk_head_dim // 2
+    size = math.gcd(half, num_columns)  # columns of a half, side by side in memory
+    parts = []
+    for start in range(column, column + num_columns, size):
+        data = pages.codes[(*row, ramp(start % half, size))]
+        dwords, lanes = T.reinterpret(f"int32x{size // 4}", data), size // 4
+        low = T.shift_right(dwords, broadcast(T.int32(4 * (start // half)), lanes))
+        low = T.bitwise_and(low, broadcast(T.int32(0x0F0F0F0F), lanes))
+        parts.append(temp(low, lanes, "int32"))
+    low, lanes = concatenate(parts, size // 4, "int32"), num_columns // 4
+    data = pages.codes[(*row, ramp(half + column // 8, num_columns // 8))]
+    mask = T.reinterpret(f"uint{num_columns}", data)
+    bits = T.reinterpret(f"int32x{lanes}", bit_masks.select(mask, num_columns))
+    return T.bitwise_or(low, T.bitwise_and(bits, broadcast(T.int32(0x10101010), lanes)))
 
 
 def load_values(pages: QuantizedPages, row: Sequence, column, lanes: int):

@@ -22,26 +22,20 @@ def warn_if_slow(spec: KernelSpec) -> None:
 def _warn(codec: Codec | CodecPair, target: VectorTarget) -> None:
     missing = _missing(codec, target)
     if missing:
-        where, choice = f" on a CPU target without {missing}", "a target that has it"
-    elif any(each.has_bit_plane for each in (codec.k, codec.v)):
-        where, choice = "", "'int8' and 'int4', whose codes this target multiplies as bytes"
-    else:
-        return
-    _log.warning(
-        "kv_dtype %r%s: attention converts every code to float32, so the cache takes less memory, "
-        "but decode is not faster than with 16-bit pages where arithmetic is the limit; choose %s, "
-        "or kv_dtype None",
-        codec.name,
-        where,
-        choice,
-    )
+        _log.warning(
+            "kv_dtype %r on a CPU target without %s: attention converts every code to float32, so "
+            "the cache takes less memory, but decode is not faster than with 16-bit pages where "
+            "arithmetic is the limit; choose a target that has it, or kv_dtype None",
+            codec.name,
+            missing,
+        )
 
 
 def _missing(codec: Codec | CodecPair, target: VectorTarget) -> str:
     """Return the instructions that the target lacks, or an empty string."""
-    codecs = (codec.k, codec.v)
-    if any(each.is_integer for each in codecs) and not target.has_vnni:
+    integers = [each.is_integer for each in (codec.k, codec.v)]
+    if any(integers) and not target.has_vnni:
         return "byte dot products (AVX512-VNNI)"
-    if not all(each.is_integer for each in codecs) and not target.has_f16_convert:
+    if not all(integers) and not target.has_f16_convert:
         return "conversion of float16 (F16C, AVX-512F or AArch64)"
     return ""

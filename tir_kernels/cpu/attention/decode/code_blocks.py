@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of quantized K and V brought into the order of byte dot products; see `cpu.vnni`.
 
-Codes are unsigned here: those of "int8" plus 128, those of "int4" plus 8; of these, the ones in the
-upper bits of a byte stay there, 16 times too large, and so are their sums. A dword of a block of K
+Codes are unsigned here: those of "int8" plus 128, those of "int5" plus 16, those of "int4" plus 8;
+of these last, the ones in the upper bits of a byte stay there, 16 times too large, and so are their
+sums. Codes of "int5" get a byte each. A dword of a block of K
 has four columns of one position, and a vector has the same columns of 16 positions. A dword of a
 block of V has one column of four positions, and a vector has 16 columns.
 """
@@ -17,6 +18,7 @@ from tvm.script import tirx as T
 from ....codec import Codec
 from ....layout import K_PLANE, V_PLANE
 from ....spec import KernelSpec
+from ...codes import load_unpacked
 from ...simd import F32, INTO_L1, broadcast, constant, load, prefetch, shuffle, store, temp
 from ...vnni import INT32, LANES, integer, interleave_bytes, transpose_dwords
 from .blocking import BLOCK
@@ -33,8 +35,7 @@ def has_code_blocks(spec: KernelSpec) -> bool:
         return False
     width = spec.qk_head_dim
     return width <= 256 and all(
-        each.is_integer and not each.has_bit_plane and each.row_bytes(width) % 16 == 0
-        for each in (codec.k, codec.v)
+        each.is_integer and CodeRows(spec, each).code_bytes % 16 == 0 for each in (codec.k, codec.v)
     )
 
 
@@ -48,15 +49,17 @@ class CodeRows:
     """
 
     def __init__(self, spec: KernelSpec, codec: Codec):
-        self.bits = codec.bits
+        self.codec = codec
         self.width = spec.qk_head_dim
         self.row_bytes = codec.row_bytes(spec.qk_head_dim)
+        self.has_halves = codec.is_packed and not codec.has_bit_plane
+        self.code_bytes = self.width // 2 if self.has_halves else self.width  # in a block
         self.groups = codec.groups(spec.qk_head_dim, spec.v_head_dim)
-        self.halves = range(8 // codec.bits)  # a half of the columns each, of "int4"
+        self.halves = range(2 if self.has_halves else 1)  # a half of the columns each
         # Dwords that belong to one group, in each half.
-        self.piece = math.gcd(self.row_bytes // 4, *(begin // 4 for begin, _ in self.groups))
-        self.num_pieces = self.row_bytes // 4 // self.piece
-        self.zero = 8 if codec.bits == 4 else 128  # the code of zero
+        self.piece = math.gcd(self.code_bytes // 4, *(begin // 4 for begin, _ in self.groups))
+        self.num_pieces = self.code_bytes // 4 // self.piece
+        self.zero = 1 << (codec.bits - 1)  # the code of zero
 
     def half_of(self, codes, half: int):
         """The codes of a half of the columns; those of the upper bits are 16 times too large."""
@@ -88,7 +91,7 @@ class CodeBlocks:
     def __init__(self, spec: KernelSpec):
         self.spec = spec
         self.k_rows, self.v_rows = CodeRows(spec, spec.codec.k), CodeRows(spec, spec.codec.v)
-        self.k = T.alloc_buffer((self.k_rows.row_bytes // 4, LANES), INT32)
+        self.k = T.alloc_buffer((self.k_rows.code_bytes // 4, LANES), INT32)
         self.k_scales = T.alloc_buffer((len(self.k_rows.groups), POSITIONS), F32)
         self.v = T.alloc_buffer((BLOCK // QUAD, spec.v_head_dim // LANES, LANES), INT32)
         self.v_scales = T.alloc_buffer((len(self.v_rows.groups), BLOCK), F32)
@@ -108,11 +111,11 @@ class CodeBlocks:
     def take_k(self, rows, position) -> None:
         """Take `POSITIONS` positions from `position` on, and their scales."""
         tile = rows.tile(position, POSITIONS)
-        for begin in range(0, self.k_rows.row_bytes, LINE):
-            num_dwords = min(LINE, self.k_rows.row_bytes - begin) // 4
+        for begin in range(0, self.k_rows.code_bytes, LINE):
+            num_dwords = min(LINE, self.k_rows.code_bytes - begin) // 4
             lines = [self._dwords(tile.k(t, 0), begin, num_dwords) for t in range(POSITIONS)]
             for i, vector in enumerate(transpose_dwords(lines)[:num_dwords]):
-                if self.k_rows.bits == 8:
+                if not self.k_rows.codec.is_packed:
                     vector = self._unsigned(vector)
                 store(self.k, (begin // 4 + i, 0), LANES, vector, INT32)
         self._take_scales(tile.k, self.k_scales, 0)
@@ -122,8 +125,8 @@ class CodeBlocks:
         tile = rows.tile(position, POSITIONS)
         for t in range(0, POSITIONS, QUAD):
             quad = column // QUAD + t // QUAD
-            for begin in range(0, self.v_rows.row_bytes, LINE):
-                num_dwords = min(LINE, self.v_rows.row_bytes - begin) // 4
+            for begin in range(0, self.v_rows.code_bytes, LINE):
+                num_dwords = min(LINE, self.v_rows.code_bytes - begin) // 4
                 lines = [self._dwords(tile.v(t + i, 0), begin, num_dwords) for i in range(QUAD)]
                 vectors = interleave_bytes(lines)[: num_dwords * 4 // LANES]
                 for i, vector in enumerate(vectors):
@@ -132,11 +135,10 @@ class CodeBlocks:
 
     def _put_v(self, quad, vector: int, codes) -> None:
         """Keep the codes of some bytes of four rows."""
-        if self.v_rows.bits == 8:
-            store(self.v, (quad, vector, 0), LANES, self._unsigned(codes), INT32)
-            return
+        if not self.v_rows.codec.is_packed:
+            codes = self._unsigned(codes)
         for half in self.v_rows.halves:
-            at = (quad, vector + half * (self.v_rows.row_bytes // LANES), 0)
+            at = (quad, vector + half * (self.v_rows.code_bytes // LANES), 0)
             store(self.v, at, LANES, self.v_rows.half_of(codes, half), INT32)
 
     @staticmethod
@@ -146,10 +148,13 @@ class CodeBlocks:
 
     @staticmethod
     def _dwords(element, begin: int, num_dwords: int):
-        """Bytes of a row of codes; the lanes of a vector that it does not fill repeat them."""
+        """Bytes of codes of a row; the lanes of a vector that it does not fill repeat them."""
         pages, (*row, _) = element
-        codes = pages.codes[(*row, T.ramp(begin, 1, 4 * num_dwords))]
-        value = T.reinterpret(f"int32x{num_dwords}", codes)
+        if pages.codec.has_bit_plane:
+            value = load_unpacked(pages, row, begin, 4 * num_dwords)
+        else:
+            codes = pages.codes[(*row, T.ramp(begin, 1, 4 * num_dwords))]
+            value = T.reinterpret(f"int32x{num_dwords}", codes)
         while num_dwords < LANES:
             value = temp(value, num_dwords, INT32)
             count, num_dwords = num_dwords, min(LANES, 2 * num_dwords)

@@ -9,13 +9,13 @@ group by group; V's are in the weights.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 from tvm.script import tirx as T
 
 from ....layout import K_PLANE, V_PLANE
 from ....spec import KernelSpec
-from ... import vnni
+from ... import bit_masks, vnni
 from ...simd import Register, broadcast, constant, index_temp, load, store, temp
 from ...vnni import INT32, LANES, TwoBytes, add_dots, integer, put_together
 from .blocking import BLOCK, DecodeStep
@@ -126,7 +126,7 @@ class CodeSplit(DecodeSplit):
                     codes = blocks.k_vectors(dword, halves)
                     for r in rows:
                         for half, value in zip(halves, codes, strict=True):
-                            q_dword = k.row_bytes // 4 * half + dword
+                            q_dword = k.code_bytes // 4 * half + dword
                             for n, total in enumerate(totals[r, half, d % num_turns]):
                                 add_dots(total, value, q.dword(block, r, n, q_dword))
             for half in halves:
@@ -164,7 +164,7 @@ class CodeSplit(DecodeSplit):
     def _add_columns(self, step, first_row, vectors: range, strip: int, num_strips: int) -> None:
         """Add the weighted codes of some vectors of columns: a strip of O."""
         blocks, weights, rows = self.blocks, self.weight_bytes, range(self.blocking.rows)
-        num_groups, half_width = len(blocks.v_rows.groups), blocks.v_rows.row_bytes // LANES
+        num_groups, half_width = len(blocks.v_rows.groups), blocks.v_rows.code_bytes // LANES
         width = self.spec.v_head_dim // num_groups
         num_parts = min(POSITIONS, 1 << num_strips.bit_length() - 1)
         totals = {
@@ -225,6 +225,12 @@ def split_of(spec: KernelSpec, ops, sm_scale, num_local_heads: int) -> DecodeSpl
     return kind(spec, ops, sm_scale, num_local_heads)
 
 
+@contextmanager
 def scope_of(spec: KernelSpec):
     """Where splits may attend."""
-    return vnni.scope() if has_code_blocks(spec) else nullcontext()
+    if not has_code_blocks(spec):
+        yield
+        return
+    has_bits = any(codec.has_bit_plane for codec in (spec.codec.k, spec.codec.v))
+    with vnni.scope(), bit_masks.scope() if has_bits else nullcontext():
+        yield

@@ -21,19 +21,33 @@ _FLOAT8_TO_HALF = 2.0**8  # the exponents of float16 and of e4m3 begin so far ap
 _POWER = (20 << 23) + (-8 - 8 * (127 - 7) - 8 * 20) % 128
 
 
-def load_codes(pages: QuantizedPages, row: Sequence, column, lanes: int):
-    """The codes of `lanes` columns from `column` on, as float32 numbers that `_scale` scales.
+def load_values(pages: QuantizedPages, row: Sequence, column, lanes: int):
+    """The numbers that the codes of `lanes` columns stand for: float32.
 
     Parameters
     ----------
     row : indices of the row, less the last axis.
     column : a multiple of `lanes`, an int or an expression.
     """
-    if pages.codec.is_packed:
+    codec = pages.codec
+    if codec.is_packed:
+        # Products of a few bits with bfloat16 are exact: so is their sum, fused or not.
         codes = T.cast(_load_packed(pages, row, column, lanes), vector_type(F32, lanes))
-        return codes + constant(float(pages.codec.lowest), lanes)
+        scale = temp(_scale(pages, row, pages.group_of(column)))
+        offset = scale * T.float32(codec.lowest)
+        return codes * broadcast(scale, lanes) + broadcast(offset, lanes)
+    codes = _load_bytes(pages, row, column, lanes)
+    if codec.group_size or pages.groups[0][1] % lanes == 0:
+        return codes * broadcast(_scale(pages, row, pages.group_of(column)), lanes)
+    first, second = (broadcast(_scale(pages, row, group), lanes) for group in range(2))
+    is_first = ramp(column, lanes) < broadcast(T.int32(pages.groups[0][1]), lanes)
+    return codes * T.Select(is_first, first, second)
+
+
+def _load_bytes(pages: QuantizedPages, row: Sequence, column, lanes: int):
+    """The codes of `lanes` columns, a byte each, as float32 numbers that `_scale` scales."""
     codes = pages.codes[(*row, ramp(column, lanes))]
-    if pages.codec.storage_dtype == "int8":
+    if pages.codec.is_integer:
         return T.cast(T.cast(codes, vector_type("int32", lanes)), vector_type(F32, lanes))
     return _float8_to_float(codes, lanes, pages.spec.target)
 
@@ -51,21 +65,23 @@ def _load_packed(pages: QuantizedPages, row: Sequence, column, lanes: int):
     )
     if not pages.codec.has_bit_plane:
         return low
-    # Bit i of the word belongs to lane i, and becomes bit 4.
-    word = T.shift_left(_load_bits(pages, row, column, lanes), T.int32(4))
-    bits = T.shift_right(broadcast(word, lanes), ramp(0, lanes))
-    return T.bitwise_or(low, T.bitwise_and(bits, broadcast(T.int32(16), lanes)))
+    bits = T.bitwise_and(_load_bits(pages, row, column, lanes), broadcast(T.int32(16), lanes))
+    return T.bitwise_or(low, bits)
 
 
 def _load_bits(pages: QuantizedPages, row: Sequence, column, lanes: int):
-    """The fifth bits of `lanes` columns, 16 at most, from bit 0 of an int32 on."""
-    first = pages.spec.qk_head_dim // 2 + column // 8
-    if lanes < 8:
-        word = T.cast(pages.codes[(*row, first)], "int32")
-        return temp(T.shift_right(word, T.int32(0) + column % 8), 1, "int32")
-    data = pages.codes[(*row, ramp(first, lanes // 8))]
-    word = data if lanes == 8 else T.reinterpret("uint16", data)
-    return temp(T.cast(word, "int32"), 1, "int32")
+    """The fifth bits of `lanes` columns, 16 at most, in bit 4 of an int32 each; others are garbage.
+
+    Lanes get the byte or the word with all their bits, as often as it fits, and shift it.
+    """
+    first, wide = pages.spec.qk_head_dim // 2 + column // 8, vector_type("int32", lanes)
+    if lanes <= 8:
+        data, size = pages.codes[(*row, first)], 8
+    else:
+        data, size = T.reinterpret("uint16", pages.codes[(*row, ramp(first, 2))]), 16
+    repeated = broadcast(temp(data, 1, f"uint{size}"), lanes * 32 // size)
+    shifts = ramp(size - 4 + column % size, lanes)
+    return T.shift_right(T.reinterpret(wide, repeated), shifts)
 
 
 def load_unpacked(pages: QuantizedPages, row: Sequence, column: int, num_columns: int):
@@ -89,18 +105,8 @@ def load_unpacked(pages: QuantizedPages, row: Sequence, column: int, num_columns
     return T.bitwise_or(low, T.bitwise_and(bits, broadcast(T.int32(0x10101010), lanes)))
 
 
-def load_values(pages: QuantizedPages, row: Sequence, column, lanes: int):
-    """The numbers that the codes of `lanes` columns stand for."""
-    codes = load_codes(pages, row, column, lanes)
-    if pages.codec.group_size or pages.groups[0][1] % lanes == 0:
-        return codes * broadcast(_scale(pages, row, pages.group_of(column)), lanes)
-    first, second = (broadcast(_scale(pages, row, group), lanes) for group in range(2))
-    is_first = ramp(column, lanes) < broadcast(T.int32(pages.groups[0][1]), lanes)
-    return codes * T.Select(is_first, first, second)
-
-
 def _scale(pages: QuantizedPages, row: Sequence, group):
-    """What `load_codes` is multiplied with."""
+    """What codes are multiplied with."""
     scale = pages.scale(row, group)
     if not pages.codec.is_integer and pages.spec.target.has_f16_convert:
         return scale * T.float32(_FLOAT8_TO_HALF)

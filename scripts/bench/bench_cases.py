@@ -241,10 +241,12 @@ def _write_codes(codec, pages: np.ndarray, ids: np.ndarray, plane: int, rows: np
     from tests.reference import quantized
 
     heads, width = rows.shape[1:]
-    codes, scales = quantized.quantize(codec, quantized.rotate(codec, rows, width), width)
-    all_codes, all_scales = quantized.page_parts(codec, pages, (2, heads, PAGE), width, width)
-    all_codes[ids, plane] = _in_pages(quantized.code_bytes(codec, codes), len(ids))
-    all_scales[ids, plane] = _in_pages(scales, len(ids))
+    planes = quantized.page_planes(codec, pages, (2, heads, PAGE), width, width)
+    own, all_codes, all_scales = planes[plane % len(planes)]
+    codes, scales = quantized.quantize(own, quantized.rotate(own, rows, width), width)
+    at = plane % all_codes.shape[1]
+    all_codes[ids, at] = _in_pages(quantized.code_bytes(own, codes), len(ids))
+    all_scales[ids, at] = _in_pages(scales, len(ids))
 
 
 def seconds_of(

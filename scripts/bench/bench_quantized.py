@@ -31,8 +31,24 @@ CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 ROWS = 512  # of a prefill
 PREFILLS = (512, 2560, 8704)  # positions that its last row sees
 APPENDED = (128, 2048)  # rows of appends
-CODEC_PEERS = {"ours int8": "int8", "ours fp8": "float8_e4m3fn", "ours int4": "int4"}
-USUAL = ("ours int8", "ours fp8", "ours int4", "openvino", "openvino u8", "vllm", "vllm fp8")
+CODEC_PEERS = {
+    "ours int8": "int8",
+    "ours fp8": "float8_e4m3fn",
+    "ours int5": "int5",
+    "ours int4": "int4",
+    "ours int8,int4": "int8,int4",
+    "ours int5,int4": "int5,int4",
+}
+USUAL = (
+    "ours int8",
+    "ours fp8",
+    "ours int5,int4",
+    "ours int4",
+    "openvino",
+    "openvino u8",
+    "vllm",
+    "vllm fp8",
+)
 USUAL += ("ggml f16", "ggml q8_0")
 
 

@@ -19,7 +19,7 @@ def _arguments(dtype: str, kv_dtype: str, num_rows: int) -> tuple[dict[str, tupl
     """The arguments of each kernel, and the bytes that it reads and writes."""
     import tvm
 
-    from tir_kernels.codec import CODECS
+    from tir_kernels.codec import codec_of
 
     rng = np.random.default_rng(0)
 
@@ -30,11 +30,12 @@ def _arguments(dtype: str, kv_dtype: str, num_rows: int) -> tuple[dict[str, tupl
         return tvm.runtime.tensor(np.asarray(values, np.int32))
 
     num_pages = 2 * -(-num_rows // PAGE)
-    if kv_dtype in CODECS:
-        codec = CODECS[kv_dtype]
+    codec = codec_of(kv_dtype)
+    if codec is not None:
         size = codec.page_bytes(2 * KV_HEADS * PAGE, DIM, DIM)
         pages = tvm.runtime.tensor(np.zeros((num_pages, size), np.uint8))
-        row_bytes = codec.row_bytes(DIM) + codec.scale_bytes(DIM, DIM)
+        rows = [each.row_bytes(DIM) + each.scale_bytes(DIM, DIM) for each in (codec.k, codec.v)]
+        row_bytes = sum(rows) // 2
     else:
         pages = tvm.runtime.tensor(np.zeros((num_pages, 2, KV_HEADS, PAGE, DIM), kv_dtype))
         row_bytes = DIM * itemsize(kv_dtype)

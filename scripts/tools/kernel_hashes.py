@@ -101,6 +101,8 @@ CPU_SPECS = {
     "int8": _spec((32, 8), 128, (F16, "int8"), target=AVX512_VNNI),
     "int8-bf16": _spec((8, 2), 80, (BF16, "int8"), 4, AVX512_BF16),
     "float8-avx2": _spec((8, 2), 128, (F16, "float8_e4m3fn"), target=AVX2),
+    "int5": _spec((8, 2), 64, (F16, "int5"), target=AVX512_VNNI),
+    "int5-avx2": _spec((5, 1), 96, (F32, "int5"), 4, AVX2),
     "int4": _spec((8, 2), 96, (F16, "int4"), target=AVX512_VNNI),
     "int4-neon": _spec((5, 1), 64, (F32, "int4"), 1, NEON),
     "mla-int8": _mla(16, (512, 64), (BF16, "int8")),

@@ -15,7 +15,7 @@ from bench_cases import PagedInputs
 from bench_peers import begin_forward
 from bench_peers.peer import Peer, Prepared
 from tir_kernels import build_kernel
-from tir_kernels.codec import CODECS
+from tir_kernels.codec import codec_of
 from tvm_pagedkv import KVCacheConfig, use_stock_runtime
 from tvm_pagedkv.compiler.build import kernel_spec, load_kernels, resolve_target
 from tvm_pagedkv.compiler.disk_cache import code_versions
@@ -44,7 +44,7 @@ class TvmPeer(Peer):
         if case.kind == "begin_forward":
             kernels = self.kernels(begin_forward.SMALL, "float32", begin_forward.KERNELS)
             return begin_forward.prepare_begin_forward(kernels, self.tag, case.batch)
-        paged = PagedInputs(case, dtype, heads, inputs, CODECS.get(self.kv_dtype))
+        paged = PagedInputs(case, dtype, heads, inputs, codec_of(self.kv_dtype or dtype))
         kernel = self.kernels(heads, dtype)[case.kind]
         return Prepared(
             functools.partial(kernel, *paged.arguments),
@@ -122,10 +122,28 @@ class OursFp8(Ours):
     kv_dtype = "float8_e4m3fn"
 
 
+class OursInt5(Ours):
+    """With quantized pages."""
+
+    kv_dtype = "int5"
+
+
 class OursInt4(Ours):
     """Our kernels over quantized pages."""
 
     kv_dtype = "int4"
+
+
+class OursInt8Int4(Ours):
+    """With pages of K and of V quantized apart."""
+
+    kv_dtype = "int8,int4"
+
+
+class OursInt5Int4(Ours):
+    """With pages of K and of V quantized apart."""
+
+    kv_dtype = "int5,int4"
 
 
 class Stock(TvmPeer):

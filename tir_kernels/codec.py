@@ -18,7 +18,7 @@ The scale of a group is chosen when the row is appended and never changes:
 * ``scale = extreme / limit``, rounded to `scale_dtype`, where ``extreme`` is the value of the
   largest magnitude (its magnitude, where `limit` is positive). A code is the nearest one to
   ``value * (1 / scale)``, in float32, limited to the range of codes.
-* Where the codec `fits_scales`, the scale that is stored has the least squared error for these
+* Where codes have less than 8 bits, the scale that is stored has the least squared error for these
   codes: ``scale * (products / squares)``, rounded to `scale_dtype`, of the sums of ``code * value *
   (1 / scale)`` and of ``code ** 2``; but it stays as it was where that is no normal number.
 * A scale below the smallest normal float32 number is 0, and so are the values of the group.
@@ -28,9 +28,9 @@ The scale of a group is chosen when the row is appended and never changes:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 PAGE_ALIGNMENT = 64  # bytes: rows of codes do not straddle more cache lines than they must
-_BIT_COLUMNS = 32  # fifth bits of a word; half a row then has whole vectors of 16 lanes
 _SCALE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -45,9 +45,9 @@ class Codec:
     storage_dtype : {"int8", "uint8"}
         Type of the bytes that hold codes. "uint8" with 8 bits: an 8-bit floating-point number.
         With 4 bits: two codes plus 8 in a byte, an element of the first half of the row in the low
-        bits and the one half a row behind in the high bits. With 5 bits: codes plus 16, the low
-        four bits of which lie as with 4 bits; behind these half a row of bytes come the fifth bits,
-        that of column i in bit ``i % 8`` of byte ``i // 8``.
+        bits and the one half a row behind in the high bits. With 5 bits: codes plus 16, whose low
+        four bits lie as with 4 bits; the fifth bits follow, that of column i in bit ``i % 8`` of
+        byte ``i // 8``.
     bits : int
         Of a code: 8, 5 or 4.
     limit : float
@@ -60,8 +60,6 @@ class Codec:
     has_hadamard : bool
         Whether rows are multiplied with a Hadamard matrix before they are quantized, which spreads
         outliers; see `semantics.hadamard`. Q is multiplied too, and O is multiplied back.
-    fits_scales : bool
-        Whether scales are fitted to the codes once these are chosen, as described above.
     revision : int
         Add 1 whenever the bytes of a row change their meaning. Stores, checkpoints and transfers
         refuse rows of another revision.
@@ -74,7 +72,6 @@ class Codec:
     group_size: int = 0
     scale_dtype: str = "float32"
     has_hadamard: bool = False
-    fits_scales: bool = False
     revision: int = 1
 
     def check_row(self, width: int, v_width: int) -> None:
@@ -85,23 +82,13 @@ class Codec:
         ValueError
             If they cannot be cut into groups.
         """
-        for dim in (width, v_width):
-            if dim % self.width_unit:
-                reason = (
-                    f"one scale for {self.group_size} values"
-                    if self.group_size
-                    else f"the fifth bits of {self.width_unit} values in a word"
-                )
+        for dim in (width, v_width) if self.group_size else ():
+            if dim % self.group_size:
                 raise ValueError(
-                    f"kv_dtype {self.name!r} keeps {reason}, so head dims must be multiples of "
-                    f"{self.width_unit}, got {dim}; choose 'int8' or 'float8_e4m3fn', which keep "
-                    "rows of any width"
+                    f"kv_dtype {self.name!r} keeps one scale for {self.group_size} values, so head "
+                    f"dims must be multiples of {self.group_size}, got {dim}; choose 'int8' or "
+                    "'float8_e4m3fn', which have one scale for a row"
                 )
-
-    @property
-    def width_unit(self) -> int:
-        """What the widths of rows are multiples of."""
-        return self.group_size or (_BIT_COLUMNS if self.has_bit_plane else 1)
 
     @property
     def is_packed(self) -> bool:
@@ -225,22 +212,14 @@ class CodecPair:
         return -(-used // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
 
+_PACKED: dict[str, Any] = {"group_size": 32, "scale_dtype": "bfloat16", "has_hadamard": True}
 CODECS = {
     codec.name: codec
     for codec in (
         Codec("int8", "int8", bits=8, limit=127.0),
         Codec("float8_e4m3fn", "uint8", bits=8, limit=448.0),
-        Codec("int5", "uint8", bits=5, limit=-16.0, scale_dtype="bfloat16", has_hadamard=True),
-        Codec(
-            "int4",
-            "uint8",
-            bits=4,
-            limit=-8.0,
-            group_size=32,
-            scale_dtype="bfloat16",
-            has_hadamard=True,
-            fits_scales=True,
-        ),
+        Codec("int5", "uint8", bits=5, limit=-16.0, **_PACKED),
+        Codec("int4", "uint8", bits=4, limit=-8.0, **_PACKED),
     )
 }
 

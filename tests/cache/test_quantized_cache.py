@@ -214,7 +214,8 @@ def test_memory(codec, name):
 
 
 @pytest.mark.parametrize(
-    ("codec", "factor"), [("int8", 1.9), ("float8_e4m3fn", 1.9), ("int5", 3.1), ("int4", 3.5)]
+    ("codec", "factor"),
+    [("int8", 1.9), ("float8_e4m3fn", 1.9), ("int5", 2.9), ("int5,int4", 3.2), ("int4", 3.5)],
 )
 def test_tokens_of_a_page(codec, factor):
     """Pages of 128 columns hold so many times the tokens of float16 ones of the same bytes."""
@@ -234,10 +235,6 @@ ERRORS = {
         "layer.kv_dtype must be one of .*int8",
     ),
     "groups": ({"kv_dtype": "int4", "qk_head_dim": 80}, "layer 0: .*multiples of 32, got 80; cho"),
-    "words of bits": (
-        {"kv_dtype": "int5", "qk_head_dim": 80},
-        "layer 0: .*fifth bits of 32 .*got 80",
-    ),
     "groups of latent rows": (
         {"kv_dtype": "int4", "layers": [{"kind": "mla", "qk_head_dim": 64, "v_head_dim": 24}] * 3},
         "layer 0: .*multiples of 32, got 24",

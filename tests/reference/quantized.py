@@ -63,7 +63,7 @@ def quantize(codec, rows: np.ndarray, v_width: int) -> tuple[np.ndarray, np.ndar
             inverse = np.where(is_known, np.float32(1) / scale, np.float32(0))
             code = np.where(is_known[..., None], group * inverse[..., None], np.float32(0))
         codes[..., begin:end] = nearest_code(codec, code)
-        if codec.fits_scales:
+        if codec.bits < 8:
             fitted = fitted_scale(codec, scale, code, codes[..., begin:end])
             scale = np.where(is_known & (np.abs(fitted) >= SMALLEST_NORMAL), fitted, scale)
         scales.append(np.where(is_finite, scale, np.float32(np.nan)))

@@ -74,13 +74,17 @@ def _assert_plane_kept(spec: KernelSpec, codec, kept: tuple, rows, *, is_exact: 
     known = np.isfinite(want_scales)
     np.testing.assert_array_equal(np.isnan(scales), ~known)
     width = spec.qk_head_dim
-    step = 2.0**-7 if codec.scale_dtype == "bfloat16" else REORDERED
+    step = 2.0**-6 if codec.scale_dtype == "bfloat16" else REORDERED
     # Where a rotation leaves next to nothing of a group, that is rounding, and so are its codes.
     size = np.abs(np.where(np.isfinite(rotated), rotated, 0)).max(-1, keepdims=True)
     rest = REORDERED * size / abs(codec.limit)
     wrong = np.abs(scales - want_scales) > step * np.abs(want_scales) + rest
     assert not wrong[known].any()
     is_compared = known & (np.abs(want_scales) > 1e3 * rest)
+    if codec.scale_dtype == "bfloat16":
+        # Where the largest value is in the middle between two scales, the codes differ, and with
+        # them the scale that is fitted to them: by several steps, but rarely.
+        assert (scales != want_scales)[is_compared].sum() <= 2 + is_compared.sum() // 50
     # A code may be the neighbour of the right one, where the value is in the middle between both.
     finest, steps = (2.0**-9, 8) if codec.name == "float8_e4m3fn" else (1.0, np.inf)
     gap = np.maximum(finest, np.abs(want_codes) / steps)

@@ -34,8 +34,8 @@ class Shapes:
     def of(codec: str | None) -> Shapes:
         """Shapes as small as a codec allows."""
         found = codec_of(codec) if codec else None
-        size = max(found.k.width_unit, found.v.width_unit) if found else 1
-        return Shapes(size, 2 * size, size) if size > 1 else Shapes()
+        size = max(found.k.group_size, found.v.group_size) if found else 0
+        return Shapes(size, 2 * size, size) if size else Shapes()
 
     def layer(self, kind: int | str) -> dict[str, Any]:
         """Fields of an MLA layer, or of a layer with a window (0: none)."""

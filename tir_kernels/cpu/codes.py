@@ -166,10 +166,10 @@ def _nearest_float8(value, lanes: int):
 
 
 def _nearest_codes(codec: Codec, value, lanes: int):
-    """The codes nearest to float32 values: int32; packed ones may be too large by one."""
+    """The codes nearest to float32 values, which are codes already if they are packed: int32."""
     if not codec.is_integer:
         return temp(_nearest_float8(value, lanes), lanes, "int32")
-    whole = value if codec.fits_scales else rint(value, lanes)  # rounded already, for the sums
+    whole = value if codec.is_packed else rint(value, lanes)  # these are rounded for their sums
     return temp(T.cast(whole, vector_type("int32", lanes)), lanes, "int32")
 
 
@@ -207,8 +207,6 @@ def _store_bytes(pages: QuantizedPages, row: Sequence, column, lanes: int, codes
         def integer(value: int):
             return broadcast(T.int8(value), lanes)
 
-        if not codec.fits_scales:
-            codes = [T.min(x, integer(codec.highest)) for x in codes]
         low, high = codes = [temp(x, lanes, "int8") for x in codes]
         data = T.bitwise_or(T.bitwise_and(low, integer(15)), T.shift_left(high, integer(4)))
         if codec.has_bit_plane:  # 16 more leaves the low bits alone

@@ -74,7 +74,7 @@ def quantize_row(numbers, pages: QuantizedPages, row: Sequence, lanes: int) -> N
         scale = _Scale(codec, reduce_each(keys, lanes, maximum, "uint32"), len(batch), factor)
         store(inverse, (first,), scale.lanes, scale.inverse)
         _clear_unknown(numbers, batch, [inverse[first + i] == 0 for i in range(len(batch))], lanes)
-        if codec.fits_scales:
+        if codec.is_packed:
             sums = [
                 _round(codec, numbers, b, inverse[first + i], lanes) for i, b in enumerate(batch)
             ]
@@ -82,7 +82,7 @@ def quantize_row(numbers, pages: QuantizedPages, row: Sequence, lanes: int) -> N
         scale.store(pages, row, first, len(batch))
 
     def scaled(column, n: int):
-        if codec.fits_scales:
+        if codec.is_packed:
             return temp(load(numbers, (column,), n), n)
         factor = broadcast(inverse[pages.group_of(column)], n)
         return temp(load(numbers, (column,), n) * factor, n)

@@ -122,8 +122,7 @@ def _quantize_packed(
             for i in range(length):
                 code = T.reinterpret(F32, scale.code(runs.values[i]))
                 T.buffer_store(room, code, [0, start + column + i])
-            if codec.fits_scales:
-                scale.fit(runs.values, lanes)
+            scale.fit(runs.values, lanes)
             with T.If(T.truncmod(lane, lanes) == 0), T.Then():
                 scale.store(pages, row, T.truncdiv(column, codec.group_size))
     sync_warp()

@@ -68,9 +68,9 @@ def add_parsers(commands) -> None:
     )
     add.add_argument(
         "--kv-dtype",
-        help="type of the cache's pages: as for --dtype, or int8, float8_e4m3fn or int4, which "
-        "quantize K and V; two with a comma between them are for K and for V, as in int8,int4 "
-        "(default: that of --dtype)",
+        help="type of the cache's pages: as for --dtype, or int8, float8_e4m3fn, int5 or "
+        "int4, which quantize K and V; two with a comma between them are for K and for V, as in "
+        "int5,int4 (default: that of --dtype)",
     )
     add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")
     add.add_argument("--cpu", metavar="NAME", help="native (default), or a CPU such as x86-64-v3")

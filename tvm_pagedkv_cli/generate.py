@@ -43,9 +43,9 @@ def add_parser(commands) -> None:
     )
     add.add_argument(
         "--kv-dtype",
-        help="type of the cache's pages: as for --dtype, or int8, float8_e4m3fn or int4, which "
-        "quantize K and V; two with a comma between them are for K and for V, as in int8,int4 "
-        "(default: that of --dtype)",
+        help="type of the cache's pages: as for --dtype, or int8, float8_e4m3fn, int5 or "
+        "int4, which quantize K and V; two with a comma between them are for K and for V, as in "
+        "int5,int4 (default: that of --dtype)",
     )
     add.add_argument("-n", type=int, default=1, help="continuations of each prompt (default 1)")
     add_sampling(add, 200, "continuation")

@@ -41,9 +41,9 @@ class KVCacheConfig:
         Type of Q, K, V and O in a step.
     kv_dtype : str or (str, str), optional
         Type of the pages: "float32", "float16" or "bfloat16", or a codec that quantizes rows as
-        they are appended, "int8", "float8_e4m3fn" or "int4". A pair of codecs is for K and for V:
-        ("int8", "int4"), or in one string "int8,int4". Layers may have one of their own. None:
-        `dtype`.
+        they are appended, "int8", "float8_e4m3fn", "int5" or "int4". A pair of codecs is for K and
+        for V: ("int5", "int4"), or in one string "int5,int4". Layers may have one of their own.
+        None: `dtype`.
     page_size : int
         Slots per page: a power of two from 1 to 256.
     max_num_sequences : int

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+/*!
+ * \file expected_tokens.h
+ * \brief The pools of a sequence table that is fuzzed, and what each of its sequences must hold.
+ */
+#ifndef TVM_PAGEDKV_FUZZ_EXPECTED_TOKENS_H_
+#define TVM_PAGEDKV_FUZZ_EXPECTED_TOKENS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "bytes.h"
+
+namespace pagedkv {
+
+struct Sizes {
+  int32_t page_size;
+  std::vector<int32_t> num_pages;
+  std::vector<int64_t> windows;
+
+  explicit Sizes(Bytes* bytes) {
+    page_size = 1 << bytes->Between(0, 3);
+    const int64_t num_groups = bytes->Between(0, 3);  // a stage may have no layers
+    for (int64_t g = 0; g < num_groups; ++g) {
+      num_pages.push_back(static_cast<int32_t>(bytes->Between(1, 40)));
+      windows.push_back(bytes->Next() % 2 ? bytes->Between(1, 20) : 0);
+    }
+  }
+};
+
+/*! \brief The rows that a sequence must hold. */
+struct Tokens {
+  std::vector<int32_t> all;      // those of tree nodes last
+  std::vector<int64_t> parents;  // of each node; -1: none
+  size_t num_held = 0;           // positions that the window leaves between steps; 0: all
+  size_t num_sinks = 0;
+  bool has_dropped = false;
+
+  size_t num_committed() const { return all.size() - parents.size(); }
+  void Truncate(size_t length) {
+    parents.resize(length > num_committed() ? length - num_committed() : 0);
+    all.resize(length);
+    has_dropped = has_dropped && length > num_sinks;
+  }
+  void Slide() {
+    if (num_held == 0 || all.size() <= num_held) return;
+    const auto first = all.begin() + static_cast<ptrdiff_t>(num_sinks);
+    all.erase(first, first + static_cast<ptrdiff_t>(all.size() - num_held));
+    has_dropped = true;
+  }
+  void Commit(int64_t leaf) {
+    std::vector<int32_t> path;
+    for (; leaf >= 0; leaf = parents[leaf]) path.push_back(all[num_committed() + leaf]);
+    Truncate(num_committed());
+    all.insert(all.end(), path.rbegin(), path.rend());
+  }
+};
+
+}  // namespace pagedkv
+
+#endif  // TVM_PAGEDKV_FUZZ_EXPECTED_TOKENS_H_

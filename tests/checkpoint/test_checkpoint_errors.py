@@ -46,7 +46,7 @@ def _message(directory, error=ValueError) -> str:
 
 def test_no_directory(tmp_path):
     message = _message(tmp_path / "nothing", FileNotFoundError)
-    assert "nothing" in message and "config.json" in message
+    assert "nothing" in message and "a model is a Hugging Face directory" in message
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -13,11 +13,13 @@ from fnmatch import fnmatchcase
 import pytest
 
 REFUSED = "float16 is refused without conversion in hardware, and the refusal has tests"
+NO_AVX512 = "only CPUs with AVX-512 run code for x86-64-v4"
 NO_EMULATOR = (
     "qemu-user and a compiler for AArch64 are packages of the system, and CPUs without F16C refuse "
     "float16"
 )
 NO_RDMA_LIBRARY = "Mooncake needs the system's libibverbs1, which pip cannot install"
+_PAGES = "tests/kernels/test_quantized_page_kernels.py"
 # Patterns of tests, and why they may be skipped.
 EXPECTED = {
     "tests/kernels/test_attention_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
@@ -25,10 +27,17 @@ EXPECTED = {
     "tests/kernels/test_sliding_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
     "tests/kernels/test_window_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
     "tests/kernels/test_quantized_attention.py::test_other_cpus*x86-64-*-float16]": REFUSED,
-    "tests/kernels/test_quantized_page_kernels.py::test_append_for_other_cpus*float16-x86-64-*": (
-        REFUSED
-    ),
+    f"{_PAGES}::test_append_for_other_cpus*float16-x86-64-*": REFUSED,
     "tests/cache/test_non_finite.py::test_every_nan_stays_nan*dtypes2-x86-64]": REFUSED,
+    "tests/kernels/test_attention_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,
+    "tests/kernels/test_mla_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,
+    "tests/kernels/test_sliding_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,
+    "tests/kernels/test_window_kernels.py::test_other_instruction_sets*x86-64-v4]": NO_AVX512,
+    "tests/kernels/test_quantized_attention.py::test_other_cpus*x86-64-v4-*": NO_AVX512,
+    f"{_PAGES}::test_append_for_other_cpus*x86-64-v4-*": NO_AVX512,
+    f"{_PAGES}::test_every_float8_code_is_chosen_and_read_exactly*x86-64-v4]": NO_AVX512,
+    "tests/cache/test_non_finite.py::test_every_nan_stays_nan*x86-64-v4]": NO_AVX512,
+    "tests/models/test_linear_kernels.py::test_linear*no pairs]": NO_AVX512,
     "tests/kernels/test_emulated_cpus.py::test_rows_that_move*": NO_EMULATOR,
     "tests/kernels/test_emulated_cpus.py::test_attention*": NO_EMULATOR,
     "tests/kernels/test_emulated_cpus.py::test_trees_and_windows*": NO_EMULATOR,

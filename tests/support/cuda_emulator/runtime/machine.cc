@@ -43,6 +43,8 @@ emulator_switch:
 
 namespace emulator {
 
+uint64_t* current_path = nullptr;
+
 namespace {
 
 constexpr size_t kStackBytes = 64 * 1024;
@@ -93,6 +95,7 @@ void Enter() {
 
 void Resume(Thread& thread) {
   machine().current = &thread;
+  current_path = &thread.path;
   emulator_switch(&scheduler_stack, thread.stack_pointer);
 }
 
@@ -257,12 +260,6 @@ void WaitForGridBefore() {
 void WaitUntil(const std::function<bool()>& condition) {
   while (!condition()) Yield();
   ++machine().progress;
-}
-
-bool Branch(bool condition) {
-  uint64_t& path = machine().current->path;
-  path = (path ^ (condition ? 1 : 2)) * 1099511628211u;
-  return condition;
 }
 
 void MeetInWarp(const char* operation, void* mine, const std::function<void(void**)>& combine,

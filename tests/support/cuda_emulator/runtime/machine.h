@@ -137,8 +137,13 @@ void WaitForGridBefore();
 // Lets other threads run until `condition` holds.
 void WaitUntil(const std::function<bool()>& condition);
 
-// Notes which way a thread takes at a branch.
-bool Branch(bool condition);
+extern uint64_t* current_path;  // of the thread that runs
+
+// Notes which way a thread takes at a branch. Kernels do this all the time.
+[[gnu::always_inline]] inline bool Branch(bool condition) {
+  *current_path = (*current_path ^ (condition ? 1 : 2)) * 1099511628211u;
+  return condition;
+}
 
 // Threads of a warp meet; the last one runs `combine` on the pointers that all deposited. Where the
 // operation is `.aligned`, all of them must have taken the same branches since they last met: PTX

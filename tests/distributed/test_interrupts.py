@@ -17,6 +17,8 @@ pytest.importorskip("safetensors")
 
 from tvm_pagedkv.distributed import interrupts  # noqa: E402
 
+from ..support.selections import few_of  # noqa: E402
+
 
 def test_deferred():
     done = []
@@ -43,7 +45,7 @@ def test_children_ignore_the_signal():
 
 
 @pytest.mark.parametrize("parts", ["--shards", "--stages"])
-@pytest.mark.parametrize("seconds", [0.0, 0.2, 2.0], ids="in {} s".format)
+@pytest.mark.parametrize("seconds", few_of([0.2, 0.0, 2.0], 1), ids="in {} s".format)
 def test_ctrl_c_ends_all_processes(parts, seconds):
     """During prefill, decode, or the end of the workers; `seconds` after they have started."""
     command = [sys.executable, "-m", "tvm_pagedkv", "generate", "A list", "--model", "tiny"]
@@ -60,7 +62,8 @@ def test_ctrl_c_ends_all_processes(parts, seconds):
     time.sleep(seconds)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, error = process.communicate(timeout=120)
-    assert process.returncode in (130, 0), error  # 0: after the run
+    # 0: after the run; by the signal: while the interpreter exits, which has no handler any more
+    assert process.returncode in (130, 0, -signal.SIGINT), error
     assert not any(word in error for word in ("Traceback", "terminate", "Interrupt")), error
     deadline = time.monotonic() + 30
     while running_in(process.pid) and time.monotonic() < deadline:

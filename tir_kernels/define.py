@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Definition of kernels: decorator, attributes, and alignment of arguments."""
+"""Attributes of kernels, and the alignment of their arguments."""
 
 from __future__ import annotations
 
@@ -18,33 +18,6 @@ I32 = {"dtype": "int32", "align": 4, "offset_factor": 1}
 F32 = {"dtype": "float32", "align": 4, "offset_factor": 1}
 
 _BEGINS_EARLY = "tirx.use_programtic_dependent_launch"  # spelt so in TVM
-
-
-# `T.prim_func` looks at the stack of all callers, which takes longer than parsing; here it looks
-# once, on import. Whether kernels are well-formed is tested, not asked in every build.
-_parse = T.prim_func(check_well_formed=False)
-
-
-def prim_func(function: Callable):
-    """Parse a kernel: the decorator ``@T.prim_func(private=True)``, in a third of its time.
-
-    Modules that use it do not import `annotations` from `__future__`: the parser would read the
-    source again for annotations that are strings.
-
-    Parameters
-    ----------
-    function : callable
-        A function in TVMScript.
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-        Private, free to be named by its module.
-    """
-    return _parse(function).without_attr("global_symbol")
-
-
-prim_func.dispatch_token = T.prim_func.dispatch_token  # the parser knows its decorators by it
 
 
 def aligned(spec: KernelSpec, dtype: str) -> dict:

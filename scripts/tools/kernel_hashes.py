@@ -4,28 +4,37 @@
     python scripts/tools/kernel_hashes.py record before.json
     python scripts/tools/kernel_hashes.py compare before.json
     python scripts/tools/kernel_hashes.py compare before.json --only cuda-mla --kernel mla_tree
+    python scripts/tools/kernel_hashes.py record before.json --level code
 
 A hash covers the structure of a kernel's TIR, types, shapes, constants and attributes included. The
-names of variables and buffers do not count. `compare` exits with 1 if a kernel differs, is missing
-or is new. `show` prints a kernel as TVMScript, to compare two trees with diff.
+names of variables and buffers do not count. With `--level code` it covers the assembly that LLVM
+makes for a CPU of the spec's kind, and for GPUs the generated CUDA, but for its variables' names:
+kernels that are written otherwise may compile to the same code. `compare` exits with 1 if a kernel
+differs, is missing or is new. `show` prints a kernel as TVMScript or code, to compare two trees
+with diff.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import multiprocessing
+import re
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import tvm_ffi
+from tvm.target import Target
 
 import tir_kernels
 from tir_kernels.cpu.attention import stock_sliding
 from tir_kernels.spec import CudaTarget, KernelSpec, RopeSpec, VectorTarget
+from tvm_pagedkv.compiler.cuda.source import cuda_source
+from tvm_pagedkv.compiler.lowering import compile_kernel
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 AVX512 = VectorTarget()
@@ -156,25 +165,68 @@ def builders(spec: KernelSpec) -> dict:
     return found
 
 
-def _hashes_of(name: str) -> dict[str, str]:
+# Of an assembly: labels and comments that refer to source, and sections with names.
+_DEBUG_INFORMATION = re.compile(
+    r"^\s*(?:\.Ltmp\d+:|\.loc\s.*|\.cfi_.*|[#/]+DEBUG.*|[#/]+ .*)\n"
+    r"|\s*(?:#|//) .*$"
+    r"|^\s*\.section\s+\.debug_(?:.*\n)*",
+    re.MULTILINE,
+)
+
+
+def llvm_target(target: VectorTarget) -> Target:
+    """A CPU that has what a vector target says."""
+    if target == NEON:
+        return Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a76"})
+    cpus = {16: "znver4", 8: "x86-64-v3", 4: "x86-64-v2"}
+    return Target({"kind": "llvm", "mcpu": cpus[target.lanes]})
+
+
+def code(function, spec: KernelSpec) -> str:
+    """The assembly of a kernel, or its CUDA without the names of variables."""
+    if isinstance(spec.target, VectorTarget):
+        module = compile_kernel(function, "kernel", llvm_target(spec.target))
+        return _DEBUG_INFORMATION.sub("", module.inspect_source("asm"))
+    numbers: dict[str, int] = {}
+
+    def number(match: re.Match) -> str:
+        if match["text"]:
+            return match["text"]
+        return f"v{numbers.setdefault(match['name'], len(numbers))}"
+
+    names = re.compile(r'(?P<text>"(?:[^"\\]|\\.)*")|(?P<name>\b[A-Za-z_]\w*\b(?!\())')
+    return names.sub(number, cuda_source({"kernel": function}))
+
+
+def _hash(function, spec: KernelSpec, level: str) -> str:
+    if level == "code":
+        return hashlib.sha256(code(function, spec).encode()).hexdigest()[:16]
+    return f"{tvm_ffi.structural_hash(function, map_free_vars=True) & (2**64 - 1):016x}"
+
+
+def _hashes_of(name: str, level: str, chosen: str) -> dict[str, str]:
     """Hash of each kernel of a spec, or the error of one that cannot be built."""
     found = {}
     for kernel, build in builders(SPECS[name]).items():
+        if chosen not in kernel:
+            continue
         try:
-            number = tvm_ffi.structural_hash(build(), map_free_vars=True)
-            found[f"{name}/{kernel}"] = f"{number & (2**64 - 1):016x}"
+            found[f"{name}/{kernel}"] = _hash(build(), SPECS[name], level)
         except Exception as error:  # a spec that a kernel refuses has to be refused afterwards too
             found[f"{name}/{kernel}"] = type(error).__name__
     return found
 
 
-def hashes(names: list[str], processes: int) -> dict[str, str]:
-    """Hash of every kernel of the named specs."""
+def hashes(
+    names: list[str], processes: int, level: str = "tir", kernel: str = ""
+) -> dict[str, str]:
+    """Hash of the kernels of the named specs whose name contains `kernel`."""
+    hashes_of = functools.partial(_hashes_of, level=level, chosen=kernel)
     if processes == 1:
-        groups = [_hashes_of(name) for name in names]
+        groups = [hashes_of(name) for name in names]
     else:
         with multiprocessing.get_context("spawn").Pool(processes) as pool:
-            groups = pool.map(_hashes_of, names, chunksize=1)
+            groups = pool.map(hashes_of, names, chunksize=1)
     return {kernel: value for group in groups for kernel, value in group.items()}
 
 
@@ -196,6 +248,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="the JSON file; show: any path, unused")
     parser.add_argument("--only", default="", help="specs whose name contains this")
     parser.add_argument("--kernel", default="", help="kernels whose name contains this")
+    parser.add_argument("--level", choices=("tir", "code"), default="tir")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     names = [name for name in SPECS if arguments.only in name]
@@ -203,10 +256,12 @@ def main() -> None:
         for name in names:
             for kernel, build in builders(SPECS[name]).items():
                 if arguments.kernel in kernel:
-                    print(f"# {name}/{kernel}\n{build().script()}")
+                    is_code, function = arguments.level == "code", build()
+                    text = code(function, SPECS[name]) if is_code else function.script()
+                    print(f"# {name}/{kernel}\n{text}")
         return
     start = time.perf_counter()
-    found = hashes(names, arguments.processes)
+    found = hashes(names, arguments.processes, arguments.level, arguments.kernel)
     seconds = time.perf_counter() - start
     if arguments.action == "record":
         arguments.file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")

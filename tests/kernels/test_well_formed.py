@@ -3,11 +3,10 @@
 
 import pytest
 import tvm
-import tvm_ffi
 from tvm.script import tirx as T
 
 import tir_kernels
-from tir_kernels.define import prim_func
+from tir_kernels.script import prim_func
 from tir_kernels.spec import CudaTarget, KernelSpec, RopeSpec, VectorTarget
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
@@ -47,24 +46,6 @@ def test_kernels_are_well_formed(name):
         function = tir_kernels.build_kernel(kernel, spec)
         assert "global_symbol" not in function.attrs
         check(function)
-
-
-def test_the_decorator_parses_as_that_of_tvm():
-    def body(o, n):
-        with T.serial(n) as i:
-            T.buffer_store(o, T.float32(1), [i])
-
-    @prim_func
-    def own(o: T.handle):
-        n = T.int32()
-        body(T.match_buffer(o, (n,), "float32"), n)
-
-    @T.prim_func(private=True)
-    def of_tvm(o: T.handle):
-        n = T.int32()
-        body(T.match_buffer(o, (n,), "float32"), n)
-
-    assert tvm_ffi.structural_equal(own, of_tvm)
 
 
 def test_a_kernel_that_is_not_well_formed_is_noticed():

@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import tvm
+import tvm_ffi
 
+import tir_kernels
 from tir_kernels.semantics import partial_states
 
 TOOLS = Path(__file__).resolve().parents[2] / "scripts" / "tools"
@@ -43,6 +46,35 @@ def test_a_change_is_noticed(tool, tmp_path, monkeypatch, capsys):
         line.split(":")[0].split("/")[1] for line in capsys.readouterr().out.split("\n")[:-2]
     }
     assert {"merge", "apply_sinks", "prefill_shared"} == changed
+
+
+@pytest.mark.parametrize("spec", ["cpu-narrow-heads", "cuda-narrow-heads"])
+def test_names_do_not_count_in_code(tool, tmp_path, monkeypatch, spec):
+    file, only = str(tmp_path / "hashes.json"), ["--only", spec, "--processes", "1"]
+    only += ["--kernel", "merge", "--level", "code"]
+    assert tool("record", file, *only) == 0
+    assert list(json.loads(Path(file).read_text())) == [f"{spec}/merge"]
+    monkeypatch.setattr(partial_states, "_FAR", -100.0)
+    assert tool("compare", file, *only) == 1
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(TOOLS))
+    real = tir_kernels.build_kernel
+
+    def renamed(name, spec):
+        function, other = real(name, spec), {}
+
+        def note(loop: tvm.tirx.For) -> None:
+            other[loop.loop_var] = tvm.tirx.Var("other", loop.loop_var.ty)
+
+        tvm_ffi.structural_walk(function.body, (tvm.tirx.For, note))
+        assert other
+        body = tvm_ffi.structural_mutate(
+            function.body, (tvm.ir.Var, lambda variable, _: other.get(variable, variable))
+        )
+        return function.with_body(body)
+
+    monkeypatch.setattr(tir_kernels, "build_kernel", renamed)
+    assert tool("compare", file, *only) == 0
 
 
 def test_a_missing_kernel_is_noticed(tool, tmp_path, capsys):

@@ -11,8 +11,9 @@ from tvm.script import tirx as T
 
 from .. import vectors
 from ..backend import backend_of
-from ..define import F32, I32, aligned, attributes, prim_func
+from ..define import F32, I32, aligned, attributes
 from ..layout import K_PLANE, V_PLANE, match_pages, row_bytes, view_pages
+from ..script import prim_func
 from ..semantics.rope import base_inverse_frequencies
 from ..spec import ITEMSIZE, KernelSpec
 

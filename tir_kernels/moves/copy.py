@@ -4,7 +4,7 @@
 from tvm.script import tirx as T
 
 from ..backend import backend_of
-from ..define import I32, aligned, attributes, prim_func
+from ..define import I32, aligned, attributes
 from ..layout import (
     K_PLANE,
     V_PLANE,
@@ -14,6 +14,7 @@ from ..layout import (
     rows_per_slot,
     view_pages,
 )
+from ..script import prim_func
 from ..spec import ITEMSIZE, KernelSpec
 
 

@@ -4,8 +4,9 @@
 from tvm.script import tirx as T
 
 from ..backend import backend_of
-from ..define import I32, aligned, attributes, prim_func
+from ..define import I32, aligned, attributes
 from ..layout import match_pages, row_bytes, view_pages
+from ..script import prim_func
 from ..spec import ITEMSIZE, KernelSpec
 
 

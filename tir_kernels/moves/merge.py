@@ -5,7 +5,8 @@ from tvm.script import tirx as T
 
 from .. import vectors
 from ..backend import backend_of
-from ..define import F32, aligned, attributes, prim_func
+from ..define import F32, aligned, attributes
+from ..script import prim_func
 from ..semantics.partial_states import MergedLse
 from ..spec import ITEMSIZE, KernelSpec
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ..define import attributes, prim_func
+from ..define import attributes
+from ..script import prim_func
 from ..spec import KernelSpec
 from .arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from .inputs import PagedInputs, RaggedInputs

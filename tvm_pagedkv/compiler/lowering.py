@@ -152,7 +152,7 @@ def compile_kernel(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.
 
 def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
     """Lower one kernel to the input of the code generator."""
-    module = tvm.IRModule(share_task_body(function, symbol))
+    module = tvm.IRModule(share_task_body(_in_registers(function), symbol))
     return tvm.transform.Sequential(
         [
             tirx.transform.BindTarget(target.with_host(target)),
@@ -160,6 +160,7 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
             _flatten_buffers,
             tirx.transform.BF16ComputeLegalize(),
             tirx.transform.StorageRewrite(),  # moves buffers out of loops
+            tirx.transform.UnrollLoop(),  # those of `T.unroll` only
             tirx.transform.StmtSimplify(),  # or LLVM takes three times as long
             s_tir.transform.RewriteUnsafeSelect(),
             _run_on_cpu,
@@ -169,6 +170,24 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
             tirx.transform.LowerIntrin(),
         ]
     )(module)
+
+
+def _in_registers(function: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Return a kernel whose variables and arrays of scope "local" have the default scope.
+
+    LLVM keeps those in registers, or on the stack. TVM would allocate the others on the heap.
+    """
+    moved: dict[Var, Var] = {}
+
+    def move(variable: Var, _mutator: Any) -> Var:
+        if not is_buffer_var(variable) or str(variable.ty.storage_scope) != "local":
+            return variable
+        if variable not in moved:
+            shape, dtype = variable.ty.shape, variable.ty.dtype
+            moved[variable] = tirx.decl_buffer(shape, dtype, variable.name, layout=None)
+        return moved[variable]
+
+    return function.with_body(tvm_ffi.structural_mutate(function.body, (Var, move)))
 
 
 def share_task_body(function: tirx.PrimFunc, symbol: str) -> dict[GlobalVar, tirx.PrimFunc]:

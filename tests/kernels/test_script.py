@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reader of TVMScript gives what TVM's own parser gives."""
+
+import traceback
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm.script import tirx as T
+
+import tir_kernels
+from tir_kernels.script import inline, prim_func, read_by_tvm
+from tvm_pagedkv.compiler.build import resolve_target
+from tvm_pagedkv.compiler.lowering import compile_kernel
+
+from .test_well_formed import SPECS
+
+
+def assert_same(build) -> tvm.tirx.PrimFunc:
+    """Return what our reader makes of a kernel, if TVM's makes the same."""
+    own = build()
+    with read_by_tvm():
+        of_tvm = build()
+    assert tvm_ffi.structural_equal(own, of_tvm, map_free_vars=True)
+    return own
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_kernels(name):
+    spec = SPECS[name]
+    for kernel in tir_kernels.kernel_names(spec, for_stock=True):
+        assert_same(lambda kernel=kernel: tir_kernels.build_kernel(kernel, spec))
+
+
+@T.meta_class
+class Sums:
+    """A component: two running sums."""
+
+    def __init__(self):
+        self.rows = T.alloc_buffer((2,), "float32")
+
+    @inline
+    def reset(self):
+        for row in T.unroll(2):
+            self.rows[row] = T.float32(0)
+
+    @inline
+    def add(self, value, *, twice: bool = False):
+        self.rows[0] += value
+        if twice:
+            total = self.rows[1] + value
+            self.rows[1] = total
+
+
+def test_statements():
+    def build(has_bound: bool = True, width: int = 4):
+        @prim_func
+        def kernel(a: T.handle, o: T.handle, bound: T.int32):
+            """A docstring."""
+            T.func_attr({"s_tir": True})
+            n, m = T.int32(), T.int32()
+            values = T.match_buffer(a, (n, m), "float32", elem_offset=T.int64(), offset_factor=1)
+            out = T.match_buffer(o, (n,), "float32")
+            sums = Sums()
+
+            @inline
+            def clear(index):
+                out[index] = T.float32(0)
+
+            for row in T.parallel(n):
+                clear(row)
+                first: T.let = row * width
+                last = first + width
+                last = T.min(last, m)
+                count: T.int32 = 0
+                peak: T.float32
+                peak = -1.0
+                sums.reset()
+                for column in range(first, last):
+                    if has_bound and column >= bound:
+                        continue
+                    if 0 <= column < bound or not (row == 3):
+                        sums.add(values[row, column], twice=not has_bound)
+                    elif column != 7:
+                        count += 1
+                        break
+                    else:
+                        peak = T.max(peak, values[row, column])
+                while count > 0:
+                    count -= 1
+                for i, j in T.grid(2, width):
+                    out[row] = out[row] + (sums.rows[i] if has_bound else T.float32(j))
+                with T.attr(T.int32(0), "pragma_x", 1):
+                    out[row] = peak if row > 2 else sums.rows[1]
+                assert row >= 0, ("ValueError", ["row is negative"])
+                T.evaluate(T.call_extern("int32", "f", row))
+            both = T.meta_var([i for i in range(3) if i and not has_bound])
+            if len(both) == 0:
+                out[0] = T.float32(1)
+            else:
+                out[0] = T.float32(2)
+
+        return kernel
+
+    with_bound, without = (assert_same(lambda b=b: build(b)) for b in (True, False))
+    with read_by_tvm():
+        assert with_bound.script() == build().script()  # names too
+    assert not tvm_ffi.structural_equal(with_bound, without)
+
+
+def test_absent_arguments():
+    def build(absent):
+        @prim_func(absent=absent)
+        def kernel(o: T.handle, window: T.int32):
+            T.func_attr({"s_tir": True})
+            out = T.match_buffer(o, (4,), "int32")
+            if window is None:
+                out[0] = 1
+            else:
+                out[0] = window
+
+        return kernel
+
+    assert len(assert_same(lambda: build(())).params) == 2
+    assert len(assert_same(lambda: build(("window",))).params) == 1
+
+
+def test_errors_tell_the_line_of_the_kernel():
+    with pytest.raises(TypeError, match="a loop goes over") as caught:
+
+        @prim_func
+        def kernel(o: T.handle):
+            T.func_attr({"s_tir": True})
+            for i in [1, 2]:
+                T.evaluate(i)
+
+    frames = traceback.extract_tb(caught.tb)
+    assert any(frame.line == "for i in [1, 2]:" for frame in frames)
+
+
+def test_a_return_is_refused():
+    with pytest.raises(SyntaxError, match="return nothing"):
+
+        @prim_func
+        def kernel(o: T.handle):
+            return o
+
+
+def test_variables_and_unrolled_loops_are_registers_on_cpus():
+    @prim_func
+    def sums(a: T.handle, o: T.handle):
+        T.func_attr({"s_tir": True})
+        n = T.int32()
+        values = T.match_buffer(a, (n, 4), "float32")
+        out = T.match_buffer(o, (4,), "float32")
+        total = T.alloc_local((4,), "float32")
+        for column in T.unroll(4):
+            total[column] = T.float32(0)
+        for row in range(n):
+            for column in T.unroll(4):
+                value = values[row, column]
+                total[column] += value
+        for column in T.unroll(4):
+            out[column] = total[column]
+
+    built = compile_kernel(sums, "sums", resolve_target("native"))
+    assert "AllocWorkspace" not in built.inspect_source("ll")
+    values, out = np.arange(12, dtype="float32").reshape(3, 4), tvm.runtime.empty((4,), "float32")
+    built["sums"](tvm.runtime.tensor(values), out)
+    np.testing.assert_array_equal(out.numpy(), values.sum(0))
+
+
+if __name__ == "__main__":
+    tvm.testing.main()

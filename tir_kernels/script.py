@@ -260,6 +260,8 @@ class _Rewriter(ast.NodeTransformer):
             return ast.Expr(self._store(target, value))
         if isinstance(target, ast.Name):
             return self._bind(target.id, value)
+        if isinstance(target, ast.Attribute):
+            return self._set(target, value)
         names = [name.id for name in target.elts]
         items = [f"{name}_item" for name in names]
         unpacked = ast.Tuple([ast.Name(item, ast.Store()) for item in items], ast.Store())
@@ -275,6 +277,8 @@ class _Rewriter(ast.NodeTransformer):
         value = ast.BinOp(self.visit(old), node.op, self.visit(node.value))
         if isinstance(node.target, ast.Subscript):
             return ast.Expr(self._store(node.target, value))
+        if isinstance(node.target, ast.Attribute):
+            return self._set(node.target, value)
         return self._bind(node.target.id, value)
 
     def visit_AnnAssign(self, node):
@@ -302,6 +306,10 @@ class _Rewriter(ast.NodeTransformer):
 
     def _store(self, target: ast.Subscript, value: ast.expr) -> ast.Call:
         return _this(store, self.visit(target.value), value, self.visit(target.slice))
+
+    def _set(self, target: ast.Attribute, value: ast.expr) -> ast.Expr:
+        owner, name = self.visit(target.value), ast.Constant(target.attr)
+        return ast.Expr(_this(set_attribute, owner, name, value))
 
     def _bind(self, name: str, value: ast.expr) -> ast.Assign:
         before = _later(ast.Name(name, ast.Load()))
@@ -462,6 +470,14 @@ def declare(name: str, annotation, value):
     if value is not None:
         builder.buffer_store(scalar.source, value, [0])
     return scalar
+
+
+def set_attribute(owner, name: str, value) -> None:
+    """Store to a number that a component owns."""
+    target = _scalar_buffer(getattr(owner, name))
+    if target is None:
+        raise TypeError(f"{name} of {type(owner).__name__} is no variable of a kernel")
+    builder.buffer_store(target, value, [0])
 
 
 def store(buffer, value, index) -> None:

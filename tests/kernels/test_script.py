@@ -35,18 +35,21 @@ def test_kernels(name):
 
 @T.meta_class
 class Sums:
-    """A component: two running sums."""
+    """A component: two running sums, and how many values they have."""
 
     def __init__(self):
         self.rows = T.alloc_buffer((2,), "float32")
+        self.count = T.local_scalar("int32")
 
     @inline
     def reset(self):
         for row in T.unroll(2):
             self.rows[row] = T.float32(0)
+        self.count = 0
 
     @inline
     def add(self, value, *, twice: bool = False):
+        self.count += 1
         self.rows[0] += value
         if twice:
             total = self.rows[1] + value
@@ -137,6 +140,20 @@ def test_errors_tell_the_line_of_the_kernel():
 
     frames = traceback.extract_tb(caught.tb)
     assert any(frame.line == "for i in [1, 2]:" for frame in frames)
+
+
+def test_only_variables_of_a_component_are_assigned():
+    with pytest.raises(TypeError, match="width of Rows is no variable"):
+
+        @T.meta_class
+        class Rows:
+            def __init__(self):
+                self.width = 4
+
+        @prim_func
+        def kernel(o: T.handle):
+            rows = Rows()
+            rows.width = 5
 
 
 def test_a_return_is_refused():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tvm.script import tirx as T
 
@@ -13,6 +14,24 @@ F32 = "float32"
 def vector_type(dtype: str, lanes: int) -> str:
     """Name of the TIR type of `lanes` elements of `dtype`."""
     return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+class Chunk(NamedTuple):
+    """Columns that one vector holds."""
+
+    start: int
+    lanes: int
+
+
+def chunks(width: int, lanes: int) -> list[Chunk]:
+    """Cover ``range(width)`` with vectors of `lanes`, a power of two, then with narrower ones."""
+    covered, start = [], 0
+    while start < width:
+        while lanes > width - start:
+            lanes //= 2
+        covered.append(Chunk(start, lanes))
+        start += lanes
+    return covered
 
 
 def ramp(start, lanes: int):

@@ -4,16 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from tvm.script import tirx as T
 
-
-class Chunk(NamedTuple):
-    """Columns that one vector holds."""
-
-    start: int
-    lanes: int
+from ..vectors import Chunk, chunks
 
 
 class Panels:
@@ -30,18 +24,6 @@ class Panels:
     def at(self, row, column) -> tuple:
         """Buffer and index of an element."""
         return self.buffer, (column // self.width, row, column % self.width)
-
-
-def chunks(width: int, lanes: int) -> list[Chunk]:
-    """Split `width` columns into vectors of `lanes`, then one of 8 where a half is left."""
-    whole = [Chunk(start, lanes) for start in range(0, width - lanes + 1, lanes)]
-    done = len(whole) * lanes
-    tail = width - done
-    while tail:  # widths are multiples of 8, so this is one step for 16 lanes, none for fewer
-        part = 1 << (tail.bit_length() - 1)
-        whole.append(Chunk(done, part))
-        done, tail = done + part, tail - part
-    return whole
 
 
 def for_columns(

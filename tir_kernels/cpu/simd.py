@@ -21,6 +21,7 @@ from .. import vectors
 from ..codec import CODECS
 from ..spec import ITEMSIZE
 from ..vectors import F32, broadcast, constant, ramp, vector_type
+from ..vectors import chunks as chunks
 from ..vectors import load as load
 
 CACHE_LINE_BYTES = 64
@@ -172,17 +173,6 @@ def literal(values: Sequence[float], dtype: str = F32):
     """A vector of constants."""
     scalars = [tirx.const(float(v), dtype) for v in values]
     return scalars[0] if len(scalars) == 1 else shuffle(scalars, range(len(scalars)))
-
-
-def chunks(width: int, lanes: int) -> list[tuple[int, int]]:
-    """Cover ``range(width)`` with vectors: (start, lanes) of full ones, then of narrower ones."""
-    covered, start = [], 0
-    while start < width:
-        while lanes > width - start:
-            lanes //= 2
-        covered.append((start, lanes))
-        start += lanes
-    return covered
 
 
 def prefetch(buffer, index: Sequence, locality: int = INTO_L2) -> None:

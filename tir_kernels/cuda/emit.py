@@ -106,16 +106,16 @@ class Registers:
             self[i] = value
 
 
-def temp(value, dtype: str = F32):
+def temp(value, lanes: int = 1, dtype: str = F32):
     """Materialise `value`, so that later uses do not repeat its expression."""
-    register = Registers(1, dtype, "t")
+    register = Registers(lanes, dtype, "t")
     register[0] = value
     return register[0]
 
 
 def index_temp(value):
     """Materialise an int32 value."""
-    return temp(value, I32)
+    return temp(value, 1, I32)
 
 
 def as_count(value):
@@ -130,7 +130,7 @@ def as_count(value):
 
 def count_temp(value):
     """Materialise a count of work."""
-    return temp(as_count(value), I64)
+    return temp(as_count(value), 1, I64)
 
 
 def opaque(value):

@@ -9,14 +9,7 @@ from collections.abc import Sequence
 from tvm.script import tirx as T
 
 from ..vectors import F32, broadcast, constant  # noqa: F401
-from .emit import Registers, index_temp, ptx  # noqa: F401
-
-
-def temp(value, lanes: int = 1, dtype: str = F32):
-    """Materialise `value`, so that later uses do not repeat its expression."""
-    register = Registers(lanes, dtype, "t")
-    register[0] = value
-    return register[0]
+from .emit import Registers, index_temp, ptx, temp  # noqa: F401
 
 
 def _result(instruction: str, *operands):

@@ -60,10 +60,10 @@ class WorkItem:
                 items.set(items_of(mine))
             until = Variable(items.get(), dtype)  # items of the sequences up to the lane's
             for distance in (1, 2, 4, 8, 16):
-                other = temp(shuffle_up(until.get(), distance), dtype)
+                other = temp(shuffle_up(until.get(), distance), 1, dtype)
                 with T.If(lane >= distance), T.Then():
                     until.set(until.get() + other)
-            total = temp(shuffle_from(until.get(), WARP - 1), dtype)
+            total = temp(shuffle_from(until.get(), WARP - 1), 1, dtype)
             with T.If(number < before.get() + total), T.Then():
                 passed = Variable(T.cast(before.get() + until.get() <= number, I32))
                 for mask in (1, 2, 4, 8, 16):

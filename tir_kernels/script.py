@@ -38,7 +38,9 @@ from tvm.tirx.script import builder
 from tvm.tirx.script.builder.ir import name_meta_class_value, scalar_wrapper
 
 _THIS = "__script__"  # this module, in rewritten source
-_state = threading.local()  # `depth`: readers at work; `known`: variables that have a name
+# `depth`: readers at work; `known`: variables that have a name; `scope`: numbers that were declared
+# in the block that is read; `ended`: those of blocks that have ended.
+_state = threading.local()
 
 
 def prim_func(function: Callable | None = None, *, absent: Collection[str] = ()):
@@ -118,12 +120,14 @@ def _parse_with_tvm(function: Callable, absent: Collection[str]):
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    before = getattr(_state, "depth", 0), getattr(_state, "known", None)
-    _state.depth, _state.known = before[0] + 1, set()
+    before = dict(_state.__dict__)
+    _state.depth = before.get("depth", 0) + 1
+    _state.known, _state.scope, _state.ended = set(), [], set()
     try:
         yield
     finally:
-        _state.depth, _state.known = before
+        _state.__dict__.clear()
+        _state.__dict__.update(before)
 
 
 # ---- From source to the function that Python runs -----------------------------------------------
@@ -251,6 +255,7 @@ class _Rewriter(ast.NodeTransformer):
             for n in names
         ]
         node.body = named + self._body(node.body)
+        node.items.append(ast.withitem(_this(scope)))
         return node
 
     def visit_Assign(self, node):
@@ -353,6 +358,17 @@ def _known(variable: Var) -> Var:
     return variable
 
 
+@contextmanager
+def scope() -> Iterator[None]:
+    """Let the numbers that are declared within end there, though Python keeps their names."""
+    outer, _state.scope = _state.scope, []
+    try:
+        yield
+    finally:
+        _state.ended.update(_state.scope)
+        _state.scope = outer
+
+
 def name_variable(name: str, value) -> None:
     """Name what a frame has made."""
     if isinstance(value, Var):
@@ -367,12 +383,13 @@ def loop(frame, names: tuple[str, ...]) -> Iterator:
         many = isinstance(variables, (list, tuple, tvm.ir.Array))
         for name, variable in zip(names, variables if many else [variables], strict=True):
             name_variable(name, variable)
-        yield variables
+        with scope():
+            yield variables
 
 
 def repeat(condition) -> Iterator[None]:
     """Open a while loop."""
-    with builder.While(condition):
+    with builder.While(condition), scope():
         yield
 
 
@@ -383,10 +400,10 @@ def branches(condition, has_else: bool) -> Iterator[bool]:
             yield condition
         return
     with builder.If(condition):
-        with builder.Then():
+        with builder.Then(), scope():
             yield True
         if has_else:
-            with builder.Else():
+            with builder.Else(), scope():
                 yield False
 
 
@@ -406,7 +423,8 @@ def assign(name: str, value, before: Callable):
         old = before()
     except NameError:
         old = None
-    if old is not None and (target := _scalar_buffer(old)) is not None:
+    target = None if old is None else _scalar_buffer(old)
+    if target is not None and target not in _state.ended:
         try:
             builder.buffer_store(target, value, [0])
             return old
@@ -415,10 +433,16 @@ def assign(name: str, value, before: Callable):
     return _bind(name, value)
 
 
+def _declare_scalar(name: str, scalar):
+    """Name a number of the block that is read."""
+    IRBuilder.name(name, scalar.source)
+    _state.scope.append(scalar.source)
+    return scalar
+
+
 def _bind(name: str, value):
     if isinstance(value, scalar_wrapper):
-        IRBuilder.name(name, value.scalar.source)
-        return value.scalar
+        return _declare_scalar(name, value.scalar)
     if isinstance(value, I.meta_var):
         return value.value
     if getattr(type(value), "_is_meta_class", False):
@@ -447,8 +471,7 @@ def _bind(name: str, value):
         variable = tirx.Var(name, value.ty)
         builder.Bind(value, var=variable)
         return _known(variable)
-    scalar = builder.local_scalar(dtype=str(value.ty.dtype)).scalar
-    IRBuilder.name(name, scalar.source)
+    scalar = _declare_scalar(name, builder.local_scalar(dtype=str(value.ty.dtype)).scalar)
     builder.buffer_store(scalar.source, value, [0])
     return scalar
 
@@ -465,8 +488,7 @@ def declare(name: str, annotation, value):
         name_variable(name, variable)
         builder.Bind(value, var=variable)
         return variable
-    scalar = builder.local_scalar(dtype=str(annotation().ty)).scalar
-    IRBuilder.name(name, scalar.source)
+    scalar = _declare_scalar(name, builder.local_scalar(dtype=str(annotation().ty)).scalar)
     if value is not None:
         builder.buffer_store(scalar.source, value, [0])
     return scalar

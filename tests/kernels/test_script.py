@@ -129,6 +129,37 @@ def test_absent_arguments():
     assert len(assert_same(lambda: build(("window",))).params) == 1
 
 
+def test_names_end_with_their_block():
+    def build():
+        @prim_func
+        def kernel(o: T.handle, n: T.int32):
+            T.func_attr({"s_tir": True})
+            out = T.match_buffer(o, (4,), "int32")
+            last = n
+            for i in range(n):
+                value = i + 1
+                last = value
+            for i in range(n):
+                value = i + 2
+                out[0] = value
+            if n > 3:
+                value = n + 1
+                out[1] = value
+            else:
+                value = n + 2
+                out[2] = value
+            while last > 0:
+                value = last - 1
+                last = value
+            with T.attr(T.int32(0), "pragma_x", 1):
+                value = n + 3
+                out[3] = value
+
+        return kernel
+
+    assert_same(build)
+
+
 def test_errors_tell_the_line_of_the_kernel():
     with pytest.raises(TypeError, match="a loop goes over") as caught:
 

@@ -40,17 +40,18 @@ class VectorTarget:
 
 @dataclass(frozen=True)
 class CudaTarget:
-    """The traits of a GPU that shape the generated code.
+    """The traits of a family of GPUs that shape the generated code.
 
     Parameters
     ----------
-    compute_capability : int
-        The least that the code needs, such as 80; more may choose other instructions.
+    family : str
+        The lowest architecture that has the instructions. "sm_80" (``mma.sync``, ``cp.async``) runs
+        on all later ones; components for ``wgmma`` or ``tcgen05`` would have "sm_90a" or "sm_100a".
     max_shared_bytes : int
         Shared memory that a block may have. The default is what every GPU from 80 on has.
     """
 
-    compute_capability: int = 80
+    family: str = "sm_80"
     max_shared_bytes: int = 99 * 1024
 
 

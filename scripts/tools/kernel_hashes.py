@@ -43,7 +43,7 @@ AVX512_VNNI = VectorTarget(has_vnni=True)
 AVX2 = VectorTarget(lanes=8, registers=16)
 SSE = VectorTarget(lanes=4, registers=16, has_f16_convert=False)
 NEON = VectorTarget(lanes=4, registers=32)
-SM80, SM90 = CudaTarget(), CudaTarget(90)
+GPU = CudaTarget()
 
 _LLAMA3 = (
     ("factor", 8.0),
@@ -121,34 +121,34 @@ CPU_SPECS = {
     "mla-f16": _mla(128, (512, 64), (F16, F16), 64, NEON),
 }
 CUDA_SPECS = {
-    "llama-f16": _spec((32, 8), 128, (F16, F16), target=SM80),
-    "llama-bf16": _spec((32, 8), 128, (BF16, BF16), target=SM90),
-    "llama-f32": _spec((32, 8), 128, target=SM80),
-    "page-1": _spec((32, 8), 128, (F16, F16), 1, SM80),
-    "page-256": _spec((71, 1), 64, (F16, F32), 256, SM80),
-    "group-5": _spec((5, 1), 80, (F32, BF16), 4, SM80),
-    "group-3-f16-pages": _spec((6, 2), 104, (F32, F16), 64, SM80),
-    "narrow-heads": _spec((2, 2), 8, page=8, target=SM80),
-    "dim-24": _spec((3, 1), 24, (BF16, BF16), 128, SM80),
-    "dim-256": _spec((2, 1), 256, (BF16, BF16), 8, SM80),
-    "dim-512": _spec((1, 1), 512, (BF16, BF16), target=SM80),
-    "different-v": _spec((4, 4), (192, 128), (BF16, BF16), target=SM80),
-    "group-64": _spec((64, 1), 128, (F16, F16), target=SM80),
-    "large-memory": _spec((32, 8), 256, (F16, F16), target=CudaTarget(90, 227 * 1024)),
-    "yarn": _spec((4, 2), 96, (BF16, BF16), 64, SM80, rope=RopeSpec(1e4, 1.0, 96, _YARN)),
-    "longrope": _spec((4, 2), 32, (F16, F16), target=SM80, rope=RopeSpec(1e4, 1.0, 32, _LONGROPE)),
-    "partial-rope": _spec((5, 1), 80, (F32, F32), 1, SM80, rope=RopeSpec(5e5, 0.25, 20)),
-    "no-rope": _spec((4, 2), 64, (F16, F16), target=SM80, rope=RopeSpec(rotary_dim=0)),
-    "softcap": _spec((8, 4), 128, (BF16, BF16), target=SM80, logit_softcap=50.0),
-    "alibi": _spec((8, 8), 64, (F16, F16), target=SM80, **_ALIBI),
-    "alibi-softcap-f32": _spec((8, 2), 64, target=SM80, logit_softcap=30.0, **_ALIBI),
-    "sliding": _spec((8, 4), 128, (BF16, BF16), target=SM80, kind="mha_sliding"),
-    "sliding-f32": _spec((8, 2), 64, target=SM80, kind="mha_sliding"),
-    "sliding-alibi": _spec((8, 2), 64, (F16, F16), target=SM80, kind="mha_sliding", **_ALIBI),
-    "mla-bf16": _mla(16, (512, 64), target=SM80),
-    "mla-f32": _mla(5, (64, 16), (F32, F32), 4, SM80),
-    "mla-f16": _mla(128, (512, 64), (F16, F16), 64, SM90),
-    "mla-mixed": _mla(8, (256, 32), (F16, BF16), 16, SM80),
+    "llama-f16": _spec((32, 8), 128, (F16, F16), target=GPU),
+    "llama-bf16": _spec((32, 8), 128, (BF16, BF16), target=GPU),
+    "llama-f32": _spec((32, 8), 128, target=GPU),
+    "page-1": _spec((32, 8), 128, (F16, F16), 1, GPU),
+    "page-256": _spec((71, 1), 64, (F16, F32), 256, GPU),
+    "group-5": _spec((5, 1), 80, (F32, BF16), 4, GPU),
+    "group-3-f16-pages": _spec((6, 2), 104, (F32, F16), 64, GPU),
+    "narrow-heads": _spec((2, 2), 8, page=8, target=GPU),
+    "dim-24": _spec((3, 1), 24, (BF16, BF16), 128, GPU),
+    "dim-256": _spec((2, 1), 256, (BF16, BF16), 8, GPU),
+    "dim-512": _spec((1, 1), 512, (BF16, BF16), target=GPU),
+    "different-v": _spec((4, 4), (192, 128), (BF16, BF16), target=GPU),
+    "group-64": _spec((64, 1), 128, (F16, F16), target=GPU),
+    "large-memory": _spec((32, 8), 256, (F16, F16), target=CudaTarget(max_shared_bytes=227 * 1024)),
+    "yarn": _spec((4, 2), 96, (BF16, BF16), 64, GPU, rope=RopeSpec(1e4, 1.0, 96, _YARN)),
+    "longrope": _spec((4, 2), 32, (F16, F16), target=GPU, rope=RopeSpec(1e4, 1.0, 32, _LONGROPE)),
+    "partial-rope": _spec((5, 1), 80, (F32, F32), 1, GPU, rope=RopeSpec(5e5, 0.25, 20)),
+    "no-rope": _spec((4, 2), 64, (F16, F16), target=GPU, rope=RopeSpec(rotary_dim=0)),
+    "softcap": _spec((8, 4), 128, (BF16, BF16), target=GPU, logit_softcap=50.0),
+    "alibi": _spec((8, 8), 64, (F16, F16), target=GPU, **_ALIBI),
+    "alibi-softcap-f32": _spec((8, 2), 64, target=GPU, logit_softcap=30.0, **_ALIBI),
+    "sliding": _spec((8, 4), 128, (BF16, BF16), target=GPU, kind="mha_sliding"),
+    "sliding-f32": _spec((8, 2), 64, target=GPU, kind="mha_sliding"),
+    "sliding-alibi": _spec((8, 2), 64, (F16, F16), target=GPU, kind="mha_sliding", **_ALIBI),
+    "mla-bf16": _mla(16, (512, 64), target=GPU),
+    "mla-f32": _mla(5, (64, 16), (F32, F32), 4, GPU),
+    "mla-f16": _mla(128, (512, 64), (F16, F16), 64, GPU),
+    "mla-mixed": _mla(8, (256, 32), (F16, BF16), 16, GPU),
 }
 SPECS = {f"cpu-{name}": spec for name, spec in CPU_SPECS.items()} | {
     f"cuda-{name}": spec for name, spec in CUDA_SPECS.items()

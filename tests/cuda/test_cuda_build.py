@@ -15,7 +15,7 @@ import tvm_pagedkv as pkv
 from tir_kernels import build_kernel, kernel_names
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler.build import build_kernels
-from tvm_pagedkv.compiler.cuda import build as cuda_build
+from tvm_pagedkv.compiler.cuda import families
 from tvm_pagedkv.compiler.cuda.library import DeviceCode, compile_library, device_code, find_nvcc
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
@@ -104,7 +104,7 @@ def test_a_configuration_is_built_for_gpus(monkeypatch):
         sources.append((source, archs))
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(cuda_build, "compile_library", stop)
+    monkeypatch.setattr(families, "compile_library", stop)
     with pytest.raises(RuntimeError, match="enough"):
         build_kernels(pkv.KVCacheConfig(**CONFIG, **CAPACITIES), "cuda", archs=("90",))
     ((source, archs),) = sources

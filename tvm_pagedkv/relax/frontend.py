@@ -260,7 +260,7 @@ class PagedKVCache(PagedKVCacheObject):
 
 def _spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) -> KernelSpec:
     if is_cuda(target):
-        return cuda_spec(kernel_spec(config, layer, resolve_target()))
+        return cuda_spec(kernel_spec(config, layer, resolve_target()), arch_of(target))
     spec = kernel_spec(config, layer, target)
     warn_if_slow(spec)
     return spec

@@ -12,14 +12,20 @@ from tir_kernels.spec import CudaTarget, KernelSpec
 
 from ..disk_cache import code_versions, sealed_file
 from ..progress import compiling
-from .library import ARCHS, compile_library, compiler_version
-from .source import cuda_source
+from .families import by_family, compile_families, family_of
+from .library import ARCHS, compiler_version
 
 SOURCES = (Path(__file__).parent,)  # a change of any of these files makes new kernels
 
 
-def cuda_spec(spec: KernelSpec) -> KernelSpec:
+def cuda_spec(spec: KernelSpec, arch: str | None = None) -> KernelSpec:
     """Return the spec of the same layers for a GPU.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    arch : str, optional
+        A compute capability, such as "90a"; None: the kernels that all GPUs run.
 
     Raises
     ------
@@ -35,7 +41,7 @@ def cuda_spec(spec: KernelSpec) -> KernelSpec:
         raise ValueError(
             f"kv_dtype {spec.kv_dtype!r} has kernels for CPUs only; choose another codec, or a CPU"
         )
-    return replace(spec, target=CudaTarget())
+    return replace(spec, target=family_of(arch) if arch else CudaTarget())
 
 
 def build_cuda_set(
@@ -66,10 +72,13 @@ def build_cuda_set(
 
     def build(path: Path) -> None:
         with compiling(f"{len(symbols)} kernels for GPUs: {', '.join(archs)}", progress):
-            functions = {
-                symbol: tir_kernels.build_kernel(name, spec) for name, symbol in symbols.items()
-            }
-            compile_library(cuda_source(functions), path, archs)
+            compile_families(
+                lambda name, family: tir_kernels.build_kernel(name, replace(spec, target=family)),
+                symbols,
+                path,
+                archs,
+            )
 
     versions = code_versions(*SOURCES, Path(tir_kernels.__file__).parent)
-    return symbols, sealed_file([repr(spec), *archs, *compiler_version(), *versions], ".so", build)
+    key = [repr(spec), repr(by_family(archs)), *compiler_version(), *versions]
+    return symbols, sealed_file(key, ".so", build)

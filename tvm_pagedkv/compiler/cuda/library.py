@@ -64,10 +64,17 @@ def compile_library(source: str, path: Path, archs: Sequence[str] = ARCHS) -> No
     RuntimeError
         If nvcc is missing or fails; the message has its last lines.
     """
-    library = Path(libinfo.find_libtvm_ffi())
+    _compile(source + _VERSION, path, archs, _library_flags())
+    _require_all(archs, path)
+
+
+def _library_flags() -> list[str]:
+    folder = Path(libinfo.find_libtvm_ffi()).parent
     flags = [part for flag in (*STAYS_LOADED, "-s") for part in ("-Xlinker", flag)]
-    flags += ["-shared", "-cudart", "static", f"-L{library.parent}", "-ltvm_ffi"]
-    _compile(source + _VERSION, path, archs, flags)
+    return [*flags, "-shared", "-cudart", "static", f"-L{folder}", "-ltvm_ffi"]
+
+
+def _require_all(archs: Sequence[str], path: Path) -> None:
     held = device_code(path)
     missing = {DeviceCode("sass", int(arch.rstrip("a"))) for arch in archs} - held
     if missing:
@@ -102,6 +109,37 @@ def compile_object(source: str, path: Path, archs: Sequence[str] = ARCHS) -> Non
         )
     finally:
         bare.unlink()
+
+
+def link_objects(objects: Sequence[Path], source: str, path: Path, archs: Sequence[str]) -> None:
+    """Link object files, which `compile_object` wrote, and host code to a shared library.
+
+    Parameters
+    ----------
+    objects : sequence of Path
+    source : str
+        C++ that calls the objects' functions.
+    path : Path
+        The library to write.
+    archs : sequence of str
+        Compute capabilities that the objects hold.
+
+    Raises
+    ------
+    RuntimeError
+        If nvcc is missing or fails, or if an object lacks device code.
+    """
+    text = path.with_suffix(".cc")
+    text.write_text(source + _VERSION)
+    try:
+        _run(
+            *(find_nvcc(), "-std=c++17", "-O2", "-Xcompiler", "-fPIC"),
+            *(f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"),
+            *(text, *objects, "-o", path, *_library_flags()),
+        )
+    finally:
+        text.unlink()
+    _require_all(archs, path)
 
 
 def compile_ptx(source: str, arch: str) -> str:

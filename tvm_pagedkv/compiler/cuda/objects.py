@@ -63,7 +63,7 @@ def cuda_kernel_symbol(name: str, key: str, target: Target) -> str:
 
 
 def arch_of(target: Target) -> str:
-    """Return the compute capability of a target, such as "90".
+    """Return the compute capability of a target, such as "90", or "90a" where it says so.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def arch_of(target: Target) -> str:
         If the target names none or one without kernels, or if its host has another architecture
         than this machine, for which the launchers are compiled.
     """
-    arch = str(target.attrs.get("arch", "")).removeprefix("sm_").rstrip("a")
+    arch = str(target.attrs.get("arch", "")).removeprefix("sm_")
     if not arch:
         raise ValueError('a target of kind "cuda" must name its architecture, such as "sm_90"')
     check_archs([arch])

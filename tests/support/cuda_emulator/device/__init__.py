@@ -14,6 +14,7 @@ import tvm
 import tvm_ffi
 
 from tvm_pagedkv.compiler.cuda import build as cuda_build
+from tvm_pagedkv.compiler.cuda import families as cuda_families
 from tvm_pagedkv.compiler.cuda import library as cuda_library
 from tvm_pagedkv.compiler.disk_cache import code_versions
 
@@ -78,7 +79,7 @@ def plugged_in(monkeypatch):
 
     device = EmulatedDevice()
     with monkeypatch.context() as patches:
-        patches.setattr(cuda_build, "compile_library", compile_library)
+        patches.setattr(cuda_families, "compile_library", compile_library)
         # On the disk these libraries must be told from real ones.
         versions = (library.runtime_path().stem, *code_versions(Path(library.__file__).parent))
         patches.setattr(

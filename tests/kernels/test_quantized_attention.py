@@ -61,7 +61,7 @@ def spec_of(shape, dtype: str, codec: str, **fields):
     return make_spec(heads, dim, (dtype, codec), page, **more, **fields)
 
 
-@latin_square(3, "shape", "codec", "dtype")
+@latin_square(4, "shape", "dtype", "codec")
 @parametrize_shapes("5:5x96-p1")
 @parametrize_dtypes
 @parametrize_codecs
@@ -73,7 +73,7 @@ def test_decode(shape, dtype, codec, batch, seed):
     case.verify()
 
 
-@latin_square(3, "shape", "codec", "dtype")
+@latin_square(4, "shape", "dtype", "codec")
 @parametrize_shapes("5:5x96-p1", "4:2x64-p8-cap")
 @parametrize_dtypes
 @parametrize_codecs
@@ -109,7 +109,7 @@ def test_groups_of_both_halves(shape, seed):
     case.verify()
 
 
-@latin_square(3, "cpu", "codec", "dtype")
+@latin_square(4, "cpu", "dtype", "codec")
 @parametrize_dtypes
 @parametrize_codecs
 @parametrize_cpu("x86-64-v4", "x86-64-v3", "x86-64")
@@ -188,7 +188,7 @@ def test_trees(dtype, codec, seed):
     case.verify()
 
 
-@latin_square(3, "shape", "codec", "dtype")
+@latin_square(4, "shape", "dtype", "codec")
 @pytest.mark.parametrize("shape", ["32:8x128-p16", "6:2x256-p4-alibi", "4:2x64-p8-cap"])
 @parametrize_dtypes
 @parametrize_codecs
@@ -198,7 +198,7 @@ def test_shared_prefixes(shape, dtype, codec, segments, seed):
     SharedBatch(spec_of(SHAPES[shape], dtype, codec), SEGMENTS[segments], seed).check()
 
 
-@latin_square(3, "dims", "codec", "dtype")
+@latin_square(4, "dims", "dtype", "codec")
 @pytest.mark.parametrize("dims", [(512, 64), (64, 32)], ids=lambda dims: f"{dims[0]}+{dims[1]}")
 @parametrize_dtypes
 @parametrize_codecs

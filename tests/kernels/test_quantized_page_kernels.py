@@ -46,7 +46,7 @@ def quantized_spec(shape, dtype: str, codec: str, **fields):
     return make_spec(heads, dim, (dtype, codec), page, **more, **fields)
 
 
-@latin_square(3, "shape", "codec", "dtype")
+@latin_square(4, "shape", "dtype", "codec")
 @parametrize_seed
 @pytest.mark.parametrize("num_rows", [0, 1, 700])
 @parametrize_codecs
@@ -56,7 +56,7 @@ def test_append_quantizes(shape, dtype, codec, num_rows, seed):
     check_transpose_append(quantized_spec(shape, dtype, codec), num_rows, seed)
 
 
-@latin_square(3, "shape", "codec", "dtype")
+@latin_square(4, "shape", "dtype", "codec")
 @parametrize_seed
 @pytest.mark.parametrize("apply_rope", [0, 1])
 @parametrize_codecs
@@ -76,7 +76,7 @@ def test_rows_of_any_width(shape, codec, seed):
     check_debug_get_kv(spec, 60, seed)
 
 
-@latin_square(3, "cpu", "codec", "dtype")
+@latin_square(4, "cpu", "dtype", "codec")
 @parametrize_seed
 @parametrize_codecs
 @parametrize_cpu("x86-64-v4", "x86-64-v3", "x86-64")
@@ -95,7 +95,7 @@ def test_copies_move_codes_and_scales(shape, codec, seed):
     check_copies(quantized_spec(shape, F16, codec), seed)
 
 
-@latin_square(3, "shape", "codec", "dtype")
+@latin_square(4, "shape", "dtype", "codec")
 @parametrize_seed
 @pytest.mark.parametrize("num_rows", [0, 1, 700])
 @parametrize_codecs
@@ -105,7 +105,7 @@ def test_debug_get_kv_dequantizes(shape, dtype, codec, num_rows, seed):
     check_debug_get_kv(quantized_spec(shape, dtype, codec), num_rows, seed)
 
 
-@latin_square(3, "dims", "codec", "dtype")
+@latin_square(4, "dims", "dtype", "codec")
 @parametrize_seed
 @parametrize_codecs
 @parametrize_dtypes

@@ -3,7 +3,8 @@
 
 Scratch memory comes from a stream-ordered pool of the library, one per device: no call waits,
 streams do not share memory, and a CUDA graph can capture it. The number of resident blocks and the
-shared memory of a block are queried at each call; they do not change.
+shared memory of a block are queried at each call; they do not change. Kernels with shared memory ask
+for all that a multiprocessor can give to it, as the number of resident blocks supposes.
 """
 
 from __future__ import annotations
@@ -112,6 +113,27 @@ extern "C" TVM_DLL int32_t BLOCK_SHARED_BYTES() {
   return pagedkv::Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
 }
 
+// Once for a kernel and device, whose code the driver loads here.
+extern "C" void PREFER_SHARED(const void* kernel) {
+  struct Entry {
+    const void* kernel;
+    int device;
+    const Entry* next;
+  };
+  static std::mutex mutex;
+  static const Entry* first = nullptr;
+  const int device = pagedkv::CurrentDevice();
+  std::lock_guard<std::mutex> lock(mutex);
+  const Entry* found = first;
+  while (found != nullptr && (found->kernel != kernel || found->device != device)) {
+    found = found->next;
+  }
+  if (found != nullptr) return;
+  pagedkv::Check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared));
+  first = new Entry{kernel, device, first};
+}
+
 extern "C" TVM_DLL int32_t CAN_OVERLAP() {
   return pagedkv::Known(pagedkv::CurrentDevice(), pagedkv::CanOverlap);
 }
@@ -125,6 +147,8 @@ _NAMES = {
 }
 _HOST_BEGIN = re.compile(r"^#include <tvm/ffi/c_api\.h>\n", re.MULTILINE)
 _CAN_OVERLAP = "pagedkv_kernels_can_overlap"
+_PREFER_SHARED = "pagedkv_prefer_shared_memory"
+_LAUNCH = re.compile(r"^  return cudaLaunchKernelEx\(config, kernel, ", re.MULTILINE)
 # Where a launcher allows a kernel to begin before the preceding one has ended.
 _ALLOWED = "programmaticStreamSerializationAllowed"
 _ATTRIBUTE = re.compile(rf"(\w+)\[(\w+)\.numAttrs\+\+\](\.val\.{_ALLOWED} = 1;)")
@@ -134,13 +158,19 @@ _KERNEL = re.compile(r"^extern \"C\" __global__ void (?:__launch_bounds__\(.*?\)
 def with_runtime(source: str) -> str:
     """Append the functions, and set launch attributes only on chips that have them."""
     definitions = _DEFINITIONS
-    for name, symbol in {**_NAMES, "CAN_OVERLAP": _CAN_OVERLAP}.items():
+    own = {"CAN_OVERLAP": _CAN_OVERLAP, "PREFER_SHARED": _PREFER_SHARED}
+    for name, symbol in {**_NAMES, **own}.items():
         definitions = definitions.replace(f" {name}(", f" {symbol}(")
     kernel = _KERNEL.search(source)
     assert kernel is not None, "the source has no kernel"
     definitions = definitions.replace("::KERNEL", f"::{kernel[1]}")
-    declared = rf'\g<0>extern "C" int32_t {_CAN_OVERLAP}();\n'
+    declared = (
+        rf'\g<0>extern "C" int32_t {_CAN_OVERLAP}();\n'
+        rf'extern "C" void {_PREFER_SHARED}(const void* kernel);\n'
+    )
     source = rewrite(source, _HOST_BEGIN, declared, 1, "beginning of the host's code")
+    prefers = f"  if (config->dynamicSmemBytes > 0) {_PREFER_SHARED}((const void*)kernel);\n\\g<0>"
+    source = rewrite(source, _LAUNCH, prefers, 1, "functions that launch")
     guarded = rf"\1[\2.numAttrs]\3\n  \2.numAttrs += {_CAN_OVERLAP}();"
     count = source.count(_ALLOWED)
     source = rewrite(source, _ATTRIBUTE, guarded, count, "launches that may begin early")

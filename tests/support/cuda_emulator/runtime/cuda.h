@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <type_traits>
 
@@ -98,7 +99,11 @@ enum cudaError_t {
   cudaErrorLaunchFailure,
   cudaErrorCudartUnloading
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout
+};
+enum { cudaSharedmemCarveoutMaxShared = 100 };
 
 struct dim3 : emulator::Index3 {
   dim3(unsigned x, unsigned y, unsigned z) : Index3{x, y, z} {}
@@ -151,8 +156,17 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel)
   attributes->ptxVersion = emulator::machine().ptx_version;
   return cudaSuccess;
 }
+// Kernels that ask for as much shared memory as there is, in this library.
+inline std::set<const void*>& PreferringShared() {
+  static std::set<const void*> kernels;
+  return kernels;
+}
 template <typename Kernel>
-inline cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int64_t value) {
+inline cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute attribute, int64_t value) {
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) {
+    PreferringShared().insert(reinterpret_cast<const void*>(kernel));
+    return value == cudaSharedmemCarveoutMaxShared ? cudaSuccess : cudaErrorInvalidValue;
+  }
   const bool fits = value <= static_cast<int64_t>(emulator::machine().max_shared_bytes);
   return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -196,6 +210,11 @@ template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args... args) {
   if (config->dynamicSmemBytes > emulator::machine().max_shared_bytes) {
+    return cudaErrorInvalidValue;
+  }
+  // The number of blocks that are launched supposes that the GPU has the memory for them.
+  const void* address = reinterpret_cast<const void*>(kernel);
+  if (config->dynamicSmemBytes > 0 && PreferringShared().count(address) == 0) {
     return cudaErrorInvalidValue;
   }
   const bool begins_early =

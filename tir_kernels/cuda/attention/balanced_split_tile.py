@@ -10,9 +10,9 @@ from tvm.script import tirx as T
 from ...semantics.visibility import CausalMask
 from ...signatures.inputs import AttentionInputs
 from ...spec import KernelSpec
+from ..components.kv_rows import rows_of_pages
 from ..emit import I32, U32, Registers, index_temp, ptx
 from ..splits.tile_schedule import KvSplit
-from .kv_rows import rows_of_pages
 from .query_tile import SPILLED, QueryTile
 from .tile_step import BalancedSplitStep
 

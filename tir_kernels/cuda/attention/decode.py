@@ -24,6 +24,7 @@ from ...semantics.visibility import (
 from ...signatures import decode as signatures
 from ...signatures.inputs import Lengths, PagedInputs
 from ...spec import KernelSpec
+from ..components.kv_rows import rows_of_pages, with_page_views
 from ..elements import store_floats
 from ..emit import I32, I64, Variable, as_count, count_temp, index_temp, launch
 from ..launcher import resident_blocks
@@ -31,7 +32,6 @@ from ..splits.block_states import BlockStates
 from ..splits.page_schedule import PageSchedule
 from ..tiles.decode_tiling import DecodeTiling
 from .decode_split import DecodeSplit, DecodeStep
-from .kv_rows import rows_of_pages, with_page_views
 
 _MAX_PACKED_COLUMNS = 128  # of V with codes of 4 bits: 256 spilled 148 bytes
 

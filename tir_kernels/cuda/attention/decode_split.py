@@ -15,6 +15,10 @@ from tvm.script.ir_builder import IRBuilder
 
 from ...semantics.visibility import Span
 from ...spec import LOG2E, KernelSpec
+from ..components.code_pipeline import kv_pipeline
+from ..components.inline_rope import InlineRope
+from ..components.kv_rows import PagedRows, as_int64
+from ..components.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..emit import F32, WARP, Registers, index_temp, sync_block, sync_warp
 from ..scalars import temp
 from ..splits.page_schedule import Pair
@@ -31,11 +35,7 @@ from ..tiles.mma_codes import (
     interleave_columns,
 )
 from ..tiles.online_softmax import Accumulators, OnlineSoftmax
-from ..tiles.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..tiles.shared_tiles import SharedTiles
-from .inline_rope import InlineRope
-from .kv_rows import PagedRows, as_int64
-from .kv_stages import kv_pipeline
 
 MAX_KEPT = 128  # elements of a row of Q in registers: tiles of few positions leave room for them
 
@@ -95,7 +95,7 @@ class DecodeSplit:
         self.scores = Accumulators(tiling.positions, "scores", tiling.rows_of_thread)
         self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
         self.q_blocks, self.o_blocks = hadamard_blocks(tiling)
-        self.pipeline = kv_pipeline(spec, tiling, memory, self.q.end, self.threads, self.v_begin)
+        self.pipeline = kv_pipeline(spec, tiling, memory, self.q.end, self.threads, self.slice)
         self.k, self.v, self.scales = self.pipeline.k, self.pipeline.v, self.pipeline.scales
         self.has_codes = tiling.codes is not None and not tiling.codes.is_widened
         self.products = self._products()
@@ -127,7 +127,8 @@ class DecodeSplit:
         own = a.q_rope_position[pair.sequence]
         own = index_temp(own if span.begin is None else T.min(own, span.last_position))
         first_head = index_temp(pair.head * spec.group_size)
-        rope = InlineRope(spec, a, step.length)
+        rope = InlineRope(spec, a.rotary_mode)
+        rope.begin(step.length)
         if self.bias:
             for h, row in enumerate(self.own_rows):
                 self.bias.set_row(h, first_head + self._row_in_group(row), own)

@@ -11,11 +11,11 @@ from tvm.script import tirx as T
 
 from ...signatures.inputs import AttentionInputs
 from ...spec import KernelSpec
+from ..components.kv_rows import as_int64
 from ..emit import I32, WARP, index_temp, launch
 from ..launcher import resident_blocks
 from ..splits.partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, PartialStates
 from ..tiles.tiling import Tiling
-from .kv_rows import as_int64
 from .query_tile import QueryTile
 
 MIN_COLUMNS = 256  # that a block takes: loading Q, keeping states and merging them costs as much

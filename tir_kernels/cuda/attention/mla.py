@@ -15,12 +15,12 @@ from ...semantics.visibility import CausalMask, WholeSequence
 from ...signatures import latent
 from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
+from ..components.kv_rows import with_page_views
 from ..emit import as_count, index_temp, opaque
 from ..splits.tile_schedule import KvSplit, TileSchedule, balanced_splits
 from ..tiles.tiling import Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .balanced_split_tile import BalancedSplitTile, SplitMask, step_of
-from .kv_rows import with_page_views
 from .non_finite_v import with_guard
 from .tree import build_tree
 from .tree_mask import NoTree

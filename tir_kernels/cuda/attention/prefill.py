@@ -23,12 +23,12 @@ from ...semantics.visibility import (
 from ...signatures import prefill as signatures
 from ...signatures.inputs import Lengths, PagedInputs, RaggedInputs
 from ...spec import KernelSpec
+from ..components.kv_rows import RaggedRows, rows_of_pages, with_page_views
 from ..emit import WARP, as_count, index_temp, launch, opaque
 from ..splits.work_item import WorkItem
 from ..tiles.tiling import MAX_ROWS, Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .fixed_split_tile import FixedSplitStates, FixedSplitTile, splits_of
-from .kv_rows import RaggedRows, rows_of_pages, with_page_views
 from .non_finite_v import NonFiniteGuard, with_guard
 from .tile_step import FixedSplitStep
 from .tree_mask import NoTree
@@ -145,7 +145,13 @@ def emit_ragged(spec: KernelSpec, a: RaggedInputs, max_rows: int = MAX_ROWS) -> 
     def kv_rows(sequence, head):
         first = index_temp(a.kv_indptr[sequence])
         kv_len = index_temp(a.kv_indptr[sequence + 1] - first)
-        return lambda rows_per_thread: RaggedRows(a, first, head), kv_len
+
+        def rows(rows_per_thread: int):
+            ragged = RaggedRows(a.k, a.v)
+            ragged.begin(first, head)
+            return ragged
+
+        return rows, kv_len
 
     source = KvSource(
         rows=kv_rows,

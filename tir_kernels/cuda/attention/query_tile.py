@@ -14,6 +14,10 @@ from tvm.script.ir_builder import IRBuilder
 
 from ...semantics.visibility import Span
 from ...spec import LOG2E, KernelSpec
+from ..components.code_pipeline import kv_pipeline
+from ..components.inline_rope import InlineRope
+from ..components.kv_rows import as_int64
+from ..components.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..elements import store_words
 from ..emit import F32, I32, U32, WARP, Registers, index_temp, opaque, ptx, sync_block
 from ..scalars import temp
@@ -22,12 +26,8 @@ from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
 from ..tiles.logits import AlibiBias, hide, to_logits
 from ..tiles.mma import TensorCores
 from ..tiles.online_softmax import Accumulators, OnlineSoftmax
-from ..tiles.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
 from ..tiles.shared_tiles import SharedTiles
 from ..tiles.tiling import Tiling
-from .inline_rope import InlineRope
-from .kv_rows import as_int64
-from .kv_stages import kv_pipeline
 from .non_finite_v import FIRST_WORD, NonFiniteGuard
 from .tile_step import TileStep
 
@@ -74,7 +74,8 @@ class QueryTile:
         self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
         self.q_blocks, self.o_blocks = hadamard_blocks(tiling)
         self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
-        self.rope = InlineRope(spec, a, step.length)
+        self.rope = InlineRope(spec, a.rotary_mode)
+        self.rope.begin(step.length)
         self.o_chunks = spec.v_head_dim // tiling.o.per_chunk
         if tiling.slices > 1:
             left_chunks = T.truncdiv(spec.v_head_dim - self.v_begin, tiling.o.per_chunk)
@@ -82,10 +83,10 @@ class QueryTile:
         self.tree = a.tree
         self.tree.begin(self)
         begin = max(self.q.end, self.o.end)
-        self.pipeline = kv_pipeline(spec, tiling, memory, begin, self.threads, self.v_begin)
+        self.pipeline = kv_pipeline(spec, tiling, memory, begin, self.threads, step.slice)
         self.k, self.v, self.scales = self.pipeline.k, self.pipeline.v, self.pipeline.scales
         self.v_chunks = self.pipeline.v_chunks
-        self.tables_begin = self.pipeline.end
+        self.tables_begin = self.pipeline.end_byte
 
     def _assign_rows(self, thread) -> None:
         """Find which rows of the tile are the thread's."""

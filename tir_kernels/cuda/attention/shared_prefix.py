@@ -17,13 +17,13 @@ from ...semantics.rotary_mode import refuse_longrope, require_own_rotation
 from ...signatures import shared
 from ...signatures.inputs import SharedInputs
 from ...spec import KernelSpec
+from ..components.kv_rows import with_page_views
 from ..emit import as_count, index_temp, launch
 from ..launcher import workspace
 from ..splits.tile_schedule import KvSplit, TileSchedule, balanced_splits
 from ..tiles.tiling import MAX_ROWS, Tiling
 from ..tiles.tiling_choice import emit_chosen
 from .balanced_split_tile import SplitMask, step_of
-from .kv_rows import with_page_views
 from .shared_tile import SharedTile
 from .tree_mask import NoTree
 

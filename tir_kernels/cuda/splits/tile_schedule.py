@@ -17,7 +17,7 @@ from tvm.script import tirx as T
 
 from ...signatures.inputs import AttentionInputs
 from ...spec import KernelSpec
-from ..attention.kv_rows import as_int64
+from ..components.kv_rows import as_int64
 from ..emit import (
     I32,
     I64,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to the K and V rows of a sequence and a KV head, for threads that copy tiles of them.
+"""The K and V rows of a sequence and a KV head, for threads that copy tiles of them.
 
 A thread copies a few rows of each tile. It looks up their pages a tile ahead (`find`), so that the
-copies (`k_pointer`) do not wait for the page table; the rest is computed when it is needed, since
+copies (`pointer`) do not wait for the page table; the rest is computed when it is needed, since
 registers are scarce.
 """
 
@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from tvm.script import tirx as T
 
-from ...layout import K_PLANE, V_PLANE, latent_index, row_index, view_pages
+from ...layout import K_PLANE, latent_index, row_index, view_pages
+from ...script import inline
 from ...semantics.rotary_mode import refuse_inline
 from ...signatures.inputs import PagedInputs
 from ...spec import KernelSpec
@@ -35,52 +36,52 @@ def as_int64(value):
     return T.cast(value, "int64")
 
 
+@T.meta_class
 class PagedRows:
     """The rows that a page table gives a sequence.
 
     Parameters
     ----------
     spec : KernelSpec
-    a : the kernel's arguments `pages` and `page_values`.
-    first_entry : int32
-        Entry of the sequence's first page in `page_values`.
-    head : int32
-        The KV head.
+    pages, page_values : the kernel's arguments
     rows_per_thread : int
         Of a tile.
     """
 
-    def __init__(self, spec: KernelSpec, a, first_entry, head, rows_per_thread: int):
-        self.spec, self.a, self.first_entry, self.head = spec, a, first_entry, head
-        self.page = Registers(rows_per_thread, "int32", "page")
+    def __init__(self, spec: KernelSpec, pages, page_values, rows_per_thread: int):
+        self.spec, self.pages, self.page_values = spec, pages, page_values
+        self.page = T.alloc_local((rows_per_thread,), "int32")
+        self.first_entry = T.local_scalar("int32")
+        self.head = T.local_scalar("int32")
 
-    def find(self, i, position) -> None:
+    @inline
+    def begin(self, first_entry, head):
+        """Go on with the sequence whose pages begin at an entry of `page_values`."""
+        self.first_entry = first_entry
+        self.head = head
+
+    @inline
+    def find(self, i, position):
         """Look up the page of the i-th row of the thread; the sequence holds the position."""
-        entry = self.first_entry + T.truncdiv(position, self.spec.page_size)
-        self.page[i] = self.a.page_values[entry]
+        entry = T.meta_var(self.first_entry + T.truncdiv(position, self.spec.page_size))
+        self.page[i] = self.page_values[entry]
 
-    def k_pointer(self, i, position, column):
-        """Return a pointer to a column of the i-th row of K, which `find` found there."""
-        return self._pointer(K_PLANE, i, position, column)
-
-    def v_pointer(self, i, position, column):
-        """Return a pointer to a column of the i-th row of V, likewise."""
-        return self._pointer(V_PLANE, i, position, column)
+    def pointer(self, plane: int, i, position, column):
+        """Return a pointer to a column of the i-th row of K or V, which `find` found there."""
+        page, slot = as_int64(self.page[i]), self._slot(position)
+        return self.pages.ptr_to(list(row_index(page, plane, self.head, slot, column)))
 
     def _slot(self, position):
         return T.truncmod(position, self.spec.page_size)
-
-    def _pointer(self, plane: int, i, position, column):
-        page, slot = as_int64(self.page[i]), self._slot(position)
-        return self.a.pages.ptr_to(list(row_index(page, plane, self.head, slot, column)))
 
 
 class LatentRows(PagedRows):
     """The latent rows of MLA: K is the whole row, and V its first columns."""
 
-    def _pointer(self, plane: int, i, position, column):
+    def pointer(self, plane: int, i, position, column):
+        """Return a pointer to a column of the i-th row, which `find` found there."""
         page, slot = as_int64(self.page[i]), self._slot(position)
-        return self.a.pages.ptr_to(list(latent_index(page, slot, column)))
+        return self.pages.ptr_to(list(latent_index(page, slot, column)))
 
 
 class QuantizedRows(PagedRows):
@@ -96,9 +97,9 @@ class QuantizedRows(PagedRows):
         scale = word * self.scales_per_word
         if self.may_shift:
             scale = scale - T.truncdiv(self.scale_shift(plane, position), 2)
-        pages, itemsize = self.a.pages, 4 // self.scales_per_word
-        scale = self._row(plane, position) * len(pages.groups) + scale
-        return self._byte_pointer(i, pages.scales_begin + scale * itemsize)
+        itemsize = 4 // self.scales_per_word
+        scale = self._row(plane, position) * len(self.pages.groups) + scale
+        return self._byte_pointer(i, self.pages.scales_begin + scale * itemsize)
 
     def _row(self, plane, position):
         """Rows of a page before one."""
@@ -111,7 +112,7 @@ class QuantizedRows(PagedRows):
         The offset in the page goes through an instruction that the compiler does not look into: it
         would keep sums of the base address and parts of offsets, in two registers each.
         """
-        codes, offset = self.a.pages.codes, Registers(1, "int32", "offset")
+        codes, offset = self.pages.codes, Registers(1, "int32", "offset")
         ptx("mov.b32", offset[0], byte)
         first = [as_int64(self.page[i]), *[0] * (len(codes.shape) - 2)]
         return codes.ptr_to([*first, offset[0]])
@@ -124,44 +125,54 @@ class QuantizedRows(PagedRows):
     @property
     def may_shift(self) -> bool:
         """Whether the scales of some rows begin in the middle of a word."""
-        return len(self.a.pages.groups) % self.scales_per_word != 0
+        return len(self.pages.groups) % self.scales_per_word != 0
 
     def scale_shift(self, plane, position):
         """Bytes from the first word of the scales of a row to its first scale."""
         head = 0 if self.spec.kind == "mla" else self.head
         row = (plane * self.spec.num_kv_heads + head) * self.spec.page_size + self._slot(position)
-        return T.truncmod(row * len(self.a.pages.groups), 2) * 2 if self.may_shift else 0
+        return T.truncmod(row * len(self.pages.groups), 2) * 2 if self.may_shift else 0
 
 
-def rows_of_pages(spec: KernelSpec, *arguments) -> PagedRows:
-    """The rows of a spec's pages; the arguments are those of `PagedRows`."""
-    if spec.codec:
-        return QuantizedRows(spec, *arguments)
-    return (LatentRows if spec.kind == "mla" else PagedRows)(spec, *arguments)
+def paged_rows(spec: KernelSpec, pages, page_values, rows_per_thread: int) -> PagedRows:
+    """Make the component for a spec's pages; the arguments are those of `PagedRows`."""
+    kind = LatentRows if spec.kind == "mla" else PagedRows
+    kind = QuantizedRows if spec.codec else kind
+    return kind(spec, pages, page_values, rows_per_thread)
 
 
+def rows_of_pages(spec: KernelSpec, a, first_entry, head, rows_per_thread: int) -> PagedRows:
+    """The rows of a sequence and a KV head."""
+    rows = paged_rows(spec, a.pages, a.page_values, rows_per_thread)
+    rows.begin(first_entry, head)
+    return rows
+
+
+@T.meta_class
 class RaggedRows:
-    """Rows of ragged K and V.
+    """Rows of ragged K and V; see `PagedRows`.
 
     Parameters
     ----------
-    a : the kernel's arguments `k` and `v`.
-    first_row : int32
-        The sequence's first row.
-    head : int32
-        The KV head.
+    k, v : the kernel's arguments
     """
 
-    def __init__(self, a, first_row, head):
-        self.a, self.first_row, self.head = a, first_row, head
+    def __init__(self, k, v):
+        self.k, self.v = k, v
+        self.first_row = T.local_scalar("int32")
+        self.head = T.local_scalar("int32")
 
-    def find(self, i, position) -> None:
+    @inline
+    def begin(self, first_row, head):
+        """Go on with the sequence whose rows begin at a row of `k` and `v`."""
+        self.first_row = first_row
+        self.head = head
+
+    @inline
+    def find(self, i, position):
         """There is nothing to look up."""
 
-    def k_pointer(self, i, position, column):
-        """Return a pointer to a column of the row of K at a position."""
-        return self.a.k.ptr_to([as_int64(self.first_row + position), self.head, column])
-
-    def v_pointer(self, i, position, column):
-        """Return a pointer to a column of the row of V at a position."""
-        return self.a.v.ptr_to([as_int64(self.first_row + position), self.head, column])
+    def pointer(self, plane: int, i, position, column):
+        """Return a pointer to a column of the row of K or V at a position."""
+        rows = self.k if plane == K_PLANE else self.v
+        return rows.ptr_to([as_int64(self.first_row + position), self.head, column])

@@ -7,37 +7,48 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
+from ...script import inline
 from ...semantics.rope import inverse_frequencies, sin_cos
 from ...semantics.rotary_mode import has_rope
 from ...spec import KernelSpec
 from .. import scalars
-from ..emit import F32, index_temp, sync_block
-from ..tiles.pipeline import ThreadGroup
+from ..emit import F32, sync_block
 from ..tiles.shared_tiles import SharedTiles
+from .pipeline import ThreadGroup
 
 
+@T.meta_class
 class InlineRope:
     """The rotation of one kernel.
 
     Parameters
     ----------
     spec : KernelSpec
-    a : the kernel's argument `rotary_mode`, or none: rows are rotated already.
-    length : int32 expression
-        Positions of the sequence, the dropped ones included.
+    mode : int32 expression or None
+        The kernel's argument `rotary_mode`; rows of a kernel without it are rotated already.
+
+    Attributes
+    ----------
+    may_rotate : bool
+        Whether a call may ask for it.
     """
 
-    def __init__(self, spec: KernelSpec, a, length):
-        self.spec, self.length = spec, length
-        # Rows of a kernel that cannot be asked to rotate them are rotated already.
-        self.mode = a.rotary_mode
-        self.may_rotate = has_rope(spec) and self.mode is not None
+    def __init__(self, spec: KernelSpec, mode):
+        self.spec, self.mode = spec, mode
+        self.may_rotate = has_rope(spec) and mode is not None
         self.half = spec.rope.rotary_dim // 2
+        self.length = T.local_scalar("int32")
 
+    @inline
+    def begin(self, length):
+        """Go on with a sequence of `length` positions, the dropped ones included."""
+        self.length = length
+
+    @inline
     def rotate(
         self, tiles: SharedTiles, tile, num_rows: int, threads: ThreadGroup, position: Callable
-    ) -> None:
-        """Rotate a tile of Q or K by a group of threads.
+    ):
+        """Rotate a tile of Q or K by a group of threads, if the call asks for it.
 
         Parameters
         ----------
@@ -50,21 +61,21 @@ class InlineRope:
         position : callable
             Row -> its RoPE position.
         """
-        if not self.may_rotate:
-            return
-        half, num_threads = self.half, threads.num_threads
-        with T.If(self.mode == 1), T.Then():
-            with T.serial(T.ceildiv(num_rows * half, num_threads)) as turn:
-                item = index_temp(turn * num_threads + threads.thread)
-                with T.If(item < num_rows * half), T.Then():
-                    row, i = (
-                        index_temp(x) for x in (T.truncdiv(item, half), T.truncmod(item, half))
-                    )
-                    rotation = self._sin_cos(position(row), i)
-                    x, y = (tiles.load_float(tile, row, column) for column in (i, i + half))
-                    tiles.store_float(tile, row, i, x * rotation.cos - y * rotation.sin)
-                    tiles.store_float(tile, row, i + half, y * rotation.cos + x * rotation.sin)
-            sync_block()
+        if self.may_rotate:
+            if self.mode == 1:
+                for turn in T.serial(T.ceildiv(num_rows * self.half, threads.num_threads)):
+                    item = turn * threads.num_threads + threads.thread
+                    if item < num_rows * self.half:
+                        row = T.truncdiv(item, self.half)
+                        i = T.truncmod(item, self.half)
+                        rotation = T.meta_var(self._sin_cos(position(row), i))
+                        x = tiles.load_float(tile, row, i)
+                        y = tiles.load_float(tile, row, i + self.half)
+                        first = T.meta_var(x * rotation.cos - y * rotation.sin)
+                        second = T.meta_var(y * rotation.cos + x * rotation.sin)
+                        tiles.store_float(tile, row, i, first)
+                        tiles.store_float(tile, row, i + self.half, second)
+                sync_block()
 
     def _sin_cos(self, position, i):
         rope = self.spec.rope

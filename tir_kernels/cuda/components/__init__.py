@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles in shared memory and registers: layouts, copies, products, softmax."""

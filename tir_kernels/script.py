@@ -38,6 +38,7 @@ from tvm.tirx.script import builder
 from tvm.tirx.script.builder.ir import name_meta_class_value, scalar_wrapper
 
 _THIS = "__script__"  # this module, in rewritten source
+_REWRITTEN = "__rewritten__"  # the function there
 # `depth`: readers at work; `known`: variables that have a name; `scope`: numbers that were declared
 # in the block that is read; `ended`: those of blocks that have ended.
 _state = threading.local()
@@ -165,12 +166,14 @@ def _rewritten(function: Callable) -> Callable:
 
 def _rewritten_code(function: Callable) -> types.CodeType:
     definition = _Rewriter().rewrite(_definition(function))
+    definition.name = _REWRITTEN  # a method may be named as a function that it calls
     names = [*function.__code__.co_freevars, _THIS]
     outer = ast.parse(f"def outer({', '.join(names)}): pass").body[0]
     outer.body = [definition]
     module = ast.fix_missing_locations(ast.Module(body=[outer], type_ignores=[]))
     code = compile(module, inspect.getsourcefile(function) or "<kernel>", "exec")
-    return _constant(_constant(code, "outer"), function.__name__)
+    code = _constant(_constant(code, "outer"), _REWRITTEN)
+    return code.replace(co_name=function.__name__, co_qualname=function.__qualname__)
 
 
 def _constant(code: types.CodeType, name: str) -> types.CodeType:

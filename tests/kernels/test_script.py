@@ -219,5 +219,58 @@ def test_variables_and_unrolled_loops_are_registers_on_cpus():
     np.testing.assert_array_equal(out.numpy(), values.sum(0))
 
 
+def test_large_arrays_and_vectors_are_registers_on_cpus():
+    @prim_func
+    def reverse(a: T.handle, o: T.handle):
+        T.func_attr({"s_tir": True})
+        n = T.int32()
+        values = T.match_buffer(a, (n, 512), "float32")
+        out = T.match_buffer(o, (n, 512), "float32")
+        for row in range(n):
+            total = T.broadcast(T.float32(0), 16)
+            vectors = T.alloc_local((32, 16), "float32")
+            for i in T.unroll(32):
+                vectors[i, T.ramp(0, 1, 16)] = values[row, T.ramp(i * 16, 1, 16)]
+                total += vectors[i, T.ramp(0, 1, 16)]
+            for i in T.unroll(32):
+                out[row, T.ramp(i * 16, 1, 16)] = vectors[31 - i, T.ramp(0, 1, 16)] + total
+
+    built = compile_kernel(reverse, "reverse", resolve_target("native"))
+    assert "AllocWorkspace" not in built.inspect_source("ll")
+    values, out = np.arange(1024, dtype="float32").reshape(2, 512), np.empty((2, 512), "float32")
+    result = tvm.runtime.tensor(out)
+    built["reverse"](tvm.runtime.tensor(values), result)
+    vectors = values.reshape(2, 32, 16)
+    want = vectors[:, ::-1] + vectors.sum(1, keepdims=True)
+    np.testing.assert_array_equal(result.numpy(), want.reshape(2, 512))
+
+
+def test_a_method_may_be_named_as_what_it_calls():
+    def load(buffer, index):
+        return buffer[index]
+
+    @T.meta_class
+    class Row:
+        def __init__(self, values, out):
+            self.values, self.out = values, out
+
+        @inline
+        def load(self, index):
+            self.out[index] = load(self.values, index)
+
+    def build():
+        @prim_func
+        def kernel(a: T.handle, o: T.handle):
+            T.func_attr({"s_tir": True})
+            values = T.match_buffer(a, (4,), "float32")
+            out = T.match_buffer(o, (4,), "float32")
+            row = Row(values, out)
+            row.load(2)
+
+        return kernel
+
+    assert_same(build)
+
+
 if __name__ == "__main__":
     tvm.testing.main()

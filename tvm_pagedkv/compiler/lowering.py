@@ -152,7 +152,7 @@ def compile_kernel(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.
 
 def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
     """Lower one kernel to the input of the code generator."""
-    module = tvm.IRModule(share_task_body(_in_registers(function), symbol))
+    module = tvm.IRModule(share_task_body(function, symbol))
     return tvm.transform.Sequential(
         [
             tirx.transform.BindTarget(target.with_host(target)),
@@ -160,6 +160,7 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
             _flatten_buffers,
             tirx.transform.BF16ComputeLegalize(),
             tirx.transform.StorageRewrite(),  # moves buffers out of loops
+            _keep_in_registers,
             tirx.transform.UnrollLoop(),  # those of `T.unroll` only
             tirx.transform.StmtSimplify(),  # or LLVM takes three times as long
             s_tir.transform.RewriteUnsafeSelect(),
@@ -170,24 +171,6 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
             tirx.transform.LowerIntrin(),
         ]
     )(module)
-
-
-def _in_registers(function: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Return a kernel whose variables and arrays of scope "local" have the default scope.
-
-    LLVM keeps those in registers, or on the stack. TVM would allocate the others on the heap.
-    """
-    moved: dict[Var, Var] = {}
-
-    def move(variable: Var, _mutator: Any) -> Var:
-        if not is_buffer_var(variable) or str(variable.ty.storage_scope) != "local":
-            return variable
-        if variable not in moved:
-            shape, dtype = variable.ty.shape, variable.ty.dtype
-            moved[variable] = tirx.decl_buffer(shape, dtype, variable.name, layout=None)
-        return moved[variable]
-
-    return function.with_body(tvm_ffi.structural_mutate(function.body, (Var, move)))
 
 
 def share_task_body(function: tirx.PrimFunc, symbol: str) -> dict[GlobalVar, tirx.PrimFunc]:
@@ -269,6 +252,33 @@ class _TaskBody:
         result = Call(name, [task, *self.arguments], ret_ty=PrimType("int32"))
         message = StringImm("no memory for the buffers of a task")
         return tirx.AssertStmt(result == 0, StringImm("RuntimeError"), [message])
+
+
+@tirx.transform.prim_func_pass(opt_level=0)
+def _keep_in_registers(function: tirx.PrimFunc, _module: Any, _context: Any) -> tirx.PrimFunc:
+    """Move variables and arrays of scope "local" to the stack, for LLVM to keep in registers.
+
+    TVM would allocate them on the heap. `StorageRewrite` would let others share their memory, if
+    they had the default scope before it.
+    """
+    moved: dict[Var, Var] = {}
+
+    def move(variable: Var, _mutator: Any) -> Var:
+        if not is_buffer_var(variable) or str(variable.ty.storage_scope) != "local":
+            return variable
+        if variable not in moved:
+            shape, dtype = variable.ty.shape, variable.ty.dtype
+            moved[variable] = tirx.decl_buffer(shape, dtype, variable.name, layout=None)
+        return moved[variable]
+
+    def allocate(allocation: tirx.AllocBuffer, mutator: Any) -> Any:
+        buffer = move(allocation.buffer, mutator)
+        if buffer is allocation.buffer:
+            return mutator.default_mutate(allocation)
+        return tirx.AllocBuffer(buffer, {"disable_lower_builtin": tirx.const(1, "bool")})
+
+    callbacks = [(tirx.AllocBuffer, allocate), (Var, move)]
+    return function.with_body(tvm_ffi.structural_mutate(function.body, callbacks))
 
 
 @tirx.transform.prim_func_pass(opt_level=0)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How kernels cut their work: any number of threads, and counts that need more than 32 bits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +13,10 @@ from tir_kernels.cpu import row_copy
 from tir_kernels.cpu.attention import mla
 from tir_kernels.cpu.attention.decode import kernel as decode
 from tir_kernels.cpu.attention.shared import split_tiles
-from tir_kernels.cpu.simd import Register, index_temp, wide_temp
-from tir_kernels.cpu.tasks import Queue, Splits
-from tir_kernels.define import define_kernel
+from tir_kernels.cpu.components.work import Queue, Splits
+from tir_kernels.cpu.simd import Register, index_temp
+from tir_kernels.define import define_kernel, target_attributes
+from tir_kernels.script import prim_func
 from tir_kernels.semantics.visibility import CausalMask, WholeSequence
 from tvm_pagedkv.compiler.build import resolve_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
@@ -30,9 +29,13 @@ from ..support.mla_cases import make_spec as make_mla_spec
 NUM_THREADS = "runtime.NumThreads"
 
 
+def compile_native(kernel):
+    return compile_kernel(kernel, "kernel", resolve_target("native"))["kernel"]
+
+
 def compile_body(arguments: dict, body):
     kernel = define_kernel(arguments, body, on_cpu=True)
-    return compile_kernel(kernel, "kernel", resolve_target("native"))["kernel"]
+    return compile_native(kernel)
 
 
 @pytest.fixture
@@ -84,19 +87,49 @@ def test_mla_uses_every_thread(many_threads, counted_tasks):
     case.verify()
 
 
+def splits_kernel():
+    @prim_func
+    def splits_kernel(begins: T.handle, counts: T.handle, total: T.int64, num_tasks: T.int32):
+        """Tell where the splits begin, and how many there are."""
+        T.func_attr(target_attributes(on_cpu=True))
+        begins_of = row_copy.match(begins, (T.int64(),), "int64")
+        count = row_copy.match(counts, (1,), "int32")
+        splits = Splits(total, num_tasks)
+        splits.begin(1000)
+        count[0] = splits.count
+        for split_id in range(splits.count + 1):
+            begins_of[split_id] = splits.first_item(split_id)
+
+    return splits_kernel
+
+
+def queue_kernel(each: int, num_owners: int):
+    @prim_func
+    def queue_kernel(handle: T.handle):
+        """Take the last five items of `num_owners` that have `each`."""
+        T.func_attr(target_attributes(on_cpu=True))
+        taken = row_copy.match(handle, (10, 2), "int32")
+        queue = Queue()
+        queue.next[0] = T.int64(num_owners * each - 5)
+        at = 0
+        with queue.scope():
+            item = queue.take()
+            first = T.int64(0)
+            for owner in range(num_owners):
+                while item < first + T.int64(each):
+                    taken[at, 0] = owner
+                    taken[at, 1] = T.cast(item - first, "int32")
+                    at += 1
+                    item = queue.take()
+                first += T.int64(each)
+
+    return queue_kernel
+
+
 @pytest.mark.parametrize("num_tasks", [1, 2, 7, 200, 5000])
 @pytest.mark.parametrize("total", [5000, 2**31 - 1, 2**31 + 12345, 2**40 + 1])
 def test_splits_cover_any_number_of_items(total, num_tasks):
-    def body(begins_handle, counts_handle, total, num_tasks):
-        begins = row_copy.match(begins_handle, (T.int64(),), "int64")
-        counts = row_copy.match(counts_handle, (1,), "int32")
-        splits = Splits(wide_temp(total), num_tasks, min_items=T.int32(1000))
-        T.buffer_store(counts, splits.count, [0])
-        with T.serial(splits.count + 1) as split_id:
-            T.buffer_store(begins, splits.begin(split_id), [split_id])
-
-    arguments = {"begins": T.handle, "counts": T.handle, "total": T.int64, "num_tasks": T.int32}
-    kernel = compile_body(arguments, body)
+    kernel = compile_native(splits_kernel())
     begins = tvm.runtime.tensor(np.zeros(num_tasks * Splits.ROUNDS + 1, np.int64))
     count = tvm.runtime.tensor(np.zeros(1, np.int32))
     kernel(begins, count, total, num_tasks)
@@ -113,23 +146,9 @@ def test_splits_cover_any_number_of_items(total, num_tasks):
 
 def test_queue_passes_two_to_the_thirty_two_items():
     """Owners with as many items as 31 bits hold, of which the last few are taken."""
-    each, num_items = 2**31 - 1, 3
-
-    def body(taken_handle):
-        taken = row_copy.match(taken_handle, (10, 2), "int32")
-        queue, at = Queue(), Register(1, "int32", T.int32(0))
-        T.buffer_store(queue.next, T.int64(num_items * each - 5), [0])
-
-        def take(owner, index):
-            T.buffer_store(taken, owner, [at.get(), 0])
-            T.buffer_store(taken, index, [at.get(), 1])
-            at.set(at.get() + 1)
-
-        with Queue.scope():
-            queue.for_items(T.int32(num_items), lambda owner: T.int32(each), take)
-
+    each, num_owners = 2**31 - 1, 3
     taken = tvm.runtime.tensor(np.full((10, 2), -1, np.int32))
-    compile_body({"taken": T.handle}, body)(taken)
+    compile_native(queue_kernel(each, num_owners))(taken)
     want = [[2, each - 5 + i] for i in range(5)] + [[-1, -1]] * 5
     np.testing.assert_array_equal(taken.numpy(), want)
 

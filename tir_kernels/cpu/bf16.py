@@ -178,18 +178,11 @@ class PairOperands:
 
             for_columns(width, self.lanes, 1, columns)
 
-    def weight_sink(self, packed, first_row):
-        """Consumer of the weights of the rows from `first_row` on, for `OnlineSoftmax.update`."""
-        waiting = {}
-
-        def sink(i, v, weight):
-            if v % 2 == 0:
-                waiting[i] = weight
-            else:
-                at = (first_row + i, v // 2 * self.lanes)
-                store(packed, at, self.lanes, self.round(waiting.pop(i), weight), INT32)
-
-        return sink
+    def store_numbers(self, buffer, row, vectors) -> None:
+        """Store a row of a buffer of elements, as float32 vectors of its numbers in order."""
+        for v in range(0, len(vectors), 2):
+            at = (row, v // 2 * self.lanes)
+            store(buffer, at, self.lanes, self.round(*vectors[v : v + 2]), INT32)
 
     def round(self, first, second):
         """Round two vectors of neighbouring numbers to one vector of pairs."""

@@ -106,10 +106,10 @@ class Float32Operands:
 
             for_columns(width, self.lanes, 1, columns)
 
-    def weight_sink(self, packed, first_row):
-        """Consumer of the weights of the rows from `first_row` on, for `OnlineSoftmax.update`."""
-        lanes = self.lanes
-        return lambda i, v, weight: store(packed, (first_row + i, v * lanes), lanes, weight)
+    def store_numbers(self, buffer, row, vectors) -> None:
+        """Store a row of a buffer of elements, as float32 vectors of its numbers in order."""
+        for v, vector in enumerate(vectors):
+            store(buffer, (row, v * self.lanes), self.lanes, vector)
 
 
 def within(position, begin, end):

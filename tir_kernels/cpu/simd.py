@@ -88,6 +88,12 @@ def store(buffer, index: Sequence, lanes: int, value, source: str = F32) -> None
     vectors.store(buffer, index, lanes, value)
 
 
+def store_row(buffer, row: Sequence, width: int, lanes: int, value: Callable) -> None:
+    """Store ``value(start, lanes)``, float32 vectors, in `width` columns of a row."""
+    for start, count in chunks(width, lanes):
+        store(buffer, (*row, start), count, value(start, count))
+
+
 def _round_safe(value, lanes: int):
     """A float32 vector whose NaN can be rounded to bfloat16 as numbers are.
 

@@ -25,7 +25,7 @@ from tvm.target import Target, codegen
 from tvm.tirx.buffer import is_buffer_var
 
 import tir_kernels
-from tir_kernels.cpu.tasks import TASK_LOOP
+from tir_kernels.cpu.components.work import TASK_LOOP
 
 from .disk_cache import code_versions, found_file, sealed_file
 from .progress import compiling

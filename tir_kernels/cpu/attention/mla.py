@@ -17,7 +17,8 @@ from ...semantics.visibility import CausalMask, Span, WholeSequence
 from ...signatures import latent
 from ...signatures.inputs import AttentionInputs, PagedInputs
 from ...spec import LOG2E, KernelSpec
-from ..simd import Register, index_temp, store, temp, wide_temp
+from ..components.output import Output
+from ..simd import Register, index_temp, temp, wide_temp
 from .define import build
 from .kv_operands import operands
 from .kv_rows import LatentRows
@@ -162,30 +163,6 @@ class _LatentTile(PrefillTile):
             self.kv.pack(a, rows, first, span)
             self.attend(a, first, num_blocks, bounds, factor)
 
-    def finish_row(self, a: AttentionInputs, tile: _SequenceTile, row) -> None:
-        """Store a row that has seen all of its positions."""
-        token = tile.first_row + tile.first_token + row // self.spec.num_qo_heads
-        self.store_row(a, row, token, row % self.spec.num_qo_heads)
-
-
-class _Output:
-    """Rows of O and LSE of a tile, for `PartialStates.merge`."""
-
-    def __init__(self, spec: KernelSpec, a: AttentionInputs, tile: _SequenceTile):
-        self.a, self.group = a, spec.num_qo_heads
-        self.first_token = index_temp(tile.first_row + tile.first_token)
-
-    def _at(self, row) -> tuple:
-        return self.first_token + row // self.group, row % self.group
-
-    def put(self, row, column, lanes: int, value) -> None:
-        """Store columns of a row."""
-        store(self.a.o, (*self._at(row), column), lanes, value)
-
-    def put_lse(self, row, value) -> None:
-        """Store the log of a row's sum."""
-        T.buffer_store(self.a.lse, value, list(self._at(row)))
-
 
 def emit_mla(spec: KernelSpec, ops, a: AttentionInputs) -> None:
     """Emit the body for inputs with a `mask`."""
@@ -206,13 +183,18 @@ def emit_mla(spec: KernelSpec, ops, a: AttentionInputs) -> None:
         a.mask.begin_sequence(tile.sequence, tile.kv_len)
         return rows
 
+    def at(tile, row):
+        group = spec.num_qo_heads
+        return tile.first_row + tile.first_token + row // group, row % group
+
     tiles = TileWork(
         group=spec.num_qo_heads,
         positions=POSITIONS,
         for_tiles=functools.partial(_for_tiles, spec, a),
         begin_task=begin_task,
         rows_of=rows_of,
-        output=_Output,
+        at=at,
+        output=Output(spec, a.o, a.lse),
     )
     emit_cut_tiles(spec, ops, a, tiles)
 

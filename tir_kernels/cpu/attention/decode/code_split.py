@@ -141,12 +141,7 @@ class CodeSplit(DecodeSplit):
 
     def attend(self, step: DecodeStep, block, first_row, weights_row) -> None:
         """Take a block of positions into the sums of a set of rows."""
-        self.state.update(
-            block,
-            BLOCK // LANES,
-            lambda i, v: load(self.weights, (weights_row + i, v * LANES), LANES),
-            lambda i, v, weight: store(self.weights, (weights_row + i, v * LANES), LANES, weight),
-        )
+        self.state.update(block, self.weights, weights_row, self.weights, self.ops)
         num_groups = len(self.blocks.v_rows.groups)
 
         def weighted(i, start):

@@ -16,11 +16,12 @@ from ....semantics.visibility import CausalMask
 from ....signatures import decode as signatures
 from ....signatures.inputs import Lengths, PagedInputs
 from ....spec import KernelSpec
+from ...components.output import Output
+from ...components.partial_states import PartialStates
+from ...components.work import Queue, for_tasks
 from ...simd import Register, index_temp
-from ...tasks import Queue, for_tasks
 from ..define import build
 from ..kv_operands import operands, single_row_operands
-from ..partial_states import Output, PartialStates
 from ..rotation import rotation_of
 from .blocking import Blocking
 from .code_split import scope_of, split_of
@@ -34,7 +35,9 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
     a = replace(a, rope=rotation_of(spec, a))
     max_local_heads = Blocking.of(spec).max_local_heads(spec)
     schedule, queue = PageSchedule(spec, a, max_local_heads), Queue()
+    queue.begin()
     states = PartialStates(spec, schedule.num_splits, max_local_heads * spec.group_size)
+    output = Output(spec, a.o, a.lse)
     ops = single_row_operands(spec, operands(spec, spec.kv_dtype), a.lengths.slot_of is not None)
     ops.begin([a.q, a.pages])
 
@@ -47,37 +50,36 @@ def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
             def attend_pair(row: SingleRow, pages: Pages):
                 attend_row(spec, a, split, row, pages)
                 num_rows = index_temp(row.num_heads * spec.group_size)
+                first_head = row.first_head * spec.group_size
                 with T.If(pages.is_whole):
-                    with T.Then():
-                        output_of(row).finish(split, num_rows)
-                    with T.Else():
-                        slot = states.slot(split_id, is_continued=pages.first > 0)
-                        states.put(slot, split, num_rows, split.row_of)
+                    with T.Then(), T.serial(num_rows) as i:
+                        at = row.sequence, first_head + i
+                        output.finish(*at, split.o, *split.query_row(i))
+                    with T.Else(), T.serial(num_rows) as i:
+                        states.put(split_id, pages.first > 0, i, split.o, *split.query_row(i))
 
             schedule.for_pairs(split_id, sequence, attend_pair)
 
         queue.for_items(1, lambda _: schedule.num_splits, attend_split)
 
-    def output_of(row: SingleRow) -> Output:
-        return Output(spec, a.o, a.lse, row.sequence, row.first_head)
-
     def merge(row: SingleRow, first_split, num_splits):
-        num_rows = row.num_heads * spec.group_size
-        states.merge(first_split, num_splits, output_of(row), rows=(0, num_rows))
+        with T.serial(0, row.num_heads * spec.group_size) as i:
+            head = row.first_head * spec.group_size + i
+            states.merge(first_split, num_splits, i, output, row.sequence, head)
 
     with ops.scope(), Queue.scope(), scope_of(spec):
         for_tasks(schedule.num_tasks, task_body)
     schedule.for_cut_pairs(merge)
     states.free()
-    _clear_empty(spec, a)
+    _clear_empty(spec, a, output)
 
 
-def _clear_empty(spec: KernelSpec, a: PagedInputs) -> None:
+def _clear_empty(spec: KernelSpec, a: PagedInputs, output: Output) -> None:
     """Store the result of sequences without pages, which are in no split."""
     with T.serial(a.batch_size) as b:
         with T.If(a.page_indptr[b + 1] == a.page_indptr[b]), T.Then():
-            with T.serial(spec.num_kv_heads) as head:
-                Output(spec, a.o, a.lse, b, head).clear()
+            with T.serial(spec.num_kv_heads) as head, T.serial(spec.group_size) as i:
+                output.clear(b, head * spec.group_size + i)
 
 
 def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS):

@@ -14,8 +14,8 @@ from tvm.script import tirx as T
 
 from ....signatures.inputs import PagedInputs
 from ....spec import KernelSpec
+from ...components.work import Splits, num_threads
 from ...simd import Register, index_temp, wide_temp
-from ...tasks import Splits, num_threads
 from .single_row import Pages, SingleRow, heads_of
 
 SERIAL_ELEMENTS = 1 << 15  # elements of K below which a launch costs more than it saves
@@ -55,7 +55,8 @@ class PageSchedule:
         # A split reads as much, however many heads a pair has.
         heads_of_pair = (heads + num_head_splits - 1) // num_head_splits
         min_pages = T.max(1, MIN_ELEMENTS // (heads_of_pair * spec.page_size * spec.qk_head_dim))
-        self.splits = Splits(total, self.num_tasks, min_items=index_temp(min_pages))
+        self.splits = Splits(total, self.num_tasks)
+        self.splits.begin(index_temp(min_pages))
         self.num_head_splits = num_head_splits
 
     @property
@@ -70,8 +71,8 @@ class PageSchedule:
 
         `sequence` is the last one that the task has looked at, 0 at first.
         """
-        current = Register(1, "int64", self.splits.begin(split_id))
-        end = self.splits.begin(split_id + 1)
+        current = Register(1, "int64", self.splits.first_item(split_id))
+        end = self.splits.first_item(split_id + 1)
         with T.While(current.get() < end):
             self._skip_to(sequence, current.get())
             b = index_temp(sequence.get())
@@ -94,18 +95,18 @@ class PageSchedule:
         """
         sequence = Register(1, "int32", T.int32(0))
         with T.serial(self.num_splits - 1) as split_id:
-            cut = self.splits.begin(split_id + 1)
+            cut = self.splits.first_item(split_id + 1)
             self._skip_to(sequence, cut)
             first, num_pages = self._pages_of(sequence.get())
             head_split = index_temp(T.cast((cut - first) // num_pages, "int32"))
             begin = wide_temp(first + T.cast(head_split, "int64") * num_pages)
             # Of the cuts in a pair only the first one counts.
-            with T.If(T.And(cut > begin, self.splits.begin(split_id) <= begin)), T.Then():
+            with T.If(T.And(cut > begin, self.splits.first_item(split_id) <= begin)), T.Then():
                 num_splits = Register(1, "int32", T.int32(1))
                 next_begin = Register(1, "int64", cut)
                 with T.While(next_begin.get() < begin + num_pages):
                     num_splits.set(num_splits.get() + 1)
-                    next_begin.set(self.splits.begin(split_id + num_splits.get()))
+                    next_begin.set(self.splits.first_item(split_id + num_splits.get()))
                 heads = heads_of(self.spec, head_split, self.num_head_splits)
                 row = SingleRow(sequence.get(), sequence.get(), *heads)
                 body(row, split_id, num_splits.get())

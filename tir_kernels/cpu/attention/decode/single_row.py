@@ -10,11 +10,11 @@ from tvm.script import tirx as T
 from ....semantics.visibility import lengths_of
 from ....signatures.inputs import PagedInputs
 from ....spec import KernelSpec
+from ...components.output import Output
+from ...components.work import Queue, cut
 from ...simd import index_temp
-from ...tasks import Queue, cut
 from ..kv_operands import single_row_operands
 from ..kv_rows import PagedRows
-from ..partial_states import Output
 from .blocking import Blocking
 from .code_split import split_of
 from .split import DecodeSplit
@@ -127,7 +127,7 @@ class Singles:
     """
 
     def __init__(self, spec: KernelSpec, ops, a: PagedInputs):
-        self.spec, self.a = spec, a
+        self.spec, self.a, self.output = spec, a, Output(spec, a.o, a.lse)
         self.ops = single_row_operands(spec, ops, a.lengths.slot_of is not None)
 
     def has(self, sequence):
@@ -159,7 +159,9 @@ class Singles:
             which = SingleRow(sequence, row, first_head, num_heads)
             attend_row(spec, a, self.split, which, self._pages(sequence))
             num_rows = index_temp(num_heads * spec.group_size)
-            Output(spec, a.o, a.lse, row, first_head).finish(self.split, num_rows)
+            with T.serial(num_rows) as i:
+                head = first_head * spec.group_size + i
+                self.output.finish(row, head, self.split.o, *self.split.query_row(i))
 
         queue.for_items(
             a.batch_size, lambda b: T.if_then_else(self.has(b), num_head_splits, 0), attend_pair

@@ -18,10 +18,10 @@ from tvm.script import tirx as T
 
 from ....spec import LOG2E, KernelSpec
 from ...columns import chunks
+from ...components.online_softmax import OnlineSoftmax
 from ...simd import F32, broadcast, constant, index_temp, load, store, temp
 from ..alibi import AlibiBias
 from ..kv_rows import PagedRows
-from ..online_softmax import OnlineSoftmax
 from .blocking import BLOCK, Blocking, DecodeStep
 from .scores import Scores
 from .values import Values
@@ -72,10 +72,12 @@ class DecodeSplit:
             return row
         return self.state.index(row // rows, row % rows)
 
-    def row_of(self, row):
-        """Row of O of the query head `row`, counted over all num_local_heads."""
+    def query_row(self, row) -> tuple:
+        """Row of O of the query head `row`, counted over all local heads, its maximum and sum."""
         group, padded = self.spec.group_size, self.blocking.padded_rows
-        return row if group == padded else row // group * padded + row % group
+        source = index_temp(row if group == padded else row // group * padded + row % group)
+        state = self.row_state(source)
+        return source, self.state.row_max[state], self.state.row_sum[state]
 
     def for_row_blocks(self, local_head, body) -> None:
         """Emit ``body(block, first_row, row)`` for the sets of rows of a KV head.
@@ -200,11 +202,5 @@ class DecodeSplit:
 
     def attend(self, step: DecodeStep, block, first_row, row) -> None:
         """Take a block of positions into the sums of a set of rows."""
-        lanes = self.lanes
-        self.state.update(
-            block,
-            BLOCK // lanes,
-            lambda i, v: load(self.weights, (row + i, v * lanes), lanes),
-            self.ops.weight_sink(self.packed, row),
-        )
+        self.state.update(block, self.weights, row, self.packed, self.ops)
         self.values.block(step, first_row, row)

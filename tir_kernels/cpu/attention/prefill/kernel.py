@@ -19,8 +19,8 @@ from ....semantics.visibility import CausalMask
 from ....signatures import prefill as signatures
 from ....signatures.inputs import Lengths, PagedInputs, RaggedInputs
 from ....spec import KernelSpec
+from ...components.work import Queue, for_tasks, num_threads
 from ...simd import index_temp
-from ...tasks import Queue, for_tasks, num_threads
 from ..decode.code_split import scope_of
 from ..decode.single_row import Singles, bind_lengths, paged_rows
 from ..define import build
@@ -80,6 +80,8 @@ def emit_prefill(spec: KernelSpec, ops, a: PagedInputs | RaggedInputs, source: K
     a.mask.prepare(a)
     ops.begin([b for b in (a.q, *source.buffers) if str(b.dtype) == "bfloat16"])
     queues = [Queue() for _ in range(2 if singles else 1)]
+    for queue in queues:
+        queue.begin()
 
     def task_body(task):
         tile = PrefillTile(spec, ops)

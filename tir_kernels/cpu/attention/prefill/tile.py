@@ -10,11 +10,11 @@ from ....semantics.visibility import Span
 from ....signatures.inputs import AttentionInputs
 from ....spec import LOG2E, KernelSpec
 from ...columns import chunks, for_columns
+from ...components.online_softmax import OnlineSoftmax
 from ...matmul_tile import UNROLL, multiply_tile
 from ...simd import F32, Register, broadcast, constant, index_temp, load, store, temp
 from ...soft_cap import soft_cap
 from ..alibi import AlibiBias
-from ..online_softmax import OnlineSoftmax
 from .masked_values import MaskedValues
 from .packed_kv import PackedKv
 from .row_bounds import RowBounds
@@ -313,12 +313,7 @@ class PrefillTile:
         """Turn scores into weights, and update the maxima and sums of the rows."""
         with T.serial(view.count) as j:
             row = index_temp(j * self.tiling.rows)
-            self.state.update(
-                view.block + j,
-                POSITIONS // self.lanes,
-                lambda i, v: load(self.scores, (row + i, v * self.lanes), self.lanes),
-                self.ops.weight_sink(self.weights, row),
-            )
+            self.state.update(view.block + j, self.scores, row, self.weights, self.ops)
 
     def _rescale_of(self, view: TileView, row, i):
         """Return the factor of the previous sums of row ``row + i``."""

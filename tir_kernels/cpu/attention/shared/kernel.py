@@ -13,17 +13,13 @@ from dataclasses import dataclass, replace
 
 from tvm.script import tirx as T
 
-from ....semantics.partial_states import MergedLse
 from ....semantics.rotary_mode import refuse_longrope
-from ....semantics.softmax import inverse_total, log_sum
 from ....signatures import shared
 from ....signatures.inputs import AttentionInputs, SharedInputs
 from ....spec import KernelSpec
-from ... import simd
-from ...blend import weighted
-from ...columns import chunks
-from ...simd import Register, broadcast, index_temp, load, store, temp, wide_temp
-from ...tasks import cut
+from ...components.output import Output
+from ...components.work import cut
+from ...simd import Register, index_temp, wide_temp
 from ..define import build
 from ..inline_rope import InlineRope
 from ..kv_operands import operands
@@ -98,28 +94,6 @@ class _Rotation(InlineRope):
         return index_temp(self.first_positions[segment])
 
 
-class _Output:
-    """Rows of O and LSE of a tile, into which a result is merged."""
-
-    def __init__(self, spec: KernelSpec, a: AttentionInputs, tile: _SegmentTile):
-        self.spec, self.a, self.tile = spec, a, tile
-
-    def put_lse(self, row, value) -> None:
-        """Merge the log of a row's sum; to be called before the columns of the row are put."""
-        group = self.spec.group_size
-        self.row = index_temp(self.a.row_ids[self.tile.first_token + row // group])
-        self.head = index_temp(self.tile.head * group + row % group)
-        merged = MergedLse(self.a.lse[self.row, self.head], value, 1, simd)
-        self.weights = merged.weights
-        T.buffer_store(self.a.lse, merged.lse, [self.row, self.head])
-
-    def put(self, row, column, lanes: int, value) -> None:
-        """Merge columns of a row."""
-        at = (self.row, self.head, column)
-        before = weighted(self.a.o, at, self.weights[0], lanes)
-        store(self.a.o, at, lanes, before + value * broadcast(self.weights[1], lanes))
-
-
 class _SharedPrefixTile(SharedTile):
     """The rows of a tile over some of the positions of the segment."""
 
@@ -143,16 +117,6 @@ class _SharedPrefixTile(SharedTile):
         )
         self.run(a, rows, step)
 
-    def finish_row(self, a: AttentionInputs, tile: _SegmentTile, row) -> None:
-        """Merge a row that has seen the whole segment."""
-        output = _Output(self.spec, a, tile)
-        total = temp(self.state.row_sum[row])
-        output.put_lse(row, log_sum(self.state.row_max[row], total))
-        inverse = temp(inverse_total(total))
-        for c in chunks(self.spec.v_head_dim, self.lanes):
-            o = load(self.o, (row, c.start), c.lanes) * broadcast(inverse, c.lanes)
-            output.put(row, c.start, c.lanes, o)
-
 
 def emit_shared(spec: KernelSpec, ops, a: AttentionInputs) -> None:
     """Emit the body for inputs with a `rope`."""
@@ -169,13 +133,19 @@ def emit_shared(spec: KernelSpec, ops, a: AttentionInputs) -> None:
         last = index_temp(a.page_indptr[tile.segment + 1] - 1)
         return kind(spec, a.pages, a.page_values, first, last, head=tile.head)
 
+    def at(tile, row):
+        group = spec.group_size
+        token = index_temp(a.row_ids[tile.first_token + row // group])
+        return token, index_temp(tile.head * group + row % group)
+
     tiles = TileWork(
         group=spec.group_size,
         positions=POSITIONS,
         for_tiles=functools.partial(_for_tiles, spec, a),
         begin_task=begin_task,
         rows_of=rows_of,
-        output=_Output,
+        at=at,
+        output=Output(spec, a.o, a.lse, merges=True),
     )
     emit_cut_tiles(spec, ops, a, tiles)
 

@@ -16,9 +16,10 @@ from tvm.script import tirx as T
 
 from ....signatures.inputs import AttentionInputs
 from ....spec import KernelSpec
+from ...components.output import Output
+from ...components.partial_states import PartialStates
+from ...components.work import cut, for_tasks, num_threads
 from ...simd import Register, index_temp, wide_temp
-from ...tasks import cut, for_tasks, num_threads
-from ..partial_states import PartialStates
 from ..prefill.tiling import Tiling
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
@@ -56,12 +57,11 @@ class TileWork:
         Emits ``body(tile)`` for every tile; returns the cost of all.
     begin_task : ``() -> worker``
         Makes the buffers of a task. A worker has ``run_blocks(a, tile, rows, begin, end)``, which
-        attends to blocks of positions from a cleared state, ``finish_row(a, tile, row)`` for a row
-        that has seen all of them, and the state that `PartialStates` keeps.
+        attends to blocks of positions from a cleared state, the sums `o`, and their state.
     rows_of : ``tile -> rows``
         The source of K and V.
-    output : ``(spec, a, tile) -> output``
-        What `PartialStates.merge` finishes rows with.
+    at : ``(tile, row) -> (token, query head)``
+    output : Output
     """
 
     group: int
@@ -69,7 +69,8 @@ class TileWork:
     for_tiles: Callable[[Callable[[CutTile], None]], Any]
     begin_task: Callable[[], Any]
     rows_of: Callable[[CutTile], Any]
-    output: Callable[[KernelSpec, AttentionInputs, CutTile], Any]
+    at: Callable[[CutTile, Any], tuple]
+    output: Output
 
 
 def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -> None:
@@ -80,6 +81,10 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
     max_tasks = T.cast(T.min(T.cast(num_threads(), "int64"), total), "int32")
     num_tasks = index_temp(T.if_then_else(work > SERIAL_WORK, max_tasks, 1))
     states = PartialStates(spec, num_tasks, Tiling.of(spec).tokens * tiles.group)
+
+    def row_of(worker, row):
+        state = worker.row_state(row)
+        return worker.o, row, worker.state.row_max[state], worker.state.row_sum[state]
 
     def begin_of(task):
         return wide_temp(cut(total, task, num_tasks, "int64"))
@@ -107,9 +112,9 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
                         a.rope.restore(worker.o, row)
                 with T.If(T.And(begin == 0, end == tile.cost)):
                     with T.Then(), T.serial(num_rows) as row:
-                        worker.finish_row(a, tile, row)
-                    with T.Else():
-                        states.put(states.slot(task, is_continued=begin > 0), worker, num_rows)
+                        tiles.output.finish(*tiles.at(tile, row), *row_of(worker, row))
+                    with T.Else(), T.serial(num_rows) as row:
+                        states.put(task, begin > 0, row, *row_of(worker, row))
 
         tiles.for_tiles(attend_tile)
 
@@ -130,7 +135,9 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
                     count.set(count.get() + 1)
                 num_rows = index_temp(tile.num_tokens * tiles.group)
                 rows = [index_temp(cut(num_rows, task + i, num_tasks)) for i in range(2)]
-                states.merge(first.get(), count.get(), tiles.output(spec, a, tile), rows)
+                with T.serial(*rows) as row:
+                    at = tiles.at(tile, row)
+                    states.merge(first.get(), count.get(), row, tiles.output, *at)
 
         tiles.for_tiles(merge_tile)
 

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The division of a kernel's work among the threads of TVM's pool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from .simd import Register, index_temp, wide_temp
+from ...script import inline
+from ..simd import Register, index_temp, wide_temp
 
-TASK_LOOP = "pagedkv.task_loop"  # annotates the parallel loop of `for_tasks`
+TASK_LOOP = "pagedkv.task_loop"  # annotates a parallel loop over tasks
+# A launch costs 1 us hot and up to 50 us when the workers sleep, so small work must not pass
+# through the pool at all: where `compiler.lowering` finds this, a single task calls the body of
+# the loop instead. ``for task in T.parallel(num_tasks, annotations=TASKS)``
+TASKS = {TASK_LOOP: 1}
 
 # linkonce_odr: several kernels of one module may bring the helper.
 _TAKE = """
@@ -23,7 +26,7 @@ _LINE = 8  # counters of a cache line
 
 
 def num_threads():
-    """Threads of TVM's pool, asked for once per call (0.1 us)."""
+    """Return the number of threads of TVM's pool, asked for once per call (0.1 us)."""
     return index_temp(T.call_packed("runtime.NumThreads"))
 
 
@@ -37,51 +40,50 @@ def cut(total, task, num_tasks, dtype: str = "int32"):
 
 
 def for_tasks(num_tasks, body: Callable) -> None:
-    """Emit ``body(task)`` for every task, in parallel when there is more than one.
-
-    A launch costs 1 us hot and up to 50 us when the workers sleep, so small work must not pass
-    through the pool at all. The loop is annotated: where `compiler.lowering` finds it, a single
-    task calls the body instead.
-    """
-    with T.parallel(num_tasks, annotations={TASK_LOOP: 1}) as task:
+    """Emit ``body(task)`` for every task, in parallel when there is more than one."""
+    with T.parallel(num_tasks, annotations=TASKS) as task:
         body(task)
 
 
+@T.meta_class
 class Splits:
-    """`total` items cut into splits for a `Queue`: a large one for each task, then smaller ones.
+    """Items cut into splits for a `Queue`: a large one for each task, then smaller ones.
 
     So there are few cuts, and yet the last splits are small.
 
     Parameters
     ----------
     total : int64 expression
+        The items.
     num_tasks : int32 expression
-    min_items : int32 expression
-        Items of a split, where there are enough for one split for each task.
     """
 
     ROUNDS = 4
     SHIFT = 2  # every round leaves a quarter
 
-    def __init__(self, total, num_tasks, *, min_items):
+    def __init__(self, total, num_tasks):
         self.total, self.num_tasks = total, num_tasks
-        minimum = wide_temp(T.cast(num_tasks, "int64") * min_items)
-        self.rounds = Register(1, "int32", T.int32(1))
-        with T.serial(self.ROUNDS - 1):
-            rounds = self.rounds.get()
-            with T.If(self._left(rounds) >= minimum), T.Then():
-                self.rounds.set(rounds + 1)
+        self.rounds = T.local_scalar("int32")
+
+    @inline
+    def begin(self, min_items):
+        """Choose how many there are: of `min_items`, if that is one for each task."""
+        minimum = T.cast(self.num_tasks, "int64") * min_items
+        self.rounds = 1
+        for _ in range(self.ROUNDS - 1):
+            if self._left(self.rounds) >= minimum:
+                self.rounds += 1
 
     @property
     def count(self):
         """Return their number."""
-        return self.rounds.get() * self.num_tasks
+        return self.rounds * self.num_tasks
 
-    def begin(self, split_id):
+    def first_item(self, split_id):
         """The first item of a split; that of the split after the last one is `total`."""
         before = index_temp(split_id // self.num_tasks)
         left, after = (
-            wide_temp(T.if_then_else(n < self.rounds.get(), self._left(n), T.int64(0)))
+            wide_temp(T.if_then_else(n < self.rounds, self._left(n), T.int64(0)))
             for n in (before, before + 1)
         )
         offset = cut(left - after, split_id - before * self.num_tasks, self.num_tasks, "int64")
@@ -92,21 +94,35 @@ class Splits:
         return T.shift_right(self.total, T.cast(rounds * self.SHIFT, "int64"))
 
 
+@T.meta_class
 class Queue:
     """Work items that tasks take one after another, so that they finish together.
 
-    To be made before the tasks begin, all of whose `for_items` are within its `scope`.
+    It is made before the tasks begin, which are within its `scope`. A task does::
+
+        item = queue.take()
+        while item < num_items:
+            ...
+            item = queue.take()
     """
 
     def __init__(self):
         # Alone in a cache line. (A buffer of one number would be passed to the tasks by value.)
         self.next = T.alloc_buffer((_LINE,), "int64")
-        T.buffer_store(self.next, T.int64(0), [0])
+
+    @inline
+    def begin(self):
+        """Begin with item 0."""
+        self.next[0] = T.int64(0)
 
     @staticmethod
     def scope():
         """Open the scope in which tasks may take items."""
         return T.attr(T.int32(0), "pragma_import_llvm", _TAKE)
+
+    def take(self):
+        """Return the next item, int64; to be assigned to a variable."""
+        return T.call_extern("int64", "pagedkv_take_unit", T.address_of(self.next[0]))
 
     def for_items(self, num_owners, num_items: Callable, body: Callable) -> None:
         """Emit ``body(owner, item)`` for the items that this task takes, in their order.
@@ -118,16 +134,11 @@ class Queue:
         num_items : callable
             Owner -> number of its items, int32; their sum may need 64 bits.
         """
-
-        def take():
-            address = T.address_of(self.next[0])
-            return T.call_extern("int64", "pagedkv_take_unit", address)
-
-        taken = Register(1, "int64", take())
+        taken = Register(1, "int64", self.take())
         before = Register(1, "int64", T.int64(0))  # items of earlier owners
         with T.serial(num_owners) as owner:
             end = wide_temp(before.get() + T.cast(num_items(owner), "int64"))
             with T.While(taken.get() < end):
                 body(owner, index_temp(T.cast(taken.get() - before.get(), "int32")))
-                taken.set(take())
+                taken.set(self.take())
             before.set(end)

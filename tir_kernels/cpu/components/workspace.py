@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tvm.ir import PointerType, PrimType
 from tvm.script import tirx as T
 
-from .simd import F32
+from ..simd import F32
 
 _CPU = (1, 0)  # type and number of the device
 _FLOAT = 2  # type code of DLPack

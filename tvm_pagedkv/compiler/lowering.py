@@ -273,7 +273,7 @@ def _keep_in_registers(function: tirx.PrimFunc, _module: Any, _context: Any) -> 
 
     def allocate(allocation: tirx.AllocBuffer, mutator: Any) -> Any:
         buffer = move(allocation.buffer, mutator)
-        if buffer is allocation.buffer:
+        if buffer.same_as(allocation.buffer):
             return mutator.default_mutate(allocation)
         return tirx.AllocBuffer(buffer, {"disable_lower_builtin": tirx.const(1, "bool")})
 

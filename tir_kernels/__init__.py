@@ -12,7 +12,7 @@ from .cpu.attention.decode import kernel as decode
 from .cpu.attention.prefill import kernel as prefill
 from .cpu.attention.shared import kernel as shared_prefix
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
-from .moves import append, copy, latent, merge, sink_logits
+from .moves import append, copy, latent, merge
 from .spec import CudaTarget, KernelSpec, VectorTarget
 
 BUILDERS: dict[str, Callable] = {
@@ -34,7 +34,7 @@ BUILDERS: dict[str, Callable] = {
     "tree": tree.tree,
     "tree_sliding": tree.tree_sliding,
     "merge": merge.merge,
-    "apply_sinks": sink_logits.apply_sinks,
+    "apply_sinks": merge.apply_sinks,
     "copy_single_page": copy.copy_single_page,
     "copy_pages": copy.copy_pages,
     "debug_get_kv": copy.debug_get_kv,

@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import tvm
 from tvm import tirx
@@ -526,6 +526,13 @@ def statement(value) -> None:
         builder.buffer_store(value.buffer, value.value, value.indices)
     else:
         builder.evaluate(value)
+
+
+def opened(context: AbstractContextManager):
+    """Enter a context, which ends where what encloses it in the kernel ends."""
+    anything = builder.attr(tirx.const(0), "scope", 1)  # the callback is of the frame around it
+    anything.add_callback(lambda: context.__exit__(None, None, None))
+    return context.__enter__()
 
 
 def check(condition, message) -> None:

@@ -12,11 +12,11 @@ import tir_kernels
 
 ROOT = Path(tir_kernels.__file__).parent
 TARGETS = {"tir_kernels.cpu", "tir_kernels.cuda"}
-# Component -> what it must not import. `backend` alone joins the targets.
+# Component -> what it must not import. `targets` alone joins them.
 FORBIDDEN = {
-    "cpu": {"tir_kernels.cuda", "tir_kernels.moves", "tir_kernels.backend"},
-    "cuda": {"tir_kernels.cpu", "tir_kernels.moves", "tir_kernels.backend"},
-    "semantics": {*TARGETS, "tir_kernels.moves", "tir_kernels.backend"},
+    "cpu": {"tir_kernels.cuda", "tir_kernels.moves", "tir_kernels.backend", "tir_kernels.targets"},
+    "cuda": {"tir_kernels.cpu", "tir_kernels.moves", "tir_kernels.backend", "tir_kernels.targets"},
+    "semantics": {*TARGETS, "tir_kernels.moves", "tir_kernels.backend", "tir_kernels.targets"},
     "moves": TARGETS,
 }
 

@@ -11,7 +11,6 @@ from tvm.script import tirx as T
 from ..layout import Slot
 from ..spec import KernelSpec
 from . import row_copy, simd
-from .blend import blend
 from .cos_sin import CosSin
 from .row_vectors import RowNumbers
 
@@ -71,13 +70,6 @@ class Worker:
         """Return the location of a slot's rows."""
         return Slot(slot, self.spec, simd.temp)
 
-    def sync(self) -> None:
-        """A thread does not wait for itself."""
-
-    def table(self, rows: int, size: int):
-        """A float32 array ``[rows, size]`` of the worker."""
-        return T.alloc_buffer((rows, size), simd.F32)
-
     def for_elements(self, size: int, body: Callable) -> None:
         """Emit ``body(start, lanes)`` for vectors that cover ``range(size)``."""
         for start, lanes in simd.chunks(size, self.lanes):
@@ -92,11 +84,6 @@ class Worker:
         with T.serial(count) as i:
             (to, to_row), (of, of_row) = sink(i), source(i)
             row_copy.copy_row(of, of_row, to, to_row, self.lanes, begin)
-
-    def blend_rows(self, count, rows: Sequence[Callable], weights_of: Callable) -> None:
-        """Sum rows, ``i -> (buffer, indices)``, times ``weights_of(i)``, into the first ones."""
-        with T.serial(count) as i:
-            blend([row(i) for row in rows], weights_of(i), self.numbers)
 
     def cos_sin(self, rope) -> _CosSin:
         """Cosines and sines of one position."""

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tvm.script import tirx as T
+
+from ..script import opened
 from ..spec import VectorTarget
 from . import simd
 from .bf16 import PairOperands
 from .operands import Float32Operands
 
 
+@T.meta_class
 class RowNumbers:
     """Loads and stores chunks of the rows of some buffers, all in one order.
 
@@ -31,11 +35,16 @@ class RowNumbers:
         has_pairs = has_pairs and all(str(b.dtype) == "bfloat16" for b in buffers)
         self.ops = PairOperands() if has_pairs else Float32Operands(target.lanes)
         self.ops.begin(buffers)
+        self.views = [view for _, view in self.ops.views] if has_pairs else []
         self.wide = self.ops.numbers * self.lanes
 
     def scope(self):
         """Open the scope in which loads and stores may be emitted."""
         return self.ops.scope()
+
+    def open_scope(self) -> None:
+        """Open that scope for the rest of a kernel."""
+        opened(self.scope())
 
     def chunks(self, width: int) -> list[tuple[int, int]]:
         """Cover a row with chunks: (start, count)."""
@@ -46,6 +55,10 @@ class RowNumbers:
         if self._is_plain(count):
             return [(start, count)]
         return [(start + i, self.lanes) for i in range(0, count, self.lanes)]
+
+    def lanes_of(self, count: int) -> int:
+        """Return the lanes of the vectors of a chunk."""
+        return count if self._is_plain(count) else self.lanes
 
     def load(self, buffer, index: Sequence, count: int) -> list:
         """The float32 vectors of a chunk."""

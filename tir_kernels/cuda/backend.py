@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
 from ..layout import QuantizedPages, Slot
-from ..semantics.partial_states import selected
 from ..semantics.rope import inverse_frequencies, sin_cos
 from ..spec import STORED_ITEMSIZE, KernelSpec
 from . import scalars
@@ -211,26 +209,6 @@ class Worker:
             dequantize_row(pages, row, store_run, lane)
 
         self._for_rows_of_warps(count, dequantize)
-
-    def blend_rows(self, count, rows: Sequence[Callable], weights_of: Callable) -> None:
-        """Sum rows, ``i -> (buffer, indices)``, times ``weights_of(i)``, into the first ones."""
-        width = int(rows[0](T.int64(0))[0].shape[-1])
-        length = run_length(width)
-
-        def blend(i, start):
-            inputs = [(buffer, (*at, start)) for buffer, at in (row(i) for row in rows)]
-            weights = weights_of(i)
-            loaded = [load_floats(buffer, index, length) for buffer, index in inputs]
-            values = Registers(length, F32, "blended")
-            for e in range(length):
-                terms = [
-                    selected(x[e], weight, 1, scalars)
-                    for x, weight in zip(loaded, weights, strict=True)
-                ]
-                values[e] = functools.reduce(lambda a, b: a + b, terms)
-            store_floats(*inputs[0], values)
-
-        self._for_runs(count, width, length, blend)
 
     def cos_sin(self, rope):
         """Cosines and sines of one position."""

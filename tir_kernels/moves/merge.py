@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two partial states over disjoint positions become one."""
+"""Partial states that become one: two of disjoint positions, and one with learned sinks."""
 
 from tvm.script import tirx as T
 
-from .. import vectors
-from ..backend import backend_of
-from ..define import F32, aligned, attributes
-from ..script import prim_func
+from ..define import attributes
+from ..script import inline, prim_func
 from ..semantics.partial_states import MergedLse
-from ..spec import ITEMSIZE, KernelSpec
+from ..signatures.arrays import match_float32, row_matcher
+from ..spec import ITEMSIZE, LOG2E, KernelSpec
+from ..targets import components_of
+from ..vectors import constant, load, store
 
 
 def merge(spec: KernelSpec):
@@ -19,44 +20,82 @@ def merge(spec: KernelSpec):
     lse that is NaN or +inf makes the row's o and lse NaN.
     """
     num_heads, head_dim = spec.num_qo_heads, spec.v_head_dim
-    rows = aligned(spec, spec.dtype)
+    row_bytes = num_heads * (3 * head_dim * ITEMSIZE[spec.dtype] + 12)
+    c, match_rows = components_of(spec), row_matcher(spec)
 
     @prim_func
     def merge(var_o: T.handle, var_lse: T.handle, var_o_other: T.handle, var_lse_other: T.handle):
         T.func_attr(attributes(spec))
         n = T.int64()
-        o = T.match_buffer(var_o, (n, num_heads, head_dim), elem_offset=T.int64(), **rows)
-        lse = T.match_buffer(var_lse, (n, num_heads), elem_offset=T.int64(), **F32)
-        o_other = T.match_buffer(
-            var_o_other, (n, num_heads, head_dim), elem_offset=T.int64(), **rows
-        )
-        lse_other = T.match_buffer(var_lse_other, (n, num_heads), elem_offset=T.int64(), **F32)
-        _merge_rows(spec, n, (o, o_other), (lse, lse_other))
+        o = match_rows(var_o, n, num_heads, head_dim)
+        lse = match_float32(var_lse, n, num_heads)
+        o_other = match_rows(var_o_other, n, num_heads, head_dim)
+        lse_other = match_float32(var_lse_other, n, num_heads)
+        worker = c.Worker(spec)
+        rows = c.RowBlend(worker, (o, o_other))
+
+        @inline
+        def weigh(weights, row, h, lanes):
+            states = T.meta_var([load(x, (row, h), lanes) for x in (lse, lse_other)])
+            merged = T.meta_var(MergedLse(*states, lanes, worker.arithmetic))
+            store(lse, (row, h), lanes, merged.lse)
+            store(weights, (0, h), lanes, merged.weights[0])
+            store(weights, (1, h), lanes, merged.weights[1])
+
+        for row in worker.items(n, row_bytes):
+            weights = worker.table(2, num_heads)
+            for h in worker.elements(num_heads):
+                weigh(weights, row, h, worker.lanes)
+            if worker.rest(num_heads) > 0:
+                weigh(weights, row, num_heads - worker.rest(num_heads), worker.rest(num_heads))
+            worker.sync()
+            for h in rows.rows(num_heads):
+                own, other = weights[0, h], weights[1, h]
+                rows.blend((row, h), (own, other))
 
     return merge
 
 
-def _merge_rows(spec: KernelSpec, num_rows, o: tuple, lse: tuple) -> None:
-    """Merge states row by row: first the weights of all heads, then O times these."""
-    backend, num_heads = backend_of(spec), spec.num_qo_heads
+def apply_sinks(spec: KernelSpec):
+    """Build the kernel that lets a sink logit into the softmax of every row, after attention.
 
-    def merge_row(n, worker, known) -> None:
-        weights = worker.table(2, num_heads)
+    A sink logit joins the denominator alone, so it is a second partial state whose lse is the logit
+    and whose o is zero. Arguments: o ``[T, H, D]`` and lse float32 ``[T, H]`` (base 2), changed in
+    place; sink_logits float32 ``[H]`` (natural logits; -inf: none). A row that has seen nothing
+    keeps ``o = 0``. Every row of a head sees its sink: one that is NaN or +inf makes them NaN.
+    """
+    num_heads, head_dim = spec.num_qo_heads, spec.v_head_dim
+    row_bytes = num_heads * (2 * head_dim * ITEMSIZE[spec.dtype] + 8)
+    c, match_rows = components_of(spec), row_matcher(spec)
 
-        def weigh(h, lanes):
-            both = (vectors.load(x, (n, h), lanes) for x in lse)
-            merged = MergedLse(*both, lanes, worker.arithmetic)
-            vectors.store(lse[0], (n, h), lanes, merged.lse)
-            for i, weight in enumerate(merged.weights):
-                vectors.store(weights, (i, h), lanes, weight)
+    @prim_func
+    def apply_sinks(var_o: T.handle, var_lse: T.handle, var_sinks: T.handle):
+        T.func_attr(attributes(spec))
+        n = T.int64()
+        o = match_rows(var_o, n, num_heads, head_dim)
+        lse = match_float32(var_lse, n, num_heads)
+        sinks = match_float32(var_sinks, num_heads)
+        worker = c.Worker(spec)
+        rows = c.RowBlend(worker, (o,))
 
-        worker.for_elements(num_heads, weigh)
-        worker.sync()
-        worker.blend_rows(
-            num_heads,
-            [lambda h, x=x: (x, (n, h)) for x in o],
-            lambda h: [worker.arithmetic.temp(weights[i, h]) for i in range(2)],
-        )
+        @inline
+        def weigh(weights, row, h, lanes):
+            sink = T.meta_var(load(sinks, (h,), lanes) * constant(LOG2E, lanes))
+            merged = T.meta_var(
+                MergedLse(load(lse, (row, h), lanes), sink, lanes, worker.arithmetic)
+            )
+            store(lse, (row, h), lanes, merged.lse)
+            store(weights, (0, h), lanes, merged.weights[0])
 
-    row_bytes = num_heads * (3 * spec.v_head_dim * ITEMSIZE[spec.dtype] + 12)
-    backend.for_items(spec, num_rows, lambda known: row_bytes, merge_row, computed=o)
+        for row in worker.items(n, row_bytes):
+            weights = worker.table(1, num_heads)
+            for h in worker.elements(num_heads):
+                weigh(weights, row, h, worker.lanes)
+            if worker.rest(num_heads) > 0:
+                weigh(weights, row, num_heads - worker.rest(num_heads), worker.rest(num_heads))
+            worker.sync()
+            for h in rows.rows(num_heads):
+                weight = weights[0, h]
+                rows.blend((row, h), (weight,))
+
+    return apply_sinks

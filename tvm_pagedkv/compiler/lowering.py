@@ -25,6 +25,7 @@ from tvm.target import Target, codegen
 from tvm.tirx.buffer import is_buffer_var
 
 import tir_kernels
+from tir_kernels.cpu.components.rows import ITEM_BYTES, SERIAL_BELOW_BYTES
 from tir_kernels.cpu.components.work import TASK_LOOP
 
 from .disk_cache import code_versions, found_file, sealed_file
@@ -152,6 +153,7 @@ def compile_kernel(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.
 
 def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
     """Lower one kernel to the input of the code generator."""
+    function = _parallel_where_large(function)
     module = tvm.IRModule(share_task_body(function, symbol))
     return tvm.transform.Sequential(
         [
@@ -171,6 +173,30 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
             tirx.transform.LowerIntrin(),
         ]
     )(module)
+
+
+def _parallel_where_large(function: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Let the caller's thread do the items of a loop that moves too little to wake others for."""
+
+    is_found = False
+
+    def choose(loop: tirx.For, mutator: Any) -> Any:
+        nonlocal is_found
+        if ITEM_BYTES not in loop.annotations:
+            return mutator.default_mutate(loop)
+        is_found = True
+        total = tirx.Cast("int64", loop.extent) * loop.annotations[ITEM_BYTES]
+        serial, parallel = (
+            tirx.For(loop.loop_var, loop.min, loop.extent, kind, loop.body)
+            for kind in (tirx.ForKind.SERIAL, tirx.ForKind.PARALLEL)
+        )
+        return tirx.IfThenElse(total < SERIAL_BELOW_BYTES, serial, parallel)
+
+    body = tvm_ffi.structural_mutate(function.body, (tirx.For, choose))
+    if not is_found:
+        return function
+    module = tvm.IRModule({"main": function.with_body(body)})
+    return tirx.transform.ConvertSSA()(module)["main"]
 
 
 def share_task_body(function: tirx.PrimFunc, symbol: str) -> dict[GlobalVar, tirx.PrimFunc]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Components of the attention kernels for CPUs: TVMScript classes with one job each."""
+"""Components of the kernels for CPUs: `T.meta_class` classes with one job each."""

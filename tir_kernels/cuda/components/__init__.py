@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles in shared memory and registers: layouts, copies, products, softmax."""
+"""Components of the kernels for GPUs: `T.meta_class` classes with one job each."""

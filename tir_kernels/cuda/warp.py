@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm.script import tirx as T
 
-from .emit import WARP
+from .emit import WARP, temp
 
 _ALL = 0xFFFFFFFF
 
@@ -28,3 +30,12 @@ def shuffle_from(value, lane):
 def shuffle_xor(value, mask: int):
     """The value of the lane whose number differs in the bits of `mask`."""
     return T.tvm_warp_shuffle_xor(T.uint32(_ALL), value, mask, WARP, WARP)
+
+
+def over_lanes(value, combine: Callable, lanes: int = WARP):
+    """Combine the values of so many lanes next to each other; all of them have the result."""
+    value, mask = temp(value, 1, str(value.ty.dtype)), 1
+    while mask < lanes:
+        value = temp(combine(value, shuffle_xor(value, mask)), 1, str(value.ty.dtype))
+        mask *= 2
+    return value

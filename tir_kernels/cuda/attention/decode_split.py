@@ -18,7 +18,9 @@ from ...spec import LOG2E, KernelSpec
 from ..components.code_pipeline import kv_pipeline
 from ..components.inline_rope import InlineRope
 from ..components.kv_rows import PagedRows, as_int64
+from ..components.logits import Logits
 from ..components.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
+from ..components.softmax import OnlineSoftmax, products_of
 from ..emit import F32, WARP, Registers, index_temp, sync_block, sync_warp
 from ..scalars import temp
 from ..splits.page_schedule import Pair
@@ -27,14 +29,12 @@ from ..tiles.decode_tiling import DecodeTiling
 from ..tiles.fma import MultiplyAdds
 from ..tiles.group_scales import GroupScales
 from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
-from ..tiles.logits import AlibiBias, hide, to_logits
 from ..tiles.mma import TensorCores
 from ..tiles.mma_codes import (
     CodeTensorCores,
     PackedCodeTensorCores,
     interleave_columns,
 )
-from ..tiles.online_softmax import Accumulators, OnlineSoftmax
 from ..tiles.shared_tiles import SharedTiles
 
 MAX_KEPT = 128  # elements of a row of Q in registers: tiles of few positions leave room for them
@@ -92,8 +92,8 @@ class DecodeSplit:
             self.warp_row + T.truncdiv(lane, 4) + 8 * h for h in range(tiling.rows_of_thread)
         ]
         self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
-        self.scores = Accumulators(tiling.positions, "scores", tiling.rows_of_thread)
-        self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
+        self.scores = products_of(tiling.positions, tiling.rows_of_thread)
+        self.logits = Logits(spec, tiling.rows_of_thread, lane)
         self.q_blocks, self.o_blocks = hadamard_blocks(tiling)
         self.pipeline = kv_pipeline(spec, tiling, memory, self.q.end, self.threads, self.slice)
         self.k, self.v, self.scales = self.pipeline.k, self.pipeline.v, self.pipeline.scales
@@ -109,13 +109,15 @@ class DecodeSplit:
         if tiling.codes.codec.bits == 8:
             return CodeTensorCores(*operands, max_kept=MAX_KEPT)
         self.scales = GroupScales(self.pipeline, self.lane, tiling.dtype)
-        return PackedCodeTensorCores(*operands, self.scales, max_kept=MAX_KEPT)
+        products = PackedCodeTensorCores(*operands, max_kept=MAX_KEPT)
+        products.scales = self.scales
+        return products
 
     def reset(self) -> None:
         """Forget all that was attended to."""
         self.softmax.reset()
         if self.scales:
-            self.scales.reset()
+            self.scales.range.reset()
 
     def _row_in_group(self, row):
         """Row of the tile -> query head of the KV head; rows past the end repeat the last one."""
@@ -129,9 +131,9 @@ class DecodeSplit:
         first_head = index_temp(pair.head * spec.group_size)
         rope = InlineRope(spec, a.rotary_mode)
         rope.begin(step.length)
-        if self.bias:
+        if self.logits.has_alibi:
             for h, row in enumerate(self.own_rows):
-                self.bias.set_row(h, first_head + self._row_in_group(row), own)
+                self.logits.set_row(h, first_head + self._row_in_group(row), own)
         factor = temp(a.sm_scale * T.float32(LOG2E))
         chunks = spec.qk_head_dim // self.q.layout.per_chunk
 
@@ -157,13 +159,13 @@ class DecodeSplit:
 
             rope.rotate(self.k, tile, tiling.positions, self.threads, k_position)
             if self.scales:
-                self.scales.begin_tile(step.rows, first)
+                self.scales.begin_tile(first)
             self.products.scores(self.scores, self.k, tile)
             if self.scales:
                 self.scales.scale_scores(self.scores, tile, self.lane)
-            to_logits(spec, self.scores, self.lane, factor, self.bias, k_position)
+            self.logits.scale(self.scores, factor, k_position)
             with T.If(first + tiling.positions > end), T.Then():
-                hide(self.scores, self.lane, lambda h, column: first + column < end)
+                self.logits.hide(self.scores, lambda h, column: first + column < end)
             self.softmax.update(self.scores)
             if self.scales:
                 self.scales.scale_weights(self.scores, self.softmax.output, tile, self.lane)
@@ -187,13 +189,14 @@ class DecodeSplit:
         put_lse : ``(query head of the KV head, lse)``
         """
         tiling, threads, states = self.tiling, self.threads.index, self.states
-        lse, output = self.softmax.finish(), self.softmax.output
+        self.softmax.finish()
+        lse, output = self.softmax.lse, self.softmax.output
         if self.scales:
-            self.scales.finish(output)
+            self.scales.range.finish(output)
             rotate_accumulators(output, self.o_blocks, self.lane)
         sync_block()  # none reads K and V any more
         for h, row in enumerate(self.own_rows):
-            with T.unroll(output.num_tiles) as n:
+            with T.unroll(output.shape[0]) as n:
                 states.store_pair(threads, row, *self.products.output_pair(output, n, h))
             with T.If(T.truncmod(self.lane, 4) == 0), T.Then():
                 states.store_float(threads, row, tiling.columns, lse[h])

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
+from ...script import inline
 from ..emit import F32, U32, WARP, Registers, Variable, index_temp, ptx, sync_block
 from ..scalars import fused_multiply_add
-from ..tiles.logits import map_scores
 from ..tiles.tiling import BlockTiling
 from ..warp import shuffle_xor
 
@@ -50,6 +50,16 @@ def with_guard(attend: Callable[[NonFiniteGuard | None], None], tiling: BlockTil
         following.set(T.int32(_DONE))
         attend(NonFiniteGuard(mode, following))
         mode.set(following.get())
+
+
+@inline
+def mark_scores(scores, is_marked):
+    """Make the scores of columns NaN: ``is_marked(n, e)``."""
+    for n in T.unroll(scores.shape[0]):
+        for h in T.unroll(scores.shape[1]):
+            for e in T.unroll(2):
+                not_a_number = T.meta_var(T.reinterpret(F32, T.uint32(0x7FC00000)))
+                scores[n, h, e] = T.if_then_else(is_marked(n, e), not_a_number, scores[n, h, e])
 
 
 class NonFiniteGuard:
@@ -111,27 +121,27 @@ class NonFiniteGuard:
             for i in range(words.count):
                 ptx("ld.shared.b32", words[i], tile.word_pointer(FIRST_WORD + i))
 
-            def body(score, h, column):
+            def is_marked(column):
                 word = words[0]
                 if words.count > 1:
                     word = T.if_then_else(column < WARP, words[0], words[1])
                 bit = T.shift_right(word, T.cast(T.truncmod(column, WARP), U32))
-                is_marked = T.bitwise_and(bit, T.uint32(1)) != T.uint32(0)
-                return T.if_then_else(is_marked, T.reinterpret(F32, T.uint32(0x7FC00000)), score)
+                return T.bitwise_and(bit, T.uint32(1)) != T.uint32(0)
 
-            map_scores(scores, tile.lane, body)
+            mark_scores(scores, lambda n, e: is_marked(tile.logits.column(n, e)))
 
-    def end(self, tile, lse: Registers) -> None:
+    def end(self, tile) -> None:
         """Store finished rows, unless the block shall attend again, and their logs if it has not.
 
         `tile` stores them by `store_lse` and `store_rows`.
         """
         output, width = tile.softmax.output, tile.spec.v_head_dim
-        check = Registers(output.rows, F32, "check")
+        lse, rows = tile.softmax.lse, tile.softmax.rows
+        check = Registers(rows, F32, "check")
         check.fill(T.float32(0))
         # What is behind the columns of V may hold anything.
-        with T.unroll(min(output.num_tiles, width // 8)) as n:
-            for h in range(output.rows):
+        with T.unroll(min(int(output.shape[0]), width // 8)) as n:
+            for h in range(rows):
                 for e in range(2):
                     value = output[n, h, e]
                     if tile.tiling.slices > 1:
@@ -141,10 +151,10 @@ class NonFiniteGuard:
                     check[h] = fused_multiply_add(value, T.float32(0), check[h])
         # Rows whose logs are NaN are meant to be; a number compared with itself would be left out.
         is_wrong = [
-            T.And(check[h] != T.float32(0), lse[h] < T.float32(LARGEST)) for h in range(output.rows)
+            T.And(check[h] != T.float32(0), lse[h] < T.float32(LARGEST)) for h in range(rows)
         ]
         with T.If(self.mode.get() == _QUICK), T.Then():
-            tile.store_lse(lse)
+            tile.store_lse()
         with T.If(functools.reduce(T.Or, is_wrong)), T.Then():
             ptx("st.shared.b32", tile.word_pointer(_NEEDED), T.uint32(1))
         sync_block()

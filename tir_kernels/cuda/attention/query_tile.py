@@ -17,15 +17,15 @@ from ...spec import LOG2E, KernelSpec
 from ..components.code_pipeline import kv_pipeline
 from ..components.inline_rope import InlineRope
 from ..components.kv_rows import as_int64
+from ..components.logits import Logits
 from ..components.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
+from ..components.softmax import OnlineSoftmax, products_of
 from ..elements import store_words
 from ..emit import F32, I32, U32, WARP, Registers, index_temp, opaque, ptx, sync_block
 from ..scalars import temp
 from ..tiles.fma import MultiplyAdds
 from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
-from ..tiles.logits import AlibiBias, hide, to_logits
 from ..tiles.mma import TensorCores
-from ..tiles.online_softmax import Accumulators, OnlineSoftmax
 from ..tiles.shared_tiles import SharedTiles
 from ..tiles.tiling import Tiling
 from .non_finite_v import FIRST_WORD, NonFiniteGuard
@@ -73,7 +73,7 @@ class QueryTile:
         self.products = products(tiling, self.q, self.warp_row, self.lane)
         self.softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
         self.q_blocks, self.o_blocks = hadamard_blocks(tiling)
-        self.bias = AlibiBias.of(spec, tiling.rows_of_thread)
+        self.logits = Logits(spec, tiling.rows_of_thread, self.lane)
         self.rope = InlineRope(spec, a.rotary_mode)
         self.rope.begin(step.length)
         self.o_chunks = spec.v_head_dim // tiling.o.per_chunk
@@ -166,7 +166,7 @@ class QueryTile:
         step = self.step
         self.softmax.reset()
         if self.scales:
-            self.scales.reset()
+            self.scales.range.reset()
         if self.guard:
             self.guard.begin(self)
         zero_padding(self.q, self.spec.qk_head_dim, self.thread, self.tiling.num_threads)
@@ -179,15 +179,15 @@ class QueryTile:
                 step = self._reload()
                 self._run_span(step.gap.span(i, step.kv_len, step.k_offset))
         self._reload()
-        lse = self.softmax.finish()
+        self.softmax.finish()
         if self.scales:
-            self.scales.finish(self.softmax.output)
+            self.scales.range.finish(self.softmax.output)
             rotate_accumulators(self.softmax.output, self.o_blocks, self.lane)
         if self.guard:
-            self.guard.end(self, lse)
+            self.guard.end(self)
         else:
-            self._prepare(lse)
-            self.store_lse(lse)
+            self._prepare()
+            self.store_lse()
             self.store_rows()
 
     def _spill(self) -> None:
@@ -227,10 +227,10 @@ class QueryTile:
 
     def _attend(self, span: Span, start, end) -> None:
         tiling, lane = self.tiling, self.lane
-        if self.bias:
+        if self.logits.has_alibi:
             for h in range(tiling.rows_of_thread):
                 row = self.own_row(h)
-                self.bias.set_row(h, self.head(row), self._position(row, span))
+                self.logits.set_row(h, self.head(row), self._position(row, span))
         # Between these, all rows of the block see all columns.
         tree = self.tree
         shared_end = index_temp(T.min(tree.shared_end(self._end_of(0)), span.end))
@@ -242,7 +242,7 @@ class QueryTile:
         self._load_q(span)
         self.products.begin()
         rows = self.step.rows(tiling.rows_per_thread)
-        scores = Accumulators(tiling.positions, "scores", tiling.rows_of_thread)
+        scores = products_of(tiling.positions, tiling.rows_of_thread)
 
         def visit(first, stage):
             tree.begin_tile(self, first)
@@ -260,7 +260,7 @@ class QueryTile:
             self.products.scores(scores, self.k, stage)
             if self.scales:
                 self.scales.scale_scores(scores, stage, lane)
-            to_logits(self.spec, scores, lane, factor, self.bias, k_position)
+            self.logits.scale(scores, factor, k_position)
             if self.guard:
                 self.guard.mark(self, scores)
             hides_some = T.Or(first + tiling.positions > shared_end, first < shared_begin)
@@ -289,10 +289,11 @@ class QueryTile:
                 words = [T.cast(bound, U32) for bound in bounds]
                 ptx("st.shared.v2.b32", self.bounds_pointer(row), *words)
 
-    def _hide(self, scores: Accumulators, first) -> None:
+    def _hide(self, scores, first) -> None:
         """Hide the columns of the tile from `first` on that a row does not see."""
-        bounds = Registers(2 * scores.rows, U32, "bounds")
-        for h in range(scores.rows):
+        rows = self.softmax.rows
+        bounds = Registers(2 * rows, U32, "bounds")
+        for h in range(rows):
             pair = [bounds[2 * h + i] for i in range(2)]
             ptx("ld.shared.v2.b32", *pair, self.bounds_pointer(self.own_row(h)))
 
@@ -301,7 +302,7 @@ class QueryTile:
             is_between = T.And(first + column >= begin, first + column < end)
             return T.And(is_between, self.tree.is_visible(first, column, h))
 
-        hide(scores, self.lane, is_visible)
+        self.logits.hide(scores, is_visible)
 
     def _load_q(self, span: Span) -> None:
         """Bring the rows of Q into shared memory, rotated if it is asked for."""
@@ -323,7 +324,7 @@ class QueryTile:
             rotate_rows(self.q, 0, tiling.rows, self.q_blocks, self.threads)
             sync_block()
 
-    def _prepare(self, lse: Registers) -> None:
+    def _prepare(self) -> None:
         """Change finished rows and their logs before they are stored."""
 
     def _again(self) -> None:
@@ -334,11 +335,12 @@ class QueryTile:
         """Index of the partial state of a row of the tile."""
         raise NotImplementedError
 
-    def store_lse(self, lse: Registers) -> None:
+    def store_lse(self) -> None:
         """Hand out the logs of the rows; where others see more, with their states."""
         self._again()
         is_first = T.And(T.truncmod(self.lane, 4) == 0, self.step.slice == 0)
-        for h in range(lse.count):
+        lse = self.softmax.lse
+        for h in range(self.softmax.rows):
             row = self.own_row(h)
             with T.If(T.And(is_first, self.has_row(row))), T.Then():
                 with T.If(self.step.is_whole):
@@ -360,10 +362,10 @@ class QueryTile:
         """Keep the rows, for those that merge them."""
         output, pair = self.softmax.output, Registers(2, F32, "pair")
         quad = T.truncmod(self.lane, 4)
-        for h in range(output.rows):
+        for h in range(self.softmax.rows):
             row = self.own_row(h)
             index = self._state_index(row)
-            with T.If(self.has_row(row)), T.Then(), T.unroll(output.num_tiles) as n:
+            with T.If(self.has_row(row)), T.Then(), T.unroll(output.shape[0]) as n:
                 with T.If(self.v_begin + n * 8 < self.spec.v_head_dim), T.Then():
                     for e in range(2):
                         pair[e] = output[n, h, e]
@@ -372,8 +374,8 @@ class QueryTile:
     def _put(self) -> None:
         """Write the rows of O, through shared memory."""
         tiling, output = self.tiling, self.softmax.output
-        with T.unroll(output.num_tiles) as n:
-            for h in range(output.rows):
+        with T.unroll(output.shape[0]) as n:
+            for h in range(self.softmax.rows):
                 column = n * 8 + T.truncmod(self.lane, 4) * 2
                 pair = [output[n, h, e] for e in range(2)]
                 self.o.store_pair(0, self.own_row(h), column, *pair)

@@ -34,26 +34,26 @@ class SharedTile(BalancedSplitTile):
         """The row of Q and O of a row of the tile."""
         return self.a.row_ids[super().row_of_q(row)]
 
-    def _prepare(self, lse: Registers) -> None:
+    def _prepare(self) -> None:
         with T.If(self.step.is_whole), T.Then():
-            self._merge(lse)
+            self._merge()
 
-    def _merge(self, lse: Registers) -> None:
-        """Weigh the rows for their sum with O, and make `lse` the merged logs.
+    def _merge(self) -> None:
+        """Weigh the rows for their sum with O, and merge their logs.
 
         The weights of what the rows had seen before are kept where their bounds were.
         """
-        rows, output = range(lse.count), self.softmax.output
-        before = Registers(lse.count, F32, "before")
+        rows, lse, output = range(self.softmax.rows), self.softmax.lse, self.softmax.output
+        before = Registers(len(rows), F32, "before")
         for h in rows:
             before[h] = self.lse_before[self.output_row(self.own_row(h))]
         sync_warp()  # all threads of a row have it
         for h in rows:
             merged = MergedLse(before[h], lse[h], 1, scalars)
-            lse[h] = merged.lse
-            with T.unroll(output.num_tiles) as n:
+            T.buffer_store(lse, merged.lse, [h])
+            with T.unroll(output.shape[0]) as n:
                 for e in range(2):
-                    output[n, h, e] = output[n, h, e] * merged.weights[1]
+                    T.buffer_store(output, output[n, h, e] * merged.weights[1], [n, h, e])
             with T.If(T.truncmod(self.lane, 4) == 0), T.Then():
                 pointer = self.bounds_pointer(self.own_row(h))
                 ptx("st.shared.f32", pointer, merged.weights[0])

@@ -101,7 +101,7 @@ class TreeMask(NoTree):
 
     def begin_tile(self, tile, first) -> None:
         """Find the positions of the tile's columns, where they matter."""
-        if self.window is not None or tile.bias:
+        if self.window is not None or tile.logits.has_alibi:
             self._find_positions(tile, first)
         elif tile.rope.may_rotate:
             with T.If(tile.rope.mode == 1), T.Then():

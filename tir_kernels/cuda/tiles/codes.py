@@ -54,7 +54,7 @@ def unit(codec: Codec, dtype: str) -> float:
     return 256.0 if is_float and narrow_dtype(dtype) == "float16" else 1.0
 
 
-def widen(codec: Codec, dtype: str, word, side: int = 0) -> list:
+def widen(codec: Codec, dtype: str, word, side=0) -> list:
     """Widen the codes in the four bytes ``b0 .. b3`` of a word.
 
     Parameters
@@ -62,7 +62,7 @@ def widen(codec: Codec, dtype: str, word, side: int = 0) -> list:
     codec : Codec
     dtype : {"float16", "bfloat16"}
     word : uint32 expression
-    side : {0, 1}
+    side : {0, 1} or int32 expression
         With 4 bits: those of the low bits, or of the high ones.
 
     Returns
@@ -71,7 +71,8 @@ def widen(codec: Codec, dtype: str, word, side: int = 0) -> list:
         Pairs of `dtype`: those of ``b0, b2`` and of ``b1, b3``.
     """
     if codec.bits == 4:
-        return [_nibbles(dtype, T.shift_right(word, _u32(4 * side + bits))) for bits in (0, 8)]
+        shifts = [T.cast(T.int32(4) * side + bits, U32) for bits in (0, 8)]
+        return [_nibbles(dtype, T.shift_right(word, shift)) for shift in shifts]
     if codec.storage_dtype == "uint8":
         return [_floats(dtype, bytes_) for bytes_ in (T.shift_left(word, _u32(8)), word)]
     return [_integers(dtype, bytes_) for bytes_ in (word, T.shift_right(word, _u32(8)))]

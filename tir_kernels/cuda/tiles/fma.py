@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ..emit import F32, Registers, index_temp
+from ...script import inline
+from ..components.softmax import clear
+from ..emit import F32, index_temp
 from ..warp import shuffle_from
-from .online_softmax import Accumulators
 from .shared_tiles import SharedTiles
 from .tiling import BlockTiling
 
 STEP = 8  # elements of a row at a time
 
 
+@T.meta_class
 class MultiplyAdds:
     """The products of a warp.
 
@@ -38,37 +40,44 @@ class MultiplyAdds:
     def begin(self) -> None:
         """Q stays in shared memory."""
 
-    def output_pair(self, output: Accumulators, n, h: int) -> tuple:
+    def output_pair(self, output, n, h) -> tuple:
         """Column of the n-th pair of sums of row h that a thread holds, and the sums."""
-        return n * 8 + T.truncmod(self.lane, 4) * 2, output[n, h, 0], output[n, h, 1]
+        return n * 8 + self.column, output[n, h, 0], output[n, h, 1]
 
-    def scores(self, scores: Accumulators, k: SharedTiles, stage) -> None:
+    @inline
+    def scores(self, scores, k, stage):
         """Compute ``Q K^T``."""
-        rows = range(scores.rows)
-        scores.registers.fill(T.float32(0))
-        with T.serial(self.num_steps) as step:
-            left = [self.q.load_floats(0, self.row + 8 * h, step * STEP, STEP) for h in rows]
-            with T.unroll(scores.num_tiles) as n:
-                for e in range(2):
-                    right = k.load_floats(stage, n * 8 + self.column + e, step * STEP, STEP)
-                    for h in rows:
-                        for i in range(STEP):
-                            scores[n, h, e] = scores[n, h, e] + left[h][i] * right[i]
+        rows = T.meta_var(range(int(scores.shape[1])))
+        clear(scores)
+        for step in T.serial(self.num_steps):
+            at = T.meta_var(step * STEP)
+            left = T.meta_var([self.q.load_floats(0, self.row + 8 * h, at, STEP) for h in rows])
+            for n in T.unroll(scores.shape[0]):
+                for e in T.unroll(2):
+                    right = T.meta_var(k.load_floats(stage, n * 8 + self.column + e, at, STEP))
+                    for i in T.unroll(STEP):
+                        add_products(scores, n, e, [left[h][i] for h in rows], right[i])
 
-    def accumulate(
-        self, output: Accumulators, weights: Accumulators, v: SharedTiles, stage
-    ) -> None:
+    @inline
+    def accumulate(self, output, weights, v, stage):
         """Add ``weights V``; the four lanes of a row tell each other the weights."""
-        first_lane = self.lane - T.truncmod(self.lane, 4)
-        rows, weight = range(output.rows), Registers(output.rows, F32, "weight")
-        # A loop over the lanes, or the offsets of all rows would be computed beforehand and kept.
-        with T.unroll(weights.num_tiles) as n, T.serial(4) as lane:
-            for t in range(2):
-                for h in rows:
-                    weight[h] = shuffle_from(weights[n, h, t], first_lane + lane)
-                row = n * 8 + lane * 2 + t
-                with T.unroll(output.num_tiles) as c:
-                    right = v.load_floats(stage, row, c * 8 + self.column, 2)
-                    for h in rows:
-                        for e in range(2):
-                            output[c, h, e] = output[c, h, e] + weight[h] * right[e]
+        rows = T.meta_var(range(int(output.shape[1])))
+        first_lane = T.meta_var(self.lane - T.truncmod(self.lane, 4))
+        weight = T.alloc_local((len(rows),), F32, layout=None)
+        for n in T.unroll(weights.shape[0]):
+            # Not unrolled, or the offsets of all rows would be computed beforehand and kept.
+            for lane in T.serial(4):
+                for t in T.unroll(2):
+                    for h in T.unroll(len(rows)):
+                        weight[h] = shuffle_from(weights[n, h, t], first_lane + lane)
+                    row = T.meta_var(n * 8 + lane * 2 + t)
+                    for c in T.unroll(output.shape[0]):
+                        right = T.meta_var(v.load_floats(stage, row, c * 8 + self.column, 2))
+                        for e in T.unroll(2):
+                            add_products(output, c, e, [weight[h] for h in rows], right[e])
+
+
+def add_products(sums, n, e, left: list, right) -> None:
+    """Add the products of a column of the right with each row of the left."""
+    for h, value in enumerate(left):
+        T.buffer_store(sums, sums[n, h, e] + value * right, [n, h, e])

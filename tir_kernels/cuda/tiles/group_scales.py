@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tvm.script import tirx as T
 
-from ..emit import F32, U32, Registers, ptx
-from ..scalars import temp
-from ..warp import shuffle_xor
-from .online_softmax import Accumulators
-from .row_scales import RowScales, inverse
+from ...layout import V_PLANE
+from ...script import inline
+from ..emit import F32, I32, U32, ptx
+from .row_scales import WeightRange
 
 
-class GroupScales(RowScales):
+@T.meta_class
+class GroupScales:
     """Scales of the tiles of a pipeline; products apply them, so nothing is left to be scaled.
 
     Parameters
@@ -28,75 +26,64 @@ class GroupScales(RowScales):
 
     def __init__(self, pipeline, lane, dtype: str):
         codes = pipeline.codes
-        super().__init__(pipeline.memory, 0, pipeline.tiling.positions, codes.codec, dtype)
-        self.pipeline, self.lane, self.num_groups = pipeline, lane, len(codes.groups)
-        self.rows, self.first = None, None
+        self.pipeline, self.lane = pipeline, lane
+        self.num_groups, self.num_words = len(codes.groups), codes.scale_words
+        self.range = WeightRange(codes.codec, dtype)
+        self.first = T.local_scalar(I32)
 
-    def begin_tile(self, rows, first) -> None:
+    @inline
+    def begin_tile(self, first):
         """Go on with the tile of positions from `first` on."""
-        self.rows, self.first = rows, first
+        self.first = first
 
-    def scale_scores(self, scores: Accumulators, tile, lane) -> None:
+    def scale_scores(self, scores, tile, lane) -> None:
         """Products are scaled already."""
 
     def scale_weights(self, weights, output, tile, lane) -> None:
         """The weights of each group of columns are scaled when they are multiplied."""
 
-    def of_columns(self, plane: int, stage, n) -> Callable:
-        """Load the scales of the thread's two columns of tile n of eight positions.
+    def allocate(self, tiles: int):
+        """Allocate words for the scales of the thread's two columns of tiles."""
+        return T.alloc_local((tiles, 2, self.num_words), U32, layout=None)
 
-        Returns
-        -------
-        callable
-            ``(e, group)`` -> float32, of column e.
-        """
-        num_words = self.pipeline.codes.scale_words
-        first_word = plane * num_words
-        words = [Registers(num_words, U32, "scales") for _ in range(2)]
-        row = n * 8 + T.truncmod(self.lane, 4) * 2
-        for e in range(2):
-            for word in range(0, num_words, 2):
-                count = min(2, num_words - word) if num_words % 2 == 0 else 1
-                for at in range(word, min(word + 2, num_words), count):
-                    taken = [words[e][at + i] for i in range(count)]
-                    pointer = self.pipeline.word_pointer(stage, row + e, first_word + at)
-                    ptx(f"ld.shared{f'.v{count}' if count > 1 else ''}.b32", *taken, pointer)
-            if self.num_groups % 2:  # the first one may be the second half of a word
-                self._shift(words[e], plane, row + e)
+    @inline
+    def load(self, words, i, plane, stage, n):
+        """Load the scales of tile n of eight positions to tile i of the words."""
+        row = T.meta_var(n * 8 + T.truncmod(self.lane, 4) * 2)
+        at_once = T.meta_var(2 if self.num_words % 2 == 0 else 1)
+        instruction = T.meta_var("ld.shared.v2.b32" if at_once == 2 else "ld.shared.b32")
+        for e in T.unroll(2):
+            for turn in T.unroll(self.num_words // at_once):
+                first = T.meta_var(turn * at_once)
+                taken = T.meta_var([words[i, e, first + j] for j in range(at_once)])
+                word = T.meta_var(plane * self.num_words + first)
+                ptx(instruction, *taken, self.pipeline.word_pointer(stage, row + e, word))
+            if self.num_groups % 2 == 1:  # the first one may be the second half of a word
+                if self.pipeline.rows.scale_shift(plane, self.first + row + e) != 0:
+                    for word in T.unroll(self.num_words - 1):
+                        words[i, e, word] = T.bitwise_or(
+                            T.shift_right(words[i, e, word], T.uint32(16)),
+                            T.shift_left(words[i, e, word + 1], T.uint32(16)),
+                        )
+                    last = T.meta_var(self.num_words - 1)
+                    words[i, e, last] = T.shift_right(words[i, e, last], T.uint32(16))
 
-        def scale(e: int, group: int):
-            word = words[e][group // 2]
-            if group % 2:
-                bits = T.bitwise_and(word, T.uint32(0xFFFF0000))
-            else:
-                bits = T.shift_left(word, T.uint32(16))
-            return temp(T.reinterpret(F32, bits))
+    def scale(self, words, i, e, group):
+        """Return the scale of a group of column e of tile i of the words."""
+        word = words[i, e, T.truncdiv(group, 2)]
+        low, high = T.shift_left(word, T.uint32(16)), T.bitwise_and(word, T.uint32(0xFFFF0000))
+        return T.reinterpret(F32, T.if_then_else(T.truncmod(group, 2) == 0, low, high))
 
-        return scale
-
-    def _shift(self, words: Registers, plane: int, row) -> None:
-        shift = self.rows.scale_shift(plane, self.first + row)
-        with T.If(shift != 0), T.Then():
-            for i in range(words.count):
-                following = words[i + 1] if i + 1 < words.count else T.uint32(0)
-                words[i] = T.bitwise_or(
-                    T.shift_right(words[i], T.uint32(16)),
-                    T.shift_left(following, T.uint32(16)),
-                )
-
-    def raise_top(self, weights: Accumulators, output: Accumulators, stage):
-        """Scale the output where scales of V have grown; returns the factor of all scales."""
-        if not self.is_limited:
-            return T.float32(1)
-        largest = Registers(1, F32, "v_scale_max")
-        largest[0] = T.float32(0)
-        with T.unroll(weights.num_tiles) as n:
-            scale = self.of_columns(1, stage, n)
-            for e in range(2):
-                for group in range(self.num_groups):
-                    value = scale(e, group)
-                    largest[0] = T.max(largest[0], T.max(value, -value))
-        for mask in (1, 2):
-            largest[0] = T.max(largest[0], shuffle_xor(largest[0], mask))
-        self._grow(output, largest[0])
-        return temp(inverse(self.top[0]))
+    @inline
+    def raise_top(self, weights, output, stage):
+        """Scale the output where scales of V have grown."""
+        if self.range.is_limited:
+            words = T.meta_var(self.allocate(1))
+            largest = T.float32(0)
+            for n in T.unroll(weights.shape[0]):
+                self.load(words, 0, V_PLANE, stage, n)
+                for e in T.unroll(2):
+                    for group in T.unroll(self.num_groups):
+                        scale = self.scale(words, 0, e, group)
+                        largest = T.max(largest, T.max(scale, -scale))
+            self.range.grow(output, largest)

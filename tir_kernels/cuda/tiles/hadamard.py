@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ..emit import F32, WARP, Registers, index_temp
+from ...script import inline
+from ..emit import F32, WARP, Registers, index_temp, temp
 from ..warp import shuffle_xor
-from .online_softmax import Accumulators
 from .shared_tiles import SharedTiles
 from .tiling import BlockTiling
 
@@ -38,21 +38,14 @@ def hadamard_blocks(tiling: BlockTiling) -> tuple[list, list]:
     return q_blocks, blocks_of(0, codes.v_head_dim)
 
 
-def _combine(values: Registers, i, j) -> None:
-    """Sum and difference of two registers."""
-    low, high = Registers(1, F32, "low"), Registers(1, F32, "high")
-    low[0], high[0] = values[i], values[j]
-    values[i] = low[0] + high[0]
-    values[j] = low[0] - high[0]
-
-
 def _combine_lanes(value, lane, mask: int):
     """Sum or difference of the values of two lanes."""
     other = shuffle_xor(value, mask)
     return other + T.Select(T.bitwise_and(lane, mask) == 0, value, -value)
 
 
-def rotate_rows(tiles: SharedTiles, tile, num_rows: int, blocks: list, threads) -> None:
+@inline
+def rotate_rows(tiles, tile, num_rows: int, blocks: list, threads):
     """Multiply rows of a tile by the Hadamard blocks; a warp takes every few rows.
 
     Parameters
@@ -65,30 +58,28 @@ def rotate_rows(tiles: SharedTiles, tile, num_rows: int, blocks: list, threads) 
     threads : ThreadGroup
         Whole warps.
     """
-    lane = index_temp(T.truncmod(threads.thread, WARP))
-    warp, num_warps = T.truncdiv(threads.thread, WARP), threads.num_threads // WARP
-    with T.serial(T.ceildiv(num_rows, num_warps)) as turn:
-        row = index_temp(turn * num_warps + warp)
-        with T.If(row < num_rows), T.Then():
-            for first, size in blocks:
-                _rotate_block(tiles, tile, row, first, size, lane)
+    num_warps = T.meta_var(threads.num_threads // WARP)
+    lane = T.truncmod(threads.thread, WARP)
+    for turn in T.serial(T.ceildiv(num_rows, num_warps)):
+        row = turn * num_warps + T.truncdiv(threads.thread, WARP)
+        if row < num_rows:
+            _rotate_row(tiles, tile, row, blocks, lane)
 
 
-def _rotate_block(tiles: SharedTiles, tile, row, first: int, size: int, lane) -> None:
-    count = size // WARP  # elements of a lane
-    column = index_temp(first + lane * count)
-    values = Registers(count, F32, "rotated")
-    if count == 1:
-        values[0] = tiles.load_float(tile, row, column)
-    else:
-        loaded = tiles.load_floats(tile, row, column, count)
-        for i in range(count):
-            values[i] = loaded[i]
-    rotate_registers(values, lane)
-    if count == 1:
-        tiles.store_float(tile, row, column, values[0])
-    for i in range(0, count - 1, 2):
-        tiles.store_pair(tile, row, column + i, values[i], values[i + 1])
+def _rotate_row(tiles: SharedTiles, tile, row, blocks: list, lane) -> None:
+    for first, size in blocks:
+        count = size // WARP  # elements of a lane
+        column = index_temp(first + lane * count)
+        if count == 1:
+            values = Registers(1, F32, "rotated")
+            values[0] = tiles.load_float(tile, row, column)
+        else:
+            values = tiles.load_floats(tile, row, column, count)
+        rotate_registers(values, lane)
+        if count == 1:
+            tiles.store_float(tile, row, column, values[0])
+        for i in range(0, count - 1, 2):
+            tiles.store_pair(tile, row, column + i, values[i], values[i + 1])
 
 
 def rotate_registers(values: Registers, lane) -> None:
@@ -96,7 +87,7 @@ def rotate_registers(values: Registers, lane) -> None:
     step = 1
     while step < values.count:
         for i in (i for i in range(values.count) if not i & step):
-            _combine(values, i, i + step)
+            _combine(values.buffer, (i,), (i + step,))
         step *= 2
     for mask in (1, 2, 4, 8, 16):
         for i in range(values.count):
@@ -106,29 +97,37 @@ def rotate_registers(values: Registers, lane) -> None:
         values[i] = values[i] * factor
 
 
-def rotate_accumulators(sums: Accumulators, blocks: list, lane) -> None:
+def _combine(values, i: tuple, j: tuple, factor=None) -> None:
+    """Replace two registers by their sum and their difference, perhaps times a factor."""
+    low, high = (temp(values[at]) for at in (i, j))
+    for at, result in ((i, low + high), (j, low - high)):
+        T.buffer_store(values, result if factor is None else result * factor, list(at))
+
+
+def rotate_accumulators(sums, blocks: list, lane) -> None:
     """Multiply the rows of accumulators by the Hadamard blocks."""
     for first, size in blocks:
-        begin, count = first // 8, size // 8
-        for mask in (1, 2):  # the four lanes of a row
-            with T.unroll(count) as n:
-                for h in range(sums.rows):
-                    for e in range(2):
-                        at = begin + n, h, e
-                        sums[at] = _combine_lanes(sums[at], lane, mask)
-        factor = T.float32(size**-0.5)
-        with T.unroll(count) as n:
-            for h in range(sums.rows):
-                pair = [sums.register(begin + n, h, e) for e in range(2)]
-                _combine(sums.registers, *pair)
-                for i in pair:
-                    sums.registers[i] = sums.registers[i] * factor
-        step = 1
-        while step < count:
-            with T.unroll(count // 2) as pair:
-                n = begin + pair // step * (2 * step) + pair % step
-                for h in range(sums.rows):
-                    for e in range(2):
-                        at = (sums.register(n + side, h, e) for side in (0, step))
-                        _combine(sums.registers, *at)
-            step *= 2
+        _rotate_columns(sums, first // 8, size // 8, lane)
+
+
+@inline
+def _rotate_columns(sums, begin: int, count: int, lane):
+    """Multiply `count` tiles of eight columns by one block."""
+    rows = T.meta_var(sums.shape[1])
+    for bit in T.unroll(2):  # of the number of a lane among those that share a row
+        for n in T.unroll(count):
+            for h in T.unroll(rows):
+                for e in T.unroll(2):
+                    at = T.meta_var((begin + n, h, e))
+                    sums[at] = _combine_lanes(sums[at], lane, T.shift_left(1, bit))
+    factor = T.meta_var(T.float32((8 * count) ** -0.5))
+    for n in T.unroll(count):
+        for h in T.unroll(rows):
+            _combine(sums, (begin + n, h, 0), (begin + n, h, 1), factor)
+    for bit in T.unroll(count.bit_length() - 1):
+        for pair in T.unroll(count // 2):
+            step = T.meta_var(T.shift_left(1, bit))
+            n = T.meta_var(begin + T.truncdiv(pair, step) * (2 * step) + T.truncmod(pair, step))
+            for h in T.unroll(rows):
+                for e in T.unroll(2):
+                    _combine(sums, (n, h, e), (n + step, h, e))

@@ -2,8 +2,8 @@
 """Products of tiles on tensor cores: `ldmatrix` and `mma.sync`, float16 or bfloat16 to float32.
 
 A warp computes sixteen rows, or more with the same operands from the right: to load these takes as
-long as to multiply sixteen rows. All operands come from shared tiles; `online_softmax` tells how a
-thread holds the products.
+long as to multiply sixteen rows. All operands come from shared tiles; `softmax` tells how a thread
+holds the products.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import math
 
 from tvm.script import tirx as T
 
+from ...script import inline
+from ..components.softmax import ROWS, clear
 from ..elements import pack
-from ..emit import U32, Registers, ptx
-from .online_softmax import ROWS, Accumulators
+from ..emit import I32, U32, ptx
 from .shared_tiles import SharedTiles
 from .tiling import WARP_ROWS
 
@@ -25,11 +26,12 @@ LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
 
 
-def load_matrices(instruction: str, registers: Registers, first, pointer) -> None:
+def load_matrices(instruction: str, registers, first, pointer) -> None:
     """Load four matrices into registers from `first` on."""
     ptx(instruction, *[registers[first + i] for i in range(4)], pointer)
 
 
+@T.meta_class
 class TensorCores:
     """The products of a warp.
 
@@ -46,6 +48,8 @@ class TensorCores:
     unrolled : int, optional
         Steps of a product with a Q that is not kept that a loop takes at once.
     """
+
+    steps_at_once = 1  # of Q that is not kept, in registers
 
     def __init__(
         self,
@@ -65,66 +69,89 @@ class TensorCores:
         self.instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32"
         # In registers if that leaves enough of them, or loaded again for each tile.
         self.keeps_q = self.row_tiles * tiling.depth <= max_kept
-        kept = self.num_steps if self.keeps_q else 1
-        self.left = Registers(4 * self.row_tiles * kept, U32, "q")
+        kept = self.num_steps if self.keeps_q else self.steps_at_once
+        self.q_operands = T.alloc_local((4 * self.row_tiles * kept,), U32, layout=None)
+        self.q_start = T.local_scalar(I32)
+        self.codes = tiling.codes
 
-    def begin(self) -> None:
+    @inline
+    def begin(self):
         """Take Q, which is in shared memory."""
-        row = self.warp_row + T.truncmod(self.lane, 16)
+        row = T.meta_var(self.warp_row + T.truncmod(self.lane, 16))
         self.q_start = self.q.start(0, row, T.truncdiv(self.lane, 16))
         if self.keeps_q:
-            with T.unroll(self.num_steps) as step:
-                self._load_q(step, step)
+            for step in T.unroll(self.num_steps):
+                self.load_q(step, step)
 
-    def _load_q(self, fragment, step) -> None:
-        for m in range(self.row_tiles):
-            first = (fragment * self.row_tiles + m) * 4
-            pointer = self.q.beyond(self.q_start, m * WARP_ROWS, step * 2)
-            load_matrices(LOAD, self.left, first, pointer)
+    @inline
+    def load_q(self, place, step):
+        """Load the operands of a step of Q."""
+        for m in T.unroll(self.row_tiles):
+            pointer = T.meta_var(self.q.beyond(self.q_start, m * WARP_ROWS, step * 2))
+            load_matrices(LOAD, self.q_operands, (place * self.row_tiles + m) * 4, pointer)
 
-    def _multiply(self, products: Accumulators, tile, a: Registers, fragment, b, b_first) -> None:
-        """Add the products of fragment `fragment` of `a` with eight columns of `b`."""
-        for m in range(self.row_tiles):
-            d = [products[tile, ROWS * m + h, e] for h in range(ROWS) for e in range(2)]
-            left = [a[(fragment * self.row_tiles + m) * 4 + i] for i in range(4)]
-            ptx(self.instruction, *d, *left, b[b_first], b[b_first + 1], *d)
+    @inline
+    def multiply(self, products, n, left, place, right):
+        """Add the products of all rows of a place of `left` with eight columns."""
+        for m in T.unroll(self.row_tiles):
+            rows = T.meta_var([(ROWS * m + h, e) for h in range(ROWS) for e in range(2)])
+            sums = T.meta_var([products[n, h, e] for h, e in rows])
+            first = T.meta_var((place * self.row_tiles + m) * 4)
+            ptx(self.instruction, *sums, *[left[first + i] for i in range(4)], *right, *sums)
 
-    def output_pair(self, output: Accumulators, n, h: int) -> tuple:
+    def output_pair(self, output, n, h) -> tuple:
         """Column of the n-th pair of sums of row h that a thread holds, and the sums."""
         return n * 8 + T.truncmod(self.lane, 4) * 2, output[n, h, 0], output[n, h, 1]
 
-    def scores(self, scores: Accumulators, k: SharedTiles, stage) -> None:
-        """Compute ``Q K^T``."""
-        lane, right = self.lane, Registers(4, U32, "right")
-        scores.registers.fill(T.float32(0))
-        row = T.truncmod(lane, 8) + T.truncdiv(lane, 16) * 8
-        start = k.start(stage, row, T.truncmod(T.truncdiv(lane, 8), 2))
-        # Steps that take Q anew need no registers of their own.
-        together = self.num_steps if self.keeps_q else math.gcd(self.num_steps, self.unrolled)
-        with T.serial(self.num_steps // together) as turn, T.unroll(together) as i:
-            step = turn * together + i
-            fragment = step if self.keeps_q else 0
-            if not self.keeps_q:
-                self._load_q(0, step)
-            with T.unroll(scores.num_tiles // 2) as pair:
-                load_matrices(LOAD, right, 0, k.beyond(start, pair * 16, step * 2))
-                for half in range(2):
-                    self._multiply(scores, pair * 2 + half, self.left, fragment, right, half * 2)
+    def k_start(self, k: SharedTiles, stage):
+        """Return where two chunks of sixteen rows of K begin, for the thread."""
+        row = T.truncmod(self.lane, 8) + T.truncdiv(self.lane, 16) * 8
+        return k.start(stage, row, T.truncmod(T.truncdiv(self.lane, 8), 2))
 
-    def accumulate(
-        self, output: Accumulators, weights: Accumulators, v: SharedTiles, stage
-    ) -> None:
+    def v_start(self, v: SharedTiles, stage):
+        """Return where two chunks of sixteen rows of V begin, for the thread."""
+        return v.start(stage, T.truncmod(self.lane, 16), T.truncdiv(self.lane, 16))
+
+    @inline
+    def scores(self, scores, k, stage):
+        """Compute ``Q K^T``."""
+        right = T.alloc_local((4,), U32, layout=None)
+        clear(scores)
+        start = self.k_start(k, stage)
+        # Steps that take Q anew need no registers of their own.
+        together = T.meta_var(
+            self.num_steps if self.keeps_q else math.gcd(self.num_steps, self.unrolled)
+        )
+        for turn in T.serial(self.num_steps // together):
+            for i in T.unroll(together):
+                step = T.meta_var(turn * together + i)
+                place = T.meta_var(step if self.keeps_q else 0)
+                if not self.keeps_q:
+                    self.load_q(0, step)
+                for pair in T.unroll(scores.shape[0] // 2):
+                    load_matrices(LOAD, right, 0, k.beyond(start, pair * 16, step * 2))
+                    for n in T.unroll(2):
+                        operand = T.meta_var([right[n * 2], right[n * 2 + 1]])
+                        self.multiply(scores, pair * 2 + n, self.q_operands, place, operand)
+
+    @inline
+    def pack_weights(self, left, weights, step):
+        """Narrow the weights of sixteen positions to an operand."""
+        for m in T.unroll(self.row_tiles):
+            for i in T.unroll(4):
+                n, row = T.meta_var((step * 2 + i // 2, ROWS * m + i % 2))
+                pack(left[m * 4 + i], self.dtype, weights[n, row, 0], weights[n, row, 1])
+
+    @inline
+    def accumulate(self, output, weights, v, stage):
         """Add ``weights V``; the weights are float32, as `scores` leaves them."""
-        lane, right = self.lane, Registers(4, U32, "right")
-        left = Registers(4 * self.row_tiles, U32, "left")
-        start = v.start(stage, T.truncmod(lane, 16), T.truncdiv(lane, 16))
-        with T.unroll(weights.num_tiles // 2) as step:
-            for m in range(self.row_tiles):
-                for i in range(4):
-                    row = ROWS * m + i % 2
-                    low, high = (weights[step * 2 + i // 2, row, e] for e in range(2))
-                    pack(left[m * 4 + i], self.dtype, low, high)
-            with T.unroll(output.num_tiles // 2) as pair:
+        right = T.alloc_local((4,), U32, layout=None)
+        left = T.alloc_local((4 * self.row_tiles,), U32, layout=None)
+        start = self.v_start(v, stage)
+        for step in T.unroll(weights.shape[0] // 2):
+            self.pack_weights(left, weights, step)
+            for pair in T.unroll(output.shape[0] // 2):
                 load_matrices(LOAD_TRANSPOSED, right, 0, v.beyond(start, step * STEP, pair * 2))
-                for i in range(2):
-                    self._multiply(output, pair * 2 + i, left, 0, right, i * 2)
+                for n in T.unroll(2):
+                    operand = T.meta_var([right[n * 2], right[n * 2 + 1]])
+                    self.multiply(output, pair * 2 + n, left, 0, operand)

@@ -14,40 +14,41 @@ multiplied by the scales of V once for each group of columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tvm.script import tirx as T
 
-from ..elements import pack
-from ..emit import U32, Registers, index_temp, ptx
-from ..scalars import temp
-from .code_tiling import CodeTiling
+from ...layout import K_PLANE, V_PLANE
+from ...script import inline
+from ..components.softmax import clear, products_of
+from ..emit import U32, ptx
 from .codes import HIGH_HALVES, LOW_HALVES, permute, widen
 from .group_scales import GroupScales
 from .mma import LOAD, LOAD_TRANSPOSED, STEP, TensorCores, load_matrices
-from .online_softmax import ROWS, Accumulators
-from .shared_tiles import SharedTiles
 
 COLUMNS = 16  # whose codes are a step's
 
 
-def interleave_columns(q: SharedTiles, num_rows: int, threads) -> None:
+@inline
+def interleave_columns(q, num_rows: int, threads):
     """Store the even columns of every sixteen before the odd ones."""
-    groups = q.layout.chunks // 2
-    items = num_rows * groups
-    with T.serial(T.ceildiv(items, threads.num_threads)) as turn:
-        item = index_temp(turn * threads.num_threads + threads.thread)
-        with T.If(item < items), T.Then():
-            row, group = (index_temp(f(item, groups)) for f in (T.truncdiv, T.truncmod))
-            words = Registers(8, U32, "words")
-            pointers = [q.pointer(0, row, group * 2 + i) for i in range(2)]
-            for i, pointer in enumerate(pointers):
-                ptx("ld.shared.v4.b32", *[words[4 * i + j] for j in range(4)], pointer)
-            for pointer, half in zip(pointers, (LOW_HALVES, HIGH_HALVES), strict=True):
-                pairs = [permute(words[2 * j], words[2 * j + 1], half) for j in range(4)]
-                ptx("st.shared.v4.b32", pointer, *pairs)
+    num_items = T.meta_var(num_rows * (q.layout.chunks // 2))
+    words = T.alloc_local((8,), U32, layout=None)
+    for turn in T.serial(T.ceildiv(num_items, threads.num_threads)):
+        item = turn * threads.num_threads + threads.thread
+        if item < num_items:
+            row = T.truncdiv(item, q.layout.chunks // 2)
+            group = T.truncmod(item, q.layout.chunks // 2)
+            low, high = T.meta_var([q.pointer(0, row, group * 2 + i) for i in range(2)])
+            ptx("ld.shared.v4.b32", *[words[j] for j in range(4)], low)
+            ptx("ld.shared.v4.b32", *[words[4 + j] for j in range(4)], high)
+            ptx("st.shared.v4.b32", low, *_every_other(words, LOW_HALVES))
+            ptx("st.shared.v4.b32", high, *_every_other(words, HIGH_HALVES))
 
 
+def _every_other(words, half: int) -> list:
+    return [permute(words[2 * j], words[2 * j + 1], half) for j in range(4)]
+
+
+@T.meta_class
 class CodeTensorCores(TensorCores):
     """What a warp multiplies with codes of 8 bits; scales are left to others.
 
@@ -57,85 +58,67 @@ class CodeTensorCores(TensorCores):
         `q` as `interleave_columns` leaves it.
     """
 
-    def __init__(self, tiling, q: SharedTiles, warp_row, lane, **how):
-        super().__init__(tiling, q, warp_row, lane, **how)
-        self.codes: CodeTiling = tiling.codes
-        self.codec = tiling.codes.codec
-        if not self.keeps_q:  # two steps have their codes in the same registers
-            self.left = Registers(2 * 4 * self.row_tiles, U32, "q")
+    steps_at_once = 2  # which have their codes in the same registers
 
-    def output_pair(self, output: Accumulators, n, h: int) -> tuple:
+    def output_pair(self, output, n, h) -> tuple:
         """A column of the output and the sums of this one and the next, of row h."""
         pair, e = T.truncdiv(n, 2), T.truncmod(n, 2)
         column = pair * COLUMNS + T.truncmod(self.lane, 4) * 4 + e * 2
         return column, *(output[pair * 2 + side, h, e] for side in range(2))
 
-    def _k_start(self, k: SharedTiles, stage):
-        """Where two chunks of sixteen rows of K begin, for the thread."""
-        row = T.truncmod(self.lane, 8) + T.truncdiv(self.lane, 16) * 8
-        return k.start(stage, row, T.truncmod(T.truncdiv(self.lane, 8), 2))
-
-    def scores(self, scores: Accumulators, k: SharedTiles, stage) -> None:
+    @inline
+    def scores(self, scores, k, stage):
         """Compute the products of Q and the codes of K."""
-        right = Registers(4, U32, "codes")
-        scores.registers.fill(T.float32(0))
-        start = self._k_start(k, stage)
+        right = T.alloc_local((4,), U32, layout=None)
+        clear(scores)
+        start = self.k_start(k, stage)
+        if self.keeps_q:
+            for turn in T.unroll(self.num_steps // 2):
+                self.add_steps(scores, k, start, right, turn, 2)
+        else:
+            for turn in T.serial(self.num_steps // 2):
+                self.add_steps(scores, k, start, right, turn, 2)
+        if self.num_steps % 2 == 1:
+            self.add_steps(scores, k, start, right, self.num_steps // 2, 1)
 
-        def multiply(turn, num_steps: int) -> None:
-            places = [turn * 2 + i if self.keeps_q else i for i in range(num_steps)]
-            if not self.keeps_q:
-                for i in places:
-                    self._load_q(i, turn * 2 + i)
-            with T.unroll(scores.num_tiles // 2) as pair:
-                load_matrices(LOAD, right, 0, k.beyond(start, pair * 16, turn * 2))
-                for n in range(2):
-                    for i, place in enumerate(places):
-                        b = widen(self.codec, self.dtype, right[n * 2 + i])
-                        self._multiply_by(scores, pair * 2 + n, self.left, place, b)
+    @inline
+    def add_steps(self, scores, k, start, right, turn, num_steps):
+        """Add the products of two steps, whose codes are side by side, or of the last one."""
+        if not self.keeps_q:
+            for i in T.unroll(num_steps):
+                self.load_q(i, turn * 2 + i)
+        for pair in T.unroll(scores.shape[0] // 2):
+            load_matrices(LOAD, right, 0, k.beyond(start, pair * 16, turn * 2))
+            for n in T.unroll(2):
+                for i in T.unroll(num_steps):
+                    place = T.meta_var(turn * 2 + i if self.keeps_q else i)
+                    operand = T.meta_var(widen(self.codes.codec, self.dtype, right[n * 2 + i]))
+                    self.multiply(scores, pair * 2 + n, self.q_operands, place, operand)
 
-        loop = T.unroll if self.keeps_q else T.serial
-        with loop(self.num_steps // 2) as turn:
-            multiply(turn, 2)
-        if self.num_steps % 2:
-            multiply(self.num_steps // 2, 1)
-
-    def _multiply_by(self, products: Accumulators, tile, a: Registers, place, b: list) -> None:
-        """Add the products of all rows of a place in `a` with eight columns."""
-        for m in range(self.row_tiles):
-            d = [products[tile, ROWS * m + h, e] for h in range(ROWS) for e in range(2)]
-            left = [a[(place * self.row_tiles + m) * 4 + i] for i in range(4)]
-            ptx(self.instruction, *d, *left, *b, *d)
-
-    def accumulate(
-        self, output: Accumulators, weights: Accumulators, v: SharedTiles, stage
-    ) -> None:
+    @inline
+    def accumulate(self, output, weights, v, stage):
         """Add the products of the weights and the codes of V."""
-        lane, right = self.lane, Registers(4, U32, "codes")
-        left = Registers(4 * self.row_tiles, U32, "left")
-        start = v.start(stage, T.truncmod(lane, 16), T.truncdiv(lane, 16))
-        num_chunks = output.num_tiles // 2
-        with T.unroll(weights.num_tiles // 2) as step:
-            self._pack_weights(left, lambda row, n, e, step=step: weights[step * 2 + n, row, e])
-            for chunk in range(num_chunks):
-                if chunk % 2 == 0:
-                    load_matrices(LOAD_TRANSPOSED, right, 0, v.beyond(start, step * STEP, chunk))
-                words = [right[chunk % 2 * 2 + i] for i in range(2)]
-                self._add_columns(output, chunk, left, words, 0)
+        right = T.alloc_local((4,), U32, layout=None)
+        left = T.alloc_local((4 * self.row_tiles,), U32, layout=None)
+        start = self.v_start(v, stage)
+        num_chunks = T.meta_var(int(output.shape[0]) // 2)
+        for step in T.unroll(weights.shape[0] // 2):
+            self.pack_weights(left, weights, step)
+            for pair in T.unroll(-(-num_chunks // 2)):
+                load_matrices(LOAD_TRANSPOSED, right, 0, v.beyond(start, step * STEP, pair * 2))
+                self.add_columns(output, pair * 2, left, [right[0], right[1]])
+                if num_chunks % 2 == 0 or pair * 2 + 1 < num_chunks:
+                    self.add_columns(output, pair * 2 + 1, left, [right[2], right[3]])
 
-    def _pack_weights(self, left: Registers, of: Callable) -> None:
-        """Pack ``of(row, n, e)``, the weights of sixteen positions."""
-        for m in range(self.row_tiles):
-            for i in range(4):
-                row = ROWS * m + i % 2
-                pack(left[m * 4 + i], self.dtype, *(of(row, i // 2, e) for e in range(2)))
-
-    def _add_columns(self, output, chunk: int, left, words: list, side: int) -> None:
+    @inline
+    def add_columns(self, output, chunk, left, words, side: int = 0):
         """Add the products with sixteen columns of V, whose codes are in two words."""
-        low, high = (widen(self.codec, self.dtype, word, side) for word in words)
-        for parity in range(2):
-            self._multiply_by(output, chunk * 2 + parity, left, 0, [low[parity], high[parity]])
+        codes = T.meta_var([widen(self.codes.codec, self.dtype, word, side) for word in words])
+        self.multiply(output, chunk * 2, left, 0, [codes[0][0], codes[1][0]])
+        self.multiply(output, chunk * 2 + 1, left, 0, [codes[0][1], codes[1][1]])
 
 
+@T.meta_class
 class PackedCodeTensorCores(CodeTensorCores):
     """What a warp multiplies with codes of 4 bits, and with the scales of their groups.
 
@@ -143,72 +126,93 @@ class PackedCodeTensorCores(CodeTensorCores):
     ----------
     tiling, q, warp_row, lane, how : see `CodeTensorCores`
     scales : GroupScales
+        Set before the first product.
     """
 
-    def __init__(self, tiling, q: SharedTiles, warp_row, lane, scales: GroupScales, **how):
-        super().__init__(tiling, q, warp_row, lane, **how)
-        self.scales = scales
+    steps_at_once = 1
+    scales: GroupScales
 
-    def _place_of(self, step: int) -> tuple[int, int]:
-        """Chunk of a row and side of its bytes, of sixteen columns."""
-        chunks = self.codes.row_bytes // COLUMNS
-        return step % chunks, step // chunks
+    def place_of(self, step) -> tuple:
+        """Return the chunk of a row and the side of its bytes that sixteen columns are."""
+        num_chunks = self.codes.row_bytes // COLUMNS
+        return T.truncmod(step, num_chunks), T.truncdiv(step, num_chunks)
 
-    def scores(self, scores: Accumulators, k: SharedTiles, stage) -> None:
+    @property
+    def num_loads(self) -> int:
+        """Return the loads of two chunks that a row takes."""
+        return -(-self.codes.row_bytes // (2 * COLUMNS))
+
+    @inline
+    def scores(self, scores, k, stage):
         """Compute ``Q K^T``."""
-        num_chunks, num_groups = self.codes.row_bytes // COLUMNS, len(self.codes.groups)
-        words = Registers(4 * -(-num_chunks // 2), U32, "codes")
-        sums = Accumulators(8, "group", scores.rows)
-        start = self._k_start(k, stage)
-        loop = T.unroll if self.keeps_q else T.serial
-        with loop(scores.num_tiles // 2) as pair:
-            for chunk in range(0, num_chunks, 2):
-                load_matrices(LOAD, words, 2 * chunk, k.beyond(start, pair * 16, chunk))
-            for n in range(2):
-                tile = pair * 2 + n
-                scales = self.scales.of_columns(0, stage, tile)
-                for group in range(num_groups):
-                    sums.registers.fill(T.float32(0))
-                    for step in (2 * group, 2 * group + 1):
-                        chunk, side = self._place_of(step)
-                        word = words[chunk // 2 * 4 + n * 2 + chunk % 2]
-                        b = widen(self.codec, self.dtype, word, side)
-                        if not self.keeps_q:
-                            self._load_q(0, step)
-                        place = step if self.keeps_q else 0
-                        self._multiply_by(sums, 0, self.left, place, b)
-                    for h in range(scores.rows):
-                        for e in range(2):
-                            term = sums[0, h, e] * scales(e, group)
-                            before = scores[tile, h, e] if group else T.float32(0)
-                            scores[tile, h, e] = before + term
+        words = T.alloc_local((4 * self.num_loads,), U32, layout=None)
+        sums = T.meta_var(products_of(8, int(scores.shape[1])))
+        scales = T.meta_var(self.scales.allocate(1))
+        start = self.k_start(k, stage)
+        if self.keeps_q:
+            for pair in T.unroll(scores.shape[0] // 2):
+                self.score_pair(scores, k, stage, start, words, sums, scales, pair)
+        else:
+            for pair in T.serial(scores.shape[0] // 2):
+                self.score_pair(scores, k, stage, start, words, sums, scales, pair)
 
-    def accumulate(
-        self, output: Accumulators, weights: Accumulators, v: SharedTiles, stage
-    ) -> None:
+    @inline
+    def score_pair(self, scores, k, stage, start, words, sums, scales, pair):
+        """Compute the scores of sixteen positions."""
+        for i in T.unroll(self.num_loads):
+            load_matrices(LOAD, words, 4 * i, k.beyond(start, pair * 16, 2 * i))
+        for n in T.unroll(2):
+            tile = T.meta_var(pair * 2 + n)
+            self.scales.load(scales, 0, K_PLANE, stage, tile)
+            for h in T.unroll(scores.shape[1]):
+                for e in T.unroll(2):
+                    scores[tile, h, e] = T.float32(0)
+            for group in T.unroll(len(self.codes.groups)):
+                clear(sums)
+                for i in T.unroll(2):
+                    step = T.meta_var(2 * group + i)
+                    chunk, side = T.meta_var(self.place_of(step))
+                    if not self.keeps_q:
+                        self.load_q(0, step)
+                    word = T.meta_var(
+                        words[T.truncdiv(chunk, 2) * 4 + n * 2 + T.truncmod(chunk, 2)]
+                    )
+                    operand = T.meta_var(widen(self.codes.codec, self.dtype, word, side))
+                    self.multiply(sums, 0, self.q_operands, step if self.keeps_q else 0, operand)
+                for e in T.unroll(2):
+                    scale = self.scales.scale(scales, 0, e, group)
+                    for h in T.unroll(scores.shape[1]):
+                        scores[tile, h, e] += sums[0, h, e] * scale
+
+    @inline
+    def accumulate(self, output, weights, v, stage):
         """Add ``weights V``."""
-        lane = self.lane
-        num_chunks, num_groups = self.codes.row_bytes // COLUMNS, len(self.codes.groups)
-        words = Registers(4 * -(-num_chunks // 2), U32, "codes")
-        left = Registers(4 * self.row_tiles, U32, "left")
-        start = v.start(stage, T.truncmod(lane, 16), T.truncdiv(lane, 16))
-        factor = self.scales.raise_top(weights, output, stage)
-        with T.unroll(weights.num_tiles // 2) as step:
-            for chunk in range(0, num_chunks, 2):
-                load_matrices(
-                    LOAD_TRANSPOSED, words, 2 * chunk, v.beyond(start, step * STEP, chunk)
-                )
-            scales = [self.scales.of_columns(1, stage, step * 2 + i) for i in range(2)]
-            for group in range(num_groups):
-                of_group = [[temp(s(e, group) * factor) for e in range(2)] for s in scales]
-
-                def scaled(row, n, e, step=step, of_group=of_group):
-                    weight = weights[step * 2 + n, row, e]
-                    product = weight * of_group[n][e]
-                    return T.if_then_else(weight > T.float32(0), product, T.float32(0))
-
-                self._pack_weights(left, scaled)
-                for columns in (2 * group, 2 * group + 1):
-                    chunk, side = self._place_of(columns)
-                    own = [words[chunk // 2 * 4 + chunk % 2 * 2 + i] for i in range(2)]
-                    self._add_columns(output, columns, left, own, side)
+        words = T.alloc_local((4 * self.num_loads,), U32, layout=None)
+        left = T.alloc_local((4 * self.row_tiles,), U32, layout=None)
+        scaled = T.meta_var(products_of(16, int(weights.shape[1])))
+        scales = T.meta_var(self.scales.allocate(2))
+        start = self.v_start(v, stage)
+        self.scales.raise_top(weights, output, stage)
+        factor = self.scales.range.factor()
+        for step in T.unroll(weights.shape[0] // 2):
+            for i in T.unroll(self.num_loads):
+                pointer = T.meta_var(v.beyond(start, step * STEP, 2 * i))
+                load_matrices(LOAD_TRANSPOSED, words, 4 * i, pointer)
+            for n in T.unroll(2):
+                self.scales.load(scales, n, V_PLANE, stage, step * 2 + n)
+            for group in T.unroll(len(self.codes.groups)):
+                for n in T.unroll(2):
+                    for e in T.unroll(2):
+                        scale = self.scales.scale(scales, n, e, group) * factor
+                        for h in T.unroll(weights.shape[1]):
+                            weight = T.meta_var(weights[step * 2 + n, h, e])
+                            # The scale of a row that is hidden may be NaN; its weight stays 0.
+                            scaled[n, h, e] = T.if_then_else(
+                                weight > T.float32(0), weight * scale, T.float32(0)
+                            )
+                self.pack_weights(left, scaled, 0)
+                for i in T.unroll(2):
+                    chunk, side = T.meta_var(self.place_of(2 * group + i))
+                    first = T.meta_var(T.truncdiv(chunk, 2) * 4 + T.truncmod(chunk, 2) * 2)
+                    own = T.meta_var([words[first], words[first + 1]])
+                    self.add_columns(output, 2 * group + i, left, own, side)

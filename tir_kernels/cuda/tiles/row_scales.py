@@ -11,12 +11,14 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ...codec import Codec
-from ..emit import F32, U32, Registers, index_temp, ptx
+from ...layout import K_PLANE, V_PLANE
+from ...script import inline
+from ..components.softmax import scale_all
+from ..emit import F32, U32, Registers, ptx
 from ..scalars import temp
-from ..warp import shuffle_xor
+from ..warp import over_lanes
 from .code_tiling import ROW_SCALES, WORD_BYTES, CodeTiling
 from .codes import unit
-from .online_softmax import Accumulators
 
 _ROOM = 16.0  # scales of V may exceed the power of two by this factor before the output is scaled
 
@@ -32,6 +34,48 @@ def inverse(value):
     return T.if_then_else(value > T.float32(0), T.float32(1) / value, T.float32(0))
 
 
+@T.meta_class
+class WeightRange:
+    """Keeps weights times the scales of V in the range of the type that they are multiplied in.
+
+    Parameters
+    ----------
+    codec : Codec
+    dtype : str
+        Of the widened numbers.
+    """
+
+    def __init__(self, codec: Codec, dtype: str):
+        self.unit, self.is_limited = unit(codec, dtype), dtype == "float16"
+        self.top = T.local_scalar(F32)  # a power of two
+
+    def factor(self):
+        """Return the factor of all scales of V."""
+        return temp(inverse(self.top) if self.is_limited else T.float32(1))
+
+    @inline
+    def reset(self):
+        """Forget all scales."""
+        self.top = T.float32(0)
+
+    @inline
+    def grow(self, output, scale_max):
+        """Scale the output, if the largest scale that any of four lanes has is too large for it."""
+        largest = over_lanes(scale_max, T.max, 4)
+        if largest > self.top * T.float32(_ROOM):
+            top = power_of_two(largest)
+            scale_all(output, temp(self.top * inverse(top)))
+            self.top = top
+
+    @inline
+    def finish(self, output):
+        """Multiply the output by what weights were divided by."""
+        if self.is_limited or self.unit != 1.0:
+            top = T.meta_var(self.top if self.is_limited else T.float32(1))
+            scale_all(output, temp(top * T.float32(self.unit)))
+
+
+@T.meta_class
 class RowScales:
     """Scales of the rows of the tiles that are multiplied, in shared memory.
 
@@ -49,8 +93,7 @@ class RowScales:
 
     def __init__(self, memory, begin: int, positions: int, codec: Codec, dtype: str):
         self.memory, self.begin, self.positions = memory, begin, positions
-        self.unit, self.is_limited = unit(codec, dtype), dtype == "float16"
-        self.top = Registers(1, F32, "v_scale_top")
+        self.range = WeightRange(codec, dtype)
 
     def pointer(self, tile, row, plane):
         """Where the scale of a row of K (plane 0) or V (plane 1) is."""
@@ -58,78 +101,49 @@ class RowScales:
         at = tile * size + (row * ROW_SCALES + plane) * WORD_BYTES
         return self.memory.ptr_to([self.begin + at])
 
-    def reset(self) -> None:
-        """Forget all scales."""
-        self.top[0] = T.float32(0)
-
-    def begin_tile(self, rows, first) -> None:
+    def begin_tile(self, first) -> None:
         """Go on with the tile of positions from `first` on."""
 
-    def _pairs(self, plane: int, tile, lane, n) -> list:
-        """The scales of the thread's two columns of tile n of eight positions."""
+    def pair(self, plane: int, tile, lane, n, factor=None) -> list:
+        """Load the scales of the thread's two columns of tile n of eight positions."""
         words = Registers(4, U32, "scales")
         row = n * 8 + T.truncmod(lane, 4) * 2
         ptx("ld.shared.v4.b32", *[words[i] for i in range(4)], self.pointer(tile, row, 0))
-        return [temp(T.reinterpret(F32, words[e * ROW_SCALES + plane])) for e in range(2)]
+        scales = [temp(T.reinterpret(F32, words[e * ROW_SCALES + plane])) for e in range(2)]
+        return scales if factor is None else [temp(scale * factor) for scale in scales]
 
-    def scale_scores(self, scores: Accumulators, tile, lane) -> None:
+    @inline
+    def scale_scores(self, scores, tile, lane):
         """Multiply scores by the scales of their rows of K."""
-        lane = index_temp(lane)
-        with T.unroll(scores.num_tiles) as n:
-            scales = self._pairs(0, tile, lane, n)
-            if self.unit != 1.0:
-                scales = [temp(scale * T.float32(self.unit)) for scale in scales]
-            for h in range(scores.rows):
-                for e in range(2):
-                    scores[n, h, e] = scores[n, h, e] * scales[e]
+        unit = T.meta_var(None if self.range.unit == 1.0 else T.float32(self.range.unit))
+        for n in T.unroll(scores.shape[0]):
+            scale = T.meta_var(self.pair(K_PLANE, tile, lane, n, unit))
+            for h in T.unroll(scores.shape[1]):
+                scores[n, h, 0] *= scale[0]
+                scores[n, h, 1] *= scale[1]
 
-    def scale_weights(self, weights: Accumulators, output: Accumulators, tile, lane) -> None:
+    @inline
+    def scale_weights(self, weights, output, tile, lane):
         """Multiply weights by the scales of their rows of V; the output may be scaled, too.
 
         The scale of a row that is hidden from a row of Q may be NaN; its weight stays 0.
         """
-        if self.is_limited:
-            self._raise_top(weights, output, tile, lane)
-        relative = inverse(self.top[0]) if self.is_limited else T.float32(1)
-        factor = temp(relative)
-        with T.unroll(weights.num_tiles) as n:
-            scales = [temp(scale * factor) for scale in self._pairs(1, tile, lane, n)]
-            for h in range(weights.rows):
-                for e in range(2):
-                    weight = weights[n, h, e]
-                    weights[n, h, e] = T.if_then_else(
-                        weight > T.float32(0), weight * scales[e], T.float32(0)
-                    )
+        if self.range.is_limited:
+            largest = T.float32(0)
+            for n in T.unroll(weights.shape[0]):
+                scale = T.meta_var(self.pair(V_PLANE, tile, lane, n))
+                largest = T.max(T.max(largest, scale[0]), scale[1])
+            self.range.grow(output, largest)
+        factor = T.meta_var(self.range.factor())
+        for n in T.unroll(weights.shape[0]):
+            scale = T.meta_var(self.pair(V_PLANE, tile, lane, n, factor))
+            for h in T.unroll(weights.shape[1]):
+                scale_visible(weights, n, h, scale)
 
-    def _raise_top(self, weights: Accumulators, output: Accumulators, tile, lane) -> None:
-        largest = Registers(1, F32, "v_scale_max")
-        largest[0] = T.float32(0)
-        with T.unroll(weights.num_tiles) as n:
-            for scale in self._pairs(1, tile, lane, n):
-                largest[0] = T.max(largest[0], scale)
-        for mask in (1, 2):
-            largest[0] = T.max(largest[0], shuffle_xor(largest[0], mask))
-        self._grow(output, largest[0])
 
-    def _grow(self, output: Accumulators, largest) -> None:
-        """Scale the output, if the largest scale is too large for it."""
-        with T.If(largest > self.top[0] * T.float32(_ROOM)), T.Then():
-            top = temp(power_of_two(largest))
-            factor = temp(self.top[0] * inverse(top))
-            self.top[0] = top
-
-            def scale(n, h, e):
-                output[n, h, e] = output[n, h, e] * factor
-
-            output.for_each(scale)
-
-    def finish(self, output: Accumulators) -> None:
-        """Multiply the output by what weights were divided by."""
-        if not self.is_limited and self.unit == 1.0:
-            return
-        factor = temp((self.top[0] if self.is_limited else T.float32(1)) * T.float32(self.unit))
-
-        def scale(n, h, e):
-            output[n, h, e] = output[n, h, e] * factor
-
-        output.for_each(scale)
+def scale_visible(weights, n, h, scale: list) -> None:
+    """Multiply two weights by their scales, unless they are 0."""
+    for e in range(2):
+        weight = weights[n, h, e]
+        scaled = T.if_then_else(weight > T.float32(0), weight * scale[e], T.float32(0))
+        T.buffer_store(weights, scaled, [n, h, e])

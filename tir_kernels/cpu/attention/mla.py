@@ -194,7 +194,7 @@ def emit_mla(spec: KernelSpec, ops, a: AttentionInputs) -> None:
         begin_task=begin_task,
         rows_of=rows_of,
         at=at,
-        output=Output(spec, a.o, a.lse),
+        output=lambda: Output(spec, a.o, a.lse),
     )
     emit_cut_tiles(spec, ops, a, tiles)
 

@@ -145,7 +145,7 @@ def emit_shared(spec: KernelSpec, ops, a: AttentionInputs) -> None:
         begin_task=begin_task,
         rows_of=rows_of,
         at=at,
-        output=Output(spec, a.o, a.lse, merges=True),
+        output=lambda: Output(spec, a.o, a.lse, merges=True),
     )
     emit_cut_tiles(spec, ops, a, tiles)
 

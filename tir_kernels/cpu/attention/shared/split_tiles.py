@@ -61,7 +61,8 @@ class TileWork:
     rows_of : ``tile -> rows``
         The source of K and V.
     at : ``(tile, row) -> (token, query head)``
-    output : Output
+    output : ``() -> Output``
+        Made by every task, which owns its variables.
     """
 
     group: int
@@ -70,7 +71,7 @@ class TileWork:
     begin_task: Callable[[], Any]
     rows_of: Callable[[CutTile], Any]
     at: Callable[[CutTile, Any], tuple]
-    output: Output
+    output: Callable[[], Output]
 
 
 def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -> None:
@@ -92,7 +93,7 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
     ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
 
     def attend(task):
-        worker = tiles.begin_task()
+        worker, output = tiles.begin_task(), tiles.output()
         task_begin, task_end = begin_of(task), begin_of(task + 1)
 
         def attend_tile(tile: CutTile):
@@ -112,7 +113,7 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
                         a.rope.restore(worker.o, row)
                 with T.If(T.And(begin == 0, end == tile.cost)):
                     with T.Then(), T.serial(num_rows) as row:
-                        tiles.output.finish(*tiles.at(tile, row), *row_of(worker, row))
+                        output.finish(*tiles.at(tile, row), *row_of(worker, row))
                     with T.Else(), T.serial(num_rows) as row:
                         states.put(task, begin > 0, row, *row_of(worker, row))
 
@@ -124,6 +125,7 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
     def merge(task):
         """Finish some rows of every tile that was cut."""
         first = Register(1, "int32", T.int32(0))  # the task that begins the tile
+        output = tiles.output()
 
         def merge_tile(tile: CutTile):
             end = wide_temp(tile.before + tile.cost)
@@ -137,7 +139,7 @@ def emit_cut_tiles(spec: KernelSpec, ops, a: AttentionInputs, tiles: TileWork) -
                 rows = [index_temp(cut(num_rows, task + i, num_tasks)) for i in range(2)]
                 with T.serial(*rows) as row:
                     at = tiles.at(tile, row)
-                    states.merge(first.get(), count.get(), row, tiles.output, *at)
+                    states.merge(first.get(), count.get(), row, output, *at)
 
         tiles.for_tiles(merge_tile)
 

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tir_kernels.cuda.attention.fixed_split_tile import MIN_COLUMNS
+from tir_kernels.cuda.components.tile_work import MIN_COLUMNS
 from tir_kernels.cuda.tiles.tiling import Tiling
 from tir_kernels.spec import RopeSpec
 

@@ -14,7 +14,7 @@ from tir_kernels.cpu import backend as cpu_backend
 from tir_kernels.cpu.attention import tree_mask
 from tir_kernels.cpu.simd import broadcast, load, temp
 from tir_kernels.cuda import backend as cuda_backend
-from tir_kernels.cuda.attention import tree_mask as columns
+from tir_kernels.cuda.components import tree as columns
 
 from ..support import kernel_specs
 from ..support.attention_cases import altered_kernels
@@ -51,13 +51,13 @@ def blind_to_a_column(self, first, start, lanes, row):
 
 def blind_to_the_first_node(self, first, column, h):
     """A CUDA mask skips the first node of a tree."""
-    is_other = first + column != self.tree_start
+    is_other = first + column != self.start
     return T.And(_is_visible(self, first, column, h), is_other)
 
 
 def sees_the_second_node(self, first, column, h):
     """A CUDA mask shows the second node of a tree to all rows behind it."""
-    is_second = first + column == self.tree_start + 1
+    is_second = first + column == self.start + 1
     return T.Or(_is_visible(self, first, column, h), is_second)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .attention import decode, mla, prefill, shared_prefix, tree
+from .attention import decode, prefill, shared
 
 BUILDERS: dict[str, Callable] = {
     "prefill_ragged": prefill.prefill_ragged,
@@ -16,12 +16,12 @@ BUILDERS: dict[str, Callable] = {
     "prefill_windowed": prefill.prefill_windowed,
     "prefill_sliding": prefill.prefill_sliding,
     "prefill_ragged_sliding": prefill.prefill_ragged_sliding,
-    "prefill_shared": shared_prefix.prefill_shared,
-    "tree_paged": tree.tree_paged,
-    "tree_paged_sliding": tree.tree_paged_sliding,
-    "tree": tree.tree,
-    "tree_sliding": tree.tree_sliding,
-    "mla_prefill": mla.mla_prefill,
-    "mla_prefill_shared": shared_prefix.mla_prefill_shared,
-    "mla_tree": mla.mla_tree,
+    "prefill_shared": shared.prefill_shared,
+    "tree_paged": prefill.tree_paged,
+    "tree_paged_sliding": prefill.tree_paged_sliding,
+    "tree": prefill.tree,
+    "tree_sliding": prefill.tree_sliding,
+    "mla_prefill": prefill.mla_prefill,
+    "mla_prefill_shared": shared.mla_prefill_shared,
+    "mla_tree": prefill.mla_tree,
 }

@@ -22,7 +22,9 @@ def sizes(count: int) -> list:
 
 
 def match_int32(handle, *shape):
-    """Match an int32 array, which may start at any element."""
+    """Match an int32 array, which may start at any element; None if the kernel has no such one."""
+    if handle is None:
+        return None
     return T.match_buffer(handle, shape, elem_offset=T.int32(), **I32)
 
 

@@ -50,7 +50,7 @@ class PagedRows:
 
     def __init__(self, spec: KernelSpec, pages, page_values, rows_per_thread: int):
         self.spec, self.pages, self.page_values = spec, pages, page_values
-        self.page = T.alloc_local((rows_per_thread,), "int32")
+        self.page = T.alloc_local((rows_per_thread,), "int32", layout=None)
         self.first_entry = T.local_scalar("int32")
         self.head = T.local_scalar("int32")
 

@@ -69,6 +69,7 @@ class TileLayout:
         return row * self.stride + chunk * CHUNK_BYTES
 
 
+@T.meta_class
 class SharedTiles:
     """Tiles of one layout, one after the other in shared memory.
 

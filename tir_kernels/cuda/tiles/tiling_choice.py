@@ -7,7 +7,7 @@ machine code for 8.0 runs on 8.6 and 8.9, and PTX for 9.0 on 12.0, whose blocks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
@@ -16,8 +16,8 @@ from ..launcher import block_shared_bytes
 from .tiling import Tiling
 
 
-def emit_chosen(tilings: Sequence[Tiling], num_rows, num_items, emit: Callable) -> None:
-    """Emit ``emit(tiling)`` for each tiling; the launcher takes the first that suits.
+def suits_first(tilings: Sequence[Tiling], num_rows, num_items):
+    """Whether the launcher is to take the first of at least two tilings.
 
     A tiling suits if a block of the device may have its shared memory, and if an item has more rows
     than a tile of the next one: warps without rows would only wait. The last one suits always.
@@ -30,17 +30,7 @@ def emit_chosen(tilings: Sequence[Tiling], num_rows, num_items, emit: Callable) 
         Rows of all items, tokens times heads, known to the host.
     num_items : int32 expression
         Sequences or segments, whose rows share tiles.
-    emit : callable
-        Emits allocations and launches.
     """
-    tiling, *others = tilings
-    if not others:
-        emit(tiling)
-        return
-    has_memory = block_shared_bytes() >= tiling.num_bytes
-    has_rows = as_count(num_rows) > as_count(num_items) * others[0].rows
-    with T.If(T.And(has_memory, has_rows)):
-        with T.Then():
-            emit(tiling)
-        with T.Else():
-            emit_chosen(others, num_rows, num_items, emit)
+    has_memory = block_shared_bytes() >= tilings[0].num_bytes
+    has_rows = as_count(num_rows) > as_count(num_items) * tilings[1].rows
+    return T.And(has_memory, has_rows)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of the rows of many sequences to pages that they have in common, merged in place.
+
+It is the algorithm of `prefill` with the rows of a tile taken from a list, and work that is split
+evenly: a tile that falls into one split is merged into O there; one that is cut leaves partial
+states, which a second kernel merges.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tvm.script import tirx as T
+
+from ...define import attributes
+from ...script import inline, prim_func
+from ...semantics.rotary_mode import refuse_longrope, require_own_rotation
+from ...semantics.visibility import CausalMask
+from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
+from ...signatures.inputs import SharedInputs
+from ...spec import KernelSpec
+from ..components.kv_rows import paged_rows, with_page_views
+from ..components.tile_work import BalancedWork, Segments
+from ..emit import launch
+from ..launcher import workspace
+from ..tiles.tiling import MAX_ROWS, Tiling
+from .prefill import Batch, attend_with_one
+
+_COPY_THREADS = 128
+_PACKED_ROWS = 64  # of a tile with codes of 4 bits: 128 would spill 32 bytes
+
+
+@inline
+def copy_lse(lse, copy):
+    """Copy the logs of all rows: where several blocks sum columns of a row, one writes its log."""
+    num_heads = T.meta_var(int(lse.shape[1]))
+    with launch([lse.shape[0]], _COPY_THREADS) as (blocks, thread):
+        for turn in T.serial(-(-num_heads // _COPY_THREADS)):
+            head = turn * _COPY_THREADS + thread
+            if T.And(blocks[0] < lse.shape[0], head < num_heads):
+                copy[blocks[0], head] = lse[blocks[0], head]
+
+
+def batch_of_segments(spec: KernelSpec, a: SharedInputs) -> Batch:
+    """Return what the rows of segments attend to; all rows of a segment see all of its pages."""
+    if a.rotary_mode is not None:
+        require_own_rotation(spec, a)
+        refuse_longrope(spec, a)
+    segments = a.row_indptr, a.row_ids, a.page_indptr, a.first_segment, a.last_segment
+    items, offsets = Segments(*segments, spec.page_size), a.k_rope_pos_offset
+    return Batch(
+        items=items,
+        # Of all segments of the step, with which those of the call stand for the host.
+        num_items=a.row_indptr.shape[0] - 1,
+        num_rows=a.row_ids.shape[0],
+        make_work=lambda tiling: BalancedWork(spec, tiling, a, items, is_continued=True),
+        make_rows=lambda count: paged_rows(spec, a.pages, a.page_values, count),
+        visible=CausalMask(T.int32(0)),
+        k_offset_of=(lambda segment: T.int32(0)) if offsets is None else offsets.__getitem__,
+        row_ids=a.row_ids,
+        lse_before=a.lse,
+    )
+
+
+def over_shared_pages(spec: KernelSpec, absent: Sequence[str] = ()):
+    """Build a kernel for rows that share pages."""
+    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
+    is_packed = spec.codec is not None and spec.codec.bits == 4
+    max_rows = _PACKED_ROWS if is_packed else MAX_ROWS
+    tilings = Tiling.choices(spec, spec.kv_dtype, max_rows)
+
+    @prim_func(absent=absent)
+    def prefill_shared(
+        q: T.handle,
+        pages: T.handle,
+        page_indptr: T.handle,
+        page_values: T.handle,
+        k_rope_pos_offset: T.handle,
+        row_indptr: T.handle,
+        row_ids: T.handle,
+        q_rope_position: T.handle,
+        o: T.handle,
+        lse: T.handle,
+        first_segment: T.int32,
+        last_segment: T.int32,
+        rotary_mode: T.int32,
+        rope_scale: T.float32,
+        rope_theta: T.float32,
+        sm_scale: T.float32,
+    ):
+        T.func_attr(attributes(spec))
+        num_starts, num_rows, num_pages, num_entries, num_row_ids = sizes(5)
+        matched = T.meta_var(
+            SharedInputs(
+                batch_size=num_starts - 1,
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, num_starts),
+                page_values=match_int32(page_values, num_entries),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, num_starts - 1),
+                row_indptr=match_int32(row_indptr, num_starts),
+                row_ids=match_int32(row_ids, num_row_ids),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
+                first_segment=first_segment,
+                last_segment=last_segment,
+                rotary_mode=rotary_mode,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                sm_scale=sm_scale,
+            )
+        )
+        a = T.meta_var(with_page_views(spec, matched))
+        batch = T.meta_var(batch_of_segments(spec, a))
+        if tilings[0].slices == 1:
+            attend_with_one(tilings, spec, a, batch)
+        else:
+            with workspace(a.lse.shape, "lse_before") as before:
+                copy_lse(a.lse, before)
+                attend_with_one(tilings, spec, a, replace(batch, lse_before=before))
+
+    return prefill_shared
+
+
+def prefill_shared(spec: KernelSpec):
+    """Rows of several sequences attend to pages that they share, merged into their o and lse.
+
+    A segment is a range of whole pages with the rows that see all of them; `batch_size` counts
+    segments. In one call a row may belong to one segment at most. With longrope, whose frequencies
+    are those of a sequence, rotary_mode 1 is refused.
+    """
+    return over_shared_pages(spec)
+
+
+def mla_prefill_shared(spec: KernelSpec):
+    """`prefill_shared` over the latent rows of MLA, which models rotate themselves."""
+    rotation = "rotary_mode", "rope_scale", "rope_theta"
+    return over_shared_pages(spec, ("k_rope_pos_offset", "q_rope_position", *rotation))

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a block keeps in shared memory behind its tiles: tables, and variables out of registers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm.script import tirx as T
+
+from ..emit import U32, Registers, ptx
+from ..tiles.tiling import Tiling
+
+# Words behind the tables: those of variables, then those of `NonFiniteGuard`.
+NUM_VARIABLES = 9
+
+
+@T.meta_class
+class BlockMemory:
+    """Pointers to the tables of a block, and its variables that are not in registers.
+
+    Passes over columns need the registers, so variables that say what the block does are stored
+    before them and loaded when they are needed again; every thread does it for itself.
+
+    Parameters
+    ----------
+    memory : uint8 Buffer in the scope "shared.dyn"
+    begin : int
+        Byte behind the tiles.
+    tiling : Tiling
+    """
+
+    def __init__(self, memory, begin: int, tiling: Tiling):
+        self.memory, self.begin, self.variables = memory, begin, ()
+        self.bounds_begin = begin + tiling.table_bytes
+        self.words_begin = self.bounds_begin + tiling.rows * 8
+
+    def position(self, i):
+        """Return a pointer to the position of column i of a tile of columns: 4 bytes."""
+        return self.memory.ptr_to([self.begin + i * 4])
+
+    def bounds(self, row):
+        """Return a pointer to a row's first visible column and the one after its last: 8 bytes."""
+        return self.memory.ptr_to([self.bounds_begin + row * 8])
+
+    def word(self, i: int):
+        """Return a pointer to word i behind the tables."""
+        return self.memory.ptr_to([self.words_begin + i * 4])
+
+    def store(self, variables: Sequence) -> None:
+        """Store int32 variables, which `load` is for."""
+        assert len(variables) <= NUM_VARIABLES
+        self.variables = tuple(variables)
+        for i, variable in enumerate(self.variables):
+            ptx("st.shared.b32", self.word(i), T.cast(variable, U32))
+
+    def load(self) -> None:
+        """Load the variables that were stored."""
+        words = Registers(len(self.variables), U32, "words")
+        for i in range(words.count):
+            ptx("ld.shared.b32", words[i], self.word(i))
+        for i, variable in enumerate(self.variables):
+            T.buffer_store(variable.source, T.cast(words[i], "int32"), [0])

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from tvm.error import DiagnosticError
 
-from .cpu.attention import append_prefill, mla, sliding, tree
+from .cpu.attention import append_prefill, mla, prefill, sliding
 from .cpu.attention.decode import kernel as decode
-from .cpu.attention.prefill import kernel as prefill
 from .cpu.attention.shared import kernel as shared_prefix
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
 from .moves import append, copy, latent, merge
@@ -25,14 +24,14 @@ BUILDERS: dict[str, Callable] = {
     "append_prefill": append_prefill.append_prefill,
     "prefill_windowed": prefill.prefill_windowed,
     "decode_windowed": decode.decode_windowed,
-    "prefill_sliding": sliding.prefill_sliding,
+    "prefill_sliding": prefill.prefill_sliding,
     "decode_sliding": sliding.decode_sliding,
-    "prefill_ragged_sliding": sliding.prefill_ragged_sliding,
+    "prefill_ragged_sliding": prefill.prefill_ragged_sliding,
     "prefill_shared": shared_prefix.prefill_shared,
-    "tree_paged": tree.tree_paged,
-    "tree_paged_sliding": tree.tree_paged_sliding,
-    "tree": tree.tree,
-    "tree_sliding": tree.tree_sliding,
+    "tree_paged": prefill.tree_paged,
+    "tree_paged_sliding": prefill.tree_paged_sliding,
+    "tree": prefill.tree,
+    "tree_sliding": prefill.tree_sliding,
     "merge": merge.merge,
     "apply_sinks": merge.apply_sinks,
     "copy_single_page": copy.copy_single_page,

@@ -11,7 +11,7 @@ import pytest
 from tvm.script import tirx as T
 
 from tir_kernels.cpu import backend as cpu_backend
-from tir_kernels.cpu.attention import tree_mask
+from tir_kernels.cpu.components import tree_mask
 from tir_kernels.cpu.simd import broadcast, load, temp
 from tir_kernels.cuda import backend as cuda_backend
 from tir_kernels.cuda.components import tree as columns
@@ -30,14 +30,14 @@ _visible, _is_visible = tree_mask.TreeMask.visible, columns.TreeMask.is_visible
 
 def blind_to_itself(self, first, start, lanes, row):
     """A node does not see itself: the first comparison of its number is strict."""
-    number = temp(broadcast(row, lanes), lanes, "int32")
+    number = temp(broadcast(row[0], lanes), lanes, "int32")
     before = load(self.low, (start,), lanes, "int32") < number
     return T.And(before, number < load(self.high, (start,), lanes, "int32"))
 
 
 def sees_a_node_behind(self, first, start, lanes, row):
     """A subtree ends a node too late: the second comparison of a number is not strict."""
-    number = temp(broadcast(row, lanes), lanes, "int32")
+    number = temp(broadcast(row[0], lanes), lanes, "int32")
     low = load(self.low, (start,), lanes, "int32") <= number
     return T.And(low, number <= load(self.high, (start,), lanes, "int32"))
 

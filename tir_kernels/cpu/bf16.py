@@ -7,10 +7,10 @@ reads 16-bit words, keeps pairs as int32, and calls LLVM functions that reinterp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm.script import tirx as T
 
-from .columns import for_columns
-from .operands import ROWS_AT_ONCE, within
 from .simd import F32, Register, broadcast, load, ramp, shuffle, store, temp, vector_type
 
 INT32, WORD = "int32", "uint16"
@@ -68,6 +68,7 @@ class PairOperands:
     dtype = INT32
     numbers = 2
     scale_in_q = False  # would cost Q another rounding
+    broadcasts_from_memory = True
     lanes = 16
 
     def begin(self, buffers) -> None:
@@ -78,18 +79,24 @@ class PairOperands:
         """Open the scope in which the LLVM helpers are known."""
         return T.attr(T.int32(0), "pragma_import_llvm", LLVM_HELPERS)
 
+    def fma(self, total, a, b, lanes: int):
+        """Return `total` and both products of every pair."""
+        name = f"pagedkv_bf16_dot_{lanes}"
+        return T.call_pure_extern(vector_type(F32, lanes), name, total, a, b)
+
+    def fma_element(self, total, element, b):
+        """Return what `fma` does for a pair, which is loaded from a buffer, and a whole vector."""
+        name, result = "pagedkv_bf16_dot_scalar", vector_type(F32, self.lanes)
+        return T.call_pure_extern(result, name, total, b, T.address_of(element))
+
     def multiply_add(self, total: Register, a, b) -> None:
-        """Add both products of every pair."""
-        n = total.lanes
-        name = f"pagedkv_bf16_dot_{n}"
-        total.set(T.call_pure_extern(vector_type(F32, n), name, total.get(), a, b))
+        """Add both products of every pair to a register."""
+        total.set(self.fma(total.get(), a, b, total.lanes))
 
     def add_products(self, totals: list[Register], scalar, vectors: list) -> None:
         """Add the products of a pair, which is loaded from a buffer, and vectors of pairs."""
         if [total.lanes for total in totals] == [self.lanes]:
-            name, result = "pagedkv_bf16_dot_scalar", vector_type(F32, self.lanes)
-            arguments = (totals[0].get(), vectors[0], T.address_of(scalar))
-            totals[0].set(T.call_pure_extern(result, name, *arguments))
+            totals[0].set(self.fma_element(totals[0].get(), scalar, vectors[0]))
             return
         scalar = temp(scalar, 1, INT32)
         for total, vector in zip(totals, vectors, strict=True):
@@ -143,40 +150,25 @@ class PairOperands:
         words = [temp(self.pairs(*tile.v(row, element), lanes), lanes, INT32) for row in rows]
         return list(self.split_words(*words, lanes))
 
-    def select(self, value, is_seen, lanes: int):
+    def select(self, value, is_seen: Sequence, lanes: int):
         """A vector of pairs of V with zeros for the position of the pair that is not seen."""
         low, high = (
-            T.Select(is_seen(n), T.int32(bits), T.int32(0)) for n, bits in ((0, 65535), (1, -65536))
+            T.Select(is_seen[n], T.int32(bits), T.int32(0)) for n, bits in ((0, 65535), (1, -65536))
         )
         return T.bitwise_and(value, broadcast(T.bitwise_or(low, high), lanes))
 
-    def pack_v(
-        self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None
-    ) -> None:
-        """Interleave pairs of rows of V, with zeros as of `Float32Operands`."""
-        with T.serial(num_positions // ROWS_AT_ONCE) as i:
-            row = i * ROWS_AT_ONCE
-            tile = rows.tile(first + row, ROWS_AT_ONCE)
+    def packed_v(self, tile, t: int, column, lanes: int, is_held: Sequence):
+        """Rows `t` and ``t + 1`` of a tile of V in pairs, zeros for a row that is not held."""
 
-            def word(t, column, lanes):
-                buffer, (*outer, last) = tile.v(t, column)
-                words = self._words(buffer)[(*outer, ramp(last, lanes))]
-                number = T.cast(words, vector_type(INT32, lanes))
-                if kv_len is None:
-                    return number
-                seen = within(first + row + t, begin, kv_len)
-                return T.Select(seen, number, broadcast(T.int32(0), lanes))
+        def word(n):
+            buffer, (*outer, last) = tile.v(t + n, column)
+            words = self._words(buffer)[(*outer, ramp(last, lanes))]
+            number = T.cast(words, vector_type(INT32, lanes))
+            zeros = broadcast(T.int32(0), lanes)
+            return T.Select(is_held[n], number, zeros) if is_held else number
 
-            def columns(start, parts):
-                for t in range(0, ROWS_AT_ONCE, 2):
-                    for c in parts:
-                        low = word(t, start + c.start, c.lanes)
-                        high = word(t + 1, start + c.start, c.lanes)
-                        high = T.shift_left(high, broadcast(T.int32(16), c.lanes))
-                        at = packed((row + t) // 2, start + c.start)
-                        store(*at, c.lanes, T.bitwise_or(low, high), INT32)
-
-            for_columns(width, self.lanes, 1, columns)
+        high = T.shift_left(word(1), broadcast(T.int32(16), lanes))
+        return T.bitwise_or(word(0), high)
 
     def store_numbers(self, buffer, row, vectors) -> None:
         """Store a row of a buffer of elements, as float32 vectors of its numbers in order."""

@@ -13,10 +13,12 @@ where an element along a summed axis is one number, or two neighbours (`bf16.Pai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 from tvm.script import tirx as T
 
+from ..script import inline
 from .columns import for_columns
 from .shuffles import concatenate, transpose
 from .simd import F32, Register, broadcast, constant, load, store, temp
@@ -30,6 +32,7 @@ class Float32Operands:
     dtype = F32
     numbers = 1  # of an element
     scale_in_q = True  # the scores need no scaling any more
+    broadcasts_from_memory = False  # the instruction that multiplies
 
     def __init__(self, lanes: int):
         self.lanes = lanes
@@ -41,9 +44,13 @@ class Float32Operands:
         """No helpers."""
         return nullcontext()
 
+    def fma(self, total, a, b, lanes: int):
+        """Return ``total + a * b``; LLVM contracts it to a fused multiply-add."""
+        return total + a * b
+
     def multiply_add(self, total: Register, a, b) -> None:
-        """Add ``a * b``."""
-        total.fma(a, b)
+        """Add ``a * b`` to a register."""
+        total.set(self.fma(total.get(), a, b, total.lanes))
 
     def add_products(self, totals: list[Register], scalar, vectors: list) -> None:
         """Add the products of a scalar, which is loaded from a buffer, and some vectors."""
@@ -79,32 +86,14 @@ class Float32Operands:
         """`lanes` columns of the row of V among `rows`."""
         return [tile.load_v(rows[0], column, lanes)]
 
-    def select(self, value, is_seen, lanes: int):
-        """A vector of V where position ``is_seen(0)``, else zeros."""
-        seen = broadcast(is_seen(0), lanes)
-        return T.Select(seen, value, constant(0.0, lanes))
+    def select(self, value, is_seen: Sequence, lanes: int):
+        """A vector of V if its position ``is_seen[0]``, else zeros."""
+        return T.Select(broadcast(is_seen[0], lanes), value, constant(0.0, lanes))
 
-    def pack_v(
-        self, rows, first, kv_len, packed, width: int, num_positions: int, begin=None
-    ) -> None:
-        """Copy rows of V; those from `kv_len` on, or before `begin`, become zeros (None: none).
-
-        `packed` gives buffer and index of ``(row, column)``.
-        """
-        with T.serial(num_positions // ROWS_AT_ONCE) as i:
-            tile = rows.tile(first + i * ROWS_AT_ONCE, ROWS_AT_ONCE)
-
-            def columns(start, parts):
-                for t in range(ROWS_AT_ONCE):
-                    row = i * ROWS_AT_ONCE + t
-                    for c in parts:
-                        v = tile.load_v(t, start + c.start, c.lanes)
-                        if kv_len is not None:
-                            is_held = within(first + row, begin, kv_len)
-                            v = T.Select(is_held, v, constant(0.0, c.lanes))
-                        store(*packed(row, start + c.start), c.lanes, v)
-
-            for_columns(width, self.lanes, 1, columns)
+    def packed_v(self, tile, t: int, column, lanes: int, is_held: Sequence):
+        """Row `t` of a tile of V as it is packed, zeros if it is not held."""
+        v = tile.load_v(t, column, lanes)
+        return T.Select(is_held[0], v, constant(0.0, lanes)) if is_held else v
 
     def store_numbers(self, buffer, row, vectors) -> None:
         """Store a row of a buffer of elements, as float32 vectors of its numbers in order."""
@@ -117,7 +106,7 @@ def within(position, begin, end):
     return position < end if begin is None else T.And(position >= begin, position < end)
 
 
-def pack_k(ops, rows, first, packed, num_elements: int, column) -> None:
+def transpose_k(ops, rows, first, packed, num_elements: int, column) -> None:
     """Transpose as many rows of K as a vector has lanes into columns from `column` on.
 
     `packed` gives buffer and index of ``(element, column)``.
@@ -140,3 +129,28 @@ def pack_k(ops, rows, first, packed, num_elements: int, column) -> None:
                 store(*packed(start + c.start + d, column), lanes, value, ops.dtype)
 
     for_columns(num_elements, lanes, 1, elements)
+
+
+@inline
+def copy_v(ops, rows, first, packed, width: int, num_positions, end=None, begin=None):
+    """Pack rows of V from `first` on; those from `end` on, or before `begin`, become zeros.
+
+    ``packed(row, column)`` gives buffer and index of an element.
+    """
+    for i in range(num_positions // ROWS_AT_ONCE):
+        row = T.meta_var(i * ROWS_AT_ONCE)
+        tile = T.meta_var(rows.tile(first + row, ROWS_AT_ONCE))
+        for c in range(width // ops.lanes):
+            _copy_v(ops, tile, first, row, packed, c * ops.lanes, ops.lanes, begin, end)
+        if width % ops.lanes > 0:
+            tail = T.meta_var(width % ops.lanes)
+            _copy_v(ops, tile, first, row, packed, width - tail, tail, begin, end)
+
+
+def _copy_v(ops, tile, first, row, packed, column, lanes: int, begin, end) -> None:
+    """Pack a vector of columns of a tile of rows."""
+    for t in range(0, ROWS_AT_ONCE, ops.numbers):
+        positions = [first + row + t + n for n in range(ops.numbers)]
+        is_held = [] if end is None else [within(p, begin, end) for p in positions]
+        value = ops.packed_v(tile, t, column, lanes, is_held)
+        store(*packed((row + t) // ops.numbers, column), lanes, value, ops.dtype)

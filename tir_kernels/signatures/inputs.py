@@ -44,6 +44,7 @@ on CPUs at any element.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -65,6 +66,16 @@ class Lengths(enum.Enum):
             Lengths.WINDOWS: (num_lengths,),
             Lengths.MATRIX: (3, batch_size),
         }[self]
+
+
+class Elements:
+    """An array whose elements are computed where they are asked for."""
+
+    def __init__(self, of: Callable):
+        self.of = of
+
+    def __getitem__(self, index):
+        return self.of(index)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,28 +16,25 @@ from tvm.script import tirx as T
 from ...layout import K_PLANE, V_PLANE
 from ...semantics.rotary_mode import has_rope
 from ...semantics.visibility import CausalMask
-from ...signatures import append_prefill as signatures
-from ...signatures.inputs import FusedInputs
+from ...signatures.inputs import FusedInputs, Lengths
 from ...spec import KernelSpec
 from .. import backend, simd
 from ..cos_sin import CosSin
 from ..simd import F32, index_temp, load, store, temp
-from .define import build
-from .prefill.kernel import emit_paged
+from .inline_rope import NoRotation
+from .prefill import TREE, paged
 
 
-class RotationTable:
+class RotationTable(NoRotation):
     """The cosines and sines of the rows of a step, and the rotation of Q by them.
 
-    It stands in for `inline_rope.InlineRope`: K in the pages is rotated already.
+    K in the pages is rotated already.
 
     Parameters
     ----------
     spec : KernelSpec
     a : FusedInputs
     """
-
-    restores = False
 
     def __init__(self, spec: KernelSpec, a: FusedInputs):
         self.spec, self.is_rotated = spec, a.apply_rope > 0
@@ -54,10 +51,6 @@ class RotationTable:
             for start, lanes in cos_sin.chunks:
                 store(self.values, (row, i, start), lanes, load(buffer, (start,), lanes))
 
-    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Emit what leaves K as it is."""
-        plain()
-
     def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
         """Emit both for a row of Q, which a call rotates or not."""
         if not self.fits:
@@ -68,20 +61,6 @@ class RotationTable:
                 rotated()
             with T.Else():
                 plain()
-
-    def restore(self, o, row) -> None:
-        """Rows of O are as V is, which is not rotated."""
-
-    def if_positions_matter(self, body: Callable[[], None]) -> None:
-        """Emit `body` for a bias; the rotation has its own positions."""
-        if self.spec.alibi_slopes is not None:
-            body()
-
-    def begin_task(self) -> None:
-        """Nothing to make for a task."""
-
-    def begin_sequence(self, length) -> None:
-        """Nothing to know of a sequence."""
 
     def begin_row(self, token, position: Callable) -> None:
         """Take the angles of row `token` of the step."""
@@ -149,16 +128,17 @@ def is_possible(spec: KernelSpec) -> bool:
 
 
 def append_prefill(spec: KernelSpec):
-    """Build the kernel; its arguments are those of `signatures.append_prefill`."""
+    """Build the kernel: `rope_append` of fused rows, then `prefill` of their Q, which is causal."""
     if not is_possible(spec):
         raise ValueError(
             "append_prefill needs layers without a window, pages that are not quantized, and a "
             f"rotation other than longrope, got {spec}; use rope_append and prefill"
         )
 
-    def attend(a: FusedInputs) -> None:
+    def append(a: FusedInputs) -> FusedInputs:
         table = RotationTable(spec, a)
         _append(spec, a, table)
-        emit_paged(spec, replace(a, mask=CausalMask(1), rope=table), has_singles=False)
+        return replace(a, mask=CausalMask(1), rope=table)
 
-    return build(spec, signatures.append_prefill, attend)
+    absent = {"q", "causal", "rotary_mode", "rope_scale", "rope_theta", "window"} | TREE
+    return paged(spec, absent, lengths=Lengths.WINDOWS, has_singles=False, prepare=append)

@@ -5,31 +5,34 @@ A tile is some tokens of a sequence with all their heads, packed and multiplied 
 positions of a tile are cut as well, so that a single row over a long context uses every thread.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tvm.script import tirx as T
 
+from ...script import inline
 from ...semantics.visibility import CausalMask, Span, WholeSequence
 from ...signatures import latent
 from ...signatures.inputs import AttentionInputs, PagedInputs
-from ...spec import LOG2E, KernelSpec
+from ...spec import KernelSpec
+from ..components.online_softmax import OnlineSoftmax
 from ..components.output import Output
-from ..simd import Register, index_temp, temp, wide_temp
+from ..components.packed_kv import POSITIONS, PackedKv
+from ..components.query_tile import QueryTile, Tiling
+from ..components.register_tile import ColumnTiles
+from ..components.row_bounds import RowBounds
+from ..components.score_tile import ScoreTile
+from ..components.tree_mask import TokenTrees, TreeMask
+from ..simd import Register, index_temp, wide_temp
 from .define import build
 from .kv_operands import operands
 from .kv_rows import LatentRows
-from .prefill.row_bounds import RowBounds
-from .prefill.tile import PrefillTile
-from .prefill.tiling import POSITIONS, Tiling
+from .prefill import attend_positions
 from .rotation import rotation_of
 from .shared.split_tiles import CutTile, TileWork, emit_cut_tiles
 from .shared.tile import SharedTile
 from .shared.tiling import SharedStep
-from .tree_mask import TreeMask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,30 +92,39 @@ def _for_tiles(spec: KernelSpec, a: AttentionInputs, body: Callable[[_SequenceTi
     return wide_temp(before.get())
 
 
-class _LatentTile(PrefillTile):
+class _LatentTile:
     """The rows of a tile over some of the positions that they see.
 
     The heads of one token see the same positions, unless the token is the node of a tree.
     """
 
-    def __init__(self, spec: KernelSpec, ops, mask: CausalMask):
-        self.one_token = None
-        if not isinstance(mask, TreeMask):
-            self.one_token = SharedTile(spec, ops, spec.num_qo_heads)
-        super().__init__(spec, ops, self.one_token.num_rows if self.one_token else 0)
+    def __init__(self, spec: KernelSpec, ops, a: AttentionInputs):
+        self.spec, self.ops, self.lanes = spec, ops, spec.target.lanes
+        self.mask = a.mask if a.tree is None else TreeMask(a, a.tree, POSITIONS)
+        self.one_token = SharedTile(spec, ops, spec.num_qo_heads) if a.tree is None else None
+        tiling, min_rows = Tiling.of(spec), self.one_token.num_rows if self.one_token else 0
+        tiles = ColumnTiles(ops, tiling.rows, spec.v_head_dim, self.lanes)
+        self.state = OnlineSoftmax(tiling.num_blocks, tiling.rows, self.lanes)
+        self.rows = QueryTile(spec, ops, a, tiles, self.state, is_stored=False, min_rows=min_rows)
+        self.rows.begin_task()
+        self.kv = PackedKv(spec, ops, tiles)
+        self.scores = ScoreTile(spec, ops, self.rows, tiles)
+        self.o = self.rows.o
         if self.one_token:
             self.one_token.o = self.o
 
     def row_state(self, row):
         """Index of a row's state in `state.row_max` and `state.row_sum`."""
-        return self.state.index(row // self.tiling.rows, row % self.tiling.rows)
+        return self.rows.state(row)
 
     def run_blocks(
         self, a: AttentionInputs, tile: _SequenceTile, rows: LatentRows, begin, end
     ) -> None:
         """Attend to the blocks of positions ``begin .. end - 1``, from a cleared state."""
+        self.mask.begin_sequence(tile.sequence, tile.kv_len)
         last = T.min(end, (tile.end + POSITIONS - 1) // POSITIONS)
         end = index_temp(T.max(begin, last))
+        self.rows.begin(tile.first_row + tile.first_token, tile.num_tokens, 0)
         if not self.one_token:
             self._run_tokens(a, tile, rows, begin, end)
             return
@@ -140,47 +152,43 @@ class _LatentTile(PrefillTile):
             T.buffer_store(self.state.row_max, state.row_max[self.one_token.row_state(head)], [row])
             T.buffer_store(self.state.row_sum, state.row_sum[self.one_token.row_state(head)], [row])
 
-    def _run_tokens(self, a, tile: _SequenceTile, rows: LatentRows, begin, end) -> None:
-        tiling, group = self.tiling, self.spec.num_qo_heads
-        num_rows = index_temp(tile.num_tokens * group)
-        num_blocks = index_temp((num_rows + tiling.rows - 1) // tiling.rows)
-        factor = temp(a.sm_scale * T.float32(LOG2E))
-
-        def end_of(row):
-            token = tile.first_token + T.min(row, num_rows - 1) // group
-            return a.mask.end(token, tile.num_rows, tile.kv_len)
-
-        with T.serial(num_blocks * tiling.rows) as row:
-            source = index_temp(T.min(row, num_rows - 1))
-            token = index_temp(tile.first_row + tile.first_token + source // group)
-            self.load_q(a, row, token, index_temp(source % group), factor)
-        with T.serial(num_blocks) as block:
-            self.state.reset(block)
-        span = Span.whole(tile.kv_len, 0)
-        bounds = RowBounds(a.mask, span, end_of, None)
-        with T.serial(begin, end) as i:
-            first = index_temp(i * POSITIONS)
-            self.kv.pack(a, rows, first, span)
-            self.attend(a, first, num_blocks, bounds, factor)
+    @inline
+    def _run_tokens(self, a, tile, source, begin, end):
+        bounds = T.meta_var(
+            RowBounds(
+                mask=self.mask,
+                span=Span.whole(tile.kv_len, 0),
+                group=self.spec.num_qo_heads,
+                first_token=tile.first_token,
+                last_row=self.rows.num_rows - 1,
+                num_rows=tile.num_rows,
+                kv_len=tile.kv_len,
+            )
+        )
+        self.rows.begin_span()
+        rows, kv, scores = T.meta_var((self.rows, self.kv, self.scores))
+        for i in range(begin, end):
+            first = i * POSITIONS
+            attend_positions(self.mask, source, rows, kv, scores, bounds, first)
+        self.rows.end()
 
 
 def emit_mla(spec: KernelSpec, ops, a: AttentionInputs) -> None:
     """Emit the body for inputs with a `mask`."""
     lengths = WholeSequence(spec, a.length_info, index_temp)
     a = replace(a, lengths=lengths, rope=rotation_of(spec, a))
-    a.mask.prepare(a)
+    if a.tree_order is not None:
+        a = replace(a, tree=TokenTrees(spec, a))
+        a.tree.begin()
 
     def begin_task():
-        worker = _LatentTile(spec, ops, a.mask)
         a.rope.begin_task()
-        a.mask.begin_task()
-        return worker
+        return _LatentTile(spec, ops, a)
 
     def rows_of(tile):
         first = index_temp(a.page_indptr[tile.sequence])
         last = index_temp(a.page_indptr[tile.sequence + 1] - 1)
         rows = LatentRows(spec, a.pages, a.page_values, first, last, head=0)
-        a.mask.begin_sequence(tile.sequence, tile.kv_len)
         return rows
 
     def at(tile, row):
@@ -215,6 +223,6 @@ def mla_tree(spec: KernelSpec):
     """Build the kernel `mla_tree`; its arguments are those of `signatures.latent.mla_tree`."""
 
     def attend(a: PagedInputs) -> None:
-        emit_mla(spec, operands(spec, spec.kv_dtype), replace(a, mask=TreeMask(a, POSITIONS)))
+        emit_mla(spec, operands(spec, spec.kv_dtype), replace(a, mask=CausalMask(1)))
 
     return build(spec, latent.mla_tree, attend)

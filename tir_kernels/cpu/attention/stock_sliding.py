@@ -15,22 +15,12 @@ from dataclasses import replace
 from tvm.script import tirx as T
 
 from ...semantics.visibility import WindowMask
-from ...signatures import decode, prefill
-from ...signatures.inputs import Lengths, PagedInputs
+from ...signatures import decode
+from ...signatures.inputs import Elements, Lengths, PagedInputs
 from ...spec import KernelSpec
 from .decode.kernel import emit_decode
 from .define import build
-from .prefill.kernel import emit_paged
-
-
-class _Elements:
-    """An array whose elements are computed where they are asked for."""
-
-    def __init__(self, of):
-        self.of = of
-
-    def __getitem__(self, index):
-        return self.of(index)
+from .prefill import FUSED, TREE, paged
 
 
 class _StockWindowMask(WindowMask):
@@ -39,7 +29,7 @@ class _StockWindowMask(WindowMask):
     Otherwise every row sees all that is in the window.
     """
 
-    def __init__(self, causal, window: int, num_hidden: _Elements):
+    def __init__(self, causal, window: int, num_hidden: Elements):
         super().__init__(causal, window)
         self.of_sequence = num_hidden
 
@@ -62,10 +52,10 @@ def _described(a: PagedInputs, causal, window: int) -> PagedInputs:
     info, first_seen = a.length_info, a.k_rope_pos_offset
     return replace(
         a,
-        length_info=_Elements(lambda b: info[0, b]),
+        length_info=Elements(lambda b: info[0, b]),
         length_form=Lengths.LAST_PAGE,
-        k_rope_pos_offset=_Elements(lambda b: first_seen[b] - info[1, b]),
-        mask=_StockWindowMask(causal, window, _Elements(lambda b: info[1, b])),
+        k_rope_pos_offset=Elements(lambda b: first_seen[b] - info[1, b]),
+        mask=_StockWindowMask(causal, window, Elements(lambda b: info[1, b])),
     )
 
 
@@ -95,7 +85,9 @@ def prefill_sliding(spec: KernelSpec, window: int):
     """
     _check_window(window)
 
-    def attend(a: PagedInputs) -> None:
-        emit_paged(spec, _described(a, a.causal, window))
-
-    return build(spec, prefill.prefill, attend, lengths=Lengths.MATRIX)
+    return paged(
+        spec,
+        {"window"} | FUSED | TREE,
+        lengths=Lengths.MATRIX,
+        prepare=lambda a: _described(a, a.causal, window),
+    )

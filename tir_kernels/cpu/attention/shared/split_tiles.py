@@ -18,9 +18,9 @@ from ....signatures.inputs import AttentionInputs
 from ....spec import KernelSpec
 from ...components.output import Output
 from ...components.partial_states import PartialStates
+from ...components.query_tile import Tiling
 from ...components.work import cut, for_tasks, num_threads
 from ...simd import Register, index_temp, wide_temp
-from ..prefill.tiling import Tiling
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
 

@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 
 from ....spec import KernelSpec
 from ...columns import Chunk, chunks
+from ...operands import copy_v
 from ...simd import broadcast, load, store, temp
 
 
@@ -37,7 +38,7 @@ class PackedValues:
 
     def pack(self, rows, first, kv_len) -> None:
         """Take a tile of positions from `first` on, with zeros from `kv_len` on."""
-        self.ops.pack_v(rows, first, kv_len, self._at, self.width, self.num_positions)
+        copy_v(self.ops, rows, first, self._at, self.width, self.num_positions, kv_len)
 
     def _at(self, position, column) -> tuple:
         return self.v, (position, column)

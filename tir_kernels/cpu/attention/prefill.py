@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of several query rows per sequence, over pages or ragged arrays, also of token trees.
+
+Tasks take tiles from a queue: some tokens of a sequence with all query heads of one KV head. A task
+walks over tiles of positions: K is transposed and V copied into packed tiles once, and all rows
+multiply with them, a few at a time through the registers. Tiles that no row may see are skipped.
+`signatures.inputs` has the arguments.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+from tvm.script import tirx as T
+
+from ...define import attributes
+from ...layout import view_pages
+from ...script import inline, prim_func
+from ...semantics.visibility import CausalMask, Span, WindowMask
+from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
+from ...signatures.inputs import (
+    AttentionInputs,
+    Elements,
+    FusedInputs,
+    Lengths,
+    PagedInputs,
+    RaggedInputs,
+)
+from ...spec import KernelSpec
+from ..components.online_softmax import OnlineSoftmax
+from ..components.packed_kv import POSITIONS, PackedKv
+from ..components.query_tile import BLOCKS, QueryTile, Tiling
+from ..components.register_tile import ColumnTiles
+from ..components.row_bounds import RowBounds, TilePart
+from ..components.score_tile import ScoreTile
+from ..components.tile_queue import TileQueue
+from ..components.tree_mask import TokenTrees, TreeMask
+from ..components.work import TASKS, Queue, num_threads
+from ..conversion import require_half_conversion
+from ..simd import index_temp
+from .alibi import AlibiBias
+from .decode.code_split import scope_of
+from .decode.single_row import Singles, bind_lengths, paged_rows
+from .kv_operands import operands
+from .kv_rows import RaggedRows
+from .rotation import rotation_of
+
+SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
+TILES_PER_TASK = 8  # with fewer, tiles are halved, so that tasks finish together
+
+
+@inline
+def attend(spec, a, ops, num_positions, has_singles):
+    """Attend with all rows of a call, whose inputs are as `described`.
+
+    Sequences of one row have a queue of their own, if they are attended to as in decode. Half of
+    the tasks begin with it, so that reading and multiplying go on at the same time.
+    """
+    # Multiply-adds, as if all sequences were alike.
+    num_rows = T.cast(a.q_indptr[a.batch_size], "int64")
+    row_work = T.meta_var(spec.num_qo_heads * spec.qk_head_dim)
+    work = num_rows * row_work * num_positions // T.max(a.batch_size, 1)
+    num_tasks = T.if_then_else(work > SERIAL_WORK, num_threads(), 1)
+    tiling, lanes = T.meta_var((Tiling.of(spec), spec.target.lanes))
+    many_rows = T.meta_var(num_tasks * (TILES_PER_TASK * tiling.tokens))
+    has_many = num_rows * spec.num_kv_heads >= T.cast(many_rows, "int64")
+    max_tokens = T.if_then_else(has_many, tiling.tokens, (tiling.tokens + 1) // 2)
+    singles = T.meta_var(Singles(spec, ops, a) if has_singles else None)
+    if a.tree is not None:
+        a.tree.begin()
+    queue, singles_queue = Queue(), Queue()
+    queue.begin()
+    if has_singles:
+        singles_queue.begin()
+    with ops.scope(), Queue.scope(), scope_of(spec) if has_singles else nullcontext():
+        for task in T.parallel(num_tasks, annotations=TASKS):
+            columns = ColumnTiles(ops, tiling.rows, spec.v_head_dim, lanes)
+            softmax = OnlineSoftmax(tiling.num_blocks, tiling.rows, lanes)
+            bias = T.meta_var(AlibiBias.of(spec, tiling.num_blocks * tiling.rows))
+            rows = QueryTile(spec, ops, a, columns, softmax, bias)
+            kv = PackedKv(spec, ops, columns)
+            scores = ScoreTile(spec, ops, rows, columns)
+            mask = T.meta_var(a.mask if a.tree is None else TreeMask(a, a.tree, POSITIONS))
+            tiles = TileQueue(spec, a, queue, max_tokens, singles)
+            a.rope.begin_task()
+            rows.begin_task()
+            if has_singles:
+                singles.begin_task()
+                for turn in range(2):
+                    if (task + turn) % 2 == 0:
+                        singles.attend(singles_queue, num_tasks)
+                    else:
+                        attend_tiles(spec, a, mask, tiles, rows, kv, scores)
+            else:
+                attend_tiles(spec, a, mask, tiles, rows, kv, scores)
+
+
+@inline
+def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
+    """Attend with the tiles of query rows that a task takes, and store their results."""
+    tiles.begin()
+    while tiles.has_next():
+        source, kv_len = T.meta_var(kv_of(spec, a, tiles.sequence, tiles.head))
+        gap = T.meta_var(a.gap(tiles.sequence))
+        k_offset = a.k_rope_pos_offset[tiles.sequence]
+        a.rope.begin_sequence(k_offset + kv_len - (0 if gap is None else gap.begin - gap.sinks))
+        mask.begin_sequence(tiles.sequence, kv_len)
+        rows.begin(tiles.first_row + tiles.first_token, tiles.num_tokens, tiles.head)
+        for i in range(1 if gap is None else gap.num_spans):
+            span = T.meta_var(span_of(gap, i, kv_len, k_offset))
+            last_position = T.meta_var(None if gap is None else span.last_position)
+            bounds = T.meta_var(
+                RowBounds(
+                    mask=mask,
+                    span=span,
+                    group=spec.group_size,
+                    first_token=tiles.first_token,
+                    last_row=rows.num_rows - 1,
+                    num_rows=tiles.num_rows,
+                    kv_len=kv_len,
+                )
+            )
+            rows.begin_span()
+            begin = bounds.first(spec.target.lanes)
+            end = bounds.last(begin)
+            for j in range((end - begin + POSITIONS - 1) // POSITIONS):
+                first = begin + j * POSITIONS
+                attend_positions(mask, source, rows, kv, scores, bounds, first, last_position)
+        rows.end()
+        tiles.advance()
+
+
+@inline
+def attend_positions(mask, source, rows, kv, scores, bounds, first, last_position=None):
+    """Take the tile of K and V at column `first` into the sums of the rows that see some of it.
+
+    Parameters
+    ----------
+    mask : CausalMask
+    source : PagedRows or RaggedRows
+        K and V of the sequence.
+    rows, kv, scores : QueryTile, PackedKv, ScoreTile
+    bounds : RowBounds
+    last_position : int32 expression, optional
+        Stands for RoPE positions of rows beyond it.
+    """
+    span, rope = T.meta_var((bounds.span, rows.a.rope))
+    kv.pack_k(source, first, span.end)
+    mask.begin_tile(first, rope)
+    position = span.k_offset + first
+    rope.either(
+        lambda: rope.rotate_tile(kv.ops, kv.k.at, POSITIONS, position, mask.offsets), lambda: None
+    )
+    kv.pack_v(source, first, span.end, span.begin)
+    kv.find_non_finite(bounds.hides_some(first, 0, rows.num_blocks * rows.block_rows - 1))
+    kv.begin_prefetch(first + POSITIONS, span.end, rows.num_blocks)
+    for i in range((rows.num_blocks + BLOCKS - 1) // BLOCKS):
+        block = i * BLOCKS
+        count = T.min(BLOCKS, rows.num_blocks - block)
+        part = T.meta_var(TilePart(bounds, first, block, count, rows.block_rows))
+        if part.sees_some():
+            rows.pack(part, last_position)
+            scores.multiply(kv, source, part)
+            if rows.bias is not None:
+                scores.add_bias(rows.bias, part, position, mask.offsets)
+            hides_some = part.hides_some()
+            if hides_some:
+                scores.hide(part)
+            scores.weigh(part)
+            rows.finish(part)
+            if hides_some and kv.has_non_finite != 0:
+                rows.add_visible(scores, kv, part)
+            else:
+                rows.add(scores, kv, part)
+
+
+def kv_of(spec: KernelSpec, a: AttentionInputs, sequence, head) -> tuple:
+    """K and V of a sequence and a KV head, and the number of positions."""
+    if isinstance(a, PagedInputs):
+        first = index_temp(a.page_indptr[sequence])
+        num_pages = index_temp(a.page_indptr[sequence + 1] - first)
+        rows = paged_rows(spec, a, first, num_pages, head)
+        return rows, a.lengths.kv_len(sequence, num_pages)
+    first = index_temp(a.kv_indptr[sequence])
+    kv_len = index_temp(a.kv_indptr[sequence + 1] - first)
+    return RaggedRows(a.k, a.v, first, first + kv_len - 1, head=head), kv_len
+
+
+def span_of(gap, i, kv_len, k_offset) -> Span:
+    return Span.whole(kv_len, k_offset) if gap is None else gap.span(i, kv_len, k_offset)
+
+
+def described(
+    spec: KernelSpec, a: AttentionInputs, prepare: Callable = lambda a: a
+) -> AttentionInputs:
+    """The inputs with lengths, rotation, and mask or trees, after what `prepare` emits."""
+    if isinstance(a, PagedInputs):
+        a = bind_lengths(spec, prepare(replace(a, pages=view_pages(a.pages, spec))))
+    a = replace(a, rope=a.rope or rotation_of(spec, a))
+    if a.tree_order is not None:
+        trees = TokenTrees(spec, a)
+        if isinstance(a, RaggedInputs):
+            a = replace(a, k_rope_pos_offset=Elements(trees.first_position))
+        return replace(a, tree=trees)
+    if a.mask is not None:
+        return a
+    mask = CausalMask(a.causal) if a.window is None else WindowMask(a.causal, a.window)
+    return replace(a, mask=mask)
+
+
+def paged(
+    spec: KernelSpec,
+    absent: set[str],
+    *,
+    lengths: Lengths = Lengths.LAST_PAGE,
+    has_singles: bool = True,
+    prepare: Callable[[PagedInputs], PagedInputs] = lambda a: a,
+):
+    """Build a kernel over pages.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    absent : set of str
+        Arguments that the kernel does without.
+    lengths : Lengths
+    has_singles : bool
+        Whether sequences of one row are attended to as in decode.
+    prepare : callable
+        Emits what comes before, and returns the inputs as `described` takes them.
+    """
+    require_half_conversion(spec, spec.dtype, spec.kv_dtype)
+    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
+    num_fused = num_heads + 2 * spec.num_kv_heads
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
+    ops = operands(spec, spec.kv_dtype)
+
+    @prim_func(absent=absent)
+    def prefill(
+        qkv: T.handle,
+        q: T.handle,
+        q_indptr: T.handle,
+        rope_position: T.handle,
+        position_map: T.handle,
+        pages: T.handle,
+        page_indptr: T.handle,
+        page_values: T.handle,
+        length_info: T.handle,
+        k_rope_pos_offset: T.handle,
+        q_rope_position: T.handle,
+        o: T.handle,
+        lse: T.handle,
+        causal: T.int32,
+        apply_rope: T.int64,
+        rotary_mode: T.int32,
+        rope_scale: T.float32,
+        rope_theta: T.float32,
+        sm_scale: T.float32,
+        tree_order_indptr: T.handle,
+        tree_order: T.handle,
+        window: T.int32,
+    ):
+        T.func_attr(attributes(spec))
+        batch_size, num_rows, num_pages, num_entries, num_lengths, num_nodes = sizes(6)
+        num_q_heads = T.meta_var(num_heads if qkv is None else num_fused)
+        a = T.meta_var(
+            FusedInputs(
+                batch_size=batch_size,
+                q=match_rows(q if qkv is None else qkv, num_rows, num_q_heads, qk_dim),
+                q_indptr=match_int32(q_indptr, batch_size + 1),
+                rope_position=match_int32(rope_position, num_rows),
+                position_map=match_int32(position_map, num_rows),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, batch_size + 1),
+                page_values=match_int32(page_values, num_entries),
+                length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
+                causal=causal,
+                apply_rope=apply_rope,
+                rotary_mode=rotary_mode,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                sm_scale=sm_scale,
+                tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
+                tree_order=match_int32(tree_order, num_nodes, 2),
+                window=window,
+                length_form=lengths,
+            )
+        )
+        ready = T.meta_var(described(spec, a, prepare))
+        num_positions = T.meta_var(T.cast(ready.page_indptr[batch_size], "int64") * spec.page_size)
+        ops.begin([b for b in (ready.q, ready.pages) if str(b.dtype) == "bfloat16"])
+        attend(spec, ready, ops, num_positions, has_singles)
+
+    return prefill
+
+
+def ragged(spec: KernelSpec, absent: set[str]):
+    """Build a kernel over ragged K and V; `absent` are arguments that it does without."""
+    require_half_conversion(spec, spec.dtype)
+    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
+    match_rows = row_matcher(spec)
+    ops = operands(spec, spec.dtype)
+
+    @prim_func(absent=absent)
+    def prefill_ragged(
+        q: T.handle,
+        q_indptr: T.handle,
+        k: T.handle,
+        v: T.handle,
+        kv_indptr: T.handle,
+        q_rope_position: T.handle,
+        k_rope_pos_offset: T.handle,
+        tree_order_indptr: T.handle,
+        tree_order: T.handle,
+        o: T.handle,
+        lse: T.handle,
+        causal: T.int32,
+        rotary_mode: T.int32,
+        rope_scale: T.float32,
+        rope_theta: T.float32,
+        sm_scale: T.float32,
+        window: T.int32,
+    ):
+        T.func_attr(attributes(spec))
+        num_starts, num_rows, num_columns, num_nodes = sizes(4)
+        a = T.meta_var(
+            RaggedInputs(
+                batch_size=num_starts - 1,
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                q_indptr=match_int32(q_indptr, num_starts),
+                k=match_rows(k, num_columns, spec.num_kv_heads, qk_dim),
+                v=match_rows(v, num_columns, spec.num_kv_heads, v_dim),
+                kv_indptr=match_int32(kv_indptr, num_starts),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, num_starts - 1),
+                tree_order_indptr=match_int32(tree_order_indptr, num_starts),
+                tree_order=match_int32(tree_order, num_nodes, 2),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
+                causal=causal,
+                rotary_mode=rotary_mode,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                sm_scale=sm_scale,
+                window=window,
+            )
+        )
+        ready = T.meta_var(described(spec, a))
+        num_positions = T.meta_var(T.cast(ready.kv_indptr[ready.batch_size], "int64"))
+        ops.begin([b for b in (ready.q, ready.k, ready.v) if str(b.dtype) == "bfloat16"])
+        attend(spec, ready, ops, num_positions, has_singles=False)
+
+    return prefill_ragged
+
+
+FUSED = {"qkv", "rope_position", "position_map", "apply_rope"}
+TREE = {"tree_order_indptr", "tree_order"}
+
+
+def prefill(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS):
+    """Build `prefill`: causal, or not, for sequences that may have dropped positions."""
+    return paged(spec, {"window"} | FUSED | TREE, lengths=lengths)
+
+
+def prefill_windowed(spec: KernelSpec):
+    """Build `prefill` with ``length_info [3, B]``, as the stock cache passes it for windows.
+
+    A sequence holds the slots before the third and from the second number on, as
+    `visibility.GappedSequence` describes. All rows of a step see what the first one does.
+    """
+    return prefill(spec, Lengths.MATRIX)
+
+
+def prefill_sliding(spec: KernelSpec):
+    """Build `prefill` of layers with a window: a row sees the last `window` positions.
+
+    `window` is at least 1, and its own position is one of them. The rows of a sequence are the last
+    positions of its pages, or follow them where `causal` is 0. The page table of a sequence may
+    begin anywhere in it: columns are counted from the first slot of the table, which is position
+    ``k_rope_pos_offset[b]`` of the sequence.
+    """
+    return paged(spec, FUSED | TREE)
+
+
+def prefill_ragged(spec: KernelSpec):
+    """Build `prefill` over ragged K and V."""
+    return ragged(spec, {"window"} | TREE)
+
+
+def prefill_ragged_sliding(spec: KernelSpec):
+    """Build `prefill_ragged` of layers with a window, as in `prefill_sliding`."""
+    return ragged(spec, TREE)
+
+
+def tree_paged(spec: KernelSpec):
+    """Build the kernel for new tree nodes over pages that hold this step's K and V already.
+
+    The rows of a sequence are the last nodes of its uncommitted tree, and the tree's n nodes, of
+    this and earlier steps, are its last n columns. A row sees all columns before the tree, its
+    ancestors and itself. A sequence with n = 0 is plain causal, as is one whose nodes form a chain.
+    Nodes follow their parents; trees may have any size. A call in which a sequence has fewer nodes
+    than rows, but some, is refused.
+
+    For rotary_mode 1, K of a node is rotated by its depth (which follows from the order) after the
+    columns before the tree; q_rope_position should say the same of the rows.
+    """
+    return paged(spec, {"causal", "window"} | FUSED, has_singles=False)
+
+
+def tree_paged_sliding(spec: KernelSpec):
+    """Build `tree_paged` of layers with a window, which is at least 1.
+
+    A row sees of these columns those whose position is less than `window` before its own, itself
+    included. Positions are those of RoPE, whatever the rotary_mode: q_rope_position of the rows;
+    k_rope_pos_offset plus the column before the tree; and of a node its depth more than there are
+    columns before the tree.
+    """
+    return paged(spec, {"causal"} | FUSED, has_singles=False)
+
+
+def tree(spec: KernelSpec):
+    """Build the kernel for tree nodes whose K and V are ragged arrays.
+
+    As `tree_paged`, with all columns of a sequence in k and v; usually these are the step's own
+    rows. They may be fewer than the tree has nodes: then they are the last ones, and a row sees its
+    ancestors among them. K of a column is rotated by the position that q_rope_position gives the
+    first row, plus the difference of their depths.
+    """
+    return ragged(spec, {"causal", "window", "k_rope_pos_offset"})
+
+
+def tree_sliding(spec: KernelSpec):
+    """Build `tree` of layers with a window, as in `tree_paged_sliding`."""
+    return ragged(spec, {"causal", "k_rope_pos_offset"})

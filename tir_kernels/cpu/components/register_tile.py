@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The register-blocked product: a few rows by a few vectors of columns, summed in registers."""
+
+from tvm.script import tirx as T
+
+from ...script import inline
+from ..simd import F32, broadcast, constant, load, store
+
+UNROLL = 2  # elements of a sum that one step takes
+VECTORS = 2  # of a wide register tile
+
+
+@T.meta_class
+class Panels:
+    """A matrix whose columns lie in panels, as wide as register tiles are.
+
+    A product so reads memory in order. Rows of the whole matrix would lie a power of two apart, and
+    the panel would keep all of a few sets of the L1 cache.
+    """
+
+    def __init__(self, rows: int, columns: int, width: int, dtype: str):
+        self.width, self.num_columns = width, columns
+        self.buffer = T.alloc_buffer((-(-columns // width), rows, width), dtype)
+
+    def at(self, row, column) -> tuple:
+        """Return buffer and index of an element."""
+        return self.buffer, (column // self.width, row, column % self.width)
+
+
+@T.meta_class
+class RegisterTile:
+    """float32 sums of products, in ``rows * vectors`` registers.
+
+    Parameters
+    ----------
+    ops : operands object
+    rows, vectors, lanes : int
+        Rows, and vectors of `lanes` columns; besides the sums a row of vectors has to fit the
+        registers.
+    """
+
+    def __init__(self, ops, rows: int, vectors: int, lanes: int):
+        self.ops, self.rows, self.vectors, self.lanes = ops, rows, vectors, lanes
+        self.width = vectors * lanes
+        self.sums = T.alloc_local((rows, self.width), F32)
+        self.columns = T.alloc_local((self.width,), ops.dtype)
+
+    def at(self, i, j) -> tuple:
+        """Return the index of vector j of row i in `sums`."""
+        return i, T.ramp(j * self.lanes, 1, self.lanes)
+
+    @inline
+    def clear(self):
+        """Start from zeros."""
+        for i in T.unroll(self.rows):
+            for j in T.unroll(self.vectors):
+                self.sums[self.at(i, j)] = constant(0.0, self.lanes)
+
+    @inline
+    def load_scaled(self, matrix, row, column, scales, first):
+        """Start from rows of a float32 matrix, times ``scales[first]`` and the ones behind it."""
+        for i in T.unroll(self.rows):
+            for j in T.unroll(self.vectors):
+                value = T.meta_var(load(matrix, (row + i, column + j * self.lanes), self.lanes))
+                scale = T.meta_var(broadcast(scales[first + i], self.lanes))
+                self.sums[self.at(i, j)] = value * scale
+
+    @inline
+    def put(self, matrix, row, column):
+        """Store the sums to rows of a float32 matrix."""
+        for i in T.unroll(self.rows):
+            for j in T.unroll(self.vectors):
+                at = T.meta_var((row + i, column + j * self.lanes))
+                store(matrix, at, self.lanes, self.sums[self.at(i, j)])
+
+    @inline
+    def multiply(self, a, row, b, column, depth, prefetch=None):
+        """Add ``a[row : row + rows, :depth] @ b[:depth, column : column + width]``.
+
+        Parameters
+        ----------
+        a : Buffer ``[row, k]`` of elements, or what is indexed like one.
+        b : `Panels`, or what has their `at`.
+        depth : int or int32 expression
+            Length of the sum in elements, a multiple of `UNROLL`.
+        prefetch : component, optional
+            Its ``step(step)`` is called in each of the ``depth // UNROLL`` steps.
+        """
+        for step in range(depth // UNROLL):
+            if prefetch is not None:
+                prefetch.step(step)
+            for u in T.unroll(UNROLL):
+                k = T.meta_var(step * UNROLL + u)
+                for j in T.unroll(self.vectors):
+                    vector = T.meta_var(b.at(k, column + j * self.lanes))
+                    self.columns[T.ramp(j * self.lanes, 1, self.lanes)] = load(
+                        *vector, self.lanes, self.ops.dtype
+                    )
+                for i in T.unroll(self.rows):
+                    self.add_products(i, a[row + i, k])
+
+    @inline
+    def add_products(self, i, element):
+        """Add the products of an element, loaded from a buffer, and `columns` to row i."""
+        if self.ops.broadcasts_from_memory and self.width == self.ops.lanes:
+            self.sums[self.at(i, 0)] = self.ops.fma_element(
+                self.sums[self.at(i, 0)], element, self.columns[T.ramp(0, 1, self.lanes)]
+            )
+        else:
+            scalar = element
+            for j in T.unroll(self.vectors):
+                self.sums[self.at(i, j)] = self.ops.fma(
+                    self.sums[self.at(i, j)],
+                    broadcast(scalar, self.lanes),
+                    self.columns[T.ramp(j * self.lanes, 1, self.lanes)],
+                    self.lanes,
+                )
+
+
+@T.meta_class
+class ColumnTiles:
+    """Register tiles for the columns of a matrix: wide ones, a single vector, and a part of one.
+
+    Parameters
+    ----------
+    ops : operands object
+    rows : int
+        Rows of each tile.
+    width, lanes : int
+        Columns in all, a multiple of 8, and of a vector.
+    """
+
+    def __init__(self, ops, rows: int, width: int, lanes: int):
+        self.wide = RegisterTile(ops, rows, VECTORS, lanes)
+        self.single = RegisterTile(ops, rows, 1, lanes)
+        self.num_wide, rest = divmod(width, self.wide.width)
+        self.has_single, narrow = rest >= lanes, width % lanes
+        self.has_narrow = narrow > 0
+        self.first_single, self.first_narrow = width - rest, width - narrow
+        if narrow:
+            self.narrow = RegisterTile(ops, rows, 1, narrow)
+
+    @inline
+    def each(self, body):
+        """Call ``body(tile, first_column)`` for each tile."""
+        for i in range(self.num_wide):
+            body(self.wide, i * self.wide.width)
+        if self.has_single:
+            body(self.single, self.first_single)
+        if self.has_narrow:
+            body(self.narrow, self.first_narrow)

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools and batches beyond 32 bits on GPUs, emulated: memory that is not touched takes no room."""
 
-from __future__ import annotations
-
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import tvm
 import tvm_ffi
 from tvm.script import tirx as T
 
+from tir_kernels.cuda.components.page_schedule import PageSchedule
 from tir_kernels.cuda.emit import as_count, index_temp, launch
-from tir_kernels.cuda.splits.page_schedule import PageSchedule
 from tir_kernels.cuda.splits.work_item import WorkItem, sum_over
 from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
-from tir_kernels.define import define_kernel
+from tir_kernels.define import attributes, define_kernel
+from tir_kernels.script import prim_func
+from tir_kernels.signatures.arrays import match_int32
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from .. import reference
@@ -111,7 +109,7 @@ def test_an_offset_of_32_bits_is_caught():
     text = cuda_text("decode", SPEC)
     # The page's number modulo a half, as if the highest bit of the offset were lost.
     short = mutated(
-        text, "((int64_t)page_ptr[", f"((int64_t)-{NUM_PAGES // 2} + (int64_t)page_ptr["
+        text, "((int64_t)rows_page_ptr[", f"((int64_t)-{NUM_PAGES // 2} + (int64_t)rows_page_ptr["
     )
     assert attend(emulated(short).get_function("decode"), "decode", pages, rows) > 2e-3
 
@@ -134,7 +132,10 @@ def _run(body, *arrays) -> np.ndarray:
                     T.buffer_store(out, as_count(value), [i])
 
     names = [f"x{i}" for i in range(len(arrays))] + ["out"]
-    function = define_kernel(dict.fromkeys(names, T.handle), define)
+    return _results(define_kernel(dict.fromkeys(names, T.handle), define), *arrays)
+
+
+def _results(function, *arrays) -> np.ndarray:
     out = tvm.runtime.tensor(np.zeros(8, np.int64))
     source = cuda_source({"count": function})
     emulated(source).get_function("count")(*(tvm.runtime.tensor(x) for x in arrays), out)
@@ -148,17 +149,33 @@ def test_decode_splits_more_kv_tiles_than_32_bits_count():
     at = 19_000_000 * 256 + 77
     size = -(-20_000_000 * 256 // 264)
 
-    def body(thread, indptr, entry):
-        at = as_count(entry[0]) * 256 + 77
-        a = SimpleNamespace(page_indptr=indptr, batch_size=T.int32(3))
-        schedule = PageSchedule(spec, a, T.int32(264), DecodeTiling.of(spec).block_positions)
-        pair = schedule.pair(schedule.owner(at, thread), at)
-        return schedule.total, schedule.split_size, pair.sequence, pair.head, pair.begin, pair.end
+    @prim_func
+    def kernel(page_indptr: T.handle, entry: T.handle, out: T.handle):
+        T.func_attr(attributes(spec))
+        indptr = match_int32(page_indptr, 4)
+        at = match_int32(entry, 1)
+        found = T.match_buffer(out, (8,), "int64", align=8)
+        with launch([1], 32) as (blocks, thread):
+            work = PageSchedule(
+                spec, indptr, T.int32(3), T.int32(264), DecodeTiling.of(spec).block_positions
+            )
+            kv_tile = as_count(at[0]) * 256 + 77
+            work.measure()
+            work.find_sequence(kv_tile, thread)
+            work.find_pair(kv_tile)
+            if thread == 0:
+                found[0] = work.total
+                found[1] = work.split_size
+                found[2] = as_count(work.sequence)
+                found[3] = as_count(work.head)
+                found[4] = work.begin
+                found[5] = work.end
 
     head = (at - 12_000_000 * 256) // 8_000_000
     begin = 12_000_000 * 256 + head * 8_000_000
     expected = [20_000_000 * 256, size, 2, head, begin, begin + 8_000_000]
-    assert _run(body, indptr, np.array([19_000_000], np.int32))[:6].tolist() == expected
+    found = _results(kernel, indptr, np.array([19_000_000], np.int32))
+    assert found[:6].tolist() == expected
 
 
 def test_tiles_are_split_beyond_32_bits():

@@ -94,6 +94,13 @@ class Registers:
         buffer = T.alloc_buffer((count,), dtype, scope="local", layout=None)
         self.buffer = IRBuilder.name(name, buffer)
 
+    @classmethod
+    def of(cls, buffer) -> Registers:
+        """Take registers that a component or a kernel has allocated."""
+        registers = object.__new__(cls)
+        registers.count, registers.buffer = int(buffer.shape[0]), buffer
+        return registers
+
     def __getitem__(self, i):
         return self.buffer[i]
 

@@ -5,167 +5,265 @@ The work is bound by reading K and V once, so it is split by pages: as many bloc
 take equal splits of the pages of all sequences and KV heads, whatever their lengths are. A block
 finds its split from the page table's starts, so every batch of a shape is launched alike. A pair of
 a sequence and a KV head that falls into one split is finished there; one that is cut leaves partial
-states, which a second kernel merges. `signatures.decode` has the arguments.
+states, which a second kernel merges.
+
+The warps of a block form groups. Each group takes every few tiles of positions, runs a softmax of
+its own and waits for no other; the states of the groups are merged in the end.
 """
-
-from __future__ import annotations
-
-from dataclasses import replace
 
 from tvm.script import tirx as T
 
+from ...define import attributes
+from ...script import inline, prim_func
 from ...semantics.rotary_mode import has_rope, require_own_rotation
-from ...semantics.visibility import (
-    CausalMask,
-    Span,
-    WindowMask,
-    lengths_of,
-)
-from ...signatures import decode as signatures
+from ...semantics.visibility import lengths_of
+from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import Lengths, PagedInputs
-from ...spec import KernelSpec
-from ..components.kv_rows import rows_of_pages, with_page_views
+from ...spec import LOG2E, KernelSpec
+from ..components.code_pipeline import kv_pipeline
+from ..components.group_states import GroupStates
+from ..components.inline_rope import InlineRope
+from ..components.kv_rows import as_int64, paged_rows, with_page_views
+from ..components.logits import Logits
+from ..components.page_schedule import PageSchedule
+from ..components.partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, RUN, BlockStates
+from ..components.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
+from ..components.softmax import OnlineSoftmax, products_of
+from ..components.visible_columns import VisibleColumns
 from ..elements import store_floats
-from ..emit import I32, I64, Variable, as_count, count_temp, index_temp, launch
+from ..emit import WARP, Registers, index_temp, launch, sync_block, sync_warp
 from ..launcher import resident_blocks
-from ..splits.block_states import BlockStates
-from ..splits.page_schedule import PageSchedule
 from ..tiles.decode_tiling import DecodeTiling
-from .decode_split import DecodeSplit, DecodeStep
+from ..tiles.fma import MultiplyAdds
+from ..tiles.group_scales import GroupScales
+from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
+from ..tiles.mma import TensorCores
+from ..tiles.mma_codes import CodeTensorCores, PackedCodeTensorCores, interleave_columns
+from ..tiles.row_scales import NoScales
+from ..tiles.shared_tiles import SharedTiles
 
-_MAX_PACKED_COLUMNS = 128  # of V with codes of 4 bits: 256 spilled 148 bytes
-
-
-def emit_decode(spec: KernelSpec, a: PagedInputs) -> None:
-    """Emit the body for inputs with a `mask`."""
-    require_own_rotation(spec, a)
-    a = with_page_views(spec, a)
-    tiling = DecodeTiling.of(spec)
-    has_registers = spec.codec and (spec.codec.bits == 8 or tiling.columns <= _MAX_PACKED_COLUMNS)
-    if not has_registers or not tiling.is_tensor:
-        _emit_tiles(spec, a, tiling)
-        return
-    # Codes are widened in registers, unless K has to be rotated before it is multiplied.
-    without_rope, of_codes = replace(a, rotary_mode=None), DecodeTiling.of(spec, is_widened=False)
-    if a.rotary_mode is None or not has_rope(spec):
-        _emit_tiles(spec, without_rope, of_codes)
-        return
-    with T.If(a.rotary_mode == 1):
-        with T.Then():
-            _emit_tiles(spec, a, tiling)
-        with T.Else():
-            _emit_tiles(spec, without_rope, of_codes)
+MAX_KEPT = 128  # elements of a row of Q in registers: tiles of few positions leave room for them
+MAX_PACKED_COLUMNS = 128  # of V with codes of 4 bits: 256 spilled 148 bytes
 
 
-def _emit_tiles(spec: KernelSpec, a: PagedInputs, tiling: DecodeTiling) -> None:
-    lengths = lengths_of(spec, a, index_temp)
-    num_slices = tiling.row_slices * tiling.slices
-    num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, num_slices)
-    states = BlockStates(spec, num_blocks)
-    split = _PageSplit(spec, tiling, a, lengths, states)
-    with states.allocated():
-        grid = [num_blocks, num_slices]
-        with launch(grid, tiling.num_threads, tiling.min_blocks) as ((block, slice_id), thread):
-            split.attend(block, slice_id, thread)
-        states.launch_merge(a, lambda lane: split.schedule(), clears_empty=True)
+def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window",)):
+    """Build the kernel `decode`; `signatures.inputs` has the arguments.
 
+    With a `window` of at least 0 a row sees the last positions of its pages. The cost scales with
+    the window, but work is balanced among blocks only if the page table has few pages before it.
+    """
+    num_heads, group_size, v_dim = spec.num_qo_heads, spec.group_size, spec.v_head_dim
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
+    tiling, code_tiling = DecodeTiling.of(spec), code_tiling_of(spec)
 
-class _PageSplit:
-    """The work of a block: it attends to its split of the pages, pair by pair."""
-
-    def __init__(
-        self,
-        spec: KernelSpec,
-        tiling: DecodeTiling,
-        a: PagedInputs,
-        lengths,
-        states: BlockStates,
-    ) -> None:
-        self.spec, self.tiling, self.a = spec, tiling, a
-        self.lengths, self.states = lengths, states
-
-    def schedule(self) -> PageSchedule:
-        return PageSchedule(self.spec, self.a, self.states.num_blocks, self.tiling.block_positions)
-
-    def attend(self, block, slice_id, thread) -> None:
-        """Attend to the split of `block`: the end of one pair, whole pairs, and the next begun."""
-        schedule = self.schedule()
-        current = Variable(as_count(block) * schedule.split_size, I64)
-        last = count_temp(T.min(current.get() + schedule.split_size, schedule.total))
-        with T.If(current.get() < last), T.Then():
-            rows = DecodeSplit(self.spec, self.tiling, self.a, slice_id, thread)
-            sequence = Variable(schedule.owner(current.get(), rows.lane))
-            with T.While(current.get() < last):
-                with T.While(schedule.first_kv_tile(sequence.get() + 1) <= current.get()):
-                    sequence.set(sequence.get() + 1)
-                pair = schedule.pair(sequence.get(), current.get())
-                first = count_temp(current.get())
-                current.set(T.min(pair.end, last))
-                bounds = [
-                    index_temp(T.cast(at - pair.begin, I32) * schedule.positions)
-                    for at in (first, current.get())
-                ]
-                self._attend_to_pair(rows, pair, bounds)
-                is_whole = T.And(first == pair.begin, current.get() == pair.end)
-                slot = self.states.slot(block, first > pair.begin)
-                self._store(rows, pair, is_whole, slot)
-
-    def _attend_to_pair(self, rows: DecodeSplit, pair, bounds) -> None:
-        """Attend to the positions of a pair between `bounds` that its row sees."""
-        a = self.a
-        kv_len = self.lengths.kv_len(pair.sequence, pair.num_pages)
-        gap = self.lengths.gap(pair.sequence)
-        k_offset = index_temp(a.k_rope_pos_offset[pair.sequence])
-        num_hidden = 0 if gap is None else gap.begin - gap.sinks
-        kv_rows = rows_of_pages(
-            self.spec, a, pair.first_entry, pair.head, self.tiling.rows_per_thread
+    @prim_func(absent=absent)
+    def decode(
+        q: T.handle,
+        pages: T.handle,
+        page_indptr: T.handle,
+        page_values: T.handle,
+        length_info: T.handle,
+        k_rope_pos_offset: T.handle,
+        q_rope_position: T.handle,
+        o: T.handle,
+        lse: T.handle,
+        rotary_mode: T.int32,
+        rope_scale: T.float32,
+        rope_theta: T.float32,
+        sm_scale: T.float32,
+        window: T.int32,
+    ):
+        T.func_attr(attributes(spec))
+        batch_size, num_pages, num_entries, num_lengths = sizes(4)
+        arguments = T.meta_var(
+            PagedInputs(
+                batch_size=batch_size,
+                q=match_rows(q, batch_size, num_heads, spec.qk_head_dim),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, batch_size + 1),
+                page_values=match_int32(page_values, num_entries),
+                length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                q_rope_position=match_int32(q_rope_position, batch_size),
+                o=match_rows(o, batch_size, num_heads, v_dim),
+                lse=match_float32(lse, batch_size, num_heads),
+                rotary_mode=rotary_mode,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                sm_scale=sm_scale,
+                window=window,
+                length_form=lengths,
+            )
         )
-        step = DecodeStep(pair=pair, rows=kv_rows, length=k_offset + kv_len - num_hidden)
+        require_own_rotation(spec, arguments)
+        a = T.meta_var(with_page_views(spec, arguments))
+        lengths_of_pages = T.meta_var(lengths_of(spec, a, index_temp))
 
-        def attend(span: Span, first_seen) -> None:
-            begin = index_temp(T.max(bounds[0], first_seen))
-            end = index_temp(T.min(bounds[1], span.end))
-            rows.attend(step, span, begin, end)
+        @inline
+        def attend_to_split(tiling, mode, states, work, block, slice_id, thread):
+            """Attend to the block's split of the pages, pair by pair."""
+            lane = T.truncmod(thread, WARP)
+            group = T.truncdiv(thread, tiling.num_group_threads)
+            group_thread = T.truncmod(thread, tiling.num_group_threads)
+            warp_row = T.truncdiv(group_thread, WARP) * tiling.warp_rows
+            first_row = T.truncdiv(slice_id, tiling.slices) * tiling.rows
+            v_slice = T.truncmod(slice_id, tiling.slices)
+            threads = T.meta_var(ThreadGroup(thread, tiling.num_threads, sync_block))
+            warps = T.meta_var(warps_of(tiling, group_thread, group))
+            shared = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
+            q_tile = T.meta_var(SharedTiles(shared, 0, tiling.q))
+            rows = paged_rows(spec, a.pages, a.page_values, tiling.rows_per_thread)
+            pipeline = kv_pipeline(spec, tiling, shared, q_tile.end, warps, v_slice, rows)
+            k, v = T.meta_var((pipeline.k, pipeline.v))
+            scales = scales_of(tiling, pipeline, lane)
+            products = products_of_warp(tiling, q_tile, warp_row, lane, scales)
+            scores = products_of(tiling.positions, tiling.rows_of_thread)
+            logits = Logits(spec, tiling.rows_of_thread, lane)
+            softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
+            rope = InlineRope(spec, mode)
+            columns = VisibleColumns(a, lengths_of_pages)
+            groups = GroupStates(tiling, shared, q_tile.end)
+            q_blocks, o_blocks = T.meta_var(hadamard_blocks(tiling))
+            factor = a.sm_scale * T.float32(LOG2E)
 
-        rows.reset()
-        if gap is None:
-            first_seen = a.mask.begin(0, 1, kv_len) if a.mask.has_window else 0
-            attend(Span.whole(kv_len, k_offset), first_seen)
+            work.take_split(block, lane)
+            while work.has_next():
+                work.advance()
+                rows.begin(work.first_entry, work.head)
+                columns.begin(work.sequence, work.num_pages)
+                rope.begin(columns.length)
+                softmax.reset()
+                scales.reset()
+                for span in T.serial(columns.num_spans):
+                    columns.take(span, work.position(work.first), work.position(work.at))
+                    if columns.first < columns.end:
+                        head_of = T.meta_var(
+                            lambda row: (
+                                work.head * group_size + T.min(first_row + row, group_size - 1)
+                            )
+                        )
+                        position_of = T.meta_var(lambda row: columns.q_position)
+                        sync_block()  # none reads any more what lies there
+                        load_q(q_tile, tiling, threads, work.sequence, head_of)
+                        zero_padding(k, spec.qk_head_dim, thread, tiling.num_threads)
+                        pipeline.begin(columns.first, columns.end)
+                        wait(pipeline.ahead)
+                        sync_block()
+                        rope.rotate(q_tile, 0, tiling.rows, threads, position_of)
+                        if len(q_blocks) > 0:
+                            rotate_rows(q_tile, 0, tiling.rows, q_blocks, threads)
+                            sync_block()
+                        if tiling.has_code_operands:
+                            interleave_columns(q_tile, tiling.rows, threads)
+                            sync_block()
+                        products.begin()
+                        if logits.has_alibi:
+                            for h in T.unroll(tiling.rows_of_thread):
+                                own_row = T.meta_var(warp_row + T.truncdiv(lane, 4) + 8 * h)
+                                logits.set_row(h, head_of(own_row), columns.q_position)
+                        for tile in T.serial(pipeline.num_tiles):
+                            pipeline.wait(tile)
+                            first = pipeline.first_position(tile)
+                            stage = pipeline.stage(tile)
+                            k_position = T.meta_var(
+                                lambda column: columns.k_offset + first + column
+                            )
+                            rope.rotate(k, stage, tiling.positions, warps, k_position)
+                            scales.begin_tile(first)
+                            products.scores(scores, k, stage)
+                            scales.scale_scores(scores, stage, lane)
+                            logits.scale(scores, factor, k_position)
+                            if first + tiling.positions > columns.end:
+                                logits.hide(scores, lambda h, column: first + column < columns.end)
+                            softmax.update(scores)
+                            scales.scale_weights(scores, softmax.output, stage, lane)
+                            products.accumulate(softmax.output, scores, v, stage)
+
+                softmax.finish()
+                scales.finish(softmax.output)
+                rotate_accumulators(softmax.output, o_blocks, lane)
+                sync_block()  # none reads K and V any more
+                groups.put(group, warp_row, softmax, products)
+                sync_block()
+                runs = T.meta_var(tiling.columns // RUN)
+                for turn in T.serial(T.ceildiv(tiling.rows * runs, tiling.num_threads)):
+                    item = turn * tiling.num_threads + thread
+                    row = T.truncdiv(item, runs)
+                    column = T.truncmod(item, runs) * RUN
+                    head = first_row + row
+                    v_column = v_slice * tiling.columns + column
+                    if row < tiling.rows and head < group_size and v_column < v_dim:
+                        groups.merge(row, column)
+                        slot = states.slot(block, work.first > work.begin)
+                        o_row = T.meta_var((work.sequence, work.head * group_size + head))
+                        if work.is_whole():
+                            store_floats(a.o, (*o_row, v_column), Registers.of(groups.o))
+                        else:
+                            states.put((slot, head), v_column, Registers.of(groups.o))
+                        if column == 0 and v_slice == 0:
+                            if work.is_whole():
+                                a.lse[o_row] = groups.lse
+                            else:
+                                states.put_lse((slot, head), groups.lse)
+
+        @inline
+        def load_q(q_tile, tiling, threads, sequence, head_of):
+            """Start to copy the query rows of a KV head; no row sees those behind them."""
+            per_chunk = T.meta_var(tiling.q.per_chunk)
+            num_chunks = T.meta_var(spec.qk_head_dim // per_chunk)
+            source = T.meta_var(
+                lambda row, chunk: a.q.ptr_to([as_int64(sequence), head_of(row), chunk * per_chunk])
+            )
+            zero_padding(q_tile, spec.qk_head_dim, threads.thread, threads.num_threads)
+            copy_rows(q_tile, min(tiling.rows, group_size), num_chunks, threads, source)
+            commit()
+
+        @inline
+        def merge_states(states, work, block, rows, thread):
+            """Merge the pair that begins in the block's split and ends in a later one."""
+            lane = T.truncmod(thread, WARP)
+            row = rows * MERGED_ROWS + T.truncdiv(thread, WARP)
+            if row < group_size:
+                work.find_cut(block, lane)
+                if work.begins_in_split():
+                    index_of = T.meta_var(lambda i: (states.slot(block + i, i > 0), row))
+                    output = T.meta_var((work.sequence, work.head * group_size + row))
+                    states.merge(a, index_of, work.num_splits(block), output, lane)
+                for turn in T.serial(T.ceildiv(batch_size - block, states.num_blocks)):
+                    sequence = turn * states.num_blocks + block
+                    if a.page_indptr[sequence + 1] == a.page_indptr[sequence]:
+                        for kv_head in T.serial(spec.num_kv_heads):
+                            states.clear(a, (sequence, kv_head * group_size + row), lane)
+
+        @inline
+        def attend(tiling, mode):
+            num_slices = T.meta_var(tiling.row_slices * tiling.slices)
+            blocks = T.meta_var(resident_blocks(tiling.num_bytes, tiling.min_blocks, num_slices))
+            states = BlockStates(spec, blocks)
+            split = T.meta_var((spec, a.page_indptr, batch_size, blocks, tiling.block_positions))
+            with states.allocated():
+                grid, size = T.meta_var([blocks, num_slices]), T.meta_var(tiling.block_size)
+                with launch(grid, *size) as ((block, slice_id), thread):
+                    work = PageSchedule(*split)
+                    attend_to_split(tiling, mode, states, work, block, slice_id, thread)
+                grid = T.meta_var([blocks, -(-group_size // MERGED_ROWS)])
+                with launch(grid, MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE) as (
+                    (block, rows),
+                    thread,
+                ):
+                    work = PageSchedule(*split)
+                    merge_states(states, work, block, rows, thread)
+
+        if code_tiling is None:
+            attend(tiling, a.rotary_mode)
+        elif a.rotary_mode is None or not has_rope(spec):
+            attend(code_tiling, None)
+        elif a.rotary_mode == 1:
+            attend(tiling, a.rotary_mode)
         else:
-            own = a.mask.own(0, 1, kv_len)
-            gap.for_spans(kv_len, k_offset, lambda span: attend(span, span.first_seen(own)))
+            attend(code_tiling, None)
 
-    def _store(self, rows: DecodeSplit, pair, is_whole, slot) -> None:
-        """Store O and its lse where the pair is finished here, else a partial state."""
-        a, states, slot = self.a, self.states, index_temp(slot)
-
-        def index(head):
-            return pair.sequence, pair.head * self.spec.group_size + head
-
-        def put(head, column, values) -> None:
-            with T.If(is_whole):
-                with T.Then():
-                    store_floats(a.o, (*index(head), column), values)
-                with T.Else():
-                    states.put((slot, head), column, values)
-
-        def put_lse(head, lse) -> None:
-            with T.If(is_whole):
-                with T.Then():
-                    T.buffer_store(a.lse, lse, list(index(head)))
-                with T.Else():
-                    states.put_lse((slot, head), lse)
-
-        rows.store(put, put_lse)
-
-
-def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS):
-    """Build the kernel `decode`; its arguments are those of `signatures.decode.decode`."""
-
-    def attend(a: PagedInputs) -> None:
-        emit_decode(spec, replace(a, mask=CausalMask(T.int32(1))))
-
-    return signatures.decode(spec, attend, lengths)
+    return decode
 
 
 def decode_windowed(spec: KernelSpec):
@@ -174,9 +272,43 @@ def decode_windowed(spec: KernelSpec):
 
 
 def decode_sliding(spec: KernelSpec):
-    """Build the kernel `decode_sliding`; see `signatures.decode.decode_sliding`."""
+    """Build `decode` for layers with a `window`."""
+    return decode(spec, Lengths.LAST_PAGE, absent=())
 
-    def attend(a: PagedInputs) -> None:
-        emit_decode(spec, replace(a, mask=WindowMask(T.int32(1), a.window)))
 
-    return signatures.decode_sliding(spec, attend)
+def code_tiling_of(spec: KernelSpec) -> DecodeTiling | None:
+    """Return the tiling for codes that are widened in registers, if there are enough of them.
+
+    They are not where K has to be rotated before it is multiplied.
+    """
+    tiling = DecodeTiling.of(spec)
+    has_registers = spec.codec and (spec.codec.bits == 8 or tiling.columns <= MAX_PACKED_COLUMNS)
+    return DecodeTiling.of(spec, is_widened=False) if has_registers and tiling.is_tensor else None
+
+
+def warps_of(tiling: DecodeTiling, thread, group) -> ThreadGroup:
+    """Return the warps of a group, which take every few tiles of positions."""
+    sync = sync_warp if tiling.row_warps == 1 else sync_block
+    return ThreadGroup(thread, tiling.num_group_threads, sync, group, tiling.kv_groups)
+
+
+def scales_of(tiling: DecodeTiling, pipeline, lane) -> NoScales:
+    """Return the scales of K and V, applied to scores and weights or by the products."""
+    if not tiling.codes:
+        return NoScales()
+    is_packed = tiling.has_code_operands and tiling.codes.codec.bits == 4
+    return GroupScales(pipeline, lane, tiling.dtype) if is_packed else pipeline.scales
+
+
+def products_of_warp(tiling: DecodeTiling, q_tile: SharedTiles, warp_row, lane, scales: NoScales):
+    """Return what multiplies: tensor cores, with codes or numbers, or multiply-adds."""
+    operands = tiling, q_tile, warp_row, lane
+    if not tiling.is_tensor:
+        return MultiplyAdds(*operands)
+    if not tiling.has_code_operands:
+        return TensorCores(*operands, max_kept=MAX_KEPT, unrolled=1)
+    if tiling.codes.codec.bits == 8:
+        return CodeTensorCores(*operands, max_kept=MAX_KEPT)
+    products = PackedCodeTensorCores(*operands, max_kept=MAX_KEPT)
+    products.scales = scales
+    return products

@@ -11,10 +11,10 @@ from ...spec import KernelSpec
 from .. import scalars
 from ..elements import load_floats, store_floats, store_words, widen_words
 from ..emit import F32, U32, Registers, ptx, sync_block, sync_warp
-from ..splits.partial_states import PartialStates
 from ..tiles.shared_tiles import SharedTiles
 from ..tiles.tiling import Tiling
 from .block_memory import BlockMemory
+from .partial_states import PartialStates
 from .query_rows import QueryRows
 
 

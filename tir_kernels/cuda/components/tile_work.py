@@ -30,11 +30,10 @@ from ...script import inline
 from ...spec import KernelSpec
 from ..emit import I32, I64, WARP, as_count, count_temp, index_temp, launch, sync_block
 from ..launcher import resident_blocks
-from ..splits.block_states import BlockStates
-from ..splits.partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, PartialStates
 from ..splits.work_item import WorkItem, sum_over
 from ..tiles.tiling import Tiling
 from .kv_rows import as_int64
+from .partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, BlockStates, PartialStates
 
 MIN_COLUMNS = 256  # that a block takes: loading Q, keeping states and merging them costs as much
 MIN_KV_TILES = 2  # of a split: one is copied while another is multiplied

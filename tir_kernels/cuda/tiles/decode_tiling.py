@@ -98,6 +98,16 @@ class DecodeTiling(BlockTiling):
         return self.row_warps * WARP
 
     @property
+    def block_size(self) -> tuple[int, int]:
+        """Threads of a block, and blocks of a multiprocessor, as `emit.launch` takes them."""
+        return self.num_threads, self.min_blocks
+
+    @property
+    def has_code_operands(self) -> bool:
+        """Whether codes are widened in registers on their way into the tensor cores."""
+        return self.codes is not None and not self.codes.is_widened
+
+    @property
     def block_positions(self) -> int:
         """Positions that the groups of a block process at once."""
         return self.positions * self.kv_groups

@@ -8,11 +8,11 @@ from tvm.script import tirx as T
 from ...layout import V_PLANE
 from ...script import inline
 from ..emit import F32, I32, U32, ptx
-from .row_scales import WeightRange
+from .row_scales import RowScales, WeightRange
 
 
 @T.meta_class
-class GroupScales:
+class GroupScales(RowScales):
     """Scales of the tiles of a pipeline; products apply them, so nothing is left to be scaled.
 
     Parameters

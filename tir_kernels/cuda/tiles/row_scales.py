@@ -76,7 +76,27 @@ class WeightRange:
 
 
 @T.meta_class
-class RowScales:
+class NoScales:
+    """K and V are multiplied as they are."""
+
+    def reset(self) -> None:
+        """There are none."""
+
+    def begin_tile(self, first) -> None:
+        """There are none."""
+
+    def scale_scores(self, scores, tile, lane) -> None:
+        """There are none."""
+
+    def scale_weights(self, weights, output, tile, lane) -> None:
+        """There are none."""
+
+    def finish(self, output) -> None:
+        """There are none."""
+
+
+@T.meta_class
+class RowScales(NoScales):
     """Scales of the rows of the tiles that are multiplied, in shared memory.
 
     Parameters
@@ -101,8 +121,15 @@ class RowScales:
         at = tile * size + (row * ROW_SCALES + plane) * WORD_BYTES
         return self.memory.ptr_to([self.begin + at])
 
-    def begin_tile(self, first) -> None:
-        """Go on with the tile of positions from `first` on."""
+    @inline
+    def reset(self):
+        """Forget all scales."""
+        self.range.reset()
+
+    @inline
+    def finish(self, output):
+        """Multiply the output by what weights were divided by."""
+        self.range.finish(output)
 
     def pair(self, plane: int, tile, lane, n, factor=None) -> list:
         """Load the scales of the thread's two columns of tile n of eight positions."""

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of a batch, cut into equal splits on the device.
+
+A KV tile is a page, or 64 positions of a larger one, of one KV head of a sequence. The KV tiles of
+the batch stand in the order of sequences, heads and positions, and every block takes as many. A
+pair is a sequence and a KV head.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from tvm.script import tirx as T
+
+from ...script import inline
+from ...spec import KernelSpec
+from ..emit import I32, I64, WARP, as_count
+from ..warp import over_lanes
+
+MAX_POSITIONS = 64  # of a KV tile
+
+
+@T.meta_class
+class PageSchedule:
+    """The splits of a batch, as a block sees them: its work, pair by pair.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    page_indptr, batch_size : the kernel's arguments
+    num_blocks : int32 expression
+        That share the KV tiles.
+    min_positions : int
+        Positions of a split: so many cost no more than one.
+
+    Attributes
+    ----------
+    total, split_size : int64
+        KV tiles of the batch, and of a split.
+    sequence, head : int32
+        The pair.
+    first_entry, num_pages : int32
+        Of the sequence in the page table.
+    begin, end : int64
+        KV tiles of the pair in the batch.
+    first, at : int64
+        Of these, the block takes ``first .. at - 1``.
+    """
+
+    def __init__(self, spec: KernelSpec, page_indptr, batch_size, num_blocks, min_positions: int):
+        self.indptr, self.batch_size, self.num_blocks = page_indptr, batch_size, num_blocks
+        self.group_size, self.positions = spec.group_size, min(spec.page_size, MAX_POSITIONS)
+        self.per_page = spec.page_size // self.positions
+        self.per_entry = self.per_page * spec.num_kv_heads
+        self.min_size = -(-min_positions // self.positions)
+        self.total, self.split_size = T.local_scalar(I64), T.local_scalar(I64)
+        self.sequence, self.head = T.local_scalar(I32), T.local_scalar(I32)
+        self.first_entry, self.num_pages = T.local_scalar(I32), T.local_scalar(I32)
+        self.begin, self.end = T.local_scalar(I64), T.local_scalar(I64)
+        self.first, self.at, self.last = (T.local_scalar(I64) for _ in range(3))
+
+    def first_kv_tile(self, sequence):
+        """Return the number of KV tiles before those of a sequence."""
+        return as_count(self.indptr[sequence]) * self.per_entry
+
+    @inline
+    def measure(self):
+        """Find how many KV tiles there are, and how many a block takes."""
+        self.total = self.first_kv_tile(self.batch_size)
+        size = T.meta_var(T.truncdiv(self.total + self.num_blocks - 1, as_count(self.num_blocks)))
+        self.split_size = T.max(size, T.int64(self.min_size))
+
+    @inline
+    def take_split(self, block, lane):
+        """Take the split of a block: the end of one pair, whole pairs, and the next begun."""
+        self.measure()
+        self.at = as_count(block) * self.split_size
+        self.last = T.min(self.at + self.split_size, self.total)
+        if self.at < self.last:
+            self.find_sequence(self.at, lane)
+
+    def has_next(self):
+        """Whether KV tiles of the split are left."""
+        return self.at < self.last
+
+    @inline
+    def advance(self):
+        """Go on with the next pair."""
+        while self.first_kv_tile(self.sequence + 1) <= self.at:
+            self.sequence += 1
+        self.find_pair(self.at)
+        self.first = self.at
+        self.at = T.min(self.end, self.last)
+
+    @inline
+    def find_sequence(self, kv_tile, lane):
+        """Find the sequence of a KV tile: a warp looks at 32 of them at once."""
+        self.sequence = 0
+        width: T.int32 = self.batch_size
+        while width > 1:
+            step = T.truncdiv(width + WARP - 1, WARP)
+            probe = self.sequence + (lane + 1) * step
+            passed = T.int32(0)
+            if probe < self.sequence + width:
+                if self.first_kv_tile(probe) <= kv_tile:
+                    passed = 1
+            skipped = over_lanes(passed, operator.add) * step
+            self.sequence += skipped
+            width = T.min(step, width - skipped)
+
+    @inline
+    def find_pair(self, kv_tile):
+        """Find the pair of a KV tile of the sequence."""
+        self.first_entry = self.indptr[self.sequence]
+        self.num_pages = self.indptr[self.sequence + 1] - self.first_entry
+        num_kv_tiles = self.num_pages * self.per_page
+        first = self.first_kv_tile(self.sequence)
+        # KV tiles of one sequence fit into 32 bits, since its K and V fit into memory.
+        self.head = T.truncdiv(T.cast(kv_tile - first, I32), num_kv_tiles)
+        self.begin = first + as_count(self.head) * num_kv_tiles
+        self.end = self.begin + num_kv_tiles
+
+    def is_whole(self):
+        """Whether the block has the whole pair."""
+        return T.And(self.first == self.begin, self.at == self.end)
+
+    def position(self, kv_tile):
+        """Return the position of the sequence at which a KV tile of the pair begins."""
+        return T.cast(kv_tile - self.begin, I32) * self.positions
+
+    @inline
+    def find_cut(self, block, lane):
+        """Find the pair that the end of a block's split cuts; if none, `begins_in` is false."""
+        self.measure()
+        self.at = as_count(block + 1) * self.split_size
+        self.begin = self.at
+        if self.at < self.total:
+            self.find_sequence(self.at, lane)
+            self.find_pair(self.at)
+
+    def begins_in_split(self):
+        """Whether the pair that is cut begins in the split: its block merges it."""
+        return T.And(self.begin < self.at, self.begin >= self.at - self.split_size)
+
+    def num_splits(self, block):
+        """Return the number of splits that have some of the pair, from a block's on."""
+        return T.cast(T.truncdiv(self.end - 1, self.split_size), I32) - block + 1

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The columns of a sequence that its one query row sees."""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+from ...script import inline
+from ...semantics.visibility import Gap, Span
+from ..emit import I32, index_temp
+
+
+@T.meta_class
+class VisibleColumns:
+    """One range of columns, or two where a sequence has dropped positions: the window, the sinks.
+
+    Parameters
+    ----------
+    a : the kernel's arguments
+    lengths : visibility.WholeSequence
+        What `length_info` tells.
+
+    Attributes
+    ----------
+    length : int32
+        Positions of the sequence, the dropped ones included; longrope depends on it.
+    num_spans : int32
+        Ranges to look at.
+    first, end : int32
+        The columns ``first .. end - 1`` of a range.
+    k_offset : int32
+        RoPE position of column 0, if the range reached down to it.
+    q_position : int32
+        RoPE position of the row.
+    """
+
+    def __init__(self, a, lengths):
+        self.a, self.lengths = a, lengths
+        self.kv_len, self.length, self.num_spans = (T.local_scalar(I32) for _ in range(3))
+        self.first, self.end = T.local_scalar(I32), T.local_scalar(I32)
+        self.k_offset, self.q_position = T.local_scalar(I32), T.local_scalar(I32)
+        self.first_position = T.local_scalar(I32)
+        self.gap = None
+        if lengths.has_gaps:
+            self.sinks, self.gap_end, self.back = (T.local_scalar(I32) for _ in range(3))
+            self.gap = Gap(self.sinks, self.gap_end, self.back, index_temp)
+
+    @inline
+    def begin(self, sequence, num_pages):
+        """Go on with a sequence."""
+        self.kv_len = self.lengths.kv_len(sequence, num_pages)
+        self.first_position = self.a.k_rope_pos_offset[sequence]
+        self.length = self.first_position + self.kv_len
+        self.q_position = self.a.q_rope_position[sequence]
+        self.num_spans = 1
+        if self.lengths.has_gaps:
+            gap = T.meta_var(self.lengths.gap(sequence))
+            self.sinks = gap.sinks
+            self.gap_end = gap.begin
+            self.back = gap.back
+            self.length -= self.gap_end - self.sinks
+            self.num_spans = gap.num_spans
+
+    @inline
+    def take(self, i, first, end):
+        """Take what the row sees of range i and of the columns ``first .. end - 1``."""
+        span = T.meta_var(self.span(i))
+        self.first = T.max(first, self.first_seen(span))
+        self.end = T.min(end, span.end)
+        self.k_offset = span.k_offset
+        if self.lengths.has_gaps:
+            self.q_position = T.min(self.q_position, span.last_position)
+
+    def span(self, i) -> Span:
+        """Return range i of the sequence."""
+        if self.gap is None:
+            return Span.whole(self.kv_len, self.first_position)
+        return self.gap.span(i, self.kv_len, self.first_position)
+
+    def first_seen(self, span: Span):
+        """Return the first column that the row sees."""
+        if self.gap is not None:
+            return span.first_seen(self.kv_len - 1)
+        return 0 if self.a.window is None else T.max(self.kv_len - self.a.window, 0)

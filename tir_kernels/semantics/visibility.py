@@ -193,6 +193,10 @@ def lengths_of(spec, a, index_temp: Callable) -> WholeSequence:
 class CausalMask:
     """Row r of the `num_rows` of a step sees the columns below ``kv_len - num_rows + r + 1``.
 
+    Other masks derive from it. One that hides columns between the bounds of a row has a method
+    ``sees(own, columns, lanes)``: which of the columns, an int32 vector of `lanes` elements, the
+    row whose own column is `own`, a vector of the same element, sees. It is asked for every tile.
+
     Parameters
     ----------
     causal : int32 expression; 0 lets every row see every column.
@@ -202,6 +206,7 @@ class CausalMask:
 
     # Whether rows do not see some first columns either: then there is `begin`.
     has_window = False
+    sees = None
 
     def end(self, row, num_rows, kv_len):
         """First column that `row` does not see; never less for a later row."""

@@ -361,9 +361,18 @@ FUSED = {"qkv", "rope_position", "position_map", "apply_rope"}
 TREE = {"tree_order_indptr", "tree_order"}
 
 
-def prefill(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS):
-    """Build `prefill`: causal, or not, for sequences that may have dropped positions."""
-    return paged(spec, {"window"} | FUSED | TREE, lengths=lengths)
+def prefill(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, mask: type = CausalMask):
+    """Build `prefill`: causal, or not, for sequences that may have dropped positions.
+
+    `mask` is a class of masks, made of the argument `causal`.
+    """
+    return paged(
+        spec,
+        {"window"} | FUSED | TREE,
+        lengths=lengths,
+        has_singles=mask.sees is None,
+        prepare=lambda a: replace(a, mask=mask(a.causal)),
+    )
 
 
 def prefill_windowed(spec: KernelSpec):

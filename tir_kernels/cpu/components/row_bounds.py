@@ -60,11 +60,15 @@ class RowBounds:
         """First column that a row does not see."""
         return self.mask.end(self._token(row), self.num_rows, self.kv_len)
 
+    def own(self, row):
+        """The column of a row itself."""
+        return self.mask.own(self._token(row), self.num_rows, self.kv_len)
+
     def begin(self, row):
         """First column that a row sees, where it `has_begin`."""
         if self.mask.has_window:
             return self.mask.begin(self._token(row), self.num_rows, self.kv_len)
-        return self.span.first_seen(self.mask.own(self._token(row), self.num_rows, self.kv_len))
+        return self.span.first_seen(self.own(row))
 
     def first(self, lanes: int):
         """First column of the first tile of K and V, at a whole vector of K."""
@@ -77,6 +81,8 @@ class RowBounds:
 
     def hides_some(self, first, first_row, last_row):
         """Whether a row from `first_row` to `last_row` does not see all of the tile at `first`."""
+        if self.mask.sees is not None:
+            return T.bool(True)
         hides_some = first + POSITIONS > self.mask.shared_end(self.end(first_row))
         if self.has_gap:
             hides_some = T.Or(hides_some, first + POSITIONS > self.span.end)
@@ -157,10 +163,11 @@ class TilePart:
     def visible_to(self, row) -> Callable:
         """``(start, lanes) -> bool vector``: which columns of the tile a row of the blocks sees."""
         bounds, mask, first, row = self.bounds, self.bounds.mask, self.first, self.first_row + row
-        own = [index_temp(bounds.end(row))]
+        limits = [index_temp(bounds.end(row))]
         if mask.has_window:
-            own.append(index_temp(bounds.begin(row)))
-        described = mask.row(*own)
+            limits.append(index_temp(bounds.begin(row)))
+        described = mask.row(*limits)
+        own = index_temp(bounds.own(row)) if mask.sees is not None else None
         begin = index_temp(bounds.begin(row)) if bounds.has_gap else None
 
         def visible(start, lanes: int):
@@ -169,6 +176,10 @@ class TilePart:
                 column = ramp(first + start, lanes)
                 seen = T.And(seen, column >= broadcast(begin, lanes))
                 seen = T.And(seen, column < broadcast(bounds.span.end, lanes))
+            if mask.sees is not None:
+                seen = T.And(
+                    seen, mask.sees(broadcast(own, lanes), ramp(first + start, lanes), lanes)
+                )
             return seen
 
         return visible

@@ -235,7 +235,9 @@ _ROTATION = ("k_rope_pos_offset", "q_rope_position", "rotary_mode", "rope_scale"
 
 
 def visible_columns(a: AttentionInputs) -> CausalMask:
-    """Return the bounds of rows; among the nodes of trees, the trees know more."""
+    """Return the mask of rows; among the nodes of trees, the trees know more."""
+    if a.mask is not None:
+        return a.mask
     if a.tree_order is not None:
         return CausalMask(T.int32(1))
     return CausalMask(a.causal) if a.window is None else WindowMask(a.causal, a.window)
@@ -281,8 +283,9 @@ def over_pages(
     absent: Sequence[str],
     lengths: Lengths = Lengths.LAST_PAGE,
     max_rows: int = MAX_ROWS,
+    mask: type | None = None,
 ):
-    """Build a kernel whose K and V lie in pages."""
+    """Build a kernel whose K and V lie in pages; a `mask` is made of the argument `causal`."""
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     tilings = Tiling.choices(spec, spec.kv_dtype, max_rows)
@@ -332,6 +335,7 @@ def over_pages(
                 tree_order=match_int32(tree_order, num_nodes, 2),
                 window=window,
                 length_form=lengths,
+                mask=None if mask is None else mask(causal),
             )
         )
         views = T.meta_var(with_page_views(spec, a))
@@ -421,9 +425,12 @@ def over_ragged(spec: KernelSpec, absent: Sequence[str], max_rows: int = MAX_ROW
     return prefill_ragged
 
 
-def prefill(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS):
-    """Attention of several query rows per sequence over its pages."""
-    return over_pages(spec, (*_TREE, "window"), lengths)
+def prefill(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, mask: type = CausalMask):
+    """Attention of several query rows per sequence over its pages.
+
+    `mask` is a class of masks, made of the argument `causal`.
+    """
+    return over_pages(spec, (*_TREE, "window"), lengths, mask=mask)
 
 
 def prefill_windowed(spec: KernelSpec):

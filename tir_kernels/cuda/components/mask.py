@@ -139,6 +139,8 @@ class TileMask:
 
     def hides_some(self, first):
         """Whether a row does not see some column of the tile that begins at `first`."""
+        if self.visible.sees is not None:
+            return T.bool(True)
         is_beyond = first + self.tiling.positions > self.shared_end
         return T.Or(is_beyond, first < self.shared_begin)
 
@@ -158,4 +160,8 @@ class TileMask:
     def _is_visible(self, bounds: Registers, first, h, column):
         begin, end = (T.cast(bounds[2 * h + i], I32) for i in range(2))
         is_between = T.And(first + column >= begin, first + column < end)
+        if self.visible.sees is not None:
+            token, work = self.rows.token(self.rows.own(h)), self.work
+            own = self.visible.own(token, work.num_rows, work.kv_len)
+            is_between = T.And(is_between, self.visible.sees(own, first + column, 1))
         return T.And(is_between, self.tree.is_visible(first, column, h))

@@ -3,8 +3,8 @@
 
 Scratch memory comes from a stream-ordered pool of the library, one per device: no call waits,
 streams do not share memory, and a CUDA graph can capture it. The number of resident blocks and the
-shared memory of a block are queried at each call; they do not change. Kernels with shared memory ask
-for all that a multiprocessor can give to it, as the number of resident blocks supposes.
+shared memory of a block are queried at each call; they do not change. Kernels with shared memory
+ask for all that a multiprocessor can give to it, as the number of resident blocks supposes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mask of docs/writing-kernels.md, which no algorithm knows, on CPUs and the emulator."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+import tir_kernels
+
+from .. import reference
+from ..docs.documents import ROOT, blocks_of
+from ..support import kernel_specs
+from ..support.attention_cases import PagedBatch, altered_kernels
+from ..support.cuda_cases import make_spec
+
+BATCH = [(1, 70), (5, 5), (3, 40), (70, 150), (2, 129)]
+SPECS = {
+    "cpu-float32": kernel_specs.make_spec((4, 2), 64),
+    "cpu-bfloat16": kernel_specs.make_spec((4, 2), 64, ("bfloat16", "bfloat16")),
+    "cuda-float16": make_spec((4, 2), 64),
+    "cuda-float32": make_spec((4, 2), 64, ("float32", "float32")),
+}
+
+
+@pytest.fixture(scope="module")
+def page():
+    """The names that the page's block about masks defines."""
+    block = next(b for b in blocks_of(ROOT / "docs/writing-kernels.md") if b.language == "python")
+    assert len([line for line in block.code.splitlines() if line.strip()]) < 30
+    names: dict = {}
+    exec(compile(block.code, block.where, "exec"), names)
+    return names
+
+
+def every_second(num_rows: int, kv_len: int, window=None) -> np.ndarray:
+    row, column = kv_len - num_rows + np.arange(num_rows)[:, None], np.arange(kv_len)[None, :]
+    return (column <= row) & ((row - column) % 2 == 0)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_rows_see_every_second_column(name, page, monkeypatch):
+    build = functools.partial(page["prefill_of_every_second"], on_gpu=name.startswith("cuda"))
+    monkeypatch.setattr(tir_kernels, "_builders", lambda target: {"prefill": build})
+    monkeypatch.setattr(reference.batch, "causal_mask", every_second)
+    print("seed 0")
+    with altered_kernels():
+        case = PagedBatch(SPECS[name], BATCH, 0)
+        case.prefill()
+        case.verify()
+        with pytest.raises(AssertionError):
+            monkeypatch.undo()  # the reference without the mask
+            case.verify()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

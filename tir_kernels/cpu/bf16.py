@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
 
 from .simd import F32, Register, broadcast, load, ramp, shuffle, store, temp, vector_type
 
@@ -197,6 +198,8 @@ class PairOperands:
 
 
 def _as_words(buffer):
-    return T.decl_buffer(
+    words = T.decl_buffer(
         buffer.shape, WORD, data=buffer.data, elem_offset=buffer.elem_offset, align=2
     )
+    IRBuilder.name(f"{buffer.name}_words", words)
+    return words

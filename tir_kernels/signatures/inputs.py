@@ -144,6 +144,10 @@ class PagedInputs(AttentionInputs):
         """Return what a sequence has dropped, or None."""
         return self.lengths.gap(sequence)
 
+    def kv_len(self, sequence, num_pages):
+        """Return the positions of a sequence that has `num_pages` pages."""
+        return self.lengths.kv_len(sequence, num_pages)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FusedInputs(PagedInputs):
@@ -164,6 +168,10 @@ class RaggedInputs(AttentionInputs):
 
     def gap(self, sequence) -> None:
         """Ragged K and V have no gaps."""
+
+    def kv_len(self, sequence, num_rows):
+        """Return the positions of a sequence that has `num_rows` rows of K and V."""
+        return num_rows
 
 
 @dataclass(frozen=True, kw_only=True)

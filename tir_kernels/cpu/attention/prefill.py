@@ -37,7 +37,6 @@ from ..components.tile_queue import TileQueue
 from ..components.tree_mask import TokenTrees, TreeMask
 from ..components.work import TASKS, Queue, num_threads
 from ..conversion import require_half_conversion
-from ..simd import index_temp
 from .alibi import AlibiBias
 from .decode.code_split import scope_of
 from .decode.single_row import Singles, bind_lengths, paged_rows
@@ -98,9 +97,13 @@ def attend(spec, a, ops, num_positions, has_singles):
 @inline
 def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
     """Attend with the tiles of query rows that a task takes, and store their results."""
+    indptr = T.meta_var(a.page_indptr if isinstance(a, PagedInputs) else a.kv_indptr)
     tiles.begin()
     while tiles.has_next():
-        source, kv_len = T.meta_var(kv_of(spec, a, tiles.sequence, tiles.head))
+        first_kv = indptr[tiles.sequence]
+        num_kv = indptr[tiles.sequence + 1] - first_kv
+        source = T.meta_var(kv_rows(spec, a, first_kv, num_kv, tiles.head))
+        kv_len = a.kv_len(tiles.sequence, num_kv)
         gap = T.meta_var(a.gap(tiles.sequence))
         k_offset = a.k_rope_pos_offset[tiles.sequence]
         a.rope.begin_sequence(k_offset + kv_len - (0 if gap is None else gap.begin - gap.sinks))
@@ -174,19 +177,15 @@ def attend_positions(mask, source, rows, kv, scores, bounds, first, last_positio
                 rows.add(scores, kv, part)
 
 
-def kv_of(spec: KernelSpec, a: AttentionInputs, sequence, head) -> tuple:
-    """K and V of a sequence and a KV head, and the number of positions."""
+def kv_rows(spec: KernelSpec, a: AttentionInputs, first, count, head):
+    """K and V of a KV head, from the first of `count` pages, or of rows of the arrays."""
     if isinstance(a, PagedInputs):
-        first = index_temp(a.page_indptr[sequence])
-        num_pages = index_temp(a.page_indptr[sequence + 1] - first)
-        rows = paged_rows(spec, a, first, num_pages, head)
-        return rows, a.lengths.kv_len(sequence, num_pages)
-    first = index_temp(a.kv_indptr[sequence])
-    kv_len = index_temp(a.kv_indptr[sequence + 1] - first)
-    return RaggedRows(a.k, a.v, first, first + kv_len - 1, head=head), kv_len
+        return paged_rows(spec, a, first, count, head)
+    return RaggedRows(a.k, a.v, first, first + count - 1, head=head)
 
 
 def span_of(gap, i, kv_len, k_offset) -> Span:
+    """The columns of a pass: all, or those behind a gap and then those before it."""
     return Span.whole(kv_len, k_offset) if gap is None else gap.span(i, kv_len, k_offset)
 
 

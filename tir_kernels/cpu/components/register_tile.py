@@ -29,7 +29,11 @@ class Panels:
 
 @T.meta_class
 class RegisterTile:
-    """float32 sums of products, in ``rows * vectors`` registers.
+    """float32 sums of products, in ``rows * vectors`` registers: ``C += A B`` for a part of C.
+
+    It serves every product of attention: of rows of Q and columns of K, of weights and columns of
+    V, and, where rows lie along the lanes, of rows of K and columns of Q. A caller starts with
+    `clear` or `load_scaled`, calls `multiply`, and takes `sums`, or stores them with `put`.
 
     Parameters
     ----------
@@ -79,16 +83,16 @@ class RegisterTile:
 
         Parameters
         ----------
-        a : Buffer ``[row, k]`` of elements, or what is indexed like one.
-        b : `Panels`, or what has their `at`.
+        a : Buffer ``[row, k]`` of elements, or a view that is indexed like one.
+        b : `Panels`, or a view with an ``at(k, column)`` that gives buffer and index.
         depth : int or int32 expression
             Length of the sum in elements, a multiple of `UNROLL`.
-        prefetch : component, optional
-            Its ``step(step)`` is called in each of the ``depth // UNROLL`` steps.
+        prefetch : callable, optional
+            ``(step)``, called in each of the ``depth // UNROLL`` steps.
         """
         for step in range(depth // UNROLL):
             if prefetch is not None:
-                prefetch.step(step)
+                prefetch(step)
             for u in T.unroll(UNROLL):
                 k = T.meta_var(step * UNROLL + u)
                 for j in T.unroll(self.vectors):

@@ -121,14 +121,33 @@ def _parse_with_tvm(function: Callable, absent: Collection[str]):
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    before = dict(_state.__dict__)
+    before, record = dict(_state.__dict__), builder.ir._record_meta_resource
     _state.depth = before.get("depth", 0) + 1
     _state.known, _state.scope, _state.ended = set(), [], set()
+    builder.ir._record_meta_resource = _record_resource
     try:
         yield
     finally:
+        builder.ir._record_meta_resource = record
         _state.__dict__.clear()
         _state.__dict__.update(before)
+
+
+def _record_resource(resource, skip_frames: int = 2) -> None:
+    """Do what TVM does for each buffer that a component makes, without looking at all callers.
+
+    TVM reads the source of every function on the stack, for an error that names the line. That
+    takes a third of the time to read a kernel.
+    """
+    scope = builder.ir._current_meta_construction_scope()
+    if scope is None:
+        return
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename == builder.ir.__file__:
+        frame = frame.f_back
+    filename, line = frame.f_code.co_filename, frame.f_lineno
+    code = [linecache.getline(filename, line)]
+    scope.record(resource, inspect.Traceback(filename, line, frame.f_code.co_name, code, 0))
 
 
 # ---- From source to the function that Python runs -----------------------------------------------
@@ -136,14 +155,27 @@ def _reading() -> Iterator[None]:
 
 def _definition(function: Callable) -> ast.FunctionDef:
     """Parse the source of a function; lines and columns are those of its file."""
-    source = inspect.getsource(function)
-    shift = function.__code__.co_firstlineno - 1
+    code = function.__code__
+    lines = linecache.getlines(code.co_filename, function.__globals__)
+    first = code.co_firstlineno
+    source = "".join(lines[first - 1 : _last_lines("".join(lines))[first]])
+    shift = first - 1
     if source[0].isspace():  # it is nested
         source, shift = "if True:\n" + source, shift - 1
     tree = ast.parse(source)
     ast.increment_lineno(tree, shift)
     definition = tree.body[0].body[0] if isinstance(tree.body[0], ast.If) else tree.body[0]
     return definition
+
+
+@functools.lru_cache(maxsize=64)
+def _last_lines(source: str) -> dict[int, int]:
+    """First line -> last line of the functions of a file; `inspect.getsource` would take longer."""
+    return {
+        min(node.lineno, *(d.lineno for d in node.decorator_list), node.lineno): node.end_lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 _codes: dict[types.CodeType, types.CodeType] = {}

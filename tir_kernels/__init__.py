@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from tvm.error import DiagnosticError
 
-from .cpu.attention import append_prefill, mla, prefill, sliding
-from .cpu.attention.decode import kernel as decode
+from .cpu.attention import append_prefill, decode, mla, prefill
 from .cpu.attention.shared import kernel as shared_prefix
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
 from .moves import append, copy, latent, merge
@@ -25,7 +24,7 @@ BUILDERS: dict[str, Callable] = {
     "prefill_windowed": prefill.prefill_windowed,
     "decode_windowed": decode.decode_windowed,
     "prefill_sliding": prefill.prefill_sliding,
-    "decode_sliding": sliding.decode_sliding,
+    "decode_sliding": decode.decode_sliding,
     "prefill_ragged_sliding": prefill.prefill_ragged_sliding,
     "prefill_shared": shared_prefix.prefill_shared,
     "tree_paged": prefill.tree_paged,

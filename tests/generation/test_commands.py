@@ -137,7 +137,7 @@ def test_wheel_has_all_that_an_installation_needs(clone):
         "tvm_pagedkv/models/tiny/model.safetensors",
         "tvm_pagedkv_cli/command.py",
         "tvm_pagedkv/py.typed",
-        "tir_kernels/cpu/attention/decode/kernel.py",
+        "tir_kernels/cpu/attention/decode.py",
     } <= names
     assert not [name for name in names if name.startswith(("tests/", "runtime_ext/"))]
 

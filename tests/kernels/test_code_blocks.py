@@ -13,7 +13,7 @@ import pytest
 
 from tir_kernels import build_kernel
 from tir_kernels.cpu import packing, vnni
-from tir_kernels.cpu.attention.decode.code_blocks import has_code_blocks
+from tir_kernels.cpu.components.code_blocks import has_code_blocks
 from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler import compile_kernel, resolve_target, vector_target
 

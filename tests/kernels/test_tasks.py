@@ -11,8 +11,6 @@ from tvm.script import tirx as T
 
 from tir_kernels.cpu import row_copy
 from tir_kernels.cpu.attention import mla
-from tir_kernels.cpu.attention.decode import kernel as decode
-from tir_kernels.cpu.attention.shared import split_tiles
 from tir_kernels.cpu.components.work import Queue, Splits
 from tir_kernels.cpu.simd import Register, index_temp
 from tir_kernels.define import define_kernel, target_attributes
@@ -52,15 +50,13 @@ def counted_tasks(monkeypatch):
     """The numbers of tasks that decode and the MLA kernels make, which are compiled anew."""
     seen = []
     tvm_ffi.register_global_func("tests.saw_tasks", seen.append, override=True)
-    for module in (decode, split_tiles):
-        for_tasks = module.for_tasks
+    parallel = T.parallel
 
-        def counted(num_tasks, body, for_tasks=for_tasks):
-            T.evaluate(T.call_packed("tests.saw_tasks", num_tasks))
-            for_tasks(num_tasks, body)
+    def counted(num_tasks, **options):
+        T.evaluate(T.call_packed("tests.saw_tasks", num_tasks))
+        return parallel(num_tasks, **options)
 
-        monkeypatch.setattr(module, "for_tasks", counted)
-
+    monkeypatch.setattr(T, "parallel", counted)
     with altered_kernels():
         yield seen
     tvm_ffi.get_global_func("tests.saw_tasks")

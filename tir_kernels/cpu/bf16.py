@@ -68,6 +68,7 @@ class PairOperands:
 
     dtype = INT32
     numbers = 2
+    llvm_helpers = (LLVM_HELPERS,)
     scale_in_q = False  # would cost Q another rounding
     broadcasts_from_memory = True
     lanes = 16

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 LANES = 16  # fewest bytes of a vector
 
 # linkonce_odr: several kernels of one module may bring the same helper.
-_LLVM_HELPERS = (
+LLVM_HELPERS = (
     "".join(
         f"""
 define linkonce_odr i{lanes} @pagedkv_not_negative_{lanes}(<{lanes} x i8> %x) #0 {{
@@ -33,7 +33,7 @@ define linkonce_odr <{lanes} x i8> @pagedkv_select_{lanes}(i{lanes} %bits) #0 {{
 
 def scope():
     """Where `not_negative` and `select` may be emitted."""
-    return T.attr(T.int32(0), "pragma_import_llvm", _LLVM_HELPERS)
+    return T.attr(T.int32(0), "pragma_import_llvm", LLVM_HELPERS)
 
 
 def not_negative(codes, lanes: int):

@@ -31,6 +31,7 @@ class Float32Operands:
 
     dtype = F32
     numbers = 1  # of an element
+    llvm_helpers = ()
     scale_in_q = True  # the scores need no scaling any more
     broadcasts_from_memory = False  # the instruction that multiplies
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.tirx.script.builder.utils import _FrameScope
 
 from .. import vectors
 from ..codec import CODECS
@@ -88,10 +89,12 @@ def store(buffer, index: Sequence, lanes: int, value, source: str = F32) -> None
     vectors.store(buffer, index, lanes, value)
 
 
-def store_row(buffer, row: Sequence, width: int, lanes: int, value: Callable) -> None:
-    """Store ``value(start, lanes)``, float32 vectors, in `width` columns of a row."""
+def store_row(
+    buffer, row: Sequence, width: int, lanes: int, value: Callable, source: str = F32
+) -> None:
+    """Store `width` columns of a row, vectors ``value(column, lanes)`` of type `source`."""
     for start, count in chunks(width, lanes):
-        store(buffer, (*row, start), count, value(start, count))
+        store(buffer, (*row, start), count, value(start, count), source)
 
 
 def _round_safe(value, lanes: int):
@@ -106,6 +109,11 @@ def _round_safe(value, lanes: int):
     is_nan = magnitude > broadcast(T.int32(0x7F800000), lanes)
     quiet = broadcast(T.int32(0x7FC00000), lanes)
     return T.reinterpret(float_type, T.Select(is_nan, quiet, bits))
+
+
+def import_llvm(*functions: str) -> _FrameScope:
+    """Make LLVM functions known from here on: a statement of a kernel."""
+    return _FrameScope([T.attr(T.int32(0), "pragma_import_llvm", text) for text in functions])
 
 
 def shuffle(vectors: Sequence, lanes: Sequence[int]):

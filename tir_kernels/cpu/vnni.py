@@ -16,7 +16,6 @@ from . import simd
 from .shuffles import next_power_of_two, reduce_each
 from .simd import (
     F32,
-    Register,
     broadcast,
     constant,
     fused_multiply_add,
@@ -43,15 +42,10 @@ attributes #0 = { alwaysinline nounwind readnone }
 """
 
 
-def scope():
-    """Where `add_dots` may be emitted."""
-    return T.attr(T.int32(0), "pragma_import_llvm", LLVM_HELPERS)
-
-
-def add_dots(total: Register, unsigned, signed) -> None:
-    """Add the products of the bytes of `unsigned` and of a scalar dword of signed bytes."""
-    arguments = ("pagedkv_byte_dot", total.get(), unsigned, broadcast(signed, LANES))
-    total.set(T.call_pure_extern("int32x16", *arguments))
+def dot(total, unsigned, signed):
+    """Return `total` plus the products of the bytes of `unsigned` and of a scalar dword, signed."""
+    arguments = ("pagedkv_byte_dot", total, unsigned, broadcast(signed, LANES))
+    return T.call_pure_extern("int32x16", *arguments)
 
 
 def integer(value: int):
@@ -59,6 +53,7 @@ def integer(value: int):
     return broadcast(T.int32(value), LANES)
 
 
+@T.meta_class
 class TwoBytes:
     """Sets of rows of numbers as two signed bytes: ``[four rows, high or low, dword, row]``.
 

@@ -22,8 +22,6 @@ class WholeSequence:
     """Lengths where ``length_info[b]`` is the number of valid slots in the last page of b."""
 
     has_gaps = False
-    # Position -> slot in the sequence; None: the same.
-    slot_of: Callable | None = None
 
     def __init__(self, spec, length_info, index_temp: Callable):
         self.page_size, self.info, self.index_temp = spec.page_size, length_info, index_temp

@@ -8,6 +8,7 @@ import math
 from tvm import tirx
 from tvm.script import tirx as T
 
+from tir_kernels.cpu.components.logits import soft_cap
 from tir_kernels.cpu.simd import (
     Register,
     add,
@@ -19,7 +20,6 @@ from tir_kernels.cpu.simd import (
     store,
     temp,
 )
-from tir_kernels.cpu.soft_cap import soft_cap
 from tir_kernels.spec import LOG2E, VectorTarget
 
 from .emit import parallel_if, rows_kernel

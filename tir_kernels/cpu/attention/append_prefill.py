@@ -19,9 +19,9 @@ from ...semantics.visibility import CausalMask
 from ...signatures.inputs import FusedInputs, Lengths
 from ...spec import KernelSpec
 from .. import backend, simd
+from ..components.inline_rope import NoRotation
 from ..cos_sin import CosSin
 from ..simd import F32, index_temp, load, store, temp
-from .inline_rope import NoRotation
 from .prefill import TREE, paged
 
 

@@ -12,9 +12,10 @@ from ...semantics.rotary_mode import refuse_inline
 from ...spec import KernelSpec
 from .. import simd
 from ..hadamard import transform
-from ..simd import F32, index_temp, load, store
+from ..simd import F32, index_temp, load, store_row
 
 
+@T.meta_class
 class HadamardRotation:
     """Stands in for `InlineRope`: rows of Q are multiplied where K was, those of K never.
 
@@ -27,14 +28,14 @@ class HadamardRotation:
 
     def __init__(self, spec: KernelSpec, a):
         self.spec, self.lanes = spec, spec.target.lanes
-        self.multiplies_q = spec.codec.k.has_hadamard
+        self.rotates_q, self.rotates_k = spec.codec.k.has_hadamard, False
         self.restores = spec.codec.v.has_hadamard  # rows of O are multiplied when they are complete
         self.first_positions = a.k_rope_pos_offset
         refuse_inline(spec, a)
 
     def begin_task(self) -> None:
         """Make the buffers of a task."""
-        self.row = T.alloc_buffer((self.spec.qk_head_dim,), F32)
+        self.row = T.alloc_buffer((-(-self.spec.qk_head_dim // 32) * 32,), F32)
 
     def begin_sequence(self, length) -> None:
         """Nothing to know of a sequence."""
@@ -49,7 +50,7 @@ class HadamardRotation:
 
     def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
         """Emit what multiplies Q, or leaves it."""
-        (rotated if self.multiplies_q else plain)()
+        (rotated if self.rotates_q else plain)()
 
     def if_positions_matter(self, body: Callable[[], None]) -> None:
         """Emit `body`, which finds positions, for a bias that asks for them."""
@@ -62,13 +63,15 @@ class HadamardRotation:
     def begin_row(self, token, position: Callable) -> None:
         """As `set_position`, for a row of Q."""
 
-    def rotate_row(self, source: Callable, sink: Callable) -> None:
-        """Multiply a row of Q; `source` is ``(column, lanes) -> vector``, `sink` takes it too."""
-        columns = simd.chunks(self.spec.qk_head_dim, self.lanes)
-        for start, lanes in columns:
-            store(self.row, (start,), lanes, source(start, lanes))
+    def rotate(self, source: Callable) -> None:
+        """Multiply a row of Q, ``source(column, lanes) -> vector``, into `row`."""
+        store_row(self.row, (), self.spec.qk_head_dim, self.lanes, source)
         transform(self.row, (), k_parts(self.spec), self.lanes)
-        for start, lanes in columns:
+
+    def rotate_row(self, source: Callable, sink: Callable) -> None:
+        """Multiply a row of Q; source and sink as of `InlineRope`."""
+        self.rotate(source)
+        for start, lanes in simd.chunks(self.spec.qk_head_dim, self.lanes):
             sink(start, lanes, load(self.row, (start,), lanes))
 
     def restore(self, o, row) -> None:

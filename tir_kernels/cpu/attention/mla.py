@@ -16,6 +16,8 @@ from ...semantics.visibility import CausalMask, Span, WholeSequence
 from ...signatures import latent
 from ...signatures.inputs import AttentionInputs, PagedInputs
 from ...spec import KernelSpec
+from ..components.kv_operands import operands
+from ..components.kv_rows import LatentRows
 from ..components.online_softmax import OnlineSoftmax
 from ..components.output import Output
 from ..components.packed_kv import POSITIONS, PackedKv
@@ -26,8 +28,6 @@ from ..components.score_tile import ScoreTile
 from ..components.tree_mask import TokenTrees, TreeMask
 from ..simd import Register, index_temp, wide_temp
 from .define import build
-from .kv_operands import operands
-from .kv_rows import LatentRows
 from .prefill import attend_positions
 from .rotation import rotation_of
 from .shared.split_tiles import CutTile, TileWork, emit_cut_tiles

@@ -8,7 +8,6 @@ multiply with them, a few at a time through the registers. Tiles that no row may
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 
 from tvm.script import tirx as T
@@ -16,7 +15,7 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...layout import view_pages
 from ...script import inline, prim_func
-from ...semantics.visibility import CausalMask, Span, WindowMask
+from ...semantics.visibility import CausalMask, Span, WindowMask, lengths_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import (
     AttentionInputs,
@@ -27,6 +26,10 @@ from ...signatures.inputs import (
     RaggedInputs,
 )
 from ...spec import KernelSpec
+from ..components.code_products import helpers_of
+from ..components.kv_operands import operands
+from ..components.kv_rows import PagedRows, RaggedRows
+from ..components.logits import AlibiBias
 from ..components.online_softmax import OnlineSoftmax
 from ..components.packed_kv import POSITIONS, PackedKv
 from ..components.query_tile import BLOCKS, QueryTile, Tiling
@@ -37,12 +40,9 @@ from ..components.tile_queue import TileQueue
 from ..components.tree_mask import TokenTrees, TreeMask
 from ..components.work import TASKS, Queue, num_threads
 from ..conversion import require_half_conversion
-from .alibi import AlibiBias
-from .decode.code_split import scope_of
-from .decode.single_row import Singles, bind_lengths, paged_rows
-from .kv_operands import operands
-from .kv_rows import RaggedRows
+from ..simd import import_llvm, index_temp
 from .rotation import rotation_of
+from .single_rows import Singles
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves
 TILES_PER_TASK = 8  # with fewer, tiles are halved, so that tasks finish together
@@ -71,7 +71,8 @@ def attend(spec, a, ops, num_positions, has_singles):
     queue.begin()
     if has_singles:
         singles_queue.begin()
-    with ops.scope(), Queue.scope(), scope_of(spec) if has_singles else nullcontext():
+    helpers = T.meta_var(helpers_of(spec) if has_singles else ())
+    with import_llvm(Queue.llvm_helper, *ops.llvm_helpers, *helpers):
         for task in T.parallel(num_tasks, annotations=TASKS):
             columns = ColumnTiles(ops, tiling.rows, spec.v_head_dim, lanes)
             softmax = OnlineSoftmax(tiling.num_blocks, tiling.rows, lanes)
@@ -180,7 +181,8 @@ def attend_positions(mask, source, rows, kv, scores, bounds, first, last_positio
 def kv_rows(spec: KernelSpec, a: AttentionInputs, first, count, head):
     """K and V of a KV head, from the first of `count` pages, or of rows of the arrays."""
     if isinstance(a, PagedInputs):
-        return paged_rows(spec, a, first, count, head)
+        table = a.pages, a.page_values, first, first + count - 1
+        return PagedRows(spec, *table, head=head)
     return RaggedRows(a.k, a.v, first, first + count - 1, head=head)
 
 
@@ -194,7 +196,8 @@ def described(
 ) -> AttentionInputs:
     """The inputs with lengths, rotation, and mask or trees, after what `prepare` emits."""
     if isinstance(a, PagedInputs):
-        a = bind_lengths(spec, prepare(replace(a, pages=view_pages(a.pages, spec))))
+        a = prepare(replace(a, pages=view_pages(a.pages, spec)))
+        a = replace(a, lengths=lengths_of(spec, a, index_temp))
     a = replace(a, rope=a.rope or rotation_of(spec, a))
     if a.tree_order is not None:
         trees = TokenTrees(spec, a)

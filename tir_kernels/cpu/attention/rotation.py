@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from ...signatures.inputs import AttentionInputs, PagedInputs
 from ...spec import KernelSpec
+from ..components.inline_rope import InlineRope, NoRotation
 from .hadamard_rotation import HadamardRotation
-from .inline_rope import InlineRope, NoRotation
 
 
 def rotation_of(

@@ -15,11 +15,9 @@ from dataclasses import replace
 from tvm.script import tirx as T
 
 from ...semantics.visibility import WindowMask
-from ...signatures import decode
 from ...signatures.inputs import Elements, Lengths, PagedInputs
 from ...spec import KernelSpec
-from .decode.kernel import emit_decode
-from .define import build
+from .decode import decode
 from .prefill import FUSED, TREE, paged
 
 
@@ -70,11 +68,7 @@ def decode_sliding(spec: KernelSpec, window: int):
     Its arguments are those of `decode`, but length_info, which is ``[3, B]``.
     """
     _check_window(window)
-
-    def attend(a: PagedInputs) -> None:
-        emit_decode(spec, _described(a, T.int32(0), window))
-
-    return build(spec, decode.decode, attend, lengths=Lengths.MATRIX)
+    return decode(spec, Lengths.MATRIX)
 
 
 def prefill_sliding(spec: KernelSpec, window: int):

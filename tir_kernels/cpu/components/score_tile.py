@@ -7,7 +7,7 @@ from ...script import inline
 from ...semantics.softmax import HIDDEN
 from ...spec import KernelSpec
 from ..simd import F32, broadcast, constant, load, store
-from ..soft_cap import soft_cap
+from .logits import soft_cap
 from .packed_kv import POSITIONS, PackedKv
 from .query_tile import BLOCKS, QueryTile
 from .register_tile import ColumnTiles

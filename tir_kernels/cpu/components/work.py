@@ -106,6 +106,8 @@ class Queue:
             item = queue.take()
     """
 
+    llvm_helper = _TAKE
+
     def __init__(self):
         # Alone in a cache line. (A buffer of one number would be passed to the tasks by value.)
         self.next = T.alloc_buffer((_LINE,), "int64")

@@ -17,14 +17,14 @@ from ....semantics.rotary_mode import refuse_longrope
 from ....signatures import shared
 from ....signatures.inputs import AttentionInputs, SharedInputs
 from ....spec import KernelSpec
+from ...components.inline_rope import InlineRope
+from ...components.kv_operands import operands
+from ...components.kv_rows import LatentRows, PagedRows
 from ...components.output import Output
 from ...components.query_tile import Tiling
 from ...components.work import cut
 from ...simd import Register, index_temp, wide_temp
 from ..define import build
-from ..inline_rope import InlineRope
-from ..kv_operands import operands
-from ..kv_rows import LatentRows, PagedRows
 from ..rotation import rotation_of
 from .split_tiles import CutTile, TileWork, emit_cut_tiles
 from .tile import SharedTile

@@ -16,6 +16,8 @@ from ....semantics.softmax import HIDDEN, NOTHING_SEEN
 from ....signatures.inputs import AttentionInputs
 from ....spec import LOG2E, KernelSpec
 from ...columns import chunks
+from ...components.kv_rows import PagedRows
+from ...components.logits import AlibiBias, soft_cap
 from ...matmul_tile import UNROLL, multiply_tile
 from ...operands import ROWS_AT_ONCE
 from ...shuffles import next_power_of_two, transpose
@@ -31,9 +33,6 @@ from ...simd import (
     store,
     temp,
 )
-from ...soft_cap import soft_cap
-from ..alibi import AlibiBias
-from ..kv_rows import PagedRows
 from .tiling import POSITIONS, KvTile, Prefetch, RowBlock, SharedStep, SoftmaxState
 from .values import values_of
 

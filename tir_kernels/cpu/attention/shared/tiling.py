@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...columns import Chunk
-from ..kv_rows import PagedRows
+from ...components.kv_rows import PagedRows
 
 POSITIONS = 64  # of a tile of K and V
 

@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from ....codec import Codec
-from ....layout import K_PLANE, V_PLANE
-from ....spec import KernelSpec
-from ...codes import load_unpacked
-from ...simd import F32, INTO_L1, broadcast, constant, load, prefetch, shuffle, store, temp
-from ...vnni import INT32, LANES, integer, interleave_bytes, transpose_dwords
-from .blocking import BLOCK
+from ...codec import Codec
+from ...layout import K_PLANE, V_PLANE
+from ...spec import KernelSpec
+from ..codes import load_unpacked
+from ..simd import F32, INTO_L1, constant, load, prefetch, shuffle, store, store_row, temp
+from ..vnni import INT32, LANES, integer, interleave_bytes, transpose_dwords
+from .kv_blocks import BLOCK, KvBlocks
 
 POSITIONS = 16  # of a block of K that are transposed at once
 QUAD = 4  # positions of a dword of V
@@ -77,6 +77,7 @@ class CodeRows:
         return self.segment(piece, half) * 4 * self.piece // (self.width // len(self.groups))
 
 
+@T.meta_class
 class CodeBlocks:
     """The block of K, and that of V, that a task works at.
 
@@ -231,14 +232,15 @@ class CodeBlocks:
 
         return prefetch_part
 
-    def hide(self, count, before) -> None:
-        """Clear the scales of V of the positions from `count` on, and of those before `before`."""
+    def hide(self, kv: KvBlocks) -> None:
+        """Clear the scales of V of the positions that a row does not see."""
         for group in range(len(self.v_rows.groups)):
-            for start in range(0, BLOCK, LANES):
-                position = T.ramp(start, 1, LANES)
-                seen = position < broadcast(count, LANES)
-                if before is not None:
-                    seen = T.And(seen, position >= broadcast(before, LANES))
-                scale = load(self.v_scales, (group, start), LANES)
-                scale = T.Select(seen, scale, constant(0.0, LANES))
-                store(self.v_scales, (group, start), LANES, scale)
+            store_row(
+                self.v_scales,
+                (group,),
+                BLOCK,
+                LANES,
+                lambda c, n, group=group: T.Select(
+                    kv.sees(c, n), load(self.v_scales, (group, c), n), constant(0.0, n)
+                ),
+            )

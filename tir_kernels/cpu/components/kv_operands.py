@@ -6,9 +6,9 @@ from __future__ import annotations
 from ...codec import codec_of
 from ...semantics.rotary_mode import has_rope
 from ...spec import KernelSpec
+from ..attention.quantized_pairs import QuantizedPairs
 from ..bf16 import PairOperands
 from ..operands import Float32Operands
-from .quantized_pairs import QuantizedPairs
 
 
 def operands(spec: KernelSpec, kv_dtype: str):
@@ -25,7 +25,7 @@ def operands(spec: KernelSpec, kv_dtype: str):
     return Float32Operands(spec.target.lanes)
 
 
-def single_row_operands(spec: KernelSpec, ops, has_gaps: bool):
+def single_row_operands(spec: KernelSpec, ops):
     """Those of the rows that attend alone: `ops`, where they serve rows as they lie in the pages.
 
     Pairs ask for rows of whole half vectors, and for both rows of a pair of positions in one page.
@@ -34,6 +34,6 @@ def single_row_operands(spec: KernelSpec, ops, has_gaps: bool):
     if isinstance(ops, QuantizedPairs):
         return Float32Operands(spec.target.lanes)
     is_whole = spec.qk_head_dim % 16 == 0 and spec.v_head_dim % 16 == 0
-    if ops.numbers == 1 or (is_whole and spec.page_size % ops.numbers == 0 and not has_gaps):
+    if ops.numbers == 1 or (is_whole and spec.page_size % ops.numbers == 0):
         return ops
     return Float32Operands(spec.target.lanes)

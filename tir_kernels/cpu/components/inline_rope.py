@@ -5,27 +5,36 @@ The pages then hold K as it came. The table is the one baked from the spec; a ca
 another base or scale is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tvm.script import tirx as T
 
+from ...script import inline
 from ...semantics.rope import inverse_frequencies, sin_cos
 from ...semantics.rotary_mode import has_rope, require_own_rotation
 from ...spec import KernelSpec
 from .. import simd
 from ..cos_sin import CosSin
-from ..simd import F32, broadcast, constant, literal, load, store, temp
+from ..simd import F32, broadcast, constant, literal, load, store, store_row, temp
 
 
+@T.meta_class
 class InlineRope:
-    """The rotation of one kernel.
+    """The rotation of rows of Q and K, each in `row`, which a task owns.
 
     Parameters
     ----------
     spec : KernelSpec
     a : the kernel's arguments `rotary_mode`, `rope_theta` and `rope_scale`.
+
+    Attributes
+    ----------
+    rotates_q, rotates_k : bool, or an expression that the call decides
+        Whether rows of Q and of K are rotated.
+    restores : bool
+        Whether rows of O, sums of V, are to be multiplied back by `restore`.
+    row : float32 array
+        The last row that was rotated, in a multiple of 32 columns.
     """
 
     restores = False
@@ -36,6 +45,7 @@ class InlineRope:
         self.fits = has_rope(spec)
         self.has_bias = spec.alibi_slopes is not None
         self.mode = a.rotary_mode
+        self.rotates_q = self.rotates_k = self.mode == 1 if self.fits else False
         require_own_rotation(spec, a)
 
     def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
@@ -66,31 +76,35 @@ class InlineRope:
     def begin_task(self) -> None:
         """Make the buffers of a task."""
         if self.fits:
+            self.row = T.alloc_buffer((-(-self.width // 32) * 32,), F32)
             self.frequencies = T.alloc_buffer((self.half,), F32)
-            self.row = CosSin(self.rope, self.lanes)
+            self.angles = CosSin(self.rope, self.lanes)
 
-    def begin_sequence(self, length) -> None:
+    @inline
+    def begin_sequence(self, length):
         """Take the frequencies for a sequence of `length` positions."""
-        if not self.fits:
-            return
-        if self.rope.kind != "longrope":
-            self._fill(use_long=False)
-            return
-        original = dict(self.rope.scaling)["original_max_position_embeddings"]
-        with T.If(length > original):
-            with T.Then():
-                self._fill(use_long=True)
-            with T.Else():
+        if self.fits:
+            if self.rope.kind == "longrope":
+                if length > dict(self.rope.scaling)["original_max_position_embeddings"]:
+                    self._fill(use_long=True)
+                else:
+                    self._fill(use_long=False)
+            else:
                 self._fill(use_long=False)
 
     def _fill(self, use_long: bool) -> None:
         table = inverse_frequencies(self.rope, use_long).inv_freq
-        for start, lanes in self.row.chunks:
-            store(self.frequencies, (start,), lanes, literal(table[start : start + lanes]))
+        store_row(
+            self.frequencies, (), self.half, self.lanes, lambda i, n: literal(table[i : i + n])
+        )
+
+    def rotate(self, source: Callable) -> None:
+        """Rotate a row, ``source(column, lanes) -> vector``, into `row`."""
+        self.rotate_row(source, lambda column, n, value: store(self.row, (column,), n, value))
 
     def set_position(self, position) -> None:
         """Compute the angles for `rotate_row`."""
-        self.row.fill(position, lambda start, lanes: load(self.frequencies, (start,), lanes))
+        self.angles.fill(position, lambda start, lanes: load(self.frequencies, (start,), lanes))
 
     def begin_row(self, token, position: Callable) -> None:
         """Take the angles of a row of Q, which `position` gives the position of."""
@@ -98,7 +112,7 @@ class InlineRope:
 
     def rotate_row(self, source: Callable, sink: Callable) -> None:
         """Rotate a row; `source` is ``(column, lanes) -> vector``, `sink` takes the vector too."""
-        self.row.rotate(source, sink)
+        self.angles.rotate(source, sink)
         rotated = 2 * self.half
         for start, lanes in simd.chunks(self.width - rotated, self.lanes):
             sink(rotated + start, lanes, source(rotated + start, lanes))
@@ -139,7 +153,7 @@ class InlineRope:
 class NoRotation:
     """Stands in for `InlineRope` over latent rows, which models rotate themselves."""
 
-    restores = False
+    restores = rotates_q = rotates_k = False
 
     def begin_task(self) -> None:
         """Nothing to make."""

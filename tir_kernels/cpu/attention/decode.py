@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one query row per sequence over its pages: split-KV decode.
+
+The work is bound by reading K and V once, so it is split by pages: tasks take splits of the pages
+of the batch from a queue. A sequence whose pages are in one split is finished there; the others
+leave partial states, which are merged in the same call.
+"""
+
+from dataclasses import replace
+
+from tvm.script import tirx as T
+
+from ...define import attributes
+from ...layout import view_pages
+from ...script import prim_func
+from ...semantics.visibility import CausalMask, WindowMask, lengths_of
+from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
+from ...signatures.inputs import Lengths, PagedInputs
+from ...spec import KernelSpec
+from ..components.code_products import helpers_of, products_of
+from ..components.kv_blocks import KvBlocks, VisibleSpans
+from ..components.kv_operands import operands, single_row_operands
+from ..components.output import Output
+from ..components.page_schedule import PageSchedule, Pairs
+from ..components.partial_states import PartialStates
+from ..components.query_rows import QueryRows, max_local_heads
+from ..components.work import TASKS, Queue
+from ..conversion import require_half_conversion
+from ..simd import import_llvm, index_temp
+from .rotation import rotation_of
+
+
+def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: bool = False):
+    """Build `decode`, or with `has_window` `decode_sliding`.
+
+    Returns
+    -------
+    tvm.tirx.PrimFunc
+        Private, free to be named by its module.
+
+    Raises
+    ------
+    ValueError
+        For float16 on a target that cannot convert it.
+    """
+    require_half_conversion(spec, spec.dtype, spec.kv_dtype)
+    num_heads, group, page_size = spec.num_qo_heads, spec.group_size, spec.page_size
+    qk_dim, v_dim = spec.qk_head_dim, spec.v_head_dim
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
+    ops = single_row_operands(spec, operands(spec, spec.kv_dtype))
+
+    @prim_func(absent=() if has_window else ("window",))
+    def decode(
+        q: T.handle,
+        pages: T.handle,
+        page_indptr: T.handle,
+        page_values: T.handle,
+        length_info: T.handle,
+        k_rope_pos_offset: T.handle,
+        q_rope_position: T.handle,
+        o: T.handle,
+        lse: T.handle,
+        rotary_mode: T.int32,
+        rope_scale: T.float32,
+        rope_theta: T.float32,
+        sm_scale: T.float32,
+        window: T.int32,
+    ):
+        """Attention of one query row per sequence over its pages; `signatures.inputs` has the rest.
+
+        With `window`, at least 0, a row sees the last `window` positions of its pages, which may
+        begin anywhere in the sequence: columns are counted from the first slot of the table, which
+        is position ``k_rope_pos_offset[b]``. The cost scales with the window, but work is balanced
+        among threads only if the page table has few pages before it.
+        """
+        T.func_attr(attributes(spec))
+        batch_size, num_pages, num_entries, num_lengths = sizes(4)
+        matched = T.meta_var(
+            PagedInputs(
+                batch_size=batch_size,
+                q=match_rows(q, batch_size, num_heads, qk_dim),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, batch_size + 1),
+                page_values=match_int32(page_values, num_entries),
+                length_info=match_int32(length_info, *lengths.shape(batch_size, num_lengths)),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, batch_size),
+                q_rope_position=match_int32(q_rope_position, batch_size),
+                o=match_rows(o, batch_size, num_heads, v_dim),
+                lse=match_float32(lse, batch_size, num_heads),
+                rotary_mode=rotary_mode,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                sm_scale=sm_scale,
+                window=window,
+                length_form=lengths,
+            )
+        )
+        mask = T.meta_var(CausalMask(1) if window is None else WindowMask(1, window))
+        lens = T.meta_var(lengths_of(spec, matched, index_temp))
+        a = T.meta_var(
+            replace(matched, pages=view_pages(matched.pages, spec), lengths=lens, mask=mask)
+        )
+        rope = rotation_of(spec, a)
+        schedule = PageSchedule(spec, a.page_indptr, batch_size)
+        schedule.begin()
+        states = PartialStates(spec, schedule.num_splits, max_local_heads(spec) * group)
+        output = Output(spec, a.o, a.lse)
+        queue = Queue()
+        queue.begin()
+        ops.begin([a.q, a.pages])
+        import_llvm(Queue.llvm_helper, *ops.llvm_helpers, *helpers_of(spec))
+
+        for _ in T.parallel(schedule.num_tasks, annotations=TASKS):
+            rope.begin_task()
+            rows = QueryRows(spec, ops, rope, sm_scale)
+            rows.begin()
+            products = products_of(spec, ops, rows)
+            pair, spans, kv = Pairs(schedule), VisibleSpans(a), KvBlocks(spec, a)
+            pair.begin()
+            split_id = T.cast(queue.take(), "int32")
+            while split_id < schedule.num_splits:
+                pair.begin_split(split_id)
+                while pair.has_next():
+                    pair.take()
+                    sequence, first_head = T.meta_var((pair.sequence, pair.first_head))
+                    spans.begin_sequence(sequence, a.lengths.kv_len(sequence, pair.num_pages))
+                    rope.begin_sequence(spans.length)
+                    kv.begin_pair(sequence, first_head, pair.num_heads)
+                    for head in range(pair.num_heads):
+                        position = T.meta_var(a.q_rope_position[sequence])
+                        rows.load_q(a.q, sequence, first_head + head, head, position)
+                        products.begin_head(head)
+                    for span in range(spans.count):
+                        spans.take(span)
+                        kv.begin_span(
+                            spans, pair.first_page * page_size, pair.last_page * page_size
+                        )
+                        for block in range(kv.num_blocks):
+                            kv.begin_block(block)
+                            for head in range(pair.num_heads):
+                                kv.begin_head(head)
+                                products.multiply_q_k(kv, spans.k_offset)
+                                rows.mask(kv, spans.k_offset)
+                                products.take_v(kv)
+                                for row_block in range(rows.blocking.row_blocks):
+                                    rows.update_softmax(head, row_block)
+                                    products.add_weighted_v(kv, row_block)
+                    products.finish(pair.num_heads)
+                    rows.finish(pair.num_heads)
+                    for i in range(pair.num_heads * group):
+                        if pair.is_whole:
+                            output.finish(sequence, first_head * group + i, *rows.result(i))
+                        else:
+                            states.put(split_id, pair.first_page > 0, i, *rows.result(i))
+                split_id = T.cast(queue.take(), "int32")
+
+        cut = Pairs(schedule)
+        cut.begin()
+        for split_id in range(schedule.num_splits - 1):
+            cut.find_cut(split_id)
+            if cut.num_splits > 0:
+                for i in range(cut.num_heads * group):
+                    head = T.meta_var(cut.first_head * group + i)
+                    states.merge(split_id, cut.num_splits, i, output, cut.sequence, head)
+        states.free()
+        for sequence in range(batch_size):
+            if a.page_indptr[sequence + 1] == a.page_indptr[sequence]:  # it is in no split
+                for head in range(num_heads):
+                    output.clear(sequence, head)
+
+    return decode
+
+
+def decode_windowed(spec: KernelSpec):
+    """Build `decode` with ``length_info [3, B]``, as the stock cache passes it for windows."""
+    return decode(spec, Lengths.MATRIX)
+
+
+def decode_sliding(spec: KernelSpec):
+    """Build `decode` of layers with a window, which is one more argument."""
+    return decode(spec, Lengths.LAST_PAGE, has_window=True)

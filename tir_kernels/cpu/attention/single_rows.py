@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences that have one row, among others with more: they attend as in decode."""
+
+from tvm.script import tirx as T
+
+from ...script import inline
+from ...spec import KernelSpec
+from ..components.code_products import products_of
+from ..components.kv_blocks import KvBlocks, VisibleSpans
+from ..components.kv_operands import single_row_operands
+from ..components.output import Output
+from ..components.query_rows import QueryRows, max_local_heads
+from ..components.work import Queue, cut
+from ..simd import index_temp
+
+SEQUENCES_PER_TASK = 8  # fewer would leave tasks of too different a size
+
+
+class Singles:
+    """The sequences of a batch that have one row.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    ops : operands object
+        Those of the other sequences.
+    a : the kernel's arguments, with `lengths`.
+    """
+
+    def __init__(self, spec: KernelSpec, ops, a):
+        self.spec, self.a, self.output = spec, a, Output(spec, a.o, a.lse)
+        self.ops = single_row_operands(spec, ops)
+
+    def has(self, sequence):
+        """Whether it has one row, which sees all that is held."""
+        a = self.a
+        row, gap = index_temp(a.q_indptr[sequence]), a.gap(sequence)
+        is_single = a.q_indptr[sequence + 1] - row == 1
+        if gap is None:
+            return is_single
+        num_pages = index_temp(a.page_indptr[sequence + 1] - a.page_indptr[sequence])
+        own = a.mask.own(0, 1, a.lengths.kv_len(sequence, num_pages))
+        is_recent = a.q_rope_position[row] <= gap.sinks + gap.back
+        return T.And(is_single, T.And(own - gap.back <= gap.begin, is_recent))
+
+    def begin_task(self) -> None:
+        """Make the buffers of a task."""
+        self.rows = QueryRows(self.spec, self.ops, self.a.rope, self.a.sm_scale)
+        self.products = products_of(self.spec, self.ops, self.rows)
+        self.spans, self.kv = VisibleSpans(self.a), KvBlocks(self.spec, self.a)
+        self.rows.begin()
+
+    def num_items(self, sequence, num_tasks):
+        """Return the items of a sequence in the queue, each with some of the KV heads."""
+        return T.if_then_else(self.has(sequence), self.num_head_splits(num_tasks), 0)
+
+    def num_head_splits(self, num_tasks):
+        """Return the number of items of a sequence that has one row."""
+        heads = self.spec.num_kv_heads
+        is_enough = self.a.batch_size >= num_tasks * SEQUENCES_PER_TASK
+        return T.if_then_else(is_enough, -(-heads // max_local_heads(self.spec)), heads)
+
+    def attend(self, queue: Queue, num_tasks) -> None:
+        """Attend and store, for the items that a task takes."""
+        num_splits = index_temp(self.num_head_splits(num_tasks))
+        queue.for_items(
+            self.a.batch_size,
+            lambda b: T.if_then_else(self.has(b), num_splits, 0),
+            lambda b, item: self.attend_item(b, item, num_splits),
+        )
+
+    @inline
+    def attend_item(self, sequence, item, num_head_splits):
+        """Attend with some KV heads of a sequence, and store."""
+        a, spec, rows, kv = T.meta_var((self.a, self.spec, self.rows, self.kv))
+        products, spans, group = T.meta_var((self.products, self.spans, spec.group_size))
+        first_head = cut(spec.num_kv_heads, item, num_head_splits)
+        num_heads = cut(spec.num_kv_heads, item + 1, num_head_splits) - first_head
+        token = a.q_indptr[sequence]
+        num_pages = a.page_indptr[sequence + 1] - a.page_indptr[sequence]
+
+        spans.begin_sequence(sequence, a.lengths.kv_len(sequence, num_pages))
+        a.rope.begin_sequence(spans.length)
+        kv.begin_pair(sequence, first_head, num_heads)
+        for head in range(num_heads):
+            position = T.meta_var(a.q_rope_position[token])
+            rows.load_q(a.q, token, first_head + head, head, position)
+            products.begin_head(head)
+        for span in range(spans.count):
+            spans.take(span)
+            kv.begin_span(spans, 0, spans.kv_len)
+            for block in range(kv.num_blocks):
+                kv.begin_block(block)
+                for head in range(num_heads):
+                    kv.begin_head(head)
+                    products.multiply_q_k(kv, spans.k_offset)
+                    rows.mask(kv, spans.k_offset)
+                    products.take_v(kv)
+                    for row_block in range(rows.blocking.row_blocks):
+                        rows.update_softmax(head, row_block)
+                        products.add_weighted_v(kv, row_block)
+        products.finish(num_heads)
+        rows.finish(num_heads)
+        for i in range(num_heads * group):
+            self.output.finish(token, first_head * group + i, *rows.result(i))

@@ -40,6 +40,7 @@ class RotationTable(NoRotation):
         self.spec, self.is_rotated = spec, a.apply_rope > 0
         self.width, self.lanes = spec.qk_head_dim, spec.target.lanes
         self.fits = has_rope(spec)
+        self.rotates_q = self.is_rotated if self.fits else False
         self.half = spec.rope.rotary_dim // 2
         if self.fits:
             num_rows = T.cast(a.q.shape[0], "int64")
@@ -51,33 +52,27 @@ class RotationTable(NoRotation):
             for start, lanes in cos_sin.chunks:
                 store(self.values, (row, i, start), lanes, load(buffer, (start,), lanes))
 
-    def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Emit both for a row of Q, which a call rotates or not."""
-        if not self.fits:
-            plain()
-            return
-        with T.If(self.is_rotated):
-            with T.Then():
-                rotated()
-            with T.Else():
-                plain()
+    def begin_task(self) -> None:
+        """Make the row of a task that `rotate` fills."""
+        if self.fits:
+            self.row = T.alloc_buffer((-(-self.width // 32) * 32,), F32)
 
-    def begin_row(self, token, position: Callable) -> None:
-        """Take the angles of row `token` of the step."""
+    def begin_row(self, token, position) -> None:
+        """Take the angles of a row of Q: those of a token of the step."""
         self.token = token
 
-    def rotate_row(self, source: Callable, sink: Callable) -> None:
-        """Rotate a row of Q; source and sink as of `InlineRope`."""
+    def rotate(self, source: Callable) -> None:
+        """Rotate a row of Q, ``source(column, lanes) -> vector``, into `row`."""
         for start, lanes in simd.chunks(self.half, self.lanes):
             x, y = (temp(source(at, lanes), lanes) for at in (start, start + self.half))
             cos, sin = (
                 temp(load(self.values, (self.token, i, start), lanes), lanes) for i in (0, 1)
             )
-            sink(start, lanes, x * cos - y * sin)
-            sink(start + self.half, lanes, y * cos + x * sin)
+            store(self.row, (start,), lanes, x * cos - y * sin)
+            store(self.row, (start + self.half,), lanes, y * cos + x * sin)
         rotated = 2 * self.half
         for start, lanes in simd.chunks(self.width - rotated, self.lanes):
-            sink(rotated + start, lanes, source(rotated + start, lanes))
+            store(self.row, (rotated + start,), lanes, source(rotated + start, lanes))
 
 
 def _append(spec: KernelSpec, a: FusedInputs, table: RotationTable) -> None:

@@ -60,7 +60,7 @@ class HadamardRotation:
     def set_position(self, position) -> None:
         """All positions have the same matrix."""
 
-    def begin_row(self, token, position: Callable) -> None:
+    def begin_row(self, token, position) -> None:
         """As `set_position`, for a row of Q."""
 
     def rotate(self, source: Callable) -> None:

@@ -152,9 +152,8 @@ def attend_positions(mask, source, rows, kv, scores, bounds, first, last_positio
     kv.pack_k(source, first, span.end)
     mask.begin_tile(first, rope)
     position = span.k_offset + first
-    rope.either(
-        lambda: rope.rotate_tile(kv.ops, kv.k.at, POSITIONS, position, mask.offsets), lambda: None
-    )
+    if rope.rotates_k:
+        rope.rotate_tile(kv.ops, kv.k.at, POSITIONS, position, mask.offsets)
     kv.pack_v(source, first, span.end, span.begin)
     kv.find_non_finite(bounds.hides_some(first, 0, rows.num_blocks * rows.block_rows - 1))
     kv.begin_prefetch(first + POSITIONS, span.end, rows.num_blocks)

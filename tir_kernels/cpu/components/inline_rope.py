@@ -106,9 +106,9 @@ class InlineRope:
         """Compute the angles for `rotate_row`."""
         self.angles.fill(position, lambda start, lanes: load(self.frequencies, (start,), lanes))
 
-    def begin_row(self, token, position: Callable) -> None:
-        """Take the angles of a row of Q, which `position` gives the position of."""
-        self.set_position(position())
+    def begin_row(self, token, position) -> None:
+        """Take the angles of a row of Q, which is a token of the call at a position."""
+        self.set_position(position)
 
     def rotate_row(self, source: Callable, sink: Callable) -> None:
         """Rotate a row; `source` is ``(column, lanes) -> vector``, `sink` takes the vector too."""

@@ -9,7 +9,6 @@ from tvm.script import tirx as T
 from ...script import inline
 from ...semantics.softmax import inverse_total, log_sum
 from ...spec import LOG2E, KernelSpec
-from ..columns import chunks
 from ..simd import (
     F32,
     broadcast,
@@ -18,6 +17,7 @@ from ..simd import (
     load,
     prefetch,
     store,
+    store_row,
 )
 from .output import Output
 from .packed_kv import POSITIONS, PackedKv
@@ -116,7 +116,6 @@ class QueryTile:
         num_rows, self.depth = tiling.num_blocks * tiling.rows, spec.qk_head_dim // ops.numbers
         self.q = T.alloc_buffer((num_rows, self.depth), ops.dtype)
         self.o = T.alloc_buffer((max(num_rows, min_rows), spec.v_head_dim), F32)
-        self.rotated_q = T.alloc_buffer((-(-spec.qk_head_dim // 32) * 32,), F32)
         self.inverse = T.alloc_buffer((BLOCKS * tiling.rows,), F32)
         self.progress = T.alloc_buffer((tiling.num_blocks,), "int32")
         self.factor = T.local_scalar("float32")  # of the logits, times log2(e)
@@ -171,32 +170,25 @@ class QueryTile:
                 self.locate(row)
                 self._pack_row(row, last_position)
 
-    def _pack_row(self, row, last_position) -> None:
-        a, ops = self.a, self.ops
+    @inline
+    def _pack_row(self, row, last_position):
+        """Pack a row that was located."""
+        a, ops, factor, rope = T.meta_var((self.a, self.ops, self.factor, self.a.rope))
+        at = T.meta_var(lambda i: (self.token, self.query_head, i))
+        position = a.q_position(self.token)
+        if last_position is not None:
+            position = T.min(position, last_position)
+        if rope.rotates_q:
+            rope.begin_row(self.token, position)
+            rope.rotate(lambda i, n: load(a.q, at(i), n))
+            self._put_q(row, lambda i, n: ops.load_rotated_q(rope.row, i, n, factor))
+        else:
+            self._put_q(row, lambda i, n: ops.load_q(a.q, at(i), n, factor))
+        if self.bias is not None:
+            self.bias.set_row(row, self.query_head, position)
 
-        def position():
-            own = a.q_position(self.token)
-            return own if last_position is None else T.min(own, last_position)
-
-        def put(load_q: Callable) -> None:
-            for c in chunks(self.depth, self.lanes):
-                q = load_q(c.start, c.lanes)
-                store(self.q, (row, c.start), c.lanes, q, ops.dtype)
-
-        def load_plain(column, lanes):
-            return ops.load_q(a.q, (self.token, self.query_head, column), lanes, self.factor)
-
-        def rotated():
-            a.rope.begin_row(self.token, position)
-            a.rope.rotate_row(
-                lambda column, lanes: load(a.q, (self.token, self.query_head, column), lanes),
-                lambda column, lanes, value: store(self.rotated_q, (column,), lanes, value),
-            )
-            put(lambda i, lanes: ops.load_rotated_q(self.rotated_q, i, lanes, self.factor))
-
-        a.rope.for_q(rotated, lambda: put(load_plain))
-        if self.bias:
-            self.bias.set_row(row, self.query_head, position())
+    def _put_q(self, row, elements: Callable) -> None:
+        store_row(self.q, (row,), self.depth, self.lanes, elements, self.ops.dtype)
 
     @inline
     def prefetch(self, part: TilePart, product):
@@ -326,5 +318,5 @@ class QueryTile:
         self.output.finish(self.token, self.query_head, self.o, row, top, total)
 
     def _clear_row(self, row) -> None:
-        for start, lanes in chunks(self.spec.v_head_dim, self.lanes):
-            store(self.o, (row, start), lanes, constant(0.0, lanes))
+        width, lanes = self.spec.v_head_dim, self.lanes
+        store_row(self.o, (row,), width, lanes, lambda i, n: constant(0.0, n))

@@ -8,10 +8,10 @@ import tvm_ffi
 from tvm.script import tirx as T
 
 from tir_kernels.cuda.components.page_schedule import PageSchedule
-from tir_kernels.cuda.emit import as_count, index_temp, launch
-from tir_kernels.cuda.splits.work_item import WorkItem, sum_over
+from tir_kernels.cuda.components.tile_work import ItemSearch
+from tir_kernels.cuda.emit import as_count, launch
 from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
-from tir_kernels.define import attributes, define_kernel
+from tir_kernels.define import attributes
 from tir_kernels.script import prim_func
 from tir_kernels.signatures.arrays import match_int32
 from tvm_pagedkv.compiler.cuda.source import cuda_source
@@ -117,24 +117,6 @@ def test_an_offset_of_32_bits_is_caught():
 # --- counts of work -----------------------------------------------------------------------------
 
 
-def _run(body, *arrays) -> np.ndarray:
-    """The eight numbers that a kernel of one warp writes, which gets the int32 arrays."""
-
-    def define(*handles):
-        buffers = [
-            T.match_buffer(h, x.shape, "int32", align=4)
-            for h, x in zip(handles, arrays, strict=False)
-        ]
-        out = T.match_buffer(handles[-1], (8,), "int64", align=8)
-        with launch([1], 32) as (_, thread):
-            for i, value in enumerate(body(index_temp(thread), *buffers)):
-                with T.If(thread == 0), T.Then():
-                    T.buffer_store(out, as_count(value), [i])
-
-    names = [f"x{i}" for i in range(len(arrays))] + ["out"]
-    return _results(define_kernel(dict.fromkeys(names, T.handle), define), *arrays)
-
-
 def _results(function, *arrays) -> np.ndarray:
     out = tvm.runtime.tensor(np.zeros(8, np.int64))
     source = cuda_source({"count": function})
@@ -182,15 +164,21 @@ def test_tiles_are_split_beyond_32_bits():
     """Tiles of rows times tiles of positions."""
     counts = np.array([2**30, 3, 2**30, 2**30], np.int32)
 
-    def body(thread, counts):
-        def items_of(i):
-            return as_count(counts[i])
+    @prim_func
+    def kernel(count: T.handle, out: T.handle):
+        T.func_attr(attributes(SPEC))
+        counts = match_int32(count, 4)
+        found = T.match_buffer(out, (8,), "int64", align=8)
+        with launch([1], 32) as (blocks, thread):
+            search = ItemSearch("int64")
+            count_of = T.meta_var(lambda i: as_count(counts[i]))
+            search.find(as_count(counts[0]) * 3, T.int32(4), count_of, thread)
+            if thread == 0:
+                found[0] = as_count(search.item)
+                found[1] = search.index
+                found[2] = search.count
 
-        total = sum_over(T.int32(4), items_of, thread)
-        item = WorkItem(as_count(counts[0]) * 3, T.int32(4), items_of, thread, "int64")
-        return total, item.sequence, item.index, item.count
-
-    assert _run(body, counts)[:4].tolist() == [3 * 2**30 + 3, 3, 2**30 - 3, 2**30]
+    assert _results(kernel, counts)[:3].tolist() == [3, 2**30 - 3, 2**30]
 
 
 if __name__ == "__main__":

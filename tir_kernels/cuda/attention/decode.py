@@ -294,8 +294,6 @@ def warps_of(tiling: DecodeTiling, thread, group) -> ThreadGroup:
 
 def scales_of(tiling: DecodeTiling, pipeline, lane) -> NoScales:
     """Return the scales of K and V, applied to scores and weights or by the products."""
-    if not tiling.codes:
-        return NoScales()
     is_packed = tiling.has_code_operands and tiling.codes.codec.bits == 4
     return GroupScales(pipeline, lane, tiling.dtype) if is_packed else pipeline.scales
 

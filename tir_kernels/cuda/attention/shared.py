@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of the rows of many sequences to pages that they have in common, merged in place.
 
-It is the algorithm of `prefill` with the rows of a tile taken from a list, and work that is split
-evenly: a tile that falls into one split is merged into O there; one that is cut leaves partial
-states, which a second kernel merges.
+It is the algorithm of `query_tiles` with the rows of a tile taken from a list, and work that is
+split evenly: a tile that falls into one split is merged into O there; one that is cut leaves
+partial states, which a second kernel merges.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from ...signatures.arrays import match_float32, match_int32, page_matcher, row_m
 from ...signatures.inputs import SharedInputs
 from ...spec import KernelSpec
 from ..components.kv_rows import paged_rows, with_page_views
-from ..components.tile_work import BalancedWork, Segments
+from ..components.tile_work import BalancedWork, Items
 from ..emit import launch
 from ..launcher import workspace
 from ..tiles.tiling import MAX_ROWS, Tiling
-from .prefill import Batch, attend_with_one
+from .query_tiles import Batch, attend_with_one
 
 _COPY_THREADS = 128
 _PACKED_ROWS = 64  # of a tile with codes of 4 bits: 128 would spill 32 bytes
@@ -45,8 +45,16 @@ def batch_of_segments(spec: KernelSpec, a: SharedInputs) -> Batch:
     if a.rotary_mode is not None:
         require_own_rotation(spec, a)
         refuse_longrope(spec, a)
-    segments = a.row_indptr, a.row_ids, a.page_indptr, a.first_segment, a.last_segment
-    items, offsets = Segments(*segments, spec.page_size), a.k_rope_pos_offset
+    indptr = a.page_indptr
+    items = Items(
+        count=a.last_segment - a.first_segment,
+        row_indptr=a.row_indptr,
+        kv_indptr=indptr,
+        kv_len_of=lambda segment: (indptr[segment + 1] - indptr[segment]) * spec.page_size,
+        offset=a.first_segment,
+        row_ids=a.row_ids,
+        are_all_visited=False,
+    )
     return Batch(
         items=items,
         # Of all segments of the step, with which those of the call stand for the host.
@@ -55,8 +63,6 @@ def batch_of_segments(spec: KernelSpec, a: SharedInputs) -> Batch:
         make_work=lambda tiling: BalancedWork(spec, tiling, a, items, is_continued=True),
         make_rows=lambda count: paged_rows(spec, a.pages, a.page_values, count),
         visible=CausalMask(T.int32(0)),
-        k_offset_of=(lambda segment: T.int32(0)) if offsets is None else offsets.__getitem__,
-        row_ids=a.row_ids,
         lse_before=a.lse,
     )
 

@@ -53,17 +53,16 @@ class CodePipeline(KvPipeline):
         if not codes.is_latent:
             self.v_codes = SharedTiles(memory, self.k_codes.end, codes.v(positions), stages)
             self.scales_begin = self.v_codes.end
-        scales_begin, self.end_byte = (
-            self.scales_begin,
-            self.scales_begin + stages * codes.scales_bytes(positions),
-        )
+        scales_begin = self.scales_begin
+        self.end_byte = scales_begin + stages * codes.scales_bytes(positions)
         if codes.is_widened:
             self._lay_out_tiles(memory, self.end_byte, count, v_slice)
             scales_begin = self.v.end
             self.end_byte = self.v.end + count * codes.row_scales_bytes(positions)
         else:
             self.k, self.v = self.k_codes, self.v_codes
-        self.row_scales_begin = scales_begin
+        dtype = self.tiling.kv_dtype
+        self.scales = RowScales(memory, scales_begin, positions, codes.codec, dtype)
         self.has_ratios = len(codes.groups) > 1 or codes.codec.bits == 4
         self.row_scale = T.local_scalar("float32")
         self.num_planes = 1 if codes.is_latent else 2
@@ -306,14 +305,4 @@ class CodePipeline(KvPipeline):
 
 def kv_pipeline(spec: KernelSpec, tiling: BlockTiling, *arguments) -> KvPipeline:
     """Make the pipeline for a tiling; the arguments are those of `KvPipeline`."""
-    if not tiling.codes:
-        return KvPipeline(spec, tiling, *arguments)
-    pipeline, codes = CodePipeline(spec, tiling, *arguments), tiling.codes
-    pipeline.scales = RowScales(
-        pipeline.memory,
-        pipeline.row_scales_begin,
-        tiling.positions,
-        codes.codec,
-        tiling.kv_dtype,
-    )
-    return pipeline
+    return (CodePipeline if tiling.codes else KvPipeline)(spec, tiling, *arguments)

@@ -141,13 +141,6 @@ def paged_rows(spec: KernelSpec, pages, page_values, rows_per_thread: int) -> Pa
     return kind(spec, pages, page_values, rows_per_thread)
 
 
-def rows_of_pages(spec: KernelSpec, a, first_entry, head, rows_per_thread: int) -> PagedRows:
-    """The rows of a sequence and a KV head."""
-    rows = paged_rows(spec, a.pages, a.page_values, rows_per_thread)
-    rows.begin(first_entry, head)
-    return rows
-
-
 @T.meta_class
 class RaggedRows:
     """Rows of ragged K and V; see `PagedRows`.

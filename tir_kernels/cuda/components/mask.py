@@ -29,6 +29,7 @@ class TileMask:
         The bounds of a row.
     lengths : WholeSequence, optional
         Which positions a sequence has dropped; None: none.
+    a : the kernel's argument `k_rope_pos_offset`, or none.
     tree : NoTree or TreeMask
     tiling : Tiling
     rows : QueryRows
@@ -50,6 +51,7 @@ class TileMask:
         self,
         visible: CausalMask,
         lengths: WholeSequence | None,
+        a,
         tree,
         tiling: Tiling,
         rows: QueryRows,
@@ -57,6 +59,7 @@ class TileMask:
     ):
         self.visible, self.lengths, self.tree, self.tiling = visible, lengths, tree, tiling
         self.rows, self.work, self.memory = rows, rows.work, memory
+        self.k_offsets = a.k_rope_pos_offset
         self.k_offset, self.start, self.end = (T.local_scalar(I32) for _ in range(3))
         self.shared_begin, self.shared_end = (T.local_scalar(I32) for _ in range(2))
         self.warp_end = T.local_scalar(I32)
@@ -66,9 +69,12 @@ class TileMask:
             self.gap = Gap(*self.gap_fields, index_temp)
 
     @inline
-    def begin(self, sequence, k_offset):
-        """Go on with a sequence, whose column 0 is at a RoPE position."""
-        self.k_offset = k_offset
+    def begin(self, sequence):
+        """Go on with a sequence."""
+        if self.k_offsets is None:
+            self.k_offset = self.tree.k_offset
+        else:
+            self.k_offset = self.k_offsets[sequence]
         if self.gap is not None:
             self._begin_gap(self.lengths.gap(sequence))
 

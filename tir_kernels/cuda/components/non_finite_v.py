@@ -56,6 +56,7 @@ class NonFiniteGuard:
         self.width, self.tiling, self.rows = spec.v_head_dim, tiling, rows
         self.memory, self.is_needed = memory, is_needed and tiling.codes is None
         self.num_words = -(-tiling.positions // WARP)
+        self.own_rows = range(rows.count)
         self.mode = T.local_scalar(I32)
 
     @inline
@@ -150,8 +151,16 @@ class NonFiniteGuard:
     def end_pass(self, softmax, v_begin):
         """Decide whether the block has to attend again, for which all its threads meet."""
         if self.is_needed:
-            wrong = T.meta_var(self._any_is_wrong(softmax, v_begin))
-            if wrong:
+            check = T.alloc_local((self.rows.count,), F32, layout=None)
+            for h in T.unroll(self.rows.count):
+                check[h] = T.float32(0)
+            for n in T.unroll(min(self.tiling.columns, self.width) // 8):
+                for h in T.unroll(self.rows.count):
+                    for e in T.unroll(2):
+                        # Adds 0, or NaN for what is not finite.
+                        value = T.meta_var(self._column(softmax.output, n, h, e, v_begin))
+                        check[h] = fused_multiply_add(value, T.float32(0), check[h])
+            if functools.reduce(T.Or, [self._is_wrong(check, softmax, h) for h in self.own_rows]):
                 ptx("st.shared.b32", self.memory.word(_NEEDED), T.uint32(1))
             sync_block()
             needed = T.uint32(0)
@@ -164,23 +173,14 @@ class NonFiniteGuard:
         else:
             self.mode = _DONE
 
-    def _any_is_wrong(self, softmax, v_begin):
-        output, lse = softmax.output, softmax.lse
-        num_tiles, num_rows, _ = (int(extent) for extent in output.shape)
-        check = Registers(num_rows, F32, "check")
-        check.fill(T.float32(0))
-        # What is behind the columns of V may hold anything.
-        with T.unroll(min(num_tiles, self.width // 8)) as n:
-            for h in range(num_rows):
-                for e in range(2):
-                    value = output[n, h, e]
-                    if self.tiling.slices > 1:
-                        is_column = v_begin + n * 8 < self.width
-                        value = T.if_then_else(is_column, value, T.float32(0))
-                    # Adds 0, or NaN for what is not finite.
-                    check[h] = fused_multiply_add(value, T.float32(0), check[h])
-        # Rows whose logs are NaN are meant to be; a number compared with itself would be left out.
-        is_wrong = [
-            T.And(check[h] != T.float32(0), lse[h] < T.float32(LARGEST)) for h in range(num_rows)
-        ]
-        return functools.reduce(T.Or, is_wrong)
+    def _column(self, output, n, h, e, v_begin):
+        """Return an output; behind the columns of V, which may hold anything, 0."""
+        value = output[n, h, e]
+        if self.tiling.slices == 1:
+            return value
+        return T.if_then_else(v_begin + n * 8 < self.width, value, T.float32(0))
+
+    @staticmethod
+    def _is_wrong(check, softmax, h: int):
+        """Whether a row that is not finite is not meant to be, by its log."""
+        return T.And(check[h] != T.float32(0), softmax.lse[h] < T.float32(LARGEST))

@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from ...script import inline
 from ...spec import KernelSpec
 from ..elements import load_floats, store_floats
-from ..emit import F32, I32, WARP, Registers, as_count, count_temp, index_temp, launch
+from ..emit import F32, WARP, Registers
 from ..launcher import workspace
 from ..scalars import exp2, log2, temp
 from ..warp import over_lanes
@@ -168,31 +168,3 @@ class BlockStates(PartialStates):
     def slot(self, block, is_first):
         """Return the slot of the state that the block before began, or that the next one ends."""
         return block * 2 + T.if_then_else(is_first, 0, 1)
-
-    def launch_merge(self, a, schedule_of: Callable) -> None:
-        """Merge what was cut.
-
-        Parameters
-        ----------
-        a : the kernel's arguments.
-        schedule_of : callable
-            Emits how the KV tiles were cut, such as a `TileSchedule`; takes the lane.
-        """
-        grid = [self.num_blocks, -(-self.num_rows // MERGED_ROWS)]
-        with launch(grid, MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE) as ((block, rows), thread):
-            lane = index_temp(T.truncmod(thread, WARP))
-            row = index_temp(rows * MERGED_ROWS + T.truncdiv(thread, WARP))
-            schedule = schedule_of(lane)
-            # The block that has the first KV tile, but not the last one, tells where it was cut.
-            cut = count_temp(as_count(block + 1) * schedule.split_size)
-            with T.If(T.And(cut < schedule.total, row < self.num_rows)), T.Then():
-                work = schedule.pair(schedule.owner(cut, lane), cut)
-                begins_here = T.And(work.begin < cut, work.begin >= cut - schedule.split_size)
-                with T.If(T.And(begins_here, work.has_row(row))), T.Then():
-                    last_block = T.cast(T.truncdiv(work.end - 1, schedule.split_size), I32)
-                    count = index_temp(last_block - block + 1)
-
-                    def index_of(i):
-                        return self.slot(block + i, i > 0), row
-
-                    self.merge(a, index_of, count, work.output_row(row), lane)

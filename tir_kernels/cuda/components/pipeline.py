@@ -12,8 +12,10 @@ from ...layout import K_PLANE, V_PLANE
 from ...script import inline
 from ...spec import KernelSpec
 from ..emit import index_temp, ptx, sync_warp
+from ..tiles.row_scales import NoScales
 from ..tiles.shared_tiles import CHUNK_BYTES, SharedTiles
 from ..tiles.tiling import THREADS_PER_ROW, BlockTiling
+from .kv_rows import PagedRows, RaggedRows
 
 _COPY = "cp.async.cg.shared.global.L2::128B"
 _COPY_SMALL = "cp.async.ca.shared.global.L2::128B"
@@ -123,6 +125,8 @@ class KvPipeline:
         A tile for each stage of each group.
     v_chunks : int or int32 expression
         Chunks of a row of V that the block sums.
+    scales : NoScales
+        What scores and weights are multiplied by.
     num_tiles : int32
         Tiles of the group.
     ahead : int
@@ -130,8 +134,6 @@ class KvPipeline:
     end_byte : int
         Byte of shared memory behind the stages.
     """
-
-    scales = None  # K and V are multiplied as they are
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class KvPipeline:
         begin: int,
         threads: ThreadGroup,
         v_slice,
-        rows=None,
+        rows: PagedRows | RaggedRows,
     ):
         self.tiling, self.threads, self.rows = tiling, threads, rows
         self.ahead = tiling.stages - 1
@@ -159,7 +161,7 @@ class KvPipeline:
     def _lay_out(self, spec: KernelSpec, memory, begin: int, v_slice) -> None:
         tiling, count = self.tiling, self.tiling.stages * self.threads.count
         self._lay_out_tiles(memory, begin, count, v_slice)
-        self.end_byte = self.v.end
+        self.end_byte, self.scales = self.v.end, NoScales()
         self.k_chunks = spec.qk_head_dim // tiling.k.per_chunk
         self.v_chunks = spec.v_head_dim // tiling.v.per_chunk
         if tiling.slices > 1:
@@ -261,17 +263,6 @@ class KvPipeline:
             column = self.v_begin + column
         to = tiles.pointer(stage, i * self.row_step + self.row, chunk)
         copy_chunk(to, self.rows.pointer(plane, i, position, column), num_bytes)
-
-    def for_tiles(
-        self, rows, start, end, body: Callable, once: Callable = lambda groups_left: None
-    ) -> None:
-        """Emit ``body(first, stage)`` for the group's tiles; see `wait`."""
-        self.rows = rows
-        self.begin(start, end)
-        once(self.ahead)
-        with T.serial(self.num_tiles) as tile:
-            self.wait(tile)
-            body(index_temp(self.first_position(tile)), index_temp(self.stage(tile)))
 
 
 def _is_even(num_chunks) -> bool:

@@ -27,8 +27,6 @@ class QueryRows:
     tiling : Tiling
     work : FixedSplits or BalancedSplits
         Which tile it is.
-    row_ids : Buffer, optional
-        The rows of Q of shared segments; None: the rows of a sequence follow each other.
 
     Attributes
     ----------
@@ -38,8 +36,8 @@ class QueryRows:
         Rows of a thread.
     """
 
-    def __init__(self, spec: KernelSpec, tiling: Tiling, work, row_ids=None):
-        self.group, self.work, self.row_ids = spec.group_size, work, row_ids
+    def __init__(self, spec: KernelSpec, tiling: Tiling, work):
+        self.group, self.work, self.row_ids = spec.group_size, work, work.items.row_ids
         self.warp_rows, self.count = tiling.warp_rows, tiling.rows_of_thread
         self.thread, self.lane, self.warp_row = (T.local_scalar(I32) for _ in range(3))
 

@@ -2,8 +2,8 @@
 """The work of the blocks that have tiles of rows: which tile, and which of its positions.
 
 An item is a sequence, or a segment that sequences share. A tile is some of its rows for one KV
-head. Nothing is planned on the host: a block finds its work from the starts of the items. There are
-two ways to share out tiles that are too few, or whose positions are too many, for a block each:
+head. Nothing is planned on the host: a block finds its work from the starts of the items. Where
+tiles are too few, or their positions too many, for a block each, several blocks split a tile:
 
 `FixedSplits`
     All tiles are cut into equally many splits of what their rows see. Masks leave tiles with
@@ -12,7 +12,7 @@ two ways to share out tiles that are too few, or whose positions are too many, f
     As many blocks as the GPU holds take equally many positions of the tiles in a row. This is for
     rows that all see about the whole item, of which there may be few with very different lengths.
 
-Both have the interface of a loop: ``work.begin(lane)``, ``while work.has_next(): work.next()``.
+Both are gone through with ``work.take_split(lane)``, ``while work.has_next(): work.advance()``.
 Then `item`, `head`, `slice` (of the columns of V), `first_row` and `num_rows` (of the item),
 `first` (row of the tile, in rows times heads of the group) and `kv_len` say which tile it is;
 ``work.clip(mask)`` leaves a mask the columns of the split; `is_whole` says whether these are all,
@@ -21,6 +21,8 @@ and ``work.state_index(rows, row)`` where the partial state of a row belongs if 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -28,108 +30,156 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ...spec import KernelSpec
-from ..emit import I32, I64, WARP, as_count, count_temp, index_temp, launch, sync_block
+from ..emit import I32, I64, WARP, as_count, launch, sync_block
 from ..launcher import resident_blocks
-from ..splits.work_item import WorkItem, sum_over
 from ..tiles.tiling import Tiling
+from ..warp import over_lanes, shuffle_from, shuffle_up
 from .kv_rows import as_int64
 from .partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, BlockStates, PartialStates
+from .query_rows import QueryRows
 
 MIN_COLUMNS = 256  # that a block takes: loading Q, keeping states and merging them costs as much
 MIN_KV_TILES = 2  # of a split: one is copied while another is multiplied
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """The items of a batch of sequences.
+@dataclass(frozen=True, kw_only=True)
+class Items:
+    """The items of a call.
 
     Parameters
     ----------
-    q_indptr, kv_indptr : int32 Buffers
-        Where the rows and the pages, or the rows of ragged K and V, of a sequence begin.
-    kv_len_of : callable
-        Sequence -> its number of positions.
     count : int32 expression
+    row_indptr, kv_indptr : int32 Buffers
+        Where the rows of an item begin, and its pages or rows of ragged K and V.
+    kv_len_of : callable
+        Index in these arrays -> the item's number of positions.
+    offset : int32 expression
+        Index of the first item of the call in these arrays.
+    row_ids : int32 Buffer, optional
+        The rows of Q of all items; None: they follow each other.
+    are_all_visited : bool
+        Whether blocks visit items without positions, whose rows see nothing but are written, too.
     """
 
-    q_indptr: object
-    kv_indptr: object
-    kv_len_of: object
     count: object
-    are_all_visited = True  # rows that see nothing are written, too
-
-    def number(self, i):
-        """Return the index of item i in arrays of items."""
-        return i
-
-    def first_row(self, i):
-        """Return where the rows of item i begin in Q."""
-        return self.q_indptr[i]
-
-    def num_rows(self, i):
-        """Return the number of rows of item i."""
-        return self.q_indptr[i + 1] - self.q_indptr[i]
-
-    def kv_len(self, i):
-        """Return the number of positions of item i."""
-        return self.kv_len_of(i)
-
-    def row_id(self, at):
-        """Return the row of Q and O, of a row counted as `first_row` does."""
-        return at
-
-
-@dataclass(frozen=True)
-class Segments:
-    """The segments that a call is for; their pages are full, and their rows are a list.
-
-    Parameters
-    ----------
-    row_indptr, row_ids : the kernel's arguments
-    kv_indptr : int32 Buffer
-        Where the pages of a segment begin.
-    first, last : int32 expressions
-        Segments ``first .. last - 1``.
-    page_size : int
-    """
-
     row_indptr: object
-    row_ids: object
     kv_indptr: object
-    first: object
-    last: object
-    page_size: int
-    are_all_visited = False
-
-    @property
-    def count(self):
-        """Return the number of segments."""
-        return self.last - self.first
-
-    def number(self, i):
-        """Return the index of item i in arrays of segments."""
-        return self.first + i
+    kv_len_of: Callable
+    offset: object = 0
+    row_ids: object = None
+    are_all_visited: bool = True
 
     def first_row(self, i):
-        """Return where the rows of item i begin in `row_ids`."""
-        return self.row_indptr[self.first + i]
+        """Return where the rows of item i begin."""
+        return self.row_indptr[self.offset + i]
 
     def num_rows(self, i):
         """Return the number of rows of item i."""
-        return self.row_indptr[self.first + i + 1] - self.row_indptr[self.first + i]
+        return self.row_indptr[self.offset + i + 1] - self.row_indptr[self.offset + i]
 
     def kv_len(self, i):
         """Return the number of positions of item i."""
-        at = self.first + i
-        return (self.kv_indptr[at + 1] - self.kv_indptr[at]) * self.page_size
-
-    def row_id(self, at):
-        """Return the row of Q and O of an entry of `row_ids`."""
-        return self.row_ids[at]
+        return self.kv_len_of(self.offset + i)
 
 
 @T.meta_class
-class FixedSplits:
+class ItemSearch:
+    """Finds the item of a piece of work; every warp does so for itself, 32 items at a time.
+
+    Parameters
+    ----------
+    dtype : {"int32", "int64"}
+        Of numbers of pieces.
+
+    Attributes
+    ----------
+    item : int32
+        Or -1, when there are fewer pieces.
+    index, count : of type `dtype`
+        Which piece of the item it is, and how many the item has.
+    """
+
+    def __init__(self, dtype: str):
+        self.zero = tirx.const(0, dtype)
+        self.item, self.index = T.local_scalar(I32), T.local_scalar(dtype)
+        self.count = T.local_scalar(dtype)
+
+    @inline
+    def find(self, number, num_items, count_of: Callable, lane):
+        """Find the piece with a number, if each item has ``count_of(item)`` pieces."""
+        self.item = -1
+        self.index = self.zero
+        self.count = self.zero
+        base = T.int32(0)
+        before = self.zero
+        while T.And(base < num_items, self.item < 0):
+            own = self.zero
+            if base + lane < num_items:
+                own = count_of(base + lane)
+            until = own  # pieces of the items up to the lane's
+            for i in T.unroll(5):
+                other = shuffle_up(until, T.shift_left(1, i))
+                if lane >= T.shift_left(1, i):
+                    until += other
+            total = shuffle_from(until, WARP - 1)
+            if number < before + total:
+                is_passed = T.meta_var(T.cast(before + until <= number, I32))
+                owner = over_lanes(is_passed, operator.add)
+                self.item = base + owner
+                self.count = shuffle_from(own, owner)
+                self.index = number - before - shuffle_from(until, owner) + self.count
+            before += total
+            base += WARP
+
+
+@T.meta_class
+class TileWork:
+    """The tile of rows that a block works at; subclasses say which one that is.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    tiling : Tiling
+    items : Items
+    v_slice : int32 expression
+        Slice of the columns of V that the block sums.
+    dtype : str
+        Of the numbers of pieces of work.
+    """
+
+    def __init__(self, spec: KernelSpec, tiling: Tiling, items: Items, v_slice, dtype: str):
+        self.tiling, self.items, self.slice = tiling, items, v_slice
+        self.group_size, self.num_kv_heads = spec.group_size, spec.num_kv_heads
+        self.search = ItemSearch(dtype)
+        self.left, self.item, self.head, self.first = (T.local_scalar(I32) for _ in range(4))
+        self.first_row, self.num_rows, self.kv_len = (T.local_scalar(I32) for _ in range(3))
+
+    @property
+    def variables(self) -> tuple:
+        """Return the variables that say which tile it is, and where its state is."""
+        return self.head, self.first, self.first_row, self.num_rows, self.kv_len
+
+    def num_tiles(self, i):
+        """Return the number of tiles of the rows of item i, for a KV head."""
+        rows = self.items.num_rows(i) * self.group_size
+        return T.truncdiv(rows + self.tiling.rows - 1, self.tiling.rows)
+
+    def has_next(self):
+        """Whether there is work left."""
+        return self.left > 0
+
+    @inline
+    def begin_item(self):
+        """Find the rows and the positions of the item."""
+        self.first_row = self.items.first_row(self.item)
+        self.num_rows = self.items.num_rows(self.item)
+        self.kv_len = self.items.kv_len(self.item)
+
+
+# ---- A tile for each block -----------------------------------------------------------------------
+
+
+class FixedSplits(TileWork):
     """A block takes one tile of rows, and one of the splits of the columns that these see.
 
     Of a sequence the last rows, which see most, come first.
@@ -138,50 +188,31 @@ class FixedSplits:
     ----------
     spec : KernelSpec
     tiling : Tiling
-    items : Sequences
+    items : Items
     blocks : tuple of int32 expressions
         The tile, the KV head and slice of V, and the split of the block.
     splits : int32 expression
     """
 
-    def __init__(self, spec: KernelSpec, tiling: Tiling, items: Sequences, blocks, splits):
-        self.tiling, self.items, self.splits = tiling, items, splits
-        self.group = spec.group_size
-        self.number, self.pair, self.split = blocks
-        self.slice = T.truncmod(self.pair, tiling.slices)
-        self.is_whole = splits == 1
-        self.left, self.item, self.head, self.first = (T.local_scalar(I32) for _ in range(4))
-        self.first_row, self.num_rows, self.kv_len = (T.local_scalar(I32) for _ in range(3))
-
-    @property
-    def variables(self) -> tuple:
-        """Return the variables that say which tile it is."""
-        return self.head, self.first, self.first_row, self.num_rows, self.kv_len
-
-    def _tiles_of(self, i):
-        rows = self.items.num_rows(i) * self.group
-        return T.truncdiv(rows + self.tiling.rows - 1, self.tiling.rows)
+    def __init__(self, spec: KernelSpec, tiling: Tiling, items: Items, blocks, splits):
+        self.tile, self.pair, self.split = blocks
+        self.splits, self.is_whole = splits, splits == 1
+        super().__init__(spec, tiling, items, T.truncmod(self.pair, tiling.slices), I32)
 
     @inline
-    def begin(self, lane):
+    def take_split(self, lane):
         """Find the tile of the block; there may be none."""
-        found = T.meta_var(WorkItem(self.number, self.items.count, self._tiles_of, lane))
-        self.item = found.sequence
-        self.first = (found.count - 1 - found.index) * self.tiling.rows
+        self.search.find(self.tile, self.items.count, self.num_tiles, lane)
+        self.item = self.search.item
+        self.first = (self.search.count - 1 - self.search.index) * self.tiling.rows
         self.left = T.cast(self.item >= 0, I32)
 
-    def has_next(self):
-        """Whether there is work left."""
-        return self.left > 0
-
     @inline
-    def next(self):
-        """Go on with the next tile."""
+    def advance(self):
+        """Go on with the tile."""
         self.left = 0
         self.head = T.truncdiv(self.pair, self.tiling.slices)
-        self.first_row = self.items.first_row(self.item)
-        self.num_rows = self.items.num_rows(self.item)
-        self.kv_len = self.items.kv_len(self.item)
+        self.begin_item()
 
     @inline
     def clip(self, mask):
@@ -190,16 +221,65 @@ class FixedSplits:
         tiles = T.meta_var(T.ceildiv(mask.end - mask.start, self.tiling.positions))
         size = T.truncdiv(tiles + self.splits - 1, self.splits)
         size = T.max(size * self.tiling.positions, MIN_COLUMNS)
-        mask.start = mask.start + self.split * size
+        mask.start += self.split * size
         mask.end = T.min(mask.end, mask.start + size)
 
-    def state_index(self, rows, row) -> tuple:
+    def state_index(self, rows: QueryRows, row) -> tuple:
         """Return where the partial state of a row is."""
         return (self.split, *rows.index(row))
 
 
-@T.meta_class
-class BalancedSplits:
+class FixedWork(PartialStates):
+    """The grid of blocks with `FixedSplits`, and a state of each row for each of the splits.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    tiling : Tiling
+    a : the kernel's arguments.
+    items : Items
+    num_positions : integer expression
+        No item has more of them; known to the host.
+    """
+
+    def __init__(self, spec: KernelSpec, tiling: Tiling, a, items: Items, num_positions):
+        self.tiling, self.a, self.items = tiling, a, items
+        # An upper bound: each sequence has at most one partial tile.
+        max_tiles = T.truncdiv(a.q.shape[0] * spec.group_size, tiling.rows) + items.count
+        pairs = spec.num_kv_heads * tiling.slices
+        resident = resident_blocks(tiling.num_bytes, tiling.min_blocks)
+        max_splits = T.cast(T.truncdiv(num_positions + MIN_COLUMNS - 1, MIN_COLUMNS), I32)
+        splits = T.min(T.truncdiv(resident, T.max(max_tiles * pairs, 1)), max_splits)
+        self.splits = T.bind(T.max(splits, 1), var=tirx.Var("splits", I32))
+        self.grid = [max_tiles, pairs, self.splits]
+        num_states = T.if_then_else(self.splits > 1, self.splits, 0)
+        super().__init__(spec, (num_states, T.cast(a.q.shape[0], I32), spec.num_qo_heads))
+
+    def of_block(self, blocks) -> FixedSplits:
+        """Return the work of a block of the grid."""
+        return FixedSplits(self.spec, self.tiling, self.items, blocks, self.splits)
+
+    @inline
+    def launch_merge(self):
+        """Merge the states of the rows that items have; with one split there are none."""
+        num_heads = T.meta_var(self.spec.num_qo_heads)
+        num_blocks = T.meta_var(T.ceildiv(T.cast(self.a.q.shape[0], I32) * num_heads, MERGED_ROWS))
+        if self.splits > 1:
+            size = T.meta_var((MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE))
+            with launch([num_blocks], *size) as (blocks, thread):
+                lane = T.truncmod(thread, WARP)
+                at = blocks[0] * MERGED_ROWS + T.truncdiv(thread, WARP)
+                row = T.truncdiv(at, num_heads)
+                head = T.truncmod(at, num_heads)
+                if row < self.items.first_row(self.items.count):
+                    output = T.meta_var((as_int64(row), head))
+                    self.merge(self.a, lambda i: (i, *output), self.splits, output, lane)
+
+
+# ---- As many positions for each block ------------------------------------------------------------
+
+
+class BalancedSplits(TileWork):
     """A block takes as many KV tiles as any other; they may be of several tiles of rows.
 
     A KV tile is a tile of positions, for a tile of rows. The KV tiles of a step stand in the order
@@ -209,26 +289,20 @@ class BalancedSplits:
     ----------
     spec : KernelSpec
     tiling : Tiling
-    items : Sequences or Segments
+    items : Items
     blocks : tuple of int32 expressions
         The block, and its slice of V.
-    num_blocks : int32 expression
-        That share the KV tiles.
     states : BlockStates
     """
 
-    def __init__(
-        self, spec: KernelSpec, tiling: Tiling, items, blocks, num_blocks, states: BlockStates
-    ):
-        self.tiling, self.items, self.states = tiling, items, states
-        self.group, self.num_kv_heads = spec.group_size, spec.num_kv_heads
-        self.block, self.slice = blocks
-        self.num_blocks = num_blocks
-        self.count, self.left, self.item, self.head = (T.local_scalar(I32) for _ in range(4))
+    def __init__(self, spec: KernelSpec, tiling: Tiling, items: Items, blocks, states: BlockStates):
+        self.block, v_slice = blocks
+        super().__init__(spec, tiling, items, v_slice, I64)
+        self.states = states
         self.total, self.split_size, self.index = (T.local_scalar(I64) for _ in range(3))
-        self.first, self.first_row, self.num_rows = (T.local_scalar(I32) for _ in range(3))
-        self.kv_len, self.start, self.end = (T.local_scalar(I32) for _ in range(3))
-        self.slot, self.whole = (T.local_scalar(I32) for _ in range(2))
+        self.tile_begin, self.tile_end = T.local_scalar(I64), T.local_scalar(I64)
+        self.start, self.end, self.slot, self.whole = (T.local_scalar(I32) for _ in range(4))
+        self.num_kv_tiles, self.kv_tile = T.local_scalar(I32), T.local_scalar(I32)
 
     @property
     def variables(self) -> tuple:
@@ -241,10 +315,6 @@ class BalancedSplits:
         """Whether the block sees all columns of the tile."""
         return self.whole != 0
 
-    def _num_tiles(self, i):
-        rows = self.items.num_rows(i) * self.group
-        return T.truncdiv(rows + self.tiling.rows - 1, self.tiling.rows)
-
     def _kv_tiles_of_tile(self, i):
         positions = self.tiling.positions
         num_kv_tiles = T.truncdiv(self.items.kv_len(i) + positions - 1, positions)
@@ -252,56 +322,65 @@ class BalancedSplits:
 
     def kv_tiles_of(self, i):
         """Return the KV tiles of item i, an int64."""
-        return as_count(self._num_tiles(i) * self.num_kv_heads) * self._kv_tiles_of_tile(i)
+        return as_count(self.num_tiles(i) * self.num_kv_heads) * self._kv_tiles_of_tile(i)
 
     @inline
-    def cut(self, lane):
-        """Find how many KV tiles there are, and how many of them a block takes."""
-        self.count = self.items.count
-        self.total = sum_over(self.count, self.kv_tiles_of, lane)
-        size = T.truncdiv(self.total + self.num_blocks - 1, as_count(self.num_blocks))
+    def measure(self, lane):
+        """Find how many KV tiles there are, and how many a block takes."""
+        self.total = T.int64(0)
+        for turn in T.serial(T.ceildiv(self.items.count, WARP)):
+            i = turn * WARP + lane
+            if i < self.items.count:
+                self.total += self.kv_tiles_of(i)
+        self.total = over_lanes(self.total, operator.add)
+        num_blocks = T.meta_var(self.states.num_blocks)
+        size = T.meta_var(T.truncdiv(self.total + num_blocks - 1, as_count(num_blocks)))
         self.split_size = T.max(size, T.int64(MIN_KV_TILES))
 
     @inline
-    def begin(self, lane):
-        """Find the first KV tile of the block."""
-        self.cut(lane)
+    def take_split(self, lane):
+        """Take the split of the block: the end of one tile, whole ones, and another begun."""
+        self.measure(lane)
         first = as_count(self.block) * self.split_size
         # What a block takes fits into 32 bits, and registers are scarce.
         left = T.meta_var(T.max(T.min(self.split_size, self.total - first), T.int64(0)))
         self.left = T.cast(left, I32)
         if self.left > 0:
-            owner = T.meta_var(self.owner(first, lane))
-            self.item = owner.sequence
-            self.index = owner.index
-
-    def has_next(self):
-        """Whether there is work left."""
-        return self.left > 0
+            self.find_item(first, lane)
 
     @inline
-    def next(self):
-        """Go on with the next tile: the end of one, whole ones, and the beginning of another."""
-        sync_block()  # none reads any more what the tile before left in shared memory
-        while self.index >= self.kv_tiles_of(self.item):
-            self.index = self.index - self.kv_tiles_of(self.item)
-            self.item = self.item + 1
-        num_kv_tiles = self._kv_tiles_of_tile(self.item)
-        number = self._number(self.index, num_kv_tiles)
-        begin = T.cast(self.index - as_count(number) * num_kv_tiles, I32)
-        count = T.min(num_kv_tiles - begin, self.left)
-        self.left = self.left - count
-        self.index = self.index + as_count(count)
-        self.kv_len = self.items.kv_len(self.item)
-        self.start = begin * self.tiling.positions
-        self.end = T.min((begin + count) * self.tiling.positions, self.kv_len)
-        self.whole = T.cast(count == num_kv_tiles, I32)
-        self.slot = self.states.slot(self.block, begin > 0)
-        num_tiles = self._num_tiles(self.item)
+    def find_item(self, kv_tile, lane):
+        """Find the item of a KV tile, and which of the item's it is."""
+        self.search.find(kv_tile, self.items.count, self.kv_tiles_of, lane)
+        self.item = self.search.item
+        self.index = self.search.index
+
+    @inline
+    def find_tile(self):
+        """Find the tile of the item's KV tile `index`, and which of the tile's this is."""
+        self.num_kv_tiles = self._kv_tiles_of_tile(self.item)
+        number = T.cast(T.truncdiv(self.index, as_count(self.num_kv_tiles)), I32)
+        self.kv_tile = T.cast(self.index - as_count(number) * self.num_kv_tiles, I32)
+        num_tiles = self.num_tiles(self.item)
         self.head = T.truncdiv(number, num_tiles)
         self.first = T.truncmod(number, num_tiles) * self.tiling.rows
-        self.first_row = self.items.first_row(self.item)
-        self.num_rows = self.items.num_rows(self.item)
+        self.begin_item()
+
+    @inline
+    def advance(self):
+        """Go on with the next tile."""
+        sync_block()  # none reads any more what the tile before left in shared memory
+        while self.index >= self.kv_tiles_of(self.item):
+            self.index -= self.kv_tiles_of(self.item)
+            self.item += 1
+        self.find_tile()
+        count = T.min(self.num_kv_tiles - self.kv_tile, self.left)
+        self.left -= count
+        self.index += as_count(count)
+        self.start = self.kv_tile * self.tiling.positions
+        self.end = T.min((self.kv_tile + count) * self.tiling.positions, self.kv_len)
+        self.whole = T.cast(count == self.num_kv_tiles, I32)
+        self.slot = self.states.slot(self.block, self.kv_tile > 0)
 
     @inline
     def clip(self, mask):
@@ -309,130 +388,30 @@ class BalancedSplits:
         mask.start = T.max(mask.start, self.start)
         mask.end = T.min(mask.end, self.end)
 
-    def state_index(self, rows, row) -> tuple:
+    def state_index(self, rows: QueryRows, row) -> tuple:
         """Return where the partial state of a row is."""
         return self.slot, row
 
-    # --- what the merge of the states asks for --------------------------------------------------
+    @inline
+    def find_cut(self, lane):
+        """Find the tile that the end of the block's split cuts; `begins_in_split` if one is."""
+        self.measure(lane)
+        cut = as_count(self.block + 1) * self.split_size
+        self.tile_begin = cut  # none
+        if cut < self.total:
+            self.find_item(cut, lane)
+            self.find_tile()
+            self.tile_begin = cut - as_count(self.kv_tile)
+            self.tile_end = self.tile_begin + as_count(self.num_kv_tiles)
 
-    def owner(self, at, lane) -> WorkItem:
-        """The item of a KV tile, as `sequence`, and which of the item's it is, as `index`."""
-        return WorkItem(at, self.count, self.kv_tiles_of, lane, I64)
+    def begins_in_split(self):
+        """Whether the tile that is cut begins in the split: its block merges it."""
+        end = as_count(self.block + 1) * self.split_size
+        return T.And(self.tile_begin < end, self.tile_begin >= end - self.split_size)
 
-    @staticmethod
-    def _number(index, num_kv_tiles):
-        """The tile of an item that KV tile `index` of the item belongs to."""
-        return T.cast(T.truncdiv(index, as_count(num_kv_tiles)), I32)
-
-    def pair(self, owner, at) -> CutTile:
-        """The tile of a KV tile, whose owner has `sequence` and `index`."""
-        item = owner.sequence
-        num_kv_tiles = index_temp(self._kv_tiles_of_tile(item))
-        number = index_temp(self._number(owner.index, num_kv_tiles))
-        begin = count_temp(at - owner.index + as_count(number) * num_kv_tiles)
-        num_tiles = index_temp(self._num_tiles(item))
-        return CutTile(
-            work=self,
-            head=index_temp(T.truncdiv(number, num_tiles)),
-            first_row=index_temp(self.items.first_row(item)),
-            num_rows=index_temp(self.items.num_rows(item)),
-            first=index_temp(T.truncmod(number, num_tiles) * self.tiling.rows),
-            begin=begin,
-            end=count_temp(begin + num_kv_tiles),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CutTile:
-    """A tile of rows of which several blocks have partial states.
-
-    Parameters
-    ----------
-    work : BalancedSplits
-    head, first_row, num_rows, first : int32 expressions
-        As in `work`.
-    begin, end : int64 expressions
-        Its KV tiles in the step.
-    """
-
-    work: BalancedSplits
-    head: object
-    first_row: object
-    num_rows: object
-    first: object
-    begin: object
-    end: object
-
-    def has_row(self, row):
-        """Whether a row of the tile is one of the item."""
-        return self.first + row < self.num_rows * self.work.group
-
-    def output_row(self, row) -> tuple:
-        """Return the index of a row of the tile in O and its logs."""
-        group, at = self.work.group, self.first + row
-        row_id = self.work.items.row_id(self.first_row + T.truncdiv(at, group))
-        return as_int64(row_id), self.head * group + T.truncmod(at, group)
-
-
-# ---- On the host -------------------------------------------------------------------------------
-
-
-def splits_of(tiling: Tiling, num_tiles, num_positions):
-    """Return how many blocks split the columns of each tile, at least one.
-
-    Parameters
-    ----------
-    tiling : Tiling
-    num_tiles : int32 expression
-    num_positions : integer expression
-        No sequence has more of them; known to the host.
-    """
-    resident = resident_blocks(tiling.num_bytes, tiling.min_blocks)
-    max_splits = T.cast(T.truncdiv(num_positions + MIN_COLUMNS - 1, MIN_COLUMNS), I32)
-    splits = T.max(T.min(T.truncdiv(resident, T.max(num_tiles, 1)), max_splits), 1)
-    return T.bind(splits, var=tirx.Var("splits", I32))
-
-
-class FixedWork(PartialStates):
-    """The grid of blocks with `FixedSplits`, and a state of each row for each of the splits.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-    tiling : Tiling
-    a : the kernel's arguments.
-    items : Sequences
-    num_positions : integer expression
-        As `splits_of` takes it.
-    """
-
-    def __init__(self, spec: KernelSpec, tiling: Tiling, a, items: Sequences, num_positions):
-        self.tiling, self.a, self.items = tiling, a, items
-        # An upper bound: each sequence has at most one partial tile.
-        max_tiles = T.truncdiv(a.q.shape[0] * spec.group_size, tiling.rows) + items.count
-        pairs = spec.num_kv_heads * tiling.slices
-        self.splits = splits_of(tiling, max_tiles * pairs, num_positions)
-        self.grid = [max_tiles, pairs, self.splits]
-        num_states = T.if_then_else(self.splits > 1, self.splits, 0)
-        super().__init__(spec, (num_states, T.cast(a.q.shape[0], I32), spec.num_qo_heads))
-
-    def of_block(self, blocks) -> FixedSplits:
-        """Return the work of a block of the grid."""
-        return FixedSplits(self.spec, self.tiling, self.items, blocks, self.splits)
-
-    def launch_merge(self) -> None:
-        """Merge the states of the rows that sequences have; with one split there are none."""
-        num_heads = self.spec.num_qo_heads
-        blocks = T.ceildiv(T.cast(self.a.q.shape[0], I32) * num_heads, MERGED_ROWS)
-        with T.If(self.splits > 1), T.Then():
-            with launch([blocks], MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE) as ((block,), thread):
-                lane = index_temp(T.truncmod(thread, WARP))
-                at = index_temp(block * MERGED_ROWS + T.truncdiv(thread, WARP))
-                row = index_temp(T.truncdiv(at, num_heads))
-                head = index_temp(T.truncmod(at, num_heads))
-                with T.If(row < self.items.first_row(self.items.count)), T.Then():
-                    output = as_int64(row), head
-                    self.merge(self.a, lambda i: (i, *output), self.splits, output, lane)
+    def num_splits(self):
+        """Return the number of splits that have some of the tile, from the block's on."""
+        return T.cast(T.truncdiv(self.tile_end - 1, self.split_size), I32) - self.block + 1
 
 
 class BalancedWork(BlockStates):
@@ -440,13 +419,12 @@ class BalancedWork(BlockStates):
 
     Parameters
     ----------
-    spec, tiling, a : see `FixedWork`
-    items : Sequences or Segments
+    spec, tiling, a, items : see `FixedWork`
     is_continued : bool
         As `BlockStates` takes it.
     """
 
-    def __init__(self, spec: KernelSpec, tiling: Tiling, a, items, is_continued: bool):
+    def __init__(self, spec: KernelSpec, tiling: Tiling, a, items: Items, is_continued: bool):
         self.tiling, self.a, self.items = tiling, a, items
         num_blocks = resident_blocks(tiling.num_bytes, tiling.min_blocks, tiling.slices)
         self.grid = [num_blocks, tiling.slices]
@@ -454,15 +432,21 @@ class BalancedWork(BlockStates):
 
     def of_block(self, blocks) -> BalancedSplits:
         """Return the work of a block of the grid."""
-        arguments = self.spec, self.tiling, self.items, blocks
-        return BalancedSplits(*arguments, self.num_blocks, self)
+        return BalancedSplits(self.spec, self.tiling, self.items, blocks, self)
 
-    def launch_merge(self) -> None:
+    @inline
+    def launch_merge(self):
         """Merge the states of the tiles that were cut."""
-
-        def schedule_of(lane) -> BalancedSplits:
-            work = self.of_block((None, None))
-            work.cut(lane)
-            return work
-
-        super().launch_merge(self.a, schedule_of)
+        grid = T.meta_var([self.num_blocks, -(-self.tiling.rows // MERGED_ROWS)])
+        size = T.meta_var((MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE))
+        with launch(grid, *size) as (blocks, thread):
+            block = T.meta_var(blocks[0])
+            lane = T.truncmod(thread, WARP)
+            row = blocks[1] * MERGED_ROWS + T.truncdiv(thread, WARP)
+            work = self.of_block((block, 0))
+            rows = QueryRows(self.spec, self.tiling, work)
+            work.find_cut(lane)
+            if T.And(work.begins_in_split(), row < self.tiling.rows):
+                if rows.exists(row):
+                    slot_of = T.meta_var(lambda i: (self.slot(block + i, i > 0), row))
+                    self.merge(self.a, slot_of, work.num_splits(), rows.index(row), lane)

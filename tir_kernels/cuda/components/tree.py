@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ...semantics.visibility import NO_LIMIT
-from ..emit import I32, U32, Registers, Variable, index_temp, ptx, sync_block
+from ..emit import I32, U32, Registers, ptx, sync_block
 from ..tiles.tiling import Tiling
 from .block_memory import BlockMemory
 from .query_rows import QueryRows
@@ -19,11 +19,23 @@ from .query_rows import QueryRows
 
 @T.meta_class
 class NoTree:
-    """Columns that follow each other: a row sees all between its bounds."""
+    """Columns that follow each other: a row sees all between its bounds.
+
+    Attributes
+    ----------
+    k_offset : int32
+        RoPE position of column 0, in kernels that are not told.
+    """
+
+    k_offset = 0
 
     @inline
-    def begin(self, sequence, k_offset):
-        """Go on with a sequence, whose column 0 is at a RoPE position."""
+    def begin_sequence(self, sequence):
+        """Go on with a sequence."""
+
+    @inline
+    def begin(self, k_offset):
+        """Go on with a tile of rows; column 0 of the sequence is at a RoPE position."""
 
     @inline
     def begin_tile(self, first, rope, has_bias: bool):
@@ -53,42 +65,59 @@ class TreeMask(NoTree):
 
     Parameters
     ----------
-    nodes : TreeNodes
-    window, q_rope_position : the kernel's arguments; the window may be None.
+    a : the kernel's arguments
     tiling : Tiling
     rows : QueryRows
     memory : BlockMemory
     """
 
-    def __init__(
-        self,
-        nodes: TreeNodes,
-        window,
-        q_rope_position,
-        tiling: Tiling,
-        rows: QueryRows,
-        memory: BlockMemory,
-    ):
-        self.nodes, self.window, self.q_rope_position = nodes, window, q_rope_position
-        self.tiling, self.rows, self.work, self.memory = tiling, rows, rows.work, memory
+    def __init__(self, a, tiling: Tiling, rows: QueryRows, memory: BlockMemory):
+        self.a, self.order, self.window, self.tiling = a, a.tree_order, a.window, tiling
+        self.rows, self.work, self.memory = rows, rows.work, memory
         self.first_node, self.num_nodes, self.start = (T.local_scalar(I32) for _ in range(3))
+        self.depth = T.local_scalar(I32)
         self.number = T.alloc_local((rows.count,), I32, layout=None)
         self.first_position = T.alloc_local((rows.count,), I32, layout=None)
+        # Ragged K has no positions of its own, unlike that of MLA, which is rotated already.
+        self.finds_offset = a.k_rope_pos_offset is None and a.q_rope_position is not None
+        if self.finds_offset:
+            self.k_offset = T.local_scalar(I32)
 
     @inline
-    def begin(self, sequence, k_offset):
-        """Find the tree of a sequence, and the numbers of the thread's rows."""
-        self.first_node = self.nodes.indptr[sequence]
-        self.num_nodes = self.nodes.indptr[sequence + 1] - self.first_node
+    def begin_sequence(self, sequence):
+        """Find the tree of a sequence, and for ragged K the position of column 0."""
+        self.first_node = self.a.tree_order_indptr[sequence]
+        self.num_nodes = self.a.tree_order_indptr[sequence + 1] - self.first_node
+        if self.finds_offset:  # such that the first row gets its own position
+            behind = self.work.num_rows  # columns from the first row's position on, of a chain
+            if self.num_nodes > 0:
+                self._find_depth(T.max(self.num_nodes - self.work.num_rows, 0))
+                behind = self.num_nodes - self.depth
+            own = T.meta_var(self.a.q_rope_position[self.work.first_row])
+            self.k_offset = own - (self.work.kv_len - behind)
+
+    @inline
+    def _find_depth(self, node):
+        """Find a node's depth: in how many subtrees its number lies, but its own."""
+        number = self.order[self.first_node + node, 0]
+        self.depth = -1
+        for i in T.serial(self.num_nodes):
+            subtree = T.meta_var([self.order[self.first_node + i, side] for side in range(2)])
+            if T.And(subtree[0] <= number, number < subtree[1]):
+                self.depth += 1
+
+    @inline
+    def begin(self, k_offset):
+        """Find the numbers of the thread's rows."""
         kv_len = T.meta_var(self.work.kv_len)
         self.start = T.if_then_else(self.num_nodes > 0, kv_len - self.num_nodes, kv_len)
         for h in T.unroll(self.rows.count):
             token = T.meta_var(self.rows.token(self.rows.own(h)))
             node = T.meta_var(T.max(kv_len - self.work.num_rows + token - self.start, 0))
             at = T.meta_var(self.first_node + T.min(node, self.num_nodes - 1))
-            self.number[h] = T.if_then_else(self.num_nodes > 0, self.nodes.order[at, 0], 0)
+            self.number[h] = T.if_then_else(self.num_nodes > 0, self.order[at, 0], 0)
             if self.window is not None:
-                own = T.meta_var(self.q_rope_position[self.work.first_row + token] - k_offset)
+                own = T.meta_var(self.a.q_rope_position[self.work.first_row + token] - k_offset)
                 self.first_position[h] = own + 1 - self.window
 
     @inline
@@ -108,8 +137,8 @@ class TreeMask(NoTree):
                 position = first + i
                 node = first + i - self.start
                 if T.And(node >= 0, node < self.num_nodes):
-                    depth = T.meta_var(self.nodes.depth(self.first_node, self.num_nodes, node))
-                    position = self.start + depth
+                    self._find_depth(node)
+                    position = self.start + self.depth
                 ptx("st.shared.b32", self.memory.position(i), T.cast(position, U32))
         sync_block()
 
@@ -130,57 +159,9 @@ class TreeMask(NoTree):
     def is_visible(self, first, column, h):
         """Return whether a row sees a column; it sees its ancestors among the nodes, and itself."""
         node = first + column - self.start
-        at = self.first_node + node
-        begins, ends = (self.nodes.order[at, side] for side in range(2))
+        begins, ends = (self.order[self.first_node + node, side] for side in range(2))
         number = self.number[h]
         seen = T.if_then_else(node >= 0, T.And(begins <= number, number < ends), T.bool(True))
         if self.window is None:
             return seen
         return T.And(self.position(first, column) >= self.first_position[h], seen)
-
-
-def tree_mask(
-    nodes: TreeNodes | None, a, tiling: Tiling, rows: QueryRows, memory: BlockMemory
-) -> NoTree:
-    """Make the component for the trees of a call, whose other arguments are `a`; None: no trees."""
-    if nodes is None:
-        return NoTree()
-    return TreeMask(nodes, a.window, a.q_rope_position, tiling, rows, memory)
-
-
-class TreeNodes:
-    """The nodes of the trees of a batch.
-
-    Parameters
-    ----------
-    indptr, order : the kernel's arguments `tree_order_indptr` and `tree_order`.
-    """
-
-    def __init__(self, indptr, order):
-        self.indptr, self.order = indptr, order
-
-    def of(self, sequence) -> tuple:
-        """Return the first node of a sequence and the number of its nodes."""
-        first = index_temp(self.indptr[sequence])
-        return first, index_temp(self.indptr[sequence + 1] - first)
-
-    def depth(self, first_node, num_nodes, node):
-        """A node's depth: in how many subtrees its number lies, but its own."""
-        number = index_temp(self.order[first_node + node, 0])
-        depth = Variable(T.int32(-1))
-        with T.serial(num_nodes) as i:
-            begins, ends = (self.order[first_node + i, side] for side in range(2))
-            with T.If(T.And(begins <= number, number < ends)), T.Then():
-                depth.set(depth.get() + 1)
-        return depth.get()
-
-    def first_of_ragged(self, sequence, q_indptr, kv_indptr, q_rope_position):
-        """Position of column 0 of ragged K, such that the first row gets its own position."""
-        num_rows = index_temp(q_indptr[sequence + 1] - q_indptr[sequence])
-        kv_len = index_temp(kv_indptr[sequence + 1] - kv_indptr[sequence])
-        first_node, num_nodes = self.of(sequence)
-        behind = Variable(num_rows)  # columns from the first row's position on, of a chain
-        with T.If(num_nodes > 0), T.Then():
-            node = T.max(num_nodes - num_rows, 0)
-            behind.set(num_nodes - self.depth(first_node, num_nodes, node))
-        return index_temp(q_rope_position[q_indptr[sequence]] - (kv_len - behind.get()))

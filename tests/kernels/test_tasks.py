@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from tir_kernels.cpu import row_copy
 from tir_kernels.cpu.attention import mla
 from tir_kernels.cpu.components.work import Queue, Splits
-from tir_kernels.cpu.simd import Register, index_temp
+from tir_kernels.cpu.simd import Register, import_llvm, index_temp
 from tir_kernels.define import define_kernel, target_attributes
 from tir_kernels.script import prim_func
 from tir_kernels.semantics.visibility import CausalMask, WholeSequence
@@ -108,16 +108,16 @@ def queue_kernel(each: int, num_owners: int):
         queue = Queue()
         queue.next[0] = T.int64(num_owners * each - 5)
         at = 0
-        with queue.scope():
-            item = queue.take()
-            first = T.int64(0)
-            for owner in range(num_owners):
-                while item < first + T.int64(each):
-                    taken[at, 0] = owner
-                    taken[at, 1] = T.cast(item - first, "int32")
-                    at += 1
-                    item = queue.take()
-                first += T.int64(each)
+        import_llvm(Queue.llvm_helper)
+        item = queue.take()
+        first = T.int64(0)
+        for owner in range(num_owners):
+            while item < first + T.int64(each):
+                taken[at, 0] = owner
+                taken[at, 1] = T.cast(item - first, "int32")
+                at += 1
+                item = queue.take()
+            first += T.int64(each)
 
     return queue_kernel
 

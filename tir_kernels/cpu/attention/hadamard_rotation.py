@@ -52,11 +52,6 @@ class HadamardRotation:
         """Emit what multiplies Q, or leaves it."""
         (rotated if self.rotates_q else plain)()
 
-    def if_positions_matter(self, body: Callable[[], None]) -> None:
-        """Emit `body`, which finds positions, for a bias that asks for them."""
-        if self.spec.alibi_slopes is not None:
-            body()
-
     def set_position(self, position) -> None:
         """All positions have the same matrix."""
 

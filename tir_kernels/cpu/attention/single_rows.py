@@ -10,7 +10,7 @@ from ..components.kv_blocks import KvBlocks, VisibleSpans
 from ..components.kv_operands import single_row_operands
 from ..components.output import Output
 from ..components.query_rows import QueryRows, max_local_heads
-from ..components.work import Queue, cut
+from ..components.work import cut
 from ..simd import index_temp
 
 SEQUENCES_PER_TASK = 8  # fewer would leave tasks of too different a size
@@ -50,32 +50,31 @@ class Singles:
         self.spans, self.kv = VisibleSpans(self.a), KvBlocks(self.spec, self.a)
         self.rows.begin()
 
-    def num_items(self, sequence, num_tasks):
-        """Return the items of a sequence in the queue, each with some of the KV heads."""
-        return T.if_then_else(self.has(sequence), self.num_head_splits(num_tasks), 0)
-
-    def num_head_splits(self, num_tasks):
-        """Return the number of items of a sequence that has one row."""
-        heads = self.spec.num_kv_heads
-        is_enough = self.a.batch_size >= num_tasks * SEQUENCES_PER_TASK
-        return T.if_then_else(is_enough, -(-heads // max_local_heads(self.spec)), heads)
-
-    def attend(self, queue: Queue, num_tasks) -> None:
-        """Attend and store, for the items that a task takes."""
-        num_splits = index_temp(self.num_head_splits(num_tasks))
-        queue.for_items(
-            self.a.batch_size,
-            lambda b: T.if_then_else(self.has(b), num_splits, 0),
-            lambda b, item: self.attend_item(b, item, num_splits),
-        )
+    @inline
+    def attend(self, queue, num_tasks):
+        """Attend and store, for the items that a task takes: a sequence with some KV heads."""
+        heads = T.meta_var(self.spec.num_kv_heads)
+        fewest = T.meta_var(-(-heads // max_local_heads(self.spec)))
+        is_enough = T.meta_var(self.a.batch_size >= num_tasks * SEQUENCES_PER_TASK)
+        num_head_splits = T.if_then_else(is_enough, fewest, heads)
+        item = queue.take()
+        first_item = T.int64(0)  # of the sequence
+        for sequence in range(self.a.batch_size):
+            num_items = T.meta_var(T.if_then_else(self.has(sequence), num_head_splits, 0))
+            end_item = first_item + T.cast(num_items, "int64")
+            while item < end_item:
+                head_split = T.cast(item - first_item, "int32")
+                self._attend_heads(sequence, head_split, num_head_splits)
+                item = queue.take()
+            first_item = end_item
 
     @inline
-    def attend_item(self, sequence, item, num_head_splits):
+    def _attend_heads(self, sequence, head_split, num_head_splits):
         """Attend with some KV heads of a sequence, and store."""
         a, spec, rows, kv = T.meta_var((self.a, self.spec, self.rows, self.kv))
         products, spans, group = T.meta_var((self.products, self.spans, spec.group_size))
-        first_head = cut(spec.num_kv_heads, item, num_head_splits)
-        num_heads = cut(spec.num_kv_heads, item + 1, num_head_splits) - first_head
+        first_head = cut(spec.num_kv_heads, head_split, num_head_splits)
+        num_heads = cut(spec.num_kv_heads, head_split + 1, num_head_splits) - first_head
         token = a.q_indptr[sequence]
         num_pages = a.page_indptr[sequence + 1] - a.page_indptr[sequence]
 

@@ -43,7 +43,6 @@ class InlineRope:
         self.rope, self.width, self.lanes = spec.rope, spec.qk_head_dim, spec.target.lanes
         self.half = spec.rope.rotary_dim // 2
         self.fits = has_rope(spec)
-        self.has_bias = spec.alibi_slopes is not None
         self.mode = a.rotary_mode
         self.rotates_q = self.rotates_k = self.mode == 1 if self.fits else False
         require_own_rotation(spec, a)
@@ -65,13 +64,6 @@ class InlineRope:
 
     def restore(self, o, row) -> None:
         """Rows of O are as V is, which is not rotated."""
-
-    def if_positions_matter(self, body: Callable[[], None]) -> None:
-        """Emit `body`, which finds positions, for a rotation or a bias that asks for them."""
-        if self.has_bias:
-            body()
-        else:
-            self.either(body, lambda: None)
 
     def begin_task(self) -> None:
         """Make the buffers of a task."""
@@ -175,6 +167,3 @@ class NoRotation:
 
     def restore(self, o, row) -> None:
         """Nothing to restore."""
-
-    def if_positions_matter(self, body: Callable[[], None]) -> None:
-        """They do not."""

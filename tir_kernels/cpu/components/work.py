@@ -6,7 +6,7 @@ from collections.abc import Callable
 from tvm.script import tirx as T
 
 from ...script import inline
-from ..simd import Register, index_temp, wide_temp
+from ..simd import index_temp, wide_temp
 
 TASK_LOOP = "pagedkv.task_loop"  # annotates a parallel loop over tasks
 # A launch costs 1 us hot and up to 50 us when the workers sleep, so small work must not pass
@@ -98,7 +98,7 @@ class Splits:
 class Queue:
     """Work items that tasks take one after another, so that they finish together.
 
-    It is made before the tasks begin, which are within its `scope`. A task does::
+    It is made before the tasks begin, where `llvm_helper` is known. A task does::
 
         item = queue.take()
         while item < num_items:
@@ -117,30 +117,6 @@ class Queue:
         """Begin with item 0."""
         self.next[0] = T.int64(0)
 
-    @staticmethod
-    def scope():
-        """Open the scope in which tasks may take items."""
-        return T.attr(T.int32(0), "pragma_import_llvm", _TAKE)
-
     def take(self):
         """Return the next item, int64; to be assigned to a variable."""
         return T.call_extern("int64", "pagedkv_take_unit", T.address_of(self.next[0]))
-
-    def for_items(self, num_owners, num_items: Callable, body: Callable) -> None:
-        """Emit ``body(owner, item)`` for the items that this task takes, in their order.
-
-        Parameters
-        ----------
-        num_owners : int32 expression
-            Such as the number of sequences.
-        num_items : callable
-            Owner -> number of its items, int32; their sum may need 64 bits.
-        """
-        taken = Register(1, "int64", self.take())
-        before = Register(1, "int64", T.int64(0))  # items of earlier owners
-        with T.serial(num_owners) as owner:
-            end = wide_temp(before.get() + T.cast(num_items(owner), "int64"))
-            with T.While(taken.get() < end):
-                body(owner, index_temp(T.cast(taken.get() - before.get(), "int32")))
-                taken.set(self.take())
-            before.set(end)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from tvm.error import DiagnosticError
 
-from .cpu.attention import append_prefill, decode, mla, prefill
-from .cpu.attention.shared import kernel as shared_prefix
+from .cpu.attention import append_prefill, decode, mla, prefill, shared
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
 from .moves import append, copy, latent, merge
 from .spec import CudaTarget, KernelSpec, VectorTarget
@@ -26,7 +25,7 @@ BUILDERS: dict[str, Callable] = {
     "prefill_sliding": prefill.prefill_sliding,
     "decode_sliding": decode.decode_sliding,
     "prefill_ragged_sliding": prefill.prefill_ragged_sliding,
-    "prefill_shared": shared_prefix.prefill_shared,
+    "prefill_shared": shared.prefill_shared,
     "tree_paged": prefill.tree_paged,
     "tree_paged_sliding": prefill.tree_paged_sliding,
     "tree": prefill.tree,
@@ -39,7 +38,7 @@ BUILDERS: dict[str, Callable] = {
     "compact_copy": copy.compact_copy,
     "transpose_append_mla": latent.transpose_append_mla,
     "mla_prefill": mla.mla_prefill,
-    "mla_prefill_shared": shared_prefix.mla_prefill_shared,
+    "mla_prefill_shared": shared.mla_prefill_shared,
     "mla_tree": mla.mla_tree,
     "debug_get_kv_mla": latent.debug_get_kv_mla,
 }

@@ -10,12 +10,11 @@ import tvm_ffi
 from tvm.script import tirx as T
 
 from tir_kernels.cpu import row_copy
-from tir_kernels.cpu.attention import mla
+from tir_kernels.cpu.attention.mla import SequenceTiles
 from tir_kernels.cpu.components.work import Queue, Splits
-from tir_kernels.cpu.simd import Register, import_llvm, index_temp
-from tir_kernels.define import define_kernel, target_attributes
+from tir_kernels.cpu.simd import import_llvm
+from tir_kernels.define import target_attributes
 from tir_kernels.script import prim_func
-from tir_kernels.semantics.visibility import CausalMask, WholeSequence
 from tvm_pagedkv.compiler.build import resolve_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
@@ -31,11 +30,6 @@ def compile_native(kernel):
     return compile_kernel(kernel, "kernel", resolve_target("native"))["kernel"]
 
 
-def compile_body(arguments: dict, body):
-    kernel = define_kernel(arguments, body, on_cpu=True)
-    return compile_native(kernel)
-
-
 @pytest.fixture
 def many_threads():
     """Kernels are told of 200 threads; TVM's pool runs their tasks on those that it has."""
@@ -47,7 +41,7 @@ def many_threads():
 
 @pytest.fixture
 def counted_tasks(monkeypatch):
-    """The numbers of tasks that decode and the MLA kernels make, which are compiled anew."""
+    """The numbers of tasks that kernels make, which are compiled anew and tell them."""
     seen = []
     tvm_ffi.register_global_func("tests.saw_tasks", seen.append, override=True)
     parallel = T.parallel
@@ -149,45 +143,43 @@ def test_queue_passes_two_to_the_thirty_two_items():
     np.testing.assert_array_equal(taken.numpy(), want)
 
 
+def cost_kernel(spec):
+    @prim_func
+    def cost_kernel(
+        q_handle: T.handle, pages_handle: T.handle, lengths_handle: T.handle, o: T.handle
+    ):
+        """Tell the cost of all tiles of a sequence."""
+        T.func_attr(target_attributes(on_cpu=True))
+        q_indptr = row_copy.match(q_handle, (2,), "int32")
+        page_indptr = row_copy.match(pages_handle, (2,), "int32")
+        lengths = row_copy.match(lengths_handle, (1,), "int32")
+        costs = row_copy.match(o, (1,), "int64")
+        a = T.meta_var(
+            SimpleNamespace(
+                batch_size=T.int32(1),
+                q_indptr=q_indptr,
+                page_indptr=page_indptr,
+                length_info=lengths,
+                causal=T.int32(0),
+            )
+        )
+        tiles = SequenceTiles(spec, a)
+        tiles.begin()
+        while tiles.has_next():
+            tiles.advance()
+        costs[0] = tiles.before
+
+    return cost_kernel
+
+
 def test_cost_of_a_batch_of_mla():
     """A million rows on a billion positions."""
     rows, entries, page = 2**20, 2**26, 16
-    spec = make_mla_spec(4, (24, 8), (F32, F32), page)
-
-    def body(indptr_handle, lengths_handle, costs_handle):
-        indptr = row_copy.match(indptr_handle, (2, 2), "int32")
-        lengths = row_copy.match(lengths_handle, (1,), "int32")
-        costs = row_copy.match(costs_handle, (2,), "int64")
-        a = SimpleNamespace(
-            batch_size=T.int32(1),
-            q_indptr=_Row(indptr, 0),
-            page_indptr=_Row(indptr, 1),
-            lengths=WholeSequence(spec, lengths, index_temp),
-            mask=CausalMask(T.int32(0)),
-        )
-        largest = Register(1, "int64", T.int64(0))
-
-        def see(tile):
-            largest.set(T.max(largest.get(), tile.before + tile.cost))
-
-        T.buffer_store(costs, mla._for_tiles(spec, a, see), [0])
-        T.buffer_store(costs, largest.get(), [1])
-
-    kernel = compile_body(dict.fromkeys(("indptr", "lengths", "costs"), T.handle), body)
-    indptr = np.array([[0, rows], [0, entries]], np.int32)
-    costs = tvm.runtime.tensor(np.zeros(2, np.int64))
-    kernel(*(tvm.runtime.tensor(x) for x in (indptr, np.array([page], np.int32))), costs)
-    assert costs.numpy().tolist() == [rows * (entries * page // 64)] * 2
-
-
-class _Row:
-    """A row of a matrix, to be indexed as an array is."""
-
-    def __init__(self, matrix, row: int):
-        self.matrix, self.row = matrix, row
-
-    def __getitem__(self, index):
-        return self.matrix[self.row, index]
+    kernel = compile_native(cost_kernel(make_mla_spec(4, (24, 8), (F32, F32), page)))
+    indptr = [tvm.runtime.tensor(np.array([0, end], np.int32)) for end in (rows, entries)]
+    costs = tvm.runtime.tensor(np.zeros(1, np.int64))
+    kernel(*indptr, tvm.runtime.tensor(np.array([page], np.int32)), costs)
+    assert costs.numpy().tolist() == [rows * (entries * page // 64)]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,12 @@ class Panels:
         return self.buffer, (column // self.width, row, column % self.width)
 
 
+def for_chunks(width: int, lanes: int, body: Callable[[int, int], None]) -> None:
+    """Emit ``body(start, lanes)`` for the vectors of a row."""
+    for chunk in chunks(width, lanes):
+        body(chunk.start, chunk.lanes)
+
+
 def for_columns(
     width: int, lanes: int, per_step: int, body: Callable[[object, list[Chunk]], None]
 ) -> None:

@@ -1,228 +1,268 @@
 # SPDX-License-Identifier: Apache-2.0
 """Absorbed MLA attention over pages: one latent row per position serves all query heads.
 
-A tile is some tokens of a sequence with all their heads, packed and multiplied as in `prefill`. The
-positions of a tile are cut as well, so that a single row over a long context uses every thread.
+A tile is some tokens of a sequence with all their heads. The positions of a tile are cut as well,
+so that a single row over a long context uses every thread.
 """
-
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from tvm.script import tirx as T
 
-from ...script import inline
-from ...semantics.visibility import CausalMask, Span, WholeSequence
-from ...signatures import latent
-from ...signatures.inputs import AttentionInputs, PagedInputs
-from ...spec import KernelSpec
+from ...define import attributes
+from ...layout import view_pages
+from ...script import inline, prim_func
+from ...semantics.visibility import CausalMask
+from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
+from ...signatures.inputs import PagedInputs
+from ...spec import LOG2E, KernelSpec
 from ..components.kv_operands import operands
 from ..components.kv_rows import LatentRows
-from ..components.online_softmax import OnlineSoftmax
+from ..components.kv_tile import POSITIONS, KvTile
+from ..components.lane_rows import LaneMask, LaneQueries, RowBlocks
+from ..components.lane_softmax import LaneSoftmax, LaneSums
 from ..components.output import Output
-from ..components.packed_kv import POSITIONS, PackedKv
-from ..components.query_tile import QueryTile, Tiling
-from ..components.register_tile import ColumnTiles
-from ..components.row_bounds import RowBounds
-from ..components.score_tile import ScoreTile
+from ..components.partial_states import PartialStates
+from ..components.query_tile import Tiling
+from ..components.tile_splits import CutTile, Split, TileSplits
 from ..components.tree_mask import TokenTrees, TreeMask
-from ..simd import Register, index_temp, wide_temp
-from .define import build
-from .prefill import attend_positions
+from ..components.work import TASKS, cut
+from ..conversion import require_half_conversion
 from .rotation import rotation_of
-from .shared.split_tiles import CutTile, TileWork, emit_cut_tiles
-from .shared.tile import SharedTile
-from .shared.tiling import SharedStep
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SequenceTile(CutTile):
-    """Tokens of a sequence with all their heads; a tile that sees nothing costs one block.
+@T.meta_class
+class SequenceTiles:
+    """The tiles of a batch, one after another: tokens of a sequence with all their heads.
 
     Parameters
     ----------
-    sequence : int32 expression
-    first_row, num_rows : int32 expressions
-        The sequence's rows of Q.
-    first_token : int32 expression
-        Counted from `first_row`.
-    kv_len : int32 expression
-        Positions of the sequence.
-    end : int32 expression
-        First position that no token sees.
+    spec : KernelSpec
+    a : PagedInputs
+
+    Attributes
+    ----------
+    sequence, num_tokens, num_rows : int32 expressions
+        A token has a row for each query head.
+    kv_len, end : int32 expressions
+        Positions of the sequence, and the first one that no token sees.
+    first_page, last_page : int32 expressions
+        The entries of the sequence in the page table.
+    before, cost : int64 expressions
+        The cost of the tiles before this one, and its own; see `TileSplits`. One that sees nothing
+        costs one block.
     """
 
-    sequence: object
-    first_row: object
-    num_rows: object
-    first_token: object
-    kv_len: object
-    end: object
+    head = 0  # of K and V
 
-
-def _for_tiles(spec: KernelSpec, a: AttentionInputs, body: Callable[[_SequenceTile], None]):
-    """Emit ``body(tile)`` for every tile of the batch; returns the cost of all."""
-    tokens = Tiling.of(spec).tokens
-    before = Register(1, "int64", T.int64(0))
-    with T.serial(a.batch_size) as b:
-        first_row = index_temp(a.q_indptr[b])
-        num_rows = index_temp(a.q_indptr[b + 1] - first_row)
-        num_pages = index_temp(a.page_indptr[b + 1] - a.page_indptr[b])
-        kv_len = a.lengths.kv_len(b, num_pages)
-        with T.serial((num_rows + tokens - 1) // tokens) as i:
-            first_token = index_temp(i * tokens)
-            num_tokens = index_temp(T.min(tokens, num_rows - first_token))
-            end = index_temp(a.mask.end(first_token + num_tokens - 1, num_rows, kv_len))
-            num_blocks = T.max((end + POSITIONS - 1) // POSITIONS, 1)
-            cost = wide_temp(T.cast(num_blocks, "int64") * num_tokens)
-            body(
-                _SequenceTile(
-                    sequence=b,
-                    first_row=first_row,
-                    num_rows=num_rows,
-                    first_token=first_token,
-                    num_tokens=num_tokens,
-                    kv_len=kv_len,
-                    end=end,
-                    before=wide_temp(before.get()),
-                    cost=cost,
-                )
-            )
-            before.set(before.get() + cost)
-    return wide_temp(before.get())
-
-
-class _LatentTile:
-    """The rows of a tile over some of the positions that they see.
-
-    The heads of one token see the same positions, unless the token is the node of a tree.
-    """
-
-    def __init__(self, spec: KernelSpec, ops, a: AttentionInputs):
-        self.spec, self.ops, self.lanes = spec, ops, spec.target.lanes
-        self.mask = a.mask if a.tree is None else TreeMask(a, a.tree, POSITIONS)
-        self.one_token = SharedTile(spec, ops, spec.num_qo_heads) if a.tree is None else None
-        tiling, min_rows = Tiling.of(spec), self.one_token.num_rows if self.one_token else 0
-        tiles = ColumnTiles(ops, tiling.rows, spec.v_head_dim, self.lanes)
-        self.state = OnlineSoftmax(tiling.num_blocks, tiling.rows, self.lanes)
-        self.rows = QueryTile(spec, ops, a, tiles, self.state, is_stored=False, min_rows=min_rows)
-        self.rows.begin_task()
-        self.kv = PackedKv(spec, ops, tiles)
-        self.scores = ScoreTile(spec, ops, self.rows, tiles)
-        self.o = self.rows.o
-        if self.one_token:
-            self.one_token.o = self.o
-
-    def row_state(self, row):
-        """Index of a row's state in `state.row_max` and `state.row_sum`."""
-        return self.rows.state(row)
-
-    def run_blocks(
-        self, a: AttentionInputs, tile: _SequenceTile, rows: LatentRows, begin, end
-    ) -> None:
-        """Attend to the blocks of positions ``begin .. end - 1``, from a cleared state."""
-        self.mask.begin_sequence(tile.sequence, tile.kv_len)
-        last = T.min(end, (tile.end + POSITIONS - 1) // POSITIONS)
-        end = index_temp(T.max(begin, last))
-        self.rows.begin(tile.first_row + tile.first_token, tile.num_tokens, 0)
-        if not self.one_token:
-            self._run_tokens(a, tile, rows, begin, end)
-            return
-        with T.If(tile.num_tokens == 1):
-            with T.Then():
-                self._run_token(a, tile, rows, begin, end)
-            with T.Else():
-                self._run_tokens(a, tile, rows, begin, end)
-
-    def _run_token(self, a, tile: _SequenceTile, rows: LatentRows, begin, end) -> None:
-        """Attend where all rows see the same."""
-        token = index_temp(tile.first_row + tile.first_token)
-        step = SharedStep(
-            num_rows=T.int32(self.spec.num_qo_heads),
-            row_of=lambda head: (token, head),
-            kv_len=tile.end,
-            begin=begin,
-            end=end,
-            k_offset=0,
-        )
-        self.one_token.run(a, rows, step)
-        state = self.one_token.state
-        with T.serial(self.spec.num_qo_heads) as head:
-            row = index_temp(self.row_state(head))
-            T.buffer_store(self.state.row_max, state.row_max[self.one_token.row_state(head)], [row])
-            T.buffer_store(self.state.row_sum, state.row_sum[self.one_token.row_state(head)], [row])
+    def __init__(self, spec: KernelSpec, a: PagedInputs):
+        self.spec, self.a, self.tile_tokens = spec, a, Tiling.of(spec).tokens
+        self.mask = CausalMask(a.causal)
+        self.sequence, self.kv_len, self.end = (T.local_scalar("int32") for _ in range(3))
+        self.first_page, self.last_page = (T.local_scalar("int32") for _ in range(2))
+        self.first_row, self.num_sequence_rows = (T.local_scalar("int32") for _ in range(2))
+        self.first_token, self.num_tokens = (T.local_scalar("int32") for _ in range(2))
+        self.num_rows, self.max_tokens = (T.local_scalar("int32") for _ in range(2))
+        self.before, self.cost = (T.local_scalar("int64") for _ in range(2))
 
     @inline
-    def _run_tokens(self, a, tile, source, begin, end):
-        bounds = T.meta_var(
-            RowBounds(
-                mask=self.mask,
-                span=Span.whole(tile.kv_len, 0),
-                group=self.spec.num_qo_heads,
-                first_token=tile.first_token,
-                last_row=self.rows.num_rows - 1,
-                num_rows=tile.num_rows,
-                kv_len=tile.kv_len,
-            )
-        )
-        self.rows.begin_span()
-        rows, kv, scores = T.meta_var((self.rows, self.kv, self.scores))
-        for i in range(begin, end):
-            first = i * POSITIONS
-            attend_positions(self.mask, source, rows, kv, scores, bounds, first)
-        self.rows.end()
+    def begin(self):
+        """Go to the first tile."""
+        self.sequence = -1
+        self.num_sequence_rows = 0
+        self.first_token = 0
+        self.num_tokens = 0
+        self.before = T.int64(0)
+        self.cost = T.int64(0)
+        self.advance()
 
+    def has_next(self):
+        """Whether there is a tile."""
+        return self.sequence < self.a.batch_size
 
-def emit_mla(spec: KernelSpec, ops, a: AttentionInputs) -> None:
-    """Emit the body for inputs with a `mask`."""
-    lengths = WholeSequence(spec, a.length_info, index_temp)
-    a = replace(a, lengths=lengths, rope=rotation_of(spec, a))
-    if a.tree_order is not None:
-        a = replace(a, tree=TokenTrees(spec, a))
-        a.tree.begin()
+    @inline
+    def advance(self):
+        """Go to the next tile."""
+        self.before += self.cost
+        self.first_token += self.num_tokens
+        while T.And(self.first_token == self.num_sequence_rows, self.has_next()):
+            self.sequence += 1
+            self.first_token = 0
+            if self.has_next():
+                self._begin_sequence()
+        self.num_tokens = T.min(self.max_tokens, self.num_sequence_rows - self.first_token)
+        self.num_rows = self.num_tokens * self.spec.num_qo_heads
+        self.end = self.end_of(self.num_rows - 1)
+        num_blocks = T.max((self.end + POSITIONS - 1) // POSITIONS, 1)
+        self.cost = T.cast(num_blocks, "int64") * self.num_tokens
 
-    def begin_task():
-        a.rope.begin_task()
-        return _LatentTile(spec, ops, a)
+    @inline
+    def _begin_sequence(self):
+        self.first_row = self.a.q_indptr[self.sequence]
+        self.num_sequence_rows = self.a.q_indptr[self.sequence + 1] - self.first_row
+        num_tiles = T.max((self.num_sequence_rows + self.tile_tokens - 1) // self.tile_tokens, 1)
+        self.max_tokens = (self.num_sequence_rows + num_tiles - 1) // num_tiles  # of like size
+        self.first_page = self.a.page_indptr[self.sequence]
+        self.last_page = self.a.page_indptr[self.sequence + 1] - 1
+        num_pages = self.last_page - self.first_page + 1
+        held = (num_pages - 1) * self.spec.page_size + self.a.length_info[self.sequence]
+        self.kv_len = T.if_then_else(num_pages > 0, held, 0)
 
-    def rows_of(tile):
-        first = index_temp(a.page_indptr[tile.sequence])
-        last = index_temp(a.page_indptr[tile.sequence + 1] - 1)
-        rows = LatentRows(spec, a.pages, a.page_values, first, last, head=0)
-        return rows
+    def end_of(self, row):
+        """The first position that a row of the tile does not see."""
+        token = self.first_token + row // self.spec.num_qo_heads
+        return self.mask.end(token, self.num_sequence_rows, self.kv_len)
 
-    def at(tile, row):
-        group = spec.num_qo_heads
-        return tile.first_row + tile.first_token + row // group, row % group
+    def token(self, row):
+        """The row of Q of a row of the tile."""
+        return self.first_row + self.first_token + row // self.spec.num_qo_heads
 
-    tiles = TileWork(
-        group=spec.num_qo_heads,
-        positions=POSITIONS,
-        for_tiles=functools.partial(_for_tiles, spec, a),
-        begin_task=begin_task,
-        rows_of=rows_of,
-        at=at,
-        output=lambda: Output(spec, a.o, a.lse),
-    )
-    emit_cut_tiles(spec, ops, a, tiles)
+    def query_head(self, row):
+        """The query head of a row of the tile."""
+        return row % self.spec.num_qo_heads
 
 
 def mla_prefill(spec: KernelSpec):
-    """Build the kernel `mla_prefill`; its arguments are those of `signatures.latent.mla_prefill`.
+    """Build the kernel `mla_prefill`: any number of rows per sequence attend to its pages.
 
-    The spec is of kind "mla".
+    Its arguments are those of `signatures.inputs`; the spec is of kind "mla".
     """
-
-    def attend(a: PagedInputs) -> None:
-        emit_mla(spec, operands(spec, spec.kv_dtype), replace(a, mask=CausalMask(a.causal)))
-
-    return build(spec, latent.mla_prefill, attend)
+    return _mla_prefill(spec, absent=("tree_order_indptr", "tree_order"))
 
 
 def mla_tree(spec: KernelSpec):
-    """Build the kernel `mla_tree`; its arguments are those of `signatures.latent.mla_tree`."""
+    """Build the kernel `mla_tree`: new nodes of token trees see their ancestors and themselves."""
+    return _mla_prefill(spec, absent=("causal",))
 
-    def attend(a: PagedInputs) -> None:
-        emit_mla(spec, operands(spec, spec.kv_dtype), replace(a, mask=CausalMask(1)))
 
-    return build(spec, latent.mla_tree, attend)
+def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...]):
+    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
+    require_half_conversion(spec, spec.dtype, spec.kv_dtype)
+    ops, max_rows = operands(spec, spec.kv_dtype), Tiling.of(spec).tokens * num_heads
+
+    @prim_func(absent=absent)
+    def mla_prefill(
+        q: T.handle,
+        q_indptr: T.handle,
+        pages: T.handle,
+        page_indptr: T.handle,
+        page_values: T.handle,
+        length_info: T.handle,
+        o: T.handle,
+        lse: T.handle,
+        causal: T.int32,
+        sm_scale: T.float32,
+        tree_order_indptr: T.handle,
+        tree_order: T.handle,
+    ):
+        T.func_attr(attributes(spec))
+        batch_size, num_rows, num_pages, num_entries, num_nodes = sizes(5)
+        a = T.meta_var(
+            PagedInputs(
+                batch_size=batch_size,
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                q_indptr=match_int32(q_indptr, batch_size + 1),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, batch_size + 1),
+                page_values=match_int32(page_values, num_entries),
+                length_info=match_int32(length_info, batch_size),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
+                causal=T.int32(1) if causal is None else causal,
+                sm_scale=sm_scale,
+                tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
+                tree_order=match_int32(tree_order, num_nodes, 2),
+            )
+        )
+        kv_pages = T.meta_var(view_pages(a.pages, spec))
+        rope = T.meta_var(rotation_of(spec, a))
+        trees = T.meta_var(None if tree_order is None else TokenTrees(spec, a))
+        if trees is not None:
+            trees.begin()
+        splits = TileSplits(POSITIONS * num_heads * (qk_dim + v_dim))
+        all_tiles = SequenceTiles(spec, a)
+        splits.plan(all_tiles)
+        states = PartialStates(spec, splits.num_tasks, max_rows)
+        ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
+        with ops.scope():
+            for task in T.parallel(splits.num_tasks, annotations=TASKS):
+                tile, split = SequenceTiles(spec, a), Split(splits)
+                table = T.meta_var((a.page_values, tile.first_page, tile.last_page))
+                rows = T.meta_var(LatentRows(spec, kv_pages, *table, head=0))
+                factor = sm_scale * T.float32(LOG2E)
+                rope.begin_task()
+                mask = T.meta_var(
+                    CausalMask(a.causal) if trees is None else TreeMask(a, trees, POSITIONS)
+                )
+                queries = LaneQueries(spec, ops, max_rows, a, rope, factor)
+                kv = KvTile(spec, ops, rows)
+                seen = LaneMask(mask, max_rows, ops.lanes)
+                softmax, sums = LaneSoftmax(spec, ops, max_rows), LaneSums(spec, ops, max_rows)
+                blocks, output = RowBlocks(spec, ops), Output(spec, a.o, a.lse)
+
+                @inline
+                def attend(block, first):
+                    last_row = T.min(block.end_row, tile.num_rows) - 1
+                    num_seen = T.min(POSITIONS, tile.end_of(last_row) - first)
+                    if num_seen > 0:
+                        num_shared = T.max(mask.shared_end(tile.end_of(block.first_row)) - first, 0)
+                        softmax.score(queries, kv, block, first, 0, num_seen)
+                        if num_shared < POSITIONS:
+                            softmax.hide(block, first, num_shared, num_seen, seen)
+                        softmax.update(block, num_seen)
+                        if num_shared < num_seen and kv.has_special != 0:
+                            sums.add_seen(kv, softmax, block, first, num_seen, seen)
+                        else:
+                            sums.add(kv, softmax, block, first, num_seen)
+
+                split.take(task)
+                tile.begin()
+                while tile.before < split.last:
+                    split.enter(tile)
+                    if split.has_some():
+                        mask.begin_sequence(tile.sequence, tile.kv_len)
+                        blocks.begin(tile.num_rows)
+                        for vector in range(blocks.num_vectors):
+                            queries.load(vector, tile)
+                            seen.load(vector, tile)
+                            softmax.reset(vector)
+                            sums.clear(vector)
+                        last_block = T.min(
+                            split.last_block, (tile.end + POSITIONS - 1) // POSITIONS
+                        )
+                        for i in range(split.first_block, T.max(last_block, split.first_block)):
+                            first = i * POSITIONS
+                            mask.begin_tile(first, rope)
+                            kv.pack(first, tile.end, rope, 0)
+                            kv.look(mask.shared_end(tile.end_of(0)) - first, tile.end - first)
+                            for index in range(blocks.count):
+                                if index < blocks.num_wide:
+                                    attend(blocks.wide(index), first)
+                                else:
+                                    attend(blocks.narrow(index), first)
+                        sums.transpose(blocks.num_vectors)
+                        for row in range(tile.num_rows):
+                            at = T.meta_var((tile.token(row), tile.query_head(row)))
+                            state = T.meta_var(sums.state(row, softmax))
+                            rope.restore(sums.o, row)
+                            if split.is_whole(tile):
+                                output.finish(*at, *state)
+                            else:
+                                states.put(task, split.begin > 0, row, *state)
+                    tile.advance()
+        if splits.num_tasks > 1:
+            for task in T.parallel(splits.num_tasks, annotations=TASKS):
+                tile, cut_tile = SequenceTiles(spec, a), CutTile(splits)
+                output = Output(spec, a.o, a.lse)
+                cut_tile.begin()
+                tile.begin()
+                while tile.has_next():
+                    cut_tile.find(tile)
+                    if cut_tile.count > 1:
+                        begin = cut(tile.num_rows, task, splits.num_tasks)
+                        for row in range(begin, cut(tile.num_rows, task + 1, splits.num_tasks)):
+                            at = T.meta_var((tile.token(row), tile.query_head(row)))
+                            states.merge(cut_tile.first, cut_tile.count, row, output, *at)
+                    tile.advance()
+        states.free()
+
+    return mla_prefill

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of the rows of many sequences to pages that they have in common, merged in place.
+
+A tile is some rows of a segment, whatever sequences they belong to, with the query heads of one KV
+head: K and V are packed once for all of them. The positions of a tile are cut as well, so that one
+segment and one KV head use every thread.
+"""
+
+from tvm.script import tirx as T
+
+from ...define import attributes
+from ...layout import view_pages
+from ...script import inline, prim_func
+from ...semantics.rotary_mode import refuse_longrope
+from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
+from ...signatures.inputs import SharedInputs
+from ...spec import LOG2E, KernelSpec
+from ..components.kv_operands import operands
+from ..components.kv_rows import LatentRows, PagedRows
+from ..components.kv_tile import POSITIONS, KvTile
+from ..components.lane_rows import LaneQueries, RowBlocks
+from ..components.lane_softmax import LaneSoftmax, LaneSums
+from ..components.output import Output
+from ..components.partial_states import PartialStates
+from ..components.query_tile import Tiling
+from ..components.tile_splits import CutTile, Split, TileSplits
+from ..components.work import TASKS, cut
+from ..conversion import require_half_conversion
+from .rotation import rotation_of
+
+
+@T.meta_class
+class SegmentTiles:
+    """The tiles of the segments of a call, one after another: tokens with the heads of a KV head.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : SharedInputs
+
+    Attributes
+    ----------
+    segment, head, num_tokens, num_rows : int32 expressions
+        A token has a row for each query head of the KV head.
+    kv_len : int32 expression
+        Positions of the segment, all of which the rows see.
+    first_page, last_page : int32 expressions
+        Its entries of the page table.
+    k_offset : int32 expression
+        RoPE position of the first one.
+    before, cost : int64 expressions
+        The cost of the tiles before this one, and its own; see `TileSplits`.
+    """
+
+    def __init__(self, spec: KernelSpec, a: SharedInputs):
+        self.spec, self.a, self.tile_tokens = spec, a, Tiling.of(spec).tokens
+        self.segment, self.kv_len, self.k_offset = (T.local_scalar("int32") for _ in range(3))
+        self.first_page, self.last_page = (T.local_scalar("int32") for _ in range(2))
+        self.begin_token, self.end_token = (T.local_scalar("int32") for _ in range(2))
+        self.head, self.max_tokens = (T.local_scalar("int32") for _ in range(2))
+        self.first_token, self.num_tokens = (T.local_scalar("int32") for _ in range(2))
+        self.num_rows = T.local_scalar("int32")
+        self.before, self.cost = (T.local_scalar("int64") for _ in range(2))
+
+    @inline
+    def begin(self):
+        """Go to the first tile."""
+        self.segment = self.a.first_segment - 1
+        self.head = self.spec.num_kv_heads - 1
+        self.begin_token = 0
+        self.end_token = 0
+        self.first_token = 0
+        self.num_tokens = 0
+        self.before = T.int64(0)
+        self.cost = T.int64(0)
+        self.advance()
+
+    def has_next(self):
+        """Whether there is a tile."""
+        return self.segment < self.a.last_segment
+
+    @inline
+    def advance(self):
+        """Go to the next tile."""
+        self.before += self.cost
+        self.first_token += self.num_tokens
+        if self.first_token == self.end_token:
+            self.first_token = self.begin_token
+            self.head += 1
+        while T.And(self.head == self.spec.num_kv_heads, self.has_next()):
+            self.segment += 1
+            if self.has_next():
+                self._begin_segment()
+        self.num_tokens = T.min(self.max_tokens, self.end_token - self.first_token)
+        self.num_rows = self.num_tokens * self.spec.group_size
+        num_blocks = (self.kv_len + POSITIONS - 1) // POSITIONS
+        self.cost = T.cast(num_blocks, "int64") * self.num_tokens
+
+    @inline
+    def _begin_segment(self):
+        """Go to the first tile of a segment, or to its end if it has no rows."""
+        self.begin_token = self.a.row_indptr[self.segment]
+        self.end_token = self.a.row_indptr[self.segment + 1]
+        self.first_token = self.begin_token
+        num_tokens = self.end_token - self.begin_token
+        self.head = T.if_then_else(num_tokens > 0, 0, self.spec.num_kv_heads)
+        # Tiles of like size: a small last one would pack K and V for few rows.
+        num_tiles = T.max((num_tokens + self.tile_tokens - 1) // self.tile_tokens, 1)
+        self.max_tokens = (num_tokens + num_tiles - 1) // num_tiles
+        self.first_page = self.a.page_indptr[self.segment]
+        self.last_page = self.a.page_indptr[self.segment + 1] - 1
+        self.kv_len = (self.last_page + 1 - self.first_page) * self.spec.page_size
+        if self.a.k_rope_pos_offset is not None:
+            self.k_offset = self.a.k_rope_pos_offset[self.segment]
+        else:
+            self.k_offset = 0
+
+    def token(self, row):
+        """The row of Q of a row of the tile."""
+        return self.a.row_ids[self.first_token + row // self.spec.group_size]
+
+    def query_head(self, row):
+        """The query head of a row of the tile."""
+        return self.head * self.spec.group_size + row % self.spec.group_size
+
+
+def prefill_shared(spec: KernelSpec):
+    """Build the kernel `prefill_shared`.
+
+    Rows of several sequences attend to pages that they share, merged into their `o` and `lse`. A
+    segment is a range of whole pages with the rows that see all of them: ``row_ids[row_indptr[i]:
+    row_indptr[i + 1]]``. In one call a row may belong to one segment at most. With longrope, whose
+    frequencies are those of a sequence, rotary_mode 1 is refused.
+    """
+    return _prefill_shared(spec, absent=())
+
+
+def mla_prefill_shared(spec: KernelSpec):
+    """Build the kernel `mla_prefill_shared`: over latent rows, which models rotate themselves."""
+    positions = ("k_rope_pos_offset", "q_rope_position")
+    return _prefill_shared(spec, absent=(*positions, "rotary_mode", "rope_scale", "rope_theta"))
+
+
+def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
+    num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
+    match_rows, match_pages = row_matcher(spec), page_matcher(spec)
+    require_half_conversion(spec, spec.dtype, spec.kv_dtype)
+    ops, group, max_tokens = operands(spec, spec.kv_dtype), spec.group_size, Tiling.of(spec).tokens
+    max_rows = max_tokens * group
+    kind = LatentRows if spec.kind == "mla" else PagedRows
+
+    @prim_func(absent=absent)
+    def prefill_shared(
+        q: T.handle,
+        pages: T.handle,
+        page_indptr: T.handle,
+        page_values: T.handle,
+        k_rope_pos_offset: T.handle,
+        row_indptr: T.handle,
+        row_ids: T.handle,
+        q_rope_position: T.handle,
+        o: T.handle,
+        lse: T.handle,
+        first_segment: T.int32,
+        last_segment: T.int32,
+        rotary_mode: T.int32,
+        rope_scale: T.float32,
+        rope_theta: T.float32,
+        sm_scale: T.float32,
+    ):
+        T.func_attr(attributes(spec))
+        num_starts, num_rows, num_pages, num_entries, num_row_ids = sizes(5)
+        a = T.meta_var(
+            SharedInputs(
+                batch_size=num_starts - 1,
+                q=match_rows(q, num_rows, num_heads, qk_dim),
+                pages=match_pages(pages, num_pages),
+                page_indptr=match_int32(page_indptr, num_starts),
+                page_values=match_int32(page_values, num_entries),
+                k_rope_pos_offset=match_int32(k_rope_pos_offset, num_starts - 1),
+                row_indptr=match_int32(row_indptr, num_starts),
+                row_ids=match_int32(row_ids, num_row_ids),
+                q_rope_position=match_int32(q_rope_position, num_rows),
+                o=match_rows(o, num_rows, num_heads, v_dim),
+                lse=match_float32(lse, num_rows, num_heads),
+                first_segment=first_segment,
+                last_segment=last_segment,
+                rotary_mode=rotary_mode,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                sm_scale=sm_scale,
+            )
+        )
+        kv_pages = T.meta_var(view_pages(a.pages, spec))
+        rope = T.meta_var(rotation_of(spec, a))
+        if rotary_mode is not None:
+            refuse_longrope(spec, a)
+        splits = TileSplits(POSITIONS * group * (qk_dim + v_dim))
+        all_tiles = SegmentTiles(spec, a)
+        splits.plan(all_tiles)
+        states = PartialStates(spec, splits.num_tasks, max_rows)
+        ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
+        with ops.scope():
+            for task in T.parallel(splits.num_tasks, annotations=TASKS):
+                tile, split = SegmentTiles(spec, a), Split(splits)
+                table = T.meta_var((a.page_values, tile.first_page, tile.last_page))
+                rows = T.meta_var(kind(spec, kv_pages, *table, head=tile.head))
+                rope.begin_task()
+                rope.begin_sequence(T.int32(0))  # the length matters to longrope only
+                factor = sm_scale * T.float32(LOG2E)
+                queries = LaneQueries(spec, ops, max_rows, a, rope, factor)
+                kv = KvTile(spec, ops, rows)
+                blocks = RowBlocks(spec, ops)
+                softmax = LaneSoftmax(spec, ops, max_rows)
+                sums = LaneSums(spec, ops, max_rows)
+                output = Output(spec, a.o, a.lse, merges=True)
+
+                @inline
+                def attend(block, first):
+                    num_seen = T.min(POSITIONS, tile.kv_len - first)
+                    softmax.score(queries, kv, block, first, tile.k_offset, num_seen)
+                    softmax.hide_from(block, num_seen)
+                    softmax.update(block, num_seen)
+                    sums.add(kv, softmax, block, first, num_seen)
+
+                split.take(task)
+                tile.begin()
+                while tile.before < split.last:
+                    split.enter(tile)
+                    if split.has_some():
+                        blocks.begin(tile.num_rows)
+                        for vector in range(blocks.num_vectors):
+                            queries.load(vector, tile)
+                            softmax.reset(vector)
+                            sums.clear(vector)
+                        for i in range(split.first_block, split.last_block):
+                            first = i * POSITIONS
+                            kv.pack(first, tile.kv_len, rope, tile.k_offset)
+                            for index in range(blocks.count):
+                                if index < blocks.num_wide:
+                                    attend(blocks.wide(index), first)
+                                else:
+                                    attend(blocks.narrow(index), first)
+                        sums.transpose(blocks.num_vectors)
+                        for row in range(tile.num_rows):
+                            at = T.meta_var((tile.token(row), tile.query_head(row)))
+                            state = T.meta_var(sums.state(row, softmax))
+                            rope.restore(sums.o, row)
+                            if split.is_whole(tile):
+                                output.finish(*at, *state)
+                            else:
+                                states.put(task, split.begin > 0, row, *state)
+                    tile.advance()
+        if splits.num_tasks > 1:
+            for task in T.parallel(splits.num_tasks, annotations=TASKS):
+                tile, cut_tile = SegmentTiles(spec, a), CutTile(splits)
+                output = Output(spec, a.o, a.lse, merges=True)
+                cut_tile.begin()
+                tile.begin()
+                while tile.has_next():
+                    cut_tile.find(tile)
+                    if cut_tile.count > 1:
+                        begin = cut(tile.num_rows, task, splits.num_tasks)
+                        for row in range(begin, cut(tile.num_rows, task + 1, splits.num_tasks)):
+                            at = T.meta_var((tile.token(row), tile.query_head(row)))
+                            states.merge(cut_tile.first, cut_tile.count, row, output, *at)
+                    tile.advance()
+        states.free()
+
+    return prefill_shared

@@ -9,7 +9,7 @@ from tvm.error import DiagnosticError
 
 from .cpu.attention import append_prefill, decode, mla, prefill, shared
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
-from .moves import append, copy, latent, merge
+from .moves import append, copy, merge
 from .spec import CudaTarget, KernelSpec, VectorTarget
 
 BUILDERS: dict[str, Callable] = {
@@ -36,11 +36,11 @@ BUILDERS: dict[str, Callable] = {
     "copy_pages": copy.copy_pages,
     "debug_get_kv": copy.debug_get_kv,
     "compact_copy": copy.compact_copy,
-    "transpose_append_mla": latent.transpose_append_mla,
+    "transpose_append_mla": append.transpose_append_mla,
     "mla_prefill": mla.mla_prefill,
     "mla_prefill_shared": shared.mla_prefill_shared,
     "mla_tree": mla.mla_tree,
-    "debug_get_kv_mla": latent.debug_get_kv_mla,
+    "debug_get_kv_mla": copy.debug_get_kv_mla,
 }
 _WITHOUT_WINDOW = {"prefill", "decode", "prefill_ragged", "prefill_shared", "tree_paged", "tree"}
 _WITH_WINDOW = {
@@ -56,7 +56,7 @@ _MLA_ONLY = {
     "debug_get_kv_mla",
 }
 _BOTH = {"merge", "prefill_ragged", "tree", "copy_single_page", "copy_pages", "compact_copy"}
-_ANY_TARGET = (  # written in terms of a backend
+_ANY_TARGET = (  # written once, in `moves`
     *("transpose_append", "split_rotary", "rope_append", "merge", "apply_sinks"),
     *("copy_single_page", "copy_pages", "debug_get_kv", "compact_copy"),
     *("transpose_append_mla", "debug_get_kv_mla"),

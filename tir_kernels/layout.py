@@ -83,6 +83,11 @@ def view_pages(pages, spec: KernelSpec):
     return pages if spec.codec is None else QuantizedPages.of(pages, spec)
 
 
+def rows_of(pages, plane: int):
+    """Return the rows of K or V among what `view_pages` returns."""
+    return pages.of_plane(plane) if isinstance(pages, QuantizedPages) else pages
+
+
 @dataclass(frozen=True)
 class QuantizedPages:
     """The codes and the scales of quantized pages: two views of one array of bytes.
@@ -199,23 +204,6 @@ def slot_row(page, index, offset, spec: KernelSpec) -> tuple:
     if spec.kind == "mla":
         return (page, offset)
     return (page, index // spec.num_kv_heads, index % spec.num_kv_heads, offset)
-
-
-def for_row_set(index, spec: KernelSpec, body: Callable) -> None:
-    """Emit ``body(row)`` for row `index` of ``rows_per_slot`` of any slot.
-
-    ``row(page, offset)`` gives the indices of the row, less the last axis. Where K and V have
-    codecs of their own there is code for each.
-    """
-    codec, num_heads = spec.codec, spec.num_kv_heads
-    if codec is None or codec.k == codec.v:
-        body(lambda page, offset: slot_row(page, index, offset, spec))
-        return
-    with T.If(index < num_heads):
-        with T.Then():
-            body(lambda page, offset: (page, K_PLANE, index, offset))
-        with T.Else():
-            body(lambda page, offset: (page, V_PLANE, index - num_heads, offset))
 
 
 def row_index(page, plane, head, offset, dim) -> tuple:

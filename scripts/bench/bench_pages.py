@@ -29,7 +29,7 @@ import numpy as np
 import tvm
 from bench_streams import Streams
 
-from tir_kernels.cpu.row_copy import SERIAL_BELOW_BYTES
+from tir_kernels.cpu.components.rows import SERIAL_BELOW_BYTES
 from tir_kernels.spec import FLOAT_DTYPES
 from tvm_pagedkv import page
 from tvm_pagedkv.compiler.build import build_kernels

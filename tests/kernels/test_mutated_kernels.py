@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tvm.script import tirx as T
 
-from tir_kernels.cpu import backend as cpu_backend
+from tir_kernels.cpu.components import rows as cpu_rows
 from tir_kernels.cpu.components import tree_mask
 from tir_kernels.cpu.simd import broadcast, load, temp
-from tir_kernels.cuda import backend as cuda_backend
+from tir_kernels.cuda.components import rows as cuda_rows
 from tir_kernels.cuda.components import tree as columns
 
 from ..support import kernel_specs
@@ -104,15 +104,11 @@ def test_masks_of_trees(target, mistake, monkeypatch, fresh_kernels):
 @parametrize_specs
 @pytest.mark.parametrize("change", [-1, 1], ids=["a slot is left out", "a slot more is copied"])
 def test_slots_of_a_page(target, change, monkeypatch, fresh_kernels):
-    worker = {"cpu": cpu_backend, "cuda": cuda_backend}[target].Worker
-    copy_rows = worker.copy_rows
-
-    def mistaken(self, count, *arguments):
-        copy_rows(self, count + change, *arguments)
-
+    copies = {"cpu": cpu_rows, "cuda": cuda_rows}[target].RowCopy
+    rows = copies.rows
     check_copy_single_page(SPECS[target], 0)
     fresh_kernels()
-    monkeypatch.setattr(worker, "copy_rows", mistaken)
+    monkeypatch.setattr(copies, "rows", lambda self, count: rows(self, count + change))
     with pytest.raises(AssertionError):
         check_copy_single_page(SPECS[target], 0)
 

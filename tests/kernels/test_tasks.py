@@ -9,9 +9,9 @@ import tvm
 import tvm_ffi
 from tvm.script import tirx as T
 
-from tir_kernels.cpu import row_copy
 from tir_kernels.cpu.attention.mla import SequenceTiles
 from tir_kernels.cpu.components.work import Queue, Splits
+from tir_kernels.cpu.page_ops.arrays import match
 from tir_kernels.cpu.simd import import_llvm
 from tir_kernels.define import target_attributes
 from tir_kernels.script import prim_func
@@ -82,8 +82,8 @@ def splits_kernel():
     def splits_kernel(begins: T.handle, counts: T.handle, total: T.int64, num_tasks: T.int32):
         """Tell where the splits begin, and how many there are."""
         T.func_attr(target_attributes(on_cpu=True))
-        begins_of = row_copy.match(begins, (T.int64(),), "int64")
-        count = row_copy.match(counts, (1,), "int32")
+        begins_of = match(begins, (T.int64(),), "int64")
+        count = match(counts, (1,), "int32")
         splits = Splits(total, num_tasks)
         splits.begin(1000)
         count[0] = splits.count
@@ -98,7 +98,7 @@ def queue_kernel(each: int, num_owners: int):
     def queue_kernel(handle: T.handle):
         """Take the last five items of `num_owners` that have `each`."""
         T.func_attr(target_attributes(on_cpu=True))
-        taken = row_copy.match(handle, (10, 2), "int32")
+        taken = match(handle, (10, 2), "int32")
         queue = Queue()
         queue.next[0] = T.int64(num_owners * each - 5)
         at = 0
@@ -150,10 +150,10 @@ def cost_kernel(spec):
     ):
         """Tell the cost of all tiles of a sequence."""
         T.func_attr(target_attributes(on_cpu=True))
-        q_indptr = row_copy.match(q_handle, (2,), "int32")
-        page_indptr = row_copy.match(pages_handle, (2,), "int32")
-        lengths = row_copy.match(lengths_handle, (1,), "int32")
-        costs = row_copy.match(o, (1,), "int64")
+        q_indptr = match(q_handle, (2,), "int32")
+        page_indptr = match(pages_handle, (2,), "int32")
+        lengths = match(lengths_handle, (1,), "int32")
+        costs = match(o, (1,), "int64")
         a = T.meta_var(
             SimpleNamespace(
                 batch_size=T.int32(1),

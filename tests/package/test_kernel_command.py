@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -46,6 +47,39 @@ def test_tvmscript(printed, target):
     assert "T.prim_func" in text
     assert "o_other: T.Buffer" in text
     assert ("T.cta_id" in text) == (target == "cuda")
+
+
+LOOPS = {  # in the source and in print
+    "merge": [
+        r"for row in ",
+        r"weights = T.alloc_buffer\(\(2, 4\)",
+        r"for h in ",
+        r"lse\[row, h",
+        r"weights\[0, h",
+        r"for h in ",
+        r"own: T.float32 = weights\[0, h\]",
+        r"o\[row, h, ",
+    ],
+    "copy_pages": [
+        r"for item in ",
+        r"copy: T.int32 = ",
+        r"source: T.int32 = copies\[0, copy\]",
+        r"destination: T.int32 = copies\[1, copy\]",
+        r"length: T.int32 = copies\[2, copy\]",
+        r"for offset in ",
+        r"pages\[(source|destination), .*, offset, column",
+    ],
+}
+
+
+@pytest.mark.parametrize("target", ["native", "cuda"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_loop_of_the_source_is_printed(printed, name, target):
+    text = printed(name, "--target", target)
+    for line in LOOPS[name]:
+        found = re.search(line, text)
+        assert found, f"{line} is missing, or in another place"
+        text = text[found.end() :]
 
 
 def test_default_configuration(capsys):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tvm.script import tirx as T
 
@@ -32,24 +32,17 @@ def for_chunks(width: int, lanes: int, body: Callable[[int, int], None]) -> None
         body(chunk.start, chunk.lanes)
 
 
-def for_columns(
-    width: int, lanes: int, per_step: int, body: Callable[[object, list[Chunk]], None]
-) -> None:
-    """Emit ``body(first_column, chunks)`` for steps of `per_step` vectors, then for the rest.
+def steps(width: int, lanes: int, per_step: int) -> Iterator[tuple[object, list[Chunk]]]:
+    """Yield ``(first_column, chunks)`` of steps of `per_step` vectors, then of the rest.
 
-    Parameters
-    ----------
-    width, lanes : int
-        Columns in all, and of a vector.
-    per_step : int
-        Vectors of a step; chunks of a step start at columns relative to `first_column`.
+    Chunks of a step start at columns relative to `first_column`.
     """
     step = per_step * lanes
     whole = width // step
     if whole == 1:
-        body(0, chunks(step, lanes))
+        yield 0, chunks(step, lanes)
     elif whole > 1:
         with T.serial(whole) as i:
-            body(i * step, chunks(step, lanes))
+            yield i * step, chunks(step, lanes)
     if width % step:
-        body(whole * step, chunks(width % step, lanes))
+        yield whole * step, chunks(width % step, lanes)

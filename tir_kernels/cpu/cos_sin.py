@@ -9,8 +9,7 @@ from tvm.script import tirx as T
 
 from ..semantics.rope import inverse_frequencies, sin_cos
 from ..spec import RopeSpec
-from . import row_copy, simd
-from .quantized_rows import writable
+from . import simd
 from .row_vectors import RowNumbers
 
 
@@ -75,7 +74,7 @@ class CosSin:
             sink(start + self.half, lanes, second)
 
     def reorder(self, numbers: RowNumbers) -> None:
-        """Bring the row into the order of chunks, for `rotate_chunks`."""
+        """Bring the row into the order of chunks, for `rotate_chunk`."""
         for buffer in (self.cos, self.sin):
             for start, count in numbers.chunks(self.half):
                 parts = numbers.parts(start, count)
@@ -83,28 +82,22 @@ class CosSin:
                 for (at, lanes), value in zip(parts, numbers.reorder(row), strict=True):
                     simd.store(buffer, (at,), lanes, value)
 
-    def rotate_rows(self, count, source: Callable, sink: Callable, numbers: RowNumbers) -> None:
-        """Rotate rows, ``i -> (buffer, indices)``, that were brought into the order of chunks."""
-        with T.serial(count) as i:
-            (from_buffer, from_row), behind = source(i), self.rope.rotary_dim
-            with writable(*sink(i), self.lanes) as (buffer, row):
-                self.rotate_chunks(numbers, (from_buffer, from_row), (buffer, row))
-                row_copy.copy_row(from_buffer, from_row, buffer, row, self.lanes, behind)
+    def rotate_chunk(
+        self, numbers: RowNumbers, start, count: int, source: tuple, sink: tuple
+    ) -> None:
+        """Rotate a chunk of a row and the one half a row behind, in the order of chunks.
 
-    def rotate_chunks(self, numbers: RowNumbers, source: tuple, sink: tuple) -> None:
-        """Do what `rotate` does from row to row; each is a buffer and its leading indices."""
+        Source and sink are buffers with the leading indices of their rows.
+        """
         (source, source_row), (sink, sink_row) = source, sink
-        for start, count in numbers.chunks(self.half):
-            dims = (start, start + self.half)
-            both = [numbers.load(source, (*source_row, dim), count) for dim in dims]
-            turned = [
-                self._turn(at, lanes, first, second)
-                for (at, lanes), first, second in zip(
-                    numbers.parts(start, count), *both, strict=True
-                )
-            ]
-            for dim, vectors in zip(dims, zip(*turned, strict=True), strict=True):
-                numbers.store(sink, (*sink_row, dim), count, list(vectors))
+        dims = (start, start + self.half)
+        both = [numbers.load(source, (*source_row, dim), count) for dim in dims]
+        turned = [
+            self._turn(at, lanes, first, second)
+            for (at, lanes), first, second in zip(numbers.parts(start, count), *both, strict=True)
+        ]
+        for dim, vectors in zip(dims, zip(*turned, strict=True), strict=True):
+            numbers.store(sink, (*sink_row, dim), count, list(vectors))
 
     def _turn(self, start: int, lanes: int, first, second) -> tuple:
         """The pairs of two vectors, turned by the angles from `start` on."""

@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from tvm.script import tirx as T
 
 from ..script import inline
-from .columns import for_columns
+from .columns import steps
 from .shuffles import concatenate, transpose
 from .simd import F32, Register, broadcast, constant, load, store, temp
 
@@ -115,7 +115,7 @@ def transpose_k(ops, rows, first, packed, num_elements: int, column) -> None:
     lanes = ops.lanes
     tile = rows.tile(first, lanes)
 
-    def elements(start, parts):
+    for start, parts in steps(num_elements, lanes, 1):
         for c in parts:
             # A narrow chunk is several small squares, side by side.
             squares = [
@@ -128,8 +128,6 @@ def transpose_k(ops, rows, first, packed, num_elements: int, column) -> None:
             for d in range(c.lanes):
                 value = concatenate([square[d] for square in squares], c.lanes, ops.dtype)
                 store(*packed(start + c.start + d, column), lanes, value, ops.dtype)
-
-    for_columns(num_elements, lanes, 1, elements)
 
 
 @inline

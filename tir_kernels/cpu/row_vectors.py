@@ -32,7 +32,7 @@ class RowNumbers:
     def __init__(self, target: VectorTarget, buffers: Sequence):
         self.lanes = target.lanes
         has_pairs = target.has_bf16_dot and target.lanes == PairOperands.lanes
-        has_pairs = has_pairs and all(str(b.dtype) == "bfloat16" for b in buffers)
+        has_pairs = has_pairs and buffers and all(str(b.dtype) == "bfloat16" for b in buffers)
         self.ops = PairOperands() if has_pairs else Float32Operands(target.lanes)
         self.ops.begin(buffers)
         self.views = [view for _, view in self.ops.views] if has_pairs else []

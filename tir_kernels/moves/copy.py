@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies within a pool and out of it: pages, slots in order, slots to dense arrays."""
+"""Copies of rows within a pool, into it and out of it: pages, slots in order, dense arrays.
+
+Rows are quantized on their way into quantized pages, and dequantized on their way out.
+"""
 
 from tvm.script import tirx as T
 
-from ..backend import backend_of
-from ..define import I32, aligned, attributes
+from ..define import attributes
 from ..layout import (
     K_PLANE,
     V_PLANE,
-    for_row_set,
     match_pages,
     row_bytes,
+    rows_of,
     rows_per_slot,
+    slot_offset,
+    slot_page,
+    slot_row,
     view_pages,
 )
 from ..script import prim_func
+from ..signatures.arrays import match_int32, row_matcher
 from ..spec import ITEMSIZE, KernelSpec
-
-
-def _row_bytes(spec: KernelSpec) -> int:
-    """Bytes that the copy of one row reads and writes."""
-    return 2 * row_bytes(spec)
+from ..targets import components_of
 
 
 def copy_single_page(spec: KernelSpec):
@@ -29,6 +31,7 @@ def copy_single_page(spec: KernelSpec):
     Arguments: pages ``[P, 2, Hk, page, D]`` (MLA: ``[P, page, D]``), source page, destination page,
     length: int64.
     """
+    c, num_rows, copied_bytes = components_of(spec), rows_per_slot(spec), 2 * row_bytes(spec)
 
     @prim_func
     def copy_single_page(
@@ -37,28 +40,16 @@ def copy_single_page(spec: KernelSpec):
         T.func_attr(attributes(spec))
         num_pages = T.int32()
         pages = match_pages(var_pages, num_pages, spec)
-        _copy_page(spec, pages, source, destination, length)
+        stored = T.meta_var(view_pages(pages, spec))
+        worker = c.Worker(spec)
+        rows = c.RowCopy(worker, stored, stored)
+        for item in worker.items(T.int32(num_rows), length * copied_bytes):
+            index: T.int32 = item  # K or V of a head
+            for offset in rows.rows(length):
+                source_row = T.meta_var(slot_row(source, index, offset, spec))
+                rows.copy(source_row, slot_row(destination, index, offset, spec))
 
     return copy_single_page
-
-
-def _copy_page(spec: KernelSpec, pages, source, destination, length) -> None:
-    """Copy each of a page's row sets, such as K of a head, at a time."""
-    backend, pages = backend_of(spec), view_pages(pages, spec)
-
-    def copy_rows(i, worker, known) -> None:
-        for_row_set(
-            backend.read_index(i),
-            spec,
-            lambda row: worker.copy_rows(
-                length,
-                lambda offset: (pages, row(source, offset)),
-                lambda offset: (pages, row(destination, offset)),
-            ),
-        )
-
-    num_rows = T.int32(rows_per_slot(spec))
-    backend.for_items(spec, num_rows, lambda known: length * _row_bytes(spec), copy_rows)
 
 
 def copy_pages(spec: KernelSpec):
@@ -68,37 +59,70 @@ def copy_pages(spec: KernelSpec):
     each copy the source page, the destination page and the number of slots. They are made in any
     order, so none writes what another one reads or writes.
     """
+    c, num_rows, copied_bytes = components_of(spec), rows_per_slot(spec), 2 * row_bytes(spec)
 
     @prim_func
     def copy_pages(var_pages: T.handle, var_copies: T.handle):
         T.func_attr(attributes(spec))
         num_pages, n = T.int32(), T.int64()
         pages = match_pages(var_pages, num_pages, spec)
-        copies = T.match_buffer(var_copies, (3, n), elem_offset=T.int64(), **I32)
-        _copy_pages(spec, n, pages, copies)
+        copies = match_int32(var_copies, 3, n)
+        stored = T.meta_var(view_pages(pages, spec))
+        worker = c.Worker(spec)
+        rows = c.RowCopy(worker, stored, stored)
+        for item in worker.items(n * num_rows, spec.page_size * copied_bytes):
+            copy: T.int32 = T.truncdiv(item, num_rows)
+            index: T.int32 = T.truncmod(item, num_rows)  # K or V of a head
+            source, destination, length = copies[0, copy], copies[1, copy], copies[2, copy]
+            for offset in rows.rows(length):
+                source_row = T.meta_var(slot_row(source, index, offset, spec))
+                rows.copy(source_row, slot_row(destination, index, offset, spec))
 
     return copy_pages
 
 
-def _copy_pages(spec: KernelSpec, num_copies, pages, copies) -> None:
-    backend, pages = backend_of(spec), view_pages(pages, spec)
-    page_rows = rows_per_slot(spec)
+def compact_copy(spec: KernelSpec):
+    """Build the kernel that copies slots to other slots, one after the other.
 
-    def copy_rows(i, worker, known) -> None:
-        copy, index = (backend.read_index(f(i, page_rows)) for f in (T.truncdiv, T.truncmod))
-        source, destination, length = (backend.read_index(copies[k, copy]) for k in range(3))
-        for_row_set(
-            index,
-            spec,
-            lambda row: worker.copy_rows(
-                length,
-                lambda offset: (pages, row(source, offset)),
-                lambda offset: (pages, row(destination, offset)),
-            ),
+    Arguments: pages ``[P, 2, Hk, page, D]`` (MLA: ``[P, page, D]``), length_indptr int32
+    ``[B + 1]``, src_dst_slots int32 ``[2, n]``, batch_size int32. The copies of a head are made in
+    order, so a slot may be written and then read. Heads do not depend on each other: workers share
+    them, and a thread of a worker always copies the same elements of a row.
+    """
+    c, num_rows, copied_bytes = components_of(spec), rows_per_slot(spec), 2 * row_bytes(spec)
+    page_size = spec.page_size
+
+    @prim_func
+    def compact_copy(
+        var_pages: T.handle,
+        var_length_indptr: T.handle,
+        var_src_dst_slots: T.handle,
+        batch_size: T.int32,
+    ):
+        T.func_attr(attributes(spec))
+        num_pages, n = T.int32(), T.int64()
+        pages = match_pages(var_pages, num_pages, spec)
+        length_indptr = match_int32(var_length_indptr, T.cast(batch_size, "int64") + 1)
+        src_dst_slots = match_int32(var_src_dst_slots, 2, n)
+        stored = T.meta_var(view_pages(pages, spec))
+        worker = c.Worker(spec)
+        rows = c.RowCopy(worker, stored, stored)
+        all_bytes = T.meta_var(
+            T.cast(length_indptr[batch_size] - length_indptr[0], "int64") * copied_bytes
         )
+        for item in worker.items(T.int32(num_rows), all_bytes):
+            index: T.int32 = item  # K or V of a head
+            begin, end = length_indptr[0], length_indptr[batch_size]
+            for copy in range(begin, end):
+                slot = src_dst_slots[0, copy]
+                source, first = slot_page(slot, page_size), slot_offset(slot, page_size)
+                slot = src_dst_slots[1, copy]
+                destination, second = slot_page(slot, page_size), slot_offset(slot, page_size)
+                for _ in rows.rows(1):
+                    source_row = T.meta_var(slot_row(source, index, first, spec))
+                    rows.copy(source_row, slot_row(destination, index, second, spec))
 
-    bytes_each = spec.page_size * _row_bytes(spec)
-    backend.for_items(spec, num_copies * page_rows, lambda known: bytes_each, copy_rows)
+    return compact_copy
 
 
 def debug_get_kv(spec: KernelSpec):
@@ -107,7 +131,9 @@ def debug_get_kv(spec: KernelSpec):
     Arguments: pages ``[P, 2, Hk, page, D]``, position_map int32 ``[n]`` (slots; a negative one:
     leave the row), k and v ``[num_layers, n, Hk, D]`` of type `KernelSpec.row_dtype`, layer: int64.
     """
-    rows, row = aligned(spec, spec.row_dtype), (spec.num_kv_heads, spec.qk_head_dim)
+    num_heads, head_dim, page_size = spec.num_kv_heads, spec.qk_head_dim, spec.page_size
+    item_bytes = 2 * num_heads * (row_bytes(spec) + head_dim * ITEMSIZE[spec.row_dtype])
+    c, match_rows = components_of(spec), row_matcher(spec, spec.row_dtype)
 
     @prim_func
     def debug_get_kv(
@@ -120,87 +146,51 @@ def debug_get_kv(spec: KernelSpec):
         T.func_attr(attributes(spec))
         num_pages, num_layers, n = T.int32(), T.int64(), T.int64()
         pages = match_pages(var_pages, num_pages, spec)
-        position_map = T.match_buffer(var_position_map, (n,), elem_offset=T.int64(), **I32)
-        k = T.match_buffer(var_k, (num_layers, n, *row), elem_offset=T.int64(), **rows)
-        v = T.match_buffer(var_v, (num_layers, n, *row), elem_offset=T.int64(), **rows)
-        _read_slots(spec, n, pages, position_map, {K_PLANE: k, V_PLANE: v}, layer)
+        position_map = match_int32(var_position_map, n)
+        k = match_rows(var_k, num_layers, n, num_heads, head_dim)
+        v = match_rows(var_v, num_layers, n, num_heads, head_dim)
+        stored = T.meta_var(view_pages(pages, spec))
+        worker = c.Worker(spec)
+        k_rows = c.RowCopy(worker, rows_of(stored, K_PLANE), k)
+        v_rows = c.RowCopy(worker, rows_of(stored, V_PLANE), v)
+        for row in worker.items(n, item_bytes):
+            slot = position_map[row]
+            if slot >= 0:
+                page, offset = slot_page(slot, page_size), slot_offset(slot, page_size)
+                for h in k_rows.rows(num_heads):
+                    k_rows.copy((page, K_PLANE, h, offset), (layer, row, h))
+                for h in v_rows.rows(num_heads):
+                    v_rows.copy((page, V_PLANE, h, offset), (layer, row, h))
 
     return debug_get_kv
 
 
-def _read_slots(spec: KernelSpec, num_rows, pages, position_map, planes: dict, layer) -> None:
-    backend, pages = backend_of(spec), view_pages(pages, spec)
+def debug_get_kv_mla(spec: KernelSpec):
+    """Build the kernel that reads slots back into a dense array.
 
-    def read_row(n, worker, known) -> None:
-        slot = backend.read_index(position_map[n])
-        with T.If(slot >= 0), T.Then():
-            where = worker.slot(slot)
-            for plane, sink in planes.items():
-                worker.copy_rows(
-                    spec.num_kv_heads,
-                    lambda h, plane=plane: (pages, where.row(plane, h)),
-                    lambda h, sink=sink: (sink, (layer, n, h)),
-                )
-
-    row = row_bytes(spec) + spec.qk_head_dim * ITEMSIZE[spec.row_dtype]
-    bytes_each = 2 * spec.num_kv_heads * row
-    backend.for_items(spec, num_rows, lambda known: bytes_each, read_row)
-
-
-def compact_copy(spec: KernelSpec):
-    """Build the kernel that copies slots to other slots, one after the other.
-
-    Arguments: pages ``[P, 2, Hk, page, D]`` (MLA: ``[P, page, D]``), length_indptr int32
-    ``[B + 1]``, src_dst_slots int32 ``[2, n]``, batch_size int32. The copies of a head are made in
-    order, so a slot may be written and then read. Heads do not depend on each other: workers share
-    them, and a thread of a worker always copies the same elements of a row.
+    Arguments: pages ``[P, page, D]``, position_map int32 ``[n]`` (slots; a negative one: leave the
+    row), kv ``[num_layers, n, D]`` of type `KernelSpec.row_dtype`, layer: int64.
     """
+    width, page_size = spec.qk_head_dim, spec.page_size
+    item_bytes = row_bytes(spec) + width * ITEMSIZE[spec.row_dtype]
+    c, match_rows = components_of(spec), row_matcher(spec, spec.row_dtype)
 
     @prim_func
-    def compact_copy(
-        var_pages: T.handle,
-        var_length_indptr: T.handle,
-        var_src_dst_slots: T.handle,
-        batch_size: T.int32,
+    def debug_get_kv_mla(
+        var_pages: T.handle, var_position_map: T.handle, var_kv: T.handle, layer: T.int64
     ):
         T.func_attr(attributes(spec))
-        num_pages, n = T.int32(), T.int64()
+        num_pages, num_layers, n = T.int32(), T.int64(), T.int64()
         pages = match_pages(var_pages, num_pages, spec)
-        length_indptr = T.match_buffer(
-            var_length_indptr,
-            (T.cast(batch_size, "int64") + 1,),
-            elem_offset=T.int64(),
-            **I32,
-        )
-        src_dst_slots = T.match_buffer(var_src_dst_slots, (2, n), elem_offset=T.int64(), **I32)
-        _copy_slots(spec, batch_size, pages, length_indptr, src_dst_slots)
+        position_map = match_int32(var_position_map, n)
+        kv = match_rows(var_kv, num_layers, n, width)
+        worker = c.Worker(spec)
+        rows = c.RowCopy(worker, view_pages(pages, spec), kv)
+        for row in worker.items(n, item_bytes):
+            slot = position_map[row]
+            if slot >= 0:
+                page, offset = slot_page(slot, page_size), slot_offset(slot, page_size)
+                for _ in rows.rows(1):
+                    rows.copy((page, offset), (layer, row))
 
-    return compact_copy
-
-
-def _copy_slots(spec: KernelSpec, batch_size, pages, indptr, slots) -> None:
-    backend, pages = backend_of(spec), view_pages(pages, spec)
-
-    def read_range():
-        begin, end = (backend.read_index(indptr[i]) for i in (0, batch_size))
-        return begin, backend.read_index(end - begin)
-
-    def copy_rows(i, worker, known) -> None:
-        index, (begin, count) = backend.read_index(i), known
-        with T.serial(count) as c:
-            source, destination = (worker.slot(slots[row, begin + c]) for row in range(2))
-            for_row_set(
-                index,
-                spec,
-                lambda row: worker.copy_rows(
-                    1,
-                    lambda _: (pages, row(source.page, source.offset)),
-                    lambda _: (pages, row(destination.page, destination.offset)),
-                ),
-            )
-
-    def bytes_each(known):
-        return T.cast(known[1], "int64") * _row_bytes(spec)
-
-    num_rows = T.int32(rows_per_slot(spec))
-    backend.for_items(spec, num_rows, bytes_each, copy_rows, once=read_range)
+    return debug_get_kv_mla

@@ -145,6 +145,13 @@ _SCALED: dict[str, Callable] = {
     "longrope": _longrope,
 }
 
+
+def first_factor(rope: RopeSpec, last_position):
+    """Return where the longrope factors of a sequence begin: long ones, or short ones behind."""
+    limit = dict(rope.scaling)["original_max_position_embeddings"]
+    return T.Select(last_position >= limit, 0, rope.rotary_dim // 2)
+
+
 # --- fragments, in kernels ----------------------------------------------------------------------
 
 # pi / 2 as the sum of two float32 numbers; with fused multiply-adds the first subtraction is exact.

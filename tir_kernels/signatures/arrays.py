@@ -33,11 +33,12 @@ def match_float32(handle, *shape):
     return T.match_buffer(handle, shape, elem_offset=T.int64(), **F32)
 
 
-def row_matcher(spec: KernelSpec) -> Callable:
-    """``(handle, *shape) -> Buffer`` for arrays of rows of `spec.dtype`."""
+def row_matcher(spec: KernelSpec, dtype: str | None = None) -> Callable:
+    """``(handle, *shape) -> Buffer`` for arrays of rows of a type, `spec.dtype` unless given."""
+    options = aligned(spec, dtype or spec.dtype)
 
     def match_rows(handle, *shape):
-        return T.match_buffer(handle, shape, elem_offset=T.int64(), **aligned(spec, spec.dtype))
+        return T.match_buffer(handle, shape, elem_offset=T.int64(), **options)
 
     return match_rows
 

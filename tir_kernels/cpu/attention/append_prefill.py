@@ -13,15 +13,16 @@ from dataclasses import replace
 
 from tvm.script import tirx as T
 
-from ...layout import K_PLANE, V_PLANE
+from ...layout import K_PLANE, V_PLANE, slot_offset, slot_page
+from ...script import inline
 from ...semantics.rotary_mode import has_rope
 from ...semantics.visibility import CausalMask
 from ...signatures.inputs import FusedInputs, Lengths
 from ...spec import KernelSpec
-from .. import backend, simd
+from .. import simd
 from ..components.inline_rope import NoRotation
-from ..cos_sin import CosSin
-from ..simd import F32, index_temp, load, store, temp
+from ..components.rows import CosSin, RowCopy, RowRotation, Worker
+from ..simd import F32, load, store, temp
 from .prefill import TREE, paged
 
 
@@ -75,43 +76,27 @@ class RotationTable(NoRotation):
             store(self.row, (rotated + start,), lanes, source(rotated + start, lanes))
 
 
-def _append(spec: KernelSpec, a: FusedInputs, table: RotationTable) -> None:
+@inline
+def _append(spec, a, table):
     """Write K and V of the rows that have a slot, and the angles of all rows to the table."""
-    num_heads, first_k = spec.num_kv_heads, spec.num_qo_heads
-    first_v = first_k + num_heads
-
-    def append_row(n, worker: backend.Worker, known) -> None:
-        def rows_from(head):
-            return lambda h: (a.q, (n, head + h))
-
-        cos_sin = worker.cos_sin(spec.rope) if table.fits else None
-        if cos_sin:
-            with T.If(table.is_rotated), T.Then():
-                cos_sin.row.fill(a.rope_position[n])
-                table.keep(n, cos_sin.row)
-                cos_sin.row.reorder(worker.numbers)
-        slot = index_temp(a.position_map[n])
-        with T.If(slot >= 0), T.Then():
-            where = worker.slot(slot)
-
-            def sink(plane):
-                return lambda h: (a.pages, where.row(plane, h))
-
-            k = (num_heads, rows_from(first_k), sink(K_PLANE))
-            if cos_sin:
-                with T.If(table.is_rotated):
-                    with T.Then():
-                        cos_sin.rotate_rows(*k)
-                    with T.Else():
-                        worker.copy_rows(*k)
-            else:
-                worker.copy_rows(*k)
-            worker.copy_rows(num_heads, rows_from(first_v), sink(V_PLANE))
-
-    row_bytes = 2 * num_heads * spec.qk_head_dim * 8
-    backend.for_items(
-        spec, a.q.shape[0], lambda known: row_bytes, append_row, computed=[a.q, a.pages]
-    )
+    num_heads, first_k = T.meta_var((spec.num_kv_heads, spec.num_qo_heads))
+    worker = Worker(spec, (a.q, a.pages))
+    k_rows, v_rows = RowRotation(worker, a.q, a.pages), RowCopy(worker, a.q, a.pages)
+    for row in worker.items(a.q.shape[0], 2 * num_heads * spec.qk_head_dim * 8):
+        cos_sin = CosSin(worker)
+        if table.fits:
+            if table.is_rotated:
+                cos_sin.angles.fill(a.rope_position[row])
+                table.keep(row, cos_sin.angles)
+                cos_sin.angles.reorder(worker.numbers)
+        slot = a.position_map[row]
+        if slot >= 0:
+            page, offset = slot_page(slot, spec.page_size), slot_offset(slot, spec.page_size)
+            for h in k_rows.rows(num_heads):
+                is_rotated = T.meta_var(table.fits and table.is_rotated)
+                k_rows.write(cos_sin, is_rotated, (row, first_k + h), (page, K_PLANE, h, offset))
+            for h in v_rows.rows(num_heads):
+                v_rows.copy((row, first_k + num_heads + h), (page, V_PLANE, h, offset))
 
 
 def is_possible(spec: KernelSpec) -> bool:

@@ -8,11 +8,15 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
+from ...layout import QuantizedPages
 from ...script import inline
 from ...semantics.partial_states import selected
-from ...spec import KernelSpec
+from ...semantics.rope import base_inverse_frequencies, first_factor
+from ...spec import STORED_ITEMSIZE, KernelSpec
 from .. import simd
+from ..cos_sin import CosSin as _CosSin
 from ..row_vectors import RowNumbers
+from .quantized_rows import QuantizedRows
 
 # Annotates the parallel loop over items with the bytes that one of them reads and writes. With
 # fewer than these (20 us or so) in all, `compiler.lowering` lets the caller's thread do the loop.
@@ -27,12 +31,21 @@ def items(count, item_bytes):
 
 @T.meta_class
 class Worker:
-    """A thread, which has all rows and columns of an item to itself."""
+    """A thread, which has all rows and columns of an item to itself.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    computed : sequence of buffers
+        Those with rows of numbers that are loaded to be blended or rotated, or stored after that.
+    """
 
     arithmetic = simd
 
-    def __init__(self, spec: KernelSpec):
+    def __init__(self, spec: KernelSpec, computed: Sequence = ()):
         self.spec, self.lanes = spec, spec.target.lanes
+        self.numbers = RowNumbers(spec.target, computed)
+        self.numbers.open_scope()
 
     def items(self, count, item_bytes):
         """Loop over items; see `items`."""
@@ -53,10 +66,180 @@ class Worker:
         """Return how many elements lie behind these vectors."""
         return size % self.lanes
 
+    def largest(self, values, count):
+        """Return the largest of `count` int32 values, at least -1."""
+        largest = simd.Register(1, "int32", T.int32(-1))
+        with T.serial(count) as i:
+            largest.set(T.max(largest.get(), values[i]))
+        return simd.index_temp(largest.get())
+
+
+@inline
+def copy_row(source, source_row, sink, sink_row, lanes, begin):
+    """Copy elements `begin` to the end of a row; bit for bit where the types are the same."""
+    end = T.meta_var(int(source.shape[-1]))
+    wide = T.meta_var(_copied_at_once(source, sink, lanes))
+    rest = T.meta_var((end - begin) % wide)
+    for column in T.unroll(begin, end - rest, step=wide):
+        _copy_vector(source, (*source_row, column), sink, (*sink_row, column), wide)
+    if rest > 0:
+        _copy_vector(source, (*source_row, end - rest), sink, (*sink_row, end - rest), rest)
+
+
+def _through(source, sink) -> str:
+    """Return the type that elements have on their way."""
+    return str(source.dtype) if str(source.dtype) == str(sink.dtype) else simd.F32
+
+
+def _copied_at_once(source, sink, lanes: int) -> int:
+    return lanes * 4 // STORED_ITEMSIZE[_through(source, sink)]
+
+
+def _copy_vector(source, source_index, sink, sink_index, lanes: int) -> None:
+    through = _through(source, sink)
+    value = simd.load(source, source_index, lanes, to=through)
+    simd.store(sink, sink_index, lanes, value, source=through)
+
+
+@T.meta_class
+class RowCopy:
+    """Copies rows of one array to rows of another, each at its indices less the last axis.
+
+    Rows are quantized on their way into quantized pages, and dequantized on their way out. What is
+    quantized already is copied bit for bit.
+
+    Parameters
+    ----------
+    worker : Worker
+    source, sink : Buffer or QuantizedPages
+    """
+
+    def __init__(self, worker: Worker, source, sink):
+        self.source, self.sink, self.lanes = source, sink, worker.lanes
+        self.reads_codes, self.writes_codes = (
+            isinstance(pages, QuantizedPages) for pages in (source, sink)
+        )
+        pages = sink if self.writes_codes else source
+        if self.reads_codes or self.writes_codes:
+            self.quantized, self.width = QuantizedRows(pages), pages.spec.qk_head_dim
+
+    def rows(self, count):
+        """Loop over the rows of an item."""
+        return T.serial(count)
+
+    @inline
+    def copy(self, source_row, sink_row):
+        """Copy a row."""
+        if self.reads_codes and self.writes_codes:
+            if self.source.v is None:
+                self._copy_codes(self.source, source_row, sink_row)
+            elif source_row[1] == 0:
+                self._copy_codes(self.source, source_row, sink_row)
+            else:
+                self._copy_codes(self.source.v, source_row, sink_row)
+        elif self.reads_codes:
+            self.quantized.dequantize(source_row, self.sink, sink_row, self.lanes)
+        elif self.writes_codes:
+            numbers = T.alloc_buffer((self.width,), "float32")
+            copy_row(self.source, source_row, numbers, (), self.lanes, 0)
+            self.quantized.quantize(numbers, sink_row, self.lanes)
+        else:
+            copy_row(self.source, source_row, self.sink, sink_row, self.lanes, 0)
+
+    @inline
+    def _copy_codes(self, pages, source_row, sink_row):
+        copy_row(pages.codes, source_row, pages.codes, sink_row, self.lanes, 0)
+        copy_row(pages.scales, source_row, pages.scales, sink_row, self.lanes, 0)
+
+
+@T.meta_class
+class CosSin:
+    """The cosines and sines of one position, in the order in which rows of numbers are loaded.
+
+    Parameters
+    ----------
+    worker : Worker
+    factors : Buffer, optional
+        longrope: the long factors, then the short ones.
+    """
+
+    def __init__(self, worker: Worker, factors=None):
+        self.rope, self.numbers, self.factors = worker.spec.rope, worker.numbers, factors
+        self.angles = _CosSin(self.rope, worker.lanes)
+        self.cos, self.sin = self.angles.cos, self.angles.sin
+
+    def fill(self, position, last_position=None) -> None:
+        """Compute them for an int32 position of a sequence; longrope asks for its last one."""
+        frequencies = None
+        if self.factors is not None:
+            first = simd.index_temp(first_factor(self.rope, last_position))
+            frequencies = functools.partial(self._scaled, first)
+        self.angles.fill(position, frequencies)
+        self.angles.reorder(self.numbers)
+
+    def _scaled(self, first, start: int, lanes: int):
+        """Return inverse frequencies that are divided by factors from `first` on."""
+        wide, narrow = (simd.vector_type(t, lanes) for t in ("float64", simd.F32))
+        base = simd.literal(base_inverse_frequencies(self.rope)[start : start + lanes], "float64")
+        factors = T.cast(simd.load(self.factors, (first + start,), lanes), wide)
+        return T.cast(base / factors, narrow)
+
+
+@T.meta_class
+class RowRotation:
+    """Copies rows of one array to rows of another, and rotates them on their way.
+
+    Parameters
+    ----------
+    worker : Worker
+    source : Buffer
+    sink : Buffer or QuantizedPages
+    """
+
+    def __init__(self, worker: Worker, source, sink):
+        self.source, self.sink, self.lanes = source, sink, worker.lanes
+        self.numbers, self.rotary_dim = worker.numbers, worker.spec.rope.rotary_dim
+        self.quantized = QuantizedRows(sink) if isinstance(sink, QuantizedPages) else None
+        self.width = worker.spec.qk_head_dim
+
+    def rows(self, count):
+        """Loop over the rows of an item."""
+        return T.serial(count)
+
+    @inline
+    def write(self, cos_sin, is_rotated, source_row, sink_row):
+        """Copy a row, whose leading columns are rotated where a condition holds."""
+        if self.quantized is None:
+            self._write(cos_sin, is_rotated, source_row, self.sink, sink_row)
+        else:
+            numbers = T.alloc_buffer((self.width,), "float32")
+            self._write(cos_sin, is_rotated, source_row, numbers, ())
+            self.quantized.quantize(numbers, sink_row, self.lanes)
+
+    @inline
+    def _write(self, cos_sin, is_rotated, source_row, sink, sink_row):
+        if is_rotated:
+            half = T.meta_var(self.rotary_dim // 2)
+            rest = T.meta_var(half % self.numbers.wide)
+            for column in T.unroll(0, half - rest, step=self.numbers.wide):
+                self._rotate_chunk(cos_sin, column, self.numbers.wide, source_row, sink, sink_row)
+            if rest > 0:
+                self._rotate_chunk(cos_sin, half - rest, rest, source_row, sink, sink_row)
+            copy_row(self.source, source_row, sink, sink_row, self.lanes, self.rotary_dim)
+        else:
+            copy_row(self.source, source_row, sink, sink_row, self.lanes, 0)
+
+    def _rotate_chunk(self, cos_sin, column, count: int, source_row, sink, sink_row) -> None:
+        cos_sin.angles.rotate_chunk(
+            self.numbers, column, count, (self.source, source_row), (sink, sink_row)
+        )
+
 
 @T.meta_class
 class RowBlend:
     """Sums rows of some buffers times their weights into the row of the first one.
+
+    A row of weight zero counts for nothing, whatever it holds.
 
     Parameters
     ----------
@@ -65,10 +248,9 @@ class RowBlend:
     """
 
     def __init__(self, worker: Worker, buffers: Sequence):
-        self.buffers, self.numbers = buffers, RowNumbers(worker.spec.target, buffers)
+        self.buffers, self.numbers = buffers, worker.numbers
         self.width = int(buffers[0].shape[-1])
         self.rest = self.width % self.numbers.wide
-        self.numbers.open_scope()
 
     def rows(self, count):
         """Loop over the rows of an item."""

@@ -9,7 +9,9 @@ from tvm.script import tirx as T
 
 from ...layout import K_PLANE, V_PLANE
 from ...spec import ITEMSIZE, VectorTarget
-from .. import row_copy, simd
+from .. import simd
+from ..components.rows import copy_row, items
+from .arrays import match, match_strided
 
 # Axes of a page; N: slots, H: heads, D: elements of a row.
 LAYOUTS = ("NHD", "HND", "ND")
@@ -62,14 +64,14 @@ def append(spec: PageLayerSpec):
         ]
         if spec.is_fused:
             shape = (outer["P"], 2, *_page_shape(spec, outer, spec.k_dim))
-            pages = row_copy.match_strided(pages_handles[0], shape, spec.kv_dtype)
+            pages = match_strided(pages_handles[0], shape, spec.kv_dtype)
             for plane, index in zip(planes, (K_PLANE, V_PLANE), strict=True):
                 plane.pages, plane.prefix = pages, (index,)
         else:
             for plane, handle in zip(planes, pages_handles, strict=True):
                 shape = (outer["P"], *_page_shape(spec, outer, plane.width))
-                plane.pages = row_copy.match_strided(handle, shape, spec.kv_dtype)
-        slots = row_copy.match(slots_handle, (num_rows, 2), "int32")
+                plane.pages = match_strided(handle, shape, spec.kv_dtype)
+        slots = match(slots_handle, (num_rows, 2), "int32")
 
         def append_row(n) -> None:
             page = simd.temp(T.cast(slots[n, 0], "int64"), 1, "int64")
@@ -79,7 +81,8 @@ def append(spec: PageLayerSpec):
                     plane.copy_row(n, page, offset, num_heads)
 
         row_bytes = (spec.k_dim + spec.v_dim) * (ITEMSIZE[spec.dtype] + ITEMSIZE[spec.kv_dtype])
-        row_copy.for_each(num_rows, num_heads * row_bytes, append_row)
+        with items(num_rows, num_heads * row_bytes) as n:
+            append_row(n)
 
     if spec.is_fused:
 
@@ -107,7 +110,7 @@ class _Plane:
     def __init__(self, spec: PageLayerSpec, rows_handle, width: int, num_rows, outer: dict):
         self.spec, self.width = spec, width
         heads = (outer["H"],) if "H" in outer else ()
-        self.rows = row_copy.match_strided(rows_handle, (num_rows, *heads, width), spec.dtype)
+        self.rows = match_strided(rows_handle, (num_rows, *heads, width), spec.dtype)
         self.pages, self.prefix = None, ()
 
     def copy_row(self, n, page, offset, num_heads) -> None:
@@ -118,7 +121,7 @@ class _Plane:
             slot = tuple(index for axis in self.spec.layout for index in at[axis])
             source = (n,) if self.spec.layout == "ND" else (n, h)
             sink = (page, *self.prefix, *slot)
-            row_copy.copy_row(self.rows, source, self.pages, sink, self.spec.target.lanes)
+            copy_row(self.rows, source, self.pages, sink, self.spec.target.lanes, 0)
 
         if self.spec.layout == "ND":
             copy_head(None)

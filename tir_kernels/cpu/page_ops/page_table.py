@@ -17,7 +17,9 @@ from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from .. import row_copy, simd
+from .. import simd
+from ..components.rows import SERIAL_BELOW_BYTES
+from .arrays import match
 
 _NUM_TASKS = 32  # of each sequence, where there is enough for several threads
 _I64 = "int64"
@@ -46,7 +48,7 @@ class _Check:
     """Records the first finding; `passed` is whether there is none so far."""
 
     def __init__(self, handle):
-        self.found = row_copy.match(handle, (3,), _I64)
+        self.found = match(handle, (3,), _I64)
 
     def require(self, condition, finding: Finding, index, value) -> None:
         with T.If(T.And(self.found[0] == T.int64(0), T.Not(condition))), T.Then():
@@ -76,7 +78,7 @@ def _wide(value):
 
 
 def _vector(handle, length):
-    return row_copy.match(handle, (length,), "int32")
+    return match(handle, (length,), "int32")
 
 
 class _Table:
@@ -123,7 +125,7 @@ def row_slots():
         batch_indices = _vector(batch_handle, num_rows)
         positions = _vector(positions_handle, num_rows)
         table = _Table(*table_handles)
-        slots = row_copy.match(slots_handle, (num_rows, 2), "int32")
+        slots = match(slots_handle, (num_rows, 2), "int32")
         check = _Check(found_handle)
         table.check(check, page_size)
 
@@ -174,7 +176,7 @@ def last_slots():
     def body(handles, num_pages, page_size) -> None:
         *table_handles, slots_handle, found_handle = handles
         table = _Table(*table_handles)
-        slots = row_copy.match(slots_handle, (table.num_sequences, 2), "int32")
+        slots = match(slots_handle, (table.num_sequences, 2), "int32")
         check = _Check(found_handle)
         table.check(check, page_size, minimum=1)
         with T.If(check.passed), T.Then(), T.serial(table.num_sequences) as b:
@@ -368,7 +370,7 @@ def _for_each_task(num_sequences, num_elements, count_of: Callable, body: Callab
 
     Every task takes an equal range of every sequence, so a long one does not keep one task busy.
     """
-    with T.If(num_elements * 8 < row_copy.SERIAL_BELOW_BYTES):
+    with T.If(num_elements * 8 < SERIAL_BELOW_BYTES):
         with T.Then(), T.serial(num_sequences) as b:
             body(b, T.int64(0), _wide(count_of(b)))
         with T.Else(), T.parallel(T.int64(_NUM_TASKS)) as task, T.serial(num_sequences) as b:

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 from tvm.script import tirx as T
 
-from .. import vectors
-from ..codec import Codec
-from ..layout import QuantizedPages
-from ..semantics.hadamard import block_factor, k_parts
-from . import bit_masks, packing, simd
-from .codes import load_values, store_codes, store_packed_codes
-from .columns import Chunk, for_columns
-from .hadamard import transform
-from .shuffles import next_power_of_two, reduce_each
-from .simd import (
+from ... import vectors
+from ...codec import Codec
+from ...layout import QuantizedPages
+from ...semantics.hadamard import block_factor, k_parts
+from ...vectors import Chunk
+from .. import bit_masks, packing
+from ..codes import load_values, store_codes, store_packed_codes
+from ..columns import steps
+from ..hadamard import transform
+from ..shuffles import next_power_of_two, reduce_each
+from ..simd import (
     F32,
     Register,
     add,
     broadcast,
+    chunks,
     constant,
     literal,
     load,
@@ -43,71 +45,91 @@ _INFINITE = 0xFF000000  # the key of infinities; that of NaN is larger
 _SMALLEST_NORMAL = 0x00800000  # the bits of 2**-126
 
 
-@contextmanager
-def writable(sink, row: Sequence, lanes: int) -> Iterator[tuple]:
-    """What a row is to be written to: the sink itself, or numbers that are quantized afterwards.
+@T.meta_class
+class QuantizedRows:
+    """Quantizes rows of float32 numbers into pages, and reads them back.
 
-    Yields
-    ------
-    Buffer and indices of its leading axes.
+    Parameters
+    ----------
+    pages : QuantizedPages
+        Those of the rows' plane.
     """
-    if not isinstance(sink, QuantizedPages):
-        yield sink, row
-        return
-    sink = sink.of_row(row)
-    numbers = T.alloc_buffer((sink.spec.qk_head_dim,), F32)
-    yield numbers, ()
-    quantize_row(numbers, sink, row, lanes)
 
+    def __init__(self, pages: QuantizedPages):
+        self.pages, self.codec = pages, pages.codec
+        self.can_pack = packing.can_pack(pages.spec.target)
+        self.factors = _factors(pages)
 
-def quantize_row(numbers, pages: QuantizedPages, row: Sequence, lanes: int) -> None:
-    """Quantize a float32 buffer of one row into pages; it is rotated in place before."""
-    codec, groups, can_pack = pages.codec, pages.groups, packing.can_pack(pages.spec.target)
-    factors = _factors(pages)
-    if codec.has_hadamard:
-        transform(numbers, (), k_parts(pages.spec), lanes, is_scaled=factors is None)
-    inverse = T.alloc_buffer((len(groups) + lanes,), F32)  # the last ones are stored by the vector
-    for first in range(0, len(groups), lanes):
-        batch = groups[first : first + lanes]
-        keys = [_largest(codec, numbers, begin, end, lanes) for begin, end in batch]
-        factor = factors and factors[first : first + lanes]
-        scale = _Scale(codec, reduce_each(keys, lanes, maximum, "uint32"), len(batch), factor)
-        store(inverse, (first,), scale.lanes, scale.inverse)
-        _clear_unknown(numbers, batch, [inverse[first + i] == 0 for i in range(len(batch))], lanes)
-        if codec.is_packed:
-            sums = [
-                _round(codec, numbers, b, inverse[first + i], lanes) for i, b in enumerate(batch)
-            ]
-            scale.fit(*(reduce_each(each, lanes, add) for each in zip(*sums, strict=True)))
-        scale.store(pages, row, first, len(batch))
-
-    def scaled(column, n: int):
-        if codec.is_packed:
-            return temp(load(numbers, (column,), n), n)
-        factor = broadcast(inverse[pages.group_of(column)], n)
-        return temp(load(numbers, (column,), n) * factor, n)
-
-    half = pages.spec.qk_head_dim // 2
-    behind = (0, half) if codec.is_packed else (0,)  # columns of a byte
-    at_once = max(1, bit_masks.LANES // lanes) if codec.has_bit_plane else 1
-    for begin, end in ((0, half),) if codec.is_packed else groups:
-
-        def columns(start, parts, begin=begin):
-            for run in _runs(parts, lanes, can_pack, at_once):
-                column = begin + start + run[0].start
-                values = [
-                    [scaled(begin + start + n + c.start, c.lanes) for c in run] for n in behind
+    def quantize(self, numbers, row: Sequence, lanes: int) -> None:
+        """Quantize a float32 buffer of one row into row `row`; it is rotated in place before."""
+        codec, groups = self.codec, self.pages.groups
+        if codec.has_hadamard:
+            parts = k_parts(self.pages.spec)
+            transform(numbers, (), parts, lanes, is_scaled=self.factors is None)
+        # The last elements are stored by the vector.
+        inverse = T.alloc_buffer((len(groups) + lanes,), F32)
+        for first in range(0, len(groups), lanes):
+            batch = groups[first : first + lanes]
+            keys = [_largest(codec, numbers, begin, end, lanes) for begin, end in batch]
+            factor = self.factors and self.factors[first : first + lanes]
+            scale = _Scale(codec, reduce_each(keys, lanes, maximum, "uint32"), len(batch), factor)
+            store(inverse, (first,), scale.lanes, scale.inverse)
+            unknown = [inverse[first + i] == 0 for i in range(len(batch))]
+            _clear_unknown(numbers, batch, unknown, lanes)
+            if codec.is_packed:
+                factors = [inverse[first + i] for i in range(len(batch))]
+                rounded = [
+                    _round(codec, numbers, group, factor, lanes)
+                    for group, factor in zip(batch, factors, strict=True)
                 ]
-                if can_pack and len(run) > 1:
-                    store_packed_codes(pages, row, column, values)
-                else:
-                    store_codes(pages, row, column, run[0].lanes, values)
+                sums = (reduce_each(each, lanes, add) for each in zip(*rounded, strict=True))
+                scale.fit(*sums)
+            scale.store(self.pages, row, first, len(batch))
+        self._store(numbers, inverse, row, lanes)
 
-        with (
-            packing.scope() if can_pack else nullcontext(),
-            bit_masks.scope() if codec.has_bit_plane else nullcontext(),
-        ):
-            for_columns(end - begin, lanes, VECTORS_AT_ONCE, columns)
+    def _store(self, numbers, inverse, row: Sequence, lanes: int) -> None:
+        """Store the codes of a row, of which packed ones are rounded already."""
+        codec, pages, can_pack = self.codec, self.pages, self.can_pack
+
+        def scaled(column, n: int):
+            if codec.is_packed:
+                return temp(load(numbers, (column,), n), n)
+            factor = broadcast(inverse[pages.group_of(column)], n)
+            return temp(load(numbers, (column,), n) * factor, n)
+
+        half = pages.spec.qk_head_dim // 2
+        behind = (0, half) if codec.is_packed else (0,)  # columns of a byte
+        at_once = max(1, bit_masks.LANES // lanes) if codec.has_bit_plane else 1
+        for begin, end in ((0, half),) if codec.is_packed else pages.groups:
+            with (
+                packing.scope() if can_pack else nullcontext(),
+                bit_masks.scope() if codec.has_bit_plane else nullcontext(),
+            ):
+                for start, parts in steps(end - begin, lanes, VECTORS_AT_ONCE):
+                    for run in _runs(parts, lanes, can_pack, at_once):
+                        column = begin + start + run[0].start
+                        values = [
+                            [scaled(begin + start + n + c.start, c.lanes) for c in run]
+                            for n in behind
+                        ]
+                        if can_pack and len(run) > 1:
+                            store_packed_codes(pages, row, column, values)
+                        else:
+                            store_codes(pages, row, column, run[0].lanes, values)
+
+    def dequantize(self, row: Sequence, sink, sink_row: Sequence, lanes: int) -> None:
+        """Write the numbers that row `row` stands for, rounded to the type of `sink`."""
+        pages, width = self.pages, self.pages.spec.qk_head_dim
+        has_hadamard = self.codec.has_hadamard
+        target, at = (T.alloc_buffer((width,), F32), ()) if has_hadamard else (sink, sink_row)
+        for begin, end in pages.groups:
+            for start, n in chunks(end - begin, lanes):
+                column = begin + start
+                store(target, (*at, column), n, load_values(pages, row, column, n))
+        if has_hadamard:
+            transform(target, at, k_parts(pages.spec), lanes)
+            for start, n in chunks(width, lanes):
+                store(sink, (*sink_row, start), n, load(target, (start,), n))
 
 
 def _factors(pages: QuantizedPages) -> list[float] | None:
@@ -135,7 +157,7 @@ def _clear_unknown(numbers, groups: Sequence, is_unknown: Sequence, lanes: int) 
     with T.If(functools.reduce(T.Or, is_unknown)), T.Then():
         for (begin, end), condition in zip(groups, is_unknown, strict=True):
             with T.If(condition), T.Then():
-                for start, n in simd.chunks(end - begin, lanes):
+                for start, n in chunks(end - begin, lanes):
                     store(numbers, (begin + start,), n, constant(0.0, n))
 
 
@@ -150,7 +172,7 @@ def _round(codec: Codec, numbers, group: tuple[int, int], factor, lanes: int) ->
     products, squares = (Register(lanes, init=zero) for _ in range(2))
     factor = temp(factor)
 
-    def columns(start, parts):
+    for start, parts in steps(end - begin, lanes, VECTORS_AT_ONCE):
         for c in parts:
             at = (begin + start + c.start,)
             value = temp(load(numbers, at, c.lanes) * broadcast(factor, c.lanes), c.lanes)
@@ -159,8 +181,6 @@ def _round(codec: Codec, numbers, group: tuple[int, int], factor, lanes: int) ->
             store(numbers, at, c.lanes, code)
             products.fma(code, value)
             squares.fma(code, code)
-
-    for_columns(end - begin, lanes, VECTORS_AT_ONCE, columns)
     return products.get(), squares.get()
 
 
@@ -178,7 +198,7 @@ def _largest(codec: Codec, numbers, begin: int, end: int, lanes: int):
     """A vector of keys, the largest of which is that of the value of the largest magnitude."""
     largest = Register(lanes, "uint32", broadcast(T.uint32(0), lanes))
 
-    def columns(start, parts):
+    for start, parts in steps(end - begin, lanes, VECTORS_AT_ONCE):
         for c in parts:
             value, n = load(numbers, (begin + start + c.start,), c.lanes), c.lanes
             key = _key(codec, value, n)
@@ -187,8 +207,6 @@ def _largest(codec: Codec, numbers, begin: int, end: int, lanes: int):
             while n < lanes:
                 key, n = temp(shuffle([key, key], range(2 * n)), 2 * n, "uint32"), 2 * n
             largest.set(T.max(largest.get(), key))
-
-    for_columns(end - begin, lanes, VECTORS_AT_ONCE, columns)
     return largest.get()
 
 
@@ -287,17 +305,3 @@ class _Scale:
         bits = temp(bits, self.lanes, dtype)
         for group in range(num_groups):
             T.buffer_store(pages.scales, shuffle([bits], [group]), [*row, first + group])
-
-
-def dequantize_row(pages: QuantizedPages, row: Sequence, sink, sink_row: Sequence, lanes: int):
-    """Write the numbers that a quantized row stands for, rounded to the type of `sink`."""
-    has_hadamard, width = pages.codec.has_hadamard, pages.spec.qk_head_dim
-    target, at = (T.alloc_buffer((width,), F32), ()) if has_hadamard else (sink, sink_row)
-    for begin, end in pages.groups:
-        for start, n in simd.chunks(end - begin, lanes):
-            column = begin + start
-            store(target, (*at, column), n, load_values(pages, row, column, n))
-    if has_hadamard:
-        transform(target, at, k_parts(pages.spec), lanes)
-        for start, n in simd.chunks(width, lanes):
-            store(sink, (*sink_row, start), n, load(target, (start,), n))

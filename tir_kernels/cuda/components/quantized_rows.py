@@ -7,17 +7,18 @@ NaN above all. So one maximum finds the value that decides a scale, and whether 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 from tvm.script import tirx as T
 
-from ..codec import Codec
-from ..layout import QuantizedPages
-from ..semantics.hadamard import k_parts
-from . import scalars
-from .emit import F32, I32, U32, WARP, Registers, index_temp, ptx, sync_warp
-from .tiles.hadamard import blocks_of, rotate_registers
-from .warp import shuffle_xor
+from ...codec import Codec
+from ...layout import QuantizedPages
+from ...semantics.hadamard import k_parts
+from .. import scalars
+from ..elements import store_floats
+from ..emit import F32, I32, U32, WARP, Registers, index_temp, ptx, sync_warp
+from ..tiles.hadamard import blocks_of, rotate_registers
+from ..warp import shuffle_xor
 
 RUN = 4  # columns that a lane has side by side: their codes are a word
 _INFINITE = 0xFF000000  # the key of infinities; that of NaN is larger
@@ -45,102 +46,124 @@ class Runs:
         """First column of the lane's run of a turn."""
         return self.begin + (turn * WARP + self.lane) * self.length
 
-    def for_each(self, body: Callable) -> None:
-        """Emit ``body(turn, column)`` for the runs that there are."""
+    def each(self) -> Iterator[tuple]:
+        """Yield turn and column of the runs that there are."""
         for turn in range(self.turns):
             column = index_temp(self.column(turn))
             if (turn + 1) * WARP <= self.count:
-                body(turn, column)
+                yield turn, column
             else:
                 with T.If(turn * WARP + self.lane < self.count), T.Then():
-                    body(turn, column)
+                    yield turn, column
 
-    def load(self, load_run: Callable) -> None:
-        """Fill the registers by ``load_run(column, length)``; lanes without a run have zeros."""
+    def load(self, rows, row: Sequence) -> None:
+        """Fill the registers by ``rows.load_run``; lanes without a run have zeros."""
         self.values.fill(T.float32(0))
-
-        def take(turn, column):
-            loaded = load_run(column, self.length)
+        for turn, column in self.each():
+            loaded = rows.load_run(row, column, self.length)
             for i in range(self.length):
                 self.values[turn * self.length + i] = loaded[i]
 
-        self.for_each(take)
 
-
-def quantize_row(
-    pages: QuantizedPages, row: Sequence, load_run: Callable, lane, scratch: Callable
-) -> None:
-    """Quantize a row of numbers into pages.
+@T.meta_class
+class QuantizedRows:
+    """Quantizes rows of numbers into pages, and reads them back.
 
     Parameters
     ----------
     pages : QuantizedPages
-    row : indices of the row, less the last axis.
-    load_run : callable
-        ``(column, count)`` -> registers of `count` numbers from a column on.
-    lane : int32 expression
-    scratch : callable
-        Gives a float32 Buffer and where the warp's room in it begins, of as many numbers as a row
-        has; needed with 4 bits.
     """
-    if pages.codec.bits == 4:
-        _quantize_packed(pages, row, load_run, lane, scratch)
-        return
-    for group, (begin, end) in enumerate(pages.groups):
-        runs = Runs(begin, end, RUN, lane)
-        runs.load(load_run)
-        scale = _Scale(pages.codec, _largest(runs.values, WARP))
-        with T.If(lane == 0), T.Then():
-            scale.store(pages, row, group)
 
-        def store(turn, column, runs=runs, scale=scale):
-            codes = [scale.code(runs.values[turn * RUN + i]) for i in range(RUN)]
-            word = codes[0]
-            for i in range(1, RUN):
-                word = T.bitwise_or(word, T.shift_left(codes[i], T.uint32(8 * i)))
-            ptx("st.global.b32", pages.codes.ptr_to([*row, column]), word)
+    def __init__(self, pages: QuantizedPages):
+        self.pages, self.codec = pages, pages.codec
 
-        runs.for_each(store)
+    def quantize(self, row: Sequence, rows, source_row: Sequence, worker) -> None:
+        """Quantize ``rows.load_run(source_row, column, count)`` into row `row`."""
+        pages, lane = self.pages, worker.lane()
+        if self.codec.bits == 4:
+            self._quantize_packed(row, rows, source_row, lane, *worker.warp_scratch())
+            return
+        for group, (begin, end) in enumerate(pages.groups):
+            runs = Runs(begin, end, RUN, lane)
+            runs.load(rows, source_row)
+            scale = _Scale(self.codec, _largest(runs.values, WARP))
+            with T.If(lane == 0), T.Then():
+                scale.store(pages, row, group)
+            for turn, column in runs.each():
+                codes = [scale.code(runs.values[turn * RUN + i]) for i in range(RUN)]
+                word = codes[0]
+                for i in range(1, RUN):
+                    word = T.bitwise_or(word, T.shift_left(codes[i], T.uint32(8 * i)))
+                ptx("st.global.b32", pages.codes.ptr_to([*row, column]), word)
 
+    def _quantize_packed(self, row, rows, source_row, lane, room, start) -> None:
+        """Quantize with 4 bits: the elements of a byte, half a row apart, meet in shared memory."""
+        pages, codec, width = self.pages, self.codec, self.pages.spec.qk_head_dim
+        for part in k_parts(pages.spec):
+            for begin, size in blocks_of(*part):
+                length = size // WARP
+                runs = Runs(begin, begin + size, length, lane)
+                runs.load(rows, source_row)
+                rotate_registers(runs.values, lane)
+                # A group is of all lanes, or of some of them side by side.
+                lanes = codec.group_size // length if length < codec.group_size else 1
+                scale = _Scale(codec, _largest(runs.values, lanes))
+                column = index_temp(runs.column(0))
+                for i in range(length):
+                    code = T.reinterpret(F32, scale.code(runs.values[i]))
+                    T.buffer_store(room, code, [0, start + column + i])
+                scale.fit(runs.values, lanes)
+                with T.If(T.truncmod(lane, lanes) == 0), T.Then():
+                    scale.store(pages, row, T.truncdiv(column, codec.group_size))
+        sync_warp()
+        half = width // 2
+        for _, column in Runs(0, half, RUN, lane).each():
+            word = Registers(1, U32, "word")
+            word[0] = T.uint32(0)
+            for side in range(2):
+                for i in range(RUN):
+                    code = T.reinterpret(U32, room[0, start + side * half + column + i])
+                    bits = T.uint32(8 * i + 4 * side)
+                    word[0] = T.bitwise_or(word[0], T.shift_left(code, bits))
+            ptx("st.global.b32", pages.codes.ptr_to([*row, column]), word[0])
+        sync_warp()
 
-def _quantize_packed(
-    pages: QuantizedPages, row: Sequence, load_run: Callable, lane, scratch: Callable
-) -> None:
-    """Quantize with 4 bits: the elements of a byte, half a row apart, meet in shared memory."""
-    codec, width = pages.codec, pages.spec.qk_head_dim
-    room, start = scratch()
-    for part in k_parts(pages.spec):
-        for begin, size in blocks_of(*part):
-            length = size // WARP
-            runs = Runs(begin, begin + size, length, lane)
-            runs.load(load_run)
-            rotate_registers(runs.values, lane)
-            # A group is of all lanes, or of some of them side by side.
-            lanes = codec.group_size // length if length < codec.group_size else 1
-            scale = _Scale(codec, _largest(runs.values, lanes))
-            column = index_temp(runs.column(0))
-            for i in range(length):
-                code = T.reinterpret(F32, scale.code(runs.values[i]))
-                T.buffer_store(room, code, [0, start + column + i])
-            scale.fit(runs.values, lanes)
-            with T.If(T.truncmod(lane, lanes) == 0), T.Then():
-                scale.store(pages, row, T.truncdiv(column, codec.group_size))
-    sync_warp()
-    half = width // 2
-    words = Runs(0, half, RUN, lane)
+    def dequantize(self, row: Sequence, sink, sink_row: Sequence, worker) -> None:
+        """Write the numbers that row `row` stands for, rounded to the type of `sink`."""
+        spec, lane = self.pages.spec, worker.lane()
+        parts = [(begin, end, RUN) for begin, end in self.pages.groups]
+        if self.codec.has_hadamard:
+            blocks = [block for part in k_parts(spec) for block in blocks_of(*part)]
+            parts = [(begin, begin + size, size // WARP) for begin, size in blocks]
+        for begin, end, length in parts:
+            runs = Runs(begin, end, length, lane)
+            runs.load(self, row)
+            if self.codec.has_hadamard:
+                rotate_registers(runs.values, lane)
+            for turn, column in runs.each():
+                numbers = Registers(length, F32, "numbers")
+                for i in range(length):
+                    numbers[i] = runs.values[turn * length + i]
+                store_floats(sink, (*sink_row, column), numbers)
 
-    def store(turn, column):
-        word = Registers(1, U32, "word")
-        word[0] = T.uint32(0)
-        for side in range(2):
-            for i in range(RUN):
-                code = T.reinterpret(U32, room[0, start + side * half + column + i])
-                bits = T.uint32(8 * i + 4 * side)
-                word[0] = T.bitwise_or(word[0], T.shift_left(code, bits))
-        ptx("st.global.b32", pages.codes.ptr_to([*row, column]), word[0])
-
-    words.for_each(store)
-    sync_warp()
+    def load_run(self, row: Sequence, column, count: int) -> Registers:
+        """Load the numbers that some codes stand for; they are rotated where the codec rotates."""
+        pages, codec, half = self.pages, self.codec, self.pages.spec.qk_head_dim // 2
+        numbers, scale = Registers(count, F32, "numbers"), pages.scale(row, pages.group_of(column))
+        scale = scalars.temp(scale)
+        for i in range(count):
+            if codec.bits == 4:
+                at = column + i
+                byte = pages.codes[(*row, T.truncmod(at, half))]
+                shift = T.if_then_else(at < half, T.uint32(0), T.uint32(4))
+                nibble = T.bitwise_and(T.shift_right(T.cast(byte, U32), shift), T.uint32(15))
+                value = T.cast(T.cast(nibble, I32) - 8, F32)
+            elif codec.storage_dtype == "int8":
+                value = T.cast(pages.codes[(*row, column + i)], F32)
+            else:
+                value = _float_of(T.cast(pages.codes[(*row, column + i)], U32))
+            numbers[i] = value * scale
+        return numbers
 
 
 def _largest(values: Registers, lanes: int):
@@ -256,47 +279,6 @@ def _float_code(value):
     small = T.cast(T.cast(scalars.rint(size * T.float32(512.0)), I32), U32)
     code = T.if_then_else(size < T.float32(2.0**-6), small, normal)
     return scalars.temp(T.bitwise_or(code, sign), 1, U32)
-
-
-def dequantize_row(pages: QuantizedPages, row: Sequence, store_run: Callable, lane) -> None:
-    """Read a row, by ``store_run(column, registers)`` of the numbers from a column on."""
-    spec, codec = pages.spec, pages.codec
-    if codec.has_hadamard:
-        parts = [(b, b + size, size // WARP) for p in k_parts(spec) for b, size in blocks_of(*p)]
-    else:
-        parts = [(begin, end, RUN) for begin, end in pages.groups]
-    for begin, end, length in parts:
-        runs = Runs(begin, end, length, lane)
-        runs.load(lambda column, count: _load_numbers(pages, row, column, count))
-        if codec.has_hadamard:
-            rotate_registers(runs.values, lane)
-
-        def store(turn, column, runs=runs, length=length):
-            numbers = Registers(length, F32, "numbers")
-            for i in range(length):
-                numbers[i] = runs.values[turn * length + i]
-            store_run(column, numbers)
-
-        runs.for_each(store)
-
-
-def _load_numbers(pages: QuantizedPages, row: Sequence, column, count: int) -> Registers:
-    codec, half = pages.codec, pages.spec.qk_head_dim // 2
-    numbers, scale = Registers(count, F32, "numbers"), pages.scale(row, pages.group_of(column))
-    scale = scalars.temp(scale)
-    for i in range(count):
-        if codec.bits == 4:
-            at = column + i
-            byte = pages.codes[(*row, T.truncmod(at, half))]
-            shift = T.if_then_else(at < half, T.uint32(0), T.uint32(4))
-            nibble = T.bitwise_and(T.shift_right(T.cast(byte, U32), shift), T.uint32(15))
-            value = T.cast(T.cast(nibble, I32) - 8, F32)
-        elif codec.storage_dtype == "int8":
-            value = T.cast(pages.codes[(*row, column + i)], F32)
-        else:
-            value = _float_of(T.cast(pages.codes[(*row, column + i)], U32))
-        numbers[i] = value * scale
-    return numbers
 
 
 def _float_of(code):

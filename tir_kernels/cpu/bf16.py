@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
-from .simd import F32, Register, broadcast, load, ramp, shuffle, store, temp, vector_type
+from .simd import F32, broadcast, load, ramp, shuffle, store, temp, vector_type
 
 INT32, WORD = "int32", "uint16"
 
@@ -90,19 +90,6 @@ class PairOperands:
         """Return what `fma` does for a pair, which is loaded from a buffer, and a whole vector."""
         name, result = "pagedkv_bf16_dot_scalar", vector_type(F32, self.lanes)
         return T.call_pure_extern(result, name, total, b, T.address_of(element))
-
-    def multiply_add(self, total: Register, a, b) -> None:
-        """Add both products of every pair to a register."""
-        total.set(self.fma(total.get(), a, b, total.lanes))
-
-    def add_products(self, totals: list[Register], scalar, vectors: list) -> None:
-        """Add the products of a pair, which is loaded from a buffer, and vectors of pairs."""
-        if [total.lanes for total in totals] == [self.lanes]:
-            totals[0].set(self.fma_element(totals[0].get(), scalar, vectors[0]))
-            return
-        scalar = temp(scalar, 1, INT32)
-        for total, vector in zip(totals, vectors, strict=True):
-            self.multiply_add(total, broadcast(scalar, total.lanes), vector)
 
     def load_q(self, buffer, index, lanes: int, factor):
         """`lanes` elements of Q."""

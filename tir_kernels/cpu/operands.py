@@ -21,7 +21,7 @@ from tvm.script import tirx as T
 from ..script import inline
 from .columns import steps
 from .shuffles import concatenate, transpose
-from .simd import F32, Register, broadcast, constant, load, store, temp
+from .simd import F32, broadcast, constant, load, store, temp
 
 ROWS_AT_ONCE = 4  # of V
 
@@ -48,16 +48,6 @@ class Float32Operands:
     def fma(self, total, a, b, lanes: int):
         """Return ``total + a * b``; LLVM contracts it to a fused multiply-add."""
         return total + a * b
-
-    def multiply_add(self, total: Register, a, b) -> None:
-        """Add ``a * b`` to a register."""
-        total.set(self.fma(total.get(), a, b, total.lanes))
-
-    def add_products(self, totals: list[Register], scalar, vectors: list) -> None:
-        """Add the products of a scalar, which is loaded from a buffer, and some vectors."""
-        scalar = temp(scalar)
-        for total, vector in zip(totals, vectors, strict=True):
-            self.multiply_add(total, broadcast(scalar, total.lanes), vector)
 
     def load_q(self, buffer, index, lanes: int, factor):
         """`lanes` elements of Q."""

@@ -24,10 +24,10 @@ from ..components.output import Output
 from ..components.page_schedule import PageSchedule, Pairs
 from ..components.partial_states import PartialStates
 from ..components.query_rows import QueryRows, max_local_heads
+from ..components.rotation import rotation_of
 from ..components.work import TASKS, Queue
 from ..conversion import require_half_conversion
 from ..simd import import_llvm, index_temp
-from .rotation import rotation_of
 
 
 def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: bool = False):

@@ -22,11 +22,11 @@ from ..components.lane_softmax import LaneSoftmax, LaneSums
 from ..components.output import Output
 from ..components.partial_states import PartialStates
 from ..components.query_tile import Tiling
+from ..components.rotation import rotation_of
 from ..components.tile_splits import CutTile, Split, TileSplits
 from ..components.tree_mask import TokenTrees, TreeMask
 from ..components.work import TASKS, cut
 from ..conversion import require_half_conversion
-from .rotation import rotation_of
 
 
 @T.meta_class

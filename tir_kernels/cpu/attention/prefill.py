@@ -34,6 +34,7 @@ from ..components.online_softmax import OnlineSoftmax
 from ..components.packed_kv import POSITIONS, PackedKv
 from ..components.query_tile import BLOCKS, QueryTile, Tiling
 from ..components.register_tile import ColumnTiles
+from ..components.rotation import rotation_of
 from ..components.row_bounds import RowBounds, TilePart
 from ..components.score_tile import ScoreTile
 from ..components.tile_queue import TileQueue
@@ -41,7 +42,6 @@ from ..components.tree_mask import TokenTrees, TreeMask
 from ..components.work import TASKS, Queue, num_threads
 from ..conversion import require_half_conversion
 from ..simd import import_llvm, index_temp
-from .rotation import rotation_of
 from .single_rows import Singles
 
 SERIAL_WORK = 1 << 20  # multiply-adds below which a launch costs more than it saves

@@ -47,21 +47,6 @@ class InlineRope:
         self.rotates_q = self.rotates_k = self.mode == 1 if self.fits else False
         require_own_rotation(spec, a)
 
-    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Emit `rotated` for rotary_mode 1 and `plain` for the rest."""
-        if not self.fits:
-            plain()
-            return
-        with T.If(self.mode == 1):
-            with T.Then():
-                rotated()
-            with T.Else():
-                plain()
-
-    def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Do what `either` does, for rows of Q."""
-        self.either(rotated, plain)
-
     def restore(self, o, row) -> None:
         """Rows of O are as V is, which is not rotated."""
 
@@ -152,18 +137,6 @@ class NoRotation:
 
     def begin_sequence(self, length) -> None:
         """Nothing to know of a sequence."""
-
-    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Emit what does not rotate."""
-        plain()
-
-    def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Emit what does not rotate."""
-        plain()
-
-    def first_position(self, segment):
-        """Nothing depends on it."""
-        return 0
 
     def restore(self, o, row) -> None:
         """Nothing to restore."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 from ...codec import codec_of
 from ...semantics.rotary_mode import has_rope
 from ...spec import KernelSpec
-from ..attention.quantized_pairs import QuantizedPairs
 from ..bf16 import PairOperands
 from ..operands import Float32Operands
+from .quantized_pairs import QuantizedPairs
 
 
 def operands(spec: KernelSpec, kv_dtype: str):

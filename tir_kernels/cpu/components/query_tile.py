@@ -81,10 +81,6 @@ class QueryTile:
         For the columns of V, with rows of a block.
     softmax : OnlineSoftmax
     bias : AlibiBias, optional
-    is_stored : bool
-        False: the caller stores the rows, from `o` and `softmax`, after `end`.
-    min_rows : int
-        Rows that `o` has at least.
 
     Attributes
     ----------
@@ -93,29 +89,18 @@ class QueryTile:
         Of the row that `locate` was last called for.
     """
 
-    def __init__(
-        self,
-        spec: KernelSpec,
-        ops,
-        a,
-        tiles: ColumnTiles,
-        softmax,
-        bias=None,
-        is_stored: bool = True,
-        min_rows: int = 0,
-    ):
+    def __init__(self, spec: KernelSpec, ops, a, tiles: ColumnTiles, softmax, bias=None):
         self.spec, self.ops, self.a, self.tiles = spec, ops, a, tiles
         self.softmax, self.bias = softmax, bias
         self.output = Output(spec, a.o, a.lse)
         # Rows that are rotated back first are stored at the end.
-        self.stores_early = is_stored and not a.rope.restores
-        self.is_stored = is_stored
+        self.stores_early = not a.rope.restores
         self.group, self.lanes = spec.group_size, spec.target.lanes
         tiling = Tiling.of(spec)
         self.block_rows = tiling.rows
         num_rows, self.depth = tiling.num_blocks * tiling.rows, spec.qk_head_dim // ops.numbers
         self.q = T.alloc_buffer((num_rows, self.depth), ops.dtype)
-        self.o = T.alloc_buffer((max(num_rows, min_rows), spec.v_head_dim), F32)
+        self.o = T.alloc_buffer((num_rows, spec.v_head_dim), F32)
         self.inverse = T.alloc_buffer((BLOCKS * tiling.rows,), F32)
         self.progress = T.alloc_buffer((tiling.num_blocks,), "int32")
         self.factor = T.local_scalar("float32")  # of the logits, times log2(e)
@@ -306,9 +291,8 @@ class QueryTile:
                     row = block * self.block_rows + i
                     if self.progress[block] == UNSEEN:
                         self._clear_row(row)
-                    if self.is_stored:
-                        self.a.rope.restore(self.o, row)
-                        self._store_row(row)
+                    self.a.rope.restore(self.o, row)
+                    self._store_row(row)
 
     @inline
     def _store_row(self, row):

@@ -10,9 +10,8 @@ from tvm.script import tirx as T
 from ...semantics.hadamard import k_parts, v_parts
 from ...semantics.rotary_mode import refuse_inline
 from ...spec import KernelSpec
-from .. import simd
 from ..hadamard import transform
-from ..simd import F32, index_temp, load, store_row
+from ..simd import F32, store_row
 
 
 @T.meta_class
@@ -30,7 +29,6 @@ class HadamardRotation:
         self.spec, self.lanes = spec, spec.target.lanes
         self.rotates_q, self.rotates_k = spec.codec.k.has_hadamard, False
         self.restores = spec.codec.v.has_hadamard  # rows of O are multiplied when they are complete
-        self.first_positions = a.k_rope_pos_offset
         refuse_inline(spec, a)
 
     def begin_task(self) -> None:
@@ -39,18 +37,6 @@ class HadamardRotation:
 
     def begin_sequence(self, length) -> None:
         """Nothing to know of a sequence."""
-
-    def first_position(self, segment):
-        """The position of a segment's first slot, for a bias."""
-        return 0 if self.first_positions is None else index_temp(self.first_positions[segment])
-
-    def either(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Emit what does not rotate K."""
-        plain()
-
-    def for_q(self, rotated: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Emit what multiplies Q, or leaves it."""
-        (rotated if self.rotates_q else plain)()
 
     def set_position(self, position) -> None:
         """All positions have the same matrix."""
@@ -62,12 +48,6 @@ class HadamardRotation:
         """Multiply a row of Q, ``source(column, lanes) -> vector``, into `row`."""
         store_row(self.row, (), self.spec.qk_head_dim, self.lanes, source)
         transform(self.row, (), k_parts(self.spec), self.lanes)
-
-    def rotate_row(self, source: Callable, sink: Callable) -> None:
-        """Multiply a row of Q; source and sink as of `InlineRope`."""
-        self.rotate(source)
-        for start, lanes in simd.chunks(self.spec.qk_head_dim, self.lanes):
-            sink(start, lanes, load(self.row, (start,), lanes))
 
     def restore(self, o, row) -> None:
         """Multiply a row of sums of V back, if V was multiplied."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from ...signatures.inputs import AttentionInputs, PagedInputs
 from ...spec import KernelSpec
-from ..components.inline_rope import InlineRope, NoRotation
 from .hadamard_rotation import HadamardRotation
+from .inline_rope import InlineRope, NoRotation
 
 
-def rotation_of(
-    spec: KernelSpec, a: AttentionInputs, inline: type[InlineRope] = InlineRope
-) -> InlineRope | HadamardRotation | NoRotation:
-    """Choose by the spec and by where K lies; `inline` is what rotates in the kernel."""
+def rotation_of(spec: KernelSpec, a: AttentionInputs) -> InlineRope | HadamardRotation | NoRotation:
+    """Choose by the spec and by where K lies."""
     if isinstance(a, PagedInputs) and spec.codec and spec.codec.has_hadamard:
         return HadamardRotation(spec, a)
-    return NoRotation() if spec.kind == "mla" else inline(spec, a)
+    return NoRotation() if spec.kind == "mla" else InlineRope(spec, a)

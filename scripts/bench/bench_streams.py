@@ -17,7 +17,7 @@ import numpy as np
 import tvm
 from tvm.script import tirx as T
 
-from tir_kernels.cpu.components.work import for_tasks
+from tir_kernels.cpu.components.work import TASKS
 from tir_kernels.cpu.simd import constant, load, store
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
 from tvm_pagedkv.threads import num_threads
@@ -52,7 +52,8 @@ def _emit(arrays: list, tasks, lanes: int, value: Callable, around: bool) -> Non
                 else:
                     store(sink, at, lanes, result)
 
-    for_tasks(tasks, move)
+    with T.parallel(tasks, annotations=TASKS) as task:
+        move(task)
 
 
 class Streams:

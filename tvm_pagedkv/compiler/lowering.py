@@ -200,7 +200,7 @@ def _parallel_where_large(function: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def share_task_body(function: tirx.PrimFunc, symbol: str) -> dict[GlobalVar, tirx.PrimFunc]:
-    """Move the bodies that `for_tasks` emits to private functions, which a lone task calls itself.
+    """Move the bodies of loops over tasks to private functions, which a lone task calls itself.
 
     More tasks than one call them in a parallel loop.
 

@@ -77,24 +77,21 @@ class InlineRope:
 
     def rotate(self, source: Callable) -> None:
         """Rotate a row, ``source(column, lanes) -> vector``, into `row`."""
-        self.rotate_row(source, lambda column, n, value: store(self.row, (column,), n, value))
+        rotated = 2 * self.half
+        self.angles.rotate(source, lambda c, n, value: store(self.row, (c,), n, value))
+        for start, lanes in simd.chunks(self.width - rotated, self.lanes):
+            store(self.row, (rotated + start,), lanes, source(rotated + start, lanes))
 
     def set_position(self, position) -> None:
-        """Compute the angles for `rotate_row`."""
+        """Compute the angles for `rotate`."""
         self.angles.fill(position, lambda start, lanes: load(self.frequencies, (start,), lanes))
 
     def begin_row(self, token, position) -> None:
         """Take the angles of a row of Q, which is a token of the call at a position."""
         self.set_position(position)
 
-    def rotate_row(self, source: Callable, sink: Callable) -> None:
-        """Rotate a row; `source` is ``(column, lanes) -> vector``, `sink` takes the vector too."""
-        self.angles.rotate(source, sink)
-        rotated = 2 * self.half
-        for start, lanes in simd.chunks(self.width - rotated, self.lanes):
-            sink(rotated + start, lanes, source(rotated + start, lanes))
-
-    def rotate_tile(self, ops, k, num_positions: int, first_position, offsets) -> None:
+    @inline
+    def rotate_tile(self, ops, k, num_positions, first_position, offsets):
         """Rotate a packed tile of K in place.
 
         Parameters
@@ -102,29 +99,33 @@ class InlineRope:
         k : ``(element, position) -> (buffer, index)``
         offsets : ``(column, lanes) -> int32 vector``, positions relative to `first_position`.
         """
+        lanes = T.meta_var(self.lanes)
+        for element in range(self.half // ops.numbers):
+            for v in range(num_positions // lanes):
+                position = T.meta_var(broadcast(first_position, lanes) + offsets(v * lanes, lanes))
+                self._rotate_elements(ops, k, element, v * lanes, position)
+
+    def _rotate_elements(self, ops, k, element, column, position) -> None:
+        """Rotate an element of a vector of positions, and the one half a rotation behind."""
         lanes, factor = self.lanes, inverse_frequencies(self.rope).attention_factor
-        elements = self.half // ops.numbers
-        with T.serial(elements) as element:
-            with T.serial(num_positions // lanes) as v:
-                position = broadcast(first_position, lanes) + offsets(v * lanes, lanes)
-                position = T.cast(position, simd.vector_type(F32, lanes))
-                if self.rope.scale != 1.0:
-                    position = position * constant(self.rope.scale, lanes)
-                position = temp(position, lanes)
-                at = [(element, v * lanes), (element + elements, v * lanes)]
-                before = [ops.unpack(load(*k(*i), lanes, ops.dtype)) for i in at]
-                after = [[], []]
-                for n, (x, y) in enumerate(zip(*before, strict=True)):
-                    frequency = self.frequencies[element * ops.numbers + n]
-                    rotation = sin_cos(position * broadcast(frequency, lanes), lanes, simd)
-                    sin, cos = (
-                        temp(value * constant(factor, lanes), lanes) if factor != 1.0 else value
-                        for value in (rotation.sin, rotation.cos)
-                    )
-                    after[0].append(temp(x * cos - y * sin, lanes))
-                    after[1].append(temp(y * cos + x * sin, lanes))
-                for i, numbers in zip(at, after, strict=True):
-                    store(*k(*i), lanes, ops.repack(numbers), ops.dtype)
+        position = T.cast(position, simd.vector_type(F32, lanes))
+        if self.rope.scale != 1.0:
+            position = position * constant(self.rope.scale, lanes)
+        position = temp(position, lanes)
+        at = [(element, column), (element + self.half // ops.numbers, column)]
+        before = [ops.unpack(load(*k(*i), lanes, ops.dtype)) for i in at]
+        after = [[], []]
+        for n, (x, y) in enumerate(zip(*before, strict=True)):
+            frequency = self.frequencies[element * ops.numbers + n]
+            rotation = sin_cos(position * broadcast(frequency, lanes), lanes, simd)
+            sin, cos = (
+                temp(value * constant(factor, lanes), lanes) if factor != 1.0 else value
+                for value in (rotation.sin, rotation.cos)
+            )
+            after[0].append(temp(x * cos - y * sin, lanes))
+            after[1].append(temp(y * cos + x * sin, lanes))
+        for i, numbers in zip(at, after, strict=True):
+            store(*k(*i), lanes, ops.repack(numbers), ops.dtype)
 
 
 class NoRotation:

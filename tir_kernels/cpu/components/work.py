@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The division of a kernel's work among the threads of TVM's pool."""
 
-from collections.abc import Callable
-
 from tvm.script import tirx as T
 
 from ...script import inline
@@ -37,12 +35,6 @@ def cut(total, task, num_tasks, dtype: str = "int32"):
     """
     wide = T.cast(total, "int64") * T.cast(task, "int64") // T.cast(num_tasks, "int64")
     return T.cast(wide, dtype)
-
-
-def for_tasks(num_tasks, body: Callable) -> None:
-    """Emit ``body(task)`` for every task, in parallel when there is more than one."""
-    with T.parallel(num_tasks, annotations=TASKS) as task:
-        body(task)
 
 
 @T.meta_class

@@ -15,6 +15,7 @@ KIB = 1024
 MAX_REGISTERS = 255  # of a thread, for attention, which keeps its sums there
 MAX_REGISTERS_OF_MOVES = 64  # these wait for memory: many threads have to do so at a time
 MIN_COPIES = 2  # asynchronous ones: of the first tile, and of the next ones
+MIN_LOADS = 16  # of 128 bits, where states are merged: of eight states, which do not wait
 # Arrays that the host copies before a step, and that no kernel writes. Only these may be loaded
 # through a cache that does not see what other kernels write while this one is there: with
 # programmatic dependent launch it may be there before those that write its arguments have ended.
@@ -121,6 +122,8 @@ def _of_kernel(name: str, code: MachineCode) -> Iterator[str]:
         yield f"{kernel} reads what kernels write by constant loads: {', '.join(written)}"
     elif code.counts["constant"] and not code.constant_arguments:
         yield f"{kernel} has {code.counts['constant']} constant loads that its PTX has not"
+    if name in ATTENTION and not code.counts["ldgsts"] and 0 < code.counts["ldg.128"] < MIN_LOADS:
+        yield f"{kernel} merges states by {code.counts['ldg.128']} loads of 128 bits at a time"
     if launch.threads != launch.bound:
         yield f"{kernel} is compiled for {launch.bound} threads and launched with {launch.threads}"
     if is_launched(code) and not resident_blocks(code):

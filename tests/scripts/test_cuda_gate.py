@@ -133,6 +133,16 @@ def test_each_rule_can_fail(codes, name, launch, fields, message):
     assert message in failures(name, SPEC, [changed])[0]
 
 
+def test_merges_load_many_states_at_once(codes):
+    from cuda_gate_rules import failures
+
+    code, merge = codes["prefill"], codes["prefill_1"]
+    assert failures("prefill", SPEC, [code, merge]) == []
+    slow = replace(merge, counts={**merge.counts, "ldg.128": 2})
+    (message,) = failures("prefill", SPEC, [code, slow])
+    assert "merges states by 2 loads of 128 bits at a time" in message
+
+
 @pytest.fixture(scope="module")
 def latent_source():
     return cuda_source({"mla_prefill": build_kernel("mla_prefill", LATENT_SPEC)})

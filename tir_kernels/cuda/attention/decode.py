@@ -26,9 +26,9 @@ from ..components.inline_rope import InlineRope
 from ..components.kv_rows import as_int64, paged_rows, with_page_views
 from ..components.logits import Logits
 from ..components.page_schedule import PageSchedule
-from ..components.partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, RUN, BlockStates
+from ..components.partial_states import MERGE_BLOCK_SIZE, MERGED_ROWS, RUN, BlockStates
 from ..components.pipeline import ThreadGroup, commit, copy_rows, wait, zero_padding
-from ..components.softmax import OnlineSoftmax, products_of
+from ..components.softmax import ROW_LANES, OnlineSoftmax, products_of
 from ..components.visible_columns import VisibleColumns
 from ..elements import store_floats
 from ..emit import WARP, Registers, index_temp, launch, sync_block, sync_warp
@@ -123,7 +123,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
             rope = InlineRope(spec, mode)
             columns = VisibleColumns(a, lengths_of_pages)
             groups = GroupStates(tiling, shared, q_tile.end)
-            q_blocks, o_blocks = T.meta_var(hadamard_blocks(tiling))
+            num_runs = T.meta_var(tiling.rows * tiling.columns // RUN)
             factor = a.sm_scale * T.float32(LOG2E)
 
             work.take_split(block, lane)
@@ -137,37 +137,21 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
                 for span in T.serial(columns.num_spans):
                     columns.take(span, work.position(work.first), work.position(work.at))
                     if columns.first < columns.end:
-                        head_of = T.meta_var(
-                            lambda row: (
-                                work.head * group_size + T.min(first_row + row, group_size - 1)
-                            )
-                        )
-                        position_of = T.meta_var(lambda row: columns.q_position)
                         sync_block()  # none reads any more what lies there
-                        load_q(q_tile, tiling, threads, work.sequence, head_of)
                         zero_padding(k, spec.qk_head_dim, thread, tiling.num_threads)
+                        load_q(spec, tiling, q_tile, threads, a.q, work, first_row)
                         pipeline.begin(columns.first, columns.end)
                         wait(pipeline.ahead)
                         sync_block()
-                        rope.rotate(q_tile, 0, tiling.rows, threads, position_of)
-                        if len(q_blocks) > 0:
-                            rotate_rows(q_tile, 0, tiling.rows, q_blocks, threads)
-                            sync_block()
-                        if tiling.has_code_operands:
-                            interleave_columns(q_tile, tiling.rows, threads)
-                            sync_block()
+                        prepare_q(tiling, q_tile, threads, rope, columns.q_position)
                         products.begin()
-                        if logits.has_alibi:
-                            for h in T.unroll(tiling.rows_of_thread):
-                                own_row = T.meta_var(warp_row + T.truncdiv(lane, 4) + 8 * h)
-                                logits.set_row(h, head_of(own_row), columns.q_position)
+                        set_rows(spec, logits, work, first_row + warp_row, columns.q_position)
                         for tile in T.serial(pipeline.num_tiles):
                             pipeline.wait(tile)
                             first = pipeline.first_position(tile)
                             stage = pipeline.stage(tile)
-                            k_position = T.meta_var(
-                                lambda column: columns.k_offset + first + column
-                            )
+                            offset = columns.k_offset + first
+                            k_position = T.meta_var(lambda column: offset + column)
                             rope.rotate(k, stage, tiling.positions, warps, k_position)
                             scales.begin_tile(first)
                             products.scores(scores, k, stage)
@@ -178,45 +162,30 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
                             softmax.update(scores)
                             scales.scale_weights(scores, softmax.output, stage, lane)
                             products.accumulate(softmax.output, scores, v, stage)
-
                 softmax.finish()
                 scales.finish(softmax.output)
-                rotate_accumulators(softmax.output, o_blocks, lane)
+                rotate_accumulators(softmax.output, hadamard_blocks(tiling)[1], lane)
                 sync_block()  # none reads K and V any more
                 groups.put(group, warp_row, softmax, products)
                 sync_block()
-                runs = T.meta_var(tiling.columns // RUN)
-                for turn in T.serial(T.ceildiv(tiling.rows * runs, tiling.num_threads)):
-                    item = turn * tiling.num_threads + thread
-                    row = T.truncdiv(item, runs)
-                    column = T.truncmod(item, runs) * RUN
+                for turn in T.serial(T.ceildiv(num_runs, tiling.num_threads)):
+                    run = turn * tiling.num_threads + thread
+                    row = T.truncdiv(run, tiling.columns // RUN)
+                    column = T.truncmod(run, tiling.columns // RUN) * RUN
                     head = first_row + row
                     v_column = v_slice * tiling.columns + column
                     if row < tiling.rows and head < group_size and v_column < v_dim:
                         groups.merge(row, column)
-                        slot = states.slot(block, work.first > work.begin)
-                        o_row = T.meta_var((work.sequence, work.head * group_size + head))
+                        state = T.meta_var((states.slot(block, work.first > work.begin), head))
+                        o_row = T.meta_var((work.sequence, head_of(spec, work, head)))
                         if work.is_whole():
                             store_floats(a.o, (*o_row, v_column), Registers.of(groups.o))
-                        else:
-                            states.put((slot, head), v_column, Registers.of(groups.o))
-                        if column == 0 and v_slice == 0:
-                            if work.is_whole():
+                            if v_column == 0:
                                 a.lse[o_row] = groups.lse
-                            else:
-                                states.put_lse((slot, head), groups.lse)
-
-        @inline
-        def load_q(q_tile, tiling, threads, sequence, head_of):
-            """Start to copy the query rows of a KV head; no row sees those behind them."""
-            per_chunk = T.meta_var(tiling.q.per_chunk)
-            num_chunks = T.meta_var(spec.qk_head_dim // per_chunk)
-            source = T.meta_var(
-                lambda row, chunk: a.q.ptr_to([as_int64(sequence), head_of(row), chunk * per_chunk])
-            )
-            zero_padding(q_tile, spec.qk_head_dim, threads.thread, threads.num_threads)
-            copy_rows(q_tile, min(tiling.rows, group_size), num_chunks, threads, source)
-            commit()
+                        else:
+                            states.put(state, v_column, Registers.of(groups.o))
+                            if v_column == 0:
+                                states.put_lse(state, groups.lse)
 
         @inline
         def merge_states(states, work, block, rows, thread):
@@ -247,10 +216,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
                     work = PageSchedule(*split)
                     attend_to_split(tiling, mode, states, work, block, slice_id, thread)
                 grid = T.meta_var([blocks, -(-group_size // MERGED_ROWS)])
-                with launch(grid, MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE) as (
-                    (block, rows),
-                    thread,
-                ):
+                with launch(grid, *MERGE_BLOCK_SIZE) as ((block, rows), thread):
                     work = PageSchedule(*split)
                     merge_states(states, work, block, rows, thread)
 
@@ -274,6 +240,45 @@ def decode_windowed(spec: KernelSpec):
 def decode_sliding(spec: KernelSpec):
     """Build `decode` for layers with a `window`."""
     return decode(spec, Lengths.LAST_PAGE, absent=())
+
+
+@inline
+def load_q(spec, tiling, q_tile, threads, q, work, first_row):
+    """Start to copy the query rows of a pair, from one of its KV head's on."""
+    per_chunk = T.meta_var(tiling.q.per_chunk)
+    row_at = T.meta_var(lambda row: (as_int64(work.sequence), head_of(spec, work, first_row + row)))
+    source = T.meta_var(lambda row, chunk: q.ptr_to([*row_at(row), chunk * per_chunk]))
+    num_rows = T.meta_var(min(tiling.rows, spec.group_size))
+    zero_padding(q_tile, spec.qk_head_dim, threads.thread, threads.num_threads)
+    copy_rows(q_tile, num_rows, spec.qk_head_dim // per_chunk, threads, source)
+    commit()
+
+
+def head_of(spec: KernelSpec, work: PageSchedule, row):
+    """Return the query head of a row; those behind the last one are that of the last one."""
+    return work.head * spec.group_size + T.min(row, spec.group_size - 1)
+
+
+@inline
+def set_rows(spec, logits, work, first_row, position):
+    """Let the rows of a thread be those of the pair's query heads."""
+    if logits.has_alibi:
+        for h in T.unroll(logits.rows):
+            row = T.meta_var(first_row + T.truncdiv(logits.lane, ROW_LANES) + 8 * h)
+            logits.set_row(h, head_of(spec, work, row), position)
+
+
+@inline
+def prepare_q(tiling, q_tile, threads, rope, position):
+    """Rotate the query rows, and give their columns the order that codes have."""
+    blocks = T.meta_var(hadamard_blocks(tiling)[0])
+    rope.rotate(q_tile, 0, tiling.rows, threads, lambda row: position)
+    if len(blocks) > 0:
+        rotate_rows(q_tile, 0, tiling.rows, blocks, threads)
+        sync_block()
+    if tiling.has_code_operands:
+        interleave_columns(q_tile, tiling.rows, threads)
+        sync_block()
 
 
 def code_tiling_of(spec: KernelSpec) -> DecodeTiling | None:

@@ -37,7 +37,7 @@ class Logits:
     """
 
     def __init__(self, spec: KernelSpec, rows: int, lane):
-        self.cap, self.lane = spec.logit_softcap, lane
+        self.cap, self.rows, self.lane = spec.logit_softcap, rows, lane
         self.slopes = tuple(slope * LOG2E for slope in spec.alibi_slopes or ())
         self.has_alibi = bool(self.slopes)
         if self.has_alibi:

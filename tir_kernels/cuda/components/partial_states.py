@@ -23,6 +23,7 @@ RUN = 8  # elements that a thread takes at once
 MERGED_AT_ONCE = 8  # states whose loads do not wait for each other
 MERGED_ROWS = 4  # of a block that merges: a warp for each
 MIN_BLOCKS_OF_MERGE = 4  # of these on a multiprocessor: 128 registers
+MERGE_BLOCK_SIZE = MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE  # as `emit.launch` takes it
 
 
 def lse_of(top, total):

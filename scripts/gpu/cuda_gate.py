@@ -145,7 +145,7 @@ def ahead_bytes(code: MachineCode, spec: KernelSpec) -> int:
     """
     tilings: list = []
     if code.launch.function in ("decode", "decode_sliding", "decode_windowed"):
-        tilings = [DecodeTiling.of(spec, is_widened=is_widened) for is_widened in (True, False)]
+        tilings = [*DecodeTiling.choices(spec), DecodeTiling.of(spec, is_widened=False)]
     elif code.launch.function == "mla_prefill":
         tilings = Tiling.choices(spec, spec.kv_dtype)
     for tiling in tilings:

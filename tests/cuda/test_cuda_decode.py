@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
 from tir_kernels.spec import RopeSpec
 
 from .. import reference
@@ -17,6 +18,7 @@ from ..support.attention_cases import PagedBatch, cuda_text
 from ..support.cuda_cases import BF16, F16, F32, make_spec, on_gpu_too, parametrize_seed
 from ..support.cuda_emulator import (
     SCHEDULES,
+    block_shared_bytes,
     emulated,
     launches,
     multiprocessors,
@@ -24,6 +26,8 @@ from ..support.cuda_emulator import (
     schedule,
 )
 
+KIB = 1024
+LITTLE = 99 * KIB  # of shared memory that a block may have
 FEW = 3  # multiprocessors: six blocks, each with several sequences
 SPECS = {
     "8:2x128-f16-p16": make_spec((8, 2), 128),
@@ -68,12 +72,52 @@ def test_many_sequences():
 
 
 def test_the_grid_is_what_the_device_holds():
-    """Blocks of 68 KiB: three of them fit, but there are registers for two."""
+    """Blocks of 69 KiB: three of them fit, but there are registers for two."""
     case = PagedBatch(SPECS["8:2x128-f16-p16"], LENGTHS, 0)
     for count in (1, 7):
-        with multiprocessors(count), launches() as made:
+        with multiprocessors(count), block_shared_bytes(163 * KIB), launches() as made:
             case.decode()
         assert [launch.grid for launch in made] == [(2 * count, 1, 1)] * 2
+
+
+def test_a_third_stage_where_two_such_blocks_fit():
+    """As many blocks as without it; where a block may have less, it has two stages."""
+    spec = SPECS["8:2x128-f16-p16"]
+    roomy, usual = DecodeTiling.choices(spec)
+    assert (roomy.stages, usual.stages) == (3, 2)
+    assert DecodeTiling.choices(SPECS["20:1x256-f32-p16"])[0].stages == 2
+    for num_bytes, tiling in ((227 * KIB, roomy), (163 * KIB, usual), (LITTLE, usual)):
+        case = PagedBatch(spec, LENGTHS, 0)
+        with multiprocessors(FEW), block_shared_bytes(num_bytes), launches() as made:
+            case.decode()
+        case.verify()
+        assert made[0].shared_bytes == tiling.num_bytes
+        assert made[0].grid == (FEW * (1 if num_bytes == LITTLE else 2), 1, 1)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@parametrize_seed
+def test_devices_with_little_shared_memory(spec, seed):
+    case = PagedBatch(spec, LENGTHS, seed)
+    with multiprocessors(FEW), block_shared_bytes(LITTLE):
+        case.decode()
+    case.verify()
+
+
+def test_copies_of_a_pair_start_before_the_pair_before_it_is_stored():
+    """States of the groups take the place of the last stage, and leave the first ones alone."""
+    spec = SPECS["8:2x128-f16-p16"]
+    for tiling in DecodeTiling.choices(spec):
+        assert tiling.copies_beside_states
+        first_stages = tiling.kv_groups * (tiling.stages - 1) * tiling.stage_bytes
+        assert tiling.states_begin == tiling.q.num_bytes + first_stages
+        states_bytes = tiling.kv_groups * tiling.state.num_bytes
+        assert tiling.states_begin + states_bytes <= tiling.num_bytes
+    kernels = re.split(r'extern "C" __global__ [^;{]*\{', cuda_text("decode", spec))[1:]
+    attends = [text for text in kernels if "ptx_mma" in text]
+    assert len(attends) == 2
+    for text in attends:
+        assert text.index("ptx_cp_async") < text.index("ptx_st_vec_global")
 
 
 def test_a_skewed_batch_is_shared_out_as_evenly_as_an_even_one():
@@ -127,13 +171,13 @@ RACING = [make_spec((heads, 1), dim, page=8, rope=ROPE) for heads, dim in ((2, 6
 CALLS = r" tvm_builtin_(?:cuda_(?:cta|warp)_sync|ptx_cp_async_wait_group\w+)\(\);"
 
 
-def _wrong_schedules(source: str, spec, monkeypatch) -> list[str]:
+def _wrong_schedules(source: str, spec, monkeypatch, num_bytes: int = 227 * KIB) -> list[str]:
     function = emulated(source).get_function("decode")
     monkeypatch.setattr(attention_cases, "compiled", lambda *arguments: function)
     wrong = []
     for chosen in SCHEDULES:
         case = PagedBatch(spec, [(1, 400), (1, 30), (1, 150)], 0)
-        with schedule(chosen), multiprocessors(FEW):
+        with schedule(chosen), multiprocessors(FEW), block_shared_bytes(num_bytes):
             case.decode(inline=True)
         try:
             case.verify(inline=True)
@@ -144,22 +188,23 @@ def _wrong_schedules(source: str, spec, monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("spec", RACING, ids=["warps", "block"])
 def test_every_schedule_gives_what_is_right(spec, monkeypatch):
-    assert not _wrong_schedules(cuda_text("decode", spec), spec, monkeypatch)
+    for num_bytes in (227 * KIB, LITTLE):
+        assert not _wrong_schedules(cuda_text("decode", spec), spec, monkeypatch, num_bytes)
 
 
 def test_no_wait_and_no_barrier_can_be_left_out(monkeypatch):
-    """Each is missed by one of the specs at least."""
+    """Each is missed by one of the specs at least, with three stages and with two."""
     missed = set()
     for spec in RACING:
         source = cuda_text("decode", spec)
         calls = re.findall(CALLS, source)
-        assert len(calls) == 9
-        for place in set(range(9)) - missed:
+        assert len(calls) == 18
+        for place in set(range(18)) - missed:
             call = calls[place]
             text = mutated(source, call, which=calls[:place].count(call))
-            if _wrong_schedules(text, spec, monkeypatch):
+            if _wrong_schedules(text, spec, monkeypatch, 227 * KIB if place < 9 else LITTLE):
                 missed.add(place)
-    assert missed == set(range(9))
+    assert missed == set(range(18))
 
 
 if __name__ == "__main__":

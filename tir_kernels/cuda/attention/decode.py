@@ -32,7 +32,7 @@ from ..components.softmax import ROW_LANES, OnlineSoftmax, products_of
 from ..components.visible_columns import VisibleColumns
 from ..elements import store_floats
 from ..emit import WARP, Registers, index_temp, launch, sync_block, sync_warp
-from ..launcher import resident_blocks
+from ..launcher import block_shared_bytes, resident_blocks
 from ..tiles.decode_tiling import DecodeTiling
 from ..tiles.fma import MultiplyAdds
 from ..tiles.group_scales import GroupScales
@@ -54,7 +54,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
     """
     num_heads, group_size, v_dim = spec.num_qo_heads, spec.group_size, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
-    tiling, code_tiling = DecodeTiling.of(spec), code_tiling_of(spec)
+    (*roomy, tiling), code_tiling = DecodeTiling.choices(spec), code_tiling_of(spec)
 
     @prim_func(absent=absent)
     def decode(
@@ -122,70 +122,89 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
             softmax = OnlineSoftmax(tiling.columns, tiling.rows_of_thread)
             rope = InlineRope(spec, mode)
             columns = VisibleColumns(a, lengths_of_pages)
-            groups = GroupStates(tiling, shared, q_tile.end)
+            groups = GroupStates(tiling, shared)
             num_runs = T.meta_var(tiling.rows * tiling.columns // RUN)
             factor = a.sm_scale * T.float32(LOG2E)
 
+            groups.has_rows = 0
             work.take_split(block, lane)
-            while work.has_next():
-                work.advance()
-                rows.begin(work.first_entry, work.head)
-                columns.begin(work.sequence, work.num_pages)
-                rope.begin(columns.length)
-                softmax.reset()
-                scales.reset()
-                for span in T.serial(columns.num_spans):
-                    columns.take(span, work.position(work.first), work.position(work.at))
-                    if columns.first < columns.end:
-                        sync_block()  # none reads any more what lies there
-                        zero_padding(k, spec.qk_head_dim, thread, tiling.num_threads)
-                        load_q(spec, tiling, q_tile, threads, a.q, work, first_row)
-                        pipeline.begin(columns.first, columns.end)
-                        wait(pipeline.ahead)
-                        sync_block()
-                        prepare_q(tiling, q_tile, threads, rope, columns.q_position)
-                        products.begin()
-                        set_rows(spec, logits, work, first_row + warp_row, columns.q_position)
-                        for tile in T.serial(pipeline.num_tiles):
-                            pipeline.wait(tile)
-                            first = pipeline.first_position(tile)
-                            stage = pipeline.stage(tile)
-                            offset = columns.k_offset + first
-                            k_position = T.meta_var(lambda column: offset + column)
-                            rope.rotate(k, stage, tiling.positions, warps, k_position)
-                            scales.begin_tile(first)
-                            products.scores(scores, k, stage)
-                            scales.scale_scores(scores, stage, lane)
-                            logits.scale(scores, factor, k_position)
-                            if first + tiling.positions > columns.end:
-                                logits.hide(scores, lambda h, column: first + column < columns.end)
-                            softmax.update(scores)
-                            scales.scale_weights(scores, softmax.output, stage, lane)
-                            products.accumulate(softmax.output, scores, v, stage)
-                softmax.finish()
-                scales.finish(softmax.output)
-                rotate_accumulators(softmax.output, hadamard_blocks(tiling)[1], lane)
-                sync_block()  # none reads K and V any more
-                groups.put(group, warp_row, softmax, products)
-                sync_block()
-                for turn in T.serial(T.ceildiv(num_runs, tiling.num_threads)):
-                    run = turn * tiling.num_threads + thread
-                    row = T.truncdiv(run, tiling.columns // RUN)
-                    column = T.truncmod(run, tiling.columns // RUN) * RUN
-                    head = first_row + row
-                    v_column = v_slice * tiling.columns + column
-                    if row < tiling.rows and head < group_size and v_column < v_dim:
-                        groups.merge(row, column)
-                        state = T.meta_var((states.slot(block, work.first > work.begin), head))
-                        o_row = T.meta_var((work.sequence, head_of(spec, work, head)))
-                        if work.is_whole():
-                            store_floats(a.o, (*o_row, v_column), Registers.of(groups.o))
-                            if v_column == 0:
-                                a.lse[o_row] = groups.lse
-                        else:
-                            states.put(state, v_column, Registers.of(groups.o))
-                            if v_column == 0:
-                                states.put_lse(state, groups.lse)
+            while work.has_next() or groups.has_rows != 0:
+                has_pair = T.cast(work.has_next(), "int32")
+                if has_pair != 0:
+                    work.advance()
+                    rows.begin(work.first_entry, work.head)
+                    columns.begin(work.sequence, work.num_pages)
+                    rope.begin(columns.length)
+                    columns.take(0, work)
+                    if tiling.copies_beside_states:  # while the pair before is stored
+                        start(tiling, q_tile, pipeline, threads, work, columns, first_row)
+                if groups.has_rows != 0:
+                    groups.has_rows = 0
+                    sync_block()  # all states are there
+                    for turn in T.serial(T.ceildiv(num_runs, tiling.num_threads)):
+                        run = turn * tiling.num_threads + thread
+                        row = T.truncdiv(run, tiling.columns // RUN)
+                        column = T.truncmod(run, tiling.columns // RUN) * RUN
+                        head = first_row + row
+                        v_column = v_slice * tiling.columns + column
+                        if row < tiling.rows and head < group_size and v_column < v_dim:
+                            groups.merge(row, column)
+                            o_row = T.meta_var((groups.sequence, groups.head * group_size + head))
+                            if groups.is_whole != 0:
+                                store_floats(a.o, (*o_row, v_column), Registers.of(groups.o))
+                                if v_column == 0:
+                                    a.lse[o_row] = groups.lse
+                            else:
+                                state = T.meta_var((groups.slot, head))
+                                states.put(state, v_column, Registers.of(groups.o))
+                                if v_column == 0:
+                                    states.put_lse(state, groups.lse)
+                if has_pair != 0:
+                    softmax.reset()
+                    scales.reset()
+                    for span in T.serial(columns.num_spans):
+                        if span > 0 or not tiling.copies_beside_states:
+                            sync_block()  # none reads any more what lies there
+                            columns.take(span, work)
+                            start(tiling, q_tile, pipeline, threads, work, columns, first_row)
+                        if columns.first < columns.end:
+                            wait(pipeline.ahead)
+                            sync_block()
+                            prepare_q(tiling, q_tile, threads, rope, columns.q_position)
+                            products.begin()
+                            set_rows(spec, logits, work, first_row + warp_row, columns.q_position)
+                            for tile in T.serial(pipeline.num_tiles):
+                                pipeline.wait(tile)
+                                first = pipeline.first_position(tile)
+                                stage = pipeline.stage(tile)
+                                offset = columns.k_offset + first
+                                k_position = T.meta_var(lambda column: offset + column)
+                                rope.rotate(k, stage, tiling.positions, warps, k_position)
+                                scales.begin_tile(first)
+                                products.scores(scores, k, stage)
+                                scales.scale_scores(scores, stage, lane)
+                                logits.scale(scores, factor, k_position)
+                                if first + tiling.positions > columns.end:
+                                    is_seen = T.meta_var(lambda h, i: first + i < columns.end)
+                                    logits.hide(scores, is_seen)
+                                softmax.update(scores)
+                                scales.scale_weights(scores, softmax.output, stage, lane)
+                                products.accumulate(softmax.output, scores, v, stage)
+                    softmax.finish()
+                    scales.finish(softmax.output)
+                    rotate_accumulators(softmax.output, hadamard_blocks(tiling)[1], lane)
+                    sync_block()  # none reads K and V any more
+                    groups.put(group, warp_row, softmax, products)
+                    groups.name(work, states.slot(block, work.first > work.begin))
+
+        @inline
+        def start(tiling, q_tile, pipeline, threads, work, columns, first_row):
+            """Start to copy Q, and the first tiles of K and V of a range of columns."""
+            if columns.first < columns.end:
+                zero_padding(q_tile, spec.qk_head_dim, threads.thread, threads.num_threads)
+                zero_padding(pipeline.k, spec.qk_head_dim, threads.thread, threads.num_threads)
+                load_q(spec, tiling, q_tile, threads, a.q, work, first_row)
+                pipeline.begin(columns.first, columns.end)
 
         @inline
         def merge_states(states, work, block, rows, thread):
@@ -220,7 +239,12 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
                     work = PageSchedule(*split)
                     merge_states(states, work, block, rows, thread)
 
-        if code_tiling is None:
+        if len(roomy) > 0:
+            if block_shared_bytes() >= roomy[0].min_blocks * roomy[0].resident_bytes:
+                attend(roomy[0], a.rotary_mode)
+            else:
+                attend(tiling, a.rotary_mode)
+        elif code_tiling is None:
             attend(tiling, a.rotary_mode)
         elif a.rotary_mode is None or not has_rope(spec):
             attend(code_tiling, None)
@@ -249,7 +273,6 @@ def load_q(spec, tiling, q_tile, threads, q, work, first_row):
     row_at = T.meta_var(lambda row: (as_int64(work.sequence), head_of(spec, work, first_row + row)))
     source = T.meta_var(lambda row, chunk: q.ptr_to([*row_at(row), chunk * per_chunk]))
     num_rows = T.meta_var(min(tiling.rows, spec.group_size))
-    zero_padding(q_tile, spec.qk_head_dim, threads.thread, threads.num_threads)
     copy_rows(q_tile, num_rows, spec.qk_head_dim // per_chunk, threads, source)
     commit()
 

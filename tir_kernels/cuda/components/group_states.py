@@ -6,7 +6,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ...script import inline
-from ..emit import F32
+from ..emit import F32, I32
 from ..scalars import exp2
 from ..tiles.shared_tiles import SharedTiles
 from .partial_states import LOWEST, RUN, lse_of
@@ -21,20 +21,27 @@ class GroupStates:
     ----------
     tiling : DecodeTiling
     memory : uint8 Buffer in the scope "shared.dyn"
-    begin : int
-        Byte at which the first one begins.
 
     Attributes
     ----------
+    has_rows : int32
+        Whether there are any that were not stored yet; if so, of which pair:
+    sequence, head : int32
+    is_whole : int32
+        Whether the block has all of the pair.
+    slot : int32
+        Of its partial state, if it has not.
     o : float32 registers
         After `merge`, a run of a row.
     lse : float32
         After `merge`, that of the row.
     """
 
-    def __init__(self, tiling, memory, begin: int):
+    def __init__(self, tiling, memory):
         self.count, self.columns = tiling.kv_groups, tiling.columns
-        self.tiles = SharedTiles(memory, begin, tiling.state, tiling.kv_groups)
+        self.tiles = SharedTiles(memory, tiling.states_begin, tiling.state, tiling.kv_groups)
+        self.has_rows, self.sequence, self.head = (T.local_scalar(I32) for _ in range(3))
+        self.is_whole, self.slot = T.local_scalar(I32), T.local_scalar(I32)
         self.weights = T.alloc_local((tiling.kv_groups,), F32, layout=None)
         self.o = T.alloc_local((RUN,), F32, layout=None)
         self.lse = T.local_scalar(F32)
@@ -49,6 +56,15 @@ class GroupStates:
                 self.tiles.store_pair(group, row, *pair)
             if T.truncmod(products.lane, ROW_LANES) == 0:
                 self.tiles.store_float(group, row, self.columns, softmax.lse[h])
+
+    @inline
+    def name(self, work, slot):
+        """Note which pair the rows are of."""
+        self.has_rows = 1
+        self.sequence = work.sequence
+        self.head = work.head
+        self.is_whole = T.cast(work.is_whole(), I32)
+        self.slot = slot
 
     @inline
     def merge(self, row, column):

@@ -172,12 +172,14 @@ class KvPipeline:
 
     def _lay_out_tiles(self, memory, begin: int, count: int, v_slice) -> None:
         tiling = self.tiling
-        self.k = SharedTiles(memory, begin, tiling.k, count)
         if tiling.is_latent:
             first_chunk = v_slice * (tiling.columns // tiling.k.per_chunk)
+            self.k = SharedTiles(memory, begin, tiling.k, count)
             self.v = SharedTiles(memory, begin, tiling.k, count, first_chunk)
-        else:
-            self.v = SharedTiles(memory, self.k.end, tiling.v, count)
+        else:  # the tiles of a stage are side by side, so that a stage may be used otherwise
+            tile_bytes = tiling.k.num_bytes + tiling.v.num_bytes
+            self.k = SharedTiles(memory, begin, tiling.k, count, 0, tile_bytes)
+            self.v = SharedTiles(memory, self.k.first_end, tiling.v, count, 0, tile_bytes)
 
     def first_position(self, tile):
         """Return the first position of a tile of the group."""

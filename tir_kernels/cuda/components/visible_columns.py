@@ -62,11 +62,11 @@ class VisibleColumns:
             self.num_spans = gap.num_spans
 
     @inline
-    def take(self, i, first, end):
-        """Take what the row sees of range i and of the columns ``first .. end - 1``."""
+    def take(self, i, work):
+        """Take what the row sees of range i and of the pages that the block has."""
         span = T.meta_var(self.span(i))
-        self.first = T.max(first, self.first_seen(span))
-        self.end = T.min(end, span.end)
+        self.first = T.max(work.position(work.first), self.first_seen(span))
+        self.end = T.min(work.position(work.at), span.end)
         self.k_offset = span.k_offset
         if self.lengths.has_gaps:
             self.q_position = T.min(self.q_position, span.last_position)

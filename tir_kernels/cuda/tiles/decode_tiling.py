@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from ...spec import KernelSpec
 from ..emit import WARP
 from .shared_tiles import TileLayout
-from .tiling import MAX_COLUMNS, MAX_FLOAT_COLUMNS, WARP_ROWS, BlockTiling, on_tensor_cores
+from .tiling import (
+    LARGE_SHARED_BYTES,
+    MAX_COLUMNS,
+    MAX_FLOAT_COLUMNS,
+    WARP_ROWS,
+    BlockTiling,
+    on_tensor_cores,
+)
 
 USUAL_WARPS = 4
 MAX_ROW_WARPS = 8
@@ -29,11 +36,14 @@ class DecodeTiling(BlockTiling):
         Query heads of the KV head that a warp has: 16, of which a thread holds two, or 8.
     row_slices : int
         Blocks among which the query heads of a KV head are sliced.
+    is_padded : bool
+        Whether rows of K are shorter than what is multiplied.
     """
 
     row_warps: int
     warp_rows: int
     row_slices: int
+    is_padded: bool
 
     @staticmethod
     def of(spec: KernelSpec, *, is_widened: bool = True) -> DecodeTiling:
@@ -67,6 +77,7 @@ class DecodeTiling(BlockTiling):
                 "row_warps": row_warps,
                 "warp_rows": warp_rows,
                 "row_slices": -(-group // (row_warps * warp_rows)),
+                "is_padded": widths["depth"] != spec.qk_head_dim,
             }
             usual = max(1, USUAL_WARPS // row_warps)
             for num_bytes in (min(USUAL_BYTES, max_bytes), max_bytes):
@@ -79,6 +90,23 @@ class DecodeTiling(BlockTiling):
                             return tiling._with_stages(min(USUAL_BYTES, max_bytes))
             row_warps //= 2
         raise BlockTiling.too_large(spec)
+
+    @staticmethod
+    def choices(spec: KernelSpec) -> list[DecodeTiling]:
+        """Return the tiling for a spec, behind one with another stage where that may help.
+
+        It does on GPUs that hold as many of its blocks as there are registers for.
+        """
+        usual = DecodeTiling.of(spec)
+        roomy = replace(usual, stages=STAGES[1])
+        may_help = not usual.codes and usual.stages == STAGES[0]
+        fits = roomy.min_blocks * roomy.resident_bytes <= LARGE_SHARED_BYTES[-1]
+        return [roomy, usual] if may_help and fits else [usual]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Shared memory of a multiprocessor that a block takes; 1 KiB is the system's."""
+        return self.num_bytes + 1024
 
     def _with_stages(self, max_bytes: int) -> DecodeTiling:
         """Return the tiling with as many stages as there is room for."""
@@ -118,6 +146,26 @@ class DecodeTiling(BlockTiling):
         return TileLayout(self.rows, self.columns + 4, "float32")
 
     @property
+    def copies_beside_states(self) -> bool:
+        """Whether states replace the last stage only, while K and V are copied to the others.
+
+        Zeros behind rows of K would have to be stored anew when the states have gone. Wide rows of
+        V leave no registers for it.
+        """
+        if self.codes or self.is_padded or self.columns > MAX_FLOAT_COLUMNS:
+            return False
+        return self._bytes_of(self.ahead_bytes) <= max(USUAL_BYTES, self._bytes_of(0) + 1024)
+
+    @property
+    def states_begin(self) -> int:
+        """Byte of shared memory at which the states begin."""
+        return self.q.num_bytes + (self.ahead_bytes if self.copies_beside_states else 0)
+
+    @property
     def num_bytes(self) -> int:
         """Return the bytes of shared memory."""
-        return self.q.num_bytes + self.kv_groups * max(self.pipeline_bytes, self.state.num_bytes)
+        return self._bytes_of(self.ahead_bytes if self.copies_beside_states else 0)
+
+    def _bytes_of(self, before_states: int) -> int:
+        states = before_states + self.kv_groups * self.state.num_bytes
+        return self.q.num_bytes + max(self.kv_groups * self.pipeline_bytes, states)

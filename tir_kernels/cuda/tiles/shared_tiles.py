@@ -82,27 +82,42 @@ class SharedTiles:
     count : int
     first_chunk : int or int32 expression
         Chunk of a row that is taken for its first one: a multiple of eight.
+    tile_bytes : int, optional
+        From a tile to the next one, where there is something else in between.
     """
 
-    def __init__(self, memory, begin: int, layout: TileLayout, count: int = 1, first_chunk=0):
+    def __init__(
+        self,
+        memory,
+        begin: int,
+        layout: TileLayout,
+        count: int = 1,
+        first_chunk=0,
+        tile_bytes: int | None = None,
+    ):
         self.memory, self.begin, self.layout, self.count = memory, begin, layout, count
-        self.first_chunk = first_chunk
+        self.first_chunk, self.tile_bytes = first_chunk, tile_bytes or layout.num_bytes
 
     @property
     def end(self) -> int:
         """Byte behind the last one."""
-        return self.begin + self.count * self.layout.num_bytes
+        return self.begin + (self.count - 1) * self.tile_bytes + self.layout.num_bytes
+
+    @property
+    def first_end(self) -> int:
+        """Byte behind the first one."""
+        return self.begin + self.layout.num_bytes
 
     def pointer(self, tile, row, chunk, byte=0):
         """Return a pointer to a chunk, or to a byte of it."""
-        first = self.begin + tile * self.layout.num_bytes
+        first = self.begin + tile * self.tile_bytes
         offset = self.layout.offset(row, self.first_chunk + chunk)
         return self.memory.ptr_to([first + offset + byte])
 
     def start(self, tile, row, chunk):
         """Offset of chunk 0 or 1 of a row, from which `beyond` finds other chunks of a tile."""
         offset = self.layout.offset(row, self.first_chunk + chunk)
-        return index_temp(self.begin + tile * self.layout.num_bytes + offset)
+        return index_temp(self.begin + tile * self.tile_bytes + offset)
 
     def beyond(self, start, rows, chunks):
         """The offset so many rows, a multiple of eight, and chunks, an even number, from `start`.

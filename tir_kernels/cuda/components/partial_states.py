@@ -22,8 +22,8 @@ MINUS_INFINITY = 0xFF800000  # the bits
 RUN = 8  # elements that a thread takes at once
 MERGED_AT_ONCE = 8  # states whose loads do not wait for each other
 MERGED_ROWS = 4  # of a block that merges: a warp for each
-MIN_BLOCKS_OF_MERGE = 4  # of these on a multiprocessor: 128 registers
-MERGE_BLOCK_SIZE = MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE  # as `emit.launch` takes it
+# Threads of such a block, and blocks of a multiprocessor: 128 registers; as `emit.launch` takes it.
+MERGE_BLOCK_SIZE = MERGED_ROWS * WARP, 4
 
 
 def lse_of(top, total):

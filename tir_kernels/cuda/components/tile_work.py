@@ -35,7 +35,7 @@ from ..launcher import resident_blocks
 from ..tiles.tiling import Tiling
 from ..warp import over_lanes, shuffle_from, shuffle_up
 from .kv_rows import as_int64
-from .partial_states import MERGED_ROWS, MIN_BLOCKS_OF_MERGE, BlockStates, PartialStates
+from .partial_states import MERGE_BLOCK_SIZE, MERGED_ROWS, BlockStates, PartialStates
 from .query_rows import QueryRows
 
 MIN_COLUMNS = 256  # that a block takes: loading Q, keeping states and merging them costs as much
@@ -265,7 +265,7 @@ class FixedWork(PartialStates):
         num_heads = T.meta_var(self.spec.num_qo_heads)
         num_blocks = T.meta_var(T.ceildiv(T.cast(self.a.q.shape[0], I32) * num_heads, MERGED_ROWS))
         if self.splits > 1:
-            size = T.meta_var((MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE))
+            size = T.meta_var(MERGE_BLOCK_SIZE)
             with launch([num_blocks], *size) as (blocks, thread):
                 lane = T.truncmod(thread, WARP)
                 at = blocks[0] * MERGED_ROWS + T.truncdiv(thread, WARP)
@@ -438,7 +438,7 @@ class BalancedWork(BlockStates):
     def launch_merge(self):
         """Merge the states of the tiles that were cut."""
         grid = T.meta_var([self.num_blocks, -(-self.tiling.rows // MERGED_ROWS)])
-        size = T.meta_var((MERGED_ROWS * WARP, MIN_BLOCKS_OF_MERGE))
+        size = T.meta_var(MERGE_BLOCK_SIZE)
         with launch(grid, *size) as (blocks, thread):
             block = T.meta_var(blocks[0])
             lane = T.truncmod(thread, WARP)

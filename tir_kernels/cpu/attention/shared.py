@@ -25,7 +25,7 @@ from ..components.partial_states import PartialStates
 from ..components.query_tile import Tiling
 from ..components.rotation import rotation_of
 from ..components.tile_splits import CutTile, Split, TileSplits
-from ..components.work import TASKS, cut
+from ..components.work import TASKS
 from ..conversion import require_half_conversion
 
 
@@ -253,18 +253,9 @@ def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
                     tile.advance()
         if splits.num_tasks > 1:
             for task in T.parallel(splits.num_tasks, annotations=TASKS):
-                tile, cut_tile = SegmentTiles(spec, a), CutTile(splits)
-                output = Output(spec, a.o, a.lse, merges=True)
-                cut_tile.begin()
-                tile.begin()
-                while tile.has_next():
-                    cut_tile.find(tile)
-                    if cut_tile.count > 1:
-                        begin = cut(tile.num_rows, task, splits.num_tasks)
-                        for row in range(begin, cut(tile.num_rows, task + 1, splits.num_tasks)):
-                            at = T.meta_var((tile.token(row), tile.query_head(row)))
-                            states.merge(cut_tile.first, cut_tile.count, row, output, *at)
-                    tile.advance()
+                tile, output = SegmentTiles(spec, a), Output(spec, a.o, a.lse, merges=True)
+                cut_tile = CutTile(splits)
+                cut_tile.merge(task, tile, states, output)
         states.free()
 
     return prefill_shared

@@ -93,12 +93,22 @@ class CutTile:
         self.first, self.count = (T.local_scalar("int32") for _ in range(2))
 
     @inline
-    def begin(self):
-        """Begin before the first tile."""
+    def merge(self, task, tile, states, output):
+        """Finish some rows of every tile that was cut: those of one of the tasks."""
+        num_tasks = T.meta_var(self.splits.num_tasks)
         self.first = 0
+        tile.begin()
+        while tile.has_next():
+            self._find(tile)
+            if self.count > 1:
+                begin = cut(tile.num_rows, task, num_tasks)
+                for row in range(begin, cut(tile.num_rows, task + 1, num_tasks)):
+                    at = T.meta_var((tile.token(row), tile.query_head(row)))
+                    states.merge(self.first, self.count, row, output, *at)
+            tile.advance()
 
     @inline
-    def find(self, tile):
+    def _find(self, tile):
         """Find the tasks of a tile, which comes behind the one before."""
         while self.splits.begin(self.first + 1) <= tile.before:
             self.first += 1

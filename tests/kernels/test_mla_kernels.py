@@ -56,6 +56,20 @@ def test_mla_prefill(spec, batch, causal, seed):
     case.verify(causal)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("num_heads", [5, 32])
+@pytest.mark.parametrize("kv_len", [65, 66, 67, 68])
+def test_nan_behind_a_row(num_heads, dtype, kv_len):
+    """Of two rows the first does not see the last position, where the latent row is NaN."""
+    spec = make_spec(num_heads, (128, 32), (dtype, dtype))
+    case = LatentBatch(spec, [(2, kv_len)], 0)
+    slot = case.slots(0)[-1]
+    case.pages[slot // spec.page_size, slot % spec.page_size] = np.nan
+    case.run()
+    o = case.o.numpy().astype("float32")
+    assert np.isfinite(o[0]).all() and np.isnan(o[1]).all()
+
+
 @latin_square(3, "cpu", "dtype")
 @parametrize_cpu("x86-64-v3", "x86-64-v4", "x86-64")
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])

@@ -16,7 +16,7 @@ from ...signatures.inputs import PagedInputs
 from ...spec import LOG2E, KernelSpec
 from ..components.kv_operands import operands
 from ..components.kv_rows import LatentRows
-from ..components.kv_tile import POSITIONS, KvTile
+from ..components.kv_tile import POSITIONS, KvTile, rounded
 from ..components.lane_rows import LaneMask, LaneQueries, RowBlocks
 from ..components.lane_softmax import LaneSoftmax, LaneSums
 from ..components.output import Output
@@ -209,7 +209,7 @@ def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...]):
                         if num_shared < POSITIONS:
                             softmax.hide(block, first, num_shared, num_seen, seen)
                         softmax.update(block, num_seen)
-                        if num_shared < num_seen and kv.has_special != 0:
+                        if num_shared < rounded(num_seen) and kv.has_special != 0:
                             sums.add_seen(kv, softmax, block, first, num_seen, seen)
                         else:
                             sums.add(kv, softmax, block, first, num_seen)

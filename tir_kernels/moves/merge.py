@@ -31,8 +31,8 @@ def merge(spec: KernelSpec):
         lse = match_float32(var_lse, n, num_heads)
         o_other = match_rows(var_o_other, n, num_heads, head_dim)
         lse_other = match_float32(var_lse_other, n, num_heads)
-        worker = c.Worker(spec)
-        rows = c.RowBlend(worker, (o, o_other))
+        worker = c.Worker(spec, (o, o_other))
+        rows = c.RowBlend(worker)
 
         @inline
         def weigh(weights, row, h, lanes):
@@ -75,8 +75,8 @@ def apply_sinks(spec: KernelSpec):
         o = match_rows(var_o, n, num_heads, head_dim)
         lse = match_float32(var_lse, n, num_heads)
         sinks = match_float32(var_sinks, num_heads)
-        worker = c.Worker(spec)
-        rows = c.RowBlend(worker, (o,))
+        worker = c.Worker(spec, (o,))
+        rows = c.RowBlend(worker)
 
         @inline
         def weigh(weights, row, h, lanes):

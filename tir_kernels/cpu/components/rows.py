@@ -43,7 +43,7 @@ class Worker:
     arithmetic = simd
 
     def __init__(self, spec: KernelSpec, computed: Sequence = ()):
-        self.spec, self.lanes = spec, spec.target.lanes
+        self.spec, self.lanes, self.computed = spec, spec.target.lanes, computed
         self.numbers = RowNumbers(spec.target, computed)
         self.numbers.open_scope()
 
@@ -237,19 +237,18 @@ class RowRotation:
 
 @T.meta_class
 class RowBlend:
-    """Sums rows of some buffers times their weights into the row of the first one.
+    """Sums rows of the worker's `computed` buffers, times weights, into those of the first one.
 
     A row of weight zero counts for nothing, whatever it holds.
 
     Parameters
     ----------
     worker : Worker
-    buffers : sequence of buffers whose last axis is the row.
     """
 
-    def __init__(self, worker: Worker, buffers: Sequence):
-        self.buffers, self.numbers = buffers, worker.numbers
-        self.width = int(buffers[0].shape[-1])
+    def __init__(self, worker: Worker):
+        self.buffers, self.numbers = worker.computed, worker.numbers
+        self.width = int(worker.computed[0].shape[-1])
         self.rest = self.width % self.numbers.wide
 
     def rows(self, count):

@@ -35,14 +35,16 @@ class Worker:
     Parameters
     ----------
     spec : KernelSpec
-    computed : ignored
+    computed : sequence of buffers
+        Those with rows of numbers that are blended.
     """
 
     arithmetic = scalars
     lanes = 1
 
     def __init__(self, spec: KernelSpec, computed: Sequence = ()):
-        self.spec, self.thread, self.shared = spec, None, None
+        self.spec, self.computed = spec, computed
+        self.thread = self.shared = None
 
     def items(self, count, item_bytes):
         """Launch a block for each of the items, which do not depend on each other."""
@@ -373,17 +375,16 @@ class RotatedRows:
 
 @T.meta_class
 class RowBlend:
-    """Sums rows of some buffers times their weights into the row of the first one.
+    """Sums rows of the worker's `computed` buffers, times weights, into those of the first one.
 
     Parameters
     ----------
     worker : Worker
-    buffers : sequence of buffers whose last axis is the row.
     """
 
-    def __init__(self, worker: Worker, buffers: Sequence):
-        width = int(buffers[0].shape[-1])
-        self.buffers, self.length = buffers, run_length(width)
+    def __init__(self, worker: Worker):
+        width = int(worker.computed[0].shape[-1])
+        self.buffers, self.length = worker.computed, run_length(width)
         self.teams = Teams(worker, width // self.length)
 
     def rows(self, count):

@@ -58,7 +58,7 @@ def _emit_dot(sink, words, tasks: int) -> None:
         x = temp(load(words, (task, 0), lanes, "int32"), lanes, "int32")
         with T.serial(FMA_STEPS):
             for register in total:
-                operands.multiply_add(register, x, x)
+                register.set(operands.fma(register.get(), x, x, lanes))
         for i, register in enumerate(total):
             store(sink, (task, i * lanes), lanes, register.get())
 

@@ -10,22 +10,6 @@ from tvm.script import tirx as T
 from ..vectors import Chunk, chunks
 
 
-class Panels:
-    """A matrix whose columns lie in panels, as wide as register tiles are.
-
-    A product so reads memory in order. Rows of the whole matrix would lie a power of two apart, and
-    the panel would keep all of a few sets of the L1 cache.
-    """
-
-    def __init__(self, rows: int, columns: int, width: int, dtype: str):
-        self.width = width
-        self.buffer = T.alloc_buffer((-(-columns // width), rows, width), dtype)
-
-    def at(self, row, column) -> tuple:
-        """Buffer and index of an element."""
-        return self.buffer, (column // self.width, row, column % self.width)
-
-
 def for_chunks(width: int, lanes: int, body: Callable[[int, int], None]) -> None:
     """Emit ``body(start, lanes)`` for the vectors of a row."""
     for chunk in chunks(width, lanes):

@@ -159,7 +159,8 @@ def linear(
                     for r in range(rows):
                         value = temp(load_x(row + r, first, k - first), 1, ops.dtype)
                         for v, column in enumerate(loaded):
-                            ops.multiply_add(totals[r, v], broadcast(value, lanes), column)
+                            total, factor = totals[r, v], broadcast(value, lanes)
+                            total.set(ops.fma(total.get(), factor, column, lanes))
 
                 def steps(k):
                     """`unroll` steps, whose weights were prefetched some iterations before."""

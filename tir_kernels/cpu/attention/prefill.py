@@ -113,68 +113,40 @@ def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
         for i in range(1 if gap is None else gap.num_spans):
             span = T.meta_var(span_of(gap, i, kv_len, k_offset))
             last_position = T.meta_var(None if gap is None else span.last_position)
-            bounds = T.meta_var(
-                RowBounds(
-                    mask=mask,
-                    span=span,
-                    group=spec.group_size,
-                    first_token=tiles.first_token,
-                    last_row=rows.num_rows - 1,
-                    num_rows=tiles.num_rows,
-                    kv_len=kv_len,
-                )
-            )
+            bounds = T.meta_var(RowBounds(mask, span, tiles, rows, kv_len))
             rows.begin_span()
             begin = bounds.first(spec.target.lanes)
             end = bounds.last(begin)
             for j in range((end - begin + POSITIONS - 1) // POSITIONS):
                 first = begin + j * POSITIONS
-                attend_positions(mask, source, rows, kv, scores, bounds, first, last_position)
+                kv.pack_k(source, first, span.end)
+                mask.begin_tile(first, a.rope)
+                position = span.k_offset + first
+                if a.rope.rotates_k:
+                    a.rope.rotate_tile(kv.ops, kv.k.at, POSITIONS, position, mask.offsets)
+                kv.pack_v(source, first, span.end, span.begin)
+                kv.find_non_finite(bounds.hides_some(first, 0, rows.last_row))
+                kv.begin_prefetch(first + POSITIONS, span.end, rows.num_blocks)
+                for k in range((rows.num_blocks + BLOCKS - 1) // BLOCKS):
+                    block = k * BLOCKS
+                    count = T.min(BLOCKS, rows.num_blocks - block)
+                    part = T.meta_var(TilePart(bounds, first, block, count))
+                    if part.sees_some():
+                        rows.pack(part, last_position)
+                        scores.multiply(kv, source, part)
+                        if rows.bias is not None:
+                            scores.add_bias(rows.bias, part, position, mask.offsets)
+                        hides_some = part.hides_some()
+                        if hides_some:
+                            scores.hide(part)
+                        scores.weigh(part)
+                        rows.finish(part)
+                        if hides_some and kv.has_non_finite != 0:
+                            rows.add_visible(scores, kv, part)
+                        else:
+                            rows.add(scores, kv, part)
         rows.end()
         tiles.advance()
-
-
-@inline
-def attend_positions(mask, source, rows, kv, scores, bounds, first, last_position=None):
-    """Take the tile of K and V at column `first` into the sums of the rows that see some of it.
-
-    Parameters
-    ----------
-    mask : CausalMask
-    source : PagedRows or RaggedRows
-        K and V of the sequence.
-    rows, kv, scores : QueryTile, PackedKv, ScoreTile
-    bounds : RowBounds
-    last_position : int32 expression, optional
-        Stands for RoPE positions of rows beyond it.
-    """
-    span, rope = T.meta_var((bounds.span, rows.a.rope))
-    kv.pack_k(source, first, span.end)
-    mask.begin_tile(first, rope)
-    position = span.k_offset + first
-    if rope.rotates_k:
-        rope.rotate_tile(kv.ops, kv.k.at, POSITIONS, position, mask.offsets)
-    kv.pack_v(source, first, span.end, span.begin)
-    kv.find_non_finite(bounds.hides_some(first, 0, rows.num_blocks * rows.block_rows - 1))
-    kv.begin_prefetch(first + POSITIONS, span.end, rows.num_blocks)
-    for i in range((rows.num_blocks + BLOCKS - 1) // BLOCKS):
-        block = i * BLOCKS
-        count = T.min(BLOCKS, rows.num_blocks - block)
-        part = T.meta_var(TilePart(bounds, first, block, count, rows.block_rows))
-        if part.sees_some():
-            rows.pack(part, last_position)
-            scores.multiply(kv, source, part)
-            if rows.bias is not None:
-                scores.add_bias(rows.bias, part, position, mask.offsets)
-            hides_some = part.hides_some()
-            if hides_some:
-                scores.hide(part)
-            scores.weigh(part)
-            rows.finish(part)
-            if hides_some and kv.has_non_finite != 0:
-                rows.add_visible(scores, kv, part)
-            else:
-                rows.add(scores, kv, part)
 
 
 def kv_rows(spec: KernelSpec, a: AttentionInputs, first, count, head):

@@ -129,6 +129,11 @@ class QueryTile:
             self.softmax.reset(block)
             self.progress[block] = T.int32(UNSEEN)
 
+    @property
+    def last_row(self):
+        """Last row of the last block."""
+        return self.num_blocks * self.block_rows - 1
+
     @inline
     def begin_span(self):
         """Go on to other columns, for which rows may have other positions."""

@@ -15,9 +15,10 @@ from tvm.script import tirx as T
 from ...semantics.visibility import CausalMask, Span
 from ..simd import broadcast, index_temp, ramp
 from .packed_kv import POSITIONS
+from .tile_queue import TileQueue
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RowBounds:
     """The columns ``begin(row) .. end(row) - 1`` of a span, some of which the mask may hide.
 
@@ -27,20 +28,18 @@ class RowBounds:
     ----------
     mask : CausalMask
     span : Span
-    group : int
-        Query heads of a token, each of which is a row.
-    first_token, last_row : int32 expressions
-        First token of the tile, and its last row; rows behind repeat that one.
-    num_rows, kv_len : int32 expressions
-        Tokens of the step, and positions of the sequence.
+    tiles : TileQueue
+        The tokens of the tile.
+    rows : QueryTile
+        Its rows; those past the end repeat the last one.
+    kv_len : int32 expression
+        Positions of the sequence.
     """
 
     mask: CausalMask
     span: Span
-    group: int
-    first_token: Any
-    last_row: Any
-    num_rows: Any
+    tiles: TileQueue
+    rows: Any
     kv_len: Any
 
     @property
@@ -54,20 +53,20 @@ class RowBounds:
         return self.mask.has_window or self.has_gap
 
     def _token(self, row):
-        return self.first_token + T.min(row, self.last_row) // self.group
+        return self.tiles.first_token + T.min(row, self.rows.num_rows - 1) // self.rows.group
 
     def end(self, row):
         """First column that a row does not see."""
-        return self.mask.end(self._token(row), self.num_rows, self.kv_len)
+        return self.mask.end(self._token(row), self.tiles.num_rows, self.kv_len)
 
     def own(self, row):
         """The column of a row itself."""
-        return self.mask.own(self._token(row), self.num_rows, self.kv_len)
+        return self.mask.own(self._token(row), self.tiles.num_rows, self.kv_len)
 
     def begin(self, row):
         """First column that a row sees, where it `has_begin`."""
         if self.mask.has_window:
-            return self.mask.begin(self._token(row), self.num_rows, self.kv_len)
+            return self.mask.begin(self._token(row), self.tiles.num_rows, self.kv_len)
         return self.span.first_seen(self.own(row))
 
     def first(self, lanes: int):
@@ -76,7 +75,7 @@ class RowBounds:
 
     def last(self, first):
         """First column that no row sees."""
-        last = T.min(self.end(self.last_row), self.span.end)
+        last = T.min(self.end(self.rows.num_rows - 1), self.span.end)
         return T.max(first, last) if self.has_begin else last
 
     def hides_some(self, first, first_row, last_row):
@@ -108,15 +107,17 @@ class TilePart:
         First column of the tile of K and V.
     block, count : int32 expressions
         First block and their number.
-    block_rows : int
-        Rows of a block.
     """
 
     bounds: RowBounds
     first: Any
     block: Any
     count: Any
-    block_rows: int
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block."""
+        return self.bounds.rows.block_rows
 
     @property
     def first_row(self):

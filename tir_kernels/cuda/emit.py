@@ -135,11 +135,6 @@ def as_count(value):
     return T.cast(value, I64)
 
 
-def count_temp(value):
-    """Materialise a count of work."""
-    return temp(as_count(value), 1, I64)
-
-
 def opaque(value):
     """An int32 value that the compiler takes for another one each time it gets here."""
     register = Registers(1, I32, "opaque")

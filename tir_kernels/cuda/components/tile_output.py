@@ -109,12 +109,12 @@ class TileOutput:
         sync_block()
         words = T.alloc_local((4,), U32, layout=None)
         num_chunks = T.meta_var(self.tiles.layout.chunks)
-        for turn in T.serial(T.ceildiv(self.tiling.rows * num_chunks, self.tiling.num_threads)):
-            item = turn * self.tiling.num_threads + self.rows.thread
+        # From the thread on, or compilers unroll the loop, for which there are no registers.
+        num_items = T.meta_var(self.tiling.rows * num_chunks)
+        for item in T.serial(self.rows.thread, num_items, step=self.tiling.num_threads):
             row = T.truncdiv(item, num_chunks)
             chunk = T.truncmod(item, num_chunks)
-            is_row = T.meta_var(T.And(row < self.tiling.rows, self.rows.exists(row)))
-            if T.And(is_row, chunk < self.num_chunks):
+            if T.And(self.rows.exists(row), chunk < self.num_chunks):
                 taken = T.meta_var([words[i] for i in range(4)])
                 ptx("ld.shared.v4.b32", *taken, self.tiles.pointer(0, row, chunk))
                 first = T.meta_var(self.v_begin + chunk * self.tiles.layout.per_chunk)

@@ -110,7 +110,8 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                 mask.begin(sequence)
                 rope.begin(mask.k_offset + work.kv_len - mask.num_dropped)
                 kv_rows.begin(batch.items.kv_indptr[sequence], work.head)
-                memory.store((mask.k_offset, *work.variables, *mask.gap_fields))
+                fields = T.meta_var((mask.k_offset, *work.variables, *mask.gap_fields))
+                memory.store((*fields, *kv_rows.variables))
                 guard.begin()
                 while guard.has_pass():  # a second one only where V is not finite
                     rows.begin(thread)

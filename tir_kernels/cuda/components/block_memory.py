@@ -47,9 +47,8 @@ class BlockMemory:
         return self.memory.ptr_to([self.words_begin + i * 4])
 
     def store(self, variables: Sequence) -> None:
-        """Store int32 variables, which `load` is for."""
-        assert len(variables) <= NUM_VARIABLES
-        self.variables = tuple(variables)
+        """Store int32 variables, which `load` is for; those without room stay in registers."""
+        self.variables = tuple(variables)[:NUM_VARIABLES]
         for i, variable in enumerate(self.variables):
             ptx("st.shared.b32", self.word(i), T.cast(variable, U32))
 

@@ -60,6 +60,11 @@ class PagedRows:
         self.first_entry = first_entry
         self.head = head
 
+    @property
+    def variables(self) -> tuple:
+        """Return the variables that say which sequence it is."""
+        return self.first_entry, self.head
+
     @inline
     def find(self, i, position):
         """Look up the page of the i-th row of the thread; the sequence holds the position."""
@@ -160,6 +165,11 @@ class RaggedRows:
         """Go on with the sequence whose rows begin at a row of `k` and `v`."""
         self.first_row = first_row
         self.head = head
+
+    @property
+    def variables(self) -> tuple:
+        """Return the variables that say which sequence it is."""
+        return self.first_row, self.head
 
     @inline
     def find(self, i, position):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -162,10 +162,6 @@ class QuantizedPages:
         """Return the storage of the rows of K or V."""
         return self.v if self.v is not None and plane == V_PLANE else self
 
-    def of_row(self, row: Sequence) -> QuantizedPages:
-        """Return the storage of the row at indices `row`, without the last axis."""
-        return self.of_plane(row[1]) if self.v is not None else self
-
     @property
     def scales_begin(self) -> int:
         """The first byte of a page behind its codes, where K and V have one codec."""
@@ -224,20 +220,3 @@ def slot_page(slot, page_size):
 def slot_offset(slot, page_size):
     """Offset of a slot within its page."""
     return slot % page_size
-
-
-class Slot:
-    """The location of a slot's rows: ``page`` and ``offset``, computed once."""
-
-    def __init__(self, slot, spec: KernelSpec, temp: Callable):
-        self.spec = spec
-        self.page = temp(slot_page(slot, spec.page_size), 1, "int32")
-        self.offset = temp(slot_offset(slot, spec.page_size), 1, "int32")
-
-    def row(self, plane: int, head) -> tuple:
-        """Indices of the row of `head`, less the last axis."""
-        return (self.page, plane, head, self.offset)
-
-    def indexed_row(self, index) -> tuple:
-        """Indices of the slot's row `index`, of ``rows_per_slot``, less the last axis."""
-        return slot_row(self.page, index, self.offset, self.spec)

@@ -45,6 +45,8 @@ SSE = VectorTarget(lanes=4, registers=16, has_f16_convert=False)
 NEON = VectorTarget(lanes=4, registers=32)
 GPU = CudaTarget()
 
+_TREE = Path(tir_kernels.__file__).parent  # the installed kernels, unless PYTHONPATH says other
+
 _LLAMA3 = (
     ("factor", 8.0),
     ("high_freq_factor", 4.0),
@@ -265,7 +267,7 @@ def main() -> None:
     seconds = time.perf_counter() - start
     if arguments.action == "record":
         arguments.file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-        print(f"{len(found)} kernels of {len(names)} specs in {seconds:.0f} s")
+        print(f"{len(found)} kernels of {len(names)} specs of {_TREE} in {seconds:.0f} s")
         return
 
     def chosen(table: dict[str, str]) -> dict[str, str]:
@@ -277,7 +279,8 @@ def main() -> None:
 
     before, after = chosen(json.loads(arguments.file.read_text())), chosen(found)
     lines = compare(before, after)
-    print("\n".join([*lines, f"{len(before)} kernels, {len(lines)} differ ({seconds:.0f} s)"]))
+    summary = f"{len(before)} kernels, {len(lines)} differ in {_TREE} ({seconds:.0f} s)"
+    print("\n".join([*lines, summary]))
     sys.exit(bool(lines))
 
 

@@ -54,22 +54,17 @@ class Gap:
     back: object
     index_temp: Callable
 
-    def for_spans(self, kv_len, k_offset, body: Callable[[Span], None]) -> None:
-        """Emit ``body(span)`` for the columns behind the gap, then for the sinks, if there are any.
-
-        Every row sees the sinks right before what it sees of the others, so for them the rows of a
-        chunk that is longer than the window all stand at its end.
-        """
-        with T.serial(self.num_spans) as i:
-            body(self.span(i, kv_len, k_offset))
-
     @property
     def num_spans(self):
         """Return the number of spans to look at."""
         return T.if_then_else(self.sinks > 0, 2, 1)
 
     def span(self, i, kv_len, k_offset) -> Span:
-        """The columns behind the gap, or the sinks."""
+        """The columns behind the gap, or the sinks.
+
+        Every row sees the sinks right before what it sees of the others, so for them the rows of a
+        chunk that is longer than the window all stand at its end.
+        """
 
         def choose(window, sinks):
             return self.index_temp(T.if_then_else(i == 0, window, sinks))

@@ -151,7 +151,7 @@ COMPILER = (
     *("cache_folder", "codec_cost", "progress", "targets"),
     *("disk_cache", "lowering", "cuda", "build", "create", "__init__"),
 )
-CUDA = ("library", "rewrite", "runtime", "source", "build", "objects", "__init__")
+CUDA = ("library", "rewrite", "runtime", "source", "families", "build", "objects", "__init__")
 
 
 def climbs(folder: str, order: tuple[str, ...], texts: dict[Path, str]) -> list[str]:

@@ -118,15 +118,17 @@ def split_rotary(spec: KernelSpec):
         q = match_rows(var_q, n, num_qo_heads, head_dim)
         k = match_rows(var_k, n, num_kv_heads, head_dim)
         v = match_rows(var_v, n, num_kv_heads, head_dim)
+        if is_longrope:
+            ext_factors = match_float32(var_ext_factors, spec.rope.rotary_dim)
+        else:
+            ext_factors = T.meta_var(None)
         worker = c.Worker(spec, (qkv, q, k))
         q_rows, k_rows = c.RowRotation(worker, qkv, q), c.RowRotation(worker, qkv, k)
         v_rows = c.RowCopy(worker, qkv, v)
         if is_longrope:
-            ext_factors = match_float32(var_ext_factors, spec.rope.rotary_dim)
             last_position = T.meta_var(worker.largest(position_map, n))
             is_rotated = T.meta_var(True)
         else:
-            ext_factors = T.meta_var(None)
             last_position = T.meta_var(None)
             is_rotated = T.meta_var(apply_rope > 0)
         for row in worker.items(n, num_heads * _copied_bytes(spec)):

@@ -24,7 +24,7 @@ from .quantized_rows import QuantizedRows
 
 THREADS = 128
 WARPS = THREADS // WARP
-MIN_BLOCKS = 12  # of a multiprocessor, which then has enough loads in flight
+MIN_BLOCKS = 10  # of a multiprocessor, which then has enough loads in flight
 MAXIMUM_THREADS = 512
 
 

@@ -196,8 +196,11 @@ def code(function, spec: KernelSpec) -> str:
             return match["text"]
         return f"v{numbers.setdefault(match['name'], len(numbers))}"
 
-    names = re.compile(r'(?P<text>"(?:[^"\\]|\\.)*")|(?P<name>\b[A-Za-z_]\w*\b(?!\())')
-    return names.sub(number, cuda_source({"kernel": function}))
+    text = r'(?P<text>"(?:[^"\\]|\\.)*"|#include .*)'
+    names = re.compile(text + r"|(?P<name>\b[A-Za-z_]\w*\b(?!\())")
+    # Names of what comes before the kernels do not depend on these, and would be taken for theirs.
+    before, begin, kernels = cuda_source({"kernel": function}).partition('extern "C" __global__')
+    return before + names.sub(number, begin + kernels)
 
 
 def _hash(function, spec: KernelSpec, level: str) -> str:

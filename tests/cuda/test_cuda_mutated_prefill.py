@@ -30,6 +30,7 @@ from ..support.cuda_cases import BF16, F16, make_spec
 from ..support.cuda_emulator import multiprocessors
 from ..support.mla_cases import LatentBatch
 from ..support.mutated_source import with_mistake
+from ..support.selections import every_third
 
 PAGED = make_spec((4, 2), 32)
 CODES = make_spec((4, 2), 32, (F16, "int8"))
@@ -159,7 +160,7 @@ def test_without_a_mistake(check):
     check()
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+@pytest.mark.parametrize("mistake", every_third(MISTAKES), ids=str)
 def test_mistakes_are_found(mistake, monkeypatch, fresh_kernels):
     function = with_mistake(getattr(mistake.owner, mistake.name), mistake.old, mistake.new)
     monkeypatch.setattr(mistake.owner, mistake.name, function)

@@ -64,7 +64,7 @@ def test_names_do_not_count_in_code(tool, tmp_path, monkeypatch, spec):
         function, other = real(name, spec), {}
 
         def note(loop: tvm.tirx.For) -> None:
-            other[loop.loop_var] = tvm.tirx.Var("renamed", loop.loop_var.ty)
+            other[loop.loop_var] = tvm.tirx.Var("other", loop.loop_var.ty)
 
         tvm_ffi.structural_walk(function.body, (tvm.tirx.For, note))
         assert other

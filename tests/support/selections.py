@@ -97,6 +97,11 @@ def few_of(values: Iterable, count: int) -> list:
     return values[:count] + [pytest.param(v, marks=pytest.mark.slow) for v in values[count:]]
 
 
+def every_third(values: Iterable) -> list:
+    """Return values of a parameter, of which two in three are left to the long runs."""
+    return [pytest.param(v, marks=pytest.mark.slow if i % 3 else ()) for i, v in enumerate(values)]
+
+
 def find_spared(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the combinations of parameters that are left to the long runs."""
     seen: dict[tuple, list] = {}  # (test, parameter) -> values in their order

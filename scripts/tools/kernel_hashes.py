@@ -196,9 +196,9 @@ def code(function, spec: KernelSpec) -> str:
             return match["text"]
         return f"v{numbers.setdefault(match['name'], len(numbers))}"
 
-    text = r'(?P<text>"(?:[^"\\]|\\.)*"|#include .*)'
+    text = r'(?P<text>"(?:[^"\\]|\\.)*"|#include .*|//.*)'
     names = re.compile(text + r"|(?P<name>\b[A-Za-z_]\w*\b(?!\())")
-    # Names of what comes before the kernels do not depend on these, and would be taken for theirs.
+    # Names before the kernels, of headers and in comments would be taken for those of variables.
     before, begin, kernels = cuda_source({"kernel": function}).partition('extern "C" __global__')
     return before + names.sub(number, begin + kernels)
 

@@ -8,7 +8,7 @@ import tvm_ffi
 from tvm.script import tirx as T
 
 from tir_kernels.cuda.components.page_schedule import PageSchedule
-from tir_kernels.cuda.components.tile_work import ItemSearch
+from tir_kernels.cuda.components.work_items import ItemSearch
 from tir_kernels.cuda.emit import as_count, launch
 from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
 from tir_kernels.define import attributes

@@ -20,8 +20,8 @@ from tir_kernels.cuda.components.tile_work import (
     BalancedWork,
     FixedSplits,
     FixedWork,
-    Items,
 )
+from tir_kernels.cuda.components.work_items import Items
 
 from ..kernels.test_shared_prefix_kernel import SharedBatch
 from ..kernels.test_window_kernels import WindowBatch

@@ -17,7 +17,8 @@ from ...signatures.arrays import match_float32, match_int32, page_matcher, row_m
 from ...signatures.inputs import AttentionInputs, Lengths, PagedInputs, RaggedInputs
 from ...spec import KernelSpec
 from ..components.kv_rows import RaggedRows, paged_rows, with_page_views
-from ..components.tile_work import BalancedWork, FixedWork, Items
+from ..components.tile_work import BalancedWork, FixedWork
+from ..components.work_items import Items
 from ..emit import as_count, index_temp
 from ..tiles.tiling import MAX_ROWS, Tiling
 from .query_tiles import Batch, attend, attend_with_one

@@ -26,8 +26,8 @@ from ..components.pipeline import ThreadGroup, commit, copy_rows, wait, zero_pad
 from ..components.query_rows import QueryRows
 from ..components.softmax import OnlineSoftmax, products_of
 from ..components.tile_output import tile_output
-from ..components.tile_work import Items
 from ..components.tree import NoTree, TreeMask
+from ..components.work_items import Items
 from ..emit import WARP, as_count, launch, sync_block
 from ..tiles.fma import MultiplyAdds
 from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows

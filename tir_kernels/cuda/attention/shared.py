@@ -19,7 +19,8 @@ from ...signatures.arrays import match_float32, match_int32, page_matcher, row_m
 from ...signatures.inputs import SharedInputs
 from ...spec import KernelSpec
 from ..components.kv_rows import paged_rows, with_page_views
-from ..components.tile_work import BalancedWork, Items
+from ..components.tile_work import BalancedWork
+from ..components.work_items import Items
 from ..emit import launch
 from ..launcher import workspace
 from ..tiles.tiling import MAX_ROWS, Tiling

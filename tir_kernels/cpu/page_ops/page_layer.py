@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Appends to pages that the caller owns: any layout and strides, K and V of any widths."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from tvm.script import tirx as T
 
+from ...define import target_attributes
 from ...layout import K_PLANE, V_PLANE
+from ...script import inline, prim_func
 from ...spec import ITEMSIZE, VectorTarget
-from .. import simd
 from ..components.rows import copy_row, items
 from .arrays import match, match_strided
 
@@ -43,6 +42,41 @@ class PageLayerSpec:
     target: VectorTarget = field(default_factory=VectorTarget)
 
 
+@T.meta_class
+class Plane:
+    """Pages with the rows of K or of V.
+
+    Parameters
+    ----------
+    spec : PageLayerSpec
+    pages : Buffer ``[P, *page]`` or ``[P, 2, *page]``
+    plane : tuple
+        Indices between the page and its axes: empty, or `K_PLANE` or `V_PLANE`.
+    """
+
+    def __init__(self, spec: PageLayerSpec, pages, plane: tuple = ()):
+        self.layout, self.lanes, self.pages, self.plane = (
+            spec.layout,
+            spec.target.lanes,
+            pages,
+            plane,
+        )
+
+    def slot(self, page, offset, h) -> tuple:
+        """Return the indices of a row, less the last axis."""
+        at = {"N": (offset,), "H": (h,), "D": ()}
+        return (page, *self.plane, *(index for axis in self.layout for index in at[axis]))
+
+    @inline
+    def put(self, rows, n, page, offset, num_heads):
+        """Copy row `n` of every head to slot `offset` of `page`."""
+        if self.layout == "ND":
+            copy_row(rows, (n,), self.pages, self.slot(page, offset, None), self.lanes, 0)
+        else:
+            for h in range(num_heads):
+                copy_row(rows, (n, h), self.pages, self.slot(page, offset, h), self.lanes, 0)
+
+
 def append(spec: PageLayerSpec):
     """Build the kernel that writes rows of K and V to their slots.
 
@@ -51,80 +85,43 @@ def append(spec: PageLayerSpec):
     tensor ``[P, 2, *page]`` or two, ``[P, *page]``, with the axes of the layout. All but the slots
     may have any strides that leave rows contiguous. No two rows should have one slot.
     """
+    dtype, kv_dtype, k_dim, v_dim = spec.dtype, spec.kv_dtype, spec.k_dim, spec.v_dim
+    row_bytes = (k_dim + v_dim) * (ITEMSIZE[dtype] + ITEMSIZE[kv_dtype])
+    unused = ("k_pages", "v_pages") if spec.is_fused else ("pages",)
 
-    def body(pages_handles, k_handle, v_handle, slots_handle) -> None:
-        num_rows = T.int64()
-        outer = {"P": T.int64(), "N": T.int64()}
-        if spec.layout != "ND":
-            outer["H"] = T.int64()
-        num_heads = outer.get("H", 1)
-        planes = [
-            _Plane(spec, handle, width, num_rows, outer)
-            for handle, width in ((k_handle, spec.k_dim), (v_handle, spec.v_dim))
-        ]
+    @prim_func(absent=unused)
+    def append(
+        pages: T.handle,
+        k_pages: T.handle,
+        v_pages: T.handle,
+        var_k: T.handle,
+        var_v: T.handle,
+        var_slots: T.handle,
+    ):
+        T.func_attr(target_attributes(on_cpu=True))
+        num_rows, num_pages, page_size, num_heads = T.int64(), T.int64(), T.int64(), T.int64()
+        axes = T.meta_var({"P": num_pages, "N": page_size, "H": num_heads})
+        heads = T.meta_var(() if spec.layout == "ND" else (num_heads,))
+        k = match_strided(var_k, (num_rows, *heads, k_dim), dtype)
+        v = match_strided(var_v, (num_rows, *heads, v_dim), dtype)
         if spec.is_fused:
-            shape = (outer["P"], 2, *_page_shape(spec, outer, spec.k_dim))
-            pages = match_strided(pages_handles[0], shape, spec.kv_dtype)
-            for plane, index in zip(planes, (K_PLANE, V_PLANE), strict=True):
-                plane.pages, plane.prefix = pages, (index,)
+            both = match_strided(pages, _shape(spec, axes, k_dim, (2,)), kv_dtype)
+            k_plane = T.meta_var(Plane(spec, both, (K_PLANE,)))
+            v_plane = T.meta_var(Plane(spec, both, (V_PLANE,)))
         else:
-            for plane, handle in zip(planes, pages_handles, strict=True):
-                shape = (outer["P"], *_page_shape(spec, outer, plane.width))
-                plane.pages = match_strided(handle, shape, spec.kv_dtype)
-        slots = match(slots_handle, (num_rows, 2), "int32")
+            k_plane = Plane(spec, match_strided(k_pages, _shape(spec, axes, k_dim), kv_dtype))
+            v_plane = Plane(spec, match_strided(v_pages, _shape(spec, axes, v_dim), kv_dtype))
+        slots = match(var_slots, (num_rows, 2), "int32")
+        heads_of_row = T.meta_var(T.int64(1) if spec.layout == "ND" else num_heads)
+        for n in items(num_rows, heads_of_row * row_bytes):
+            page, offset = T.cast(slots[n, 0], "int64"), T.cast(slots[n, 1], "int64")
+            if page >= 0:
+                k_plane.put(k, n, page, offset, num_heads)
+                v_plane.put(v, n, page, offset, num_heads)
 
-        def append_row(n) -> None:
-            page = simd.temp(T.cast(slots[n, 0], "int64"), 1, "int64")
-            offset = simd.temp(T.cast(slots[n, 1], "int64"), 1, "int64")
-            with T.If(page >= T.int64(0)), T.Then():
-                for plane in planes:
-                    plane.copy_row(n, page, offset, num_heads)
-
-        row_bytes = (spec.k_dim + spec.v_dim) * (ITEMSIZE[spec.dtype] + ITEMSIZE[spec.kv_dtype])
-        with items(num_rows, num_heads * row_bytes) as n:
-            append_row(n)
-
-    if spec.is_fused:
-
-        @T.prim_func(s_tir=True, private=True)
-        def kernel(pages: T.handle, k: T.handle, v: T.handle, slots: T.handle):
-            T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-            body((pages,), k, v, slots)
-    else:
-
-        @T.prim_func(s_tir=True, private=True)
-        def kernel(k_pages: T.handle, v_pages: T.handle, k: T.handle, v: T.handle, slots: T.handle):
-            T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-            body((k_pages, v_pages), k, v, slots)
-
-    return kernel
+    return append
 
 
-def _page_shape(spec: PageLayerSpec, outer: dict, width: int) -> tuple:
-    return tuple(width if axis == "D" else outer[axis] for axis in spec.layout)
-
-
-class _Plane:
-    """The rows of K or of V, and where they go."""
-
-    def __init__(self, spec: PageLayerSpec, rows_handle, width: int, num_rows, outer: dict):
-        self.spec, self.width = spec, width
-        heads = (outer["H"],) if "H" in outer else ()
-        self.rows = match_strided(rows_handle, (num_rows, *heads, width), spec.dtype)
-        self.pages, self.prefix = None, ()
-
-    def copy_row(self, n, page, offset, num_heads) -> None:
-        """Copy row `n` of every head to slot `offset` of `page`."""
-
-        def copy_head(h) -> None:
-            at = {"N": (offset,), "H": (h,), "D": ()}
-            slot = tuple(index for axis in self.spec.layout for index in at[axis])
-            source = (n,) if self.spec.layout == "ND" else (n, h)
-            sink = (page, *self.prefix, *slot)
-            copy_row(self.rows, source, self.pages, sink, self.spec.target.lanes, 0)
-
-        if self.spec.layout == "ND":
-            copy_head(None)
-        else:
-            with T.serial(num_heads) as h:
-                copy_head(h)
+def _shape(spec: PageLayerSpec, axes: dict, width: int, planes: tuple = ()) -> tuple:
+    """Return the shape of pages whose rows have `width` elements."""
+    return (axes["P"], *planes, *(width if axis == "D" else axes[axis] for axis in spec.layout))

@@ -10,19 +10,20 @@ index at which it was made, and the offending number. A kernel that makes one wr
 that matters, and reads nothing out of bounds.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 
 from tvm.script import tirx as T
 
-from .. import simd
+from ...define import target_attributes
+from ...script import inline, prim_func
 from ..components.rows import SERIAL_BELOW_BYTES
+from ..components.work import TASKS, cut
+from ..simd import index_temp
 from .arrays import match
 
 _NUM_TASKS = 32  # of each sequence, where there is enough for several threads
-_I64 = "int64"
+_CPU = target_attributes(on_cpu=True)
 
 
 class Finding(enum.IntEnum):
@@ -44,71 +45,68 @@ class Finding(enum.IntEnum):
     OVERFLOW = 13  # a result for sequence b exceeds int32
 
 
-class _Check:
+_INDPTR = (Finding.INDPTR_ORDER, Finding.INDPTR_END)
+_OUTPUT_INDPTR = (Finding.OUTPUT_ORDER, Finding.OUTPUT_END)
+
+
+@T.meta_class
+class Check:
     """Records the first finding; `passed` is whether there is none so far."""
 
-    def __init__(self, handle):
-        self.found = match(handle, (3,), _I64)
-
-    def require(self, condition, finding: Finding, index, value) -> None:
-        with T.If(T.And(self.found[0] == T.int64(0), T.Not(condition))), T.Then():
-            for slot, x in enumerate((T.int64(int(finding)), index, value)):
-                T.buffer_store(self.found, T.cast(x, _I64), [slot])
+    def __init__(self, found):
+        self.found = found
 
     @property
     def passed(self):
+        """Whether nothing was found."""
         return self.found[0] == T.int64(0)
 
-    def ascends(
-        self, indptr, count, limit, findings=(Finding.INDPTR_ORDER, Finding.INDPTR_END)
-    ) -> None:
-        """``0 <= indptr[0] <= ... <= indptr[count] <= limit``."""
-        order, end = findings
-        before = simd.Register(1, _I64, init=T.int64(0))
-        with T.serial(count + 1) as i:
-            here = simd.temp(T.cast(indptr[i], _I64), 1, _I64)
-            self.require(here >= before.get(), order, i, here)
+    @inline
+    def require(self, condition, finding, index, value):
+        """Record a finding unless a condition holds."""
+        if self.passed and not condition:
+            self.found[0] = T.int64(int(finding))
+            self.found[1] = T.cast(index, "int64")
+            self.found[2] = T.cast(value, "int64")
+
+    @inline
+    def ascends(self, indptr, count, limit, findings):
+        """Require ``0 <= indptr[0] <= ... <= indptr[count] <= limit``."""
+        order, end = T.meta_var(findings)
+        before: T.int64 = T.int64(0)
+        for i in range(count + 1):
+            here = T.cast(indptr[i], "int64")
+            self.require(here >= before, order, i, here)
             self.require(here <= limit, end, i, here)
-            before.set(here)
+            before = here
 
 
-def _wide(value):
-    """Materialise an index as int64."""
-    return simd.temp(T.cast(value, _I64), 1, _I64)
+@T.meta_class
+class PageTable:
+    """The page table of a batch."""
 
+    def __init__(self, indices, indptr, last_page_len):
+        self.indices, self.indptr, self.last_page_len = indices, indptr, last_page_len
+        self.num_sequences = last_page_len.shape[0]
 
-def _vector(handle, length):
-    return match(handle, (length,), "int32")
+    @inline
+    def check(self, check, page_size, min_last_page_len):
+        """Require that it is well formed."""
+        check.ascends(self.indptr, self.num_sequences, self.indices.shape[0], _INDPTR)
+        if check.passed:
+            for b in range(self.num_sequences):
+                last = T.cast(self.last_page_len[b], "int64")
+                fits = last >= min_last_page_len and last <= page_size
+                is_empty = self.indptr[b] == self.indptr[b + 1]
+                check.require(is_empty or fits, Finding.LAST_PAGE_LEN, b, last)
 
-
-class _Table:
-    """The page table of a batch, matched."""
-
-    def __init__(self, indices_handle, indptr_handle, last_handle):
-        self.num_sequences, self.num_entries = T.int64(), T.int64()
-        self.indptr = _vector(indptr_handle, self.num_sequences + 1)
-        self.last_page_len = _vector(last_handle, self.num_sequences)
-        self.indices = _vector(indices_handle, self.num_entries)
-
-    def check(self, check: _Check, page_size, minimum: int = 0) -> None:
-        check.ascends(self.indptr, self.num_sequences, self.num_entries)
-        with T.If(check.passed), T.Then(), T.serial(self.num_sequences) as b:
-            begin, end = _wide(self.indptr[b]), _wide(self.indptr[b + 1])
-            last = _wide(self.last_page_len[b])
-            fits = T.And(last >= T.int64(minimum), last <= page_size)
-            check.require(T.Or(begin == end, fits), Finding.LAST_PAGE_LEN, b, last)
-
-    def write_slot(self, check: _Check, slots, n, entry, offset, num_pages) -> None:
+    @inline
+    def put_slot(self, check, slots, n, entry, offset, num_pages):
         """Store slot `offset` of the page of table entry `entry`, which is valid, as slot `n`."""
-        page = _wide(self.indices[entry])
-        is_page = T.And(page >= T.int64(0), page < num_pages)
-        check.require(is_page, Finding.PAGE, entry, page)
-        _store_slot(slots, n, page, offset)
-
-
-def _store_slot(slots, n, page, offset) -> None:
-    T.buffer_store(slots, T.cast(page, "int32"), [n, 0])
-    T.buffer_store(slots, T.cast(offset, "int32"), [n, 1])
+        page = T.cast(self.indices[entry], "int64")
+        check.require(page >= 0 and page < num_pages, Finding.PAGE, entry, page)
+        slots[n, 0] = T.cast(page, "int32")
+        slots[n, 1] = T.cast(offset, "int32")
 
 
 def row_slots():
@@ -119,51 +117,46 @@ def row_slots():
     (page or -1, offset in it), finding.
     """
 
-    def body(handles, num_pages, page_size) -> None:
-        batch_handle, positions_handle, *table_handles, slots_handle, found_handle = handles
-        num_rows = T.int64()
-        batch_indices = _vector(batch_handle, num_rows)
-        positions = _vector(positions_handle, num_rows)
-        table = _Table(*table_handles)
-        slots = match(slots_handle, (num_rows, 2), "int32")
-        check = _Check(found_handle)
-        table.check(check, page_size)
-
-        def find_slot(n, b) -> None:
-            begin, end = _wide(table.indptr[b]), _wide(table.indptr[b + 1])
-            position = _wide(positions[n])
-            inside = T.And(position >= T.int64(0), position < (end - begin) * page_size)
-            check.require(inside, Finding.POSITION, n, position)
-            with T.If(check.passed), T.Then():
-                entry = _wide(begin + T.truncdiv(position, page_size))
-                offset = T.truncmod(position, page_size)
-                table.write_slot(check, slots, n, entry, offset, num_pages)
-
-        with T.If(check.passed), T.Then(), T.serial(num_rows) as n:
-            b = _wide(batch_indices[n])
-            known = T.And(b >= T.int64(-1), b < table.num_sequences)
-            check.require(known, Finding.BATCH_INDEX, n, b)
-            _store_slot(slots, n, T.int64(-1), T.int64(0))
-            with T.If(T.And(check.passed, b >= T.int64(0))), T.Then():
-                find_slot(n, b)
-
-    @T.prim_func(s_tir=True, private=True)
-    def kernel(
-        batch_indices: T.handle,
-        positions: T.handle,
-        indices: T.handle,
-        indptr: T.handle,
-        last_page_len: T.handle,
+    @prim_func
+    def row_slots(
+        var_batch_indices: T.handle,
+        var_positions: T.handle,
+        var_indices: T.handle,
+        var_indptr: T.handle,
+        var_last_page_len: T.handle,
         num_pages: T.int64,
         page_size: T.int64,
-        slots: T.handle,
-        finding: T.handle,
+        var_slots: T.handle,
+        var_finding: T.handle,
     ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        table = (indices, indptr, last_page_len)
-        body((batch_indices, positions, *table, slots, finding), num_pages, page_size)
+        T.func_attr(_CPU)
+        num_rows, num_sequences, num_entries = T.int64(), T.int64(), T.int64()
+        batch_indices = match(var_batch_indices, (num_rows,), "int32")
+        positions = match(var_positions, (num_rows,), "int32")
+        indices = match(var_indices, (num_entries,), "int32")
+        indptr = match(var_indptr, (num_sequences + 1,), "int32")
+        last_page_len = match(var_last_page_len, (num_sequences,), "int32")
+        slots = match(var_slots, (num_rows, 2), "int32")
+        check = Check(match(var_finding, (3,), "int64"))
+        table = PageTable(indices, indptr, last_page_len)
+        table.check(check, page_size, 0)
+        if check.passed:
+            for n in range(num_rows):
+                b = T.cast(batch_indices[n], "int64")
+                check.require(b >= -1 and b < num_sequences, Finding.BATCH_INDEX, n, b)
+                slots[n, 0] = -1
+                slots[n, 1] = 0
+                if check.passed and b >= 0:
+                    begin, end = T.cast(indptr[b], "int64"), T.cast(indptr[b + 1], "int64")
+                    position = T.cast(positions[n], "int64")
+                    is_inside = position >= 0 and position < (end - begin) * page_size
+                    check.require(is_inside, Finding.POSITION, n, position)
+                    if check.passed:
+                        entry = begin + T.truncdiv(position, page_size)
+                        offset = T.meta_var(T.truncmod(position, page_size))
+                        table.put_slot(check, slots, n, entry, offset, num_pages)
 
-    return kernel
+    return row_slots
 
 
 def last_slots():
@@ -173,33 +166,33 @@ def last_slots():
     page_size: int64, slots int32 ``[B, 2]`` (page, offset in it), finding.
     """
 
-    def body(handles, num_pages, page_size) -> None:
-        *table_handles, slots_handle, found_handle = handles
-        table = _Table(*table_handles)
-        slots = match(slots_handle, (table.num_sequences, 2), "int32")
-        check = _Check(found_handle)
-        table.check(check, page_size, minimum=1)
-        with T.If(check.passed), T.Then(), T.serial(table.num_sequences) as b:
-            begin, end = _wide(table.indptr[b]), _wide(table.indptr[b + 1])
-            check.require(end > begin, Finding.NO_PAGE, b, end - begin)
-            with T.If(check.passed), T.Then():
-                offset = table.last_page_len[b] - 1
-                table.write_slot(check, slots, b, end - 1, offset, num_pages)
-
-    @T.prim_func(s_tir=True, private=True)
-    def kernel(
-        indices: T.handle,
-        indptr: T.handle,
-        last_page_len: T.handle,
+    @prim_func
+    def last_slots(
+        var_indices: T.handle,
+        var_indptr: T.handle,
+        var_last_page_len: T.handle,
         num_pages: T.int64,
         page_size: T.int64,
-        slots: T.handle,
-        finding: T.handle,
+        var_slots: T.handle,
+        var_finding: T.handle,
     ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        body((indices, indptr, last_page_len, slots, finding), num_pages, page_size)
+        T.func_attr(_CPU)
+        num_sequences, num_entries = T.int64(), T.int64()
+        indices = match(var_indices, (num_entries,), "int32")
+        indptr = match(var_indptr, (num_sequences + 1,), "int32")
+        last_page_len = match(var_last_page_len, (num_sequences,), "int32")
+        slots = match(var_slots, (num_sequences, 2), "int32")
+        check = Check(match(var_finding, (3,), "int64"))
+        table = PageTable(indices, indptr, last_page_len)
+        table.check(check, page_size, 1)
+        if check.passed:
+            for b in range(num_sequences):
+                begin, end = T.cast(indptr[b], "int64"), T.cast(indptr[b + 1], "int64")
+                check.require(end > begin, Finding.NO_PAGE, b, end - begin)
+                if check.passed:
+                    table.put_slot(check, slots, b, end - 1, last_page_len[b] - 1, num_pages)
 
-    return kernel
+    return last_slots
 
 
 def sequence_lengths():
@@ -208,34 +201,33 @@ def sequence_lengths():
     Arguments: indptr, last_page_len, page_size: int64, lengths int32 ``[B]``, finding.
     """
 
-    def body(indptr_handle, last_handle, lengths_handle, found_handle, page_size) -> None:
-        num_sequences = T.int64()
-        indptr = _vector(indptr_handle, num_sequences + 1)
-        last_page_len = _vector(last_handle, num_sequences)
-        lengths = _vector(lengths_handle, num_sequences)
-        check = _Check(found_handle)
-        check.ascends(indptr, num_sequences, T.int64(2**31 - 1))
-        with T.If(check.passed), T.Then(), T.serial(num_sequences) as b:
-            num_pages = _wide(indptr[b + 1]) - _wide(indptr[b])
-            last = _wide(last_page_len[b])
-            length = _wide(T.Select(num_pages > 0, (num_pages - 1) * page_size + last, T.int64(0)))
-            fits = T.And(last >= T.int64(0), last <= page_size)
-            check.require(T.Or(num_pages == 0, fits), Finding.LAST_PAGE_LEN, b, last)
-            check.require(length < T.int64(2**31), Finding.OVERFLOW, b, length)
-            T.buffer_store(lengths, T.cast(length, "int32"), [b])
-
-    @T.prim_func(s_tir=True, private=True)
-    def kernel(
-        indptr: T.handle,
-        last_page_len: T.handle,
+    @prim_func
+    def sequence_lengths(
+        var_indptr: T.handle,
+        var_last_page_len: T.handle,
         page_size: T.int64,
-        lengths: T.handle,
-        finding: T.handle,
+        var_lengths: T.handle,
+        var_finding: T.handle,
     ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        body(indptr, last_page_len, lengths, finding, page_size)
+        T.func_attr(_CPU)
+        num_sequences = T.int64()
+        indptr = match(var_indptr, (num_sequences + 1,), "int32")
+        last_page_len = match(var_last_page_len, (num_sequences,), "int32")
+        lengths = match(var_lengths, (num_sequences,), "int32")
+        check = Check(match(var_finding, (3,), "int64"))
+        check.ascends(indptr, num_sequences, T.int64(2**31 - 1), _INDPTR)
+        if check.passed:
+            for b in range(num_sequences):
+                num_pages = T.cast(indptr[b + 1], "int64") - T.cast(indptr[b], "int64")
+                last = T.cast(last_page_len[b], "int64")
+                length: T.int64 = T.int64(0)
+                if num_pages > 0:
+                    check.require(last >= 0 and last <= page_size, Finding.LAST_PAGE_LEN, b, last)
+                    length = (num_pages - 1) * page_size + last
+                check.require(length < T.int64(2**31), Finding.OVERFLOW, b, length)
+                lengths[b] = T.cast(length, "int32")
 
-    return kernel
+    return sequence_lengths
 
 
 def batch_indices_positions():
@@ -245,50 +237,45 @@ def batch_indices_positions():
     batch_indices and positions int32 ``[T]``, finding. Rows that belong to no sequence get -1, 0.
     """
 
-    def body(indptr_handle, lens_handle, batch_handle, positions_handle, found_handle) -> None:
-        num_sequences, num_rows = T.int64(), T.int64()
-        indptr = _vector(indptr_handle, num_sequences + 1)
-        seq_lens = _vector(lens_handle, num_sequences)
-        batch_indices = _vector(batch_handle, num_rows)
-        positions = _vector(positions_handle, num_rows)
-        check = _Check(found_handle)
-        check.ascends(indptr, num_sequences, num_rows)
-        with T.If(check.passed), T.Then(), T.serial(num_sequences) as b:
-            count, length = _wide(indptr[b + 1]) - _wide(indptr[b]), _wide(seq_lens[b])
-            check.require(length >= count, Finding.SEQ_LEN, b, length)
-
-        def fill(b, begin, end) -> None:
-            first = _wide(indptr[b])
-            shift = _wide(T.cast(seq_lens[b], _I64) - T.cast(indptr[b + 1], _I64))
-            with T.serial(end - begin) as i:
-                row = first + begin + i
-                T.buffer_store(batch_indices, T.cast(b, "int32"), [row])
-                T.buffer_store(positions, T.cast(row + shift, "int32"), [row])
-
-        def fill_unowned(begin, end) -> None:
-            with T.serial(end - begin) as i:
-                T.buffer_store(batch_indices, T.int32(-1), [begin + i])
-                T.buffer_store(positions, T.int32(0), [begin + i])
-
-        with T.If(check.passed), T.Then():
-            fill_unowned(T.int64(0), _wide(indptr[0]))
-            fill_unowned(_wide(indptr[num_sequences]), num_rows)
-            _for_each_task(
-                num_sequences, num_rows, lambda b: T.cast(indptr[b + 1] - indptr[b], _I64), fill
-            )
-
-    @T.prim_func(s_tir=True, private=True)
-    def kernel(
-        append_indptr: T.handle,
-        seq_lens: T.handle,
-        batch_indices: T.handle,
-        positions: T.handle,
-        finding: T.handle,
+    @prim_func
+    def batch_indices_positions(
+        var_append_indptr: T.handle,
+        var_seq_lens: T.handle,
+        var_batch_indices: T.handle,
+        var_positions: T.handle,
+        var_finding: T.handle,
     ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        body(append_indptr, seq_lens, batch_indices, positions, finding)
+        T.func_attr(_CPU)
+        num_sequences, num_rows = T.int64(), T.int64()
+        indptr = match(var_append_indptr, (num_sequences + 1,), "int32")
+        seq_lens = match(var_seq_lens, (num_sequences,), "int32")
+        batch_indices = match(var_batch_indices, (num_rows,), "int32")
+        positions = match(var_positions, (num_rows,), "int32")
+        check = Check(match(var_finding, (3,), "int64"))
+        check.ascends(indptr, num_sequences, num_rows, _INDPTR)
+        if check.passed:
+            for b in range(num_sequences):
+                count, length = indptr[b + 1] - indptr[b], seq_lens[b]
+                check.require(length >= count, Finding.SEQ_LEN, b, length)
+        if check.passed:
+            for n in range(indptr[0]):
+                batch_indices[n] = -1
+                positions[n] = 0
+            for n in range(T.cast(indptr[num_sequences], "int64"), num_rows):
+                batch_indices[n] = -1
+                positions[n] = 0
+            num_tasks = tasks_for(num_rows)
+            for task in T.parallel(num_tasks, annotations=TASKS):
+                for b in range(num_sequences):
+                    first, count = indptr[b], indptr[b + 1] - indptr[b]
+                    shift = seq_lens[b] - indptr[b + 1]
+                    for n in range(
+                        first + cut(count, task, num_tasks), first + cut(count, task + 1, num_tasks)
+                    ):
+                        batch_indices[n] = T.cast(b, "int32")
+                        positions[n] = n + shift
 
-    return kernel
+    return batch_indices_positions
 
 
 def vector_sparse_offsets():
@@ -299,85 +286,69 @@ def vector_sparse_offsets():
     Position i of sequence b has offset ``block * stride_block + (i % block_size) * stride_n``.
     """
 
-    def body(handles, stride_block, stride_n, block_size) -> None:
-        blocks_handle, block_indptr_handle, out_handle, indptr_handle, lens_handle, found = handles
-        num_sequences, num_blocks, num_offsets = T.int64(), T.int64(), T.int64()
-        block_indptr = _vector(block_indptr_handle, num_sequences + 1)
-        blocks = _vector(blocks_handle, num_blocks)
-        indptr = _vector(indptr_handle, num_sequences + 1)
-        offsets = _vector(out_handle, num_offsets)
-        kv_lens = _vector(lens_handle, num_sequences)
-        check = _Check(found)
-        check.ascends(block_indptr, num_sequences, num_blocks)
-        output_findings = (Finding.OUTPUT_ORDER, Finding.OUTPUT_END)
-        check.ascends(indptr, num_sequences, num_offsets, output_findings)
-
-        def blocks_of(b):
-            return T.truncdiv(T.cast(kv_lens[b], _I64) + block_size - 1, block_size)
-
-        def check_sequence(b) -> None:
-            length = _wide(kv_lens[b])
-            slots = (_wide(block_indptr[b + 1]) - _wide(block_indptr[b])) * block_size
-            fits = T.And(length >= T.int64(0), length <= slots)
-            check.require(fits, Finding.KV_LEN, b, length)
-            room = _wide(T.cast(indptr[b + 1], _I64) - T.cast(indptr[b], _I64))
-            check.require(length <= room, Finding.OUTPUT_ROOM, b, room)
-            with T.If(check.passed), T.Then(), T.serial(blocks_of(b)) as i:
-                entry = _wide(T.cast(block_indptr[b], _I64) + i)
-                block = _wide(blocks[entry])
-                check.require(block >= T.int64(0), Finding.PAGE, entry, block)
-                used = T.min(block_size, length - i * block_size)
-                last = block * stride_block + (used - 1) * stride_n
-                check.require(last < T.int64(2**31), Finding.OVERFLOW, b, last)
-
-        with T.serial(num_sequences) as b, T.If(check.passed), T.Then():
-            check_sequence(b)
-
-        def fill(b, begin, end) -> None:
-            first_block, first_offset = _wide(block_indptr[b]), _wide(indptr[b])
-            length = _wide(kv_lens[b])
-            with T.serial(end - begin) as i:
-                at = _wide((begin + i) * block_size)
-                base = _wide(T.cast(blocks[first_block + begin + i], _I64) * stride_block)
-                with T.serial(T.min(block_size, length - at)) as j:
-                    value = T.cast(base + j * stride_n, "int32")
-                    T.buffer_store(offsets, value, [first_offset + at + j])
-
-        with T.If(check.passed), T.Then():
-            _for_each_task(num_sequences, num_offsets, blocks_of, fill)
-
-    @T.prim_func(s_tir=True, private=True)
-    def kernel(
-        blocks: T.handle,
-        block_indptr: T.handle,
-        offsets: T.handle,
-        indptr: T.handle,
-        kv_lens: T.handle,
+    @prim_func
+    def vector_sparse_offsets(
+        var_blocks: T.handle,
+        var_block_indptr: T.handle,
+        var_offsets: T.handle,
+        var_indptr: T.handle,
+        var_kv_lens: T.handle,
         stride_block: T.int64,
         stride_n: T.int64,
         block_size: T.int64,
-        finding: T.handle,
+        var_finding: T.handle,
     ):
-        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True})
-        handles = (blocks, block_indptr, offsets, indptr, kv_lens, finding)
-        body(handles, stride_block, stride_n, block_size)
+        T.func_attr(_CPU)
+        num_sequences, num_blocks, num_offsets = T.int64(), T.int64(), T.int64()
+        blocks = match(var_blocks, (num_blocks,), "int32")
+        block_indptr = match(var_block_indptr, (num_sequences + 1,), "int32")
+        offsets = match(var_offsets, (num_offsets,), "int32")
+        indptr = match(var_indptr, (num_sequences + 1,), "int32")
+        kv_lens = match(var_kv_lens, (num_sequences,), "int32")
+        check = Check(match(var_finding, (3,), "int64"))
+        check.ascends(block_indptr, num_sequences, num_blocks, _INDPTR)
+        check.ascends(indptr, num_sequences, num_offsets, _OUTPUT_INDPTR)
+        for b in range(num_sequences):
+            if check.passed:
+                length = T.cast(kv_lens[b], "int64")
+                max_length = T.cast(block_indptr[b + 1] - block_indptr[b], "int64") * block_size
+                check.require(length >= 0 and length <= max_length, Finding.KV_LEN, b, length)
+                room = T.cast(indptr[b + 1] - indptr[b], "int64")
+                check.require(length <= room, Finding.OUTPUT_ROOM, b, room)
+                if check.passed:
+                    for i in range(T.truncdiv(length + block_size - 1, block_size)):
+                        entry = T.cast(block_indptr[b], "int64") + i
+                        block = T.cast(blocks[entry], "int64")
+                        check.require(block >= 0, Finding.PAGE, entry, block)
+                        used = T.meta_var(T.min(block_size, length - i * block_size))
+                        last = block * stride_block + (used - 1) * stride_n
+                        check.require(last < T.int64(2**31), Finding.OVERFLOW, b, last)
+        if check.passed:
+            num_tasks = tasks_for(num_offsets)
+            for task in T.parallel(num_tasks, annotations=TASKS):
+                for b in range(num_sequences):
+                    length = T.cast(kv_lens[b], "int64")
+                    count = T.truncdiv(length + block_size - 1, block_size)
+                    begin = cut(count, task, num_tasks, "int64")
+                    end = cut(count, task + 1, num_tasks, "int64")
+                    for i in range(begin, end):
+                        first = T.cast(indptr[b], "int64") + i * block_size
+                        block = T.cast(blocks[T.cast(block_indptr[b], "int64") + i], "int64")
+                        for j in range(T.min(block_size, length - i * block_size)):
+                            offsets[first + j] = T.cast(
+                                block * stride_block + j * stride_n, "int32"
+                            )
 
-    return kernel
+    return vector_sparse_offsets
 
 
-def _for_each_task(num_sequences, num_elements, count_of: Callable, body: Callable) -> None:
-    """Run ``body(b, begin, end)`` on ranges that cover ``range(count_of(b))`` of each sequence b.
+def tasks_for(num_elements):
+    """Return how many tasks write two int32 arrays of this length.
 
     Every task takes an equal range of every sequence, so a long one does not keep one task busy.
     """
-    with T.If(num_elements * 8 < SERIAL_BELOW_BYTES):
-        with T.Then(), T.serial(num_sequences) as b:
-            body(b, T.int64(0), _wide(count_of(b)))
-        with T.Else(), T.parallel(T.int64(_NUM_TASKS)) as task, T.serial(num_sequences) as b:
-            count = _wide(count_of(b))
-            begin = _wide(T.truncdiv(count * task, T.int64(_NUM_TASKS)))
-            end = _wide(T.truncdiv(count * (task + 1), T.int64(_NUM_TASKS)))
-            body(b, begin, end)
+    is_small = num_elements * 8 < SERIAL_BELOW_BYTES
+    return index_temp(T.if_then_else(is_small, T.int32(1), T.int32(_NUM_TASKS)))
 
 
 BUILDERS: dict[str, Callable] = {

@@ -3,12 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from tvm.script import tirx as T
-from tvm.script.ir_builder import IRBuilder
-from tvm.tirx.script.builder import prim_func as define
-
 from .spec import ITEMSIZE, CudaTarget, KernelSpec
 
 ACCESS_BYTES = 16  # that a thread of a GPU loads at once
@@ -41,28 +35,3 @@ def target_attributes(*, on_cpu: bool) -> dict:
     if on_cpu:
         return {"s_tir": True, "tirx.is_scheduled": True, "tirx.noalias": True}
     return {"tirx.kernel_launch_params": [_BEGINS_EARLY]}
-
-
-def define_kernel(arguments: dict[str, Callable], body: Callable, *, on_cpu: bool = False):
-    """Define a kernel whose arguments are data, not known to its source.
-
-    Parameters
-    ----------
-    arguments : dict
-        Name -> type, such as ``T.handle`` or ``T.int32``, in order.
-    body : callable
-        Emits the body; takes the arguments.
-    on_cpu : bool
-        Whether it runs on the CPU.
-
-    Returns
-    -------
-    tvm.tirx.PrimFunc
-        Private, free to be named by its module.
-    """
-    with IRBuilder() as builder:
-        with define(is_private=True):
-            T.func_name("kernel")
-            T.func_attr(target_attributes(on_cpu=on_cpu))
-            body(*[T.arg(name, make()) for name, make in arguments.items()])
-    return builder.get()

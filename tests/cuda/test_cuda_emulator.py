@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulator runs generated launchers, and shows waits and barriers that are missing."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
 import pytest
 import tvm
 from tvm.script import tirx as T
-from tvm.script.ir_builder import IRBuilder
 
 from tir_kernels.cuda.emit import launch, ptx, sync_block
-from tir_kernels.define import define_kernel
+from tir_kernels.define import target_attributes
+from tir_kernels.script import inline, prim_func
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 
 from ..support.cuda_emulator import (
@@ -29,6 +27,22 @@ THREADS, ROUNDS = 64, 4
 parametrize_schedules = pytest.mark.parametrize("chosen", SCHEDULES, ids=str)
 
 
+@inline
+def copy_row(x, ring, block, thread, i):
+    """Begin to copy a row to a stage of the ring."""
+    source = T.meta_var(x.ptr_to([block, i, 4 * thread]))
+    ptx("cp.async.cg.shared.global", ring.ptr_to([i % 2, 4 * thread]), source, 16)
+    ptx("cp.async.commit_group")
+
+
+@inline
+def reverse_row(ring, y, block, thread, i):
+    """Write the 4 floats that another thread copied."""
+    sync_block()
+    for e in T.unroll(4):
+        y[block, i, 4 * thread + e] = ring[i % 2, 4 * THREADS - 1 - (4 * thread + e)]
+
+
 @functools.cache
 def reversing_source() -> str:
     """A kernel that reverses rows of 256 floats, a ring of two stages at a time.
@@ -36,35 +50,26 @@ def reversing_source() -> str:
     Thread i copies 16 bytes of each row, and writes those that thread 63 - i copied.
     """
 
-    def body(x_handle, y_handle):
+    @prim_func
+    def reverse(var_x: T.handle, var_y: T.handle):
+        T.func_attr(target_attributes(on_cpu=False))
         num_rows = T.int32()
-        shape = (num_rows, ROUNDS, 4 * THREADS)
-        place = {"align": 16, "elem_offset": T.int64(), "offset_factor": 4}
-        x = T.match_buffer(x_handle, shape, "float32", **place)
-        y = T.match_buffer(y_handle, shape, "float32", align=16)
-        IRBuilder.name("x", x)
-        IRBuilder.name("y", y)
+        place = T.meta_var({"align": 16, "elem_offset": T.int64(), "offset_factor": 4})
+        x = T.match_buffer(var_x, (num_rows, ROUNDS, 4 * THREADS), "float32", **place)
+        y = T.match_buffer(var_y, (num_rows, ROUNDS, 4 * THREADS), "float32", align=16)
         with launch([num_rows], THREADS) as ((block,), thread):
             ring = T.alloc_buffer((2, 4 * THREADS), "float32", scope="shared.dyn", align=16)
-
-            def copy(i):
-                to, source = ring.ptr_to([i % 2, 4 * thread]), x.ptr_to([block, i, 4 * thread])
-                ptx("cp.async.cg.shared.global", to, source, 16)
-                ptx("cp.async.commit_group")
-
-            with T.If(block < num_rows), T.Then():
-                copy(0)
-                for i in range(ROUNDS):
-                    if i + 1 < ROUNDS:
-                        copy(i + 1)
-                    ptx("cp.async.wait_group", 1 if i + 1 < ROUNDS else 0)
+            if block < num_rows:
+                copy_row(x, ring, block, thread, 0)
+                for i in range(ROUNDS - 1):
+                    copy_row(x, ring, block, thread, i + 1)
+                    ptx("cp.async.wait_group", 1)
+                    reverse_row(ring, y, block, thread, i)
                     sync_block()
-                    for e in range(4):
-                        value = ring[i % 2, 4 * THREADS - 1 - (4 * thread + e)]
-                        T.buffer_store(y, value, [block, i, 4 * thread + e])
-                    sync_block()
+                ptx("cp.async.wait_group", 0)
+                reverse_row(ring, y, block, thread, ROUNDS - 1)
 
-    return cuda_source({"reverse": define_kernel({"x": T.handle, "y": T.handle}, body)})
+    return cuda_source({"reverse": reverse})
 
 
 def reversed_rows(source: str, num_rows: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +109,8 @@ def test_a_copy_that_is_not_waited_for_is_caught():
     assert str(Schedule()) in _caught(source)
 
 
-BARRIER = "  tvm_builtin_cuda_cta_sync();\n"  # two in each round: before reading, after it
+# In a round before and after reading, then before the last row is read.
+BARRIER = "  tvm_builtin_cuda_cta_sync();\n"
 
 
 def test_a_barrier_that_is_missing_before_reading_is_caught():

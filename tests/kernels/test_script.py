@@ -198,6 +198,14 @@ def test_only_variables_of_a_component_are_assigned():
             rows.width = 5
 
 
+def test_annotations_that_are_text_are_refused():
+    with pytest.raises(TypeError, match="annotations of kernel are text"):
+
+        @prim_func
+        def kernel(o: "T.handle"):
+            T.evaluate(0)
+
+
 def test_a_return_is_refused():
     with pytest.raises(SyntaxError, match="return nothing"):
 

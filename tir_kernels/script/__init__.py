@@ -49,11 +49,21 @@ def prim_func(function: Callable | None = None, *, absent: Collection[str] = ())
     -------
     tvm.tirx.PrimFunc
         Private, free to be named by its module.
+
+    Raises
+    ------
+    TypeError
+        If annotations are text.
     """
     if function is None:
         return functools.partial(prim_func, absent=absent)
     if getattr(_parser, "is_tvm", False):
         return _parse_with_tvm(function, absent)
+    if any(isinstance(annotation, str) for annotation in function.__annotations__.values()):
+        raise TypeError(
+            f"the annotations of {function.__name__} are text: its module must not import "
+            "annotations from __future__"
+        )
     with IRBuilder() as made:
         with builder.prim_func(is_private=True), reading() as kernel:
             builder.func_name(function.__name__)

@@ -29,6 +29,13 @@ class VectorTarget:
         Whether ``vpdpbusd`` on 512-bit registers may be used.
     has_f16_convert : bool
         Whether float16 converts to and from float32 in hardware (F16C, AVX-512F, AArch64).
+    slow_bf16_dot : bool
+        Whether ``vdpbf16ps`` multiplies fewer numbers per second than float32 multiply-adds. Then
+        only kernels that wait for memory use it: decode.
+    tile : (rows, vectors) or None
+        The sums of a register tile of prefill: rows of Q or of weights, by vectors of columns, with
+        no more than a vector of 64 positions left. With None, the tile suits the number of
+        registers: 8 x 2 of 32, 6 x 2 of 16.
     """
 
     lanes: int = 16
@@ -36,6 +43,23 @@ class VectorTarget:
     has_bf16_dot: bool = False
     has_vnni: bool = False
     has_f16_convert: bool = True
+    slow_bf16_dot: bool = False
+    tile: tuple[int, int] | None = None
+
+    @property
+    def multiplies_pairs(self) -> bool:
+        """Whether products that reuse registers (prefill, linear layers) take bfloat16 pairs."""
+        return self.has_bf16_dot and not self.slow_bf16_dot
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a register tile."""
+        return self.tile[0] if self.tile else (8 if self.registers >= 32 else 6)
+
+    @property
+    def tile_vectors(self) -> int:
+        """Vectors of a row of a register tile."""
+        return self.tile[1] if self.tile else 2
 
 
 @dataclass(frozen=True)

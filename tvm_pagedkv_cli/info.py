@@ -18,7 +18,7 @@ def run(_: argparse.Namespace) -> None:
 
     from tvm_pagedkv._library import path as library_path
     from tvm_pagedkv._version import __version__
-    from tvm_pagedkv.compiler import cache_dir, resolve_target, vector_target
+    from tvm_pagedkv.compiler import cache_dir, choices, class_of, resolve_target, vector_target
     from tvm_pagedkv.threads import available_cpus, num_threads
 
     def installed(package: str) -> str:
@@ -41,6 +41,7 @@ def run(_: argparse.Namespace) -> None:
         "apache-tvm-ffi": installed("apache-tvm-ffi"),
         "library": library_path(),
         "target": f"{target.kind.name}, {target.attrs.get('mcpu', 'generic CPU')}",
+        "CPU class": f"{class_of(target).name}: {choices(traits)}",
         "CPU": f"{traits.lanes} float32 lanes, {traits.registers} registers, "
         f"bfloat16 dot product: {'yes' if traits.has_bf16_dot else 'no'}, "
         f"byte dot product: {'yes' if traits.has_vnni else 'no'}, "

@@ -5,7 +5,8 @@
 Every peer has a process of its own, with a thread bound to each CPU, and they alternate. What is
 printed is the best of N, and the median; before each run 256 MiB are read, so that nothing of the
 cache's pages is in the caches. GB/s count K, V, queries and outputs once; GFLOP/s the two products
-over what the causal mask leaves. "of limit" is the share of what binds. Read bandwidth, "of GB/s",
+over what the causal mask leaves. The class of the CPU, which decides what kernels do, comes first:
+ratios hold for that class only. "of limit" is the share of what binds. Read bandwidth, "of GB/s",
 which changes on some machines, is measured before and after each peer's run in each round: the
 share is the median of what the rounds reach. The peak of multiplications (float32 FMA, or dot
 products of bfloat16 pairs) is the best one measured between the cases, beside the best time.
@@ -29,6 +30,8 @@ import bench_tables
 from bench_cases import DTYPES, Heads
 from bench_measure import Measurement, start_peers
 from bench_peers import PEERS
+
+from tvm_pagedkv.compiler import choices, class_of, vector_target
 
 RUNTIMES = ("ours", "stock")  # peers that have a begin_forward
 
@@ -136,11 +139,13 @@ def main() -> None:
             process.close()
     machine = f"{device_name()}, CPUs {', '.join(map(str, options.cpus))} of {os.cpu_count()}"
     print(f"{machine}; pages of 16 in random order; {time.perf_counter() - start:.0f} s")
+    chosen = f"{class_of().name}: {choices(vector_target())}"
+    print(f"CPU class {chosen}")
     for name, version in versions.items():
         print(f"{name}: {version}" if version else name)
     for name, reason in missing.items():
         print(f"not here: {name}: {reason}")
-    result = {"device": machine, "versions": versions, "missing": missing}
+    result = {"device": machine, "cpu_class": chosen, "versions": versions, "missing": missing}
     if attention.records:
         limits = attention.best_limits
         print(bench_tables.limits_line(limits))

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tvm_pagedkv.compiler import class_of
+
 from .. import reference
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
@@ -29,6 +31,8 @@ def test_each_case_has_a_record_of_each_peer_that_is_here(tmp_path):
     result = json.loads(path.read_text())
     assert result["absent"] == [] and list(result["missing"]) == ["onnxruntime"]
     assert "pip install onnxruntime" in done.stdout
+    assert f"CPU class {result['cpu_class']}" in done.stdout
+    assert result["cpu_class"].startswith(class_of().name)
     times = {(r["peer"], r["case"]): (r["min_s"], r["median_s"]) for r in result["records"]}
     cases = ("decode 8 x 1024", "decode 1 x 8192 + 7 x 256")
     expected = {(peer, case) for peer in PEERS for case in cases}

@@ -15,12 +15,14 @@ from .build import (
 )
 from .cache_folder import cache_dir
 from .codec_cost import warn_if_slow
+from .cpu_classes import choices
 from .create import codec_map, config_map, create
 from .disk_cache import cached_library, code_versions, library_file, load_library
 from .lowering import KernelObjects, compile_kernel, kernel_symbol
 from .progress import compiling
 from .targets import (
     architecture,
+    class_of,
     is_cuda,
     native_target,
     require_cpu,
@@ -38,6 +40,8 @@ __all__ = [
     "architecture",
     "cache_dir",
     "cached_library",
+    "choices",
+    "class_of",
     "code_versions",
     "codec_map",
     "compile_kernel",

@@ -13,6 +13,8 @@ from tvm.target import Target, codegen
 
 from tir_kernels.spec import VectorTarget
 
+from .cpu_classes import CpuClass, cpu_class
+
 _log = logging.getLogger("tvm_pagedkv.compiler")
 
 # CPU features that change a kernel's code: LLVM's name, and Linux's name if it differs.
@@ -114,31 +116,27 @@ def architecture(target: Target) -> str:
     return triple.split("-")[0]
 
 
+def class_of(target: Target | str | Mapping | None = None) -> CpuClass:
+    """Return the class of a CPU, which decides what the features leave open.
+
+    The CPU is the one that the target's `model` names, or else its `mcpu`.
+    """
+    cpu = resolve_target(target)
+    name = str(cpu.attrs.get("model", "") or cpu.attrs.get("mcpu", ""))
+    return cpu_class(name, frozenset(_enabled(cpu)))
+
+
 def vector_target(target: Target | str | Mapping | None = None) -> VectorTarget:
-    """Return the SIMD traits of a CPU, from the features that LLVM enables for it.
+    """Return the SIMD traits of a CPU, from the features that LLVM enables for it and its class.
 
     A target that names no CPU gets those that all CPUs of its architecture have. A warning of the
     logger ``tvm_pagedkv.compiler`` says so where this machine's CPU has wider vectors.
     """
     cpu = resolve_target(target)
-    traits = _traits(frozenset(_enabled(cpu)))
+    traits = class_of(cpu).traits(frozenset(_enabled(cpu)))
     if "mcpu" not in cpu.attrs and architecture(cpu) == _host_triple().split("-")[0]:
-        _warn_without_cpu(traits.lanes, _traits(frozenset(_enabled(native_target()))).lanes)
+        _warn_without_cpu(traits.lanes, vector_target(native_target()).lanes)
     return traits
-
-
-def _traits(features: frozenset[str]) -> VectorTarget:
-    if "avx512f" in features:
-        return VectorTarget(
-            lanes=16,
-            registers=32,
-            has_bf16_dot="avx512bf16" in features,
-            has_vnni="avx512vnni" in features,
-        )
-    if "avx2" in features:
-        return VectorTarget(lanes=8, registers=16, has_f16_convert="f16c" in features)
-    is_arm = "neon" in features
-    return VectorTarget(lanes=4, registers=32 if is_arm else 16, has_f16_convert=is_arm)
 
 
 @functools.cache
@@ -188,7 +186,9 @@ def _x86_target(features: frozenset[str]) -> Target:
     if level in _BEYOND_LEVELS:
         known = _BEYOND_LEVELS[level]
         fields["mattr"] = [f"+{name}" for name in known if linux[name] in features]
-    return Target(fields)
+    tuned = fields | {"model": str(codegen.llvm_get_system_cpu())}
+    # The level does not tell what is fast on this CPU.
+    return Target(tuned if class_of(tuned) != class_of(fields) else fields)
 
 
 def is_cuda(target: Target | str | Mapping | None) -> bool:

@@ -71,7 +71,7 @@ def _compile(functions: dict, target: tvm.target.Target):
 class Limits:
     """Measures the sequential read bandwidth and the FMA peak of all threads together.
 
-    On CPUs with a dot product of bfloat16 pairs, it measures the peak of that as well.
+    Where bfloat16 prefill takes the dot product of pairs, it measures the peak of that as well.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ class Limits:
             words = T.match_buffer(words_handle, (tasks, width), "int32")
             _emit_dot(sink, words, tasks)
 
-        self.has_dot = vector_target().has_bf16_dot
+        self.has_dot = vector_target().multiplies_pairs
         functions = {"read": read, "fma": fma} | ({"dot": dot} if self.has_dot else {})
         target = resolve_target()
         built = cached_library(

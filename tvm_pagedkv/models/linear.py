@@ -65,7 +65,7 @@ class PackedMatrix:
     def has_pairs(self) -> bool:
         """Whether two neighbouring input features form one operand."""
         even = self.in_features % 2 == 0
-        return self.dtype == "bfloat16" and self.target.has_bf16_dot and even
+        return self.dtype == "bfloat16" and self.target.multiplies_pairs and even
 
     @property
     def numbers(self) -> int:

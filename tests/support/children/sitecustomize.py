@@ -64,7 +64,8 @@ def at_level_0(target):
     from tvm.target import Target
 
     fields = target.export()
-    fields = {name: fields[name] for name in ("kind", "mtriple", "mcpu", "mattr") if name in fields}
+    known = ("kind", "mtriple", "mcpu", "mattr", "model")
+    fields = {name: fields[name] for name in known if name in fields}
     return Target(fields | {"opt-level": 0})
 
 

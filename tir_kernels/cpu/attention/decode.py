@@ -19,7 +19,7 @@ from ...signatures.inputs import Lengths, PagedInputs
 from ...spec import KernelSpec
 from ..components.code_products import helpers_of, products_of
 from ..components.kv_blocks import KvBlocks, VisibleSpans
-from ..components.kv_operands import operands, single_row_operands
+from ..components.kv_operands import single_row_operands
 from ..components.output import Output
 from ..components.page_schedule import PageSchedule, Pairs
 from ..components.partial_states import PartialStates
@@ -47,7 +47,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, *, has_window: 
     num_heads, group, page_size = spec.num_qo_heads, spec.group_size, spec.page_size
     qk_dim, v_dim = spec.qk_head_dim, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
-    ops = single_row_operands(spec, operands(spec, spec.kv_dtype))
+    ops = single_row_operands(spec)
 
     @prim_func(absent=() if has_window else ("window",))
     def decode(

@@ -27,7 +27,7 @@ from ...signatures.inputs import (
 )
 from ...spec import KernelSpec
 from ..components.code_products import helpers_of
-from ..components.kv_operands import operands
+from ..components.kv_operands import operands, single_row_operands
 from ..components.kv_rows import PagedRows, RaggedRows
 from ..components.logits import AlibiBias
 from ..components.online_softmax import OnlineSoftmax
@@ -49,12 +49,13 @@ TILES_PER_TASK = 8  # with fewer, tiles are halved, so that tasks finish togethe
 
 
 @inline
-def attend(spec, a, ops, num_positions, has_singles):
+def attend(spec, a, ops, num_positions, single_ops=None):
     """Attend with all rows of a call, whose inputs are as `described`.
 
-    Sequences of one row have a queue of their own, if they are attended to as in decode. Half of
-    the tasks begin with it, so that reading and multiplying go on at the same time.
+    With `single_ops`, sequences of one row have a queue of their own, and are attended to as in
+    decode. Half of the tasks begin with it, so that reading and multiplying go on at the same time.
     """
+    has_singles = T.meta_var(single_ops is not None)
     # Multiply-adds, as if all sequences were alike.
     num_rows = T.cast(a.q_indptr[a.batch_size], "int64")
     row_work = T.meta_var(spec.num_qo_heads * spec.qk_head_dim)
@@ -64,17 +65,18 @@ def attend(spec, a, ops, num_positions, has_singles):
     many_rows = T.meta_var(num_tasks * (TILES_PER_TASK * tiling.tokens))
     has_many = num_rows * spec.num_kv_heads >= T.cast(many_rows, "int64")
     max_tokens = T.if_then_else(has_many, tiling.tokens, (tiling.tokens + 1) // 2)
-    singles = T.meta_var(Singles(spec, ops, a) if has_singles else None)
+    singles = T.meta_var(Singles(spec, single_ops, a) if has_singles else None)
     if a.tree is not None:
         a.tree.begin()
     queue, singles_queue = Queue(), Queue()
     queue.begin()
     if has_singles:
         singles_queue.begin()
-    helpers = T.meta_var(helpers_of(spec) if has_singles else ())
-    with import_llvm(Queue.llvm_helper, *ops.llvm_helpers, *helpers):
+    helpers = T.meta_var((*single_ops.llvm_helpers, *helpers_of(spec)) if has_singles else ())
+    helpers = T.meta_var(dict.fromkeys((*ops.llvm_helpers, *helpers)))
+    with import_llvm(Queue.llvm_helper, *helpers):
         for task in T.parallel(num_tasks, annotations=TASKS):
-            columns = ColumnTiles(ops, tiling.rows, spec.v_head_dim, lanes)
+            columns = ColumnTiles(ops, spec.target, spec.v_head_dim)
             softmax = OnlineSoftmax(tiling.num_blocks, tiling.rows, lanes)
             bias = T.meta_var(AlibiBias.of(spec, tiling.num_blocks * tiling.rows))
             rows = QueryTile(spec, ops, a, columns, softmax, bias)
@@ -207,6 +209,7 @@ def paged(
     num_fused = num_heads + 2 * spec.num_kv_heads
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     ops = operands(spec, spec.kv_dtype)
+    single_ops = single_row_operands(spec, ops) if has_singles else None
 
     @prim_func(absent=absent)
     def prefill(
@@ -265,8 +268,11 @@ def paged(
         )
         ready = T.meta_var(described(spec, a, prepare))
         num_positions = T.meta_var(T.cast(ready.page_indptr[batch_size], "int64") * spec.page_size)
-        ops.begin([b for b in (ready.q, ready.pages) if str(b.dtype) == "bfloat16"])
-        attend(spec, ready, ops, num_positions, has_singles)
+        pairs = T.meta_var([b for b in (ready.q, ready.pages) if str(b.dtype) == "bfloat16"])
+        ops.begin(pairs)
+        if single_ops is not None and single_ops is not ops:
+            single_ops.begin(pairs)
+        attend(spec, ready, ops, num_positions, single_ops)
 
     return prefill
 
@@ -325,7 +331,7 @@ def ragged(spec: KernelSpec, absent: set[str]):
         ready = T.meta_var(described(spec, a))
         num_positions = T.meta_var(T.cast(ready.kv_indptr[ready.batch_size], "int64"))
         ops.begin([b for b in (ready.q, ready.k, ready.v) if str(b.dtype) == "bfloat16"])
-        attend(spec, ready, ops, num_positions, has_singles=False)
+        attend(spec, ready, ops, num_positions)
 
     return prefill_ragged
 

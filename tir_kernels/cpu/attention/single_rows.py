@@ -7,7 +7,6 @@ from ...script import inline
 from ...spec import KernelSpec
 from ..components.code_products import products_of
 from ..components.kv_blocks import KvBlocks, VisibleSpans
-from ..components.kv_operands import single_row_operands
 from ..components.output import Output
 from ..components.query_rows import QueryRows, max_local_heads
 from ..components.work import cut
@@ -23,13 +22,13 @@ class Singles:
     ----------
     spec : KernelSpec
     ops : operands object
-        Those of the other sequences.
+        As `kv_operands.single_row_operands` chooses it.
     a : the kernel's arguments, with `lengths`.
     """
 
     def __init__(self, spec: KernelSpec, ops, a):
         self.spec, self.a, self.output = spec, a, Output(spec, a.o, a.lse)
-        self.ops = single_row_operands(spec, ops)
+        self.ops = ops
 
     def has(self, sequence):
         """Whether it has one row, which sees all that is held."""

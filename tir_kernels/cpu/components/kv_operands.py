@@ -12,28 +12,38 @@ from .quantized_pairs import QuantizedPairs
 
 
 def operands(spec: KernelSpec, kv_dtype: str):
-    """Choose the operands for a spec and the type of K and V."""
-    target = spec.target
-    if target.has_bf16_dot and target.lanes == PairOperands.lanes:
-        # Both numbers of a pair have to rotate alike.
-        pairs = spec.rope.rotary_dim % 4 == 0 or not has_rope(spec)
-        if spec.dtype == "bfloat16" and pairs:
-            if kv_dtype == "bfloat16":
-                return PairOperands()
-            if codec_of(kv_dtype) is not None:
-                return QuantizedPairs()
+    """Choose the operands of register tiles for a spec and the type of K and V."""
+    if spec.target.multiplies_pairs and _are_pairs(spec):
+        if kv_dtype == "bfloat16":
+            return PairOperands()
+        if codec_of(kv_dtype) is not None:
+            return QuantizedPairs()
     return Float32Operands(spec.target.lanes)
 
 
-def single_row_operands(spec: KernelSpec, ops):
-    """Those of the rows that attend alone: `ops`, where they serve rows as they lie in the pages.
+def single_row_operands(spec: KernelSpec, tile_operands=None):
+    """Choose the operands of rows that attend alone, which multiply rows as they lie in the pages.
 
     Pairs ask for rows of whole half vectors, and for both rows of a pair of positions in one page.
-    Quantized rows would be rounded to pairs again by every step.
+    Quantized rows would be rounded to pairs again by every step. These rows wait for memory, so
+    they are pairs also where the product of pairs is slow.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    tile_operands : operands object, optional
+        Those of the same kernel's register tiles, which are taken where they serve.
     """
-    if isinstance(ops, QuantizedPairs):
-        return Float32Operands(spec.target.lanes)
     is_whole = spec.qk_head_dim % 16 == 0 and spec.v_head_dim % 16 == 0
-    if ops.numbers == 1 or (is_whole and spec.page_size % ops.numbers == 0):
-        return ops
+    if spec.kv_dtype == "bfloat16" and _are_pairs(spec) and is_whole and spec.page_size % 2 == 0:
+        return tile_operands if isinstance(tile_operands, PairOperands) else PairOperands()
+    if isinstance(tile_operands, Float32Operands):
+        return tile_operands
     return Float32Operands(spec.target.lanes)
+
+
+def _are_pairs(spec: KernelSpec) -> bool:
+    """Whether rows of Q can be pairs of bfloat16: both numbers of a pair have to rotate alike."""
+    if not (spec.target.has_bf16_dot and spec.target.lanes == PairOperands.lanes):
+        return False
+    return spec.dtype == "bfloat16" and (spec.rope.rotary_dim % 4 == 0 or not has_rope(spec))

@@ -7,7 +7,7 @@ from ...script import inline
 from ...spec import KernelSpec
 from ..operands import ROWS_AT_ONCE, copy_v, transpose_k
 from ..simd import add, elements_per_line, load, reduce_lanes
-from .register_tile import UNROLL, VECTORS, ColumnTiles, Panels
+from .register_tile import UNROLL, ColumnTiles, Panels
 
 POSITIONS = 64  # of a tile
 
@@ -41,7 +41,7 @@ class PackedKv:
 
     def __init__(self, spec: KernelSpec, ops, tiles: ColumnTiles):
         self.spec, self.ops, self.lanes, self.tiles = spec, ops, spec.target.lanes, tiles
-        self.depth, width = spec.qk_head_dim // ops.numbers, VECTORS * spec.target.lanes
+        self.depth, width = spec.qk_head_dim // ops.numbers, tiles.wide.width
         self.k = Panels(self.depth, POSITIONS, width, ops.dtype)
         self.v = Panels(POSITIONS // ops.numbers, spec.v_head_dim, width, ops.dtype)
         self.num_packed = T.local_scalar("int32")  # positions of V

@@ -21,7 +21,7 @@ from ..simd import (
 )
 from .output import Output
 from .packed_kv import POSITIONS, PackedKv
-from .register_tile import UNROLL, VECTORS, ColumnTiles
+from .register_tile import UNROLL, ColumnTiles
 from .row_bounds import TilePart
 
 BLOCKS = 4  # that use a part of K or V while it is in L1
@@ -51,7 +51,7 @@ class Tiling:
         """Choose so that Q and O of a tile take at most half a megabyte."""
         num_rows = max(32, min(512, 131072 // (spec.qk_head_dim + spec.v_head_dim)))
         tokens = max(1, min(256, num_rows // spec.group_size))
-        rows = 8 if spec.target.registers >= 32 else 6
+        rows = spec.target.tile_rows
         return Tiling(tokens, rows, -(-tokens * spec.group_size // rows))
 
 
@@ -183,7 +183,7 @@ class QueryTile:
     @inline
     def prefetch(self, part: TilePart, product):
         """Prefetch some of the rows of Q that are packed next, with one of the products."""
-        count = T.meta_var(self.block_rows * VECTORS * self.lanes // POSITIONS)
+        count = T.meta_var(self.block_rows * self.tiles.wide.width // POSITIONS)
         end = T.meta_var(part.block + part.count)
         if end == self.num_packed and end < self.num_blocks:
             for i in range(count):

@@ -4,10 +4,10 @@
 from tvm.script import tirx as T
 
 from ...script import inline
+from ...spec import VectorTarget
 from ..simd import F32, broadcast, constant, load, store
 
 UNROLL = 2  # elements of a sum that one step takes
-VECTORS = 2  # of a wide register tile
 
 
 @T.meta_class
@@ -128,17 +128,18 @@ class ColumnTiles:
     Parameters
     ----------
     ops : operands object
-    rows : int
-        Rows of each tile.
-    width, lanes : int
-        Columns in all, a multiple of 8, and of a vector.
+    target : VectorTarget
+        Its `tile_rows` and `tile_vectors` are those of a wide tile.
+    width : int
+        Columns in all, a multiple of 8.
     """
 
-    def __init__(self, ops, rows: int, width: int, lanes: int):
-        self.wide = RegisterTile(ops, rows, VECTORS, lanes)
+    def __init__(self, ops, target: VectorTarget, width: int):
+        rows, lanes = target.tile_rows, target.lanes
+        self.wide = RegisterTile(ops, rows, target.tile_vectors, lanes)
         self.single = RegisterTile(ops, rows, 1, lanes)
         self.num_wide, rest = divmod(width, self.wide.width)
-        self.has_single, narrow = rest >= lanes, width % lanes
+        self.num_single, narrow = rest // lanes, width % lanes
         self.has_narrow = narrow > 0
         self.first_single, self.first_narrow = width - rest, width - narrow
         if narrow:
@@ -149,7 +150,10 @@ class ColumnTiles:
         """Call ``body(tile, first_column)`` for each tile."""
         for i in range(self.num_wide):
             body(self.wide, i * self.wide.width)
-        if self.has_single:
+        if self.num_single == 1:
             body(self.single, self.first_single)
+        if self.num_single > 1:
+            for i in range(self.num_single):
+                body(self.single, self.first_single + i * self.single.lanes)
         if self.has_narrow:
             body(self.narrow, self.first_narrow)

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 
 import tir_kernels
+from tir_kernels.cpu.attention.mla import mla_prefill as cpu_mla_prefill
+from tir_kernels.cuda.attention.prefill import mla_prefill as cuda_mla_prefill
+from tir_kernels.semantics.visibility import WindowMask
 
 from .. import reference
 from ..docs.documents import ROOT, blocks_of
-from ..support import kernel_specs
+from ..support import kernel_specs, mla_cases
 from ..support.attention_cases import PagedBatch, altered_kernels
 from ..support.cuda_cases import make_spec
+from ..support.mla_cases import LatentBatch
 
 BATCH = [(1, 70), (5, 5), (3, 40), (70, 150), (2, 129)]
 SPECS = {
@@ -22,6 +26,11 @@ SPECS = {
     "cpu-bfloat16": kernel_specs.make_spec((4, 2), 64, ("bfloat16", "bfloat16")),
     "cuda-float16": make_spec((4, 2), 64),
     "cuda-float32": make_spec((4, 2), 64, ("float32", "float32")),
+}
+LATENT_SPECS = {
+    "cpu-float32": mla_cases.make_spec(3, (32, 16)),
+    "cpu-bfloat16": mla_cases.make_spec(3, (32, 16), ("bfloat16", "bfloat16")),
+    "cuda-float16": make_spec((3, 1), (48, 32), kind="mla"),
 }
 
 
@@ -53,6 +62,34 @@ def test_rows_see_every_second_column(name, page, monkeypatch):
         with pytest.raises(AssertionError):
             monkeypatch.undo()  # the reference without the mask
             case.verify()
+
+
+@pytest.mark.parametrize("name", LATENT_SPECS)
+def test_latent_rows_see_every_second_column(name, page, monkeypatch):
+    build = cuda_mla_prefill if name.startswith("cuda") else cpu_mla_prefill
+    builders = {"mla_prefill": functools.partial(build, mask=page["EverySecond"])}
+    monkeypatch.setattr(tir_kernels, "_builders", lambda target: builders)
+    monkeypatch.setattr(reference.batch, "causal_mask", every_second)
+    print("seed 0")
+    with altered_kernels():
+        case = LatentBatch(LATENT_SPECS[name], BATCH, 0)
+        hide_every_second_of_one_row(case)
+        case.run()
+        case.verify()
+        with pytest.raises(AssertionError):
+            monkeypatch.undo()  # the reference without the mask
+            case.verify()
+
+
+def hide_every_second_of_one_row(case: LatentBatch) -> None:
+    """Put NaN into the columns that the only row of the first sequence does not see."""
+    slots = case.slots(0)[-2::-2]
+    case.pages[slots // case.spec.page_size, slots % case.spec.page_size] = np.nan
+
+
+def test_latent_rows_have_no_window_on_cpus():
+    with pytest.raises(ValueError, match="MLA layers have no window, but WindowMask has one"):
+        cpu_mla_prefill(LATENT_SPECS["cpu-float32"], mask=WindowMask)
 
 
 if __name__ == "__main__":

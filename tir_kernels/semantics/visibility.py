@@ -212,7 +212,7 @@ class CausalMask:
 
     def shared_end(self, end):
         """All columns before it are seen by a row with this `end` and by later ones."""
-        return end
+        return end if self.sees is None else T.int32(0)
 
     def shared_begin(self, begin):
         """All columns from it on are seen by a row with this `begin` and by earlier ones."""

@@ -55,7 +55,7 @@ class SequenceTiles:
 
     def __init__(self, spec: KernelSpec, a: PagedInputs):
         self.spec, self.a, self.tile_tokens = spec, a, Tiling.of(spec).tokens
-        self.mask = CausalMask(a.causal)
+        self.mask = a.mask
         self.sequence, self.kv_len, self.end = (T.local_scalar("int32") for _ in range(3))
         self.first_page, self.last_page = (T.local_scalar("int32") for _ in range(2))
         self.first_row, self.num_sequence_rows = (T.local_scalar("int32") for _ in range(2))
@@ -111,6 +111,11 @@ class SequenceTiles:
         token = self.first_token + row // self.spec.num_qo_heads
         return self.mask.end(token, self.num_sequence_rows, self.kv_len)
 
+    def own(self, row):
+        """The column of a row of the tile itself."""
+        token = self.first_token + row // self.spec.num_qo_heads
+        return self.mask.own(token, self.num_sequence_rows, self.kv_len)
+
     def token(self, row):
         """The row of Q of a row of the tile."""
         return self.first_row + self.first_token + row // self.spec.num_qo_heads
@@ -120,20 +125,23 @@ class SequenceTiles:
         return row % self.spec.num_qo_heads
 
 
-def mla_prefill(spec: KernelSpec):
+def mla_prefill(spec: KernelSpec, mask: type = CausalMask):
     """Build the kernel `mla_prefill`: any number of rows per sequence attend to its pages.
 
-    Its arguments are those of `signatures.inputs`; the spec is of kind "mla".
+    Its arguments are those of `signatures.inputs`; the spec is of kind "mla". `mask` is a class of
+    masks without a window, made of the argument `causal`.
     """
-    return _mla_prefill(spec, absent=("tree_order_indptr", "tree_order"))
+    if mask.has_window:
+        raise ValueError(f"MLA layers have no window, but {mask.__name__} has one")
+    return _mla_prefill(spec, ("tree_order_indptr", "tree_order"), mask)
 
 
 def mla_tree(spec: KernelSpec):
     """Build the kernel `mla_tree`: new nodes of token trees see their ancestors and themselves."""
-    return _mla_prefill(spec, absent=("causal",))
+    return _mla_prefill(spec, ("causal",), CausalMask)
 
 
-def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...]):
+def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...], mask_class: type):
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
@@ -167,10 +175,10 @@ def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...]):
                 length_info=match_int32(length_info, batch_size),
                 o=match_rows(o, num_rows, num_heads, v_dim),
                 lse=match_float32(lse, num_rows, num_heads),
-                causal=T.int32(1) if causal is None else causal,
                 sm_scale=sm_scale,
                 tree_order_indptr=match_int32(tree_order_indptr, batch_size + 1),
                 tree_order=match_int32(tree_order, num_nodes, 2),
+                mask=mask_class(T.int32(1) if causal is None else causal),
             )
         )
         kv_pages = T.meta_var(view_pages(a.pages, spec))
@@ -190,9 +198,7 @@ def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...]):
                 rows = T.meta_var(LatentRows(spec, kv_pages, *table, head=0))
                 factor = sm_scale * T.float32(LOG2E)
                 rope.begin_task()
-                mask = T.meta_var(
-                    CausalMask(a.causal) if trees is None else TreeMask(a, trees, POSITIONS)
-                )
+                mask = T.meta_var(a.mask if trees is None else TreeMask(a, trees, POSITIONS))
                 queries = LaneQueries(spec, ops, max_rows, a, rope, factor)
                 kv = KvTile(spec, ops, rows)
                 seen = LaneMask(mask, max_rows, ops.lanes)

@@ -190,21 +190,30 @@ class LaneMask:
     def __init__(self, mask, max_rows: int, lanes: int):
         self.mask, self.lanes = mask, lanes
         self.is_tree = isinstance(mask, TreeMask)
-        self.numbers = T.alloc_buffer((-(-max_rows // lanes) * lanes,), "int32")
+        num_rows = -(-max_rows // lanes) * lanes
+        self.numbers = T.alloc_buffer((num_rows,), "int32")
+        self.own = None if mask.sees is None else T.alloc_buffer((num_rows,), "int32")
 
     @inline
     def load(self, vector, tile):
         """Take the numbers of a vector of the rows of a tile."""
         for i in range(self.lanes):
-            end = tile.end_of(T.min(vector * self.lanes + i, tile.num_rows - 1))
+            row = T.meta_var(T.min(vector * self.lanes + i, tile.num_rows - 1))
+            end = tile.end_of(row)
             self.numbers[vector * self.lanes + i] = (
                 self.mask.row(end)[0] if self.is_tree else end - 1
             )
+            if self.own is not None:
+                self.own[vector * self.lanes + i] = tile.own(row)
 
     def visible(self, first, position, row):
         """Whether the rows of a vector, from `row` on, see a position of the tile at `first`."""
         number = load(self.numbers, (row,), self.lanes, "int32")
         if not self.is_tree:
-            return broadcast(first + position, self.lanes) <= number
+            column = broadcast(first + position, self.lanes)
+            if self.own is None:
+                return column <= number
+            own = load(self.own, (row,), self.lanes, "int32")
+            return T.And(column <= number, self.mask.sees(own, column, self.lanes))
         low, high = (broadcast(x[position], self.lanes) for x in (self.mask.low, self.mask.high))
         return T.And(low <= number, number < high)

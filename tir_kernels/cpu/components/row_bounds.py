@@ -80,8 +80,6 @@ class RowBounds:
 
     def hides_some(self, first, first_row, last_row):
         """Whether a row from `first_row` to `last_row` does not see all of the tile at `first`."""
-        if self.mask.sees is not None:
-            return T.bool(True)
         hides_some = first + POSITIONS > self.mask.shared_end(self.end(first_row))
         if self.has_gap:
             hides_some = T.Or(hides_some, first + POSITIONS > self.span.end)

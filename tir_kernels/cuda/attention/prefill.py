@@ -283,13 +283,13 @@ def tree_sliding(spec: KernelSpec):
     return over_ragged(spec, ("k_rope_pos_offset", "causal"), TREE_ROWS)
 
 
-def mla_prefill(spec: KernelSpec):
+def mla_prefill(spec: KernelSpec, mask: type = CausalMask):
     """Absorbed attention of any number of rows per sequence over the latent rows in its pages.
 
     A latent row is K, and its first columns are V, so a tile of it is copied once and multiplied
-    twice. All query heads are rows of a tile.
+    twice. All query heads are rows of a tile. `mask` is a class of masks, made of `causal`.
     """
-    return over_pages(spec, (*_ROTATION, *_TREE, "window"))
+    return over_pages(spec, (*_ROTATION, *_TREE, "window"), mask=mask)
 
 
 def mla_tree(spec: KernelSpec):

@@ -130,7 +130,8 @@ class TileMask:
     @inline
     def keep_bounds(self, span, thread):
         """Find the bounds of all rows in a span."""
-        self.shared_end = T.min(self.tree.shared_end(self.row_end(0)), span.end)
+        shared_end = T.meta_var(self.visible.shared_end(self.row_end(0)))
+        self.shared_end = T.min(self.tree.shared_end(shared_end), span.end)
         self.shared_begin = self.tree.shared_begin(self.row_begin(self.tiling.rows - 1, span))
         last = T.meta_var(self.rows.warp_row + self.tiling.warp_rows - 1)
         has_rows = T.meta_var(self.rows.exists(self.rows.warp_row))
@@ -145,8 +146,6 @@ class TileMask:
 
     def hides_some(self, first):
         """Whether a row does not see some column of the tile that begins at `first`."""
-        if self.visible.sees is not None:
-            return T.bool(True)
         is_beyond = first + self.tiling.positions > self.shared_end
         return T.Or(is_beyond, first < self.shared_begin)
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
@@ -29,7 +27,7 @@ from ..support.attention_cases import PagedBatch, altered_kernels
 from ..support.cuda_cases import BF16, F16, make_spec
 from ..support.cuda_emulator import multiprocessors
 from ..support.mla_cases import LatentBatch
-from ..support.mutated_source import with_mistake
+from ..support.mutated_source import Mistake
 from ..support.selections import every_third
 
 PAGED = make_spec((4, 2), 32)
@@ -97,20 +95,6 @@ def shared() -> None:
         case.check(1, 3)
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """A mistake in the source of a function, and what finds it."""
-
-    check: object
-    owner: object
-    name: str
-    old: str
-    new: str
-
-    def __str__(self) -> str:
-        return f"{self.check.__name__}-{self.name}-{self.new}"
-
-
 MISTAKES = [
     Mistake(paged, query_tiles, "attend", "mask.hides_some(first)", "first < mask.shared_begin"),
     Mistake(paged, query_tiles, "attend", "(mask.start, mask.end)", "(mask.start, mask.end - 1)"),
@@ -162,8 +146,7 @@ def test_without_a_mistake(check):
 
 @pytest.mark.parametrize("mistake", every_third(MISTAKES), ids=str)
 def test_mistakes_are_found(mistake, monkeypatch, fresh_kernels):
-    function = with_mistake(getattr(mistake.owner, mistake.name), mistake.old, mistake.new)
-    monkeypatch.setattr(mistake.owner, mistake.name, function)
+    mistake.make(monkeypatch)
     with pytest.raises(AssertionError):
         mistake.check()
 

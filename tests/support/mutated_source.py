@@ -2,12 +2,16 @@
 """Functions of kernels with a mistake in their source."""
 
 from __future__ import annotations
+import __future__
 
 import inspect
 import itertools
 import linecache
 import textwrap
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
 
 _numbers = itertools.count()
 
@@ -24,5 +28,36 @@ def with_mistake(function: Callable, old: str, new: str) -> Callable:
     source, name = source.replace(old, new), f"<mistake {next(_numbers)}>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     names = dict(function.__globals__)
-    exec(compile(source, name, "exec"), names)
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag  # of its module
+    exec(compile(source, name, "exec", flags, dont_inherit=True), names)
     return names[function.__name__]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake in the source of a function, and what finds it.
+
+    Parameters
+    ----------
+    check : callable
+        Raises AssertionError where it finds the mistake.
+    owner : module or class
+    name : str
+        That of the function in `owner`.
+    old, new : str
+        As `with_mistake` takes them.
+    """
+
+    check: Callable
+    owner: object
+    name: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.check.__name__}-{self.name}-{self.new}"
+
+    def make(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace the function by the one with the mistake."""
+        function = with_mistake(getattr(self.owner, self.name), self.old, self.new)
+        monkeypatch.setattr(self.owner, self.name, function)

@@ -107,7 +107,8 @@ class MachineCode:
     num_instructions : int
         Of all kinds.
     early_accesses : int
-        Instructions that may touch global memory, before the kernel waits for the one before.
+        Instructions that may touch global memory, before the kernel waits for the one before:
+        constant loads apart, which read nothing that kernels write.
     is_sass : bool
         Whether the instructions are of the machine code.
     constant_arguments : tuple of str
@@ -254,7 +255,14 @@ def machine_code(source: str, arch: str, ptxas_options: Sequence[str] = ()) -> l
                 static_bytes=int(static[1]) if static else 0,
                 counts={name: sum(matches[name]) for name in INSTRUCTIONS},
                 num_instructions=len(opcodes),
-                early_accesses=sum(matches["global"][:first_wait]),
+                early_accesses=sum(
+                    is_global and not is_constant
+                    for is_global, is_constant in zip(
+                        matches["global"][:first_wait],
+                        matches["constant"][:first_wait],
+                        strict=True,
+                    )
+                ),
                 is_sass=nvdisasm is not None,
                 constant_arguments=constant[launch.kernel],
             )

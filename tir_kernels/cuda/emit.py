@@ -18,12 +18,15 @@ WARP = 32
 
 
 @contextmanager
-def launch(grid: Sequence, num_threads: int, min_blocks: int = 0):
+def launch(grid: Sequence, num_threads: int, min_blocks: int = 0, waits: bool = True):
     """A kernel: what is emitted within runs on the device, once for each thread.
 
     From compute capability 9.0 on, its blocks may be there before the kernel before has ended, and
     then wait until all that it has written can be seen. They write nothing before that, so whoever
     comes behind waits for all kernels before, too.
+
+    The int32 arrays of a step are there at once: they are copied before the first kernel that reads
+    them, and a copy, unlike a kernel, has ended when what comes behind it in the stream begins.
 
     Parameters
     ----------
@@ -33,6 +36,9 @@ def launch(grid: Sequence, num_threads: int, min_blocks: int = 0):
         Threads of a block.
     min_blocks : int
         Blocks that shall fit into a multiprocessor, for the allocation of registers; 0: any number.
+    waits : bool
+        Whether the kernel waits first. If not, all of its threads call `wait_for_kernels_before`
+        after they have read int32 arrays, and nothing else.
 
     Yields
     ------
@@ -46,8 +52,14 @@ def launch(grid: Sequence, num_threads: int, min_blocks: int = 0):
         bound = T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", min_blocks or 1)
         with bound if min_blocks else nullcontext():
             _control_grids("let_next_begin", "launch_dependents")
-            _control_grids("wait_for_before", "wait")
+            if waits:
+                wait_for_kernels_before()
             yield tuple(blocks) if len(grid) > 1 else (blocks,), thread
+
+
+def wait_for_kernels_before() -> None:
+    """Wait until the kernels before have ended, and all that they wrote can be seen."""
+    _control_grids("wait_for_before", "wait")
 
 
 def _control_grids(name: str, operation: str) -> None:

@@ -31,7 +31,15 @@ from ..components.pipeline import ThreadGroup, commit, copy_rows, wait, zero_pad
 from ..components.softmax import ROW_LANES, OnlineSoftmax, products_of
 from ..components.visible_columns import VisibleColumns
 from ..elements import store_floats
-from ..emit import WARP, Registers, index_temp, launch, sync_block, sync_warp
+from ..emit import (
+    WARP,
+    Registers,
+    index_temp,
+    launch,
+    sync_block,
+    sync_warp,
+    wait_for_kernels_before,
+)
 from ..launcher import block_shared_bytes, resident_blocks
 from ..tiles.decode_tiling import DecodeTiling
 from ..tiles.fma import MultiplyAdds
@@ -128,6 +136,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
 
             groups.has_rows = 0
             work.take_split(block, lane)
+            wait_for_kernels_before()
             while work.has_next() or groups.has_rows != 0:
                 has_pair = T.cast(work.has_next(), "int32")
                 if has_pair != 0:
@@ -211,8 +220,9 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
             """Merge the pair that begins in the block's split and ends in a later one."""
             lane = T.truncmod(thread, WARP)
             row = rows * MERGED_ROWS + T.truncdiv(thread, WARP)
+            work.find_cut(block, lane)
+            wait_for_kernels_before()
             if row < group_size:
-                work.find_cut(block, lane)
                 if work.begins_in_split():
                     index_of = T.meta_var(lambda i: (states.slot(block + i, i > 0), row))
                     output = T.meta_var((work.sequence, work.head * group_size + row))
@@ -231,11 +241,11 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
             split = T.meta_var((spec, a.page_indptr, batch_size, blocks, tiling.block_positions))
             with states.allocated():
                 grid, size = T.meta_var([blocks, num_slices]), T.meta_var(tiling.block_size)
-                with launch(grid, *size) as ((block, slice_id), thread):
+                with launch(grid, *size, waits=False) as ((block, slice_id), thread):
                     work = PageSchedule(*split)
                     attend_to_split(tiling, mode, states, work, block, slice_id, thread)
                 grid = T.meta_var([blocks, -(-group_size // MERGED_ROWS)])
-                with launch(grid, *MERGE_BLOCK_SIZE) as ((block, rows), thread):
+                with launch(grid, *MERGE_BLOCK_SIZE, waits=False) as ((block, rows), thread):
                     work = PageSchedule(*split)
                     merge_states(states, work, block, rows, thread)
 

@@ -28,7 +28,7 @@ from ..components.softmax import OnlineSoftmax, products_of
 from ..components.tile_output import tile_output
 from ..components.tree import NoTree, TreeMask
 from ..components.work_items import Items
-from ..emit import WARP, as_count, launch, sync_block
+from ..emit import WARP, as_count, launch, sync_block, wait_for_kernels_before
 from ..tiles.fma import MultiplyAdds
 from ..tiles.hadamard import hadamard_blocks, rotate_accumulators, rotate_rows
 from ..tiles.mma import TensorCores
@@ -73,7 +73,8 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
     """Attend with the tiles of a tiling, and merge the states of tiles that were split."""
     call = T.meta_var(batch.make_work(tiling))
     with call.allocated():
-        with launch(call.grid, tiling.num_threads, tiling.min_blocks) as (blocks, thread):
+        size = T.meta_var((tiling.num_threads, tiling.min_blocks))
+        with launch(call.grid, *size, waits=False) as (blocks, thread):
             shared = T.alloc_buffer((tiling.num_bytes,), "uint8", scope="shared.dyn", align=128)
             q = SharedTiles(shared, 0, tiling.q)
             o = SharedTiles(shared, 0, tiling.o)
@@ -103,6 +104,7 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
             q_blocks, o_blocks = T.meta_var(hadamard_blocks(tiling))
 
             work.take_split(T.truncmod(thread, WARP))
+            wait_for_kernels_before()
             while work.has_next():
                 work.advance()
                 sequence = T.meta_var(batch.items.offset + work.item)

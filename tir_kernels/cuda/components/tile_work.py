@@ -28,7 +28,7 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ...spec import KernelSpec
-from ..emit import I32, I64, WARP, as_count, launch, sync_block
+from ..emit import I32, I64, WARP, as_count, launch, sync_block, wait_for_kernels_before
 from ..launcher import resident_blocks
 from ..tiles.tiling import Tiling
 from ..warp import over_lanes
@@ -348,13 +348,14 @@ class BalancedWork(BlockStates):
         """Merge the states of the tiles that were cut."""
         grid = T.meta_var([self.num_blocks, -(-self.tiling.rows // MERGED_ROWS)])
         size = T.meta_var(MERGE_BLOCK_SIZE)
-        with launch(grid, *size) as (blocks, thread):
+        with launch(grid, *size, waits=False) as (blocks, thread):
             block = T.meta_var(blocks[0])
             lane = T.truncmod(thread, WARP)
             row = blocks[1] * MERGED_ROWS + T.truncdiv(thread, WARP)
             work = self.of_block((block, 0))
             rows = QueryRows(self.spec, self.tiling, work)
             work.find_cut(lane)
+            wait_for_kernels_before()
             if T.And(work.begins_in_split(), row < self.tiling.rows):
                 if rows.exists(row):
                     slot_of = T.meta_var(lambda i: (self.slot(block + i, i > 0), row))

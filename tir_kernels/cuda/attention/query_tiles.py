@@ -126,8 +126,9 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                     guard.begin_pass()
                     zero_padding(q, spec.qk_head_dim, rows.thread, tiling.num_threads)
                     zero_padding(k, spec.qk_head_dim, rows.thread, tiling.num_threads)
-                    for i in T.serial(mask.num_spans):
-                        memory.load()
+                    i = 0
+                    while i < mask.num_spans:
+                        memory.load()  # before the pass and behind it: no register keeps anything
                         span = T.meta_var(mask.span(i))
                         mask.begin_span(span)
                         if mask.start < mask.end:
@@ -156,7 +157,8 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                                     scales.scale_weights(scores, softmax.output, stage, rows.lane)
                                     products.accumulate(softmax.output, scores, v, stage)
                             sync_block()  # others may still read the last tile
-                    memory.load()
+                        memory.load()
+                        i += 1
                     softmax.finish()
                     scales.finish(softmax.output)
                     rotate_accumulators(softmax.output, o_blocks, rows.lane)

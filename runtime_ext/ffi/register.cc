@@ -21,6 +21,7 @@
 #include "ffi/cache_object.h"
 #include "ffi/loading.h"
 #include "ffi/method.h"
+#include "step/scratch.h"
 #include "transfer/copy_regions.h"
 
 namespace pagedkv {
@@ -261,6 +262,8 @@ void DefineOwnNames() {
          ffi::Function::FromTyped([](ffi::Tensor to, ffi::Tensor from, ffi::Tensor regions) {
            Translate([&] { CopyRegions(to, from, regions); });
          }));
+  define("borrow_scratch", ffi::Function::FromTyped(Scratch::Borrow));
+  define("return_scratch", ffi::Function::FromTyped(Scratch::Return));
   define("cpu_features", ffi::Function::FromTyped([] {
            ffi::Array<ffi::String> names;
            for (const std::string& feature : CPUFeatures()) names.push_back(feature);

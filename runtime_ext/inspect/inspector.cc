@@ -54,6 +54,7 @@ StringMap Inspector::Stats() const {
   }
   stats.Set("page_pool_bytes", storage().num_bytes());
   stats.Set("workspace_bytes", step.workspaces().num_bytes());
+  stats.Set("scratch_bytes", step.scratch().num_bytes());
   stats.Set("aux_bytes", aux_bytes);
   stats.Set("allocated_bytes", storage().counter()->load());
 

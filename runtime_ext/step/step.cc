@@ -38,6 +38,7 @@ Step::Step(const LayerStorage& storage, SequenceTable* table, PageCopier* copier
       tensors_(storage.device(), storage.counter()),
       plan_(table, storage.config().prefill_chunk_size),
       workspaces_(storage),
+      scratch_(storage.device(), storage.counter()),
       arrays_(storage.config(), *table, plan_, storage.counter()),
       past_(storage.config(), *table, plan_, storage.counter()),
       last_append_(storage.layers().size(), 0) {

@@ -16,6 +16,7 @@
 #include "device/tensor_checks.h"
 #include "state/plans/forward_plan.h"
 #include "step/past_arrays.h"
+#include "step/scratch.h"
 #include "step/step_arrays.h"
 #include "step/step_phase.h"
 #include "step/workspaces.h"
@@ -62,11 +63,14 @@ class Step {
    public:
     /*! \throws Error (ValueError) outside a step and within another such call. */
     LayerCall(Step* step, const char* what)
-        : attending_(&step->phase_, what), on_stream_(&step->stream_order_) {}
+        : attending_(&step->phase_, what),
+          on_stream_(&step->stream_order_),
+          lending_(&step->scratch_) {}
 
    private:
     StepPhase::Attending attending_;
     StreamOrder::Call on_stream_;
+    Scratch::Lending lending_;
   };
 
   void NoteAppend(const StoredLayer& layer) { last_append_[layer.index] = number_; }
@@ -80,6 +84,7 @@ class Step {
   PastArrays& past() { return past_; }
   const PastArrays& past() const { return past_; }
   const Workspaces& workspaces() const { return workspaces_; }
+  const Scratch& scratch() const { return scratch_; }
   StepPhase& phase() { return phase_; }
   StreamOrder& stream_order() { return stream_order_; }
   TensorChecks& tensors() { return tensors_; }
@@ -98,6 +103,7 @@ class Step {
   TensorChecks tensors_;
   ForwardPlan plan_;
   Workspaces workspaces_;
+  Scratch scratch_;
   StepArrays arrays_;
   PastArrays past_;
   int64_t number_ = 0;

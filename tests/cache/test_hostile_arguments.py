@@ -65,12 +65,13 @@ OTHERS = {
     OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime", OWN + "library",
 }  # fmt: skip
 # Their arguments have no cache: test_hostile_creation.py, test_transfer_messages.py,
-# test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py, test_other_machines.py.
+# test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py, test_other_machines.py,
+# test_cuda_scratch.py.
 WITHOUT_CACHE = {
     *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions", OWN + "checksum",
     OWN + "load_bundle", OWN + "choose_bundle_target", OWN + "cpu_features", OWN + "require_cpu",
     *(f"{OWN}tier_{name}" for name in ("next_job", "finish_job", "wait", "flush")),
-    OWN + "tier_close", OWN + "tier_memory",
+    OWN + "tier_close", OWN + "tier_memory", OWN + "borrow_scratch", OWN + "return_scratch",
 }  # fmt: skip
 
 LAYER = integer(MHA, MLA, -1, 3, -(2**31), 2**31)

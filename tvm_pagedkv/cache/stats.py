@@ -87,6 +87,8 @@ class CacheStats(_TieredStats):
     page_pool_bytes: int
     workspace_bytes: int
     """Q, K, V and lse rows of a step."""
+    scratch_bytes: int
+    """Partial states of kernels on a GPU; the first steps allocate them."""
     aux_bytes: int
     """Page tables, positions and other int32 arrays of a step."""
     allocated_bytes: int

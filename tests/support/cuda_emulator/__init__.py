@@ -95,6 +95,21 @@ def ptx_version(version: int):
 
 
 @contextmanager
+def capturing():
+    """Let streams say that a CUDA graph is captured; kernels run nevertheless."""
+    runtime().emulator_set_capturing(1)
+    try:
+        yield
+    finally:
+        runtime().emulator_set_capturing(0)
+
+
+def take_num_pool_blocks() -> int:
+    """Return how many blocks were taken from memory pools since the last call."""
+    return runtime().emulator_take_num_pool_blocks()
+
+
+@contextmanager
 def overlapping():
     """Let kernels begin before those of the function called before have ended.
 

@@ -67,6 +67,7 @@ def runtime() -> ctypes.CDLL:
     library = ctypes.CDLL(str(runtime_path()))
     library.emulator_copied_bytes.restype = ctypes.c_int64
     library.emulator_take_num_loads.restype = ctypes.c_int64
+    library.emulator_take_num_pool_blocks.restype = ctypes.c_int64
     library.emulator_let_launchers_overlap.restype = ctypes.c_char_p
     return library
 

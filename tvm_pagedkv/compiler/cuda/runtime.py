@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """C functions over the CUDA runtime that the launchers of kernels call.
 
-Scratch memory comes from a stream-ordered pool of the library, one per device: no call waits,
-streams do not share memory, and a CUDA graph can capture it. The number of resident blocks and the
+Scratch memory is borrowed from the cache whose layer is called, which owns it and counts it:
+`runtime_ext/step/scratch.h`. Where no cache of ours calls, or a CUDA graph is captured before the
+cache has it, it comes from a stream-ordered pool of the library, one per device: no call waits and
+streams do not share memory. The number of resident blocks and the
 shared memory of a block are queried at each call; they do not change. Kernels with shared memory
 ask for all that a multiprocessor can give to it, as the number of resident blocks supposes.
 """
@@ -75,6 +77,51 @@ inline cudaMemPool_t MakePool(int device) {
   return pool;
 }
 
+// Calls a function that the runtime of tvm_pagedkv may have registered; None without it.
+inline TVMFFIAny AskRuntime(const std::string& name, std::initializer_list<TVMFFIAny> arguments) {
+  TVMFFIAny result = {};
+  const TVMFFIByteArray symbol = {name.data(), name.size()};
+  TVMFFIObjectHandle function = nullptr;
+  if (TVMFFIFunctionGetGlobal(&symbol, &function) != 0 || function == nullptr) return result;
+  std::vector<TVMFFIAny> values(arguments);
+  const int error = TVMFFIFunctionCall(function, values.data(), values.size(), &result);
+  TVMFFIObjectDecRef(function);
+  if (error != 0) throw std::runtime_error(name + " failed");
+  return result;
+}
+
+inline TVMFFIAny Argument(int type, int64_t value) {
+  TVMFFIAny argument = {};
+  argument.type_index = type;
+  argument.v_int64 = value;
+  return argument;
+}
+
+inline TVMFFIAny Argument(void* value) {
+  TVMFFIAny argument = {};
+  argument.type_index = kTVMFFIOpaquePtr;
+  argument.v_ptr = value;
+  return argument;
+}
+
+// Borrows memory of the cache whose layer is called; null if it has none, or no cache calls.
+inline void* Borrow(int device, int64_t num_bytes, bool may_allocate) {
+  const TVMFFIAny memory = AskRuntime(
+      "pagedkv.borrow_scratch", {Argument(kTVMFFIInt, device), Argument(kTVMFFIInt, num_bytes),
+                                 Argument(kTVMFFIBool, may_allocate)});
+  return memory.type_index == kTVMFFIOpaquePtr ? memory.v_ptr : nullptr;
+}
+
+inline bool Return(void* memory) {
+  return AskRuntime("pagedkv.return_scratch", {Argument(memory)}).v_int64 != 0;
+}
+
+inline bool IsCapturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  Check(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
 // Programmatic dependent launch needs kernels that were compiled for compute capability 9.0. A chip
 // that has it may run PTX of an older one.
 inline bool CanOverlap(int) {
@@ -85,19 +132,24 @@ inline bool CanOverlap(int) {
 }  // namespace
 }  // namespace pagedkv
 
-// A kernel without scratch memory does not touch the pool.
+// A kernel without scratch memory asks for none.
 extern "C" TVM_DLL float* TAKE(int64_t num_bytes) {
   if (num_bytes == 0) return nullptr;
   const int device = pagedkv::CurrentDevice();
-  const cudaMemPool_t pool = pagedkv::Known(device, pagedkv::MakePool);
-  void* memory = nullptr;
-  pagedkv::Check(
-      cudaMallocFromPoolAsync(&memory, num_bytes, pool, pagedkv::CurrentStream(device)));
+  const cudaStream_t stream = pagedkv::CurrentStream(device);
+  void* memory = pagedkv::Borrow(device, num_bytes, false);
+  if (memory == nullptr && !pagedkv::IsCapturing(stream)) {
+    memory = pagedkv::Borrow(device, num_bytes, true);
+  }
+  if (memory == nullptr) {
+    const cudaMemPool_t pool = pagedkv::Known(device, pagedkv::MakePool);
+    pagedkv::Check(cudaMallocFromPoolAsync(&memory, num_bytes, pool, stream));
+  }
   return static_cast<float*>(memory);
 }
 
 extern "C" TVM_DLL int32_t GIVE_BACK(float* memory) {
-  if (memory == nullptr) return 0;
+  if (memory == nullptr || pagedkv::Return(memory)) return 0;
   pagedkv::Check(cudaFreeAsync(memory, pagedkv::CurrentStream(pagedkv::CurrentDevice())));
   return 0;
 }
@@ -138,7 +190,8 @@ extern "C" TVM_DLL int32_t CAN_OVERLAP() {
   return pagedkv::Known(pagedkv::CurrentDevice(), pagedkv::CanOverlap);
 }
 """
-_INCLUDES = "#include <algorithm>\n#include <mutex>\n#include <stdexcept>\n"
+_HEADERS = ("algorithm", "initializer_list", "mutex", "stdexcept", "string", "vector")
+_INCLUDES = "".join(f"#include <{name}>\n" for name in _HEADERS)
 _NAMES = {
     "TAKE": TAKE,
     "GIVE_BACK": GIVE_BACK,

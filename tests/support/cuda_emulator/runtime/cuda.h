@@ -171,6 +171,13 @@ inline cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute attribu
   return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  const bool is_capturing = emulator::machine().is_capturing;
+  *status = is_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
 // Memory pools: what is taken from one holds NaN.
 using cudaMemPool_t = int;
 enum { cudaMemAllocationTypePinned, cudaMemLocationTypeDevice, cudaMemPoolAttrReleaseThreshold };
@@ -188,6 +195,7 @@ inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, int, void*) { return c
 inline cudaError_t cudaMallocFromPoolAsync(void** memory, size_t num_bytes, cudaMemPool_t,
                                            cudaStream_t stream) {
   if (num_bytes == 0) return cudaErrorInvalidValue;
+  ++emulator::machine().num_pool_blocks;
 #ifdef EMULATOR_ON_DEVICE
   *memory = emulator::machine().take_on_device(stream, num_bytes);
   return cudaSuccess;

@@ -351,6 +351,15 @@ extern "C" int emulator_launch(int i, int64_t* out) {
   return 1;
 }
 
+extern "C" void emulator_set_capturing(int is_capturing) {
+  emulator::machine().is_capturing = is_capturing != 0;
+}
+
+// Those taken from memory pools since the last call.
+extern "C" int64_t emulator_take_num_pool_blocks() {
+  return std::exchange(emulator::machine().num_pool_blocks, 0);
+}
+
 // Loads that were counted since the last call.
 extern "C" int64_t emulator_take_num_loads() {
   return std::exchange(emulator::machine().num_loads, 0);

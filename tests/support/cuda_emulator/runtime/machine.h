@@ -102,12 +102,14 @@ struct Machine : Grid {
   size_t max_shared_bytes = kMaxSharedBytes;  // of a block
   int ptx_version = kUsualPtxVersion;
   bool launchers_overlap = false;  // so that one may begin early behind another
+  bool is_capturing = false;       // what streams are told
   // Where launchers that take tensors of a device send their launches.
   DeviceLaunch launch_on_device = nullptr;
   DeviceTake take_on_device = nullptr;
   DeviceGiveBack give_back_on_device = nullptr;
   std::vector<Launch> launches;  // since the log was cleared
   int64_t num_loads = 0;         // from arguments whose loads are counted
+  int64_t num_pool_blocks = 0;   // that were taken from memory pools
   uint64_t progress = 0;         // counts what may let a waiting thread go on
   std::string fault;             // of the last launch; empty: none
 };

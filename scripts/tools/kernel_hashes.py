@@ -151,6 +151,15 @@ CUDA_SPECS = {
     "mla-f32": _mla(5, (64, 16), (F32, F32), 4, GPU),
     "mla-f16": _mla(128, (512, 64), (F16, F16), 64, GPU),
     "mla-mixed": _mla(8, (256, 32), (F16, BF16), 16, GPU),
+    "int8": _spec((32, 8), 128, (F16, "int8"), target=GPU),
+    "int8-f32": _spec((5, 1), 80, (F32, "int8"), 4, GPU),
+    "int4": _spec((32, 8), 128, (BF16, "int4"), target=GPU),
+    "int4-wide-heads": _spec((8, 2), 256, (F16, "int4"), target=GPU),
+    "float8-sliding": _spec(
+        (8, 2), 128, (BF16, "float8_e4m3fn"), target=GPU, kind="mha_sliding", **_ALIBI
+    ),
+    "mla-int8": _mla(16, (512, 64), (BF16, "int8"), target=GPU),
+    "mla-int4": _mla(5, (64, 32), (F16, "int4"), 4, GPU),
 }
 SPECS = {f"cpu-{name}": spec for name, spec in CPU_SPECS.items()} | {
     f"cuda-{name}": spec for name, spec in CUDA_SPECS.items()

@@ -70,7 +70,7 @@ def _notes(record: dict, by_key: dict) -> str:
 
 def print_begin_forward(records: list[dict], absent: list[dict]) -> None:
     """One line per batch size and peer: the host's part of a decode step."""
-    print("\nbegin_forward: what the host does in a decode step")
+    print("\nbegin_forward (C++: and end_forward): what the host does in a decode step")
     ours = {r["case"]: r for r in records if r["peer"] == "ours"}
     for r in sorted(records, key=lambda r: list(ours).index(r["case"]) if r["case"] in ours else 0):
         reference = ours.get(r["case"])

@@ -122,7 +122,7 @@ void AuxData::NextStage() {
   stage_->is_uploaded = false;
 }
 
-void AuxData::Layout(const std::vector<int64_t>& sizes) {
+void AuxData::Layout(const std::vector<int64_t>& sizes, const std::vector<int64_t>& room) {
   if (stage_->is_uploaded) NextStage();
   std::vector<Array>& arrays = stage_->arrays;
   std::vector<Buffer>& buffers = stage_->buffers;
@@ -130,19 +130,24 @@ void AuxData::Layout(const std::vector<int64_t>& sizes) {
   for (size_t i = 0; i < arrays.size(); ++i) {
     Buffer& buffer = buffers[arrays[i].buffer];
     arrays[i].offset = buffer.size;
-    buffer.size += RoundUp(sizes[i] * arrays[i].row_size) + kRedZone;
+    buffer.size += RoundUp(room[i] * arrays[i].row_size) + kRedZone;
   }
   for (Buffer& buffer : buffers) {
     Reserve(&buffer, buffer.size);
     Forbid(buffer.host.data_ptr(), buffer.capacity * sizeof(int32_t));
   }
   for (size_t i = 0; i < arrays.size(); ++i) {
-    Array& array = arrays[i];
-    const Buffer& buffer = buffers[array.buffer];
-    array.host = static_cast<int32_t*>(buffer.host.data_ptr()) + array.offset;
-    Allow(array.host, sizes[i] * array.row_size * sizeof(int32_t));
-    array.view.Set(buffer.device, array.offset * static_cast<int64_t>(sizeof(int32_t)), sizes[i]);
+    const Buffer& buffer = buffers[arrays[i].buffer];
+    arrays[i].host = static_cast<int32_t*>(buffer.host.data_ptr()) + arrays[i].offset;
+    Resize(i, sizes[i]);
   }
+}
+
+void AuxData::Resize(size_t i, int64_t size) {
+  Array& array = stage_->arrays[i];
+  array.view.Set(stage_->buffers[array.buffer].device,
+                 array.offset * static_cast<int64_t>(sizeof(int32_t)), size);
+  Allow(array.host, size * array.row_size * sizeof(int32_t));
 }
 
 ffi::Tensor AuxData::Matrix(size_t i, int64_t num_rows, int64_t num_columns) const {

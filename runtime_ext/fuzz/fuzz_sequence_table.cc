@@ -8,6 +8,9 @@
  * given away twice shows as a wrong token of some sequence. No token is written twice, so what a
  * lookup by tokens reuses must hold just these. Some steps end without some of their layers: such
  * rows, and what was computed from them, must never be found.
+ *
+ * Two worlds do the same. In one, steps advance where they can; in the other each step is planned
+ * anew. All arrays and all of the state must be equal.
  */
 #include <algorithm>
 #include <map>
@@ -22,30 +25,40 @@
 #include "expected_tokens.h"
 #include "state/plans/commit_plan.h"
 #include "state/plans/forward_plan.h"
-#include "state/plans/plan_arrays.h"
 #include "state/sequences/sequence_table.h"
+#include "step_arrays_copy.h"
+#include "table_state.h"
 
 namespace pagedkv {
 
 namespace {
 
 constexpr int64_t kMaxSequences = 6, kMaxId = 8, kChunk = 12;
+constexpr int64_t kMaxNewPages = 8;  // until the arrays of a batch are written anew
 
 class World {
  public:
-  explicit World(const Sizes& sizes)
+  World(const Sizes& sizes, bool advances)
       : table_(kMaxSequences, sizes.page_size, sizes.num_pages, sizes.windows),
-        plan_(&table_, kChunk) {
+        plan_(&table_, kChunk),
+        advances_(advances) {
     for (int32_t n : sizes.num_pages) slots_.emplace_back(n * sizes.page_size, 0);
+    for (int32_t g = 0; g < table_.num_groups(); ++g) {
+      if (sizes.num_pages[g] % 2) plan_.SharePrefixes(g, /*min_saved_positions=*/2);
+    }
+  }
+
+  bool operator==(const World& other) const {
+    return StateOf(table_) == StateOf(other.table_) && arrays_ == other.arrays_;
   }
 
   void Apply(Bytes* bytes) {
-    const State before = Look();
+    const TableState before = StateOf(table_);
     const auto expected = expected_;
     try {
       Draw(bytes);
     } catch (const Error& error) {
-      FUZZ_CHECK(Look() == before);
+      FUZZ_CHECK(StateOf(table_) == before);
       const bool is_reclaimed = std::string(error.what()).find("reclaimed") != std::string::npos;
       FUZZ_CHECK(!is_reclaimed || HasReclaimed());
       expected_ = expected;
@@ -54,36 +67,6 @@ class World {
   }
 
  private:
-  /*! \brief All that a failed call must leave as it was. */
-  using State = std::vector<std::vector<int64_t>>;
-
-  State Look() const {
-    State state{{table_.total_length(), table_.num_sequences()}};
-    std::vector<int64_t> ids;
-    for (const auto& [id, sequence] : table_.sequences()) ids.push_back(id);
-    std::sort(ids.begin(), ids.end());
-    for (int64_t id : ids) {
-      const Sequence& sequence = table_.At(id);
-      const SequenceWindow& window = sequence.window;
-      state.push_back({id, sequence.length, sequence.tree.size(), sequence.first_unwritten,
-                       window.size, window.num_sinks, window.num_dropped});
-      for (int64_t i = 0; i < sequence.tree.size(); ++i) {
-        state.back().push_back(sequence.tree.depth(i));
-      }
-      state.emplace_back(sequence.first_pages);
-      for (const auto& pages : sequence.pages) state.emplace_back(pages.begin(), pages.end());
-      for (const PageHistory& history : sequence.histories) state.push_back({history.size()});
-    }
-    for (int32_t g = 0; g < table_.num_groups(); ++g) {
-      const std::vector<int32_t>& free = table_.pool(g).free_pages();
-      state.emplace_back(free.begin(), free.end());
-      const std::vector<int32_t> cached = table_.pool(g).cached_pages().List();
-      state.emplace_back(cached.begin(), cached.end());
-      state.push_back({table_.pool(g).num_reclaimed()});
-    }
-    return state;
-  }
-
   bool HasReclaimed() const {
     for (int32_t g = 0; g < table_.num_groups(); ++g) {
       if (table_.pool(g).num_reclaimed() > 0) return true;
@@ -132,8 +115,12 @@ class World {
       case 10:
         EnableWindow(id, bytes);
         break;
-      default:
+      case 11:
+      case 12:
         Step(bytes);
+        break;
+      default:
+        StepAgain(bytes);
     }
   }
 
@@ -257,7 +244,7 @@ class World {
     for (size_t i = 0; i < ids.size(); ++i) {
       std::vector<int32_t> tokens;
       for (int64_t n = 0; n < lengths[i]; ++n) tokens.push_back(++token);
-      Sequence& sequence = table_.At(ids[i]);
+      Sequence& sequence = *plan_.SequenceToRecord(static_cast<int64_t>(i));
       const bool is_next = table_.prefixes().NumRecorded(sequence) == plan_.PastLength(i);
       if (!is_next || sequence.window.IsSet()) continue;
       table_.prefixes().Record(&sequence, {tokens.data(), lengths[i]});
@@ -285,32 +272,59 @@ class World {
         parents.push_back(is_chain ? first + n - 1 : bytes->Around(-1, last));
       }
     }
-    const int64_t end = bytes->Between(0, 5);
+    RunStep(ids, lengths, has_trees ? std::optional(parents) : std::nullopt, bytes);
+  }
+
+  /*! \brief Some steps of the sequences of the last one, with nothing in between. */
+  void StepAgain(Bytes* bytes) {
+    std::vector<int64_t> ids;
+    for (int64_t id : last_ids_) {
+      if (expected_.count(id)) ids.push_back(id);
+    }
+    if (ids.empty()) return AddBatch(bytes);
+    const std::vector<int64_t> lengths(ids.size(), 1);
+    RunStep(ids, lengths, std::nullopt, bytes);
+    try {
+      for (int64_t n = bytes->Between(0, 7); n > 0; --n) RunStep(ids, lengths, std::nullopt, bytes);
+    } catch (const Error&) {  // it changes nothing: the state is that after the steps before
+    }
+  }
+
+  void AddBatch(Bytes* bytes) {
+    last_ids_.clear();
+    for (int64_t id = bytes->Between(0, 4); id >= 0; --id) {
+      last_ids_.push_back(id);
+      if (expected_.count(id)) continue;
+      table_.Add(id);
+      expected_[id] = {};
+    }
+  }
+
+  void RunStep(const std::vector<int64_t>& ids, const std::vector<int64_t>& lengths,
+               const std::optional<std::vector<int64_t>>& parents, Bytes* bytes) {
+    const int64_t end = bytes->Between(0, 15);  // most steps end well
     const uint8_t skipping_groups = end == 2 ? bytes->Next() | 1 << bytes->Next() % 3 : 0;
-    const IntSpan tree{parents.data(), parents.size()};
-    plan_.Prepare({ids.data(), ids.size()}, {lengths.data(), lengths.size()},
-                  has_trees ? std::optional<IntSpan>(tree) : std::nullopt);
+    const bool has_trees = parents.has_value();
+    const IntSpan all_ids{ids.data(), ids.size()}, all_lengths{lengths.data(), lengths.size()};
+    if (has_trees) {
+      plan_.Prepare(all_ids, all_lengths, IntSpan{parents->data(), parents->size()});
+    } else if (!advances_ || !plan_.Advance(all_ids, all_lengths)) {
+      plan_.Prepare(all_ids, all_lengths);
+    }
     plan_.Acquire();
     Copy(plan_.copies());
     if (end == 0) return plan_.Release();  // as after a failed copy
 
-    std::vector<std::vector<int32_t>> slots(table_.num_groups());
-    for (int32_t g = 0; g < table_.num_groups(); ++g) {
-      slots[g].resize(plan_.num_rows());
-      PlanArrays(plan_).FillSlots(g, slots[g].data());
-      std::vector<int32_t> pages(PlanArrays(plan_).NumPages(g, PageRange::kWithStep));
-      PlanArrays(plan_).FillPageIds(g, PageRange::kWithStep, pages.data());
-    }
-    if (has_trees) {
-      std::vector<int32_t> order(2 * plan_.num_tree_nodes());
-      PlanArrays(plan_).FillTreeOrder(PageRange::kWithStep, order.data());
-    }
+    last_ids_ = ids;
+    arrays_.Fill(plan_, table_.num_groups());
+    if (!plan_.is_advanced()) plan_.AllowAdvance(kMaxNewPages);
     plan_.Commit();
+    arrays_.FillPast(plan_, table_.num_groups());
     if (!has_trees && bytes->Next() % 2) RecordStep(ids, lengths);
-    table_.CheckIntegrity(/*has_slid=*/false);
+    if (bytes->Next() % 2) table_.CheckIntegrity(/*has_slid=*/false);
     if (end == 1) {  // an aborted step, whose kernels have written their rows
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
-        for (int32_t slot : slots[g]) slots_[g].at(slot) = -1;
+        for (int32_t slot : arrays_.slots(g)) slots_[g].at(slot) = -1;
       }
       return plan_.Abort();
     }
@@ -319,14 +333,14 @@ class World {
     for (size_t i = 0; i < ids.size(); ++i) {
       Tokens& tokens = expected_.at(ids[i]);
       for (int64_t n = 0; n < lengths[i]; ++n, ++row) {
-        const int64_t parent = has_trees ? parents[row] : -1;
+        const int64_t parent = has_trees ? (*parents)[row] : -1;
         const bool is_tainted = !is_written || HasTaint(tokens, parent);
         tokens.all.push_back(++last_token_);
         if (has_trees) tokens.parents.push_back(parent);
         if (!is_written) unwritten_.insert(last_token_);
         if (is_tainted) tainted_.insert(last_token_);
         for (int32_t g = 0; g < table_.num_groups(); ++g) {
-          slots_[g].at(slots[g][row]) = skipping_groups >> g & 1 ? -1 : last_token_;
+          slots_[g].at(arrays_.slots(g)[row]) = skipping_groups >> g & 1 ? -1 : last_token_;
         }
       }
       tokens.Slide();
@@ -385,6 +399,9 @@ class World {
 
   SequenceTable table_;
   ForwardPlan plan_;
+  bool advances_;
+  StepArraysCopy arrays_;                    // of the last step
+  std::vector<int64_t> last_ids_;            // of its sequences
   std::map<int64_t, Tokens> expected_;       // by sequence
   std::vector<std::vector<int32_t>> slots_;  // tokens by group and slot
   std::vector<std::vector<int32_t>> texts_;  // whose pages may be found
@@ -399,7 +416,13 @@ class World {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   pagedkv::Bytes bytes(data, size);
-  pagedkv::World world((pagedkv::Sizes(&bytes)));
-  while (!bytes.empty()) world.Apply(&bytes);
+  const pagedkv::Sizes sizes(&bytes);
+  pagedkv::World world(sizes, /*advances=*/true), planned(sizes, /*advances=*/false);
+  while (!bytes.empty()) {
+    pagedkv::Bytes same = bytes;
+    world.Apply(&bytes);
+    planned.Apply(&same);
+    FUZZ_CHECK(world == planned);
+  }
   return 0;
 }

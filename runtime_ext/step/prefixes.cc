@@ -8,6 +8,7 @@
 #include <tvm/ffi/dtype.h>
 
 #include <limits>
+#include <utility>
 
 #include "base/error.h"
 #include "device/tensor_checks.h"
@@ -140,20 +141,19 @@ void Prefixes::RecordStep(const TokenIds& tokens) {
   int64_t i = 0;
   try {
     for (; i < plan.num_sequences(); ++i) {
-      Sequence* sequence = table_->Find(plan.SequenceAt(i).id);
-      table_->prefixes().Record(sequence, {rest.data, plan.NumAppend(i)});
+      table_->prefixes().Record(step_->SequenceToRecord(i), {rest.data, plan.NumAppend(i)});
       rest = rest.From(plan.NumAppend(i));
     }
   } catch (...) {
     while (i-- > 0) {
-      table_->prefixes().Truncate(table_->Find(plan.SequenceAt(i).id), plan.PastLength(i));
+      table_->prefixes().Truncate(step_->SequenceToRecord(i), plan.PastLength(i));
     }
     throw;
   }
 }
 
 int64_t Prefixes::NumRecorded(int64_t sequence_id) const {
-  return table_->prefixes().NumRecorded(table_->At(sequence_id));
+  return table_->prefixes().NumRecorded(std::as_const(*table_).At(sequence_id));
 }
 
 }  // namespace pagedkv

@@ -7,6 +7,7 @@
 #define TVM_PAGEDKV_STEP_SEQUENCES_H_
 
 #include <cstdint>
+#include <utility>
 
 #include "state/sequences/sequence_table.h"
 #include "step/step_phase.h"
@@ -32,7 +33,9 @@ class Sequences {
   /*! \brief The most pages that a next step may take in every group. */
   int64_t NumAvailablePages() const;
   int64_t TotalLength() const { return table_->total_length(); }
-  int64_t Length(int64_t sequence_id) const { return table_->At(sequence_id).length; }
+  int64_t Length(int64_t sequence_id) const {
+    return std::as_const(*table_).At(sequence_id).length;
+  }
 
  private:
   const LayerStorage& storage_;

@@ -56,9 +56,11 @@ void Step::Begin(IntSpan sequence_ids, IntSpan append_lengths,
   phase_.RequireIdle("begin_forward");
   StreamOrder::Call on_stream(&stream_order_);
   StepPhase::Change change(&phase_);
-  plan_.Prepare(sequence_ids, append_lengths, tree_parents);
-  if (arrays_.counts_text()) plan_.RequireTextPositions();
-  if (plan_.needs_tree_mask()) RequireTreeKernels();
+  if (tree_parents || !plan_.Advance(sequence_ids, append_lengths)) {
+    plan_.Prepare(sequence_ids, append_lengths, tree_parents);
+    if (arrays_.counts_text()) plan_.RequireTextPositions();
+    if (plan_.needs_tree_mask()) RequireTreeKernels();
+  }
   plan_.Acquire();
   try {
     copier_->Copy(plan_.copies());
@@ -68,6 +70,7 @@ void Step::Begin(IntSpan sequence_ids, IntSpan append_lengths,
     plan_.Release();
     throw;
   }
+  plan_.AllowAdvance(arrays_.NumPageIdsLeft());
   copier_->CountCommitted(plan_.copies().size());
   CountPagesRead();
   plan_.Commit();

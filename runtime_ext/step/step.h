@@ -80,6 +80,7 @@ class Step {
   int64_t number() const { return number_; }
   const LayerStorage& storage() const { return storage_; }
   const ForwardPlan& plan() const { return plan_; }
+  Sequence* SequenceToRecord(int64_t i) { return plan_.SequenceToRecord(i); }
   const StepArrays& arrays() const { return arrays_; }
   PastArrays& past() { return past_; }
   const PastArrays& past() const { return past_; }

@@ -6,16 +6,20 @@
 #include "step/step_arrays.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace pagedkv {
 
 StepArrays::StepArrays(const CacheConfig& config, const SequenceTable& table,
                        const ForwardPlan& plan, const ByteCounter& counter)
-    : plan_(plan),
+    : table_(table),
+      plan_(plan),
       plan_arrays_(plan),
       num_groups_(table.num_groups()),
       is_inline_(config.rope_mode == RopeMode::kInline),
+      is_host_(config.device.device_type == kDLCPU),
       sizes_(InitialSizes(config, table)),
+      room_(sizes_),
       arrays_(config.has_merged_aux, config.device, sizes_, counter, {{2}}) {
   static_assert(kTreeOrder == 0, "the shape of its rows, {2}, is given for the first array");
 }
@@ -52,12 +56,47 @@ PageTable StepArrays::page_table(int32_t group) const {
 }
 
 void StepArrays::Fill() {
+  if (plan_.is_advanced()) return Advance();
   SetSizes();
   SetSegmentSizes();
-  arrays_.Layout(sizes_);
+  SetRoom();
+  arrays_.Layout(sizes_, room_);
   Write();
   if (has_segments_) WriteSegments();
   arrays_.Upload();
+}
+
+int64_t StepArrays::NumPageIdsLeft() const {
+  if (!is_host_) return -1;
+  int64_t num_left = std::numeric_limits<int32_t>::max();
+  for (int32_t g = 0; g < num_groups_; ++g) {
+    const size_t i = Index(g, kPageIds);
+    num_left = std::min(num_left, room_[i] - sizes_[i]);
+  }
+  return num_left;
+}
+
+/*! \brief Page tables of a host may grow to what the cache has pages, for which there is memory. */
+void StepArrays::SetRoom() {
+  room_ = sizes_;
+  for (int32_t g = 0; g < num_groups_ && is_host_; ++g) {
+    const size_t i = Index(g, kPageIds);
+    room_[i] = std::max<int64_t>(sizes_[i], table_.pool(g).num_pages());
+  }
+}
+
+void StepArrays::Advance() {
+  for (int32_t g = 0; g < num_groups_; ++g) {
+    const size_t i = Index(g, kPageIds);
+    arrays_.Resize(i, sizes_[i] + plan_arrays_.NumNewPages());
+    sizes_[i] += plan_arrays_.NumNewPages();
+  }
+  plan_arrays_.AdvancePositions(arrays_.host(kQueryPositions), arrays_.host(kPastLengths));
+  for (int32_t g = 0; g < num_groups_; ++g) {
+    auto host = [&](GroupArray array) { return arrays_.host(Index(g, array)); };
+    plan_arrays_.AdvancePageTable(g, host(kPageIndptr), host(kPageIds));
+    plan_arrays_.AdvanceLengthsAndSlots(g, host(kLengths), host(kSlots));
+  }
 }
 
 void StepArrays::SetSizes() {
@@ -118,7 +157,11 @@ void StepArrays::Write() {
     plan_arrays_.FillPageIds(g, PageRange::kWithStep, host(kPageIds));
     plan_arrays_.FillLengths(g, PageRange::kWithStep, host(kLengths));
     plan_arrays_.FillFirstPositions(g, host(kFirstPositions));
-    plan_arrays_.FillSlots(g, host(kSlots));
+    if (plan_.is_decode()) {
+      plan_arrays_.FillLastSlots(host(kPageIndptr), host(kPageIds), host(kLengths), host(kSlots));
+    } else {
+      plan_arrays_.FillSlots(g, host(kSlots));
+    }
   }
 }
 

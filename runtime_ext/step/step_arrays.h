@@ -29,8 +29,15 @@ class StepArrays {
   StepArrays(const CacheConfig& config, const SequenceTable& table, const ForwardPlan& plan,
              const ByteCounter& counter);
 
-  /*! \brief Lays the arrays out for the plan's step, writes them and copies them to the device. */
+  /*!
+   * \brief Lays the arrays out for the plan's step, writes them and copies them to the device.
+   *
+   * Where the plan has advanced, the arrays of the last step are moved forward instead.
+   */
   void Fill();
+  /*! \brief Page ids that may be added to each group's page table without a new layout; -1 where
+   * arrays cannot be moved forward. */
+  int64_t NumPageIdsLeft() const;
 
   const ffi::Tensor& query_indptr() const { return common(kQueryIndptr); }        // [B + 1]
   const ffi::Tensor& query_positions() const { return common(kQueryPositions); }  // [T]
@@ -85,16 +92,21 @@ class StepArrays {
   const ffi::Tensor& view(int32_t group, GroupArray array) const {
     return arrays_.view(Index(group, array));
   }
+  void Advance();
+  void SetRoom();
   void SetSizes();
   void SetSegmentSizes();
   void Write();
   void WriteSegments();
 
+  const SequenceTable& table_;
   const ForwardPlan& plan_;
   PlanArrays plan_arrays_;
   int32_t num_groups_;
-  bool is_inline_;              // rope_mode
+  bool is_inline_;  // rope_mode
+  bool is_host_;
   std::vector<int64_t> sizes_;  // rows of each array
+  std::vector<int64_t> room_;   // rows that each may have in this layout
   AuxData arrays_;
   bool has_segments_ = false;  // in this step
 };

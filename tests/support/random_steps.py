@@ -17,7 +17,9 @@ NEW = 10**8
 
 
 def draw_batch(world: World, ids: list[int]) -> list[int]:
-    """Sequences of a step; now and then more than it may have."""
+    """Sequences of a step: often those of the last one; now and then more than it may have."""
+    if world.last_batch and set(world.last_batch) <= set(ids) and world.chance(0.3):
+        return list(world.last_batch)
     batch = world.pick_some(ids)
     return batch if world.chance(0.03) else batch[:MAX_BATCH]
 
@@ -122,6 +124,7 @@ class Step(Operation):
         for layer in layers:
             layer.check(world)
         world.slide(batch)
+        world.last_batch = batch
 
 
 class TreeStep(Step):

@@ -78,6 +78,7 @@ class World(Text):
     ):
         self.has_windows, self.device = has_windows, device
         self.can_stop = device is None  # where the host may wait for the device
+        self.last_batch: list[int] = []  # of the last step
         self.inputs: list = []  # to free them would stop it
         self.outputs: list = []  # with what they must be, to be compared when the host may wait
         self.rng, self.layers, self.page_size, self.mode = rng, layers, page_size, mode

@@ -28,11 +28,14 @@ ForwardPlan::ForwardPlan(SequenceTable* table, int64_t max_num_rows)
 
 void ForwardPlan::Prepare(IntSpan sequence_ids, IntSpan append_lengths,
                           std::optional<IntSpan> tree_parents) {
+  advances_.are_possible = advances_.is_current = false;
+  advances_.num_page_ids = -1;
   tree_parents_ = tree_parents;
   PrepareItems(sequence_ids, append_lengths);
   PrepareTrees();
   for (int32_t g = 0; g < table_->num_groups(); ++g) CountPages(g);
   for (int32_t g = 0; g < table_->num_groups(); ++g) FindSharedPages(g);
+  NoteBatch(sequence_ids);
 }
 
 void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
@@ -46,12 +49,19 @@ void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
           " sequences, more than max_num_sequences (", table_->max_num_sequences(),
           "), which bounds the sequences of one step");
   }
-  items_.clear();
+  // Most batches are like the last one: then its items say where the sequences are.
+  if (table_->num_removals() != num_removals_) items_.clear();
+  num_removals_ = table_->num_removals();
+  const size_t num_known = std::min(items_.size(), sequence_ids.size);
+  items_.resize(num_known);
+  items_.reserve(sequence_ids.size);
   num_rows_ = max_append_ = 0;
-  has_windows_ = false;
+  has_windows_ = has_nodes_ = false;
   ++batch_mark_;
   for (size_t i = 0; i < sequence_ids.size; ++i) {
-    Sequence& sequence = table_->At(sequence_ids.data[i]);
+    const int64_t id = sequence_ids.data[i];
+    const bool is_known = i < num_known && items_[i].sequence->id == id;
+    Sequence& sequence = is_known ? table_->Use(items_[i].sequence) : table_->At(id);
     int64_t num_append = append_lengths.data[i];
     if (sequence.batch_mark == batch_mark_) {
       Raise(kValueError, "sequence ", sequence.id, " is twice in the step");
@@ -69,10 +79,13 @@ void ForwardPlan::PrepareItems(IntSpan sequence_ids, IntSpan append_lengths) {
             " would have more than 2^31 - 1 positions");
     }
     sequence.batch_mark = batch_mark_;
-    items_.push_back({&sequence, num_append, sequence.length, sequence.tree.size(), num_rows_});
+    const int64_t num_nodes = sequence.tree.size();
+    const Item item{&sequence, num_append, sequence.length, num_nodes, num_rows_};
+    i < num_known ? void(items_[i] = item) : items_.push_back(item);
     num_rows_ += num_append;
     max_append_ = std::max(max_append_, num_append);
     has_windows_ = has_windows_ || sequence.window.IsSet();
+    has_nodes_ = has_nodes_ || num_nodes > 0;
   }
 }
 
@@ -83,6 +96,7 @@ void ForwardPlan::PrepareTrees() {
     Raise(kValueError, "a step with token trees needs the parent of each of its ", num_rows_,
           " rows, got ", tree_parents_->size, " parents");
   }
+  if (!has_trees() && !has_nodes_) return;
   for (const Item& item : items_) {
     const Sequence& sequence = *item.sequence;
     if (has_trees() && sequence.window.IsSet()) {
@@ -108,7 +122,7 @@ void ForwardPlan::FindSharedLastPages(int32_t group) {
   // Rows go to the last page when it is not full.
   auto visit = [&](auto f) {
     for (size_t i = 0; i < items_.size(); ++i) {
-      if (TextLength(items_[i], PageRange::kPast) % table_->page_size() == 0) continue;
+      if (SlotOfNextRow(items_[i]) == 0) continue;
       const int32_t page = items_[i].sequence->pages[group].back();
       if (pool.RefCount(page) > 1) f(static_cast<int32_t>(i), page);
     }
@@ -124,7 +138,7 @@ void ForwardPlan::FindSharedLastPages(int32_t group) {
 
 bool ForwardPlan::MustCopyLastPage(int32_t group, size_t item) const {
   const GroupPages& pages = groups_[group];
-  if (TextLength(items_[item], PageRange::kPast) % table_->page_size() == 0) return false;
+  if (SlotOfNextRow(items_[item]) == 0) return false;
   const int32_t page = items_[item].sequence->pages[group].back();
   const int32_t num_owners = table_->pool(group).RefCount(page);
   if (num_owners == 1) return false;
@@ -164,8 +178,7 @@ void ForwardPlan::CountPages(int32_t group) {
 bool ForwardPlan::WritesToKeptPage(int32_t group, size_t item) const {
   const std::vector<int32_t>& list = items_[item].sequence->pages[group];
   return groups_[group].kept[item] == static_cast<int64_t>(list.size()) &&
-         TextLength(items_[item], PageRange::kPast) % table_->page_size() != 0 &&
-         table_->pool(group).NumKeepers(list.back()) > 0;
+         SlotOfNextRow(items_[item]) != 0 && table_->pool(group).NumKeepers(list.back()) > 0;
 }
 
 /*! \brief Copies last pages with keepers instead of overwriting them, while there is room. */
@@ -193,19 +206,21 @@ void ForwardPlan::FindSharedPages(int32_t group) {
     // there. That is not so for a sequence with a window.
     const int64_t num_committed = item.past_length - item.num_earlier_nodes;
     const int64_t num_pages =
-        item.sequence->window.IsSet() ? 0 : num_committed / table_->page_size();
+        item.sequence->window.IsSet() ? 0 : table_->geometry().PageOf(num_committed);
     pages.shared.Add(item.sequence->pages[group].data(), num_pages);
   }
   pages.shared.Find(pool);
 }
 
 void ForwardPlan::Acquire() {
+  if (is_advanced()) return AcquireForAdvance();
   // Reserve first: what follows cannot fail.
   size_t num_copies = 0;
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     GroupPages& pages = groups_[g];
     pages.acquired.reserve(pages.offsets.back());
     for (size_t i = 0; i < items_.size(); ++i) {
+      if (pages.offsets[i] == pages.offsets[i + 1]) continue;  // the pages stay as they are
       std::vector<int32_t>& list = items_[i].sequence->pages[g];
       size_t size = pages.kept[i] + pages.offsets[i + 1] - pages.offsets[i];
       if (size > list.capacity()) list.reserve(std::max(size, 2 * list.capacity()));
@@ -225,18 +240,19 @@ void ForwardPlan::Acquire() {
     for (int64_t i = 0; i < pages.offsets.back(); ++i) {
       pages.acquired.push_back(table_->pool(g).Allocate());
     }
-    for (size_t i = 0; i < items_.size(); ++i) {
+    for (size_t i = 0; i < items_.size() && num_copies > 0; ++i) {
       const Item& item = items_[i];
       const std::vector<int32_t>& list = item.sequence->pages[g];
       if (pages.kept[i] == static_cast<int64_t>(list.size())) continue;
-      copies_.push_back(
-          {item.sequence, g, pages.kept[i], list.back(), pages.acquired[pages.offsets[i]],
-           static_cast<int32_t>(TextLength(item, PageRange::kPast) % table_->page_size())});
+      copies_.push_back({item.sequence, g, pages.kept[i], list.back(),
+                         pages.acquired[pages.offsets[i]],
+                         static_cast<int32_t>(SlotOfNextRow(item))});
     }
   }
 }
 
 void ForwardPlan::Release() noexcept {
+  if (is_advanced()) return ReleaseAdvance();
   for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
     GroupPages& pages = groups_[g];
     PagePool& pool = table_->pool(g);
@@ -254,6 +270,7 @@ void ForwardPlan::Release() noexcept {
 }
 
 void ForwardPlan::Commit() noexcept {
+  if (is_advanced()) return CommitAdvance();
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
     const GroupPages& pages = groups_[g];
     PagePool& pool = table_->pool(g);
@@ -261,6 +278,7 @@ void ForwardPlan::Commit() noexcept {
       if (WritesToKeptPage(g, i)) pool.Overwrite(items_[i].sequence->pages[g].back());
     }
     for (size_t i = 0; i < items_.size(); ++i) {
+      if (pages.offsets[i] == pages.offsets[i + 1]) continue;
       std::vector<int32_t>& list = items_[i].sequence->pages[g];
       list.resize(pages.kept[i]);
       list.insert(list.end(), pages.acquired.begin() + pages.offsets[i],
@@ -277,15 +295,25 @@ void ForwardPlan::Commit() noexcept {
 void ForwardPlan::Finish(bool is_written) noexcept {
   for (const PageCopy& copy : copies_) table_->pins().Unpin(copy.group, copy.source);
   copies_.clear();
+  const bool is_plain = is_advanced() && is_written && !has_tokens_ && !HasChanged();
+  if (!is_plain) FinishItems(is_written);
+  PermitAdvance();
+}
+
+void ForwardPlan::FinishItems(bool is_written) noexcept {
+  table_->Settle();
+  has_tokens_ = false;
   for (const Item& item : items_) {
     table_->FinishReceive(item.sequence);
     if (!is_written) table_->NoteUnwritten(item.sequence, item.past_length);
     table_->prefixes().AddPages(item.sequence);  // before the windows leave some behind
+    has_tokens_ = has_tokens_ || item.sequence->tokens != nullptr;
     table_->Slide(item.sequence);
   }
 }
 
 void ForwardPlan::Abort() noexcept {
+  if (is_advanced()) return AbortAdvance();
   for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
     GroupPages& pages = groups_[g];
     for (size_t i = 0; i < items_.size(); ++i) items_[i].sequence->pages[g].resize(pages.kept[i]);
@@ -298,6 +326,10 @@ void ForwardPlan::Abort() noexcept {
     table_->pins().OwnInPlaceOfPin(copy.group, copy.source);
   }
   copies_.clear();
+  AbortItems();
+}
+
+void ForwardPlan::AbortItems() noexcept {
   for (const Item& item : items_) {
     item.sequence->tree.Truncate(item.num_earlier_nodes);
     if (item.sequence->receive) item.sequence->receive->is_in_step = false;

@@ -6,14 +6,17 @@
 #include "state/plans/plan_arrays.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 namespace pagedkv {
 
 int64_t PlanArrays::NumPagesOf(int32_t group, size_t item, PageRange range) const {
   const int64_t num_shared = NumSharedPagesOf(group, item);
-  if (range == PageRange::kPast) {
-    return table_.geometry().NumPages(*items_[item].sequence, group, items_[item].past_length) -
+  if (plan_.is_advanced() || range == PageRange::kPast) {
+    const Item& each = items_[item];
+    const int64_t num_append = range == PageRange::kPast ? 0 : each.num_append;
+    return table_.geometry().NumPages(*each.sequence, group, each.past_length + num_append) -
            num_shared;
   }
   const GroupPages& pages = groups_[group];
@@ -142,8 +145,8 @@ void PlanArrays::FillLengths(int32_t group, PageRange range, int32_t* out) const
 
 void PlanArrays::FillLastPageLengths(PageRange range, int32_t* out) const {
   for (const Item& item : items_) {
-    int64_t length = plan_.TextLength(item, range);
-    *out++ = static_cast<int32_t>(length == 0 ? 0 : (length - 1) % table_.page_size() + 1);
+    const int64_t length = plan_.TextLength(item, range);
+    *out++ = static_cast<int32_t>(length == 0 ? 0 : table_.geometry().SlotOf(length - 1) + 1);
   }
 }
 
@@ -166,6 +169,46 @@ void PlanArrays::FillSlots(int32_t group, int32_t* out) const {
       auto slot = static_cast<int32_t>(PageOf(group, i, position) * page_size + offset);
       for (; position < page_end; ++position) *out++ = slot++;
     }
+  }
+}
+
+void PlanArrays::FillLastSlots(const int32_t* page_indptr, const int32_t* page_ids,
+                               const int32_t* lengths, int32_t* out) const {
+  for (size_t i = 0; i < items_.size(); ++i) {
+    out[i] = page_ids[page_indptr[i + 1] - 1] * table_.page_size() + lengths[i] - 1;
+  }
+}
+
+void PlanArrays::AdvancePositions(int32_t* query_positions, int32_t* past_lengths) const {
+  for (size_t i = 0; i < items_.size(); ++i) {
+    query_positions[i] = past_lengths[i] = static_cast<int32_t>(items_[i].past_length);
+  }
+}
+
+void PlanArrays::AdvancePageTable(int32_t group, int32_t* page_indptr, int32_t* page_ids) const {
+  const std::vector<size_t>& crossings = plan_.advances_.crossings;
+  const std::vector<int32_t>& acquired = groups_[group].acquired;
+  // From the end on, so that nothing is overwritten before it has moved.
+  size_t last_row = items_.size();
+  int32_t end = page_indptr[last_row];
+  for (size_t k = crossings.size(); k-- > 0;) {
+    const size_t row = crossings[k] + 1;  // the rows up to last_row move behind k + 1 new pages
+    const int32_t begin = page_indptr[row];
+    std::memmove(page_ids + begin + k + 1, page_ids + begin, (end - begin) * sizeof(int32_t));
+    page_ids[begin + k] = acquired[k];
+    for (size_t i = row; i <= last_row; ++i) page_indptr[i] += static_cast<int32_t>(k + 1);
+    last_row = row - 1;
+    end = begin;
+  }
+}
+
+void PlanArrays::AdvanceLengthsAndSlots(int32_t group, int32_t* lengths, int32_t* slots) const {
+  for (size_t i = 0; i < items_.size(); ++i) ++lengths[i];
+  for (size_t i = 0; i < items_.size(); ++i) ++slots[i];
+  const int32_t* page = groups_[group].acquired.data();
+  for (size_t i : plan_.advances_.crossings) {
+    lengths[i] = 1;
+    slots[i] = *page++ * table_.page_size();
   }
 }
 

@@ -28,32 +28,43 @@ constexpr int64_t kPoppable = 16;
 
 class PageGeometry {
  public:
-  /*! \param windows Window of each layer group; 0 for none. Missing ones are 0. */
+  /*!
+   * \param page_size A power of two: steps divide by it several times for each sequence.
+   * \param windows Window of each layer group; 0 for none. Missing ones are 0.
+   */
   PageGeometry(int32_t page_size, size_t num_groups, std::vector<int64_t> windows)
       : page_size_(page_size), windows_(std::move(windows)) {
+    while (page_size_ >> (page_shift_ + 1) > 0) ++page_shift_;
     windows_.resize(num_groups, 0);
+    has_windows_ = std::any_of(windows_.begin(), windows_.end(), [](int64_t w) { return w > 0; });
   }
 
   int32_t page_size() const { return page_size_; }
   int32_t num_groups() const { return static_cast<int32_t>(windows_.size()); }
   int64_t window(int32_t group) const { return windows_[group]; }
   bool HasWindow(int32_t group) const { return windows_[group] > 0; }
-  int64_t PagesFor(int64_t length) const { return (length + page_size_ - 1) / page_size_; }
+  /*! \brief Whether any group has a window. */
+  bool has_windows() const { return has_windows_; }
+  int64_t PagesFor(int64_t length) const { return PageOf(length + page_size_ - 1); }
+  /*! \brief The page of a text, and the slot there, of a text position. */
+  int64_t PageOf(int64_t text_position) const { return text_position >> page_shift_; }
+  int64_t SlotOf(int64_t text_position) const { return text_position & (page_size_ - 1); }
 
   /*! \brief Pages of the first `length` positions that the group holds. */
   int64_t NumPages(const Sequence& sequence, int32_t group, int64_t length) const {
+    if (!HasWindow(group) && !sequence.window.IsSet()) return PagesFor(length);  // holds all
     const bool is_before_gap = !HasWindow(group) && length <= sequence.window.num_sinks;
     const int64_t num_gone = is_before_gap ? 0 : sequence.first_pages[group];
     return std::max<int64_t>(PagesFor(sequence.window.TextLength(length)) - num_gone, 0);
   }
   /*! \brief The index of the position's page in the page table; OffsetInPage is its slot there. */
   int64_t PageIndex(const Sequence& sequence, int32_t group, int64_t position) const {
-    const int64_t page = sequence.window.TextPosition(position) / page_size_;
+    const int64_t page = PageOf(sequence.window.TextPosition(position));
     const bool is_before_gap = !HasWindow(group) && page < SinkPages(sequence);
     return is_before_gap ? page : page - sequence.first_pages[group];
   }
   int64_t OffsetInPage(const Sequence& sequence, int64_t position) const {
-    return sequence.window.TextPosition(position) % page_size_;
+    return SlotOf(sequence.window.TextPosition(position));
   }
   /*! \brief The text position of the first slot of a page. */
   int64_t PageBegin(const Sequence& sequence, int32_t group, int64_t index) const {
@@ -80,11 +91,11 @@ class PageGeometry {
     return HasWindow(group) ? std::max<int64_t>(text_length - windows_[group] + 1, 0) : 0;
   }
   int64_t FirstPageToSee(int32_t group, int64_t text_length) const {
-    return FirstVisible(group, text_length) / page_size_;
+    return PageOf(FirstVisible(group, text_length));
   }
   /*! \brief Like FirstPageToSee, with the positions that can always be popped. */
   int64_t FirstPageToKeep(int32_t group, int64_t text_length) const {
-    return std::max<int64_t>(FirstVisible(group, text_length) - kPoppable, 0) / page_size_;
+    return PageOf(std::max<int64_t>(FirstVisible(group, text_length) - kPoppable, 0));
   }
   /*! \brief The first page to hold so that a row at this text position sees its window. */
   int64_t FirstPageAt(const Sequence& sequence, int32_t group, int64_t text_length) const {
@@ -98,13 +109,15 @@ class PageGeometry {
       return FirstPageToKeep(group, window.TextLength(sequence.committed_length()));
     }
     // Behind the sinks' pages, up to the page with the first position that was not dropped.
-    const int64_t first = (window.num_sinks + window.num_dropped) / page_size_;
+    const int64_t first = PageOf(window.num_sinks + window.num_dropped);
     return std::max<int64_t>(first - SinkPages(sequence), 0);
   }
 
  private:
   int32_t page_size_;
+  int32_t page_shift_ = 0;
   std::vector<int64_t> windows_;
+  bool has_windows_;
 };
 
 }  // namespace pagedkv

@@ -47,28 +47,47 @@ SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
   spare_.reserve(std::min(max_num_sequences, kMaxSpare));
 }
 
+void SequenceTable::SettleGrowth() const noexcept {
+  for (Sequence* sequence : growing_) sequence->length += num_deferred_;
+  num_deferred_ = 0;
+}
+
 Sequence* SequenceTable::Find(int64_t id) {
+  Settle();
+  ++num_changes_;
   auto it = sequences_.find(id);
   return it == sequences_.end() ? nullptr : &it->second;
 }
 
 const Sequence& SequenceTable::Peek(int64_t id) const {
+  Settle();
   auto it = sequences_.find(id);
   if (it == sequences_.end()) Raise(kKeyError, "no sequence ", id, " in the cache");
   return it->second;
 }
 
+void SequenceTable::RequireArrived(const Sequence& sequence) const {
+  if (sequence.import == nullptr) return;
+  Raise(kValueError, "sequence ", sequence.id,
+        " is being imported: finish_import makes it usable, ", "remove_sequence gives it up");
+}
+
 const Sequence& SequenceTable::At(int64_t id) const {
   const Sequence& sequence = Peek(id);
-  if (sequence.import != nullptr) {
-    Raise(kValueError, "sequence ", id, " is being imported: finish_import makes it usable, ",
-          "remove_sequence gives it up");
-  }
+  RequireArrived(sequence);
   return sequence;
 }
 
 Sequence& SequenceTable::At(int64_t id) {
+  ++num_changes_;
   return const_cast<Sequence&>(static_cast<const SequenceTable*>(this)->At(id));
+}
+
+Sequence& SequenceTable::Use(Sequence* sequence) {
+  Settle();
+  ++num_changes_;
+  RequireArrived(*sequence);
+  return *sequence;
 }
 
 Sequence* SequenceTable::Insert(int64_t id) {
@@ -123,6 +142,7 @@ void SequenceTable::Remove(int64_t id) {
 }
 
 void SequenceTable::RemoveOne(int64_t id) {
+  Settle();
   Sequence& sequence = sequences_.at(id);
   FinishReceive(&sequence);
   prefixes_.Finish(&sequence);
@@ -136,6 +156,8 @@ void SequenceTable::RemoveOne(int64_t id) {
 }
 
 void SequenceTable::Recycle(int64_t id) noexcept {
+  ++num_changes_;
+  ++num_removals_;
   Sequences::node_type node = sequences_.extract(id);
   if (spare_.size() == spare_.capacity()) return;
   Sequence& old = node.mapped();
@@ -269,6 +291,9 @@ void SequenceTable::Truncate(Sequence* sequence, int64_t length) noexcept {
 }
 
 void SequenceTable::Clear() {
+  Settle();
+  ++num_changes_;
+  ++num_removals_;
   for (auto& [id, sequence] : sequences_) {
     FinishReceive(&sequence);
     prefixes_.Drop(&sequence);

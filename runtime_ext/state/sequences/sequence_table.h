@@ -51,7 +51,10 @@ class SequenceTable {
   int64_t total_length() const { return total_length_; }
   PagePool& pool(int32_t group) { return pools_[group]; }
   const PagePool& pool(int32_t group) const { return pools_[group]; }
-  const std::unordered_map<int64_t, Sequence>& sequences() const { return sequences_; }
+  const std::unordered_map<int64_t, Sequence>& sequences() const {
+    Settle();
+    return sequences_;
+  }
   PagePins& pins() { return pins_; }
   const PagePins& pins() const { return pins_; }
   PrefixIndex& prefixes() { return prefixes_; }
@@ -63,6 +66,8 @@ class SequenceTable {
    */
   Sequence& At(int64_t id);
   const Sequence& At(int64_t id) const;
+  /*! \brief Like At, for a sequence of this table; see num_removals. */
+  Sequence& Use(Sequence* sequence);
   /*! \brief Like At, also for a sequence that is being imported. */
   const Sequence& Peek(int64_t id) const;
   /*! \brief Like Peek; nullptr when there is none. */
@@ -130,6 +135,26 @@ class SequenceTable {
     total_length_ += count;
   }
 
+  // A step whose batch is that of the last one touches only sequences that begin a page. The others
+  // become longer when somebody looks at them: all calls that give access to a sequence settle.
+  /*! \brief Whether sequences are to become longer when somebody looks at them. */
+  bool is_growing() const { return num_deferred_ > 0; }
+  /*! \brief The sequences that GrowEach means; to be set where is_growing() is false. */
+  std::vector<Sequence*>& growing() { return growing_; }
+  /*! \brief Makes each of growing() a row longer. */
+  void GrowEach() noexcept {
+    ++num_deferred_;
+    total_length_ += static_cast<int64_t>(growing_.size());
+  }
+  /*! \brief Gives the sequences the lengths that they have. */
+  void Settle() const noexcept {
+    if (num_deferred_ > 0) SettleGrowth();
+  }
+  /*! \brief Grows whenever somebody may have changed a sequence, other than by GrowEach. */
+  int64_t num_changes() const { return num_changes_; }
+  /*! \brief Pointers to sequences are valid as long as this number stays the same. */
+  int64_t num_removals() const { return num_removals_; }
+
   /*! \brief Ends an open receive: its positions are there. See receives.h. */
   void FinishReceive(Sequence* sequence) noexcept;
   /*! \brief Restores the sequence as it was before its receive. */
@@ -148,6 +173,8 @@ class SequenceTable {
 
  private:
   Sequence* Insert(int64_t id);
+  void RequireArrived(const Sequence& sequence) const;
+  void SettleGrowth() const noexcept;
   void RemoveOne(int64_t id);
   /*! \brief Keeps the allocations of a removed sequence for the next new one. */
   void Recycle(int64_t id) noexcept;
@@ -168,6 +195,10 @@ class SequenceTable {
   using Sequences = std::unordered_map<int64_t, Sequence>;
   Sequences sequences_;
   std::vector<Sequences::node_type> spare_;
+  std::vector<Sequence*> growing_;
+  mutable int64_t num_deferred_ = 0;  // rows that each of them has beyond its length
+  int64_t num_changes_ = 0;
+  int64_t num_removals_ = 0;
 };
 
 }  // namespace pagedkv

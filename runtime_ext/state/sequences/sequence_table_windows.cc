@@ -74,6 +74,7 @@ void SequenceTable::RequireKept(const Sequence& sequence, int64_t position) cons
 
 void SequenceTable::Slide(Sequence* sequence) noexcept {
   SequenceWindow& window = sequence->window;
+  if (!window.IsSet() && !geometry_.has_windows()) return;
   if (window.size > 0 && sequence->length > window.num_held()) {
     const int64_t num_dropped = sequence->length - window.num_held();
     window.num_dropped += num_dropped;

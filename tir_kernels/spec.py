@@ -27,6 +27,10 @@ class VectorTarget:
         Whether ``vdpbf16ps`` on 512-bit registers may be used.
     has_vnni : bool
         Whether ``vpdpbusd`` on 512-bit registers may be used.
+    has_sdot : bool
+        Whether ``sdot`` of AArch64 may be used.
+    has_bfdot : bool
+        Whether ``bfdot`` of AArch64 may be used.
     has_f16_convert : bool
         Whether float16 converts to and from float32 in hardware (F16C, AVX-512F, AArch64).
     slow_bf16_dot : bool
@@ -42,6 +46,8 @@ class VectorTarget:
     registers: int = 32
     has_bf16_dot: bool = False
     has_vnni: bool = False
+    has_sdot: bool = False
+    has_bfdot: bool = False
     has_f16_convert: bool = True
     slow_bf16_dot: bool = False
     tile: tuple[int, int] | None = None
@@ -60,6 +66,16 @@ class VectorTarget:
     def tile_vectors(self) -> int:
         """Vectors of a row of a register tile."""
         return self.tile[1] if self.tile else 2
+
+    @property
+    def is_neon(self) -> bool:
+        """Whether the registers are those of AArch64, the only ones of 128 bits that are 32."""
+        return self.lanes == 4 and self.registers == 32
+
+    @property
+    def has_byte_dot(self) -> bool:
+        """Whether it multiplies bytes four at a time."""
+        return self.has_vnni or self.has_sdot
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def run(_: argparse.Namespace) -> None:
         "CPU class": f"{class_of(target).name}: {choices(traits)}",
         "CPU": f"{traits.lanes} float32 lanes, {traits.registers} registers, "
         f"bfloat16 dot product: {'yes' if traits.has_bf16_dot else 'no'}, "
-        f"byte dot product: {'yes' if traits.has_vnni else 'no'}, "
+        f"byte dot product: {'yes' if traits.has_byte_dot else 'no'}, "
         f"float16 conversion: {'yes' if traits.has_f16_convert else 'no'}",
         "threads": f"{num_threads()} of {len(available_cpus())} CPUs that the process may use",
         "compiled files": f"{cache_dir()} ({len(files)} files, {megabytes:.1f} MiB)",

@@ -43,6 +43,7 @@ AVX512_VNNI = VectorTarget(has_vnni=True)
 AVX2 = VectorTarget(lanes=8, registers=16)
 SSE = VectorTarget(lanes=4, registers=16, has_f16_convert=False)
 NEON = VectorTarget(lanes=4, registers=32)
+NEON_DOT = VectorTarget(lanes=4, registers=32, has_sdot=True)
 GPU = CudaTarget()
 
 _TREE = Path(tir_kernels.__file__).parent  # the installed kernels, unless PYTHONPATH says other
@@ -116,6 +117,7 @@ CPU_SPECS = {
     "int5-avx2": _spec((5, 1), 96, (F32, "int5"), 4, AVX2),
     "int4": _spec((8, 2), 96, (F16, "int4"), target=AVX512_VNNI),
     "int4-neon": _spec((5, 1), 64, (F32, "int4"), 1, NEON),
+    "int8-neon": _spec((8, 2), 128, (F16, "int8"), target=NEON_DOT),
     "mla-int8": _mla(16, (512, 64), (BF16, "int8")),
     "mla-int4": _mla(5, (64, 32), (F32, "int4"), 4, AVX2),
     "mla-bf16": _mla(16, (512, 64)),
@@ -187,7 +189,7 @@ _DEBUG_INFORMATION = re.compile(
 
 def llvm_target(target: VectorTarget) -> Target:
     """A CPU that has what a vector target says."""
-    if target == NEON:
+    if target in (NEON, NEON_DOT):
         return Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a76"})
     cpus = {16: "znver4", 8: "x86-64-v3", 4: "x86-64-v2"}
     return Target({"kind": "llvm", "mcpu": cpus[target.lanes]})

@@ -30,19 +30,11 @@ CASES = {
     "AArch64": ("aarch64-linux-gnu:neoverse-n1", "no", "the bundle has no target 'no'"),
     "Cortex-A57": ("aarch64-linux-gnu", "aarch64-linux-gnu:neoverse-n1", "n1 needs asimddp"),
 }
-ALL = CPUS | {
-    "Cortex-A57": EmulatedCPU(
-        (*CPUS["AArch64"].emulator[:-1], "cortex-a57"),
-        CPUS["AArch64"].compiler,
-        CPUS["AArch64"].target,
-        "aarch64",
-    )
-}
 # The libraries of AArch64 are compiled for these tests only, for a minute.
 parametrize_cpus = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=[pytest.mark.slow] if ALL[n].architecture in TOOLCHAINS else [])
+        pytest.param(n, marks=[pytest.mark.slow] if CPUS[n].architecture in TOOLCHAINS else [])
         for n in CASES
     ],
 )
@@ -83,7 +75,7 @@ def _write(path: Path, cpu: EmulatedCPU) -> Path:
 @needs_cmake
 @parametrize_cpus
 def test_cpp_program(bundles, tmp_path, name):
-    cpu = ALL[name]
+    cpu = CPUS[name]
     if cpu.obstacle:
         pytest.skip(cpu.obstacle)
     bundle, (chosen, refused, said) = bundles(cpu), CASES[name]
@@ -108,7 +100,7 @@ def test_cpp_program(bundles, tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_units_of_the_runtime(name):
-    cpu = ALL[name]
+    cpu = CPUS[name]
     if cpu.obstacle:
         pytest.skip(cpu.obstacle)
     options = _options(cpu) | {"TVM_PAGEDKV_BUILD_TESTS": "ON"}

@@ -25,16 +25,21 @@ CALLS = {
 }
 
 
-def _assembly(name: str, dtype: str, group_size: int = 2) -> str:
-    config = KVCacheConfig(1, 2 * group_size, 2, 64, dtype=dtype).resolved()
-    spec = kernel_spec(config, config.layers[0], TARGET)
+def _target(cpu: str) -> Target:
+    return Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": cpu})
+
+
+def _assembly(name: str, dtype: str, group_size: int = 2, target: Target = TARGET, **fields) -> str:
+    config = KVCacheConfig(1, 2 * group_size, 2, 64, dtype=dtype, **fields).resolved()
+    spec = kernel_spec(config, config.layers[0], target)
     kernel = tir_kernels.build_kernel(name, spec)
-    return compile_kernel(kernel, "kernel", TARGET).inspect_source("s")
+    return compile_kernel(kernel, "kernel", target).inspect_source("s")
 
 
 def test_traits():
     traits = vector_target(TARGET)
     assert (traits.lanes, traits.registers, traits.has_f16_convert) == (4, 32, True)
+    assert traits.has_sdot and not vector_target(_target("cortex-a57")).has_sdot
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -60,6 +65,36 @@ def test_kernels_use_vectors(name, dtype):
 @pytest.mark.parametrize("group_size", [1, 8])
 def test_decode_has_kernels_for_other_groups(group_size):
     assert "fmla" in _assembly("decode", "float32", group_size)
+
+
+@pytest.mark.parametrize(("cpu", "has_dots"), [("neoverse-n1", True), ("cortex-a57", False)])
+def test_codes_are_multiplied_as_bytes(cpu, has_dots):
+    """Where the CPU has dot products, of which most take a lane of a vector: no broadcasts."""
+    text = _assembly("decode", "float16", 4, _target(cpu), kv_dtype="int8")
+    dots = len(re.findall(r"\bsdot\s", text))
+    by_lane = len(re.findall(r"\bsdot\s+v\d+\.4s, v\d+\.16b, v\d+\.4b\[\d\]", text))
+    assert (dots > 32) == has_dots
+    assert by_lane >= dots / 2, (by_lane, dots)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_take_lanes_of_vectors(dtype):
+    """Instructions of the loop of prefill's products, 8 x 8 sums and two elements of each."""
+    target = Target({**TARGET.export(), "mattr": ["+bf16"]})
+    product = {"float32": "fmla", "bfloat16": "bfdot"}[dtype]
+    loops = [Counter(re.findall(r"^\s+([a-z]\w*)", body, re.M)) for body in _loops(dtype, target)]
+    counts = [count for count in loops if count[product] == 32 and not count["prfm"]]
+    assert counts
+    for count in counts:
+        assert count["ldr"] == 8 and count["ldp"] == 2  # rows of A, vectors of B
+        assert sum(count.values()) <= 48, count
+
+
+def _loops(dtype: str, target: Target) -> list[str]:
+    """The innermost loops of prefill."""
+    text = _assembly("prefill", dtype, 4, target)
+    loops = re.findall(r"^(\.LBB\w+):((?:(?!^\.LBB)[^\n]*\n)*?[^\n]*\bb\.\w+\s+\1)$", text, re.M)
+    return [body for _, body in loops]
 
 
 if __name__ == "__main__":

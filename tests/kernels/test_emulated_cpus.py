@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tir_kernels.spec import RopeSpec
+from tvm_pagedkv.compiler import require_runnable, resolve_target
 
 from .. import reference
 from ..support import page_kernel_cases, quantized_cases
@@ -22,6 +23,7 @@ from ..support.mla_cases import LatentBatch
 from ..support.mla_cases import make_spec as make_mla_spec
 from ..support.selections import latin_square
 from ..support.tree_cases import PagedTrees, chain, random_parents
+from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 
 DTYPES = {"f32": (F32, F32), "bf16": (BF16, BF16), "f16": (F16, F16), "f16-f32": (F16, F32)}
 SEED = 0
@@ -43,7 +45,7 @@ def needs_conversion(cpu, *dtypes: str) -> None:
 parametrize_dtypes = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 
 
-@latin_square(2, "cpu", "dtypes")
+@latin_square(4, "cpu", "dtypes")
 @parametrize_dtypes
 def test_rows_that_move(cpu, dtypes):
     needs_conversion(cpu, *dtypes)
@@ -59,7 +61,7 @@ def test_rows_that_move(cpu, dtypes):
     page_kernel_cases.check_debug_get_kv(spec, 37, SEED)
 
 
-@latin_square(2, "cpu", "dtypes")
+@latin_square(4, "cpu", "dtypes")
 @parametrize_dtypes
 def test_attention(cpu, dtypes):
     needs_conversion(cpu, *dtypes)
@@ -74,7 +76,7 @@ def test_attention(cpu, dtypes):
         case.verify(causal=True)
 
 
-@latin_square(2, "cpu", "dtypes")
+@latin_square(4, "cpu", "dtypes")
 @parametrize_dtypes
 def test_trees_and_windows(cpu, dtypes):
     needs_conversion(cpu, *dtypes)
@@ -90,7 +92,7 @@ def test_trees_and_windows(cpu, dtypes):
     case.verify(window=33)
 
 
-@latin_square(2, "cpu", "dtypes")
+@latin_square(4, "cpu", "dtypes")
 @parametrize_dtypes
 def test_latent_rows(cpu, dtypes):
     needs_conversion(cpu, *dtypes)
@@ -100,7 +102,15 @@ def test_latent_rows(cpu, dtypes):
     case.verify(True)
 
 
-@latin_square(2, "cpu", "codec", "dtype")
+@latin_square(4, "cpu", "dtypes")
+@parametrize_dtypes
+def test_shared_prefixes(cpu, dtypes):
+    needs_conversion(cpu, *dtypes)
+    spec = make_spec((6, 2), 72, dtypes, 8, target=cpu.traits)
+    SharedBatch(spec, SEGMENTS["many"], SEED).check()
+
+
+@latin_square(4, "cpu", "codec", "dtype")
 @pytest.mark.parametrize("dtype", [F32, F16])
 @pytest.mark.parametrize("codec", ["int8", "int4", "float8_e4m3fn", "int5"])
 def test_quantized_pages(cpu, codec, dtype):
@@ -115,6 +125,24 @@ def test_quantized_pages(cpu, codec, dtype):
     case = PagedBatch(spec, BATCHES["mixed"], SEED)
     case.prefill()
     case.verify()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_pairs_of_quantized_pages(codec):
+    """Rows of bfloat16 over codes, where the CPU multiplies pairs of bfloat16."""
+    cpu = CPUS["AArch64+bf16"]
+    with kernels_on(cpu):
+        assert cpu.traits.has_bfdot
+        spec = make_spec((4, 2), 64, (BF16, codec), 16, target=cpu.traits)
+        case = PagedBatch(spec, BATCHES["mixed"], SEED)
+        case.prefill()
+        case.verify()
+
+
+@pytest.mark.parametrize("name", ["AArch64", "AArch64+bf16", "Cortex-A57"])
+def test_code_for_another_architecture_is_refused(name):
+    with pytest.raises(ValueError, match=r"cannot run here: (compiled for|this CPU lacks)"):
+        require_runnable(resolve_target(CPUS[name].target))
 
 
 if __name__ == "__main__":

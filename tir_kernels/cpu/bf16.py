@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
-from .simd import F32, broadcast, load, ramp, shuffle, store, temp, vector_type
+from .simd import F32, broadcast, import_llvm, load, ramp, shuffle, store, temp, vector_type
 
 INT32, WORD = "int32", "uint16"
 
@@ -71,6 +71,7 @@ class PairOperands:
     llvm_helpers = (LLVM_HELPERS,)
     scale_in_q = False  # would cost Q another rounding
     broadcasts_from_memory = True
+    takes_lanes = False
     lanes = 16
 
     def begin(self, buffers) -> None:
@@ -79,7 +80,7 @@ class PairOperands:
 
     def scope(self):
         """Open the scope in which the LLVM helpers are known."""
-        return T.attr(T.int32(0), "pragma_import_llvm", LLVM_HELPERS)
+        return import_llvm(*self.llvm_helpers)
 
     def fma(self, total, a, b, lanes: int):
         """Return `total` and both products of every pair."""
@@ -100,7 +101,7 @@ class PairOperands:
         return self.pack(row, element, lanes)
 
     def pack(self, row, element, lanes: int):
-        """`lanes` elements of a float32 row, which is padded to a multiple of 32 numbers."""
+        """`lanes` elements of a float32 row, which is padded to whole vectors of pairs."""
         halves = [load(row, (element * 2 + start,), self.lanes) for start in (0, self.lanes)]
         pairs = self.round(*halves)
         return pairs if lanes == self.lanes else shuffle([pairs], range(lanes))
@@ -113,14 +114,15 @@ class PairOperands:
             T.shift_left(value, broadcast(T.int32(16), self.lanes)),
             T.bitwise_and(value, upper),
         )
-        return [temp(T.reinterpret("float32x16", b), self.lanes) for b in bits]
+        return [temp(T.reinterpret(vector_type(F32, self.lanes), b), self.lanes) for b in bits]
 
     def repack(self, numbers: list):
         """The inverse of `unpack`, rounding to nearest even."""
         first, second = numbers
-        return T.call_pure_extern("int32x16", "pagedkv_bf16_interleave", second, first)
+        pairs = vector_type(INT32, self.lanes)
+        return T.call_pure_extern(pairs, "pagedkv_bf16_interleave", second, first)
 
-    def split_words(self, first, second, lanes: int = 16) -> tuple:
+    def split_words(self, first, second, lanes: int) -> tuple:
         """Pairs of numbers of two rows as pairs of rows: of the even numbers, of the odd ones."""
         sixteen, upper, lower = (broadcast(T.int32(x), lanes) for x in (16, -65536, 65535))
         return (
@@ -167,7 +169,8 @@ class PairOperands:
 
     def round(self, first, second):
         """Round two vectors of neighbouring numbers to one vector of pairs."""
-        return T.call_pure_extern("int32x16", "pagedkv_bf16_round", second, first)
+        pairs = vector_type(INT32, self.lanes)
+        return T.call_pure_extern(pairs, "pagedkv_bf16_round", second, first)
 
     def _words(self, buffer):
         return next(view for known, view in self.views if known.same_as(buffer))

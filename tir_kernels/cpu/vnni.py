@@ -1,33 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dot products of bytes: four products of an unsigned and a signed byte per int32 (AVX512-VNNI).
-
-Numbers are multiplied as signed integers of 16 bits in two bytes: ``n = high * 256 + low``, both
-signed. The sums of the high bytes and those of the low ones are put together at the end. Sums wrap
-around modulo 2**32, so only what comes out at the end has to fit.
-"""
+"""Dot products of bytes with AVX512-VNNI: four products of an unsigned and a signed byte."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from tvm.script import tirx as T
 
-from . import simd
-from .shuffles import next_power_of_two, reduce_each
-from .simd import (
-    F32,
-    broadcast,
-    constant,
-    fused_multiply_add,
-    index_temp,
-    shuffle,
-    store,
-    temp,
-    vector_type,
-)
-
-INT32, LANES = "int32", 16
-MOST = 32639.0  # 127 * 256 + 127: the largest number of two signed bytes
+from .simd import broadcast
 
 # linkonce_odr: several kernels of one module may bring the same helper.
 LLVM_HELPERS = """
@@ -42,228 +20,34 @@ attributes #0 = { alwaysinline nounwind readnone }
 """
 
 
-def dot(total, unsigned, signed):
-    """Return `total` plus the products of the bytes of `unsigned` and of a scalar dword, signed."""
-    arguments = ("pagedkv_byte_dot", total, unsigned, broadcast(signed, LANES))
-    return T.call_pure_extern("int32x16", *arguments)
-
-
-def integer(value: int):
-    """A constant in every lane."""
-    return broadcast(T.int32(value), LANES)
-
-
-@T.meta_class
-class TwoBytes:
-    """Sets of rows of numbers as two signed bytes: ``[four rows, high or low, dword, row]``.
-
-    A dword has the bytes of four numbers of a row. The same dword of four rows lies side by side,
-    as four rows are narrowed together.
-
-    Parameters
-    ----------
-    num_sets : int
-    rows : int
-        Rows of a set.
-    width : int
-        Numbers of a row.
-    zero : int
-        The unsigned code that stands for zero.
-    num_segments : int, optional
-        Parts of a row that are multiplied apart, all of the same multiple of 16 numbers.
+class UnsignedDots:
+    """Byte dot products of unsigned codes (``vpdpbusd``).
 
     Attributes
     ----------
-    scale : float32 ``[row of all sets]``
-    offsets : int32 ``[segment, row of all sets]``: what codes of zero add to its products, negated
+    lanes : int
+        int32 lanes of a vector.
+    llvm_helpers : tuple of str
+        LLVM functions that `dot` calls.
+    is_signed : bool
+        Whether codes are signed bytes. Unsigned ones are those of "int8" plus 128, and the codes of
+        "int4" in the upper bits of a byte, which stay there.
     """
 
-    def __init__(self, num_sets: int, rows: int, width: int, zero: int, num_segments: int = 1):
-        self.rows, self.zero = rows, zero
-        self.starts = range(0, width, LANES)
-        self.vectors_per_segment = len(self.starts) // num_segments
-        self.fours = -(-rows // 4)  # of a set
-        rest = rows % LANES  # which a vector of a power of two lanes stores
-        self.stride = rows - rest + (next_power_of_two(rest) if rest else 0)
-        self.dwords = T.alloc_buffer((num_sets * self.fours, 2, width // 4, 4), INT32)
-        self.scale = T.alloc_buffer((num_sets * self.stride,), F32)
-        self.inverse = T.alloc_buffer((num_sets * self.stride,), F32)
-        self.offsets = T.alloc_buffer((num_segments, num_sets * self.stride), INT32)
+    lanes = 16
+    is_signed = False
 
-    def index(self, of_set, row: int):
-        """Where a row of a set lies in `scale` and in a segment of `offsets`."""
-        return of_set * self.stride + row
+    @property
+    def llvm_helpers(self) -> tuple[str, ...]:
+        """The LLVM functions."""
+        return (LLVM_HELPERS,)
 
-    def dword(self, of_set, row: int, is_low: int, dword):
-        """Four bytes of a row of a set."""
-        return self.dwords[of_set * self.fours + row // 4, is_low, dword, row % 4]
+    def dot(self, total, codes, dword):
+        """Return `total` plus the products of the bytes of `codes` and of a scalar dword."""
+        arguments = ("pagedkv_byte_dot", total, codes, broadcast(dword, self.lanes))
+        return T.call_pure_extern("int32x16", *arguments)
 
-    def set_rows(self, of_set, source: Callable) -> None:
-        """Take the numbers ``source(row, start)`` of the rows of a set.
-
-        `source` gives float32 vectors of 16 numbers, and is evaluated twice. A row of which some
-        are NaN or infinite has the scale NaN.
-        """
-        for first in range(0, self.rows, LANES):
-            rows = range(first, min(first + LANES, self.rows))
-            at, lanes = (index_temp(self.index(of_set, first)),), next_power_of_two(len(rows))
-            scale, inverse = _scale(self._largest(rows, source), lanes)
-            store(self.scale, at, lanes, scale)
-            store(self.inverse, at, lanes, inverse)
-            totals = []
-            for four in range(first, rows.stop, 4):
-                totals += self._set_four(of_set, range(four, min(four + 4, rows.stop)), source)
-            offset = self.vectors_per_segment * LANES * _OFFSET % (1 << 32)
-            for segment, sums in enumerate(zip(*totals, strict=True)):
-                total = reduce_each(sums, LANES, simd.add, "uint32")
-                total = total - broadcast(T.uint32(offset), lanes)
-                total = temp(T.reinterpret(vector_type(INT32, lanes), total), lanes, INT32)
-                offsets = total * broadcast(T.int32(-self.zero), lanes)
-                store(self.offsets, (segment, *at), lanes, offsets, INT32)
-
-    def _largest(self, rows: range, source: Callable):
-        """The bits of the largest magnitude of each row."""
-        magnitude = broadcast(T.uint32(0x7FFFFFFF), LANES)
-        largest = []
-        for i in rows:
-            found = None
-            for start in self.starts:
-                bits = T.bitwise_and(T.reinterpret("uint32x16", source(i, start)), magnitude)
-                found = bits if found is None else T.max(found, bits)
-            largest.append(temp(found, LANES, "uint32"))
-        bits = reduce_each(largest, LANES, simd.maximum, "uint32")
-        return temp(bits, next_power_of_two(len(rows)), "uint32")
-
-    def _set_four(self, of_set, rows: range, source: Callable) -> list[list]:
-        """Take up to four rows; return the sums of their numbers plus `_OFFSET`, by segment."""
-        at = [self.index(of_set, i) for i in rows]
-        factors = [temp(broadcast(self.inverse[i], LANES), LANES) for i in at]
-        totals: list[list] = [[] for _ in rows]
-        for number, start in enumerate(self.starts):
-            four = []
-            for i, factor, sums in zip(rows, factors, totals, strict=True):
-                rounder = constant(_ROUNDER, LANES)
-                value = fused_multiply_add(source(i, start), factor, rounder, LANES)
-                bits = temp(T.reinterpret("uint32x16", value), LANES, "uint32")
-                four.append(bits)
-                if number % self.vectors_per_segment:
-                    sums[-1] = temp(sums[-1] + bits, LANES, "uint32")
-                else:
-                    sums.append(bits)
-            four += four[-1:] * (4 - len(four))  # missing rows repeat the last one
-            for n, dwords in enumerate(_bytes_of_four(*four)):
-                place = (of_set * self.fours + rows[0] // 4, n, start // 4, 0)
-                store(self.dwords, place, LANES, dwords, INT32)
-        return totals
-
-
-# Added to a small number, it leaves in the low bits the nearest whole number plus 128: with that,
-# the high one of its two bytes is the one that makes the low one signed.
-_ROUNDER = 1.5 * 2**23 + 128
-_OFFSET = 0x4B400000 + 128  # the bits of _ROUNDER
-
-
-def _bytes_of_four(a, b, c, d) -> tuple:
-    """The high and the low bytes of four rows of 16 numbers, as `TwoBytes` keeps them.
-
-    Rows are bits of numbers plus `_ROUNDER`. A result has a dword with the first four numbers of
-    each row, then one with the next four of each, and so on.
-    """
-
-    def shift(value, count: int):
-        by = broadcast(T.uint32(abs(count)), LANES)
-        return T.shift_left(value, by) if count > 0 else T.shift_right(value, by)
-
-    def either(even, odd, mask: int):
-        """The bits of `mask` from `even`, the others from `odd`."""
-        even = T.bitwise_and(even, broadcast(T.uint32(mask), LANES))
-        odd = T.bitwise_and(odd, broadcast(T.uint32(mask ^ 0xFFFFFFFF), LANES))
-        return temp(T.bitwise_or(even, odd), LANES, "uint32")
-
-    ab, cd = (either(even, shift(odd, 16), 0xFFFF) for even, odd in ((a, b), (c, d)))
-    high = either(shift(ab, -8), cd, 0x00FF00FF)
-    low = either(ab, shift(cd, 8), 0x00FF00FF)
-    low = T.bitwise_xor(low, broadcast(T.uint32(0x80808080), LANES))  # minus the 128
-    place = (0, 2, 1, 3)  # of the byte of each row in a dword
-    order = [
-        first + 4 * number + place[row]
-        for first in range(0, 64, 16)
-        for row in range(4)
-        for number in range(4)
-    ]
-
-    def in_order(dwords):
-        value = temp(T.reinterpret("uint8x64", dwords), 64, "uint8")
-        return T.reinterpret("int32x16", shuffle([value], order))
-
-    return in_order(high), in_order(low)
-
-
-def _scale(bits, lanes: int):
-    """Scales of rows and their inverses, by the bits of the largest magnitudes."""
-    number = vector_type(F32, lanes)
-    is_finite = bits < broadcast(T.uint32(0x7F800000), lanes)
-    scale = temp(T.reinterpret(number, bits) * constant(1 / MOST, lanes), lanes)
-    is_known = T.And(is_finite, scale >= constant(2.0**-126, lanes))
-    nan = T.reinterpret(number, broadcast(T.uint32(0x7FC00000), lanes))
-    zero, one = constant(0.0, lanes), constant(1.0, lanes)
-    inverse = T.Select(is_known, one / T.Select(is_known, scale, one), zero)
-    scale = T.Select(is_known, scale, T.Select(is_finite, zero, nan))
-    return temp(scale, lanes), temp(inverse, lanes)
-
-
-def put_together(high, low):
-    """The sums of products with numbers of two bytes, from those with either byte."""
-    return T.shift_left(high, integer(8)) + low
-
-
-def _unpack(a, b, width: int, half: int, dtype: str, lanes: int):
-    """Interleave elements of `width` lanes of two vectors, of either half of each 128 bits."""
-    per_part = lanes // 4  # 128 bits
-    order = []
-    for part in range(0, lanes, per_part):
-        first = part + half * per_part // 2
-        for i in range(first, first + per_part // 2, width):
-            order += [*range(i, i + width), *range(lanes + i, lanes + i + width)]
-    return temp(shuffle([a, b], order), lanes, dtype)
-
-
-def _unpack_quad(rows: Sequence, dtype: str, lanes: int) -> list:
-    """Four vectors of four rows: of each 128 bits, elements side by side that were in columns."""
-    a, b, c, d = rows
-    return [
-        _unpack(*pair, 2, half, dtype, lanes)
-        for first in range(2)
-        for pair in [[_unpack(x, y, 1, first, dtype, lanes) for x, y in ((a, b), (c, d))]]
-        for half in range(2)
-    ]
-
-
-def _transpose_parts(vectors: Sequence) -> list:
-    """Transpose 4 vectors of int32 as a 4 x 4 block of their 128-bit parts."""
-    low, high = [*range(0, 8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
-    even, odd = (
-        [i + part * 8 + first for part in (0, 1, 2, 3) for i in range(4)] for first in (0, 4)
-    )
-    a, b, c, d = vectors
-    halves = [
-        [temp(shuffle(pair, order), LANES, INT32) for pair in ((a, b), (c, d))]
-        for order in (low, high)
-    ]
-    return [temp(shuffle(half, order), LANES, INT32) for half in halves for order in (even, odd)]
-
-
-def transpose_dwords(rows: Sequence) -> list:
-    """Transpose 16 vectors of 16 dwords."""
-    rows = [temp(row, LANES, INT32) for row in rows]
-    quads = [_unpack_quad(rows[first : first + 4], INT32, LANES) for first in range(0, 16, 4)]
-    # Vector e of a quad has, in part p, dword 4 * p + e of its four rows.
-    columns = [_transpose_parts([quad[e] for quad in quads]) for e in range(4)]
-    return [columns[e][p] for p in range(4) for e in range(4)]
-
-
-def interleave_bytes(rows: Sequence) -> list:
-    """Four vectors of 64 bytes as four vectors of 16 dwords: of the same byte of each row."""
-    rows = [temp(T.reinterpret("uint8x64", row), 64, "uint8") for row in rows]
-    quads = [T.reinterpret("int32x16", v) for v in _unpack_quad(rows, "uint8", 64)]
-    return _transpose_parts([temp(v, LANES, INT32) for v in quads])
+    def of_four(self, dwords, at, row: int):
+        """Dword of a row, of the four rows whose dwords begin at index `at` of a buffer."""
+        *outer, last = at
+        return dwords[(*outer, last + row)]

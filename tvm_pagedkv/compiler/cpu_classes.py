@@ -88,14 +88,15 @@ def cpu_class(cpu: str, features: frozenset[str]) -> CpuClass:
 
 def choices(traits: VectorTarget) -> str:
     """Say what kernels for a CPU do, in a line."""
-    with_pairs = ["decode"] if traits.has_bf16_dot else []
-    with_pairs += ["prefill", "linear layers"] if traits.multiplies_pairs else []
+    with_pairs = ["decode"] if traits.has_bf16_dot or traits.has_bfdot else []
+    with_pairs += ["prefill"] if traits.multiplies_pairs or traits.has_bfdot else []
+    with_pairs += ["linear layers"] if traits.multiplies_pairs else []
     return "; ".join(
         [
             f"vectors of {32 * traits.lanes} bits",
             f"register tiles of {traits.tile_rows} x {traits.tile_vectors} vectors",
             f"pairs of bfloat16 in {', '.join(with_pairs) or 'nothing'}",
-            f"byte dot products {'for quantized pages' if traits.has_vnni else 'nowhere'}",
+            f"byte dot products {'for quantized pages' if traits.has_byte_dot else 'nowhere'}",
         ]
     )
 
@@ -112,4 +113,10 @@ def _traits(features: frozenset[str]) -> dict[str, Any]:
     if "avx2" in features:
         return {"lanes": 8, "registers": 16, "has_f16_convert": "f16c" in features}
     is_arm = "neon" in features
-    return {"lanes": 4, "registers": 32 if is_arm else 16, "has_f16_convert": is_arm}
+    return {
+        "lanes": 4,
+        "registers": 32 if is_arm else 16,
+        "has_sdot": "dotprod" in features,
+        "has_bfdot": is_arm and "bf16" in features,
+        "has_f16_convert": is_arm,
+    }

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +54,7 @@ class EmulatedCPU:
 
     emulator: tuple[str, ...]
     compiler: str
-    target: str | Mapping[str, str]
+    target: str | Mapping[str, str | list[str]]
     architecture: str
 
     @property
@@ -182,6 +182,15 @@ CPUS = {
         "aarch64-linux-gnu-g++",
         {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-n1"},
         "aarch64",
+    ),
+}
+_ARM = CPUS["AArch64"]  # with dot products of bytes
+CPUS |= {
+    "AArch64+bf16": replace(_ARM, target={**_ARM.target, "mattr": ["+bf16"]}),
+    "Cortex-A57": replace(
+        _ARM,
+        emulator=(*_ARM.emulator[:-1], "cortex-a57"),
+        target={"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a57"},
     ),
 }
 

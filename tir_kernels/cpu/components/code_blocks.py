@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of quantized K and V brought into the order of byte dot products; see `cpu.vnni`.
+"""Blocks of quantized K and V brought into the order of byte dot products; see `cpu.byte_dots`.
 
-Codes are unsigned here: those of "int8" plus 128, those of "int5" plus 16, those of "int4" plus 8;
-of these last, the ones in the upper bits of a byte stay there, 16 times too large, and so are their
-sums. Codes of "int5" get a byte each. A dword of a block of K
-has four columns of one position, and a vector has the same columns of 16 positions. A dword of a
-block of V has one column of four positions, and a vector has 16 columns.
+Codes of "int5" are those plus 16 here, and get a byte each; those of "int4" plus 8. Where
+instructions take unsigned bytes, those of "int8" are those plus 128, and the codes of "int4" in the
+upper bits of a byte stay there, 16 times too large, and so are their sums. A dword of a block of K
+has four columns of one position, and a vector has the same columns of a position in each lane. A
+dword of a block of V has one column of four positions, and a vector has a column in each lane.
 """
 
 from __future__ import annotations
@@ -18,12 +18,23 @@ from tvm.script import tirx as T
 from ...codec import Codec
 from ...layout import K_PLANE, V_PLANE
 from ...spec import KernelSpec
+from ..byte_dots import byte_dots
+from ..byte_shuffles import INT32, interleave_bytes, transpose_dwords
 from ..codes import load_unpacked
-from ..simd import F32, INTO_L1, constant, load, prefetch, shuffle, store, store_row, temp
-from ..vnni import INT32, LANES, integer, interleave_bytes, transpose_dwords
+from ..simd import (
+    F32,
+    INTO_L1,
+    broadcast,
+    constant,
+    load,
+    prefetch,
+    shuffle,
+    store,
+    store_row,
+    temp,
+)
 from .kv_blocks import BLOCK, KvBlocks
 
-POSITIONS = 16  # of a block of K that are transposed at once
 QUAD = 4  # positions of a dword of V
 LINE = 64  # bytes
 
@@ -31,7 +42,7 @@ LINE = 64  # bytes
 def has_code_blocks(spec: KernelSpec) -> bool:
     """Whether decode multiplies the codes of a spec themselves."""
     codec, target = spec.codec, spec.target
-    if codec is None or not target.has_vnni:
+    if codec is None or byte_dots(target) is None:
         return False
     width = spec.qk_head_dim
     return width <= 256 and all(
@@ -50,6 +61,7 @@ class CodeRows:
 
     def __init__(self, spec: KernelSpec, codec: Codec):
         self.codec = codec
+        self.dots = dots = byte_dots(spec.target)
         self.width = spec.qk_head_dim
         self.row_bytes = codec.row_bytes(spec.qk_head_dim)
         self.has_halves = codec.is_packed and not codec.has_bit_plane
@@ -59,14 +71,20 @@ class CodeRows:
         # Dwords that belong to one group, in each half.
         self.piece = math.gcd(self.code_bytes // 4, *(begin // 4 for begin, _ in self.groups))
         self.num_pieces = self.code_bytes // 4 // self.piece
-        self.zero = 1 << (codec.bits - 1)  # the code of zero
+        # The code of zero.
+        self.zero = 0 if dots.is_signed and not codec.is_packed else 1 << (codec.bits - 1)
 
     def half_of(self, codes, half: int):
-        """The codes of a half of the columns; those of the upper bits are 16 times too large."""
+        """The codes of a half of the columns; see `CodeBlocks.sum_of`."""
         if len(self.halves) == 1:
             return codes
+        if half and self.dots.is_signed:
+            num_bytes = 4 * self.dots.lanes
+            data = T.reinterpret(f"uint8x{num_bytes}", codes)
+            data = T.shift_right(data, broadcast(T.uint8(4), num_bytes))
+            return T.reinterpret(f"int32x{self.dots.lanes}", data)
         mask = 0xF0F0F0F0 - (1 << 32) if half else 0x0F0F0F0F
-        return T.bitwise_and(codes, integer(mask))
+        return T.bitwise_and(codes, broadcast(T.int32(mask), self.dots.lanes))
 
     def segment(self, piece, half: int):
         """Part of a row of Q that is multiplied with a piece: ``4 * self.piece`` columns."""
@@ -83,72 +101,74 @@ class CodeBlocks:
 
     Attributes
     ----------
-    k : int32 ``[vector, position]``: vectors of 16 positions for the dwords of their rows of codes
-    k_scales : float32 ``[group, POSITIONS]``
+    positions : int
+        Those of K that are transposed at once: one in each lane.
+    k : int32 ``[vector, position]``: vectors of positions for the dwords of their rows of codes
+    k_scales : float32 ``[group, position]``
     v : int32 ``[quad, vector, column]``
     v_scales : float32 ``[group, BLOCK]``
     """
 
     def __init__(self, spec: KernelSpec):
-        self.spec = spec
+        self.spec, self.dots = spec, byte_dots(spec.target)
+        self.positions = self.lanes = lanes = self.dots.lanes
         self.k_rows, self.v_rows = CodeRows(spec, spec.codec.k), CodeRows(spec, spec.codec.v)
-        self.k = T.alloc_buffer((self.k_rows.code_bytes // 4, LANES), INT32)
-        self.k_scales = T.alloc_buffer((len(self.k_rows.groups), POSITIONS), F32)
-        self.v = T.alloc_buffer((BLOCK // QUAD, spec.v_head_dim // LANES, LANES), INT32)
+        self.k = T.alloc_buffer((self.k_rows.code_bytes // 4, lanes), INT32)
+        self.k_scales = T.alloc_buffer((len(self.k_rows.groups), lanes), F32)
+        self.v = T.alloc_buffer((BLOCK // QUAD, spec.v_head_dim // lanes, lanes), INT32)
         self.v_scales = T.alloc_buffer((len(self.v_rows.groups), BLOCK), F32)
 
     # --- codes ----------------------------------------------------------------------------------
 
     def k_vectors(self, dword, halves) -> list:
         """Some halves of the unsigned codes of a dword of all positions; see `half_of`."""
-        codes = temp(load(self.k, (dword, 0), LANES, INT32), LANES, INT32)
-        return [temp(self.k_rows.half_of(codes, half), LANES, INT32) for half in halves]
+        codes = temp(load(self.k, (dword, 0), self.lanes, INT32), self.lanes, INT32)
+        return [temp(self.k_rows.half_of(codes, half), self.lanes, INT32) for half in halves]
 
-    @staticmethod
-    def sum_of(total, half: int):
+    def sum_of(self, total, half: int):
         """What a sum of products with `half_of` would be if all codes were themselves."""
-        return T.shift_right(total, integer(4)) if half else total
+        if half and not self.dots.is_signed:
+            return T.shift_right(total, broadcast(T.int32(4), self.lanes))
+        return total
 
     def take_k(self, rows, position) -> None:
-        """Take `POSITIONS` positions from `position` on, and their scales."""
-        tile = rows.tile(position, POSITIONS)
-        for begin in range(0, self.k_rows.code_bytes, LINE):
-            num_dwords = min(LINE, self.k_rows.code_bytes - begin) // 4
-            lines = [self._dwords(tile.k(t, 0), begin, num_dwords) for t in range(POSITIONS)]
+        """Take `positions` positions from `position` on, and their scales."""
+        tile, num_bytes = rows.tile(position, self.positions), 4 * self.lanes
+        for begin in range(0, self.k_rows.code_bytes, num_bytes):
+            num_dwords = min(num_bytes, self.k_rows.code_bytes - begin) // 4
+            lines = [self._dwords(tile.k(t, 0), begin, num_dwords) for t in range(self.positions)]
             for i, vector in enumerate(transpose_dwords(lines)[:num_dwords]):
-                if not self.k_rows.codec.is_packed:
-                    vector = self._unsigned(vector)
-                store(self.k, (begin // 4 + i, 0), LANES, vector, INT32)
+                vector = self._of_bytes(self.k_rows.codec, vector)
+                store(self.k, (begin // 4 + i, 0), self.lanes, vector, INT32)
         self._take_scales(tile.k, self.k_scales, 0)
 
     def take_v(self, rows, position, column) -> None:
-        """Take `POSITIONS` positions from `position` on, the first of which is `column`."""
-        tile = rows.tile(position, POSITIONS)
-        for t in range(0, POSITIONS, QUAD):
+        """Take `positions` positions from `position` on, the first of which is `column`."""
+        tile, num_bytes = rows.tile(position, self.positions), 4 * self.lanes
+        for t in range(0, self.positions, QUAD):
             quad = column // QUAD + t // QUAD
-            for begin in range(0, self.v_rows.code_bytes, LINE):
-                num_dwords = min(LINE, self.v_rows.code_bytes - begin) // 4
+            for begin in range(0, self.v_rows.code_bytes, num_bytes):
+                num_dwords = min(num_bytes, self.v_rows.code_bytes - begin) // 4
                 lines = [self._dwords(tile.v(t + i, 0), begin, num_dwords) for i in range(QUAD)]
-                vectors = interleave_bytes(lines)[: num_dwords * 4 // LANES]
+                vectors = interleave_bytes(lines, self.lanes)[: num_dwords * 4 // self.lanes]
                 for i, vector in enumerate(vectors):
-                    self._put_v(quad, begin // LANES + i, vector)
+                    self._put_v(quad, begin // self.lanes + i, vector)
         self._take_scales(tile.v, self.v_scales, column)
 
     def _put_v(self, quad, vector: int, codes) -> None:
         """Keep the codes of some bytes of four rows."""
-        if not self.v_rows.codec.is_packed:
-            codes = self._unsigned(codes)
+        codes = self._of_bytes(self.v_rows.codec, codes)
         for half in self.v_rows.halves:
-            at = (quad, vector + half * (self.v_rows.code_bytes // LANES), 0)
-            store(self.v, at, LANES, self.v_rows.half_of(codes, half), INT32)
+            at = (quad, vector + half * (self.v_rows.code_bytes // self.lanes), 0)
+            store(self.v, at, self.lanes, self.v_rows.half_of(codes, half), INT32)
 
-    @staticmethod
-    def _unsigned(codes):
-        """Signed bytes plus 128."""
-        return T.bitwise_xor(codes, integer(0x80808080 - (1 << 32)))
+    def _of_bytes(self, codec: Codec, codes):
+        """Codes as they are multiplied, from those of some bytes of rows."""
+        if codec.is_packed or self.dots.is_signed:
+            return codes
+        return T.bitwise_xor(codes, broadcast(T.int32(0x80808080 - (1 << 32)), self.lanes))
 
-    @staticmethod
-    def _dwords(element, begin: int, num_dwords: int):
+    def _dwords(self, element, begin: int, num_dwords: int):
         """Bytes of codes of a row; the lanes of a vector that it does not fill repeat them."""
         pages, (*row, _) = element
         if pages.codec.has_bit_plane:
@@ -156,19 +176,19 @@ class CodeBlocks:
         else:
             codes = pages.codes[(*row, T.ramp(begin, 1, 4 * num_dwords))]
             value = T.reinterpret(f"int32x{num_dwords}", codes)
-        while num_dwords < LANES:
+        while num_dwords < self.lanes:
             value = temp(value, num_dwords, INT32)
-            count, num_dwords = num_dwords, min(LANES, 2 * num_dwords)
+            count, num_dwords = num_dwords, min(self.lanes, 2 * num_dwords)
             value = shuffle([value, value], [i % count for i in range(num_dwords)])
-        return temp(value, LANES, INT32)
+        return temp(value, self.lanes, INT32)
 
     # --- scales ---------------------------------------------------------------------------------
 
     def _take_scales(self, element, sink, column) -> None:
-        """Gather the scales of `POSITIONS` positions, group by group."""
+        """Gather the scales of `positions` positions, group by group."""
         num_groups, page_size = len(element(0, 0)[0].groups), self.spec.page_size
-        run = min(POSITIONS, page_size)
-        for first in range(0, POSITIONS, run):
+        run = min(self.positions, page_size)
+        for first in range(0, self.positions, run):
             pages, (*row, _) = element(first, 0)
             # Slots of a page are neighbours: their scales are one run of numbers.
             count = run * num_groups
@@ -205,7 +225,7 @@ class CodeBlocks:
                 prefetch(pages.scales, (*row, scale), INTO_L1)
 
     def prefetcher(self, rows, position, plane: int) -> Callable:
-        """What asks for the codes of `POSITIONS` positions of K or V, little by little.
+        """What asks for the codes of `positions` positions of K or V, little by little.
 
         Asking for much at once would wait for memory. A step has few enough lines for L1.
 
@@ -214,12 +234,12 @@ class CodeBlocks:
         callable
             ``(part, num_parts)``, the first of which may be an expression.
         """
-        is_one_run = rows.run >= POSITIONS
-        whole = rows.tile(position, POSITIONS) if is_one_run else None
+        is_one_run = rows.run >= self.positions
+        whole = rows.tile(position, self.positions) if is_one_run else None
         num_bytes = {K_PLANE: self.k_rows, V_PLANE: self.v_rows}[plane].row_bytes
 
         def prefetch_part(part, num_parts: int) -> None:
-            count = POSITIONS // num_parts
+            count = self.positions // num_parts
             tile, first = whole, part * count
             if not is_one_run:
                 tile, first = rows.tile(position + part * count, count), 0
@@ -239,7 +259,7 @@ class CodeBlocks:
                 self.v_scales,
                 (group,),
                 BLOCK,
-                LANES,
+                self.lanes,
                 lambda c, n, group=group: T.Select(
                     kv.sees(c, n), load(self.v_scales, (group, c), n), constant(0.0, n)
                 ),

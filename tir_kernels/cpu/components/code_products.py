@@ -12,10 +12,12 @@ from tvm.script import tirx as T
 from ...layout import K_PLANE, V_PLANE
 from ...script import inline
 from ...spec import KernelSpec
-from .. import bit_masks, vnni
-from ..simd import F32, broadcast, constant, load, store, temp
-from ..vnni import INT32, LANES, TwoBytes, dot, integer, put_together
-from .code_blocks import POSITIONS, QUAD, CodeBlocks, has_code_blocks
+from .. import bit_masks
+from ..byte_dots import byte_dots
+from ..byte_shuffles import INT32
+from ..simd import F32, broadcast, constant, load, store, temp, vector_type
+from ..two_bytes import TwoBytes, put_together
+from .code_blocks import QUAD, CodeBlocks, has_code_blocks
 from .kv_blocks import BLOCK, KvBlocks
 from .query_rows import QueryRows
 from .row_products import RowProducts
@@ -35,12 +37,15 @@ class CodeProducts(RowProducts):
     def __init__(self, spec: KernelSpec, ops, rows: QueryRows):
         super().__init__(spec, ops, rows)
         blocks = self.blocks = CodeBlocks(spec)
+        dots = self.dots = byte_dots(spec.target)
         num_rows, num_groups = self.blocking.rows, len(blocks.v_rows.groups)
         num_sets = rows.o.shape[0] // num_rows
         num_segments = blocks.k_rows.num_pieces * len(blocks.k_rows.halves)
         zeros = blocks.k_rows.zero, blocks.v_rows.zero
-        self.q = TwoBytes(num_sets, num_rows, spec.qk_head_dim, zeros[0], num_segments)
-        self.weights = TwoBytes(1, num_rows * num_groups, BLOCK, zeros[1])
+        self.q = TwoBytes(
+            dots, num_sets, num_rows, spec.qk_head_dim, zeros[0], num_segments=num_segments
+        )
+        self.weights = TwoBytes(dots, 1, num_rows * num_groups, BLOCK, zeros[1])
 
     @inline
     def begin_head(self, local_head):
@@ -48,7 +53,9 @@ class CodeProducts(RowProducts):
         for block in range(self.blocking.row_blocks):
             of_set = local_head * self.blocking.row_blocks + block
             first_row = of_set * self.blocking.rows
-            source = T.meta_var(lambda i, start: load(self.rows.q, (first_row + i, start), LANES))
+            source = T.meta_var(
+                lambda i, start: load(self.rows.q, (first_row + i, start), self.lanes)
+            )
             self.q.set_rows(of_set, source)
 
     @inline
@@ -62,14 +69,16 @@ class CodeProducts(RowProducts):
     @inline
     def _multiply_codes(self, kv):
         blocks = T.meta_var(self.blocks)
-        for i in range((kv.count + POSITIONS - 1) // POSITIONS):
-            position = kv.first + i * POSITIONS
-            following = kv.following_first + i * POSITIONS
-            blocks.prefetch_scales(kv.following, following, POSITIONS, K_PLANE)
-            blocks.prefetch_scales(kv.following, following, POSITIONS, V_PLANE)
+        for i in range((kv.count + self.blocks.positions - 1) // self.blocks.positions):
+            position = kv.first + i * self.blocks.positions
+            following = kv.following_first + i * self.blocks.positions
+            blocks.prefetch_scales(kv.following, following, self.blocks.positions, K_PLANE)
+            blocks.prefetch_scales(kv.following, following, self.blocks.positions, V_PLANE)
             next_k = T.meta_var(blocks.prefetcher(kv.following, following, K_PLANE))
             own_v = T.meta_var(blocks.prefetcher(kv.rows, position, V_PLANE))
-            soon_k = T.meta_var(blocks.prefetcher(kv.rows, position + POSITIONS, K_PLANE))
+            soon_k = T.meta_var(
+                blocks.prefetcher(kv.rows, position + self.blocks.positions, K_PLANE)
+            )
 
             @inline
             def prefetch(part, num_parts):
@@ -80,15 +89,17 @@ class CodeProducts(RowProducts):
             blocks.take_k(kv.rows, position)
             for block in range(self.blocking.row_blocks):
                 of_set = kv.local_head * self.blocking.row_blocks + block
-                self._score_codes(of_set, block * self.blocking.rows, i * POSITIONS, prefetch)
+                self._score_codes(
+                    of_set, block * self.blocking.rows, i * self.blocks.positions, prefetch
+                )
 
     @inline
     def _score_codes(self, of_set, first_row, column, prefetch):
         """Multiply a set of rows of Q with the positions in `blocks`."""
         num_rows, num_halves = T.meta_var((self.blocking.rows, len(self.blocks.k_rows.halves)))
-        scores = T.alloc_local((num_rows, LANES), F32)
+        scores = T.alloc_local((num_rows, self.lanes), F32)
         for r in T.unroll(num_rows):
-            store(scores, (r, 0), LANES, constant(0.0, LANES))
+            store(scores, (r, 0), self.lanes, constant(0.0, self.lanes))
         if 2 * num_rows * num_halves <= ACCUMULATORS:
             self._add_scores(scores, of_set, range(num_halves), prefetch)
         else:  # the sums of all columns would not fit the registers
@@ -97,8 +108,8 @@ class CodeProducts(RowProducts):
                 self._add_scores(scores, of_set, range(1, 2), None)
         for r in T.unroll(num_rows):
             scale = T.meta_var(self.q.scale[self.q.index(of_set, r)])
-            value = T.meta_var(load(scores, (r, 0), LANES) * broadcast(scale, LANES))
-            store(self.rows.scores, (first_row + r, column), LANES, value)
+            value = T.meta_var(load(scores, (r, 0), self.lanes) * broadcast(scale, self.lanes))
+            store(self.rows.scores, (first_row + r, column), self.lanes, value)
 
     @inline
     def _add_scores(self, scores, of_set, halves, prefetch):
@@ -106,13 +117,13 @@ class CodeProducts(RowProducts):
         k, num_sums = T.meta_var((self.blocks.k_rows, 2 * self.blocking.rows * len(halves)))
         num_steps = T.meta_var(k.piece // DWORDS)
         most_parts = T.meta_var(1 << (k.num_pieces * num_steps).bit_length() - 1)
-        num_parts = T.meta_var(min(most_parts, POSITIONS // 2))
+        num_parts = T.meta_var(min(most_parts, self.blocks.positions // 2))
         # Several sets of sums in turn: one would wait for the latency of the dot product.
         num_turns = T.meta_var(min(DWORDS, max(1, ACCUMULATORS // num_sums)))
         for piece in range(k.num_pieces):
-            totals = T.alloc_local((num_turns * num_sums, LANES), INT32)
+            totals = T.alloc_local((num_turns * num_sums, self.lanes), INT32)
             for i in T.unroll(num_turns * num_sums):
-                store(totals, (i, 0), LANES, integer(0), INT32)
+                store(totals, (i, 0), self.lanes, broadcast(T.int32(0), self.lanes), INT32)
             for step in range(num_steps):
                 if prefetch is not None:
                     part = (piece * num_steps + step) % num_parts
@@ -131,8 +142,8 @@ class CodeProducts(RowProducts):
             for half, value in zip(halves, codes, strict=True):
                 for n in range(2):
                     q = self.q.dword(of_set, r, n, num_dwords * half + dword)
-                    total = load(totals, (index, 0), LANES, INT32)
-                    store(totals, (index, 0), LANES, dot(total, value, q), INT32)
+                    total = load(totals, (index, 0), self.lanes, INT32)
+                    store(totals, (index, 0), self.lanes, self.dots.dot(total, value, q), INT32)
                     index = index + 1
 
     def _add_piece(self, scores, totals, num_turns: int, of_set, piece, halves: range) -> None:
@@ -141,23 +152,24 @@ class CodeProducts(RowProducts):
         num_sums = 2 * self.blocking.rows * len(halves)
         for h, half in enumerate(halves):
             at = (blocks.k_rows.group_of(piece, half), 0)
-            scale = temp(load(blocks.k_scales, at, LANES), LANES)
+            scale = temp(load(blocks.k_scales, at, self.lanes), self.lanes)
             for r in range(self.blocking.rows):
                 first = 2 * (r * len(halves) + h)
                 bytes_ = (
-                    _sum(totals, range(first + n, num_turns * num_sums, num_sums)) for n in range(2)
+                    _sum(totals, range(first + n, num_turns * num_sums, num_sums), self.lanes)
+                    for n in range(2)
                 )
-                total = blocks.sum_of(put_together(*bytes_), half)
+                total = blocks.sum_of(put_together(*bytes_, self.lanes), half)
                 offset = q.offsets[blocks.k_rows.segment(piece, half), q.index(of_set, r)]
-                total = T.cast(total + broadcast(offset, LANES), "float32x16")
-                store(scores, (r, 0), LANES, load(scores, (r, 0), LANES) + total * scale)
+                total = T.cast(total + broadcast(offset, self.lanes), vector_type(F32, self.lanes))
+                store(scores, (r, 0), self.lanes, load(scores, (r, 0), self.lanes) + total * scale)
 
     @inline
     def take_v(self, kv: KvBlocks):
         """Take the codes of V of a block of positions."""
-        for i in range((kv.count + POSITIONS - 1) // POSITIONS):
-            position = kv.first + i * POSITIONS
-            self.blocks.take_v(kv.rows, position, i * POSITIONS)
+        for i in range((kv.count + self.blocks.positions - 1) // self.blocks.positions):
+            position = kv.first + i * self.blocks.positions
+            self.blocks.take_v(kv.rows, position, i * self.blocks.positions)
         if kv.hides_some:
             self.blocks.hide(kv)
 
@@ -173,17 +185,17 @@ class CodeProducts(RowProducts):
         num_groups = len(self.blocks.v_rows.groups)
 
         def weights(i, start):
-            weight = load(self.rows.weights, (first_row + i // num_groups, start), LANES)
-            return weight * load(self.blocks.v_scales, (i % num_groups, start), LANES)
+            weight = load(self.rows.weights, (first_row + i // num_groups, start), self.lanes)
+            return weight * load(self.blocks.v_scales, (i % num_groups, start), self.lanes)
 
         return weights
 
     def _add_strips(self, kv, first_row) -> None:
         """Add the products with V to all columns of a set of rows, a few vectors at once."""
-        num_vectors = self.spec.v_head_dim // LANES
+        num_vectors = self.spec.v_head_dim // self.lanes
         at_once = max(1, min(MAX_VECTORS, ACCUMULATORS // (2 * self.blocking.rows)))
         num_strips = -(-num_vectors // at_once)
-        num_parts = min(POSITIONS, 1 << num_strips.bit_length() - 1)
+        num_parts = min(self.blocks.positions, 1 << num_strips.bit_length() - 1)
         for strip in range(num_strips):
             vectors = range(strip * at_once, min((strip + 1) * at_once, num_vectors))
             self._add_columns(kv, first_row, vectors, strip % num_parts, num_parts)
@@ -192,26 +204,27 @@ class CodeProducts(RowProducts):
     def _add_columns(self, kv, first_row, vectors, part, num_parts):
         """Add the products with some vectors of columns; prefetch a part of what comes next."""
         blocks, num_sums = T.meta_var((self.blocks, 2 * self.blocking.rows * len(vectors)))
-        totals = T.alloc_local((num_sums, LANES), INT32)
+        totals = T.alloc_local((num_sums, self.lanes), INT32)
         for i in T.unroll(num_sums):
-            store(totals, (i, 0), LANES, integer(0), INT32)
-        for i in range((kv.count + POSITIONS - 1) // POSITIONS):
-            following = kv.following_first + i * POSITIONS
+            store(totals, (i, 0), self.lanes, broadcast(T.int32(0), self.lanes), INT32)
+        for i in range((kv.count + self.blocks.positions - 1) // self.blocks.positions):
+            following = kv.following_first + i * self.blocks.positions
             blocks.prefetcher(kv.following, following, V_PLANE)(part, num_parts)
             blocks.prefetcher(kv.following, following, K_PLANE)(part, num_parts)
-            for j in T.unroll(POSITIONS // QUAD):
-                self._add_quad(totals, i * (POSITIONS // QUAD) + j, vectors)
+            for j in T.unroll(self.blocks.positions // QUAD):
+                self._add_quad(totals, i * (self.blocks.positions // QUAD) + j, vectors)
         self._put_columns(totals, first_row, vectors)
 
     def _packed_row(self, r: int, vector: int) -> int:
         """Row of `weights` that has those of row `r` for the group of a vector of columns."""
         num_groups = len(self.blocks.v_rows.groups)
-        return r * num_groups + vector * LANES * num_groups // self.spec.v_head_dim
+        return r * num_groups + vector * self.lanes * num_groups // self.spec.v_head_dim
 
     def _add_quad(self, totals, quad, vectors: range) -> None:
         """Add the products with four positions of V."""
         codes = [
-            temp(load(self.blocks.v, (quad, c, 0), LANES, INT32), LANES, INT32) for c in vectors
+            temp(load(self.blocks.v, (quad, c, 0), self.lanes, INT32), self.lanes, INT32)
+            for c in vectors
         ]
         for r in range(self.blocking.rows):
             packed_rows = [self._packed_row(r, c) for c in vectors]
@@ -222,30 +235,35 @@ class CodeProducts(RowProducts):
                 }
                 for c, (row, value) in enumerate(zip(packed_rows, codes, strict=True)):
                     at = (2 * (r * len(vectors) + c) + n, 0)
-                    total = load(totals, at, LANES, INT32)
-                    store(totals, at, LANES, dot(total, value, dwords[row]), INT32)
+                    total = load(totals, at, self.lanes, INT32)
+                    store(totals, at, self.lanes, self.dots.dot(total, value, dwords[row]), INT32)
 
     def _put_columns(self, totals, first_row, vectors: range) -> None:
         """Add sums of products to O, whose earlier sums decay."""
         blocks, weights, o = self.blocks, self.weights, self.rows.o
-        half_width = blocks.v_rows.code_bytes // LANES
+        half_width = blocks.v_rows.code_bytes // self.lanes
         for r in range(self.blocking.rows):
             decay = temp(self.rows.softmax.rescale[self.rows.state(first_row + r)])
             for i, c in enumerate(vectors):
                 row, at = weights.index(0, self._packed_row(r, c)), 2 * (r * len(vectors) + i)
-                both = (load(totals, (at + n, 0), LANES, INT32) for n in range(2))
-                total = blocks.sum_of(put_together(*both), c // half_width)
-                total = T.cast(total + broadcast(weights.offsets[0, row], LANES), "float32x16")
-                value = total * broadcast(weights.scale[row], LANES)
-                before = load(o, (first_row + r, c * LANES), LANES) * broadcast(decay, LANES)
-                store(o, (first_row + r, c * LANES), LANES, before + value)
+                both = (load(totals, (at + n, 0), self.lanes, INT32) for n in range(2))
+                total = blocks.sum_of(put_together(*both, self.lanes), c // half_width)
+                total = T.cast(
+                    total + broadcast(weights.offsets[0, row], self.lanes),
+                    vector_type(F32, self.lanes),
+                )
+                value = total * broadcast(weights.scale[row], self.lanes)
+                before = load(o, (first_row + r, c * self.lanes), self.lanes) * broadcast(
+                    decay, self.lanes
+                )
+                store(o, (first_row + r, c * self.lanes), self.lanes, before + value)
 
 
-def _sum(vectors, rows: range):
+def _sum(vectors, rows: range, lanes: int):
     """Add up some rows of int32 vectors."""
-    value = load(vectors, (rows[0], 0), LANES, INT32)
+    value = load(vectors, (rows[0], 0), lanes, INT32)
     for row in rows[1:]:
-        value = temp(value + load(vectors, (row, 0), LANES, INT32), LANES, INT32)
+        value = temp(value + load(vectors, (row, 0), lanes, INT32), lanes, INT32)
     return value
 
 
@@ -259,4 +277,4 @@ def helpers_of(spec: KernelSpec) -> tuple[str, ...]:
     if not has_code_blocks(spec):
         return ()
     has_bits = any(codec.has_bit_plane for codec in (spec.codec.k, spec.codec.v))
-    return (vnni.LLVM_HELPERS, *([bit_masks.LLVM_HELPERS] if has_bits else []))
+    return (*byte_dots(spec.target).llvm_helpers, *([bit_masks.LLVM_HELPERS] if has_bits else []))

@@ -5,20 +5,23 @@ from __future__ import annotations
 
 from ...codec import codec_of
 from ...semantics.rotary_mode import has_rope
-from ...spec import KernelSpec
+from ...spec import KernelSpec, VectorTarget
 from ..bf16 import PairOperands
+from ..neon.numbers import NeonNumbers
+from ..neon.pairs import NeonPairs
 from ..operands import Float32Operands
-from .quantized_pairs import QuantizedPairs
+from .quantized_pairs import QuantizedNeonPairs, QuantizedPairs
 
 
 def operands(spec: KernelSpec, kv_dtype: str):
     """Choose the operands of register tiles for a spec and the type of K and V."""
-    if spec.target.multiplies_pairs and _are_pairs(spec):
+    target = spec.target
+    if (target.has_bfdot or target.multiplies_pairs) and _are_pairs(spec):
         if kv_dtype == "bfloat16":
-            return PairOperands()
+            return _pairs(target)
         if codec_of(kv_dtype) is not None:
-            return QuantizedPairs()
-    return Float32Operands(spec.target.lanes)
+            return QuantizedNeonPairs() if target.has_bfdot else QuantizedPairs()
+    return NeonNumbers(target.lanes) if target.is_neon else Float32Operands(target.lanes)
 
 
 def single_row_operands(spec: KernelSpec, tile_operands=None):
@@ -36,7 +39,7 @@ def single_row_operands(spec: KernelSpec, tile_operands=None):
     """
     is_whole = spec.qk_head_dim % 16 == 0 and spec.v_head_dim % 16 == 0
     if spec.kv_dtype == "bfloat16" and _are_pairs(spec) and is_whole and spec.page_size % 2 == 0:
-        return tile_operands if isinstance(tile_operands, PairOperands) else PairOperands()
+        return tile_operands if isinstance(tile_operands, PairOperands) else _pairs(spec.target)
     if isinstance(tile_operands, Float32Operands):
         return tile_operands
     return Float32Operands(spec.target.lanes)
@@ -44,6 +47,13 @@ def single_row_operands(spec: KernelSpec, tile_operands=None):
 
 def _are_pairs(spec: KernelSpec) -> bool:
     """Whether rows of Q can be pairs of bfloat16: both numbers of a pair have to rotate alike."""
-    if not (spec.target.has_bf16_dot and spec.target.lanes == PairOperands.lanes):
+    target = spec.target
+    has_pairs = target.has_bf16_dot and target.lanes == PairOperands.lanes
+    if not (target.has_bfdot or has_pairs):
         return False
     return spec.dtype == "bfloat16" and (spec.rope.rotary_dim % 4 == 0 or not has_rope(spec))
+
+
+def _pairs(target: VectorTarget) -> PairOperands:
+    """Return the pairs of bfloat16 of a target."""
+    return NeonPairs() if target.has_bfdot else PairOperands()

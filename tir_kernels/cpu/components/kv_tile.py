@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tile of K and V as rows, of which products take one scalar after another."""
 
-from typing import NamedTuple
-
 from tvm.script import tirx as T
 
 from ...script import inline
@@ -21,7 +19,7 @@ from ..simd import (
     store,
     temp,
 )
-from .register_tile import UNROLL
+from .register_tile import UNROLL, Transposed
 
 POSITIONS = 64  # of a tile
 
@@ -52,7 +50,9 @@ class KvTile:
         self.depth, self.width = spec.qk_head_dim // ops.numbers, spec.v_head_dim
         is_latent = spec.kind == "mla"
         self.is_in_k = is_latent and ops.numbers == 1
-        self.is_split = is_latent and ops.numbers == 2 and self.width % (2 * self.lanes) == 0
+        # Register tiles take up to 16 columns side by side: of one vector, or they are not split.
+        can_split = ops.numbers == 2 and self.lanes >= 16
+        self.is_split = is_latent and can_split and self.width % (2 * self.lanes) == 0
         self.column_step = 2 if self.is_split else 1  # between the columns of two scalars
         self.k = T.alloc_buffer((POSITIONS, self.depth), ops.dtype)
         # A row of split V is one vector longer, or the rows that a register tile reads one after
@@ -60,7 +60,7 @@ class KvTile:
         padding = self.lanes if self.is_split else 0
         shape = (POSITIONS // ops.numbers, self.width + padding)
         self.v = self.k if self.is_in_k else T.alloc_buffer(shape, ops.dtype)
-        self.columns_of_v = _Transposed(self.v)
+        self.columns_of_v = Transposed(self.v)
         self.has_special = T.local_scalar("int32")
 
     @inline
@@ -120,7 +120,7 @@ class KvTile:
 
     def _split(self, pair, start: int, words: list) -> None:
         """Store pairs of positions from pairs of columns of two rows."""
-        for j, value in enumerate(self.ops.split_words(*words)):
+        for j, value in enumerate(self.ops.split_words(*words, self.lanes)):
             at = (pair, start * 2 + j * self.lanes)
             store(self.v, at, self.lanes, value, self.ops.dtype)
 
@@ -200,13 +200,3 @@ class KvTile:
                 ask(0, (step * per_step + i) * per_line)
 
         return ask_in_step
-
-
-class _Transposed(NamedTuple):
-    """A matrix whose rows are the columns of a buffer."""
-
-    buffer: object
-
-    def __getitem__(self, at: tuple):
-        row, column = at
-        return self.buffer[column, row]

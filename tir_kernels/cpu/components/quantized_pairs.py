@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..bf16 import INT32, PairOperands
+from ..neon.pairs import NeonPairs
 from ..simd import broadcast, shuffle, temp
 
 
@@ -40,3 +41,7 @@ class QuantizedPairs(PairOperands):
         while lanes < self.lanes:
             value, lanes = temp(shuffle([value, value], range(2 * lanes)), 2 * lanes), 2 * lanes
         return value
+
+
+class QuantizedNeonPairs(QuantizedPairs, NeonPairs):
+    """`QuantizedPairs` for AArch64."""

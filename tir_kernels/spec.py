@@ -30,7 +30,7 @@ class VectorTarget:
     has_sdot : bool
         Whether ``sdot`` of AArch64 may be used.
     has_bfdot : bool
-        Whether ``bfdot`` of AArch64 may be used.
+        Whether ``bfdot`` and ``bfmmla`` of AArch64 may be used.
     has_f16_convert : bool
         Whether float16 converts to and from float32 in hardware (F16C, AVX-512F, AArch64).
     slow_bf16_dot : bool

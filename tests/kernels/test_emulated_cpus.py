@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tir_kernels.spec import RopeSpec
-from tvm_pagedkv.compiler import require_runnable, resolve_target
+from tvm_pagedkv.compiler.targets import require_runnable, resolve_target
 
 from .. import reference
 from ..support import page_kernel_cases, quantized_cases
@@ -127,13 +127,16 @@ def test_quantized_pages(cpu, codec, dtype):
     case.verify()
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_pairs_of_quantized_pages(codec):
-    """Rows of bfloat16 over codes, where the CPU multiplies pairs of bfloat16."""
+@pytest.mark.parametrize("kv_dtype", [BF16, "int8", "int4"])
+def test_pairs_of_bfloat16(kv_dtype):
+    """Rows of bfloat16 where the CPU multiplies pairs of them, over whole vectors of pairs."""
     cpu = CPUS["AArch64+bf16"]
     with kernels_on(cpu):
         assert cpu.traits.has_bfdot
-        spec = make_spec((4, 2), 64, (BF16, codec), 16, target=cpu.traits)
+        spec = make_spec((4, 2), 64, (BF16, kv_dtype), target=cpu.traits)
+        case = PagedBatch(spec, DECODE_BATCHES["mixed"], SEED)
+        case.decode()
+        case.verify()
         case = PagedBatch(spec, BATCHES["mixed"], SEED)
         case.prefill()
         case.verify()

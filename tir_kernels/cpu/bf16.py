@@ -71,7 +71,7 @@ class PairOperands:
     llvm_helpers = (LLVM_HELPERS,)
     scale_in_q = False  # would cost Q another rounding
     broadcasts_from_memory = True
-    takes_lanes = False
+    steps = None
     lanes = 16
 
     def begin(self, buffers) -> None:

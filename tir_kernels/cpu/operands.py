@@ -34,7 +34,7 @@ class Float32Operands:
     llvm_helpers = ()
     scale_in_q = True  # the scores need no scaling any more
     broadcasts_from_memory = False  # the instruction that multiplies
-    takes_lanes = False  # or takes a lane of a vector as an operand
+    steps = None  # what adds the products of `RegisterTile`, if it is not `fma`: see `neon.steps`
 
     def __init__(self, lanes: int):
         self.lanes = lanes

@@ -19,7 +19,8 @@ from ..simd import (
     store,
     temp,
 )
-from .register_tile import UNROLL, Transposed
+from ..transposed import Transposed
+from .register_tile import UNROLL
 
 POSITIONS = 64  # of a tile
 

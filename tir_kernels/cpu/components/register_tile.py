@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The register-blocked product: a few rows by a few vectors of columns, summed in registers."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 from tvm.script import tirx as T
 
 from ...script import inline
 from ...spec import VectorTarget
-from ..simd import F32, broadcast, constant, load, store, temp
+from ..simd import F32, broadcast, constant, load, store
 
 UNROLL = 2  # elements of a sum that one step takes
 
@@ -93,11 +90,14 @@ class RegisterTile:
         prefetch : callable, optional
             ``(step)``, called in each of the ``depth // UNROLL`` steps.
         """
+        steps = T.meta_var(self.ops.steps)
+        if steps is not None:
+            steps.begin(self)
         for step in range(depth // UNROLL):
             if prefetch is not None:
                 prefetch(step)
-            if self.ops.takes_lanes:
-                self._add_step_by_lanes(a, row, b, column, step * UNROLL)
+            if steps is not None:
+                steps.add(self, a, row, b, column, range(UNROLL), step * UNROLL)
             else:
                 for u in T.unroll(UNROLL):
                     k = T.meta_var(step * UNROLL + u)
@@ -108,20 +108,8 @@ class RegisterTile:
                         )
                     for i in T.unroll(self.rows):
                         self.add_products(i, a[row + i, k])
-
-    def _add_step_by_lanes(self, a, row, b, column, first_k) -> None:
-        """Add a step of products, of which elements of A are lanes of vectors."""
-        ops, lanes, dtype = self.ops, self.lanes, self.ops.dtype
-        vector_of = vectors_of(a, row, self.rows, first_k, dtype)
-        for u in range(UNROLL):
-            vectors = [
-                temp(load(*b.at(first_k + u, column + j * lanes), lanes, dtype), lanes, dtype)
-                for j in range(self.vectors)
-            ]
-            for i in range(self.rows):
-                for j, vector in enumerate(vectors):
-                    sums = ops.fma_lane(self.sums[self.at(i, j)], *vector_of(i, u), vector)
-                    T.buffer_store(self.sums, sums, list(self.at(i, j)))
+        if steps is not None:
+            steps.end(self)
 
     @inline
     def add_products(self, i, element):
@@ -139,40 +127,6 @@ class RegisterTile:
                     self.columns[T.ramp(j * self.lanes, 1, self.lanes)],
                     self.lanes,
                 )
-
-
-def vectors_of(a, row, num_rows: int, first_k, dtype: str) -> Callable:
-    """Load elements of `UNROLL` columns of A in vectors.
-
-    Returns
-    -------
-    callable
-        ``(i, u)``, both ints: a vector, its lanes, and the one that is ``a[row + i, first_k + u]``.
-    """
-    if isinstance(a, Transposed):
-        size = min(4, num_rows & -num_rows)  # rows that lie side by side
-        columns = [
-            [
-                temp(load(a.buffer, (first_k + u, row + i), size, dtype), size, dtype)
-                for i in range(0, num_rows, size)
-            ]
-            for u in range(UNROLL)
-        ]
-        return lambda i, u: (columns[u][i // size], size, i % size)
-    rows = [
-        temp(load(a, (row + i, first_k), UNROLL, dtype), UNROLL, dtype) for i in range(num_rows)
-    ]
-    return lambda i, u: (rows[i], UNROLL, u)
-
-
-class Transposed(NamedTuple):
-    """A matrix whose rows are the columns of a buffer."""
-
-    buffer: object
-
-    def __getitem__(self, at: tuple):
-        row, column = at
-        return self.buffer[column, row]
 
 
 @T.meta_class

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands in pairs of bfloat16 for the dot product instruction of NEON (``bfdot``, FEAT_BF16)."""
+"""Operands in pairs of bfloat16 for NEON with FEAT_BF16: dot products and products of matrices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tvm.script import tirx as T
 
 from ..bf16 import INT32, WORD, PairOperands
 from ..simd import shuffle, temp, vector_type
+from .steps import MatrixSteps
 
 # linkonce_odr: several kernels of one module may bring the same helpers. The first operand is often
 # a pair in every lane, so it comes last, where the instruction takes a lane of a vector.
@@ -21,6 +22,14 @@ define linkonce_odr <4 x float> @pagedkv_bf16_dot_4(<4 x float> %s, <4 x i32> %a
   ret <4 x float> %r
 }
 declare <4 x float> @llvm.aarch64.neon.bfdot.v4f32.v8bf16(<4 x float>, <8 x bfloat>, <8 x bfloat>)
+define linkonce_odr <4 x float> @pagedkv_bf16_matrices(
+    <4 x float> %s, <4 x i32> %a, <4 x i32> %b) #0 {
+  %x = bitcast <4 x i32> %a to <8 x bfloat>
+  %y = bitcast <4 x i32> %b to <8 x bfloat>
+  %r = call <4 x float> @llvm.aarch64.neon.bfmmla(<4 x float> %s, <8 x bfloat> %x, <8 x bfloat> %y)
+  ret <4 x float> %r
+}
+declare <4 x float> @llvm.aarch64.neon.bfmmla(<4 x float>, <8 x bfloat>, <8 x bfloat>)
 define linkonce_odr <4 x i32> @pagedkv_bf16_round(<4 x float> %second, <4 x float> %first) #0 {
   %low = fptrunc <4 x float> %first to <4 x bfloat>
   %high = fptrunc <4 x float> %second to <4 x bfloat>
@@ -40,30 +49,18 @@ define linkonce_odr <4 x i32> @pagedkv_bf16_interleave(<4 x float> %second, <4 x
 attributes #0 = { alwaysinline nounwind readnone }
 """
 
-# LLVM would put the pair into every lane of a vector by an instruction of its own.
-_DOT_LANE = """
-define linkonce_odr <4 x float> @pagedkv_bf16_dot_lane_{n}_{lane}(
-    <4 x float> %s, <{n} x i32> %a, <4 x i32> %b) #0 {{
-  %r = call <4 x float> asm "bfdot $0.4s, $2.8h, $3.2h[{lane}]", "=w,0,w,w"(
-      <4 x float> %s, <4 x i32> %b, <{n} x i32> %a) #0
-  ret <4 x float> %r
-}}
-"""
-_LLVM_HELPERS += "".join(_DOT_LANE.format(n=n, lane=lane) for n in (2, 4) for lane in range(n))
-
 
 class NeonPairs(PairOperands):
     """`PairOperands` for AArch64: vectors of four pairs."""
 
     llvm_helpers = (_LLVM_HELPERS,)
     broadcasts_from_memory = False
-    takes_lanes = True
+    steps = MatrixSteps
     lanes = 4
 
-    def fma_lane(self, total, vector, lanes: int, lane: int, b):
-        """Return what `fma` does for lane `lane` of a vector of `lanes` elements."""
-        name = f"pagedkv_bf16_dot_lane_{lanes}_{lane}"
-        return T.call_pure_extern("float32x4", name, total, vector, b)
+    def add_matrices(self, sums, left, right):
+        """Add the product of two rows and two columns of four numbers to 2 x 2 sums."""
+        return T.call_pure_extern("float32x4", "pagedkv_bf16_matrices", sums, left, right)
 
     def split_words(self, first, second, lanes: int) -> tuple:
         """Pairs of numbers of two rows as pairs of rows: of the even numbers, of the odd ones."""

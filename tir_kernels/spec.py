@@ -31,6 +31,8 @@ class VectorTarget:
         Whether ``sdot`` of AArch64 may be used.
     has_bfdot : bool
         Whether ``bfdot`` and ``bfmmla`` of AArch64 may be used.
+    has_amx : bool
+        Whether ``tdpbf16ps`` may be used, together with ``vdpbf16ps``.
     has_f16_convert : bool
         Whether float16 converts to and from float32 in hardware (F16C, AVX-512F, AArch64).
     slow_bf16_dot : bool
@@ -48,6 +50,7 @@ class VectorTarget:
     has_vnni: bool = False
     has_sdot: bool = False
     has_bfdot: bool = False
+    has_amx: bool = False
     has_f16_convert: bool = True
     slow_bf16_dot: bool = False
     tile: tuple[int, int] | None = None

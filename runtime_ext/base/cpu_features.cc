@@ -10,6 +10,7 @@
 #include <sstream>
 
 #include "base/error.h"
+#include "base/tile_permission.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -175,15 +176,27 @@ std::set<std::string> SplitWords(const std::string& text) {
   return split;
 }
 
-std::set<std::string> CPUFeatures() {
-  std::set<std::string> features = DetectFeatures();
-  const char* allowed = std::getenv("TVM_PAGEDKV_CPU_FEATURES");
-  if (allowed == nullptr) return features;
-  std::set<std::string> left;
-  for (const std::string& word : SplitWords(allowed)) {
+std::set<std::string> ChosenFeatures(std::set<std::string> features, const char* chosen) {
+  if (chosen == nullptr) return features;
+  std::set<std::string> words = SplitWords(chosen), left;
+  bool names_some = words.empty();
+  for (const std::string& word : words) {
+    if (word[0] == '-') {
+      features.erase(word.substr(1));
+    } else {
+      names_some = true;
+    }
+  }
+  if (!names_some) return features;
+  for (const std::string& word : words) {
     if (features.count(word) != 0) left.insert(word);
   }
   return left;
+}
+
+std::set<std::string> CPUFeatures() {
+  const char* chosen = std::getenv("TVM_PAGEDKV_CPU_FEATURES");
+  return PermittedFeatures(ChosenFeatures(DetectFeatures(), chosen), AskForTiles);
 }
 
 std::string MissingFeatures(const std::set<std::string>& needed,
@@ -203,7 +216,10 @@ void RequireCPU(const std::string& what, const std::string& architecture,
   }
   const std::string missing = MissingFeatures(features, CPUFeatures());
   if (missing.empty()) return;
+  const std::string refusal = TileRefusal();
+  const bool is_refused = !refusal.empty() && missing.find("amx_tile") != std::string::npos;
   Raise(kValueError, what, " cannot run here: this CPU lacks ", missing,
+        is_refused ? " (Linux refuses AMX to this process: " + refusal + ")" : "",
         "; compile for \"native\" on this machine, or for a CPU without these features");
 }
 

@@ -19,9 +19,17 @@ const char* CPUArchitecture();
  *
  * The CPU and the operating system are asked, not the CPU's name: a hypervisor may hide features,
  * and an emulator may have fewer than the machine that it runs on. The environment variable
- * TVM_PAGEDKV_CPU_FEATURES, a list with spaces, leaves only the features that it names.
+ * TVM_PAGEDKV_CPU_FEATURES leaves the features that ChosenFeatures keeps. If there is AMX among
+ * them, the process asks for it, and has none where that is refused: see PermittedFeatures.
  */
 std::set<std::string> CPUFeatures();
+
+/*!
+ * \brief The features that a list with spaces keeps: those that it names, or all others if it only
+ * names features with a minus before them.
+ * \param chosen The list; nullptr: all of them.
+ */
+std::set<std::string> ChosenFeatures(std::set<std::string> features, const char* chosen);
 
 /*! \brief The needed features that are not present, with spaces between them. */
 std::string MissingFeatures(const std::set<std::string>& needed,

@@ -75,6 +75,11 @@ def test_vector_traits_follow_the_target():
     assert vector_target("znver4").has_bf16_dot
     assert vector_target("x86-64-v3") == vector_target({"kind": "llvm", "mcpu": "x86-64-v3"})
     assert vector_target("x86-64-v3").lanes == 8
+    assert not vector_target("znver5").has_amx
+    assert vector_target("sapphirerapids").has_amx
+    off = {"kind": "llvm", "mcpu": "sapphirerapids", "mattr": ["-amx-tile"]}
+    assert not vector_target(off).has_amx
+    assert vector_target(off).has_bf16_dot
     generic = vector_target(tvm.target.Target("llvm"))
     assert generic.lanes == 4
     assert not generic.has_f16_convert
@@ -108,6 +113,9 @@ def _features(cpu: str) -> set[str]:
     return set(targets.required_features(resolve_target({"kind": "llvm", "mcpu": cpu})))
 
 
+AMX = ["amx_bf16", "amx_int8", "amx_tile"]
+
+
 @needs_x86
 @pytest.mark.parametrize(
     "has, more, lacks, cpu, attributes",
@@ -121,8 +129,15 @@ def _features(cpu: str) -> set[str]:
         ("x86-64-v4", [], ["avx2"], "x86-64", ()),  # which a hypervisor hides
         ("x86-64-v4", ["avx512_bf16"], [], "x86-64-v4", ("+avx512bf16",)),
         ("x86-64-v3", ["avx512_bf16"], [], "x86-64-v3", ()),
-        ("sapphirerapids", [], [], "x86-64-v4", ("+avx512bf16", "+avx512vnni")),
-        ("sapphirerapids", [], ["avx512_bf16"], "x86-64-v4", ("+avx512vnni",)),
+        (
+            "sapphirerapids",
+            [],
+            [],
+            "x86-64-v4",
+            ("+amx-bf16", "+amx-tile", "+avx512bf16", "+avx512vnni"),
+        ),
+        ("sapphirerapids", [], AMX, "x86-64-v4", ("+avx512bf16", "+avx512vnni")),  # refused
+        ("sapphirerapids", [], [*AMX, "avx512_bf16"], "x86-64-v4", ("+avx512vnni",)),
     ],
 )
 def test_native_is_the_highest_level_that_the_cpu_has(

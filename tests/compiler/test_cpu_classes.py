@@ -9,6 +9,7 @@ import pytest
 
 from tir_kernels.cpu.bf16 import PairOperands
 from tir_kernels.cpu.components.kv_operands import operands, single_row_operands
+from tir_kernels.cpu.components.tile_pairs import TilePairs
 from tir_kernels.cpu.operands import Float32Operands
 from tvm_pagedkv.compiler import choices, class_of, resolve_target, targets, vector_target
 from tvm_pagedkv.models.linear import PackedMatrix
@@ -42,13 +43,14 @@ def test_kernels_are_chosen_by_the_class(cpu, name, tile, in_decode, in_tiles):
     assert (traits.tile_rows, traits.tile_vectors) == tile
     spec = make_spec((8, 2), 64, (BF16, BF16), target=traits)
     kinds = {False: Float32Operands, True: PairOperands}
-    assert type(operands(spec, BF16)) is kinds[in_tiles]
+    assert type(operands(spec, BF16)) is (TilePairs if traits.has_amx else kinds[in_tiles])
     assert type(single_row_operands(spec)) is kinds[in_decode]
     assert PackedMatrix(64, 64, BF16, traits).has_pairs == in_tiles
     line = choices(traits)
     assert f"{tile[0]} x {tile[1]} vectors" in line
     where = ["decode"] * in_decode + ["prefill", "linear layers"] * in_tiles
     assert f"bfloat16 in {', '.join(where) or 'nothing'};" in line
+    assert ("AMX" in line) == traits.has_amx == (cpu == "sapphirerapids")
 
 
 def test_arm_has_a_class():
@@ -77,7 +79,7 @@ def test_the_model_names_the_cpu_where_a_level_does_not(fields, name):
 @pytest.mark.parametrize(
     "cpu, level, model",
     [
-        ("sapphirerapids", "x86-64-v4", "sapphirerapids"),
+        ("sapphirerapids", "x86-64-v4", None),  # AMX says as much
         ("icelake-server", "x86-64-v4", "icelake-server"),
         ("znver5", "x86-64-v4", None),
         ("znver3", "x86-64-v3", None),

@@ -14,11 +14,13 @@ import pytest
 
 REFUSED = "float16 is refused without conversion in hardware, and the refusal has tests"
 NO_AVX512 = "only CPUs with AVX-512 run code for x86-64-v4"
+NO_AVX512_BF16 = "what surrounds the model of AMX runs on CPUs with AVX-512 and bfloat16"
 NO_EMULATOR = (
     "qemu-user and a compiler for AArch64 are packages of the system, and CPUs without F16C refuse "
     "float16"
 )
 NO_RDMA_LIBRARY = "Mooncake needs the system's libibverbs1, which pip cannot install"
+_AMX = "tests/kernels/test_amx_kernels.py"
 _PAGES = "tests/kernels/test_quantized_page_kernels.py"
 # Patterns of tests, and why they may be skipped.
 EXPECTED = {
@@ -38,6 +40,13 @@ EXPECTED = {
     f"{_PAGES}::test_every_float8_code_is_chosen_and_read_exactly*x86-64-v4]": NO_AVX512,
     "tests/cache/test_non_finite.py::test_every_nan_stays_nan*x86-64-v4]": NO_AVX512,
     "tests/models/test_linear_kernels.py::test_linear*no pairs]": NO_AVX512,
+    f"{_AMX}::test_prefill*": NO_AVX512_BF16,
+    f"{_AMX}::test_prefill_ragged*": NO_AVX512_BF16,
+    f"{_AMX}::test_rows_that_see_nothing*": NO_AVX512_BF16,
+    f"{_AMX}::test_windows_and_rotation*": NO_AVX512_BF16,
+    f"{_AMX}::test_trees*": NO_AVX512_BF16,
+    f"{_AMX}::test_hidden_positions_that_are_not_finite*": NO_AVX512_BF16,
+    f"{_AMX}::test_every_thread_has_tiles_of_its_own*": NO_AVX512_BF16,
     "tests/kernels/test_emulated_cpus.py::test_rows_that_move*": NO_EMULATOR,
     "tests/kernels/test_emulated_cpus.py::test_attention*": NO_EMULATOR,
     "tests/kernels/test_emulated_cpus.py::test_trees_and_windows*": NO_EMULATOR,

@@ -72,11 +72,18 @@ class PairOperands:
     scale_in_q = False  # would cost Q another rounding
     broadcasts_from_memory = True
     steps = None
+    product_tile = None  # as of `Float32Operands`
     lanes = 16
 
     def begin(self, buffers) -> None:
         """Look at bfloat16 buffers as 16-bit words; to be called where they are matched."""
         self.views = [(buffer, _as_words(buffer)) for buffer in buffers]
+
+    def begin_task(self) -> None:
+        """Nothing to prepare."""
+
+    def end_task(self) -> None:
+        """Nothing to give back."""
 
     def scope(self):
         """Open the scope in which the LLVM helpers are known."""

@@ -35,12 +35,19 @@ class Float32Operands:
     scale_in_q = True  # the scores need no scaling any more
     broadcasts_from_memory = False  # the instruction that multiplies
     steps = None  # what adds the products of `RegisterTile`, if it is not `fma`: see `neon.steps`
+    product_tile = None  # what multiplies matrices instead of `RegisterTile`
 
     def __init__(self, lanes: int):
         self.lanes = lanes
 
     def begin(self, buffers) -> None:
         """Nothing to prepare."""
+
+    def begin_task(self) -> None:
+        """Nothing to prepare."""
+
+    def end_task(self) -> None:
+        """Nothing to give back."""
 
     def scope(self):
         """No helpers."""

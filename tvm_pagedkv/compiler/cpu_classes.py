@@ -95,6 +95,7 @@ def choices(traits: VectorTarget) -> str:
         [
             f"vectors of {32 * traits.lanes} bits",
             f"register tiles of {traits.tile_rows} x {traits.tile_vectors} vectors",
+            *(["bfloat16 in AMX in prefill"] if traits.has_amx else []),
             f"pairs of bfloat16 in {', '.join(with_pairs) or 'nothing'}",
             f"byte dot products {'for quantized pages' if traits.has_byte_dot else 'nowhere'}",
         ]
@@ -109,6 +110,7 @@ def _traits(features: frozenset[str]) -> dict[str, Any]:
             "registers": 32,
             "has_bf16_dot": "avx512bf16" in features,
             "has_vnni": "avx512vnni" in features,
+            "has_amx": {"amx-bf16", "amx-tile", "avx512bf16"} <= features,
         }
     if "avx2" in features:
         return {"lanes": 8, "registers": 16, "has_f16_convert": "f16c" in features}

@@ -43,7 +43,7 @@ _LINUX_NAMES = {"x86_64": _names(_X86), "aarch64": _names(_AARCH64)}
 
 # The x86 levels that kernels distinguish, and LLVM's names of what they use beyond the highest.
 _X86_LEVELS = "x86-64-v4", "x86-64-v3", "x86-64"
-_BEYOND_LEVELS = {"x86-64-v4": ("avx512bf16", "avx512vnni")}
+_BEYOND_LEVELS = {"x86-64-v4": ("amx-bf16", "amx-tile", "avx512bf16", "avx512vnni")}
 
 
 def resolve_target(target: Target | str | Mapping | None = None) -> Target:
@@ -84,8 +84,10 @@ def require_cpu(target: Target) -> None:
 def cpu_features() -> frozenset[str]:
     """Return the features that code in this process may use, as Linux names them.
 
-    The runtime asks the CPU, so that what a hypervisor or an emulator hides is not used. With the
-    environment variable ``TVM_PAGEDKV_CPU_FEATURES``, only the features that it names are left.
+    The runtime asks the CPU, so that what a hypervisor or an emulator hides is not used. The
+    environment variable ``TVM_PAGEDKV_CPU_FEATURES`` names the only ones that are left, or, with a
+    minus before each, those that are left out. A CPU with AMX makes the process ask Linux for it;
+    where that is refused, a warning on stderr says so, and the features do not name it.
     """
     return frozenset(map(str, tvm_ffi.get_global_func("pagedkv.cpu_features")()))
 

@@ -21,7 +21,7 @@ from ..components.lane_rows import LaneMask, LaneQueries, RowBlocks
 from ..components.lane_softmax import LaneSoftmax, LaneSums
 from ..components.output import Output
 from ..components.partial_states import PartialStates
-from ..components.query_tile import Tiling
+from ..components.query_tile import tile_tokens
 from ..components.rotation import rotation_of
 from ..components.tile_splits import CutTile, Split, TileSplits
 from ..components.tree_mask import TokenTrees, TreeMask
@@ -54,7 +54,7 @@ class SequenceTiles:
     head = 0  # of K and V
 
     def __init__(self, spec: KernelSpec, a: PagedInputs):
-        self.spec, self.a, self.tile_tokens = spec, a, Tiling.of(spec).tokens
+        self.spec, self.a, self.tile_tokens = spec, a, tile_tokens(spec)
         self.mask = a.mask
         self.sequence, self.kv_len, self.end = (T.local_scalar("int32") for _ in range(3))
         self.first_page, self.last_page = (T.local_scalar("int32") for _ in range(2))
@@ -145,7 +145,7 @@ def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...], mask_class: type):
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    ops, max_rows = operands(spec, spec.kv_dtype), Tiling.of(spec).tokens * num_heads
+    ops, max_rows = operands(spec, spec.kv_dtype), tile_tokens(spec) * num_heads
 
     @prim_func(absent=absent)
     def mla_prefill(

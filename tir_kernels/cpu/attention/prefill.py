@@ -61,7 +61,7 @@ def attend(spec, a, ops, num_positions, single_ops=None):
     row_work = T.meta_var(spec.num_qo_heads * spec.qk_head_dim)
     work = num_rows * row_work * num_positions // T.max(a.batch_size, 1)
     num_tasks = T.if_then_else(work > SERIAL_WORK, num_threads(), 1)
-    tiling, lanes = T.meta_var((Tiling.of(spec), spec.target.lanes))
+    tiling, lanes = T.meta_var((Tiling.of(spec, ops), spec.target.lanes))
     many_rows = T.meta_var(num_tasks * (TILES_PER_TASK * tiling.tokens))
     has_many = num_rows * spec.num_kv_heads >= T.cast(many_rows, "int64")
     max_tokens = T.if_then_else(has_many, tiling.tokens, (tiling.tokens + 1) // 2)
@@ -84,8 +84,10 @@ def attend(spec, a, ops, num_positions, single_ops=None):
             scores = ScoreTile(spec, ops, rows, columns)
             mask = T.meta_var(a.mask if a.tree is None else TreeMask(a, a.tree, POSITIONS))
             tiles = TileQueue(spec, a, queue, max_tokens, singles)
+            ops.begin_task()
             a.rope.begin_task()
             rows.begin_task()
+            kv.begin_task()
             if has_singles:
                 singles.begin_task()
                 for turn in range(2):
@@ -95,6 +97,7 @@ def attend(spec, a, ops, num_positions, single_ops=None):
                         attend_tiles(spec, a, mask, tiles, rows, kv, scores)
             else:
                 attend_tiles(spec, a, mask, tiles, rows, kv, scores)
+            ops.end_task()
 
 
 @inline

@@ -22,7 +22,7 @@ from ..components.lane_rows import LaneQueries, RowBlocks
 from ..components.lane_softmax import LaneSoftmax, LaneSums
 from ..components.output import Output
 from ..components.partial_states import PartialStates
-from ..components.query_tile import Tiling
+from ..components.query_tile import tile_tokens
 from ..components.rotation import rotation_of
 from ..components.tile_splits import CutTile, Split, TileSplits
 from ..components.work import TASKS
@@ -53,7 +53,7 @@ class SegmentTiles:
     """
 
     def __init__(self, spec: KernelSpec, a: SharedInputs):
-        self.spec, self.a, self.tile_tokens = spec, a, Tiling.of(spec).tokens
+        self.spec, self.a, self.tile_tokens = spec, a, tile_tokens(spec)
         self.segment, self.kv_len, self.k_offset = (T.local_scalar("int32") for _ in range(3))
         self.first_page, self.last_page = (T.local_scalar("int32") for _ in range(2))
         self.begin_token, self.end_token = (T.local_scalar("int32") for _ in range(2))
@@ -145,7 +145,7 @@ def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    ops, group, max_tokens = operands(spec, spec.kv_dtype), spec.group_size, Tiling.of(spec).tokens
+    ops, group, max_tokens = operands(spec, spec.kv_dtype), spec.group_size, tile_tokens(spec)
     max_rows = max_tokens * group
     kind = LatentRows if spec.kind == "mla" else PagedRows
 

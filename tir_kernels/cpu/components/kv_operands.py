@@ -11,11 +11,17 @@ from ..neon.numbers import NeonNumbers
 from ..neon.pairs import NeonPairs
 from ..operands import Float32Operands
 from .quantized_pairs import QuantizedNeonPairs, QuantizedPairs
+from .tile_pairs import QuantizedTilePairs, TilePairs
 
 
 def operands(spec: KernelSpec, kv_dtype: str):
-    """Choose the operands of register tiles for a spec and the type of K and V."""
+    """Choose the operands of products of matrices for a spec and the type of K and V."""
     target = spec.target
+    if target.has_amx and _are_pairs(spec):
+        if kv_dtype == "bfloat16":
+            return TilePairs()
+        if codec_of(kv_dtype) is not None:
+            return QuantizedTilePairs()
     if (target.has_bfdot or target.multiplies_pairs) and _are_pairs(spec):
         if kv_dtype == "bfloat16":
             return _pairs(target)

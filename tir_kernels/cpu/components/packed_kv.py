@@ -6,8 +6,8 @@ from tvm.script import tirx as T
 from ...script import inline
 from ...spec import KernelSpec
 from ..operands import ROWS_AT_ONCE, copy_v, transpose_k
-from ..simd import add, elements_per_line, load, reduce_lanes
-from .register_tile import UNROLL, ColumnTiles, Panels
+from ..simd import add, broadcast, elements_per_line, load, reduce_lanes, store
+from .register_tile import UNROLL, ColumnTiles, Panels, round_up
 
 POSITIONS = 64  # of a tile
 
@@ -42,7 +42,9 @@ class PackedKv:
     def __init__(self, spec: KernelSpec, ops, tiles: ColumnTiles):
         self.spec, self.ops, self.lanes, self.tiles = spec, ops, spec.target.lanes, tiles
         self.depth, width = spec.qk_head_dim // ops.numbers, tiles.wide.width
-        self.k = Panels(self.depth, POSITIONS, width, ops.dtype)
+        self.padded_depth = round_up(self.depth, tiles.step)  # behind the elements there are zeros
+        self.k = Panels(self.padded_depth, POSITIONS, width, ops.dtype)
+        self.positions_at_once = max(ROWS_AT_ONCE, tiles.step * ops.numbers)  # of V
         self.v = Panels(POSITIONS // ops.numbers, spec.v_head_dim, width, ops.dtype)
         self.num_packed = T.local_scalar("int32")  # positions of V
         self.has_non_finite = T.local_scalar("int32")
@@ -52,6 +54,16 @@ class PackedKv:
         self.rows_per_product = T.local_scalar("int32")
         # Rows of the next tile; those of V are a part of K's with MLA.
         self.num_prefetched = POSITIONS if spec.kind == "mla" else 2 * POSITIONS
+
+    @inline
+    def begin_task(self):
+        """Let the elements behind those of K be zeros."""
+        if self.padded_depth > self.depth:
+            zeros = T.meta_var(broadcast(T.cast(0, self.ops.dtype), self.lanes))
+            for row in range(self.padded_depth - self.depth):
+                for i in T.unroll(POSITIONS // self.lanes):
+                    at = T.meta_var(self.k.at(self.depth + row, i * self.lanes))
+                    store(*at, self.lanes, zeros, self.ops.dtype)
 
     @inline
     def pack_k(self, rows, first, end):
@@ -65,7 +77,7 @@ class PackedKv:
     def pack_v(self, rows, first, end, begin=None):
         """Pack the positions of V from `first` on that are before `end`, and not before `begin`."""
         count = T.min(POSITIONS, end - first)
-        self.num_packed = (count + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE * ROWS_AT_ONCE
+        self.num_packed = round_up(count, self.positions_at_once)
         columns = T.meta_var(self.spec.v_head_dim)
         copy_v(self.ops, rows, first, self.v.at, columns, self.num_packed, end, begin)
 
@@ -75,7 +87,7 @@ class PackedKv:
         self.has_non_finite = 0
         if is_masked:
             self.found = T.float32(0)
-            self.tiles.each(self._add_zeros_times_v)
+            self.tiles.in_registers.each(self._add_zeros_times_v)
             self.has_non_finite = T.if_then_else(self.found == T.float32(0), 0, 1)
 
     @inline

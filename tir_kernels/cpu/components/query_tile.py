@@ -21,11 +21,17 @@ from ..simd import (
 )
 from .output import Output
 from .packed_kv import POSITIONS, PackedKv
-from .register_tile import UNROLL, ColumnTiles
+from .register_tile import ColumnTiles, RegisterTile, round_up
 from .row_bounds import TilePart
 
 BLOCKS = 4  # that use a part of K or V while it is in L1
 UNSEEN, BEGUN, STORED = range(3)  # progress of a block
+
+
+def tile_tokens(spec: KernelSpec) -> int:
+    """Return the tokens of a tile, whose Q and O take at most half a megabyte."""
+    num_rows = max(32, min(512, 131072 // (spec.qk_head_dim + spec.v_head_dim)))
+    return max(1, min(256, num_rows // spec.group_size))
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,10 @@ class Tiling:
     num_blocks: int
 
     @staticmethod
-    def of(spec: KernelSpec) -> "Tiling":
-        """Choose so that Q and O of a tile take at most half a megabyte."""
-        num_rows = max(32, min(512, 131072 // (spec.qk_head_dim + spec.v_head_dim)))
-        tokens = max(1, min(256, num_rows // spec.group_size))
-        rows = spec.target.tile_rows
+    def of(spec: KernelSpec, ops) -> "Tiling":
+        """Choose the rows of a block by what multiplies them."""
+        tokens = tile_tokens(spec)
+        rows, _ = (ops.product_tile or RegisterTile).shape(spec.target)
         return Tiling(tokens, rows, -(-tokens * spec.group_size // rows))
 
 
@@ -96,11 +101,12 @@ class QueryTile:
         # Rows that are rotated back first are stored at the end.
         self.stores_early = not a.rope.restores
         self.group, self.lanes = spec.group_size, spec.target.lanes
-        tiling = Tiling.of(spec)
+        tiling = Tiling.of(spec, ops)
         self.block_rows = tiling.rows
         num_rows, self.depth = tiling.num_blocks * tiling.rows, spec.qk_head_dim // ops.numbers
-        self.q = T.alloc_buffer((num_rows, self.depth), ops.dtype)
-        self.o = T.alloc_buffer((num_rows, spec.v_head_dim), F32)
+        self.padded_depth = round_up(self.depth, tiles.step)  # behind the elements there are zeros
+        self.q = T.alloc_buffer((num_rows, self.padded_depth), ops.dtype)
+        self.o = T.alloc_buffer((num_rows, round_up(spec.v_head_dim, tiles.column_step)), F32)
         self.inverse = T.alloc_buffer((BLOCKS * tiling.rows,), F32)
         self.progress = T.alloc_buffer((tiling.num_blocks,), "int32")
         self.factor = T.local_scalar("float32")  # of the logits, times log2(e)
@@ -115,8 +121,12 @@ class QueryTile:
 
     @inline
     def begin_task(self):
-        """Take the scale of the logits."""
+        """Take the scale of the logits, and clear what is behind the elements of Q."""
         self.factor = self.a.sm_scale * T.float32(LOG2E)
+        if self.padded_depth > self.depth:
+            for row in range(self.q.shape[0]):
+                for i in range(self.padded_depth - self.depth):
+                    self.q[row, self.depth + i] = T.cast(0, self.ops.dtype)
 
     @inline
     def begin(self, first_token, num_tokens, head):
@@ -229,8 +239,8 @@ class QueryTile:
         for j in range(part.count):
             row = j * self.block_rows
             first_row = part.first_row + row
-            step = T.meta_var(UNROLL * self.ops.numbers)
-            depth = (part.num_seen(j) + step - 1) // step * UNROLL
+            step = T.meta_var(tile.step * self.ops.numbers)
+            depth = (part.num_seen(j) + step - 1) // step * tile.step
             if self.is_new == 1:
                 tile.clear()
             else:
@@ -238,6 +248,7 @@ class QueryTile:
                 tile.load_scaled(self.o, first_row, column, self.softmax.rescale, state)
             tile.multiply(scores.weights, row, kv.v, column, depth)
             if self.stores_early and part.completes(j):
+                tile.take_sums()
                 for i in T.unroll(self.block_rows):
                     self.locate(first_row + i)
                     for k in T.unroll(tile.vectors):
@@ -261,7 +272,7 @@ class QueryTile:
     def _add_row(self, i, scores, kv, part):
         visible = T.meta_var(part.visible_to(i))
         row = T.meta_var(part.first_row + i)
-        self.tiles.each(
+        self.tiles.in_registers.each(
             lambda tile, column: self._add_visible(tile, column, row, i, scores, kv, visible)
         )
 

@@ -10,6 +10,11 @@ from ..simd import F32, broadcast, constant, load, store
 UNROLL = 2  # elements of a sum that one step takes
 
 
+def round_up(count, step: int):
+    """Return the smallest multiple of a step that is not less than a count."""
+    return (count + step - 1) // step * step
+
+
 @T.meta_class
 class Panels:
     """A matrix whose columns lie in panels, as wide as register tiles are.
@@ -33,7 +38,8 @@ class RegisterTile:
 
     It serves every product of attention: of rows of Q and columns of K, of weights and columns of
     V, and, where rows lie along the lanes, of rows of K and columns of Q. A caller starts with
-    `clear` or `load_scaled`, calls `multiply`, and takes `sums`, or stores them with `put`.
+    `clear` or `load_scaled`, calls `multiply`, and stores the sums with `put`, or reads `sums`
+    after `take_sums`. `amx_tile.AmxTile` has the same methods.
 
     Parameters
     ----------
@@ -41,7 +47,22 @@ class RegisterTile:
     rows, vectors, lanes : int
         Rows, and vectors of `lanes` columns; besides the sums a row of vectors has to fit the
         registers.
+
+    Attributes
+    ----------
+    step : int
+        Elements of a sum that a step takes.
+    column_step : int
+        Columns of a matrix that `put` may write, a multiple of them.
     """
+
+    step = UNROLL
+    column_step = 1
+
+    @staticmethod
+    def shape(target: VectorTarget) -> tuple[int, int]:
+        """Rows and vectors of a wide tile."""
+        return target.tile_rows, target.tile_vectors
 
     def __init__(self, ops, rows: int, vectors: int, lanes: int):
         self.ops, self.rows, self.vectors, self.lanes = ops, rows, vectors, lanes
@@ -69,6 +90,9 @@ class RegisterTile:
                 scale = T.meta_var(broadcast(scales[first + i], self.lanes))
                 self.sums[self.at(i, j)] = value * scale
 
+    def take_sums(self) -> None:
+        """Prepare `sums` for readers: they are there."""
+
     @inline
     def put(self, matrix, row, column):
         """Store the sums to rows of a float32 matrix."""
@@ -86,7 +110,7 @@ class RegisterTile:
         a : Buffer ``[row, k]`` of elements, or a view that is indexed like one.
         b : `Panels`, or a view with an ``at(k, column)`` that gives buffer and index.
         depth : int or int32 expression
-            Length of the sum in elements, a multiple of `UNROLL`.
+            Length of the sum in elements, a multiple of `step`.
         prefetch : callable, optional
             ``(step)``, called in each of the ``depth // UNROLL`` steps.
         """
@@ -137,21 +161,33 @@ class ColumnTiles:
     ----------
     ops : operands object
     target : VectorTarget
-        Its `tile_rows` and `tile_vectors` are those of a wide tile.
+        It decides the shape of a wide tile.
     width : int
         Columns in all, a multiple of 8.
+    tile : type, optional
+        What multiplies: by default what `ops` asks for.
+
+    Attributes
+    ----------
+    in_registers : ColumnTiles
+        These, or the same columns in register tiles, for sums that are no matrix product.
     """
 
-    def __init__(self, ops, target: VectorTarget, width: int):
-        rows, lanes = target.tile_rows, target.lanes
-        self.wide = RegisterTile(ops, rows, target.tile_vectors, lanes)
-        self.single = RegisterTile(ops, rows, 1, lanes)
+    def __init__(self, ops, target: VectorTarget, width: int, tile: type | None = None):
+        make, lanes = tile or ops.product_tile or RegisterTile, target.lanes
+        rows, vectors = make.shape(target)
+        self.step, self.column_step = make.step, make.column_step
+        self.wide = make(ops, rows, vectors, lanes)
+        self.single = make(ops, rows, 1, lanes)
         self.num_wide, rest = divmod(width, self.wide.width)
         self.num_single, narrow = rest // lanes, width % lanes
         self.has_narrow = narrow > 0
         self.first_single, self.first_narrow = width - rest, width - narrow
         if narrow:
-            self.narrow = RegisterTile(ops, rows, 1, narrow)
+            self.narrow = make(ops, rows, 1, narrow)
+        self.in_registers = (
+            self if make is RegisterTile else ColumnTiles(ops, target, width, RegisterTile)
+        )
 
     @inline
     def each(self, body):

@@ -60,7 +60,8 @@ class ScoreTile:
     def _multiply(self, tile, kv, part, block, column):
         row = block * self.rows.block_rows
         tile.clear()
-        tile.multiply(self.rows.q, part.first_row + row, kv.k, column, kv.depth)
+        tile.multiply(self.rows.q, part.first_row + row, kv.k, column, kv.padded_depth)
+        tile.take_sums()
         for i in T.unroll(tile.rows):
             for j in T.unroll(tile.vectors):
                 logit = T.meta_var(self._logit(tile.sums[tile.at(i, j)]))

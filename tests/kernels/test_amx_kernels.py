@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,8 +13,12 @@ from tir_kernels.spec import RopeSpec
 from ..support import tile_model
 from ..support.attention_cases import PagedBatch, RaggedBatch
 from ..support.kernel_specs import BATCHES, BF16, make_spec, parametrize_seed
+from ..support.mla_cases import LatentBatch
+from ..support.mla_cases import make_spec as make_mla_spec
 from ..support.tile_model import AMX
-from ..support.tree_cases import PagedTrees, chain, random_parents
+from ..support.tree_cases import LatentTrees, PagedTrees, chain, random_parents
+from .test_append_prefill import check as check_append_prefill
+from .test_shared_prefix_kernel import SEGMENTS, SharedBatch
 
 pytestmark = pytest.mark.skipif(not tile_model.runs_here(), reason="no AVX-512 with bfloat16")
 BF16_PAGES = (BF16, BF16)
@@ -75,6 +81,11 @@ def test_rows_that_see_nothing(seed):
 
 
 @parametrize_seed
+def test_append_prefill(seed):
+    check_append_prefill(amx_spec((8, 2), 64), BATCHES["tiles"], seed, apply_rope=True)
+
+
+@parametrize_seed
 def test_windows_and_rotation(seed):
     spec = amx_spec((4, 2), 96, kind="mha_sliding", rope=RopeSpec(1e4, 1.0, 96))
     case = PagedBatch(spec, [(3, 70), (2, 2), (130, 290)], seed)
@@ -89,6 +100,9 @@ def test_trees(seed):
     case = PagedTrees(amx_spec((4, 2), 64), trees, seed)
     case.run(inline=True)
     case.verify(inline=True)
+    case = LatentTrees(amx_mla_spec(5, (40, 24)), trees, seed)
+    case.run()
+    case.verify()
 
 
 @parametrize_seed
@@ -117,3 +131,55 @@ def test_every_thread_has_tiles_of_its_own(seed):
     done = tile_model.counts()
     assert done.begins == done.ends == 2
     assert done.threads == 2
+
+
+def amx_mla_spec(num_heads, dims, dtypes=BF16_PAGES, page=16):
+    return replace(make_mla_spec(num_heads, dims, dtypes, page), target=AMX)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        amx_mla_spec(16, (512, 64)),
+        amx_mla_spec(5, (40, 24), page=4),
+        amx_mla_spec(40, (64, 8), (BF16, "int8"), 32),
+    ],
+    ids=["16x576/512", "5x64/40-p4", "40x72/64-int8-p32"],
+)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@parametrize_seed
+def test_latent_rows(spec, causal, seed):
+    lengths = [(0, 0), (1, 1), (9, 70), (2, 0), (1, 500), (4, 6)]
+    case = LatentBatch(spec, lengths, seed)
+    case.run(causal)
+    case.verify(causal)
+
+
+@pytest.mark.parametrize("kv_len", [37, 64, 96])
+@parametrize_seed
+def test_latent_rows_that_are_not_finite(kv_len, seed):
+    """The last position is NaN, and only the last row sees it."""
+    spec = amx_mla_spec(16, (64, 16))
+    case = LatentBatch(spec, [(2, kv_len)], seed)
+    expected = case.expected()[0][0].astype(np.float32)
+    slot = case.slots(0)[-1]
+    case.pages[slot // spec.page_size, slot % spec.page_size] = np.nan
+    case.run()
+    o = case.o.numpy().astype(np.float32)
+    np.testing.assert_allclose(o[0], expected, atol=0.02)
+    assert np.isnan(o[1]).all()
+
+
+@pytest.mark.parametrize(
+    "spec, segments",
+    [
+        (amx_spec((32, 8), 128), "many"),
+        (amx_spec((3, 1), 24, page=128), "wide"),
+        (amx_spec((5, 1), 80, (BF16, "int8"), 4), "long"),
+        (amx_spec((16, 1), (40, 24), page=4, kind="mla"), "many"),
+    ],
+    ids=["32:8x128", "3:1x24-p128", "5:1x80-int8-p4", "16x40/24-p4"],
+)
+@parametrize_seed
+def test_shared_pages(spec, segments, seed):
+    SharedBatch(spec, SEGMENTS[segments], seed).check()

@@ -16,14 +16,15 @@ from ...signatures.inputs import PagedInputs
 from ...spec import LOG2E, KernelSpec
 from ..components.kv_operands import operands
 from ..components.kv_rows import LatentRows
-from ..components.kv_tile import POSITIONS, KvTile, rounded
+from ..components.kv_tile import POSITIONS, KvTile
 from ..components.lane_rows import LaneMask, LaneQueries, RowBlocks
-from ..components.lane_softmax import LaneSoftmax, LaneSums
+from ..components.lane_softmax import LaneSoftmax
 from ..components.output import Output
 from ..components.partial_states import PartialStates
 from ..components.query_tile import tile_tokens
 from ..components.rotation import rotation_of
 from ..components.tile_splits import CutTile, Split, TileSplits
+from ..components.tile_sums import sums_of
 from ..components.tree_mask import TokenTrees, TreeMask
 from ..components.work import TASKS
 from ..conversion import require_half_conversion
@@ -197,12 +198,13 @@ def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...], mask_class: type):
                 table = T.meta_var((a.page_values, tile.first_page, tile.last_page))
                 rows = T.meta_var(LatentRows(spec, kv_pages, *table, head=0))
                 factor = sm_scale * T.float32(LOG2E)
+                ops.begin_task()
                 rope.begin_task()
                 mask = T.meta_var(a.mask if trees is None else TreeMask(a, trees, POSITIONS))
                 queries = LaneQueries(spec, ops, max_rows, a, rope, factor)
                 kv = KvTile(spec, ops, rows)
                 seen = LaneMask(mask, max_rows, ops.lanes)
-                softmax, sums = LaneSoftmax(spec, ops, max_rows), LaneSums(spec, ops, max_rows)
+                softmax, sums = LaneSoftmax(spec, ops, max_rows), sums_of(spec, ops, max_rows)
                 blocks, output = RowBlocks(spec, ops), Output(spec, a.o, a.lse)
 
                 @inline
@@ -215,11 +217,13 @@ def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...], mask_class: type):
                         if num_shared < POSITIONS:
                             softmax.hide(block, first, num_shared, num_seen, seen)
                         softmax.update(block, num_seen)
-                        if num_shared < rounded(num_seen) and kv.has_special != 0:
+                        if num_shared < kv.rounded(num_seen) and kv.has_special != 0:
                             sums.add_seen(kv, softmax, block, first, num_seen, seen)
                         else:
                             sums.add(kv, softmax, block, first, num_seen)
 
+                queries.begin_task()
+                kv.begin_task()
                 split.take(task)
                 tile.begin()
                 while tile.before < split.last:
@@ -255,6 +259,7 @@ def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...], mask_class: type):
                             else:
                                 states.put(task, split.begin > 0, row, *state)
                     tile.advance()
+                ops.end_task()
         if splits.num_tasks > 1:
             for task in T.parallel(splits.num_tasks, annotations=TASKS):
                 tile, output = SequenceTiles(spec, a), Output(spec, a.o, a.lse)

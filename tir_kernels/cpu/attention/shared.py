@@ -19,12 +19,13 @@ from ..components.kv_operands import operands
 from ..components.kv_rows import LatentRows, PagedRows
 from ..components.kv_tile import POSITIONS, KvTile
 from ..components.lane_rows import LaneQueries, RowBlocks
-from ..components.lane_softmax import LaneSoftmax, LaneSums
+from ..components.lane_softmax import LaneSoftmax
 from ..components.output import Output
 from ..components.partial_states import PartialStates
 from ..components.query_tile import tile_tokens
 from ..components.rotation import rotation_of
 from ..components.tile_splits import CutTile, Split, TileSplits
+from ..components.tile_sums import sums_of
 from ..components.work import TASKS
 from ..conversion import require_half_conversion
 
@@ -205,6 +206,7 @@ def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
                 tile, split = SegmentTiles(spec, a), Split(splits)
                 table = T.meta_var((a.page_values, tile.first_page, tile.last_page))
                 rows = T.meta_var(kind(spec, kv_pages, *table, head=tile.head))
+                ops.begin_task()
                 rope.begin_task()
                 rope.begin_sequence(T.int32(0))  # the length matters to longrope only
                 factor = sm_scale * T.float32(LOG2E)
@@ -212,7 +214,7 @@ def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
                 kv = KvTile(spec, ops, rows)
                 blocks = RowBlocks(spec, ops)
                 softmax = LaneSoftmax(spec, ops, max_rows)
-                sums = LaneSums(spec, ops, max_rows)
+                sums = sums_of(spec, ops, max_rows)
                 output = Output(spec, a.o, a.lse, merges=True)
 
                 @inline
@@ -223,6 +225,8 @@ def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
                     softmax.update(block, num_seen)
                     sums.add(kv, softmax, block, first, num_seen)
 
+                queries.begin_task()
+                kv.begin_task()
                 split.take(task)
                 tile.begin()
                 while tile.before < split.last:
@@ -251,6 +255,7 @@ def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
                             else:
                                 states.put(task, split.begin > 0, row, *state)
                     tile.advance()
+                ops.end_task()
         if splits.num_tasks > 1:
             for task in T.parallel(splits.num_tasks, annotations=TASKS):
                 tile, output = SegmentTiles(spec, a), Output(spec, a.o, a.lse, merges=True)

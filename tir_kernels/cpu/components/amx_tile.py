@@ -96,3 +96,13 @@ class AmxTile:
     def _tiles(self) -> list[tuple[int, int, int]]:
         """The tiles of sums: number, row and column."""
         return [(2 * i + j, i, j) for i in range(self.num_parts) for j in range(self.vectors)]
+
+
+@T.meta_class
+class NarrowAmxTile(AmxTile):
+    """An `AmxTile` of a single row of tiles."""
+
+    @staticmethod
+    def shape(target: VectorTarget) -> tuple[int, int]:
+        """Rows and vectors of a wide tile."""
+        return SIDE, 2

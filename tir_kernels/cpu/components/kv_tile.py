@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tile of K and V as rows, of which products take one scalar after another."""
 
+from typing import NamedTuple
+
 from tvm.script import tirx as T
 
 from ...script import inline
@@ -20,7 +22,7 @@ from ..simd import (
     temp,
 )
 from ..transposed import Transposed
-from .register_tile import UNROLL
+from .register_tile import UNROLL, RegisterTile, round_up
 
 POSITIONS = 64  # of a tile
 
@@ -53,23 +55,39 @@ class KvTile:
         self.is_in_k = is_latent and ops.numbers == 1
         # Register tiles take up to 16 columns side by side: of one vector, or they are not split.
         can_split = ops.numbers == 2 and self.lanes >= 16
-        self.is_split = is_latent and can_split and self.width % (2 * self.lanes) == 0
+        is_even = self.width % (2 * self.lanes) == 0
+        self.is_split = is_latent and can_split and is_even and not ops.product_tile
         self.column_step = 2 if self.is_split else 1  # between the columns of two scalars
-        self.k = T.alloc_buffer((POSITIONS, self.depth), ops.dtype)
+        tile = ops.product_tile or RegisterTile
+        self.padded_depth = round_up(self.depth, tile.step)  # behind the elements there are zeros
+        self.positions_at_once = max(ROWS_AT_ONCE, tile.step * ops.numbers)  # of V
+        self.k = T.alloc_buffer((POSITIONS, self.padded_depth), ops.dtype)
         # A row of split V is one vector longer, or the rows that a register tile reads one after
         # another would share two sets of the cache.
         padding = self.lanes if self.is_split else 0
-        shape = (POSITIONS // ops.numbers, self.width + padding)
+        shape = (POSITIONS // ops.numbers, round_up(self.width, tile.column_step) + padding)
         self.v = self.k if self.is_in_k else T.alloc_buffer(shape, ops.dtype)
-        self.columns_of_v = Transposed(self.v)
+        self.columns_of_v, self.rows_of_v = Transposed(self.v), _Rows(self.v)
         self.has_special = T.local_scalar("int32")
+
+    @inline
+    def begin_task(self):
+        """Let the elements behind those of K be zeros."""
+        if self.padded_depth > self.depth:
+            for row in range(POSITIONS):
+                for i in range(self.padded_depth - self.depth):
+                    self.k[row, self.depth + i] = T.cast(0, self.ops.dtype)
+
+    def rounded(self, num_positions):
+        """Round up to positions of V that the products take in whole steps."""
+        return round_up(num_positions, self.positions_at_once)
 
     @inline
     def pack(self, first, end, rope, k_offset):
         """Take the positions from `first` on, of those before `end`.
 
-        Behind them there are up to three more, in whole steps of the products: with zeros for V,
-        and some row of K.
+        Behind them there are a few more, in whole steps of the products: with zeros for V, and some
+        row of K.
         """
         num_positions = rounded(T.min(POSITIONS, end - first))
 
@@ -100,7 +118,9 @@ class KvTile:
                             self.width // 2, self.lanes, lambda c, n: self._split_again(pair, c)
                         )
         else:
-            copy_v(self.ops, self.rows, first, self._at_v, self.width, num_positions, end)
+            if self.positions_at_once > ROWS_AT_ONCE:
+                num_positions = self.rounded(T.min(POSITIONS, end - first))
+            copy_v(self.ops, self.rows, first, self.rows_of_v.at, self.width, num_positions, end)
 
     def _copy(self, source, row, start: int, lanes: int) -> None:
         """Copy a vector of some rows of K, the first at an even position."""
@@ -132,9 +152,6 @@ class KvTile:
     def _clear(self, row, start: int, lanes: int) -> None:
         zero = broadcast(T.cast(0, self.ops.dtype), lanes)
         store(self.k, (row, start), lanes, zero, self.ops.dtype)
-
-    def _at_v(self, position, column) -> tuple:
-        return self.v, (position, column)
 
     @inline
     def look(self, begin, end):
@@ -201,3 +218,12 @@ class KvTile:
                 ask(0, (step * per_step + i) * per_line)
 
         return ask_in_step
+
+
+class _Rows(NamedTuple):
+    """A matrix as it lies in a buffer, with the method of `Panels`."""
+
+    buffer: object
+
+    def at(self, row, column) -> tuple:
+        return self.buffer, (row, column)

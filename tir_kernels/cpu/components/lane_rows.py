@@ -16,7 +16,7 @@ from ..columns import for_chunks
 from ..shuffles import transpose
 from ..simd import broadcast, load, store
 from .logits import AlibiBias, soft_cap
-from .register_tile import RegisterTile
+from .register_tile import RegisterTile, round_up
 from .tree_mask import TreeMask
 
 
@@ -57,9 +57,12 @@ class RowBlocks:
 
     def __init__(self, spec: KernelSpec, ops):
         has_many = spec.target.registers >= 32
-        narrow = 16 if has_many and spec.v_head_dim % 16 == 0 else 8
-        self.wide_tile = RegisterTile(ops, 8 if has_many else 4, vectors_of(spec), ops.lanes)
-        self.narrow_tile = RegisterTile(ops, narrow, 1, ops.lanes)
+        wide, narrow = 8 if has_many else 4, 16 if has_many and spec.v_head_dim % 16 == 0 else 8
+        make = ops.product_tile or RegisterTile
+        if ops.product_tile:
+            wide = narrow = make.shape(spec.target)[0]
+        self.wide_tile = make(ops, wide, vectors_of(spec), ops.lanes)
+        self.narrow_tile = make(ops, narrow, 1, ops.lanes)
         self.num_vectors, self.num_wide, self.count = (T.local_scalar("int32") for _ in range(3))
 
     @inline
@@ -127,9 +130,21 @@ class LaneQueries:
         self.a, self.rope, self.factor = a, rope, factor
         self.depth = spec.qk_head_dim // ops.numbers
         vectors = -(-max_rows // self.lanes)
-        self.vectors = T.alloc_buffer((vectors, self.depth, self.lanes), ops.dtype)
+        padded = round_up(self.depth, (ops.product_tile or RegisterTile).step)
+        self.vectors = T.alloc_buffer((vectors, padded, self.lanes), ops.dtype)
         self.rows = T.alloc_buffer((self.lanes, self.depth), ops.dtype)
         self.bias = AlibiBias.of(spec, vectors * self.lanes)
+
+    @inline
+    def begin_task(self):
+        """Let the elements behind those of Q be zeros."""
+        num_vectors, padded, _ = T.meta_var(self.vectors.shape)
+        if int(padded) > self.depth:
+            zeros = T.meta_var(broadcast(T.cast(0, self.ops.dtype), self.lanes))
+            for vector in range(num_vectors):
+                for i in range(padded - self.depth):
+                    at = T.meta_var((vector, self.depth + i, 0))
+                    store(self.vectors, at, self.lanes, zeros, self.ops.dtype)
 
     @inline
     def load(self, vector, tile):

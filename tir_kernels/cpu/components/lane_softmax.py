@@ -48,7 +48,8 @@ class LaneSoftmax:
             start = i * tile.rows
             ahead = T.meta_var(kv.ahead(first, block, i, is_v=False))
             tile.clear()
-            tile.multiply(kv.k, start, q, block.first_row, kv.depth, ahead)
+            tile.multiply(kv.k, start, q, block.first_row, kv.padded_depth, ahead)
+            tile.take_sums()
             for j in T.unroll(tile.rows):
                 for n in T.unroll(tile.vectors):
                     row = T.meta_var(block.first_row + n * lanes)
@@ -165,20 +166,26 @@ class LaneSums:
             for n in T.unroll(block.tile.vectors):
                 at = T.meta_var((block.vector + n, column, 0))
                 row = T.meta_var(block.first_row + n * self.lanes)
-                decay = T.meta_var(load(softmax.decay, (n * self.lanes,), self.lanes))
-                total = load(self.sums, at, self.lanes) * decay
-                for k in range(rounded(num_seen) // self.ops.numbers):
-                    pair = T.meta_var(load(softmax.weights, (n, k, 0), self.lanes, self.ops.dtype))
-                    weights = T.meta_var(self.ops.unpack(pair))
-                    v = T.meta_var(self.ops.unpack(broadcast(kv.v[k, scalar], self.lanes)))
-                    position = T.meta_var(k * self.ops.numbers)
-                    zero = T.meta_var(constant(0.0, self.lanes))
-                    is_seen = T.meta_var(mask.visible(first, position, row))
-                    total += T.Select(is_seen, weights[0] * v[0], zero)
-                    if self.ops.numbers == 2:
-                        is_seen = T.meta_var(mask.visible(first, position + 1, row))
-                        total += T.Select(is_seen, weights[1] * v[1], zero)
-                store(self.sums, at, self.lanes, total)
+                visible = T.meta_var(lambda position, row=row: mask.visible(first, position, row))
+                self.add_column(self.sums, at, kv, softmax, n, scalar, num_seen, visible)
+
+    @inline
+    def add_column(self, sums, at, kv, softmax, n, scalar, num_seen, visible):
+        """Add what `visible` of a position says of a column of V to sums of a vector of rows."""
+        decay = T.meta_var(load(softmax.decay, (n * self.lanes,), self.lanes))
+        total = load(sums, at, self.lanes) * decay
+        for k in range(rounded(num_seen) // self.ops.numbers):
+            pair = T.meta_var(load(softmax.weights, (n, k, 0), self.lanes, self.ops.dtype))
+            weights = T.meta_var(self.ops.unpack(pair))
+            v = T.meta_var(self.ops.unpack(broadcast(kv.v[k, scalar], self.lanes)))
+            position = T.meta_var(k * self.ops.numbers)
+            zero = T.meta_var(constant(0.0, self.lanes))
+            is_seen = T.meta_var(visible(position))
+            total += T.Select(is_seen, weights[0] * v[0], zero)
+            if self.ops.numbers == 2:
+                is_seen = T.meta_var(visible(position + 1))
+                total += T.Select(is_seen, weights[1] * v[1], zero)
+        store(sums, at, self.lanes, total)
 
     @inline
     def transpose(self, num_vectors):

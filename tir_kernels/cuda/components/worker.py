@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
 from ...script import opened
-from ...spec import KernelSpec
+from ...spec import ITEMSIZE, KernelSpec
 from .. import scalars
 from ..elements import ACCESS_BYTES
 from ..emit import F32, WARP, Variable, index_temp, launch, sync_block
@@ -18,7 +18,8 @@ from ..warp import shuffle_xor
 
 THREADS = 128
 WARPS = THREADS // WARP
-MIN_BLOCKS = 10  # of a multiprocessor, which then has enough loads in flight
+# Blocks of a multiprocessor, which then has enough loads in flight, by the size of an element.
+MIN_BLOCKS = {2: 10, 4: 8}
 MAXIMUM_THREADS = 512
 
 
@@ -43,7 +44,7 @@ class Worker:
     def items(self, count, item_bytes):
         """Launch a block for each of the items, which do not depend on each other."""
         blocks = T.cast(count, "int32")
-        min_blocks = MIN_BLOCKS if self.spec.codec is None else 0
+        min_blocks = 0 if self.spec.codec else MIN_BLOCKS[ITEMSIZE[self.spec.dtype]]
         (block,), self.thread = opened(launch([blocks], THREADS, min_blocks))
         if self.spec.codec is not None and self.spec.codec.bits == 4:
             # Cosines and sines, and behind them the row that each warp quantizes.

@@ -204,7 +204,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
                     rotate_accumulators(softmax.output, hadamard_blocks(tiling)[1], lane)
                     sync_block()  # none reads K and V any more
                     groups.put(group, warp_row, softmax, products)
-                    groups.name(work, states.slot(block, work.first > work.begin))
+                    groups.name(work, states.slot(block, work.first > 0))
 
         @inline
         def start(tiling, q_tile, pipeline, threads, work, columns, first_row):

@@ -41,10 +41,12 @@ class PageSchedule:
         The pair.
     first_entry, num_pages : int32
         Of the sequence in the page table.
-    begin, end : int64
-        KV tiles of the pair in the batch.
-    first, at : int64
-        Of these, the block takes ``first .. at - 1``.
+    num_kv_tiles, first, end : int32
+        KV tiles of the pair; the block takes ``first .. end - 1`` of them.
+    left : int32
+        KV tiles of the split that are behind them.
+    index : int64
+        The first of those, of the batch.
     """
 
     def __init__(self, spec: KernelSpec, page_indptr, batch_size, num_blocks, min_positions: int):
@@ -56,8 +58,9 @@ class PageSchedule:
         self.total, self.split_size = T.local_scalar(I64), T.local_scalar(I64)
         self.sequence, self.head = T.local_scalar(I32), T.local_scalar(I32)
         self.first_entry, self.num_pages = T.local_scalar(I32), T.local_scalar(I32)
-        self.begin, self.end = T.local_scalar(I64), T.local_scalar(I64)
-        self.first, self.at, self.last = (T.local_scalar(I64) for _ in range(3))
+        self.num_kv_tiles, self.left = T.local_scalar(I32), T.local_scalar(I32)
+        self.first, self.end = T.local_scalar(I32), T.local_scalar(I32)
+        self.index = T.local_scalar(I64)
 
     def first_kv_tile(self, sequence):
         """Return the number of KV tiles before those of a sequence."""
@@ -74,23 +77,27 @@ class PageSchedule:
     def take_split(self, block, lane):
         """Take the split of a block: the end of one pair, whole pairs, and the next begun."""
         self.measure()
-        self.at = as_count(block) * self.split_size
-        self.last = T.min(self.at + self.split_size, self.total)
-        if self.at < self.last:
-            self.find_sequence(self.at, lane)
+        self.index = as_count(block) * self.split_size
+        # What a block takes fits into 32 bits, and registers are scarce.
+        left = T.meta_var(T.max(T.min(self.split_size, self.total - self.index), T.int64(0)))
+        self.left = T.cast(left, I32)
+        if self.left > 0:
+            self.find_sequence(self.index, lane)
 
     def has_next(self):
         """Whether KV tiles of the split are left."""
-        return self.at < self.last
+        return self.left > 0
 
     @inline
     def advance(self):
         """Go on with the next pair."""
-        while self.first_kv_tile(self.sequence + 1) <= self.at:
+        while self.first_kv_tile(self.sequence + 1) <= self.index:
             self.sequence += 1
-        self.find_pair(self.at)
-        self.first = self.at
-        self.at = T.min(self.end, self.last)
+        self.find_pair(self.index)
+        count = T.min(self.num_kv_tiles - self.first, self.left)
+        self.end = self.first + count
+        self.left -= count
+        self.index += as_count(count)
 
     @inline
     def find_sequence(self, kv_tile, lane):
@@ -110,38 +117,38 @@ class PageSchedule:
 
     @inline
     def find_pair(self, kv_tile):
-        """Find the pair of a KV tile of the sequence."""
+        """Find the pair of a KV tile of the sequence, and which of the pair's it is: `first`."""
         self.first_entry = self.indptr[self.sequence]
         self.num_pages = self.indptr[self.sequence + 1] - self.first_entry
-        num_kv_tiles = self.num_pages * self.per_page
-        first = self.first_kv_tile(self.sequence)
+        self.num_kv_tiles = self.num_pages * self.per_page
         # KV tiles of one sequence fit into 32 bits, since its K and V fit into memory.
-        self.head = T.truncdiv(T.cast(kv_tile - first, I32), num_kv_tiles)
-        self.begin = first + as_count(self.head) * num_kv_tiles
-        self.end = self.begin + num_kv_tiles
+        number = T.cast(kv_tile - self.first_kv_tile(self.sequence), I32)
+        self.head = T.truncdiv(number, self.num_kv_tiles)
+        self.first = number - self.head * self.num_kv_tiles
 
     def is_whole(self):
         """Whether the block has the whole pair."""
-        return T.And(self.first == self.begin, self.at == self.end)
+        return T.And(self.first == 0, self.end == self.num_kv_tiles)
 
     def position(self, kv_tile):
         """Return the position of the sequence at which a KV tile of the pair begins."""
-        return T.cast(kv_tile - self.begin, I32) * self.positions
+        return kv_tile * self.positions
 
     @inline
     def find_cut(self, block, lane):
-        """Find the pair that the end of a block's split cuts; if none, `begins_in` is false."""
+        """Find the pair that the end of a block's split cuts; if none, `first` is 0."""
         self.measure()
-        self.at = as_count(block + 1) * self.split_size
-        self.begin = self.at
-        if self.at < self.total:
-            self.find_sequence(self.at, lane)
-            self.find_pair(self.at)
+        self.index = as_count(block + 1) * self.split_size
+        self.first = 0
+        if self.index < self.total:
+            self.find_sequence(self.index, lane)
+            self.find_pair(self.index)
 
     def begins_in_split(self):
         """Whether the pair that is cut begins in the split: its block merges it."""
-        return T.And(self.begin < self.at, self.begin >= self.at - self.split_size)
+        return T.And(self.first > 0, as_count(self.first) <= self.split_size)
 
     def num_splits(self, block):
         """Return the number of splits that have some of the pair, from a block's on."""
-        return T.cast(T.truncdiv(self.end - 1, self.split_size), I32) - block + 1
+        last = self.index - as_count(self.first) + as_count(self.num_kv_tiles) - 1
+        return T.cast(T.truncdiv(last, self.split_size), I32) - block + 1

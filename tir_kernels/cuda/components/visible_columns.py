@@ -24,8 +24,6 @@ class VisibleColumns:
     ----------
     length : int32
         Positions of the sequence, the dropped ones included; longrope depends on it.
-    num_spans : int32
-        Ranges to look at.
     first, end : int32
         The columns ``first .. end - 1`` of a range.
     k_offset : int32
@@ -36,7 +34,7 @@ class VisibleColumns:
 
     def __init__(self, a, lengths):
         self.a, self.lengths = a, lengths
-        self.kv_len, self.length, self.num_spans = (T.local_scalar(I32) for _ in range(3))
+        self.kv_len, self.length = (T.local_scalar(I32) for _ in range(2))
         self.first, self.end = T.local_scalar(I32), T.local_scalar(I32)
         self.k_offset, self.q_position = T.local_scalar(I32), T.local_scalar(I32)
         self.first_position = T.local_scalar(I32)
@@ -52,21 +50,24 @@ class VisibleColumns:
         self.first_position = self.a.k_rope_pos_offset[sequence]
         self.length = self.first_position + self.kv_len
         self.q_position = self.a.q_rope_position[sequence]
-        self.num_spans = 1
         if self.lengths.has_gaps:
             gap = T.meta_var(self.lengths.gap(sequence))
             self.sinks = gap.sinks
             self.gap_end = gap.begin
             self.back = gap.back
             self.length -= self.gap_end - self.sinks
-            self.num_spans = gap.num_spans
+
+    @property
+    def num_spans(self):
+        """Return the number of ranges to look at, from variables that it takes no other for."""
+        return 1 if self.gap is None else self.gap.num_spans
 
     @inline
     def take(self, i, work):
         """Take what the row sees of range i and of the pages that the block has."""
         span = T.meta_var(self.span(i))
         self.first = T.max(work.position(work.first), self.first_seen(span))
-        self.end = T.min(work.position(work.at), span.end)
+        self.end = T.min(work.position(work.end), span.end)
         self.k_offset = span.k_offset
         if self.lengths.has_gaps:
             self.q_position = T.min(self.q_position, span.last_position)

@@ -153,7 +153,7 @@ def test_conditions_of_launches_are_read(latent_source):
     from cuda_machine_code import launches
 
     found = [(x.dynamic_bytes, x.device_bytes) for x in launches(latent_source)]
-    most, more, least = 222384, 148144, 74096
+    most, more, least = 222400, 148160, 74112
     assert found == [(most, most), (0, most), (more, more), (0, more), (least, 0), (0, 0)]
     condition = f"if (({most} <= pagedkv_block_shared_bytes()) && "
     for new in (condition.replace("&&", "||"), condition.replace("(", "(!", 1)):

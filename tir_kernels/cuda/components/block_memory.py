@@ -11,7 +11,7 @@ from ..emit import U32, Registers, ptx
 from ..tiles.tiling import Tiling
 
 # Words behind the tables: those of variables, then those of `NonFiniteGuard`.
-NUM_VARIABLES = 9
+NUM_VARIABLES = 10
 
 
 @T.meta_class

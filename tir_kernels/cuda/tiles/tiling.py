@@ -14,7 +14,7 @@ from .shared_tiles import TileLayout
 MAX_COLUMNS = 256  # of V that a block sums on tensor cores: 128 registers of a thread
 MAX_FLOAT_COLUMNS = 128  # and in float32, with two rows in a thread; with 256 there were spills
 MAX_SUMS = 16 * 128  # columns of V times rows of a warp, beside long tiles of positions
-STEP_BYTES = 48  # of a block's description of its step, and of the state of its NaN-safe path
+STEP_BYTES = 64  # of a block's description of its step, and of the state of its NaN-safe path
 SLICE_MULTIPLE = 64  # columns: a slice begins where a swizzle does
 WARP_ROWS = 16  # of an instruction
 MAX_ROWS = 128  # of a block

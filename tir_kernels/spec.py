@@ -29,6 +29,8 @@ class VectorTarget:
         Whether ``vpdpbusd`` on 512-bit registers may be used.
     has_sdot : bool
         Whether ``sdot`` of AArch64 may be used.
+    has_smmla : bool
+        Whether ``smmla`` of AArch64 may be used, together with ``sdot``.
     has_bfdot : bool
         Whether ``bfdot`` and ``bfmmla`` of AArch64 may be used.
     has_amx : bool
@@ -49,6 +51,7 @@ class VectorTarget:
     has_bf16_dot: bool = False
     has_vnni: bool = False
     has_sdot: bool = False
+    has_smmla: bool = False
     has_bfdot: bool = False
     has_amx: bool = False
     has_f16_convert: bool = True

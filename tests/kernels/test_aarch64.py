@@ -67,6 +67,12 @@ def test_decode_has_kernels_for_other_groups(group_size):
     assert "fmla" in _assembly("decode", "float32", group_size)
 
 
+def test_codes_are_multiplied_as_matrices():
+    target = Target({**TARGET.export(), "mattr": ["+i8mm"]})
+    text = _assembly("decode", "float16", 4, target, kv_dtype="int8")
+    assert len(re.findall(r"\bsmmla\s", text)) > 32 and not re.search(r"\bsdot\s", text)
+
+
 @pytest.mark.parametrize(("cpu", "has_dots"), [("neoverse-n1", True), ("cortex-a57", False)])
 def test_codes_are_multiplied_as_bytes(cpu, has_dots):
     """Where the CPU has dot products, of which most take a lane of a vector: no broadcasts."""

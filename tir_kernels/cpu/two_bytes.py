@@ -65,10 +65,15 @@ class TwoBytes:
         self.fours = -(-rows // 4)  # of a set
         rest = rows % self.lanes  # which a vector of a power of two lanes stores
         self.stride = rows - rest + (next_power_of_two(rest) if rest else 0)
-        self.dwords = T.alloc_buffer((num_sets * self.fours, 2, width // 4, 4), INT32)
+        self.dwords = T.alloc_buffer((num_sets * self.fours, *self._shape(width)), INT32)
         self.scale = T.alloc_buffer((num_sets * self.stride,), F32)
         self.inverse = T.alloc_buffer((num_sets * self.stride,), F32)
         self.offsets = T.alloc_buffer((num_segments, num_sets * self.stride), INT32)
+
+    @staticmethod
+    def _shape(width: int) -> tuple[int, int, int]:
+        """Return the shape of the dwords of four rows."""
+        return 2, width // 4, 4
 
     def index(self, of_set, row: int):
         """Where a row of a set lies in `scale` and in a segment of `offsets`."""
@@ -132,10 +137,14 @@ class TwoBytes:
                 else:
                     sums.append(bits)
             four += four[-1:] * (4 - len(four))  # missing rows repeat the last one
-            for n, dwords in enumerate(_bytes_of_four(four, self.lanes)):
-                place = (of_set * self.fours + rows[0] // 4, n, start // 4, 0)
-                store(self.dwords, place, self.lanes, dwords, INT32)
+            of_four = of_set * self.fours + rows[0] // 4
+            self._put(of_four, start // 4, *_bytes_of_four(four, self.lanes))
         return totals
+
+    def _put(self, four, dword: int, high, low) -> None:
+        """Keep the bytes of some numbers of four rows."""
+        for n, dwords in enumerate((high, low)):
+            store(self.dwords, (four, n, dword, 0), self.lanes, dwords, INT32)
 
 
 # Added to a small number, it leaves in the low bits the nearest whole number plus 128: with that,

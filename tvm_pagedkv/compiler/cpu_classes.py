@@ -119,6 +119,7 @@ def _traits(features: frozenset[str]) -> dict[str, Any]:
         "lanes": 4,
         "registers": 32 if is_arm else 16,
         "has_sdot": "dotprod" in features,
+        "has_smmla": {"dotprod", "i8mm"} <= features,
         "has_bfdot": is_arm and "bf16" in features,
         "has_f16_convert": is_arm,
     }

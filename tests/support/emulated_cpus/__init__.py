@@ -186,7 +186,7 @@ CPUS = {
 }
 _ARM = CPUS["AArch64"]  # with dot products of bytes
 CPUS |= {
-    "AArch64+bf16": replace(_ARM, target={**_ARM.target, "mattr": ["+bf16"]}),
+    "AArch64+bf16": replace(_ARM, target={**_ARM.target, "mattr": ["+bf16", "+i8mm"]}),
     "Cortex-A57": replace(
         _ARM,
         emulator=(*_ARM.emulator[:-1], "cortex-a57"),

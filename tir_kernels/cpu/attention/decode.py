@@ -17,7 +17,6 @@ from ...semantics.visibility import CausalMask, WindowMask, lengths_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import Lengths, PagedInputs
 from ...spec import KernelSpec
-from ..components.code_products import helpers_of, products_of
 from ..components.kv_blocks import KvBlocks, VisibleSpans
 from ..components.kv_operands import single_row_operands
 from ..components.output import Output
@@ -25,6 +24,7 @@ from ..components.page_schedule import PageSchedule, Pairs
 from ..components.partial_states import PartialStates
 from ..components.query_rows import QueryRows, max_local_heads
 from ..components.rotation import rotation_of
+from ..components.single_row_products import helpers_of, products_of
 from ..components.work import TASKS, Queue
 from ..conversion import require_half_conversion
 from ..simd import import_llvm, index_temp

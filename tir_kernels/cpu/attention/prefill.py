@@ -26,7 +26,6 @@ from ...signatures.inputs import (
     RaggedInputs,
 )
 from ...spec import KernelSpec
-from ..components.code_products import helpers_of
 from ..components.kv_operands import operands, single_row_operands
 from ..components.kv_rows import PagedRows, RaggedRows
 from ..components.logits import AlibiBias
@@ -37,6 +36,7 @@ from ..components.register_tile import ColumnTiles
 from ..components.rotation import rotation_of
 from ..components.row_bounds import RowBounds, TilePart
 from ..components.score_tile import ScoreTile
+from ..components.single_row_products import helpers_of
 from ..components.tile_queue import TileQueue
 from ..components.tree_mask import TokenTrees, TreeMask
 from ..components.work import TASKS, Queue, num_threads

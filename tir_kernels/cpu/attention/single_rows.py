@@ -5,10 +5,10 @@ from tvm.script import tirx as T
 
 from ...script import inline
 from ...spec import KernelSpec
-from ..components.code_products import products_of
 from ..components.kv_blocks import KvBlocks, VisibleSpans
 from ..components.output import Output
 from ..components.query_rows import QueryRows, max_local_heads
+from ..components.single_row_products import products_of
 from ..components.work import cut
 from ..simd import index_temp
 

@@ -12,12 +12,11 @@ from tvm.script import tirx as T
 from ...layout import K_PLANE, V_PLANE
 from ...script import inline
 from ...spec import KernelSpec
-from .. import bit_masks
 from ..byte_dots import byte_dots
 from ..byte_shuffles import INT32
 from ..simd import F32, broadcast, constant, load, store, temp, vector_type
 from ..two_bytes import TwoBytes, put_together
-from .code_blocks import QUAD, CodeBlocks, has_code_blocks
+from .code_blocks import QUAD, CodeBlocks
 from .kv_blocks import BLOCK, KvBlocks
 from .query_rows import QueryRows
 from .row_products import RowProducts
@@ -32,7 +31,15 @@ class CodeProducts(RowProducts):
     """As `RowProducts`, for specs with `code_blocks.has_code_blocks`.
 
     K that is rotated here is no longer its codes, so `RowProducts` multiplies it.
+
+    Attributes
+    ----------
+    depth : int
+        Dwords of a row of Q or of weights that a product takes.
     """
+
+    depth = 1
+    rows_of_bytes = TwoBytes
 
     def __init__(self, spec: KernelSpec, ops, rows: QueryRows):
         super().__init__(spec, ops, rows)
@@ -42,10 +49,10 @@ class CodeProducts(RowProducts):
         num_sets = rows.o.shape[0] // num_rows
         num_segments = blocks.k_rows.num_pieces * len(blocks.k_rows.halves)
         zeros = blocks.k_rows.zero, blocks.v_rows.zero
-        self.q = TwoBytes(
+        self.q = self.rows_of_bytes(
             dots, num_sets, num_rows, spec.qk_head_dim, zeros[0], num_segments=num_segments
         )
-        self.weights = TwoBytes(dots, 1, num_rows * num_groups, BLOCK, zeros[1])
+        self.weights = self.rows_of_bytes(dots, 1, num_rows * num_groups, BLOCK, zeros[1])
 
     @inline
     def begin_head(self, local_head):
@@ -119,7 +126,8 @@ class CodeProducts(RowProducts):
         most_parts = T.meta_var(1 << (k.num_pieces * num_steps).bit_length() - 1)
         num_parts = T.meta_var(min(most_parts, self.blocks.positions // 2))
         # Several sets of sums in turn: one would wait for the latency of the dot product.
-        num_turns = T.meta_var(min(DWORDS, max(1, ACCUMULATORS // num_sums)))
+        num_calls = T.meta_var(DWORDS // self.depth)
+        num_turns = T.meta_var(min(num_calls, max(1, ACCUMULATORS // num_sums)))
         for piece in range(k.num_pieces):
             totals = T.alloc_local((num_turns * num_sums, self.lanes), INT32)
             for i in T.unroll(num_turns * num_sums):
@@ -128,14 +136,18 @@ class CodeProducts(RowProducts):
                 if prefetch is not None:
                     part = (piece * num_steps + step) % num_parts
                     prefetch(part, num_parts)
-                for d in T.unroll(DWORDS):
-                    dword = T.meta_var(piece * k.piece + step * DWORDS + d)
+                for d in T.unroll(num_calls):
+                    dword = T.meta_var(piece * k.piece + step * DWORDS + d * self.depth)
                     first_sum = T.meta_var(d % num_turns * num_sums)
-                    self._add_dword(totals, first_sum, of_set, dword, halves)
+                    self._add_dwords(totals, first_sum, of_set, dword, halves)
+            self._separate(totals)
             self._add_piece(scores, totals, num_turns, of_set, piece, halves)
 
-    def _add_dword(self, totals, first_sum, of_set, dword, halves: range) -> None:
-        """Add the products of four columns of K, those of a dword in each half, and of Q."""
+    def _separate(self, totals) -> None:
+        """Bring the sums of high and of low bytes apart: they are."""
+
+    def _add_dwords(self, totals, first_sum, of_set, dword, halves: range) -> None:
+        """Add the products of `depth` dwords of K in each half, of four columns each, and of Q."""
         num_dwords, index = self.blocks.k_rows.code_bytes // 4, first_sum
         codes = self.blocks.k_vectors(dword, halves)
         for r in range(self.blocking.rows):
@@ -207,21 +219,30 @@ class CodeProducts(RowProducts):
         totals = T.alloc_local((num_sums, self.lanes), INT32)
         for i in T.unroll(num_sums):
             store(totals, (i, 0), self.lanes, broadcast(T.int32(0), self.lanes), INT32)
-        for i in range((kv.count + self.blocks.positions - 1) // self.blocks.positions):
-            following = kv.following_first + i * self.blocks.positions
-            blocks.prefetcher(kv.following, following, V_PLANE)(part, num_parts)
-            blocks.prefetcher(kv.following, following, K_PLANE)(part, num_parts)
-            for j in T.unroll(self.blocks.positions // QUAD):
-                self._add_quad(totals, i * (self.blocks.positions // QUAD) + j, vectors)
+        per_product = T.meta_var(QUAD * self.depth)  # positions
+        step = T.meta_var(max(blocks.positions, per_product))
+        for i in range((kv.count + step - 1) // step):
+            following = kv.following_first + i * step
+            self._prefetch_following(kv, following, step, part, num_parts)
+            for j in T.unroll(step // per_product):
+                self._add_quads(totals, i * (step // QUAD) + j * self.depth, vectors)
+        self._separate(totals)
         self._put_columns(totals, first_row, vectors)
+
+    def _prefetch_following(self, kv, following, count: int, part, num_parts: int) -> None:
+        """Prefetch a part of the `count` positions that come next."""
+        for first in range(0, count, self.blocks.positions):
+            for plane in (V_PLANE, K_PLANE):
+                prefetch = self.blocks.prefetcher(kv.following, following + first, plane)
+                prefetch(part, num_parts)
 
     def _packed_row(self, r: int, vector: int) -> int:
         """Row of `weights` that has those of row `r` for the group of a vector of columns."""
         num_groups = len(self.blocks.v_rows.groups)
         return r * num_groups + vector * self.lanes * num_groups // self.spec.v_head_dim
 
-    def _add_quad(self, totals, quad, vectors: range) -> None:
-        """Add the products with four positions of V."""
+    def _add_quads(self, totals, quad, vectors: range) -> None:
+        """Add the products with `depth` times four positions of V."""
         codes = [
             temp(load(self.blocks.v, (quad, c, 0), self.lanes, INT32), self.lanes, INT32)
             for c in vectors
@@ -265,16 +286,3 @@ def _sum(vectors, rows: range, lanes: int):
     for row in rows[1:]:
         value = temp(value + load(vectors, (row, 0), lanes, INT32), lanes, INT32)
     return value
-
-
-def products_of(spec: KernelSpec, ops, rows: QueryRows) -> RowProducts:
-    """Make the products that suit the pages of a spec; they need `helpers_of` it."""
-    return (CodeProducts if has_code_blocks(spec) else RowProducts)(spec, ops, rows)
-
-
-def helpers_of(spec: KernelSpec) -> tuple[str, ...]:
-    """Return the LLVM functions of the products of a spec, besides those of the operands."""
-    if not has_code_blocks(spec):
-        return ()
-    has_bits = any(codec.has_bit_plane for codec in (spec.codec.k, spec.codec.v))
-    return (*byte_dots(spec.target).llvm_helpers, *([bit_masks.LLVM_HELPERS] if has_bits else []))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dot products of bytes with NEON (FEAT_DotProd): four products of signed bytes per int32."""
+"""Products of signed bytes with NEON: dot products, and those of matrices."""
 
 from __future__ import annotations
 
@@ -19,9 +19,21 @@ declare <4 x i32> @llvm.aarch64.neon.sdot.v4i32.v16i8(<4 x i32>, <16 x i8>, <16 
 attributes #0 = { alwaysinline nounwind readnone }
 """
 
+_MATRIX_HELPERS = """
+define linkonce_odr <4 x i32> @pagedkv_smmla(<4 x i32> %s, <4 x i32> %a, <4 x i32> %b) #0 {
+  %x = bitcast <4 x i32> %a to <16 x i8>
+  %y = bitcast <4 x i32> %b to <16 x i8>
+  %r = call <4 x i32> @llvm.aarch64.neon.smmla.v4i32.v16i8(
+      <4 x i32> %s, <16 x i8> %x, <16 x i8> %y)
+  ret <4 x i32> %r
+}
+declare <4 x i32> @llvm.aarch64.neon.smmla.v4i32.v16i8(<4 x i32>, <16 x i8>, <16 x i8>)
+attributes #0 = { alwaysinline nounwind readnone }
+"""
+
 
 class SignedDots:
-    """Byte dot products of signed codes (``sdot``); `vnni.UnsignedDots` has the attributes."""
+    """Byte dot products of signed codes (``sdot``, FEAT_DotProd), as `vnni.UnsignedDots`."""
 
     lanes = 4
     is_signed = True
@@ -39,3 +51,13 @@ class SignedDots:
         """
         *outer, last = at
         return shuffle([dwords[(*outer, T.ramp(last, 1, 4))]], [row])
+
+
+class MatrixDots(SignedDots):
+    """`SignedDots` with products of matrices of bytes (``smmla``, FEAT_I8MM)."""
+
+    llvm_helpers = (_LLVM_HELPERS, _MATRIX_HELPERS)
+
+    def add_matrices(self, sums, left, right):
+        """Add the product of two rows and two columns of eight bytes to 2 x 2 sums."""
+        return T.call_pure_extern("int32x4", "pagedkv_smmla", sums, left, right)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The products of single rows that suit the pages of a spec."""
+
+from __future__ import annotations
+
+from ...spec import KernelSpec
+from .. import bit_masks
+from ..byte_dots import byte_dots
+from .code_blocks import has_code_blocks
+from .code_products import CodeProducts
+from .matrix_code_products import MatrixCodeProducts
+from .query_rows import QueryRows
+from .row_products import RowProducts
+
+
+def products_of(spec: KernelSpec, ops, rows: QueryRows) -> RowProducts:
+    """Make the products that suit the pages of a spec; they need `helpers_of` it."""
+    if not has_code_blocks(spec):
+        return RowProducts(spec, ops, rows)
+    return (MatrixCodeProducts if spec.target.has_smmla else CodeProducts)(spec, ops, rows)
+
+
+def helpers_of(spec: KernelSpec) -> tuple[str, ...]:
+    """Return the LLVM functions of the products of a spec, besides those of the operands."""
+    if not has_code_blocks(spec):
+        return ()
+    has_bits = any(codec.has_bit_plane for codec in (spec.codec.k, spec.codec.v))
+    return (*byte_dots(spec.target).llvm_helpers, *([bit_masks.LLVM_HELPERS] if has_bits else []))

@@ -6,6 +6,7 @@ An illegal instruction ends the emulated process, and so the test. qemu-user has
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 
 import numpy as np
@@ -142,9 +143,12 @@ def test_pairs_of_bfloat16(kv_dtype):
         case.verify()
 
 
-@pytest.mark.parametrize("name", ["AArch64", "AArch64+bf16", "Cortex-A57"])
+FOREIGN = [name for name, cpu in CPUS.items() if cpu.architecture != platform.machine()]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
 def test_code_for_another_architecture_is_refused(name):
-    with pytest.raises(ValueError, match=r"cannot run here: (compiled for|this CPU lacks)"):
+    with pytest.raises(ValueError, match=r"cannot run here: compiled for"):
         require_runnable(resolve_target(CPUS[name].target))
 
 

@@ -20,10 +20,13 @@ NO_EMULATOR = (
     "float16"
 )
 NO_RDMA_LIBRARY = "Mooncake needs the system's libibverbs1, which pip cannot install"
+NO_BYTE_DOTS = "only CPUs with AVX512-VNNI multiply codes of weights as bytes"
 _AMX = "tests/kernels/test_amx_kernels.py"
 _PAGES = "tests/kernels/test_quantized_page_kernels.py"
 # Patterns of tests, and why they may be skipped.
 EXPECTED = {
+    "tests/models/test_code_kernels.py::test_activations*": NO_BYTE_DOTS,
+    "tests/models/test_code_kernels.py::test_linear*no bytes]": NO_AVX512,
     "tests/kernels/test_attention_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
     "tests/kernels/test_mla_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,
     "tests/kernels/test_sliding_kernels.py::test_other_instruction_sets*float16-x86-64]": REFUSED,

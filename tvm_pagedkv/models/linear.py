@@ -42,7 +42,7 @@ DEPTH = 512  # input features of a part
 # ahead of it. float16 gains 5 to 15 % on Zen 5 over two lines at a time, the other types nothing.
 LINES_PER_STEP = 8
 LINES_AHEAD = 128
-_PARALLEL_FLOPS = 1 << 19  # below: cheaper than waking the other threads
+PARALLEL_FLOPS = 1 << 19  # below: cheaper than waking the other threads
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def linear(
                 first = temp(i * part, 1, "int64")
                 length = temp(T.min(T.int64(depth) - first, T.int64(part)), 1, "int64")
                 if widens:
-                    _widen(x, wide, begin, count, first, length, lanes)
+                    widen(x, wide, begin, count, first, length, lanes)
                 with T.serial(count // TILE_ROWS) as j:
                     tile(temp(j * TILE_ROWS, 1, "int64"), TILE_ROWS, first, length)
                 row = Register(1, "int64", init=count // TILE_ROWS * TILE_ROWS)
@@ -198,24 +198,12 @@ def linear(
                             tile(row.get(), rows, first, length)
                             row.set(row.get() + T.int64(rows))
 
-            def write(column, at, count):
-                """Store `count` sums of a row of the unit from `at` on."""
-
-                def write_row(row):
-                    value = load(sums, (row, at), count)
-                    if bias:
-                        value = value + load(extras[0], (column,), count)
-                    if residual:
-                        value = value + load(extras[-1], (begin + row, column), count)
-                    store(out, (begin + row, column), count, value)
-
-                return write_row
-
-            _for_outputs(matrix, block, count, write)
+            addends = (extras[0] if bias else None, extras[-1] if residual else None)
+            store_sums(matrix, sums, (block, begin, count), out, *addends)
 
         flops = n * (matrix.out_features * matrix.in_features)
         with ops.scope():
-            parallel_if(flops >= _PARALLEL_FLOPS, row_units * num_blocks, unit)
+            parallel_if(flops >= PARALLEL_FLOPS, row_units * num_blocks, unit)
 
     def arguments(n):
         return [
@@ -229,7 +217,7 @@ def linear(
     return rows_kernel(arguments, body, matrix.target)
 
 
-def _widen(x, wide, begin, count, first, length, lanes: int) -> None:
+def widen(x, wide, begin, count, first, length, lanes: int) -> None:
     """Convert a part of the rows of a unit to float32."""
     with T.serial(count) as row:
         with T.serial(length // lanes) as j:
@@ -238,6 +226,26 @@ def _widen(x, wide, begin, count, first, length, lanes: int) -> None:
         with T.serial(length % lanes) as j:
             k = temp(length // lanes * lanes + j, 1, "int64")
             store(wide, (row, k), 1, load(x, (begin + row, first + k), 1))
+
+
+def store_sums(matrix, sums, unit, out, bias=None, residual=None) -> None:
+    """Store the sums of a unit (block, first row, number of rows), plus what is added to them."""
+    block, begin, count = unit
+
+    def write(column, at, lanes):
+        """Store `lanes` sums of a row of the unit from `at` on."""
+
+        def write_row(row):
+            value = load(sums, (row, at), lanes)
+            if bias is not None:
+                value = value + load(bias, (column,), lanes)
+            if residual is not None:
+                value = value + load(residual, (begin + row, column), lanes)
+            store(out, (begin + row, column), lanes, value)
+
+        return write_row
+
+    _for_outputs(matrix, block, count, write)
 
 
 def _for_outputs(matrix: PackedMatrix, block, count, write: Callable) -> None:

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of rows of activations with a block of quantized weights, some groups at a time.
+
+`ByteProducts` multiplies the codes, `FloatProducts` the numbers that they stand for. Both keep a
+panel of weights, and add to the sums of a tile of rows.
+"""
+
+from tvm.script import tirx as T
+
+from tir_kernels.cpu.byte_shuffles import INT32
+from tir_kernels.cpu.simd import (
+    F32,
+    Register,
+    broadcast,
+    constant,
+    load,
+    ramp,
+    store,
+    temp,
+    vector_type,
+)
+from tir_kernels.cpu.vnni import UnsignedDots
+
+from .code_matrix import CodeMatrix
+from .linear import widen
+from .weight_formats import GROUP
+
+LANES = UnsignedDots.lanes
+_DWORDS = GROUP // 4
+_FLOAT_GROUPS = 4  # of a panel of float32 numbers
+
+
+def integer(value: int):
+    """A constant in every lane."""
+    return broadcast(T.int32(value), LANES)
+
+
+@T.meta_class
+class Panel:
+    """Reads the packed weights of a block."""
+
+    def __init__(self, matrix: CodeMatrix, weight):
+        self.matrix, self.weight = matrix, weight
+
+    def scale(self, block, group, v: int):
+        """The scales of a vector of output features, as float32."""
+        return self._halves(block, group, self.matrix.code_bytes, v)
+
+    def minimum(self, block, group, v: int):
+        """Their minima."""
+        first = self.matrix.code_bytes + self.matrix.scale_bytes
+        return self._halves(block, group, first, v)
+
+    def _halves(self, block, group, first: int, v: int):
+        lanes, dtype = self.matrix.target.lanes, self.matrix.scale_dtype
+        size = lanes * (2 if dtype == "float16" else 4)
+        data = self.weight[block, group, ramp(first + v * size, size)]
+        value = T.reinterpret(vector_type(dtype, lanes), data)
+        return temp(T.cast(value, vector_type(F32, lanes)), lanes)
+
+
+@T.meta_class
+class ByteProducts(Panel):
+    """Byte dot products of codes; a panel has the codes of a group, a byte each.
+
+    Parameters
+    ----------
+    matrix : CodeMatrix
+    weight : buffer
+    x : (codes, scales, sums)
+        Rows as `row_codes.encode_rows` writes them.
+    """
+
+    num_groups = 1  # of a panel
+    llvm_helpers = UnsignedDots().llvm_helpers
+
+    def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int):
+        super().__init__(matrix, weight)
+        self.x_codes, self.x_scales, self.x_sums = x
+        self.dots = UnsignedDots()
+        self.is_packed = matrix.format.bits == 4
+        if self.is_packed:
+            self.panel = T.alloc_buffer((_DWORDS, matrix.width), INT32)
+
+    def begin_part(self, block, group, first_row, count) -> None:
+        """Take the codes of a group."""
+        if not self.is_packed:
+            return
+        width = self.matrix.width
+        for dword in range(_DWORDS // 2):
+            for v in range(self.matrix.vectors):
+                at = v * LANES
+                codes = temp(self._dwords(block, group, dword * width + at), LANES, INT32)
+                for half, value in enumerate((codes, T.shift_right(codes, integer(4)))):
+                    low = T.bitwise_and(value, integer(0x0F0F0F0F))
+                    store(self.panel, (dword + half * (_DWORDS // 2), at), LANES, low, INT32)
+
+    def _dwords(self, block, group, element):
+        """A vector of dwords of the packed weights."""
+        data = self.weight[block, group, ramp(element * 4, LANES * 4)]
+        return T.reinterpret("int32x16", data)
+
+    def _codes(self, block, group, dword, v: int):
+        if self.is_packed:
+            return load(self.panel, (dword, v * LANES), LANES, INT32)
+        return self._dwords(block, group, dword * self.matrix.width + v * LANES)
+
+    def add_tile(self, sums, row, num_rows: int, block, group, first_row) -> None:
+        """Add the products with `num_rows` rows to their sums."""
+        tile = [(r, v) for r in range(num_rows) for v in range(self.matrix.vectors)]
+        totals = {at: Register(LANES, INT32, integer(0)) for at in tile}
+        rows = [temp(first_row + row + r, 1, "int64") for r in range(num_rows)]
+
+        def add_bytes(first: int) -> None:
+            with T.serial(_DWORDS) as dword:
+                codes = [
+                    temp(self._codes(block, group, dword, v), LANES, INT32)
+                    for v in range(self.matrix.vectors)
+                ]
+                for r in range(num_rows):
+                    at = ramp(dword * 4 + first, 4)
+                    value = T.reinterpret(INT32, self.x_codes[rows[r], group, at])
+                    value = temp(value, 1, INT32)
+                    for v, code in enumerate(codes):
+                        totals[r, v].set(self.dots.dot(totals[r, v].get(), code, value))
+
+        add_bytes(0)
+        for r in range(num_rows):
+            offset = self.x_sums[rows[r], group] * T.int32(-self.matrix.format.zero)
+            for v in range(self.matrix.vectors):
+                total = T.shift_left(totals[r, v].get(), integer(8))
+                if self.matrix.format.zero:
+                    total = total + broadcast(offset, LANES)
+                totals[r, v].set(total)
+        add_bytes(GROUP)
+        for v in range(self.matrix.vectors):
+            scale = self.scale(block, group, v)
+            minimum = self.minimum(block, group, v) if self.matrix.format.has_minima else None
+            for r in range(num_rows):
+                at = (row + r, v * LANES)
+                x_scale = temp(self.x_scales[rows[r], group])
+                number = T.cast(totals[r, v].get(), "float32x16")
+                total = load(sums, at, LANES) + number * (scale * broadcast(x_scale, LANES))
+                if minimum is not None:
+                    x_sum = x_scale * T.cast(self.x_sums[rows[r], group], F32)
+                    total = total + minimum * broadcast(x_sum, LANES)
+                store(sums, at, LANES, total)
+
+
+@T.meta_class
+class FloatProducts(Panel):
+    """Products of float32 numbers; a panel has those of a few groups.
+
+    Parameters
+    ----------
+    matrix : CodeMatrix
+    weight : buffer
+    x : (buffer,)
+        Rows of any type.
+    """
+
+    num_groups = _FLOAT_GROUPS
+    llvm_helpers = ()
+
+    def __init__(self, matrix: CodeMatrix, weight, x, unit_rows: int):
+        super().__init__(matrix, weight)
+        (self.x,) = x
+        self.lanes = matrix.target.lanes
+        depth = self.num_groups * GROUP
+        self.panel = T.alloc_buffer((depth, matrix.width), F32)
+        self.wide = T.alloc_buffer((unit_rows, depth), F32)
+
+    def begin_part(self, block, group, first_row, count) -> None:
+        """Convert the codes of some groups, and as many columns of the rows."""
+        length = self._length(group)
+        with T.serial(length // GROUP) as g:
+            for v in range(self.matrix.vectors):
+                self._convert(block, group, g, v)
+        widen(self.x, self.wide, first_row, count, group * GROUP, length, self.lanes)
+
+    def _length(self, group):
+        """Input features of a part."""
+        left = T.int64(self.matrix.num_groups) - group
+        return temp(T.min(left, T.int64(self.num_groups)) * GROUP, 1, "int64")
+
+    def _convert(self, block, first_group, g, v: int) -> None:
+        """Convert a vector of output features of a group."""
+        lanes, width, matrix = self.lanes, self.matrix.width, self.matrix
+        group = temp(first_group + g, 1, "int64")
+        scale = self.scale(block, group, v)
+        if matrix.format.has_minima:
+            offset = self.minimum(block, group, v)
+        else:
+            offset = temp(scale * constant(-matrix.format.zero, lanes), lanes)
+        per_byte = 8 // matrix.format.bits
+        with T.serial(GROUP // per_byte) as i:
+            at = ramp(i * width + v * lanes, lanes)
+            data = temp(self.weight[block, group, at], lanes, "uint8")
+            for part in range(per_byte):
+                code = data
+                if per_byte == 2:
+                    shifted = T.shift_right(data, broadcast(T.uint8(4 * part), lanes))
+                    code = T.bitwise_and(shifted, broadcast(T.uint8(15), lanes))
+                # The product is exact, so the sum is rounded once, fused or not.
+                value = T.cast(code, vector_type(F32, lanes)) * scale + offset
+                row = g * GROUP + i + part * (GROUP // per_byte)
+                store(self.panel, (row, v * lanes), lanes, value)
+
+    def add_tile(self, sums, row, num_rows: int, block, group, first_row) -> None:
+        """Add the products with `num_rows` rows to their sums."""
+        lanes, vectors = self.lanes, range(self.matrix.vectors)
+        tile = [(r, v) for r in range(num_rows) for v in vectors]
+        totals = {
+            (r, v): Register(lanes, init=load(sums, (row + r, v * lanes), lanes)) for r, v in tile
+        }
+        with T.serial(self._length(group)) as k:
+            weights = [temp(load(self.panel, (k, v * lanes), lanes), lanes) for v in vectors]
+            for r in range(num_rows):
+                value = broadcast(temp(self.wide[row + r, k]), lanes)
+                for v, weight in enumerate(weights):
+                    totals[r, v].fma(value, weight)
+        for (r, v), total in totals.items():
+            store(sums, (row + r, v * lanes), lanes, total.get())
+
+
+def products_of(matrix: CodeMatrix):
+    """Return the class of products for the CPU of a matrix."""
+    return ByteProducts if matrix.multiplies_codes else FloatProducts

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from .chat_screen import screen_of
-from .model import add_model, choose_model
+from .model import add_model, add_weights, choose_model
 from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .sampling import add_sampling, given_sampling
 from .statistics import reused
@@ -51,6 +51,7 @@ def add_parser(commands) -> None:
         "--dtype",
         help="float32, float16 or bfloat16 (default: the checkpoint's; float16 if it is quantized)",
     )
+    add_weights(add)
     add.add_argument("--kv-dtype", help="type of the cache's pages, as for generate")
     add_sampling(add, 512, "answer")
     add.add_argument("--page-size", type=int, default=16, help="slots per page (default 16)")
@@ -89,7 +90,11 @@ def run(options: argparse.Namespace) -> None:
     choose_model(options)
     with Progress():
         model = DecoderModel.from_pretrained(
-            options.model, options.dtype, page_size=options.page_size, kv_dtype=options.kv_dtype
+            options.model,
+            options.dtype,
+            page_size=options.page_size,
+            kv_dtype=options.kv_dtype,
+            weights=options.weights,
         )
     conversation = Conversation(
         model,

@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from .model import add_model, choose_model
+from .model import add_model, add_weights, choose_model
 from .prompt_cache import add_prompt_cache, prefix_cache_of
 from .sampling import add_sampling, given_sampling
 from .statistics import MachineLimits, print_statistics
@@ -41,6 +41,7 @@ def add_parser(commands) -> None:
         "--dtype",
         help="float32, float16 or bfloat16 (default: the checkpoint's; float16 if it is quantized)",
     )
+    add_weights(add)
     add.add_argument(
         "--kv-dtype",
         help="type of the cache's pages: as for --dtype, or int8, float8_e4m3fn, int5 or "
@@ -200,6 +201,7 @@ def _load(options: argparse.Namespace):
         "page_size": options.page_size,
         "sliding_window": options.sliding_window is not None,
         "kv_dtype": options.kv_dtype,
+        "weights": options.weights,
     }
     if (options.shards, options.stages) == (1, 1):
         return DecoderModel.from_pretrained(options.model, options.dtype, **common)

@@ -17,6 +17,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--weights``."""
+    parser.add_argument(
+        "--weights",
+        metavar="HOW",
+        default="auto",
+        help="how matrices are kept in memory: float (as --dtype says), int8 or int4 (quantized in "
+        "groups of 32; with int4 the vocabulary has 8 bits), or auto: what a GGUF file holds in "
+        "Q8_0, Q4_0 and Q4_1 stays as it is, its other quantized types become int8, and all else "
+        "is float (default auto)",
+    )
+
+
 def choose_model(options: argparse.Namespace) -> None:
     """Set ``options.model`` to the path of the model: the one that it names, or the default."""
     from tvm_pagedkv.models import SMOLLM2, find_included, find_model

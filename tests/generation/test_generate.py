@@ -251,6 +251,7 @@ def test_command_info(capfd):
         (["x", "--temperature", "-1"], "temperature must be 0 or more"),
         (["x", "--top-p", "2"], "top_p must be in"),
         (["x", "--dtype", "int8"], "dtype must be one of"),
+        (["x", "--weights", "int3"], "weights must be one of auto, float, int8, int4"),
         (["x", "--page-size", "12"], "page_size must be a power of two"),
         (["x", "--max-total-tokens", "16"], "the cache is too small"),
         (["x" * 600], "context holds 512"),

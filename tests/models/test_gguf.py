@@ -126,7 +126,7 @@ def test_logits_of_quantized_weights(directory, tmp_path):
     save_file({n: np.ascontiguousarray(v) for n, v in values.items()}, tmp_path / "m.safetensors")
     tokens, logits = [3, 77, 5, 290, 18], []
     for each in (file, tmp_path):
-        model = DecoderModel.from_pretrained(each, "float32")
+        model = DecoderModel.from_pretrained(each, "float32", weights="float")
         cache = model.create_cache(1, 64)
         cache.add_sequence(0)
         logits.append(model.prefill(cache, [0], [tokens]))

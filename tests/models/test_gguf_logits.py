@@ -54,7 +54,7 @@ def assert_same_logits(theirs, file, num_tokens: int) -> None:
     with torch.no_grad():
         expected = theirs(torch.tensor([list(tokens)])).logits[0].numpy()
     assert expected.std() > 0.3, "the logits are too even to tell models apart"
-    model = DecoderModel.from_pretrained(file, "float32", page_size=4)
+    model = DecoderModel.from_pretrained(file, "float32", page_size=4, weights="float")
     cache = model.create_cache(1, 64)
     cache.add_sequence(0)
     found = [model.logits(cache, [0], [tokens[:-3]])[0]]

@@ -69,7 +69,10 @@ class Batch:
     ) -> None:
         self.model, self.cache, self.prompts, self.params = model, cache, prompts, params
         self.budget, self.records_tokens, self.on_peak_usage = budget, records_tokens, on_peak_usage
-        self.work = Work(model.config, ITEMSIZE[model.options.dtype], model.options.kv_dtype)
+        options = model.options
+        self.work = Work(
+            model.config, ITEMSIZE[options.dtype], options.kv_dtype, model.matrix_bytes
+        )
         self.statistics = Statistics(page_size=budget.page_size)
         self.running: list[Continuation] = []
         self.finished: list[Continuation] = []  # their sequences still exist

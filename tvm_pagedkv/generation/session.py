@@ -148,7 +148,7 @@ def _model_name(conversation: Conversation, model: str) -> str:
     """Return a name for all that K and V depend on, beside the layout and the tokens."""
     options = conversation.model.options
     rope_factors = "long" if conversation.has_long_texts else "short"
-    return f"{model} {options.dtype} {rope_factors}"
+    return f"{model} {options.precision} {rope_factors}"
 
 
 def _save_pages(conversation: Conversation, path: str | os.PathLike) -> int:

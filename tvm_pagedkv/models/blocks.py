@@ -9,12 +9,15 @@ from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as CacheObject
 
 from . import kernels
 from .config import DecoderConfig
-from .linear import PackedMatrix, linear
 from .options import BuildOptions
+from .packed import multiply, packed_matrix
 
 
 class Linear(nn.Module):
-    """``x @ weight.T (+ bias) (+ residual)`` with packed weights, for x ``[n, in_features]``."""
+    """``x @ weight.T (+ bias) (+ residual)`` with packed weights, for x ``[n, in_features]``.
+
+    Its name tells `BuildOptions` whether the weights are quantized.
+    """
 
     def __init__(
         self,
@@ -23,29 +26,33 @@ class Linear(nn.Module):
         options: BuildOptions,
         bias: bool = False,
         out_dtype: str | None = None,
+        *,
+        name: str,
     ):
         self.options, self.out_dtype = options, out_dtype or options.dtype
-        self.matrix = PackedMatrix(out_features, in_features, options.dtype, options.vector)
-        self.weight = nn.Parameter(self.matrix.shape, options.dtype)
+        self.matrix = packed_matrix(f"{name}.weight", out_features, in_features, options)
+        self.weight = nn.Parameter(self.matrix.shape, self.matrix.dtype)
         self.bias = nn.Parameter((out_features,), options.dtype) if bias else None
 
     def forward(self, x: nn.Tensor, residual: nn.Tensor | None = None) -> nn.Tensor:
-        kernel = linear(
-            self.matrix, self.out_dtype, bias=self.bias is not None, residual=residual is not None
-        )
-        inputs = [x, self.weight, self.bias, residual]
-        out = nn.Tensor.placeholder((x.shape[0], self.matrix.out_features), self.out_dtype)
-        return op.tensor_ir_op(kernel, "linear", [i for i in inputs if i is not None], out)
+        return multiply(self.matrix, x, self.weight, self.bias, residual, self.out_dtype)
 
 
 class SplitLinear(Linear):
     """`Linear` over the worker's share of the input features, followed by an all-reduce."""
 
     def __init__(
-        self, in_features: int, out_features: int, options: BuildOptions, bias: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        options: BuildOptions,
+        bias: bool = False,
+        *,
+        name: str,
     ):
         out_dtype = "float32" if options.num_shards > 1 else None
-        super().__init__(in_features // options.num_shards, out_features, options, bias, out_dtype)
+        share = in_features // options.num_shards
+        super().__init__(share, out_features, options, bias, out_dtype, name=name)
 
     def forward(self, x: nn.Tensor, residual: nn.Tensor | None = None) -> nn.Tensor:
         if self.options.num_shards == 1:
@@ -104,13 +111,16 @@ class QkNorm(nn.Module):
 class Attention(nn.Module):
     """The projections before and after the cache's attention."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions):
+    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
         self.num_heads, self.head_dim = config.num_heads // options.num_shards, config.head_dim
         self.num_rows = self.num_heads + 2 * (config.num_kv_heads // options.num_shards)
         self.scale, width = config.sm_scale, config.hidden_size
-        self.qkv_proj = Linear(width, self.num_rows * self.head_dim, options, config.qkv_bias)
+        rows = self.num_rows * self.head_dim
+        self.qkv_proj = Linear(width, rows, options, config.qkv_bias, name=f"{name}.qkv_proj")
         self.qk_norm = QkNorm(config, options) if config.qk_norm else None
-        self.o_proj = SplitLinear(config.num_heads * self.head_dim, width, options, config.o_bias)
+        self.o_proj = SplitLinear(
+            config.num_heads * self.head_dim, width, options, config.o_bias, name=f"{name}.o_proj"
+        )
 
     def forward(
         self, x: nn.Tensor, residual: nn.Tensor | None, cache: CacheObject, layer: int
@@ -126,12 +136,14 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """The MLP: ``activation(gate) * up`` between two projections."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions):
+    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
         self.width, self.options = config.intermediate_size // options.num_shards, options
         self.activation, bias = config.activation, config.mlp_bias
-        self.gate_up_proj = Linear(config.hidden_size, 2 * self.width, options, bias)
-        width = config.intermediate_size
-        self.down_proj = SplitLinear(width, config.hidden_size, options, bias)
+        hidden, width = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(
+            hidden, 2 * self.width, options, bias, name=f"{name}.gate_up_proj"
+        )
+        self.down_proj = SplitLinear(width, hidden, options, bias, name=f"{name}.down_proj")
 
     def forward(self, x: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
         options = self.options
@@ -144,11 +156,12 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then the MLP, each with norms before it, after it, or both."""
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions):
+    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
         def norm(name: str | None) -> Norm | None:
             return Norm(config, options) if name else None
 
-        self.self_attn, self.mlp = Attention(config, options), Mlp(config, options)
+        self.self_attn = Attention(config, options, f"{name}.self_attn")
+        self.mlp = Mlp(config, options, f"{name}.mlp")
         self.before_attention = norm(config.norms.before_attention)
         self.after_attention = norm(config.norms.after_attention)
         self.before_mlp = norm(config.norms.before_mlp)

@@ -61,7 +61,7 @@ class Caches:
             factors_name = (
                 "long factors" if use_long_rope_factors and self._config.short_text else ""
             )
-            name = f"{prefix_cache.model_id} {self._options.dtype} {factors_name}".rstrip()
+            name = f"{prefix_cache.model_id} {self._options.precision} {factors_name}".rstrip()
             open_prefix_cache(cache, replace(prefix_cache, model_id=name))
         return cache
 

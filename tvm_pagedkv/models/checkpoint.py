@@ -10,6 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .config import read_json
+from .weight_formats import QuantizedRows
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
@@ -56,6 +57,13 @@ class Checkpoint:
     def names(self) -> list[str]:
         """Return the names of all tensors."""
         return [*self._readers]
+
+    def format(self, name: str) -> None:
+        """Return None: tensors are not quantized."""
+
+    def read_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedRows:
+        """Raise a NotImplementedError: no tensor has a `WeightFormat`."""
+        raise NotImplementedError(f"{self.path} has no quantized tensor {name}")
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return a tensor in its stored dtype.

@@ -13,8 +13,8 @@ from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as CacheObject
 from . import kernels
 from .blocks import Block, Linear, Norm
 from .config import DecoderConfig
-from .linear import PackedMatrix, embedding
 from .options import BuildOptions
+from .packed import look_up, packed_matrix
 
 
 class Decoder(nn.Module):
@@ -32,24 +32,24 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, options: BuildOptions):
         self.config, self.options = config, options
         size, width = config.vocab_size, config.hidden_size
-        self.vocabulary = PackedMatrix(size, width, options.dtype, options.vector)
+        self.vocabulary = packed_matrix("embed_tokens", size, width, options)
         own = options.layers_of(config)
         self.first_layer = own.start
-        self.layers = nn.ModuleList([Block(config, options) for _ in own])
+        self.layers = nn.ModuleList(
+            [Block(config, options, f"layers.{index}") for index in range(len(own))]
+        )
         if options.is_last:
             self.norm = Norm(config, options)
-            self.lm_head = Linear(width, size, options, out_dtype="float32")
+            self.lm_head = Linear(width, size, options, out_dtype="float32", name="lm_head")
         self.shares_head = config.tied_embeddings and options.is_last
         if options.is_first and not self.shares_head:
-            self.embed_tokens = nn.Parameter(self.vocabulary.shape, options.dtype)
+            self.embed_tokens = nn.Parameter(self.vocabulary.shape, self.vocabulary.dtype)
 
     def embed(self, ids: nn.Tensor) -> nn.Tensor:
         config, dtype = self.config, self.options.dtype
         scale = float(np.array(config.embedding_scale).astype(dtype))  # rounded, as in training
-        kernel = embedding(self.vocabulary, scale)
-        out = nn.Tensor.placeholder((ids.shape[0], config.hidden_size), dtype)
         weight = self.lm_head.weight if self.shares_head else self.embed_tokens
-        return op.tensor_ir_op(kernel, "embedding", [ids, weight], out)
+        return look_up(self.vocabulary, ids, weight, dtype, scale)
 
     def hidden(self, x: nn.Tensor, cache: CacheObject) -> nn.Tensor:
         for index, layer in enumerate(self.layers, self.first_layer):

@@ -31,7 +31,8 @@ from .default_dtype import default_dtype
 from .options import BuildOptions
 from .source import ModelSource, open_model
 from .tokens import check_batch, check_tokens
-from .weights import load_parameters
+from .weight_choice import check_weights, with_formats
+from .weights import load_parameters, matrix_bytes
 
 # The files that decide the code of a model; the kernels of its caches are compiled by themselves.
 _SOURCES = (
@@ -86,6 +87,7 @@ class DecoderModel:
         page_size: int = 16,
         sliding_window: bool = False,
         kv_dtype: str | None = None,
+        weights: str = "auto",
         target: Target | str | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> DecoderModel:
@@ -108,6 +110,11 @@ class DecoderModel:
         kv_dtype : str, optional
             Type of the pages, or the codec that quantizes them, as for `KVCacheConfig`; None:
             `dtype`.
+        weights : {"auto", "float", "int8", "int4"}
+            How matrices are kept. "float": as numbers of type `dtype`. "int8", "int4": quantized,
+            in groups of 32 input features; with "int4" the vocabulary has 8 bits. "auto": matrices
+            that are quantized in a GGUF file stay so: Q8_0, Q4_0 and Q4_1 keep their codes, other
+            types are rounded to 8 bits.
         target : str or tvm.target.Target, optional
             A CPU, as `tvm_pagedkv.create` takes it; None: this machine.
         progress : callable, optional
@@ -126,6 +133,7 @@ class DecoderModel:
         RuntimeError
             If compiling or linking fails.
         """
+        check_weights(weights)
         source, config = read_model(model, dtype)
         options = BuildOptions(
             dtype or default_dtype(config, vector_target(target)),
@@ -135,11 +143,18 @@ class DecoderModel:
             kv_dtype=kv_dtype,
         )
         check_cache(source, config, options)
+        tensors = source.tensors()
+        options = with_formats(options, config, tensors, weights)
         tokenizer = load_tokenizer(source, config)
         template, sampling = source.chat_template(), source.sampling()
-        parameters = load_parameters(config, options, source.tensors())
+        parameters = load_parameters(config, options, tensors)
         library = executable_file(config, options, progress)
         return cls(config, options, library, parameters, tokenizer, template, sampling)
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the matrices that multiply the rows of a step."""
+        return matrix_bytes(self.config, [self.options])
 
     # --- steps ----------------------------------------------------------------------------------
 

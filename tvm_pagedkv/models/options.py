@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from tvm.target import Target
@@ -11,6 +12,7 @@ from tir_kernels.spec import VectorTarget
 
 from ..compiler import vector_target
 from .config import DecoderConfig
+from .weight_formats import FORMATS, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,24 @@ class BuildOptions:
     layer_indptr: tuple[int, ...] = ()  # of pipeline stages, as `KVCacheConfig` has it; (): one
     stage: int = 0
     kv_dtype: str | None = None  # of the pages of its caches; None: dtype
+    formats: tuple[tuple[str, str], ...] = ()  # name of each quantized weight, and its format
 
     @property
     def vector(self) -> VectorTarget:
         """SIMD traits of the target."""
         return vector_target(self.target)
+
+    def format_of(self, name: str) -> WeightFormat | None:
+        """Return the format of a weight; None: its numbers are of type `dtype`."""
+        format = dict(self.formats).get(name)
+        return None if format is None else FORMATS[format]
+
+    @property
+    def precision(self) -> str:
+        """Return a name for the types of weights and activations, on which K and V depend."""
+        if not self.formats:
+            return self.dtype
+        return f"{self.dtype} {hashlib.sha256(repr(self.formats).encode()).hexdigest()[:16]}"
 
     def layers_of(self, config: DecoderConfig) -> range:
         """Return the layers of the stage."""

@@ -26,6 +26,8 @@ from .options import BuildOptions
 from .parallel_cache import ParallelCache
 from .parallel_workers import Workers
 from .tokens import check_batch, check_tokens
+from .weight_choice import check_weights, with_formats
+from .weights import matrix_bytes
 
 
 def resolve_stages(stages: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
@@ -82,13 +84,14 @@ class ParallelModel:
     def __init__(
         self,
         config: DecoderConfig,
-        options: BuildOptions,
+        stages: Sequence[BuildOptions],
         tokenizer,
         workers: Workers,
         chat_template: ChatTemplate | None = None,
         sampling: dict[str, Any] | None = None,
     ):
-        self.config, self.options, self.tokenizer = config, options, tokenizer
+        self.config, self.options, self.tokenizer = config, stages[0], tokenizer
+        self._stages = tuple(stages)
         self.chat_template, self.sampling = chat_template, sampling or {}
         self._workers, self.close = workers, workers.close
 
@@ -109,6 +112,7 @@ class ParallelModel:
         page_size: int = 16,
         sliding_window: bool = False,
         kv_dtype: str | None = None,
+        weights: str = "auto",
         threads: bool = False,
         progress: Callable[[str], None] | None = None,
     ) -> ParallelModel:
@@ -116,7 +120,7 @@ class ParallelModel:
 
         Parameters
         ----------
-        model, dtype, page_size, sliding_window, kv_dtype, progress
+        model, dtype, page_size, sliding_window, kv_dtype, weights, progress
             As for `DecoderModel.from_pretrained`.
         num_shards : int
             Number of workers per layer: a divisor of its heads, KV heads and MLP features.
@@ -134,6 +138,7 @@ class ParallelModel:
         FileNotFoundError, ValueError, RuntimeError
             As `DecoderModel.from_pretrained`; ValueError also if the model cannot be divided so.
         """
+        check_weights(weights)
         source, config = read_model(model, dtype)
         dtype = dtype or default_dtype(config, vector_target())
         check_shards(config, num_shards)
@@ -161,6 +166,8 @@ class ParallelModel:
         check_cache(source, config, options[0])
         tokenizer = load_tokenizer(source, config)
         template, sampling = source.chat_template(), source.sampling()
+        tensors = source.tensors()
+        options = [with_formats(each, config, tensors, weights) for each in options]
         for each in options:
             executable_file(config, each, progress)
 
@@ -173,12 +180,18 @@ class ParallelModel:
             "page_size": page_size,
             "sliding_window": sliding_window,
             "kv_dtype": kv_dtype,
+            "weights": weights,
             "num_shards": num_shards,
             "layer_indptr": indptr,
         }
         workers = Workers(session)
         workers.load(json.dumps(described))
-        return cls(config, options[0], tokenizer, workers, template, sampling)
+        return cls(config, options, tokenizer, workers, template, sampling)
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the matrices that multiply the rows of a step, of all workers."""
+        return matrix_bytes(self.config, self._stages)
 
     # --- steps ----------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from .caches import Caches
 from .model import executable_file
 from .options import BuildOptions
 from .source import open_model
+from .weight_choice import with_formats
 from .weights import load_parameters
 
 
@@ -35,7 +36,7 @@ class ModelWorker:
     Parameters
     ----------
     worker : Worker
-    model, dtype, page_size, sliding_window, kv_dtype, num_shards, layer_indptr
+    model, dtype, page_size, sliding_window, kv_dtype, weights, num_shards, layer_indptr
         As of `ParallelModel`.
     """
 
@@ -47,12 +48,13 @@ class ModelWorker:
         page_size: int,
         sliding_window: bool,
         kv_dtype: str | None,
+        weights: str,
         num_shards: int,
         layer_indptr: Sequence[int],
     ):
         source = open_model(model)
         self.worker, self.config = worker, source.config()
-        self.options = BuildOptions(
+        options = BuildOptions(
             dtype,
             page_size,
             resolve_target(None),
@@ -62,7 +64,9 @@ class ModelWorker:
             stage=worker.group,
             kv_dtype=kv_dtype,
         )
-        self.parameters = load_parameters(self.config, self.options, source.tensors(), worker.shard)
+        tensors = source.tensors()
+        self.options = with_formats(options, self.config, tensors, weights)
+        self.parameters = load_parameters(self.config, self.options, tensors, worker.shard)
         library = executable_file(self.config, self.options)
         self.vm = relax.VirtualMachine(load_library(library, self.options.target), tvm.cpu())
         self.make_caches = Caches(self.config, self.options)

@@ -17,6 +17,7 @@ from .hub import find_model
 from .included import NAMES, TINY
 from .registry import config_from_directory
 from .sampling_defaults import sampling_defaults
+from .weight_formats import QuantizedRows, WeightFormat
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,6 +35,15 @@ class Tensors(Protocol):
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return a tensor; raise a ValueError if it is missing or has another shape or type."""
+
+    def format(self, name: str) -> WeightFormat | str | None:
+        """Return the format of a quantized tensor, or the name of its type if it has none.
+
+        None: it has floating-point numbers, or is missing.
+        """
+
+    def read_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedRows:
+        """Return a matrix that has a `WeightFormat`; raise a ValueError as `read` does."""
 
 
 class ModelSource(Protocol):

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tvm
 
+from tir_kernels.spec import ITEMSIZE
+
 from .._progress import report
 from .config import DecoderConfig
 from .decoder import Decoder
-from .linear import PackedMatrix
 from .options import BuildOptions
+from .packed import packed_matrix
 from .source import Tensors
+from .weight_formats import QuantizedRows, WeightFormat, concatenate, quantize
 
 
 class Part(NamedTuple):
@@ -25,6 +29,12 @@ class Part(NamedTuple):
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     rows: tuple[int, int] | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the range."""
+        rows = self.shape[0] if self.rows is None else self.rows[1] - self.rows[0]
+        return rows * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -48,8 +58,10 @@ class Weight:
     split: str | None = None
     offset: float = 0.0
 
-    def share(self, part: np.ndarray, shard: int, num_shards: int) -> np.ndarray:
-        """Return the share of a part that worker `shard` of `num_shards` has."""
+    def share(self, part, shard: int, num_shards: int):
+        """Return the share of a part, quantized or not, that worker `shard` of `num_shards` has."""
+        if isinstance(part, QuantizedRows):
+            return part.map(lambda array: self.share(array, shard, num_shards))
         if self.split is None:
             return part
         if self.split == "first":
@@ -151,6 +163,20 @@ def _columns(
         yield f"{ours}.bias", Weight((Part(f"{theirs}.bias", shape[:1]),), False, "first")
 
 
+def matrix_bytes(config: DecoderConfig, stages: Iterable[BuildOptions]) -> int:
+    """Return the bytes of the matrices that multiply rows, of all stages and workers of a model."""
+    total = 0
+    for options in stages:
+        for name, weight in weights(config, options.layers_of(config)):
+            is_used = options.is_last if name == "lm_head.weight" else name != "embed_tokens"
+            if weight.is_matrix and is_used:
+                size = sum(part.size for part in weight.parts)
+                format = options.format_of(name)
+                itemsize = ITEMSIZE[options.dtype]
+                total += size * itemsize if format is None else format.num_bytes(size)
+    return total
+
+
 # --- loading ------------------------------------------------------------------------------------
 
 
@@ -174,24 +200,44 @@ def load_parameters(
     for index, (name, parameter) in enumerate(parameters):
         report("loading weights", index, len(parameters))
         source, dtype = sources[name], np.dtype(parameter.dtype)
+        format = options.format_of(name)
+        array: Any
         parts = [
-            source.share(_read(checkpoint, part), shard, options.num_shards)
+            source.share(_read(checkpoint, part, format), shard, options.num_shards)
             for part in source.parts
         ]
-        array = np.concatenate(parts).astype(dtype)
-        if source.offset:
-            array += dtype.type(source.offset)
+        if format is not None:
+            array = concatenate(parts)
+        else:
+            array = np.concatenate(parts).astype(dtype)
+            if source.offset:
+                array += dtype.type(source.offset)
         if source.is_matrix:
-            out_features, in_features = array.shape
-            packed = PackedMatrix(out_features, in_features, options.dtype, options.vector)
+            packed: Any = packed_matrix(name, array.shape[0], array.shape[1], options)
             array = packed.pack(array)
         loaded.append(tvm.runtime.tensor(array))
     return loaded
 
 
-def _read(checkpoint: Tensors, part: Part) -> np.ndarray:
+def _read(
+    checkpoint: Tensors, part: Part, format: WeightFormat | None
+) -> np.ndarray | QuantizedRows:
+    """Read a part; with a format it is quantized, with the codes of the file where it has them."""
+    if format is not None and isinstance(checkpoint.format(part.name), WeightFormat):
+        matrix = checkpoint.read_quantized(part.name, part.shape)
+        if part.rows is not None:
+            rows = slice(*part.rows)
+            matrix = matrix.map(lambda array: array[rows])
+        return matrix.converted(format)
     tensor = checkpoint.read(part.name, part.shape)
-    return tensor if part.rows is None else tensor[slice(*part.rows)]
+    if part.rows is not None:
+        tensor = tensor[slice(*part.rows)]
+    if format is None:
+        return tensor
+    try:
+        return quantize(tensor, format)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: tensor {part.name}: {error}") from None
 
 
 def _refuse_unused(config: DecoderConfig, checkpoint: Tensors) -> None:

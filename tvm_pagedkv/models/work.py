@@ -21,14 +21,24 @@ class Work:
         Bytes per weight, and per element of K and V unless a codec quantizes them.
     kv_dtype : str, optional
         The codec; None or a type of numbers: there is none.
+    weight_bytes : int, optional
+        Bytes of all matrices that multiply rows; None: `itemsize` for each weight.
     """
 
-    def __init__(self, config: DecoderConfig, itemsize: int, kv_dtype: str | None = None):
-        c, self.itemsize = config, itemsize
+    def __init__(
+        self,
+        config: DecoderConfig,
+        itemsize: int,
+        kv_dtype: str | None = None,
+        weight_bytes: int | None = None,
+    ):
+        c = config
         self.windows = [layer.window for layer in c.layers]  # None: no window
         rows = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size
         self.layer_weights = c.num_layers * rows * c.hidden_size
         self.head_weights = c.vocab_size * c.hidden_size
+        weights = self.layer_weights + self.head_weights
+        self.weight_bytes = weights * itemsize if weight_bytes is None else weight_bytes
         self.width = c.head_dim * c.num_heads
         row_bytes, codec = 2 * c.head_dim * itemsize, codec_of(kv_dtype or "")
         if codec is not None:
@@ -69,8 +79,7 @@ class Work:
             positions if window is None else seen
             for window, seen in zip(self.windows, self._seen(np.array(lengths)), strict=True)
         )
-        weights = self.layer_weights + self.head_weights
-        return weights * self.itemsize + self.position_bytes * rows
+        return self.weight_bytes + self.position_bytes * rows
 
     def _seen(self, lengths: np.ndarray) -> list[int]:
         """Return for each layer the positions that the last rows of all sequences see, summed."""

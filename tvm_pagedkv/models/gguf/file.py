@@ -74,6 +74,17 @@ class GgufFile:
         Raises
         ------
         ValueError
+            As `read_bytes`.
+        """
+        info = self.tensors[name]
+        return dequantize(self.read_bytes(name), info.type_id).reshape(info.shape)
+
+    def read_bytes(self, name: str) -> np.ndarray:
+        """Return the bytes of a tensor: uint8, whose last axis has a row.
+
+        Raises
+        ------
+        ValueError
             If its type is not supported, or the file ends before it does.
         """
         info = self.tensors[name]
@@ -91,8 +102,7 @@ class GgufFile:
         if info.begin + count > len(self._bytes):
             raise ValueError(f"{self.path} is cut off within tensor {name}")
         raw = np.frombuffer(self._bytes, "u1", count, info.begin)
-        rows = raw.reshape(*info.shape[:-1], columns // block * size)
-        return dequantize(rows, info.type_id).reshape(info.shape)
+        return raw.reshape(*info.shape[:-1], columns // block * size)
 
 
 class _Truncated(Exception):

@@ -7,8 +7,10 @@ import re
 
 import numpy as np
 
+from ..weight_formats import QuantizedRows, WeightFormat
 from .dequantize import type_name
 from .file import GgufFile
+from .quantized import KEPT_TYPES, split_blocks
 
 _MODEL = {
     "token_embd": "model.embed_tokens",
@@ -39,6 +41,7 @@ _LAYER_OF = {
     "olmo2": _LAYER | _NORMS_AFTER,
     "phi3": _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
+_FLOATS = ("F32", "F16", "BF16")
 # They belong to the rotation, not to the weights.
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -82,6 +85,38 @@ class GgufTensors:
         ValueError
             If it is missing, has another shape, or a type that is not supported.
         """
+        tensor = self._file.read(self._find(name, shape))
+        if self._has_offset and name.endswith("norm.weight"):
+            return tensor - 1  # Hugging Face adds one when it applies the norm
+        num_heads = self._heads.get(name.split(".")[-2])
+        return tensor if num_heads is None else _halves(tensor, num_heads)
+
+    def format(self, name: str) -> WeightFormat | str | None:
+        """Return the format of a tensor; its type's name if that has another one, None if floats.
+
+        A name that is not in the file has the format None.
+        """
+        if name not in self._names:
+            return None
+        kind = type_name(self._file.tensors[self._names[name]].type_id)
+        return None if kind in _FLOATS else KEPT_TYPES.get(kind, kind)
+
+    def read_quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedRows:
+        """Return a matrix with the codes of the file, if `format` is a `WeightFormat`.
+
+        Raises
+        ------
+        ValueError
+            As `read`.
+        """
+        format = self.format(name)
+        assert isinstance(format, WeightFormat)
+        matrix = split_blocks(self._file.read_bytes(self._find(name, shape)), format)
+        num_heads = self._heads.get(name.split(".")[-2])
+        return matrix if num_heads is None else matrix.map(lambda x: _halves(x, num_heads))
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return the name of a tensor in the file, after a check of its shape."""
         if name not in self._names:
             raise ValueError(f"{self.path} lacks tensor {name}; expected shape {list(shape)}")
         own = self._names[name]
@@ -90,11 +125,7 @@ class GgufTensors:
             raise ValueError(
                 f"{self.path}: tensor {own} has shape {list(found)}; expected {list(shape)}"
             )
-        tensor = self._file.read(own)
-        if self._has_offset and name.endswith("norm.weight"):
-            return tensor - 1  # Hugging Face adds one when it applies the norm
-        num_heads = self._heads.get(name.split(".")[-2])
-        return tensor if num_heads is None else _halves(tensor, num_heads)
+        return own
 
     def dtype(self) -> str:
         """Return the type of the matrices, or the 16-bit type that rounds quantized ones less.

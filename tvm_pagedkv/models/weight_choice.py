@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which matrices of a model are quantized, and how."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .config import DecoderConfig
+from .options import BuildOptions
+from .source import Tensors
+from .weight_formats import INT4, INT4_MINIMA, INT8, WeightFormat, can_quantize
+from .weights import Weight, weights
+
+CHOICES = ("auto", "float", "int8", "int4")
+_VOCABULARY = ("embed_tokens", "lm_head.weight")
+
+
+def check_weights(choice: str) -> None:
+    """Raise a ValueError if a choice of weights is unknown."""
+    if choice not in CHOICES:
+        raise ValueError(f"weights must be one of {', '.join(CHOICES)}; got {choice!r}")
+
+
+def with_formats(
+    options: BuildOptions, config: DecoderConfig, tensors: Tensors, choice: str
+) -> BuildOptions:
+    """Return options with the formats of the weights of their layers.
+
+    Parameters
+    ----------
+    choice : {"auto", "float", "int8", "int4"}
+        "float": no matrix is quantized. "int8", "int4": all are; with "int4" the vocabulary has 8
+        bits unless the file has it in 4. "auto": those that are quantized in the file. Q8_0, Q4_0
+        and Q4_1 keep their codes, other types are rounded to 8 bits. Matrices whose rows cannot be
+        divided into groups are never quantized.
+    """
+    formats = []
+    for name, weight in weights(config, options.layers_of(config)):
+        format = _format(name, weight, tensors, choice, options.num_shards)
+        if format is not None:
+            formats.append((name, format.name))
+    return replace(options, formats=tuple(formats))
+
+
+def _format(
+    name: str, weight: Weight, tensors: Tensors, choice: str, num_shards: int
+) -> WeightFormat | None:
+    if not weight.is_matrix or choice == "float":
+        return None
+    in_features = weight.parts[0].shape[-1]
+    if weight.split == "columns":
+        in_features //= num_shards
+    if not can_quantize(in_features):
+        return None
+    found = {tensors.format(part.name) for part in weight.parts}
+    has_four_bits = found <= {INT4, INT4_MINIMA}
+    if choice == "int8" or choice == "int4" and name in _VOCABULARY and not has_four_bits:
+        return INT8
+    if choice == "int4" or has_four_bits:
+        return INT4 if found == {INT4} else INT4_MINIMA
+    return None if None in found else INT8

@@ -7,6 +7,7 @@ arithmetic is float32 everywhere: only the cache differs.
 
     python scripts/bench/bench_quality.py                  # the included model
     python scripts/bench/bench_quality.py --model DIR      # any Hugging Face directory
+    python scripts/bench/bench_quality.py --model FILE --weights float16:auto float32:int8
     python scripts/bench/bench_quality.py --drift          # attention over 32k positions instead
     python scripts/bench/bench_quality.py --needle --model DIR   # of scripts/tools/train_copy.py
 
@@ -141,6 +142,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, help="tokens of a text (default: the model's most)")
     parser.add_argument("--chunk", type=int, default=128, help="tokens of a step (default 128)")
     parser.add_argument("--codecs", nargs="+", default=["float16", "bfloat16", *CODECS])
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        metavar="DTYPE:HOW",
+        help="compare these weights instead of caches, such as float16:auto float32:int8",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drift", action="store_true", help="errors of attention by context")
     parser.add_argument("--needle", action="store_true", help="find what stood far back")
@@ -150,9 +157,14 @@ def main() -> None:
         results = drift_table(args.codecs, args.seed)
     else:
         models = {
-            name: DecoderModel.from_pretrained(args.model, "float32", kv_dtype=name)
-            for name in ("float32", *args.codecs)
+            name: DecoderModel.from_pretrained(
+                args.model, "float32", kv_dtype=name, weights="float"
+            )
+            for name in ("float32", *([] if args.weights else args.codecs))
         }
+        for name in args.weights or ():
+            dtype, _, how = name.partition(":")
+            models[name] = DecoderModel.from_pretrained(args.model, dtype, weights=how)
         length = args.length or models["float32"].config.context_length
     if args.needle:
         results = find_needles(models, args.texts, length, args.chunk, args.seed, show)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours: ``ours.py DIRECTORY DTYPE NUM_POSITIONS`` answers lines of JSON, as `worker.serve` says."""
+"""Ours: ``ours.py MODEL DTYPE NUM_POSITIONS [WEIGHTS]`` answers as `worker.serve` says."""
 
 import sys
 import time
@@ -14,8 +14,8 @@ CHUNK = 512
 class Ours:
     """A model and its cache; one sequence."""
 
-    def __init__(self, directory: str, dtype: str, num_positions: str):
-        self.model = DecoderModel.from_pretrained(directory, dtype)
+    def __init__(self, model: str, dtype: str, num_positions: str, weights: str = "auto"):
+        self.model = DecoderModel.from_pretrained(model, dtype, weights=weights)
         self.cache = self.model.create_cache(1, int(num_positions), CHUNK)
 
     def prefill(self, tokens: list[int]) -> tuple[float, int]:

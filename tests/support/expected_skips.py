@@ -21,6 +21,7 @@ NO_EMULATOR = (
 )
 NO_RDMA_LIBRARY = "Mooncake needs the system's libibverbs1, which pip cannot install"
 NO_BYTE_DOTS = "only CPUs with AVX512-VNNI multiply codes of weights as bytes"
+_TILES = "tests/harness/test_tile_model.py"
 _AMX = "tests/kernels/test_amx_kernels.py"
 _PAGES = "tests/kernels/test_quantized_page_kernels.py"
 # Patterns of tests, and why they may be skipped.
@@ -43,6 +44,11 @@ EXPECTED = {
     f"{_PAGES}::test_every_float8_code_is_chosen_and_read_exactly*x86-64-v4]": NO_AVX512,
     "tests/cache/test_non_finite.py::test_every_nan_stays_nan*x86-64-v4]": NO_AVX512,
     "tests/models/test_linear_kernels.py::test_linear*no pairs]": NO_AVX512,
+    f"{_TILES}::test_products*": NO_AVX512_BF16,
+    f"{_TILES}::test_denormal_numbers_are_zeros*": NO_AVX512_BF16,
+    f"{_TILES}::test_not_a_number_stays_in_its_row_and_column*": NO_AVX512_BF16,
+    f"{_TILES}::test_misuse_is_noticed*": NO_AVX512_BF16,
+    f"{_TILES}::test_tiles_are_there_between_configuration_and_release*": NO_AVX512_BF16,
     f"{_AMX}::test_prefill*": NO_AVX512_BF16,
     f"{_AMX}::test_prefill_ragged*": NO_AVX512_BF16,
     f"{_AMX}::test_rows_that_see_nothing*": NO_AVX512_BF16,

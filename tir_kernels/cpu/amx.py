@@ -24,7 +24,7 @@ ELEMENT_BYTES = 4
 SUMS, A_TILES, B_TILES = 4, (4, 5), (6, 7)
 
 # 64 bytes: palette 1, then from byte 16 on the bytes of a row of each tile, from 48 on its rows.
-_CONFIG = bytes(
+CONFIG = bytes(
     [1]
     + [0] * 15
     + [byte for tile in range(8) for byte in (SIDE * ELEMENT_BYTES, 0)]
@@ -37,7 +37,7 @@ _DOT = "tdpbf16ps"
 
 def _helpers() -> str:
     """Return the LLVM functions: linkonce_odr, for several kernels of a module may bring them."""
-    config = "".join(f"\\{byte:02X}" for byte in _CONFIG)
+    config = "".join(f"\\{byte:02X}" for byte in CONFIG)
     functions = [
         ("begin", "", "ldtilecfg(ptr @pagedkv_tile_config)"),
         ("end", "", "tilerelease()"),
@@ -69,7 +69,7 @@ def _helpers() -> str:
     return "\n".join(
         [
             "@pagedkv_tile_config = linkonce_odr hidden constant "
-            f'[{len(_CONFIG)} x i8] c"{config}", align 64',
+            f'[{len(CONFIG)} x i8] c"{config}", align 64',
             *bodies,
             *(f"declare void @llvm.x86.{n}({', '.join(a)})" for n, a in declared.items()),
             "attributes #0 = { alwaysinline nounwind }",

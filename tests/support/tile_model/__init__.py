@@ -25,8 +25,6 @@ from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler import targets
 from tvm_pagedkv.compiler.disk_cache import sealed_file
 
-from ..children.sitecustomize import at_level_0
-
 _SOURCE = Path(__file__).with_name("tile_model.cc")
 _FLAGS = ("-std=c++17", "-O2", "-ftree-vectorize", "-ffp-contract=off", "-fPIC", "-shared")
 AMX = VectorTarget(has_bf16_dot=True, has_vnni=True, has_amx=True)
@@ -85,7 +83,7 @@ def tile_model() -> Iterator[None]:
     helpers = amx.LLVM_HELPERS.replace("@llvm.x86.", "@tile_model_").replace(" immarg", "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(amx, "LLVM_HELPERS", helpers)
-        patch.setattr(targets, "native_target", lambda: at_level_0(CPU))
+        patch.setattr(targets, "_target_with", lambda machine, features: CPU)
         yield
     done = counts()
     assert done.begins == done.ends

@@ -158,7 +158,7 @@ def lower(function: tirx.PrimFunc, symbol: str, target: Target) -> tvm.IRModule:
     return tvm.transform.Sequential(
         [
             tirx.transform.BindTarget(target.with_host(target)),
-            s_tir.transform.CanonicalizeLoop(),
+            _count_from_zero,
             _flatten_buffers,
             tirx.transform.BF16ComputeLegalize(),
             tirx.transform.StorageRewrite(),  # moves buffers out of loops
@@ -278,6 +278,43 @@ class _TaskBody:
         result = Call(name, [task, *self.arguments], ret_ty=PrimType("int32"))
         message = StringImm("no memory for the buffers of a task")
         return tirx.AssertStmt(result == 0, StringImm("RuntimeError"), [message])
+
+
+@tirx.transform.prim_func_pass(opt_level=0)
+def _count_from_zero(function: tirx.PrimFunc, _module: Any, _context: Any) -> tirx.PrimFunc:
+    """Let all loops count from 0 in steps of 1, which the code generator asks for.
+
+    TVM's CanonicalizeLoop leaves the bounds of loops within as they were, and evaluates where a
+    loop begins wherever its variable is used, so it cannot be had from an array that the loop
+    writes.
+    """
+
+    def count(loop: tirx.For, mutator: Any) -> Any:
+        step = 1 if loop.step is None else int(loop.step)
+        begin, extent = mutator.mutate(loop.min), mutator.mutate(loop.extent)
+        is_constant = isinstance(begin, tirx.IntImm)
+        if is_constant and int(begin) == 0 and step == 1:
+            return mutator.default_mutate(loop)
+        kept = []
+        if not is_constant:
+            first = tirx.decl_buffer(
+                [1], begin.ty.dtype, f"first_{loop.loop_var.name}", layout=None
+            )
+            kept = [tirx.AllocBuffer(first), tirx.BufferStore(first, begin, [0])]
+            begin = first[0]
+        index = Var(loop.loop_var.name, loop.loop_var.ty)
+        mutator.var_remap_set(loop.loop_var, begin + index * step)
+        counted = tirx.For(
+            index,
+            tirx.const(0, extent.ty.dtype),
+            extent if step == 1 else tirx.ceildiv(extent, step),
+            loop.kind,
+            mutator.mutate(loop.body),
+            annotations=loop.annotations,
+        )
+        return tirx.SeqStmt([*kept, counted]) if kept else counted
+
+    return function.with_body(tvm_ffi.structural_mutate(function.body, (tirx.For, count)))
 
 
 @tirx.transform.prim_func_pass(opt_level=0)

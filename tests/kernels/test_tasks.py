@@ -15,6 +15,7 @@ from tir_kernels.cpu.page_ops.arrays import match
 from tir_kernels.cpu.simd import import_llvm
 from tir_kernels.define import target_attributes
 from tir_kernels.script import prim_func
+from tir_kernels.semantics.visibility import CausalMask
 from tvm_pagedkv.compiler.build import resolve_target
 from tvm_pagedkv.compiler.lowering import compile_kernel
 
@@ -160,7 +161,7 @@ def cost_kernel(spec):
                 q_indptr=q_indptr,
                 page_indptr=page_indptr,
                 length_info=lengths,
-                causal=T.int32(0),
+                mask=CausalMask(0),
             )
         )
         tiles = SequenceTiles(spec, a)

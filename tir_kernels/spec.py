@@ -40,6 +40,8 @@ class VectorTarget:
     slow_bf16_dot : bool
         Whether ``vdpbf16ps`` multiplies fewer numbers per second than float32 multiply-adds. Then
         only kernels that wait for memory use it: decode.
+    has_word_dot : bool
+        Whether ``vpmaddwd`` on 256-bit registers multiplies the codes of quantized pages.
     tile : (rows, vectors) or None
         The sums of a register tile of prefill: rows of Q or of weights, by vectors of columns, with
         no more than a vector of 64 positions left. With None, the tile suits the number of
@@ -56,6 +58,7 @@ class VectorTarget:
     has_amx: bool = False
     has_f16_convert: bool = True
     slow_bf16_dot: bool = False
+    has_word_dot: bool = False
     tile: tuple[int, int] | None = None
 
     @property

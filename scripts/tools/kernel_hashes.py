@@ -41,6 +41,7 @@ AVX512 = VectorTarget()
 AVX512_BF16 = VectorTarget(has_bf16_dot=True)
 AVX512_VNNI = VectorTarget(has_vnni=True)
 AVX2 = VectorTarget(lanes=8, registers=16)
+AVX2_WORDS = VectorTarget(lanes=8, registers=16, has_word_dot=True)
 SSE = VectorTarget(lanes=4, registers=16, has_f16_convert=False)
 NEON = VectorTarget(lanes=4, registers=32)
 NEON_DOT = VectorTarget(lanes=4, registers=32, has_sdot=True)
@@ -116,6 +117,8 @@ CPU_SPECS = {
     "int5": _spec((8, 2), 64, (F16, "int5"), target=AVX512_VNNI),
     "int5-avx2": _spec((5, 1), 96, (F32, "int5"), 4, AVX2),
     "int4": _spec((8, 2), 96, (F16, "int4"), target=AVX512_VNNI),
+    "int8-words": _spec((32, 8), 128, (F16, "int8"), target=AVX2_WORDS),
+    "int4-words": _spec((8, 2), 96, (F16, "int4"), target=AVX2_WORDS),
     "int4-neon": _spec((5, 1), 64, (F32, "int4"), 1, NEON),
     "int8-neon": _spec((8, 2), 128, (F16, "int8"), target=NEON_DOT),
     "mla-int8": _mla(16, (512, 64), (BF16, "int8")),

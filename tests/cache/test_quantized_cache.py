@@ -283,6 +283,12 @@ def test_a_codec_that_is_slow_on_a_target_is_told(caplog):
     assert all("kv_dtype None" in text and "without" in text for text in told)
     named = [name for name in CODEC_NAMES for text in told if repr(name) in text]
     assert named == list(CODEC_NAMES)  # once each
+    caplog.clear()
+    with_words = VectorTarget(lanes=8, registers=16, has_word_dot=True)
+    for codec in ("int8", "int4", "int8,int4", "float8_e4m3fn", "int5,int4"):
+        warn_if_slow(KernelSpec(4, 2, 32, 32, "float32", codec, target=with_words))
+    (record,) = caplog.records
+    assert "int5,int4" in record.getMessage()
 
 
 def test_other_kernels_are_refused():

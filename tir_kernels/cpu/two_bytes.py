@@ -93,7 +93,7 @@ class TwoBytes:
         for first in range(0, self.rows, self.lanes):
             rows = range(first, min(first + self.lanes, self.rows))
             at, lanes = (index_temp(self.index(of_set, first)),), next_power_of_two(len(rows))
-            scale, inverse = _scale(self._largest(rows, source), lanes)
+            scale, inverse = row_scale(self._largest(rows, source), lanes)
             store(self.scale, at, lanes, scale)
             store(self.inverse, at, lanes, inverse)
             totals = []
@@ -190,7 +190,7 @@ def _bytes_of_four(rows: Sequence, lanes: int) -> tuple:
     return in_order(high), in_order(low)
 
 
-def _scale(bits, lanes: int):
+def row_scale(bits, lanes: int):
     """Scales of rows and their inverses, by the bits of the largest magnitudes."""
     number = vector_type(F32, lanes)
     is_finite = bits < broadcast(T.uint32(0x7F800000), lanes)

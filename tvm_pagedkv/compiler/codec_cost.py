@@ -33,8 +33,12 @@ def _warn(codec: Codec | CodecPair, target: VectorTarget) -> None:
 
 def _missing(codec: Codec | CodecPair, target: VectorTarget) -> str:
     """Return the instructions that the target lacks, or an empty string."""
-    integers = [each.is_integer for each in (codec.k, codec.v)]
-    if any(integers) and not target.has_byte_dot:
+    codecs = codec.k, codec.v
+    integers = [each.is_integer for each in codecs]
+    has_dots = target.has_byte_dot or (
+        target.has_word_dot and not any(each.has_bit_plane for each in codecs)
+    )
+    if any(integers) and not has_dots:
         return "byte dot products (AVX512-VNNI, or dotprod of AArch64)"
     if not all(integers) and not target.has_f16_convert:
         return "conversion of float16 (F16C, AVX-512F or AArch64)"

@@ -91,13 +91,14 @@ def choices(traits: VectorTarget) -> str:
     with_pairs = ["decode"] if traits.has_bf16_dot or traits.has_bfdot else []
     with_pairs += ["prefill"] if traits.multiplies_pairs or traits.has_bfdot else []
     with_pairs += ["linear layers"] if traits.multiplies_pairs else []
+    codes = "bytes" if traits.has_byte_dot else ("words" if traits.has_word_dot else "float32")
     return "; ".join(
         [
             f"vectors of {32 * traits.lanes} bits",
             f"register tiles of {traits.tile_rows} x {traits.tile_vectors} vectors",
             *(["bfloat16 in AMX in prefill"] if traits.has_amx else []),
             f"pairs of bfloat16 in {', '.join(with_pairs) or 'nothing'}",
-            f"byte dot products {'for quantized pages' if traits.has_byte_dot else 'nowhere'}",
+            f"codes multiplied as {codes}",
         ]
     )
 
@@ -113,7 +114,13 @@ def _traits(features: frozenset[str]) -> dict[str, Any]:
             "has_amx": {"amx-bf16", "amx-tile", "avx512bf16"} <= features,
         }
     if "avx2" in features:
-        return {"lanes": 8, "registers": 16, "has_f16_convert": "f16c" in features}
+        has_f16_convert = "f16c" in features
+        return {
+            "lanes": 8,
+            "registers": 16,
+            "has_f16_convert": has_f16_convert,
+            "has_word_dot": True,
+        }
     is_arm = "neon" in features
     return {
         "lanes": 4,

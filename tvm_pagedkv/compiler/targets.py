@@ -41,9 +41,14 @@ def _names(pairs: str) -> dict[str, str]:
 
 _LINUX_NAMES = {"x86_64": _names(_X86), "aarch64": _names(_AARCH64)}
 
-# The x86 levels that kernels distinguish, and LLVM's names of what they use beyond the highest.
+# The x86 levels that kernels distinguish, and LLVM's names of what they use beyond each.
 _X86_LEVELS = "x86-64-v4", "x86-64-v3", "x86-64"
-_BEYOND_LEVELS = {"x86-64-v4": ("amx-bf16", "amx-tile", "avx512bf16", "avx512vnni")}
+_BEYOND_LEVELS = {
+    "x86-64-v4": ("amx-bf16", "amx-tile", "avx512bf16", "avx512vnni"),
+    "x86-64-v3": ("avxvnni",),
+}
+# A preference, not a feature: without it, LLVM makes a multiplication and an addition of vpdpwssd.
+_NO_SPLIT = "+fast-dpwssd"
 
 
 def resolve_target(target: Target | str | Mapping | None = None) -> Target:
@@ -188,6 +193,8 @@ def _x86_target(features: frozenset[str]) -> Target:
     if level in _BEYOND_LEVELS:
         known = _BEYOND_LEVELS[level]
         fields["mattr"] = [f"+{name}" for name in known if linux[name] in features]
+        if "+avxvnni" in fields["mattr"]:
+            fields["mattr"].append(_NO_SPLIT)
     tuned = fields | {"model": str(codegen.llvm_get_system_cpu())}
     # The level does not tell what is fast on this CPU.
     return Target(tuned if class_of(tuned) != class_of(fields) else fields)

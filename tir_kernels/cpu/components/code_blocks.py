@@ -72,7 +72,8 @@ class CodeRows:
         self.piece = math.gcd(self.code_bytes // 4, *(begin // 4 for begin, _ in self.groups))
         self.num_pieces = self.code_bytes // 4 // self.piece
         # The code of zero.
-        self.zero = 0 if dots.is_signed and not codec.is_packed else 1 << (codec.bits - 1)
+        is_signed = dots is None or dots.is_signed  # words are
+        self.zero = 0 if is_signed and not codec.is_packed else 1 << (codec.bits - 1)
 
     def half_of(self, codes, half: int):
         """The codes of a half of the columns; see `CodeBlocks.sum_of`."""
@@ -96,95 +97,28 @@ class CodeRows:
 
 
 @T.meta_class
-class CodeBlocks:
-    """The block of K, and that of V, that a task works at.
+class CodeScales:
+    """The scales of the block of K, and of that of V, that a task works at; and prefetches of both.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    positions : int
+        Those of K that are taken at once.
 
     Attributes
     ----------
-    positions : int
-        Those of K that are transposed at once: one in each lane.
-    k : int32 ``[vector, position]``: vectors of positions for the dwords of their rows of codes
     k_scales : float32 ``[group, position]``
-    v : int32 ``[quad, vector, column]``
     v_scales : float32 ``[group, BLOCK]``
     """
 
-    def __init__(self, spec: KernelSpec):
-        self.spec, self.dots = spec, byte_dots(spec.target)
-        self.positions = self.lanes = lanes = self.dots.lanes
+    def __init__(self, spec: KernelSpec, positions: int):
+        self.spec, self.positions, self.lanes = spec, positions, spec.target.lanes
         self.k_rows, self.v_rows = CodeRows(spec, spec.codec.k), CodeRows(spec, spec.codec.v)
-        self.k = T.alloc_buffer((self.k_rows.code_bytes // 4, lanes), INT32)
-        self.k_scales = T.alloc_buffer((len(self.k_rows.groups), lanes), F32)
-        self.v = T.alloc_buffer((BLOCK // QUAD, spec.v_head_dim // lanes, lanes), INT32)
+        self.k_scales = T.alloc_buffer((len(self.k_rows.groups), positions), F32)
         self.v_scales = T.alloc_buffer((len(self.v_rows.groups), BLOCK), F32)
 
-    # --- codes ----------------------------------------------------------------------------------
-
-    def k_vectors(self, dword, halves) -> list:
-        """Some halves of the unsigned codes of a dword of all positions; see `half_of`."""
-        codes = temp(load(self.k, (dword, 0), self.lanes, INT32), self.lanes, INT32)
-        return [temp(self.k_rows.half_of(codes, half), self.lanes, INT32) for half in halves]
-
-    def sum_of(self, total, half: int):
-        """What a sum of products with `half_of` would be if all codes were themselves."""
-        if half and not self.dots.is_signed:
-            return T.shift_right(total, broadcast(T.int32(4), self.lanes))
-        return total
-
-    def take_k(self, rows, position) -> None:
-        """Take `positions` positions from `position` on, and their scales."""
-        tile, num_bytes = rows.tile(position, self.positions), 4 * self.lanes
-        for begin in range(0, self.k_rows.code_bytes, num_bytes):
-            num_dwords = min(num_bytes, self.k_rows.code_bytes - begin) // 4
-            lines = [self._dwords(tile.k(t, 0), begin, num_dwords) for t in range(self.positions)]
-            for i, vector in enumerate(transpose_dwords(lines)[:num_dwords]):
-                vector = self._of_bytes(self.k_rows.codec, vector)
-                store(self.k, (begin // 4 + i, 0), self.lanes, vector, INT32)
-        self._take_scales(tile.k, self.k_scales, 0)
-
-    def take_v(self, rows, position, column) -> None:
-        """Take `positions` positions from `position` on, the first of which is `column`."""
-        tile, num_bytes = rows.tile(position, self.positions), 4 * self.lanes
-        for t in range(0, self.positions, QUAD):
-            quad = column // QUAD + t // QUAD
-            for begin in range(0, self.v_rows.code_bytes, num_bytes):
-                num_dwords = min(num_bytes, self.v_rows.code_bytes - begin) // 4
-                lines = [self._dwords(tile.v(t + i, 0), begin, num_dwords) for i in range(QUAD)]
-                vectors = interleave_bytes(lines, self.lanes)[: num_dwords * 4 // self.lanes]
-                for i, vector in enumerate(vectors):
-                    self._put_v(quad, begin // self.lanes + i, vector)
-        self._take_scales(tile.v, self.v_scales, column)
-
-    def _put_v(self, quad, vector: int, codes) -> None:
-        """Keep the codes of some bytes of four rows."""
-        codes = self._of_bytes(self.v_rows.codec, codes)
-        for half in self.v_rows.halves:
-            at = (quad, vector + half * (self.v_rows.code_bytes // self.lanes), 0)
-            store(self.v, at, self.lanes, self.v_rows.half_of(codes, half), INT32)
-
-    def _of_bytes(self, codec: Codec, codes):
-        """Codes as they are multiplied, from those of some bytes of rows."""
-        if codec.is_packed or self.dots.is_signed:
-            return codes
-        return T.bitwise_xor(codes, broadcast(T.int32(0x80808080 - (1 << 32)), self.lanes))
-
-    def _dwords(self, element, begin: int, num_dwords: int):
-        """Bytes of codes of a row; the lanes of a vector that it does not fill repeat them."""
-        pages, (*row, _) = element
-        if pages.codec.has_bit_plane:
-            value = load_unpacked(pages, row, begin, 4 * num_dwords)
-        else:
-            codes = pages.codes[(*row, T.ramp(begin, 1, 4 * num_dwords))]
-            value = T.reinterpret(f"int32x{num_dwords}", codes)
-        while num_dwords < self.lanes:
-            value = temp(value, num_dwords, INT32)
-            count, num_dwords = num_dwords, min(self.lanes, 2 * num_dwords)
-            value = shuffle([value, value], [i % count for i in range(num_dwords)])
-        return temp(value, self.lanes, INT32)
-
-    # --- scales ---------------------------------------------------------------------------------
-
-    def _take_scales(self, element, sink, column) -> None:
+    def take_scales(self, element, sink, column) -> None:
         """Gather the scales of `positions` positions, group by group."""
         num_groups, page_size = len(element(0, 0)[0].groups), self.spec.page_size
         run = min(self.positions, page_size)
@@ -210,8 +144,6 @@ class CodeBlocks:
                 order = range(group, count, num_groups)
                 value = shuffle([values], order) if num_groups > 1 else values
                 store(sink, (group, column + first), run, value)
-
-    # --- prefetches -----------------------------------------------------------------------------
 
     def prefetch_scales(self, rows, position, count: int, plane: int) -> None:
         """Ask for the scales of some positions of K or V."""
@@ -264,3 +196,85 @@ class CodeBlocks:
                     kv.sees(c, n), load(self.v_scales, (group, c), n), constant(0.0, n)
                 ),
             )
+
+
+@T.meta_class
+class CodeBlocks(CodeScales):
+    """The block of K, and that of V, that a task works at.
+
+    Attributes
+    ----------
+    positions : int
+        Those of K that are transposed at once: one in each lane.
+    k : int32 ``[vector, position]``: vectors of positions for the dwords of their rows of codes
+    v : int32 ``[quad, vector, column]``
+    """
+
+    def __init__(self, spec: KernelSpec):
+        self.dots = byte_dots(spec.target)
+        lanes = self.dots.lanes
+        super().__init__(spec, lanes)
+        self.k = T.alloc_buffer((self.k_rows.code_bytes // 4, lanes), INT32)
+        self.v = T.alloc_buffer((BLOCK // QUAD, spec.v_head_dim // lanes, lanes), INT32)
+
+    def k_vectors(self, dword, halves) -> list:
+        """Some halves of the unsigned codes of a dword of all positions; see `half_of`."""
+        codes = temp(load(self.k, (dword, 0), self.lanes, INT32), self.lanes, INT32)
+        return [temp(self.k_rows.half_of(codes, half), self.lanes, INT32) for half in halves]
+
+    def sum_of(self, total, half: int):
+        """What a sum of products with `half_of` would be if all codes were themselves."""
+        if half and not self.dots.is_signed:
+            return T.shift_right(total, broadcast(T.int32(4), self.lanes))
+        return total
+
+    def take_k(self, rows, position) -> None:
+        """Take `positions` positions from `position` on, and their scales."""
+        tile, num_bytes = rows.tile(position, self.positions), 4 * self.lanes
+        for begin in range(0, self.k_rows.code_bytes, num_bytes):
+            num_dwords = min(num_bytes, self.k_rows.code_bytes - begin) // 4
+            lines = [self._dwords(tile.k(t, 0), begin, num_dwords) for t in range(self.positions)]
+            for i, vector in enumerate(transpose_dwords(lines)[:num_dwords]):
+                vector = self._of_bytes(self.k_rows.codec, vector)
+                store(self.k, (begin // 4 + i, 0), self.lanes, vector, INT32)
+        self.take_scales(tile.k, self.k_scales, 0)
+
+    def take_v(self, rows, position, column) -> None:
+        """Take `positions` positions from `position` on, the first of which is `column`."""
+        tile, num_bytes = rows.tile(position, self.positions), 4 * self.lanes
+        for t in range(0, self.positions, QUAD):
+            quad = column // QUAD + t // QUAD
+            for begin in range(0, self.v_rows.code_bytes, num_bytes):
+                num_dwords = min(num_bytes, self.v_rows.code_bytes - begin) // 4
+                lines = [self._dwords(tile.v(t + i, 0), begin, num_dwords) for i in range(QUAD)]
+                vectors = interleave_bytes(lines, self.lanes)[: num_dwords * 4 // self.lanes]
+                for i, vector in enumerate(vectors):
+                    self._put_v(quad, begin // self.lanes + i, vector)
+        self.take_scales(tile.v, self.v_scales, column)
+
+    def _put_v(self, quad, vector: int, codes) -> None:
+        """Keep the codes of some bytes of four rows."""
+        codes = self._of_bytes(self.v_rows.codec, codes)
+        for half in self.v_rows.halves:
+            at = (quad, vector + half * (self.v_rows.code_bytes // self.lanes), 0)
+            store(self.v, at, self.lanes, self.v_rows.half_of(codes, half), INT32)
+
+    def _of_bytes(self, codec: Codec, codes):
+        """Codes as they are multiplied, from those of some bytes of rows."""
+        if codec.is_packed or self.dots.is_signed:
+            return codes
+        return T.bitwise_xor(codes, broadcast(T.int32(0x80808080 - (1 << 32)), self.lanes))
+
+    def _dwords(self, element, begin: int, num_dwords: int):
+        """Bytes of codes of a row; the lanes of a vector that it does not fill repeat them."""
+        pages, (*row, _) = element
+        if pages.codec.has_bit_plane:
+            value = load_unpacked(pages, row, begin, 4 * num_dwords)
+        else:
+            codes = pages.codes[(*row, T.ramp(begin, 1, 4 * num_dwords))]
+            value = T.reinterpret(f"int32x{num_dwords}", codes)
+        while num_dwords < self.lanes:
+            value = temp(value, num_dwords, INT32)
+            count, num_dwords = num_dwords, min(self.lanes, 2 * num_dwords)
+            value = shuffle([value, value], [i % count for i in range(num_dwords)])
+        return temp(value, self.lanes, INT32)

@@ -113,7 +113,7 @@ class RowProducts:
             multiply(i * line, line)
         if width % line > 0:
             multiply(width - width % line, width % line)
-        self._store_scores(total, block * num_rows, column)
+        self._store_scores(total, block * num_rows, column, count)
 
     @inline
     def _multiply_vector(self, total, first_row, column, n, k):
@@ -133,9 +133,9 @@ class RowProducts:
                     narrow = ops.fma(constant(0.0, n), factor, row, n)
                     store(total, at, lanes, load(total, at, lanes) + widen(narrow, n))
 
-    def _store_scores(self, total, first_row, column) -> None:
+    def _store_scores(self, total, first_row, column, count: int) -> None:
         """Add up the lanes of the sums, and store them as columns of the scores."""
-        rows, count, lanes = range(self.blocking.rows), self.blocking.positions, self.lanes
+        rows, lanes = range(self.blocking.rows), self.lanes
         at_once = max(1, lanes // count)
         for first in range(0, len(rows), at_once):
             batch = rows[first : first + at_once]
@@ -168,19 +168,30 @@ class RowProducts:
             store_row(o, (row,), width, self.lanes, decayed)
         elements = T.meta_var(self.spec.v_head_dim // self.ops.numbers)
         width = T.meta_var(max(1, self.blocking.vectors // self.ops.numbers) * self.lanes)
+        # Strips of a line, the first of which prefetches.
+        line = T.meta_var(elements_per_line(self.spec.v_dtype) // self.ops.numbers)
+        strips = T.meta_var(max(1, line // width))
         for i in range((kv.count + STRIP - 1) // STRIP):
             first = T.meta_var(i * STRIP)
             count = T.min(STRIP, kv.count - first)
-            for j in range(elements // width):
-                self._add_strip(kv, first_row, block * num_rows, j * width, width, first, count)
+            row = T.meta_var(block * num_rows)
+            for j in range(elements // width // strips):
+                start = T.meta_var(j * (strips * width))
+                self._add_strip(kv, first_row, row, start, width, first, count)
+                if strips > 1:
+                    for k in range(strips - 1):
+                        next_start = T.meta_var(start + (k + 1) * width)
+                        self._add_strip(kv, first_row, row, next_start, width, first, count, False)
+            if strips > 1:
+                for j in range(elements // width % strips):
+                    start = T.meta_var((elements // width // strips * strips + j) * width)
+                    self._add_strip(kv, first_row, row, start, width, first, count)
             if elements % width > 0:
                 rest = T.meta_var(elements % width)
-                self._add_strip(
-                    kv, first_row, block * num_rows, elements - rest, rest, first, count
-                )
+                self._add_strip(kv, first_row, row, elements - rest, rest, first, count)
 
     @inline
-    def _add_strip(self, kv, first_row, weights_row, start, width, first, count):
+    def _add_strip(self, kv, first_row, weights_row, start, width, first, count, prefetches=True):
         """Add `width` elements of the columns of some positions of the block."""
         run, numbers, o = T.meta_var((min(kv.rows.run, STRIP), self.ops.numbers, self.rows.o))
         sums = T.alloc_local((self.blocking.rows, numbers, width), F32)
@@ -191,12 +202,12 @@ class RowProducts:
                 )
                 store_row(sums, (r, n), width, self.lanes, before)
         if run == STRIP:
-            self._add_rows(kv, sums, weights_row, start, width, first, count)
+            self._add_rows(kv, sums, weights_row, start, width, first, count, prefetches)
         else:
             for i in range((count + run - 1) // run):
                 at = first + i * run
                 num_rows = T.min(run, count - i * run)
-                self._add_rows(kv, sums, weights_row, start, width, at, num_rows)
+                self._add_rows(kv, sums, weights_row, start, width, at, num_rows, prefetches)
         for r in T.unroll(self.blocking.rows):
             self._put_sums(sums, r, first_row + r, start, width)
 
@@ -208,7 +219,7 @@ class RowProducts:
                 store(self.rows.o, at, lanes, load(sums, (r, n, column), lanes))
 
     @inline
-    def _add_rows(self, kv, sums, weights_row, start, width, first, count):
+    def _add_rows(self, kv, sums, weights_row, start, width, first, count, prefetches):
         """Add some elements of the columns of `count` rows of V, which share a page or a strip."""
         ops, numbers = T.meta_var((self.ops, self.ops.numbers))
         run, num_rows = T.meta_var((min(kv.rows.run, STRIP), self.blocking.rows))
@@ -230,7 +241,8 @@ class RowProducts:
         end = T.if_then_else(hidden < count, (count + numbers - 1) // numbers, begin)
         for i in range(begin, end):
             t = T.meta_var(self._positions(i, hidden, count))
-            prefetch(t[0])
+            if prefetches:
+                prefetch(t[0])
             if numbers == 2:
                 prefetch(t[1])
             weights = T.alloc_local((num_rows,), ops.dtype)

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 from ...spec import KernelSpec
-from .. import bit_masks
+from .. import bit_masks, words
 from ..byte_dots import byte_dots
 from .code_blocks import has_code_blocks
 from .code_products import CodeProducts
 from .matrix_code_products import MatrixCodeProducts
 from .query_rows import QueryRows
 from .row_products import RowProducts
+from .word_products import WordProducts, has_word_products
 
 
 def products_of(spec: KernelSpec, ops, rows: QueryRows) -> RowProducts:
     """Make the products that suit the pages of a spec; they need `helpers_of` it."""
+    if has_word_products(spec):
+        return WordProducts(spec, ops, rows)
     if not has_code_blocks(spec):
         return RowProducts(spec, ops, rows)
     return (MatrixCodeProducts if spec.target.has_smmla else CodeProducts)(spec, ops, rows)
@@ -22,6 +25,8 @@ def products_of(spec: KernelSpec, ops, rows: QueryRows) -> RowProducts:
 
 def helpers_of(spec: KernelSpec) -> tuple[str, ...]:
     """Return the LLVM functions of the products of a spec, besides those of the operands."""
+    if has_word_products(spec):
+        return (words.LLVM_HELPERS,)
     if not has_code_blocks(spec):
         return ()
     has_bits = any(codec.has_bit_plane for codec in (spec.codec.k, spec.codec.v))

@@ -1,0 +1,154 @@
+#!/usr/bin/env python
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent layers on the CPU: decode beside reading and writing memory, prefill beside the peak.
+
+    python scripts/bench/bench_recurrent.py
+    TVM_NUM_THREADS=2 python scripts/bench/bench_recurrent.py --rule kda --heads 32 --dims 128 128
+
+Decode takes every state of a pool once through a token. Its limit is a kernel that scales the pool
+in place, in turns with it. Prefill takes one sequence through its tokens; its multiply-adds are
+those of the recurrence, 3 for an element of the state with a delta rule and 2 without, and a
+multiplication, and the limit is the float32 multiply-adds that the CPU does.
+"""
+
+import argparse
+import time
+
+import numpy as np
+import tvm
+from tvm.script import tirx as T
+
+from tir_kernels.cpu.components.work import TASKS
+from tir_kernels.cpu.recurrent.scan import recurrent_scan
+from tir_kernels.cpu.simd import F32, broadcast, load, store
+from tir_kernels.define import target_attributes
+from tir_kernels.recurrent_spec import RULES, RecurrentSpec
+from tir_kernels.script import prim_func
+from tvm_pagedkv.compiler.build import resolve_target, vector_target
+from tvm_pagedkv.compiler.lowering import compile_kernel
+from tvm_pagedkv.measure.huge_pages import huge_zeros
+from tvm_pagedkv.measure.limits import Limits
+
+BATCHES = (1, 8, 64)
+ROUNDS = 7
+
+
+@prim_func
+def scale_in_place(var_x: T.handle, factor: T.float32, num_tasks: T.int32):
+    """Read and write an array: what decode cannot do faster."""
+    T.func_attr(target_attributes(on_cpu=True))
+    size = T.int64()
+    x = T.match_buffer(var_x, (size,), F32)
+    for task in T.parallel(num_tasks, annotations=TASKS):
+        share = T.truncdiv(size, T.cast(num_tasks * 16, "int64"))
+        for i in range(share):
+            at = (share * T.cast(task, "int64") + i) * 16
+            store(x, (at,), 16, load(x, (at,), 16) * broadcast(factor, 16))
+
+
+class Bench:
+    """The kernels of a spec, and a pool of states larger than the caches."""
+
+    def __init__(self, spec: RecurrentSpec, num_threads: int):
+        target = resolve_target()
+        self.spec, self.num_threads = spec, num_threads
+        self.scan = compile_kernel(recurrent_scan(spec), "scan", target)["scan"]
+        self.scale = compile_kernel(scale_in_place, "scale", target)["scale"]
+        self.state_bytes = 4 * spec.num_heads * spec.key_dim * spec.value_dim
+        self.num_states = max(64, 2**28 // self.state_bytes)
+        shape = (self.num_states, spec.num_heads, spec.key_dim, spec.value_dim)
+        self.array, self.states = huge_zeros(shape, F32)
+        self.rng = np.random.default_rng(0)
+
+    def arguments(self, num_rows: int, pages: list[int]) -> list:
+        """Return the arguments of a call for sequences of `num_rows` tokens each."""
+        spec, rng = self.spec, self.rng
+        total = num_rows * len(pages)
+
+        def normal(*shape):
+            return rng.standard_normal(shape, np.float32).astype(spec.dtype)
+
+        k = normal(total, spec.num_key_heads, spec.key_dim)
+        k = (k / np.linalg.norm(k.astype(F32), axis=-1, keepdims=True)).astype(spec.dtype)
+        gates = (spec.num_heads, spec.key_dim) if spec.decays_by_channel else (spec.num_heads,)
+        arrays = [
+            normal(*k.shape),
+            k,
+            normal(total, spec.num_heads, spec.value_dim),
+            -rng.random((total, *gates), np.float32),
+        ]
+        if spec.is_delta:
+            arrays.append(rng.random((total, spec.num_heads), np.float32))
+        tables = [
+            np.arange(len(pages) + 1, dtype=np.int32),
+            np.arange(len(pages) + 1, dtype=np.int32) * np.int32(num_rows),
+            np.int32(pages),
+            np.int32(pages),
+        ]
+        o = np.zeros((total, spec.num_heads, spec.value_dim), spec.dtype)
+        tensors = [tvm.runtime.tensor(x) for x in (*arrays, *tables, o)]
+        first_table = len(arrays)
+        return [*tensors[:first_table], self.states, *tensors[first_table:], 1.0]
+
+    def decode(self, batch: int) -> None:
+        """Print the rate of decode steps over all states, a batch at a time."""
+        steps = [
+            self.arguments(1, list(range(first, first + batch)))
+            for first in range(0, self.num_states - batch + 1, batch)
+        ]
+        moved = 2 * self.state_bytes * batch * len(steps)
+        flat = self.states._create_view((self.array.size,), F32, 0)
+        ours, limit = [], []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            for step in steps:
+                self.scan(*step)
+            ours.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            self.scale(flat, 1.0, self.num_threads)
+            limit.append(time.perf_counter() - start)
+        rate, peak = moved / min(ours), 2 * self.array.nbytes / min(limit)
+        print(
+            f"decode {batch:3} sequences  {min(ours) / len(steps) * 1e6:8.1f} us  "
+            f"{rate / 1e9:6.1f} GB/s, {rate / peak:4.0%} of reading and writing ({peak / 1e9:.1f})"
+        )
+
+    def prefill(self, num_rows: int, peak: float) -> None:
+        """Print the rate of a sequence of many tokens."""
+        spec, call = self.spec, self.arguments(num_rows, [0])
+        times = []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            self.scan(*call)
+            times.append(time.perf_counter() - start)
+        elements = num_rows * spec.num_heads * spec.key_dim * spec.value_dim
+        rate = elements * (7 if spec.is_delta else 5) / min(times)
+        print(
+            f"prefill {num_rows:5} tokens    {min(times) * 1e3:8.2f} ms  "
+            f"{rate / 1e9:6.1f} GFLOP/s, {rate / peak:4.0%} of multiply-adds ({peak / 1e9:.0f})"
+        )
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rule", choices=RULES, default="gated_delta")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--key-heads", type=int, default=16)
+    parser.add_argument("--dims", type=int, nargs=2, default=(128, 128), metavar=("KEY", "VALUE"))
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    num_threads = int(tvm.get_global_func("runtime.NumThreads")())
+    spec = RecurrentSpec(
+        options.rule, options.heads, options.key_heads, *options.dims, options.dtype,
+        vector_target(),
+    )  # fmt: skip
+    print(f"{spec}\n{num_threads} threads")
+    bench, limits = Bench(spec, num_threads), Limits()
+    for batch in BATCHES:
+        bench.decode(batch)
+    bench.prefill(2048, limits.peak(F32))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear attention, token by token in float64; see `tir_kernels.recurrent_spec`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def recurrence(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    log_decay: np.ndarray,
+    beta: np.ndarray | None,
+    state: np.ndarray,
+    scale: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Take a state through the tokens of a sequence.
+
+    Parameters
+    ----------
+    q, k : ``[T, key heads, key_dim]``
+    v : ``[T, heads, value_dim]``
+    log_decay : ``[T, heads]`` or ``[T, heads, key_dim]``
+    beta : ``[T, heads]``
+        None: v is written as it is, without a delta rule.
+    state : ``[heads, key_dim, value_dim]``
+        Before the first token.
+    scale : float
+        Factor on q.
+
+    Returns
+    -------
+    o : float64 ``[T, heads, value_dim]``
+    states : float64 ``[T + 1, heads, key_dim, value_dim]``
+        Before the first token and after each one.
+    """
+    q, k, v, log_decay, state = (np.asarray(x, np.float64) for x in (q, k, v, log_decay, state))
+    num_tokens, num_heads = v.shape[:2]
+    shared = num_heads // q.shape[1]
+    outputs, states = np.zeros(v.shape), [state]
+    for t in range(num_tokens):
+        key, query = np.repeat(k[t], shared, 0), np.repeat(q[t], shared, 0)
+        decay = np.exp(log_decay[t]).reshape(num_heads, -1, 1)
+        state = decay * state
+        written = v[t]
+        if beta is not None:
+            recalled = np.einsum("hkv,hk->hv", state, key)
+            written = np.asarray(beta[t], np.float64)[:, None] * (written - recalled)
+        state = state + key[:, :, None] * written[:, None, :]
+        outputs[t] = scale * np.einsum("hkv,hk->hv", state, query)
+        states.append(state)
+    return outputs, np.stack(states)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a token that update a head's state: q, k and the decay as float32 columns."""
+
+from tvm.script import tirx as T
+
+from ...recurrent_spec import RecurrentSpec
+from ...script import inline
+from ..simd import F32, broadcast, chunks, load, store
+from .decay import exp
+
+
+@T.meta_class
+class RecurrentToken:
+    """Query, key and decay of a token, as one head takes them.
+
+    Parameters
+    ----------
+    spec : RecurrentSpec
+    q, k : Buffer ``[row, key head, key channel]``
+    log_decay : Buffer ``[row, head]`` or ``[row, head, key channel]``
+    scale : float32 expression
+        Factor on q.
+    """
+
+    def __init__(self, spec: RecurrentSpec, q, k, log_decay, scale):
+        self.spec = spec
+        self.source_q, self.source_k, self.log_decay, self.scale = q, k, log_decay, scale
+        self.q, self.k = (T.alloc_buffer((spec.key_dim,), F32) for _ in range(2))
+        if spec.decays_by_channel:
+            self.decays = T.alloc_buffer((spec.key_dim,), F32)
+        else:
+            self.head_decay = T.local_scalar(F32)
+
+    @inline
+    def load(self, row, head):
+        """Take the rows of a token."""
+        self._load_columns(row, head, head // self.spec.heads_per_key)
+        if not self.spec.decays_by_channel:
+            self.head_decay = exp(self.log_decay[row, head], 1)
+
+    def _load_columns(self, row, head, key_head) -> None:
+        for start, lanes in chunks(self.spec.key_dim, self.spec.target.lanes):
+            q = load(self.source_q, (row, key_head, start), lanes)
+            store(self.q, (start,), lanes, q * broadcast(self.scale, lanes))
+            store(self.k, (start,), lanes, load(self.source_k, (row, key_head, start), lanes))
+            if self.spec.decays_by_channel:
+                g = load(self.log_decay, (row, head, start), lanes)
+                store(self.decays, (start,), lanes, exp(g, lanes))
+
+    def decay(self, channel):
+        """Return the factor on a row of the state."""
+        return self.decays[channel] if self.spec.decays_by_channel else self.head_decay

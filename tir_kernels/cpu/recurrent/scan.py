@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recurrence of linear attention, token by token: decode, prefill and replay.
+
+A state is a matrix per head, and its columns do not depend on each other: a task takes some columns
+of a head through all tokens of a sequence. They fit the L1 cache, so a step of one token reads and
+writes the state once, and longer ones take what their multiplications take. Forms that treat
+many tokens at once multiply more, and their results depend on where tokens are cut into chunks;
+here a state is the same bits however its tokens came.
+"""
+
+import math
+from typing import NamedTuple
+
+from tvm.script import tirx as T
+
+from ...define import target_attributes
+from ...recurrent_spec import RecurrentSpec
+from ...script import inline, prim_func
+from ...signatures.arrays import match_float32, match_int32, sizes
+from ...spec import ITEMSIZE
+from ..components.decay import multiply_add
+from ..components.recurrent_token import RecurrentToken
+from ..components.rows import SERIAL_BELOW_BYTES
+from ..components.work import TASKS, Queue, num_threads
+from ..conversion import require_half_target
+from ..simd import F32, broadcast, constant, import_llvm, index_temp, load, store
+
+BLOCK_BYTES = 16 * 1024  # of a state that a task works on: half of a small L1 cache
+SUMS = 4  # independent vectors of sums, so that multiply-adds do not wait for each other
+
+
+class Block(NamedTuple):
+    """Columns of a state that a task works on.
+
+    Attributes
+    ----------
+    lanes, vectors : int
+        Columns of a vector, and vectors of the block.
+    rows : int
+        Rows of the state that are summed apart.
+    """
+
+    lanes: int
+    vectors: int
+    rows: int
+
+
+def block_of(spec: RecurrentSpec) -> Block:
+    """Choose the block: all of its sums are in flight, and it fits the L1 cache."""
+    lanes = math.gcd(spec.value_dim, spec.target.lanes)
+    fitting = max(1, BLOCK_BYTES // (4 * spec.key_dim * lanes))
+    vectors = math.gcd(spec.value_dim // lanes, SUMS, 1 << fitting.bit_length() - 1)
+    return Block(lanes, vectors, math.gcd(spec.key_dim, SUMS // vectors))
+
+
+@T.meta_class
+class Columns:
+    """Sums over the rows of a state, for a block of its columns."""
+
+    def __init__(self, spec: RecurrentSpec):
+        self.lanes, self.vectors, self.rows = block_of(spec)
+        self.width = self.vectors * self.lanes
+        self.sums = T.alloc_local((self.rows, self.width), F32)
+
+    def at(self, j):
+        """Return the lanes of vector j."""
+        return T.ramp(j * self.lanes, 1, self.lanes)
+
+    @inline
+    def clear(self):
+        """Start from zeros."""
+        for i in T.unroll(self.rows):
+            for j in T.unroll(self.vectors):
+                self.sums[i, self.at(j)] = constant(0.0, self.lanes)
+
+    @inline
+    def add(self, i, j, factor, vector):
+        """Add the product of a number and vector j of a row of the state."""
+        self.sums[i, self.at(j)] = multiply_add(
+            broadcast(factor, self.lanes), vector, self.sums[i, self.at(j)], self.lanes
+        )
+
+    def total(self, j):
+        """Return vector j of the sums over all rows."""
+        total = self.sums[0, self.at(j)]
+        for i in range(1, self.rows):
+            total = total + self.sums[i, self.at(j)]
+        return total
+
+
+def recurrent_scan(spec: RecurrentSpec):
+    """Build the kernel that takes states through the tokens of a step.
+
+    A sequence consists of segments, at whose ends its state is kept: ``segment_indptr[b] ..
+    segment_indptr[b + 1]``. Segment i has the rows ``row_indptr[i] .. row_indptr[i + 1]``, begins
+    with the state in page ``read_pages[i]`` (-1: zeros) and leaves the one behind its last row in
+    ``write_pages[i]``, which may be the same page. A segment without rows writes nothing. Sequences
+    run in parallel, so none writes a page that another one reads or writes.
+
+    Arguments: q, k ``[T, num_key_heads, key_dim]``, v ``[T, num_heads, value_dim]``, log_decay
+    float32 ``[T, num_heads]`` (kda: ``[T, num_heads, key_dim]``), beta float32 ``[T, num_heads]``
+    (rules with a delta only), states float32 ``[P, num_heads, key_dim, value_dim]``,
+    segment_indptr int32 ``[B + 1]``, row_indptr int32 ``[S + 1]``, read_pages and write_pages int32
+    ``[S]``, o ``[T, num_heads, value_dim]``, scale: float32, the factor on q.
+
+    Returns
+    -------
+    tvm.tirx.PrimFunc
+        Private, free to be named by its module.
+    """
+    num_heads, key_dim, value_dim = spec.num_heads, spec.key_dim, spec.value_dim
+    require_half_target(spec.target, [spec.dtype], f"dtype={spec.dtype}")
+    itemsize = ITEMSIZE[spec.dtype]
+    elements = {"dtype": spec.dtype, "align": itemsize, "offset_factor": 1}
+    gates = (num_heads, key_dim) if spec.decays_by_channel else (num_heads,)
+
+    def match_rows(handle, *shape):
+        return T.match_buffer(handle, shape, elem_offset=T.int64(), **elements)
+
+    @prim_func(absent=() if spec.is_delta else ("var_beta",))
+    def recurrent_scan(
+        var_q: T.handle,
+        var_k: T.handle,
+        var_v: T.handle,
+        var_log_decay: T.handle,
+        var_beta: T.handle,
+        var_states: T.handle,
+        var_segment_indptr: T.handle,
+        var_row_indptr: T.handle,
+        var_read_pages: T.handle,
+        var_write_pages: T.handle,
+        var_o: T.handle,
+        scale: T.float32,
+    ):
+        T.func_attr(target_attributes(on_cpu=True))
+        num_rows, num_pages, num_starts, num_segments = sizes(4)
+        q = match_rows(var_q, num_rows, spec.num_key_heads, key_dim)
+        k = match_rows(var_k, num_rows, spec.num_key_heads, key_dim)
+        v = match_rows(var_v, num_rows, num_heads, value_dim)
+        log_decay = match_float32(var_log_decay, num_rows, *gates)
+        beta = T.meta_var(match_float32(var_beta, num_rows, num_heads) if spec.is_delta else None)
+        states = match_float32(var_states, num_pages, num_heads, key_dim, value_dim)
+        segment_indptr = match_int32(var_segment_indptr, num_starts)
+        read_pages = match_int32(var_read_pages, num_segments)
+        row_indptr = match_int32(var_row_indptr, num_segments + 1)
+        write_pages = match_int32(var_write_pages, num_segments)
+        o = match_rows(var_o, num_rows, num_heads, value_dim)
+
+        blocks = T.meta_var(value_dim // (block_of(spec).lanes * block_of(spec).vectors))
+        num_items = T.cast(num_starts - 1, "int64") * (num_heads * blocks)
+        queue = Queue()
+        queue.begin()
+        import_llvm(Queue.llvm_helper)
+        for _ in T.parallel(tasks_for(num_items, num_rows, spec), annotations=TASKS):
+            token = RecurrentToken(spec, q, k, log_decay, scale)
+            recalled, output = Columns(spec), Columns(spec)
+            written = T.alloc_local((output.width,), F32)
+            lanes = T.meta_var(output.lanes)
+            item = queue.take()
+            while item < num_items:
+                sequence = T.cast(item // (num_heads * blocks), "int32")
+                head = T.cast(item // blocks % num_heads, "int32")
+                first_column = T.cast(item % blocks, "int32") * output.width
+                for segment in range(segment_indptr[sequence], segment_indptr[sequence + 1]):
+                    source, sink = read_pages[segment], write_pages[segment]
+                    if source < 0:
+                        source = sink
+                        for d in range(key_dim):
+                            for j in T.unroll(output.vectors):
+                                at = T.meta_var((sink, head, d, first_column + j * lanes))
+                                store(states, at, lanes, constant(0.0, lanes))
+                    for row in range(row_indptr[segment], row_indptr[segment + 1]):
+                        token.load(row, head)
+                        if spec.is_delta:
+                            recalled.clear()
+                            for step in range(key_dim // recalled.rows):
+                                for i in T.unroll(recalled.rows):
+                                    d = T.meta_var(step * recalled.rows + i)
+                                    factor = token.k[d] * token.decay(d)
+                                    for j in T.unroll(output.vectors):
+                                        at = T.meta_var((source, head, d, first_column + j * lanes))
+                                        recalled.add(i, j, factor, load(states, at, lanes))
+                        for j in T.unroll(output.vectors):
+                            at = T.meta_var((row, head, first_column + j * lanes))
+                            value = T.meta_var(load(v, at, lanes))
+                            if spec.is_delta:
+                                rate = T.meta_var(broadcast(beta[row, head], lanes))
+                                written[output.at(j)] = rate * (value - recalled.total(j))
+                            else:
+                                written[output.at(j)] = value
+                        output.clear()
+                        for step in range(key_dim // output.rows):
+                            for i in T.unroll(output.rows):
+                                d = T.meta_var(step * output.rows + i)
+                                key, query, decay = token.k[d], token.q[d], token.decay(d)
+                                for j in T.unroll(output.vectors):
+                                    column = T.meta_var(first_column + j * lanes)
+                                    old = T.meta_var(load(states, (source, head, d, column), lanes))
+                                    kept = T.meta_var(old * broadcast(decay, lanes))
+                                    new = multiply_add(
+                                        broadcast(key, lanes), written[output.at(j)], kept, lanes
+                                    )
+                                    store(states, (sink, head, d, column), lanes, new)
+                                    output.add(i, j, query, new)
+                        for j in T.unroll(output.vectors):
+                            at = T.meta_var((row, head, first_column + j * lanes))
+                            store(o, at, lanes, output.total(j))
+                        source = sink
+                item = queue.take()
+
+    return recurrent_scan
+
+
+def tasks_for(num_items, num_rows, spec: RecurrentSpec):
+    """Return how many tasks share the columns: one where there is little to do."""
+    state_bytes = 4 * spec.num_heads * spec.key_dim * spec.value_dim
+    is_small = T.cast(num_rows, "int64") * state_bytes < SERIAL_BELOW_BYTES
+    most = T.cast(T.min(num_items, T.cast(num_threads(), "int64")), "int32")
+    return index_temp(T.if_then_else(is_small, T.int32(1), most))

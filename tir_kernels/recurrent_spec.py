@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Specs of recurrent layers: what a rule of linear attention keeps, and how a token updates it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .spec import FLOAT_DTYPES, VectorTarget
+
+# rule -> (decay is per key channel, writes what v differs from what the state already says of k)
+RULES = {
+    "gated_delta": (False, True),
+    "kda": (True, True),
+    "mamba2": (False, False),
+    "lightning": (False, False),
+}
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """Everything that decides the code of the kernels of one set of recurrent layers.
+
+    The state S of a head is a float32 matrix ``[key_dim, value_dim]``. A token with key k, value v,
+    query q and log decay g makes it ``exp(g) * S + k (x) u`` and reads ``o = scale * S^T q``, where
+    u is v, or with a delta rule ``beta * (v - (exp(g) * S)^T k)``.
+
+    Parameters
+    ----------
+    rule : {"gated_delta", "kda", "mamba2", "lightning"}
+        gated_delta: Qwen3-Next, Qwen3.5 (Yang et al., 2024); kda: Kimi Linear, whose decay has a
+        value for each key channel. Without a delta rule: mamba2, where k is B, q is C and v is
+        ``dt * x`` (Dao and Gu, 2024), and lightning, whose decay is a constant of the head.
+    num_heads, num_key_heads : int
+        Heads of v, which have a state each, and of q and k, which consecutive ones of them share.
+    key_dim, value_dim : int
+        Widths of k and q, and of v and o.
+    dtype : str
+        Type of q, k, v and o.
+    target : VectorTarget
+        Traits of the CPU.
+
+    Raises
+    ------
+    ValueError
+        If a value is out of range.
+    """
+
+    rule: str
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str = "float32"
+    target: VectorTarget = field(default_factory=VectorTarget)
+
+    def __post_init__(self):
+        if self.rule not in RULES:
+            raise ValueError(f"no rule {self.rule!r}; there are {', '.join(RULES)}")
+        if self.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(FLOAT_DTYPES)}, got {self.dtype!r}")
+        for name in ("num_heads", "num_key_heads", "key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.num_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_key_heads, got {self.num_heads} and "
+                f"{self.num_key_heads}"
+            )
+
+    @property
+    def decays_by_channel(self) -> bool:
+        """Whether g has a value for each key channel, not one for a head."""
+        return RULES[self.rule][0]
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether a token replaces what the state says of its key."""
+        return RULES[self.rule][1]
+
+    @property
+    def heads_per_key(self) -> int:
+        """Heads that share k and q."""
+        return self.num_heads // self.num_key_heads

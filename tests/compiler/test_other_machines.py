@@ -15,6 +15,7 @@ import tvm_pagedkv as pkv
 from tvm_pagedkv.compiler import resolve_target, targets
 from tvm_pagedkv.compiler.disk_cache import load_library
 
+from ..support import fast_compilation
 from ..support.foreign_code import runs_here
 
 HIDE = "TVM_PAGEDKV_CPU_FEATURES"
@@ -58,7 +59,8 @@ def test_machines_that_share_a_folder_have_files_of_their_own(monkeypatch, tmp_p
     targets_seen: set[str] = set()
     for features in ("", " ".join(targets.required_features(resolve_target("x86-64-v3"))), None):
         monkeypatch.setenv(HIDE, features) if features is not None else monkeypatch.delenv(HIDE)
-        kernels = pkv.build(CONFIG)
+        with fast_compilation.unoptimized():
+            kernels = pkv.build(CONFIG)
         needed = set(targets.required_features(kernels.target))
         assert needed <= targets.cpu_features()
         o, lse = np.ones((1, 2, 32), "float32"), np.zeros((1, 2), "float32")

@@ -150,12 +150,12 @@ def test_decode_splits_more_kv_tiles_than_32_bits_count():
                 found[1] = work.split_size
                 found[2] = as_count(work.sequence)
                 found[3] = as_count(work.head)
-                found[4] = work.begin
-                found[5] = work.end
+                found[4] = as_count(work.first)
+                found[5] = as_count(work.num_kv_tiles)
 
     head = (at - 12_000_000 * 256) // 8_000_000
-    begin = 12_000_000 * 256 + head * 8_000_000
-    expected = [20_000_000 * 256, size, 2, head, begin, begin + 8_000_000]
+    first = at - 12_000_000 * 256 - head * 8_000_000
+    expected = [20_000_000 * 256, size, 2, head, first, 8_000_000]
     found = _results(kernel, indptr, np.array([19_000_000], np.int32))
     assert found[:6].tolist() == expected
 

@@ -51,7 +51,7 @@ MISTAKES = [
     Mistake(check, PageSchedule, "advance", ", self.left)\n", ", self.num_kv_tiles)\n"),
     Mistake(check, PageSchedule, "num_splits", "- block + 1", "- block"),
     Mistake(check, PageSchedule, "begins_in_split", ") <= self.split_size", ") < self.split_size"),
-    Mistake(check, PageSchedule, "find_pair", "number - self.head * self.num_kv_tiles", "number"),
+    Mistake(check, PageSchedule, "find_pair", "number - self.head * self.num_kv_tiles", "0"),
     Mistake(check, BlockStates, "merge", "ONCE + j < count", "ONCE + j <= count"),
     Mistake(check, BlockStates, "merge", "exp2(weights[j] - merged_top)", "T.float32(1)"),
     Mistake(check, BlockStates, "merge", "total * exp2(top - merged_top), op", "total, op"),

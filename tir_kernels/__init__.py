@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tvm.error import DiagnosticError
 
-from .cpu.attention import append_prefill, decode, mla, prefill, shared
+from .cpu.attention import append_prefill, decode, mla, prefill, shared, tree
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
 from .moves import append, copy, merge
 from .spec import CudaTarget, KernelSpec, VectorTarget
@@ -26,10 +26,10 @@ BUILDERS: dict[str, Callable] = {
     "decode_sliding": decode.decode_sliding,
     "prefill_ragged_sliding": prefill.prefill_ragged_sliding,
     "prefill_shared": shared.prefill_shared,
-    "tree_paged": prefill.tree_paged,
-    "tree_paged_sliding": prefill.tree_paged_sliding,
-    "tree": prefill.tree,
-    "tree_sliding": prefill.tree_sliding,
+    "tree_paged": tree.tree_paged,
+    "tree_paged_sliding": tree.tree_paged_sliding,
+    "tree": tree.tree,
+    "tree_sliding": tree.tree_sliding,
     "merge": merge.merge,
     "apply_sinks": merge.apply_sinks,
     "copy_single_page": copy.copy_single_page,

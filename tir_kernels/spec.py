@@ -46,6 +46,11 @@ class VectorTarget:
         The sums of a register tile of prefill: rows of Q or of weights, by vectors of columns, with
         no more than a vector of 64 positions left. With None, the tile suits the number of
         registers: 8 x 2 of 32, 6 x 2 of 16.
+
+    Raises
+    ------
+    ValueError
+        If vectors of `tile` leave more than one vector of 64 positions.
     """
 
     lanes: int = 16
@@ -60,6 +65,13 @@ class VectorTarget:
     slow_bf16_dot: bool = False
     has_word_dot: bool = False
     tile: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        if self.tile and 64 // self.lanes % self.tile[1] > 1:
+            raise ValueError(
+                f"vectors of a tile may leave one vector of 64 positions, got tile={self.tile} "
+                f"with {64 // self.lanes} vectors"
+            )
 
     @property
     def multiplies_pairs(self) -> bool:

@@ -6,8 +6,10 @@
 #ifndef TVM_PAGEDKV_FUZZ_EXPECTED_TOKENS_H_
 #define TVM_PAGEDKV_FUZZ_EXPECTED_TOKENS_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <set>
 #include <vector>
 
 #include "bytes.h"
@@ -55,6 +57,28 @@ struct Tokens {
     Truncate(num_committed());
     all.insert(all.end(), path.rbegin(), path.rend());
   }
+};
+
+/*! \brief Tokens of rows that a layer left out, and of rows computed from them. */
+class AbsentRows {
+ public:
+  /*! \brief Notes the token of a new row, before it joins its sequence or tree. */
+  void Add(int32_t token, bool is_written, const Tokens& tokens, int64_t parent) {
+    if (!is_written) unwritten_.insert(token);
+    if (!is_written || DependsOnTainted(tokens, parent)) tainted_.insert(token);
+  }
+  bool IsUnwritten(int32_t token) const { return unwritten_.count(token) > 0; }
+  bool IsTainted(int32_t token) const { return tainted_.count(token) > 0; }
+
+ private:
+  bool DependsOnTainted(const Tokens& tokens, int64_t parent) const {
+    const auto end = tokens.all.begin() + static_cast<ptrdiff_t>(tokens.num_committed());
+    if (parent >= 0 && IsTainted(end[parent])) return true;
+    return std::any_of(tokens.all.begin(), end, [this](int32_t token) { return IsTainted(token); });
+  }
+
+  std::set<int32_t> unwritten_;
+  std::set<int32_t> tainted_;  // these, and those computed from them
 };
 
 }  // namespace pagedkv

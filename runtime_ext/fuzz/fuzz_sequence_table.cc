@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,6 +22,7 @@
 #include "base/error.h"
 #include "bytes.h"
 #include "expected_tokens.h"
+#include "paged_tokens.h"
 #include "state/plans/commit_plan.h"
 #include "state/plans/forward_plan.h"
 #include "state/sequences/sequence_table.h"
@@ -41,8 +41,8 @@ class World {
   World(const Sizes& sizes, bool advances)
       : table_(kMaxSequences, sizes.page_size, sizes.num_pages, sizes.windows),
         plan_(&table_, kChunk),
-        advances_(advances) {
-    for (int32_t n : sizes.num_pages) slots_.emplace_back(n * sizes.page_size, 0);
+        advances_(advances),
+        pages_(&table_, sizes) {
     for (int32_t g = 0; g < table_.num_groups(); ++g) {
       if (sizes.num_pages[g] % 2) plan_.SharePrefixes(g, /*min_saved_positions=*/2);
     }
@@ -172,15 +172,12 @@ class World {
     CommitPlan plan(&table_);
     plan.Prepare({ids.data(), ids.size()}, {leaves.data(), leaves.size()});
     plan.Acquire();
-    Copy(plan.copies());
+    pages_.Copy(plan.copies());
     if (fails) return plan.Release();
-    const auto num_moves = static_cast<size_t>(plan.num_moves());
     for (int32_t g = 0; g < table_.num_groups(); ++g) {
-      std::vector<int32_t> moves(2 * num_moves);
+      std::vector<int32_t> moves(2 * static_cast<size_t>(plan.num_moves()));
       plan.FillMoves(g, moves.data());
-      for (size_t i = 0; i < num_moves; ++i) {
-        slots_[g].at(moves[num_moves + i]) = slots_[g].at(moves[i]);
-      }
+      pages_.Move(g, moves);
     }
     plan.Commit();
     for (size_t i = 0; i < ids.size(); ++i) expected_.at(ids[i]).Commit(leaves[i]);
@@ -196,7 +193,7 @@ class World {
     table_.RequireKept(sequence, begin);
     CopyOnWrite copies(&table_);
     copies.Acquire(&sequence, begin, end);
-    Copy(copies.copies());
+    pages_.Copy(copies.copies());
     if (fails) return copies.Release(/*were_made=*/true);
     copies.Commit();
     copies.Overwrite(sequence, begin, end);
@@ -205,7 +202,7 @@ class World {
     for (int64_t position = begin; position < end; ++position) {
       expected_.at(id).all[position] = ++last_token_;
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
-        slots_[g][SlotOf(sequence, g, position)] = last_token_;
+        pages_.Of(sequence, g, position) = last_token_;
       }
     }
   }
@@ -232,7 +229,7 @@ class World {
     const int64_t length = table_.AddWithPrefix(id, salt, prompt);
     FUZZ_CHECK(length <= std::max<int64_t>(prompt.size - 1, 0));
     tokens.resize(length);
-    for (int32_t token : tokens) FUZZ_CHECK(!tainted_.count(token));
+    for (int32_t token : tokens) FUZZ_CHECK(!absent_.IsTainted(token));
     Tokens added;
     added.all = std::move(tokens);
     expected_[id] = std::move(added);
@@ -312,7 +309,7 @@ class World {
       plan_.Prepare(all_ids, all_lengths);
     }
     plan_.Acquire();
-    Copy(plan_.copies());
+    pages_.Copy(plan_.copies());
     if (end == 0) return plan_.Release();  // as after a failed copy
 
     last_ids_ = ids;
@@ -324,7 +321,7 @@ class World {
     if (bytes->Next() % 2) table_.CheckIntegrity(/*has_slid=*/false);
     if (end == 1) {  // an aborted step, whose kernels have written their rows
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
-        for (int32_t slot : arrays_.slots(g)) slots_[g].at(slot) = -1;
+        for (int32_t slot : arrays_.slots(g)) pages_.At(g, slot) = -1;
       }
       return plan_.Abort();
     }
@@ -334,41 +331,17 @@ class World {
       Tokens& tokens = expected_.at(ids[i]);
       for (int64_t n = 0; n < lengths[i]; ++n, ++row) {
         const int64_t parent = has_trees ? (*parents)[row] : -1;
-        const bool is_tainted = !is_written || HasTaint(tokens, parent);
-        tokens.all.push_back(++last_token_);
+        absent_.Add(++last_token_, is_written, tokens, parent);
+        tokens.all.push_back(last_token_);
         if (has_trees) tokens.parents.push_back(parent);
-        if (!is_written) unwritten_.insert(last_token_);
-        if (is_tainted) tainted_.insert(last_token_);
         for (int32_t g = 0; g < table_.num_groups(); ++g) {
-          slots_[g].at(arrays_.slots(g)[row]) = skipping_groups >> g & 1 ? -1 : last_token_;
+          const bool is_skipped = skipping_groups >> g & 1;
+          pages_.At(g, arrays_.slots(g)[row]) = is_skipped ? -1 : last_token_;
         }
       }
       tokens.Slide();
     }
     plan_.Finish(is_written);
-  }
-
-  /*! \brief Whether a new row is computed from rows that a layer left out. */
-  bool HasTaint(const Tokens& tokens, int64_t parent) const {
-    const size_t num_committed = tokens.num_committed();
-    if (parent >= 0 && tainted_.count(tokens.all[num_committed + parent])) return true;
-    return std::any_of(tokens.all.begin(), tokens.all.begin() + num_committed,
-                       [this](int32_t token) { return tainted_.count(token) > 0; });
-  }
-
-  void Copy(const std::vector<PageCopy>& copies) {
-    const int64_t page_size = table_.page_size();
-    for (const PageCopy& copy : copies) {
-      auto source = slots_[copy.group].begin() + copy.source * page_size;
-      std::copy_n(source, copy.length, slots_[copy.group].begin() + copy.destination * page_size);
-    }
-  }
-
-  int64_t SlotOf(const Sequence& sequence, int32_t group, int64_t position) const {
-    const PageGeometry& geometry = table_.geometry();
-    return sequence.pages[group].at(geometry.PageIndex(sequence, group, position)) *
-               table_.page_size() +
-           geometry.OffsetInPage(sequence, position);
   }
 
   void Check() const {
@@ -386,12 +359,12 @@ class World {
       FUZZ_CHECK(tokens.has_dropped == (sequence.window.num_dropped > 0));
       for (int64_t i = 0; i < sequence.length; ++i) {
         const bool is_marked = sequence.window.TextPosition(i) >= sequence.first_unwritten;
-        FUZZ_CHECK(is_marked || !tainted_.count(tokens.all[i]));
+        FUZZ_CHECK(is_marked || !absent_.IsTainted(tokens.all[i]));
       }
       for (int32_t g = 0; g < table_.num_groups(); ++g) {
         for (int64_t i = table_.geometry().FirstPosition(sequence, g); i < sequence.length; ++i) {
-          const int32_t held = slots_[g].at(SlotOf(sequence, g, i));
-          FUZZ_CHECK(held == tokens.all[i] || unwritten_.count(tokens.all[i]));
+          const int32_t held = pages_.Of(sequence, g, i);
+          FUZZ_CHECK(held == tokens.all[i] || absent_.IsUnwritten(tokens.all[i]));
         }
       }
     }
@@ -400,13 +373,12 @@ class World {
   SequenceTable table_;
   ForwardPlan plan_;
   bool advances_;
-  StepArraysCopy arrays_;                    // of the last step
-  std::vector<int64_t> last_ids_;            // of its sequences
-  std::map<int64_t, Tokens> expected_;       // by sequence
-  std::vector<std::vector<int32_t>> slots_;  // tokens by group and slot
+  StepArraysCopy arrays_;               // of the last step
+  std::vector<int64_t> last_ids_;       // of its sequences
+  std::map<int64_t, Tokens> expected_;  // by sequence
+  PagedTokens pages_;
   std::vector<std::vector<int32_t>> texts_;  // whose pages may be found
-  std::set<int32_t> unwritten_;              // tokens of rows that a layer left out
-  std::set<int32_t> tainted_;                // these, and those computed from them
+  AbsentRows absent_;
   int32_t last_token_ = 0;
 };
 

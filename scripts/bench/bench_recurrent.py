@@ -5,10 +5,10 @@
     python scripts/bench/bench_recurrent.py
     TVM_NUM_THREADS=2 python scripts/bench/bench_recurrent.py --rule kda --heads 32 --dims 128 128
 
-Decode takes every state of a pool once through a token. Its limit is a kernel that scales the pool
-in place, in turns with it. Prefill takes one sequence through its tokens; its multiply-adds are
-those of the recurrence, 3 for an element of the state with a delta rule and 2 without, and a
-multiplication, and the limit is the float32 multiply-adds that the CPU does.
+Decode updates every state of a pool once. Its limit is a kernel that scales the pool in place; the
+two alternate. Prefill processes the tokens of one sequence. For each token and element of a state,
+the recurrence takes one multiplication and three multiply-adds (two without a delta rule). The
+limit is the CPU's peak of float32 multiply-adds.
 """
 
 import argparse

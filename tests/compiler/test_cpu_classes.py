@@ -11,6 +11,7 @@ from tir_kernels.cpu.bf16 import PairOperands
 from tir_kernels.cpu.components.kv_operands import operands, single_row_operands
 from tir_kernels.cpu.components.tile_pairs import TilePairs
 from tir_kernels.cpu.operands import Float32Operands
+from tir_kernels.spec import VectorTarget
 from tvm_pagedkv.compiler import choices, class_of, resolve_target, targets, vector_target
 from tvm_pagedkv.models.linear import PackedMatrix
 
@@ -100,6 +101,12 @@ def test_native_names_the_cpu_where_its_class_is_not_that_of_the_level(
         assert vector_target(target) == vector_target(cpu)
     finally:
         targets._target_with.cache_clear()
+
+
+def test_a_tile_that_leaves_several_vectors_is_refused():
+    assert VectorTarget(lanes=8, tile=(4, 7)).tile_vectors == 7
+    with pytest.raises(ValueError, match=r"got tile=\(4, 5\) with 8 vectors"):
+        VectorTarget(lanes=8, tile=(4, 5))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ import numpy as np
 
 from tir_kernels.spec import VectorTarget
 
+from .output_blocks import OutputBlocks
 from .weight_formats import GROUP, QuantizedRows, WeightFormat
 
 
 @dataclass(frozen=True)
-class CodeMatrix:
+class CodeMatrix(OutputBlocks):
     """The packed layout of a quantized matrix for a target: uint8 ``[blocks, groups, bytes]``.
 
     Parameters
@@ -43,21 +44,6 @@ class CodeMatrix:
     def interleaved(self) -> int:
         """Input features of an output feature that lie side by side: a dword of byte products."""
         return 4 if self.multiplies_codes else 1
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of float32 numbers that hold the output features of a block."""
-        return 4 if self.target.registers >= 32 else 2
-
-    @property
-    def width(self) -> int:
-        """Output features of a block."""
-        return self.target.lanes * self.vectors
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks; the last one may have output features of zeros."""
-        return -(-self.out_features // self.width)
 
     @property
     def num_groups(self) -> int:

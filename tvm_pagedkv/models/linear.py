@@ -34,6 +34,7 @@ from tir_kernels.cpu.simd import (
 from tir_kernels.spec import VectorTarget
 
 from .emit import parallel_if, rows_kernel
+from .output_blocks import OutputBlocks
 
 TILE_ROWS = 6
 UNIT_ROWS = 16 * TILE_ROWS  # rows that reuse a part of a block before the next part
@@ -46,7 +47,7 @@ PARALLEL_FLOPS = 1 << 19  # below: cheaper than waking the other threads
 
 
 @dataclass(frozen=True)
-class PackedMatrix:
+class PackedMatrix(OutputBlocks):
     """The packed layout of a weight matrix for a target.
 
     Parameters
@@ -71,21 +72,6 @@ class PackedMatrix:
     def numbers(self) -> int:
         """Input features of an operand."""
         return 2 if self.has_pairs else 1
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of a row of a block."""
-        return 4 if self.target.registers >= 32 else 2
-
-    @property
-    def width(self) -> int:
-        """Output features of a block."""
-        return self.target.lanes * self.vectors
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks; the last one may have rows of zeros."""
-        return -(-self.out_features // self.width)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -7,28 +7,20 @@ from tvm.script import tirx as T
 
 from ..simd import broadcast, shuffle
 
-# linkonce_odr: several kernels of one module may bring the same helper.
-_LLVM_HELPERS = """
-define linkonce_odr <4 x i32> @pagedkv_sdot(<4 x i32> %s, <4 x i32> %a, <4 x i32> %b) #0 {
-  %x = bitcast <4 x i32> %a to <16 x i8>
-  %y = bitcast <4 x i32> %b to <16 x i8>
-  %r = call <4 x i32> @llvm.aarch64.neon.sdot.v4i32.v16i8(<4 x i32> %s, <16 x i8> %x, <16 x i8> %y)
-  ret <4 x i32> %r
-}
-declare <4 x i32> @llvm.aarch64.neon.sdot.v4i32.v16i8(<4 x i32>, <16 x i8>, <16 x i8>)
-attributes #0 = { alwaysinline nounwind readnone }
-"""
 
-_MATRIX_HELPERS = """
-define linkonce_odr <4 x i32> @pagedkv_smmla(<4 x i32> %s, <4 x i32> %a, <4 x i32> %b) #0 {
+def _helper(instruction: str) -> str:
+    """Return an LLVM function that adds products of the bytes of two vectors of dwords."""
+    intrinsic = f"@llvm.aarch64.neon.{instruction}.v4i32.v16i8"
+    # linkonce_odr: several kernels of one module may bring the same helper.
+    return f"""
+define linkonce_odr <4 x i32> @pagedkv_{instruction}(<4 x i32> %s, <4 x i32> %a, <4 x i32> %b) #0 {{
   %x = bitcast <4 x i32> %a to <16 x i8>
   %y = bitcast <4 x i32> %b to <16 x i8>
-  %r = call <4 x i32> @llvm.aarch64.neon.smmla.v4i32.v16i8(
-      <4 x i32> %s, <16 x i8> %x, <16 x i8> %y)
+  %r = call <4 x i32> {intrinsic}(<4 x i32> %s, <16 x i8> %x, <16 x i8> %y)
   ret <4 x i32> %r
-}
-declare <4 x i32> @llvm.aarch64.neon.smmla.v4i32.v16i8(<4 x i32>, <16 x i8>, <16 x i8>)
-attributes #0 = { alwaysinline nounwind readnone }
+}}
+declare <4 x i32> {intrinsic}(<4 x i32>, <16 x i8>, <16 x i8>)
+attributes #0 = {{ alwaysinline nounwind readnone }}
 """
 
 
@@ -37,7 +29,7 @@ class SignedDots:
 
     lanes = 4
     is_signed = True
-    llvm_helpers = (_LLVM_HELPERS,)
+    llvm_helpers = (_helper("sdot"),)
 
     def dot(self, total, codes, dword):
         """Return `total` plus the products of the bytes of `codes` and of a scalar dword."""
@@ -56,7 +48,7 @@ class SignedDots:
 class MatrixDots(SignedDots):
     """`SignedDots` with products of matrices of bytes (``smmla``, FEAT_I8MM)."""
 
-    llvm_helpers = (_LLVM_HELPERS, _MATRIX_HELPERS)
+    llvm_helpers = (*SignedDots.llvm_helpers, _helper("smmla"))
 
     def add_matrices(self, sums, left, right):
         """Add the product of two rows and two columns of eight bytes to 2 x 2 sums."""

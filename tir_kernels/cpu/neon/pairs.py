@@ -11,6 +11,21 @@ from ..bf16 import INT32, WORD, PairOperands
 from ..simd import shuffle, temp, vector_type
 from .steps import MatrixSteps
 
+
+def _rounding(name: str, order: Sequence[int]) -> str:
+    """Return an LLVM function that rounds two vectors to pairs of their elements, in an order."""
+    elements = ", ".join(f"i32 {i}" for i in order)
+    return f"""
+define linkonce_odr <4 x i32> @pagedkv_bf16_{name}(<4 x float> %second, <4 x float> %first) #0 {{
+  %low = fptrunc <4 x float> %first to <4 x bfloat>
+  %high = fptrunc <4 x float> %second to <4 x bfloat>
+  %r = shufflevector <4 x bfloat> %low, <4 x bfloat> %high, <8 x i32> <{elements}>
+  %pairs = bitcast <8 x bfloat> %r to <4 x i32>
+  ret <4 x i32> %pairs
+}}
+"""
+
+
 # linkonce_odr: several kernels of one module may bring the same helpers. The first operand is often
 # a pair in every lane, so it comes last, where the instruction takes a lane of a vector.
 _LLVM_HELPERS = """
@@ -30,24 +45,10 @@ define linkonce_odr <4 x float> @pagedkv_bf16_matrices(
   ret <4 x float> %r
 }
 declare <4 x float> @llvm.aarch64.neon.bfmmla(<4 x float>, <8 x bfloat>, <8 x bfloat>)
-define linkonce_odr <4 x i32> @pagedkv_bf16_round(<4 x float> %second, <4 x float> %first) #0 {
-  %low = fptrunc <4 x float> %first to <4 x bfloat>
-  %high = fptrunc <4 x float> %second to <4 x bfloat>
-  %r = shufflevector <4 x bfloat> %low, <4 x bfloat> %high,
-      <8 x i32> <i32 0, i32 1, i32 2, i32 3, i32 4, i32 5, i32 6, i32 7>
-  %pairs = bitcast <8 x bfloat> %r to <4 x i32>
-  ret <4 x i32> %pairs
-}
-define linkonce_odr <4 x i32> @pagedkv_bf16_interleave(<4 x float> %second, <4 x float> %first) #0 {
-  %low = fptrunc <4 x float> %first to <4 x bfloat>
-  %high = fptrunc <4 x float> %second to <4 x bfloat>
-  %r = shufflevector <4 x bfloat> %low, <4 x bfloat> %high,
-      <8 x i32> <i32 0, i32 4, i32 1, i32 5, i32 2, i32 6, i32 3, i32 7>
-  %pairs = bitcast <8 x bfloat> %r to <4 x i32>
-  ret <4 x i32> %pairs
-}
 attributes #0 = { alwaysinline nounwind readnone }
 """
+_LLVM_HELPERS += _rounding("round", range(8))
+_LLVM_HELPERS += _rounding("interleave", (0, 4, 1, 5, 2, 6, 3, 7))
 
 
 class NeonPairs(PairOperands):

@@ -21,7 +21,14 @@ from ._errors import CacheFullError  # noqa: E402
 from ._version import __version__  # noqa: E402
 from .bundle import Bundle, load_bundle  # noqa: E402
 from .cache import KVCache, open_prefix_cache  # noqa: E402
-from .config import KVCacheConfig, LayerSpec, PrefixCacheConfig, RopeConfig  # noqa: E402
+from .config import (  # noqa: E402
+    ConvConfig,
+    KVCacheConfig,
+    LayerSpec,
+    PrefixCacheConfig,
+    RecurrentConfig,
+    RopeConfig,
+)
 from .threads import num_threads, set_num_threads  # noqa: E402
 
 if _library.has_compiler():
@@ -54,12 +61,14 @@ __all__ = [
     "__version__",
     "Bundle",
     "CacheFullError",
+    "ConvConfig",
     "KVCache",
     "KVCacheConfig",
     "LayerSpec",
     "PagedKVCache",
     "PagedKVCacheObject",
     "PrefixCacheConfig",
+    "RecurrentConfig",
     "RopeConfig",
     "build",
     "create",

@@ -14,7 +14,15 @@ import tvm
 import tvm_ffi
 
 from ..cache import KVCache, open_prefix_cache
-from ..config import KVCacheConfig, LayerSpec, PrefixCacheConfig, ResolvedConfig, RopeConfig
+from ..config import (
+    ConvConfig,
+    KVCacheConfig,
+    LayerSpec,
+    PrefixCacheConfig,
+    RecurrentConfig,
+    ResolvedConfig,
+    RopeConfig,
+)
 
 MANIFEST = "manifest.json"
 CAPACITIES = ("max_num_sequences", "max_total_tokens", "prefill_chunk_size")
@@ -258,6 +266,9 @@ def read_config(described: Mapping[str, Any]) -> KVCacheConfig:
         for layer in layers:
             if layer.get("rope") is not None:
                 layer["rope"] = _rope(layer["rope"])
+            for name, kind in (("recurrent", RecurrentConfig), ("conv", ConvConfig)):
+                if layer.get(name) is not None:
+                    layer[name] = kind(**_fields(kind, layer[name], name))
         given["layers"] = [LayerSpec(**layer) for layer in layers]
     return KVCacheConfig(**given)
 

@@ -53,7 +53,7 @@ class KernelSets:
 
 def kernel_spec(config: ResolvedConfig, layer: ResolvedLayer, target: Target) -> KernelSpec:
     """Return the spec of a layer's kernels. Layers with equal specs share kernels."""
-    assert layer.kv_dtype is not None, "a linear layer has no kernels"
+    assert layer.kv_dtype is not None, "kernels are for layers that keep K and V"
     rope = layer.rope
     is_mla = layer.kind == "mla"
     rotary_dim = rope.rotary_dim or layer.qk_head_dim
@@ -145,9 +145,9 @@ def build_libraries(
         raise ValueError(f'archs are for target "cuda", got target {target!r}')
     cpu = resolve_target(None if on_gpu else target)
     resolved = config.resolved()
+    resolved.refuse_states()
     layer_specs = [
-        None if layer.kind == "linear" else kernel_spec(resolved, layer, cpu)
-        for layer in resolved.layers
+        kernel_spec(resolved, layer, cpu) if layer.keeps_kv else None for layer in resolved.layers
     ]
     if on_gpu:
         layer_specs = [spec and cuda_spec(spec) for spec in layer_specs]

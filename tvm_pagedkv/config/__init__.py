@@ -4,25 +4,31 @@
 from .alibi import standard_slopes
 from .cache_config import KVCacheConfig
 from .dtypes import DTYPES, ITEMSIZE, KV_DTYPES
-from .layer_spec import LAYER_KINDS, MHA_KINDS, LayerSpec
+from .layer_spec import KV_KINDS, LAYER_KINDS, MHA_KINDS, LayerSpec
 from .prefix_cache_config import WRITE_POLICIES, PrefixCacheConfig
+from .recurrent_config import CONV_ACTIVATIONS, RECURRENT_RULES, ConvConfig, RecurrentConfig
 from .resolved_config import POPPABLE, ResolvedConfig
 from .resolved_layer import ResolvedLayer
 from .rope_config import ROPE_MODES, ROPE_TYPES, RopeConfig
 
 __all__ = [
+    "CONV_ACTIVATIONS",
     "DTYPES",
     "ITEMSIZE",
     "KV_DTYPES",
+    "KV_KINDS",
     "LAYER_KINDS",
     "MHA_KINDS",
     "POPPABLE",
+    "RECURRENT_RULES",
     "ROPE_MODES",
     "ROPE_TYPES",
     "WRITE_POLICIES",
+    "ConvConfig",
     "KVCacheConfig",
     "LayerSpec",
     "PrefixCacheConfig",
+    "RecurrentConfig",
     "ResolvedConfig",
     "ResolvedLayer",
     "RopeConfig",

@@ -195,7 +195,7 @@ class KVCacheConfig:
             if not isinstance(layer, LayerSpec):
                 raise TypeError(f"layers[{i}] must be a LayerSpec, got {layer!r}")
         if all(layer.kind == "linear" for layer in layers):
-            raise ValueError("a cache needs a layer that keeps K and V; all are of kind 'linear'")
+            raise ValueError("a cache needs a layer that keeps something; all are of kind 'linear'")
         defaults = LayerSpec(
             num_qo_heads=self.num_qo_heads,
             num_kv_heads=self.num_kv_heads,
@@ -218,7 +218,7 @@ class KVCacheConfig:
         if self._kv_dtype in types:
             return self._kv_dtype
         if self.kv_dtype is None:
-            return types[0]
+            return types[0] if types else self.dtype
         raise ValueError(f"kv_dtype {self.kv_dtype!r} has no effect: every layer sets its own")
 
     def _resolved_stages(self) -> tuple[int, ...]:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from .._checks import check_choice, check_head_dim, check_int
 from .alibi import freeze_slopes
 from .dtypes import check_kv_dtype
+from .recurrent_config import ConvConfig, RecurrentConfig
 from .rope_config import RopeConfig
 
 MHA_KINDS = ("mha", "mha_sliding")
-LAYER_KINDS = (*MHA_KINDS, "mla", "linear")
+KV_KINDS = (*MHA_KINDS, "mla")  # layers that keep K and V
+LAYER_KINDS = (*KV_KINDS, "linear", "recurrent", "conv")
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,10 @@ class LayerSpec:
 
     Parameters
     ----------
-    kind : {"mha", "mha_sliding", "mla", "linear"}
-        Kind of attention. "mha" covers multi-query and grouped-query attention. A "linear" layer
-        keeps no K and V; it is listed so that the other layers have the ids of the model.
+    kind : {"mha", "mha_sliding", "mla", "linear", "recurrent", "conv"}
+        "mha" covers multi-query and grouped-query attention. A "recurrent" layer keeps a state of
+        fixed size, a "conv" layer the last rows of its input. A "linear" layer keeps nothing; it is
+        listed so that the other layers have the ids of the model.
     window : int, optional
         Number of positions that a row of an "mha_sliding" layer sees, its own included.
     num_qo_heads, num_kv_heads, qk_head_dim, v_head_dim : int, optional
@@ -37,7 +40,11 @@ class LayerSpec:
     alibi : bool or sequence of float, optional
         ALiBi, as for `KVCacheConfig`; False for none. Not possible with "mla".
     kv_dtype : str or (str, str), optional
-        Type of the layer's pages, as for `KVCacheConfig`. Not for "linear".
+        Type of the layer's pages, as for `KVCacheConfig`. For layers that keep K and V only.
+    recurrent : RecurrentConfig, optional
+        The state of a "recurrent" layer.
+    conv : ConvConfig, optional
+        The convolution of a "conv" layer, or the one before the recurrence of a "recurrent" layer.
 
     Raises
     ------
@@ -56,6 +63,8 @@ class LayerSpec:
     mla_original_v_head_dim: int | None = None
     alibi: bool | Sequence[float] | None = None
     kv_dtype: str | Sequence[str] | None = None
+    recurrent: RecurrentConfig | None = None
+    conv: ConvConfig | None = None
 
     def __post_init__(self) -> None:
         check_choice("layer.kind", self.kind, LAYER_KINDS)
@@ -69,12 +78,26 @@ class LayerSpec:
         object.__setattr__(self, "alibi", freeze_slopes("layer.alibi", self.alibi))
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", check_kv_dtype("layer.kv_dtype", self.kv_dtype))
-            if self.kind == "linear":
+            if self.kind not in KV_KINDS:
                 raise ValueError(
-                    f"layer.kv_dtype is not for kind 'linear', which keeps no K and V; got "
+                    f"layer.kv_dtype is not for kind {self.kind!r}, which keeps no K and V; got "
                     f"{self.kv_dtype!r}"
                 )
         self._check_original_dims()
+        self._check_states()
+
+    def _check_states(self) -> None:
+        for name, kind, kinds in (
+            ("recurrent", RecurrentConfig, ("recurrent",)),
+            ("conv", ConvConfig, ("conv", "recurrent")),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, (kind, type(None))):
+                raise TypeError(f"layer.{name} must be a {kind.__name__}, got {value!r}")
+            if value is not None and self.kind not in kinds:
+                raise ValueError(f"layer.{name} is invalid for kind {self.kind!r}")
+            if value is None and self.kind == name:
+                raise ValueError(f"layer.{name} is required for kind {self.kind!r}")
 
     def _check_original_dims(self) -> None:
         names = ("mla_original_qk_head_dim", "mla_original_v_head_dim")

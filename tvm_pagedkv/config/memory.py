@@ -14,6 +14,7 @@ from .resolved_layer import ResolvedLayer
 
 def memory_bytes(config: ResolvedConfig) -> int:
     """Return the bytes that a new cache allocates: `KVCacheConfig.memory_bytes`."""
+    config.refuse_states()
     bounds = list(itertools.pairwise(config.layer_indptr))
     stages = bounds if config.stage is None else bounds[config.stage : config.stage + 1]
     return max(_memory_bytes_of(config, config.layers[begin:end]) for begin, end in stages)
@@ -38,7 +39,7 @@ def _memory_bytes_of(config: ResolvedConfig, layers: Sequence[ResolvedLayer]) ->
             *(s.window, s.kv_dtype),
         ): s
         for s in layers
-        if s.kind != "linear"
+        if s.keeps_kv
     }
     arrays = [2 * num_rows, num_sequences + 1]  # token trees
     arrays += [num_sequences + 1, num_sequences]

@@ -33,6 +33,14 @@ class ResolvedConfig:
     layer_indptr: tuple[int, ...]
     stage: int | None
 
+    def refuse_states(self) -> None:
+        """Raise a NotImplementedError for layers with a state, which no cache keeps yet."""
+        for index, layer in enumerate(self.layers):
+            if layer.recurrent is not None or layer.conv is not None:
+                raise NotImplementedError(
+                    f"layer {index} is of kind {layer.kind!r}, which caches do not keep yet"
+                )
+
     @property
     def num_pages(self) -> int:
         """Number of pages in the pool of layers without a window."""
@@ -40,7 +48,7 @@ class ResolvedConfig:
 
     def num_pages_of(self, layer: ResolvedLayer) -> int:
         """Return the number of pages in the pool of `layer`: at most what it can ever need."""
-        if layer.kind == "linear":
+        if not layer.keeps_kv:
             return 0
         if layer.window is None:
             return self.num_pages

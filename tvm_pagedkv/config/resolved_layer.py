@@ -10,7 +10,8 @@ from .._checks import check_head_dim, check_int
 from .._codecs import codec_of
 from .alibi import resolve_slopes
 from .dtypes import ITEMSIZE
-from .layer_spec import MHA_KINDS, LayerSpec
+from .layer_spec import KV_KINDS, MHA_KINDS, LayerSpec
+from .recurrent_config import ConvConfig, RecurrentConfig
 from .rope_config import RopeConfig
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class ResolvedLayer:
     """A `LayerSpec` whose fields have the values that the layer's kernels and pages are made for.
 
     The fields are those of `LayerSpec`. `alibi` is one slope per query head, or None; `kv_dtype` is
-    None for kind "linear" only; fields of other kinds are None.
+    None for layers that keep no K and V; fields of other kinds are None.
     """
 
     kind: str
@@ -36,11 +37,18 @@ class ResolvedLayer:
     mla_original_v_head_dim: int | None
     alibi: tuple[float, ...] | None
     kv_dtype: str | None
+    recurrent: RecurrentConfig | None = None
+    conv: ConvConfig | None = None
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether the layer has pages of K and V."""
+        return self.kind in KV_KINDS
 
     @property
     def rows_per_slot(self) -> int:
         """Rows per position in the pages of the layer: K and V of each head, or a latent row."""
-        if self.kind == "linear":
+        if not self.keeps_kv:
             return 0
         return 1 if self.kind == "mla" else 2 * self.num_kv_heads
 
@@ -79,7 +87,7 @@ def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> Resolved
                 f"share the latent rows; got {layer.num_kv_heads}"
             )
         said["num_kv_heads"] = 1
-    if layer.kind == "linear":
+    if layer.kind not in KV_KINDS:
         said["kv_dtype"] = None
     if said["v_head_dim"] is None:
         said["v_head_dim"] = defaults.qk_head_dim
@@ -93,6 +101,8 @@ def resolve_layer(index: int, layer: LayerSpec, defaults: LayerSpec) -> Resolved
         mla_original_qk_head_dim=layer.mla_original_qk_head_dim,
         mla_original_v_head_dim=layer.mla_original_v_head_dim,
         alibi=_slopes(index, layer, defaults, said["num_qo_heads"]),
+        recurrent=layer.recurrent,
+        conv=layer.conv,
         **said,
     )
     _check_codec(index, resolved)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with a state in a configuration: what is refused, and what follows from the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tvm.testing
+
+import tvm_pagedkv as pkv
+from tir_kernels.recurrent_spec import RULES, RecurrentSpec
+from tvm_pagedkv.bundle.load import describe_config, read_config
+from tvm_pagedkv.config import RECURRENT_RULES
+
+STATE = pkv.RecurrentConfig("gated_delta", 4, 2, 16, 32)
+CONV = pkv.ConvConfig(192, 4, "silu")
+RECURRENT = pkv.LayerSpec("recurrent", recurrent=STATE, conv=CONV)
+
+
+def config_of(*layers: pkv.LayerSpec, **changes: object) -> pkv.KVCacheConfig:
+    fields = {"num_qo_heads": 4, "num_kv_heads": 2, "qk_head_dim": 32, "layers": layers}
+    return pkv.KVCacheConfig(**{"num_layers": len(layers), **fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"rule": "delta"}, ValueError, "recurrent.rule must be one of gated_delta, kda, mamba2"),
+        ({"num_heads": 0}, ValueError, "recurrent.num_heads must be between 1 and 4096, got 0"),
+        ({"num_heads": 5}, ValueError, r"num_heads \(5\) must be a multiple of recurrent.num_key_"),
+        ({"key_dim": 16.0}, TypeError, "recurrent.key_dim must be an integer, got 16.0"),
+        ({"value_dim": -8}, ValueError, "recurrent.value_dim must be between 1 and 4096, got -8"),
+        ({"checkpoint_tokens": 0}, ValueError, "recurrent.checkpoint_tokens must be between 1 and"),
+    ],
+)
+def test_refused_states(changes, error, message):
+    with pytest.raises(error, match=message):
+        replace(STATE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"channels": 0}, ValueError, "conv.channels must be between 1 and"),
+        ({"width": 1}, ValueError, "conv.width must be between 2 and"),
+        ({"activation": "gelu"}, ValueError, "conv.activation must be one of silu; got 'gelu'"),
+        ({"has_bias": 1}, TypeError, "conv.has_bias must be a bool, got 1"),
+    ],
+)
+def test_refused_convolutions(changes, error, message):
+    with pytest.raises(error, match=message):
+        replace(CONV, **changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"kind": "recurrent"}, ValueError, "layer.recurrent is required for kind 'recurrent'"),
+        ({"kind": "conv"}, ValueError, "layer.conv is required for kind 'conv'"),
+        ({"recurrent": STATE}, ValueError, "layer.recurrent is invalid for kind 'mha'"),
+        ({"conv": CONV}, ValueError, "layer.conv is invalid for kind 'mha'"),
+        ({"kind": "conv", "conv": CONV, "recurrent": STATE}, ValueError, "layer.recurrent is inv"),
+        ({"kind": "conv", "conv": {"width": 4}}, TypeError, "layer.conv must be a ConvConfig"),
+        ({"kind": "recurrent", "recurrent": CONV}, TypeError, "must be a RecurrentConfig"),
+        (
+            {"kind": "recurrent", "recurrent": STATE, "kv_dtype": "int8"},
+            ValueError,
+            "layer.kv_dtype is not for kind 'recurrent', which keeps no K and V",
+        ),
+        (
+            {"kind": "recurrent", "recurrent": STATE, "window": 8},
+            ValueError,
+            "layer.window is required for kind 'mha_sliding' and invalid otherwise",
+        ),
+    ],
+)
+def test_refused_layers(fields, error, message):
+    with pytest.raises(error, match=message):
+        pkv.LayerSpec(**fields)
+
+
+def test_resolved_layers_keep_their_state_and_no_kv():
+    """The other layers have the pages that they would have without them."""
+    short = pkv.LayerSpec("conv", conv=pkv.ConvConfig(64, 3))
+    config = config_of(RECURRENT, pkv.LayerSpec(), short, kv_dtype="int8")
+    resolved = config.resolved()
+    recurrent, attention, conv = resolved.layers
+    assert (recurrent.recurrent, recurrent.conv) == (STATE, CONV)
+    assert (conv.recurrent, conv.conv) == (None, pkv.ConvConfig(64, 3))
+    assert [layer.keeps_kv for layer in resolved.layers] == [False, True, False]
+    for layer in (recurrent, conv):
+        assert layer.kv_dtype is None and layer.rows_per_slot == layer.page_bytes(16) == 0
+        assert resolved.num_pages_of(layer) == 0
+    assert attention == config_of(pkv.LayerSpec(), kv_dtype="int8").resolved().layers[0]
+    assert config_of(RECURRENT, short, dtype="float32").resolved().kv_dtype == "float32"
+
+
+def test_a_bundle_says_it_in_json():
+    config = config_of(RECURRENT, pkv.LayerSpec("conv", conv=pkv.ConvConfig(64, 3, has_bias=True)))
+    assert read_config(describe_config(config)) == config
+    described = describe_config(config)
+    described["layers"][0]["recurrent"]["heads"] = 3
+    with pytest.raises(ValueError, match="recurrent has no field 'heads'; known: rule, num_heads"):
+        read_config(described)
+
+
+@pytest.mark.parametrize("layer", [RECURRENT, pkv.LayerSpec("conv", conv=CONV)], ids=["r", "c"])
+def test_no_cache_has_states_yet(layer):
+    config = config_of(pkv.LayerSpec(), layer)
+    for call in (config.memory_bytes, lambda: pkv.create(config), lambda: pkv.build(config)):
+        with pytest.raises(NotImplementedError, match=f"layer 1 is of kind '{layer.kind}', which"):
+            call()
+
+
+def test_kernels_know_the_same_rules():
+    assert set(RULES) == set(RECURRENT_RULES)
+    for rule in RECURRENT_RULES:
+        config, spec = replace(STATE, rule=rule), RecurrentSpec(rule, 4, 2, 16, 32)
+        assert config.has_channel_decay == spec.decays_by_channel
+        assert config.has_beta == spec.is_delta
+
+
+if __name__ == "__main__":
+    tvm.testing.main()

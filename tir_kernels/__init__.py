@@ -10,6 +10,9 @@ from tvm.error import DiagnosticError
 from .cpu.attention import append_prefill, decode, mla, prefill, shared, tree
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
 from .moves import append, copy, merge
+from .recurrent_sets import builders_of as recurrent_builders
+from .recurrent_sets import recurrent_kernels as recurrent_kernels
+from .recurrent_spec import RecurrentSpec
 from .spec import CudaTarget, KernelSpec, VectorTarget
 
 BUILDERS: dict[str, Callable] = {
@@ -64,15 +67,17 @@ _ANY_TARGET = (  # written once, in `moves`
 _NON_ABSORBED = {"merge", "prefill_ragged", "tree"}  # where an MLA layer is a multi-head attention
 
 
-def kernel_names(spec: KernelSpec, for_stock: bool = False) -> list[str]:
+def kernel_names(spec: KernelSpec | RecurrentSpec, for_stock: bool = False) -> list[str]:
     """Names of the kernels that layers of `spec` need.
 
     Parameters
     ----------
-    spec : KernelSpec
+    spec : KernelSpec or RecurrentSpec
     for_stock : bool
         Those that only the stock cache calls are among them.
     """
+    if not isinstance(spec, KernelSpec):
+        return list(recurrent_builders(spec))
     builders = _builders(spec.target)
     if not append_prefill.is_possible(spec):
         builders = {name: build for name, build in builders.items() if name != "append_prefill"}
@@ -97,7 +102,7 @@ def _builders(target: VectorTarget | CudaTarget) -> dict[str, Callable]:
     return BUILDERS
 
 
-def build_kernel(name: str, spec: KernelSpec):
+def build_kernel(name: str, spec: KernelSpec | RecurrentSpec):
     """Build the kernel `name` for `spec`.
 
     Returns
@@ -110,9 +115,12 @@ def build_kernel(name: str, spec: KernelSpec):
     ValueError
         For an unknown name, and for a spec that the kernel does not support.
     """
-    if name not in BUILDERS:
-        raise ValueError(f"no kernel {name!r}; there are {', '.join(BUILDERS)}")
+    known = BUILDERS if isinstance(spec, KernelSpec) else recurrent_builders(spec)
+    if name not in known:
+        raise ValueError(f"no kernel {name!r}; there are {', '.join(known)}")
     try:
+        if not isinstance(spec, KernelSpec):
+            return known[name]()
         return _builders(spec.target)[name](spec.non_absorbed if name in _NON_ABSORBED else spec)
     except DiagnosticError as error:  # the parser's, around what a fragment raised
         raise _root(error) from None

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from .spec import FLOAT_DTYPES, VectorTarget
+from .define import ACCESS_BYTES
+from .spec import FLOAT_DTYPES, ITEMSIZE, CudaTarget, KernelSpec, VectorTarget, row_copies
 
 # rule -> (decay is per key channel, writes what v differs from what the state already says of k)
 RULES = {
@@ -16,6 +19,27 @@ RULES = {
 }
 
 
+class Section(NamedTuple):
+    """The elements of a row of ingredients that are of one kind.
+
+    Attributes
+    ----------
+    begin : int
+        The first byte in the row, a multiple of 16.
+    shape : tuple of int
+    dtype : str
+    """
+
+    begin: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def end(self) -> int:
+        """The byte behind the last one."""
+        return self.begin + math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
 @dataclass(frozen=True)
 class RecurrentSpec:
     """Everything that decides the code of the kernels of one set of recurrent layers.
@@ -23,6 +47,9 @@ class RecurrentSpec:
     The state S of a head is a float32 matrix ``[key_dim, value_dim]``. A token with key k, value v,
     query q and log decay g makes it ``exp(g) * S + k (x) u`` and reads ``o = scale * S^T q``, where
     u is v, or with a delta rule ``beta * (v - (exp(g) * S)^T k)``.
+
+    What the recurrence takes of a token besides q, its *ingredients*, is kept as K and V are: a row
+    in pages ``[num_pages, page_size, row_width]`` of `dtype`, which `sections` describes.
 
     Parameters
     ----------
@@ -35,9 +62,11 @@ class RecurrentSpec:
     key_dim, value_dim : int
         Widths of k and q, and of v and o.
     dtype : str
-        Type of q, k, v and o.
-    target : VectorTarget
-        Traits of the CPU.
+        Type of q, k, v and o. Gates and states are float32.
+    page_size : int
+        Slots of a page of ingredients.
+    target : VectorTarget or CudaTarget
+        Traits of the CPU or the GPU.
 
     Raises
     ------
@@ -51,14 +80,17 @@ class RecurrentSpec:
     key_dim: int
     value_dim: int
     dtype: str = "float32"
-    target: VectorTarget = field(default_factory=VectorTarget)
+    page_size: int = 16
+    target: VectorTarget | CudaTarget = field(default_factory=VectorTarget)
 
     def __post_init__(self):
         if self.rule not in RULES:
             raise ValueError(f"no rule {self.rule!r}; there are {', '.join(RULES)}")
         if self.dtype not in FLOAT_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(FLOAT_DTYPES)}, got {self.dtype!r}")
-        for name in ("num_heads", "num_key_heads", "key_dim", "value_dim"):
+        for name in (
+            "num_heads", "num_key_heads", "key_dim", "value_dim", "page_size"
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_heads % self.num_key_heads:
@@ -81,3 +113,45 @@ class RecurrentSpec:
     def heads_per_key(self) -> int:
         """Heads that share k and q."""
         return self.num_heads // self.num_key_heads
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        """Return the sections of a row of ingredients, in order.
+
+        "k" ``[num_key_heads, key_dim]``, "v" ``[num_heads, value_dim]``, "log_decay" float32
+        ``[num_heads]`` or ``[num_heads, key_dim]``, and with a delta rule "beta" float32
+        ``[num_heads]``.
+        """
+        gates = (self.num_heads, self.key_dim) if self.decays_by_channel else (self.num_heads,)
+        shapes = {
+            "k": ((self.num_key_heads, self.key_dim), self.dtype),
+            "v": ((self.num_heads, self.value_dim), self.dtype),
+            "log_decay": (gates, "float32"),
+        }
+        if self.is_delta:
+            shapes["beta"] = (self.num_heads,), "float32"
+        found, end = {}, 0
+        for name, (shape, dtype) in shapes.items():
+            found[name] = Section(_aligned(end), shape, dtype)
+            end = found[name].end
+        return found
+
+    @property
+    def row_width(self) -> int:
+        """Elements of a row of ingredients: 16 bytes or a multiple of them."""
+        *_, last = self.sections.values()
+        return _aligned(last.end) // ITEMSIZE[self.dtype]
+
+    @property
+    def rows(self) -> KernelSpec:
+        """The spec of kernels that copy rows of ingredients."""
+        return row_copies(self.row_width, self.dtype, self.page_size, self.target)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of a state page, float32."""
+        return self.num_heads, self.key_dim, self.value_dim
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ACCESS_BYTES) * ACCESS_BYTES

@@ -234,4 +234,17 @@ class KernelSpec:
         return self.kv_dtype if self.codec is None else self.dtype
 
 
+def row_copies(
+    width: int, dtype: str, page_size: int, target: VectorTarget | CudaTarget
+) -> KernelSpec:
+    """Return the spec with which kernels copy rows of any width and meaning.
+
+    Their pages ``[num_pages, page_size, width]`` are those of MLA. The spec has no attention.
+    """
+    no_rope = RopeSpec(rotary_dim=0)
+    return KernelSpec(
+        1, 1, width, width, dtype, dtype, page_size, no_rope, target, kind="mla"
+    )  # fmt: skip
+
+
 LOG2E = math.log2(math.e)

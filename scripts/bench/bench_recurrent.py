@@ -22,6 +22,7 @@ from tir_kernels.cpu.components.work import TASKS
 from tir_kernels.cpu.recurrent.scan import recurrent_scan
 from tir_kernels.cpu.simd import F32, broadcast, load, store
 from tir_kernels.define import target_attributes
+from tir_kernels.moves.recurrent import recurrent_append
 from tir_kernels.recurrent_spec import RULES, RecurrentSpec
 from tir_kernels.script import prim_func
 from tvm_pagedkv.compiler.build import resolve_target, vector_target
@@ -53,6 +54,7 @@ class Bench:
         target = resolve_target()
         self.spec, self.num_threads = spec, num_threads
         self.scan = compile_kernel(recurrent_scan(spec), "scan", target)["scan"]
+        self.append = compile_kernel(recurrent_append(spec), "append", target)["append"]
         self.scale = compile_kernel(scale_in_place, "scale", target)["scale"]
         self.state_bytes = 4 * spec.num_heads * spec.key_dim * spec.value_dim
         self.num_states = max(64, 2**28 // self.state_bytes)
@@ -70,25 +72,26 @@ class Bench:
 
         k = normal(total, spec.num_key_heads, spec.key_dim)
         k = (k / np.linalg.norm(k.astype(F32), axis=-1, keepdims=True)).astype(spec.dtype)
-        gates = (spec.num_heads, spec.key_dim) if spec.decays_by_channel else (spec.num_heads,)
-        arrays = [
-            normal(*k.shape),
-            k,
-            normal(total, spec.num_heads, spec.value_dim),
-            -rng.random((total, *gates), np.float32),
-        ]
+        q, v = normal(*k.shape), normal(total, spec.num_heads, spec.value_dim)
+        gates = [-rng.random((total, *spec.sections["log_decay"].shape), np.float32)]
         if spec.is_delta:
-            arrays.append(rng.random((total, spec.num_heads), np.float32))
+            gates.append(rng.random((total, spec.num_heads), np.float32))
+        slots, rows = (np.arange(total, dtype=np.int32) for _ in range(2))
+        num_pages = -(-total // spec.page_size)
+        kept = np.zeros((num_pages, spec.page_size, spec.row_width), spec.dtype)
+        kept = tvm.runtime.tensor(kept)
+        self.append(*map(tvm.runtime.tensor, (k, v, *gates, slots)), kept)
         tables = [
             np.arange(len(pages) + 1, dtype=np.int32),
             np.arange(len(pages) + 1, dtype=np.int32) * np.int32(num_rows),
+            slots,
+            rows,
             np.int32(pages),
             np.int32(pages),
+            np.zeros_like(v),
         ]
-        o = np.zeros((total, spec.num_heads, spec.value_dim), spec.dtype)
-        tensors = [tvm.runtime.tensor(x) for x in (*arrays, *tables, o)]
-        first_table = len(arrays)
-        return [*tensors[:first_table], self.states, *tensors[first_table:], 1.0]
+        tensors = [tvm.runtime.tensor(x) for x in tables]
+        return [tvm.runtime.tensor(q), kept, self.states, *tensors, 1.0]
 
     def decode(self, batch: int) -> None:
         """Print the rate of decode steps over all states, a batch at a time."""
@@ -141,7 +144,7 @@ def main() -> None:
     num_threads = int(tvm.get_global_func("runtime.NumThreads")())
     spec = RecurrentSpec(
         options.rule, options.heads, options.key_heads, *options.dims, options.dtype,
-        vector_target(),
+        target=vector_target(),
     )  # fmt: skip
     print(f"{spec}\n{num_threads} threads")
     bench, limits = Bench(spec, num_threads), Limits()

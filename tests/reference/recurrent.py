@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention, token by token in float64; see `tir_kernels.recurrent_spec`."""
+"""Linear attention, token by token in float64, and the rows in which its ingredients are kept."""
 
 from __future__ import annotations
 
@@ -51,3 +51,20 @@ def recurrence(
         outputs[t] = scale * np.einsum("hkv,hk->hv", state, query)
         states.append(state)
     return outputs, np.stack(states)
+
+
+def ingredient_rows(
+    k: np.ndarray, v: np.ndarray, log_decay: np.ndarray, beta: np.ndarray | None
+) -> np.ndarray:
+    """Return the rows that tokens have in pages, of the type of k, which v has too.
+
+    A row is k, v, then log_decay and beta as float32. Each begins at a multiple of 16 bytes, as the
+    next row does; what is between them are ones, which are NaN.
+    """
+    gates = [np.float32(x) for x in (log_decay, beta) if x is not None]
+    parts = []
+    for part in (k, v, *gates):
+        width = int(np.prod(part.shape[1:]))
+        contents = np.ascontiguousarray(part).reshape(len(part), width).view(np.uint8)
+        parts.append(np.pad(contents, ((0, 0), (0, -contents.shape[1] % 16)), constant_values=255))
+    return np.concatenate(parts, axis=1).view(k.dtype)

@@ -22,6 +22,7 @@ from .quantized_rows import QuantizedRows
 # fewer than these (20 us or so) in all, `compiler.lowering` lets the caller's thread do the loop.
 ITEM_BYTES = "pagedkv.item_bytes"
 SERIAL_BELOW_BYTES = 512 * 1024
+MAX_UNROLLED = 160  # vectors of a row; those of a longer one are copied in a loop
 
 
 def items(count, item_bytes):
@@ -80,7 +81,8 @@ def copy_row(source, source_row, sink, sink_row, lanes, begin):
     end = T.meta_var(int(source.shape[-1]))
     wide = T.meta_var(_copied_at_once(source, sink, lanes))
     rest = T.meta_var((end - begin) % wide)
-    for column in T.unroll(begin, end - rest, step=wide):
+    loop = T.meta_var(T.unroll if end - begin <= MAX_UNROLLED * wide else T.serial)
+    for column in loop(begin, end - rest, step=wide):
         _copy_vector(source, (*source_row, column), sink, (*sink_row, column), wide)
     if rest > 0:
         _copy_vector(source, (*source_row, end - rest), sink, (*sink_row, end - rest), rest)

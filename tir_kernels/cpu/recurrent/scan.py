@@ -14,10 +14,11 @@ from typing import NamedTuple
 from tvm.script import tirx as T
 
 from ...define import target_attributes
+from ...ingredients import Ingredients, match_ingredients
+from ...layout import slot_offset, slot_page
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline, prim_func
-from ...signatures.arrays import match_float32, match_int32, sizes
-from ...spec import ITEMSIZE
+from ...signatures.arrays import match_float32, match_int32, row_matcher, sizes
 from ..components.decay import multiply_add
 from ..components.recurrent_token import RecurrentToken
 from ..components.rows import SERIAL_BELOW_BYTES
@@ -89,19 +90,22 @@ class Columns:
 
 
 def recurrent_scan(spec: RecurrentSpec):
-    """Build the kernel that takes states through the tokens of a step.
+    """Build the kernel that takes states through tokens whose ingredients lie in pages.
 
     A sequence consists of segments, at whose ends its state is kept: ``segment_indptr[b] ..
-    segment_indptr[b + 1]``. Segment i has the rows ``row_indptr[i] .. row_indptr[i + 1]``, begins
-    with the state in page ``read_pages[i]`` (-1: zeros) and leaves the one behind its last row in
-    ``write_pages[i]``, which may be the same page. A segment without rows writes nothing. Sequences
-    run in parallel, so none writes a page that another one reads or writes.
+    segment_indptr[b + 1]``. Segment i has the tokens ``row_indptr[i] .. row_indptr[i + 1]``, begins
+    with the state in page ``read_pages[i]`` (-1: zeros) and leaves the one behind its last token in
+    ``write_pages[i]``, which may be the same page. A segment without tokens writes nothing.
+    Segments of a sequence run in order, so one may read what an earlier one wrote. Sequences run in
+    parallel, so none writes a page that another one reads or writes.
 
-    Arguments: q, k ``[T, num_key_heads, key_dim]``, v ``[T, num_heads, value_dim]``, log_decay
-    float32 ``[T, num_heads]`` (kda: ``[T, num_heads, key_dim]``), beta float32 ``[T, num_heads]``
-    (rules with a delta only), states float32 ``[P, num_heads, key_dim, value_dim]``,
-    segment_indptr int32 ``[B + 1]``, row_indptr int32 ``[S + 1]``, read_pages and write_pages int32
-    ``[S]``, o ``[T, num_heads, value_dim]``, scale: float32, the factor on q.
+    Token n takes its ingredients from ``slots[n]``, its query from row ``rows[n]`` of q, and writes
+    the same row of o. A token whose row is -1 is replayed: it changes the state alone.
+
+    Arguments: q ``[T, num_key_heads, key_dim]``, pages ``[P, page_size, row_width]``, states
+    float32 ``[P', num_heads, key_dim, value_dim]``, segment_indptr int32 ``[B + 1]``, row_indptr
+    int32 ``[S + 1]``, slots and rows int32 ``[N]``, read_pages and write_pages int32 ``[S]``, o
+    ``[T, num_heads, value_dim]``, scale: float32, the factor on q.
 
     Returns
     -------
@@ -110,52 +114,65 @@ def recurrent_scan(spec: RecurrentSpec):
     """
     num_heads, key_dim, value_dim = spec.num_heads, spec.key_dim, spec.value_dim
     require_half_target(spec.target, [spec.dtype], f"dtype={spec.dtype}")
-    itemsize = ITEMSIZE[spec.dtype]
-    elements = {"dtype": spec.dtype, "align": itemsize, "offset_factor": 1}
-    gates = (num_heads, key_dim) if spec.decays_by_channel else (num_heads,)
+    match_rows, page_size = row_matcher(spec.rows), spec.page_size
 
-    def match_rows(handle, *shape):
-        return T.match_buffer(handle, shape, elem_offset=T.int64(), **elements)
-
-    @prim_func(absent=() if spec.is_delta else ("var_beta",))
+    @prim_func
     def recurrent_scan(
         var_q: T.handle,
-        var_k: T.handle,
-        var_v: T.handle,
-        var_log_decay: T.handle,
-        var_beta: T.handle,
+        var_pages: T.handle,
         var_states: T.handle,
         var_segment_indptr: T.handle,
         var_row_indptr: T.handle,
+        var_slots: T.handle,
+        var_rows: T.handle,
         var_read_pages: T.handle,
         var_write_pages: T.handle,
         var_o: T.handle,
         scale: T.float32,
     ):
         T.func_attr(target_attributes(on_cpu=True))
-        num_rows, num_pages, num_starts, num_segments = sizes(4)
+        num_rows, num_pages, num_tokens, num_states, num_starts, num_segments = sizes(6)
         q = match_rows(var_q, num_rows, spec.num_key_heads, key_dim)
-        k = match_rows(var_k, num_rows, spec.num_key_heads, key_dim)
-        v = match_rows(var_v, num_rows, num_heads, value_dim)
-        log_decay = match_float32(var_log_decay, num_rows, *gates)
-        beta = T.meta_var(match_float32(var_beta, num_rows, num_heads) if spec.is_delta else None)
-        states = match_float32(var_states, num_pages, num_heads, key_dim, value_dim)
+        pages = match_ingredients(var_pages, num_pages, spec)
+        states = match_float32(var_states, num_states, num_heads, key_dim, value_dim)
         segment_indptr = match_int32(var_segment_indptr, num_starts)
         read_pages = match_int32(var_read_pages, num_segments)
         row_indptr = match_int32(var_row_indptr, num_segments + 1)
+        slots = match_int32(var_slots, num_tokens)
+        rows = match_int32(var_rows, num_tokens)
         write_pages = match_int32(var_write_pages, num_segments)
         o = match_rows(var_o, num_rows, num_heads, value_dim)
+        kept = T.meta_var(Ingredients.of(pages, spec))
 
         blocks = T.meta_var(value_dim // (block_of(spec).lanes * block_of(spec).vectors))
         num_items = T.cast(num_starts - 1, "int64") * (num_heads * blocks)
         queue = Queue()
         queue.begin()
         import_llvm(Queue.llvm_helper)
-        for _ in T.parallel(tasks_for(num_items, num_rows, spec), annotations=TASKS):
-            token = RecurrentToken(spec, q, k, log_decay, scale)
+        for _ in T.parallel(tasks_for(num_items, num_tokens, spec), annotations=TASKS):
+            token = RecurrentToken(spec, q, kept, scale)
             recalled, output = Columns(spec), Columns(spec)
             written = T.alloc_local((output.width,), F32)
-            lanes = T.meta_var(output.lanes)
+            lanes, vectors = T.meta_var((output.lanes, output.vectors))
+
+            @inline
+            def update(source, sink, head, first_column, is_read):
+                """Write the state behind a token, and sum up what a query reads of it."""
+                for step in range(key_dim // output.rows):
+                    for i in T.unroll(output.rows):
+                        d = T.meta_var(step * output.rows + i)
+                        key, decay = token.k[d], token.decay(d)
+                        for j in T.unroll(vectors):
+                            column = T.meta_var(first_column + j * lanes)
+                            old = T.meta_var(load(states, (source, head, d, column), lanes))
+                            decayed = T.meta_var(old * broadcast(decay, lanes))
+                            new = multiply_add(
+                                broadcast(key, lanes), written[output.at(j)], decayed, lanes
+                            )
+                            store(states, (sink, head, d, column), lanes, new)
+                            if is_read:
+                                output.add(i, j, token.q[d], new)
+
             item = queue.take()
             while item < num_items:
                 sequence = T.cast(item // (num_heads * blocks), "int32")
@@ -163,57 +180,53 @@ def recurrent_scan(spec: RecurrentSpec):
                 first_column = T.cast(item % blocks, "int32") * output.width
                 for segment in range(segment_indptr[sequence], segment_indptr[sequence + 1]):
                     source, sink = read_pages[segment], write_pages[segment]
+                    begin, end = row_indptr[segment], row_indptr[segment + 1]
                     if source < 0:
                         source = sink
-                        for d in range(key_dim):
-                            for j in T.unroll(output.vectors):
-                                at = T.meta_var((sink, head, d, first_column + j * lanes))
-                                store(states, at, lanes, constant(0.0, lanes))
-                    for row in range(row_indptr[segment], row_indptr[segment + 1]):
-                        token.load(row, head)
+                        if begin < end:
+                            for d in range(key_dim):
+                                for j in T.unroll(vectors):
+                                    at = T.meta_var((sink, head, d, first_column + j * lanes))
+                                    store(states, at, lanes, constant(0.0, lanes))
+                    for n in range(begin, end):
+                        slot, row = slots[n], rows[n]
+                        page, offset = slot_page(slot, page_size), slot_offset(slot, page_size)
+                        token.load_ingredients(page, offset, head)
                         if spec.is_delta:
                             recalled.clear()
                             for step in range(key_dim // recalled.rows):
                                 for i in T.unroll(recalled.rows):
                                     d = T.meta_var(step * recalled.rows + i)
                                     factor = token.k[d] * token.decay(d)
-                                    for j in T.unroll(output.vectors):
+                                    for j in T.unroll(vectors):
                                         at = T.meta_var((source, head, d, first_column + j * lanes))
                                         recalled.add(i, j, factor, load(states, at, lanes))
-                        for j in T.unroll(output.vectors):
-                            at = T.meta_var((row, head, first_column + j * lanes))
-                            value = T.meta_var(load(v, at, lanes))
+                        for j in T.unroll(vectors):
+                            at = T.meta_var((page, offset, head, first_column + j * lanes))
+                            value = T.meta_var(load(kept.v, at, lanes))
                             if spec.is_delta:
-                                rate = T.meta_var(broadcast(beta[row, head], lanes))
+                                rate = T.meta_var(broadcast(kept.beta[page, offset, head], lanes))
                                 written[output.at(j)] = rate * (value - recalled.total(j))
                             else:
                                 written[output.at(j)] = value
-                        output.clear()
-                        for step in range(key_dim // output.rows):
-                            for i in T.unroll(output.rows):
-                                d = T.meta_var(step * output.rows + i)
-                                key, query, decay = token.k[d], token.q[d], token.decay(d)
-                                for j in T.unroll(output.vectors):
-                                    column = T.meta_var(first_column + j * lanes)
-                                    old = T.meta_var(load(states, (source, head, d, column), lanes))
-                                    kept = T.meta_var(old * broadcast(decay, lanes))
-                                    new = multiply_add(
-                                        broadcast(key, lanes), written[output.at(j)], kept, lanes
-                                    )
-                                    store(states, (sink, head, d, column), lanes, new)
-                                    output.add(i, j, query, new)
-                        for j in T.unroll(output.vectors):
-                            at = T.meta_var((row, head, first_column + j * lanes))
-                            store(o, at, lanes, output.total(j))
+                        if row >= 0:
+                            token.load_query(row, head)
+                            output.clear()
+                            update(source, sink, head, first_column, True)
+                            for j in T.unroll(vectors):
+                                at = T.meta_var((row, head, first_column + j * lanes))
+                                store(o, at, lanes, output.total(j))
+                        else:
+                            update(source, sink, head, first_column, False)
                         source = sink
                 item = queue.take()
 
     return recurrent_scan
 
 
-def tasks_for(num_items, num_rows, spec: RecurrentSpec):
+def tasks_for(num_items, num_tokens, spec: RecurrentSpec):
     """Return how many tasks share the columns: one where there is little to do."""
     state_bytes = 4 * spec.num_heads * spec.key_dim * spec.value_dim
-    is_small = T.cast(num_rows, "int64") * state_bytes < SERIAL_BELOW_BYTES
+    is_small = T.cast(num_tokens, "int64") * state_bytes < SERIAL_BELOW_BYTES
     most = T.cast(T.min(num_items, T.cast(num_threads(), "int64")), "int32")
     return index_temp(T.if_then_else(is_small, T.int32(1), most))

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels that recurrent layers need, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+
+from .cpu.recurrent.scan import recurrent_scan
+from .moves.copy import compact_copy, copy_pages, copy_single_page, debug_get_kv_mla
+from .moves.recurrent import copy_states, recurrent_append
+from .recurrent_spec import RecurrentSpec
+from .spec import KernelSpec
+
+_COPIES = {
+    "copy_pages": copy_pages,
+    "copy_single_page": copy_single_page,
+    "compact_copy": compact_copy,
+    "debug_get_kv_mla": debug_get_kv_mla,
+}
+_RECURRENT = {
+    "recurrent_append": recurrent_append,
+    "recurrent_scan": recurrent_scan,
+    "copy_states": copy_states,
+}
+
+
+def builders_of(spec: RecurrentSpec) -> dict[str, Callable[[], tirx.PrimFunc]]:
+    """Return the functions that build the kernels of a spec, by the kernels' names."""
+    return _bound(_RECURRENT, spec) | _bound(_COPIES, spec.rows)
+
+
+def recurrent_kernels(spec: RecurrentSpec) -> dict[str, tirx.PrimFunc]:
+    """Build the kernels of recurrent layers.
+
+    Returns
+    -------
+    dict
+        ``recurrent_append`` and ``recurrent_scan``; ``copy_states`` for pages of states; and
+        ``copy_pages``, ``copy_single_page``, ``compact_copy`` and ``debug_get_kv_mla`` for pages of
+        ingredients, whose rows are those of `RecurrentSpec.rows`.
+    """
+    return {name: build() for name, build in builders_of(spec).items()}
+
+
+def _bound(builders: dict[str, Callable], spec: RecurrentSpec | KernelSpec) -> dict:
+    return {name: lambda build=build: build(spec) for name, build in builders.items()}

@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 from tvm.error import DiagnosticError
 
+from .conv_spec import ConvSpec
 from .cpu.attention import append_prefill, decode, mla, prefill, shared, tree
 from .cuda.builders import BUILDERS as CUDA_BUILDERS
 from .moves import append, copy, merge
 from .recurrent_sets import builders_of as recurrent_builders
+from .recurrent_sets import conv_kernels as conv_kernels
 from .recurrent_sets import recurrent_kernels as recurrent_kernels
 from .recurrent_spec import RecurrentSpec
 from .spec import CudaTarget, KernelSpec, VectorTarget
@@ -67,12 +69,12 @@ _ANY_TARGET = (  # written once, in `moves`
 _NON_ABSORBED = {"merge", "prefill_ragged", "tree"}  # where an MLA layer is a multi-head attention
 
 
-def kernel_names(spec: KernelSpec | RecurrentSpec, for_stock: bool = False) -> list[str]:
+def kernel_names(spec: KernelSpec | RecurrentSpec | ConvSpec, for_stock: bool = False) -> list[str]:
     """Names of the kernels that layers of `spec` need.
 
     Parameters
     ----------
-    spec : KernelSpec or RecurrentSpec
+    spec : KernelSpec, RecurrentSpec or ConvSpec
     for_stock : bool
         Those that only the stock cache calls are among them.
     """
@@ -102,7 +104,7 @@ def _builders(target: VectorTarget | CudaTarget) -> dict[str, Callable]:
     return BUILDERS
 
 
-def build_kernel(name: str, spec: KernelSpec | RecurrentSpec):
+def build_kernel(name: str, spec: KernelSpec | RecurrentSpec | ConvSpec):
     """Build the kernel `name` for `spec`.
 
     Returns

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that recurrent layers need, by name."""
+"""The kernels that recurrent layers and causal convolutions need, by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 from tvm import tirx
 
+from .conv_spec import ConvSpec
+from .cpu.recurrent.conv import causal_conv
 from .cpu.recurrent.scan import recurrent_scan
+from .moves.append import transpose_append_mla
 from .moves.copy import compact_copy, copy_pages, copy_single_page, debug_get_kv_mla
 from .moves.recurrent import copy_states, recurrent_append
 from .recurrent_spec import RecurrentSpec
@@ -26,9 +29,13 @@ _RECURRENT = {
 }
 
 
-def builders_of(spec: RecurrentSpec) -> dict[str, Callable[[], tirx.PrimFunc]]:
+def builders_of(spec: RecurrentSpec | ConvSpec) -> dict[str, Callable[[], tirx.PrimFunc]]:
     """Return the functions that build the kernels of a spec, by the kernels' names."""
-    return _bound(_RECURRENT, spec) | _bound(_COPIES, spec.rows)
+    copies = _bound(_COPIES, spec.rows)
+    if isinstance(spec, ConvSpec):
+        append = _bound({"row_append": transpose_append_mla}, spec.rows)
+        return append | _bound({"causal_conv": causal_conv}, spec) | copies
+    return _bound(_RECURRENT, spec) | copies
 
 
 def recurrent_kernels(spec: RecurrentSpec) -> dict[str, tirx.PrimFunc]:
@@ -44,5 +51,17 @@ def recurrent_kernels(spec: RecurrentSpec) -> dict[str, tirx.PrimFunc]:
     return {name: build() for name, build in builders_of(spec).items()}
 
 
-def _bound(builders: dict[str, Callable], spec: RecurrentSpec | KernelSpec) -> dict:
+def conv_kernels(spec: ConvSpec) -> dict[str, tirx.PrimFunc]:
+    """Build the kernels of causal convolutions.
+
+    Returns
+    -------
+    dict
+        ``row_append``, which is `transpose_append_mla` for pages, rows and slots; ``causal_conv``;
+        and the copies of `recurrent_kernels` for pages of rows.
+    """
+    return {name: build() for name, build in builders_of(spec).items()}
+
+
+def _bound(builders: dict[str, Callable], spec: RecurrentSpec | ConvSpec | KernelSpec) -> dict:
     return {name: lambda build=build: build(spec) for name, build in builders.items()}

@@ -68,3 +68,32 @@ def ingredient_rows(
         contents = np.ascontiguousarray(part).reshape(len(part), width).view(np.uint8)
         parts.append(np.pad(contents, ((0, 0), (0, -contents.shape[1] % 16)), constant_values=255))
     return np.concatenate(parts, axis=1).view(k.dtype)
+
+
+def causal_conv(
+    x: np.ndarray,
+    taps: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    activation: str | None,
+) -> np.ndarray:
+    """Return rows of a causal convolution.
+
+    Parameters
+    ----------
+    x : ``[T, channels]``
+    taps : ``[T, width - 1, channels]``
+        The rows before each one, the next one last; zeros where there are none.
+    weight : ``[channels, width]``
+    bias : ``[channels]`` or None
+    activation : {"silu"}, optional
+
+    Returns
+    -------
+    float64 ``[T, channels]``
+    """
+    rows = np.concatenate([taps, x[:, None]], axis=1).astype(np.float64)
+    sums = np.einsum("tic,ci->tc", rows, weight.astype(np.float64))
+    if bias is not None:
+        sums = sums + bias.astype(np.float64)
+    return sums / (1 + np.exp(-sums)) if activation == "silu" else sums

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tir_kernels.conv_spec import ConvSpec
 from tir_kernels.recurrent_spec import RecurrentSpec
 
 from .. import reference
@@ -15,11 +16,11 @@ from .attention_cases import compiled, tensors_for
 from .recurrent_cases import Tokens, empty_pages, page_shift, random_slots, states_of
 
 
-def random_pages(spec: RecurrentSpec, num_pages: int, rng) -> np.ndarray:
+def random_pages(spec: RecurrentSpec | ConvSpec, num_pages: int, rng) -> np.ndarray:
     """Return pages of random bits."""
-    pages = empty_pages(spec, num_pages)
-    pages.view(np.uint8)[:] = rng.integers(0, 256, pages.view(np.uint8).shape)
-    return pages
+    width = spec.rows.qk_head_dim
+    shape = (num_pages, spec.page_size, width * np.dtype(spec.dtype).itemsize)
+    return rng.integers(0, 256, shape, np.uint8).view(spec.dtype)
 
 
 def check_append(spec: RecurrentSpec, num_tokens: int, seed: int, cpu: str = "native") -> None:
@@ -33,7 +34,7 @@ def check_append(spec: RecurrentSpec, num_tokens: int, seed: int, cpu: str = "na
     reference.assert_same_bits(pages.numpy(), tokens.pages(slots, num_pages))
 
 
-def check_copy_single_page(spec: RecurrentSpec, seed: int) -> None:
+def check_copy_single_page(spec: RecurrentSpec | ConvSpec, seed: int) -> None:
     place, rng = tensors_for(spec), np.random.default_rng(seed)
     for length in sorted({0, 1, spec.page_size - 1, spec.page_size}):
         pages = random_pages(spec, 5, rng)
@@ -43,7 +44,9 @@ def check_copy_single_page(spec: RecurrentSpec, seed: int) -> None:
         reference.assert_same_bits(actual.numpy(), pages)
 
 
-def check_copy_pages(spec: RecurrentSpec, num_copies: int, seed: int, cpu: str = "native") -> None:
+def check_copy_pages(
+    spec: RecurrentSpec | ConvSpec, num_copies: int, seed: int, cpu: str = "native"
+) -> None:
     place, rng = tensors_for(spec), np.random.default_rng(seed)
     pages = random_pages(spec, 2 * num_copies + 3, rng)
     some = rng.permutation(len(pages))[: 2 * num_copies]
@@ -57,27 +60,27 @@ def check_copy_pages(spec: RecurrentSpec, num_copies: int, seed: int, cpu: str =
     reference.assert_same_bits(actual.numpy(), pages)
 
 
-def check_compact_copy(spec: RecurrentSpec, num_copies: int, seed: int) -> None:
+def check_compact_copy(spec: RecurrentSpec | ConvSpec, num_copies: int, seed: int) -> None:
     place, rng = tensors_for(spec), np.random.default_rng(seed)
     pages = random_pages(spec, 6, rng)
     slots = rng.integers(0, 6 * spec.page_size, (2, num_copies)).astype(np.int32)
     starts = np.array([0, 0, num_copies // 3, num_copies], np.int32)
     actual = place(pages)
     compiled("compact_copy", spec)(actual, place(starts), place(slots), len(starts) - 1)
-    rows = pages.reshape(-1, spec.row_width)
+    rows = pages.reshape(-1, pages.shape[-1])
     for source, destination in slots.T:
         rows[destination] = rows[source]
     reference.assert_same_bits(actual.numpy(), pages)
 
 
-def check_debug_get_rows(spec: RecurrentSpec, num_rows: int, seed: int) -> None:
+def check_debug_get_rows(spec: RecurrentSpec | ConvSpec, num_rows: int, seed: int) -> None:
     place, rng = tensors_for(spec), np.random.default_rng(seed)
     slots, num_pages = random_slots(spec, num_rows, rng)
     pages = random_pages(spec, num_pages, rng)
-    expected = np.full((2, num_rows, spec.row_width), np.nan, spec.dtype)
+    expected = np.full((2, num_rows, pages.shape[-1]), np.nan, spec.dtype)
     found = place(expected)
     compiled("debug_get_kv_mla", spec)(place(pages), place(slots), found, 1)
-    expected[1] = pages.reshape(-1, spec.row_width)[slots]
+    expected[1] = pages.reshape(-1, pages.shape[-1])[slots]
     reference.assert_same_bits(found.numpy(), expected)
 
 

@@ -55,7 +55,7 @@ def write_random_llama(folder: Path, shape: dict) -> int:
     rng, tensors = np.random.default_rng(0), {}
     config = config_from_directory(folder)
     for _, weight in weights(config, range(config.num_layers)):
-        for name, dimensions, _ in weight.parts:
+        for name, dimensions, *_ in weight.parts:
             if name in tensors:  # tied
                 continue
             if weight.is_matrix:

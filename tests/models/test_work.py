@@ -21,9 +21,9 @@ CONFIG = config_from_directory(TINY)
 def _num_weights(config: DecoderConfig) -> int:
     """Count the weights of all matrices that multiply rows; the embedding table does not."""
     return sum(
-        int(np.prod(shape))
+        part.size
         for ours, weight in weights(config, range(config.num_layers))
-        for _, shape, _ in weight.parts
+        for part in weight.parts
         if weight.is_matrix and ours != "embed_tokens"
     )
 

@@ -3,64 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op
-from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as CacheObject
 
+from ..config import KV_KINDS, LayerSpec
+from ..relax import PagedKVCacheObject
 from . import kernels
 from .config import DecoderConfig
+from .mixers import mixer_of
 from .options import BuildOptions
-from .packed import multiply, packed_matrix
-
-
-class Linear(nn.Module):
-    """``x @ weight.T (+ bias) (+ residual)`` with packed weights, for x ``[n, in_features]``.
-
-    Its name tells `BuildOptions` whether the weights are quantized.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        options: BuildOptions,
-        bias: bool = False,
-        out_dtype: str | None = None,
-        *,
-        name: str,
-    ):
-        self.options, self.out_dtype = options, out_dtype or options.dtype
-        self.matrix = packed_matrix(f"{name}.weight", out_features, in_features, options)
-        self.weight = nn.Parameter(self.matrix.shape, self.matrix.dtype)
-        self.bias = nn.Parameter((out_features,), options.dtype) if bias else None
-
-    def forward(self, x: nn.Tensor, residual: nn.Tensor | None = None) -> nn.Tensor:
-        return multiply(self.matrix, x, self.weight, self.bias, residual, self.out_dtype)
-
-
-class SplitLinear(Linear):
-    """`Linear` over the worker's share of the input features, followed by an all-reduce."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        options: BuildOptions,
-        bias: bool = False,
-        *,
-        name: str,
-    ):
-        out_dtype = "float32" if options.num_shards > 1 else None
-        share = in_features // options.num_shards
-        super().__init__(share, out_features, options, bias, out_dtype, name=name)
-
-    def forward(self, x: nn.Tensor, residual: nn.Tensor | None = None) -> nn.Tensor:
-        if self.options.num_shards == 1:
-            return super().forward(x, residual)
-        total = op.ccl_allreduce(super().forward(x), "sum")
-        if residual is not None:
-            total = op.astype(residual, "float32") + total
-        return op.astype(total, self.options.dtype)
+from .projections import Linear, SplitLinear
 
 
 class Norm(nn.Module):
@@ -114,23 +68,32 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
         self.num_heads, self.head_dim = config.num_heads // options.num_shards, config.head_dim
         self.num_rows = self.num_heads + 2 * (config.num_kv_heads // options.num_shards)
-        self.scale, width = config.sm_scale, config.hidden_size
+        self.scale, width, self.options = config.sm_scale, config.hidden_size, options
         rows = self.num_rows * self.head_dim
         self.qkv_proj = Linear(width, rows, options, config.qkv_bias, name=f"{name}.qkv_proj")
         self.qk_norm = QkNorm(config, options) if config.qk_norm else None
+        self.gate = None
+        if config.attention_gate:
+            q_width = self.num_heads * self.head_dim
+            self.gate = Linear(width, q_width, options, config.qkv_bias, name=f"{name}.gate")
         self.o_proj = SplitLinear(
             config.num_heads * self.head_dim, width, options, config.o_bias, name=f"{name}.o_proj"
         )
 
     def forward(
-        self, x: nn.Tensor, residual: nn.Tensor | None, cache: CacheObject, layer: int
+        self, x: nn.Tensor, residual: nn.Tensor | None, cache: PagedKVCacheObject, layer: int
     ) -> nn.Tensor:
         n, qkv = x.shape[0], self.qkv_proj(x)
         if self.qk_norm is not None:
             qkv = self.qk_norm(qkv)
         qkv = op.reshape(qkv, (1, n, self.num_rows, self.head_dim))
         out = cache.attention_with_fused_qkv(layer, qkv, self.num_heads, self.scale)
-        return self.o_proj(op.reshape(out, (n, self.num_heads * self.head_dim)), residual)
+        q_width = self.num_heads * self.head_dim
+        out = op.reshape(out, (n, q_width))
+        if self.gate is not None:
+            kernel = kernels.multiply("sigmoid", q_width, self.options.dtype, self.options.vector)
+            out = op.tensor_ir_op(kernel, "multiply", [out, self.gate(x)], out)
+        return self.o_proj(out, residual)
 
 
 class Mlp(nn.Module):
@@ -154,24 +117,48 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP, each with norms before it, after it, or both."""
+    """One layer: attention or a mixer, then the MLP, with norms before them, after them, or both.
 
-    def __init__(self, config: DecoderConfig, options: BuildOptions, name: str):
+    Where a layer has attention and a mixer, both see the same rows, and their outputs are added.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        options: BuildOptions,
+        name: str,
+        layers: Sequence[LayerSpec],
+    ):
         def norm(name: str | None) -> Norm | None:
             return Norm(config, options) if name else None
 
-        self.self_attn = Attention(config, options, f"{name}.self_attn")
-        self.mlp = Mlp(config, options, f"{name}.mlp")
+        self.self_attn = self.mixer = self.mlp = None
+        for layer in layers:
+            if layer.kind in KV_KINDS:
+                self.self_attn = Attention(config, options, f"{name}.self_attn")
+            else:
+                self.mixer = mixer_of(layer)(config, options, layer, f"{name}.mixer")
+        if config.intermediate_size:
+            self.mlp = Mlp(config, options, f"{name}.mlp")
         self.before_attention = norm(config.norms.before_attention)
         self.after_attention = norm(config.norms.after_attention)
         self.before_mlp = norm(config.norms.before_mlp)
         self.after_mlp = norm(config.norms.after_mlp)
 
-    def forward(self, x: nn.Tensor, cache: CacheObject, layer: int) -> nn.Tensor:
+    def forward(self, x: nn.Tensor, cache: PagedKVCacheObject, layer: int) -> nn.Tensor:
+        """Run the layer, whose first layer of the cache is `layer`."""
+
         def attend(inner: nn.Tensor, residual: nn.Tensor | None) -> nn.Tensor:
-            return self.self_attn(inner, residual, cache, layer)
+            total, mixer_layer = residual, layer
+            if self.self_attn is not None:
+                total, mixer_layer = self.self_attn(inner, total, cache, layer), layer + 1
+            if self.mixer is not None:
+                total = self.mixer(inner, total, cache, mixer_layer)
+            return total
 
         x = _add(x, self.before_attention, attend, self.after_attention)
+        if self.mlp is None:
+            return x
         return _add(x, self.before_mlp, self.mlp, self.after_mlp)
 
 

@@ -73,6 +73,10 @@ def compile_kernels(
     _libraries(config, options, progress)
 
 
+def _in_mode(rope: RopeConfig, mode: str) -> RopeConfig:
+    return rope if rope.mode == "none" else replace(rope, mode=mode)
+
+
 def _libraries(config, options, progress=None):
     return build_libraries(cache_config(config, options), options.target, progress)
 
@@ -111,11 +115,11 @@ def cache_config(
         )
     # With a sliding window, positions change as the window moves, so K is rotated when it is read.
     mode = "inline" if options.sliding_window else "normal"
-    ropes = [replace(layer.rope or RopeConfig(), mode=mode) for layer in config.layers]
+    ropes = [_in_mode(layer.rope or RopeConfig(), mode) for layer in config.layers]
     layers = [replace(each, rope=rope) for each, rope in zip(config.layers, ropes, strict=True)]
     max_num_sequences, max_total_tokens, prefill_chunk_size = capacities
     return KVCacheConfig(
-        num_layers=config.num_layers,
+        num_layers=len(layers),
         num_qo_heads=config.num_heads // options.num_shards,
         num_kv_heads=config.num_kv_heads // options.num_shards,
         qk_head_dim=config.head_dim,
@@ -130,6 +134,6 @@ def cache_config(
         sliding_window=options.sliding_window,
         logit_softcap=config.attention_softcap,
         enable_kv_transfer=enable_kv_transfer,
-        layer_indptr=options.layer_indptr or None,
+        layer_indptr=[i * config.layers_per_block for i in options.layer_indptr] or None,
         stage=options.stage,
     )

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DecoderConfig`: the shape of a dense decoder of any family."""
+"""`DecoderConfig`: the shape of a dense or hybrid decoder of any family."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import LayerSpec, RopeConfig
+from ..config import KV_KINDS, LayerSpec, RopeConfig
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,100 @@ class Norms:
 
 
 @dataclass(frozen=True)
+class TensorNames:
+    """Names of a family's tensors in checkpoints.
+
+    Parameters
+    ----------
+    model : str
+        What the names of the embedding, of the layers and of the final norm begin with.
+    embedding, final_norm : str
+    attention, mixer, mlp : str
+        Parts of a layer; the mixer is a recurrence or a convolution.
+    q_norm, k_norm, attention_output, gate, up, down : str
+        Tensors of these parts.
+    fused_qkv, fused_gate_up : str, optional
+        One tensor for Q, K and V, and one for gate and up. None: they have tensors of their own.
+    """
+
+    model: str = "model"
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+    attention: str = "self_attn"
+    mixer: str = "mixer"
+    mlp: str = "mlp"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    attention_output: str = "o_proj"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    fused_qkv: str | None = None
+    fused_gate_up: str | None = None
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors on the outputs of projections, by which their weights are multiplied on loading.
+
+    Parameters
+    ----------
+    qkv : (float, float, float)
+    attention, mixer, mlp : float
+        Factors on what these add to the residual.
+    gate : float
+        Factor on the gate of the MLP, before its activation.
+    logits : float
+        Factor on the output logits, which multiplies the weights of the final norm.
+    """
+
+    qkv: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    attention: float = 1.0
+    mixer: float = 1.0
+    gate: float = 1.0
+    mlp: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
+class Mamba2Options:
+    """What the Mamba2 mixers of families differ in besides the shape of their state.
+
+    Parameters
+    ----------
+    norm : {"gate_first", "gate_last"}, optional
+        The RMS norm of the output, which applies after or before the gate; None: the gate alone.
+    time_step_limit : (float, float)
+        Bounds of the time step.
+    in_bias, out_bias : bool
+        Whether the projections have biases.
+    in_scales : tuple of 5 floats
+        Factors on the gate, x, B, C and the time step, before the convolution.
+    """
+
+    norm: str | None = "gate_first"
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    in_bias: bool = False
+    out_bias: bool = False
+    in_scales: tuple[float, ...] = (1.0,) * 5
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a decoder, and the options of its blocks.
 
     Parameters
     ----------
-    vocab_size, hidden_size, intermediate_size : int
+    vocab_size, hidden_size : int
+    intermediate_size : int
+        Width of the MLP; 0: the layers have none.
     num_heads, num_kv_heads, head_dim : int
         Number of query heads and of KV heads, and the width of a head.
     layers : tuple of LayerSpec
-        Kind, window and rotary embedding of each layer.
+        Kind, window, rotary embedding and state of each layer of the cache.
+    layers_per_block : int
+        Number of consecutive ones that belong to one layer of the model: 2 where attention and a
+        recurrence run side by side, in this order.
     context_length : int
         Maximum number of positions that the model was trained for.
     norm_eps : float
@@ -43,6 +128,9 @@ class DecoderConfig:
         Constant that is added to the weights of all norms.
     qk_norm : {"head", "projection"}, optional
         RMS norm of Q and K before the rotation: per head with shared weights, or over all heads.
+    attention_gate : bool
+        Whether the output of attention is multiplied by the sigmoid of a gate, whose rows follow
+        those of each head in the projection of Q.
     qkv_bias, o_bias, mlp_bias : bool
     activation : {"silu", "gelu_tanh"}
         Activation of the MLP's gate.
@@ -53,8 +141,10 @@ class DecoderConfig:
     embedding_scale : float
         Factor on the embeddings.
     tied_embeddings : bool
-    has_fused_weights : bool
-        Whether checkpoints store Q, K and V in one tensor, and gate and up in another.
+    names : TensorNames
+    scales : Scales
+    mamba2 : Mamba2Options
+        For layers with the rule "mamba2".
     longest_text : int, optional
         Maximum length of a text, for models whose RoPE would need K to be rotated again beyond it.
     eos_token_ids : tuple of int
@@ -72,11 +162,13 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     layers: tuple[LayerSpec, ...]
+    layers_per_block: int = 1
     context_length: int = 2048
     norm_eps: float = 1e-6
     norms: Norms = Norms()
     norm_offset: float = 0.0
     qk_norm: str | None = None
+    attention_gate: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -86,7 +178,9 @@ class DecoderConfig:
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
     tied_embeddings: bool = False
-    has_fused_weights: bool = False
+    names: TensorNames = TensorNames()
+    scales: Scales = Scales()
+    mamba2: Mamba2Options = Mamba2Options()
     longest_text: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
@@ -95,7 +189,17 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         """Number of layers of the whole model."""
-        return len(self.layers)
+        return len(self.layers) // self.layers_per_block
+
+    def layers_of(self, index: int) -> tuple[LayerSpec, ...]:
+        """Return the layers of the cache that a layer of the model has."""
+        begin = index * self.layers_per_block
+        return self.layers[begin : begin + self.layers_per_block]
+
+    @property
+    def has_mixers(self) -> bool:
+        """Whether layers keep a state in place of K and V, or beside them."""
+        return any(layer.kind not in KV_KINDS for layer in self.layers)
 
     @property
     def sm_scale(self) -> float:
@@ -114,7 +218,7 @@ class DecoderConfig:
 
         That is what the cache does with K and V, and what the host decides about texts.
         """
-        layers = (LayerSpec(),) * self.num_layers
+        layers = tuple(LayerSpec() if layer.kind in KV_KINDS else layer for layer in self.layers)
         plain = DecoderConfig(self.vocab_size, 1, 1, 1, 1, 1, layers)
         names = (
             "context_length", "attention_softcap", "longest_text", "eos_token_ids", "dtype",

@@ -8,13 +8,14 @@ import numpy as np
 import tvm
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op, spec
-from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as CacheObject
 
+from ..relax import PagedKVCacheObject
 from . import kernels
-from .blocks import Block, Linear, Norm
+from .blocks import Block, Norm
 from .config import DecoderConfig
 from .options import BuildOptions
 from .packed import look_up, packed_matrix
+from .projections import Linear
 
 
 class Decoder(nn.Module):
@@ -34,9 +35,12 @@ class Decoder(nn.Module):
         size, width = config.vocab_size, config.hidden_size
         self.vocabulary = packed_matrix("embed_tokens", size, width, options)
         own = options.layers_of(config)
-        self.first_layer = own.start
+        self.first_layer = own.start * config.layers_per_block
         self.layers = nn.ModuleList(
-            [Block(config, options, f"layers.{index}") for index in range(len(own))]
+            [
+                Block(config, options, f"layers.{index}", config.layers_of(layer))
+                for index, layer in enumerate(own)
+            ]
         )
         if options.is_last:
             self.norm = Norm(config, options)
@@ -51,19 +55,19 @@ class Decoder(nn.Module):
         weight = self.lm_head.weight if self.shares_head else self.embed_tokens
         return look_up(self.vocabulary, ids, weight, dtype, scale)
 
-    def hidden(self, x: nn.Tensor, cache: CacheObject) -> nn.Tensor:
-        for index, layer in enumerate(self.layers, self.first_layer):
-            x = layer(x, cache, index)
+    def hidden(self, x: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cache, self.first_layer + index * self.config.layers_per_block)
         return x
 
-    def prefill(self, x: nn.Tensor, rows: nn.Tensor, cache: CacheObject) -> nn.Tensor:
+    def prefill(self, x: nn.Tensor, rows: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:
         options, width = self.options, self.config.hidden_size
         kernel = kernels.take_rows(width, options.dtype, options.vector)
         out = nn.Tensor.placeholder((rows.shape[0], width), options.dtype)
         last = op.tensor_ir_op(kernel, "take_rows", [self.hidden(x, cache), rows], out)
         return self._logits(last)
 
-    def decode(self, x: nn.Tensor, cache: CacheObject) -> nn.Tensor:
+    def decode(self, x: nn.Tensor, cache: PagedKVCacheObject) -> nn.Tensor:
         return self._logits(self.hidden(x, cache))
 
     def _logits(self, x: nn.Tensor) -> nn.Tensor:
@@ -79,7 +83,7 @@ def build_module(config: DecoderConfig, options: BuildOptions) -> tvm.IRModule:
     """Return the model as an IRModule whose functions take the weights as one packed argument."""
     packed = {"param_mode": "packed", "effect_mode": "none"}
     x = spec.Tensor(["n", config.hidden_size], options.dtype)
-    cache = spec.Object(object_type=CacheObject)
+    cache = spec.Object(object_type=PagedKVCacheObject)
     functions = {}
     if options.is_first:
         functions["embed"] = {"ids": spec.Tensor(["n"], "int32"), "$": packed}

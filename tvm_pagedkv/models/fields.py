@@ -34,6 +34,17 @@ def positive_number(fields: Mapping[str, Any], name: str, default: float | None)
     return float(value)
 
 
+def factors(fields: Mapping[str, Any], name: str, count: int) -> list[float]:
+    """A list of numbers; ones where it is null or absent."""
+    values = fields.get(name)
+    if values is None:
+        return [1.0] * count
+    is_number = [isinstance(x, int | float) and not isinstance(x, bool) for x in values]
+    if len(values) != count or not all(is_number):
+        raise ValueError(f"{name} must be {count} numbers, got {values!r}")
+    return [float(value) for value in values]
+
+
 def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """True or false."""
     value = fields.get(name)
@@ -85,7 +96,9 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 # --- layers -------------------------------------------------------------------------------------
 
 
-def layer_kinds(fields: Mapping[str, Any], default: Sequence[str]) -> list[str]:
+def layer_kinds(
+    fields: Mapping[str, Any], default: Sequence[str], known: Sequence[str] = (FULL, SLIDING)
+) -> list[str]:
     """The kind of each layer: ``layer_types``, or the family's default where it is absent."""
     kinds = fields.get("layer_types")
     if kinds is None:
@@ -93,15 +106,20 @@ def layer_kinds(fields: Mapping[str, Any], default: Sequence[str]) -> list[str]:
     if not isinstance(kinds, list) or len(kinds) != len(default):
         raise ValueError(f"layer_types must list {len(default)} layers, got {kinds!r}")
     for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            raise ValueError(f"layer_types must be of {FULL!r} and {SLIDING!r}, got {kind!r}")
+        if kind not in known:
+            expected = " and ".join(map(repr, known))
+            raise ValueError(f"layer_types must be of {expected}, got {kind!r}")
     return kinds
 
 
-def layers(fields: Mapping[str, Any], kinds: Sequence[str]) -> tuple[LayerSpec, ...]:
-    """One `LayerSpec` for each of `kinds`, with its window and its rotation."""
-    specs = {}
+def layers(
+    fields: Mapping[str, Any], kinds: Sequence[str], states: Mapping[str, LayerSpec] | None = None
+) -> tuple[LayerSpec, ...]:
+    """One `LayerSpec` for each of `kinds`, with its window and its rotation, or one of `states`."""
+    specs = dict(states or {})
     for kind in dict.fromkeys(kinds):
+        if kind in specs:
+            continue
         rotation = rope(fields, kind)
         if kind == SLIDING:
             window = positive(fields, "sliding_window")

@@ -24,7 +24,7 @@ from tir_kernels.spec import LOG2E, VectorTarget
 
 from .emit import parallel_if, rows_kernel
 
-_PARALLEL_ELEMENTS = 1 << 15  # below: cheaper than waking the other threads
+PARALLEL_ELEMENTS = 1 << 15  # below: cheaper than waking the other threads
 
 
 def rms_norm(
@@ -42,7 +42,7 @@ def rms_norm(
         def row(i):
             _normalize((x, weight, out), i, 0, (features, epsilon, target), *added)
 
-        parallel_if(n * features >= _PARALLEL_ELEMENTS, n, row)
+        parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
 
     def arguments(n):
         rows = (n, features)
@@ -92,7 +92,7 @@ def qk_norm(
                 at = [i, j * lanes + v_begin]
                 store(out, at, lanes, load(x, at, lanes))
 
-        parallel_if(n * features >= _PARALLEL_ELEMENTS, n, row)
+        parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
 
     def arguments(n):
         return [
@@ -129,8 +129,9 @@ def gated(activation: str, features: int, dtype: str, target: VectorTarget) -> t
 
     Parameters
     ----------
-    activation : {"silu", "gelu_tanh"}
-        Both are ``g * sigmoid(z)``: of z = g, and of z = sqrt(8 / pi) * (g + 0.044715 * g ** 3).
+    activation : {"silu", "gelu_tanh", "identity"}
+        The first two are ``g * sigmoid(z)``: of z = g, and of
+        z = sqrt(8 / pi) * (g + 0.044715 * g ** 3).
     """
     lanes = math.gcd(features, target.lanes)
 
@@ -146,17 +147,42 @@ def gated(activation: str, features: int, dtype: str, target: VectorTarget) -> t
             with T.serial(T.int64(features // lanes)) as j:
                 gate = temp(load(x, [i, j * lanes], lanes), lanes)
                 up = load(x, [i, j * lanes + features], lanes)
-                z = logit(gate)
-                # sigmoid(z) is p / (1 + e) with e = exp(-|z|) and p = 1 or e by the sign of z.
-                zero, one = constant(0.0, lanes), constant(1.0, lanes)
-                decay = exp2(T.min(z, zero - z) * constant(LOG2E, lanes), lanes)
-                part = T.Select(z >= zero, one, decay)
-                store(out, [i, j * lanes], lanes, gate * part / (one + decay) * up)
+                if activation != "identity":
+                    gate = gate * sigmoid(logit(gate), lanes)
+                store(out, [i, j * lanes], lanes, gate * up)
 
-        parallel_if(n * features >= _PARALLEL_ELEMENTS, n, row)
+        parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
 
     def arguments(n):
         return [("x", (n, 2 * features), dtype), ("out", (n, features), dtype)]
+
+    return rows_kernel(arguments, body, target)
+
+
+def sigmoid(z, lanes: int):
+    """Return p / (1 + e) with e = exp(-|z|) and p = 1 or e by the sign of z."""
+    zero, one = constant(0.0, lanes), constant(1.0, lanes)
+    decay = temp(exp2(T.min(z, zero - z) * constant(LOG2E, lanes), lanes), lanes)
+    return T.Select(z >= zero, one, decay) / (one + decay)
+
+
+def multiply(activation: str, features: int, dtype: str, target: VectorTarget) -> tirx.PrimFunc:
+    """``x * activation(gate)`` for x, gate and out [n, features]: "sigmoid" or "identity"."""
+    lanes = math.gcd(features, target.lanes)
+
+    def body(n, x, gate, out):
+        def row(i):
+            with T.serial(T.int64(features // lanes)) as j:
+                at = [i, j * lanes]
+                factor = load(gate, at, lanes)
+                if activation == "sigmoid":
+                    factor = sigmoid(temp(factor, lanes), lanes)
+                store(out, at, lanes, load(x, at, lanes) * factor)
+
+        parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
+
+    def arguments(n):
+        return [(name, (n, features), dtype) for name in ("x", "gate", "out")]
 
     return rows_kernel(arguments, body, target)
 
@@ -173,7 +199,7 @@ def soft_cap_logits(features: int, cap: float, target: VectorTarget) -> tirx.Pri
                 capped = soft_cap(score, cap, lanes) * constant(1 / LOG2E, lanes)
                 store(out, [i, j * lanes], lanes, capped)
 
-        parallel_if(n * features >= _PARALLEL_ELEMENTS, n, row)
+        parallel_if(n * features >= PARALLEL_ELEMENTS, n, row)
 
     def arguments(n):
         return [("x", (n, features), "float32"), ("out", (n, features), "float32")]

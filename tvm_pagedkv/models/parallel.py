@@ -66,6 +66,11 @@ def check_shards(config: DecoderConfig, num_shards: int) -> None:
             "num_shards must be 1: the model normalizes Q and K over all heads (OLMo 2), which "
             f"workers that share the heads do not do; got {num_shards}"
         )
+    if num_shards > 1 and config.has_mixers:
+        raise ValueError(
+            "num_shards must be 1: workers do not share the states of recurrent and convolution "
+            f"layers; got {num_shards}"
+        )
     for name in ("num_heads", "num_kv_heads", "intermediate_size"):
         if getattr(config, name) % num_shards:
             raise ValueError(

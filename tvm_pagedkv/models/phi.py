@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import fields as read
-from .config import DecoderConfig
+from .config import DecoderConfig, TensorNames
 
 
 def phi3(fields: Mapping[str, Any]) -> DecoderConfig:
@@ -23,7 +23,7 @@ def phi3(fields: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         **read.shape(fields),
         layers=read.layers(fields, [kind] * num_layers),
-        has_fused_weights=True,
+        names=TensorNames(fused_qkv="qkv_proj", fused_gate_up="gate_up_proj"),
         activation=read.silu(fields),
         tied_embeddings=read.flag(fields, "tie_word_embeddings"),
     )

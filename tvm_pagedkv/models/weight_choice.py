@@ -13,6 +13,7 @@ from .weights import Weight, weights
 
 CHOICES = ("auto", "float", "int8", "int4")
 _VOCABULARY = ("embed_tokens", "lm_head.weight")
+_GATES = ".gates.weight"  # decays and rates of recurrences, of which there are few
 
 
 def check_weights(choice: str) -> None:
@@ -29,10 +30,10 @@ def with_formats(
     Parameters
     ----------
     choice : {"auto", "float", "int8", "int4"}
-        "float": no matrix is quantized. "int8", "int4": all are; with "int4" the vocabulary has 8
-        bits unless the file has it in 4. "auto": those that are quantized in the file. Q8_0, Q4_0
-        and Q4_1 keep their codes, other types are rounded to 8 bits. Matrices whose rows cannot be
-        divided into groups are never quantized.
+        "float": no matrix is quantized. "int8", "int4": all are; with "int4" the vocabulary and
+        the gates of recurrences have 8 bits unless the file has them in 4. "auto": those that are
+        quantized in the file. Q8_0, Q4_0 and Q4_1 keep their codes, other types are rounded to 8
+        bits. Matrices whose rows cannot be divided into groups are never quantized.
     """
     formats = []
     for name, weight in weights(config, options.layers_of(config)):
@@ -53,8 +54,9 @@ def _format(
     if not can_quantize(in_features):
         return None
     found = {tensors.format(part.name) for part in weight.parts}
+    has_eight_bits = name in _VOCABULARY or name.endswith(_GATES)
     has_four_bits = found <= {INT4, INT4_MINIMA}
-    if choice == "int8" or choice == "int4" and name in _VOCABULARY and not has_four_bits:
+    if choice == "int8" or choice == "int4" and has_eight_bits and not has_four_bits:
         return INT8
     if choice == "int4" or has_four_bits:
         return INT4 if found == {INT4} else INT4_MINIMA

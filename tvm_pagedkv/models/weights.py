@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tvm
@@ -15,152 +13,94 @@ import tvm
 from tir_kernels.spec import ITEMSIZE
 
 from .._progress import report
+from ..config import KV_KINDS
 from .config import DecoderConfig
 from .decoder import Decoder
+from .mixers import mixer_of
 from .options import BuildOptions
 from .packed import packed_matrix
 from .source import Tensors
 from .weight_formats import QuantizedRows, WeightFormat, concatenate, quantize
-
-
-class Part(NamedTuple):
-    """A tensor of a checkpoint, or a range of its rows."""
-
-    name: str
-    shape: tuple[int, ...]  # of the whole tensor
-    rows: tuple[int, int] | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of elements of the range."""
-        rows = self.shape[0] if self.rows is None else self.rows[1] - self.rows[0]
-        return rows * math.prod(self.shape[1:])
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One weight of the model: parts of a checkpoint, concatenated along the first axis.
-
-    Parameters
-    ----------
-    parts : tuple of Part
-    is_matrix : bool
-        Whether the result is packed for the linear kernel.
-    split : {"rows", "columns", "first"}, optional
-        How workers that share the layer divide every part: by rows or by columns; or "first": only
-        the first worker has it, and the others have zeros. None: every worker has all of it.
-    offset : float
-        Constant that is added.
-    """
-
-    parts: tuple[Part, ...]
-    is_matrix: bool
-    split: str | None = None
-    offset: float = 0.0
-
-    def share(self, part, shard: int, num_shards: int):
-        """Return the share of a part, quantized or not, that worker `shard` of `num_shards` has."""
-        if isinstance(part, QuantizedRows):
-            return part.map(lambda array: self.share(array, shard, num_shards))
-        if self.split is None:
-            return part
-        if self.split == "first":
-            return part if shard == 0 else np.zeros_like(part)
-        return np.split(part, num_shards, axis=("rows", "columns").index(self.split))[shard]
+from .weight_parts import Output, Part, Weight, columns, halves, rows, slices
 
 
 def weights(config: DecoderConfig, layers: range) -> Iterator[tuple[str, Weight]]:
     """Yield the name and the source of every weight of these layers of the model."""
-    size = (config.vocab_size, config.hidden_size)
-    embedding = Weight((Part("model.embed_tokens.weight", size),), True)
+    names, size = config.names, (config.vocab_size, config.hidden_size)
+    embedding = Weight((Part(f"{names.model}.{names.embedding}.weight", size),), True)
     yield "embed_tokens", embedding
     yield (
         "lm_head.weight",
         embedding if config.tied_embeddings else Weight((Part("lm_head.weight", size),), True),
     )
     for index, layer in enumerate(layers):
-        ours, theirs = f"layers.{index}", f"model.layers.{layer}"
-        yield from _attention(config, f"{ours}.self_attn", f"{theirs}.self_attn")
-        yield from _mlp(config, f"{ours}.mlp", f"{theirs}.mlp")
-        for place, name in vars(config.norms).items():
-            if name:
-                yield f"{ours}.{place}.weight", _norm(config, f"{theirs}.{name}")
-    yield "norm.weight", _norm(config, "model.norm")
+        yield from _layer(config, f"layers.{index}", layer)
+    final = f"{names.model}.{names.final_norm}"
+    yield _norm(config, "norm.weight", final, scale=config.scales.logits)
 
 
-def _norm(config: DecoderConfig, name: str, width: int | None = None) -> Weight:
-    part = Part(f"{name}.weight", (width or config.hidden_size,))
-    return Weight((part,), False, offset=config.norm_offset)
+def _layer(config: DecoderConfig, ours: str, index: int) -> Iterator[tuple[str, Weight]]:
+    names, theirs = config.names, f"{config.names.model}.layers.{index}"
+    for spec in config.layers_of(index):
+        if spec.kind in KV_KINDS:
+            yield from _attention(config, f"{ours}.self_attn", f"{theirs}.{names.attention}")
+        else:
+            mixer = mixer_of(spec)
+            yield from mixer.weights(config, spec, f"{ours}.mixer", f"{theirs}.{names.mixer}")
+    if config.intermediate_size:
+        yield from _mlp(config, f"{ours}.mlp", f"{theirs}.{names.mlp}")
+    for place, name in vars(config.norms).items():
+        if name:
+            yield _norm(config, f"{ours}.{place}.weight", f"{theirs}.{name}")
+
+
+def _norm(
+    config: DecoderConfig, ours: str, theirs: str, width: int = 0, scale: float = 1.0
+) -> tuple[str, Weight]:
+    part = Part(f"{theirs}.weight", (width or config.hidden_size,), scale=scale)
+    return ours, Weight((part,), False, offset=config.norm_offset * scale)
 
 
 def _attention(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
     q_width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    outputs = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
-    fused = f"{theirs}.qkv_proj" if c.has_fused_weights else None
-    yield from _rows(
-        f"{ours}.qkv_proj", theirs, outputs, c.hidden_size, bias=c.qkv_bias, fused=fused
+    names, outputs_of = c.names, (q_width, kv_width, kv_width)
+    if names.fused_qkv:
+        outputs = slices(names.fused_qkv, *outputs_of, scales=c.scales.qkv)
+    else:
+        projections = zip(("q_proj", "k_proj", "v_proj"), outputs_of, c.scales.qkv, strict=True)
+        outputs = [Output(name, width, scale=scale) for name, width, scale in projections]
+    if c.attention_gate:
+        outputs[0], gate = halves("q_proj", c.num_heads, c.head_dim)
+        yield from rows(f"{ours}.gate", theirs, [gate], c.hidden_size, bias=c.qkv_bias)
+    yield from rows(f"{ours}.qkv_proj", theirs, outputs, c.hidden_size, bias=c.qkv_bias)
+    yield from columns(
+        f"{ours}.o_proj",
+        f"{theirs}.{names.attention_output}",
+        (c.hidden_size, q_width),
+        bias=c.o_bias,
+        scale=c.scales.attention,
     )
-    yield from _columns(f"{ours}.o_proj", f"{theirs}.o_proj", (c.hidden_size, q_width), c.o_bias)
     if c.qk_norm:
         widths = (c.head_dim, c.head_dim) if c.qk_norm == "head" else (q_width, kv_width)
-        for name, width in zip("qk", widths, strict=True):
-            yield f"{ours}.qk_norm.{name}_weight", _norm(c, f"{theirs}.{name}_norm", width)
+        for name, tensor, width in zip("qk", (names.q_norm, names.k_norm), widths, strict=True):
+            yield _norm(c, f"{ours}.qk_norm.{name}_weight", f"{theirs}.{tensor}", width)
 
 
 def _mlp(c: DecoderConfig, ours: str, theirs: str) -> Iterator[tuple[str, Weight]]:
-    outputs = dict.fromkeys(("gate_proj", "up_proj"), c.intermediate_size)
-    fused = f"{theirs}.gate_up_proj" if c.has_fused_weights else None
-    yield from _rows(
-        f"{ours}.gate_up_proj", theirs, outputs, c.hidden_size, bias=c.mlp_bias, fused=fused
+    names, width, scales = c.names, c.intermediate_size, (c.scales.gate, 1.0)
+    if names.fused_gate_up:
+        outputs = slices(names.fused_gate_up, width, width, scales=scales)
+    else:
+        both = zip((names.gate, names.up), scales, strict=True)
+        outputs = [Output(name, width, scale=scale) for name, scale in both]
+    yield from rows(f"{ours}.gate_up_proj", theirs, outputs, c.hidden_size, bias=c.mlp_bias)
+    yield from columns(
+        f"{ours}.down_proj",
+        f"{theirs}.{names.down}",
+        (c.hidden_size, width),
+        bias=c.mlp_bias,
+        scale=c.scales.mlp,
     )
-    shape = (c.hidden_size, c.intermediate_size)
-    yield from _columns(f"{ours}.down_proj", f"{theirs}.down_proj", shape, c.mlp_bias)
-
-
-def _rows(
-    ours: str,
-    theirs: str,
-    outputs: dict[str, int],
-    in_features: int,
-    *,
-    bias: bool,
-    fused: str | None,
-) -> Iterator[tuple[str, Weight]]:
-    """Yield projections of one input as one matrix. Workers divide the rows of each projection.
-
-    Parameters
-    ----------
-    outputs : dict
-        Name below `theirs` -> number of output features.
-    fused : str, optional
-        Name of the tensor that holds all of them.
-    """
-
-    def parts(kind: str, columns: tuple[int, ...]) -> tuple[Part, ...]:
-        if fused is None:
-            return tuple(
-                Part(f"{theirs}.{name}.{kind}", (width, *columns))
-                for name, width in outputs.items()
-            )
-        ends = np.cumsum([*outputs.values()]).tolist()
-        whole = (ends[-1], *columns)
-        return tuple(
-            Part(f"{fused}.{kind}", whole, (end - width, end))
-            for end, width in zip(ends, outputs.values(), strict=True)
-        )
-
-    yield f"{ours}.weight", Weight(parts("weight", (in_features,)), True, "rows")
-    if bias:
-        yield f"{ours}.bias", Weight(parts("bias", ()), False, "rows")
-
-
-def _columns(
-    ours: str, theirs: str, shape: tuple[int, int], bias: bool
-) -> Iterator[tuple[str, Weight]]:
-    """Yield a projection whose input features the workers divide."""
-    yield f"{ours}.weight", Weight((Part(f"{theirs}.weight", shape),), True, "columns")
-    if bias:
-        yield f"{ours}.bias", Weight((Part(f"{theirs}.bias", shape[:1]),), False, "first")
 
 
 def matrix_bytes(config: DecoderConfig, stages: Iterable[BuildOptions]) -> int:
@@ -210,6 +150,8 @@ def load_parameters(
             array = concatenate(parts)
         else:
             array = np.concatenate(parts).astype(dtype)
+            if not source.is_matrix:
+                array = array.reshape(parameter.shape)
             if source.offset:
                 array += dtype.type(source.offset)
         if source.is_matrix:
@@ -223,15 +165,13 @@ def _read(
     checkpoint: Tensors, part: Part, format: WeightFormat | None
 ) -> np.ndarray | QuantizedRows:
     """Read a part; with a format it is quantized, with the codes of the file where it has them."""
-    if format is not None and isinstance(checkpoint.format(part.name), WeightFormat):
+    has_codes = part.scale == 1 and isinstance(checkpoint.format(part.name), WeightFormat)
+    if format is not None and has_codes:
         matrix = checkpoint.read_quantized(part.name, part.shape)
-        if part.rows is not None:
-            rows = slice(*part.rows)
-            matrix = matrix.map(lambda array: array[rows])
-        return matrix.converted(format)
-    tensor = checkpoint.read(part.name, part.shape)
-    if part.rows is not None:
-        tensor = tensor[slice(*part.rows)]
+        return matrix.map(part.of).converted(format)
+    tensor = part.of(checkpoint.read(part.name, part.shape))
+    if part.scale != 1:
+        tensor = tensor.astype("float32") * np.float32(part.scale)
     if format is None:
         return tensor
     try:
@@ -250,7 +190,7 @@ def _refuse_unused(config: DecoderConfig, checkpoint: Tensors) -> None:
         part.name for _, each in weights(config, range(config.num_layers)) for part in each.parts
     }
     for name in checkpoint.names():
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        layer = re.match(rf"{re.escape(config.names.model)}\.layers\.(\d+)\.", name)
         if layer is None or name in known or "rotary_emb" in name:
             continue
         if int(layer[1]) >= config.num_layers:

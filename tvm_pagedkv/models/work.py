@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from .._codecs import codec_of
+from ..config import KV_KINDS
 from .config import DecoderConfig
+from .weights import weights
 
 
 class Work:
@@ -33,12 +35,19 @@ class Work:
         weight_bytes: int | None = None,
     ):
         c = config
-        self.windows = [layer.window for layer in c.layers]  # None: no window
-        rows = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size
-        self.layer_weights = c.num_layers * rows * c.hidden_size
+        attention = [layer for layer in c.layers if layer.kind in KV_KINDS]
+        states = [layer.recurrent for layer in c.layers if layer.recurrent is not None]
+        self.windows = [layer.window for layer in attention]  # None: no window
+        self.layer_weights = sum(
+            part.size
+            for name, weight in weights(c, range(c.num_layers))
+            for part in weight.parts
+            if weight.is_matrix and name.startswith("layers.")
+        )
+        self.state_numbers = sum(x.num_heads * x.key_dim * x.value_dim for x in states)
         self.head_weights = c.vocab_size * c.hidden_size
-        weights = self.layer_weights + self.head_weights
-        self.weight_bytes = weights * itemsize if weight_bytes is None else weight_bytes
+        numbers = self.layer_weights + self.head_weights
+        self.weight_bytes = numbers * itemsize if weight_bytes is None else weight_bytes
         self.width = c.head_dim * c.num_heads
         row_bytes, codec = 2 * c.head_dim * itemsize, codec_of(kv_dtype or "")
         if codec is not None:
@@ -49,7 +58,9 @@ class Work:
         self.position_bytes = c.num_kv_heads * row_bytes  # of a layer
 
     def flops(self, chunks: Iterable[tuple[int, int]], num_logits: int) -> int:
-        """Return the flops of a step in linear layers and attention.
+        """Return the flops of a step in linear layers, attention and recurrences.
+
+        A token takes each number of a state through a decay, an update and a read: 5 flops.
 
         Parameters
         ----------
@@ -63,10 +74,13 @@ class Work:
             lengths = np.arange(past + 1, past + rows + 1)
             pairs = sum(self._seen(lengths))
             total += 2 * self.layer_weights * rows + 4 * self.width * pairs
+            total += 5 * self.state_numbers * rows
         return total
 
     def num_bytes(self, positions: int, lengths: Sequence[int]) -> int:
-        """Return the bytes that a step with one row per sequence reads: weights, K and V.
+        """Return the bytes that a step with one row per sequence moves.
+
+        Weights, K and V are read; states of float32 are read and written.
 
         Parameters
         ----------
@@ -79,7 +93,8 @@ class Work:
             positions if window is None else seen
             for window, seen in zip(self.windows, self._seen(np.array(lengths)), strict=True)
         )
-        return self.weight_bytes + self.position_bytes * rows
+        state_bytes = 2 * 4 * self.state_numbers * len(lengths)
+        return self.weight_bytes + self.position_bytes * rows + state_bytes
 
     def _seen(self, lengths: np.ndarray) -> list[int]:
         """Return for each layer the positions that the last rows of all sequences see, summed."""

@@ -10,12 +10,15 @@ from tvm import relax
 from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache as _PagedKVCacheBase
 
+from .frontend_states import StateMethods
 
-class PagedKVCacheObject(_PagedKVCacheBase):
+
+class PagedKVCacheObject(StateMethods, _PagedKVCacheBase):
     """A cache that is an argument of a model's function: ``spec.Object(object_type=...)``.
 
-    It adds learned attention sinks to two methods of TVM's ``PagedKVCache``. Models without them
-    can use TVM's class instead. The sinks need a cache of this package.
+    It adds learned attention sinks to two methods of TVM's ``PagedKVCache``, and methods for layers
+    that keep a state. Models without these can use TVM's class instead. They need a cache of this
+    package.
     """
 
     def attention_with_fused_qkv(

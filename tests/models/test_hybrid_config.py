@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``config.json`` of hybrids, in old and new spellings, and what is wrong with others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import tvm.testing
+
+from tvm_pagedkv import ConvConfig, LayerSpec, RecurrentConfig, RopeConfig
+from tvm_pagedkv.models.falcon_h1 import falcon_h1
+from tvm_pagedkv.models.granite import granite_hybrid
+from tvm_pagedkv.models.lfm2 import lfm2
+from tvm_pagedkv.models.mamba2 import mamba2
+from tvm_pagedkv.models.parallel import check_shards
+from tvm_pagedkv.models.qwen3_5 import qwen3_5, qwen3_5_with_pictures
+from tvm_pagedkv.models.work import Work
+
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+MAMBA = {"num_heads": 8, "head_dim": 16}
+DENSE = {"num_local_experts": 0, "mamba_n_heads": 8}
+
+
+def test_qwen_has_attention_in_every_fourth_layer():
+    config = qwen3_5(SHAPE)
+    kinds = ["recurrent"] * 3 + ["mha"] + ["recurrent"] * 2
+    assert [layer.kind for layer in config.layers] == kinds
+    assert config.layers[0] == LayerSpec(
+        "recurrent",
+        recurrent=RecurrentConfig("gated_delta", 32, 16, 128, 128),
+        conv=ConvConfig(8192, 4, "silu"),
+    )
+    assert config.layers[3].rope == RopeConfig(rotary_dim=64) and config.head_dim == 256
+    assert config.has_mixers and config.num_layers == 6 and config.layers_per_block == 1
+    kinds = (["linear_attention"] * 2 + ["full_attention"]) * 2
+    every_third = qwen3_5(SHAPE | {"full_attention_interval": 3})
+    assert qwen3_5(SHAPE | {"layer_types": kinds}) == every_third != config
+
+
+def test_qwen_with_pictures_has_its_fields_below():
+    whole = {"text_config": SHAPE, "vision_config": {"depth": 1}, "tie_word_embeddings": True}
+    config = qwen3_5_with_pictures(whole)
+    assert config.names.model == "model.language_model" and config.tied_embeddings
+    assert config.layers == qwen3_5(SHAPE).layers
+
+
+def test_lfm2_of_older_files():
+    old = {
+        "norm_eps": 1e-4, "full_attn_idxs": [2, 5], "block_ff_dim": 192, "block_multiple_of": 32,
+        "tie_embedding": False, "conv_L_cache": 5,
+    }  # fmt: skip
+    config = lfm2(SHAPE | old)
+    assert [layer.kind for layer in config.layers] == ["conv", "conv", "mha"] * 2
+    assert config.layers[0].conv == ConvConfig(64, 5)
+    assert config.layers[2].rope.theta == 1e6
+    # 2/3 of 192, up to a multiple of 32
+    assert (config.intermediate_size, config.norm_eps, config.tied_embeddings) == (128, 1e-4, False)
+    new = {"block_auto_adjust_ff_dim": False, "layer_types": ["conv"] * 6}
+    assert lfm2(SHAPE | new).intermediate_size == 96
+
+
+def test_mamba2_has_no_attention_and_no_mlp():
+    fields = {name: SHAPE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    limit = [0.0, {"__float__": "Infinity"}]
+    config = mamba2(fields | MAMBA | {"time_step_limit": limit})
+    assert config.layers == (config.layers[0],) * 6 and config.intermediate_size == 0
+    assert config.layers[0].recurrent == RecurrentConfig("mamba2", 8, 8, 128, 16)
+    assert config.layers[0].conv == ConvConfig(128 + 2 * 8 * 128, 4, "silu", has_bias=True)
+    assert config.mamba2.time_step_limit == (0.0, math.inf)
+
+
+def test_falcon_has_two_layers_of_the_cache_for_one_of_the_model():
+    config = falcon_h1(SHAPE | {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_n_groups": 2})
+    assert [layer.kind for layer in config.layers] == ["mha", "recurrent"] * 6
+    assert config.num_layers == 6 and config.layers_of(2) == config.layers[4:6]
+    assert config.layers[1].recurrent == RecurrentConfig("mamba2", 8, 2, 256, 32)
+
+
+@pytest.mark.parametrize("given", [None, "nope"])
+def test_granite_of_older_files(given):
+    kinds = ["mamba", "mamba", "attention"] * 2
+    old = granite_hybrid(SHAPE | DENSE | {"layer_types": kinds, "position_embedding_type": given})
+    assert [layer.kind for layer in old.layers] == ["recurrent", "recurrent", "mha"] * 2
+    assert old.layers[2].rope == RopeConfig("none")
+    rotated = granite_hybrid(
+        SHAPE | DENSE | {"layers_block_type": kinds, "position_embedding_type": "rope"}
+    )
+    assert rotated.layers[2].rope == RopeConfig(rotary_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("reader", "fields", "message"),
+    [
+        (qwen3_5, {"layer_types": ["conv"] * 6}, "layer_types must be of 'full_attention' and 'li"),
+        (qwen3_5, {"linear_num_value_heads": 24}, r"num_heads \(24\) must be a multiple of recur"),
+        (qwen3_5_with_pictures, {}, "text_config must be an object, got None"),
+        (lfm2, {"conv_L_cache": 1}, "conv.width must be between 2 and"),
+        (lfm2, {"block_multiple_of": 0}, "block_multiple_of must be a positive integer, got 0"),
+        (mamba2, {}, "128 heads of width 64 must be 128 together"),
+        (mamba2, MAMBA | {"time_step_limit": [1]}, "time_step_limit must be two numbers"),
+        (mamba2, MAMBA | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        (falcon_h1, {"ssm_multipliers": [1, 2]}, "ssm_multipliers must be 5 numbers, got"),
+        (falcon_h1, {"mamba_proj_bias": True}, "mamba_proj_bias is not supported in Falcon-H1"),
+        (granite_hybrid, {}, "mixture-of-experts models are not there yet; it has 8"),
+        (granite_hybrid, DENSE | {"attention_bias": True}, "attention_bias is not supported in Gr"),
+    ],
+)
+def test_errors(reader, fields, message):
+    with pytest.raises(ValueError, match=message):
+        reader(SHAPE | fields)
+
+
+def test_workers_do_not_share_states():
+    with pytest.raises(ValueError, match="num_shards must be 1: workers do not share the states"):
+        check_shards(qwen3_5(SHAPE), 2)
+
+
+def test_work_counts_states():
+    """Two of three layers have a state, which a step reads and writes; one has K and V."""
+    state = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    kinds = ["linear_attention"] * 2 + ["full_attention"]
+    config = qwen3_5(SHAPE | state | {"num_hidden_layers": 3, "layer_types": kinds})
+    numbers = 2 * 4 * 128 * 128
+    work = Work(config, 2)
+    assert work.num_bytes(30, [10, 20]) - work.num_bytes(0, []) == (
+        2 * 2 * 4 * numbers + 30 * 2 * 2 * 256 * 2
+    )
+    assert work.flops([(7, 1)], 0) == (
+        2 * work.layer_weights + 5 * numbers + 4 * 8 * config.num_heads * config.head_dim
+    )
+
+
+if __name__ == "__main__":
+    tvm.testing.main()

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits of small random hybrids, step by step, against transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.numpy import load_file, save_file  # noqa: E402
+
+from tvm_pagedkv.models import DecoderModel, registry  # noqa: E402
+from tvm_pagedkv.models.falcon_h1 import falcon_h1  # noqa: E402
+from tvm_pagedkv.models.granite import granite_hybrid  # noqa: E402
+from tvm_pagedkv.models.lfm2 import lfm2  # noqa: E402
+from tvm_pagedkv.models.mamba2 import mamba2  # noqa: E402
+from tvm_pagedkv.models.qwen3_5 import qwen3_5, qwen3_5_with_pictures  # noqa: E402
+
+from ..support import state_stand_in  # noqa: E402
+from ..support.model_cases import (  # noqa: E402
+    CHECKS,
+    PAGE_SIZE,
+    Pair,
+    check_chunks,
+    random_tokens,
+    write_checkpoint,
+)
+
+READERS = {
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", qwen3_5_with_pictures),
+    "Lfm2ForCausalLM": ("lfm2", lfm2),
+    "Mamba2ForCausalLM": ("mamba2", mamba2),
+    "FalconH1ForCausalLM": ("falcon_h1", falcon_h1),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", granite_hybrid),
+}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE = HEADS | {"hidden_size": 64, "intermediate_size": 80}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_conv": 4,
+}
+ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+}
+SSM = [0.9, 1.1, 0.8, 1.2, 0.7]
+FACTORS = {
+    "mlp_multipliers": [0.8, 1.3],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": SSM,
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.6,
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 1.7,
+}
+FAMILIES = {
+    "qwen3_5_text": WIDE
+    | {
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": ROPE,
+    },
+    "lfm2": WIDE
+    | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16, "conv_bias": True},
+    "mamba2": {
+        "hidden_size": 64, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24,
+        "use_bias": True, "time_step_limit": [0.01, 0.9],
+    },
+    "falcon_h1": WIDE
+    | MAMBA
+    | FACTORS
+    | {"mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    "granitemoehybrid": WIDE
+    | MAMBA
+    | {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 80,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 3.0,
+    },
+}  # fmt: skip
+
+
+# What makes a family what it is: with another value the logits must be others, or the tests of
+# the family would not notice it.
+OTHER_VALUES = [
+    ("qwen3_5_text", {"layer_types": ["full_attention"] * 2}),
+    ("qwen3_5_text", {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}),
+    ("lfm2", {"layer_types": ["full_attention"] * 2}),
+    ("lfm2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("mamba2", {"time_step_limit": [0.0, 9.0]}),
+    ("falcon_h1", {"mamba_rms_norm": False}),
+    ("falcon_h1", {"mamba_norm_before_gate": True}),
+    *(("falcon_h1", {name: 1.0}) for name in FACTORS if name.endswith("multiplier")),
+    ("falcon_h1", {"mlp_multipliers": [1.0, 1.3]}),
+    ("falcon_h1", {"mlp_multipliers": [0.8, 1.0]}),
+    *(
+        ("falcon_h1", {"ssm_multipliers": [1.0 if j == i else x for j, x in enumerate(SSM)]})
+        for i in range(5)
+    ),
+    ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    *(
+        ("granitemoehybrid", {name: 1.0})
+        for name in (
+            "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
+        )
+    ),
+]  # fmt: skip
+# Checkpoints of a family that the cases above do not have.
+VARIANTS = {
+    "qwen3_5_text, one key head": ("qwen3_5_text", {"linear_num_key_heads": 1}),
+    "falcon_h1, gate last": ("falcon_h1", {"mamba_norm_before_gate": True}),
+    "falcon_h1, no norm": ("falcon_h1", {"mamba_rms_norm": False, "mamba_d_ssm": None}),
+    "granitemoehybrid, rotated": ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    "lfm2, no bias": ("lfm2", {"conv_bias": False, "block_auto_adjust_ff_dim": False}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in():
+    with pytest.MonkeyPatch.context() as patch:
+        state_stand_in.install(patch)
+        for name, family in READERS.items():
+            patch.setitem(registry.FAMILIES, name, family)
+            patch.setitem(registry._BY_MODEL_TYPE, *family)
+        yield
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, stand_in, tmp_path_factory) -> Pair:
+    return Pair(tmp_path_factory.mktemp(request.param), request.param, FAMILIES[request.param])
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
+def test_logits(pair, check, seed):
+    check(pair, seed)
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS.values(), ids=VARIANTS)
+def test_variants(family, changes, tmp_path):
+    check_chunks(Pair(tmp_path, family, FAMILIES[family] | changes), 0)
+
+
+@pytest.mark.parametrize(("family", "other"), OTHER_VALUES, ids=str)
+def test_the_checkpoints_show_what_is_special(family, other, tmp_path):
+    tokens = torch.tensor([list(random_tokens(0, 41)[0])])
+    logits = []
+    for fields in (FAMILIES[family], FAMILIES[family] | other):
+        with torch.no_grad():
+            logits.append(write_checkpoint(tmp_path, family, fields)(tokens).logits[0, 36:])
+    assert (logits[0] - logits[1]).abs().max() > 0.05
+
+
+@pytest.fixture(scope="module")
+def qwen(stand_in, tmp_path_factory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("qwen"), "qwen3_5_text", FAMILIES["qwen3_5_text"])
+
+
+def test_a_checkpoint_with_pictures_is_read_as_text(qwen, tmp_path):
+    """Its fields are in an object of their own, and its tensors have a longer prefix."""
+    fields = json.loads((qwen.folder / "config.json").read_text())
+    name = "Qwen3_5ForConditionalGeneration"
+    whole = {"architectures": [name], "model_type": "qwen3_5", "text_config": fields}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(qwen.folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model."): x for name, x in tensors.items()}
+    save_file(renamed | {"model.visual.a": np.zeros(3, "float32")}, tmp_path / "model.safetensors")
+    shutil.copy(qwen.folder / "tokenizer.json", tmp_path)
+    model = DecoderModel.from_pretrained(tmp_path, "float32", page_size=PAGE_SIZE)
+    for found, expected in zip(model.parameters, qwen.ours.parameters, strict=True):
+        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "lfm2"])
+def test_bfloat16_is_close(family, tmp_path):
+    theirs = write_checkpoint(tmp_path, family, FAMILIES[family] | {"initializer_range": 0.1})
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    (tokens,) = random_tokens(4, 20)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([list(tokens)])).logits[0].numpy()
+    model = DecoderModel.from_pretrained(tmp_path, page_size=PAGE_SIZE)
+    assert model.options.dtype == "bfloat16"
+    cache = model.create_cache(1, 64, 64)
+    cache.add_sequence(0)
+    found = model.logits(cache, [0], [tokens])[0]
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_weights_in_8_bits_are_close(qwen):
+    (tokens,) = random_tokens(4, 20)
+    how = {"page_size": PAGE_SIZE, "weights": "int8"}
+    model = DecoderModel.from_pretrained(qwen.folder, "float32", **how)
+    assert ("layers.0.mixer.gates.weight", "int8") in model.options.formats
+    cache = model.create_cache(1, 64, 64)
+    cache.add_sequence(0)
+    found, expected = model.logits(cache, [0], [tokens])[0], qwen.expected(tokens)
+    assert np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
+
+
+if __name__ == "__main__":
+    import tvm.testing
+
+    tvm.testing.main()

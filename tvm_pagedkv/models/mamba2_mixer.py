@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Mamba2Mixer`: the recurrent layers of Mamba2, Falcon-H1 and Granite 4 H."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import op
+
+from ..config import LayerSpec
+from ..relax import PagedKVCacheObject
+from .config import DecoderConfig
+from .options import BuildOptions
+from .projections import Linear
+from .state_kernels import gated_norm, mamba2_inputs
+from .weight_parts import Weight, columns, rows, slices, vector
+
+
+class Mamba2Mixer(nn.Module):
+    """A state-space recurrence over convolved x, B and C, then a gate and a norm."""
+
+    def __init__(self, config: DecoderConfig, options: BuildOptions, layer: LayerSpec, name: str):
+        assert layer.recurrent is not None and layer.conv is not None
+        spec, conv, hidden = layer.recurrent, layer.conv, config.hidden_size
+        self.spec, self.options, self.own = spec, options, config.mamba2
+        self.epsilon, self.channels = config.norm_eps, conv.channels
+        self.width = spec.num_heads * spec.value_dim
+        in_bias, out_bias = self.own.in_bias, self.own.out_bias
+        self.z = Linear(hidden, self.width, options, in_bias, name=f"{name}.z")
+        self.xbc = Linear(hidden, conv.channels, options, in_bias, name=f"{name}.xbc")
+        self.gates = Linear(
+            hidden, spec.num_heads, options, in_bias, "float32", name=f"{name}.gates"
+        )
+        self.conv_weight = nn.Parameter((conv.channels, conv.width), options.dtype)
+        self.conv_bias = nn.Parameter((conv.channels,), options.dtype) if conv.has_bias else None
+        self.a_log = nn.Parameter((spec.num_heads,), "float32")
+        self.dt_bias = nn.Parameter((spec.num_heads,), "float32")
+        self.d = nn.Parameter((spec.num_heads,), "float32")
+        self.norm_weight = nn.Parameter((self.width,), "float32") if self.own.norm else None
+        self.out_proj = Linear(self.width, hidden, options, out_bias, name=f"{name}.out_proj")
+
+    def forward(
+        self, x: nn.Tensor, residual: nn.Tensor | None, cache: PagedKVCacheObject, layer: int
+    ) -> nn.Tensor:
+        spec, dtype, target, n = self.spec, self.options.dtype, self.options.vector, x.shape[0]
+        placeholder = nn.Tensor.placeholder
+        keys = placeholder((n, spec.num_key_heads, spec.key_dim), dtype)
+        values = placeholder((n, spec.num_heads, spec.value_dim), dtype)
+        mixed = cache.conv(layer, self.xbc(x), self.conv_weight, self.conv_bias)
+        q, k, v, log_decay = op.tensor_ir_op(
+            mamba2_inputs(spec, self.own.time_step_limit, dtype, target),
+            "mamba2_inputs",
+            [mixed, self.gates(x), self.a_log, self.dt_bias],
+            [keys, keys, values, placeholder((n, spec.num_heads), "float32")],
+        )
+        out = op.reshape(cache.recurrent(layer, q, k, v, log_decay), (n, self.width))
+        norm = gated_norm(
+            (spec.num_heads, spec.value_dim),
+            spec.num_key_heads,
+            self.own.norm,
+            self.epsilon,
+            dtype,
+            target,
+            skip_width=self.channels,
+        )
+        inputs = [out, self.z(x), mixed, self.d]
+        if self.norm_weight is not None:
+            inputs.append(self.norm_weight)
+        gated = op.tensor_ir_op(norm, "gated_norm", inputs, placeholder((n, self.width), dtype))
+        return self.out_proj(gated, residual)
+
+    @staticmethod
+    def weights(
+        config: DecoderConfig, layer: LayerSpec, ours: str, theirs: str
+    ) -> Iterator[tuple[str, Weight]]:
+        """Yield the name and the source of every weight."""
+        assert layer.recurrent is not None and layer.conv is not None
+        spec, conv, hidden, own = layer.recurrent, layer.conv, config.hidden_size, config.mamba2
+        num_heads, width = spec.num_heads, spec.num_heads * spec.value_dim
+        key_width = spec.num_key_heads * spec.key_dim
+        widths = (width, width, key_width, key_width, num_heads)
+        z, x, b, c, dt = slices("in_proj", *widths, scales=own.in_scales)
+        for name, outputs in (("z", [z]), ("xbc", [x, b, c]), ("gates", [dt])):
+            yield from rows(f"{ours}.{name}", theirs, outputs, hidden, bias=own.in_bias)
+        yield vector(f"{ours}.conv_weight", f"{theirs}.conv1d.weight", conv.channels, 1, conv.width)
+        if conv.has_bias:
+            yield vector(f"{ours}.conv_bias", f"{theirs}.conv1d.bias", conv.channels)
+        for name, tensor in (("a_log", "A_log"), ("dt_bias", "dt_bias"), ("d", "D")):
+            yield vector(f"{ours}.{name}", f"{theirs}.{tensor}", num_heads)
+        if own.norm:
+            yield vector(f"{ours}.norm_weight", f"{theirs}.norm.weight", width)
+        yield from columns(
+            f"{ours}.out_proj",
+            f"{theirs}.out_proj",
+            (hidden, width),
+            bias=own.out_bias,
+            scale=config.scales.mixer,
+        )

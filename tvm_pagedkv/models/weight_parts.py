@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Weight`: a weight of the model as parts of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .weight_formats import QuantizedRows
+
+
+class Part(NamedTuple):
+    """A tensor of a checkpoint, or some of its rows.
+
+    Attributes
+    ----------
+    name : str
+    shape : tuple of int
+        Of the whole tensor.
+    rows : (int, int), optional
+        The first row and the one behind the last, of each group; None: all rows.
+    groups : int
+        Number of groups of consecutive rows, from each of which `rows` are taken.
+    scale : float
+        Factor on the values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    groups: int = 1
+    scale: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        rows = self.shape[0]
+        if self.rows is not None:
+            rows = self.groups * (self.rows[1] - self.rows[0])
+        return rows * math.prod(self.shape[1:])
+
+    def of(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the rows of the tensor, or of a tensor that has something for each of its rows."""
+        if self.rows is None:
+            return tensor
+        grouped = tensor.reshape(self.groups, -1, *tensor.shape[1:])
+        return grouped[:, slice(*self.rows)].reshape(-1, *tensor.shape[1:])
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of the model: parts of a checkpoint, concatenated along the first axis.
+
+    Parameters
+    ----------
+    parts : tuple of Part
+    is_matrix : bool
+        Whether the result is packed for the linear kernel.
+    split : {"rows", "columns", "first"}, optional
+        How workers that share the layer divide every part: by rows or by columns; or "first": only
+        the first worker has it, and the others have zeros. None: every worker has all of it.
+    offset : float
+        Constant that is added.
+    """
+
+    parts: tuple[Part, ...]
+    is_matrix: bool
+    split: str | None = None
+    offset: float = 0.0
+
+    def share(self, part, shard: int, num_shards: int):
+        """Return the share of a part, quantized or not, that worker `shard` of `num_shards` has."""
+        if isinstance(part, QuantizedRows):
+            return part.map(lambda array: self.share(array, shard, num_shards))
+        if self.split is None:
+            return part
+        if self.split == "first":
+            return part if shard == 0 else np.zeros_like(part)
+        return np.split(part, num_shards, axis=("rows", "columns").index(self.split))[shard]
+
+
+def vector(
+    ours: str, theirs: str, *shape: int, scale: float = 1.0, offset: float = 0.0
+) -> tuple[str, Weight]:
+    """Return a weight that is no matrix: a tensor of this shape."""
+    return ours, Weight((Part(theirs, shape, scale=scale),), False, offset=offset)
+
+
+class Output(NamedTuple):
+    """Output features of a projection: those of a tensor, or some of them.
+
+    Attributes
+    ----------
+    name : str
+        Name of the projection.
+    width : int
+        Number of features.
+    begin, group, groups : int
+        The tensor has `groups` groups of `group` rows, and the features are the rows from `begin`
+        on of each. A group of 0: the features are all rows.
+    scale : float
+        Factor on the features.
+    """
+
+    name: str
+    width: int
+    begin: int = 0
+    group: int = 0
+    groups: int = 1
+    scale: float = 1.0
+
+    def part(self, theirs: str, kind: str, columns: tuple[int, ...]) -> Part:
+        """Return the part of a weight or a bias below `theirs`."""
+        name = f"{theirs}.{self.name}.{kind}"
+        if not self.group:
+            return Part(name, (self.width, *columns), scale=self.scale)
+        rows = self.begin, self.begin + self.width // self.groups
+        return Part(name, (self.groups * self.group, *columns), rows, self.groups, self.scale)
+
+
+def slices(name: str, *widths: int, scales: Sequence[float] | None = None) -> list[Output]:
+    """Return consecutive output features of one projection, with a scale for each slice."""
+    ends = np.cumsum(widths).tolist()
+    factors = scales or [1.0] * len(widths)
+    return [
+        Output(name, width, end - width, ends[-1], scale=scale)
+        for end, width, scale in zip(ends, widths, factors, strict=True)
+    ]
+
+
+def halves(name: str, groups: int, width: int) -> list[Output]:
+    """Return the first and the second half of each of `groups` heads of ``2 * width`` features."""
+    return [Output(name, groups * width, begin, 2 * width, groups) for begin in (0, width)]
+
+
+def rows(
+    ours: str, theirs: str, outputs: Sequence[Output], in_features: int, *, bias: bool = False
+) -> Iterator[tuple[str, Weight]]:
+    """Yield projections of one input as one matrix. Workers divide the rows of each projection."""
+
+    def parts(kind: str, *columns: int) -> tuple[Part, ...]:
+        return tuple(each.part(theirs, kind, columns) for each in outputs)
+
+    yield f"{ours}.weight", Weight(parts("weight", in_features), True, "rows")
+    if bias:
+        yield f"{ours}.bias", Weight(parts("bias"), False, "rows")
+
+
+def columns(
+    ours: str, theirs: str, shape: tuple[int, int], *, bias: bool = False, scale: float = 1.0
+) -> Iterator[tuple[str, Weight]]:
+    """Yield a projection whose input features the workers divide."""
+    part = Part(f"{theirs}.weight", shape, scale=scale)
+    yield f"{ours}.weight", Weight((part,), True, "columns")
+    if bias:
+        part = Part(f"{theirs}.bias", shape[:1], scale=scale)
+        yield f"{ours}.bias", Weight((part,), False, "first")

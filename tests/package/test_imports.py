@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "transfer": {"base", "cache"},
     "relax": {"config", "compiler"},
     "bundle": {"base", "config", "cache", "compiler"},
-    "models": {"base", "config", "cache", "compiler", "distributed", "bundle"},
+    "models": {"base", "config", "cache", "compiler", "relax", "distributed", "bundle"},
     "generation": {"base", "config", "cache", "transfer", "models"},
     "mlc": {"config", "distributed", "relax"},
 }

@@ -4,9 +4,20 @@
 from tvm.script import tirx as T
 
 from ...ingredients import Ingredients
+from ...layout import slot_offset, slot_page
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline
-from ..simd import F32, broadcast, chunks, load, store
+from ..simd import (
+    F32,
+    INTO_L1,
+    broadcast,
+    chunks,
+    elements_per_line,
+    index_temp,
+    load,
+    prefetch,
+    store,
+)
 from .decay import exp
 
 
@@ -32,24 +43,21 @@ class RecurrentToken:
             self.head_decay = T.local_scalar(F32)
 
     @inline
-    def load_ingredients(self, page, offset, head):
-        """Take the key and the decay of a token."""
-        self._load_columns(page, offset, head, head // self.spec.heads_per_key)
+    def load(self, page, offset, row, head):
+        """Take a token's ingredients from its slot, and its query from a row unless that is -1."""
+        self._load_ingredients(page, offset, head, head // self.spec.heads_per_key)
         if not self.spec.decays_by_channel:
             self.head_decay = exp(self.kept.log_decay[page, offset, head], 1)
+        if row >= 0:
+            self._load_query(row, head // self.spec.heads_per_key)
 
-    def _load_columns(self, page, offset, head, key_head) -> None:
+    def _load_ingredients(self, page, offset, head, key_head) -> None:
         for start, lanes in chunks(self.spec.key_dim, self.spec.target.lanes):
             k = load(self.kept.k, (page, offset, key_head, start), lanes)
             store(self.k, (start,), lanes, k)
             if self.spec.decays_by_channel:
                 g = load(self.kept.log_decay, (page, offset, head, start), lanes)
                 store(self.decays, (start,), lanes, exp(g, lanes))
-
-    @inline
-    def load_query(self, row, head):
-        """Take the query of a row."""
-        self._load_query(row, head // self.spec.heads_per_key)
 
     def _load_query(self, row, key_head) -> None:
         for start, lanes in chunks(self.spec.key_dim, self.spec.target.lanes):
@@ -59,3 +67,27 @@ class RecurrentToken:
     def decay(self, channel):
         """Return the factor on a row of the state."""
         return self.decays[channel] if self.spec.decays_by_channel else self.head_decay
+
+    def prefetch(self, slot, row, head, columns: tuple) -> None:
+        """Ask for what a head takes of a token, with the columns ``(first, count)`` of v.
+
+        The slots of tokens follow no pattern that a CPU knows. (A row of -1 does no harm.)
+        """
+        page, offset = (
+            index_temp(at(slot, self.spec.page_size)) for at in (slot_page, slot_offset)
+        )
+        key_head, key_dim = index_temp(head // self.spec.heads_per_key), self.spec.key_dim
+        _prefetch_row(self.source_q, (row, key_head), 0, key_dim)
+        _prefetch_row(self.kept.k, (page, offset, key_head), 0, key_dim)
+        _prefetch_row(self.kept.v, (page, offset, head), *columns)
+        if self.spec.decays_by_channel:
+            _prefetch_row(self.kept.log_decay, (page, offset, head), 0, key_dim)
+        else:
+            _prefetch_row(self.kept.log_decay, (page, offset), head, 1)
+        if self.spec.is_delta:
+            _prefetch_row(self.kept.beta, (page, offset), head, 1)
+
+
+def _prefetch_row(buffer, row: tuple, begin, count: int) -> None:
+    for start in range(0, count, elements_per_line(str(buffer.dtype))):
+        prefetch(buffer, (*row, begin + start), INTO_L1)

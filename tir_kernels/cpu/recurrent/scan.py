@@ -191,7 +191,10 @@ def recurrent_scan(spec: RecurrentSpec):
                     for n in range(begin, end):
                         slot, row = slots[n], rows[n]
                         page, offset = slot_page(slot, page_size), slot_offset(slot, page_size)
-                        token.load_ingredients(page, offset, head)
+                        next_n = T.min(n + 1, end - 1)
+                        columns = T.meta_var((first_column, output.width))
+                        token.prefetch(slots[next_n], rows[next_n], head, columns)
+                        token.load(page, offset, row, head)
                         if spec.is_delta:
                             recalled.clear()
                             for step in range(key_dim // recalled.rows):
@@ -210,7 +213,6 @@ def recurrent_scan(spec: RecurrentSpec):
                             else:
                                 written[output.at(j)] = value
                         if row >= 0:
-                            token.load_query(row, head)
                             output.clear()
                             update(source, sink, head, first_column, True)
                             for j in T.unroll(vectors):

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "base/error.h"
 
@@ -24,6 +25,7 @@ ForwardPlan::ForwardPlan(SequenceTable* table, int64_t max_num_rows)
                        false,
                        SharedPrefix(num_pages, table->page_size())});
   }
+  for (int32_t s = 0; s < table->num_state_groups(); ++s) states_.emplace_back(table, s);
 }
 
 void ForwardPlan::Prepare(IntSpan sequence_ids, IntSpan append_lengths,
@@ -35,6 +37,7 @@ void ForwardPlan::Prepare(IntSpan sequence_ids, IntSpan append_lengths,
   PrepareTrees();
   for (int32_t g = 0; g < table_->num_groups(); ++g) CountPages(g);
   for (int32_t g = 0; g < table_->num_groups(); ++g) FindSharedPages(g);
+  PrepareStates();
   NoteBatch(sequence_ids);
 }
 
@@ -113,6 +116,24 @@ void ForwardPlan::PrepareTrees() {
             " token tree nodes that are not committed; commit or drop them before a step without "
             "a token tree");
     }
+  }
+}
+
+void ForwardPlan::PrepareStates() {
+  for (StatePlan& states : states_) {
+    states.Clear();
+    for (const Item& item : items_) {
+      const int64_t num_kept = has_trees() ? item.past_length - item.num_earlier_nodes
+                                           : item.past_length + item.num_append;
+      std::vector<int32_t> parents;
+      if (has_trees()) {
+        const IntSpan own = TreeParentsOf(item);
+        parents = item.sequence->tree.parents();
+        parents.insert(parents.end(), own.data, own.data + own.size);
+      }
+      states.Add(item.sequence, item.sequence->window.TextLength(num_kept), std::move(parents));
+    }
+    states.RequirePages();
   }
 }
 
@@ -229,6 +250,7 @@ void ForwardPlan::Acquire() {
   }
   copies_.clear();
   copies_.reserve(num_copies);
+  for (StatePlan& states : states_) states.Reserve();
   if (has_trees()) {
     for (const Item& item : items_) item.sequence->tree.Reserve(item.num_append);
     for (const Item& item : items_) item.sequence->tree.Append(TreeParentsOf(item));
@@ -249,10 +271,12 @@ void ForwardPlan::Acquire() {
                          static_cast<int32_t>(SlotOfNextRow(item))});
     }
   }
+  for (StatePlan& states : states_) states.Acquire();
 }
 
 void ForwardPlan::Release() noexcept {
   if (is_advanced()) return ReleaseAdvance();
+  for (StatePlan& states : states_) states.Release();
   for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
     GroupPages& pages = groups_[g];
     PagePool& pool = table_->pool(g);
@@ -285,6 +309,7 @@ void ForwardPlan::Commit() noexcept {
                   pages.acquired.begin() + pages.offsets[i + 1]);
     }
   }
+  for (StatePlan& states : states_) states.Commit();
   for (const PageCopy& copy : copies_) table_->pins().PinInPlaceOfOwner(copy.group, copy.source);
   for (const Item& item : items_) {
     if (item.sequence->receive) item.sequence->receive->is_in_step = true;
@@ -294,6 +319,7 @@ void ForwardPlan::Commit() noexcept {
 
 void ForwardPlan::Finish(bool is_written) noexcept {
   for (const PageCopy& copy : copies_) table_->pins().Unpin(copy.group, copy.source);
+  for (StatePlan& states : states_) states.Finish();
   copies_.clear();
   const bool is_plain = is_advanced() && is_written && !has_tokens_ && !HasChanged();
   if (!is_plain) FinishItems(is_written);
@@ -314,6 +340,7 @@ void ForwardPlan::FinishItems(bool is_written) noexcept {
 
 void ForwardPlan::Abort() noexcept {
   if (is_advanced()) return AbortAdvance();
+  for (StatePlan& states : states_) states.Abort();
   for (int32_t g = table_->num_groups() - 1; g >= 0; --g) {
     GroupPages& pages = groups_[g];
     for (size_t i = 0; i < items_.size(); ++i) items_[i].sequence->pages[g].resize(pages.kept[i]);

@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "state/plans/shared_prefix.h"
+#include "state/plans/state_plan.h"
 #include "state/sequences/copy_on_write.h"
 #include "state/sequences/sequence_table.h"
 
@@ -129,6 +130,7 @@ class ForwardPlan {
   bool has_earlier_nodes() const { return num_tree_nodes_ > num_rows_; }
   /*! \brief The pages that are in segments instead. */
   const SharedPrefix& shared_prefix(int32_t group) const { return groups_[group].shared; }
+  const StatePlan& states(int32_t state_group) const { return states_[state_group]; }
   /*! \brief Copies of shared pages that this step writes to; from Acquire to the end of the step.
    */
   const std::vector<PageCopy>& copies() const { return copies_; }
@@ -180,6 +182,7 @@ class ForwardPlan {
   IntSpan TreeParentsOf(const Item& item) const {
     return {tree_parents_->data + item.first_row, static_cast<size_t>(item.num_append)};
   }
+  void PrepareStates();
   void FindSharedLastPages(int32_t group);
   bool MustCopyLastPage(int32_t group, size_t item) const;
   void CountPages(int32_t group);
@@ -213,6 +216,7 @@ class ForwardPlan {
   int64_t num_tree_nodes_ = 0;
   std::vector<Item> items_;
   std::vector<GroupPages> groups_;
+  std::vector<StatePlan> states_;  // [state group]
   std::vector<PageCopy> copies_;
   Advances advances_;
 };

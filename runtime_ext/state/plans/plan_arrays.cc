@@ -151,9 +151,20 @@ void PlanArrays::FillLastPageLengths(PageRange range, int32_t* out) const {
 }
 
 int32_t PlanArrays::PageOf(int32_t group, size_t item, int64_t position) const {
+  const Sequence& sequence = *items_[item].sequence;
+  return PageAt(group, item, table_.geometry().PageIndex(sequence, group, position));
+}
+
+int32_t PlanArrays::SlotOfText(int32_t group, size_t item, int64_t text_position) const {
+  const PageGeometry& geometry = table_.geometry();
+  const int64_t first = items_[item].sequence->first_pages[group];
+  const int32_t page = PageAt(group, item, geometry.PageOf(text_position) - first);
+  return static_cast<int32_t>(page * geometry.page_size() + geometry.SlotOf(text_position));
+}
+
+int32_t PlanArrays::PageAt(int32_t group, size_t item, int64_t index) const {
   const GroupPages& pages = groups_[group];
   const Sequence& sequence = *items_[item].sequence;
-  int64_t index = table_.geometry().PageIndex(sequence, group, position);
   return index < pages.kept[item] ? sequence.pages[group][index]
                                   : pages.acquired[pages.offsets[item] + index - pages.kept[item]];
 }
@@ -209,6 +220,73 @@ void PlanArrays::AdvanceLengthsAndSlots(int32_t group, int32_t* lengths, int32_t
   for (size_t i : plan_.advances_.crossings) {
     lengths[i] = 1;
     slots[i] = *page++ * table_.page_size();
+  }
+}
+
+int64_t PlanArrays::NumStateSegments(int32_t state_group) const {
+  int64_t count = 0;
+  for (size_t i = 0; i < items_.size(); ++i) {
+    plan_.states(state_group).VisitSegments(i, [&](const StatePlan::Segment&) { ++count; });
+  }
+  return count;
+}
+
+int64_t PlanArrays::NumStateRows(int32_t state_group) const {
+  int64_t count = 0;
+  for (size_t i = 0; i < items_.size(); ++i) {
+    plan_.states(state_group).VisitSegments(i, [&](const StatePlan::Segment& segment) {
+      count += segment.end - segment.begin + segment.num_nodes;
+    });
+  }
+  return count;
+}
+
+void PlanArrays::FillStates(int32_t state_group, const StateArrays& arrays) const {
+  const int32_t group = table_.geometry().state_group(state_group).ingredients;
+  StateArrays out = arrays;
+  *out.segment_indptr = *out.row_indptr = 0;
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const Item& item = items_[i];
+    const int64_t past = plan_.TextLength(item, PageRange::kPast);
+    const int64_t committed = past - item.num_earlier_nodes;
+    auto add = [&](int64_t text_position) {
+      const int64_t row = text_position - past;
+      *out.slots++ = SlotOfText(group, i, text_position);
+      *out.rows++ = static_cast<int32_t>(row < 0 ? -1 : item.first_row + row);
+    };
+    out.segment_indptr[1] = out.segment_indptr[0];
+    plan_.states(state_group).VisitSegments(i, [&](const StatePlan::Segment& segment) {
+      for (int64_t at = segment.begin; at < segment.end; ++at) add(at);
+      for (int64_t n = 0; n < segment.num_nodes; ++n) add(committed + segment.nodes[n]);
+      const int64_t num_rows = segment.end - segment.begin + segment.num_nodes;
+      out.row_indptr[1] = static_cast<int32_t>(out.row_indptr[0] + num_rows);
+      ++out.row_indptr;
+      *out.read_pages++ = segment.read_page;
+      *out.write_pages++ = segment.write_page;
+      ++out.segment_indptr[1];
+    });
+    ++out.segment_indptr;
+  }
+}
+
+void PlanArrays::FillTaps(int32_t group, int64_t num_taps, int32_t* out) const {
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const Item& item = items_[i];
+    const int64_t past = plan_.TextLength(item, PageRange::kPast);
+    const int64_t committed = past - item.num_earlier_nodes;
+    const std::vector<int32_t>& parents = item.sequence->tree.parents();
+    for (int64_t row = 0; row < item.num_append; ++row, out += num_taps) {
+      int64_t at = past + row;
+      for (int64_t tap = num_taps - 1; tap >= 0; --tap) {
+        if (plan_.has_trees() && at >= committed) {
+          const int32_t parent = parents[at - committed];
+          at = parent >= 0 ? committed + parent : committed - 1;
+        } else {
+          at = std::max<int64_t>(at - 1, -1);
+        }
+        out[tap] = at < 0 ? -1 : SlotOfText(group, i, at);
+      }
+    }
   }
 }
 

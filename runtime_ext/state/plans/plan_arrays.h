@@ -82,6 +82,25 @@ class PlanArrays {
   /*! \brief The rows of the step that attend to each segment, [NumSegmentRows]. */
   void FillSegmentRows(int32_t group, int32_t* out) const;
 
+  // Of a state group: the segments of its recurrence, see state_plan.h, and their rows. Between
+  // Acquire and Commit.
+  int64_t NumStateSegments(int32_t state_group) const;
+  int64_t NumStateRows(int32_t state_group) const;
+  struct StateArrays {
+    int32_t* segment_indptr;  // [B + 1]
+    int32_t* row_indptr;      // [segments + 1]
+    int32_t* slots;           // [rows] of the ingredients
+    int32_t* rows;            // [rows] of the step; -1 for positions of the past
+    int32_t* read_pages;      // [segments] pages of states; -1 for zeros
+    int32_t* write_pages;     // [segments]
+  };
+  void FillStates(int32_t state_group, const StateArrays& out) const;
+  /*!
+   * \brief The slots of the `num_taps` rows before each row of the step, [T, num_taps]; -1 before
+   * the first position. Rows before a tree node are those of its ancestors.
+   */
+  void FillTaps(int32_t group, int64_t num_taps, int32_t* out) const;
+
  private:
   using Item = ForwardPlan::Item;
   using GroupPages = ForwardPlan::GroupPages;
@@ -91,6 +110,9 @@ class PlanArrays {
   }
   int64_t NumPagesOf(int32_t group, size_t item, PageRange range) const;
   int32_t PageOf(int32_t group, size_t item, int64_t position) const;
+  int32_t PageAt(int32_t group, size_t item, int64_t index) const;
+  /*! \brief The slot of a text position, in a group whose pages follow the text. */
+  int32_t SlotOfText(int32_t group, size_t item, int64_t text_position) const;
   const SharedPrefix& shared_prefix(int32_t group) const { return groups_[group].shared; }
 
   const ForwardPlan& plan_;

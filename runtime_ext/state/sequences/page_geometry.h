@@ -7,6 +7,11 @@
  * positions, so that many can always be popped. While a sequence has a token tree, the next row is
  * the one behind the committed positions.
  *
+ * Recurrent layers keep what they need of each token, their ingredients, in an ingredient group,
+ * and states in pages of a state group. A state can be computed from an earlier one and the
+ * ingredients behind it. So an ingredient group keeps the positions behind a state that is kept;
+ * its window moves by whole intervals of states. Indices of pools: layer groups, then state groups.
+ *
  * A sequence can have a window of its own. In groups without a window it then gives up pages that
  * hold dropped positions only; groups with a window follow that one.
  */
@@ -26,16 +31,31 @@ namespace pagedkv {
 /*! \brief Positions that can always be popped. KVCacheConfig has the same number. */
 constexpr int64_t kPoppable = 16;
 
+/*! \brief States of recurrent layers of one shape. */
+struct StateGroup {
+  int32_t ingredients;  // the layer group that keeps the ingredients of these layers
+  int64_t interval;     // positions from one kept state to the next, a multiple of page_size
+};
+
 class PageGeometry {
  public:
   /*!
    * \param page_size A power of two: steps divide by it several times for each sequence.
    * \param windows Window of each layer group; 0 for none. Missing ones are 0.
+   * \param state_groups Each with an ingredient group of its own, which has no window.
    */
-  PageGeometry(int32_t page_size, size_t num_groups, std::vector<int64_t> windows)
-      : page_size_(page_size), windows_(std::move(windows)) {
+  PageGeometry(int32_t page_size, size_t num_groups, std::vector<int64_t> windows,
+               std::vector<StateGroup> state_groups = {})
+      : page_size_(page_size),
+        windows_(std::move(windows)),
+        state_groups_(std::move(state_groups)) {
     while (page_size_ >> (page_shift_ + 1) > 0) ++page_shift_;
     windows_.resize(num_groups, 0);
+    state_group_of_.resize(num_groups, -1);
+    for (int32_t s = 0; s < num_state_groups(); ++s) {
+      windows_[state_groups_[s].ingredients] = state_groups_[s].interval;
+      state_group_of_[state_groups_[s].ingredients] = s;
+    }
     has_windows_ = std::any_of(windows_.begin(), windows_.end(), [](int64_t w) { return w > 0; });
   }
 
@@ -43,6 +63,12 @@ class PageGeometry {
   int32_t num_groups() const { return static_cast<int32_t>(windows_.size()); }
   int64_t window(int32_t group) const { return windows_[group]; }
   bool HasWindow(int32_t group) const { return windows_[group] > 0; }
+  int32_t num_state_groups() const { return static_cast<int32_t>(state_groups_.size()); }
+  const StateGroup& state_group(int32_t s) const { return state_groups_[s]; }
+  /*! \brief The index of a state group's pool. */
+  int32_t StatePool(int32_t s) const { return num_groups() + s; }
+  /*! \brief The state group whose ingredients the group keeps; -1 for none. */
+  int32_t StateGroupOf(int32_t group) const { return state_group_of_[group]; }
   /*! \brief Whether any group has a window. */
   bool has_windows() const { return has_windows_; }
   int64_t PagesFor(int64_t length) const { return PageOf(length + page_size_ - 1); }
@@ -86,8 +112,12 @@ class PageGeometry {
     return window.num_sinks + window.num_dropped - sequence.first_pages[group] * page_size_;
   }
 
-  /*! \brief The first position that a row at text position `text_length` sees. */
+  /*!
+   * \brief The first position that a row at text position `text_length` sees. In an ingredient
+   *   group, the first one behind the last kept state, where none was lost.
+   */
   int64_t FirstVisible(int32_t group, int64_t text_length) const {
+    if (StateGroupOf(group) >= 0) return text_length - text_length % windows_[group];
     return HasWindow(group) ? std::max<int64_t>(text_length - windows_[group] + 1, 0) : 0;
   }
   int64_t FirstPageToSee(int32_t group, int64_t text_length) const {
@@ -95,16 +125,13 @@ class PageGeometry {
   }
   /*! \brief Like FirstPageToSee, with the positions that can always be popped. */
   int64_t FirstPageToKeep(int32_t group, int64_t text_length) const {
-    return PageOf(std::max<int64_t>(FirstVisible(group, text_length) - kPoppable, 0));
-  }
-  /*! \brief The first page to hold so that a row at this text position sees its window. */
-  int64_t FirstPageAt(const Sequence& sequence, int32_t group, int64_t text_length) const {
-    return std::min(sequence.first_pages[group], FirstPageToSee(group, text_length));
+    return PageOf(FirstVisible(group, std::max<int64_t>(text_length - kPoppable, 0)));
   }
   int64_t SinkPages(const Sequence& sequence) const { return PagesFor(sequence.window.num_sinks); }
   /*! \brief Pages that a sequence may give up: before the first page, or behind its sinks. */
   int64_t NumPagesGone(const Sequence& sequence, int32_t group) const {
     const SequenceWindow& window = sequence.window;
+    if (StateGroupOf(group) >= 0) return PageOf(FirstStateToKeep(sequence, StateGroupOf(group)));
     if (HasWindow(group)) {
       return FirstPageToKeep(group, window.TextLength(sequence.committed_length()));
     }
@@ -112,11 +139,25 @@ class PageGeometry {
     const int64_t first = PageOf(window.num_sinks + window.num_dropped);
     return std::max<int64_t>(first - SinkPages(sequence), 0);
   }
+  /*! \brief The page of text at whose end a full page of states is. */
+  int64_t TextPageOfState(int32_t s, int64_t page) const {
+    return PageOf((page + 1) * state_groups_[s].interval) - 1;
+  }
+  /*! \brief The length of the first state to keep: from it any later one can be computed, and those
+   * of kPoppable positions before the end. */
+  int64_t FirstStateToKeep(const Sequence& sequence, int32_t s) const {
+    const int64_t text_length = sequence.window.TextLength(sequence.committed_length());
+    const int64_t length = std::min(std::max<int64_t>(text_length - kPoppable, 0),
+                                    sequence.states[static_cast<size_t>(s)].length);
+    return length - length % state_groups_[s].interval;
+  }
 
  private:
   int32_t page_size_;
   int32_t page_shift_ = 0;
   std::vector<int64_t> windows_;
+  std::vector<StateGroup> state_groups_;
+  std::vector<int32_t> state_group_of_;  // [group]
   bool has_windows_;
 };
 

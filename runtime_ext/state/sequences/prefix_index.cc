@@ -45,6 +45,19 @@ void PrefixIndex::TakePages(Sequence* sequence, int64_t length,
       sequence->pages[g].push_back(page);  // within its capacity
     }
   }
+  for (int32_t s = 0; s < geometry_->num_state_groups(); ++s) {
+    const PrefixSearch::HitStates hit = search_.StatesOf(s, length);
+    SequenceStates& states = sequence->states[s];
+    states.length = hit.length;
+    states.first_page = hit.first_page;
+    const int32_t pool = geometry_->StatePool(s);
+    const int64_t end = hit.length / geometry_->state_group(s).interval;
+    for (int64_t page = hit.first_page; page < end; ++page) {
+      const int32_t id = search_.StoredAt(geometry_->TextPageOfState(s, page), pool).page;
+      (*pools_)[pool].AddOwner(id);
+      states.pages.push_back(id);  // within its capacity
+    }
+  }
   // Only now: what these reclaim must be none of the pages above.
   for (PageLoad& load : *loads) {
     load.page = (*pools_)[load.group].Allocate();
@@ -62,6 +75,7 @@ int64_t PrefixIndex::Begin(Sequence* sequence, const std::string& salt, TokenSpa
     for (std::vector<int32_t>& pages : sequence->pages) {
       pages.reserve(geometry_->PagesFor(tokens.size));
     }
+    for (SequenceStates& states : sequence->states) states.pages.reserve(kMaxStatesOfHit);
     length = FindAndPin(salt, tokens, loads);
     if (tier_ != nullptr) CountLoads(length, *loads);
   } catch (...) {
@@ -113,6 +127,13 @@ void PrefixIndex::StorePages(const Sequence& sequence, const PrefixTree::TextPag
       page = histories_->PageBehind(sequence, g, text.index);
     }
     if (page >= 0) tree_.Store(text, g, page);
+  }
+  for (int32_t s = 0; s < geometry_->num_state_groups(); ++s) {
+    const int64_t end = (text.index + 1) * geometry_->page_size();
+    if (end % geometry_->state_group(s).interval != 0) continue;  // no state is kept behind it
+    const int32_t page =
+        states_->FindPage(sequence, s, end / geometry_->state_group(s).interval - 1);
+    if (page >= 0) tree_.Store(text, geometry_->StatePool(s), page);
   }
 }
 

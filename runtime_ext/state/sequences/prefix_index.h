@@ -74,10 +74,11 @@ class PrefixIndex {
 
   /*! \brief All must outlive this. */
   PrefixIndex(const PageGeometry* geometry, std::vector<PagePool>* pools,
-              const WindowHistories* histories)
+              const WindowHistories* histories, const RecurrentStates* states)
       : geometry_(geometry),
         pools_(pools),
         histories_(histories),
+        states_(states),
         tree_(geometry->page_size(), pools),
         search_(geometry, pools, &tree_) {}
   ~PrefixIndex();
@@ -184,6 +185,7 @@ class PrefixIndex {
   const PageGeometry* geometry_;
   std::vector<PagePool>* pools_;
   const WindowHistories* histories_;
+  const RecurrentStates* states_;
   PrefixTree tree_;
   Counts counts_;
   Counts counts_before_;  // the last Begin

@@ -64,7 +64,25 @@ int64_t PrefixSearch::Find(const std::string& salt, TokenSpan tokens) {
   return std::max(length, with_partial);
 }
 
+PrefixSearch::HitStates PrefixSearch::StatesOf(int32_t s, int64_t length) const {
+  auto state_of = [&](int64_t at) {
+    int64_t end = 0;
+    return StateOfText(
+        *geometry_, s, at, [&](int64_t i, int32_t g) { return IsKnown(i, g); }, &end);
+  };
+  const int64_t interval = geometry_->state_group(s).interval;
+  const int64_t last = state_of(length);
+  if (last == 0) return {0, 0, 0};
+  // The state before it, where a pop of a few positions may need that.
+  const bool is_needed = length - kPoppable < last;
+  const bool has_more = is_needed && state_of(last - 1) == last - interval;
+  const int64_t page = last / interval - 1;
+  return {std::max<int64_t>(page - has_more, 0), last, last - has_more * interval};
+}
+
 int64_t PrefixSearch::FirstPage(int32_t group, int64_t length) const {
+  const int32_t s = geometry_->StateGroupOf(group);
+  if (s >= 0) return geometry_->PageOf(StatesOf(s, length).ingredients);
   int64_t first = geometry_->FirstPageToSee(group, length);
   const int64_t wanted = geometry_->FirstPageToKeep(group, length);
   while (first > wanted && IsKnown(first - 1, group)) --first;

@@ -17,13 +17,32 @@
 #include "state/pages/page_pool.h"
 #include "state/prefixes/prefix_tree.h"
 #include "state/sequences/page_geometry.h"
+#include "state/sequences/recurrent_states.h"
 #include "state/tiers/host_tier.h"
 
 namespace pagedkv {
 
+/*! \brief The states that a hit takes at most: the last one, and one to pop back to. */
+constexpr size_t kMaxStatesOfHit = 2;
+
+/*!
+ * \brief The length of the state from which the one at `length` of a text can be computed, or -1.
+ * \param is_known As for LongestKnown.
+ */
+template <typename IsKnown>
+int64_t StateOfText(const PageGeometry& geometry, int32_t s, int64_t length, IsKnown is_known,
+                    int64_t* end) {
+  return LastStateBefore(
+      geometry, s, length,
+      [&](int64_t page) {
+        return is_known(geometry.TextPageOfState(s, page), geometry.StatePool(s));
+      },
+      [&](int64_t page) { return is_known(page, geometry.state_group(s).ingredients); }, end);
+}
+
 /*!
  * \brief The longest text, up to `length`, whose pages every group has for its next row.
- * \param is_known Called with the index of a page of text and a group.
+ * \param is_known Called with the index of a page of text and of a pool.
  */
 template <typename IsKnown>
 int64_t LongestKnown(const PageGeometry& geometry, int64_t length, IsKnown is_known) {
@@ -36,6 +55,16 @@ int64_t LongestKnown(const PageGeometry& geometry, int64_t length, IsKnown is_kn
     if (known < num_pages) length = known * page_size;
   }
   for (int32_t g = 0; g < geometry.num_groups();) {
+    if (geometry.StateGroupOf(g) >= 0) {
+      int64_t end = 0;
+      if (StateOfText(geometry, geometry.StateGroupOf(g), length, is_known, &end) >= 0) {
+        ++g;
+      } else {
+        length = (end - 1) * page_size;
+        g = 0;
+      }
+      continue;
+    }
     // From the end: the text must stop before a page of the window that is missing.
     int64_t index = geometry.PagesFor(length);
     const int64_t first = geometry.FirstPageToSee(g, length);
@@ -90,6 +119,13 @@ class PrefixSearch {
   const StoredPage& StoredAt(int64_t index, int32_t group) const {
     return (index < num_whole() ? path_.pages[index] : path_.partial)[group];
   }
+  /*! \brief What a hit takes of a state group. */
+  struct HitStates {
+    int64_t first_page;   // of states
+    int64_t length;       // of the last one
+    int64_t ingredients;  // the first position whose ingredients the hit takes
+  };
+  HitStates StatesOf(int32_t s, int64_t length) const;
   bool IsKnown(int64_t index, int32_t group) const {
     return IsInPool(index, group) || IsInTier(index, group);
   }
@@ -113,7 +149,8 @@ class PrefixSearch {
 
  private:
   bool IsInTier(int64_t index, int32_t group) const {
-    return tier_ != nullptr && index < num_keyed_ && tier_->Has(group, TextAt(index));
+    return tier_ != nullptr && index < num_keyed_ && group < geometry_->num_groups() &&
+           tier_->Has(group, TextAt(index));
   }
   PageText TextAt(int64_t index) const {
     const int64_t page_size = geometry_->page_size();

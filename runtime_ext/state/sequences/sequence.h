@@ -62,6 +62,21 @@ struct TokenRecord {
   int64_t num_kept = 0;       // leading pages that the host tier had when it was last asked
 };
 
+/*!
+ * \brief The states of a state group: one behind every `interval` positions, and the last one.
+ *
+ * Each state but the last is behind the positions of its page: page n has that of the first
+ * (n + 1) * interval positions. See recurrent_states.h.
+ */
+struct SequenceStates {
+  int64_t length = 0;          // text positions that the last state covers; 0: there is none
+  int64_t first_page = 0;      // pages given up before the first one that is held
+  std::vector<int32_t> pages;  // that hold states, one each
+  PageHistory history;         // of pages given up
+
+  int64_t end_page() const { return first_page + static_cast<int64_t>(pages.size()); }
+};
+
 struct Sequence {
   /*! \brief The value of first_unwritten when every layer has written all rows. */
   static constexpr int64_t kAllWritten = std::numeric_limits<int64_t>::max();
@@ -77,6 +92,7 @@ struct Sequence {
   /*! \brief [group] pages before the first one, in groups with a window. During a receive, before
    * the page that was the first one when it began. */
   std::vector<PageHistory> histories;
+  std::vector<SequenceStates> states;      // [state group]
   std::shared_ptr<SequenceImport> import;  // while its content is missing
   std::unique_ptr<Receive> receive;        // positions at the end that another cache writes
   std::unique_ptr<SendMark> send;          // positions that go to another cache

@@ -19,10 +19,12 @@ namespace {
 
 constexpr int64_t kMaxSpare = 1024;  // removed sequences whose allocations are kept
 
-std::vector<PagePool> MakePools(const std::vector<int32_t>& num_pages) {
+std::vector<PagePool> MakePools(const std::vector<int32_t>& num_pages,
+                                const std::vector<int32_t>& num_states) {
   std::vector<PagePool> pools;
-  pools.reserve(num_pages.size());
+  pools.reserve(num_pages.size() + num_states.size());
   for (int32_t n : num_pages) pools.emplace_back(n);
+  for (int32_t n : num_states) pools.emplace_back(n);
   return pools;
 }
 
@@ -37,13 +39,16 @@ void RequireWritten(const Sequence& sequence, int64_t end, const char* what) {
 }
 
 SequenceTable::SequenceTable(int64_t max_num_sequences, int32_t page_size,
-                             const std::vector<int32_t>& num_pages, std::vector<int64_t> windows)
+                             const std::vector<int32_t>& num_pages, std::vector<int64_t> windows,
+                             std::vector<StateGroup> state_groups,
+                             const std::vector<int32_t>& num_states)
     : max_num_sequences_(max_num_sequences),
-      geometry_(page_size, num_pages.size(), std::move(windows)),
-      pools_(MakePools(num_pages)),
+      geometry_(page_size, num_pages.size(), std::move(windows), std::move(state_groups)),
+      pools_(MakePools(num_pages, num_states)),
       pins_(&pools_),
-      histories_(&geometry_, &pools_),
-      prefixes_(&geometry_, &pools_, &histories_) {
+      states_(&geometry_, &pools_),
+      histories_(&geometry_, &pools_, &states_),
+      prefixes_(&geometry_, &pools_, &histories_, &states_) {
   spare_.reserve(std::min(max_num_sequences, kMaxSpare));
 }
 
@@ -100,9 +105,11 @@ Sequence* SequenceTable::Insert(int64_t id) {
   }
   Sequence sequence;
   sequence.id = id;
-  sequence.pages.resize(pools_.size());
-  sequence.first_pages.resize(pools_.size(), 0);
-  sequence.histories.resize(pools_.size());
+  const auto num_groups = static_cast<size_t>(geometry_.num_groups());
+  sequence.pages.resize(num_groups);
+  sequence.first_pages.resize(num_groups, 0);
+  sequence.histories.resize(num_groups);
+  sequence.states.resize(static_cast<size_t>(num_state_groups()));
   return &sequences_.emplace(id, std::move(sequence)).first->second;
 }
 
@@ -151,6 +158,7 @@ void SequenceTable::RemoveOne(int64_t id) {
     // From the end, so that the beginning, which other texts may share, is reclaimed last.
     pools_[g].ReleaseFrom(0, &sequence.pages[g]);
   }
+  states_.Release(&sequence);
   total_length_ -= sequence.length;
   Recycle(id);
 }
@@ -167,6 +175,7 @@ void SequenceTable::Recycle(int64_t id) noexcept {
   fresh.pages = std::move(old.pages);  // empty vectors with capacity
   fresh.histories = std::move(old.histories);
   fresh.first_pages = std::move(old.first_pages);
+  fresh.states = std::move(old.states);
   std::fill(fresh.first_pages.begin(), fresh.first_pages.end(), 0);
   old = std::move(fresh);
   spare_.push_back(std::move(node));
@@ -186,13 +195,13 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
   }
   histories_.Require(source, position, "fork");
   const SequenceWindow window = source.window.Prefix(position);
-  std::vector<std::vector<int32_t>> pages(pools_.size());
-  std::vector<int64_t> first_pages(pools_.size(), 0);
+  std::vector<std::vector<int32_t>> pages(source.pages.size());
+  std::vector<int64_t> first_pages(pages.size(), 0);
   for (int32_t g = 0; g < num_groups() && position > 0; ++g) {
     const int64_t first = source.first_pages[g];
     if (geometry_.HasWindow(g)) {
       const int64_t text_length = source.window.TextLength(position);
-      first_pages[g] = geometry_.FirstPageAt(source, g, text_length);
+      first_pages[g] = histories_.FirstPageAt(source, g, text_length);
       const int64_t end = std::min(first, geometry_.PagesFor(text_length));
       for (int64_t i = first_pages[g]; i < end; ++i)
         pages[g].push_back(histories_.PageBehind(source, g, i));
@@ -204,7 +213,16 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
   }
 
   std::unique_ptr<TokenRecord> tokens = prefixes_.ReserveFork(source);
-  Sequence* target = Insert(child);  // the last step that may throw
+  Sequence* target = Insert(child);
+  try {
+    for (int32_t s = 0; s < num_state_groups(); ++s) {
+      target->states[s].pages.reserve(std::max<size_t>(source.states[s].pages.size(), 1));
+    }
+  } catch (...) {
+    Recycle(child);
+    throw;
+  }
+  // What follows cannot fail.
   for (int32_t g = 0; g < num_groups(); ++g) {
     for (int32_t page : pages[g]) pools_[g].AddOwner(page);
   }
@@ -213,6 +231,7 @@ void SequenceTable::Fork(int64_t parent, int64_t child, int64_t position) {
     const int64_t num_taken_back = std::max<int64_t>(source.first_pages[g] - first_pages[g], 0);
     target->histories[g].CopyWithoutLast(source.histories[g], num_taken_back, &pools_[g]);
   }
+  states_.Share(source, target, window.TextLength(position));
   target->window = window;
   if (window.TextLength(position) > source.first_unwritten) {
     target->first_unwritten = source.first_unwritten;
@@ -235,9 +254,11 @@ void SequenceTable::Pop(int64_t id, int64_t count) {
   const int64_t text_length = sequence.window.TextLength(num_committed);
   histories_.Require(sequence, num_committed, "pop");
   histories_.ReserveTakeBack(&sequence, text_length);
+  states_.Reserve(&sequence);
   sequence.tree.Truncate(std::max<int64_t>(length - sequence.committed_length(), 0));
   FinishReceive(&sequence);
   histories_.TakeBack(&sequence, text_length);
+  states_.Truncate(&sequence, text_length);
   Truncate(&sequence, length);
   // A block has rows that the sequence no longer has.
   const bool was_handed_over = sequence.send && sequence.send->next > sequence.send->begin;
@@ -301,6 +322,7 @@ void SequenceTable::Clear() {
       pools_[g].ReleaseFrom(0, &sequence.pages[g]);
       sequence.histories[g].Clear(&pools_[g]);
     }
+    states_.Release(&sequence);
   }
   prefixes_.Clear();
   sequences_.clear();

@@ -34,9 +34,12 @@ class SequenceTable {
    * \param max_num_sequences The maximum of one step. Any number of sequences may exist.
    * \param num_pages Pages of each layer group.
    * \param windows Window of each layer group; 0 for none.
+   * \param state_groups States of recurrent layers.
+   * \param num_states Pages of each state group.
    */
   SequenceTable(int64_t max_num_sequences, int32_t page_size, const std::vector<int32_t>& num_pages,
-                std::vector<int64_t> windows = {});
+                std::vector<int64_t> windows = {}, std::vector<StateGroup> state_groups = {},
+                const std::vector<int32_t>& num_states = {});
 
   /*! \brief Other classes point into a table. */
   SequenceTable(const SequenceTable&) = delete;
@@ -44,11 +47,13 @@ class SequenceTable {
 
   int32_t page_size() const { return geometry_.page_size(); }
   const PageGeometry& geometry() const { return geometry_; }
-  int32_t num_groups() const { return static_cast<int32_t>(pools_.size()); }
+  int32_t num_groups() const { return geometry_.num_groups(); }
+  int32_t num_state_groups() const { return geometry_.num_state_groups(); }
   int64_t max_num_sequences() const { return max_num_sequences_; }
   int64_t num_sequences() const { return static_cast<int64_t>(sequences_.size()); }
   /*! \brief Sum of the lengths; shared positions count once per sequence. */
   int64_t total_length() const { return total_length_; }
+  /*! \brief The pool of a layer group, or with PageGeometry::StatePool of a state group. */
   PagePool& pool(int32_t group) { return pools_[group]; }
   const PagePool& pool(int32_t group) const { return pools_[group]; }
   const std::unordered_map<int64_t, Sequence>& sequences() const {
@@ -190,6 +195,7 @@ class SequenceTable {
   int64_t total_length_ = 0;
   std::vector<PagePool> pools_;
   PagePins pins_;
+  RecurrentStates states_;
   WindowHistories histories_;
   PrefixIndex prefixes_;
   using Sequences = std::unordered_map<int64_t, Sequence>;

@@ -17,8 +17,9 @@ void SequenceTable::CheckPages(const Sequence& sequence, int32_t group, bool has
     Raise(kRuntimeError, "sequence ", sequence.id, " of length ", sequence.length, " has ",
           num_pages, " pages beside ", first, " gone ones in group ", group);
   }
-  const bool is_missing =
-      geometry_.HasWindow(group)
+  const bool is_missing =  // ingredients: see RecurrentStates::CheckIntegrity
+      geometry_.StateGroupOf(group) >= 0 ? false
+      : geometry_.HasWindow(group)
           ? first * geometry_.page_size() >
                 geometry_.FirstVisible(group,
                                        sequence.window.TextLength(sequence.committed_length()))
@@ -85,6 +86,14 @@ void SequenceTable::CheckIntegrity(bool has_slid) const {
   std::vector<std::vector<int32_t>> num_keepers;  // [group][page]
   for (const PagePool& pool : pools_) num_keepers.emplace_back(pool.num_pages(), 0);
   prefixes_.CheckIntegrity(sequences_, &num_keepers);
+  for (int32_t s = 0; s < num_state_groups(); ++s) {
+    const int32_t p = geometry_.StatePool(s);
+    std::vector<int32_t> num_owners = pins_.counts(p);
+    for (const auto& [id, sequence] : sequences_) {
+      states_.CheckIntegrity(sequence, s, &num_owners, &num_keepers[p]);
+    }
+    pools_[p].CheckIntegrity(num_owners, num_keepers[p]);
+  }
   for (int32_t g = 0; g < num_groups(); ++g) {
     std::vector<int32_t> num_owners = pins_.counts(g);
     for (const auto& [id, sequence] : sequences_) {

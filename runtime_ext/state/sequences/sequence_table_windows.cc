@@ -96,6 +96,7 @@ void SequenceTable::Slide(Sequence* sequence) noexcept {
     pages.erase(first, first + count);
     sequence->first_pages[g] = num_gone;
   }
+  states_.Slide(sequence);
 }
 
 }  // namespace pagedkv

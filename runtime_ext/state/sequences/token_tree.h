@@ -30,6 +30,8 @@ class TokenTree {
 
   bool empty() const { return parents_.empty(); }
   int64_t size() const { return static_cast<int64_t>(parents_.size()); }
+  /*! \brief The parent of each node. */
+  const std::vector<int32_t>& parents() const { return parents_; }
   /*! \brief Number of ancestors. */
   int32_t depth(int64_t node) const { return depths_[node]; }
   /*! \brief Whether the first node is a root and every other one the child of its predecessor. */

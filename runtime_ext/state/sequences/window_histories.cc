@@ -6,6 +6,7 @@
 #include "state/sequences/window_histories.h"
 
 #include <algorithm>
+#include <string>
 
 #include "base/error.h"
 
@@ -16,14 +17,14 @@ void WindowHistories::Require(const Sequence& sequence, int64_t length, const ch
   const int64_t text_length = sequence.window.TextLength(length);
   for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
     const int64_t first = sequence.first_pages[g];
-    if (!geometry_->HasWindow(g) || geometry_->FirstPageToSee(g, text_length) >= first) continue;
+    if (!geometry_->HasWindow(g) || FirstPageToSee(sequence, g, text_length) >= first) continue;
     if (sequence.receive != nullptr) {
       Raise(kValueError, "cannot ", what, " sequence ", sequence.id, " (length ", sequence.length,
             ") at position ", length, " while it is receiving positions from ",
             sequence.receive->begin, " on: finish or cancel that first");
     }
     const int64_t end = std::min(first, geometry_->PagesFor(text_length));
-    for (int64_t i = geometry_->FirstPageToSee(g, text_length); i < end; ++i) {
+    for (int64_t i = FirstPageToSee(sequence, g, text_length); i < end; ++i) {
       if (PageBehind(sequence, g, i) < 0) RaiseReclaimed(sequence, g, length, what);
     }
   }
@@ -32,20 +33,23 @@ void WindowHistories::Require(const Sequence& sequence, int64_t length, const ch
 void WindowHistories::RaiseReclaimed(const Sequence& sequence, int32_t group, int64_t length,
                                      const char* what) const {
   const int64_t text_length = sequence.window.TextLength(length);
+  const bool is_state = geometry_->StateGroupOf(group) >= 0;
   const int64_t first_seen = geometry_->FirstVisible(group, text_length);
   const int64_t end = std::min(sequence.first_pages[group], geometry_->PagesFor(text_length));
   int64_t first_missing = end, last_missing = 0;
-  for (int64_t i = geometry_->FirstPageToSee(group, text_length); i < end; ++i) {
+  for (int64_t i = FirstPageToSee(sequence, group, text_length); i < end; ++i) {
     if (PageBehind(sequence, group, i) >= 0) continue;
     first_missing = std::min(first_missing, i);
     last_missing = i;
   }
   Raise(kValueError, "cannot ", what, " sequence ", sequence.id, " (length ", sequence.length,
-        ") at position ", length, ": layers with a window of ", geometry_->window(group),
-        " would see position ", first_seen, " next, but the pages of positions ",
-        first_missing * geometry_->page_size(), " to ",
-        (last_missing + 1) * geometry_->page_size() - 1,
-        " have been reclaimed for others since their window left them behind; ", what,
+        ") at position ", length, ": ",
+        is_state ? "recurrent layers would compute their state" : "layers with a window of ",
+        is_state ? std::string() : std::to_string(geometry_->window(group)) + " would see",
+        is_state ? " from position " : " position ", first_seen, is_state ? "" : " next",
+        ", but the pages of positions ", first_missing * geometry_->page_size(), " to ",
+        (last_missing + 1) * geometry_->page_size() - 1, " have been reclaimed for others since ",
+        is_state ? "a state behind them was kept; " : "their window left them behind; ", what,
         " at position ", FirstReachable(sequence),
         " or later, append the tokens to a new sequence, or make the cache with more pages");
 }
@@ -56,7 +60,11 @@ int64_t WindowHistories::FirstReachable(const Sequence& sequence) const {
     if (!geometry_->HasWindow(g)) continue;
     int64_t first = sequence.first_pages[g];
     while (first > 0 && PageBehind(sequence, g, first - 1) >= 0) --first;
-    const int64_t next_seen = first * geometry_->page_size() + geometry_->window(g) - 1;
+    const int64_t window = geometry_->window(g), begin = first * geometry_->page_size();
+    // With a window: the row whose window begins there; with states: the next one that is kept.
+    const int64_t next_seen = geometry_->StateGroupOf(g) >= 0
+                                  ? (begin + window - 1) / window * window
+                                  : begin + window - 1;
     if (first > 0) reachable = std::max(reachable, next_seen);
   }
   const SequenceWindow& window = sequence.window;
@@ -73,7 +81,7 @@ void WindowHistories::ReserveTakeBack(Sequence* sequence, int64_t text_length) c
   for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
     if (!geometry_->HasWindow(g)) continue;
     const int64_t num_pages =
-        geometry_->PagesFor(text_length) - geometry_->FirstPageAt(*sequence, g, text_length);
+        geometry_->PagesFor(text_length) - FirstPageAt(*sequence, g, text_length);
     sequence->pages[g].reserve(static_cast<size_t>(std::max<int64_t>(num_pages, 0)));
   }
 }
@@ -81,7 +89,7 @@ void WindowHistories::ReserveTakeBack(Sequence* sequence, int64_t text_length) c
 void WindowHistories::TakeBack(Sequence* sequence, int64_t text_length) const noexcept {
   for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
     const int64_t first = sequence->first_pages[g];
-    const int64_t begin = geometry_->FirstPageAt(*sequence, g, text_length);
+    const int64_t begin = FirstPageAt(*sequence, g, text_length);
     if (!geometry_->HasWindow(g) || begin == first) continue;
     const int64_t end = std::min(first, geometry_->PagesFor(text_length));
     std::vector<int32_t>& pages = sequence->pages[g];

@@ -10,25 +10,32 @@
 #ifndef TVM_PAGEDKV_STATE_SEQUENCES_WINDOW_HISTORIES_H_
 #define TVM_PAGEDKV_STATE_SEQUENCES_WINDOW_HISTORIES_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "state/pages/page_pool.h"
 #include "state/sequences/page_geometry.h"
+#include "state/sequences/recurrent_states.h"
 
 namespace pagedkv {
 
 class WindowHistories {
  public:
-  /*! \brief Both must outlive this. */
-  WindowHistories(const PageGeometry* geometry, std::vector<PagePool>* pools)
-      : geometry_(geometry), pools_(pools) {}
+  /*! \brief All must outlive this. */
+  WindowHistories(const PageGeometry* geometry, std::vector<PagePool>* pools,
+                  const RecurrentStates* states)
+      : geometry_(geometry), pools_(pools), states_(states) {}
 
   /*!
    * \brief Checks that the window of a row at position `length` is held, or can be taken back.
    * \throws Error (ValueError).
    */
   void Require(const Sequence& sequence, int64_t length, const char* what) const;
+  /*! \brief The first page to hold so that a row at this text position sees what it needs. */
+  int64_t FirstPageAt(const Sequence& sequence, int32_t group, int64_t text_length) const {
+    return std::min(sequence.first_pages[group], FirstPageToSee(sequence, group, text_length));
+  }
   /*! \brief A page before the first one that is held; -1 when it was reclaimed. */
   int32_t PageBehind(const Sequence& sequence, int32_t group, int64_t index) const {
     return sequence.histories[group].Find(sequence.first_pages[group] - index, (*pools_)[group]);
@@ -43,6 +50,11 @@ class WindowHistories {
   void TakeBack(Sequence* sequence, int64_t text_length) const noexcept;
 
  private:
+  int64_t FirstPageToSee(const Sequence& sequence, int32_t group, int64_t text_length) const {
+    const int32_t s = geometry_->StateGroupOf(group);
+    return s < 0 ? geometry_->FirstPageToSee(group, text_length)
+                 : states_->FirstPageToSee(sequence, s, text_length);
+  }
   [[noreturn]] void RaiseReclaimed(const Sequence& sequence, int32_t group, int64_t length,
                                    const char* what) const;
   /*! \brief Forks and pops are possible at this position and later. */
@@ -50,6 +62,7 @@ class WindowHistories {
 
   const PageGeometry* geometry_;
   std::vector<PagePool>* pools_;
+  const RecurrentStates* states_;
 };
 
 }  // namespace pagedkv

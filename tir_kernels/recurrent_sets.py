@@ -12,7 +12,7 @@ from .cpu.recurrent.conv import causal_conv
 from .cpu.recurrent.scan import recurrent_scan
 from .moves.append import transpose_append_mla
 from .moves.copy import compact_copy, copy_pages, copy_single_page, debug_get_kv_mla
-from .moves.recurrent import copy_states, recurrent_append
+from .moves.recurrent import recurrent_append
 from .recurrent_spec import RecurrentSpec
 from .spec import KernelSpec
 
@@ -25,7 +25,6 @@ _COPIES = {
 _RECURRENT = {
     "recurrent_append": recurrent_append,
     "recurrent_scan": recurrent_scan,
-    "copy_states": copy_states,
 }
 
 
@@ -44,7 +43,7 @@ def recurrent_kernels(spec: RecurrentSpec) -> dict[str, tirx.PrimFunc]:
     Returns
     -------
     dict
-        ``recurrent_append`` and ``recurrent_scan``; ``copy_states`` for pages of states; and
+        ``recurrent_append`` and ``recurrent_scan``; and
         ``copy_pages``, ``copy_single_page``, ``compact_copy`` and ``debug_get_kv_mla`` for pages of
         ingredients, whose rows are those of `RecurrentSpec.rows`.
     """

@@ -24,7 +24,9 @@ void CheckScale(double sm_scale) {
 Attention::Attention(Step* step) : step_(step), storage_(step->storage()), shared_(*step) {
   for (const StoredLayer& layer : storage_.layers()) {
     LayerEntry entry;
-    if (layer.config.is_mla()) {
+    if (!layer.config.is_attention()) {
+      // see Recurrence
+    } else if (layer.config.is_mla()) {
       entry.mla = std::make_unique<MLAAttention>(step, layer);
     } else {
       entry.backend = MakeAttentionBackend(step, layer, shared_);
@@ -200,6 +202,7 @@ const KernelSet& Attention::MergeKernels(int64_t num_heads, int64_t width) const
   // The call names no layer, so the shape decides whose kernel fits.
   for (const StoredLayer& layer : storage_.layers()) {
     const LayerConfig& config = layer.config;
+    if (!config.is_attention()) continue;
     int64_t merged = config.original_v_head_dim ? config.original_v_head_dim : config.v_head_dim;
     if (config.num_qo_heads == num_heads && merged == width) return *layer.kernels;
   }

@@ -33,6 +33,7 @@ ImportedSequence CheckpointReader::ImportedFrom(int64_t sequence_id,
 
 void CheckpointReader::Prepare(int64_t sequence_id, const std::string& metadata) {
   step_->phase().RequireIdle("prepare_import");
+  step_->storage().RequireNoRecurrentLayers("an import");
   ImportedSequence imported = ImportedFrom(sequence_id, metadata);
   const int64_t num_pages = table_->geometry().PagesFor(imported.length);
   for (int32_t g = 0; g < table_->num_groups(); ++g) {
@@ -49,6 +50,7 @@ void CheckpointReader::PrepareMany(
     IntSpan sequence_ids, const std::vector<std::string>& metadata,
     const std::vector<std::vector<std::vector<int64_t>>>& page_numbers) {
   step_->phase().RequireIdle("prepare_imports");
+  step_->storage().RequireNoRecurrentLayers("an import");
   if (metadata.size() != sequence_ids.size || page_numbers.size() != sequence_ids.size) {
     Raise(kValueError, "prepare_imports needs metadata and page numbers for each of ",
           sequence_ids.size, " sequences, got ", metadata.size(), " and ", page_numbers.size());

@@ -37,12 +37,14 @@ SequenceState CheckpointWriter::StateOf(const Sequence& sequence) const {
 
 std::string CheckpointWriter::Metadata(int64_t sequence_id) const {
   step_->phase().RequireIdle("get_checkpoint_metadata");
+  step_->storage().RequireNoRecurrentLayers("a checkpoint");
   return WriteMetadata(page_groups_.layout(), sequence_id, StateOf(table_.At(sequence_id)));
 }
 
 void CheckpointWriter::ExportPageGroup(int64_t sequence_id, int64_t page_group,
                                        ffi::Tensor out) const {
   step_->phase().RequireIdle("export_page_group");
+  step_->storage().RequireNoRecurrentLayers("a checkpoint");
   const Sequence& sequence = table_.At(sequence_id);
   StateOf(sequence);  // throws where there is no checkpoint of it
   const StoredLayer& layer = page_groups_.At(page_group, "page group");
@@ -62,6 +64,7 @@ void CheckpointWriter::ExportPageGroup(int64_t sequence_id, int64_t page_group,
 void CheckpointWriter::ExportPages(int64_t layer_index, IntSpan pages, IntSpan num_slots,
                                    ffi::Tensor out) const {
   step_->phase().RequireIdle("export_pages");
+  step_->storage().RequireNoRecurrentLayers("a checkpoint");
   const StoredLayer& layer = page_groups_.At(layer_index, "layer");
   if (pages.size != num_slots.size) {
     Raise(kValueError, "export_pages needs a number of slots for each page, got ", pages.size,

@@ -25,8 +25,30 @@ namespace {
 constexpr int64_t kMaxPageSize = 256;
 constexpr int64_t kMaxHeads = 4096;
 constexpr int64_t kMaxHeadDim = 4096;
+constexpr int64_t kMaxConvWidth = 64;
+
+/*! \brief Of a layer that keeps rows which are not attended to. */
+void CheckRows(const LayerConfig& layer) {
+  constexpr int64_t kMaxWidth = 1 << 24;
+  CheckRange("the width of a row", layer.qk_head_dim, 1, kMaxWidth);
+  CheckRange("the pages of a layer", layer.num_own_pages, 0, kInt32Max);
+  if (layer.kind == LayerKind::kConv) {
+    return void(CheckRange("the width of a convolution", layer.window, 2, kMaxConvWidth));
+  }
+  const RecurrentShape& shape = *layer.recurrent;
+  CheckRange("num_heads", shape.num_heads, 1, kMaxHeads);
+  CheckRange("num_key_heads", shape.num_key_heads, 1, shape.num_heads);
+  if (shape.num_heads % shape.num_key_heads) {
+    Raise(kValueError, "num_heads (", shape.num_heads, ") must be a multiple of num_key_heads (",
+          shape.num_key_heads, ")");
+  }
+  CheckRange("key_dim", shape.key_dim, 1, kMaxHeadDim);
+  CheckRange("value_dim", shape.value_dim, 1, kMaxHeadDim);
+  CheckRange("num_states", shape.num_states, 2, kInt32Max);
+}
 
 void CheckLayer(const LayerConfig& layer) {
+  if (!layer.is_attention()) return CheckRows(layer);
   CheckRange("num_qo_heads", layer.num_qo_heads, 1, kMaxHeads);
   CheckRange("num_kv_heads", layer.num_kv_heads, 1, kMaxHeads);
   CheckRange("qk_head_dim", layer.qk_head_dim, 1, kMaxHeadDim);
@@ -134,6 +156,10 @@ const char* ToString(LayerKind kind) {
       return "mla";
     case LayerKind::kLinear:
       return "linear";
+    case LayerKind::kRecurrent:
+      return "recurrent";
+    case LayerKind::kConv:
+      return "conv";
   }
   return "";
 }
@@ -143,10 +169,11 @@ std::string LayerConfig::kv_dtype() const {
 }
 
 const char* ToString(const LayerConfig& layer) {
-  return layer.window ? "mha_sliding" : ToString(layer.kind);
+  return layer.window && layer.is_mha() ? "mha_sliding" : ToString(layer.kind);
 }
 
 int64_t CacheConfig::NumPages(const LayerConfig& layer) const {
+  if (layer.num_own_pages > 0) return layer.num_own_pages;
   if (layer.window == 0) return num_pages();
   // A sequence keeps this many positions between steps, which may start anywhere in a page.
   // KVCacheConfig.num_pages_of computes the same. When more than max_num_sequences sequences exist
@@ -177,13 +204,26 @@ void CacheConfig::KeepStage(std::vector<int64_t> layer_indptr, std::optional<int
       PipelineStage::Resolve(std::move(layer_indptr), static_cast<int64_t>(layers.size()), index);
   std::vector<LayerConfig> kept;
   for (int64_t id = stage.begin(); id < stage.end(); ++id) {
-    const bool is_linear = layers[id].kind == LayerKind::kLinear;
-    layer_index.push_back(is_linear ? -1 : static_cast<int64_t>(kept.size()));
-    if (is_linear) continue;
-    kept.push_back(layers[id]);
-    kept.back().id = id;
+    LayerParts parts;
+    auto keep = [&](LayerConfig layer, int64_t* index) {
+      *index = static_cast<int64_t>(kept.size());
+      layer.id = id;
+      layer.conv.clear();
+      kept.push_back(std::move(layer));
+    };
+    const LayerConfig& layer = layers[id];
+    if (layer.is_attention()) keep(layer, &parts.attention);
+    if (layer.kind == LayerKind::kRecurrent) keep(layer, &parts.recurrent);
+    if (layer.kind == LayerKind::kConv) keep(layer, &parts.conv);
+    for (const LayerConfig& conv : layer.conv) keep(conv, &parts.conv);
+    layer_parts.push_back(parts);
   }
   layers = std::move(kept);
+}
+
+bool CacheConfig::has_recurrent_layers() const {
+  return std::any_of(layers.begin(), layers.end(),
+                     [](const LayerConfig& layer) { return !layer.is_attention(); });
 }
 
 void CacheConfig::CheckSizes() const {
@@ -201,8 +241,20 @@ void CacheConfig::CheckSizes() const {
 void CacheConfig::Validate() const {
   CheckSizes();
   if (kernel_sets.empty()) Raise(kValueError, "a cache needs at least one set of kernels");
+  if (has_recurrent_layers() && has_sequence_windows) {
+    Raise(kValueError, "windows of sequences are not possible with recurrent layers");
+  }
+  if (has_recurrent_layers() && enable_kv_transfer) {
+    Raise(kValueError,
+          "enable_kv_transfer is not possible with recurrent layers yet: their states ",
+          "are not sent");
+  }
   for (const LayerConfig& layer : layers) {
     CheckLayer(layer);
+    if (layer.recurrent && layer.recurrent->interval % page_size != 0) {
+      Raise(kValueError, "the interval of states (", layer.recurrent->interval,
+            ") must be a multiple of page_size (", page_size, ")");
+    }
     CheckRope(layer);
     // Kernels count the tiles of one sequence in int32.
     if (layer.num_kv_heads > kInt32Max / prefill_chunk_size) {

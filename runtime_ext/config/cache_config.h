@@ -25,12 +25,33 @@ enum class RopeMode : int { kNone = 0, kNormal = 1, kInline = 2 };
 /*!
  * \brief kMHA: `num_kv_heads` heads of K and V. kMLA: one latent row per token, which is K for all
  * query heads, and whose first `v_head_dim` columns are V; `num_kv_heads` is 1. kLinear: linear
- * attention, whose state is not in this cache; such a layer only has an id.
+ * attention, whose state is not in this cache; such a layer only has an id. kRecurrent: linear
+ * attention whose states and ingredients are in this cache: see recurrent_states.h. kConv: a short
+ * convolution, which keeps its input rows.
  */
-enum class LayerKind : int { kMHA, kMLA, kLinear };
+enum class LayerKind : int { kMHA, kMLA, kLinear, kRecurrent, kConv };
 
 /*! \brief The name by which users know the kind. */
 const char* ToString(LayerKind kind);
+
+/*! \brief The recurrence of a layer: what its tensors are. */
+struct RecurrentShape {
+  int64_t num_heads;      // of v and o, with a state each
+  int64_t num_key_heads;  // of q and k
+  int64_t key_dim;
+  int64_t value_dim;
+  bool decays_by_channel;  // whether log_decay has a value for each key channel
+  bool has_beta;
+  int64_t interval;    // positions from one kept state to the next
+  int64_t num_states;  // pages for states
+
+  bool operator==(const RecurrentShape& other) const {
+    return num_heads == other.num_heads && num_key_heads == other.num_key_heads &&
+           key_dim == other.key_dim && value_dim == other.value_dim &&
+           decays_by_channel == other.decays_by_channel && has_beta == other.has_beta &&
+           interval == other.interval && num_states == other.num_states;
+  }
+};
 
 struct LayerConfig {
   LayerKind kind = LayerKind::kMHA;
@@ -49,17 +70,26 @@ struct LayerConfig {
   int64_t original_v_head_dim = 0;
   DLDataType page_dtype{};     // of the elements of pages; bytes where rows are quantized
   std::optional<Codec> codec;  // how the pages keep rows, if they are quantized
+  // kRecurrent and kConv: `window` is the interval of states, or the width of the convolution, and
+  // `qk_head_dim` the width of a row.
+  std::optional<RecurrentShape> recurrent;
+  bool has_bias = false;          // kConv
+  int64_t num_own_pages = 0;      // of the pool; 0: what the window can need
+  std::vector<LayerConfig> conv;  // of a recurrent layer: its short convolution, if it has one
 
   bool is_mla() const { return kind == LayerKind::kMLA; }
-  /*! \brief Rows of a slot: K and V of each head, or the latent row. */
-  int64_t rows_per_slot() const { return is_mla() ? 1 : 2 * num_kv_heads; }
+  bool is_mha() const { return kind == LayerKind::kMHA; }
+  bool is_attention() const { return is_mha() || is_mla(); }
+  /*! \brief Rows of a slot: K and V of each head, or one row. */
+  int64_t rows_per_slot() const { return is_mha() ? 2 * num_kv_heads : 1; }
 
   /*! \brief The name of the type by which the layer keeps rows. */
   std::string kv_dtype() const;
   /*! \brief Layers of one shape, window and type of rows form a layer group. */
   bool SharesGroupWith(const LayerConfig& other) const {
     return window == other.window && HasShapeOf(other) && page_dtype == other.page_dtype &&
-           codec == other.codec;
+           codec == other.codec && recurrent == other.recurrent &&
+           num_own_pages == other.num_own_pages;
   }
   KernelName prefill() const { return window ? KernelName::kPrefillSliding : KernelName::kPrefill; }
   /*! \brief The kernel for pages that sequences share; a set may lack it. */
@@ -81,6 +111,13 @@ struct LayerConfig {
 /*! \brief The same, but "mha_sliding" for a layer with a window. */
 const char* ToString(const LayerConfig& layer);
 
+/*! \brief Indices into CacheConfig::layers of what the layer of a model keeps; -1 for none. */
+struct LayerParts {
+  int64_t attention = -1;
+  int64_t recurrent = -1;
+  int64_t conv = -1;
+};
+
 struct CacheConfig {
   int64_t max_num_sequences;
   int64_t max_total_tokens;
@@ -100,8 +137,8 @@ struct CacheConfig {
   ffi::Tensor rope_ext_factors;  // undefined when there are none
   DLDevice device;
   PipelineStage stage;
-  std::vector<LayerConfig> layers;   // layers of the stage with K and V
-  std::vector<int64_t> layer_index;  // [layer of the stage] index in `layers`; -1 for linear layers
+  std::vector<LayerConfig> layers;      // what the layers of the stage keep in pages
+  std::vector<LayerParts> layer_parts;  // [layer of the stage]
   std::vector<KernelSet> kernel_sets;
 
   /*! \brief Pages beyond max_total_tokens that callers of the positional form rely on. */
@@ -109,6 +146,8 @@ struct CacheConfig {
   /*! \brief Pages never reported as available: a step needs them until windows slide. */
   int64_t num_reserved_pages = 0;
 
+  /*! \brief Whether layers keep what is not attended to: states, rows of short convolutions. */
+  bool has_recurrent_layers() const;
   /*! \brief The `rotary_mode` of kernels: 1 where they rotate Q and K as they read them. */
   int64_t rotary_mode() const { return rope_mode == RopeMode::kInline; }
 

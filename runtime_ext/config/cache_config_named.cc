@@ -100,16 +100,66 @@ void ParsePageType(const Fields& fields, const std::string& owner, const std::st
   }
 }
 
-LayerConfig ParseLayer(const NamedValues& map, const std::string& owner,
+/*! \brief A layer that keeps rows of the cache's type. */
+LayerConfig RowsLayer(LayerKind kind, const Fields& fields, const std::string& width,
+                      const std::string& dtype) {
+  LayerConfig layer;
+  layer.kind = kind;
+  layer.num_qo_heads = layer.num_kv_heads = 1;
+  layer.qk_head_dim = layer.v_head_dim = fields.Get<int64_t>(width.c_str());
+  layer.num_own_pages = fields.Find<int64_t>("num_pages").value_or(0);
+  layer.kernel_set = fields.Find<int64_t>("kernel_set").value_or(0);
+  layer.page_dtype = ParseDtype("dtype", dtype);
+  return layer;
+}
+
+LayerConfig ParseConv(const NamedValues& map, const std::string& owner, const std::string& dtype) {
+  Fields fields(map, owner, {"kind", "channels", "width", "has_bias", "kernel_set"});
+  LayerConfig layer = RowsLayer(LayerKind::kConv, fields, "channels", dtype);
+  layer.window = fields.Get<int64_t>("width");
+  layer.has_bias = fields.Find<bool>("has_bias").value_or(false);
+  return layer;
+}
+
+LayerConfig ParseRecurrent(const NamedValues& map, const std::string& owner,
+                           const std::string& dtype) {
+  Fields fields(
+      map, owner,
+      {"kind", "num_heads", "num_key_heads", "key_dim", "value_dim", "decays_by_channel",
+       "has_beta", "row_width", "interval", "num_states", "num_pages", "kernel_set", "conv"});
+  LayerConfig layer = RowsLayer(LayerKind::kRecurrent, fields, "row_width", dtype);
+  const int64_t interval = fields.Get<int64_t>("interval");
+  CheckRange("interval", interval, 1, kInt32Max);
+  layer.recurrent = RecurrentShape{fields.Get<int64_t>("num_heads"),
+                                   fields.Get<int64_t>("num_key_heads"),
+                                   fields.Get<int64_t>("key_dim"),
+                                   fields.Get<int64_t>("value_dim"),
+                                   fields.Get<bool>("decays_by_channel"),
+                                   fields.Get<bool>("has_beta"),
+                                   interval,
+                                   fields.Get<int64_t>("num_states")};
+  layer.window = interval;
+  if (auto conv = fields.Find<NamedValues>("conv")) {
+    layer.conv.push_back(ParseConv(*conv, owner + "['conv']", dtype));
+  }
+  return layer;
+}
+
+LayerConfig ParseLayer(const NamedValues& map, const std::string& owner, const std::string& dtype,
                        const std::string& kv_dtype) {
+  const auto kind_of_map = map.find("kind");
+  const auto name =
+      kind_of_map == map.end() ? std::nullopt : (*kind_of_map).second.try_cast<ffi::String>();
+  if (name && *name == "recurrent") return ParseRecurrent(map, owner, dtype);
+  if (name && *name == "conv") return ParseConv(map, owner, dtype);
   Fields fields(map, owner,
                 {"kind", "window", "num_qo_heads", "num_kv_heads", "qk_head_dim", "v_head_dim",
                  "mla_original_qk_head_dim", "mla_original_v_head_dim", "rope_theta", "rope_scale",
                  "rope_details", "kernel_set", "kv_dtype", "codec"});
   auto kind = fields.Get<std::string>("kind");
   if (kind != "mha" && kind != "mha_sliding" && kind != "mla" && kind != "linear") {
-    Raise(kValueError, owner, "['kind'] must be one of mha, mha_sliding, mla, linear; got '", kind,
-          "'");
+    Raise(kValueError, owner, "['kind'] must be one of mha, mha_sliding, mla, linear, recurrent, ",
+          "conv; got '", kind, "'");
   }
   LayerConfig layer;
   layer.window = fields.Find<int64_t>("window").value_or(0);
@@ -174,7 +224,7 @@ CacheConfig CacheConfig::FromNamed(const NamedValues& config, const ffi::AnyView
     std::string owner = "config['layers'][" + std::to_string(i) + "]";
     auto layer = layers[i].try_cast<NamedValues>();
     if (!layer) Raise(kTypeError, owner, " must be a map, got ", layers[i].GetTypeKey());
-    result.layers.push_back(ParseLayer(*layer, owner, result.kv_dtype));
+    result.layers.push_back(ParseLayer(*layer, owner, dtype, result.kv_dtype));
   }
   if (auto map = kernels.try_cast<NamedValues>()) {
     result.kernel_sets.push_back(KernelSet::FromMap(*map));

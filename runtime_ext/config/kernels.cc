@@ -41,6 +41,10 @@ constexpr const char* kNames[] = {
     "debug_get_kv",
     "debug_get_kv_mla",
     "compact_copy",
+    "recurrent_append",
+    "recurrent_scan",
+    "row_append",
+    "causal_conv",
 };
 // clang-format on
 static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<int>(KernelName::kNumNames));

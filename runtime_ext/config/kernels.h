@@ -46,6 +46,10 @@ enum class KernelName : int {
   kDebugGetKV,
   kDebugGetKVMLA,
   kCompactCopy,
+  kRecurrentAppend,
+  kRecurrentScan,
+  kRowAppend,
+  kCausalConv,
   kNumNames,
 };
 

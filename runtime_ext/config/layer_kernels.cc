@@ -46,7 +46,13 @@ void RequireKernels(const LayerConfig& layer, const KernelSet& kernels) {
   auto require = [&](KernelName name) {
     if (!kernels.Has(name)) missing += (missing.empty() ? "" : ", ") + std::string(ToString(name));
   };
-  if (layer.is_mla()) {
+  if (layer.kind == LayerKind::kRecurrent) {
+    require(KernelName::kRecurrentAppend);
+    require(KernelName::kRecurrentScan);
+  } else if (layer.kind == LayerKind::kConv) {
+    require(KernelName::kRowAppend);
+    require(KernelName::kCausalConv);
+  } else if (layer.is_mla()) {
     if (kernels.IsFlashInfer(KernelName::kPrefillRagged)) {
       Raise(kValueError, "FlashInfer's functions serve layers with K and V, not MLA layers");
     }
@@ -91,6 +97,7 @@ void RequireSequenceWindowKernels(const LayerConfig& layer, const KernelSet& ker
 }
 
 void RequireTreeKernel(const LayerConfig& layer, const KernelSet& kernels, RopeMode rope_mode) {
+  if (!layer.is_attention()) return;
   const KernelName name = layer.tree();
   if (!kernels.Has(name)) {
     Raise(kValueError, "layer ", layer.id, " has no kernel '", ToString(name),

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "attention/attention.h"
+#include "attention/recurrence.h"
 #include "base/caller_guard.h"
 #include "base/process.h"
 #include "checkpoint/checkpoint_reader.h"
@@ -83,9 +84,10 @@ class PagedKVCacheObj : public ffi::Object {
     if constexpr (std::is_same_v<Part, PagedKVCacheObj>) {
       return this;
     } else {
-      return &std::get<Part&>(std::tie(
-          storage_, step_, sequences_, prefix_tiers_, prefixes_, tree_commit_, attention_,
-          checkpoint_writer_, checkpoint_reader_, receiver_, sender_, debug_kv_, inspector_));
+      return &std::get<Part&>(std::tie(storage_, step_, sequences_, prefix_tiers_, prefixes_,
+                                       tree_commit_, attention_, recurrence_, checkpoint_writer_,
+                                       checkpoint_reader_, receiver_, sender_, debug_kv_,
+                                       inspector_));
     }
   }
 
@@ -113,6 +115,7 @@ class PagedKVCacheObj : public ffi::Object {
   Prefixes prefixes_;
   TreeCommit tree_commit_;
   Attention attention_;
+  Recurrence recurrence_;
   CheckpointWriter checkpoint_writer_;
   CheckpointReader checkpoint_reader_;
   KVReceiver receiver_;

@@ -152,6 +152,8 @@ constexpr CacheName kOwnNames[] = {
     {"stats", Method<&Inspector::Stats>()},
     {"describe", Method<&Inspector::Describe>()},
     {"check_layer", Method<&LayerStorage::CheckLayer>()},
+    {"check_recurrent", Method<&LayerStorage::CheckRecurrent>()},
+    {"check_conv", Method<&LayerStorage::CheckConv>()},
     {"sequence_ids", Method<&Inspector::SequenceIds>()},
     {"page_table", Method<&Inspector::PageTable>()},
     {"cached_pages", Method<&Inspector::CachedPages>()},
@@ -221,6 +223,23 @@ ffi::Function WithSinks() {
       });
 }
 
+/*!
+ * \brief A method whose last argument, a tensor that some layers take, may be left out, as a
+ * function that takes it second to last: Relax passes the output last.
+ */
+template <auto kCall>
+ffi::Function WithOutputLast() {
+  static constexpr CacheMethod kMethod = Method<kCall>(/*num_optional=*/1);
+  return ffi::Function::FromPacked(
+      [call = ToFunction(kMethod)](ffi::PackedArgs args, ffi::Any* result) {
+        if (args.size() != kMethod.num_args) return call.CallPacked(args, result);
+        std::array<ffi::AnyView, kMethod.num_args> swapped;  // a step allocates nothing
+        for (int i = 0; i < args.size(); ++i) swapped[i] = args[i];
+        std::swap(swapped[kMethod.num_args - 2], swapped.back());
+        call.CallPacked(ffi::PackedArgs(swapped.data(), args.size()), result);
+      });
+}
+
 PagedKVCache Create(ffi::Map<ffi::String, ffi::Any> config, ffi::AnyView kernels, DLDevice device) {
   return Translate([&] { return PagedKVCache(CacheConfig::FromNamed(config, kernels, device)); });
 }
@@ -254,6 +273,8 @@ void DefineOwnNames() {
   ffi::Function::SetGlobal(kModelConstructor, ffi::Function::FromPacked(CreatePositional));
   for (const auto& [name, method] : kOwnNames) define(name, ToFunction(method));
   for (const auto& [name, method] : kTierNames) define(name, ToFunction(method));
+  define("recurrent", WithOutputLast<&Recurrence::Update>());
+  define("conv", WithOutputLast<&Recurrence::Convolve>());
   define("attention_with_sinks", WithSinks<&Attention::AttendFused>());
   define("attention_with_shared_kv_and_sinks", WithSinks<&Attention::AttendShared>());
   define("release_receive", FromDeferred(&KVReceiver::Release));

@@ -74,6 +74,7 @@ StringMap Inspector::Stats() const {
   }
   all.AddTo(&stats);
   stats.Set("groups", groups);
+  stats.Set("state_groups", StateGroups());
 
   int64_t num_importing = 0, num_uncommitted = 0, num_windows = 0, num_dropped = 0;
   for (const auto& [id, sequence] : table_->sequences()) {
@@ -110,6 +111,24 @@ StringMap Inspector::Stats() const {
   stats.Set("dropped_tree_nodes", parts_.tree_commit.counts().dropped);
   stats.Set("moved_tree_nodes", parts_.tree_commit.counts().moved);
   return stats;
+}
+
+ffi::Array<ffi::Any> Inspector::StateGroups() const {
+  const PageGeometry& geometry = table_->geometry();
+  ffi::Array<ffi::Any> groups;
+  for (int32_t s = 0; s < geometry.num_state_groups(); ++s) {
+    const LayerGroup& group = storage().groups()[geometry.state_group(s).ingredients];
+    const ffi::Tensor& states = storage().layers()[group.layers[0]].states;
+    StringMap about{{"num_layers", static_cast<int64_t>(group.layers.size())},
+                    {"interval", geometry.state_group(s).interval},
+                    {"ingredient_group", static_cast<int64_t>(geometry.state_group(s).ingredients)},
+                    {"page_bytes", BytesOfState(states)}};
+    PoolCounts counts;
+    counts.Add(table_->pool(geometry.StatePool(s)));
+    counts.AddTo(&about);
+    groups.push_back(about);
+  }
+  return groups;
 }
 
 namespace {
@@ -150,10 +169,34 @@ StringMap Inspector::DescribeLayer(const StoredLayer& layer) const {
           {"page_bytes", layer.layout.page_bytes}};
 }
 
+StringMap Inspector::DescribeRecurrent(const StoredLayer& layer) const {
+  const RecurrentShape& shape = *layer.config.recurrent;
+  return {{"id", layer.config.id},
+          {"group", layer.group},
+          {"state_group", layer.state_group},
+          {"num_heads", shape.num_heads},
+          {"num_key_heads", shape.num_key_heads},
+          {"key_dim", shape.key_dim},
+          {"value_dim", shape.value_dim},
+          {"has_channel_decay", shape.decays_by_channel},
+          {"has_beta", shape.has_beta},
+          {"checkpoint_tokens", shape.interval}};
+}
+
 StringMap Inspector::Describe() const {
   const CacheConfig& config = storage().config();
-  ffi::Array<ffi::Any> layers;
-  for (const StoredLayer& layer : storage().layers()) layers.push_back(DescribeLayer(layer));
+  ffi::Array<ffi::Any> layers, recurrent_layers, conv_layers;
+  for (const StoredLayer& layer : storage().layers()) {
+    if (layer.config.is_attention()) layers.push_back(DescribeLayer(layer));
+    if (layer.config.recurrent) recurrent_layers.push_back(DescribeRecurrent(layer));
+    if (layer.config.kind == LayerKind::kConv) {
+      conv_layers.push_back(StringMap{{"id", layer.config.id},
+                                      {"group", layer.group},
+                                      {"channels", layer.config.qk_head_dim},
+                                      {"width", layer.config.window},
+                                      {"has_bias", layer.config.has_bias}});
+    }
+  }
   return {{"max_num_sequences", config.max_num_sequences},
           {"max_total_tokens", config.max_total_tokens},
           {"prefill_chunk_size", config.prefill_chunk_size},
@@ -168,6 +211,8 @@ StringMap Inspector::Describe() const {
           {"layout", ffi::String(parts_.page_groups.layout().Text())},
           {"device", config.device},
           {"layers", layers},
+          {"recurrent_layers", recurrent_layers},
+          {"conv_layers", conv_layers},
           {"layer_indptr", ffi::Shape(config.stage.layer_indptr)},
           {"stage", config.stage.index}};
 }
@@ -228,6 +273,13 @@ void Inspector::PoisonFreePages() {
     const std::vector<bool> is_held = HeldSlots(g);
     for (int64_t index : storage().groups()[g].layers) {
       PoisonSlots(storage().layers()[index], is_held);
+    }
+  }
+  const PageGeometry& geometry = table_->geometry();
+  for (int32_t s = 0; s < geometry.num_state_groups(); ++s) {
+    const PagePool& pool = table_->pool(geometry.StatePool(s));
+    for (int64_t index : storage().groups()[geometry.state_group(s).ingredients].layers) {
+      for (int32_t page : pool.free_pages()) PoisonState(storage().layers()[index].states, page);
     }
   }
 }

@@ -61,6 +61,8 @@ class Inspector {
 
  private:
   const LayerStorage& storage() const { return parts_.step->storage(); }
+  ffi::Array<ffi::Any> StateGroups() const;
+  ffi::Map<ffi::String, ffi::Any> DescribeRecurrent(const StoredLayer& layer) const;
   void CheckGroup(int64_t group) const;
   ffi::Map<ffi::String, ffi::Any> DescribeLayer(const StoredLayer& layer) const;
   /*! \brief Whether each slot of the group's pool holds something. */

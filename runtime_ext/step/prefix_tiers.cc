@@ -32,6 +32,7 @@ PrefixTiers::~PrefixTiers() {
 
 PrefixTier PrefixTiers::Open(const ffi::Map<ffi::String, ffi::Any>& map) {
   step_->phase().RequireIdle("prefix_open");
+  step_->storage().RequireNoRecurrentLayers("a prefix cache below the pages");
   const PrefixTierOptions options = PrefixTierOptions::FromMap(map);
   if (tier_.defined()) Raise(kValueError, "the cache has a prefix cache below its pages already");
   const LayerStorage& storage = step_->storage();

@@ -39,7 +39,7 @@ Step::Step(const LayerStorage& storage, SequenceTable* table, PageCopier* copier
       plan_(table, storage.config().prefill_chunk_size),
       workspaces_(storage),
       scratch_(storage.device(), storage.counter()),
-      arrays_(storage.config(), *table, plan_, storage.counter()),
+      arrays_(storage.config(), *table, plan_, storage.NumTaps(), storage.counter()),
       past_(storage.config(), *table, plan_, storage.counter()),
       last_append_(storage.layers().size(), 0) {
   const bool is_host = storage.device().device_type == kDLCPU;
@@ -90,6 +90,7 @@ void Step::CountPagesRead() {
   const PlanArrays plan_arrays(plan_);
   step_pages_read_ = PagesRead();
   for (int32_t g = 0; g < storage_.num_groups(); ++g) {
+    if (!storage_.groups()[g].shape.is_attention()) continue;
     const int64_t num_own = arrays_.num_page_ids(g);
     step_pages_read_.with_sharing += num_own + plan_arrays.NumSegmentPages(g);
     step_pages_read_.without_sharing += num_own + plan_arrays.NumSharedPages(g);

@@ -7,30 +7,33 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace pagedkv {
 
 StepArrays::StepArrays(const CacheConfig& config, const SequenceTable& table,
-                       const ForwardPlan& plan, const ByteCounter& counter)
+                       const ForwardPlan& plan, std::vector<int64_t> num_taps,
+                       const ByteCounter& counter)
     : table_(table),
       plan_(plan),
       plan_arrays_(plan),
       num_groups_(table.num_groups()),
+      num_taps_(std::move(num_taps)),
       is_inline_(config.rope_mode == RopeMode::kInline),
       is_host_(config.device.device_type == kDLCPU),
-      sizes_(InitialSizes(config, table)),
+      sizes_(InitialSizes(config)),
       room_(sizes_),
       arrays_(config.has_merged_aux, config.device, sizes_, counter, {{2}}) {
   static_assert(kTreeOrder == 0, "the shape of its rows, {2}, is given for the first array");
 }
 
-std::vector<int64_t> StepArrays::InitialSizes(const CacheConfig& config,
-                                              const SequenceTable& table) {
+std::vector<int64_t> StepArrays::InitialSizes(const CacheConfig& config) const {
+  const SequenceTable& table = table_;
   // Enough for every step of sequences that share no pages, with trees of one round.
   // KVCacheConfig.memory_bytes computes the same.
   const int64_t num_rows = config.prefill_chunk_size;
   const int64_t num_sequences = std::min(config.max_num_sequences, num_rows);
-  std::vector<int64_t> sizes(kNumCommonArrays + table.num_groups() * kNumGroupArrays);
+  std::vector<int64_t> sizes(SegmentIndex(0, SegmentArray{}));
   sizes[kTreeOrder] = num_rows;
   sizes[kTreeOrderIndptr] = num_sequences + 1;
   sizes[kQueryIndptr] = num_sequences + 1;
@@ -44,6 +47,16 @@ std::vector<int64_t> StepArrays::InitialSizes(const CacheConfig& config,
     sizes[Index(g, kLengths)] = (has_windows ? 4 : 1) * num_sequences;
     sizes[Index(g, kFirstPositions)] = num_sequences;
     sizes[Index(g, kSlots)] = num_rows;
+    if (num_taps_[g] > 0) sizes[TapIndex(g)] = num_rows * num_taps_[g];
+  }
+  for (int32_t s = 0; s < table.num_state_groups(); ++s) {
+    const int64_t num_kept = num_rows / table.geometry().state_group(s).interval;
+    sizes[StateIndex(s, StateArray::kSegmentIndptr)] = num_sequences + 1;
+    sizes[StateIndex(s, StateArray::kRowIndptr)] = num_sequences + num_kept + 1;
+    sizes[StateIndex(s, StateArray::kSlots)] = num_rows;
+    sizes[StateIndex(s, StateArray::kRows)] = num_rows;
+    sizes[StateIndex(s, StateArray::kReadPages)] = num_sequences + num_kept;
+    sizes[StateIndex(s, StateArray::kWritePages)] = num_sequences + num_kept;
   }
   return sizes;
 }
@@ -113,6 +126,17 @@ void StepArrays::SetSizes() {
     sizes_[Index(g, kLengths)] = plan_arrays_.NumLengthRows(g) * num_sequences;
     sizes_[Index(g, kFirstPositions)] = num_sequences;
     sizes_[Index(g, kSlots)] = plan_.num_rows();
+    if (num_taps_[g] > 0) sizes_[TapIndex(g)] = plan_.num_rows() * num_taps_[g];
+  }
+  for (int32_t s = 0; s < table_.num_state_groups(); ++s) {
+    const int64_t num_segments = plan_arrays_.NumStateSegments(s);
+    const int64_t num_rows = plan_arrays_.NumStateRows(s);
+    sizes_[StateIndex(s, StateArray::kSegmentIndptr)] = num_sequences + 1;
+    sizes_[StateIndex(s, StateArray::kRowIndptr)] = num_segments + 1;
+    sizes_[StateIndex(s, StateArray::kSlots)] = num_rows;
+    sizes_[StateIndex(s, StateArray::kRows)] = num_rows;
+    sizes_[StateIndex(s, StateArray::kReadPages)] = num_segments;
+    sizes_[StateIndex(s, StateArray::kWritePages)] = num_segments;
   }
 }
 
@@ -162,6 +186,13 @@ void StepArrays::Write() {
     } else {
       plan_arrays_.FillSlots(g, host(kSlots));
     }
+    if (num_taps_[g] > 0) plan_arrays_.FillTaps(g, num_taps_[g], arrays_.host(TapIndex(g)));
+  }
+  for (int32_t s = 0; s < table_.num_state_groups(); ++s) {
+    auto host = [&](StateArray array) { return arrays_.host(StateIndex(s, array)); };
+    plan_arrays_.FillStates(s, {host(StateArray::kSegmentIndptr), host(StateArray::kRowIndptr),
+                                host(StateArray::kSlots), host(StateArray::kRows),
+                                host(StateArray::kReadPages), host(StateArray::kWritePages)});
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include <tvm/ffi/container/tensor.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -24,10 +25,22 @@
 
 namespace pagedkv {
 
+/*! \brief The arrays of PlanArrays::StateArrays. */
+enum class StateArray {
+  kSegmentIndptr,
+  kRowIndptr,
+  kSlots,
+  kRows,
+  kReadPages,
+  kWritePages,
+  kNumArrays
+};
+
 class StepArrays {
  public:
+  /*! \param num_taps Of each group, see LayerStorage::NumTaps. */
   StepArrays(const CacheConfig& config, const SequenceTable& table, const ForwardPlan& plan,
-             const ByteCounter& counter);
+             std::vector<int64_t> num_taps, const ByteCounter& counter);
 
   /*!
    * \brief Lays the arrays out for the plan's step, writes them and copies them to the device.
@@ -55,6 +68,14 @@ class StepArrays {
   const ffi::Tensor& tree_order() const { return common(kTreeOrder); }
   /*! \brief The slot of every row, [T]. */
   const ffi::Tensor& slots(int32_t group) const { return view(group, kSlots); }
+  /*! \brief The slots of the rows before each row, see PlanArrays::FillTaps, [T, num_taps]. */
+  ffi::Tensor taps(int32_t group) const {
+    return arrays_.Matrix(TapIndex(group), plan_.num_rows(), num_taps_[group]);
+  }
+  /*! \brief See PlanArrays::StateArrays. */
+  const ffi::Tensor& states(int32_t state_group, StateArray array) const {
+    return arrays_.view(StateIndex(state_group, array));
+  }
   /*! \brief The offset from a slot of the page table to its position, [B]. */
   const ffi::Tensor& first_positions(int32_t group) const { return view(group, kFirstPositions); }
   PageTable page_table(int32_t group) const;
@@ -80,13 +101,24 @@ class StepArrays {
   };
   enum GroupArray { kPageIndptr, kPageIds, kLengths, kFirstPositions, kSlots, kNumGroupArrays };
 
-  static std::vector<int64_t> InitialSizes(const CacheConfig& config, const SequenceTable& table);
+  std::vector<int64_t> InitialSizes(const CacheConfig& config) const;
   static size_t Index(int32_t group, GroupArray array) {
     return kNumCommonArrays + group * kNumGroupArrays + array;
   }
+  size_t StateIndex(int32_t state_group, StateArray array) const {
+    constexpr auto kNumArrays = static_cast<int32_t>(StateArray::kNumArrays);
+    return Index(num_groups_, GroupArray{}) + state_group * kNumArrays + static_cast<size_t>(array);
+  }
+  /*! \brief Of a group with taps; with num_groups_, the index behind all taps. */
+  size_t TapIndex(int32_t group) const {
+    const auto end = num_taps_.begin() + group;
+    const auto num_before =
+        std::count_if(num_taps_.begin(), end, [](int64_t num_taps) { return num_taps > 0; });
+    return StateIndex(table_.num_state_groups(), StateArray{}) + static_cast<size_t>(num_before);
+  }
   size_t SegmentIndex(int32_t group, SegmentArray array) const {
     constexpr auto kNumArrays = static_cast<int32_t>(SegmentArray::kNumArrays);
-    return Index(num_groups_, GroupArray{}) + group * kNumArrays + static_cast<size_t>(array);
+    return TapIndex(num_groups_) + group * kNumArrays + static_cast<size_t>(array);
   }
   const ffi::Tensor& common(CommonArray array) const { return arrays_.view(array); }
   const ffi::Tensor& view(int32_t group, GroupArray array) const {
@@ -103,7 +135,8 @@ class StepArrays {
   const ForwardPlan& plan_;
   PlanArrays plan_arrays_;
   int32_t num_groups_;
-  bool is_inline_;  // rope_mode
+  std::vector<int64_t> num_taps_;  // [group]
+  bool is_inline_;                 // rope_mode
   bool is_host_;
   std::vector<int64_t> sizes_;  // rows of each array
   std::vector<int64_t> room_;   // rows that each may have in this layout

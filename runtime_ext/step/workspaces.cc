@@ -18,7 +18,7 @@ Workspaces::Workspaces(const LayerStorage& storage) : storage_(storage) {
                        StepView(config.dtype, {layer.num_kv_heads, layer.qk_head_dim}),
                        StepView(config.dtype, {layer.num_kv_heads, layer.v_head_dim}),
                        StepView(kFloat32, {layer.num_qo_heads})});
-    if (layer.is_mla()) continue;
+    if (!layer.is_mha()) continue;
     q_width = std::max(q_width, layer.num_qo_heads * layer.qk_head_dim);
     kv_width = std::max(kv_width, layer.num_kv_heads * layer.qk_head_dim);
     num_qo_heads = std::max(num_qo_heads, layer.num_qo_heads);
@@ -38,7 +38,7 @@ Workspaces::Workspaces(const LayerStorage& storage) : storage_(storage) {
 
 void Workspaces::SetNumRows(int64_t num_rows) {
   for (int32_t g = 0; g < storage_.num_groups(); ++g) {
-    if (storage_.groups()[g].shape.is_mla()) continue;
+    if (!storage_.groups()[g].shape.is_mha()) continue;
     groups_[g].q.Set(q_, 0, num_rows);
     groups_[g].k.Set(k_, 0, num_rows);
     groups_[g].v.Set(v_, 0, num_rows);

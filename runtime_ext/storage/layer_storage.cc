@@ -30,8 +30,16 @@ LayerStorage::LayerStorage(const CacheConfig& config)
                     g,
                     &config.kernel_sets[layer.kernel_set],
                     LayoutOf(layer),
-                    AllocatePages(layer, offset)};
+                    AllocatePages(layer, offset),
+                    {}};
       offset += PoolBytes(layer);
+    }
+  }
+  const std::vector<StateGroup> state_groups = StateGroups();
+  for (size_t s = 0; s < state_groups.size(); ++s) {
+    for (int64_t i : groups_[state_groups[s].ingredients].layers) {
+      layers_[i].state_group = static_cast<int32_t>(s);
+      AllocateStates(&layers_[i]);
     }
   }
   num_bytes_ = *counter_;
@@ -55,7 +63,13 @@ void LayerStorage::RequireMemory() const {
     const LayerConfig& shape = group.shape;
     const auto page_bytes = static_cast<double>(LayoutOf(shape).page_bytes);
     const double num_pages = static_cast<double>(config_.NumPages(shape));
-    num_bytes += num_pages * (kStateBytes + page_bytes * static_cast<double>(group.layers.size()));
+    const auto num_layers = static_cast<double>(group.layers.size());
+    num_bytes += num_pages * (kStateBytes + page_bytes * num_layers);
+    if (!shape.recurrent) continue;
+    const RecurrentShape& state = *shape.recurrent;
+    num_bytes += num_layers * static_cast<double>(ItemSize(kFloat32)) *
+                 static_cast<double>(state.num_states * state.num_heads) *
+                 static_cast<double>(state.key_dim * state.value_dim);
   }
   RequireHostMemory(num_bytes);
 }
@@ -80,7 +94,7 @@ ffi::Tensor LayerStorage::AllocatePages(const LayerConfig& layer, int64_t shared
   if (layer.codec) {
     shape.push_back(layer.codec->page_bytes);
   } else {
-    if (!layer.is_mla()) shape.insert(shape.end(), {2, layer.num_kv_heads});
+    if (layer.is_mha()) shape.insert(shape.end(), {2, layer.num_kv_heads});
     shape.insert(shape.end(), {config_.page_size, layer.qk_head_dim});
   }
   if (shared_pages_ == nullptr) {
@@ -89,14 +103,46 @@ ffi::Tensor LayerStorage::AllocatePages(const LayerConfig& layer, int64_t shared
   return TensorIn(shared_pages_, shared_offset, ffi::Shape(shape), layer.page_dtype, counter_);
 }
 
-const StoredLayer& LayerStorage::At(int64_t layer_id) const {
+void LayerStorage::AllocateStates(StoredLayer* layer) const {
+  const RecurrentShape& shape = *layer->config.recurrent;
+  layer->states =
+      AllocateTensor({shape.num_states, shape.num_heads, shape.key_dim, shape.value_dim}, kFloat32,
+                     config_.device, counter_);
+}
+
+int64_t LayerStorage::PartAt(int64_t layer_id, int64_t LayerParts::* part) const {
   config_.stage.RequireOwn(layer_id);
-  const int64_t index = config_.layer_index[layer_id - config_.stage.begin()];
-  if (index < 0) {
-    Raise(kValueError, "layer ", layer_id,
-          " is a linear attention layer: it keeps no K and V here");
+  return config_.layer_parts[layer_id - config_.stage.begin()].*part;
+}
+
+const StoredLayer& LayerStorage::At(int64_t layer_id) const {
+  const int64_t index = PartAt(layer_id, &LayerParts::attention);
+  if (index >= 0) return layers_[index];
+  if (PartAt(layer_id, &LayerParts::recurrent) >= 0) {
+    Raise(kValueError, "layer ", layer_id, " is a recurrent layer: it keeps no K and V");
   }
+  if (PartAt(layer_id, &LayerParts::conv) >= 0) {
+    Raise(kValueError, "layer ", layer_id, " is a short convolution: it keeps no K and V");
+  }
+  Raise(kValueError, "layer ", layer_id, " is a linear attention layer: it keeps no K and V here");
+}
+
+const StoredLayer& LayerStorage::Recurrent(int64_t layer_id) const {
+  const int64_t index = PartAt(layer_id, &LayerParts::recurrent);
+  if (index < 0) Raise(kValueError, "layer ", layer_id, " is no recurrent layer");
   return layers_[index];
+}
+
+const StoredLayer& LayerStorage::Conv(int64_t layer_id) const {
+  const int64_t index = PartAt(layer_id, &LayerParts::conv);
+  if (index < 0) Raise(kValueError, "layer ", layer_id, " has no short convolution");
+  return layers_[index];
+}
+
+void LayerStorage::RequireNoRecurrentLayers(const char* what) const {
+  if (!config_.has_recurrent_layers()) return;
+  Raise(kValueError, what, " is not possible yet in a cache with recurrent layers or short ",
+        "convolutions: what these keep would not be part of it");
 }
 
 std::vector<int32_t> LayerStorage::NumPages() const {
@@ -111,6 +157,33 @@ std::vector<int64_t> LayerStorage::Windows() const {
   std::vector<int64_t> windows;
   for (const LayerGroup& group : groups_) windows.push_back(group.shape.window);
   return windows;
+}
+
+std::vector<StateGroup> LayerStorage::StateGroups() const {
+  std::vector<StateGroup> state_groups;
+  for (int32_t g = 0; g < num_groups(); ++g) {
+    const LayerConfig& shape = groups_[g].shape;
+    if (shape.recurrent) state_groups.push_back({g, shape.recurrent->interval});
+  }
+  return state_groups;
+}
+
+std::vector<int32_t> LayerStorage::NumStates() const {
+  std::vector<int32_t> num_states;
+  for (const StateGroup& group : StateGroups()) {
+    const LayerConfig& shape = groups_[group.ingredients].shape;
+    num_states.push_back(static_cast<int32_t>(shape.recurrent->num_states));
+  }
+  return num_states;
+}
+
+std::vector<int64_t> LayerStorage::NumTaps() const {
+  std::vector<int64_t> num_taps;
+  for (const LayerGroup& group : groups_) {
+    const bool is_conv = group.shape.kind == LayerKind::kConv;
+    num_taps.push_back(is_conv ? group.shape.window - 1 : 0);
+  }
+  return num_taps;
 }
 
 ffi::Shape LayerStorage::SharedPages() const {

@@ -17,6 +17,7 @@
 #include "config/kernels.h"
 #include "device/device_memory.h"
 #include "device/shared_memory.h"
+#include "state/sequences/page_geometry.h"
 #include "storage/slot_layout.h"
 
 namespace pagedkv {
@@ -34,7 +35,9 @@ struct StoredLayer {
   int32_t group;
   const KernelSet* kernels;
   SlotLayout layout;
-  ffi::Tensor pages;  // see SlotLayout; uint8 [num_pages, page_bytes] of quantized ones
+  ffi::Tensor pages;   // see SlotLayout; uint8 [num_pages, page_bytes] of quantized ones
+  ffi::Tensor states;  // of a recurrent layer: float32 [num_states, heads, key_dim, value_dim]
+  int32_t state_group = -1;
 };
 
 class LayerStorage {
@@ -58,15 +61,27 @@ class LayerStorage {
    * \throws Error (IndexError, ValueError) when this cache keeps no K and V of such a layer.
    */
   const StoredLayer& At(int64_t layer_id) const;
+  // The same for what recurrent layers and short convolutions keep.
+  const StoredLayer& Recurrent(int64_t layer_id) const;
+  const StoredLayer& Conv(int64_t layer_id) const;
   void CheckLayer(int64_t layer_id) const { At(layer_id); }
+  void CheckRecurrent(int64_t layer_id) const { Recurrent(layer_id); }
+  void CheckConv(int64_t layer_id) const { Conv(layer_id); }
 
   /*! \brief Type of a layer's rows outside of its pages: quantized ones are read as in a step. */
   DLDataType RowDtype(const LayerConfig& layer) const {
     return layer.codec ? config_.dtype : layer.page_dtype;
   }
 
+  /*! \throws Error (ValueError) when layers keep states, which this cannot handle yet. */
+  void RequireNoRecurrentLayers(const char* what) const;
+
   std::vector<int32_t> NumPages() const;  // [group]
   std::vector<int64_t> Windows() const;   // [group], 0 for none
+  std::vector<StateGroup> StateGroups() const;
+  std::vector<int32_t> NumStates() const;  // [state group]
+  /*! \brief Rows that a short convolution sees before a row; 0 in groups of other layers. */
+  std::vector<int64_t> NumTaps() const;  // [group]
 
   /*! \brief Counts what the whole cache has allocated on its device. */
   const ByteCounter& counter() const { return counter_; }
@@ -80,6 +95,8 @@ class LayerStorage {
 
  private:
   void MakeGroups();
+  int64_t PartAt(int64_t layer_id, int64_t LayerParts::* part) const;
+  void AllocateStates(StoredLayer* layer) const;
   void RequireMemory() const;
   SlotLayout LayoutOf(const LayerConfig& layer) const;
   int64_t PoolBytes(const LayerConfig& layer) const;

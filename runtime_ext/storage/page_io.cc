@@ -85,6 +85,18 @@ void WritePages(const StoredLayer& layer, const std::vector<int64_t>& pages,
   FinishCopy(device, data, stream);
 }
 
+int64_t BytesOfState(const ffi::Tensor& states) {
+  const auto num_bytes = static_cast<int64_t>(ffi::GetDataSize(*states.GetDLTensorPtr()));
+  return num_bytes / states.size(0);
+}
+
+void PoisonState(const ffi::Tensor& states, int64_t page) {
+  const int64_t num_bytes = BytesOfState(states);
+  const ffi::Tensor ones = HostBytes(num_bytes, '\xff');
+  CopyBytes(ones, 0, states, page * num_bytes, num_bytes, CurrentStream(states.device()));
+  FinishCopy(states.device(), ones, CurrentStream(states.device()));
+}
+
 void PoisonSlots(const StoredLayer& layer, const std::vector<bool>& is_held) {
   const SlotLayout& layout = layer.layout;
   const int64_t page_size = layout.page_size;

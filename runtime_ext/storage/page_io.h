@@ -28,6 +28,9 @@ void ReadPages(const StoredLayer& layer, const std::vector<int64_t>& pages,
 void WritePages(const StoredLayer& layer, const std::vector<int64_t>& pages,
                 const ffi::Tensor& data);
 
+int64_t BytesOfState(const ffi::Tensor& states);
+/*! \brief Fills the page of states with NaN, on the current stream. */
+void PoisonState(const ffi::Tensor& states, int64_t page);
 /*! \brief Writes NaN to every slot of the pool for which is_held[slot] is false. */
 void PoisonSlots(const StoredLayer& layer, const std::vector<bool>& is_held);
 

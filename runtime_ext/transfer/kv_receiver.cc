@@ -27,6 +27,7 @@ std::vector<int64_t> EncodeSlotMap(const std::vector<SlotRuns>& groups) {
 
 ffi::Shape KVReceiver::Prepare(int64_t sequence_id, int64_t append_length) {
   step_->phase().RequireIdle("prepare_recv");
+  step_->storage().RequireNoRecurrentLayers("a transfer");
   Sequence& sequence = table_->At(sequence_id);
   if (sequence.send) {
     Raise(kValueError, "sequence ", sequence_id, " is being sent; it cannot receive as well");

@@ -94,6 +94,7 @@ void KVSender::RequireMaySend(const Sequence& sequence) const {
 
 void KVSender::MarkSend(int64_t sequence_id, int64_t begin, IntSpan position_map, int64_t peer) {
   step_->phase().RequireIdle("mark_send");
+  step_->storage().RequireNoRecurrentLayers("a transfer");
   Sequence& sequence = table_->At(sequence_id);
   const std::vector<int64_t>& num_slots = PeerAt(peer).num_slots;
   RequireMaySend(sequence);

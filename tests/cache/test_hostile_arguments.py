@@ -64,13 +64,15 @@ OTHERS = {
     *(f"{CACHE}{name}" for name in ("view", "window_override", "window_override_with_sinks")),
     OWN + "use_stock_runtime", OWN + "use_pagedkv_runtime", OWN + "library",
 }  # fmt: skip
-# Their arguments have no cache: test_hostile_creation.py, test_transfer_messages.py,
+# Their arguments have no cache, or one with recurrent layers: test_recurrent_cache.py,
+# test_hostile_creation.py, test_transfer_messages.py,
 # test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py, test_other_machines.py,
 # test_cuda_scratch.py.
 WITHOUT_CACHE = {
     *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions", OWN + "checksum",
     OWN + "load_bundle", OWN + "choose_bundle_target", OWN + "cpu_features", OWN + "require_cpu",
     *(f"{OWN}tier_{name}" for name in ("next_job", "finish_job", "wait", "flush")),
+    OWN + "conv", OWN + "recurrent", OWN + "check_conv", OWN + "check_recurrent",
     OWN + "tier_close", OWN + "tier_memory", OWN + "borrow_scratch", OWN + "return_scratch",
 }  # fmt: skip
 

@@ -203,7 +203,7 @@ def test_capacities_do_not_matter(cache_dir):
 
 def test_unknown_kernel_is_named():
     with pytest.raises(ValueError, match="no kernel 'mergee'; there are .*merge"):
-        tir_kernels.build_kernel("mergee", None)
+        tir_kernels.build_kernel("mergee", tir_kernels.KernelSpec(4, 2, 64, 64))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])

@@ -105,12 +105,50 @@ def test_a_bundle_says_it_in_json():
         read_config(described)
 
 
-@pytest.mark.parametrize("layer", [RECURRENT, pkv.LayerSpec("conv", conv=CONV)], ids=["r", "c"])
-def test_no_cache_has_states_yet(layer):
-    config = config_of(pkv.LayerSpec(), layer)
-    for call in (config.memory_bytes, lambda: pkv.create(config), lambda: pkv.build(config)):
-        with pytest.raises(NotImplementedError, match=f"layer 1 is of kind '{layer.kind}', which"):
-            call()
+def test_checkpoints_are_as_far_apart_as_ingredients_have_the_bytes_of_the_states():
+    """2 MiB of states are as much as the ingredients of 167 tokens, of 12544 bytes each."""
+    large = pkv.RecurrentConfig("gated_delta", 32, 16, 128, 128)
+    assert large.state_bytes == 2 << 20
+    assert large.row_bytes("bfloat16") == 2 * (2048 + 4096) + 4 * (32 + 32)
+    assert large.interval("bfloat16", page_size=16) == 128
+    assert large.interval("bfloat16", page_size=256) == 256
+    assert replace(large, checkpoint_tokens=64).interval("bfloat16", page_size=16) == 64
+
+
+@pytest.mark.parametrize("rule", RECURRENT_RULES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_ingredients_are_those_of_the_kernels(rule, dtype):
+    sizes = (6, 2, 20, 12)
+    spec = RecurrentSpec(rule, *sizes, dtype=dtype)
+    itemsize = 4 if dtype == "float32" else 2
+    assert pkv.RecurrentConfig(rule, *sizes).row_bytes(dtype) == spec.row_width * itemsize
+
+
+def test_pages_follow_the_history():
+    """Ingredients of a sequence reach back to a checkpoint, and further for the history."""
+    layers = [
+        pkv.LayerSpec("recurrent", recurrent=replace(STATE, checkpoint_tokens=64, **history))
+        for history in ({}, {"history_tokens": 0}, {"history_tokens": 320})
+    ]
+    config = config_of(*layers, max_total_tokens=65536, max_num_sequences=2).resolved()
+    everything, least, some = (config.num_ingredient_pages_of(layer) for layer in config.layers)
+    assert everything == config.num_pages
+    assert some - least == 320 // config.page_size
+    assert least >= 2 * (64 + 16) // config.page_size
+
+
+@pytest.mark.parametrize("option", ["sliding_window", "enable_kv_transfer"])
+def test_what_recurrent_layers_cannot_yet_do_is_refused(option):
+    with pytest.raises(ValueError, match=f"{option} is not possible yet with recurrent layers"):
+        config_of(RECURRENT, **{option: True})
+
+
+def test_checkpoints_are_at_page_boundaries():
+    layer = pkv.LayerSpec("recurrent", recurrent=replace(STATE, checkpoint_tokens=8))
+    with pytest.raises(ValueError, match="must be a multiple of page_size"):
+        config_of(layer)
+    with pytest.raises(ValueError, match="must be a power of two, got 96"):
+        replace(STATE, checkpoint_tokens=96)
 
 
 def test_kernels_know_the_same_rules():

@@ -16,7 +16,6 @@ from ..support.recurrent_moves import (
     check_compact_copy,
     check_copy_pages,
     check_copy_single_page,
-    check_copy_states,
     check_debug_get_rows,
 )
 
@@ -56,13 +55,6 @@ def test_copies_of_rows(spec, seed):
     check_debug_get_rows(spec, 17, seed)
 
 
-@parametrize_seed
-@parametrize_specs
-def test_copy_states(spec, seed):
-    for num_copies in (0, 1, 3):
-        check_copy_states(spec, num_copies, seed)
-
-
 def test_rows_of_thousands_of_elements():
     """Enough bytes for several threads, too."""
     check_append(WIDE, 60, 0)
@@ -76,7 +68,6 @@ def test_other_cpus(cpu):
     spec = make_spec("kda", "3-heads-24x8", BF16, 4, cpu)
     check_append(spec, 9, 0, cpu)
     check_copy_pages(spec, 3, 0, cpu)
-    check_copy_states(spec, 2, 0, cpu)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -94,7 +85,7 @@ def test_rows_of_ingredients(rule):
 
 def test_a_set_has_all_kernels():
     spec = RecurrentSpec("gated_delta", 2, 1, 8, 8)
-    names = ["recurrent_append", "recurrent_scan", "copy_states", "copy_pages"]
+    names = ["recurrent_append", "recurrent_scan", "copy_pages"]
     names += ["copy_single_page", "compact_copy", "debug_get_kv_mla"]
     assert kernel_names(spec) == names == list(recurrent_kernels(spec))
     with pytest.raises(ValueError, match="no kernel 'decode'; there are recurrent_append, "):

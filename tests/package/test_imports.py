@@ -149,6 +149,7 @@ def test_a_wrong_import_is_found(file, statement, message):
 # and loads, `build` chooses kernels, `cuda` and `lowering` compile them, `disk_cache` keeps them.
 COMPILER = (
     *("cache_folder", "codec_cost", "cpu_classes", "progress", "targets"),
+    "recurrent_specs",
     *("disk_cache", "lowering", "cuda", "build", "create", "__init__"),
 )
 CUDA = ("library", "rewrite", "runtime", "source", "families", "build", "objects", "__init__")

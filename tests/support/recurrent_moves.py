@@ -13,7 +13,7 @@ from tir_kernels.recurrent_spec import RecurrentSpec
 
 from .. import reference
 from .attention_cases import compiled, tensors_for
-from .recurrent_cases import Tokens, empty_pages, page_shift, random_slots, states_of
+from .recurrent_cases import Tokens, empty_pages, page_shift, random_slots
 
 
 def random_pages(spec: RecurrentSpec | ConvSpec, num_pages: int, rng) -> np.ndarray:
@@ -82,14 +82,3 @@ def check_debug_get_rows(spec: RecurrentSpec | ConvSpec, num_rows: int, seed: in
     compiled("debug_get_kv_mla", spec)(place(pages), place(slots), found, 1)
     expected[1] = pages.reshape(-1, pages.shape[-1])[slots]
     reference.assert_same_bits(found.numpy(), expected)
-
-
-def check_copy_states(spec: RecurrentSpec, num_copies: int, seed: int, cpu: str = "native") -> None:
-    place, rng = tensors_for(spec), np.random.default_rng(seed)
-    states = states_of(spec, 2 * num_copies + 2, rng)
-    copies = rng.permutation(len(states))[: 2 * num_copies].reshape(2, -1).astype(np.int32)
-    copies[0, 1::2] = copies[0, :1]  # a state may be copied several times
-    actual = place(states)
-    compiled("copy_states", spec, cpu)(actual, place(copies))
-    states[copies[1]] = states[copies[0]]
-    reference.assert_same_bits(actual.numpy(), states)

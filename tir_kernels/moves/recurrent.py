@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves of what recurrent layers keep: ingredients of tokens to their slots, and whole states."""
+"""The move of what recurrent layers keep of tokens, their ingredients, to pages."""
 
 from tvm.script import tirx as T
 
@@ -12,8 +12,6 @@ from ..signatures.arrays import match_int32, row_matcher
 from ..spec import ITEMSIZE
 from ..targets import components_of
 from ..vectors import F32
-
-_ROWS_OF_ITEM = 16  # of a state, which a worker copies
 
 
 def recurrent_append(spec: RecurrentSpec):
@@ -71,34 +69,3 @@ def recurrent_append(spec: RecurrentSpec):
                         beta_rows.copy((row,), (page, offset))
 
     return recurrent_append
-
-
-def copy_states(spec: RecurrentSpec):
-    """Build the kernel that copies states to other pages.
-
-    Arguments: states float32 ``[P, num_heads, key_dim, value_dim]``, copies int32 ``[2, n]``: of
-    each copy the source page and the destination page. They are made in any order, so none writes
-    what another one reads or writes.
-    """
-    rows, num_heads, key_dim, value_dim = spec.rows, *spec.state_shape
-    c, match_states = components_of(rows), row_matcher(rows, F32)
-    parts = -(-key_dim // _ROWS_OF_ITEM)  # of a head
-    part_bytes = 8 * _ROWS_OF_ITEM * value_dim
-
-    @prim_func
-    def copy_states(var_states: T.handle, var_copies: T.handle):
-        T.func_attr(attributes(rows))
-        num_pages, n = T.int32(), T.int64()
-        states = match_states(var_states, num_pages, *spec.state_shape)
-        copies = match_int32(var_copies, 2, n)
-        worker = c.Worker(rows)
-        state_rows = c.RowCopy(worker, states, states)
-        for item in worker.items(n * (num_heads * parts), part_bytes):
-            copy: T.int32 = T.truncdiv(item, num_heads * parts)
-            head: T.int32 = T.truncmod(T.truncdiv(item, parts), num_heads)
-            first: T.int32 = T.truncmod(item, parts) * _ROWS_OF_ITEM
-            source, destination = copies[0, copy], copies[1, copy]
-            for d in state_rows.rows(T.min(_ROWS_OF_ITEM, key_dim - first)):
-                state_rows.copy((source, head, first + d), (destination, head, first + d))
-
-    return copy_states

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from .._functions import STATE, as_int, global_function
 from ..stores import close_worker
-from .attention import CacheAttention
 from .page_map import PageMap
 from .prefix_lookup import as_salt, as_tokens, locate_prefix
+from .recurrence import CacheRecurrence
 from .tiers import tier_of
 
 
-class CachePrefix(CacheAttention):
+class CachePrefix(CacheRecurrence):
     """The methods of `KVCache` that take token ids."""
 
     __slots__ = ()

@@ -33,6 +33,27 @@ class GroupStats(TypedDict):
     """Used pages with more than one owner."""
 
 
+class StateGroupStats(TypedDict):
+    """Counters of one state group: the recurrent layers that share pages of states.
+
+    A page has the states of all heads of a layer at one position.
+    """
+
+    num_layers: int
+    interval: int
+    """Positions from one kept state to the next."""
+    ingredient_group: int
+    """The layer group with the ingredients of these layers."""
+    page_bytes: int
+    """Bytes of a page of one layer."""
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_reclaimed_pages: int
+    num_used_pages: int
+    num_shared_pages: int
+
+
 class PrefixTierStats(TypedDict):
     """Counters of the tiers below the pages; a page counts once per layer group.
 
@@ -100,6 +121,7 @@ class CacheStats(_TieredStats):
     num_used_pages: int
     num_shared_pages: int
     groups: list[GroupStats]
+    state_groups: list[StateGroupStats]
     num_sequences: int
     num_importing_sequences: int
     """Sequences that `KVCache.load` or a transfer has begun to import."""

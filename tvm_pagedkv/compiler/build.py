@@ -13,6 +13,8 @@ import tvm
 from tvm.target import Target
 
 import tir_kernels
+from tir_kernels.conv_spec import ConvSpec
+from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import KernelSpec, RopeSpec
 
 from ..config import KVCacheConfig, ResolvedConfig, ResolvedLayer
@@ -21,6 +23,7 @@ from .cuda.build import build_cuda_set, cuda_spec
 from .disk_cache import code_versions, library_file, load_library
 from .lowering import KernelObjects, kernel_symbol
 from .progress import compiling
+from .recurrent_specs import conv_spec, describe, recurrent_spec
 from .targets import is_cuda, resolve_target, vector_target
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("build.py", "lowering.py"))
@@ -34,13 +37,14 @@ class KernelSets:
     ----------
     sets : tuple of mappings
         Kernel name -> function.
-    layer_sets : tuple of int
-        Index of each layer's set; 0 for a layer that needs no kernels.
+    layer_sets, conv_sets : tuple of int
+        Index of the set of each layer, and of its short convolution; 0 where it needs no kernels.
     target : tvm.target.Target
     """
 
     sets: tuple[Mapping[str, tvm.ffi.Function], ...]
     layer_sets: tuple[int, ...]
+    conv_sets: tuple[int, ...]
     target: Target
 
     @property
@@ -116,6 +120,7 @@ def load_libraries(built: KernelLibraries) -> KernelSets:
     return KernelSets(
         sets=tuple(_load(symbols, file, built.target) for symbols, file in built.libraries),
         layer_sets=built.layer_sets,
+        conv_sets=built.conv_sets,
         target=built.target,
     )
 
@@ -126,6 +131,7 @@ class KernelLibraries:
 
     libraries: tuple[tuple[Mapping[str, str], Path], ...]
     layer_sets: tuple[int, ...]
+    conv_sets: tuple[int, ...]
     target: Target
 
 
@@ -145,38 +151,59 @@ def build_libraries(
         raise ValueError(f'archs are for target "cuda", got target {target!r}')
     cpu = resolve_target(None if on_gpu else target)
     resolved = config.resolved()
-    resolved.refuse_states()
-    layer_specs = [
-        kernel_spec(resolved, layer, cpu) if layer.keeps_kv else None for layer in resolved.layers
-    ]
-    if on_gpu:
-        layer_specs = [spec and cuda_spec(spec) for spec in layer_specs]
-    specs = [spec for spec in dict.fromkeys(layer_specs) if spec is not None]
+    layer_specs, conv_specs = (
+        [None if spec is None else cuda_spec(spec) if on_gpu else spec for spec in each]
+        for each in (
+            [_layer_spec(resolved, layer, cpu) for layer in resolved.layers],
+            [conv_spec(resolved, layer, cpu) for layer in resolved.layers],
+        )
+    )
+    specs = [spec for spec in dict.fromkeys([*layer_specs, *conv_specs]) if spec is not None]
     for spec in specs:
-        warn_if_slow(spec)
+        if isinstance(spec, KernelSpec):
+            warn_if_slow(spec)
 
-    def build(spec: KernelSpec) -> tuple[Mapping[str, str], Path]:
+    def build(spec: KernelSpec | RecurrentSpec | ConvSpec) -> tuple[Mapping[str, str], Path]:
         return build_cuda_set(spec, archs, progress) if on_gpu else _build_set(spec, cpu, progress)
 
     return KernelLibraries(
         libraries=tuple(build(spec) for spec in specs),
         layer_sets=tuple(specs.index(spec) if spec else 0 for spec in layer_specs),
+        conv_sets=tuple(specs.index(spec) if spec else 0 for spec in conv_specs),
         target=Target({"kind": "cuda", "arch": "sm_80"}) if on_gpu else cpu,
     )
 
 
+def _layer_spec(
+    config: ResolvedConfig, layer: ResolvedLayer, target: Target
+) -> KernelSpec | RecurrentSpec | None:
+    """Return the spec of a layer's kernels, those of its short convolution apart."""
+    if layer.recurrent is not None:
+        return recurrent_spec(config, layer.recurrent, target)
+    return kernel_spec(config, layer, target) if layer.keeps_kv else None
+
+
 def _build_set(
-    spec: KernelSpec, target: Target, progress: Callable[[str], None] | None
+    spec: KernelSpec | RecurrentSpec | ConvSpec,
+    target: Target,
+    progress: Callable[[str], None] | None,
 ) -> tuple[Mapping[str, str], Path]:
     builders = {
         name: functools.partial(tir_kernels.build_kernel, name, spec)
         for name in tir_kernels.kernel_names(spec)
     }
-    what = (
-        f"{len(builders)} kernels: {spec.num_qo_heads}/{spec.num_kv_heads} heads of "
-        f"{spec.qk_head_dim}, {spec.dtype}, pages of {spec.page_size} {spec.kv_dtype}"
-    )
+    what = f"{len(builders)} kernels: {_describe(spec)}"
     return _library_of(builders, (what, repr(spec)), target, progress)
+
+
+def _describe(spec: KernelSpec | RecurrentSpec | ConvSpec) -> str:
+    """Return a few words about the kernels, for the log."""
+    if not isinstance(spec, KernelSpec):
+        return describe(spec)
+    return (
+        f"{spec.num_qo_heads}/{spec.num_kv_heads} heads of {spec.qk_head_dim}, {spec.dtype}, pages "
+        f"of {spec.page_size} {spec.kv_dtype}"
+    )
 
 
 def _load(symbols: Mapping[str, str], file: Path, target: Target) -> Mapping[str, tvm.ffi.Function]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import tvm
@@ -14,6 +14,7 @@ from tvm_ffi import Shape
 
 from ..cache import open_prefix_cache
 from ..config import (
+    ITEMSIZE,
     MHA_KINDS,
     ROPE_MODES,
     KVCacheConfig,
@@ -120,22 +121,10 @@ def config_map(
         "share_prefix": config.share_prefix,
         "enable_kv_transfer": config.enable_kv_transfer,
         "layers": [
-            {
-                "kind": layer.kind,
-                "window": layer.window or 0,
-                "num_qo_heads": layer.num_qo_heads,
-                "num_kv_heads": layer.num_kv_heads,
-                "qk_head_dim": layer.qk_head_dim,
-                "v_head_dim": layer.v_head_dim,
-                "rope_theta": layer.rope.theta,
-                "rope_scale": layer.rope.scale,
-                "rope_details": _rope_details(layer),
-                "kernel_set": kernel_set,
-                "kv_dtype": layer.kv_dtype,
-                **codec_map(layer, config.page_size),
-                **_original_dims(layer),
-            }
-            for layer, kernel_set in zip(config.layers, kernels.layer_sets, strict=True)
+            _layer_map(config, layer, *sets)
+            for layer, *sets in zip(
+                config.layers, kernels.layer_sets, kernels.conv_sets, strict=True
+            )
         ],
         "layer_indptr": Shape(config.layer_indptr),
         "stage": config.stage,
@@ -145,6 +134,52 @@ def config_map(
         values = np.array(factors, dtype=np.float32)
         described["rope_ext_factors"] = tvm.runtime.tensor(values, device=device)
     return described
+
+
+def _layer_map(
+    config: ResolvedConfig, layer: ResolvedLayer, kernel_set: int, conv_set: int
+) -> dict[str, Any]:
+    conv = layer.conv and {
+        "kind": "conv",
+        "channels": layer.conv.channels,
+        "width": layer.conv.width,
+        "has_bias": layer.conv.has_bias,
+        "kernel_set": conv_set,
+    }
+    if layer.kind == "conv":
+        return cast(dict, conv)
+    recurrent = layer.recurrent
+    if recurrent is not None:
+        return {
+            "kind": "recurrent",
+            "num_heads": recurrent.num_heads,
+            "num_key_heads": recurrent.num_key_heads,
+            "key_dim": recurrent.key_dim,
+            "value_dim": recurrent.value_dim,
+            "decays_by_channel": recurrent.has_channel_decay,
+            "has_beta": recurrent.has_beta,
+            "row_width": recurrent.row_bytes(config.dtype) // ITEMSIZE[config.dtype],
+            "interval": config.interval_of(layer),
+            "num_states": config.num_states_of(layer),
+            "num_pages": config.num_ingredient_pages_of(layer),
+            "kernel_set": kernel_set,
+            **({"conv": conv} if conv else {}),
+        }
+    return {
+        "kind": layer.kind,
+        "window": layer.window or 0,
+        "num_qo_heads": layer.num_qo_heads,
+        "num_kv_heads": layer.num_kv_heads,
+        "qk_head_dim": layer.qk_head_dim,
+        "v_head_dim": layer.v_head_dim,
+        "rope_theta": layer.rope.theta,
+        "rope_scale": layer.rope.scale,
+        "rope_details": _rope_details(layer),
+        "kernel_set": kernel_set,
+        "kv_dtype": layer.kv_dtype,
+        **codec_map(layer, config.page_size),
+        **_original_dims(layer),
+    }
 
 
 def codec_map(layer: ResolvedLayer, page_size: int) -> dict[str, dict[str, str | int]]:

@@ -154,6 +154,7 @@ class KVCacheConfig:
                 f"layer {index}: sliding_window is not possible with MLA layers, whose kernels "
                 "do not support it"
             )
+        self._check_recurrent_layers(layers)
         return ResolvedConfig(
             layers=layers,
             dtype=self.dtype,
@@ -170,6 +171,19 @@ class KVCacheConfig:
             layer_indptr=self._resolved_stages(),
             stage=self.stage,
         )
+
+    def _check_recurrent_layers(self, layers: Sequence[ResolvedLayer]) -> None:
+        for index, layer in enumerate(layers):
+            if layer.recurrent is None and layer.conv is None:
+                continue
+            for name in ("sliding_window", "enable_kv_transfer", "prefix_cache"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"layer {index} of kind {layer.kind!r}: {name} is not possible yet with "
+                        "recurrent layers and short convolutions"
+                    )
+            if layer.recurrent is not None:
+                layer.recurrent.interval(self.dtype, self.page_size)
 
     def _check_window_convention(self) -> None:
         includes_self = self.sliding_window_includes_self

@@ -14,7 +14,6 @@ from .resolved_layer import ResolvedLayer
 
 def memory_bytes(config: ResolvedConfig) -> int:
     """Return the bytes that a new cache allocates: `KVCacheConfig.memory_bytes`."""
-    config.refuse_states()
     bounds = list(itertools.pairwise(config.layer_indptr))
     stages = bounds if config.stage is None else bounds[config.stage : config.stage + 1]
     return max(_memory_bytes_of(config, config.layers[begin:end]) for begin, end in stages)
@@ -23,6 +22,7 @@ def memory_bytes(config: ResolvedConfig) -> int:
 def _memory_bytes_of(config: ResolvedConfig, layers: Sequence[ResolvedLayer]) -> int:
     num_rows = config.prefill_chunk_size
     page_pool = sum(config.num_pages_of(s) * s.page_bytes(config.page_size) for s in layers)
+    page_pool += sum(_recurrent_bytes(config, s) for s in layers)
 
     # Rows of Q, K and V of the widest layer, and their float32 lse. MLA layers need no workspace:
     # their kernels read and write the model's tensors.
@@ -49,5 +49,42 @@ def _memory_bytes_of(config: ResolvedConfig, layers: Sequence[ResolvedLayer]) ->
         length_rows = 4 if config.sliding_window and spec.window is None else 1
         arrays += [length_rows * num_sequences, num_sequences, num_rows]
         arrays.append(3 * num_sequences)  # page copies
+    arrays += _recurrent_arrays(config, layers)
     aux = sum(-(-size // 16) * 64 for size in arrays)  # int32, each aligned to 64 bytes
     return page_pool + workspace + aux
+
+
+def _recurrent_bytes(config: ResolvedConfig, layer: ResolvedLayer) -> int:
+    """Bytes of the states, the ingredients and the rows of a convolution that a layer keeps."""
+    num_bytes = 0
+    if layer.recurrent is not None:
+        row_bytes = layer.recurrent.row_bytes(config.dtype)
+        num_bytes += config.num_ingredient_pages_of(layer) * config.page_size * row_bytes
+        num_bytes += config.num_states_of(layer) * layer.recurrent.state_bytes
+    if layer.conv is not None:
+        row_bytes = layer.conv.channels * ITEMSIZE[config.dtype]
+        num_bytes += config.num_conv_pages_of(layer) * config.page_size * row_bytes
+    return num_bytes
+
+
+def _recurrent_arrays(config: ResolvedConfig, layers: Sequence[ResolvedLayer]) -> list[int]:
+    """Sizes of the arrays of a step for groups of recurrent layers and of convolutions."""
+    num_rows = config.prefill_chunk_size
+    num_sequences = min(config.max_num_sequences, num_rows)
+    arrays: list[int] = []
+
+    def add_group(num_pages: int, num_taps: int) -> None:
+        arrays.extend([num_sequences + 1, num_pages, num_sequences, num_sequences, num_rows])
+        arrays.extend([num_rows * num_taps, 3 * num_sequences])
+
+    recurrent = {s.recurrent: s for s in layers if s.recurrent is not None}
+    for layer in recurrent.values():
+        add_group(config.num_ingredient_pages_of(layer), 0)
+        num_segments = num_sequences + num_rows // config.interval_of(layer)
+        arrays.extend([num_sequences + 1, num_segments + 1, num_segments, num_segments])
+        arrays.extend([num_rows, num_rows])
+    convs = {(s.conv.channels, s.conv.width): s for s in layers if s.conv is not None}
+    for layer in convs.values():
+        assert layer.conv is not None
+        add_group(config.num_conv_pages_of(layer), layer.conv.width - 1)
+    return arrays

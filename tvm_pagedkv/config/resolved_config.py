@@ -33,14 +33,6 @@ class ResolvedConfig:
     layer_indptr: tuple[int, ...]
     stage: int | None
 
-    def refuse_states(self) -> None:
-        """Raise a NotImplementedError for layers with a state, which no cache keeps yet."""
-        for index, layer in enumerate(self.layers):
-            if layer.recurrent is not None or layer.conv is not None:
-                raise NotImplementedError(
-                    f"layer {index} is of kind {layer.kind!r}, which caches do not keep yet"
-                )
-
     @property
     def num_pages(self) -> int:
         """Number of pages in the pool of layers without a window."""
@@ -50,10 +42,42 @@ class ResolvedConfig:
         """Return the number of pages in the pool of `layer`: at most what it can ever need."""
         if not layer.keeps_kv:
             return 0
-        if layer.window is None:
+        return self.num_pages if layer.window is None else self._pages_of_window(layer.window)
+
+    def num_ingredient_pages_of(self, layer: ResolvedLayer) -> int:
+        """Return the number of pages for the ingredients of a recurrent layer."""
+        if layer.recurrent is None:
+            return 0
+        if layer.recurrent.history_tokens is None:
             return self.num_pages
+        pages_of_history = -(-layer.recurrent.history_tokens // self.page_size)
+        return min(
+            self.num_pages, self._pages_of_window(self.interval_of(layer)) + pages_of_history
+        )
+
+    def num_conv_pages_of(self, layer: ResolvedLayer) -> int:
+        """Return the number of pages for rows of the layer's short convolution."""
+        return 0 if layer.conv is None else self._pages_of_window(layer.conv.width)
+
+    def interval_of(self, layer: ResolvedLayer) -> int:
+        """Return the positions from one kept state of a recurrent layer to the next."""
+        assert layer.recurrent is not None
+        return layer.recurrent.interval(self.dtype, self.page_size)
+
+    def num_states_of(self, layer: ResolvedLayer) -> int:
+        """Return the number of pages for states of a recurrent layer, each for all its heads.
+
+        A sequence holds up to three between steps, and a step takes one for every interval of its
+        rows. The others keep the states of earlier text.
+        """
+        interval = self.interval_of(layer)
+        num_sequences = min(self.max_num_sequences, self.max_total_tokens)
+        in_step = min(num_sequences, self.prefill_chunk_size) + self.prefill_chunk_size // interval
+        return 3 * num_sequences + in_step + -(-self.max_total_tokens // interval)
+
+    def _pages_of_window(self, window: int) -> int:
         # Pages that a sequence keeps between steps, for any offset in a page, and pages of a step.
-        pages_kept = (layer.window - 1 + POPPABLE + self.page_size - 2) // self.page_size + 1
+        pages_kept = (window - 1 + POPPABLE + self.page_size - 2) // self.page_size + 1
         batch_size = min(self.max_num_sequences, self.prefill_chunk_size)
         pages_added = (self.prefill_chunk_size - batch_size) // self.page_size + batch_size
         return min(self.num_pages, self.max_num_sequences * pages_kept + pages_added)

@@ -6,8 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import tir_kernels
+from tir_kernels.conv_spec import ConvSpec
+from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import CudaTarget, KernelSpec
 
 from ..disk_cache import code_versions, sealed_file
@@ -18,12 +21,15 @@ from .library import ARCHS, compiler_version
 SOURCES = (Path(__file__).parent,)  # a change of any of these files makes new kernels
 
 
-def cuda_spec(spec: KernelSpec, arch: str | None = None) -> KernelSpec:
+Spec = TypeVar("Spec", bound=KernelSpec | RecurrentSpec | ConvSpec)
+
+
+def cuda_spec(spec: Spec, arch: str | None = None) -> Spec:
     """Return the spec of the same layers for a GPU.
 
     Parameters
     ----------
-    spec : KernelSpec
+    spec : KernelSpec, RecurrentSpec or ConvSpec
     arch : str, optional
         A compute capability, such as "90a"; None: the kernels that all GPUs run.
 
@@ -32,6 +38,12 @@ def cuda_spec(spec: KernelSpec, arch: str | None = None) -> KernelSpec:
     ValueError
         If K and V have codecs of their own, or one that kernels for GPUs do not know.
     """
+    if isinstance(spec, KernelSpec):
+        _check_codecs(spec)
+    return replace(spec, target=family_of(arch) if arch else CudaTarget())
+
+
+def _check_codecs(spec: KernelSpec) -> None:
     if spec.codec is not None and spec.codec.k != spec.codec.v:
         raise ValueError(
             f"kv_dtype {spec.kv_dtype!r}: kernels for GPUs know one codec for both K and V; choose "
@@ -41,11 +53,10 @@ def cuda_spec(spec: KernelSpec, arch: str | None = None) -> KernelSpec:
         raise ValueError(
             f"kv_dtype {spec.kv_dtype!r} has kernels for CPUs only; choose another codec, or a CPU"
         )
-    return replace(spec, target=family_of(arch) if arch else CudaTarget())
 
 
 def build_cuda_set(
-    spec: KernelSpec,
+    spec: KernelSpec | RecurrentSpec | ConvSpec,
     archs: Sequence[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Mapping[str, str], Path]:
@@ -53,7 +64,7 @@ def build_cuda_set(
 
     Parameters
     ----------
-    spec : KernelSpec
+    spec : KernelSpec, RecurrentSpec or ConvSpec
         A spec for a GPU, from `cuda_spec`.
     archs : sequence of str, optional
         Compute capabilities, as for `library.compile_library`; None: all of `library.ARCHS`.

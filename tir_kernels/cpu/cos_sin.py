@@ -13,24 +13,26 @@ from . import simd
 from .row_vectors import RowNumbers
 
 
+@T.meta_class
 class CosSin:
-    """A row of cosines and sines for one position, kept in two small buffers.
+    """Rows of cosines and sines, each of a position, kept in two small buffers.
 
     Parameters
     ----------
     rope : RopeSpec
     lanes : int
         float32 lanes of a vector.
+    num_rows : int
     """
 
-    def __init__(self, rope: RopeSpec, lanes: int):
+    def __init__(self, rope: RopeSpec, lanes: int, num_rows: int = 1):
         self.rope, self.half, self.lanes = rope, rope.rotary_dim // 2, lanes
         self.chunks = simd.chunks(self.half, lanes)
-        self.cos = T.alloc_buffer((self.half,), simd.F32)
-        self.sin = T.alloc_buffer((self.half,), simd.F32)
+        self.cos = T.alloc_buffer((num_rows, self.half), simd.F32)
+        self.sin = T.alloc_buffer((num_rows, self.half), simd.F32)
 
-    def fill(self, position, inv_freq: Callable | None = None) -> None:
-        """Compute the row.
+    def fill(self, position, inv_freq: Callable | None = None, row=0) -> None:
+        """Compute a row.
 
         Parameters
         ----------
@@ -53,34 +55,34 @@ class CosSin:
             for buffer, value in ((self.cos, rotation.cos), (self.sin, rotation.sin)):
                 if table.attention_factor != 1.0:
                     value = value * factor
-                simd.store(buffer, (start,), lanes, value)
+                simd.store(buffer, (row, start), lanes, value)
 
-    def rotate(self, source: Callable, sink: Callable) -> None:
-        """Rotate the leading `rotary_dim` elements of a row.
+    def rotate(self, source: Callable, sink: Callable, row=0) -> None:
+        """Rotate the leading `rotary_dim` elements of a vector by the angles of a row.
 
         Parameters
         ----------
         source : callable (dim, lanes) -> float32 vector
-            Elements ``dim .. dim + lanes - 1`` of the row.
+            Elements ``dim .. dim + lanes - 1``.
         sink : callable (dim, lanes, value)
             Takes the rotated elements. Both elements of a pair are read before either is written,
-            so source and sink may be the same row.
+            so source and sink may be the same.
         """
         for start, lanes in self.chunks:
             first = simd.temp(source(start, lanes), lanes)
             second = simd.temp(source(start + self.half, lanes), lanes)
-            first, second = self._turn(start, lanes, first, second)
+            first, second = self._turn(row, start, lanes, first, second)
             sink(start, lanes, first)
             sink(start + self.half, lanes, second)
 
     def reorder(self, numbers: RowNumbers) -> None:
-        """Bring the row into the order of chunks, for `rotate_chunk`."""
+        """Bring the only row into the order of chunks, for `rotate_chunk`."""
         for buffer in (self.cos, self.sin):
             for start, count in numbers.chunks(self.half):
                 parts = numbers.parts(start, count)
-                row = [simd.temp(simd.load(buffer, (at,), lanes), lanes) for at, lanes in parts]
+                row = [simd.temp(simd.load(buffer, (0, at), lanes), lanes) for at, lanes in parts]
                 for (at, lanes), value in zip(parts, numbers.reorder(row), strict=True):
-                    simd.store(buffer, (at,), lanes, value)
+                    simd.store(buffer, (0, at), lanes, value)
 
     def rotate_chunk(
         self, numbers: RowNumbers, start, count: int, source: tuple, sink: tuple
@@ -93,14 +95,14 @@ class CosSin:
         dims = (start, start + self.half)
         both = [numbers.load(source, (*source_row, dim), count) for dim in dims]
         turned = [
-            self._turn(at, lanes, first, second)
+            self._turn(0, at, lanes, first, second)
             for (at, lanes), first, second in zip(numbers.parts(start, count), *both, strict=True)
         ]
         for dim, vectors in zip(dims, zip(*turned, strict=True), strict=True):
             numbers.store(sink, (*sink_row, dim), count, list(vectors))
 
-    def _turn(self, start: int, lanes: int, first, second) -> tuple:
-        """The pairs of two vectors, turned by the angles from `start` on."""
-        cos = simd.temp(simd.load(self.cos, (start,), lanes), lanes)
-        sin = simd.temp(simd.load(self.sin, (start,), lanes), lanes)
+    def _turn(self, row, start: int, lanes: int, first, second) -> tuple:
+        """The pairs of two vectors, turned by the angles of a row from `start` on."""
+        cos = simd.temp(simd.load(self.cos, (row, start), lanes), lanes)
+        sin = simd.temp(simd.load(self.sin, (row, start), lanes), lanes)
         return first * cos - second * sin, second * cos + first * sin

@@ -51,7 +51,7 @@ class RotationTable(NoRotation):
         """Copy the cosines and sines of a row."""
         for i, buffer in enumerate((cos_sin.cos, cos_sin.sin)):
             for start, lanes in cos_sin.chunks:
-                store(self.values, (row, i, start), lanes, load(buffer, (start,), lanes))
+                store(self.values, (row, i, start), lanes, load(buffer, (0, start), lanes))
 
     def begin_task(self) -> None:
         """Make the row of a task that `rotate` fills."""

@@ -89,9 +89,10 @@ class Singles:
             kv.begin_span(spans, 0, spans.kv_len)
             for block in range(kv.num_blocks):
                 kv.begin_block(block)
+                products.begin_block(kv, spans.k_offset)
                 for head in range(num_heads):
                     kv.begin_head(head)
-                    products.multiply_q_k(kv, spans.k_offset)
+                    products.multiply_q_k(kv)
                     rows.mask(kv, spans.k_offset)
                     products.take_v(kv)
                     for row_block in range(rows.blocking.row_blocks):

@@ -66,10 +66,10 @@ class CodeProducts(RowProducts):
             self.q.set_rows(of_set, source)
 
     @inline
-    def multiply_q_k(self, kv: KvBlocks, k_offset):
+    def multiply_q_k(self, kv: KvBlocks):
         """``S = Q K^T`` for a block of positions."""
         if self.rope.rotates_k:
-            RowProducts.multiply_q_k(self, kv, k_offset)
+            RowProducts.multiply_q_k(self, kv)
         else:
             self._multiply_codes(kv)
 

@@ -75,16 +75,21 @@ class InlineRope:
             self.frequencies, (), self.half, self.lanes, lambda i, n: literal(table[i : i + n])
         )
 
-    def rotate(self, source: Callable) -> None:
-        """Rotate a row, ``source(column, lanes) -> vector``, into `row`."""
-        rotated = 2 * self.half
-        self.angles.rotate(source, lambda c, n, value: store(self.row, (c,), n, value))
+    def angles_of(self, num_positions: int) -> CosSin | None:
+        """Return a table that `set_position` and `rotate` take, for positions of several heads."""
+        return CosSin(self.rope, self.lanes, num_positions) if self.fits else None
+
+    def rotate(self, source: Callable, angles: CosSin | None = None, i=0) -> None:
+        """Rotate a row, ``source(column, lanes) -> vector``, into `row`; by row i of `angles`."""
+        rotated, angles = 2 * self.half, angles or self.angles
+        angles.rotate(source, lambda c, n, value: store(self.row, (c,), n, value), i)
         for start, lanes in simd.chunks(self.width - rotated, self.lanes):
             store(self.row, (rotated + start,), lanes, source(rotated + start, lanes))
 
-    def set_position(self, position) -> None:
-        """Compute the angles for `rotate`."""
-        self.angles.fill(position, lambda start, lanes: load(self.frequencies, (start,), lanes))
+    def set_position(self, position, angles: CosSin | None = None, i=0) -> None:
+        """Compute the angles for `rotate`, as row i of `angles` where several are kept."""
+        frequencies = self.frequencies
+        (angles or self.angles).fill(position, lambda c, n: load(frequencies, (c,), n), i)
 
     def begin_row(self, token, position) -> None:
         """Take the angles of a row of Q, which is a token of the call at a position."""

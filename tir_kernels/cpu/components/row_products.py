@@ -25,7 +25,7 @@ from ..simd import (
     store_row,
     temp,
 )
-from .kv_blocks import STRIP, KvBlocks
+from .kv_blocks import BLOCK, STRIP, KvBlocks
 from .query_rows import QueryRows
 
 SOON = 8  # positions between a line's last prefetch and its use
@@ -47,13 +47,23 @@ class RowProducts:
         self.lanes, self.blocking = spec.target.lanes, rows.blocking
         shape = (self.blocking.positions, rows.elements)
         self.rotated = T.alloc_buffer(shape, ops.dtype)  # rows of K
+        if rows.rope.rotates_k is not False:
+            self.angles = rows.rope.angles_of(BLOCK)  # of the block, for all local heads
 
     @inline
     def begin_head(self, local_head):
         """Rows of Q are multiplied as `QueryRows` keeps them."""
 
     @inline
-    def multiply_q_k(self, kv: KvBlocks, k_offset):
+    def begin_block(self, kv: KvBlocks, k_offset):
+        """Go on with a block of positions, of which each local head has its K and V."""
+        count, rope = T.meta_var((self.blocking.positions, self.rope))
+        if rope.rotates_k:
+            for t in range((kv.count + count - 1) // count * count):
+                rope.set_position(k_offset + kv.first + t, self.angles, t)
+
+    @inline
+    def multiply_q_k(self, kv: KvBlocks):
         """``S = Q K^T`` for a block of positions; lines that come next are prefetched."""
         count, ops, rope, rotated = T.meta_var(
             (self.blocking.positions, self.ops, self.rope, self.rotated)
@@ -73,8 +83,7 @@ class RowProducts:
             if rope.rotates_k:
                 for t in range(count):
                     row = kv.rows.tile(position + t, 1)
-                    rope.set_position(k_offset + position + t)
-                    rope.rotate(lambda c, n: row.load_k(0, c, n))
+                    rope.rotate(lambda c, n: row.load_k(0, c, n), self.angles, i * count + t)
                     packed = T.meta_var(lambda c, n: ops.pack(rope.row, c, n))
                     store_row(rotated, (t,), self.rows.elements, self.lanes, packed, ops.dtype)
                 for block in range(self.blocking.row_blocks):

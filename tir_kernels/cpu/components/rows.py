@@ -168,7 +168,6 @@ class CosSin:
     def __init__(self, worker: Worker, factors=None):
         self.rope, self.numbers, self.factors = worker.spec.rope, worker.numbers, factors
         self.angles = _CosSin(self.rope, worker.lanes)
-        self.cos, self.sin = self.angles.cos, self.angles.sin
 
     def fill(self, position, last_position=None) -> None:
         """Compute them for an int32 position of a sequence; longrope asks for its last one."""

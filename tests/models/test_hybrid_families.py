@@ -14,31 +14,19 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tvm_pagedkv.models import DecoderModel, registry  # noqa: E402
-from tvm_pagedkv.models.falcon_h1 import falcon_h1  # noqa: E402
-from tvm_pagedkv.models.granite import granite_hybrid  # noqa: E402
-from tvm_pagedkv.models.lfm2 import lfm2  # noqa: E402
-from tvm_pagedkv.models.mamba2 import mamba2  # noqa: E402
-from tvm_pagedkv.models.qwen3_5 import qwen3_5, qwen3_5_with_pictures  # noqa: E402
+from tvm_pagedkv.generation import SamplingParams, generate  # noqa: E402
+from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
 
-from ..support import state_stand_in  # noqa: E402
 from ..support.model_cases import (  # noqa: E402
     CHECKS,
     PAGE_SIZE,
     Pair,
+    assert_close,
     check_chunks,
     random_tokens,
     write_checkpoint,
 )
 
-READERS = {
-    "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5", qwen3_5_with_pictures),
-    "Lfm2ForCausalLM": ("lfm2", lfm2),
-    "Mamba2ForCausalLM": ("mamba2", mamba2),
-    "FalconH1ForCausalLM": ("falcon_h1", falcon_h1),
-    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", granite_hybrid),
-}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE = HEADS | {"hidden_size": 64, "intermediate_size": 80}
 MAMBA = {
@@ -137,18 +125,8 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def stand_in():
-    with pytest.MonkeyPatch.context() as patch:
-        state_stand_in.install(patch)
-        for name, family in READERS.items():
-            patch.setitem(registry.FAMILIES, name, family)
-            patch.setitem(registry._BY_MODEL_TYPE, *family)
-        yield
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def pair(request, stand_in, tmp_path_factory) -> Pair:
+def pair(request, tmp_path_factory) -> Pair:
     return Pair(tmp_path_factory.mktemp(request.param), request.param, FAMILIES[request.param])
 
 
@@ -156,6 +134,106 @@ def pair(request, stand_in, tmp_path_factory) -> Pair:
 @pytest.mark.parametrize("seed", [0], ids=lambda seed: f"seed{seed}")
 def test_logits(pair, check, seed):
     check(pair, seed)
+
+
+def test_pops(pair):
+    """Within a page, a whole page, and all that a step has appended."""
+    tokens, other = random_tokens(1, 30, 9)
+    cache = pair.cache()
+    cache.add_sequence(0)
+    pair.ours.prefill(cache, [0], [tokens])
+    for popped, appended in ((3, 2), (11, 1), (1, 5)):
+        length = cache.sequence_length(0) - popped
+        cache.pop_n(0, popped)
+        tokens = [*tokens[:length], *other[:appended]]
+        logits = pair.ours.logits(cache, [0], [other[:appended]])[0]
+        assert_close(logits, pair.expected(tokens)[length:])
+    cache.check_integrity()
+
+
+def test_token_trees(pair):
+    """The rows of a branch continue the states of its parents; a commit keeps one branch."""
+    tokens, drafts, more = random_tokens(2, 13, 6, 4)
+    parents = [-1, 0, 1, 0, 3, -1]
+    cache = pair.cache()
+    cache.add_sequence(0)
+    pair.ours.prefill(cache, [0], [tokens])
+    logits = pair.ours.logits(cache, [0], [drafts], [parents])[0]
+    for node, row in enumerate(logits):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        assert_close(row, pair.expected([*tokens, *drafts[path]])[-1])
+    cache.commit_tree([0], [4])
+    text = [*tokens, *drafts[[0, 3, 4]], *more]
+    assert_close(pair.ours.logits(cache, [0], [more])[0], pair.expected(text)[-4:])
+    cache.check_integrity()
+
+
+def test_hits_at_any_token(pair):
+    """A prompt that leaves a removed one within a page continues from its state there."""
+    tokens, own = random_tokens(3, 45, 8)
+    for length in (45, 31, 18, 3):
+        prompt = [*tokens[:length], *own]
+        cache = pair.cache()
+        cache.add_sequence(0, tokens)
+        pair.ours.prefill(cache, [0], [tokens])
+        cache.record_tokens(0, tokens)
+        cache.remove_sequence(0)
+        assert cache.add_sequence(1, prompt) == length
+        logits = pair.ours.logits(cache, [1], [own])[0]
+        assert_close(logits, pair.expected(prompt)[length:])
+
+
+def test_texts_do_not_depend_on_reuse_and_drafts(pair):
+    base, *tails = random_tokens(7, 40, 1, 9, 5, 30, 2)
+    lengths = (40, 39, 23, 30, 37)
+    prompts = [[*base[:n], *tail] for n, tail in zip(lengths, tails, strict=True)]
+    params = SamplingParams(temperature=0, max_tokens=10)
+    texts = []
+    for options in (
+        {"prefix_cache": False, "num_speculative_tokens": 0},
+        {"prefix_cache": True, "num_speculative_tokens": 0},
+        {"prefix_cache": True, "num_speculative_tokens": 4, "max_num_sequences": 2},
+    ):
+        *events, statistics = generate(pair.ours, prompts, params, prefill_chunk_size=16, **options)
+        texts.append({e.prompt: e.tokens for e in events if hasattr(e, "finish_reason")})
+        assert (statistics.reused_tokens >= 60) == options["prefix_cache"]
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 5
+    for prompt, text in zip(prompts, [texts[0][i] for i in range(5)], strict=True):
+        best = pair.expected([*prompt, *text]).argmax(-1)
+        assert tuple(best[len(prompt) - 1 : -1]) == tuple(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_5_text"])
+def test_stages_have_the_states_of_their_layers(family, tmp_path):
+    theirs = write_checkpoint(tmp_path, family, FAMILIES[family])
+    (tokens,) = random_tokens(5, 20)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([list(tokens)])).logits[0].numpy()
+    options = {"page_size": PAGE_SIZE, "threads": True, "stages": 2}
+    with ParallelModel.from_pretrained(tmp_path, "float32", **options) as model:
+        cache = model.create_cache(1, 64, 64)
+        cache.add_sequence(0)
+        chunks = np.split(tokens, [7, 8])
+        found = np.concatenate([model.logits(cache, [0], [x])[0] for x in chunks])
+    assert_close(found, expected)
+
+
+def test_quantized_attention_beside_states(qwen):
+    """Only K and V are quantized; a fork within a page sees what the first sequence saw."""
+    (tokens,) = random_tokens(6, 21)
+    how = {"page_size": PAGE_SIZE, "kv_dtype": "int8"}
+    model = DecoderModel.from_pretrained(qwen.folder, "float32", **how)
+    cache = model.create_cache(2, 256, 64)
+    cache.add_sequence(0)
+    found = model.logits(cache, [0], [tokens])[0]
+    expected = qwen.expected(tokens)
+    assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+    cache.fork_sequence(0, 1, 14)
+    again = model.logits(cache, [1], [tokens[14:]])[0]
+    assert_close(again, found[14:])
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS.values(), ids=VARIANTS)
@@ -174,7 +252,7 @@ def test_the_checkpoints_show_what_is_special(family, other, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def qwen(stand_in, tmp_path_factory) -> Pair:
+def qwen(tmp_path_factory) -> Pair:
     return Pair(tmp_path_factory.mktemp("qwen"), "qwen3_5_text", FAMILIES["qwen3_5_text"])
 
 
@@ -182,6 +260,7 @@ def test_a_checkpoint_with_pictures_is_read_as_text(qwen, tmp_path):
     """Its fields are in an object of their own, and its tensors have a longer prefix."""
     fields = json.loads((qwen.folder / "config.json").read_text())
     name = "Qwen3_5ForConditionalGeneration"
+    fields |= {"dtype": "float16", "eos_token_id": [7, 8]}
     whole = {"architectures": [name], "model_type": "qwen3_5", "text_config": fields}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     tensors = load_file(qwen.folder / "model.safetensors")
@@ -189,6 +268,7 @@ def test_a_checkpoint_with_pictures_is_read_as_text(qwen, tmp_path):
     save_file(renamed | {"model.visual.a": np.zeros(3, "float32")}, tmp_path / "model.safetensors")
     shutil.copy(qwen.folder / "tokenizer.json", tmp_path)
     model = DecoderModel.from_pretrained(tmp_path, "float32", page_size=PAGE_SIZE)
+    assert (model.config.dtype, model.config.eos_token_ids) == ("float16", (7, 8))
     for found, expected in zip(model.parameters, qwen.ours.parameters, strict=True):
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
 

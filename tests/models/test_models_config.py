@@ -34,6 +34,14 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
 }
+# What families need to be read with `SHAPE`.
+OWN_FIELDS = {
+    "LlamaForCausalLM": {},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16},
+    "FalconH1ForCausalLM": {"mamba_n_heads": 8},
+    "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8, "num_local_experts": 0},
+    "Qwen3_5ForConditionalGeneration": {"text_config": SHAPE},
+}
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -106,7 +114,7 @@ def test_qwen_has_windows_only_where_they_are_on():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_model_type_will_do(name):
     model_type, _ = FAMILIES[name]
-    fields = SHAPE | {"sliding_window": 32} if "Llama" not in name else SHAPE
+    fields = SHAPE | OWN_FIELDS.get(name, {"sliding_window": 32})
     assert config_from_fields(fields | {"model_type": model_type}) == config_of(name, **fields)
 
 

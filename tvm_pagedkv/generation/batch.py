@@ -163,8 +163,11 @@ class Batch:
         """Record the pages in use if they are more than before."""
         stats = self.cache.stats()
         self.statistics.cache_bytes = stats["page_pool_bytes"]
-        if stats["num_used_pages"] > self.statistics.pages_used:
-            self.statistics.pages_used = stats["num_used_pages"]
+        used = self.num_used_pages()
+        if used is None:
+            used = stats["num_used_pages"]
+        if used > self.statistics.pages_used:
+            self.statistics.pages_used = used
             self.statistics.pages_shared = stats["num_shared_pages"]
             if self.on_peak_usage:
                 self.on_peak_usage(self.cache)

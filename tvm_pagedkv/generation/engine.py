@@ -145,6 +145,8 @@ class Run:
             cache = settings.cache
             num_pages = _check_cache(cache, prompts, num_slots, budget)
         else:
+            # A cache of hybrids has states for each sequence that may run.
+            num_slots = max(1, min(num_slots, len(prompts) * params.n))
             num_pages = _num_pages(prompts, num_slots, budget, settings)
             num_rows = max(chunk, num_slots * (1 + settings.num_speculative_tokens))
             capacities = num_slots, num_pages * page_size, num_rows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense decoders from Hugging Face directories and GGUF files."""
+"""Dense decoders and hybrids from Hugging Face directories and GGUF files."""
 
 from .chat import encode_chat
 from .config import DecoderConfig

@@ -15,12 +15,17 @@ from typing import Any
 
 from ..config import DTYPES
 from .config import DecoderConfig, read_json
+from .falcon_h1 import falcon_h1
 from .fields import token_ids
 from .gemma import gemma2, gemma3
+from .granite import granite_hybrid
+from .lfm2 import lfm2
 from .llama import llama, mistral
+from .mamba2 import mamba2
 from .olmo import olmo2
 from .phi import phi3
 from .qwen import qwen2, qwen3
+from .qwen3_5 import qwen3_5, qwen3_5_with_pictures
 
 _EXPECTED_FILES = "config.json, model.safetensors (or its index and shards) and tokenizer.json"
 
@@ -36,6 +41,12 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "Gemma3ForCausalLM": ("gemma3_text", gemma3),
     "Phi3ForCausalLM": ("phi3", phi3),
     "Olmo2ForCausalLM": ("olmo2", olmo2),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", qwen3_5),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", qwen3_5_with_pictures),
+    "Lfm2ForCausalLM": ("lfm2", lfm2),
+    "Mamba2ForCausalLM": ("mamba2", mamba2),
+    "FalconH1ForCausalLM": ("falcon_h1", falcon_h1),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", granite_hybrid),
 }
 _BY_MODEL_TYPE = {model_type: reader for model_type, reader in FAMILIES.values()}
 
@@ -105,7 +116,16 @@ def config_from_fields(fields: Mapping[str, Any]) -> DecoderConfig:
             f"quantized weights ({method or 'quantization_config'}) are not supported; take the "
             "checkpoint in float32, float16 or bfloat16"
         )
-    return replace(with_eos(reader(fields), fields), dtype=_dtype(fields))
+    whole = _with_text_fields(fields)
+    return replace(with_eos(reader(fields), whole), dtype=_dtype(whole))
+
+
+def _with_text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields with those of the text model, where these are in an object of their own."""
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping):
+        return fields
+    return {**text, **{name: value for name, value in fields.items() if value is not None}}
 
 
 def with_eos(config: DecoderConfig, fields: Mapping[str, Any]) -> DecoderConfig:

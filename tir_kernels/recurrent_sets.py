@@ -10,11 +10,13 @@ from tvm import tirx
 from .conv_spec import ConvSpec
 from .cpu.recurrent.conv import causal_conv
 from .cpu.recurrent.scan import recurrent_scan
+from .cuda.recurrent.conv import causal_conv as cuda_causal_conv
+from .cuda.recurrent.scan import recurrent_scan as cuda_recurrent_scan
 from .moves.append import transpose_append_mla
 from .moves.copy import compact_copy, copy_pages, copy_single_page, debug_get_kv_mla
 from .moves.recurrent import recurrent_append
 from .recurrent_spec import RecurrentSpec
-from .spec import KernelSpec
+from .spec import CudaTarget, KernelSpec
 
 _COPIES = {
     "copy_pages": copy_pages,
@@ -26,6 +28,8 @@ _RECURRENT = {
     "recurrent_append": recurrent_append,
     "recurrent_scan": recurrent_scan,
 }
+_CONV = {"causal_conv": causal_conv}
+_CUDA = {"recurrent_scan": cuda_recurrent_scan, "causal_conv": cuda_causal_conv}
 
 
 def builders_of(spec: RecurrentSpec | ConvSpec) -> dict[str, Callable[[], tirx.PrimFunc]]:
@@ -33,8 +37,8 @@ def builders_of(spec: RecurrentSpec | ConvSpec) -> dict[str, Callable[[], tirx.P
     copies = _bound(_COPIES, spec.rows)
     if isinstance(spec, ConvSpec):
         append = _bound({"row_append": transpose_append_mla}, spec.rows)
-        return append | _bound({"causal_conv": causal_conv}, spec) | copies
-    return _bound(_RECURRENT, spec) | copies
+        return append | _bound(_for_target(_CONV, spec), spec) | copies
+    return _bound(_for_target(_RECURRENT, spec), spec) | copies
 
 
 def recurrent_kernels(spec: RecurrentSpec) -> dict[str, tirx.PrimFunc]:
@@ -60,6 +64,11 @@ def conv_kernels(spec: ConvSpec) -> dict[str, tirx.PrimFunc]:
         and the copies of `recurrent_kernels` for pages of rows.
     """
     return {name: build() for name, build in builders_of(spec).items()}
+
+
+def _for_target(builders: dict[str, Callable], spec: RecurrentSpec | ConvSpec) -> dict:
+    on_gpu = isinstance(spec.target, CudaTarget)
+    return {name: _CUDA.get(name, build) if on_gpu else build for name, build in builders.items()}
 
 
 def _bound(builders: dict[str, Callable], spec: RecurrentSpec | ConvSpec | KernelSpec) -> dict:

@@ -23,8 +23,10 @@ from cuda_machine_code import (
 )
 
 import tir_kernels
+from tir_kernels.conv_spec import ConvSpec
 from tir_kernels.cuda.tiles.decode_tiling import DecodeTiling
 from tir_kernels.cuda.tiles.tiling import Tiling
+from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import CudaTarget, KernelSpec
 from tvm_pagedkv import KVCacheConfig, LayerSpec, RopeConfig
 from tvm_pagedkv.compiler.build import kernel_spec, resolve_target
@@ -90,14 +92,27 @@ CONFIGURATIONS = {
         layers=[_MLA],
     ),
 }
+GPU = CudaTarget()
+RECURRENT = {
+    "gated-delta-bfloat16": RecurrentSpec("gated_delta", 32, 16, 128, 128, "bfloat16", target=GPU),
+    "kda-bfloat16": RecurrentSpec("kda", 32, 32, 128, 128, "bfloat16", target=GPU),
+    "kda-float32": RecurrentSpec("kda", 32, 32, 128, 128, "float32", target=GPU),
+    "mamba2-float16": RecurrentSpec("mamba2", 48, 1, 128, 64, "float16", target=GPU),
+    "lightning-256-float32": RecurrentSpec("lightning", 16, 16, 256, 256, "float32", target=GPU),
+    "conv-silu-bfloat16": ConvSpec(8192, 4, "bfloat16", "silu", target=GPU),
+    "conv-bias-float32": ConvSpec(2048, 3, "float32", None, True, target=GPU),
+}
+NAMES = (*CONFIGURATIONS, *RECURRENT)
 COLUMNS = (
     *("kernel", "regs", "spilled", "stack", "shared KiB: static + dynamic / limit", "threads"),
     *("grid", "blocks/SM", "KiB ahead/SM", *INSTRUCTIONS, "instr.", "floor in us"),
 )
 
 
-def spec_of(name: str) -> KernelSpec:
+def spec_of(name: str) -> KernelSpec | RecurrentSpec | ConvSpec:
     """The spec of a configuration's layers."""
+    if name in RECURRENT:
+        return RECURRENT[name]
     config = KVCacheConfig(1, **CONFIGURATIONS[name]).resolved()
     return cuda_spec(kernel_spec(config, config.layers[0], resolve_target()))
 
@@ -182,9 +197,7 @@ def main() -> int:
     archs = [f"sm_{arch}" for arch in CHIPS]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--archs", nargs="+", default=archs, choices=archs)
-    parser.add_argument(
-        "--configurations", nargs="+", default=list(CONFIGURATIONS), choices=CONFIGURATIONS
-    )
+    parser.add_argument("--configurations", nargs="+", default=list(NAMES), choices=NAMES)
     parser.add_argument("--max-registers", type=int, help="compile with at most N registers")
     args = parser.parse_args()
     options = []

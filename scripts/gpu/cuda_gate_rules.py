@@ -8,14 +8,18 @@ from dataclasses import dataclass
 
 from cuda_machine_code import MachineCode
 
-from tir_kernels.cuda.builders import BUILDERS as ATTENTION  # the others move rows
+from tir_kernels.conv_spec import ConvSpec
+from tir_kernels.cuda.builders import BUILDERS as ATTENTION
+from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import KernelSpec
 
 KIB = 1024
-MAX_REGISTERS = 255  # of a thread, for attention, which keeps its sums there
+RECURRENT = ("recurrent_scan", "causal_conv")  # all that are in neither move rows
+MAX_REGISTERS = 255  # of a thread, for kernels that keep sums or states there
 MAX_REGISTERS_OF_MOVES = 64  # these wait for memory: many threads have to do so at a time
 MIN_COPIES = 2  # asynchronous ones: of the first tile, and of the next ones
 MIN_LOADS = 16  # of 128 bits, where states are merged: of eight states, which do not wait
+MIN_STATE_RUNS = 8  # of 128 bits, that a thread keeps of a recurrent layer's state
 # Arrays that the host copies before a step, and that no kernel writes. Only these may be loaded
 # through a cache that does not see what other kernels write while this one is there: with
 # programmatic dependent launch it may be there before those that write its arguments have ended.
@@ -26,6 +30,7 @@ COPIED_ARRAYS = frozenset(
         *("window_matrix", "k_rope_pos_offset", "q_rope_position", "row_indptr", "row_ids"),
         *("tree_order_indptr", "tree_order", "position_map", "copies"),
         *("length_indptr", "src_dst_slots"),
+        *("segment_indptr", "slots", "rows", "read_pages", "write_pages", "tap_slots"),
     ]
 )
 # Of quantized rows: the lanes of a warp have a few numbers each, side by side.
@@ -79,14 +84,17 @@ def resident_blocks(code: MachineCode) -> int:
     )
 
 
-def failures(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> list[str]:
+Spec = KernelSpec | RecurrentSpec | ConvSpec
+
+
+def failures(name: str, spec: Spec, codes: Sequence[MachineCode]) -> list[str]:
     """Yield what is wrong with the code of a function.
 
     Parameters
     ----------
     name : str
         Of the function, as `tir_kernels.build_kernel` takes it.
-    spec : KernelSpec
+    spec : KernelSpec, RecurrentSpec or ConvSpec
     codes : sequence of MachineCode
         All kernels of the function, for one architecture.
     """
@@ -100,7 +108,7 @@ def _of_kernel(name: str, code: MachineCode) -> Iterator[str]:
             f"{kernel} spills {code.spill_bytes} bytes, has a stack of {code.stack_bytes} and "
             f"{code.counts['local']} accesses to local memory"
         )
-    limit = MAX_REGISTERS if name in ATTENTION else MAX_REGISTERS_OF_MOVES
+    limit = MAX_REGISTERS if name in (*ATTENTION, *RECURRENT) else MAX_REGISTERS_OF_MOVES
     if code.registers > limit:
         yield f"{kernel} has {code.registers} registers, more than {limit}"
     if launch.device_bytes and code.shared_bytes > launch.device_bytes:
@@ -130,7 +138,7 @@ def _of_kernel(name: str, code: MachineCode) -> Iterator[str]:
         yield f"{kernel} does not fit into a multiprocessor"
 
 
-def _of(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[str]:
+def _of(name: str, spec: Spec, codes: Sequence[MachineCode]) -> Iterator[str]:
     """Each branch that a launcher may take has all that the function needs."""
     branches = {code.launch.device_bytes for code in codes if is_launched(code)}
     if 0 not in branches:
@@ -140,9 +148,13 @@ def _of(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[s
         yield from _of_branch(name, spec, branch)
 
 
-def _of_branch(name: str, spec: KernelSpec, codes: Sequence[MachineCode]) -> Iterator[str]:
+def _of_branch(name: str, spec: Spec, codes: Sequence[MachineCode]) -> Iterator[str]:
     counts = {key: sum(code.counts[key] for code in codes) for key in codes[0].counts}
-    if spec.codec and name in _ROWS_OF_WARPS:
+    if name == "recurrent_scan":  # the state, in one go
+        wanted = {"ldg.128": MIN_STATE_RUNS, "stg.128": MIN_STATE_RUNS}
+    elif name == "causal_conv":
+        wanted = {"ldg.128": spec.width, "stg.128": 1}
+    elif isinstance(spec, KernelSpec) and spec.codec and name in _ROWS_OF_WARPS:
         wanted = {}
     elif name not in ATTENTION:
         wanted = {"ldg.128": 1, "stg.128": 1}

@@ -31,7 +31,9 @@ import tvm_ffi
 from tvm.target import Target
 
 import tir_kernels
+from tir_kernels.conv_spec import ConvSpec
 from tir_kernels.cpu.attention import stock_sliding
+from tir_kernels.recurrent_spec import RecurrentSpec
 from tir_kernels.spec import CudaTarget, KernelSpec, RopeSpec, VectorTarget
 from tvm_pagedkv.compiler.cuda.source import cuda_source
 from tvm_pagedkv.compiler.lowering import compile_kernel
@@ -166,16 +168,25 @@ CUDA_SPECS = {
     "mla-int8": _mla(16, (512, 64), (BF16, "int8"), target=GPU),
     "mla-int4": _mla(5, (64, 32), (F16, "int4"), 4, GPU),
 }
+RECURRENT_SPECS = {
+    "gated-delta": RecurrentSpec("gated_delta", 4, 2, 128, 128, BF16, target=AVX512_BF16),
+    "kda-avx2": RecurrentSpec("kda", 6, 1, 7, 20, F16, 1, AVX2),
+    "mamba2-neon": RecurrentSpec("mamba2", 3, 3, 24, 8, F32, 4, NEON),
+    "conv": ConvSpec(1040, 4, BF16, "silu", target=AVX512_BF16),
+    "conv-sse": ConvSpec(140, 3, F32, None, True, 4, SSE),
+}
 SPECS = {f"cpu-{name}": spec for name, spec in CPU_SPECS.items()} | {
     f"cuda-{name}": spec for name, spec in CUDA_SPECS.items()
 }
+for _name, _recurrent in RECURRENT_SPECS.items():
+    SPECS |= {f"cpu-{_name}": _recurrent, f"cuda-{_name}": replace(_recurrent, target=GPU)}
 
 
 def builders(spec: KernelSpec) -> dict:
     """Name -> function that builds the kernel, for all kernels of a spec."""
     names = tir_kernels.kernel_names(spec, for_stock=True)
     found = {name: functools.partial(tir_kernels.build_kernel, name, spec) for name in names}
-    if isinstance(spec.target, VectorTarget) and spec.kind == "mha_sliding":
+    if isinstance(spec.target, VectorTarget) and getattr(spec, "kind", "") == "mha_sliding":
         for build in (stock_sliding.decode_sliding, stock_sliding.prefill_sliding):
             found[f"stock_{build.__name__}"] = functools.partial(build, spec, 24)
     return found

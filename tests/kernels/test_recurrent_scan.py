@@ -19,6 +19,8 @@ from ..support.recurrent_cases import (
     Tokens,
     assert_outputs_close,
     assert_states_close,
+    check_sequences,
+    check_tree,
     states_of,
 )
 from ..support.selections import latin_square
@@ -35,24 +37,7 @@ def make_spec(rule: str, shape: str, dtype: str = F32, cpu: str = "native", page
 @pytest.mark.parametrize("rule", RULES)
 def test_sequences_of_unequal_lengths(rule, shape, dtype, seed):
     """Decode, prefill and replay in one step; states begin as zeros or in a page."""
-    spec, rng = make_spec(rule, shape, dtype), np.random.default_rng(seed)
-    segments = [(1, 4, 4), (37, -1, 1), (0, -1, 7), (1, 2, 0), (5, 3, 5), (0, 3, 2), (2, -1, 6)]
-    total = sum(n for n, _, _ in segments)
-    tokens, pool = Tokens.random(spec, total, rng), states_of(spec, 8, rng)
-    states, rows = tensor(pool), rng.permutation(2 * total)[:total]
-    replayed = [*range(1, 9), 38, *range(40, 43)]
-    rows[replayed] = -1
-    actual = tokens.run(states, segments, [1] * len(segments), rows=rows, seed=seed)
-    after, begin = states.numpy(), 0
-    for count, read, write in segments:
-        if count:
-            state = np.zeros(pool.shape[1:]) if read < 0 else pool[read]
-            o, expected = tokens[begin : begin + count].expected(state)
-            has_row = np.flatnonzero(rows[begin : begin + count] >= 0)
-            assert_outputs_close(actual[begin + has_row], o[has_row], dtype)
-            assert_states_close(after[write], expected[-1])
-            begin += count
-    np.testing.assert_array_equal(after[[2, 3, 7]], pool[[2, 3, 7]])
+    check_sequences(make_spec(rule, shape, dtype), seed)
 
 
 @parametrize_seed
@@ -81,55 +66,12 @@ def test_a_state_has_the_same_bits_however_its_tokens_came(rule, seed):
     reference.assert_same_bits(replayed.numpy()[1:5], cut.numpy()[1:5])
 
 
-def chains_of(parents: list[int]) -> list[list[int]]:
-    """Cut a tree, whose nodes come after their parents, at the nodes that branch."""
-    children = [[n for n, p in enumerate(parents) if p == node] for node in range(-1, len(parents))]
-    chains = []
-    for node, parent in enumerate(parents):
-        if len(children[parent + 1]) == 1 and parent >= 0:
-            continue
-        chains.append([node])
-        while len(children[chains[-1][-1] + 1]) == 1:
-            chains[-1] += children[chains[-1][-1] + 1]
-    return chains
-
-
 @parametrize_seed
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("is_forest", [False, True])
 def test_token_trees(is_forest, rule, seed):
     """A segment for each chain of a tree in breadth-first order, beside a sequence that decodes."""
-    spec, rng = make_spec(rule, "3-heads-24x8"), np.random.default_rng(seed)
-    parents = [-1]
-    for node in range(1, 24):
-        parents.append(int(rng.integers(max(parents[-1], -1 if is_forest else 0), node)))
-    tokens, pool = Tokens.random(spec, 24, rng), states_of(spec, 26, rng)
-    chains = chains_of(parents)
-    order = [node for chain in chains for node in chain]
-    assert sorted(order) == list(range(24)) and 3 < len(chains) < 24
-    page_of = {chain[-1]: 2 + i for i, chain in enumerate(chains)}
-    segments = [(len(c), page_of.get(parents[c[0]], 0), page_of[c[-1]]) for c in chains]
-    other, states = Tokens.random(spec, 1, rng), tensor(pool)
-    fields = zip(vars(tokens[order]).items(), vars(other).values(), strict=True)
-    both = Tokens(
-        spec,
-        *(x if x is None else np.concatenate([x, y]) for (name, x), y in fields if name != "spec"),
-    )
-    actual = both.run(
-        states, [*segments, (1, 1, 1)], [len(segments), 1], rows=[*order, 24], seed=seed
-    )
-    for node in range(24):
-        path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        o, expected = tokens[path].expected(pool[0])
-        assert_outputs_close(actual[order.index(node)], o[-1], F32)
-        if node in page_of:
-            assert_states_close(states.numpy()[page_of[node]], expected[-1])
-    o, expected = other.expected(pool[1])
-    assert_outputs_close(actual[24], o[0], F32)
-    assert_states_close(states.numpy()[1], expected[-1])
-    np.testing.assert_array_equal(states.numpy()[0], pool[0])
+    check_tree(make_spec(rule, "3-heads-24x8"), seed, is_forest)
 
 
 def test_long_sequences_do_not_drift():

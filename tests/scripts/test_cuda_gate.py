@@ -27,6 +27,8 @@ GATED = {
     "heads-of-256-float32": (("90",), ("prefill", "decode")),
     "falcon-bfloat16-pages-float16": (("90",), ("decode", "prefill")),
     "mla-512-64-bfloat16": (("90",), ("mla_prefill",)),
+    "kda-float32": (("80",), ("recurrent_append", "recurrent_scan")),
+    "conv-silu-bfloat16": (("90",), None),
 }
 MORE_GATED = {
     "llama-bfloat16": (("86", "89", "100", "120"), ("prefill",)),
@@ -34,6 +36,9 @@ MORE_GATED = {
     "heads-of-256-bfloat16": (("90",), None),
     "heads-of-256-float32": (("80", "90"), ("prefill", "decode", "prefill_shared")),
     "mla-512-64-bfloat16": (("90",), None),
+    "gated-delta-bfloat16": (("80", "90"), None),
+    "kda-float32": (("86", "89", "90", "100", "120"), ("recurrent_scan",)),
+    "lightning-256-float32": (("90",), None),
 }
 SPEC = make_spec((8, 2), 128)
 LATENT_SPEC = make_spec((16, 1), (576, 512), kind="mla", rope=RopeSpec(rotary_dim=0))

@@ -160,3 +160,73 @@ def assert_outputs_close(actual, expected, dtype: str) -> None:
     size = np.sqrt((expected**2).mean(-1, keepdims=True))
     errors = np.abs(np.asarray(actual, np.float64) - expected)
     assert (errors <= ARITHMETIC[dtype] * np.maximum(size, np.abs(expected))).all()
+
+
+def check_sequences(spec: RecurrentSpec, seed: int) -> None:
+    """Decode, prefill and replay in one step; states begin as zeros or in a page."""
+    rng, place = np.random.default_rng(seed), tensors_for(spec)
+    segments = [(1, 4, 4), (37, -1, 1), (0, -1, 7), (1, 2, 0), (5, 3, 5), (0, 3, 2), (2, -1, 6)]
+    total = sum(n for n, _, _ in segments)
+    tokens, pool = Tokens.random(spec, total, rng), states_of(spec, 8, rng)
+    states, rows = place(pool), rng.permutation(2 * total)[:total]
+    replayed = [*range(1, 9), 38, *range(40, 43)]
+    rows[replayed] = -1
+    actual = tokens.run(states, segments, [1] * len(segments), rows=rows, seed=seed)
+    after, begin = states.numpy(), 0
+    for count, read, write in segments:
+        if count:
+            state = np.zeros(pool.shape[1:]) if read < 0 else pool[read]
+            o, expected = tokens[begin : begin + count].expected(state)
+            has_row = np.flatnonzero(rows[begin : begin + count] >= 0)
+            assert_outputs_close(actual[begin + has_row], o[has_row], spec.dtype)
+            assert_states_close(after[write], expected[-1])
+            begin += count
+    np.testing.assert_array_equal(after[[2, 3, 7]], pool[[2, 3, 7]])
+
+
+def chains_of(parents: list[int]) -> list[list[int]]:
+    """Cut a tree, whose nodes come after their parents, at the nodes that branch."""
+    children = [[n for n, p in enumerate(parents) if p == node] for node in range(-1, len(parents))]
+    chains = []
+    for node, parent in enumerate(parents):
+        if len(children[parent + 1]) == 1 and parent >= 0:
+            continue
+        chains.append([node])
+        while len(children[chains[-1][-1] + 1]) == 1:
+            chains[-1] += children[chains[-1][-1] + 1]
+    return chains
+
+
+def check_tree(spec: RecurrentSpec, seed: int, is_forest: bool) -> None:
+    """A segment for each chain of a tree in breadth-first order, beside a sequence that decodes."""
+    rng, place = np.random.default_rng(seed), tensors_for(spec)
+    parents = [-1]
+    for node in range(1, 24):
+        parents.append(int(rng.integers(max(parents[-1], -1 if is_forest else 0), node)))
+    tokens, pool = Tokens.random(spec, 24, rng), states_of(spec, 26, rng)
+    chains = chains_of(parents)
+    order = [node for chain in chains for node in chain]
+    assert sorted(order) == list(range(24)) and 3 < len(chains) < 24
+    page_of = {chain[-1]: 2 + i for i, chain in enumerate(chains)}
+    segments = [(len(c), page_of.get(parents[c[0]], 0), page_of[c[-1]]) for c in chains]
+    other, states = Tokens.random(spec, 1, rng), place(pool)
+    fields = zip(vars(tokens[order]).items(), vars(other).values(), strict=True)
+    both = Tokens(
+        spec,
+        *(x if x is None else np.concatenate([x, y]) for (name, x), y in fields if name != "spec"),
+    )
+    actual = both.run(
+        states, [*segments, (1, 1, 1)], [len(segments), 1], rows=[*order, 24], seed=seed
+    )
+    for node in range(24):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        o, expected = tokens[path].expected(pool[0])
+        assert_outputs_close(actual[order.index(node)], o[-1], spec.dtype)
+        if node in page_of:
+            assert_states_close(states.numpy()[page_of[node]], expected[-1])
+    o, expected = other.expected(pool[1])
+    assert_outputs_close(actual[24], o[0], spec.dtype)
+    assert_states_close(states.numpy()[1], expected[-1])
+    np.testing.assert_array_equal(states.numpy()[0], pool[0])

@@ -178,6 +178,15 @@ def rint(x, lanes: int):
     return T.call_llvm_pure_intrin(vector_type(F32, lanes), "llvm.rint", x)
 
 
+def multiply_add(a, b, c, lanes: int):
+    """``a * b + c``, rounded once where the CPU can.
+
+    LLVM may fuse a sum of products as it likes, here and there differently. This intrinsic keeps
+    the bits of a state independent of how its tokens are cut into calls.
+    """
+    return T.call_llvm_pure_intrin(vector_type(F32, lanes), "llvm.fmuladd", a, b, c)
+
+
 def fused_multiply_add(a, b, c, lanes: int):
     """``a * b + c`` rounded once on every target, if need be by a library call."""
     return T.call_llvm_pure_intrin(vector_type(F32, lanes), "llvm.fma", a, b, c)

@@ -23,6 +23,19 @@ def fused_multiply_add(a, b, c, lanes: int = 1):
     return _result("fma.rn.f32", a, b, c)
 
 
+multiply_add = fused_multiply_add
+
+
+def at_least(x, bound: float, lanes: int = 1):
+    """The larger of `x` and a constant; NaN stays NaN."""
+    return T.Select(x < T.float32(bound), T.float32(bound), x)
+
+
+def at_most(x, bound: float, lanes: int = 1):
+    """The smaller of `x` and a constant; NaN stays NaN."""
+    return T.Select(x > T.float32(bound), T.float32(bound), x)
+
+
 def rint(x, lanes: int = 1):
     """The nearest whole number, as a float; even ones at ties."""
     return _result("cvt.rni.f32.f32", x)

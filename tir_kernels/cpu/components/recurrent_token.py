@@ -7,6 +7,8 @@ from ...ingredients import Ingredients
 from ...layout import slot_offset, slot_page
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline
+from ...semantics.decay import exp
+from .. import simd
 from ..simd import (
     F32,
     INTO_L1,
@@ -18,7 +20,6 @@ from ..simd import (
     prefetch,
     store,
 )
-from .decay import exp
 
 
 @T.meta_class
@@ -47,7 +48,7 @@ class RecurrentToken:
         """Take a token's ingredients from its slot, and its query from a row unless that is -1."""
         self._load_ingredients(page, offset, head, head // self.spec.heads_per_key)
         if not self.spec.decays_by_channel:
-            self.head_decay = exp(self.kept.log_decay[page, offset, head], 1)
+            self.head_decay = exp(self.kept.log_decay[page, offset, head], 1, simd)
         if row >= 0:
             self._load_query(row, head // self.spec.heads_per_key)
 
@@ -57,7 +58,7 @@ class RecurrentToken:
             store(self.k, (start,), lanes, k)
             if self.spec.decays_by_channel:
                 g = load(self.kept.log_decay, (page, offset, head, start), lanes)
-                store(self.decays, (start,), lanes, exp(g, lanes))
+                store(self.decays, (start,), lanes, exp(g, lanes, simd))
 
     def _load_query(self, row, key_head) -> None:
         for start, lanes in chunks(self.spec.key_dim, self.spec.target.lanes):

@@ -9,9 +9,10 @@ from ...conv_spec import ConvSpec
 from ...define import target_attributes
 from ...layout import match_pages, slot_offset, slot_page
 from ...script import inline, prim_func
+from ...semantics.decay import exp
 from ...signatures.arrays import match_int32, row_matcher
 from ...spec import ITEMSIZE
-from ..components.decay import exp
+from .. import simd
 from ..components.rows import items
 from ..conversion import require_half_target
 from ..row_vectors import RowNumbers
@@ -95,8 +96,8 @@ class Filters:
 
 def silu(x, lanes: int):
     """``x * sigmoid(x)`` to float32 rounding."""
-    one = constant(1.0, lanes)
-    return temp(x / (one + exp(temp(constant(0.0, lanes) - x, lanes), lanes)), lanes)
+    one, negative = constant(1.0, lanes), temp(constant(0.0, lanes) - x, lanes)
+    return temp(x / (one + exp(negative, lanes, simd)), lanes)
 
 
 def causal_conv(spec: ConvSpec):

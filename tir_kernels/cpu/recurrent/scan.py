@@ -19,12 +19,11 @@ from ...layout import slot_offset, slot_page
 from ...recurrent_spec import RecurrentSpec
 from ...script import inline, prim_func
 from ...signatures.arrays import match_float32, match_int32, row_matcher, sizes
-from ..components.decay import multiply_add
 from ..components.recurrent_token import RecurrentToken
 from ..components.rows import SERIAL_BELOW_BYTES
 from ..components.work import TASKS, Queue, num_threads
 from ..conversion import require_half_target
-from ..simd import F32, broadcast, constant, import_llvm, index_temp, load, store
+from ..simd import F32, broadcast, constant, import_llvm, index_temp, load, multiply_add, store
 
 BLOCK_BYTES = 16 * 1024  # of a state that a task works on: half of a small L1 cache
 SUMS = 4  # independent vectors of sums, so that multiply-adds do not wait for each other

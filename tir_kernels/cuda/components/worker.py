@@ -132,7 +132,7 @@ class Teams:
     def __init__(self, worker: Worker, num_runs: int):
         self.worker, self.num_runs = worker, num_runs
         turns = min(range(1, 9), key=lambda n: (-round(self._busy(n), 1), n))
-        self.size = -(-num_runs // turns)  # of a team
+        self.size = min(THREADS, -(-num_runs // turns))  # of a team
         self.count = max(1, THREADS // self.size)
 
     def _busy(self, turns: int) -> float:

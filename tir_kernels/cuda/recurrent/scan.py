@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recurrence of linear attention, token by token: decode, prefill and replay.
+
+The columns of a state do not depend on each other: a warp takes some of a head through all tokens
+of a sequence, in registers. Its lanes share the rows of these columns in groups, and sums over rows
+go through a few shuffles. A segment reads its state once and writes it once, and what a token needs
+is loaded while the token before is worked on.
+"""
+
+import math
+from typing import NamedTuple
+
+from tvm.script import tirx as T
+
+from ...define import attributes
+from ...ingredients import Ingredients, match_ingredients
+from ...recurrent_spec import RecurrentSpec
+from ...script import inline, prim_func
+from ...signatures.arrays import match_int32, row_matcher, sizes
+from ...spec import ITEMSIZE
+from ..components.recurrent_token import RecurrentToken
+from ..elements import load_floats, store_floats
+from ..emit import F32, WARP, Registers, launch
+from ..scalars import fused_multiply_add
+from ..warp import over_lanes
+
+MAX_KEPT = 112  # registers of a thread for the state and the rows of k, q and decays
+MAX_WARPS = 2  # of a block: more would leave multiprocessors idle where sequences are few
+
+
+class Tiling(NamedTuple):
+    """What a warp keeps of a state.
+
+    Attributes
+    ----------
+    rows, columns : int
+        Of a thread; consecutive ones.
+    groups : int
+        Lanes that share the rows of these columns.
+    """
+
+    rows: int
+    columns: int
+    groups: int
+
+    @property
+    def width(self) -> int:
+        """Columns of a warp."""
+        return WARP // self.groups * self.columns
+
+
+def tiling_of(spec: RecurrentSpec) -> Tiling:
+    """Choose as few shuffles as the registers allow, and no more columns than there are."""
+    columns = math.gcd(spec.value_dim, 4)
+    # As float32, and as they lie in memory, for the next token.
+    operands = 2 + 2 * ITEMSIZE[spec.dtype] / 4 + 2 * spec.decays_by_channel
+    for groups in (1, 2, 4, 8, 16, 32):
+        tiling = Tiling(spec.key_dim // groups, columns, groups)
+        fits = tiling.rows * (columns + operands) <= MAX_KEPT and tiling.width <= spec.value_dim
+        if fits or spec.key_dim % (2 * groups):
+            return tiling
+    return tiling
+
+
+def recurrent_scan(spec: RecurrentSpec):
+    """Build the kernel `recurrent_scan`; that of `cpu.recurrent.scan` has the arguments."""
+    num_heads, key_dim, value_dim = spec.num_heads, spec.key_dim, spec.value_dim
+    match_rows, match_states = row_matcher(spec.rows), row_matcher(spec.rows, F32)
+    tiling = tiling_of(spec)
+    num_tiles = -(-value_dim // tiling.width)  # of a head
+    num_warps = math.gcd(num_heads * num_tiles, MAX_WARPS)
+    is_partial = value_dim % tiling.width != 0
+
+    @prim_func
+    def recurrent_scan(
+        var_q: T.handle,
+        var_pages: T.handle,
+        var_states: T.handle,
+        var_segment_indptr: T.handle,
+        var_row_indptr: T.handle,
+        var_slots: T.handle,
+        var_rows: T.handle,
+        var_read_pages: T.handle,
+        var_write_pages: T.handle,
+        var_o: T.handle,
+        scale: T.float32,
+    ):
+        T.func_attr(attributes(spec.rows))
+        num_rows, num_pages, num_tokens, num_states, num_starts, num_segments = sizes(6)
+        q = match_rows(var_q, num_rows, spec.num_key_heads, key_dim)
+        pages = match_ingredients(var_pages, num_pages, spec)
+        states = match_states(var_states, num_states, num_heads, key_dim, value_dim)
+        segment_indptr = match_int32(var_segment_indptr, num_starts)
+        read_pages = match_int32(var_read_pages, num_segments)
+        row_indptr = match_int32(var_row_indptr, num_segments + 1)
+        slots = match_int32(var_slots, num_tokens)
+        rows = match_int32(var_rows, num_tokens)
+        write_pages = match_int32(var_write_pages, num_segments)
+        o = match_rows(var_o, num_rows, num_heads, value_dim)
+        kept = T.meta_var(Ingredients.of(pages, spec))
+
+        grid = T.meta_var([num_starts - 1, num_heads * num_tiles // num_warps])
+        with launch(grid, num_warps * WARP) as ((sequence, part), thread):
+            warp, lane = T.truncdiv(thread, WARP), T.truncmod(thread, WARP)
+            tile = part * num_warps + warp
+            head = T.truncdiv(tile, num_tiles)
+            first_row = T.truncmod(lane, tiling.groups) * tiling.rows
+            column = (
+                T.truncmod(tile, num_tiles) * tiling.width
+                + T.truncdiv(lane, tiling.groups) * tiling.columns
+            )
+            is_there = T.cast(column < value_dim, "int32")
+            if is_partial:  # lanes behind the last column repeat the last ones, and store nothing
+                column = T.min(column, value_dim - tiling.columns)
+            state = T.alloc_local((tiling.rows, tiling.columns), F32, layout=None)
+            sums = T.alloc_local((tiling.columns,), F32, layout=None)
+            written = T.alloc_local((tiling.columns,), F32, layout=None)
+            token = RecurrentToken(spec, tiling.rows, tiling.columns, q, kept, scale)
+
+            @inline
+            def clear():
+                """Begin sums with zeros."""
+                for j in T.unroll(tiling.columns):
+                    sums[j] = T.float32(0)
+
+            @inline
+            def sum_up():
+                """Let all lanes of a group have the sums over all rows."""
+                for j in T.unroll(tiling.columns):
+                    sums[j] = over_lanes(sums[j], lambda a, b: a + b, tiling.groups)
+
+            if sequence < num_starts - 1:
+                first_segment, end_segment = segment_indptr[sequence], segment_indptr[sequence + 1]
+                first_token, end_token = row_indptr[first_segment], row_indptr[end_segment]
+                row = -1
+                next_slot, next_row = 0, -1
+                if first_token < end_token:
+                    row = rows[first_token]
+                    token.request(slots[first_token], row, head, first_row, column)
+                    ahead = T.min(first_token + 1, end_token - 1)
+                    next_slot, next_row = slots[ahead], rows[ahead]
+                held = -1  # the page whose state is in registers
+                for segment in range(first_segment, end_segment):
+                    begin, end = row_indptr[segment], row_indptr[segment + 1]
+                    source, sink = read_pages[segment], write_pages[segment]
+                    if begin < end:
+                        if source < 0:
+                            for i in T.unroll(tiling.rows):
+                                for j in T.unroll(tiling.columns):
+                                    state[i, j] = T.float32(0)
+                        else:
+                            if source != held:
+                                for i in T.unroll(tiling.rows):
+                                    at = T.meta_var((source, head, first_row + i, column))
+                                    values = T.meta_var(load_floats(states, at, tiling.columns))
+                                    for j in T.unroll(tiling.columns):
+                                        state[i, j] = values[j]
+                        for n in range(begin, end):
+                            token.take()
+                            own_row = row
+                            row = next_row
+                            token.request(next_slot, next_row, head, first_row, column)
+                            ahead = T.min(n + 2, end_token - 1)
+                            next_slot, next_row = slots[ahead], rows[ahead]
+                            if spec.is_delta:
+                                clear()
+                                for i in T.unroll(tiling.rows):
+                                    factor = token.k[i] * token.decay(i)
+                                    for j in T.unroll(tiling.columns):
+                                        sums[j] = fused_multiply_add(factor, state[i, j], sums[j])
+                                sum_up()
+                                for j in T.unroll(tiling.columns):
+                                    written[j] = token.beta[0] * (token.v[j] - sums[j])
+                            else:
+                                for j in T.unroll(tiling.columns):
+                                    written[j] = token.v[j]
+                            for i in T.unroll(tiling.rows):
+                                for j in T.unroll(tiling.columns):
+                                    decayed = state[i, j] * token.decay(i)
+                                    state[i, j] = fused_multiply_add(
+                                        token.k[i], written[j], decayed
+                                    )
+                            if own_row >= 0:
+                                clear()
+                                for i in T.unroll(tiling.rows):
+                                    for j in T.unroll(tiling.columns):
+                                        sums[j] = fused_multiply_add(
+                                            token.q[i], state[i, j], sums[j]
+                                        )
+                                sum_up()
+                                if is_there != 0 and first_row == 0:
+                                    at = T.meta_var((own_row, head, column))
+                                    store_floats(o, at, Registers.of(sums))
+                        if is_there != 0:
+                            for i in T.unroll(tiling.rows):
+                                for j in T.unroll(tiling.columns):
+                                    sums[j] = state[i, j]
+                                at = T.meta_var((sink, head, first_row + i, column))
+                                store_floats(states, at, Registers.of(sums))
+                        held = sink
+
+    return recurrent_scan

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from ..signatures.inputs import Lengths
+from ..signatures.inputs import Lengths, RaggedInputs
 from ..vectors import broadcast, ramp
 
 NO_LIMIT = (1 << 31) - 1
@@ -31,9 +31,31 @@ class WholeSequence:
         length = (num_pages - 1) * self.page_size + self.info[sequence]
         return self.index_temp(T.if_then_else(num_pages > 0, length, 0))
 
-    def gap(self, sequence) -> Gap | None:
+    def gap(self, sequence) -> NoGap | Gap:
         """Return what `sequence` has dropped: nothing."""
-        return None
+        return NoGap()
+
+
+class RaggedSequence(WholeSequence):
+    """Lengths of sequences whose K and V are rows of the call."""
+
+    def __init__(self):
+        pass
+
+    def kv_len(self, sequence, num_rows):
+        """Positions that `sequence`, which has `num_rows` rows of K and V, holds."""
+        return num_rows
+
+
+class NoGap:
+    """What a sequence has dropped that has dropped nothing."""
+
+    num_spans = 1
+    num_dropped = 0
+
+    def span(self, i, kv_len, k_offset) -> Span:
+        """Return the only span: all columns."""
+        return Span(None, kv_len, k_offset, None, None, is_last=T.bool(True))
 
 
 @dataclass(frozen=True)
@@ -58,6 +80,11 @@ class Gap:
     def num_spans(self):
         """Return the number of spans to look at."""
         return T.if_then_else(self.sinks > 0, 2, 1)
+
+    @property
+    def num_dropped(self):
+        """Return the number of positions that the sequence has dropped."""
+        return self.begin - self.sinks
 
     def span(self, i, kv_len, k_offset) -> Span:
         """The columns behind the gap, or the sinks.
@@ -103,11 +130,6 @@ class Span:
     back: object
     last_position: object
     is_last: object
-
-    @staticmethod
-    def whole(kv_len, k_offset) -> Span:
-        """All columns of a sequence without a gap: there is no `begin`."""
-        return Span(None, kv_len, k_offset, None, None, is_last=T.bool(True))
 
     def first_seen(self, own):
         """The first column that the row at column `own` sees, where there is a `begin`.
@@ -168,7 +190,7 @@ class GappedSequence(WholeSequence):
 
 
 def lengths_of(spec, a, index_temp: Callable) -> WholeSequence:
-    """The lengths that the arguments of a kernel over pages tell.
+    """The lengths of the sequences that the arguments of a kernel tell.
 
     Parameters
     ----------
@@ -177,6 +199,8 @@ def lengths_of(spec, a, index_temp: Callable) -> WholeSequence:
     index_temp : callable
         Materialises an int32 value.
     """
+    if isinstance(a, RaggedInputs):
+        return RaggedSequence()
     if a.length_form is Lengths.LAST_PAGE:
         return WholeSequence(spec, a.length_info, index_temp)
     return GappedSequence(spec, a, index_temp)

@@ -86,6 +86,8 @@ class AttentionInputs:
 
     Parameters
     ----------
+    lengths : visibility.WholeSequence, optional
+        The lengths of the sequences, and what they have dropped.
     mask : visibility.CausalMask, optional
         Which columns a row sees.
     rope : optional
@@ -109,6 +111,7 @@ class AttentionInputs:
     rotary_mode: Any = None
     rope_scale: Any = None
     rope_theta: Any = None
+    lengths: Any = None
     mask: Any = None
     rope: Any = None
     tree: Any = None
@@ -125,28 +128,13 @@ class AttentionInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedInputs(AttentionInputs):
-    """K and V lie in pages.
-
-    Parameters
-    ----------
-    lengths : visibility.WholeSequence, optional
-        What `length_info` tells; skeletons make it.
-    """
+    """K and V lie in pages."""
 
     pages: Any
     page_indptr: Any
     page_values: Any
     length_info: Any = None
     length_form: Lengths = Lengths.LAST_PAGE
-    lengths: Any = None
-
-    def gap(self, sequence):
-        """Return what a sequence has dropped, or None."""
-        return self.lengths.gap(sequence)
-
-    def kv_len(self, sequence, num_pages):
-        """Return the positions of a sequence that has `num_pages` pages."""
-        return self.lengths.kv_len(sequence, num_pages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,13 +153,6 @@ class RaggedInputs(AttentionInputs):
     k: Any
     v: Any
     kv_indptr: Any
-
-    def gap(self, sequence) -> None:
-        """Ragged K and V have no gaps."""
-
-    def kv_len(self, sequence, num_rows):
-        """Return the positions of a sequence that has `num_rows` rows of K and V."""
-        return num_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from ...define import attributes
 from ...layout import view_pages
 from ...script import inline, prim_func
-from ...semantics.visibility import CausalMask, Span, WindowMask, lengths_of
+from ...semantics.visibility import CausalMask, WindowMask, lengths_of
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import (
     AttentionInputs,
@@ -109,15 +109,14 @@ def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
         first_kv = indptr[tiles.sequence]
         num_kv = indptr[tiles.sequence + 1] - first_kv
         source = T.meta_var(kv_rows(spec, a, first_kv, num_kv, tiles.head))
-        kv_len = a.kv_len(tiles.sequence, num_kv)
-        gap = T.meta_var(a.gap(tiles.sequence))
+        kv_len = a.lengths.kv_len(tiles.sequence, num_kv)
+        gap = T.meta_var(a.lengths.gap(tiles.sequence))
         k_offset = a.k_rope_pos_offset[tiles.sequence]
-        a.rope.begin_sequence(k_offset + kv_len - (0 if gap is None else gap.begin - gap.sinks))
+        a.rope.begin_sequence(k_offset + kv_len - gap.num_dropped)
         mask.begin_sequence(tiles.sequence, kv_len)
         rows.begin(tiles.first_row + tiles.first_token, tiles.num_tokens, tiles.head)
-        for i in range(1 if gap is None else gap.num_spans):
-            span = T.meta_var(span_of(gap, i, kv_len, k_offset))
-            last_position = T.meta_var(None if gap is None else span.last_position)
+        for i in range(gap.num_spans):
+            span = T.meta_var(gap.span(i, kv_len, k_offset))
             bounds = T.meta_var(RowBounds(mask, span, tiles, rows, kv_len))
             rows.begin_span()
             begin = bounds.first(spec.target.lanes)
@@ -137,7 +136,7 @@ def attend_tiles(spec, a, mask, tiles, rows, kv, scores):
                     count = T.min(BLOCKS, rows.num_blocks - block)
                     part = T.meta_var(TilePart(bounds, first, block, count))
                     if part.sees_some():
-                        rows.pack(part, last_position)
+                        rows.pack(part, span.last_position)
                         scores.multiply(kv, source, part)
                         if rows.bias is not None:
                             scores.add_bias(rows.bias, part, position, mask.offsets)
@@ -162,19 +161,13 @@ def kv_rows(spec: KernelSpec, a: AttentionInputs, first, count, head):
     return RaggedRows(a.k, a.v, first, first + count - 1, head=head)
 
 
-def span_of(gap, i, kv_len, k_offset) -> Span:
-    """The columns of a pass: all, or those behind a gap and then those before it."""
-    return Span.whole(kv_len, k_offset) if gap is None else gap.span(i, kv_len, k_offset)
-
-
 def described(
     spec: KernelSpec, a: AttentionInputs, prepare: Callable = lambda a: a
 ) -> AttentionInputs:
     """The inputs with lengths, rotation, and mask or trees, after what `prepare` emits."""
     if isinstance(a, PagedInputs):
         a = prepare(replace(a, pages=view_pages(a.pages, spec)))
-        a = replace(a, lengths=lengths_of(spec, a, index_temp))
-    a = replace(a, rope=a.rope or rotation_of(spec, a))
+    a = replace(a, lengths=lengths_of(spec, a, index_temp), rope=a.rope or rotation_of(spec, a))
     if a.tree_order is not None:
         trees = TokenTrees(spec, a)
         if isinstance(a, RaggedInputs):

@@ -33,9 +33,9 @@ class Singles:
     def has(self, sequence):
         """Whether it has one row, which sees all that is held."""
         a = self.a
-        row, gap = index_temp(a.q_indptr[sequence]), a.gap(sequence)
+        row, gap = index_temp(a.q_indptr[sequence]), a.lengths.gap(sequence)
         is_single = a.q_indptr[sequence + 1] - row == 1
-        if gap is None:
+        if not a.lengths.has_gaps:
             return is_single
         num_pages = index_temp(a.page_indptr[sequence + 1] - a.page_indptr[sequence])
         own = a.mask.own(0, 1, a.lengths.kv_len(sequence, num_pages))

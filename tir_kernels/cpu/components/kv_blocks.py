@@ -15,6 +15,7 @@ the caches already is processed up to 15 % slower.
 from tvm.script import tirx as T
 
 from ...script import inline
+from ...semantics.sequence_gap import SequenceGap
 from ...spec import KernelSpec
 from ...vectors import ramp
 from ..simd import broadcast
@@ -36,8 +37,6 @@ class VisibleSpans:
 
     Attributes
     ----------
-    count : int32
-        Spans of the sequence: the window, then the sinks.
     begin, end : int32
         Positions of the span.
     k_offset : int32
@@ -45,10 +44,9 @@ class VisibleSpans:
     """
 
     def __init__(self, a):
-        self.lengths, self.mask, self.k_offsets = a.lengths, a.mask, a.k_rope_pos_offset
+        self.mask, self.k_offsets = a.mask, a.k_rope_pos_offset
         self.kv_len, self.first_position = T.local_scalar("int32"), T.local_scalar("int32")
-        self.sinks, self.gap_end = T.local_scalar("int32"), T.local_scalar("int32")
-        self.count, self.k_offset = T.local_scalar("int32"), T.local_scalar("int32")
+        self.gap, self.k_offset = SequenceGap(a.lengths), T.local_scalar("int32")
         self.begin, self.end = T.local_scalar("int32"), T.local_scalar("int32")
 
     @inline
@@ -57,35 +55,28 @@ class VisibleSpans:
         self.kv_len = kv_len
         self.first_position = self.k_offsets[sequence]
         self.mask.begin_sequence(sequence, kv_len)
-        if self.mask.has_window:
-            self.count = 1
-            self.sinks = 0
-            self.gap_end = 0
-        else:
-            gap = T.meta_var(self.lengths.gap(sequence))
-            self.sinks = gap.sinks
-            self.gap_end = gap.begin
-            self.count = T.if_then_else(gap.sinks > 0, 2, 1)
+        self.gap.begin(sequence)
+
+    @property
+    def count(self):
+        """Return the number of spans of the sequence: the window, then the sinks."""
+        return self.gap.num_spans
 
     @property
     def length(self):
         """Positions of the sequence, those before its first page included."""
-        return self.first_position + self.kv_len - (self.gap_end - self.sinks)
+        return self.first_position + self.kv_len - self.gap.num_dropped
 
     @inline
     def take(self, i):
         """Go on with a span."""
-        self.end = self.kv_len
-        self.k_offset = self.first_position
+        span = T.meta_var(self.gap.span(i, self.kv_len, self.first_position))
+        self.end = span.end
+        self.k_offset = span.k_offset
         if self.mask.has_window:
             self.begin = self.mask.begin(0, 1, self.kv_len)
         else:
-            self.begin = 0
-            if i == 0:
-                self.begin = self.gap_end
-                self.k_offset = self.first_position + self.sinks - self.gap_end
-            else:
-                self.end = T.min(self.sinks, self.kv_len)
+            self.begin = span.begin
 
 
 @T.meta_class

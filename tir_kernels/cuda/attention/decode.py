@@ -171,7 +171,7 @@ def decode(spec: KernelSpec, lengths: Lengths = Lengths.WINDOWS, absent=("window
                 if has_pair != 0:
                     softmax.reset()
                     scales.reset()
-                    for span in T.serial(columns.num_spans):
+                    for span in T.serial(columns.gap.num_spans):
                         if span > 0 or not tiling.copies_beside_states:
                             sync_block()  # none reads any more what lies there
                             columns.take(span, work)

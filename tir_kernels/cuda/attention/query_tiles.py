@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.visibility import CausalMask, WholeSequence
+from ...semantics.visibility import CausalMask, RaggedSequence, WholeSequence
 from ...signatures.inputs import AttentionInputs
 from ...spec import LOG2E, KernelSpec
 from ..components.block_memory import BlockMemory
@@ -52,8 +52,8 @@ class Batch:
         Rows of K and V that a thread copies -> PagedRows or RaggedRows.
     visible : CausalMask
         The bounds of what a row sees.
-    lengths : WholeSequence, optional
-        Which positions a sequence has dropped; None: none.
+    lengths : WholeSequence
+        Which positions a sequence has dropped; the default is none.
     lse_before : Buffer, optional
         The logs of what rows have seen before, to be merged with; see `MergedOutput`.
     """
@@ -64,7 +64,7 @@ class Batch:
     make_work: Callable
     make_rows: Callable
     visible: CausalMask
-    lengths: WholeSequence | None = None
+    lengths: WholeSequence = RaggedSequence()
     lse_before: object = None
 
 
@@ -110,9 +110,9 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                 sequence = T.meta_var(batch.items.offset + work.item)
                 tree.begin_sequence(sequence)
                 mask.begin(sequence)
-                rope.begin(mask.k_offset + work.kv_len - mask.num_dropped)
+                rope.begin(mask.k_offset + work.kv_len - mask.gap.num_dropped)
                 kv_rows.begin(batch.items.kv_indptr[sequence], work.head)
-                fields = T.meta_var((mask.k_offset, *work.variables, *mask.gap_fields))
+                fields = T.meta_var((mask.k_offset, *work.variables, *mask.gap.fields))
                 memory.store((*fields, *kv_rows.variables))
                 guard.begin()
                 while guard.has_pass():  # a second one only where V is not finite
@@ -127,7 +127,7 @@ def attend(spec: KernelSpec, a: AttentionInputs, batch: Batch, tiling: Tiling):
                     zero_padding(q, spec.qk_head_dim, rows.thread, tiling.num_threads)
                     zero_padding(k, spec.qk_head_dim, rows.thread, tiling.num_threads)
                     i = 0
-                    while i < mask.num_spans:
+                    while i < mask.gap.num_spans:
                         memory.load()  # before the pass and behind it: no register keeps anything
                         span = T.meta_var(mask.span(i))
                         mask.begin_span(span)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.visibility import CausalMask, Gap, Span, WholeSequence
-from ..emit import I32, U32, Registers, index_temp, opaque, ptx
+from ...semantics.sequence_gap import SequenceGap
+from ...semantics.visibility import CausalMask, Span, WholeSequence
+from ..emit import I32, U32, Registers, opaque, ptx
 from ..tiles.tiling import Tiling
 from .block_memory import BlockMemory
 from .query_rows import QueryRows
@@ -27,8 +28,8 @@ class TileMask:
     ----------
     visible : CausalMask
         The bounds of a row.
-    lengths : WholeSequence, optional
-        Which positions a sequence has dropped; None: none.
+    lengths : WholeSequence
+        Which positions a sequence has dropped.
     a : the kernel's argument `k_rope_pos_offset`, or none.
     tree : NoTree or TreeMask
     tiling : Tiling
@@ -37,8 +38,7 @@ class TileMask:
 
     Attributes
     ----------
-    gap : Gap, optional
-        The positions that the sequence has dropped.
+    gap : SequenceGap
     k_offset : int32
         RoPE position of column 0.
     start, end : int32
@@ -50,23 +50,20 @@ class TileMask:
     def __init__(
         self,
         visible: CausalMask,
-        lengths: WholeSequence | None,
+        lengths: WholeSequence,
         a,
         tree,
         tiling: Tiling,
         rows: QueryRows,
         memory: BlockMemory,
     ):
-        self.visible, self.lengths, self.tree, self.tiling = visible, lengths, tree, tiling
+        self.visible, self.tree, self.tiling = visible, tree, tiling
         self.rows, self.work, self.memory = rows, rows.work, memory
         self.k_offsets = a.k_rope_pos_offset
         self.k_offset, self.start, self.end = (T.local_scalar(I32) for _ in range(3))
         self.shared_begin, self.shared_end = (T.local_scalar(I32) for _ in range(2))
         self.warp_end = T.local_scalar(I32)
-        self.gap, self.gap_fields = None, ()
-        if lengths is not None and lengths.has_gaps:
-            self.gap_fields = tuple(T.local_scalar(I32) for _ in range(3))
-            self.gap = Gap(*self.gap_fields, index_temp)
+        self.gap = SequenceGap(lengths)
 
     @inline
     def begin(self, sequence):
@@ -75,28 +72,11 @@ class TileMask:
             self.k_offset = self.tree.k_offset
         else:
             self.k_offset = self.k_offsets[sequence]
-        if self.gap is not None:
-            self._begin_gap(self.lengths.gap(sequence))
-
-    def _begin_gap(self, gap: Gap) -> None:
-        for field, value in zip(self.gap_fields, (gap.sinks, gap.begin, gap.back), strict=True):
-            T.buffer_store(field.source, value, [0])
-
-    @property
-    def num_spans(self):
-        """Return the number of spans of the sequence."""
-        return 1 if self.gap is None else self.gap.num_spans
+        self.gap.begin(sequence)
 
     def span(self, i) -> Span:
         """Return a span of the sequence."""
-        if self.gap is None:
-            return Span.whole(self.work.kv_len, self.k_offset)
         return self.gap.span(i, self.work.kv_len, self.k_offset)
-
-    @property
-    def num_dropped(self):
-        """Return the number of positions that the sequence has dropped."""
-        return 0 if self.gap is None else self.gap.begin - self.gap.sinks
 
     def row_position(self, span: Span, q_position: Callable, row):
         """Return the RoPE position of a row of the tile; `q_position` is that of a row of Q."""

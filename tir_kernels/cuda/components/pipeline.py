@@ -205,7 +205,7 @@ class KvPipeline:
         self.start = start + self.threads.index * self.tiling.positions
         self.end = end
         self._find(T.int32(0))
-        for tile in T.unroll(self.ahead):
+        for tile in T.serial(self.ahead):  # unrolled, addresses of all copies are kept at once
             self._issue(tile)
 
     @inline

@@ -6,8 +6,9 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ...script import inline
-from ...semantics.visibility import Gap, Span
-from ..emit import I32, index_temp
+from ...semantics.sequence_gap import SequenceGap
+from ...semantics.visibility import Span
+from ..emit import I32
 
 
 @T.meta_class
@@ -22,6 +23,7 @@ class VisibleColumns:
 
     Attributes
     ----------
+    gap : SequenceGap
     length : int32
         Positions of the sequence, the dropped ones included; longrope depends on it.
     first, end : int32
@@ -38,10 +40,7 @@ class VisibleColumns:
         self.first, self.end = T.local_scalar(I32), T.local_scalar(I32)
         self.k_offset, self.q_position = T.local_scalar(I32), T.local_scalar(I32)
         self.first_position = T.local_scalar(I32)
-        self.gap = None
-        if lengths.has_gaps:
-            self.sinks, self.gap_end, self.back = (T.local_scalar(I32) for _ in range(3))
-            self.gap = Gap(self.sinks, self.gap_end, self.back, index_temp)
+        self.gap = SequenceGap(lengths)
 
     @inline
     def begin(self, sequence, num_pages):
@@ -50,36 +49,22 @@ class VisibleColumns:
         self.first_position = self.a.k_rope_pos_offset[sequence]
         self.length = self.first_position + self.kv_len
         self.q_position = self.a.q_rope_position[sequence]
+        self.gap.begin(sequence)
         if self.lengths.has_gaps:
-            gap = T.meta_var(self.lengths.gap(sequence))
-            self.sinks = gap.sinks
-            self.gap_end = gap.begin
-            self.back = gap.back
-            self.length -= self.gap_end - self.sinks
-
-    @property
-    def num_spans(self):
-        """Return the number of ranges to look at, from variables that it takes no other for."""
-        return 1 if self.gap is None else self.gap.num_spans
+            self.length -= self.gap.num_dropped
 
     @inline
     def take(self, i, work):
         """Take what the row sees of range i and of the pages that the block has."""
-        span = T.meta_var(self.span(i))
+        span = T.meta_var(self.gap.span(i, self.kv_len, self.first_position))
         self.first = T.max(work.position(work.first), self.first_seen(span))
         self.end = T.min(work.position(work.end), span.end)
         self.k_offset = span.k_offset
         if self.lengths.has_gaps:
             self.q_position = T.min(self.q_position, span.last_position)
 
-    def span(self, i) -> Span:
-        """Return range i of the sequence."""
-        if self.gap is None:
-            return Span.whole(self.kv_len, self.first_position)
-        return self.gap.span(i, self.kv_len, self.first_position)
-
     def first_seen(self, span: Span):
         """Return the first column that the row sees."""
-        if self.gap is not None:
+        if span.begin is not None:
             return span.first_seen(self.kv_len - 1)
         return 0 if self.a.window is None else T.max(self.kv_len - self.a.window, 0)

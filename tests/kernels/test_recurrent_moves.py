@@ -34,20 +34,18 @@ def make_spec(rule: str, shape: str, dtype: str, page: int, cpu: str = "native")
     return RecurrentSpec(rule, *SHAPES[shape], dtype, page, target_of(cpu, dtype))
 
 
-parametrize_specs = pytest.mark.parametrize(
-    "spec", [make_spec(*fields) for fields in SPECS.values()], ids=SPECS
-)
+@pytest.fixture(params=SPECS.values(), ids=SPECS)
+def spec(request) -> RecurrentSpec:
+    return make_spec(*request.param)
 
 
 @parametrize_seed
-@parametrize_specs
 def test_append(spec, seed):
     for num_tokens in (0, 1, 37):
         check_append(spec, num_tokens, seed)
 
 
 @parametrize_seed
-@parametrize_specs
 def test_copies_of_rows(spec, seed):
     check_copy_single_page(spec, seed)
     check_copy_pages(spec, 5, seed)

@@ -72,8 +72,10 @@ def attend(spec, a, ops, num_positions, single_ops=None):
     queue.begin()
     if has_singles:
         singles_queue.begin()
-    helpers = T.meta_var((*single_ops.llvm_helpers, *helpers_of(spec)) if has_singles else ())
-    helpers = T.meta_var(dict.fromkeys((*ops.llvm_helpers, *helpers)))
+    singles_helpers = T.meta_var(
+        (*single_ops.llvm_helpers, *helpers_of(spec)) if has_singles else ()
+    )
+    helpers = T.meta_var(dict.fromkeys((*ops.llvm_helpers, *singles_helpers)))
     with import_llvm(Queue.llvm_helper, *helpers):
         for task in T.parallel(num_tasks, annotations=TASKS):
             columns = ColumnTiles(ops, spec.target, spec.v_head_dim)

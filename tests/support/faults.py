@@ -98,7 +98,7 @@ class FaultyAttention:
             lse = top + np.log2(total)
         p /= np.where(total > 0, total, 1)
         if self.fault is None:
-            self._record(keys, mask, scores, lse, p)
+            self._record(keys, mask, scores - top, total, p)
         o = (p.reshape(*in_groups, len(keys)) @ v).reshape(num_heads, num_rows, v.shape[2])
         o, lse = o.swapaxes(0, 1), lse[..., 0].T
         return (o, lse) if sinks is None else reference_attention.apply_sinks(o, lse, sinks)
@@ -114,12 +114,15 @@ class FaultyAttention:
             mask = mask & ~affected
         return k, v, mask
 
-    def _record(self, keys, mask, scores, lse, p) -> None:
-        """Keep each position's largest weight, and what another row of K would change of it."""
+    def _record(self, keys, mask, scores, total, p) -> None:
+        """Keep each position's largest weight, and what another row of K would change of it.
+
+        `scores` are relative to the maximum: where they are huge, the log-sum-exp is the maximum.
+        """
         if not mask.any():
             return
         others = scores[..., _neighbours(len(keys))]
-        wrong = np.exp2(np.minimum(others - np.where(np.isinf(lse), 0, lse), 30))
+        wrong = np.exp2(np.minimum(others, 30)) / np.where(total > 0, total, 1)
         change = np.where(mask, np.abs(wrong - p), 0).max((0, 1))
         self.calls.append((keys, p.max((0, 1)), change))
 

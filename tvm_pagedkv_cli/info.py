@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+from pathlib import Path
 
 
 def add_parser(commands) -> None:
@@ -29,12 +32,7 @@ def run(_: argparse.Namespace) -> None:
 
     target = resolve_target()
     traits = vector_target(target)
-    files = [
-        file
-        for file in cache_dir().rglob("*")
-        if file.is_file() and file.relative_to(cache_dir()).parts[0] != "models"
-    ]
-    megabytes = sum(file.stat().st_size for file in files) / 2**20
+    sizes = _compiled_sizes(cache_dir())
     rows = {
         "tvm-pagedkv": __version__,
         "apache-tvm": installed("apache-tvm"),
@@ -47,8 +45,20 @@ def run(_: argparse.Namespace) -> None:
         f"byte dot product: {'yes' if traits.has_byte_dot else 'no'}, "
         f"float16 conversion: {'yes' if traits.has_f16_convert else 'no'}",
         "threads": f"{num_threads()} of {len(available_cpus())} CPUs that the process may use",
-        "compiled files": f"{cache_dir()} ({len(files)} files, {megabytes:.1f} MiB)",
+        "compiled files": f"{cache_dir()} ({len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB)",
     }
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
+
+
+def _compiled_sizes(folder: Path) -> list[int]:
+    """Return the sizes of compiled files. Other processes may remove files meanwhile."""
+    sizes = []
+    for parent, folders, files in os.walk(folder):
+        if Path(parent) == folder and "models" in folders:
+            folders.remove("models")
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(Path(parent, file).stat().st_size)
+    return sizes

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pydoc_data.topics import topics
@@ -239,6 +240,43 @@ def test_command_info(capfd):
     out = capfd.readouterr().out
     for name in ("tvm-pagedkv", "apache-tvm", "library", "target", "threads", "compiled files"):
         assert re.search(rf"^{name} +\S", out, re.MULTILINE), name
+
+
+def test_command_info_while_builds_end(capfd, tmp_path, monkeypatch):
+    """Folders and files may be gone when they are looked at."""
+    scratch, lock = tmp_path / ".build-a", tmp_path / ".build-a.lock"
+    (tmp_path / "b.so").touch()
+    monkeypatch.setenv("TVM_PAGEDKV_CACHE", str(tmp_path))
+    scan = os.scandir
+
+    class Scan:
+        """The entries of a folder, where a build ends once they are listed."""
+
+        def __init__(self, path):
+            building = os.fspath(path) == str(tmp_path)
+            if building:
+                scratch.mkdir()
+                lock.touch()
+            with scan(path) as entries:
+                self.entries = iter(list(entries))
+            if building:
+                scratch.rmdir()
+                lock.unlink()
+
+        def __next__(self):
+            return next(self.entries)
+
+        def __iter__(self):
+            return self
+
+        __enter__ = __iter__
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(os, "scandir", Scan)
+    assert main(["info"]) == 0
+    assert f"{tmp_path} (1 files, 0.0 MiB)" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,13 @@ def test_code_for_avx512_is_skipped_without_it():
     assert counts.pop("skipped") >= 8 and not counts
 
 
+@pytest.mark.parametrize("machine", ["x86-64", "x86-64-v3"])
+@pytest.mark.parametrize("folder", ["tests/kernels", pytest.param("tests", marks=pytest.mark.slow)])
+def test_files_are_collected_on_other_machines(folder, machine):
+    """A spec that such a machine refuses, made while a file is read, would end the whole run."""
+    assert not _outcomes(machine, folder, "--collect-only", "-q")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", ["x86-64", "x86-64-v2", "x86-64-v3", "Zen 3"])
 def test_kernels_pass_on_other_machines(machine):

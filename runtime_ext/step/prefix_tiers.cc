@@ -32,12 +32,11 @@ PrefixTiers::~PrefixTiers() {
 
 PrefixTier PrefixTiers::Open(const ffi::Map<ffi::String, ffi::Any>& map) {
   step_->phase().RequireIdle("prefix_open");
-  step_->storage().RequireNoRecurrentLayers("a prefix cache below the pages");
   const PrefixTierOptions options = PrefixTierOptions::FromMap(map);
   if (tier_.defined()) Raise(kValueError, "the cache has a prefix cache below its pages already");
   const LayerStorage& storage = step_->storage();
   const CacheConfig& config = storage.config();
-  auto object = ffi::make_object<PrefixTierObj>(options, table_->page_size(), PageBytesOf(storage),
+  auto object = ffi::make_object<PrefixTierObj>(options, table_->page_size(), ValueSizesOf(storage),
                                                 storage.device());
   auto transfers = std::make_unique<PageTransfers>(storage, &step_->stream_order(), object->tier(),
                                                    object->memory());

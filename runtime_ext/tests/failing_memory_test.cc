@@ -109,7 +109,7 @@ TEST_CASE("failing memory: values that a store has read") {
   bool succeeds = false;
   for (int64_t i = 0; !succeeds; ++i) {
     REQUIRE(i < 100);
-    std::vector<char> memory(HostSlots::BytesPerPage(kPageSize, {kPageBytes}) * 2 + 64);
+    std::vector<char> memory(HostSlots::BytesOf(2, kPageSize, {kPageBytes}) + 64);
     char* aligned = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
     HostTier tier(aligned, 2, kPageSize, {kPageBytes}, /*has_store=*/true);
     StoreLookup lookup;

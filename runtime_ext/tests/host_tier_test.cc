@@ -27,7 +27,7 @@ class Fixture {
  public:
   explicit Fixture(int64_t num_slots, bool has_store = false, int64_t page_bytes = 40)
       : page_bytes_(page_bytes),
-        memory_(HostSlots::BytesPerPage(kPageSize, {page_bytes}) * num_slots + 64),
+        memory_(HostSlots::BytesOf(num_slots, kPageSize, {page_bytes}) + 64),
         tier(memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64) % 64,
              num_slots, kPageSize, {page_bytes}, has_store) {}
 

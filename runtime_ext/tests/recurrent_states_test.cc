@@ -21,6 +21,7 @@
 #include "state/plans/forward_plan.h"
 #include "state/plans/plan_arrays.h"
 #include "state/sequences/sequence_table.h"
+#include "tier_fixture.h"
 
 namespace pagedkv::recurrent_states_test {
 
@@ -30,11 +31,7 @@ constexpr int64_t kMaxSequences = 5, kMaxLength = 90, kInterval = 8;
 constexpr int32_t kPageSize = 4, kAttention = 0, kIngredients = 1, kConv = 2, kNumGroups = 3;
 constexpr int64_t kNumTaps = 3;
 
-uint64_t Next(uint64_t state, int32_t token) {
-  return state * 0x9E3779B97F4A7C15u + static_cast<uint64_t>(token) + 1;
-}
-
-struct Text {
+struct RecurrentText {
   Tokens tokens;  // committed
   Tokens nodes;   // of a token tree
   std::vector<int64_t> parents;
@@ -44,16 +41,22 @@ struct Text {
 
 class World {
  public:
-  World(uint64_t seed, int32_t num_pages, int32_t num_ingredients, int32_t num_states)
+  World(uint64_t seed, int32_t num_pages, int32_t num_ingredients, int32_t num_states,
+        TierSetup setup = {})
       : engine_(seed),
         table_(kMaxSequences, kPageSize, {num_pages, num_ingredients, num_ingredients},
                {0, 0, kNumTaps + 1}, {{kIngredients, kInterval}}, {num_states}),
         plan_(&table_, 1 << 20),
-        slots_(kNumGroups,
-               std::vector<int32_t>(std::max(num_pages, num_ingredients) * kPageSize, -7)),
-        states_(num_states, 7) {}
+        slots_(kNumGroups + 1,
+               Contents(std::max({num_pages, num_ingredients, num_states}) * kPageSize, 7)),
+        tier_(setup, kPageSize, &slots_, &engine_),
+        has_tier_(setup.num_slots > 0),
+        has_store_(setup.has_store) {
+    if (has_tier_) table_.prefixes().SetTier(tier_.tier(), &tier_, setup.policy, "a model");
+  }
 
   void Do() {
+    if (has_store_) tier_.Work(static_cast<int>(Below(4)));
     try {
       const auto id = static_cast<int64_t>(Below(kMaxSequences));
       if (!texts_.count(id)) {
@@ -106,14 +109,16 @@ class World {
   int64_t num_rows() const { return num_rows_; }
   int64_t num_refused() const { return num_refused_; }
   int64_t num_reused() const { return table_.prefixes().counts().reused_tokens; }
+  const PrefixIndex::Counts& counts() const { return table_.prefixes().counts(); }
   bool HasReclaimedState() const { return table_.pool(kNumGroups).num_reclaimed() > 0; }
 
  private:
   uint64_t Below(uint64_t limit) { return engine_() % limit; }
+  uint32_t& StateIn(int32_t page) { return slots_[kNumGroups][page * kPageSize]; }
   int32_t RandomToken() { return static_cast<int32_t>(Below(3)); }
 
   void Add(int64_t id) {
-    Text text;
+    RecurrentText text;
     if (Below(3) == 0) {
       table_.Add(id);
     } else {
@@ -123,7 +128,15 @@ class World {
         tokens.resize(Below(tokens.size() + 1));
       }
       for (uint64_t n = Below(4); n > 0; --n) tokens.push_back(RandomToken());
-      const int64_t length = table_.AddWithPrefix(id, "", Span(tokens));
+      if (has_store_ && Below(2)) {
+        const int64_t ticket = table_.prefixes().Prefetch("", Span(tokens));
+        tier_.Work(1 << 20);
+        REQUIRE(tier_.tier()->Wait(ticket, 0));
+      }
+      std::vector<PageLoad> loads;
+      const int64_t length = table_.AddWithPrefix(id, "", Span(tokens), &loads);
+      REQUIRE(tier_.Load(loads));
+      table_.FinishLoads(id, loads);
       tokens.resize(static_cast<size_t>(length));
       text.tokens = tokens;
       text.is_recorded = true;
@@ -142,7 +155,7 @@ class World {
   void Fork(int64_t id) {
     const auto child = static_cast<int64_t>(Below(kMaxSequences));
     if (texts_.count(child)) return;
-    Text text = texts_.at(id);
+    RecurrentText text = texts_.at(id);
     const bool is_end = Below(3) == 0;
     const size_t position = is_end ? text.tokens.size() : Below(text.tokens.size() + 1);
     table_.Fork(id, child, static_cast<int64_t>(position));
@@ -154,7 +167,7 @@ class World {
   }
 
   void Pop(int64_t id) {
-    Text& text = texts_.at(id);
+    RecurrentText& text = texts_.at(id);
     const size_t size = text.tokens.size() + text.nodes.size();
     const size_t count = Below(2) ? Below(std::min<size_t>(size, 16) + 1) : Below(size + 1);
     table_.Pop(id, static_cast<int64_t>(count));
@@ -178,7 +191,7 @@ class World {
   }
 
   void StepTree(int64_t id) {
-    const Text& text = texts_.at(id);
+    const RecurrentText& text = texts_.at(id);
     if (text.nodes.size() > 12) return;
     std::vector<int64_t> parents;
     Tokens tokens;
@@ -191,8 +204,8 @@ class World {
   }
 
   /*! \brief The state of a row of the sequence, of its node or of a position. */
-  uint64_t Expected(const Text& text, const Tokens& own, int64_t row, bool is_tree) const {
-    uint64_t state = 0;
+  uint32_t Expected(const RecurrentText& text, const Tokens& own, int64_t row, bool is_tree) const {
+    uint32_t state = 0;
     for (int32_t token : text.tokens) state = Next(state, token);
     Tokens path;
     if (is_tree) {
@@ -226,14 +239,15 @@ class World {
     for (int32_t g = 0; g < kNumGroups; ++g) {
       std::vector<int32_t> slots(num_rows);
       arrays.FillSlots(g, slots.data());
-      for (size_t row = 0; row < num_rows; ++row) slots_[g][slots[row]] = tokens[row];
+      for (size_t row = 0; row < num_rows; ++row)
+        slots_[g][slots[row]] = static_cast<uint32_t>(tokens[row]);
     }
     // What the tokens should give, with those of the step.
-    std::vector<uint64_t> expected;
+    std::vector<uint32_t> expected;
     std::vector<Tokens> befores;  // of each row, the tokens before it
     size_t first = 0;
     for (size_t i = 0; i < ids.size(); ++i) {
-      Text text = texts_.at(ids[i]);
+      RecurrentText text = texts_.at(ids[i]);
       const Tokens own(tokens.begin() + first, tokens.begin() + first + lengths[i]);
       first += lengths[i];
       if (parents) {
@@ -265,7 +279,7 @@ class World {
     }
     first = 0;
     for (size_t i = 0; i < ids.size(); ++i) {
-      Text& text = texts_.at(ids[i]);
+      RecurrentText& text = texts_.at(ids[i]);
       Tokens& list = parents ? text.nodes : text.tokens;
       list.insert(list.end(), tokens.begin() + first, tokens.begin() + first + lengths[i]);
       if (parents) text.parents.insert(text.parents.end(), parents->begin(), parents->end());
@@ -279,7 +293,7 @@ class World {
   }
 
   void CheckStates(const PlanArrays& arrays, size_t num_sequences,
-                   const std::vector<uint64_t>& expected) {
+                   const std::vector<uint32_t>& expected) {
     std::vector<int32_t> segment_indptr(num_sequences + 1),
         row_indptr(arrays.NumStateSegments(0) + 1), slots(arrays.NumStateRows(0)),
         rows(slots.size()), read_pages(row_indptr.size() - 1), write_pages(read_pages.size());
@@ -294,15 +308,15 @@ class World {
     std::vector<int> num_outputs(expected.size(), 0);
     for (size_t i : order) {
       for (int32_t s = segment_indptr[i]; s < segment_indptr[i + 1]; ++s) {
-        uint64_t state = read_pages[s] < 0 ? 0 : states_[read_pages[s]];
+        uint32_t state = read_pages[s] < 0 ? 0 : StateIn(read_pages[s]);
         for (int32_t n = row_indptr[s]; n < row_indptr[s + 1]; ++n) {
-          state = Next(state, slots_[kIngredients][slots[n]]);
+          state = Next(state, static_cast<int32_t>(slots_[kIngredients][slots[n]]));
           ++(rows[n] < 0 ? num_replayed_ : num_rows_);
           if (rows[n] < 0) continue;
           ++num_outputs[rows[n]];
           REQUIRE_EQ(state, expected[rows[n]]);
         }
-        states_[write_pages[s]] = state;
+        StateIn(write_pages[s]) = state;
       }
     }
     for (int count : num_outputs) REQUIRE_EQ(count, 1);
@@ -319,14 +333,14 @@ class World {
         if (at < 0) {
           REQUIRE_EQ(slot, -1);
         } else {
-          REQUIRE_EQ(slots_[kConv][slot], before[at]);
+          REQUIRE_EQ(slots_[kConv][slot], static_cast<uint32_t>(before[at]));
         }
       }
     }
   }
 
   void Commit(int64_t id) {
-    Text& text = texts_.at(id);
+    RecurrentText& text = texts_.at(id);
     if (text.nodes.empty()) return;
     const int64_t leaf = static_cast<int64_t>(Below(text.nodes.size() + 1)) - 1;
     CommitPlan commit(&table_);
@@ -358,10 +372,11 @@ class World {
   std::mt19937_64 engine_;
   SequenceTable table_;
   ForwardPlan plan_;
-  std::vector<std::vector<int32_t>> slots_;  // [group][slot]
-  std::vector<uint64_t> states_;             // [page]
-  std::map<int64_t, Text> texts_;
+  std::vector<Contents> slots_;  // [pool][slot]; a state is in the first slot of its page
+  TestTier tier_;
+  std::map<int64_t, RecurrentText> texts_;
   std::vector<Tokens> removed_;
+  bool has_tier_, has_store_;
   int64_t num_replayed_ = 0, num_rows_ = 0, num_refused_ = 0;
 };
 
@@ -385,6 +400,26 @@ TEST_CASE("states of random sequences are those of their tokens") {
   REQUIRE_GT(num_refused, 10);
   REQUIRE_GT(num_reused, 1000);
   REQUIRE_GT(num_with_lost_states, 5);
+}
+
+TEST_CASE("states come back from host memory and from a store") {
+  for (const TierWrites writes : {TierWrites::kBack, TierWrites::kThrough}) {
+    int64_t num_host = 0, num_store = 0;
+    for (uint64_t seed = 100; seed < 120; ++seed) {
+      CAPTURE(seed);
+      TierSetup setup;
+      setup.num_slots = seed % 2 ? 200 : 10;
+      setup.policy = {writes, 1};
+      setup.has_store = seed % 4 < 2;
+      World world(seed, 90, 70, 20, setup);
+      for (int i = 0; i < 600; ++i) world.Do();
+      num_host += world.counts().host_tokens;
+      num_store += world.counts().store_tokens;
+      world.Clear();
+    }
+    REQUIRE_GT(num_host, 100);
+    REQUIRE_GT(num_store, 20);
+  }
 }
 
 }  // namespace pagedkv::recurrent_states_test

@@ -34,7 +34,7 @@ class TestTier final : public PageSaver {
         slots_(slots),
         engine_(engine),
         page_bytes_(slots->size(), page_size * static_cast<int64_t>(sizeof(uint32_t))),
-        memory_(HostSlots::BytesPerPage(page_size, page_bytes_) * setup.num_slots + 64),
+        memory_(HostSlots::BytesOf(setup.num_slots, page_size, page_bytes_) + 64),
         tier_(Aligned(memory_.data()), setup.num_slots, page_size, page_bytes_, setup.has_store) {}
 
   HostTier* tier() { return &tier_; }
@@ -48,7 +48,7 @@ class TestTier final : public PageSaver {
         continue;
       }
       std::memcpy(tier_.DataOf(slot), (*slots_)[group].data() + page * page_size_,
-                  page_bytes_[group]);
+                  page_bytes_[group].bytes);
       tier_.Publish(slot, text);
     }
   }
@@ -58,7 +58,7 @@ class TestTier final : public PageSaver {
       const uint64_t checksum = tier_.LayoutOf(load.slot).ChecksumOfData(tier_.ValueOf(load.slot));
       is_whole = tier_.Verify(load.slot, checksum) && is_whole;
       std::memcpy((*slots_)[load.group].data() + load.page * page_size_, tier_.DataOf(load.slot),
-                  page_bytes_[load.group]);
+                  page_bytes_[load.group].bytes);
     }
     return is_whole;
   }
@@ -110,7 +110,7 @@ class TestTier final : public PageSaver {
   int32_t page_size_;
   std::vector<std::vector<uint32_t>>* slots_;
   std::mt19937_64* engine_;
-  std::vector<int64_t> page_bytes_;
+  std::vector<ValueSize> page_bytes_;  // [group]
   std::vector<char> memory_;
   HostTier tier_;
   std::map<PageKey, std::string> store_;

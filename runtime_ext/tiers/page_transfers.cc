@@ -11,59 +11,77 @@
 #include <limits>
 
 #include "device/parallel.h"
+#include "storage/page_io.h"
 
 namespace pagedkv {
 
-std::vector<int64_t> PageBytesOf(const LayerStorage& storage) {
-  std::vector<int64_t> page_bytes;
+std::vector<ValueSize> ValueSizesOf(const LayerStorage& storage) {
+  std::vector<ValueSize> sizes;
   for (const LayerGroup& group : storage.groups()) {
-    page_bytes.push_back(0);
-    for (int64_t index : group.layers) {
-      page_bytes.back() += storage.layers()[index].layout.page_bytes;
-    }
+    int64_t num_bytes = 0;
+    for (int64_t index : group.layers) num_bytes += storage.layers()[index].layout.page_bytes;
+    sizes.push_back(num_bytes);
   }
-  return page_bytes;
+  for (const StateGroup& group : storage.StateGroups()) {
+    int64_t num_bytes = 0;
+    for (int64_t index : storage.groups()[group.ingredients].layers) {
+      num_bytes += BytesOfState(storage.layers()[index].states);
+    }
+    sizes.push_back({num_bytes, group.interval / storage.config().page_size});
+  }
+  return sizes;
 }
 
 PageTransfers::PageTransfers(const LayerStorage& storage, StreamOrder* order, HostTier* tier,
                              ffi::Tensor memory)
     : storage_(storage), order_(order), tier_(tier), memory_(std::move(memory)) {
   for (const LayerGroup& group : storage.groups()) {
-    std::vector<int64_t>& offsets = offsets_.emplace_back(1, 0);
+    std::vector<LayerPages>& layers = layers_.emplace_back();
     for (int64_t index : group.layers) {
-      offsets.push_back(offsets.back() + storage.layers()[index].layout.page_bytes);
+      const StoredLayer& layer = storage.layers()[index];
+      layers.push_back({layer.pages, layer.layout.page_bytes, layer.layout.used_bytes()});
     }
+  }
+  for (const StateGroup& group : storage.StateGroups()) {
+    std::vector<LayerPages>& layers = layers_.emplace_back();
+    for (int64_t index : storage.groups()[group.ingredients].layers) {
+      const ffi::Tensor& states = storage.layers()[index].states;
+      layers.push_back({states, BytesOfState(states), BytesOfState(states)});
+    }
+  }
+  for (const std::vector<LayerPages>& layers : layers_) {
+    std::vector<int64_t>& offsets = offsets_.emplace_back(1, 0);
+    for (const LayerPages& layer : layers) offsets.push_back(offsets.back() + layer.page_bytes);
   }
 }
 
 template <typename Copy>
 void PageTransfers::ForEachLayer(int32_t group, int32_t slot, Copy copy) const {
   const int64_t begin = tier_->DataOf(slot) - static_cast<const char*>(memory_.data_ptr());
-  const std::vector<int64_t>& layers = storage_.groups()[group].layers;
-  for (size_t i = 0; i < layers.size(); ++i) {
-    copy(storage_.layers()[layers[i]], begin + offsets_[group][i]);
+  for (size_t i = 0; i < layers_[group].size(); ++i) {
+    copy(layers_[group][i], begin + offsets_[group][i]);
   }
 }
 
 uint64_t PageTransfers::CopyBlock(Direction direction, const PageLoad& value, int64_t block) const {
   const PageValueLayout& layout = tier_->LayoutOf(value.slot);
   const std::vector<int64_t>& offsets = offsets_[value.group];
-  const std::vector<int64_t>& layers = storage_.groups()[value.group].layers;
+  const std::vector<LayerPages>& layers = layers_[value.group];
   char* data = tier_->DataOf(value.slot);
   const int64_t block_begin = block * PageValueLayout::kBlockBytes;
   const int64_t block_end = std::min(block_begin + PageValueLayout::kBlockBytes, offsets.back());
   size_t i = std::upper_bound(offsets.begin(), offsets.end(), block_begin) - offsets.begin() - 1;
   for (; i < layers.size() && offsets[i] < block_end; ++i) {
-    const StoredLayer& layer = storage_.layers()[layers[i]];
+    const LayerPages& layer = layers[i];
     const int64_t begin = std::max(block_begin - offsets[i], int64_t{0});
-    const int64_t end = std::min(block_end - offsets[i], layer.layout.page_bytes);
+    const int64_t end = std::min(block_end - offsets[i], layer.page_bytes);
     char* in_page = static_cast<char*>(layer.pages.data_ptr()) + layer.pages.byte_offset() +
-                    value.page * layer.layout.page_bytes;
+                    value.page * layer.page_bytes;
     char* in_slot = data + offsets[i];
     if (direction == Direction::kLoad) {
       std::memcpy(in_page + begin, in_slot + begin, end - begin);
     } else {  // what was never written does not leave the cache
-      const int64_t used_end = std::clamp(layer.layout.used_bytes(), begin, end);
+      const int64_t used_end = std::clamp(layer.used_bytes, begin, end);
       std::memcpy(in_slot + begin, in_page + begin, used_end - begin);
       std::memset(in_slot + used_end, 0, end - used_end);
     }
@@ -151,12 +169,10 @@ void PageTransfers::QueueOne(const PageSave& save, int32_t slot) noexcept {
     const StreamOrder::Call on_stream(order_);
     void* stream = CurrentStream(storage_.device());
     char* memory = static_cast<char*>(memory_.data_ptr());
-    ForEachLayer(save.group, slot, [&](const StoredLayer& layer, int64_t offset) {
-      const SlotLayout& layout = layer.layout;
-      CopyBytes(layer.pages, save.page * layout.page_bytes, memory_, offset, layout.used_bytes(),
+    ForEachLayer(save.group, slot, [&](const LayerPages& layer, int64_t offset) {
+      CopyBytes(layer.pages, save.page * layer.page_bytes, memory_, offset, layer.used_bytes,
                 stream);
-      std::memset(memory + offset + layout.used_bytes(), 0,
-                  layout.page_bytes - layout.used_bytes());
+      std::memset(memory + offset + layer.used_bytes, 0, layer.page_bytes - layer.used_bytes);
     });
     const TokenSpan text = save.text.tokens;
     std::vector<int32_t> tokens(text.data, text.data + text.size);
@@ -207,9 +223,9 @@ bool PageTransfers::Load(const std::vector<PageLoad>& loads) {
   if (!is_whole || IsHost(device)) return is_whole;
   void* stream = CurrentStream(device);
   for (const PageLoad& load : loads) {
-    ForEachLayer(load.group, load.slot, [&](const StoredLayer& layer, int64_t offset) {
-      const int64_t page_bytes = layer.layout.page_bytes;
-      CopyBytes(memory_, offset, layer.pages, load.page * page_bytes, page_bytes, stream);
+    ForEachLayer(load.group, load.slot, [&](const LayerPages& layer, int64_t offset) {
+      CopyBytes(memory_, offset, layer.pages, load.page * layer.page_bytes, layer.page_bytes,
+                stream);
     });
   }
   Synchronize(device, stream);

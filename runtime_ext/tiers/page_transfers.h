@@ -22,8 +22,8 @@
 
 namespace pagedkv {
 
-/*! \brief [group] bytes of a page of all its layers. */
-std::vector<int64_t> PageBytesOf(const LayerStorage& storage);
+/*! \brief [pool] sizes of the values of a page of all its layers. */
+std::vector<ValueSize> ValueSizesOf(const LayerStorage& storage);
 
 class PageTransfers final : public PageSaver {
  public:
@@ -63,7 +63,14 @@ class PageTransfers final : public PageSaver {
 
   enum class Direction { kSave, kLoad };
 
-  /*! \brief Calls copy(layer, offset in the memory of the tier) for each layer of a group. */
+  /*! \brief The pages of a layer in a pool: of K and V, of rows, or of states. */
+  struct LayerPages {
+    ffi::Tensor pages;
+    int64_t page_bytes;
+    int64_t used_bytes;  // before the padding
+  };
+
+  /*! \brief Calls copy(layer, offset in the memory of the tier) for each layer of a pool. */
   template <typename Copy>
   void ForEachLayer(int32_t group, int32_t slot, Copy copy) const;
   /*! \brief Copies a block of a value on the host. \return What it adds to the checksum. */
@@ -75,7 +82,8 @@ class PageTransfers final : public PageSaver {
   StreamOrder* order_;
   HostTier* tier_;
   ffi::Tensor memory_;
-  std::vector<std::vector<int64_t>> offsets_;  // [group][layer] in the data of a value, and the end
+  std::vector<std::vector<LayerPages>> layers_;  // [pool]
+  std::vector<std::vector<int64_t>> offsets_;  // [pool][layer] in the data of a value, and the end
   std::vector<QueuedSave> queued_;
   int64_t num_failed_saves_ = 0;
 };

@@ -101,20 +101,20 @@ PrefixTierOptions PrefixTierOptions::FromMap(const ffi::Map<ffi::String, ffi::An
 }
 
 PrefixTierObj::PrefixTierObj(const PrefixTierOptions& options, int32_t page_size,
-                             const std::vector<int64_t>& page_bytes, DLDevice device) {
-  const int64_t bytes_per_page = HostSlots::BytesPerPage(page_size, page_bytes);
-  int64_t num_slots = HostSlots::NumSlotsIn(options.host_bytes, page_size, page_bytes);
+                             const std::vector<ValueSize>& sizes, DLDevice device) {
+  int64_t num_slots = HostSlots::NumSlotsIn(options.host_bytes, page_size, sizes);
   if (options.host_bytes == 0) num_slots = kMinSlotsOfStore;
-  const bool has_pages = !page_bytes.empty();  // a stage without K and V layers has none
+  const bool has_pages = !sizes.empty();  // a stage without such layers has none
   if (num_slots == 0 && has_pages) {
     Raise(kValueError, "host_bytes is ", options.host_bytes, ", but a page of all layers takes ",
-          bytes_per_page);
+          HostSlots::BytesOf(1, page_size, sizes));
   }
-  const int64_t num_bytes = num_slots * bytes_per_page + HostSlots::kBlockAlignment;
+  const int64_t num_bytes =
+      HostSlots::BytesOf(num_slots, page_size, sizes) + HostSlots::kBlockAlignment;
   RequireHostMemory(static_cast<double>(num_bytes));
   memory_ = AllocateTensor({num_bytes}, kByte, StagingDevice(device), UncountedBytes());
   char* begin = static_cast<char*>(memory_.data_ptr()) + Padding(memory_);
-  tier_ = std::make_unique<HostTier>(begin, num_slots, page_size, page_bytes, options.has_store);
+  tier_ = std::make_unique<HostTier>(begin, num_slots, page_size, sizes, options.has_store);
 }
 
 PrefixTierObj::~PrefixTierObj() {

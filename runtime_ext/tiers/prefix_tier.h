@@ -42,12 +42,12 @@ struct PrefixTierOptions {
 class PrefixTierObj : public ffi::Object {
  public:
   /*!
-   * \param page_bytes [group] bytes of a page of all layers.
+   * \param sizes [group] of values.
    * \param device The device of the pages: copies to it are from pinned memory.
    * \throws Error (ValueError, MemoryError).
    */
   PrefixTierObj(const PrefixTierOptions& options, int32_t page_size,
-                const std::vector<int64_t>& page_bytes, DLDevice device);
+                const std::vector<ValueSize>& sizes, DLDevice device);
 
   ~PrefixTierObj();
 

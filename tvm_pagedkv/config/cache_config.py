@@ -176,7 +176,7 @@ class KVCacheConfig:
         for index, layer in enumerate(layers):
             if layer.recurrent is None and layer.conv is None:
                 continue
-            for name in ("sliding_window", "enable_kv_transfer", "prefix_cache"):
+            for name in ("sliding_window", "enable_kv_transfer"):
                 if getattr(self, name):
                     raise ValueError(
                         f"layer {index} of kind {layer.kind!r}: {name} is not possible yet with "

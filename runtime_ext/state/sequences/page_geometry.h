@@ -65,6 +65,8 @@ class PageGeometry {
   bool HasWindow(int32_t group) const { return windows_[group] > 0; }
   int32_t num_state_groups() const { return static_cast<int32_t>(state_groups_.size()); }
   const StateGroup& state_group(int32_t s) const { return state_groups_[s]; }
+  /*! \brief Layer groups and state groups have a pool each. */
+  int32_t num_pools() const { return num_groups() + num_state_groups(); }
   /*! \brief The index of a state group's pool. */
   int32_t StatePool(int32_t s) const { return num_groups() + s; }
   /*! \brief The state group whose ingredients the group keeps; -1 for none. */
@@ -142,6 +144,11 @@ class PageGeometry {
   /*! \brief The page of text at whose end a full page of states is. */
   int64_t TextPageOfState(int32_t s, int64_t page) const {
     return PageOf((page + 1) * state_groups_[s].interval) - 1;
+  }
+  /*! \brief The page of states, if there is one, that is behind a page of text. */
+  int64_t StateBehind(int32_t s, int64_t text_page) const {
+    const int64_t end = (text_page + 1) * page_size_, interval = state_groups_[s].interval;
+    return end % interval == 0 ? end / interval - 1 : -1;
   }
   /*! \brief The length of the first state to keep: from it any later one can be computed, and those
    * of kPoppable positions before the end. */

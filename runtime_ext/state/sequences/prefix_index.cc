@@ -46,22 +46,29 @@ void PrefixIndex::TakePages(Sequence* sequence, int64_t length,
     }
   }
   for (int32_t s = 0; s < geometry_->num_state_groups(); ++s) {
-    const PrefixSearch::HitStates hit = search_.StatesOf(s, length);
+    const PrefixSearch::HitStates& hit = search_.hit_states(s);
     SequenceStates& states = sequence->states[s];
     states.length = hit.length;
     states.first_page = hit.first_page;
     const int32_t pool = geometry_->StatePool(s);
     const int64_t end = hit.length / geometry_->state_group(s).interval;
     for (int64_t page = hit.first_page; page < end; ++page) {
-      const int32_t id = search_.StoredAt(geometry_->TextPageOfState(s, page), pool).page;
-      (*pools_)[pool].AddOwner(id);
+      const int64_t index = geometry_->TextPageOfState(s, page);
+      const int32_t id = search_.IsInPool(index, pool) ? search_.StoredAt(index, pool).page : -1;
+      if (id >= 0) (*pools_)[pool].AddOwner(id);
       states.pages.push_back(id);  // within its capacity
     }
   }
   // Only now: what these reclaim must be none of the pages above.
   for (PageLoad& load : *loads) {
     load.page = (*pools_)[load.group].Allocate();
-    sequence->pages[load.group][load.index - sequence->first_pages[load.group]] = load.page;
+    const int32_t s = load.group - geometry_->num_groups();
+    if (s < 0) {
+      sequence->pages[load.group][load.index - sequence->first_pages[load.group]] = load.page;
+    } else {
+      SequenceStates& states = sequence->states[s];
+      states.pages[geometry_->StateBehind(s, load.index) - states.first_page] = load.page;
+    }
   }
 }
 
@@ -129,10 +136,8 @@ void PrefixIndex::StorePages(const Sequence& sequence, const PrefixTree::TextPag
     if (page >= 0) tree_.Store(text, g, page);
   }
   for (int32_t s = 0; s < geometry_->num_state_groups(); ++s) {
-    const int64_t end = (text.index + 1) * geometry_->page_size();
-    if (end % geometry_->state_group(s).interval != 0) continue;  // no state is kept behind it
-    const int32_t page =
-        states_->FindPage(sequence, s, end / geometry_->state_group(s).interval - 1);
+    const int64_t state = geometry_->StateBehind(s, text.index);
+    const int32_t page = state < 0 ? -1 : states_->FindPage(sequence, s, state);
     if (page >= 0) tree_.Store(text, geometry_->StatePool(s), page);
   }
 }

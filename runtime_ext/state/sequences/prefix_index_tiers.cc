@@ -24,7 +24,7 @@ void PrefixIndex::SetTier(HostTier* tier, PageSaver* saver, TierPolicy policy, s
   policy_ = policy;
   search_.SetTier(tier);
   observers_ = std::move(observers);
-  for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+  for (int32_t g = 0; g < geometry_->num_pools(); ++g) {
     observers_[g].index = this;
     observers_[g].group = g;
     if (policy.writes == TierWrites::kBack) (*pools_)[g].SetObserver(&observers_[g]);
@@ -125,7 +125,7 @@ void PrefixIndex::SavePages(const std::vector<PrefixTree::TextPage>& texts) noex
   try {
     for (const PrefixTree::TextPage& text : texts) {
       const StoredPage* stored = text.node->StoredOf(text.index - text.node->begin);
-      for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+      for (int32_t g = 0; g < geometry_->num_pools(); ++g) {
         if (tree_.IsKnown(g, stored[g])) saves.push_back({g, stored[g].page, tree_.TextOf(text)});
       }
     }
@@ -145,7 +145,7 @@ bool PrefixIndex::Touch(const TokenRecord& record, int64_t index) noexcept {
   const PrefixTree::TextPage text = tree_.At(record.cursor, index);
   const PageKey& key = text.node->keyed[text.index - text.node->begin].key;
   bool is_there = false;
-  for (int32_t g = 0; g < geometry_->num_groups(); ++g) {
+  for (int32_t g = 0; g < geometry_->num_pools(); ++g) {
     is_there = tier_->Touch(g, key) || is_there;
   }
   return is_there;

@@ -105,12 +105,43 @@ int64_t PrefixSearch::Fit(int64_t length) const {
       g = 0;
     }
   }
+  for (int32_t s = 0; s < geometry_->num_state_groups(); ++s) {
+    const HitStates hit = StatesOf(s, length);
+    const int32_t pool = geometry_->StatePool(s);
+    int64_t num_needed = 0;
+    for (int64_t page = hit.first_page; page < hit.length / geometry_->state_group(s).interval;
+         ++page) {
+      num_needed += IsToTake(geometry_->TextPageOfState(s, page), pool);
+    }
+    if (num_needed > (*pools_)[pool].num_available()) return Fit(LongestOf(hit.length - 1));
+  }
   return length;
+}
+
+bool PrefixSearch::PinStates(int32_t s, std::vector<PageLoad>* loads) {
+  const HitStates& hit = hit_states_[s];
+  const int32_t pool = geometry_->StatePool(s);
+  loads->reserve(loads->size() + kMaxStatesOfHit);  // may throw: before any pin
+  int64_t num_needed = 0;
+  for (int64_t page = hit.length / geometry_->state_group(s).interval - 1; page >= hit.first_page;
+       --page) {
+    const int64_t index = geometry_->TextPageOfState(s, page);
+    num_needed += IsToTake(index, pool);
+    if (num_needed > (*pools_)[pool].num_available()) return false;
+    if (IsInPool(index, pool)) continue;
+    if (index >= num_keyed_) return false;
+    const int32_t slot = tier_->Pin(pool, TextAt(index));
+    if (slot < 0) return false;
+    loads->push_back({pool, index, slot, -1});
+  }
+  return true;
 }
 
 bool PrefixSearch::PinLoads(int32_t group, int64_t length, std::vector<PageLoad>* loads) {
   const PagePool& pool = (*pools_)[group];
-  first_pages_[group] = FirstPage(group, length);
+  const int32_t s = geometry_->StateGroupOf(group);
+  first_pages_[group] =
+      s >= 0 ? geometry_->PageOf(hit_states_[s].ingredients) : FirstPage(group, length);
   if (tier_ == nullptr) return true;
   loads->reserve(loads->size() + geometry_->PagesFor(length));  // may throw: before any pin
   int64_t num_needed = 0;
@@ -135,10 +166,18 @@ bool PrefixSearch::PinLoads(int64_t length, std::vector<PageLoad>* loads) {
   };
   loads->clear();
   first_pages_.resize(static_cast<size_t>(geometry_->num_groups()));
+  hit_states_.clear();
+  for (int32_t s = 0; s < geometry_->num_state_groups(); ++s) {
+    hit_states_.push_back(StatesOf(s, length));
+  }
   try {
     bool is_complete = true;
     for (int32_t g = 0; g < geometry_->num_groups() && is_complete; ++g) {
       is_complete = PinLoads(g, length, loads);
+    }
+    const int32_t num_state_groups = tier_ == nullptr ? 0 : geometry_->num_state_groups();
+    for (int32_t s = 0; s < num_state_groups && is_complete; ++s) {
+      is_complete = PinStates(s, loads);
     }
     if (!is_complete) unpin();
     return is_complete;
@@ -173,19 +212,22 @@ std::vector<PagePlace> PrefixSearch::Locate(const std::string& salt, TokenSpan t
 StoreLookup PrefixSearch::MakeLookup(const std::string& salt, TokenSpan tokens) {
   FindKeys(salt, tokens);
   const int64_t page_size = geometry_->page_size();
-  const int32_t num_groups = geometry_->num_groups();
+  const int32_t num_pools = geometry_->num_pools();
   ExtendKeys(tokens.size / page_size);
   StoreLookup lookup;
   lookup.page_size = page_size;
   lookup.keys = keys_;
   lookup.tokens.assign(tokens.data, tokens.data + num_keyed_ * page_size);
-  std::vector<bool> known(num_keyed_ * num_groups);
+  std::vector<bool> known(num_keyed_ * num_pools);
   std::vector<int64_t> num_slots;
-  for (int32_t g = 0; g < num_groups; ++g) num_slots.push_back(tier_->num_slots(g));
+  for (int32_t g = 0; g < num_pools; ++g) num_slots.push_back(tier_->num_slots(g));
   for (int64_t i = 0; i < num_keyed_; ++i) {
-    for (int32_t g = 0; g < num_groups; ++g) {
-      known[i * num_groups + g] = IsKnown(i, g);
-      if (!known[i * num_groups + g]) lookup.values.push_back({i, g, !geometry_->HasWindow(g)});
+    for (int32_t g = 0; g < num_pools; ++g) {
+      const int32_t s = g - geometry_->num_groups();
+      if (s >= 0 && geometry_->StateBehind(s, i) < 0) continue;
+      known[i * num_pools + g] = IsKnown(i, g);
+      if (known[i * num_pools + g]) continue;
+      lookup.values.push_back({i, g, s < 0 && !geometry_->HasWindow(g)});
     }
   }
   // What is useful: the pages of the longest hit with what the store has, as far as there are
@@ -193,26 +235,43 @@ StoreLookup PrefixSearch::MakeLookup(const std::string& salt, TokenSpan tokens) 
   const int64_t limit = std::min(num_keyed_ * page_size, std::max<int64_t>(tokens.size - 1, 0));
   lookup.choose = [geometry = *geometry_, known, values = lookup.values, num_slots,
                    limit](const std::vector<bool>& is_there) {
-    const int32_t num_groups = geometry.num_groups();
+    const int32_t num_pools = geometry.num_pools();
     std::vector<bool> with_store = known;
     for (size_t v = 0; v < values.size(); ++v) {
-      if (is_there[v]) with_store[values[v].page * num_groups + values[v].group] = true;
+      if (is_there[v]) with_store[values[v].page * num_pools + values[v].group] = true;
     }
     auto longest = [&](const std::vector<bool>& bits, int64_t length) {
       return LongestKnown(geometry, length,
-                          [&](int64_t i, int32_t g) { return bits[i * num_groups + g]; });
+                          [&](int64_t i, int32_t g) { return bits[i * num_pools + g]; });
+    };
+    // [pool] the first page that a hit of this length takes, or may take to pop back.
+    auto first_pages = [&](int64_t length) {
+      std::vector<int64_t> first;
+      for (int32_t g = 0; g < geometry.num_groups(); ++g) {
+        first.push_back(geometry.FirstPageToKeep(g, length));
+      }
+      for (int32_t s = 0; s < geometry.num_state_groups(); ++s) {
+        int64_t end = 0;
+        const int64_t state = StateOfText(
+            geometry, s, length,
+            [&](int64_t i, int32_t g) { return with_store[i * num_pools + g]; }, &end);
+        first[geometry.state_group(s).ingredients] = geometry.PageOf(state);
+        first.push_back(geometry.PageOf(state) - 1);
+      }
+      return first;
     };
     const int64_t known_length = longest(known, limit);
     int64_t length = longest(with_store, limit);
     std::vector<size_t> chosen;
     while (length > known_length) {
       chosen.clear();
-      std::vector<int64_t> num_chosen(num_groups, 0);
+      std::vector<int64_t> num_chosen(num_pools, 0);
+      const std::vector<int64_t> first = first_pages(length);
       int64_t end = -1;  // the page that has no slot
       for (size_t v = 0; v < values.size() && end < 0; ++v) {
         const auto& [page, group, is_required] = values[v];
         if (page >= geometry.PagesFor(length)) break;
-        if (!is_there[v] || page < geometry.FirstPageToKeep(group, length)) continue;
+        if (!is_there[v] || page < first[group]) continue;
         if (++num_chosen[group] > num_slots[group]) end = page;
         chosen.push_back(v);
       }

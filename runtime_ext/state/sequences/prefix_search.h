@@ -125,7 +125,8 @@ class PrefixSearch {
     int64_t length;       // of the last one
     int64_t ingredients;  // the first position whose ingredients the hit takes
   };
-  HitStates StatesOf(int32_t s, int64_t length) const;
+  /*! \brief The states of the hit that PinLoads has settled. */
+  const HitStates& hit_states(int32_t s) const { return hit_states_[s]; }
   bool IsKnown(int64_t index, int32_t group) const {
     return IsInPool(index, group) || IsInTier(index, group);
   }
@@ -149,16 +150,21 @@ class PrefixSearch {
 
  private:
   bool IsInTier(int64_t index, int32_t group) const {
-    return tier_ != nullptr && index < num_keyed_ && group < geometry_->num_groups() &&
-           tier_->Has(group, TextAt(index));
+    return tier_ != nullptr && index < num_keyed_ && tier_->Has(group, TextAt(index));
   }
   PageText TextAt(int64_t index) const {
     const int64_t page_size = geometry_->page_size();
     return {keys_[index + 1], keys_[index], {tokens_.data + index * page_size, page_size}};
   }
+  HitStates StatesOf(int32_t s, int64_t length) const;
   /*! \brief The first page of a hit of this length: the window, and pages before it to pop to. */
   int64_t FirstPage(int32_t group, int64_t length) const;
   bool PinLoads(int32_t group, int64_t length, std::vector<PageLoad>* loads);
+  bool PinStates(int32_t s, std::vector<PageLoad>* loads);
+  /*! \brief Whether a page that is not held must be taken from the pool for a hit. */
+  bool IsToTake(int64_t index, int32_t pool) const {
+    return !IsInPool(index, pool) || (*pools_)[pool].RefCount(StoredAt(index, pool).page) == 0;
+  }
   /*! \brief Computes the keys of full pages up to `end`. */
   void ExtendKeys(int64_t end);
   void FindKeys(const std::string& salt, TokenSpan tokens);
@@ -178,7 +184,8 @@ class PrefixSearch {
   bool uses_partial_ = true;
   std::vector<PageKey> keys_;  // that of the root, then one for each full page
   int64_t num_keyed_ = 0;
-  std::vector<int64_t> first_pages_;  // [group]
+  std::vector<int64_t> first_pages_;   // [group]
+  std::vector<HitStates> hit_states_;  // [state group]
 };
 
 }  // namespace pagedkv

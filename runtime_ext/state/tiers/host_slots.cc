@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <numeric>
 #include <utility>
 
 #include "base/error.h"
@@ -18,41 +17,57 @@ namespace pagedkv {
 namespace {
 
 /*! \brief [group] bytes of a slot. */
-std::vector<int64_t> SlotBytesOf(int32_t page_size, const std::vector<int64_t>& page_bytes) {
+std::vector<int64_t> SlotBytesOf(int32_t page_size, const std::vector<ValueSize>& sizes) {
   constexpr int64_t kBlock = HostSlots::kBlockAlignment;
   std::vector<int64_t> slot_bytes;
-  for (int64_t bytes : page_bytes) {
-    slot_bytes.push_back(PageValueLayout(0, page_size, bytes).num_bytes());
+  int64_t sum = 0;
+  for (const ValueSize& size : sizes) {
+    slot_bytes.push_back(PageValueLayout(0, page_size, size.bytes).num_bytes());
+    sum += slot_bytes.back();
   }
-  const int64_t sum = std::accumulate(slot_bytes.begin(), slot_bytes.end(), int64_t{0});
   if (sum < 16 * kBlock) return slot_bytes;  // it would cost too much of the memory
   for (int64_t& bytes : slot_bytes) bytes = (bytes + kBlock - 1) / kBlock * kBlock;
   return slot_bytes;
 }
 
+/*! \brief Slots of a group, where there are so many for a value of each page. */
+int64_t NumSlotsOf(const ValueSize& size, int64_t num_slots) {
+  return (num_slots + size.pages_per_value - 1) / size.pages_per_value;
+}
+
 }  // namespace
 
-int64_t HostSlots::BytesPerPage(int32_t page_size, const std::vector<int64_t>& page_bytes) {
-  const std::vector<int64_t> slot_bytes = SlotBytesOf(page_size, page_bytes);
-  return std::accumulate(slot_bytes.begin(), slot_bytes.end(), int64_t{0});
+int64_t HostSlots::BytesOf(int64_t num_slots, int32_t page_size,
+                           const std::vector<ValueSize>& sizes) {
+  const std::vector<int64_t> slot_bytes = SlotBytesOf(page_size, sizes);
+  int64_t num_bytes = 0;
+  for (size_t g = 0; g < sizes.size(); ++g) {
+    num_bytes += NumSlotsOf(sizes[g], num_slots) * slot_bytes[g];
+  }
+  return num_bytes;
 }
 
 int64_t HostSlots::NumSlotsIn(int64_t num_bytes, int32_t page_size,
-                              const std::vector<int64_t>& page_bytes) {
-  if (page_bytes.empty()) return 0;
-  const int64_t max_slots =
-      std::numeric_limits<int32_t>::max() / 2 / static_cast<int64_t>(page_bytes.size());
-  return std::min(num_bytes / BytesPerPage(page_size, page_bytes), max_slots);
+                              const std::vector<ValueSize>& sizes) {
+  if (sizes.empty()) return 0;
+  int64_t low = 0;  // fits
+  int64_t high = std::numeric_limits<int32_t>::max() / 2 / static_cast<int64_t>(sizes.size()) + 1;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (BytesOf(middle, page_size, sizes) <= num_bytes ? low : high) = middle;
+  }
+  return low;
 }
 
 HostSlots::HostSlots(char* memory, int64_t num_slots, int32_t page_size,
-                     const std::vector<int64_t>& page_bytes)
-    : memory_(memory), slots_(num_slots * page_bytes.size()) {
-  const auto count = static_cast<int32_t>(num_slots);
-  const std::vector<int64_t> slot_bytes = SlotBytesOf(page_size, page_bytes);
-  for (size_t g = 0; g < page_bytes.size(); ++g) {
-    const auto first = static_cast<int32_t>(g) * count;
-    Group group{PageValueLayout(static_cast<int32_t>(g), page_size, page_bytes[g]),
+                     const std::vector<ValueSize>& sizes)
+    : memory_(memory) {
+  const std::vector<int64_t> slot_bytes = SlotBytesOf(page_size, sizes);
+  for (size_t g = 0; g < sizes.size(); ++g) {
+    const auto first = static_cast<int32_t>(slots_.size());
+    const auto count = static_cast<int32_t>(NumSlotsOf(sizes[g], num_slots));
+    slots_.resize(slots_.size() + static_cast<size_t>(count));
+    Group group{PageValueLayout(static_cast<int32_t>(g), page_size, sizes[g].bytes),
                 first,
                 count,
                 num_bytes_,
@@ -67,7 +82,7 @@ HostSlots::HostSlots(char* memory, int64_t num_slots, int32_t page_size,
       group.free.push_back(first + count - 1 - i);
       slots_[first + i].group = static_cast<int32_t>(g);
     }
-    num_bytes_ += num_slots * group.slot_bytes;
+    num_bytes_ += count * group.slot_bytes;
     groups_.push_back(std::move(group));
   }
 }

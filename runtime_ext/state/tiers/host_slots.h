@@ -7,8 +7,9 @@
  *       ^                  |                      |
  *       '-----Release------'-------Forget---------'
  *
- * Each layer group has as many slots as every other, of its own size. A published slot with pins is
- * not reused; one that is forgotten meanwhile becomes free with its last pin.
+ * Each layer group has as many slots as every other, of its own size; a state group has fewer. A
+ * published slot with pins is not reused; one that is forgotten meanwhile becomes free with its
+ * last pin.
  *
  * Eviction takes the least recently used slot without pins or children. A child is a slot without
  * pins whose page of text follows, and which was published later. So using the last page of a text
@@ -29,23 +30,34 @@
 
 namespace pagedkv {
 
+/*! \brief The values of a group. */
+struct ValueSize {
+  ValueSize(int64_t bytes, int64_t pages_per_value = 1)  // NOLINT: most groups are a number
+      : bytes(bytes), pages_per_value(pages_per_value) {}
+
+  int64_t bytes;            // of a page of all layers
+  int64_t pages_per_value;  // pages of text of which one has a value
+};
+
 class HostSlots {
  public:
-  /*!
-   * \param page_bytes [group] bytes of a page of all layers.
-   * \return The most slots of each group that fit; 0 if none do, or if there are no groups.
+  /*! \return The slots for so many pages of text that fit; 0 if none do, or if there are no groups.
    */
   static int64_t NumSlotsIn(int64_t num_bytes, int32_t page_size,
-                            const std::vector<int64_t>& page_bytes);
-  /*! \brief Bytes of one slot of every group. */
-  static int64_t BytesPerPage(int32_t page_size, const std::vector<int64_t>& page_bytes);
+                            const std::vector<ValueSize>& sizes);
+  /*! \brief Bytes of the slots for so many pages of text. */
+  static int64_t BytesOf(int64_t num_slots, int32_t page_size, const std::vector<ValueSize>& sizes);
 
   /*! \brief Values that are not small lie at multiples: disks read and write them in place. */
   static constexpr int64_t kBlockAlignment = 4096;
 
-  /*! \param memory Must outlive this, aligned to kBlockAlignment. */
+  /*!
+   * \param memory Must outlive this, aligned to kBlockAlignment.
+   * \param num_slots Pages of text; groups with a value for each have as many slots.
+   * \param sizes [group]
+   */
   HostSlots(char* memory, int64_t num_slots, int32_t page_size,
-            const std::vector<int64_t>& page_bytes);
+            const std::vector<ValueSize>& sizes);
 
   int32_t num_slots(int32_t group) const { return groups_[group].num_slots; }
   int32_t num_groups() const { return static_cast<int32_t>(groups_.size()); }

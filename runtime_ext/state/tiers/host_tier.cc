@@ -10,8 +10,8 @@
 namespace pagedkv {
 
 HostTier::HostTier(char* memory, int64_t num_slots, int32_t page_size,
-                   const std::vector<int64_t>& page_bytes, bool has_store)
-    : has_store_(has_store), slots_(memory, num_slots, page_size, page_bytes) {}
+                   const std::vector<ValueSize>& sizes, bool has_store)
+    : has_store_(has_store), slots_(memory, num_slots, page_size, sizes) {}
 
 bool HostTier::Has(int32_t group, const PageText& text) const {
   const Lock lock(mutex_);

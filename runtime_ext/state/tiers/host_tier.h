@@ -50,8 +50,8 @@ class HostTier {
   static constexpr size_t kMaxQueuedPuts = 1 << 14;
 
   /*! \param memory As for HostSlots. */
-  HostTier(char* memory, int64_t num_slots, int32_t page_size,
-           const std::vector<int64_t>& page_bytes, bool has_store);
+  HostTier(char* memory, int64_t num_slots, int32_t page_size, const std::vector<ValueSize>& sizes,
+           bool has_store);
 
   // --- values ---
   bool Has(int32_t group, const PageText& text) const;

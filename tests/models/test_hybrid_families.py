@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
-from tvm_pagedkv.generation import SamplingParams, generate  # noqa: E402
+from tvm_pagedkv.generation import Conversation, SamplingParams, generate  # noqa: E402
 from tvm_pagedkv.models import DecoderModel, ParallelModel  # noqa: E402
 
 from ..support.model_cases import (  # noqa: E402
@@ -203,6 +203,22 @@ def test_texts_do_not_depend_on_reuse_and_drafts(pair):
     for prompt, text in zip(prompts, [texts[0][i] for i in range(5)], strict=True):
         best = pair.expected([*prompt, *text]).argmax(-1)
         assert tuple(best[len(prompt) - 1 : -1]) == tuple(text)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_turns_of_a_conversation_are_reused(pair, num_drafts):
+    """Answers are those of a conversation that computes all of its text in every turn."""
+    params = SamplingParams(temperature=0, max_tokens=9)
+    warm = Conversation(pair.ours, params, max_total_tokens=200, num_speculative_tokens=num_drafts)
+    cold = Conversation(pair.ours, params, max_total_tokens=200, prefix_cache=False)
+    for message in ("w11", "w12", "w13"):
+        before = warm.num_tokens()
+        assert [*warm.reply(message)] and [*cold.reply(message)]
+        assert warm.tokens == cold.tokens
+        statistics = warm.last_turn.statistics
+        assert statistics.reused_tokens >= before - 1
+        assert statistics.pages_used <= statistics.pages_total
+        warm.cache.check_integrity()
 
 
 @pytest.mark.slow

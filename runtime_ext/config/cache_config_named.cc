@@ -114,7 +114,7 @@ LayerConfig RowsLayer(LayerKind kind, const Fields& fields, const std::string& w
 }
 
 LayerConfig ParseConv(const NamedValues& map, const std::string& owner, const std::string& dtype) {
-  Fields fields(map, owner, {"kind", "channels", "width", "has_bias", "kernel_set"});
+  Fields fields(map, owner, {"kind", "channels", "width", "has_bias", "num_pages", "kernel_set"});
   LayerConfig layer = RowsLayer(LayerKind::kConv, fields, "channels", dtype);
   layer.window = fields.Get<int64_t>("width");
   layer.has_bias = fields.Find<bool>("has_bias").value_or(false);

@@ -75,27 +75,14 @@ def _scalar_buffer(value):
     return None
 
 
-def _variable(before: Callable):
-    """Return what a name stood for and, if that is a variable, the buffer of its number."""
+def assign(name: str, value, before: Callable):
+    """Bind a name, or store to the number that it stands for."""
     try:
         old = before()
     except NameError:
-        return None, None
+        old = None
     target = None if old is None else _scalar_buffer(old)
-    return old, None if target in current().ended else target
-
-
-def unpack(name: str, value, before: Callable):
-    """Bind a name of a tuple. TVM's parser would make a second variable of the name."""
-    if _variable(before)[1] is not None:
-        raise TypeError(f"{name} is a variable already; assign it alone, not in a tuple")
-    return _bind(name, value)
-
-
-def assign(name: str, value, before: Callable):
-    """Bind a name, or store to the number that it stands for."""
-    old, target = _variable(before)
-    if target is not None:
+    if target is not None and target not in current().ended:
         try:
             builder.buffer_store(target, value, [0])
             return old

@@ -144,6 +144,7 @@ def _layer_map(
         "channels": layer.conv.channels,
         "width": layer.conv.width,
         "has_bias": layer.conv.has_bias,
+        "num_pages": config.num_conv_pages_of(layer),
         "kernel_set": conv_set,
     }
     if layer.kind == "conv":

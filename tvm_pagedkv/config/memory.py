@@ -83,7 +83,11 @@ def _recurrent_arrays(config: ResolvedConfig, layers: Sequence[ResolvedLayer]) -
         num_segments = num_sequences + num_rows // config.interval_of(layer)
         arrays.extend([num_sequences + 1, num_segments + 1, num_segments, num_segments])
         arrays.extend([num_rows, num_rows])
-    convs = {(s.conv.channels, s.conv.width): s for s in layers if s.conv is not None}
+    convs = {
+        (s.conv.channels, s.conv.width, config.num_conv_pages_of(s)): s
+        for s in layers
+        if s.conv is not None
+    }
     for layer in convs.values():
         assert layer.conv is not None
         add_group(config.num_conv_pages_of(layer), layer.conv.width - 1)

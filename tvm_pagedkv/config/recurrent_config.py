@@ -44,9 +44,9 @@ class RecurrentConfig:
         two, and a multiple of the page size. None: as many as have ingredients of the size of the
         states.
     history_tokens : int, optional
-        Tokens whose ingredients the cache keeps for forks, pops and prefix hits, beside those that
-        running sequences need. Checkpoints are kept for all. None: `KVCacheConfig.max_total_tokens`
-        tokens in all.
+        Tokens whose ingredients, and rows of a convolution, the cache keeps for forks, pops and
+        prefix hits, beside those that running sequences need. Checkpoints are kept for all. None:
+        `KVCacheConfig.max_total_tokens` tokens in all.
 
     Raises
     ------
@@ -137,7 +137,8 @@ class ConvConfig:
     channels : int
         Width of a row of x and of the output.
     width : int
-        Number of rows that an output depends on, from 2 to 8. The cache keeps ``width - 1``.
+        Number of rows that an output depends on, from 2 to 8. The cache keeps them as it
+        keeps K and V, for forks, pops and prefix hits at any token.
     activation : {"silu"}, optional
     has_bias : bool
         Whether the convolution has a bias for each channel.

@@ -48,16 +48,11 @@ class ResolvedConfig:
         """Return the number of pages for the ingredients of a recurrent layer."""
         if layer.recurrent is None:
             return 0
-        if layer.recurrent.history_tokens is None:
-            return self.num_pages
-        pages_of_history = -(-layer.recurrent.history_tokens // self.page_size)
-        return min(
-            self.num_pages, self._pages_of_window(self.interval_of(layer)) + pages_of_history
-        )
+        return self._pages_with_history(layer, self.interval_of(layer))
 
     def num_conv_pages_of(self, layer: ResolvedLayer) -> int:
         """Return the number of pages for rows of the layer's short convolution."""
-        return 0 if layer.conv is None else self._pages_of_window(layer.conv.width)
+        return 0 if layer.conv is None else self._pages_with_history(layer, layer.conv.width)
 
     def interval_of(self, layer: ResolvedLayer) -> int:
         """Return the positions from one kept state of a recurrent layer to the next."""
@@ -74,6 +69,13 @@ class ResolvedConfig:
         num_sequences = min(self.max_num_sequences, self.max_total_tokens)
         in_step = min(num_sequences, self.prefill_chunk_size) + self.prefill_chunk_size // interval
         return 3 * num_sequences + in_step + -(-self.max_total_tokens // interval)
+
+    def _pages_with_history(self, layer: ResolvedLayer, window: int) -> int:
+        history = None if layer.recurrent is None else layer.recurrent.history_tokens
+        if history is None:
+            return self.num_pages
+        pages_of_history = -(-history // self.page_size)
+        return min(self.num_pages, self._pages_of_window(window) + pages_of_history)
 
     def _pages_of_window(self, window: int) -> int:
         # Pages that a sequence keeps between steps, for any offset in a page, and pages of a step.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partial states that become one: two of disjoint positions, and one with learned sinks."""
 
+from collections.abc import Callable
+
 from tvm.script import tirx as T
 
 from ..define import attributes
@@ -10,6 +12,16 @@ from ..signatures.arrays import match_float32, row_matcher
 from ..spec import ITEMSIZE, LOG2E, KernelSpec
 from ..targets import components_of
 from ..vectors import constant, load, store
+
+
+@inline
+def weigh_heads(worker, weigh: Callable, weights, row, num_heads: int):
+    """Call ``weigh(weights, row, head, lanes)`` for vectors of heads, and wait for all of them."""
+    for h in worker.elements(num_heads):
+        weigh(weights, row, h, worker.lanes)
+    if worker.rest(num_heads) > 0:
+        weigh(weights, row, num_heads - worker.rest(num_heads), worker.rest(num_heads))
+    worker.sync()
 
 
 def merge(spec: KernelSpec):
@@ -44,11 +56,7 @@ def merge(spec: KernelSpec):
 
         for row in worker.items(n, row_bytes):
             weights = worker.table(2, num_heads)
-            for h in worker.elements(num_heads):
-                weigh(weights, row, h, worker.lanes)
-            if worker.rest(num_heads) > 0:
-                weigh(weights, row, num_heads - worker.rest(num_heads), worker.rest(num_heads))
-            worker.sync()
+            weigh_heads(worker, weigh, weights, row, num_heads)
             for h in rows.rows(num_heads):
                 own, other = weights[0, h], weights[1, h]
                 rows.blend((row, h), (own, other))
@@ -89,11 +97,7 @@ def apply_sinks(spec: KernelSpec):
 
         for row in worker.items(n, row_bytes):
             weights = worker.table(1, num_heads)
-            for h in worker.elements(num_heads):
-                weigh(weights, row, h, worker.lanes)
-            if worker.rest(num_heads) > 0:
-                weigh(weights, row, num_heads - worker.rest(num_heads), worker.rest(num_heads))
-            worker.sync()
+            weigh_heads(worker, weigh, weights, row, num_heads)
             for h in rows.rows(num_heads):
                 weight = weights[0, h]
                 rows.blend((row, h), (weight,))

@@ -31,7 +31,7 @@ constexpr int64_t kMaxConvWidth = 64;
 void CheckRows(const LayerConfig& layer) {
   constexpr int64_t kMaxWidth = 1 << 24;
   CheckRange("the width of a row", layer.qk_head_dim, 1, kMaxWidth);
-  CheckRange("the pages of a layer", layer.num_own_pages, 0, kInt32Max);
+  CheckRange("history_tokens", layer.history_tokens.value_or(0), 0, kInt32Max);
   if (layer.kind == LayerKind::kConv) {
     return void(CheckRange("the width of a convolution", layer.window, 2, kMaxConvWidth));
   }
@@ -44,7 +44,6 @@ void CheckRows(const LayerConfig& layer) {
   }
   CheckRange("key_dim", shape.key_dim, 1, kMaxHeadDim);
   CheckRange("value_dim", shape.value_dim, 1, kMaxHeadDim);
-  CheckRange("num_states", shape.num_states, 2, kInt32Max);
 }
 
 void CheckLayer(const LayerConfig& layer) {
@@ -173,14 +172,21 @@ const char* ToString(const LayerConfig& layer) {
 }
 
 int64_t CacheConfig::NumPages(const LayerConfig& layer) const {
-  if (layer.num_own_pages > 0) return layer.num_own_pages;
-  if (layer.window == 0) return num_pages();
+  if (layer.window == 0 || !(layer.is_attention() || layer.history_tokens)) return num_pages();
   // A sequence keeps this many positions between steps, which may start anywhere in a page.
   // KVCacheConfig.num_pages_of computes the same. When more than max_num_sequences sequences exist
   // and need more pages, fewer are available.
   const int64_t num_kept = layer.window - 1 + kPoppable;
   const int64_t pages_kept = (num_kept + page_size - 2) / page_size + 1;
-  return std::min(num_pages(), max_num_sequences * pages_kept + MaxStepPages());
+  const int64_t pages_of_history = (layer.history_tokens.value_or(0) + page_size - 1) / page_size;
+  return std::min(num_pages(), max_num_sequences * pages_kept + MaxStepPages() + pages_of_history);
+}
+
+int64_t CacheConfig::NumStates(const RecurrentShape& shape) const {
+  const int64_t num_sequences = std::min(max_num_sequences, max_total_tokens);
+  const int64_t in_step =
+      std::min(num_sequences, prefill_chunk_size) + prefill_chunk_size / shape.interval;
+  return 3 * num_sequences + in_step + (max_total_tokens + shape.interval - 1) / shape.interval;
 }
 
 int64_t CacheConfig::MaxStepPages() const {

@@ -42,14 +42,13 @@ struct RecurrentShape {
   int64_t value_dim;
   bool decays_by_channel;  // whether log_decay has a value for each key channel
   bool has_beta;
-  int64_t interval;    // positions from one kept state to the next
-  int64_t num_states;  // pages for states
+  int64_t interval;  // positions from one kept state to the next
 
   bool operator==(const RecurrentShape& other) const {
     return num_heads == other.num_heads && num_key_heads == other.num_key_heads &&
            key_dim == other.key_dim && value_dim == other.value_dim &&
            decays_by_channel == other.decays_by_channel && has_beta == other.has_beta &&
-           interval == other.interval && num_states == other.num_states;
+           interval == other.interval;
   }
 };
 
@@ -73,8 +72,8 @@ struct LayerConfig {
   // kRecurrent and kConv: `window` is the interval of states, or the width of the convolution, and
   // `qk_head_dim` the width of a row.
   std::optional<RecurrentShape> recurrent;
-  bool has_bias = false;          // kConv
-  int64_t num_own_pages = 0;      // of the pool; 0: what the window can need
+  bool has_bias = false;                  // kConv
+  std::optional<int64_t> history_tokens;  // kept beside what sequences need; none: as K and V
   std::vector<LayerConfig> conv;  // of a recurrent layer: its short convolution, if it has one
 
   bool is_mla() const { return kind == LayerKind::kMLA; }
@@ -89,7 +88,7 @@ struct LayerConfig {
   bool SharesGroupWith(const LayerConfig& other) const {
     return window == other.window && HasShapeOf(other) && page_dtype == other.page_dtype &&
            codec == other.codec && recurrent == other.recurrent &&
-           num_own_pages == other.num_own_pages;
+           history_tokens == other.history_tokens;
   }
   KernelName prefill() const { return window ? KernelName::kPrefillSliding : KernelName::kPrefill; }
   /*! \brief The kernel for pages that sequences share; a set may lack it. */
@@ -168,6 +167,9 @@ struct CacheConfig {
   int64_t MaxStepPages() const;
   /*! \brief Pages of the pool of such a layer: at most what its window can need. */
   int64_t NumPages(const LayerConfig& layer) const;
+
+  /*! \brief Pages for states of a recurrent layer; ResolvedConfig.num_states_of says why. */
+  int64_t NumStates(const RecurrentShape& shape) const;
 
   /*! \brief Reads the arguments of `pagedkv.create`. */
   static CacheConfig FromNamed(const ffi::Map<ffi::String, ffi::Any>& config,

@@ -107,14 +107,15 @@ LayerConfig RowsLayer(LayerKind kind, const Fields& fields, const std::string& w
   layer.kind = kind;
   layer.num_qo_heads = layer.num_kv_heads = 1;
   layer.qk_head_dim = layer.v_head_dim = fields.Get<int64_t>(width.c_str());
-  layer.num_own_pages = fields.Find<int64_t>("num_pages").value_or(0);
+  layer.history_tokens = fields.Find<int64_t>("history_tokens");
   layer.kernel_set = fields.Find<int64_t>("kernel_set").value_or(0);
   layer.page_dtype = ParseDtype("dtype", dtype);
   return layer;
 }
 
 LayerConfig ParseConv(const NamedValues& map, const std::string& owner, const std::string& dtype) {
-  Fields fields(map, owner, {"kind", "channels", "width", "has_bias", "num_pages", "kernel_set"});
+  Fields fields(map, owner,
+                {"kind", "channels", "width", "has_bias", "history_tokens", "kernel_set"});
   LayerConfig layer = RowsLayer(LayerKind::kConv, fields, "channels", dtype);
   layer.window = fields.Get<int64_t>("width");
   layer.has_bias = fields.Find<bool>("has_bias").value_or(false);
@@ -123,10 +124,9 @@ LayerConfig ParseConv(const NamedValues& map, const std::string& owner, const st
 
 LayerConfig ParseRecurrent(const NamedValues& map, const std::string& owner,
                            const std::string& dtype) {
-  Fields fields(
-      map, owner,
-      {"kind", "num_heads", "num_key_heads", "key_dim", "value_dim", "decays_by_channel",
-       "has_beta", "row_width", "interval", "num_states", "num_pages", "kernel_set", "conv"});
+  Fields fields(map, owner,
+                {"kind", "num_heads", "num_key_heads", "key_dim", "value_dim", "decays_by_channel",
+                 "has_beta", "row_width", "interval", "history_tokens", "kernel_set", "conv"});
   LayerConfig layer = RowsLayer(LayerKind::kRecurrent, fields, "row_width", dtype);
   const int64_t interval = fields.Get<int64_t>("interval");
   CheckRange("interval", interval, 1, kInt32Max);
@@ -136,8 +136,7 @@ LayerConfig ParseRecurrent(const NamedValues& map, const std::string& owner,
                                    fields.Get<int64_t>("value_dim"),
                                    fields.Get<bool>("decays_by_channel"),
                                    fields.Get<bool>("has_beta"),
-                                   interval,
-                                   fields.Get<int64_t>("num_states")};
+                                   interval};
   layer.window = interval;
   if (auto conv = fields.Find<NamedValues>("conv")) {
     layer.conv.push_back(ParseConv(*conv, owner + "['conv']", dtype));

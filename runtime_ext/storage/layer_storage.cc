@@ -68,7 +68,7 @@ void LayerStorage::RequireMemory() const {
     if (!shape.recurrent) continue;
     const RecurrentShape& state = *shape.recurrent;
     num_bytes += num_layers * static_cast<double>(ItemSize(kFloat32)) *
-                 static_cast<double>(state.num_states * state.num_heads) *
+                 static_cast<double>(config_.NumStates(state) * state.num_heads) *
                  static_cast<double>(state.key_dim * state.value_dim);
   }
   RequireHostMemory(num_bytes);
@@ -106,8 +106,8 @@ ffi::Tensor LayerStorage::AllocatePages(const LayerConfig& layer, int64_t shared
 void LayerStorage::AllocateStates(StoredLayer* layer) const {
   const RecurrentShape& shape = *layer->config.recurrent;
   layer->states =
-      AllocateTensor({shape.num_states, shape.num_heads, shape.key_dim, shape.value_dim}, kFloat32,
-                     config_.device, counter_);
+      AllocateTensor({config_.NumStates(shape), shape.num_heads, shape.key_dim, shape.value_dim},
+                     kFloat32, config_.device, counter_);
 }
 
 int64_t LayerStorage::PartAt(int64_t layer_id, int64_t LayerParts::* part) const {
@@ -172,7 +172,7 @@ std::vector<int32_t> LayerStorage::NumStates() const {
   std::vector<int32_t> num_states;
   for (const StateGroup& group : StateGroups()) {
     const LayerConfig& shape = groups_[group.ingredients].shape;
-    num_states.push_back(static_cast<int32_t>(shape.recurrent->num_states));
+    num_states.push_back(static_cast<int32_t>(config_.NumStates(*shape.recurrent)));
   }
   return num_states;
 }

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -391,6 +391,25 @@ def test_states_come_back_from_disk(tmp_path):
         cache.remove_sequence(0)
         assert cache.close_prefixes()
     assert all(np.array_equal(a, b) for a, b in zip(*outputs, strict=True))
+
+
+def test_a_bundle_has_recurrent_layers(tmp_path):
+    """Its caches may have other capacities than those that it was written for."""
+    world = World(2, "float32", checkpoint_tokens=8, history_tokens=16)
+    config = replace(world.config, max_total_tokens=4096, max_num_sequences=3)
+    capacities = {"max_total_tokens": 4096, "max_num_sequences": 3}
+    bundle = pkv.load_bundle(pkv.write_bundle(world.config, tmp_path / "bundle"))
+    cache, tokens = bundle.create(**capacities), world.tokens(30)
+    assert cache.stats()["allocated_bytes"] == config.memory_bytes()
+    world.cache.add_sequence(0)
+    cache.add_sequence(0)
+    for each in (world.cache, cache):
+        each.begin_forward([0], [30])
+    for i, layer in world.layers.items():
+        for one, other in zip(
+            layer.run(cache, i, tokens), layer.run(world.cache, i, tokens), strict=True
+        ):
+            assert np.array_equal(one.numpy(), other.numpy())
 
 
 def test_refused_calls_change_nothing():

@@ -144,7 +144,7 @@ def _layer_map(
         "channels": layer.conv.channels,
         "width": layer.conv.width,
         "has_bias": layer.conv.has_bias,
-        "num_pages": config.num_conv_pages_of(layer),
+        "history_tokens": layer.recurrent and layer.recurrent.history_tokens,
         "kernel_set": conv_set,
     }
     if layer.kind == "conv":
@@ -161,8 +161,7 @@ def _layer_map(
             "has_beta": recurrent.has_beta,
             "row_width": recurrent.row_bytes(config.dtype) // ITEMSIZE[config.dtype],
             "interval": config.interval_of(layer),
-            "num_states": config.num_states_of(layer),
-            "num_pages": config.num_ingredient_pages_of(layer),
+            "history_tokens": recurrent.history_tokens,
             "kernel_set": kernel_set,
             **({"conv": conv} if conv else {}),
         }

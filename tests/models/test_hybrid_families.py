@@ -185,6 +185,24 @@ def test_hits_at_any_token(pair):
         assert_close(logits, pair.expected(prompt)[length:])
 
 
+def test_hits_far_behind_the_end_of_a_text(pair):
+    """The rows that convolutions need there are kept as K, V and ingredients are."""
+    tokens, own = random_tokens(8, 200, 3)
+    cache = pair.ours.create_cache(1, 256, 16)
+    cache.add_sequence(0, tokens)
+    for chunk in np.split(tokens, range(16, 200, 16)):
+        pair.ours.prefill(cache, [0], [chunk])
+    cache.record_tokens(0, tokens)
+    cache.remove_sequence(0)
+    for length in (31, 102):
+        prompt = [*tokens[:length], *own]
+        assert cache.add_sequence(1, prompt) == length
+        logits = pair.ours.logits(cache, [1], [own])[0]
+        assert_close(logits, pair.expected(prompt)[length:])
+        cache.remove_sequence(1)
+    cache.check_integrity()
+
+
 def test_texts_do_not_depend_on_reuse_and_drafts(pair):
     base, *tails = random_tokens(7, 40, 1, 9, 5, 30, 2)
     lengths = (40, 39, 23, 30, 37)

@@ -186,7 +186,8 @@ def created(config: pkv.KVCacheConfig) -> pkv.KVCache:
     ]
     quantized = quantized_layers(layers, [x.kv_dtype for x in resolved.layers], config.page_size)
     sets = kernel_sets(layers, quantized)
-    described = config_map(resolved, SimpleNamespace(layer_sets=range(len(layers))), tvm.cpu())
+    sets_of = SimpleNamespace(layer_sets=range(len(layers)), conv_sets=[0] * len(layers))
+    described = config_map(resolved, sets_of, tvm.cpu())
     return tvm_ffi.get_global_func("pagedkv.create")(described, sets, tvm.cpu())
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -316,6 +317,8 @@ def test_random_operations(dtype, history, seed):
         assert world.counts[name] > 8, name
     assert world.counts["reclaimed"] > 3
     assert world.cache.stats()["allocated_bytes"] == world.config.memory_bytes()
+    groups = json.loads(json.dumps(world.cache.stats()))["state_groups"]
+    assert [group["num_layers"] for group in groups] == [1, 1, 1]
 
 
 def test_a_state_has_the_same_bits_however_its_tokens_came():

@@ -29,6 +29,10 @@ SHAPE = {
     "intermediate_size": 96,
     "vocab_size": 300,
 }
+OF_HYBRIDS = {
+    "Mamba2ForCausalLM": {"num_heads": 8, "state_size": 24},
+    "GraniteMoeHybridForCausalLM": {"num_local_experts": 0},
+}
 WITH_F16 = VectorTarget(lanes=8, registers=16)
 WITHOUT_F16 = VectorTarget(lanes=4, registers=16, has_f16_convert=False)
 
@@ -39,9 +43,10 @@ def test_only_float16_has_exceptions(architecture, stored):
     fields = {"num_hidden_layers": 2, "max_position_embeddings": 64}
     if architecture.startswith("Gemma"):
         fields["sliding_window"] = 8
-    config = config_from_fields(
-        {"architectures": [architecture], **SHAPE, **fields, "dtype": stored}
-    )
+    fields = SHAPE | fields | OF_HYBRIDS.get(architecture, {}) | {"dtype": stored}
+    if architecture.endswith("ForConditionalGeneration") and architecture.startswith("Qwen3_5"):
+        fields = {"text_config": fields}
+    config = config_from_fields({"architectures": [architecture], **fields})
     found = [default_dtype(config, target) for target in (WITH_F16, WITHOUT_F16)]
     if stored == "float16" and architecture.startswith("Gemma"):
         assert found == ["bfloat16"] * 2

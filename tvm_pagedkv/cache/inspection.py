@@ -159,7 +159,8 @@ class CacheInspection:
             A dictionary; its entry ``groups`` has a dictionary for each layer group.
         """
         raw = dict(global_function("pagedkv.stats")(self).items())
-        raw["groups"] = [dict(group.items()) for group in raw["groups"]]
+        for name in ("groups", "state_groups"):
+            raw[name] = [dict(group.items()) for group in raw[name]]
         if "prefix_tiers" in raw:
             raw["prefix_tiers"] = dict(raw["prefix_tiers"].items())
         return cast("CacheStats", raw)

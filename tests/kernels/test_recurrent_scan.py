@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 import tvm_ffi
 
 from tir_kernels import build_kernel, kernel_names
@@ -43,7 +44,7 @@ def test_sequences_of_unequal_lengths(rule, shape, dtype, seed):
 @parametrize_seed
 @pytest.mark.parametrize("rule", RULES)
 def test_a_state_has_the_same_bits_however_its_tokens_came(rule, seed):
-    """In one call, cut into segments whose states are kept, token by token, and replayed."""
+    """In one call, cut where states are kept, token by token, replayed, and beside others."""
     spec = make_spec(rule, "4-of-2-heads-128", BF16)
     rng = np.random.default_rng(seed)
     tokens, pool = Tokens.random(spec, 40, rng), states_of(spec, 6, rng)
@@ -64,6 +65,14 @@ def test_a_state_has_the_same_bits_however_its_tokens_came(rule, seed):
     of_last = tokens.run(replayed, segments, [4], rows=rows, seed=seed)
     reference.assert_same_bits(of_last[39:], o[39:])
     reference.assert_same_bits(replayed.numpy()[1:5], cut.numpy()[1:5])
+    # With many sequences tasks take wider blocks of columns.
+    num_others = 4 * int(tvm.get_global_func("runtime.NumThreads")())
+    pool, others = np.repeat(pool[:1], num_others + 2, axis=0), Tokens.random(spec, num_others, rng)
+    beside = tensor(pool)
+    segments = [(40, 0, 1), *((1, -1, 2 + i) for i in range(num_others))]
+    of_first = (tokens + others).run(beside, segments, [1] * len(segments), seed=seed)[:40]
+    reference.assert_same_bits(of_first, o)
+    reference.assert_same_bits(beside.numpy()[1], whole.numpy()[1])
 
 
 @parametrize_seed

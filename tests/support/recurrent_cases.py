@@ -55,8 +55,15 @@ class Tokens:
         return len(self.q)
 
     def __getitem__(self, tokens) -> Tokens:
-        fields = (self.q, self.k, self.v, self.log_decay, self.beta)
-        return Tokens(self.spec, *(x if x is None else x[tokens] for x in fields))
+        return Tokens(self.spec, *(x if x is None else x[tokens] for x in self._arrays))
+
+    def __add__(self, other: Tokens) -> Tokens:
+        pairs = zip(self._arrays, other._arrays, strict=True)
+        return Tokens(self.spec, *(x if x is None else np.concatenate([x, y]) for x, y in pairs))
+
+    @property
+    def _arrays(self) -> tuple:
+        return self.q, self.k, self.v, self.log_decay, self.beta
 
     @property
     def ingredients(self) -> list[np.ndarray]:
@@ -210,11 +217,7 @@ def check_tree(spec: RecurrentSpec, seed: int, is_forest: bool) -> None:
     page_of = {chain[-1]: 2 + i for i, chain in enumerate(chains)}
     segments = [(len(c), page_of.get(parents[c[0]], 0), page_of[c[-1]]) for c in chains]
     other, states = Tokens.random(spec, 1, rng), place(pool)
-    fields = zip(vars(tokens[order]).items(), vars(other).values(), strict=True)
-    both = Tokens(
-        spec,
-        *(x if x is None else np.concatenate([x, y]) for (name, x), y in fields if name != "spec"),
-    )
+    both = tokens[order] + other
     actual = both.run(
         states, [*segments, (1, 1, 1)], [len(segments), 1], rows=[*order, 24], seed=seed
     )

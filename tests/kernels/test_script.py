@@ -198,6 +198,19 @@ def test_only_variables_of_a_component_are_assigned():
             rows.width = 5
 
 
+def test_a_tuple_assigns_no_variable():
+    """To TVM's parser these are new variables."""
+    with pytest.raises(TypeError, match="last is a variable already; assign it alone"):
+
+        @prim_func
+        def kernel(o: T.handle, n: T.int32):
+            T.func_attr({"s_tir": True})
+            last = n
+            for i in range(n):
+                first, last = i, i + 1
+                T.evaluate(first + last)
+
+
 def test_annotations_that_are_text_are_refused():
     with pytest.raises(TypeError, match="annotations of kernel are text"):
 

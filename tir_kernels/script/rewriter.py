@@ -106,7 +106,7 @@ class Rewriter(ast.NodeTransformer):
         items = [f"{name}_item" for name in names]
         unpacked = ast.Tuple([ast.Name(item, ast.Store()) for item in items], ast.Store())
         bound = [
-            self._bind(name, ast.Name(item, ast.Load()))
+            self._bind(name, ast.Name(item, ast.Load()), statements.unpack)
             for name, item in zip(names, items, strict=True)
         ]
         return [ast.Assign([unpacked], value), *bound]
@@ -151,9 +151,9 @@ class Rewriter(ast.NodeTransformer):
         owner, name = self.visit(target.value), ast.Constant(target.attr)
         return ast.Expr(_call(statements.set_attribute, owner, name, value))
 
-    def _bind(self, name: str, value: ast.expr) -> ast.Assign:
+    def _bind(self, name: str, value: ast.expr, bind=statements.assign) -> ast.Assign:
         before = _later(ast.Name(name, ast.Load()))
-        bound = _call(statements.assign, ast.Constant(name), value, before)
+        bound = _call(bind, ast.Constant(name), value, before)
         return ast.Assign([ast.Name(name, ast.Store())], bound)
 
     def visit_BoolOp(self, node):

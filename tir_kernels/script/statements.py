@@ -75,14 +75,27 @@ def _scalar_buffer(value):
     return None
 
 
-def assign(name: str, value, before: Callable):
-    """Bind a name, or store to the number that it stands for."""
+def _variable(before: Callable):
+    """Return what a name stood for and, if that is a variable, the buffer of its number."""
     try:
         old = before()
     except NameError:
-        old = None
+        return None, None
     target = None if old is None else _scalar_buffer(old)
-    if target is not None and target not in current().ended:
+    return old, None if target in current().ended else target
+
+
+def unpack(name: str, value, before: Callable):
+    """Bind a name of a tuple. TVM's parser would make a second variable of the name."""
+    if _variable(before)[1] is not None:
+        raise TypeError(f"{name} is a variable already; assign it alone, not in a tuple")
+    return _bind(name, value)
+
+
+def assign(name: str, value, before: Callable):
+    """Bind a name, or store to the number that it stands for."""
+    old, target = _variable(before)
+    if target is not None:
         try:
             builder.buffer_store(target, value, [0])
             return old

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Absorbed MLA attention over pages: one latent row per position serves all query heads.
+"""Absorbed MLA attention over pages: one latent row per position serves all query heads."""
 
-A tile is some tokens of a sequence with all their heads. The positions of a tile are cut as well,
-so that a single row over a long context uses every thread.
-"""
+from dataclasses import replace
 
 from tvm.script import tirx as T
 
@@ -13,21 +11,14 @@ from ...script import inline, prim_func
 from ...semantics.visibility import CausalMask
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import PagedInputs
-from ...spec import LOG2E, KernelSpec
+from ...spec import KernelSpec
 from ..components.kv_operands import operands
-from ..components.kv_rows import LatentRows
-from ..components.kv_tile import POSITIONS, KvTile
-from ..components.lane_rows import LaneMask, LaneQueries, RowBlocks
-from ..components.lane_softmax import LaneSoftmax
-from ..components.output import Output
-from ..components.partial_states import PartialStates
+from ..components.kv_tile import POSITIONS
 from ..components.query_tile import tile_tokens
 from ..components.rotation import rotation_of
-from ..components.tile_splits import CutTile, Split, TileSplits
-from ..components.tile_sums import sums_of
 from ..components.tree_mask import TokenTrees, TreeMask
-from ..components.work import TASKS
 from ..conversion import require_half_conversion
+from .split_tiles import attend
 
 
 @T.meta_class
@@ -53,6 +44,7 @@ class SequenceTiles:
     """
 
     head = 0  # of K and V
+    k_offset = 0
 
     def __init__(self, spec: KernelSpec, a: PagedInputs):
         self.spec, self.a, self.tile_tokens = spec, a, tile_tokens(spec)
@@ -146,7 +138,7 @@ def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...], mask_class: type):
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    ops, max_rows = operands(spec, spec.kv_dtype), tile_tokens(spec) * num_heads
+    ops = operands(spec, spec.kv_dtype)
 
     @prim_func(absent=absent)
     def mla_prefill(
@@ -182,89 +174,11 @@ def _mla_prefill(spec: KernelSpec, absent: tuple[str, ...], mask_class: type):
                 mask=mask_class(T.int32(1) if causal is None else causal),
             )
         )
-        kv_pages = T.meta_var(view_pages(a.pages, spec))
-        rope = T.meta_var(rotation_of(spec, a))
+        ready = T.meta_var(replace(a, pages=view_pages(a.pages, spec), rope=rotation_of(spec, a)))
         trees = T.meta_var(None if tree_order is None else TokenTrees(spec, a))
         if trees is not None:
             trees.begin()
-        splits = TileSplits(POSITIONS * num_heads * (qk_dim + v_dim))
-        all_tiles = SequenceTiles(spec, a)
-        splits.plan(all_tiles)
-        states = PartialStates(spec, splits.num_tasks, max_rows)
-        ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
-        with ops.scope():
-            for task in T.parallel(splits.num_tasks, annotations=TASKS):
-                tile, split = SequenceTiles(spec, a), Split(splits)
-                table = T.meta_var((a.page_values, tile.first_page, tile.last_page))
-                rows = T.meta_var(LatentRows(spec, kv_pages, *table, head=0))
-                factor = sm_scale * T.float32(LOG2E)
-                ops.begin_task()
-                rope.begin_task()
-                mask = T.meta_var(a.mask if trees is None else TreeMask(a, trees, POSITIONS))
-                queries = LaneQueries(spec, ops, max_rows, a, rope, factor)
-                kv = KvTile(spec, ops, rows)
-                seen = LaneMask(mask, max_rows, ops.lanes)
-                softmax, sums = LaneSoftmax(spec, ops, max_rows), sums_of(spec, ops, max_rows)
-                blocks, output = RowBlocks(spec, ops), Output(spec, a.o, a.lse)
-
-                @inline
-                def attend(block, first):
-                    last_row = T.min(block.end_row, tile.num_rows) - 1
-                    num_seen = T.min(POSITIONS, tile.end_of(last_row) - first)
-                    if num_seen > 0:
-                        num_shared = T.max(mask.shared_end(tile.end_of(block.first_row)) - first, 0)
-                        softmax.score(queries, kv, block, first, 0, num_seen)
-                        if num_shared < POSITIONS:
-                            softmax.hide(block, first, num_shared, num_seen, seen)
-                        softmax.update(block, num_seen)
-                        if num_shared < kv.rounded(num_seen) and kv.has_special != 0:
-                            sums.add_seen(kv, softmax, block, first, num_seen, seen)
-                        else:
-                            sums.add(kv, softmax, block, first, num_seen)
-
-                queries.begin_task()
-                kv.begin_task()
-                split.take(task)
-                tile.begin()
-                while tile.before < split.last:
-                    split.enter(tile)
-                    if split.has_some():
-                        mask.begin_sequence(tile.sequence, tile.kv_len)
-                        blocks.begin(tile.num_rows)
-                        for vector in range(blocks.num_vectors):
-                            queries.load(vector, tile)
-                            seen.load(vector, tile)
-                            softmax.reset(vector)
-                            sums.clear(vector)
-                        last_block = T.min(
-                            split.last_block, (tile.end + POSITIONS - 1) // POSITIONS
-                        )
-                        for i in range(split.first_block, T.max(last_block, split.first_block)):
-                            first = i * POSITIONS
-                            mask.begin_tile(first, rope)
-                            kv.pack(first, tile.end, rope, 0)
-                            kv.look(mask.shared_end(tile.end_of(0)) - first, tile.end - first)
-                            for index in range(blocks.count):
-                                if index < blocks.num_wide:
-                                    attend(blocks.wide(index), first)
-                                else:
-                                    attend(blocks.narrow(index), first)
-                        sums.transpose(blocks.num_vectors)
-                        for row in range(tile.num_rows):
-                            at = T.meta_var((tile.token(row), tile.query_head(row)))
-                            state = T.meta_var(sums.state(row, softmax))
-                            rope.restore(sums.o, row)
-                            if split.is_whole(tile):
-                                output.finish(*at, *state)
-                            else:
-                                states.put(task, split.begin > 0, row, *state)
-                    tile.advance()
-                ops.end_task()
-        if splits.num_tasks > 1:
-            for task in T.parallel(splits.num_tasks, annotations=TASKS):
-                tile, output = SequenceTiles(spec, a), Output(spec, a.o, a.lse)
-                cut_tile = CutTile(splits)
-                cut_tile.merge(task, tile, states, output)
-        states.free()
+        make_mask = T.meta_var(lambda: a.mask if trees is None else TreeMask(a, trees, POSITIONS))
+        attend(spec, ready, ops, SequenceTiles, make_mask, merges=False)
 
     return mla_prefill

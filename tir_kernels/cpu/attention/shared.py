@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of the rows of many sequences to pages that they have in common, merged in place.
 
-A tile is some rows of a segment, whatever sequences they belong to, with the query heads of one KV
-head: K and V are packed once for all of them. The positions of a tile are cut as well, so that one
-segment and one KV head use every thread.
+A tile is some rows of a segment, whatever sequences they belong to.
 """
+
+from dataclasses import replace
 
 from tvm.script import tirx as T
 
@@ -14,20 +14,13 @@ from ...script import inline, prim_func
 from ...semantics.rotary_mode import refuse_longrope
 from ...signatures.arrays import match_float32, match_int32, page_matcher, row_matcher, sizes
 from ...signatures.inputs import SharedInputs
-from ...spec import LOG2E, KernelSpec
+from ...spec import KernelSpec
 from ..components.kv_operands import operands
-from ..components.kv_rows import LatentRows, PagedRows
-from ..components.kv_tile import POSITIONS, KvTile
-from ..components.lane_rows import LaneQueries, RowBlocks
-from ..components.lane_softmax import LaneSoftmax
-from ..components.output import Output
-from ..components.partial_states import PartialStates
+from ..components.kv_tile import POSITIONS
 from ..components.query_tile import tile_tokens
 from ..components.rotation import rotation_of
-from ..components.tile_splits import CutTile, Split, TileSplits
-from ..components.tile_sums import sums_of
-from ..components.work import TASKS
 from ..conversion import require_half_conversion
+from .split_tiles import attend
 
 
 @T.meta_class
@@ -75,6 +68,11 @@ class SegmentTiles:
         self.before = T.int64(0)
         self.cost = T.int64(0)
         self.advance()
+
+    @property
+    def end(self):
+        """The first position that no row sees."""
+        return self.kv_len
 
     def has_next(self):
         """Whether there is a tile."""
@@ -146,9 +144,7 @@ def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
     num_heads, qk_dim, v_dim = spec.num_qo_heads, spec.qk_head_dim, spec.v_head_dim
     match_rows, match_pages = row_matcher(spec), page_matcher(spec)
     require_half_conversion(spec, spec.dtype, spec.kv_dtype)
-    ops, group, max_tokens = operands(spec, spec.kv_dtype), spec.group_size, tile_tokens(spec)
-    max_rows = max_tokens * group
-    kind = LatentRows if spec.kind == "mla" else PagedRows
+    ops = operands(spec, spec.kv_dtype)
 
     @prim_func(absent=absent)
     def prefill_shared(
@@ -192,75 +188,9 @@ def _prefill_shared(spec: KernelSpec, absent: tuple[str, ...]):
                 sm_scale=sm_scale,
             )
         )
-        kv_pages = T.meta_var(view_pages(a.pages, spec))
-        rope = T.meta_var(rotation_of(spec, a))
+        ready = T.meta_var(replace(a, pages=view_pages(a.pages, spec), rope=rotation_of(spec, a)))
         if rotary_mode is not None:
             refuse_longrope(spec, a)
-        splits = TileSplits(POSITIONS * group * (qk_dim + v_dim))
-        all_tiles = SegmentTiles(spec, a)
-        splits.plan(all_tiles)
-        states = PartialStates(spec, splits.num_tasks, max_rows)
-        ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
-        with ops.scope():
-            for task in T.parallel(splits.num_tasks, annotations=TASKS):
-                tile, split = SegmentTiles(spec, a), Split(splits)
-                table = T.meta_var((a.page_values, tile.first_page, tile.last_page))
-                rows = T.meta_var(kind(spec, kv_pages, *table, head=tile.head))
-                ops.begin_task()
-                rope.begin_task()
-                rope.begin_sequence(T.int32(0))  # the length matters to longrope only
-                factor = sm_scale * T.float32(LOG2E)
-                queries = LaneQueries(spec, ops, max_rows, a, rope, factor)
-                kv = KvTile(spec, ops, rows)
-                blocks = RowBlocks(spec, ops)
-                softmax = LaneSoftmax(spec, ops, max_rows)
-                sums = sums_of(spec, ops, max_rows)
-                output = Output(spec, a.o, a.lse, merges=True)
-
-                @inline
-                def attend(block, first):
-                    num_seen = T.min(POSITIONS, tile.kv_len - first)
-                    softmax.score(queries, kv, block, first, tile.k_offset, num_seen)
-                    softmax.hide_from(block, num_seen)
-                    softmax.update(block, num_seen)
-                    sums.add(kv, softmax, block, first, num_seen)
-
-                queries.begin_task()
-                kv.begin_task()
-                split.take(task)
-                tile.begin()
-                while tile.before < split.last:
-                    split.enter(tile)
-                    if split.has_some():
-                        blocks.begin(tile.num_rows)
-                        for vector in range(blocks.num_vectors):
-                            queries.load(vector, tile)
-                            softmax.reset(vector)
-                            sums.clear(vector)
-                        for i in range(split.first_block, split.last_block):
-                            first = i * POSITIONS
-                            kv.pack(first, tile.kv_len, rope, tile.k_offset)
-                            for index in range(blocks.count):
-                                if index < blocks.num_wide:
-                                    attend(blocks.wide(index), first)
-                                else:
-                                    attend(blocks.narrow(index), first)
-                        sums.transpose(blocks.num_vectors)
-                        for row in range(tile.num_rows):
-                            at = T.meta_var((tile.token(row), tile.query_head(row)))
-                            state = T.meta_var(sums.state(row, softmax))
-                            rope.restore(sums.o, row)
-                            if split.is_whole(tile):
-                                output.finish(*at, *state)
-                            else:
-                                states.put(task, split.begin > 0, row, *state)
-                    tile.advance()
-                ops.end_task()
-        if splits.num_tasks > 1:
-            for task in T.parallel(splits.num_tasks, annotations=TASKS):
-                tile, output = SegmentTiles(spec, a), Output(spec, a.o, a.lse, merges=True)
-                cut_tile = CutTile(splits)
-                cut_tile.merge(task, tile, states, output)
-        states.free()
+        attend(spec, ready, ops, SegmentTiles, lambda: None, merges=True)
 
     return prefill_shared

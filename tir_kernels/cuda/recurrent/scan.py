@@ -138,7 +138,8 @@ def recurrent_scan(spec: RecurrentSpec):
                     row = rows[first_token]
                     token.request(slots[first_token], row, head, first_row, column)
                     ahead = T.min(first_token + 1, end_token - 1)
-                    next_slot, next_row = slots[ahead], rows[ahead]
+                    next_slot = slots[ahead]
+                    next_row = rows[ahead]
                 held = -1  # the page whose state is in registers
                 for segment in range(first_segment, end_segment):
                     begin, end = row_indptr[segment], row_indptr[segment + 1]
@@ -161,7 +162,8 @@ def recurrent_scan(spec: RecurrentSpec):
                             row = next_row
                             token.request(next_slot, next_row, head, first_row, column)
                             ahead = T.min(n + 2, end_token - 1)
-                            next_slot, next_row = slots[ahead], rows[ahead]
+                            next_slot = slots[ahead]
+                            next_row = rows[ahead]
                             if spec.is_delta:
                                 clear()
                                 for i in T.unroll(tiling.rows):

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with tiles of query rows whose positions are split as well.
+
+A tile is some tokens with the heads of a KV head: K and V are packed once for all of them. Since
+its positions are split among tasks, few tiles over a long context use every thread. Those that
+several tasks attend to leave partial states, which are merged in the same call.
+"""
+
+from collections.abc import Callable
+
+from tvm.script import tirx as T
+
+from ...script import inline
+from ...signatures.inputs import PagedInputs
+from ...spec import LOG2E, KernelSpec
+from ..components.kv_rows import LatentRows, PagedRows
+from ..components.kv_tile import POSITIONS, KvTile
+from ..components.lane_rows import LaneMask, LaneQueries, RowBlocks
+from ..components.lane_softmax import LaneSoftmax
+from ..components.output import Output
+from ..components.partial_states import PartialStates
+from ..components.query_tile import tile_tokens
+from ..components.tile_splits import CutTile, Split, TileSplits
+from ..components.tile_sums import sums_of
+from ..components.work import TASKS
+
+
+@inline
+def attend(spec: KernelSpec, a: PagedInputs, ops, tiles: type, make_mask: Callable, merges: bool):
+    """Attend with all tiles, and store.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    a : PagedInputs
+        With views of the pages, and `rope`.
+    ops : operands object
+    tiles : type
+        Iterates over the tiles: `SequenceTiles` or `SegmentTiles`.
+    make_mask : callable
+        Returns the mask of a task, or None where rows see all positions of their tile.
+    merges : bool
+        Whether results are merged with those that `o` and `lse` hold.
+    """
+    max_rows = T.meta_var(tile_tokens(spec) * spec.group_size)
+    splits = TileSplits(POSITIONS * spec.group_size * (spec.qk_head_dim + spec.v_head_dim))
+    all_tiles = tiles(spec, a)
+    splits.plan(all_tiles)
+    states = PartialStates(spec, splits.num_tasks, max_rows)
+    ops.begin([b for b in (a.q, a.pages) if str(b.dtype) == "bfloat16"])
+    with ops.scope():
+        for task in T.parallel(splits.num_tasks, annotations=TASKS):
+            tile, split = tiles(spec, a), Split(splits)
+            table = T.meta_var((a.page_values, tile.first_page, tile.last_page))
+            kind = T.meta_var(LatentRows if spec.kind == "mla" else PagedRows)
+            rows = T.meta_var(kind(spec, a.pages, *table, head=tile.head))
+            factor = a.sm_scale * T.float32(LOG2E)
+            ops.begin_task()
+            a.rope.begin_task()
+            a.rope.begin_sequence(T.int32(0))  # the length matters to longrope only
+            mask = T.meta_var(make_mask())
+            queries, kv = (
+                LaneQueries(spec, ops, max_rows, a, a.rope, factor),
+                KvTile(spec, ops, rows),
+            )
+            softmax, sums = LaneSoftmax(spec, ops, max_rows), sums_of(spec, ops, max_rows)
+            blocks, output = RowBlocks(spec, ops), Output(spec, a.o, a.lse, merges=merges)
+            if mask is not None:
+                seen = LaneMask(mask, max_rows, ops.lanes)
+
+            @inline
+            def attend_to_all(block, first):
+                num_seen = T.min(POSITIONS, tile.end - first)
+                softmax.score(queries, kv, block, first, tile.k_offset, num_seen)
+                softmax.hide_from(block, num_seen)
+                softmax.update(block, num_seen)
+                sums.add(kv, softmax, block, first, num_seen)
+
+            @inline
+            def attend_to_seen(block, first):
+                last_row = T.min(block.end_row, tile.num_rows) - 1
+                num_seen = T.min(POSITIONS, tile.end_of(last_row) - first)
+                if num_seen > 0:
+                    num_shared = T.max(mask.shared_end(tile.end_of(block.first_row)) - first, 0)
+                    softmax.score(queries, kv, block, first, tile.k_offset, num_seen)
+                    if num_shared < POSITIONS:
+                        softmax.hide(block, first, num_shared, num_seen, seen)
+                    softmax.update(block, num_seen)
+                    if num_shared < kv.rounded(num_seen) and kv.has_special != 0:
+                        sums.add_seen(kv, softmax, block, first, num_seen, seen)
+                    else:
+                        sums.add(kv, softmax, block, first, num_seen)
+
+            attend_to = T.meta_var(attend_to_all if mask is None else attend_to_seen)
+            queries.begin_task()
+            kv.begin_task()
+            split.take(task)
+            tile.begin()
+            while tile.before < split.last:
+                split.enter(tile)
+                if split.has_some():
+                    if mask is not None:
+                        mask.begin_sequence(tile.sequence, tile.kv_len)
+                    blocks.begin(tile.num_rows)
+                    for vector in range(blocks.num_vectors):
+                        queries.load(vector, tile)
+                        if mask is not None:
+                            seen.load(vector, tile)
+                        softmax.reset(vector)
+                        sums.clear(vector)
+                    last_block = T.min(split.last_block, (tile.end + POSITIONS - 1) // POSITIONS)
+                    for i in range(split.first_block, T.max(last_block, split.first_block)):
+                        first = i * POSITIONS
+                        if mask is not None:
+                            mask.begin_tile(first, a.rope)
+                        kv.pack(first, tile.end, a.rope, tile.k_offset)
+                        if mask is not None:
+                            kv.look(mask.shared_end(tile.end_of(0)) - first, tile.end - first)
+                        for index in range(blocks.count):
+                            if index < blocks.num_wide:
+                                attend_to(blocks.wide(index), first)
+                            else:
+                                attend_to(blocks.narrow(index), first)
+                    sums.transpose(blocks.num_vectors)
+                    for row in range(tile.num_rows):
+                        at = T.meta_var((tile.token(row), tile.query_head(row)))
+                        state = T.meta_var(sums.state(row, softmax))
+                        a.rope.restore(sums.o, row)
+                        if split.is_whole(tile):
+                            output.finish(*at, *state)
+                        else:
+                            states.put(task, split.begin > 0, row, *state)
+                tile.advance()
+            ops.end_task()
+    if splits.num_tasks > 1:
+        for task in T.parallel(splits.num_tasks, annotations=TASKS):
+            tile, output = tiles(spec, a), Output(spec, a.o, a.lse, merges=merges)
+            cut_tile = CutTile(splits)
+            cut_tile.merge(task, tile, states, output)
+    states.free()

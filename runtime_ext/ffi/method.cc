@@ -7,8 +7,6 @@
 
 namespace pagedkv {
 
-namespace {
-
 void CheckCount(const ffi::PackedArgs& args, int num_args, int num_optional) {
   if (args.size() <= num_args && args.size() >= num_args - num_optional) return;
   throw ffi::Error(kTypeError,
@@ -16,8 +14,6 @@ void CheckCount(const ffi::PackedArgs& args, int num_args, int num_optional) {
                        ", got " + std::to_string(args.size()),
                    "");
 }
-
-}  // namespace
 
 void RaiseMismatch(int index, const std::string& expected, const std::string& got) {
   throw ffi::Error(kTypeError,

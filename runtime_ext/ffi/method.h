@@ -42,6 +42,10 @@ auto Translate(F f) -> decltype(f()) {
 /*! \brief Raises a TypeError that names an argument, counted from 0. */
 [[noreturn]] void RaiseMismatch(int index, const std::string& expected, const std::string& got);
 
+/*! \brief Raises a TypeError unless the call has so many arguments, or up to `num_optional` less.
+ */
+void CheckCount(const ffi::PackedArgs& args, int num_args, int num_optional);
+
 /*! \brief The argument at an index as a T; a missing one is None. */
 template <typename T>
 [[gnu::noinline]] T TakeArgument(const ffi::PackedArgs& args, int index) {

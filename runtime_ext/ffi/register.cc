@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 /*!
  * \file register.cc
- * \brief All registrations: the stock names, which serve both kinds of cache, and our own.
+ * \brief The registrations of the cache: the stock names, which serve both kinds, and our own.
  */
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 
 #include <array>
-#include <atomic>
-#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -21,14 +19,14 @@
 #include "ffi/cache_object.h"
 #include "ffi/loading.h"
 #include "ffi/method.h"
+#include "ffi/override.h"
+#include "ffi/register_rnn.h"
 #include "step/scratch.h"
 #include "transfer/copy_regions.h"
 
 namespace pagedkv {
 
 namespace {
-
-std::atomic<bool> use_stock_runtime{false};
 
 /*! \brief A function of the cache whose call is deferred while the cache is busy. */
 template <typename Part, typename... Args>
@@ -37,21 +35,6 @@ ffi::Function FromDeferred(void (Part::*method)(Args...)) {
     PagedKVCacheObj* object = cache.get();
     Translate([&] { object->EnterOrDefer([=] { (object->part<Part>()->*method)(args...); }); });
   });
-}
-
-/*! \brief Overrides a stock name: `ours` serves our caches, the stock function all others. */
-void Override(const std::string& name, ffi::Function ours) {
-  std::optional<ffi::Function> stock = ffi::Function::GetGlobal(name);
-  auto dispatch = [name, stock, ours](ffi::PackedArgs args, ffi::Any* result) {
-    if (args.size() > 0 && args[0].as<PagedKVCacheObj>() != nullptr) {
-      ours.CallPacked(args, result);
-    } else if (args.size() == 0 || args[0] == nullptr || !stock) {
-      throw ffi::Error(kTypeError, name + " needs a KV cache as its first argument", "");
-    } else {
-      stock->CallPacked(args, result);
-    }
-  };
-  ffi::Function::SetGlobal(name, ffi::Function::FromPacked(dispatch), /*override=*/true);
 }
 
 /*!
@@ -65,16 +48,6 @@ constexpr const char* kModelConstructor =
 
 void CreatePositional(ffi::PackedArgs args, ffi::Any* result) {
   Translate([&] { *result = PagedKVCache(CacheConfig::FromPositional(args)); });
-}
-
-void OverrideCreate() {
-  const char* name = "vm.builtin.paged_attention_kv_cache_create";
-  std::optional<ffi::Function> stock = ffi::Function::GetGlobal(name);
-  auto create = [stock](ffi::PackedArgs args, ffi::Any* result) {
-    if (use_stock_runtime && stock) return stock->CallPacked(args, result);
-    CreatePositional(args, result);
-  };
-  ffi::Function::SetGlobal(name, ffi::Function::FromPacked(create), /*override=*/true);
 }
 
 /*! \brief Returns the cache, so that a model can order later calls after this one. */
@@ -197,9 +170,13 @@ constexpr TierName kTierNames[] = {
 };
 
 void OverrideStockNames() {
-  OverrideCreate();
-  Override("vm.builtin.attention_kv_cache_append_mla_kv", ffi::Function::FromPacked(AppendMLAKV));
-  for (const auto& [name, method] : kStockNames) Override(name, ToFunction(method));
+  const auto serve = [](const char* name, ffi::Function function) {
+    Override<PagedKVCacheObj>(name, "a KV cache", std::move(function));
+  };
+  OverrideCreate("vm.builtin.paged_attention_kv_cache_create",
+                 ffi::Function::FromPacked(CreatePositional));
+  serve("vm.builtin.attention_kv_cache_append_mla_kv", ffi::Function::FromPacked(AppendMLAKV));
+  for (const auto& [name, method] : kStockNames) serve(name, ToFunction(method));
 }
 
 /*!
@@ -312,8 +289,9 @@ void DefineRefusals(const std::string& reason) {
   auto refuse = [reason](ffi::PackedArgs, ffi::Any*) {
     throw ffi::Error(kRuntimeError, reason, "");
   };
-  for (const char* name : {"pagedkv.create", "pagedkv.load_bundle", kModelConstructor,
-                           "vm.builtin.paged_attention_kv_cache_create"}) {
+  for (const char* name :
+       {"pagedkv.create", "pagedkv.load_bundle", kModelConstructor,
+        "vm.builtin.paged_attention_kv_cache_create", "vm.builtin.rnn_state_create"}) {
     ffi::Function::SetGlobal(name, ffi::Function::FromPacked(refuse), /*override=*/true);
   }
 }
@@ -339,6 +317,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
     tvm::ffi::reflection::ObjectDef<PrefixTierObj>();
     OverrideStockNames();
     DefineOwnNames();
+    RegisterRNNState();
   } catch (const std::exception& error) {
     NotRegistered() = std::string("tvm_pagedkv cannot register its functions: ") + error.what();
   }

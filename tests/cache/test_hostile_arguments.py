@@ -55,6 +55,7 @@ from ..support.in_child import failures
 from ..support.python_kernels import make_cache, snapshot
 
 STATE, CACHE, OWN = "vm.builtin.kv_state_", "vm.builtin.attention_kv_cache_", "pagedkv."
+RNN = "vm.builtin.rnn_state_"
 DISAGG = "vm.builtin.kv_cache_disagg_"
 ERRORS = (ValueError, KeyError, IndexError, TypeError, pkv.CacheFullError)
 
@@ -67,13 +68,15 @@ OTHERS = {
 # Their arguments have no cache, or one with recurrent layers: test_recurrent_cache.py,
 # test_hostile_creation.py, test_transfer_messages.py,
 # test_hostile_bundles.py, test_prefix_stores.py, stores/test_checksum.py, test_other_machines.py,
-# test_cuda_scratch.py.
+# test_cuda_scratch.py, test_rnn_state.py.
 WITHOUT_CACHE = {
     *MODEL_CONSTRUCTORS.values(), OWN + "create", OWN + "copy_regions", OWN + "checksum",
     OWN + "load_bundle", OWN + "choose_bundle_target", OWN + "cpu_features", OWN + "require_cpu",
     *(f"{OWN}tier_{name}" for name in ("next_job", "finish_job", "wait", "flush")),
     OWN + "conv", OWN + "recurrent", OWN + "check_conv", OWN + "check_recurrent",
     OWN + "tier_close", OWN + "tier_memory", OWN + "borrow_scratch", OWN + "return_scratch",
+    *(f"{RNN}{name}" for name in ("create", "get", "set", "debug_get")),
+    OWN + "rnn_state_can_fork", OWN + "rnn_state_can_popn",
 }  # fmt: skip
 
 LAYER = integer(MHA, MLA, -1, 3, -(2**31), 2**31)
@@ -252,7 +255,7 @@ FUNCTIONS: dict[str, tuple[str, list[Kind]]] = {
 
 
 def registered() -> set[str]:
-    prefixes = (STATE, CACHE, DISAGG, OWN, "vm.builtin.paged_attention_kv_cache_create")
+    prefixes = (STATE, CACHE, RNN, DISAGG, OWN, "vm.builtin.paged_attention_kv_cache_create")
     names = tvm_ffi.registry.list_global_func_names()
     return {name for name in names if name.startswith(prefixes)}
 

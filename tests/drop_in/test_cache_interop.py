@@ -84,7 +84,11 @@ def test_stock_objects_are_forwarded(config, kernels):
 def test_rnn_states_are_forwarded():
     init = tvm.runtime.tensor(np.zeros((2, 3), "float32"))
     nothing = tvm_ffi.convert(lambda *args: None)
-    state = _call("vm.builtin.rnn_state_create", 1, 2, 1, [nothing], [nothing], [init])
+    pkv.use_stock_runtime()
+    try:
+        state = _call("vm.builtin.rnn_state_create", 1, 2, 1, [nothing], [nothing], [init])
+    finally:
+        pkv.use_pagedkv_runtime()
 
     def is_held(seq_id: int) -> bool:
         """Whether a sequence cannot be added again; one that can be is removed."""

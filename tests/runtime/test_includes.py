@@ -22,7 +22,7 @@ LEVELS = [
     {"storage"},
     {"tiers"},
     {"step"},
-    {"attention", "checkpoint", "transfer"},
+    {"attention", "checkpoint", "transfer", "rnn"},
     {"inspect", "bundle"},
     {"ffi"},
 ]

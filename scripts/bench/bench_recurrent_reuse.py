@@ -12,9 +12,10 @@ A random model of Qwen3.5's form answers requests that share text. Policies:
     recompute    nothing is reused
 
 Workloads: 1500 shared and 700 own tokens; short prompts; a long conversation whose last turn is
-edited; and 8 drafts a step of which some are rejected. The table has the tokens that are reused, as
-a share of what a model of full attention would reuse, and the median time to the first token, or of
-a round of drafts. It needs transformers, torch and tokenizers (pip install 'tvm_pagedkv[test]').
+edited; and 8 drafts a step of which some are rejected. Policies take turns. The table has the
+tokens that are reused, as a share of what a model of full attention would reuse, and the median
+time to the first token, or of a round of drafts. It needs transformers, torch and tokenizers
+(pip install 'tvm_pagedkv[test]').
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,7 @@ def conversation(length: int, count: int, seed: int) -> list[list[int]]:
     """Return a long text again and again, each time with other words at its end."""
     rng = np.random.default_rng(seed)
     text = tokens_of(rng, length)
-    return [text[: length - 150 + 17 * i] + tokens_of(rng, 120) for i in range(count)]
+    return [text[: length - 150 + 11 * i] + tokens_of(rng, 120) for i in range(count)]
 
 
 def longest_common(prompt: list[int], earlier: list[list[int]]) -> int:
@@ -152,25 +153,38 @@ class Engine:
         self.cache.remove_sequence(0)
 
 
-def measure_prompts(engine: Callable[[], Engine], prompts: list[list[int]]) -> tuple[float, float]:
-    """Return the share of what full attention would reuse, and the median seconds of a hit."""
-    each, reused, possible, seconds = engine(), 0, 0, []
+def measure_prompts(engines: list[Engine], prompts: list[list[int]]) -> list[tuple[float, float]]:
+    """Let the engines answer in turns.
+
+    Returns
+    -------
+    list of (float, float)
+        Of each engine the share of what full attention would reuse, and the median seconds of a
+        hit.
+    """
+    reused, seconds, possible = [0] * len(engines), [[] for _ in engines], 0
     for i, prompt in enumerate(prompts):
-        found, took = each.answer(prompt)
-        if i == 0:
-            continue  # nothing to reuse
-        reused += found
         possible += longest_common(prompt, prompts[:i])
-        seconds.append(took)
-    return reused / possible, statistics.median(seconds)
+        for k, engine in enumerate(engines):
+            found, took = engine.answer(prompt)
+            if i > 0:  # the first one has nothing to reuse
+                reused[k] += found
+                seconds[k].append(took)
+    medians = [statistics.median(times) for times in seconds]
+    return [(count / possible, median) for count, median in zip(reused, medians, strict=True)]
 
 
-def measure_drafts(engine: Callable[[], Engine], rounds: int) -> tuple[float, float]:
-    """Return the share of kept tokens that rounds do not compute again, and their median time."""
+def measure_drafts(engines: list[Engine], rounds: int) -> list[tuple[float, float]]:
+    """Return of each engine the share of kept tokens that rounds do not compute again, and their
+    median seconds. The engines take a round each in turns.
+    """
     context = tokens_of(np.random.default_rng(4), 1000)
-    found = list(engine().draft(context, rounds, 5))
-    again, kept = sum(a for a, _, _ in found), sum(k for _, k, _ in found)
-    return 1 - again / kept, statistics.median(seconds for _, _, seconds in found)
+    found = list(zip(*(engine.draft(context, rounds, 5) for engine in engines), strict=True))
+    cells = []
+    for each in zip(*found, strict=True):
+        again, kept = sum(a for a, _, _ in each), sum(k for _, k, _ in each)
+        cells.append((1 - again / kept, statistics.median(seconds for _, _, seconds in each)))
+    return cells
 
 
 def main() -> None:
@@ -178,7 +192,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512, help="a multiple of 256")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--conversation", type=int, default=8192, help="tokens")
-    parser.add_argument("--requests", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=13)
     options = parser.parse_args()
     workloads = {
         "1500 shared + 700 own": shared_and_own(1500, 700, options.requests, 1),
@@ -194,16 +208,8 @@ def main() -> None:
     for name, prompts in workloads.items():
         longest = max(map(len, prompts))
         room = longest * 2 + sum(len(p) for p in prompts if longest < 4000)
-        cells = [
-            measure_prompts(lambda a=a, room=room: Engine(model, a, room), prompts)
-            for _, a in POLICIES
-        ]
-        print_row(name, cells)
-    cells = [
-        measure_drafts(lambda a=a: Engine(model, a, 4096), 4 if a is None else 40)
-        for _, a in POLICIES
-    ]
-    print_row("8 drafts a round", cells)
+        print_row(name, measure_prompts([Engine(model, a, room) for _, a in POLICIES], prompts))
+    print_row("8 drafts a round", measure_drafts([Engine(model, a, 4096) for _, a in POLICIES], 40))
 
 
 def print_row(name: str, cells: list[tuple[float, float]]) -> None:

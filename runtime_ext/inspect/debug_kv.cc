@@ -38,13 +38,17 @@ const LayerConfig& DebugKV::ShapeOf(LayerKind kind) const {
       ->config;
 }
 
-const Sequence& DebugKV::ReadableSequence(int64_t sequence_id, int64_t begin, int64_t end) const {
+const Sequence& DebugKV::ReadableSequence(LayerKind kind, int64_t sequence_id, int64_t begin,
+                                          int64_t end) const {
   const Sequence& sequence = table_->At(sequence_id);
   if (begin < 0 || begin > end || end > sequence.length) {
     Raise(kValueError, "positions [", begin, ", ", end, ") are not within the ", sequence.length,
           " of sequence ", sequence.id);
   }
-  if (begin < end) table_->RequireKept(sequence, begin);
+  const std::vector<LayerGroup>& groups = step_->storage().groups();
+  for (int32_t g = 0; g < table_->num_groups() && begin < end; ++g) {
+    if (groups[g].shape.kind == kind) table_->RequireKept(sequence, begin, g);
+  }
   return sequence;
 }
 
@@ -148,7 +152,7 @@ void DebugKV::WriteToSlots(LayerKind kind, const std::vector<std::vector<int32_t
 
 void DebugKV::Get(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor k, ffi::Tensor v) {
   const int64_t num_layers = CountUniformLayers(LayerKind::kMHA, "debug_get_kv");
-  const Sequence& sequence = ReadableSequence(sequence_id, begin, end);
+  const Sequence& sequence = ReadableSequence(LayerKind::kMHA, sequence_id, begin, end);
   const LayerConfig& shape = ShapeOf(LayerKind::kMHA);
   const DLDataType dtype = step_->storage().RowDtype(shape);
   step_->tensors().CheckOutput(
@@ -160,7 +164,7 @@ void DebugKV::Get(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor k
 
 void DebugKV::GetMLA(int64_t sequence_id, int64_t begin, int64_t end, ffi::Tensor kv) {
   const int64_t num_layers = CountUniformLayers(LayerKind::kMLA, "debug_get_kv_mla");
-  const Sequence& sequence = ReadableSequence(sequence_id, begin, end);
+  const Sequence& sequence = ReadableSequence(LayerKind::kMLA, sequence_id, begin, end);
   const LayerConfig& shape = ShapeOf(LayerKind::kMLA);
   step_->tensors().CheckOutput("kv", kv, {num_layers, end - begin, shape.qk_head_dim},
                                step_->storage().RowDtype(shape));

@@ -41,7 +41,10 @@ class DebugKV {
   /*! \throws Error (ValueError) when there are no such layers, or they differ in their heads. */
   int64_t CountUniformLayers(LayerKind kind, const char* what) const;
   const LayerConfig& ShapeOf(LayerKind kind) const;
-  const Sequence& ReadableSequence(int64_t sequence_id, int64_t begin, int64_t end) const;
+  /*! \throws Error (KeyError, ValueError, IndexError) when layers of the kind lack the positions.
+   */
+  const Sequence& ReadableSequence(LayerKind kind, int64_t sequence_id, int64_t begin,
+                                   int64_t end) const;
   Sequence* WritableSequence(int64_t sequence_id, int64_t begin, int64_t count);
   std::vector<int32_t> SlotsOf(const Sequence& sequence, int32_t group, int64_t begin,
                                int64_t end) const;

@@ -172,6 +172,8 @@ StringMap Inspector::DescribeLayer(const StoredLayer& layer) const {
 StringMap Inspector::DescribeRecurrent(const StoredLayer& layer) const {
   const RecurrentShape& shape = *layer.config.recurrent;
   return {{"id", layer.config.id},
+          {"kind", ffi::String(ToString(layer.config))},
+          {"is_quantized", false},
           {"group", layer.group},
           {"state_group", layer.state_group},
           {"num_heads", shape.num_heads},
@@ -191,6 +193,8 @@ StringMap Inspector::Describe() const {
     if (layer.config.recurrent) recurrent_layers.push_back(DescribeRecurrent(layer));
     if (layer.config.kind == LayerKind::kConv) {
       conv_layers.push_back(StringMap{{"id", layer.config.id},
+                                      {"kind", ffi::String(ToString(layer.config))},
+                                      {"is_quantized", false},
                                       {"group", layer.group},
                                       {"channels", layer.config.qk_head_dim},
                                       {"width", layer.config.window},

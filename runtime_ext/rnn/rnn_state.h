@@ -106,7 +106,6 @@ class RNNStateObj : public ffi::Object {
   int64_t PageBytes(int64_t state) const;
   /*! \brief Fills a page with the initial values. */
   void Initialize(int32_t page);
-  void CopyPage(int64_t layer, int64_t state, int32_t from, int32_t to);
   /*! \brief Copies the states that the step has not set to the pages that it has written. */
   void CopyUnset();
   void UploadSlots();

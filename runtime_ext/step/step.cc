@@ -123,7 +123,9 @@ std::vector<int64_t> Step::MissingLayers() const {
   phase_.RequireForward("missing_layers");
   std::vector<int64_t> ids;
   for (const StoredLayer& layer : storage_.layers()) {
-    if (!HasAppended(layer)) ids.push_back(layer.config.id);
+    // A recurrent layer and its convolution have one id, and are neighbours.
+    const bool is_known = !ids.empty() && ids.back() == layer.config.id;
+    if (!HasAppended(layer) && !is_known) ids.push_back(layer.config.id);
   }
   return ids;
 }

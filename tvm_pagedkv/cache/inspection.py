@@ -215,6 +215,12 @@ class CacheInspection:
         ids = as_int("seq_id", seq_id), as_int("group", group)
         return global_function("pagedkv.first_position")(self, *ids)
 
+    @property
+    def _kept_layers(self) -> list[dict[str, Any]]:
+        """What is kept of each layer. A recurrent layer with a convolution is here twice."""
+        kinds = ("layers", "recurrent_layers", "conv_layers")
+        return [layer for kind in kinds for layer in self.description[kind]]
+
     def _tensor(self, name: str, value: Any) -> tvm_ffi.Tensor:
         return as_tensor(name, value, self.description["device"])
 

@@ -54,7 +54,7 @@ class KVCache(CachePrefix, tvm_ffi.Object):
 
     def __repr__(self) -> str:
         """Return the cache's layers, sequences and pages in a line."""
-        about = f"{len(self.description['layers'])} layers"
+        about = f"{len({layer['id'] for layer in self._kept_layers})} layers"
         try:
             stats = self.stats()
         except RuntimeError:  # another thread is inside
@@ -263,7 +263,8 @@ class KVCache(CachePrefix, tvm_ffi.Object):
         ------
         ValueError
             If a layer has not run: neither `attention` nor `self_attention` was called for it, or
-            for an MLA layer `append_mla_kv`. Its new slots hold no data, so the step is aborted.
+            for an MLA layer `append_mla_kv`, for a recurrent one `recurrent` and, if it has one,
+            `conv`. Its new slots hold no data, so the step is aborted.
         """
         self.begin_forward(seq_ids, append_lengths, token_tree_parents, tokens)
         try:
@@ -271,8 +272,8 @@ class KVCache(CachePrefix, tvm_ffi.Object):
             missing = global_function("pagedkv.missing_layers")(self)
             if len(missing) > 0:
                 raise ValueError(
-                    f"the step was aborted: layers {list(missing)} of the cache were not attended "
-                    "to; call attention (append_mla_kv for MLA layers) once for every layer"
+                    f"the step was aborted: layers {list(missing)} of the cache were not run; "
+                    "call attention once for every layer, or append_mla_kv, `recurrent` or `conv`"
                 )
         except BaseException:
             if self.is_in_forward:

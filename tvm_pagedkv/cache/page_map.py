@@ -75,7 +75,7 @@ class PageMap:
         salt : bytes
             Of all prefixes.
         """
-        page_size, layers = cache.description["page_size"], cache.description["layers"]
+        page_size, layers = cache.description["page_size"], cache._kept_layers
         lengths = {seq_id: cache.sequence_length(seq_id) for seq_id in cache.sequence_ids()}
         groups = []
         for index, stats in enumerate(cache.stats()["groups"]):

@@ -129,8 +129,10 @@ class SequenceTable {
   void CheckNewWindow(int64_t id, int64_t size, int64_t num_sinks) const;
   /*! \brief Drops the positions that have left the windows, and their pages. */
   void Slide(Sequence* sequence) noexcept;
-  /*! \throws Error (IndexError) when a group no longer holds the page of `position`. */
+  /*! \throws Error (IndexError) when a group, or this one, no longer holds the page of `position`.
+   */
   void RequireKept(const Sequence& sequence, int64_t position) const;
+  void RequireKept(const Sequence& sequence, int64_t position, int32_t group) const;
   void Clear();
   /*! \brief Forgets all texts: nothing that was computed so far is found any more. */
   void ForgetTexts() noexcept;

@@ -63,13 +63,17 @@ void SequenceTable::EnableWindow(int64_t id, int64_t size, int64_t num_sinks, bo
 }
 
 void SequenceTable::RequireKept(const Sequence& sequence, int64_t position) const {
-  for (int32_t g = 0; g < num_groups(); ++g) {
-    int64_t first = geometry_.FirstPosition(sequence, g);
-    if (position >= first) continue;
-    Raise(kIndexError, "position ", position, " of sequence ", sequence.id,
-          " is gone: layers with a window of ", geometry_.window(g), " keep positions from ", first,
-          " on only");
-  }
+  for (int32_t g = 0; g < num_groups(); ++g) RequireKept(sequence, position, g);
+}
+
+void SequenceTable::RequireKept(const Sequence& sequence, int64_t position, int32_t group) const {
+  const int64_t first = geometry_.FirstPosition(sequence, group);
+  if (position >= first) return;
+  const bool is_recurrent = geometry_.StateGroupOf(group) >= 0;
+  Raise(kIndexError, "position ", position, " of sequence ", sequence.id, " is gone: ",
+        is_recurrent ? "recurrent layers with a state every " : "layers with a window of ",
+        geometry_.window(group), is_recurrent ? " positions" : "", " keep positions from ", first,
+        " on only");
 }
 
 void SequenceTable::Slide(Sequence* sequence) noexcept {

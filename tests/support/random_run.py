@@ -158,11 +158,12 @@ def _rows_of(world: World, layer: int) -> list[np.ndarray]:
 
 
 def check_readers(world: World, seq_id: int) -> None:
-    """debug_get_kv of a sequence, and of what is gone."""
-    begin, length = world.first(seq_id), world.length(seq_id)
+    """debug_get_kv of a sequence, and of what layers of a kind no longer have."""
+    length = world.length(seq_id)
     for is_mla in {layer == MLA for layer in world.layers}:
         read = world.cache.debug_get_kv_mla if is_mla else world.cache.debug_get_kv
         layers = [i for i, each in enumerate(world.layers) if (each == MLA) == is_mla]
+        begin = max(world.first_position(seq_id, world.groups[layer]) for layer in layers)
         actual = read(seq_id, begin)
         actual = [x.numpy() for x in (actual if isinstance(actual, tuple) else [actual])]
         text = world.text_positions(seq_id, begin, length)
